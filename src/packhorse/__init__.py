@@ -1,0 +1,88 @@
+"""Packhorse packs tensors without loss, so that fewer bytes travel on every hop.
+
+Importing this package does nothing else: no thread, no device probe, no PyTorch. Frameworks have their own modules, with the same verbs:
+`packhorse.numpy` and `packhorse.torch`.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from packhorse.errors import (
+    BaseMismatchError,
+    CompatibilityError,
+    CorruptionError,
+    MissingBackendError,
+    PackhorseError,
+    TruncationError,
+)
+from packhorse.frame import Frame, Plan
+from packhorse.layout import Level
+
+if TYPE_CHECKING:
+    from packhorse.disk.packed_file import PackedFile
+
+__all__ = [
+    "BaseMismatchError",
+    "CompatibilityError",
+    "CorruptionError",
+    "Frame",
+    "Level",
+    "MissingBackendError",
+    "PackhorseError",
+    "Plan",
+    "TruncationError",
+    "__version__",
+    "open_file",
+]
+
+__version__ = "0.1.0"
+
+_FRAMEWORKS = {
+    "np": "packhorse.numpy",
+    "numpy": "packhorse.numpy",
+    "pt": "packhorse.torch",
+    "torch": "packhorse.torch",
+    "pytorch": "packhorse.torch",
+}
+
+
+def open_file(
+    path: str | os.PathLike[str],
+    framework: str = "np",
+    *,
+    device: Any = None,
+    threads: int | None = None,
+    max_nbytes: int | None = None,
+) -> PackedFile:
+    """Opens a packed file lazily, in the manner of `safetensors.safe_open`.
+
+    Args:
+        path: a `.ph.safetensors` file.
+        framework: "np" (or "numpy") or "pt" (or "torch", "pytorch").
+        device: where tensors go; PyTorch only.
+        threads: threads of each read; None for the cores of this process, at most 8.
+        max_nbytes: refuse a tensor of more decoded bytes.
+
+    Returns:
+        A `PackedFile`: `keys()`, `metadata()`, `get_tensor(name)`, `get_slice(name)`; a context manager.
+
+    Raises:
+        CorruptionError, TruncationError, CompatibilityError: the file is bad or too new.
+        MissingBackendError: the framework is not installed.
+        OSError: what the file system says.
+        ValueError: unknown framework, or `device` for NumPy.
+
+    Example:
+        >>> with packhorse.open_file("model.ph.safetensors", framework="pt") as f:  # doctest: +SKIP
+        ...     rows = f.get_slice("layers.0.weight")[128:256]
+    """
+    if framework not in _FRAMEWORKS:
+        known = ", ".join(repr(name) for name in _FRAMEWORKS)
+        raise ValueError(f"framework is {framework!r}; it must be one of {known}")
+    from packhorse.disk.packed_file import PackedFile
+
+    adapter = import_module(_FRAMEWORKS[framework]).FRAMEWORK
+    return PackedFile(path, adapter, device=device, threads=threads, max_nbytes=max_nbytes)

@@ -1,0 +1,43 @@
+"""Types of the C++ core (csrc/bind.cpp). `isa` is 0 portable, 1 AVX2, 2 AVX-512; arrays are one-dimensional uint8 unless said otherwise."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+_Bytes = NDArray[np.uint8]
+_Table = NDArray[np.uint32]  # (chunks, 1 + planes): CRC32C, then descriptors
+
+def detect_isa() -> int: ...
+def encode_chunks(
+    src: _Bytes,
+    unit_nbytes: int,
+    split: int,
+    chunk_log: int,
+    level: int,
+    dst: _Bytes,
+    table: _Table,
+    digests: _Bytes,
+    threads: int,
+    isa: int,
+) -> int: ...
+def decode_range(
+    payload: _Bytes,
+    table: _Table,
+    unit_nbytes: int,
+    split: int,
+    chunk_log: int,
+    nbytes: int,
+    start: int,
+    dst: _Bytes,
+    check: bool,
+    threads: int,
+    isa: int,
+) -> tuple[int, int]: ...
+def estimate_planes(
+    src: _Bytes, unit_nbytes: int, split: int, level: int, n_samples: int, isa: int
+) -> list[tuple[int, int]]: ...
+def encode_plane(src: _Bytes, mode: int, dst: _Bytes, isa: int) -> int: ...
+def decode_plane(stream: _Bytes, mode: int, dst: _Bytes, isa: int) -> int: ...
+def split(src: _Bytes, unit_nbytes: int, split: int, planes: _Bytes, isa: int) -> None: ...
+def merge(planes: _Bytes, unit_nbytes: int, split: int, dst: _Bytes, isa: int) -> None: ...
+def crc32c(src: _Bytes, isa: int) -> int: ...
+def leaf_digests(src: _Bytes, digests: _Bytes, threads: int, isa: int) -> None: ...

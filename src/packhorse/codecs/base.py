@@ -1,0 +1,142 @@
+"""What all codecs share: the instruction set of a call, and views of buffers as bytes.
+
+The core has no state. Every call is told which instruction set to use: the best of this machine, unless the environment variable
+`PACKHORSE_SIMD` names another (`portable`, `avx2` or `avx512`), which tests and benchmarks do. All of them write the same bytes.
+"""
+
+import os
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packhorse import _core
+from packhorse.errors import CorruptionError, MissingBackendError
+from packhorse.layout import MAX_CHUNK_NBYTES, Mode
+
+if TYPE_CHECKING:
+    from collections.abc import Buffer  # Python 3.12; the name is for readers and type checkers
+
+__all__ = [
+    "ISA_VARIABLE",
+    "STATUS_WORDS",
+    "ByteArray",
+    "Isa",
+    "as_bytes",
+    "as_writable_bytes",
+    "choose_isa",
+    "decode_plane",
+    "encode_plane",
+]
+
+ISA_VARIABLE = "PACKHORSE_SIMD"
+
+ByteArray = NDArray[np.uint8]
+
+
+class Isa(IntEnum):
+    """Instruction sets of the core, weakest first."""
+
+    PORTABLE = 0
+    AVX2 = 1
+    AVX512 = 2
+
+
+def choose_isa() -> Isa:
+    """The instruction set for a call.
+
+    Raises:
+        ValueError: `PACKHORSE_SIMD` is set to an unknown name.
+        MissingBackendError: it names an instruction set that this machine lacks.
+    """
+    best = Isa(_core.detect_isa())
+    wanted = os.environ.get(ISA_VARIABLE, "")
+    if not wanted:
+        return best
+    if wanted.upper() not in Isa.__members__:
+        names = ", ".join(isa.name.lower() for isa in Isa)
+        raise ValueError(f"{ISA_VARIABLE} is {wanted!r}; it must be one of {names}, or unset")
+    isa = Isa[wanted.upper()]
+    if isa > best:
+        raise MissingBackendError(
+            f"{ISA_VARIABLE} asks for {wanted}, but this machine has {best.name.lower()}; unset it"
+        )
+    return isa
+
+
+def as_bytes(buffer: "Buffer | Any", what: str = "buffer") -> ByteArray:
+    """A read-only or writable one-dimensional uint8 view of any C-contiguous buffer; never a copy.
+
+    Raises:
+        TypeError: the object has no buffer, or one that is not C-contiguous.
+    """
+    try:
+        view = memoryview(buffer)
+    except TypeError:
+        raise TypeError(f"{what} must offer the buffer protocol, not {type(buffer)}") from None
+    if not view.c_contiguous:
+        raise TypeError(f"{what} must be C-contiguous; copy it first")
+    if view.nbytes == 0:
+        return np.empty(0, np.uint8)
+    return np.frombuffer(view, np.uint8)
+
+
+def as_writable_bytes(buffer: "Buffer | Any", what: str = "buffer") -> ByteArray:
+    """Like `as_bytes`, for a buffer to write to.
+
+    Raises:
+        TypeError: not a C-contiguous buffer, or a read-only one.
+    """
+    view = as_bytes(buffer, what)
+    if view.size and not view.flags.writeable:
+        raise TypeError(f"{what} is read-only; give a writable buffer")
+    return view
+
+
+# What the core's Status numbers (csrc/layout.hpp) mean to a person.
+STATUS_WORDS = {
+    1: "its checksum does not match",
+    2: "a stream is longer or shorter than its own fields say",
+    3: "a reserved field is not zero",
+    4: "a field is outside of its range",
+    5: "the frequencies are zero somewhere or do not sum to 4096",
+    6: "the rANS coder ran out of words",
+    7: "rANS words are left over at the end",
+    8: "an rANS lane ends in a state that no encoder leaves",
+    9: "the number of escapes is not the one declared",
+}
+
+
+def encode_plane(plane: object, mode: Mode) -> bytes | None:
+    """The stream of one plane, from a full histogram and with nothing carried, or None if it would not be smaller than the plane (or, for rANS, if all its values are equal).
+
+    Args:
+        plane: buffer of 1 to 2 Mi bytes.
+        mode: `Mode.PALETTE` or `Mode.RANS`.
+
+    Raises:
+        TypeError: `plane` is not a C-contiguous buffer.
+        ValueError: it is empty or too long, or the mode is another one.
+    """
+    data = as_bytes(plane, "plane")
+    dst = np.empty(data.size, np.uint8)
+    nbytes = _core.encode_plane(data, int(mode), dst, int(choose_isa()))
+    return dst[:nbytes].tobytes() if nbytes else None
+
+
+def decode_plane(stream: object, mode: Mode, n: int) -> ByteArray:
+    """The `n` bytes of the plane that a stream holds.
+
+    Raises:
+        CorruptionError: the stream breaks a rule of its mode.
+        TypeError: `stream` is not a C-contiguous buffer.
+        ValueError: `n` is not in 1 to 2 Mi.
+    """
+    if not 0 < n <= MAX_CHUNK_NBYTES:
+        raise ValueError(f"n is {n}; a plane has 1 to {MAX_CHUNK_NBYTES} bytes")
+    dst = np.empty(n, np.uint8)
+    status = _core.decode_plane(as_bytes(stream, "stream"), int(mode), dst, int(choose_isa()))
+    if status:
+        raise CorruptionError(f"{mode.name.lower()} stream: {STATUS_WORDS[status]}")
+    return dst

@@ -1,0 +1,129 @@
+"""Choosing how to pack a tensor: which split, which chunk size, planes or zstd. The core then chooses a mode for every plane of every chunk.
+
+A plan is made from samples: a few runs of 4096 units spread over the tensor for the planes, and a few pieces for zstd where repetition is likely. It costs
+well under a tenth of packing, it does not depend on the number of threads, and it says why.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from packhorse import _core
+from packhorse.codecs import zstd
+from packhorse.codecs.base import ByteArray, choose_isa
+from packhorse.layout import (
+    CHUNK_NBYTES,
+    DTYPE_BY_NAME,
+    ZSTD_CHUNK_NBYTES,
+    DType,
+    Level,
+    Mode,
+    Split,
+)
+
+__all__ = ["Plan", "choose_plan", "chunk_log_for"]
+
+_SAMPLE_EVERY_NBYTES = 4 << 20  # one run of 4096 units for each 4 MiB
+_MAX_SAMPLES = 16
+_ZSTD_PIECE_NBYTES = 1 << 17
+_MAX_ZSTD_PIECES = 3
+_MIN_SAVING = 1 / 256  # below this a tensor is stored as it is, at copy speed
+_ZSTD_MUST_SAVE = 0.02  # of the planes' size: it is slower, so it has to earn its place
+_REPETITIVE = 7 / 8  # a float's last plane at this share of its size or less hints at repetition
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a tensor is packed, and why.
+
+    Attributes:
+        split: how units become planes.
+        level: the level asked for.
+        zstd: whether chunks are coded by Zstandard instead of plane by plane.
+        chunk_log: log2 of the units of a chunk.
+        estimated_nbytes: expected encoded bytes, headers not counted; from samples.
+        reason: one line for people.
+    """
+
+    split: Split
+    level: Level
+    zstd: bool
+    chunk_log: int
+    estimated_nbytes: int
+    reason: str
+
+
+def chunk_log_for(unit_nbytes: int, n_units: int, chunk_nbytes: int = CHUNK_NBYTES) -> int:
+    """Log2 of the units of a chunk. A tensor of at most one and a half chunks is one chunk, so that no short rest is left."""
+    log = int(math.log2(chunk_nbytes // unit_nbytes))
+    if 1 << log < n_units <= 3 << (log - 1) and chunk_nbytes < ZSTD_CHUNK_NBYTES:
+        return log + 1
+    return log
+
+
+def natural_split(dtype: DType) -> Split:
+    """The split that separates what the dtype mixes: its last in the table of docs/format.md."""
+    return dtype.splits[-1]
+
+
+def choose_plan(data: ByteArray, dtype_name: str, level: Level) -> Plan:
+    """Plans for a tensor's bytes.
+
+    Args:
+        data: all bytes of the tensor, one-dimensional.
+        dtype_name: safetensors' name.
+        level: how hard to try.
+    """
+    dtype = DTYPE_BY_NAME[dtype_name]
+    split = natural_split(dtype)
+    chunk_log = chunk_log_for(dtype.unit_nbytes, data.size // dtype.unit_nbytes)
+    if data.size == 0:
+        return Plan(split, level, False, chunk_log, 0, "no elements")
+    estimates = _estimate_planes(data, dtype, split, level)
+    planes_nbytes = sum(nbytes for _, nbytes in estimates)
+    if _may_repeat(dtype, estimates, data.size):
+        zstd_nbytes = _estimate_zstd(data, level)
+        if zstd_nbytes < planes_nbytes * (1 - _ZSTD_MUST_SAVE):
+            chunk_log = chunk_log_for(
+                dtype.unit_nbytes, data.size // dtype.unit_nbytes, ZSTD_CHUNK_NBYTES
+            )
+            reason = f"repetitive: zstd takes {zstd_nbytes / data.size:.1%} of a sample"
+            return Plan(Split.WHOLE, level, True, chunk_log, zstd_nbytes, reason)
+    if planes_nbytes > data.size * (1 - _MIN_SAVING):
+        reason = "incompressible in a sample: stored"
+        return Plan(Split.WHOLE, level, False, chunk_log, data.size, reason)
+    words = ", ".join(f"{Mode(mode).name.lower()} {_bits(n, data, dtype)}" for mode, n in estimates)
+    return Plan(split, level, False, chunk_log, planes_nbytes, f"planes in bits: {words}")
+
+
+def _bits(nbytes: int, data: ByteArray, dtype: DType) -> str:
+    return f"{nbytes * 8 / (data.size / dtype.unit_nbytes):.2f}"
+
+
+def _estimate_planes(
+    data: ByteArray, dtype: DType, split: Split, level: Level
+) -> list[tuple[int, int]]:
+    n_samples = min(_MAX_SAMPLES, 1 + data.size // _SAMPLE_EVERY_NBYTES)
+    return _core.estimate_planes(
+        data, dtype.unit_nbytes, int(split), int(level), n_samples, int(choose_isa())
+    )
+
+
+def _may_repeat(dtype: DType, estimates: list[tuple[int, int]], nbytes: int) -> bool:
+    """Whether a trial of zstd is worth its time. The last plane of real weights is noise; where it is not, the data is not weights."""
+    if all(mode == Mode.CONSTANT for mode, _ in estimates):
+        return False
+    if Split.FLOAT not in dtype.splits and not dtype.name.startswith("F8"):
+        return True
+    return estimates[-1][1] * dtype.unit_nbytes <= nbytes * _REPETITIVE * (
+        1 if dtype.unit_nbytes > 1 else 0.5
+    )
+
+
+def _estimate_zstd(data: ByteArray, level: Level) -> int:
+    n_pieces = min(_MAX_ZSTD_PIECES, math.ceil(data.size / _ZSTD_PIECE_NBYTES))
+    starts = np.linspace(0, max(0, data.size - _ZSTD_PIECE_NBYTES), n_pieces).astype(int)
+    pieces = [data[start : start + _ZSTD_PIECE_NBYTES] for start in starts]
+    packed = sum(len(zstd.compress_chunk(piece, level)) for piece in pieces)
+    return int(packed * (data.size / sum(piece.size for piece in pieces)))

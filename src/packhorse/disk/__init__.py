@@ -1,0 +1,42 @@
+"""The hop to and from disk: packed files, lazy reading of them, and model folders.
+
+`header`, `packed_header` and `folder_index` are text in, text out; `atomic` writes; `container` and
+`folder` pack, unpack, plan and verify; `packed_file` reads tensors and slices.
+"""
+
+from packhorse.disk.container import (
+    logical_nbytes,
+    pack_file,
+    plan_file,
+    unpack_file,
+    verify_file,
+)
+from packhorse.disk.folder import (
+    folder_logical_nbytes,
+    pack_folder,
+    plan_folder,
+    unpack_folder,
+    verify_folder,
+)
+from packhorse.disk.packed_file import PackedFile, PackedSlice
+from packhorse.disk.results import FileResult, FolderResult, Problem, TensorPlan, TensorResult
+
+__all__ = [
+    "FileResult",
+    "FolderResult",
+    "PackedFile",
+    "PackedSlice",
+    "Problem",
+    "TensorPlan",
+    "TensorResult",
+    "folder_logical_nbytes",
+    "logical_nbytes",
+    "pack_file",
+    "pack_folder",
+    "plan_file",
+    "plan_folder",
+    "unpack_file",
+    "unpack_folder",
+    "verify_file",
+    "verify_folder",
+]

@@ -1,0 +1,279 @@
+"""Output that is there whole or not at all.
+
+A file is written under a temporary name beside its destination, flushed to the disk and renamed
+over the destination in one step; then the folder is flushed. Whatever ends the work before that (an
+exception, Ctrl-C, a full disk) removes the temporary file. A folder goes the same way: it is built
+under a temporary name, then renamed.
+
+Nothing that exists is overwritten unless the caller says so, and never the input, by whatever link
+it is reached. A killed process can leave a `.packhorse-*.tmp` behind; nothing ever reads it, and it
+may be deleted.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = [
+    "OutputFile",
+    "atomic_file",
+    "atomic_folder",
+    "check_output_file",
+    "sync_folder",
+    "temporary_beside",
+]
+
+_WRITE_NBYTES = (
+    1 << 26
+)  # per system call, so that Ctrl-C is answered while a huge tensor is written
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF, errno.EPERM)
+
+
+class OutputFile:
+    """The file being written: append, and patch what was written.
+
+    Attributes:
+        nbytes: bytes appended so far.
+    """
+
+    def __init__(self, descriptor: int, destination: Path) -> None:
+        self._descriptor = descriptor
+        self._destination = destination
+        self.nbytes = 0
+
+    def write(self, data: Buffer) -> None:
+        """Append all of `data`.
+
+        Raises:
+            OSError: the system refuses (a full disk, a quota); it names the destination.
+        """
+        self.nbytes += self._write_at(self.nbytes, data)
+
+    def patch(self, offset: int, data: Buffer) -> None:
+        """Overwrite bytes that were appended before."""
+        self._write_at(offset, data)
+
+    def sync(self) -> None:
+        """Wait until the bytes are on the disk."""
+        with _naming(self._destination):
+            os.fsync(self._descriptor)
+
+    def _write_at(self, offset: int, data: Buffer) -> int:
+        with memoryview(data) as view, view.cast("B") as flat, _naming(self._destination):
+            done = 0
+            while done < flat.nbytes:
+                piece = flat[done : done + _WRITE_NBYTES]
+                done += os.pwrite(self._descriptor, piece, offset + done)
+            return done
+
+
+def check_output_file(
+    destination: Path, *, source: Path | None = None, force: bool = False
+) -> None:
+    """Refuse a destination that must not be written, before any work is done.
+
+    Args:
+        destination: where the output shall be.
+        source: the input, which must be another file by whatever link.
+        force: an existing file may be replaced.
+
+    Raises:
+        ValueError: the output is the input, or no regular file.
+        FileExistsError: it exists and `force` is False.
+        IsADirectoryError: it is a folder.
+        FileNotFoundError: its folder does not exist.
+    """
+    if not destination.parent.is_dir():
+        raise FileNotFoundError(
+            f"{destination}: there is no folder {destination.parent}; make it, or name another"
+        )
+    if not os.path.lexists(destination):
+        return
+    if source is not None and destination.exists() and destination.samefile(source):
+        raise ValueError(f"{destination}: the output is the input itself; name another output")
+    if destination.is_dir():
+        raise IsADirectoryError(f"{destination}: is a folder; name a file in it")
+    if destination.exists() and not destination.is_file():
+        raise ValueError(f"{destination}: not a regular file; name another output")
+    if not force:
+        raise FileExistsError(
+            f"{destination}: exists already; allow replacing it (force, --force) or name another"
+        )
+
+
+@contextmanager
+def atomic_file(
+    destination: Path,
+    *,
+    source: Path | None = None,
+    force: bool = False,
+    like: os.stat_result | None = None,
+) -> Iterator[OutputFile]:
+    """Write a file that appears under its name only when the block ends without an exception.
+
+    Args:
+        destination: where it shall be. A link there is replaced, not followed.
+        source: the input, which the destination must not be.
+        force: an existing file may be replaced.
+        like: status of a file whose permission bits are taken over; None for the usual ones.
+
+    Yields:
+        The file to write to.
+
+    Raises:
+        OSError, ValueError: as `check_output_file` says, or the system refuses to write.
+    """
+    check_output_file(destination, source=source, force=force)
+    temporary = temporary_beside(destination)
+    try:
+        with _naming(destination):
+            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, _mode(like))
+        try:
+            output = OutputFile(descriptor, destination)
+            yield output
+            if like is not None:
+                os.fchmod(descriptor, stat.S_IMODE(like.st_mode) & 0o777)
+            output.sync()
+        finally:
+            os.close(descriptor)
+        with _naming(destination):
+            os.replace(temporary, destination)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    sync_folder(destination.parent)
+
+
+@contextmanager
+def atomic_folder(destination: Path, replaceable: Iterable[Path] | None) -> Iterator[Path]:
+    """Build a folder that appears under its name only when the block ends without an exception.
+
+    Args:
+        destination: where it shall be; nothing, an empty folder, or a folder to be replaced.
+        replaceable: paths below the destination that may vanish with an old folder there; None if
+            an old folder must be empty.
+
+    Yields:
+        The temporary folder to build in, beside the destination.
+
+    Raises:
+        FileExistsError: the destination holds what may not be replaced.
+        OSError: the system refuses.
+    """
+    _check_folder(destination, replaceable)
+    temporary = temporary_beside(destination)
+    try:
+        with _naming(destination):
+            temporary.mkdir()
+        with _renaming(temporary, destination):
+            yield temporary
+        for folder, _, _ in os.walk(temporary):
+            sync_folder(Path(folder))
+        _swap(temporary, destination)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(destination.parent)
+
+
+def _check_folder(destination: Path, replaceable: Iterable[Path] | None) -> None:
+    if not destination.parent.is_dir():
+        raise FileNotFoundError(
+            f"{destination}: there is no folder {destination.parent}; make it, or name another"
+        )
+    if not os.path.lexists(destination):
+        return
+    if not destination.is_dir() or destination.is_symlink():
+        raise FileExistsError(f"{destination}: exists and is not a folder; name another output")
+    allowed = set(replaceable or ())
+    for folder, _, names in os.walk(destination):
+        for name in names:
+            _check_replaceable(Path(folder, name), destination, replaceable, allowed)
+
+
+def _check_replaceable(
+    path: Path, destination: Path, replaceable: Iterable[Path] | None, allowed: set[Path]
+) -> None:
+    if replaceable is None:
+        raise FileExistsError(
+            f"{destination}: exists already and is not empty; allow replacing it (force, --force) "
+            "or name another"
+        )
+    if path.relative_to(destination) not in allowed:
+        raise FileExistsError(
+            f"{destination}: holds {path.relative_to(destination)}, which the new folder would not "
+            "have; move it away or name another output"
+        )
+
+
+def _swap(temporary: Path, destination: Path) -> None:
+    """Put `temporary` in the place of `destination`, and put the old one back if that fails."""
+    with _naming(destination):
+        if not os.path.lexists(destination) or not any(destination.iterdir()):
+            os.rename(temporary, destination)
+            return
+        old = temporary_beside(destination)
+        os.rename(destination, old)
+        try:
+            os.rename(temporary, destination)
+        except BaseException:
+            os.rename(old, destination)
+            raise
+    shutil.rmtree(old)
+
+
+def temporary_beside(destination: Path) -> Path:
+    """A fresh hidden name in the folder of `destination`."""
+    return destination.parent / f".packhorse-{secrets.token_hex(8)}.tmp"
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to the disk, where the file system can do that."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+
+
+def _mode(like: os.stat_result | None) -> int:
+    """Permissions to create with: private until they are known to be right."""
+    return 0o666 if like is None else 0o600
+
+
+@contextmanager
+def _naming(destination: Path) -> Iterator[None]:
+    """Make the system's refusals name the destination, not a temporary file or nothing."""
+    try:
+        yield
+    except OSError as error:
+        error.filename, error.filename2 = os.fspath(destination), None
+        raise
+
+
+@contextmanager
+def _renaming(temporary: Path, destination: Path) -> Iterator[None]:
+    """Make the system's refusals name files by the place they would have had."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None and Path(error.filename).is_relative_to(temporary):
+            relative = Path(error.filename).relative_to(temporary)
+            error.filename = os.fspath(destination / relative)
+        raise

@@ -1,0 +1,422 @@
+"""Packing and unpacking whole safetensors files, tensor by tensor (docs/format.md, section 8).
+
+Memory is bounded by the largest tensor, never by the file. Each tensor of the source is mapped on
+its own and dropped again, and all frames are built in one buffer, which is used again. Packing
+writes the file from front to back, with room for the header, which is filled in at the end.
+Unpacking decodes runs of chunks into a small buffer, so it needs less than a tensor.
+
+Output is whole or absent (`atomic.py`), and the source is only ever read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Protocol
+
+import numpy as np
+
+from packhorse.disk.atomic import OutputFile, atomic_file
+from packhorse.disk.frames import ContentHasher, blaming, check_frame, map_region, open_frame
+from packhorse.disk.header import FileHeader, TensorEntry, read_file_header
+from packhorse.disk.packed_header import (
+    PackedHeader,
+    PrefixWriter,
+    is_packed,
+    parse_packed_header,
+)
+from packhorse.disk.results import FileResult, Problem, Progress, TensorPlan, TensorResult
+from packhorse.errors import PackhorseError
+from packhorse.frame import (
+    Frame,
+    compress_buffer,
+    max_frame_nbytes,
+    plan_buffer,
+    resolve_level,
+    resolve_threads,
+)
+from packhorse.layout import Level
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = [
+    "PICKLE_SUFFIXES",
+    "logical_nbytes",
+    "pack_file",
+    "pack_tensors",
+    "pickle_advice",
+    "plan_file",
+    "unpack_file",
+    "verify_file",
+    "write_packed",
+]
+
+PICKLE_SUFFIXES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
+# Decoded at once by unpacking: many chunks for every thread, whole chunks and whole hash leaves.
+_WINDOW_NBYTES = 1 << 25
+
+
+class _Sink(Protocol):
+    """Where a packed file goes: a file or memory."""
+
+    def write(self, data: Buffer) -> None: ...
+
+    def patch(self, offset: int, data: Buffer) -> None: ...
+
+
+class _Memory:
+    """A sink in memory."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def write(self, data: Buffer) -> None:
+        self.data += data
+
+    def patch(self, offset: int, data: Buffer) -> None:
+        view = memoryview(data)
+        self.data[offset : offset + view.nbytes] = view
+
+
+def logical_nbytes(src: str | os.PathLike[str]) -> int:
+    """Bytes of all tensors of a file once unpacked: the total that `progress` counts up to.
+
+    Args:
+        src: a packed file or an ordinary safetensors file; only its header is read.
+
+    Returns:
+        The sum of the tensors' sizes.
+
+    Raises:
+        PackhorseError, OSError: the header cannot be read.
+    """
+    path = Path(src)
+    with path.open("rb") as file:
+        header = read_file_header(file, str(path))
+    if not is_packed(header):
+        return header.data_nbytes
+    return parse_packed_header(header, label=str(path)).original.data_nbytes
+
+
+def pack_file(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    level: Level | str = "default",
+    threads: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> FileResult:
+    """Pack a safetensors file.
+
+    Args:
+        src: an ordinary safetensors file.
+        dst: where the packed file goes, usually with the suffix `.ph.safetensors`.
+        level: "fast", "default" or "max".
+        threads: how many to use; None for the cores available, at most 8.
+        force: an existing file at `dst` may be replaced.
+        progress: called with the logical bytes done since the last call.
+
+    Returns:
+        Sizes, for the file and for each tensor.
+
+    Raises:
+        ValueError: `src` is packed already or a pickle, `dst` is `src`, or an option is wrong.
+        CorruptionError, CompatibilityError: `src` is not a safetensors file that can be read.
+        OSError: the system refuses; FileExistsError if `dst` exists and `force` is False.
+    """
+    path = Path(src)
+    _refuse_pickle(path)
+    with path.open("rb") as file:
+        header = _plain_header(file, path)
+        buffers = _map_tensors(file, header)
+        return write_packed(
+            dst, header, buffers, level=level, threads=threads, progress=progress, force=force,
+            source=path,
+        )  # fmt: skip
+
+
+def write_packed(
+    dst: str | os.PathLike[str],
+    header: FileHeader,
+    buffers: Iterable[Buffer],
+    *,
+    level: Level | str = "default",
+    threads: int | None = None,
+    progress: Progress | None = None,
+    force: bool = False,
+    source: Path | None = None,
+) -> FileResult:
+    """Write a packed file from tensors that come one after the other.
+
+    Args:
+        dst: where the file goes.
+        header: of the file that unpacking shall give.
+        buffers: the bytes of each tensor in the order of `header.entries`; each is dropped before
+            the next is asked for.
+        level: "fast", "default" or "max".
+        threads: how many to use; None for the cores available, at most 8.
+        progress: called with the logical bytes done since the last call.
+        force: an existing file at `dst` may be replaced.
+        source: the file that the tensors come from, if any; it gives the permissions.
+
+    Returns:
+        Sizes, for the file and for each tensor.
+
+    Raises:
+        ValueError, OSError: as `pack_file`.
+    """
+    path = Path(dst)
+    like = None if source is None else os.stat(source)
+    coder = _Coder(resolve_level(level), resolve_threads(threads), progress or _ignore)
+    with atomic_file(path, source=source, force=force, like=like) as output:
+        tensors = _write_stream(output, header, buffers, coder)
+        packed_nbytes = output.nbytes
+    return FileResult(source or path, path, header.file_nbytes, packed_nbytes, tensors)
+
+
+def pack_tensors(
+    header: FileHeader,
+    buffers: Iterable[Buffer],
+    *,
+    level: Level | str = "default",
+    threads: int | None = None,
+) -> bytes:
+    """`write_packed` into memory.
+
+    Args:
+        header: of the file that unpacking shall give.
+        buffers: the bytes of each tensor in the order of `header.entries`.
+        level: "fast", "default" or "max".
+        threads: how many to use; None for the cores available, at most 8.
+
+    Returns:
+        The packed file.
+    """
+    memory = _Memory()
+    coder = _Coder(resolve_level(level), resolve_threads(threads), _ignore)
+    _write_stream(memory, header, buffers, coder)
+    return bytes(memory.data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Coder:
+    level: Level
+    threads: int
+    progress: Progress
+
+
+def _write_stream(
+    sink: _Sink, header: FileHeader, buffers: Iterable[Buffer], coder: _Coder
+) -> tuple[TensorResult, ...]:
+    prefix = PrefixWriter(header)
+    sink.write(bytes(prefix.nbytes))
+    # Pages of this are touched only as far as a frame reaches, so the worst case costs nothing.
+    entries = header.entries
+    room = max((max_frame_nbytes(entry.dtype, entry.shape) for entry in entries), default=0)
+    out = np.empty(room, np.uint8)
+    tensors = []
+    for entry, buffer in zip(entries, buffers, strict=True):
+        frame = compress_buffer(
+            buffer, entry.dtype, entry.shape, level=coder.level, threads=coder.threads,
+            out=out, name=entry.name,
+        )  # fmt: skip
+        sink.write(frame.buffer())
+        tensors.append(_result(entry, frame.nbytes))
+        del frame, buffer  # the next tensor must find this one's memory free
+        coder.progress(entry.nbytes)
+    sink.patch(0, prefix.render([tensor.packed_nbytes for tensor in tensors]))
+    return tuple(tensors)
+
+
+def plan_file(src: str | os.PathLike[str], *, level: Level | str = "default") -> list[TensorPlan]:
+    """Say what `pack_file` would do, from a sample of each tensor; nothing is written.
+
+    Args:
+        src: an ordinary safetensors file.
+        level: "fast", "default" or "max".
+
+    Returns:
+        One plan for each tensor, in the order of the data.
+
+    Raises:
+        ValueError, CorruptionError, CompatibilityError, OSError: as `pack_file`.
+    """
+    path = Path(src)
+    _refuse_pickle(path)
+    with path.open("rb") as file:
+        header = _plain_header(file, path)
+        pairs = zip(header.entries, _map_tensors(file, header), strict=True)
+        return [_plan(entry, buffer, level) for entry, buffer in pairs]
+
+
+def unpack_file(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> FileResult:
+    """Restore the file that was packed, byte for byte.
+
+    Args:
+        src: a packed file.
+        dst: where the original goes.
+        threads: how many to use; None for the cores available, at most 8.
+        force: an existing file at `dst` may be replaced.
+        progress: called with the logical bytes done since the last call.
+
+    Returns:
+        Sizes, for the file and for each tensor.
+
+    Raises:
+        ValueError: `src` is not packed, `dst` is `src`, or an option is wrong.
+        CorruptionError, CompatibilityError: `src` is damaged or of a newer version.
+        OSError: the system refuses; FileExistsError if `dst` exists and `force` is False.
+    """
+    path, target = Path(src), Path(dst)
+    coder = _Coder(Level.DEFAULT, resolve_threads(threads), progress or _ignore)
+    with path.open("rb") as file:
+        packed = parse_packed_header(read_file_header(file, str(path)), label=str(path))
+        like = os.fstat(file.fileno())
+        with atomic_file(target, source=path, force=force, like=like) as output:
+            output.write(packed.original.prefix())
+            unpacker = _Unpacker(file, packed, output, coder)
+            tensors = tuple(unpacker.tensor(entry) for entry in packed.original.entries)
+    original = packed.original.file_nbytes
+    return FileResult(path, target, original, packed.packed.file_nbytes, tensors)
+
+
+class _Unpacker:
+    """Writes tensor after tensor, through one buffer that holds a run of chunks."""
+
+    def __init__(
+        self, file: BinaryIO, packed: PackedHeader, output: OutputFile, coder: _Coder
+    ) -> None:
+        self._file = file
+        self._packed = packed
+        self._output = output
+        self._coder = coder
+        largest = max((entry.nbytes for entry in packed.original.entries), default=0)
+        self._scratch = np.empty(min(largest, _WINDOW_NBYTES), np.uint8).data
+
+    def tensor(self, entry: TensorEntry) -> TensorResult:
+        """Decode a tensor, check its content hash and write it."""
+        place, offset = self._packed.frames[entry.name], self._packed.frame_offset(entry.name)
+        with map_region(self._file, offset, place.nbytes) as data, blaming(self._file.name):
+            frame = open_frame(data, self._packed, entry)
+            content = ContentHasher()
+            for start in range(0, entry.nbytes, _WINDOW_NBYTES):
+                stop = min(start + _WINDOW_NBYTES, entry.nbytes)
+                piece = self._scratch[: stop - start]
+                frame.decompress_into(piece, start=start, stop=stop, threads=self._coder.threads)
+                content.update(piece)
+                self._output.write(piece)
+                self._coder.progress(piece.nbytes)
+            content.check(frame, entry.name, offset)
+        return _result(entry, place.nbytes)
+
+
+def verify_file(
+    src: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> list[Problem]:
+    """Check every checksum and every content hash of a packed file, and go on after a bad tensor.
+
+    Args:
+        src: a packed file.
+        threads: how many to use; None for the cores available, at most 8.
+        progress: called with the logical bytes done since the last call.
+
+    Returns:
+        All that is wrong; nothing if the file is good.
+
+    Raises:
+        ValueError: `src` is an ordinary safetensors file, or `threads` is wrong.
+        OSError: it cannot be read.
+    """
+    path = Path(src)
+    coder = _Coder(Level.DEFAULT, resolve_threads(threads), progress or _ignore)
+    with path.open("rb") as file:
+        try:
+            header = read_file_header(file, str(path))
+        except PackhorseError as error:
+            return [Problem(path, None, None, str(error))]
+        try:
+            packed = parse_packed_header(header, label=str(path))
+        except PackhorseError as error:
+            problems = [Problem(path, None, None, str(error))]
+            # Frames describe themselves, so they can be checked without the recorded header.
+            originals: dict[str, TensorEntry] = {}
+        else:
+            problems = []
+            originals = {entry.name: entry for entry in packed.original.entries}
+        for entry in header.entries:
+            offset = header.data_offset + entry.start
+            original = originals.get(entry.name)
+            try:
+                with map_region(file, offset, entry.nbytes) as data, blaming(str(path)):
+                    _verify_frame(data, entry.name, original, offset, coder)
+            except PackhorseError as error:
+                problems.append(Problem(path, entry.name, offset, str(error)))
+            coder.progress(original.nbytes if original else 0)
+    return problems
+
+
+def _verify_frame(
+    data: memoryview, name: str, original: TensorEntry | None, offset: int, coder: _Coder
+) -> None:
+    frame = Frame.from_buffer(data, name=name, offset=offset)
+    if original is not None:
+        check_frame(frame, original, offset)
+    frame.verify(threads=coder.threads)
+
+
+def _plan(entry: TensorEntry, buffer: memoryview, level: Level | str) -> TensorPlan:
+    plan = plan_buffer(buffer, entry.dtype, entry.shape, level=level)
+    return TensorPlan(entry.name, entry.dtype, entry.shape, entry.nbytes, plan)
+
+
+def _map_tensors(file: BinaryIO, header: FileHeader) -> Iterator[memoryview]:
+    for entry in header.entries:
+        with map_region(file, header.data_offset + entry.start, entry.nbytes) as data:
+            yield data
+
+
+def _plain_header(file: BinaryIO, path: Path) -> FileHeader:
+    header = read_file_header(file, str(path))
+    if is_packed(header):
+        raise ValueError(f"{path}: packed already; unpack it first, or use it as it is")
+    return header
+
+
+def _refuse_pickle(path: Path) -> None:
+    if path.suffix.lower() in PICKLE_SUFFIXES:
+        raise ValueError(pickle_advice(path))
+
+
+def pickle_advice(path: Path) -> str:
+    """What to tell somebody who wants to pack a pickle checkpoint."""
+    target = path.with_suffix(".safetensors").name
+    return (
+        f"{path}: a pickle checkpoint can run any code when it is read, so Packhorse does not; "
+        "convert it to safetensors first, in Python: "
+        "`import torch, safetensors.torch; "
+        f"tensors = torch.load({path.name!r}, map_location='cpu', weights_only=True); "
+        "safetensors.torch.save_file("
+        f"{{k: v.clone().contiguous() for k, v in tensors.items()}}, {target!r})`"
+    )
+
+
+def _result(entry: TensorEntry, packed_nbytes: int) -> TensorResult:
+    return TensorResult(entry.name, entry.dtype, entry.shape, entry.nbytes, packed_nbytes)
+
+
+def _ignore(nbytes: int) -> None:
+    """Progress that nobody watches."""

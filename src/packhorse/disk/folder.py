@@ -1,0 +1,397 @@
+"""Model folders as Hugging Face lays them out: shards, an index of them, and other files.
+
+Each `X.safetensors` becomes `X.ph.safetensors`; each `*.safetensors.index.json` is rewritten to
+name the packed shards, and records its own original text; everything else is copied, in subfolders
+too. Links are followed, because a download cache is a folder of links: the output has files in
+their place. Unpacking turns all of that around, so the original folder comes back byte for byte.
+
+All names, headers and indexes are checked before anything is written. The output is built under a
+temporary name beside its destination and renamed at the end, so there is a whole folder or none;
+work that was cut short leaves nothing and starts anew.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sized
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+from packhorse.disk.atomic import atomic_file, atomic_folder
+from packhorse.disk.container import (
+    PICKLE_SUFFIXES,
+    logical_nbytes,
+    pack_file,
+    pickle_advice,
+    plan_file,
+    unpack_file,
+    verify_file,
+)
+from packhorse.disk.folder_index import (
+    INDEX_SUFFIX,
+    PLAIN_SUFFIX,
+    is_packed_index,
+    pack_index,
+    packed_name,
+    plain_name,
+    unpack_index,
+    weight_map,
+)
+from packhorse.disk.header import read_header
+from packhorse.disk.packed_header import is_packed
+from packhorse.disk.results import FileResult, FolderResult, Problem, Progress, TensorPlan
+from packhorse.disk.strict_json import parse_json
+from packhorse.errors import PackhorseError
+from packhorse.frame import resolve_level, resolve_threads
+from packhorse.layout import FILE_SUFFIX, Level
+
+__all__ = [
+    "folder_logical_nbytes",
+    "pack_folder",
+    "plan_folder",
+    "unpack_folder",
+    "verify_folder",
+]
+
+_COPY_NBYTES = 1 << 24
+
+
+class _Kind(Enum):
+    MODEL = "a safetensors file, to be packed or unpacked"
+    INDEX = "an index, to be rewritten"
+    OTHER = "anything else, to be copied"
+    FOLDER = "a folder, to be made"
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One thing in the source folder and what becomes of it.
+
+    Attributes:
+        source: where it is.
+        output: where it goes, relative to the output folder.
+        kind: what it is.
+        nbytes: what it counts for progress: logical bytes of a model file, else its size.
+        text: an index's new text.
+    """
+
+    source: Path
+    output: Path
+    kind: _Kind
+    nbytes: int = 0
+    text: bytes = b""
+
+
+def pack_folder(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    level: Level | str = "default",
+    threads: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> FolderResult:
+    """Pack a model folder.
+
+    Args:
+        src: a folder with `*.safetensors` files in it or below.
+        dst: the folder to be made; it may exist if it is empty.
+        level: "fast", "default" or "max".
+        threads: how many to use; None for the cores available, at most 8.
+        force: a folder at `dst` may be replaced, if all its files have counterparts in the new one.
+        progress: called with the bytes done since the last call, `folder_logical_nbytes` in all.
+
+    Returns:
+        Sizes, for the folder and for each model file.
+
+    Raises:
+        ValueError: `src` has no safetensors file, or has packed ones, or the folders overlap.
+        CorruptionError, CompatibilityError: a model file or an index is bad; nothing is written.
+        OSError: the system refuses; FileExistsError if `dst` may not be replaced.
+    """
+    source = Path(src)
+    resolve_level(level), resolve_threads(threads)
+
+    def pack(path: Path, output: Path) -> FileResult:
+        return pack_file(path, output, level=level, threads=threads, progress=progress)
+
+    return _build(source, Path(dst), _items_to_pack(source), pack, force, progress)
+
+
+def unpack_folder(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> FolderResult:
+    """Restore the model folder that was packed, every file byte for byte.
+
+    Args:
+        src: a folder that `pack_folder` made.
+        dst: the folder to be made; it may exist if it is empty.
+        threads: how many to use; None for the cores available, at most 8.
+        force: a folder at `dst` may be replaced, if all its files have counterparts in the new one.
+        progress: called with the bytes done since the last call, `folder_logical_nbytes` in all.
+
+    Returns:
+        Sizes, for the folder and for each model file.
+
+    Raises:
+        ValueError: `src` has no packed file, or the folders overlap.
+        CorruptionError, CompatibilityError: a packed file or an index is bad.
+        OSError: the system refuses; FileExistsError if `dst` may not be replaced.
+    """
+    source = Path(src)
+    resolve_threads(threads)
+
+    def unpack(path: Path, output: Path) -> FileResult:
+        return unpack_file(path, output, threads=threads, progress=progress)
+
+    return _build(source, Path(dst), _items_to_unpack(source), unpack, force, progress)
+
+
+def plan_folder(
+    src: str | os.PathLike[str], *, level: Level | str = "default"
+) -> list[tuple[Path, list[TensorPlan]]]:
+    """Say what `pack_folder` would do; nothing is written.
+
+    Args:
+        src: a folder with `*.safetensors` files in it or below.
+        level: "fast", "default" or "max".
+
+    Returns:
+        For each model file its path relative to `src` and its tensors' plans.
+
+    Raises:
+        ValueError, CorruptionError, CompatibilityError, OSError: as `pack_folder`.
+    """
+    source = Path(src)
+    models = [item.source for item in _items_to_pack(source) if item.kind is _Kind.MODEL]
+    return [(path.relative_to(source), plan_file(path, level=level)) for path in models]
+
+
+def verify_folder(
+    src: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> list[Problem]:
+    """Check every packed file and every index of a packed folder, and go on after a bad one.
+
+    Args:
+        src: a folder that `pack_folder` made.
+        threads: how many to use; None for the cores available, at most 8.
+        progress: called with the bytes done since the last call, `folder_logical_nbytes` in all.
+
+    Returns:
+        All that is wrong; nothing if the folder is good. Copied files have no checksums.
+
+    Raises:
+        ValueError: `src` has no packed file, or `threads` is wrong.
+        OSError: it cannot be read.
+    """
+    source = Path(src)
+    resolve_threads(threads)
+    files = [path for path in _walk(source) if not path.is_dir()]
+    models = {path for path in files if path.name.endswith(FILE_SUFFIX)}
+    _require(models, source, FILE_SUFFIX)
+    problems: list[Problem] = []
+    for path in files:
+        if path in models:
+            problems += _verify_model(path, threads, progress)
+            continue
+        if path.name.endswith(INDEX_SUFFIX):
+            problems += _verify_index(path)
+        if progress is not None:
+            progress(path.stat().st_size)
+    return problems
+
+
+def folder_logical_nbytes(src: str | os.PathLike[str]) -> int:
+    """The total that `progress` counts up to for a folder, packed or not.
+
+    Args:
+        src: the folder; headers are read and nothing else.
+
+    Returns:
+        Logical bytes of all model files and the sizes of all others; a file whose header is bad
+        counts nothing.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    total = 0
+    for path in _walk(Path(src)):
+        if path.name.endswith(PLAIN_SUFFIX) and path.is_file():
+            with suppress(PackhorseError, ValueError):
+                total += logical_nbytes(path)
+        elif path.is_file():
+            total += path.stat().st_size
+    return total
+
+
+def _items_to_pack(source: Path) -> list[_Item]:
+    items = [_item_to_pack(path, path.relative_to(source)) for path in _walk(source)]
+    models = [item for item in items if item.kind is _Kind.MODEL]
+    pickles = [item.source for item in items if item.source.suffix.lower() in PICKLE_SUFFIXES]
+    if pickles and not models:
+        raise ValueError(pickle_advice(pickles[0]))
+    _require(models, source, PLAIN_SUFFIX)
+    return items
+
+
+def _item_to_pack(path: Path, relative: Path) -> _Item:
+    if path.is_dir():
+        return _Item(path, relative, _Kind.FOLDER)
+    if path.name.endswith(FILE_SUFFIX):
+        raise ValueError(f"{path}: packed already, by its name; unpack the folder or rename it")
+    nbytes = path.stat().st_size
+    if path.name.endswith(INDEX_SUFFIX):
+        text = path.read_bytes()
+        if is_packed_index(text):
+            raise ValueError(f"{path}: the index of a packed folder; unpack that one first")
+        return _Item(path, relative, _Kind.INDEX, nbytes, pack_index(text, label=str(path)))
+    if not path.name.endswith(PLAIN_SUFFIX):
+        return _Item(path, relative, _Kind.OTHER, nbytes)
+    header = read_header(path)
+    if is_packed(header):
+        raise ValueError(f"{path}: packed already; unpack it first")
+    output = relative.with_name(packed_name(relative.name))
+    return _Item(path, output, _Kind.MODEL, header.data_nbytes)
+
+
+def _items_to_unpack(source: Path) -> list[_Item]:
+    items = [_item_to_unpack(path, path.relative_to(source)) for path in _walk(source)]
+    _require([item for item in items if item.kind is _Kind.MODEL], source, FILE_SUFFIX)
+    taken: dict[Path, Path] = {}
+    for item in items:
+        other = taken.setdefault(item.output, item.source)
+        if other is not item.source:
+            raise ValueError(f"{other} and {item.source} would both unpack to {item.output}")
+    return items
+
+
+def _item_to_unpack(path: Path, relative: Path) -> _Item:
+    if path.is_dir():
+        return _Item(path, relative, _Kind.FOLDER)
+    if path.name.endswith(FILE_SUFFIX):
+        output = relative.with_name(plain_name(relative.name))
+        return _Item(path, output, _Kind.MODEL, logical_nbytes(path))
+    nbytes = path.stat().st_size
+    if path.name.endswith(INDEX_SUFFIX) and is_packed_index(text := path.read_bytes()):
+        return _Item(path, relative, _Kind.INDEX, nbytes, unpack_index(text, label=str(path)))
+    return _Item(path, relative, _Kind.OTHER, nbytes)
+
+
+def _require(models: Sized, source: Path, suffix: str) -> None:
+    if not models:
+        raise ValueError(
+            f"{source}: there is no *{suffix} file in it or below; name a model folder"
+        )
+
+
+def _walk(folder: Path, above: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
+    """Everything below a folder, links followed, each folder before what is in it."""
+    status = folder.stat()
+    identity = (status.st_dev, status.st_ino)
+    if identity in above:
+        raise ValueError(f"{folder}: a link to a folder that it lies in; take it away")
+    for path in sorted(folder.iterdir()):
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: a link to nothing; get the model again")
+        if not path.is_dir() and not path.is_file():
+            raise ValueError(f"{path}: neither a file nor a folder; take it away")
+        yield path
+        if path.is_dir():
+            yield from _walk(path, (*above, identity))
+
+
+def _build(
+    source: Path,
+    destination: Path,
+    items: list[_Item],
+    convert: Callable[[Path, Path], FileResult],
+    force: bool,
+    progress: Progress | None,
+) -> FolderResult:
+    destination = Path(os.path.abspath(destination))
+    _refuse_overlap(source, destination)
+    results = []
+    with atomic_folder(destination, {item.output for item in items} if force else None) as folder:
+        for item in items:
+            target = folder / item.output
+            if item.kind is _Kind.MODEL:
+                result = convert(item.source, target)
+                results.append(replace(result, output=destination / item.output))
+            elif item.kind is _Kind.FOLDER:
+                target.mkdir()
+            else:
+                _copy(item, target, progress)
+    return _sum(source, destination, items, results)
+
+
+def _refuse_overlap(source: Path, destination: Path) -> None:
+    real, output = source.resolve(), destination.resolve()
+    if output.is_relative_to(real) or real.is_relative_to(output):
+        raise ValueError(
+            f"{destination}: the output may not be in the input {source}, nor the other way round; "
+            "name another output"
+        )
+
+
+def _copy(item: _Item, target: Path, progress: Progress | None) -> None:
+    """Write a file as it is, or an index with its new text."""
+    status = item.source.stat()
+    with atomic_file(target, like=status) as output:
+        if item.kind is _Kind.INDEX:
+            output.write(item.text)
+        else:
+            with item.source.open("rb") as file:
+                while piece := file.read(_COPY_NBYTES):
+                    output.write(piece)
+    os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+    if progress is not None:
+        progress(item.nbytes)
+
+
+def _sum(
+    source: Path, destination: Path, items: list[_Item], files: list[FileResult]
+) -> FolderResult:
+    rest = [item for item in items if item.kind in (_Kind.INDEX, _Kind.OTHER)]
+    before = sum(item.nbytes for item in rest)
+    after = sum(len(item.text) if item.kind is _Kind.INDEX else item.nbytes for item in rest)
+    packing = any(item.output.name.endswith(FILE_SUFFIX) for item in items)
+    original, packed = (before, after) if packing else (after, before)
+    return FolderResult(
+        source=source,
+        output=destination,
+        original_nbytes=original + sum(file.original_nbytes for file in files),
+        packed_nbytes=packed + sum(file.packed_nbytes for file in files),
+        files=tuple(files),
+        n_copied=sum(item.kind is _Kind.OTHER for item in items),
+    )
+
+
+def _verify_model(path: Path, threads: int | None, progress: Progress | None) -> list[Problem]:
+    try:
+        return verify_file(path, threads=threads, progress=progress)
+    except ValueError as error:  # it has the name of a packed file and is none
+        return [Problem(path, None, None, str(error))]
+
+
+def _verify_index(path: Path) -> list[Problem]:
+    text = path.read_bytes()
+    if not is_packed_index(text):
+        return [Problem(path, None, None, f"{path}: does not record the index that was packed")]
+    try:
+        unpack_index(text, label=str(path))
+        files = weight_map(parse_json(text, label=str(path)), str(path))
+    except PackhorseError as error:
+        return [Problem(path, None, None, str(error))]
+    missing = [file for file in sorted(set(files.values())) if not (path.parent / file).is_file()]
+    return [
+        Problem(path, None, None, f"{path}: names {file}, which is not in the folder")
+        for file in missing
+    ]

@@ -1,0 +1,387 @@
+"""The header of a safetensors file: read with distrust, written as the safetensors library does.
+
+A file is a u64 length, that many bytes of JSON, and the tensors' bytes. Everything is checked once,
+when a file is opened and before any tensor is touched: the length against the cap and the file, the
+JSON, every tensor's dtype, shape and size, and that the tensors cover the data exactly, without
+overlap or hole. Code that holds a `FileHeader` need not check any of it again.
+
+Every message names the file, the place as a byte offset in it, and the remedy if there is one.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from packhorse.disk.strict_json import check_text, json_kind, parse_json
+from packhorse.errors import CompatibilityError, CorruptionError, TruncationError
+from packhorse.layout import DTYPE_BY_NAME, MAX_DIMS, MAX_FILE_HEADER_NBYTES
+
+__all__ = [
+    "LENGTH_NBYTES",
+    "METADATA_KEY",
+    "FileHeader",
+    "TensorEntry",
+    "build_header",
+    "parse_file_header",
+    "parse_header",
+    "read_file_header",
+    "read_header",
+    "tensor_nbytes",
+]
+
+LENGTH_NBYTES = 8  # the u64 before the JSON
+METADATA_KEY = "__metadata__"
+_ALIGNMENT = 8  # the library pads the JSON with spaces to a multiple of this
+_MAX_PRODUCT = 1 << 63
+_FIELDS = ("dtype", "shape", "data_offsets")
+_PEEK_NBYTES = 64
+
+# The order in which the library's savers lay tensors out: the last of these first, then by name.
+_SAVE_ORDER = (
+    *("BOOL", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8"),
+    *("F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
+    *("I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64"),
+)
+
+# What people pass by mistake, by its first bytes, and what helps.
+_KNOWN_STARTS = (
+    (b"version https://git-lfs", "a Git LFS pointer, not the model: fetch it with `git lfs pull`"),
+    (b"PK\x03\x04", "a zip archive, perhaps a PyTorch checkpoint: convert that to safetensors"),
+    (b"\x80", "perhaps a Python pickle: convert that to safetensors"),
+    (b"GGUF", "a GGUF file: only safetensors can be packed"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor as a safetensors header describes it.
+
+    Attributes:
+        name: the tensor's name.
+        dtype: safetensors' name of the dtype, "BF16".
+        shape: outermost dimension first.
+        start: offset of the first byte in the data section.
+        stop: offset after the last byte in the data section.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """A checked header.
+
+    Attributes:
+        text: the JSON as it stands in the file, with its padding, without the length before it.
+        entries: the tensors in order of their offsets.
+        metadata: the pairs of `__metadata__`, or None where the file has none.
+    """
+
+    text: bytes
+    entries: tuple[TensorEntry, ...]
+    metadata: dict[str, str] | None
+
+    @property
+    def data_offset(self) -> int:
+        """Offset of the data section in the file."""
+        return LENGTH_NBYTES + len(self.text)
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of all tensors together."""
+        return self.entries[-1].stop if self.entries else 0
+
+    @property
+    def file_nbytes(self) -> int:
+        """Bytes of the whole file."""
+        return self.data_offset + self.data_nbytes
+
+    def prefix(self) -> bytes:
+        """The bytes of the file before the data section."""
+        return len(self.text).to_bytes(LENGTH_NBYTES, "little") + self.text
+
+
+def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """Size of a tensor in bytes.
+
+    Args:
+        dtype: safetensors' name of a known dtype.
+        shape: the dimensions.
+
+    Returns:
+        Bytes, rounded down where the last element does not end on a byte.
+    """
+    return math.prod(shape) * DTYPE_BY_NAME[dtype].bits // 8
+
+
+def read_header(path: str | os.PathLike[str]) -> FileHeader:
+    """Read and check the header of a safetensors file.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The header. The rest of the file is not read, but its length is checked.
+
+    Raises:
+        CorruptionError: the file breaks a rule of the safetensors format.
+        TruncationError: the file is shorter than its header says.
+        CompatibilityError: a dtype or a number of dimensions that this release does not know.
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        return read_file_header(file, os.fspath(path))
+
+
+def read_file_header(file: BinaryIO, label: str) -> FileHeader:
+    """`read_header` for a file that is open and stands at its beginning.
+
+    Args:
+        file: an open binary file with a descriptor.
+        label: what messages call the file.
+
+    Returns:
+        The checked header.
+    """
+    file_nbytes = os.fstat(file.fileno()).st_size
+    start = file.read(_PEEK_NBYTES)
+    header_nbytes = _header_nbytes(start, file_nbytes, label)
+    file.seek(LENGTH_NBYTES)
+    text = file.read(header_nbytes)
+    return parse_header(text, data_nbytes=file_nbytes - LENGTH_NBYTES - len(text), label=label)
+
+
+def parse_file_header(data: memoryview, label: str) -> FileHeader:
+    """`read_header` for a file that is in memory.
+
+    Args:
+        data: the whole file, as bytes.
+        label: what messages call the file.
+
+    Returns:
+        The checked header.
+    """
+    header_nbytes = _header_nbytes(bytes(data[:_PEEK_NBYTES]), data.nbytes, label)
+    stop = LENGTH_NBYTES + header_nbytes
+    return parse_header(
+        bytes(data[LENGTH_NBYTES:stop]), data_nbytes=data.nbytes - stop, label=label
+    )
+
+
+def _header_nbytes(start: bytes, file_nbytes: int, label: str) -> int:
+    """The length that the first bytes of a file declare, checked against the file's."""
+    if len(start) < LENGTH_NBYTES:
+        raise TruncationError(
+            f"{label}: not a safetensors file, or cut short: it has {len(start)} bytes, and the "
+            f"length of the header alone takes {LENGTH_NBYTES}"
+        )
+    header_nbytes = int.from_bytes(start[:LENGTH_NBYTES], "little")
+    if header_nbytes > MAX_FILE_HEADER_NBYTES:
+        raise CorruptionError(
+            f"{label}: not a safetensors file: bytes 0 to 7 declare a header of {header_nbytes} "
+            f"bytes, and at most {MAX_FILE_HEADER_NBYTES} are allowed{_guess(start)}"
+        )
+    if LENGTH_NBYTES + header_nbytes > file_nbytes:
+        raise TruncationError(
+            f"{label}: not a safetensors file, or cut short: bytes 0 to 7 declare a header of "
+            f"{header_nbytes} bytes, and {file_nbytes - LENGTH_NBYTES} follow"
+            f"{_guess(start) or '; get the file again'}"
+        )
+    return header_nbytes
+
+
+def _guess(start: bytes) -> str:
+    for magic, advice in _KNOWN_STARTS:
+        if start.startswith(magic):
+            return f" (it is {advice})"
+    return ""
+
+
+def parse_header(text: bytes, *, data_nbytes: int | None = None, label: str) -> FileHeader:
+    """Check the JSON of a header.
+
+    Args:
+        text: the JSON with its padding.
+        data_nbytes: bytes that follow the header, to be covered exactly; None does not check where
+            the data ends.
+        label: what messages call the file.
+
+    Returns:
+        The header.
+
+    Raises:
+        CorruptionError: a rule of the safetensors format is broken.
+        TruncationError: `data_nbytes` is less than the tensors need.
+        CompatibilityError: a dtype or a number of dimensions that this release does not know.
+    """
+    if text[:1] != b"{":
+        raise CorruptionError(
+            f"{label}: not a safetensors file: the header must begin with {'{'!r} at byte "
+            f"{LENGTH_NBYTES}, and has {text[:1]!r} there"
+        )
+    document = parse_json(text, label=f"{label}: header", offset=LENGTH_NBYTES)
+    metadata = _metadata(document.pop(METADATA_KEY, None), label)
+    entries = [_entry(name, info, f"{label}: tensor {name!r}") for name, info in document.items()]
+    entries.sort(key=lambda entry: (entry.start, entry.stop))
+    header = FileHeader(bytes(text), tuple(entries), metadata)
+    _check_cover(header, label)
+    if data_nbytes is not None:
+        _check_end(header, data_nbytes, label)
+    return header
+
+
+def _metadata(value: object, label: str) -> dict[str, str] | None:
+    if value is None:
+        return None
+    where = f"{label}: {METADATA_KEY}"
+    if not isinstance(value, dict):
+        raise CorruptionError(f"{where} must be an object of strings, and is {json_kind(value)}")
+    for key, item in value.items():
+        if not isinstance(item, str):
+            found = f"{key!r} is {json_kind(item)}"
+            raise CorruptionError(f"{where} may hold nothing but strings, and {found}")
+    return value
+
+
+def _entry(name: str, info: object, where: str) -> TensorEntry:
+    if not isinstance(info, dict):
+        raise CorruptionError(f"{where} must be described by an object, and is {json_kind(info)}")
+    for field in _FIELDS:
+        if field not in info:
+            raise CorruptionError(f"{where} has no {field!r}")
+    shape = _sizes(info["shape"], f"{where}: shape")
+    offsets = _sizes(info["data_offsets"], f"{where}: data_offsets")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise CorruptionError(
+            f"{where}: data_offsets must be [start, stop], start first, and are {list(offsets)}"
+        )
+    entry = TensorEntry(name, _dtype(info["dtype"], where), shape, offsets[0], offsets[1])
+    _check_size(entry, where)
+    return entry
+
+
+def _sizes(value: object, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise CorruptionError(f"{where} must be a list of integers, and is {json_kind(value)}")
+    for item in value:
+        if type(item) is not int or not 0 <= item < _MAX_PRODUCT:
+            raise CorruptionError(f"{where}: {item!r:.40} is not an integer from 0 to 2^63 - 1")
+    return tuple(value)
+
+
+def _dtype(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise CorruptionError(f"{where}: dtype must be a string, and is {json_kind(value)}")
+    if value not in DTYPE_BY_NAME:
+        raise CompatibilityError(
+            f"{where}: unknown dtype {value!r}; this release knows {', '.join(DTYPE_BY_NAME)}; "
+            "a newer one may know more"
+        )
+    return value
+
+
+def _check_size(entry: TensorEntry, where: str) -> None:
+    if len(entry.shape) > MAX_DIMS:
+        found = f"{len(entry.shape)} dimensions"
+        raise CompatibilityError(f"{where} has {found}, and at most {MAX_DIMS} are supported")
+    bits = DTYPE_BY_NAME[entry.dtype].bits
+    # As in a frame, a dimension of zero must not hide that the others overflow.
+    if math.prod(max(size, 1) for size in entry.shape) * bits >= _MAX_PRODUCT:
+        raise CorruptionError(f"{where}: shape {list(entry.shape)} is larger than any memory")
+    numel = math.prod(entry.shape)
+    if numel * bits != entry.nbytes * 8:
+        raise CorruptionError(
+            f"{where}: {entry.dtype} of shape {list(entry.shape)} takes {numel * bits} bits, and "
+            f"data_offsets [{entry.start}, {entry.stop}] span {entry.nbytes * 8}"
+        )
+
+
+def _check_cover(header: FileHeader, label: str) -> None:
+    end, before = 0, "the start of the data"
+    for entry in header.entries:
+        if entry.start != end:
+            fault = "overlaps" if entry.start < end else "leaves a hole after"
+            raise CorruptionError(
+                f"{label}: tensor {entry.name!r} {fault} {before}: it starts at byte "
+                f"{header.data_offset + entry.start}, and must start at byte "
+                f"{header.data_offset + end}"
+            )
+        end, before = entry.stop, f"tensor {entry.name!r}"
+
+
+def _check_end(header: FileHeader, data_nbytes: int, label: str) -> None:
+    missing = header.data_nbytes - data_nbytes
+    if missing > 0:
+        raise TruncationError(
+            f"{label}: cut short: the tensors end at byte {header.file_nbytes}, and the file at "
+            f"byte {header.file_nbytes - missing}; get the file again"
+        )
+    if missing < 0:
+        raise CorruptionError(
+            f"{label}: the tensors end at byte {header.file_nbytes}, and {-missing} bytes follow; "
+            "none may"
+        )
+
+
+def build_header(
+    tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> FileHeader:
+    """Lay tensors out as the savers of the safetensors library do: order, JSON and padding.
+
+    Args:
+        tensors: dtype name and shape by tensor name.
+        metadata: pairs for `__metadata__`, written in this order (the library's own is random).
+
+    Returns:
+        The header; its entries are in the order in which the data must follow.
+
+    Raises:
+        ValueError: a name or a metadata pair that a safetensors file cannot hold.
+        CompatibilityError: a dtype that safetensors does not have.
+    """
+    document: dict[str, Any] = {}
+    if metadata is not None:
+        document[METADATA_KEY] = _checked_pairs(metadata)
+    stop = 0
+    for name in sorted(tensors, key=lambda name: _save_key(name, tensors[name][0])):
+        dtype, shape = tensors[name]
+        start, stop = stop, stop + tensor_nbytes(dtype, shape)
+        document[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_FILE_HEADER_NBYTES:
+        raise ValueError(
+            f"the header would take {len(text)} bytes, and at most {MAX_FILE_HEADER_NBYTES} are "
+            "allowed: use fewer tensors or shorter metadata"
+        )
+    return parse_header(text, label="header to be written")
+
+
+def _save_key(name: str, dtype: str) -> tuple[int, bytes]:
+    if not isinstance(name, str) or name == METADATA_KEY:
+        raise ValueError(f"a tensor's name must be a string, not {METADATA_KEY!r}; got {name!r}")
+    check_text(name)
+    if dtype not in _SAVE_ORDER:
+        raise CompatibilityError(f"tensor {name!r}: safetensors has no dtype {dtype!r}")
+    return -_SAVE_ORDER.index(dtype), name.encode()
+
+
+def _checked_pairs(metadata: Mapping[str, str]) -> dict[str, str]:
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ValueError(f"metadata must map strings to strings; got {key!r}: {value!r}")
+        check_text(key)
+        check_text(value)
+    return dict(metadata)

@@ -1,0 +1,334 @@
+"""Reading a packed file lazily, in the manner of `safetensors.safe_open`.
+
+Opening checks both headers and maps the file; a tensor's frame is looked at when the tensor is
+asked for. A slice decodes only the chunks that it meets: the index is cut to the smallest run of
+elements that holds all it selects (`slices.py`), that run is decoded, and the framework's own
+indexing does the rest. So `f.get_slice(name)[i]` equals `f.get_tensor(name)[i]` for every index
+that the framework understands.
+
+Nothing here changes after opening, so threads may read from one `PackedFile` at once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from packhorse.disk.frames import blaming, open_frame
+from packhorse.disk.header import (
+    FileHeader,
+    TensorEntry,
+    parse_file_header,
+    read_file_header,
+    tensor_nbytes,
+)
+from packhorse.disk.packed_header import parse_packed_header
+from packhorse.disk.slices import Box, cut_index
+from packhorse.errors import CorruptionError
+from packhorse.frame import Frame, Framework, resolve_threads
+from packhorse.layout import DTYPE_BY_NAME
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["PackedFile", "PackedSlice", "load_tensors"]
+
+
+class _FrameTable:
+    """The frames of a packed file whose bytes are all at hand, and how to decode them."""
+
+    def __init__(
+        self,
+        header: FileHeader,
+        data: memoryview,
+        label: str,
+        framework: Framework,
+        threads: int | None,
+        max_nbytes: int | None,
+    ) -> None:
+        self.packed = parse_packed_header(header, label=label)
+        self.label = label
+        self.framework = framework
+        self._data = data
+        self._threads = resolve_threads(threads)
+        self._max_nbytes = max_nbytes
+        self._originals = {entry.name: entry for entry in self.packed.original.entries}
+        self._frames: dict[str, Frame] = {}
+
+    def entry(self, name: str) -> TensorEntry:
+        """The tensor's line in the recorded header."""
+        if not isinstance(name, str):
+            raise TypeError(f"a tensor's name is a string, and {name!r} is none")
+        if name not in self._originals:
+            raise ValueError(
+                f"{self.label}: no tensor is named {name!r}; keys() lists the "
+                f"{len(self._originals)} there are"
+            )
+        return self._originals[name]
+
+    def frame(self, name: str) -> Frame:
+        """The tensor's frame, its header checked."""
+        frame = self._frames.get(name)
+        if frame is None:
+            entry = self.entry(name)
+            start = self.packed.frame_offset(name)
+            data = self._data[start : start + self.packed.frames[name].nbytes]
+            with blaming(self.label):
+                frame = open_frame(data, self.packed, entry)
+            self._frames[name] = frame  # two threads may both come here, with equal frames
+        return frame
+
+    def decode(self, name: str, shape: Sequence[int], start: int, stop: int) -> Any:
+        """Decode bytes `start` to `stop` of a tensor into a fresh one of this shape."""
+        entry = self.entry(name)
+        if self._max_nbytes is not None and stop - start > self._max_nbytes:
+            raise CorruptionError(
+                f"{self.label}: tensor {name!r}: {stop - start} bytes would be decoded, more than "
+                f"max_nbytes = {self._max_nbytes}; read slices, or allow more"
+            )
+        frame = self.frame(name)
+        tensor = self.framework.empty(entry.dtype, tuple(shape))
+        with blaming(self.label):
+            frame.decompress_into(
+                self.framework.writable(tensor), start=start, stop=stop, threads=self._threads
+            )
+        return tensor
+
+    def tensor(self, name: str) -> Any:
+        """Decode a whole tensor."""
+        entry = self.entry(name)
+        return self.decode(name, entry.shape, 0, entry.nbytes)
+
+
+def load_tensors(
+    data: Buffer,
+    framework: Framework,
+    *,
+    threads: int | None = None,
+    max_nbytes: int | None = None,
+) -> dict[str, Any]:
+    """Decode all tensors of a packed file that is in memory.
+
+    Args:
+        data: the whole file.
+        framework: makes the tensors.
+        threads: how many to use; None for the cores available, at most 8.
+        max_nbytes: the most that one tensor may take; None for no limit.
+
+    Returns:
+        The tensors by name, in the order of the original data.
+
+    Raises:
+        ValueError: the bytes are of an ordinary safetensors file.
+        CorruptionError, CompatibilityError: they are damaged or of a newer version, or a tensor
+            exceeds the limit.
+    """
+    view = memoryview(data).cast("B")
+    header = parse_file_header(view, "the bytes given")
+    table = _FrameTable(header, view, "the bytes given", framework, threads, max_nbytes)
+    return {entry.name: table.tensor(entry.name) for entry in table.packed.original.entries}
+
+
+class PackedFile:
+    """A packed file, open for reading; `packhorse.open_file` makes one.
+
+    Use it in a `with` statement, or call `close`. What was handed out stays valid after that.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        framework: Framework,
+        *,
+        device: Any = None,
+        threads: int | None = None,
+        max_nbytes: int | None = None,
+    ) -> None:
+        """Open a packed file and check its headers.
+
+        Args:
+            path: the file.
+            framework: makes the tensors.
+            device: where tensors shall be (PyTorch only); None for the CPU.
+            threads: how many to decode with; None for the cores available, at most 8.
+            max_nbytes: the most that one tensor or slice may take while it is decoded; None for
+                no limit.
+
+        Raises:
+            ValueError: an ordinary safetensors file, or an option is wrong.
+            CorruptionError, CompatibilityError: damaged or of a newer version.
+            OSError: it cannot be read.
+        """
+        if device is not None and framework.name != "pt" and str(device) != "cpu":
+            raise ValueError(
+                f"device {str(device)!r} needs framework 'pt'; {framework.name!r} knows 'cpu' only"
+            )
+        self._device = device
+        label = os.fspath(path)
+        with open(path, "rb") as file:
+            header = read_file_header(file, label)
+            self._mapping = mmap.mmap(file.fileno(), header.file_nbytes, access=mmap.ACCESS_READ)
+        view = memoryview(self._mapping)
+        try:
+            self._open: _FrameTable | None = _FrameTable(
+                header, view, label, framework, threads, max_nbytes
+            )
+        except BaseException:
+            view.release()
+            self._mapping.close()
+            raise
+
+    @property
+    def _table(self) -> _FrameTable:
+        if self._open is None:
+            raise ValueError("the packed file is closed")
+        return self._open
+
+    def keys(self) -> list[str]:
+        """The tensors' names, sorted."""
+        return sorted(self.offset_keys())
+
+    def offset_keys(self) -> list[str]:
+        """The tensors' names in the order of their data."""
+        return [entry.name for entry in self._table.packed.original.entries]
+
+    def metadata(self) -> dict[str, str] | None:
+        """The pairs of the original file's `__metadata__`; None if it had none."""
+        pairs = self._table.packed.original.metadata
+        return None if pairs is None else dict(pairs)
+
+    def entry(self, name: str) -> TensorEntry:
+        """A tensor's dtype, shape and place in the original file; nothing is decoded.
+
+        Raises:
+            ValueError: there is no such tensor.
+        """
+        return self._table.entry(name)
+
+    def frame(self, name: str) -> Frame:
+        """A tensor's frame, looking at the mapped file.
+
+        Raises:
+            ValueError: there is no such tensor.
+            CorruptionError, CompatibilityError: its header is bad.
+        """
+        return self._table.frame(name)
+
+    def get_tensor(self, name: str) -> Any:
+        """Decode a tensor.
+
+        Args:
+            name: one of `keys()`.
+
+        Returns:
+            A fresh tensor of the framework.
+
+        Raises:
+            ValueError: there is no such tensor.
+            CorruptionError, CompatibilityError: its frame is bad, or it exceeds `max_nbytes`.
+        """
+        return self._place(self._table.tensor(name))
+
+    def get_tensors(self) -> dict[str, Any]:
+        """Decode all tensors, in the order of their data."""
+        return {name: self.get_tensor(name) for name in self.offset_keys()}
+
+    def get_slice(self, name: str) -> PackedSlice:
+        """A tensor to take parts of, as `get_slice(name)[128:256]`.
+
+        Args:
+            name: one of `keys()`.
+
+        Returns:
+            The slice object; nothing is decoded before it is indexed.
+
+        Raises:
+            ValueError: there is no such tensor.
+        """
+        return PackedSlice(self, self._table.entry(name))
+
+    def close(self) -> None:
+        """Let go of the file. Closing twice is harmless."""
+        self._open = None
+        # A frame that was handed out still looks at the mapping; it ends with the last of them.
+        with suppress(BufferError):
+            self._mapping.close()
+
+    def _take(self, entry: TensorEntry, box: Box) -> Any:
+        table = self._table
+        start = box.start * DTYPE_BY_NAME[entry.dtype].bits // 8
+        stop = start + tensor_nbytes(entry.dtype, box.shape)
+        part = table.decode(entry.name, box.shape, start, stop)[box.inner]
+        if box.is_view:  # do not keep the whole box in memory for a part of it
+            whole, part = part, table.framework.empty(entry.dtype, tuple(part.shape))
+            part[...] = whole
+        return self._place(part)
+
+    def _place(self, tensor: Any) -> Any:
+        is_torch = self._table.framework.name == "pt"
+        return tensor.to(self._device) if is_torch and self._device is not None else tensor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._table.packed.frames
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self._table.packed.frames)
+
+    def __repr__(self) -> str:
+        if self._open is None:
+            return "<PackedFile, closed>"
+        return f"<PackedFile {self._open.label!r}, {len(self)} tensors>"
+
+
+class PackedSlice:
+    """A tensor of a packed file that decodes what is taken from it."""
+
+    def __init__(self, file: PackedFile, entry: TensorEntry) -> None:
+        self._file = file
+        self._entry = entry
+
+    def get_shape(self) -> list[int]:
+        """The dimensions of the whole tensor."""
+        return list(self._entry.shape)
+
+    def get_dtype(self) -> str:
+        """safetensors' name of the dtype, "BF16"."""
+        return self._entry.dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        """Decode a part of the tensor.
+
+        Args:
+            index: what the framework's tensors take. Integers, slices and `...` decode only the
+                chunks of the rows they select; anything else decodes the whole tensor.
+
+        Returns:
+            A fresh tensor, equal to `get_tensor(name)[index]`; never a bare scalar.
+
+        Raises:
+            IndexError, TypeError, ValueError: as the framework's own indexing.
+            CorruptionError, CompatibilityError: the frame is bad.
+        """
+        shape = self._entry.shape
+        bits = DTYPE_BY_NAME[self._entry.dtype].bits
+        # Frameworks hold elements smaller than a byte in shapes of their own.
+        box = cut_index(index, shape) if bits % 8 == 0 else Box(0, shape, index, is_view=False)
+        return self._file._take(self._entry, box)

@@ -1,0 +1,241 @@
+"""The header of a packed file (docs/format.md, section 8): how it records the original's header.
+
+A packed file is a safetensors file of frames, so `header.py` does the container's checks. This
+module adds what makes it packed: the key `packhorse` in `__metadata__`, which holds the original
+header's text byte for byte, and the agreement between the two headers.
+
+The size of a header depends on the sizes of the frames, which are known only after they have been
+written. `PrefixWriter` therefore reserves the room for the largest frames possible and fills what
+is left with spaces.
+"""
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import zstandard
+
+from packhorse.disk.header import (
+    LENGTH_NBYTES,
+    METADATA_KEY,
+    FileHeader,
+    TensorEntry,
+    parse_header,
+)
+from packhorse.disk.strict_json import parse_json
+from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.frame import max_frame_nbytes
+from packhorse.layout import (
+    FILE_ALIGNMENT,
+    FILE_METADATA_KEY,
+    FILE_VERSION,
+    MAX_FILE_HEADER_NBYTES,
+)
+
+__all__ = [
+    "PackedHeader",
+    "PrefixWriter",
+    "is_packed",
+    "parse_packed_header",
+    "read_record",
+    "write_record",
+]
+
+_RECORD_KEY = "header"
+_RECORD_LEVEL = 9  # of zstd; headers are small and compress about tenfold
+
+
+@dataclass(frozen=True, slots=True)
+class PackedHeader:
+    """Both headers of a packed file, found to agree.
+
+    Attributes:
+        packed: the header as it stands in the file.
+        original: the recorded header of the file that was packed.
+        frames: where each tensor's frame lies, by name.
+    """
+
+    packed: FileHeader
+    original: FileHeader
+    frames: dict[str, TensorEntry]
+
+    def frame_offset(self, name: str) -> int:
+        """Offset of a tensor's frame in the file."""
+        return self.packed.data_offset + self.frames[name].start
+
+
+class PrefixWriter:
+    """Writes the bytes before the data section of a packed file, in the room reserved for them.
+
+    Attributes:
+        nbytes: the room; a multiple of 64, and the offset of the data section.
+    """
+
+    def __init__(self, original: FileHeader) -> None:
+        self._original = original
+        record = write_record(_RECORD_KEY, original.text)
+        self._metadata = {
+            **(original.metadata or {}),
+            FILE_METADATA_KEY: json.dumps(record, separators=(",", ":")),
+        }
+        largest = [max_frame_nbytes(entry.dtype, entry.shape) for entry in original.entries]
+        room = LENGTH_NBYTES + len(self._text(largest))
+        self.nbytes = room + -room % FILE_ALIGNMENT
+        if self.nbytes - LENGTH_NBYTES > MAX_FILE_HEADER_NBYTES:
+            raise CompatibilityError(
+                f"the packed header would take {self.nbytes} bytes, and at most "
+                f"{MAX_FILE_HEADER_NBYTES} are allowed; split the file into shards"
+            )
+
+    def render(self, frame_nbytes: Sequence[int]) -> bytes:
+        """The prefix for frames of these sizes.
+
+        Args:
+            frame_nbytes: bytes of each frame, in the order of the original's entries.
+
+        Returns:
+            Exactly `nbytes` bytes.
+        """
+        text = self._text(frame_nbytes).ljust(self.nbytes - LENGTH_NBYTES, b" ")
+        return len(text).to_bytes(LENGTH_NBYTES, "little") + text
+
+    def _text(self, frame_nbytes: Sequence[int]) -> bytes:
+        document: dict[str, Any] = {METADATA_KEY: self._metadata}
+        stop = 0
+        for entry, nbytes in zip(self._original.entries, frame_nbytes, strict=True):
+            start, stop = stop, stop + nbytes
+            document[entry.name] = {"dtype": "U8", "shape": [nbytes], "data_offsets": [start, stop]}
+        return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def write_record(key: str, text: bytes) -> dict[str, Any]:
+    """A JSON object that records `text` byte for byte.
+
+    Args:
+        key: under which name.
+        text: what to record.
+
+    Returns:
+        `{"version": ..., key: ...}`.
+    """
+    compressor = zstandard.ZstdCompressor(level=_RECORD_LEVEL, write_checksum=True)
+    blob = base64.b64encode(compressor.compress(text)).decode("ascii")
+    return {"version": FILE_VERSION, key: blob}
+
+
+def read_record(record: object, key: str, *, label: str) -> bytes:
+    """The text that `write_record` recorded.
+
+    Args:
+        record: the JSON object.
+        key: under which name.
+        label: what messages call it.
+
+    Returns:
+        The text.
+
+    Raises:
+        CompatibilityError: a newer version.
+        CorruptionError: anything else than what `write_record` writes.
+    """
+    if not isinstance(record, dict):
+        raise CorruptionError(f"{label} must be a JSON object with 'version' and {key!r}")
+    version, blob = record.get("version"), record.get(key)
+    if type(version) is not int or version < 1:
+        raise CorruptionError(f"{label}: version must be an integer from 1, and is {version!r}")
+    if version > FILE_VERSION:
+        raise CompatibilityError(
+            f"{label}: version {version}, and this release reads up to {FILE_VERSION}; upgrade"
+        )
+    if not isinstance(blob, str):
+        raise CorruptionError(f"{label}: {key!r} is missing or not a string")
+    try:
+        data = base64.b64decode(blob, validate=True)
+        if base64.b64encode(data) != blob.encode():
+            raise ValueError("the last base64 digit has stray bits")
+        return _decompress(data)
+    except (ValueError, zstandard.ZstdError) as error:
+        raise CorruptionError(f"{label}: {key!r} cannot be decoded: {error}") from error
+
+
+def _decompress(data: bytes) -> bytes:
+    nbytes = zstandard.get_frame_parameters(data).content_size
+    if nbytes > MAX_FILE_HEADER_NBYTES:  # also where none is declared: that reads as the largest
+        raise ValueError(f"must declare a size of at most {MAX_FILE_HEADER_NBYTES} bytes")
+    return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+
+
+def is_packed(header: FileHeader) -> bool:
+    """Whether a safetensors file declares itself packed, rightly or not.
+
+    An ordinary file may have a metadata pair of that name; it is taken for one if the pair is no
+    record and the tensors are no frames.
+    """
+    text = (header.metadata or {}).get(FILE_METADATA_KEY)
+    if text is None:
+        return False
+    if all(_is_frame(entry) for entry in header.entries) and header.entries:
+        return True
+    try:
+        return _RECORD_KEY in parse_json(text.encode(), label="")
+    except CorruptionError:
+        return False
+
+
+def _is_frame(entry: TensorEntry) -> bool:
+    return entry.dtype == "U8" and len(entry.shape) == 1
+
+
+def parse_packed_header(header: FileHeader, *, label: str) -> PackedHeader:
+    """Read the recorded header and check that the two agree.
+
+    Args:
+        header: of the packed file.
+        label: what messages call the file.
+
+    Returns:
+        Both headers. What is inside the frames is not looked at.
+
+    Raises:
+        ValueError: an ordinary safetensors file, not a packed one.
+        CompatibilityError: packed by a newer version.
+        CorruptionError: the headers are damaged or disagree.
+    """
+    if not is_packed(header):
+        raise ValueError(
+            f"{label}: not a packed file, but an ordinary safetensors file: read it with the "
+            "safetensors library, or pack it first"
+        )
+    pairs = header.metadata or {}
+    where = f"{label}: {METADATA_KEY} {FILE_METADATA_KEY!r}"
+    record = parse_json(pairs[FILE_METADATA_KEY].encode(), label=where)
+    text = read_record(record, _RECORD_KEY, label=where)
+    original = parse_header(text, label=f"{label}: recorded header")
+    frames = {entry.name: entry for entry in header.entries}
+    _check_names(frames, original, label)
+    _check_metadata(pairs, original, label)
+    return PackedHeader(header, original, frames)
+
+
+def _check_names(frames: dict[str, TensorEntry], original: FileHeader, label: str) -> None:
+    names = {entry.name for entry in original.entries}
+    for name in sorted(names ^ frames.keys()):
+        fault = "no frame" if name in names else "a frame but no place in the recorded header"
+        raise CorruptionError(f"{label}: tensor {name!r} has {fault}")
+    for entry in frames.values():
+        if not _is_frame(entry):
+            raise CorruptionError(
+                f"{label}: tensor {entry.name!r}: a frame is U8 of one dimension, and this is "
+                f"{entry.dtype} of shape {list(entry.shape)}"
+            )
+
+
+def _check_metadata(pairs: dict[str, str], original: FileHeader, label: str) -> None:
+    for key, value in (original.metadata or {}).items():
+        if key != FILE_METADATA_KEY and pairs.get(key) != value:
+            raise CorruptionError(
+                f"{label}: {METADATA_KEY} {key!r} is {pairs.get(key)!r}, and {value!r} in the "
+                "recorded header"
+            )

@@ -1,0 +1,90 @@
+"""JSON from files, read with more care than `json.loads` takes.
+
+Headers and indexes must be one object; no key may stand twice, because readers differ in which of
+the two they believe; NaN and Infinity are no JSON; and a string must be Unicode text, which an
+escaped lone surrogate is not. Whatever is wrong is a `CorruptionError` that gives the byte offset
+if there is one.
+"""
+
+import json
+from typing import Any
+
+from packhorse.errors import CorruptionError
+
+__all__ = ["check_text", "json_kind", "parse_json"]
+
+_KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "a boolean",
+    type(None): "null",
+}
+
+
+def parse_json(text: bytes, *, label: str, offset: int = 0) -> dict[str, Any]:
+    """Parse UTF-8 JSON that must be one object.
+
+    Args:
+        text: the JSON.
+        label: what messages call it.
+        offset: byte offset of `text` in the file, for messages.
+
+    Returns:
+        The object.
+
+    Raises:
+        CorruptionError: it is anything else.
+    """
+    try:
+        string = text.decode("utf-8")
+        document = json.loads(string, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        place = offset + error.start
+        found = f"byte {text[error.start]:#04x} at byte {place}"
+        raise CorruptionError(f"{label} is not UTF-8: {found}") from error
+    except json.JSONDecodeError as error:
+        place = offset + len(string[: error.pos].encode())
+        raise CorruptionError(
+            f"{label} is not JSON: {error.msg.lower()} at byte {place}"
+        ) from error
+    except ValueError as error:
+        raise CorruptionError(f"{label} is not allowed: {error}") from error
+    except RecursionError as error:
+        raise CorruptionError(f"{label} is not allowed: nested too deeply") from error
+    if not isinstance(document, dict):
+        raise CorruptionError(f"{label} must be a JSON object, and is {json_kind(document)}")
+    return document
+
+
+def check_text(value: str) -> None:
+    """Refuse a string that holds a lone surrogate: UTF-8 cannot write it.
+
+    Raises:
+        ValueError: it does.
+    """
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{value!a} is not Unicode text") from error
+
+
+def json_kind(value: object) -> str:
+    """What JSON calls a value, with its article."""
+    return _KINDS.get(type(value), "a number")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"the key {key!r} stands twice in one object")
+        check_text(key)
+        if isinstance(value, str):
+            check_text(value)
+        result[key] = value
+    return result
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")

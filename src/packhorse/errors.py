@@ -1,0 +1,46 @@
+"""The errors of Packhorse: one tree, drawn here.
+
+    PackhorseError
+    ├── CorruptionError          the bytes are not what docs/format.md allows
+    │   └── TruncationError      ... because some are missing at the end
+    ├── CompatibilityError       valid perhaps, but of a version, dtype or mode this release cannot read
+    ├── BaseMismatchError        a delta frame was given another base than its own
+    └── MissingBackendError      an optional package or instruction set is not there
+
+Only bad *data* and a missing backend raise these. A caller's own mistake is a `ValueError` or a `TypeError`, and what the
+operating system refuses stays an `OSError`. A message says what was found, what is allowed and what to do, with the tensor's name and
+the byte offset where there are any.
+"""
+
+__all__ = [
+    "BaseMismatchError",
+    "CompatibilityError",
+    "CorruptionError",
+    "MissingBackendError",
+    "PackhorseError",
+    "TruncationError",
+]
+
+
+class PackhorseError(Exception):
+    """Root of every error that Packhorse raises on its own account."""
+
+
+class CorruptionError(PackhorseError):
+    """The bytes break a rule of the format, or a checksum does not match."""
+
+
+class TruncationError(CorruptionError):
+    """Fewer bytes are there than the data itself declares."""
+
+
+class CompatibilityError(PackhorseError):
+    """The data asks for a version, dtype, flag or mode that this release does not know."""
+
+
+class BaseMismatchError(PackhorseError):
+    """A delta frame names a base by content hash and another, or none, was given."""
+
+
+class MissingBackendError(PackhorseError, ImportError):
+    """An optional package (the message names the extra to install) or CPU feature is missing."""

@@ -1,0 +1,157 @@
+"""Every constant of the format, in the order of docs/format.md, which is normative.
+
+Nothing else in the package writes a literal size, code or limit of the format. The C++ core has the same constants in `csrc/layout.hpp`;
+`tests/test_layout.py` holds the two together and checks that every field can hold its maximum.
+"""
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+__all__ = [
+    "CHUNK_NBYTES",
+    "CONTENT_LEAF_NBYTES",
+    "CRITICAL_FLAGS",
+    "DTYPES",
+    "DTYPE_BY_CODE",
+    "DTYPE_BY_NAME",
+    "FILE_ALIGNMENT",
+    "FILE_METADATA_KEY",
+    "FILE_SUFFIX",
+    "FILE_VERSION",
+    "FIXED_HEADER",
+    "FIXED_HEADER_NBYTES",
+    "FRAME_ALIGNMENT",
+    "FRAME_MAGIC",
+    "FRAME_VERSION",
+    "HEADER_CRC_OFFSET",
+    "MAX_CHUNK_LOG",
+    "MAX_CHUNK_NBYTES",
+    "MAX_DIMS",
+    "MAX_FILE_HEADER_NBYTES",
+    "MAX_NBYTES",
+    "MIN_CHUNK_LOG",
+    "STREAM_NBYTES_BITS",
+    "STREAM_NBYTES_MASK",
+    "ZSTD_CHUNK_NBYTES",
+    "DType",
+    "Level",
+    "Mode",
+    "Split",
+]
+
+# Section 2: the frame.
+FRAME_MAGIC = b"\x89PHF"  # the first byte is not ASCII, so a text transfer that strips bit 7 is noticed
+FRAME_VERSION = 1
+FRAME_ALIGNMENT = 64  # a cache line, and the width of the widest vector register
+# magic, version, dtype, n_dims, split, flags, level, chunk_log, header_nbytes, frame_nbytes, hash, n_chunks, CRC
+FIXED_HEADER = struct.Struct("<4sBBBBHBBIQ16sII")
+FIXED_HEADER_NBYTES = FIXED_HEADER.size
+HEADER_CRC_OFFSET = 44
+CRITICAL_FLAGS = 0  # none defined in version 1
+MAX_DIMS = 64  # NumPy's limit
+MIN_CHUNK_LOG = 6
+MAX_CHUNK_LOG = 21
+MAX_CHUNK_NBYTES = 1 << 21
+MAX_NBYTES = 1 << 60  # far above any memory; keeps every product of sizes inside 64 bits
+STREAM_NBYTES_BITS = 24
+STREAM_NBYTES_MASK = (1 << STREAM_NBYTES_BITS) - 1
+
+# What this encoder writes (section 5 allows more): 256 KiB stays in L2 together with its output; zstd needs a longer window.
+CHUNK_NBYTES = 1 << 18
+ZSTD_CHUNK_NBYTES = 1 << 21
+
+# Section 7: the content hash.
+CONTENT_LEAF_NBYTES = 1 << 18
+
+# Section 8: the file.
+FILE_SUFFIX = ".ph.safetensors"
+FILE_VERSION = 1
+FILE_METADATA_KEY = "packhorse"
+FILE_ALIGNMENT = 64
+MAX_FILE_HEADER_NBYTES = 100_000_000  # safetensors' own cap
+
+
+class Level(IntEnum):
+    """How hard the encoder tries. One decoder reads all."""
+
+    FAST = 1
+    DEFAULT = 2
+    MAX = 3
+
+
+class Split(IntEnum):
+    """How units become planes (section 4)."""
+
+    WHOLE = 0
+    BYTES = 1
+    FLOAT = 2
+
+
+class Mode(IntEnum):
+    """How a plane of a chunk is coded (section 6)."""
+
+    STORED = 0
+    CONSTANT = 1
+    PALETTE = 2
+    RANS = 3
+    ZSTD = 4
+
+
+@dataclass(frozen=True)
+class DType:
+    """One row of the table in section 3.
+
+    Attributes:
+        name: safetensors' name.
+        code: the number in the frame header; never reused.
+        bits: bits of one element.
+        unit_nbytes: bytes of the unit that is split into planes.
+        splits: the splits that a frame of this dtype may use.
+    """
+
+    name: str
+    code: int
+    bits: int
+    unit_nbytes: int
+    splits: tuple[Split, ...]
+
+
+def _rows() -> tuple[DType, ...]:
+    whole, integer, real = (Split.WHOLE,), (Split.WHOLE, Split.BYTES), (Split.WHOLE, Split.FLOAT)
+    table = [
+        ("BOOL", 8, 1, whole),
+        ("U8", 8, 1, whole),
+        ("I8", 8, 1, whole),
+        ("U16", 16, 2, integer),
+        ("I16", 16, 2, integer),
+        ("U32", 32, 4, integer),
+        ("I32", 32, 4, integer),
+        ("U64", 64, 8, integer),
+        ("I64", 64, 8, integer),
+        None,  # codes 10 to 13 are kept for integers of other widths
+        None,
+        None,
+        None,
+        ("F16", 16, 2, real),
+        ("BF16", 16, 2, real),
+        ("F32", 32, 4, real),
+        ("F64", 64, 8, real),
+        ("C64", 64, 4, real),
+        ("F8_E4M3", 8, 1, whole),
+        ("F8_E5M2", 8, 1, whole),
+        ("F8_E8M0", 8, 1, whole),
+        ("F8_E4M3FNUZ", 8, 1, whole),
+        ("F8_E5M2FNUZ", 8, 1, whole),
+        ("F4", 4, 1, whole),
+        ("F6_E2M3", 6, 1, whole),
+        ("F6_E3M2", 6, 1, whole),
+    ]
+    return tuple(
+        DType(row[0], code, row[1], row[2], row[3]) for code, row in enumerate(table, 1) if row
+    )
+
+
+DTYPES = _rows()
+DTYPE_BY_NAME = {dtype.name: dtype for dtype in DTYPES}
+DTYPE_BY_CODE = {dtype.code: dtype for dtype in DTYPES}

@@ -1,0 +1,231 @@
+"""Packhorse for NumPy: the same verbs as `safetensors.numpy`.
+
+`compress` and `decompress` one array; `save`, `load`, `save_file`, `load_file` for a dictionary of arrays. Arrays of bfloat16 and the 8-bit floats have the
+dtypes of ml_dtypes. Input is only read; what comes back is equal bit for bit, NaN payloads and signed zeros included.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from packhorse.disk.container import pack_tensors, write_packed
+from packhorse.disk.header import build_header
+from packhorse.disk.packed_file import PackedFile, load_tensors
+from packhorse.errors import CompatibilityError
+from packhorse.frame import Frame, compress_buffer
+from packhorse.layout import Level
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = [
+    "FRAMEWORK",
+    "NumpyFramework",
+    "compress",
+    "decompress",
+    "load",
+    "load_file",
+    "save",
+    "save_file",
+]
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "C64": np.dtype(np.complex64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class NumpyFramework:
+    """The `Framework` of NumPy."""
+
+    name = "np"
+
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """A fresh array.
+
+        Raises:
+            CompatibilityError: NumPy has no such dtype (the sub-byte floats).
+        """
+        if dtype not in _DTYPES:
+            raise CompatibilityError(
+                f"NumPy has no dtype for {dtype}; read its bytes with Frame.decompress_into"
+            )
+        return np.empty(shape, _DTYPES[dtype])
+
+    def writable(self, tensor: np.ndarray[Any, Any]) -> memoryview:
+        """The array's bytes, to write to."""
+        return memoryview(tensor.reshape(-1).view(np.uint8))
+
+    def readable(self, tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:
+        """The array's bytes in C order, dtype name and shape.
+
+        Raises:
+            TypeError: not an array, or of a dtype that safetensors does not have.
+        """
+        if not isinstance(tensor, np.ndarray):
+            raise TypeError(f"a NumPy array is needed, not {type(tensor).__name__}")
+        dtype = tensor.dtype.newbyteorder("=")
+        if dtype not in _NAMES:
+            raise TypeError(f"dtype {tensor.dtype} has no place in safetensors; convert it first")
+        data = np.ascontiguousarray(tensor, dtype=dtype)
+        return memoryview(data.reshape(-1).view(np.uint8)), _NAMES[dtype], tensor.shape
+
+
+FRAMEWORK = NumpyFramework()
+
+
+def compress(
+    array: np.ndarray[Any, Any],
+    *,
+    level: Level | str = "default",
+    threads: int | None = None,
+    out: Buffer | None = None,
+) -> Frame:
+    """Packs one array, without loss.
+
+    Args:
+        array: any shape and memory order; only read.
+        level: "fast", "default" or "max".
+        threads: None for the cores of this process, at most 8.
+        out: memory to build the frame in, at least `packhorse.frame.max_frame_nbytes` bytes.
+
+    Returns:
+        The frame; `bytes(frame.buffer())` or `frame.to_bytes()` are its bytes.
+
+    Raises:
+        TypeError: not an array, or of a dtype that safetensors does not have.
+        ValueError: bad level, threads or out.
+
+    Example:
+        >>> import numpy as np
+        >>> frame = compress(np.zeros((256, 256), np.float32))
+        >>> decompress(frame).shape
+        (256, 256)
+    """
+    data, dtype, shape = FRAMEWORK.readable(array)
+    return compress_buffer(data, dtype, shape, level=level, threads=threads, out=out)
+
+
+def decompress(
+    frame: Frame | Buffer,
+    *,
+    out: np.ndarray[Any, Any] | None = None,
+    threads: int | None = None,
+    max_nbytes: int | None = None,
+) -> np.ndarray[Any, Any]:
+    """Unpacks one array.
+
+    Args:
+        frame: a frame, or the bytes of one.
+        out: a C-contiguous array of the same dtype and shape to decode into; returned.
+        threads: None for the cores of this process, at most 8.
+        max_nbytes: refuse an array of more bytes, before anything is allocated.
+
+    Raises:
+        CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new.
+        TypeError: `out` is not a writable C-contiguous array.
+        ValueError: `out` has another dtype or shape.
+    """
+    if not isinstance(frame, Frame):
+        frame = Frame.from_buffer(frame, max_nbytes=max_nbytes)
+    array = FRAMEWORK.empty(frame.dtype, frame.shape) if out is None else out
+    if out is not None:
+        _check_out(out, frame)
+    frame.decompress_into(FRAMEWORK.writable(array), threads=threads)
+    return array
+
+
+def _check_out(out: np.ndarray[Any, Any], frame: Frame) -> None:
+    if not isinstance(out, np.ndarray) or not out.flags.c_contiguous or not out.flags.writeable:
+        raise TypeError("out must be a writable C-contiguous NumPy array")
+    if _NAMES.get(out.dtype) != frame.dtype or out.shape != frame.shape:
+        raise ValueError(
+            f"out is {out.dtype} {out.shape}; the frame holds {frame.dtype} {frame.shape}"
+        )
+
+
+def save(
+    tensors: Mapping[str, np.ndarray[Any, Any]],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    level: Level | str = "default",
+    threads: int | None = None,
+) -> bytes:
+    """A packed file of the arrays, as bytes. Arguments and errors as in `save_file`."""
+    parts = {name: FRAMEWORK.readable(tensor) for name, tensor in tensors.items()}
+    header = build_header({name: part[1:] for name, part in parts.items()}, metadata)
+    buffers = (parts[entry.name][0] for entry in header.entries)
+    return pack_tensors(header, buffers, level=level, threads=threads)
+
+
+def load(data: Buffer, *, threads: int | None = None) -> dict[str, np.ndarray[Any, Any]]:
+    """All arrays of a packed file that is in memory.
+
+    Raises:
+        CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new.
+    """
+    return load_tensors(data, FRAMEWORK, threads=threads)
+
+
+def save_file(
+    tensors: Mapping[str, np.ndarray[Any, Any]],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    level: Level | str = "default",
+    threads: int | None = None,
+) -> None:
+    """Writes a packed file. An existing file is replaced, at once and only when the new one is complete.
+
+    Args:
+        tensors: arrays by name.
+        path: usually ends in ".ph.safetensors".
+        metadata: strings to keep in the file.
+        level: "fast", "default" or "max".
+        threads: None for the cores of this process, at most 8.
+
+    Raises:
+        TypeError: not an array, or of a dtype that safetensors does not have.
+        ValueError: bad level or threads.
+        OSError: what the file system says.
+    """
+    parts = {name: FRAMEWORK.readable(tensor) for name, tensor in tensors.items()}
+    header = build_header({name: part[1:] for name, part in parts.items()}, metadata)
+    buffers = (parts[entry.name][0] for entry in header.entries)
+    write_packed(path, header, buffers, level=level, threads=threads, force=True)
+
+
+def load_file(
+    path: str | os.PathLike[str], *, threads: int | None = None
+) -> dict[str, np.ndarray[Any, Any]]:
+    """All arrays of a packed file.
+
+    Raises:
+        CorruptionError, TruncationError, CompatibilityError: the file is bad or too new.
+        OSError: what the file system says.
+    """
+    with PackedFile(path, FRAMEWORK, threads=threads) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict

@@ -1,0 +1,244 @@
+"""Packhorse for PyTorch: the same verbs as `safetensors.torch`.
+
+`compress` and `decompress` one tensor; `save`, `load`, `save_file`, `load_file` for a state dict. Tensors on a device are copied to the host to be packed;
+`device=` says where loaded ones go. Input is only read; what comes back is equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from packhorse.disk.container import pack_tensors, write_packed
+from packhorse.disk.header import build_header
+from packhorse.disk.packed_file import PackedFile, load_tensors
+from packhorse.errors import CompatibilityError, MissingBackendError
+from packhorse.frame import Frame, compress_buffer
+from packhorse.layout import Level
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise MissingBackendError(
+        "packhorse.torch needs PyTorch; install it with: pip install 'packhorse[torch]'"
+    ) from error
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = [
+    "FRAMEWORK",
+    "TorchFramework",
+    "compress",
+    "decompress",
+    "load",
+    "load_file",
+    "save",
+    "save_file",
+]
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class TorchFramework:
+    """The `Framework` of PyTorch."""
+
+    name = "pt"
+
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A fresh tensor in host memory.
+
+        Raises:
+            CompatibilityError: PyTorch has no such dtype (the sub-byte floats).
+        """
+        if dtype not in _DTYPES:
+            raise CompatibilityError(
+                f"PyTorch has no dtype for {dtype}; read its bytes with Frame.decompress_into"
+            )
+        return torch.empty(shape, dtype=_DTYPES[dtype])
+
+    def writable(self, tensor: torch.Tensor) -> memoryview:
+        """The bytes of a contiguous host tensor, to write to."""
+        return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+    def readable(self, tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:
+        """The tensor's bytes in C order, dtype name and shape; on a device or not contiguous, of a copy.
+
+        Raises:
+            TypeError: not a dense tensor, or of a dtype that safetensors does not have.
+        """
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            raise TypeError(f"a dense PyTorch tensor is needed, not {_describe(tensor)}")
+        if tensor.dtype not in _NAMES:
+            raise TypeError(f"dtype {tensor.dtype} has no place in safetensors; convert it first")
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        data = memoryview(plain.reshape(-1).view(torch.uint8).numpy()).toreadonly()
+        return data, _NAMES[tensor.dtype], tuple(tensor.shape)
+
+
+def _describe(tensor: Any) -> str:
+    if isinstance(tensor, torch.Tensor):
+        return f"one of layout {tensor.layout}"
+    return type(tensor).__name__
+
+
+FRAMEWORK = TorchFramework()
+
+
+def compress(
+    tensor: torch.Tensor,
+    *,
+    level: Level | str = "default",
+    threads: int | None = None,
+    out: Buffer | None = None,
+) -> Frame:
+    """Packs one tensor, without loss.
+
+    Args:
+        tensor: any shape, strides and device; only read.
+        level: "fast", "default" or "max".
+        threads: None for the cores of this process, at most 8.
+        out: memory to build the frame in, at least `packhorse.frame.max_frame_nbytes` bytes.
+
+    Returns:
+        The frame; `frame.to_bytes()` are its bytes.
+
+    Raises:
+        TypeError: not a dense tensor, or of a dtype that safetensors does not have.
+        ValueError: bad level, threads or out.
+
+    Example:
+        >>> import torch
+        >>> frame = compress(torch.zeros(256, 256, dtype=torch.bfloat16))
+        >>> decompress(frame).dtype
+        torch.bfloat16
+    """
+    data, dtype, shape = FRAMEWORK.readable(tensor)
+    return compress_buffer(data, dtype, shape, level=level, threads=threads, out=out)
+
+
+def decompress(
+    frame: Frame | Buffer,
+    *,
+    out: torch.Tensor | None = None,
+    threads: int | None = None,
+    max_nbytes: int | None = None,
+) -> torch.Tensor:
+    """Unpacks one tensor, in host memory.
+
+    Args:
+        frame: a frame, or the bytes of one.
+        out: a contiguous host tensor of the same dtype and shape to decode into; returned.
+        threads: None for the cores of this process, at most 8.
+        max_nbytes: refuse a tensor of more bytes, before anything is allocated.
+
+    Raises:
+        CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new.
+        TypeError: `out` is not a contiguous host tensor.
+        ValueError: `out` has another dtype or shape.
+    """
+    if not isinstance(frame, Frame):
+        frame = Frame.from_buffer(frame, max_nbytes=max_nbytes)
+    tensor = FRAMEWORK.empty(frame.dtype, frame.shape) if out is None else out
+    if out is not None:
+        _check_out(out, frame)
+    frame.decompress_into(FRAMEWORK.writable(tensor), threads=threads)
+    return tensor
+
+
+def _check_out(out: torch.Tensor, frame: Frame) -> None:
+    if not isinstance(out, torch.Tensor) or out.device.type != "cpu" or not out.is_contiguous():
+        raise TypeError("out must be a contiguous PyTorch tensor in host memory")
+    if _NAMES.get(out.dtype) != frame.dtype or tuple(out.shape) != frame.shape:
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)}; the frame holds {frame.dtype} {frame.shape}"
+        )
+
+
+def save(
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    level: Level | str = "default",
+    threads: int | None = None,
+) -> bytes:
+    """A packed file of the tensors, as bytes. Arguments and errors as in `save_file`."""
+    parts = {name: FRAMEWORK.readable(tensor) for name, tensor in tensors.items()}
+    header = build_header({name: part[1:] for name, part in parts.items()}, metadata)
+    buffers = (parts[entry.name][0] for entry in header.entries)
+    return pack_tensors(header, buffers, level=level, threads=threads)
+
+
+def load(data: Buffer, *, threads: int | None = None) -> dict[str, torch.Tensor]:
+    """All tensors of a packed file that is in memory.
+
+    Raises:
+        CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new.
+    """
+    return load_tensors(data, FRAMEWORK, threads=threads)
+
+
+def save_file(
+    tensors: Mapping[str, torch.Tensor],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    level: Level | str = "default",
+    threads: int | None = None,
+) -> None:
+    """Writes a packed file. An existing file is replaced, at once and only when the new one is complete.
+
+    Args:
+        tensors: tensors by name, such as a state dict.
+        path: usually ends in ".ph.safetensors".
+        metadata: strings to keep in the file.
+        level: "fast", "default" or "max".
+        threads: None for the cores of this process, at most 8.
+
+    Raises:
+        TypeError: not a dense tensor, or of a dtype that safetensors does not have.
+        ValueError: bad level or threads.
+        OSError: what the file system says.
+    """
+    parts = {name: FRAMEWORK.readable(tensor) for name, tensor in tensors.items()}
+    header = build_header({name: part[1:] for name, part in parts.items()}, metadata)
+    buffers = (parts[entry.name][0] for entry in header.entries)
+    write_packed(path, header, buffers, level=level, threads=threads, force=True)
+
+
+def load_file(
+    path: str | os.PathLike[str],
+    device: str | int | torch.device = "cpu",
+    *,
+    threads: int | None = None,
+) -> dict[str, torch.Tensor]:
+    """All tensors of a packed file, on `device`.
+
+    Raises:
+        CorruptionError, TruncationError, CompatibilityError: the file is bad or too new.
+        OSError: what the file system says.
+    """
+    with PackedFile(path, FRAMEWORK, device=device, threads=threads) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict

@@ -1,0 +1,58 @@
+"""Safetensors files for the tests of the disk hop: from the real library, or wrong on purpose."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["entry", "file_bytes", "leftovers", "sample_tensors", "write_sample"]
+
+
+def file_bytes(
+    header: bytes | Mapping[str, Any], data: bytes = b"", length: int | None = None
+) -> bytes:
+    """A safetensors file, right or wrong: any header, any data, any declared length."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    declared = len(text) if length is None else length
+    return declared.to_bytes(8, "little") + text + data
+
+
+def entry(
+    start: int, stop: int, dtype: str = "U8", shape: list[int] | None = None
+) -> dict[str, Any]:
+    """One tensor's line of a header; a run of bytes unless told otherwise."""
+    shape = [stop - start] if shape is None else shape
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+def sample_tensors(seed: int = 0) -> dict[str, np.ndarray]:
+    """Some of everything: weights of several chunks, a scalar, nothing, odd sizes, constants."""
+    rng = np.random.default_rng(seed)
+    return {
+        "layers.0.weight": rng.standard_normal((300, 20, 50)).astype(np.float32) * 0.02,
+        "layers.0.bias": rng.standard_normal(301).astype(np.float16),
+        "embed é": rng.integers(0, 1000, (70, 90)),
+        "scalar": np.array(3.25, np.float32),
+        "nothing": np.zeros((0, 4), np.float64),
+        "zeros": np.zeros((33, 7), np.float64),
+        "noise": rng.integers(0, 256, 5001).astype(np.uint8),
+    }
+
+
+def write_sample(
+    path: Path, seed: int = 0, metadata: dict[str, str] | None = None
+) -> dict[str, np.ndarray]:
+    """Write `sample_tensors` with the safetensors library."""
+    from safetensors.numpy import save_file
+
+    tensors = sample_tensors(seed)
+    save_file(tensors, path, metadata={"format": "np"} if metadata is None else metadata)
+    return tensors
+
+
+def leftovers(folder: Path, *expected: str) -> set[str]:
+    """Names in a folder beyond the expected ones."""
+    return set(os.listdir(folder)) - set(expected)

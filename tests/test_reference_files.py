@@ -1,0 +1,192 @@
+"""The slow decoder restores packed files byte for byte and refuses every other."""
+
+import json
+import struct
+from collections.abc import Callable
+
+import frame_builder as fb
+import pytest
+import zstandard
+from frame_builder import build_file, build_frame, original_file
+
+from packhorse.errors import CompatibilityError, CorruptionError, PackhorseError, TruncationError
+from packhorse.reference import decode_file
+
+A = fb.units_of_values(30, 2, 9)
+B = bytes(range(7))
+TENSORS = {"layer.a": ("BF16", (5, 6), A), "b": ("U8", (7,), B), "none": ("F64", (0, 2), b"")}
+METADATA = {"format": "pt", "naïve ☃": "\N{SNOWMAN}"}
+ORIGINAL = original_file(TENSORS, METADATA)
+FRAMES = {
+    "layer.a": bytes(build_frame(A, "BF16", (5, 6), split=2, codings=[fb.Rans(), fb.Stored()])),
+    "b": bytes(build_frame(B, codings=[fb.Stored()])),
+    "none": bytes(build_frame(b"", "F64", (0, 2), codings=[fb.Stored()])),
+}
+
+
+def packed(frames: dict[str, bytes] | None = None, **hooks: Callable) -> bytes:
+    return build_file(ORIGINAL, FRAMES if frames is None else frames, **hooks)
+
+
+@pytest.mark.parametrize("metadata", [None, {}, METADATA, {"packhorse": "mine"}])
+@pytest.mark.parametrize("padding", [0, 1, 8])
+def test_a_file_comes_back_byte_for_byte(metadata: dict[str, str] | None, padding: int) -> None:
+    original = original_file(TENSORS, metadata, padding=padding)
+    assert decode_file(build_file(original, FRAMES, metadata=metadata)) == original
+
+
+def test_a_file_of_no_tensors_comes_back() -> None:
+    original = original_file({})
+    assert decode_file(build_file(original, {})) == original
+
+
+def test_tensors_are_restored_in_the_order_of_the_original_data() -> None:
+    text = json.dumps(
+        {
+            "z": {"dtype": "U8", "shape": [7], "data_offsets": [0, 7]},
+            "a": {"dtype": "U8", "shape": [2], "data_offsets": [7, 9]},
+        }
+    ).encode()
+    original = struct.pack("<Q", len(text)) + text + B + b"ab"
+    z, a = (bytes(build_frame(data, codings=[fb.Stored()])) for data in (B, b"ab"))
+    assert decode_file(build_file(original, {"z": z, "a": a})) == original
+    assert decode_file(build_file(original, {"a": a, "z": z})) == original
+
+
+def test_the_limit_of_the_caller_names_the_tensor() -> None:
+    assert decode_file(packed(), max_nbytes=60) == ORIGINAL
+    with pytest.raises(CorruptionError, match=r"'layer\.a'.*takes 60 bytes, the caller allows 59"):
+        decode_file(packed(), max_nbytes=59)
+
+
+def test_every_truncation_of_a_file_is_reported() -> None:
+    whole = packed()
+    for length in range(len(whole)):
+        with pytest.raises(TruncationError):
+            decode_file(whole[:length])
+
+
+def test_a_flipped_bit_in_a_file_is_noticed_or_harmless() -> None:
+    whole = build_file(original_file({"b": TENSORS["b"]}), {"b": FRAMES["b"]})
+    original = decode_file(whole)
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            restored = decode_file(bytes(damaged))
+        except PackhorseError:
+            continue
+        assert restored == original, f"bit {bit}"
+
+
+def entry(name: str, **fields: object) -> Callable[[dict], None]:
+    return lambda header: header[name].update(fields)
+
+
+def record(**fields: object) -> Callable[[dict], None]:
+    return lambda record: record.update(fields)
+
+
+def replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
+    def edit(text: bytes) -> bytes:
+        assert old in text
+        return text.replace(old, new)
+
+    return edit
+
+
+def dropped(name: str) -> Callable[[dict], None]:
+    return lambda fields: fields.pop(name)
+
+
+def swapped_metadata(value: object) -> Callable[[dict], None]:
+    return lambda header: header.update(__metadata__=value)
+
+
+def long_header(header: dict) -> None:
+    record = json.loads(header["__metadata__"]["packhorse"])
+    frame = zstandard.ZstdCompressor().compress(b"{}" + b" " * 100_000_000)
+    record["header"] = fb.base64.b64encode(frame).decode()
+    header["__metadata__"]["packhorse"] = json.dumps(record)
+
+
+WITHOUT_B = {name: frame for name, frame in FRAMES.items() if name != "b"}
+FILE_LIES = {  # arguments of `packed`, and what the message says
+    "no metadata": ({"edit_header": dropped("__metadata__")}, "this is not a packed file"),
+    "null metadata": ({"edit_header": swapped_metadata(None)}, "this is not a packed file"),
+    "list of metadata": ({"edit_header": swapped_metadata([])}, "not a map of strings"),
+    "number in metadata": ({"edit_header": swapped_metadata({"a": 1})}, "not a map of strings"),
+    "record is no JSON": ({"edit_header": swapped_metadata({"packhorse": "{"})}, "not valid JSON"),
+    "record is a list": ({"edit_header": swapped_metadata({"packhorse": "[]"})}, "opening brace"),
+    "version 0": ({"edit_record": record(version=0)}, "lacks version 1"),
+    "version true": ({"edit_record": record(version=True)}, "lacks version 1"),
+    "version text": ({"edit_record": record(version="1")}, "lacks version 1"),
+    "no version": ({"edit_record": dropped("version")}, "lacks version 1"),
+    "no recorded header": ({"edit_record": dropped("header")}, "lacks version 1"),
+    "header is no base64": ({"edit_record": record(header="K-Uv")}, "not base64"),
+    "header without padding": ({"edit_record": record(header="KLU")}, "not base64"),
+    "header is no zstd": ({"edit_record": record(header="QUJDRA==")}, "Zstandard magic"),
+    "header over 100 MB": ({"edit_header": long_header}, "content size"),
+    "frame is missing": ({"frames": WITHOUT_B}, "['b'] not in both"),
+    "frame too many": ({"frames": {**FRAMES, "c": FRAMES["b"]}}, "['c'] not in both"),
+    "frames swapped": ({"frames": {**FRAMES, "b": FRAMES["none"]}}, "dtype, shape, nbytes"),
+    "another dtype": ({"edit_header": entry("b", dtype="I8")}, "dtype and shape"),
+    "another shape": ({"edit_header": entry("b", shape=[1, 128])}, "dtype and shape"),
+    "overlap": ({"edit_header": entry("b", data_offsets=[64, 384])}, "start of tensor 'b'"),
+    "hole": ({"edit_header": entry("b", data_offsets=[320, 384])}, "start of tensor"),
+    "hole at the start": ({"edit_header": entry("layer.a", data_offsets=[8, 256])}, "start of"),
+    "backwards": ({"edit_header": entry("b", data_offsets=[384, 256])}, "lacks valid"),
+    "negative": ({"edit_header": entry("b", data_offsets=[-1, 256])}, "lacks valid"),
+    "one offset": ({"edit_header": entry("b", data_offsets=[256])}, "lacks valid"),
+    "fraction": ({"edit_header": entry("b", shape=[128.0])}, "lacks valid"),
+    "shape is a map": ({"edit_header": entry("b", shape={})}, "lacks valid"),
+    "entry is a list": ({"edit_header": lambda header: header.update(b=[])}, "lacks valid"),
+    "no dtype": ({"edit_header": lambda header: header["b"].pop("dtype")}, "lacks valid"),
+    "not JSON": ({"edit_text": lambda text: text.replace(b":", b";", 1)}, "not valid JSON"),
+    "not UTF-8": ({"edit_text": lambda text: text.replace(b'"b"', b'"\xff"')}, "not valid JSON"),
+    "NaN": ({"edit_text": replaced(b'"U8"', b"NaN ")}, "not valid JSON"),
+    "leading space": ({"edit_text": lambda text: b" " + text[:-1]}, "opening brace"),
+    "duplicate key": ({"edit_text": replaced(b'"none"', b'"b"   ')}, "duplicate key"),
+    "deep JSON": ({"edit_text": lambda text: b'{"a":' + b"[" * 200_000}, "not valid JSON"),
+    "recorded: no JSON": ({"edit_original": lambda text: text[:-9]}, "recorded header"),
+    "recorded: hole": ({"edit_original": replaced(b"[60, 67]", b"[61, 68]")}, "recorded header"),
+    "recorded: duplicate": ({"edit_original": replaced(b'"none"', b'"b"')}, "duplicate key"),
+    "recorded: dtype": ({"edit_original": replaced(b"BF16", b"F16")}, "('BF16', (5, 6), 60)"),
+    "recorded: shape": ({"edit_original": replaced(b"[5, 6]", b"[30]")}, "must be ('BF16', (30,)"),
+    "recorded: size": (
+        {"edit_original": lambda text: text.replace(b"67", b"68")},
+        "must be ('U8', (7,), 8)",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "fragment"), [pytest.param(*row, id=name) for name, row in FILE_LIES.items()]
+)
+def test_a_lying_file_is_refused(kwargs: dict, fragment: str) -> None:
+    with pytest.raises(PackhorseError) as caught:
+        decode_file(packed(**kwargs))
+    assert caught.type is CorruptionError
+    assert fragment in str(caught.value)
+
+
+def test_a_newer_file_version_is_a_compatibility_error() -> None:
+    with pytest.raises(CompatibilityError, match="file version is 2, known: 1"):
+        decode_file(packed(edit_record=record(version=2)))
+
+
+def test_an_unknown_frame_in_a_file_keeps_its_error_and_gets_a_name() -> None:
+    newer = bytes(build_frame(B, codings=[fb.Stored()]).lie(version=9))
+    with pytest.raises(CompatibilityError, match=r"tensor 'b' at byte offset .*version at byte"):
+        decode_file(packed({**FRAMES, "b": newer}))
+
+
+@pytest.mark.parametrize("tail", [b"x", bytes(64)])
+def test_bytes_behind_the_data_are_refused(tail: bytes) -> None:
+    with pytest.raises(CorruptionError, match="the end of the file"):
+        decode_file(packed() + tail)
+
+
+def test_a_header_longer_than_the_cap_is_refused_at_once() -> None:
+    with pytest.raises(CorruptionError, match="takes 100000001 bytes"):
+        decode_file(struct.pack("<Q", 100_000_001) + b"{}")
