@@ -80,7 +80,7 @@ clean: ## remove .venv and everything that was built
 
 # Without PyTorch, so that a newcomer waits for a minute and not for a download of gigabytes.
 .venv/.demo: .venv/.python $(SOURCES)
-	@$(INSTALL) ".[cli]" safetensors
+	@$(INSTALL) ".[cli]"
 	@touch $@
 
 .venv/.test: .venv/.torch $(SOURCES)

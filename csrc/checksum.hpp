@@ -1,9 +1,10 @@
 // CRC32C of encoded bytes, and XXH3-128 of logical bytes (docs/format.md, sections 1 and 7).
 //
-// CRC32C: the SSE4.2 instruction has a latency of three cycles and a throughput of one, so three streams run side by side and are joined
-// by the linear operator "append L zero bytes", held as four tables of 256 (one for each byte of the register).
-// XXH3: only inputs above 240 bytes; the short forms are left to the caller (Python's xxhash), who meets at most one a tensor.
-// Source: the XXH3 specification, doc/xxhash_spec.md of the xxHash project.
+// CRC32C: the SSE4.2 instruction has a latency of three cycles and a throughput of one, so three
+// streams run side by side and are joined by the linear operator "append L zero bytes", held as
+// four tables of 256 (one for each byte of the register). XXH3: only inputs above 240 bytes; the
+// short forms are left to the caller (Python's xxhash), who meets at most one a tensor. Source: the
+// XXH3 specification, doc/xxhash_spec.md of the xxHash project.
 #pragma once
 
 #include <array>
@@ -18,59 +19,60 @@ constexpr uint32_t kCrc32cPolynomial = 0x82F63B78;  // reflected
 using CrcTable = std::array<std::array<uint32_t, 256>, 8>;
 
 constexpr CrcTable make_crc_table() {
-  CrcTable table{};
-  for (uint32_t byte = 0; byte < 256; ++byte) {
-    uint32_t crc = byte;
-    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? kCrc32cPolynomial : 0);
-    table[0][byte] = crc;
-  }
-  for (std::size_t k = 1; k < 8; ++k)
-    for (uint32_t byte = 0; byte < 256; ++byte)
-      table[k][byte] = table[k - 1][byte] >> 8 ^ table[0][table[k - 1][byte] & 0xFF];
-  return table;
+    CrcTable table{};
+    for (uint32_t byte = 0; byte < 256; ++byte) {
+        uint32_t crc = byte;
+        for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? kCrc32cPolynomial : 0);
+        table[0][byte] = crc;
+    }
+    for (std::size_t k = 1; k < 8; ++k)
+        for (uint32_t byte = 0; byte < 256; ++byte)
+            table[k][byte] = table[k - 1][byte] >> 8 ^ table[0][table[k - 1][byte] & 0xFF];
+    return table;
 }
 
 inline constexpr CrcTable kCrcTable = make_crc_table();
 
 // Slicing by eight: eight independent look-ups for each eight bytes.
 inline uint32_t crc32c_portable(uint32_t crc, const uint8_t* src, std::size_t nbytes) {
-  for (; nbytes >= 8; src += 8, nbytes -= 8) {
-    const uint64_t word = load<uint64_t>(src) ^ crc;
-    crc = 0;
-    for (std::size_t k = 0; k < 8; ++k) crc ^= kCrcTable[7 - k][word >> (8 * k) & 0xFF];
-  }
-  for (; nbytes > 0; ++src, --nbytes) crc = crc >> 8 ^ kCrcTable[0][(crc ^ *src) & 0xFF];
-  return crc;
+    for (; nbytes >= 8; src += 8, nbytes -= 8) {
+        const uint64_t word = load<uint64_t>(src) ^ crc;
+        crc = 0;
+        for (std::size_t k = 0; k < 8; ++k) crc ^= kCrcTable[7 - k][word >> (8 * k) & 0xFF];
+    }
+    for (; nbytes > 0; ++src, --nbytes) crc = crc >> 8 ^ kCrcTable[0][(crc ^ *src) & 0xFF];
+    return crc;
 }
 
 #if PACKHORSE_X86
 
 using CrcShift = std::array<std::array<uint32_t, 256>, 4>;
 
-// The operator that appends `nbytes` zero bytes to a CRC register, by repeated squaring of its 32 x 32 matrix over GF(2).
+// The operator that appends `nbytes` zero bytes to a CRC register, by repeated squaring of its 32 x
+// 32 matrix over GF(2).
 constexpr CrcShift make_crc_shift(std::size_t nbytes) {
-  std::array<uint32_t, 32> square{};  // image of each basis vector under one zero bit
-  square[0] = kCrc32cPolynomial;
-  for (std::size_t bit = 1; bit < 32; ++bit) square[bit] = 1u << (bit - 1);
-  std::array<uint32_t, 32> total{};
-  for (std::size_t bit = 0; bit < 32; ++bit) total[bit] = 1u << bit;
-  for (std::size_t n = nbytes * 8; n > 0; n >>= 1) {
-    std::array<uint32_t, 32> next_total{};
-    std::array<uint32_t, 32> next_square{};
-    for (std::size_t column = 0; column < 32; ++column)
-      for (std::size_t bit = 0; bit < 32; ++bit) {
-        if (n & 1 && total[column] >> bit & 1) next_total[column] ^= square[bit];
-        if (square[column] >> bit & 1) next_square[column] ^= square[bit];
-      }
-    if (n & 1) total = next_total;
-    square = next_square;
-  }
-  CrcShift shift{};
-  for (std::size_t k = 0; k < 4; ++k)
-    for (uint32_t byte = 0; byte < 256; ++byte)
-      for (std::size_t bit = 0; bit < 8; ++bit)
-        if (byte >> bit & 1) shift[k][byte] ^= total[8 * k + bit];
-  return shift;
+    std::array<uint32_t, 32> square{};  // image of each basis vector under one zero bit
+    square[0] = kCrc32cPolynomial;
+    for (std::size_t bit = 1; bit < 32; ++bit) square[bit] = 1u << (bit - 1);
+    std::array<uint32_t, 32> total{};
+    for (std::size_t bit = 0; bit < 32; ++bit) total[bit] = 1u << bit;
+    for (std::size_t n = nbytes * 8; n > 0; n >>= 1) {
+        std::array<uint32_t, 32> next_total{};
+        std::array<uint32_t, 32> next_square{};
+        for (std::size_t column = 0; column < 32; ++column)
+            for (std::size_t bit = 0; bit < 32; ++bit) {
+                if (n & 1 && total[column] >> bit & 1) next_total[column] ^= square[bit];
+                if (square[column] >> bit & 1) next_square[column] ^= square[bit];
+            }
+        if (n & 1) total = next_total;
+        square = next_square;
+    }
+    CrcShift shift{};
+    for (std::size_t k = 0; k < 4; ++k)
+        for (uint32_t byte = 0; byte < 256; ++byte)
+            for (std::size_t bit = 0; bit < 8; ++bit)
+                if (byte >> bit & 1) shift[k][byte] ^= total[8 * k + bit];
+    return shift;
 }
 
 constexpr std::size_t kCrcLongNbytes = 4096;
@@ -79,47 +81,47 @@ inline constexpr CrcShift kCrcLongShift = make_crc_shift(kCrcLongNbytes);
 inline constexpr CrcShift kCrcShortShift = make_crc_shift(kCrcShortNbytes);
 
 inline uint32_t shift_crc(const CrcShift& shift, uint32_t crc) {
-  return shift[0][crc & 0xFF] ^ shift[1][crc >> 8 & 0xFF] ^ shift[2][crc >> 16 & 0xFF] ^
-         shift[3][crc >> 24];
+    return shift[0][crc & 0xFF] ^ shift[1][crc >> 8 & 0xFF] ^ shift[2][crc >> 16 & 0xFF] ^
+           shift[3][crc >> 24];
 }
 
 PACKHORSE_AVX2 inline uint32_t crc32c_three_streams(uint32_t crc, const uint8_t*& src,
                                                     std::size_t& nbytes, std::size_t run,
                                                     const CrcShift& shift) {
-  while (nbytes >= 3 * run) {
-    uint64_t a = crc, b = 0, c = 0;
-    for (std::size_t i = 0; i < run; i += 8) {
-      a = _mm_crc32_u64(a, load<uint64_t>(src + i));
-      b = _mm_crc32_u64(b, load<uint64_t>(src + run + i));
-      c = _mm_crc32_u64(c, load<uint64_t>(src + 2 * run + i));
+    while (nbytes >= 3 * run) {
+        uint64_t a = crc, b = 0, c = 0;
+        for (std::size_t i = 0; i < run; i += 8) {
+            a = _mm_crc32_u64(a, load<uint64_t>(src + i));
+            b = _mm_crc32_u64(b, load<uint64_t>(src + run + i));
+            c = _mm_crc32_u64(c, load<uint64_t>(src + 2 * run + i));
+        }
+        crc = shift_crc(shift, static_cast<uint32_t>(a)) ^ static_cast<uint32_t>(b);
+        crc = shift_crc(shift, crc) ^ static_cast<uint32_t>(c);
+        src += 3 * run;
+        nbytes -= 3 * run;
     }
-    crc = shift_crc(shift, static_cast<uint32_t>(a)) ^ static_cast<uint32_t>(b);
-    crc = shift_crc(shift, crc) ^ static_cast<uint32_t>(c);
-    src += 3 * run;
-    nbytes -= 3 * run;
-  }
-  return crc;
+    return crc;
 }
 
 PACKHORSE_AVX2 inline uint32_t crc32c_hardware(uint32_t crc, const uint8_t* src,
                                                std::size_t nbytes) {
-  crc = crc32c_three_streams(crc, src, nbytes, kCrcLongNbytes, kCrcLongShift);
-  crc = crc32c_three_streams(crc, src, nbytes, kCrcShortNbytes, kCrcShortShift);
-  uint64_t wide = crc;
-  for (; nbytes >= 8; src += 8, nbytes -= 8) wide = _mm_crc32_u64(wide, load<uint64_t>(src));
-  crc = static_cast<uint32_t>(wide);
-  for (; nbytes > 0; ++src, --nbytes) crc = _mm_crc32_u8(crc, *src);
-  return crc;
+    crc = crc32c_three_streams(crc, src, nbytes, kCrcLongNbytes, kCrcLongShift);
+    crc = crc32c_three_streams(crc, src, nbytes, kCrcShortNbytes, kCrcShortShift);
+    uint64_t wide = crc;
+    for (; nbytes >= 8; src += 8, nbytes -= 8) wide = _mm_crc32_u64(wide, load<uint64_t>(src));
+    crc = static_cast<uint32_t>(wide);
+    for (; nbytes > 0; ++src, --nbytes) crc = _mm_crc32_u8(crc, *src);
+    return crc;
 }
 
 #endif
 
 inline uint32_t crc32c(const uint8_t* src, std::size_t nbytes, Isa isa) {
 #if PACKHORSE_X86
-  if (isa >= Isa::kAvx2) return ~crc32c_hardware(~0u, src, nbytes);
+    if (isa >= Isa::kAvx2) return ~crc32c_hardware(~0u, src, nbytes);
 #endif
-  (void)isa;
-  return ~crc32c_portable(~0u, src, nbytes);
+    (void)isa;
+    return ~crc32c_portable(~0u, src, nbytes);
 }
 
 constexpr std::size_t kXxh3LongMinNbytes = 241;
@@ -149,109 +151,109 @@ constexpr uint64_t kXxhPrime64_1 = 0x9E3779B185EBCA87, kXxhPrime64_2 = 0xC2B2AE3
                    kXxhPrime64_5 = 0x27D4EB2F165667C5;
 
 struct alignas(64) Xxh3Accumulator {
-  uint64_t lanes[8] = {kXxhPrime32_3, kXxhPrime64_1, kXxhPrime64_2, kXxhPrime64_3,
-                       kXxhPrime64_4, kXxhPrime32_2, kXxhPrime64_5, kXxhPrime32_1};
+    uint64_t lanes[8] = {kXxhPrime32_3, kXxhPrime64_1, kXxhPrime64_2, kXxhPrime64_3,
+                         kXxhPrime64_4, kXxhPrime32_2, kXxhPrime64_5, kXxhPrime32_1};
 };
 
 inline void xxh3_stripe_portable(Xxh3Accumulator& acc, const uint8_t* src, const uint8_t* secret) {
-  for (std::size_t i = 0; i < 8; ++i) {
-    const uint64_t value = load<uint64_t>(src + 8 * i);
-    const uint64_t key = value ^ load<uint64_t>(secret + 8 * i);
-    acc.lanes[i ^ 1] += value;
-    acc.lanes[i] += (key & 0xFFFFFFFF) * (key >> 32);
-  }
+    for (std::size_t i = 0; i < 8; ++i) {
+        const uint64_t value = load<uint64_t>(src + 8 * i);
+        const uint64_t key = value ^ load<uint64_t>(secret + 8 * i);
+        acc.lanes[i ^ 1] += value;
+        acc.lanes[i] += (key & 0xFFFFFFFF) * (key >> 32);
+    }
 }
 
 inline void xxh3_scramble(Xxh3Accumulator& acc) {
-  for (std::size_t i = 0; i < 8; ++i) {
-    uint64_t lane = acc.lanes[i];
-    lane ^= lane >> 47;
-    lane ^= load<uint64_t>(kXxh3Secret + kXxh3SecretNbytes - kXxh3StripeNbytes + 8 * i);
-    acc.lanes[i] = lane * kXxhPrime32_1;
-  }
+    for (std::size_t i = 0; i < 8; ++i) {
+        uint64_t lane = acc.lanes[i];
+        lane ^= lane >> 47;
+        lane ^= load<uint64_t>(kXxh3Secret + kXxh3SecretNbytes - kXxh3StripeNbytes + 8 * i);
+        acc.lanes[i] = lane * kXxhPrime32_1;
+    }
 }
 
 inline void xxh3_stripes_portable(Xxh3Accumulator& acc, const uint8_t* src, std::size_t n_stripes) {
-  for (std::size_t i = 0; i < n_stripes; ++i)
-    xxh3_stripe_portable(acc, src + i * kXxh3StripeNbytes, kXxh3Secret + 8 * i);
+    for (std::size_t i = 0; i < n_stripes; ++i)
+        xxh3_stripe_portable(acc, src + i * kXxh3StripeNbytes, kXxh3Secret + 8 * i);
 }
 
 #if PACKHORSE_X86
 
 PACKHORSE_AVX2 inline void xxh3_stripes_avx2(Xxh3Accumulator& acc, const uint8_t* src,
                                              std::size_t n_stripes) {
-  __m256i lanes[2];
-  for (int h = 0; h < 2; ++h)
-    lanes[h] = _mm256_load_si256(reinterpret_cast<const __m256i*>(acc.lanes) + h);
-  for (std::size_t i = 0; i < n_stripes; ++i)
-    for (int h = 0; h < 2; ++h) {
-      const __m256i value = _mm256_loadu_si256(
-          reinterpret_cast<const __m256i*>(src + i * kXxh3StripeNbytes + 32 * h));
-      const __m256i key = _mm256_xor_si256(
-          value,
-          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kXxh3Secret + 8 * i + 32 * h)));
-      const __m256i product = _mm256_mul_epu32(key, _mm256_srli_epi64(key, 32));
-      const __m256i swapped = _mm256_shuffle_epi32(value, 0x4E);
-      lanes[h] = _mm256_add_epi64(lanes[h], _mm256_add_epi64(product, swapped));
-    }
-  for (int h = 0; h < 2; ++h)
-    _mm256_store_si256(reinterpret_cast<__m256i*>(acc.lanes) + h, lanes[h]);
+    __m256i lanes[2];
+    for (int h = 0; h < 2; ++h)
+        lanes[h] = _mm256_load_si256(reinterpret_cast<const __m256i*>(acc.lanes) + h);
+    for (std::size_t i = 0; i < n_stripes; ++i)
+        for (int h = 0; h < 2; ++h) {
+            const __m256i value = _mm256_loadu_si256(
+                reinterpret_cast<const __m256i*>(src + i * kXxh3StripeNbytes + 32 * h));
+            const __m256i key = _mm256_xor_si256(
+                value,
+                _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kXxh3Secret + 8 * i + 32 * h)));
+            const __m256i product = _mm256_mul_epu32(key, _mm256_srli_epi64(key, 32));
+            const __m256i swapped = _mm256_shuffle_epi32(value, 0x4E);
+            lanes[h] = _mm256_add_epi64(lanes[h], _mm256_add_epi64(product, swapped));
+        }
+    for (int h = 0; h < 2; ++h)
+        _mm256_store_si256(reinterpret_cast<__m256i*>(acc.lanes) + h, lanes[h]);
 }
 
 PACKHORSE_AVX512 inline void xxh3_stripes_avx512(Xxh3Accumulator& acc, const uint8_t* src,
                                                  std::size_t n_stripes) {
-  __m512i lanes = _mm512_load_si512(acc.lanes);
-  for (std::size_t i = 0; i < n_stripes; ++i) {
-    const __m512i value = _mm512_loadu_si512(src + i * kXxh3StripeNbytes);
-    const __m512i key = _mm512_xor_si512(value, _mm512_loadu_si512(kXxh3Secret + 8 * i));
-    const __m512i product = _mm512_mul_epu32(key, _mm512_srli_epi64(key, 32));
-    const __m512i swapped = _mm512_shuffle_epi32(value, _MM_PERM_BADC);
-    lanes = _mm512_add_epi64(lanes, _mm512_add_epi64(product, swapped));
-  }
-  _mm512_store_si512(acc.lanes, lanes);
+    __m512i lanes = _mm512_load_si512(acc.lanes);
+    for (std::size_t i = 0; i < n_stripes; ++i) {
+        const __m512i value = _mm512_loadu_si512(src + i * kXxh3StripeNbytes);
+        const __m512i key = _mm512_xor_si512(value, _mm512_loadu_si512(kXxh3Secret + 8 * i));
+        const __m512i product = _mm512_mul_epu32(key, _mm512_srli_epi64(key, 32));
+        const __m512i swapped = _mm512_shuffle_epi32(value, _MM_PERM_BADC);
+        lanes = _mm512_add_epi64(lanes, _mm512_add_epi64(product, swapped));
+    }
+    _mm512_store_si512(acc.lanes, lanes);
 }
 
 #endif
 
 inline void xxh3_stripes(Xxh3Accumulator& acc, const uint8_t* src, std::size_t n_stripes, Isa isa) {
 #if PACKHORSE_X86
-  if (isa == Isa::kAvx512) return xxh3_stripes_avx512(acc, src, n_stripes);
-  if (isa == Isa::kAvx2) return xxh3_stripes_avx2(acc, src, n_stripes);
+    if (isa == Isa::kAvx512) return xxh3_stripes_avx512(acc, src, n_stripes);
+    if (isa == Isa::kAvx2) return xxh3_stripes_avx2(acc, src, n_stripes);
 #endif
-  (void)isa;
-  xxh3_stripes_portable(acc, src, n_stripes);
+    (void)isa;
+    xxh3_stripes_portable(acc, src, n_stripes);
 }
 
 inline uint64_t xxh3_merge(const Xxh3Accumulator& acc, const uint8_t* secret, uint64_t start) {
-  uint64_t sum = start;
-  for (std::size_t i = 0; i < 4; ++i) {
-    const auto product =
-        static_cast<unsigned __int128>(acc.lanes[2 * i] ^ load<uint64_t>(secret + 16 * i)) *
-        (acc.lanes[2 * i + 1] ^ load<uint64_t>(secret + 16 * i + 8));
-    sum += static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
-  }
-  sum ^= sum >> 37;
-  sum *= 0x165667919E3779F9;
-  return sum ^ sum >> 32;
+    uint64_t sum = start;
+    for (std::size_t i = 0; i < 4; ++i) {
+        const auto product =
+            static_cast<unsigned __int128>(acc.lanes[2 * i] ^ load<uint64_t>(secret + 16 * i)) *
+            (acc.lanes[2 * i + 1] ^ load<uint64_t>(secret + 16 * i + 8));
+        sum += static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+    }
+    sum ^= sum >> 37;
+    sum *= 0x165667919E3779F9;
+    return sum ^ sum >> 32;
 }
 
 // XXH3-128 of `nbytes` >= kXxh3LongMinNbytes bytes, as its 16 canonical bytes.
 inline void xxh3_128_long(const uint8_t* src, std::size_t nbytes, uint8_t* dst, Isa isa) {
-  Xxh3Accumulator acc;
-  const std::size_t n_blocks = (nbytes - 1) / kXxh3BlockNbytes;
-  for (std::size_t block = 0; block < n_blocks; ++block) {
-    xxh3_stripes(acc, src + block * kXxh3BlockNbytes, kXxh3StripesPerBlock, isa);
-    xxh3_scramble(acc);
-  }
-  const std::size_t done = n_blocks * kXxh3BlockNbytes;
-  xxh3_stripes(acc, src + done, (nbytes - 1 - done) / kXxh3StripeNbytes, isa);
-  xxh3_stripe_portable(acc, src + nbytes - kXxh3StripeNbytes,
-                       kXxh3Secret + kXxh3SecretNbytes - kXxh3StripeNbytes - 7);
-  const uint64_t low = xxh3_merge(acc, kXxh3Secret + 11, nbytes * kXxhPrime64_1);
-  const uint64_t high = xxh3_merge(acc, kXxh3Secret + kXxh3SecretNbytes - kXxh3StripeNbytes - 11,
-                                   ~(nbytes * kXxhPrime64_2));
-  store(dst, __builtin_bswap64(high));
-  store(dst + 8, __builtin_bswap64(low));
+    Xxh3Accumulator acc;
+    const std::size_t n_blocks = (nbytes - 1) / kXxh3BlockNbytes;
+    for (std::size_t block = 0; block < n_blocks; ++block) {
+        xxh3_stripes(acc, src + block * kXxh3BlockNbytes, kXxh3StripesPerBlock, isa);
+        xxh3_scramble(acc);
+    }
+    const std::size_t done = n_blocks * kXxh3BlockNbytes;
+    xxh3_stripes(acc, src + done, (nbytes - 1 - done) / kXxh3StripeNbytes, isa);
+    xxh3_stripe_portable(acc, src + nbytes - kXxh3StripeNbytes,
+                         kXxh3Secret + kXxh3SecretNbytes - kXxh3StripeNbytes - 7);
+    const uint64_t low = xxh3_merge(acc, kXxh3Secret + 11, nbytes * kXxhPrime64_1);
+    const uint64_t high = xxh3_merge(acc, kXxh3Secret + kXxh3SecretNbytes - kXxh3StripeNbytes - 11,
+                                     ~(nbytes * kXxhPrime64_2));
+    store(dst, __builtin_bswap64(high));
+    store(dst + 8, __builtin_bswap64(low));
 }
 
 }  // namespace packhorse

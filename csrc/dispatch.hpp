@@ -1,8 +1,10 @@
-// Which instruction set a call uses. The choice is an argument of every operation: there is no global state, and a caller can force
-// a path. A function marked PACKHORSE_AVX2 or PACKHORSE_AVX512 may be called only if detect_isa() is at least that.
+// Which instruction set a call uses. The choice is an argument of every operation: there is no
+// global state, and a caller can force a path. A function marked PACKHORSE_AVX2 or PACKHORSE_AVX512
+// may be called only if detect_isa() is at least that.
 //
-// kAvx512 needs F, BW, DQ and VL (Skylake-X, Zen 4 and later). VBMI is not asked for: the two-register permutes of 32-bit elements
-// that the rANS decoder keeps its tables in are AVX-512F, and nothing else gained from byte permutes.
+// kAvx512 needs F, BW, DQ and VL (Skylake-X, Zen 4 and later). VBMI is not asked for: the
+// two-register permutes of 32-bit elements that the rANS decoder keeps its tables in are AVX-512F,
+// and nothing else gained from byte permutes.
 #pragma once
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -13,29 +15,50 @@
 #define PACKHORSE_X86 1
 #include <immintrin.h>
 #define PACKHORSE_AVX2 __attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt,sse4.2")))
-#define PACKHORSE_AVX512 \
-  __attribute__((        \
-      target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4.2")))
+#define PACKHORSE_AVX512                                                                        \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
+                          "2")))
 #else
 #define PACKHORSE_X86 0
 #endif
 
+#include <cstddef>
+#include <cstdint>
+
 namespace packhorse {
+
+// What will be needed next: memory to read and memory to write, to be fetched into L2 a little at a
+// time while a slow loop computes. Coding takes about as long as the memory traffic of a chunk;
+// without this the two follow each other, with it they overlap (docs/decisions.md). Addresses are
+// never dereferenced and may lie outside of any buffer.
+struct Ahead {
+    uintptr_t read = 0;
+    uintptr_t write = 0;
+    std::size_t read_step = 0;  // bytes for each round of 128 units
+    std::size_t write_step = 0;
+
+    inline __attribute__((always_inline)) void step() {
+        for (const uintptr_t end = read + read_step; read < end; read += 64)
+            __builtin_prefetch(reinterpret_cast<const void*>(read), 0, 2);
+        for (const uintptr_t end = write + write_step; write < end; write += 64)
+            __builtin_prefetch(reinterpret_cast<const void*>(write), 1, 2);
+    }
+};
 
 enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 
 inline Isa detect_isa() {
 #if PACKHORSE_X86
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
-                    __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") &&
-                    __builtin_cpu_supports("sse4.2");
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (avx2 && avx512) return Isa::kAvx512;
-  if (avx2) return Isa::kAvx2;
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+                      __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") &&
+                      __builtin_cpu_supports("sse4.2");
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (avx2 && avx512) return Isa::kAvx512;
+    if (avx2) return Isa::kAvx2;
 #endif
-  return Isa::kPortable;
+    return Isa::kPortable;
 }
 
 }  // namespace packhorse

@@ -1,4 +1,5 @@
-// Constants of the format (docs/format.md), the C++ side of src/packhorse/layout.py. tests/test_layout.py holds the two together.
+// Constants of the format (docs/format.md), the C++ side of src/packhorse/layout.py.
+// tests/test_layout.py holds the two together.
 #pragma once
 
 #include <cstddef>
@@ -36,36 +37,37 @@ constexpr uint32_t kBucketSlots = 1u << kBucketLog;
 constexpr std::size_t kSymbolMapOffset = 8;
 constexpr std::size_t kFreqsOffset = 40;
 
-// What a decoder found wrong; bind.cpp hands the number to Python, where frame.py puts it into words.
+// What a decoder found wrong; bind.cpp hands the number to Python, where frame.py puts it into
+// words.
 enum class Status : int {
-  kOk = 0,
-  kChecksum = 1,        // the chunk's CRC32C does not match
-  kStreamLength = 2,    // a stream is shorter or longer than its fields say
-  kReserved = 3,        // a reserved field is not zero
-  kBadField = 4,        // a field is outside of its range
-  kFrequencies = 5,     // frequencies are zero, or do not sum to 4096
-  kWordsExhausted = 6,  // the coder asked for a word and none was left
-  kWordsLeft = 7,       // words were left over at the end
-  kFinalState = 8,      // a lane ended in a state that no encoder leaves
-  kEscapeCount = 9,     // escapes met and escapes declared differ
+    kOk = 0,
+    kChecksum = 1,        // the chunk's CRC32C does not match
+    kStreamLength = 2,    // a stream is shorter or longer than its fields say
+    kReserved = 3,        // a reserved field is not zero
+    kBadField = 4,        // a field is outside of its range
+    kFrequencies = 5,     // frequencies are zero, or do not sum to 4096
+    kWordsExhausted = 6,  // the coder asked for a word and none was left
+    kWordsLeft = 7,       // words were left over at the end
+    kFinalState = 8,      // a lane ended in a state that no encoder leaves
+    kEscapeCount = 9,     // escapes met and escapes declared differ
 };
 
 template <class T>
 inline T load(const void* src) {
-  T value;
-  std::memcpy(&value, src, sizeof value);
-  return value;
+    T value;
+    std::memcpy(&value, src, sizeof value);
+    return value;
 }
 
 template <class T>
 inline void store(void* dst, T value) {
-  std::memcpy(dst, &value, sizeof value);
+    std::memcpy(dst, &value, sizeof value);
 }
 
 #define PACKHORSE_INLINE inline __attribute__((always_inline))
 
 constexpr std::size_t round_up(std::size_t n, std::size_t multiple) {
-  return (n + multiple - 1) / multiple * multiple;
+    return (n + multiple - 1) / multiple * multiple;
 }
 
 }  // namespace packhorse

@@ -1,8 +1,9 @@
 // Split units into one-byte planes and merge them again (docs/format.md, section 4).
 //
-// Everything works on a block that fits in L1 or a chunk that fits in L2. The loops are plain C++ that compilers vectorise well; they are
-// forced inline into one function for each instruction set. Only where that was slower than copying did we write intrinsics: 16-bit
-// merge and both directions for 32-bit units with AVX-512.
+// Everything works on a block that fits in L1 or a chunk that fits in L2. The loops are plain C++
+// that compilers vectorise well; they are forced inline into one function for each instruction set.
+// Only where that was slower than copying did we write intrinsics: 16-bit merge and both directions
+// for 32-bit units with AVX-512.
 #pragma once
 
 #include "dispatch.hpp"
@@ -10,266 +11,270 @@
 
 namespace packhorse {
 
-// Where the exponent of a unit's top 16 bits starts: k of section 4. 0 means split 1 (bytes as they are).
+// Where the exponent of a unit's top 16 bits starts: k of section 4. 0 means split 1 (bytes as they
+// are).
 constexpr uint32_t exponent_shift(uint32_t unit_nbytes, Split split) {
-  if (split != Split::kFloat) return 0;
-  return unit_nbytes == 8 ? 4 : 7;
+    if (split != Split::kFloat) return 0;
+    return unit_nbytes == 8 ? 4 : 7;
 }
 
 struct PlaneSpec {
-  uint32_t unit_nbytes;  // 1, 2, 4 or 8
-  uint32_t n_planes;
-  uint32_t shift;  // exponent_shift()
+    uint32_t unit_nbytes;  // 1, 2, 4 or 8
+    uint32_t n_planes;
+    uint32_t shift;  // exponent_shift()
 };
 
 // The pair (plane 0, plane 1) of the top 16 bits.
 PACKHORSE_INLINE void split_top(uint32_t top, uint32_t shift, uint8_t& plane0, uint8_t& plane1) {
-  const uint32_t low_mask = 0xFFu >> (8 - shift);
-  plane0 = static_cast<uint8_t>(top >> shift);
-  plane1 = static_cast<uint8_t>((top >> 8 & ~low_mask) | (top & low_mask));
+    const uint32_t low_mask = 0xFFu >> (8 - shift);
+    plane0 = static_cast<uint8_t>(top >> shift);
+    plane1 = static_cast<uint8_t>((top >> 8 & ~low_mask) | (top & low_mask));
 }
 
 PACKHORSE_INLINE uint32_t merge_top(uint32_t plane0, uint32_t plane1, uint32_t shift) {
-  const uint32_t low_mask = 0xFFu >> (8 - shift);
-  return (plane1 & ~low_mask & 0xFF) << 8 | plane0 << shift | (plane1 & low_mask);
+    const uint32_t low_mask = 0xFFu >> (8 - shift);
+    return (plane1 & ~low_mask & 0xFF) << 8 | plane0 << shift | (plane1 & low_mask);
 }
 
 template <class Unit, uint32_t kShift>
 PACKHORSE_INLINE void split_units(const uint8_t* src, std::size_t n, uint8_t* const* planes) {
-  constexpr std::size_t n_planes = sizeof(Unit);
-  uint8_t* __restrict plane0 = planes[0];
-  uint8_t* __restrict plane1 = planes[1];
-  for (std::size_t i = 0; i < n; ++i) {
-    const auto top =
-        static_cast<uint32_t>(load<Unit>(src + i * n_planes) >> (8 * n_planes - 16)) & 0xFFFF;
-    if constexpr (kShift == 0) {
-      plane0[i] = static_cast<uint8_t>(top >> 8);
-      plane1[i] = static_cast<uint8_t>(top);
-    } else {
-      split_top(top, kShift, plane0[i], plane1[i]);
+    constexpr std::size_t n_planes = sizeof(Unit);
+    uint8_t* __restrict plane0 = planes[0];
+    uint8_t* __restrict plane1 = planes[1];
+    for (std::size_t i = 0; i < n; ++i) {
+        const auto top =
+            static_cast<uint32_t>(load<Unit>(src + i * n_planes) >> (8 * n_planes - 16)) & 0xFFFF;
+        if constexpr (kShift == 0) {
+            plane0[i] = static_cast<uint8_t>(top >> 8);
+            plane1[i] = static_cast<uint8_t>(top);
+        } else {
+            split_top(top, kShift, plane0[i], plane1[i]);
+        }
     }
-  }
-  for (std::size_t p = 2; p < n_planes; ++p) {
-    uint8_t* __restrict plane = planes[p];
-    const uint8_t* __restrict from = src + (n_planes - 1 - p);
-    for (std::size_t i = 0; i < n; ++i) plane[i] = from[i * n_planes];
-  }
+    for (std::size_t p = 2; p < n_planes; ++p) {
+        uint8_t* __restrict plane = planes[p];
+        const uint8_t* __restrict from = src + (n_planes - 1 - p);
+        for (std::size_t i = 0; i < n; ++i) plane[i] = from[i * n_planes];
+    }
 }
 
 template <class Unit, uint32_t kShift>
 PACKHORSE_INLINE void merge_units(const uint8_t* const* planes, std::size_t n, uint8_t* dst) {
-  constexpr std::size_t n_planes = sizeof(Unit);
-  const uint8_t* __restrict plane0 = planes[0];
-  const uint8_t* __restrict plane1 = planes[1];
-  for (std::size_t i = 0; i < n; ++i) {
-    const uint32_t top = kShift == 0 ? uint32_t{plane0[i]} << 8 | plane1[i]
-                                     : merge_top(plane0[i], plane1[i], kShift);
-    Unit unit = static_cast<Unit>(static_cast<Unit>(top) << (8 * n_planes - 16));
-    for (std::size_t p = 2; p < n_planes; ++p)
-      unit = static_cast<Unit>(unit | static_cast<Unit>(planes[p][i]) << (8 * (n_planes - 1 - p)));
-    store(dst + i * n_planes, unit);
-  }
+    constexpr std::size_t n_planes = sizeof(Unit);
+    const uint8_t* __restrict plane0 = planes[0];
+    const uint8_t* __restrict plane1 = planes[1];
+    for (std::size_t i = 0; i < n; ++i) {
+        const uint32_t top = kShift == 0 ? uint32_t{plane0[i]} << 8 | plane1[i]
+                                         : merge_top(plane0[i], plane1[i], kShift);
+        Unit unit = static_cast<Unit>(static_cast<Unit>(top) << (8 * n_planes - 16));
+        for (std::size_t p = 2; p < n_planes; ++p)
+            unit = static_cast<Unit>(unit | static_cast<Unit>(planes[p][i])
+                                                << (8 * (n_planes - 1 - p)));
+        store(dst + i * n_planes, unit);
+    }
 }
 
 PACKHORSE_INLINE void split_any(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
                                 uint8_t* const* planes) {
-  if (spec.unit_nbytes == 2 && spec.shift == 0) split_units<uint16_t, 0>(src, n, planes);
-  if (spec.unit_nbytes == 2 && spec.shift == 7) split_units<uint16_t, 7>(src, n, planes);
-  if (spec.unit_nbytes == 4 && spec.shift == 0) split_units<uint32_t, 0>(src, n, planes);
-  if (spec.unit_nbytes == 4 && spec.shift == 7) split_units<uint32_t, 7>(src, n, planes);
-  if (spec.unit_nbytes == 8 && spec.shift == 0) split_units<uint64_t, 0>(src, n, planes);
-  if (spec.unit_nbytes == 8 && spec.shift == 4) split_units<uint64_t, 4>(src, n, planes);
+    if (spec.unit_nbytes == 2 && spec.shift == 0) split_units<uint16_t, 0>(src, n, planes);
+    if (spec.unit_nbytes == 2 && spec.shift == 7) split_units<uint16_t, 7>(src, n, planes);
+    if (spec.unit_nbytes == 4 && spec.shift == 0) split_units<uint32_t, 0>(src, n, planes);
+    if (spec.unit_nbytes == 4 && spec.shift == 7) split_units<uint32_t, 7>(src, n, planes);
+    if (spec.unit_nbytes == 8 && spec.shift == 0) split_units<uint64_t, 0>(src, n, planes);
+    if (spec.unit_nbytes == 8 && spec.shift == 4) split_units<uint64_t, 4>(src, n, planes);
 }
 
 PACKHORSE_INLINE void merge_any(const uint8_t* const* planes, std::size_t n, const PlaneSpec& spec,
                                 uint8_t* dst) {
-  if (spec.unit_nbytes == 2 && spec.shift == 0) merge_units<uint16_t, 0>(planes, n, dst);
-  if (spec.unit_nbytes == 2 && spec.shift == 7) merge_units<uint16_t, 7>(planes, n, dst);
-  if (spec.unit_nbytes == 4 && spec.shift == 0) merge_units<uint32_t, 0>(planes, n, dst);
-  if (spec.unit_nbytes == 4 && spec.shift == 7) merge_units<uint32_t, 7>(planes, n, dst);
-  if (spec.unit_nbytes == 8 && spec.shift == 0) merge_units<uint64_t, 0>(planes, n, dst);
-  if (spec.unit_nbytes == 8 && spec.shift == 4) merge_units<uint64_t, 4>(planes, n, dst);
+    if (spec.unit_nbytes == 2 && spec.shift == 0) merge_units<uint16_t, 0>(planes, n, dst);
+    if (spec.unit_nbytes == 2 && spec.shift == 7) merge_units<uint16_t, 7>(planes, n, dst);
+    if (spec.unit_nbytes == 4 && spec.shift == 0) merge_units<uint32_t, 0>(planes, n, dst);
+    if (spec.unit_nbytes == 4 && spec.shift == 7) merge_units<uint32_t, 7>(planes, n, dst);
+    if (spec.unit_nbytes == 8 && spec.shift == 0) merge_units<uint64_t, 0>(planes, n, dst);
+    if (spec.unit_nbytes == 8 && spec.shift == 4) merge_units<uint64_t, 4>(planes, n, dst);
 }
 
 inline void split_portable(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
                            uint8_t* const* planes) {
-  split_any(src, n, spec, planes);
+    split_any(src, n, spec, planes);
 }
 
 inline void merge_portable(const uint8_t* const* planes, std::size_t n, const PlaneSpec& spec,
                            uint8_t* dst) {
-  merge_any(planes, n, spec, dst);
+    merge_any(planes, n, spec, dst);
 }
 
 #if PACKHORSE_X86
 
 PACKHORSE_AVX2 inline void split_avx2(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
                                       uint8_t* const* planes) {
-  split_any(src, n, spec, planes);
+    split_any(src, n, spec, planes);
 }
 
 PACKHORSE_AVX2 inline void merge_avx2(const uint8_t* const* planes, std::size_t n,
                                       const PlaneSpec& spec, uint8_t* dst) {
-  merge_any(planes, n, spec, dst);
+    merge_any(planes, n, spec, dst);
 }
 
 // 64 units of 16 bits, shift 7: two packs and two permutes a register pair.
 PACKHORSE_AVX512 inline void split16_block_avx512(const uint8_t* src, uint8_t* plane0,
                                                   uint8_t* plane1) {
-  const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
-  const __m512i byte = _mm512_set1_epi16(0xFF);
-  const __m512i sign = _mm512_set1_epi16(0x80);
-  const __m512i mantissa = _mm512_set1_epi16(0x7F);
-  __m512i exponents[2], rests[2];
-  for (int h = 0; h < 2; ++h) {
-    const __m512i top = _mm512_loadu_si512(src + 64 * h);
-    exponents[h] = _mm512_and_si512(_mm512_srli_epi16(top, 7), byte);
-    rests[h] = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(top, 8), sign),
-                               _mm512_and_si512(top, mantissa));
-  }
-  _mm512_storeu_si512(
-      plane0, _mm512_permutexvar_epi64(order, _mm512_packus_epi16(exponents[0], exponents[1])));
-  _mm512_storeu_si512(plane1,
-                      _mm512_permutexvar_epi64(order, _mm512_packus_epi16(rests[0], rests[1])));
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    const __m512i byte = _mm512_set1_epi16(0xFF);
+    const __m512i sign = _mm512_set1_epi16(0x80);
+    const __m512i mantissa = _mm512_set1_epi16(0x7F);
+    __m512i exponents[2], rests[2];
+    for (int h = 0; h < 2; ++h) {
+        const __m512i top = _mm512_loadu_si512(src + 64 * h);
+        exponents[h] = _mm512_and_si512(_mm512_srli_epi16(top, 7), byte);
+        rests[h] = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(top, 8), sign),
+                                   _mm512_and_si512(top, mantissa));
+    }
+    _mm512_storeu_si512(
+        plane0, _mm512_permutexvar_epi64(order, _mm512_packus_epi16(exponents[0], exponents[1])));
+    _mm512_storeu_si512(plane1,
+                        _mm512_permutexvar_epi64(order, _mm512_packus_epi16(rests[0], rests[1])));
 }
 
 PACKHORSE_AVX512 inline void merge16_block_avx512(const uint8_t* plane0, const uint8_t* plane1,
                                                   uint8_t* dst) {
-  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-  const __m512i sign = _mm512_set1_epi16(static_cast<short>(0x8000));
-  const __m512i mantissa = _mm512_set1_epi16(0x7F);
-  const __m512i exponents = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(plane0));
-  const __m512i rests = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(plane1));
-  const __m512i zero = _mm512_setzero_si512();
-  const __m512i e[2] = {_mm512_unpacklo_epi8(exponents, zero), _mm512_unpackhi_epi8(exponents, zero)};
-  const __m512i r[2] = {_mm512_unpacklo_epi8(rests, rests), _mm512_unpackhi_epi8(rests, rests)};
-  for (int h = 0; h < 2; ++h) {
-    const __m512i low = _mm512_or_si512(_mm512_slli_epi16(e[h], 7), _mm512_and_si512(r[h], mantissa));
-    _mm512_storeu_si512(dst + 64 * h, _mm512_or_si512(low, _mm512_and_si512(r[h], sign)));
-  }
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m512i sign = _mm512_set1_epi16(static_cast<short>(0x8000));
+    const __m512i mantissa = _mm512_set1_epi16(0x7F);
+    const __m512i exponents = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(plane0));
+    const __m512i rests = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(plane1));
+    const __m512i zero = _mm512_setzero_si512();
+    const __m512i e[2] = {_mm512_unpacklo_epi8(exponents, zero),
+                          _mm512_unpackhi_epi8(exponents, zero)};
+    const __m512i r[2] = {_mm512_unpacklo_epi8(rests, rests), _mm512_unpackhi_epi8(rests, rests)};
+    for (int h = 0; h < 2; ++h) {
+        const __m512i low =
+            _mm512_or_si512(_mm512_slli_epi16(e[h], 7), _mm512_and_si512(r[h], mantissa));
+        _mm512_storeu_si512(dst + 64 * h, _mm512_or_si512(low, _mm512_and_si512(r[h], sign)));
+    }
 }
 
 // Bytes of 16 units of 32 bits to four runs of 16 bytes, most significant first.
 PACKHORSE_AVX512 inline __m512i gather_bytes32_avx512(__m512i units) {
-  const __m512i in_lane =
-      _mm512_broadcast_i32x4(_mm_setr_epi8(3, 7, 11, 15, 2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12));
-  const __m512i across = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  return _mm512_permutexvar_epi32(across, _mm512_shuffle_epi8(units, in_lane));
+    const __m512i in_lane =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(3, 7, 11, 15, 2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12));
+    const __m512i across = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_permutexvar_epi32(across, _mm512_shuffle_epi8(units, in_lane));
 }
 
 PACKHORSE_AVX512 inline __m512i scatter_bytes32_avx512(__m512i runs) {
-  const __m512i across = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const __m512i in_lane =
-      _mm512_broadcast_i32x4(_mm_setr_epi8(12, 8, 4, 0, 13, 9, 5, 1, 14, 10, 6, 2, 15, 11, 7, 3));
-  return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(across, runs), in_lane);
+    const __m512i across = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i in_lane =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(12, 8, 4, 0, 13, 9, 5, 1, 14, 10, 6, 2, 15, 11, 7, 3));
+    return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(across, runs), in_lane);
 }
 
 // Four registers of four 128-bit runs each: transpose the 4 x 4 runs. Its own inverse.
 PACKHORSE_AVX512 inline void transpose_runs_avx512(__m512i* rows) {
-  const __m512i a = _mm512_shuffle_i32x4(rows[0], rows[1], 0x44);
-  const __m512i b = _mm512_shuffle_i32x4(rows[0], rows[1], 0xEE);
-  const __m512i c = _mm512_shuffle_i32x4(rows[2], rows[3], 0x44);
-  const __m512i d = _mm512_shuffle_i32x4(rows[2], rows[3], 0xEE);
-  rows[0] = _mm512_shuffle_i32x4(a, c, 0x88);
-  rows[1] = _mm512_shuffle_i32x4(a, c, 0xDD);
-  rows[2] = _mm512_shuffle_i32x4(b, d, 0x88);
-  rows[3] = _mm512_shuffle_i32x4(b, d, 0xDD);
+    const __m512i a = _mm512_shuffle_i32x4(rows[0], rows[1], 0x44);
+    const __m512i b = _mm512_shuffle_i32x4(rows[0], rows[1], 0xEE);
+    const __m512i c = _mm512_shuffle_i32x4(rows[2], rows[3], 0x44);
+    const __m512i d = _mm512_shuffle_i32x4(rows[2], rows[3], 0xEE);
+    rows[0] = _mm512_shuffle_i32x4(a, c, 0x88);
+    rows[1] = _mm512_shuffle_i32x4(a, c, 0xDD);
+    rows[2] = _mm512_shuffle_i32x4(b, d, 0x88);
+    rows[3] = _mm512_shuffle_i32x4(b, d, 0xDD);
 }
 
-// Top two bytes as they lie (sign and exponent, exponent and mantissa) to planes 0 and 1 with shift 7, and back.
+// Top two bytes as they lie (sign and exponent, exponent and mantissa) to planes 0 and 1 with shift
+// 7, and back.
 PACKHORSE_AVX512 inline void rotate_exponent_avx512(__m512i& byte0, __m512i& byte1) {
-  const __m512i low = _mm512_set1_epi8(0x7F);
-  const __m512i one = _mm512_set1_epi8(0x01);
-  const __m512i carry = _mm512_and_si512(_mm512_srli_epi16(byte1, 7), one);
-  const __m512i exponent = _mm512_or_si512(_mm512_add_epi8(byte0, byte0), carry);
-  byte1 = _mm512_ternarylogic_epi64(low, byte1, byte0, 0xCA);  // low ? byte1 : byte0
-  byte0 = exponent;
+    const __m512i low = _mm512_set1_epi8(0x7F);
+    const __m512i one = _mm512_set1_epi8(0x01);
+    const __m512i carry = _mm512_and_si512(_mm512_srli_epi16(byte1, 7), one);
+    const __m512i exponent = _mm512_or_si512(_mm512_add_epi8(byte0, byte0), carry);
+    byte1 = _mm512_ternarylogic_epi64(low, byte1, byte0, 0xCA);  // low ? byte1 : byte0
+    byte0 = exponent;
 }
 
 PACKHORSE_AVX512 inline void unrotate_exponent_avx512(__m512i& byte0, __m512i& byte1) {
-  const __m512i low = _mm512_set1_epi8(0x7F);
-  const __m512i half = _mm512_and_si512(_mm512_srli_epi16(byte0, 1), low);
-  const __m512i top_bit = _mm512_slli_epi16(byte0, 7);
-  const __m512i rest = byte1;
-  byte1 = _mm512_ternarylogic_epi64(low, rest, top_bit, 0xCA);
-  byte0 = _mm512_ternarylogic_epi64(low, half, rest, 0xCA);
+    const __m512i low = _mm512_set1_epi8(0x7F);
+    const __m512i half = _mm512_and_si512(_mm512_srli_epi16(byte0, 1), low);
+    const __m512i top_bit = _mm512_slli_epi16(byte0, 7);
+    const __m512i rest = byte1;
+    byte1 = _mm512_ternarylogic_epi64(low, rest, top_bit, 0xCA);
+    byte0 = _mm512_ternarylogic_epi64(low, half, rest, 0xCA);
 }
 
 template <bool kFloat>
 PACKHORSE_AVX512 inline void split32_block_avx512(const uint8_t* src, std::size_t at,
                                                   uint8_t* const* planes) {
-  __m512i rows[4];
-  for (int r = 0; r < 4; ++r) rows[r] = gather_bytes32_avx512(_mm512_loadu_si512(src + 64 * r));
-  transpose_runs_avx512(rows);
-  if constexpr (kFloat) rotate_exponent_avx512(rows[0], rows[1]);
-  for (int p = 0; p < 4; ++p) _mm512_storeu_si512(planes[p] + at, rows[p]);
+    __m512i rows[4];
+    for (int r = 0; r < 4; ++r) rows[r] = gather_bytes32_avx512(_mm512_loadu_si512(src + 64 * r));
+    transpose_runs_avx512(rows);
+    if constexpr (kFloat) rotate_exponent_avx512(rows[0], rows[1]);
+    for (int p = 0; p < 4; ++p) _mm512_storeu_si512(planes[p] + at, rows[p]);
 }
 
 template <bool kFloat>
 PACKHORSE_AVX512 inline void merge32_block_avx512(const uint8_t* const* planes, std::size_t at,
                                                   uint8_t* dst) {
-  __m512i rows[4];
-  for (int p = 0; p < 4; ++p) rows[p] = _mm512_loadu_si512(planes[p] + at);
-  if constexpr (kFloat) unrotate_exponent_avx512(rows[0], rows[1]);
-  transpose_runs_avx512(rows);
-  for (int r = 0; r < 4; ++r) _mm512_storeu_si512(dst + 64 * r, scatter_bytes32_avx512(rows[r]));
+    __m512i rows[4];
+    for (int p = 0; p < 4; ++p) rows[p] = _mm512_loadu_si512(planes[p] + at);
+    if constexpr (kFloat) unrotate_exponent_avx512(rows[0], rows[1]);
+    transpose_runs_avx512(rows);
+    for (int r = 0; r < 4; ++r) _mm512_storeu_si512(dst + 64 * r, scatter_bytes32_avx512(rows[r]));
 }
 
 // Returns how many units, a multiple of 64, the intrinsics have done.
 PACKHORSE_AVX512 inline std::size_t split_blocks_avx512(const uint8_t* src, std::size_t n,
                                                         const PlaneSpec& spec,
                                                         uint8_t* const* planes) {
-  const std::size_t n_blocks = n / 64;
-  if (spec.unit_nbytes == 2 && spec.shift == 7) {
-    for (std::size_t b = 0; b < n_blocks; ++b)
-      split16_block_avx512(src + 128 * b, planes[0] + 64 * b, planes[1] + 64 * b);
-    return 64 * n_blocks;
-  }
-  if (spec.unit_nbytes == 4) {
-    for (std::size_t b = 0; b < n_blocks; ++b)
-      if (spec.shift == 7)
-        split32_block_avx512<true>(src + 256 * b, 64 * b, planes);
-      else
-        split32_block_avx512<false>(src + 256 * b, 64 * b, planes);
-    return 64 * n_blocks;
-  }
-  return 0;
+    const std::size_t n_blocks = n / 64;
+    if (spec.unit_nbytes == 2 && spec.shift == 7) {
+        for (std::size_t b = 0; b < n_blocks; ++b)
+            split16_block_avx512(src + 128 * b, planes[0] + 64 * b, planes[1] + 64 * b);
+        return 64 * n_blocks;
+    }
+    if (spec.unit_nbytes == 4) {
+        for (std::size_t b = 0; b < n_blocks; ++b)
+            if (spec.shift == 7)
+                split32_block_avx512<true>(src + 256 * b, 64 * b, planes);
+            else
+                split32_block_avx512<false>(src + 256 * b, 64 * b, planes);
+        return 64 * n_blocks;
+    }
+    return 0;
 }
 
-PACKHORSE_AVX512 inline std::size_t merge_blocks_avx512(const uint8_t* const* planes,
-                                                        std::size_t n, const PlaneSpec& spec,
-                                                        uint8_t* dst) {
-  const std::size_t n_blocks = n / 64;
-  if (spec.unit_nbytes == 2 && spec.shift == 7) {
-    for (std::size_t b = 0; b < n_blocks; ++b)
-      merge16_block_avx512(planes[0] + 64 * b, planes[1] + 64 * b, dst + 128 * b);
-    return 64 * n_blocks;
-  }
-  if (spec.unit_nbytes == 4) {
-    for (std::size_t b = 0; b < n_blocks; ++b)
-      if (spec.shift == 7)
-        merge32_block_avx512<true>(planes, 64 * b, dst + 256 * b);
-      else
-        merge32_block_avx512<false>(planes, 64 * b, dst + 256 * b);
-    return 64 * n_blocks;
-  }
-  return 0;
+PACKHORSE_AVX512 inline std::size_t merge_blocks_avx512(const uint8_t* const* planes, std::size_t n,
+                                                        const PlaneSpec& spec, uint8_t* dst) {
+    const std::size_t n_blocks = n / 64;
+    if (spec.unit_nbytes == 2 && spec.shift == 7) {
+        for (std::size_t b = 0; b < n_blocks; ++b)
+            merge16_block_avx512(planes[0] + 64 * b, planes[1] + 64 * b, dst + 128 * b);
+        return 64 * n_blocks;
+    }
+    if (spec.unit_nbytes == 4) {
+        for (std::size_t b = 0; b < n_blocks; ++b)
+            if (spec.shift == 7)
+                merge32_block_avx512<true>(planes, 64 * b, dst + 256 * b);
+            else
+                merge32_block_avx512<false>(planes, 64 * b, dst + 256 * b);
+        return 64 * n_blocks;
+    }
+    return 0;
 }
 
 PACKHORSE_AVX512 inline void split_avx512(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
                                           uint8_t* const* planes) {
-  const std::size_t done = split_blocks_avx512(src, n, spec, planes);
-  uint8_t* rest[kMaxPlanes];
-  for (uint32_t p = 0; p < spec.n_planes; ++p) rest[p] = planes[p] + done;
-  split_any(src + done * spec.unit_nbytes, n - done, spec, rest);
+    const std::size_t done = split_blocks_avx512(src, n, spec, planes);
+    uint8_t* rest[kMaxPlanes];
+    for (uint32_t p = 0; p < spec.n_planes; ++p) rest[p] = planes[p] + done;
+    split_any(src + done * spec.unit_nbytes, n - done, spec, rest);
 }
 
 PACKHORSE_AVX512 inline void merge_avx512(const uint8_t* const* planes, std::size_t n,
                                           const PlaneSpec& spec, uint8_t* dst) {
-  const std::size_t done = merge_blocks_avx512(planes, n, spec, dst);
-  const uint8_t* rest[kMaxPlanes];
-  for (uint32_t p = 0; p < spec.n_planes; ++p) rest[p] = planes[p] + done;
-  merge_any(rest, n - done, spec, dst + done * spec.unit_nbytes);
+    const std::size_t done = merge_blocks_avx512(planes, n, spec, dst);
+    const uint8_t* rest[kMaxPlanes];
+    for (uint32_t p = 0; p < spec.n_planes; ++p) rest[p] = planes[p] + done;
+    merge_any(rest, n - done, spec, dst + done * spec.unit_nbytes);
 }
 
 #endif
@@ -278,21 +283,21 @@ PACKHORSE_AVX512 inline void merge_avx512(const uint8_t* const* planes, std::siz
 inline void split_planes(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
                          uint8_t* const* planes, Isa isa) {
 #if PACKHORSE_X86
-  if (isa == Isa::kAvx512) return split_avx512(src, n, spec, planes);
-  if (isa == Isa::kAvx2) return split_avx2(src, n, spec, planes);
+    if (isa == Isa::kAvx512) return split_avx512(src, n, spec, planes);
+    if (isa == Isa::kAvx2) return split_avx2(src, n, spec, planes);
 #endif
-  (void)isa;
-  split_portable(src, n, spec, planes);
+    (void)isa;
+    split_portable(src, n, spec, planes);
 }
 
 inline void merge_planes(const uint8_t* const* planes, std::size_t n, const PlaneSpec& spec,
                          uint8_t* dst, Isa isa) {
 #if PACKHORSE_X86
-  if (isa == Isa::kAvx512) return merge_avx512(planes, n, spec, dst);
-  if (isa == Isa::kAvx2) return merge_avx2(planes, n, spec, dst);
+    if (isa == Isa::kAvx512) return merge_avx512(planes, n, spec, dst);
+    if (isa == Isa::kAvx2) return merge_avx2(planes, n, spec, dst);
 #endif
-  (void)isa;
-  merge_portable(planes, n, spec, dst);
+    (void)isa;
+    merge_portable(planes, n, spec, dst);
 }
 
 }  // namespace packhorse

@@ -1,12 +1,15 @@
 // rANS decoding (docs/format.md, 6.4).
 //
-// A RansDecoder is set up once for a stream (rans_open) and then yields units in order, any number of rounds at a time, so that a chunk can be
-// decoded and merged block by block in L1. Three inner loops read the same stream:
-// - AVX-512, at most 32 codes: the alias tables live in six registers, nothing is looked up in memory;
+// A RansDecoder is set up once for a stream (rans_open) and then yields units in order, any number
+// of rounds at a time, so that a chunk can be decoded and merged block by block in L1. Three inner
+// loops read the same stream:
+// - AVX-512, at most 32 codes: the alias tables live in six registers, nothing is looked up in
+// memory;
 // - AVX-512 and AVX2, any codes: one gather a lane from a table of 4096 entries (16 KiB, in L1);
 // - portable: the same table, one lane at a time.
-// Vector loops read whole registers of words. Near the end of the stream they run on a zero-padded copy of its last bytes, so that nothing
-// beyond the stream is read, and check after every round that no more words were taken than there were.
+// Vector loops read whole registers of words. Near the end of the stream they run on a zero-padded
+// copy of its last bytes, so that nothing beyond the stream is read, and check after every round
+// that no more words were taken than there were.
 #pragma once
 
 #include "dispatch.hpp"
@@ -19,339 +22,351 @@ constexpr std::size_t kVectorLoadNbytes = 32;             // words are loaded 16
 constexpr std::size_t kWordsMargin = kRoundWordsNbytes + kVectorLoadNbytes;
 
 struct alignas(64) RansDecoder {
-  uint32_t states[kMaxLanes];
-  uint32_t table[kProbSum];
-  BucketEntries buckets;
-  AliasTables alias;
-  RansModel model;
-  uint32_t lanes_log;
-  const uint8_t* words;
-  const uint8_t* words_end;
-  const uint8_t* escapes;
-  const uint8_t* escapes_end;
-  bool on_padded_copy;
-  uint8_t padded[2 * kWordsMargin];
+    uint32_t states[kMaxLanes];
+    uint32_t table[kProbSum];
+    BucketEntries buckets;
+    AliasTables alias;
+    RansModel model;
+    uint32_t lanes_log;
+    const uint8_t* words;
+    const uint8_t* words_end;
+    const uint8_t* escapes;
+    const uint8_t* escapes_end;
+    bool on_padded_copy;
+    uint8_t padded[2 * kWordsMargin];
 };
 
 // Parses and checks a whole stream of a plane; builds the tables that `isa` needs.
 inline Status rans_open(const uint8_t* src, std::size_t nbytes, Isa isa, RansDecoder& out) {
-  if (nbytes < kFreqsOffset) return Status::kStreamLength;
-  out.lanes_log = src[0];
-  if (out.lanes_log < kMinLanesLog || out.lanes_log > kMaxLanesLog || src[1] != kProbBits)
-    return Status::kBadField;
-  if (load<uint16_t>(src + 2) != 0) return Status::kReserved;
-  const std::size_t n_escapes = load<uint32_t>(src + 4);
-  std::size_t used = 0;
-  const Status status =
-      read_model(src + kSymbolMapOffset, nbytes - kSymbolMapOffset, out.model, used);
-  if (status != Status::kOk) return status;
-  std::size_t at = kSymbolMapOffset + used;
-  const std::size_t n_lanes = std::size_t{1} << out.lanes_log;
-  const std::size_t escapes_nbytes = round_up(n_escapes, 2);
-  if (nbytes - at < 4 * n_lanes || nbytes - at - 4 * n_lanes < escapes_nbytes)
-    return Status::kStreamLength;
-  std::memcpy(out.states, src + at, 4 * n_lanes);
-  for (std::size_t lane = 0; lane < n_lanes; ++lane)
-    if (out.states[lane] < kStateLowerBound) return Status::kBadField;
-  at += 4 * n_lanes;
-  if (n_escapes > 0 && !out.model.has_escape()) return Status::kEscapeCount;
-  out.escapes = src + at;
-  out.escapes_end = out.escapes + n_escapes;
-  at += escapes_nbytes;
-  if ((nbytes - at) % 2 != 0) return Status::kStreamLength;
-  out.words = src + at;
-  out.words_end = src + nbytes;
-  out.on_padded_copy = false;
-  if (out.model.is_alias()) build_alias(out.model, out.alias);
-  const bool in_registers =
-      isa == Isa::kAvx512 && out.model.is_alias() && out.lanes_log == kMaxLanesLog;
-  if (in_registers) fill_bucket_entries(out.model, out.alias, out.buckets);
-  // The partial round at the end always looks up.
-  fill_decode_table(out.model, out.alias, out.table);
-  return Status::kOk;
+    if (nbytes < kFreqsOffset) return Status::kStreamLength;
+    out.lanes_log = src[0];
+    if (out.lanes_log < kMinLanesLog || out.lanes_log > kMaxLanesLog || src[1] != kProbBits)
+        return Status::kBadField;
+    if (load<uint16_t>(src + 2) != 0) return Status::kReserved;
+    const std::size_t n_escapes = load<uint32_t>(src + 4);
+    std::size_t used = 0;
+    const Status status =
+        read_model(src + kSymbolMapOffset, nbytes - kSymbolMapOffset, out.model, used);
+    if (status != Status::kOk) return status;
+    std::size_t at = kSymbolMapOffset + used;
+    const std::size_t n_lanes = std::size_t{1} << out.lanes_log;
+    const std::size_t escapes_nbytes = round_up(n_escapes, 2);
+    if (nbytes - at < 4 * n_lanes || nbytes - at - 4 * n_lanes < escapes_nbytes)
+        return Status::kStreamLength;
+    std::memcpy(out.states, src + at, 4 * n_lanes);
+    for (std::size_t lane = 0; lane < n_lanes; ++lane)
+        if (out.states[lane] < kStateLowerBound) return Status::kBadField;
+    at += 4 * n_lanes;
+    if (n_escapes > 0 && !out.model.has_escape()) return Status::kEscapeCount;
+    out.escapes = src + at;
+    out.escapes_end = out.escapes + n_escapes;
+    at += escapes_nbytes;
+    if ((nbytes - at) % 2 != 0) return Status::kStreamLength;
+    out.words = src + at;
+    out.words_end = src + nbytes;
+    out.on_padded_copy = false;
+    if (out.model.is_alias()) build_alias(out.model, out.alias);
+    const bool in_registers =
+        isa == Isa::kAvx512 && out.model.is_alias() && out.lanes_log == kMaxLanesLog;
+    if (in_registers) fill_bucket_entries(out.model, out.alias, out.buckets);
+    // The partial round at the end always looks up.
+    fill_decode_table(out.model, out.alias, out.table);
+    return Status::kOk;
 }
 
 // A round of `n` <= n_lanes units, for any number of lanes, every word checked.
 PACKHORSE_INLINE Status decode_round(RansDecoder& decoder, std::size_t n, uint8_t* dst) {
-  const uint32_t quarter_log = decoder.lanes_log - 2;
-  const uint32_t n_lanes = 1u << decoder.lanes_log;
-  for (uint32_t lane = 0; lane < n_lanes; ++lane) {
-    const uint32_t position = 4 * (lane & ((1u << quarter_log) - 1)) + (lane >> quarter_log);
-    if (position >= n) continue;
-    uint32_t state = decoder.states[lane];
-    const uint32_t entry = decoder.table[state & (kProbSum - 1)];
-    state = (entry & (kProbSum - 1)) * (state >> kProbBits) +
-            ((state + (entry >> kProbBits)) & (kProbSum - 1));
-    if (state < kStateLowerBound) {
-      if (decoder.words_end - decoder.words < 2) return Status::kWordsExhausted;
-      state = state << 16 | load<uint16_t>(decoder.words);
-      decoder.words += 2;
+    const uint32_t quarter_log = decoder.lanes_log - 2;
+    const uint32_t n_lanes = 1u << decoder.lanes_log;
+    for (uint32_t lane = 0; lane < n_lanes; ++lane) {
+        const uint32_t position = 4 * (lane & ((1u << quarter_log) - 1)) + (lane >> quarter_log);
+        if (position >= n) continue;
+        uint32_t state = decoder.states[lane];
+        const uint32_t entry = decoder.table[state & (kProbSum - 1)];
+        state = (entry & (kProbSum - 1)) * (state >> kProbBits) +
+                ((state + (entry >> kProbBits)) & (kProbSum - 1));
+        if (state < kStateLowerBound) {
+            if (decoder.words_end - decoder.words < 2) return Status::kWordsExhausted;
+            state = state << 16 | load<uint16_t>(decoder.words);
+            decoder.words += 2;
+        }
+        decoder.states[lane] = state;
+        dst[position] = static_cast<uint8_t>(entry >> 24);
     }
-    decoder.states[lane] = state;
-    dst[position] = static_cast<uint8_t>(entry >> 24);
-  }
-  return Status::kOk;
+    return Status::kOk;
 }
 
-// Full rounds without a check, for a caller that knows n_rounds * n_lanes words to be there. Branch-free: whether a lane needs a word is a
-// coin toss that no predictor wins.
+// Full rounds without a check, for a caller that knows n_rounds * n_lanes words to be there.
+// Branch-free: whether a lane needs a word is a coin toss that no predictor wins.
 PACKHORSE_INLINE void decode_rounds_unchecked(RansDecoder& decoder, std::size_t n_rounds,
                                               uint8_t* dst) {
-  const uint32_t quarter = 1u << (decoder.lanes_log - 2);
-  const uint8_t* words = decoder.words;
-  for (std::size_t r = 0; r < n_rounds; ++r, dst += 4 * quarter)
-    for (uint32_t k = 0; k < 4; ++k) {
-      uint32_t* states = decoder.states + k * quarter;
-      for (uint32_t j = 0; j < quarter; ++j) {
-        const uint32_t state = states[j];
-        const uint32_t entry = decoder.table[state & (kProbSum - 1)];
-        const uint32_t next = (entry & (kProbSum - 1)) * (state >> kProbBits) +
-                              ((state + (entry >> kProbBits)) & (kProbSum - 1));
-        const uint32_t need = next < kStateLowerBound;
-        states[j] = next << (16 * need) | (load<uint16_t>(words) & (0 - need));
-        words += 2 * need;
-        dst[4 * j + k] = static_cast<uint8_t>(entry >> 24);
-      }
-    }
-  decoder.words = words;
+    const uint32_t quarter = 1u << (decoder.lanes_log - 2);
+    const uint8_t* words = decoder.words;
+    for (std::size_t r = 0; r < n_rounds; ++r, dst += 4 * quarter)
+        for (uint32_t k = 0; k < 4; ++k) {
+            uint32_t* states = decoder.states + k * quarter;
+            for (uint32_t j = 0; j < quarter; ++j) {
+                const uint32_t state = states[j];
+                const uint32_t entry = decoder.table[state & (kProbSum - 1)];
+                const uint32_t next = (entry & (kProbSum - 1)) * (state >> kProbBits) +
+                                      ((state + (entry >> kProbBits)) & (kProbSum - 1));
+                const uint32_t need = next < kStateLowerBound;
+                states[j] = next << (16 * need) | (load<uint16_t>(words) & (0 - need));
+                words += 2 * need;
+                dst[4 * j + k] = static_cast<uint8_t>(entry >> 24);
+            }
+        }
+    decoder.words = words;
 }
 
 inline void decode_rounds_portable(RansDecoder& decoder, std::size_t n_rounds, uint8_t* dst) {
-  decode_rounds_unchecked(decoder, n_rounds, dst);
+    decode_rounds_unchecked(decoder, n_rounds, dst);
 }
 
 #if PACKHORSE_X86
 
 // For each of the 256 sets of lanes that need a word: which of the next words each lane takes.
 struct alignas(64) RefillOrder {
-  uint8_t word_of_lane[256][8];
+    uint8_t word_of_lane[256][8];
 };
 
 constexpr RefillOrder make_refill_order() {
-  RefillOrder order{};
-  for (uint32_t mask = 0; mask < 256; ++mask) {
-    uint8_t next = 0;
-    for (uint32_t lane = 0; lane < 8; ++lane)
-      order.word_of_lane[mask][lane] = mask >> lane & 1 ? next++ : uint8_t{0};
-  }
-  return order;
+    RefillOrder order{};
+    for (uint32_t mask = 0; mask < 256; ++mask) {
+        uint8_t next = 0;
+        for (uint32_t lane = 0; lane < 8; ++lane)
+            order.word_of_lane[mask][lane] = mask >> lane & 1 ? next++ : uint8_t{0};
+    }
+    return order;
 }
 
 inline constexpr RefillOrder kRefillOrder = make_refill_order();
 
-// Eight lanes: one gather, and the words put in place by a permutation looked up by the set of lanes that need one.
-PACKHORSE_AVX2 inline __attribute__((always_inline)) __m256i decode_step_avx2(
-    __m256i& state, const uint32_t* table, const uint8_t*& words) {
-  const __m256i slot_mask = _mm256_set1_epi32(kProbSum - 1);
-  const __m256i entry = _mm256_i32gather_epi32(reinterpret_cast<const int*>(table),
-                                               _mm256_and_si256(state, slot_mask), 4);
-  const __m256i freq = _mm256_and_si256(entry, slot_mask);
-  const __m256i rank =
-      _mm256_and_si256(_mm256_add_epi32(state, _mm256_srli_epi32(entry, kProbBits)), slot_mask);
-  const __m256i next =
-      _mm256_add_epi32(_mm256_mullo_epi32(freq, _mm256_srli_epi32(state, kProbBits)), rank);
-  const __m256i need =
-      _mm256_cmpeq_epi32(_mm256_srli_epi32(next, 16), _mm256_setzero_si256());
-  const auto mask = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(need)));
-  const __m256i order = _mm256_cvtepu8_epi32(
-      _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kRefillOrder.word_of_lane[mask])));
-  const __m256i fresh =
-      _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words)));
-  const __m256i refilled = _mm256_or_si256(_mm256_slli_epi32(next, 16),
-                                           _mm256_permutevar8x32_epi32(fresh, order));
-  state = _mm256_blendv_epi8(next, refilled, need);
-  words += 2 * static_cast<std::size_t>(__builtin_popcount(mask));
-  return _mm256_srli_epi32(entry, 24);
+// Eight lanes: one gather, and the words put in place by a permutation looked up by the set of
+// lanes that need one.
+PACKHORSE_AVX2 inline __attribute__((always_inline)) __m256i
+decode_step_avx2(__m256i& state, const uint32_t* table, const uint8_t*& words) {
+    const __m256i slot_mask = _mm256_set1_epi32(kProbSum - 1);
+    const __m256i entry = _mm256_i32gather_epi32(reinterpret_cast<const int*>(table),
+                                                 _mm256_and_si256(state, slot_mask), 4);
+    const __m256i freq = _mm256_and_si256(entry, slot_mask);
+    const __m256i rank =
+        _mm256_and_si256(_mm256_add_epi32(state, _mm256_srli_epi32(entry, kProbBits)), slot_mask);
+    const __m256i next =
+        _mm256_add_epi32(_mm256_mullo_epi32(freq, _mm256_srli_epi32(state, kProbBits)), rank);
+    const __m256i need = _mm256_cmpeq_epi32(_mm256_srli_epi32(next, 16), _mm256_setzero_si256());
+    const auto mask = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(need)));
+    const __m256i order = _mm256_cvtepu8_epi32(
+        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kRefillOrder.word_of_lane[mask])));
+    const __m256i fresh =
+        _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words)));
+    const __m256i refilled =
+        _mm256_or_si256(_mm256_slli_epi32(next, 16), _mm256_permutevar8x32_epi32(fresh, order));
+    state = _mm256_blendv_epi8(next, refilled, need);
+    words += 2 * static_cast<std::size_t>(__builtin_popcount(mask));
+    return _mm256_srli_epi32(entry, 24);
 }
 
 PACKHORSE_AVX2 inline void decode_round_avx2(uint32_t* states, const uint32_t* table,
                                              const uint8_t*& words, uint8_t* dst) {
-  __m256i units[4] = {};
+    __m256i units[4] = {};
 #pragma GCC unroll 16
-  for (int k = 0; k < 16; ++k) {  // registers of lanes 8k..8k+7; 32 lanes share a position mod 4
-    auto* at = reinterpret_cast<__m256i*>(states + 8 * k);
-    __m256i state = _mm256_load_si256(at);
-    const __m256i value = decode_step_avx2(state, table, words);
-    _mm256_store_si256(at, state);
-    units[k & 3] = _mm256_or_si256(units[k & 3], _mm256_slli_epi32(value, 8 * (k >> 2)));
-  }
-  for (int h = 0; h < 4; ++h)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + 32 * h), units[h]);
+    for (int k = 0; k < 16; ++k) {  // registers of lanes 8k..8k+7; 32 lanes share a position mod 4
+        auto* at = reinterpret_cast<__m256i*>(states + 8 * k);
+        __m256i state = _mm256_load_si256(at);
+        const __m256i value = decode_step_avx2(state, table, words);
+        _mm256_store_si256(at, state);
+        units[k & 3] = _mm256_or_si256(units[k & 3], _mm256_slli_epi32(value, 8 * (k >> 2)));
+    }
+    for (int h = 0; h < 4; ++h)
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + 32 * h), units[h]);
 }
 
 PACKHORSE_AVX2 inline void decode_rounds_avx2(RansDecoder& decoder, std::size_t n_rounds,
-                                              uint8_t* dst) {
-  const uint8_t* words = decoder.words;
-  for (std::size_t r = 0; r < n_rounds; ++r)
-    decode_round_avx2(decoder.states, decoder.table, words, dst + 128 * r);
-  decoder.words = words;
+                                              uint8_t* dst, Ahead& ahead) {
+    const uint8_t* words = decoder.words;
+    for (std::size_t r = 0; r < n_rounds; ++r) {
+        ahead.step();
+        decode_round_avx2(decoder.states, decoder.table, words, dst + 128 * r);
+    }
+    decoder.words = words;
 }
 
 PACKHORSE_AVX2 inline void decode_rounds_scalar_avx2(RansDecoder& decoder, std::size_t n_rounds,
                                                      uint8_t* dst) {
-  decode_rounds_unchecked(decoder, n_rounds, dst);
+    decode_rounds_unchecked(decoder, n_rounds, dst);
 }
 
 // The alias tables in registers.
 struct BucketRegistersAvx512 {
-  __m512i threshold[2], first[2], second[2];
+    __m512i threshold[2], first[2], second[2];
 
-  PACKHORSE_AVX512 explicit BucketRegistersAvx512(const RansDecoder& decoder) {
-    for (int h = 0; h < 2; ++h) {
-      threshold[h] = _mm512_loadu_si512(decoder.alias.threshold + 16 * h);
-      first[h] = _mm512_loadu_si512(decoder.buckets.first + 16 * h);
-      second[h] = _mm512_loadu_si512(decoder.buckets.second + 16 * h);
+    PACKHORSE_AVX512 explicit BucketRegistersAvx512(const RansDecoder& decoder) {
+        for (int h = 0; h < 2; ++h) {
+            threshold[h] = _mm512_loadu_si512(decoder.alias.threshold + 16 * h);
+            first[h] = _mm512_loadu_si512(decoder.buckets.first + 16 * h);
+            second[h] = _mm512_loadu_si512(decoder.buckets.second + 16 * h);
+        }
     }
-  }
 };
 
 // 16 lanes; returns the entries, whose top bytes are the units.
 template <bool kInRegisters>
-PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i decode_step_avx512(
-    __m512i& state, const BucketRegistersAvx512& registers, const uint32_t* table,
-    const uint8_t*& words) {
-  const __m512i slot_mask = _mm512_set1_epi32(kProbSum - 1);
-  const __m512i slot = _mm512_and_si512(state, slot_mask);
-  __m512i entry;
-  if constexpr (kInRegisters) {
-    const __m512i bucket = _mm512_srli_epi32(state, kBucketLog);  // the permutes use five bits of it
-    const __m512i threshold =
-        _mm512_permutex2var_epi32(registers.threshold[0], bucket, registers.threshold[1]);
-    const __mmask16 in_second = _mm512_cmpge_epu32_mask(slot, threshold);
-    entry = _mm512_mask_blend_epi32(
-        in_second, _mm512_permutex2var_epi32(registers.first[0], bucket, registers.first[1]),
-        _mm512_permutex2var_epi32(registers.second[0], bucket, registers.second[1]));
-  } else {
-    entry = _mm512_i32gather_epi32(slot, table, 4);
-  }
-  const __m512i rank = _mm512_and_si512(
-      _mm512_add_epi32(state, _mm512_srli_epi32(entry, kProbBits)), slot_mask);
-  const __m512i freq = _mm512_and_si512(entry, slot_mask);
-  state = _mm512_add_epi32(_mm512_mullo_epi32(freq, _mm512_srli_epi32(state, kProbBits)), rank);
-  const __mmask16 need = _mm512_cmplt_epu32_mask(state, _mm512_set1_epi32(kStateLowerBound));
-  const __m512i fresh =
-      _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)));
-  // The low half of a shifted state is zero, so expanding the words over it under the mask completes the state.
-  const __m512i shifted = _mm512_slli_epi32(state, 16);
-  state = _mm512_mask_or_epi32(state, need, shifted, _mm512_maskz_expand_epi32(need, fresh));
-  words += 2 * static_cast<std::size_t>(__builtin_popcount(need));
-  return entry;
+PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i
+decode_step_avx512(__m512i& state, const BucketRegistersAvx512& registers, const uint32_t* table,
+                   const uint8_t*& words) {
+    const __m512i slot_mask = _mm512_set1_epi32(kProbSum - 1);
+    const __m512i slot = _mm512_and_si512(state, slot_mask);
+    __m512i entry;
+    if constexpr (kInRegisters) {
+        const __m512i bucket =
+            _mm512_srli_epi32(state, kBucketLog);  // the permutes use five bits of it
+        const __m512i threshold =
+            _mm512_permutex2var_epi32(registers.threshold[0], bucket, registers.threshold[1]);
+        const __mmask16 in_second = _mm512_cmpge_epu32_mask(slot, threshold);
+        entry = _mm512_mask_blend_epi32(
+            in_second, _mm512_permutex2var_epi32(registers.first[0], bucket, registers.first[1]),
+            _mm512_permutex2var_epi32(registers.second[0], bucket, registers.second[1]));
+    } else {
+        entry = _mm512_i32gather_epi32(slot, table, 4);
+    }
+    const __m512i rank =
+        _mm512_and_si512(_mm512_add_epi32(state, _mm512_srli_epi32(entry, kProbBits)), slot_mask);
+    const __m512i freq = _mm512_and_si512(entry, slot_mask);
+    state = _mm512_add_epi32(_mm512_mullo_epi32(freq, _mm512_srli_epi32(state, kProbBits)), rank);
+    const __mmask16 need = _mm512_cmplt_epu32_mask(state, _mm512_set1_epi32(kStateLowerBound));
+    const __m512i fresh =
+        _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)));
+    // The low half of a shifted state is zero, so expanding the words over it under the mask
+    // completes the state.
+    const __m512i shifted = _mm512_slli_epi32(state, 16);
+    state = _mm512_mask_or_epi32(state, need, shifted, _mm512_maskz_expand_epi32(need, fresh));
+    words += 2 * static_cast<std::size_t>(__builtin_popcount(need));
+    return entry;
 }
 
 // The top bytes of four registers, side by side in one.
 PACKHORSE_AVX512 inline __m512i pack_top_bytes_avx512(__m512i a, __m512i b, __m512i c, __m512i d) {
-  const __m512i low_half = _mm512_or_si512(
-      _mm512_srli_epi32(a, 24),
-      _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(0x0000FF00)));
-  const __m512i third = _mm512_and_si512(_mm512_srli_epi32(c, 8), _mm512_set1_epi32(0x00FF0000));
-  const __m512i fourth =
-      _mm512_and_si512(d, _mm512_set1_epi32(static_cast<int>(0xFF000000)));
-  return _mm512_or_si512(low_half, _mm512_or_si512(third, fourth));
+    const __m512i low_half =
+        _mm512_or_si512(_mm512_srli_epi32(a, 24),
+                        _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(0x0000FF00)));
+    const __m512i third = _mm512_and_si512(_mm512_srli_epi32(c, 8), _mm512_set1_epi32(0x00FF0000));
+    const __m512i fourth = _mm512_and_si512(d, _mm512_set1_epi32(static_cast<int>(0xFF000000)));
+    return _mm512_or_si512(low_half, _mm512_or_si512(third, fourth));
 }
 
 template <bool kInRegisters>
 PACKHORSE_AVX512 inline void decode_rounds_avx512(RansDecoder& decoder, std::size_t n_rounds,
-                                                  uint8_t* dst) {
-  const BucketRegistersAvx512 registers(decoder);
-  const uint8_t* words = decoder.words;
-  __m512i lanes[8];
-  for (int k = 0; k < 8; ++k) lanes[k] = _mm512_load_si512(decoder.states + 16 * k);
-  for (std::size_t r = 0; r < n_rounds; ++r, dst += 128) {
-    __m512i entries[8];
+                                                  uint8_t* dst, Ahead& shared_ahead) {
+    const BucketRegistersAvx512 registers(decoder);
+    Ahead ahead = shared_ahead;
+    const uint8_t* words = decoder.words;
+    __m512i lanes[8];
+    for (int k = 0; k < 8; ++k) lanes[k] = _mm512_load_si512(decoder.states + 16 * k);
+    for (std::size_t r = 0; r < n_rounds; ++r, dst += 128) {
+        ahead.step();
+        __m512i entries[8];
 #pragma GCC unroll 8
-    for (int k = 0; k < 8; ++k)
-      entries[k] = decode_step_avx512<kInRegisters>(lanes[k], registers, decoder.table, words);
-    for (int h = 0; h < 2; ++h)
-      _mm512_storeu_si512(dst + 64 * h, pack_top_bytes_avx512(entries[h], entries[2 + h],
-                                                              entries[4 + h], entries[6 + h]));
-  }
-  for (int k = 0; k < 8; ++k) _mm512_store_si512(decoder.states + 16 * k, lanes[k]);
-  decoder.words = words;
+        for (int k = 0; k < 8; ++k)
+            entries[k] =
+                decode_step_avx512<kInRegisters>(lanes[k], registers, decoder.table, words);
+        for (int h = 0; h < 2; ++h)
+            _mm512_storeu_si512(
+                dst + 64 * h,
+                pack_top_bytes_avx512(entries[h], entries[2 + h], entries[4 + h], entries[6 + h]));
+    }
+    for (int k = 0; k < 8; ++k) _mm512_store_si512(decoder.states + 16 * k, lanes[k]);
+    shared_ahead = ahead;
+    decoder.words = words;
 }
 
 #endif
 
-inline void decode_rounds(RansDecoder& decoder, std::size_t n_rounds, uint8_t* dst, Isa isa) {
+inline void decode_rounds(RansDecoder& decoder, std::size_t n_rounds, uint8_t* dst, Ahead& ahead,
+                          Isa isa) {
 #if PACKHORSE_X86
-  const bool wide = decoder.lanes_log == kMaxLanesLog;
-  if (isa == Isa::kAvx512 && wide)
-    return decoder.model.is_alias() ? decode_rounds_avx512<true>(decoder, n_rounds, dst)
-                                    : decode_rounds_avx512<false>(decoder, n_rounds, dst);
-  if (isa >= Isa::kAvx2)
-    return wide ? decode_rounds_avx2(decoder, n_rounds, dst)
-                : decode_rounds_scalar_avx2(decoder, n_rounds, dst);
+    const bool wide = decoder.lanes_log == kMaxLanesLog;
+    if (isa == Isa::kAvx512 && wide)
+        return decoder.model.is_alias()
+                   ? decode_rounds_avx512<true>(decoder, n_rounds, dst, ahead)
+                   : decode_rounds_avx512<false>(decoder, n_rounds, dst, ahead);
+    if (isa >= Isa::kAvx2)
+        return wide ? decode_rounds_avx2(decoder, n_rounds, dst, ahead)
+                    : decode_rounds_scalar_avx2(decoder, n_rounds, dst);
 #endif
-  (void)isa;
-  decode_rounds_portable(decoder, n_rounds, dst);
+    (void)ahead;
+    (void)isa;
+    decode_rounds_portable(decoder, n_rounds, dst);
 }
 
 // Moves to a zero-padded copy of the stream's last words.
 inline void pad_words(RansDecoder& decoder) {
-  const auto left = static_cast<std::size_t>(decoder.words_end - decoder.words);
-  std::memset(decoder.padded, 0, sizeof decoder.padded);
-  std::memcpy(decoder.padded, decoder.words, left);
-  decoder.words = decoder.padded;
-  decoder.words_end = decoder.padded + left;
-  decoder.on_padded_copy = true;
+    const auto left = static_cast<std::size_t>(decoder.words_end - decoder.words);
+    std::memset(decoder.padded, 0, sizeof decoder.padded);
+    std::memcpy(decoder.padded, decoder.words, left);
+    decoder.words = decoder.padded;
+    decoder.words_end = decoder.padded + left;
+    decoder.on_padded_copy = true;
 }
 
 // `n_rounds` full rounds with as few checks as the words left allow.
 inline Status decode_full_rounds(RansDecoder& decoder, std::size_t n_rounds, uint8_t* dst,
-                                 Isa isa) {
-  const std::size_t n_lanes = std::size_t{1} << decoder.lanes_log;
-  while (n_rounds > 0) {
-    const auto left = static_cast<std::size_t>(decoder.words_end - decoder.words);
-    std::size_t safe = 1;
-    if (!decoder.on_padded_copy) {
-      if (left < kWordsMargin) {
-        pad_words(decoder);
-        continue;
-      }
-      safe = (left - kVectorLoadNbytes) / (2 * n_lanes);
+                                 Ahead& ahead, Isa isa) {
+    const std::size_t n_lanes = std::size_t{1} << decoder.lanes_log;
+    while (n_rounds > 0) {
+        const auto left = static_cast<std::size_t>(decoder.words_end - decoder.words);
+        std::size_t safe = 1;
+        if (!decoder.on_padded_copy) {
+            if (left < kWordsMargin) {
+                pad_words(decoder);
+                continue;
+            }
+            safe = (left - kVectorLoadNbytes) / (2 * n_lanes);
+        }
+        const std::size_t run = safe < n_rounds ? safe : n_rounds;
+        decode_rounds(decoder, run, dst, ahead, isa);
+        if (decoder.words > decoder.words_end) return Status::kWordsExhausted;
+        dst += run * n_lanes;
+        n_rounds -= run;
     }
-    const std::size_t run = safe < n_rounds ? safe : n_rounds;
-    decode_rounds(decoder, run, dst, isa);
-    if (decoder.words > decoder.words_end) return Status::kWordsExhausted;
-    dst += run * n_lanes;
-    n_rounds -= run;
-  }
-  return Status::kOk;
+    return Status::kOk;
 }
 
 // Gives the next escapes to the units that decoded to the stand-in value.
 inline Status patch_escapes(RansDecoder& decoder, uint8_t* dst, std::size_t n) {
-  if (!decoder.model.has_escape()) return Status::kOk;
-  uint8_t* const end = dst + n;
-  for (uint8_t* at = dst; at < end; ++at) {
-    at = static_cast<uint8_t*>(
-        std::memchr(at, decoder.model.escape_byte, static_cast<std::size_t>(end - at)));
-    if (at == nullptr) break;
-    if (decoder.escapes == decoder.escapes_end) return Status::kEscapeCount;
-    *at = *decoder.escapes++;
-  }
-  return Status::kOk;
+    if (!decoder.model.has_escape()) return Status::kOk;
+    uint8_t* const end = dst + n;
+    for (uint8_t* at = dst; at < end; ++at) {
+        at = static_cast<uint8_t*>(
+            std::memchr(at, decoder.model.escape_byte, static_cast<std::size_t>(end - at)));
+        if (at == nullptr) break;
+        if (decoder.escapes == decoder.escapes_end) return Status::kEscapeCount;
+        *at = *decoder.escapes++;
+    }
+    return Status::kOk;
 }
 
 // The next `n` units; a multiple of n_lanes, except for the last call of a stream.
-inline Status rans_decode(RansDecoder& decoder, std::size_t n, uint8_t* dst, Isa isa) {
-  const std::size_t n_rounds = n >> decoder.lanes_log;
-  const std::size_t done = n_rounds << decoder.lanes_log;
-  Status status = decode_full_rounds(decoder, n_rounds, dst, isa);
-  if (status == Status::kOk && done < n) status = decode_round(decoder, n - done, dst + done);
-  return status == Status::kOk ? patch_escapes(decoder, dst, n) : status;
+inline Status rans_decode(RansDecoder& decoder, std::size_t n, uint8_t* dst, Ahead& ahead,
+                          Isa isa) {
+    const std::size_t n_rounds = n >> decoder.lanes_log;
+    const std::size_t done = n_rounds << decoder.lanes_log;
+    Status status = decode_full_rounds(decoder, n_rounds, dst, ahead, isa);
+    if (status == Status::kOk && done < n) status = decode_round(decoder, n - done, dst + done);
+    return status == Status::kOk ? patch_escapes(decoder, dst, n) : status;
 }
 
-// After the last unit: everything used, and every lane in a state an encoder can have started from. Writes the 2 * n_lanes carried bytes,
-// which must be zero if nothing is carried.
+// After the last unit: everything used, and every lane in a state an encoder can have started from.
+// Writes the 2 * n_lanes carried bytes, which must be zero if nothing is carried.
 inline Status rans_close(const RansDecoder& decoder, bool carries, uint8_t* carried) {
-  if (decoder.words != decoder.words_end) return Status::kWordsLeft;
-  if (decoder.escapes != decoder.escapes_end) return Status::kEscapeCount;
-  for (uint32_t lane = 0; lane < 1u << decoder.lanes_log; ++lane) {
-    const uint32_t state = decoder.states[lane];
-    if (state >> 16 != 1 || (!carries && state != kStateLowerBound)) return Status::kFinalState;
-    store(carried + 2 * lane, static_cast<uint16_t>(state));
-  }
-  return Status::kOk;
+    if (decoder.words != decoder.words_end) return Status::kWordsLeft;
+    if (decoder.escapes != decoder.escapes_end) return Status::kEscapeCount;
+    for (uint32_t lane = 0; lane < 1u << decoder.lanes_log; ++lane) {
+        const uint32_t state = decoder.states[lane];
+        if (state >> 16 != 1 || (!carries && state != kStateLowerBound)) return Status::kFinalState;
+        store(carried + 2 * lane, static_cast<uint16_t>(state));
+    }
+    return Status::kOk;
 }
 
 }  // namespace packhorse

@@ -1,11 +1,15 @@
-// The model of an rANS stream: which byte values have codes, their frequencies, and who owns which slot (docs/format.md, 6.4).
+// The model of an rANS stream: which byte values have codes, their frequencies, and who owns which
+// slot (docs/format.md, 6.4).
 //
-// One RansModel serves both directions. The encoder chooses it from a histogram; the decoder parses and checks it. From it come
+// One RansModel serves both directions. The encoder chooses it from a histogram; the decoder parses
+// and checks it. From it come
 // - AliasTables: 32 buckets, small enough for registers (at most 32 codes);
 // - a decode table of 4096 entries, for either layout, for decoders that gather or look up.
-// An entry is freq (bits 0-11), bias = rank - slot mod 4096 (12-23), byte value (24-31): one step of decoding is
+// An entry is freq (bits 0-11), bias = rank - slot mod 4096 (12-23), byte value (24-31): one step
+// of decoding is
 //     x = freq * (x >> 12) + ((x + bias) & 4095).
-// The escape's entry carries a byte value that has no code, so that the units to patch can be found by it.
+// The escape's entry carries a byte value that has no code, so that the units to patch can be found
+// by it.
 #pragma once
 
 #include <algorithm>
@@ -16,250 +20,264 @@
 namespace packhorse {
 
 struct RansModel {
-  uint32_t n_symbols;    // byte values with a code of their own
-  uint32_t n_codes;      // n_symbols, plus one if the escape exists
-  uint8_t symbols[256];  // ascending
-  uint16_t freqs[257];   // by code; the escape is last
-  uint8_t escape_byte;   // smallest byte value without a code; stands for the escape while decoding
+    uint32_t n_symbols;    // byte values with a code of their own
+    uint32_t n_codes;      // n_symbols, plus one if the escape exists
+    uint8_t symbols[256];  // ascending
+    uint16_t freqs[257];   // by code; the escape is last
+    uint8_t
+        escape_byte;  // smallest byte value without a code; stands for the escape while decoding
 
-  bool has_escape() const { return n_codes > n_symbols; }
-  bool is_alias() const { return n_codes <= kBuckets; }
+    bool has_escape() const { return n_codes > n_symbols; }
+    bool is_alias() const { return n_codes <= kBuckets; }
 };
 
 constexpr std::size_t packed_freqs_nbytes(std::size_t n_symbols) {
-  return (3 * (n_symbols + 1) + 1) / 2;
+    return (3 * (n_symbols + 1) + 1) / 2;
 }
 
 inline void set_escape_byte(RansModel& model) {
-  uint32_t free_value = 0;
-  while (free_value < model.n_symbols && model.symbols[free_value] == free_value) ++free_value;
-  model.escape_byte = static_cast<uint8_t>(free_value);
+    uint32_t free_value = 0;
+    while (free_value < model.n_symbols && model.symbols[free_value] == free_value) ++free_value;
+    model.escape_byte = static_cast<uint8_t>(free_value);
 }
 
-// --- choosing a model ---------------------------------------------------------------------------------------------
+// --- choosing a model
+// ---------------------------------------------------------------------------------------------
 
-// Scales `counts` of the model's codes to frequencies of at least 1 with sum 4096: round, then move single slots where they cost least.
+// Scales `counts` of the model's codes to frequencies of at least 1 with sum 4096: round, then move
+// single slots where they cost least.
 inline void normalise(const uint32_t* counts, RansModel& model) {
-  uint64_t total = 0;
-  for (uint32_t c = 0; c < model.n_codes; ++c) total += counts[c];
-  int32_t excess = -static_cast<int32_t>(kProbSum);
-  for (uint32_t c = 0; c < model.n_codes; ++c) {
-    const uint64_t scaled = (uint64_t{counts[c]} * kProbSum + total / 2) / total;
-    model.freqs[c] = static_cast<uint16_t>(std::clamp<uint64_t>(scaled, 1, kProbSum - 1));
-    excess += model.freqs[c];
-  }
-  while (excess != 0) {
-    const int32_t step = excess > 0 ? -1 : 1;
-    // Taking a slot from f costs about count / (f - 1/2), giving one saves count / (f + 1/2): compare as products.
-    uint32_t best = kProbSum;
+    uint64_t total = 0;
+    for (uint32_t c = 0; c < model.n_codes; ++c) total += counts[c];
+    int32_t excess = -static_cast<int32_t>(kProbSum);
     for (uint32_t c = 0; c < model.n_codes; ++c) {
-      if (step < 0 ? model.freqs[c] == 1 : model.freqs[c] == kProbSum - 1) continue;
-      if (best == kProbSum) best = c;
-      const uint64_t mine = uint64_t{counts[c]} * static_cast<uint32_t>(2 * model.freqs[best] + step);
-      const uint64_t theirs = uint64_t{counts[best]} * static_cast<uint32_t>(2 * model.freqs[c] + step);
-      if (step < 0 ? mine < theirs : mine > theirs) best = c;
+        const uint64_t scaled = (uint64_t{counts[c]} * kProbSum + total / 2) / total;
+        model.freqs[c] = static_cast<uint16_t>(std::clamp<uint64_t>(scaled, 1, kProbSum - 1));
+        excess += model.freqs[c];
     }
-    model.freqs[best] = static_cast<uint16_t>(model.freqs[best] + step);
-    excess += step;
-  }
+    while (excess != 0) {
+        const int32_t step = excess > 0 ? -1 : 1;
+        // Taking a slot from f costs about count / (f - 1/2), giving one saves count / (f + 1/2):
+        // compare as products.
+        uint32_t best = kProbSum;
+        for (uint32_t c = 0; c < model.n_codes; ++c) {
+            if (step < 0 ? model.freqs[c] == 1 : model.freqs[c] == kProbSum - 1) continue;
+            if (best == kProbSum) best = c;
+            const uint64_t mine =
+                uint64_t{counts[c]} * static_cast<uint32_t>(2 * model.freqs[best] + step);
+            const uint64_t theirs =
+                uint64_t{counts[best]} * static_cast<uint32_t>(2 * model.freqs[c] + step);
+            if (step < 0 ? mine < theirs : mine > theirs) best = c;
+        }
+        model.freqs[best] = static_cast<uint16_t>(model.freqs[best] + step);
+        excess += step;
+    }
 }
 
-// If the values in `order` (ascending) lie within 31 of each other, lists the gaps between them too: consecutive values map to codes by a
-// subtraction, and an unseen one costs a single slot.
+// If the values in `order` (ascending) lie within 31 of each other, lists the gaps between them
+// too: consecutive values map to codes by a subtraction, and an unseen one costs a single slot.
 inline uint32_t fill_gaps(uint8_t* order, uint32_t n_seen) {
-  if (n_seen == 0) return 0;
-  const uint32_t lowest = order[0];
-  const uint32_t span = order[n_seen - 1] - lowest + 1;
-  if (span >= kBuckets) return n_seen;
-  for (uint32_t i = 0; i < span; ++i) order[i] = static_cast<uint8_t>(lowest + i);
-  return span;
+    if (n_seen == 0) return 0;
+    const uint32_t lowest = order[0];
+    const uint32_t span = order[n_seen - 1] - lowest + 1;
+    if (span >= kBuckets) return n_seen;
+    for (uint32_t i = 0; i < span; ++i) order[i] = static_cast<uint8_t>(lowest + i);
+    return span;
 }
 
-// Maps the `limit` commonest values; the rest, and what a sample did not see, escape. Returns the cost of the histogram's symbols in
-// 2^-16 bits, or 0 if there is nothing to model (fewer than two codes).
+// Maps the `limit` commonest values; the rest, and what a sample did not see, escape. Returns the
+// cost of the histogram's symbols in 2^-16 bits, or 0 if there is nothing to model (fewer than two
+// codes).
 inline uint64_t choose_codes(const Histogram& histogram, uint32_t limit, RansModel& model) {
-  uint8_t order[256];
-  uint32_t n_seen = 0;
-  for (uint32_t v = 0; v < 256; ++v)
-    if (histogram.counts[v] > 0) order[n_seen++] = static_cast<uint8_t>(v);
-  uint32_t escaped = histogram.sampled && n_seen < 256 ? 1 : 0;
-  if (n_seen > limit) {
-    std::sort(order, order + n_seen, [&](uint8_t a, uint8_t b) {
-      const uint32_t count_a = histogram.counts[a], count_b = histogram.counts[b];
-      return count_a != count_b ? count_a > count_b : a < b;
-    });
-    for (uint32_t i = limit; i < n_seen; ++i) escaped += histogram.counts[order[i]];
-    n_seen = limit;
-    std::sort(order, order + n_seen);
-  }
-  n_seen = fill_gaps(order, n_seen);
-  model.n_symbols = n_seen;
-  model.n_codes = n_seen + (escaped > 0 ? 1 : 0);
-  if (model.n_codes < 2) return 0;
-  uint32_t counts[257];
-  for (uint32_t c = 0; c < n_seen; ++c) {
-    model.symbols[c] = order[c];
-    counts[c] = histogram.counts[order[c]];
-  }
-  if (escaped > 0) counts[n_seen] = escaped;
-  normalise(counts, model);
-  set_escape_byte(model);
-  uint64_t cost = uint64_t{escaped} << (kCostBits + 3);
-  for (uint32_t c = 0; c < model.n_codes; ++c)
-    cost += uint64_t{counts[c]} * kSymbolCost[model.freqs[c]];
-  return cost;
+    uint8_t order[256];
+    uint32_t n_seen = 0;
+    for (uint32_t v = 0; v < 256; ++v)
+        if (histogram.counts[v] > 0) order[n_seen++] = static_cast<uint8_t>(v);
+    uint32_t escaped = histogram.sampled && n_seen < 256 ? 1 : 0;
+    if (n_seen > limit) {
+        std::sort(order, order + n_seen, [&](uint8_t a, uint8_t b) {
+            const uint32_t count_a = histogram.counts[a], count_b = histogram.counts[b];
+            return count_a != count_b ? count_a > count_b : a < b;
+        });
+        for (uint32_t i = limit; i < n_seen; ++i) escaped += histogram.counts[order[i]];
+        n_seen = limit;
+        std::sort(order, order + n_seen);
+    }
+    n_seen = fill_gaps(order, n_seen);
+    model.n_symbols = n_seen;
+    model.n_codes = n_seen + (escaped > 0 ? 1 : 0);
+    if (model.n_codes < 2) return 0;
+    uint32_t counts[257];
+    for (uint32_t c = 0; c < n_seen; ++c) {
+        model.symbols[c] = order[c];
+        counts[c] = histogram.counts[order[c]];
+    }
+    if (escaped > 0) counts[n_seen] = escaped;
+    normalise(counts, model);
+    set_escape_byte(model);
+    uint64_t cost = uint64_t{escaped} << (kCostBits + 3);
+    for (uint32_t c = 0; c < model.n_codes; ++c)
+        cost += uint64_t{counts[c]} * kSymbolCost[model.freqs[c]];
+    return cost;
 }
 
-// The model for a histogram and the estimated cost of its symbols (2^-16 bits). At most 31 symbols and an escape decode from registers, so
-// that form wins unless all the codes save more than 1 in 64.
+// The model for a histogram and the estimated cost of its symbols (2^-16 bits). At most 31 symbols
+// and an escape decode from registers, so that form wins unless all the codes save more than 1
+// in 64.
 inline uint64_t choose_model(const Histogram& histogram, RansModel& model) {
-  const uint64_t narrow_cost = choose_codes(histogram, kBuckets - 1, model);
-  if (!model.has_escape() || model.n_symbols < kBuckets - 1) return narrow_cost;
-  RansModel wide;
-  const uint64_t wide_cost = choose_codes(histogram, 256, wide);
-  if (wide_cost + wide_cost / 64 >= narrow_cost) return narrow_cost;
-  model = wide;
-  return wide_cost;
+    const uint64_t narrow_cost = choose_codes(histogram, kBuckets - 1, model);
+    if (!model.has_escape() || model.n_symbols < kBuckets - 1) return narrow_cost;
+    RansModel wide;
+    const uint64_t wide_cost = choose_codes(histogram, 256, wide);
+    if (wide_cost + wide_cost / 64 >= narrow_cost) return narrow_cost;
+    model = wide;
+    return wide_cost;
 }
 
-// --- bytes ----------------------------------------------------------------------------------------------------------
+// --- bytes
+// ----------------------------------------------------------------------------------------------------------
 
 // Writes map and frequencies; returns the end.
 inline uint8_t* write_model(const RansModel& model, uint8_t* dst) {
-  std::memset(dst, 0, 32 + packed_freqs_nbytes(model.n_symbols));
-  for (uint32_t c = 0; c < model.n_symbols; ++c)
-    dst[model.symbols[c] >> 3] = static_cast<uint8_t>(dst[model.symbols[c] >> 3] | 1u << (model.symbols[c] & 7));
-  dst += 32;
-  for (uint32_t c = 0; c < model.n_codes; ++c) {
-    uint8_t* at = dst + c / 2 * 3;
-    if (c % 2 == 0) {
-      at[0] = static_cast<uint8_t>(model.freqs[c]);
-      at[1] = static_cast<uint8_t>(model.freqs[c] >> 8);
-    } else {
-      at[1] = static_cast<uint8_t>(at[1] | model.freqs[c] << 4);
-      at[2] = static_cast<uint8_t>(model.freqs[c] >> 4);
+    std::memset(dst, 0, 32 + packed_freqs_nbytes(model.n_symbols));
+    for (uint32_t c = 0; c < model.n_symbols; ++c)
+        dst[model.symbols[c] >> 3] =
+            static_cast<uint8_t>(dst[model.symbols[c] >> 3] | 1u << (model.symbols[c] & 7));
+    dst += 32;
+    for (uint32_t c = 0; c < model.n_codes; ++c) {
+        uint8_t* at = dst + c / 2 * 3;
+        if (c % 2 == 0) {
+            at[0] = static_cast<uint8_t>(model.freqs[c]);
+            at[1] = static_cast<uint8_t>(model.freqs[c] >> 8);
+        } else {
+            at[1] = static_cast<uint8_t>(at[1] | model.freqs[c] << 4);
+            at[2] = static_cast<uint8_t>(model.freqs[c] >> 4);
+        }
     }
-  }
-  return dst + packed_freqs_nbytes(model.n_symbols);
+    return dst + packed_freqs_nbytes(model.n_symbols);
 }
 
 // Parses map and frequencies from the `nbytes` at `src`; `used` is set to their length.
 inline Status read_model(const uint8_t* src, std::size_t nbytes, RansModel& model,
                          std::size_t& used) {
-  if (nbytes < 32) return Status::kStreamLength;
-  model.n_symbols = 0;
-  for (uint32_t v = 0; v < 256; ++v)
-    if (src[v >> 3] >> (v & 7) & 1) model.symbols[model.n_symbols++] = static_cast<uint8_t>(v);
-  const uint32_t n_freqs = model.n_symbols + 1;
-  used = 32 + packed_freqs_nbytes(model.n_symbols);
-  if (nbytes < used) return Status::kStreamLength;
-  uint32_t sum = 0;
-  for (uint32_t c = 0; c < n_freqs; ++c) {
-    const uint8_t* at = src + 32 + c / 2 * 3;
-    const uint32_t freq = c % 2 == 0 ? at[0] | (at[1] & 0x0Fu) << 8 : at[1] >> 4 | at[2] << 4;
-    if (freq == 0 && c < model.n_symbols) return Status::kFrequencies;
-    model.freqs[c] = static_cast<uint16_t>(freq);
-    sum += freq;
-  }
-  if (n_freqs % 2 == 1 && src[used - 1] >> 4 != 0) return Status::kReserved;
-  model.n_codes = model.n_symbols + (model.freqs[model.n_symbols] > 0 ? 1 : 0);
-  if (sum != kProbSum || (model.n_symbols == 256 && model.has_escape()))
-    return Status::kFrequencies;
-  set_escape_byte(model);
-  return Status::kOk;
+    if (nbytes < 32) return Status::kStreamLength;
+    model.n_symbols = 0;
+    for (uint32_t v = 0; v < 256; ++v)
+        if (src[v >> 3] >> (v & 7) & 1) model.symbols[model.n_symbols++] = static_cast<uint8_t>(v);
+    const uint32_t n_freqs = model.n_symbols + 1;
+    used = 32 + packed_freqs_nbytes(model.n_symbols);
+    if (nbytes < used) return Status::kStreamLength;
+    uint32_t sum = 0;
+    for (uint32_t c = 0; c < n_freqs; ++c) {
+        const uint8_t* at = src + 32 + c / 2 * 3;
+        const uint32_t freq = c % 2 == 0 ? at[0] | (at[1] & 0x0Fu) << 8 : at[1] >> 4 | at[2] << 4;
+        if (freq == 0 && c < model.n_symbols) return Status::kFrequencies;
+        model.freqs[c] = static_cast<uint16_t>(freq);
+        sum += freq;
+    }
+    if (n_freqs % 2 == 1 && src[used - 1] >> 4 != 0) return Status::kReserved;
+    model.n_codes = model.n_symbols + (model.freqs[model.n_symbols] > 0 ? 1 : 0);
+    if (sum != kProbSum || (model.n_symbols == 256 && model.has_escape()))
+        return Status::kFrequencies;
+    set_escape_byte(model);
+    return Status::kOk;
 }
 
-// --- slots ----------------------------------------------------------------------------------------------------------
+// --- slots
+// ----------------------------------------------------------------------------------------------------------
 
 struct AliasTables {
-  uint32_t threshold[kBuckets];  // first slot (0..4096) of the bucket's second part
-  uint8_t second[kBuckets];      // code of the second part; the first part's code is the bucket's number
+    uint32_t threshold[kBuckets];  // first slot (0..4096) of the bucket's second part
+    uint8_t
+        second[kBuckets];  // code of the second part; the first part's code is the bucket's number
 };
 
 // The construction of section 6.4, word for word.
 inline void build_alias(const RansModel& model, AliasTables& tables) {
-  uint32_t rest[kBuckets] = {};
-  uint8_t low[kBuckets], high[kBuckets];
-  uint32_t n_low = 0, n_high = 0;
-  for (uint32_t c = 0; c < kBuckets; ++c) {
-    rest[c] = c < model.n_codes ? model.freqs[c] : 0;
-    tables.threshold[c] = (c + 1) * kBucketSlots;
-    tables.second[c] = static_cast<uint8_t>(c);
-    if (rest[c] < kBucketSlots) low[n_low++] = static_cast<uint8_t>(c);
-    if (rest[c] > kBucketSlots) high[n_high++] = static_cast<uint8_t>(c);
-  }
-  while (n_low > 0) {
-    const uint8_t s = low[--n_low];
-    const uint8_t h = high[n_high - 1];
-    tables.threshold[s] = s * kBucketSlots + rest[s];
-    tables.second[s] = h;
-    rest[h] -= kBucketSlots - rest[s];
-    if (rest[h] <= kBucketSlots) --n_high;
-    if (rest[h] < kBucketSlots) low[n_low++] = h;
-  }
+    uint32_t rest[kBuckets] = {};
+    uint8_t low[kBuckets], high[kBuckets];
+    uint32_t n_low = 0, n_high = 0;
+    for (uint32_t c = 0; c < kBuckets; ++c) {
+        rest[c] = c < model.n_codes ? model.freqs[c] : 0;
+        tables.threshold[c] = (c + 1) * kBucketSlots;
+        tables.second[c] = static_cast<uint8_t>(c);
+        if (rest[c] < kBucketSlots) low[n_low++] = static_cast<uint8_t>(c);
+        if (rest[c] > kBucketSlots) high[n_high++] = static_cast<uint8_t>(c);
+    }
+    while (n_low > 0) {
+        const uint8_t s = low[--n_low];
+        const uint8_t h = high[n_high - 1];
+        tables.threshold[s] = s * kBucketSlots + rest[s];
+        tables.second[s] = h;
+        rest[h] -= kBucketSlots - rest[s];
+        if (rest[h] <= kBucketSlots) --n_high;
+        if (rest[h] < kBucketSlots) low[n_low++] = h;
+    }
 }
 
-// Calls visit(code, first_slot, n_slots, first_rank) for every run of slots of one code, in slot order.
+// Calls visit(code, first_slot, n_slots, first_rank) for every run of slots of one code, in slot
+// order.
 template <class Visit>
 PACKHORSE_INLINE void for_each_run(const RansModel& model, const AliasTables& tables, Visit visit) {
-  uint32_t n_before[257] = {};
-  const auto step = [&](uint32_t code, uint32_t first, uint32_t n) {
-    visit(code, first, n, n_before[code]);
-    n_before[code] += n;
-  };
-  if (model.is_alias()) {
-    for (uint32_t b = 0; b < kBuckets; ++b) {
-      step(b, b * kBucketSlots, tables.threshold[b] - b * kBucketSlots);
-      step(tables.second[b], tables.threshold[b], (b + 1) * kBucketSlots - tables.threshold[b]);
+    uint32_t n_before[257] = {};
+    const auto step = [&](uint32_t code, uint32_t first, uint32_t n) {
+        visit(code, first, n, n_before[code]);
+        n_before[code] += n;
+    };
+    if (model.is_alias()) {
+        for (uint32_t b = 0; b < kBuckets; ++b) {
+            step(b, b * kBucketSlots, tables.threshold[b] - b * kBucketSlots);
+            step(tables.second[b], tables.threshold[b],
+                 (b + 1) * kBucketSlots - tables.threshold[b]);
+        }
+    } else {
+        uint32_t first = 0;
+        for (uint32_t c = 0; c < model.n_codes; ++c) {
+            step(c, first, model.freqs[c]);
+            first += model.freqs[c];
+        }
     }
-  } else {
-    uint32_t first = 0;
-    for (uint32_t c = 0; c < model.n_codes; ++c) {
-      step(c, first, model.freqs[c]);
-      first += model.freqs[c];
-    }
-  }
 }
 
 inline uint32_t pack_entry(const RansModel& model, uint32_t code, uint32_t first_slot,
                            uint32_t first_rank) {
-  if (code >= model.n_codes) return 0;  // an empty part of a bucket
-  const uint32_t value = code < model.n_symbols ? model.symbols[code] : model.escape_byte;
-  const uint32_t bias = (first_rank - first_slot) & (kProbSum - 1);
-  return model.freqs[code] | bias << kProbBits | value << 24;
+    if (code >= model.n_codes) return 0;  // an empty part of a bucket
+    const uint32_t value = code < model.n_symbols ? model.symbols[code] : model.escape_byte;
+    const uint32_t bias = (first_rank - first_slot) & (kProbSum - 1);
+    return model.freqs[code] | bias << kProbBits | value << 24;
 }
 
 struct BucketEntries {
-  uint32_t first[kBuckets];
-  uint32_t second[kBuckets];
+    uint32_t first[kBuckets];
+    uint32_t second[kBuckets];
 };
 
 inline void fill_bucket_entries(const RansModel& model, const AliasTables& tables,
                                 BucketEntries& entries) {
-  uint32_t part = 0;
-  for_each_run(model, tables, [&](uint32_t code, uint32_t first, uint32_t, uint32_t rank) {
-    (part % 2 == 0 ? entries.first : entries.second)[part / 2] =
-        pack_entry(model, code, first, rank);
-    ++part;
-  });
+    uint32_t part = 0;
+    for_each_run(model, tables, [&](uint32_t code, uint32_t first, uint32_t, uint32_t rank) {
+        (part % 2 == 0 ? entries.first : entries.second)[part / 2] =
+            pack_entry(model, code, first, rank);
+        ++part;
+    });
 }
 
-inline void fill_decode_table(const RansModel& model, const AliasTables& tables,
-                              uint32_t* table) {
-  for_each_run(model, tables, [&](uint32_t code, uint32_t first, uint32_t n, uint32_t rank) {
-    std::fill_n(table + first, n, pack_entry(model, code, first, rank));
-  });
+inline void fill_decode_table(const RansModel& model, const AliasTables& tables, uint32_t* table) {
+    for_each_run(model, tables, [&](uint32_t code, uint32_t first, uint32_t n, uint32_t rank) {
+        std::fill_n(table + first, n, pack_entry(model, code, first, rank));
+    });
 }
 
-// position -> slot, for the encoder: slots[start[code] + rank]; start is the sum of the frequencies of smaller codes.
+// position -> slot, for the encoder: slots[start[code] + rank]; start is the sum of the frequencies
+// of smaller codes.
 inline void fill_slot_table(const RansModel& model, const AliasTables& tables, uint16_t* slots) {
-  uint32_t start[257];
-  for (uint32_t c = 0, sum = 0; c < model.n_codes; sum += model.freqs[c], ++c) start[c] = sum;
-  for_each_run(model, tables, [&](uint32_t code, uint32_t first, uint32_t n, uint32_t rank) {
-    if (n == 0) return;
-    uint16_t* dst = slots + start[code] + rank;
-    for (uint32_t i = 0; i < n; ++i) dst[i] = static_cast<uint16_t>(first + i);
-  });
+    uint32_t start[257];
+    for (uint32_t c = 0, sum = 0; c < model.n_codes; sum += model.freqs[c], ++c) start[c] = sum;
+    for_each_run(model, tables, [&](uint32_t code, uint32_t first, uint32_t n, uint32_t rank) {
+        if (n == 0) return;
+        uint16_t* dst = slots + start[code] + rank;
+        for (uint32_t i = 0; i < n; ++i) dst[i] = static_cast<uint16_t>(first + i);
+    });
 }
 
 }  // namespace packhorse

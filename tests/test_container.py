@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import frame_builder
 import ml_dtypes
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from packhorse.disk.container import pack_tensors, write_packed
 from packhorse.disk.header import build_header, read_header
 from packhorse.layout import DTYPE_BY_NAME, FILE_ALIGNMENT
 from packhorse.numpy import FRAMEWORK as NUMPY
+from packhorse.reference import decode_file
 from packhorse.torch import FRAMEWORK as TORCH
 
 NUMPY_DTYPES = [
@@ -275,3 +277,38 @@ def test_headers_are_laid_out_as_the_library_does():
 def test_a_header_that_no_file_can_hold_is_refused(tensors, metadata):
     with pytest.raises(ValueError, match=r"must be a string|Unicode|strings to strings"):
         build_header(tensors, metadata)
+
+
+def small_file() -> bytes:
+    rng = np.random.default_rng(9)
+    return safetensors.numpy.save(
+        {
+            "w": (rng.standard_normal((40, 50)) * 0.02).astype(np.float16),
+            "i": np.arange(300),
+            "z": np.zeros((5, 0), np.uint8),
+            "s": np.array(True),
+        },
+        {"k": "é"},
+    )
+
+
+@pytest.mark.parametrize("level", ["fast", "default", "max"])
+def test_the_reference_decoder_reads_what_is_packed(tmp_path, level):
+    (tmp_path / "a").write_bytes(small_file())
+    pack_file(tmp_path / "a", tmp_path / "b", level=level)
+    assert decode_file((tmp_path / "b").read_bytes()) == small_file()
+
+
+def test_a_file_built_by_hand_unpacks(tmp_path):
+    """Frames in another order than the data, another JSON layout, more metadata."""
+    tensors = {"b": ("U8", (7,), b"0123456"), "a": ("I16", (3,), b"abcdef"), "": ("F64", (0,), b"")}
+    original = frame_builder.original_file(tensors, {"k": "v"}, padding=5)
+    frames = {
+        name: bytes(frame_builder.build_frame(data, dtype, shape, codings=[frame_builder.Stored()]))
+        for name, (dtype, shape, data) in sorted(tensors.items())
+    }
+    packed = frame_builder.build_file(original, frames, metadata={"k": "v", "more": "x"})
+    (tmp_path / "a").write_bytes(packed)
+    unpack_file(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_bytes() == original
+    assert verify_file(tmp_path / "a") == []

@@ -25,7 +25,8 @@ FRAMES = {
 
 
 def packed(frames: dict[str, bytes] | None = None, **hooks: Callable) -> bytes:
-    return build_file(ORIGINAL, FRAMES if frames is None else frames, **hooks)
+    frames = FRAMES if frames is None else frames
+    return build_file(ORIGINAL, frames, metadata=METADATA, **hooks)
 
 
 @pytest.mark.parametrize("metadata", [None, {}, METADATA, {"packhorse": "mine"}])
@@ -103,6 +104,19 @@ def swapped_metadata(value: object) -> Callable[[dict], None]:
     return lambda header: header.update(__metadata__=value)
 
 
+def metadata_changed(key: str, value: str | None) -> Callable[[dict], None]:
+    def edit(header: dict) -> None:
+        header["__metadata__"].pop(key)
+        if value is not None:
+            header["__metadata__"][key] = value
+
+    return edit
+
+
+def stray_bits(record: dict) -> None:
+    record["header"] = "QUJDRB=="  # as "QUJDRA==", but for a bit behind the last byte
+
+
 def long_header(header: dict) -> None:
     record = json.loads(header["__metadata__"]["packhorse"])
     frame = zstandard.ZstdCompressor().compress(b"{}" + b" " * 100_000_000)
@@ -125,10 +139,13 @@ FILE_LIES = {  # arguments of `packed`, and what the message says
     "no recorded header": ({"edit_record": dropped("header")}, "lacks version 1"),
     "header is no base64": ({"edit_record": record(header="K-Uv")}, "not base64"),
     "header without padding": ({"edit_record": record(header="KLU")}, "not base64"),
+    "header has stray bits": ({"edit_record": stray_bits}, "not base64"),
     "header is no zstd": ({"edit_record": record(header="QUJDRA==")}, "Zstandard magic"),
     "header over 100 MB": ({"edit_header": long_header}, "content size"),
-    "frame is missing": ({"frames": WITHOUT_B}, "['b'] not in both"),
-    "frame too many": ({"frames": {**FRAMES, "c": FRAMES["b"]}}, "['c'] not in both"),
+    "frame is missing": ({"frames": WITHOUT_B}, "['b'] differ"),
+    "frame too many": ({"frames": {**FRAMES, "c": FRAMES["b"]}}, "['c'] differ"),
+    "metadata is missing": ({"edit_header": metadata_changed("format", None)}, "['format'] differ"),
+    "metadata differs": ({"edit_header": metadata_changed("format", "tf")}, "['format'] differ"),
     "frames swapped": ({"frames": {**FRAMES, "b": FRAMES["none"]}}, "dtype, shape, nbytes"),
     "another dtype": ({"edit_header": entry("b", dtype="I8")}, "dtype and shape"),
     "another shape": ({"edit_header": entry("b", shape=[1, 128])}, "dtype and shape"),
@@ -144,6 +161,7 @@ FILE_LIES = {  # arguments of `packed`, and what the message says
     "no dtype": ({"edit_header": lambda header: header["b"].pop("dtype")}, "lacks valid"),
     "not JSON": ({"edit_text": lambda text: text.replace(b":", b";", 1)}, "not valid JSON"),
     "not UTF-8": ({"edit_text": lambda text: text.replace(b'"b"', b'"\xff"')}, "not valid JSON"),
+    "lone surrogate": ({"edit_text": replaced(b'"none"', rb'"\ud800"')}, "not valid JSON"),
     "NaN": ({"edit_text": replaced(b'"U8"', b"NaN ")}, "not valid JSON"),
     "leading space": ({"edit_text": lambda text: b" " + text[:-1]}, "opening brace"),
     "duplicate key": ({"edit_text": replaced(b'"none"', b'"b"   ')}, "duplicate key"),

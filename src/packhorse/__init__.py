@@ -1,7 +1,7 @@
 """Packhorse packs tensors without loss, so that fewer bytes travel on every hop.
 
-Importing this package does nothing else: no thread, no device probe, no PyTorch. Frameworks have their own modules, with the same verbs:
-`packhorse.numpy` and `packhorse.torch`.
+Importing this package does nothing else: no thread, no device probe, no PyTorch. Frameworks have
+their own modules, with the same verbs: `packhorse.numpy` and `packhorse.torch`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def open_file(
         max_nbytes: refuse a tensor of more decoded bytes.
 
     Returns:
-        A `PackedFile`: `keys()`, `metadata()`, `get_tensor(name)`, `get_slice(name)`; a context manager.
+        A `PackedFile`: `keys()`, `metadata()`, `get_tensor(name)`, `get_slice(name)`; a context
+        manager.
 
     Raises:
         CorruptionError, TruncationError, CompatibilityError: the file is bad or too new.

@@ -1,4 +1,5 @@
-"""Types of the C++ core (csrc/bind.cpp). `isa` is 0 portable, 1 AVX2, 2 AVX-512; arrays are one-dimensional uint8 unless said otherwise."""
+"""Types of the C++ core (csrc/bind.cpp). `isa` is 0 portable, 1 AVX2, 2 AVX-512; arrays are
+one-dimensional uint8 unless said otherwise."""
 
 import numpy as np
 from numpy.typing import NDArray

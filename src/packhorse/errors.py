@@ -3,13 +3,14 @@
     PackhorseError
     ├── CorruptionError          the bytes are not what docs/format.md allows
     │   └── TruncationError      ... because some are missing at the end
-    ├── CompatibilityError       valid perhaps, but of a version, dtype or mode this release cannot read
-    ├── BaseMismatchError        a delta frame was given another base than its own
+    ├── CompatibilityError       valid perhaps, but of a version, dtype or mode this release cannot
+    read ├── BaseMismatchError        a delta frame was given another base than its own
     └── MissingBackendError      an optional package or instruction set is not there
 
-Only bad *data* and a missing backend raise these. A caller's own mistake is a `ValueError` or a `TypeError`, and what the
-operating system refuses stays an `OSError`. A message says what was found, what is allowed and what to do, with the tensor's name and
-the byte offset where there are any.
+Only bad *data* and a missing backend raise these. A caller's own mistake is a `ValueError` or a
+`TypeError`, and what the operating system refuses stays an `OSError`. A message says what was
+found, what is allowed and what to do, with the tensor's name and the byte offset where there are
+any.
 """
 
 __all__ = [

@@ -1,8 +1,10 @@
 """A frame: the self-described encoding of one tensor (docs/format.md, sections 2 to 7).
 
-`compress_buffer` makes one from a tensor's bytes; `Frame.from_buffer` reads and checks a header without touching the payload; `Frame.decompress_into`
-decodes all of it, or the chunks that a byte range meets, into the caller's memory. Everything is sans-IO: buffers in, buffers out.
-The input is never written to, the output does not depend on the number of threads, and nothing is allocated on the word of unchecked bytes.
+`compress_buffer` makes one from a tensor's bytes; `Frame.from_buffer` reads and checks a header
+without touching the payload; `Frame.decompress_into` decodes all of it, or the chunks that a byte
+range meets, into the caller's memory. Everything is sans-IO: buffers in, buffers out. The input is
+never written to, the output does not depend on the number of threads, and nothing is allocated on
+the word of unchecked bytes.
 """
 
 from __future__ import annotations
@@ -15,8 +17,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import xxhash
-from numpy.typing import NDArray
 
 from packhorse import _core
 from packhorse.codecs import zstd
@@ -27,24 +27,22 @@ from packhorse.codecs.base import (
     as_writable_bytes,
     choose_isa,
 )
+from packhorse.codecs.content import content_hash, empty_leaves, finish_leaves, hash_root
 from packhorse.codecs.plan import Plan, choose_plan, chunk_log_for, natural_split
-from packhorse.errors import CompatibilityError, CorruptionError, TruncationError
+from packhorse.errors import CorruptionError
+from packhorse.frame_header import (
+    FrameHeader,
+    Table,
+    checked_nbytes,
+    frame_header_nbytes,
+    label,
+    n_planes_of,
+    padded,
+    read_header,
+    write_header,
+)
 from packhorse.layout import (
-    CONTENT_LEAF_NBYTES,
-    CRITICAL_FLAGS,
-    DTYPE_BY_CODE,
     DTYPE_BY_NAME,
-    FIXED_HEADER,
-    FIXED_HEADER_NBYTES,
-    FRAME_ALIGNMENT,
-    FRAME_MAGIC,
-    FRAME_VERSION,
-    HEADER_CRC_OFFSET,
-    MAX_CHUNK_LOG,
-    MAX_CHUNK_NBYTES,
-    MAX_DIMS,
-    MAX_NBYTES,
-    MIN_CHUNK_LOG,
     STREAM_NBYTES_BITS,
     STREAM_NBYTES_MASK,
     DType,
@@ -70,13 +68,11 @@ __all__ = [
 ]
 
 _MAX_DEFAULT_THREADS = 8
-_SHORT_LEAF_NBYTES = 240  # the core hashes longer leaves
-
-Table = NDArray[np.uint32]
 
 
 class Framework(Protocol):
-    """What a hop needs to know of NumPy or PyTorch; one object for each, in numpy.py and torch.py."""
+    """What a hop needs to know of NumPy or PyTorch; one object for each, in numpy.py and
+    torch.py."""
 
     name: str
 
@@ -91,7 +87,8 @@ class Framework(Protocol):
         """The bytes of a C-contiguous tensor, one-dimensional, to write to."""
 
     def readable(self, tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:
-        """The bytes in C order, dtype name and shape; a copy only if the tensor is not C-contiguous."""
+        """The bytes in C order, dtype name and shape; a copy only if the tensor is not
+        C-contiguous."""
 
 
 def resolve_level(level: Level | str | int) -> Level:
@@ -125,29 +122,6 @@ def resolve_threads(threads: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class _Header:
-    """The checked header of a frame."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    split: Split
-    level: int
-    chunk_log: int
-    content_hash: bytes
-    header_nbytes: int
-    frame_nbytes: int
-    table: Table
-
-    @property
-    def nbytes(self) -> int:
-        return _logical_nbytes(self.dtype, math.prod(self.shape))
-
-    @property
-    def n_planes(self) -> int:
-        return _n_planes(self.dtype, self.split)
-
-
-@dataclass(frozen=True)
 class PlaneSummary:
     """What became of one plane over all chunks of a frame.
 
@@ -166,75 +140,17 @@ class PlaneSummary:
     modes: dict[Mode, int]
 
 
-def _n_planes(dtype: DType, split: Split) -> int:
-    return 1 if split == Split.WHOLE else dtype.unit_nbytes
-
-
-def _round_up(n: int) -> int:
-    return -(-n // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
-
-
-def _header_nbytes(n_dims: int, n_chunks: int, n_planes: int) -> int:
-    return _round_up(FIXED_HEADER_NBYTES + 8 * n_dims + 4 * n_chunks * (1 + n_planes))
-
-
-def _logical_nbytes(dtype: DType, numel: int) -> int:
-    return numel * dtype.bits // 8
-
-
-def _checked_nbytes(dtype_name: str, shape: Sequence[int]) -> tuple[DType, int]:
-    """The dtype's row and the bytes of a tensor that a caller names."""
-    if dtype_name not in DTYPE_BY_NAME:
-        raise ValueError(f"dtype {dtype_name!r} is unknown; known are {', '.join(DTYPE_BY_NAME)}")
-    if len(shape) > MAX_DIMS or any(dim < 0 for dim in shape):
-        raise ValueError(f"shape {tuple(shape)} must have at most {MAX_DIMS} dimensions, none < 0")
-    dtype, numel = DTYPE_BY_NAME[dtype_name], math.prod(shape)
-    if numel * dtype.bits % 8 or numel * dtype.bits // 8 > MAX_NBYTES:
-        raise ValueError(f"{numel} elements of {dtype_name} are not a whole number of bytes < 2^60")
-    return dtype, _logical_nbytes(dtype, numel)
-
-
 def max_frame_nbytes(dtype: str, shape: Sequence[int]) -> int:
     """The longest frame that a tensor of this dtype and shape can take, in bytes.
 
     Raises:
         ValueError: unknown dtype or impossible shape.
     """
-    row, nbytes = _checked_nbytes(dtype, shape)
+    row, nbytes = checked_nbytes(dtype, shape)
     chunk_log = chunk_log_for(row.unit_nbytes, nbytes // row.unit_nbytes)
     n_chunks = -(-nbytes // (row.unit_nbytes << chunk_log))
-    n_planes = _n_planes(row, natural_split(row))
-    return _header_nbytes(len(shape), n_chunks, n_planes) + _round_up(nbytes)
-
-
-def content_hash(src: Buffer, *, threads: int | None = None) -> bytes:
-    """The content hash of a tensor's bytes (docs/format.md, section 7): 16 bytes.
-
-    Raises:
-        TypeError: `src` is not a C-contiguous buffer.
-        ValueError: bad `threads`.
-    """
-    data = as_bytes(src, "src")
-    digests = _empty_digests(data.size)
-    _core.leaf_digests(data, digests, resolve_threads(threads), int(choose_isa()))
-    return _root_hash(data, digests)
-
-
-def _empty_digests(nbytes: int) -> ByteArray:
-    return np.zeros(16 * -(-nbytes // CONTENT_LEAF_NBYTES), np.uint8)
-
-
-def _root_hash(data: ByteArray, digests: ByteArray) -> bytes:
-    """The hash of the leaves' hashes; a last leaf that the core left out is hashed here."""
-    tail = data.size % CONTENT_LEAF_NBYTES
-    if data.size <= CONTENT_LEAF_NBYTES:
-        if data.size > _SHORT_LEAF_NBYTES:
-            return digests.tobytes()
-        return xxhash.xxh3_128_digest(data.tobytes())
-    if 0 < tail <= _SHORT_LEAF_NBYTES:
-        last = xxhash.xxh3_128_digest(data[data.size - tail :].tobytes())
-        digests[-16:] = np.frombuffer(last, np.uint8)
-    return xxhash.xxh3_128_digest(digests.tobytes())
+    n_planes = n_planes_of(row, natural_split(row))
+    return frame_header_nbytes(len(shape), n_chunks, n_planes) + padded(nbytes)
 
 
 def plan_buffer(
@@ -251,7 +167,7 @@ def plan_buffer(
 
 
 def _checked_source(src: Buffer, dtype: str, shape: Sequence[int]) -> ByteArray:
-    _, nbytes = _checked_nbytes(dtype, shape)
+    _, nbytes = checked_nbytes(dtype, shape)
     data = as_bytes(src, "src")
     if data.size != nbytes:
         raise ValueError(f"{dtype} of shape {tuple(shape)} has {nbytes} bytes, src {data.size}")
@@ -276,7 +192,8 @@ def compress_buffer(
         shape: the tensor's shape.
         level: "fast", "default" or "max".
         threads: None for the cores of this process, at most 8.
-        out: writable memory of at least `max_frame_nbytes` bytes to build the frame in; the frame is a view of it.
+        out: writable memory of at least `max_frame_nbytes` bytes to build the frame in; the frame
+            is a view of it.
         name: the tensor's name, for messages.
 
     Returns:
@@ -293,25 +210,26 @@ def compress_buffer(
     if memory.size < capacity:
         raise ValueError(f"out has {memory.size} bytes; a frame of this tensor may take {capacity}")
     row = DTYPE_BY_NAME[dtype]
-    n_planes = _n_planes(row, plan.split)
+    n_planes = n_planes_of(row, plan.split)
     n_chunks = -(-data.size // (row.unit_nbytes << plan.chunk_log))
     table = np.empty((n_chunks, 1 + n_planes), np.uint32)
-    digests = _empty_digests(data.size)
-    header_nbytes = _header_nbytes(len(shape), n_chunks, n_planes)
+    leaves = empty_leaves(data.size)
+    header_nbytes = frame_header_nbytes(len(shape), n_chunks, n_planes)
     encode = _encode_zstd if plan.zstd else _encode_planes
-    used = encode(data, row, plan, memory[header_nbytes:], table, digests, resolve_threads(threads))
-    header = _Header(
+    used = encode(data, row, plan, memory[header_nbytes:], table, leaves, resolve_threads(threads))
+    finish_leaves(data, leaves)
+    header = FrameHeader(
         row,
         tuple(shape),
         plan.split,
         int(plan.level),
         plan.chunk_log,
-        _root_hash(data, digests),
+        hash_root(leaves),
         header_nbytes,
         header_nbytes + used,
         table,
     )
-    _write_header(header, memory[:header_nbytes])
+    write_header(header, memory[:header_nbytes])
     return Frame(memory[: header.frame_nbytes], header, name, 0, plan)
 
 
@@ -321,7 +239,7 @@ def _encode_planes(
     plan: Plan,
     dst: ByteArray,
     table: Table,
-    digests: ByteArray,
+    leaves: ByteArray,
     threads: int,
 ) -> int:
     return _core.encode_chunks(
@@ -332,7 +250,7 @@ def _encode_planes(
         int(plan.level),
         dst,
         table,
-        digests,
+        leaves,
         threads,
         int(choose_isa()),
     )
@@ -358,12 +276,12 @@ def _encode_zstd(
     plan: Plan,
     dst: ByteArray,
     table: Table,
-    digests: ByteArray,
+    leaves: ByteArray,
     threads: int,
 ) -> int:
     isa = int(choose_isa())
     chunk_nbytes = dtype.unit_nbytes << plan.chunk_log
-    _core.leaf_digests(data, digests, threads, isa)
+    _core.leaf_digests(data, leaves, threads, isa)
 
     def compress(chunk: int) -> tuple[ByteArray, bytes]:
         piece = data[chunk * chunk_nbytes : (chunk + 1) * chunk_nbytes]
@@ -373,7 +291,7 @@ def _encode_zstd(
     for chunk, (piece, packed) in enumerate(_in_order(compress, len(table), threads)):
         pays = len(packed) < piece.size
         mode, stream = (Mode.ZSTD, as_bytes(packed)) if pays else (Mode.STORED, piece)
-        end = used + _round_up(stream.size)
+        end = used + padded(stream.size)
         dst[used : used + stream.size] = stream
         dst[used + stream.size : end] = 0
         table[chunk] = _core.crc32c(dst[used:end], isa), mode << STREAM_NBYTES_BITS | stream.size
@@ -381,40 +299,18 @@ def _encode_zstd(
     return used
 
 
-def _write_header(header: _Header, dst: ByteArray) -> None:
-    fixed = FIXED_HEADER.pack(
-        FRAME_MAGIC,
-        FRAME_VERSION,
-        header.dtype.code,
-        len(header.shape),
-        header.split,
-        CRITICAL_FLAGS,
-        header.level,
-        header.chunk_log,
-        header.header_nbytes,
-        header.frame_nbytes,
-        header.content_hash,
-        len(header.table),
-        0,
-    )
-    text = fixed + np.array(header.shape, "<u8").tobytes() + header.table.tobytes()
-    dst[: len(text)] = np.frombuffer(text, np.uint8)
-    dst[len(text) :] = 0
-    crc = _core.crc32c(dst, int(choose_isa()))
-    dst[HEADER_CRC_OFFSET:FIXED_HEADER_NBYTES] = np.array([crc], "<u4").view(np.uint8)
-
-
 class Frame:
     """One packed tensor: a checked header and a view of the bytes.
 
-    Make one with `compress_buffer` (or `compress` of `packhorse.numpy` and `packhorse.torch`), or read one with `from_buffer`. It keeps the
-    buffer it looks at alive. Frames are immutable and safe to use from several threads.
+    Make one with `compress_buffer` (or `compress` of `packhorse.numpy` and `packhorse.torch`), or
+    read one with `from_buffer`. It keeps the buffer it looks at alive. Frames are immutable and
+    safe to use from several threads.
     """
 
     def __init__(
         self,
         data: ByteArray,
-        header: _Header,
+        header: FrameHeader,
         name: str | None,
         offset: int,
         plan: Plan | None = None,
@@ -450,7 +346,7 @@ class Frame:
             TypeError: not a C-contiguous buffer.
         """
         data = as_bytes(buffer, "buffer")
-        header = _HeaderReader(data, name, offset).read(max_nbytes)
+        header = read_header(data, name, offset, max_nbytes)
         return cls(data, header, name, offset)
 
     @property
@@ -537,7 +433,10 @@ class Frame:
                 _plane_name(header.dtype, header.split, p),
                 int(lengths[p]),
                 logical,
-                {Mode(int(m)): int(n) for m, n in zip(*np.unique(modes[:, p], return_counts=True))},
+                {
+                    Mode(int(m)): int(n)
+                    for m, n in zip(*np.unique(modes[:, p], return_counts=True), strict=True)
+                },
             )
             for p in range(header.n_planes)
         )
@@ -551,17 +450,21 @@ class Frame:
         threads: int | None = None,
         check: bool = True,
     ) -> None:
-        """Decodes bytes `start` to `stop` of the tensor (C order) into the caller's memory; only chunks that the range meets are read.
+        """Decodes bytes `start` to `stop` of the tensor (C order) into the caller's memory; only
+        chunks that the range meets are read.
 
         Args:
-            dst: writable buffer of exactly `stop - start` bytes. After an error its content is undefined.
+            dst: writable buffer of exactly `stop - start` bytes. After an error its content is
+                undefined.
             start: first byte.
             stop: one past the last byte; None for the end.
             threads: None for the cores of this process, at most 8.
-            check: compare each chunk's CRC32C first. Without it a damaged payload may decode to wrong data, but never harms.
+            check: compare each chunk's CRC32C first. Without it a damaged payload may decode to
+                wrong data, but never harms.
 
         Raises:
-            CorruptionError: a checksum does not match or a stream breaks a rule; names tensor, chunk and byte offset.
+            CorruptionError: a checksum does not match or a stream breaks a rule; names tensor,
+                chunk and byte offset.
             TypeError: `dst` is not a writable C-contiguous buffer.
             ValueError: the range is not inside the tensor, or `dst` does not fit it.
         """
@@ -570,14 +473,17 @@ class Frame:
         if not 0 <= start <= stop <= self.logical_nbytes:
             raise ValueError(f"bytes {start}:{stop} are not inside 0:{self.logical_nbytes}")
         if target.size != stop - start:
-            raise ValueError(f"dst has {target.size} bytes; bytes {start}:{stop} need {stop - start}")
-        if np.any(self._header.table[:, 1] >> STREAM_NBYTES_BITS == Mode.ZSTD):
+            raise ValueError(
+                f"dst has {target.size} bytes; bytes {start}:{stop} need {stop - start}"
+            )
+        if (self._header.table[:, 1] >> STREAM_NBYTES_BITS == int(Mode.ZSTD)).any():
             self._decode_zstd(target, start, resolve_threads(threads), check)
         else:
             self._decode_planes(target, start, resolve_threads(threads), check)
 
     def verify(self, *, threads: int | None = None) -> None:
-        """Checks everything: the CRC32C of every chunk, every stream, and the content hash of the decoded tensor.
+        """Checks everything: the CRC32C of every chunk, every stream, and the content hash of the
+        decoded tensor.
 
         Takes as much memory as the decoded tensor.
 
@@ -586,7 +492,7 @@ class Frame:
         """
         decoded = np.empty(self.logical_nbytes, np.uint8)
         self.decompress_into(decoded, threads=threads)
-        if content_hash(decoded, threads=threads) != self.content_hash:
+        if content_hash(decoded, threads=resolve_threads(threads)) != self.content_hash:
             raise self._error("the decoded tensor does not have the recorded content hash", 24)
 
     def _decode_planes(self, dst: ByteArray, start: int, threads: int, check: bool) -> None:
@@ -628,12 +534,14 @@ class Frame:
 
     def _decode_zstd_chunk(self, chunk: int, dst: ByteArray, check: bool) -> None:
         crc, descriptor = (int(value) for value in self._header.table[chunk])
-        offset, nbytes = self._chunk_offset(chunk), descriptor & STREAM_NBYTES_MASK
+        offset, nbytes = self._header.chunk_offset(chunk), descriptor & STREAM_NBYTES_MASK
         if check and crc != _core.crc32c(
-            self._data[offset : offset + _round_up(nbytes)], int(choose_isa())
+            self._data[offset : offset + padded(nbytes)], int(choose_isa())
         ):
             raise self._chunk_error(chunk, STATUS_WORDS[1])
         stream = self._data[offset : offset + nbytes]
+        if self._data[offset + nbytes : offset + padded(nbytes)].any():
+            raise self._chunk_error(chunk, STATUS_WORDS[3])
         mode = descriptor >> STREAM_NBYTES_BITS
         if mode == Mode.ZSTD:
             try:
@@ -647,19 +555,13 @@ class Frame:
         else:
             self._decode_planes(dst, chunk * self.chunk_nbytes, 1, check)
 
-    def _chunk_offset(self, chunk: int) -> int:
-        lengths = (self._header.table[:chunk, 1:] & STREAM_NBYTES_MASK).sum(axis=1, dtype=np.int64)
-        return self._header.header_nbytes + int((-(-lengths // FRAME_ALIGNMENT)).sum()) * FRAME_ALIGNMENT
-
     def _chunk_error(self, chunk: int, words: str) -> CorruptionError:
-        return self._error(f"chunk {chunk} of {self.n_chunks}: {words}", self._chunk_offset(chunk))
+        return self._error(
+            f"chunk {chunk} of {self.n_chunks}: {words}", self._header.chunk_offset(chunk)
+        )
 
     def _error(self, words: str, at: int) -> CorruptionError:
-        return CorruptionError(f"{_label(self._name)}byte {self._offset + at}: {words}")
-
-
-def _label(name: str | None) -> str:
-    return "" if name is None else f"tensor {name!r}: "
+        return CorruptionError(f"{label(self._name)}byte {self._offset + at}: {words}")
 
 
 def _plane_name(dtype: DType, split: Split, plane: int) -> str:
@@ -669,135 +571,3 @@ def _plane_name(dtype: DType, split: Split, plane: int) -> str:
         return ("exponent", "sign+mantissa")[plane]
     kind = "mantissa" if split == Split.FLOAT else "byte"
     return f"{kind} {dtype.unit_nbytes - 1 - plane}"
-
-
-class _HeaderReader:
-    """Checks a frame's header in the order of docs/format.md, section 2, before anything is believed."""
-
-    def __init__(self, data: ByteArray, name: str | None, offset: int) -> None:
-        self.data = data
-        self.name = name
-        self.offset = offset
-
-    def fail(self, at: int, words: str, kind: type[Exception] = CorruptionError) -> Exception:
-        return kind(f"{_label(self.name)}byte {self.offset + at}: {words}")
-
-    def need(self, nbytes: int, what: str) -> None:
-        if self.data.size < nbytes:
-            words = f"{what} needs {nbytes} bytes, {self.data.size} are left; the data is cut off"
-            raise self.fail(self.data.size, words, TruncationError)
-
-    def read(self, max_nbytes: int | None) -> _Header:
-        self.need(FIXED_HEADER_NBYTES, "a frame header")
-        fields = FIXED_HEADER.unpack(self.data[:FIXED_HEADER_NBYTES].tobytes())
-        magic, version, code, n_dims, split_code, flags, level, chunk_log = fields[:8]
-        header_nbytes, frame_nbytes, digest, n_chunks, _ = fields[8:]
-        if magic != FRAME_MAGIC:
-            raise self.fail(0, f"magic is {magic.hex()}, a frame begins with {FRAME_MAGIC.hex()}")
-        if version != FRAME_VERSION:
-            words = f"frame version is {version}, this release reads {FRAME_VERSION}"
-            raise self.fail(4, words + "; upgrade packhorse", CompatibilityError)
-        if flags != CRITICAL_FLAGS:
-            words = f"critical flags are {flags:#06x}, this release knows none; upgrade packhorse"
-            raise self.fail(8, words, CompatibilityError)
-        dtype, split = self.read_kind(code, split_code)
-        if n_dims > MAX_DIMS:
-            raise self.fail(6, f"{n_dims} dimensions, at most {MAX_DIMS} are allowed")
-        if not MIN_CHUNK_LOG <= chunk_log <= MAX_CHUNK_LOG or (
-            dtype.unit_nbytes << chunk_log > MAX_CHUNK_NBYTES
-        ):
-            raise self.fail(11, f"chunk_log is {chunk_log}, out of range for {dtype.name}")
-        n_planes = _n_planes(dtype, split)
-        if header_nbytes != _header_nbytes(n_dims, n_chunks, n_planes):
-            raise self.fail(12, f"header_nbytes is {header_nbytes}, which its fields contradict")
-        self.need(header_nbytes, "the header")
-        self.check_crc(header_nbytes)
-        shape, nbytes = self.read_shape(n_dims, dtype)
-        if n_chunks != -(-nbytes // (dtype.unit_nbytes << chunk_log)):
-            raise self.fail(40, f"n_chunks is {n_chunks}, which shape {shape} contradicts")
-        if max_nbytes is not None and nbytes > max_nbytes:
-            words = f"the tensor has {nbytes} bytes, more than max_nbytes = {max_nbytes}"
-            raise self.fail(FIXED_HEADER_NBYTES, words)
-        table_at = FIXED_HEADER_NBYTES + 8 * n_dims
-        table_end = table_at + 4 * n_chunks * (1 + n_planes)
-        table = self.data[table_at:table_end].copy().view("<u4").reshape(n_chunks, 1 + n_planes)
-        if self.data[table_end:header_nbytes].any():
-            raise self.fail(table_end, "padding of the header is not zero")
-        header = _Header(
-            dtype, shape, split, level, chunk_log, digest, header_nbytes, frame_nbytes, table
-        )
-        self.check_descriptors(header, table_at)
-        self.check_length(header)
-        return header
-
-    def read_kind(self, code: int, split_code: int) -> tuple[DType, Split]:
-        if code not in DTYPE_BY_CODE:
-            words = f"dtype code {code} is unknown to this release; upgrade packhorse"
-            raise self.fail(5, words, CompatibilityError)
-        dtype = DTYPE_BY_CODE[code]
-        if split_code not in dtype.splits:
-            raise self.fail(7, f"split {split_code} is not allowed for {dtype.name}")
-        return dtype, Split(split_code)
-
-    def check_crc(self, header_nbytes: int) -> None:
-        text = self.data[:header_nbytes].copy()
-        stored = int(text[HEADER_CRC_OFFSET:FIXED_HEADER_NBYTES].view("<u4")[0])
-        text[HEADER_CRC_OFFSET:FIXED_HEADER_NBYTES] = 0
-        if _core.crc32c(text, int(choose_isa())) != stored:
-            raise self.fail(HEADER_CRC_OFFSET, "the header's checksum does not match")
-
-    def read_shape(self, n_dims: int, dtype: DType) -> tuple[tuple[int, ...], int]:
-        end = FIXED_HEADER_NBYTES + 8 * n_dims
-        dims = self.data[FIXED_HEADER_NBYTES:end].copy().view("<u8")
-        shape = tuple(int(dim) for dim in dims)
-        # A zero dimension must not hide an overflow of the others.
-        if math.prod(max(dim, 1) for dim in shape) * dtype.bits >= 1 << 63:
-            raise self.fail(FIXED_HEADER_NBYTES, f"shape {shape} overflows")
-        numel = math.prod(shape)
-        if numel * dtype.bits % 8:
-            words = f"{numel} elements of {dtype.name} are not a whole number of bytes"
-            raise self.fail(FIXED_HEADER_NBYTES, words)
-        return shape, _logical_nbytes(dtype, numel)
-
-    def check_descriptors(self, header: _Header, table_at: int) -> None:
-        modes = header.table[:, 1:] >> STREAM_NBYTES_BITS
-        lengths = header.table[:, 1:] & STREAM_NBYTES_MASK
-        unit = header.dtype.unit_nbytes
-        item = unit if header.split == Split.WHOLE else 1
-        units = np.full((len(header.table), 1), 1 << header.chunk_log, np.int64)
-        if len(units):
-            units[-1] = header.nbytes // unit - (len(units) - 1 << header.chunk_log)
-        if (modes > max(Mode)).any():
-            raise self.bad_descriptor(modes > max(Mode), table_at, "mode", CompatibilityError)
-        one_byte = item == 1
-        misplaced = (modes == Mode.ZSTD) & (header.split != Split.WHOLE)
-        misplaced |= ((modes == Mode.PALETTE) | (modes == Mode.RANS)) & (not one_byte)
-        stored, rans = modes == Mode.STORED, modes == Mode.RANS
-        missing = units * item - lengths
-        # Only the last stored plane of a chunk may be shorter, and only by bytes that rANS streams carry.
-        last = header.n_planes - 1 - np.argmax(stored[:, ::-1], axis=1)
-        carrier = np.arange(header.n_planes) == last[:, None]
-        short = carrier & one_byte & rans.any(axis=1, keepdims=True) & (missing > 0)
-        wrong = stored & (missing != 0) & ~short
-        wrong |= (modes == Mode.CONSTANT) & (lengths != item)
-        if (misplaced | wrong).any():
-            raise self.bad_descriptor(misplaced | wrong, table_at, "mode or length")
-
-    def bad_descriptor(
-        self, bad: NDArray[np.bool_], at: int, what: str, kind: type[Exception] = CorruptionError
-    ) -> Exception:
-        chunk, plane = (int(i) for i in np.argwhere(bad)[0])
-        offset = at + 4 * (chunk * (bad.shape[1] + 1) + 1 + plane)
-        words = f"descriptor of chunk {chunk}, plane {plane}: {what} is not allowed"
-        return self.fail(offset, words, kind)
-
-    def check_length(self, header: _Header) -> None:
-        lengths = (header.table[:, 1:] & STREAM_NBYTES_MASK).sum(axis=1, dtype=np.int64)
-        payload = int((-(-lengths // FRAME_ALIGNMENT)).sum()) * FRAME_ALIGNMENT
-        if header.frame_nbytes != header.header_nbytes + payload:
-            words = f"frame_nbytes is {header.frame_nbytes}, its chunks make it"
-            raise self.fail(16, f"{words} {header.header_nbytes + payload}")
-        self.need(header.frame_nbytes, "the frame")
-        if self.data.size > header.frame_nbytes:
-            extra = self.data.size - header.frame_nbytes
-            raise self.fail(header.frame_nbytes, f"{extra} bytes follow the end of the frame")

@@ -1,7 +1,8 @@
 """Every constant of the format, in the order of docs/format.md, which is normative.
 
-Nothing else in the package writes a literal size, code or limit of the format. The C++ core has the same constants in `csrc/layout.hpp`;
-`tests/test_layout.py` holds the two together and checks that every field can hold its maximum.
+Nothing else in the package writes a literal size, code or limit of the format. The C++ core has the
+same constants in `csrc/layout.hpp`; `tests/test_layout.py` holds the two together and checks that
+every field can hold its maximum.
 """
 
 import struct
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 __all__ = [
+    "BUCKETS",
+    "BUCKET_SLOTS",
     "CHUNK_NBYTES",
     "CONTENT_LEAF_NBYTES",
     "CRITICAL_FLAGS",
@@ -25,12 +28,19 @@ __all__ = [
     "FRAME_MAGIC",
     "FRAME_VERSION",
     "HEADER_CRC_OFFSET",
+    "MAX_BITS",
     "MAX_CHUNK_LOG",
     "MAX_CHUNK_NBYTES",
+    "MAX_CODE_BITS",
     "MAX_DIMS",
     "MAX_FILE_HEADER_NBYTES",
-    "MAX_NBYTES",
+    "MAX_LANES_LOG",
     "MIN_CHUNK_LOG",
+    "MIN_LANES_LOG",
+    "PALETTE_HEADER_NBYTES",
+    "PROB_BITS",
+    "PROB_SUM",
+    "STATE_LOWER_BOUND",
     "STREAM_NBYTES_BITS",
     "STREAM_NBYTES_MASK",
     "ZSTD_CHUNK_NBYTES",
@@ -41,10 +51,13 @@ __all__ = [
 ]
 
 # Section 2: the frame.
-FRAME_MAGIC = b"\x89PHF"  # the first byte is not ASCII, so a text transfer that strips bit 7 is noticed
+FRAME_MAGIC = (
+    b"\x89PHF"  # the first byte is not ASCII, so a text transfer that strips bit 7 is noticed
+)
 FRAME_VERSION = 1
 FRAME_ALIGNMENT = 64  # a cache line, and the width of the widest vector register
-# magic, version, dtype, n_dims, split, flags, level, chunk_log, header_nbytes, frame_nbytes, hash, n_chunks, CRC
+# magic, version, dtype, n_dims, split, flags, level, chunk_log, header_nbytes, frame_nbytes, hash,
+# n_chunks, CRC
 FIXED_HEADER = struct.Struct("<4sBBBBHBBIQ16sII")
 FIXED_HEADER_NBYTES = FIXED_HEADER.size
 HEADER_CRC_OFFSET = 44
@@ -53,13 +66,27 @@ MAX_DIMS = 64  # NumPy's limit
 MIN_CHUNK_LOG = 6
 MAX_CHUNK_LOG = 21
 MAX_CHUNK_NBYTES = 1 << 21
-MAX_NBYTES = 1 << 60  # far above any memory; keeps every product of sizes inside 64 bits
+MAX_BITS = 1 << 63  # a tensor has fewer; every size in bytes then fits an i64
 STREAM_NBYTES_BITS = 24
 STREAM_NBYTES_MASK = (1 << STREAM_NBYTES_BITS) - 1
 
-# What this encoder writes (section 5 allows more): 256 KiB stays in L2 together with its output; zstd needs a longer window.
+# What this encoder writes (section 5 allows more): 256 KiB stays in L2 together with its output;
+# zstd needs a longer window.
 CHUNK_NBYTES = 1 << 18
 ZSTD_CHUNK_NBYTES = 1 << 21
+
+# Section 6.3: palettes.
+MAX_CODE_BITS = 4
+PALETTE_HEADER_NBYTES = 24
+
+# Section 6.4: rANS.
+PROB_BITS = 12
+PROB_SUM = 1 << PROB_BITS
+MIN_LANES_LOG = 2
+MAX_LANES_LOG = 7
+STATE_LOWER_BOUND = 1 << 16
+BUCKETS = 32
+BUCKET_SLOTS = 128
 
 # Section 7: the content hash.
 CONTENT_LEAF_NBYTES = 1 << 18

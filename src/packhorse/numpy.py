@@ -1,7 +1,8 @@
 """Packhorse for NumPy: the same verbs as `safetensors.numpy`.
 
-`compress` and `decompress` one array; `save`, `load`, `save_file`, `load_file` for a dictionary of arrays. Arrays of bfloat16 and the 8-bit floats have the
-dtypes of ml_dtypes. Input is only read; what comes back is equal bit for bit, NaN payloads and signed zeros included.
+`compress` and `decompress` one array; `save`, `load`, `save_file`, `load_file` for a dictionary of
+arrays. Arrays of bfloat16 and the 8-bit floats have the dtypes of ml_dtypes. Input is only read;
+what comes back is equal bit for bit, NaN payloads and signed zeros included.
 """
 
 from __future__ import annotations
@@ -198,7 +199,8 @@ def save_file(
     level: Level | str = "default",
     threads: int | None = None,
 ) -> None:
-    """Writes a packed file. An existing file is replaced, at once and only when the new one is complete.
+    """Writes a packed file. An existing file is replaced, at once and only when the new one is
+    complete.
 
     Args:
         tensors: arrays by name.

@@ -4,9 +4,8 @@ It is the oracle that the fast paths are tested against, so it shares no code wi
 integers and bytes, the constants of `layout.py`, and xxhash and zstandard for what other standards
 define. Clarity comes before speed: expect one or two MB/s.
 
-Every rule is checked where the page states it: the whole header before any chunk is touched, the
-CRC of a chunk before its streams are read. Offsets in messages count from the start of the frame;
-`decode_file` adds the tensor's name and place.
+Every rule is checked where the page states it: the whole header before any chunk is touched, a CRC
+before its streams. Offsets in messages count from the frame; `decode_file` adds name and place.
 """
 
 import base64
@@ -198,7 +197,7 @@ def _read_units(fixed: _Fixed) -> _Units:
 def _logical_nbytes(dtype: DType, shape: tuple[int, ...]) -> int:
     """Section 3; a dimension of 0 hides no overflow of the others."""
     largest = math.prod(max(dim, 1) for dim in shape)
-    if largest * dtype.bits >= 8 * layout.MAX_NBYTES:
+    if largest * dtype.bits >= layout.MAX_BITS:
         raise CorruptionError(f"shape {shape} at byte offset 48 takes 2^63 bits or more")
     n_bits = math.prod(shape) * dtype.bits
     _equal(n_bits % 8, 0, f"bits beyond the last byte of {shape} {dtype.name}", 48)
@@ -314,11 +313,6 @@ def _cut_streams(data: bytes, chunk: _Chunk) -> list[_Reader]:
 
 # Section 6: modes.
 
-_PROB_BITS = 12
-_N_SLOTS = 1 << _PROB_BITS
-_STATE_LOW = 1 << 16
-_N_BUCKETS, _BUCKET_SLOTS = 32, 128
-
 
 def _decode_stream(reader: _Reader, mode: Mode, n: int, plane_nbytes: int) -> tuple[bytes, bytes]:
     """A plane (all of it but what is carried), and the bytes that this stream carries."""
@@ -329,22 +323,19 @@ def _decode_stream(reader: _Reader, mode: Mode, n: int, plane_nbytes: int) -> tu
     if mode == Mode.PALETTE:
         return _decode_palette(reader, n), b""
     if mode == Mode.ZSTD:
-        return _decode_zstd(reader, range(plane_nbytes, plane_nbytes + 1)), b""
+        return _decode_zstd(reader, plane_nbytes, plane_nbytes), b""
     return _decode_rans(reader, n)
 
 
-def _decode_zstd(reader: _Reader, allowed: range) -> bytes:
-    """One Zstandard frame whose declared content size is in `allowed`, checked before decoding."""
+def _decode_zstd(reader: _Reader, least: int, most: int) -> bytes:
+    """One Zstandard frame, whose declared content size is checked before it is decoded."""
     frame = reader.rest()
     _equal(frame[:4], zstandard.FRAME_HEADER, "Zstandard magic", reader.start)
     try:
         parameters = zstandard.get_frame_parameters(frame)
         _equal(parameters.dict_id, 0, "Zstandard dictionary", reader.start)
-        if parameters.content_size not in allowed:  # an undeclared size reads as 2^64 - 1
-            sizes = f"{parameters.content_size}, allowed are {allowed.start} to {allowed.stop - 1}"
-            raise CorruptionError(
-                f"Zstandard content size at byte offset {reader.start} is {sizes}"
-            )
+        size = parameters.content_size  # where none is declared it reads as 2^64 - 1
+        _within(size, least, most, "Zstandard content size", reader.start)
         return zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptionError(f"Zstandard frame at byte offset {reader.start}: {error}") from error
@@ -383,14 +374,14 @@ def _decode_rans(reader: _Reader, n: int) -> tuple[bytes, bytes]:
     head = struct.unpack("<BBHI32s", reader.take(40, "bytes of the rANS header"))
     lanes_log, prob_bits, reserved, n_escapes, symbol_map = head
     _within(lanes_log, 2, 7, "lanes_log", reader.start)
-    _equal(prob_bits, _PROB_BITS, "prob_bits", reader.start + 1)
+    _equal(prob_bits, layout.PROB_BITS, "prob_bits", reader.start + 1)
     _equal(reserved, 0, "reserved field", reader.start + 2)
     symbols = [value for value in range(256) if symbol_map[value // 8] >> value % 8 & 1]
     frequencies = _read_frequencies(reader, len(symbols))
     n_lanes = 1 << lanes_log
     at = reader.offset
     states = list(struct.unpack(f"<{n_lanes}I", reader.take(4 * n_lanes, "bytes of states")))
-    _equal([x for x in states if x < _STATE_LOW], [], "list of states below 2^16", at)
+    _equal([x for x in states if x < layout.STATE_LOWER_BOUND], [], "list of states below 2^16", at)
     escapes = reader.take(n_escapes, "escapes")
     reader.take(n_escapes % 2, "padding bytes of the escapes")
     at = reader.offset
@@ -399,11 +390,16 @@ def _decode_rans(reader: _Reader, n: int) -> tuple[bytes, bytes]:
     words_iterator = iter(struct.unpack(f"<{len(words) // 2}H", words))
     codes = _decode_codes(words_iterator, states, frequencies, n, at)
     _equal(
-        [x for x in states if x >= 2 * _STATE_LOW], [], "list of last states of 2^17 or more", at
+        [x for x in states if x >= 2 * layout.STATE_LOWER_BOUND],
+        [],
+        "list of last states of 2^17 or more",
+        at,
     )
     values = [*symbols, None]
     plane = _resolve_escapes([values[code] for code in codes], escapes, reader.start)
-    return plane, struct.pack(f"<{n_lanes}H", *(state - _STATE_LOW for state in states))
+    return plane, struct.pack(
+        f"<{n_lanes}H", *(state - layout.STATE_LOWER_BOUND for state in states)
+    )
 
 
 def _read_frequencies(reader: _Reader, n_symbols: int) -> list[int]:
@@ -414,7 +410,7 @@ def _read_frequencies(reader: _Reader, n_symbols: int) -> list[int]:
     *frequencies, escape = [bits >> 12 * i & 0xFFF for i in range(n_symbols + 1)]
     _equal(bits >> 12 * (n_symbols + 1), 0, "half byte behind the frequencies", at)
     _equal(frequencies.count(0), 0, "number of mapped values of frequency 0", at)
-    _equal(sum(frequencies) + escape, _N_SLOTS, "sum of the frequencies", at)
+    _equal(sum(frequencies) + escape, layout.PROB_SUM, "sum of the frequencies", at)
     if n_symbols == 256:
         _equal(escape, 0, "frequency of an escape beside 256 mapped values", at)
     return [*frequencies, escape] if escape else frequencies
@@ -422,21 +418,23 @@ def _read_frequencies(reader: _Reader, n_symbols: int) -> list[int]:
 
 def _slot_owners(frequencies: list[int]) -> list[int]:
     """The code that each of the 4096 slots belongs to."""
-    if len(frequencies) > _N_BUCKETS:
+    if len(frequencies) > layout.BUCKETS:
         return [code for code, frequency in enumerate(frequencies) for _ in range(frequency)]
-    rest = frequencies + [0] * (_N_BUCKETS - len(frequencies))
-    threshold, alias = [_BUCKET_SLOTS] * _N_BUCKETS, list(range(_N_BUCKETS))
-    low = [code for code in range(_N_BUCKETS) if rest[code] < _BUCKET_SLOTS]
-    high = [code for code in range(_N_BUCKETS) if rest[code] > _BUCKET_SLOTS]
+    rest = frequencies + [0] * (layout.BUCKETS - len(frequencies))
+    threshold, alias = [layout.BUCKET_SLOTS] * layout.BUCKETS, list(range(layout.BUCKETS))
+    low = [code for code in range(layout.BUCKETS) if rest[code] < layout.BUCKET_SLOTS]
+    high = [code for code in range(layout.BUCKETS) if rest[code] > layout.BUCKET_SLOTS]
     while low:
         s, h = low.pop(), high[-1]
         threshold[s], alias[s] = rest[s], h
-        rest[h] -= _BUCKET_SLOTS - rest[s]
-        if rest[h] <= _BUCKET_SLOTS:
+        rest[h] -= layout.BUCKET_SLOTS - rest[s]
+        if rest[h] <= layout.BUCKET_SLOTS:
             high.pop()
-            if rest[h] < _BUCKET_SLOTS:
+            if rest[h] < layout.BUCKET_SLOTS:
                 low.append(h)
-    pairs = [(bucket, slot) for bucket in range(_N_BUCKETS) for slot in range(_BUCKET_SLOTS)]
+    pairs = [
+        (bucket, slot) for bucket in range(layout.BUCKETS) for slot in range(layout.BUCKET_SLOTS)
+    ]
     return [bucket if slot < threshold[bucket] else alias[bucket] for bucket, slot in pairs]
 
 
@@ -455,10 +453,10 @@ def _decode_codes(
             if start + position >= n:
                 continue
             x = states[lane]
-            slot = x & (_N_SLOTS - 1)
+            slot = x & (layout.PROB_SUM - 1)
             codes[start + position] = code = owners[slot]
-            x = frequencies[code] * (x >> _PROB_BITS) + ranks[slot]
-            if x < _STATE_LOW:
+            x = frequencies[code] * (x >> layout.PROB_BITS) + ranks[slot]
+            if x < layout.STATE_LOWER_BOUND:
                 word = next(words, None)
                 if word is None:
                     raise CorruptionError(f"no word is left of those at byte offset {at}")
@@ -510,11 +508,13 @@ def decode_file(data: bytes, *, max_nbytes: int | None = None) -> bytes:
     _need(data, end, "the file")
     _equal(len(data), end, "the end of the file, the length of the data,", end)
     recorded = _recorded_header(metadata)
-    originals, _ = _parse_header(recorded, "the recorded header")
+    originals, pairs = _parse_header(recorded, "the recorded header")
     frames = {entry.name: entry for entry in entries}
     odd = frames.keys() ^ {entry.name for entry in originals}
+    pairs.pop(layout.FILE_METADATA_KEY, None)
+    odd |= {key for key, value in pairs.items() if metadata.get(key) != value}
     if odd:
-        raise CorruptionError(f"{sorted(odd)[:5]} not in both the file and the recorded header")
+        raise CorruptionError(f"{sorted(odd)[:5]} differ in the file and in the recorded header")
     tensors = [_decode_entry(data, data_offset, frames[e.name], e, max_nbytes) for e in originals]
     return struct.pack("<Q", len(recorded)) + recorded + b"".join(tensors)
 
@@ -538,6 +538,8 @@ def _parse_json(text: bytes, what: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):
             raise ValueError(f"duplicate key among {[name for name, _ in pairs][:20]}")
+        for text in (text for pair in pairs for text in pair if isinstance(text, str)):
+            text.encode()  # a lone surrogate is a ValueError
         return dict(pairs)
 
     if text[:1] != b"{":
@@ -566,7 +568,7 @@ def _recorded_header(metadata: dict[str, str]) -> bytes:
     key = layout.FILE_METADATA_KEY
     if key not in metadata:
         raise CorruptionError(f"no key {key!r} in __metadata__: this is not a packed file")
-    fields = _parse_json(metadata[key].encode(errors="replace"), f"metadata key {key!r}")
+    fields = _parse_json(metadata[key].encode(), f"metadata key {key!r}")
     version, header = fields.get("version"), fields.get("header")
     if type(version) is int and version > layout.FILE_VERSION:
         known = layout.FILE_VERSION
@@ -575,9 +577,11 @@ def _recorded_header(metadata: dict[str, str]) -> bytes:
         raise CorruptionError(f"metadata key {key!r} lacks version 1 or a header, has {version!r}")
     try:
         frame = base64.b64decode(header, validate=True)
+        if base64.b64encode(frame).decode() != header:
+            raise ValueError("stray bits in the last digit")
     except ValueError as error:
         raise CorruptionError(f"header in metadata key {key!r} is not base64: {error}") from error
-    return _decode_zstd(_Reader(frame, 0), range(layout.MAX_FILE_HEADER_NBYTES + 1))
+    return _decode_zstd(_Reader(frame, 0), 0, layout.MAX_FILE_HEADER_NBYTES)
 
 
 def _decode_entry(

@@ -1,7 +1,8 @@
 """Packhorse for PyTorch: the same verbs as `safetensors.torch`.
 
-`compress` and `decompress` one tensor; `save`, `load`, `save_file`, `load_file` for a state dict. Tensors on a device are copied to the host to be packed;
-`device=` says where loaded ones go. Input is only read; what comes back is equal bit for bit.
+`compress` and `decompress` one tensor; `save`, `load`, `save_file`, `load_file` for a state dict.
+Tensors on a device are copied to the host to be packed; `device=` says where loaded ones go. Input
+is only read; what comes back is equal bit for bit.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class TorchFramework:
         return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
 
     def readable(self, tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:
-        """The tensor's bytes in C order, dtype name and shape; on a device or not contiguous, of a copy.
+        """The tensor's bytes in C order, dtype name and shape; on a device or not contiguous, of a
+        copy.
 
         Raises:
             TypeError: not a dense tensor, or of a dtype that safetensors does not have.
@@ -208,7 +210,8 @@ def save_file(
     level: Level | str = "default",
     threads: int | None = None,
 ) -> None:
-    """Writes a packed file. An existing file is replaced, at once and only when the new one is complete.
+    """Writes a packed file. An existing file is replaced, at once and only when the new one is
+    complete.
 
     Args:
         tensors: tensors by name, such as a state dict.

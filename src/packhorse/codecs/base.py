@@ -1,7 +1,8 @@
 """What all codecs share: the instruction set of a call, and views of buffers as bytes.
 
-The core has no state. Every call is told which instruction set to use: the best of this machine, unless the environment variable
-`PACKHORSE_SIMD` names another (`portable`, `avx2` or `avx512`), which tests and benchmarks do. All of them write the same bytes.
+The core has no state. Every call is told which instruction set to use: the best of this machine,
+unless the environment variable `PACKHORSE_SIMD` names another (`portable`, `avx2` or `avx512`),
+which tests and benchmarks do. All of them write the same bytes.
 """
 
 import os
@@ -109,7 +110,8 @@ STATUS_WORDS = {
 
 
 def encode_plane(plane: object, mode: Mode) -> bytes | None:
-    """The stream of one plane, from a full histogram and with nothing carried, or None if it would not be smaller than the plane (or, for rANS, if all its values are equal).
+    """The stream of one plane, from a full histogram and with nothing carried, or None if it would
+    not be smaller than the plane (or, for rANS, if all its values are equal).
 
     Args:
         plane: buffer of 1 to 2 Mi bytes.

@@ -1,6 +1,8 @@
-"""The palette codec on one plane: codes of 1 to 4 bits, rare values as escapes (docs/format.md, section 6.3).
+"""The palette codec on one plane: codes of 1 to 4 bits, rare values as escapes (docs/format.md,
+section 6.3).
 
-A frame's chunks are coded by the core in one pass; this is the step on its own, from a full histogram.
+A frame's chunks are coded by the core in one pass; this is the step on its own, from a full
+histogram.
 """
 
 from packhorse.codecs.base import ByteArray, decode_plane, encode_plane

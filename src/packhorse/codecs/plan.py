@@ -1,7 +1,9 @@
-"""Choosing how to pack a tensor: which split, which chunk size, planes or zstd. The core then chooses a mode for every plane of every chunk.
+"""Choosing how to pack a tensor: which split, which chunk size, planes or zstd. The core then
+chooses a mode for every plane of every chunk.
 
-A plan is made from samples: a few runs of 4096 units spread over the tensor for the planes, and a few pieces for zstd where repetition is likely. It costs
-well under a tenth of packing, it does not depend on the number of threads, and it says why.
+A plan is made from samples: a few runs of 4096 units spread over the tensor for the planes, and a
+few pieces for zstd where repetition is likely. It costs well under a tenth of packing, it does not
+depend on the number of threads, and it says why.
 """
 
 import math
@@ -55,7 +57,8 @@ class Plan:
 
 
 def chunk_log_for(unit_nbytes: int, n_units: int, chunk_nbytes: int = CHUNK_NBYTES) -> int:
-    """Log2 of the units of a chunk. A tensor of at most one and a half chunks is one chunk, so that no short rest is left."""
+    """Log2 of the units of a chunk. A tensor of at most one and a half chunks is one chunk, so that
+    no short rest is left."""
     log = int(math.log2(chunk_nbytes // unit_nbytes))
     if 1 << log < n_units <= 3 << (log - 1) and chunk_nbytes < ZSTD_CHUNK_NBYTES:
         return log + 1
@@ -111,7 +114,8 @@ def _estimate_planes(
 
 
 def _may_repeat(dtype: DType, estimates: list[tuple[int, int]], nbytes: int) -> bool:
-    """Whether a trial of zstd is worth its time. The last plane of real weights is noise; where it is not, the data is not weights."""
+    """Whether a trial of zstd is worth its time. The last plane of real weights is noise; where it
+    is not, the data is not weights."""
     if all(mode == Mode.CONSTANT for mode, _ in estimates):
         return False
     if Split.FLOAT not in dtype.splits and not dtype.name.startswith("F8"):

@@ -1,6 +1,7 @@
 """The plane filter: fixed-size units to one-byte planes and back (docs/format.md, section 4).
 
-Exact for every bit pattern. Frames do this inside the core, chunk by chunk; these two functions are the step on its own.
+Exact for every bit pattern. Frames do this inside the core, chunk by chunk; these two functions are
+the step on its own.
 """
 
 import numpy as np

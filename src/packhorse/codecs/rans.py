@@ -1,6 +1,8 @@
-"""The rANS codec on one plane: an order-0 entropy coder of interleaved lanes (docs/format.md, section 6.4).
+"""The rANS codec on one plane: an order-0 entropy coder of interleaved lanes (docs/format.md,
+section 6.4).
 
-A frame's chunks are coded by the core in one pass; this is the step on its own, from a full histogram.
+A frame's chunks are coded by the core in one pass; this is the step on its own, from a full
+histogram.
 """
 
 from packhorse.codecs.base import ByteArray, decode_plane, encode_plane

@@ -1,7 +1,7 @@
 """Zstandard for whole chunks (docs/format.md, mode 4): repetitive integers, ids, masks.
 
-Through the zstandard package, which releases the GIL. Each chunk is a frame of its own that declares its content size, so that a decoder knows
-what it will get before it allocates anything.
+Through the zstandard package, which releases the GIL. Each chunk is a frame of its own that
+declares its content size, so that a decoder knows what it will get before it allocates anything.
 """
 
 import zstandard
@@ -16,9 +16,10 @@ _LEVELS = {Level.FAST: 1, Level.DEFAULT: 3, Level.MAX: 12}
 
 
 def compress_chunk(chunk: ByteArray, level: Level) -> bytes:
-    """One Zstandard frame of the chunk's bytes, its content size declared, without a checksum (the chunk has its own)."""
+    """One Zstandard frame of the chunk's bytes, its content size declared, without a checksum (the
+    chunk has its own)."""
     compressor = zstandard.ZstdCompressor(level=_LEVELS[level], write_checksum=False)
-    return compressor.compress(chunk)
+    return compressor.compress(memoryview(chunk))
 
 
 def decompress_chunk(stream: ByteArray, dst: ByteArray) -> None:
@@ -35,7 +36,9 @@ def decompress_chunk(stream: ByteArray, dst: ByteArray) -> None:
                 f"zstd stream declares {parameters.content_size} bytes where {dst.size} belong"
             )
         decompressor = zstandard.ZstdDecompressor()
-        plain = decompressor.decompress(data, max_output_size=dst.size, allow_extra_data=False)
+        plain = decompressor.decompress(
+            memoryview(data), max_output_size=dst.size, allow_extra_data=False
+        )
     except zstandard.ZstdError as error:
         raise CorruptionError(f"zstd stream cannot be decoded: {error}") from error
     dst[:] = as_bytes(plain)

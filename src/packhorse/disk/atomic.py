@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
@@ -225,18 +224,23 @@ def _swap(temporary: Path, destination: Path) -> None:
             os.rename(temporary, destination)
             return
         old = temporary_beside(destination)
-        os.rename(destination, old)
         try:
+            os.rename(destination, old)
             os.rename(temporary, destination)
         except BaseException:
-            os.rename(old, destination)
+            if old.exists() and not destination.exists():
+                os.rename(old, destination)
             raise
-    shutil.rmtree(old)
+    try:
+        shutil.rmtree(old)
+    except BaseException:
+        shutil.rmtree(old, ignore_errors=True)  # interrupted: once more, and the last time
+        raise
 
 
 def temporary_beside(destination: Path) -> Path:
     """A fresh hidden name in the folder of `destination`."""
-    return destination.parent / f".packhorse-{secrets.token_hex(8)}.tmp"
+    return destination.parent / f".packhorse-{os.urandom(8).hex()}.tmp"
 
 
 def sync_folder(folder: Path) -> None:

@@ -10,6 +10,7 @@ Output is whole or absent (`atomic.py`), and the source is only ever read.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ __all__ = [
     "write_packed",
 ]
 
+# Files that are pickles by their names; what is in them is never looked at.
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 # Decoded at once by unpacking: many chunks for every thread, whole chunks and whole hash leaves.
 _WINDOW_NBYTES = 1 << 25
@@ -62,23 +64,18 @@ _WINDOW_NBYTES = 1 << 25
 class _Sink(Protocol):
     """Where a packed file goes: a file or memory."""
 
-    def write(self, data: Buffer) -> None: ...
+    def write(self, data: Buffer) -> object: ...
 
     def patch(self, offset: int, data: Buffer) -> None: ...
 
 
-class _Memory:
-    """A sink in memory."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def write(self, data: Buffer) -> None:
-        self.data += data
+class _Memory(io.BytesIO):
+    """A sink in memory; its bytes are handed out without a copy."""
 
     def patch(self, offset: int, data: Buffer) -> None:
-        view = memoryview(data)
-        self.data[offset : offset + view.nbytes] = view
+        self.seek(offset)
+        self.write(data)
+        self.seek(0, os.SEEK_END)
 
 
 def logical_nbytes(src: str | os.PathLike[str]) -> int:
@@ -199,7 +196,7 @@ def pack_tensors(
     memory = _Memory()
     coder = _Coder(resolve_level(level), resolve_threads(threads), _ignore)
     _write_stream(memory, header, buffers, coder)
-    return bytes(memory.data)
+    return memory.getvalue()
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +311,7 @@ class _Unpacker:
                 stop = min(start + _WINDOW_NBYTES, entry.nbytes)
                 piece = self._scratch[: stop - start]
                 frame.decompress_into(piece, start=start, stop=stop, threads=self._coder.threads)
-                content.update(piece)
+                content.update(piece, resolve_threads(self._coder.threads))
                 self._output.write(piece)
                 self._coder.progress(piece.nbytes)
             content.check(frame, entry.name, offset)

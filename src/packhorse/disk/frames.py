@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import BinaryIO
 
-import xxhash
+import numpy as np
 
+from packhorse.codecs.base import ByteArray, as_bytes
+from packhorse.codecs.content import empty_leaves, hash_leaves, hash_root
 from packhorse.disk.header import TensorEntry
 from packhorse.disk.packed_header import PackedHeader
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.frame import Frame
-from packhorse.layout import CONTENT_LEAF_NBYTES
 
 __all__ = ["ContentHasher", "blaming", "check_frame", "map_region", "open_frame"]
 
@@ -94,13 +95,11 @@ class ContentHasher:
     """The content hash (docs/format.md, section 7) of a tensor that comes in pieces."""
 
     def __init__(self) -> None:
-        self._leaves = bytearray()
+        self._leaves: list[ByteArray] = []
 
-    def update(self, piece: memoryview) -> None:
+    def update(self, piece: memoryview, threads: int = 1) -> None:
         """Take the next bytes: whole leaves, but for the last piece."""
-        for start in range(0, piece.nbytes, CONTENT_LEAF_NBYTES):
-            leaf = piece[start : start + CONTENT_LEAF_NBYTES]
-            self._leaves += xxhash.xxh3_128_digest(leaf)
+        self._leaves.append(hash_leaves(as_bytes(piece), threads))
 
     def check(self, frame: Frame, name: str, offset: int) -> None:
         """Compare with the hash in the frame.
@@ -108,12 +107,7 @@ class ContentHasher:
         Raises:
             CorruptionError: they differ.
         """
-        if not self._leaves:
-            digest = xxhash.xxh3_128_digest(b"")
-        elif len(self._leaves) == len(frame.content_hash):
-            digest = bytes(self._leaves)
-        else:
-            digest = xxhash.xxh3_128_digest(self._leaves)
+        digest = hash_root(np.concatenate([empty_leaves(0), *self._leaves]))
         if digest != frame.content_hash:
             raise CorruptionError(
                 f"tensor {name!r} at byte {offset}: the content hash of the decoded bytes is "

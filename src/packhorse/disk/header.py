@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from packhorse.disk.strict_json import check_text, json_kind, parse_json
 from packhorse.errors import CompatibilityError, CorruptionError, TruncationError
-from packhorse.layout import DTYPE_BY_NAME, MAX_DIMS, MAX_FILE_HEADER_NBYTES
+from packhorse.layout import DTYPE_BY_NAME, MAX_BITS, MAX_DIMS, MAX_FILE_HEADER_NBYTES
 
 __all__ = [
     "LENGTH_NBYTES",
@@ -35,7 +35,6 @@ __all__ = [
 LENGTH_NBYTES = 8  # the u64 before the JSON
 METADATA_KEY = "__metadata__"
 _ALIGNMENT = 8  # the library pads the JSON with spaces to a multiple of this
-_MAX_PRODUCT = 1 << 63
 _FIELDS = ("dtype", "shape", "data_offsets")
 _PEEK_NBYTES = 64
 
@@ -276,7 +275,7 @@ def _sizes(value: object, where: str) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise CorruptionError(f"{where} must be a list of integers, and is {json_kind(value)}")
     for item in value:
-        if type(item) is not int or not 0 <= item < _MAX_PRODUCT:
+        if type(item) is not int or not 0 <= item < MAX_BITS:
             raise CorruptionError(f"{where}: {item!r:.40} is not an integer from 0 to 2^63 - 1")
     return tuple(value)
 
@@ -298,7 +297,7 @@ def _check_size(entry: TensorEntry, where: str) -> None:
         raise CompatibilityError(f"{where} has {found}, and at most {MAX_DIMS} are supported")
     bits = DTYPE_BY_NAME[entry.dtype].bits
     # As in a frame, a dimension of zero must not hide that the others overflow.
-    if math.prod(max(size, 1) for size in entry.shape) * bits >= _MAX_PRODUCT:
+    if math.prod(max(size, 1) for size in entry.shape) * bits >= MAX_BITS:
         raise CorruptionError(f"{where}: shape {list(entry.shape)} is larger than any memory")
     numel = math.prod(entry.shape)
     if numel * bits != entry.nbytes * 8:

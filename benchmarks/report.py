@@ -1,0 +1,307 @@
+"""The tables of a measurement as Markdown, for the terminal, docs/benchmarks.md and README.md.
+
+Everything here is a function of the JSON that run.py, memory.py and import_time.py keep; nothing is
+measured. A ratio never stands without both speeds, and every figure in which a rival is ahead of
+our default level is listed.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["document", "heading", "losses", "readme", "summary", "table"]
+
+OURS = "packhorse"
+RIVAL = "zipnn"
+CEILING = "np.copyto"
+Row = dict[str, Any]
+Result = dict[str, Any]
+
+# What the README shows of the main run: few codecs on few data sets, one thread.
+README_BEGIN = "<!-- benchmarks: begin -->"
+README_END = "<!-- benchmarks: end -->"
+README_DATA = {
+    "model_bf16": "bf16",
+    "model_fp32": "fp32",
+    "model_fp16": "fp16",
+    "fp8_e4m3": "fp8 (e4m3)",
+}
+README_CODECS = {
+    "packhorse": "**packhorse**",
+    "packhorse-fast": "**packhorse**, level fast",
+    "zipnn": "zipnn",
+    "openzl": "openzl",
+    "zstandard-3": "zstd, level 3",
+    CEILING: "memory copy",
+}
+
+INTRODUCTION = """# Benchmarks
+
+Written by `python benchmarks/run.py --write` from `benchmarks/results/`; do not edit by hand.
+
+- Ratio is original over packed bytes, headers counted. Speeds are 10^9 bytes of the original a
+  second, through Python: the median of the rounds, with the least and the greatest in brackets.
+- Every codec proves its round trip bit for bit first. Then the rounds go from codec to codec in one
+  process. One thread is pinned to a core and timed by processor time, two threads by the clock.
+- Memory is recycled: malloc keeps what is freed, and codecs that can write into existing memory do.
+- `x zipnn`: encode / decode speed over zipnn's with as many threads. `of copy`: the share of
+  np.copyto's speed on one thread. `two threads`: speed over that of one thread, both by the clock.
+- `packhorse` is our default level. zipnn overwrites its input, so it gets a scratch copy that is
+  not timed. openzl runs graphs made by hand for each dtype: the fastest that splits it (`openzl`)
+  and the densest (`openzl-fse`).
+"""
+
+
+def heading(dataset: Row) -> str:
+    """The heading of a data set's table."""
+    return f"### {dataset['name']} ({dataset['nbytes'] / 1e6:.1f} MB): {dataset['source']}"
+
+
+def table(rows: list[Row]) -> str:
+    """The Markdown table of one data set, one line for each codec and number of threads."""
+    lines = [
+        "| codec | threads | ratio | encode GB/s | decode GB/s | x zipnn | of copy |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in rows:
+        cells = [
+            f"**{row['codec']}**" if row["codec"].startswith(OURS) else row["codec"],
+            str(row["threads"]),
+            _ratio(row["ratio"]),
+            _spread(row["encode"]),
+            _spread(row["decode"]),
+            _relative(row, _find(rows, RIVAL, row["threads"]), "{:.2f}"),
+            _relative(row, _find(rows, CEILING, 1), "{:.0%}"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.4f}" if ratio < 100 else f"{ratio:.0f}"
+
+
+def _spread(speeds: list[float]) -> str:
+    median, low, high = speeds
+    return f"{median:.2f} ({low:.2f}-{high:.2f})"
+
+
+def _relative(row: Row, other: Row | None, form: str) -> str:
+    if other is None:
+        return ""
+    return " / ".join(form.format(row[way][0] / other[way][0]) for way in ("encode", "decode"))
+
+
+def _find(rows: list[Row], codec: str, threads: int) -> Row | None:
+    found = (row for row in rows if row["codec"] == codec and row["threads"] == threads)
+    return next(found, None)
+
+
+def _of_set(result: Result, name: str) -> list[Row]:
+    return [row for row in result["rows"] if row["data"] == name]
+
+
+def summary(result: Result) -> str:
+    """Our default level on every data set beside zipnn's speed, then the packed files."""
+    parts = ["## Our default level at a glance", "", _glance(result)]
+    if result["files"]:
+        parts += ["", "## The model as whole files, packed and unpacked byte for byte", ""]
+        parts.append(_files(result["files"]))
+    return "\n".join(parts)
+
+
+def _glance(result: Result) -> str:
+    lines = [
+        "| data | ratio | zipnn | encode GB/s | decode GB/s | x zipnn | of copy | two threads |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for dataset in result["data"]:
+        rows = _of_set(result, dataset["name"])
+        ours, rival = _find(rows, OURS, 1), _find(rows, RIVAL, 1)
+        if ours is None:
+            continue
+        cells = [
+            dataset["name"],
+            _ratio(ours["ratio"]),
+            _ratio(rival["ratio"]) if rival else "",
+            f"{ours['encode'][0]:.2f}",
+            f"{ours['decode'][0]:.2f}",
+            _relative(ours, rival, "{:.2f}"),
+            _relative(ours, _find(rows, CEILING, 1), "{:.0%}"),
+            _gain(ours, _find(rows, OURS, 2)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _gain(one: Row, two: Row | None) -> str:
+    """Encode and decode speed of two threads over one, both by the wall clock."""
+    if two is None:
+        return ""
+    ways = ("encode_wall", "decode_wall")
+    return " / ".join(f"{two[way] / one[way]:.2f}" for way in ways)
+
+
+def _files(rows: list[Row]) -> str:
+    lines = ["| file | size | packed | ratio |", "|---|--:|--:|--:|"]
+    lines += [
+        f"| {row['file']} | {row['nbytes']:,} | {row['packed_nbytes']:,} | {row['ratio']:.4f} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def losses(result: Result) -> str:
+    """Every figure in which a rival is ahead of our default level, as a table."""
+    lines = ["| data | threads | rival | ahead in | rival's | ours |", "|---|--:|---|---|--:|--:|"]
+    for dataset in result["data"]:
+        rows = _of_set(result, dataset["name"])
+        for row in rows:
+            ours = _find(rows, OURS, row["threads"])
+            if ours and not row["codec"].startswith((OURS, CEILING)):
+                lines += _ahead(row, ours)
+    return "\n".join(lines) if len(lines) > 2 else "None in this run."
+
+
+def _ahead(rival: Row, ours: Row) -> list[str]:
+    """Lines for what is better and also looks better at the precision of the tables."""
+    ratio = _ratio(rival["ratio"])
+    pairs = [("ratio", rival["ratio"], ours["ratio"], _ratio)]
+    for way in ("encode", "decode"):
+        pairs.append((f"{way} (ratio {ratio})", rival[way][0], ours[way][0], "{:.2f}".format))
+    return [
+        f"| {rival['data']} | {rival['threads']} | {rival['codec']} | {note} "
+        f"| {form(theirs)} | {form(mine)} |"
+        for note, theirs, mine, form in pairs
+        if theirs > mine and form(theirs) != form(mine)
+    ]
+
+
+def document(results: Path) -> str:
+    """The whole of docs/benchmarks.md.
+
+    Args:
+        results: the folder of JSON files that `--write` keeps.
+    """
+    loaded = _load(results)
+    runs = sorted((r for r in loaded if r["kind"] == "codecs"), key=_is_special)
+    parts = [INTRODUCTION]
+    for run in runs:
+        parts.append(_forced(run) if _is_special(run) else _main(run))
+    parts += [_costs(r) for r in loaded if r["kind"] in _COSTS]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def readme(text: str, results: Path) -> str:
+    """README.md with the table between its two markers made anew from the main run.
+
+    Args:
+        text: README.md as it is.
+        results: the folder of JSON files that `--write` keeps.
+
+    Returns:
+        The new text; the same where there is no main run yet.
+
+    Raises:
+        ValueError: a marker is missing.
+    """
+    before, begin, rest = text.partition(README_BEGIN)
+    _, end, after = rest.partition(README_END)
+    if not begin or not end:
+        raise ValueError(f"README.md needs the lines {README_BEGIN!r} and {README_END!r}")
+    runs = [run for run in _load(results) if run["kind"] == "codecs" and not _is_special(run)]
+    if not runs:
+        return text
+    return f"{before}{begin}\n{_readme_table(runs[0])}\n{end}{after}"
+
+
+def _readme_table(run: Result) -> str:
+    m = run["machine"]
+    names = " | ".join(README_DATA.values())
+    lines = [f"| one thread | {names} |", "|---|" + "---|" * len(README_DATA)]
+    for codec, label in README_CODECS.items():
+        found = [_find(_of_set(run, name), codec, 1) for name in README_DATA]
+        lines.append(f"| {label} | {' | '.join(_readme_cell(row) for row in found)} |")
+    lines += ["", f"{m['cpu']}, {run['path']} path."]
+    return "\n".join(lines)
+
+
+def _readme_cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['ratio']:.3f} ({row['encode'][0]:.2f} / {row['decode'][0]:.2f})"
+
+
+def _load(results: Path) -> list[Result]:
+    return [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+
+
+def _is_special(run: Result) -> bool:
+    return bool(run["simd"] != "auto" or run["fresh_memory"])
+
+
+def _machine(run: Result) -> str:
+    m = run["machine"]
+    packages = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
+    limit = f" on the first {run['limit_nbytes'] / 1e6:.0f} MB" if run["limit_nbytes"] else ""
+    sentences = [
+        f"{m['cpu']} (family/model/stepping {m['family_model_stepping']}), {m['cores']} cores, "
+        f"{m['memory_gib']} GiB; {' '.join(m['flags'])}",
+        f"{m['system']}, Python {m['python']}; {packages}",
+        f"packhorse on its {run['path']} path",
+        f"{run['rounds']} rounds{limit}; load {run['load_before']:.1f} before, "
+        f"{run['load_after']:.1f} after",
+    ]
+    return ".\n".join(sentences) + "."
+
+
+def _main(run: Result) -> str:
+    parts = ["## Machine", "", _machine(run), "", summary(run), "", "## Every codec", ""]
+    for dataset in run["data"]:
+        parts += [heading(dataset), "", table(_of_set(run, dataset["name"])), ""]
+    parts += ["## Where a rival is ahead of our default level", "", losses(run), ""]
+    parts += ["## Data", "", _hashes(run), ""]
+    return "\n".join(parts)
+
+
+def _hashes(run: Result) -> str:
+    lines = ["| data | dtype | bytes | SHA-256 |", "|---|---|--:|---|"]
+    lines += [
+        f"| {d['name']} | {d['dtype']} | {d['nbytes']:,} | `{d['sha256']}` |" for d in run["data"]
+    ]
+    return "\n".join(lines)
+
+
+def _forced(run: Result) -> str:
+    """The short section of a run on a forced code path, or with fresh memory."""
+    title = f"forced to the {run['simd']} path" if run["simd"] != "auto" else "fresh memory"
+    parts = [f"## The same, {title}", "", _machine(run), ""]
+    for dataset in run["data"]:
+        parts += [heading(dataset), "", table(_of_set(run, dataset["name"])), ""]
+    return "\n".join(parts)
+
+
+def _memory(cost: Result) -> str:
+    mib = {key: f"{cost[key] / 2**20:.0f} MiB" for key in cost if key.endswith("_nbytes")}
+    return (
+        "## Memory of packing\n\n"
+        f"`python benchmarks/memory.py --write`: a file of {cost['n_tensors']} tensors of "
+        f"{mib['tensor_nbytes']} is packed with a peak of {mib['pack_above_nbytes']} above the "
+        f"interpreter with the package loaded, and unpacked with {mib['unpack_above_nbytes']}.\n"
+    )
+
+
+def _import_time(cost: Result) -> str:
+    return (
+        "## Time of importing\n\n"
+        "`python benchmarks/import_time.py --write`: `import packhorse` takes "
+        f"{cost['above_numpy_s'] * 1e3:.0f} ms more than `import numpy` (medians of "
+        f"{cost['rounds']} runs each) and loads no torch.\n"
+    )
+
+
+_COSTS = {"memory": _memory, "import_time": _import_time}
+
+
+def _costs(cost: Result) -> str:
+    return _COSTS[cost["kind"]](cost)

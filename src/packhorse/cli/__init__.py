@@ -1,0 +1,40 @@
+"""The `packhorse` command: pack, unpack, inspect, verify and bench.
+
+This module is the entry point and imports nothing outside the standard library until it is
+called, so that a missing extra is told in one line. The rest of the folder: `app` declares the
+verbs and their options; `jobs` turns the paths of a command line into work; `actions` does the
+work on the disk hop; `measure` times codecs in memory; `render` draws tables, bars and progress;
+`failures` holds the exit codes and words every error as one line. Actions never draw, and
+`render` never touches a file.
+
+What was asked for goes to standard output; progress and errors go to standard error, progress on
+a terminal alone.
+"""
+
+import sys
+
+__all__ = ["main"]
+
+MISSING_PACKAGE_EXIT_CODE = 4
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        args: words of the command line without the program's name; None takes those of the process.
+
+    Returns:
+        The exit code; `packhorse --help` lists them.
+    """
+    try:
+        from packhorse.cli import app
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in {"typer", "rich"}:
+            raise
+        sys.stderr.write(
+            f"packhorse: error: the command line needs {error.name}, which is not installed: "
+            "run `pip install packhorse[cli]`\n"
+        )
+        return MISSING_PACKAGE_EXIT_CODE
+    return app.run(args)

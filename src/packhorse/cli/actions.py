@@ -1,0 +1,216 @@
+"""What the verbs do: one source in, one row out. Nothing here draws, prints or exits.
+
+The disk hop does the work; this module picks its half for files or for folders, takes the time,
+and turns its results into the rows that are shown.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TypeAlias
+
+import packhorse
+from packhorse.cli.failures import UsageError
+from packhorse.cli.jobs import Job, packed_files
+from packhorse.cli.measure import Settings, bench_file
+from packhorse.cli.rows import (
+    BenchedFile,
+    FileRow,
+    InspectedFile,
+    PlaneRow,
+    PlannedFile,
+    PlanRow,
+    ProblemRow,
+    TensorRow,
+    VerifiedFile,
+    gb_per_s,
+    ratio,
+)
+from packhorse.disk import (
+    FileResult,
+    FolderResult,
+    TensorPlan,
+    folder_logical_nbytes,
+    logical_nbytes,
+    pack_file,
+    pack_folder,
+    plan_file,
+    plan_folder,
+    unpack_file,
+    unpack_folder,
+    verify_file,
+    verify_folder,
+)
+from packhorse.disk.header import read_header
+from packhorse.disk.packed_header import is_packed
+from packhorse.errors import PackhorseError
+from packhorse.frame import Frame
+
+__all__ = ["Watch", "bench", "inspect", "pack", "plan", "unpack", "verify"]
+
+# Opens a progress display for a title and a number of bytes; what it yields takes bytes done.
+Watch: TypeAlias = Callable[[str, int | None], AbstractContextManager[Callable[[int], None] | None]]
+
+
+def pack(job: Job, *, level: str, threads: int | None, force: bool, watch: Watch) -> FileRow:
+    """Pack a file or a folder."""
+    run = pack_folder if job.is_folder else pack_file
+    with watch(f"pack {job.src.name}", _nbytes(job.src)) as progress:
+        start = time.perf_counter()
+        result = run(job.src, job.dst, level=level, threads=threads, force=force, progress=progress)
+        return _file_row(result, time.perf_counter() - start)
+
+
+def unpack(job: Job, *, threads: int | None, force: bool, watch: Watch) -> FileRow:
+    """Unpack a file or a folder."""
+    run = unpack_folder if job.is_folder else unpack_file
+    with watch(f"unpack {job.src.name}", _nbytes(job.src)) as progress:
+        start = time.perf_counter()
+        result = run(job.src, job.dst, threads=threads, force=force, progress=progress)
+        return _file_row(result, time.perf_counter() - start)
+
+
+def plan(job: Job, *, level: str) -> list[PlannedFile]:
+    """Say what packing would do, from samples; a row for each model file."""
+    if not job.is_folder:
+        return [_planned(job.src, job.dst, plan_file(job.src, level=level))]
+    return [
+        _planned(job.src / file, job.dst / file, plans)
+        for file, plans in plan_folder(job.src, level=level)
+    ]
+
+
+def inspect(path: Path) -> list[InspectedFile]:
+    """Describe a packed file, or every packed file of a folder; no tensor is decoded."""
+    return [_inspect_file(file) for file in packed_files(path)]
+
+
+def verify(path: Path, *, threads: int | None, watch: Watch) -> VerifiedFile:
+    """Compare all checksums of a packed file or folder, and go on after a bad one."""
+    run = verify_folder if path.is_dir() else verify_file
+    files = packed_files(path)
+    with watch(f"verify {path.name}", _nbytes(path)) as progress:
+        start = time.perf_counter()
+        problems = run(path, threads=threads, progress=progress)
+        seconds = time.perf_counter() - start
+    return VerifiedFile(
+        path=str(path),
+        ok=not problems,
+        n_files=len(files),
+        packed_nbytes=sum(file.stat().st_size for file in files),
+        seconds=seconds,
+        problems=[
+            ProblemRow(str(problem.path), problem.tensor, problem.offset, problem.message)
+            for problem in problems
+        ],
+    )
+
+
+def bench(path: Path, settings: Settings, watch: Watch) -> BenchedFile:
+    """Time the codecs on a file's tensors, in memory."""
+    header = read_header(path)
+    if is_packed(header):
+        raise UsageError(f"{path}: packed; bench takes the original: unpack it first")
+    with watch(f"bench {path.name}", header.data_nbytes) as progress:
+        rows = bench_file(path, settings, progress)
+    return BenchedFile(
+        path=str(path),
+        level=settings.level,
+        threads=settings.threads,
+        bit_exact=all(row.bit_exact for row in rows),
+        dtypes=rows[:-1],
+        total=rows[-1],
+    )
+
+
+def _nbytes(path: Path) -> int | None:
+    """What progress counts up to; None where a bad header hides it: the work will report that."""
+    try:
+        return folder_logical_nbytes(path) if path.is_dir() else logical_nbytes(path)
+    except PackhorseError:
+        return None
+
+
+def _file_row(result: FileResult | FolderResult, seconds: float) -> FileRow:
+    files = result.files if isinstance(result, FolderResult) else (result,)
+    return FileRow(
+        src=str(result.source),
+        dst=str(result.output),
+        n_files=len(files),
+        n_copied=result.n_copied if isinstance(result, FolderResult) else 0,
+        n_tensors=sum(len(file.tensors) for file in files),
+        nbytes=result.original_nbytes,
+        packed_nbytes=result.packed_nbytes,
+        ratio=result.ratio,
+        seconds=seconds,
+        gb_per_s=gb_per_s(result.original_nbytes, seconds),
+    )
+
+
+def _planned(src: Path, dst: Path, plans: list[TensorPlan]) -> PlannedFile:
+    nbytes = sum(item.nbytes for item in plans)
+    estimated = sum(item.plan.estimated_nbytes for item in plans)
+    return PlannedFile(
+        src=str(src),
+        dst=str(dst),
+        nbytes=nbytes,
+        estimated_nbytes=estimated,
+        ratio=ratio(nbytes, estimated),
+        tensors=[_plan_row(item) for item in plans],
+    )
+
+
+def _plan_row(item: TensorPlan) -> PlanRow:
+    return PlanRow(
+        name=item.name,
+        dtype=item.dtype,
+        shape=item.shape,
+        nbytes=item.nbytes,
+        estimated_nbytes=item.plan.estimated_nbytes,
+        ratio=ratio(item.nbytes, item.plan.estimated_nbytes),
+        level=item.plan.level.name.lower(),
+        split=item.plan.split.name.lower(),
+        reason=item.plan.reason,
+    )
+
+
+def _inspect_file(path: Path) -> InspectedFile:
+    with packhorse.open_file(path, framework="np") as file:
+        tensors = [_tensor_row(name, file.frame(name)) for name in file.offset_keys()]
+        metadata = file.metadata()
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    packed_nbytes = path.stat().st_size
+    return InspectedFile(
+        path=str(path),
+        nbytes=nbytes,
+        packed_nbytes=packed_nbytes,
+        ratio=ratio(nbytes, packed_nbytes),
+        metadata=metadata or {},
+        tensors=tensors,
+    )
+
+
+def _tensor_row(name: str, frame: Frame) -> TensorRow:
+    return TensorRow(
+        name=name,
+        dtype=frame.dtype,
+        shape=frame.shape,
+        nbytes=frame.logical_nbytes,
+        packed_nbytes=frame.nbytes,
+        ratio=frame.ratio,
+        level=frame.level.name.lower() if frame.level else "unknown",
+        split=frame.split.name.lower(),
+        n_chunks=frame.n_chunks,
+        content_hash=frame.content_hash.hex(),
+        planes=[
+            PlaneRow(
+                name=plane.name,
+                nbytes=plane.logical_nbytes,
+                packed_nbytes=plane.nbytes,
+                ratio=ratio(plane.logical_nbytes, plane.nbytes),
+                modes={mode.name.lower(): n for mode, n in plane.modes.items()},
+            )
+            for plane in frame.planes()
+        ],
+    )

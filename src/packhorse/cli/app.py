@@ -1,0 +1,336 @@
+"""The verbs and their options, as typer declares them, and how a run of the program ends.
+
+Every verb takes several sources, goes on after one that fails, and returns the exit code of the
+first failure. Exceptions become one line and an exit code here and nowhere else. A signal ends
+the run by way of an exception, so that whatever was being written is removed on the way out.
+"""
+
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn, Protocol, TypeVar
+
+import typer
+
+import packhorse
+from packhorse.cli import actions, render
+from packhorse.cli.failures import EXPECTED, ExitCode, Stopped, describe, exit_code
+from packhorse.cli.jobs import Job, pack_jobs, unpack_jobs
+from packhorse.cli.measure import Settings
+from packhorse.cli.rows import BenchedFile, ErrorRow, FileRow, VerifiedFile
+from packhorse.frame import resolve_threads
+from packhorse.layout import FRAME_VERSION
+
+__all__ = ["run"]
+
+_EPILOG = """
+Exit codes: 0 all went well; 1 the data is bad, or verify found something; 2 the command line is
+wrong, or an output exists; 3 the system refused (missing file, permissions, full disk, memory);
+4 an optional package is missing; 128 + n ended by signal n.
+"""
+
+_app = typer.Typer(
+    name="packhorse",
+    help="Pack model files without loss: smaller on disk, bit-exact when unpacked.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class LevelName(StrEnum):
+    """Names of the levels on the command line."""
+
+    FAST = "fast"
+    DEFAULT = "default"
+    MAX = "max"
+
+
+# typer's own check of paths (readable) is off: failures.py words what the system says.
+Models = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="SRC",
+        readable=False,
+        help="Safetensors files or model folders.",
+        show_default=False,
+    ),
+]
+Packed = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="SRC", readable=False, help="Packed files or folders.", show_default=False
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        readable=False,
+        metavar="DST",
+        help="Output; a folder for several.",
+        show_default=False,
+    ),
+]
+Level = Annotated[
+    LevelName,
+    typer.Option("--level", "-l", help="Speed against size. Every level is lossless."),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads", "-t", min=1, help="How many; by default all cores, at most 8.",
+        show_default=False,
+    ),
+]  # fmt: skip
+Force = Annotated[bool, typer.Option("--force", "-f", help="Replace an output that exists.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+
+
+def run(args: list[str] | None) -> int:
+    """Run the program.
+
+    Args:
+        args: words of the command line without the program's name; None takes those of the process.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        with _signals():
+            _app(args=args, prog_name="packhorse")
+    except SystemExit as ended:  # how typer ends every run, with its own usage errors as 2
+        return ended.code if isinstance(ended.code, int) else ExitCode.USAGE
+    except Stopped as stopped:
+        name = signal.Signals(stopped.number).name
+        render.error_line(f"stopped by {name}; unfinished output was removed")
+        return 128 + stopped.number
+    except EXPECTED as error:
+        render.error_line(describe(error))
+        return exit_code(error)
+    return ExitCode.OK
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"packhorse {packhorse.__version__} (format {FRAME_VERSION})")
+        raise typer.Exit
+
+
+@_app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    # Options of the whole program; the help text is that of the app.
+    pass
+
+
+@_app.command(no_args_is_help=True)
+def pack(
+    src: Models,
+    output: Output = None,
+    level: Level = LevelName.DEFAULT,
+    threads: Threads = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "-n", help="Say what would be done; write nothing.")
+    ] = False,
+    force: Force = False,
+    json: Json = False,
+) -> None:
+    """Pack model files, or model folders with their shards.
+
+    X.safetensors becomes X.ph.safetensors beside it, and a folder X becomes a folder X.ph:
+    its shards packed, their index rewritten, all other files copied. The source is never changed.
+
+    Examples:
+
+    - `packhorse pack model.safetensors`
+    - `packhorse pack model.safetensors -o small.ph.safetensors --level max`
+    - `packhorse pack path/to/model-folder --dry-run`
+    """
+
+    def work(job: Job) -> list[FileRow]:
+        return [
+            actions.pack(
+                job, level=level.value, threads=threads, force=force, watch=render.progress
+            )
+        ]
+
+    jobs = pack_jobs(src, output, force=force or dry_run)
+    if dry_run:
+        _each(jobs, lambda job: actions.plan(job, level=level.value), render.plan_table, json)
+    else:
+        _each(jobs, work, render.packed_line, json)
+
+
+@_app.command(no_args_is_help=True)
+def unpack(
+    src: Packed,
+    output: Output = None,
+    threads: Threads = None,
+    force: Force = False,
+    json: Json = False,
+) -> None:
+    """Give back the original files or folders, byte for byte.
+
+    X.ph.safetensors becomes X.safetensors beside it, and a folder X.ph becomes a folder X.
+
+    Examples:
+
+    - `packhorse unpack model.ph.safetensors`
+    - `packhorse unpack model-folder.ph -o restored`
+    """
+
+    def work(job: Job) -> list[FileRow]:
+        return [actions.unpack(job, threads=threads, force=force, watch=render.progress)]
+
+    _each(unpack_jobs(src, output, force=force), work, render.unpacked_line, json)
+
+
+@_app.command(no_args_is_help=True)
+def inspect(src: Packed, json: Json = False) -> None:
+    """Show the tensors of packed files: planes, modes, ratios, and a bar of what each plane takes.
+
+    Examples:
+
+    - `packhorse inspect model.ph.safetensors`
+    - `packhorse inspect model-folder.ph --json`
+    """
+    _each(map(_Source, src), lambda job: actions.inspect(job.src), render.inspect_table, json)
+
+
+@_app.command(no_args_is_help=True)
+def verify(src: Packed, threads: Threads = None, json: Json = False) -> None:
+    """Check every checksum of packed files or folders; exit with 1 and list whatever is bad.
+
+    Examples:
+
+    - `packhorse verify model.ph.safetensors`
+    - `packhorse verify model-folder.ph other.ph.safetensors`
+    """
+
+    def work(job: _Source) -> list[VerifiedFile]:
+        return [actions.verify(job.src, threads=threads, watch=render.progress)]
+
+    rows = _each(map(_Source, src), work, render.verify_lines, json)
+    if not all(row.ok for row in rows):
+        raise typer.Exit(ExitCode.BAD_DATA)
+
+
+@_app.command(no_args_is_help=True)
+def bench(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", readable=False, help="An ordinary safetensors file.", show_default=False
+        ),
+    ],
+    level: Level = LevelName.DEFAULT,
+    threads: Threads = None,
+    repeat: Annotated[
+        int, typer.Option("--repeat", "-r", min=1, help="Timed runs; the best counts.")
+    ] = 3,
+    json: Json = False,
+) -> None:
+    """Pack and unpack a file's tensors in memory; show ratio and speed for each dtype.
+
+    Nothing is written. Speeds are uncompressed GB (10^9 bytes) per second between recycled buffers.
+
+    Examples:
+
+    - `packhorse bench model.safetensors`
+    - `packhorse bench model.safetensors --level fast --threads 1`
+    """
+    settings = Settings(level.value, resolve_threads(threads), repeat)
+
+    def work(job: _Source) -> list[BenchedFile]:
+        return [actions.bench(job.src, settings, render.progress)]
+
+    rows = _each([_Source(file)], work, render.bench_table, json)
+    if not all(row.bit_exact for row in rows):
+        raise typer.Exit(ExitCode.BAD_DATA)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A source without an output."""
+
+    src: Path
+
+
+class _HasSource(Protocol):
+    @property
+    def src(self) -> Path: ...
+
+
+J = TypeVar("J", bound=_HasSource)
+R = TypeVar("R")
+
+
+def _each(
+    jobs: Iterable[J], work: Callable[[J], list[R]], show: Callable[[R], None], json: bool
+) -> list[R]:
+    """Do the jobs in turn, showing each result at once, or all of them as JSON at the end.
+
+    Raises:
+        typer.Exit: at least one job failed; the code is that of the first, and all went on.
+    """
+    rows: list[R] = []
+    errors: list[ErrorRow] = []
+    for job in jobs:
+        try:
+            done = work(job)
+        except EXPECTED as error:
+            errors.append(ErrorRow(str(job.src), exit_code(error), describe(error, job.src)))
+            render.error_line(errors[-1].message)
+            continue
+        rows += done
+        if not json:
+            for row in done:
+                show(row)
+    if json:
+        render.json_document(rows, errors)
+    if errors:
+        raise typer.Exit(errors[0].exit_code)
+    return rows
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Turn signals that ask a process to end into `Stopped`; let a closed pipe end it quietly.
+
+    A signal that the parent process chose to ignore stays ignored. Outside the main thread, where
+    Python allows no handlers, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in (*ending, signal.SIGPIPE)}
+    try:
+        for number in ending:
+            if before[number] is not signal.SIG_IGN:
+                signal.signal(number, _stop)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    raise Stopped(number)

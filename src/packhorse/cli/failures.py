@@ -1,0 +1,93 @@
+"""Exit codes, and every failure as one line that names the file, the place and the remedy.
+
+A failure is wherever an expected exception meets the path it is about. Exceptions that are not
+expected here are bugs and keep their traceback. Messages of `packhorse.errors` already carry the
+tensor and the byte offset; what the operating system says gets its remedy here.
+"""
+
+import errno
+from enum import IntEnum
+from pathlib import Path
+
+from packhorse.errors import MissingBackendError, PackhorseError
+
+__all__ = ["EXPECTED", "ExitCode", "Stopped", "UsageError", "describe", "exit_code"]
+
+
+class ExitCode(IntEnum):
+    """What the process returns; part of the public interface. A signal gives 128 + its number."""
+
+    OK = 0
+    BAD_DATA = 1
+    USAGE = 2
+    IO = 3
+    MISSING_PACKAGE = 4
+
+
+class UsageError(ValueError):
+    """The command line asks for something that Packhorse does not do; nothing was started."""
+
+
+class Stopped(BaseException):
+    """The process was asked to end by a signal; like KeyboardInterrupt, only clean-up may catch it.
+
+    Attributes:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+EXPECTED = (PackhorseError, OSError, ValueError, TypeError, MemoryError)
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space, or write elsewhere with -o",
+    errno.EDQUOT: "free some of your quota, or write elsewhere with -o",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or write elsewhere with -o",
+    errno.EACCES: "check the permissions, or write elsewhere with -o",
+    errno.EPERM: "check the permissions, or write elsewhere with -o",
+    errno.EROFS: "write elsewhere with -o",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+}
+
+
+def exit_code(error: BaseException) -> ExitCode:
+    """The exit code that an exception leads to."""
+    if isinstance(error, MissingBackendError):
+        return ExitCode.MISSING_PACKAGE
+    if isinstance(error, PackhorseError):
+        return ExitCode.BAD_DATA
+    if isinstance(error, FileExistsError):
+        return ExitCode.USAGE
+    if isinstance(error, OSError | MemoryError):
+        return ExitCode.IO
+    return ExitCode.USAGE
+
+
+def describe(error: BaseException, path: Path | None = None) -> str:
+    """One line for a failure.
+
+    Args:
+        error: what was raised.
+        path: the file that was being worked on, named in front unless the message names it already.
+
+    Returns:
+        The line, without the program's name and without a line break.
+    """
+    text = " ".join(_text(error).split())
+    named = getattr(error, "filename", None) or path
+    return text if named is None or str(named) in text else f"{named}: {text}"
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return "not enough memory for its largest tensor; use a machine with more"
+    if not isinstance(error, OSError) or error.errno is None:
+        return str(error) or type(error).__name__
+    remedy = _REMEDIES.get(error.errno)
+    reason = (error.strerror or "the system refused").lower()
+    return f"{reason}; {remedy}" if remedy else reason

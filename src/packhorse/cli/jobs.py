@@ -1,0 +1,137 @@
+"""From the paths of a command line to jobs: what is read, and where the result goes.
+
+A source is a file or a model folder. Without `-o` the result stands beside it: `X.safetensors`
+and `X.ph.safetensors`, a folder `X` and `X.ph`. With several sources `-o` names a folder for all
+results. What can be known at once is refused at once, so that the last of ten files does not fail
+after an hour for a reason that was plain at the start; the disk hop checks each again when its
+turn comes.
+"""
+
+import errno
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from packhorse.cli.failures import UsageError
+from packhorse.disk.atomic import check_output_file
+from packhorse.disk.folder_index import packed_name, plain_name
+from packhorse.layout import FILE_SUFFIX
+
+__all__ = ["Job", "check_source", "pack_jobs", "packed_files", "unpack_jobs"]
+
+FOLDER_SUFFIX = ".ph"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One source and its output.
+
+    Attributes:
+        src: a file or a folder that exists.
+        dst: where the result goes; of the same kind.
+        is_folder: whether both are folders.
+    """
+
+    src: Path
+    dst: Path
+    is_folder: bool
+
+
+def pack_jobs(sources: Iterable[Path], output: Path | None, *, force: bool) -> list[Job]:
+    """Jobs that pack.
+
+    Args:
+        sources: files and folders.
+        output: `-o`, or None for beside each source.
+        force: outputs that exist may be replaced.
+
+    Returns:
+        One job for each source, in order.
+
+    Raises:
+        OSError: a source is missing, or an output exists and `force` is False.
+        ValueError: an output is not to be written: an input, another source's, or of unclear name.
+    """
+    return _jobs(sources, output, _packed_name, force)
+
+
+def unpack_jobs(sources: Iterable[Path], output: Path | None, *, force: bool) -> list[Job]:
+    """Jobs that unpack; like `pack_jobs`."""
+    return _jobs(sources, output, _unpacked_name, force)
+
+
+def check_source(path: Path) -> Path:
+    """The path, if a file or folder is there.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        UsageError: it is neither a file nor a folder.
+    """
+    if not path.exists():
+        raise FileNotFoundError(errno.ENOENT, "no such file or folder", str(path))
+    if not path.is_file() and not path.is_dir():
+        raise UsageError(f"{path}: neither a file nor a folder; name a model file or model folder")
+    return path
+
+
+def packed_files(path: Path) -> list[Path]:
+    """The packed files of a source: itself, or all that a folder holds in it and below.
+
+    Raises:
+        UsageError: the folder holds none.
+    """
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.rglob(f"*{FILE_SUFFIX}") if file.is_file())
+    if not files:
+        raise UsageError(f"{path}: there is no *{FILE_SUFFIX} file in it or below; pack it first")
+    return files
+
+
+def _jobs(
+    sources: Iterable[Path], output: Path | None, rename: Callable[[Path], str], force: bool
+) -> list[Job]:
+    paths = [check_source(path) for path in sources]
+    _refuse_file_for_many(paths, output)
+    jobs = [_job(path, output, rename, is_alone=len(paths) == 1) for path in paths]
+    _refuse_shared_outputs(jobs)
+    for job in jobs:
+        if not job.is_folder:
+            check_output_file(job.dst, source=job.src, force=force)
+    return jobs
+
+
+def _refuse_file_for_many(sources: list[Path], output: Path | None) -> None:
+    if len(sources) > 1 and output is not None and not output.is_dir():
+        raise UsageError(f"{output}: with several sources -o must be a folder that exists; make it")
+
+
+def _job(src: Path, output: Path | None, rename: Callable[[Path], str], *, is_alone: bool) -> Job:
+    is_folder = src.is_dir()
+    named = src.resolve() if src.name in {"", ".."} else src  # `.` and `..` have no name to change
+    if output is None:
+        return Job(src, named.with_name(rename(named)), is_folder)
+    into = output.is_dir() and not (is_alone and is_folder)
+    return Job(src, output / rename(named) if into else output, is_folder)
+
+
+def _packed_name(src: Path) -> str:
+    return src.name + FOLDER_SUFFIX if src.is_dir() else packed_name(src.name)
+
+
+def _unpacked_name(src: Path) -> str:
+    suffix = FOLDER_SUFFIX if src.is_dir() else FILE_SUFFIX
+    if not src.name.endswith(suffix) or src.name == suffix:
+        raise UsageError(f"{src}: does not end in {suffix}; name the output with -o")
+    return src.name.removesuffix(suffix) if src.is_dir() else plain_name(src.name)
+
+
+def _refuse_shared_outputs(jobs: list[Job]) -> None:
+    owners: dict[str, Path] = {}
+    for job in jobs:
+        other = owners.setdefault(os.path.abspath(job.dst), job.src)
+        if other is not job.src:
+            raise UsageError(
+                f"{job.dst}: {other} and {job.src} would both be written to it; use two runs"
+            )

@@ -1,0 +1,144 @@
+"""Codec speed in memory, tensor by tensor, on the tensors of one file.
+
+Each tensor is read once, then compressed and decompressed between recycled buffers, as a training
+loop or a loader would do it, so that neither the disk nor fresh pages are measured. The best of
+the repeats counts: what disturbs a run only ever makes it slower. Bit-exactness is checked on the
+last decoded copy of every tensor, outside the timed part.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packhorse.cli.rows import BenchRow, gb_per_s, ratio
+from packhorse.disk.header import TensorEntry, read_header
+from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
+
+__all__ = ["TOTAL", "Settings", "bench_file"]
+
+TOTAL = "all"
+Bytes = NDArray[np.uint8]
+
+
+@dataclass
+class _Sum:
+    """Running sums over the tensors of one dtype."""
+
+    n_tensors: int = 0
+    nbytes: int = 0
+    packed_nbytes: int = 0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    bit_exact: bool = True
+
+    def add(self, other: "_Sum") -> None:
+        self.n_tensors += other.n_tensors
+        self.nbytes += other.nbytes
+        self.packed_nbytes += other.packed_nbytes
+        self.encode_seconds += other.encode_seconds
+        self.decode_seconds += other.decode_seconds
+        self.bit_exact &= other.bit_exact
+
+    def row(self, dtype: str) -> BenchRow:
+        return BenchRow(
+            dtype=dtype,
+            n_tensors=self.n_tensors,
+            nbytes=self.nbytes,
+            packed_nbytes=self.packed_nbytes,
+            ratio=ratio(self.nbytes, self.packed_nbytes),
+            encode_gb_per_s=gb_per_s(self.nbytes, self.encode_seconds),
+            decode_gb_per_s=gb_per_s(self.nbytes, self.decode_seconds),
+            bit_exact=self.bit_exact,
+        )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure.
+
+    Attributes:
+        level: name of the level.
+        threads: threads for both directions.
+        repeats: timed runs of each direction; the best counts.
+    """
+
+    level: str
+    threads: int
+    repeats: int
+
+
+def bench_file(
+    path: Path, settings: Settings, advance: Callable[[int], None] | None = None
+) -> list[BenchRow]:
+    """Time every tensor of a safetensors file.
+
+    Args:
+        path: the file.
+        settings: how to measure.
+        advance: called with the bytes of each tensor when it is done.
+
+    Returns:
+        A row for each dtype, in the order of the file, then the total.
+    """
+    sums: dict[str, _Sum] = {}
+    total = _Sum()
+    for entry, measured in _measure(path, settings):
+        sums.setdefault(entry.dtype, _Sum()).add(measured)
+        total.add(measured)
+        if advance is not None:
+            advance(entry.nbytes)
+    return [*(part.row(dtype) for dtype, part in sums.items()), total.row(TOTAL)]
+
+
+def _measure(path: Path, settings: Settings) -> Iterator[tuple[TensorEntry, _Sum]]:
+    header = read_header(path)
+    largest = max((entry.nbytes for entry in header.entries), default=0)
+    src, dst = np.zeros(largest, np.uint8), np.zeros(largest, np.uint8)
+    frames = (max_frame_nbytes(entry.dtype, entry.shape) for entry in header.entries)
+    out = np.zeros(max(frames, default=0), np.uint8)
+    with path.open("rb") as file:
+        for entry in header.entries:
+            data = src[: entry.nbytes]
+            file.seek(header.data_offset + entry.start)
+            file.readinto(memoryview(data))
+            yield entry, _measure_one(entry, data, dst[: entry.nbytes], out, settings)
+
+
+def _measure_one(
+    entry: TensorEntry, data: Bytes, back: Bytes, out: Bytes, settings: Settings
+) -> _Sum:
+    level, threads = settings.level, settings.threads
+
+    def encode() -> Frame:
+        return compress_buffer(
+            data, entry.dtype, entry.shape, level=level, threads=threads, out=out, name=entry.name
+        )
+
+    def decode() -> None:
+        frame.decompress_into(back, threads=threads)
+
+    frame = encode()
+    encode_seconds = _best(encode, settings.repeats)
+    decode_seconds = _best(decode, settings.repeats)
+    return _Sum(
+        n_tensors=1,
+        nbytes=entry.nbytes,
+        packed_nbytes=frame.nbytes,
+        encode_seconds=encode_seconds,
+        decode_seconds=decode_seconds,
+        bit_exact=bool(np.array_equal(data, back)),
+    )
+
+
+def _best(run: Callable[[], object], repeats: int) -> float:
+    """Seconds of the fastest of `repeats` runs."""
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+    return best

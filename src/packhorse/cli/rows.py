@@ -1,0 +1,177 @@
+"""What the actions hand to the renderer: plain rows, which are also the JSON that `--json`
+prints.
+
+Sizes are bytes, times seconds, ratios original / packed with headers counted, speeds uncompressed
+GB (10^9 bytes) per second.
+"""
+
+from dataclasses import dataclass
+
+__all__ = [
+    "BenchRow",
+    "BenchedFile",
+    "ErrorRow",
+    "FileRow",
+    "InspectedFile",
+    "PlanRow",
+    "PlaneRow",
+    "PlannedFile",
+    "ProblemRow",
+    "TensorRow",
+    "VerifiedFile",
+    "gb_per_s",
+    "ratio",
+]
+
+
+def ratio(nbytes: int, packed_nbytes: int) -> float:
+    """Original / packed; 1 where there is nothing on either side."""
+    return nbytes / packed_nbytes if packed_nbytes else 1.0
+
+
+def gb_per_s(nbytes: int, seconds: float) -> float:
+    """Speed in 10^9 bytes a second; 0 where no time passed."""
+    return nbytes / seconds / 1e9 if seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class ErrorRow:
+    """A source that failed."""
+
+    path: str
+    exit_code: int
+    message: str
+
+
+@dataclass(frozen=True)
+class FileRow:
+    """A file or folder that was packed or unpacked; `nbytes` is the unpacked side of both.
+
+    `n_files` counts model files, `n_copied` the other files of a folder.
+    """
+
+    src: str
+    dst: str
+    n_files: int
+    n_copied: int
+    n_tensors: int
+    nbytes: int
+    packed_nbytes: int
+    ratio: float
+    seconds: float
+    gb_per_s: float
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """What packing would do to one tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    estimated_nbytes: int
+    ratio: float
+    level: str
+    split: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """What packing would do to one file."""
+
+    src: str
+    dst: str
+    nbytes: int
+    estimated_nbytes: int
+    ratio: float
+    tensors: list[PlanRow]
+
+
+@dataclass(frozen=True)
+class PlaneRow:
+    """One plane of a packed tensor; `modes` counts chunks by mode."""
+
+    name: str
+    nbytes: int
+    packed_nbytes: int
+    ratio: float
+    modes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """One tensor of a packed file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    packed_nbytes: int
+    ratio: float
+    level: str
+    split: str
+    n_chunks: int
+    content_hash: str
+    planes: list[PlaneRow]
+
+
+@dataclass(frozen=True)
+class InspectedFile:
+    """A packed file; `metadata` is the original's."""
+
+    path: str
+    nbytes: int
+    packed_nbytes: int
+    ratio: float
+    metadata: dict[str, str]
+    tensors: list[TensorRow]
+
+
+@dataclass(frozen=True)
+class ProblemRow:
+    """One thing that is wrong; no tensor where the file as a whole is at fault."""
+
+    path: str
+    tensor: str | None
+    offset: int | None
+    message: str
+
+
+@dataclass(frozen=True)
+class VerifiedFile:
+    """A packed file or folder after all its checksums were compared."""
+
+    path: str
+    ok: bool
+    n_files: int
+    packed_nbytes: int
+    seconds: float
+    problems: list[ProblemRow]
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """All tensors of one dtype, coded in memory."""
+
+    dtype: str
+    n_tensors: int
+    nbytes: int
+    packed_nbytes: int
+    ratio: float
+    encode_gb_per_s: float
+    decode_gb_per_s: float
+    bit_exact: bool
+
+
+@dataclass(frozen=True)
+class BenchedFile:
+    """A file whose tensors were coded in memory."""
+
+    path: str
+    level: str
+    threads: int
+    bit_exact: bool
+    dtypes: list[BenchRow]
+    total: BenchRow

@@ -1,0 +1,308 @@
+"""The header of a frame: written, and read with distrust (docs/format.md, section 2).
+
+`read_header` checks everything before anything is believed, in the order of the document, and never
+looks at the payload. Sizes that follow from others are computed here, once, for both directions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packhorse import _core
+from packhorse.codecs.base import ByteArray, choose_isa
+from packhorse.errors import CompatibilityError, CorruptionError, TruncationError
+from packhorse.layout import (
+    CRITICAL_FLAGS,
+    DTYPE_BY_CODE,
+    DTYPE_BY_NAME,
+    FIXED_HEADER,
+    FIXED_HEADER_NBYTES,
+    FRAME_ALIGNMENT,
+    FRAME_MAGIC,
+    FRAME_VERSION,
+    HEADER_CRC_OFFSET,
+    MAX_BITS,
+    MAX_CHUNK_LOG,
+    MAX_CHUNK_NBYTES,
+    MAX_DIMS,
+    MIN_CHUNK_LOG,
+    STREAM_NBYTES_BITS,
+    STREAM_NBYTES_MASK,
+    DType,
+    Mode,
+    Split,
+)
+
+__all__ = [
+    "FrameHeader",
+    "Table",
+    "checked_nbytes",
+    "frame_header_nbytes",
+    "label",
+    "n_planes_of",
+    "padded",
+    "payload_nbytes",
+    "read_header",
+    "write_header",
+]
+
+Table = NDArray[np.uint32]  # a row for each chunk: CRC32C, then a descriptor for each plane
+
+
+@dataclass(frozen=True)
+class FrameHeader:
+    """The checked header of a frame."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    split: Split
+    level: int
+    chunk_log: int
+    content_hash: bytes
+    header_nbytes: int
+    frame_nbytes: int
+    table: Table
+
+    @property
+    def nbytes(self) -> int:
+        return _logical_nbytes(self.dtype, math.prod(self.shape))
+
+    @property
+    def n_planes(self) -> int:
+        return n_planes_of(self.dtype, self.split)
+
+    def chunk_offset(self, chunk: int) -> int:
+        """Where a chunk begins, in bytes from the start of the frame."""
+        return self.header_nbytes + payload_nbytes(self.table[:chunk])
+
+
+def n_planes_of(dtype: DType, split: Split) -> int:
+    return 1 if split == Split.WHOLE else dtype.unit_nbytes
+
+
+def padded(n: int) -> int:
+    return -(-n // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
+
+
+def frame_header_nbytes(n_dims: int, n_chunks: int, n_planes: int) -> int:
+    return padded(FIXED_HEADER_NBYTES + 8 * n_dims + 4 * n_chunks * (1 + n_planes))
+
+
+def payload_nbytes(table: Table) -> int:
+    """Bytes of the chunks in a table, padding included."""
+    lengths = (table[:, 1:] & STREAM_NBYTES_MASK).sum(axis=1, dtype=np.int64)
+    return int((-(-lengths // FRAME_ALIGNMENT)).sum()) * FRAME_ALIGNMENT
+
+
+def _logical_nbytes(dtype: DType, numel: int) -> int:
+    return numel * dtype.bits // 8
+
+
+def checked_nbytes(dtype_name: str, shape: Sequence[int]) -> tuple[DType, int]:
+    """The dtype's row and the bytes of a tensor that a caller names."""
+    if dtype_name not in DTYPE_BY_NAME:
+        raise ValueError(f"dtype {dtype_name!r} is unknown; known are {', '.join(DTYPE_BY_NAME)}")
+    if len(shape) > MAX_DIMS or any(dim < 0 for dim in shape):
+        raise ValueError(f"shape {tuple(shape)} must have at most {MAX_DIMS} dimensions, none < 0")
+    dtype, numel = DTYPE_BY_NAME[dtype_name], math.prod(shape)
+    if _overflows(shape, dtype):
+        raise ValueError(f"shape {tuple(shape)} of {dtype_name} has 2^63 bits or more")
+    if numel * dtype.bits % 8:
+        raise ValueError(f"{numel} elements of {dtype_name} are not a whole number of bytes")
+    return dtype, _logical_nbytes(dtype, numel)
+
+
+def _overflows(shape: Sequence[int], dtype: DType) -> bool:
+    """Whether the tensor has too many bits; a zero dimension must not hide an overflow of the
+    others."""
+    return math.prod(max(dim, 1) for dim in shape) * dtype.bits >= MAX_BITS
+
+
+def write_header(header: FrameHeader, dst: ByteArray) -> None:
+    fixed = FIXED_HEADER.pack(
+        FRAME_MAGIC,
+        FRAME_VERSION,
+        header.dtype.code,
+        len(header.shape),
+        header.split,
+        CRITICAL_FLAGS,
+        header.level,
+        header.chunk_log,
+        header.header_nbytes,
+        header.frame_nbytes,
+        header.content_hash,
+        len(header.table),
+        0,
+    )
+    text = fixed + np.array(header.shape, "<u8").tobytes() + header.table.tobytes()
+    dst[: len(text)] = np.frombuffer(text, np.uint8)
+    dst[len(text) :] = 0
+    crc = _core.crc32c(dst, int(choose_isa()))
+    dst[HEADER_CRC_OFFSET:FIXED_HEADER_NBYTES] = np.array([crc], "<u4").view(np.uint8)
+
+
+def label(name: str | None) -> str:
+    return "" if name is None else f"tensor {name!r}: "
+
+
+def read_header(
+    data: ByteArray, name: str | None, offset: int, max_nbytes: int | None
+) -> FrameHeader:
+    """Reads and checks a header; arguments and errors as in `Frame.from_buffer`."""
+    return _Reader(data, name, offset).read(max_nbytes)
+
+
+# As plain numbers: comparing arrays with enum members is slow, and a file may have many small
+# frames.
+_STORED, _CONSTANT, _PALETTE, _RANS, _ZSTD = (int(mode) for mode in Mode)
+_MAX_MODE = int(max(Mode))
+
+
+def _may_carry(
+    modes: NDArray[Any], lengths: NDArray[Any], units: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Where a stored stream may be short: the last one of a chunk, if rANS streams can carry its
+    end."""
+    n_planes = modes.shape[1]
+    stored = modes == _STORED
+    last = n_planes - 1 - np.argmax(stored[:, ::-1], axis=1)
+    carrier = stored & (np.arange(n_planes) == last[:, None])
+    has_rans = (modes == _RANS).any(axis=1, keepdims=True)
+    return np.asarray(carrier & has_rans & (lengths < units))
+
+
+class _Reader:
+    """Checks a frame's header in the order of docs/format.md, section 2, before anything is
+    believed."""
+
+    def __init__(self, data: ByteArray, name: str | None, offset: int) -> None:
+        self.data = data
+        self.name = name
+        self.offset = offset
+
+    def fail(self, at: int, words: str, kind: type[Exception] = CorruptionError) -> Exception:
+        return kind(f"{label(self.name)}byte {self.offset + at}: {words}")
+
+    def need(self, nbytes: int, what: str) -> None:
+        if self.data.size < nbytes:
+            words = f"{what} needs {nbytes} bytes, {self.data.size} are left; the data is cut off"
+            raise self.fail(self.data.size, words, TruncationError)
+
+    def read(self, max_nbytes: int | None) -> FrameHeader:
+        self.need(FIXED_HEADER_NBYTES, "a frame header")
+        fields = FIXED_HEADER.unpack(self.data[:FIXED_HEADER_NBYTES].tobytes())
+        magic, version, code, n_dims, split_code, flags, level, chunk_log = fields[:8]
+        header_nbytes, frame_nbytes, digest, n_chunks, _ = fields[8:]
+        if magic != FRAME_MAGIC:
+            raise self.fail(0, f"magic is {magic.hex()}, a frame begins with {FRAME_MAGIC.hex()}")
+        if version == 0:
+            raise self.fail(4, "frame version is 0, versions begin with 1")
+        if version > FRAME_VERSION:
+            words = f"frame version is {version}, this release reads {FRAME_VERSION}"
+            raise self.fail(4, words + "; upgrade packhorse", CompatibilityError)
+        if flags != CRITICAL_FLAGS:
+            words = f"critical flags are {flags:#06x}, this release knows none; upgrade packhorse"
+            raise self.fail(8, words, CompatibilityError)
+        dtype, split = self.read_kind(code, split_code)
+        if n_dims > MAX_DIMS:
+            raise self.fail(6, f"{n_dims} dimensions, at most {MAX_DIMS} are allowed")
+        if not MIN_CHUNK_LOG <= chunk_log <= MAX_CHUNK_LOG or (
+            dtype.unit_nbytes << chunk_log > MAX_CHUNK_NBYTES
+        ):
+            raise self.fail(11, f"chunk_log is {chunk_log}, out of range for {dtype.name}")
+        n_planes = n_planes_of(dtype, split)
+        if header_nbytes != frame_header_nbytes(n_dims, n_chunks, n_planes):
+            raise self.fail(12, f"header_nbytes is {header_nbytes}, which its fields contradict")
+        self.need(header_nbytes, "the header")
+        self.check_crc(header_nbytes)
+        shape, nbytes = self.read_shape(n_dims, dtype)
+        if n_chunks != -(-nbytes // (dtype.unit_nbytes << chunk_log)):
+            raise self.fail(40, f"n_chunks is {n_chunks}, which shape {shape} contradicts")
+        if max_nbytes is not None and nbytes > max_nbytes:
+            words = f"the tensor has {nbytes} bytes, more than max_nbytes = {max_nbytes}"
+            raise self.fail(FIXED_HEADER_NBYTES, words)
+        table_at = FIXED_HEADER_NBYTES + 8 * n_dims
+        table_end = table_at + 4 * n_chunks * (1 + n_planes)
+        table = self.data[table_at:table_end].copy().view("<u4").reshape(n_chunks, 1 + n_planes)
+        if self.data[table_end:header_nbytes].any():
+            raise self.fail(table_end, "padding of the header is not zero")
+        header = FrameHeader(
+            dtype, shape, split, level, chunk_log, digest, header_nbytes, frame_nbytes, table
+        )
+        self.check_descriptors(header, table_at)
+        self.check_length(header)
+        return header
+
+    def read_kind(self, code: int, split_code: int) -> tuple[DType, Split]:
+        if code not in DTYPE_BY_CODE:
+            words = f"dtype code {code} is unknown to this release; upgrade packhorse"
+            raise self.fail(5, words, CompatibilityError)
+        dtype = DTYPE_BY_CODE[code]
+        if split_code not in dtype.splits:
+            raise self.fail(7, f"split {split_code} is not allowed for {dtype.name}")
+        return dtype, Split(split_code)
+
+    def check_crc(self, header_nbytes: int) -> None:
+        text = self.data[:header_nbytes].copy()
+        stored = int(text[HEADER_CRC_OFFSET:FIXED_HEADER_NBYTES].view("<u4")[0])
+        text[HEADER_CRC_OFFSET:FIXED_HEADER_NBYTES] = 0
+        if _core.crc32c(text, int(choose_isa())) != stored:
+            raise self.fail(HEADER_CRC_OFFSET, "the header's checksum does not match")
+
+    def read_shape(self, n_dims: int, dtype: DType) -> tuple[tuple[int, ...], int]:
+        end = FIXED_HEADER_NBYTES + 8 * n_dims
+        dims = self.data[FIXED_HEADER_NBYTES:end].copy().view("<u8")
+        shape = tuple(int(dim) for dim in dims)
+        if _overflows(shape, dtype):
+            raise self.fail(FIXED_HEADER_NBYTES, f"shape {shape} overflows")
+        numel = math.prod(shape)
+        if numel * dtype.bits % 8:
+            words = f"{numel} elements of {dtype.name} are not a whole number of bytes"
+            raise self.fail(FIXED_HEADER_NBYTES, words)
+        return shape, _logical_nbytes(dtype, numel)
+
+    def check_descriptors(self, header: FrameHeader, table_at: int) -> None:
+        modes = header.table[:, 1:] >> STREAM_NBYTES_BITS
+        if (modes > _MAX_MODE).any():
+            raise self.bad_descriptor(modes > _MAX_MODE, table_at, "mode", CompatibilityError)
+        lengths = header.table[:, 1:] & STREAM_NBYTES_MASK
+        unit = header.dtype.unit_nbytes
+        item = unit if header.split == Split.WHOLE else 1
+        units = np.full((len(header.table), 1), 1 << header.chunk_log, np.int64)
+        if len(units):
+            units[-1] = header.nbytes // unit - (len(units) - 1 << header.chunk_log)
+        stored = modes == _STORED
+        wrong = stored & (lengths != units * item)
+        if item == 1 and wrong.any():
+            wrong &= ~_may_carry(modes, lengths, units)
+        wrong |= (modes == _CONSTANT) & (lengths != item)
+        if header.split != Split.WHOLE:
+            wrong |= modes == _ZSTD
+        if item > 1:
+            wrong |= (modes == _PALETTE) | (modes == _RANS)
+        if wrong.any():
+            raise self.bad_descriptor(wrong, table_at, "mode or length")
+
+    def bad_descriptor(
+        self, bad: NDArray[np.bool_], at: int, what: str, kind: type[Exception] = CorruptionError
+    ) -> Exception:
+        chunk, plane = (int(i) for i in np.argwhere(bad)[0])
+        offset = at + 4 * (chunk * (bad.shape[1] + 1) + 1 + plane)
+        words = f"descriptor of chunk {chunk}, plane {plane}: {what} is not allowed"
+        return self.fail(offset, words, kind)
+
+    def check_length(self, header: FrameHeader) -> None:
+        payload = payload_nbytes(header.table)
+        if header.frame_nbytes != header.header_nbytes + payload:
+            words = f"frame_nbytes is {header.frame_nbytes}, its chunks make it"
+            raise self.fail(16, f"{words} {header.header_nbytes + payload}")
+        self.need(header.frame_nbytes, "the frame")
+        if self.data.size > header.frame_nbytes:
+            extra = self.data.size - header.frame_nbytes
+            raise self.fail(header.frame_nbytes, f"{extra} bytes follow the end of the frame")

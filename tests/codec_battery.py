@@ -1,0 +1,255 @@
+"""The battery that every codec, dtype, size and code path must pass, and the data it runs on.
+
+Tensors are handed over in guarded memory: read-only pages, with an unmapped page right behind the
+last byte. A write to the input, a read behind its end, or a write behind the end of the output ends
+the test run with a fault. `check_tensor` is the whole contract of a frame in one call: exact round
+trip, the same bytes from every code path and number of threads, and the slow decoder agrees.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from itertools import cycle
+
+import ml_dtypes
+import numpy as np
+
+from packhorse.codecs.base import ISA_VARIABLE, Isa, choose_isa
+from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
+from packhorse.layout import CHUNK_NBYTES, DTYPE_BY_NAME
+from packhorse.reference import decode_frame
+
+__all__ = [
+    "ISAS",
+    "KINDS",
+    "LARGE",
+    "SMALL",
+    "check_tensor",
+    "forced",
+    "guarded",
+    "guarded_output",
+    "large_sizes",
+    "make_data",
+    "symbols",
+    "tensor_shape",
+]
+
+SMALL = (0, 1, 63, 64, 65, 127, 128, 129, 1000, 8191, 8192, 8193)  # units
+LARGE = ("chunk-1", "chunk", "chunk+1", "1.5 chunks", "3 chunks+17")
+REFERENCE_NBYTES = 8000  # above this the slow decoder would take all the time
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_PAGE = mmap.PAGESIZE
+_PROT_NONE = 0
+
+
+def _available() -> tuple[str, ...]:
+    """The code paths of this machine, or the one that the environment asks for."""
+    if os.environ.get(ISA_VARIABLE):
+        return (os.environ[ISA_VARIABLE],)
+    return tuple(isa.name.lower() for isa in Isa if isa <= choose_isa())
+
+
+ISAS = _available()
+
+
+@contextlib.contextmanager
+def forced(isa: str) -> Iterator[None]:
+    """Run a code path, in this process and until the end of the `with`."""
+    before = os.environ.get(ISA_VARIABLE)
+    os.environ[ISA_VARIABLE] = isa
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ISA_VARIABLE]
+        else:
+            os.environ[ISA_VARIABLE] = before
+
+
+def _protect(region: mmap.mmap, offset: int, nbytes: int, protection: int) -> None:
+    address = ctypes.addressof(ctypes.c_char.from_buffer(region)) + offset
+    if nbytes and _libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), protection):
+        raise OSError(ctypes.get_errno(), "mprotect")
+
+
+def guarded_output(nbytes: int) -> memoryview:
+    """Writable memory full of 0xA5 that ends at an unmapped page."""
+    n_pages = -(-nbytes // _PAGE)
+    region = mmap.mmap(-1, (n_pages + 1) * _PAGE)
+    region.write(b"\xa5" * (n_pages * _PAGE))
+    _protect(region, n_pages * _PAGE, _PAGE, _PROT_NONE)
+    end = n_pages * _PAGE
+    return memoryview(region)[end - nbytes : end]
+
+
+def guarded(data: bytes) -> memoryview:
+    """Read-only memory that holds `data` and ends at an unmapped page."""
+    view = guarded_output(len(data))
+    view[:] = data
+    region = view.obj
+    assert isinstance(region, mmap.mmap)
+    _protect(region, 0, len(region) - _PAGE, mmap.PROT_READ)
+    return view.toreadonly()
+
+
+# Kinds of data. Each makes `n` units of `size` bytes.
+
+_FLOATS = {
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F32": np.float32,
+    "C64": np.float32,
+    "F64": np.float64,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+}
+Kind = Callable[[np.random.Generator, int, int], np.ndarray]
+
+
+def _uint(size: int) -> np.dtype:
+    return np.dtype(f"<u{size}")
+
+
+def _noise(rng: np.random.Generator, n: int, size: int) -> np.ndarray:
+    return rng.integers(0, 256, (n, size), np.uint8).view(_uint(size)).reshape(n)
+
+
+def _constant(rng: np.random.Generator, n: int, size: int) -> np.ndarray:
+    return np.repeat(_noise(rng, 1, size), n)
+
+
+def _sparse(rng: np.random.Generator, n: int, size: int) -> np.ndarray:
+    units = np.zeros(n, _uint(size))
+    places = rng.integers(0, max(n, 1), n // 50)
+    units[places] = _noise(rng, places.size, size)
+    return units
+
+
+def _sorted(rng: np.random.Generator, n: int, size: int) -> np.ndarray:
+    return np.cumsum(rng.integers(0, 3, n)).astype(_uint(size))
+
+
+def _pick(rng: np.random.Generator, n: int, size: int, n_values: int) -> np.ndarray:
+    values = _noise(rng, n_values, size)
+    return values[np.minimum(rng.geometric(0.35, n) - 1, n_values - 1)]
+
+
+def _few(rng: np.random.Generator, n: int, size: int) -> np.ndarray:
+    return _pick(rng, n, size, 5)
+
+
+def _alternating(rng: np.random.Generator, n: int, size: int) -> np.ndarray:
+    return np.resize(_noise(rng, 2, size), n)
+
+
+def _outlier(rng: np.random.Generator, n: int, size: int) -> np.ndarray:
+    units = _constant(rng, n, size)
+    if n:
+        units[rng.integers(n)] ^= np.array(1, _uint(size))
+    return units
+
+
+def symbols(n: int, n_values: int, seed: int = 0) -> np.ndarray:
+    """`n` bytes of `n_values` values, skewed enough to pay; all of them occur if `n` allows."""
+    rng = np.random.default_rng([seed, n, n_values])
+    values = rng.permutation(256)[:n_values].astype(np.uint8)
+    plane = values[np.minimum(rng.geometric(3 / n_values, n), n_values) - 1]
+    plane[: min(n, n_values)] = values[:n]
+    return rng.permutation(plane)
+
+
+def _bytes_of(n_values: int) -> Kind:
+    def make(rng: np.random.Generator, n: int, size: int) -> np.ndarray:
+        seed = int(rng.integers(1 << 30))
+        planes = [symbols(n, n_values, seed + p) for p in range(size)]
+        return np.stack(planes, axis=1).reshape(-1).view(_uint(size))
+
+    return make
+
+
+KINDS: dict[str, Kind] = {
+    "weights": _noise,  # `make_data` knows what weights look like in each dtype
+    "constant": _constant,
+    "sparse": _sparse,
+    "noise": _noise,
+    "sorted": _sorted,
+    "few": _few,
+    "alternating": _alternating,
+    "outlier": _outlier,
+    **{f"{n} values": _bytes_of(n) for n in (31, 32, 33, 255, 256)},
+}
+
+
+def _weights(rng: np.random.Generator, n: int, dtype: str) -> np.ndarray:
+    normal = rng.standard_normal(n)
+    if dtype in _FLOATS:
+        return (normal * 0.05).astype(_FLOATS[dtype])
+    return (normal * 20).astype(np.int64).astype(_uint(DTYPE_BY_NAME[dtype].unit_nbytes))
+
+
+def make_data(kind: str, dtype: str, n_units: int, seed: int = 0) -> bytes:
+    """About `n_units` units: as many as whole elements need."""
+    row = DTYPE_BY_NAME[dtype]
+    element = {6: 3}.get(row.bits, max(1, row.bits // 8)) // row.unit_nbytes or 1
+    n = -(-n_units // element) * element
+    rng = np.random.default_rng([seed, n, len(kind)])
+    if kind == "weights":
+        return _weights(rng, n, dtype).tobytes()
+    return KINDS[kind](rng, n, row.unit_nbytes).tobytes()
+
+
+def tensor_shape(data: bytes, dtype: str) -> tuple[int, ...]:
+    return (len(data) * 8 // DTYPE_BY_NAME[dtype].bits,)
+
+
+def large_sizes(dtype: str) -> dict[str, int]:
+    """Units of tensors around the limits of a chunk."""
+    chunk = CHUNK_NBYTES // DTYPE_BY_NAME[dtype].unit_nbytes
+    sizes = (chunk - 1, chunk, chunk + 1, chunk * 3 // 2, 3 * chunk + 17)
+    return dict(zip(LARGE, sizes, strict=True))
+
+
+def check_tensor(data: bytes, dtype: str, *, level: str = "default") -> Frame:
+    """Pack and unpack a tensor in every code path, with 1, 2 and 3 threads.
+
+    Args:
+        data: the tensor's bytes.
+        dtype: safetensors' name.
+        level: how hard to try.
+
+    Returns:
+        The frame, for further questions.
+    """
+    shape = tensor_shape(data, dtype)
+    source, threads = guarded(data), cycle((1, 2, 3))
+    frames = []
+    for isa in (ISAS * 2)[: max(2, len(ISAS))]:
+        out = guarded_output(max_frame_nbytes(dtype, shape))
+        with forced(isa):
+            frames.append(
+                compress_buffer(source, dtype, shape, level=level, threads=next(threads), out=out)
+            )
+    packed = frames[0].to_bytes()
+    assert all(frame.to_bytes() == packed for frame in frames[1:]), "the paths' bytes differ"
+    assert source == data
+    stream = guarded(packed)
+    for isa in ISAS:
+        with forced(isa):
+            _check_decoding(stream, data, dtype, next(threads))
+    if len(data) <= REFERENCE_NBYTES:
+        assert decode_frame(packed).data == data, "the reference decoder reads other bytes"
+    return frames[0]
+
+
+def _check_decoding(stream: memoryview, data: bytes, dtype: str, threads: int) -> None:
+    frame = Frame.from_buffer(stream)
+    assert (frame.dtype, frame.shape) == (dtype, tensor_shape(data, dtype))
+    target = guarded_output(len(data))
+    frame.decompress_into(target, threads=threads)
+    assert target == data, "the tensor came back changed"
+    frame.verify(threads=threads)

@@ -1,0 +1,40 @@
+"""Fixtures that several test files share."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli_samples import Ended, write_folder, write_model
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """Run the command line in this process."""
+    from packhorse.cli import main
+
+    def call(*args: object) -> Ended:
+        capsys.readouterr()
+        code = main([str(arg) for arg in args])
+        captured = capsys.readouterr()
+        return Ended(int(code), captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A small safetensors file."""
+    return write_model(tmp_path / "model.safetensors")
+
+
+@pytest.fixture
+def packed(model: Path, run: Callable[..., Ended]) -> Path:
+    """The small file, packed beside it."""
+    assert run("pack", model).code == 0
+    return model.with_name("model.ph.safetensors")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder."""
+    return write_folder(tmp_path / "llama")

@@ -1,0 +1,297 @@
+"""Every codec on every dtype, size, kind of data, level and code path; and each codec on its own."""
+
+import random
+from itertools import product
+
+import frame_builder as fb
+import numpy as np
+import pytest
+import zstandard
+from codec_battery import (
+    ISAS,
+    KINDS,
+    LARGE,
+    SMALL,
+    check_tensor,
+    forced,
+    guarded,
+    large_sizes,
+    make_data,
+    symbols,
+)
+
+from packhorse.codecs import palette, planes, rans, zstd
+from packhorse.codecs.base import ISA_VARIABLE, Isa, as_bytes, as_writable_bytes, choose_isa
+from packhorse.codecs.plan import choose_plan
+from packhorse.errors import CorruptionError, MissingBackendError
+from packhorse.frame import compress_buffer
+from packhorse.layout import DTYPE_BY_NAME, DTYPES, MAX_CHUNK_NBYTES, Level, Mode, Split
+from packhorse.reference import decode_frame
+
+NAMES = [dtype.name for dtype in DTYPES]
+LEVELS = ("fast", "default", "max")
+CASES = list(product(NAMES, KINDS))
+PLANE_SIZES = (1, 63, 64, 65, 127, 129, 1000, 8191, 8192, 8193, 40_000)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), CASES)
+def test_battery(dtype: str, kind: str) -> None:
+    """All small sizes and one around the chunk, each at another level."""
+    shift = CASES.index((dtype, kind))
+    for i, n in enumerate(SMALL):
+        check_tensor(make_data(kind, dtype, n), dtype, level=LEVELS[(i + shift) % 3])
+    size = large_sizes(dtype)[LARGE[shift % len(LARGE)]]
+    check_tensor(make_data(kind, dtype, size), dtype, level=LEVELS[shift // 5 % 3])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("size", LARGE)
+@pytest.mark.parametrize("dtype", ["BF16", "F32", "I32", "U8"])
+def test_battery_around_a_chunk(dtype: str, size: str, level: str) -> None:
+    for kind in ("weights", "sparse") if level == "fast" else ("weights",):
+        check_tensor(make_data(kind, dtype, large_sizes(dtype)[size]), dtype, level=level)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "level", "expected"),
+    [
+        ("BF16", "weights", "fast", {Mode.PALETTE}),
+        ("BF16", "weights", "default", {Mode.RANS}),
+        ("F32", "weights", "max", {Mode.RANS}),
+        ("F64", "constant", "default", {Mode.CONSTANT}),
+        ("F16", "noise", "default", {Mode.STORED}),
+        ("I64", "sorted", "default", {Mode.ZSTD}),
+        ("U8", "256 values", "default", {Mode.RANS}),
+        ("U8", "noise", "default", {Mode.STORED}),
+    ],
+)
+def test_the_battery_meets_every_mode(
+    dtype: str, kind: str, level: str, expected: set[Mode]
+) -> None:
+    """The first plane is coded as one expects; else the battery would test less than it says."""
+    data = make_data(kind, dtype, large_sizes(dtype)["chunk"])
+    frame = check_tensor(data, dtype, level=level)
+    assert set(frame.planes()[0].modes) == expected
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+def test_a_frame_never_grows_by_more_than_its_header(dtype: str) -> None:
+    for n in SMALL:
+        data = make_data("noise", dtype, n)
+        frame = check_tensor(data, dtype, level="max")
+        assert frame.nbytes <= 128 + 64 + len(data)
+
+
+def test_incompressible_data_is_planned_as_stored() -> None:
+    data = np.frombuffer(make_data("noise", "BF16", 1 << 17), np.uint8)
+    plan = choose_plan(data, "BF16", Level.DEFAULT)
+    assert (plan.split, plan.zstd, plan.estimated_nbytes) == (Split.WHOLE, False, data.size)
+    assert "incompressible" in plan.reason
+
+
+def test_the_plan_does_not_depend_on_the_code_path() -> None:
+    data = np.frombuffer(make_data("weights", "F16", 100_001), np.uint8)
+    plans = []
+    for isa in ISAS:
+        with forced(isa):
+            plans.append(choose_plan(data, "F16", Level.DEFAULT))
+    assert all(plan == plans[0] for plan in plans)
+
+
+# Planes.
+
+
+def split_slowly(data: bytes, unit_nbytes: int, how: Split) -> list[bytes]:
+    """Section 4 of docs/format.md, as the builder of test frames understands it."""
+    dtype = {2: "BF16", 4: "F32", 8: "F64"}[unit_nbytes]
+    return fb.split_planes(data, DTYPE_BY_NAME[dtype], how)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("how", [Split.BYTES, Split.FLOAT])
+@pytest.mark.parametrize("unit_nbytes", [2, 4, 8])
+def test_planes_are_those_of_the_page(unit_nbytes: int, how: Split, isa: str) -> None:
+    for n in (0, 1, 15, 31, 32, 33, 63, 64, 65, 127, 128, 1000, 8193):
+        data = random.Random(n).randbytes(n * unit_nbytes)
+        with forced(isa):
+            rows = planes.split(guarded(data), unit_nbytes, how)
+            merged = planes.merge(rows, how)
+        assert [row.tobytes() for row in rows] == split_slowly(data, unit_nbytes, how)
+        assert merged.tobytes() == data
+
+
+def test_planes_refuse_what_is_no_array_of_planes() -> None:
+    with pytest.raises(ValueError, match="multiple of unit_nbytes"):
+        planes.split(b"abc", 2, Split.BYTES)
+    with pytest.raises(ValueError, match="must be 1, 2, 4 or 8"):
+        planes.split(b"abc", 3, Split.BYTES)
+    with pytest.raises(ValueError, match="split 0 has no planes"):
+        planes.split(b"abcd", 2, Split.WHOLE)
+    with pytest.raises(ValueError, match="one-byte units have no split"):
+        planes.split(b"abcd", 1, Split.BYTES)
+    with pytest.raises(ValueError, match="two dimensions"):
+        planes.merge(np.zeros(4, np.uint8), Split.BYTES)
+    with pytest.raises(ValueError, match="must be 1, 2, 4 or 8"):
+        planes.merge(np.zeros((3, 4), np.uint8), Split.BYTES)
+    with pytest.raises(TypeError, match="C-contiguous"):
+        planes.merge(np.zeros((4, 4), np.uint8).T[:2], Split.BYTES)
+    with pytest.raises(TypeError, match="buffer protocol"):
+        planes.split([1, 2], 2, Split.BYTES)
+
+
+# Palette and rANS, on one plane.
+
+CODERS = {Mode.PALETTE: palette, Mode.RANS: rans}
+CODER_CASES = [
+    pytest.param(mode, n_values, id=f"{mode.name.lower()}-{n_values}")
+    for mode in CODERS
+    for n_values in (2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 100, 255, 256)
+]
+
+
+@pytest.mark.parametrize(("mode", "n_values"), CODER_CASES)
+def test_coders_round_trip_on_every_path(mode: Mode, n_values: int) -> None:
+    coder, n_coded = CODERS[mode], 0
+    for n in PLANE_SIZES:
+        plane = symbols(n, n_values).tobytes()
+        streams = set()
+        for isa in ISAS:
+            with forced(isa):
+                streams.add(coder.encode(guarded(plane)))
+        assert len(streams) == 1, "the paths' bytes differ"
+        stream = streams.pop()
+        if stream is None:
+            continue
+        n_coded += 1
+        assert len(stream) < n
+        for isa in ISAS:
+            with forced(isa):
+                assert coder.decode(guarded(stream), n).tobytes() == plane
+        check_stream_by_reference(plane, mode, stream)
+    assert n_coded >= 2, "most planes here should pay"
+
+
+def check_stream_by_reference(plane: bytes, mode: Mode, stream: bytes) -> None:
+    built = fb.build_frame(plane, codings=[fb.Raw(mode, stream)], chunk_log=16)
+    assert decode_frame(bytes(built)).data == plane
+
+
+def test_rans_comes_near_the_entropy() -> None:
+    plane = symbols(1 << 17, 20)
+    shares = np.bincount(plane, minlength=256) / plane.size
+    entropy = -sum(share * np.log2(share) for share in shares if share)
+    stream = rans.encode(plane)
+    assert stream is not None
+    assert entropy * plane.size / 8 <= len(stream) <= entropy * plane.size / 8 * 1.01
+
+
+@pytest.mark.parametrize("coder", CODERS.values(), ids=lambda coder: coder.__name__)
+def test_planes_that_do_not_pay_have_no_stream(coder) -> None:
+    assert coder.encode(random.Random(1).randbytes(10_000)) is None
+    assert coder.encode(b"x") is None
+
+
+@pytest.mark.parametrize("coder", CODERS.values(), ids=lambda coder: coder.__name__)
+def test_coders_refuse_what_is_no_plane(coder) -> None:
+    for encode_or_decode in (coder.encode, lambda plane: coder.decode(plane, 5)):
+        with pytest.raises(TypeError, match="buffer protocol"):
+            encode_or_decode(7)
+        with pytest.raises(TypeError, match="C-contiguous"):
+            encode_or_decode(np.zeros(100, np.uint8)[::2])
+    with pytest.raises(ValueError, match="2 Mi"):
+        coder.encode(b"")
+    with pytest.raises(ValueError, match="2 Mi"):
+        coder.encode(bytes(MAX_CHUNK_NBYTES + 1))
+    for n in (0, -1, MAX_CHUNK_NBYTES + 1):
+        with pytest.raises(ValueError, match="a plane has 1 to"):
+            coder.decode(b"stream", n)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("mode", CODERS, ids=lambda mode: mode.name.lower())
+def test_a_damaged_stream_is_refused_or_decodes_to_something(mode: Mode, isa: str) -> None:
+    """Nothing else can happen: the guard pages end the run on an access out of bounds."""
+    coder, plane = CODERS[mode], symbols(1000, 20)
+    whole = bytearray(coder.encode(plane))
+    rng, n_refused = random.Random(5), 0
+    with forced(isa):
+        for length in range(len(whole)):
+            with pytest.raises(CorruptionError, match=f"{mode.name.lower()} stream: "):
+                coder.decode(guarded(bytes(whole[:length])), plane.size)
+        for _ in range(1500):
+            damaged = bytearray(whole)
+            for _ in range(rng.randint(1, 3)):
+                at = min(int(rng.expovariate(0.01)), len(whole) - 1)
+                damaged[at] = rng.randrange(256)
+            try:
+                assert coder.decode(guarded(bytes(damaged)), plane.size).size == plane.size
+            except CorruptionError:
+                n_refused += 1
+    assert n_refused > 300
+
+
+# Zstandard, on a chunk.
+
+
+@pytest.mark.parametrize("level", Level)
+def test_zstd_round_trips(level: Level) -> None:
+    chunk = np.frombuffer(make_data("sorted", "I64", 5000), np.uint8)
+    stream = zstd.compress_chunk(chunk, level)
+    assert stream[:4] == bytes.fromhex("28b52ffd")
+    dst = np.empty_like(chunk)
+    zstd.decompress_chunk(as_bytes(guarded(stream)), dst)
+    assert np.array_equal(dst, chunk)
+
+
+CHUNK = bytes(range(100))
+BAD_ZSTD = {
+    "too long": zstandard.compress(CHUNK + b"x"),
+    "too short": zstandard.compress(CHUNK[1:]),
+    "no size": zstandard.ZstdCompressor(write_content_size=False).compress(CHUNK),
+    "cut": zstandard.compress(CHUNK)[:-1],
+    "only a magic": zstandard.compress(CHUNK)[:4],
+    "something behind": zstandard.compress(CHUNK) + b"x",
+    "two frames": zstandard.compress(CHUNK) * 2,
+    "a skippable frame": b"\x50\x2a\x4d\x18\4\0\0\0abcd",
+    "nothing": b"",
+    "no frame": CHUNK,
+}
+
+
+@pytest.mark.parametrize("stream", BAD_ZSTD.values(), ids=BAD_ZSTD)
+def test_zstd_refuses_a_stream_that_lies(stream: bytes) -> None:
+    with pytest.raises(CorruptionError, match="zstd stream"):
+        zstd.decompress_chunk(as_bytes(stream), np.empty(len(CHUNK), np.uint8))
+
+
+# What all share.
+
+
+def test_the_code_path_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for isa in ISAS:
+        monkeypatch.setenv(ISA_VARIABLE, isa.upper())
+        assert choose_isa().name.lower() == isa
+    monkeypatch.setenv(ISA_VARIABLE, "mmx")
+    with pytest.raises(ValueError, match=r"PACKHORSE_SIMD is 'mmx'.*portable, avx2, avx512"):
+        choose_isa()
+    with pytest.raises(ValueError, match="mmx"):
+        compress_buffer(b"abc", "U8", (3,))
+
+
+def test_a_missing_instruction_set_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ISA_VARIABLE, "avx512")
+    monkeypatch.setattr("packhorse._core.detect_isa", lambda: int(Isa.PORTABLE))
+    with pytest.raises(MissingBackendError, match="this machine has portable"):
+        choose_isa()
+
+
+def test_views_of_buffers() -> None:
+    data = bytearray(b"12345678")
+    view = as_writable_bytes(memoryview(data).cast("I"))
+    view[0] = ord("x")
+    assert data == b"x2345678"
+    with pytest.raises(TypeError, match="read-only"):
+        as_writable_bytes(b"1234")
+    with pytest.raises(TypeError, match="C-contiguous"):
+        as_bytes(memoryview(data)[::2])
+    assert as_bytes(b"").size == as_writable_bytes(b"").size == 0

@@ -1,0 +1,229 @@
+"""Output of the disk hop is whole or absent, and the input is left alone, whatever goes wrong."""
+
+import errno
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from disk_samples import entry, file_bytes, leftovers, write_sample
+
+from packhorse.disk import (
+    pack_file,
+    unpack_file,
+)
+from packhorse.disk.container import write_packed
+from packhorse.disk.header import build_header
+
+
+@pytest.fixture
+def sample(tmp_path):
+    """A safetensors file and its packed form."""
+    source, packed = tmp_path / "model.safetensors", tmp_path / "model.ph.safetensors"
+    write_sample(source, metadata={"format": "np"})
+    pack_file(source, packed)
+    return source, packed
+
+
+def test_an_existing_output_is_kept_without_force(sample):
+    source, packed = sample
+    before = packed.read_bytes()
+    for work in (lambda: pack_file(source, packed), lambda: unpack_file(packed, source)):
+        with pytest.raises(FileExistsError, match="force"):
+            work()
+    assert packed.read_bytes() == before
+    pack_file(source, packed, force=True)
+    assert packed.read_bytes() == before
+
+
+def test_the_input_is_never_the_output(tmp_path, sample):
+    source, packed = sample
+    before = source.read_bytes()
+    (tmp_path / "soft").symlink_to(source)
+    os.link(source, tmp_path / "hard")
+    for name in ("model.safetensors", "soft", "hard"):
+        with pytest.raises(ValueError, match="input itself"):
+            pack_file(source, tmp_path / name, force=True)
+    with pytest.raises(ValueError, match="input itself"):
+        unpack_file(packed, packed, force=True)
+    assert source.read_bytes() == before
+
+
+def test_a_link_is_replaced_and_what_it_names_is_kept(tmp_path, sample):
+    source, packed = sample
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "precious")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("link", "dangling"):
+        with pytest.raises(FileExistsError):
+            pack_file(source, tmp_path / name)
+        pack_file(source, tmp_path / name, force=True)
+        assert not (tmp_path / name).is_symlink()
+        assert (tmp_path / name).read_bytes() == packed.read_bytes()
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_an_output_that_is_no_file_is_refused(tmp_path, sample):
+    source = sample[0]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="not a regular file"):
+        pack_file(source, tmp_path / "pipe", force=True)
+    with pytest.raises(IsADirectoryError, match="folder"):
+        pack_file(source, tmp_path, force=True)
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        pack_file(source, tmp_path / "absent" / "a")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_permissions_follow_the_source(tmp_path, sample):
+    source, _ = sample
+    for mode in (0o600, 0o444):
+        source.chmod(mode)
+        pack_file(source, tmp_path / "packed", force=True)
+        unpack_file(tmp_path / "packed", tmp_path / "back", force=True)
+        assert stat.S_IMODE((tmp_path / "packed").stat().st_mode) == mode
+        assert stat.S_IMODE((tmp_path / "back").stat().st_mode) == mode
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, MemoryError])
+def test_work_that_is_interrupted_leaves_nothing(tmp_path, error):
+    header = build_header({"a": ("U8", [100_000]), "b": ("U8", [10])})
+    (tmp_path / "old").write_text("old")
+
+    def buffers():
+        yield bytes(100_000)
+        assert leftovers(tmp_path, "old")  # it is under way
+        raise error
+
+    with pytest.raises(error):
+        write_packed(tmp_path / "new", header, buffers())
+    with pytest.raises(error):
+        write_packed(tmp_path / "old", header, buffers(), force=True)
+    assert not leftovers(tmp_path, "old")
+    assert (tmp_path / "old").read_text() == "old"
+
+
+def test_progress_that_raises_ends_the_work_cleanly(sample, tmp_path):
+    source, packed = sample
+
+    def stop(nbytes: int) -> None:
+        raise KeyboardInterrupt
+
+    before = set(os.listdir(tmp_path))
+    for work in (pack_file, unpack_file):
+        path = source if work is pack_file else packed
+        with pytest.raises(KeyboardInterrupt):
+            work(path, tmp_path / "out", progress=stop)
+    assert set(os.listdir(tmp_path)) == before
+
+
+FULL = """
+import errno, os, resource, sys
+from packhorse.disk import pack_file, unpack_file
+work, source, output, limit = sys.argv[1:]
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+try:
+    {"pack": pack_file, "unpack": unpack_file}[work](source, output)
+except OSError as error:
+    print(errno.errorcode[error.errno], error.filename)
+"""
+
+
+@pytest.mark.parametrize("work", ["pack", "unpack"])
+def test_a_disk_that_is_full_in_mid_write_leaves_nothing(tmp_path, sample, work):
+    source = sample[0] if work == "pack" else sample[1]
+    before = set(os.listdir(tmp_path))
+    command = [sys.executable, "-c", FULL, work, str(source), str(tmp_path / "out"), "500000"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"EFBIG {tmp_path / 'out'}\n"
+    assert set(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs to mount a small file system")
+def test_a_small_file_system_that_fills_up_leaves_nothing(tmp_path, sample):
+    source, _ = sample
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(small)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        with pytest.raises(OSError, match="No space left") as caught:
+            pack_file(source, small / "out")
+        assert caught.value.errno == errno.ENOSPC
+        assert caught.value.filename == str(small / "out")
+        assert not os.listdir(small)
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+@pytest.fixture
+def nobody():
+    """A folder that everybody can enter, and no rights beyond those of an ordinary user."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    is_root = os.geteuid() == 0
+    write_sample(folder / "open")
+    write_sample(folder / "secret")
+    (folder / "open").chmod(0o644)
+    (folder / "secret").chmod(0)
+    (folder / "closed").mkdir()
+    (folder / "closed").chmod(0o555)
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield folder
+    finally:
+        if is_root:
+            os.seteuid(0)
+        shutil.rmtree(folder)
+
+
+def test_no_permission_names_the_file(nobody):
+    with pytest.raises(PermissionError) as caught:
+        pack_file(nobody / "open", nobody / "closed" / "out")
+    assert caught.value.filename == str(nobody / "closed" / "out")
+    with pytest.raises(PermissionError) as caught:
+        pack_file(nobody / "secret", nobody / "closed" / "out")
+    assert caught.value.filename == str(nobody / "secret")
+    assert not os.listdir(nobody / "closed")
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from packhorse.disk import pack_file, unpack_file
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+before = peak()
+{"pack": pack_file, "unpack": unpack_file}[sys.argv[1]](*sys.argv[2:])
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_memory_is_bounded_by_the_largest_tensor_not_the_file(tmp_path):
+    tensor_nbytes, n_tensors = 32 << 20, 12
+    tensors = {
+        str(i): entry(i * tensor_nbytes, (i + 1) * tensor_nbytes, "BF16", [tensor_nbytes // 2])
+        for i in range(n_tensors)
+    }
+    block = np.random.default_rng(6).standard_normal(tensor_nbytes // 2).astype(ml_dtypes.bfloat16)
+    source, packed = tmp_path / "a", tmp_path / "b"
+    with source.open("wb") as file:
+        file.write(file_bytes(tensors))
+        for _ in range(n_tensors):
+            file.write(block.tobytes())
+    del block
+    for work, paths in (("pack", (source, packed)), ("unpack", (packed, tmp_path / "c"))):
+        command = [sys.executable, "-c", PEAK, work, *map(str, paths)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert int(done.stdout) < 4 * tensor_nbytes, work

@@ -1,0 +1,82 @@
+"""The frames printed in docs/format.md decode to what the page says, in every decoder."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from packhorse.layout import DTYPE_BY_CODE, Mode
+from packhorse.reference import decode_frame
+
+PAGE = Path(__file__).parent.parent / "docs" / "format.md"
+EXPECTED_MODES = {
+    "constant": {Mode.CONSTANT},
+    "stored": {Mode.STORED},
+    "palette": {Mode.PALETTE, Mode.STORED},
+    "rans-alias": {Mode.RANS, Mode.STORED},
+    "rans-plain": {Mode.RANS},
+    "zstd": {Mode.ZSTD},
+}
+
+
+@dataclass(frozen=True)
+class Example:
+    frame: bytes
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def read_dump(dump: str) -> bytes:
+    """The inverse of `frame_builder.hexdump`."""
+    data, line = b"", b""
+    for text in dump.strip().splitlines():
+        if text == "*":
+            continue
+        offset, digits = text.split("  ")
+        gap = int(offset, 16) - len(data)
+        data += line * (gap // 16)
+        line = bytes.fromhex(digits)
+        data += line
+    return data
+
+
+def read_example(block: str) -> Example:
+    dump, _, decoded = block.partition("decodes to ")
+    match = re.fullmatch(r"(\w+) \[([\d, ]*)\]:([0-9a-f\s]*)", decoded)
+    assert match, decoded
+    shape = tuple(int(dim) for dim in match[2].split(",") if dim.strip())
+    return Example(read_dump(dump), match[1], shape, bytes.fromhex(match[3]))
+
+
+def read_page() -> dict[str, Example]:
+    blocks = re.findall(r"^```\w*\nexample: (\S+)\n(.*?)^```$", PAGE.read_text(), re.S | re.M)
+    return {name: read_example(block) for name, block in blocks}
+
+
+def test_the_page_has_an_example_for_each_mode() -> None:
+    assert read_page().keys() == EXPECTED_MODES.keys()
+
+
+@pytest.mark.parametrize("name", EXPECTED_MODES)
+def test_the_slow_decoder_agrees_with_the_page(name: str) -> None:
+    example = read_page()[name]
+    decoded = decode_frame(example.frame)
+    assert (decoded.dtype, decoded.shape) == (example.dtype, example.shape)
+    assert decoded.data == example.data
+    assert {mode for modes in decoded.modes for mode in modes} == EXPECTED_MODES[name]
+    assert DTYPE_BY_CODE[example.frame[5]].name == example.dtype
+
+
+@pytest.mark.parametrize("name", EXPECTED_MODES)
+def test_the_fast_decoder_agrees_with_the_page(name: str) -> None:
+    from packhorse.frame import Frame
+
+    example = read_page()[name]
+    frame = Frame.from_buffer(example.frame)
+    assert (frame.dtype, frame.shape) == (example.dtype, example.shape)
+    data = bytearray(frame.logical_nbytes)
+    frame.decompress_into(data)
+    assert data == example.data
+    frame.verify()

@@ -1,0 +1,206 @@
+"""The constants of the format agree with the page, with the C++ core and with their own fields."""
+
+import ast
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from packhorse import layout
+from packhorse.layout import DTYPES, Level, Mode, Split
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "format.md").read_text()
+CORE = (ROOT / "csrc" / "layout.hpp").read_text()
+
+MAX_U32 = (1 << 32) - 1
+FIXED_FIELD_MAXIMA = (
+    layout.FRAME_MAGIC,
+    layout.FRAME_VERSION,
+    max(dtype.code for dtype in DTYPES),
+    layout.MAX_DIMS,
+    max(Split),
+    layout.CRITICAL_FLAGS,
+    max(Level),
+    layout.MAX_CHUNK_LOG,
+    MAX_U32,
+    layout.MAX_BITS // 4,  # a frame is at most twice its tensor
+    b"\xff" * 16,
+    MAX_U32,
+    MAX_U32,
+)
+
+
+def section(number: int) -> str:
+    match = re.search(rf"^## {number}\..*?(?=^## \d|\Z)", PAGE, re.S | re.M)
+    assert match
+    return match[0]
+
+
+def table_cells(text: str) -> list[list[str]]:
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_every_field_of_the_fixed_header_holds_its_maximum() -> None:
+    packed = layout.FIXED_HEADER.pack(*FIXED_FIELD_MAXIMA)
+    assert layout.FIXED_HEADER.unpack(packed) == FIXED_FIELD_MAXIMA
+    assert layout.FIXED_HEADER_NBYTES == len(packed) == 48
+
+
+def test_a_descriptor_holds_the_longest_stream_and_the_last_mode() -> None:
+    bits = layout.STREAM_NBYTES_BITS
+    assert (1 << bits) - 1 == layout.STREAM_NBYTES_MASK
+    assert max(Mode) < 1 << (32 - bits)
+    # The worst rANS stream: 12 bits and an escape for every unit, the header and the states.
+    words, escapes = layout.MAX_CHUNK_NBYTES * 12 // 8, layout.MAX_CHUNK_NBYTES + 1
+    worst = 40 + 257 * 3 // 2 + 1 + 128 * 4 + escapes + words
+    assert worst <= layout.STREAM_NBYTES_MASK
+
+
+def test_chunk_and_stream_sizes_fit_together() -> None:
+    assert 1 << layout.MAX_CHUNK_LOG == layout.MAX_CHUNK_NBYTES
+    assert 1 << layout.MIN_CHUNK_LOG == layout.FRAME_ALIGNMENT
+    for nbytes in (layout.CHUNK_NBYTES, layout.ZSTD_CHUNK_NBYTES):
+        assert nbytes <= layout.MAX_CHUNK_NBYTES
+        assert nbytes & (nbytes - 1) == 0
+        assert nbytes // max(dtype.unit_nbytes for dtype in DTYPES) >= 1 << layout.MIN_CHUNK_LOG
+
+
+def test_the_largest_tensor_keeps_its_sizes_inside_63_bits() -> None:
+    assert layout.MAX_BITS == 1 << 63
+    assert struct.calcsize("<Q") == 8
+
+
+def test_magic_is_not_text() -> None:
+    assert layout.FRAME_MAGIC[0] > 0x7F
+
+
+def test_dtype_codes_and_names_are_unique() -> None:
+    assert len({dtype.code for dtype in DTYPES}) == len(DTYPES)
+    assert len({dtype.name for dtype in DTYPES}) == len(DTYPES)
+    assert {dtype.code: dtype for dtype in DTYPES} == layout.DTYPE_BY_CODE
+    assert {dtype.name: dtype for dtype in DTYPES} == layout.DTYPE_BY_NAME
+    assert all(0 < dtype.code < 256 for dtype in DTYPES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
+def test_a_dtype_is_consistent(dtype: layout.DType) -> None:
+    assert dtype.unit_nbytes in (1, 2, 4, 8)
+    assert dtype.splits[0] == Split.WHOLE
+    assert (len(dtype.splits) > 1) == (dtype.unit_nbytes > 1)
+    assert dtype.unit_nbytes == 1 or dtype.bits % (8 * dtype.unit_nbytes) == 0
+
+
+def test_dtypes_are_those_of_safetensors() -> None:
+    integers = {f"{sign}{bits}" for sign in "UI" for bits in (8, 16, 32, 64)}
+    floats = {"F16", "BF16", "F32", "F64", "C64", "F4", "F6_E2M3", "F6_E3M2"}
+    bytes_ = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
+    assert {dtype.name for dtype in DTYPES} == {"BOOL"} | integers | floats | bytes_
+
+
+def test_the_dtype_table_of_the_page_is_the_one_of_the_code() -> None:
+    rows = set()
+    for cells in table_cells(section(3)):
+        for half in (cells[:5], cells[6:11]):
+            if half[0].isdigit():
+                code, name, bits, unit_nbytes, splits = half
+                numbers = tuple(Split(int(split)) for split in splits.split(","))
+                rows.add(layout.DType(name, int(code), int(bits), int(unit_nbytes), numbers))
+    assert rows == set(DTYPES)
+
+
+def test_the_header_table_of_the_page_is_the_struct_of_the_code() -> None:
+    cells = [row for row in table_cells(section(2)) if row[0].isdigit()]
+    offset, sizes = 0, []
+    for row in cells:
+        assert int(row[0]) == offset, row
+        sizes.append(int(row[1]))
+        offset += sizes[-1]
+    assert offset == layout.FIXED_HEADER_NBYTES
+    codes = re.findall(r"\d*[a-zA-Z]", layout.FIXED_HEADER.format)
+    assert sizes == [struct.calcsize(f"<{code}") for code in codes]
+    crc = next(row for row in cells if row[2] == "header CRC")
+    assert int(crc[0]) == layout.HEADER_CRC_OFFSET
+
+
+@pytest.mark.parametrize(("number", "enum"), [(4, Split), (6, Mode)])
+def test_the_numbers_of_splits_and_modes_are_those_of_the_page(
+    number: int, enum: type[Split] | type[Mode]
+) -> None:
+    rows = table_cells(section(number))
+    header = next(i for i, row in enumerate(rows) if row[:2] == [enum.__name__.lower(), "name"])
+    found = {}
+    for row in rows[header + 2 :]:
+        if not row[0].isdigit() or row[1].isdigit():
+            break
+        found[row[1].upper()] = int(row[0])
+    assert found == {member.name: int(member) for member in enum}
+
+
+def cpp_constants() -> dict[str, int]:
+    """The integer constants of csrc/layout.hpp, as UPPER_CASE names."""
+    found: dict[str, int] = {}
+    for name, text in re.findall(r"^constexpr [\w:]+ k(\w+) = ([^;]+);", CORE, re.M):
+        expression = re.sub(r"\bk([A-Z]\w*)", lambda match: str(found[upper(match[1])]), text)
+        found[upper(name)] = evaluate(re.sub(r"(?<=\d)(u|ul|ull)\b", "", expression))
+    return found
+
+
+def upper(camel: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", camel).upper()
+
+
+def evaluate(expression: str) -> int:
+    """The value of sums, products and shifts of integers, as C++ and Python both read them."""
+    tree = ast.parse(expression, mode="eval")
+    allowed = (ast.Expression, ast.BinOp, ast.operator, ast.Constant)
+    assert all(isinstance(node, allowed) for node in ast.walk(tree)), expression
+    return int(eval(compile(tree, "layout.hpp", "eval")))
+
+
+def cpp_enum(name: str) -> dict[str, int]:
+    match = re.search(rf"enum class {name} : \w+ {{([^}}]*)}}", CORE)
+    assert match
+    return {upper(key): int(value) for key, value in re.findall(r"k(\w+) = (\d+)", match[1])}
+
+
+def test_the_core_has_the_same_constants() -> None:
+    core = cpp_constants()
+    shared = core.keys() & set(layout.__all__)
+    assert {name: core[name] for name in shared} == {name: getattr(layout, name) for name in shared}
+    assert shared >= {
+        "CONTENT_LEAF_NBYTES",
+        "FRAME_ALIGNMENT",
+        "MAX_CHUNK_LOG",
+        "MAX_CHUNK_NBYTES",
+        "MIN_CHUNK_LOG",
+        "STREAM_NBYTES_BITS",
+        "STREAM_NBYTES_MASK",
+    }
+
+
+def test_the_core_has_the_same_splits_and_modes() -> None:
+    assert cpp_enum("Split") == {split.name: int(split) for split in Split}
+    assert cpp_enum("Mode") == {mode.name: int(mode) for mode in Mode}
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("PROB_BITS", r"\| 1 \| 1 \| `prob_bits`: {} \|"),
+        ("PROB_SUM", r"The sum is {}\."),
+        ("MIN_LANES_LOG", r"`lanes_log`: {} to 7"),
+        ("MAX_LANES_LOG", r"`lanes_log`: 2 to {};"),
+        ("BUCKETS", r"the \*alias layout\*: {} buckets"),
+        ("BUCKET_SLOTS", r"32 buckets of {} slots"),
+        ("MAX_CODE_BITS", r"`code_bits`: 1 to {} \|"),
+        ("FREQS_OFFSET", r"\| {} \| `ceil\(3 \* \(n_symbols \+ 1\) / 2\)` \| frequencies \|"),
+        ("SYMBOL_MAP_OFFSET", r"\| {} \| 32 \| symbol map"),
+        ("PALETTE_HEADER_NBYTES", r"\| {} \| `code_bits \* 8 \* ceil\(n / 64\)` \| bit planes \|"),
+    ],
+)
+def test_the_core_has_the_numbers_of_section_6(name: str, sentence: str) -> None:
+    pattern = re.compile(sentence.format(cpp_constants()[name]))
+    assert pattern.search(section(6)), pattern.pattern
