@@ -15,9 +15,10 @@
 #define PACKHORSE_X86 1
 #include <immintrin.h>
 #define PACKHORSE_AVX2 __attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt,sse4.2")))
-#define PACKHORSE_AVX512                                                                        \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
-                          "2")))
+#define PACKHORSE_AVX512                                                             \
+    __attribute__((                                                                  \
+        target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
+               "2")))
 #else
 #define PACKHORSE_X86 0
 #endif

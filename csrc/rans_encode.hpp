@@ -18,21 +18,27 @@ constexpr uint32_t kRenormShift = 32 - kProbBits;  // a state >= freq << 20 woul
 
 // The encoder's map from position (start of the code + rank) to slot has up to 63 linear runs. To
 // hold it in registers instead of looking up 4096 entries, positions are spread over 64 buckets of
-// 128 such that no bucket has more than two runs: codes may start anywhere, and gaps do not matter.
-// An entry is the offset in the bucket where the second run begins (bits 0-7) and, for each run,
-// slot - position mod 4096 (bits 8-19 and 20-31).
+// 128 such that no bucket has more than three runs: codes may start anywhere, and gaps do not
+// matter.
 constexpr uint32_t kSpreadBuckets = 64;
 constexpr uint32_t kSpreadLog = 7;
 constexpr uint32_t kSpreadSize = 1u << kSpreadLog;
+
+struct SpreadMap {
+    // Where the second (bits 0-7) and third run (8-15) begin, and from bit 16 the first delta.
+    alignas(64) uint32_t edges[kSpreadBuckets];
+    // slot - position mod 4096: deltas of the second (bits 0-11) and third run (12-23).
+    alignas(64) uint32_t deltas[kSpreadBuckets];
+    // As in RansEncodeTables, with spread positions.
+    alignas(64) uint32_t freq_start[kBuckets];
+};
 
 struct alignas(64) RansEncodeTables {
     uint32_t freq_start[256];      // freq (bits 0-11), start (12-23)
     uint32_t inverse[256];         // floor(2^32 / freq), for the integer paths
     float reciprocal[256];         // largest float <= 1 / freq, for AVX-512
     uint16_t slots[kProbSum + 2];  // position -> slot; two more, as gathers read 32 bits
-    // The same map for registers, if it fits (`has_spread`): see spread_slots().
-    alignas(64) uint32_t freq_spread_start[kBuckets];
-    alignas(64) uint32_t spread[kSpreadBuckets];
+    SpreadMap spread;              // the same map for registers, if it fits
     bool has_spread;
 };
 
@@ -51,72 +57,83 @@ struct CodeRuns {
     uint32_t n_slots[2 * kBuckets];
 };
 
-// Where the code can start, at or after `start`, so that no bucket gets a third run; `n_in_first`
-// runs are in the bucket of `start` already.
-inline uint32_t place_runs(const CodeRuns& runs, uint32_t start, uint32_t n_in_first) {
-    const uint32_t limit = kSpreadBuckets * kSpreadSize;
-    const uint32_t shared = start >> kSpreadLog;
-    for (bool moved = true; moved && start < limit;) {
-        moved = false;
-        uint32_t bucket = start >> kSpreadLog;
-        uint32_t n_in_bucket = bucket == shared ? n_in_first : 0;
-        uint32_t at = start;
-        for (uint32_t i = 0; i < runs.n && !moved; ++i) {
-            if (at >> kSpreadLog != bucket) {  // a new bucket: the run before reaches into it
-                                               // unless it ended at its edge
-                bucket = at >> kSpreadLog;
-                n_in_bucket = i > 0 && (at & (kSpreadSize - 1)) != 0 ? 1 : 0;
-            }
-            if (++n_in_bucket > 2) {
-                start += kSpreadSize - (at & (kSpreadSize - 1));  // this run begins the next bucket
-                moved = true;
-            }
-            at += runs.n_slots[i];
+// Whether a code can start here without giving any bucket a fourth run; `n_before` runs are in the
+// first bucket already.
+inline bool runs_fit(const CodeRuns& runs, uint32_t start, uint32_t n_before) {
+    uint32_t bucket = start >> kSpreadLog;
+    uint32_t n_in_bucket = n_before;
+    uint32_t at = start;
+    for (uint32_t i = 0; i < runs.n; ++i) {
+        if (at >> kSpreadLog != bucket) {
+            bucket = at >> kSpreadLog;
+            // The run before reaches into this bucket, unless it ended at the edge.
+            n_in_bucket = i > 0 && (at & (kSpreadSize - 1)) != 0 ? 1 : 0;
         }
+        if (++n_in_bucket > 3) return false;
+        at += runs.n_slots[i];
     }
-    return start;
+    return true;
 }
 
-// Fills the entries of the buckets that a run covers.
-inline void spread_run(uint32_t start, uint32_t first_slot, uint32_t n_slots, uint32_t* spread) {
+// The first place at or after `cursor` where a code fits, or the end of all places. `n_before` runs
+// are in the bucket of `cursor`.
+inline uint32_t place_runs(const CodeRuns& runs, uint32_t cursor, uint32_t n_before) {
+    const uint32_t shared = cursor >> kSpreadLog;
+    for (uint32_t start = cursor; start < cursor + 2 * kSpreadSize; ++start)
+        if (runs_fit(runs, start, start >> kSpreadLog == shared ? n_before : 0)) return start;
+    return kSpreadBuckets * kSpreadSize;
+}
+
+// Fills the entries of the buckets that a run covers; `n_runs` counts the runs of each bucket.
+inline void spread_run(uint32_t start, uint32_t first_slot, uint32_t n_slots, SpreadMap& map,
+                       uint8_t* n_runs) {
     const uint32_t delta = (first_slot - start) & (kProbSum - 1);
     for (uint32_t bucket = start >> kSpreadLog; bucket <= (start + n_slots - 1) >> kSpreadLog;
          ++bucket) {
-        if (spread[bucket] == 0)  // empty: both runs, and an edge that is never reached
-            spread[bucket] = kSpreadSize | delta << 8 | delta << 20;
-        else
-            spread[bucket] = (spread[bucket] & 0xFFF00) | delta << 20 | (start & (kSpreadSize - 1));
+        const uint32_t offset = start & (kSpreadSize - 1);  // not used for a first run
+        switch (n_runs[bucket]++) {
+            case 0:  // edges that no offset reaches
+                map.edges[bucket] = kSpreadSize | kSpreadSize << 8 | delta << 16;
+                map.deltas[bucket] = 0;
+                break;
+            case 1:
+                map.edges[bucket] = (map.edges[bucket] & ~0xFFu) | offset;
+                map.deltas[bucket] = delta;
+                break;
+            default:
+                map.edges[bucket] = (map.edges[bucket] & ~0xFF00u) | offset << 8;
+                map.deltas[bucket] |= delta << 12;
+        }
     }
 }
 
-inline void spread_slots(const RansModel& model, const AliasTables& alias,
-                         RansEncodeTables& tables) {
+// Fills the map; false if some code finds no place.
+inline bool spread_slots(const RansModel& model, const AliasTables& alias, SpreadMap& map) {
     CodeRuns runs[kBuckets];
     for (CodeRuns& code : runs) code.n = 0;
     for_each_run(model, alias, [&](uint32_t code, uint32_t first, uint32_t n, uint32_t) {
         if (n == 0) return;
         CodeRuns& of_code = runs[code];
+        const uint32_t last = of_code.n - 1;
+        if (of_code.n > 0 && of_code.first_slot[last] + of_code.n_slots[last] == first) {
+            of_code.n_slots[last] += n;  // whole buckets of one code, side by side
+            return;
+        }
         of_code.first_slot[of_code.n] = first;
         of_code.n_slots[of_code.n++] = n;
     });
-    std::memset(tables.spread, 0, sizeof tables.spread);
+    uint8_t n_runs[kSpreadBuckets] = {};
     uint32_t cursor = 0;
-    tables.has_spread = false;
     for (uint32_t c = 0; c < model.n_codes; ++c) {
-        const uint32_t bucket = cursor >> kSpreadLog;
         const bool fresh = (cursor & (kSpreadSize - 1)) == 0;
-        const uint32_t n_in_first = fresh ? 0
-                                    : (tables.spread[bucket] & 0xFF) == kSpreadSize
-                                        ? 1
-                                        : 2;  // fresh at the very end, too
-        uint32_t at = place_runs(runs[c], cursor, n_in_first);
-        if (at + model.freqs[c] > kSpreadBuckets * kSpreadSize) return;
-        tables.freq_spread_start[c] = model.freqs[c] | at << kProbBits;
+        uint32_t at = place_runs(runs[c], cursor, fresh ? 0 : n_runs[cursor >> kSpreadLog]);
+        if (at + model.freqs[c] > kSpreadBuckets * kSpreadSize) return false;
+        map.freq_start[c] = model.freqs[c] | at << kProbBits;
         for (uint32_t i = 0; i < runs[c].n; at += runs[c].n_slots[i++])
-            spread_run(at, runs[c].first_slot[i], runs[c].n_slots[i], tables.spread);
+            spread_run(at, runs[c].first_slot[i], runs[c].n_slots[i], map, n_runs);
         cursor = at;
     }
-    tables.has_spread = true;
+    return true;
 }
 
 inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables) {
@@ -131,8 +148,7 @@ inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables)
     AliasTables alias;
     if (model.is_alias()) build_alias(model, alias);
     fill_slot_table(model, alias, tables.slots);
-    tables.has_spread = false;
-    if (model.is_alias()) spread_slots(model, alias, tables);
+    tables.has_spread = model.is_alias() && spread_slots(model, alias, tables.spread);
 }
 
 // How byte values become codes. Consecutive values map by a subtraction, others through a table.
@@ -243,30 +259,42 @@ enum class EncodeTables { kSpread, kNarrow, kWide };
 struct EncodeRegistersAvx512 {
     __m512i freq_start[2];
     __m512 reciprocal[2];
-    __m512i spread[4];
+    __m512i edges[4], deltas[4];
 
     PACKHORSE_AVX512 EncodeRegistersAvx512(const RansEncodeTables& tables, bool is_spread) {
-        const uint32_t* from = is_spread ? tables.freq_spread_start : tables.freq_start;
+        const uint32_t* from = is_spread ? tables.spread.freq_start : tables.freq_start;
         for (int h = 0; h < 2; ++h) {
             freq_start[h] = _mm512_load_si512(from + 16 * h);
             reciprocal[h] = _mm512_load_ps(tables.reciprocal + 16 * h);
         }
-        for (int h = 0; h < 4; ++h) spread[h] = _mm512_load_si512(tables.spread + 16 * h);
+        for (int h = 0; h < 4; ++h) {
+            edges[h] = _mm512_load_si512(tables.spread.edges + 16 * h);
+            deltas[h] = _mm512_load_si512(tables.spread.deltas + 16 * h);
+        }
     }
 };
 
+// 64 entries in four registers.
+PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i
+look_up_64_avx512(const __m512i* table, __m512i index, __mmask16 in_upper_half) {
+    return _mm512_mask_blend_epi32(in_upper_half,
+                                   _mm512_permutex2var_epi32(table[0], index, table[1]),
+                                   _mm512_permutex2var_epi32(table[2], index, table[3]));
+}
+
 PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i
 spread_to_slot_avx512(__m512i position, const EncodeRegistersAvx512& registers) {
-    const __m512i bucket =
-        _mm512_srli_epi32(position, kSpreadLog);  // the permutes use five bits of it
-    const __mmask16 high = _mm512_test_epi32_mask(bucket, _mm512_set1_epi32(32));
-    const __m512i entry = _mm512_mask_blend_epi32(
-        high, _mm512_permutex2var_epi32(registers.spread[0], bucket, registers.spread[1]),
-        _mm512_permutex2var_epi32(registers.spread[2], bucket, registers.spread[3]));
+    const __m512i byte = _mm512_set1_epi32(0xFF);
+    const __m512i bucket = _mm512_srli_epi32(position, kSpreadLog);  // permutes use five bits of it
+    const __mmask16 upper = _mm512_test_epi32_mask(bucket, _mm512_set1_epi32(32));
+    const __m512i edges = look_up_64_avx512(registers.edges, bucket, upper);
+    const __m512i deltas = look_up_64_avx512(registers.deltas, bucket, upper);
     const __m512i offset = _mm512_and_si512(position, _mm512_set1_epi32(kSpreadSize - 1));
-    const __mmask16 in_second =
-        _mm512_cmpge_epu32_mask(offset, _mm512_and_si512(entry, _mm512_set1_epi32(0xFF)));
-    const __m512i delta = _mm512_mask_srli_epi32(_mm512_srli_epi32(entry, 8), in_second, entry, 20);
+    const __mmask16 second = _mm512_cmpge_epu32_mask(offset, _mm512_and_si512(edges, byte));
+    const __mmask16 third =
+        _mm512_cmpge_epu32_mask(offset, _mm512_and_si512(_mm512_srli_epi32(edges, 8), byte));
+    __m512i delta = _mm512_mask_mov_epi32(_mm512_srli_epi32(edges, 16), second, deltas);
+    delta = _mm512_mask_srli_epi32(delta, third, deltas, 12);
     return _mm512_and_si512(_mm512_add_epi32(position, delta), _mm512_set1_epi32(kProbSum - 1));
 }
 

@@ -36,20 +36,24 @@ PLANE_SIZES = (1, 63, 64, 65, 127, 129, 1000, 8191, 8192, 8193, 40_000)
 
 @pytest.mark.parametrize(("dtype", "kind"), CASES)
 def test_battery(dtype: str, kind: str) -> None:
-    """All small sizes and one around the chunk, each at another level."""
+    """Every second small size, and in every other case one around the chunk; all levels in turn.
+
+    The number of kinds is odd and prime to that of levels and large sizes, so that each kind meets
+    each of them at some dtype.
+    """
     shift = CASES.index((dtype, kind))
-    for i, n in enumerate(SMALL):
+    for i, n in enumerate(SMALL[shift % 2 :: 2]):
         check_tensor(make_data(kind, dtype, n), dtype, level=LEVELS[(i + shift) % 3])
-    size = large_sizes(dtype)[LARGE[shift % len(LARGE)]]
-    check_tensor(make_data(kind, dtype, size), dtype, level=LEVELS[shift // 5 % 3])
+    if shift % 2:
+        size = large_sizes(dtype)[LARGE[shift % len(LARGE)]]
+        check_tensor(make_data(kind, dtype, size), dtype, level=LEVELS[shift // 5 % 3])
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("size", LARGE)
-@pytest.mark.parametrize("dtype", ["BF16", "F32", "I32", "U8"])
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
 def test_battery_around_a_chunk(dtype: str, size: str, level: str) -> None:
-    for kind in ("weights", "sparse") if level == "fast" else ("weights",):
-        check_tensor(make_data(kind, dtype, large_sizes(dtype)[size]), dtype, level=level)
+    check_tensor(make_data("weights", dtype, large_sizes(dtype)[size]), dtype, level=level)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +65,7 @@ def test_battery_around_a_chunk(dtype: str, size: str, level: str) -> None:
         ("F64", "constant", "default", {Mode.CONSTANT}),
         ("F16", "noise", "default", {Mode.STORED}),
         ("I64", "sorted", "default", {Mode.ZSTD}),
-        ("U8", "256 values", "default", {Mode.RANS}),
+        ("F8_E4M3", "33 values", "default", {Mode.RANS}),
         ("U8", "noise", "default", {Mode.STORED}),
     ],
 )
@@ -146,6 +150,7 @@ CODER_CASES = [
     pytest.param(mode, n_values, id=f"{mode.name.lower()}-{n_values}")
     for mode in CODERS
     for n_values in (2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 100, 255, 256)
+    if mode == Mode.RANS or n_values < 100  # a palette of 16 does not pay for more
 ]
 
 
