@@ -11,6 +11,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
@@ -185,6 +186,60 @@ std::vector<std::size_t> chunk_offsets(const Table& table) {
             round_up(stream_sum(table.data() + chunk * (n_planes + 1) + 1, n_planes),
                      kFrameAlignment);
     return offsets;
+}
+
+// Whether a stored stream may lack the bytes that rANS streams carry: the last stored one of a
+// chunk with such streams.
+bool may_carry(const uint32_t* descriptors, uint32_t n_planes, uint32_t plane) {
+    bool has_rans = false, is_last = true;
+    for (uint32_t p = 0; p < n_planes; ++p) {
+        has_rans |= descriptor_mode(descriptors[p]) == Mode::kRans;
+        is_last &= p <= plane || descriptor_mode(descriptors[p]) != Mode::kStored;
+    }
+    return has_rans && is_last;
+}
+
+// Whether mode and length of a descriptor are allowed where it stands; `n` units in the chunk.
+bool descriptor_is_allowed(const uint32_t* descriptors, const PlaneSpec& spec, uint32_t plane,
+                           std::size_t n) {
+    const std::size_t item = item_nbytes(spec);
+    const std::size_t nbytes = descriptor_nbytes(descriptors[plane]);
+    switch (descriptor_mode(descriptors[plane])) {
+        case Mode::kStored:
+            return nbytes == n * item ||
+                   (item == 1 && nbytes < n && may_carry(descriptors, spec.n_planes, plane));
+        case Mode::kConstant:
+            return nbytes == item;
+        case Mode::kPalette:
+        case Mode::kRans:
+            return item == 1;
+        default:
+            return spec.n_planes == 1;
+    }
+}
+
+// Checks all descriptors (docs/format.md, section 9). Returns (what, chunk, plane, payload length):
+// what is 0 for good, 1 for an unknown mode, 2 for a mode or length that is not allowed at that
+// chunk and plane.
+std::tuple<int, std::size_t, uint32_t, std::size_t> check_table(Table table, uint32_t unit_nbytes,
+                                                                int split, uint32_t chunk_log,
+                                                                std::size_t nbytes) {
+    const Geometry geometry(unit_nbytes, split, chunk_log, nbytes);
+    const uint32_t n_planes = geometry.spec.n_planes;
+    require(table.shape(0) == geometry.n_chunks() && table.shape(1) == n_planes + 1,
+            "table must have a row for each chunk and a column more than planes");
+    std::size_t payload = 0;
+    for (std::size_t chunk = 0; chunk < geometry.n_chunks(); ++chunk) {
+        const uint32_t* descriptors = table.data() + chunk * (n_planes + 1) + 1;
+        const std::size_t n = geometry.units_of(chunk);
+        for (uint32_t plane = 0; plane < n_planes; ++plane) {
+            if (descriptor_mode(descriptors[plane]) > Mode::kZstd) return {1, chunk, plane, 0};
+            if (!descriptor_is_allowed(descriptors, geometry.spec, plane, n))
+                return {2, chunk, plane, 0};
+        }
+        payload += round_up(stream_sum(descriptors, n_planes), kFrameAlignment);
+    }
+    return {0, 0, 0, payload};
 }
 
 // One worker's decode scratch; `partial` receives a chunk of which only a part is wanted.
@@ -402,6 +457,8 @@ NB_MODULE(_core, m) {
     m.def("decode_range", &decode_range, "payload"_a, "table"_a, "unit_nbytes"_a, "split"_a,
           "chunk_log"_a, "nbytes"_a, "start"_a, "dst"_a.noconvert(), "check"_a, "threads"_a,
           "isa"_a);
+    m.def("check_table", &check_table, "table"_a, "unit_nbytes"_a, "split"_a, "chunk_log"_a,
+          "nbytes"_a);
     m.def("estimate_planes", &estimate_planes, "src"_a, "unit_nbytes"_a, "split"_a, "level"_a,
           "n_samples"_a, "isa"_a);
     m.def("encode_plane", &encode_plane, "src"_a, "mode"_a, "dst"_a.noconvert(), "isa"_a);

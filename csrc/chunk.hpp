@@ -88,15 +88,17 @@ inline uint32_t sample_log_for(std::size_t n, uint32_t sample_units) {
     return log;
 }
 
-// Cost of the histogram's symbols at their own entropy, 2^-16 bits.
+// Cost of the histogram's symbols at the plane's entropy, 2^-16 bits. A sample shows too few values
+// as too often; the Miller-Madow term, (values - 1) / (2 ln 2) bits, makes up for it.
 inline uint64_t entropy_cost(const Histogram& histogram) {
+    constexpr uint64_t kBiasCost = 47274;
     uint64_t cost = 0;
     for (uint32_t count : histogram.counts)
         if (count > 0) {
             const uint64_t freq = uint64_t{count} * kProbSum / histogram.total;
-            cost += uint64_t{count} * kSymbolCost[freq == 0 ? 1 : freq];
+            cost += uint64_t{count} * kSymbolCost[freq == 0 ? 1 : freq] + kBiasCost;
         }
-    return cost;
+    return cost - std::min(cost, kBiasCost);
 }
 
 // Scales a cost of the sample (2^-16 bits) to bytes of the plane.
@@ -133,7 +135,13 @@ inline std::size_t choose_mode(const uint8_t* plane, std::size_t n, Level level,
         best = palette_nbytes;
         choice.mode = Mode::kPalette;
     }
-    if (!spec.entropy) return choice.mode == Mode::kStored ? n : best;
+    // What no model can beat: the entropy, and a header for the values that occur.
+    const std::size_t n_seen = static_cast<std::size_t>(
+        std::count_if(histogram.counts, histogram.counts + 256, [](uint32_t c) { return c > 0; }));
+    const std::size_t rans_least =
+        kFreqsOffset + packed_freqs_nbytes(std::min<std::size_t>(n_seen, kBuckets - 1)) +
+        scale_cost(entropy_cost(histogram), histogram.total, n);
+    if (!spec.entropy || rans_least >= best) return choice.mode == Mode::kStored ? n : best;
     const uint64_t cost = choose_model(histogram, choice.rans);
     if (choice.rans.n_codes < 2) return choice.mode == Mode::kStored ? n : best;
     const std::size_t lanes = std::size_t{1} << choose_lanes_log(n);

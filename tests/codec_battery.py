@@ -183,7 +183,7 @@ KINDS: dict[str, Kind] = {
     "few": _few,
     "alternating": _alternating,
     "outlier": _outlier,
-    **{f"{n} values": _bytes_of(n) for n in (31, 32, 33, 255, 256)},
+    **{f"{n} values": _bytes_of(n) for n in (31, 32, 33, 100, 255, 256)},
 }
 
 

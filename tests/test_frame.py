@@ -118,14 +118,14 @@ def test_a_frame_keeps_its_buffer_alive() -> None:
 @given(draw=st.data())
 def test_any_range_decodes_to_that_range(kind: str, draw: st.DataObject) -> None:
     data, frame = tensor(kind)
-    edges = [e for i in range(frame.n_chunks) for e in (i * frame.chunk_nbytes + d for d in (-1, 0, 1))]
+    edges = [
+        e for i in range(frame.n_chunks) for e in (i * frame.chunk_nbytes + d for d in (-1, 0, 1))
+    ]
     edge = st.integers(0, len(data)) | st.sampled_from([e for e in edges if 0 <= e <= len(data)])
     start, stop = sorted((draw.draw(edge), draw.draw(edge)))
     target = guarded_output(stop - start)
     with forced(draw.draw(st.sampled_from(ISAS))):
-        frame.decompress_into(
-            target, start=start, stop=stop, threads=draw.draw(st.integers(1, 4))
-        )
+        frame.decompress_into(target, start=start, stop=stop, threads=draw.draw(st.integers(1, 4)))
     assert target == data[start:stop]
 
 

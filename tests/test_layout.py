@@ -189,7 +189,7 @@ def test_the_core_has_the_same_splits_and_modes() -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("PROB_BITS", r"\| 1 \| 1 \| `prob_bits`: {} \|"),
+        ("PROB_BITS", r"\| 1 \| 1 \| `prob_bits`: {}, otherwise"),
         ("PROB_SUM", r"The sum is {}\."),
         ("MIN_LANES_LOG", r"`lanes_log`: {} to 7"),
         ("MAX_LANES_LOG", r"`lanes_log`: 2 to {};"),

@@ -33,6 +33,9 @@ def decode_range(
     threads: int,
     isa: int,
 ) -> tuple[int, int]: ...
+def check_table(
+    table: _Table, unit_nbytes: int, split: int, chunk_log: int, nbytes: int
+) -> tuple[int, int, int, int]: ...
 def estimate_planes(
     src: _Bytes, unit_nbytes: int, split: int, level: int, n_samples: int, isa: int
 ) -> list[tuple[int, int]]: ...

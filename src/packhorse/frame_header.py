@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +31,8 @@ from packhorse.layout import (
     MAX_CHUNK_NBYTES,
     MAX_DIMS,
     MIN_CHUNK_LOG,
-    STREAM_NBYTES_BITS,
     STREAM_NBYTES_MASK,
     DType,
-    Mode,
     Split,
 )
 
@@ -71,10 +68,12 @@ class FrameHeader:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the decoded tensor."""
         return _logical_nbytes(self.dtype, math.prod(self.shape))
 
     @property
     def n_planes(self) -> int:
+        """Planes of each chunk."""
         return n_planes_of(self.dtype, self.split)
 
     def chunk_offset(self, chunk: int) -> int:
@@ -83,14 +82,17 @@ class FrameHeader:
 
 
 def n_planes_of(dtype: DType, split: Split) -> int:
+    """Planes that the split makes of a unit."""
     return 1 if split == Split.WHOLE else dtype.unit_nbytes
 
 
 def padded(n: int) -> int:
+    """`n` bytes, rounded up to the alignment of a frame."""
     return -(-n // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
 
 def frame_header_nbytes(n_dims: int, n_chunks: int, n_planes: int) -> int:
+    """Bytes of a header, padding included."""
     return padded(FIXED_HEADER_NBYTES + 8 * n_dims + 4 * n_chunks * (1 + n_planes))
 
 
@@ -125,6 +127,7 @@ def _overflows(shape: Sequence[int], dtype: DType) -> bool:
 
 
 def write_header(header: FrameHeader, dst: ByteArray) -> None:
+    """Writes a header, its CRC included, to memory of exactly its length."""
     fixed = FIXED_HEADER.pack(
         FRAME_MAGIC,
         FRAME_VERSION,
@@ -148,6 +151,7 @@ def write_header(header: FrameHeader, dst: ByteArray) -> None:
 
 
 def label(name: str | None) -> str:
+    """How messages begin."""
     return "" if name is None else f"tensor {name!r}: "
 
 
@@ -156,25 +160,6 @@ def read_header(
 ) -> FrameHeader:
     """Reads and checks a header; arguments and errors as in `Frame.from_buffer`."""
     return _Reader(data, name, offset).read(max_nbytes)
-
-
-# As plain numbers: comparing arrays with enum members is slow, and a file may have many small
-# frames.
-_STORED, _CONSTANT, _PALETTE, _RANS, _ZSTD = (int(mode) for mode in Mode)
-_MAX_MODE = int(max(Mode))
-
-
-def _may_carry(
-    modes: NDArray[Any], lengths: NDArray[Any], units: NDArray[np.int64]
-) -> NDArray[np.bool_]:
-    """Where a stored stream may be short: the last one of a chunk, if rANS streams can carry its
-    end."""
-    n_planes = modes.shape[1]
-    stored = modes == _STORED
-    last = n_planes - 1 - np.argmax(stored[:, ::-1], axis=1)
-    carrier = stored & (np.arange(n_planes) == last[:, None])
-    has_rans = (modes == _RANS).any(axis=1, keepdims=True)
-    return np.asarray(carrier & has_rans & (lengths < units))
 
 
 class _Reader:
@@ -235,8 +220,7 @@ class _Reader:
         header = FrameHeader(
             dtype, shape, split, level, chunk_log, digest, header_nbytes, frame_nbytes, table
         )
-        self.check_descriptors(header, table_at)
-        self.check_length(header)
+        self.check_length(header, self.check_descriptors(header, table_at))
         return header
 
     def read_kind(self, code: int, split_code: int) -> tuple[DType, Split]:
@@ -267,38 +251,25 @@ class _Reader:
             raise self.fail(FIXED_HEADER_NBYTES, words)
         return shape, _logical_nbytes(dtype, numel)
 
-    def check_descriptors(self, header: FrameHeader, table_at: int) -> None:
-        modes = header.table[:, 1:] >> STREAM_NBYTES_BITS
-        if (modes > _MAX_MODE).any():
-            raise self.bad_descriptor(modes > _MAX_MODE, table_at, "mode", CompatibilityError)
-        lengths = header.table[:, 1:] & STREAM_NBYTES_MASK
-        unit = header.dtype.unit_nbytes
-        item = unit if header.split == Split.WHOLE else 1
-        units = np.full((len(header.table), 1), 1 << header.chunk_log, np.int64)
-        if len(units):
-            units[-1] = header.nbytes // unit - (len(units) - 1 << header.chunk_log)
-        stored = modes == _STORED
-        wrong = stored & (lengths != units * item)
-        if item == 1 and wrong.any():
-            wrong &= ~_may_carry(modes, lengths, units)
-        wrong |= (modes == _CONSTANT) & (lengths != item)
-        if header.split != Split.WHOLE:
-            wrong |= modes == _ZSTD
-        if item > 1:
-            wrong |= (modes == _PALETTE) | (modes == _RANS)
-        if wrong.any():
-            raise self.bad_descriptor(wrong, table_at, "mode or length")
+    def check_descriptors(self, header: FrameHeader, table_at: int) -> int:
+        """Checks mode and length of every stream; returns the length of the payload."""
+        what, chunk, plane, payload = _core.check_table(
+            header.table,
+            header.dtype.unit_nbytes,
+            int(header.split),
+            header.chunk_log,
+            header.nbytes,
+        )
+        if what:
+            at = table_at + 4 * (chunk * (header.n_planes + 1) + 1 + plane)
+            words = f"descriptor of chunk {chunk}, plane {plane}: "
+            if what == 1:
+                words += "its mode is unknown to this release; upgrade packhorse"
+                raise self.fail(at, words, CompatibilityError)
+            raise self.fail(at, words + "its mode or length is not allowed here")
+        return payload
 
-    def bad_descriptor(
-        self, bad: NDArray[np.bool_], at: int, what: str, kind: type[Exception] = CorruptionError
-    ) -> Exception:
-        chunk, plane = (int(i) for i in np.argwhere(bad)[0])
-        offset = at + 4 * (chunk * (bad.shape[1] + 1) + 1 + plane)
-        words = f"descriptor of chunk {chunk}, plane {plane}: {what} is not allowed"
-        return self.fail(offset, words, kind)
-
-    def check_length(self, header: FrameHeader) -> None:
-        payload = payload_nbytes(header.table)
+    def check_length(self, header: FrameHeader, payload: int) -> None:
         if header.frame_nbytes != header.header_nbytes + payload:
             words = f"frame_nbytes is {header.frame_nbytes}, its chunks make it"
             raise self.fail(16, f"{words} {header.header_nbytes + payload}")

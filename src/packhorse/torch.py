@@ -82,7 +82,7 @@ class TorchFramework:
 
     def writable(self, tensor: torch.Tensor) -> memoryview:
         """The bytes of a contiguous host tensor, to write to."""
-        return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        return _bytes_of(tensor.detach())
 
     def readable(self, tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:
         """The tensor's bytes in C order, dtype name and shape; on a device or not contiguous, of a
@@ -96,8 +96,13 @@ class TorchFramework:
         if tensor.dtype not in _NAMES:
             raise TypeError(f"dtype {tensor.dtype} has no place in safetensors; convert it first")
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        data = memoryview(plain.reshape(-1).view(torch.uint8).numpy()).toreadonly()
-        return data, _NAMES[tensor.dtype], tuple(tensor.shape)
+        return _bytes_of(plain).toreadonly(), _NAMES[tensor.dtype], tuple(tensor.shape)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    # Not reshape: PyTorch counts a tensor of one element or none as contiguous whatever its strides.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy())
 
 
 def _describe(tensor: Any) -> str:

@@ -20,7 +20,7 @@ from packhorse.layout import FILE_SUFFIX
 
 __all__ = ["Job", "check_source", "pack_jobs", "packed_files", "unpack_jobs"]
 
-FOLDER_SUFFIX = ".ph"
+_FOLDER_SUFFIX = ".ph"
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,11 @@ def _job(src: Path, output: Path | None, rename: Callable[[Path], str], *, is_al
 
 
 def _packed_name(src: Path) -> str:
-    return src.name + FOLDER_SUFFIX if src.is_dir() else packed_name(src.name)
+    return src.name + _FOLDER_SUFFIX if src.is_dir() else packed_name(src.name)
 
 
 def _unpacked_name(src: Path) -> str:
-    suffix = FOLDER_SUFFIX if src.is_dir() else FILE_SUFFIX
+    suffix = _FOLDER_SUFFIX if src.is_dir() else FILE_SUFFIX
     if not src.name.endswith(suffix) or src.name == suffix:
         raise UsageError(f"{src}: does not end in {suffix}; name the output with -o")
     return src.name.removesuffix(suffix) if src.is_dir() else plain_name(src.name)

@@ -18,10 +18,10 @@ from packhorse.cli.rows import BenchRow, gb_per_s, ratio
 from packhorse.disk.header import TensorEntry, read_header
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
 
-__all__ = ["TOTAL", "Settings", "bench_file"]
+__all__ = ["Settings", "bench_file"]
 
-TOTAL = "all"
-Bytes = NDArray[np.uint8]
+_TOTAL = "all"
+_Bytes = NDArray[np.uint8]
 
 
 @dataclass
@@ -91,7 +91,7 @@ def bench_file(
         total.add(measured)
         if advance is not None:
             advance(entry.nbytes)
-    return [*(part.row(dtype) for dtype, part in sums.items()), total.row(TOTAL)]
+    return [*(part.row(dtype) for dtype, part in sums.items()), total.row(_TOTAL)]
 
 
 def _measure(path: Path, settings: Settings) -> Iterator[tuple[TensorEntry, _Sum]]:
@@ -109,7 +109,7 @@ def _measure(path: Path, settings: Settings) -> Iterator[tuple[TensorEntry, _Sum
 
 
 def _measure_one(
-    entry: TensorEntry, data: Bytes, back: Bytes, out: Bytes, settings: Settings
+    entry: TensorEntry, data: _Bytes, back: _Bytes, out: _Bytes, settings: Settings
 ) -> _Sum:
     level, threads = settings.level, settings.threads
 

@@ -54,9 +54,9 @@ __all__ = [
     "verify_lines",
 ]
 
-BAR_WIDTH = 24
-PROGRESS_WIDTH = 20  # with the columns beside it, a line of 80 characters keeps a long name
-PIPE_WIDTH = 100_000  # nothing is folded: what reads a pipe works by lines
+_BAR_WIDTH = 24
+_PROGRESS_WIDTH = 20  # with the columns beside it, a line of 80 characters keeps a long name
+_PIPE_WIDTH = 100_000  # nothing is folded: what reads a pipe works by lines
 # One glyph and colour for each mode; dots are what packing saved.
 _MODE_STYLE = {
     "stored": ("█", "blue"),
@@ -194,7 +194,7 @@ def progress(title: str, nbytes: int | None) -> Iterator[Callable[[int], None] |
         return
     bar = Progress(
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=PROGRESS_WIDTH),
+        BarColumn(bar_width=_PROGRESS_WIDTH),
         TaskProgressColumn(),
         _BytesColumn(table_column=Column(no_wrap=True, min_width=29)),
         TimeRemainingColumn(),
@@ -218,7 +218,7 @@ class _BytesColumn(ProgressColumn):
 def _console() -> Console:
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console.width = PIPE_WIDTH
+        console.width = _PIPE_WIDTH
     return console
 
 
@@ -291,12 +291,12 @@ def _bar(row: TensorRow) -> Text:
     for plane in row.planes:
         if not plane.modes:
             continue
-        filled += BAR_WIDTH * plane.packed_nbytes / max(row.nbytes, 1)
-        n_cells = min(round(filled), BAR_WIDTH) - len(bar)
+        filled += _BAR_WIDTH * plane.packed_nbytes / max(row.nbytes, 1)
+        n_cells = min(round(filled), _BAR_WIDTH) - len(bar)
         glyph, style = _MODE_STYLE[max(plane.modes, key=lambda mode: plane.modes[mode])]
         bar.append(glyph * max(n_cells, 0), style=style)
     glyph, style = _SAVED
-    return bar.append(glyph * (BAR_WIDTH - len(bar)), style=style)
+    return bar.append(glyph * (_BAR_WIDTH - len(bar)), style=style)
 
 
 def _legend() -> Text:

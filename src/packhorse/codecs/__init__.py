@@ -4,3 +4,5 @@
 is coded by the core in one pass over each chunk. `zstd` codes whole chunks with the zstandard
 package; `plan` chooses for a tensor.
 """
+
+__all__: list[str] = []

@@ -24,7 +24,7 @@ from packhorse.layout import (
     Split,
 )
 
-__all__ = ["Plan", "choose_plan", "chunk_log_for"]
+__all__ = ["Plan", "choose_plan", "chunk_log_for", "natural_split"]
 
 _SAMPLE_EVERY_NBYTES = 4 << 20  # one run of 4096 units for each 4 MiB
 _MAX_SAMPLES = 16

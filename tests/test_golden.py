@@ -1,0 +1,205 @@
+"""Frames and files of earlier releases, which every later one must read. None is ever edited.
+
+`golden/manifest.json` has for each file its SHA-256, that of what it decodes to, and what is in it.
+An encoder is free, so nothing here asks that today's bytes are the same; only that today's frames of
+the same tensors decode to them. After adding a case, write the files that are missing with
+
+    python tests/test_golden.py --write-missing
+
+which never touches a file that is there, and refuses to write for an older version of the format.
+"""
+
+import argparse
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import frame_builder as fb
+import pytest
+from codec_battery import (
+    ISAS,
+    check_tensor,
+    forced,
+    guarded,
+    guarded_output,
+    make_data,
+    tensor_shape,
+)
+
+from packhorse.disk import pack_file, unpack_file, verify_file
+from packhorse.frame import Frame, compress_buffer
+from packhorse.layout import DTYPES, FRAME_VERSION, Level, Mode
+from packhorse.reference import decode_file, decode_frame
+
+FOLDER = Path(__file__).parent / "golden"
+MANIFEST = FOLDER / "manifest.json"
+VERSION = 1  # of the format; a new one gets cases of its own, beside these
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tensor, and how it was packed when its file was written."""
+
+    dtype: str
+    kind: str
+    n_units: int
+    level: str = "default"
+
+    def write(self) -> bytes:
+        data = make_data(self.kind, self.dtype, self.n_units)
+        shape = tensor_shape(data, self.dtype)
+        return compress_buffer(data, self.dtype, shape, level=self.level).to_bytes()
+
+
+CASES: dict[str, Callable[[], bytes]] = {
+    **{f"{dtype.name}-weights": Case(dtype.name, "weights", 1501).write for dtype in DTYPES},
+    **{
+        f"{dtype}-weights-{level}": Case(dtype, "weights", 9001, level).write
+        for dtype in ("BF16", "F16")
+        for level in ("fast", "default", "max")
+    },
+    "F32-weights-max": Case("F32", "weights", 2501, "max").write,
+    "F64-sparse": Case("F64", "sparse", 3001).write,
+    "F32-constant": Case("F32", "constant", 200_001).write,
+    "F32-outlier": Case("F32", "outlier", 200_001).write,
+    "BF16-noise": Case("BF16", "noise", 2001).write,
+    "BF16-empty": Case("BF16", "weights", 0).write,
+    "F16-one": Case("F16", "weights", 1).write,
+    "I64-sorted": Case("I64", "sorted", 9001).write,
+    "I32-sorted-max": Case("I32", "sorted", 9001, "max").write,
+    "F8_E4M3-33-values": Case("F8_E4M3", "33 values", 9001).write,
+    "F8_E5M2-31-values-max": Case("F8_E5M2", "31 values", 9001, "max").write,
+    "F8_E4M3FNUZ-few-fast": Case("F8_E4M3FNUZ", "few", 2001, "fast").write,
+    "U16-255-values": Case("U16", "255 values", 8193, "max").write,
+    **{f"built-{name}": (lambda build=build: bytes(build())) for name, build in fb.SMALL.items()},
+}
+FILE = "file.packed"
+FILE_METADATA = {"format": "pt", "note": "golden"}
+
+
+def original_file() -> bytes:
+    tensors = {
+        "layers.0.weight": ("BF16", [30, 40], make_data("weights", "BF16", 1200)),
+        "ids ☃": ("I64", [301], make_data("sorted", "I64", 301)),
+        "nothing": ("F32", [0, 3], b""),
+        "scalar": ("F64", [], make_data("noise", "F64", 1)),
+    }
+    return fb.original_file(tensors, FILE_METADATA)
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def describe(frame: bytes) -> dict[str, Any]:
+    """A line of the manifest, by the slow decoder."""
+    decoded = decode_frame(frame)
+    return {
+        "dtype": decoded.dtype,
+        "shape": list(decoded.shape),
+        "level": decoded.level,
+        "modes": sorted({mode.name.lower() for modes in decoded.modes for mode in modes}),
+        "frame_sha256": sha256(frame),
+        "decoded_sha256": sha256(decoded.data),
+    }
+
+
+def read_manifest() -> dict[str, dict[str, Any]]:
+    return json.loads(MANIFEST.read_text()) if MANIFEST.exists() else {}
+
+
+def write_missing() -> list[str]:
+    """Write what is not there yet, and return its names."""
+    if FRAME_VERSION != VERSION:
+        raise SystemExit(f"these cases are of version {VERSION}; add new ones for {FRAME_VERSION}")
+    FOLDER.mkdir(exist_ok=True)
+    manifest, written = read_manifest(), []
+    for name, write in CASES.items():
+        path = FOLDER / f"{name}.frame"
+        if name not in manifest and not path.exists():
+            path.write_bytes(write())
+            manifest[name] = describe(path.read_bytes())
+            written.append(name)
+    if FILE not in manifest and not (FOLDER / FILE).exists():
+        source = FOLDER / "source.tmp"
+        source.write_bytes(original_file())
+        pack_file(source, FOLDER / FILE)
+        source.unlink()
+        packed = (FOLDER / FILE).read_bytes()
+        decoded = sha256(decode_file(packed))
+        manifest[FILE] = {"frame_sha256": sha256(packed), "decoded_sha256": decoded}
+        written.append(FILE)
+    MANIFEST.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
+    return written
+
+
+GOLDEN = read_manifest()
+FRAMES = [name for name in GOLDEN if name != FILE]
+
+
+def golden(name: str) -> bytes:
+    return (FOLDER / (name if name == FILE else f"{name}.frame")).read_bytes()
+
+
+def test_no_golden_file_is_missing_changed_or_unknown() -> None:
+    expected = {name if name == FILE else f"{name}.frame" for name in GOLDEN}
+    found = {path.name for path in FOLDER.iterdir()} if FOLDER.exists() else set()
+    assert found == expected | {MANIFEST.name}, "see the first lines of this file"
+    assert {*CASES, FILE} <= set(GOLDEN), "write the missing ones as this file's first lines say"
+    for name, line in GOLDEN.items():
+        assert sha256(golden(name)) == line["frame_sha256"], f"{name} was edited"
+
+
+def test_golden_files_cover_the_format_and_stay_small() -> None:
+    lines = [GOLDEN[name] for name in FRAMES]
+    assert {line["dtype"] for line in lines} == {dtype.name for dtype in DTYPES}
+    assert {mode for line in lines for mode in line["modes"]} == {m.name.lower() for m in Mode}
+    assert {line["level"] for line in lines} >= set(Level)
+    sizes = [path.stat().st_size for path in FOLDER.iterdir()]
+    assert sum(sizes) < 1 << 20
+    assert len(sizes) <= 60
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_golden_frame_decodes_in_every_decoder(name: str) -> None:
+    packed, line = golden(name), GOLDEN[name]
+    assert describe(packed) == line
+    for isa in ISAS:
+        with forced(isa):
+            frame = Frame.from_buffer(guarded(packed))
+            target = guarded_output(frame.logical_nbytes)
+            frame.decompress_into(target)
+            frame.verify()
+        assert sha256(bytes(target)) == line["decoded_sha256"]
+        assert (frame.dtype, list(frame.shape)) == (line["dtype"], line["shape"])
+
+
+@pytest.mark.parametrize("name", FRAMES)
+def test_todays_encoder_packs_the_same_tensor(name: str) -> None:
+    decoded = decode_frame(golden(name))
+    for level in ("fast", "default", "max"):
+        frame = check_tensor(decoded.data, decoded.dtype, level=level)
+        assert decode_frame(frame.to_bytes()).data == decoded.data
+
+
+def test_golden_file_unpacks_to_its_original(tmp_path: Path) -> None:
+    if FILE not in GOLDEN:
+        pytest.fail("the golden file is missing: see the first lines of this file")
+    packed = FOLDER / FILE
+    assert verify_file(packed) == []
+    unpack_file(packed, tmp_path / "original")
+    original = (tmp_path / "original").read_bytes()
+    assert sha256(original) == GOLDEN[FILE]["decoded_sha256"]
+    assert decode_file(packed.read_bytes()) == original
+    pack_file(tmp_path / "original", tmp_path / "again")
+    assert decode_file((tmp_path / "again").read_bytes()) == original
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Write the golden files that are missing.")
+    parser.add_argument("--write-missing", action="store_true", required=True)
+    parser.parse_args()
+    print("\n".join(write_missing()) or "nothing is missing")
