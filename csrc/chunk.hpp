@@ -43,9 +43,6 @@ constexpr std::size_t descriptor_nbytes(uint32_t descriptor) {
     return descriptor & kStreamNbytesMask;
 }
 
-// --- encoding
-// -------------------------------------------------------------------------------------------------------
-
 struct LevelSpec {
     bool entropy;             // rANS allowed
     uint32_t sample_units;    // units looked at for a model
@@ -59,7 +56,7 @@ constexpr LevelSpec level_spec(Level level) {
         case Level::kDefault:
             return {true, 16384, 5};
         default:
-            return {true, ~0u, 8};
+            return {true, ~0u, 10};
     }
 }
 
@@ -110,11 +107,35 @@ inline bool is_constant(const uint8_t* src, std::size_t n_items, std::size_t ite
     return std::memcmp(src, src + item, (n_items - 1) * item) == 0;
 }
 
-// Estimated bytes of the plane in the best mode; `n` if that is to store it.
-inline std::size_t choose_mode(const uint8_t* plane, std::size_t n, Level level,
-                               PlaneChoice& choice) {
+inline std::size_t palette_estimate(const Histogram& histogram, std::size_t n,
+                                    PaletteModel& model) {
+    const uint64_t bits = choose_palette(histogram, model);
+    return kPaletteHeaderNbytes + 8 + bits * n / histogram.total / 8;
+}
+
+// Estimated bytes of an rANS stream, or `limit` if it cannot be shorter than that.
+inline std::size_t rans_estimate(const Histogram& histogram, std::size_t n, std::size_t limit,
+                                 RansModel& model) {
+    // What no model can beat: the entropy, and a header for the values that occur.
+    const auto n_seen = static_cast<std::size_t>(std::count_if(
+        histogram.counts, histogram.counts + 256, [](uint32_t count) { return count > 0; }));
+    const std::size_t least = kFreqsOffset +
+                              packed_freqs_nbytes(std::min<std::size_t>(n_seen, kBuckets - 1)) +
+                              scale_cost(entropy_cost(histogram), histogram.total, n);
+    if (least >= limit) return limit;
+    const uint64_t cost = choose_model(histogram, model);
+    if (model.n_codes < 2) return limit;
+    const std::size_t n_lanes = std::size_t{1} << choose_lanes_log(n);
+    return kFreqsOffset + packed_freqs_nbytes(model.n_symbols) + 3 * n_lanes +
+           scale_cost(cost, histogram.total, n);
+}
+
+// Chooses a mode for a plane of `n` units of which `n_there` are at hand: all of them, or a sample.
+// Returns the estimated bytes; `n` if the best is to store it.
+inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::size_t n,
+                               Level level, PlaneChoice& choice) {
     choice.mode = Mode::kConstant;
-    if (is_constant(plane, n, 1)) return 1;
+    if (is_constant(plane, n_there, 1)) return 1;
     choice.mode = Mode::kStored;
     const LevelSpec spec = level_spec(level);
     const std::size_t worth = n - (n >> spec.min_saving_log);
@@ -122,35 +143,26 @@ inline std::size_t choose_mode(const uint8_t* plane, std::size_t n, Level level,
     // Mantissas are most of the data and do not compress: a small sample is enough to see that.
     const uint32_t glance = spec.sample_units < 4096 ? spec.sample_units : 4096;
     if (level != Level::kMax) {
-        count_bytes(plane, n, sample_log_for(n, glance), histogram);
+        count_bytes(plane, n_there, sample_log_for(n_there, glance), histogram);
         if (scale_cost(entropy_cost(histogram), histogram.total, n) >= worth) return n;
     }
     if (level == Level::kMax || spec.sample_units > glance)
-        count_bytes(plane, n, sample_log_for(n, spec.sample_units), histogram);
+        count_bytes(plane, n_there, sample_log_for(n_there, spec.sample_units), histogram);
+    histogram.sampled |= n_there < n;
     std::size_t best = worth;
-    const uint64_t palette_bits = choose_palette(histogram, choice.palette);
-    const std::size_t palette_nbytes =
-        kPaletteHeaderNbytes + 8 + palette_bits * n / histogram.total / 8;
+    const std::size_t palette_nbytes = palette_estimate(histogram, n, choice.palette);
     if (palette_nbytes < best) {
         best = palette_nbytes;
         choice.mode = Mode::kPalette;
     }
-    // What no model can beat: the entropy, and a header for the values that occur.
-    const std::size_t n_seen = static_cast<std::size_t>(
-        std::count_if(histogram.counts, histogram.counts + 256, [](uint32_t c) { return c > 0; }));
-    const std::size_t rans_least =
-        kFreqsOffset + packed_freqs_nbytes(std::min<std::size_t>(n_seen, kBuckets - 1)) +
-        scale_cost(entropy_cost(histogram), histogram.total, n);
-    if (!spec.entropy || rans_least >= best) return choice.mode == Mode::kStored ? n : best;
-    const uint64_t cost = choose_model(histogram, choice.rans);
-    if (choice.rans.n_codes < 2) return choice.mode == Mode::kStored ? n : best;
-    const std::size_t lanes = std::size_t{1} << choose_lanes_log(n);
-    const std::size_t rans_nbytes = kFreqsOffset + packed_freqs_nbytes(choice.rans.n_symbols) +
-                                    3 * lanes + scale_cost(cost, histogram.total, n);
-    // A palette decodes several times faster: prefer it at about the same size.
-    if (rans_nbytes + rans_nbytes / 64 < best) {
-        best = rans_nbytes;
-        choice.mode = Mode::kRans;
+    if (spec.entropy) {
+        // A palette decodes several times faster: prefer it at about the same size.
+        const std::size_t margin = choice.mode == Mode::kPalette ? best / 64 : 0;
+        const std::size_t rans_nbytes = rans_estimate(histogram, n, best, choice.rans);
+        if (rans_nbytes + margin < best) {
+            best = rans_nbytes;
+            choice.mode = Mode::kRans;
+        }
     }
     return choice.mode == Mode::kStored ? n : best;
 }
@@ -276,7 +288,7 @@ inline std::size_t encode_chunk(const uint8_t* src, std::size_t n, const PlaneSp
             for (uint32_t p = 0; p < spec.n_planes; ++p) planes[p] = scratch.planes[p];
         }
         for (uint32_t p = 0; p < spec.n_planes; ++p)
-            choose_mode(planes[p], n, level, scratch.choices[p]);
+            choose_mode(planes[p], n, n, level, scratch.choices[p]);
         while (used == 0)
             used = write_streams(src, planes, n, spec, scratch, dst, descriptors, isa);
     }
@@ -284,9 +296,6 @@ inline std::size_t encode_chunk(const uint8_t* src, std::size_t n, const PlaneSp
     std::memset(dst + used, 0, padded - used);
     return padded;
 }
-
-// --- decoding
-// -------------------------------------------------------------------------------------------------------
 
 struct alignas(64) PlaneDecoder {
     RansDecoder rans;

@@ -41,9 +41,6 @@ inline void set_escape_byte(RansModel& model) {
     model.escape_byte = static_cast<uint8_t>(free_value);
 }
 
-// --- choosing a model
-// ---------------------------------------------------------------------------------------------
-
 // Scales `counts` of the model's codes to frequencies of at least 1 with sum 4096: round, then move
 // single slots where they cost least.
 inline void normalise(const uint32_t* counts, RansModel& model) {
@@ -123,19 +120,16 @@ inline uint64_t choose_codes(const Histogram& histogram, uint32_t limit, RansMod
 
 // The model for a histogram and the estimated cost of its symbols (2^-16 bits). At most 31 symbols
 // and an escape decode from registers, so that form wins unless all the codes save more than 1
-// in 64.
+// in 256.
 inline uint64_t choose_model(const Histogram& histogram, RansModel& model) {
     const uint64_t narrow_cost = choose_codes(histogram, kBuckets - 1, model);
     if (!model.has_escape() || model.n_symbols < kBuckets - 1) return narrow_cost;
     RansModel wide;
     const uint64_t wide_cost = choose_codes(histogram, 256, wide);
-    if (wide_cost + wide_cost / 64 >= narrow_cost) return narrow_cost;
+    if (wide_cost + wide_cost / 256 >= narrow_cost) return narrow_cost;
     model = wide;
     return wide_cost;
 }
-
-// --- bytes
-// ----------------------------------------------------------------------------------------------------------
 
 // Writes map and frequencies; returns the end.
 inline uint8_t* write_model(const RansModel& model, uint8_t* dst) {
@@ -182,9 +176,6 @@ inline Status read_model(const uint8_t* src, std::size_t nbytes, RansModel& mode
     set_escape_byte(model);
     return Status::kOk;
 }
-
-// --- slots
-// ----------------------------------------------------------------------------------------------------------
 
 struct AliasTables {
     uint32_t threshold[kBuckets];  // first slot (0..4096) of the bucket's second part
@@ -256,8 +247,8 @@ inline void fill_bucket_entries(const RansModel& model, const AliasTables& table
                                 BucketEntries& entries) {
     uint32_t part = 0;
     for_each_run(model, tables, [&](uint32_t code, uint32_t first, uint32_t, uint32_t rank) {
-        (part % 2 == 0 ? entries.first : entries.second)[part / 2] =
-            pack_entry(model, code, first, rank);
+        uint32_t* const column = part % 2 == 0 ? &entries.first[0] : &entries.second[0];
+        column[part / 2] = pack_entry(model, code, first, rank);
         ++part;
     });
 }

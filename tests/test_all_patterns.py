@@ -1,4 +1,4 @@
-"""Every bit pattern is an ordinary value: all 65,536 of 16 bits, all 256 of 8, and the odd ones of the wide floats."""
+"""Every bit pattern is an ordinary value: all of 8 and 16 bits, and the odd ones of wide floats."""
 
 import struct
 

@@ -107,10 +107,10 @@ def test_existing_output_needs_force(model: Path, packed: Path, run: Run):
 
 
 def test_names_with_spaces_and_other_scripts(tmp_path: Path, run: Run):
-    model = write_model(tmp_path / "mein Modell [β].safetensors")
+    model = write_model(tmp_path / "un modèle [β].safetensors")
     assert run("pack", model).code == 0
-    assert run("verify", tmp_path / "mein Modell [β].ph.safetensors").out.startswith(
-        f"{tmp_path / 'mein Modell [β].ph.safetensors'}: ok"
+    assert run("verify", tmp_path / "un modèle [β].ph.safetensors").out.startswith(
+        f"{tmp_path / 'un modèle [β].ph.safetensors'}: ok"
     )
 
 

@@ -1,4 +1,4 @@
-"""The Frame: what it tells, whole and partial decoding, the caller's memory, the caller's mistakes."""
+"""The Frame: what it tells, whole and partial decoding, the caller's memory and mistakes."""
 
 import mmap
 from functools import cache

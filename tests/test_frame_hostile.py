@@ -128,7 +128,7 @@ REAL = {  # dtype, kind of data, level, a mode that is met
     "real zstd": ("I64", "sorted", "default", Mode.ZSTD),
     "real stored": ("F32", "noise", "default", Mode.STORED),
     "real constant": ("F32", "constant", "default", Mode.CONSTANT),
-    "real outlier": ("F16", "outlier", "default", Mode.CONSTANT),
+    "real outlier": ("F16", "outlier", "default", Mode.ZSTD),
 }
 
 
@@ -161,11 +161,9 @@ def damage(frame: bytes, rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", [*SMALL, *REAL])
+@pytest.mark.parametrize("name", [*(name for name in SMALL if name != "empty"), *REAL])
 def test_unchecked_damage_is_refused_or_decodes_to_something(name: str, isa: str) -> None:
     whole = bytes(SMALL[name]()) if name in SMALL else real_frame(name)
-    if payload_offset(whole) == len(whole):
-        pytest.skip("nothing to damage in an empty tensor")
     rng, n_decoded, n_tries = random.Random(name), 0, 600 if name in SMALL else 250
     with forced(isa):
         for _ in range(n_tries):

@@ -1,8 +1,8 @@
 """Frames and files of earlier releases, which every later one must read. None is ever edited.
 
 `golden/manifest.json` has for each file its SHA-256, that of what it decodes to, and what is in it.
-An encoder is free, so nothing here asks that today's bytes are the same; only that today's frames of
-the same tensors decode to them. After adding a case, write the files that are missing with
+An encoder is free, so nothing here asks that today's bytes are the same; only that today's frames
+of the same tensors decode to them. After adding a case, write the files that are missing with
 
     python tests/test_golden.py --write-missing
 

@@ -113,13 +113,15 @@ def read_frame(data: bytes) -> None:
 def check_documented(
     read: Callable[[bytes], object], data: bytes, allowed: type[Exception]
 ) -> None:
+    message = "fine"
     try:
         read(data)
     except PackhorseError as error:
-        assert str(error)
-        assert "\n" not in str(error)
+        message = str(error)
     except allowed:
         return
+    assert message
+    assert "\n" not in message
 
 
 @settings(SETTINGS, max_examples=300)
@@ -142,9 +144,8 @@ def test_an_edited_header_gives_a_documented_error(draw: st.DataObject) -> None:
     for _ in range(draw.draw(st.integers(1, 3))):
         size = draw.draw(st.sampled_from([1, 2, 4, 8]))
         at = draw.draw(st.integers(4, header_nbytes - size))
-        value = draw.draw(
-            st.integers(0, 256**size - 1) | st.integers(0, 100).map(lambda v: v % 256**size)
-        )
+        top = 256**size - 1
+        value = draw.draw(st.integers(0, top) | st.integers(0, min(100, top)))
         data[at : at + size] = value.to_bytes(size, "little")
     data[44:48] = bytes(4)
     data[44:48] = crc32c(data[:header_nbytes]).to_bytes(4, "little")

@@ -99,7 +99,8 @@ def resolve_level(level: Level | str | int) -> Level:
     """
     if isinstance(level, str) and level.upper() in Level.__members__:
         return Level[level.upper()]
-    if isinstance(level, int) and level in Level.__members__.values():
+    if isinstance(level, int) and not isinstance(level, bool) and level in
+    Level.__members__.values():
         return Level(level)
     names = ", ".join(repr(known.name.lower()) for known in Level)
     raise ValueError(f"level is {level!r}; it must be one of {names}")
@@ -114,7 +115,7 @@ def resolve_threads(threads: int | None) -> int:
     """
     if threads is None:
         return min(len(os.sched_getaffinity(0)), _MAX_DEFAULT_THREADS)
-    if not isinstance(threads, int):
+    if not isinstance(threads, int) or isinstance(threads, bool):
         raise TypeError(f"threads must be an integer or None, not {type(threads).__name__}")
     if threads < 1:
         raise ValueError(f"threads is {threads}; it must be at least 1")

@@ -100,7 +100,7 @@ class TorchFramework:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    # Not reshape: PyTorch counts a tensor of one element or none as contiguous whatever its strides.
+    # Not reshape: PyTorch calls a tensor of at most one element contiguous, whatever its strides.
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return memoryview(flat.view(torch.uint8).numpy())
 
