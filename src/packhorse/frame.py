@@ -97,10 +97,11 @@ def resolve_level(level: Level | str | int) -> Level:
     Raises:
         ValueError: no such level.
     """
+    if isinstance(level, Level):
+        return level
     if isinstance(level, str) and level.upper() in Level.__members__:
         return Level[level.upper()]
-    if isinstance(level, int) and not isinstance(level, bool) and level in
-    Level.__members__.values():
+    if type(level) is int and level in Level.__members__.values():
         return Level(level)
     names = ", ".join(repr(known.name.lower()) for known in Level)
     raise ValueError(f"level is {level!r}; it must be one of {names}")
