@@ -5,7 +5,7 @@
 // loops read the same stream:
 // - AVX-512, at most 32 codes: the alias tables live in six registers, nothing is looked up in
 // memory;
-// - AVX-512 and AVX2, any codes: one gather a lane from a table of 4096 entries (16 KiB, in L1);
+// - AVX-512 and AVX2, any codes: one load a lane from a table of 4096 entries (16 KiB, in L1);
 // - portable: the same table, one lane at a time.
 // Vector loops read whole registers of words. Near the end of the stream they run on a zero-padded
 // copy of its last bytes, so that nothing beyond the stream is read, and check after every round
@@ -142,13 +142,12 @@ constexpr RefillOrder make_refill_order() {
 
 inline constexpr RefillOrder kRefillOrder = make_refill_order();
 
-// Eight lanes: one gather, and the words put in place by a permutation looked up by the set of
+// Eight lanes: a look-up each, and the words put in place by a permutation looked up by the set of
 // lanes that need one.
 PACKHORSE_AVX2 inline __attribute__((always_inline)) __m256i
 decode_step_avx2(__m256i& state, const uint32_t* table, const uint8_t*& words) {
     const __m256i slot_mask = _mm256_set1_epi32(kProbSum - 1);
-    const __m256i entry = _mm256_i32gather_epi32(reinterpret_cast<const int*>(table),
-                                                 _mm256_and_si256(state, slot_mask), 4);
+    const __m256i entry = look_up_avx2(table, _mm256_and_si256(state, slot_mask));
     const __m256i freq = _mm256_and_si256(entry, slot_mask);
     const __m256i rank =
         _mm256_and_si256(_mm256_add_epi32(state, _mm256_srli_epi32(entry, kProbBits)), slot_mask);
@@ -228,7 +227,7 @@ decode_step_avx512(__m512i& state, const BucketRegistersAvx512& registers, const
             in_second, _mm512_permutex2var_epi32(registers.first[0], bucket, registers.first[1]),
             _mm512_permutex2var_epi32(registers.second[0], bucket, registers.second[1]));
     } else {
-        entry = _mm512_i32gather_epi32(slot, table, 4);
+        entry = look_up_avx512(table, slot);
     }
     const __m512i rank =
         _mm512_and_si512(_mm512_add_epi32(state, _mm512_srli_epi32(entry, kProbBits)), slot_mask);

@@ -34,20 +34,20 @@ struct SpreadMap {
 };
 
 struct alignas(64) RansEncodeTables {
-    uint32_t freq_start[256];      // freq (bits 0-11), start (12-23)
-    uint32_t inverse[256];         // floor(2^32 / freq), for the integer paths
-    float reciprocal[256];         // largest float <= 1 / freq, for AVX-512
-    uint16_t slots[kProbSum + 2];  // position -> slot; two more, as gathers read 32 bits
-    SpreadMap spread;              // the same map for registers, if it fits
+    uint32_t freq_start[256];  // freq (bits 0-11), start (12-23)
+    uint32_t inverse[256];     // floor(2^32 / freq), for the integer paths
+    uint32_t reciprocal[256];  // bits of the largest float <= 1 / freq, for AVX-512
+    uint16_t slots[kProbSum];  // position -> slot
+    SpreadMap spread;          // the same map for registers, if it fits
     bool has_spread;
 };
 
 // Largest float not above 1 / freq; the product's rounding decides, and float * int fits a double
 // exactly.
-inline float reciprocal_below(uint32_t freq) {
+inline uint32_t reciprocal_below(uint32_t freq) {
     const float nearest = 1.0f / static_cast<float>(freq);
-    if (static_cast<double>(nearest) * freq <= 1.0) return nearest;
-    return std::bit_cast<float>(std::bit_cast<uint32_t>(nearest) - 1);
+    const auto bits = std::bit_cast<uint32_t>(nearest);
+    return static_cast<double>(nearest) * freq <= 1.0 ? bits : bits - 1;
 }
 
 // The runs of one code, in rank order.
@@ -253,7 +253,7 @@ PACKHORSE_AVX2 inline uint8_t* encode_rounds_avx2(const uint8_t* codes, std::siz
 }
 
 // How a vector of codes finds its tables: all in registers (spread positions), codes in registers
-// and slots gathered, or all gathered.
+// and slots looked up, or all looked up.
 enum class EncodeTables { kSpread, kNarrow, kWide };
 
 struct EncodeRegistersAvx512 {
@@ -265,7 +265,7 @@ struct EncodeRegistersAvx512 {
         const uint32_t* from = is_spread ? tables.spread.freq_start : tables.freq_start;
         for (int h = 0; h < 2; ++h) {
             freq_start[h] = _mm512_load_si512(from + 16 * h);
-            reciprocal[h] = _mm512_load_ps(tables.reciprocal + 16 * h);
+            reciprocal[h] = _mm512_castsi512_ps(_mm512_load_si512(tables.reciprocal + 16 * h));
         }
         for (int h = 0; h < 4; ++h) {
             edges[h] = _mm512_load_si512(tables.spread.edges + 16 * h);
@@ -307,8 +307,8 @@ PACKHORSE_AVX512 inline __attribute__((always_inline)) void encode_step_avx512(
     __m512i freq_start;
     __m512 reciprocal;
     if constexpr (kTables == EncodeTables::kWide) {
-        freq_start = _mm512_i32gather_epi32(codes, tables.freq_start, 4);
-        reciprocal = _mm512_i32gather_ps(codes, tables.reciprocal, 4);
+        freq_start = look_up_avx512(tables.freq_start, codes);
+        reciprocal = _mm512_castsi512_ps(look_up_avx512(tables.reciprocal, codes));
     } else {
         freq_start =
             _mm512_permutex2var_epi32(registers.freq_start[0], codes, registers.freq_start[1]);
@@ -334,9 +334,7 @@ PACKHORSE_AVX512 inline __attribute__((always_inline)) void encode_step_avx512(
     remainder = _mm512_mask_sub_epi32(remainder, low, remainder, freq);
     __m512i slot = _mm512_add_epi32(start, remainder);
     if constexpr (kTables == EncodeTables::kSpread) slot = spread_to_slot_avx512(slot, registers);
-    if constexpr (kTables == EncodeTables::kNarrow)
-        slot = _mm512_and_si512(_mm512_i32gather_epi32(slot, tables.slots, 2),
-                                _mm512_set1_epi32(0xFFFF));
+    if constexpr (kTables == EncodeTables::kNarrow) slot = look_up_avx512(tables.slots, slot);
     state = _mm512_or_si512(_mm512_slli_epi32(quotient, kProbBits), slot);
 }
 

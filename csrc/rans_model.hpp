@@ -4,7 +4,7 @@
 // One RansModel serves both directions. The encoder chooses it from a histogram; the decoder parses
 // and checks it. From it come
 // - AliasTables: 32 buckets, small enough for registers (at most 32 codes);
-// - a decode table of 4096 entries, for either layout, for decoders that gather or look up.
+// - a decode table of 4096 entries, for either layout, for decoders that look up.
 // An entry is freq (bits 0-11), bias = rank - slot mod 4096 (12-23), byte value (24-31): one step
 // of decoding is
 //     x = freq * (x >> 12) + ((x + bias) & 4095).
@@ -14,6 +14,7 @@
 
 #include <algorithm>
 
+#include "dispatch.hpp"
 #include "histogram.hpp"
 #include "layout.hpp"
 
@@ -270,5 +271,37 @@ inline void fill_slot_table(const RansModel& model, const AliasTables& tables, u
         for (uint32_t i = 0; i < n; ++i) dst[i] = static_cast<uint16_t>(first + i);
     });
 }
+
+#if PACKHORSE_X86
+
+// Table entries by index, lane by lane. A gather instruction would do the same; where this was
+// measured it is so slow that decoding took more than twice as long (docs/decisions.md, section 4).
+template <class Entry>
+PACKHORSE_AVX2 inline __attribute__((always_inline)) __m128i look_up_four(const Entry* table,
+                                                                          const uint32_t* index) {
+    return _mm_setr_epi32(static_cast<int>(table[index[0]]), static_cast<int>(table[index[1]]),
+                          static_cast<int>(table[index[2]]), static_cast<int>(table[index[3]]));
+}
+
+template <class Entry>
+PACKHORSE_AVX2 inline __attribute__((always_inline)) __m256i look_up_avx2(const Entry* table,
+                                                                          __m256i indices) {
+    alignas(32) uint32_t index[8];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(index), indices);
+    return _mm256_setr_m128i(look_up_four(table, index), look_up_four(table, index + 4));
+}
+
+template <class Entry>
+PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i look_up_avx512(const Entry* table,
+                                                                              __m512i indices) {
+    alignas(64) uint32_t index[16];
+    _mm512_store_si512(index, indices);
+    const __m512i low = _mm512_inserti32x4(_mm512_castsi128_si512(look_up_four(table, index)),
+                                           look_up_four(table, index + 4), 1);
+    return _mm512_inserti32x4(_mm512_inserti32x4(low, look_up_four(table, index + 8), 2),
+                              look_up_four(table, index + 12), 3);
+}
+
+#endif
 
 }  // namespace packhorse
