@@ -153,9 +153,12 @@ std::size_t encode_chunks(Bytes src, uint32_t unit_nbytes, int split, uint32_t c
             // First the hash: it brings the chunk into the cache.
             hash_leaves(from, n * unit_nbytes,
                         digests.data() + chunk * chunk_capacity / kContentLeafNbytes * 16, isa);
-            const std::size_t nbytes =
-                encode_chunk(from, n, geometry.spec, static_cast<Level>(level), workers[w].scratch,
-                             to, row + 1, isa);
+            EncodeScratch& scratch = workers[w].scratch;
+            const bool more = chunk + n_workers < geometry.n_chunks();
+            scratch.next_src = more ? from + n_workers * geometry.chunk_nbytes() : nullptr;
+            scratch.cold_output = n_workers == 1;
+            const std::size_t nbytes = encode_chunk(
+                from, n, geometry.spec, static_cast<Level>(level), scratch, to, row + 1, isa);
             row[0] = crc32c(to, nbytes, isa);
             const std::size_t offset = ordered.reserve(chunk, nbytes);
             if (n_workers > 1) std::memcpy(dst.data() + offset, to, nbytes);
@@ -295,7 +298,9 @@ std::pair<int, std::size_t> decode_range(Bytes payload, Table table, uint32_t un
             const uint8_t* encoded = payload.data() + offsets[chunk];
             const std::size_t encoded_nbytes = offsets[chunk + 1] - offsets[chunk];
             uint8_t* const out = dst.data() + (from - start);
-            DecodeScratch scratch{workers[w].planes.get()};
+            const bool more = item + n_workers < n_wanted;
+            DecodeScratch scratch{workers[w].planes.get(),
+                                  more ? payload.data() + offsets[chunk + n_workers] : nullptr};
             Status status = Status::kOk;
             if (check && crc32c(encoded, encoded_nbytes, isa) != row[0]) status = Status::kChecksum;
             if (status == Status::kOk &&
@@ -393,7 +398,7 @@ int decode_plane(Bytes stream, int mode, WritableBytes dst, int isa_number) {
     require(dst.size() > 0 && dst.size() <= kMaxChunkNbytes, "a plane has 1 to 2 Mi units");
     const auto plane = std::make_unique<PlaneDecoder>();
     nb::gil_scoped_release release;
-    DecodeScratch scratch{plane.get()};
+    DecodeScratch scratch{plane.get(), nullptr};
     const uint32_t descriptor = make_descriptor(static_cast<Mode>(mode), stream.size());
     return static_cast<int>(decode_chunk(stream.data(), &descriptor, dst.size(),
                                          plane_spec(1, Split::kWhole), scratch, dst.data(), isa));

@@ -77,6 +77,8 @@ struct EncodeScratch {
     uint8_t* words;               // two bytes a chunk unit + kPlaneSlack
     RansEncodeTables* tables;
     PlaneChoice choices[kMaxPlanes];
+    const uint8_t* next_src = nullptr;  // units that this worker will probably encode next
+    bool cold_output = false;  // whether the output goes to memory that is not in the cache
 };
 
 inline uint32_t sample_log_for(std::size_t n, uint32_t sample_units) {
@@ -217,9 +219,9 @@ inline std::size_t write_stream(const uint8_t* plane, std::size_t n, const Plane
 
 // Writes all streams for the choices made; on a stream that does not pay, turns its choice to
 // stored and returns 0.
-inline std::size_t write_streams(const uint8_t* src, const uint8_t* const* planes, std::size_t n,
-                                 const PlaneSpec& spec, EncodeScratch& scratch, uint8_t* dst,
-                                 uint32_t* descriptors, Isa isa) {
+inline std::size_t write_streams(const uint8_t* const* planes, std::size_t n, const PlaneSpec& spec,
+                                 EncodeScratch& scratch, uint8_t* dst, uint32_t* descriptors,
+                                 Isa isa) {
     std::size_t n_rans = 0;
     uint32_t carrier = kMaxPlanes;
     for (uint32_t p = 0; p < spec.n_planes; ++p) {
@@ -241,9 +243,11 @@ inline std::size_t write_streams(const uint8_t* src, const uint8_t* const* plane
     // While rANS computes, fetch the next chunk's units and the place where its stored planes will
     // probably go: past a third of this plane.
     Ahead ahead;
-    if (n_rans > 0) {
-        ahead.read = reinterpret_cast<uintptr_t>(src + n * spec.unit_nbytes);
+    if (n_rans > 0 && scratch.next_src != nullptr) {
+        ahead.read = reinterpret_cast<uintptr_t>(scratch.next_src);
         ahead.read_step = 128 * spec.unit_nbytes / n_rans;
+    }
+    if (n_rans > 0 && scratch.cold_output) {
         ahead.write = reinterpret_cast<uintptr_t>(dst + used + n_rans * n / 3);
         ahead.write_step = 128 * used / n / n_rans;
     }
@@ -289,8 +293,7 @@ inline std::size_t encode_chunk(const uint8_t* src, std::size_t n, const PlaneSp
         }
         for (uint32_t p = 0; p < spec.n_planes; ++p)
             choose_mode(planes[p], n, n, level, scratch.choices[p]);
-        while (used == 0)
-            used = write_streams(src, planes, n, spec, scratch, dst, descriptors, isa);
+        while (used == 0) used = write_streams(planes, n, spec, scratch, dst, descriptors, isa);
     }
     const std::size_t padded = round_up(used, kFrameAlignment);
     std::memset(dst + used, 0, padded - used);
@@ -307,7 +310,8 @@ struct alignas(64) PlaneDecoder {
 };
 
 struct DecodeScratch {
-    PlaneDecoder* planes;  // kMaxPlanes
+    PlaneDecoder* planes;                   // one for each plane
+    const uint8_t* next_encoded = nullptr;  // chunk that this worker will probably decode next
 };
 
 inline Status open_plane(const uint8_t* stream, std::size_t n, PlaneDecoder& plane, Isa isa) {
@@ -411,7 +415,7 @@ inline Status close_planes(PlaneDecoder* planes, const PlaneSpec& spec, bool car
 
 // While the computing planes of this chunk decode, fetch the next chunk's bytes, and the memory
 // that merging will write soon.
-inline Ahead decode_ahead(const uint8_t* src, const PlaneDecoder* planes, std::size_t n,
+inline Ahead decode_ahead(const uint8_t* next_encoded, const PlaneDecoder* planes, std::size_t n,
                           const PlaneSpec& spec, uint8_t* dst) {
     std::size_t n_computing = 0, nbytes = 0;
     for (uint32_t p = 0; p < spec.n_planes; ++p) {
@@ -420,8 +424,10 @@ inline Ahead decode_ahead(const uint8_t* src, const PlaneDecoder* planes, std::s
     }
     Ahead ahead;
     if (n_computing == 0) return ahead;
-    ahead.read = reinterpret_cast<uintptr_t>(src + nbytes);
-    ahead.read_step = 128 * nbytes / n / n_computing;
+    if (next_encoded != nullptr) {
+        ahead.read = reinterpret_cast<uintptr_t>(next_encoded);
+        ahead.read_step = 128 * nbytes / n / n_computing;
+    }
     ahead.write = reinterpret_cast<uintptr_t>(dst + 2 * kBlockUnits * spec.unit_nbytes);
     ahead.write_step = 128 * spec.unit_nbytes / n_computing;
     return ahead;
@@ -436,7 +442,7 @@ inline Status decode_planes(const uint8_t* src, const uint32_t* descriptors, std
     if (status != Status::kOk) return status;
     const uint8_t* sources[kMaxPlanes];
     const std::size_t n_early = (n - n_carried) / kBlockUnits * kBlockUnits;
-    Ahead ahead = decode_ahead(src, planes, n, spec, dst);
+    Ahead ahead = decode_ahead(scratch.next_encoded, planes, n, spec, dst);
     for (std::size_t at = 0; at < n_early && status == Status::kOk; at += kBlockUnits) {
         status = next_block(planes, at, kBlockUnits, spec, sources, dst + at * spec.unit_nbytes,
                             ahead, isa);
