@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
-from packhorse.disk.container import pack_tensors, write_packed
-from packhorse.disk.header import build_header
+from packhorse.disk.container import lay_out, pack_tensors, write_packed
 from packhorse.disk.packed_file import PackedFile, load_tensors
 from packhorse.errors import CompatibilityError
 from packhorse.frame import Frame, compress_buffer
@@ -176,9 +175,7 @@ def save(
     threads: int | None = None,
 ) -> bytes:
     """A packed file of the arrays, as bytes. Arguments and errors as in `save_file`."""
-    parts = {name: FRAMEWORK.readable(tensor) for name, tensor in tensors.items()}
-    header = build_header({name: part[1:] for name, part in parts.items()}, metadata)
-    buffers = (parts[entry.name][0] for entry in header.entries)
+    header, buffers = lay_out(tensors, FRAMEWORK, metadata)
     return pack_tensors(header, buffers, level=level, threads=threads)
 
 
@@ -214,9 +211,7 @@ def save_file(
         ValueError: bad level or threads.
         OSError: what the file system says.
     """
-    parts = {name: FRAMEWORK.readable(tensor) for name, tensor in tensors.items()}
-    header = build_header({name: part[1:] for name, part in parts.items()}, metadata)
-    buffers = (parts[entry.name][0] for entry in header.entries)
+    header, buffers = lay_out(tensors, FRAMEWORK, metadata)
     write_packed(path, header, buffers, level=level, threads=threads, force=True)
 
 

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 
 from packhorse.disk.atomic import OutputFile, atomic_file
 from packhorse.disk.frames import ContentHasher, blaming, check_frame, map_region, open_frame
-from packhorse.disk.header import FileHeader, TensorEntry, read_file_header
+from packhorse.disk.header import FileHeader, TensorEntry, build_header, read_file_header
 from packhorse.disk.packed_header import (
     PackedHeader,
     PrefixWriter,
@@ -32,6 +32,7 @@ from packhorse.disk.results import FileResult, Problem, Progress, TensorPlan, Te
 from packhorse.errors import PackhorseError
 from packhorse.frame import (
     Frame,
+    Framework,
     compress_buffer,
     max_frame_nbytes,
     plan_buffer,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PICKLE_SUFFIXES",
+    "lay_out",
     "logical_nbytes",
     "pack_file",
     "pack_tensors",
@@ -173,6 +175,19 @@ def write_packed(
         tensors = _write_stream(output, header, buffers, coder)
         packed_nbytes = output.nbytes
     return FileResult(source or path, path, header.file_nbytes, packed_nbytes, tensors)
+
+
+def lay_out(
+    tensors: Mapping[str, Any], framework: Framework, metadata: Mapping[str, str] | None
+) -> tuple[FileHeader, Iterator[memoryview]]:
+    """The header of a file of these tensors, and their bytes in its order, for the two below.
+
+    Raises:
+        TypeError: not a tensor of the framework, or of a dtype that safetensors does not have.
+    """
+    parts = {name: framework.readable(tensor) for name, tensor in tensors.items()}
+    header = build_header({name: part[1:] for name, part in parts.items()}, metadata)
+    return header, (parts[entry.name][0] for entry in header.entries)
 
 
 def pack_tensors(
