@@ -1,10 +1,13 @@
 """What a reader must know of the machine to compare its figures with theirs."""
 
+import hashlib
 import os
 import platform
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["describe"]
+__all__ = ["core_scaling", "describe"]
 
 # What a codec here may use; the rest of the processor's list says nothing about these figures.
 RELEVANT_FLAGS = (
@@ -29,6 +32,29 @@ def describe() -> dict[str, str | int | list[str]]:
         "system": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "python": platform.python_version(),
     }
+
+
+def core_scaling(rounds: int = 7) -> float:
+    """How much more two threads do than one, at work that no memory limits: SHA-256 in the cache.
+
+    2.0 says that the machine gives two cores; near 1 that it gives one, with two threads or with
+    company. Two-thread figures cannot do better. The median of some rounds.
+    """
+    block = bytes(1 << 17)
+
+    def work(_: int) -> None:
+        for _ in range(200):
+            hashlib.sha256(block)
+
+    def seconds(n_threads: int) -> float:
+        start = time.perf_counter()
+        list(pool.map(work, range(n_threads)))
+        return time.perf_counter() - start
+
+    with ThreadPoolExecutor(2) as pool:
+        seconds(2)  # start both threads
+        scalings = sorted(2 * seconds(1) / seconds(2) for _ in range(rounds))
+    return round(scalings[rounds // 2], 2)
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -252,6 +252,12 @@ def _machine(run: Result) -> str:
         f"{run['rounds']} rounds{limit}; load {run['load_before']:.1f} before, "
         f"{run['load_after']:.1f} after",
     ]
+    if "core_scaling" in run:
+        before, after = run["core_scaling"]
+        sentences.append(
+            f"Two threads of SHA-256 in the cache did {before:.2f} times the work of one before, "
+            f"and {after:.2f} after: that is what the machine gives a second thread"
+        )
     return ".\n".join(sentences) + "."
 
 

@@ -106,6 +106,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "machine": machine.describe(),
         "versions": peers.versions(),
         "load_before": os.getloadavg()[0],
+        "core_scaling": [machine.core_scaling()],
         "data": [],
         "rows": [],
         "absent": {},
@@ -119,6 +120,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         print(f"\n{report.heading(result['data'][-1])}\n\n{report.table(rows)}", flush=True)
     result["files"] = [] if limit or args.data or args.codec else _packed_files()
     result["load_after"] = os.getloadavg()[0]
+    result["core_scaling"].append(machine.core_scaling())
     print("\n" + report.summary(result))
     for name, reason in result["absent"].items():
         print(f"\nnot measured: {name}: {reason}")
