@@ -323,8 +323,6 @@ std::pair<int, std::size_t> decode_range(Bytes payload, Table table, uint32_t un
     return {bad_status, bad_status == 0 ? 0 : bad_chunk.load()};
 }
 
-constexpr std::size_t kEstimateChunkNbytes = 262144;  // the encoder's usual chunk
-
 // Estimated (mode, bytes) of each plane, from at most `n_samples` runs of 4096 units spread over
 // the tensor.
 std::vector<std::pair<int, std::size_t>> estimate_planes(Bytes src, uint32_t unit_nbytes, int split,
@@ -354,7 +352,7 @@ std::vector<std::pair<int, std::size_t>> estimate_planes(Bytes src, uint32_t uni
             std::memcpy(planes[0], from, run);
     }
     // Headers count once a chunk, so the estimate is for a chunk.
-    const std::size_t chunk_units = std::min(geometry.n_units, kEstimateChunkNbytes / unit_nbytes);
+    const std::size_t chunk_units = std::min(geometry.n_units, kChunkNbytes / unit_nbytes);
     const auto n_chunks = static_cast<double>(geometry.n_units) / static_cast<double>(chunk_units);
     for (uint32_t p = 0; p < n_planes; ++p) {
         PlaneChoice choice;

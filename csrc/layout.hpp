@@ -11,6 +11,7 @@ namespace packhorse {
 constexpr std::size_t kFrameAlignment = 64;
 constexpr std::size_t kContentLeafNbytes = 262144;
 constexpr std::size_t kMaxChunkNbytes = 2097152;
+constexpr std::size_t kChunkNbytes = 262144;  // what the encoder usually writes
 constexpr uint32_t kMinChunkLog = 6;
 constexpr uint32_t kMaxChunkLog = 21;
 constexpr uint32_t kMaxPlanes = 8;

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from cli_samples import Ended, write_folder, write_model
+from disk_samples import write_sample
 
 
 @pytest.fixture
@@ -38,3 +39,14 @@ def packed(model: Path, run: Callable[..., Ended]) -> Path:
 def folder(tmp_path: Path) -> Path:
     """A model folder."""
     return write_folder(tmp_path / "llama")
+
+
+@pytest.fixture
+def sample(tmp_path: Path) -> tuple[Path, Path]:
+    """A safetensors file and its packed form."""
+    from packhorse.disk import pack_file
+
+    source, packed = tmp_path / "model.safetensors", tmp_path / "model.ph.safetensors"
+    write_sample(source, metadata={"format": "np"})
+    pack_file(source, packed)
+    return source, packed

@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["entry", "file_bytes", "leftovers", "sample_tensors", "write_sample"]
+__all__ = [
+    "entry",
+    "file_bytes",
+    "leftovers",
+    "sample_tensors",
+    "small_packed_file",
+    "write_sample",
+]
 
 
 def file_bytes(
@@ -56,3 +63,20 @@ def write_sample(
 def leftovers(folder: Path, *expected: str) -> set[str]:
     """Names in a folder beyond the expected ones."""
     return set(os.listdir(folder)) - set(expected)
+
+
+def small_packed_file(folder: Path) -> bytes:
+    """A small packed file with frames of several modes, made in a folder."""
+    from safetensors.numpy import save_file
+
+    from packhorse.disk import pack_file
+
+    rng = np.random.default_rng(7)
+    tensors = {
+        "weight": (rng.standard_normal((60, 50)) * 0.02).astype(np.float32),
+        "zeros": np.zeros(100, np.float16),
+        "none": np.zeros((0, 3), np.int8),
+    }
+    save_file(tensors, folder / "a", {"format": "np", "note": "é"})
+    pack_file(folder / "a", folder / "b")
+    return (folder / "b").read_bytes()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from disk_samples import entry, file_bytes, leftovers, write_sample
+from disk_samples import entry, file_bytes, leftovers, small_packed_file, write_sample
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -176,16 +176,7 @@ STRICTER = {
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory) -> bytes:
     """A small packed file with frames of several modes."""
-    folder = tmp_path_factory.mktemp("packed")
-    rng = np.random.default_rng(7)
-    tensors = {
-        "weight": (rng.standard_normal((60, 50)) * 0.02).astype(np.float32),
-        "zeros": np.zeros(100, np.float16),
-        "none": np.zeros((0, 3), np.int8),
-    }
-    safetensors.numpy.save_file(tensors, folder / "a", {"format": "np", "note": "é"})
-    pack_file(folder / "a", folder / "b")
-    return (folder / "b").read_bytes()
+    return small_packed_file(tmp_path_factory.mktemp("packed"))
 
 
 @pytest.mark.parametrize("case", [*BAD, *STRICTER])

@@ -12,7 +12,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 import zstandard
-from disk_samples import file_bytes, leftovers, write_sample
+from disk_samples import file_bytes, leftovers, small_packed_file, write_sample
 
 from packhorse.disk import PackedFile, pack_file, unpack_file, verify_file
 from packhorse.disk.header import build_header, read_header
@@ -29,16 +29,7 @@ from packhorse.numpy import FRAMEWORK as NUMPY
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory) -> bytes:
     """A small packed file with frames of several modes."""
-    folder = tmp_path_factory.mktemp("packed")
-    rng = np.random.default_rng(7)
-    tensors = {
-        "weight": (rng.standard_normal((60, 50)) * 0.02).astype(np.float32),
-        "zeros": np.zeros(100, np.float16),
-        "none": np.zeros((0, 3), np.int8),
-    }
-    safetensors.numpy.save_file(tensors, folder / "a", {"format": "np", "note": "é"})
-    pack_file(folder / "a", folder / "b")
-    return (folder / "b").read_bytes()
+    return small_packed_file(tmp_path_factory.mktemp("packed"))
 
 
 def read_all(path: Path, folder: Path) -> list[str]:

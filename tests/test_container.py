@@ -38,15 +38,6 @@ NUMPY_DTYPES = [
 SHAPES = [(), (0,), (3, 0, 2), (1,), (63,), (1000,), (7, 11, 13)]
 
 
-@pytest.fixture
-def sample(tmp_path):
-    """A safetensors file and its packed form."""
-    source, packed = tmp_path / "model.safetensors", tmp_path / "model.ph.safetensors"
-    write_sample(source, metadata={"format": "np"})
-    pack_file(source, packed)
-    return source, packed
-
-
 def round_trip(source: Path) -> Path:
     """Pack and unpack a file, and compare; the packed file stays."""
     packed, back = source.with_suffix(".packed"), source.with_suffix(".back")

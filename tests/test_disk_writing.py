@@ -22,15 +22,6 @@ from packhorse.disk.container import write_packed
 from packhorse.disk.header import build_header
 
 
-@pytest.fixture
-def sample(tmp_path):
-    """A safetensors file and its packed form."""
-    source, packed = tmp_path / "model.safetensors", tmp_path / "model.ph.safetensors"
-    write_sample(source, metadata={"format": "np"})
-    pack_file(source, packed)
-    return source, packed
-
-
 def test_an_existing_output_is_kept_without_force(sample):
     source, packed = sample
     before = packed.read_bytes()

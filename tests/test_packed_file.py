@@ -8,7 +8,6 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch
 import torch
-from disk_samples import write_sample
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -21,15 +20,6 @@ from packhorse.disk.packed_file import load_tensors
 from packhorse.errors import CorruptionError
 from packhorse.numpy import FRAMEWORK as NUMPY
 from packhorse.torch import FRAMEWORK as TORCH
-
-
-@pytest.fixture
-def sample(tmp_path):
-    """A safetensors file and its packed form."""
-    source, packed = tmp_path / "model.safetensors", tmp_path / "model.ph.safetensors"
-    write_sample(source, metadata={"format": "np"})
-    pack_file(source, packed)
-    return source, packed
 
 
 @pytest.mark.parametrize(("framework", "name"), [(NUMPY, "np"), (TORCH, "pt")])
