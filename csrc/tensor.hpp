@@ -1,0 +1,407 @@
+// A whole tensor: cut into chunks, chunks handed out to threads, the table of descriptors checked.
+//
+// This is the core as a library: plain pointers and sizes, nothing of Python. bind.cpp binds it;
+// fuzz targets and thread tests link it directly. Callers check arguments first
+// (geometry_fault() helps) and keep all buffers alive; scratch is allocated here, once a call, so
+// std::bad_alloc is the only exception. What data got wrong comes back as a status and a chunk.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "checksum.hpp"
+#include "chunk.hpp"
+#include "parallel.hpp"
+
+namespace packhorse {
+
+struct FreeAligned {
+    void operator()(void* memory) const { ::operator delete[](memory, std::align_val_t{64}); }
+};
+using AlignedBuffer = std::unique_ptr<uint8_t[], FreeAligned>;
+
+inline AlignedBuffer allocate_aligned(std::size_t nbytes) {
+    return AlignedBuffer(static_cast<uint8_t*>(::operator new[](nbytes, std::align_val_t{64})));
+}
+
+// What is wrong with these numbers as a Geometry, or null.
+inline const char* geometry_fault(uint32_t unit_nbytes, int split, uint32_t chunk_log,
+                                  std::size_t nbytes) {
+    if (unit_nbytes != 1 && unit_nbytes != 2 && unit_nbytes != 4 && unit_nbytes != 8)
+        return "unit_nbytes must be 1, 2, 4 or 8";
+    if (split < 0 || split > 2) return "split must be 0, 1 or 2";
+    if (split != 0 && unit_nbytes == 1) return "one-byte units have no split";
+    if (chunk_log < kMinChunkLog || chunk_log > kMaxChunkLog) return "chunk_log is out of range";
+    if (nbytes % unit_nbytes != 0) return "the length must be a multiple of unit_nbytes";
+    if ((std::size_t{unit_nbytes} << chunk_log) > kMaxChunkNbytes)
+        return "chunks must not be above 2 MiB";
+    return nullptr;
+}
+
+// How a tensor is cut: what all operations on its chunks share. The numbers have no fault.
+struct Geometry {
+    PlaneSpec spec;
+    std::size_t chunk_units;
+    std::size_t n_units;
+
+    Geometry(uint32_t unit_nbytes, int split, uint32_t chunk_log, std::size_t nbytes)
+        : spec(plane_spec(unit_nbytes, static_cast<Split>(split))),
+          chunk_units(std::size_t{1} << chunk_log),
+          n_units(nbytes / unit_nbytes) {}
+
+    std::size_t n_chunks() const { return (n_units + chunk_units - 1) / chunk_units; }
+    std::size_t units_of(std::size_t chunk) const {
+        return std::min(chunk_units, n_units - chunk * chunk_units);
+    }
+    std::size_t chunk_nbytes() const { return chunk_units * spec.unit_nbytes; }
+    std::size_t largest_units() const { return std::min(chunk_units, n_units); }
+    std::size_t nbytes() const { return n_units * spec.unit_nbytes; }
+    // A row of the table: a chunk's CRC32C, then a descriptor for each plane.
+    std::size_t row_length() const { return spec.n_planes + 1; }
+};
+
+// One worker's encode scratch, in one allocation.
+class EncodeWorker {
+  public:
+    EncodeWorker(const Geometry& geometry, bool owns_output) {
+        const std::size_t units = round_up(geometry.largest_units(), 64) + kPlaneSlack;
+        const bool splits = geometry.spec.n_planes > 1;
+        const bool one_byte = item_nbytes(geometry.spec) == 1;
+        const std::size_t planes = splits ? geometry.spec.n_planes * units : 0;
+        const std::size_t output =
+            owns_output ? round_up(geometry.largest_units() * geometry.spec.unit_nbytes, 64) : 0;
+        const std::size_t tables = round_up(sizeof(RansEncodeTables), 64);
+        memory_ = allocate_aligned(planes + (one_byte ? 3 * units : 0) + tables + output);
+        uint8_t* at = memory_.get();
+        for (uint32_t p = 0; p < kMaxPlanes; ++p) scratch.planes[p] = nullptr;
+        for (uint32_t p = 0; splits && p < geometry.spec.n_planes; ++p, at += units)
+            scratch.planes[p] = at;
+        scratch.tables = reinterpret_cast<RansEncodeTables*>(at);
+        at += tables;
+        this->output = at;
+        at += output;
+        scratch.escapes = at;
+        scratch.words = at + units;
+    }
+
+    EncodeScratch scratch;
+    uint8_t* output;
+
+  private:
+    AlignedBuffer memory_;
+};
+
+inline std::size_t n_leaves(std::size_t nbytes) {
+    return (nbytes + kContentLeafNbytes - 1) / kContentLeafNbytes;
+}
+
+// Hashes of the leaves that start in [src, src + nbytes); a last leaf too short for the long form
+// is left as it was.
+inline void hash_leaves(const uint8_t* src, std::size_t nbytes, uint8_t* digests, Isa isa) {
+    for (std::size_t at = 0; at < nbytes; at += kContentLeafNbytes, digests += 16) {
+        const std::size_t leaf = std::min(kContentLeafNbytes, nbytes - at);
+        if (leaf >= kXxh3LongMinNbytes) xxh3_128_long(src + at, leaf, digests, isa);
+    }
+}
+
+inline void hash_leaves_threaded(const uint8_t* src, std::size_t nbytes, uint8_t* digests,
+                                 std::size_t threads, Isa isa) {
+    parallel_for(n_leaves(nbytes), std::max<std::size_t>(1, threads),
+                 [&](std::size_t, std::size_t leaf) {
+                     const std::size_t at = leaf * kContentLeafNbytes;
+                     hash_leaves(src + at, std::min(kContentLeafNbytes, nbytes - at),
+                                 digests + 16 * leaf, isa);
+                 });
+}
+
+// Encodes a tensor. Chunks hold whole leaves unless there is one chunk only; `dst` has room for
+// round_up(nbytes, 64) bytes, `table` a row for each chunk, `digests` 16 bytes for each leaf.
+// Returns the length of the payload. The bytes do not depend on `threads`.
+inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry, Level level,
+                                 uint8_t* dst, uint32_t* table, uint8_t* digests,
+                                 std::size_t threads, Isa isa) {
+    const std::size_t n_workers = std::max<std::size_t>(1, std::min(threads, geometry.n_chunks()));
+    std::vector<EncodeWorker> workers;
+    for (std::size_t w = 0; w < n_workers; ++w) workers.emplace_back(geometry, n_workers > 1);
+    OrderedOutput ordered;
+    parallel_for(geometry.n_chunks(), n_workers, [&](std::size_t w, std::size_t chunk) {
+        const std::size_t n = geometry.units_of(chunk);
+        const std::size_t at = chunk * geometry.chunk_nbytes();
+        const uint8_t* from = src + at;
+        uint32_t* row = table + chunk * geometry.row_length();
+        // One worker knows where the chunk goes; several must wait until they know the sizes
+        // before it.
+        uint8_t* to = n_workers == 1 ? dst + ordered.used() : workers[w].output;
+        // First the hash: it brings the chunk into the cache.
+        hash_leaves(from, n * geometry.spec.unit_nbytes, digests + at / kContentLeafNbytes * 16,
+                    isa);
+        EncodeScratch& scratch = workers[w].scratch;
+        const bool more = chunk + n_workers < geometry.n_chunks();
+        scratch.next_src = more ? from + n_workers * geometry.chunk_nbytes() : nullptr;
+        scratch.cold_output = n_workers == 1;
+        const std::size_t nbytes =
+            encode_chunk(from, n, geometry.spec, level, scratch, to, row + 1, isa);
+        row[0] = crc32c(to, nbytes, isa);
+        const std::size_t offset = ordered.reserve(chunk, nbytes);
+        if (n_workers > 1) std::memcpy(dst + offset, to, nbytes);
+    });
+    return ordered.used();
+}
+
+inline std::size_t stream_sum(const uint32_t* descriptors, uint32_t n_planes) {
+    std::size_t sum = 0;
+    for (uint32_t p = 0; p < n_planes; ++p) sum += descriptor_nbytes(descriptors[p]);
+    return sum;
+}
+
+// Whether a stored stream may lack the bytes that rANS streams carry: the last stored one of a
+// chunk with such streams.
+inline bool may_carry(const uint32_t* descriptors, uint32_t n_planes, uint32_t plane) {
+    bool has_rans = false, is_last = true;
+    for (uint32_t p = 0; p < n_planes; ++p) {
+        has_rans |= descriptor_mode(descriptors[p]) == Mode::kRans;
+        is_last &= p <= plane || descriptor_mode(descriptors[p]) != Mode::kStored;
+    }
+    return has_rans && is_last;
+}
+
+// Whether mode and length of a descriptor are allowed where it stands; `n` units in the chunk.
+inline bool descriptor_is_allowed(const uint32_t* descriptors, const PlaneSpec& spec,
+                                  uint32_t plane, std::size_t n) {
+    const std::size_t item = item_nbytes(spec);
+    const std::size_t nbytes = descriptor_nbytes(descriptors[plane]);
+    switch (descriptor_mode(descriptors[plane])) {
+        case Mode::kStored:
+            return nbytes == n * item ||
+                   (item == 1 && nbytes < n && may_carry(descriptors, spec.n_planes, plane));
+        case Mode::kConstant:
+            return nbytes == item;
+        case Mode::kPalette:
+        case Mode::kRans:
+            return item == 1;
+        default:
+            return spec.n_planes == 1;
+    }
+}
+
+enum class TableFault : int { kNone = 0, kUnknownMode = 1, kNotAllowed = 2 };
+
+struct TableCheck {
+    TableFault fault;
+    std::size_t chunk;  // where the fault is
+    uint32_t plane;
+    std::size_t payload_nbytes;  // 0 if there is a fault
+};
+
+// Checks all descriptors (docs/format.md, section 9); reads nothing but the table.
+inline TableCheck check_descriptors(const uint32_t* table, const Geometry& geometry) {
+    const uint32_t n_planes = geometry.spec.n_planes;
+    std::size_t payload = 0;
+    for (std::size_t chunk = 0; chunk < geometry.n_chunks(); ++chunk) {
+        const uint32_t* descriptors = table + chunk * geometry.row_length() + 1;
+        const std::size_t n = geometry.units_of(chunk);
+        for (uint32_t plane = 0; plane < n_planes; ++plane) {
+            if (descriptor_mode(descriptors[plane]) > Mode::kZstd)
+                return {TableFault::kUnknownMode, chunk, plane, 0};
+            if (!descriptor_is_allowed(descriptors, geometry.spec, plane, n))
+                return {TableFault::kNotAllowed, chunk, plane, 0};
+        }
+        payload += round_up(stream_sum(descriptors, n_planes), kFrameAlignment);
+    }
+    return {TableFault::kNone, 0, 0, payload};
+}
+
+// Where each chunk starts in the payload, and at the end the payload's length.
+inline std::vector<std::size_t> chunk_offsets(const uint32_t* table, const Geometry& geometry) {
+    std::vector<std::size_t> offsets(geometry.n_chunks() + 1, 0);
+    for (std::size_t chunk = 0; chunk < geometry.n_chunks(); ++chunk) {
+        const uint32_t* descriptors = table + chunk * geometry.row_length() + 1;
+        offsets[chunk + 1] =
+            offsets[chunk] +
+            round_up(stream_sum(descriptors, geometry.spec.n_planes), kFrameAlignment);
+    }
+    return offsets;
+}
+
+// A tensor as it was encoded; `payload` has offsets.back() bytes.
+struct EncodedTensor {
+    const Geometry& geometry;
+    const uint8_t* payload;
+    const uint32_t* table;
+    const std::vector<std::size_t>& offsets;
+
+    const uint32_t* row(std::size_t chunk) const { return table + chunk * geometry.row_length(); }
+    const uint8_t* chunk(std::size_t chunk) const { return payload + offsets[chunk]; }
+    std::size_t nbytes_of(std::size_t chunk) const { return offsets[chunk + 1] - offsets[chunk]; }
+};
+
+// One worker's decode scratch; `partial` receives a chunk of which only a part is wanted.
+struct DecodeWorker {
+    explicit DecodeWorker(const Geometry& geometry)
+        : planes(new PlaneDecoder[item_nbytes(geometry.spec) == 1 ? geometry.spec.n_planes : 1]) {}
+
+    std::unique_ptr<PlaneDecoder[]> planes;
+    std::vector<uint8_t> partial;
+};
+
+// Decodes chunk `index` to `dst` once its bytes outside of the streams have been checked.
+inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, bool check_crc,
+                             DecodeScratch& scratch, uint8_t* dst, Isa isa) {
+    const uint8_t* const chunk = tensor.chunk(index);
+    const std::size_t nbytes = tensor.nbytes_of(index);
+    const uint32_t* const row = tensor.row(index);
+    const PlaneSpec& spec = tensor.geometry.spec;
+    if (check_crc && crc32c(chunk, nbytes, isa) != row[0]) return Status::kChecksum;
+    const uint8_t* const padding = chunk + stream_sum(row + 1, spec.n_planes);
+    if (!std::all_of(padding, chunk + nbytes, [](uint8_t byte) { return byte == 0; }))
+        return Status::kReserved;
+    return decode_chunk(chunk, row + 1, tensor.geometry.units_of(index), spec, scratch, dst, isa);
+}
+
+// The first bad chunk that workers met.
+class FirstFault {
+  public:
+    bool is_before(std::size_t chunk) const {
+        return chunk_.load(std::memory_order_relaxed) < chunk;
+    }
+    void report(std::size_t chunk, Status status) {
+        const std::lock_guard lock(mutex_);
+        if (chunk >= chunk_) return;
+        chunk_ = chunk;
+        status_ = status;
+    }
+    // After all workers are done.
+    Status status() const { return status_; }
+    std::size_t chunk() const { return status_ == Status::kOk ? 0 : chunk_.load(); }
+
+  private:
+    std::mutex mutex_;
+    std::atomic<std::size_t> chunk_{~std::size_t{0}};
+    Status status_ = Status::kOk;
+};
+
+struct DecodeResult {
+    Status status;
+    std::size_t chunk;  // the first bad one that was met, 0 if none
+};
+
+// Decodes bytes [start, start + nbytes) of a tensor, which lie inside of it, to `dst`. The table
+// need not have been checked; zstd chunks are an error here.
+inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start, uint8_t* dst,
+                                  std::size_t nbytes, bool check_crc, std::size_t threads,
+                                  Isa isa) {
+    if (nbytes == 0) return {Status::kOk, 0};
+    const Geometry& geometry = tensor.geometry;
+    const std::size_t stop = start + nbytes;
+    const std::size_t first = start / geometry.chunk_nbytes();
+    const std::size_t n_wanted = (stop - 1) / geometry.chunk_nbytes() + 1 - first;
+    const std::size_t n_workers = std::max<std::size_t>(1, std::min(threads, n_wanted));
+    std::vector<DecodeWorker> workers;
+    for (std::size_t w = 0; w < n_workers; ++w) workers.emplace_back(geometry);
+    const auto cuts_chunk = [&](std::size_t at) {
+        return at % geometry.chunk_nbytes() != 0 && at != geometry.nbytes();
+    };
+    if (cuts_chunk(start) || cuts_chunk(stop))
+        for (DecodeWorker& worker : workers)
+            worker.partial.resize(geometry.largest_units() * geometry.spec.unit_nbytes);
+    FirstFault fault;
+    parallel_for(n_wanted, n_workers, [&](std::size_t w, std::size_t item) {
+        const std::size_t chunk = first + item;
+        if (fault.is_before(chunk)) return;
+        const std::size_t chunk_start = chunk * geometry.chunk_nbytes();
+        const std::size_t chunk_stop =
+            chunk_start + geometry.units_of(chunk) * geometry.spec.unit_nbytes;
+        const std::size_t from = std::max(start, chunk_start);
+        const std::size_t to = std::min(stop, chunk_stop);
+        const bool whole = from == chunk_start && to == chunk_stop;
+        uint8_t* const out = dst + (from - start);
+        uint8_t* const partial = workers[w].partial.data();
+        const bool more = item + n_workers < n_wanted;
+        DecodeScratch scratch{workers[w].planes.get(),
+                              more ? tensor.chunk(chunk + n_workers) : nullptr};
+        const Status status =
+            decode_checked(tensor, chunk, check_crc, scratch, whole ? out : partial, isa);
+        if (status != Status::kOk)
+            fault.report(chunk, status);
+        else if (!whole)
+            std::memcpy(out, partial + (from - chunk_start), to - from);
+    });
+    return {fault.status(), fault.chunk()};
+}
+
+struct PlaneEstimate {
+    Mode mode;
+    std::size_t nbytes;
+};
+
+// Splits `n_samples` runs of `run` units, spread over the tensor; rows of planes are `stride` bytes
+// apart.
+inline void sample_planes(const uint8_t* src, const Geometry& geometry, std::size_t run,
+                          std::size_t n_samples, uint8_t* rows, std::size_t stride, Isa isa) {
+    const std::size_t gap = n_samples > 1 ? (geometry.n_units - run) / (n_samples - 1) : 0;
+    for (std::size_t s = 0; s < n_samples; ++s) {
+        const uint8_t* from = src + s * gap * geometry.spec.unit_nbytes;
+        uint8_t* planes[kMaxPlanes];
+        for (uint32_t p = 0; p < geometry.spec.n_planes; ++p)
+            planes[p] = rows + p * stride + s * run;
+        if (geometry.spec.n_planes > 1)
+            split_planes(from, run, geometry.spec, planes, isa);
+        else
+            std::memcpy(planes[0], from, run);
+    }
+}
+
+// What each plane of a tensor of at least one unit, with items of one byte, would be and take, from
+// at most `n_samples` >= 1 runs of 4096 units.
+inline std::vector<PlaneEstimate> estimate_tensor(const uint8_t* src, const Geometry& geometry,
+                                                  Level level, std::size_t n_samples, Isa isa) {
+    const std::size_t run = std::min(geometry.n_units, kBlockUnits);
+    n_samples = std::min(n_samples, geometry.n_units / run);
+    const std::size_t n = run * n_samples;
+    const std::size_t stride = n + kPlaneSlack;
+    const AlignedBuffer rows = allocate_aligned(geometry.spec.n_planes * stride);
+    sample_planes(src, geometry, run, n_samples, rows.get(), stride, isa);
+    // Headers count once a chunk, so the estimate is for a chunk.
+    const std::size_t chunk_units =
+        std::min(geometry.n_units, kChunkNbytes / geometry.spec.unit_nbytes);
+    const auto n_chunks = static_cast<double>(geometry.n_units) / static_cast<double>(chunk_units);
+    std::vector<PlaneEstimate> estimates;
+    for (uint32_t p = 0; p < geometry.spec.n_planes; ++p) {
+        PlaneChoice choice;
+        const std::size_t nbytes =
+            choose_mode(rows.get() + p * stride, n, std::max(n, chunk_units), level, choice);
+        estimates.push_back(
+            {choice.mode, static_cast<std::size_t>(n_chunks * static_cast<double>(nbytes))});
+    }
+    return estimates;
+}
+
+// The stream of one plane of 1 to 2 Mi units in the given mode (palette or rANS), nothing carried;
+// `dst` has room for `n` bytes. 0 if it would not be smaller than the plane.
+inline std::size_t encode_single_plane(const uint8_t* src, std::size_t n, Mode mode, uint8_t* dst,
+                                       Isa isa) {
+    EncodeWorker worker(Geometry(1, 0, kMaxChunkLog, n), false);
+    Histogram histogram;
+    count_bytes(src, n, 0, histogram);
+    PlaneChoice choice;
+    choice.mode = mode;
+    if (mode == Mode::kPalette)
+        choose_palette(histogram, choice.palette);
+    else if (choose_model(histogram, choice.rans); choice.rans.n_codes < 2)
+        return 0;
+    Ahead nothing;
+    return write_stream(src, n, choice, nullptr, worker.scratch, dst, nothing, isa);
+}
+
+// Decodes a stream below 16 MiB to a plane of 1 to 2 Mi units.
+inline Status decode_single_plane(const uint8_t* stream, std::size_t nbytes, Mode mode,
+                                  uint8_t* dst, std::size_t n, Isa isa) {
+    const auto plane = std::make_unique<PlaneDecoder>();
+    DecodeScratch scratch{plane.get(), nullptr};
+    const uint32_t descriptor = make_descriptor(mode, nbytes);
+    return decode_chunk(stream, &descriptor, n, plane_spec(1, Split::kWhole), scratch, dst, isa);
+}
+
+}  // namespace packhorse
