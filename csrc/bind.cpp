@@ -55,9 +55,17 @@ void require_table(const AnyTable& table, const Geometry& geometry) {
             "table must have a row for each chunk and a column more than planes");
 }
 
+// A view of `side`, which may be empty.
+SideData checked_side(const Bytes& side, std::size_t n_rows, const Geometry& geometry) {
+    const char* const fault = side_fault(geometry.spec, geometry.n_units, side.size(), n_rows);
+    require(fault == nullptr, fault);
+    return view_side(side.data(), side.size(), n_rows);
+}
+
 std::size_t encode_chunks(Bytes src, uint32_t unit_nbytes, int split, uint32_t chunk_log,
-                          int level_number, WritableBytes dst, WritableTable table,
-                          WritableBytes digests, std::size_t threads, int isa_number) {
+                          int level_number, Bytes side, std::size_t n_rows, WritableBytes dst,
+                          WritableTable table, WritableBytes digests, std::size_t threads,
+                          int isa_number) {
     const Isa isa = checked_isa(isa_number);
     const Geometry geometry = checked_geometry(unit_nbytes, split, chunk_log, src.size());
     const Level level = checked_level(level_number);
@@ -67,9 +75,10 @@ std::size_t encode_chunks(Bytes src, uint32_t unit_nbytes, int split, uint32_t c
     require(digests.size() == 16 * n_leaves(src.size()),
             "digests must have 16 bytes for each leaf");
     require(dst.size() >= round_up(src.size(), kFrameAlignment), "dst is too small");
+    const SideData side_data = checked_side(side, n_rows, geometry);
     nb::gil_scoped_release release;
-    return encode_tensor(src.data(), geometry, level, dst.data(), table.data(), digests.data(),
-                         threads, isa);
+    return encode_tensor(src.data(), geometry, side_data, level, dst.data(), table.data(),
+                         digests.data(), threads, isa);
 }
 
 // Returns (fault, chunk, plane, payload length).
@@ -85,8 +94,9 @@ std::tuple<int, std::size_t, uint32_t, std::size_t> check_table(Table table, uin
 // Decodes bytes [start, start + dst.size()) of the tensor. Returns (status, chunk).
 std::pair<int, std::size_t> decode_range(Bytes payload, Table table, uint32_t unit_nbytes,
                                          int split, uint32_t chunk_log, std::size_t nbytes,
-                                         std::size_t start, WritableBytes dst, bool check,
-                                         std::size_t threads, int isa_number) {
+                                         Bytes side, std::size_t n_rows, std::size_t start,
+                                         WritableBytes dst, bool check, std::size_t threads,
+                                         int isa_number) {
     const Isa isa = checked_isa(isa_number);
     const Geometry geometry = checked_geometry(unit_nbytes, split, chunk_log, nbytes);
     require_table(table, geometry);
@@ -94,8 +104,9 @@ std::pair<int, std::size_t> decode_range(Bytes payload, Table table, uint32_t un
     if (dst.size() == 0) return {0, 0};
     const std::vector<std::size_t> offsets = chunk_offsets(table.data(), geometry);
     require(offsets.back() <= payload.size(), "payload is shorter than the table says");
+    const SideData side_data = checked_side(side, n_rows, geometry);
     nb::gil_scoped_release release;
-    const EncodedTensor tensor{geometry, payload.data(), table.data(), offsets};
+    const EncodedTensor tensor{geometry, side_data, payload.data(), table.data(), offsets};
     const DecodeResult result =
         decode_tensor(tensor, start, dst.data(), dst.size(), check, threads, isa);
     return {static_cast<int>(result.status), result.chunk};
@@ -115,6 +126,43 @@ std::vector<std::pair<int, std::size_t>> estimate_planes(Bytes src, uint32_t uni
     for (const PlaneEstimate& plane : estimate_tensor(src.data(), geometry, level, n_samples, isa))
         estimates.emplace_back(static_cast<int>(plane.mode), plane.nbytes);
     return estimates;
+}
+
+// The spec of a tensor that side data can be made for, and its columns.
+PlaneSpec checked_matrix(const Bytes& src, uint32_t unit_nbytes, std::size_t n_rows,
+                         std::size_t& n_columns) {
+    const Geometry geometry =
+        checked_geometry(unit_nbytes, static_cast<int>(Split::kFloat), kMinChunkLog, src.size());
+    require(n_rows > 0 && geometry.n_units > 0 && geometry.n_units % n_rows == 0,
+            "the tensor must have n_rows rows");
+    n_columns = geometry.n_units / n_rows;
+    require(n_rows <= kMaxSideNbytes && n_columns <= kMaxSideNbytes - n_rows,
+            "side data have at most 2 Mi bytes");
+    return geometry.spec;
+}
+
+// Estimated bytes of plane 0 as it is and by prediction.
+std::pair<std::size_t, std::size_t> estimate_side_data(Bytes src, uint32_t unit_nbytes,
+                                                       std::size_t n_rows, std::size_t most_rows,
+                                                       std::size_t most_columns, int isa_number) {
+    const Isa isa = checked_isa(isa_number);
+    std::size_t n_columns = 0;
+    const PlaneSpec spec = checked_matrix(src, unit_nbytes, n_rows, n_columns);
+    require(most_rows > 0 && most_columns > 0, "there must be something to sample");
+    nb::gil_scoped_release release;
+    const SideEstimate estimate =
+        estimate_side(src.data(), n_rows, n_columns, spec, most_rows, most_columns, isa);
+    return {estimate.plain_nbytes, estimate.predicted_nbytes};
+}
+
+void make_side_data(Bytes src, uint32_t unit_nbytes, std::size_t n_rows, WritableBytes side,
+                    int isa_number) {
+    const Isa isa = checked_isa(isa_number);
+    std::size_t n_columns = 0;
+    const PlaneSpec spec = checked_matrix(src, unit_nbytes, n_rows, n_columns);
+    require(side.size() == n_rows + n_columns, "side must have a byte for each row and column");
+    nb::gil_scoped_release release;
+    fill_side({src.data(), n_rows, n_columns, 1, n_columns * unit_nbytes}, spec, side.data(), isa);
 }
 
 std::size_t encode_plane(Bytes src, int mode, WritableBytes dst, int isa_number) {
@@ -142,7 +190,7 @@ void split(Bytes src, uint32_t unit_nbytes, int split_number, WritableBytes plan
            int isa_number) {
     const Isa isa = checked_isa(isa_number);
     const Geometry geometry = checked_geometry(unit_nbytes, split_number, kMinChunkLog, src.size());
-    require(geometry.spec.n_planes > 1, "split 0 has no planes");
+    require(geometry.spec.splits(), "split 0 has no planes");
     require(planes.size() == src.size(), "planes must be as long as src");
     uint8_t* rows[kMaxPlanes];
     for (uint32_t p = 0; p < geometry.spec.n_planes; ++p)
@@ -155,7 +203,7 @@ void merge(Bytes planes, uint32_t unit_nbytes, int split_number, WritableBytes d
            int isa_number) {
     const Isa isa = checked_isa(isa_number);
     const Geometry geometry = checked_geometry(unit_nbytes, split_number, kMinChunkLog, dst.size());
-    require(geometry.spec.n_planes > 1, "split 0 has no planes");
+    require(geometry.spec.splits(), "split 0 has no planes");
     require(planes.size() == dst.size(), "dst must be as long as planes");
     const uint8_t* rows[kMaxPlanes];
     for (uint32_t p = 0; p < geometry.spec.n_planes; ++p)
@@ -190,15 +238,19 @@ NB_MODULE(_core, m) {
         "use it.";
     m.def("detect_isa", [] { return static_cast<int>(detect_isa()); });
     m.def("encode_chunks", &encode_chunks, "src"_a, "unit_nbytes"_a, "split"_a, "chunk_log"_a,
-          "level"_a, "dst"_a.noconvert(), "table"_a.noconvert(), "digests"_a.noconvert(),
-          "threads"_a, "isa"_a);
+          "level"_a, "side"_a, "n_rows"_a, "dst"_a.noconvert(), "table"_a.noconvert(),
+          "digests"_a.noconvert(), "threads"_a, "isa"_a);
     m.def("decode_range", &decode_range, "payload"_a, "table"_a, "unit_nbytes"_a, "split"_a,
-          "chunk_log"_a, "nbytes"_a, "start"_a, "dst"_a.noconvert(), "check"_a, "threads"_a,
-          "isa"_a);
+          "chunk_log"_a, "nbytes"_a, "side"_a, "n_rows"_a, "start"_a, "dst"_a.noconvert(),
+          "check"_a, "threads"_a, "isa"_a);
     m.def("check_table", &check_table, "table"_a, "unit_nbytes"_a, "split"_a, "chunk_log"_a,
           "nbytes"_a);
     m.def("estimate_planes", &estimate_planes, "src"_a, "unit_nbytes"_a, "split"_a, "level"_a,
           "n_samples"_a, "isa"_a);
+    m.def("estimate_side_data", &estimate_side_data, "src"_a, "unit_nbytes"_a, "n_rows"_a,
+          "most_rows"_a, "most_columns"_a, "isa"_a);
+    m.def("make_side_data", &make_side_data, "src"_a, "unit_nbytes"_a, "n_rows"_a,
+          "side"_a.noconvert(), "isa"_a);
     m.def("encode_plane", &encode_plane, "src"_a, "mode"_a, "dst"_a.noconvert(), "isa"_a);
     m.def("decode_plane", &decode_plane, "stream"_a, "mode"_a, "dst"_a.noconvert(), "isa"_a);
     m.def("split", &split, "src"_a, "unit_nbytes"_a, "split"_a, "planes"_a.noconvert(), "isa"_a);

@@ -62,4 +62,26 @@ inline Isa detect_isa() {
     return Isa::kPortable;
 }
 
+// Runs a loop that compilers vectorise, with AVX2 where it is allowed. `work` is a lambda marked
+// PACKHORSE_VECTORISED, so that it is compiled into its caller and for its caller's instructions;
+// it and its captures are values, or stores to bytes might change them and nothing would be
+// vectorised.
+#define PACKHORSE_VECTORISED __attribute__((always_inline))
+
+#if PACKHORSE_X86
+template <class Work>
+PACKHORSE_AVX2 inline void run_avx2(Work work) {
+    work();
+}
+#endif
+
+template <class Work>
+inline void vectorised(Isa isa, Work work) {
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx2) return run_avx2(work);
+#endif
+    (void)isa;
+    work();
+}
+
 }  // namespace packhorse

@@ -6,6 +6,7 @@
 // every machine.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <bit>
 
@@ -69,5 +70,37 @@ constexpr std::array<uint32_t, kProbSum + 1> make_cost_table() {
 
 // kSymbolCost[f]: the cost of a symbol of frequency f of 4096.
 inline constexpr std::array<uint32_t, kProbSum + 1> kSymbolCost = make_cost_table();
+
+// Counts symbols: bytes without their `raw_bits` low bits. Returns how many of those bits are set
+// in any byte seen.
+inline uint32_t fold(const Histogram& bytes, uint32_t raw_bits, Histogram& symbols) {
+    symbols = {};
+    uint32_t used = 0;
+    for (uint32_t v = 0; v < 256; ++v) {
+        symbols.counts[v >> raw_bits] += bytes.counts[v];
+        used |= bytes.counts[v] > 0 ? v : 0;
+    }
+    symbols.total = bytes.total;
+    symbols.sampled = bytes.sampled;
+    return static_cast<uint32_t>(std::popcount(used & ((1u << raw_bits) - 1)));
+}
+
+// Cost of the histogram's values at the plane's entropy, 2^-16 bits. A sample shows too few values
+// as too often; the Miller-Madow term, (values - 1) / (2 ln 2) bits, makes up for it.
+inline uint64_t entropy_cost(const Histogram& histogram) {
+    constexpr uint64_t kBiasCost = 47274;
+    uint64_t cost = 0;
+    for (uint32_t count : histogram.counts)
+        if (count > 0) {
+            const uint64_t freq = uint64_t{count} * kProbSum / histogram.total;
+            cost += uint64_t{count} * kSymbolCost[freq == 0 ? 1 : freq] + kBiasCost;
+        }
+    return cost - std::min(cost, kBiasCost);
+}
+
+// Scales a cost of the sample (2^-16 bits) to bytes of the plane.
+inline std::size_t scale_cost(uint64_t cost, uint32_t total, std::size_t n) {
+    return static_cast<std::size_t>((cost >> kCostBits) * n / total / 8);
+}
 
 }  // namespace packhorse

@@ -19,24 +19,45 @@ constexpr uint32_t kStreamNbytesBits = 24;
 constexpr uint32_t kStreamNbytesMask = (1u << kStreamNbytesBits) - 1;
 
 enum class Split : uint8_t { kWhole = 0, kBytes = 1, kFloat = 2 };
-enum class Mode : uint8_t { kStored = 0, kConstant = 1, kPalette = 2, kRans = 3, kZstd = 4 };
+enum class Mode : uint8_t {
+    kStored = 0,
+    kConstant = 1,
+    kPalette = 2,
+    kRans = 3,
+    kZstd = 4,
+    kClassedRans = 5
+};
+enum class ClassSource : uint8_t { kNone = 0, kPrediction = 1, kLead = 2 };
+
+// Section 2.
+constexpr std::size_t kMaxSideNbytes = 2097152;
+
+// Section 6.1.
+constexpr uint32_t kMaxRansRawBits = 7;
+constexpr uint32_t kMaxPaletteRawBits = 8;
+
+// Section 6.2.
+constexpr uint32_t kProbBits = 12;
+constexpr uint32_t kProbSum = 1u << kProbBits;
+constexpr uint32_t kNarrowBuckets = 32;
+constexpr uint32_t kWideBuckets = 64;
 
 // Section 6.3.
 constexpr std::size_t kPaletteHeaderNbytes = 24;
 constexpr uint32_t kMaxCodeBits = 4;
 
 // Section 6.4.
-constexpr uint32_t kProbBits = 12;
-constexpr uint32_t kProbSum = 1u << kProbBits;
 constexpr uint32_t kMinLanesLog = 2;
 constexpr uint32_t kMaxLanesLog = 7;
 constexpr uint32_t kMaxLanes = 1u << kMaxLanesLog;
 constexpr uint32_t kStateLowerBound = 1u << 16;
-constexpr uint32_t kBuckets = 32;
-constexpr uint32_t kBucketLog = 7;  // slots in a bucket, log2
-constexpr uint32_t kBucketSlots = 1u << kBucketLog;
-constexpr std::size_t kSymbolMapOffset = 8;
-constexpr std::size_t kFreqsOffset = 40;
+constexpr std::size_t kModelOffset = 8;
+
+// Section 6.5.
+constexpr std::size_t kClassedModelsOffset = 16;
+constexpr uint32_t kMaxClasses = 4;
+constexpr uint32_t kPredictionClasses = 4;
+constexpr uint32_t kPredictionBias = 128;
 
 // What a decoder found wrong; bind.cpp hands the number to Python, where frame.py puts it into
 // words.

@@ -1,5 +1,6 @@
-// Palette coding (docs/format.md, 6.3): codes of 1 to 4 bits as bit planes, a value outside of the
-// palette as an escape.
+// Palette coding (docs/format.md, 6.3): codes of up to 4 bits as bit planes, a symbol outside of
+// the palette as an escape; and raw bits, which alone (no code bits) drop bits that are always
+// zero.
 //
 // Bit planes are what SIMD compares produce and masked operations consume: 64 units are `code_bits`
 // words of 64 bits. Escapes are few by choice of the encoder and are handled one by one.
@@ -11,18 +12,20 @@
 #include "dispatch.hpp"
 #include "histogram.hpp"
 #include "layout.hpp"
+#include "symbols.hpp"
 
 namespace packhorse {
 
 struct PaletteModel {
     uint32_t code_bits;
     bool has_escape;
+    uint32_t raw_bits;
     uint32_t n_values;
-    uint8_t values[16];
+    uint8_t values[16];  // bytes without their raw bits
 };
 
 constexpr std::size_t palette_planes_nbytes(uint32_t code_bits, std::size_t n) {
-    return code_bits * 8 * ((n + 63) / 64);
+    return code_bits * bit_plane_nbytes(n);
 }
 
 // Gives codes that are left over to values outside of the palette, so that loops over it have a
@@ -30,38 +33,66 @@ constexpr std::size_t palette_planes_nbytes(uint32_t code_bits, std::size_t n) {
 inline void fill_palette(PaletteModel& model) {
     const uint32_t n_codes = (1u << model.code_bits) - (model.has_escape ? 1 : 0);
     for (uint32_t value = 0; model.n_values < n_codes; ++value) {
+        const auto shifted = static_cast<uint8_t>(value << model.raw_bits);
         uint8_t* const end = model.values + model.n_values;
-        if (std::find(model.values, end, value) == end)
-            model.values[model.n_values++] = static_cast<uint8_t>(value);
+        if (std::find(model.values, end, shifted) == end) model.values[model.n_values++] = shifted;
     }
 }
 
-// The cheapest palette for a histogram. Returns its estimated bits for the histogram's units.
-inline uint64_t choose_palette(const Histogram& histogram, PaletteModel& model) {
+// The cheapest palette of symbols with so many raw bits, if it costs less than `best`, which is
+// updated: bits for the histogram's units.
+inline void try_palette(const Histogram& histogram, uint32_t raw_bits, uint64_t& best,
+                        PaletteModel& model) {
+    Histogram symbols;
+    const uint32_t n_raw = fold(histogram, raw_bits, symbols);
+    const uint32_t n_possible = 256u >> raw_bits;
     uint8_t order[256];
     uint32_t n_seen = 0;
-    for (uint32_t v = 0; v < 256; ++v)
-        if (histogram.counts[v] > 0) order[n_seen++] = static_cast<uint8_t>(v);
+    for (uint32_t v = 0; v < n_possible; ++v)
+        if (symbols.counts[v] > 0) order[n_seen++] = static_cast<uint8_t>(v);
     std::sort(order, order + n_seen, [&](uint8_t a, uint8_t b) {
-        const uint32_t count_a = histogram.counts[a], count_b = histogram.counts[b];
+        const uint32_t count_a = symbols.counts[a], count_b = symbols.counts[b];
         return count_a != count_b ? count_a > count_b : a < b;
     });
-    uint64_t best = ~uint64_t{0};
-    for (uint32_t bits = 1; bits <= kMaxCodeBits; ++bits) {
-        const bool escape = histogram.sampled || n_seen > 1u << bits;
+    const uint64_t raw_cost = uint64_t{symbols.total} * n_raw;
+    for (uint32_t bits = 1; bits <= kMaxCodeBits && bits <= 8 - raw_bits; ++bits) {
+        const bool all_have_codes = n_possible <= 1u << bits;
+        const bool escape = !all_have_codes && (symbols.sampled || n_seen > 1u << bits);
         const uint32_t n_values = std::min(n_seen, (1u << bits) - (escape ? 1 : 0));
         uint64_t covered = 0;
-        for (uint32_t i = 0; i < n_values; ++i) covered += histogram.counts[order[i]];
-        const uint64_t cost = uint64_t{histogram.total} * bits + 8 * (histogram.total - covered);
+        for (uint32_t i = 0; i < n_values; ++i) covered += symbols.counts[order[i]];
+        const uint64_t cost =
+            uint64_t{symbols.total} * bits + 8 * (symbols.total - covered) + raw_cost;
         if (cost >= best) continue;
         best = cost;
         model.code_bits = bits;
         model.has_escape = escape;
+        model.raw_bits = raw_bits;
         model.n_values = n_values;
-        std::copy(order, order + n_values, model.values);
+        for (uint32_t i = 0; i < n_values; ++i)
+            model.values[i] = static_cast<uint8_t>(order[i] << raw_bits);
     }
-    fill_palette(model);
+}
+
+// The bits that are used at all, as they are, if that costs less than `best`.
+inline void try_used_bits(const Histogram& histogram, uint64_t& best, PaletteModel& model) {
+    Histogram none;
+    const uint64_t cost = uint64_t{histogram.total} * fold(histogram, 8, none);
+    if (cost >= best) return;
+    best = cost;
+    model = {0, false, 8, 1, {}};
+}
+
+// The cheapest palette for a histogram of bytes; symbols have up to `most_raw_bits` raw bits.
+// Returns its estimated bits for the histogram's units.
+inline uint64_t choose_palette(const Histogram& histogram, uint32_t most_raw_bits,
+                               PaletteModel& model) {
+    uint64_t best = ~uint64_t{0};
+    for (uint32_t raw_bits = 0; raw_bits <= most_raw_bits; ++raw_bits)
+        try_palette(histogram, raw_bits, best, model);
+    if (model.code_bits > 0) fill_palette(model);
     std::sort(model.values, model.values + model.n_values);
+    try_used_bits(histogram, best, model);
     return best;
 }
 
@@ -91,8 +122,10 @@ PACKHORSE_INLINE uint64_t write_codes(const uint64_t* masks, uint64_t all, bool 
 }
 
 // Appends the escaped units of a block.
-PACKHORSE_INLINE uint8_t* append_escapes(const uint8_t* src, uint64_t escaped, uint8_t* dst) {
-    for (; escaped != 0; escaped &= escaped - 1) *dst++ = src[std::countr_zero(escaped)];
+PACKHORSE_INLINE uint8_t* append_escapes(const uint8_t* src, uint64_t escaped, uint32_t raw_bits,
+                                         uint8_t* dst) {
+    for (; escaped != 0; escaped &= escaped - 1)
+        *dst++ = static_cast<uint8_t>(src[std::countr_zero(escaped)] >> raw_bits);
     return dst;
 }
 
@@ -100,12 +133,14 @@ template <uint32_t kBits>
 PACKHORSE_INLINE uint8_t* palette_encode_block(const uint8_t* src, std::size_t n,
                                                const PaletteModel& model, uint8_t* codes,
                                                std::size_t plane_stride, uint8_t* escapes) {
+    const uint32_t symbol_mask = 0xFFu << model.raw_bits;
     uint64_t masks[1u << kBits] = {};
     for (uint32_t c = 0; c < (1u << kBits) - 1; ++c)
-        for (std::size_t i = 0; i < n; ++i) masks[c] |= uint64_t{src[i] == model.values[c]} << i;
+        for (std::size_t i = 0; i < n; ++i)
+            masks[c] |= uint64_t{(src[i] & symbol_mask) == model.values[c]} << i;
     const uint64_t all = n == 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
     const uint64_t escaped = write_codes<kBits>(masks, all, model.has_escape, codes, plane_stride);
-    return append_escapes(src, escaped, escapes);
+    return append_escapes(src, escaped, model.raw_bits, escapes);
 }
 
 // Codes full blocks of 64 units, as long as `escapes` stays clear of `escapes_end` by a block;
@@ -138,18 +173,20 @@ PACKHORSE_AVX2 std::size_t palette_encode_blocks_avx2(const uint8_t* src, std::s
                                                       const PaletteModel& model, uint8_t* codes,
                                                       std::size_t plane_stride, uint8_t*& escapes,
                                                       const uint8_t* escapes_end) {
+    const __m256i symbol_mask = _mm256_set1_epi8(static_cast<char>(0xFFu << model.raw_bits));
     std::size_t b = 0;
     for (; b < n_blocks && escapes_end - escapes >= 64; ++b) {
-        const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + 64 * b));
-        const __m256i high =
-            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + 64 * b + 32));
+        const __m256i low = _mm256_and_si256(
+            symbol_mask, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + 64 * b)));
+        const __m256i high = _mm256_and_si256(
+            symbol_mask, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + 64 * b + 32)));
         uint64_t masks[1u << kBits];
 #pragma GCC unroll 16
         for (uint32_t c = 0; c < (1u << kBits) - 1; ++c)
             masks[c] = equal_mask_avx2(low, high, model.values[c]);
         const uint64_t escaped =
             write_codes<kBits>(masks, ~uint64_t{0}, model.has_escape, codes + 8 * b, plane_stride);
-        escapes = append_escapes(src + 64 * b, escaped, escapes);
+        escapes = append_escapes(src + 64 * b, escaped, model.raw_bits, escapes);
     }
     return b;
 }
@@ -160,9 +197,10 @@ PACKHORSE_AVX512 std::size_t palette_encode_blocks_avx512(const uint8_t* src, st
                                                           std::size_t plane_stride,
                                                           uint8_t*& escapes,
                                                           const uint8_t* escapes_end) {
+    const __m512i symbol_mask = _mm512_set1_epi8(static_cast<char>(0xFFu << model.raw_bits));
     std::size_t b = 0;
     for (; b < n_blocks && escapes_end - escapes >= 64; ++b) {
-        const __m512i units = _mm512_loadu_si512(src + 64 * b);
+        const __m512i units = _mm512_and_si512(symbol_mask, _mm512_loadu_si512(src + 64 * b));
         uint64_t masks[1u << kBits];
 #pragma GCC unroll 16
         for (uint32_t c = 0; c < (1u << kBits) - 1; ++c)
@@ -170,7 +208,7 @@ PACKHORSE_AVX512 std::size_t palette_encode_blocks_avx512(const uint8_t* src, st
                 _mm512_cmpeq_epi8_mask(units, _mm512_set1_epi8(static_cast<char>(model.values[c])));
         const uint64_t escaped =
             write_codes<kBits>(masks, ~uint64_t{0}, model.has_escape, codes + 8 * b, plane_stride);
-        escapes = append_escapes(src + 64 * b, escaped, escapes);
+        escapes = append_escapes(src + 64 * b, escaped, model.raw_bits, escapes);
     }
     return b;
 }
@@ -210,63 +248,90 @@ uint8_t* palette_encode_units(const uint8_t* src, std::size_t n, const PaletteMo
                                        plane_stride, escapes);
 }
 
+// The codes of all units, for any number of code bits; as palette_encode_units.
+inline uint8_t* palette_encode_codes(const uint8_t* src, std::size_t n, const PaletteModel& model,
+                                     uint8_t* codes, uint8_t* escapes, const uint8_t* limit,
+                                     Isa isa) {
+    const std::size_t stride = bit_plane_nbytes(n);
+    switch (model.code_bits) {
+        case 0:
+            return escapes;
+        case 1:
+            return palette_encode_units<1>(src, n, model, codes, stride, escapes, limit, isa);
+        case 2:
+            return palette_encode_units<2>(src, n, model, codes, stride, escapes, limit, isa);
+        case 3:
+            return palette_encode_units<3>(src, n, model, codes, stride, escapes, limit, isa);
+        default:
+            return palette_encode_units<4>(src, n, model, codes, stride, escapes, limit, isa);
+    }
+}
+
 // Writes the stream of `n` units to `dst`, at most `capacity` bytes; returns its length, or 0 if it
 // may not fit (a block of 64 bytes is kept clear).
 inline std::size_t palette_encode(const uint8_t* src, std::size_t n, const PaletteModel& model,
                                   uint8_t* dst, std::size_t capacity, Isa isa) {
+    const uint32_t raw_mask = (1u << model.raw_bits) - 1;
+    const RawBits raw{model.raw_bits, raw_mask == 0 ? 0 : used_bits(src, n) & raw_mask};
     const std::size_t planes_nbytes = palette_planes_nbytes(model.code_bits, n);
-    const std::size_t escapes_at = kPaletteHeaderNbytes + planes_nbytes;
+    const std::size_t escapes_at = kPaletteHeaderNbytes + planes_nbytes + raw_nbytes(raw, n);
     if (escapes_at > capacity) return 0;
-    const std::size_t stride = planes_nbytes / model.code_bits;
     uint8_t* const codes = dst + kPaletteHeaderNbytes;
     uint8_t* const escapes = dst + escapes_at;
-    const uint8_t* const limit = dst + capacity;
-    uint8_t* end = nullptr;
-    if (model.code_bits == 1)
-        end = palette_encode_units<1>(src, n, model, codes, stride, escapes, limit, isa);
-    if (model.code_bits == 2)
-        end = palette_encode_units<2>(src, n, model, codes, stride, escapes, limit, isa);
-    if (model.code_bits == 3)
-        end = palette_encode_units<3>(src, n, model, codes, stride, escapes, limit, isa);
-    if (model.code_bits == 4)
-        end = palette_encode_units<4>(src, n, model, codes, stride, escapes, limit, isa);
+    const uint8_t* const end =
+        palette_encode_codes(src, n, model, codes, escapes, dst + capacity, isa);
     if (end == nullptr) return 0;
+    write_raw_bits(src, n, raw, codes + planes_nbytes, isa);
     std::memset(dst, 0, kPaletteHeaderNbytes);
     dst[0] = static_cast<uint8_t>(model.code_bits);
     dst[1] = model.has_escape;
+    dst[2] = static_cast<uint8_t>(raw.n_bits);
+    dst[3] = static_cast<uint8_t>(raw.mask);
     store(dst + 4, static_cast<uint32_t>(end - escapes));
-    std::memcpy(dst + 8, model.values, model.n_values);
+    for (uint32_t c = 0; c < model.n_values; ++c)
+        dst[8 + c] = static_cast<uint8_t>(model.values[c] >> model.raw_bits);
     return static_cast<std::size_t>(end - dst);
 }
 
 struct alignas(64) PaletteDecoder {
-    uint8_t values[16];
+    uint8_t values[16];  // symbols, shifted to their place
     uint32_t code_bits;
+    uint32_t raw_bits;
     bool has_escape;
     const uint8_t* planes;
     std::size_t plane_stride;
     const uint8_t* escapes;
     const uint8_t* escapes_end;
+    RawPlanes raw;
 };
 
 inline Status palette_open(const uint8_t* src, std::size_t nbytes, std::size_t n,
                            PaletteDecoder& out) {
     if (nbytes < kPaletteHeaderNbytes) return Status::kStreamLength;
     out.code_bits = src[0];
-    if (out.code_bits < 1 || out.code_bits > kMaxCodeBits || src[1] > 1) return Status::kBadField;
     out.has_escape = src[1] != 0;
-    if (load<uint16_t>(src + 2) != 0) return Status::kReserved;
+    if (out.code_bits > kMaxCodeBits || src[1] > (out.code_bits > 0 ? 1 : 0))
+        return Status::kBadField;
+    RawBits raw;
+    const Status status = parse_raw_bits(src[2], src[3], kMaxPaletteRawBits, raw);
+    if (status != Status::kOk) return status;
+    out.raw_bits = raw.n_bits;
     const std::size_t n_escapes = load<uint32_t>(src + 4);
     if (n_escapes > 0 && !out.has_escape) return Status::kEscapeCount;
-    std::memcpy(out.values, src + 8, sizeof out.values);
     for (uint32_t c = (1u << out.code_bits) - (out.has_escape ? 1 : 0); c < 16; ++c)
-        if (out.values[c] != 0) return Status::kReserved;
+        if (src[8 + c] != 0) return Status::kReserved;
     const std::size_t planes_nbytes = palette_planes_nbytes(out.code_bits, n);
-    if (nbytes != kPaletteHeaderNbytes + planes_nbytes + n_escapes) return Status::kStreamLength;
+    const std::size_t before_escapes = kPaletteHeaderNbytes + planes_nbytes + raw_nbytes(raw, n);
+    if (nbytes != before_escapes + n_escapes) return Status::kStreamLength;
     out.planes = src + kPaletteHeaderNbytes;
-    out.plane_stride = planes_nbytes / out.code_bits;
-    out.escapes = out.planes + planes_nbytes;
+    out.plane_stride = bit_plane_nbytes(n);
+    out.raw = find_raw_planes(raw, out.planes + planes_nbytes, n);
+    out.escapes = src + before_escapes;
     out.escapes_end = src + nbytes;
+    if (!symbols_fit(src + 8, 16, raw) || !symbols_fit(out.escapes, n_escapes, raw))
+        return Status::kBadField;
+    for (uint32_t c = 0; c < 16; ++c)
+        out.values[c] = static_cast<uint8_t>(src[8 + c] << raw.n_bits);
     return Status::kOk;
 }
 
@@ -283,8 +348,9 @@ PACKHORSE_INLINE void palette_values_portable(const uint64_t* planes, const uint
 
 // Patches the escaped units of a block.
 PACKHORSE_INLINE const uint8_t* take_escapes(const uint8_t* escapes, uint64_t escaped,
-                                             uint8_t* dst) {
-    for (; escaped != 0; escaped &= escaped - 1) dst[std::countr_zero(escaped)] = *escapes++;
+                                             uint32_t raw_bits, uint8_t* dst) {
+    for (; escaped != 0; escaped &= escaped - 1)
+        dst[std::countr_zero(escaped)] = static_cast<uint8_t>(*escapes++ << raw_bits);
     return escapes;
 }
 
@@ -310,7 +376,7 @@ std::size_t palette_decode_blocks_portable(PaletteDecoder& decoder, std::size_t 
         const uint64_t escaped = load_codes<kBits>(decoder, first + 64 * b, planes);
         if (decoder.escapes_end - escapes < std::popcount(escaped)) break;
         palette_values_portable<kBits>(planes, decoder.values, dst + 64 * b);
-        escapes = take_escapes(escapes, escaped, dst + 64 * b);
+        escapes = take_escapes(escapes, escaped, decoder.raw_bits, dst + 64 * b);
     }
     decoder.escapes = escapes;
     return b;
@@ -352,7 +418,7 @@ PACKHORSE_AVX2 std::size_t palette_decode_blocks_avx2(PaletteDecoder& decoder, s
         if (decoder.escapes_end - escapes < __builtin_popcountll(escaped)) break;
         if (b % 2 == 0) ahead.step();
         palette_values_avx2<kBits>(planes, decoder.values, dst + 64 * b);
-        escapes = take_escapes(escapes, escaped, dst + 64 * b);
+        escapes = take_escapes(escapes, escaped, decoder.raw_bits, dst + 64 * b);
     }
     decoder.escapes = escapes;
     return b;
@@ -376,7 +442,7 @@ PACKHORSE_AVX512 std::size_t palette_decode_blocks_avx512(PaletteDecoder& decode
             code = _mm512_mask_add_epi8(code, planes[j], code,
                                         _mm512_set1_epi8(static_cast<char>(1 << j)));
         _mm512_storeu_si512(dst + 64 * b, _mm512_shuffle_epi8(values, code));
-        escapes = take_escapes(escapes, escaped, dst + 64 * b);
+        escapes = take_escapes(escapes, escaped, decoder.raw_bits, dst + 64 * b);
     }
     decoder.escapes = escapes;
     return b;
@@ -412,16 +478,17 @@ Status palette_decode_units(PaletteDecoder& decoder, std::size_t first, std::siz
     if (decoder.escapes_end - decoder.escapes < std::popcount(escaped)) return Status::kEscapeCount;
     uint8_t block[64];
     palette_values_portable<kBits>(planes, decoder.values, block);
-    decoder.escapes = take_escapes(decoder.escapes, escaped, block);
+    decoder.escapes = take_escapes(decoder.escapes, escaped, decoder.raw_bits, block);
     std::memcpy(dst + 64 * n_blocks, block, rest);
     return Status::kOk;
 }
 
-// The `n` units from `first` on; `first` is a multiple of 64, and so is `n` except at the end of
-// the plane.
-inline Status palette_decode(PaletteDecoder& decoder, std::size_t first, std::size_t n,
-                             uint8_t* dst, Ahead& ahead, Isa isa) {
+inline Status palette_decode_codes(PaletteDecoder& decoder, std::size_t first, std::size_t n,
+                                   uint8_t* dst, Ahead& ahead, Isa isa) {
     switch (decoder.code_bits) {
+        case 0:
+            std::memset(dst, decoder.values[0], n);
+            return Status::kOk;
         case 1:
             return palette_decode_units<1>(decoder, first, n, dst, ahead, isa);
         case 2:
@@ -431,6 +498,15 @@ inline Status palette_decode(PaletteDecoder& decoder, std::size_t first, std::si
         default:
             return palette_decode_units<4>(decoder, first, n, dst, ahead, isa);
     }
+}
+
+// The `n` units from `first` on; `first` is a multiple of 64, and so is `n` except at the end of
+// the plane.
+inline Status palette_decode(PaletteDecoder& decoder, std::size_t first, std::size_t n,
+                             uint8_t* dst, Ahead& ahead, Isa isa) {
+    const Status status = palette_decode_codes(decoder, first, n, dst, ahead, isa);
+    if (status == Status::kOk) add_raw_bits(decoder.raw, first, n, dst, isa);
+    return status;
 }
 
 inline Status palette_close(const PaletteDecoder& decoder) {

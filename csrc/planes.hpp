@@ -11,32 +11,32 @@
 
 namespace packhorse {
 
-// Where the exponent of a unit's top 16 bits starts: k of section 4. 0 means split 1 (bytes as they
-// are).
-constexpr uint32_t exponent_shift(uint32_t unit_nbytes, Split split) {
+// How far the top 16 bits of a unit (8 for one-byte units) are rotated left: r of section 4. 0
+// means bytes as they are.
+constexpr uint32_t rotation_of(uint32_t unit_nbytes, Split split) {
     if (split != Split::kFloat) return 0;
-    return unit_nbytes == 8 ? 4 : 7;
+    return unit_nbytes == 8 ? 4 : 1;
 }
 
 struct PlaneSpec {
     uint32_t unit_nbytes;  // 1, 2, 4 or 8
     uint32_t n_planes;
-    uint32_t shift;  // exponent_shift()
+    uint32_t rotation;  // rotation_of()
+
+    // Whether planes differ from the units as they lie in memory.
+    bool splits() const { return n_planes > 1 || rotation > 0; }
 };
 
-// The pair (plane 0, plane 1) of the top 16 bits.
-PACKHORSE_INLINE void split_top(uint32_t top, uint32_t shift, uint8_t& plane0, uint8_t& plane1) {
-    const uint32_t low_mask = 0xFFu >> (8 - shift);
-    plane0 = static_cast<uint8_t>(top >> shift);
-    plane1 = static_cast<uint8_t>((top >> 8 & ~low_mask) | (top & low_mask));
+PACKHORSE_INLINE uint32_t rotate_left16(uint32_t top, uint32_t by) {
+    return (top << by | top >> (16 - by)) & 0xFFFF;
 }
 
-PACKHORSE_INLINE uint32_t merge_top(uint32_t plane0, uint32_t plane1, uint32_t shift) {
-    const uint32_t low_mask = 0xFFu >> (8 - shift);
-    return (plane1 & ~low_mask & 0xFF) << 8 | plane0 << shift | (plane1 & low_mask);
+PACKHORSE_INLINE void rotate_bytes(const uint8_t* src, std::size_t n, uint32_t left, uint8_t* dst) {
+    for (std::size_t i = 0; i < n; ++i)
+        dst[i] = static_cast<uint8_t>(src[i] << left | src[i] >> (8 - left));
 }
 
-template <class Unit, uint32_t kShift>
+template <class Unit, uint32_t kRotation>
 PACKHORSE_INLINE void split_units(const uint8_t* src, std::size_t n, uint8_t* const* planes) {
     constexpr std::size_t n_planes = sizeof(Unit);
     uint8_t* __restrict plane0 = planes[0];
@@ -44,12 +44,9 @@ PACKHORSE_INLINE void split_units(const uint8_t* src, std::size_t n, uint8_t* co
     for (std::size_t i = 0; i < n; ++i) {
         const auto top =
             static_cast<uint32_t>(load<Unit>(src + i * n_planes) >> (8 * n_planes - 16)) & 0xFFFF;
-        if constexpr (kShift == 0) {
-            plane0[i] = static_cast<uint8_t>(top >> 8);
-            plane1[i] = static_cast<uint8_t>(top);
-        } else {
-            split_top(top, kShift, plane0[i], plane1[i]);
-        }
+        const uint32_t rotated = rotate_left16(top, kRotation);
+        plane0[i] = static_cast<uint8_t>(rotated >> 8);
+        plane1[i] = static_cast<uint8_t>(rotated);
     }
     for (std::size_t p = 2; p < n_planes; ++p) {
         uint8_t* __restrict plane = planes[p];
@@ -58,14 +55,13 @@ PACKHORSE_INLINE void split_units(const uint8_t* src, std::size_t n, uint8_t* co
     }
 }
 
-template <class Unit, uint32_t kShift>
+template <class Unit, uint32_t kRotation>
 PACKHORSE_INLINE void merge_units(const uint8_t* const* planes, std::size_t n, uint8_t* dst) {
     constexpr std::size_t n_planes = sizeof(Unit);
     const uint8_t* __restrict plane0 = planes[0];
     const uint8_t* __restrict plane1 = planes[1];
     for (std::size_t i = 0; i < n; ++i) {
-        const uint32_t top = kShift == 0 ? uint32_t{plane0[i]} << 8 | plane1[i]
-                                         : merge_top(plane0[i], plane1[i], kShift);
+        const uint32_t top = rotate_left16(uint32_t{plane0[i]} << 8 | plane1[i], 16 - kRotation);
         Unit unit = static_cast<Unit>(static_cast<Unit>(top) << (8 * n_planes - 16));
         for (std::size_t p = 2; p < n_planes; ++p)
             unit = static_cast<Unit>(unit | static_cast<Unit>(planes[p][i])
@@ -76,22 +72,24 @@ PACKHORSE_INLINE void merge_units(const uint8_t* const* planes, std::size_t n, u
 
 PACKHORSE_INLINE void split_any(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
                                 uint8_t* const* planes) {
-    if (spec.unit_nbytes == 2 && spec.shift == 0) split_units<uint16_t, 0>(src, n, planes);
-    if (spec.unit_nbytes == 2 && spec.shift == 7) split_units<uint16_t, 7>(src, n, planes);
-    if (spec.unit_nbytes == 4 && spec.shift == 0) split_units<uint32_t, 0>(src, n, planes);
-    if (spec.unit_nbytes == 4 && spec.shift == 7) split_units<uint32_t, 7>(src, n, planes);
-    if (spec.unit_nbytes == 8 && spec.shift == 0) split_units<uint64_t, 0>(src, n, planes);
-    if (spec.unit_nbytes == 8 && spec.shift == 4) split_units<uint64_t, 4>(src, n, planes);
+    if (spec.unit_nbytes == 1) rotate_bytes(src, n, spec.rotation, planes[0]);
+    if (spec.unit_nbytes == 2 && spec.rotation == 0) split_units<uint16_t, 0>(src, n, planes);
+    if (spec.unit_nbytes == 2 && spec.rotation == 1) split_units<uint16_t, 1>(src, n, planes);
+    if (spec.unit_nbytes == 4 && spec.rotation == 0) split_units<uint32_t, 0>(src, n, planes);
+    if (spec.unit_nbytes == 4 && spec.rotation == 1) split_units<uint32_t, 1>(src, n, planes);
+    if (spec.unit_nbytes == 8 && spec.rotation == 0) split_units<uint64_t, 0>(src, n, planes);
+    if (spec.unit_nbytes == 8 && spec.rotation == 4) split_units<uint64_t, 4>(src, n, planes);
 }
 
 PACKHORSE_INLINE void merge_any(const uint8_t* const* planes, std::size_t n, const PlaneSpec& spec,
                                 uint8_t* dst) {
-    if (spec.unit_nbytes == 2 && spec.shift == 0) merge_units<uint16_t, 0>(planes, n, dst);
-    if (spec.unit_nbytes == 2 && spec.shift == 7) merge_units<uint16_t, 7>(planes, n, dst);
-    if (spec.unit_nbytes == 4 && spec.shift == 0) merge_units<uint32_t, 0>(planes, n, dst);
-    if (spec.unit_nbytes == 4 && spec.shift == 7) merge_units<uint32_t, 7>(planes, n, dst);
-    if (spec.unit_nbytes == 8 && spec.shift == 0) merge_units<uint64_t, 0>(planes, n, dst);
-    if (spec.unit_nbytes == 8 && spec.shift == 4) merge_units<uint64_t, 4>(planes, n, dst);
+    if (spec.unit_nbytes == 1) rotate_bytes(planes[0], n, 8 - spec.rotation, dst);
+    if (spec.unit_nbytes == 2 && spec.rotation == 0) merge_units<uint16_t, 0>(planes, n, dst);
+    if (spec.unit_nbytes == 2 && spec.rotation == 1) merge_units<uint16_t, 1>(planes, n, dst);
+    if (spec.unit_nbytes == 4 && spec.rotation == 0) merge_units<uint32_t, 0>(planes, n, dst);
+    if (spec.unit_nbytes == 4 && spec.rotation == 1) merge_units<uint32_t, 1>(planes, n, dst);
+    if (spec.unit_nbytes == 8 && spec.rotation == 0) merge_units<uint64_t, 0>(planes, n, dst);
+    if (spec.unit_nbytes == 8 && spec.rotation == 4) merge_units<uint64_t, 4>(planes, n, dst);
 }
 
 inline void split_portable(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
@@ -116,42 +114,35 @@ PACKHORSE_AVX2 inline void merge_avx2(const uint8_t* const* planes, std::size_t 
     merge_any(planes, n, spec, dst);
 }
 
-// 64 units of 16 bits, shift 7: two packs and two permutes a register pair.
+// 64 units of 16 bits, rotated by 1: two packs and two permutes a register pair.
 PACKHORSE_AVX512 inline void split16_block_avx512(const uint8_t* src, uint8_t* plane0,
                                                   uint8_t* plane1) {
     const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
     const __m512i byte = _mm512_set1_epi16(0xFF);
-    const __m512i sign = _mm512_set1_epi16(0x80);
-    const __m512i mantissa = _mm512_set1_epi16(0x7F);
-    __m512i exponents[2], rests[2];
+    __m512i upper[2], lower[2];
     for (int h = 0; h < 2; ++h) {
         const __m512i top = _mm512_loadu_si512(src + 64 * h);
-        exponents[h] = _mm512_and_si512(_mm512_srli_epi16(top, 7), byte);
-        rests[h] = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(top, 8), sign),
-                                   _mm512_and_si512(top, mantissa));
+        const __m512i rotated =
+            _mm512_or_si512(_mm512_add_epi16(top, top), _mm512_srli_epi16(top, 15));
+        upper[h] = _mm512_srli_epi16(rotated, 8);
+        lower[h] = _mm512_and_si512(rotated, byte);
     }
-    _mm512_storeu_si512(
-        plane0, _mm512_permutexvar_epi64(order, _mm512_packus_epi16(exponents[0], exponents[1])));
+    _mm512_storeu_si512(plane0,
+                        _mm512_permutexvar_epi64(order, _mm512_packus_epi16(upper[0], upper[1])));
     _mm512_storeu_si512(plane1,
-                        _mm512_permutexvar_epi64(order, _mm512_packus_epi16(rests[0], rests[1])));
+                        _mm512_permutexvar_epi64(order, _mm512_packus_epi16(lower[0], lower[1])));
 }
 
 PACKHORSE_AVX512 inline void merge16_block_avx512(const uint8_t* plane0, const uint8_t* plane1,
                                                   uint8_t* dst) {
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-    const __m512i sign = _mm512_set1_epi16(static_cast<short>(0x8000));
-    const __m512i mantissa = _mm512_set1_epi16(0x7F);
-    const __m512i exponents = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(plane0));
-    const __m512i rests = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(plane1));
-    const __m512i zero = _mm512_setzero_si512();
-    const __m512i e[2] = {_mm512_unpacklo_epi8(exponents, zero),
-                          _mm512_unpackhi_epi8(exponents, zero)};
-    const __m512i r[2] = {_mm512_unpacklo_epi8(rests, rests), _mm512_unpackhi_epi8(rests, rests)};
-    for (int h = 0; h < 2; ++h) {
-        const __m512i low =
-            _mm512_or_si512(_mm512_slli_epi16(e[h], 7), _mm512_and_si512(r[h], mantissa));
-        _mm512_storeu_si512(dst + 64 * h, _mm512_or_si512(low, _mm512_and_si512(r[h], sign)));
-    }
+    const __m512i upper = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(plane0));
+    const __m512i lower = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(plane1));
+    const __m512i rotated[2] = {_mm512_unpacklo_epi8(lower, upper),
+                                _mm512_unpackhi_epi8(lower, upper)};
+    for (int h = 0; h < 2; ++h)
+        _mm512_storeu_si512(dst + 64 * h, _mm512_or_si512(_mm512_srli_epi16(rotated[h], 1),
+                                                          _mm512_slli_epi16(rotated[h], 15)));
 }
 
 // Bytes of 16 units of 32 bits to four runs of 16 bytes, most significant first.
@@ -181,24 +172,22 @@ PACKHORSE_AVX512 inline void transpose_runs_avx512(__m512i* rows) {
     rows[3] = _mm512_shuffle_i32x4(b, d, 0xDD);
 }
 
-// Top two bytes as they lie (sign and exponent, exponent and mantissa) to planes 0 and 1 with shift
-// 7, and back.
-PACKHORSE_AVX512 inline void rotate_exponent_avx512(__m512i& byte0, __m512i& byte1) {
-    const __m512i low = _mm512_set1_epi8(0x7F);
+// Top two bytes as they lie (sign and exponent, exponent and mantissa) to planes 0 and 1, and back:
+// each byte gives its top bit to the other's low end.
+PACKHORSE_AVX512 inline void rotate_pair_avx512(__m512i& byte0, __m512i& byte1) {
     const __m512i one = _mm512_set1_epi8(0x01);
-    const __m512i carry = _mm512_and_si512(_mm512_srli_epi16(byte1, 7), one);
-    const __m512i exponent = _mm512_or_si512(_mm512_add_epi8(byte0, byte0), carry);
-    byte1 = _mm512_ternarylogic_epi64(low, byte1, byte0, 0xCA);  // low ? byte1 : byte0
-    byte0 = exponent;
+    const __m512i top0 = _mm512_srli_epi16(byte0, 7);
+    const __m512i top1 = _mm512_srli_epi16(byte1, 7);
+    byte0 = _mm512_ternarylogic_epi64(one, top1, _mm512_add_epi8(byte0, byte0), 0xCA);
+    byte1 = _mm512_ternarylogic_epi64(one, top0, _mm512_add_epi8(byte1, byte1), 0xCA);
 }
 
-PACKHORSE_AVX512 inline void unrotate_exponent_avx512(__m512i& byte0, __m512i& byte1) {
+PACKHORSE_AVX512 inline void unrotate_pair_avx512(__m512i& byte0, __m512i& byte1) {
     const __m512i low = _mm512_set1_epi8(0x7F);
-    const __m512i half = _mm512_and_si512(_mm512_srli_epi16(byte0, 1), low);
-    const __m512i top_bit = _mm512_slli_epi16(byte0, 7);
-    const __m512i rest = byte1;
-    byte1 = _mm512_ternarylogic_epi64(low, rest, top_bit, 0xCA);
-    byte0 = _mm512_ternarylogic_epi64(low, half, rest, 0xCA);
+    const __m512i end0 = _mm512_slli_epi16(byte0, 7);
+    const __m512i end1 = _mm512_slli_epi16(byte1, 7);
+    byte0 = _mm512_ternarylogic_epi64(low, _mm512_srli_epi16(byte0, 1), end1, 0xCA);
+    byte1 = _mm512_ternarylogic_epi64(low, _mm512_srli_epi16(byte1, 1), end0, 0xCA);
 }
 
 template <bool kFloat>
@@ -207,7 +196,7 @@ PACKHORSE_AVX512 inline void split32_block_avx512(const uint8_t* src, std::size_
     __m512i rows[4];
     for (int r = 0; r < 4; ++r) rows[r] = gather_bytes32_avx512(_mm512_loadu_si512(src + 64 * r));
     transpose_runs_avx512(rows);
-    if constexpr (kFloat) rotate_exponent_avx512(rows[0], rows[1]);
+    if constexpr (kFloat) rotate_pair_avx512(rows[0], rows[1]);
     for (int p = 0; p < 4; ++p) _mm512_storeu_si512(planes[p] + at, rows[p]);
 }
 
@@ -216,7 +205,7 @@ PACKHORSE_AVX512 inline void merge32_block_avx512(const uint8_t* const* planes, 
                                                   uint8_t* dst) {
     __m512i rows[4];
     for (int p = 0; p < 4; ++p) rows[p] = _mm512_loadu_si512(planes[p] + at);
-    if constexpr (kFloat) unrotate_exponent_avx512(rows[0], rows[1]);
+    if constexpr (kFloat) unrotate_pair_avx512(rows[0], rows[1]);
     transpose_runs_avx512(rows);
     for (int r = 0; r < 4; ++r) _mm512_storeu_si512(dst + 64 * r, scatter_bytes32_avx512(rows[r]));
 }
@@ -226,14 +215,14 @@ PACKHORSE_AVX512 inline std::size_t split_blocks_avx512(const uint8_t* src, std:
                                                         const PlaneSpec& spec,
                                                         uint8_t* const* planes) {
     const std::size_t n_blocks = n / 64;
-    if (spec.unit_nbytes == 2 && spec.shift == 7) {
+    if (spec.unit_nbytes == 2 && spec.rotation == 1) {
         for (std::size_t b = 0; b < n_blocks; ++b)
             split16_block_avx512(src + 128 * b, planes[0] + 64 * b, planes[1] + 64 * b);
         return 64 * n_blocks;
     }
     if (spec.unit_nbytes == 4) {
         for (std::size_t b = 0; b < n_blocks; ++b)
-            if (spec.shift == 7)
+            if (spec.rotation == 1)
                 split32_block_avx512<true>(src + 256 * b, 64 * b, planes);
             else
                 split32_block_avx512<false>(src + 256 * b, 64 * b, planes);
@@ -245,14 +234,14 @@ PACKHORSE_AVX512 inline std::size_t split_blocks_avx512(const uint8_t* src, std:
 PACKHORSE_AVX512 inline std::size_t merge_blocks_avx512(const uint8_t* const* planes, std::size_t n,
                                                         const PlaneSpec& spec, uint8_t* dst) {
     const std::size_t n_blocks = n / 64;
-    if (spec.unit_nbytes == 2 && spec.shift == 7) {
+    if (spec.unit_nbytes == 2 && spec.rotation == 1) {
         for (std::size_t b = 0; b < n_blocks; ++b)
             merge16_block_avx512(planes[0] + 64 * b, planes[1] + 64 * b, dst + 128 * b);
         return 64 * n_blocks;
     }
     if (spec.unit_nbytes == 4) {
         for (std::size_t b = 0; b < n_blocks; ++b)
-            if (spec.shift == 7)
+            if (spec.rotation == 1)
                 merge32_block_avx512<true>(planes, 64 * b, dst + 256 * b);
             else
                 merge32_block_avx512<false>(planes, 64 * b, dst + 256 * b);
@@ -279,7 +268,7 @@ PACKHORSE_AVX512 inline void merge_avx512(const uint8_t* const* planes, std::siz
 
 #endif
 
-// `n` units at `src` to `spec.n_planes` > 1 planes of `n` bytes.
+// `n` units at `src` to `spec.n_planes` planes of `n` bytes; for a spec that splits.
 inline void split_planes(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
                          uint8_t* const* planes, Isa isa) {
 #if PACKHORSE_X86

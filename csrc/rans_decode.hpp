@@ -3,8 +3,8 @@
 // A RansDecoder is set up once for a stream (rans_open) and then yields units in order, any number
 // of rounds at a time, so that a chunk can be decoded and merged block by block in L1. Three inner
 // loops read the same stream:
-// - AVX-512, at most 32 codes: the alias tables live in six registers, nothing is looked up in
-// memory;
+// - AVX-512, at most 64 codes: the alias tables live in six or twelve registers, nothing is looked
+// up in memory;
 // - AVX-512 and AVX2, any codes: one load a lane from a table of 4096 entries (16 KiB, in L1);
 // - portable: the same table, one lane at a time.
 // Vector loops read whole registers of words. Near the end of the stream they run on a zero-padded
@@ -27,6 +27,7 @@ struct alignas(64) RansDecoder {
     BucketEntries buckets;
     AliasTables alias;
     RansModel model;
+    RawPlanes raw;
     uint32_t lanes_log;
     const uint8_t* words;
     const uint8_t* words_end;
@@ -36,42 +37,69 @@ struct alignas(64) RansDecoder {
     uint8_t padded[2 * kWordsMargin];
 };
 
-// Parses and checks a whole stream of a plane; builds the tables that `isa` needs.
-inline Status rans_open(const uint8_t* src, std::size_t nbytes, Isa isa, RansDecoder& out) {
-    if (nbytes < kFreqsOffset) return Status::kStreamLength;
+// What the fields before the model say.
+struct RansHeader {
+    RawBits raw;
+    std::size_t n_escapes;
+};
+
+inline Status read_rans_header(const uint8_t* src, std::size_t nbytes, RansHeader& header,
+                               RansDecoder& out) {
+    if (nbytes < kModelOffset) return Status::kStreamLength;
     out.lanes_log = src[0];
     if (out.lanes_log < kMinLanesLog || out.lanes_log > kMaxLanesLog || src[1] != kProbBits)
         return Status::kBadField;
-    if (load<uint16_t>(src + 2) != 0) return Status::kReserved;
-    const std::size_t n_escapes = load<uint32_t>(src + 4);
-    std::size_t used = 0;
-    const Status status =
-        read_model(src + kSymbolMapOffset, nbytes - kSymbolMapOffset, out.model, used);
-    if (status != Status::kOk) return status;
-    std::size_t at = kSymbolMapOffset + used;
+    header.n_escapes = load<uint32_t>(src + 4);
+    return parse_raw_bits(src[2], src[3], kMaxRansRawBits, header.raw);
+}
+
+// Finds states, raw bit planes, escapes and words in what follows the models, at `src`.
+inline Status read_rans_body(const uint8_t* src, std::size_t nbytes, std::size_t n,
+                             const RansHeader& header, RansDecoder& out) {
     const std::size_t n_lanes = std::size_t{1} << out.lanes_log;
-    const std::size_t escapes_nbytes = round_up(n_escapes, 2);
-    if (nbytes - at < 4 * n_lanes || nbytes - at - 4 * n_lanes < escapes_nbytes)
+    const std::size_t raw = raw_nbytes(header.raw, n);
+    const std::size_t before_escapes = 4 * n_lanes + raw;
+    if (nbytes < before_escapes || nbytes - before_escapes < header.n_escapes)
         return Status::kStreamLength;
-    std::memcpy(out.states, src + at, 4 * n_lanes);
+    std::memcpy(out.states, src, 4 * n_lanes);
     for (std::size_t lane = 0; lane < n_lanes; ++lane)
         if (out.states[lane] < kStateLowerBound) return Status::kBadField;
-    at += 4 * n_lanes;
-    if (n_escapes > 0 && !out.model.has_escape()) return Status::kEscapeCount;
-    out.escapes = src + at;
-    out.escapes_end = out.escapes + n_escapes;
-    at += escapes_nbytes;
-    if ((nbytes - at) % 2 != 0) return Status::kStreamLength;
-    out.words = src + at;
+    out.raw = find_raw_planes(header.raw, src + 4 * n_lanes, n);
+    out.escapes = src + before_escapes;
+    out.escapes_end = out.escapes + header.n_escapes;
+    out.words = out.escapes_end;
     out.words_end = src + nbytes;
     out.on_padded_copy = false;
-    if (out.model.is_alias()) build_alias(out.model, out.alias);
-    const bool in_registers =
-        isa == Isa::kAvx512 && out.model.is_alias() && out.lanes_log == kMaxLanesLog;
-    if (in_registers) fill_bucket_entries(out.model, out.alias, out.buckets);
+    if (!symbols_fit(out.escapes, header.n_escapes, header.raw)) return Status::kBadField;
+    return (out.words_end - out.words) % 2 == 0 ? Status::kOk : Status::kStreamLength;
+}
+
+// Builds the tables of `decoder.model`, those that `isa` needs.
+inline void build_rans_tables(RansDecoder& decoder, Isa isa) {
+    if (decoder.model.n_buckets() > 0) {
+        build_alias(decoder.model, decoder.alias);
+        if (isa == Isa::kAvx512 && decoder.lanes_log == kMaxLanesLog)
+            fill_bucket_entries(decoder.model, decoder.alias, decoder.buckets);
+    }
     // The partial round at the end always looks up.
-    fill_decode_table(out.model, out.alias, out.table);
-    return Status::kOk;
+    fill_decode_table(decoder.model, decoder.alias, decoder.table);
+}
+
+// Parses and checks a whole stream of a plane of `n` units.
+inline Status rans_open(const uint8_t* src, std::size_t nbytes, std::size_t n, Isa isa,
+                        RansDecoder& out) {
+    RansHeader header;
+    Status status = read_rans_header(src, nbytes, header, out);
+    if (status != Status::kOk) return status;
+    std::size_t used = 0;
+    status =
+        read_model(src + kModelOffset, nbytes - kModelOffset, header.raw.n_bits, out.model, used);
+    if (status != Status::kOk) return status;
+    if (header.n_escapes > 0 && !out.model.has_escape()) return Status::kEscapeCount;
+    const std::size_t at = kModelOffset + used;
+    status = read_rans_body(src + at, nbytes - at, n, header, out);
+    if (status == Status::kOk) build_rans_tables(out, isa);
+    return status;
 }
 
 // A round of `n` <= n_lanes units, for any number of lanes, every word checked.
@@ -196,39 +224,72 @@ PACKHORSE_AVX2 inline void decode_rounds_scalar_avx2(RansDecoder& decoder, std::
     decode_rounds_unchecked(decoder, n_rounds, dst);
 }
 
-// The alias tables in registers.
-struct BucketRegistersAvx512 {
-    __m512i threshold[2], first[2], second[2];
+// Where a vector of states finds its entries: 32 or 64 buckets in registers, or the table.
+enum class DecodeTables { kNarrow, kWide, kMemory };
 
-    PACKHORSE_AVX512 explicit BucketRegistersAvx512(const RansDecoder& decoder) {
-        for (int h = 0; h < 2; ++h) {
-            threshold[h] = _mm512_loadu_si512(decoder.alias.threshold + 16 * h);
-            first[h] = _mm512_loadu_si512(decoder.buckets.first + 16 * h);
-            second[h] = _mm512_loadu_si512(decoder.buckets.second + 16 * h);
-        }
+// A table of 32 or 64 entries in registers.
+template <DecodeTables kTables>
+struct TableAvx512 {
+    static constexpr int kRegisters = kTables == DecodeTables::kNarrow ? 2 : 4;
+    __m512i parts[kRegisters];
+
+    PACKHORSE_AVX512 explicit TableAvx512(const uint32_t* entries) {
+        for (int h = 0; h < kRegisters; ++h) parts[h] = _mm512_loadu_si512(entries + 16 * h);
+    }
+
+    // `in_upper` says which indices are above 31; the permutes use the five bits below.
+    PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i
+    look_up(__m512i index, __mmask16 in_upper) const {
+        const __m512i lower = _mm512_permutex2var_epi32(parts[0], index, parts[1]);
+        if constexpr (kRegisters == 2)
+            return lower;
+        else
+            return _mm512_mask_blend_epi32(in_upper, lower,
+                                           _mm512_permutex2var_epi32(parts[2], index, parts[3]));
+    }
+};
+
+// The alias tables in registers.
+template <DecodeTables kTables>
+struct BucketRegistersAvx512 {
+    TableAvx512<kTables> threshold, first, second;
+
+    PACKHORSE_AVX512 explicit BucketRegistersAvx512(const RansDecoder& decoder)
+        : threshold(decoder.alias.threshold),
+          first(decoder.buckets.first),
+          second(decoder.buckets.second) {}
+
+    PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i look_up(__m512i slot) const {
+        constexpr unsigned kLog = kTables == DecodeTables::kNarrow ? 7 : 6;
+        const __m512i bucket = _mm512_srli_epi32(slot, kLog);
+        __mmask16 upper = 0;
+        if constexpr (kTables == DecodeTables::kWide)
+            upper = _mm512_test_epi32_mask(bucket, _mm512_set1_epi32(32));
+        const __mmask16 in_second = _mm512_cmpge_epu32_mask(slot, threshold.look_up(bucket, upper));
+        return _mm512_mask_blend_epi32(in_second, first.look_up(bucket, upper),
+                                       second.look_up(bucket, upper));
+    }
+};
+
+// The table of 4096 entries in memory.
+template <>
+struct BucketRegistersAvx512<DecodeTables::kMemory> {
+    const uint32_t* table;
+
+    PACKHORSE_AVX512 explicit BucketRegistersAvx512(const RansDecoder& decoder)
+        : table(decoder.table) {}
+
+    PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i look_up(__m512i slot) const {
+        return look_up_avx512(table, slot);
     }
 };
 
 // 16 lanes; returns the entries, whose top bytes are the units.
-template <bool kInRegisters>
-PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i
-decode_step_avx512(__m512i& state, const BucketRegistersAvx512& registers, const uint32_t* table,
-                   const uint8_t*& words) {
+template <DecodeTables kTables>
+PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i decode_step_avx512(
+    __m512i& state, const BucketRegistersAvx512<kTables>& tables, const uint8_t*& words) {
     const __m512i slot_mask = _mm512_set1_epi32(kProbSum - 1);
-    const __m512i slot = _mm512_and_si512(state, slot_mask);
-    __m512i entry;
-    if constexpr (kInRegisters) {
-        const __m512i bucket =
-            _mm512_srli_epi32(state, kBucketLog);  // the permutes use five bits of it
-        const __m512i threshold =
-            _mm512_permutex2var_epi32(registers.threshold[0], bucket, registers.threshold[1]);
-        const __mmask16 in_second = _mm512_cmpge_epu32_mask(slot, threshold);
-        entry = _mm512_mask_blend_epi32(
-            in_second, _mm512_permutex2var_epi32(registers.first[0], bucket, registers.first[1]),
-            _mm512_permutex2var_epi32(registers.second[0], bucket, registers.second[1]));
-    } else {
-        entry = look_up_avx512(table, slot);
-    }
+    const __m512i entry = tables.look_up(_mm512_and_si512(state, slot_mask));
     const __m512i rank =
         _mm512_and_si512(_mm512_add_epi32(state, _mm512_srli_epi32(entry, kProbBits)), slot_mask);
     const __m512i freq = _mm512_and_si512(entry, slot_mask);
@@ -254,10 +315,10 @@ PACKHORSE_AVX512 inline __m512i pack_top_bytes_avx512(__m512i a, __m512i b, __m5
     return _mm512_or_si512(low_half, _mm512_or_si512(third, fourth));
 }
 
-template <bool kInRegisters>
+template <DecodeTables kTables>
 PACKHORSE_AVX512 inline void decode_rounds_avx512(RansDecoder& decoder, std::size_t n_rounds,
                                                   uint8_t* dst, Ahead& shared_ahead) {
-    const BucketRegistersAvx512 registers(decoder);
+    const BucketRegistersAvx512<kTables> tables(decoder);
     Ahead ahead = shared_ahead;
     const uint8_t* words = decoder.words;
     __m512i lanes[8];
@@ -267,8 +328,7 @@ PACKHORSE_AVX512 inline void decode_rounds_avx512(RansDecoder& decoder, std::siz
         __m512i entries[8];
 #pragma GCC unroll 8
         for (int k = 0; k < 8; ++k)
-            entries[k] =
-                decode_step_avx512<kInRegisters>(lanes[k], registers, decoder.table, words);
+            entries[k] = decode_step_avx512<kTables>(lanes[k], tables, words);
         for (int h = 0; h < 2; ++h)
             _mm512_storeu_si512(
                 dst + 64 * h,
@@ -279,16 +339,25 @@ PACKHORSE_AVX512 inline void decode_rounds_avx512(RansDecoder& decoder, std::siz
     decoder.words = words;
 }
 
+PACKHORSE_AVX512 inline void decode_rounds_avx512_any(RansDecoder& decoder, std::size_t n_rounds,
+                                                      uint8_t* dst, Ahead& ahead) {
+    switch (decoder.model.n_buckets()) {
+        case kNarrowBuckets:
+            return decode_rounds_avx512<DecodeTables::kNarrow>(decoder, n_rounds, dst, ahead);
+        case kWideBuckets:
+            return decode_rounds_avx512<DecodeTables::kWide>(decoder, n_rounds, dst, ahead);
+        default:
+            return decode_rounds_avx512<DecodeTables::kMemory>(decoder, n_rounds, dst, ahead);
+    }
+}
+
 #endif
 
 inline void decode_rounds(RansDecoder& decoder, std::size_t n_rounds, uint8_t* dst, Ahead& ahead,
                           Isa isa) {
 #if PACKHORSE_X86
     const bool wide = decoder.lanes_log == kMaxLanesLog;
-    if (isa == Isa::kAvx512 && wide)
-        return decoder.model.is_alias()
-                   ? decode_rounds_avx512<true>(decoder, n_rounds, dst, ahead)
-                   : decode_rounds_avx512<false>(decoder, n_rounds, dst, ahead);
+    if (isa == Isa::kAvx512 && wide) return decode_rounds_avx512_any(decoder, n_rounds, dst, ahead);
     if (isa >= Isa::kAvx2)
         return wide ? decode_rounds_avx2(decoder, n_rounds, dst, ahead)
                     : decode_rounds_scalar_avx2(decoder, n_rounds, dst);
@@ -340,12 +409,13 @@ inline Status patch_escapes(RansDecoder& decoder, uint8_t* dst, std::size_t n) {
             std::memchr(at, decoder.model.escape_byte, static_cast<std::size_t>(end - at)));
         if (at == nullptr) break;
         if (decoder.escapes == decoder.escapes_end) return Status::kEscapeCount;
-        *at = *decoder.escapes++;
+        *at = static_cast<uint8_t>(*decoder.escapes++ << decoder.model.raw_bits);
     }
     return Status::kOk;
 }
 
-// The next `n` units; a multiple of n_lanes, except for the last call of a stream.
+// The next `n` units, without their raw bits; a multiple of n_lanes, except for the last call of a
+// stream or class.
 inline Status rans_decode(RansDecoder& decoder, std::size_t n, uint8_t* dst, Ahead& ahead,
                           Isa isa) {
     const std::size_t n_rounds = n >> decoder.lanes_log;

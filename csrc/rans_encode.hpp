@@ -16,21 +16,23 @@ namespace packhorse {
 
 constexpr uint32_t kRenormShift = 32 - kProbBits;  // a state >= freq << 20 would leave 32 bits
 
-// The encoder's map from position (start of the code + rank) to slot has up to 63 linear runs. To
-// hold it in registers instead of looking up 4096 entries, positions are spread over 64 buckets of
-// 128 such that no bucket has more than three runs: codes may start anywhere, and gaps do not
-// matter.
+// The encoder's map from position (start of the code + rank) to slot has up to 63 linear runs in
+// the narrow alias layout. To hold it in registers instead of looking up 4096 entries, positions
+// are spread over 64 buckets of 128 such that no bucket has more than two runs or, where that
+// fails, three: codes may start anywhere, and gaps do not matter.
 constexpr uint32_t kSpreadBuckets = 64;
 constexpr uint32_t kSpreadLog = 7;
 constexpr uint32_t kSpreadSize = 1u << kSpreadLog;
 
 struct SpreadMap {
-    // Where the second (bits 0-7) and third run (8-15) begin, and from bit 16 the first delta.
-    alignas(64) uint32_t edges[kSpreadBuckets];
-    // slot - position mod 4096: deltas of the second (bits 0-11) and third run (12-23).
-    alignas(64) uint32_t deltas[kSpreadBuckets];
+    uint32_t most_runs;  // in a bucket: 2 or 3; 0 if no map was found
+    // Where the second run begins (bits 0-7), and slot - position mod 4096 of the first (8-19) and
+    // the second (20-31).
+    alignas(64) uint32_t runs[kSpreadBuckets];
+    // The same of the third run: bits 0-7 and 8-19.
+    alignas(64) uint32_t third[kSpreadBuckets];
     // As in RansEncodeTables, with spread positions.
-    alignas(64) uint32_t freq_start[kBuckets];
+    alignas(64) uint32_t freq_start[kNarrowBuckets];
 };
 
 struct alignas(64) RansEncodeTables {
@@ -39,7 +41,6 @@ struct alignas(64) RansEncodeTables {
     uint32_t reciprocal[256];  // bits of the largest float <= 1 / freq, for AVX-512
     uint16_t slots[kProbSum];  // position -> slot
     SpreadMap spread;          // the same map for registers, if it fits
-    bool has_spread;
 };
 
 // Largest float not above 1 / freq; the product's rounding decides, and float * int fits a double
@@ -53,13 +54,28 @@ inline uint32_t reciprocal_below(uint32_t freq) {
 // The runs of one code, in rank order.
 struct CodeRuns {
     uint32_t n;
-    uint32_t first_slot[2 * kBuckets];
-    uint32_t n_slots[2 * kBuckets];
+    uint32_t first_slot[2 * kNarrowBuckets];
+    uint32_t n_slots[2 * kNarrowBuckets];
 };
 
-// Whether a code can start here without giving any bucket a fourth run; `n_before` runs are in the
-// first bucket already.
-inline bool runs_fit(const CodeRuns& runs, uint32_t start, uint32_t n_before) {
+// The runs of each code; runs that meet are one.
+inline void collect_runs(const RansModel& model, const AliasTables& alias, CodeRuns* runs) {
+    for (uint32_t c = 0; c < model.n_codes; ++c) runs[c].n = 0;
+    for_each_run(model, alias, [&](uint32_t code, uint32_t first, uint32_t n, uint32_t) {
+        if (n == 0) return;
+        CodeRuns& own = runs[code];
+        if (own.n > 0 && own.first_slot[own.n - 1] + own.n_slots[own.n - 1] == first) {
+            own.n_slots[own.n - 1] += n;
+            return;
+        }
+        own.first_slot[own.n] = first;
+        own.n_slots[own.n++] = n;
+    });
+}
+
+// Whether a code can start here without giving any bucket more than `most` runs; `n_before` runs
+// are in the first bucket already.
+inline bool runs_fit(const CodeRuns& runs, uint32_t start, uint32_t n_before, uint32_t most) {
     uint32_t bucket = start >> kSpreadLog;
     uint32_t n_in_bucket = n_before;
     uint32_t at = start;
@@ -69,7 +85,7 @@ inline bool runs_fit(const CodeRuns& runs, uint32_t start, uint32_t n_before) {
             // The run before reaches into this bucket, unless it ended at the edge.
             n_in_bucket = i > 0 && (at & (kSpreadSize - 1)) != 0 ? 1 : 0;
         }
-        if (++n_in_bucket > 3) return false;
+        if (++n_in_bucket > most) return false;
         at += runs.n_slots[i];
     }
     return true;
@@ -77,10 +93,11 @@ inline bool runs_fit(const CodeRuns& runs, uint32_t start, uint32_t n_before) {
 
 // The first place at or after `cursor` where a code fits, or the end of all places. `n_before` runs
 // are in the bucket of `cursor`.
-inline uint32_t place_runs(const CodeRuns& runs, uint32_t cursor, uint32_t n_before) {
+inline uint32_t place_runs(const CodeRuns& runs, uint32_t cursor, uint32_t n_before,
+                           uint32_t most) {
     const uint32_t shared = cursor >> kSpreadLog;
     for (uint32_t start = cursor; start < cursor + 2 * kSpreadSize; ++start)
-        if (runs_fit(runs, start, start >> kSpreadLog == shared ? n_before : 0)) return start;
+        if (runs_fit(runs, start, start >> kSpreadLog == shared ? n_before : 0, most)) return start;
     return kSpreadBuckets * kSpreadSize;
 }
 
@@ -93,47 +110,40 @@ inline void spread_run(uint32_t start, uint32_t first_slot, uint32_t n_slots, Sp
         const uint32_t offset = start & (kSpreadSize - 1);  // not used for a first run
         switch (n_runs[bucket]++) {
             case 0:  // edges that no offset reaches
-                map.edges[bucket] = kSpreadSize | kSpreadSize << 8 | delta << 16;
-                map.deltas[bucket] = 0;
+                map.runs[bucket] = kSpreadSize | delta << 8;
+                map.third[bucket] = kSpreadSize;
                 break;
             case 1:
-                map.edges[bucket] = (map.edges[bucket] & ~0xFFu) | offset;
-                map.deltas[bucket] = delta;
+                map.runs[bucket] = (map.runs[bucket] & ~0xFFu) | offset | delta << 20;
                 break;
             default:
-                map.edges[bucket] = (map.edges[bucket] & ~0xFF00u) | offset << 8;
-                map.deltas[bucket] |= delta << 12;
+                map.third[bucket] = offset | delta << 8;
         }
     }
 }
 
-// Fills the map; false if some code finds no place.
-inline bool spread_slots(const RansModel& model, const AliasTables& alias, SpreadMap& map) {
-    CodeRuns runs[kBuckets];
-    for (CodeRuns& code : runs) code.n = 0;
-    for_each_run(model, alias, [&](uint32_t code, uint32_t first, uint32_t n, uint32_t) {
-        if (n == 0) return;
-        CodeRuns& of_code = runs[code];
-        const uint32_t last = of_code.n - 1;
-        if (of_code.n > 0 && of_code.first_slot[last] + of_code.n_slots[last] == first) {
-            of_code.n_slots[last] += n;  // whole buckets of one code, side by side
-            return;
-        }
-        of_code.first_slot[of_code.n] = first;
-        of_code.n_slots[of_code.n++] = n;
-    });
-    uint8_t n_runs[kSpreadBuckets] = {};
+// Fills the map with at most `most` runs a bucket; false if some code finds no place.
+inline bool spread_codes(const RansModel& model, const CodeRuns* runs, uint32_t most,
+                         SpreadMap& map) {
+    uint8_t n_runs[kSpreadBuckets + 2] = {};
     uint32_t cursor = 0;
     for (uint32_t c = 0; c < model.n_codes; ++c) {
-        const bool fresh = (cursor & (kSpreadSize - 1)) == 0;
-        uint32_t at = place_runs(runs[c], cursor, fresh ? 0 : n_runs[cursor >> kSpreadLog]);
+        uint32_t at = place_runs(runs[c], cursor, n_runs[cursor >> kSpreadLog], most);
         if (at + model.freqs[c] > kSpreadBuckets * kSpreadSize) return false;
         map.freq_start[c] = model.freqs[c] | at << kProbBits;
         for (uint32_t i = 0; i < runs[c].n; at += runs[c].n_slots[i++])
             spread_run(at, runs[c].first_slot[i], runs[c].n_slots[i], map, n_runs);
         cursor = at;
     }
+    map.most_runs = most;
     return true;
+}
+
+inline void spread_slots(const RansModel& model, const AliasTables& alias, SpreadMap& map) {
+    CodeRuns runs[kNarrowBuckets];
+    collect_runs(model, alias, runs);
+    map.most_runs = 0;
+    if (!spread_codes(model, runs, 2, map)) spread_codes(model, runs, 3, map);
 }
 
 inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables) {
@@ -146,55 +156,77 @@ inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables)
         start += freq;
     }
     AliasTables alias;
-    if (model.is_alias()) build_alias(model, alias);
+    if (model.n_buckets() > 0) build_alias(model, alias);
     fill_slot_table(model, alias, tables.slots);
-    tables.has_spread = model.is_alias() && spread_slots(model, alias, tables.spread);
+    tables.spread.most_runs = 0;
+    if (model.n_buckets() == kNarrowBuckets) spread_slots(model, alias, tables.spread);
 }
 
-// How byte values become codes. Consecutive values map by a subtraction, others through a table.
+// How bytes become codes. Consecutive symbols map by a subtraction, others through a table.
 struct CodeMap {
     bool consecutive;
+    uint32_t raw_bits;
     uint8_t base;
     uint8_t escape_code;
     bool has_escape;
-    uint8_t code_of[256];
+    uint8_t code_of[256];  // by byte
 };
 
 inline void fill_code_map(const RansModel& model, CodeMap& map) {
+    map.raw_bits = model.raw_bits;
     map.escape_code = static_cast<uint8_t>(model.n_symbols);
     map.has_escape = model.has_escape();
     map.base = model.symbols[0];
-    map.consecutive = model.n_symbols < 256 &&
-                      model.symbols[model.n_symbols - 1] - map.base + 1u == model.n_symbols;
+    map.consecutive = model.n_symbols < 256 && model.n_in_range() == model.n_symbols;
+    if (map.consecutive) return;
     std::memset(map.code_of, map.escape_code, sizeof map.code_of);
+    const std::size_t n_bytes = std::size_t{1} << model.raw_bits;
     for (uint32_t c = 0; c < model.n_symbols; ++c)
-        map.code_of[model.symbols[c]] = static_cast<uint8_t>(c);
+        std::memset(map.code_of + model.symbols[c] * n_bytes, static_cast<int>(c), n_bytes);
 }
 
-PACKHORSE_INLINE void map_units(const uint8_t* plane, std::size_t n, const CodeMap& map,
-                                uint8_t* __restrict codes) {
-    if (map.consecutive) {
-        const uint8_t base = map.base, escape_code = map.escape_code;
-        for (std::size_t i = 0; i < n; ++i) {
-            const auto offset = static_cast<uint8_t>(plane[i] - base);
-            codes[i] = offset < escape_code ? offset : escape_code;
-        }
-    } else {
-        for (std::size_t i = 0; i < n; ++i) codes[i] = map.code_of[plane[i]];
+// Eight bytes at a time: a vector has no shift of bytes.
+PACKHORSE_INLINE void shift_bytes(const uint8_t* src, std::size_t n, uint32_t right,
+                                  uint8_t* __restrict dst) {
+    const uint64_t mask = 0x0101010101010101 * (0xFFu >> right);
+    std::size_t i = 0;
+    for (; i + 8 <= n; i += 8) store(dst + i, load<uint64_t>(src + i) >> right & mask);
+    for (; i < n; ++i) dst[i] = static_cast<uint8_t>(src[i] >> right);
+}
+
+PACKHORSE_INLINE void subtract_base(const uint8_t* symbols, std::size_t n, uint8_t base,
+                                    uint8_t escape_code, uint8_t* codes) {
+    for (std::size_t i = 0; i < n; ++i) {
+        const auto offset = static_cast<uint8_t>(symbols[i] - base);
+        codes[i] = offset < escape_code ? offset : escape_code;
     }
 }
 
-// Codes of `n` byte values; those without a code are written downwards from `escapes`, last first.
+inline void map_units(const uint8_t* plane, std::size_t n, const CodeMap& map, uint8_t* codes,
+                      Isa isa) {
+    if (!map.consecutive) {
+        for (std::size_t i = 0; i < n; ++i) codes[i] = map.code_of[plane[i]];
+        return;
+    }
+    const uint8_t base = map.base, escape_code = map.escape_code;
+    const uint32_t raw_bits = map.raw_bits;
+    vectorised(isa, [=]() PACKHORSE_VECTORISED {
+        if (raw_bits > 0) shift_bytes(plane, n, raw_bits, codes);
+        subtract_base(raw_bits > 0 ? codes : plane, n, base, escape_code, codes);
+    });
+}
+
+// Codes of `n` bytes; symbols without a code are written downwards from `escapes`, last first.
 // Returns the first of them.
 inline uint8_t* map_codes(const uint8_t* plane, std::size_t n, const CodeMap& map, uint8_t* codes,
-                          uint8_t* escapes) {
-    map_units(plane, n, map, codes);
+                          uint8_t* escapes, Isa isa) {
+    map_units(plane, n, map, codes, isa);
     if (!map.has_escape) return escapes;
     const uint8_t* end = codes + n;
     while (const void* at =
                memrchr(codes, map.escape_code, static_cast<std::size_t>(end - codes))) {
         end = static_cast<const uint8_t*>(at);
-        *--escapes = plane[end - codes];
+        *--escapes = static_cast<uint8_t>(plane[end - codes] >> map.raw_bits);
     }
     return escapes;
 }
@@ -252,27 +284,13 @@ PACKHORSE_AVX2 inline uint8_t* encode_rounds_avx2(const uint8_t* codes, std::siz
     return encode_rounds(codes, n_rounds, lanes_log, tables, states, words);
 }
 
-// How a vector of codes finds its tables: all in registers (spread positions), codes in registers
-// and slots looked up, or all looked up.
-enum class EncodeTables { kSpread, kNarrow, kWide };
+// How a vector of codes finds its tables: codes and the map to slots in registers, with at most two
+// or three runs a bucket; 32 or 64 codes in registers and slots looked up; or all looked up.
+enum class EncodeTables { kTwoRuns, kThreeRuns, kNarrow, kWide, kMemory };
 
-struct EncodeRegistersAvx512 {
-    __m512i freq_start[2];
-    __m512 reciprocal[2];
-    __m512i edges[4], deltas[4];
-
-    PACKHORSE_AVX512 EncodeRegistersAvx512(const RansEncodeTables& tables, bool is_spread) {
-        const uint32_t* from = is_spread ? tables.spread.freq_start : tables.freq_start;
-        for (int h = 0; h < 2; ++h) {
-            freq_start[h] = _mm512_load_si512(from + 16 * h);
-            reciprocal[h] = _mm512_castsi512_ps(_mm512_load_si512(tables.reciprocal + 16 * h));
-        }
-        for (int h = 0; h < 4; ++h) {
-            edges[h] = _mm512_load_si512(tables.spread.edges + 16 * h);
-            deltas[h] = _mm512_load_si512(tables.spread.deltas + 16 * h);
-        }
-    }
-};
+constexpr bool is_spread(EncodeTables tables) {
+    return tables == EncodeTables::kTwoRuns || tables == EncodeTables::kThreeRuns;
+}
 
 // 64 entries in four registers.
 PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i
@@ -282,39 +300,73 @@ look_up_64_avx512(const __m512i* table, __m512i index, __mmask16 in_upper_half) 
                                    _mm512_permutex2var_epi32(table[2], index, table[3]));
 }
 
-PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i
-spread_to_slot_avx512(__m512i position, const EncodeRegistersAvx512& registers) {
-    const __m512i byte = _mm512_set1_epi32(0xFF);
-    const __m512i bucket = _mm512_srli_epi32(position, kSpreadLog);  // permutes use five bits of it
-    const __mmask16 upper = _mm512_test_epi32_mask(bucket, _mm512_set1_epi32(32));
-    const __m512i edges = look_up_64_avx512(registers.edges, bucket, upper);
-    const __m512i deltas = look_up_64_avx512(registers.deltas, bucket, upper);
-    const __m512i offset = _mm512_and_si512(position, _mm512_set1_epi32(kSpreadSize - 1));
-    const __mmask16 second = _mm512_cmpge_epu32_mask(offset, _mm512_and_si512(edges, byte));
-    const __mmask16 third =
-        _mm512_cmpge_epu32_mask(offset, _mm512_and_si512(_mm512_srli_epi32(edges, 8), byte));
-    __m512i delta = _mm512_mask_mov_epi32(_mm512_srli_epi32(edges, 16), second, deltas);
-    delta = _mm512_mask_srli_epi32(delta, third, deltas, 12);
-    return _mm512_and_si512(_mm512_add_epi32(position, delta), _mm512_set1_epi32(kProbSum - 1));
-}
+template <EncodeTables kTables>
+struct EncodeRegistersAvx512 {
+    static constexpr int kCodeRegisters = kTables == EncodeTables::kWide ? 4 : 2;
+    static constexpr int kRunRegisters = is_spread(kTables) ? 4 : 1;
+    static constexpr int kThirdRegisters = kTables == EncodeTables::kThreeRuns ? 4 : 1;
+    __m512i freq_start[kCodeRegisters];
+    __m512i reciprocal[kCodeRegisters];
+    __m512i runs[kRunRegisters], third[kThirdRegisters];
+
+    PACKHORSE_AVX512 explicit EncodeRegistersAvx512(const RansEncodeTables& tables) {
+        const uint32_t* from = is_spread(kTables) ? tables.spread.freq_start : tables.freq_start;
+        for (int h = 0; h < kCodeRegisters; ++h) {
+            freq_start[h] = _mm512_load_si512(from + 16 * h);
+            reciprocal[h] = _mm512_load_si512(tables.reciprocal + 16 * h);
+        }
+        for (int h = 0; h < kRunRegisters; ++h)
+            runs[h] = _mm512_load_si512(tables.spread.runs + 16 * h);
+        for (int h = 0; h < kThirdRegisters; ++h)
+            third[h] = _mm512_load_si512(tables.spread.third + 16 * h);
+    }
+
+    // freq and start of each code, and the bits of its reciprocal.
+    PACKHORSE_AVX512 inline __attribute__((always_inline)) void look_up(
+        __m512i codes, __m512i& freq_starts, __m512i& reciprocals) const {
+        if constexpr (kCodeRegisters == 4) {
+            const __mmask16 upper = _mm512_test_epi32_mask(codes, _mm512_set1_epi32(32));
+            freq_starts = look_up_64_avx512(freq_start, codes, upper);
+            reciprocals = look_up_64_avx512(reciprocal, codes, upper);
+        } else {
+            freq_starts = _mm512_permutex2var_epi32(freq_start[0], codes, freq_start[1]);
+            reciprocals = _mm512_permutex2var_epi32(reciprocal[0], codes, reciprocal[1]);
+        }
+    }
+
+    PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i slot_of(__m512i position) const {
+        const __m512i byte = _mm512_set1_epi32(0xFF);
+        const __m512i bucket = _mm512_srli_epi32(position, kSpreadLog);
+        const __mmask16 upper = _mm512_test_epi32_mask(bucket, _mm512_set1_epi32(32));
+        const __m512i run = look_up_64_avx512(runs, bucket, upper);
+        const __m512i offset = _mm512_and_si512(position, _mm512_set1_epi32(kSpreadSize - 1));
+        const __mmask16 in_second = _mm512_cmpge_epu32_mask(offset, _mm512_and_si512(run, byte));
+        __m512i delta = _mm512_srli_epi32(run, 8);  // bits above the twelve do no harm
+        delta = _mm512_mask_srli_epi32(delta, in_second, run, 20);
+        if constexpr (kTables == EncodeTables::kThreeRuns) {
+            const __m512i last = look_up_64_avx512(third, bucket, upper);
+            const __mmask16 in_third =
+                _mm512_cmpge_epu32_mask(offset, _mm512_and_si512(last, byte));
+            delta = _mm512_mask_srli_epi32(delta, in_third, last, 8);
+        }
+        return _mm512_and_si512(_mm512_add_epi32(position, delta), _mm512_set1_epi32(kProbSum - 1));
+    }
+};
 
 // 16 lanes, one unit each; `codes` holds one code in each 32-bit element.
 template <EncodeTables kTables>
 PACKHORSE_AVX512 inline __attribute__((always_inline)) void encode_step_avx512(
-    __m512i& state, __m512i codes, const EncodeRegistersAvx512& registers,
+    __m512i& state, __m512i codes, const EncodeRegistersAvx512<kTables>& registers,
     const RansEncodeTables& tables, uint8_t*& words) {
     constexpr int kTowardZero = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC;
-    __m512i freq_start;
-    __m512 reciprocal;
-    if constexpr (kTables == EncodeTables::kWide) {
+    __m512i freq_start, reciprocal_bits;
+    if constexpr (kTables == EncodeTables::kMemory) {
         freq_start = look_up_avx512(tables.freq_start, codes);
-        reciprocal = _mm512_castsi512_ps(look_up_avx512(tables.reciprocal, codes));
+        reciprocal_bits = look_up_avx512(tables.reciprocal, codes);
     } else {
-        freq_start =
-            _mm512_permutex2var_epi32(registers.freq_start[0], codes, registers.freq_start[1]);
-        reciprocal =
-            _mm512_permutex2var_ps(registers.reciprocal[0], codes, registers.reciprocal[1]);
+        registers.look_up(codes, freq_start, reciprocal_bits);
     }
+    const __m512 reciprocal = _mm512_castsi512_ps(reciprocal_bits);
     const __m512i freq = _mm512_and_si512(freq_start, _mm512_set1_epi32(kProbSum - 1));
     const __m512i start = _mm512_srli_epi32(freq_start, kProbBits);
     const __mmask16 emit = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(state, kRenormShift), freq);
@@ -333,8 +385,10 @@ PACKHORSE_AVX512 inline __attribute__((always_inline)) void encode_step_avx512(
     quotient = _mm512_mask_add_epi32(quotient, low, quotient, _mm512_set1_epi32(1));
     remainder = _mm512_mask_sub_epi32(remainder, low, remainder, freq);
     __m512i slot = _mm512_add_epi32(start, remainder);
-    if constexpr (kTables == EncodeTables::kSpread) slot = spread_to_slot_avx512(slot, registers);
-    if constexpr (kTables == EncodeTables::kNarrow) slot = look_up_avx512(tables.slots, slot);
+    if constexpr (is_spread(kTables))
+        slot = registers.slot_of(slot);
+    else if constexpr (kTables != EncodeTables::kMemory)  // where slots are positions
+        slot = look_up_avx512(tables.slots, slot);
     state = _mm512_or_si512(_mm512_slli_epi32(quotient, kProbBits), slot);
 }
 
@@ -345,7 +399,7 @@ PACKHORSE_AVX512 inline uint8_t* encode_rounds_avx512(const uint8_t* codes, std:
                                                       const RansEncodeTables& tables,
                                                       uint32_t* states, uint8_t* words,
                                                       Ahead& shared_ahead) {
-    const EncodeRegistersAvx512 registers(tables, kTables == EncodeTables::kSpread);
+    const EncodeRegistersAvx512<kTables> registers(tables);
     Ahead ahead = shared_ahead;
     const __m512i byte = _mm512_set1_epi32(0xFF);
     __m512i lanes[8];
@@ -369,14 +423,19 @@ PACKHORSE_AVX512 inline uint8_t* encode_rounds_avx512(const uint8_t* codes, std:
 inline uint8_t* encode_rounds_avx512_any(const uint8_t* codes, std::size_t n_rounds,
                                          const RansModel& model, const RansEncodeTables& tables,
                                          uint32_t* states, uint8_t* words, Ahead& ahead) {
-    if (!model.is_alias())
-        return encode_rounds_avx512<EncodeTables::kWide>(codes, n_rounds, tables, states, words,
-                                                         ahead);
-    if (!tables.has_spread)
-        return encode_rounds_avx512<EncodeTables::kNarrow>(codes, n_rounds, tables, states, words,
-                                                           ahead);
-    return encode_rounds_avx512<EncodeTables::kSpread>(codes, n_rounds, tables, states, words,
-                                                       ahead);
+    const auto run = [&](auto rounds) {
+        return rounds(codes, n_rounds, tables, states, words, ahead);
+    };
+    if (tables.spread.most_runs == 2) return run(encode_rounds_avx512<EncodeTables::kTwoRuns>);
+    if (tables.spread.most_runs == 3) return run(encode_rounds_avx512<EncodeTables::kThreeRuns>);
+    switch (model.n_buckets()) {
+        case kNarrowBuckets:
+            return run(encode_rounds_avx512<EncodeTables::kNarrow>);
+        case kWideBuckets:
+            return run(encode_rounds_avx512<EncodeTables::kWide>);
+        default:
+            return run(encode_rounds_avx512<EncodeTables::kMemory>);
+    }
 }
 
 #endif
@@ -417,7 +476,7 @@ inline void rans_encode(const uint8_t* plane, std::size_t n, const RansModel& mo
     for (std::size_t end = n; end > 0;) {
         const std::size_t begin = (end - 1) / kSegmentUnits * kSegmentUnits;
         const std::size_t run = end - begin;
-        encoded.escapes = map_codes(plane + begin, run, map, codes, encoded.escapes);
+        encoded.escapes = map_codes(plane + begin, run, map, codes, encoded.escapes, isa);
         const std::size_t n_rounds = run >> lanes_log;
         const std::size_t done = n_rounds << lanes_log;
         encode_round(codes + done, run - done, lanes_log, tables, encoded.states, encoded.words);

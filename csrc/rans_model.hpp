@@ -1,15 +1,15 @@
-// The model of an rANS stream: which byte values have codes, their frequencies, and who owns which
-// slot (docs/format.md, 6.4).
+// The model of an rANS stream: which symbols have codes, their frequencies, and who owns which slot
+// (docs/format.md, 6.2).
 //
 // One RansModel serves both directions. The encoder chooses it from a histogram; the decoder parses
 // and checks it. From it come
-// - AliasTables: 32 buckets, small enough for registers (at most 32 codes);
+// - AliasTables: 32 or 64 buckets, small enough for registers (at most as many codes);
 // - a decode table of 4096 entries, for either layout, for decoders that look up.
 // An entry is freq (bits 0-11), bias = rank - slot mod 4096 (12-23), byte value (24-31): one step
 // of decoding is
 //     x = freq * (x >> 12) + ((x + bias) & 4095).
-// The escape's entry carries a byte value that has no code, so that the units to patch can be found
-// by it.
+// The byte value is the symbol shifted to its place, raw bits zero. The escape's entry carries a
+// byte value that no symbol has, so that the units to patch can be found by it.
 #pragma once
 
 #include <algorithm>
@@ -17,29 +17,36 @@
 #include "dispatch.hpp"
 #include "histogram.hpp"
 #include "layout.hpp"
+#include "symbols.hpp"
 
 namespace packhorse {
 
 struct RansModel {
-    uint32_t n_symbols;    // byte values with a code of their own
-    uint32_t n_codes;      // n_symbols, plus one if the escape exists
-    uint8_t symbols[256];  // ascending
+    uint32_t raw_bits;     // of the stream
+    uint32_t n_symbols;    // symbols with a code of their own
+    uint32_t n_codes;      // n_symbols, plus one if the escape has a code
+    uint8_t symbols[256];  // by code, ascending
     uint16_t freqs[257];   // by code; the escape is last
-    uint8_t
-        escape_byte;  // smallest byte value without a code; stands for the escape while decoding
+    uint8_t escape_byte;   // stands for the escape while decoding
 
     bool has_escape() const { return n_codes > n_symbols; }
-    bool is_alias() const { return n_codes <= kBuckets; }
+    // Buckets of the alias layout; 0 for the plain layout.
+    uint32_t n_buckets() const {
+        return n_codes <= kNarrowBuckets ? kNarrowBuckets
+               : n_codes <= kWideBuckets ? kWideBuckets
+                                         : 0;
+    }
+    uint32_t n_in_range() const { return symbols[n_symbols - 1] - symbols[0] + 1u; }
 };
 
-constexpr std::size_t packed_freqs_nbytes(std::size_t n_symbols) {
-    return (3 * (n_symbols + 1) + 1) / 2;
+constexpr std::size_t model_nbytes(std::size_t n_in_range) {
+    return 2 + (3 * (n_in_range + 1) + 1) / 2;
 }
 
 inline void set_escape_byte(RansModel& model) {
     uint32_t free_value = 0;
     while (free_value < model.n_symbols && model.symbols[free_value] == free_value) ++free_value;
-    model.escape_byte = static_cast<uint8_t>(free_value);
+    model.escape_byte = static_cast<uint8_t>(model.raw_bits > 0 ? 1 : free_value);
 }
 
 // Scales `counts` of the model's codes to frequencies of at least 1 with sum 4096: round, then move
@@ -72,26 +79,29 @@ inline void normalise(const uint32_t* counts, RansModel& model) {
     }
 }
 
-// If the values in `order` (ascending) lie within 31 of each other, lists the gaps between them
-// too: consecutive values map to codes by a subtraction, and an unseen one costs a single slot.
-inline uint32_t fill_gaps(uint8_t* order, uint32_t n_seen) {
+// If the symbols in `order` (ascending) lie within `limit` of each other, lists the gaps between
+// them too: consecutive symbols map to codes by a subtraction, and an unseen one costs a single
+// slot.
+inline uint32_t fill_gaps(uint8_t* order, uint32_t n_seen, uint32_t limit) {
     if (n_seen == 0) return 0;
     const uint32_t lowest = order[0];
     const uint32_t span = order[n_seen - 1] - lowest + 1;
-    if (span >= kBuckets) return n_seen;
+    if (span > limit) return n_seen;
     for (uint32_t i = 0; i < span; ++i) order[i] = static_cast<uint8_t>(lowest + i);
     return span;
 }
 
-// Maps the `limit` commonest values; the rest, and what a sample did not see, escape. Returns the
-// cost of the histogram's symbols in 2^-16 bits, or 0 if there is nothing to model (fewer than two
-// codes).
-inline uint64_t choose_codes(const Histogram& histogram, uint32_t limit, RansModel& model) {
+// Gives codes to the `limit` commonest symbols; the rest, and what a sample did not see, escape.
+// `histogram` counts symbols. Returns their cost in 2^-16 bits, or 0 if there is nothing to model
+// (fewer than two codes).
+inline uint64_t choose_codes(const Histogram& histogram, uint32_t limit, uint32_t raw_bits,
+                             RansModel& model) {
+    const uint32_t n_possible = 256u >> raw_bits;
     uint8_t order[256];
     uint32_t n_seen = 0;
-    for (uint32_t v = 0; v < 256; ++v)
+    for (uint32_t v = 0; v < n_possible; ++v)
         if (histogram.counts[v] > 0) order[n_seen++] = static_cast<uint8_t>(v);
-    uint32_t escaped = histogram.sampled && n_seen < 256 ? 1 : 0;
+    uint32_t escaped = histogram.sampled && n_seen < n_possible ? 1 : 0;
     if (n_seen > limit) {
         std::sort(order, order + n_seen, [&](uint8_t a, uint8_t b) {
             const uint32_t count_a = histogram.counts[a], count_b = histogram.counts[b];
@@ -101,7 +111,9 @@ inline uint64_t choose_codes(const Histogram& histogram, uint32_t limit, RansMod
         n_seen = limit;
         std::sort(order, order + n_seen);
     }
-    n_seen = fill_gaps(order, n_seen);
+    if (limit <= kWideBuckets) n_seen = fill_gaps(order, n_seen, limit);
+    if (n_seen == n_possible) escaped = 0;
+    model.raw_bits = raw_bits;
     model.n_symbols = n_seen;
     model.n_codes = n_seen + (escaped > 0 ? 1 : 0);
     if (model.n_codes < 2) return 0;
@@ -119,96 +131,138 @@ inline uint64_t choose_codes(const Histogram& histogram, uint32_t limit, RansMod
     return cost;
 }
 
-// The model for a histogram and the estimated cost of its symbols (2^-16 bits). At most 31 symbols
-// and an escape decode from registers, so that form wins unless all the codes save more than 1
-// in 256.
-inline uint64_t choose_model(const Histogram& histogram, RansModel& model) {
-    const uint64_t narrow_cost = choose_codes(histogram, kBuckets - 1, model);
-    if (!model.has_escape() || model.n_symbols < kBuckets - 1) return narrow_cost;
-    RansModel wide;
-    const uint64_t wide_cost = choose_codes(histogram, 256, wide);
-    if (wide_cost + wide_cost / 256 >= narrow_cost) return narrow_cost;
-    model = wide;
-    return wide_cost;
+// Estimated bytes of the model, the words, the escapes and the raw bits of a plane of `n` units;
+// ~0 if there is nothing to model. `histogram` counts bytes.
+inline std::size_t try_codes(const Histogram& histogram, std::size_t n, uint32_t limit,
+                             uint32_t raw_bits, RansModel& model) {
+    Histogram folded;
+    const uint32_t n_raw = fold(histogram, raw_bits, folded);
+    const uint64_t cost = choose_codes(folded, limit, raw_bits, model);
+    if (model.n_codes < 2) return ~std::size_t{0};
+    return model_nbytes(model.n_in_range()) + scale_cost(cost, histogram.total, n) + n_raw * n / 8;
 }
 
-// Writes map and frequencies; returns the end.
+constexpr uint32_t kMostRawBitsTried = 4;
+
+// The model for a histogram of bytes and the estimated bytes of a stream without its states; ~0 if
+// there is nothing to model. At most 31 symbols and an escape decode fastest, then 63; so those
+// forms win unless a larger alphabet saves 1 in 1024 or, where tables do not fit registers at all,
+// 1 in 256.
+inline std::size_t choose_model(const Histogram& histogram, std::size_t n, RansModel& model) {
+    std::size_t best = try_codes(histogram, n, kNarrowBuckets - 1, 0, model);
+    if (best == ~std::size_t{0} || !model.has_escape() || model.n_symbols < kNarrowBuckets - 1)
+        return best;
+    RansModel candidate;
+    for (uint32_t raw_bits = 1; raw_bits <= kMostRawBitsTried; ++raw_bits) {
+        const std::size_t nbytes = try_codes(histogram, n, kNarrowBuckets - 1, raw_bits, candidate);
+        if (nbytes >= best) continue;
+        best = nbytes;
+        model = candidate;
+    }
+    for (uint32_t raw_bits = 0; raw_bits <= 2; ++raw_bits) {
+        const std::size_t nbytes = try_codes(histogram, n, kWideBuckets - 1, raw_bits, candidate);
+        const std::size_t margin = model.n_codes <= kNarrowBuckets ? nbytes / 1024 : 0;
+        if (nbytes == ~std::size_t{0} || nbytes + margin >= best) continue;
+        best = nbytes;
+        model = candidate;
+    }
+    const std::size_t nbytes = try_codes(histogram, n, 256, 0, candidate);
+    if (nbytes == ~std::size_t{0} || nbytes + nbytes / 256 >= best) return best;
+    model = candidate;
+    return nbytes;
+}
+
+// Writes a model; returns the end.
 inline uint8_t* write_model(const RansModel& model, uint8_t* dst) {
-    std::memset(dst, 0, 32 + packed_freqs_nbytes(model.n_symbols));
-    for (uint32_t c = 0; c < model.n_symbols; ++c)
-        dst[model.symbols[c] >> 3] =
-            static_cast<uint8_t>(dst[model.symbols[c] >> 3] | 1u << (model.symbols[c] & 7));
-    dst += 32;
+    const uint32_t n_in_range = model.n_in_range();
+    const std::size_t nbytes = model_nbytes(n_in_range);
+    std::memset(dst, 0, nbytes);
+    dst[0] = model.symbols[0];
+    dst[1] = static_cast<uint8_t>(n_in_range - 1);
     for (uint32_t c = 0; c < model.n_codes; ++c) {
-        uint8_t* at = dst + c / 2 * 3;
-        if (c % 2 == 0) {
+        const uint32_t place =
+            c < model.n_symbols ? model.symbols[c] - uint32_t{model.symbols[0]} : n_in_range;
+        uint8_t* at = dst + 2 + place / 2 * 3;
+        if (place % 2 == 0) {
             at[0] = static_cast<uint8_t>(model.freqs[c]);
-            at[1] = static_cast<uint8_t>(model.freqs[c] >> 8);
+            at[1] = static_cast<uint8_t>(at[1] | model.freqs[c] >> 8);
         } else {
             at[1] = static_cast<uint8_t>(at[1] | model.freqs[c] << 4);
             at[2] = static_cast<uint8_t>(model.freqs[c] >> 4);
         }
     }
-    return dst + packed_freqs_nbytes(model.n_symbols);
+    return dst + nbytes;
 }
 
-// Parses map and frequencies from the `nbytes` at `src`; `used` is set to their length.
-inline Status read_model(const uint8_t* src, std::size_t nbytes, RansModel& model,
-                         std::size_t& used) {
-    if (nbytes < 32) return Status::kStreamLength;
-    model.n_symbols = 0;
-    for (uint32_t v = 0; v < 256; ++v)
-        if (src[v >> 3] >> (v & 7) & 1) model.symbols[model.n_symbols++] = static_cast<uint8_t>(v);
-    const uint32_t n_freqs = model.n_symbols + 1;
-    used = 32 + packed_freqs_nbytes(model.n_symbols);
+// Parses a model from the `nbytes` at `src`; `used` is set to its length.
+inline Status read_model(const uint8_t* src, std::size_t nbytes, uint32_t raw_bits,
+                         RansModel& model, std::size_t& used) {
+    if (nbytes < 2) return Status::kStreamLength;
+    const uint32_t first = src[0];
+    const uint32_t n_in_range = src[1] + 1u;
+    used = model_nbytes(n_in_range);
     if (nbytes < used) return Status::kStreamLength;
+    if (first + n_in_range > 256u >> raw_bits) return Status::kBadField;
+    model.raw_bits = raw_bits;
+    model.n_symbols = 0;
+    model.n_codes = 0;
     uint32_t sum = 0;
-    for (uint32_t c = 0; c < n_freqs; ++c) {
-        const uint8_t* at = src + 32 + c / 2 * 3;
-        const uint32_t freq = c % 2 == 0 ? at[0] | (at[1] & 0x0Fu) << 8 : at[1] >> 4 | at[2] << 4;
-        if (freq == 0 && c < model.n_symbols) return Status::kFrequencies;
-        model.freqs[c] = static_cast<uint16_t>(freq);
+    for (uint32_t i = 0; i <= n_in_range; ++i) {
+        const uint8_t* at = src + 2 + i / 2 * 3;
+        const uint32_t freq = i % 2 == 0 ? at[0] | (at[1] & 0x0Fu) << 8 : at[1] >> 4 | at[2] << 4;
+        if (freq == 0) continue;
         sum += freq;
+        model.freqs[model.n_codes++] = static_cast<uint16_t>(freq);
+        if (i < n_in_range) model.symbols[model.n_symbols++] = static_cast<uint8_t>(first + i);
     }
-    if (n_freqs % 2 == 1 && src[used - 1] >> 4 != 0) return Status::kReserved;
-    model.n_codes = model.n_symbols + (model.freqs[model.n_symbols] > 0 ? 1 : 0);
-    if (sum != kProbSum || (model.n_symbols == 256 && model.has_escape()))
+    if (n_in_range % 2 == 0 && src[used - 1] >> 4 != 0) return Status::kReserved;
+    if (sum != kProbSum || (model.n_symbols == 256u >> raw_bits && model.has_escape()))
         return Status::kFrequencies;
     set_escape_byte(model);
     return Status::kOk;
 }
 
+// Each bucket has two parts; where the second begins, and whose the parts are.
 struct AliasTables {
-    uint32_t threshold[kBuckets];  // first slot (0..4096) of the bucket's second part
-    uint8_t
-        second[kBuckets];  // code of the second part; the first part's code is the bucket's number
+    uint32_t threshold[kWideBuckets];  // first slot (0..4096) of the second part
+    uint8_t first[kWideBuckets];
+    uint8_t second[kWideBuckets];
 };
 
-// The construction of section 6.4, word for word.
+// The construction of section 6.2, word for word.
 inline void build_alias(const RansModel& model, AliasTables& tables) {
-    uint32_t rest[kBuckets] = {};
-    uint8_t low[kBuckets], high[kBuckets];
+    const uint32_t n_buckets = model.n_buckets();
+    const uint32_t n_slots = kProbSum / n_buckets;
+    uint32_t rest[kWideBuckets], own[kWideBuckets];
+    uint8_t alias[kWideBuckets], low[kWideBuckets], high[kWideBuckets];
     uint32_t n_low = 0, n_high = 0;
-    for (uint32_t c = 0; c < kBuckets; ++c) {
+    for (uint32_t c = 0; c < n_buckets; ++c) {
         rest[c] = c < model.n_codes ? model.freqs[c] : 0;
-        tables.threshold[c] = (c + 1) * kBucketSlots;
-        tables.second[c] = static_cast<uint8_t>(c);
-        if (rest[c] < kBucketSlots) low[n_low++] = static_cast<uint8_t>(c);
-        if (rest[c] > kBucketSlots) high[n_high++] = static_cast<uint8_t>(c);
+        own[c] = n_slots;
+        alias[c] = static_cast<uint8_t>(c);
+        if (rest[c] < n_slots) low[n_low++] = static_cast<uint8_t>(c);
+        if (rest[c] > n_slots) high[n_high++] = static_cast<uint8_t>(c);
     }
     while (n_low > 0) {
         const uint8_t s = low[--n_low];
         const uint8_t h = high[n_high - 1];
-        tables.threshold[s] = s * kBucketSlots + rest[s];
-        tables.second[s] = h;
-        rest[h] -= kBucketSlots - rest[s];
-        if (rest[h] <= kBucketSlots) --n_high;
-        if (rest[h] < kBucketSlots) low[n_low++] = h;
+        own[s] = rest[s];
+        alias[s] = h;
+        rest[h] -= n_slots - rest[s];
+        if (rest[h] <= n_slots) --n_high;
+        if (rest[h] < n_slots) low[n_low++] = h;
+    }
+    for (uint32_t b = 0; b < n_buckets; ++b) {
+        const bool mirrored = b % 2 == 1;
+        const auto code = static_cast<uint8_t>(b);
+        tables.threshold[b] = b * n_slots + (mirrored ? n_slots - own[b] : own[b]);
+        tables.first[b] = mirrored ? alias[b] : code;
+        tables.second[b] = mirrored ? code : alias[b];
     }
 }
 
 // Calls visit(code, first_slot, n_slots, first_rank) for every run of slots of one code, in slot
-// order.
+// order. In the alias layout there are two runs a bucket, either of which may be empty.
 template <class Visit>
 PACKHORSE_INLINE void for_each_run(const RansModel& model, const AliasTables& tables, Visit visit) {
     uint32_t n_before[257] = {};
@@ -216,11 +270,12 @@ PACKHORSE_INLINE void for_each_run(const RansModel& model, const AliasTables& ta
         visit(code, first, n, n_before[code]);
         n_before[code] += n;
     };
-    if (model.is_alias()) {
-        for (uint32_t b = 0; b < kBuckets; ++b) {
-            step(b, b * kBucketSlots, tables.threshold[b] - b * kBucketSlots);
-            step(tables.second[b], tables.threshold[b],
-                 (b + 1) * kBucketSlots - tables.threshold[b]);
+    const uint32_t n_buckets = model.n_buckets();
+    if (n_buckets > 0) {
+        const uint32_t n_slots = kProbSum / n_buckets;
+        for (uint32_t b = 0; b < n_buckets; ++b) {
+            step(tables.first[b], b * n_slots, tables.threshold[b] - b * n_slots);
+            step(tables.second[b], tables.threshold[b], (b + 1) * n_slots - tables.threshold[b]);
         }
     } else {
         uint32_t first = 0;
@@ -234,14 +289,16 @@ PACKHORSE_INLINE void for_each_run(const RansModel& model, const AliasTables& ta
 inline uint32_t pack_entry(const RansModel& model, uint32_t code, uint32_t first_slot,
                            uint32_t first_rank) {
     if (code >= model.n_codes) return 0;  // an empty part of a bucket
-    const uint32_t value = code < model.n_symbols ? model.symbols[code] : model.escape_byte;
+    const uint32_t value = code < model.n_symbols
+                               ? static_cast<uint32_t>(model.symbols[code]) << model.raw_bits
+                               : model.escape_byte;
     const uint32_t bias = (first_rank - first_slot) & (kProbSum - 1);
     return model.freqs[code] | bias << kProbBits | value << 24;
 }
 
 struct BucketEntries {
-    uint32_t first[kBuckets];
-    uint32_t second[kBuckets];
+    uint32_t first[kWideBuckets];
+    uint32_t second[kWideBuckets];
 };
 
 inline void fill_bucket_entries(const RansModel& model, const AliasTables& tables,

@@ -12,8 +12,10 @@
 #include <vector>
 
 #include "checksum.hpp"
-#include "chunk.hpp"
+#include "chunk_decode.hpp"
+#include "chunk_encode.hpp"
 #include "parallel.hpp"
+#include "side_data.hpp"
 
 namespace packhorse {
 
@@ -32,12 +34,28 @@ inline const char* geometry_fault(uint32_t unit_nbytes, int split, uint32_t chun
     if (unit_nbytes != 1 && unit_nbytes != 2 && unit_nbytes != 4 && unit_nbytes != 8)
         return "unit_nbytes must be 1, 2, 4 or 8";
     if (split < 0 || split > 2) return "split must be 0, 1 or 2";
-    if (split != 0 && unit_nbytes == 1) return "one-byte units have no split";
+    if (split == 1 && unit_nbytes == 1) return "one-byte units are not split into bytes";
     if (chunk_log < kMinChunkLog || chunk_log > kMaxChunkLog) return "chunk_log is out of range";
     if (nbytes % unit_nbytes != 0) return "the length must be a multiple of unit_nbytes";
     if ((std::size_t{unit_nbytes} << chunk_log) > kMaxChunkNbytes)
         return "chunks must not be above 2 MiB";
     return nullptr;
+}
+
+// Side data given for a geometry, or what is wrong with them. `nbytes` is 0 where there are none.
+inline const char* side_fault(const PlaneSpec& spec, std::size_t n_units, std::size_t nbytes,
+                              std::size_t n_rows) {
+    if (nbytes == 0) return nullptr;
+    if (spec.rotation == 0) return "side data need split 2";
+    if (nbytes > kMaxSideNbytes) return "side data have at most 2 Mi bytes";
+    if (n_rows == 0 || n_rows >= nbytes || n_units % n_rows != 0 ||
+        n_units / n_rows != nbytes - n_rows)
+        return "side data must have a byte for each row and each column";
+    return nullptr;
+}
+
+inline SideData view_side(const uint8_t* side, std::size_t nbytes, std::size_t n_rows) {
+    return nbytes == 0 ? SideData{} : SideData{side, side + n_rows, nbytes - n_rows};
 }
 
 // How a tensor is cut: what all operations on its chunks share. The numbers have no fault.
@@ -65,15 +83,16 @@ struct Geometry {
 // One worker's encode scratch, in one allocation.
 class EncodeWorker {
   public:
-    EncodeWorker(const Geometry& geometry, bool owns_output) {
+    EncodeWorker(const Geometry& geometry, bool classes, bool owns_output) {
         const std::size_t units = round_up(geometry.largest_units(), 64) + kPlaneSlack;
-        const bool splits = geometry.spec.n_planes > 1;
+        const bool splits = geometry.spec.splits();
         const bool one_byte = item_nbytes(geometry.spec) == 1;
         const std::size_t planes = splits ? geometry.spec.n_planes * units : 0;
         const std::size_t output =
             owns_output ? round_up(geometry.largest_units() * geometry.spec.unit_nbytes, 64) : 0;
         const std::size_t tables = round_up(sizeof(RansEncodeTables), 64);
-        memory_ = allocate_aligned(planes + (one_byte ? 3 * units : 0) + tables + output);
+        memory_ = allocate_aligned(planes + (one_byte ? 3 * units : 0) + (classes ? 4 * units : 0) +
+                                   tables + output);
         uint8_t* at = memory_.get();
         for (uint32_t p = 0; p < kMaxPlanes; ++p) scratch.planes[p] = nullptr;
         for (uint32_t p = 0; splits && p < geometry.spec.n_planes; ++p, at += units)
@@ -84,6 +103,11 @@ class EncodeWorker {
         at += output;
         scratch.escapes = at;
         scratch.words = at + units;
+        at += one_byte ? 3 * units : 0;
+        scratch.classes = at;
+        scratch.yielded = at + units;
+        scratch.sorted[0] = at + 2 * units;
+        scratch.sorted[1] = at + 3 * units;
     }
 
     EncodeScratch scratch;
@@ -119,12 +143,14 @@ inline void hash_leaves_threaded(const uint8_t* src, std::size_t nbytes, uint8_t
 // Encodes a tensor. Chunks hold whole leaves unless there is one chunk only; `dst` has room for
 // round_up(nbytes, 64) bytes, `table` a row for each chunk, `digests` 16 bytes for each leaf.
 // Returns the length of the payload. The bytes do not depend on `threads`.
-inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry, Level level,
-                                 uint8_t* dst, uint32_t* table, uint8_t* digests,
+inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry, const SideData& side,
+                                 Level level, uint8_t* dst, uint32_t* table, uint8_t* digests,
                                  std::size_t threads, Isa isa) {
+    const bool classes = geometry.spec.splits() && (side.rows != nullptr || level == Level::kMax);
     const std::size_t n_workers = std::max<std::size_t>(1, std::min(threads, geometry.n_chunks()));
     std::vector<EncodeWorker> workers;
-    for (std::size_t w = 0; w < n_workers; ++w) workers.emplace_back(geometry, n_workers > 1);
+    for (std::size_t w = 0; w < n_workers; ++w)
+        workers.emplace_back(geometry, classes, n_workers > 1);
     OrderedOutput ordered;
     parallel_for(geometry.n_chunks(), n_workers, [&](std::size_t w, std::size_t chunk) {
         const std::size_t n = geometry.units_of(chunk);
@@ -142,7 +168,8 @@ inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry, L
         scratch.next_src = more ? from + n_workers * geometry.chunk_nbytes() : nullptr;
         scratch.cold_output = n_workers == 1;
         const std::size_t nbytes =
-            encode_chunk(from, n, geometry.spec, level, scratch, to, row + 1, isa);
+            encode_chunk(from, n, chunk * geometry.chunk_units, geometry.spec, side, level, scratch,
+                         to, row + 1, isa);
         row[0] = crc32c(to, nbytes, isa);
         const std::size_t offset = ordered.reserve(chunk, nbytes);
         if (n_workers > 1) std::memcpy(dst + offset, to, nbytes);
@@ -161,7 +188,7 @@ inline std::size_t stream_sum(const uint32_t* descriptors, uint32_t n_planes) {
 inline bool may_carry(const uint32_t* descriptors, uint32_t n_planes, uint32_t plane) {
     bool has_rans = false, is_last = true;
     for (uint32_t p = 0; p < n_planes; ++p) {
-        has_rans |= descriptor_mode(descriptors[p]) == Mode::kRans;
+        has_rans |= is_rans(descriptor_mode(descriptors[p]));
         is_last &= p <= plane || descriptor_mode(descriptors[p]) != Mode::kStored;
     }
     return has_rans && is_last;
@@ -181,8 +208,10 @@ inline bool descriptor_is_allowed(const uint32_t* descriptors, const PlaneSpec& 
         case Mode::kPalette:
         case Mode::kRans:
             return item == 1;
+        case Mode::kClassedRans:
+            return spec.splits();
         default:
-            return spec.n_planes == 1;
+            return !spec.splits();
     }
 }
 
@@ -203,7 +232,7 @@ inline TableCheck check_descriptors(const uint32_t* table, const Geometry& geome
         const uint32_t* descriptors = table + chunk * geometry.row_length() + 1;
         const std::size_t n = geometry.units_of(chunk);
         for (uint32_t plane = 0; plane < n_planes; ++plane) {
-            if (descriptor_mode(descriptors[plane]) > Mode::kZstd)
+            if (descriptor_mode(descriptors[plane]) > Mode::kClassedRans)
                 return {TableFault::kUnknownMode, chunk, plane, 0};
             if (!descriptor_is_allowed(descriptors, geometry.spec, plane, n))
                 return {TableFault::kNotAllowed, chunk, plane, 0};
@@ -228,6 +257,7 @@ inline std::vector<std::size_t> chunk_offsets(const uint32_t* table, const Geome
 // A tensor as it was encoded; `payload` has offsets.back() bytes.
 struct EncodedTensor {
     const Geometry& geometry;
+    SideData side;
     const uint8_t* payload;
     const uint32_t* table;
     const std::vector<std::size_t>& offsets;
@@ -239,10 +269,14 @@ struct EncodedTensor {
 
 // One worker's decode scratch; `partial` receives a chunk of which only a part is wanted.
 struct DecodeWorker {
-    explicit DecodeWorker(const Geometry& geometry)
-        : planes(new PlaneDecoder[item_nbytes(geometry.spec) == 1 ? geometry.spec.n_planes : 1]) {}
+    DecodeWorker(const Geometry& geometry, bool classes)
+        : planes(new PlaneDecoder[item_nbytes(geometry.spec) == 1 ? geometry.spec.n_planes : 1]),
+          whole(classes ? allocate_aligned(classed_scratch_nbytes(geometry.largest_units(),
+                                                                  geometry.spec.n_planes))
+                        : nullptr) {}
 
     std::unique_ptr<PlaneDecoder[]> planes;
+    AlignedBuffer whole;
     std::vector<uint8_t> partial;
 };
 
@@ -257,7 +291,8 @@ inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, boo
     const uint8_t* const padding = chunk + stream_sum(row + 1, spec.n_planes);
     if (!std::all_of(padding, chunk + nbytes, [](uint8_t byte) { return byte == 0; }))
         return Status::kReserved;
-    return decode_chunk(chunk, row + 1, tensor.geometry.units_of(index), spec, scratch, dst, isa);
+    return decode_chunk(chunk, row + 1, tensor.geometry.units_of(index),
+                        index * tensor.geometry.chunk_units, spec, tensor.side, scratch, dst, isa);
 }
 
 // The first bad chunk that workers met.
@@ -299,7 +334,10 @@ inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start
     const std::size_t n_wanted = (stop - 1) / geometry.chunk_nbytes() + 1 - first;
     const std::size_t n_workers = std::max<std::size_t>(1, std::min(threads, n_wanted));
     std::vector<DecodeWorker> workers;
-    for (std::size_t w = 0; w < n_workers; ++w) workers.emplace_back(geometry);
+    bool classes = false;
+    for (std::size_t chunk = first; chunk < first + n_wanted; ++chunk)
+        classes |= is_classed(tensor.row(chunk) + 1, geometry.spec.n_planes);
+    for (std::size_t w = 0; w < n_workers; ++w) workers.emplace_back(geometry, classes);
     const auto cuts_chunk = [&](std::size_t at) {
         return at % geometry.chunk_nbytes() != 0 && at != geometry.nbytes();
     };
@@ -319,7 +357,7 @@ inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start
         uint8_t* const out = dst + (from - start);
         uint8_t* const partial = workers[w].partial.data();
         const bool more = item + n_workers < n_wanted;
-        DecodeScratch scratch{workers[w].planes.get(),
+        DecodeScratch scratch{workers[w].planes.get(), workers[w].whole.get(),
                               more ? tensor.chunk(chunk + n_workers) : nullptr};
         const Status status =
             decode_checked(tensor, chunk, check_crc, scratch, whole ? out : partial, isa);
@@ -346,7 +384,7 @@ inline void sample_planes(const uint8_t* src, const Geometry& geometry, std::siz
         uint8_t* planes[kMaxPlanes];
         for (uint32_t p = 0; p < geometry.spec.n_planes; ++p)
             planes[p] = rows + p * stride + s * run;
-        if (geometry.spec.n_planes > 1)
+        if (geometry.spec.splits())
             split_planes(from, run, geometry.spec, planes, isa);
         else
             std::memcpy(planes[0], from, run);
@@ -382,26 +420,27 @@ inline std::vector<PlaneEstimate> estimate_tensor(const uint8_t* src, const Geom
 // `dst` has room for `n` bytes. 0 if it would not be smaller than the plane.
 inline std::size_t encode_single_plane(const uint8_t* src, std::size_t n, Mode mode, uint8_t* dst,
                                        Isa isa) {
-    EncodeWorker worker(Geometry(1, 0, kMaxChunkLog, n), false);
+    EncodeWorker worker(Geometry(1, 0, kMaxChunkLog, n), false, false);
     Histogram histogram;
     count_bytes(src, n, 0, histogram);
-    PlaneChoice choice;
+    PlaneChoice& choice = worker.scratch.choices[0];
     choice.mode = mode;
     if (mode == Mode::kPalette)
-        choose_palette(histogram, choice.palette);
-    else if (choose_model(histogram, choice.rans); choice.rans.n_codes < 2)
+        choose_palette(histogram, level_spec(Level::kFast).palette_raw_bits, choice.palette);
+    else if (choose_model(histogram, n, choice.models[0]) == ~std::size_t{0})
         return 0;
     Ahead nothing;
-    return write_stream(src, n, choice, nullptr, worker.scratch, dst, nothing, isa);
+    return write_stream(src, n, 0, nullptr, worker.scratch, dst, nothing, isa);
 }
 
 // Decodes a stream below 16 MiB to a plane of 1 to 2 Mi units.
 inline Status decode_single_plane(const uint8_t* stream, std::size_t nbytes, Mode mode,
                                   uint8_t* dst, std::size_t n, Isa isa) {
     const auto plane = std::make_unique<PlaneDecoder>();
-    DecodeScratch scratch{plane.get(), nullptr};
+    DecodeScratch scratch{plane.get(), nullptr, nullptr};
     const uint32_t descriptor = make_descriptor(mode, nbytes);
-    return decode_chunk(stream, &descriptor, n, plane_spec(1, Split::kWhole), scratch, dst, isa);
+    return decode_chunk(stream, &descriptor, n, 0, plane_spec(1, Split::kWhole), {}, scratch, dst,
+                        isa);
 }
 
 }  // namespace packhorse

@@ -86,7 +86,7 @@ def test_plane_summaries_add_up() -> None:
     _, frame = tensor("planes")
     planes = frame.planes()
     assert [plane.index for plane in planes] == [0, 1]
-    assert [plane.name for plane in planes] == ["exponent", "sign+mantissa"]
+    assert [plane.name for plane in planes] == ["exponent", "mantissa+sign"]
     assert all(sum(plane.modes.values()) == frame.n_chunks for plane in planes)
     assert sum(plane.logical_nbytes for plane in planes) == frame.logical_nbytes
     streams = sum(plane.nbytes for plane in planes)

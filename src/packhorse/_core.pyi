@@ -1,5 +1,5 @@
 """Types of the C++ core (csrc/bind.cpp). `isa` is 0 portable, 1 AVX2, 2 AVX-512; arrays are
-one-dimensional uint8 unless said otherwise."""
+one-dimensional uint8 unless said otherwise. `side` is empty where a frame has no side data."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,8 @@ def encode_chunks(
     split: int,
     chunk_log: int,
     level: int,
+    side: _Bytes,
+    n_rows: int,
     dst: _Bytes,
     table: _Table,
     digests: _Bytes,
@@ -27,6 +29,8 @@ def decode_range(
     split: int,
     chunk_log: int,
     nbytes: int,
+    side: _Bytes,
+    n_rows: int,
     start: int,
     dst: _Bytes,
     check: bool,
@@ -39,6 +43,10 @@ def check_table(
 def estimate_planes(
     src: _Bytes, unit_nbytes: int, split: int, level: int, n_samples: int, isa: int
 ) -> list[tuple[int, int]]: ...
+def estimate_side_data(
+    src: _Bytes, unit_nbytes: int, n_rows: int, most_rows: int, most_columns: int, isa: int
+) -> tuple[int, int]: ...
+def make_side_data(src: _Bytes, unit_nbytes: int, n_rows: int, side: _Bytes, isa: int) -> None: ...
 def encode_plane(src: _Bytes, mode: int, dst: _Bytes, isa: int) -> int: ...
 def decode_plane(stream: _Bytes, mode: int, dst: _Bytes, isa: int) -> int: ...
 def split(src: _Bytes, unit_nbytes: int, split: int, planes: _Bytes, isa: int) -> None: ...

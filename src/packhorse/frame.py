@@ -29,6 +29,7 @@ from packhorse.codecs.base import (
 )
 from packhorse.codecs.content import content_hash, empty_leaves, finish_leaves, hash_root
 from packhorse.codecs.plan import Plan, choose_plan, chunk_log_for, natural_split
+from packhorse.codecs.side import decode_side, side_capacity
 from packhorse.errors import CorruptionError
 from packhorse.frame_header import (
     FrameHeader,
@@ -152,7 +153,8 @@ def max_frame_nbytes(dtype: str, shape: Sequence[int]) -> int:
     chunk_log = chunk_log_for(row.unit_nbytes, nbytes // row.unit_nbytes)
     n_chunks = -(-nbytes // (row.unit_nbytes << chunk_log))
     n_planes = n_planes_of(row, natural_split(row))
-    return frame_header_nbytes(len(shape), n_chunks, n_planes) + padded(nbytes)
+    side_nbytes = side_capacity(row, shape)
+    return frame_header_nbytes(len(shape), n_chunks, n_planes, side_nbytes) + padded(nbytes)
 
 
 def plan_buffer(
@@ -165,7 +167,7 @@ def plan_buffer(
         ValueError: unknown dtype or level, or `src` is not as long as dtype and shape say.
     """
     data = _checked_source(src, dtype, shape)
-    return choose_plan(data, dtype, resolve_level(level))
+    return choose_plan(data, dtype, shape, resolve_level(level))
 
 
 def _checked_source(src: Buffer, dtype: str, shape: Sequence[int]) -> ByteArray:
@@ -206,7 +208,7 @@ def compress_buffer(
         ValueError: sizes, dtype, level or threads that do not fit.
     """
     data = _checked_source(src, dtype, shape)
-    plan = choose_plan(data, dtype, resolve_level(level))
+    plan = choose_plan(data, dtype, shape, resolve_level(level))
     capacity = max_frame_nbytes(dtype, shape)
     memory = np.empty(capacity, np.uint8) if out is None else as_writable_bytes(out, "out")
     if memory.size < capacity:
@@ -216,7 +218,8 @@ def compress_buffer(
     n_chunks = -(-data.size // (row.unit_nbytes << plan.chunk_log))
     table = np.empty((n_chunks, 1 + n_planes), np.uint32)
     leaves = empty_leaves(data.size)
-    header_nbytes = frame_header_nbytes(len(shape), n_chunks, n_planes)
+    side = plan.side
+    header_nbytes = frame_header_nbytes(len(shape), n_chunks, n_planes, len(side.stream))
     encode = _encode_zstd if plan.zstd else _encode_planes
     used = encode(data, row, plan, memory[header_nbytes:], table, leaves, resolve_threads(threads))
     finish_leaves(data, leaves)
@@ -230,6 +233,9 @@ def compress_buffer(
         header_nbytes,
         header_nbytes + used,
         table,
+        side.n_row_dims,
+        side.descriptor,
+        side.stream,
     )
     write_header(header, memory[:header_nbytes])
     return Frame(memory[: header.frame_nbytes], header, name, 0, plan)
@@ -250,6 +256,8 @@ def _encode_planes(
         int(plan.split),
         plan.chunk_log,
         int(plan.level),
+        np.frombuffer(plan.side.values, np.uint8),
+        plan.side.n_rows,
         dst,
         table,
         leaves,
@@ -323,6 +331,7 @@ class Frame:
         self._name = name
         self._offset = offset
         self._plan = plan
+        self._side: ByteArray | None = None
 
     @classmethod
     def from_buffer(
@@ -506,6 +515,8 @@ class Frame:
             int(header.split),
             header.chunk_log,
             header.nbytes,
+            self._side_values(),
+            header.matrix[0],
             start,
             dst,
             check,
@@ -514,6 +525,20 @@ class Frame:
         )
         if status:
             raise self._chunk_error(chunk, STATUS_WORDS[status])
+
+    def _side_values(self) -> ByteArray:
+        """The side data, decoded at the first call; two threads may both do it."""
+        if self._side is None:
+            header = self._header
+            if not header.n_row_dims:
+                self._side = np.empty(0, np.uint8)
+                return self._side
+            stream = np.frombuffer(header.side_stream, np.uint8)
+            try:
+                self._side = decode_side(header.side_descriptor, stream, sum(header.matrix))
+            except CorruptionError as error:
+                raise self._error(f"side data: {error}", 52) from error
+        return self._side
 
     def _decode_zstd(self, dst: ByteArray, start: int, threads: int, check: bool) -> None:
         stop = start + dst.size
@@ -570,6 +595,6 @@ def _plane_name(dtype: DType, split: Split, plane: int) -> str:
     if split == Split.WHOLE:
         return "all"
     if split == Split.FLOAT and plane < 2:
-        return ("exponent", "sign+mantissa")[plane]
+        return ("exponent", "mantissa+sign")[plane] if dtype.unit_nbytes > 1 else "all"
     kind = "mantissa" if split == Split.FLOAT else "byte"
     return f"{kind} {dtype.unit_nbytes - 1 - plane}"

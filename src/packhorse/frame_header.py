@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from packhorse import _core
 from packhorse.codecs.base import ByteArray, choose_isa
+from packhorse.codecs.side import matrix_of
 from packhorse.errors import CompatibilityError, CorruptionError, TruncationError
 from packhorse.layout import (
     CRITICAL_FLAGS,
@@ -30,9 +31,12 @@ from packhorse.layout import (
     MAX_CHUNK_LOG,
     MAX_CHUNK_NBYTES,
     MAX_DIMS,
+    MAX_SIDE_NBYTES,
     MIN_CHUNK_LOG,
+    STREAM_NBYTES_BITS,
     STREAM_NBYTES_MASK,
     DType,
+    Mode,
     Split,
 )
 
@@ -48,6 +52,9 @@ __all__ = [
     "read_header",
     "write_header",
 ]
+
+_CRC = slice(HEADER_CRC_OFFSET, HEADER_CRC_OFFSET + 4)
+_SIDE_AT = 48  # of n_row_dims; the descriptor is 4 bytes on
 
 Table = NDArray[np.uint32]  # a row for each chunk: CRC32C, then a descriptor for each plane
 
@@ -65,6 +72,14 @@ class FrameHeader:
     header_nbytes: int
     frame_nbytes: int
     table: Table
+    n_row_dims: int
+    side_descriptor: int
+    side_stream: bytes
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns that the side data are about; zeros if there are none."""
+        return matrix_of(self.dtype, self.shape, self.n_row_dims) if self.n_row_dims else (0, 0)
 
     @property
     def nbytes(self) -> int:
@@ -91,9 +106,9 @@ def padded(n: int) -> int:
     return -(-n // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
 
-def frame_header_nbytes(n_dims: int, n_chunks: int, n_planes: int) -> int:
+def frame_header_nbytes(n_dims: int, n_chunks: int, n_planes: int, side_nbytes: int) -> int:
     """Bytes of a header, padding included."""
-    return padded(FIXED_HEADER_NBYTES + 8 * n_dims + 4 * n_chunks * (1 + n_planes))
+    return padded(FIXED_HEADER_NBYTES + 8 * n_dims + 4 * n_chunks * (1 + n_planes) + side_nbytes)
 
 
 def payload_nbytes(table: Table) -> int:
@@ -142,12 +157,16 @@ def write_header(header: FrameHeader, dst: ByteArray) -> None:
         header.content_hash,
         len(header.table),
         0,
+        header.n_row_dims,
+        bytes(3),
+        header.side_descriptor,
     )
     text = fixed + np.array(header.shape, "<u8").tobytes() + header.table.tobytes()
+    text += header.side_stream
     dst[: len(text)] = np.frombuffer(text, np.uint8)
     dst[len(text) :] = 0
     crc = _core.crc32c(dst, int(choose_isa()))
-    dst[HEADER_CRC_OFFSET:FIXED_HEADER_NBYTES] = np.array([crc], "<u4").view(np.uint8)
+    dst[_CRC] = np.array([crc], "<u4").view(np.uint8)
 
 
 def label(name: str | None) -> str:
@@ -183,7 +202,8 @@ class _Reader:
         self.need(FIXED_HEADER_NBYTES, "a frame header")
         fields = FIXED_HEADER.unpack(self.data[:FIXED_HEADER_NBYTES].tobytes())
         magic, version, code, n_dims, split_code, flags, level, chunk_log = fields[:8]
-        header_nbytes, frame_nbytes, digest, n_chunks, _ = fields[8:]
+        header_nbytes, frame_nbytes, digest, n_chunks, _ = fields[8:13]
+        n_row_dims, reserved, side_descriptor = fields[13:]
         if magic != FRAME_MAGIC:
             raise self.fail(0, f"magic is {magic.hex()}, a frame begins with {FRAME_MAGIC.hex()}")
         if version == 0:
@@ -202,7 +222,8 @@ class _Reader:
         ):
             raise self.fail(11, f"chunk_log is {chunk_log}, out of range for {dtype.name}")
         n_planes = n_planes_of(dtype, split)
-        if header_nbytes != frame_header_nbytes(n_dims, n_chunks, n_planes):
+        side_nbytes = side_descriptor & STREAM_NBYTES_MASK
+        if header_nbytes != frame_header_nbytes(n_dims, n_chunks, n_planes, side_nbytes):
             raise self.fail(12, f"header_nbytes is {header_nbytes}, which its fields contradict")
         self.need(header_nbytes, "the header")
         self.check_crc(header_nbytes)
@@ -212,13 +233,28 @@ class _Reader:
         if max_nbytes is not None and nbytes > max_nbytes:
             words = f"the tensor has {nbytes} bytes, more than max_nbytes = {max_nbytes}"
             raise self.fail(FIXED_HEADER_NBYTES, words)
+        if any(reserved):
+            raise self.fail(_SIDE_AT + 1, "reserved bytes are not zero")
+        self.check_side(n_row_dims, side_descriptor, dtype, split, shape)
         table_at = FIXED_HEADER_NBYTES + 8 * n_dims
         table_end = table_at + 4 * n_chunks * (1 + n_planes)
         table = self.data[table_at:table_end].copy().view("<u4").reshape(n_chunks, 1 + n_planes)
-        if self.data[table_end:header_nbytes].any():
-            raise self.fail(table_end, "padding of the header is not zero")
+        side_end = table_end + side_nbytes
+        if self.data[side_end:header_nbytes].any():
+            raise self.fail(side_end, "padding of the header is not zero")
         header = FrameHeader(
-            dtype, shape, split, level, chunk_log, digest, header_nbytes, frame_nbytes, table
+            dtype,
+            shape,
+            split,
+            level,
+            chunk_log,
+            digest,
+            header_nbytes,
+            frame_nbytes,
+            table,
+            n_row_dims,
+            side_descriptor,
+            self.data[table_end:side_end].tobytes(),
         )
         self.check_length(header, self.check_descriptors(header, table_at))
         return header
@@ -234,8 +270,8 @@ class _Reader:
 
     def check_crc(self, header_nbytes: int) -> None:
         text = self.data[:header_nbytes].copy()
-        stored = int(text[HEADER_CRC_OFFSET:FIXED_HEADER_NBYTES].view("<u4")[0])
-        text[HEADER_CRC_OFFSET:FIXED_HEADER_NBYTES] = 0
+        stored = int(text[_CRC].view("<u4")[0])
+        text[_CRC] = 0
         if _core.crc32c(text, int(choose_isa())) != stored:
             raise self.fail(HEADER_CRC_OFFSET, "the header's checksum does not match")
 
@@ -250,6 +286,27 @@ class _Reader:
             words = f"{numel} elements of {dtype.name} are not a whole number of bytes"
             raise self.fail(FIXED_HEADER_NBYTES, words)
         return shape, _logical_nbytes(dtype, numel)
+
+    def check_side(
+        self, n_row_dims: int, descriptor: int, dtype: DType, split: Split, shape: tuple[int, ...]
+    ) -> None:
+        """Checks what the header says of side data, but not their stream."""
+        if (n_row_dims == 0) != (descriptor == 0):
+            raise self.fail(_SIDE_AT, "one of n_row_dims and side descriptor is zero, not both")
+        if n_row_dims == 0:
+            return
+        if split != Split.FLOAT or n_row_dims >= len(shape) or 0 in shape:
+            words = f"side data after {n_row_dims} dimensions are not allowed for"
+            raise self.fail(_SIDE_AT, f"{words} split {int(split)}, shape {shape}")
+        nbytes = sum(matrix_of(dtype, shape, n_row_dims))
+        if nbytes > MAX_SIDE_NBYTES:
+            words = f"side data would have {nbytes} bytes, at most {MAX_SIDE_NBYTES} are allowed"
+            raise self.fail(_SIDE_AT, words)
+        mode, length = descriptor >> STREAM_NBYTES_BITS, descriptor & STREAM_NBYTES_MASK
+        if mode not in (Mode.STORED, Mode.PALETTE, Mode.RANS) or (
+            mode == Mode.STORED and length != nbytes
+        ):
+            raise self.fail(_SIDE_AT + 4, "mode or length of the side data is not allowed")
 
     def check_descriptors(self, header: FrameHeader, table_at: int) -> int:
         """Checks mode and length of every stream; returns the length of the payload."""

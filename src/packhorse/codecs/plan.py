@@ -7,16 +7,19 @@ depend on the number of threads, and it says why.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from packhorse import _core
 from packhorse.codecs import zstd
 from packhorse.codecs.base import ByteArray, choose_isa
+from packhorse.codecs.side import SideData, choose_side
 from packhorse.layout import (
     CHUNK_NBYTES,
     DTYPE_BY_NAME,
+    MAX_LEVEL_CHUNK_NBYTES,
     ZSTD_CHUNK_NBYTES,
     DType,
     Level,
@@ -46,6 +49,7 @@ class Plan:
         chunk_log: log2 of the units of a chunk.
         estimated_nbytes: expected encoded bytes, headers not counted; from samples.
         reason: one line for people.
+        side: what predicts the exponents from row and column; often nothing.
     """
 
     split: Split
@@ -54,6 +58,7 @@ class Plan:
     chunk_log: int
     estimated_nbytes: int
     reason: str
+    side: SideData = field(default_factory=SideData.none, repr=False)
 
 
 def chunk_log_for(unit_nbytes: int, n_units: int, chunk_nbytes: int = CHUNK_NBYTES) -> int:
@@ -65,22 +70,29 @@ def chunk_log_for(unit_nbytes: int, n_units: int, chunk_nbytes: int = CHUNK_NBYT
     return log
 
 
+def _chunk_nbytes(level: Level) -> int:
+    return MAX_LEVEL_CHUNK_NBYTES if level == Level.MAX else CHUNK_NBYTES
+
+
 def natural_split(dtype: DType) -> Split:
     """The split that separates what the dtype mixes: its last in the table of docs/format.md."""
     return dtype.splits[-1]
 
 
-def choose_plan(data: ByteArray, dtype_name: str, level: Level) -> Plan:
+def choose_plan(data: ByteArray, dtype_name: str, shape: Sequence[int], level: Level) -> Plan:
     """Plans for a tensor's bytes.
 
     Args:
         data: all bytes of the tensor, one-dimensional.
         dtype_name: safetensors' name.
+        shape: the tensor's shape.
         level: how hard to try.
     """
     dtype = DTYPE_BY_NAME[dtype_name]
     split = natural_split(dtype)
-    chunk_log = chunk_log_for(dtype.unit_nbytes, data.size // dtype.unit_nbytes)
+    chunk_log = chunk_log_for(
+        dtype.unit_nbytes, data.size // dtype.unit_nbytes, _chunk_nbytes(level)
+    )
     if data.size == 0:
         return Plan(split, level, False, chunk_log, 0, "no elements")
     estimates = _estimate_planes(data, dtype, split, level)
@@ -97,7 +109,12 @@ def choose_plan(data: ByteArray, dtype_name: str, level: Level) -> Plan:
         reason = "incompressible in a sample: stored"
         return Plan(Split.WHOLE, level, False, chunk_log, data.size, reason)
     words = ", ".join(f"{Mode(mode).name.lower()} {_bits(n, data, dtype)}" for mode, n in estimates)
-    return Plan(split, level, False, chunk_log, planes_nbytes, f"planes in bits: {words}")
+    reason = f"planes in bits: {words}"
+    side = choose_side(data, dtype, shape, level)
+    if side.saving:
+        planes_nbytes -= side.saving
+        reason += f"; row and column save {_bits(side.saving, data, dtype)}"
+    return Plan(split, level, False, chunk_log, planes_nbytes, reason, side)
 
 
 def _bits(nbytes: int, data: ByteArray, dtype: DType) -> str:
@@ -118,7 +135,7 @@ def _may_repeat(dtype: DType, estimates: list[tuple[int, int]], nbytes: int) -> 
     is not, the data is not weights."""
     if all(mode == Mode.CONSTANT for mode, _ in estimates):
         return False
-    if Split.FLOAT not in dtype.splits and not dtype.name.startswith("F8"):
+    if Split.FLOAT not in dtype.splits:
         return True
     return estimates[-1][1] * dtype.unit_nbytes <= nbytes * _REPETITIVE * (
         1 if dtype.unit_nbytes > 1 else 0.5

@@ -1,0 +1,260 @@
+// Encoding a chunk (docs/format.md, section 5): split it into planes (scratch that stays in L2),
+// pick a mode for each from a sample, and write the streams. Split 0 with units of more than a byte
+// knows stored and constant alone; zstd chunks never get here (codecs/zstd.py has them).
+#pragma once
+
+#include "choose.hpp"
+#include "chunk.hpp"
+#include "rans_encode.hpp"
+
+namespace packhorse {
+
+// One worker's memory; `classes`, `yielded` and `sorted` may be null where nothing is classed.
+struct EncodeScratch {
+    uint8_t* planes[kMaxPlanes];  // chunk units + kPlaneSlack each
+    uint8_t* escapes;             // chunk units
+    uint8_t* words;               // two bytes a chunk unit + kPlaneSlack
+    uint8_t* classes;             // chunk units
+    uint8_t* yielded;             // chunk units: plane 0 less its prediction
+    uint8_t* sorted[2];           // chunk units each: planes 0 and 1 in the order by class
+    ClassStarts starts[2];
+    RansEncodeTables* tables;
+    PlaneChoice choices[kMaxPlanes];
+    const uint8_t* next_src = nullptr;  // units that this worker will probably encode next
+    bool cold_output = false;  // whether the output goes to memory that is not in the cache
+};
+
+// What an rANS stream is made from: a plane in the order of units, for its raw bits, and in the
+// order of coding.
+struct RansSource {
+    const uint8_t* plane;
+    const uint8_t* units;
+    ClassStarts starts;  // a plain stream has one class
+};
+
+inline RansSource plain_source(const uint8_t* plane, std::size_t n) {
+    return {plane, plane, {{0, n, n, n, n}}};
+}
+
+// Writes the fields before the states; returns the end.
+inline uint8_t* write_rans_header(const PlaneChoice& choice, const RawBits& raw, uint32_t lanes_log,
+                                  std::size_t n_escapes, uint8_t* dst) {
+    dst[0] = static_cast<uint8_t>(lanes_log);
+    dst[1] = static_cast<uint8_t>(kProbBits);
+    dst[2] = static_cast<uint8_t>(raw.n_bits);
+    dst[3] = static_cast<uint8_t>(raw.mask);
+    store(dst + 4, static_cast<uint32_t>(n_escapes));
+    if (choice.mode == Mode::kRans) return write_model(choice.models[0], dst + kModelOffset);
+    write_class_rule(choice.rule, dst);
+    dst += kClassedModelsOffset;
+    for (uint32_t c = 0; c < choice.rule.n_classes; ++c) dst = write_model(choice.models[c], dst);
+    return dst;
+}
+
+inline std::size_t rans_header_nbytes(const PlaneChoice& choice) {
+    if (choice.mode == Mode::kRans)
+        return kModelOffset + model_nbytes(choice.models[0].n_in_range());
+    std::size_t nbytes = kClassedModelsOffset;
+    for (uint32_t c = 0; c < choice.rule.n_classes; ++c)
+        nbytes += model_nbytes(choice.models[c].n_in_range());
+    return nbytes;
+}
+
+// Writes an rANS stream, plain or classed, of at most `capacity` bytes; `carried` are 2 * n_lanes
+// bytes to hide in the states, or null. 0 if it does not fit.
+inline std::size_t write_rans(const RansSource& source, const PlaneChoice& choice,
+                              const uint8_t* carried, EncodeScratch& scratch, uint8_t* dst,
+                              std::size_t capacity, Ahead& ahead, Isa isa) {
+    const std::size_t n = source.starts.at[kMaxClasses];
+    const uint32_t lanes_log = choose_lanes_log(n);
+    const std::size_t n_lanes = std::size_t{1} << lanes_log;
+    uint8_t* const words_end = scratch.words + 2 * n + kPlaneSlack;
+    uint8_t* const escapes_end = scratch.escapes + n;
+    RansEncoded encoded;
+    encoded.words = words_end;
+    encoded.escapes = escapes_end;
+    for (std::size_t lane = 0; lane < n_lanes; ++lane)
+        encoded.states[lane] =
+            kStateLowerBound | (carried == nullptr ? 0u : load<uint16_t>(carried + 2 * lane));
+    const uint32_t n_classes = choice.mode == Mode::kRans ? 1 : choice.rule.n_classes;
+    for (uint32_t c = n_classes; c-- > 0;) {
+        fill_encode_tables(choice.models[c], *scratch.tables);
+        rans_encode(source.units + source.starts.at[c], source.starts.count(c), choice.models[c],
+                    *scratch.tables, lanes_log, encoded, ahead, isa);
+    }
+    const uint32_t raw_bits = choice.models[0].raw_bits;
+    const uint32_t raw_mask = (1u << raw_bits) - 1;
+    const RawBits raw{raw_bits, raw_bits == 0 ? 0 : used_bits(source.plane, n) & raw_mask};
+    const auto words_nbytes = static_cast<std::size_t>(words_end - encoded.words);
+    const auto n_escapes = static_cast<std::size_t>(escapes_end - encoded.escapes);
+    const std::size_t nbytes =
+        rans_header_nbytes(choice) + 4 * n_lanes + raw_nbytes(raw, n) + n_escapes + words_nbytes;
+    if (nbytes >= capacity) return 0;
+    uint8_t* at = write_rans_header(choice, raw, lanes_log, n_escapes, dst);
+    std::memcpy(at, encoded.states, 4 * n_lanes);
+    at = write_raw_bits(source.plane, n, raw, at + 4 * n_lanes, isa);
+    std::memcpy(at, encoded.escapes, n_escapes);
+    std::memcpy(at + n_escapes, encoded.words, words_nbytes);
+    return nbytes;
+}
+
+// One stream that is not stored, or 0 if it would not be smaller than the plane. `p` is its number.
+inline std::size_t write_stream(const uint8_t* plane, std::size_t n, uint32_t p,
+                                const uint8_t* carried, EncodeScratch& scratch, uint8_t* dst,
+                                Ahead& ahead, Isa isa) {
+    const PlaneChoice& choice = scratch.choices[p];
+    if (choice.mode == Mode::kConstant) {
+        dst[0] = plane[0];
+        return 1;
+    }
+    if (choice.mode == Mode::kPalette) return palette_encode(plane, n, choice.palette, dst, n, isa);
+    if (choice.mode == Mode::kRans)
+        return write_rans(plain_source(plane, n), choice, carried, scratch, dst, n, ahead, isa);
+    const bool predicted = choice.rule.source == ClassSource::kPrediction;
+    const RansSource source{predicted ? scratch.yielded : plane, scratch.sorted[p],
+                            scratch.starts[p]};
+    return write_rans(source, choice, carried, scratch, dst, n, ahead, isa);
+}
+
+// Stores a plane whose stream does not pay, and every plane that plane 0 leads if it is plane 0.
+inline void drop_choice(uint32_t plane, EncodeScratch& scratch) {
+    scratch.choices[plane].mode = Mode::kStored;
+    if (plane == 0 && scratch.choices[1].mode == Mode::kClassedRans)
+        scratch.choices[1].mode = Mode::kStored;
+}
+
+// Writes all streams for the choices made; on a stream that does not pay, turns its choice to
+// stored and returns 0.
+inline std::size_t write_streams(const uint8_t* const* planes, std::size_t n, const PlaneSpec& spec,
+                                 EncodeScratch& scratch, uint8_t* dst, uint32_t* descriptors,
+                                 Isa isa) {
+    std::size_t n_rans = 0;
+    uint32_t carrier = kMaxPlanes;
+    for (uint32_t p = 0; p < spec.n_planes; ++p) {
+        if (is_rans(scratch.choices[p].mode)) ++n_rans;
+        if (scratch.choices[p].mode == Mode::kStored) carrier = p;
+    }
+    const std::size_t carried_each = std::size_t{2} << choose_lanes_log(n);
+    const std::size_t n_carried = n_rans * carried_each;
+    const bool carries = n_carried > 0 && carrier < kMaxPlanes && n >= n_carried;
+    std::size_t used = 0;
+    for (uint32_t p = 0; p < spec.n_planes; ++p) {
+        if (scratch.choices[p].mode != Mode::kStored) continue;
+        const std::size_t nbytes = n - (carries && p == carrier ? n_carried : 0);
+        std::memcpy(dst + used, planes[p], nbytes);
+        descriptors[p] = make_descriptor(Mode::kStored, nbytes);
+        used += nbytes;
+    }
+    const uint8_t* carried = carries ? planes[carrier] + n - n_carried : nullptr;
+    // While rANS computes, fetch the next chunk's units and the place where its stored planes will
+    // probably go: past a third of this plane.
+    Ahead ahead;
+    if (n_rans > 0 && scratch.next_src != nullptr) {
+        ahead.read = reinterpret_cast<uintptr_t>(scratch.next_src);
+        ahead.read_step = 128 * spec.unit_nbytes / n_rans;
+    }
+    if (n_rans > 0 && scratch.cold_output) {
+        ahead.write = reinterpret_cast<uintptr_t>(dst + used + n_rans * n / 3);
+        ahead.write_step = 128 * used / n / n_rans;
+    }
+    for (uint32_t p = 0; p < spec.n_planes; ++p) {
+        PlaneChoice& choice = scratch.choices[p];
+        if (choice.mode == Mode::kStored) continue;
+        const std::size_t nbytes =
+            write_stream(planes[p], n, p, carried, scratch, dst + used, ahead, isa);
+        if (nbytes == 0) {
+            drop_choice(p, scratch);
+            return 0;
+        }
+        if (carries && is_rans(choice.mode)) carried += carried_each;
+        descriptors[p] = make_descriptor(choice.mode, nbytes);
+        used += nbytes;
+    }
+    return used;
+}
+
+// Split 0, units of more than one byte.
+inline std::size_t encode_whole(const uint8_t* src, std::size_t n, std::size_t item, uint8_t* dst,
+                                uint32_t* descriptors) {
+    const bool constant = is_constant(src, n, item);
+    const std::size_t nbytes = constant ? item : n * item;
+    std::memcpy(dst, src, nbytes);
+    descriptors[0] = make_descriptor(constant ? Mode::kConstant : Mode::kStored, nbytes);
+    return nbytes;
+}
+
+// Turns plane 0 to classed rANS by prediction if that is estimated to be shorter than `nbytes`.
+inline void try_prediction(const uint8_t* plane, std::size_t n, std::size_t first,
+                           const SideData& side, Level level, std::size_t nbytes,
+                           EncodeScratch& scratch, Isa isa) {
+    uint8_t* const q = scratch.sorted[0];  // not in use yet
+    predict_classes(side, first, n, q, scratch.classes, isa);
+    subtract_prediction(plane, q, n, scratch.yielded, isa);
+    scratch.starts[0] = count_classes(scratch.classes, n, isa);
+    sort_by_class(scratch.yielded, scratch.classes, n, scratch.starts[0], scratch.sorted[0], isa);
+    PlaneChoice candidate;
+    candidate.mode = Mode::kClassedRans;
+    candidate.rule = {ClassSource::kPrediction, kPredictionClasses, {}};
+    const std::size_t estimate = choose_class_models(scratch.sorted[0], scratch.starts[0],
+                                                     level_spec(level).sample_units, 0, candidate);
+    if (estimate < nbytes) scratch.choices[0] = candidate;
+}
+
+// Turns plane 1 to classed rANS led by plane 0, whose stream yields `lead`, if that is estimated to
+// be shorter than `nbytes`.
+inline void try_lead(const uint8_t* lead, const uint8_t* plane, std::size_t n, std::size_t nbytes,
+                     EncodeScratch& scratch, Isa isa) {
+    JointHistogram joint;
+    count_jointly(lead, plane, n, joint);
+    PlaneChoice candidate;
+    candidate.mode = Mode::kClassedRans;
+    candidate.rule = {};
+    choose_thresholds(joint, candidate.rule);
+    lead_classes(lead, n, candidate.rule, scratch.classes, isa);
+    scratch.starts[1] = count_classes(scratch.classes, n, isa);
+    sort_by_class(plane, scratch.classes, n, scratch.starts[1], scratch.sorted[1], isa);
+    const std::size_t estimate =
+        choose_class_models(scratch.sorted[1], scratch.starts[1], ~0u, kLedRawBits, candidate);
+    if (estimate < nbytes) scratch.choices[1] = candidate;
+}
+
+// Chooses the modes of all planes of a chunk that begins at unit `first` of the tensor.
+inline void choose_modes(const uint8_t* const* planes, std::size_t n, std::size_t first,
+                         const PlaneSpec& spec, const SideData& side, Level level,
+                         EncodeScratch& scratch, Isa isa) {
+    std::size_t nbytes[kMaxPlanes];
+    for (uint32_t p = 0; p < spec.n_planes; ++p)
+        nbytes[p] = choose_mode(planes[p], n, n, level, scratch.choices[p]);
+    PlaneChoice& leading = scratch.choices[0];
+    if (side.rows != nullptr && leading.mode != Mode::kConstant)
+        try_prediction(planes[0], n, first, side, level, nbytes[0], scratch, isa);
+    if (level != Level::kMax || spec.n_planes == 1) return;
+    if (is_rans(leading.mode) || leading.mode == Mode::kPalette)
+        try_lead(leading.mode == Mode::kClassedRans ? scratch.yielded : planes[0], planes[1], n,
+                 nbytes[1], scratch, isa);
+}
+
+// Encodes `n` >= 1 units, of which the first is unit `first` of the tensor. `dst` has room for
+// round_up(n * unit_nbytes, 64) bytes; returns the padded length of the chunk.
+inline std::size_t encode_chunk(const uint8_t* src, std::size_t n, std::size_t first,
+                                const PlaneSpec& spec, const SideData& side, Level level,
+                                EncodeScratch& scratch, uint8_t* dst, uint32_t* descriptors,
+                                Isa isa) {
+    std::size_t used = 0;
+    if (item_nbytes(spec) > 1) {
+        used = encode_whole(src, n, spec.unit_nbytes, dst, descriptors);
+    } else {
+        const uint8_t* planes[kMaxPlanes] = {src};
+        if (spec.splits()) {
+            split_planes(src, n, spec, scratch.planes, isa);
+            for (uint32_t p = 0; p < spec.n_planes; ++p) planes[p] = scratch.planes[p];
+        }
+        choose_modes(planes, n, first, spec, side, level, scratch, isa);
+        while (used == 0) used = write_streams(planes, n, spec, scratch, dst, descriptors, isa);
+    }
+    const std::size_t padded = round_up(used, kFrameAlignment);
+    std::memset(dst + used, 0, padded - used);
+    return padded;
+}
+
+}  // namespace packhorse

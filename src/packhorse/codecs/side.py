@@ -1,0 +1,148 @@
+"""Side data: a byte for each row and each column of a tensor, which predict its exponents
+(docs/format.md, sections 2 and 6.5).
+
+Optimizer states gain most: the size of a gradient follows its row and its column. A sample decides
+whether a tensor gains enough; levels below `max` ask for much, because classed decoding is slower.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from packhorse import _core
+from packhorse.codecs.base import ByteArray, as_bytes, choose_isa, decode_plane, encode_plane
+from packhorse.errors import CorruptionError
+from packhorse.layout import (
+    MAX_SIDE_NBYTES,
+    STREAM_NBYTES_BITS,
+    STREAM_NBYTES_MASK,
+    DType,
+    Level,
+    Mode,
+    Split,
+)
+
+__all__ = ["SideData", "choose_side", "decode_side", "matrix_of", "side_capacity"]
+
+_MIN_UNITS = 1 << 15
+_MIN_SIDE = 16  # rows, and columns: fewer tell too little
+_UNITS_PER_SIDE_BYTE = 32  # below this many the side data cost too much
+# What plane 0 must lose by prediction, as a share of its size, and how much is sampled for it.
+_MUST_SAVE = {Level.DEFAULT: 1 / 8, Level.MAX: 1 / 128}
+_SAMPLE_ROWS = {Level.DEFAULT: 32, Level.MAX: 128}
+_SAMPLE_COLUMNS = {Level.DEFAULT: 512, Level.MAX: 4096}
+
+
+@dataclass(frozen=True)
+class SideData:
+    """The side data of a frame.
+
+    Attributes:
+        n_row_dims: how many leading dimensions make the rows; 0 for no side data.
+        n_rows: product of those dimensions.
+        values: n_rows + n_columns bytes; empty for no side data.
+        stream: the values as they stand in the header.
+        descriptor: mode and length of the stream.
+        saving: estimated bytes that plane 0 loses by it.
+    """
+
+    n_row_dims: int
+    n_rows: int
+    values: bytes
+    stream: bytes
+    descriptor: int
+    saving: int
+
+    @staticmethod
+    def none() -> "SideData":
+        """No side data."""
+        return SideData(0, 0, b"", b"", 0, 0)
+
+
+def matrix_of(dtype: DType, shape: Sequence[int], n_row_dims: int) -> tuple[int, int]:
+    """Rows and columns, in units, of a tensor of at least one element."""
+    rows = math.prod(shape[:n_row_dims])
+    units = math.prod(shape) * dtype.bits // (8 * dtype.unit_nbytes)
+    return rows, units // rows
+
+
+def side_capacity(dtype: DType, shape: Sequence[int]) -> int:
+    """The most bytes that side data of such a tensor can take in its header."""
+    return max((sum(matrix_of(dtype, shape, dims)) for dims in _views(dtype, shape)), default=0)
+
+
+def _views(dtype: DType, shape: Sequence[int]) -> list[int]:
+    """The `n_row_dims` worth trying: after the first dimension, and before the last."""
+    if Split.FLOAT not in dtype.splits or math.prod(shape) < _MIN_UNITS:
+        return []
+    views = []
+    for dims in sorted({1, len(shape) - 1} & set(range(1, len(shape)))):
+        rows, columns = matrix_of(dtype, shape, dims)
+        fits = (rows + columns) * _UNITS_PER_SIDE_BYTE <= rows * columns
+        if min(rows, columns) >= _MIN_SIDE and rows + columns <= MAX_SIDE_NBYTES and fits:
+            views.append(dims)
+    return views
+
+
+def choose_side(data: ByteArray, dtype: DType, shape: Sequence[int], level: Level) -> SideData:
+    """The side data of a tensor that gains by it, else none.
+
+    Args:
+        data: all bytes of the tensor, one-dimensional.
+        dtype: its dtype.
+        shape: its shape.
+        level: how hard to try; `fast` never does.
+    """
+    if level not in _MUST_SAVE:
+        return SideData.none()
+    isa = int(choose_isa())
+    best, best_saving = 0, 0
+    for dims in _views(dtype, shape):
+        rows, columns = matrix_of(dtype, shape, dims)
+        plain, predicted = _core.estimate_side_data(
+            data, dtype.unit_nbytes, rows, _SAMPLE_ROWS[level], _SAMPLE_COLUMNS[level], isa
+        )
+        saving = plain - predicted
+        if saving > max(best_saving, plain * _MUST_SAVE[level]):
+            best, best_saving = dims, saving
+    if not best:
+        return SideData.none()
+    rows, columns = matrix_of(dtype, shape, best)
+    values = np.empty(rows + columns, np.uint8)
+    _core.make_side_data(data, dtype.unit_nbytes, rows, values, isa)
+    mode, stream = _encode(values)
+    if len(stream) >= best_saving:
+        return SideData.none()
+    descriptor = mode << STREAM_NBYTES_BITS | len(stream)
+    saving = best_saving - len(stream)
+    return SideData(best, rows, values.tobytes(), stream, descriptor, saving)
+
+
+def _encode(values: ByteArray) -> tuple[Mode, bytes]:
+    streams = [(Mode.STORED, values.tobytes())]
+    for mode in (Mode.RANS, Mode.PALETTE):
+        stream = encode_plane(values, mode)
+        if stream is not None:
+            streams.append((mode, stream))
+    return min(streams, key=lambda item: len(item[1]))
+
+
+def decode_side(descriptor: int, stream: ByteArray, nbytes: int) -> ByteArray:
+    """The values of side data.
+
+    Args:
+        descriptor: from the header.
+        stream: its bytes.
+        nbytes: rows plus columns.
+
+    Raises:
+        CorruptionError: the stream breaks a rule of its mode.
+    """
+    mode = Mode(descriptor >> STREAM_NBYTES_BITS)
+    if mode == Mode.STORED:
+        if descriptor & STREAM_NBYTES_MASK != nbytes:
+            raise CorruptionError(f"side data have {len(stream)} bytes; there must be {nbytes}")
+        return as_bytes(stream, "stream")
+    return decode_plane(stream, mode, nbytes)
