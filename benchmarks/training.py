@@ -3,7 +3,7 @@
 A small LLaMA-like model learns the sources of Python's standard library on one thread: fp32 masters
 and AdamW moments, and bf16 copies that the model computes with. Weights and moments are kept at
 steps a factor of two apart, at the last step and at its neighbours. A few steps more are done with
-weights and moments in pure bf16. It takes about 15 minutes of one core and 3.2 GB of disk, in
+weights and moments in pure bf16. It takes 15 to 20 minutes of one core and 3.2 GB of disk, in
 `$PACKHORSE_BENCH_DATA/training`, by default `~/.cache/packhorse-bench/training`.
 
 On one machine the files are the same each time, also if the run was stopped and resumed. Machines
