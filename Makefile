@@ -23,7 +23,7 @@ export MODEL
 # More arguments for pytest: make test ARGS="-k container -x"
 ARGS ?=
 
-.PHONY: help venv demo test lint format bench sanitize clean
+.PHONY: help venv demo test lint format bench training sanitize clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -50,6 +50,9 @@ format: .venv/.lint ## let the formatters rewrite the sources
 
 bench: .venv/.bench .venv/.model ## time Packhorse and its rivals on the same data
 	@$(PY) benchmarks/run.py $(ARGS)
+
+training: .venv/.bench ## make the training run of the benchmark data (15 minutes; make training ARGS=--resume goes on)
+	@$(PY) benchmarks/training.py $(ARGS)
 
 sanitize: .venv/.sanitize .venv/.model ## run the tests on a core built with ASan and UBSan
 	@LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \

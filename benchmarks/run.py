@@ -32,6 +32,7 @@ DOCUMENT = HERE.parent / "docs" / "benchmarks.md"
 README = HERE.parent / "README.md"
 QUICK_NBYTES = 16_000_000
 QUICK_ROUNDS = 3
+HEAVY = ("array", "shapes")  # of a data set; not kept with the figures
 SIMD_VARIABLE = "PACKHORSE_SIMD"
 RECYCLING_MALLOC = {
     "MALLOC_MMAP_MAX_": "0",
@@ -114,7 +115,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     for name in names:
         dataset = data.make(name, limit_nbytes=limit)
         rows = _one_set(dataset, codecs, args.threads, rounds, result["absent"])
-        described = {key: value for key, value in vars(dataset).items() if key != "array"}
+        described = {key: value for key, value in vars(dataset).items() if key not in HEAVY}
         result["data"].append({**described, "nbytes": dataset.array.nbytes})
         result["rows"] += rows
         print(f"\n{report.heading(result['data'][-1])}\n\n{report.table(rows)}", flush=True)

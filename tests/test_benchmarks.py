@@ -54,6 +54,60 @@ def test_data_with_another_hash_is_refused(
         benchmarks["data"].make("fp8_e4m3")
 
 
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("emb_fp32", {"embed_tokens.weight": (16384, 1024)}),
+        ("llm_bf16", {"matrix_0": (4096, 4096), "matrix_1": (4096, 4096)}),
+        ("zeros_bf16", {"zeros": (1 << 25,)}),
+    ],
+)
+def test_tensors_are_views_that_cover_the_array(
+    benchmarks: dict[str, ModuleType], name: str, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    dataset = benchmarks["data"].make(name)
+    assert {key: tensor.shape for key, tensor in dataset.tensors} == shapes
+    address = dataset.array.ctypes.data
+    for _, tensor in dataset.tensors:
+        assert tensor.ctypes.data == address
+        address += tensor.nbytes
+    assert address == dataset.array.ctypes.data + dataset.array.nbytes
+
+
+def test_model_set_has_the_tensors_of_the_file(benchmarks: dict[str, ModuleType]) -> None:
+    published = safetensors_torch.load_file(benchmarks["data"].model_path())
+    wanted = {name: t for name, t in published.items() if t.dtype == torch.float32}
+    tensors = dict(benchmarks["data"].make("model_fp32").tensors)
+    assert tensors.keys() == wanted.keys()
+    for name, tensor in tensors.items():
+        assert np.array_equal(tensor, wanted[name].numpy())
+
+
+@pytest.mark.parametrize(
+    ("limit", "shapes"),
+    [
+        (5 * 4096 - 1, [("embed_tokens.weight", (4, 1024))]),
+        (4095, [("embed_tokens.weight", (1023,))]),
+    ],
+)
+def test_limit_keeps_whole_rows(
+    benchmarks: dict[str, ModuleType], limit: int, shapes: list[tuple[str, tuple[int, ...]]]
+) -> None:
+    whole = benchmarks["data"].make("emb_fp32")
+    first = benchmarks["data"].make("emb_fp32", limit_nbytes=limit)
+    assert [(name, tensor.shape) for name, tensor in first.tensors] == shapes
+    assert np.array_equal(first.array, whole.array[: first.array.size])
+    assert first.sha256 != whole.sha256
+
+
+def test_limit_cuts_a_model_after_whole_tensors(benchmarks: dict[str, ModuleType]) -> None:
+    whole = benchmarks["data"].make("model_bf16")
+    nbytes = [tensor.nbytes for _, tensor in whole.tensors]
+    first = benchmarks["data"].make("model_bf16", limit_nbytes=sum(nbytes[:7]) + 1)
+    assert first.array.nbytes == sum(nbytes[:7])
+    assert [name for name, _ in first.tensors] == [name for name, _ in whole.tensors[:7]]
+
+
 class _Forgetful:
     """A codec that loses the last byte."""
 
