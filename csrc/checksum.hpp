@@ -116,12 +116,17 @@ PACKHORSE_AVX2 inline uint32_t crc32c_hardware(uint32_t crc, const uint8_t* src,
 
 #endif
 
-inline uint32_t crc32c(const uint8_t* src, std::size_t nbytes, Isa isa) {
+// Continues a CRC register, which begins as ~0 and whose complement is the CRC.
+inline uint32_t crc32c_continue(uint32_t crc, const uint8_t* src, std::size_t nbytes, Isa isa) {
 #if PACKHORSE_X86
-    if (isa >= Isa::kAvx2) return ~crc32c_hardware(~0u, src, nbytes);
+    if (isa >= Isa::kAvx2) return crc32c_hardware(crc, src, nbytes);
 #endif
     (void)isa;
-    return ~crc32c_portable(~0u, src, nbytes);
+    return crc32c_portable(crc, src, nbytes);
+}
+
+inline uint32_t crc32c(const uint8_t* src, std::size_t nbytes, Isa isa) {
+    return ~crc32c_continue(~0u, src, nbytes, isa);
 }
 
 constexpr std::size_t kXxh3LongMinNbytes = 241;
@@ -237,15 +242,22 @@ inline uint64_t xxh3_merge(const Xxh3Accumulator& acc, const uint8_t* secret, ui
     return sum ^ sum >> 32;
 }
 
-// XXH3-128 of `nbytes` >= kXxh3LongMinNbytes bytes, as its 16 canonical bytes.
-inline void xxh3_128_long(const uint8_t* src, std::size_t nbytes, uint8_t* dst, Isa isa) {
-    Xxh3Accumulator acc;
-    const std::size_t n_blocks = (nbytes - 1) / kXxh3BlockNbytes;
+// Full blocks; the last block of an input is never one of them.
+inline void xxh3_blocks(Xxh3Accumulator& acc, const uint8_t* src, std::size_t n_blocks, Isa isa) {
     for (std::size_t block = 0; block < n_blocks; ++block) {
         xxh3_stripes(acc, src + block * kXxh3BlockNbytes, kXxh3StripesPerBlock, isa);
         xxh3_scramble(acc);
     }
-    const std::size_t done = n_blocks * kXxh3BlockNbytes;
+}
+
+constexpr std::size_t xxh3_n_blocks(std::size_t nbytes) {
+    return (nbytes - 1) / kXxh3BlockNbytes;
+}
+
+// The 16 canonical bytes, after all full blocks of the `nbytes` at `src`.
+inline void xxh3_finish(Xxh3Accumulator& acc, const uint8_t* src, std::size_t nbytes, uint8_t* dst,
+                        Isa isa) {
+    const std::size_t done = xxh3_n_blocks(nbytes) * kXxh3BlockNbytes;
     xxh3_stripes(acc, src + done, (nbytes - 1 - done) / kXxh3StripeNbytes, isa);
     xxh3_stripe_portable(acc, src + nbytes - kXxh3StripeNbytes,
                          kXxh3Secret + kXxh3SecretNbytes - kXxh3StripeNbytes - 7);
@@ -254,6 +266,94 @@ inline void xxh3_128_long(const uint8_t* src, std::size_t nbytes, uint8_t* dst, 
                                      ~(nbytes * kXxhPrime64_2));
     store(dst, __builtin_bswap64(high));
     store(dst + 8, __builtin_bswap64(low));
+}
+
+// XXH3-128 of `nbytes` >= kXxh3LongMinNbytes bytes, as its 16 canonical bytes.
+inline void xxh3_128_long(const uint8_t* src, std::size_t nbytes, uint8_t* dst, Isa isa) {
+    Xxh3Accumulator acc;
+    xxh3_blocks(acc, src, xxh3_n_blocks(nbytes), isa);
+    xxh3_finish(acc, src, nbytes, dst, isa);
+}
+
+// Copying with checksums, one block of XXH3 at a time: each is in L1 for all that is done with it,
+// and in the same loop the memory behind it is fetched, to read and to write. That makes it faster
+// than a plain copy (docs/decisions.md, section 5).
+constexpr std::size_t kCopyAheadNbytes = 3072;
+
+inline void copy_line_ahead(const uint8_t* src, uint8_t* dst) {
+    __builtin_prefetch(src + kCopyAheadNbytes, 0, 3);
+    __builtin_prefetch(dst + kCopyAheadNbytes, 1, 3);
+}
+
+inline void copy_block_portable(const uint8_t* src, uint8_t* dst, Xxh3Accumulator* acc) {
+    std::memcpy(dst, src, kXxh3BlockNbytes);
+    if (acc != nullptr) xxh3_stripes_portable(*acc, src, kXxh3StripesPerBlock);
+}
+
+#if PACKHORSE_X86
+
+PACKHORSE_AVX2 inline void copy_block_avx2(const uint8_t* src, uint8_t* dst, Xxh3Accumulator* acc) {
+    for (std::size_t i = 0; i < kXxh3StripesPerBlock; ++i) {
+        const std::size_t at = i * kXxh3StripeNbytes;
+        for (std::size_t h = 0; h < kXxh3StripeNbytes; h += 32)
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + at + h),
+                                _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + at + h)));
+        copy_line_ahead(src + at, dst + at);
+    }
+    if (acc != nullptr) xxh3_stripes_avx2(*acc, src, kXxh3StripesPerBlock);
+}
+
+PACKHORSE_AVX512 inline void copy_block_avx512(const uint8_t* src, uint8_t* dst,
+                                               Xxh3Accumulator* acc) {
+    for (std::size_t i = 0; i < kXxh3StripesPerBlock; ++i) {
+        const std::size_t at = i * kXxh3StripeNbytes;
+        _mm512_storeu_si512(dst + at, _mm512_loadu_si512(src + at));
+        copy_line_ahead(src + at, dst + at);
+    }
+    if (acc != nullptr) xxh3_stripes_avx512(*acc, src, kXxh3StripesPerBlock);
+}
+
+#endif
+
+// Copies a block, and takes its stripes into `acc` unless that is null.
+inline void copy_block(const uint8_t* src, uint8_t* dst, Xxh3Accumulator* acc, Isa isa) {
+#if PACKHORSE_X86
+    if (isa == Isa::kAvx512) return copy_block_avx512(src, dst, acc);
+    if (isa == Isa::kAvx2) return copy_block_avx2(src, dst, acc);
+#endif
+    (void)isa;
+    copy_block_portable(src, dst, acc);
+}
+
+// Copies blocks, with their hash unless `acc` is null, and continues a CRC register.
+inline void copy_blocks(const uint8_t* src, std::size_t n_blocks, uint8_t* dst,
+                        Xxh3Accumulator* acc, uint32_t& crc, Isa isa) {
+    for (std::size_t at = 0; at < n_blocks * kXxh3BlockNbytes; at += kXxh3BlockNbytes) {
+        copy_block(src + at, dst + at, acc, isa);
+        if (acc != nullptr) xxh3_scramble(*acc);
+        crc = crc32c_continue(crc, src + at, kXxh3BlockNbytes, isa);
+    }
+}
+
+// Copies bytes and continues a CRC register.
+inline void copy_with_crc(const uint8_t* src, std::size_t nbytes, uint8_t* dst, uint32_t& crc,
+                          Isa isa) {
+    const std::size_t done = nbytes / kXxh3BlockNbytes * kXxh3BlockNbytes;
+    copy_blocks(src, nbytes / kXxh3BlockNbytes, dst, nullptr, crc, isa);
+    std::memcpy(dst + done, src + done, nbytes - done);
+    crc = crc32c_continue(crc, src + done, nbytes - done, isa);
+}
+
+// The same for at least kXxh3LongMinNbytes bytes, whose XXH3-128 goes to `digest`.
+inline void copy_with_digest(const uint8_t* src, std::size_t nbytes, uint8_t* dst, uint8_t* digest,
+                             uint32_t& crc, Isa isa) {
+    Xxh3Accumulator acc;
+    const std::size_t n_blocks = xxh3_n_blocks(nbytes);
+    copy_blocks(src, n_blocks, dst, &acc, crc, isa);
+    const std::size_t done = n_blocks * kXxh3BlockNbytes;
+    std::memcpy(dst + done, src + done, nbytes - done);
+    crc = crc32c_continue(crc, src + done, nbytes - done, isa);
+    xxh3_finish(acc, src, nbytes, digest, isa);
 }
 
 }  // namespace packhorse

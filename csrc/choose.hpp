@@ -2,6 +2,7 @@
 // of the level. All in integers, so that every machine chooses the same.
 #pragma once
 
+#include "chunk.hpp"
 #include "classed.hpp"
 #include "histogram.hpp"
 #include "palette.hpp"
@@ -15,17 +16,18 @@ struct LevelSpec {
     bool entropy;               // rANS allowed
     uint32_t sample_units;      // units looked at for a model
     uint32_t min_saving_log;    // a plane is coded if that saves more than 1 in 2^this
+    uint32_t lead_saving_log;   // the same for letting plane 0 lead plane 1
     uint32_t palette_raw_bits;  // raw bits tried for palettes
 };
 
 constexpr LevelSpec level_spec(Level level) {
     switch (level) {
         case Level::kFast:
-            return {false, 4096, 5, 6};
+            return {false, 4096, 5, 0, 6};
         case Level::kDefault:
-            return {true, 16384, 5, 0};
+            return {true, 16384, 5, 7, 0};
         default:
-            return {true, ~0u, 10, 0};
+            return {true, ~0u, 10, 16, 0};
     }
 }
 
@@ -45,10 +47,6 @@ inline uint32_t sample_log_for(std::size_t n, uint32_t sample_units) {
     uint32_t log = 0;
     while (log < 5 && (n >> (log + 1)) >= sample_units) ++log;
     return log;
-}
-
-inline bool is_constant(const uint8_t* src, std::size_t n_items, std::size_t item) {
-    return std::memcmp(src, src + item, (n_items - 1) * item) == 0;
 }
 
 inline std::size_t palette_estimate(const Histogram& histogram, std::size_t n,
@@ -78,7 +76,7 @@ inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::s
     const std::size_t worth = n - (n >> spec.min_saving_log);
     Histogram histogram;
     // Mantissas are most of the data and do not compress: a small sample is enough to see that.
-    const uint32_t glance = spec.sample_units < 4096 ? spec.sample_units : 4096;
+    constexpr uint32_t glance = 1024;
     if (level != Level::kMax) {
         count_bytes(plane, n_there, sample_log_for(n_there, glance), histogram);
         if (scale_cost(entropy_cost(histogram), histogram.total, n) >= worth) return n;

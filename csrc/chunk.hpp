@@ -29,6 +29,10 @@ constexpr std::size_t descriptor_nbytes(uint32_t descriptor) {
     return descriptor & kStreamNbytesMask;
 }
 
+inline bool is_constant(const uint8_t* src, std::size_t n_items, std::size_t item) {
+    return std::memcmp(src, src + item, (n_items - 1) * item) == 0;
+}
+
 inline bool is_rans(Mode mode) {
     return mode == Mode::kRans || mode == Mode::kClassedRans;
 }

@@ -405,6 +405,41 @@ inline Status decode_planes(const uint8_t* src, const uint32_t* descriptors, std
                             isa);
 }
 
+// `n` items that all equal the one at `item`. Long runs of one byte are faster than anything that
+// reads.
+inline void fill_items(const uint8_t* item, std::size_t item_nbytes, std::size_t n, uint8_t* dst) {
+    if (is_constant(item, item_nbytes, 1)) {
+        std::memset(dst, item[0], n * item_nbytes);
+        return;
+    }
+    uint8_t pattern[1024];
+    for (std::size_t at = 0; at < sizeof pattern; at += item_nbytes)
+        std::memcpy(pattern + at, item, item_nbytes);
+    const std::size_t nbytes = n * item_nbytes;
+    for (std::size_t at = 0; at < nbytes; at += sizeof pattern)
+        std::memcpy(dst + at, pattern, std::min(sizeof pattern, nbytes - at));
+}
+
+// A chunk whose planes are all constant: one unit, again and again.
+inline Status decode_constant(const uint8_t* src, const uint32_t* descriptors, std::size_t n,
+                              const PlaneSpec& spec, uint8_t* dst, Isa isa) {
+    const uint8_t* planes[kMaxPlanes];
+    for (uint32_t p = 0; p < spec.n_planes; ++p) {
+        if (descriptor_nbytes(descriptors[p]) != 1) return Status::kStreamLength;
+        planes[p] = src + p;
+    }
+    uint8_t unit[8] = {src[0]};
+    if (spec.splits()) merge_planes(planes, 1, spec, unit, isa);
+    fill_items(unit, spec.unit_nbytes, n, dst);
+    return Status::kOk;
+}
+
+inline bool all_constant(const uint32_t* descriptors, uint32_t n_planes) {
+    for (uint32_t p = 0; p < n_planes; ++p)
+        if (descriptor_mode(descriptors[p]) != Mode::kConstant) return false;
+    return true;
+}
+
 inline Status decode_whole(const uint8_t* src, uint32_t descriptor, std::size_t n, std::size_t item,
                            uint8_t* dst) {
     const Mode mode = descriptor_mode(descriptor);
@@ -414,7 +449,7 @@ inline Status decode_whole(const uint8_t* src, uint32_t descriptor, std::size_t 
         return Status::kOk;
     }
     if (mode != Mode::kConstant || nbytes != item) return Status::kStreamLength;
-    for (std::size_t i = 0; i < n; ++i) std::memcpy(dst + i * item, src, item);
+    fill_items(src, item, n, dst);
     return Status::kOk;
 }
 
@@ -424,6 +459,8 @@ inline Status decode_chunk(const uint8_t* src, const uint32_t* descriptors, std:
                            std::size_t first, const PlaneSpec& spec, const SideData& side,
                            DecodeScratch& scratch, uint8_t* dst, Isa isa) {
     if (item_nbytes(spec) > 1) return decode_whole(src, descriptors[0], n, spec.unit_nbytes, dst);
+    if (all_constant(descriptors, spec.n_planes))
+        return decode_constant(src, descriptors, n, spec, dst, isa);
     return decode_planes(src, descriptors, n, first, spec, side, scratch, dst, isa);
 }
 

@@ -202,8 +202,8 @@ inline void try_prediction(const uint8_t* plane, std::size_t n, std::size_t firs
 
 // Turns plane 1 to classed rANS led by plane 0, whose stream yields `lead`, if that is estimated to
 // be shorter than `nbytes`.
-inline void try_lead(const uint8_t* lead, const uint8_t* plane, std::size_t n, std::size_t nbytes,
-                     EncodeScratch& scratch, Isa isa) {
+inline void try_lead(const uint8_t* lead, const uint8_t* plane, std::size_t n, Level level,
+                     std::size_t nbytes, EncodeScratch& scratch, Isa isa) {
     JointHistogram joint;
     count_jointly(lead, plane, n, joint);
     PlaneChoice candidate;
@@ -215,7 +215,8 @@ inline void try_lead(const uint8_t* lead, const uint8_t* plane, std::size_t n, s
     sort_by_class(plane, scratch.classes, n, scratch.starts[1], scratch.sorted[1], isa);
     const std::size_t estimate =
         choose_class_models(scratch.sorted[1], scratch.starts[1], ~0u, kLedRawBits, candidate);
-    if (estimate < nbytes) scratch.choices[1] = candidate;
+    if (estimate + (nbytes >> level_spec(level).lead_saving_log) < nbytes)
+        scratch.choices[1] = candidate;
 }
 
 // Chooses the modes of all planes of a chunk that begins at unit `first` of the tensor.
@@ -228,10 +229,19 @@ inline void choose_modes(const uint8_t* const* planes, std::size_t n, std::size_
     PlaneChoice& leading = scratch.choices[0];
     if (side.rows != nullptr && leading.mode != Mode::kConstant)
         try_prediction(planes[0], n, first, side, level, nbytes[0], scratch, isa);
-    if (level != Level::kMax || spec.n_planes == 1) return;
+    // Decoding by classes takes time: below `max` only where prediction has slowed it already.
+    if (spec.n_planes == 1 || (level != Level::kMax && leading.mode != Mode::kClassedRans)) return;
     if (is_rans(leading.mode) || leading.mode == Mode::kPalette)
         try_lead(leading.mode == Mode::kClassedRans ? scratch.yielded : planes[0], planes[1], n,
-                 nbytes[1], scratch, isa);
+                 level, nbytes[1], scratch, isa);
+}
+
+// Whether a chunk that is not split will be stored as it is.
+inline bool is_stored_whole(const uint8_t* src, std::size_t n, const PlaneSpec& spec, Level level) {
+    if (spec.splits()) return false;
+    if (item_nbytes(spec) > 1) return !is_constant(src, n, spec.unit_nbytes);
+    PlaneChoice choice;
+    return choose_mode(src, n, n, level, choice) >= n;
 }
 
 // Encodes `n` >= 1 units, of which the first is unit `first` of the tensor. `dst` has room for

@@ -130,6 +130,26 @@ inline void hash_leaves(const uint8_t* src, std::size_t nbytes, uint8_t* digests
     }
 }
 
+// Stores a chunk as it is: copy, hashes of the leaves and CRC of the padded chunk in one pass.
+// Returns its padded length.
+inline std::size_t store_chunk(const uint8_t* src, std::size_t nbytes, uint8_t* dst,
+                               uint8_t* digests, uint32_t* row, Isa isa) {
+    uint32_t crc = ~0u;
+    for (std::size_t at = 0; at < nbytes; at += kContentLeafNbytes, digests += 16) {
+        const std::size_t leaf = std::min(kContentLeafNbytes, nbytes - at);
+        if (leaf >= kXxh3LongMinNbytes) {
+            copy_with_digest(src + at, leaf, dst + at, digests, crc, isa);
+        } else {
+            copy_with_crc(src + at, leaf, dst + at, crc, isa);
+        }
+    }
+    const std::size_t padded = round_up(nbytes, kFrameAlignment);
+    std::memset(dst + nbytes, 0, padded - nbytes);
+    row[0] = ~crc32c_continue(crc, dst + nbytes, padded - nbytes, isa);
+    row[1] = make_descriptor(Mode::kStored, nbytes);
+    return padded;
+}
+
 inline void hash_leaves_threaded(const uint8_t* src, std::size_t nbytes, uint8_t* digests,
                                  std::size_t threads, Isa isa) {
     parallel_for(n_leaves(nbytes), std::max<std::size_t>(1, threads),
@@ -160,9 +180,16 @@ inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry, c
         // One worker knows where the chunk goes; several must wait until they know the sizes
         // before it.
         uint8_t* to = n_workers == 1 ? dst + ordered.used() : workers[w].output;
+        uint8_t* const leaves = digests + at / kContentLeafNbytes * 16;
+        if (is_stored_whole(from, n, geometry.spec, level)) {
+            const std::size_t nbytes = round_up(n * geometry.spec.unit_nbytes, kFrameAlignment);
+            // Its length is known beforehand: no worker needs a copy.
+            const std::size_t offset = ordered.reserve(chunk, nbytes);
+            store_chunk(from, n * geometry.spec.unit_nbytes, dst + offset, leaves, row, isa);
+            return;
+        }
         // First the hash: it brings the chunk into the cache.
-        hash_leaves(from, n * geometry.spec.unit_nbytes, digests + at / kContentLeafNbytes * 16,
-                    isa);
+        hash_leaves(from, n * geometry.spec.unit_nbytes, leaves, isa);
         EncodeScratch& scratch = workers[w].scratch;
         const bool more = chunk + n_workers < geometry.n_chunks();
         scratch.next_src = more ? from + n_workers * geometry.chunk_nbytes() : nullptr;
@@ -287,6 +314,13 @@ inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, boo
     const std::size_t nbytes = tensor.nbytes_of(index);
     const uint32_t* const row = tensor.row(index);
     const PlaneSpec& spec = tensor.geometry.spec;
+    const uint32_t stored =
+        make_descriptor(Mode::kStored, tensor.geometry.units_of(index) * spec.unit_nbytes);
+    if (check_crc && !spec.splits() && row[1] == stored && descriptor_nbytes(stored) == nbytes) {
+        uint32_t crc = ~0u;  // no padding to look at
+        copy_with_crc(chunk, nbytes, dst, crc, isa);
+        return ~crc == row[0] ? Status::kOk : Status::kChecksum;
+    }
     if (check_crc && crc32c(chunk, nbytes, isa) != row[0]) return Status::kChecksum;
     const uint8_t* const padding = chunk + stream_sum(row + 1, spec.n_planes);
     if (!std::all_of(padding, chunk + nbytes, [](uint8_t byte) { return byte == 0; }))

@@ -11,6 +11,7 @@ from enum import IntEnum
 
 __all__ = [
     "CHUNK_NBYTES",
+    "CLASSED_CHUNK_NBYTES",
     "CLASSED_MODELS_OFFSET",
     "CONTENT_LEAF_NBYTES",
     "CRITICAL_FLAGS",
@@ -35,7 +36,6 @@ __all__ = [
     "MAX_DIMS",
     "MAX_FILE_HEADER_NBYTES",
     "MAX_LANES_LOG",
-    "MAX_LEVEL_CHUNK_NBYTES",
     "MAX_SIDE_NBYTES",
     "MIN_CHUNK_LOG",
     "MIN_LANES_LOG",
@@ -82,7 +82,7 @@ MAX_SIDE_NBYTES = 1 << 21  # bytes of side data, decoded: one for each row and e
 # What this encoder writes (section 5 allows more): 256 KiB stays in L2 together with its output;
 # zstd needs a longer window.
 CHUNK_NBYTES = 1 << 18
-MAX_LEVEL_CHUNK_NBYTES = 1 << 20  # level max has more tables to pay for
+CLASSED_CHUNK_NBYTES = 1 << 20  # where there are classes, with more tables to pay for
 ZSTD_CHUNK_NBYTES = 1 << 21
 
 # Section 6.2: models.

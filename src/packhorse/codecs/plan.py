@@ -18,8 +18,8 @@ from packhorse.codecs.base import ByteArray, choose_isa
 from packhorse.codecs.side import SideData, choose_side
 from packhorse.layout import (
     CHUNK_NBYTES,
+    CLASSED_CHUNK_NBYTES,
     DTYPE_BY_NAME,
-    MAX_LEVEL_CHUNK_NBYTES,
     ZSTD_CHUNK_NBYTES,
     DType,
     Level,
@@ -71,7 +71,7 @@ def chunk_log_for(unit_nbytes: int, n_units: int, chunk_nbytes: int = CHUNK_NBYT
 
 
 def _chunk_nbytes(level: Level) -> int:
-    return MAX_LEVEL_CHUNK_NBYTES if level == Level.MAX else CHUNK_NBYTES
+    return CLASSED_CHUNK_NBYTES if level == Level.MAX else CHUNK_NBYTES
 
 
 def natural_split(dtype: DType) -> Split:
@@ -90,9 +90,8 @@ def choose_plan(data: ByteArray, dtype_name: str, shape: Sequence[int], level: L
     """
     dtype = DTYPE_BY_NAME[dtype_name]
     split = natural_split(dtype)
-    chunk_log = chunk_log_for(
-        dtype.unit_nbytes, data.size // dtype.unit_nbytes, _chunk_nbytes(level)
-    )
+    n_units = data.size // dtype.unit_nbytes
+    chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, _chunk_nbytes(level))
     if data.size == 0:
         return Plan(split, level, False, chunk_log, 0, "no elements")
     estimates = _estimate_planes(data, dtype, split, level)
@@ -100,9 +99,7 @@ def choose_plan(data: ByteArray, dtype_name: str, shape: Sequence[int], level: L
     if _may_repeat(dtype, estimates, data.size):
         zstd_nbytes = _estimate_zstd(data, level)
         if zstd_nbytes < planes_nbytes * (1 - _ZSTD_MUST_SAVE):
-            chunk_log = chunk_log_for(
-                dtype.unit_nbytes, data.size // dtype.unit_nbytes, ZSTD_CHUNK_NBYTES
-            )
+            chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, ZSTD_CHUNK_NBYTES)
             reason = f"repetitive: zstd takes {zstd_nbytes / data.size:.1%} of a sample"
             return Plan(Split.WHOLE, level, True, chunk_log, zstd_nbytes, reason)
     if planes_nbytes > data.size * (1 - _MIN_SAVING):
@@ -112,6 +109,7 @@ def choose_plan(data: ByteArray, dtype_name: str, shape: Sequence[int], level: L
     reason = f"planes in bits: {words}"
     side = choose_side(data, dtype, shape, level)
     if side.saving:
+        chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, CLASSED_CHUNK_NBYTES)
         planes_nbytes -= side.saving
         reason += f"; row and column save {_bits(side.saving, data, dtype)}"
     return Plan(split, level, False, chunk_log, planes_nbytes, reason, side)
