@@ -184,7 +184,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 def _make(name: str, limit: int | None) -> data.DataSet:
     source, beginning = BEGINNINGS.get(name, (name, None))
     made = data.make(source, limit_nbytes=min(filter(None, (limit, beginning)), default=None))
-    return replace(made, name=name)
+    if beginning is None:
+        return made
+    return replace(made, name=name, source=f"the beginning of {made.source}")
 
 
 def _described(dataset: data.DataSet) -> dict[str, Any]:

@@ -389,6 +389,7 @@ def _met(benchmarks: dict[str, ModuleType], rows: list[dict[str, Any]]) -> dict[
 
 def test_targets_are_met_exactly_from_their_bars(benchmarks: dict[str, ModuleType]) -> None:
     rivals = [_row("np.copyto", 1.0, 6.0), _row("zipnn", 1.5, 1.0), _row("pcodec", 1.509, 0.1)]
+    rivals.append(_row("openzl-fse", 1.507, 0.5))
     two = _row("packhorse", 1.508, 5.4, threads=2)
     met = _met(benchmarks, [*rivals, _row("packhorse", 1.508, 3.0), two])
     assert len(met) == 10
@@ -426,4 +427,5 @@ def test_every_target_has_data_and_rivals_that_exist(benchmarks: dict[str, Modul
     for target in targets.TARGETS:
         assert target.codec in OURS
         for check in target.checks:
-            assert getattr(check, "rival", "zipnn") in codecs
+            rivals = {getattr(check, name, "zipnn") for name in ("rival", "dense", "exempt")}
+            assert rivals <= set(codecs)
