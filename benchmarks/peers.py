@@ -127,7 +127,7 @@ class PackhorseCodec:
     def __init__(self, data: DataSet, setup: Setup, *, level: str) -> None:
         self._ph = importlib.import_module("packhorse.numpy")
         self._level, self._setup = level, setup
-        tensors = _tensors(data)
+        tensors = [tensor for _, tensor in data.tensors]
         self._packed: Iterable[Any] = [None] * len(tensors)
         self._dst: Iterable[Any] = [None] * len(tensors)
         if not setup.fresh:
@@ -139,7 +139,7 @@ class PackhorseCodec:
             ]
 
     def prepare(self, data: DataSet) -> Any:
-        return _tensors(data)
+        return [tensor for _, tensor in data.tensors]
 
     def encode(self, source: Any) -> Packed:
         options: dict[str, Any] = {"level": self._level, "threads": self._setup.threads}
@@ -152,12 +152,6 @@ class PackhorseCodec:
         return [
             _as_bytes(self._ph.decompress(frame, out=out, threads=threads)) for frame, out in pairs
         ]
-
-
-def _tensors(data: DataSet) -> list[Array]:
-    """The tensors of a set in their real shapes, or its array where it knows of none."""
-    named = getattr(data, "tensors", None)
-    return [tensor for _, tensor in named] if named else [data.array]
 
 
 def _carve(sizes: list[int]) -> list[Bytes]:

@@ -176,6 +176,9 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     result["core_scaling"].append(machine.core_scaling())
     print(f"\n{report.summary(result)}")
     print(f"\n## Targets\n\n{report.targets(result, gaps=False)}")
+    missing = sorted(set(data.TRAINING_NAMES) - set(data.NAMES))
+    if args.full and missing:
+        print(f"\nnot measured: {', '.join(missing)}: make them first, with: make training")
     for name, reason in result["absent"].items():
         print(f"\nnot measured: {name}: {reason}")
     return result
@@ -196,7 +199,7 @@ def _described(dataset: data.DataSet) -> dict[str, Any]:
         "sha256": dataset.sha256,
         "source": dataset.source,
         "nbytes": dataset.array.nbytes,
-        "n_tensors": len(getattr(dataset, "tensors", ())) or 1,
+        "n_tensors": len(dataset.tensors),
     }
 
 

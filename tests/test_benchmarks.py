@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from itertools import combinations
@@ -146,7 +147,7 @@ def test_limit_cuts_a_model_after_whole_tensors(benchmarks: dict[str, ModuleType
 
 
 def _weights(benchmarks: dict[str, ModuleType], dtype: str, size: int = 6000) -> Any:
-    """A data set of some numbers, in three tensors."""
+    """A data set of some numbers."""
     values = np.random.default_rng(7).normal(0, 40, size).astype(np.float32)
     array = (values > 0) if dtype == "BOOL" else values.astype(np.int8).astype(DTYPES[dtype])
     if dtype in ("BF16", "F16", "F32", "F64"):
@@ -196,24 +197,14 @@ def test_codec_gives_back_with_two_threads_or_says_why_not(
 def test_packhorse_packs_each_tensor_in_its_shape(
     benchmarks: dict[str, ModuleType], fresh: bool
 ) -> None:
-    class Shaped(benchmarks["data"].DataSet):
-        @property
-        def tensors(self) -> list[tuple[str, Any]]:
-            a = self.array
-            return [
-                ("a", a[:4000].reshape(40, 100)),
-                ("b", a[4000:5999]),
-                ("c", a[5999:].reshape(())),
-            ]
-
-    flat = _weights(benchmarks, "BF16")
-    dataset = Shaped(flat.name, flat.dtype, flat.array, "", "")
+    shapes = (("a", (40, 100)), ("b", (1999,)), ("c", ()))
+    dataset = replace(_weights(benchmarks, "BF16"), shapes=shapes)
     setup = benchmarks["peers"].Setup(fresh=fresh)
     codec = benchmarks["peers"].build("packhorse", dataset, setup)
     packed = codec.encode(codec.prepare(dataset))
     from packhorse.numpy import decompress
 
-    assert [decompress(frame).shape for frame in packed] == [(40, 100), (1999,), ()]
+    assert [decompress(frame).shape for frame in packed] == [shape for _, shape in shapes]
     entered = benchmarks["measure"].enter("packhorse", dataset, setup)
     assert entered.ratio == dataset.array.nbytes / sum(len(frame) for frame in packed)
 
@@ -424,6 +415,7 @@ def test_forced_paths_have_a_demand_of_their_own(benchmarks: dict[str, ModuleTyp
 def test_every_target_has_data_and_rivals_that_exist(benchmarks: dict[str, ModuleType]) -> None:
     targets, codecs = benchmarks["targets"], benchmarks["peers"].CODECS
     assert set(targets.RIVALS) <= set(codecs)
+    assert set(targets.DATA) <= {*benchmarks["run"].NAMES, *benchmarks["data"].TRAINING_NAMES}
     for target in targets.TARGETS:
         assert target.codec in OURS
         for check in target.checks:
