@@ -235,9 +235,9 @@ def _openzl_graph(zl: Any, compressor: Any, array: Array, coder: str) -> Any:
 
 
 def _has_dense_mantissas(array: Array) -> bool:
-    """Whether bf16 mantissas look random: storing them costs no ratio and saves time."""
-    sample = _as_uint(array)[: 1 << 16] & 0x7F
-    return np.unique(sample).size > 64
+    """Whether sign and mantissa of bf16 look random: storing them costs no ratio and saves time."""
+    sample = _as_uint(array)[: 1 << 16] & 0x807F
+    return np.unique(sample).size > 160  # of 256; second moments have no sign
 
 
 class PcodecCodec:
