@@ -20,7 +20,7 @@ CXX_SOURCES := $(shell find csrc -type f -name '*.[ch]pp')
 # A model file or folder for `make demo`; empty means the small trained model that it fetches.
 MODEL ?=
 export MODEL
-# More arguments for pytest: make test ARGS="-k container -x"
+# More arguments for pytest or the benchmarks: make test ARGS="-k container -x"
 ARGS ?=
 
 .PHONY: help venv demo test lint format bench training sanitize clean
@@ -48,7 +48,7 @@ format: .venv/.lint ## let the formatters rewrite the sources
 	@$(PY) -m ruff format .
 	@.venv/bin/clang-format -i $(CXX_SOURCES)
 
-bench: .venv/.bench .venv/.model ## time Packhorse and its rivals on the same data
+bench: .venv/.bench .venv/.model ## time Packhorse and its rivals (all data: make bench ARGS=--full)
 	@$(PY) benchmarks/run.py $(ARGS)
 
 training: .venv/.bench ## make the training run of the benchmark data (15 minutes; make training ARGS=--resume goes on)
@@ -86,8 +86,9 @@ clean: ## remove .venv and everything that was built
 	@$(INSTALL) ".[cli]"
 	@touch $@
 
+# With the rivals, whose adapters are tested too.
 .venv/.test: .venv/.torch $(SOURCES)
-	@$(INSTALL) ".[test]"
+	@$(INSTALL) ".[test,bench]"
 	@touch $@
 
 .venv/.lint: .venv/.torch $(SOURCES)

@@ -16,9 +16,11 @@ RELEVANT_FLAGS = (
     *("asimd", "sve"),
 )
 
+CACHE_FILES = ("type", "level", "size")
+
 
 def describe() -> dict[str, str | int | list[str]]:
-    """The processor with the instruction sets that matter, cores, memory, system and Python."""
+    """The processor, its instruction sets that matter and its caches, memory, system and Python."""
     fields = _cpuinfo()
     flags = set(fields.get("flags", fields.get("Features", "")).split())
     return {
@@ -27,6 +29,7 @@ def describe() -> dict[str, str | int | list[str]]:
             fields.get(key, "?") for key in ("cpu family", "model", "stepping")
         ),
         "flags": [flag for flag in RELEVANT_FLAGS if flag in flags],
+        "caches": _caches(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "system": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
@@ -55,6 +58,13 @@ def core_scaling(rounds: int = 7) -> float:
         seconds(2)  # start both threads
         scalings = sorted(2 * seconds(1) / seconds(2) for _ in range(rounds))
     return round(scalings[rounds // 2], 2)
+
+
+def _caches() -> list[str]:
+    """The data caches of the first core, as the system tells them: "L2 1024K" and so on."""
+    folders = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))
+    told = [[(folder / name).read_text().strip() for name in CACHE_FILES] for folder in folders]
+    return [f"L{level} {size}" for kind, level, size in told if kind != "Instruction"]
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -1,15 +1,19 @@
 """The tables of a measurement as Markdown, for the terminal, docs/benchmarks.md and README.md.
 
 Everything here is a function of the JSON that run.py, memory.py and import_time.py keep; nothing is
-measured. A ratio never stands without both speeds, and every figure in which a rival is ahead of
-our default level is listed.
+measured. A ratio never stands without both speeds, every target says whether it is met, and every
+figure in which a rival is ahead of our default level is listed.
 """
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-__all__ = ["document", "heading", "losses", "readme", "summary", "table"]
+import plot
+from targets import Verdict, judge
+
+__all__ = ["PICTURE", "document", "losses", "picture", "readme", "section", "summary", "targets"]
 
 OURS = "packhorse"
 RIVAL = "zipnn"
@@ -29,40 +33,63 @@ README_DATA = {
 README_CODECS = {
     "packhorse": "**packhorse**",
     "packhorse-fast": "**packhorse**, level fast",
+    "packhorse-max": "**packhorse**, level max",
     "zipnn": "zipnn",
     "openzl": "openzl",
+    "pcodec": "pcodec",
+    "blosc2-bitshuffle-lz4": "blosc2, bit shuffle and lz4",
     "zstandard-3": "zstd, level 3",
     CEILING: "memory copy",
 }
+PLOTTED = "model_bf16"
+PICTURE = "benchmarks.svg"
+PICTURE_ALT = "Ratio against decoding speed of every codec on bf16 weights, one thread"
 
 INTRODUCTION = """# Benchmarks
 
-Written by `python benchmarks/run.py --write` from `benchmarks/results/`; do not edit by hand.
+Written by `make bench ARGS="--full --write"` from `benchmarks/results/`; do not edit by hand.
 
 - Ratio is original over packed bytes, headers counted. Speeds are 10^9 bytes of the original a
   second, through Python: the median of the rounds, with the least and the greatest in brackets.
 - Every codec proves its round trip bit for bit first. Then the rounds go from codec to codec in one
   process. One thread is pinned to a core and timed by processor time, two threads by the clock.
 - Memory is recycled: malloc keeps what is freed, and codecs that can write into existing memory do.
+  A table of its own shows what fresh memory costs.
+- `packhorse` is our default level; it packs tensor by tensor. The rivals get all tensors end to end
+  as one array, which suits them best.
 - `x zipnn`: encode / decode speed over zipnn's with as many threads. `of copy`: the share of
   np.copyto's speed on one thread. `two threads`: speed over that of one thread, both by the clock.
-- `packhorse` is our default level. zipnn overwrites its input, so it gets a scratch copy that is
-  not timed. openzl runs graphs made by hand for each dtype: the fastest that splits it (`openzl`)
-  and the densest (`openzl-fse`).
+- The machine's instruction sets are listed. packhorse takes one path for all it does: `avx512`
+  (AVX-512 F, BW, DQ and VL), `avx2` (AVX2, BMI) or `portable`. Rivals choose for themselves.
 """
+FRESH_NOTE = (
+    "Every output goes into new memory, ours too, and malloc is as it is: this is what a caller "
+    "sees who gives no memory to decode into."
+)
+FORCED_NOTE = (
+    "The targets again, as far as this run has figures for them. Ratios do not depend on the path, "
+    "so the rivals that are demanding in ratio alone were left out; decoding must still beat zipnn."
+)
+SLOW_NOTE = (
+    "† Slow, so timed in {rounds} on the {mb:.1f} MB in the middle of the data, "
+    "which caches flatter a little; the round trip and the ratio are those of the whole."
+)
 
 
-def heading(dataset: Row) -> str:
-    """The heading of a data set's table."""
-    return f"### {dataset['name']} ({dataset['nbytes'] / 1e6:.1f} MB): {dataset['source']}"
+def section(dataset: Row, rows: list[Row]) -> str:
+    """The heading and the table of one data set, one line for each codec and number of threads.
 
-
-def table(rows: list[Row]) -> str:
-    """The Markdown table of one data set, one line for each codec and number of threads."""
+    Args:
+        dataset: what a run keeps of the set.
+        rows: those of the set, in the order of the table.
+    """
     lines = [
+        _heading(dataset),
+        "",
         "| codec | threads | ratio | encode GB/s | decode GB/s | x zipnn | of copy |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
+    slow = [row for row in rows if row.get("timed_nbytes", dataset["nbytes"]) < dataset["nbytes"]]
     for row in rows:
         cells = [
             f"**{row['codec']}**" if row["codec"].startswith(OURS) else row["codec"],
@@ -73,8 +100,18 @@ def table(rows: list[Row]) -> str:
             _relative(row, _find(rows, RIVAL, row["threads"]), "{:.2f}"),
             _relative(row, _find(rows, CEILING, 1), "{:.0%}"),
         ]
+        cells[0] += " †" if row in slow else ""
         lines.append(f"| {' | '.join(cells)} |")
+    if slow:
+        rounds = "1 round" if slow[0]["rounds"] == 1 else f"{slow[0]['rounds']} rounds"
+        lines += ["", SLOW_NOTE.format(rounds=rounds, mb=slow[0]["timed_nbytes"] / 1e6)]
     return "\n".join(lines)
+
+
+def _heading(dataset: Row) -> str:
+    count = dataset.get("n_tensors", 1)
+    tensors = f", {count} tensors" if count > 1 else ""
+    return f"### {dataset['name']} ({dataset['nbytes'] / 1e6:.1f} MB{tensors}): {dataset['source']}"
 
 
 def _ratio(ratio: float) -> str:
@@ -82,8 +119,12 @@ def _ratio(ratio: float) -> str:
 
 
 def _spread(speeds: list[float]) -> str:
-    median, low, high = speeds
-    return f"{median:.2f} ({low:.2f}-{high:.2f})"
+    median, low, high = (_speed(speed) for speed in speeds)
+    return f"{median} ({low}-{high})"
+
+
+def _speed(speed: float) -> str:
+    return f"{speed:.2f}" if speed >= 0.1 else f"{speed:.3f}"
 
 
 def _relative(row: Row, other: Row | None, form: str) -> str:
@@ -124,8 +165,8 @@ def _glance(result: Result) -> str:
             dataset["name"],
             _ratio(ours["ratio"]),
             _ratio(rival["ratio"]) if rival else "",
-            f"{ours['encode'][0]:.2f}",
-            f"{ours['decode'][0]:.2f}",
+            _speed(ours["encode"][0]),
+            _speed(ours["decode"][0]),
             _relative(ours, rival, "{:.2f}"),
             _relative(ours, _find(rows, CEILING, 1), "{:.0%}"),
             _gain(ours, _find(rows, OURS, 2)),
@@ -168,13 +209,59 @@ def _ahead(rival: Row, ours: Row) -> list[str]:
     ratio = _ratio(rival["ratio"])
     pairs = [("ratio", rival["ratio"], ours["ratio"], _ratio)]
     for way in ("encode", "decode"):
-        pairs.append((f"{way} (ratio {ratio})", rival[way][0], ours[way][0], "{:.2f}".format))
+        pairs.append((f"{way} (ratio {ratio})", rival[way][0], ours[way][0], _speed))
     return [
         f"| {rival['data']} | {rival['threads']} | {rival['codec']} | {note} "
         f"| {form(theirs)} | {form(mine)} |"
         for note, theirs, mine, form in pairs
         if theirs > mine and form(theirs) != form(mine)
     ]
+
+
+def targets(run: Result, *, gaps: bool = True) -> str:
+    """What is to be reached and whether it is, as a sentence and a table.
+
+    Args:
+        run: what run.py keeps of a run.
+        gaps: also show what the run has no figures for.
+    """
+    verdicts = judge(run["rows"], forced=run["simd"] != "auto")
+    if not gaps:
+        verdicts = [verdict for verdict in verdicts if verdict.met is not None]
+    counts = Counter(verdict.met for verdict in verdicts)
+    sentence = f"{counts[True]} met, {counts[False]} not met"
+    if counts[None]:
+        sentence += f", {counts[None]} without a figure in this run"
+    lines = [
+        f"{sentence}.",
+        "",
+        "| target | data | codec | figure | must be | measured | met |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    return "\n".join(lines + [_verdict_line(verdict) for verdict in verdicts])
+
+
+def _verdict_line(v: Verdict) -> str:
+    met = {True: "yes", False: "**no**", None: ""}[v.met]
+    return f"| {v.target} | {v.data} | {v.codec} | {v.figure} | {v.bar} | {v.measured} | {met} |"
+
+
+def picture(results: Path) -> str | None:
+    """The SVG of docs/, from the main run; None if there is none, or not of the data it shows.
+
+    Args:
+        results: the folder of JSON files that `--write` keeps.
+    """
+    run = _main_run(results)
+    rows = [row for row in _of_set(run, PLOTTED) if row["threads"] == 1] if run else []
+    if run is None or not rows:
+        return None
+    nbytes = next(d["nbytes"] for d in run["data"] if d["name"] == PLOTTED)
+    return plot.svg(
+        rows,
+        title="bf16 weights, one thread",
+        subtitle=f"{nbytes / 1e6:.1f} MB of a trained model on {run['machine']['cpu']}",
+    )
 
 
 def document(results: Path) -> str:
@@ -209,10 +296,10 @@ def readme(text: str, results: Path) -> str:
     _, end, after = rest.partition(README_END)
     if not begin or not end:
         raise ValueError(f"README.md needs the lines {README_BEGIN!r} and {README_END!r}")
-    runs = [run for run in _load(results) if run["kind"] == "codecs" and not _is_special(run)]
-    if not runs:
+    run = _main_run(results)
+    if run is None:
         return text
-    return f"{before}{begin}\n{_readme_table(runs[0])}\n{end}{after}"
+    return f"{before}{begin}\n{_readme_table(run)}\n{end}{after}"
 
 
 def _readme_table(run: Result) -> str:
@@ -221,7 +308,10 @@ def _readme_table(run: Result) -> str:
     lines = [f"| one thread | {names} |", "|---|" + "---|" * len(README_DATA)]
     for codec, label in README_CODECS.items():
         found = [_find(_of_set(run, name), codec, 1) for name in README_DATA]
-        lines.append(f"| {label} | {' | '.join(_readme_cell(row) for row in found)} |")
+        if any(found):
+            lines.append(f"| {label} | {' | '.join(_readme_cell(row) for row in found)} |")
+    if _of_set(run, PLOTTED):
+        lines += ["", f"![{PICTURE_ALT}](docs/{PICTURE})"]
     lines += ["", f"{m['cpu']}, {run['path']} path."]
     return "\n".join(lines)
 
@@ -229,11 +319,16 @@ def _readme_table(run: Result) -> str:
 def _readme_cell(row: Row | None) -> str:
     if row is None:
         return ""
-    return f"{row['ratio']:.3f} ({row['encode'][0]:.2f} / {row['decode'][0]:.2f})"
+    return f"{row['ratio']:.3f} ({_speed(row['encode'][0])} / {_speed(row['decode'][0])})"
 
 
 def _load(results: Path) -> list[Result]:
     return [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
+
+
+def _main_run(results: Path) -> Result | None:
+    runs = (run for run in _load(results) if run["kind"] == "codecs" and not _is_special(run))
+    return next(runs, None)
 
 
 def _is_special(run: Result) -> bool:
@@ -243,10 +338,11 @@ def _is_special(run: Result) -> bool:
 def _machine(run: Result) -> str:
     m = run["machine"]
     packages = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
+    sizes = ", ".join([*m.get("caches", []), f"{m['memory_gib']} GiB"])
     limit = f" on the first {run['limit_nbytes'] / 1e6:.0f} MB" if run["limit_nbytes"] else ""
     sentences = [
         f"{m['cpu']} (family/model/stepping {m['family_model_stepping']}), {m['cores']} cores, "
-        f"{m['memory_gib']} GiB; {' '.join(m['flags'])}",
+        f"{sizes}; {' '.join(m['flags'])}",
         f"{m['system']}, Python {m['python']}; {packages}",
         f"packhorse on its {run['path']} path",
         f"{run['rounds']} rounds{limit}; load {run['load_before']:.1f} before, "
@@ -262,12 +358,24 @@ def _machine(run: Result) -> str:
 
 
 def _main(run: Result) -> str:
-    parts = ["## Machine", "", _machine(run), "", summary(run), "", "## Every codec", ""]
-    for dataset in run["data"]:
-        parts += [heading(dataset), "", table(_of_set(run, dataset["name"])), ""]
+    parts = ["## Machine", "", _machine(run), ""]
+    if _of_set(run, PLOTTED):
+        parts += [f"![{PICTURE_ALT}]({PICTURE})", ""]
+    parts += ["## Targets", "", targets(run), "", summary(run), ""]
+    parts += ["## How each codec is run", "", _ways(run), "", "## Every codec", "", _sections(run)]
     parts += ["## Where a rival is ahead of our default level", "", losses(run), ""]
     parts += ["## Data", "", _hashes(run), ""]
     return "\n".join(parts)
+
+
+def _ways(run: Result) -> str:
+    lines = [f"- `{name}`: {how}." for name, how in run.get("codecs", {}).items()]
+    lines += [f"- `{name}` was not measured: {why}." for name, why in run["absent"].items()]
+    return "\n".join(lines) or "This run did not keep it."
+
+
+def _sections(run: Result) -> str:
+    return "\n".join(section(d, _of_set(run, d["name"])) + "\n" for d in run["data"])
 
 
 def _hashes(run: Result) -> str:
@@ -280,11 +388,12 @@ def _hashes(run: Result) -> str:
 
 def _forced(run: Result) -> str:
     """The short section of a run on a forced code path, or with fresh memory."""
-    title = f"forced to the {run['simd']} path" if run["simd"] != "auto" else "fresh memory"
-    parts = [f"## The same, {title}", "", _machine(run), ""]
-    for dataset in run["data"]:
-        parts += [heading(dataset), "", table(_of_set(run, dataset["name"])), ""]
-    return "\n".join(parts)
+    if run["simd"] == "auto":
+        head = ["## The same, fresh memory", "", FRESH_NOTE, "", _machine(run), ""]
+    else:
+        head = [f"## The same, forced to the {run['simd']} path", "", _machine(run), ""]
+        head += [FORCED_NOTE, "", targets(run, gaps=False), ""]
+    return "\n".join([*head, _sections(run)])
 
 
 def _memory(cost: Result) -> str:

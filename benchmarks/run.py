@@ -1,22 +1,26 @@
 """Measure Packhorse against its rivals: `python benchmarks/run.py`.
 
 The round trip of every codec is proved before it is timed, all codecs run interleaved in one
-process on the same named data, and the table that is printed has our losses too. `--write` keeps
-the figures in `benchmarks/results/` and writes `docs/benchmarks.md`, and the table in `README.md`,
-from all that lie there.
-`--check` times nothing: it exits 1 unless the ratios that the project promises hold.
+process on the same named data, and the table that is printed has our losses too. The short form
+takes the real weights and some minutes; `--full` takes all data and all codecs in more rounds.
+`--full --write` then also runs the variants (fresh memory, forced code paths), keeps the figures in
+`benchmarks/results/`, and makes `docs/benchmarks.md`, its picture and the table in `README.md` from
+all that lie there. Two forms time nothing: `--render` only makes those documents, and `--check`
+exits 1 unless the ratios that the project promises hold.
 
 The process starts itself again with a malloc that keeps freed memory, since fresh pages cost more
-than most codecs and would hide the differences between them; `--fresh` leaves malloc as it is.
+than most codecs and would hide the differences between them; `--fresh` leaves malloc as it is and
+gives every output new memory.
 """
 
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +28,27 @@ import data
 import machine
 import peers
 import report
+import targets
 from measure import Contender, compete, enter
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 DOCUMENT = HERE.parent / "docs" / "benchmarks.md"
+PICTURE = HERE.parent / "docs" / report.PICTURE
 README = HERE.parent / "README.md"
-QUICK_NBYTES = 16_000_000
-QUICK_ROUNDS = 3
-HEAVY = ("array", "shapes")  # of a data set; not kept with the figures
 SIMD_VARIABLE = "PACKHORSE_SIMD"
 RECYCLING_MALLOC = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_TOP_PAD_": str(1 << 28),
 }
+# The beginning of a set as a set of its own, for figures that are known of that part.
+BEGINNINGS = {targets.FIRST_48_MB: ("model_fp32", 48_000_000)}
+NAMES = (*data.NAMES, *BEGINNINGS)
+SHORT_DATA = ("model_bf16", "model_fp32", "model_fp16", "fp8_e4m3")
+SHORT_ROUNDS, VARIANT_ROUNDS, FULL_ROUNDS = 3, 5, 7
+THREADS = [1, 2]
+OWN_CODECS = tuple(name for name in peers.CODECS if name.startswith("packhorse"))
 # What the project promises of the default level, on the whole model as a file and on the two
 # extremes.
 FILE_RATIOS = {"bf16": 1.505, "fp32": 1.215, "fp16": 1.180}
@@ -55,77 +65,142 @@ def main(argv: list[str]) -> int:
         The exit status: 1 if `--check` finds a ratio too low, else 0.
     """
     args = _parse(argv)
+    if args.render:
+        _write_documents()
+        return 0
     _restart(args)
     if args.check:
         return _check()
     result = _measure(args)
     _keep(result, args)
+    if args.write and not _is_variant(args):
+        _run_variants()
     return 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure Packhorse against its rivals.")
-    parser.add_argument("--quick", action="store_true", help="first 16 MB of each set, 3 rounds")
-    parser.add_argument("--data", nargs="+", choices=data.NAMES, help="data sets (default: all)")
-    parser.add_argument("--codec", nargs="+", choices=peers.CODECS, help="codecs (default: all)")
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], metavar="N")
-    parser.add_argument("--rounds", type=int, metavar="N", help="timed rounds (default: 7)")
+    parser.add_argument("--full", action="store_true", help="all data, all codecs, more rounds")
+    parser.add_argument("--data", nargs="+", choices=NAMES, metavar="SET", help=", ".join(NAMES))
+    parser.add_argument(
+        "--codec", nargs="+", choices=peers.CODECS, metavar="CODEC", help=", ".join(peers.CODECS)
+    )
+    parser.add_argument("--threads", nargs="+", type=int, metavar="N", help="default: 1 2")
+    parser.add_argument("--rounds", type=int, metavar="N", help="timed rounds")
     parser.add_argument("--first-mb", type=int, metavar="N", help="only the first N MB of a set")
     parser.add_argument("--simd", choices=["portable", "avx2", "avx512"], help="force a code path")
-    parser.add_argument("--fresh", action="store_true", help="leave malloc as it is")
+    parser.add_argument("--fresh", action="store_true", help="new memory for every output")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
     parser.add_argument("--write", action="store_true", help="keep figures, write the document")
+    parser.add_argument("--render", action="store_true", help="only write the documents again")
     parser.add_argument("--check", action="store_true", help="only check the promised ratios")
     args = parser.parse_args(argv)
-    partial = args.quick or args.first_mb or args.data or args.codec or args.threads != [1, 2]
-    if args.write and partial and not args.simd and not args.fresh:
-        parser.error("--write of the main table needs a whole run; leave out the other options")
+    chosen = (args.data, args.codec, args.threads, args.rounds, args.first_mb)
+    if args.write and not _is_variant(args) and (not args.full or any(chosen)):
+        parser.error("--write of the main table needs a whole run: --full --write, nothing else")
+    return _with_defaults(args)
+
+
+def _is_variant(args: argparse.Namespace) -> bool:
+    return bool(args.simd or args.fresh)
+
+
+def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
+    """What a form leaves open: a short run, a full one, or a variant of the full one."""
+    quick = tuple(name for name, entry in peers.CODECS.items() if not entry.slow)
+    names, codecs, rounds = SHORT_DATA, quick, SHORT_ROUNDS
+    if args.full and args.simd:
+        names = tuple(name for name in NAMES if name in targets.DATA)
+        codecs = tuple(name for name in quick if name in (*targets.RIVALS, *OWN_CODECS))
+        rounds = VARIANT_ROUNDS
+    elif args.full and args.fresh:
+        rounds = VARIANT_ROUNDS
+    elif args.full:
+        names, codecs, rounds = NAMES, tuple(peers.CODECS), FULL_ROUNDS
+    args.data = args.data or names
+    args.codec = args.codec or codecs
+    args.rounds = args.rounds or rounds
+    args.threads = args.threads or ([1] if args.fresh else THREADS)
     return args
 
 
 def _restart(args: argparse.Namespace) -> None:
     """Start the same command again under the environment that the measurement needs, once."""
-    wanted: dict[str, str] = {} if args.fresh or args.check else dict(RECYCLING_MALLOC)
+    wanted = {k: v for k, v in os.environ.items() if k not in RECYCLING_MALLOC}
+    if not args.fresh and not args.check:
+        wanted |= RECYCLING_MALLOC
     if args.simd:
         wanted[SIMD_VARIABLE] = args.simd
-    if any(os.environ.get(name) != value for name, value in wanted.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
+    if wanted != dict(os.environ):
+        os.execve(sys.executable, [sys.executable, *sys.argv], wanted)
+
+
+def _run_variants() -> None:
+    """The same on fresh memory and on each weaker code path, each in a process of its own."""
+    from packhorse.codecs.base import Isa, choose_isa
+
+    weaker = [isa.name.lower() for isa in reversed(Isa) if isa < choose_isa()]
+    for options in (["--fresh"], *(["--simd", name] for name in weaker)):
+        print(f"\n# {' '.join(options)}", flush=True)
+        command = [sys.executable, str(HERE / "run.py"), "--full", "--write", *options]
+        subprocess.run(command, check=True)
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    names = args.data or data.NAMES
-    codecs = args.codec or list(peers.CODECS)
-    rounds = args.rounds or (QUICK_ROUNDS if args.quick else 7)
-    limit = args.first_mb * 1_000_000 if args.first_mb else QUICK_NBYTES if args.quick else None
+    limit = args.first_mb * 1_000_000 if args.first_mb else None
     result: dict[str, Any] = {
         "kind": "codecs",
         "simd": os.environ.get(SIMD_VARIABLE, "auto"),
-        "path": _path() if any(name.startswith("packhorse") for name in codecs) else "",
+        "path": _path() if set(args.codec) & set(OWN_CODECS) else "",
         "fresh_memory": args.fresh,
-        "rounds": rounds,
+        "rounds": args.rounds,
         "limit_nbytes": limit,
         "machine": machine.describe(),
         "versions": peers.versions(),
+        "codecs": {name: peers.CODECS[name].how for name in args.codec},
         "load_before": os.getloadavg()[0],
         "core_scaling": [machine.core_scaling()],
         "data": [],
         "rows": [],
         "absent": {},
     }
-    for name in names:
-        dataset = data.make(name, limit_nbytes=limit)
-        rows = _one_set(dataset, codecs, args.threads, rounds, result["absent"])
-        described = {key: value for key, value in vars(dataset).items() if key not in HEAVY}
-        result["data"].append({**described, "nbytes": dataset.array.nbytes})
+    for name in args.data:
+        dataset = _make(name, limit)
+        rows = _one_set(dataset, args, result["absent"])
+        result["data"].append(_described(dataset))
         result["rows"] += rows
-        print(f"\n{report.heading(result['data'][-1])}\n\n{report.table(rows)}", flush=True)
-    result["files"] = [] if limit or args.data or args.codec else _packed_files()
+        print(f"\n{report.section(result['data'][-1], rows)}", flush=True)
+    whole = args.full and not _is_variant(args) and not limit
+    result["files"] = _packed_files() if whole else []
     result["load_after"] = os.getloadavg()[0]
     result["core_scaling"].append(machine.core_scaling())
-    print("\n" + report.summary(result))
+    print(f"\n{report.summary(result)}")
+    print(f"\n## Targets\n\n{report.targets(result, gaps=False)}")
+    missing = sorted(set(data.TRAINING_NAMES) - set(data.NAMES))
+    if args.full and missing:
+        print(f"\nnot measured: {', '.join(missing)}: make them first, with: make training")
     for name, reason in result["absent"].items():
         print(f"\nnot measured: {name}: {reason}")
     return result
+
+
+def _make(name: str, limit: int | None) -> data.DataSet:
+    source, beginning = BEGINNINGS.get(name, (name, None))
+    made = data.make(source, limit_nbytes=min(filter(None, (limit, beginning)), default=None))
+    if beginning is None:
+        return made
+    return replace(made, name=name, source=f"the beginning of {made.source}")
+
+
+def _described(dataset: data.DataSet) -> dict[str, Any]:
+    return {
+        "name": dataset.name,
+        "dtype": dataset.dtype,
+        "sha256": dataset.sha256,
+        "source": dataset.source,
+        "nbytes": dataset.array.nbytes,
+        "n_tensors": len(dataset.tensors),
+    }
 
 
 def _path() -> str:
@@ -136,17 +211,17 @@ def _path() -> str:
 
 
 def _one_set(
-    dataset: Any, codecs: list[str], threads: list[int], rounds: int, absent: dict[str, str]
+    dataset: data.DataSet, args: argparse.Namespace, absent: dict[str, str]
 ) -> list[dict[str, Any]]:
     contenders = []
-    for name in codecs:
-        for n in threads:
-            entered = enter(name, dataset, n)
+    for name in args.codec:
+        for n in args.threads:
+            entered = enter(name, dataset, peers.Setup(n, args.fresh))
             if isinstance(entered, Contender):
                 contenders.append(entered)
             elif n == 1:
                 absent[name] = entered
-    return [asdict(row) for row in compete(contenders, dataset, rounds)]
+    return [asdict(row) for row in compete(contenders, dataset, args.rounds)]
 
 
 def _packed_files() -> list[dict[str, Any]]:
@@ -206,9 +281,16 @@ def _keep(result: dict[str, Any], args: argparse.Namespace) -> None:
         parts = ["cpu", result["simd"], *(["fresh"] if args.fresh else [])]
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"{'-'.join(parts)}.json").write_text(text)
-        DOCUMENT.write_text(report.document(RESULTS))
-        README.write_text(report.readme(README.read_text(), RESULTS))
-        print(f"\nwrote {DOCUMENT} and the table in {README}")
+        _write_documents()
+
+
+def _write_documents() -> None:
+    DOCUMENT.write_text(report.document(RESULTS))
+    README.write_text(report.readme(README.read_text(), RESULTS))
+    picture = report.picture(RESULTS)
+    if picture:
+        PICTURE.write_text(picture)
+    print(f"\nwrote {DOCUMENT}, its picture and the table in {README}")
 
 
 if __name__ == "__main__":
