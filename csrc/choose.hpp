@@ -45,7 +45,7 @@ struct PlaneChoice {
 
 inline uint32_t sample_log_for(std::size_t n, uint32_t sample_units) {
     uint32_t log = 0;
-    while (log < 5 && (n >> (log + 1)) >= sample_units) ++log;
+    while (log < 8 && (n >> (log + 1)) >= sample_units) ++log;
     return log;
 }
 
