@@ -45,6 +45,8 @@ inline void try_palette(const Histogram& histogram, uint32_t raw_bits, uint64_t&
                         PaletteModel& model) {
     Histogram symbols;
     const uint32_t n_raw = fold(histogram, raw_bits, symbols);
+    const uint64_t raw_cost = uint64_t{symbols.total} * n_raw;
+    if (raw_cost + symbols.total >= best) return;
     const uint32_t n_possible = 256u >> raw_bits;
     uint8_t order[256];
     uint32_t n_seen = 0;
@@ -54,7 +56,6 @@ inline void try_palette(const Histogram& histogram, uint32_t raw_bits, uint64_t&
         const uint32_t count_a = symbols.counts[a], count_b = symbols.counts[b];
         return count_a != count_b ? count_a > count_b : a < b;
     });
-    const uint64_t raw_cost = uint64_t{symbols.total} * n_raw;
     for (uint32_t bits = 1; bits <= kMaxCodeBits && bits <= 8 - raw_bits; ++bits) {
         const bool all_have_codes = n_possible <= 1u << bits;
         const bool escape = !all_have_codes && (symbols.sampled || n_seen > 1u << bits);
@@ -88,7 +89,9 @@ inline void try_used_bits(const Histogram& histogram, uint64_t& best, PaletteMod
 inline uint64_t choose_palette(const Histogram& histogram, uint32_t most_raw_bits,
                                PaletteModel& model) {
     uint64_t best = ~uint64_t{0};
-    for (uint32_t raw_bits = 0; raw_bits <= most_raw_bits; ++raw_bits)
+    // Each raw bit costs one: more of them than the best palette has bits cannot win.
+    for (uint32_t raw_bits = 0; raw_bits <= most_raw_bits && raw_bits * histogram.total < best;
+         ++raw_bits)
         try_palette(histogram, raw_bits, best, model);
     if (model.code_bits > 0) fill_palette(model);
     std::sort(model.values, model.values + model.n_values);
