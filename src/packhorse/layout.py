@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 __all__ = [
-    "BUCKETS",
-    "BUCKET_SLOTS",
     "CHUNK_NBYTES",
+    "CLASSED_MODELS_OFFSET",
     "CONTENT_LEAF_NBYTES",
     "CRITICAL_FLAGS",
     "DTYPES",
@@ -31,19 +30,27 @@ __all__ = [
     "MAX_BITS",
     "MAX_CHUNK_LOG",
     "MAX_CHUNK_NBYTES",
+    "MAX_CLASSES",
     "MAX_CODE_BITS",
     "MAX_DIMS",
     "MAX_FILE_HEADER_NBYTES",
     "MAX_LANES_LOG",
+    "MAX_SIDE_NBYTES",
     "MIN_CHUNK_LOG",
     "MIN_LANES_LOG",
+    "MODEL_OFFSET",
+    "NARROW_BUCKETS",
     "PALETTE_HEADER_NBYTES",
+    "PREDICTION_BIAS",
+    "PREDICTION_CLASSES",
     "PROB_BITS",
     "PROB_SUM",
     "STATE_LOWER_BOUND",
     "STREAM_NBYTES_BITS",
     "STREAM_NBYTES_MASK",
+    "WIDE_BUCKETS",
     "ZSTD_CHUNK_NBYTES",
+    "ClassSource",
     "DType",
     "Level",
     "Mode",
@@ -57,8 +64,8 @@ FRAME_MAGIC = (
 FRAME_VERSION = 1
 FRAME_ALIGNMENT = 64  # a cache line, and the width of the widest vector register
 # magic, version, dtype, n_dims, split, flags, level, chunk_log, header_nbytes, frame_nbytes, hash,
-# n_chunks, CRC
-FIXED_HEADER = struct.Struct("<4sBBBBHBBIQ16sII")
+# n_chunks, CRC, n_row_dims, reserved, side descriptor
+FIXED_HEADER = struct.Struct("<4sBBBBHBBIQ16sIIB3sI")
 FIXED_HEADER_NBYTES = FIXED_HEADER.size
 HEADER_CRC_OFFSET = 44
 CRITICAL_FLAGS = 0  # none defined in version 1
@@ -69,24 +76,34 @@ MAX_CHUNK_NBYTES = 1 << 21
 MAX_BITS = 1 << 63  # a tensor has fewer; every size in bytes then fits an i64
 STREAM_NBYTES_BITS = 24
 STREAM_NBYTES_MASK = (1 << STREAM_NBYTES_BITS) - 1
+MAX_SIDE_NBYTES = 1 << 21  # bytes of side data, decoded: one for each row and each column
 
 # What this encoder writes (section 5 allows more): 256 KiB stays in L2 together with its output;
 # zstd needs a longer window.
 CHUNK_NBYTES = 1 << 18
 ZSTD_CHUNK_NBYTES = 1 << 21
 
+# Section 6.2: models.
+PROB_BITS = 12
+PROB_SUM = 1 << PROB_BITS
+NARROW_BUCKETS = 32  # of the alias layout, for at most as many codes
+WIDE_BUCKETS = 64
+
 # Section 6.3: palettes.
 MAX_CODE_BITS = 4
 PALETTE_HEADER_NBYTES = 24
 
 # Section 6.4: rANS.
-PROB_BITS = 12
-PROB_SUM = 1 << PROB_BITS
 MIN_LANES_LOG = 2
 MAX_LANES_LOG = 7
 STATE_LOWER_BOUND = 1 << 16
-BUCKETS = 32
-BUCKET_SLOTS = 128
+MODEL_OFFSET = 8
+
+# Section 6.5: classed rANS.
+CLASSED_MODELS_OFFSET = 16
+MAX_CLASSES = 4
+PREDICTION_CLASSES = 4  # quarters of a step of plane 0
+PREDICTION_BIAS = 128  # what the stream yields where the prediction is right
 
 # Section 7: the content hash.
 CONTENT_LEAF_NBYTES = 1 << 18
@@ -123,6 +140,14 @@ class Mode(IntEnum):
     PALETTE = 2
     RANS = 3
     ZSTD = 4
+    CLASSED_RANS = 5
+
+
+class ClassSource(IntEnum):
+    """Where the class of a unit comes from (section 6.5)."""
+
+    PREDICTION = 1
+    LEAD = 2
 
 
 @dataclass(frozen=True)
@@ -165,11 +190,11 @@ def _rows() -> tuple[DType, ...]:
         ("F32", 32, 4, real),
         ("F64", 64, 8, real),
         ("C64", 64, 4, real),
-        ("F8_E4M3", 8, 1, whole),
-        ("F8_E5M2", 8, 1, whole),
+        ("F8_E4M3", 8, 1, real),
+        ("F8_E5M2", 8, 1, real),
         ("F8_E8M0", 8, 1, whole),
-        ("F8_E4M3FNUZ", 8, 1, whole),
-        ("F8_E5M2FNUZ", 8, 1, whole),
+        ("F8_E4M3FNUZ", 8, 1, real),
+        ("F8_E5M2FNUZ", 8, 1, real),
         ("F4", 4, 1, whole),
         ("F6_E2M3", 6, 1, whole),
         ("F6_E3M2", 6, 1, whole),
