@@ -35,6 +35,8 @@ __all__ = [
     "MAX_DIMS",
     "MAX_FILE_HEADER_NBYTES",
     "MAX_LANES_LOG",
+    "MAX_PALETTE_RAW_BITS",
+    "MAX_RANS_RAW_BITS",
     "MAX_SIDE_NBYTES",
     "MIN_CHUNK_LOG",
     "MIN_LANES_LOG",
@@ -82,6 +84,10 @@ MAX_SIDE_NBYTES = 1 << 21  # bytes of side data, decoded: one for each row and e
 # zstd needs a longer window.
 CHUNK_NBYTES = 1 << 18
 ZSTD_CHUNK_NBYTES = 1 << 21
+
+# Section 6.1: symbols and raw bits.
+MAX_RANS_RAW_BITS = 7
+MAX_PALETTE_RAW_BITS = 8  # then every symbol is 0
 
 # Section 6.2: models.
 PROB_BITS = 12
