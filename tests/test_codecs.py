@@ -91,7 +91,7 @@ def test_a_frame_never_grows_by_more_than_its_header(dtype: str) -> None:
 
 def test_incompressible_data_is_planned_as_stored() -> None:
     data = np.frombuffer(make_data("noise", "BF16", 1 << 17), np.uint8)
-    plan = choose_plan(data, "BF16", Level.DEFAULT)
+    plan = choose_plan(data, "BF16", (1 << 17,), Level.DEFAULT)
     assert (plan.split, plan.zstd, plan.estimated_nbytes) == (Split.WHOLE, False, data.size)
     assert "incompressible" in plan.reason
 
@@ -101,7 +101,7 @@ def test_the_plan_does_not_depend_on_the_code_path() -> None:
     plans = []
     for isa in ISAS:
         with forced(isa):
-            plans.append(choose_plan(data, "F16", Level.DEFAULT))
+            plans.append(choose_plan(data, "F16", (100_001,), Level.DEFAULT))
     assert all(plan == plans[0] for plan in plans)
 
 
@@ -134,7 +134,7 @@ def test_planes_refuse_what_is_no_array_of_planes() -> None:
         planes.split(b"abc", 3, Split.BYTES)
     with pytest.raises(ValueError, match="split 0 has no planes"):
         planes.split(b"abcd", 2, Split.WHOLE)
-    with pytest.raises(ValueError, match="one-byte units have no split"):
+    with pytest.raises(ValueError, match="one-byte units are not split into bytes"):
         planes.split(b"abcd", 1, Split.BYTES)
     with pytest.raises(ValueError, match="two dimensions"):
         planes.merge(np.zeros(4, np.uint8), Split.BYTES)
@@ -190,7 +190,9 @@ def test_rans_comes_near_the_entropy() -> None:
     entropy = -sum(share * np.log2(share) for share in shares if share)
     stream = rans.encode(plane)
     assert stream is not None
-    assert entropy * plane.size / 8 <= len(stream) <= entropy * plane.size / 8 * 1.01
+    model_nbytes = 2 + 3 * 257 // 2
+    least = entropy * plane.size / 8
+    assert least <= len(stream) <= least * 1.01 + model_nbytes
 
 
 @pytest.mark.parametrize("coder", CODERS.values(), ids=lambda coder: coder.__name__)

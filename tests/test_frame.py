@@ -22,7 +22,7 @@ from packhorse.frame import (
     resolve_level,
     resolve_threads,
 )
-from packhorse.layout import DTYPE_BY_NAME, DTYPES, Level, Mode, Split
+from packhorse.layout import DTYPE_BY_NAME, DTYPES, FIXED_HEADER_NBYTES, Level, Mode, Split
 from packhorse.reference import content_hash as slow_content_hash
 from packhorse.reference import decode_frame
 
@@ -77,7 +77,7 @@ def test_chunks_have_the_length_that_the_frame_says(kind: str) -> None:
 
 def decode_modes(frame: Frame) -> list[tuple[Mode, ...]]:
     """Modes straight from the chunk table's bytes."""
-    n_planes, at = len(frame.planes()), 48 + 8 * len(frame.shape)
+    n_planes, at = len(frame.planes()), FIXED_HEADER_NBYTES + 8 * len(frame.shape)
     table = np.frombuffer(frame.to_bytes(), "<u4", frame.n_chunks * (1 + n_planes), at)
     return [tuple(Mode(int(d) >> 24) for d in row[1:]) for row in table.reshape(-1, 1 + n_planes)]
 
@@ -149,7 +149,7 @@ def test_a_range_reads_only_the_chunks_it_meets(kind: str, threads: int) -> None
 
 def last_chunk_offset(frame: Frame) -> int:
     """Where the last chunk begins, from the table and the page's rules."""
-    n_planes, at = len(frame.planes()), 48 + 8 * len(frame.shape)
+    n_planes, at = len(frame.planes()), FIXED_HEADER_NBYTES + 8 * len(frame.shape)
     table = np.frombuffer(frame.to_bytes(), "<u4", frame.n_chunks * (1 + n_planes), at)
     lengths = (table.reshape(-1, 1 + n_planes)[:-1, 1:] & 0xFFFFFF).sum(axis=1)
     header = -(-(at + 4 * frame.n_chunks * (1 + n_planes)) // 64) * 64
@@ -248,7 +248,7 @@ def test_nothing_has_a_frame_of_its_header_alone() -> None:
         for shape in ((0,), (3, 0, 5), (0,) * 64):
             frame = compress_buffer(b"", dtype, shape)
             assert (frame.shape, frame.n_chunks, frame.logical_nbytes) == (shape, 0, 0)
-            assert frame.nbytes == -(-(48 + 8 * len(shape)) // 64) * 64
+            assert frame.nbytes == -(-(FIXED_HEADER_NBYTES + 8 * len(shape)) // 64) * 64
             frame.verify()
             frame.decompress_into(b"")
             assert decode_frame(frame.to_bytes()).shape == shape

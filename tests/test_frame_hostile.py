@@ -97,7 +97,7 @@ def test_a_flipped_bit_under_new_checksums_is_refused_or_harmless(name: str, isa
 
 REAL = {  # dtype, kind of data, level, a mode that is met
     "real rans": ("BF16", "weights", "default", Mode.RANS),
-    "real rans of several planes": ("U32", "31 values", "max", Mode.RANS),
+    "real rans of several planes": ("U32", "100 values", "max", Mode.RANS),
     "real plain rans": ("F8_E4M3", "100 values", "max", Mode.RANS),
     "real palette": ("BF16", "weights", "fast", Mode.PALETTE),
     "real zstd": ("I64", "sorted", "default", Mode.ZSTD),
