@@ -24,24 +24,45 @@ ALL_BYTES = tuple(range(256))
 BYTE_CODINGS = {
     "stored": (Stored(), 256),
     "constant": (Constant(), 1),
-    **{f"palette{bits}": (Palette(bits, has_escape=False), 1 << bits) for bits in range(1, 5)},
+    **{f"palette{bits}": (Palette(bits, has_escape=False), 1 << bits) for bits in range(5)},
     **{f"palette{bits}-escape": (Palette(bits), 40) for bits in range(1, 5)},
+    **{f"palette-raw{bits}": (Palette(2, raw_bits=bits), 200) for bits in range(1, 9)},
+    "palette-raw-only": (Palette(0, has_escape=False, raw_bits=8), 200),
+    "palette-raw-zeros": (Palette(0, has_escape=False, raw_bits=8), 1),
+    "palette-raw-mask": (Palette(3, raw_bits=6, raw_mask=0x3F), 1),
     **{f"rans-{1 << log}-lanes": (Rans(log), 20) for log in range(2, 8)},
+    **{f"rans-raw{bits}": (Rans(4, raw_bits=bits), 200) for bits in range(1, 8)},
+    "rans-raw-escape": (Rans(2, raw_bits=3, mapped=(0, 5, 31)), 200),
+    "rans-raw-all-symbols": (Rans(7, raw_bits=4, mapped=tuple(range(16))), 200),
+    "rans-raw-mask": (Rans(3, raw_bits=5, raw_mask=0x1F), 3),
+    "rans-margin": (Rans(3, mapped=(7, 200), margin=(7, 55)), 40),
     "rans-alias-escape": (Rans(4, mapped=tuple(range(31))), 40),
-    "rans-31-codes": (Rans(2, mapped=tuple(range(100, 131))), 40),
-    "rans-plain-256": (Rans(5, mapped=ALL_BYTES), 200),
-    "rans-plain-escape": (Rans(3, mapped=tuple(range(0, 256, 3))), 200),
+    "rans-31-codes": (Rans(2, mapped=tuple(range(100, 130))), 40),
     "rans-32-codes": (Rans(2, mapped=tuple(range(31)), escape_frequency=1000), 40),
     "rans-33-codes": (Rans(2, mapped=tuple(range(32)), escape_frequency=1000), 40),
+    "rans-64-codes": (Rans(7, mapped=tuple(range(63)), escape_frequency=1000), 40),
+    "rans-65-codes": (Rans(2, mapped=tuple(range(64)), escape_frequency=1000), 40),
+    "rans-wide-values": (Rans(5), 55),
+    "rans-plain-256": (Rans(5, mapped=ALL_BYTES), 200),
+    "rans-plain-escape": (Rans(3, mapped=tuple(range(0, 256, 3))), 200),
 }
 DTYPE_SPLITS = [(row.name, int(split)) for row in DTYPES for split in row.splits]
 # A coding sees bytes alone: all of them for one dtype of each way to split, some for each other.
-ALL_CODINGS_FOR = {"U8", "BF16", "U16", "F32", "F64"}
-SOME_CODINGS = ("stored", "constant", "palette3-escape", "rans-32-lanes", "rans-plain-escape")
+ALL_CODINGS_FOR = {("U8", 0), ("BF16", 2), ("F8_E4M3", 2), ("U32", 1)}
+SOME_CODINGS = (
+    "stored",
+    "constant",
+    "palette3-escape",
+    "palette-raw5",
+    "rans-32-lanes",
+    "rans-raw-escape",
+    "rans-64-codes",
+    "rans-plain-escape",
+)
 BYTE_CASES = [
     pytest.param(name, split, coding, id=f"{name}-{split}-{coding}")
     for name, split in DTYPE_SPLITS
-    for coding in (BYTE_CODINGS if name in ALL_CODINGS_FOR else SOME_CODINGS)
+    for coding in (BYTE_CODINGS if (name, split) in ALL_CODINGS_FOR else SOME_CODINGS)
     if split or DTYPE_BY_NAME[name].unit_nbytes == 1
 ]
 
@@ -112,21 +133,36 @@ def test_every_16_bit_pattern_survives(dtype: str, split: int) -> None:
     assert decode_frame(bytes(frame)).data == data
 
 
-def test_the_float_split_gathers_the_exponent() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "code", "exponent_bits"), [("F32", "<I", 8), ("F64", "<Q", 11), ("BF16", "<H", 8)]
+)
+def test_the_float_split_gathers_the_exponent(dtype: str, code: str, exponent_bits: int) -> None:
     """A constant plane decodes only if the encoder and the page agree on which bits it holds."""
-    rng = random.Random(1)
-    for dtype, code, exponent_bits in (("F32", "<I", 8), ("F64", "<Q", 11), ("BF16", "<H", 8)):
-        width = DTYPE_BY_NAME[dtype].bits
-        low_bits = width - 1 - exponent_bits
-        values = [
-            rng.getrandbits(1) << width - 1 | 0x81 << low_bits | rng.getrandbits(low_bits)
-            for _ in range(100)
-        ]
-        data = b"".join(struct.pack(code, value) for value in values)
-        codings = [Constant(), *[Stored()] * (DTYPE_BY_NAME[dtype].unit_nbytes - 1)]
-        frame = build_frame(data, dtype, codings=codings, split=2, chunk_log=7)
-        assert decode_frame(bytes(frame)).data == data
-        assert frame.data[frame.streams[0, 0][0]] == 0x81
+    rng, width = random.Random(1), DTYPE_BY_NAME[dtype].bits
+    low_bits = width - 1 - exponent_bits
+    values = [
+        rng.getrandbits(1) << width - 1 | 0x81 << low_bits | rng.getrandbits(low_bits)
+        for _ in range(100)
+    ]
+    data = b"".join(struct.pack(code, value) for value in values)
+    codings = [Constant(), *[Stored()] * (DTYPE_BY_NAME[dtype].unit_nbytes - 1)]
+    frame = build_frame(data, dtype, codings=codings, split=2, chunk_log=7)
+    assert decode_frame(bytes(frame)).data == data
+    assert frame.data[frame.streams[0, 0][0]] == 0x81
+    # The sign is the lowest bit of plane 1; F64 has the upper three exponent bits above it.
+    offset, nbytes = frame.streams[0, 1]
+    place = 3 if dtype == "F64" else 0
+    signs = [byte >> place & 1 for byte in frame.data[offset : offset + nbytes]]
+    assert signs == [value >> width - 1 for value in values]
+
+
+def test_the_float_split_of_bytes_puts_the_sign_lowest() -> None:
+    data = bytes(range(256))
+    frame = build_frame(data, "F8_E4M3", codings=[Stored()], split=2, chunk_log=8)
+    plane = frame.data[frame.header_nbytes :]
+    assert [byte & 1 for byte in plane] == [0] * 128 + [1] * 128
+    assert [byte >> 1 for byte in plane] == [*range(128), *range(128)]
+    assert decode_frame(bytes(frame)).data == data
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (3, 2), (6, 1, 1), (0,), (5, 0, 7), (1,) * 64])
@@ -162,18 +198,28 @@ def test_any_level_byte_is_read() -> None:
     assert decode_frame(bytes(frame)).level == 77
 
 
-def test_reference_shares_no_code_with_the_fast_paths() -> None:
-    tree = ast.parse(Path(reference.__file__).read_text())
+def imports_of(path: Path) -> set[str]:
     modules = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             modules |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{name.name}" for name in node.names]
             modules |= set(names) if node.module == "packhorse" else {str(node.module)}
-    ours = {module for module in modules if module.startswith("packhorse")}
-    assert ours == {"packhorse.layout", "packhorse.errors"}
+    return modules
+
+
+def test_reference_shares_no_code_with_the_fast_paths() -> None:
+    modules = set().union(*map(imports_of, Path(reference.__file__).parent.glob("*.py")))
+    ours = {name for name in modules if name.startswith("packhorse")}
+    outside = {name for name in ours if not name.startswith("packhorse.reference.")}
+    assert outside == {"packhorse.layout", "packhorse.errors"}
     assert not modules & {"numpy", "torch", "ml_dtypes"}
+
+
+def test_the_builder_shares_no_code_with_the_package() -> None:
+    modules = set().union(*map(imports_of, Path(fb.__file__).parent.glob("*.py")))
+    assert {name for name in modules if name.startswith("packhorse")} == {"packhorse.layout"}
 
 
 @pytest.mark.parametrize("name", fb.SMALL)

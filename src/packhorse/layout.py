@@ -36,6 +36,8 @@ __all__ = [
     "MAX_DIMS",
     "MAX_FILE_HEADER_NBYTES",
     "MAX_LANES_LOG",
+    "MAX_PALETTE_RAW_BITS",
+    "MAX_RANS_RAW_BITS",
     "MAX_SIDE_NBYTES",
     "MIN_CHUNK_LOG",
     "MIN_LANES_LOG",
@@ -84,6 +86,10 @@ MAX_SIDE_NBYTES = 1 << 21  # bytes of side data, decoded: one for each row and e
 CHUNK_NBYTES = 1 << 18
 CLASSED_CHUNK_NBYTES = 1 << 20  # where there are classes, with more tables to pay for
 ZSTD_CHUNK_NBYTES = 1 << 21
+
+# Section 6.1: symbols and raw bits.
+MAX_RANS_RAW_BITS = 7
+MAX_PALETTE_RAW_BITS = 8  # then every symbol is 0
 
 # Section 6.2: models.
 PROB_BITS = 12

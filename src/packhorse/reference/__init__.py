@@ -1,0 +1,16 @@
+"""The slow reader of frames and files, written from docs/format.md alone and in its order.
+
+It is the oracle that the fast paths are tested against, so it shares no code with them: plain
+integers and bytes, the constants of `layout.py`, and xxhash and zstandard for what other standards
+define. Clarity comes before speed: expect one or two MB/s.
+
+Every rule is checked where the page states it: the whole header before any chunk is touched, a CRC
+before its streams. `words` is section 1 of the page, `header` 2 and 3, `frame` 4, 5 and 7,
+`streams` and `rans` 6, `file` 8. Offsets in messages count from the frame; `decode_file` adds name
+and place.
+"""
+
+from packhorse.reference.file import decode_file
+from packhorse.reference.frame import DecodedTensor, content_hash, decode_frame
+
+__all__ = ["DecodedTensor", "content_hash", "decode_file", "decode_frame"]

@@ -1,0 +1,175 @@
+"""Sections 4, 5 and 7 of docs/format.md: from the chunks of a frame to the tensor's bytes.
+
+The content hash is checked at the end, so what comes out is the tensor or an error.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import xxhash
+
+from packhorse import layout
+from packhorse.errors import CorruptionError
+from packhorse.layout import Mode, Split
+from packhorse.reference.header import Chunk, SideStream, Units, read_header
+from packhorse.reference.rans import Place
+from packhorse.reference.streams import decode_stream
+from packhorse.reference.words import Reader, crc32c, equal, zero
+
+__all__ = ["DecodedTensor", "content_hash", "decode_frame"]
+
+
+@dataclass(frozen=True)
+class DecodedTensor:
+    """What a frame holds.
+
+    Attributes:
+        dtype: safetensors' name, "BF16".
+        shape: the dimensions, outermost first.
+        data: the tensor's bytes in C order, little-endian.
+        content_hash: 16 bytes; `data` was checked against it.
+        level: the level byte as it stands, information only.
+        split: how units became planes.
+        modes: for each chunk, the mode of each plane.
+        side_mode: the mode of the side data; None where there are none.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+    content_hash: bytes
+    level: int
+    split: Split
+    modes: tuple[tuple[Mode, ...], ...]
+    side_mode: Mode | None
+
+
+def decode_frame(data: bytes, *, max_nbytes: int | None = None) -> DecodedTensor:
+    """Decode one frame and check all of it, content hash included.
+
+    Args:
+        data: the frame, exactly.
+        max_nbytes: refuse a tensor of more decoded bytes than this; None for no limit.
+
+    Returns:
+        The tensor's dtype, shape and bytes.
+
+    Raises:
+        CorruptionError: the bytes break a rule of docs/format.md, or the tensor is over the limit.
+        TruncationError: bytes are missing at the end.
+        CompatibilityError: the version, the dtype, a flag or a mode is unknown.
+    """
+    header = read_header(data, max_nbytes)
+    side = header.side and _SideData(data, header.side)
+    decoded = b"".join(_decode_chunk(data, header.units, side, chunk) for chunk in header.chunks)
+    equal(header.content_hash, content_hash(decoded), "content hash", 24)
+    return DecodedTensor(
+        dtype=header.units.dtype.name,
+        shape=header.shape,
+        data=decoded,
+        content_hash=header.content_hash,
+        level=header.level,
+        split=header.units.split,
+        modes=tuple(tuple(mode for mode, _ in chunk.streams) for chunk in header.chunks),
+        side_mode=header.side.mode if header.side else None,
+    )
+
+
+class _SideData:
+    """Section 2: the side data, decoded when they are first asked for."""
+
+    def __init__(self, data: bytes, stream: SideStream) -> None:
+        self.n_rows, self.n_columns = stream.n_rows, stream.n_columns
+        end = stream.offset + stream.nbytes
+        self._reader = Reader(data[stream.offset : end], stream.offset)
+        self._mode = stream.mode
+        self._plane: bytes | None = None
+
+    def predictions(self, first_unit: int, n: int) -> list[int]:
+        """Section 6.5: `q` of each of `n` units."""
+        if self._plane is None:
+            self._plane = self._decode()
+        row, column = self._plane[: self.n_rows], self._plane[self.n_rows :]
+        places = (divmod(unit, self.n_columns) for unit in range(first_unit, first_unit + n))
+        return [(row[i] + column[j]) % 256 for i, j in places]
+
+    def _decode(self) -> bytes:
+        n = self.n_rows + self.n_columns
+        decoded = decode_stream(self._reader, self._mode, Place(plane=0, n=n, plane_nbytes=n))
+        _check_nothing_carried(decoded.carried, "the side data", self._reader.start)
+        return decoded.plane
+
+
+# Section 4: splits.
+def _merge(planes: list[bytes], units: Units) -> bytes:
+    if units.split == Split.WHOLE:
+        return planes[0]
+    if units.split == Split.FLOAT and len(planes) == 1:
+        return bytes((byte >> 1 | byte << 7) & 0xFF for byte in planes[0])
+    if units.split == Split.FLOAT:
+        r = 4 if units.dtype.name == "F64" else 1
+        rotated = [high << 8 | low for high, low in zip(planes[0], planes[1], strict=True)]
+        tops = [(v >> r | v << (16 - r)) & 0xFFFF for v in rotated]
+        planes = [bytes(t >> 8 for t in tops), bytes(t & 0xFF for t in tops), *planes[2:]]
+    return bytes(byte for unit in zip(*reversed(planes), strict=True) for byte in unit)
+
+
+# Section 5: chunks and streams.
+def _decode_chunk(data: bytes, units: Units, side: _SideData | None, chunk: Chunk) -> bytes:
+    crc = crc32c(data[chunk.offset : chunk.offset + chunk.nbytes])
+    equal(crc, chunk.crc, "CRC of the chunk", chunk.offset)
+    streams = _cut_streams(data, chunk)
+    plane_nbytes = chunk.n_units * units.item_nbytes
+    predictions: Callable[[], list[int]] | None = None
+    if side:
+        predictions = partial(side.predictions, chunk.first_unit, chunk.n_units)
+    place = Place(0, chunk.n_units, plane_nbytes, predictions)
+    planes, carried = [], b""
+    for plane, (mode, _) in enumerate(chunk.streams):
+        decoded = decode_stream(streams[plane], mode, place._replace(plane=plane))
+        if plane == 0 and mode != Mode.STORED:
+            place = place._replace(lead=decoded.yielded)
+        planes.append(decoded.plane)
+        carried += decoded.carried
+    _restore_carrier(planes, carried, plane_nbytes, chunk)
+    return _merge(planes, units)
+
+
+def _cut_streams(data: bytes, chunk: Chunk) -> list[Reader]:
+    """The streams in plane order; in the payload those of mode stored come first."""
+    offset = chunk.offset
+    cut: dict[int, Reader] = {}
+    for stored in (True, False):
+        for plane, (mode, nbytes) in enumerate(chunk.streams):
+            if (mode == Mode.STORED) == stored:
+                cut[plane] = Reader(data[offset : offset + nbytes], offset)
+                offset += nbytes
+    zero(data[offset : chunk.offset + chunk.nbytes], "padding bytes of the chunk", offset)
+    return [cut[plane] for plane in range(len(cut))]
+
+
+def _restore_carrier(planes: list[bytes], carried: bytes, plane_nbytes: int, chunk: Chunk) -> None:
+    """Give the last stored plane its end back, where the rANS streams carry it."""
+    carriers = [plane for plane, (mode, _) in enumerate(chunk.streams) if mode == Mode.STORED]
+    if not carriers or len(planes[carriers[-1]]) == plane_nbytes:
+        return _check_nothing_carried(carried, "the chunk", chunk.offset)
+    planes[carriers[-1]] += carried
+    found, what = len(planes[carriers[-1]]), "length of the carrier with its carried bytes"
+    equal(found, plane_nbytes, f"{what} in the chunk", chunk.offset)
+
+
+def _check_nothing_carried(carried: bytes, what: str, offset: int) -> None:
+    if any(carried):
+        where = f"{what} at byte offset {offset}"
+        raise CorruptionError(f"a last rANS state in {where} is not 2^16, but nothing is carried")
+
+
+# Section 7: the content hash.
+def content_hash(data: bytes) -> bytes:
+    """The 16 bytes that identify a tensor's logical bytes (C order, little-endian)."""
+    if len(data) <= layout.CONTENT_LEAF_NBYTES:
+        return xxhash.xxh3_128_digest(data)
+    starts = range(0, len(data), layout.CONTENT_LEAF_NBYTES)
+    leaves = [data[start : start + layout.CONTENT_LEAF_NBYTES] for start in starts]
+    return xxhash.xxh3_128_digest(b"".join(xxhash.xxh3_128_digest(leaf) for leaf in leaves))

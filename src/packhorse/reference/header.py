@@ -1,0 +1,209 @@
+"""Sections 2 and 3 of docs/format.md: the header of a frame, checked whole and in the page's order.
+
+Nothing of the payload is looked at, and nothing is believed before its check: lengths are computed
+from the fields and compared with the lengths that are declared.
+"""
+
+import math
+import struct
+from collections import namedtuple
+from typing import NamedTuple
+
+from packhorse import layout
+from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.layout import DType, Mode, Split
+from packhorse.reference.words import crc32c, equal, need, padded, within, zero
+
+__all__ = ["Chunk", "Header", "SideStream", "Units", "read_header"]
+
+_RANS_MODES = (Mode.RANS, Mode.CLASSED_RANS)
+_SIDE_MODES = (Mode.STORED, Mode.PALETTE, Mode.RANS)
+
+_Fixed = namedtuple(
+    "_Fixed",
+    "magic version dtype_code n_dims split flags level chunk_log header_nbytes frame_nbytes "
+    "content_hash n_chunks crc n_row_dims reserved side_descriptor",
+)
+
+
+class Units(NamedTuple):
+    """What a tensor consists of."""
+
+    dtype: DType
+    split: Split
+    n_planes: int
+    item_nbytes: int  # of an item of a plane
+
+
+class SideStream(NamedTuple):
+    """Where the side data are, and of how many rows and columns."""
+
+    n_rows: int
+    n_columns: int
+    mode: Mode
+    offset: int
+    nbytes: int
+
+
+class Chunk(NamedTuple):
+    """A row of the chunk table."""
+
+    offset: int
+    nbytes: int  # with its padding
+    crc: int
+    first_unit: int
+    n_units: int
+    streams: list[tuple[Mode, int]]  # mode and bytes of each, in plane order
+
+
+class Header(NamedTuple):
+    """A header whose every field is checked."""
+
+    content_hash: bytes
+    level: int
+    units: Units
+    shape: tuple[int, ...]
+    side: SideStream | None
+    chunks: list[Chunk]
+
+
+def read_header(data: bytes, max_nbytes: int | None) -> Header:
+    """Check the header of the frame that `data` is, and the length of all of it."""
+    fixed = _read_fixed(data)
+    units = _read_units(fixed)
+    shape_end = layout.FIXED_HEADER_NBYTES + 8 * fixed.n_dims
+    table_end = shape_end + 4 * fixed.n_chunks * (1 + units.n_planes)
+    end = table_end + (fixed.side_descriptor & layout.STREAM_NBYTES_MASK)
+    equal(fixed.header_nbytes, padded(end), "header_nbytes", 12)
+    need(data, fixed.header_nbytes, "the header")
+    _check_crc(data[: fixed.header_nbytes], fixed.crc)
+    shape = struct.unpack(f"<{fixed.n_dims}Q", data[layout.FIXED_HEADER_NBYTES : shape_end])
+    nbytes = _logical_nbytes(units.dtype, shape)
+    n_units = nbytes // units.dtype.unit_nbytes
+    equal(fixed.n_chunks, -(-n_units // (1 << fixed.chunk_log)), "n_chunks", 40)
+    if max_nbytes is not None and nbytes > max_nbytes:
+        raise CorruptionError(f"the tensor takes {nbytes} bytes, the caller allows {max_nbytes}")
+    zero(fixed.reserved, "reserved bytes", 49)
+    side = _read_side(fixed, units, shape, table_end)
+    zero(data[end : fixed.header_nbytes], "padding bytes of the header", end)
+    chunks = _read_chunk_table(data[:table_end], shape_end, fixed, units, n_units)
+    frame_nbytes = fixed.header_nbytes + sum(chunk.nbytes for chunk in chunks)
+    equal(fixed.frame_nbytes, frame_nbytes, "frame_nbytes", 16)
+    need(data, frame_nbytes, "the frame")
+    equal(len(data), frame_nbytes, "the end of the frame, the length of the data,", frame_nbytes)
+    return Header(fixed.content_hash, fixed.level, units, shape, side, chunks)
+
+
+def _read_fixed(data: bytes) -> _Fixed:
+    need(data, layout.FIXED_HEADER_NBYTES, "the fixed part of the header")
+    fixed = _Fixed._make(layout.FIXED_HEADER.unpack_from(data))
+    equal(fixed.magic, layout.FRAME_MAGIC, "magic", 0)
+    if fixed.version > layout.FRAME_VERSION:
+        found, known = fixed.version, layout.FRAME_VERSION
+        raise CompatibilityError(f"version at byte offset 4 is {found}, known: {known}; upgrade")
+    equal(fixed.version, layout.FRAME_VERSION, "version", 4)
+    return fixed
+
+
+def _read_units(fixed: _Fixed) -> Units:
+    if fixed.flags & ~layout.CRITICAL_FLAGS:
+        raise CompatibilityError(f"unknown flags {fixed.flags:#x} at byte offset 8; upgrade")
+    if fixed.dtype_code not in layout.DTYPE_BY_CODE:
+        raise CompatibilityError(f"unknown dtype {fixed.dtype_code} at byte offset 5; upgrade")
+    dtype = layout.DTYPE_BY_CODE[fixed.dtype_code]
+    if fixed.split not in dtype.splits:
+        allowed = [int(split) for split in dtype.splits]
+        raise CorruptionError(f"split at byte offset 7 is {fixed.split}, allowed: {allowed}")
+    within(fixed.n_dims, 0, layout.MAX_DIMS, "n_dims", 6)
+    most = (layout.MAX_CHUNK_NBYTES // dtype.unit_nbytes).bit_length() - 1  # at most 21
+    within(fixed.chunk_log, layout.MIN_CHUNK_LOG, most, f"chunk_log of {dtype.name}", 11)
+    n_planes = 1 if fixed.split == Split.WHOLE else dtype.unit_nbytes
+    return Units(dtype, Split(fixed.split), n_planes, dtype.unit_nbytes // n_planes)
+
+
+def _check_crc(header: bytes, stored: int) -> None:
+    at = layout.HEADER_CRC_OFFSET
+    equal(stored, crc32c(header[:at] + bytes(4) + header[at + 4 :]), "header CRC", at)
+
+
+def _logical_nbytes(dtype: DType, shape: tuple[int, ...]) -> int:
+    """Section 3; a dimension of 0 hides no overflow of the others."""
+    at = layout.FIXED_HEADER_NBYTES
+    if math.prod(max(dim, 1) for dim in shape) * dtype.bits >= layout.MAX_BITS:
+        raise CorruptionError(f"shape {shape} at byte offset {at} takes 2^63 bits or more")
+    n_bits = math.prod(shape) * dtype.bits
+    equal(n_bits % 8, 0, f"bits beyond the last byte of {shape} {dtype.name}", at)
+    return n_bits // 8
+
+
+def _read_side(
+    fixed: _Fixed, units: Units, shape: tuple[int, ...], offset: int
+) -> SideStream | None:
+    """Place, mode and length of the side data; `_read_chunk_table` does the same for chunks."""
+    code = fixed.side_descriptor >> layout.STREAM_NBYTES_BITS
+    nbytes = fixed.side_descriptor & layout.STREAM_NBYTES_MASK
+    present = fixed.n_row_dims > 0
+    equal(fixed.side_descriptor > 0, present, "whether there is a side descriptor", 52)
+    if not present:
+        return None
+    equal(int(units.split), int(Split.FLOAT), "split beside side data", 7)
+    within(fixed.n_row_dims, 1, fixed.n_dims - 1, "n_row_dims", 48)
+    equal(0 in shape, False, "whether a tensor with side data is empty", 48)
+    units_per_element = units.dtype.bits // 8 // units.dtype.unit_nbytes
+    n_rows = math.prod(shape[: fixed.n_row_dims])
+    n_columns = math.prod(shape[fixed.n_row_dims :]) * units_per_element
+    within(n_rows + n_columns, 2, layout.MAX_SIDE_NBYTES, "rows and columns of the side data", 48)
+    if code not in _SIDE_MODES:
+        raise CorruptionError(f"mode {code} of the side data at byte offset 52 is not allowed")
+    if code == Mode.STORED:
+        equal(nbytes, n_rows + n_columns, "length of stored side data", 52)
+    return SideStream(n_rows, n_columns, Mode(code), offset, nbytes)
+
+
+def _read_chunk_table(
+    header: bytes, start: int, fixed: _Fixed, units: Units, n_units: int
+) -> list[Chunk]:
+    row = struct.Struct(f"<{1 + units.n_planes}I")
+    chunks: list[Chunk] = []
+    offset = fixed.header_nbytes
+    for at in range(start, len(header), row.size):
+        crc, *descriptors = row.unpack_from(header, at)
+        first = len(chunks) << fixed.chunk_log
+        n = min(1 << fixed.chunk_log, n_units - first)
+        streams = [_read_descriptor(word, units, at) for word in descriptors]
+        _check_stored(streams, n * units.item_nbytes, at)
+        nbytes = padded(sum(nbytes for _, nbytes in streams))
+        chunks.append(Chunk(offset, nbytes, crc, first, n, streams))
+        offset += nbytes
+    return chunks
+
+
+def _read_descriptor(word: int, units: Units, at: int) -> tuple[Mode, int]:
+    code, nbytes = word >> layout.STREAM_NBYTES_BITS, word & layout.STREAM_NBYTES_MASK
+    if code not in list(Mode):
+        raise CompatibilityError(f"unknown mode {code} in table row at byte offset {at}; upgrade")
+    mode = Mode(code)
+    if not _allowed(mode, units):
+        what = f"mode {mode.name.lower()} in table row at byte offset {at}"
+        raise CorruptionError(f"{what} is not allowed for {units.dtype.name} split {units.split}")
+    if mode == Mode.CONSTANT:
+        equal(nbytes, units.item_nbytes, "length of a constant stream in table row", at)
+    return mode, nbytes
+
+
+def _allowed(mode: Mode, units: Units) -> bool:
+    """The table of section 6."""
+    if mode in (Mode.PALETTE, Mode.RANS):
+        return units.item_nbytes == 1
+    if mode == Mode.ZSTD:
+        return units.split == Split.WHOLE
+    return mode != Mode.CLASSED_RANS or units.split != Split.WHOLE
+
+
+def _check_stored(streams: list[tuple[Mode, int]], plane_nbytes: int, at: int) -> None:
+    """A stored stream is its whole plane, but for the carrier where there are rANS streams."""
+    stored = [nbytes for mode, nbytes in streams if mode == Mode.STORED]
+    if stored and any(mode in _RANS_MODES for mode, _ in streams) and stored[-1] < plane_nbytes:
+        stored.pop()  # its length is checked when the chunk is decoded
+    for nbytes in stored:
+        equal(nbytes, plane_nbytes, "length of a stored stream in table row", at)

@@ -1,0 +1,179 @@
+"""Sections 6.4 and 6.5 of docs/format.md: rANS, with one model or with a model for each class.
+
+The first is the second with a single class, so one loop decodes both: `_decode_classes` gets a
+model and the units of each class, in the order of decoding.
+"""
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from packhorse import layout
+from packhorse.errors import CorruptionError
+from packhorse.layout import ClassSource
+from packhorse.reference.symbols import (
+    Model,
+    RawBits,
+    join_raw_bits,
+    read_escapes,
+    read_model,
+    read_raw_planes,
+    resolve_escapes,
+)
+from packhorse.reference.words import Reader, equal, within, zero
+
+__all__ = ["Decoded", "Place", "decode_classed_rans", "decode_rans"]
+
+
+class Place(NamedTuple):
+    """Where a stream stands, and the other data that it may depend on."""
+
+    plane: int
+    n: int  # units of the plane
+    plane_nbytes: int
+    predictions: Callable[[], list[int]] | None = None  # `q` of each unit; None: no side data
+    lead: bytes | None = None  # what plane 0's stream yields; None in plane 0 or if it is stored
+
+
+class Decoded(NamedTuple):
+    """What a stream holds."""
+
+    plane: bytes
+    yielded: bytes  # the same before a prediction is added
+    carried: bytes = b""  # of another plane
+
+
+class _Head(NamedTuple):
+    n_lanes: int
+    raw: RawBits
+    n_escapes: int
+
+
+def decode_rans(reader: Reader, n: int) -> Decoded:
+    """Section 6.4."""
+    head = _read_head(reader)
+    model = read_model(reader, head.raw)
+    yielded, carried = _decode_classes(reader, head, [model], [list(range(n))])
+    return Decoded(yielded, yielded, carried)
+
+
+def decode_classed_rans(reader: Reader, place: Place) -> Decoded:
+    """Section 6.5."""
+    head = _read_head(reader)
+    source, n_classes, thresholds = _read_classes(reader)
+    models = [read_model(reader, head.raw) for _ in range(n_classes)]
+    predictions: list[int] = []
+    if source == ClassSource.PREDICTION:
+        predictions = _predictions(place, reader.start)
+        class_of = [q % layout.PREDICTION_CLASSES for q in predictions]
+    else:
+        class_of = [sum(t <= y for t in thresholds) for y in _lead(place, reader.start)]
+    units = [[u for u in range(place.n) if class_of[u] == c] for c in range(n_classes)]
+    yielded, carried = _decode_classes(reader, head, models, units)
+    if source == ClassSource.LEAD:
+        return Decoded(yielded, yielded, carried)
+    pairs = zip(yielded, predictions, strict=True)
+    plane = bytes((y - layout.PREDICTION_BIAS + q // 4) % 256 for y, q in pairs)
+    return Decoded(plane, yielded, carried)
+
+
+def _read_head(reader: Reader) -> _Head:
+    fields = struct.unpack("<BBBBI", reader.take(layout.MODEL_OFFSET, "bytes of the rANS header"))
+    lanes_log, prob_bits, raw_bits, raw_mask, n_escapes = fields
+    within(lanes_log, layout.MIN_LANES_LOG, layout.MAX_LANES_LOG, "lanes_log", reader.start)
+    equal(prob_bits, layout.PROB_BITS, "prob_bits", reader.start + 1)
+    raw = RawBits(raw_bits, raw_mask)
+    raw.check(layout.MAX_RANS_RAW_BITS, reader.start + 2)
+    return _Head(1 << lanes_log, raw, n_escapes)
+
+
+def _read_classes(reader: Reader) -> tuple[ClassSource, int, tuple[int, ...]]:
+    """Source, number of classes, and the thresholds between them."""
+    at = reader.offset
+    source, n_classes, t, reserved = struct.unpack("<BB3s3s", reader.take(8, "bytes of classes"))
+    within(source, ClassSource.PREDICTION, ClassSource.LEAD, "source of the classes", at)
+    if source == ClassSource.PREDICTION:
+        equal(n_classes, layout.PREDICTION_CLASSES, "n_classes", at + 1)
+    within(n_classes, 1, layout.MAX_CLASSES, "n_classes", at + 1)
+    n_thresholds = n_classes - 1 if source == ClassSource.LEAD else 0
+    thresholds = tuple(t[:n_thresholds])
+    equal(thresholds, tuple(sorted(thresholds)), "thresholds", at + 2)
+    zero(t[n_thresholds:], "unused thresholds", at + 2 + n_thresholds)
+    zero(reserved, "reserved bytes of the classes", at + 5)
+    return ClassSource(source), n_classes, thresholds
+
+
+def _predictions(place: Place, offset: int) -> list[int]:
+    if place.predictions is None or place.plane > 0:
+        where = f"plane {place.plane} of the stream at byte offset {offset}"
+        raise CorruptionError(f"{where} uses predictions: allowed in plane 0, with side data")
+    return place.predictions()
+
+
+def _lead(place: Place, offset: int) -> bytes:
+    if place.lead is None:
+        where = f"plane {place.plane} of the stream at byte offset {offset}"
+        raise CorruptionError(f"{where} follows plane 0: allowed behind it, where it is not stored")
+    return place.lead
+
+
+def _decode_classes(
+    reader: Reader, head: _Head, models: list[Model], units: list[list[int]]
+) -> tuple[bytes, bytes]:
+    """The bytes that the stream yields in the order of units, and the carried bytes."""
+    n, at = sum(map(len, units)), reader.offset
+    states = list(struct.unpack(f"<{head.n_lanes}I", reader.take(4 * head.n_lanes, "states")))
+    low_states = [state for state in states if state < layout.STATE_LOWER_BOUND]
+    equal(low_states, [], "list of states below 2^16", at)
+    low = read_raw_planes(reader, n, head.raw)
+    escapes = read_escapes(reader, head.n_escapes, head.raw)
+    at = reader.offset
+    words = _read_words(reader)
+    order = [unit for members in units for unit in members]
+    decoded: list[int | None] = []
+    for model, members in zip(models, units, strict=True):
+        decoded += _decode_class(model, len(members), states, words, at)
+    equal(len(list(words)), 0, "number of unused words of those", at)
+    high_states = [state for state in states if state >= 2 * layout.STATE_LOWER_BOUND]
+    equal(high_states, [], "list of last states of 2^17 or more", at)
+    resolved = resolve_escapes(decoded, escapes, reader.start)
+    symbols = [symbol for _, symbol in sorted(zip(order, resolved, strict=True))]
+    last_halves = [state - layout.STATE_LOWER_BOUND for state in states]
+    carried = struct.pack(f"<{head.n_lanes}H", *last_halves)
+    return join_raw_bits(symbols, low, head.raw), carried
+
+
+def _read_words(reader: Reader) -> Iterator[int]:
+    at = reader.offset
+    words = reader.rest()
+    equal(len(words) % 2, 0, "half a word behind the words", at)
+    return iter(struct.unpack(f"<{len(words) // 2}H", words))
+
+
+def _decode_class(
+    model: Model, n: int, states: list[int], words: Iterator[int], at: int
+) -> list[int | None]:
+    """The symbols of the `n` units of a class; leaves the states as the next class needs them."""
+    n_lanes, q = len(states), len(states) // 4
+    positions = [4 * (lane % q) + lane // q for lane in range(n_lanes)]
+    symbols: list[int | None] = [None] * n
+    for start in range(0, n, n_lanes):
+        for lane, position in enumerate(positions):
+            if start + position >= n:
+                continue
+            x = states[lane]
+            slot = x & (layout.PROB_SUM - 1)
+            code = model.owners[slot]
+            symbols[start + position] = model.symbols[code]
+            x = model.frequencies[code] * (x >> layout.PROB_BITS) + model.ranks[slot]
+            if x < layout.STATE_LOWER_BOUND:
+                x = x << 16 | _next_word(words, at)
+            states[lane] = x
+    return symbols
+
+
+def _next_word(words: Iterator[int], at: int) -> int:
+    word = next(words, None)
+    if word is None:
+        raise CorruptionError(f"no word is left of those at byte offset {at}")
+    return word

@@ -1,0 +1,87 @@
+"""Section 1 of docs/format.md: CRC32C, and the few kinds of check that every rule is one of.
+
+A check names what it found, what is allowed, and the byte offset. `Reader` takes the fields of a
+stream one after the other and never goes beyond its end.
+"""
+
+from typing import Any
+
+from packhorse import layout
+from packhorse.errors import CorruptionError, TruncationError
+
+__all__ = ["Reader", "crc32c", "equal", "need", "padded", "within", "zero"]
+
+
+def equal(found: Any, allowed: Any, what: str, offset: int) -> None:
+    """The one value that is allowed."""
+    if found != allowed:
+        show = [value.hex() if isinstance(value, bytes) else value for value in (found, allowed)]
+        raise CorruptionError(f"{what} at byte offset {offset} is {show[0]}, but must be {show[1]}")
+
+
+def zero(found: bytes, what: str, offset: int) -> None:
+    """Reserved bytes."""
+    if any(found):
+        raise CorruptionError(f"{what} at byte offset {offset} are not zero: {found[:16].hex()}")
+
+
+def within(found: int, least: int, most: int, what: str, offset: int) -> None:
+    """A range, both ends of which are allowed."""
+    if not least <= found <= most:
+        limits = f"allowed: {least} to {most}"
+        raise CorruptionError(f"{what} at byte offset {offset} is {found}, {limits}")
+
+
+def need(data: bytes, nbytes: int, what: str) -> None:
+    """Truncation is this check alone."""
+    if len(data) < nbytes:
+        raise TruncationError(f"{what} ends at byte offset {nbytes}, the data at {len(data)}")
+
+
+def _crc32c_table() -> list[int]:
+    table = list(range(256))
+    for _ in range(8):
+        table = [crc >> 1 ^ (0x82F63B78 if crc & 1 else 0) for crc in table]
+    return table
+
+
+_CRC32C_TABLE = _crc32c_table()
+
+
+def crc32c(data: bytes) -> int:
+    """The Castagnoli CRC."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ _CRC32C_TABLE[crc & 0xFF ^ byte]
+    return crc ^ 0xFFFFFFFF
+
+
+def padded(nbytes: int) -> int:
+    """Rounded up to a multiple of 64 bytes."""
+    return -(-nbytes // layout.FRAME_ALIGNMENT) * layout.FRAME_ALIGNMENT
+
+
+class Reader:
+    """Takes bytes from the front of a stream, never beyond its end.
+
+    Attributes:
+        start: where the stream begins, from the start of the frame.
+        offset: where the next byte lies.
+    """
+
+    def __init__(self, data: bytes, offset: int) -> None:
+        self.start = self.offset = offset
+        self._data = data
+
+    def take(self, nbytes: int, what: str) -> bytes:
+        """The next bytes; too few of them are corruption, because the header gave the length."""
+        if nbytes > len(self._data):
+            left = f"the stream has {len(self._data)} left"
+            raise CorruptionError(f"{what} at byte offset {self.offset} take {nbytes}, {left}")
+        taken, self._data = self._data[:nbytes], self._data[nbytes:]
+        self.offset += nbytes
+        return taken
+
+    def rest(self) -> bytes:
+        """All that is left."""
+        return self.take(len(self._data), "rest")

@@ -1,0 +1,57 @@
+"""A slow encoder that builds any legal frame by hand, and any illegal one.
+
+A test states how each plane is to be coded; nothing is chosen for it. No code is shared with the
+package's encoder nor with `packhorse.reference`: there are only docs/format.md and the constants of
+`packhorse.layout`. An `edit` hook changes a stream before lengths and checksums are made, so that a
+lie survives every CRC; `lie` and `patch` change a finished frame and seal it again, or not.
+"""
+
+from frame_builder.codings import (
+    Around,
+    Classed,
+    Coding,
+    Constant,
+    Palette,
+    Rans,
+    Raw,
+    Stored,
+    Zstd,
+)
+from frame_builder.files import build_file, hexdump, original_file
+from frame_builder.frames import (
+    SIDE,
+    BuiltFrame,
+    Edit,
+    Side,
+    build_frame,
+    content_hash,
+    crc32c,
+    split_planes,
+)
+from frame_builder.samples import SMALL, side_of, units_of_values
+
+__all__ = [
+    "SIDE",
+    "SMALL",
+    "Around",
+    "BuiltFrame",
+    "Classed",
+    "Coding",
+    "Constant",
+    "Edit",
+    "Palette",
+    "Rans",
+    "Raw",
+    "Side",
+    "Stored",
+    "Zstd",
+    "build_file",
+    "build_frame",
+    "content_hash",
+    "crc32c",
+    "hexdump",
+    "original_file",
+    "side_of",
+    "split_planes",
+    "units_of_values",
+]
