@@ -6,13 +6,12 @@ import struct
 from pathlib import Path
 
 import pytest
+from format_page import section, table_cells
 
 from packhorse import layout
-from packhorse.layout import DTYPES, Level, Mode, Split
+from packhorse.layout import DTYPES, ClassSource, Level, Mode, Split
 
-ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "format.md").read_text()
-CORE = (ROOT / "csrc" / "layout.hpp").read_text()
+CORE = (Path(__file__).parent.parent / "csrc" / "layout.hpp").read_text()
 
 MAX_U32 = (1 << 32) - 1
 FIXED_FIELD_MAXIMA = (
@@ -29,34 +28,30 @@ FIXED_FIELD_MAXIMA = (
     b"\xff" * 16,
     MAX_U32,
     MAX_U32,
+    layout.MAX_DIMS - 1,  # at least one dimension is of columns
+    b"\0" * 3,
+    MAX_U32,
 )
-
-
-def section(number: int) -> str:
-    match = re.search(rf"^## {number}\..*?(?=^## \d|\Z)", PAGE, re.S | re.M)
-    assert match
-    return match[0]
-
-
-def table_cells(text: str) -> list[list[str]]:
-    rows = [line for line in text.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
 def test_every_field_of_the_fixed_header_holds_its_maximum() -> None:
     packed = layout.FIXED_HEADER.pack(*FIXED_FIELD_MAXIMA)
     assert layout.FIXED_HEADER.unpack(packed) == FIXED_FIELD_MAXIMA
-    assert layout.FIXED_HEADER_NBYTES == len(packed) == 48
+    assert layout.FIXED_HEADER_NBYTES == len(packed) == 56
 
 
 def test_a_descriptor_holds_the_longest_stream_and_the_last_mode() -> None:
     bits = layout.STREAM_NBYTES_BITS
     assert (1 << bits) - 1 == layout.STREAM_NBYTES_MASK
     assert max(Mode) < 1 << (32 - bits)
-    # The worst rANS stream: 12 bits and an escape for every unit, the header and the states.
-    words, escapes = layout.MAX_CHUNK_NBYTES * 12 // 8, layout.MAX_CHUNK_NBYTES + 1
-    worst = 40 + 257 * 3 // 2 + 1 + 128 * 4 + escapes + words
-    assert worst <= layout.STREAM_NBYTES_MASK
+    # The worst stream: for every unit 12 bits, all raw bits and an escape; four models, the states.
+    n = layout.MAX_CHUNK_NBYTES
+    model = 2 + -(-257 * 3 // 2)
+    fixed = layout.CLASSED_MODELS_OFFSET + layout.MAX_CLASSES * model + 4 * 128
+    per_unit = n * layout.PROB_BITS // 8 + n * layout.MAX_RANS_RAW_BITS // 8 + n
+    assert fixed + per_unit <= layout.STREAM_NBYTES_MASK
+    # The side data are one plane, and may be as long as a plane of a chunk.
+    assert layout.MAX_SIDE_NBYTES <= layout.MAX_CHUNK_NBYTES
 
 
 def test_chunk_and_stream_sizes_fit_together() -> None:
@@ -89,7 +84,10 @@ def test_dtype_codes_and_names_are_unique() -> None:
 def test_a_dtype_is_consistent(dtype: layout.DType) -> None:
     assert dtype.unit_nbytes in (1, 2, 4, 8)
     assert dtype.splits[0] == Split.WHOLE
-    assert (len(dtype.splits) > 1) == (dtype.unit_nbytes > 1)
+    is_real = dtype.name.startswith(("F", "BF", "C")) and dtype.bits >= 8
+    has_sign = is_real and dtype.name != "F8_E8M0"
+    is_wide_integer = not is_real and dtype.unit_nbytes > 1
+    assert (Split.FLOAT in dtype.splits, Split.BYTES in dtype.splits) == (has_sign, is_wide_integer)
     assert dtype.unit_nbytes == 1 or dtype.bits % (8 * dtype.unit_nbytes) == 0
 
 
@@ -135,7 +133,7 @@ def test_the_numbers_of_splits_and_modes_are_those_of_the_page(
     for row in rows[header + 2 :]:
         if not row[0].isdigit() or row[1].isdigit():
             break
-        found[row[1].upper()] = int(row[0])
+        found[row[1].upper().replace(" ", "_")] = int(row[0])
     assert found == {member.name: int(member) for member in enum}
 
 
@@ -175,32 +173,61 @@ def test_the_core_has_the_same_constants() -> None:
         "FRAME_ALIGNMENT",
         "MAX_CHUNK_LOG",
         "MAX_CHUNK_NBYTES",
+        "MAX_SIDE_NBYTES",
         "MIN_CHUNK_LOG",
         "STREAM_NBYTES_BITS",
         "STREAM_NBYTES_MASK",
+        *SENTENCES,
     }
 
 
-def test_the_core_has_the_same_splits_and_modes() -> None:
+def test_the_core_has_the_same_splits_modes_and_sources() -> None:
     assert cpp_enum("Split") == {split.name: int(split) for split in Split}
     assert cpp_enum("Mode") == {mode.name: int(mode) for mode in Mode}
+    sources = {source.name: int(source) for source in ClassSource}
+    assert cpp_enum("ClassSource").items() >= sources.items()
+
+
+# Where section 6 of the page states a number.
+SENTENCES = {
+    "MAX_PALETTE_RAW_BITS": r"`raw_bits` is at most {} for a palette",
+    "MAX_RANS_RAW_BITS": r"\(then every symbol is 0\) and at most {} otherwise",
+    "PROB_BITS": r"\| 1 \| 1 \| `prob_bits`: {}, otherwise",
+    "PROB_SUM": r"Their sum is {};",
+    "NARROW_BUCKETS": r"`B` = {0} if `n_codes <= {0}`",
+    "WIDE_BUCKETS": r"If `n_codes <= {0}`, the \*alias layout\*: .* and {0} otherwise",
+    "MAX_CODE_BITS": r"`code_bits`: 0 to {};",
+    "PALETTE_HEADER_NBYTES": r"\| {} \| `code_bits \* 8 \* ceil\(n / 64\)` \| bit planes",
+    "MIN_LANES_LOG": r"`lanes_log`: {} to 7",
+    "MAX_LANES_LOG": r"`lanes_log`: 2 to {};",
+    "MODEL_OFFSET": r"\| {} \| \| the model \|",
+    "CLASSED_MODELS_OFFSET": r"\| {} \| \| the models of class 0",
+    "MAX_CLASSES": r"1 to {} for source 2",
+    "PREDICTION_CLASSES": r"`n_classes`: {} for source 1",
+    "PREDICTION_BIAS": r"\(yielded - {} \+ q div 4\)",
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_the_page_states_the_numbers_of_section_6(name: str) -> None:
+    pattern = SENTENCES[name].format(getattr(layout, name))
+    assert re.search(pattern, section(6)), pattern
 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("PROB_BITS", r"\| 1 \| 1 \| `prob_bits`: {}, otherwise"),
-        ("PROB_SUM", r"The sum is {}\."),
-        ("MIN_LANES_LOG", r"`lanes_log`: {} to 7"),
-        ("MAX_LANES_LOG", r"`lanes_log`: 2 to {};"),
-        ("BUCKETS", r"the \*alias layout\*: {} buckets"),
-        ("BUCKET_SLOTS", r"32 buckets of {} slots"),
-        ("MAX_CODE_BITS", r"`code_bits`: 1 to {} \|"),
-        ("FREQS_OFFSET", r"\| {} \| `ceil\(3 \* \(n_symbols \+ 1\) / 2\)` \| frequencies \|"),
-        ("SYMBOL_MAP_OFFSET", r"\| {} \| 32 \| symbol map"),
-        ("PALETTE_HEADER_NBYTES", r"\| {} \| `code_bits \* 8 \* ceil\(n / 64\)` \| bit planes \|"),
+        ("MAX_DIMS", r"\| `n_dims` \| 0 to {} \|"),
+        ("MIN_CHUNK_LOG", r"log2 of the units of a chunk; {} to 21"),
+        ("MAX_CHUNK_LOG", r"log2 of the units of a chunk; 6 to {},"),
     ],
 )
-def test_the_core_has_the_numbers_of_section_6(name: str, sentence: str) -> None:
-    pattern = re.compile(sentence.format(cpp_constants()[name]))
-    assert pattern.search(section(6)), pattern.pattern
+def test_the_page_states_the_numbers_of_section_2(name: str, sentence: str) -> None:
+    assert re.search(sentence.format(getattr(layout, name)), section(2))
+    assert "`n_rows + n_columns` is at most 2^21" in section(2)
+    assert layout.MAX_SIDE_NBYTES == 1 << 21
+
+
+def test_the_page_states_the_numbers_of_the_sources() -> None:
+    words = ", ".join(f"{int(source)} {source.name.lower()}" for source in ClassSource)
+    assert f"`source`: {words}; otherwise corruption" in section(6)
