@@ -2,21 +2,23 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
+from format_page import PAGE
+from frame_builder import hexdump
 
 from packhorse.layout import DTYPE_BY_CODE, Mode
 from packhorse.reference import decode_frame
 
-PAGE = Path(__file__).parent.parent / "docs" / "format.md"
 EXPECTED_MODES = {
     "constant": {Mode.CONSTANT},
     "stored": {Mode.STORED},
     "palette": {Mode.PALETTE, Mode.STORED},
     "rans-alias": {Mode.RANS, Mode.STORED},
-    "rans-plain": {Mode.RANS},
+    "rans-wide": {Mode.RANS},
     "zstd": {Mode.ZSTD},
+    "prediction": {Mode.CLASSED_RANS, Mode.STORED},
+    "lead": {Mode.CLASSED_RANS, Mode.PALETTE},
 }
 
 
@@ -51,12 +53,18 @@ def read_example(block: str) -> Example:
 
 
 def read_page() -> dict[str, Example]:
-    blocks = re.findall(r"^```\w*\nexample: (\S+)\n(.*?)^```$", PAGE.read_text(), re.S | re.M)
+    blocks = re.findall(r"^```\w*\nexample: (\S+)\n(.*?)^```$", PAGE, re.S | re.M)
     return {name: read_example(block) for name, block in blocks}
 
 
 def test_the_page_has_an_example_for_each_mode() -> None:
     assert read_page().keys() == EXPECTED_MODES.keys()
+    assert set().union(*EXPECTED_MODES.values()) == set(Mode)
+
+
+@pytest.mark.parametrize("name", EXPECTED_MODES)
+def test_the_dumps_are_as_the_page_says_they_are(name: str) -> None:
+    assert f"example: {name}\n{hexdump(read_page()[name].frame)}\n" in PAGE
 
 
 @pytest.mark.parametrize("name", EXPECTED_MODES)
@@ -67,6 +75,7 @@ def test_the_slow_decoder_agrees_with_the_page(name: str) -> None:
     assert decoded.data == example.data
     assert {mode for modes in decoded.modes for mode in modes} == EXPECTED_MODES[name]
     assert DTYPE_BY_CODE[example.frame[5]].name == example.dtype
+    assert decoded.side_mode == (Mode.STORED if name == "prediction" else None)
 
 
 @pytest.mark.parametrize("name", EXPECTED_MODES)
