@@ -112,6 +112,13 @@ def test_a_carrier_may_be_carried_to_the_last_byte() -> None:
     assert decode_frame(bytes(frame)).data == data
 
 
+@pytest.mark.parametrize("name", ["rans-carry", "prediction"])
+def test_a_carrier_may_stay_whole(name: str) -> None:
+    less, whole = (fb.SMALL[name](carry=carry) for carry in (True, False))
+    assert [frame.streams[0, 1][1] for frame in (less, whole)] == [22, 30]
+    assert decode_frame(bytes(whole)).data == whole.source
+
+
 @pytest.mark.parametrize(("dtype", "split"), [pair for pair in DTYPE_SPLITS if not pair[1]])
 @pytest.mark.parametrize(
     "coding", [Stored(), Constant(), Zstd()], ids=["stored", "constant", "zstd"]
