@@ -23,6 +23,7 @@ from packhorse.layout import CHUNK_NBYTES, DTYPE_BY_NAME
 from packhorse.reference import decode_frame
 
 __all__ = [
+    "FLOATS",
     "ISAS",
     "KINDS",
     "LARGE",
@@ -33,6 +34,7 @@ __all__ = [
     "guarded_output",
     "large_sizes",
     "make_data",
+    "second_moment",
     "symbols",
     "tensor_shape",
 ]
@@ -98,7 +100,7 @@ def guarded(data: bytes) -> memoryview:
 
 # Kinds of data. Each makes `n` units of `size` bytes.
 
-_FLOATS = {
+FLOATS = {
     "F16": np.float16,
     "BF16": ml_dtypes.bfloat16,
     "F32": np.float32,
@@ -189,8 +191,8 @@ KINDS: dict[str, Kind] = {
 
 def _weights(rng: np.random.Generator, n: int, dtype: str) -> np.ndarray:
     normal = rng.standard_normal(n)
-    if dtype in _FLOATS:
-        return (normal * 0.05).astype(_FLOATS[dtype])
+    if dtype in FLOATS:
+        return (normal * 0.05).astype(FLOATS[dtype])
     return (normal * 20).astype(np.int64).astype(_uint(DTYPE_BY_NAME[dtype].unit_nbytes))
 
 
@@ -255,3 +257,12 @@ def _check_decoding(stream: memoryview, data: bytes, dtype: str, threads: int) -
     frame.decompress_into(target, threads=threads)
     assert target == data, "the tensor came back changed"
     frame.verify(threads=threads)
+
+
+def second_moment(shape: tuple[int, ...], seed: int = 1, spread: float = 3) -> np.ndarray:
+    """Squares whose size follows row and column, as Adam's second moment does."""
+    rng = np.random.default_rng(seed)
+    rows, columns = shape[0], int(np.prod(shape[1:]))
+    scale = np.exp(spread * rng.standard_normal((rows, 1)))
+    scale = scale * np.exp(spread * rng.standard_normal((1, columns)))
+    return (1e-3 * scale * rng.standard_normal((rows, columns)) ** 2).reshape(shape)

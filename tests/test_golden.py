@@ -20,12 +20,14 @@ from typing import Any
 import frame_builder as fb
 import pytest
 from codec_battery import (
+    FLOATS,
     ISAS,
     check_tensor,
     forced,
     guarded,
     guarded_output,
     make_data,
+    second_moment,
     tensor_shape,
 )
 
@@ -46,7 +48,7 @@ class Case:
     dtype: str
     kind: str
     n_units: int
-    level: str = "default"
+    level: Level | str = "default"
 
     def write(self) -> bytes:
         data = make_data(self.kind, self.dtype, self.n_units)
@@ -54,14 +56,37 @@ class Case:
         return compress_buffer(data, self.dtype, shape, level=self.level).to_bytes()
 
 
+@dataclass(frozen=True)
+class Moments:
+    """An optimizer's second moment, whose size follows row and column."""
+
+    dtype: str
+    level: Level
+
+    def write(self) -> bytes:
+        spread = 1 if self.dtype.startswith("F8") else 3
+        tensor = second_moment((160, 210), spread=spread).astype(FLOATS[self.dtype])
+        data = tensor.tobytes()
+        return compress_buffer(data, self.dtype, tensor.shape, level=self.level).to_bytes()
+
+
 CASES: dict[str, Callable[[], bytes]] = {
-    **{f"{dtype.name}-weights": Case(dtype.name, "weights", 1501).write for dtype in DTYPES},
     **{
-        f"{dtype}-weights-{level}": Case(dtype, "weights", 9001, level).write
-        for dtype in ("BF16", "F16")
-        for level in ("fast", "default", "max")
+        f"{dtype.name}-weights-{level.name.lower()}": Case(
+            dtype.name, "weights", 9001 if dtype.name in ("F16", "BF16") else 1501, level
+        ).write
+        for dtype in DTYPES
+        for level in Level
     },
-    "F32-weights-max": Case("F32", "weights", 2501, "max").write,
+    **{
+        f"{dtype}-moments-{level.name.lower()}": Moments(dtype, level).write
+        for dtype, level in (
+            ("F32", Level.DEFAULT),
+            ("BF16", Level.DEFAULT),
+            ("BF16", Level.MAX),
+            ("F8_E5M2", Level.DEFAULT),
+        )
+    },
     "F64-sparse": Case("F64", "sparse", 3001).write,
     "F32-constant": Case("F32", "constant", 200_001).write,
     "F32-outlier": Case("F32", "outlier", 200_001).write,

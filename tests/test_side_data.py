@@ -6,8 +6,7 @@ from itertools import product
 import ml_dtypes
 import numpy as np
 import pytest
-from codec_battery import ISAS, forced
-from numpy.typing import NDArray
+from codec_battery import ISAS, forced, second_moment
 
 import packhorse.numpy as php
 from packhorse import Frame, PackhorseError
@@ -16,15 +15,6 @@ from packhorse.reference import decode_frame
 
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e5m2]
 SHAPES = [(200, 300), (24, 50, 60), (64, 8, 9, 9), (40, 1024)]
-
-
-def second_moment(shape: tuple[int, ...], seed: int = 1, spread: float = 3) -> NDArray[np.float64]:
-    """Squares whose size follows row and column, as Adam's second moment does."""
-    rng = np.random.default_rng(seed)
-    rows, columns = shape[0], int(np.prod(shape[1:]))
-    scale = np.exp(spread * rng.standard_normal((rows, 1)))
-    scale = scale * np.exp(spread * rng.standard_normal((1, columns)))
-    return (1e-3 * scale * rng.standard_normal((rows, columns)) ** 2).reshape(shape)
 
 
 def modes(frame: Frame, plane: int) -> set[Mode]:

@@ -87,7 +87,7 @@ for name, (clause, shape, dtype, fragment) in SHAPE_LIES.items():
 
 
 def with_side(side: Side, dtype: str = "BF16", split: int = 2, **kwargs: object) -> BuiltFrame:
-    """Side data that no chunk asks for, beside a tensor of 5 x 6 units."""
+    """Side data that no chunk uses, beside a tensor of 5 x 6 units."""
     codings = [Stored()] * (2 if split else 1)
     kwargs = {"data": DATA, "shape": (5, 6), "codings": codings, **kwargs}
     return build_frame(dtype=dtype, split=split, side=side, **kwargs)

@@ -269,8 +269,8 @@ for name, (clause, build, fragment) in CLASSED_LIES.items():
     add(clause, f"classed: {name}", build, fragment)
 
 
-def asked_for(coding: Coding, edit: Edit | None = None) -> BuiltFrame:
-    """The side data are of this coding, and plane 0 asks for them."""
+def used_side(coding: Coding, edit: Edit | None = None) -> BuiltFrame:
+    """The side data are of this coding, and plane 0 uses them."""
     return SMALL["prediction"](side=fb.side_of(5, 6, coding=coding), edit=edit)
 
 
@@ -284,7 +284,13 @@ SIDE_LIES = {
     "nothing": (Palette(2), cut_to(0, plane=SIDE), "palette header"),
 }
 for name, (coding, edit, fragment) in SIDE_LIES.items():
-    add("S8", f"side data: {name}", lambda c=coding, e=edit: asked_for(c, e), fragment)
+    add("S8", f"side data: {name}", lambda c=coding, e=edit: used_side(c, e), fragment)
+add(
+    "S8",
+    "side data: broken, though no chunk uses them",
+    lambda: SMALL["prediction"](codings=[Stored(), Stored()], edit=set_at(0, 5, plane=SIDE)),
+    "code_bits at byte offset 84",
+)
 
 
 STATE_LIES = {
@@ -305,7 +311,7 @@ STATE_LIES = {
     ),
     "another prediction": (
         "D10",
-        lambda: asked_for(Stored()).patch(84, bytes([fb.side_of(5, 6).rows[0] + 4])),
+        lambda: used_side(Stored()).patch(84, bytes([fb.side_of(5, 6).rows[0] + 4])),
         "content hash",
     ),
 }

@@ -6,6 +6,7 @@ The content hash is checked at the end, so what comes out is the tensor or an er
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import xxhash
 
@@ -61,7 +62,7 @@ def decode_frame(data: bytes, *, max_nbytes: int | None = None) -> DecodedTensor
         CompatibilityError: the version, the dtype, a flag or a mode is unknown.
     """
     header = read_header(data, max_nbytes)
-    side = header.side and _SideData(data, header.side)
+    side = _decode_side(data, header.side) if header.side else None
     decoded = b"".join(_decode_chunk(data, header.units, side, chunk) for chunk in header.chunks)
     equal(header.content_hash, content_hash(decoded), "content hash", 24)
     return DecodedTensor(
@@ -76,29 +77,25 @@ def decode_frame(data: bytes, *, max_nbytes: int | None = None) -> DecodedTensor
     )
 
 
-class _SideData:
-    """Section 2: the side data, decoded when they are first asked for."""
+class _SideData(NamedTuple):
+    """Section 2: the side data."""
 
-    def __init__(self, data: bytes, stream: SideStream) -> None:
-        self.n_rows, self.n_columns = stream.n_rows, stream.n_columns
-        end = stream.offset + stream.nbytes
-        self._reader = Reader(data[stream.offset : end], stream.offset)
-        self._mode = stream.mode
-        self._plane: bytes | None = None
+    row: bytes
+    column: bytes
 
     def predictions(self, first_unit: int, n: int) -> list[int]:
         """Section 6.5: `q` of each of `n` units."""
-        if self._plane is None:
-            self._plane = self._decode()
-        row, column = self._plane[: self.n_rows], self._plane[self.n_rows :]
-        places = (divmod(unit, self.n_columns) for unit in range(first_unit, first_unit + n))
-        return [(row[i] + column[j]) % 256 for i, j in places]
+        units = range(first_unit, first_unit + n)
+        places = (divmod(unit, len(self.column)) for unit in units)
+        return [(self.row[i] + self.column[j]) % 256 for i, j in places]
 
-    def _decode(self) -> bytes:
-        n = self.n_rows + self.n_columns
-        decoded = decode_stream(self._reader, self._mode, Place(plane=0, n=n, plane_nbytes=n))
-        _check_nothing_carried(decoded.carried, "the side data", self._reader.start)
-        return decoded.plane
+
+def _decode_side(data: bytes, stream: SideStream) -> _SideData:
+    reader = Reader(data[stream.offset : stream.offset + stream.nbytes], stream.offset)
+    n = stream.n_rows + stream.n_columns
+    decoded = decode_stream(reader, stream.mode, Place(plane=0, n=n, plane_nbytes=n))
+    _check_nothing_carried(decoded.carried, "the side data", reader.start)
+    return _SideData(decoded.plane[: stream.n_rows], decoded.plane[stream.n_rows :])
 
 
 # Section 4: splits.
