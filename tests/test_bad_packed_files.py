@@ -34,7 +34,7 @@ from packhorse.errors import (
     TruncationError,
 )
 from packhorse.numpy import FRAMEWORK as NUMPY
-from packhorse.numpy import load
+from packhorse.numpy import load, save, save_file
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +217,20 @@ def test_a_wrong_content_hash_is_found_by_unpacking(tmp_path):
         unpack_file(path, tmp_path / "out")
     assert [problem.tensor for problem in verify_file(path)] == ["a"]
     assert not leftovers(tmp_path, "a", "b")
+
+
+def test_checksums_are_no_signature(tmp_path):
+    """Whoever can rewrite a file can give it other data; it is a good file, of those data."""
+    path = tmp_path / "a"
+    for data in (np.arange(100), np.arange(100) + 1):
+        save_file({"a": data}, path)
+        assert verify_file(path) == []
+        assert np.array_equal(load(path.read_bytes())["a"], data)
+    first, second = (save({"a": data}) for data in (np.zeros(64, np.uint8), np.ones(64, np.uint8)))
+    nbytes = read_header_nbytes(first)
+    path.write_bytes(first[:nbytes] + second[nbytes:])
+    assert verify_file(path) == []
+    assert load(path.read_bytes())["a"].all()
 
 
 def edit(packed: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
