@@ -268,18 +268,50 @@ def check_tensor(data: bytes, dtype: str, *, level: str = "default") -> Frame:
 
 # Frames for the tests that damage them.
 
-REAL = {  # dtype, kind of data, level, a mode that is met
-    "real rans": ("BF16", "weights", "default", Mode.RANS),
-    "real rans of several planes": ("U32", "31 values", "max", Mode.RANS),
-    "real plain rans": ("F8_E4M3", "100 values", "max", Mode.RANS),
-    "real palette": ("BF16", "weights", "fast", Mode.PALETTE),
-    "real zstd": ("I64", "sorted", "default", Mode.ZSTD),
-    "real stored": ("F32", "noise", "default", Mode.STORED),
-    "real constant": ("F32", "constant", "default", Mode.CONSTANT),
-    "real outlier": ("F16", "outlier", "default", Mode.ZSTD),
+
+def scaled(n_rows: int, n_columns: int) -> bytes:
+    """BF16 numbers whose sizes follow their rows and columns, as those of optimizers do."""
+    rng = np.random.default_rng(n_rows)
+    sizes = np.exp(2 * rng.standard_normal((n_rows, 1)) + 2 * rng.standard_normal(n_columns))
+    return (rng.standard_normal((n_rows, n_columns)) * sizes).astype(ml_dtypes.bfloat16).tobytes()
+
+
+@dataclass(frozen=True)
+class Real:
+    """A frame that the encoder makes.
+
+    Attributes:
+        dtype: safetensors' name.
+        level: how hard to try.
+        mode: one that is met.
+        data: the tensor's bytes.
+        shape: None for one dimension.
+    """
+
+    dtype: str
+    level: str
+    mode: Mode
+    data: Callable[[], bytes]
+    shape: tuple[int, ...] | None = None
+
+
+def _real(dtype: str, kind: str, level: str, mode: Mode, n: int = 2500) -> Real:
+    return Real(dtype, level, mode, lambda: make_data(kind, dtype, n))
+
+
+REAL = {
+    "real rans": _real("BF16", "weights", "default", Mode.RANS),
+    "real rans of several planes": _real("U32", "100 values", "max", Mode.RANS),
+    "real plain rans": _real("F8_E4M3", "100 values", "max", Mode.RANS),
+    "real palette": _real("BF16", "weights", "fast", Mode.PALETTE),
+    "real zstd": _real("I64", "sorted", "default", Mode.ZSTD),
+    "real stored": _real("F32", "noise", "default", Mode.STORED),
+    "real constant": _real("F32", "constant", "default", Mode.CONSTANT),
+    "real outlier": _real("F16", "outlier", "default", Mode.ZSTD),
+    "real lead": _real("BF16", "weights", "max", Mode.CLASSED_RANS, 60_000),
+    "real prediction": Real("BF16", "max", Mode.CLASSED_RANS, lambda: scaled(128, 256), (128, 256)),
 }
 SAMPLES = (*fb.SMALL, *REAL)
-REAL_UNITS = 2500
 
 
 @dataclass(frozen=True)
@@ -338,9 +370,10 @@ def sample(name: str) -> Sample:
     if name in fb.SMALL:
         built = fb.SMALL[name]()
         return Sample(bytes(built), built.source)
-    dtype, kind, level, _ = REAL[name]
-    data = make_data(kind, dtype, REAL_UNITS)
-    frame = compress_buffer(data, dtype, tensor_shape(data, dtype), level=level)
+    real = REAL[name]
+    data = real.data()
+    shape = real.shape or tensor_shape(data, real.dtype)
+    frame = compress_buffer(data, real.dtype, shape, level=real.level)
     return Sample(frame.to_bytes(), data)
 
 

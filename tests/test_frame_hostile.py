@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Iterable
 from functools import cache
+from itertools import cycle
 
 import pytest
 from codec_battery import ISAS, REAL, SAMPLES, Sample, forced, guarded, guarded_output, sample
@@ -61,13 +62,13 @@ def test_every_mode_has_a_frame_that_is_damaged_here() -> None:
 @pytest.mark.parametrize("name", REAL)
 def test_the_real_frames_are_of_the_modes_they_stand_for(name: str) -> None:
     planes = Frame.from_buffer(sample(name).frame).planes()
-    assert REAL[name][3] in {mode for plane in planes for mode in plane.modes}
+    assert REAL[name].mode in {mode for plane in planes for mode in plane.modes}
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_every_truncation_is_reported(name: str) -> None:
     whole = sample(name).frame
-    for length in range(0, len(whole), 1 if name in SMALL else 9):
+    for length in range(0, len(whole), 1 if name in SMALL else len(whole) // 500 + 1):
         with pytest.raises(TruncationError, match=rf"^tensor 'w': byte {77 + length}: .* cut off"):
             Frame.from_buffer(whole[:length], name="w", offset=77)
 
@@ -82,14 +83,13 @@ def bits_of(name: str, n_real: int) -> Iterable[int]:
     return [*rng.sample(start, n_real // 2), *rng.sample(range(n_bits), n_real // 2)]
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", SAMPLES)
-def test_every_flipped_bit_is_noticed(name: str, isa: str) -> None:
+def test_every_flipped_bit_is_noticed(name: str) -> None:
+    """The code paths take turns, as each computes checksums in its own way."""
     good = sample(name)
-    with forced(isa):
-        for bit in bits_of(name, 1000):
-            with pytest.raises(PackhorseError):
-                read_all(good.flipped(bit))
+    for bit, isa in zip(bits_of(name, 1000), cycle(ISAS), strict=False):
+        with forced(isa), pytest.raises(PackhorseError):
+            read_all(good.flipped(bit))
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -142,12 +142,13 @@ def damage(good: Sample, rng: random.Random) -> bytes:
 @pytest.mark.parametrize("name", [name for name in SAMPLES if name != "empty"])
 def test_unchecked_damage_is_refused_or_decodes_to_something(name: str, isa: str) -> None:
     good, n_decoded, n_tries = sample(name), 0, 600 if name in SMALL else 250
-    rng = random.Random(name)
+    rng, damaged = random.Random(name), guarded_output(len(good.frame))
     with forced(isa):
         for _ in range(n_tries):
-            frame = Frame.from_buffer(guarded(damage(good, rng)))
+            damaged[:] = damage(good, rng)
+            frame = Frame.from_buffer(damaged)
             try:
-                frame.decompress_into(guarded_output(frame.logical_nbytes), check=False, threads=1)
+                frame.decompress_into(output(frame.logical_nbytes), check=False, threads=1)
                 n_decoded += 1
             except CorruptionError:
                 continue
