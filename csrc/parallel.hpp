@@ -5,8 +5,8 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -28,8 +28,9 @@ void parallel_for(std::size_t n_items, std::size_t n_workers, const Work& work) 
     try {
         for (std::size_t worker = 1; worker < n_workers && worker < n_items; ++worker)
             threads.emplace_back(run, worker);
-    } catch (const std::system_error&) {
-        // The system gives no more threads: those that run, and this one, do all the work.
+    } catch (const std::exception&) {
+        // The system gives no more threads, or no memory for one: those that run, and this one, do
+        // all the work.
     }
     run(0);
     for (std::thread& thread : threads) thread.join();

@@ -1,9 +1,14 @@
 """The battery that every codec, dtype, size and code path must pass, and the data it runs on.
 
 Tensors are handed over in guarded memory: read-only pages, with an unmapped page right behind the
-last byte. A write to the input, a read behind its end, or a write behind the end of the output ends
-the test run with a fault. `check_tensor` is the whole contract of a frame in one call: exact round
-trip, the same bytes from every code path and number of threads, and the slow decoder agrees.
+last byte and another before the first page. A write to the input, a read behind its end, or a write
+behind the end of the output ends the test run with a fault. `check_tensor` is the whole contract of
+a frame in one call: exact round trip, the same bytes from every code path and number of threads,
+and the slow decoder agrees.
+
+`SAMPLES` are the frames that the tests of hostile input damage: one built by hand for each mode,
+and those that the encoder makes. A mode joins all of them by a line in `frame_builder.SMALL`, and
+one in `REAL` if the encoder chooses it.
 """
 
 import contextlib
@@ -12,14 +17,23 @@ import functools
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import cycle
 
+import frame_builder as fb
 import ml_dtypes
 import numpy as np
 
+from packhorse import _core
 from packhorse.codecs.base import ISA_VARIABLE, Isa, choose_isa
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
-from packhorse.layout import CHUNK_NBYTES, DTYPE_BY_NAME
+from packhorse.layout import (
+    CHUNK_NBYTES,
+    DTYPE_BY_NAME,
+    FIXED_HEADER_NBYTES,
+    HEADER_CRC_OFFSET,
+    Mode,
+)
 from packhorse.reference import decode_frame
 
 __all__ = [
@@ -27,13 +41,17 @@ __all__ = [
     "ISAS",
     "KINDS",
     "LARGE",
+    "REAL",
+    "SAMPLES",
     "SMALL",
+    "Sample",
     "check_tensor",
     "forced",
     "guarded",
     "guarded_output",
     "large_sizes",
     "make_data",
+    "sample",
     "second_moment",
     "symbols",
     "tensor_shape",
@@ -79,12 +97,12 @@ def _protect(region: mmap.mmap, offset: int, nbytes: int, protection: int) -> No
 
 
 def guarded_output(nbytes: int) -> memoryview:
-    """Writable memory full of 0xA5 that ends at an unmapped page."""
-    n_pages = -(-nbytes // _PAGE)
-    region = mmap.mmap(-1, (n_pages + 1) * _PAGE)
-    region.write(b"\xa5" * (n_pages * _PAGE))
-    _protect(region, n_pages * _PAGE, _PAGE, _PROT_NONE)
-    end = n_pages * _PAGE
+    """Writable memory full of 0xA5 between unmapped pages, right before the second of them."""
+    end = (1 + -(-nbytes // _PAGE)) * _PAGE
+    region = mmap.mmap(-1, end + _PAGE)
+    region.write(b"\xa5" * end)
+    _protect(region, 0, _PAGE, _PROT_NONE)
+    _protect(region, end, _PAGE, _PROT_NONE)
     return memoryview(region)[end - nbytes : end]
 
 
@@ -94,7 +112,7 @@ def guarded(data: bytes) -> memoryview:
     view[:] = data
     region = view.obj
     assert isinstance(region, mmap.mmap)
-    _protect(region, 0, len(region) - _PAGE, mmap.PROT_READ)
+    _protect(region, _PAGE, len(region) - 2 * _PAGE, mmap.PROT_READ)
     return view.toreadonly()
 
 
@@ -248,6 +266,117 @@ def check_tensor(data: bytes, dtype: str, *, level: str = "default") -> Frame:
     if len(data) <= REFERENCE_NBYTES:
         assert decode_frame(packed).data == data, "the reference decoder reads other bytes"
     return frames[0]
+
+
+# Frames for the tests that damage them.
+
+
+def scaled(n_rows: int, n_columns: int) -> bytes:
+    """BF16 numbers whose sizes follow their rows and columns, as those of optimizers do."""
+    rng = np.random.default_rng(n_rows)
+    sizes = np.exp(2 * rng.standard_normal((n_rows, 1)) + 2 * rng.standard_normal(n_columns))
+    return (rng.standard_normal((n_rows, n_columns)) * sizes).astype(ml_dtypes.bfloat16).tobytes()
+
+
+@dataclass(frozen=True)
+class Real:
+    """A frame that the encoder makes.
+
+    Attributes:
+        dtype: safetensors' name.
+        level: how hard to try.
+        mode: one that is met.
+        data: the tensor's bytes.
+        shape: None for one dimension.
+    """
+
+    dtype: str
+    level: str
+    mode: Mode
+    data: Callable[[], bytes]
+    shape: tuple[int, ...] | None = None
+
+
+def _real(dtype: str, kind: str, level: str, mode: Mode, n: int = 2500) -> Real:
+    return Real(dtype, level, mode, lambda: make_data(kind, dtype, n))
+
+
+REAL = {
+    "real rans": _real("BF16", "weights", "default", Mode.RANS),
+    "real rans of several planes": _real("U32", "100 values", "max", Mode.RANS),
+    "real plain rans": _real("F8_E4M3", "100 values", "max", Mode.RANS),
+    "real palette": _real("BF16", "weights", "fast", Mode.PALETTE),
+    "real zstd": _real("I64", "sorted", "default", Mode.ZSTD),
+    "real stored": _real("F32", "noise", "default", Mode.STORED),
+    "real constant": _real("F32", "constant", "default", Mode.CONSTANT),
+    "real outlier": _real("F16", "outlier", "default", Mode.ZSTD),
+    "real lead": _real("BF16", "weights", "max", Mode.CLASSED_RANS, 60_000),
+    "real prediction": Real("BF16", "max", Mode.CLASSED_RANS, lambda: scaled(128, 256), (128, 256)),
+}
+SAMPLES = (*fb.SMALL, *REAL)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A good frame.
+
+    Attributes:
+        frame: its bytes.
+        source: what it decodes to.
+    """
+
+    frame: bytes
+    source: bytes
+
+    @property
+    def payload_offset(self) -> int:
+        return int.from_bytes(self.frame[12:16], "little")
+
+    @functools.cached_property
+    def _chunks(self) -> list[tuple[int, int, int]]:
+        """Where the checksum of each chunk stands, and where the chunk begins and ends."""
+        header = Frame.from_buffer(self.frame)._header
+        n_chunks, n_columns = header.table.shape
+        table = FIXED_HEADER_NBYTES + 8 * len(header.shape)
+        starts = [header.chunk_offset(chunk) for chunk in range(n_chunks)]
+        ends = [*starts[1:], len(self.frame)]
+        places = range(table, table + 4 * n_columns * n_chunks, 4 * n_columns)
+        return list(zip(places, starts, ends, strict=False))  # no chunk, and yet an end
+
+    def flipped(self, bit: int) -> bytearray:
+        """The frame with one bit turned over."""
+        damaged = bytearray(self.frame)
+        damaged[bit // 8] ^= 1 << bit % 8
+        return damaged
+
+    def sealed(self, damaged: bytearray) -> bytes:
+        """A damaged copy of the frame with the checksums of chunks and header made right.
+
+        The places of chunks and checksums are those of the good frame.
+        """
+        for at, start, stop in self._chunks:
+            damaged[at : at + 4] = _crc(damaged[start:stop])
+        place = slice(HEADER_CRC_OFFSET, HEADER_CRC_OFFSET + 4)
+        damaged[place] = bytes(4)
+        damaged[place] = _crc(damaged[: self.payload_offset])
+        return bytes(damaged)
+
+
+def _crc(data: bytearray) -> bytes:
+    return _core.crc32c(np.frombuffer(bytes(data), np.uint8), 0).to_bytes(4, "little")
+
+
+@functools.cache
+def sample(name: str) -> Sample:
+    """One of `SAMPLES`."""
+    if name in fb.SMALL:
+        built = fb.SMALL[name]()
+        return Sample(bytes(built), built.source)
+    real = REAL[name]
+    data = real.data()
+    shape = real.shape or tensor_shape(data, real.dtype)
+    frame = compress_buffer(data, real.dtype, shape, level=real.level)
+    return Sample(frame.to_bytes(), data)
 
 
 def _check_decoding(stream: memoryview, data: bytes, dtype: str, threads: int) -> None:

@@ -1,4 +1,7 @@
-"""Safetensors files for the tests of the disk hop: from the real library, or wrong on purpose."""
+"""Safetensors files for the tests of the disk hop: from the real library, or wrong on purpose.
+
+`file_of_samples` holds the small frames that `frame_builder` builds, so every mode there is.
+"""
 
 import json
 import os
@@ -6,11 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import frame_builder as fb
 import numpy as np
+
+from packhorse.frame import Frame
 
 __all__ = [
     "entry",
     "file_bytes",
+    "file_of_samples",
     "leftovers",
     "sample_tensors",
     "small_packed_file",
@@ -63,6 +70,19 @@ def write_sample(
 def leftovers(folder: Path, *expected: str) -> set[str]:
     """Names in a folder beyond the expected ones."""
     return set(os.listdir(folder)) - set(expected)
+
+
+def file_of_samples(*names: str) -> tuple[bytes, bytes]:
+    """A packed file of small frames by name, all of them if none is named, and its original."""
+    metadata = {"format": "np", "note": 'é "\\" \x1b'}
+    built = {name: fb.SMALL[name]() for name in names or fb.SMALL}
+    frames = {name: bytes(frame) for name, frame in built.items()}
+    tensors = {}
+    for name, frame in built.items():
+        opened = Frame.from_buffer(frames[name])
+        tensors[name] = (opened.dtype, opened.shape, frame.source)
+    original = fb.original_file(tensors, metadata)
+    return fb.build_file(original, frames, metadata=metadata), original
 
 
 def small_packed_file(folder: Path) -> bytes:

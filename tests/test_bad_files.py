@@ -22,6 +22,7 @@ from packhorse.errors import (
 )
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.numpy import FRAMEWORK as NUMPY
+from packhorse.numpy import save_file
 
 ONE = '"dtype":"U8","shape":[1],"data_offsets":[0,1]'
 
@@ -165,6 +166,16 @@ STRICTER = {
         CompatibilityError,
         "65 dimensions.*64",
     ),
+    "number beyond all floats": (
+        file_bytes(b'{"a":{"x":[-1e999],' + ONE.encode() + b"}}", b"x"),
+        CorruptionError,
+        "-1e999 is beyond the largest float",
+    ),
+    "lone surrogate in a list": (
+        file_bytes(b'{"a":{"x":[[1,"\\udfff"]],' + ONE.encode() + b"}}", b"x"),
+        CorruptionError,
+        "Unicode",
+    ),
     "overflow behind a zero": (
         file_bytes({"a": entry(0, 0, shape=[0, 2**40, 2**40])}),
         CorruptionError,
@@ -197,6 +208,48 @@ def test_a_bad_file_gives_its_error_and_leaves_nothing(tmp_path, case):
         assert "\n" not in str(caught.value)
     assert not leftovers(tmp_path, "bad.safetensors")
     assert path.read_bytes() == data
+
+
+LONG = "\x1b" + "a" * 100_000 + "z"
+LONG_WINDED = {
+    "name": {LONG: {}},
+    "dtype": {"a": entry(0, 1, LONG)},
+    "shape": {"a": {**entry(0, 1), "shape": [LONG]}},
+    "offsets": {"a": {**entry(0, 1), "data_offsets": list(range(100_000))}},
+    "number": {"a": {**entry(0, 1), "shape": [10**4000]}},
+    "list": {"a": {**entry(0, 1), "shape": [[[1] * 100_000] * 3]}},
+    "metadata": {"__metadata__": {LONG: 1}},
+    "hole": {"a": entry(0, 1), LONG: entry(2, 3)},
+    "overlap": {LONG: entry(0, 2), "b": entry(1, 2)},
+}
+
+
+@pytest.mark.parametrize("case", LONG_WINDED)
+def test_a_message_is_short_whatever_the_file_says(tmp_path, case):
+    """Names in it keep their two ends, and control characters are shown, not sent."""
+    with pytest.raises(PackhorseError) as caught:
+        parse_file_header(memoryview(file_bytes(LONG_WINDED[case], b"abc")), "test")
+    message = str(caught.value)
+    assert len(message) < 1500
+    assert "\x1b" not in message
+    if case in ("name", "dtype", "metadata", "hole", "overlap"):
+        assert "'\\x1baaa" in message
+        assert "aaaz'" in message
+
+
+def test_a_message_about_a_frame_is_short_whatever_its_name(tmp_path):
+    path = tmp_path / "a"
+    save_file({LONG: np.zeros(100, np.uint8)}, path)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    (problem,) = verify_file(path)
+    assert problem.tensor == LONG
+    with PackedFile(path, NUMPY) as file, pytest.raises(CorruptionError) as caught:
+        file.get_tensor(LONG)
+    for message in (problem.message, str(caught.value)):
+        assert "aaaz'" in message
+        assert len(message) < 1500
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -2,8 +2,12 @@
 
 import base64
 import json
+import os
+import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,13 @@ import pytest
 import safetensors
 import safetensors.numpy
 import zstandard
-from disk_samples import file_bytes, leftovers, small_packed_file, write_sample
+from disk_samples import (
+    file_bytes,
+    file_of_samples,
+    leftovers,
+    small_packed_file,
+    write_sample,
+)
 
 from packhorse.disk import PackedFile, pack_file, unpack_file, verify_file
 from packhorse.disk.header import build_header, read_header
@@ -24,6 +34,7 @@ from packhorse.errors import (
     TruncationError,
 )
 from packhorse.numpy import FRAMEWORK as NUMPY
+from packhorse.numpy import load, save, save_file
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +66,13 @@ def verified(path: Path) -> None:
         raise PackhorseError("; ".join(problem.message for problem in problems))
 
 
-def test_every_truncation_is_told(tmp_path, packed):
+@pytest.mark.parametrize("step", [1, 97])
+def test_every_truncation_is_told(tmp_path, packed, step):
+    """At every length of a tiny file, and at some of a larger one."""
+    whole = file_of_samples("rans-carry")[0] if step == 1 else packed
     path = tmp_path / "cut"
-    for nbytes in [*range(0, len(packed), 97), len(packed) - 1]:
-        path.write_bytes(packed[:nbytes])
+    for nbytes in [*range(0, len(whole), step), len(whole) - 1]:
+        path.write_bytes(whole[:nbytes])
         for work in (read_tensors, lambda p: unpack_file(p, tmp_path / "out")):
             with pytest.raises(TruncationError, match=f"^{path}: "):
                 work(path)
@@ -85,6 +99,61 @@ def test_every_flipped_bit_is_told(tmp_path, packed):
         told = read_all(path, tmp_path)
         assert len(told) == 3, f"byte {place}: {told}"
         assert not leftovers(tmp_path, "flipped")
+
+
+@pytest.mark.parametrize(
+    ("names", "bits"),
+    [(("palette",), range(8)), ((), (5,))],
+    ids=["every bit of one frame", "a bit of each byte, every mode"],
+)
+def test_verify_finds_every_flipped_bit(tmp_path, names, bits):
+    """Header, record, spaces, frames and padding. What it does not find changes nothing: some bits
+    of a Zstandard frame mean nothing, and a JSON escape has two spellings."""
+    whole, original = file_of_samples(*names)
+    path, missed = tmp_path / "flipped", []
+    path.write_bytes(whole)
+    for place, bit in product(range(len(whole)), bits):
+        with flipped(path, whole, place, bit):
+            if not verified_or_refused(path):
+                missed.append((place, bit))
+    assert len(missed) < 20
+    for place, bit in missed:
+        assert place < read_header_nbytes(whole)
+        with flipped(path, whole, place, bit):
+            unpack_file(path, tmp_path / "out", force=True)
+        assert (tmp_path / "out").read_bytes() == original, f"byte {place}, bit {bit}"
+
+
+@contextmanager
+def flipped(path: Path, whole: bytes, place: int, bit: int) -> Iterator[None]:
+    """Turn over one bit of a file, and back again."""
+    with path.open("r+b", buffering=0) as file:
+        os.pwrite(file.fileno(), bytes([whole[place] ^ 1 << bit]), place)
+        yield
+        os.pwrite(file.fileno(), whole[place : place + 1], place)
+
+
+def verified_or_refused(path: Path) -> list[object]:
+    """What verifying finds; it refuses a file that no longer calls itself packed."""
+    try:
+        return [*verify_file(path, threads=1)]
+    except ValueError as error:
+        return re.findall("not a packed file", str(error))
+
+
+def test_a_flipped_bit_in_the_recorded_header_is_told(tmp_path):
+    """Of its text, which is compressed anew, so that no checksum tells."""
+    whole, original = file_of_samples("rans-carry", "zstd")
+    text = original[8 : read_header_nbytes(original)].rstrip()
+    for bit in range(8 * len(text)):
+        damaged = bytearray(text)
+        damaged[bit // 8] ^= 1 << bit % 8
+        lie = edit(whole, lambda record: {**record, "header": recorded(bytes(damaged))})  # noqa: B023 - called at once
+        try:
+            load(lie)
+        except PackhorseError:
+            continue
+        assert json.loads(damaged) == json.loads(text), f"bit {bit}"
 
 
 def read_header_nbytes(packed: bytes) -> int:
@@ -148,6 +217,20 @@ def test_a_wrong_content_hash_is_found_by_unpacking(tmp_path):
         unpack_file(path, tmp_path / "out")
     assert [problem.tensor for problem in verify_file(path)] == ["a"]
     assert not leftovers(tmp_path, "a", "b")
+
+
+def test_checksums_are_no_signature(tmp_path):
+    """Whoever can rewrite a file can give it other data; it is a good file, of those data."""
+    path = tmp_path / "a"
+    for data in (np.arange(100), np.arange(100) + 1):
+        save_file({"a": data}, path)
+        assert verify_file(path) == []
+        assert np.array_equal(load(path.read_bytes())["a"], data)
+    first, second = (save({"a": data}) for data in (np.zeros(64, np.uint8), np.ones(64, np.uint8)))
+    nbytes = read_header_nbytes(first)
+    path.write_bytes(first[:nbytes] + second[nbytes:])
+    assert verify_file(path) == []
+    assert load(path.read_bytes())["a"].all()
 
 
 def edit(packed: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:

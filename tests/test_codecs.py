@@ -280,14 +280,16 @@ def test_zstd_refuses_a_stream_that_lies(stream: bytes) -> None:
 FAULTS = {
     "input is written": "memoryview(region)[end - 1 : end] = b'x'",
     "input is overrun": "bytes(memoryview(region)[end : end + 1])",
-    "output is overrun": "codec_battery.guarded_output(5).obj[4096] = 1",
+    "input is underrun": "bytes(memoryview(region)[4095:4096])",
+    "output is overrun": "codec_battery.guarded_output(5).obj[8192] = 1",
+    "output is underrun": "codec_battery.guarded_output(5).obj[4095] = 1",
 }
 
 
 @pytest.mark.parametrize("code", FAULTS.values(), ids=FAULTS)
 def test_guarded_memory_is_guarded(code: str) -> None:
     """The battery leans on it: a kernel that strays must end the process."""
-    prepare = "import codec_battery; region = codec_battery.guarded(b'12345').obj; end = 4096; "
+    prepare = "import codec_battery; region = codec_battery.guarded(b'12345').obj; end = 8192; "
     done = subprocess.run(
         [sys.executable, "-c", f"{prepare}{code}; print('survived')"],
         cwd=Path(__file__).parent,

@@ -17,6 +17,7 @@ from packhorse.disk import (
     folder_logical_nbytes,
     pack_file,
     pack_folder,
+    packed_files,
     plan_folder,
     unpack_folder,
     verify_folder,
@@ -297,6 +298,8 @@ def test_two_files_with_one_name_are_refused(packed, tmp_path):
         (INDEX, b"{}", CorruptionError, "'weight_map' must be an object, and is null"),
         (INDEX, b'{"weight_map": {"a": 1}}', CorruptionError, "'a' is a number"),
         (INDEX, b'{"weight_map": {}, "weight_map": {}}', CorruptionError, "stands twice"),
+        (INDEX, b'{"weight_map": {}, "x": 1e999}', CorruptionError, "beyond the largest float"),
+        (INDEX, b'{"weight_map": {}, "x": ["\\ud800"]}', CorruptionError, "not Unicode"),
     ],
 )
 def test_a_bad_file_is_found_before_anything_is_written(model, tmp_path, name, data, error, words):
@@ -322,6 +325,43 @@ def test_links_that_lead_nowhere_or_in_circles_are_refused(model, tmp_path):
     with pytest.raises(ValueError, match="neither a file nor a folder"):
         pack_folder(model, tmp_path / "out")
     assert not leftovers(tmp_path, "model")
+
+
+def test_folders_too_deep_in_each_other_are_refused(model, packed, tmp_path):
+    """Python's own walking and removing would exhaust the stack, and leave a half-built folder."""
+    for folder in (model, packed):
+        folder.joinpath(*["d"] * 101).mkdir(parents=True)
+    for work in (
+        lambda: pack_folder(model, tmp_path / "out"),
+        lambda: unpack_folder(packed, tmp_path / "out"),
+        lambda: verify_folder(packed),
+        lambda: packed_files(packed),
+    ):
+        with pytest.raises(ValueError, match="more than 100 deep in each other"):
+            work()
+    assert not leftovers(tmp_path, "model", "packed")
+
+
+def test_an_index_of_more_bytes_than_a_header_may_have_is_not_read(model, packed, tmp_path):
+    for folder in (model, packed):
+        os.truncate(folder / INDEX, 100_000_001)
+    for work in (
+        lambda: pack_folder(model, tmp_path / "out"),
+        lambda: unpack_folder(packed, tmp_path / "out"),
+    ):
+        with pytest.raises(CorruptionError, match=f"{INDEX}: an index of 100000001 bytes"):
+            work()
+    (problem,) = verify_folder(packed)
+    assert "at most 100000000" in problem.message
+    assert not leftovers(tmp_path, "model", "packed")
+
+
+def test_a_recorded_index_may_not_be_much_longer_than_the_packed_one():
+    text = b'{"weight_map": {}}' + b" " * 3_000_000
+    packed = pack_index(text, label="test")
+    assert unpack_index(packed, label="test") == text
+    with pytest.raises(CorruptionError, match=r"declares 3000018 bytes, and beside \d+ bytes"):
+        unpack_index(packed.rstrip(), label="test")
 
 
 def test_verify_lists_every_bad_file_and_goes_on(packed):

@@ -6,11 +6,12 @@ same kind of reason. Random damage runs in guarded memory, so an access out of b
 
 import random
 import re
+from collections.abc import Iterable
 from functools import cache
+from itertools import cycle
 
-import frame_builder as fb
 import pytest
-from codec_battery import ISAS, forced, guarded, guarded_output, make_data, tensor_shape
+from codec_battery import ISAS, REAL, SAMPLES, Sample, forced, guarded, guarded_output, sample
 from format_page import clauses
 from frame_builder import SMALL
 from lying_frames import LIES
@@ -43,108 +44,111 @@ def test_a_lie_is_refused(lie: str, isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", SAMPLES)
 def test_the_frames_that_are_damaged_here_are_good(name: str, isa: str) -> None:
-    built = SMALL[name]()
+    good = sample(name)
     with forced(isa):
-        assert read_all(guarded(bytes(built))) == built.source
+        assert read_all(guarded(good.frame)) == good.source
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_every_truncation_is_reported(name: str) -> None:
-    whole = bytes(SMALL[name]())
-    for length in range(len(whole)):
-        with pytest.raises(TruncationError, match=rf"^tensor 'w': byte {77 + length}: .* cut off"):
-            Frame.from_buffer(whole[:length], name="w", offset=77)
-
-
-@pytest.mark.parametrize("kind", ["weights", "sorted", "noise", "constant"])
-def test_every_truncation_of_a_real_frame_is_reported(kind: str) -> None:
-    data = make_data(kind, "I32", 500)
-    whole = compress_buffer(data, "I32", (500,)).to_bytes()
-    for length in range(len(whole)):
-        with pytest.raises(TruncationError):
-            Frame.from_buffer(whole[:length])
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_every_flipped_bit_is_noticed(name: str) -> None:
-    whole = bytes(SMALL[name]())
-    for bit in range(8 * len(whole)):
-        damaged = bytearray(whole)
-        damaged[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(PackhorseError):
-            read_all(damaged)
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", SMALL)
-def test_a_flipped_bit_under_new_checksums_is_refused_or_harmless(name: str, isa: str) -> None:
-    """The content hash still tells the truth, so what decodes at all must be the same bytes."""
-    built = SMALL[name]()
-    header_nbytes = len(built.data) - sum(nbytes for _, nbytes in built.chunks)
-    whole, n_refused = bytes(built), 0
-    with forced(isa):
-        for bit in random.Random(name).sample(range(8 * len(whole)), 500):
-            built.data[:] = whole
-            built.patch(bit // 8, bytes([whole[bit // 8] ^ 1 << bit % 8]))
-            try:
-                assert read_all(bytes(built)) == built.source, f"bit {bit}"
-            except PackhorseError:
-                n_refused += 1
-    assert n_refused > (200 if header_nbytes < len(whole) else 100)
-
-
-REAL = {  # dtype, kind of data, level, a mode that is met
-    "real rans": ("BF16", "weights", "default", Mode.RANS),
-    "real rans of several planes": ("U32", "100 values", "max", Mode.RANS),
-    "real plain rans": ("F8_E4M3", "100 values", "max", Mode.RANS),
-    "real palette": ("BF16", "weights", "fast", Mode.PALETTE),
-    "real zstd": ("I64", "sorted", "default", Mode.ZSTD),
-    "real stored": ("F32", "noise", "default", Mode.STORED),
-    "real constant": ("F32", "constant", "default", Mode.CONSTANT),
-    "real outlier": ("F16", "outlier", "default", Mode.ZSTD),
-}
-
-
-@cache
-def real_frame(name: str) -> bytes:
-    dtype, kind, level, _ = REAL[name]
-    data = make_data(kind, dtype, 2500)
-    return compress_buffer(data, dtype, tensor_shape(data, dtype), level=level).to_bytes()
+def test_every_mode_has_a_frame_that_is_damaged_here() -> None:
+    for names in (SMALL, SAMPLES):
+        planes = [
+            plane for name in names for plane in Frame.from_buffer(sample(name).frame).planes()
+        ]
+        assert {mode for plane in planes for mode in plane.modes} == set(Mode)
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_the_real_frames_are_of_the_modes_they_stand_for(name: str) -> None:
-    planes = Frame.from_buffer(real_frame(name)).planes()
-    assert REAL[name][3] in {mode for plane in planes for mode in plane.modes}
+    planes = Frame.from_buffer(sample(name).frame).planes()
+    assert REAL[name].mode in {mode for plane in planes for mode in plane.modes}
 
 
-def payload_offset(frame: bytes) -> int:
-    return int.from_bytes(frame[12:16], "little")
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_truncation_is_reported(name: str) -> None:
+    whole = sample(name).frame
+    for length in range(0, len(whole), 1 if name in SMALL else len(whole) // 500 + 1):
+        with pytest.raises(TruncationError, match=rf"^tensor 'w': byte {77 + length}: .* cut off"):
+            Frame.from_buffer(whole[:length], name="w", offset=77)
 
 
-def damage(frame: bytes, rng: random.Random) -> bytes:
+def bits_of(name: str, n_real: int) -> Iterable[int]:
+    """All bits of a small frame; of a real one some, half of them in its first 256 bytes."""
+    n_bits = 8 * len(sample(name).frame)
+    if name in SMALL:
+        return range(n_bits)
+    rng = random.Random(name)
+    start = range(min(2048, n_bits))
+    return [*rng.sample(start, n_real // 2), *rng.sample(range(n_bits), n_real // 2)]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_flipped_bit_is_noticed(name: str) -> None:
+    """The code paths take turns, as each computes checksums in its own way."""
+    good = sample(name)
+    for bit, isa in zip(bits_of(name, 1000), cycle(ISAS), strict=False):
+        with forced(isa), pytest.raises(PackhorseError):
+            read_all(good.flipped(bit))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_flipped_bit_under_new_checksums_is_refused_or_told_by_the_hash(name: str) -> None:
+    """What is behind the CRC: other data at worst, in bounds, and then the content hash tells."""
+    good, n_tried, n_refused = sample(name), 0, 0
+    damaged = guarded_output(len(good.frame))
+    for bit in bits_of(name, 400):
+        damaged[:] = good.sealed(good.flipped(bit))
+        outcomes = []
+        for isa in ISAS:
+            with forced(isa):
+                outcomes.append(decoded(damaged, len(good.source)))
+        assert all(outcome == outcomes[0] for outcome in outcomes), f"bit {bit}: paths differ"
+        n_tried += 1
+        n_refused += outcomes[0] is None
+        if outcomes[0] not in (None, good.source):
+            with pytest.raises(CorruptionError, match="content hash"):
+                Frame.from_buffer(damaged).verify()
+    assert n_refused > n_tried // 20
+
+
+output = cache(guarded_output)
+
+
+def decoded(data: memoryview, limit: int) -> bytes | None:
+    """What a frame decodes to; None if it is refused, as it must be if it takes more than that."""
+    try:
+        frame = Frame.from_buffer(data, max_nbytes=limit)
+        target = output(frame.logical_nbytes)
+        frame.decompress_into(target, threads=1)
+    except PackhorseError:
+        return None
+    assert len(target) <= limit
+    return bytes(target)
+
+
+def damage(good: Sample, rng: random.Random) -> bytes:
     """Random bytes, small numbers and runs in the payload, most of them near its start."""
-    damaged, start = bytearray(frame), payload_offset(frame)
+    damaged, start = bytearray(good.frame), good.payload_offset
     for _ in range(rng.randint(1, 4)):
-        at = start + int(rng.random() ** 3 * (len(frame) - start))
+        at = start + int(rng.random() ** 3 * (len(damaged) - start))
         value = rng.choice((0, 1, 255, rng.randrange(256)))
-        n = min(rng.choice((1, 1, 2, 8)), len(frame) - at)
+        n = min(rng.choice((1, 1, 2, 8)), len(damaged) - at)
         damaged[at : at + n] = bytes([value]) * n
     return bytes(damaged)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", [*(name for name in SMALL if name != "empty"), *REAL])
+@pytest.mark.parametrize("name", [name for name in SAMPLES if name != "empty"])
 def test_unchecked_damage_is_refused_or_decodes_to_something(name: str, isa: str) -> None:
-    whole = bytes(SMALL[name]()) if name in SMALL else real_frame(name)
-    rng, n_decoded, n_tries = random.Random(name), 0, 600 if name in SMALL else 250
+    good, n_decoded, n_tries = sample(name), 0, 600 if name in SMALL else 250
+    rng, damaged = random.Random(name), guarded_output(len(good.frame))
     with forced(isa):
         for _ in range(n_tries):
-            frame = Frame.from_buffer(guarded(damage(whole, rng)))
+            damaged[:] = damage(good, rng)
+            frame = Frame.from_buffer(damaged)
             try:
-                frame.decompress_into(guarded_output(frame.logical_nbytes), check=False, threads=1)
+                frame.decompress_into(output(frame.logical_nbytes), check=False, threads=1)
                 n_decoded += 1
             except CorruptionError:
                 continue
@@ -155,18 +159,15 @@ def test_unchecked_damage_is_refused_or_decodes_to_something(name: str, isa: str
 @pytest.mark.parametrize("name", [*SMALL, "real rans of several planes", "real zstd"])
 def test_damaged_headers_under_a_new_checksum_are_refused_or_harmless(name: str, isa: str) -> None:
     """The header's fields lie at random, with a CRC to match; nothing large may be allocated."""
-    whole = bytes(SMALL[name]()) if name in SMALL else real_frame(name)
-    header_nbytes, rng = payload_offset(whole), random.Random(name)
+    good, rng = sample(name), random.Random(name)
     with forced(isa):
         for _ in range(300):
-            damaged = bytearray(whole)
+            damaged = bytearray(good.frame)
             for _ in range(rng.randint(1, 3)):
-                at = rng.randrange(4, min(header_nbytes, 100))
+                at = rng.randrange(4, min(good.payload_offset, 100))
                 damaged[at] = rng.choice((0, 1, 2, 6, 7, 63, 64, 128, 255, rng.randrange(256)))
-            damaged[44:48] = bytes(4)
-            damaged[44:48] = fb.crc32c(damaged[:header_nbytes]).to_bytes(4, "little")
             try:
-                frame = Frame.from_buffer(guarded(bytes(damaged)), max_nbytes=1 << 24)
+                frame = Frame.from_buffer(guarded(good.sealed(damaged)), max_nbytes=1 << 24)
                 frame.decompress_into(guarded_output(frame.logical_nbytes), check=False)
             except PackhorseError:
                 continue

@@ -1,14 +1,19 @@
-"""Frames in several threads, after a fork, and in the worker of a data loader."""
+"""Frames in several threads, after a fork, in workers of a data loader, and as Python ends."""
 
 import os
+import resource
+import subprocess
+import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from codec_battery import make_data, tensor_shape
-from torch.utils.data import DataLoader, Dataset
+from packed_rows import PackedRows, PackedTensors
+from torch.utils.data import ConcatDataset, DataLoader
 
 from packhorse import numpy as ph_numpy
 from packhorse import torch as ph_torch
@@ -75,27 +80,139 @@ def test_a_forked_child_packs_and_unpacks() -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-class PackedRows(Dataset):
-    """A data set whose items are kept packed, and unpacked when they are asked for."""
-
-    def __init__(self, n_items: int) -> None:
-        self.frames = [
-            ph_torch.compress(torch.full((50, 40), i, dtype=torch.bfloat16)).to_bytes()
-            for i in range(n_items)
-        ]
-
-    def __len__(self) -> int:
-        return len(self.frames)
-
-    def __getitem__(self, i: int) -> torch.Tensor:
-        return ph_torch.decompress(self.frames[i], threads=2)
-
-
-def test_a_worker_of_a_data_loader_unpacks() -> None:
-    pack_and_unpack(0, 2)  # the parent has used threads before its worker is forked
-    loader = DataLoader(PackedRows(6), batch_size=2, num_workers=1, multiprocessing_context="fork")
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_workers_of_a_data_loader_unpack(how: str, tmp_path: Path) -> None:
+    """The parent has used threads before its workers are forked, and a file it had opened."""
+    pack_and_unpack(0, 2)
+    path = tmp_path / "rows.ph.safetensors"
+    names = [f"row {i}" for i in range(4)]
+    tensors = {name: torch.full((50, 40), i, dtype=torch.float32) for i, name in enumerate(names)}
+    ph_torch.save_file(tensors, path)
+    stored = PackedTensors(path, names)
+    if how == "fork":
+        assert stored[3].unique().tolist() == [3]
+    rows = ConcatDataset([PackedRows(4), stored])
+    loader = DataLoader(rows, batch_size=2, num_workers=1, multiprocessing_context=how)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         batches = list(loader)
-    assert [batch[:, 0, 0].tolist() for batch in batches] == [[0, 1], [2, 3], [4, 5]]
-    assert all(batch.dtype == torch.bfloat16 for batch in batches)
+    assert [batch[:, 0, 0].tolist() for batch in batches] == [[0, 1], [2, 3]] * 2
+    assert [batch.dtype for batch in batches] == [torch.bfloat16] * 2 + [torch.float32] * 2
+
+
+def run_script(script: str, *args: str, **options: object) -> subprocess.CompletedProcess[str]:
+    """A Python of its own, which must end by itself."""
+    command = [sys.executable, "-c", script, *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+BUSY = """
+import sys, threading
+import numpy as np
+from packhorse import numpy as ph
+
+rng = np.random.default_rng(0)
+kind, n = sys.argv[1], int(sys.argv[2])
+weights = rng.standard_normal(n).astype(np.float32)
+array = {"rans": weights, "zstd": np.cumsum(rng.integers(0, 3, n)), "file": weights}[kind]
+started = threading.Semaphore(0)
+
+def around():
+    if kind == "file":
+        return ph.load(ph.save({"x": array}, threads=2), threads=2)["x"]
+    return ph.decompress(ph.compress(array, threads=2), threads=2)
+
+def work(rounds):
+    for i in range(rounds):
+        assert np.array_equal(array, around())
+        if i == 0:
+            started.release()
+    print("done")
+"""
+
+
+@pytest.mark.parametrize("kind", ["rans", "zstd", "file"])
+@pytest.mark.parametrize("n", [30, 200_000])
+def test_the_interpreter_may_end_while_daemon_threads_pack(kind: str, n: int) -> None:
+    """Neither a crash nor a hang; what the threads were at is lost."""
+    script = (
+        BUSY
+        + """
+for _ in range(4):
+    threading.Thread(target=work, args=(10**9,), daemon=True).start()
+for _ in range(4):
+    started.acquire()
+print("main ends")
+"""
+    )
+    ended = run_script(script, kind, str(n))
+    assert (ended.returncode, ended.stdout) == (0, "main ends\n"), ended.stderr
+
+
+@pytest.mark.parametrize("kind", ["rans", "file"])
+def test_threads_pack_on_after_the_main_thread(kind: str) -> None:
+    script = (
+        BUSY
+        + """
+for _ in range(3):
+    threading.Thread(target=work, args=(20,)).start()
+"""
+    )
+    ended = run_script(script, kind, "100000")
+    assert (ended.returncode, ended.stdout) == (0, "done\n" * 3), ended.stderr
+
+
+def test_a_child_that_is_forked_while_threads_pack_packs_too() -> None:
+    script = (
+        BUSY
+        + """
+import os, warnings
+
+warnings.simplefilter("ignore")
+for _ in range(3):
+    threading.Thread(target=work, args=(10**9,), daemon=True).start()
+for _ in range(3):
+    started.acquire()
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        packed = ph.compress(array, threads=2)
+        os._exit(0 if np.array_equal(ph.decompress(packed, threads=2), array) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+print("all well")
+"""
+    )
+    ended = run_script(script, "rans", "300000")
+    assert (ended.returncode, ended.stdout) == (0, "all well\n"), ended.stderr
+
+
+def test_without_memory_for_threads_one_does_the_work() -> None:
+    script = """
+import resource, sys, threading
+import numpy as np
+from packhorse import numpy as ph
+
+array = np.random.default_rng(0).standard_normal(3_000_000).astype(np.float32)
+out = np.zeros(array.nbytes + 10_000, np.uint8)
+back = np.zeros_like(array)
+alone = ph.compress(array, threads=1).to_bytes()
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), used + (1 << 28)))
+try:
+    threading.Thread(target=print).start()
+    sys.exit("a thread could be started")
+except RuntimeError:
+    pass
+frame = ph.compress(array, threads=8, out=out)
+ph.decompress(frame, threads=8, out=back)
+print(bytes(frame.buffer()) == alone and np.array_equal(array, back))
+"""
+    if "asan" in os.environ.get("LD_PRELOAD", ""):
+        pytest.skip("the address sanitizer takes an address space of its own")
+
+    def large_stacks() -> None:
+        resource.setrlimit(resource.RLIMIT_STACK, (1 << 30, 1 << 30))
+
+    ended = run_script(script, preexec_fn=large_stacks)
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr

@@ -16,7 +16,7 @@ import numpy as np
 
 from packhorse.disk.container import lay_out, pack_tensors, write_packed
 from packhorse.disk.packed_file import PackedFile, load_tensors
-from packhorse.errors import CompatibilityError
+from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.frame import Frame, compress_buffer
 from packhorse.layout import Level
 
@@ -68,6 +68,7 @@ class NumpyFramework:
 
         Raises:
             CompatibilityError: NumPy has no such dtype (the sub-byte floats).
+            MemoryError: there is none for so large an array.
         """
         if dtype not in _DTYPES:
             raise CompatibilityError(
@@ -148,9 +149,13 @@ def decompress(
         CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new.
         TypeError: `out` is not a writable C-contiguous array.
         ValueError: `out` has another dtype or shape.
+        MemoryError: there is none for so large a array.
     """
     if not isinstance(frame, Frame):
         frame = Frame.from_buffer(frame, max_nbytes=max_nbytes)
+    elif max_nbytes is not None and frame.logical_nbytes > max_nbytes:
+        found = f"the frame holds {frame.logical_nbytes} bytes"
+        raise CorruptionError(f"{found}, more than max_nbytes = {max_nbytes}")
     array = FRAMEWORK.empty(frame.dtype, frame.shape) if out is None else out
     if out is not None:
         _check_out(out, frame)
@@ -179,13 +184,22 @@ def save(
     return pack_tensors(header, buffers, level=level, threads=threads)
 
 
-def load(data: Buffer, *, threads: int | None = None) -> dict[str, np.ndarray[Any, Any]]:
+def load(
+    data: Buffer, *, threads: int | None = None, max_nbytes: int | None = None
+) -> dict[str, np.ndarray[Any, Any]]:
     """All arrays of a packed file that is in memory.
 
+    Args:
+        data: the whole file.
+        threads: None for the cores of this process, at most 8.
+        max_nbytes: refuse a file whose arrays take more bytes together, before any is decoded.
+
     Raises:
-        CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new.
+        CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new, or
+            exceed the limit.
+        MemoryError: there is none for so large a array.
     """
-    return load_tensors(data, FRAMEWORK, threads=threads)
+    return load_tensors(data, FRAMEWORK, threads=threads, max_nbytes=max_nbytes)
 
 
 def save_file(
@@ -216,13 +230,21 @@ def save_file(
 
 
 def load_file(
-    path: str | os.PathLike[str], *, threads: int | None = None
+    path: str | os.PathLike[str], *, threads: int | None = None, max_nbytes: int | None = None
 ) -> dict[str, np.ndarray[Any, Any]]:
     """All arrays of a packed file.
 
+    Args:
+        path: the file.
+        threads: None for the cores of this process, at most 8.
+        max_nbytes: refuse a file whose arrays take more bytes together, before any is decoded.
+
     Raises:
-        CorruptionError, TruncationError, CompatibilityError: the file is bad or too new.
+        CorruptionError, TruncationError, CompatibilityError: the file is bad or too new, or exceeds
+            the limit.
+        MemoryError: there is none for so large an array.
         OSError: what the file system says.
     """
-    with PackedFile(path, FRAMEWORK, threads=threads) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    with PackedFile(path, FRAMEWORK, threads=threads, max_nbytes=max_nbytes) as file:
+        tensors = file.get_tensors()
+        return {name: tensors[name] for name in file.keys()}  # noqa: SIM118 - not a dict

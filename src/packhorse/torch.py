@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from packhorse.disk.container import lay_out, pack_tensors, write_packed
 from packhorse.disk.packed_file import PackedFile, load_tensors
-from packhorse.errors import CompatibilityError, MissingBackendError
+from packhorse.errors import CompatibilityError, CorruptionError, MissingBackendError
 from packhorse.frame import Frame, compress_buffer
 from packhorse.layout import Level
 
@@ -72,12 +72,16 @@ class TorchFramework:
 
         Raises:
             CompatibilityError: PyTorch has no such dtype (the sub-byte floats).
+            MemoryError: there is none for so large a tensor.
         """
         if dtype not in _DTYPES:
             raise CompatibilityError(
                 f"PyTorch has no dtype for {dtype}; read its bytes with Frame.decompress_into"
             )
-        return torch.empty(shape, dtype=_DTYPES[dtype])
+        try:
+            return torch.empty(shape, dtype=_DTYPES[dtype])
+        except RuntimeError as error:  # its allocator's only way to say so
+            raise MemoryError(f"no memory for {dtype} of shape {list(shape)}: {error}") from error
 
     def writable(self, tensor: torch.Tensor) -> memoryview:
         """The bytes of a contiguous host tensor, to write to."""
@@ -164,9 +168,13 @@ def decompress(
         CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new.
         TypeError: `out` is not a contiguous host tensor.
         ValueError: `out` has another dtype or shape.
+        MemoryError: there is none for so large a tensor.
     """
     if not isinstance(frame, Frame):
         frame = Frame.from_buffer(frame, max_nbytes=max_nbytes)
+    elif max_nbytes is not None and frame.logical_nbytes > max_nbytes:
+        found = f"the frame holds {frame.logical_nbytes} bytes"
+        raise CorruptionError(f"{found}, more than max_nbytes = {max_nbytes}")
     tensor = FRAMEWORK.empty(frame.dtype, frame.shape) if out is None else out
     if out is not None:
         _check_out(out, frame)
@@ -195,13 +203,22 @@ def save(
     return pack_tensors(header, buffers, level=level, threads=threads)
 
 
-def load(data: Buffer, *, threads: int | None = None) -> dict[str, torch.Tensor]:
+def load(
+    data: Buffer, *, threads: int | None = None, max_nbytes: int | None = None
+) -> dict[str, torch.Tensor]:
     """All tensors of a packed file that is in memory.
 
+    Args:
+        data: the whole file.
+        threads: None for the cores of this process, at most 8.
+        max_nbytes: refuse a file whose tensors take more bytes together, before any is decoded.
+
     Raises:
-        CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new.
+        CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new, or
+            exceed the limit.
+        MemoryError: there is none for so large a tensor.
     """
-    return load_tensors(data, FRAMEWORK, threads=threads)
+    return load_tensors(data, FRAMEWORK, threads=threads, max_nbytes=max_nbytes)
 
 
 def save_file(
@@ -236,12 +253,22 @@ def load_file(
     device: str | int | torch.device = "cpu",
     *,
     threads: int | None = None,
+    max_nbytes: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """All tensors of a packed file, on `device`.
 
+    Args:
+        path: the file.
+        device: where the tensors go.
+        threads: None for the cores of this process, at most 8.
+        max_nbytes: refuse a file whose tensors take more bytes together, before any is decoded.
+
     Raises:
-        CorruptionError, TruncationError, CompatibilityError: the file is bad or too new.
+        CorruptionError, TruncationError, CompatibilityError: the file is bad or too new, or exceeds
+            the limit.
+        MemoryError: there is none for so large a tensor.
         OSError: what the file system says.
     """
-    with PackedFile(path, FRAMEWORK, device=device, threads=threads) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    with PackedFile(path, FRAMEWORK, device=device, threads=threads, max_nbytes=max_nbytes) as file:
+        tensors = file.get_tensors()
+        return {name: tensors[name] for name in file.keys()}  # noqa: SIM118 - not a dict

@@ -62,12 +62,21 @@ def pack(job: Job, *, level: str, threads: int | None, force: bool, watch: Watch
         return _file_row(result, time.perf_counter() - start)
 
 
-def unpack(job: Job, *, threads: int | None, force: bool, watch: Watch) -> FileRow:
+def unpack(
+    job: Job, *, threads: int | None, force: bool, max_nbytes: int | None, watch: Watch
+) -> FileRow:
     """Unpack a file or a folder."""
     run = unpack_folder if job.is_folder else unpack_file
     with watch(f"unpack {job.src.name}", _nbytes(job.src)) as progress:
         start = time.perf_counter()
-        result = run(job.src, job.dst, threads=threads, force=force, progress=progress)
+        result = run(
+            job.src,
+            job.dst,
+            threads=threads,
+            force=force,
+            progress=progress,
+            max_nbytes=max_nbytes,
+        )
         return _file_row(result, time.perf_counter() - start)
 
 
@@ -86,13 +95,15 @@ def inspect(path: Path) -> list[InspectedFile]:
     return [_inspect_file(file) for file in packed_files(path)]
 
 
-def verify(path: Path, *, threads: int | None, watch: Watch) -> VerifiedFile:
+def verify(
+    path: Path, *, threads: int | None, max_nbytes: int | None, watch: Watch
+) -> VerifiedFile:
     """Compare all checksums of a packed file or folder, and go on after a bad one."""
     run = verify_folder if path.is_dir() else verify_file
     files = packed_files(path)
     with watch(f"verify {path.name}", _nbytes(path)) as progress:
         start = time.perf_counter()
-        problems = run(path, threads=threads, progress=progress)
+        problems = run(path, threads=threads, progress=progress, max_nbytes=max_nbytes)
         seconds = time.perf_counter() - start
     return VerifiedFile(
         path=str(path),

@@ -92,6 +92,12 @@ Threads = Annotated[
         show_default=False,
     ),
 ]  # fmt: skip
+MaxNbytes = Annotated[
+    int | None,
+    typer.Option(
+        "--max-nbytes", min=0, help="Refuse what unpacks to more bytes.", show_default=False
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Replace an output that exists.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
@@ -183,6 +189,7 @@ def unpack(
     output: Output = None,
     threads: Threads = None,
     force: Force = False,
+    max_nbytes: MaxNbytes = None,
     json: Json = False,
 ) -> None:
     """Give back the original files or folders, byte for byte.
@@ -196,7 +203,11 @@ def unpack(
     """
 
     def work(job: Job) -> list[FileRow]:
-        return [actions.unpack(job, threads=threads, force=force, watch=render.progress)]
+        return [
+            actions.unpack(
+                job, threads=threads, force=force, max_nbytes=max_nbytes, watch=render.progress
+            )
+        ]
 
     _each(unpack_jobs(src, output, force=force), work, render.unpacked_line, json)
 
@@ -214,7 +225,9 @@ def inspect(src: Packed, json: Json = False) -> None:
 
 
 @_app.command(no_args_is_help=True)
-def verify(src: Packed, threads: Threads = None, json: Json = False) -> None:
+def verify(
+    src: Packed, threads: Threads = None, max_nbytes: MaxNbytes = None, json: Json = False
+) -> None:
     """Check every checksum of packed files or folders; exit with 1 and list whatever is bad.
 
     Examples:
@@ -224,7 +237,9 @@ def verify(src: Packed, threads: Threads = None, json: Json = False) -> None:
     """
 
     def work(job: _Source) -> list[VerifiedFile]:
-        return [actions.verify(job.src, threads=threads, watch=render.progress)]
+        return [
+            actions.verify(job.src, threads=threads, max_nbytes=max_nbytes, watch=render.progress)
+        ]
 
     rows = _each(map(_Source, src), work, render.verify_lines, json)
     if not all(row.ok for row in rows):

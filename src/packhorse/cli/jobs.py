@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from packhorse import disk
 from packhorse.cli.failures import UsageError
 from packhorse.disk.atomic import check_output_file
 from packhorse.disk.folder_index import packed_name, plain_name
@@ -79,14 +80,9 @@ def packed_files(path: Path) -> list[Path]:
     """The packed files of a source: itself, or all that a folder holds in it and below.
 
     Raises:
-        UsageError: the folder holds none.
+        ValueError: the folder holds none.
     """
-    if not path.is_dir():
-        return [path]
-    files = sorted(file for file in path.rglob(f"*{FILE_SUFFIX}") if file.is_file())
-    if not files:
-        raise UsageError(f"{path}: there is no *{FILE_SUFFIX} file in it or below; pack it first")
-    return files
+    return disk.packed_files(path) if path.is_dir() else [path]
 
 
 def _jobs(

@@ -14,6 +14,7 @@ from packhorse.disk.container import (
 from packhorse.disk.folder import (
     folder_logical_nbytes,
     pack_folder,
+    packed_files,
     plan_folder,
     unpack_folder,
     verify_folder,
@@ -33,6 +34,7 @@ __all__ = [
     "logical_nbytes",
     "pack_file",
     "pack_folder",
+    "packed_files",
     "plan_file",
     "plan_folder",
     "unpack_file",

@@ -3,7 +3,7 @@
 Memory is bounded by the largest tensor, never by the file. Each tensor of the source is mapped on
 its own and dropped again, and all frames are built in one buffer, which is used again. Packing
 writes the file from front to back, with room for the header, which is filled in at the end.
-Unpacking decodes runs of chunks into a small buffer, so it needs less than a tensor.
+Unpacking and verifying decode runs of chunks into a small buffer, so they need less than a tensor.
 
 Output is whole or absent (`atomic.py`), and the source is only ever read.
 """
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 import numpy as np
 
 from packhorse.disk.atomic import OutputFile, atomic_file
-from packhorse.disk.frames import ContentHasher, blaming, check_frame, map_region, open_frame
+from packhorse.disk.frames import WindowDecoder, blaming, check_frame, map_region, open_frame
 from packhorse.disk.header import FileHeader, TensorEntry, build_header, read_file_header
 from packhorse.disk.packed_header import (
     PackedHeader,
@@ -29,6 +29,7 @@ from packhorse.disk.packed_header import (
     parse_packed_header,
 )
 from packhorse.disk.results import FileResult, Problem, Progress, TensorPlan, TensorResult
+from packhorse.disk.strict_json import shortened
 from packhorse.errors import PackhorseError
 from packhorse.frame import (
     Frame,
@@ -59,8 +60,6 @@ __all__ = [
 
 # Files that are pickles by their names; what is in them is never looked at.
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
-# Decoded at once by unpacking: many chunks for every thread, whole chunks and whole hash leaves.
-_WINDOW_NBYTES = 1 << 25
 
 
 class _Sink(Protocol):
@@ -234,7 +233,7 @@ def _write_stream(
     for entry, buffer in zip(entries, buffers, strict=True):
         frame = compress_buffer(
             buffer, entry.dtype, entry.shape, level=coder.level, threads=coder.threads,
-            out=out, name=entry.name,
+            out=out, name=shortened(entry.name),
         )  # fmt: skip
         sink.write(frame.buffer())
         tensors.append(_result(entry, frame.nbytes))
@@ -272,6 +271,7 @@ def unpack_file(
     threads: int | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    max_nbytes: int | None = None,
 ) -> FileResult:
     """Restore the file that was packed, byte for byte.
 
@@ -281,19 +281,22 @@ def unpack_file(
         threads: how many to use; None for the cores available, at most 8.
         force: an existing file at `dst` may be replaced.
         progress: called with the logical bytes done since the last call.
+        max_nbytes: refuse a file whose tensors take more bytes together; None for no limit.
 
     Returns:
         Sizes, for the file and for each tensor.
 
     Raises:
         ValueError: `src` is not packed, `dst` is `src`, or an option is wrong.
-        CorruptionError, CompatibilityError: `src` is damaged or of a newer version.
+        CorruptionError, CompatibilityError: `src` is damaged or of a newer version, or exceeds the
+            limit.
         OSError: the system refuses; FileExistsError if `dst` exists and `force` is False.
     """
     path, target = Path(src), Path(dst)
     coder = _Coder(Level.DEFAULT, resolve_threads(threads), progress or _ignore)
     with path.open("rb") as file:
         packed = parse_packed_header(read_file_header(file, str(path)), label=str(path))
+        packed.check_limit(max_nbytes, str(path))
         like = os.fstat(file.fileno())
         with atomic_file(target, source=path, force=force, like=like) as output:
             output.write(packed.original.prefix())
@@ -304,7 +307,7 @@ def unpack_file(
 
 
 class _Unpacker:
-    """Writes tensor after tensor, through one buffer that holds a run of chunks."""
+    """Writes tensor after tensor."""
 
     def __init__(
         self, file: BinaryIO, packed: PackedHeader, output: OutputFile, coder: _Coder
@@ -312,24 +315,17 @@ class _Unpacker:
         self._file = file
         self._packed = packed
         self._output = output
-        self._coder = coder
-        largest = max((entry.nbytes for entry in packed.original.entries), default=0)
-        self._scratch = np.empty(min(largest, _WINDOW_NBYTES), np.uint8).data
+        self._decoder = WindowDecoder(coder.threads)
+        self._progress = coder.progress
 
     def tensor(self, entry: TensorEntry) -> TensorResult:
         """Decode a tensor, check its content hash and write it."""
         place, offset = self._packed.frames[entry.name], self._packed.frame_offset(entry.name)
         with map_region(self._file, offset, place.nbytes) as data, blaming(self._file.name):
             frame = open_frame(data, self._packed, entry)
-            content = ContentHasher()
-            for start in range(0, entry.nbytes, _WINDOW_NBYTES):
-                stop = min(start + _WINDOW_NBYTES, entry.nbytes)
-                piece = self._scratch[: stop - start]
-                frame.decompress_into(piece, start=start, stop=stop, threads=self._coder.threads)
-                content.update(piece, resolve_threads(self._coder.threads))
+            for piece in self._decoder.pieces(frame, entry.name, offset):
                 self._output.write(piece)
-                self._coder.progress(piece.nbytes)
-            content.check(frame, entry.name, offset)
+                self._progress(piece.nbytes)
         return _result(entry, place.nbytes)
 
 
@@ -338,6 +334,7 @@ def verify_file(
     *,
     threads: int | None = None,
     progress: Progress | None = None,
+    max_nbytes: int | None = None,
 ) -> list[Problem]:
     """Check every checksum and every content hash of a packed file, and go on after a bad tensor.
 
@@ -345,6 +342,8 @@ def verify_file(
         src: a packed file.
         threads: how many to use; None for the cores available, at most 8.
         progress: called with the logical bytes done since the last call.
+        max_nbytes: a file whose tensors take more bytes together is bad, and none is decoded; None
+            for no limit. Memory is bounded without it: a limit saves time.
 
     Returns:
         All that is wrong; nothing if the file is good.
@@ -360,34 +359,48 @@ def verify_file(
             header = read_file_header(file, str(path))
         except PackhorseError as error:
             return [Problem(path, None, None, str(error))]
+        originals: dict[str, TensorEntry] = {}
+        problems = []
         try:
             packed = parse_packed_header(header, label=str(path))
         except PackhorseError as error:
-            problems = [Problem(path, None, None, str(error))]
             # Frames describe themselves, so they can be checked without the recorded header.
-            originals: dict[str, TensorEntry] = {}
+            problems.append(Problem(path, None, None, str(error)))
         else:
-            problems = []
+            try:
+                packed.check_limit(max_nbytes, str(path))
+            except PackhorseError as error:
+                return [Problem(path, None, None, str(error))]
             originals = {entry.name: entry for entry in packed.original.entries}
+        verifier = _Verifier(file, WindowDecoder(coder.threads), originals, max_nbytes)
         for entry in header.entries:
             offset = header.data_offset + entry.start
-            original = originals.get(entry.name)
             try:
-                with map_region(file, offset, entry.nbytes) as data, blaming(str(path)):
-                    _verify_frame(data, entry.name, original, offset, coder)
+                verifier.check(entry, offset)
             except PackhorseError as error:
                 problems.append(Problem(path, entry.name, offset, str(error)))
+            original = originals.get(entry.name)
             coder.progress(original.nbytes if original else 0)
     return problems
 
 
-def _verify_frame(
-    data: memoryview, name: str, original: TensorEntry | None, offset: int, coder: _Coder
-) -> None:
-    frame = Frame.from_buffer(data, name=name, offset=offset)
-    if original is not None:
-        check_frame(frame, original, offset)
-    frame.verify(threads=coder.threads)
+@dataclass(frozen=True, slots=True)
+class _Verifier:
+    """Checks frame after frame, against the recorded header where there is a good one."""
+
+    file: BinaryIO
+    decoder: WindowDecoder
+    originals: Mapping[str, TensorEntry]
+    max_nbytes: int | None
+
+    def check(self, entry: TensorEntry, offset: int) -> None:
+        name = shortened(entry.name)
+        with map_region(self.file, offset, entry.nbytes) as data, blaming(self.file.name):
+            frame = Frame.from_buffer(data, name=name, offset=offset, max_nbytes=self.max_nbytes)
+            if entry.name in self.originals:
+                check_frame(frame, self.originals[entry.name], offset)
+            for _ in self.decoder.pieces(frame, entry.name, offset):
+                pass
 
 
 def _plan(entry: TensorEntry, buffer: memoryview, level: Level | str) -> TensorPlan:

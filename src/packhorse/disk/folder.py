@@ -41,19 +41,21 @@ from packhorse.disk.header import read_header
 from packhorse.disk.packed_header import is_packed
 from packhorse.disk.results import FileResult, FolderResult, Problem, Progress, TensorPlan
 from packhorse.disk.strict_json import parse_json
-from packhorse.errors import PackhorseError
+from packhorse.errors import CorruptionError, PackhorseError
 from packhorse.frame import resolve_level, resolve_threads
-from packhorse.layout import FILE_SUFFIX, Level
+from packhorse.layout import FILE_SUFFIX, MAX_FILE_HEADER_NBYTES, Level
 
 __all__ = [
     "folder_logical_nbytes",
     "pack_folder",
+    "packed_files",
     "plan_folder",
     "unpack_folder",
     "verify_folder",
 ]
 
 _COPY_NBYTES = 1 << 24
+_MAX_DEPTH = 100  # folders in folders; far from where walking or removing them exhausts the stack
 
 
 class _Kind(Enum):
@@ -125,6 +127,7 @@ def unpack_folder(
     threads: int | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    max_nbytes: int | None = None,
 ) -> FolderResult:
     """Restore the model folder that was packed, every file byte for byte.
 
@@ -134,13 +137,15 @@ def unpack_folder(
         threads: how many to use; None for the cores available, at most 8.
         force: a folder at `dst` may be replaced, if all its files have counterparts in the new one.
         progress: called with the bytes done since the last call, `folder_logical_nbytes` in all.
+        max_nbytes: refuse a folder whose tensors take more bytes together; None for no limit.
 
     Returns:
         Sizes, for the folder and for each model file.
 
     Raises:
         ValueError: `src` has no packed file, or the folders overlap.
-        CorruptionError, CompatibilityError: a packed file or an index is bad.
+        CorruptionError, CompatibilityError: a packed file or an index is bad, or the folder exceeds
+            the limit.
         OSError: the system refuses; FileExistsError if `dst` may not be replaced.
     """
     source = Path(src)
@@ -149,7 +154,9 @@ def unpack_folder(
     def unpack(path: Path, output: Path) -> FileResult:
         return unpack_file(path, output, threads=threads, progress=progress)
 
-    return _build(source, Path(dst), _items_to_unpack(source), unpack, force, progress)
+    items = _items_to_unpack(source)
+    _check_limit(items, max_nbytes, source)
+    return _build(source, Path(dst), items, unpack, force, progress)
 
 
 def plan_folder(
@@ -177,6 +184,7 @@ def verify_folder(
     *,
     threads: int | None = None,
     progress: Progress | None = None,
+    max_nbytes: int | None = None,
 ) -> list[Problem]:
     """Check every packed file and every index of a packed folder, and go on after a bad one.
 
@@ -184,6 +192,7 @@ def verify_folder(
         src: a folder that `pack_folder` made.
         threads: how many to use; None for the cores available, at most 8.
         progress: called with the bytes done since the last call, `folder_logical_nbytes` in all.
+        max_nbytes: a packed file whose tensors take more bytes together is bad; None for no limit.
 
     Returns:
         All that is wrong; nothing if the folder is good. Copied files have no checksums.
@@ -194,19 +203,39 @@ def verify_folder(
     """
     source = Path(src)
     resolve_threads(threads)
-    files = [path for path in _walk(source) if not path.is_dir()]
-    models = {path for path in files if path.name.endswith(FILE_SUFFIX)}
-    _require(models, source, FILE_SUFFIX)
+    models = set(packed_files(source))
     problems: list[Problem] = []
-    for path in files:
+    for path in _walk(source):
+        if path.is_dir():
+            continue
         if path in models:
-            problems += _verify_model(path, threads, progress)
+            problems += _verify_model(path, threads, progress, max_nbytes)
             continue
         if path.name.endswith(INDEX_SUFFIX):
             problems += _verify_index(path)
         if progress is not None:
             progress(path.stat().st_size)
     return problems
+
+
+def packed_files(src: str | os.PathLike[str]) -> list[Path]:
+    """The packed files of a folder, in it or below.
+
+    Args:
+        src: the folder.
+
+    Returns:
+        Their paths; none is opened.
+
+    Raises:
+        ValueError: there is none.
+        OSError: the folder cannot be read.
+    """
+    files = [
+        path for path in _walk(Path(src)) if path.name.endswith(FILE_SUFFIX) and path.is_file()
+    ]
+    _require(files, Path(src), FILE_SUFFIX)
+    return files
 
 
 def folder_logical_nbytes(src: str | os.PathLike[str]) -> int:
@@ -249,7 +278,7 @@ def _item_to_pack(path: Path, relative: Path) -> _Item:
         raise ValueError(f"{path}: packed already, by its name; unpack the folder or rename it")
     nbytes = path.stat().st_size
     if path.name.endswith(INDEX_SUFFIX):
-        text = path.read_bytes()
+        text = _read_index(path)
         if is_packed_index(text):
             raise ValueError(f"{path}: the index of a packed folder; unpack that one first")
         return _Item(path, relative, _Kind.INDEX, nbytes, pack_index(text, label=str(path)))
@@ -273,6 +302,15 @@ def _items_to_unpack(source: Path) -> list[_Item]:
     return items
 
 
+def _check_limit(items: list[_Item], max_nbytes: int | None, source: Path) -> None:
+    nbytes = sum(item.nbytes for item in items if item.kind is _Kind.MODEL)
+    if max_nbytes is not None and nbytes > max_nbytes:
+        raise CorruptionError(
+            f"{source}: its tensors take {nbytes} bytes together, more than max_nbytes = "
+            f"{max_nbytes}; unpack some of its files, or allow more"
+        )
+
+
 def _item_to_unpack(path: Path, relative: Path) -> _Item:
     if path.is_dir():
         return _Item(path, relative, _Kind.FOLDER)
@@ -280,7 +318,7 @@ def _item_to_unpack(path: Path, relative: Path) -> _Item:
         output = relative.with_name(plain_name(relative.name))
         return _Item(path, output, _Kind.MODEL, logical_nbytes(path))
     nbytes = path.stat().st_size
-    if path.name.endswith(INDEX_SUFFIX) and is_packed_index(text := path.read_bytes()):
+    if path.name.endswith(INDEX_SUFFIX) and is_packed_index(text := _read_index(path)):
         return _Item(path, relative, _Kind.INDEX, nbytes, unpack_index(text, label=str(path)))
     return _Item(path, relative, _Kind.OTHER, nbytes)
 
@@ -298,6 +336,8 @@ def _walk(folder: Path, above: tuple[tuple[int, int], ...] = ()) -> Iterator[Pat
     identity = (status.st_dev, status.st_ino)
     if identity in above:
         raise ValueError(f"{folder}: a link to a folder that it lies in; take it away")
+    if len(above) > _MAX_DEPTH:
+        raise ValueError(f"{folder}: folders lie more than {_MAX_DEPTH} deep in each other")
     for path in sorted(folder.iterdir()):
         if not path.exists():
             raise FileNotFoundError(f"{path}: a link to nothing; get the model again")
@@ -374,18 +414,29 @@ def _sum(
     )
 
 
-def _verify_model(path: Path, threads: int | None, progress: Progress | None) -> list[Problem]:
+def _verify_model(
+    path: Path, threads: int | None, progress: Progress | None, max_nbytes: int | None
+) -> list[Problem]:
     try:
-        return verify_file(path, threads=threads, progress=progress)
+        return verify_file(path, threads=threads, progress=progress, max_nbytes=max_nbytes)
     except ValueError as error:  # it has the name of a packed file and is none
         return [Problem(path, None, None, str(error))]
 
 
+def _read_index(path: Path) -> bytes:
+    nbytes = path.stat().st_size
+    if nbytes > MAX_FILE_HEADER_NBYTES:
+        raise CorruptionError(
+            f"{path}: an index of {nbytes} bytes, and at most {MAX_FILE_HEADER_NBYTES} are allowed"
+        )
+    return path.read_bytes()
+
+
 def _verify_index(path: Path) -> list[Problem]:
-    text = path.read_bytes()
-    if not is_packed_index(text):
-        return [Problem(path, None, None, f"{path}: does not record the index that was packed")]
     try:
+        text = _read_index(path)
+        if not is_packed_index(text):
+            raise CorruptionError(f"{path}: does not record the index that was packed")
         unpack_index(text, label=str(path))
         files = weight_map(parse_json(text, label=str(path)), str(path))
     except PackhorseError as error:

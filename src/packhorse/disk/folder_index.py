@@ -8,8 +8,8 @@ the key `packhorse`, because JSON can be laid out in many ways.
 import json
 from typing import Any
 
-from packhorse.disk.packed_header import read_record, write_record
-from packhorse.disk.strict_json import json_kind, parse_json
+from packhorse.disk.packed_header import min_text_nbytes, read_record, write_record
+from packhorse.disk.strict_json import json_kind, parse_json, shown
 from packhorse.errors import CorruptionError
 from packhorse.layout import FILE_METADATA_KEY, FILE_SUFFIX
 
@@ -55,7 +55,8 @@ def pack_index(text: bytes, *, label: str) -> bytes:
     """
     document = _rename(parse_json(text, label=label), label)
     document[FILE_METADATA_KEY] = write_record(_RECORD_KEY, text)
-    return (json.dumps(document, ensure_ascii=False, indent=2) + "\n").encode()
+    packed = (json.dumps(document, ensure_ascii=False, indent=2) + "\n").encode()
+    return packed.ljust(min_text_nbytes(len(text)), b" ")
 
 
 def unpack_index(text: bytes, *, label: str) -> bytes:
@@ -74,7 +75,8 @@ def unpack_index(text: bytes, *, label: str) -> bytes:
     """
     document = parse_json(text, label=label)
     record = document.pop(FILE_METADATA_KEY, None)
-    original = read_record(record, _RECORD_KEY, label=f"{label}: {FILE_METADATA_KEY!r}")
+    where = f"{label}: {FILE_METADATA_KEY!r}"
+    original = read_record(record, _RECORD_KEY, text_nbytes=len(text), label=where)
     if _rename(parse_json(original, label=f"{label}: recorded index"), label) != document:
         raise CorruptionError(f"{label}: the index and the original that it records disagree")
     return original
@@ -99,7 +101,7 @@ def weight_map(document: dict[str, Any], label: str) -> dict[str, str]:
         raise CorruptionError(f"{label}: {_MAP_KEY!r} must be an object, and is {json_kind(files)}")
     for name, file in files.items():
         if not isinstance(file, str):
-            found = f"{name!r} is {json_kind(file)}"
+            found = f"{shown(name)} is {json_kind(file)}"
             raise CorruptionError(f"{label}: {_MAP_KEY!r} must hold file names, and {found}")
     return files
 

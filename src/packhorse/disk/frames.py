@@ -1,7 +1,8 @@
 """Finding the frames of a packed file, and checking that each is what the file says it is.
 
-Shared by whole-file work (`container.py`), which maps one frame at a time, and by lazy reading
-(`packed_file.py`), which maps the file once.
+Shared by whole-file work (`container.py`), which maps one frame at a time and decodes it window by
+window, and by lazy reading (`packed_file.py`), which maps the file once. Messages give names cut
+to a length for people (`strict_json.py`), so frames are told the short ones.
 """
 
 import mmap
@@ -11,14 +12,18 @@ from typing import BinaryIO
 
 import numpy as np
 
-from packhorse.codecs.base import ByteArray, as_bytes
+from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import empty_leaves, hash_leaves, hash_root
 from packhorse.disk.header import TensorEntry
 from packhorse.disk.packed_header import PackedHeader
+from packhorse.disk.strict_json import shortened, shown
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.frame import Frame
 
-__all__ = ["ContentHasher", "blaming", "check_frame", "map_region", "open_frame"]
+__all__ = ["WindowDecoder", "blaming", "check_frame", "map_region", "open_frame"]
+
+# Decoded at once by whole-file work: many chunks for every thread, whole chunks and hash leaves.
+_WINDOW_NBYTES = 1 << 25
 
 
 @contextmanager
@@ -72,7 +77,7 @@ def open_frame(data: memoryview, packed: PackedHeader, original: TensorEntry) ->
         CorruptionError, CompatibilityError: the frame is bad or belongs to another tensor.
     """
     offset = packed.frame_offset(original.name)
-    frame = Frame.from_buffer(data, name=original.name, offset=offset)
+    frame = Frame.from_buffer(data, name=shortened(original.name), offset=offset)
     check_frame(frame, original, offset)
     return frame
 
@@ -85,31 +90,45 @@ def check_frame(frame: Frame, original: TensorEntry, offset: int) -> None:
     """
     if (frame.dtype, frame.shape) != (original.dtype, original.shape):
         raise CorruptionError(
-            f"tensor {original.name!r} at byte {offset}: the frame holds {frame.dtype} of shape "
-            f"{list(frame.shape)}, and the recorded header says {original.dtype} of shape "
+            f"tensor {shown(original.name)} at byte {offset}: the frame holds {frame.dtype} of "
+            f"shape {list(frame.shape)}, and the recorded header says {original.dtype} of shape "
             f"{list(original.shape)}"
         )
 
 
-class ContentHasher:
-    """The content hash (docs/format.md, section 7) of a tensor that comes in pieces."""
+class WindowDecoder:
+    """Decodes frames window by window, so that a tensor of any size takes the same memory."""
 
-    def __init__(self) -> None:
-        self._leaves: list[ByteArray] = []
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._scratch = np.empty(0, np.uint8)
 
-    def update(self, piece: memoryview, threads: int = 1) -> None:
-        """Take the next bytes: whole leaves, but for the last piece."""
-        self._leaves.append(hash_leaves(as_bytes(piece), threads))
+    def pieces(self, frame: Frame, name: str, offset: int) -> Iterator[memoryview]:
+        """Decode a frame and, at its end, compare the content hash (docs/format.md, section 7).
 
-    def check(self, frame: Frame, name: str, offset: int) -> None:
-        """Compare with the hash in the frame.
+        Args:
+            frame: what to decode.
+            name: of the tensor, for messages.
+            offset: where the frame lies in its file, for messages.
+
+        Yields:
+            The next bytes of the tensor, each valid until the next is asked for.
 
         Raises:
-            CorruptionError: they differ.
+            CorruptionError: the frame is bad; told after all pieces if only the hash is.
         """
-        digest = hash_root(np.concatenate([empty_leaves(0), *self._leaves]))
+        if self._scratch.size < min(frame.logical_nbytes, _WINDOW_NBYTES):
+            self._scratch = np.empty(min(frame.logical_nbytes, _WINDOW_NBYTES), np.uint8)
+        leaves: list[ByteArray] = [empty_leaves(0)]
+        for start in range(0, frame.logical_nbytes, _WINDOW_NBYTES):
+            stop = min(start + _WINDOW_NBYTES, frame.logical_nbytes)
+            piece = self._scratch[: stop - start]
+            frame.decompress_into(piece, start=start, stop=stop, threads=self._threads)
+            leaves.append(hash_leaves(piece, self._threads))
+            yield memoryview(piece)
+        digest = hash_root(np.concatenate(leaves))
         if digest != frame.content_hash:
             raise CorruptionError(
-                f"tensor {name!r} at byte {offset}: the content hash of the decoded bytes is "
+                f"tensor {shown(name)} at byte {offset}: the content hash of the decoded bytes is "
                 f"{digest.hex()}, and the frame says {frame.content_hash.hex()}"
             )

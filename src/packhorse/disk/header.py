@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from packhorse.disk.strict_json import check_text, json_kind, parse_json
+from packhorse.disk.strict_json import check_text, json_kind, parse_json, shown
 from packhorse.errors import CompatibilityError, CorruptionError, TruncationError
 from packhorse.layout import DTYPE_BY_NAME, MAX_BITS, MAX_DIMS, MAX_FILE_HEADER_NBYTES
 
@@ -232,7 +232,9 @@ def parse_header(text: bytes, *, data_nbytes: int | None = None, label: str) -> 
         )
     document = parse_json(text, label=f"{label}: header", offset=LENGTH_NBYTES)
     metadata = _metadata(document.pop(METADATA_KEY, None), label)
-    entries = [_entry(name, info, f"{label}: tensor {name!r}") for name, info in document.items()]
+    entries = [
+        _entry(name, info, f"{label}: tensor {shown(name)}") for name, info in document.items()
+    ]
     entries.sort(key=lambda entry: (entry.start, entry.stop))
     header = FileHeader(bytes(text), tuple(entries), metadata)
     _check_cover(header, label)
@@ -249,7 +251,7 @@ def _metadata(value: object, label: str) -> dict[str, str] | None:
         raise CorruptionError(f"{where} must be an object of strings, and is {json_kind(value)}")
     for key, item in value.items():
         if not isinstance(item, str):
-            found = f"{key!r} is {json_kind(item)}"
+            found = f"{shown(key)} is {json_kind(item)}"
             raise CorruptionError(f"{where} may hold nothing but strings, and {found}")
     return value
 
@@ -264,7 +266,8 @@ def _entry(name: str, info: object, where: str) -> TensorEntry:
     offsets = _sizes(info["data_offsets"], f"{where}: data_offsets")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CorruptionError(
-            f"{where}: data_offsets must be [start, stop], start first, and are {list(offsets)}"
+            f"{where}: data_offsets must be [start, stop], start first, and are "
+            f"{shown(list(offsets))}"
         )
     entry = TensorEntry(name, _dtype(info["dtype"], where), shape, offsets[0], offsets[1])
     _check_size(entry, where)
@@ -276,7 +279,7 @@ def _sizes(value: object, where: str) -> tuple[int, ...]:
         raise CorruptionError(f"{where} must be a list of integers, and is {json_kind(value)}")
     for item in value:
         if type(item) is not int or not 0 <= item < MAX_BITS:
-            raise CorruptionError(f"{where}: {item!r:.40} is not an integer from 0 to 2^63 - 1")
+            raise CorruptionError(f"{where}: {shown(item)} is not an integer from 0 to 2^63 - 1")
     return tuple(value)
 
 
@@ -285,8 +288,8 @@ def _dtype(value: object, where: str) -> str:
         raise CorruptionError(f"{where}: dtype must be a string, and is {json_kind(value)}")
     if value not in DTYPE_BY_NAME:
         raise CompatibilityError(
-            f"{where}: unknown dtype {value!r}; this release knows {', '.join(DTYPE_BY_NAME)}; "
-            "a newer one may know more"
+            f"{where}: unknown dtype {shown(value)}; this release knows "
+            f"{', '.join(DTYPE_BY_NAME)}; a newer one may know more"
         )
     return value
 
@@ -313,11 +316,11 @@ def _check_cover(header: FileHeader, label: str) -> None:
         if entry.start != end:
             fault = "overlaps" if entry.start < end else "leaves a hole after"
             raise CorruptionError(
-                f"{label}: tensor {entry.name!r} {fault} {before}: it starts at byte "
+                f"{label}: tensor {shown(entry.name)} {fault} {before}: it starts at byte "
                 f"{header.data_offset + entry.start}, and must start at byte "
                 f"{header.data_offset + end}"
             )
-        end, before = entry.stop, f"tensor {entry.name!r}"
+        end, before = entry.stop, f"tensor {shown(entry.name)}"
 
 
 def _check_end(header: FileHeader, data_nbytes: int, label: str) -> None:

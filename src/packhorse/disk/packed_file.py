@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -28,6 +28,7 @@ from packhorse.disk.header import (
 )
 from packhorse.disk.packed_header import parse_packed_header
 from packhorse.disk.slices import Box, cut_index
+from packhorse.disk.strict_json import shown
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame, Framework, resolve_threads
 from packhorse.layout import DTYPE_BY_NAME
@@ -87,8 +88,8 @@ class _FrameTable:
         entry = self.entry(name)
         if self._max_nbytes is not None and stop - start > self._max_nbytes:
             raise CorruptionError(
-                f"{self.label}: tensor {name!r}: {stop - start} bytes would be decoded, more than "
-                f"max_nbytes = {self._max_nbytes}; read slices, or allow more"
+                f"{self.label}: tensor {shown(name)}: {stop - start} bytes would be decoded, more "
+                f"than max_nbytes = {self._max_nbytes}; read slices, or allow more"
             )
         frame = self.frame(name)
         tensor = self.framework.empty(entry.dtype, tuple(shape))
@@ -102,6 +103,12 @@ class _FrameTable:
         """Decode a whole tensor."""
         entry = self.entry(name)
         return self.decode(name, entry.shape, 0, entry.nbytes)
+
+    def tensors(self, place: Callable[[Any], Any] = lambda tensor: tensor) -> dict[str, Any]:
+        """Decode all tensors, in the order of the original data, and put each in its place."""
+        self.packed.check_limit(self._max_nbytes, self.label)
+        entries = self.packed.original.entries
+        return {entry.name: place(self.tensor(entry.name)) for entry in entries}
 
 
 def load_tensors(
@@ -117,20 +124,20 @@ def load_tensors(
         data: the whole file.
         framework: makes the tensors.
         threads: how many to use; None for the cores available, at most 8.
-        max_nbytes: the most that one tensor may take; None for no limit.
+        max_nbytes: the most that the tensors may take together; None for no limit.
 
     Returns:
         The tensors by name, in the order of the original data.
 
     Raises:
         ValueError: the bytes are of an ordinary safetensors file.
-        CorruptionError, CompatibilityError: they are damaged or of a newer version, or a tensor
-            exceeds the limit.
+        CorruptionError, CompatibilityError: they are damaged or of a newer version, or the tensors
+            exceed the limit.
     """
     view = memoryview(data).cast("B")
     header = parse_file_header(view, "the bytes given")
     table = _FrameTable(header, view, "the bytes given", framework, threads, max_nbytes)
-    return {entry.name: table.tensor(entry.name) for entry in table.packed.original.entries}
+    return table.tensors()
 
 
 class PackedFile:
@@ -155,8 +162,8 @@ class PackedFile:
             framework: makes the tensors.
             device: where tensors shall be (PyTorch only); None for the CPU.
             threads: how many to decode with; None for the cores available, at most 8.
-            max_nbytes: the most that one tensor or slice may take while it is decoded; None for
-                no limit.
+            max_nbytes: the most that one call may decode: a tensor, the rows that a slice needs, or
+                all tensors together; None for no limit.
 
         Raises:
             ValueError: an ordinary safetensors file, or an option is wrong.
@@ -234,8 +241,16 @@ class PackedFile:
         return self._place(self._table.tensor(name))
 
     def get_tensors(self) -> dict[str, Any]:
-        """Decode all tensors, in the order of their data."""
-        return {name: self.get_tensor(name) for name in self.offset_keys()}
+        """Decode all tensors, in the order of their data.
+
+        Returns:
+            Fresh tensors by name.
+
+        Raises:
+            CorruptionError, CompatibilityError: a frame is bad, or together they exceed
+                `max_nbytes`.
+        """
+        return self._table.tensors(self._place)
 
     def get_slice(self, name: str) -> PackedSlice:
         """A tensor to take parts of, as `get_slice(name)[128:256]`.

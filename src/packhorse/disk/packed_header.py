@@ -7,6 +7,10 @@ header's text byte for byte, and the agreement between the two headers.
 The size of a header depends on the sizes of the frames, which are known only after they have been
 written. `PrefixWriter` therefore reserves the room for the largest frames possible and fills what
 is left with spaces.
+
+The record is compressed, and JSON takes up to thirty times its size once it is parsed, so a short
+file could ask for gigabytes. A recorded text may therefore not be much longer than the text around
+it, which for the same tensors has about the same length; where it is, an encoder adds spaces.
 """
 
 import base64
@@ -24,7 +28,7 @@ from packhorse.disk.header import (
     TensorEntry,
     parse_header,
 )
-from packhorse.disk.strict_json import parse_json
+from packhorse.disk.strict_json import parse_json, shown
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.frame import max_frame_nbytes
 from packhorse.layout import (
@@ -38,6 +42,7 @@ __all__ = [
     "PackedHeader",
     "PrefixWriter",
     "is_packed",
+    "min_text_nbytes",
     "parse_packed_header",
     "read_record",
     "write_record",
@@ -45,6 +50,10 @@ __all__ = [
 
 _RECORD_KEY = "header"
 _RECORD_LEVEL = 9  # of zstd; headers are small and compress about tenfold
+# A recorded text has at most so many bytes for each byte of the text that records it, and so many
+# more: what people write stays far below, and what is parsed stays in proportion to the file.
+_RECORD_GROWTH = 4
+_RECORD_FREE_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,19 @@ class PackedHeader:
         """Offset of a tensor's frame in the file."""
         return self.packed.data_offset + self.frames[name].start
 
+    def check_limit(self, max_nbytes: int | None, label: str) -> None:
+        """Refuse a file whose tensors take more bytes together than a caller allows.
+
+        Raises:
+            CorruptionError: they do.
+        """
+        nbytes = self.original.data_nbytes
+        if max_nbytes is not None and nbytes > max_nbytes:
+            raise CorruptionError(
+                f"{label}: its tensors take {nbytes} bytes together, more than max_nbytes = "
+                f"{max_nbytes}; read some of them, or allow more"
+            )
+
 
 class PrefixWriter:
     """Writes the bytes before the data section of a packed file, in the room reserved for them.
@@ -81,7 +103,8 @@ class PrefixWriter:
             FILE_METADATA_KEY: json.dumps(record, separators=(",", ":")),
         }
         largest = [max_frame_nbytes(entry.dtype, entry.shape) for entry in original.entries]
-        room = LENGTH_NBYTES + len(self._text(largest))
+        text_nbytes = max(len(self._text(largest)), min_text_nbytes(len(original.text)))
+        room = LENGTH_NBYTES + text_nbytes
         self.nbytes = room + -room % FILE_ALIGNMENT
         if self.nbytes - LENGTH_NBYTES > MAX_FILE_HEADER_NBYTES:
             raise CompatibilityError(
@@ -110,6 +133,11 @@ class PrefixWriter:
         return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
 
+def min_text_nbytes(recorded_nbytes: int) -> int:
+    """How long a text must be, spaces included, to record one of this length."""
+    return max(0, -(-(recorded_nbytes - _RECORD_FREE_NBYTES) // _RECORD_GROWTH))
+
+
 def write_record(key: str, text: bytes) -> dict[str, Any]:
     """A JSON object that records `text` byte for byte.
 
@@ -125,12 +153,13 @@ def write_record(key: str, text: bytes) -> dict[str, Any]:
     return {"version": FILE_VERSION, key: blob}
 
 
-def read_record(record: object, key: str, *, label: str) -> bytes:
+def read_record(record: object, key: str, *, text_nbytes: int, label: str) -> bytes:
     """The text that `write_record` recorded.
 
     Args:
         record: the JSON object.
         key: under which name.
+        text_nbytes: length of the JSON text that the object stands in.
         label: what messages call it.
 
     Returns:
@@ -144,10 +173,13 @@ def read_record(record: object, key: str, *, label: str) -> bytes:
         raise CorruptionError(f"{label} must be a JSON object with 'version' and {key!r}")
     version, blob = record.get("version"), record.get(key)
     if type(version) is not int or version < 1:
-        raise CorruptionError(f"{label}: version must be an integer from 1, and is {version!r}")
+        raise CorruptionError(
+            f"{label}: version must be an integer from 1, and is {shown(version)}"
+        )
     if version > FILE_VERSION:
         raise CompatibilityError(
-            f"{label}: version {version}, and this release reads up to {FILE_VERSION}; upgrade"
+            f"{label}: version {shown(version)}, and this release reads up to {FILE_VERSION}; "
+            "upgrade"
         )
     if not isinstance(blob, str):
         raise CorruptionError(f"{label}: {key!r} is missing or not a string")
@@ -155,15 +187,20 @@ def read_record(record: object, key: str, *, label: str) -> bytes:
         data = base64.b64decode(blob, validate=True)
         if base64.b64encode(data) != blob.encode():
             raise ValueError("the last base64 digit has stray bits")
-        return _decompress(data)
+        return _decompress(data, text_nbytes)
     except (ValueError, zstandard.ZstdError) as error:
         raise CorruptionError(f"{label}: {key!r} cannot be decoded: {error}") from error
 
 
-def _decompress(data: bytes) -> bytes:
+def _decompress(data: bytes, text_nbytes: int) -> bytes:
     nbytes = zstandard.get_frame_parameters(data).content_size
     if nbytes > MAX_FILE_HEADER_NBYTES:  # also where none is declared: that reads as the largest
         raise ValueError(f"must declare a size of at most {MAX_FILE_HEADER_NBYTES} bytes")
+    if text_nbytes < min_text_nbytes(nbytes):
+        raise ValueError(
+            f"declares {nbytes} bytes, and beside {text_nbytes} bytes of JSON at most "
+            f"{_RECORD_GROWTH * text_nbytes + _RECORD_FREE_NBYTES} are allowed"
+        )
     return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
 
 
@@ -211,7 +248,7 @@ def parse_packed_header(header: FileHeader, *, label: str) -> PackedHeader:
     pairs = header.metadata or {}
     where = f"{label}: {METADATA_KEY} {FILE_METADATA_KEY!r}"
     record = parse_json(pairs[FILE_METADATA_KEY].encode(), label=where)
-    text = read_record(record, _RECORD_KEY, label=where)
+    text = read_record(record, _RECORD_KEY, text_nbytes=len(header.text), label=where)
     original = parse_header(text, label=f"{label}: recorded header")
     frames = {entry.name: entry for entry in header.entries}
     _check_names(frames, original, label)
@@ -223,11 +260,11 @@ def _check_names(frames: dict[str, TensorEntry], original: FileHeader, label: st
     names = {entry.name for entry in original.entries}
     for name in sorted(names ^ frames.keys()):
         fault = "no frame" if name in names else "a frame but no place in the recorded header"
-        raise CorruptionError(f"{label}: tensor {name!r} has {fault}")
+        raise CorruptionError(f"{label}: tensor {shown(name)} has {fault}")
     for entry in frames.values():
         if not _is_frame(entry):
             raise CorruptionError(
-                f"{label}: tensor {entry.name!r}: a frame is U8 of one dimension, and this is "
+                f"{label}: tensor {shown(entry.name)}: a frame is U8 of one dimension, and this is "
                 f"{entry.dtype} of shape {list(entry.shape)}"
             )
 
@@ -236,6 +273,6 @@ def _check_metadata(pairs: dict[str, str], original: FileHeader, label: str) -> 
     for key, value in (original.metadata or {}).items():
         if key != FILE_METADATA_KEY and pairs.get(key) != value:
             raise CorruptionError(
-                f"{label}: {METADATA_KEY} {key!r} is {pairs.get(key)!r}, and {value!r} in the "
-                "recorded header"
+                f"{label}: {METADATA_KEY} {shown(key)} is {shown(pairs.get(key))}, and "
+                f"{shown(value)} in the recorded header"
             )

@@ -1,17 +1,20 @@
 """JSON from files, read with more care than `json.loads` takes.
 
 Headers and indexes must be one object; no key may stand twice, because readers differ in which of
-the two they believe; NaN and Infinity are no JSON; and a string must be Unicode text, which an
-escaped lone surrogate is not. Whatever is wrong is a `CorruptionError` that gives the byte offset
-if there is one.
+the two they believe; NaN and Infinity are no JSON, and neither may a number be read as one; and a
+string must be Unicode text, which an escaped lone surrogate is not. Whatever is wrong is a
+`CorruptionError` that gives the byte offset if there is one. What messages quote from a file is
+cut to a length for people, because a name in it may have a hundred million characters.
 """
 
 import json
+import math
+import reprlib
 from typing import Any
 
 from packhorse.errors import CorruptionError
 
-__all__ = ["check_text", "json_kind", "parse_json"]
+__all__ = ["check_text", "json_kind", "parse_json", "shortened", "shown"]
 
 _KINDS = {
     dict: "an object",
@@ -20,6 +23,10 @@ _KINDS = {
     bool: "a boolean",
     type(None): "null",
 }
+_SHOWN_NCHARS = 200
+_SHOWN_TAIL_NCHARS = 40
+_REPR = reprlib.Repr()
+_REPR.maxother = 40
 
 
 def parse_json(text: bytes, *, label: str, offset: int = 0) -> dict[str, Any]:
@@ -38,7 +45,12 @@ def parse_json(text: bytes, *, label: str, offset: int = 0) -> dict[str, Any]:
     """
     try:
         string = text.decode("utf-8")
-        document = json.loads(string, object_pairs_hook=_unique, parse_constant=_no_constant)
+        document = json.loads(
+            string,
+            object_pairs_hook=_unique,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+        )
     except UnicodeDecodeError as error:
         place = offset + error.start
         found = f"byte {text[error.start]:#04x} at byte {place}"
@@ -66,7 +78,7 @@ def check_text(value: str) -> None:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"{value!a} is not Unicode text") from error
+        raise ValueError(f"{shortened(value)!a} is not Unicode text") from error
 
 
 def json_kind(value: object) -> str:
@@ -74,17 +86,45 @@ def json_kind(value: object) -> str:
     return _KINDS.get(type(value), "a number")
 
 
+def shortened(text: str) -> str:
+    """A name or another string as messages give it: whole, or its two ends."""
+    if len(text) <= _SHOWN_NCHARS:
+        return text
+    head = text[: _SHOWN_NCHARS - _SHOWN_TAIL_NCHARS]
+    return f"{head}...{text[-_SHOWN_TAIL_NCHARS:]}"
+
+
+def shown(value: object) -> str:
+    """Any JSON value as messages give it: its `repr`, cut to a length for people."""
+    return repr(shortened(value)) if isinstance(value, str) else _REPR.repr(value)
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise ValueError(f"the key {key!r} stands twice in one object")
+            raise ValueError(f"the key {shown(key)} stands twice in one object")
         check_text(key)
-        if isinstance(value, str):
-            check_text(value)
+        _check_strings(value)
         result[key] = value
     return result
 
 
+def _check_strings(value: object) -> None:
+    """Check a string, or those in a list; objects were checked when they were made."""
+    if isinstance(value, str):
+        check_text(value)
+    elif isinstance(value, list):
+        for item in value:
+            _check_strings(item)
+
+
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):  # it would be written as Infinity
+        raise ValueError(f"the number {shortened(text)} is beyond the largest float")
+    return number
