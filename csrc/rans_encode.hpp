@@ -16,23 +16,26 @@ namespace packhorse {
 
 constexpr uint32_t kRenormShift = 32 - kProbBits;  // a state >= freq << 20 would leave 32 bits
 
-// The encoder's map from position (start of the code + rank) to slot has up to 63 linear runs in
-// the narrow alias layout. To hold it in registers instead of looking up 4096 entries, positions
-// are spread over 64 buckets of 128 such that no bucket has more than two runs or, where that
-// fails, three: codes may start anywhere, and gaps do not matter.
-constexpr uint32_t kSpreadBuckets = 64;
-constexpr uint32_t kSpreadLog = 7;
-constexpr uint32_t kSpreadSize = 1u << kSpreadLog;
+// The encoder's map from position (start of the code + rank) to slot has up to 2 * n_codes - 1
+// linear runs in the alias layout. To hold it in registers instead of looking up 4096 entries,
+// positions are spread over twice as many buckets as the layout has, each as large, such that no
+// bucket has more than two runs or, where that fails, three: codes may start anywhere, and gaps do
+// not matter.
+constexpr uint32_t kSpreadSum = 2 * kProbSum;
 
 struct SpreadMap {
     uint32_t most_runs;  // in a bucket: 2 or 3; 0 if no map was found
+    uint32_t size_log;   // log2 of the positions of a bucket
     // Where the second run begins (bits 0-7), and slot - position mod 4096 of the first (8-19) and
     // the second (20-31).
-    alignas(64) uint32_t runs[kSpreadBuckets];
+    alignas(64) uint32_t runs[2 * kWideBuckets];
     // The same of the third run: bits 0-7 and 8-19.
-    alignas(64) uint32_t third[kSpreadBuckets];
+    alignas(64) uint32_t third[2 * kWideBuckets];
     // As in RansEncodeTables, with spread positions.
-    alignas(64) uint32_t freq_start[kNarrowBuckets];
+    alignas(64) uint32_t freq_start[kWideBuckets];
+
+    uint32_t size() const { return 1u << size_log; }
+    uint32_t offset_of(uint32_t position) const { return position & (size() - 1); }
 };
 
 struct alignas(64) RansEncodeTables {
@@ -54,8 +57,8 @@ inline uint32_t reciprocal_below(uint32_t freq) {
 // The runs of one code, in rank order.
 struct CodeRuns {
     uint32_t n;
-    uint32_t first_slot[2 * kNarrowBuckets];
-    uint32_t n_slots[2 * kNarrowBuckets];
+    uint32_t first_slot[kWideBuckets];
+    uint32_t n_slots[kWideBuckets];
 };
 
 // The runs of each code; runs that meet are one.
@@ -75,15 +78,16 @@ inline void collect_runs(const RansModel& model, const AliasTables& alias, CodeR
 
 // Whether a code can start here without giving any bucket more than `most` runs; `n_before` runs
 // are in the first bucket already.
-inline bool runs_fit(const CodeRuns& runs, uint32_t start, uint32_t n_before, uint32_t most) {
-    uint32_t bucket = start >> kSpreadLog;
+inline bool runs_fit(const CodeRuns& runs, uint32_t start, uint32_t n_before, uint32_t most,
+                     const SpreadMap& map) {
+    uint32_t bucket = start >> map.size_log;
     uint32_t n_in_bucket = n_before;
     uint32_t at = start;
     for (uint32_t i = 0; i < runs.n; ++i) {
-        if (at >> kSpreadLog != bucket) {
-            bucket = at >> kSpreadLog;
+        if (at >> map.size_log != bucket) {
+            bucket = at >> map.size_log;
             // The run before reaches into this bucket, unless it ended at the edge.
-            n_in_bucket = i > 0 && (at & (kSpreadSize - 1)) != 0 ? 1 : 0;
+            n_in_bucket = i > 0 && map.offset_of(at) != 0 ? 1 : 0;
         }
         if (++n_in_bucket > most) return false;
         at += runs.n_slots[i];
@@ -93,25 +97,26 @@ inline bool runs_fit(const CodeRuns& runs, uint32_t start, uint32_t n_before, ui
 
 // The first place at or after `cursor` where a code fits, or the end of all places. `n_before` runs
 // are in the bucket of `cursor`.
-inline uint32_t place_runs(const CodeRuns& runs, uint32_t cursor, uint32_t n_before,
-                           uint32_t most) {
-    const uint32_t shared = cursor >> kSpreadLog;
-    for (uint32_t start = cursor; start < cursor + 2 * kSpreadSize; ++start)
-        if (runs_fit(runs, start, start >> kSpreadLog == shared ? n_before : 0, most)) return start;
-    return kSpreadBuckets * kSpreadSize;
+inline uint32_t place_runs(const CodeRuns& runs, uint32_t cursor, uint32_t n_before, uint32_t most,
+                           const SpreadMap& map) {
+    const uint32_t shared = cursor >> map.size_log;
+    for (uint32_t start = cursor; start < cursor + 2 * map.size(); ++start)
+        if (runs_fit(runs, start, start >> map.size_log == shared ? n_before : 0, most, map))
+            return start;
+    return kSpreadSum;
 }
 
 // Fills the entries of the buckets that a run covers; `n_runs` counts the runs of each bucket.
 inline void spread_run(uint32_t start, uint32_t first_slot, uint32_t n_slots, SpreadMap& map,
                        uint8_t* n_runs) {
     const uint32_t delta = (first_slot - start) & (kProbSum - 1);
-    for (uint32_t bucket = start >> kSpreadLog; bucket <= (start + n_slots - 1) >> kSpreadLog;
+    for (uint32_t bucket = start >> map.size_log; bucket <= (start + n_slots - 1) >> map.size_log;
          ++bucket) {
-        const uint32_t offset = start & (kSpreadSize - 1);  // not used for a first run
+        const uint32_t offset = map.offset_of(start);  // not used for a first run
         switch (n_runs[bucket]++) {
-            case 0:  // edges that no offset reaches
-                map.runs[bucket] = kSpreadSize | delta << 8;
-                map.third[bucket] = kSpreadSize;
+            case 0:  // an edge that no offset reaches
+                map.runs[bucket] = map.size() | delta << 8;
+                if (map.most_runs == 3) map.third[bucket] = map.size();
                 break;
             case 1:
                 map.runs[bucket] = (map.runs[bucket] & ~0xFFu) | offset | delta << 20;
@@ -125,25 +130,25 @@ inline void spread_run(uint32_t start, uint32_t first_slot, uint32_t n_slots, Sp
 // Fills the map with at most `most` runs a bucket; false if some code finds no place.
 inline bool spread_codes(const RansModel& model, const CodeRuns* runs, uint32_t most,
                          SpreadMap& map) {
-    uint8_t n_runs[kSpreadBuckets + 2] = {};
+    uint8_t n_runs[2 * kWideBuckets + 2] = {};
+    map.most_runs = most;
     uint32_t cursor = 0;
     for (uint32_t c = 0; c < model.n_codes; ++c) {
-        uint32_t at = place_runs(runs[c], cursor, n_runs[cursor >> kSpreadLog], most);
-        if (at + model.freqs[c] > kSpreadBuckets * kSpreadSize) return false;
+        uint32_t at = place_runs(runs[c], cursor, n_runs[cursor >> map.size_log], most, map);
+        if (at + model.freqs[c] > kSpreadSum) return false;
         map.freq_start[c] = model.freqs[c] | at << kProbBits;
         for (uint32_t i = 0; i < runs[c].n; at += runs[c].n_slots[i++])
             spread_run(at, runs[c].first_slot[i], runs[c].n_slots[i], map, n_runs);
         cursor = at;
     }
-    map.most_runs = most;
     return true;
 }
 
 inline void spread_slots(const RansModel& model, const AliasTables& alias, SpreadMap& map) {
-    CodeRuns runs[kNarrowBuckets];
+    CodeRuns runs[kWideBuckets];
     collect_runs(model, alias, runs);
-    map.most_runs = 0;
-    if (!spread_codes(model, runs, 2, map)) spread_codes(model, runs, 3, map);
+    map.size_log = model.n_buckets() == kNarrowBuckets ? 7 : 6;
+    if (!spread_codes(model, runs, 2, map) && !spread_codes(model, runs, 3, map)) map.most_runs = 0;
 }
 
 inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables) {
@@ -159,7 +164,7 @@ inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables)
     if (model.n_buckets() > 0) build_alias(model, alias);
     fill_slot_table(model, alias, tables.slots);
     tables.spread.most_runs = 0;
-    if (model.n_buckets() == kNarrowBuckets) spread_slots(model, alias, tables.spread);
+    if (model.n_buckets() > 0) spread_slots(model, alias, tables.spread);
 }
 
 // How bytes become codes. Consecutive symbols map by a subtraction, others through a table.
@@ -285,11 +290,27 @@ PACKHORSE_AVX2 inline uint8_t* encode_rounds_avx2(const uint8_t* codes, std::siz
 }
 
 // How a vector of codes finds its tables: codes and the map to slots in registers, with at most two
-// or three runs a bucket; 32 or 64 codes in registers and slots looked up; or all looked up.
-enum class EncodeTables { kTwoRuns, kThreeRuns, kNarrow, kWide, kMemory };
+// or three runs a bucket; codes in registers and slots looked up; or all looked up. Narrow tables
+// are for 32 codes, wide ones for 64.
+enum class EncodeTables {
+    kNarrowTwoRuns,
+    kNarrowThreeRuns,
+    kNarrow,
+    kWideTwoRuns,
+    kWideThreeRuns,
+    kWide,
+    kMemory
+};
 
+constexpr bool is_wide(EncodeTables tables) {
+    return tables >= EncodeTables::kWideTwoRuns && tables <= EncodeTables::kWide;
+}
+constexpr bool has_third_run(EncodeTables tables) {
+    return tables == EncodeTables::kNarrowThreeRuns || tables == EncodeTables::kWideThreeRuns;
+}
 constexpr bool is_spread(EncodeTables tables) {
-    return tables == EncodeTables::kTwoRuns || tables == EncodeTables::kThreeRuns;
+    return tables == EncodeTables::kNarrowTwoRuns || tables == EncodeTables::kWideTwoRuns ||
+           has_third_run(tables);
 }
 
 // 64 entries in four registers.
@@ -300,11 +321,20 @@ look_up_64_avx512(const __m512i* table, __m512i index, __mmask16 in_upper_half) 
                                    _mm512_permutex2var_epi32(table[2], index, table[3]));
 }
 
+// 128 entries in eight registers.
+PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i
+look_up_128_avx512(const __m512i* table, __m512i index, __mmask16 in_odd_half) {
+    const __mmask16 upper = _mm512_test_epi32_mask(index, _mm512_set1_epi32(64));
+    return _mm512_mask_blend_epi32(upper, look_up_64_avx512(table, index, in_odd_half),
+                                   look_up_64_avx512(table + 4, index, in_odd_half));
+}
+
 template <EncodeTables kTables>
 struct EncodeRegistersAvx512 {
-    static constexpr int kCodeRegisters = kTables == EncodeTables::kWide ? 4 : 2;
-    static constexpr int kRunRegisters = is_spread(kTables) ? 4 : 1;
-    static constexpr int kThirdRegisters = kTables == EncodeTables::kThreeRuns ? 4 : 1;
+    static constexpr unsigned kSizeLog = is_wide(kTables) ? 6 : 7;
+    static constexpr int kCodeRegisters = is_wide(kTables) ? 4 : 2;
+    static constexpr int kRunRegisters = is_spread(kTables) ? 2 * kCodeRegisters : 1;
+    static constexpr int kThirdRegisters = has_third_run(kTables) ? kRunRegisters : 1;
     __m512i freq_start[kCodeRegisters];
     __m512i reciprocal[kCodeRegisters];
     __m512i runs[kRunRegisters], third[kThirdRegisters];
@@ -334,17 +364,25 @@ struct EncodeRegistersAvx512 {
         }
     }
 
+    PACKHORSE_AVX512 static inline __attribute__((always_inline)) __m512i
+    look_up_runs(const __m512i* table, __m512i bucket, __mmask16 odd_half) {
+        if constexpr (is_wide(kTables))
+            return look_up_128_avx512(table, bucket, odd_half);
+        else
+            return look_up_64_avx512(table, bucket, odd_half);
+    }
+
     PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i slot_of(__m512i position) const {
         const __m512i byte = _mm512_set1_epi32(0xFF);
-        const __m512i bucket = _mm512_srli_epi32(position, kSpreadLog);
-        const __mmask16 upper = _mm512_test_epi32_mask(bucket, _mm512_set1_epi32(32));
-        const __m512i run = look_up_64_avx512(runs, bucket, upper);
-        const __m512i offset = _mm512_and_si512(position, _mm512_set1_epi32(kSpreadSize - 1));
+        const __m512i bucket = _mm512_srli_epi32(position, kSizeLog);
+        const __mmask16 odd_half = _mm512_test_epi32_mask(bucket, _mm512_set1_epi32(32));
+        const __m512i run = look_up_runs(runs, bucket, odd_half);
+        const __m512i offset = _mm512_and_si512(position, _mm512_set1_epi32((1 << kSizeLog) - 1));
         const __mmask16 in_second = _mm512_cmpge_epu32_mask(offset, _mm512_and_si512(run, byte));
         __m512i delta = _mm512_srli_epi32(run, 8);  // bits above the twelve do no harm
         delta = _mm512_mask_srli_epi32(delta, in_second, run, 20);
-        if constexpr (kTables == EncodeTables::kThreeRuns) {
-            const __m512i last = look_up_64_avx512(third, bucket, upper);
+        if constexpr (has_third_run(kTables)) {
+            const __m512i last = look_up_runs(third, bucket, odd_half);
             const __mmask16 in_third =
                 _mm512_cmpge_epu32_mask(offset, _mm512_and_si512(last, byte));
             delta = _mm512_mask_srli_epi32(delta, in_third, last, 8);
@@ -426,15 +464,18 @@ inline uint8_t* encode_rounds_avx512_any(const uint8_t* codes, std::size_t n_rou
     const auto run = [&](auto rounds) {
         return rounds(codes, n_rounds, tables, states, words, ahead);
     };
-    if (tables.spread.most_runs == 2) return run(encode_rounds_avx512<EncodeTables::kTwoRuns>);
-    if (tables.spread.most_runs == 3) return run(encode_rounds_avx512<EncodeTables::kThreeRuns>);
-    switch (model.n_buckets()) {
-        case kNarrowBuckets:
-            return run(encode_rounds_avx512<EncodeTables::kNarrow>);
-        case kWideBuckets:
-            return run(encode_rounds_avx512<EncodeTables::kWide>);
+    const bool narrow = model.n_buckets() == kNarrowBuckets;
+    if (model.n_buckets() == 0) return run(encode_rounds_avx512<EncodeTables::kMemory>);
+    switch (tables.spread.most_runs) {
+        case 2:
+            return narrow ? run(encode_rounds_avx512<EncodeTables::kNarrowTwoRuns>)
+                          : run(encode_rounds_avx512<EncodeTables::kWideTwoRuns>);
+        case 3:
+            return narrow ? run(encode_rounds_avx512<EncodeTables::kNarrowThreeRuns>)
+                          : run(encode_rounds_avx512<EncodeTables::kWideThreeRuns>);
         default:
-            return run(encode_rounds_avx512<EncodeTables::kMemory>);
+            return narrow ? run(encode_rounds_avx512<EncodeTables::kNarrow>)
+                          : run(encode_rounds_avx512<EncodeTables::kWide>);
     }
 }
 

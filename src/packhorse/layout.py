@@ -111,7 +111,7 @@ MODEL_OFFSET = 8
 CLASSED_MODELS_OFFSET = 16
 MAX_CLASSES = 4
 PREDICTION_CLASSES = 4  # quarters of a step of plane 0
-PREDICTION_BIAS = 128  # what the stream yields where the prediction is right
+PREDICTION_BIAS = 128  # keeps what the stream yields away from the ends of a byte
 
 # Section 7: the content hash.
 CONTENT_LEAF_NBYTES = 1 << 18
