@@ -84,4 +84,11 @@ inline void vectorised(Isa isa, Work work) {
     work();
 }
 
+// Keeps the compiler from replacing a store and narrower loads of `value` by shuffles, which are
+// slower: one port does them all.
+template <class T>
+inline __attribute__((always_inline)) void keep_in_memory(T& value) {
+    asm("" : "+m"(value));
+}
+
 }  // namespace packhorse

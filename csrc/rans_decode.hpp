@@ -13,6 +13,8 @@
 #pragma once
 
 #include "dispatch.hpp"
+#include "rans_decode_avx2.hpp"
+#include "rans_decode_portable.hpp"
 #include "rans_model.hpp"
 
 namespace packhorse {
@@ -20,6 +22,7 @@ namespace packhorse {
 constexpr std::size_t kRoundWordsNbytes = 2 * kMaxLanes;  // a round takes at most one word a lane
 constexpr std::size_t kVectorLoadNbytes = 32;             // words are loaded 16 at a time
 constexpr std::size_t kWordsMargin = kRoundWordsNbytes + kVectorLoadNbytes;
+constexpr std::size_t kWordsLead = 2;  // the portable path may load the word before
 
 struct alignas(64) RansDecoder {
     uint32_t states[kMaxLanes];
@@ -34,7 +37,7 @@ struct alignas(64) RansDecoder {
     const uint8_t* escapes;
     const uint8_t* escapes_end;
     bool on_padded_copy;
-    uint8_t padded[2 * kWordsMargin];
+    uint8_t padded[kWordsLead + 2 * kWordsMargin];
 };
 
 // What the fields before the model say.
@@ -147,76 +150,19 @@ PACKHORSE_INLINE void decode_rounds_unchecked(RansDecoder& decoder, std::size_t 
     decoder.words = words;
 }
 
-inline void decode_rounds_portable(RansDecoder& decoder, std::size_t n_rounds, uint8_t* dst) {
+inline void decode_rounds_portable(RansDecoder& decoder, std::size_t n_rounds, uint8_t* dst,
+                                   Ahead& ahead) {
+    if (decoder.lanes_log == kMaxLanesLog)
+        return decode_rounds_wide_portable(decoder.states, decoder.table, n_rounds, decoder.words,
+                                           dst, ahead);
     decode_rounds_unchecked(decoder, n_rounds, dst);
 }
 
 #if PACKHORSE_X86
 
-// For each of the 256 sets of lanes that need a word: which of the next words each lane takes.
-struct alignas(64) RefillOrder {
-    uint8_t word_of_lane[256][8];
-};
-
-constexpr RefillOrder make_refill_order() {
-    RefillOrder order{};
-    for (uint32_t mask = 0; mask < 256; ++mask) {
-        uint8_t next = 0;
-        for (uint32_t lane = 0; lane < 8; ++lane)
-            order.word_of_lane[mask][lane] = mask >> lane & 1 ? next++ : uint8_t{0};
-    }
-    return order;
-}
-
-inline constexpr RefillOrder kRefillOrder = make_refill_order();
-
-// Eight lanes: a look-up each, and the words put in place by a permutation looked up by the set of
-// lanes that need one.
-PACKHORSE_AVX2 inline __attribute__((always_inline)) __m256i
-decode_step_avx2(__m256i& state, const uint32_t* table, const uint8_t*& words) {
-    const __m256i slot_mask = _mm256_set1_epi32(kProbSum - 1);
-    const __m256i entry = look_up_avx2(table, _mm256_and_si256(state, slot_mask));
-    const __m256i freq = _mm256_and_si256(entry, slot_mask);
-    const __m256i rank =
-        _mm256_and_si256(_mm256_add_epi32(state, _mm256_srli_epi32(entry, kProbBits)), slot_mask);
-    const __m256i next =
-        _mm256_add_epi32(_mm256_mullo_epi32(freq, _mm256_srli_epi32(state, kProbBits)), rank);
-    const __m256i need = _mm256_cmpeq_epi32(_mm256_srli_epi32(next, 16), _mm256_setzero_si256());
-    const auto mask = static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(need)));
-    const __m256i order = _mm256_cvtepu8_epi32(
-        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kRefillOrder.word_of_lane[mask])));
-    const __m256i fresh =
-        _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(words)));
-    const __m256i refilled =
-        _mm256_or_si256(_mm256_slli_epi32(next, 16), _mm256_permutevar8x32_epi32(fresh, order));
-    state = _mm256_blendv_epi8(next, refilled, need);
-    words += 2 * static_cast<std::size_t>(__builtin_popcount(mask));
-    return _mm256_srli_epi32(entry, 24);
-}
-
-PACKHORSE_AVX2 inline void decode_round_avx2(uint32_t* states, const uint32_t* table,
-                                             const uint8_t*& words, uint8_t* dst) {
-    __m256i units[4] = {};
-#pragma GCC unroll 16
-    for (int k = 0; k < 16; ++k) {  // registers of lanes 8k..8k+7; 32 lanes share a position mod 4
-        auto* at = reinterpret_cast<__m256i*>(states + 8 * k);
-        __m256i state = _mm256_load_si256(at);
-        const __m256i value = decode_step_avx2(state, table, words);
-        _mm256_store_si256(at, state);
-        units[k & 3] = _mm256_or_si256(units[k & 3], _mm256_slli_epi32(value, 8 * (k >> 2)));
-    }
-    for (int h = 0; h < 4; ++h)
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + 32 * h), units[h]);
-}
-
 PACKHORSE_AVX2 inline void decode_rounds_avx2(RansDecoder& decoder, std::size_t n_rounds,
                                               uint8_t* dst, Ahead& ahead) {
-    const uint8_t* words = decoder.words;
-    for (std::size_t r = 0; r < n_rounds; ++r) {
-        ahead.step();
-        decode_round_avx2(decoder.states, decoder.table, words, dst + 128 * r);
-    }
-    decoder.words = words;
+    decode_rounds_wide_avx2(decoder.states, decoder.table, n_rounds, decoder.words, dst, ahead);
 }
 
 PACKHORSE_AVX2 inline void decode_rounds_scalar_avx2(RansDecoder& decoder, std::size_t n_rounds,
@@ -362,18 +308,17 @@ inline void decode_rounds(RansDecoder& decoder, std::size_t n_rounds, uint8_t* d
         return wide ? decode_rounds_avx2(decoder, n_rounds, dst, ahead)
                     : decode_rounds_scalar_avx2(decoder, n_rounds, dst);
 #endif
-    (void)ahead;
     (void)isa;
-    decode_rounds_portable(decoder, n_rounds, dst);
+    decode_rounds_portable(decoder, n_rounds, dst, ahead);
 }
 
 // Moves to a zero-padded copy of the stream's last words.
 inline void pad_words(RansDecoder& decoder) {
     const auto left = static_cast<std::size_t>(decoder.words_end - decoder.words);
     std::memset(decoder.padded, 0, sizeof decoder.padded);
-    std::memcpy(decoder.padded, decoder.words, left);
-    decoder.words = decoder.padded;
-    decoder.words_end = decoder.padded + left;
+    std::memcpy(decoder.padded + kWordsLead, decoder.words, left);
+    decoder.words = decoder.padded + kWordsLead;
+    decoder.words_end = decoder.words + left;
     decoder.on_padded_copy = true;
 }
 

@@ -2,19 +2,27 @@
 // written downwards.
 //
 // Byte values are mapped to codes first, a segment at a time, so that the loops below see small
-// dense numbers in L1. All paths compute the exact quotient x / freq (an estimate that is right or
-// one too small, then one correction), so all write the same bytes.
+// dense numbers in L1. All paths come to the exact quotient x / freq, so all write the same bytes:
+// scalar ones by an exact reciprocal, vector ones by an estimate that is right or one too small and
+// then corrected. The loops for AVX2 and SSE2 are in rans_encode_avx2.hpp and
+// rans_encode_portable.hpp.
 //
 // Preconditions: every code in `codes` is below model.n_codes; the words buffer has room for one
 // word a unit.
 #pragma once
 
 #include "dispatch.hpp"
+#include "rans_encode_avx2.hpp"
+#include "rans_encode_portable.hpp"
 #include "rans_model.hpp"
 
 namespace packhorse {
 
 constexpr uint32_t kRenormShift = 32 - kProbBits;  // a state >= freq << 20 would leave 32 bits
+
+// A state x < freq * 2^20 times 2^44 / freq, rounded up, is at most x * 2^44 / freq + x: too much
+// by less than freq * 2^20 < 2^44 / freq, so x / freq is exact, and the product stays below 2^64.
+constexpr uint32_t kInverseBits = 44;
 
 // The encoder's map from position (start of the code + rank) to slot has up to 2 * n_codes - 1
 // linear runs in the alias layout. To hold it in registers instead of looking up 4096 entries,
@@ -40,9 +48,10 @@ struct SpreadMap {
 
 struct alignas(64) RansEncodeTables {
     uint32_t freq_start[256];  // freq (bits 0-11), start (12-23)
-    uint32_t inverse[256];     // floor(2^32 / freq), for the integer paths
+    uint64_t inverse[256];     // 2^44 / freq rounded up, for the scalar path
     uint32_t reciprocal[256];  // bits of the largest float <= 1 / freq, for AVX-512
     uint16_t slots[kProbSum];  // position -> slot
+    RansVectorTables vectors;  // for AVX2 and SSE2
     SpreadMap spread;          // the same map for registers, if it fits
 };
 
@@ -156,13 +165,14 @@ inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables)
     for (uint32_t c = 0; c < model.n_codes; ++c) {
         const uint32_t freq = model.freqs[c];
         tables.freq_start[c] = freq | start << kProbBits;
-        tables.inverse[c] = freq == 1 ? ~0u : static_cast<uint32_t>((uint64_t{1} << 32) / freq);
+        tables.inverse[c] = ((uint64_t{1} << kInverseBits) + freq - 1) / freq;
         tables.reciprocal[c] = reciprocal_below(freq);
         start += freq;
     }
     AliasTables alias;
     if (model.n_buckets() > 0) build_alias(model, alias);
     fill_slot_table(model, alias, tables.slots);
+    fill_vector_tables(model, tables.slots, tables.vectors);
     tables.spread.most_runs = 0;
     if (model.n_buckets() > 0) spread_slots(model, alias, tables.spread);
 }
@@ -246,12 +256,9 @@ PACKHORSE_INLINE void encode_step(uint32_t& state, uint32_t code, const RansEnco
     const uint32_t emit = state >> kRenormShift >= freq;
     words -= 2 * emit;
     state >>= 16 * emit;
-    uint32_t quotient = static_cast<uint32_t>(uint64_t{state} * tables.inverse[code] >> 32);
-    uint32_t remainder = state - quotient * freq;
-    const uint32_t low = remainder >= freq;
-    quotient += low;
-    remainder -= freq & (0 - low);
-    state = quotient << kProbBits | tables.slots[start + remainder];
+    const auto quotient =
+        static_cast<uint32_t>(uint64_t{state} * tables.inverse[code] >> kInverseBits);
+    state = quotient << kProbBits | tables.slots[start + state - quotient * freq];
 }
 
 // A round of `n` <= n_lanes units, for any number of lanes.
@@ -276,7 +283,12 @@ PACKHORSE_INLINE uint8_t* encode_rounds(const uint8_t* codes, std::size_t n_roun
 
 inline uint8_t* encode_rounds_portable(const uint8_t* codes, std::size_t n_rounds,
                                        uint32_t lanes_log, const RansEncodeTables& tables,
-                                       uint32_t* states, uint8_t* words) {
+                                       uint32_t* states, uint8_t* words, Ahead& ahead) {
+#if PACKHORSE_X86
+    if (lanes_log == kMaxLanesLog)
+        return encode_rounds_wide_portable(codes, n_rounds, tables.vectors, states, words, ahead);
+#endif
+    (void)ahead;
     return encode_rounds(codes, n_rounds, lanes_log, tables, states, words);
 }
 
@@ -285,7 +297,9 @@ inline uint8_t* encode_rounds_portable(const uint8_t* codes, std::size_t n_round
 PACKHORSE_AVX2 inline uint8_t* encode_rounds_avx2(const uint8_t* codes, std::size_t n_rounds,
                                                   uint32_t lanes_log,
                                                   const RansEncodeTables& tables, uint32_t* states,
-                                                  uint8_t* words) {
+                                                  uint8_t* words, Ahead& ahead) {
+    if (lanes_log == kMaxLanesLog)
+        return encode_rounds_wide_avx2(codes, n_rounds, tables.vectors, states, words, ahead);
     return encode_rounds(codes, n_rounds, lanes_log, tables, states, words);
 }
 
@@ -489,12 +503,11 @@ inline uint8_t* encode_full_rounds(const uint8_t* codes, std::size_t n_rounds,
     if (isa == Isa::kAvx512 && lanes_log == kMaxLanesLog)
         return encode_rounds_avx512_any(codes, n_rounds, model, tables, states, words, ahead);
     if (isa >= Isa::kAvx2)
-        return encode_rounds_avx2(codes, n_rounds, lanes_log, tables, states, words);
+        return encode_rounds_avx2(codes, n_rounds, lanes_log, tables, states, words, ahead);
 #endif
-    (void)ahead;
     (void)isa;
     (void)model;
-    return encode_rounds_portable(codes, n_rounds, lanes_log, tables, states, words);
+    return encode_rounds_portable(codes, n_rounds, lanes_log, tables, states, words, ahead);
 }
 
 constexpr std::size_t kSegmentUnits = 4096;  // codes of a segment stay in L1

@@ -329,13 +329,6 @@ inline void fill_slot_table(const RansModel& model, const AliasTables& tables, u
     });
 }
 
-// Keeps the compiler from replacing a store and narrower loads of `value` by shuffles, which are
-// slower: one port does them all.
-template <class T>
-PACKHORSE_INLINE void keep_in_memory(T& value) {
-    asm("" : "+m"(value));
-}
-
 #if PACKHORSE_X86
 
 // Table entries by index, lane by lane. A gather instruction would do the same; where this was
