@@ -277,7 +277,7 @@ inline void xxh3_128_long(const uint8_t* src, std::size_t nbytes, uint8_t* dst, 
 
 // Copying with checksums, one block of XXH3 at a time: each is in L1 for all that is done with it,
 // and in the same loop the memory behind it is fetched, to read and to write. That makes it faster
-// than a plain copy (docs/decisions.md, section 5).
+// than a plain copy (docs/decisions.md, section 6).
 constexpr std::size_t kCopyAheadNbytes = 3072;
 
 inline void copy_line_ahead(const uint8_t* src, uint8_t* dst) {

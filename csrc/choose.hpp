@@ -110,11 +110,12 @@ inline std::size_t choose_class_model(const uint8_t* units, std::size_t n, uint3
     Histogram histogram;
     count_bytes(units, n, sample_log_for(n, sample_units), histogram);
     if (n > 0) {
-        std::size_t best = try_codes(histogram, n, kNarrowBuckets - 1, raw_bits, model);
+        const FoldedPlane folded = fold_plane(histogram, n, raw_bits);
+        const std::size_t best = try_codes(folded, n, kNarrowBuckets - 1, raw_bits, model);
         if (best != ~std::size_t{0}) {
             if (!model.has_escape() || model.n_symbols < kNarrowBuckets - 1) return best;
             RansModel wide;
-            const std::size_t nbytes = try_codes(histogram, n, kWideBuckets - 1, raw_bits, wide);
+            const std::size_t nbytes = try_codes(folded, n, kWideBuckets - 1, raw_bits, wide);
             if (nbytes + nbytes / 256 >= best) return best;
             model = wide;
             return nbytes;

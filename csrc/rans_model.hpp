@@ -97,7 +97,7 @@ inline uint32_t fill_gaps(uint8_t* order, uint32_t n_seen, uint32_t limit) {
 inline uint64_t choose_codes(const Histogram& histogram, uint32_t limit, uint32_t raw_bits,
                              RansModel& model) {
     const uint32_t n_possible = 256u >> raw_bits;
-    uint8_t order[256];
+    uint8_t order[257];  // GCC 12 believes that the last is reached
     uint32_t n_seen = 0;
     for (uint32_t v = 0; v < n_possible; ++v)
         if (histogram.counts[v] > 0) order[n_seen++] = static_cast<uint8_t>(v);
@@ -131,15 +131,29 @@ inline uint64_t choose_codes(const Histogram& histogram, uint32_t limit, uint32_
     return cost;
 }
 
+// Symbols of a plane with so many raw bits, and the bits of the plane that no model can save.
+struct FoldedPlane {
+    Histogram symbols;
+    std::size_t raw_nbytes;
+    std::size_t least_nbytes;  // of a stream
+};
+
+inline FoldedPlane fold_plane(const Histogram& histogram, std::size_t n, uint32_t raw_bits) {
+    FoldedPlane folded;
+    folded.raw_nbytes = fold(histogram, raw_bits, folded.symbols) * n / 8;
+    folded.least_nbytes =
+        folded.raw_nbytes + scale_cost(entropy_cost(folded.symbols), histogram.total, n);
+    return folded;
+}
+
 // Estimated bytes of the model, the words, the escapes and the raw bits of a plane of `n` units;
-// ~0 if there is nothing to model. `histogram` counts bytes.
-inline std::size_t try_codes(const Histogram& histogram, std::size_t n, uint32_t limit,
+// ~0 if there is nothing to model.
+inline std::size_t try_codes(const FoldedPlane& folded, std::size_t n, uint32_t limit,
                              uint32_t raw_bits, RansModel& model) {
-    Histogram folded;
-    const uint32_t n_raw = fold(histogram, raw_bits, folded);
-    const uint64_t cost = choose_codes(folded, limit, raw_bits, model);
+    const uint64_t cost = choose_codes(folded.symbols, limit, raw_bits, model);
     if (model.n_codes < 2) return ~std::size_t{0};
-    return model_nbytes(model.n_in_range()) + scale_cost(cost, histogram.total, n) + n_raw * n / 8;
+    return model_nbytes(model.n_in_range()) + folded.raw_nbytes +
+           scale_cost(cost, folded.symbols.total, n);
 }
 
 constexpr uint32_t kMostRawBitsTried = 4;
@@ -149,27 +163,28 @@ constexpr uint32_t kMostRawBitsTried = 4;
 // forms win unless a larger alphabet saves 1 in 1024 or, where tables do not fit registers at all,
 // 1 in 256.
 inline std::size_t choose_model(const Histogram& histogram, std::size_t n, RansModel& model) {
-    std::size_t best = try_codes(histogram, n, kNarrowBuckets - 1, 0, model);
+    const FoldedPlane bytes = fold_plane(histogram, n, 0);
+    std::size_t best = try_codes(bytes, n, kNarrowBuckets - 1, 0, model);
     if (best == ~std::size_t{0} || !model.has_escape() || model.n_symbols < kNarrowBuckets - 1)
         return best;
     RansModel candidate;
+    const auto try_model = [&](const FoldedPlane& folded, uint32_t limit, uint32_t raw_bits,
+                               std::size_t must_save) {
+        if (folded.least_nbytes >= best) return;
+        const std::size_t nbytes = try_codes(folded, n, limit, raw_bits, candidate);
+        if (nbytes == ~std::size_t{0} || nbytes + must_save >= best) return;
+        best = nbytes;
+        model = candidate;
+    };
     for (uint32_t raw_bits = 1; raw_bits <= kMostRawBitsTried; ++raw_bits) {
-        const std::size_t nbytes = try_codes(histogram, n, kNarrowBuckets - 1, raw_bits, candidate);
-        if (nbytes >= best) continue;
-        best = nbytes;
-        model = candidate;
+        const FoldedPlane folded = fold_plane(histogram, n, raw_bits);
+        try_model(folded, kNarrowBuckets - 1, raw_bits, 0);
+        const std::size_t margin = model.n_codes <= kNarrowBuckets ? best / 1024 : 0;
+        try_model(folded, kWideBuckets - 1, raw_bits, margin);
     }
-    for (uint32_t raw_bits = 0; raw_bits <= 2; ++raw_bits) {
-        const std::size_t nbytes = try_codes(histogram, n, kWideBuckets - 1, raw_bits, candidate);
-        const std::size_t margin = model.n_codes <= kNarrowBuckets ? nbytes / 1024 : 0;
-        if (nbytes == ~std::size_t{0} || nbytes + margin >= best) continue;
-        best = nbytes;
-        model = candidate;
-    }
-    const std::size_t nbytes = try_codes(histogram, n, 256, 0, candidate);
-    if (nbytes == ~std::size_t{0} || nbytes + nbytes / 256 >= best) return best;
-    model = candidate;
-    return nbytes;
+    try_model(bytes, kWideBuckets - 1, 0, model.n_codes <= kNarrowBuckets ? best / 1024 : 0);
+    try_model(bytes, 256, 0, best / 256);
+    return best;
 }
 
 // Writes a model; returns the end.
