@@ -78,21 +78,6 @@ def test_a_frame_and_its_tensor_may_lie_at_any_address(name: str, isa: str) -> N
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", SAMPLES)
-def test_a_frame_may_be_decoded_over_itself(name: str, isa: str) -> None:
-    """The caller's mistake: the result is an error or any data, but still in bounds."""
-    good = sample(name)
-    with forced(isa):
-        for shift in (0, 1, 64, 200):
-            memory = guarded_output(max(len(good.frame), shift + len(good.source)))
-            memory[: len(good.frame)] = good.frame
-            frame = Frame.from_buffer(memory[: len(good.frame)])
-            target = memory[shift : shift + len(good.source)]
-            with suppress(PackhorseError):
-                frame.decompress_into(target, check=False, threads=1)
-
-
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     ("dtype", "kind", "level"),
     [("BF16", "weights", "default"), ("BF16", "weights", "fast"), ("U8", "few", "max")],
