@@ -43,6 +43,7 @@ __all__ = [
     "LARGE",
     "REAL",
     "SAMPLES",
+    "SANITIZED",
     "SMALL",
     "Sample",
     "check_tensor",
@@ -60,6 +61,9 @@ __all__ = [
 SMALL = (0, 1, 63, 64, 65, 127, 128, 129, 1000, 8191, 8192, 8193)  # units
 LARGE = ("chunk-1", "chunk", "chunk+1", "1.5 chunks", "3 chunks+17")
 REFERENCE_NBYTES = 8000  # above this the slow decoder would take all the time
+
+# The address sanitizer takes an address space of its own, and treats lack of memory as a fault.
+SANITIZED = "asan" in os.environ.get("LD_PRELOAD", "")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PAGE = mmap.PAGESIZE

@@ -7,7 +7,6 @@ error. What really expands is refused by the caller's limit.
 
 import base64
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import pytest
 import zstandard
 from bomb_child import FILE_READERS, FRAME_READERS, ROOM
 from cli_samples import Ended
+from codec_battery import SANITIZED
 from disk_samples import entry, file_bytes, leftovers
 from frame_builder import SMALL, Raw, Stored, build_file, build_frame, original_file
 
@@ -119,11 +119,12 @@ FILES: dict[str, Callable[[], bytes]] = {
 }
 
 
+short_of_memory = pytest.mark.skipif(SANITIZED, reason="the sanitizer does not allow for it")
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tuple]]:
     """How every bomb ended in every reader."""
-    if "asan" in os.environ.get("LD_PRELOAD", ""):
-        pytest.skip("the address sanitizer takes an address space of its own")
     folder = tmp_path_factory.mktemp("bombs")
     bombs = {
         **{f"{name}.frame": make() for name, make in FRAMES.items()},
@@ -149,6 +150,7 @@ CASES = [
 ]
 
 
+@short_of_memory
 @pytest.mark.parametrize(("bomb", "reader"), CASES)
 def test_a_bomb_is_refused_at_once(report: dict, bomb: str, reader: str) -> None:
     """With an error of ours, a message for people, little time, and hardly any memory."""
@@ -165,6 +167,7 @@ def test_a_bomb_is_refused_at_once(report: dict, bomb: str, reader: str) -> None
     assert seconds < SECONDS
 
 
+@short_of_memory
 @pytest.mark.parametrize("reader", ["load_limited", "unpack"])
 def test_a_limit_refuses_what_really_expands(report: dict, reader: str) -> None:
     kind, message, seconds = report["zeros.file"][reader]
@@ -172,11 +175,13 @@ def test_a_limit_refuses_what_really_expands(report: dict, reader: str) -> None:
     assert f"{HUGE} bytes together, more than max_nbytes = 1048576" in message
 
 
+@short_of_memory
 @pytest.mark.parametrize("reader", ["load", "load_file", "get_tensor"])
 def test_without_a_limit_the_system_refuses(report: dict, reader: str) -> None:
     assert report["zeros.file"][reader][0].endswith("MemoryError")
 
 
+@short_of_memory
 def test_verifying_takes_the_memory_of_a_window(report: dict) -> None:
     """A tensor of four times the memory there is."""
     assert report["zeros.file"]["verify"][0] is None
@@ -184,6 +189,7 @@ def test_verifying_takes_the_memory_of_a_window(report: dict) -> None:
     assert report["zeros.frame"]["read_frame"][0].endswith("MemoryError")
 
 
+@short_of_memory
 @pytest.mark.parametrize("module", [ph_numpy, ph_torch], ids=["numpy", "torch"])
 def test_a_framework_without_memory_says_so(module) -> None:
     with pytest.raises(MemoryError):

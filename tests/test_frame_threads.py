@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from codec_battery import make_data, tensor_shape
+from codec_battery import SANITIZED, make_data, tensor_shape
 from packed_rows import PackedRows, PackedTensors
 from torch.utils.data import ConcatDataset, DataLoader
 
@@ -186,6 +186,7 @@ print("all well")
     assert (ended.returncode, ended.stdout) == (0, "all well\n"), ended.stderr
 
 
+@pytest.mark.skipif(SANITIZED, reason="the sanitizer does not allow for it")
 def test_without_memory_for_threads_one_does_the_work() -> None:
     script = """
 import resource, sys, threading
@@ -208,8 +209,6 @@ frame = ph.compress(array, threads=8, out=out)
 ph.decompress(frame, threads=8, out=back)
 print(bytes(frame.buffer()) == alone and np.array_equal(array, back))
 """
-    if "asan" in os.environ.get("LD_PRELOAD", ""):
-        pytest.skip("the address sanitizer takes an address space of its own")
 
     def large_stacks() -> None:
         resource.setrlimit(resource.RLIMIT_STACK, (1 << 30, 1 << 30))
