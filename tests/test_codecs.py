@@ -329,3 +329,7 @@ def test_views_of_buffers() -> None:
     with pytest.raises(TypeError, match="C-contiguous"):
         as_bytes(memoryview(data)[::2])
     assert as_bytes(b"").size == as_writable_bytes(b"").size == 0
+    for dtype in (object, [("Offset", "i4"), ("O", object)]):
+        with pytest.raises(TypeError, match="Python objects"):
+            as_writable_bytes(np.empty(3, dtype))
+    assert as_bytes(np.empty(3, [("Offset", "i4")])).size == 12

@@ -6,19 +6,23 @@ same kind of reason. Random damage runs in guarded memory, so an access out of b
 
 import random
 import re
+import time
 from collections.abc import Iterable
 from functools import cache
 from itertools import cycle
 
+import numpy as np
 import pytest
+import zstandard
 from codec_battery import ISAS, REAL, SAMPLES, Sample, forced, guarded, guarded_output, sample
 from format_page import clauses
-from frame_builder import SMALL
+from frame_builder import SMALL, Palette, build_frame, crc32c
 from lying_frames import LIES
 
 from packhorse.errors import CorruptionError, PackhorseError, TruncationError
 from packhorse.frame import Frame, compress_buffer
-from packhorse.layout import Mode
+from packhorse.frame_header import FrameHeader, frame_header_nbytes, write_header
+from packhorse.layout import DTYPE_BY_NAME, Mode, Split
 
 
 def read_all(
@@ -171,6 +175,40 @@ def test_damaged_headers_under_a_new_checksum_are_refused_or_harmless(name: str,
                 frame.decompress_into(guarded_output(frame.logical_nbytes), check=False)
             except PackhorseError:
                 continue
+
+
+def frame_of_chunks(*streams: tuple[Mode, bytes], repeat: int) -> bytes:
+    """A frame of bytes in the smallest chunks there are, coded in these ways in turn."""
+    chunks = [stream + bytes(-len(stream) % 64) for _, stream in streams]
+    descriptors = [len(stream) | mode << 24 for mode, stream in streams]
+    rows = list(zip(map(crc32c, chunks), descriptors, strict=True))
+    table = np.tile(np.array(rows, np.uint32), (repeat, 1))
+    header_nbytes = frame_header_nbytes(1, len(table), 1, 0)
+    frame_nbytes = header_nbytes + repeat * sum(map(len, chunks))
+    shape, dtype = (64 * len(table),), DTYPE_BY_NAME["U8"]
+    sizes = (header_nbytes, frame_nbytes)
+    header = FrameHeader(dtype, shape, Split.WHOLE, 2, 6, bytes(16), *sizes, table, 0, 0, b"")
+    memory = np.zeros(header_nbytes, np.uint8)
+    write_header(header, memory)
+    return memory.tobytes() + b"".join(chunks) * repeat
+
+
+def test_many_small_chunks_take_time_in_proportion() -> None:
+    """39,000 chunks; this took minutes when each looked for its place from the start."""
+    plane = bytes([1, 2] * 32)
+    built = build_frame(plane, codings=[Palette(1, has_escape=False)])
+    at, nbytes = built.streams[0, 0]
+    ways = [
+        (Mode.ZSTD, zstandard.compress(bytes(64))),
+        (Mode.PALETTE, bytes(built.data[at : at + nbytes])),
+        (Mode.CONSTANT, b"x"),
+    ]
+    frame = Frame.from_buffer(frame_of_chunks(*ways, repeat=13_000))
+    start = time.process_time()
+    target = bytearray(frame.logical_nbytes)
+    frame.decompress_into(target, threads=2)
+    assert target == (bytes(64) + plane + b"x" * 64) * 13_000
+    assert time.process_time() - start < 10
 
 
 def test_a_short_frame_cannot_ask_for_much_memory() -> None:

@@ -149,7 +149,7 @@ print("main ends")
     assert (ended.returncode, ended.stdout) == (0, "main ends\n"), ended.stderr
 
 
-@pytest.mark.parametrize("kind", ["rans", "file"])
+@pytest.mark.parametrize("kind", ["rans", "zstd", "file"])
 def test_threads_pack_on_after_the_main_thread(kind: str) -> None:
     script = (
         BUSY

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -272,12 +275,20 @@ def _in_order(work: Callable[[int], Any], n: int, threads: int) -> Iterator[Any]
         yield from map(work, range(n))
         return
     with ThreadPoolExecutor(min(threads, n)) as pool:
-        ahead = 2 * threads
-        futures = [pool.submit(work, i) for i in range(min(ahead, n))]
-        for i in range(n):
-            yield futures[i].result()
-            if i + ahead < n:
-                futures.append(pool.submit(work, i + ahead))
+        results = (_submit(pool, work, i) for i in range(n))
+        ahead = deque(islice(results, 2 * threads))
+        while ahead:
+            yield ahead.popleft()()
+            ahead.extend(islice(results, 1))
+
+
+def _submit(pool: ThreadPoolExecutor, work: Callable[[int], Any], i: int) -> Callable[[], Any]:
+    """What waits for work(i), or does it: no thread starts where the system gives none, or once the
+    main thread of the program has ended."""
+    try:
+        return pool.submit(work, i).result
+    except RuntimeError:
+        return partial(work, i)
 
 
 def _encode_zstd(
@@ -544,24 +555,26 @@ class Frame:
         stop = start + dst.size
         first = start // self.chunk_nbytes
         n_wanted = -(-stop // self.chunk_nbytes) - first if dst.size else 0
+        offsets = self._header.chunk_offsets()
 
         def decode(item: int) -> None:
-            at = (first + item) * self.chunk_nbytes
+            chunk, offset = first + item, int(offsets[first + item])
+            at = chunk * self.chunk_nbytes
             end = min(at + self.chunk_nbytes, self.logical_nbytes)
             lo, hi = max(at, start), min(end, stop)
             if (lo, hi) == (at, end):
-                self._decode_zstd_chunk(first + item, dst[at - start : end - start], check)
+                self._decode_zstd_chunk(chunk, offset, dst[at - start : end - start], check)
                 return
             whole = np.empty(end - at, np.uint8)
-            self._decode_zstd_chunk(first + item, whole, check)
+            self._decode_zstd_chunk(chunk, offset, whole, check)
             dst[lo - start : hi - start] = whole[lo - at : hi - at]
 
         for _ in _in_order(decode, n_wanted, threads):
             pass
 
-    def _decode_zstd_chunk(self, chunk: int, dst: ByteArray, check: bool) -> None:
+    def _decode_zstd_chunk(self, chunk: int, offset: int, dst: ByteArray, check: bool) -> None:
         crc, descriptor = (int(value) for value in self._header.table[chunk])
-        offset, nbytes = self._header.chunk_offset(chunk), descriptor & STREAM_NBYTES_MASK
+        nbytes = descriptor & STREAM_NBYTES_MASK
         if check and crc != _core.crc32c(
             self._data[offset : offset + padded(nbytes)], int(choose_isa())
         ):
@@ -580,7 +593,29 @@ class Frame:
         elif mode == Mode.STORED:
             dst[:] = stream
         else:
-            self._decode_planes(dst, chunk * self.chunk_nbytes, 1, check)
+            self._decode_other_chunk(chunk, offset, dst)
+
+    def _decode_other_chunk(self, chunk: int, offset: int, dst: ByteArray) -> None:
+        """A chunk of one-byte units between those of zstd, its checksum compared already: for the
+        core a tensor of its own, so that it does not look at the other chunks."""
+        header = self._header
+        status, _ = _core.decode_range(
+            self._data[offset:],
+            header.table[chunk : chunk + 1],
+            header.dtype.unit_nbytes,
+            int(header.split),
+            header.chunk_log,
+            dst.size,
+            self._side_values(),
+            header.matrix[0],
+            0,
+            dst,
+            False,
+            1,
+            int(choose_isa()),
+        )
+        if status:
+            raise self._chunk_error(chunk, STATUS_WORDS[status])
 
     def _chunk_error(self, chunk: int, words: str) -> CorruptionError:
         return self._error(

@@ -95,6 +95,11 @@ class FrameHeader:
         """Where a chunk begins, in bytes from the start of the frame."""
         return self.header_nbytes + payload_nbytes(self.table[:chunk])
 
+    def chunk_offsets(self) -> NDArray[np.int64]:
+        """Where each chunk begins, and where the last one ends: for those who ask for many."""
+        ends = np.cumsum(_chunk_nbytes(self.table))
+        return self.header_nbytes + np.concatenate([np.zeros(1, np.int64), ends])
+
 
 def n_planes_of(dtype: DType, split: Split) -> int:
     """Planes that the split makes of a unit."""
@@ -113,8 +118,12 @@ def frame_header_nbytes(n_dims: int, n_chunks: int, n_planes: int, side_nbytes: 
 
 def payload_nbytes(table: Table) -> int:
     """Bytes of the chunks in a table, padding included."""
-    lengths = (table[:, 1:] & STREAM_NBYTES_MASK).sum(axis=1, dtype=np.int64)
-    return int((-(-lengths // FRAME_ALIGNMENT)).sum()) * FRAME_ALIGNMENT
+    return int(_chunk_nbytes(table).sum())
+
+
+def _chunk_nbytes(table: Table) -> NDArray[np.int64]:
+    lengths: NDArray[np.int64] = (table[:, 1:] & STREAM_NBYTES_MASK).sum(axis=1, dtype=np.int64)
+    return -(-lengths // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
 
 def _logical_nbytes(dtype: DType, numel: int) -> int:

@@ -6,6 +6,7 @@ which tests and benchmarks do. All of them write the same bytes.
 """
 
 import os
+import re
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ __all__ = [
 ISA_VARIABLE = "PACKHORSE_SIMD"
 
 ByteArray = NDArray[np.uint8]
+_FIELD_NAME = re.compile(":[^:]*:")  # in a buffer's format, behind the code of the field's type
 
 
 class Isa(IntEnum):
@@ -70,7 +72,8 @@ def as_bytes(buffer: "Buffer | Any", what: str = "buffer") -> ByteArray:
     """A read-only or writable one-dimensional uint8 view of any C-contiguous buffer; never a copy.
 
     Raises:
-        TypeError: the object has no buffer, or one that is not C-contiguous.
+        TypeError: the object has no buffer, one that is not C-contiguous, or one of Python objects,
+            which are addresses that no one may overwrite.
     """
     try:
         view = memoryview(buffer)
@@ -78,6 +81,8 @@ def as_bytes(buffer: "Buffer | Any", what: str = "buffer") -> ByteArray:
         raise TypeError(f"{what} must offer the buffer protocol, not {type(buffer)}") from None
     if not view.c_contiguous:
         raise TypeError(f"{what} must be C-contiguous; copy it first")
+    if "O" in _FIELD_NAME.sub("", view.format):
+        raise TypeError(f"{what} holds Python objects; give an array of numbers")
     if view.nbytes == 0:
         return np.empty(0, np.uint8)
     return np.frombuffer(view, np.uint8)
