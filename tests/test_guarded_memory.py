@@ -77,6 +77,21 @@ def test_a_frame_and_its_tensor_may_lie_at_any_address(name: str, isa: str) -> N
             assert target[shift:] == good.source
 
 
+def test_output_over_the_input_is_refused() -> None:
+    """It would be overwritten while it is read."""
+    good = sample("rans")
+    memory = bytearray(1000)
+    memory[: len(good.frame)] = good.frame
+    frame = Frame.from_buffer(memoryview(memory)[: len(good.frame)])
+    for start in (0, len(good.frame) - 1):
+        with pytest.raises(ValueError, match="share memory"):
+            frame.decompress_into(memoryview(memory)[start : start + len(good.source)])
+        with pytest.raises(ValueError, match="share memory"):
+            compress_buffer(memoryview(memory)[start:][:60], "U8", (60,), out=memory)
+    frame.decompress_into(memoryview(memory)[len(good.frame) :][: len(good.source)])
+    assert memory[: len(good.frame)] == good.frame
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     ("dtype", "kind", "level"),

@@ -208,7 +208,8 @@ def compress_buffer(
 
     Raises:
         TypeError: a buffer is not C-contiguous, or `out` is read-only.
-        ValueError: sizes, dtype, level or threads that do not fit.
+        ValueError: sizes, dtype, level or threads that do not fit, or `out` shares memory with
+            `src`.
     """
     data = _checked_source(src, dtype, shape)
     plan = choose_plan(data, dtype, shape, resolve_level(level))
@@ -216,6 +217,8 @@ def compress_buffer(
     memory = np.empty(capacity, np.uint8) if out is None else as_writable_bytes(out, "out")
     if memory.size < capacity:
         raise ValueError(f"out has {memory.size} bytes; a frame of this tensor may take {capacity}")
+    if np.may_share_memory(memory, data):
+        raise ValueError("out and src share memory; src would be overwritten while it is read")
     row = DTYPE_BY_NAME[dtype]
     n_planes = n_planes_of(row, plan.split)
     n_chunks = -(-data.size // (row.unit_nbytes << plan.chunk_log))
@@ -488,7 +491,8 @@ class Frame:
             CorruptionError: a checksum does not match or a stream breaks a rule; names tensor,
                 chunk and byte offset.
             TypeError: `dst` is not a writable C-contiguous buffer.
-            ValueError: the range is not inside the tensor, or `dst` does not fit it.
+            ValueError: the range is not inside the tensor, or `dst` does not fit it or shares
+                memory with the frame.
         """
         stop = self.logical_nbytes if stop is None else stop
         target = as_writable_bytes(dst, "dst")
@@ -498,6 +502,8 @@ class Frame:
             raise ValueError(
                 f"dst has {target.size} bytes; bytes {start}:{stop} need {stop - start}"
             )
+        if np.may_share_memory(target, self._data):
+            raise ValueError("dst and the frame share memory; decode elsewhere")
         if (self._header.table[:, 1] >> STREAM_NBYTES_BITS == int(Mode.ZSTD)).any():
             self._decode_zstd(target, start, resolve_threads(threads), check)
         else:
