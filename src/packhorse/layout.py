@@ -48,6 +48,8 @@ __all__ = [
     "PREDICTION_CLASSES",
     "PROB_BITS",
     "PROB_SUM",
+    "RECORD_FREE_NBYTES",
+    "RECORD_GROWTH",
     "STATE_LOWER_BOUND",
     "STREAM_NBYTES_BITS",
     "STREAM_NBYTES_MASK",
@@ -122,6 +124,10 @@ FILE_VERSION = 1
 FILE_METADATA_KEY = "packhorse"
 FILE_ALIGNMENT = 64
 MAX_FILE_HEADER_NBYTES = 100_000_000  # safetensors' own cap
+# A recorded text has at most so many bytes for each byte of the JSON text that records it, and so
+# many more: what people write stays far below, and what is parsed stays in proportion to the file.
+RECORD_GROWTH = 4
+RECORD_FREE_NBYTES = 1 << 20
 
 
 class Level(IntEnum):

@@ -36,6 +36,8 @@ from packhorse.layout import (
     FILE_METADATA_KEY,
     FILE_VERSION,
     MAX_FILE_HEADER_NBYTES,
+    RECORD_FREE_NBYTES,
+    RECORD_GROWTH,
 )
 
 __all__ = [
@@ -50,10 +52,6 @@ __all__ = [
 
 _RECORD_KEY = "header"
 _RECORD_LEVEL = 9  # of zstd; headers are small and compress about tenfold
-# A recorded text has at most so many bytes for each byte of the text that records it, and so many
-# more: what people write stays far below, and what is parsed stays in proportion to the file.
-_RECORD_GROWTH = 4
-_RECORD_FREE_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +133,7 @@ class PrefixWriter:
 
 def min_text_nbytes(recorded_nbytes: int) -> int:
     """How long a text must be, spaces included, to record one of this length."""
-    return max(0, -(-(recorded_nbytes - _RECORD_FREE_NBYTES) // _RECORD_GROWTH))
+    return max(0, -(-(recorded_nbytes - RECORD_FREE_NBYTES) // RECORD_GROWTH))
 
 
 def write_record(key: str, text: bytes) -> dict[str, Any]:
@@ -199,7 +197,7 @@ def _decompress(data: bytes, text_nbytes: int) -> bytes:
     if text_nbytes < min_text_nbytes(nbytes):
         raise ValueError(
             f"declares {nbytes} bytes, and beside {text_nbytes} bytes of JSON at most "
-            f"{_RECORD_GROWTH * text_nbytes + _RECORD_FREE_NBYTES} are allowed"
+            f"{RECORD_GROWTH * text_nbytes + RECORD_FREE_NBYTES} are allowed"
         )
     return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
 

@@ -49,7 +49,7 @@ def decode_file(data: bytes, *, max_nbytes: int | None = None) -> bytes:
     end = data_offset + max((entry.stop for entry in entries), default=0)
     need(data, end, "the file")
     equal(len(data), end, "the end of the file, the length of the data,", end)
-    recorded = _recorded_header(metadata)
+    recorded = _recorded_header(metadata, data_offset - 8)
     originals, pairs = _parse_header(recorded, "the recorded header")
     frames = {entry.name: entry for entry in entries}
     odd = frames.keys() ^ {entry.name for entry in originals}
@@ -116,7 +116,7 @@ def _parse_entry(name: str, field: Any, what: str) -> _Entry:
     return _Entry(start, stop, name, dtype, tuple(shape))
 
 
-def _recorded_header(metadata: dict[str, str]) -> bytes:
+def _recorded_header(metadata: dict[str, str], text_nbytes: int) -> bytes:
     key = layout.FILE_METADATA_KEY
     if key not in metadata:
         raise CorruptionError(f"no key {key!r} in __metadata__: this is not a packed file")
@@ -133,7 +133,8 @@ def _recorded_header(metadata: dict[str, str]) -> bytes:
             raise ValueError("stray bits in the last digit")
     except ValueError as error:
         raise CorruptionError(f"header in metadata key {key!r} is not base64: {error}") from error
-    return decode_zstd(Reader(frame, 0), 0, layout.MAX_FILE_HEADER_NBYTES)
+    most = layout.RECORD_GROWTH * text_nbytes + layout.RECORD_FREE_NBYTES
+    return decode_zstd(Reader(frame, 0), 0, min(layout.MAX_FILE_HEADER_NBYTES, most))
 
 
 def _decode_entry(
