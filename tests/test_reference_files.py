@@ -227,6 +227,7 @@ FILE_LIES = {  # clause of section 9.1, arguments of `packed`, what the message 
     ),
     "lone surrogate": ("F3", {"edit_text": replaced(b'"none"', rb'"\ud800"')}, "not valid JSON"),
     "NaN": ("F3", {"edit_text": replaced(b'"U8"', b"NaN ")}, "not valid JSON"),
+    "infinite number": ("F3", {"edit_text": replaced(b'"U8"', b"1e999")}, "not valid JSON"),
     "leading space": ("F3", {"edit_text": lambda text: b" " + text[:-1]}, "opening brace"),
     "duplicate key": ("F3", {"edit_text": replaced(b'"none"', b'"b"   ')}, "duplicate key"),
     "deep JSON": ("F3", {"edit_text": lambda text: b'{"a":' + b"[" * 200_000}, "not valid JSON"),

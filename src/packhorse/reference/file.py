@@ -87,7 +87,8 @@ def _parse_json(text: bytes, what: str) -> dict[str, Any]:
     try:
         # Python reads NaN and Infinity, JSON has neither: int() refuses the words.
         fields = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=int)
-        json.dumps(fields, ensure_ascii=False).encode()  # a lone surrogate is a ValueError
+        # A lone surrogate is a ValueError, and so is a number that became infinity.
+        json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{what} is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
