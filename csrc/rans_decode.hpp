@@ -1,12 +1,13 @@
 // rANS decoding (docs/format.md, 6.4).
 //
 // A RansDecoder is set up once for a stream (rans_open) and then yields units in order, any number
-// of rounds at a time, so that a chunk can be decoded and merged block by block in L1. Three inner
-// loops read the same stream:
+// of rounds at a time, so that a chunk can be decoded and merged block by block in L1. Several
+// inner loops read the same stream:
 // - AVX-512, at most 64 codes: the alias tables live in six or twelve registers, nothing is looked
 // up in memory;
-// - AVX-512 and AVX2, any codes: one load a lane from a table of 4096 entries (16 KiB, in L1);
-// - portable: the same table, one lane at a time.
+// - others, 128 lanes: one load a lane from a table of 4096 entries (16 KiB, in L1), with AVX-512,
+// AVX2 or the baseline (rans_decode_avx512.hpp, rans_decode_avx2.hpp, rans_decode_portable.hpp);
+// - fewer lanes: the same table, one lane at a time.
 // Vector loops read whole registers of words. Near the end of the stream they run on a zero-padded
 // copy of its last bytes, so that nothing beyond the stream is read, and check after every round
 // that no more words were taken than there were.
@@ -14,6 +15,7 @@
 
 #include "dispatch.hpp"
 #include "rans_decode_avx2.hpp"
+#include "rans_decode_avx512.hpp"
 #include "rans_decode_portable.hpp"
 #include "rans_model.hpp"
 
@@ -170,8 +172,8 @@ PACKHORSE_AVX2 inline void decode_rounds_scalar_avx2(RansDecoder& decoder, std::
     decode_rounds_unchecked(decoder, n_rounds, dst);
 }
 
-// Where a vector of states finds its entries: 32 or 64 buckets in registers, or the table.
-enum class DecodeTables { kNarrow, kWide, kMemory };
+// Where a vector of states finds its entries: in registers, 32 or 64 buckets.
+enum class DecodeTables { kNarrow, kWide };
 
 // A table of 32 or 64 entries in registers.
 template <DecodeTables kTables>
@@ -214,19 +216,6 @@ struct BucketRegistersAvx512 {
         const __mmask16 in_second = _mm512_cmpge_epu32_mask(slot, threshold.look_up(bucket, upper));
         return _mm512_mask_blend_epi32(in_second, first.look_up(bucket, upper),
                                        second.look_up(bucket, upper));
-    }
-};
-
-// The table of 4096 entries in memory.
-template <>
-struct BucketRegistersAvx512<DecodeTables::kMemory> {
-    const uint32_t* table;
-
-    PACKHORSE_AVX512 explicit BucketRegistersAvx512(const RansDecoder& decoder)
-        : table(decoder.table) {}
-
-    PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i look_up(__m512i slot) const {
-        return look_up_avx512(table, slot);
     }
 };
 
@@ -293,7 +282,8 @@ PACKHORSE_AVX512 inline void decode_rounds_avx512_any(RansDecoder& decoder, std:
         case kWideBuckets:
             return decode_rounds_avx512<DecodeTables::kWide>(decoder, n_rounds, dst, ahead);
         default:
-            return decode_rounds_avx512<DecodeTables::kMemory>(decoder, n_rounds, dst, ahead);
+            return decode_rounds_large_avx512(decoder.states, decoder.table, n_rounds,
+                                              decoder.words, dst, ahead);
     }
 }
 
