@@ -15,7 +15,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --no-build-isolation --config-settings=cmake.define.PACKHORSE_WERROR=ON
 
 SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE $(shell find src csrc -type f -not -name '*.pyc')
-CXX_SOURCES := $(shell find csrc -type f -name '*.[ch]pp')
+CXX_SOURCES := $(shell find csrc fuzz -type f -name '*.[ch]pp')
 
 # A model file or folder for `make demo`; empty means the small trained model that it fetches.
 MODEL ?=
@@ -23,7 +23,10 @@ export MODEL
 # More arguments for pytest or the benchmarks: make test ARGS="-k container -x"
 ARGS ?=
 
-.PHONY: help venv demo test lint format bench training sanitize clean
+# Seconds for each fuzz target, and for the threads: make fuzz TIME=600 ARGS=frame
+TIME ?= 60
+
+.PHONY: help venv demo test lint format bench training sanitize fuzz tsan clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -57,6 +60,13 @@ training: .venv/.bench ## make the training run of the benchmark data (15 minute
 sanitize: .venv/.sanitize .venv/.model ## run the tests on a core built with ASan and UBSan
 	@LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 $(PY) -m pytest -m 'not slow' $(ARGS)
+
+fuzz: .venv/.fuzz ## fuzz the decoders (needs clang; make fuzz TIME=600 ARGS="frame file")
+	@$(PY) fuzz/run.py --time $(TIME) $(ARGS)
+
+# Where the system lays out memory at random too widely for ThreadSanitizer, setarch takes that back, if it may.
+tsan: build/tsan/threads ## run many threads through the core under ThreadSanitizer
+	@$$(setarch -R true 2> /dev/null && echo setarch -R) env TSAN_OPTIONS=halt_on_error=1 $< $(TIME)
 
 clean: ## remove .venv and everything that was built
 	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -99,8 +109,17 @@ clean: ## remove .venv and everything that was built
 	@$(INSTALL) ".[bench]"
 	@touch $@
 
+.venv/.fuzz: .venv/.python $(SOURCES)
+	@$(INSTALL) ".[fuzz]"
+	@touch $@
+
+# GCC's AVX-512 headers provoke warnings about memory that was not initialised.
+build/tsan/threads: fuzz/threads.cpp fuzz/common.hpp $(wildcard csrc/*.hpp)
+	@mkdir -p $(@D)
+	@$(CXX) -std=c++20 -O2 -g -fsanitize=thread -Wall -Wextra -Werror -Wno-uninitialized -Wno-maybe-uninitialized $< -o $@ -pthread
+
 # The core for `make sanitize` replaces the installed one; removing the other stamps makes them install the usual one again.
 .venv/.sanitize: .venv/.torch $(SOURCES)
 	@$(INSTALL) --config-settings=cmake.define.PACKHORSE_SANITIZE=address,undefined \
 		--config-settings=build-dir=build/sanitize ".[test]"
-	@rm -f .venv/.demo .venv/.test .venv/.lint .venv/.bench
+	@rm -f .venv/.demo .venv/.test .venv/.lint .venv/.bench .venv/.fuzz

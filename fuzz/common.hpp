@@ -1,0 +1,140 @@
+// What the fuzz targets of the core share: fields taken from the input, memory that the sanitizers
+// can guard, and claims.
+//
+// An input is a few bytes of choices (instruction set, threads, how a tensor is cut) and then data.
+// Nothing here knows how a stream is laid out, so the targets outlive changes of the format; their
+// seeds come from make_corpus.py, which asks the library.
+#pragma once
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "../csrc/tensor.hpp"
+
+namespace packhorse::fuzz {
+
+// A claim that must hold for any input; not assert(), which a build may leave out.
+inline void claim(bool holds, const char* what) {
+    if (holds) return;
+    std::fprintf(stderr, "claim broken: %s\n", what);
+    std::abort();
+}
+
+// Takes little-endian fields from the front of the input; zeros when it has ended.
+class Input {
+  public:
+    Input(const uint8_t* data, std::size_t nbytes) : data_(data), nbytes_(nbytes) {}
+
+    uint32_t take(std::size_t n_bytes) {
+        uint32_t value = 0;
+        for (std::size_t i = 0; i < n_bytes && nbytes_ > 0; ++i, --nbytes_)
+            value |= uint32_t{*data_++} << (8 * i);
+        return value;
+    }
+
+    // Copies at most `capacity` bytes; returns how many there were.
+    std::size_t take_bytes(uint8_t* dst, std::size_t capacity) {
+        const std::size_t n = std::min(capacity, nbytes_);
+        if (n > 0) std::memcpy(dst, data_, n);
+        data_ += n;
+        nbytes_ -= n;
+        return n;
+    }
+
+    const uint8_t* data() const { return data_; }
+    std::size_t nbytes() const { return nbytes_; }
+
+  private:
+    const uint8_t* data_;
+    std::size_t nbytes_;
+};
+
+// Exactly as many bytes as asked for, on the heap, so that AddressSanitizer sees a step beyond
+// them; full of `poison`, so that two decoders that leave a byte unwritten disagree about it.
+class Buffer {
+  public:
+    explicit Buffer(std::size_t nbytes, uint8_t poison = 0, std::size_t misalign = 0)
+        : memory_(new uint8_t[nbytes + misalign]), misalign_(misalign), nbytes_(nbytes) {
+        std::fill(memory_.get(), memory_.get() + nbytes + misalign, poison);
+    }
+
+    Buffer(const Buffer& other) : Buffer(other.nbytes_) {
+        std::copy(other.data(), other.data() + nbytes_, data());
+    }
+    Buffer(Buffer&&) = default;
+    Buffer& operator=(Buffer&&) = default;
+
+    uint8_t* data() { return memory_.get() + misalign_; }
+    const uint8_t* data() const { return memory_.get() + misalign_; }
+    std::size_t nbytes() const { return nbytes_; }
+    bool equals(const Buffer& other) const {
+        return nbytes_ == other.nbytes_ && std::equal(data(), data() + nbytes_, other.data());
+    }
+
+  private:
+    std::unique_ptr<uint8_t[]> memory_;
+    std::size_t misalign_;
+    std::size_t nbytes_;
+};
+
+// One of the instruction sets of this machine, each of which has loops of its own.
+inline Isa choose_isa(uint32_t choice) {
+    return static_cast<Isa>(choice % (static_cast<uint32_t>(detect_isa()) + 1));
+}
+
+// How a tensor is cut, as the input says; the caller asks geometry_fault() about it.
+struct Cut {
+    uint32_t unit_nbytes;
+    int split;
+    uint32_t chunk_log;
+
+    explicit Cut(Input& input) {
+        const uint32_t choice = input.take(1);
+        unit_nbytes = 1u << (choice & 3);
+        split = static_cast<int>(choice >> 2 & 7);
+        chunk_log = input.take(1) % (kMaxChunkLog + 1);
+    }
+
+    const char* fault(std::size_t nbytes) const {
+        return geometry_fault(unit_nbytes, split, chunk_log, nbytes);
+    }
+    Geometry geometry(std::size_t nbytes) const {
+        return Geometry(unit_nbytes, split, chunk_log, nbytes);
+    }
+};
+
+// Side data for a tensor, or none: rows (2 bytes), how many values follow (2), the values, which
+// are repeated where they are too few.
+class Side {
+  public:
+    Side(Input& input, const Geometry& geometry) : n_rows_(input.take(2)), values_(0) {
+        Buffer given(std::min<std::size_t>(input.take(2), input.nbytes()));
+        input.take_bytes(given.data(), given.nbytes());
+        if (n_rows_ == 0 || geometry.n_units == 0 || geometry.n_units % n_rows_ != 0) return;
+        const std::size_t nbytes = n_rows_ + geometry.n_units / n_rows_;
+        if (side_fault(geometry.spec, geometry.n_units, nbytes, n_rows_) != nullptr) return;
+        values_ = Buffer(nbytes);
+        for (std::size_t i = 0; i < nbytes && given.nbytes() > 0; ++i)
+            values_.data()[i] = given.data()[i % given.nbytes()];
+    }
+
+    // The values that an encoder would choose for a tensor, instead of the pattern.
+    void fit(const uint8_t* src, const Geometry& geometry, Isa isa) {
+        if (values_.nbytes() == 0) return;
+        const std::size_t n_columns = geometry.n_units / n_rows_;
+        fill_side({src, n_rows_, n_columns, 1, n_columns * geometry.spec.unit_nbytes},
+                  geometry.spec, values_.data(), isa);
+    }
+
+    const Buffer& values() const { return values_; }
+    SideData view() const { return view_side(values_.data(), values_.nbytes(), n_rows_); }
+
+  private:
+    std::size_t n_rows_;
+    Buffer values_;
+};
+
+}  // namespace packhorse::fuzz

@@ -1,0 +1,231 @@
+"""Fuzzes the readers of packed files and of packed indexes: lazily, whole, to disk and by `verify`,
+and all of them against the slow decoder.
+
+A file is JSON in base64 of a compressed record in JSON, behind lengths and offsets that must agree,
+so an input says what goes in and the target wraps it up. The two low bits of the first byte choose
+the form:
+
+0. the file as it is;
+1. u16 length and text of the original header, then frames one after the other; names, offsets and
+   the header of the packed file are made from these;
+2. u16 length and text of the original header, u16 length and text of the packed file's header, in
+   which `@RECORD@` stands for the record, then the data;
+3. u16 length and text of an original index, then the packed index, with `@RECORD@` as above.
+"""
+
+import json
+import os
+import random
+import re
+import struct
+import tempfile
+from collections.abc import Callable
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import atheris
+import harness
+import numpy as np
+from harness import PackhorseError
+
+from packhorse import numpy as packhorse_numpy
+from packhorse import open_file
+from packhorse.disk.container import unpack_file, verify_file
+from packhorse.disk.folder_index import is_packed_index, pack_index, unpack_index
+from packhorse.disk.header import parse_file_header
+from packhorse.disk.packed_file import PackedSlice
+from packhorse.disk.packed_header import parse_packed_header, write_record
+from packhorse.layout import FILE_METADATA_KEY, FRAME_MAGIC
+from packhorse.reference import decode_file
+
+_PLACEHOLDER = b"@RECORD@"
+_INDEXES: tuple[Any, ...] = (
+    (), 0, -1, slice(3, None), slice(None, None, -2), (..., 0), (slice(1, 9), -1), (None, slice(1))
+)  # fmt: skip
+_SHARE_OF_JSON = 0.4  # of all mutations
+# A string; key and value of a pair: the value an object without objects in it, or none at all.
+_STRING = rb'"(?:[^"\\]|\\.)*"'
+_PAIRS = (
+    re.compile(rb"(%s)\s*:\s*(\{[^{}]*\})" % _STRING),
+    re.compile(rb"(%s)\s*:\s*(%s|\[[^][]*\]|[^\s,{}\"[\]]+)" % (_STRING, _STRING)),
+)
+_MAX_NBYTES = 1 << 14  # of all tensors of a file; the slow decoder makes a megabyte a second
+# In memory: the files are written again for every input.
+_FOLDER = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+
+
+def main(data: bytes) -> None:
+    """One input."""
+    control, rest = data[0] if data else 0, data[1:]
+    harness.choose_isa(control >> 2 & 3)
+    if control & 3 == 3:
+        check_index(*_take_text(rest))
+        return
+    if control & 3:
+        rest = build_file(*_take_text(rest), control)
+    check_file(rest, control)
+
+
+def _take_text(data: bytes) -> tuple[bytes, bytes]:
+    nbytes = int.from_bytes(data[:2], "little")
+    return data[2 : 2 + nbytes], data[2 + nbytes :]
+
+
+def _with_record(text: bytes, key: str, original: bytes, *, in_string: bool) -> bytes:
+    record = json.dumps(write_record(key, original))
+    return text.replace(_PLACEHOLDER, (json.dumps(record)[1:-1] if in_string else record).encode())
+
+
+def mutate(data: bytes, max_nbytes: int, seed: int) -> bytes:
+    """Mutates bytes as libFuzzer does, or one pair of a JSON object."""
+    rng = random.Random(seed)
+    if rng.random() < _SHARE_OF_JSON:
+        edited = edit_json(data, rng)
+        if len(edited) <= max_nbytes:
+            return edited
+    return atheris.Mutate(data, max_nbytes)
+
+
+def edit_json(data: bytes, rng: random.Random) -> bytes:
+    """The input with a pair of one of its objects doubled, dropped, or given another pair's value;
+    the length before the text is put right."""
+    width = 2 if data[:1] and data[0] & 3 else 8  # form 0 has a u64 and one text
+    at = 1
+    texts = []
+    for _ in range(2 if data[:1] and data[0] & 3 == 2 else 1):
+        nbytes = int.from_bytes(data[at : at + width], "little")
+        texts.append((at, data[at + width : at + width + nbytes]))
+        at += width + min(nbytes, len(data))
+    at, text = rng.choice(texts)
+    pairs = [pair for pattern in _PAIRS for pair in pattern.finditer(text)]
+    if not pairs:
+        return data
+    pair, other = rng.choice(pairs), rng.choice(pairs)
+    new = rng.choice((pair[0] + b"," + pair[0], b"", pair[1] + b":" + other[2]))
+    edited = text[: pair.start()] + new + text[pair.end() :]
+    edited = edited.replace(b",,", b",").replace(b",}", b"}").replace(b"{,", b"{")
+    length = len(edited).to_bytes(8, "little")[:width]
+    return data[:at] + length + edited + data[at + width + len(text) :]
+
+
+def build_file(original: bytes, rest: bytes, control: int) -> bytes:
+    """A packed file of the parts in the input."""
+    if control & 3 == 2:
+        text, rest = _take_text(rest)
+    frames = [FRAME_MAGIC + piece for piece in rest.split(FRAME_MAGIC)[1:]]
+    if control & 16:
+        frames = [harness.seal(harness.repair(frame)) for frame in frames]
+    if control & 3 == 1:
+        text = packed_header(original, frames)
+    data = rest.split(FRAME_MAGIC)[0] * (control & 3 == 2) + b"".join(frames)
+    text = _with_record(text, "header", original, in_string=True)
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def packed_header(original: bytes, frames: list[bytes]) -> bytes:
+    """The header that gives each tensor of the original the frame at its place."""
+    try:
+        document = dict(json.loads(original))
+    except (ValueError, TypeError, RecursionError):
+        document = {}
+    pairs = document.pop("__metadata__", None)
+    metadata = {**(pairs if isinstance(pairs, dict) else {}), FILE_METADATA_KEY: "@RECORD@"}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    stop = 0
+    for name, frame in zip_longest(document, frames):
+        start, stop = stop, stop + len(frame or b"")
+        header[str(name)] = {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}
+    return json.dumps(header).encode()
+
+
+def check_file(data: bytes, control: int) -> None:
+    """All readers agree, and let nothing but the documented errors through."""
+    if not is_small(data):
+        return
+    path = _FOLDER / "in.ph.safetensors"
+    path.write_bytes(data)
+    restored = outcome(lambda: decode_file(data))
+    unpacked = outcome(lambda: unpack(path))
+    problems = outcome(lambda: verify_file(path, threads=1))
+    assert unpacked == restored, f"slow: {restored!r}, fast: {unpacked!r}"
+    assert (problems == []) == (unpacked is not None), f"verify: {problems}"
+    tensors = outcome(lambda: packhorse_numpy.load(data, threads=1))
+    lazily = outcome(lambda: read_lazily(path, control))
+    if restored is not None:
+        assert (tensors is None) == (lazily is None)
+
+
+def is_small(data: bytes) -> bool:
+    """Whether the file claims few enough bytes to decode all of them. (A frame's own claim is
+    checked against this one before anything is allocated.)"""
+    try:
+        header = parse_packed_header(parse_file_header(memoryview(data), "f"), label="f")
+    except (PackhorseError, ValueError):
+        return True
+    return header.original.data_nbytes <= _MAX_NBYTES
+
+
+def unpack(path: Path) -> bytes:
+    """The restored file."""
+    target = path.with_name("out.safetensors")
+    try:
+        unpack_file(path, target, threads=1, force=True)
+        return target.read_bytes()
+    finally:
+        target.unlink(missing_ok=True)
+        assert os.listdir(_FOLDER) == [path.name], "something was left behind"
+
+
+def read_lazily(path: Path, control: int) -> list[Any]:
+    """Everything that an open file offers."""
+    with open_file(path, framework="numpy", threads=1, max_nbytes=_MAX_NBYTES) as file:
+        tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
+        for name, tensor in tensors.items():
+            assert tuple(file.get_slice(name).get_shape()) == tensor.shape
+            check_slice(file.get_slice(name), tensor, _INDEXES[control >> 5])
+        return [file.metadata(), *tensors]
+
+
+def check_slice(piece: PackedSlice, tensor: np.ndarray, index: Any) -> None:
+    """A slice equals what the tensor gives for the same index, or both refuse it."""
+    try:
+        part = tensor[index]
+    except IndexError:
+        part = None
+    try:
+        taken = piece[index]
+    except IndexError:
+        assert part is None, "a slice refuses what the tensor allows"
+        return
+    assert part is not None, "a slice allows what the tensor refuses"
+    assert taken.shape == part.shape
+    assert taken.tobytes() == part.tobytes()
+
+
+def check_index(original: bytes, packed: bytes) -> None:
+    """A packed index is restored or refused; an original one survives being packed."""
+    packed = _with_record(packed, "index", original, in_string=False)
+    is_packed_index(packed)
+    outcome(lambda: unpack_index(packed, label="f"))
+    again = outcome(lambda: pack_index(original, label="f"))
+    if again is not None:
+        assert unpack_index(again, label="f") == original
+
+
+def outcome(work: Callable[[], Any]) -> Any:
+    """What a call returns, or None for a documented error: a ValueError is one only where the file
+    is not a packed file at all."""
+    try:
+        return work()
+    except PackhorseError:
+        return None
+    except ValueError as error:
+        if "not a packed file" not in str(error):
+            raise
+        return None
+
+
+if __name__ == "__main__":
+    harness.fuzz(main, mutate)

@@ -1,0 +1,73 @@
+"""Fuzzes `Frame`: a header and a payload chosen by an adversary give a tensor or a documented
+error, in every code path alike, whole or in parts.
+
+An input is a control byte (see `main`) and a frame.
+"""
+
+import harness
+import numpy as np
+from harness import MAX_NBYTES, Frame, PackhorseError
+
+
+def main(data: bytes) -> None:
+    """One input."""
+    control, frame = data[0] if data else 0, data[1:]
+    if harness.is_fixed(control):
+        frame = harness.seal(harness.repair(frame) if control & 4 else frame)
+    harness.choose_isa(control >> 3 & 3)
+    try:
+        read = Frame.from_buffer(frame, name="t", max_nbytes=MAX_NBYTES)
+    except PackhorseError:
+        return
+    describe(read, frame)
+    whole = decode(read, check=True, threads=1 + (control >> 5 & 3))
+    harness.choose_isa(0)
+    assert whole == decode(read, check=True, threads=1), "the code paths differ"
+    careless = decode(read, check=False, threads=1)
+    if whole is None:
+        assert fails(read.verify), "a frame that does not decode was verified"
+        return
+    assert careless == whole, "without its checksums a good frame decodes to other bytes"
+    compare_part(read, whole, control)
+    fails(read.verify)
+
+
+def describe(read: Frame, frame: bytes) -> None:
+    """All that a frame tells without being decoded."""
+    assert read.nbytes == len(frame) == len(read.to_bytes())
+    assert read.logical_nbytes <= MAX_NBYTES
+    assert sum(plane.logical_nbytes for plane in read.planes()) == read.logical_nbytes
+    assert repr(read), "a frame has a description"
+    assert read.n_chunks * read.chunk_nbytes >= read.logical_nbytes
+
+
+def decode(read: Frame, *, check: bool, threads: int) -> bytes | None:
+    """The tensor's bytes, or None for a documented error."""
+    decoded = np.full(read.logical_nbytes, 0xA5 if check else 0x5A, np.uint8)
+    try:
+        read.decompress_into(decoded, threads=threads, check=check)
+    except PackhorseError:
+        return None
+    return decoded.tobytes()
+
+
+def compare_part(read: Frame, whole: bytes, control: int) -> None:
+    """Decodes a range somewhere in the middle."""
+    start, stop = len(whole) * (control & 7) // 24, len(whole) - len(whole) * (control >> 5) // 24
+    part = bytearray(stop - start)
+    read.decompress_into(part, start=start, stop=stop, threads=1)
+    assert part == whole[start:stop], "a range differs from the whole"
+
+
+def fails(work: object) -> bool:
+    """Whether a call ends in a documented error."""
+    assert callable(work)
+    try:
+        work()
+    except PackhorseError:
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    harness.fuzz(main)

@@ -1,0 +1,158 @@
+"""What the fuzz targets in Python share.
+
+The format is full of checksums, and a fuzzer does not guess one. So a target does not take a frame
+as the input has it: `repair` first writes the sizes that follow from other fields, and `seal` every
+checksum, unless the first byte of the input says not to. Both go by the header alone and know
+nothing of how a stream is laid out.
+
+A target lets only the documented errors through. Whatever else leaves it ends the run, and atheris
+keeps the input.
+"""
+
+import os
+import resource
+import struct
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import atheris
+import numpy as np
+
+with atheris.instrument_imports(include=["packhorse"]):
+    import packhorse.disk.container
+    import packhorse.numpy
+    import packhorse.reference  # noqa: F401  these imports instrument what the targets run
+    from packhorse import _core, layout
+    from packhorse.codecs.base import ISA_VARIABLE, Isa
+    from packhorse.errors import PackhorseError
+    from packhorse.frame import Frame, content_hash
+    from packhorse.frame_header import frame_header_nbytes, n_planes_of, padded
+
+__all__ = ["MAX_NBYTES", "Mutator", "choose_isa", "fuzz", "is_fixed", "repair", "seal"]
+
+MAX_NBYTES = 1 << 20  # no target decodes a larger tensor
+_MEMORY_NBYTES = 1 << 30  # beyond what the process has when it starts; more is a finding
+_MAX_CHUNKS = 64
+
+_N_DIMS, _SPLIT, _CHUNK_LOG = 6, 7, 11
+_HEADER_NBYTES, _HASH, _N_CHUNKS, _SIDE = 12, 24, 40, 52
+
+
+Mutator = Callable[[bytes, int, int], bytes]  # data, the most it may grow to, seed
+
+
+def fuzz(target: Callable[[bytes], None], mutator: Mutator | None = None) -> NoReturn:
+    """Runs a target under atheris, with the arguments of the command line."""
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + _MEMORY_NBYTES, resource.RLIM_INFINITY))
+    options = {} if mutator is None else {"custom_mutator": mutator}
+    atheris.Setup(sys.argv, target, **options)
+    atheris.Fuzz()
+    sys.exit(0)
+
+
+def choose_isa(choice: int) -> None:
+    """Forces one of the instruction sets of this machine."""
+    os.environ[ISA_VARIABLE] = Isa(choice % (_core.detect_isa() + 1)).name.lower()
+
+
+def repair(frame: bytes) -> bytes:
+    """The frame with the counts and sizes that its shape and its table ask for, cut or filled with
+    zeros to its length; as it is where that makes no sense."""
+    plan = _read_kind(frame)
+    if plan is None:
+        return frame
+    row, n_planes, n_dims = plan
+    shape_end = layout.FIXED_HEADER_NBYTES + 8 * n_dims
+    dims = struct.unpack(f"<{n_dims}Q", frame[layout.FIXED_HEADER_NBYTES : shape_end])
+    n_bits = row.bits
+    for dim in dims:
+        n_bits *= dim
+    n_chunks = -(-n_bits // (8 * row.unit_nbytes << frame[_CHUNK_LOG]))
+    if n_chunks > _MAX_CHUNKS:
+        return frame
+    side_nbytes = struct.unpack_from("<I", frame, _SIDE)[0] & layout.STREAM_NBYTES_MASK
+    if side_nbytes > MAX_NBYTES:
+        return frame
+    header_nbytes = frame_header_nbytes(n_dims, n_chunks, n_planes, side_nbytes)
+    side_end = shape_end + 4 * n_chunks * (1 + n_planes) + side_nbytes
+    fixed = bytearray(frame[:side_end].ljust(header_nbytes, b"\0"))
+    struct.pack_into("<I", fixed, _HEADER_NBYTES, header_nbytes)
+    struct.pack_into("<I", fixed, _N_CHUNKS, n_chunks)
+    payload = sum(nbytes for _, nbytes in _chunks(fixed, shape_end, n_chunks, n_planes))
+    struct.pack_into("<Q", fixed, _HEADER_NBYTES + 4, header_nbytes + payload)
+    if payload > MAX_NBYTES:
+        return frame
+    return bytes(fixed) + frame[header_nbytes : header_nbytes + payload].ljust(payload, b"\0")
+
+
+def seal(frame: bytes) -> bytes:
+    """The frame with every checksum right, the content hash too if it can be decoded."""
+    plan = _read_kind(frame)
+    if plan is None:
+        return frame
+    _, n_planes, n_dims = plan
+    header_nbytes, n_chunks = (
+        struct.unpack_from("<I", frame, at)[0] for at in (_HEADER_NBYTES, _N_CHUNKS)
+    )
+    table = layout.FIXED_HEADER_NBYTES + 8 * n_dims
+    if not table + 4 * n_chunks * (1 + n_planes) <= header_nbytes <= len(frame):
+        return frame
+    sealed = bytearray(frame)
+    at = header_nbytes
+    for place, nbytes in _chunks(sealed, table, n_chunks, n_planes):
+        struct.pack_into("<I", sealed, place, _crc(bytes(sealed[at : at + nbytes])))
+        at += nbytes
+    _seal_header(sealed, header_nbytes)
+    digest = _digest(bytes(sealed))
+    if digest is not None:
+        sealed[_HASH : _HASH + len(digest)] = digest
+        _seal_header(sealed, header_nbytes)
+    return bytes(sealed)
+
+
+def is_fixed(control: int) -> bool:
+    """Whether an input asks for `repair` and `seal`: three of four do."""
+    return bool(control & 3)
+
+
+def _read_kind(frame: bytes) -> tuple[layout.DType, int, int] | None:
+    if len(frame) < layout.FIXED_HEADER_NBYTES or frame[:4] != layout.FRAME_MAGIC:
+        return None
+    row = layout.DTYPE_BY_CODE.get(frame[5])
+    n_dims, split = frame[_N_DIMS], frame[_SPLIT]
+    if row is None or split not in row.splits or frame[_CHUNK_LOG] > layout.MAX_CHUNK_LOG:
+        return None
+    if len(frame) < layout.FIXED_HEADER_NBYTES + 8 * n_dims:
+        return None
+    return row, n_planes_of(row, layout.Split(split)), n_dims
+
+
+def _chunks(header: bytearray, table: int, n_chunks: int, n_planes: int) -> list[tuple[int, int]]:
+    """Where the CRC of each chunk stands, and the chunk's bytes with its padding."""
+    rows = [table + 4 * (1 + n_planes) * chunk for chunk in range(n_chunks)]
+    words = [struct.unpack_from(f"<{n_planes}I", header, row + 4) for row in rows]
+    sizes = [padded(sum(word & layout.STREAM_NBYTES_MASK for word in row)) for row in words]
+    return list(zip(rows, sizes, strict=True))
+
+
+def _crc(data: bytes) -> int:
+    return _core.crc32c(np.frombuffer(data, np.uint8), 0)
+
+
+def _seal_header(frame: bytearray, header_nbytes: int) -> None:
+    struct.pack_into("<I", frame, layout.HEADER_CRC_OFFSET, 0)
+    crc = _crc(bytes(frame[:header_nbytes]))
+    struct.pack_into("<I", frame, layout.HEADER_CRC_OFFSET, crc)
+
+
+def _digest(frame: bytes) -> bytes | None:
+    try:
+        read = Frame.from_buffer(frame, max_nbytes=MAX_NBYTES)
+        decoded = bytearray(read.logical_nbytes)
+        read.decompress_into(decoded, threads=1)
+    except PackhorseError:
+        return None
+    return content_hash(decoded, threads=1)

@@ -1,0 +1,305 @@
+"""Writes the seeds of the fuzz targets, `fuzz/corpus/<target>/`, from what the library makes.
+
+Run it again when the format changes: `.venv/bin/python fuzz/make_corpus.py`. The seeds are frames
+and files of every dtype, level, split and mode, small ones, because a fuzzer mutates small inputs
+best. What comes before the data in each seed is what the target's own head says. Nothing here knows
+how a stream is laid out; frames that no encoder makes, legal ones and liars, come from the tests.
+"""
+
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from packhorse import _core
+from packhorse.codecs.base import ByteArray, encode_plane
+from packhorse.codecs.content import content_hash
+from packhorse.disk.container import pack_tensors
+from packhorse.disk.header import build_header
+from packhorse.frame import Frame, compress_buffer
+from packhorse.frame_header import (
+    FrameHeader,
+    frame_header_nbytes,
+    padded,
+    read_header,
+    write_header,
+)
+from packhorse.layout import DTYPES, STREAM_NBYTES_BITS, DType, Level, Mode, Split
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from frame_builder import SMALL
+from lying_frames import LIES
+
+__all__ = ["CORPUS", "KINDS", "modes_of", "seed_frames"]
+
+CORPUS = Path(__file__).parent / "corpus"
+KINDS = ("constant", "few", "phrases", "weights", "noise")
+Seeds = Iterator[tuple[str, bytes]]
+_N_UNITS = 384  # coded streams begin to pay at about this length
+_CHUNK_LOG = 9
+_MAX_LIE_NBYTES = 1024
+
+
+def make_units(kind: str, dtype: DType, n: int = _N_UNITS) -> bytes:
+    """Units of a dtype that make the encoder choose one mode or another."""
+    rng = np.random.default_rng([len(kind), dtype.code, n])
+    size = dtype.unit_nbytes
+    noise = rng.integers(0, 256, (n, size), np.uint8)
+    if kind == "constant":
+        return noise[:1].tobytes() * n
+    if kind == "few":
+        return noise[np.minimum(rng.geometric(0.5, n) - 1, 5)].tobytes()
+    if kind == "phrases":
+        return np.resize(noise[:41], (n, size)).tobytes()
+    if kind == "weights":  # a skewed byte on top of noise, where the exponent is
+        noise[:, -1] = np.minimum(rng.geometric(0.3, n), 60) + 90
+        return (noise.view(f"<u{size}") >> int(Split.FLOAT in dtype.splits)).tobytes()
+    return noise.tobytes()
+
+
+def make_matrix(dtype: DType, n_rows: int, n_columns: int) -> bytes:
+    """Units whose exponents follow from row and column, nearly."""
+    rng = np.random.default_rng([dtype.code, n_rows, n_columns])
+    logs = rng.normal(0, 4, (n_rows, 1)) + rng.normal(0, 4, n_columns)
+    logs = logs + rng.normal(0, 0.3, (n_rows, n_columns))
+    # Small values are powers of two, so that the exponent says something of the mantissa.
+    values = rng.choice([-1, 1], logs.shape) * np.exp2(np.where(logs > 0, logs, np.floor(logs)))
+    if dtype.unit_nbytes == 1:
+        exponents = np.clip(logs / 6 + 16, 0, 31).astype(np.uint8)
+        return (exponents << 2 | rng.integers(0, 4, logs.shape, np.uint8)).tobytes()
+    bits = values.astype(np.float64 if dtype.unit_nbytes == 8 else np.float32)
+    units = bits.view(f"<u{bits.itemsize}") >> 8 * max(0, bits.itemsize - dtype.unit_nbytes)
+    return units.astype(f"<u{dtype.unit_nbytes}").tobytes()
+
+
+# How many values a plane has, and how unlike their frequencies are.
+PLANES = ((2, 0.9), (5, 0.5), (20, 0.2), (50, 0.06), (200, 0.02), (256, 0.1))
+
+
+def make_plane(n: int, n_values: int, skew: float) -> ByteArray:
+    """Bytes of so many values. They lie anywhere, so that no bit is noise."""
+    rng = np.random.default_rng([n, n_values])
+    ranks = np.minimum(rng.geometric(skew, n), n_values) - 1
+    return rng.permutation(256)[ranks].astype(np.uint8)
+
+
+def build_frame(
+    data: bytes, dtype: DType, shape: tuple[int, ...], chunk_log: int, level: Level, n_rows: int = 0
+) -> Frame:
+    """A frame with small chunks, or with side data (`n_rows`), for which the planner would ask for
+    a larger tensor."""
+    split, source = dtype.splits[-1], np.frombuffer(data, np.uint8)
+    n_columns = source.size // dtype.unit_nbytes // n_rows if n_rows else 0
+    side = np.empty(n_rows + n_columns, np.uint8)
+    if n_rows:
+        _core.make_side_data(source, dtype.unit_nbytes, n_rows, side, 0)
+    step = dtype.unit_nbytes << chunk_log
+    tables, payload = [], b""
+    for start in range(0, source.size, step):  # the core wants large chunks, or one
+        piece = source[start : start + step]
+        table = np.empty((1, 1 + (dtype.unit_nbytes if split else 1)), np.uint32)
+        dst, leaves = np.empty(padded(piece.size), np.uint8), np.empty(16, np.uint8)
+        used = _core.encode_chunks(
+            piece, dtype.unit_nbytes, split, chunk_log, level, side, n_rows, dst, table, leaves,
+            1, 0,
+        )  # fmt: skip
+        tables.append(table)
+        payload += dst[:used].tobytes()
+    return _seal(data, dtype, shape, chunk_log, level, np.concatenate(tables), payload, side)
+
+
+def _seal(
+    data: bytes,
+    dtype: DType,
+    shape: tuple[int, ...],
+    chunk_log: int,
+    level: Level,
+    table: np.ndarray,
+    payload: bytes,
+    side: ByteArray,
+) -> Frame:
+    stream = encode_plane(side, Mode.RANS) if side.size else None
+    mode, text = (Mode.STORED, side.tobytes()) if stream is None else (Mode.RANS, stream)
+    header_nbytes = frame_header_nbytes(len(shape), len(table), table.shape[1] - 1, len(text))
+    header = FrameHeader(
+        dtype, shape, dtype.splits[-1], level, chunk_log, content_hash(data), header_nbytes,
+        header_nbytes + len(payload), table, int(side.size > 0),
+        mode << STREAM_NBYTES_BITS | len(text), text,
+    )  # fmt: skip
+    packed = np.empty(header.frame_nbytes, np.uint8)
+    write_header(header, packed[:header_nbytes])
+    packed[header_nbytes:] = np.frombuffer(payload, np.uint8)
+    frame = Frame.from_buffer(packed)
+    frame.verify()
+    return frame
+
+
+def seed_frames() -> Iterator[tuple[str, Frame]]:
+    """Small frames, by name."""
+    for dtype in DTYPES:
+        level = list(Level)[dtype.code % len(Level)]
+        for kind in KINDS:
+            data = make_units(kind, dtype)
+            shape = (len(data) * 8 // dtype.bits,)
+            yield f"{dtype.name}-{kind}", compress_buffer(data, dtype.name, shape, level=level)
+        if dtype.bits == 8 * dtype.unit_nbytes:
+            data = make_units("weights", dtype, 1200)
+            yield f"{dtype.name}-chunks", build_frame(data, dtype, (3, 400), _CHUNK_LOG, level)
+    for dtype in DTYPES:  # classes, by prediction and by plane 0
+        if Split.FLOAT in dtype.splits and dtype.name != "C64":
+            data, level = make_matrix(dtype, 32, 80), list(Level)[1 + dtype.code % 2]
+            yield f"{dtype.name}-matrix", build_frame(data, dtype, (32, 80), 12, level, 32)
+    for kind in KINDS:  # more lanes, more dimensions
+        data = make_units(kind, DTYPES[0], 1 << 14)
+        yield f"large-{kind}", compress_buffer(data, "BF16", (2, 64, 64), level="max")
+    for number, plane_of in enumerate(PLANES):
+        data, level = make_plane(3000, *plane_of).tobytes(), list(Level)[1 + number % 2]
+        yield f"plane-{number}", build_frame(data, DTYPES[1], (3000,), 12, level)
+    for shape in ((), (0, 3), (1, 1, 1)):
+        data = bytes(4 * int(np.prod(shape)))
+        yield f"shape-{len(shape)}", compress_buffer(data, "F32", shape)
+
+
+def modes_of(frame: Frame) -> set[Mode]:
+    """The modes in a frame."""
+    return {mode for plane in frame.planes() for mode in plane.modes}
+
+
+def decode_tensor_seeds() -> Seeds:
+    """Choices, cut, length, range, side data, table, payload."""
+    for number, (name, frame) in enumerate(seed_frames()):
+        if Mode.ZSTD in modes_of(frame):
+            continue
+        packed = frame.to_bytes()
+        header = read_header(np.frombuffer(packed, np.uint8), None, 0, None)
+        bits = header.dtype.unit_nbytes.bit_length() - 1 | header.split << 2
+        choices = bytes([number % 3, number % 4, bits, header.chunk_log])
+        part = struct.pack("<I", header.nbytes)[:3] + struct.pack("<HH", 1000, 60000)
+        n_rows, n_columns = header.matrix
+        side = np.empty(n_rows + n_columns, np.uint8)
+        if n_rows:
+            data = bytearray(header.nbytes)
+            frame.decompress_into(data)
+            units = np.frombuffer(data, np.uint8)
+            _core.make_side_data(units, header.dtype.unit_nbytes, n_rows, side, 0)
+        part += struct.pack("<HH", n_rows, side.size) + side.tobytes()
+        yield name, choices + part + header.table.tobytes() + packed[header.header_nbytes :]
+
+
+def decode_plane_seeds() -> Seeds:
+    """Instruction set, mode, length, stream."""
+    for number, (n, plane_of) in enumerate(product((300, 2000, 9000), PLANES)):
+        plane, dst = make_plane(n, *plane_of), np.empty(n, np.uint8)
+        for mode in Mode:
+            try:
+                nbytes = _core.encode_plane(plane, int(mode), dst, 0)
+            except ValueError:  # no stream of this mode stands alone
+                continue
+            head = bytes([number % 3, mode]) + struct.pack("<I", n - 1)[:3]
+            yield f"{mode.name.lower()}-{number}", head + dst[:nbytes].tobytes()
+
+
+def round_trip_seeds() -> Seeds:
+    """Choices, cut, length, side data, noise, pattern."""
+    cuts = sorted({(dtype.unit_nbytes, split) for dtype in DTYPES for split in dtype.splits})
+    sizes = ((60, 6), (300, 9), (1000, 11), (2000, 13), (8300, 16))
+    for number, (size, split) in enumerate(cuts):
+        row = next(row for row in DTYPES if row.unit_nbytes == size and split in row.splits)
+        for kind, (n_units, chunk_log) in zip(KINDS, sizes, strict=True):
+            choices = bytes([number % 3, number * 37 & 0xFF, size.bit_length() - 1 | split << 2])
+            length = struct.pack("<I", n_units * size)[:3]
+            side = struct.pack("<HH", 50 * (number % 2), 4) + b"\1\2\3\4"
+            noise = struct.pack("<QH", 0xFF << 8 * (number % 8), number)
+            head = choices + bytes([chunk_log]) + length + side + noise
+            yield f"{size}-{split}-{kind}", head + make_units(kind, row, 64)
+    for level in (1, 2):  # more than one chunk: those are large
+        head = bytes([level, 4 | level, 1 | Split.FLOAT << 2, 17]) + struct.pack("<I", 300_000)[:3]
+        side = struct.pack("<HH", 200, 4) + b"\5\1\3\2"
+        noise = struct.pack("<QH", 0x01FF, 0)
+        yield f"chunks-{level}", head + side + noise + make_units("weights", DTYPES[10], 64)
+
+
+def frame_seeds() -> Seeds:
+    """Control, frame: as it is and sealed anew."""
+    frames = [(name, frame.to_bytes()) for name, frame in seed_frames()]
+    frames += [(f"made-{name}", bytes(build())) for name, build in SMALL.items()]
+    lies = [(f"lie-{number}", lie.frame()) for number, lie in enumerate(LIES.values())]
+    frames += [(name, frame) for name, frame in lies if len(frame) <= _MAX_LIE_NBYTES]
+    for number, (name, frame) in enumerate(frames):
+        yield name, bytes([number * 8 + number % 8 & 0xFF]) + frame
+
+
+def _tensors(number: int) -> dict[str, tuple[DType, bytes]]:
+    rows = [DTYPES[(3 * number + i) % len(DTYPES)] for i in range(3)]
+    kinds = [KINDS[(number + i) % len(KINDS)] for i in range(3)]
+    return {
+        f"layer.{i}": (row, make_units(kind, row, 48))
+        for i, (row, kind) in enumerate(zip(rows, kinds, strict=True))
+    }
+
+
+def file_seeds() -> Seeds:
+    """The four forms that `fuzz_file.py` lists."""
+    for number in range(8):
+        tensors = _tensors(number)
+        shapes = {
+            name: (row.name, (len(data) * 8 // row.bits,)) for name, (row, data) in tensors.items()
+        }
+        original = build_header(shapes, {"format": "np"} if number % 2 else None)
+        buffers = [tensors[entry.name][1] for entry in original.entries]
+        packed = pack_tensors(original, buffers)
+        yield f"raw-{number}", bytes([4 * number & 0xFC]) + packed
+        frames = b"".join(
+            compress_buffer(data, *shapes[entry.name]).to_bytes()
+            for entry, data in zip(original.entries, buffers, strict=True)
+        )
+        text = struct.pack("<H", len(original.text)) + original.text
+        yield f"built-{number}", bytes([1 + 16 + 4 * (number % 3)]) + text + frames
+        yield f"written-{number}", bytes([2 + 16 * (number % 2)]) + text + _written(packed)
+    yield from _index_seeds()
+
+
+def _written(packed: bytes) -> bytes:
+    nbytes = int.from_bytes(packed[:8], "little")
+    header = json.loads(packed[8 : 8 + nbytes])
+    header["__metadata__"]["packhorse"] = "@RECORD@"
+    text = json.dumps(header).encode()
+    return struct.pack("<H", len(text)) + text + packed[8 + nbytes :]
+
+
+def _index_seeds() -> Seeds:
+    files = {"a": "m-1.safetensors", "b": "m-2.safetensors", "c": "other"}
+    renamed = {name: file.replace(".safe", ".ph.safe") for name, file in files.items()}
+    for number, metadata in enumerate(({}, {"metadata": {"total_size": 12.5}})):
+        original = json.dumps({**metadata, "weight_map": files}).encode()
+        packed = json.dumps({**metadata, "weight_map": renamed, "packhorse": "@"})
+        text = struct.pack("<H", len(original)) + original
+        yield f"index-{number}", b"\3" + text + packed.replace('"@"', "@RECORD@").encode()
+
+
+TARGETS = {
+    "decode_tensor": decode_tensor_seeds,
+    "decode_plane": decode_plane_seeds,
+    "round_trip": round_trip_seeds,
+    "frame": frame_seeds,
+    "file": file_seeds,
+}
+
+
+def main() -> None:
+    """Replaces the whole corpus, except for inputs that broke something once: `found-*`."""
+    for old in CORPUS.glob("*/*"):
+        if not old.name.startswith("found-"):
+            old.unlink()
+    for target, seeds in TARGETS.items():
+        (CORPUS / target).mkdir(parents=True, exist_ok=True)
+        for name, seed in seeds():
+            (CORPUS / target / name).write_bytes(seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+// Encodes arbitrary bytes as a tensor of arbitrary cut, at any level, and decodes them: every
+// instruction set and number of threads writes the same bytes, they are what the decoder's own
+// checks allow, and the tensor comes back.
+//
+// Input: choices (2 bytes), Cut (2), length (3), Side (4 or more), mask and stride of the noise (8
+// and 2), the pattern. The tensor repeats the pattern and adds noise where the mask says, because a
+// few hundred bytes alone never fill the lanes and blocks that large chunks have.
+#include "common.hpp"
+
+namespace packhorse::fuzz {
+namespace {
+
+constexpr std::size_t kMaxNbytes = 2 * kContentLeafNbytes + 4096;
+
+// What is encoded, and how.
+struct Task {
+    Geometry geometry;
+    Side side;
+    Buffer src;
+    Level level;
+};
+
+struct Encoded {
+    Buffer payload;
+    std::vector<uint32_t> table;
+    std::vector<uint8_t> digests;
+    std::size_t nbytes = 0;
+
+    Encoded(const Task& task, std::size_t threads, Isa isa)
+        : payload(round_up(task.src.nbytes(), kFrameAlignment), 0xA5),
+          table(task.geometry.n_chunks() * task.geometry.row_length()),
+          digests(16 * n_leaves(task.src.nbytes())) {
+        nbytes = encode_tensor(task.src.data(), task.geometry, task.side.view(), task.level,
+                               payload.data(), table.data(), digests.data(), threads, isa);
+    }
+
+    bool equals(const Encoded& other) const {
+        return nbytes == other.nbytes && table == other.table && digests == other.digests &&
+               std::equal(payload.data(), payload.data() + nbytes, other.payload.data());
+    }
+};
+
+// xorshift64: noise that a run can repeat.
+uint64_t next_noise(uint64_t& state) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return state;
+}
+
+Buffer make_tensor(Input& input, std::size_t nbytes, uint32_t unit_nbytes) {
+    const uint64_t low = input.take(4);
+    const uint64_t mask = uint64_t{input.take(4)} << 32 | low;
+    const std::size_t stride = 1 + input.take(2);
+    Buffer tensor(nbytes);
+    const std::size_t pattern = input.nbytes();
+    for (std::size_t i = 0; pattern > 0 && i < nbytes; ++i)
+        tensor.data()[i] = input.data()[i % pattern];
+    uint64_t state = 0x9E3779B97F4A7C15;
+    for (std::size_t i = 0; mask != 0 && i + unit_nbytes <= nbytes; i += stride * unit_nbytes) {
+        const uint64_t noise = next_noise(state) & mask;
+        for (uint32_t b = 0; b < unit_nbytes; ++b)
+            tensor.data()[i + b] ^= static_cast<uint8_t>(noise >> (8 * b));
+    }
+    return tensor;
+}
+
+void decode_back(const Encoded& encoded, const Task& task, std::size_t threads, Isa isa) {
+    const std::vector<std::size_t> offsets = chunk_offsets(encoded.table.data(), task.geometry);
+    claim(offsets.back() == encoded.nbytes, "the table says how long the payload is");
+    Buffer payload(encoded.nbytes);
+    std::copy(encoded.payload.data(), encoded.payload.data() + encoded.nbytes, payload.data());
+    const EncodedTensor tensor{task.geometry, task.side.view(), payload.data(),
+                               encoded.table.data(), offsets};
+    Buffer decoded(task.src.nbytes(), 0x5A);
+    const DecodeResult result =
+        decode_tensor(tensor, 0, decoded.data(), decoded.nbytes(), true, threads, isa);
+    claim(result.status == Status::kOk, "what was encoded can be decoded");
+    claim(decoded.equals(task.src), "what was decoded is what was encoded");
+}
+
+void round_trip_tensor(const Task& task, std::size_t threads, Isa isa) {
+    const Encoded plain(task, 1, Isa::kPortable);
+    const TableCheck check = check_descriptors(plain.table.data(), task.geometry);
+    claim(check.fault == TableFault::kNone, "the encoder writes what the table's check allows");
+    claim(plain.nbytes <= round_up(task.src.nbytes(), kFrameAlignment), "nothing grows");
+    const Encoded other(task, threads, isa);
+    claim(plain.equals(other), "all code paths and numbers of threads write the same bytes");
+    decode_back(plain, task, 1, Isa::kPortable);
+    decode_back(other, task, threads, isa);
+}
+
+// What the planner asks the core: the same answers from every code path.
+void compare_estimates(const Task& task, std::size_t n_samples, Isa isa) {
+    const auto estimate = [&](Isa of) {
+        return estimate_tensor(task.src.data(), task.geometry, task.level, n_samples, of);
+    };
+    const std::vector<PlaneEstimate> plain = estimate(Isa::kPortable), other = estimate(isa);
+    claim(std::equal(plain.begin(), plain.end(), other.begin(), other.end(),
+                     [](const PlaneEstimate& a, const PlaneEstimate& b) {
+                         return a.mode == b.mode && a.nbytes == b.nbytes;
+                     }),
+          "all code paths estimate the same");
+}
+
+void compare_sides(const Task& task, Isa isa) {
+    Side plain(task.side), other(task.side);
+    plain.fit(task.src.data(), task.geometry, Isa::kPortable);
+    other.fit(task.src.data(), task.geometry, isa);
+    claim(plain.values().equals(other.values()), "all code paths make the same side data");
+}
+
+void round_trip_plane(const Buffer& src, Mode mode, Isa isa) {
+    Buffer stream(src.nbytes(), 0xA5), again(src.nbytes(), 0x5A), decoded(src.nbytes());
+    const std::size_t nbytes =
+        encode_single_plane(src.data(), src.nbytes(), mode, stream.data(), Isa::kPortable);
+    const std::size_t other =
+        encode_single_plane(src.data(), src.nbytes(), mode, again.data(), isa);
+    claim(nbytes == other && std::equal(stream.data(), stream.data() + nbytes, again.data()),
+          "all code paths write the same stream");
+    if (nbytes == 0) return;
+    claim(nbytes < src.nbytes(), "a stream is smaller than its plane");
+    Buffer exact(nbytes);
+    std::copy(stream.data(), stream.data() + nbytes, exact.data());
+    const Status status =
+        decode_single_plane(exact.data(), nbytes, mode, decoded.data(), decoded.nbytes(), isa);
+    claim(status == Status::kOk && decoded.equals(src), "a plane comes back");
+}
+
+void run(Input input) {
+    const Isa isa = choose_isa(input.take(1));
+    const uint32_t bits = input.take(1);
+    const auto level = static_cast<Level>(1 + (bits & 3) % 3);
+    const std::size_t threads = 1 + (bits >> 2 & 3);
+    const Cut cut(input);
+    std::size_t nbytes = input.take(3) % (kMaxNbytes + 1);
+    nbytes -= nbytes % cut.unit_nbytes;
+    if (cut.fault(nbytes) != nullptr) return;
+    const Geometry geometry = cut.geometry(nbytes);
+    // As the binding demands of its caller.
+    if (geometry.chunk_nbytes() % kContentLeafNbytes != 0 && geometry.n_chunks() > 1) return;
+    Side side(input, geometry);
+    Task task{geometry, std::move(side), make_tensor(input, nbytes, cut.unit_nbytes), level};
+    const Buffer before(task.src);
+    if (bits >> 4 & 1)
+        task.side.fit(task.src.data(), geometry, isa);
+    else
+        compare_sides(task, isa);
+    round_trip_tensor(task, threads, isa);
+    if (nbytes > 0 && item_nbytes(geometry.spec) == 1)
+        compare_estimates(task, 1 + (bits >> 5 & 1), isa);
+    if (nbytes > 0 && bits >> 6 != 0)
+        round_trip_plane(task.src, bits >> 6 == 1 ? Mode::kPalette : Mode::kRans, isa);
+    claim(task.src.equals(before), "the input is only read");
+}
+
+}  // namespace
+}  // namespace packhorse::fuzz
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t nbytes) {
+    packhorse::fuzz::run({data, nbytes});
+    return 0;
+}

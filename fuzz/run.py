@@ -1,0 +1,157 @@
+"""Builds and runs the fuzz targets, two at a time: `make fuzz`, `make fuzz TIME=600 ARGS=frame`.
+
+Targets of the core are C++ for libFuzzer, built by clang with AddressSanitizer and
+UndefinedBehaviorSanitizer; those of the Python side run under atheris. Each starts from its seeds
+in `fuzz/corpus/` and from what earlier runs found, kept in `build/fuzz/` with the logs and
+with every input that broke something. The exit status is 1 if one did.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+FUZZ = Path(__file__).resolve().parent
+ROOT = FUZZ.parent
+BUILD = ROOT / "build" / "fuzz"
+COMPILER = os.environ.get("CLANG", "clang++")
+# Tracing comparisons would take two thirds of the time; the seeds have the magic numbers anyway.
+FLAGS = (
+    *("-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-Wall", "-Wextra", "-Werror"),
+    *("-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all"),
+    *("-fno-sanitize-coverage=trace-cmp", "-pthread"),
+)
+# A hang is anything above this, an explosion of memory anything above that.
+LIMITS = ("-timeout=10", "-rss_limit_mb=2048", "-malloc_limit_mb=512", "-max_len=8192")
+TAIL_LINES = 60
+
+
+@dataclass(frozen=True)
+class Target:
+    """A fuzz target.
+
+    Attributes:
+        name: what the command line and the folders call it.
+        source: its file.
+        seeds: whose seeds it uses.
+        options: what libFuzzer is told beyond the limits.
+    """
+
+    name: str
+    source: str
+    seeds: str
+    options: tuple[str, ...] = ()
+
+    @property
+    def is_python(self) -> bool:
+        """Whether it runs under atheris."""
+        return self.source.endswith(".py")
+
+
+# Those that need the longest to build come first.
+TARGETS = (
+    Target("round_trip", "round_trip.cpp", "round_trip"),
+    Target("decode_tensor", "decode_tensor.cpp", "decode_tensor"),
+    Target("decode_plane", "decode_plane.cpp", "decode_plane"),
+    Target("frame", "fuzz_frame.py", "frame"),
+    Target("reference", "fuzz_reference.py", "frame"),
+    Target("file", "fuzz_file.py", "file", (f"-dict={FUZZ / 'file.dict'}",)),
+)
+_printing = threading.Lock()
+
+
+def main(argv: list[str]) -> int:
+    """Runs the targets that are asked for.
+
+    Args:
+        argv: the arguments, without the program's name.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(description="Fuzz the decoders.")
+    names = [target.name for target in TARGETS]
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(names)}")
+    parser.add_argument("--time", type=int, default=60, metavar="S", help="seconds for each")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="how many at once")
+    args = parser.parse_args(argv)
+    if unknown := set(args.targets) - set(names):
+        parser.error(f"no target is named {', '.join(sorted(unknown))}; there are {names}")
+    chosen = [target for target in TARGETS if not args.targets or target.name in args.targets]
+    if not all(target.is_python for target in chosen) and shutil.which(COMPILER) is None:
+        print(f"{COMPILER} is missing: install clang (Debian: apt-get install clang)")
+        return 1
+    with ThreadPoolExecutor(args.jobs) as pool:
+        good = list(pool.map(lambda target: fuzz(target, args.time), chosen))
+    return 0 if all(good) else 1
+
+
+def fuzz(target: Target, seconds: int) -> bool:
+    """Builds and runs one target and says how it went; whether nothing was found."""
+    if target.is_python and find_spec("atheris") is None:
+        say(f"{target.name}: SKIPPED, because atheris is missing; it runs on Linux on x86-64 only")
+        return True
+    try:
+        command = [sys.executable, str(FUZZ / target.source)] if target.is_python else build(target)
+    except subprocess.CalledProcessError as error:
+        say(f"{target.name}: it does not compile", error.stdout)
+        return False
+    found = BUILD / "corpus" / target.name
+    found.mkdir(parents=True, exist_ok=True)
+    folders = (found, FUZZ / "corpus" / target.seeds)
+    stop = (f"-max_total_time={seconds}", "-print_final_stats=1")
+    prefix = f"-artifact_prefix={BUILD}/{target.name}-"
+    arguments = (*stop, prefix, *LIMITS, *target.options, *map(str, folders))
+    log = BUILD / f"{target.name}.log"
+    with log.open("wb") as output:
+        status = subprocess.run([*command, *arguments], stdout=output, stderr=output).returncode
+    text = log.read_text(errors="replace")
+    if status == 0:
+        say(f"{target.name}: {summary(text)}, nothing found")
+        return True
+    say(f"{target.name}: FINDING, status {status}; the whole log is in {log}", tail(text))
+    return False
+
+
+def build(target: Target) -> list[str]:
+    """Compiles a target unless it is newer than all sources; its command."""
+    program = BUILD / target.name
+    program.parent.mkdir(parents=True, exist_ok=True)
+    sources = (FUZZ / target.source, *FUZZ.glob("*.hpp"), *(ROOT / "csrc").glob("*.hpp"))
+    newest = max(path.stat().st_mtime for path in sources)
+    if not program.exists() or program.stat().st_mtime < newest:
+        compile_line = [COMPILER, *FLAGS, str(FUZZ / target.source), "-o", str(program)]
+        subprocess.run(
+            compile_line, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+    return [str(program)]
+
+
+def summary(log: str) -> str:
+    """How many inputs a run tried, and how many edges of the control flow they reached."""
+    edges = re.findall(r"cov: (\d+)", log) or ["0"]
+    runs = re.search(r"number_of_executed_units: *(\d+)", log)
+    return f"{runs[1] if runs else '?'} inputs, {edges[-1]} edges"
+
+
+def tail(log: str) -> str:
+    """The end of a log without the lines that tell of progress."""
+    lines = [line for line in log.splitlines() if not re.match(r"#\d+\s|INFO: Instr", line)]
+    return "\n".join(lines[-TAIL_LINES:])
+
+
+def say(*lines: str) -> None:
+    """Prints lines that stay together."""
+    with _printing:
+        print(*lines, sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,168 @@
+// Many threads pack and unpack at once, each call with threads of its own, from memory that all
+// share and none may write to; built with ThreadSanitizer by `make tsan`. Every result is compared
+// with what one thread made before.
+//
+// Usage: threads [seconds]
+#include <sys/mman.h>
+
+#include <barrier>
+#include <chrono>
+#include <random>
+
+#include "common.hpp"
+
+namespace packhorse::fuzz {
+namespace {
+
+constexpr std::size_t kNbytes = 5 * kContentLeafNbytes + 1024;  // five chunks and a short one
+constexpr std::size_t kCallers = 6;
+constexpr std::size_t kMaxThreads = 8;
+
+// Memory that turns read-only, so that a write to the input is a fault.
+class SharedSource {
+  public:
+    explicit SharedSource(uint32_t seed) {
+        void* const memory =
+            mmap(nullptr, kNbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        claim(memory != MAP_FAILED, "memory can be mapped");
+        data_ = static_cast<uint8_t*>(memory);
+        std::mt19937 random(seed);
+        // A skewed byte next to noise, as in weights; every third run is constant.
+        for (std::size_t i = 0; i < kNbytes; ++i) {
+            const uint32_t noise = random();
+            const auto skewed = static_cast<uint8_t>(120 + std::countr_zero(noise | 0x100));
+            data_[i] = i >> 17 & 1 ? seed & 0xFF : i % 2 == 1 ? skewed : noise >> 24;
+        }
+        mprotect(memory, kNbytes, PROT_READ);
+    }
+    SharedSource(const SharedSource&) = delete;
+    ~SharedSource() { munmap(data_, kNbytes); }
+
+    const uint8_t* data() const { return data_; }
+
+  private:
+    uint8_t* data_;
+};
+
+constexpr std::size_t kRows = 256;
+
+// What all callers work on.
+struct Tensor {
+    SharedSource source;
+    Geometry geometry;
+    Level level;
+    std::vector<uint8_t> side;  // empty for none
+
+    Tensor(uint32_t seed, uint32_t unit_nbytes, int split, Level level, bool predicts)
+        : source(seed),
+          geometry(unit_nbytes, split, chunk_log_of(unit_nbytes), kNbytes),
+          level(level),
+          side(predicts ? kRows + geometry.n_units / kRows : 0) {
+        claim(geometry.n_chunks() > 4, "there are chunks for several threads");
+        claim(side_fault(geometry.spec, geometry.n_units, side.size(), kRows) == nullptr,
+              "the side data fit");
+        const std::size_t n_columns = geometry.n_units / kRows;
+        if (predicts)
+            fill_side({source.data(), kRows, n_columns, 1, n_columns * unit_nbytes}, geometry.spec,
+                      side.data(), Isa::kPortable);
+    }
+
+    static uint32_t chunk_log_of(uint32_t unit_nbytes) {
+        return static_cast<uint32_t>(std::countr_zero(kContentLeafNbytes / unit_nbytes));
+    }
+    SideData side_view() const { return view_side(side.data(), side.size(), kRows); }
+};
+
+struct Packed {
+    Buffer payload{round_up(kNbytes, kFrameAlignment)};
+    std::vector<uint32_t> table;
+    std::vector<uint8_t> digests = std::vector<uint8_t>(16 * n_leaves(kNbytes));
+    std::vector<std::size_t> offsets;
+
+    Packed(const Tensor& tensor, std::size_t threads, Isa isa)
+        : table(tensor.geometry.n_chunks() * tensor.geometry.row_length()) {
+        encode_tensor(tensor.source.data(), tensor.geometry, tensor.side_view(), tensor.level,
+                      payload.data(), table.data(), digests.data(), threads, isa);
+        offsets = chunk_offsets(table.data(), tensor.geometry);
+    }
+
+    bool equals(const Packed& other) const {
+        return table == other.table && digests == other.digests && offsets == other.offsets &&
+               std::equal(payload.data(), payload.data() + offsets.back(), other.payload.data());
+    }
+};
+
+// A tensor and its packed form, whole and with two bad chunks.
+struct Job {
+    Tensor tensor;
+    Packed packed;
+    Packed damaged;
+
+    Job(uint32_t seed, uint32_t unit_nbytes, int split, Level level, bool predicts)
+        : tensor(seed, unit_nbytes, split, level, predicts),
+          packed(tensor, 1, Isa::kPortable),
+          damaged(packed) {
+        for (const std::size_t chunk : {std::size_t{1}, std::size_t{3}})
+            damaged.payload.data()[damaged.offsets[chunk]] ^= 1;
+    }
+};
+
+DecodeResult decode(const Job& job, const Packed& packed, std::size_t start, Buffer& dst,
+                    std::size_t threads, Isa isa) {
+    const EncodedTensor tensor{job.tensor.geometry, job.tensor.side_view(), packed.payload.data(),
+                               packed.table.data(), packed.offsets};
+    return decode_tensor(tensor, start, dst.data(), dst.nbytes(), true, threads, isa);
+}
+
+void call_once(const Job& job, std::size_t threads, Isa isa) {
+    claim(Packed(job.tensor, threads, isa).equals(job.packed),
+          "the same bytes from any number of threads");
+    std::vector<uint8_t> digests(job.packed.digests.size());
+    hash_leaves_threaded(job.tensor.source.data(), kNbytes, digests.data(), threads, isa);
+    claim(digests == job.packed.digests, "the same hashes from any number of threads");
+    Buffer whole(kNbytes), part(kNbytes / 2);
+    claim(decode(job, job.packed, 0, whole, threads, isa).status == Status::kOk &&
+              std::equal(whole.data(), whole.data() + kNbytes, job.tensor.source.data()),
+          "the tensor comes back");
+    const std::size_t start = kNbytes / 3;
+    claim(
+        decode(job, job.packed, start, part, threads, isa).status == Status::kOk &&
+            std::equal(part.data(), part.data() + part.nbytes(), job.tensor.source.data() + start),
+        "a part comes back");
+    const DecodeResult bad = decode(job, job.damaged, 0, whole, threads, isa);
+    claim(bad.status == Status::kChecksum && (bad.chunk == 1 || bad.chunk == 3),
+          "a damaged chunk is found");
+}
+
+// Returns how many rounds all callers made.
+std::size_t run(std::chrono::seconds limit) {
+    std::vector<std::unique_ptr<Job>> jobs;
+    jobs.push_back(std::make_unique<Job>(1, 2, 2, Level::kDefault, false));
+    jobs.push_back(std::make_unique<Job>(2, 4, 2, Level::kMax, true));
+    jobs.push_back(std::make_unique<Job>(3, 1, 0, Level::kFast, false));
+    const auto end = std::chrono::steady_clock::now() + limit;
+    std::barrier start(kCallers);
+    std::atomic<std::size_t> rounds{0};
+    std::vector<std::thread> callers;
+    for (std::size_t caller = 0; caller < kCallers; ++caller)
+        callers.emplace_back([&, caller] {
+            start.arrive_and_wait();
+            for (std::size_t i = caller; std::chrono::steady_clock::now() < end; ++i) {
+                const auto isa = choose_isa(static_cast<uint32_t>(i / 2));
+                call_once(*jobs[i % jobs.size()], 1 + i % kMaxThreads, isa);
+                ++rounds;
+            }
+        });
+    for (std::thread& caller : callers) caller.join();
+    return rounds;
+}
+
+}  // namespace
+}  // namespace packhorse::fuzz
+
+int main(int argc, char** argv) {
+    const int seconds = argc > 1 ? std::atoi(argv[1]) : 20;
+    const std::size_t rounds = packhorse::fuzz::run(std::chrono::seconds(seconds));
+    std::printf("threads: %zu rounds in %d s, no fault\n", rounds, seconds);
+    return 0;
+}
