@@ -2,9 +2,9 @@
 //
 // CRC32C: the SSE4.2 instruction has a latency of three cycles and a throughput of one, so three
 // streams run side by side and are joined by the linear operator "append L zero bytes", held as
-// four tables of 256 (one for each byte of the register). XXH3: only inputs above 240 bytes; the
-// short forms are left to the caller (Python's xxhash), who meets at most one a tensor. Source: the
-// XXH3 specification, doc/xxhash_spec.md of the xxHash project.
+// four tables of 256 (one for each byte of the register). Without the instruction two do. XXH3:
+// only inputs above 240 bytes; the short forms are left to the caller (Python's xxhash), who meets
+// at most one a tensor. Source: the XXH3 specification, doc/xxhash_spec.md of the xxHash project.
 #pragma once
 
 #include <array>
@@ -32,19 +32,6 @@ constexpr CrcTable make_crc_table() {
 }
 
 inline constexpr CrcTable kCrcTable = make_crc_table();
-
-// Slicing by eight: eight independent look-ups for each eight bytes.
-inline uint32_t crc32c_portable(uint32_t crc, const uint8_t* src, std::size_t nbytes) {
-    for (; nbytes >= 8; src += 8, nbytes -= 8) {
-        const uint64_t word = load<uint64_t>(src) ^ crc;
-        crc = 0;
-        for (std::size_t k = 0; k < 8; ++k) crc ^= kCrcTable[7 - k][word >> (8 * k) & 0xFF];
-    }
-    for (; nbytes > 0; ++src, --nbytes) crc = crc >> 8 ^ kCrcTable[0][(crc ^ *src) & 0xFF];
-    return crc;
-}
-
-#if PACKHORSE_X86
 
 using CrcShift = std::array<std::array<uint32_t, 256>, 4>;
 
@@ -84,6 +71,32 @@ inline uint32_t shift_crc(const CrcShift& shift, uint32_t crc) {
     return shift[0][crc & 0xFF] ^ shift[1][crc >> 8 & 0xFF] ^ shift[2][crc >> 16 & 0xFF] ^
            shift[3][crc >> 24];
 }
+
+// Slicing by eight: eight independent look-ups for each eight bytes.
+PACKHORSE_INLINE uint32_t crc32c_eight(uint32_t crc, const uint8_t* src) {
+    const uint32_t a = load<uint32_t>(src) ^ crc, b = load<uint32_t>(src + 4);
+    return kCrcTable[7][a & 0xFF] ^ kCrcTable[6][a >> 8 & 0xFF] ^ kCrcTable[5][a >> 16 & 0xFF] ^
+           kCrcTable[4][a >> 24] ^ kCrcTable[3][b & 0xFF] ^ kCrcTable[2][b >> 8 & 0xFF] ^
+           kCrcTable[1][b >> 16 & 0xFF] ^ kCrcTable[0][b >> 24];
+}
+
+// Two streams: the look-ups of one wait for its register of before.
+inline uint32_t crc32c_portable(uint32_t crc, const uint8_t* src, std::size_t nbytes) {
+    constexpr std::size_t run = kCrcLongNbytes;
+    for (; nbytes >= 2 * run; src += 2 * run, nbytes -= 2 * run) {
+        uint32_t second = 0;
+        for (std::size_t i = 0; i < run; i += 8) {
+            crc = crc32c_eight(crc, src + i);
+            second = crc32c_eight(second, src + run + i);
+        }
+        crc = shift_crc(kCrcLongShift, crc) ^ second;
+    }
+    for (; nbytes >= 8; src += 8, nbytes -= 8) crc = crc32c_eight(crc, src);
+    for (; nbytes > 0; ++src, --nbytes) crc = crc >> 8 ^ kCrcTable[0][(crc ^ *src) & 0xFF];
+    return crc;
+}
+
+#if PACKHORSE_X86
 
 PACKHORSE_AVX2 inline uint32_t crc32c_three_streams(uint32_t crc, const uint8_t*& src,
                                                     std::size_t& nbytes, std::size_t run,

@@ -8,6 +8,7 @@
 
 #include "dispatch.hpp"
 #include "layout.hpp"
+#include "planes32.hpp"
 
 namespace packhorse {
 
@@ -92,26 +93,61 @@ PACKHORSE_INLINE void merge_any(const uint8_t* const* planes, std::size_t n, con
     if (spec.unit_nbytes == 8 && spec.rotation == 4) merge_units<uint64_t, 4>(planes, n, dst);
 }
 
+// The units from `done` on, where blocks of others have done what is before.
+PACKHORSE_INLINE void split_rest(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
+                                 std::size_t done, uint8_t* const* planes) {
+    uint8_t* rest[kMaxPlanes];
+    for (uint32_t p = 0; p < spec.n_planes; ++p) rest[p] = planes[p] + done;
+    split_any(src + done * spec.unit_nbytes, n - done, spec, rest);
+}
+
+PACKHORSE_INLINE void merge_rest(const uint8_t* const* planes, std::size_t n, const PlaneSpec& spec,
+                                 std::size_t done, uint8_t* dst) {
+    const uint8_t* rest[kMaxPlanes];
+    for (uint32_t p = 0; p < spec.n_planes; ++p) rest[p] = planes[p] + done;
+    merge_any(rest, n - done, spec, dst + done * spec.unit_nbytes);
+}
+
 inline void split_portable(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
                            uint8_t* const* planes) {
-    split_any(src, n, spec, planes);
+    std::size_t done = 0;
+#if PACKHORSE_X86
+    if (spec.unit_nbytes == 4)
+        done = spec.rotation == 1 ? split32_blocks_sse2<1>(src, n, planes)
+                                  : split32_blocks_sse2<0>(src, n, planes);
+#endif
+    split_rest(src, n, spec, done, planes);
 }
 
 inline void merge_portable(const uint8_t* const* planes, std::size_t n, const PlaneSpec& spec,
                            uint8_t* dst) {
-    merge_any(planes, n, spec, dst);
+    std::size_t done = 0;
+#if PACKHORSE_X86
+    if (spec.unit_nbytes == 4)
+        done = spec.rotation == 1 ? merge32_blocks_sse2<1>(planes, n, dst)
+                                  : merge32_blocks_sse2<0>(planes, n, dst);
+#endif
+    merge_rest(planes, n, spec, done, dst);
 }
 
 #if PACKHORSE_X86
 
 PACKHORSE_AVX2 inline void split_avx2(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
                                       uint8_t* const* planes) {
-    split_any(src, n, spec, planes);
+    std::size_t done = 0;
+    if (spec.unit_nbytes == 4)
+        done = spec.rotation == 1 ? split32_blocks_avx2<1>(src, n, planes)
+                                  : split32_blocks_avx2<0>(src, n, planes);
+    split_rest(src, n, spec, done, planes);
 }
 
 PACKHORSE_AVX2 inline void merge_avx2(const uint8_t* const* planes, std::size_t n,
                                       const PlaneSpec& spec, uint8_t* dst) {
-    merge_any(planes, n, spec, dst);
+    std::size_t done = 0;
+    if (spec.unit_nbytes == 4)
+        done = spec.rotation == 1 ? merge32_blocks_avx2<1>(planes, n, dst)
+                                  : merge32_blocks_avx2<0>(planes, n, dst);
+    merge_rest(planes, n, spec, done, dst);
 }
 
 // 64 units of 16 bits, rotated by 1: two packs and two permutes a register pair.
@@ -252,18 +288,12 @@ PACKHORSE_AVX512 inline std::size_t merge_blocks_avx512(const uint8_t* const* pl
 
 PACKHORSE_AVX512 inline void split_avx512(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
                                           uint8_t* const* planes) {
-    const std::size_t done = split_blocks_avx512(src, n, spec, planes);
-    uint8_t* rest[kMaxPlanes];
-    for (uint32_t p = 0; p < spec.n_planes; ++p) rest[p] = planes[p] + done;
-    split_any(src + done * spec.unit_nbytes, n - done, spec, rest);
+    split_rest(src, n, spec, split_blocks_avx512(src, n, spec, planes), planes);
 }
 
 PACKHORSE_AVX512 inline void merge_avx512(const uint8_t* const* planes, std::size_t n,
                                           const PlaneSpec& spec, uint8_t* dst) {
-    const std::size_t done = merge_blocks_avx512(planes, n, spec, dst);
-    const uint8_t* rest[kMaxPlanes];
-    for (uint32_t p = 0; p < spec.n_planes; ++p) rest[p] = planes[p] + done;
-    merge_any(rest, n - done, spec, dst + done * spec.unit_nbytes);
+    merge_rest(planes, n, spec, merge_blocks_avx512(planes, n, spec, dst), dst);
 }
 
 #endif

@@ -2,10 +2,11 @@
 //
 // Eight lanes to a register; their entries are loaded one by one. A gather instruction would do the
 // same; where this was measured it is so slow that decoding took more than twice as long
-// (docs/decisions.md, section 4). A step has a long chain of
-// dependent instructions (slot, entry, product, set of lanes that need a word, words), more than a
-// processor can look ahead. So the chain is cut: slots are stored as soon as they are known, and
-// the words of a group are filled in two groups after its product.
+// (docs/decisions.md, section 4).
+//
+// A step has a long chain of dependent instructions (slot, entry, product, set of lanes that need a
+// word, words), more than a processor can look ahead. So the chain is cut: slots are stored as soon
+// as they are known, and the words of a group are filled in two groups after its product.
 #pragma once
 
 #include "dispatch.hpp"
