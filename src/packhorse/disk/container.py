@@ -29,7 +29,7 @@ from packhorse.disk.packed_header import (
     parse_packed_header,
 )
 from packhorse.disk.results import FileResult, Problem, Progress, TensorPlan, TensorResult
-from packhorse.disk.strict_json import shortened
+from packhorse.disk.strict_json import has_capital_escape, shortened
 from packhorse.errors import PackhorseError
 from packhorse.frame import (
     Frame,
@@ -60,6 +60,11 @@ __all__ = [
 
 # Files that are pickles by their names; what is in them is never looked at.
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
+
+_CAPITAL_ESCAPE = (
+    "a JSON escape in its header has capital digits, which Packhorse does not write; probably a "
+    "bit has flipped, and all else is as it was: unpack the file, and pack it again"
+)
 
 
 class _Sink(Protocol):
@@ -361,6 +366,8 @@ def verify_file(
             return [Problem(path, None, None, str(error))]
         originals: dict[str, TensorEntry] = {}
         problems = []
+        if has_capital_escape(header.text):
+            problems.append(Problem(path, None, None, _CAPITAL_ESCAPE))
         try:
             packed = parse_packed_header(header, label=str(path))
         except PackhorseError as error:
