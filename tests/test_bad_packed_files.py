@@ -11,11 +11,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import frame_builder as fb
 import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-import frame_builder as fb
 import zstandard
 from disk_samples import (
     file_bytes,

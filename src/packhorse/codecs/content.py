@@ -1,8 +1,8 @@
-"""Checksums: CRC32C, and the content hash of a tensor (docs/format.md, section 7), a tree of XXH3-128, so that it can be
-computed chunk by chunk while the chunk is in the cache, and in parallel.
+"""Checksums: CRC32C, and the content hash of a tensor (docs/format.md, section 7).
 
-The core hashes leaves of more than 240 bytes; the short forms of XXH3, which at most the last leaf
-of a tensor needs, and the root come from the xxhash package.
+The hash is a tree of XXH3-128, so that it can be computed chunk by chunk while the chunk is in the
+cache, and in parallel. The core hashes leaves of more than 240 bytes; the short forms of XXH3,
+which at most the last leaf of a tensor needs, and the root come from the xxhash package.
 """
 
 from typing import TYPE_CHECKING, Any
