@@ -25,9 +25,8 @@ from codec_battery import (
 
 from packhorse.codecs import palette, planes, rans, zstd
 from packhorse.codecs.base import ISA_VARIABLE, Isa, as_bytes, as_writable_bytes, choose_isa
-from packhorse.codecs.plan import choose_plan
 from packhorse.errors import CorruptionError, MissingBackendError
-from packhorse.frame import compress_buffer
+from packhorse.frame import compress_buffer, plan_buffer
 from packhorse.layout import DTYPE_BY_NAME, DTYPES, MAX_CHUNK_NBYTES, Level, Mode, Split
 from packhorse.reference import decode_frame
 
@@ -91,7 +90,7 @@ def test_a_frame_never_grows_by_more_than_its_header(dtype: str) -> None:
 
 def test_incompressible_data_is_planned_as_stored() -> None:
     data = np.frombuffer(make_data("noise", "BF16", 1 << 17), np.uint8)
-    plan = choose_plan(data, "BF16", (1 << 17,), Level.DEFAULT)
+    plan = plan_buffer(data, "BF16", (1 << 17,))
     assert (plan.split, plan.zstd, plan.estimated_nbytes) == (Split.WHOLE, False, data.size)
     assert "incompressible" in plan.reason
 
@@ -101,7 +100,7 @@ def test_the_plan_does_not_depend_on_the_code_path() -> None:
     plans = []
     for isa in ISAS:
         with forced(isa):
-            plans.append(choose_plan(data, "F16", (100_001,), Level.DEFAULT))
+            plans.append(plan_buffer(data, "F16", (100_001,)))
     assert all(plan == plans[0] for plan in plans)
 
 

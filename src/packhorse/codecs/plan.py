@@ -14,12 +14,11 @@ import numpy as np
 
 from packhorse import _core
 from packhorse.codecs import zstd
-from packhorse.codecs.base import ByteArray, choose_isa
-from packhorse.codecs.side import SideData, choose_side
+from packhorse.codecs.base import ByteArray
+from packhorse.codecs.side import NO_SIDE_DATA, SideData, choose_side
 from packhorse.layout import (
     CHUNK_NBYTES,
     CLASSED_CHUNK_NBYTES,
-    DTYPE_BY_NAME,
     ZSTD_CHUNK_NBYTES,
     DType,
     Level,
@@ -36,6 +35,7 @@ _MAX_ZSTD_PIECES = 3
 _MIN_SAVING = 1 / 256  # below this a tensor is stored as it is, at copy speed
 _ZSTD_MUST_SAVE = 0.02  # of the planes' size: it is slower, so it has to earn its place
 _REPETITIVE = 7 / 8  # a float's last plane at this share of its size or less hints at repetition
+_MODE_WORDS = [mode.name.lower() for mode in Mode]  # by number
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Plan:
     chunk_log: int
     estimated_nbytes: int
     reason: str
-    side: SideData = field(default_factory=SideData.none, repr=False)
+    side: SideData = field(default=NO_SIDE_DATA, repr=False)
 
 
 def chunk_log_for(unit_nbytes: int, n_units: int, chunk_nbytes: int = CHUNK_NBYTES) -> int:
     """Log2 of the units of a chunk. A tensor of at most one and a half chunks is one chunk, so that
     no short rest is left."""
-    log = int(math.log2(chunk_nbytes // unit_nbytes))
+    log = (chunk_nbytes // unit_nbytes).bit_length() - 1
     if 1 << log < n_units <= 3 << (log - 1) and chunk_nbytes < ZSTD_CHUNK_NBYTES:
         return log + 1
     return log
@@ -79,22 +79,25 @@ def natural_split(dtype: DType) -> Split:
     return dtype.splits[-1]
 
 
-def choose_plan(data: ByteArray, dtype_name: str, shape: Sequence[int], level: Level) -> Plan:
+def choose_plan(
+    data: ByteArray, dtype: DType, shape: Sequence[int], level: Level, isa: int
+) -> Plan:
     """Plans for a tensor's bytes.
 
     Args:
         data: all bytes of the tensor, one-dimensional.
-        dtype_name: safetensors' name.
-        shape: the tensor's shape.
+        dtype: its dtype.
+        shape: its shape.
         level: how hard to try.
+        isa: the number of the instruction set of the call.
     """
-    dtype = DTYPE_BY_NAME[dtype_name]
     split = natural_split(dtype)
     n_units = data.size // dtype.unit_nbytes
     chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, _chunk_nbytes(level))
     if data.size == 0:
         return Plan(split, level, False, chunk_log, 0, "no elements")
-    estimates = _estimate_planes(data, dtype, split, level)
+    n_samples = min(_MAX_SAMPLES, 1 + data.size // _SAMPLE_EVERY_NBYTES)
+    estimates = _core.estimate_planes(data, dtype.unit_nbytes, split, level, n_samples, isa)
     planes_nbytes = sum(nbytes for _, nbytes in estimates)
     if _may_repeat(dtype, estimates, data.size):
         zstd_nbytes = _estimate_zstd(data, level)
@@ -105,39 +108,24 @@ def choose_plan(data: ByteArray, dtype_name: str, shape: Sequence[int], level: L
     if planes_nbytes > data.size * (1 - _MIN_SAVING):
         reason = "incompressible in a sample: stored"
         return Plan(Split.WHOLE, level, False, chunk_log, data.size, reason)
-    words = ", ".join(f"{Mode(mode).name.lower()} {_bits(n, data, dtype)}" for mode, n in estimates)
-    reason = f"planes in bits: {words}"
-    side = choose_side(data, dtype, shape, level)
+    words = [f"{_MODE_WORDS[mode]} {n * 8 / n_units:.2f}" for mode, n in estimates]
+    reason = "planes in bits: " + ", ".join(words)
+    side = choose_side(data, dtype, shape, level, isa)
     if side.saving:
         chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, CLASSED_CHUNK_NBYTES)
         planes_nbytes -= side.saving
-        reason += f"; row and column save {_bits(side.saving, data, dtype)}"
+        reason += f"; row and column save {side.saving * 8 / n_units:.2f}"
     return Plan(split, level, False, chunk_log, planes_nbytes, reason, side)
-
-
-def _bits(nbytes: int, data: ByteArray, dtype: DType) -> str:
-    return f"{nbytes * 8 / (data.size / dtype.unit_nbytes):.2f}"
-
-
-def _estimate_planes(
-    data: ByteArray, dtype: DType, split: Split, level: Level
-) -> list[tuple[int, int]]:
-    n_samples = min(_MAX_SAMPLES, 1 + data.size // _SAMPLE_EVERY_NBYTES)
-    return _core.estimate_planes(
-        data, dtype.unit_nbytes, int(split), int(level), n_samples, int(choose_isa())
-    )
 
 
 def _may_repeat(dtype: DType, estimates: list[tuple[int, int]], nbytes: int) -> bool:
     """Whether a trial of zstd is worth its time. The last plane of real weights is noise; where it
     is not, the data is not weights."""
-    if all(mode == Mode.CONSTANT for mode, _ in estimates):
+    if Split.FLOAT in dtype.splits and estimates[-1][1] * dtype.unit_nbytes > nbytes * (
+        _REPETITIVE if dtype.unit_nbytes > 1 else _REPETITIVE / 2
+    ):
         return False
-    if Split.FLOAT not in dtype.splits:
-        return True
-    return estimates[-1][1] * dtype.unit_nbytes <= nbytes * _REPETITIVE * (
-        1 if dtype.unit_nbytes > 1 else 0.5
-    )
+    return any(mode != Mode.CONSTANT for mode, _ in estimates)
 
 
 def _estimate_zstd(data: ByteArray, level: Level) -> int:
