@@ -14,6 +14,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdlib>
 #include <stdexcept>
 
 #include "gil.hpp"
@@ -238,6 +239,8 @@ NB_MODULE(_core, m) {
         "Packhorse's C++ core: bytes in, bytes out. Private; packhorse.frame and packhorse.codecs "
         "use it.";
     m.def("detect_isa", [] { return static_cast<int>(detect_isa()); });
+    // With Python's lock held, so os.environ does not change meanwhile.
+    m.def("environment", [](const char* name) { return std::getenv(name); }, "name"_a);
     m.def("encode_chunks", &encode_chunks, "src"_a, "unit_nbytes"_a, "split"_a, "chunk_log"_a,
           "level"_a, "side"_a, "n_rows"_a, "dst"_a.noconvert(), "table"_a.noconvert(),
           "digests"_a.noconvert(), "threads"_a, "isa"_a);

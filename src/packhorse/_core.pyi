@@ -8,13 +8,14 @@ _Bytes = NDArray[np.uint8]
 _Table = NDArray[np.uint32]  # (chunks, 1 + planes): CRC32C, then descriptors
 
 def detect_isa() -> int: ...
+def environment(name: str) -> str | None: ...
 def encode_chunks(
     src: _Bytes,
     unit_nbytes: int,
     split: int,
     chunk_log: int,
     level: int,
-    side: _Bytes,
+    side: bytes,
     n_rows: int,
     dst: _Bytes,
     table: _Table,

@@ -71,6 +71,7 @@ __all__ = [
 ]
 
 _MAX_DEFAULT_THREADS = 8
+_LEVELS = dict(Level.__members__)  # by name
 
 
 class Framework(Protocol):
@@ -102,8 +103,8 @@ def resolve_level(level: Level | str | int) -> Level:
     """
     if isinstance(level, Level):
         return level
-    if isinstance(level, str) and (named := Level.__members__.get(level.upper())):
-        return named
+    if isinstance(level, str) and level.upper() in _LEVELS:
+        return _LEVELS[level.upper()]
     if type(level) is int and level in Level.__members__.values():
         return Level(level)
     names = ", ".join(repr(known.name.lower()) for known in Level)
@@ -266,7 +267,7 @@ def _encode_planes(
         plan.split,
         plan.chunk_log,
         plan.level,
-        np.frombuffer(plan.side.values, np.uint8),
+        plan.side.values,
         plan.side.n_rows,
         dst,
         table,

@@ -55,6 +55,9 @@ __all__ = [
 ]
 
 _CRC = struct.Struct("<I")
+_SHAPES = tuple(struct.Struct(f"<{n_dims}Q") for n_dims in range(MAX_DIMS + 1))
+_TABLE_DTYPE = np.dtype("<u4")
+_SPLITS = tuple(Split)  # by number
 _SIDE_AT = 48  # of n_row_dims; the descriptor is 4 bytes on
 
 Table = NDArray[np.uint32]  # a row for each chunk: CRC32C, then a descriptor for each plane
@@ -170,9 +173,9 @@ def write_header(header: FrameHeader, dst: ByteArray, isa: int) -> None:
         bytes(3),
         header.side_descriptor,
     )
-    text = fixed + struct.pack(f"<{len(header.shape)}Q", *header.shape) + header.table.tobytes()
+    text = fixed + _SHAPES[len(header.shape)].pack(*header.shape) + header.table.tobytes()
     text = (text + header.side_stream).ljust(header.header_nbytes, b"\0")
-    dst[:] = np.frombuffer(text, np.uint8)
+    memoryview(dst)[:] = text
     _CRC.pack_into(dst, HEADER_CRC_OFFSET, _core.crc32c(text, isa))
 
 
@@ -248,7 +251,7 @@ class _Reader:
         self.check_side(n_row_dims, side_descriptor, dtype, split, shape)
         table_at = FIXED_HEADER_NBYTES + 8 * n_dims
         table_end = table_at + 4 * n_chunks * (1 + n_planes)
-        table: Table = np.ndarray((n_chunks, 1 + n_planes), "<u4", text, table_at)
+        table: Table = np.ndarray((n_chunks, 1 + n_planes), _TABLE_DTYPE, text, table_at)
         side_end = table_end + side_nbytes
         if text[side_end:].strip(b"\0"):
             raise self.fail(side_end, "padding of the header is not zero")
@@ -276,10 +279,10 @@ class _Reader:
         dtype = DTYPE_BY_CODE[code]
         if split_code not in dtype.splits:
             raise self.fail(7, f"split {split_code} is not allowed for {dtype.name}")
-        return dtype, Split(split_code)
+        return dtype, _SPLITS[split_code]
 
     def read_shape(self, text: bytes, n_dims: int, dtype: DType) -> tuple[tuple[int, ...], int]:
-        shape = struct.unpack_from(f"<{n_dims}Q", text, FIXED_HEADER_NBYTES)
+        shape = _SHAPES[n_dims].unpack_from(text, FIXED_HEADER_NBYTES)
         numel = math.prod(shape)
         if _overflows(shape, numel, dtype):
             raise self.fail(FIXED_HEADER_NBYTES, f"shape {shape} overflows")

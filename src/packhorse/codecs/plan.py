@@ -8,7 +8,7 @@ depend on the number of threads, and it says why.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,11 +35,9 @@ _MAX_ZSTD_PIECES = 3
 _MIN_SAVING = 1 / 256  # below this a tensor is stored as it is, at copy speed
 _ZSTD_MUST_SAVE = 0.02  # of the planes' size: it is slower, so it has to earn its place
 _REPETITIVE = 7 / 8  # a float's last plane at this share of its size or less hints at repetition
-_MODE_WORDS = [mode.name.lower() for mode in Mode]  # by number
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """How a tensor is packed, and why.
 
     Attributes:
@@ -47,8 +45,10 @@ class Plan:
         level: the level asked for.
         zstd: whether chunks are coded by Zstandard instead of plane by plane.
         chunk_log: log2 of the units of a chunk.
+        nbytes: bytes of the tensor.
         estimated_nbytes: expected encoded bytes, headers not counted; from samples.
-        reason: one line for people.
+        planes: expected mode and bytes of each plane without side data; empty if the tensor is not
+            coded plane by plane.
         side: what predicts the exponents from row and column; often nothing.
     """
 
@@ -56,9 +56,27 @@ class Plan:
     level: Level
     zstd: bool
     chunk_log: int
+    nbytes: int
     estimated_nbytes: int
-    reason: str
-    side: SideData = field(default=NO_SIDE_DATA, repr=False)
+    planes: tuple[tuple[int, int], ...] = ()
+    side: SideData = NO_SIDE_DATA
+
+    @property
+    def reason(self) -> str:
+        """One line for people."""
+        if self.nbytes == 0:
+            return "no elements"
+        if self.zstd:
+            return f"repetitive: zstd takes {self.estimated_nbytes / self.nbytes:.1%} of a sample"
+        if not self.planes:
+            return "incompressible in a sample: stored"
+        bits = 8 / (self.nbytes // len(self.planes))  # a unit has a byte for each plane
+        words = ", ".join(f"{Mode(mode).name.lower()} {n * bits:.2f}" for mode, n in self.planes)
+        saved = f"; row and column save {self.side.saving * bits:.2f}" if self.side.saving else ""
+        return f"planes in bits: {words}{saved}"
+
+    def __repr__(self) -> str:
+        return f"Plan({self.level.name}, {self.estimated_nbytes} bytes, {self.reason!r})"
 
 
 def chunk_log_for(unit_nbytes: int, n_units: int, chunk_nbytes: int = CHUNK_NBYTES) -> int:
@@ -95,27 +113,22 @@ def choose_plan(
     n_units = data.size // dtype.unit_nbytes
     chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, _chunk_nbytes(level))
     if data.size == 0:
-        return Plan(split, level, False, chunk_log, 0, "no elements")
+        return Plan(split, level, False, chunk_log, 0, 0)
     n_samples = min(_MAX_SAMPLES, 1 + data.size // _SAMPLE_EVERY_NBYTES)
     estimates = _core.estimate_planes(data, dtype.unit_nbytes, split, level, n_samples, isa)
-    planes_nbytes = sum(nbytes for _, nbytes in estimates)
+    planes_nbytes = sum([nbytes for _, nbytes in estimates])
     if _may_repeat(dtype, estimates, data.size):
         zstd_nbytes = _estimate_zstd(data, level)
         if zstd_nbytes < planes_nbytes * (1 - _ZSTD_MUST_SAVE):
             chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, ZSTD_CHUNK_NBYTES)
-            reason = f"repetitive: zstd takes {zstd_nbytes / data.size:.1%} of a sample"
-            return Plan(Split.WHOLE, level, True, chunk_log, zstd_nbytes, reason)
+            return Plan(Split.WHOLE, level, True, chunk_log, data.size, zstd_nbytes)
     if planes_nbytes > data.size * (1 - _MIN_SAVING):
-        reason = "incompressible in a sample: stored"
-        return Plan(Split.WHOLE, level, False, chunk_log, data.size, reason)
-    words = [f"{_MODE_WORDS[mode]} {n * 8 / n_units:.2f}" for mode, n in estimates]
-    reason = "planes in bits: " + ", ".join(words)
+        return Plan(Split.WHOLE, level, False, chunk_log, data.size, data.size)
     side = choose_side(data, dtype, shape, level, isa)
     if side.saving:
         chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, CLASSED_CHUNK_NBYTES)
         planes_nbytes -= side.saving
-        reason += f"; row and column save {side.saving * 8 / n_units:.2f}"
-    return Plan(split, level, False, chunk_log, planes_nbytes, reason, side)
+    return Plan(split, level, False, chunk_log, data.size, planes_nbytes, tuple(estimates), side)
 
 
 def _may_repeat(dtype: DType, estimates: list[tuple[int, int]], nbytes: int) -> bool:
@@ -125,7 +138,7 @@ def _may_repeat(dtype: DType, estimates: list[tuple[int, int]], nbytes: int) -> 
         _REPETITIVE if dtype.unit_nbytes > 1 else _REPETITIVE / 2
     ):
         return False
-    return any(mode != Mode.CONSTANT for mode, _ in estimates)
+    return any([mode != Mode.CONSTANT for mode, _ in estimates])
 
 
 def _estimate_zstd(data: ByteArray, level: Level) -> int:
