@@ -327,6 +327,12 @@ def test_views_of_buffers() -> None:
         as_writable_bytes(b"1234")
     with pytest.raises(TypeError, match="C-contiguous"):
         as_bytes(memoryview(data)[::2])
+    with pytest.raises(TypeError, match="C-contiguous"):
+        as_bytes(np.zeros(8, np.uint8)[::2])
+    array = np.zeros(8, np.uint8)
+    mine = as_bytes(array)
+    array.shape = (2, 4)  # the caller's business, not ours
+    assert mine.shape == (8,) and np.shares_memory(mine, array)
     assert as_bytes(b"").size == as_writable_bytes(b"").size == 0
     for dtype in (object, [("Offset", "i4"), ("O", object)]):
         with pytest.raises(TypeError, match="Python objects"):
