@@ -332,7 +332,8 @@ def test_views_of_buffers() -> None:
     array = np.zeros(8, np.uint8)
     mine = as_bytes(array)
     array.shape = (2, 4)  # the caller's business, not ours
-    assert mine.shape == (8,) and np.shares_memory(mine, array)
+    assert mine.shape == (8,)
+    assert np.shares_memory(mine, array)
     assert as_bytes(b"").size == as_writable_bytes(b"").size == 0
     for dtype in (object, [("Offset", "i4"), ("O", object)]):
         with pytest.raises(TypeError, match="Python objects"):
