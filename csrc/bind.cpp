@@ -64,6 +64,12 @@ SideData checked_side(const Bytes& side, std::size_t n_rows, const Geometry& geo
     return view_side(side.data(), side.size(), n_rows);
 }
 
+// What os.environ holds, which does not change while Python's lock is held.
+nb::object environment(const char* name) {
+    const char* const value = std::getenv(name);
+    return value == nullptr ? nb::none() : nb::steal(PyUnicode_DecodeFSDefault(value));
+}
+
 std::size_t encode_chunks(Bytes src, uint32_t unit_nbytes, int split, uint32_t chunk_log,
                           int level_number, Bytes side, std::size_t n_rows, WritableBytes dst,
                           WritableTable table, WritableBytes digests, std::size_t threads,
@@ -239,8 +245,7 @@ NB_MODULE(_core, m) {
         "Packhorse's C++ core: bytes in, bytes out. Private; packhorse.frame and packhorse.codecs "
         "use it.";
     m.def("detect_isa", [] { return static_cast<int>(detect_isa()); });
-    // With Python's lock held, so os.environ does not change meanwhile.
-    m.def("environment", [](const char* name) { return std::getenv(name); }, "name"_a);
+    m.def("environment", &environment, "name"_a);
     m.def("encode_chunks", &encode_chunks, "src"_a, "unit_nbytes"_a, "split"_a, "chunk_log"_a,
           "level"_a, "side"_a, "n_rows"_a, "dst"_a.noconvert(), "table"_a.noconvert(),
           "digests"_a.noconvert(), "threads"_a, "isa"_a);

@@ -309,6 +309,9 @@ def test_the_code_path_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_isa()
     with pytest.raises(ValueError, match="mmx"):
         compress_buffer(b"abc", "U8", (3,))
+    monkeypatch.setenv(ISA_VARIABLE, "\udcff")  # not UTF-8
+    with pytest.raises(ValueError, match=r"PACKHORSE_SIMD is '\\udcff'"):
+        choose_isa()
 
 
 def test_a_missing_instruction_set_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

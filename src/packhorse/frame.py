@@ -499,7 +499,7 @@ class Frame:
             ValueError: the range is not inside the tensor, or `dst` does not fit it or shares
                 memory with the frame.
         """
-        nbytes = self.logical_nbytes
+        nbytes = self._header.nbytes
         stop = nbytes if stop is None else stop
         target = as_writable_bytes(dst, "dst")
         if not 0 <= start <= stop <= nbytes:

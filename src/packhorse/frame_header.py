@@ -87,7 +87,7 @@ class FrameHeader(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the decoded tensor."""
-        return _logical_nbytes(self.dtype, math.prod(self.shape))
+        return math.prod(self.shape) * self.dtype.bits // 8
 
     @property
     def n_planes(self) -> int:
@@ -129,10 +129,6 @@ def _chunk_nbytes(table: Table) -> NDArray[np.int64]:
     return -(-lengths // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
 
-def _logical_nbytes(dtype: DType, numel: int) -> int:
-    return numel * dtype.bits // 8
-
-
 def checked_nbytes(dtype_name: str, shape: Sequence[int]) -> tuple[DType, int]:
     """The dtype's row and the bytes of a tensor that a caller names."""
     dtype, numel = DTYPE_BY_NAME.get(dtype_name), math.prod(shape)
@@ -144,7 +140,7 @@ def checked_nbytes(dtype_name: str, shape: Sequence[int]) -> tuple[DType, int]:
         raise ValueError(f"shape {tuple(shape)} of {dtype_name} has 2^63 bits or more")
     if numel * dtype.bits % 8:
         raise ValueError(f"{numel} elements of {dtype_name} are not a whole number of bytes")
-    return dtype, _logical_nbytes(dtype, numel)
+    return dtype, numel * dtype.bits // 8
 
 
 def _overflows(shape: Sequence[int], numel: int, dtype: DType) -> bool:
@@ -289,7 +285,7 @@ class _Reader:
         if numel * dtype.bits % 8:
             words = f"{numel} elements of {dtype.name} are not a whole number of bytes"
             raise self.fail(FIXED_HEADER_NBYTES, words)
-        return shape, _logical_nbytes(dtype, numel)
+        return shape, numel * dtype.bits // 8
 
     def check_side(
         self, n_row_dims: int, descriptor: int, dtype: DType, split: Split, shape: tuple[int, ...]

@@ -67,12 +67,12 @@ def matrix_of(dtype: DType, shape: Sequence[int], n_row_dims: int) -> tuple[int,
 
 def side_capacity(dtype: DType, shape: Sequence[int]) -> int:
     """The most bytes that side data of such a tensor can take in its header."""
-    return max((sum(matrix_of(dtype, shape, dims)) for dims in _views(dtype, shape)), default=0)
+    return max([sum(matrix_of(dtype, shape, dims)) for dims in _views(dtype, shape)], default=0)
 
 
 def _views(dtype: DType, shape: Sequence[int]) -> list[int]:
     """The `n_row_dims` worth trying: after the first dimension, and before the last."""
-    if Split.FLOAT not in dtype.splits or math.prod(shape) < _MIN_UNITS:
+    if len(shape) < 2 or Split.FLOAT not in dtype.splits or math.prod(shape) < _MIN_UNITS:
         return []
     views = []
     for dims in range(1, len(shape))[:: max(1, len(shape) - 2)]:  # the ends of the range
