@@ -14,6 +14,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdlib>
 #include <stdexcept>
 
 #include "gil.hpp"
@@ -61,6 +62,12 @@ SideData checked_side(const Bytes& side, std::size_t n_rows, const Geometry& geo
     const char* const fault = side_fault(geometry.spec, geometry.n_units, side.size(), n_rows);
     require(fault == nullptr, fault);
     return view_side(side.data(), side.size(), n_rows);
+}
+
+// What os.environ holds, which does not change while Python's lock is held.
+nb::object environment(const char* name) {
+    const char* const value = std::getenv(name);
+    return value == nullptr ? nb::none() : nb::steal(PyUnicode_DecodeFSDefault(value));
 }
 
 std::size_t encode_chunks(Bytes src, uint32_t unit_nbytes, int split, uint32_t chunk_log,
@@ -238,6 +245,7 @@ NB_MODULE(_core, m) {
         "Packhorse's C++ core: bytes in, bytes out. Private; packhorse.frame and packhorse.codecs "
         "use it.";
     m.def("detect_isa", [] { return static_cast<int>(detect_isa()); });
+    m.def("environment", &environment, "name"_a);
     m.def("encode_chunks", &encode_chunks, "src"_a, "unit_nbytes"_a, "split"_a, "chunk_log"_a,
           "level"_a, "side"_a, "n_rows"_a, "dst"_a.noconvert(), "table"_a.noconvert(),
           "digests"_a.noconvert(), "threads"_a, "isa"_a);

@@ -25,9 +25,8 @@ from codec_battery import (
 
 from packhorse.codecs import palette, planes, rans, zstd
 from packhorse.codecs.base import ISA_VARIABLE, Isa, as_bytes, as_writable_bytes, choose_isa
-from packhorse.codecs.plan import choose_plan
 from packhorse.errors import CorruptionError, MissingBackendError
-from packhorse.frame import compress_buffer
+from packhorse.frame import compress_buffer, plan_buffer
 from packhorse.layout import DTYPE_BY_NAME, DTYPES, MAX_CHUNK_NBYTES, Level, Mode, Split
 from packhorse.reference import decode_frame
 
@@ -91,7 +90,7 @@ def test_a_frame_never_grows_by_more_than_its_header(dtype: str) -> None:
 
 def test_incompressible_data_is_planned_as_stored() -> None:
     data = np.frombuffer(make_data("noise", "BF16", 1 << 17), np.uint8)
-    plan = choose_plan(data, "BF16", (1 << 17,), Level.DEFAULT)
+    plan = plan_buffer(data, "BF16", (1 << 17,))
     assert (plan.split, plan.zstd, plan.estimated_nbytes) == (Split.WHOLE, False, data.size)
     assert "incompressible" in plan.reason
 
@@ -101,7 +100,7 @@ def test_the_plan_does_not_depend_on_the_code_path() -> None:
     plans = []
     for isa in ISAS:
         with forced(isa):
-            plans.append(choose_plan(data, "F16", (100_001,), Level.DEFAULT))
+            plans.append(plan_buffer(data, "F16", (100_001,)))
     assert all(plan == plans[0] for plan in plans)
 
 
@@ -310,6 +309,9 @@ def test_the_code_path_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_isa()
     with pytest.raises(ValueError, match="mmx"):
         compress_buffer(b"abc", "U8", (3,))
+    monkeypatch.setenv(ISA_VARIABLE, "\udcff")  # not UTF-8
+    with pytest.raises(ValueError, match=r"PACKHORSE_SIMD is '\\udcff'"):
+        choose_isa()
 
 
 def test_a_missing_instruction_set_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,6 +330,13 @@ def test_views_of_buffers() -> None:
         as_writable_bytes(b"1234")
     with pytest.raises(TypeError, match="C-contiguous"):
         as_bytes(memoryview(data)[::2])
+    with pytest.raises(TypeError, match="C-contiguous"):
+        as_bytes(np.zeros(8, np.uint8)[::2])
+    array = np.zeros(8, np.uint8)
+    mine = as_bytes(array)
+    array.shape = (2, 4)  # the caller's business, not ours
+    assert mine.shape == (8,)
+    assert np.shares_memory(mine, array)
     assert as_bytes(b"").size == as_writable_bytes(b"").size == 0
     for dtype in (object, [("Offset", "i4"), ("O", object)]):
         with pytest.raises(TypeError, match="Python objects"):

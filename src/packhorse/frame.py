@@ -46,7 +46,6 @@ from packhorse.frame_header import (
     write_header,
 )
 from packhorse.layout import (
-    DTYPE_BY_NAME,
     STREAM_NBYTES_BITS,
     STREAM_NBYTES_MASK,
     DType,
@@ -72,6 +71,7 @@ __all__ = [
 ]
 
 _MAX_DEFAULT_THREADS = 8
+_LEVELS = dict(Level.__members__)  # by name
 
 
 class Framework(Protocol):
@@ -87,10 +87,10 @@ class Framework(Protocol):
             CompatibilityError: the framework has no such dtype.
         """
 
-    def writable(self, tensor: Any) -> memoryview:
+    def writable(self, tensor: Any) -> ByteArray:
         """The bytes of a C-contiguous tensor, one-dimensional, to write to."""
 
-    def readable(self, tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:
+    def readable(self, tensor: Any) -> tuple[ByteArray, str, tuple[int, ...]]:
         """The bytes in C order, dtype name and shape; a copy only if the tensor is not
         C-contiguous."""
 
@@ -103,8 +103,8 @@ def resolve_level(level: Level | str | int) -> Level:
     """
     if isinstance(level, Level):
         return level
-    if isinstance(level, str) and level.upper() in Level.__members__:
-        return Level[level.upper()]
+    if isinstance(level, str) and level.upper() in _LEVELS:
+        return _LEVELS[level.upper()]
     if type(level) is int and level in Level.__members__.values():
         return Level(level)
     names = ", ".join(repr(known.name.lower()) for known in Level)
@@ -152,7 +152,10 @@ def max_frame_nbytes(dtype: str, shape: Sequence[int]) -> int:
     Raises:
         ValueError: unknown dtype or impossible shape.
     """
-    row, nbytes = checked_nbytes(dtype, shape)
+    return _capacity(*checked_nbytes(dtype, shape), shape)
+
+
+def _capacity(row: DType, nbytes: int, shape: Sequence[int]) -> int:
     chunk_log = chunk_log_for(row.unit_nbytes, nbytes // row.unit_nbytes)
     n_chunks = -(-nbytes // (row.unit_nbytes << chunk_log))
     n_planes = n_planes_of(row, natural_split(row))
@@ -169,16 +172,16 @@ def plan_buffer(
         TypeError: `src` is not a C-contiguous buffer.
         ValueError: unknown dtype or level, or `src` is not as long as dtype and shape say.
     """
-    data = _checked_source(src, dtype, shape)
-    return choose_plan(data, dtype, shape, resolve_level(level))
+    data, row = _checked_source(src, dtype, shape)
+    return choose_plan(data, row, shape, resolve_level(level), int(choose_isa()))
 
 
-def _checked_source(src: Buffer, dtype: str, shape: Sequence[int]) -> ByteArray:
-    _, nbytes = checked_nbytes(dtype, shape)
+def _checked_source(src: Buffer, dtype: str, shape: Sequence[int]) -> tuple[ByteArray, DType]:
+    row, nbytes = checked_nbytes(dtype, shape)
     data = as_bytes(src, "src")
     if data.size != nbytes:
         raise ValueError(f"{dtype} of shape {tuple(shape)} has {nbytes} bytes, src {data.size}")
-    return data
+    return data, row
 
 
 def compress_buffer(
@@ -211,15 +214,15 @@ def compress_buffer(
         ValueError: sizes, dtype, level or threads that do not fit, or `out` shares memory with
             `src`.
     """
-    data = _checked_source(src, dtype, shape)
-    plan = choose_plan(data, dtype, shape, resolve_level(level))
-    capacity = max_frame_nbytes(dtype, shape)
+    data, row = _checked_source(src, dtype, shape)
+    isa = int(choose_isa())
+    plan = choose_plan(data, row, shape, resolve_level(level), isa)
+    capacity = _capacity(row, data.size, shape)
     memory = np.empty(capacity, np.uint8) if out is None else as_writable_bytes(out, "out")
     if memory.size < capacity:
         raise ValueError(f"out has {memory.size} bytes; a frame of this tensor may take {capacity}")
     if np.may_share_memory(memory, data):
         raise ValueError("out and src share memory; src would be overwritten while it is read")
-    row = DTYPE_BY_NAME[dtype]
     n_planes = n_planes_of(row, plan.split)
     n_chunks = -(-data.size // (row.unit_nbytes << plan.chunk_log))
     table = np.empty((n_chunks, 1 + n_planes), np.uint32)
@@ -227,7 +230,8 @@ def compress_buffer(
     side = plan.side
     header_nbytes = frame_header_nbytes(len(shape), n_chunks, n_planes, len(side.stream))
     encode = _encode_zstd if plan.zstd else _encode_planes
-    used = encode(data, row, plan, memory[header_nbytes:], table, leaves, resolve_threads(threads))
+    payload, n_threads = memory[header_nbytes:], resolve_threads(threads)
+    used = encode(data, row, plan, payload, table, leaves, n_threads, isa)
     finish_leaves(data, leaves)
     header = FrameHeader(
         row,
@@ -243,7 +247,7 @@ def compress_buffer(
         side.descriptor,
         side.stream,
     )
-    write_header(header, memory[:header_nbytes])
+    write_header(header, memory[:header_nbytes], isa)
     return Frame(memory[: header.frame_nbytes], header, name, 0, plan)
 
 
@@ -255,20 +259,21 @@ def _encode_planes(
     table: Table,
     leaves: ByteArray,
     threads: int,
+    isa: int,
 ) -> int:
     return _core.encode_chunks(
         data,
         dtype.unit_nbytes,
-        int(plan.split),
+        plan.split,
         plan.chunk_log,
-        int(plan.level),
-        np.frombuffer(plan.side.values, np.uint8),
+        plan.level,
+        plan.side.values,
         plan.side.n_rows,
         dst,
         table,
         leaves,
         threads,
-        int(choose_isa()),
+        isa,
     )
 
 
@@ -302,8 +307,8 @@ def _encode_zstd(
     table: Table,
     leaves: ByteArray,
     threads: int,
+    isa: int,
 ) -> int:
-    isa = int(choose_isa())
     chunk_nbytes = dtype.unit_nbytes << plan.chunk_log
     _core.leaf_digests(data, leaves, threads, isa)
 
@@ -371,7 +376,7 @@ class Frame:
             TypeError: not a C-contiguous buffer.
         """
         data = as_bytes(buffer, "buffer")
-        header = read_header(data, name, offset, max_nbytes)
+        header = read_header(data, name, offset, max_nbytes, int(choose_isa()))
         return cls(data, header, name, offset)
 
     @property
@@ -494,20 +499,25 @@ class Frame:
             ValueError: the range is not inside the tensor, or `dst` does not fit it or shares
                 memory with the frame.
         """
-        stop = self.logical_nbytes if stop is None else stop
+        nbytes = self._header.nbytes
+        stop = nbytes if stop is None else stop
         target = as_writable_bytes(dst, "dst")
-        if not 0 <= start <= stop <= self.logical_nbytes:
-            raise ValueError(f"bytes {start}:{stop} are not inside 0:{self.logical_nbytes}")
+        if not 0 <= start <= stop <= nbytes:
+            raise ValueError(f"bytes {start}:{stop} are not inside 0:{nbytes}")
         if target.size != stop - start:
             raise ValueError(
                 f"dst has {target.size} bytes; bytes {start}:{stop} need {stop - start}"
             )
         if np.may_share_memory(target, self._data):
             raise ValueError("dst and the frame share memory; decode elsewhere")
-        if (self._header.table[:, 1] >> STREAM_NBYTES_BITS == int(Mode.ZSTD)).any():
-            self._decode_zstd(target, start, resolve_threads(threads), check)
-        else:
-            self._decode_planes(target, start, resolve_threads(threads), check)
+        decode = self._decode_zstd if self._has_zstd() else self._decode_planes
+        decode(target, start, resolve_threads(threads), check, int(choose_isa()))
+
+    def _has_zstd(self) -> bool:
+        """Whether any chunk is coded by Zstandard, which only whole units may be."""
+        if self._header.split != Split.WHOLE:
+            return False
+        return bool((self._header.table[:, 1] >> STREAM_NBYTES_BITS == int(Mode.ZSTD)).any())
 
     def verify(self, *, threads: int | None = None) -> None:
         """Checks everything: the CRC32C of every chunk, every stream, and the content hash of the
@@ -523,13 +533,15 @@ class Frame:
         if content_hash(decoded, threads=resolve_threads(threads)) != self.content_hash:
             raise self._error("the decoded tensor does not have the recorded content hash", 24)
 
-    def _decode_planes(self, dst: ByteArray, start: int, threads: int, check: bool) -> None:
+    def _decode_planes(
+        self, dst: ByteArray, start: int, threads: int, check: bool, isa: int
+    ) -> None:
         header = self._header
         status, chunk = _core.decode_range(
             self._data[header.header_nbytes :],
             header.table,
             header.dtype.unit_nbytes,
-            int(header.split),
+            header.split,
             header.chunk_log,
             header.nbytes,
             self._side_values(),
@@ -538,7 +550,7 @@ class Frame:
             dst,
             check,
             threads,
-            int(choose_isa()),
+            isa,
         )
         if status:
             raise self._chunk_error(chunk, STATUS_WORDS[status])
@@ -557,7 +569,7 @@ class Frame:
                 raise self._error(f"side data: {error}", 52) from error
         return self._side
 
-    def _decode_zstd(self, dst: ByteArray, start: int, threads: int, check: bool) -> None:
+    def _decode_zstd(self, dst: ByteArray, start: int, threads: int, check: bool, isa: int) -> None:
         stop = start + dst.size
         first = start // self.chunk_nbytes
         n_wanted = -(-stop // self.chunk_nbytes) - first if dst.size else 0
@@ -569,21 +581,21 @@ class Frame:
             end = min(at + self.chunk_nbytes, self.logical_nbytes)
             lo, hi = max(at, start), min(end, stop)
             if (lo, hi) == (at, end):
-                self._decode_zstd_chunk(chunk, offset, dst[at - start : end - start], check)
+                self._decode_zstd_chunk(chunk, offset, dst[at - start : end - start], check, isa)
                 return
             whole = np.empty(end - at, np.uint8)
-            self._decode_zstd_chunk(chunk, offset, whole, check)
+            self._decode_zstd_chunk(chunk, offset, whole, check, isa)
             dst[lo - start : hi - start] = whole[lo - at : hi - at]
 
         for _ in _in_order(decode, n_wanted, threads):
             pass
 
-    def _decode_zstd_chunk(self, chunk: int, offset: int, dst: ByteArray, check: bool) -> None:
+    def _decode_zstd_chunk(
+        self, chunk: int, offset: int, dst: ByteArray, check: bool, isa: int
+    ) -> None:
         crc, descriptor = (int(value) for value in self._header.table[chunk])
         nbytes = descriptor & STREAM_NBYTES_MASK
-        if check and crc != _core.crc32c(
-            self._data[offset : offset + padded(nbytes)], int(choose_isa())
-        ):
+        if check and crc != _core.crc32c(self._data[offset : offset + padded(nbytes)], isa):
             raise self._chunk_error(chunk, STATUS_WORDS[1])
         stream = self._data[offset : offset + nbytes]
         if self._data[offset + nbytes : offset + padded(nbytes)].any():
@@ -599,9 +611,9 @@ class Frame:
         elif mode == Mode.STORED:
             dst[:] = stream
         else:
-            self._decode_other_chunk(chunk, offset, dst)
+            self._decode_other_chunk(chunk, offset, dst, isa)
 
-    def _decode_other_chunk(self, chunk: int, offset: int, dst: ByteArray) -> None:
+    def _decode_other_chunk(self, chunk: int, offset: int, dst: ByteArray, isa: int) -> None:
         """A chunk of one-byte units between those of zstd, its checksum compared already: for the
         core a tensor of its own, so that it does not look at the other chunks."""
         header = self._header
@@ -609,7 +621,7 @@ class Frame:
             self._data[offset:],
             header.table[chunk : chunk + 1],
             header.dtype.unit_nbytes,
-            int(header.split),
+            header.split,
             header.chunk_log,
             dst.size,
             self._side_values(),
@@ -618,7 +630,7 @@ class Frame:
             dst,
             False,
             1,
-            int(choose_isa()),
+            isa,
         )
         if status:
             raise self._chunk_error(chunk, STATUS_WORDS[status])

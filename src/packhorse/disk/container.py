@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 
+from packhorse.codecs.base import ByteArray
 from packhorse.disk.atomic import OutputFile, atomic_file
 from packhorse.disk.frames import WindowDecoder, blaming, check_frame, map_region, open_frame
 from packhorse.disk.header import FileHeader, TensorEntry, build_header, read_file_header
@@ -183,7 +184,7 @@ def write_packed(
 
 def lay_out(
     tensors: Mapping[str, Any], framework: Framework, metadata: Mapping[str, str] | None
-) -> tuple[FileHeader, Iterator[memoryview]]:
+) -> tuple[FileHeader, Iterator[ByteArray]]:
     """The header of a file of these tensors, and their bytes in its order, for the two below.
 
     Raises:
