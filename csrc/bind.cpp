@@ -19,6 +19,7 @@
 
 #include "gil.hpp"
 #include "tensor.hpp"
+#include "zstd_frame.hpp"
 
 namespace nb = nanobind;
 
@@ -235,6 +236,10 @@ void leaf_digests(Bytes src, WritableBytes digests, std::size_t threads, int isa
     hash_leaves_threaded(src.data(), src.size(), digests.data(), threads, isa);
 }
 
+std::size_t zstd_frame_nbytes_of(Bytes src, std::size_t header_nbytes, bool has_checksum) {
+    return zstd_frame_nbytes(src.data(), src.size(), header_nbytes, has_checksum);
+}
+
 }  // namespace
 }  // namespace packhorse
 
@@ -266,4 +271,5 @@ NB_MODULE(_core, m) {
     m.def("merge", &merge, "planes"_a, "unit_nbytes"_a, "split"_a, "dst"_a.noconvert(), "isa"_a);
     m.def("crc32c", &crc32c_of, "src"_a, "isa"_a);
     m.def("leaf_digests", &leaf_digests, "src"_a, "digests"_a.noconvert(), "threads"_a, "isa"_a);
+    m.def("zstd_frame_nbytes", &zstd_frame_nbytes_of, "src"_a, "header_nbytes"_a, "has_checksum"_a);
 }

@@ -248,12 +248,38 @@ def test_zstd_round_trips(level: Level) -> None:
     stream = zstd.compress_chunk(chunk, level)
     assert stream[:4] == bytes.fromhex("28b52ffd")
     dst = np.empty_like(chunk)
-    zstd.decompress_chunk(as_bytes(guarded(stream)), dst)
+    zstd.ChunkDecoder().decode(as_bytes(guarded(stream)), dst)
+    assert np.array_equal(dst, chunk)
+
+
+def test_zstd_finds_what_repeats_far_behind() -> None:
+    """The ordinary search has forgotten it by then."""
+    rng = np.random.default_rng(3)
+    pieces = rng.integers(0, 256, (100, 1000)).astype(np.uint8)
+    between = rng.integers(0, 9, 1_500_000).astype(np.uint8)
+    chunk = np.concatenate([pieces.ravel(), between, rng.permutation(pieces).ravel()])
+    near = zstd.compress_chunk(chunk, Level.DEFAULT)
+    stream = zstd.compress_chunk(chunk, Level.DEFAULT, long_matches=True)
+    assert len(stream) < len(near) - 60_000
+    dst = np.empty_like(chunk)
+    zstd.ChunkDecoder().decode(as_bytes(guarded(stream)), dst)
     assert np.array_equal(dst, chunk)
 
 
 CHUNK = bytes(range(100))
+CHECKED_ZSTD = zstandard.ZstdCompressor(write_checksum=True).compress(CHUNK)
+ZSTD_HEADER = bytes.fromhex("28b52ffd2064")  # of one segment of 100 bytes
 BAD_ZSTD = {
+    "a wrong checksum": CHECKED_ZSTD[:-1] + bytes([CHECKED_ZSTD[-1] ^ 1]),
+    "a checksum that is cut": CHECKED_ZSTD[:-1],
+    "no checksum where one is declared": CHECKED_ZSTD[:-4],
+    "no block": ZSTD_HEADER,
+    "a block of the reserved type": ZSTD_HEADER + bytes.fromhex("270300") + CHUNK,
+    "a block that is longer": ZSTD_HEADER + bytes.fromhex("290300") + CHUNK,
+    "a block that is shorter": ZSTD_HEADER + bytes.fromhex("190300") + CHUNK[1:],
+    "no last block": ZSTD_HEADER + bytes.fromhex("200300") + CHUNK,
+    "a million empty blocks": ZSTD_HEADER + bytes(3_000_000),
+    "a skippable frame that declares as much": b"\x50\x2a\x4d\x18\x64\0\0\0" + CHUNK,
     "too long": zstandard.compress(CHUNK + b"x"),
     "too short": zstandard.compress(CHUNK[1:]),
     "no size": zstandard.ZstdCompressor(write_content_size=False).compress(CHUNK),
@@ -267,10 +293,19 @@ BAD_ZSTD = {
 }
 
 
+def test_a_hand_made_zstd_stream_is_read() -> None:
+    """What the bad ones below differ from; empty blocks are allowed."""
+    for block in ("210300", "000000" * 5 + "210300"):
+        dst = np.empty(len(CHUNK), np.uint8)
+        stream = ZSTD_HEADER + bytes.fromhex(block) + CHUNK
+        zstd.ChunkDecoder().decode(as_bytes(guarded(stream)), dst)
+        assert dst.tobytes() == CHUNK
+
+
 @pytest.mark.parametrize("stream", BAD_ZSTD.values(), ids=BAD_ZSTD)
 def test_zstd_refuses_a_stream_that_lies(stream: bytes) -> None:
     with pytest.raises(CorruptionError, match="zstd stream"):
-        zstd.decompress_chunk(as_bytes(stream), np.empty(len(CHUNK), np.uint8))
+        zstd.ChunkDecoder().decode(as_bytes(stream), np.empty(len(CHUNK), np.uint8))
 
 
 # What all share.

@@ -311,10 +311,11 @@ def _encode_zstd(
 ) -> int:
     chunk_nbytes = dtype.unit_nbytes << plan.chunk_log
     _core.leaf_digests(data, leaves, threads, isa)
+    long_matches = zstd.seeks_long_matches(plan.level, data.size, plan.estimated_nbytes)
 
     def compress(chunk: int) -> tuple[ByteArray, bytes]:
         piece = data[chunk * chunk_nbytes : (chunk + 1) * chunk_nbytes]
-        return piece, zstd.compress_chunk(piece, plan.level)
+        return piece, zstd.compress_chunk(piece, plan.level, long_matches=long_matches)
 
     used = 0
     for chunk, (piece, packed) in enumerate(_in_order(compress, len(table), threads)):
@@ -574,6 +575,7 @@ class Frame:
         first = start // self.chunk_nbytes
         n_wanted = -(-stop // self.chunk_nbytes) - first if dst.size else 0
         offsets = self._header.chunk_offsets()
+        decoder = zstd.ChunkDecoder()
 
         def decode(item: int) -> None:
             chunk, offset = first + item, int(offsets[first + item])
@@ -581,17 +583,24 @@ class Frame:
             end = min(at + self.chunk_nbytes, self.logical_nbytes)
             lo, hi = max(at, start), min(end, stop)
             if (lo, hi) == (at, end):
-                self._decode_zstd_chunk(chunk, offset, dst[at - start : end - start], check, isa)
+                target = dst[at - start : end - start]
+                self._decode_zstd_chunk(decoder, chunk, offset, target, check, isa)
                 return
             whole = np.empty(end - at, np.uint8)
-            self._decode_zstd_chunk(chunk, offset, whole, check, isa)
+            self._decode_zstd_chunk(decoder, chunk, offset, whole, check, isa)
             dst[lo - start : hi - start] = whole[lo - at : hi - at]
 
         for _ in _in_order(decode, n_wanted, threads):
             pass
 
     def _decode_zstd_chunk(
-        self, chunk: int, offset: int, dst: ByteArray, check: bool, isa: int
+        self,
+        decoder: zstd.ChunkDecoder,
+        chunk: int,
+        offset: int,
+        dst: ByteArray,
+        check: bool,
+        isa: int,
     ) -> None:
         crc, descriptor = (int(value) for value in self._header.table[chunk])
         nbytes = descriptor & STREAM_NBYTES_MASK
@@ -603,7 +612,7 @@ class Frame:
         mode = descriptor >> STREAM_NBYTES_BITS
         if mode == Mode.ZSTD:
             try:
-                zstd.decompress_chunk(stream, dst)
+                decoder.decode(stream, dst)
             except CorruptionError as error:
                 raise self._chunk_error(chunk, str(error)) from error
         elif mode == Mode.CONSTANT:
