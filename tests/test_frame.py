@@ -11,17 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packhorse import _core
+from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.codecs import content
 from packhorse.errors import CorruptionError
-from packhorse.frame import (
-    Frame,
-    compress_buffer,
-    content_hash,
-    max_frame_nbytes,
-    plan_buffer,
-    resolve_level,
-    resolve_threads,
-)
+from packhorse.frame import Frame, compress_buffer, content_hash, max_frame_nbytes, plan_buffer
 from packhorse.layout import DTYPE_BY_NAME, DTYPES, FIXED_HEADER_NBYTES, Level, Mode, Split
 from packhorse.reference import content_hash as slow_content_hash
 from packhorse.reference import decode_frame

@@ -10,18 +10,14 @@ the word of unchecked bytes.
 from __future__ import annotations
 
 import math
-import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from packhorse import _core
+from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.codecs import zstd
 from packhorse.codecs.base import (
     STATUS_WORDS,
@@ -30,7 +26,13 @@ from packhorse.codecs.base import (
     as_writable_bytes,
     choose_isa,
 )
-from packhorse.codecs.content import content_hash, empty_leaves, finish_leaves, hash_root
+from packhorse.codecs.content import (
+    content_hash,
+    empty_leaves,
+    finish_leaves,
+    hash_leaves,
+    hash_root,
+)
 from packhorse.codecs.plan import Plan, choose_plan, chunk_log_for, natural_split
 from packhorse.codecs.side import decode_side, side_capacity
 from packhorse.errors import CorruptionError
@@ -45,6 +47,7 @@ from packhorse.frame_header import (
     read_header,
     write_header,
 )
+from packhorse.frame_zstd import encode_zstd, in_order
 from packhorse.layout import (
     STREAM_NBYTES_BITS,
     STREAM_NBYTES_MASK,
@@ -59,72 +62,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Frame",
-    "Framework",
     "Plan",
     "PlaneSummary",
     "compress_buffer",
     "content_hash",
     "max_frame_nbytes",
     "plan_buffer",
-    "resolve_level",
-    "resolve_threads",
 ]
 
-_MAX_DEFAULT_THREADS = 8
-_LEVELS = dict(Level.__members__)  # by name
-
-
-class Framework(Protocol):
-    """What a hop needs to know of NumPy or PyTorch; one object for each, in numpy.py and
-    torch.py."""
-
-    name: str
-
-    def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
-        """A fresh tensor of undefined content.
-
-        Raises:
-            CompatibilityError: the framework has no such dtype.
-        """
-
-    def writable(self, tensor: Any) -> ByteArray:
-        """The bytes of a C-contiguous tensor, one-dimensional, to write to."""
-
-    def readable(self, tensor: Any) -> tuple[ByteArray, str, tuple[int, ...]]:
-        """The bytes in C order, dtype name and shape; a copy only if the tensor is not
-        C-contiguous."""
-
-
-def resolve_level(level: Level | str | int) -> Level:
-    """A `Level` from itself, its name in any case, or its number.
-
-    Raises:
-        ValueError: no such level.
-    """
-    if isinstance(level, Level):
-        return level
-    if isinstance(level, str) and level.upper() in _LEVELS:
-        return _LEVELS[level.upper()]
-    if type(level) is int and level in Level.__members__.values():
-        return Level(level)
-    names = ", ".join(repr(known.name.lower()) for known in Level)
-    raise ValueError(f"level is {level!r}; it must be one of {names}")
-
-
-def resolve_threads(threads: int | None) -> int:
-    """The number of threads to use: as asked, or the cores that this process may use, at most 8.
-
-    Raises:
-        ValueError: below 1.
-        TypeError: not an integer.
-    """
-    if threads is None:
-        return min(len(os.sched_getaffinity(0)), _MAX_DEFAULT_THREADS)
-    if not isinstance(threads, int) or isinstance(threads, bool):
-        raise TypeError(f"threads must be an integer or None, not {type(threads).__name__}")
-    if threads < 1:
-        raise ValueError(f"threads is {threads}; it must be at least 1")
-    return threads
+# Decoded at once where a whole tensor is not wanted: many chunks for every thread, whole chunks and
+# whole leaves of the hash.
+_WINDOW_NBYTES = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -229,7 +177,7 @@ def compress_buffer(
     leaves = empty_leaves(data.size)
     side = plan.side
     header_nbytes = frame_header_nbytes(len(shape), n_chunks, n_planes, len(side.stream))
-    encode = _encode_zstd if plan.zstd else _encode_planes
+    encode = encode_zstd if plan.zstd else _encode_planes
     payload, n_threads = memory[header_nbytes:], resolve_threads(threads)
     used = encode(data, row, plan, payload, table, leaves, n_threads, isa)
     finish_leaves(data, leaves)
@@ -275,58 +223,6 @@ def _encode_planes(
         threads,
         isa,
     )
-
-
-def _in_order(work: Callable[[int], Any], n: int, threads: int) -> Iterator[Any]:
-    """Results of work(0), ..., work(n - 1) in order, with a bounded number ahead."""
-    if threads == 1 or n < 2:
-        yield from map(work, range(n))
-        return
-    with ThreadPoolExecutor(min(threads, n)) as pool:
-        results = (_submit(pool, work, i) for i in range(n))
-        ahead = deque(islice(results, 2 * threads))
-        while ahead:
-            yield ahead.popleft()()
-            ahead.extend(islice(results, 1))
-
-
-def _submit(pool: ThreadPoolExecutor, work: Callable[[int], Any], i: int) -> Callable[[], Any]:
-    """What waits for work(i), or does it: no thread starts where the system gives none, or once the
-    main thread of the program has ended."""
-    try:
-        return pool.submit(work, i).result
-    except RuntimeError:
-        return partial(work, i)
-
-
-def _encode_zstd(
-    data: ByteArray,
-    dtype: DType,
-    plan: Plan,
-    dst: ByteArray,
-    table: Table,
-    leaves: ByteArray,
-    threads: int,
-    isa: int,
-) -> int:
-    chunk_nbytes = dtype.unit_nbytes << plan.chunk_log
-    _core.leaf_digests(data, leaves, threads, isa)
-    long_matches = zstd.seeks_long_matches(plan.level, data.size, plan.estimated_nbytes)
-
-    def compress(chunk: int) -> tuple[ByteArray, bytes]:
-        piece = data[chunk * chunk_nbytes : (chunk + 1) * chunk_nbytes]
-        return piece, zstd.compress_chunk(piece, plan.level, long_matches=long_matches)
-
-    used = 0
-    for chunk, (piece, packed) in enumerate(_in_order(compress, len(table), threads)):
-        pays = len(packed) < piece.size
-        mode, stream = (Mode.ZSTD, as_bytes(packed)) if pays else (Mode.STORED, piece)
-        end = used + padded(stream.size)
-        dst[used : used + stream.size] = stream
-        dst[used + stream.size : end] = 0
-        table[chunk] = _core.crc32c(dst[used:end], isa), mode << STREAM_NBYTES_BITS | stream.size
-        used = end
-    return used
 
 
 class Frame:
@@ -520,19 +416,53 @@ class Frame:
             return False
         return bool((self._header.table[:, 1] >> STREAM_NBYTES_BITS == int(Mode.ZSTD)).any())
 
+    def pieces(
+        self, *, threads: int | None = None, window: ByteArray | None = None
+    ) -> Iterator[ByteArray]:
+        """Decodes the tensor window by window, so that one of any size takes the same memory, and
+        compares the content hash at its end (docs/format.md, section 7).
+
+        Args:
+            threads: how many to use; None for the cores available, at most 8.
+            window: memory to decode to, of `window_nbytes`; None to take new memory.
+
+        Yields:
+            The next bytes of the tensor, each valid until the next is asked for.
+
+        Raises:
+            CorruptionError: the frame is bad; told after all pieces if only the hash is.
+        """
+        n_threads = resolve_threads(threads)
+        window = np.empty(self.window_nbytes, np.uint8) if window is None else window
+        leaves = [empty_leaves(0)]
+        for start in range(0, self.logical_nbytes, _WINDOW_NBYTES):
+            stop = min(start + _WINDOW_NBYTES, self.logical_nbytes)
+            piece = window[: stop - start]
+            self.decompress_into(piece, start=start, stop=stop, threads=n_threads)
+            leaves.append(hash_leaves(piece, n_threads))
+            yield piece
+        digest = hash_root(np.concatenate(leaves))
+        if digest != self.content_hash:
+            raise self._error(
+                f"the content hash of the decoded bytes is {digest.hex()}, and the frame says "
+                f"{self.content_hash.hex()}",
+                24,
+            )
+
+    @property
+    def window_nbytes(self) -> int:
+        """How much memory `pieces` needs: 32 MiB, or less if the tensor is smaller."""
+        return min(self.logical_nbytes, _WINDOW_NBYTES)
+
     def verify(self, *, threads: int | None = None) -> None:
         """Checks everything: the CRC32C of every chunk, every stream, and the content hash of the
-        decoded tensor.
-
-        Takes as much memory as the decoded tensor.
+        decoded tensor. Takes 32 MiB of memory at most.
 
         Raises:
             CorruptionError: what is wrong, with tensor, chunk and byte offset.
         """
-        decoded = np.empty(self.logical_nbytes, np.uint8)
-        self.decompress_into(decoded, threads=threads)
-        if content_hash(decoded, threads=resolve_threads(threads)) != self.content_hash:
-            raise self._error("the decoded tensor does not have the recorded content hash", 24)
+        for _ in self.pieces(threads=threads):
+            pass
 
     def _decode_planes(
         self, dst: ByteArray, start: int, threads: int, check: bool, isa: int
@@ -590,7 +520,7 @@ class Frame:
             self._decode_zstd_chunk(decoder, chunk, offset, whole, check, isa)
             dst[lo - start : hi - start] = whole[lo - at : hi - at]
 
-        for _ in _in_order(decode, n_wanted, threads):
+        for _ in in_order(decode, n_wanted, threads):
             pass
 
     def _decode_zstd_chunk(

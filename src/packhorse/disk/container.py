@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 
+from packhorse.arguments import Framework, resolve_level, resolve_threads
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.atomic import OutputFile, atomic_file
 from packhorse.disk.frames import WindowDecoder, blaming, check_frame, map_region, open_frame
@@ -32,15 +33,7 @@ from packhorse.disk.packed_header import (
 from packhorse.disk.results import FileResult, Problem, Progress, TensorPlan, TensorResult
 from packhorse.disk.strict_json import has_capital_escape, shortened
 from packhorse.errors import PackhorseError
-from packhorse.frame import (
-    Frame,
-    Framework,
-    compress_buffer,
-    max_frame_nbytes,
-    plan_buffer,
-    resolve_level,
-    resolve_threads,
-)
+from packhorse.frame import Frame, compress_buffer, max_frame_nbytes, plan_buffer
 from packhorse.layout import Level
 
 if TYPE_CHECKING:
@@ -329,7 +322,7 @@ class _Unpacker:
         place, offset = self._packed.frames[entry.name], self._packed.frame_offset(entry.name)
         with map_region(self._file, offset, place.nbytes) as data, blaming(self._file.name):
             frame = open_frame(data, self._packed, entry)
-            for piece in self._decoder.pieces(frame, entry.name, offset):
+            for piece in self._decoder.pieces(frame):
                 self._output.write(piece)
                 self._progress(piece.nbytes)
         return _result(entry, place.nbytes)
@@ -407,7 +400,7 @@ class _Verifier:
             frame = Frame.from_buffer(data, name=name, offset=offset, max_nbytes=self.max_nbytes)
             if entry.name in self.originals:
                 check_frame(frame, self.originals[entry.name], offset)
-            for _ in self.decoder.pieces(frame, entry.name, offset):
+            for _ in self.decoder.pieces(frame):
                 pass
 
 
