@@ -235,8 +235,8 @@ PACKHORSE_AVX512 inline void xxh3_stripes_avx512(Xxh3Accumulator& acc, const uin
 
 inline void xxh3_stripes(Xxh3Accumulator& acc, const uint8_t* src, std::size_t n_stripes, Isa isa) {
 #if PACKHORSE_X86
-    if (isa == Isa::kAvx512) return xxh3_stripes_avx512(acc, src, n_stripes);
-    if (isa == Isa::kAvx2) return xxh3_stripes_avx2(acc, src, n_stripes);
+    if (isa >= Isa::kAvx512) return xxh3_stripes_avx512(acc, src, n_stripes);
+    if (isa >= Isa::kAvx2) return xxh3_stripes_avx2(acc, src, n_stripes);
 #endif
     (void)isa;
     xxh3_stripes_portable(acc, src, n_stripes);
@@ -331,8 +331,8 @@ PACKHORSE_AVX512 inline void copy_block_avx512(const uint8_t* src, uint8_t* dst,
 // Copies a block, and takes its stripes into `acc` unless that is null.
 inline void copy_block(const uint8_t* src, uint8_t* dst, Xxh3Accumulator* acc, Isa isa) {
 #if PACKHORSE_X86
-    if (isa == Isa::kAvx512) return copy_block_avx512(src, dst, acc);
-    if (isa == Isa::kAvx2) return copy_block_avx2(src, dst, acc);
+    if (isa >= Isa::kAvx512) return copy_block_avx512(src, dst, acc);
+    if (isa >= Isa::kAvx2) return copy_block_avx2(src, dst, acc);
 #endif
     (void)isa;
     copy_block_portable(src, dst, acc);

@@ -83,7 +83,7 @@ inline Status read_rans_body(const uint8_t* src, std::size_t nbytes, std::size_t
 inline void build_rans_tables(RansDecoder& decoder, Isa isa) {
     if (decoder.model.n_buckets() > 0) {
         build_alias(decoder.model, decoder.alias);
-        if (isa == Isa::kAvx512 && decoder.lanes_log == kMaxLanesLog)
+        if (isa >= Isa::kAvx512 && decoder.lanes_log == kMaxLanesLog)
             fill_bucket_entries(decoder.model, decoder.alias, decoder.buckets);
     }
     // The partial round at the end always looks up.
@@ -293,7 +293,7 @@ inline void decode_rounds(RansDecoder& decoder, std::size_t n_rounds, uint8_t* d
                           Isa isa) {
 #if PACKHORSE_X86
     const bool wide = decoder.lanes_log == kMaxLanesLog;
-    if (isa == Isa::kAvx512 && wide) return decode_rounds_avx512_any(decoder, n_rounds, dst, ahead);
+    if (isa >= Isa::kAvx512 && wide) return decode_rounds_avx512_any(decoder, n_rounds, dst, ahead);
     if (isa >= Isa::kAvx2)
         return wide ? decode_rounds_avx2(decoder, n_rounds, dst, ahead)
                     : decode_rounds_scalar_avx2(decoder, n_rounds, dst);

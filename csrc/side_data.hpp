@@ -158,8 +158,8 @@ inline SideEstimate estimate_side(const uint8_t* src, std::size_t n_rows, std::s
     std::vector<uint8_t> classes(n);
     predict_classes(data, 0, n, q.data(), classes.data(), isa);
     subtract_prediction(plane.data(), q.data(), n, yielded.data(), isa);
-    const ClassStarts starts = count_classes(classes.data(), n, isa);
-    sort_by_class(yielded.data(), classes.data(), n, starts, sorted.data(), isa);
+    const ClassStarts starts = count_classes(classes.data(), n, kCutsOfClasses, isa);
+    sort_by_class(yielded.data(), classes.data(), n, kCutsOfClasses, starts, sorted.data(), isa);
     std::size_t predicted = 0;
     for (uint32_t c = 0; c < kPredictionClasses; ++c)
         predicted += entropy_nbytes(sorted.data() + starts.at[c], starts.count(c));
