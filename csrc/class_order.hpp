@@ -4,9 +4,10 @@
 // Every path works on blocks of units. Both directions move the next units of each class between
 // places side by side, in the order by class, and the places that a set of bits names:
 // - AVX-512 with VBMI2 has instructions for that, 64 units at a time;
-// - AVX2 does it by byte shuffles that are looked up, for eight units and each of the 256 sets;
-// - the baseline moves unit by unit. The next unit of a class waits until the one before has moved
-//   its pointer on, so the quarters of a block go side by side, each with pointers of its own.
+// - AVX2 computes the rank of each unit in its class for one direction, 32 units at a time, and
+// looks
+//   up byte shuffles for the other, for each of the 256 sets of eight places;
+// - the baseline moves unit by unit.
 #pragma once
 
 #include <algorithm>
@@ -73,14 +74,50 @@ PACKHORSE_INLINE std::size_t count_above(const uint8_t* keys, std::size_t n, uin
 
 #if PACKHORSE_X86
 
-PACKHORSE_AVX512 inline std::size_t count_above_avx512(const uint8_t* keys, std::size_t n_blocks,
-                                                       uint8_t cut) {
-    std::size_t count = 0;
-    const __m512i least = _mm512_set1_epi8(static_cast<char>(cut));
-    for (std::size_t b = 0; b < n_blocks; ++b)
-        count += static_cast<std::size_t>(
-            __builtin_popcountll(_mm512_cmpge_epu8_mask(_mm512_loadu_si512(keys + 64 * b), least)));
-    return count;
+// Rounds in which no byte of a register overflows that counts one a round.
+constexpr std::size_t kCountRounds = 255;
+
+// Adds the keys of `n_blocks` blocks of 64 that are at or above each cut.
+PACKHORSE_AVX512 inline void count_blocks_avx512(const uint8_t* keys, std::size_t n_blocks,
+                                                 const ClassCuts& cuts, std::size_t* above) {
+    __m512i sums[kMaxClasses - 1] = {};
+    while (n_blocks > 0) {
+        const std::size_t run = std::min(n_blocks, kCountRounds);
+        __m512i few[kMaxClasses - 1] = {};
+        for (std::size_t b = 0; b < run; ++b, keys += 64)
+            for (uint32_t t = 0; t + 1 < kMaxClasses; ++t) {
+                const __m512i cut = _mm512_set1_epi8(static_cast<char>(cuts.at[t]));
+                const __mmask64 mine = _mm512_cmpge_epu8_mask(_mm512_loadu_si512(keys), cut);
+                few[t] = _mm512_mask_sub_epi8(few[t], mine, few[t], _mm512_set1_epi8(-1));
+            }
+        for (uint32_t t = 0; t + 1 < kMaxClasses; ++t)
+            sums[t] = _mm512_add_epi64(sums[t], _mm512_sad_epu8(few[t], _mm512_setzero_si512()));
+        n_blocks -= run;
+    }
+    for (uint32_t t = 0; t + 1 < kMaxClasses; ++t)
+        above[t] += static_cast<std::size_t>(_mm512_reduce_add_epi64(sums[t]));
+}
+
+// The same for blocks of 32.
+PACKHORSE_AVX2 inline void count_blocks_avx2(const uint8_t* keys, std::size_t n_blocks,
+                                             const ClassCuts& cuts, std::size_t* above) {
+    while (n_blocks > 0) {
+        const std::size_t run = std::min(n_blocks, kCountRounds);
+        __m256i few[kMaxClasses - 1] = {};
+        for (std::size_t b = 0; b < run; ++b, keys += 32)
+            for (uint32_t t = 0; t + 1 < kMaxClasses; ++t) {
+                const __m256i key = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys));
+                const __m256i cut = _mm256_set1_epi8(static_cast<char>(cuts.at[t]));
+                few[t] = _mm256_sub_epi8(few[t], _mm256_cmpeq_epi8(_mm256_max_epu8(key, cut), key));
+            }
+        for (uint32_t t = 0; t + 1 < kMaxClasses; ++t) {
+            alignas(32) uint64_t sums[4];
+            _mm256_store_si256(reinterpret_cast<__m256i*>(sums),
+                               _mm256_sad_epu8(few[t], _mm256_setzero_si256()));
+            above[t] += sums[0] + sums[1] + sums[2] + sums[3];
+        }
+        n_blocks -= run;
+    }
 }
 
 // Units at or above each cut, of 64.
@@ -113,50 +150,111 @@ class_sets_avx2(const uint8_t* keys, const ClassCuts& cuts) {
     return class_sets(above);
 }
 
-// For each of the 256 sets of eight places, byte shuffles: `expand` moves the next bytes to the
-// places and clears the others, `compress` moves the bytes at the places side by side.
+// For each of the 256 sets of eight places, a byte shuffle that moves the bytes at the places side
+// by side.
 struct alignas(64) PlaceShuffles {
-    uint8_t expand[256][8];
     uint8_t compress[256][8];
-    uint8_t slack[8];  // registers are loaded whole
 };
 
 constexpr PlaceShuffles make_place_shuffles() {
     PlaceShuffles shuffles{};
     for (uint32_t set = 0; set < 256; ++set) {
-        uint8_t next = 0;
-        for (uint8_t place = 0; place < 8; ++place) {
-            const bool is_in = set >> place & 1;
-            shuffles.expand[set][place] = is_in ? next : uint8_t{0x80};
-            if (is_in) shuffles.compress[set][next++] = place;
-        }
+        uint32_t n = 0;
+        for (uint8_t place = 0; place < 8; ++place)
+            if (set >> place & 1) shuffles.compress[set][n++] = place;
     }
     return shuffles;
 }
 
 inline constexpr PlaceShuffles kPlaceShuffles = make_place_shuffles();
 
+// The cuts in registers.
+struct CutsAvx2 {
+    __m256i at[kMaxClasses - 1];
+    __m256i used[kMaxClasses - 1];
+
+    PACKHORSE_AVX2 explicit CutsAvx2(const ClassCuts& cuts) {
+        for (uint32_t t = 0; t + 1 < kMaxClasses; ++t) {
+            at[t] = _mm256_set1_epi8(static_cast<char>(cuts.at[t]));
+            used[t] = _mm256_set1_epi64x(static_cast<long long>(cuts.used[t]));
+        }
+    }
+
+    // The keys at or above a cut.
+    PACKHORSE_AVX2 inline __attribute__((always_inline)) __m256i above(__m256i keys,
+                                                                       uint32_t t) const {
+        return _mm256_and_si256(used[t], _mm256_cmpeq_epi8(_mm256_max_epu8(keys, at[t]), keys));
+    }
+};
+
+// For each byte, the sum of those before it, in each half.
+PACKHORSE_AVX2 inline __attribute__((always_inline)) __m256i sums_before_avx2(__m256i bytes) {
+    __m256i sums = _mm256_slli_si256(bytes, 1);
+    sums = _mm256_add_epi8(sums, _mm256_slli_si256(sums, 1));
+    sums = _mm256_add_epi8(sums, _mm256_slli_si256(sums, 2));
+    sums = _mm256_add_epi8(sums, _mm256_slli_si256(sums, 4));
+    return _mm256_add_epi8(sums, _mm256_slli_si256(sums, 8));
+}
+
+// How many units of a block of 32 are at or above each cut: in the first half, and in all.
+struct CountsAbove {
+    std::size_t half[kMaxClasses - 1];
+    std::size_t all[kMaxClasses - 1];
+
+    PACKHORSE_AVX2 inline
+        __attribute__((always_inline)) explicit CountsAbove(const __m256i* above) {
+        for (uint32_t t = 0; t + 1 < kMaxClasses; ++t) {
+            const auto set = static_cast<uint32_t>(_mm256_movemask_epi8(above[t]));
+            half[t] = static_cast<std::size_t>(__builtin_popcount(set & 0xFFFF));
+            all[t] = static_cast<std::size_t>(__builtin_popcount(set));
+        }
+    }
+
+    // Units of a class, of the `n` that were counted.
+    static PACKHORSE_INLINE std::size_t of(const std::size_t* counts, std::size_t n, uint32_t c) {
+        return (c == 0 ? n : counts[c - 1]) - (c + 1 == kMaxClasses ? 0 : counts[c]);
+    }
+};
+
+// 32 units, each from its class's next ones: by its rank, how many of the class are before it in
+// its half of the block. Ranks are below 16, so one byte counts for two classes.
+PACKHORSE_AVX2 inline __attribute__((always_inline)) void unsort_block_avx2(const uint8_t** next,
+                                                                            const uint8_t* keys,
+                                                                            const CutsAvx2& cuts,
+                                                                            uint8_t* dst) {
+    const __m256i key = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys));
+    const __m256i above[3] = {cuts.above(key, 0), cuts.above(key, 1), cuts.above(key, 2)};
+    const __m256i one = _mm256_set1_epi8(1), low = _mm256_set1_epi8(0x0F);
+    // 1 for the lower class of a pair, 16 for the upper.
+    const __m256i lower = _mm256_add_epi8(one, _mm256_and_si256(above[0], low));
+    const __m256i upper = _mm256_add_epi8(one, _mm256_and_si256(above[2], low));
+    const __m256i ranks[2] = {sums_before_avx2(_mm256_andnot_si256(above[1], lower)),
+                              sums_before_avx2(_mm256_and_si256(above[1], upper))};
+    const CountsAbove counts(above);
+    __m256i units[kMaxClasses];
+#pragma GCC unroll 4
+    for (uint32_t c = 0; c < kMaxClasses; ++c) {
+        const __m256i both = ranks[c / 2];
+        const __m256i rank = _mm256_and_si256(c % 2 == 0 ? both : _mm256_srli_epi16(both, 4), low);
+        const uint8_t* half = next[c] + CountsAbove::of(counts.half, 16, c);
+        const __m128i fresh[2] = {_mm_loadu_si128(reinterpret_cast<const __m128i*>(next[c])),
+                                  _mm_loadu_si128(reinterpret_cast<const __m128i*>(half))};
+        units[c] = _mm256_shuffle_epi8(_mm256_setr_m128i(fresh[0], fresh[1]), rank);
+        next[c] += CountsAbove::of(counts.all, 32, c);
+    }
+    const __m256i pairs[2] = {_mm256_blendv_epi8(units[0], units[1], above[0]),
+                              _mm256_blendv_epi8(units[2], units[3], above[2])};
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst),
+                        _mm256_blendv_epi8(pairs[0], pairs[1], above[1]));
+}
+
 PACKHORSE_AVX2 inline std::size_t unsort_blocks_avx2(const uint8_t** from, const uint8_t* keys,
                                                      std::size_t n, const ClassCuts& cuts,
                                                      uint8_t* dst) {
     const uint8_t* next[kMaxClasses] = {from[0], from[1], from[2], from[3]};
+    const CutsAvx2 registers(cuts);
     std::size_t i = 0;
-    for (; i + 64 <= n; i += 64) {
-        ClassSets sets = class_sets_avx2(keys + i, cuts);
-        for (std::size_t k = 0; k < 64; k += 8) {
-            __m128i units = _mm_setzero_si128();
-#pragma GCC unroll 4
-            for (uint32_t c = 0; c < kMaxClasses; ++c) {
-                const auto set = static_cast<uint32_t>(sets.of[c] >> k & 0xFF);
-                const __m128i places =
-                    _mm_loadu_si128(reinterpret_cast<const __m128i*>(kPlaceShuffles.expand[set]));
-                const __m128i fresh = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(next[c]));
-                units = _mm_or_si128(units, _mm_shuffle_epi8(fresh, places));
-                next[c] += __builtin_popcount(set);
-            }
-            _mm_storel_epi64(reinterpret_cast<__m128i*>(dst + i + k), units);
-        }
-    }
+    for (; i + 32 <= n; i += 32) unsort_block_avx2(next, keys + i, registers, dst + i);
     for (uint32_t c = 0; c < kMaxClasses; ++c) from[c] = next[c];
     return i;
 }
@@ -223,59 +321,57 @@ PACKHORSE_AVX512_VBMI2 inline std::size_t sort_blocks_vbmi2(const uint8_t* plane
 // `n` keys, how many of them are in each class.
 inline ClassStarts count_classes(const uint8_t* keys, std::size_t n, const ClassCuts& cuts,
                                  Isa isa) {
-    ClassStarts starts{{0, n, n, n, n}};
-    for (uint32_t t = 0; t + 1 < kMaxClasses && cuts.used[t] != 0; ++t) {
-        std::size_t done = 0, above = 0;
+    std::size_t above[kMaxClasses - 1] = {};
+    std::size_t done = 0;
 #if PACKHORSE_X86
-        if (isa >= Isa::kAvx512) {
-            done = n / 64 * 64;
-            above = count_above_avx512(keys, n / 64, cuts.at[t]);
-        }
+    if (isa >= Isa::kAvx512)
+        count_blocks_avx512(keys, n / 64, cuts, above);
+    else if (isa >= Isa::kAvx2)
+        count_blocks_avx2(keys, n / 64 * 2, cuts, above);
+    if (isa >= Isa::kAvx2) done = n / 64 * 64;
 #endif
-        std::size_t rest = 0;
-        const uint8_t cut = cuts.at[t];
-        vectorised(isa, [=, to = &rest]() PACKHORSE_VECTORISED {
-            *to = count_above(keys + done, n - done, cut);
-        });
-        starts.at[t + 1] = n - above - rest;
-    }
+    (void)isa;
+    ClassStarts starts{{0, n, n, n, n}};
+    for (uint32_t t = 0; t + 1 < kMaxClasses && cuts.used[t] != 0; ++t)
+        starts.at[t + 1] = n - above[t] - count_above(keys + done, n - done, cuts.at[t]);
     return starts;
 }
 
-// The pointers of each quarter of a block, and how many units a quarter has.
-template <class Byte>
-struct QuarterPointers {
-    Byte* next[4][kMaxClasses];
-    std::size_t n;
-
-    // `classes` are of `n_units` units; `first` are the pointers of the first, and are moved on
-    // behind the last.
-    QuarterPointers(Byte** first, const uint8_t* classes, std::size_t n_units) : n(n_units / 4) {
-        for (std::size_t q = 0; q < 4; ++q) {
-            const ClassStarts starts =
-                count_classes(classes + q * n, n, kCutsOfClasses, Isa::kPortable);
-            for (uint32_t c = 0; c < kMaxClasses; ++c) {
-                next[q][c] = first[c];
-                first[c] += starts.count(c);
-            }
-        }
+// How many units of each class have been moved, 16 bits each in one number: as counters in memory
+// each unit would wait for the one before.
+class Moved {
+  public:
+    // Units moved before, of a class; this one counts.
+    PACKHORSE_INLINE std::size_t next(uint32_t c) {
+        const std::size_t before = counts_ >> (16 * c) & 0xFFFF;
+        counts_ += kOne[c];
+        return before;
     }
+    std::size_t count(uint32_t c) const { return counts_ >> (16 * c) & 0xFFFF; }
+
+  private:
+    static constexpr uint64_t kOne[kMaxClasses] = {1, 1ull << 16, 1ull << 32, 1ull << 48};
+    uint64_t counts_ = 0;
 };
 
+// At most kSortUnits units.
 inline void sort_few(const uint8_t* plane, const uint8_t* classes, std::size_t n, uint8_t** to) {
-    QuarterPointers<uint8_t> quarters(to, classes, n);
-    for (std::size_t i = 0; i < quarters.n; ++i)
-        for (std::size_t q = 0; q < 4; ++q)
-            *quarters.next[q][classes[q * quarters.n + i]]++ = plane[q * quarters.n + i];
-    for (std::size_t i = 4 * quarters.n; i < n; ++i) *to[classes[i]]++ = plane[i];
+    Moved moved;
+    for (std::size_t i = 0; i < n; ++i) {
+        const uint32_t c = classes[i];
+        to[c][moved.next(c)] = plane[i];
+    }
+    for (uint32_t c = 0; c < kMaxClasses; ++c) to[c] += moved.count(c);
 }
 
-inline void unsort_few(const uint8_t** from, const uint8_t* classes, std::size_t n, uint8_t* dst) {
-    QuarterPointers<const uint8_t> quarters(from, classes, n);
-    for (std::size_t i = 0; i < quarters.n; ++i)
-        for (std::size_t q = 0; q < 4; ++q)
-            dst[q * quarters.n + i] = *quarters.next[q][classes[q * quarters.n + i]]++;
-    for (std::size_t i = 4 * quarters.n; i < n; ++i) dst[i] = *from[classes[i]]++;
+inline void unsort_few(const uint8_t** from, const uint8_t* classes, std::size_t n,
+                       uint8_t* __restrict dst) {
+    Moved moved;
+    for (std::size_t i = 0; i < n; ++i) {
+        const uint32_t c = classes[i];
+        dst[i] = from[c][moved.next(c)];
+    }
+    for (uint32_t c = 0; c < kMaxClasses; ++c) from[c] += moved.count(c);
 }
 
 // At most kSortUnits units; each class has room for kClassSlack more.
