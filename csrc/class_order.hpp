@@ -45,20 +45,6 @@ PACKHORSE_INLINE ClassSets class_sets(const uint64_t* above) {
     return {{~above[0], above[0] & ~above[1], above[1] & ~above[2], above[2]}};
 }
 
-// Classes of `n` units, as bytes.
-inline void fill_classes(const uint8_t* keys, std::size_t n, const ClassCuts& cuts,
-                         uint8_t* __restrict classes, Isa isa) {
-    std::memset(classes, 0, n);
-    for (uint32_t t = 0; t + 1 < kMaxClasses; ++t) {
-        const uint8_t cut = cuts.at[t];
-        if (cuts.used[t] == 0) break;
-        vectorised(isa, [=]() PACKHORSE_VECTORISED {
-            for (std::size_t i = 0; i < n; ++i)
-                classes[i] = static_cast<uint8_t>(classes[i] + (keys[i] >= cut ? 1 : 0));
-        });
-    }
-}
-
 // How many keys are at or above a cut.
 PACKHORSE_INLINE std::size_t count_above(const uint8_t* keys, std::size_t n, uint8_t cut) {
     std::size_t count = 0;
@@ -337,41 +323,64 @@ inline ClassStarts count_classes(const uint8_t* keys, std::size_t n, const Class
     return starts;
 }
 
-// How many units of each class have been moved, 16 bits each in one number: as counters in memory
-// each unit would wait for the one before.
-class Moved {
-  public:
-    // Units moved before, of a class; this one counts.
-    PACKHORSE_INLINE std::size_t next(uint32_t c) {
-        const std::size_t before = counts_ >> (16 * c) & 0xFFFF;
-        counts_ += kOne[c];
-        return before;
-    }
-    std::size_t count(uint32_t c) const { return counts_ >> (16 * c) & 0xFFFF; }
+// Where the next unit of each class is, while at most kSortUnits units move one by one. How many of
+// each class have moved is kept as 16 bits each in one number: with counters in memory each unit
+// would wait for the one before. Entries of the tables are kClassStep apart, so that the same
+// number is an index and a shift.
+constexpr uint32_t kClassStep = 16;
 
-  private:
-    static constexpr uint64_t kOne[kMaxClasses] = {1, 1ull << 16, 1ull << 32, 1ull << 48};
-    uint64_t counts_ = 0;
+template <class Byte>
+struct Moving {
+    Byte* first[kClassStep * kMaxClasses];
+    uint64_t one[kClassStep * kMaxClasses];
+    uint64_t moved = 0;
+
+    explicit Moving(Byte** begin) {
+        for (uint32_t c = 0; c < kMaxClasses; ++c) {
+            first[kClassStep * c] = begin[c];
+            one[kClassStep * c] = uint64_t{1} << (kClassStep * c);
+        }
+    }
+
+    // The place of the next unit of the class that `step` is kClassStep times.
+    PACKHORSE_INLINE Byte& next(uint32_t step) {
+        Byte& place = first[step][moved >> step & 0xFFFF];
+        moved += one[step];
+        return place;
+    }
+
+    void finish(Byte** end) const {
+        for (uint32_t c = 0; c < kMaxClasses; ++c) end[c] += moved >> (kClassStep * c) & 0xFFFF;
+    }
 };
 
-// At most kSortUnits units.
-inline void sort_few(const uint8_t* plane, const uint8_t* classes, std::size_t n, uint8_t** to) {
-    Moved moved;
-    for (std::size_t i = 0; i < n; ++i) {
-        const uint32_t c = classes[i];
-        to[c][moved.next(c)] = plane[i];
+// Classes of `n` units, times kClassStep.
+inline void fill_steps(const uint8_t* keys, std::size_t n, const ClassCuts& cuts,
+                       uint8_t* __restrict steps, Isa isa) {
+    std::memset(steps, 0, n);
+    for (uint32_t t = 0; t + 1 < kMaxClasses && cuts.used[t] != 0; ++t) {
+        const uint8_t cut = cuts.at[t];
+        vectorised(isa, [=]() PACKHORSE_VECTORISED {
+            for (std::size_t i = 0; i < n; ++i)
+                steps[i] = static_cast<uint8_t>(steps[i] + (keys[i] >= cut ? kClassStep : 0));
+        });
     }
-    for (uint32_t c = 0; c < kMaxClasses; ++c) to[c] += moved.count(c);
 }
 
-inline void unsort_few(const uint8_t** from, const uint8_t* classes, std::size_t n,
+// At most kSortUnits units; `steps` are their classes times kClassStep.
+inline void sort_few(const uint8_t* plane, const uint8_t* steps, std::size_t n, uint8_t** to) {
+    Moving<uint8_t> moving(to);
+#pragma GCC unroll 4
+    for (std::size_t i = 0; i < n; ++i) moving.next(steps[i]) = plane[i];
+    moving.finish(to);
+}
+
+inline void unsort_few(const uint8_t** from, const uint8_t* steps, std::size_t n,
                        uint8_t* __restrict dst) {
-    Moved moved;
-    for (std::size_t i = 0; i < n; ++i) {
-        const uint32_t c = classes[i];
-        dst[i] = from[c][moved.next(c)];
-    }
-    for (uint32_t c = 0; c < kMaxClasses; ++c) from[c] += moved.count(c);
+    Moving<const uint8_t> moving(from);
+#pragma GCC unroll 4
+    for (std::size_t i = 0; i < n; ++i) dst[i] = moving.next(steps[i]);
+    moving.finish(from);
 }
 
 // At most kSortUnits units; each class has room for kClassSlack more.
@@ -385,9 +394,9 @@ inline void sort_block(const uint8_t* plane, const uint8_t* keys, std::size_t n,
         done = sort_blocks_avx2(plane, keys, n, cuts, to);
 #endif
     if (done == n) return;
-    uint8_t classes[kSortUnits];
-    fill_classes(keys + done, n - done, cuts, classes, isa);
-    sort_few(plane + done, classes, n - done, to);
+    uint8_t steps[kSortUnits];
+    fill_steps(keys + done, n - done, cuts, steps, isa);
+    sort_few(plane + done, steps, n - done, to);
 }
 
 // The units in the order by class. A block at a time is sorted aside, where whole registers can be
@@ -422,9 +431,9 @@ inline void unsort_by_class(const uint8_t** from, const uint8_t* keys, std::size
 #endif
     for (; done < n; done += std::min(kSortUnits, n - done)) {
         const std::size_t run = std::min(kSortUnits, n - done);
-        uint8_t classes[kSortUnits];
-        fill_classes(keys + done, run, cuts, classes, isa);
-        unsort_few(from, classes, run, dst + done);
+        uint8_t steps[kSortUnits];
+        fill_steps(keys + done, run, cuts, steps, isa);
+        unsort_few(from, steps, run, dst + done);
     }
 }
 
