@@ -223,10 +223,11 @@ inline Status decode_by_blocks(PlaneDecoder* planes, std::size_t n, uint32_t car
     return Status::kOk;
 }
 
-// A classed plane while a chunk is decoded: its units in the order by class, and how far each class
-// has been put back.
+// A classed plane while a chunk is decoded: its units in the order by class, what cuts them into
+// classes, and how far each class has been put back.
 struct SortedPlane {
     uint8_t* units;
+    ClassCuts cuts;
     const uint8_t* next[kMaxClasses];
 };
 
@@ -249,10 +250,10 @@ inline const uint8_t* block_keys(const ClassBlock& block, const ClassRule& rule,
 }
 
 // How many units of the chunk fall into each class.
-inline ClassStarts chunk_classes(const ClassRule& rule, std::size_t first, std::size_t n,
-                                 const SideData& side, const uint8_t* lead, Isa isa) {
+inline ClassStarts chunk_classes(const ClassRule& rule, const ClassCuts& cuts, std::size_t first,
+                                 std::size_t n, const SideData& side, const uint8_t* lead,
+                                 Isa isa) {
     alignas(64) uint8_t memory[kBlockUnits];
-    const ClassCuts cuts = class_cuts(rule);
     ClassStarts starts{};
     for (std::size_t at = 0; at < n; at += kBlockUnits) {
         const std::size_t run = std::min(kBlockUnits, n - at);
@@ -282,7 +283,7 @@ inline void unsort_block(PlaneDecoder& plane, SortedPlane& sorted, const ClassBl
                          std::size_t at, uint8_t* dst, Isa isa) {
     alignas(64) uint8_t memory[kBlockUnits];
     const uint8_t* keys = block_keys(block, plane.rule, memory, isa);
-    unsort_by_class(sorted.next, keys, block.n, class_cuts(plane.rule), dst, isa);
+    unsort_by_class(sorted.next, keys, block.n, sorted.cuts, dst, isa);
     add_raw_bits(plane.rans.raw, at, block.n, dst, isa);
 }
 
@@ -346,7 +347,9 @@ class ClassedChunk {
 
     Status decode_classes(uint32_t p, Ahead& ahead) {
         if (!class_source_is_there(planes_, p, side_)) return Status::kBadField;
-        const ClassStarts starts = chunk_classes(planes_[p].rule, first_, n_, side_, lead_, isa_);
+        sorted_[p].cuts = class_cuts(planes_[p].rule);
+        const ClassStarts starts =
+            chunk_classes(planes_[p].rule, sorted_[p].cuts, first_, n_, side_, lead_, isa_);
         return decode_sorted(planes_[p], starts, sorted_[p], ahead, isa_);
     }
 
