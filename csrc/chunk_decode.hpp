@@ -244,24 +244,8 @@ struct ClassBlock {
 inline const uint8_t* block_keys(const ClassBlock& block, const ClassRule& rule, uint8_t* memory,
                                  Isa isa) {
     if (rule.source != ClassSource::kPrediction) return block.lead;
-    alignas(64) uint8_t q[kBlockUnits];
-    predict_classes(block.side, block.first, block.n, q, memory, isa);
+    predict_keys(block.side, block.first, block.n, memory, isa);
     return memory;
-}
-
-// How many units of the chunk fall into each class.
-inline ClassStarts chunk_classes(const ClassRule& rule, const ClassCuts& cuts, std::size_t first,
-                                 std::size_t n, const SideData& side, const uint8_t* lead,
-                                 Isa isa) {
-    alignas(64) uint8_t memory[kBlockUnits];
-    ClassStarts starts{};
-    for (std::size_t at = 0; at < n; at += kBlockUnits) {
-        const std::size_t run = std::min(kBlockUnits, n - at);
-        const uint8_t* keys = block_keys({first + at, run, side, lead + at}, rule, memory, isa);
-        const ClassStarts counts = count_classes(keys, run, cuts, isa);
-        for (uint32_t c = 1; c <= kMaxClasses; ++c) starts.at[c] += counts.at[c];
-    }
-    return starts;
 }
 
 // All units of a classed plane, class by class.
@@ -348,8 +332,9 @@ class ClassedChunk {
     Status decode_classes(uint32_t p, Ahead& ahead) {
         if (!class_source_is_there(planes_, p, side_)) return Status::kBadField;
         sorted_[p].cuts = class_cuts(planes_[p].rule);
-        const ClassStarts starts =
-            chunk_classes(planes_[p].rule, sorted_[p].cuts, first_, n_, side_, lead_, isa_);
+        const bool predicted = planes_[p].rule.source == ClassSource::kPrediction;
+        const ClassStarts starts = predicted ? count_predicted(side_, first_, n_, isa_)
+                                             : count_classes(lead_, n_, sorted_[p].cuts, isa_);
         return decode_sorted(planes_[p], starts, sorted_[p], ahead, isa_);
     }
 

@@ -50,6 +50,20 @@ inline void predict_classes(const SideData& side, std::size_t first, std::size_t
     });
 }
 
+// The classes alone.
+inline void predict_keys(const SideData& side, std::size_t first, std::size_t n,
+                         uint8_t* __restrict classes, Isa isa) {
+    vectorised(isa, [=]() PACKHORSE_VECTORISED {
+        for_each_row(side, first, n,
+                     [=](uint8_t base, const uint8_t* columns, std::size_t run, std::size_t at)
+                         PACKHORSE_VECTORISED {
+                             for (std::size_t i = 0; i < run; ++i)
+                                 classes[at + i] =
+                                     static_cast<uint8_t>(base + columns[i]) % kPredictionClasses;
+                         });
+    });
+}
+
 inline void subtract_prediction(const uint8_t* plane, const uint8_t* q, std::size_t n,
                                 uint8_t* __restrict yielded, Isa isa) {
     vectorised(isa, [=]() PACKHORSE_VECTORISED {
@@ -84,6 +98,40 @@ inline ClassCuts class_cuts(const ClassRule& rule) {
         cuts.used[t] = ~uint64_t{0};
     }
     return cuts;
+}
+
+// How many of the columns fall into each class, in a row of number 0.
+inline ClassStarts count_columns(const uint8_t* columns, std::size_t n, Isa isa) {
+    constexpr std::size_t kBlock = 2048;
+    ClassStarts starts{};
+    for (std::size_t at = 0; at < n; at += kBlock) {
+        uint8_t classes[kBlock];
+        const std::size_t run = std::min(kBlock, n - at);
+        for (std::size_t i = 0; i < run; ++i) classes[i] = columns[at + i] % kPredictionClasses;
+        const ClassStarts counts = count_classes(classes, run, kCutsOfClasses, isa);
+        for (uint32_t c = 1; c <= kMaxClasses; ++c) starts.at[c] += counts.at[c];
+    }
+    return starts;
+}
+
+// How many of `n` units from `first` on fall into each class of a prediction. A row's number moves
+// all of its columns on by as many classes, so whole rows need no look at their units.
+inline ClassStarts count_predicted(const SideData& side, std::size_t first, std::size_t n,
+                                   Isa isa) {
+    ClassStarts whole{};
+    if (n >= side.n_columns) whole = count_columns(side.columns, side.n_columns, isa);
+    std::size_t counts[kMaxClasses] = {};
+    for_each_row(side, first, n,
+                 [&](uint8_t base, const uint8_t* columns, std::size_t run, std::size_t)
+                     PACKHORSE_VECTORISED {
+                         const ClassStarts starts =
+                             run == side.n_columns ? whole : count_columns(columns, run, isa);
+                         for (uint32_t c = 0; c < kMaxClasses; ++c)
+                             counts[(c + base) % kPredictionClasses] += starts.count(c);
+                     });
+    ClassStarts starts{};
+    for (uint32_t c = 0; c < kMaxClasses; ++c) starts.at[c + 1] = starts.at[c] + counts[c];
+    return starts;
 }
 
 // Reads the fields behind the common header of a classed stream.
