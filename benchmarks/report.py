@@ -60,7 +60,8 @@ Written by `make bench ARGS="--full --write"` from `benchmarks/results/`; do not
 - `x zipnn`: encode / decode speed over zipnn's with as many threads. `of copy`: the share of
   np.copyto's speed on one thread. `two threads`: speed over that of one thread, both by the clock.
 - The machine's instruction sets are listed. packhorse takes one path for all it does: `avx512`
-  (AVX-512 F, BW, DQ and VL), `avx2` (AVX2, BMI) or `portable`. Rivals choose for themselves.
+  (AVX-512 F, BW, DQ and VL), `avx512_vbmi2` (those and VBMI2), `avx2` (AVX2, BMI) or `portable`.
+  Rivals choose for themselves.
 """
 FRESH_NOTE = (
     "Every output goes into new memory, ours too, and malloc is as it is: this is what a caller "

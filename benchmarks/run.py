@@ -37,6 +37,7 @@ DOCUMENT = HERE.parent / "docs" / "benchmarks.md"
 PICTURE = HERE.parent / "docs" / report.PICTURE
 README = HERE.parent / "README.md"
 SIMD_VARIABLE = "PACKHORSE_SIMD"
+SIMD_NAMES = ["portable", "avx2", "avx512", "avx512_vbmi2"]
 RECYCLING_MALLOC = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
@@ -88,7 +89,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--threads", nargs="+", type=int, metavar="N", help="default: 1 2")
     parser.add_argument("--rounds", type=int, metavar="N", help="timed rounds")
     parser.add_argument("--first-mb", type=int, metavar="N", help="only the first N MB of a set")
-    parser.add_argument("--simd", choices=["portable", "avx2", "avx512"], help="force a code path")
+    parser.add_argument("--simd", choices=SIMD_NAMES, help="force a code path")
     parser.add_argument("--fresh", action="store_true", help="new memory for every output")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
     parser.add_argument("--write", action="store_true", help="keep figures, write the document")

@@ -187,7 +187,7 @@ PACKHORSE_VPCLMULQDQ inline uint32_t crc32c_folding(uint32_t crc, const uint8_t*
 // Continues a CRC register, which begins as ~0 and whose complement is the CRC.
 inline uint32_t crc32c_continue(uint32_t crc, const uint8_t* src, std::size_t nbytes, Isa isa) {
 #if PACKHORSE_X86
-    if (isa == Isa::kAvx512 && nbytes >= kCrcFoldMinNbytes && has_vpclmulqdq())
+    if (isa >= Isa::kAvx512 && nbytes >= kCrcFoldMinNbytes && has_vpclmulqdq())
         return crc32c_folding(crc, src, nbytes);
     if (isa >= Isa::kAvx2) return crc32c_hardware(crc, src, nbytes);
 #endif
@@ -296,8 +296,8 @@ PACKHORSE_AVX512 inline void xxh3_stripes_avx512(Xxh3Accumulator& acc, const uin
 
 inline void xxh3_stripes(Xxh3Accumulator& acc, const uint8_t* src, std::size_t n_stripes, Isa isa) {
 #if PACKHORSE_X86
-    if (isa == Isa::kAvx512) return xxh3_stripes_avx512(acc, src, n_stripes);
-    if (isa == Isa::kAvx2) return xxh3_stripes_avx2(acc, src, n_stripes);
+    if (isa >= Isa::kAvx512) return xxh3_stripes_avx512(acc, src, n_stripes);
+    if (isa >= Isa::kAvx2) return xxh3_stripes_avx2(acc, src, n_stripes);
 #endif
     (void)isa;
     xxh3_stripes_portable(acc, src, n_stripes);

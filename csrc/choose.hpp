@@ -159,11 +159,18 @@ struct JointHistogram {
     uint32_t counts[kMaxLeadGroups][kLedSymbols];
 };
 
-// Groups hold at least one in 512 of all units, except for the last.
+// Groups hold at least one in 512 of all units, except for the last. Two tables in turn, so that
+// equal neighbours do not wait for each other's store.
 inline void count_jointly(const uint8_t* lead, const uint8_t* plane, std::size_t n,
                           JointHistogram& joint) {
-    uint32_t counts[256][kLedSymbols] = {};
-    for (std::size_t i = 0; i < n; ++i) ++counts[lead[i]][plane[i] >> kLedRawBits];
+    uint32_t counts[256][kLedSymbols] = {}, odd_counts[256][kLedSymbols] = {};
+    for (std::size_t i = 0; i + 2 <= n; i += 2) {
+        ++counts[lead[i]][plane[i] >> kLedRawBits];
+        ++odd_counts[lead[i + 1]][plane[i + 1] >> kLedRawBits];
+    }
+    if (n % 2 != 0) ++counts[lead[n - 1]][plane[n - 1] >> kLedRawBits];
+    for (uint32_t v = 0; v < 256; ++v)
+        for (uint32_t s = 0; s < kLedSymbols; ++s) counts[v][s] += odd_counts[v][s];
     joint.n_groups = 0;
     std::size_t in_group = 0;
     for (uint32_t v = 0; v < 256; ++v) {

@@ -36,9 +36,10 @@ constexpr std::size_t classed_row_nbytes(std::size_t n) {
     return round_up(n, 64) + kClassSlack;
 }
 
-// Memory for a chunk with classed planes: plane 0, and each plane in the order by class.
+// Memory for a chunk with classed planes: plane 0, and each other plane in the order by class.
+// Plane 0 is in that order in the place of plane 1, before that.
 constexpr std::size_t classed_scratch_nbytes(std::size_t n, uint32_t n_planes) {
-    return (n_planes + 1) * classed_row_nbytes(n);
+    return std::max(n_planes, 2u) * classed_row_nbytes(n);
 }
 
 inline bool is_classed(const uint32_t* descriptors, uint32_t n_planes) {
@@ -222,10 +223,11 @@ inline Status decode_by_blocks(PlaneDecoder* planes, std::size_t n, uint32_t car
     return Status::kOk;
 }
 
-// A classed plane while a chunk is decoded: its units in the order by class, and how far each class
-// has been put back.
+// A classed plane while a chunk is decoded: its units in the order by class, what cuts them into
+// classes, and how far each class has been put back.
 struct SortedPlane {
     uint8_t* units;
+    ClassCuts cuts;
     const uint8_t* next[kMaxClasses];
 };
 
@@ -238,27 +240,12 @@ struct ClassBlock {
     const uint8_t* lead;
 };
 
-// Classes of a block; for a prediction `q` is filled as well.
-inline void block_classes(const ClassBlock& block, const ClassRule& rule, uint8_t* q,
-                          uint8_t* classes, Isa isa) {
-    if (rule.source == ClassSource::kPrediction)
-        predict_classes(block.side, block.first, block.n, q, classes, isa);
-    else
-        lead_classes(block.lead, block.n, rule, classes, isa);
-}
-
-// How many units of the chunk fall into each class.
-inline ClassStarts chunk_classes(const ClassRule& rule, std::size_t first, std::size_t n,
-                                 const SideData& side, const uint8_t* lead, Isa isa) {
-    alignas(64) uint8_t q[kBlockUnits], classes[kBlockUnits];
-    ClassStarts starts{};
-    for (std::size_t at = 0; at < n; at += kBlockUnits) {
-        const std::size_t run = std::min(kBlockUnits, n - at);
-        block_classes({first + at, run, side, lead + at}, rule, q, classes, isa);
-        const ClassStarts counts = count_classes(classes, run, isa);
-        for (uint32_t c = 1; c <= kMaxClasses; ++c) starts.at[c] += counts.at[c];
-    }
-    return starts;
+// The keys of a block; those of a prediction go to `memory`.
+inline const uint8_t* block_keys(const ClassBlock& block, const ClassRule& rule, uint8_t* memory,
+                                 Isa isa) {
+    if (rule.source != ClassSource::kPrediction) return block.lead;
+    predict_keys(block.side, block.first, block.n, memory, isa);
+    return memory;
 }
 
 // All units of a classed plane, class by class.
@@ -277,10 +264,10 @@ inline Status decode_sorted(PlaneDecoder& plane, const ClassStarts& starts, Sort
 
 // A block of a classed plane in the order of units, as its stream yields it.
 inline void unsort_block(PlaneDecoder& plane, SortedPlane& sorted, const ClassBlock& block,
-                         std::size_t at, uint8_t* q, uint8_t* dst, Isa isa) {
-    alignas(64) uint8_t classes[kBlockUnits];
-    block_classes(block, plane.rule, q, classes, isa);
-    unsort_by_class(sorted.next, classes, block.n, dst, isa);
+                         std::size_t at, uint8_t* dst, Isa isa) {
+    alignas(64) uint8_t memory[kBlockUnits];
+    const uint8_t* keys = block_keys(block, plane.rule, memory, isa);
+    unsort_by_class(sorted.next, keys, block.n, sorted.cuts, dst, isa);
     add_raw_bits(plane.rans.raw, at, block.n, dst, isa);
 }
 
@@ -305,7 +292,7 @@ class ClassedChunk {
           isa_(code_path),
           lead_(scratch.whole) {
         for (uint32_t p = 0; p < spec_.n_planes; ++p)
-            sorted_[p].units = scratch.whole + (p + 1) * classed_row_nbytes(n_);
+            sorted_[p].units = scratch.whole + std::max(p, 1u) * classed_row_nbytes(n_);
     }
 
     Status decode(uint32_t carrier, std::size_t n_carried, Ahead& ahead, uint8_t* dst) {
@@ -332,9 +319,8 @@ class ClassedChunk {
         if (planes_[0].mode != Mode::kClassedRans) return decode_plain(0, lead_, ahead);
         const Status status = decode_classes(0, ahead);
         if (status != Status::kOk) return status;
-        alignas(64) uint8_t q[kBlockUnits];
         for (std::size_t at = 0; at < n_; at += kBlockUnits)
-            unsort_block(planes_[0], sorted_[0], block(at), at, q, lead_ + at, isa_);
+            unsort_block(planes_[0], sorted_[0], block(at), at, lead_ + at, isa_);
         return Status::kOk;
     }
 
@@ -345,7 +331,10 @@ class ClassedChunk {
 
     Status decode_classes(uint32_t p, Ahead& ahead) {
         if (!class_source_is_there(planes_, p, side_)) return Status::kBadField;
-        const ClassStarts starts = chunk_classes(planes_[p].rule, first_, n_, side_, lead_, isa_);
+        sorted_[p].cuts = class_cuts(planes_[p].rule);
+        const bool predicted = planes_[p].rule.source == ClassSource::kPrediction;
+        const ClassStarts starts = predicted ? count_predicted(side_, first_, n_, isa_)
+                                             : count_classes(lead_, n_, sorted_[p].cuts, isa_);
         return decode_sorted(planes_[p], starts, sorted_[p], ahead, isa_);
     }
 
@@ -355,26 +344,24 @@ class ClassedChunk {
 
     // Stored planes are merged from the source, except for the one that lacks its end.
     void complete_carrier(uint32_t carrier, const uint8_t* carried, std::size_t n_carried) {
-        uint8_t* const whole = sorted_[carrier].units;
+        uint8_t* const whole = carrier == 0 ? lead_ : sorted_[carrier].units;
         std::memcpy(whole, planes_[carrier].stored, n_ - n_carried);
         std::memcpy(whole + n_ - n_carried, carried, n_carried);
         planes_[carrier].stored = whole;
     }
 
     void merge_block(std::size_t at, std::size_t n, uint8_t* dst) {
-        alignas(64) uint8_t q[kBlockUnits];
         const uint8_t* sources[kMaxPlanes];
         for (uint32_t p = 1; p < spec_.n_planes; ++p) {
             sources[p] =
                 planes_[p].mode == Mode::kStored ? planes_[p].stored + at : sorted_[p].units + at;
             if (planes_[p].mode != Mode::kClassedRans) continue;
-            unsort_block(planes_[p], sorted_[p], block(at), at, q, planes_[p].buffer, isa_);
+            unsort_block(planes_[p], sorted_[p], block(at), at, planes_[p].buffer, isa_);
             sources[p] = planes_[p].buffer;
         }
         sources[0] = planes_[0].mode == Mode::kStored ? planes_[0].stored + at : lead_ + at;
         if (planes_[0].mode == Mode::kClassedRans) {
-            predict_classes(side_, first_ + at, n, q, planes_[0].buffer, isa_);
-            add_prediction(q, n, lead_ + at, isa_);
+            add_prediction(side_, first_ + at, n, lead_ + at, isa_);
         }
         merge_planes(sources, n, spec_, dst, isa_);
     }

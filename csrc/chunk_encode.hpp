@@ -202,8 +202,9 @@ inline void try_prediction(const uint8_t* plane, std::size_t n, std::size_t firs
     uint8_t* const q = scratch.sorted[0];  // not in use yet
     predict_classes(side, first, n, q, scratch.classes, isa);
     subtract_prediction(plane, q, n, scratch.yielded, isa);
-    scratch.starts[0] = count_classes(scratch.classes, n, isa);
-    sort_by_class(scratch.yielded, scratch.classes, n, scratch.starts[0], scratch.sorted[0], isa);
+    scratch.starts[0] = count_classes(scratch.classes, n, kCutsOfClasses, isa);
+    sort_by_class(scratch.yielded, scratch.classes, n, kCutsOfClasses, scratch.starts[0],
+                  scratch.sorted[0], isa);
     PlaneChoice candidate;
     candidate.mode = Mode::kClassedRans;
     candidate.rule = {ClassSource::kPrediction, kPredictionClasses, {}};
@@ -222,9 +223,9 @@ inline void try_lead(const uint8_t* lead, const uint8_t* plane, std::size_t n, L
     candidate.mode = Mode::kClassedRans;
     candidate.rule = {};
     choose_thresholds(joint, candidate.rule);
-    lead_classes(lead, n, candidate.rule, scratch.classes, isa);
-    scratch.starts[1] = count_classes(scratch.classes, n, isa);
-    sort_by_class(plane, scratch.classes, n, scratch.starts[1], scratch.sorted[1], isa);
+    const ClassCuts cuts = class_cuts(candidate.rule);
+    scratch.starts[1] = count_classes(lead, n, cuts, isa);
+    sort_by_class(plane, lead, n, cuts, scratch.starts[1], scratch.sorted[1], isa);
     const std::size_t estimate =
         choose_class_models(scratch.sorted[1], scratch.starts[1], ~0u, kLedRawBits, candidate);
     if (estimate + (nbytes >> level_spec(level).lead_saving_log) < nbytes)

@@ -1,9 +1,9 @@
-// Units in classes (docs/format.md, 6.5): which class each unit of a chunk falls into, and the
-// order by class and back. Classes come from side data (a prediction from row and column) or from
-// the plane that leads; never from what the stream itself yields, so every class decodes by the
-// same loops as a plain rANS stream.
+// Units in classes (docs/format.md, 6.5): which class each unit of a chunk falls into. Classes come
+// from side data (a prediction from row and column) or from the plane that leads; never from what
+// the stream itself yields, so every class decodes by the same loops as a plain rANS stream.
 #pragma once
 
+#include "class_order.hpp"
 #include "dispatch.hpp"
 #include "layout.hpp"
 
@@ -22,29 +22,45 @@ struct ClassRule {
     uint8_t thresholds[kMaxClasses - 1] = {};
 };
 
-// q of section 6.5 for `n` units from `first` on.
-PACKHORSE_INLINE void predict(const SideData& side, std::size_t first, std::size_t n,
-                              uint8_t* __restrict q) {
+// Calls visit(base, columns, n, at) for the part of each row in the `n` units from `first` on, of
+// which it begins with unit `at`: q of section 6.5 is base + columns[i].
+template <class Visit>
+PACKHORSE_INLINE void for_each_row(const SideData& side, std::size_t first, std::size_t n,
+                                   Visit visit) {
     std::size_t row = first / side.n_columns;
     std::size_t column = first % side.n_columns;
-    while (n > 0) {
-        const std::size_t run = n < side.n_columns - column ? n : side.n_columns - column;
-        const uint8_t base = side.rows[row];
-        const uint8_t* from = side.columns + column;
-        for (std::size_t i = 0; i < run; ++i) q[i] = static_cast<uint8_t>(base + from[i]);
-        q += run;
-        n -= run;
-        column = 0;
-        ++row;
+    for (std::size_t at = 0; at < n; ++row, column = 0) {
+        const std::size_t run = std::min(n - at, side.n_columns - column);
+        visit(side.rows[row], side.columns + column, run, at);
+        at += run;
     }
 }
 
-// q and the classes of a prediction.
-inline void predict_classes(const SideData& side, std::size_t first, std::size_t n, uint8_t* q,
-                            uint8_t* __restrict classes, Isa isa) {
+// q, and the classes of a prediction, which are their own keys.
+inline void predict_classes(const SideData& side, std::size_t first, std::size_t n,
+                            uint8_t* __restrict q, uint8_t* __restrict classes, Isa isa) {
     vectorised(isa, [=]() PACKHORSE_VECTORISED {
-        predict(side, first, n, q);
+        for_each_row(side, first, n,
+                     [=](uint8_t base, const uint8_t* columns, std::size_t run, std::size_t at)
+                         PACKHORSE_VECTORISED {
+                             for (std::size_t i = 0; i < run; ++i)
+                                 q[at + i] = static_cast<uint8_t>(base + columns[i]);
+                         });
         for (std::size_t i = 0; i < n; ++i) classes[i] = q[i] % kPredictionClasses;
+    });
+}
+
+// The classes alone.
+inline void predict_keys(const SideData& side, std::size_t first, std::size_t n,
+                         uint8_t* __restrict classes, Isa isa) {
+    vectorised(isa, [=]() PACKHORSE_VECTORISED {
+        for_each_row(side, first, n,
+                     [=](uint8_t base, const uint8_t* columns, std::size_t run, std::size_t at)
+                         PACKHORSE_VECTORISED {
+                             for (std::size_t i = 0; i < run; ++i)
+                                 classes[at + i] =
+                                     static_cast<uint8_t>(base + columns[i]) % kPredictionClasses;
+                         });
     });
 }
 
@@ -57,139 +73,65 @@ inline void subtract_prediction(const uint8_t* plane, const uint8_t* q, std::siz
     });
 }
 
-inline void add_prediction(const uint8_t* __restrict q, std::size_t n, uint8_t* plane, Isa isa) {
+// Turns what plane 0's stream yields into plane 0.
+inline void add_prediction(const SideData& side, std::size_t first, std::size_t n,
+                           uint8_t* __restrict plane, Isa isa) {
     vectorised(isa, [=]() PACKHORSE_VECTORISED {
-        for (std::size_t i = 0; i < n; ++i)
-            plane[i] = static_cast<uint8_t>(plane[i] + q[i] / kPredictionClasses - kPredictionBias);
+        for_each_row(side, first, n,
+                     [=](uint8_t base, const uint8_t* columns, std::size_t run, std::size_t at)
+                         PACKHORSE_VECTORISED {
+                             for (std::size_t i = 0; i < run; ++i) {
+                                 const auto q = static_cast<uint8_t>(base + columns[i]);
+                                 plane[at + i] = static_cast<uint8_t>(
+                                     plane[at + i] + q / kPredictionClasses - kPredictionBias);
+                             }
+                         });
     });
 }
 
-inline void lead_classes(const uint8_t* lead, std::size_t n, const ClassRule& rule,
-                         uint8_t* __restrict classes, Isa isa) {
-    std::memset(classes, 0, n);
+// What cuts the keys into classes: classes as they are, or what plane 0 yields.
+inline ClassCuts class_cuts(const ClassRule& rule) {
+    if (rule.source == ClassSource::kPrediction) return kCutsOfClasses;
+    ClassCuts cuts;
     for (uint32_t t = 0; t + 1 < rule.n_classes; ++t) {
-        const uint8_t threshold = rule.thresholds[t];
-        vectorised(isa, [=]() PACKHORSE_VECTORISED {
-            for (std::size_t i = 0; i < n; ++i)
-                classes[i] = static_cast<uint8_t>(classes[i] + (lead[i] >= threshold ? 1 : 0));
-        });
+        cuts.at[t] = rule.thresholds[t];
+        cuts.used[t] = ~uint64_t{0};
     }
+    return cuts;
 }
 
-// Where each class begins in the order by class; at[kMaxClasses] is the end.
-struct ClassStarts {
-    std::size_t at[kMaxClasses + 1];
-
-    std::size_t count(uint32_t c) const { return at[c + 1] - at[c]; }
-};
-
-#if PACKHORSE_X86
-
-PACKHORSE_AVX512 inline std::size_t count_blocks_avx512(const uint8_t* classes, std::size_t n,
-                                                        std::size_t* counts) {
-    std::size_t i = 0;
-    for (; i + 64 <= n; i += 64) {
-        const __m512i block = _mm512_loadu_si512(classes + i);
-        for (uint32_t c = 0; c < kMaxClasses; ++c)
-            counts[c] += static_cast<std::size_t>(__builtin_popcountll(
-                _mm512_cmpeq_epi8_mask(block, _mm512_set1_epi8(static_cast<char>(c)))));
+// How many of the columns fall into each class, in a row of number 0.
+inline ClassStarts count_columns(const uint8_t* columns, std::size_t n, Isa isa) {
+    constexpr std::size_t kBlock = 2048;
+    ClassStarts starts{};
+    for (std::size_t at = 0; at < n; at += kBlock) {
+        uint8_t classes[kBlock];
+        const std::size_t run = std::min(kBlock, n - at);
+        for (std::size_t i = 0; i < run; ++i) classes[i] = columns[at + i] % kPredictionClasses;
+        const ClassStarts counts = count_classes(classes, run, kCutsOfClasses, isa);
+        for (uint32_t c = 1; c <= kMaxClasses; ++c) starts.at[c] += counts.at[c];
     }
-    return i;
-}
-
-#endif
-
-inline ClassStarts count_classes(const uint8_t* classes, std::size_t n, Isa isa) {
-    std::size_t counts[kMaxClasses] = {};
-    std::size_t i = 0;
-#if PACKHORSE_X86
-    if (isa == Isa::kAvx512) i = count_blocks_avx512(classes, n, counts);
-#endif
-    (void)isa;
-    for (; i < n; ++i) ++counts[classes[i]];
-    ClassStarts starts;
-    starts.at[0] = 0;
-    for (uint32_t c = 0; c < kMaxClasses; ++c) starts.at[c + 1] = starts.at[c] + counts[c];
     return starts;
 }
 
-constexpr std::size_t kClassSlack = 64;  // bytes that unsorting may read past the end
-
-PACKHORSE_INLINE void sort_rest(const uint8_t* plane, const uint8_t* classes, std::size_t n,
-                                uint8_t** to) {
-    for (std::size_t i = 0; i < n; ++i) *to[classes[i]]++ = plane[i];
-}
-
-PACKHORSE_INLINE void unsort_rest(const uint8_t** from, const uint8_t* classes, std::size_t n,
-                                  uint8_t* plane) {
-    for (std::size_t i = 0; i < n; ++i) plane[i] = *from[classes[i]]++;
-}
-
-#if PACKHORSE_X86
-
-// 16 units at a time: each class's units, compressed. Returns the units done.
-PACKHORSE_AVX512 inline std::size_t sort_blocks_avx512(const uint8_t* plane, const uint8_t* classes,
-                                                       std::size_t n, uint8_t** to) {
-    std::size_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-        const __m512i units =
-            _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(plane + i)));
-        const __m128i of = _mm_loadu_si128(reinterpret_cast<const __m128i*>(classes + i));
-        for (uint32_t c = 0; c < kMaxClasses; ++c) {
-            const __mmask16 mine = _mm_cmpeq_epi8_mask(of, _mm_set1_epi8(static_cast<char>(c)));
-            const auto count = static_cast<uint32_t>(__builtin_popcount(mine));
-            _mm_mask_storeu_epi8(to[c], static_cast<__mmask16>((1u << count) - 1),
-                                 _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(mine, units)));
-            to[c] += count;
-        }
-    }
-    return i;
-}
-
-PACKHORSE_AVX512 inline std::size_t unsort_blocks_avx512(const uint8_t** from,
-                                                         const uint8_t* classes, std::size_t n,
-                                                         uint8_t* plane) {
-    std::size_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-        const __m128i of = _mm_loadu_si128(reinterpret_cast<const __m128i*>(classes + i));
-        __m512i units = _mm512_setzero_si512();
-        for (uint32_t c = 0; c < kMaxClasses; ++c) {
-            const __mmask16 mine = _mm_cmpeq_epi8_mask(of, _mm_set1_epi8(static_cast<char>(c)));
-            const __m512i next =
-                _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from[c])));
-            units = _mm512_mask_expand_epi32(units, mine, next);
-            from[c] += __builtin_popcount(mine);
-        }
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(plane + i), _mm512_cvtepi32_epi8(units));
-    }
-    return i;
-}
-
-#endif
-
-// The units in the order by class.
-inline void sort_by_class(const uint8_t* plane, const uint8_t* classes, std::size_t n,
-                          const ClassStarts& starts, uint8_t* sorted, Isa isa) {
-    uint8_t* to[kMaxClasses];
-    for (uint32_t c = 0; c < kMaxClasses; ++c) to[c] = sorted + starts.at[c];
-    std::size_t done = 0;
-#if PACKHORSE_X86
-    if (isa == Isa::kAvx512) done = sort_blocks_avx512(plane, classes, n, to);
-#endif
-    (void)isa;
-    sort_rest(plane + done, classes + done, n - done, to);
-}
-
-// The next `n` units in the order of units; `from` points at the next of each class and is moved
-// on. What is behind the last unit can be read for kClassSlack bytes.
-inline void unsort_by_class(const uint8_t** from, const uint8_t* classes, std::size_t n,
-                            uint8_t* plane, Isa isa) {
-    std::size_t done = 0;
-#if PACKHORSE_X86
-    if (isa == Isa::kAvx512) done = unsort_blocks_avx512(from, classes, n, plane);
-#endif
-    (void)isa;
-    unsort_rest(from, classes + done, n - done, plane + done);
+// How many of `n` units from `first` on fall into each class of a prediction. A row's number moves
+// all of its columns on by as many classes, so whole rows need no look at their units.
+inline ClassStarts count_predicted(const SideData& side, std::size_t first, std::size_t n,
+                                   Isa isa) {
+    ClassStarts whole{};
+    if (n >= side.n_columns) whole = count_columns(side.columns, side.n_columns, isa);
+    std::size_t counts[kMaxClasses] = {};
+    for_each_row(side, first, n,
+                 [&](uint8_t base, const uint8_t* columns, std::size_t run, std::size_t)
+                     PACKHORSE_VECTORISED {
+                         const ClassStarts starts =
+                             run == side.n_columns ? whole : count_columns(columns, run, isa);
+                         for (uint32_t c = 0; c < kMaxClasses; ++c)
+                             counts[(c + base) % kPredictionClasses] += starts.count(c);
+                     });
+    ClassStarts starts{};
+    for (uint32_t c = 0; c < kMaxClasses; ++c) starts.at[c + 1] = starts.at[c] + counts[c];
+    return starts;
 }
 
 // Reads the fields behind the common header of a classed stream.

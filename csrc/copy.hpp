@@ -61,8 +61,8 @@ PACKHORSE_AVX512 inline void copy_block_avx512(const uint8_t* src, uint8_t* dst)
 template <bool kPastCache>
 inline void copy_block(const uint8_t* src, uint8_t* dst, Isa isa) {
 #if PACKHORSE_X86
-    if (isa == Isa::kAvx512) return copy_block_avx512<kPastCache>(src, dst);
-    if (isa == Isa::kAvx2) return copy_block_avx2<kPastCache>(src, dst);
+    if (isa >= Isa::kAvx512) return copy_block_avx512<kPastCache>(src, dst);
+    if (isa >= Isa::kAvx2) return copy_block_avx2<kPastCache>(src, dst);
 #endif
     (void)isa;
     copy_block_portable(src, dst);
@@ -124,7 +124,7 @@ template <bool kPastCache>
 inline void copy_blocks_to(const BlockCopy& copy, uint32_t& crc, Isa isa) {
     if (copy.n_blocks == 0) return;
 #if PACKHORSE_X86
-    if (isa == Isa::kAvx512 && has_vpclmulqdq())
+    if (isa >= Isa::kAvx512 && has_vpclmulqdq())
         return copy.acc != nullptr ? copy_blocks_folding<kPastCache, true>(copy, crc)
                                    : copy_blocks_folding<kPastCache, false>(copy, crc);
 #endif

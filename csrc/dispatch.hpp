@@ -2,9 +2,11 @@
 // global state, and a caller can force a path. A function marked PACKHORSE_AVX2 or PACKHORSE_AVX512
 // may be called only if detect_isa() is at least that.
 //
-// kAvx512 needs F, BW, DQ and VL (Skylake-X, Zen 4 and later). VBMI is not asked for: the
-// two-register permutes of 32-bit elements that the rANS decoder keeps its tables in are AVX-512F,
-// and nothing else gained from byte permutes.
+// kAvx512 needs F, BW, DQ and VL (Skylake-X and later). kAvx512Vbmi2 needs VBMI2 as well (Ice Lake,
+// Zen 4 and later), whose expanding and compressing of bytes puts units in the order by class and
+// back; all else is as with kAvx512. VBMI is not asked for: the two-register permutes of 32-bit
+// elements that the rANS decoder keeps its tables in are AVX-512F, and nothing else gained from
+// byte permutes.
 #pragma once
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -24,6 +26,10 @@
     __attribute__((                                                                  \
         target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
                "2,pclmul,vpclmulqdq")))
+#define PACKHORSE_AVX512_VBMI2                                                                   \
+    __attribute__((                                                                              \
+        target("avx512vbmi2,avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
+               "2")))
 #else
 #define PACKHORSE_X86 0
 #endif
@@ -51,7 +57,10 @@ struct Ahead {
     }
 };
 
-enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vbmi2 = 3 };
+
+// Each path may do what those below it may, so ask by >=.
+bool operator==(Isa, Isa) = delete;
 
 inline Isa detect_isa() {
 #if PACKHORSE_X86
@@ -61,7 +70,8 @@ inline Isa detect_isa() {
                       __builtin_cpu_supports("sse4.2");
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (avx2 && avx512) return Isa::kAvx512;
+    if (avx2 && avx512)
+        return __builtin_cpu_supports("avx512vbmi2") ? Isa::kAvx512Vbmi2 : Isa::kAvx512;
     if (avx2) return Isa::kAvx2;
 #endif
     return Isa::kPortable;

@@ -253,10 +253,10 @@ std::size_t palette_encode_blocks(const uint8_t* src, std::size_t n_blocks,
                                   std::size_t plane_stride, uint8_t*& escapes,
                                   const uint8_t* escapes_end, Isa isa) {
 #if PACKHORSE_X86
-    if (isa == Isa::kAvx512)
+    if (isa >= Isa::kAvx512)
         return palette_encode_blocks_avx512<kBits>(src, n_blocks, model, codes, plane_stride,
                                                    escapes, escapes_end);
-    if (isa == Isa::kAvx2)
+    if (isa >= Isa::kAvx2)
         return palette_encode_blocks_avx2<kBits>(src, n_blocks, model, codes, plane_stride, escapes,
                                                  escapes_end);
 #endif
@@ -506,9 +506,9 @@ template <uint32_t kBits>
 std::size_t palette_decode_blocks(PaletteDecoder& decoder, std::size_t first, std::size_t n_blocks,
                                   uint8_t* dst, Ahead& ahead, Isa isa) {
 #if PACKHORSE_X86
-    if (isa == Isa::kAvx512)
+    if (isa >= Isa::kAvx512)
         return palette_decode_blocks_avx512<kBits>(decoder, first, n_blocks, dst, ahead);
-    if (isa == Isa::kAvx2)
+    if (isa >= Isa::kAvx2)
         return palette_decode_blocks_avx2<kBits>(decoder, first, n_blocks, dst, ahead);
 #endif
     (void)ahead;

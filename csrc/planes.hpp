@@ -302,8 +302,8 @@ PACKHORSE_AVX512 inline void merge_avx512(const uint8_t* const* planes, std::siz
 inline void split_planes(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
                          uint8_t* const* planes, Isa isa) {
 #if PACKHORSE_X86
-    if (isa == Isa::kAvx512) return split_avx512(src, n, spec, planes);
-    if (isa == Isa::kAvx2) return split_avx2(src, n, spec, planes);
+    if (isa >= Isa::kAvx512) return split_avx512(src, n, spec, planes);
+    if (isa >= Isa::kAvx2) return split_avx2(src, n, spec, planes);
 #endif
     (void)isa;
     split_portable(src, n, spec, planes);
@@ -312,8 +312,8 @@ inline void split_planes(const uint8_t* src, std::size_t n, const PlaneSpec& spe
 inline void merge_planes(const uint8_t* const* planes, std::size_t n, const PlaneSpec& spec,
                          uint8_t* dst, Isa isa) {
 #if PACKHORSE_X86
-    if (isa == Isa::kAvx512) return merge_avx512(planes, n, spec, dst);
-    if (isa == Isa::kAvx2) return merge_avx2(planes, n, spec, dst);
+    if (isa >= Isa::kAvx512) return merge_avx512(planes, n, spec, dst);
+    if (isa >= Isa::kAvx2) return merge_avx2(planes, n, spec, dst);
 #endif
     (void)isa;
     merge_portable(planes, n, spec, dst);

@@ -32,6 +32,7 @@ struct alignas(64) RansDecoder {
     BucketEntries buckets;
     AliasTables alias;
     RansModel model;
+    bool has_table;  // or else its entries are found in the buckets
     RawPlanes raw;
     uint32_t lanes_log;
     const uint8_t* words;
@@ -83,11 +84,14 @@ inline Status read_rans_body(const uint8_t* src, std::size_t nbytes, std::size_t
 inline void build_rans_tables(RansDecoder& decoder, Isa isa) {
     if (decoder.model.n_buckets() > 0) {
         build_alias(decoder.model, decoder.alias);
-        if (isa == Isa::kAvx512 && decoder.lanes_log == kMaxLanesLog)
+        if (isa >= Isa::kAvx512 && decoder.lanes_log == kMaxLanesLog) {
             fill_bucket_entries(decoder.model, decoder.alias, decoder.buckets);
+            decoder.has_table = false;
+            return;
+        }
     }
-    // The partial round at the end always looks up.
     fill_decode_table(decoder.model, decoder.alias, decoder.table);
+    decoder.has_table = true;
 }
 
 // Parses and checks a whole stream of a plane of `n` units.
@@ -107,15 +111,24 @@ inline Status rans_open(const uint8_t* src, std::size_t nbytes, std::size_t n, I
     return status;
 }
 
+// The entry of a slot, from the buckets.
+PACKHORSE_INLINE uint32_t entry_in_buckets(const RansDecoder& decoder, uint32_t slot) {
+    const uint32_t bucket = slot * decoder.model.n_buckets() / kProbSum;
+    const bool in_second = slot >= decoder.alias.threshold[bucket];
+    return in_second ? decoder.buckets.second[bucket] : decoder.buckets.first[bucket];
+}
+
 // A round of `n` <= n_lanes units, for any number of lanes, every word checked.
-PACKHORSE_INLINE Status decode_round(RansDecoder& decoder, std::size_t n, uint8_t* dst) {
+template <bool kHasTable>
+inline Status decode_round(RansDecoder& decoder, std::size_t n, uint8_t* dst) {
     const uint32_t quarter_log = decoder.lanes_log - 2;
     const uint32_t n_lanes = 1u << decoder.lanes_log;
     for (uint32_t lane = 0; lane < n_lanes; ++lane) {
         const uint32_t position = 4 * (lane & ((1u << quarter_log) - 1)) + (lane >> quarter_log);
         if (position >= n) continue;
         uint32_t state = decoder.states[lane];
-        const uint32_t entry = decoder.table[state & (kProbSum - 1)];
+        const uint32_t slot = state & (kProbSum - 1);
+        const uint32_t entry = kHasTable ? decoder.table[slot] : entry_in_buckets(decoder, slot);
         state = (entry & (kProbSum - 1)) * (state >> kProbBits) +
                 ((state + (entry >> kProbBits)) & (kProbSum - 1));
         if (state < kStateLowerBound) {
@@ -293,7 +306,7 @@ inline void decode_rounds(RansDecoder& decoder, std::size_t n_rounds, uint8_t* d
                           Isa isa) {
 #if PACKHORSE_X86
     const bool wide = decoder.lanes_log == kMaxLanesLog;
-    if (isa == Isa::kAvx512 && wide) return decode_rounds_avx512_any(decoder, n_rounds, dst, ahead);
+    if (isa >= Isa::kAvx512 && wide) return decode_rounds_avx512_any(decoder, n_rounds, dst, ahead);
     if (isa >= Isa::kAvx2)
         return wide ? decode_rounds_avx2(decoder, n_rounds, dst, ahead)
                     : decode_rounds_scalar_avx2(decoder, n_rounds, dst);
@@ -356,7 +369,9 @@ inline Status rans_decode(RansDecoder& decoder, std::size_t n, uint8_t* dst, Ahe
     const std::size_t n_rounds = n >> decoder.lanes_log;
     const std::size_t done = n_rounds << decoder.lanes_log;
     Status status = decode_full_rounds(decoder, n_rounds, dst, ahead, isa);
-    if (status == Status::kOk && done < n) status = decode_round(decoder, n - done, dst + done);
+    if (status == Status::kOk && done < n)
+        status = decoder.has_table ? decode_round<true>(decoder, n - done, dst + done)
+                                   : decode_round<false>(decoder, n - done, dst + done);
     return status == Status::kOk ? patch_escapes(decoder, dst, n) : status;
 }
 

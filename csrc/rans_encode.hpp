@@ -201,7 +201,7 @@ inline uint8_t* encode_full_rounds(const uint8_t* codes, std::size_t n_rounds,
                                    uint32_t lanes_log, uint32_t* states, uint8_t* words,
                                    Ahead& ahead, Isa isa) {
 #if PACKHORSE_X86
-    if (isa == Isa::kAvx512 && lanes_log == kMaxLanesLog)
+    if (isa >= Isa::kAvx512 && lanes_log == kMaxLanesLog)
         return encode_rounds_avx512_any(codes, n_rounds, model, tables, states, words, ahead);
     if (isa >= Isa::kAvx2)
         return encode_rounds_avx2(codes, n_rounds, lanes_log, tables, states, words, ahead);

@@ -163,8 +163,8 @@ inline SideEstimate estimate_side(const uint8_t* src, std::size_t n_rows, std::s
     const SideData data{side.data(), side.data() + view.n_rows, view.n_columns};
     predict_classes(data, 0, n, q, classes, isa);
     subtract_prediction(plane, q, n, yielded, isa);
-    const ClassStarts starts = count_classes(classes, n, isa);
-    sort_by_class(yielded, classes, n, starts, sorted, isa);
+    const ClassStarts starts = count_classes(classes, n, kCutsOfClasses, isa);
+    sort_by_class(yielded, classes, n, kCutsOfClasses, starts, sorted, isa);
     std::size_t predicted = 0;
     for (uint32_t c = 0; c < kPredictionClasses; ++c)
         predicted += entropy_nbytes(sorted + starts.at[c], starts.count(c));

@@ -142,8 +142,8 @@ PACKHORSE_AVX512 inline void add_raw_block_avx512(const uint64_t* words, const u
 inline std::size_t write_raw_blocks(const uint8_t* plane, std::size_t n_blocks, uint32_t j,
                                     uint8_t* dst, Isa isa) {
 #if PACKHORSE_X86
-    if (isa == Isa::kAvx512) return write_raw_blocks_avx512(plane, n_blocks, j, dst);
-    if (isa == Isa::kAvx2) return write_raw_blocks_avx2(plane, n_blocks, j, dst);
+    if (isa >= Isa::kAvx512) return write_raw_blocks_avx512(plane, n_blocks, j, dst);
+    if (isa >= Isa::kAvx2) return write_raw_blocks_avx2(plane, n_blocks, j, dst);
 #endif
     (void)isa;
     return write_raw_blocks_portable(plane, n_blocks, j, dst);
@@ -237,9 +237,9 @@ inline void add_raw_bits(const RawPlanes& raw, std::size_t first, std::size_t n,
     if (raw.n == 0) return;
     const std::size_t n_blocks = n / 64;
 #if PACKHORSE_X86
-    if (isa == Isa::kAvx512)
+    if (isa >= Isa::kAvx512)
         add_raw_blocks_avx512(raw, first, n_blocks, dst);
-    else if (isa == Isa::kAvx2)
+    else if (isa >= Isa::kAvx2)
         add_raw_blocks_avx2(raw, first, n_blocks, dst);
     else
 #endif

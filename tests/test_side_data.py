@@ -6,7 +6,8 @@ from itertools import product
 import ml_dtypes
 import numpy as np
 import pytest
-from codec_battery import ISAS, forced, second_moment
+from codec_battery import ISAS, forced, guarded, guarded_output, second_moment
+from frame_builder import Classed, Rans, build_frame
 
 import packhorse.numpy as php
 from packhorse import Frame, PackhorseError
@@ -89,6 +90,28 @@ def test_the_bytes_depend_on_neither_code_path_nor_threads(level: str) -> None:
         with forced(isa):
             frames.add(php.compress(tensor, level=level, threads=threads).to_bytes())
     assert len(frames) == 1
+
+
+def leads(n: int) -> list[np.ndarray]:
+    """Plane 0 of `n` units: in one class, in long runs, in turn, at random, and mostly in one."""
+    rng = np.random.default_rng(n)
+    rare = np.where(rng.random(n) < 0.02, rng.integers(0, 256, n), 90)
+    which = [np.full(n, 255), np.arange(n) // 37 * 50, np.arange(n) * 70, rng.integers(0, 256, n)]
+    return [lead.astype(np.uint8) for lead in (*which, rare)]
+
+
+@pytest.mark.parametrize("thresholds", [(), (0,), (255,), (0, 255), (64, 128, 192)], ids=str)
+@pytest.mark.parametrize("n", [1, 31, 33, 64, 127, 160, 2049])
+def test_units_of_any_classes_find_their_places(n: int, thresholds: tuple[int, ...]) -> None:
+    for lead in leads(n):
+        units = np.stack([np.random.default_rng(n).integers(0, 256, n, np.uint8), lead], axis=1)
+        codings = [Rans(2), Classed(2, thresholds=thresholds, raw_bits=2)]
+        built = build_frame(units.tobytes(), "U16", split=1, chunk_log=12, codings=codings)
+        for isa in ISAS:
+            with forced(isa):
+                out = guarded_output(2 * n)
+                Frame.from_buffer(guarded(bytes(built))).decompress_into(out)
+                assert bytes(out) == units.tobytes(), isa
 
 
 @pytest.mark.parametrize("isa", ISAS)

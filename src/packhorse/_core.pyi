@@ -1,5 +1,6 @@
-"""Types of the C++ core (csrc/bind.cpp). `isa` is 0 portable, 1 AVX2, 2 AVX-512; arrays are
-one-dimensional uint8 unless said otherwise. `side` is empty where a frame has no side data."""
+"""Types of the C++ core (csrc/bind.cpp). `isa` is 0 portable, 1 AVX2, 2 AVX-512, 3 with VBMI2;
+arrays are one-dimensional uint8 unless said otherwise. `side` is empty where a frame has no side
+data."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,8 +1,8 @@
 """What all codecs share: the instruction set of a call, and views of buffers as bytes.
 
 The core has no state. Every call is told which instruction set to use: the best of this machine,
-unless the environment variable `PACKHORSE_SIMD` names another (`portable`, `avx2` or `avx512`),
-which tests and benchmarks do. All of them write the same bytes.
+unless the environment variable `PACKHORSE_SIMD` names another (`portable`, `avx2`, `avx512` or
+`avx512_vbmi2`), which tests and benchmarks do. All of them write the same bytes.
 """
 
 import re
@@ -43,6 +43,7 @@ class Isa(IntEnum):
     PORTABLE = 0
     AVX2 = 1
     AVX512 = 2
+    AVX512_VBMI2 = 3
 
 
 _ISAS = tuple(Isa)  # by number
