@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from packhorse import disk
+from packhorse.arguments import resolve_threads
 from packhorse.cli.measure import Settings, bench_file
 from packhorse.errors import PackhorseError
-from packhorse.frame import resolve_threads
 
 COLUMNS = ("tensors", "before", "after", "ratio", "pack", "unpack", "bit-exact")
 REPEATS = 3

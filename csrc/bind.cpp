@@ -14,10 +14,12 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdlib>
 #include <stdexcept>
 
 #include "gil.hpp"
 #include "tensor.hpp"
+#include "zstd_frame.hpp"
 
 namespace nb = nanobind;
 
@@ -61,6 +63,12 @@ SideData checked_side(const Bytes& side, std::size_t n_rows, const Geometry& geo
     const char* const fault = side_fault(geometry.spec, geometry.n_units, side.size(), n_rows);
     require(fault == nullptr, fault);
     return view_side(side.data(), side.size(), n_rows);
+}
+
+// What os.environ holds, which does not change while Python's lock is held.
+nb::object environment(const char* name) {
+    const char* const value = std::getenv(name);
+    return value == nullptr ? nb::none() : nb::steal(PyUnicode_DecodeFSDefault(value));
 }
 
 std::size_t encode_chunks(Bytes src, uint32_t unit_nbytes, int split, uint32_t chunk_log,
@@ -228,6 +236,10 @@ void leaf_digests(Bytes src, WritableBytes digests, std::size_t threads, int isa
     hash_leaves_threaded(src.data(), src.size(), digests.data(), threads, isa);
 }
 
+std::size_t zstd_frame_nbytes_of(Bytes src, std::size_t header_nbytes, bool has_checksum) {
+    return zstd_frame_nbytes(src.data(), src.size(), header_nbytes, has_checksum);
+}
+
 }  // namespace
 }  // namespace packhorse
 
@@ -238,6 +250,7 @@ NB_MODULE(_core, m) {
         "Packhorse's C++ core: bytes in, bytes out. Private; packhorse.frame and packhorse.codecs "
         "use it.";
     m.def("detect_isa", [] { return static_cast<int>(detect_isa()); });
+    m.def("environment", &environment, "name"_a);
     m.def("encode_chunks", &encode_chunks, "src"_a, "unit_nbytes"_a, "split"_a, "chunk_log"_a,
           "level"_a, "side"_a, "n_rows"_a, "dst"_a.noconvert(), "table"_a.noconvert(),
           "digests"_a.noconvert(), "threads"_a, "isa"_a);
@@ -258,4 +271,5 @@ NB_MODULE(_core, m) {
     m.def("merge", &merge, "planes"_a, "unit_nbytes"_a, "split"_a, "dst"_a.noconvert(), "isa"_a);
     m.def("crc32c", &crc32c_of, "src"_a, "isa"_a);
     m.def("leaf_digests", &leaf_digests, "src"_a, "digests"_a.noconvert(), "threads"_a, "isa"_a);
+    m.def("zstd_frame_nbytes", &zstd_frame_nbytes_of, "src"_a, "header_nbytes"_a, "has_checksum"_a);
 }

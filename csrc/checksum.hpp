@@ -2,9 +2,11 @@
 //
 // CRC32C: the SSE4.2 instruction has a latency of three cycles and a throughput of one, so three
 // streams run side by side and are joined by the linear operator "append L zero bytes", held as
-// four tables of 256 (one for each byte of the register). Without the instruction two do. XXH3:
-// only inputs above 240 bytes; the short forms are left to the caller (Python's xxhash), who meets
-// at most one a tensor. Source: the XXH3 specification, doc/xxhash_spec.md of the xxHash project.
+// four tables of 256 (one for each byte of the register). Without the instruction two do. Where
+// there are carry-less products of vectors, 256 bytes are folded into the next 256 instead, twice
+// as fast. XXH3: only inputs above 240 bytes; the short forms are left to the caller (Python's
+// xxhash), who meets at most one a tensor. Source: the XXH3 specification, doc/xxhash_spec.md of
+// the xxHash project.
 #pragma once
 
 #include <array>
@@ -63,7 +65,7 @@ constexpr CrcShift make_crc_shift(std::size_t nbytes) {
 }
 
 constexpr std::size_t kCrcLongNbytes = 4096;
-constexpr std::size_t kCrcShortNbytes = 256;
+constexpr std::size_t kCrcShortNbytes = 336;  // three of them: all of 1 KiB but 16 bytes
 inline constexpr CrcShift kCrcLongShift = make_crc_shift(kCrcLongNbytes);
 inline constexpr CrcShift kCrcShortShift = make_crc_shift(kCrcShortNbytes);
 
@@ -127,11 +129,66 @@ PACKHORSE_AVX2 inline uint32_t crc32c_hardware(uint32_t crc, const uint8_t* src,
     return crc;
 }
 
+// x^n modulo the polynomial, as a factor of a 64-bit carry-less product. The lowest bit is the
+// highest power, so a product is one factor x too high: n is one less than the wanted power.
+constexpr uint64_t crc_fold_factor(std::size_t n) {
+    uint32_t power = 0x80000000;
+    for (std::size_t i = 0; i < n; ++i) power = power >> 1 ^ (power & 1 ? kCrc32cPolynomial : 0);
+    return uint64_t{power} << 32;
+}
+
+constexpr std::size_t kCrcFoldNbytes = 256;
+constexpr std::size_t kCrcFoldMinNbytes = 4 * kCrcFoldNbytes;  // shorter: no gain
+inline constexpr uint64_t kCrcFoldLow = crc_fold_factor(8 * kCrcFoldNbytes + 63);
+inline constexpr uint64_t kCrcFoldHigh = crc_fold_factor(8 * kCrcFoldNbytes - 1);
+
+// 256 bytes that, from a register of 0, give the CRC register of all bytes so far. Four vectors,
+// each of every fourth line, so that four chains of products run side by side.
+struct CrcFold {
+    __m512i vectors[4];
+    __m512i seed;  // the register before the next line, where it is not in the vectors yet
+};
+
+PACKHORSE_VPCLMULQDQ inline CrcFold crc_fold_start(uint32_t crc) {
+    const __m512i zero = _mm512_setzero_si512();
+    return {{zero, zero, zero, zero}, _mm512_maskz_set1_epi32(1, static_cast<int>(crc))};
+}
+
+// The lines of a vector, moved ahead by 256 bytes, and the line that is there.
+PACKHORSE_VPCLMULQDQ PACKHORSE_INLINE __m512i crc_fold_line(__m512i vector, __m512i line) {
+    const __m512i factors = _mm512_broadcast_i64x2(_mm_set_epi64x(kCrcFoldHigh, kCrcFoldLow));
+    const __m512i low = _mm512_clmulepi64_epi128(vector, factors, 0x00);
+    const __m512i high = _mm512_clmulepi64_epi128(vector, factors, 0x11);
+    return _mm512_ternarylogic_epi64(low, high, line, 0x96);
+}
+
+PACKHORSE_VPCLMULQDQ inline uint32_t crc_fold_finish(const CrcFold& fold) {
+    alignas(64) uint8_t bytes[kCrcFoldNbytes];
+    for (int i = 0; i < 4; ++i) _mm512_store_si512(bytes + 64 * i, fold.vectors[i]);
+    return crc32c_hardware(0, bytes, sizeof bytes);
+}
+
+PACKHORSE_VPCLMULQDQ inline uint32_t crc32c_folding(uint32_t crc, const uint8_t* src,
+                                                    std::size_t nbytes) {
+    CrcFold fold = crc_fold_start(crc);
+    for (; nbytes >= kCrcFoldNbytes; src += kCrcFoldNbytes, nbytes -= kCrcFoldNbytes) {
+        for (int i = 0; i < 4; ++i) {
+            const __m512i line = _mm512_loadu_si512(src + 64 * i);
+            fold.vectors[i] =
+                crc_fold_line(fold.vectors[i], i == 0 ? _mm512_xor_si512(line, fold.seed) : line);
+        }
+        fold.seed = _mm512_setzero_si512();
+    }
+    return crc32c_hardware(crc_fold_finish(fold), src, nbytes);
+}
+
 #endif
 
 // Continues a CRC register, which begins as ~0 and whose complement is the CRC.
 inline uint32_t crc32c_continue(uint32_t crc, const uint8_t* src, std::size_t nbytes, Isa isa) {
 #if PACKHORSE_X86
+    if (isa >= Isa::kAvx512 && nbytes >= kCrcFoldMinNbytes && has_vpclmulqdq())
+        return crc32c_folding(crc, src, nbytes);
     if (isa >= Isa::kAvx2) return crc32c_hardware(crc, src, nbytes);
 #endif
     (void)isa;
@@ -218,16 +275,20 @@ PACKHORSE_AVX2 inline void xxh3_stripes_avx2(Xxh3Accumulator& acc, const uint8_t
         _mm256_store_si256(reinterpret_cast<__m256i*>(acc.lanes) + h, lanes[h]);
 }
 
+PACKHORSE_AVX512 PACKHORSE_INLINE __m512i xxh3_stripe_avx512(__m512i lanes, __m512i value,
+                                                             const uint8_t* secret) {
+    const __m512i key = _mm512_xor_si512(value, _mm512_loadu_si512(secret));
+    const __m512i product = _mm512_mul_epu32(key, _mm512_srli_epi64(key, 32));
+    const __m512i swapped = _mm512_shuffle_epi32(value, _MM_PERM_BADC);
+    return _mm512_add_epi64(lanes, _mm512_add_epi64(product, swapped));
+}
+
 PACKHORSE_AVX512 inline void xxh3_stripes_avx512(Xxh3Accumulator& acc, const uint8_t* src,
                                                  std::size_t n_stripes) {
     __m512i lanes = _mm512_load_si512(acc.lanes);
-    for (std::size_t i = 0; i < n_stripes; ++i) {
-        const __m512i value = _mm512_loadu_si512(src + i * kXxh3StripeNbytes);
-        const __m512i key = _mm512_xor_si512(value, _mm512_loadu_si512(kXxh3Secret + 8 * i));
-        const __m512i product = _mm512_mul_epu32(key, _mm512_srli_epi64(key, 32));
-        const __m512i swapped = _mm512_shuffle_epi32(value, _MM_PERM_BADC);
-        lanes = _mm512_add_epi64(lanes, _mm512_add_epi64(product, swapped));
-    }
+    for (std::size_t i = 0; i < n_stripes; ++i)
+        lanes = xxh3_stripe_avx512(lanes, _mm512_loadu_si512(src + i * kXxh3StripeNbytes),
+                                   kXxh3Secret + 8 * i);
     _mm512_store_si512(acc.lanes, lanes);
 }
 
@@ -286,87 +347,6 @@ inline void xxh3_128_long(const uint8_t* src, std::size_t nbytes, uint8_t* dst, 
     Xxh3Accumulator acc;
     xxh3_blocks(acc, src, xxh3_n_blocks(nbytes), isa);
     xxh3_finish(acc, src, nbytes, dst, isa);
-}
-
-// Copying with checksums, one block of XXH3 at a time: each is in L1 for all that is done with it,
-// and in the same loop the memory behind it is fetched, to read and to write. That makes it faster
-// than a plain copy (docs/decisions.md, section 6).
-constexpr std::size_t kCopyAheadNbytes = 3072;
-
-inline void copy_line_ahead(const uint8_t* src, uint8_t* dst) {
-    __builtin_prefetch(src + kCopyAheadNbytes, 0, 3);
-    __builtin_prefetch(dst + kCopyAheadNbytes, 1, 3);
-}
-
-inline void copy_block_portable(const uint8_t* src, uint8_t* dst, Xxh3Accumulator* acc) {
-    std::memcpy(dst, src, kXxh3BlockNbytes);
-    if (acc != nullptr) xxh3_stripes_portable(*acc, src, kXxh3StripesPerBlock);
-}
-
-#if PACKHORSE_X86
-
-PACKHORSE_AVX2 inline void copy_block_avx2(const uint8_t* src, uint8_t* dst, Xxh3Accumulator* acc) {
-    for (std::size_t i = 0; i < kXxh3StripesPerBlock; ++i) {
-        const std::size_t at = i * kXxh3StripeNbytes;
-        for (std::size_t h = 0; h < kXxh3StripeNbytes; h += 32)
-            _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + at + h),
-                                _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + at + h)));
-        copy_line_ahead(src + at, dst + at);
-    }
-    if (acc != nullptr) xxh3_stripes_avx2(*acc, src, kXxh3StripesPerBlock);
-}
-
-PACKHORSE_AVX512 inline void copy_block_avx512(const uint8_t* src, uint8_t* dst,
-                                               Xxh3Accumulator* acc) {
-    for (std::size_t i = 0; i < kXxh3StripesPerBlock; ++i) {
-        const std::size_t at = i * kXxh3StripeNbytes;
-        _mm512_storeu_si512(dst + at, _mm512_loadu_si512(src + at));
-        copy_line_ahead(src + at, dst + at);
-    }
-    if (acc != nullptr) xxh3_stripes_avx512(*acc, src, kXxh3StripesPerBlock);
-}
-
-#endif
-
-// Copies a block, and takes its stripes into `acc` unless that is null.
-inline void copy_block(const uint8_t* src, uint8_t* dst, Xxh3Accumulator* acc, Isa isa) {
-#if PACKHORSE_X86
-    if (isa >= Isa::kAvx512) return copy_block_avx512(src, dst, acc);
-    if (isa >= Isa::kAvx2) return copy_block_avx2(src, dst, acc);
-#endif
-    (void)isa;
-    copy_block_portable(src, dst, acc);
-}
-
-// Copies blocks, with their hash unless `acc` is null, and continues a CRC register.
-inline void copy_blocks(const uint8_t* src, std::size_t n_blocks, uint8_t* dst,
-                        Xxh3Accumulator* acc, uint32_t& crc, Isa isa) {
-    for (std::size_t at = 0; at < n_blocks * kXxh3BlockNbytes; at += kXxh3BlockNbytes) {
-        copy_block(src + at, dst + at, acc, isa);
-        if (acc != nullptr) xxh3_scramble(*acc);
-        crc = crc32c_continue(crc, src + at, kXxh3BlockNbytes, isa);
-    }
-}
-
-// Copies bytes and continues a CRC register.
-inline void copy_with_crc(const uint8_t* src, std::size_t nbytes, uint8_t* dst, uint32_t& crc,
-                          Isa isa) {
-    const std::size_t done = nbytes / kXxh3BlockNbytes * kXxh3BlockNbytes;
-    copy_blocks(src, nbytes / kXxh3BlockNbytes, dst, nullptr, crc, isa);
-    std::memcpy(dst + done, src + done, nbytes - done);
-    crc = crc32c_continue(crc, src + done, nbytes - done, isa);
-}
-
-// The same for at least kXxh3LongMinNbytes bytes, whose XXH3-128 goes to `digest`.
-inline void copy_with_digest(const uint8_t* src, std::size_t nbytes, uint8_t* dst, uint8_t* digest,
-                             uint32_t& crc, Isa isa) {
-    Xxh3Accumulator acc;
-    const std::size_t n_blocks = xxh3_n_blocks(nbytes);
-    copy_blocks(src, n_blocks, dst, &acc, crc, isa);
-    const std::size_t done = n_blocks * kXxh3BlockNbytes;
-    std::memcpy(dst + done, src + done, nbytes - done);
-    crc = crc32c_continue(crc, src + done, nbytes - done, isa);
-    xxh3_finish(acc, src, nbytes, digest, isa);
 }
 
 }  // namespace packhorse

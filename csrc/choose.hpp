@@ -77,12 +77,14 @@ inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::s
     Histogram histogram;
     // Mantissas are most of the data and do not compress: a small sample is enough to see that.
     constexpr uint32_t glance = 1024;
+    const uint32_t sample_log = sample_log_for(n_there, spec.sample_units);
+    uint32_t counted_log = ~0u;
     if (level != Level::kMax) {
-        count_bytes(plane, n_there, sample_log_for(n_there, glance), histogram);
+        counted_log = sample_log_for(n_there, glance);
+        count_bytes(plane, n_there, counted_log, histogram);
         if (scale_cost(entropy_cost(histogram), histogram.total, n) >= worth) return n;
     }
-    if (level == Level::kMax || spec.sample_units > glance)
-        count_bytes(plane, n_there, sample_log_for(n_there, spec.sample_units), histogram);
+    if (counted_log != sample_log) count_bytes(plane, n_there, sample_log, histogram);
     histogram.sampled |= n_there < n;
     std::size_t best = worth;
     const std::size_t palette_nbytes =

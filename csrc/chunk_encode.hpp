@@ -183,6 +183,18 @@ inline std::size_t encode_whole(const uint8_t* src, std::size_t n, std::size_t i
     return nbytes;
 }
 
+// A chunk of equal units, whose planes are constant.
+inline std::size_t encode_constant(const uint8_t* src, const PlaneSpec& spec,
+                                   uint8_t* const* planes, uint8_t* dst, uint32_t* descriptors,
+                                   Isa isa) {
+    split_planes(src, 1, spec, planes, isa);
+    for (uint32_t p = 0; p < spec.n_planes; ++p) {
+        dst[p] = planes[p][0];
+        descriptors[p] = make_descriptor(Mode::kConstant, 1);
+    }
+    return spec.n_planes;
+}
+
 // Turns plane 0 to classed rANS by prediction if that is estimated to be shorter than `nbytes`.
 inline void try_prediction(const uint8_t* plane, std::size_t n, std::size_t first,
                            const SideData& side, Level level, std::size_t nbytes,
@@ -254,6 +266,9 @@ inline std::size_t encode_chunk(const uint8_t* src, std::size_t n, std::size_t f
     std::size_t used = 0;
     if (item_nbytes(spec) > 1) {
         used = encode_whole(src, n, spec.unit_nbytes, dst, descriptors);
+    } else if (spec.splits() && is_constant(src, n, spec.unit_nbytes)) {
+        // One look at the units is faster than splitting them for a look at each plane.
+        used = encode_constant(src, spec, scratch.planes, dst, descriptors, isa);
     } else {
         const uint8_t* planes[kMaxPlanes] = {src};
         if (spec.splits()) {

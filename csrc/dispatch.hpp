@@ -25,6 +25,11 @@
     __attribute__((                                                                              \
         target("avx512vbmi2,avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
                "2")))
+// For functions that has_vpclmulqdq() allows besides.
+#define PACKHORSE_VPCLMULQDQ                                                         \
+    __attribute__((                                                                  \
+        target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
+               "2,pclmul,vpclmulqdq")))
 #else
 #define PACKHORSE_X86 0
 #endif
@@ -70,6 +75,16 @@ inline Isa detect_isa() {
     if (avx2) return Isa::kAvx2;
 #endif
     return Isa::kPortable;
+}
+
+// Carry-less products of whole vectors, which the first processors with AVX-512 lack (Cascade Lake;
+// Ice Lake and Zen 4 have them).
+inline bool has_vpclmulqdq() {
+#if PACKHORSE_X86
+    return __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("pclmul");
+#else
+    return false;
+#endif
 }
 
 // Runs a loop that compilers vectorise, with AVX2 where it is allowed. `work` is a lambda marked

@@ -124,24 +124,53 @@ PACKHORSE_INLINE uint64_t write_codes(const uint64_t* masks, uint64_t all, bool 
     return has_escape ? last : 0;
 }
 
-// Appends the escaped units of a block.
+// How many escapes a block of 64 units has is not to be predicted. Few have more than these, which
+// are handled without a branch on each.
+constexpr int kFewEscapes = 4;
+
+// Appends the escaped units of a block; `dst` has room for 64.
 PACKHORSE_INLINE uint8_t* append_escapes(const uint8_t* src, uint64_t escaped, uint32_t raw_bits,
                                          uint8_t* dst) {
+    for (int i = 0; i < kFewEscapes; ++i, escaped &= escaped - 1) {
+        *dst = static_cast<uint8_t>(src[std::countr_zero(escaped) & 63] >> raw_bits);
+        dst += escaped != 0;
+    }
     for (; escaped != 0; escaped &= escaped - 1)
         *dst++ = static_cast<uint8_t>(src[std::countr_zero(escaped)] >> raw_bits);
     return dst;
 }
 
+// The units of a block that equal `value` in the bits of `mask`.
+PACKHORSE_INLINE uint64_t equal_mask_portable(const uint8_t* src, uint8_t mask, uint8_t value) {
+    uint64_t equal = 0;
+#if PACKHORSE_X86
+    const __m128i wanted = _mm_set1_epi8(static_cast<char>(value));
+    const __m128i kept = _mm_set1_epi8(static_cast<char>(mask));
+    for (int k = 0; k < 4; ++k) {
+        const __m128i units = _mm_loadu_si128(reinterpret_cast<const __m128i*>(src) + k);
+        const __m128i same = _mm_cmpeq_epi8(_mm_and_si128(units, kept), wanted);
+        equal |= uint64_t{static_cast<uint32_t>(_mm_movemask_epi8(same))} << (16 * k);
+    }
+#else
+    constexpr uint64_t kEach = 0x0101010101010101, kLowBits = 0x7F7F7F7F7F7F7F7F;
+    for (int k = 0; k < 8; ++k) {
+        const uint64_t differ = (load<uint64_t>(src + 8 * k) & kEach * mask) ^ kEach * value;
+        const uint64_t top_if_zero = ~(((differ & kLowBits) + kLowBits) | differ | kLowBits);
+        equal |= collect_bit(top_if_zero, 7) << (8 * k);
+    }
+#endif
+    return equal;
+}
+
+// A block of 64 units.
 template <uint32_t kBits>
-PACKHORSE_INLINE uint8_t* palette_encode_block(const uint8_t* src, std::size_t n,
+PACKHORSE_INLINE uint8_t* palette_encode_block(const uint8_t* src, uint64_t all,
                                                const PaletteModel& model, uint8_t* codes,
                                                std::size_t plane_stride, uint8_t* escapes) {
-    const uint32_t symbol_mask = 0xFFu << model.raw_bits;
-    uint64_t masks[1u << kBits] = {};
+    const auto symbol_mask = static_cast<uint8_t>(0xFFu << model.raw_bits);
+    uint64_t masks[1u << kBits];
     for (uint32_t c = 0; c < (1u << kBits) - 1; ++c)
-        for (std::size_t i = 0; i < n; ++i)
-            masks[c] |= uint64_t{(src[i] & symbol_mask) == model.values[c]} << i;
-    const uint64_t all = n == 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1;
+        masks[c] = equal_mask_portable(src, symbol_mask, model.values[c]) & all;
     const uint64_t escaped = write_codes<kBits>(masks, all, model.has_escape, codes, plane_stride);
     return append_escapes(src, escaped, model.raw_bits, escapes);
 }
@@ -155,8 +184,8 @@ std::size_t palette_encode_blocks_portable(const uint8_t* src, std::size_t n_blo
                                            const uint8_t* escapes_end) {
     std::size_t b = 0;
     for (; b < n_blocks && escapes_end - escapes >= 64; ++b)
-        escapes = palette_encode_block<kBits>(src + 64 * b, 64, model, codes + 8 * b, plane_stride,
-                                              escapes);
+        escapes = palette_encode_block<kBits>(src + 64 * b, ~uint64_t{0}, model, codes + 8 * b,
+                                              plane_stride, escapes);
     return b;
 }
 
@@ -245,10 +274,13 @@ uint8_t* palette_encode_units(const uint8_t* src, std::size_t n, const PaletteMo
     if (palette_encode_blocks<kBits>(src, n_blocks, model, codes, plane_stride, escapes,
                                      escapes_end, isa) < n_blocks)
         return nullptr;
-    if (n % 64 == 0) return escapes;
+    const std::size_t rest = n % 64;
+    if (rest == 0) return escapes;
     if (escapes_end - escapes < 64) return nullptr;
-    return palette_encode_block<kBits>(src + 64 * n_blocks, n % 64, model, codes + 8 * n_blocks,
-                                       plane_stride, escapes);
+    uint8_t block[64] = {};
+    std::memcpy(block, src + 64 * n_blocks, rest);
+    return palette_encode_block<kBits>(block, (uint64_t{1} << rest) - 1, model,
+                                       codes + 8 * n_blocks, plane_stride, escapes);
 }
 
 // The codes of all units, for any number of code bits; as palette_encode_units.
@@ -342,11 +374,28 @@ inline Status palette_open(const uint8_t* src, std::size_t nbytes, std::size_t n
 template <uint32_t kBits>
 PACKHORSE_INLINE void palette_values_portable(const uint64_t* planes, const uint8_t* values,
                                               uint8_t* dst) {
-    for (uint32_t i = 0; i < 64; ++i) {
-        uint32_t code = 0;
-        for (uint32_t j = 0; j < kBits; ++j) code |= static_cast<uint32_t>(planes[j] >> i & 1) << j;
-        dst[i] = values[code];
+    uint8_t codes[64];
+    for (uint32_t k = 0; k < 8; ++k) {
+        uint64_t eight = 0;
+        for (uint32_t j = 0; j < kBits; ++j) eight |= kSpreadBits[planes[j] >> (8 * k) & 0xFF] << j;
+        store(codes + 8 * k, eight);
     }
+#if PACKHORSE_X86
+    // SSE2 cannot look up bytes, but compares 16 of them with each code in turn.
+    for (uint32_t k = 0; k < 4; ++k) {
+        const __m128i code = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes) + k);
+        __m128i found = _mm_setzero_si128();
+#pragma GCC unroll 16
+        for (uint32_t c = 0; c < 1u << kBits; ++c) {
+            const __m128i same = _mm_cmpeq_epi8(code, _mm_set1_epi8(static_cast<char>(c)));
+            const __m128i value = _mm_set1_epi8(static_cast<char>(values[c]));
+            found = _mm_or_si128(found, _mm_and_si128(same, value));
+        }
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(dst) + k, found);
+    }
+#else
+    for (uint32_t i = 0; i < 64; ++i) dst[i] = values[codes[i]];
+#endif
 }
 
 // Patches the escaped units of a block.

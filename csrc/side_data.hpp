@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "choose.hpp"
@@ -150,20 +151,24 @@ inline SideEstimate estimate_side(const uint8_t* src, std::size_t n_rows, std::s
     const std::size_t n = view.n_rows * view.n_columns;
     std::vector<uint8_t> side(view.n_rows + view.n_columns);
     fill_side(view, spec, side.data(), isa);
-    std::vector<uint8_t> plane(n), q(n), yielded(n), sorted(n);
+    const auto scratch = std::make_unique_for_overwrite<uint8_t[]>(5 * n);
+    uint8_t* const plane = scratch.get();
+    uint8_t* const q = plane + n;
+    uint8_t* const yielded = q + n;
+    uint8_t* const sorted = yielded + n;
+    uint8_t* const classes = sorted + n;
     for (std::size_t i = 0; i < view.n_rows; ++i)
         lead_bytes(src + i * view.row_step * view.row_nbytes, view.n_columns, spec,
-                   plane.data() + i * view.n_columns);
+                   plane + i * view.n_columns);
     const SideData data{side.data(), side.data() + view.n_rows, view.n_columns};
-    std::vector<uint8_t> classes(n);
-    predict_classes(data, 0, n, q.data(), classes.data(), isa);
-    subtract_prediction(plane.data(), q.data(), n, yielded.data(), isa);
-    const ClassStarts starts = count_classes(classes.data(), n, kCutsOfClasses, isa);
-    sort_by_class(yielded.data(), classes.data(), n, kCutsOfClasses, starts, sorted.data(), isa);
+    predict_classes(data, 0, n, q, classes, isa);
+    subtract_prediction(plane, q, n, yielded, isa);
+    const ClassStarts starts = count_classes(classes, n, kCutsOfClasses, isa);
+    sort_by_class(yielded, classes, n, kCutsOfClasses, starts, sorted, isa);
     std::size_t predicted = 0;
     for (uint32_t c = 0; c < kPredictionClasses; ++c)
-        predicted += entropy_nbytes(sorted.data() + starts.at[c], starts.count(c));
-    const std::size_t plain = entropy_nbytes(plane.data(), n);
+        predicted += entropy_nbytes(sorted + starts.at[c], starts.count(c));
+    const std::size_t plain = entropy_nbytes(plane, n);
     const auto scale = [&](std::size_t nbytes) {
         return static_cast<std::size_t>(static_cast<double>(nbytes) * static_cast<double>(n_rows) /
                                         static_cast<double>(view.n_rows) *

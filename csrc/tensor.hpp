@@ -11,9 +11,9 @@
 #include <new>
 #include <vector>
 
-#include "checksum.hpp"
 #include "chunk_decode.hpp"
 #include "chunk_encode.hpp"
+#include "copy.hpp"
 #include "parallel.hpp"
 #include "side_data.hpp"
 
@@ -133,14 +133,14 @@ inline void hash_leaves(const uint8_t* src, std::size_t nbytes, uint8_t* digests
 // Stores a chunk as it is: copy, hashes of the leaves and CRC of the padded chunk in one pass.
 // Returns its padded length.
 inline std::size_t store_chunk(const uint8_t* src, std::size_t nbytes, uint8_t* dst,
-                               uint8_t* digests, uint32_t* row, Isa isa) {
+                               uint8_t* digests, uint32_t* row, bool past_cache, Isa isa) {
     uint32_t crc = ~0u;
     for (std::size_t at = 0; at < nbytes; at += kContentLeafNbytes, digests += 16) {
         const std::size_t leaf = std::min(kContentLeafNbytes, nbytes - at);
         if (leaf >= kXxh3LongMinNbytes) {
-            copy_with_digest(src + at, leaf, dst + at, digests, crc, isa);
+            copy_with_digest(src + at, leaf, dst + at, digests, crc, past_cache, isa);
         } else {
-            copy_with_crc(src + at, leaf, dst + at, crc, isa);
+            copy_with_crc(src + at, leaf, dst + at, crc, past_cache, isa);
         }
     }
     const std::size_t padded = round_up(nbytes, kFrameAlignment);
@@ -185,7 +185,8 @@ inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry, c
             const std::size_t nbytes = round_up(n * geometry.spec.unit_nbytes, kFrameAlignment);
             // Its length is known beforehand: no worker needs a copy.
             const std::size_t offset = ordered.reserve(chunk, nbytes);
-            store_chunk(from, n * geometry.spec.unit_nbytes, dst + offset, leaves, row, isa);
+            store_chunk(from, n * geometry.spec.unit_nbytes, dst + offset, leaves, row,
+                        geometry.nbytes() >= kPastCacheMinNbytes, isa);
             return;
         }
         // First the hash: it brings the chunk into the cache.
@@ -309,7 +310,7 @@ struct DecodeWorker {
 
 // Decodes chunk `index` to `dst` once its bytes outside of the streams have been checked.
 inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, bool check_crc,
-                             DecodeScratch& scratch, uint8_t* dst, Isa isa) {
+                             bool past_cache, DecodeScratch& scratch, uint8_t* dst, Isa isa) {
     const uint8_t* const chunk = tensor.chunk(index);
     const std::size_t nbytes = tensor.nbytes_of(index);
     const uint32_t* const row = tensor.row(index);
@@ -318,7 +319,7 @@ inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, boo
         make_descriptor(Mode::kStored, tensor.geometry.units_of(index) * spec.unit_nbytes);
     if (check_crc && !spec.splits() && row[1] == stored && descriptor_nbytes(stored) == nbytes) {
         uint32_t crc = ~0u;  // no padding to look at
-        copy_with_crc(chunk, nbytes, dst, crc, isa);
+        copy_with_crc(chunk, nbytes, dst, crc, past_cache, isa);
         return ~crc == row[0] ? Status::kOk : Status::kChecksum;
     }
     if (check_crc && crc32c(chunk, nbytes, isa) != row[0]) return Status::kChecksum;
@@ -393,8 +394,9 @@ inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start
         const bool more = item + n_workers < n_wanted;
         DecodeScratch scratch{workers[w].planes.get(), workers[w].whole.get(),
                               more ? tensor.chunk(chunk + n_workers) : nullptr};
-        const Status status =
-            decode_checked(tensor, chunk, check_crc, scratch, whole ? out : partial, isa);
+        const bool past_cache = whole && nbytes >= kPastCacheMinNbytes;
+        const Status status = decode_checked(tensor, chunk, check_crc, past_cache, scratch,
+                                             whole ? out : partial, isa);
         if (status != Status::kOk)
             fault.report(chunk, status);
         else if (!whole)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from packhorse import _core
-from packhorse.codecs.base import ByteArray, encode_plane
+from packhorse.codecs.base import ByteArray, choose_isa, encode_plane
 from packhorse.codecs.content import content_hash
 from packhorse.disk.container import pack_tensors
 from packhorse.disk.header import build_header
@@ -131,7 +131,7 @@ def _seal(
         mode << STREAM_NBYTES_BITS | len(text), text,
     )  # fmt: skip
     packed = np.empty(header.frame_nbytes, np.uint8)
-    write_header(header, packed[:header_nbytes])
+    write_header(header, packed[:header_nbytes], int(choose_isa()))
     packed[header_nbytes:] = np.frombuffer(payload, np.uint8)
     frame = Frame.from_buffer(packed)
     frame.verify()
@@ -175,7 +175,7 @@ def decode_tensor_seeds() -> Seeds:
         if Mode.ZSTD in modes_of(frame):
             continue
         packed = frame.to_bytes()
-        header = read_header(np.frombuffer(packed, np.uint8), None, 0, None)
+        header = read_header(np.frombuffer(packed, np.uint8), None, 0, None, int(choose_isa()))
         bits = header.dtype.unit_nbytes.bit_length() - 1 | header.split << 2
         choices = bytes([number % 3, number % 4, bits, header.chunk_log])
         part = struct.pack("<I", header.nbytes)[:3] + struct.pack("<HH", 1000, 60000)

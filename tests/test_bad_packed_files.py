@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import frame_builder as fb
 import numpy as np
 import pytest
 import safetensors
@@ -107,21 +108,16 @@ def test_every_flipped_bit_is_told(tmp_path, packed):
     ids=["every bit of one frame", "a bit of each byte, every mode"],
 )
 def test_verify_finds_every_flipped_bit(tmp_path, names, bits):
-    """Header, record, spaces, frames and padding. What it does not find changes nothing: some bits
-    of a Zstandard frame mean nothing, and a JSON escape has two spellings."""
-    whole, original = file_of_samples(*names)
+    """Header, record, spaces, frames and padding; also bits that change nothing, as some of a
+    Zstandard frame and the case of digits in a JSON escape."""
+    whole, _ = file_of_samples(*names)
     path, missed = tmp_path / "flipped", []
     path.write_bytes(whole)
     for place, bit in product(range(len(whole)), bits):
         with flipped(path, whole, place, bit):
             if not verified_or_refused(path):
                 missed.append((place, bit))
-    assert len(missed) < 20
-    for place, bit in missed:
-        assert place < read_header_nbytes(whole)
-        with flipped(path, whole, place, bit):
-            unpack_file(path, tmp_path / "out", force=True)
-        assert (tmp_path / "out").read_bytes() == original, f"byte {place}, bit {bit}"
+    assert missed == []
 
 
 @contextmanager
@@ -238,7 +234,10 @@ def edit(packed: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
     nbytes = read_header_nbytes(packed)
     document = json.loads(packed[8:nbytes])
     record = json.loads(document["__metadata__"]["packhorse"])
-    document["__metadata__"]["packhorse"] = json.dumps(change(record))
+    record = change(record)
+    if isinstance(record, dict) and record.get("crc32c") != "a lie":
+        record["crc32c"] = fb.record_crc(record)
+    document["__metadata__"]["packhorse"] = json.dumps(record)
     text = json.dumps(document).encode()
     text += b" " * (-(8 + len(text)) % 64)
     return file_bytes(text, packed[nbytes:])
@@ -289,6 +288,7 @@ LIES = {
         CorruptionError,
         "'none' has a frame but no place",
     ),
+    "no CRC": (lambda r: {**r, "crc32c": "a lie"}, CorruptionError, "'crc32c' is 'a lie'.*damaged"),
     "record is a list": (lambda r: [r], CorruptionError, "must be a JSON object"),
 }
 

@@ -187,6 +187,7 @@ def test_verifying_takes_the_memory_of_a_window(report: dict) -> None:
     assert report["zeros.file"]["verify"][0] is None
     assert report["zeros.file"]["logical_nbytes"][0] is None
     assert report["zeros.frame"]["read_frame"][0].endswith("MemoryError")
+    assert report["zeros.frame"]["verify_frame"][0] is None
 
 
 @short_of_memory

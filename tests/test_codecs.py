@@ -25,9 +25,8 @@ from codec_battery import (
 
 from packhorse.codecs import palette, planes, rans, zstd
 from packhorse.codecs.base import ISA_VARIABLE, Isa, as_bytes, as_writable_bytes, choose_isa
-from packhorse.codecs.plan import choose_plan
 from packhorse.errors import CorruptionError, MissingBackendError
-from packhorse.frame import compress_buffer
+from packhorse.frame import compress_buffer, plan_buffer
 from packhorse.layout import DTYPE_BY_NAME, DTYPES, MAX_CHUNK_NBYTES, Level, Mode, Split
 from packhorse.reference import decode_frame
 
@@ -91,7 +90,7 @@ def test_a_frame_never_grows_by_more_than_its_header(dtype: str) -> None:
 
 def test_incompressible_data_is_planned_as_stored() -> None:
     data = np.frombuffer(make_data("noise", "BF16", 1 << 17), np.uint8)
-    plan = choose_plan(data, "BF16", (1 << 17,), Level.DEFAULT)
+    plan = plan_buffer(data, "BF16", (1 << 17,))
     assert (plan.split, plan.zstd, plan.estimated_nbytes) == (Split.WHOLE, False, data.size)
     assert "incompressible" in plan.reason
 
@@ -101,7 +100,7 @@ def test_the_plan_does_not_depend_on_the_code_path() -> None:
     plans = []
     for isa in ISAS:
         with forced(isa):
-            plans.append(choose_plan(data, "F16", (100_001,), Level.DEFAULT))
+            plans.append(plan_buffer(data, "F16", (100_001,)))
     assert all(plan == plans[0] for plan in plans)
 
 
@@ -249,12 +248,38 @@ def test_zstd_round_trips(level: Level) -> None:
     stream = zstd.compress_chunk(chunk, level)
     assert stream[:4] == bytes.fromhex("28b52ffd")
     dst = np.empty_like(chunk)
-    zstd.decompress_chunk(as_bytes(guarded(stream)), dst)
+    zstd.ChunkDecoder().decode(as_bytes(guarded(stream)), dst)
+    assert np.array_equal(dst, chunk)
+
+
+def test_zstd_finds_what_repeats_far_behind() -> None:
+    """The ordinary search has forgotten it by then."""
+    rng = np.random.default_rng(3)
+    pieces = rng.integers(0, 256, (100, 1000)).astype(np.uint8)
+    between = rng.integers(0, 9, 1_500_000).astype(np.uint8)
+    chunk = np.concatenate([pieces.ravel(), between, rng.permutation(pieces).ravel()])
+    near = zstd.compress_chunk(chunk, Level.DEFAULT)
+    stream = zstd.compress_chunk(chunk, Level.DEFAULT, long_matches=True)
+    assert len(stream) < len(near) - 60_000
+    dst = np.empty_like(chunk)
+    zstd.ChunkDecoder().decode(as_bytes(guarded(stream)), dst)
     assert np.array_equal(dst, chunk)
 
 
 CHUNK = bytes(range(100))
+CHECKED_ZSTD = zstandard.ZstdCompressor(write_checksum=True).compress(CHUNK)
+ZSTD_HEADER = bytes.fromhex("28b52ffd2064")  # of one segment of 100 bytes
 BAD_ZSTD = {
+    "a wrong checksum": CHECKED_ZSTD[:-1] + bytes([CHECKED_ZSTD[-1] ^ 1]),
+    "a checksum that is cut": CHECKED_ZSTD[:-1],
+    "no checksum where one is declared": CHECKED_ZSTD[:-4],
+    "no block": ZSTD_HEADER,
+    "a block of the reserved type": ZSTD_HEADER + bytes.fromhex("270300") + CHUNK,
+    "a block that is longer": ZSTD_HEADER + bytes.fromhex("290300") + CHUNK,
+    "a block that is shorter": ZSTD_HEADER + bytes.fromhex("190300") + CHUNK[1:],
+    "no last block": ZSTD_HEADER + bytes.fromhex("200300") + CHUNK,
+    "a million empty blocks": ZSTD_HEADER + bytes(3_000_000),
+    "a skippable frame that declares as much": b"\x50\x2a\x4d\x18\x64\0\0\0" + CHUNK,
     "too long": zstandard.compress(CHUNK + b"x"),
     "too short": zstandard.compress(CHUNK[1:]),
     "no size": zstandard.ZstdCompressor(write_content_size=False).compress(CHUNK),
@@ -268,10 +293,19 @@ BAD_ZSTD = {
 }
 
 
+def test_a_hand_made_zstd_stream_is_read() -> None:
+    """What the bad ones below differ from; empty blocks are allowed."""
+    for block in ("210300", "000000" * 5 + "210300"):
+        dst = np.empty(len(CHUNK), np.uint8)
+        stream = ZSTD_HEADER + bytes.fromhex(block) + CHUNK
+        zstd.ChunkDecoder().decode(as_bytes(guarded(stream)), dst)
+        assert dst.tobytes() == CHUNK
+
+
 @pytest.mark.parametrize("stream", BAD_ZSTD.values(), ids=BAD_ZSTD)
 def test_zstd_refuses_a_stream_that_lies(stream: bytes) -> None:
     with pytest.raises(CorruptionError, match="zstd stream"):
-        zstd.decompress_chunk(as_bytes(stream), np.empty(len(CHUNK), np.uint8))
+        zstd.ChunkDecoder().decode(as_bytes(stream), np.empty(len(CHUNK), np.uint8))
 
 
 # What all share.
@@ -312,6 +346,9 @@ def test_the_code_path_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_isa()
     with pytest.raises(ValueError, match="mmx"):
         compress_buffer(b"abc", "U8", (3,))
+    monkeypatch.setenv(ISA_VARIABLE, "\udcff")  # not UTF-8
+    with pytest.raises(ValueError, match=r"PACKHORSE_SIMD is '\\udcff'"):
+        choose_isa()
 
 
 def test_a_missing_instruction_set_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,6 +367,13 @@ def test_views_of_buffers() -> None:
         as_writable_bytes(b"1234")
     with pytest.raises(TypeError, match="C-contiguous"):
         as_bytes(memoryview(data)[::2])
+    with pytest.raises(TypeError, match="C-contiguous"):
+        as_bytes(np.zeros(8, np.uint8)[::2])
+    array = np.zeros(8, np.uint8)
+    mine = as_bytes(array)
+    array.shape = (2, 4)  # the caller's business, not ours
+    assert mine.shape == (8,)
+    assert np.shares_memory(mine, array)
     assert as_bytes(b"").size == as_writable_bytes(b"").size == 0
     for dtype in (object, [("Offset", "i4"), ("O", object)]):
         with pytest.raises(TypeError, match="Python objects"):

@@ -19,6 +19,7 @@ from format_page import clauses
 from frame_builder import SMALL, Palette, build_frame, crc32c
 from lying_frames import LIES
 
+from packhorse.codecs.base import choose_isa
 from packhorse.errors import CorruptionError, PackhorseError, TruncationError
 from packhorse.frame import Frame, compress_buffer
 from packhorse.frame_header import FrameHeader, frame_header_nbytes, write_header
@@ -189,7 +190,7 @@ def frame_of_chunks(*streams: tuple[Mode, bytes], repeat: int) -> bytes:
     sizes = (header_nbytes, frame_nbytes)
     header = FrameHeader(dtype, shape, Split.WHOLE, 2, 6, bytes(16), *sizes, table, 0, 0, b"")
     memory = np.zeros(header_nbytes, np.uint8)
-    write_header(header, memory)
+    write_header(header, memory, int(choose_isa()))
     return memory.tobytes() + b"".join(chunks) * repeat
 
 

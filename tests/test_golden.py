@@ -32,6 +32,7 @@ from codec_battery import (
 )
 
 from packhorse.disk import pack_file, unpack_file, verify_file
+from packhorse.disk.folder_index import pack_index, unpack_index
 from packhorse.frame import Frame, compress_buffer
 from packhorse.layout import DTYPES, FRAME_VERSION, Level, Mode
 from packhorse.reference import decode_file, decode_frame
@@ -102,6 +103,7 @@ CASES: dict[str, Callable[[], bytes]] = {
     **{f"built-{name}": (lambda build=build: bytes(build())) for name, build in fb.SMALL.items()},
 }
 FILE = "file.packed"
+INDEX = "index.packed"  # of a folder
 FILE_METADATA = {"format": "pt", "note": "golden"}
 
 
@@ -113,6 +115,13 @@ def original_file() -> bytes:
         "scalar": ("F64", [], make_data("noise", "F64", 1)),
     }
     return fb.original_file(tensors, FILE_METADATA)
+
+
+def original_index() -> bytes:
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    weights = {f"layers.{i}.weight": shards[i % 2] for i in range(5)}
+    document = {"metadata": {"total_size": 2400.0}, "weight_map": {**weights, "ids ☃": shards[0]}}
+    return json.dumps(document, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def sha256(data: bytes) -> str:
@@ -157,23 +166,31 @@ def write_missing() -> list[str]:
         decoded = sha256(decode_file(packed))
         manifest[FILE] = {"frame_sha256": sha256(packed), "decoded_sha256": decoded}
         written.append(FILE)
+    if INDEX not in manifest and not (FOLDER / INDEX).exists():
+        packed = pack_index(original_index(), label=INDEX)
+        (FOLDER / INDEX).write_bytes(packed)
+        decoded = sha256(original_index())
+        manifest[INDEX] = {"frame_sha256": sha256(packed), "decoded_sha256": decoded}
+        written.append(INDEX)
     MANIFEST.write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
     return written
 
 
 GOLDEN = read_manifest()
-FRAMES = [name for name in GOLDEN if name != FILE]
+FRAMES = [name for name in GOLDEN if name not in (FILE, INDEX)]
 
 
 def golden(name: str) -> bytes:
-    return (FOLDER / (name if name == FILE else f"{name}.frame")).read_bytes()
+    return (FOLDER / (f"{name}.frame" if name in FRAMES else name)).read_bytes()
 
 
 def test_no_golden_file_is_missing_changed_or_unknown() -> None:
-    expected = {name if name == FILE else f"{name}.frame" for name in GOLDEN}
+    expected = {f"{name}.frame" if name in FRAMES else name for name in GOLDEN}
     found = {path.name for path in FOLDER.iterdir()} if FOLDER.exists() else set()
     assert found == expected | {MANIFEST.name}, "see the first lines of this file"
-    assert {*CASES, FILE} <= set(GOLDEN), "write the missing ones as this file's first lines say"
+    assert {*CASES, FILE, INDEX} <= set(GOLDEN), (
+        "write the missing ones as this file's first lines say"
+    )
     for name, line in GOLDEN.items():
         assert sha256(golden(name)) == line["frame_sha256"], f"{name} was edited"
 
@@ -221,6 +238,12 @@ def test_golden_file_unpacks_to_its_original(tmp_path: Path) -> None:
     assert decode_file(packed.read_bytes()) == original
     pack_file(tmp_path / "original", tmp_path / "again")
     assert decode_file((tmp_path / "again").read_bytes()) == original
+
+
+def test_golden_index_unpacks_to_its_original() -> None:
+    original = unpack_index(golden(INDEX), label=INDEX)
+    assert sha256(original) == GOLDEN[INDEX]["decoded_sha256"]
+    assert unpack_index(pack_index(original, label=INDEX), label=INDEX) == original
 
 
 if __name__ == "__main__":

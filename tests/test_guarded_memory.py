@@ -32,7 +32,7 @@ from packhorse import numpy as ph_numpy
 from packhorse import torch as ph_torch
 from packhorse.codecs.content import content_hash
 from packhorse.errors import PackhorseError
-from packhorse.frame import Frame, compress_buffer, plan_buffer
+from packhorse.frame import Frame, compress_buffer, max_frame_nbytes, plan_buffer
 from packhorse.layout import DTYPES
 
 LEVELS = ("fast", "default", "max")
@@ -75,6 +75,25 @@ def test_a_frame_and_its_tensor_may_lie_at_any_address(name: str, isa: str) -> N
             frame = Frame.from_buffer(memoryview(memory)[shift:])
             frame.decompress_into(memoryview(target)[shift:])
             assert target[shift:] == good.source
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_large_outputs_that_go_past_the_cache_are_written_where_they_belong(isa: str) -> None:
+    """Stores that bypass the cache need aligned addresses, and buffers may lie anywhere."""
+    n = 12 * 2**20 + 12_345
+    data = np.random.default_rng(n).bytes(n)
+    source, room = guarded(data), max_frame_nbytes("U8", (n,))
+    packed = compress_buffer(source, "U8", (n,), threads=1).to_bytes()
+    with forced(isa):
+        for shift, threads in ((0, 1), (1, 2), (63, 1)):
+            memory = guarded_output(room + shift)
+            out = memory[shift:] if shift == 63 else memory[:room]
+            frame = compress_buffer(source, "U8", (n,), threads=threads, out=out)
+            assert frame.buffer() == packed
+            target = guarded_output(n + shift)
+            frame.decompress_into(target[:n], threads=threads)
+            assert target[:n] == data
+            assert bytes(target[n:]) == b"\xa5" * shift
 
 
 def test_output_over_the_input_is_refused() -> None:

@@ -123,6 +123,7 @@ def long_header(header: dict) -> None:
     record = json.loads(header["__metadata__"]["packhorse"])
     frame = zstandard.ZstdCompressor().compress(b"{}" + b" " * 100_000_000)
     record["header"] = base64.b64encode(frame).decode()
+    record["crc32c"] = fb.record_crc(record)
     header["__metadata__"]["packhorse"] = json.dumps(record)
 
 
@@ -174,26 +175,29 @@ FILE_LIES = {  # clause of section 9.1, arguments of `packed`, what the message 
     "header has stray bits": ("F12", {"edit_record": stray_bits}, "not base64"),
     "header is no zstd": ("F12", {"edit_record": record(header="QUJDRA==")}, "Zstandard magic"),
     "header over 100 MB": ("F2", {"edit_header": long_header}, "content size"),
-    "frame is missing": ("F13", {"frames": WITHOUT_B}, "['b'] differ"),
-    "frame too many": ("F13", {"frames": {**FRAMES, "c": FRAMES["b"]}}, "['c'] differ"),
+    "no CRC": ("F13", {"edit_record": record(crc32c=None)}, "crc32c in metadata key"),
+    "CRC is a number": ("F13", {"edit_record": record(crc32c=0)}, "crc32c in metadata key"),
+    "another CRC": ("F13", {"edit_record": record(crc32c="0" * 8)}, "crc32c in metadata key"),
+    "frame is missing": ("F14", {"frames": WITHOUT_B}, "['b'] differ"),
+    "frame too many": ("F14", {"frames": {**FRAMES, "c": FRAMES["b"]}}, "['c'] differ"),
     "metadata is missing": (
-        "F14",
+        "F15",
         {"edit_header": metadata_changed("format", None)},
         "['format'] differ",
     ),
     "metadata differs": (
-        "F14",
+        "F15",
         {"edit_header": metadata_changed("format", "tf")},
         "['format'] differ",
     ),
     "frames swapped": (
-        "F16",
+        "F17",
         {"frames": {**FRAMES, "b": FRAMES["none"]}},
         "dtype and shape of the frame",
     ),
-    "another dtype": ("F15", {"edit_header": entry("b", dtype="I8")}, "dtype and number of"),
+    "another dtype": ("F16", {"edit_header": entry("b", dtype="I8")}, "dtype and number of"),
     "another shape": (
-        "F15",
+        "F16",
         {"edit_header": entry("b", shape=[1, LAST - FIRST])},
         "dtype and number of",
     ),
@@ -239,11 +243,11 @@ FILE_LIES = {  # clause of section 9.1, arguments of `packed`, what the message 
     ),
     "recorded: duplicate": ("F3", {"edit_original": replaced(b'"none"', b'"b"')}, "duplicate key"),
     "recorded: dtype": (
-        "F16",
+        "F17",
         {"edit_original": replaced(b"BF16", b"F16")},
         "('BF16', (5, 6)), but must be ('F16', (5, 6))",
     ),
-    "recorded: shape": ("F16", {"edit_original": replaced(b"[5, 6]", b"[30]")}, "('BF16', (30,))"),
+    "recorded: shape": ("F17", {"edit_original": replaced(b"[5, 6]", b"[30]")}, "('BF16', (30,))"),
     "recorded: size": ("F7", {"edit_original": replaced(b"67]", b"68]")}, "is 64, but must be 56"),
     "size": ("F7", {"edit_header": entry("b", shape=[191])}, "is 1536, but must be 1528"),
     "2^63 bits": ("F7", {"edit_header": entry("b", shape=[1 << 60, 0])}, "takes 2^63 bits"),

@@ -10,18 +10,14 @@ the word of unchecked bytes.
 from __future__ import annotations
 
 import math
-import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from packhorse import _core
+from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.codecs import zstd
 from packhorse.codecs.base import (
     STATUS_WORDS,
@@ -30,7 +26,13 @@ from packhorse.codecs.base import (
     as_writable_bytes,
     choose_isa,
 )
-from packhorse.codecs.content import content_hash, empty_leaves, finish_leaves, hash_root
+from packhorse.codecs.content import (
+    content_hash,
+    empty_leaves,
+    finish_leaves,
+    hash_leaves,
+    hash_root,
+)
 from packhorse.codecs.plan import Plan, choose_plan, chunk_log_for, natural_split
 from packhorse.codecs.side import decode_side, side_capacity
 from packhorse.errors import CorruptionError
@@ -45,8 +47,8 @@ from packhorse.frame_header import (
     read_header,
     write_header,
 )
+from packhorse.frame_zstd import encode_zstd, in_order
 from packhorse.layout import (
-    DTYPE_BY_NAME,
     STREAM_NBYTES_BITS,
     STREAM_NBYTES_MASK,
     DType,
@@ -60,71 +62,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Frame",
-    "Framework",
     "Plan",
     "PlaneSummary",
     "compress_buffer",
     "content_hash",
     "max_frame_nbytes",
     "plan_buffer",
-    "resolve_level",
-    "resolve_threads",
 ]
 
-_MAX_DEFAULT_THREADS = 8
-
-
-class Framework(Protocol):
-    """What a hop needs to know of NumPy or PyTorch; one object for each, in numpy.py and
-    torch.py."""
-
-    name: str
-
-    def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
-        """A fresh tensor of undefined content.
-
-        Raises:
-            CompatibilityError: the framework has no such dtype.
-        """
-
-    def writable(self, tensor: Any) -> memoryview:
-        """The bytes of a C-contiguous tensor, one-dimensional, to write to."""
-
-    def readable(self, tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:
-        """The bytes in C order, dtype name and shape; a copy only if the tensor is not
-        C-contiguous."""
-
-
-def resolve_level(level: Level | str | int) -> Level:
-    """A `Level` from itself, its name in any case, or its number.
-
-    Raises:
-        ValueError: no such level.
-    """
-    if isinstance(level, Level):
-        return level
-    if isinstance(level, str) and level.upper() in Level.__members__:
-        return Level[level.upper()]
-    if type(level) is int and level in Level.__members__.values():
-        return Level(level)
-    names = ", ".join(repr(known.name.lower()) for known in Level)
-    raise ValueError(f"level is {level!r}; it must be one of {names}")
-
-
-def resolve_threads(threads: int | None) -> int:
-    """The number of threads to use: as asked, or the cores that this process may use, at most 8.
-
-    Raises:
-        ValueError: below 1.
-        TypeError: not an integer.
-    """
-    if threads is None:
-        return min(len(os.sched_getaffinity(0)), _MAX_DEFAULT_THREADS)
-    if not isinstance(threads, int) or isinstance(threads, bool):
-        raise TypeError(f"threads must be an integer or None, not {type(threads).__name__}")
-    if threads < 1:
-        raise ValueError(f"threads is {threads}; it must be at least 1")
-    return threads
+# Decoded at once where a whole tensor is not wanted: many chunks for every thread, whole chunks and
+# whole leaves of the hash.
+_WINDOW_NBYTES = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -152,7 +100,10 @@ def max_frame_nbytes(dtype: str, shape: Sequence[int]) -> int:
     Raises:
         ValueError: unknown dtype or impossible shape.
     """
-    row, nbytes = checked_nbytes(dtype, shape)
+    return _capacity(*checked_nbytes(dtype, shape), shape)
+
+
+def _capacity(row: DType, nbytes: int, shape: Sequence[int]) -> int:
     chunk_log = chunk_log_for(row.unit_nbytes, nbytes // row.unit_nbytes)
     n_chunks = -(-nbytes // (row.unit_nbytes << chunk_log))
     n_planes = n_planes_of(row, natural_split(row))
@@ -169,16 +120,16 @@ def plan_buffer(
         TypeError: `src` is not a C-contiguous buffer.
         ValueError: unknown dtype or level, or `src` is not as long as dtype and shape say.
     """
-    data = _checked_source(src, dtype, shape)
-    return choose_plan(data, dtype, shape, resolve_level(level))
+    data, row = _checked_source(src, dtype, shape)
+    return choose_plan(data, row, shape, resolve_level(level), int(choose_isa()))
 
 
-def _checked_source(src: Buffer, dtype: str, shape: Sequence[int]) -> ByteArray:
-    _, nbytes = checked_nbytes(dtype, shape)
+def _checked_source(src: Buffer, dtype: str, shape: Sequence[int]) -> tuple[ByteArray, DType]:
+    row, nbytes = checked_nbytes(dtype, shape)
     data = as_bytes(src, "src")
     if data.size != nbytes:
         raise ValueError(f"{dtype} of shape {tuple(shape)} has {nbytes} bytes, src {data.size}")
-    return data
+    return data, row
 
 
 def compress_buffer(
@@ -211,23 +162,24 @@ def compress_buffer(
         ValueError: sizes, dtype, level or threads that do not fit, or `out` shares memory with
             `src`.
     """
-    data = _checked_source(src, dtype, shape)
-    plan = choose_plan(data, dtype, shape, resolve_level(level))
-    capacity = max_frame_nbytes(dtype, shape)
+    data, row = _checked_source(src, dtype, shape)
+    isa = int(choose_isa())
+    plan = choose_plan(data, row, shape, resolve_level(level), isa)
+    capacity = _capacity(row, data.size, shape)
     memory = np.empty(capacity, np.uint8) if out is None else as_writable_bytes(out, "out")
     if memory.size < capacity:
         raise ValueError(f"out has {memory.size} bytes; a frame of this tensor may take {capacity}")
     if np.may_share_memory(memory, data):
         raise ValueError("out and src share memory; src would be overwritten while it is read")
-    row = DTYPE_BY_NAME[dtype]
     n_planes = n_planes_of(row, plan.split)
     n_chunks = -(-data.size // (row.unit_nbytes << plan.chunk_log))
     table = np.empty((n_chunks, 1 + n_planes), np.uint32)
     leaves = empty_leaves(data.size)
     side = plan.side
     header_nbytes = frame_header_nbytes(len(shape), n_chunks, n_planes, len(side.stream))
-    encode = _encode_zstd if plan.zstd else _encode_planes
-    used = encode(data, row, plan, memory[header_nbytes:], table, leaves, resolve_threads(threads))
+    encode = encode_zstd if plan.zstd else _encode_planes
+    payload, n_threads = memory[header_nbytes:], resolve_threads(threads)
+    used = encode(data, row, plan, payload, table, leaves, n_threads, isa)
     finish_leaves(data, leaves)
     header = FrameHeader(
         row,
@@ -243,7 +195,7 @@ def compress_buffer(
         side.descriptor,
         side.stream,
     )
-    write_header(header, memory[:header_nbytes])
+    write_header(header, memory[:header_nbytes], isa)
     return Frame(memory[: header.frame_nbytes], header, name, 0, plan)
 
 
@@ -255,72 +207,22 @@ def _encode_planes(
     table: Table,
     leaves: ByteArray,
     threads: int,
+    isa: int,
 ) -> int:
     return _core.encode_chunks(
         data,
         dtype.unit_nbytes,
-        int(plan.split),
+        plan.split,
         plan.chunk_log,
-        int(plan.level),
-        np.frombuffer(plan.side.values, np.uint8),
+        plan.level,
+        plan.side.values,
         plan.side.n_rows,
         dst,
         table,
         leaves,
         threads,
-        int(choose_isa()),
+        isa,
     )
-
-
-def _in_order(work: Callable[[int], Any], n: int, threads: int) -> Iterator[Any]:
-    """Results of work(0), ..., work(n - 1) in order, with a bounded number ahead."""
-    if threads == 1 or n < 2:
-        yield from map(work, range(n))
-        return
-    with ThreadPoolExecutor(min(threads, n)) as pool:
-        results = (_submit(pool, work, i) for i in range(n))
-        ahead = deque(islice(results, 2 * threads))
-        while ahead:
-            yield ahead.popleft()()
-            ahead.extend(islice(results, 1))
-
-
-def _submit(pool: ThreadPoolExecutor, work: Callable[[int], Any], i: int) -> Callable[[], Any]:
-    """What waits for work(i), or does it: no thread starts where the system gives none, or once the
-    main thread of the program has ended."""
-    try:
-        return pool.submit(work, i).result
-    except RuntimeError:
-        return partial(work, i)
-
-
-def _encode_zstd(
-    data: ByteArray,
-    dtype: DType,
-    plan: Plan,
-    dst: ByteArray,
-    table: Table,
-    leaves: ByteArray,
-    threads: int,
-) -> int:
-    isa = int(choose_isa())
-    chunk_nbytes = dtype.unit_nbytes << plan.chunk_log
-    _core.leaf_digests(data, leaves, threads, isa)
-
-    def compress(chunk: int) -> tuple[ByteArray, bytes]:
-        piece = data[chunk * chunk_nbytes : (chunk + 1) * chunk_nbytes]
-        return piece, zstd.compress_chunk(piece, plan.level)
-
-    used = 0
-    for chunk, (piece, packed) in enumerate(_in_order(compress, len(table), threads)):
-        pays = len(packed) < piece.size
-        mode, stream = (Mode.ZSTD, as_bytes(packed)) if pays else (Mode.STORED, piece)
-        end = used + padded(stream.size)
-        dst[used : used + stream.size] = stream
-        dst[used + stream.size : end] = 0
-        table[chunk] = _core.crc32c(dst[used:end], isa), mode << STREAM_NBYTES_BITS | stream.size
-        used = end
-    return used
 
 
 class Frame:
@@ -371,7 +273,7 @@ class Frame:
             TypeError: not a C-contiguous buffer.
         """
         data = as_bytes(buffer, "buffer")
-        header = read_header(data, name, offset, max_nbytes)
+        header = read_header(data, name, offset, max_nbytes, int(choose_isa()))
         return cls(data, header, name, offset)
 
     @property
@@ -494,42 +396,83 @@ class Frame:
             ValueError: the range is not inside the tensor, or `dst` does not fit it or shares
                 memory with the frame.
         """
-        stop = self.logical_nbytes if stop is None else stop
+        nbytes = self._header.nbytes
+        stop = nbytes if stop is None else stop
         target = as_writable_bytes(dst, "dst")
-        if not 0 <= start <= stop <= self.logical_nbytes:
-            raise ValueError(f"bytes {start}:{stop} are not inside 0:{self.logical_nbytes}")
+        if not 0 <= start <= stop <= nbytes:
+            raise ValueError(f"bytes {start}:{stop} are not inside 0:{nbytes}")
         if target.size != stop - start:
             raise ValueError(
                 f"dst has {target.size} bytes; bytes {start}:{stop} need {stop - start}"
             )
         if np.may_share_memory(target, self._data):
             raise ValueError("dst and the frame share memory; decode elsewhere")
-        if (self._header.table[:, 1] >> STREAM_NBYTES_BITS == int(Mode.ZSTD)).any():
-            self._decode_zstd(target, start, resolve_threads(threads), check)
-        else:
-            self._decode_planes(target, start, resolve_threads(threads), check)
+        decode = self._decode_zstd if self._has_zstd() else self._decode_planes
+        decode(target, start, resolve_threads(threads), check, int(choose_isa()))
+
+    def _has_zstd(self) -> bool:
+        """Whether any chunk is coded by Zstandard, which only whole units may be."""
+        if self._header.split != Split.WHOLE:
+            return False
+        return bool((self._header.table[:, 1] >> STREAM_NBYTES_BITS == int(Mode.ZSTD)).any())
+
+    def pieces(
+        self, *, threads: int | None = None, window: ByteArray | None = None
+    ) -> Iterator[ByteArray]:
+        """Decodes the tensor window by window, so that one of any size takes the same memory, and
+        compares the content hash at its end (docs/format.md, section 7).
+
+        Args:
+            threads: how many to use; None for the cores available, at most 8.
+            window: memory to decode to, of `window_nbytes`; None to take new memory.
+
+        Yields:
+            The next bytes of the tensor, each valid until the next is asked for.
+
+        Raises:
+            CorruptionError: the frame is bad; told after all pieces if only the hash is.
+        """
+        n_threads = resolve_threads(threads)
+        window = np.empty(self.window_nbytes, np.uint8) if window is None else window
+        leaves = [empty_leaves(0)]
+        for start in range(0, self.logical_nbytes, _WINDOW_NBYTES):
+            stop = min(start + _WINDOW_NBYTES, self.logical_nbytes)
+            piece = window[: stop - start]
+            self.decompress_into(piece, start=start, stop=stop, threads=n_threads)
+            leaves.append(hash_leaves(piece, n_threads))
+            yield piece
+        digest = hash_root(np.concatenate(leaves))
+        if digest != self.content_hash:
+            raise self._error(
+                f"the content hash of the decoded bytes is {digest.hex()}, and the frame says "
+                f"{self.content_hash.hex()}",
+                24,
+            )
+
+    @property
+    def window_nbytes(self) -> int:
+        """How much memory `pieces` needs: 32 MiB, or less if the tensor is smaller."""
+        return min(self.logical_nbytes, _WINDOW_NBYTES)
 
     def verify(self, *, threads: int | None = None) -> None:
         """Checks everything: the CRC32C of every chunk, every stream, and the content hash of the
-        decoded tensor.
-
-        Takes as much memory as the decoded tensor.
+        decoded tensor. Takes 32 MiB of memory at most.
 
         Raises:
             CorruptionError: what is wrong, with tensor, chunk and byte offset.
         """
-        decoded = np.empty(self.logical_nbytes, np.uint8)
-        self.decompress_into(decoded, threads=threads)
-        if content_hash(decoded, threads=resolve_threads(threads)) != self.content_hash:
-            raise self._error("the decoded tensor does not have the recorded content hash", 24)
+        for _ in self.pieces(threads=threads):
+            pass
 
-    def _decode_planes(self, dst: ByteArray, start: int, threads: int, check: bool) -> None:
+    def _decode_planes(
+        self, dst: ByteArray, start: int, threads: int, check: bool, isa: int
+    ) -> None:
         header = self._header
         status, chunk = _core.decode_range(
             self._data[header.header_nbytes :],
             header.table,
             header.dtype.unit_nbytes,
-            int(header.split),
+            header.split,
             header.chunk_log,
             header.nbytes,
             self._side_values(),
@@ -538,7 +481,7 @@ class Frame:
             dst,
             check,
             threads,
-            int(choose_isa()),
+            isa,
         )
         if status:
             raise self._chunk_error(chunk, STATUS_WORDS[status])
@@ -557,11 +500,12 @@ class Frame:
                 raise self._error(f"side data: {error}", 52) from error
         return self._side
 
-    def _decode_zstd(self, dst: ByteArray, start: int, threads: int, check: bool) -> None:
+    def _decode_zstd(self, dst: ByteArray, start: int, threads: int, check: bool, isa: int) -> None:
         stop = start + dst.size
         first = start // self.chunk_nbytes
         n_wanted = -(-stop // self.chunk_nbytes) - first if dst.size else 0
         offsets = self._header.chunk_offsets()
+        decoder = zstd.ChunkDecoder()
 
         def decode(item: int) -> None:
             chunk, offset = first + item, int(offsets[first + item])
@@ -569,21 +513,28 @@ class Frame:
             end = min(at + self.chunk_nbytes, self.logical_nbytes)
             lo, hi = max(at, start), min(end, stop)
             if (lo, hi) == (at, end):
-                self._decode_zstd_chunk(chunk, offset, dst[at - start : end - start], check)
+                target = dst[at - start : end - start]
+                self._decode_zstd_chunk(decoder, chunk, offset, target, check, isa)
                 return
             whole = np.empty(end - at, np.uint8)
-            self._decode_zstd_chunk(chunk, offset, whole, check)
+            self._decode_zstd_chunk(decoder, chunk, offset, whole, check, isa)
             dst[lo - start : hi - start] = whole[lo - at : hi - at]
 
-        for _ in _in_order(decode, n_wanted, threads):
+        for _ in in_order(decode, n_wanted, threads):
             pass
 
-    def _decode_zstd_chunk(self, chunk: int, offset: int, dst: ByteArray, check: bool) -> None:
+    def _decode_zstd_chunk(
+        self,
+        decoder: zstd.ChunkDecoder,
+        chunk: int,
+        offset: int,
+        dst: ByteArray,
+        check: bool,
+        isa: int,
+    ) -> None:
         crc, descriptor = (int(value) for value in self._header.table[chunk])
         nbytes = descriptor & STREAM_NBYTES_MASK
-        if check and crc != _core.crc32c(
-            self._data[offset : offset + padded(nbytes)], int(choose_isa())
-        ):
+        if check and crc != _core.crc32c(self._data[offset : offset + padded(nbytes)], isa):
             raise self._chunk_error(chunk, STATUS_WORDS[1])
         stream = self._data[offset : offset + nbytes]
         if self._data[offset + nbytes : offset + padded(nbytes)].any():
@@ -591,7 +542,7 @@ class Frame:
         mode = descriptor >> STREAM_NBYTES_BITS
         if mode == Mode.ZSTD:
             try:
-                zstd.decompress_chunk(stream, dst)
+                decoder.decode(stream, dst)
             except CorruptionError as error:
                 raise self._chunk_error(chunk, str(error)) from error
         elif mode == Mode.CONSTANT:
@@ -599,9 +550,9 @@ class Frame:
         elif mode == Mode.STORED:
             dst[:] = stream
         else:
-            self._decode_other_chunk(chunk, offset, dst)
+            self._decode_other_chunk(chunk, offset, dst, isa)
 
-    def _decode_other_chunk(self, chunk: int, offset: int, dst: ByteArray) -> None:
+    def _decode_other_chunk(self, chunk: int, offset: int, dst: ByteArray, isa: int) -> None:
         """A chunk of one-byte units between those of zstd, its checksum compared already: for the
         core a tensor of its own, so that it does not look at the other chunks."""
         header = self._header
@@ -609,7 +560,7 @@ class Frame:
             self._data[offset:],
             header.table[chunk : chunk + 1],
             header.dtype.unit_nbytes,
-            int(header.split),
+            header.split,
             header.chunk_log,
             dst.size,
             self._side_values(),
@@ -618,7 +569,7 @@ class Frame:
             dst,
             False,
             1,
-            int(choose_isa()),
+            isa,
         )
         if status:
             raise self._chunk_error(chunk, STATUS_WORDS[status])

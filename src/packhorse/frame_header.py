@@ -7,14 +7,15 @@ looks at the payload. Sizes that follow from others are computed here, once, for
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from packhorse import _core
-from packhorse.codecs.base import ByteArray, choose_isa
+from packhorse.codecs.base import ByteArray
 from packhorse.codecs.side import matrix_of
 from packhorse.errors import CompatibilityError, CorruptionError, TruncationError
 from packhorse.layout import (
@@ -53,14 +54,16 @@ __all__ = [
     "write_header",
 ]
 
-_CRC = slice(HEADER_CRC_OFFSET, HEADER_CRC_OFFSET + 4)
+_CRC = struct.Struct("<I")
+_SHAPES = tuple(struct.Struct(f"<{n_dims}Q") for n_dims in range(MAX_DIMS + 1))
+_TABLE_DTYPE = np.dtype("<u4")
+_SPLITS = tuple(Split)  # by number
 _SIDE_AT = 48  # of n_row_dims; the descriptor is 4 bytes on
 
 Table = NDArray[np.uint32]  # a row for each chunk: CRC32C, then a descriptor for each plane
 
 
-@dataclass(frozen=True)
-class FrameHeader:
+class FrameHeader(NamedTuple):
     """The checked header of a frame."""
 
     dtype: DType
@@ -84,7 +87,7 @@ class FrameHeader:
     @property
     def nbytes(self) -> int:
         """Bytes of the decoded tensor."""
-        return _logical_nbytes(self.dtype, math.prod(self.shape))
+        return math.prod(self.shape) * self.dtype.bits // 8
 
     @property
     def n_planes(self) -> int:
@@ -126,31 +129,27 @@ def _chunk_nbytes(table: Table) -> NDArray[np.int64]:
     return -(-lengths // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
 
-def _logical_nbytes(dtype: DType, numel: int) -> int:
-    return numel * dtype.bits // 8
-
-
 def checked_nbytes(dtype_name: str, shape: Sequence[int]) -> tuple[DType, int]:
     """The dtype's row and the bytes of a tensor that a caller names."""
-    if dtype_name not in DTYPE_BY_NAME:
+    dtype, numel = DTYPE_BY_NAME.get(dtype_name), math.prod(shape)
+    if dtype is None:
         raise ValueError(f"dtype {dtype_name!r} is unknown; known are {', '.join(DTYPE_BY_NAME)}")
-    if len(shape) > MAX_DIMS or any(dim < 0 for dim in shape):
+    if len(shape) > MAX_DIMS or min(shape, default=0) < 0:
         raise ValueError(f"shape {tuple(shape)} must have at most {MAX_DIMS} dimensions, none < 0")
-    dtype, numel = DTYPE_BY_NAME[dtype_name], math.prod(shape)
-    if _overflows(shape, dtype):
+    if _overflows(shape, numel, dtype):
         raise ValueError(f"shape {tuple(shape)} of {dtype_name} has 2^63 bits or more")
     if numel * dtype.bits % 8:
         raise ValueError(f"{numel} elements of {dtype_name} are not a whole number of bytes")
-    return dtype, _logical_nbytes(dtype, numel)
+    return dtype, numel * dtype.bits // 8
 
 
-def _overflows(shape: Sequence[int], dtype: DType) -> bool:
+def _overflows(shape: Sequence[int], numel: int, dtype: DType) -> bool:
     """Whether the tensor has too many bits; a zero dimension must not hide an overflow of the
     others."""
-    return math.prod(max(dim, 1) for dim in shape) * dtype.bits >= MAX_BITS
+    return (numel or math.prod(max(dim, 1) for dim in shape)) * dtype.bits >= MAX_BITS
 
 
-def write_header(header: FrameHeader, dst: ByteArray) -> None:
+def write_header(header: FrameHeader, dst: ByteArray, isa: int) -> None:
     """Writes a header, its CRC included, to memory of exactly its length."""
     fixed = FIXED_HEADER.pack(
         FRAME_MAGIC,
@@ -170,12 +169,10 @@ def write_header(header: FrameHeader, dst: ByteArray) -> None:
         bytes(3),
         header.side_descriptor,
     )
-    text = fixed + np.array(header.shape, "<u8").tobytes() + header.table.tobytes()
-    text += header.side_stream
-    dst[: len(text)] = np.frombuffer(text, np.uint8)
-    dst[len(text) :] = 0
-    crc = _core.crc32c(dst, int(choose_isa()))
-    dst[_CRC] = np.array([crc], "<u4").view(np.uint8)
+    text = fixed + _SHAPES[len(header.shape)].pack(*header.shape) + header.table.tobytes()
+    text = (text + header.side_stream).ljust(header.header_nbytes, b"\0")
+    memoryview(dst)[:] = text
+    _CRC.pack_into(dst, HEADER_CRC_OFFSET, _core.crc32c(text, isa))
 
 
 def label(name: str | None) -> str:
@@ -184,10 +181,10 @@ def label(name: str | None) -> str:
 
 
 def read_header(
-    data: ByteArray, name: str | None, offset: int, max_nbytes: int | None
+    data: ByteArray, name: str | None, offset: int, max_nbytes: int | None, isa: int
 ) -> FrameHeader:
     """Reads and checks a header; arguments and errors as in `Frame.from_buffer`."""
-    return _Reader(data, name, offset).read(max_nbytes)
+    return _Reader(data, name, offset).read(max_nbytes, isa)
 
 
 class _Reader:
@@ -207,11 +204,11 @@ class _Reader:
             words = f"{what} needs {nbytes} bytes, {self.data.size} are left; the data is cut off"
             raise self.fail(self.data.size, words, TruncationError)
 
-    def read(self, max_nbytes: int | None) -> FrameHeader:
+    def read(self, max_nbytes: int | None, isa: int) -> FrameHeader:
         self.need(FIXED_HEADER_NBYTES, "a frame header")
-        fields = FIXED_HEADER.unpack(self.data[:FIXED_HEADER_NBYTES].tobytes())
+        fields = FIXED_HEADER.unpack_from(self.data)
         magic, version, code, n_dims, split_code, flags, level, chunk_log = fields[:8]
-        header_nbytes, frame_nbytes, digest, n_chunks, _ = fields[8:13]
+        header_nbytes, frame_nbytes, digest, n_chunks, crc = fields[8:13]
         n_row_dims, reserved, side_descriptor = fields[13:]
         if magic != FRAME_MAGIC:
             raise self.fail(0, f"magic is {magic.hex()}, a frame begins with {FRAME_MAGIC.hex()}")
@@ -235,21 +232,24 @@ class _Reader:
         if header_nbytes != frame_header_nbytes(n_dims, n_chunks, n_planes, side_nbytes):
             raise self.fail(12, f"header_nbytes is {header_nbytes}, which its fields contradict")
         self.need(header_nbytes, "the header")
-        self.check_crc(header_nbytes)
-        shape, nbytes = self.read_shape(n_dims, dtype)
+        text = self.data[:header_nbytes].tobytes()  # what is checked must not change later
+        without_crc = text[:HEADER_CRC_OFFSET] + bytes(4) + text[HEADER_CRC_OFFSET + 4 :]
+        if _core.crc32c(without_crc, isa) != crc:
+            raise self.fail(HEADER_CRC_OFFSET, "the header's checksum does not match")
+        shape, nbytes = self.read_shape(text, n_dims, dtype)
         if n_chunks != -(-nbytes // (dtype.unit_nbytes << chunk_log)):
             raise self.fail(40, f"n_chunks is {n_chunks}, which shape {shape} contradicts")
         if max_nbytes is not None and nbytes > max_nbytes:
             words = f"the tensor has {nbytes} bytes, more than max_nbytes = {max_nbytes}"
             raise self.fail(FIXED_HEADER_NBYTES, words)
-        if any(reserved):
+        if reserved != bytes(3):
             raise self.fail(_SIDE_AT + 1, "reserved bytes are not zero")
         self.check_side(n_row_dims, side_descriptor, dtype, split, shape)
         table_at = FIXED_HEADER_NBYTES + 8 * n_dims
         table_end = table_at + 4 * n_chunks * (1 + n_planes)
-        table = self.data[table_at:table_end].copy().view("<u4").reshape(n_chunks, 1 + n_planes)
+        table: Table = np.ndarray((n_chunks, 1 + n_planes), _TABLE_DTYPE, text, table_at)
         side_end = table_end + side_nbytes
-        if self.data[side_end:header_nbytes].any():
+        if text[side_end:].strip(b"\0"):
             raise self.fail(side_end, "padding of the header is not zero")
         header = FrameHeader(
             dtype,
@@ -263,9 +263,9 @@ class _Reader:
             table,
             n_row_dims,
             side_descriptor,
-            self.data[table_end:side_end].tobytes(),
+            text[table_end:side_end],
         )
-        self.check_length(header, self.check_descriptors(header, table_at))
+        self.check_length(header, self.check_descriptors(header, nbytes, table_at))
         return header
 
     def read_kind(self, code: int, split_code: int) -> tuple[DType, Split]:
@@ -275,26 +275,17 @@ class _Reader:
         dtype = DTYPE_BY_CODE[code]
         if split_code not in dtype.splits:
             raise self.fail(7, f"split {split_code} is not allowed for {dtype.name}")
-        return dtype, Split(split_code)
+        return dtype, _SPLITS[split_code]
 
-    def check_crc(self, header_nbytes: int) -> None:
-        text = self.data[:header_nbytes].copy()
-        stored = int(text[_CRC].view("<u4")[0])
-        text[_CRC] = 0
-        if _core.crc32c(text, int(choose_isa())) != stored:
-            raise self.fail(HEADER_CRC_OFFSET, "the header's checksum does not match")
-
-    def read_shape(self, n_dims: int, dtype: DType) -> tuple[tuple[int, ...], int]:
-        end = FIXED_HEADER_NBYTES + 8 * n_dims
-        dims = self.data[FIXED_HEADER_NBYTES:end].copy().view("<u8")
-        shape = tuple(int(dim) for dim in dims)
-        if _overflows(shape, dtype):
-            raise self.fail(FIXED_HEADER_NBYTES, f"shape {shape} overflows")
+    def read_shape(self, text: bytes, n_dims: int, dtype: DType) -> tuple[tuple[int, ...], int]:
+        shape = _SHAPES[n_dims].unpack_from(text, FIXED_HEADER_NBYTES)
         numel = math.prod(shape)
+        if _overflows(shape, numel, dtype):
+            raise self.fail(FIXED_HEADER_NBYTES, f"shape {shape} overflows")
         if numel * dtype.bits % 8:
             words = f"{numel} elements of {dtype.name} are not a whole number of bytes"
             raise self.fail(FIXED_HEADER_NBYTES, words)
-        return shape, _logical_nbytes(dtype, numel)
+        return shape, numel * dtype.bits // 8
 
     def check_side(
         self, n_row_dims: int, descriptor: int, dtype: DType, split: Split, shape: tuple[int, ...]
@@ -317,14 +308,14 @@ class _Reader:
         ):
             raise self.fail(_SIDE_AT + 4, "mode or length of the side data is not allowed")
 
-    def check_descriptors(self, header: FrameHeader, table_at: int) -> int:
+    def check_descriptors(self, header: FrameHeader, nbytes: int, table_at: int) -> int:
         """Checks mode and length of every stream; returns the length of the payload."""
         what, chunk, plane, payload = _core.check_table(
             header.table,
             header.dtype.unit_nbytes,
-            int(header.split),
+            header.split,
             header.chunk_log,
-            header.nbytes,
+            nbytes,
         )
         if what:
             at = table_at + 4 * (chunk * (header.n_planes + 1) + 1 + plane)

@@ -48,6 +48,7 @@ __all__ = [
     "PREDICTION_CLASSES",
     "PROB_BITS",
     "PROB_SUM",
+    "RECORD_CRC_KEY",
     "RECORD_FREE_NBYTES",
     "RECORD_GROWTH",
     "STATE_LOWER_BOUND",
@@ -122,6 +123,7 @@ CONTENT_LEAF_NBYTES = 1 << 18
 FILE_SUFFIX = ".ph.safetensors"
 FILE_VERSION = 1
 FILE_METADATA_KEY = "packhorse"
+RECORD_CRC_KEY = "crc32c"
 FILE_ALIGNMENT = 64
 MAX_FILE_HEADER_NBYTES = 100_000_000  # safetensors' own cap
 # A recorded text has at most so many bytes for each byte of the JSON text that records it, and so

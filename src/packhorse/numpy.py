@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 
+from packhorse.codecs.base import ByteArray
 from packhorse.disk.container import lay_out, pack_tensors, write_packed
 from packhorse.disk.packed_file import PackedFile, load_tensors
 from packhorse.errors import CompatibilityError, CorruptionError
@@ -76,11 +77,11 @@ class NumpyFramework:
             )
         return np.empty(shape, _DTYPES[dtype])
 
-    def writable(self, tensor: np.ndarray[Any, Any]) -> memoryview:
+    def writable(self, tensor: np.ndarray[Any, Any]) -> ByteArray:
         """The array's bytes, to write to."""
-        return memoryview(tensor.reshape(-1).view(np.uint8))
+        return tensor.reshape(-1).view(np.uint8)
 
-    def readable(self, tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:
+    def readable(self, tensor: Any) -> tuple[ByteArray, str, tuple[int, ...]]:
         """The array's bytes in C order, dtype name and shape.
 
         Raises:
@@ -88,11 +89,11 @@ class NumpyFramework:
         """
         if not isinstance(tensor, np.ndarray):
             raise TypeError(f"a NumPy array is needed, not {type(tensor).__name__}")
-        dtype = tensor.dtype.newbyteorder("=")
+        dtype = tensor.dtype if tensor.dtype in _NAMES else tensor.dtype.newbyteorder("=")
         if dtype not in _NAMES:
             raise TypeError(f"dtype {tensor.dtype} has no place in safetensors; convert it first")
         data = np.ascontiguousarray(tensor, dtype=dtype)
-        return memoryview(data.reshape(-1).view(np.uint8)), _NAMES[dtype], tensor.shape
+        return data.reshape(-1).view(np.uint8), _NAMES[dtype], tensor.shape
 
 
 FRAMEWORK = NumpyFramework()

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from packhorse.codecs.base import ByteArray
 from packhorse.disk.container import lay_out, pack_tensors, write_packed
 from packhorse.disk.packed_file import PackedFile, load_tensors
 from packhorse.errors import CompatibilityError, CorruptionError, MissingBackendError
@@ -83,11 +84,11 @@ class TorchFramework:
         except RuntimeError as error:  # its allocator's only way to say so
             raise MemoryError(f"no memory for {dtype} of shape {list(shape)}: {error}") from error
 
-    def writable(self, tensor: torch.Tensor) -> memoryview:
+    def writable(self, tensor: torch.Tensor) -> ByteArray:
         """The bytes of a contiguous host tensor, to write to."""
         return _bytes_of(tensor.detach())
 
-    def readable(self, tensor: Any) -> tuple[memoryview, str, tuple[int, ...]]:
+    def readable(self, tensor: Any) -> tuple[ByteArray, str, tuple[int, ...]]:
         """The tensor's bytes in C order, dtype name and shape; on a device or not contiguous, of a
         copy.
 
@@ -99,13 +100,13 @@ class TorchFramework:
         if tensor.dtype not in _NAMES:
             raise TypeError(f"dtype {tensor.dtype} has no place in safetensors; convert it first")
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return _bytes_of(plain).toreadonly(), _NAMES[tensor.dtype], tuple(tensor.shape)
+        return _bytes_of(plain), _NAMES[tensor.dtype], tuple(tensor.shape)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _bytes_of(tensor: torch.Tensor) -> ByteArray:
     # Not reshape: PyTorch calls a tensor of at most one element contiguous, whatever its strides.
     flat = tensor.as_strided((tensor.numel(),), (1,))
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy()
 
 
 def _describe(tensor: Any) -> str:

@@ -17,7 +17,7 @@ from frame_builder.codings import (
     Stored,
     Zstd,
 )
-from frame_builder.files import build_file, hexdump, original_file
+from frame_builder.files import build_file, hexdump, original_file, record_crc
 from frame_builder.frames import (
     SIDE,
     BuiltFrame,
@@ -51,6 +51,7 @@ __all__ = [
     "crc32c",
     "hexdump",
     "original_file",
+    "record_crc",
     "side_of",
     "split_planes",
     "units_of_values",

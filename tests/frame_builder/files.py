@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 
 import zstandard
 
-__all__ = ["build_file", "hexdump", "original_file"]
+from packhorse.reference.words import crc32c
+
+__all__ = ["build_file", "hexdump", "original_file", "record_crc"]
 
 
 def original_file(
@@ -37,13 +39,15 @@ def build_file(
     edit_text: Callable[[bytes], bytes] | None = None,
     edit_original: Callable[[bytes], bytes] | None = None,
 ) -> bytes:
-    """A packed file of ready frames; the hooks lie in the record, the header or their texts."""
+    """A packed file of ready frames; the hooks lie in the record, the header or their
+    texts. Its CRC is right unless the record has one already."""
     text = original[8 : 8 + struct.unpack_from("<Q", original)[0]]
     text = edit_original(text) if edit_original else text
     zipped = zstandard.ZstdCompressor(write_checksum=True).compress(text)
     record: dict[str, object] = {"version": 1, "header": base64.b64encode(zipped).decode()}
     if edit_record:
         edit_record(record)
+    record.setdefault("crc32c", record_crc(record))
     header: dict[str, object] = {
         "__metadata__": {**(metadata or {}), "packhorse": json.dumps(record)}
     }
@@ -58,6 +62,11 @@ def build_file(
     json_text += b" " * (-(8 + len(json_text)) % 64)
     json_text = edit_text(json_text) if edit_text else json_text
     return struct.pack("<Q", len(json_text)) + json_text + b"".join(frames.values())
+
+
+def record_crc(record: dict[str, object]) -> str:
+    """The right CRC of a record, whatever else is wrong with it."""
+    return f"{crc32c(str(record.get('header')).encode()):08x}"
 
 
 def hexdump(data: bytes) -> str:

@@ -18,12 +18,12 @@ from typing import Annotated, NoReturn, Protocol, TypeVar
 import typer
 
 import packhorse
+from packhorse.arguments import resolve_threads
 from packhorse.cli import actions, render
 from packhorse.cli.failures import EXPECTED, ExitCode, Stopped, describe, exit_code
 from packhorse.cli.jobs import Job, pack_jobs, unpack_jobs
 from packhorse.cli.measure import Settings
 from packhorse.cli.rows import BenchedFile, ErrorRow, FileRow, VerifiedFile
-from packhorse.frame import resolve_threads
 from packhorse.layout import FRAME_VERSION
 
 __all__ = ["run"]

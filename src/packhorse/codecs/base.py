@@ -5,7 +5,6 @@ unless the environment variable `PACKHORSE_SIMD` names another (`portable`, `avx
 `avx512_vbmi2`), which tests and benchmarks do. All of them write the same bytes.
 """
 
-import os
 import re
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -47,15 +46,19 @@ class Isa(IntEnum):
     AVX512_VBMI2 = 3
 
 
+_ISAS = tuple(Isa)  # by number
+_UINT8 = np.dtype(np.uint8)
+
+
 def choose_isa() -> Isa:
-    """The instruction set for a call.
+    """The instruction set for a call; an operation asks once and hands the answer down.
 
     Raises:
         ValueError: `PACKHORSE_SIMD` is set to an unknown name.
         MissingBackendError: it names an instruction set that this machine lacks.
     """
-    best = Isa(_core.detect_isa())
-    wanted = os.environ.get(ISA_VARIABLE, "")
+    best = _ISAS[_core.detect_isa()]
+    wanted = _core.environment(ISA_VARIABLE)  # os.environ takes ten times as long
     if not wanted:
         return best
     if wanted.upper() not in Isa.__members__:
@@ -76,13 +79,17 @@ def as_bytes(buffer: "Buffer | Any", what: str = "buffer") -> ByteArray:
         TypeError: the object has no buffer, one that is not C-contiguous, or one of Python objects,
             which are addresses that no one may overwrite.
     """
+    if type(buffer) is np.ndarray and buffer.dtype is _UINT8 and buffer.ndim == 1:
+        if buffer.flags.c_contiguous:
+            return buffer.view()  # its own, so that no one reshapes it
+        raise TypeError(f"{what} must be C-contiguous; copy it first")
     try:
         view = memoryview(buffer)
     except TypeError:
         raise TypeError(f"{what} must offer the buffer protocol, not {type(buffer)}") from None
     if not view.c_contiguous:
         raise TypeError(f"{what} must be C-contiguous; copy it first")
-    if "O" in _FIELD_NAME.sub("", view.format):
+    if "O" in view.format and "O" in _FIELD_NAME.sub("", view.format):
         raise TypeError(f"{what} holds Python objects; give an array of numbers")
     if view.nbytes == 0:
         return np.empty(0, np.uint8)

@@ -1,8 +1,8 @@
-"""The content hash of a tensor (docs/format.md, section 7): a tree of XXH3-128, so that it can be
-computed chunk by chunk while the chunk is in the cache, and in parallel.
+"""Checksums: CRC32C, and the content hash of a tensor (docs/format.md, section 7).
 
-The core hashes leaves of more than 240 bytes; the short forms of XXH3, which at most the last leaf
-of a tensor needs, and the root come from the xxhash package.
+The hash is a tree of XXH3-128, so that it can be computed chunk by chunk while the chunk is in the
+cache, and in parallel. The core hashes leaves of more than 240 bytes; the short forms of XXH3,
+which at most the last leaf of a tensor needs, and the root come from the xxhash package.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,18 @@ from packhorse.layout import CONTENT_LEAF_NBYTES
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["content_hash", "empty_leaves", "finish_leaves", "hash_leaves", "hash_root"]
+__all__ = ["content_hash", "crc32c", "empty_leaves", "finish_leaves", "hash_leaves", "hash_root"]
 
 _SHORT_LEAF_NBYTES = 240
+
+
+def crc32c(src: "Buffer | Any") -> int:
+    """The Castagnoli CRC of some bytes (docs/format.md, section 1).
+
+    Raises:
+        TypeError: `src` is not a C-contiguous buffer.
+    """
+    return _core.crc32c(as_bytes(src, "src"), int(choose_isa()))
 
 
 def content_hash(src: "Buffer | Any", *, threads: int = 1) -> bytes:

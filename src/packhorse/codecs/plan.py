@@ -8,18 +8,17 @@ depend on the number of threads, and it says why.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from packhorse import _core
 from packhorse.codecs import zstd
-from packhorse.codecs.base import ByteArray, choose_isa
-from packhorse.codecs.side import SideData, choose_side
+from packhorse.codecs.base import ByteArray
+from packhorse.codecs.side import NO_SIDE_DATA, SideData, choose_side
 from packhorse.layout import (
     CHUNK_NBYTES,
     CLASSED_CHUNK_NBYTES,
-    DTYPE_BY_NAME,
     ZSTD_CHUNK_NBYTES,
     DType,
     Level,
@@ -38,8 +37,7 @@ _ZSTD_MUST_SAVE = 0.02  # of the planes' size: it is slower, so it has to earn i
 _REPETITIVE = 7 / 8  # a float's last plane at this share of its size or less hints at repetition
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """How a tensor is packed, and why.
 
     Attributes:
@@ -47,8 +45,10 @@ class Plan:
         level: the level asked for.
         zstd: whether chunks are coded by Zstandard instead of plane by plane.
         chunk_log: log2 of the units of a chunk.
+        nbytes: bytes of the tensor.
         estimated_nbytes: expected encoded bytes, headers not counted; from samples.
-        reason: one line for people.
+        planes: expected mode and bytes of each plane without side data; empty if the tensor is not
+            coded plane by plane.
         side: what predicts the exponents from row and column; often nothing.
     """
 
@@ -56,15 +56,33 @@ class Plan:
     level: Level
     zstd: bool
     chunk_log: int
+    nbytes: int
     estimated_nbytes: int
-    reason: str
-    side: SideData = field(default_factory=SideData.none, repr=False)
+    planes: tuple[tuple[int, int], ...] = ()
+    side: SideData = NO_SIDE_DATA
+
+    @property
+    def reason(self) -> str:
+        """One line for people."""
+        if self.nbytes == 0:
+            return "no elements"
+        if self.zstd:
+            return f"repetitive: zstd takes {self.estimated_nbytes / self.nbytes:.1%} of a sample"
+        if not self.planes:
+            return "incompressible in a sample: stored"
+        bits = 8 / (self.nbytes // len(self.planes))  # a unit has a byte for each plane
+        words = ", ".join(f"{Mode(mode).name.lower()} {n * bits:.2f}" for mode, n in self.planes)
+        saved = f"; row and column save {self.side.saving * bits:.2f}" if self.side.saving else ""
+        return f"planes in bits: {words}{saved}"
+
+    def __repr__(self) -> str:
+        return f"Plan({self.level.name}, {self.estimated_nbytes} bytes, {self.reason!r})"
 
 
 def chunk_log_for(unit_nbytes: int, n_units: int, chunk_nbytes: int = CHUNK_NBYTES) -> int:
     """Log2 of the units of a chunk. A tensor of at most one and a half chunks is one chunk, so that
     no short rest is left."""
-    log = int(math.log2(chunk_nbytes // unit_nbytes))
+    log = (chunk_nbytes // unit_nbytes).bit_length() - 1
     if 1 << log < n_units <= 3 << (log - 1) and chunk_nbytes < ZSTD_CHUNK_NBYTES:
         return log + 1
     return log
@@ -79,65 +97,48 @@ def natural_split(dtype: DType) -> Split:
     return dtype.splits[-1]
 
 
-def choose_plan(data: ByteArray, dtype_name: str, shape: Sequence[int], level: Level) -> Plan:
+def choose_plan(
+    data: ByteArray, dtype: DType, shape: Sequence[int], level: Level, isa: int
+) -> Plan:
     """Plans for a tensor's bytes.
 
     Args:
         data: all bytes of the tensor, one-dimensional.
-        dtype_name: safetensors' name.
-        shape: the tensor's shape.
+        dtype: its dtype.
+        shape: its shape.
         level: how hard to try.
+        isa: the number of the instruction set of the call.
     """
-    dtype = DTYPE_BY_NAME[dtype_name]
     split = natural_split(dtype)
     n_units = data.size // dtype.unit_nbytes
     chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, _chunk_nbytes(level))
     if data.size == 0:
-        return Plan(split, level, False, chunk_log, 0, "no elements")
-    estimates = _estimate_planes(data, dtype, split, level)
-    planes_nbytes = sum(nbytes for _, nbytes in estimates)
+        return Plan(split, level, False, chunk_log, 0, 0)
+    n_samples = min(_MAX_SAMPLES, 1 + data.size // _SAMPLE_EVERY_NBYTES)
+    estimates = _core.estimate_planes(data, dtype.unit_nbytes, split, level, n_samples, isa)
+    planes_nbytes = sum([nbytes for _, nbytes in estimates])
     if _may_repeat(dtype, estimates, data.size):
         zstd_nbytes = _estimate_zstd(data, level)
         if zstd_nbytes < planes_nbytes * (1 - _ZSTD_MUST_SAVE):
             chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, ZSTD_CHUNK_NBYTES)
-            reason = f"repetitive: zstd takes {zstd_nbytes / data.size:.1%} of a sample"
-            return Plan(Split.WHOLE, level, True, chunk_log, zstd_nbytes, reason)
+            return Plan(Split.WHOLE, level, True, chunk_log, data.size, zstd_nbytes)
     if planes_nbytes > data.size * (1 - _MIN_SAVING):
-        reason = "incompressible in a sample: stored"
-        return Plan(Split.WHOLE, level, False, chunk_log, data.size, reason)
-    words = ", ".join(f"{Mode(mode).name.lower()} {_bits(n, data, dtype)}" for mode, n in estimates)
-    reason = f"planes in bits: {words}"
-    side = choose_side(data, dtype, shape, level)
+        return Plan(Split.WHOLE, level, False, chunk_log, data.size, data.size)
+    side = choose_side(data, dtype, shape, level, isa)
     if side.saving:
         chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, CLASSED_CHUNK_NBYTES)
         planes_nbytes -= side.saving
-        reason += f"; row and column save {_bits(side.saving, data, dtype)}"
-    return Plan(split, level, False, chunk_log, planes_nbytes, reason, side)
-
-
-def _bits(nbytes: int, data: ByteArray, dtype: DType) -> str:
-    return f"{nbytes * 8 / (data.size / dtype.unit_nbytes):.2f}"
-
-
-def _estimate_planes(
-    data: ByteArray, dtype: DType, split: Split, level: Level
-) -> list[tuple[int, int]]:
-    n_samples = min(_MAX_SAMPLES, 1 + data.size // _SAMPLE_EVERY_NBYTES)
-    return _core.estimate_planes(
-        data, dtype.unit_nbytes, int(split), int(level), n_samples, int(choose_isa())
-    )
+    return Plan(split, level, False, chunk_log, data.size, planes_nbytes, tuple(estimates), side)
 
 
 def _may_repeat(dtype: DType, estimates: list[tuple[int, int]], nbytes: int) -> bool:
     """Whether a trial of zstd is worth its time. The last plane of real weights is noise; where it
     is not, the data is not weights."""
-    if all(mode == Mode.CONSTANT for mode, _ in estimates):
+    if Split.FLOAT in dtype.splits and estimates[-1][1] * dtype.unit_nbytes > nbytes * (
+        _REPETITIVE if dtype.unit_nbytes > 1 else _REPETITIVE / 2
+    ):
         return False
-    if Split.FLOAT not in dtype.splits:
-        return True
-    return estimates[-1][1] * dtype.unit_nbytes <= nbytes * _REPETITIVE * (
-        1 if dtype.unit_nbytes > 1 else 0.5
-    )
+    return any([mode != Mode.CONSTANT for mode, _ in estimates])
 
 
 def _estimate_zstd(data: ByteArray, level: Level) -> int:

@@ -7,12 +7,12 @@ whether a tensor gains enough; levels below `max` ask for much, because classed 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from packhorse import _core
-from packhorse.codecs.base import ByteArray, as_bytes, choose_isa, decode_plane, encode_plane
+from packhorse.codecs.base import ByteArray, as_bytes, decode_plane, encode_plane
 from packhorse.errors import CorruptionError
 from packhorse.layout import (
     MAX_SIDE_NBYTES,
@@ -24,7 +24,7 @@ from packhorse.layout import (
     Split,
 )
 
-__all__ = ["SideData", "choose_side", "decode_side", "matrix_of", "side_capacity"]
+__all__ = ["NO_SIDE_DATA", "SideData", "choose_side", "decode_side", "matrix_of", "side_capacity"]
 
 _MIN_UNITS = 1 << 15
 _MIN_SIDE = 16  # rows, and columns: fewer tell too little
@@ -35,8 +35,7 @@ _SAMPLE_ROWS = {Level.DEFAULT: 32, Level.MAX: 128}
 _SAMPLE_COLUMNS = {Level.DEFAULT: 512, Level.MAX: 4096}
 
 
-@dataclass(frozen=True)
-class SideData:
+class SideData(NamedTuple):
     """The side data of a frame.
 
     Attributes:
@@ -55,10 +54,8 @@ class SideData:
     descriptor: int
     saving: int
 
-    @staticmethod
-    def none() -> "SideData":
-        """No side data."""
-        return SideData(0, 0, b"", b"", 0, 0)
+
+NO_SIDE_DATA = SideData(0, 0, b"", b"", 0, 0)
 
 
 def matrix_of(dtype: DType, shape: Sequence[int], n_row_dims: int) -> tuple[int, int]:
@@ -70,15 +67,15 @@ def matrix_of(dtype: DType, shape: Sequence[int], n_row_dims: int) -> tuple[int,
 
 def side_capacity(dtype: DType, shape: Sequence[int]) -> int:
     """The most bytes that side data of such a tensor can take in its header."""
-    return max((sum(matrix_of(dtype, shape, dims)) for dims in _views(dtype, shape)), default=0)
+    return max([sum(matrix_of(dtype, shape, dims)) for dims in _views(dtype, shape)], default=0)
 
 
 def _views(dtype: DType, shape: Sequence[int]) -> list[int]:
     """The `n_row_dims` worth trying: after the first dimension, and before the last."""
-    if Split.FLOAT not in dtype.splits or math.prod(shape) < _MIN_UNITS:
+    if len(shape) < 2 or Split.FLOAT not in dtype.splits or math.prod(shape) < _MIN_UNITS:
         return []
     views = []
-    for dims in sorted({1, len(shape) - 1} & set(range(1, len(shape)))):
+    for dims in range(1, len(shape))[:: max(1, len(shape) - 2)]:  # the ends of the range
         rows, columns = matrix_of(dtype, shape, dims)
         fits = (rows + columns) * _UNITS_PER_SIDE_BYTE <= rows * columns
         if min(rows, columns) >= _MIN_SIDE and rows + columns <= MAX_SIDE_NBYTES and fits:
@@ -86,7 +83,9 @@ def _views(dtype: DType, shape: Sequence[int]) -> list[int]:
     return views
 
 
-def choose_side(data: ByteArray, dtype: DType, shape: Sequence[int], level: Level) -> SideData:
+def choose_side(
+    data: ByteArray, dtype: DType, shape: Sequence[int], level: Level, isa: int
+) -> SideData:
     """The side data of a tensor that gains by it, else none.
 
     Args:
@@ -94,10 +93,10 @@ def choose_side(data: ByteArray, dtype: DType, shape: Sequence[int], level: Leve
         dtype: its dtype.
         shape: its shape.
         level: how hard to try; `fast` never does.
+        isa: the number of the instruction set of the call.
     """
     if level not in _MUST_SAVE:
-        return SideData.none()
-    isa = int(choose_isa())
+        return NO_SIDE_DATA
     best, best_saving = 0, 0
     for dims in _views(dtype, shape):
         rows, columns = matrix_of(dtype, shape, dims)
@@ -108,13 +107,13 @@ def choose_side(data: ByteArray, dtype: DType, shape: Sequence[int], level: Leve
         if saving > max(best_saving, plain * _MUST_SAVE[level]):
             best, best_saving = dims, saving
     if not best:
-        return SideData.none()
+        return NO_SIDE_DATA
     rows, columns = matrix_of(dtype, shape, best)
     values = np.empty(rows + columns, np.uint8)
     _core.make_side_data(data, dtype.unit_nbytes, rows, values, isa)
     mode, stream = _encode(values)
     if len(stream) >= best_saving:
-        return SideData.none()
+        return NO_SIDE_DATA
     descriptor = mode << STREAM_NBYTES_BITS | len(stream)
     saving = best_saving - len(stream)
     return SideData(best, rows, values.tobytes(), stream, descriptor, saving)

@@ -6,39 +6,91 @@ declares its content size, so that a decoder knows what it will get before it al
 
 import zstandard
 
+from packhorse import _core
 from packhorse.codecs.base import ByteArray, as_bytes
 from packhorse.errors import CorruptionError
 from packhorse.layout import Level
 
-__all__ = ["compress_chunk", "decompress_chunk"]
+__all__ = ["ChunkDecoder", "compress_chunk", "seeks_long_matches"]
 
 _LEVELS = {Level.FAST: 1, Level.DEFAULT: 3, Level.MAX: 12}
+_MAGIC = bytes.fromhex("28b52ffd")
+_MAX_HEADER_NBYTES = 18
+_MIN_LONG_NBYTES = 1 << 19  # shorter chunks: the ordinary search sees nearly all of them
+_MAX_LONG_RATIO = 32  # above it the ordinary search finds long matches, and faster
 
 
-def compress_chunk(chunk: ByteArray, level: Level) -> bytes:
+def seeks_long_matches(level: Level, nbytes: int, estimated_nbytes: int) -> bool:
+    """Whether a tensor's chunks are searched for long matches anywhere in them.
+
+    Args:
+        level: how hard to try.
+        nbytes: length of the tensor.
+        estimated_nbytes: what its streams will take, by a sample.
+    """
+    return level == Level.DEFAULT and nbytes < _MAX_LONG_RATIO * estimated_nbytes
+
+
+def compress_chunk(chunk: ByteArray, level: Level, *, long_matches: bool = False) -> bytes:
     """One Zstandard frame of the chunk's bytes, its content size declared, without a checksum (the
     chunk has its own)."""
-    compressor = zstandard.ZstdCompressor(level=_LEVELS[level], write_checksum=False)
+    if long_matches and chunk.size >= _MIN_LONG_NBYTES:
+        parameters = zstandard.ZstdCompressionParameters.from_level(
+            _LEVELS[level],
+            source_size=chunk.size,
+            write_checksum=False,
+            enable_ldm=True,
+            ldm_hash_log=14,
+            ldm_bucket_size_log=1,
+            ldm_min_match=64,
+            ldm_hash_rate_log=7,
+        )
+        compressor = zstandard.ZstdCompressor(compression_params=parameters)
+    else:
+        compressor = zstandard.ZstdCompressor(level=_LEVELS[level], write_checksum=False)
     return compressor.compress(memoryview(chunk))
 
 
-def decompress_chunk(stream: ByteArray, dst: ByteArray) -> None:
-    """Decodes a stream into `dst`, which has exactly the chunk's length.
+class ChunkDecoder:
+    """Decodes the chunks of one tensor, from several threads at once; memory of the library that a
+    chunk has used serves the next."""
 
-    Raises:
-        CorruptionError: not one Zstandard frame that declares and holds `dst.size` bytes.
-    """
-    data = as_bytes(stream)
-    try:
-        parameters = zstandard.get_frame_parameters(data[:18].tobytes())
-        if parameters.content_size != dst.size or parameters.dict_id != 0:
-            raise CorruptionError(
-                f"zstd stream declares {parameters.content_size} bytes where {dst.size} belong"
-            )
-        decompressor = zstandard.ZstdDecompressor()
-        plain = decompressor.decompress(
-            memoryview(data), max_output_size=dst.size, allow_extra_data=False
+    def __init__(self) -> None:
+        self._idle: list[zstandard.ZstdDecompressor] = []
+
+    def decode(self, stream: ByteArray, dst: ByteArray) -> None:
+        """Decodes a stream into `dst`, which has exactly the chunk's length. After an error its
+        content is undefined.
+
+        Raises:
+            CorruptionError: not one Zstandard frame that declares and holds `dst.size` bytes.
+        """
+        try:
+            _check_frame(as_bytes(stream), dst.size)
+            decompressor = self._idle.pop() if self._idle else zstandard.ZstdDecompressor()
+            with decompressor.stream_reader(memoryview(stream)) as reader:
+                n = reader.readinto(memoryview(dst))
+                # One more byte is asked for, or the end of a frame might not have been looked at.
+                whole = n == dst.size and not reader.read(1)
+        except zstandard.ZstdError as error:
+            raise CorruptionError(f"zstd stream cannot be decoded: {error}") from error
+        if not whole:
+            raise CorruptionError(f"zstd stream does not hold the {dst.size} bytes it declares")
+        self._idle.append(decompressor)
+
+
+def _check_frame(stream: ByteArray, nbytes: int) -> None:
+    """Checks what is known without decoding: that a stream is one whole frame, which declares
+    `nbytes`."""
+    head = stream[:_MAX_HEADER_NBYTES].tobytes()
+    if not head.startswith(_MAGIC):
+        raise CorruptionError("zstd stream does not begin with a Zstandard frame's magic")
+    parameters = zstandard.get_frame_parameters(head)
+    if parameters.content_size != nbytes or parameters.dict_id != 0:
+        raise CorruptionError(
+            f"zstd stream declares {parameters.content_size} bytes where {nbytes} belong"
         )
-    except zstandard.ZstdError as error:
-        raise CorruptionError(f"zstd stream cannot be decoded: {error}") from error
-    dst[:] = as_bytes(plain)
+    header_nbytes = zstandard.frame_header_size(head)
+    end = _core.zstd_frame_nbytes(stream, header_nbytes, parameters.has_checksum)
+    if end != stream.size:
+        raise CorruptionError(f"zstd stream has {stream.size} bytes; its frame ends at {end}")

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 
+from packhorse.arguments import Framework, resolve_level, resolve_threads
+from packhorse.codecs.base import ByteArray
 from packhorse.disk.atomic import OutputFile, atomic_file
 from packhorse.disk.frames import WindowDecoder, blaming, check_frame, map_region, open_frame
 from packhorse.disk.header import FileHeader, TensorEntry, build_header, read_file_header
@@ -29,17 +31,9 @@ from packhorse.disk.packed_header import (
     parse_packed_header,
 )
 from packhorse.disk.results import FileResult, Problem, Progress, TensorPlan, TensorResult
-from packhorse.disk.strict_json import shortened
+from packhorse.disk.strict_json import has_capital_escape, shortened
 from packhorse.errors import PackhorseError
-from packhorse.frame import (
-    Frame,
-    Framework,
-    compress_buffer,
-    max_frame_nbytes,
-    plan_buffer,
-    resolve_level,
-    resolve_threads,
-)
+from packhorse.frame import Frame, compress_buffer, max_frame_nbytes, plan_buffer
 from packhorse.layout import Level
 
 if TYPE_CHECKING:
@@ -60,6 +54,11 @@ __all__ = [
 
 # Files that are pickles by their names; what is in them is never looked at.
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
+
+_CAPITAL_ESCAPE = (
+    "a JSON escape in its header has capital digits, which Packhorse does not write; probably a "
+    "bit has flipped, and all else is as it was: unpack the file, and pack it again"
+)
 
 
 class _Sink(Protocol):
@@ -178,7 +177,7 @@ def write_packed(
 
 def lay_out(
     tensors: Mapping[str, Any], framework: Framework, metadata: Mapping[str, str] | None
-) -> tuple[FileHeader, Iterator[memoryview]]:
+) -> tuple[FileHeader, Iterator[ByteArray]]:
     """The header of a file of these tensors, and their bytes in its order, for the two below.
 
     Raises:
@@ -323,7 +322,7 @@ class _Unpacker:
         place, offset = self._packed.frames[entry.name], self._packed.frame_offset(entry.name)
         with map_region(self._file, offset, place.nbytes) as data, blaming(self._file.name):
             frame = open_frame(data, self._packed, entry)
-            for piece in self._decoder.pieces(frame, entry.name, offset):
+            for piece in self._decoder.pieces(frame):
                 self._output.write(piece)
                 self._progress(piece.nbytes)
         return _result(entry, place.nbytes)
@@ -361,6 +360,8 @@ def verify_file(
             return [Problem(path, None, None, str(error))]
         originals: dict[str, TensorEntry] = {}
         problems = []
+        if has_capital_escape(header.text):
+            problems.append(Problem(path, None, None, _CAPITAL_ESCAPE))
         try:
             packed = parse_packed_header(header, label=str(path))
         except PackhorseError as error:
@@ -399,7 +400,7 @@ class _Verifier:
             frame = Frame.from_buffer(data, name=name, offset=offset, max_nbytes=self.max_nbytes)
             if entry.name in self.originals:
                 check_frame(frame, self.originals[entry.name], offset)
-            for _ in self.decoder.pieces(frame, entry.name, offset):
+            for _ in self.decoder.pieces(frame):
                 pass
 
 

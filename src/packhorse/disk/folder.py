@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
+from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.disk.atomic import atomic_file, atomic_folder
 from packhorse.disk.container import (
     PICKLE_SUFFIXES,
@@ -42,7 +43,6 @@ from packhorse.disk.packed_header import is_packed
 from packhorse.disk.results import FileResult, FolderResult, Problem, Progress, TensorPlan
 from packhorse.disk.strict_json import parse_json
 from packhorse.errors import CorruptionError, PackhorseError
-from packhorse.frame import resolve_level, resolve_threads
 from packhorse.layout import FILE_SUFFIX, MAX_FILE_HEADER_NBYTES, Level
 
 __all__ = [

@@ -13,7 +13,6 @@ from typing import BinaryIO
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
-from packhorse.codecs.content import empty_leaves, hash_leaves, hash_root
 from packhorse.disk.header import TensorEntry
 from packhorse.disk.packed_header import PackedHeader
 from packhorse.disk.strict_json import shortened, shown
@@ -21,9 +20,6 @@ from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.frame import Frame
 
 __all__ = ["WindowDecoder", "blaming", "check_frame", "map_region", "open_frame"]
-
-# Decoded at once by whole-file work: many chunks for every thread, whole chunks and hash leaves.
-_WINDOW_NBYTES = 1 << 25
 
 
 @contextmanager
@@ -101,34 +97,14 @@ class WindowDecoder:
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._scratch = np.empty(0, np.uint8)
+        self._window = np.empty(0, np.uint8)
 
-    def pieces(self, frame: Frame, name: str, offset: int) -> Iterator[memoryview]:
-        """Decode a frame and, at its end, compare the content hash (docs/format.md, section 7).
-
-        Args:
-            frame: what to decode.
-            name: of the tensor, for messages.
-            offset: where the frame lies in its file, for messages.
-
-        Yields:
-            The next bytes of the tensor, each valid until the next is asked for.
+    def pieces(self, frame: Frame) -> Iterator[ByteArray]:
+        """As `Frame.pieces`, in memory that serves the next frame again.
 
         Raises:
             CorruptionError: the frame is bad; told after all pieces if only the hash is.
         """
-        if self._scratch.size < min(frame.logical_nbytes, _WINDOW_NBYTES):
-            self._scratch = np.empty(min(frame.logical_nbytes, _WINDOW_NBYTES), np.uint8)
-        leaves: list[ByteArray] = [empty_leaves(0)]
-        for start in range(0, frame.logical_nbytes, _WINDOW_NBYTES):
-            stop = min(start + _WINDOW_NBYTES, frame.logical_nbytes)
-            piece = self._scratch[: stop - start]
-            frame.decompress_into(piece, start=start, stop=stop, threads=self._threads)
-            leaves.append(hash_leaves(piece, self._threads))
-            yield memoryview(piece)
-        digest = hash_root(np.concatenate(leaves))
-        if digest != frame.content_hash:
-            raise CorruptionError(
-                f"tensor {shown(name)} at byte {offset}: the content hash of the decoded bytes is "
-                f"{digest.hex()}, and the frame says {frame.content_hash.hex()}"
-            )
+        if self._window.size < frame.window_nbytes:
+            self._window = np.empty(frame.window_nbytes, np.uint8)
+        return frame.pieces(threads=self._threads, window=self._window)

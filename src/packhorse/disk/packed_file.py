@@ -18,6 +18,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from packhorse.arguments import Framework, resolve_threads
 from packhorse.disk.frames import blaming, open_frame
 from packhorse.disk.header import (
     FileHeader,
@@ -30,7 +31,7 @@ from packhorse.disk.packed_header import parse_packed_header
 from packhorse.disk.slices import Box, cut_index
 from packhorse.disk.strict_json import shown
 from packhorse.errors import CorruptionError
-from packhorse.frame import Frame, Framework, resolve_threads
+from packhorse.frame import Frame
 from packhorse.layout import DTYPE_BY_NAME
 
 if TYPE_CHECKING:

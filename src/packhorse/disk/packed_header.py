@@ -21,6 +21,7 @@ from typing import Any
 
 import zstandard
 
+from packhorse.codecs.content import crc32c
 from packhorse.disk.header import (
     LENGTH_NBYTES,
     METADATA_KEY,
@@ -36,6 +37,7 @@ from packhorse.layout import (
     FILE_METADATA_KEY,
     FILE_VERSION,
     MAX_FILE_HEADER_NBYTES,
+    RECORD_CRC_KEY,
     RECORD_FREE_NBYTES,
     RECORD_GROWTH,
 )
@@ -144,11 +146,16 @@ def write_record(key: str, text: bytes) -> dict[str, Any]:
         text: what to record.
 
     Returns:
-        `{"version": ..., key: ...}`.
+        `{"version": ..., key: ..., "crc32c": ...}`.
     """
     compressor = zstandard.ZstdCompressor(level=_RECORD_LEVEL, write_checksum=True)
-    blob = base64.b64encode(compressor.compress(text)).decode("ascii")
-    return {"version": FILE_VERSION, key: blob}
+    blob = base64.b64encode(compressor.compress(text))
+    return {"version": FILE_VERSION, key: blob.decode("ascii"), RECORD_CRC_KEY: _crc_digits(blob)}
+
+
+def _crc_digits(blob: bytes) -> str:
+    # Of the text, not of what it decodes to: some bits of a Zstandard frame mean nothing.
+    return f"{crc32c(blob):08x}"
 
 
 def read_record(record: object, key: str, *, text_nbytes: int, label: str) -> bytes:
@@ -181,6 +188,12 @@ def read_record(record: object, key: str, *, text_nbytes: int, label: str) -> by
         )
     if not isinstance(blob, str):
         raise CorruptionError(f"{label}: {key!r} is missing or not a string")
+    crc = record.get(RECORD_CRC_KEY)
+    if crc != (found := _crc_digits(blob.encode())):
+        raise CorruptionError(
+            f"{label}: {RECORD_CRC_KEY!r} is {shown(crc)}, and {key!r} has the CRC {found!r}; the "
+            "file is damaged: fetch or pack it again"
+        )
     try:
         data = base64.b64decode(blob, validate=True)
         if base64.b64encode(data) != blob.encode():

@@ -9,12 +9,13 @@ cut to a length for people, because a name in it may have a hundred million char
 
 import json
 import math
+import re
 import reprlib
 from typing import Any
 
 from packhorse.errors import CorruptionError
 
-__all__ = ["check_text", "json_kind", "parse_json", "shortened", "shown"]
+__all__ = ["check_text", "has_capital_escape", "json_kind", "parse_json", "shortened", "shown"]
 
 _KINDS = {
     dict: "an object",
@@ -25,8 +26,15 @@ _KINDS = {
 }
 _SHOWN_NCHARS = 200
 _SHOWN_TAIL_NCHARS = 40
+_ESCAPE = re.compile(rb"\\(?:u(....)|.)", re.DOTALL)
 _REPR = reprlib.Repr()
 _REPR.maxother = 40
+
+
+def has_capital_escape(text: bytes) -> bool:
+    """Whether a string has an escape such as \\u001F. It means what \\u001f means, which is what
+    JSON libraries write, so a single bit of the text has probably flipped."""
+    return any(match[1] and match[1] != match[1].lower() for match in _ESCAPE.finditer(text))
 
 
 def parse_json(text: bytes, *, label: str, offset: int = 0) -> dict[str, Any]:

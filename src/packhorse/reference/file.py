@@ -14,7 +14,7 @@ from packhorse import layout
 from packhorse.errors import CompatibilityError, CorruptionError, PackhorseError
 from packhorse.reference.frame import decode_frame
 from packhorse.reference.streams import decode_zstd
-from packhorse.reference.words import Reader, equal, need
+from packhorse.reference.words import Reader, crc32c, equal, need
 
 __all__ = ["decode_file"]
 
@@ -122,12 +122,13 @@ def _recorded_header(metadata: dict[str, str], text_nbytes: int) -> bytes:
     if key not in metadata:
         raise CorruptionError(f"no key {key!r} in __metadata__: this is not a packed file")
     fields = _parse_json(metadata[key].encode(), f"metadata key {key!r}")
-    version, header = fields.get("version"), fields.get("header")
+    version, header, crc = (fields.get(name) for name in ("version", "header", "crc32c"))
     if type(version) is int and version > layout.FILE_VERSION:
         known = layout.FILE_VERSION
         raise CompatibilityError(f"file version is {version}, known: {known}; upgrade packhorse")
     if type(version) is not int or version != layout.FILE_VERSION or type(header) is not str:
         raise CorruptionError(f"metadata key {key!r} lacks version 1 or a header, has {version!r}")
+    equal(crc, f"{crc32c(header.encode()):08x}", f"crc32c in metadata key {key!r}, in it", 0)
     try:
         frame = base64.b64decode(header, validate=True)
         if base64.b64encode(frame).decode() != header:

@@ -1,0 +1,69 @@
+"""What callers say about any operation: the level, the number of threads, the framework."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Protocol
+
+from packhorse.layout import Level
+
+if TYPE_CHECKING:
+    from packhorse.codecs.base import ByteArray
+
+__all__ = ["Framework", "resolve_level", "resolve_threads"]
+
+_MAX_DEFAULT_THREADS = 8
+_LEVELS = dict(Level.__members__)  # by name
+
+
+class Framework(Protocol):
+    """What a hop needs to know of NumPy or PyTorch; one object for each, in numpy.py and
+    torch.py."""
+
+    name: str
+
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        """A fresh tensor of undefined content.
+
+        Raises:
+            CompatibilityError: the framework has no such dtype.
+        """
+
+    def writable(self, tensor: Any) -> ByteArray:
+        """The bytes of a C-contiguous tensor, one-dimensional, to write to."""
+
+    def readable(self, tensor: Any) -> tuple[ByteArray, str, tuple[int, ...]]:
+        """The bytes in C order, dtype name and shape; a copy only if the tensor is not
+        C-contiguous."""
+
+
+def resolve_level(level: Level | str | int) -> Level:
+    """A `Level` from itself, its name in any case, or its number.
+
+    Raises:
+        ValueError: no such level.
+    """
+    if isinstance(level, Level):
+        return level
+    if isinstance(level, str) and level.upper() in _LEVELS:
+        return _LEVELS[level.upper()]
+    if type(level) is int and level in Level.__members__.values():
+        return Level(level)
+    names = ", ".join(repr(known.name.lower()) for known in Level)
+    raise ValueError(f"level is {level!r}; it must be one of {names}")
+
+
+def resolve_threads(threads: int | None) -> int:
+    """The number of threads to use: as asked, or the cores that this process may use, at most 8.
+
+    Raises:
+        ValueError: below 1.
+        TypeError: not an integer.
+    """
+    if threads is None:
+        return min(len(os.sched_getaffinity(0)), _MAX_DEFAULT_THREADS)
+    if not isinstance(threads, int) or isinstance(threads, bool):
+        raise TypeError(f"threads must be an integer or None, not {type(threads).__name__}")
+    if threads < 1:
+        raise ValueError(f"threads is {threads}; it must be at least 1")
+    return threads
