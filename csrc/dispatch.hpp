@@ -21,15 +21,15 @@
     __attribute__((                                                                  \
         target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
                "2")))
+#define PACKHORSE_AVX512_VBMI2                                                                   \
+    __attribute__((                                                                              \
+        target("avx512vbmi2,avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
+               "2")))
 // For functions that has_vpclmulqdq() allows besides.
 #define PACKHORSE_VPCLMULQDQ                                                         \
     __attribute__((                                                                  \
         target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
                "2,pclmul,vpclmulqdq")))
-#define PACKHORSE_AVX512_VBMI2                                                                   \
-    __attribute__((                                                                              \
-        target("avx512vbmi2,avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
-               "2")))
 #else
 #define PACKHORSE_X86 0
 #endif

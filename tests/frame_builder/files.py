@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import zstandard
 
-from packhorse.reference.words import crc32c
+from frame_builder.frames import crc32c
 
 __all__ = ["build_file", "hexdump", "original_file", "record_crc"]
 
