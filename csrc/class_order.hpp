@@ -4,9 +4,8 @@
 // Every path works on blocks of units. Both directions move the next units of each class between
 // places side by side, in the order by class, and the places that a set of bits names:
 // - AVX-512 with VBMI2 has instructions for that, 64 units at a time;
-// - AVX2 computes the rank of each unit in its class for one direction, 32 units at a time, and
-// looks
-//   up byte shuffles for the other, for each of the 256 sets of eight places;
+// - AVX2 computes the rank of each unit in its class for one direction, 32 units at a time; for the
+//   other it looks up byte shuffles, for each of the 256 sets of eight places;
 // - the baseline moves unit by unit.
 #pragma once
 
