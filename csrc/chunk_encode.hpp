@@ -22,6 +22,7 @@ struct EncodeScratch {
     PlaneChoice choices[kMaxPlanes];
     const uint8_t* next_src = nullptr;  // units that this worker will probably encode next
     bool cold_output = false;  // whether the output goes to memory that is not in the cache
+    bool leads_stored = true;  // whether all planes but the first were stored in the last chunk
 };
 
 // What an rANS stream is made from: a plane in the order of units, for its raw bits, and in the
@@ -84,7 +85,7 @@ inline std::size_t write_rans(const RansSource& source, const PlaneChoice& choic
     }
     const uint32_t raw_bits = choice.models[0].raw_bits;
     const uint32_t raw_mask = (1u << raw_bits) - 1;
-    const RawBits raw{raw_bits, raw_bits == 0 ? 0 : used_bits(source.plane, n) & raw_mask};
+    const RawBits raw{raw_bits, used_bits(source.plane, n, raw_mask)};
     const auto words_nbytes = static_cast<std::size_t>(words_end - encoded.words);
     const auto n_escapes = static_cast<std::size_t>(escapes_end - encoded.escapes);
     const std::size_t nbytes =
@@ -124,7 +125,7 @@ inline void drop_choice(uint32_t plane, EncodeScratch& scratch) {
 }
 
 // Writes all streams for the choices made; on a stream that does not pay, turns its choice to
-// stored and returns 0.
+// stored and returns 0. A plane may be in `dst` if that is where it will be stored.
 inline std::size_t write_streams(const uint8_t* const* planes, std::size_t n, const PlaneSpec& spec,
                                  EncodeScratch& scratch, uint8_t* dst, uint32_t* descriptors,
                                  Isa isa) {
@@ -141,21 +142,26 @@ inline std::size_t write_streams(const uint8_t* const* planes, std::size_t n, co
     for (uint32_t p = 0; p < spec.n_planes; ++p) {
         if (scratch.choices[p].mode != Mode::kStored) continue;
         const std::size_t nbytes = n - (carries && p == carrier ? n_carried : 0);
-        std::memcpy(dst + used, planes[p], nbytes);
+        if (planes[p] != dst + used) std::memcpy(dst + used, planes[p], nbytes);
         descriptors[p] = make_descriptor(Mode::kStored, nbytes);
         used += nbytes;
     }
-    const uint8_t* carried = carries ? planes[carrier] + n - n_carried : nullptr;
-    // While rANS computes, fetch the next chunk's units and the place where its stored planes will
-    // probably go: past a third of this plane.
+    const std::size_t stored_nbytes = used;
+    // Aside, as the end of a plane that is in its place lies where the next stream goes.
+    uint8_t end_of_carrier[kMaxPlanes * 2 * kMaxLanes];
+    const uint8_t* carried = carries ? &end_of_carrier[0] : nullptr;
+    if (carries) std::memcpy(end_of_carrier, planes[carrier] + n - n_carried, n_carried);
+    // While rANS computes, fetch the next chunk's units, and the places where this chunk's streams
+    // and behind them the next one's stored planes will probably go.
     Ahead ahead;
     if (n_rans > 0 && scratch.next_src != nullptr) {
         ahead.read = reinterpret_cast<uintptr_t>(scratch.next_src);
         ahead.read_step = 128 * spec.unit_nbytes / n_rans;
     }
     if (n_rans > 0 && scratch.cold_output) {
-        ahead.write = reinterpret_cast<uintptr_t>(dst + used + n_rans * n / 3);
-        ahead.write_step = 128 * used / n / n_rans;
+        const std::size_t streams = n_rans * (spec.n_planes == 1 ? n - n / 4 : n / 3);
+        ahead.write = reinterpret_cast<uintptr_t>(dst + used);
+        ahead.write_step = 128 * (used + streams) / n / n_rans;
     }
     for (uint32_t p = 0; p < spec.n_planes; ++p) {
         PlaneChoice& choice = scratch.choices[p];
@@ -163,6 +169,7 @@ inline std::size_t write_streams(const uint8_t* const* planes, std::size_t n, co
         const std::size_t nbytes =
             write_stream(planes[p], n, p, carried, scratch, dst + used, ahead, isa);
         if (nbytes == 0) {
+            if (carries) std::memcpy(dst + stored_nbytes, end_of_carrier, n_carried);
             drop_choice(p, scratch);
             return 0;
         }
@@ -257,6 +264,51 @@ inline bool is_stored_whole(const uint8_t* src, std::size_t n, const PlaneSpec& 
     return choose_mode(src, n, n, level, choice) >= n;
 }
 
+// Moves planes that were split to the output to their scratch.
+inline void set_aside(uint8_t** planes, std::size_t n, const PlaneSpec& spec,
+                      const EncodeScratch& scratch) {
+    for (uint32_t p = 1; p < spec.n_planes; ++p) {
+        if (planes[p] == scratch.planes[p]) continue;
+        std::memcpy(scratch.planes[p], planes[p], n);
+        planes[p] = scratch.planes[p];
+    }
+}
+
+// Encodes units that are split. Where mantissas are noise, all planes but the first are stored,
+// side by side at the beginning of the chunk: they are split to that place at once if it was so in
+// the chunk before.
+inline std::size_t encode_split(const uint8_t* src, std::size_t n, std::size_t first,
+                                const PlaneSpec& spec, const SideData& side, Level level,
+                                EncodeScratch& scratch, uint8_t* dst, uint32_t* descriptors,
+                                Isa isa) {
+    uint8_t* planes[kMaxPlanes];
+    for (uint32_t p = 0; p < spec.n_planes; ++p)
+        planes[p] = p > 0 && scratch.leads_stored ? dst + (p - 1) * n : scratch.planes[p];
+    split_planes(src, n, spec, planes, isa);
+    choose_modes(planes, n, first, spec, side, level, scratch, isa);
+    scratch.leads_stored = scratch.choices[0].mode != Mode::kStored;
+    for (uint32_t p = 1; p < spec.n_planes; ++p)
+        scratch.leads_stored &= scratch.choices[p].mode == Mode::kStored;
+    if (!scratch.leads_stored) set_aside(planes, n, spec, scratch);
+    std::size_t used = write_streams(planes, n, spec, scratch, dst, descriptors, isa);
+    while (used == 0) {
+        set_aside(planes, n, spec, scratch);
+        used = write_streams(planes, n, spec, scratch, dst, descriptors, isa);
+    }
+    return used;
+}
+
+// Units of one byte that are not split.
+inline std::size_t encode_bytes(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
+                                Level level, EncodeScratch& scratch, uint8_t* dst,
+                                uint32_t* descriptors, Isa isa) {
+    const uint8_t* planes[kMaxPlanes] = {src};
+    choose_modes(planes, n, 0, spec, {}, level, scratch, isa);
+    std::size_t used = 0;
+    while (used == 0) used = write_streams(planes, n, spec, scratch, dst, descriptors, isa);
+    return used;
+}
+
 // Encodes `n` >= 1 units, of which the first is unit `first` of the tensor. `dst` has room for
 // round_up(n * unit_nbytes, 64) bytes; returns the padded length of the chunk.
 inline std::size_t encode_chunk(const uint8_t* src, std::size_t n, std::size_t first,
@@ -269,14 +321,10 @@ inline std::size_t encode_chunk(const uint8_t* src, std::size_t n, std::size_t f
     } else if (spec.splits() && is_constant(src, n, spec.unit_nbytes)) {
         // One look at the units is faster than splitting them for a look at each plane.
         used = encode_constant(src, spec, scratch.planes, dst, descriptors, isa);
+    } else if (spec.splits()) {
+        used = encode_split(src, n, first, spec, side, level, scratch, dst, descriptors, isa);
     } else {
-        const uint8_t* planes[kMaxPlanes] = {src};
-        if (spec.splits()) {
-            split_planes(src, n, spec, scratch.planes, isa);
-            for (uint32_t p = 0; p < spec.n_planes; ++p) planes[p] = scratch.planes[p];
-        }
-        choose_modes(planes, n, first, spec, side, level, scratch, isa);
-        while (used == 0) used = write_streams(planes, n, spec, scratch, dst, descriptors, isa);
+        used = encode_bytes(src, n, spec, level, scratch, dst, descriptors, isa);
     }
     const std::size_t padded = round_up(used, kFrameAlignment);
     std::memset(dst + used, 0, padded - used);

@@ -307,7 +307,7 @@ inline uint8_t* palette_encode_codes(const uint8_t* src, std::size_t n, const Pa
 inline std::size_t palette_encode(const uint8_t* src, std::size_t n, const PaletteModel& model,
                                   uint8_t* dst, std::size_t capacity, Isa isa) {
     const uint32_t raw_mask = (1u << model.raw_bits) - 1;
-    const RawBits raw{model.raw_bits, raw_mask == 0 ? 0 : used_bits(src, n) & raw_mask};
+    const RawBits raw{model.raw_bits, used_bits(src, n, raw_mask)};
     const std::size_t planes_nbytes = palette_planes_nbytes(model.code_bits, n);
     const std::size_t escapes_at = kPaletteHeaderNbytes + planes_nbytes + raw_nbytes(raw, n);
     if (escapes_at > capacity) return 0;

@@ -234,7 +234,9 @@ inline void rans_encode(const uint8_t* plane, std::size_t n, const RansModel& mo
         encoded.escapes = map_codes(plane + begin, run, map, codes, encoded.escapes, isa);
         const std::size_t n_rounds = run >> lanes_log;
         const std::size_t done = n_rounds << lanes_log;
-        encode_round(codes + done, run - done, lanes_log, tables, encoded.states, encoded.words);
+        if (done < run)
+            encode_round(codes + done, run - done, lanes_log, tables, encoded.states,
+                         encoded.words);
         encoded.words = encode_full_rounds(codes, n_rounds, model, tables, lanes_log,
                                            encoded.states, encoded.words, ahead, isa);
         end = begin;

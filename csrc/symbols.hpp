@@ -5,6 +5,7 @@
 // the raw bits are simply added when it is decoded.
 #pragma once
 
+#include <algorithm>
 #include <array>
 
 #include "dispatch.hpp"
@@ -28,14 +29,16 @@ constexpr std::size_t raw_nbytes(const RawBits& raw, std::size_t n) {
     return static_cast<std::size_t>(__builtin_popcount(raw.mask)) * bit_plane_nbytes(n);
 }
 
-// Which bits are set anywhere in a plane.
-PACKHORSE_INLINE uint32_t used_bits(const uint8_t* plane, std::size_t n) {
-    uint64_t any = 0;
-    std::size_t i = 0;
-    for (; i + 8 <= n; i += 8) any |= load<uint64_t>(plane + i);
+// Which of the bits of `mask` are set anywhere in a plane. A block is mostly enough to tell.
+inline uint32_t used_bits(const uint8_t* plane, std::size_t n, uint32_t mask) {
+    constexpr std::size_t kBlock = 1024;
     uint32_t used = 0;
-    for (int k = 0; k < 8; ++k) used |= any >> (8 * k) & 0xFF;
-    for (; i < n; ++i) used |= plane[i];
+    for (std::size_t at = 0; at < n && used != mask; at += kBlock) {
+        uint8_t any = 0;
+        const std::size_t end = std::min(n, at + kBlock);
+        for (std::size_t i = at; i < end; ++i) any |= plane[i];
+        used |= any & mask;
+    }
     return used;
 }
 
