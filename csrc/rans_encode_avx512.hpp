@@ -15,32 +15,42 @@ namespace packhorse {
 
 #if PACKHORSE_X86
 
+// 64 entries of 16 bits.
+struct Table64Avx512 {
+    __m512i low, high;
+
+    PACKHORSE_AVX512 explicit Table64Avx512(const uint16_t* entries)
+        : low(_mm512_load_si512(entries)), high(_mm512_load_si512(entries + 32)) {}
+
+    PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i look_up(__m512i index) const {
+        return _mm512_permutex2var_epi16(low, index, high);
+    }
+};
+
 // A SpreadMap in registers.
 struct SpreadRegistersAvx512 {
-    __m512i freq_start[2], runs[4];
+    __m512i freq_start[2];
     __m512 reciprocal[2];
+    Table64Avx512 edge, first_delta, second_delta;
 
-    PACKHORSE_AVX512 explicit SpreadRegistersAvx512(const SpreadMap& map) {
+    PACKHORSE_AVX512 explicit SpreadRegistersAvx512(const SpreadMap& map)
+        : edge(map.edge), first_delta(map.first_delta), second_delta(map.second_delta) {
         for (int h = 0; h < 2; ++h) {
             freq_start[h] = _mm512_load_si512(map.freq_start + 16 * h);
             reciprocal[h] = _mm512_castsi512_ps(_mm512_load_si512(map.reciprocal + 16 * h));
         }
-        for (int h = 0; h < 4; ++h) runs[h] = _mm512_load_si512(map.runs + 16 * h);
     }
 
-    PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i slot_of(__m512i position) const {
-        // The permutes use five bits of it.
-        const __m512i bucket = _mm512_srli_epi32(position, kSpreadLog);
-        const __m512i run =
-            _mm512_mask_blend_epi32(_mm512_test_epi32_mask(bucket, _mm512_set1_epi32(32)),
-                                    _mm512_permutex2var_epi32(runs[0], bucket, runs[1]),
-                                    _mm512_permutex2var_epi32(runs[2], bucket, runs[3]));
-        const __m512i offset = _mm512_and_si512(position, _mm512_set1_epi32(kSpreadSize - 1));
-        const __m512i edge = _mm512_and_si512(run, _mm512_set1_epi32(0xFF));
-        const __mmask16 in_second = _mm512_cmpge_epu32_mask(offset, edge);
-        __m512i delta = _mm512_srli_epi32(run, 8);  // bits above the twelve do no harm
-        delta = _mm512_mask_srli_epi32(delta, in_second, run, 20);
-        return _mm512_and_si512(_mm512_add_epi32(position, delta), _mm512_set1_epi32(kProbSum - 1));
+    // Slots of 32 positions of 16 bits.
+    PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i
+    slots_of(__m512i positions) const {
+        const __m512i bucket = _mm512_srli_epi16(positions, kSpreadLog);
+        const __m512i offset = _mm512_and_si512(positions, _mm512_set1_epi16(kSpreadSize - 1));
+        const __mmask32 in_second = _mm512_cmpge_epu16_mask(offset, edge.look_up(bucket));
+        const __m512i delta = _mm512_mask_blend_epi16(in_second, first_delta.look_up(bucket),
+                                                      second_delta.look_up(bucket));
+        return _mm512_and_si512(_mm512_add_epi16(positions, delta),
+                                _mm512_set1_epi16(kProbSum - 1));
     }
 };
 
@@ -55,9 +65,14 @@ PACKHORSE_AVX512 inline __attribute__((always_inline)) uint8_t* emit_avx512(__m5
     return words;
 }
 
-// 16 lanes, one unit each; `codes` holds one code in each 32-bit element.
-PACKHORSE_AVX512 inline __attribute__((always_inline)) void encode_step_avx512(
-    __m512i& state, __m512i codes, const SpreadRegistersAvx512& registers, uint8_t*& words) {
+struct Divided {
+    __m512i quotient, position;
+};
+
+// 16 lanes, one unit each, up to the position in the map; `codes` holds one code in each 32-bit
+// element.
+PACKHORSE_AVX512 inline __attribute__((always_inline)) Divided divide_spread_avx512(
+    __m512i state, __m512i codes, const SpreadRegistersAvx512& registers, uint8_t*& words) {
     constexpr int kTowardZero = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC;
     const __m512i freq_start =
         _mm512_permutex2var_epi32(registers.freq_start[0], codes, registers.freq_start[1]);
@@ -72,13 +87,25 @@ PACKHORSE_AVX512 inline __attribute__((always_inline)) void encode_step_avx512(
     // The quotient is below 2^20, and three roundings towards zero take less than one off it.
     const __m512 estimate =
         _mm512_mul_round_ps(_mm512_cvt_roundepu32_ps(state, kTowardZero), reciprocal, kTowardZero);
-    __m512i quotient = _mm512_cvttps_epi32(estimate);
-    __m512i remainder = _mm512_sub_epi32(state, _mm512_mullo_epi32(quotient, freq));
+    const __m512i quotient = _mm512_cvttps_epi32(estimate);
+    const __m512i remainder = _mm512_sub_epi32(state, _mm512_mullo_epi32(quotient, freq));
     const __mmask16 low = _mm512_cmpge_epu32_mask(remainder, freq);
-    quotient = _mm512_mask_add_epi32(quotient, low, quotient, _mm512_set1_epi32(1));
-    remainder = _mm512_mask_sub_epi32(remainder, low, remainder, freq);
-    const __m512i slot = registers.slot_of(_mm512_add_epi32(start, remainder));
-    state = _mm512_or_si512(_mm512_slli_epi32(quotient, kProbBits), slot);
+    return {_mm512_mask_add_epi32(quotient, low, quotient, _mm512_set1_epi32(1)),
+            _mm512_add_epi32(start, _mm512_mask_sub_epi32(remainder, low, remainder, freq))};
+}
+
+// 32 lanes: positions and slots have 16 bits, so both halves look theirs up together.
+PACKHORSE_AVX512 inline __attribute__((always_inline)) void encode_pair_avx512(
+    __m512i* states, const __m512i* codes, const SpreadRegistersAvx512& registers,
+    uint8_t*& words) {
+    const Divided upper = divide_spread_avx512(states[1], codes[1], registers, words);
+    const Divided lower = divide_spread_avx512(states[0], codes[0], registers, words);
+    const __m512i slots =
+        registers.slots_of(_mm512_or_si512(lower.position, _mm512_slli_epi32(upper.position, 16)));
+    states[0] = _mm512_or_si512(_mm512_slli_epi32(lower.quotient, kProbBits),
+                                _mm512_and_si512(slots, _mm512_set1_epi32(0xFFFF)));
+    states[1] =
+        _mm512_or_si512(_mm512_slli_epi32(upper.quotient, kProbBits), _mm512_srli_epi32(slots, 16));
 }
 
 // Rounds of 128 lanes: eight registers of states, two of codes (each 32-bit element has four
@@ -96,11 +123,12 @@ PACKHORSE_AVX512 inline uint8_t* encode_rounds_spread_avx512(const uint8_t* code
         ahead.step();
         const __m512i units[2] = {_mm512_loadu_si512(codes + kMaxLanes * r),
                                   _mm512_loadu_si512(codes + kMaxLanes * r + 64)};
-#pragma GCC unroll 8
-        for (int k = 7; k >= 0; --k) {
-            const __m512i code = _mm512_and_si512(
-                _mm512_srli_epi32(units[k & 1], 8 * static_cast<unsigned>(k >> 1)), byte);
-            encode_step_avx512(lanes[k], code, registers, words);
+#pragma GCC unroll 4
+        for (int k = 6; k >= 0; k -= 2) {
+            const unsigned shift = 4 * static_cast<unsigned>(k);  // a byte for each pair
+            const __m512i pair[2] = {_mm512_and_si512(_mm512_srli_epi32(units[0], shift), byte),
+                                     _mm512_and_si512(_mm512_srli_epi32(units[1], shift), byte)};
+            encode_pair_avx512(lanes + k, pair, registers, words);
         }
     }
     for (int k = 0; k < 8; ++k) _mm512_storeu_si512(states + 16 * k, lanes[k]);

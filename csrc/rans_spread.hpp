@@ -18,9 +18,10 @@ constexpr uint32_t kSpreadSize = 1u << kSpreadLog;
 
 struct SpreadMap {
     bool found;
-    // Where the second run begins (bits 0-7), and slot - position mod 4096 of the first (8-19) and
-    // the second (20-31).
-    alignas(64) uint32_t runs[kSpreadBuckets];
+    // By bucket: where in it the second run begins, and slot - position mod 4096 of both runs.
+    alignas(64) uint16_t edge[kSpreadBuckets];
+    alignas(64) uint16_t first_delta[kSpreadBuckets];
+    alignas(64) uint16_t second_delta[kSpreadBuckets];
     // By code: freq (bits 0-11) and start (12-24), and the bits of the largest float <= 1 / freq.
     alignas(64) uint32_t freq_start[kNarrowBuckets];
     alignas(64) uint32_t reciprocal[kNarrowBuckets];
@@ -86,14 +87,17 @@ inline uint32_t place_runs(const CodeRuns& runs, uint32_t cursor, uint32_t n_bef
 // Fills the entries of the buckets that a run covers; `n_runs` counts the runs of each bucket.
 inline void spread_run(uint32_t start, uint32_t first_slot, uint32_t n_slots, SpreadMap& map,
                        uint8_t* n_runs) {
-    const uint32_t delta = (first_slot - start) & (kProbSum - 1);
+    const auto delta = static_cast<uint16_t>((first_slot - start) & (kProbSum - 1));
     const uint32_t last = (start + n_slots - 1) >> kSpreadLog;
     for (uint32_t bucket = start >> kSpreadLog; bucket <= last; ++bucket) {
-        if (n_runs[bucket]++ == 0)
-            map.runs[bucket] = kSpreadSize | delta << 8;  // an edge that no offset reaches
-        else
-            map.runs[bucket] =
-                (map.runs[bucket] & ~0xFFu) | (start & (kSpreadSize - 1)) | delta << 20;
+        if (n_runs[bucket]++ == 0) {
+            map.edge[bucket] = kSpreadSize;  // no offset reaches it
+            map.first_delta[bucket] = delta;
+            map.second_delta[bucket] = 0;
+        } else {
+            map.edge[bucket] = static_cast<uint16_t>(start & (kSpreadSize - 1));
+            map.second_delta[bucket] = delta;
+        }
     }
 }
 
