@@ -3,7 +3,7 @@
 // A RansDecoder is set up once for a stream (rans_open) and then yields units in order, any number
 // of rounds at a time, so that a chunk can be decoded and merged block by block in L1. Several
 // inner loops read the same stream:
-// - AVX-512, at most 64 codes: the alias tables live in six or twelve registers, nothing is looked
+// - AVX-512, at most 64 codes: the alias tables live in six or ten registers, nothing is looked
 // up in memory;
 // - others, 128 lanes: one load a lane from a table of 4096 entries (16 KiB, in L1), with AVX-512,
 // AVX2 or the baseline (rans_decode_avx512.hpp, rans_decode_avx2.hpp, rans_decode_portable.hpp);
@@ -30,6 +30,7 @@ struct alignas(64) RansDecoder {
     uint32_t states[kMaxLanes];
     uint32_t table[kProbSum];
     BucketEntries buckets;
+    BucketHalves halves;  // of 64 buckets
     AliasTables alias;
     RansModel model;
     bool has_table;  // or else its entries are found in the buckets
@@ -86,6 +87,8 @@ inline void build_rans_tables(RansDecoder& decoder, Isa isa) {
         build_alias(decoder.model, decoder.alias);
         if (isa >= Isa::kAvx512 && decoder.lanes_log == kMaxLanesLog) {
             fill_bucket_entries(decoder.model, decoder.alias, decoder.buckets);
+            if (decoder.model.n_buckets() == kWideBuckets)
+                fill_bucket_halves(decoder.alias, decoder.buckets, decoder.halves);
             decoder.has_table = false;
             return;
         }
@@ -185,59 +188,71 @@ PACKHORSE_AVX2 inline void decode_rounds_scalar_avx2(RansDecoder& decoder, std::
     decode_rounds_unchecked(decoder, n_rounds, dst);
 }
 
-// Where a vector of states finds its entries: in registers, 32 or 64 buckets.
-enum class DecodeTables { kNarrow, kWide };
+// 32 entries.
+struct Table32Avx512 {
+    __m512i low, high;
 
-// A table of 32 or 64 entries in registers.
-template <DecodeTables kTables>
-struct TableAvx512 {
-    static constexpr int kRegisters = kTables == DecodeTables::kNarrow ? 2 : 4;
-    __m512i parts[kRegisters];
+    PACKHORSE_AVX512 explicit Table32Avx512(const uint32_t* entries)
+        : low(_mm512_loadu_si512(entries)), high(_mm512_loadu_si512(entries + 16)) {}
 
-    PACKHORSE_AVX512 explicit TableAvx512(const uint32_t* entries) {
-        for (int h = 0; h < kRegisters; ++h) parts[h] = _mm512_loadu_si512(entries + 16 * h);
-    }
-
-    // `in_upper` says which indices are above 31; the permutes use the five bits below.
-    PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i
-    look_up(__m512i index, __mmask16 in_upper) const {
-        const __m512i lower = _mm512_permutex2var_epi32(parts[0], index, parts[1]);
-        if constexpr (kRegisters == 2)
-            return lower;
-        else
-            return _mm512_mask_blend_epi32(in_upper, lower,
-                                           _mm512_permutex2var_epi32(parts[2], index, parts[3]));
+    PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i look_up(__m512i index) const {
+        return _mm512_permutex2var_epi32(low, index, high);
     }
 };
 
-// The alias tables in registers.
-template <DecodeTables kTables>
-struct BucketRegistersAvx512 {
-    TableAvx512<kTables> threshold, first, second;
+// The alias tables of 32 buckets in registers.
+struct NarrowBucketsAvx512 {
+    Table32Avx512 threshold, first, second;
 
-    PACKHORSE_AVX512 explicit BucketRegistersAvx512(const RansDecoder& decoder)
+    PACKHORSE_AVX512 explicit NarrowBucketsAvx512(const RansDecoder& decoder)
         : threshold(decoder.alias.threshold),
           first(decoder.buckets.first),
           second(decoder.buckets.second) {}
 
-    PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i look_up(__m512i slot) const {
-        constexpr unsigned kLog = kTables == DecodeTables::kNarrow ? 7 : 6;
-        const __m512i bucket = _mm512_srli_epi32(slot, kLog);
-        __mmask16 upper = 0;
-        if constexpr (kTables == DecodeTables::kWide)
-            upper = _mm512_test_epi32_mask(bucket, _mm512_set1_epi32(32));
-        const __mmask16 in_second = _mm512_cmpge_epu32_mask(slot, threshold.look_up(bucket, upper));
-        return _mm512_mask_blend_epi32(in_second, first.look_up(bucket, upper),
-                                       second.look_up(bucket, upper));
+    // Entries of twice 16 slots.
+    PACKHORSE_AVX512 inline __attribute__((always_inline)) void look_up(const __m512i* slots,
+                                                                        __m512i* entries) const {
+        for (int i = 0; i < 2; ++i) {
+            const __m512i bucket = _mm512_srli_epi32(slots[i], 7);
+            const __mmask16 in_second =
+                _mm512_cmpge_epu32_mask(slots[i], threshold.look_up(bucket));
+            entries[i] =
+                _mm512_mask_blend_epi32(in_second, first.look_up(bucket), second.look_up(bucket));
+        }
     }
 };
 
-// 16 lanes; returns the entries, whose top bytes are the units.
-template <DecodeTables kTables>
-PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i decode_step_avx512(
-    __m512i& state, const BucketRegistersAvx512<kTables>& tables, const uint8_t*& words) {
+// The alias tables of 64 buckets in registers, in elements of 16 bits: one permute finds 32 of
+// them.
+struct WideBucketsAvx512 {
+    Table64Avx512 threshold, first_lower, first_upper, second_lower, second_upper;
+
+    PACKHORSE_AVX512 explicit WideBucketsAvx512(const RansDecoder& decoder)
+        : threshold(decoder.halves.threshold),
+          first_lower(decoder.halves.first_lower),
+          first_upper(decoder.halves.first_upper),
+          second_lower(decoder.halves.second_lower),
+          second_upper(decoder.halves.second_upper) {}
+
+    PACKHORSE_AVX512 inline __attribute__((always_inline)) void look_up(const __m512i* slots,
+                                                                        __m512i* entries) const {
+        const __m512i both = _mm512_or_si512(slots[0], _mm512_slli_epi32(slots[1], 16));
+        const __m512i bucket = _mm512_srli_epi16(both, 6);
+        const __mmask32 in_second = _mm512_cmpge_epu16_mask(both, threshold.look_up(bucket));
+        const __m512i lower = _mm512_mask_blend_epi16(in_second, first_lower.look_up(bucket),
+                                                      second_lower.look_up(bucket));
+        const __m512i upper = _mm512_mask_blend_epi16(in_second, first_upper.look_up(bucket),
+                                                      second_upper.look_up(bucket));
+        constexpr __mmask32 kOdd = 0xAAAAAAAA;
+        entries[0] = _mm512_mask_blend_epi16(kOdd, lower, _mm512_slli_epi32(upper, 16));
+        entries[1] = _mm512_mask_blend_epi16(kOdd, _mm512_srli_epi32(lower, 16), upper);
+    }
+};
+
+// 16 lanes, whose entries are known.
+PACKHORSE_AVX512 inline __attribute__((always_inline)) void decode_step_avx512(
+    __m512i& state, __m512i entry, const uint8_t*& words) {
     const __m512i slot_mask = _mm512_set1_epi32(kProbSum - 1);
-    const __m512i entry = tables.look_up(_mm512_and_si512(state, slot_mask));
     const __m512i rank =
         _mm512_and_si512(_mm512_add_epi32(state, _mm512_srli_epi32(entry, kProbBits)), slot_mask);
     const __m512i freq = _mm512_and_si512(entry, slot_mask);
@@ -250,7 +265,17 @@ PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i decode_step_avx51
     const __m512i shifted = _mm512_slli_epi32(state, 16);
     state = _mm512_mask_or_epi32(state, need, shifted, _mm512_maskz_expand_epi32(need, fresh));
     words += 2 * static_cast<std::size_t>(__builtin_popcount(need));
-    return entry;
+}
+
+// 32 lanes; the top bytes of the entries are the units.
+template <class Buckets>
+PACKHORSE_AVX512 inline __attribute__((always_inline)) void decode_pair_avx512(
+    __m512i* states, const Buckets& buckets, const uint8_t*& words, __m512i* entries) {
+    const __m512i slot_mask = _mm512_set1_epi32(kProbSum - 1);
+    const __m512i slots[2] = {_mm512_and_si512(states[0], slot_mask),
+                              _mm512_and_si512(states[1], slot_mask)};
+    buckets.look_up(slots, entries);
+    for (int i = 0; i < 2; ++i) decode_step_avx512(states[i], entries[i], words);
 }
 
 // The top bytes of four registers, side by side in one.
@@ -263,10 +288,10 @@ PACKHORSE_AVX512 inline __m512i pack_top_bytes_avx512(__m512i a, __m512i b, __m5
     return _mm512_or_si512(low_half, _mm512_or_si512(third, fourth));
 }
 
-template <DecodeTables kTables>
+template <class Buckets>
 PACKHORSE_AVX512 inline void decode_rounds_avx512(RansDecoder& decoder, std::size_t n_rounds,
                                                   uint8_t* dst, Ahead& shared_ahead) {
-    const BucketRegistersAvx512<kTables> tables(decoder);
+    const Buckets buckets(decoder);
     Ahead ahead = shared_ahead;
     const uint8_t* words = decoder.words;
     __m512i lanes[8];
@@ -274,9 +299,8 @@ PACKHORSE_AVX512 inline void decode_rounds_avx512(RansDecoder& decoder, std::siz
     for (std::size_t r = 0; r < n_rounds; ++r, dst += 128) {
         ahead.step();
         __m512i entries[8];
-#pragma GCC unroll 8
-        for (int k = 0; k < 8; ++k)
-            entries[k] = decode_step_avx512<kTables>(lanes[k], tables, words);
+#pragma GCC unroll 4
+        for (int k = 0; k < 8; k += 2) decode_pair_avx512(lanes + k, buckets, words, entries + k);
         for (int h = 0; h < 2; ++h)
             _mm512_storeu_si512(
                 dst + 64 * h,
@@ -291,9 +315,9 @@ PACKHORSE_AVX512 inline void decode_rounds_avx512_any(RansDecoder& decoder, std:
                                                       uint8_t* dst, Ahead& ahead) {
     switch (decoder.model.n_buckets()) {
         case kNarrowBuckets:
-            return decode_rounds_avx512<DecodeTables::kNarrow>(decoder, n_rounds, dst, ahead);
+            return decode_rounds_avx512<NarrowBucketsAvx512>(decoder, n_rounds, dst, ahead);
         case kWideBuckets:
-            return decode_rounds_avx512<DecodeTables::kWide>(decoder, n_rounds, dst, ahead);
+            return decode_rounds_avx512<WideBucketsAvx512>(decoder, n_rounds, dst, ahead);
         default:
             return decode_rounds_large_avx512(decoder.states, decoder.table, n_rounds,
                                               decoder.words, dst, ahead);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "dispatch.hpp"
+#include "rans_decode_avx512.hpp"
 #include "rans_encode_avx2.hpp"
 #include "rans_encode_portable.hpp"
 #include "rans_spread.hpp"
@@ -14,18 +15,6 @@
 namespace packhorse {
 
 #if PACKHORSE_X86
-
-// 64 entries of 16 bits.
-struct Table64Avx512 {
-    __m512i low, high;
-
-    PACKHORSE_AVX512 explicit Table64Avx512(const uint16_t* entries)
-        : low(_mm512_load_si512(entries)), high(_mm512_load_si512(entries + 32)) {}
-
-    PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i look_up(__m512i index) const {
-        return _mm512_permutex2var_epi16(low, index, high);
-    }
-};
 
 // A SpreadMap in registers.
 struct SpreadRegistersAvx512 {

@@ -326,6 +326,26 @@ inline void fill_bucket_entries(const RansModel& model, const AliasTables& table
     });
 }
 
+// The tables of 64 buckets, numbers cut into halves of 16 bits.
+struct BucketHalves {
+    alignas(64) uint16_t threshold[kWideBuckets];
+    alignas(64) uint16_t first_lower[kWideBuckets];
+    alignas(64) uint16_t first_upper[kWideBuckets];
+    alignas(64) uint16_t second_lower[kWideBuckets];
+    alignas(64) uint16_t second_upper[kWideBuckets];
+};
+
+inline void fill_bucket_halves(const AliasTables& tables, const BucketEntries& entries,
+                               BucketHalves& halves) {
+    for (uint32_t b = 0; b < kWideBuckets; ++b) {
+        halves.threshold[b] = static_cast<uint16_t>(tables.threshold[b]);
+        halves.first_lower[b] = static_cast<uint16_t>(entries.first[b]);
+        halves.first_upper[b] = static_cast<uint16_t>(entries.first[b] >> 16);
+        halves.second_lower[b] = static_cast<uint16_t>(entries.second[b]);
+        halves.second_upper[b] = static_cast<uint16_t>(entries.second[b] >> 16);
+    }
+}
+
 inline void fill_decode_table(const RansModel& model, const AliasTables& tables, uint32_t* table) {
     for_each_run(model, tables, [&](uint32_t code, uint32_t first, uint32_t n, uint32_t rank) {
         std::fill_n(table + first, n, pack_entry(model, code, first, rank));
