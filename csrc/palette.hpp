@@ -302,15 +302,15 @@ inline uint8_t* palette_encode_codes(const uint8_t* src, std::size_t n, const Pa
     }
 }
 
-// Writes the stream of `n` units to `dst`, at most `capacity` bytes; returns its length, or 0 if it
-// may not fit (a block of 64 bytes is kept clear).
+// Writes the stream of `n` units to `dst`; returns its length, or 0 if it may not be shorter than
+// `capacity` (a block of 64 bytes is kept clear for escapes).
 inline std::size_t palette_encode(const uint8_t* src, std::size_t n, const PaletteModel& model,
                                   uint8_t* dst, std::size_t capacity, Isa isa) {
     const uint32_t raw_mask = (1u << model.raw_bits) - 1;
     const RawBits raw{model.raw_bits, used_bits(src, n, raw_mask)};
     const std::size_t planes_nbytes = palette_planes_nbytes(model.code_bits, n);
     const std::size_t escapes_at = kPaletteHeaderNbytes + planes_nbytes + raw_nbytes(raw, n);
-    if (escapes_at > capacity) return 0;
+    if (escapes_at >= capacity) return 0;
     uint8_t* const codes = dst + kPaletteHeaderNbytes;
     uint8_t* const escapes = dst + escapes_at;
     const uint8_t* const end =
@@ -325,7 +325,8 @@ inline std::size_t palette_encode(const uint8_t* src, std::size_t n, const Palet
     store(dst + 4, static_cast<uint32_t>(end - escapes));
     for (uint32_t c = 0; c < model.n_values; ++c)
         dst[8 + c] = static_cast<uint8_t>(model.values[c] >> model.raw_bits);
-    return static_cast<std::size_t>(end - dst);
+    const auto nbytes = static_cast<std::size_t>(end - dst);
+    return nbytes < capacity ? nbytes : 0;
 }
 
 struct alignas(64) PaletteDecoder {

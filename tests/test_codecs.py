@@ -200,6 +200,14 @@ def test_planes_that_do_not_pay_have_no_stream(coder) -> None:
     assert coder.encode(b"x") is None
 
 
+@pytest.mark.parametrize("value", [0, 1, 255])
+def test_a_stream_is_shorter_than_its_plane(value: int) -> None:
+    for n in range(1, 200):
+        for coder in (palette, rans):
+            stream = coder.encode(np.full(n, value, np.uint8))
+            assert stream is None or len(stream) < n
+
+
 @pytest.mark.parametrize("coder", CODERS.values(), ids=lambda coder: coder.__name__)
 def test_coders_refuse_what_is_no_plane(coder) -> None:
     for encode_or_decode in (coder.encode, lambda plane: coder.decode(plane, 5)):
