@@ -21,8 +21,8 @@ struct EncodeScratch {
     RansEncodeTables* tables;
     PlaneChoice choices[kMaxPlanes];
     const uint8_t* next_src = nullptr;  // units that this worker will probably encode next
-    bool cold_output = false;  // whether the output goes to memory that is not in the cache
-    bool leads_stored = true;  // whether all planes but the first were stored in the last chunk
+    bool cold_output = false;   // whether the output goes to memory that is not in the cache
+    bool others_stored = true;  // whether all planes but the first were stored in the last chunk
 };
 
 // What an rANS stream is made from: a plane in the order of units, for its raw bits, and in the
@@ -283,13 +283,13 @@ inline std::size_t encode_split(const uint8_t* src, std::size_t n, std::size_t f
                                 Isa isa) {
     uint8_t* planes[kMaxPlanes];
     for (uint32_t p = 0; p < spec.n_planes; ++p)
-        planes[p] = p > 0 && scratch.leads_stored ? dst + (p - 1) * n : scratch.planes[p];
+        planes[p] = p > 0 && scratch.others_stored ? dst + (p - 1) * n : scratch.planes[p];
     split_planes(src, n, spec, planes, isa);
     choose_modes(planes, n, first, spec, side, level, scratch, isa);
-    scratch.leads_stored = scratch.choices[0].mode != Mode::kStored;
+    scratch.others_stored = scratch.choices[0].mode != Mode::kStored;
     for (uint32_t p = 1; p < spec.n_planes; ++p)
-        scratch.leads_stored &= scratch.choices[p].mode == Mode::kStored;
-    if (!scratch.leads_stored) set_aside(planes, n, spec, scratch);
+        scratch.others_stored &= scratch.choices[p].mode == Mode::kStored;
+    if (!scratch.others_stored) set_aside(planes, n, spec, scratch);
     std::size_t used = write_streams(planes, n, spec, scratch, dst, descriptors, isa);
     while (used == 0) {
         set_aside(planes, n, spec, scratch);

@@ -18,6 +18,7 @@
 #include "rans_decode_avx512.hpp"
 #include "rans_decode_portable.hpp"
 #include "rans_model.hpp"
+#include "tables_avx512.hpp"
 
 namespace packhorse {
 
@@ -187,18 +188,6 @@ PACKHORSE_AVX2 inline void decode_rounds_scalar_avx2(RansDecoder& decoder, std::
                                                      uint8_t* dst) {
     decode_rounds_unchecked(decoder, n_rounds, dst);
 }
-
-// 32 entries.
-struct Table32Avx512 {
-    __m512i low, high;
-
-    PACKHORSE_AVX512 explicit Table32Avx512(const uint32_t* entries)
-        : low(_mm512_loadu_si512(entries)), high(_mm512_loadu_si512(entries + 16)) {}
-
-    PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i look_up(__m512i index) const {
-        return _mm512_permutex2var_epi32(low, index, high);
-    }
-};
 
 // The alias tables of 32 buckets in registers.
 struct NarrowBucketsAvx512 {

@@ -9,18 +9,6 @@ namespace packhorse {
 
 #if PACKHORSE_X86
 
-// 64 entries of 16 bits.
-struct Table64Avx512 {
-    __m512i low, high;
-
-    PACKHORSE_AVX512 explicit Table64Avx512(const uint16_t* entries)
-        : low(_mm512_load_si512(entries)), high(_mm512_load_si512(entries + 32)) {}
-
-    PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i look_up(__m512i index) const {
-        return _mm512_permutex2var_epi16(low, index, high);
-    }
-};
-
 // Loads to all elements and blends: unlike insertions these are not bound to one port.
 PACKHORSE_AVX512 inline __attribute__((always_inline)) __m256i load_eight(const uint32_t* table,
                                                                           const uint32_t* slot) {

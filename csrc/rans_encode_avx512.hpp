@@ -7,10 +7,10 @@
 #pragma once
 
 #include "dispatch.hpp"
-#include "rans_decode_avx512.hpp"
 #include "rans_encode_avx2.hpp"
 #include "rans_encode_portable.hpp"
 #include "rans_spread.hpp"
+#include "tables_avx512.hpp"
 
 namespace packhorse {
 
@@ -18,17 +18,15 @@ namespace packhorse {
 
 // A SpreadMap in registers.
 struct SpreadRegistersAvx512 {
-    __m512i freq_start[2];
-    __m512 reciprocal[2];
+    Table32Avx512 freq_start, reciprocal;  // the reciprocals are floats
     Table64Avx512 edge, first_delta, second_delta;
 
     PACKHORSE_AVX512 explicit SpreadRegistersAvx512(const SpreadMap& map)
-        : edge(map.edge), first_delta(map.first_delta), second_delta(map.second_delta) {
-        for (int h = 0; h < 2; ++h) {
-            freq_start[h] = _mm512_load_si512(map.freq_start + 16 * h);
-            reciprocal[h] = _mm512_castsi512_ps(_mm512_load_si512(map.reciprocal + 16 * h));
-        }
-    }
+        : freq_start(map.freq_start),
+          reciprocal(map.reciprocal),
+          edge(map.edge),
+          first_delta(map.first_delta),
+          second_delta(map.second_delta) {}
 
     // Slots of 32 positions of 16 bits.
     PACKHORSE_AVX512 inline __attribute__((always_inline)) __m512i
@@ -63,10 +61,8 @@ struct Divided {
 PACKHORSE_AVX512 inline __attribute__((always_inline)) Divided divide_spread_avx512(
     __m512i state, __m512i codes, const SpreadRegistersAvx512& registers, uint8_t*& words) {
     constexpr int kTowardZero = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC;
-    const __m512i freq_start =
-        _mm512_permutex2var_epi32(registers.freq_start[0], codes, registers.freq_start[1]);
-    const __m512 reciprocal =
-        _mm512_permutex2var_ps(registers.reciprocal[0], codes, registers.reciprocal[1]);
+    const __m512i freq_start = registers.freq_start.look_up(codes);
+    const __m512 reciprocal = _mm512_castsi512_ps(registers.reciprocal.look_up(codes));
     const __m512i freq = _mm512_and_si512(freq_start, _mm512_set1_epi32(kProbSum - 1));
     const __m512i start = _mm512_srli_epi32(freq_start, kProbBits);
     // A state of freq * 2^20 or more emits a word.

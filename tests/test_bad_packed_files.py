@@ -120,6 +120,17 @@ def test_verify_finds_every_flipped_bit(tmp_path, names, bits):
     assert missed == []
 
 
+def test_a_capital_digit_in_an_escape_is_told_with_the_file(tmp_path):
+    packed = save({"\x1f": np.zeros(3, np.float32)})
+    path = tmp_path / "capital"
+    for text, problems in ((packed, 0), (packed.replace(rb"\u001f", rb"\u001F"), 1)):
+        path.write_bytes(text)
+        found = verify_file(path)
+        assert len(found) == problems
+        assert all(str(path) in problem.message for problem in found)
+    assert load(path.read_bytes()).keys() == {"\x1f"}
+
+
 @contextmanager
 def flipped(path: Path, whole: bytes, place: int, bit: int) -> Iterator[None]:
     """Turn over one bit of a file, and back again."""

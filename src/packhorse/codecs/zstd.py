@@ -14,7 +14,6 @@ from packhorse.layout import Level
 __all__ = ["ChunkDecoder", "compress_chunk", "seeks_long_matches"]
 
 _LEVELS = {Level.FAST: 1, Level.DEFAULT: 3, Level.MAX: 12}
-_MAGIC = bytes.fromhex("28b52ffd")
 _MAX_HEADER_NBYTES = 18
 _MIN_LONG_NBYTES = 1 << 19  # shorter chunks: the ordinary search sees nearly all of them
 _MAX_LONG_RATIO = 32  # above it the ordinary search finds long matches, and faster
@@ -83,7 +82,7 @@ def _check_frame(stream: ByteArray, nbytes: int) -> None:
     """Checks what is known without decoding: that a stream is one whole frame, which declares
     `nbytes`."""
     head = stream[:_MAX_HEADER_NBYTES].tobytes()
-    if not head.startswith(_MAGIC):
+    if not head.startswith(zstandard.FRAME_HEADER):
         raise CorruptionError("zstd stream does not begin with a Zstandard frame's magic")
     parameters = zstandard.get_frame_parameters(head)
     if parameters.content_size != nbytes or parameters.dict_id != 0:

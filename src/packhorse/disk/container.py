@@ -56,7 +56,7 @@ __all__ = [
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 
 _CAPITAL_ESCAPE = (
-    "a JSON escape in its header has capital digits, which Packhorse does not write; probably a "
+    "a JSON escape in the header has capital digits, which Packhorse does not write; probably a "
     "bit has flipped, and all else is as it was: unpack the file, and pack it again"
 )
 
@@ -361,7 +361,7 @@ def verify_file(
         originals: dict[str, TensorEntry] = {}
         problems = []
         if has_capital_escape(header.text):
-            problems.append(Problem(path, None, None, _CAPITAL_ESCAPE))
+            problems.append(Problem(path, None, None, f"{path}: {_CAPITAL_ESCAPE}"))
         try:
             packed = parse_packed_header(header, label=str(path))
         except PackhorseError as error:
