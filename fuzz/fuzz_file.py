@@ -43,6 +43,8 @@ _PLACEHOLDER = b"@RECORD@"
 _INDEXES: tuple[Any, ...] = (
     (), 0, -1, slice(3, None), slice(None, None, -2), (..., 0), (slice(1, 9), -1), (None, slice(1))
 )  # fmt: skip
+# What a ValueError may say: the bytes are of another kind than the call is for.
+_OTHER_KIND = ("not a packed file", "the index of a packed folder")
 _SHARE_OF_JSON = 0.4  # of all mutations
 # A string; key and value of a pair: the value an object without objects in it, or none at all.
 _STRING = rb'"(?:[^"\\]|\\.)*"'
@@ -215,14 +217,14 @@ def check_index(original: bytes, packed: bytes) -> None:
 
 
 def outcome(work: Callable[[], Any]) -> Any:
-    """What a call returns, or None for a documented error: a ValueError is one only where the file
-    is not a packed file at all."""
+    """What a call returns, or None for a documented error: a ValueError is one only where the bytes
+    are of another kind."""
     try:
         return work()
     except PackhorseError:
         return None
     except ValueError as error:
-        if "not a packed file" not in str(error):
+        if not any(kind in str(error) for kind in _OTHER_KIND):
             raise
         return None
 

@@ -80,6 +80,7 @@ def main(argv: list[str]) -> int:
     names = [target.name for target in TARGETS]
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(names)}")
     parser.add_argument("--time", type=int, default=60, metavar="S", help="seconds for each")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="0: another every run")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="how many at once")
     args = parser.parse_args(argv)
     if unknown := set(args.targets) - set(names):
@@ -89,11 +90,11 @@ def main(argv: list[str]) -> int:
         print(f"{COMPILER} is missing: install clang (Debian: apt-get install clang)")
         return 1
     with ThreadPoolExecutor(args.jobs) as pool:
-        good = list(pool.map(lambda target: fuzz(target, args.time), chosen))
+        good = list(pool.map(lambda target: fuzz(target, args.time, args.seed), chosen))
     return 0 if all(good) else 1
 
 
-def fuzz(target: Target, seconds: int) -> bool:
+def fuzz(target: Target, seconds: int, seed: int) -> bool:
     """Builds and runs one target and says how it went; whether nothing was found."""
     if target.is_python and find_spec("atheris") is None:
         say(f"{target.name}: SKIPPED, because atheris is missing; it runs on Linux on x86-64 only")
@@ -106,7 +107,7 @@ def fuzz(target: Target, seconds: int) -> bool:
     found = BUILD / "corpus" / target.name
     found.mkdir(parents=True, exist_ok=True)
     folders = (found, FUZZ / "corpus" / target.seeds)
-    stop = (f"-max_total_time={seconds}", "-print_final_stats=1")
+    stop = (f"-max_total_time={seconds}", f"-seed={seed}", "-print_final_stats=1")
     prefix = f"-artifact_prefix={BUILD}/{target.name}-"
     arguments = (*stop, prefix, *LIMITS, *target.options, *map(str, folders))
     log = BUILD / f"{target.name}.log"

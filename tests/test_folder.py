@@ -364,6 +364,12 @@ def test_a_recorded_index_may_not_be_much_longer_than_the_packed_one():
         unpack_index(packed.rstrip(), label="test")
 
 
+def test_an_index_with_the_key_of_a_packed_one_is_not_packed():
+    text = b'{"weight_map": {"a": "m"}, "packhorse": {"a": "m"}}'
+    with pytest.raises(ValueError, match="here: the index of a packed folder; unpack that one"):
+        pack_index(text, label="here")
+
+
 def test_verify_lists_every_bad_file_and_goes_on(packed):
     first, second = (packed / name.replace(".s", ".ph.s") for name in SHARDS)
     data = bytearray(first.read_bytes())

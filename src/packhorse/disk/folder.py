@@ -278,10 +278,8 @@ def _item_to_pack(path: Path, relative: Path) -> _Item:
         raise ValueError(f"{path}: packed already, by its name; unpack the folder or rename it")
     nbytes = path.stat().st_size
     if path.name.endswith(INDEX_SUFFIX):
-        text = _read_index(path)
-        if is_packed_index(text):
-            raise ValueError(f"{path}: the index of a packed folder; unpack that one first")
-        return _Item(path, relative, _Kind.INDEX, nbytes, pack_index(text, label=str(path)))
+        packed = pack_index(_read_index(path), label=str(path))
+        return _Item(path, relative, _Kind.INDEX, nbytes, packed)
     if not path.name.endswith(PLAIN_SUFFIX):
         return _Item(path, relative, _Kind.OTHER, nbytes)
     header = read_header(path)

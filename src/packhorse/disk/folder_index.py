@@ -52,8 +52,11 @@ def pack_index(text: bytes, *, label: str) -> bytes:
 
     Raises:
         CorruptionError: it is no index.
+        ValueError: it is the index of a packed folder, by its key `packhorse`.
     """
     document = _rename(parse_json(text, label=label), label)
+    if FILE_METADATA_KEY in document:
+        raise ValueError(f"{label}: the index of a packed folder; unpack that one first")
     document[FILE_METADATA_KEY] = write_record(_RECORD_KEY, text)
     packed = (json.dumps(document, ensure_ascii=False, indent=2) + "\n").encode()
     return packed.ljust(min_text_nbytes(len(text)), b" ")
