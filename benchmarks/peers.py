@@ -13,7 +13,7 @@ import bz2
 import importlib
 import importlib.util
 import io
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -122,14 +122,14 @@ class CopyCodec:
 
 
 class PackhorseCodec:
-    """packhorse.numpy, tensor by tensor, encoding and decoding into the caller's memory."""
+    """packhorse.numpy, all tensors in one call, encoding and decoding into the caller's memory."""
 
     def __init__(self, data: DataSet, setup: Setup, *, level: str) -> None:
         self._ph = importlib.import_module("packhorse.numpy")
-        self._level, self._setup = level, setup
+        self._level, self._threads = level, setup.threads
         tensors = [tensor for _, tensor in data.tensors]
-        self._packed: Iterable[Any] = [None] * len(tensors)
-        self._dst: Iterable[Any] = [None] * len(tensors)
+        self._packed: list[Any] | None = None
+        self._dst: list[Any] | None = None
         if not setup.fresh:
             bound = importlib.import_module("packhorse.frame").max_frame_nbytes
             self._packed = _carve([bound(data.dtype, t.shape) for t in tensors])
@@ -142,16 +142,13 @@ class PackhorseCodec:
         return [tensor for _, tensor in data.tensors]
 
     def encode(self, source: Any) -> Packed:
-        options: dict[str, Any] = {"level": self._level, "threads": self._setup.threads}
-        pairs = zip(source, self._packed, strict=True)
-        return [self._ph.compress(tensor, out=out, **options).buffer() for tensor, out in pairs]
+        options: dict[str, Any] = {"level": self._level, "threads": self._threads}
+        frames = self._ph.compress_all(source, outs=self._packed, **options)
+        return [frame.buffer() for frame in frames]
 
     def decode(self, packed: Packed) -> Packed:
-        threads = self._setup.threads
-        pairs = zip(packed, self._dst, strict=True)
-        return [
-            _as_bytes(self._ph.decompress(frame, out=out, threads=threads)) for frame, out in pairs
-        ]
+        arrays = self._ph.decompress_all(packed, outs=self._dst, threads=self._threads)
+        return [_as_bytes(array) for array in arrays]
 
 
 def _carve(sizes: list[int]) -> list[Bytes]:

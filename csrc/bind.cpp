@@ -85,7 +85,7 @@ std::size_t encode_chunks(Bytes src, uint32_t unit_nbytes, int split, uint32_t c
             "digests must have 16 bytes for each leaf");
     require(dst.size() >= round_up(src.size(), kFrameAlignment), "dst is too small");
     const SideData side_data = checked_side(side, n_rows, geometry);
-    const ReleasedGil released;
+    const ReleasedGil released(src.size());
     return encode_tensor(src.data(), geometry, side_data, level, dst.data(), table.data(),
                          digests.data(), threads, isa);
 }
@@ -114,7 +114,7 @@ std::pair<int, std::size_t> decode_range(Bytes payload, Table table, uint32_t un
     const std::vector<std::size_t> offsets = chunk_offsets(table.data(), geometry);
     require(offsets.back() <= payload.size(), "payload is shorter than the table says");
     const SideData side_data = checked_side(side, n_rows, geometry);
-    const ReleasedGil released;
+    const ReleasedGil released(dst.size());
     const EncodedTensor tensor{geometry, side_data, payload.data(), table.data(), offsets};
     const DecodeResult result =
         decode_tensor(tensor, start, dst.data(), dst.size(), check, threads, isa);
@@ -130,7 +130,8 @@ std::vector<std::pair<int, std::size_t>> estimate_planes(Bytes src, uint32_t uni
     const Level level = checked_level(level_number);
     require(item_nbytes(geometry.spec) == 1, "planes of one byte are needed");
     require(src.size() > 0 && n_samples > 0, "there must be something to sample");
-    const ReleasedGil released;
+    const ReleasedGil released(
+        std::min(src.size(), std::min(n_samples, src.size()) * kBlockUnits * unit_nbytes));
     std::vector<std::pair<int, std::size_t>> estimates;
     for (const PlaneEstimate& plane : estimate_tensor(src.data(), geometry, level, n_samples, isa))
         estimates.emplace_back(static_cast<int>(plane.mode), plane.nbytes);
@@ -158,7 +159,7 @@ std::pair<std::size_t, std::size_t> estimate_side_data(Bytes src, uint32_t unit_
     std::size_t n_columns = 0;
     const PlaneSpec spec = checked_matrix(src, unit_nbytes, n_rows, n_columns);
     require(most_rows > 0 && most_columns > 0, "there must be something to sample");
-    const ReleasedGil released;
+    const ReleasedGil released(src.size());
     const SideEstimate estimate =
         estimate_side(src.data(), n_rows, n_columns, spec, most_rows, most_columns, isa);
     return {estimate.plain_nbytes, estimate.predicted_nbytes};
@@ -170,7 +171,7 @@ void make_side_data(Bytes src, uint32_t unit_nbytes, std::size_t n_rows, Writabl
     std::size_t n_columns = 0;
     const PlaneSpec spec = checked_matrix(src, unit_nbytes, n_rows, n_columns);
     require(side.size() == n_rows + n_columns, "side must have a byte for each row and column");
-    const ReleasedGil released;
+    const ReleasedGil released(src.size());
     fill_side({src.data(), n_rows, n_columns, 1, n_columns * unit_nbytes}, spec, side.data(), isa);
 }
 
@@ -180,7 +181,7 @@ std::size_t encode_plane(Bytes src, int mode, WritableBytes dst, int isa_number)
             "mode must be palette or rans");
     require(src.size() > 0 && src.size() <= kMaxChunkNbytes, "a plane has 1 to 2 Mi units");
     require(dst.size() >= src.size(), "dst is too small");
-    const ReleasedGil released;
+    const ReleasedGil released(src.size());
     return encode_single_plane(src.data(), src.size(), static_cast<Mode>(mode), dst.data(), isa);
 }
 
@@ -189,7 +190,7 @@ int decode_plane(Bytes stream, int mode, WritableBytes dst, int isa_number) {
     require(stream.size() <= kStreamNbytesMask, "a stream is below 16 MiB");
     require(mode >= 0 && mode <= static_cast<int>(Mode::kRans), "mode must be 0 to 3");
     require(dst.size() > 0 && dst.size() <= kMaxChunkNbytes, "a plane has 1 to 2 Mi units");
-    const ReleasedGil released;
+    const ReleasedGil released(dst.size());
     return static_cast<int>(decode_single_plane(
         stream.data(), stream.size(), static_cast<Mode>(mode), dst.data(), dst.size(), isa));
 }
@@ -204,7 +205,7 @@ void split(Bytes src, uint32_t unit_nbytes, int split_number, WritableBytes plan
     uint8_t* rows[kMaxPlanes];
     for (uint32_t p = 0; p < geometry.spec.n_planes; ++p)
         rows[p] = planes.data() + p * geometry.n_units;
-    const ReleasedGil released;
+    const ReleasedGil released(src.size());
     split_planes(src.data(), geometry.n_units, geometry.spec, rows, isa);
 }
 
@@ -217,13 +218,13 @@ void merge(Bytes planes, uint32_t unit_nbytes, int split_number, WritableBytes d
     const uint8_t* rows[kMaxPlanes];
     for (uint32_t p = 0; p < geometry.spec.n_planes; ++p)
         rows[p] = planes.data() + p * geometry.n_units;
-    const ReleasedGil released;
+    const ReleasedGil released(dst.size());
     merge_planes(rows, geometry.n_units, geometry.spec, dst.data(), isa);
 }
 
 uint32_t crc32c_of(Bytes src, int isa_number) {
     const Isa isa = checked_isa(isa_number);
-    const ReleasedGil released;
+    const ReleasedGil released(src.size());
     return crc32c(src.data(), src.size(), isa);
 }
 
@@ -232,7 +233,7 @@ void leaf_digests(Bytes src, WritableBytes digests, std::size_t threads, int isa
     const Isa isa = checked_isa(isa_number);
     require(digests.size() == 16 * n_leaves(src.size()),
             "digests must have 16 bytes for each leaf");
-    const ReleasedGil released;
+    const ReleasedGil released(src.size());
     hash_leaves_threaded(src.data(), src.size(), digests.data(), threads, isa);
 }
 

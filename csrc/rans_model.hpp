@@ -103,7 +103,7 @@ inline uint64_t choose_codes(const Histogram& histogram, uint32_t limit, uint32_
         if (histogram.counts[v] > 0) order[n_seen++] = static_cast<uint8_t>(v);
     uint32_t escaped = histogram.sampled && n_seen < n_possible ? 1 : 0;
     if (n_seen > limit) {
-        std::sort(order, order + n_seen, [&](uint8_t a, uint8_t b) {
+        std::nth_element(order, order + limit, order + n_seen, [&](uint8_t a, uint8_t b) {
             const uint32_t count_a = histogram.counts[a], count_b = histogram.counts[b];
             return count_a != count_b ? count_a > count_b : a < b;
         });

@@ -15,18 +15,10 @@
 #include "chunk_encode.hpp"
 #include "copy.hpp"
 #include "parallel.hpp"
+#include "scratch.hpp"
 #include "side_data.hpp"
 
 namespace packhorse {
-
-struct FreeAligned {
-    void operator()(void* memory) const { ::operator delete[](memory, std::align_val_t{64}); }
-};
-using AlignedBuffer = std::unique_ptr<uint8_t[], FreeAligned>;
-
-inline AlignedBuffer allocate_aligned(std::size_t nbytes) {
-    return AlignedBuffer(static_cast<uint8_t*>(::operator new[](nbytes, std::align_val_t{64})));
-}
 
 // What is wrong with these numbers as a Geometry, or null.
 inline const char* geometry_fault(uint32_t unit_nbytes, int split, uint32_t chunk_log,
@@ -91,8 +83,8 @@ class EncodeWorker {
         const std::size_t output =
             owns_output ? round_up(geometry.largest_units() * geometry.spec.unit_nbytes, 64) : 0;
         const std::size_t tables = round_up(sizeof(RansEncodeTables), 64);
-        memory_ = allocate_aligned(planes + (one_byte ? 3 * units : 0) + (classes ? 4 * units : 0) +
-                                   tables + output);
+        memory_ = Scratch(planes + (one_byte ? 3 * units : 0) + (classes ? 4 * units : 0) + tables +
+                          output);
         uint8_t* at = memory_.get();
         for (uint32_t p = 0; p < kMaxPlanes; ++p) scratch.planes[p] = nullptr;
         for (uint32_t p = 0; splits && p < geometry.spec.n_planes; ++p, at += units)
@@ -114,7 +106,7 @@ class EncodeWorker {
     uint8_t* output;
 
   private:
-    AlignedBuffer memory_;
+    Scratch memory_;
 };
 
 inline std::size_t n_leaves(std::size_t nbytes) {
@@ -198,9 +190,14 @@ inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry, c
         const std::size_t nbytes =
             encode_chunk(from, n, chunk * geometry.chunk_units, geometry.spec, side, level, scratch,
                          to, row + 1, isa);
-        row[0] = crc32c(to, nbytes, isa);
-        const std::size_t offset = ordered.reserve(chunk, nbytes);
-        if (n_workers > 1) std::memcpy(dst + offset, to, nbytes);
+        if (n_workers == 1) {
+            row[0] = crc32c(to, nbytes, isa);
+            ordered.reserve(chunk, nbytes);
+            return;
+        }
+        uint32_t crc = ~0u;
+        copy_with_crc(to, nbytes, dst + ordered.reserve(chunk, nbytes), crc, true, isa);
+        row[0] = ~crc;
     });
     return ordered.used();
 }
@@ -299,12 +296,12 @@ struct EncodedTensor {
 struct DecodeWorker {
     DecodeWorker(const Geometry& geometry, bool classes)
         : planes(new PlaneDecoder[item_nbytes(geometry.spec) == 1 ? geometry.spec.n_planes : 1]),
-          whole(classes ? allocate_aligned(classed_scratch_nbytes(geometry.largest_units(),
-                                                                  geometry.spec.n_planes))
-                        : nullptr) {}
+          whole(classes ? Scratch(classed_scratch_nbytes(geometry.largest_units(),
+                                                         geometry.spec.n_planes))
+                        : Scratch()) {}
 
     std::unique_ptr<PlaneDecoder[]> planes;
-    AlignedBuffer whole;
+    Scratch whole;
     std::vector<uint8_t> partial;
 };
 
@@ -435,7 +432,7 @@ inline std::vector<PlaneEstimate> estimate_tensor(const uint8_t* src, const Geom
     n_samples = std::min(n_samples, geometry.n_units / run);
     const std::size_t n = run * n_samples;
     const std::size_t stride = n + kPlaneSlack;
-    const AlignedBuffer rows = allocate_aligned(geometry.spec.n_planes * stride);
+    const Scratch rows(geometry.spec.n_planes * stride);
     sample_planes(src, geometry, run, n_samples, rows.get(), stride, isa);
     // Headers count once a chunk, so the estimate is for a chunk.
     const std::size_t chunk_units =

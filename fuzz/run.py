@@ -26,7 +26,7 @@ COMPILER = os.environ.get("CLANG", "clang++")
 FLAGS = (
     *("-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-Wall", "-Wextra", "-Werror"),
     *("-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all"),
-    *("-fno-sanitize-coverage=trace-cmp", "-pthread"),
+    *("-fno-sanitize-coverage=trace-cmp", "-pthread", "-DPACKHORSE_EXACT_SCRATCH"),
 )
 # A hang is anything above this, an explosion of memory anything above that.
 LIMITS = ("-timeout=10", "-rss_limit_mb=2048", "-malloc_limit_mb=512", "-max_len=8192")

@@ -13,6 +13,9 @@ found, what is allowed and what to do, with the tensor's name and the byte offse
 any.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 __all__ = [
     "BaseMismatchError",
     "CompatibilityError",
@@ -20,6 +23,7 @@ __all__ = [
     "MissingBackendError",
     "PackhorseError",
     "TruncationError",
+    "blaming",
 ]
 
 
@@ -45,3 +49,14 @@ class BaseMismatchError(PackhorseError):
 
 class MissingBackendError(PackhorseError, ImportError):
     """An optional package (the message names the extra to install) or CPU feature is missing."""
+
+
+@contextmanager
+def blaming(
+    culprit: str, kinds: tuple[type[Exception], ...] = (CorruptionError, CompatibilityError)
+) -> Iterator[None]:
+    """Puts the name of a file or a tensor before the messages of errors about it."""
+    try:
+        yield
+    except kinds as error:
+        raise type(error)(f"{culprit}: {error}") from error

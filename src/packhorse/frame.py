@@ -47,7 +47,7 @@ from packhorse.frame_header import (
     read_header,
     write_header,
 )
-from packhorse.frame_zstd import encode_zstd, in_order
+from packhorse.frame_zstd import encode_zstd
 from packhorse.layout import (
     STREAM_NBYTES_BITS,
     STREAM_NBYTES_MASK,
@@ -56,6 +56,7 @@ from packhorse.layout import (
     Mode,
     Split,
 )
+from packhorse.threads import in_order
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -454,14 +455,18 @@ class Frame:
         """How much memory `pieces` needs: 32 MiB, or less if the tensor is smaller."""
         return min(self.logical_nbytes, _WINDOW_NBYTES)
 
-    def verify(self, *, threads: int | None = None) -> None:
+    def verify(self, *, threads: int | None = None, window: ByteArray | None = None) -> None:
         """Checks everything: the CRC32C of every chunk, every stream, and the content hash of the
         decoded tensor. Takes 32 MiB of memory at most.
+
+        Args:
+            threads: how many to use; None for the cores available, at most 8.
+            window: memory to decode to, of `window_nbytes`; None to take new memory.
 
         Raises:
             CorruptionError: what is wrong, with tensor, chunk and byte offset.
         """
-        for _ in self.pieces(threads=threads):
+        for _ in self.pieces(threads=threads, window=window):
             pass
 
     def _decode_planes(

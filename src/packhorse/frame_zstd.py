@@ -6,43 +6,15 @@ are spread over Python's threads here; the core has threads of its own for all o
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import islice
-from typing import Any
-
 from packhorse import _core
 from packhorse.codecs import zstd
 from packhorse.codecs.base import ByteArray, as_bytes
 from packhorse.codecs.plan import Plan
 from packhorse.frame_header import Table, padded
 from packhorse.layout import STREAM_NBYTES_BITS, DType, Mode
+from packhorse.threads import in_order
 
-__all__ = ["encode_zstd", "in_order"]
-
-
-def in_order(work: Callable[[int], Any], n: int, threads: int) -> Iterator[Any]:
-    """Results of work(0), ..., work(n - 1) in order, with a bounded number ahead."""
-    if threads == 1 or n < 2:
-        yield from map(work, range(n))
-        return
-    with ThreadPoolExecutor(min(threads, n)) as pool:
-        results = (_submit(pool, work, i) for i in range(n))
-        ahead = deque(islice(results, 2 * threads))
-        while ahead:
-            yield ahead.popleft()()
-            ahead.extend(islice(results, 1))
-
-
-def _submit(pool: ThreadPoolExecutor, work: Callable[[int], Any], i: int) -> Callable[[], Any]:
-    """What waits for work(i), or does it: no thread starts where the system gives none, or once the
-    main thread of the program has ended."""
-    try:
-        return pool.submit(work, i).result
-    except RuntimeError:
-        return partial(work, i)
+__all__ = ["encode_zstd"]
 
 
 def encode_zstd(

@@ -1,14 +1,15 @@
 """Packhorse for NumPy: the same verbs as `safetensors.numpy`.
 
-`compress` and `decompress` one array; `save`, `load`, `save_file`, `load_file` for a dictionary of
-arrays. Arrays of bfloat16 and the 8-bit floats have the dtypes of ml_dtypes. Input is only read;
-what comes back is equal bit for bit, NaN payloads and signed zeros included.
+`compress` and `decompress` one array, `compress_all` and `decompress_all` many; `save`, `load`,
+`save_file`, `load_file` for a dictionary of arrays. Arrays of bfloat16 and the 8-bit floats have
+the dtypes of ml_dtypes. Input is only read; what comes back is equal bit for bit, NaN payloads and
+signed zeros included.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -20,6 +21,7 @@ from packhorse.disk.packed_file import PackedFile, load_tensors
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.frame import Frame, compress_buffer
 from packhorse.layout import Level
+from packhorse.many import call_for_each, read_frames
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -28,7 +30,9 @@ __all__ = [
     "FRAMEWORK",
     "NumpyFramework",
     "compress",
+    "compress_all",
     "decompress",
+    "decompress_all",
     "load",
     "load_file",
     "save",
@@ -171,6 +175,68 @@ def _check_out(out: np.ndarray[Any, Any], frame: Frame) -> None:
         raise ValueError(
             f"out is {out.dtype} {out.shape}; the frame holds {frame.dtype} {frame.shape}"
         )
+
+
+def compress_all(
+    arrays: Sequence[np.ndarray[Any, Any]],
+    *,
+    level: Level | str = "default",
+    threads: int | None = None,
+    outs: Sequence[Buffer] | None = None,
+) -> list[Frame]:
+    """Packs many arrays, as `compress` does one. Threads share the arrays out among them: a small
+    one cannot keep two of them busy.
+
+    Args:
+        arrays: any shapes and memory orders; only read.
+        level: "fast", "default" or "max".
+        threads: None for the cores of this process, at most 8.
+        outs: memory to build each frame in, as `out` of `compress`.
+
+    Returns:
+        A frame for each, in their order.
+
+    Raises:
+        TypeError, ValueError: as `compress`; the message says which array.
+    """
+    return call_for_each(
+        lambda array, out, n: compress(array, level=level, threads=n, out=out),
+        arrays,
+        outs,
+        threads=threads,
+        what="array",
+    )
+
+
+def decompress_all(
+    frames: Sequence[Frame | Buffer],
+    *,
+    outs: Sequence[np.ndarray[Any, Any]] | None = None,
+    threads: int | None = None,
+    max_nbytes: int | None = None,
+) -> list[np.ndarray[Any, Any]]:
+    """Unpacks many arrays, as `decompress` does one. Threads share the arrays out among them.
+
+    Args:
+        frames: frames, or the bytes of frames.
+        outs: an array for each to decode into, as `out` of `decompress`.
+        threads: None for the cores of this process, at most 8.
+        max_nbytes: refuse arrays of more bytes together, before anything is allocated.
+
+    Returns:
+        The arrays, in the order of the frames.
+
+    Raises:
+        CorruptionError, TruncationError, CompatibilityError, TypeError, ValueError, MemoryError: as
+            `decompress`; the message says which frame.
+    """
+    return call_for_each(
+        lambda frame, out, n: decompress(frame, threads=n, out=out),
+        read_frames(frames, max_nbytes),
+        outs,
+        threads=threads,
+        what="frame",
+    )
 
 
 def save(

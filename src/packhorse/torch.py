@@ -1,14 +1,14 @@
 """Packhorse for PyTorch: the same verbs as `safetensors.torch`.
 
-`compress` and `decompress` one tensor; `save`, `load`, `save_file`, `load_file` for a state dict.
-Tensors on a device are copied to the host to be packed; `device=` says where loaded ones go. Input
-is only read; what comes back is equal bit for bit.
+`compress` and `decompress` one tensor, `compress_all` and `decompress_all` many; `save`, `load`,
+`save_file`, `load_file` for a state dict. Tensors on a device are copied to the host to be packed;
+`device=` says where loaded ones go. Input is only read; what comes back is equal bit for bit.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from packhorse.codecs.base import ByteArray
@@ -17,6 +17,7 @@ from packhorse.disk.packed_file import PackedFile, load_tensors
 from packhorse.errors import CompatibilityError, CorruptionError, MissingBackendError
 from packhorse.frame import Frame, compress_buffer
 from packhorse.layout import Level
+from packhorse.many import call_for_each, read_frames
 
 try:
     import torch
@@ -32,7 +33,9 @@ __all__ = [
     "FRAMEWORK",
     "TorchFramework",
     "compress",
+    "compress_all",
     "decompress",
+    "decompress_all",
     "load",
     "load_file",
     "save",
@@ -190,6 +193,68 @@ def _check_out(out: torch.Tensor, frame: Frame) -> None:
         raise ValueError(
             f"out is {out.dtype} {tuple(out.shape)}; the frame holds {frame.dtype} {frame.shape}"
         )
+
+
+def compress_all(
+    tensors: Sequence[torch.Tensor],
+    *,
+    level: Level | str = "default",
+    threads: int | None = None,
+    outs: Sequence[Buffer] | None = None,
+) -> list[Frame]:
+    """Packs many tensors, as `compress` does one. Threads share the tensors out among them: a small
+    one cannot keep two of them busy.
+
+    Args:
+        tensors: any shapes and memory orders; only read.
+        level: "fast", "default" or "max".
+        threads: None for the cores of this process, at most 8.
+        outs: memory to build each frame in, as `out` of `compress`.
+
+    Returns:
+        A frame for each, in their order.
+
+    Raises:
+        TypeError, ValueError: as `compress`; the message says which tensor.
+    """
+    return call_for_each(
+        lambda tensor, out, n: compress(tensor, level=level, threads=n, out=out),
+        tensors,
+        outs,
+        threads=threads,
+        what="tensor",
+    )
+
+
+def decompress_all(
+    frames: Sequence[Frame | Buffer],
+    *,
+    outs: Sequence[torch.Tensor] | None = None,
+    threads: int | None = None,
+    max_nbytes: int | None = None,
+) -> list[torch.Tensor]:
+    """Unpacks many tensors, as `decompress` does one. Threads share the tensors out among them.
+
+    Args:
+        frames: frames, or the bytes of frames.
+        outs: a tensor for each to decode into, as `out` of `decompress`.
+        threads: None for the cores of this process, at most 8.
+        max_nbytes: refuse tensors of more bytes together, before anything is allocated.
+
+    Returns:
+        The tensors, in the order of the frames.
+
+    Raises:
+        CorruptionError, TruncationError, CompatibilityError, TypeError, ValueError, MemoryError: as
+            `decompress`; the message says which frame.
+    """
+    return call_for_each(
+        lambda frame, out, n: decompress(frame, threads=n, out=out),
+        read_frames(frames, max_nbytes),
+        outs,
+        threads=threads,
+        what="frame",
+    )
 
 
 def save(

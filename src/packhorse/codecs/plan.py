@@ -10,8 +10,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from packhorse import _core
 from packhorse.codecs import zstd
 from packhorse.codecs.base import ByteArray
@@ -143,7 +141,8 @@ def _may_repeat(dtype: DType, estimates: list[tuple[int, int]], nbytes: int) -> 
 
 def _estimate_zstd(data: ByteArray, level: Level) -> int:
     n_pieces = min(_MAX_ZSTD_PIECES, math.ceil(data.size / _ZSTD_PIECE_NBYTES))
-    starts = np.linspace(0, max(0, data.size - _ZSTD_PIECE_NBYTES), n_pieces).astype(int)
+    last = max(0, data.size - _ZSTD_PIECE_NBYTES)
+    starts = [i * last // max(1, n_pieces - 1) for i in range(n_pieces)]
     pieces = [data[start : start + _ZSTD_PIECE_NBYTES] for start in starts]
-    packed = sum(len(zstd.compress_chunk(piece, level)) for piece in pieces)
+    packed = sum(zstd.estimate_nbytes(piece, level) for piece in pieces)
     return int(packed * (data.size / sum(piece.size for piece in pieces)))

@@ -4,6 +4,8 @@ Through the zstandard package, which releases the GIL. Each chunk is a frame of 
 declares its content size, so that a decoder knows what it will get before it allocates anything.
 """
 
+import threading
+
 import zstandard
 
 from packhorse import _core
@@ -11,7 +13,7 @@ from packhorse.codecs.base import ByteArray, as_bytes
 from packhorse.errors import CorruptionError
 from packhorse.layout import Level
 
-__all__ = ["ChunkDecoder", "compress_chunk", "seeks_long_matches"]
+__all__ = ["ChunkDecoder", "compress_chunk", "estimate_nbytes", "seeks_long_matches"]
 
 _LEVELS = {Level.FAST: 1, Level.DEFAULT: 3, Level.MAX: 12}
 _MAX_HEADER_NBYTES = 18
@@ -30,6 +32,28 @@ def seeks_long_matches(level: Level, nbytes: int, estimated_nbytes: int) -> bool
     return level == Level.DEFAULT and nbytes < _MAX_LONG_RATIO * estimated_nbytes
 
 
+class _Trials(threading.local):
+    """Compressors that a thread keeps: to make one takes longer than a trial of a small tensor."""
+
+    def __init__(self) -> None:
+        self.compressors: dict[Level, zstandard.ZstdCompressor] = {}
+
+
+_trials = _Trials()
+
+
+def estimate_nbytes(piece: ByteArray, level: Level) -> int:
+    """What a short piece takes, as a chunk searched in the ordinary way."""
+    compressors = _trials.compressors
+    if level not in compressors:
+        compressors[level] = _compressor(level)
+    return len(compressors[level].compress(memoryview(piece)))
+
+
+def _compressor(level: Level) -> zstandard.ZstdCompressor:
+    return zstandard.ZstdCompressor(level=_LEVELS[level], write_checksum=False)
+
+
 def compress_chunk(chunk: ByteArray, level: Level, *, long_matches: bool = False) -> bytes:
     """One Zstandard frame of the chunk's bytes, its content size declared, without a checksum (the
     chunk has its own)."""
@@ -46,7 +70,7 @@ def compress_chunk(chunk: ByteArray, level: Level, *, long_matches: bool = False
         )
         compressor = zstandard.ZstdCompressor(compression_params=parameters)
     else:
-        compressor = zstandard.ZstdCompressor(level=_LEVELS[level], write_checksum=False)
+        compressor = _compressor(level)
     return compressor.compress(memoryview(chunk))
 
 

@@ -1,9 +1,11 @@
 """Packing and unpacking whole safetensors files, tensor by tensor (docs/format.md, section 8).
 
-Memory is bounded by the largest tensor, never by the file. Each tensor of the source is mapped on
-its own and dropped again, and all frames are built in one buffer, which is used again. Packing
-writes the file from front to back, with room for the header, which is filled in at the end.
-Unpacking and verifying decode runs of chunks into a small buffer, so they need less than a tensor.
+Tensors are taken in batches of 32 MiB, or one that is larger, and threads share a batch out among
+them (`threads.py`). So memory is bounded by a batch or the largest tensor, never by the file. Each
+tensor of the source is mapped on its own and dropped again, and all frames are built in one buffer,
+which is used again. Packing writes the file from front to back, with room for the header, which is
+filled in at the end. Unpacking and verifying decode to a buffer of 32 MiB, a large tensor window by
+window.
 
 Output is whole or absent (`atomic.py`), and the source is only ever read.
 """
@@ -12,8 +14,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
@@ -21,8 +24,8 @@ import numpy as np
 
 from packhorse.arguments import Framework, resolve_level, resolve_threads
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.atomic import OutputFile, atomic_file
-from packhorse.disk.frames import WindowDecoder, blaming, check_frame, map_region, open_frame
+from packhorse.disk.atomic import atomic_file
+from packhorse.disk.frames import Window, check_frame, map_region, open_frame
 from packhorse.disk.header import FileHeader, TensorEntry, build_header, read_file_header
 from packhorse.disk.packed_header import (
     PackedHeader,
@@ -32,9 +35,10 @@ from packhorse.disk.packed_header import (
 )
 from packhorse.disk.results import FileResult, Problem, Progress, TensorPlan, TensorResult
 from packhorse.disk.strict_json import has_capital_escape, shortened
-from packhorse.errors import PackhorseError
+from packhorse.errors import PackhorseError, blaming
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes, plan_buffer
 from packhorse.layout import Level
+from packhorse.threads import batches, map_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -152,8 +156,8 @@ def write_packed(
     Args:
         dst: where the file goes.
         header: of the file that unpacking shall give.
-        buffers: the bytes of each tensor in the order of `header.entries`; each is dropped before
-            the next is asked for.
+        buffers: the bytes of each tensor in the order of `header.entries`; they are asked for in
+            batches, and those of one are dropped before the next.
         level: "fast", "default" or "max".
         threads: how many to use; None for the cores available, at most 8.
         progress: called with the logical bytes done since the last call.
@@ -224,22 +228,38 @@ def _write_stream(
 ) -> tuple[TensorResult, ...]:
     prefix = PrefixWriter(header)
     sink.write(bytes(prefix.nbytes))
-    # Pages of this are touched only as far as a frame reaches, so the worst case costs nothing.
-    entries = header.entries
-    room = max((max_frame_nbytes(entry.dtype, entry.shape) for entry in entries), default=0)
-    out = np.empty(room, np.uint8)
+    rooms = [max_frame_nbytes(entry.dtype, entry.shape) for entry in header.entries]
+    runs = list(batches([entry.nbytes for entry in header.entries]))
+    # Pages of this are touched only as far as frames reach, so the worst case costs nothing.
+    out = np.empty(max((sum(rooms[run.start : run.stop]) for run in runs), default=0), np.uint8)
+    source = iter(buffers)
     tensors = []
-    for entry, buffer in zip(entries, buffers, strict=True):
-        frame = compress_buffer(
-            buffer, entry.dtype, entry.shape, level=coder.level, threads=coder.threads,
-            out=out, name=shortened(entry.name),
-        )  # fmt: skip
-        sink.write(frame.buffer())
-        tensors.append(_result(entry, frame.nbytes))
-        del frame, buffer  # the next tensor must find this one's memory free
-        coder.progress(entry.nbytes)
+    for run in runs:
+        entries = header.entries[run.start : run.stop]
+        for entry, frame in zip(entries, _pack_batch(entries, source, out, coder), strict=True):
+            sink.write(frame.buffer())
+            tensors.append(_result(entry, frame.nbytes))
+            coder.progress(entry.nbytes)
     sink.patch(0, prefix.render([tensor.packed_nbytes for tensor in tensors]))
     return tuple(tensors)
+
+
+def _pack_batch(
+    entries: Sequence[TensorEntry], source: Iterator[Buffer], out: ByteArray, coder: _Coder
+) -> list[Frame]:
+    """Frames of the next tensors of `source`, one behind the other's room in `out`."""
+    buffers = list(islice(source, len(entries)))
+    rooms = [max_frame_nbytes(entry.dtype, entry.shape) for entry in entries]
+    ends = list(accumulate(rooms))
+
+    def pack(i: int, threads: int) -> Frame:
+        entry = entries[i]
+        return compress_buffer(
+            buffers[i], entry.dtype, entry.shape, level=coder.level, threads=threads,
+            out=out[ends[i] - rooms[i] : ends[i]], name=shortened(entry.name),
+        )  # fmt: skip
+
+    return map_tensors(pack, [entry.nbytes for entry in entries], coder.threads)
 
 
 def plan_file(src: str | os.PathLike[str], *, level: Level | str = "default") -> list[TensorPlan]:
@@ -299,33 +319,47 @@ def unpack_file(
         like = os.fstat(file.fileno())
         with atomic_file(target, source=path, force=force, like=like) as output:
             output.write(packed.original.prefix())
-            unpacker = _Unpacker(file, packed, output, coder)
-            tensors = tuple(unpacker.tensor(entry) for entry in packed.original.entries)
+            unpacker = _Unpacker(file, packed, coder.threads)
+            entries = packed.original.entries
+            for run in batches([entry.nbytes for entry in entries]):
+                for piece in unpacker.pieces(entries[run.start : run.stop]):
+                    output.write(piece)
+                    coder.progress(piece.nbytes)
+    tensors = tuple(_result(entry, packed.frames[entry.name].nbytes) for entry in entries)
     original = packed.original.file_nbytes
     return FileResult(path, target, original, packed.packed.file_nbytes, tensors)
 
 
+@dataclass(frozen=True, slots=True)
 class _Unpacker:
-    """Writes tensor after tensor."""
+    """Decodes batch after batch, and checks the content hashes."""
 
-    def __init__(
-        self, file: BinaryIO, packed: PackedHeader, output: OutputFile, coder: _Coder
-    ) -> None:
-        self._file = file
-        self._packed = packed
-        self._output = output
-        self._decoder = WindowDecoder(coder.threads)
-        self._progress = coder.progress
+    file: BinaryIO
+    packed: PackedHeader
+    threads: int
+    window: Window = field(default_factory=Window)
 
-    def tensor(self, entry: TensorEntry) -> TensorResult:
-        """Decode a tensor, check its content hash and write it."""
-        place, offset = self._packed.frames[entry.name], self._packed.frame_offset(entry.name)
-        with map_region(self._file, offset, place.nbytes) as data, blaming(self._file.name):
-            frame = open_frame(data, self._packed, entry)
-            for piece in self._decoder.pieces(frame):
-                self._output.write(piece)
-                self._progress(piece.nbytes)
-        return _result(entry, place.nbytes)
+    def pieces(self, entries: Sequence[TensorEntry]) -> Iterator[ByteArray]:
+        """The bytes of a batch of tensors, each piece valid until the next is asked for."""
+        if len(entries) == 1:
+            with blaming(self.file.name):
+                frame = self._open(entries[0])
+                window = self.window.take(frame.window_nbytes)
+                yield from frame.pieces(threads=self.threads, window=window)
+            return
+        sizes = [entry.nbytes for entry in entries]
+        places = self.window.cut(sizes)
+
+        def unpack(i: int, threads: int) -> None:
+            with blaming(self.file.name):
+                self._open(entries[i]).verify(threads=threads, window=places[i])
+
+        map_tensors(unpack, sizes, self.threads)
+        yield from places
+
+    def _open(self, entry: TensorEntry) -> Frame:
+        nbytes, offset = self.packed.frames[entry.name].nbytes, self.packed.frame_offset(entry.name)
+        return open_frame(map_region(self.file, offset, nbytes), self.packed, entry)
 
 
 def verify_file(
@@ -373,35 +407,55 @@ def verify_file(
             except PackhorseError as error:
                 return [Problem(path, None, None, str(error))]
             originals = {entry.name: entry for entry in packed.original.entries}
-        verifier = _Verifier(file, WindowDecoder(coder.threads), originals, max_nbytes)
-        for entry in header.entries:
-            offset = header.data_offset + entry.start
-            try:
-                verifier.check(entry, offset)
-            except PackhorseError as error:
-                problems.append(Problem(path, entry.name, offset, str(error)))
-            original = originals.get(entry.name)
-            coder.progress(original.nbytes if original else 0)
+        verifier = _Verifier(file, header, originals, max_nbytes)
+        sizes = [verifier.nbytes_of(entry) for entry in header.entries]
+        for run in batches(sizes):
+            found = verifier.batch(header.entries[run.start : run.stop], coder.threads)
+            problems.extend(problem for problem in found if problem is not None)
+            coder.progress(sum(sizes[run.start : run.stop]) if originals else 0)
     return problems
 
 
 @dataclass(frozen=True, slots=True)
 class _Verifier:
-    """Checks frame after frame, against the recorded header where there is a good one."""
+    """Checks batch after batch, against the recorded header where there is a good one."""
 
     file: BinaryIO
-    decoder: WindowDecoder
+    header: FileHeader
     originals: Mapping[str, TensorEntry]
     max_nbytes: int | None
+    window: Window = field(default_factory=Window)
 
-    def check(self, entry: TensorEntry, offset: int) -> None:
+    def nbytes_of(self, entry: TensorEntry) -> int:
+        """Bytes of a tensor as recorded; of its frame where nothing is."""
+        return self.originals.get(entry.name, entry).nbytes
+
+    def batch(self, entries: Sequence[TensorEntry], threads: int) -> list[Problem | None]:
+        """What is wrong with each."""
+        sizes = [self.nbytes_of(entry) for entry in entries]
+        # What a frame that nothing is recorded of takes, only it knows itself.
+        places = self.window.cut(sizes) if self.originals and len(entries) > 1 else None
+
+        def check(i: int, threads: int) -> Problem | None:
+            offset = self.header.data_offset + entries[i].start
+            try:
+                with blaming(self.file.name):
+                    frame = self._open(entries[i], offset)
+                    place = self.window.take(frame.window_nbytes) if len(entries) == 1 else None
+                    frame.verify(threads=threads, window=places[i] if places else place)
+            except PackhorseError as error:
+                return Problem(Path(self.file.name), entries[i].name, offset, str(error))
+            return None
+
+        return map_tensors(check, sizes, threads)
+
+    def _open(self, entry: TensorEntry, offset: int) -> Frame:
+        data = map_region(self.file, offset, entry.nbytes)
         name = shortened(entry.name)
-        with map_region(self.file, offset, entry.nbytes) as data, blaming(self.file.name):
-            frame = Frame.from_buffer(data, name=name, offset=offset, max_nbytes=self.max_nbytes)
-            if entry.name in self.originals:
-                check_frame(frame, self.originals[entry.name], offset)
-            for _ in self.decoder.pieces(frame):
-                pass
+        frame = Frame.from_buffer(data, name=name, offset=offset, max_nbytes=self.max_nbytes)
+        if self.originals:
+            check_frame(frame, self.originals[entry.name], offset)
+        return frame
 
 
 def _plan(entry: TensorEntry, buffer: memoryview, level: Level | str) -> TensorPlan:
@@ -411,8 +465,7 @@ def _plan(entry: TensorEntry, buffer: memoryview, level: Level | str) -> TensorP
 
 def _map_tensors(file: BinaryIO, header: FileHeader) -> Iterator[memoryview]:
     for entry in header.entries:
-        with map_region(file, header.data_offset + entry.start, entry.nbytes) as data:
-            yield data
+        yield map_region(file, header.data_offset + entry.start, entry.nbytes)
 
 
 def _plain_header(file: BinaryIO, path: Path) -> FileHeader:

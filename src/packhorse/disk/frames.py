@@ -1,13 +1,13 @@
 """Finding the frames of a packed file, and checking that each is what the file says it is.
 
-Shared by whole-file work (`container.py`), which maps one frame at a time and decodes it window by
-window, and by lazy reading (`packed_file.py`), which maps the file once. Messages give names cut
-to a length for people (`strict_json.py`), so frames are told the short ones.
+Shared by whole-file work (`container.py`), which maps frames one by one and decodes them to memory
+that is used again, and by lazy reading (`packed_file.py`), which maps the file once. Messages give
+names cut to a length for people (`strict_json.py`), so frames are told the short ones.
 """
 
 import mmap
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import BinaryIO
 
 import numpy as np
@@ -16,46 +16,28 @@ from packhorse.codecs.base import ByteArray
 from packhorse.disk.header import TensorEntry
 from packhorse.disk.packed_header import PackedHeader
 from packhorse.disk.strict_json import shortened, shown
-from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
 
-__all__ = ["WindowDecoder", "blaming", "check_frame", "map_region", "open_frame"]
+__all__ = ["Window", "check_frame", "map_region", "open_frame"]
 
 
-@contextmanager
-def map_region(file: BinaryIO, offset: int, nbytes: int) -> Iterator[memoryview]:
-    """Map a part of a file for reading, and drop it again.
+def map_region(file: BinaryIO, offset: int, nbytes: int) -> memoryview:
+    """Map a part of a file for reading. The mapping ends with the last view of it.
 
     Args:
         file: an open file with a descriptor.
         offset: first byte.
         nbytes: how many; the file must have them.
 
-    Yields:
+    Returns:
         The bytes, read-only.
     """
     if nbytes == 0:  # the system maps no empty region
-        yield memoryview(b"")
-        return
+        return memoryview(b"")
     skip = offset % mmap.ALLOCATIONGRANULARITY
     region = mmap.mmap(file.fileno(), skip + nbytes, access=mmap.ACCESS_READ, offset=offset - skip)
-    view = memoryview(region)[skip:]
-    try:
-        yield view
-    finally:
-        # Whoever still looks at the bytes keeps the mapping alive, and its last view ends it.
-        with suppress(BufferError):
-            view.release()
-            region.close()
-
-
-@contextmanager
-def blaming(label: str) -> Iterator[None]:
-    """Put the file's name before the messages of errors about its data."""
-    try:
-        yield
-    except (CorruptionError, CompatibilityError) as error:
-        raise type(error)(f"{label}: {error}") from error
+    return memoryview(region)[skip:]
 
 
 def open_frame(data: memoryview, packed: PackedHeader, original: TensorEntry) -> Frame:
@@ -92,19 +74,20 @@ def check_frame(frame: Frame, original: TensorEntry, offset: int) -> None:
         )
 
 
-class WindowDecoder:
-    """Decodes frames window by window, so that a tensor of any size takes the same memory."""
+class Window:
+    """Memory to decode to, which serves for one batch after the other."""
 
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._window = np.empty(0, np.uint8)
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
 
-    def pieces(self, frame: Frame) -> Iterator[ByteArray]:
-        """As `Frame.pieces`, in memory that serves the next frame again.
+    def take(self, nbytes: int) -> ByteArray:
+        """So many bytes, in the place of what was taken before."""
+        if self._memory.size < nbytes:
+            self._memory = np.empty(nbytes, np.uint8)
+        return self._memory[:nbytes]
 
-        Raises:
-            CorruptionError: the frame is bad; told after all pieces if only the hash is.
-        """
-        if self._window.size < frame.window_nbytes:
-            self._window = np.empty(frame.window_nbytes, np.uint8)
-        return frame.pieces(threads=self._threads, window=self._window)
+    def cut(self, sizes: Sequence[int]) -> list[ByteArray]:
+        """Pieces of these sizes, in the place of what was taken before."""
+        ends = list(accumulate(sizes))
+        memory = self.take(ends[-1])
+        return [memory[end - size : end] for end, size in zip(ends, sizes, strict=True)]

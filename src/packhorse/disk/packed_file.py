@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from packhorse.arguments import Framework, resolve_threads
-from packhorse.disk.frames import blaming, open_frame
+from packhorse.disk.frames import open_frame
 from packhorse.disk.header import (
     FileHeader,
     TensorEntry,
@@ -30,9 +30,10 @@ from packhorse.disk.header import (
 from packhorse.disk.packed_header import parse_packed_header
 from packhorse.disk.slices import Box, cut_index
 from packhorse.disk.strict_json import shown
-from packhorse.errors import CorruptionError
+from packhorse.errors import CorruptionError, blaming
 from packhorse.frame import Frame
 from packhorse.layout import DTYPE_BY_NAME
+from packhorse.threads import batches, map_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -84,7 +85,9 @@ class _FrameTable:
             self._frames[name] = frame  # two threads may both come here, with equal frames
         return frame
 
-    def decode(self, name: str, shape: Sequence[int], start: int, stop: int) -> Any:
+    def decode(
+        self, name: str, shape: Sequence[int], start: int, stop: int, threads: int | None = None
+    ) -> Any:
         """Decode bytes `start` to `stop` of a tensor into a fresh one of this shape."""
         entry = self.entry(name)
         if self._max_nbytes is not None and stop - start > self._max_nbytes:
@@ -96,20 +99,34 @@ class _FrameTable:
         tensor = self.framework.empty(entry.dtype, tuple(shape))
         with blaming(self.label):
             frame.decompress_into(
-                self.framework.writable(tensor), start=start, stop=stop, threads=self._threads
+                self.framework.writable(tensor),
+                start=start,
+                stop=stop,
+                threads=threads or self._threads,
             )
         return tensor
 
-    def tensor(self, name: str) -> Any:
+    def tensor(self, name: str, threads: int | None = None) -> Any:
         """Decode a whole tensor."""
         entry = self.entry(name)
-        return self.decode(name, entry.shape, 0, entry.nbytes)
+        return self.decode(name, entry.shape, 0, entry.nbytes, threads)
 
-    def tensors(self, place: Callable[[Any], Any] = lambda tensor: tensor) -> dict[str, Any]:
-        """Decode all tensors, in the order of the original data, and put each in its place."""
+    def tensors(self, place: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+        """Decode all tensors, in the order of the original data, and put each in its place; some
+        MiB of them are on their way there at a time."""
         self.packed.check_limit(self._max_nbytes, self.label)
         entries = self.packed.original.entries
-        return {entry.name: place(self.tensor(entry.name)) for entry in entries}
+        sizes = [entry.nbytes for entry in entries]
+        runs = [range(len(entries))] if place is None else batches(sizes)
+        tensors: dict[str, Any] = {}
+        for run in runs:
+            names = [entries[i].name for i in run]
+            decoded = self._decode_all(names, sizes[run.start : run.stop])
+            tensors.update(zip(names, map(place, decoded) if place else decoded, strict=True))
+        return tensors
+
+    def _decode_all(self, names: Sequence[str], sizes: Sequence[int]) -> list[Any]:
+        return map_tensors(lambda i, threads: self.tensor(names[i], threads), sizes, self._threads)
 
 
 def load_tensors(
@@ -251,7 +268,7 @@ class PackedFile:
             CorruptionError, CompatibilityError: a frame is bad, or together they exceed
                 `max_nbytes`.
         """
-        return self._table.tensors(self._place)
+        return self._table.tensors(None if self._device is None else self._place)
 
     def get_slice(self, name: str) -> PackedSlice:
         """A tensor to take parts of, as `get_slice(name)[128:256]`.
