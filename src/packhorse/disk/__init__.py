@@ -1,7 +1,8 @@
-"""The hop to and from disk: packed files, lazy reading of them, and model folders.
+"""The hop to and from disk: packed files, lazy reading of them, model folders, and snapshots.
 
 `header`, `packed_header` and `folder_index` are text in, text out; `atomic` writes; `container` and
-`folder` pack, unpack, plan and verify; `packed_file` reads tensors and slices.
+`folder` pack, unpack, plan and verify; `packed_file` reads tensors and slices; `snapshots` keeps
+training states.
 """
 
 from packhorse.disk.container import (
@@ -21,6 +22,13 @@ from packhorse.disk.folder import (
 )
 from packhorse.disk.packed_file import PackedFile, PackedSlice
 from packhorse.disk.results import FileResult, FolderResult, Problem, TensorPlan, TensorResult
+from packhorse.disk.snapshots import (
+    PruneResult,
+    SnapshotInfo,
+    SnapshotProblem,
+    SnapshotStore,
+    StoredTensor,
+)
 
 __all__ = [
     "FileResult",
@@ -28,6 +36,11 @@ __all__ = [
     "PackedFile",
     "PackedSlice",
     "Problem",
+    "PruneResult",
+    "SnapshotInfo",
+    "SnapshotProblem",
+    "SnapshotStore",
+    "StoredTensor",
     "TensorPlan",
     "TensorResult",
     "folder_logical_nbytes",
