@@ -9,7 +9,7 @@ from packhorse.codecs.content import content_hash
 from packhorse.disk.snapshots.manifest import FrameRef
 from packhorse.disk.snapshots.packs import PackReader
 from packhorse.disk.strict_json import shortened
-from packhorse.errors import CorruptionError
+from packhorse.errors import CorruptionError, blaming
 from packhorse.frame import Frame, compress_buffer
 from packhorse.layout import Level
 
@@ -67,12 +67,13 @@ class Chain:
         self._links = ref.chain
         self._path = path
         self._frames = [reader.frame(link, path) for link in self._links]
+        self._labels = [reader.label(link.pack) for link in self._links]
         for link, frame in zip(self._links, self._frames, strict=True):
             wanted = None if link.base is None else link.base.content[0]
             if needed_base(frame) != wanted:
                 raise CorruptionError(
-                    f"tensor {path!r}: frame {link.name} of pack {link.pack} needs another base "
-                    "than the manifest says"
+                    f"{reader.label(link.pack)}: tensor {path!r}: the frame at byte {link.offset} "
+                    "needs another base than the manifest says"
                 )
 
     def decode_into(self, dst: ByteArray, threads: int) -> None:
@@ -93,13 +94,14 @@ class Chain:
                 place = dst
             else:
                 place = spare = spare if spare.size == nbytes else np.empty(nbytes, np.uint8)
-            _decode(self._frames[i], place, base, threads)
+            with blaming(self._labels[i]):
+                _decode(self._frames[i], place, base, threads)
             base = place
         digest = content_hash(dst, threads=threads)
         if digest != self._links[0].content[0]:
             raise CorruptionError(
-                f"tensor {self._path!r}: the content hash of the decoded bytes is {digest.hex()}, "
-                f"and the manifest says {self._links[0].content[0].hex()}"
+                f"{self._labels[0]}: tensor {self._path!r}: the content hash of the decoded bytes "
+                f"is {digest.hex()}, and the manifest says {self._links[0].content[0].hex()}"
             )
 
 

@@ -114,6 +114,10 @@ class PackReader:
         self._open: OrderedDict[str, Object] = OrderedDict()
         self._lock = threading.Lock()
 
+    def label(self, pack: str) -> str:
+        """What messages call a pack."""
+        return self._storage.label(pack_path(pack))
+
     def frame(self, ref: FrameRef, path: str | None = None) -> Frame:
         """A frame, its header checked against what the manifest says.
 
@@ -125,13 +129,12 @@ class PackReader:
             CorruptionError, CompatibilityError: it is bad, or another.
             FileNotFoundError: there is no such pack.
         """
-        label = self._storage.label(pack_path(ref.pack))
         name = None if path is None else shortened(path)
         try:
             data = self._object(ref.pack).region(ref.offset, ref.nbytes)
         except TruncationError as error:
             raise TruncationError(f"tensor {name!r}: {error}") from error
-        with blaming(label):
+        with blaming(self.label(ref.pack)):
             frame = Frame.from_buffer(data, name=name, offset=ref.offset)
             _check(frame, ref, name)
         return frame
@@ -155,7 +158,7 @@ class PackReader:
             CorruptionError: it is not.
             FileNotFoundError: there is no such pack.
         """
-        label = self._storage.label(pack_path(pack))
+        label = self.label(pack)
         whole = self._object(pack)
         length = int.from_bytes(whole.region(0, LENGTH_NBYTES), "little")
         if length > MAX_FILE_HEADER_NBYTES:

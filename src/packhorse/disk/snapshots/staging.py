@@ -24,7 +24,7 @@ class Staging:
         """Args:
         max_nbytes: of all copies together, or one tensor if that is larger; None for no bound.
         """
-        self._max_nbytes = max_nbytes
+        self.max_nbytes = max_nbytes
         self._changed = threading.Condition()
         self._spare: dict[int, list[ByteArray]] = {}
         self._ready: deque[ByteArray] = deque()
@@ -91,7 +91,7 @@ class Staging:
             self._spare_nbytes = 0
 
     def _has_room(self, nbytes: int) -> bool:
-        bound = self._max_nbytes
+        bound = self.max_nbytes
         return bound is None or self._nbytes == 0 or self._nbytes + nbytes <= bound
 
     def _take(self, nbytes: int) -> ByteArray:
@@ -100,7 +100,7 @@ class Staging:
         if spare:
             self._spare_nbytes -= nbytes
             return spare.pop()
-        bound = self._max_nbytes
+        bound = self.max_nbytes
         if bound is not None and self._nbytes + self._spare_nbytes > bound:
             self._spare.clear()
             self._spare_nbytes = 0

@@ -166,8 +166,9 @@ class SnapshotStore:
             staging = self._staging
             staging.begin()
             taking = State(
-                document, _specs(leaves), lambda i: staging.get(), lambda stop: staging.release()
-            )
+                document, _specs(leaves), lambda i: staging.get(), staging.release,
+                staging.max_nbytes,
+            )  # fmt: skip
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="packhorse-snapshots")
             values = dict(metadata or {})

@@ -71,13 +71,15 @@ class State:
         document: the state as JSON values.
         specs: its tensors.
         fetch: gives the bytes of each tensor; it is called once for each, in their order.
-        release: is called when the tensors up to a number are packed.
+        release: is called when all tensors that were fetched are packed.
+        max_nbytes: of the tensors that may be fetched before that, unless it is one.
     """
 
     document: Any
     specs: Sequence[Spec]
     fetch: Callable[[int], ByteArray]
-    release: Callable[[int], None] = lambda stop: None
+    release: Callable[[], None] = lambda: None
+    max_nbytes: int | None = None
 
 
 class FramePacker:
@@ -210,12 +212,12 @@ def take_state(
     bases = {} if base is None else {tensor.path: tensor for tensor in base.tensors}
     with PackReader(session.storage) as reader, PackWriter(session.storage, len(specs)) as pack:
         packer = FramePacker(session, pack, reader, options)
-        for run in batches([spec.nbytes for spec in specs]):
+        for run in batches([spec.nbytes for spec in specs], state.max_nbytes):
             part = [specs[i] for i in run]
             data = [state.fetch(i) for i in run]
             done.add(packer.add(part, data, [_base(bases, spec, options) for spec in part]))
             del data
-            state.release(run.stop)
+            state.release()
     tensors = tuple(
         TensorRef(spec.path, spec.dtype, spec.shape, ref)
         for spec, ref in zip(specs, done.refs, strict=True)
