@@ -1,13 +1,9 @@
-"""A writer that is going to be killed: it says on standard output what it has done.
-
-Called with the folder of a store, a seed, and the state of a store (names and seeds of what was
-reported so far, as JSON). It takes, prunes and deletes at random, and prints a line of JSON before
-each step (`begin`) and after it (`end`).
-"""
+"""A writer that is going to be killed: it takes, prunes and deletes at random, and writes a line of
+JSON to a file before each step (`begin`) and after it (`end`)."""
 
 import json
+import os
 import random
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +11,7 @@ import numpy as np
 
 from packhorse.disk import SnapshotStore
 
-__all__ = ["make_state"]
+__all__ = ["make_state", "write_until_killed"]
 
 
 def make_state(seed: int) -> dict[str, Any]:
@@ -33,7 +29,7 @@ def make_state(seed: int) -> dict[str, Any]:
 def steps(rng: random.Random, names: list[str]) -> Iterator[tuple[str, Any]]:
     """What to do next, with what is there."""
     while True:
-        kind = rng.choice(["take"] * 6 + ["replace", "prune", "prune", "delete"])
+        kind = rng.choice(["take"] * 5 + ["replace"] * 2 + ["prune"] * 4 + ["delete"] * 3)
         if kind == "take":
             yield kind, (f"n{rng.randrange(10**9)}", rng.randrange(10**6))
         elif kind == "replace" and names:
@@ -57,15 +53,18 @@ def do(store: SnapshotStore, kind: str, what: Any, names: list[str]) -> None:
         names[:] = [*(other for other in names if other != name), name]
 
 
-def main() -> None:
-    folder, seed = sys.argv[1], int(sys.argv[2])
-    names: list[str] = json.loads(sys.argv[3])
+def write_until_killed(folder: str, log: str, seed: int, names: list[str]) -> None:
+    """Work on a store until somebody ends this process.
+
+    Args:
+        folder: of the store.
+        log: the file that says what was done.
+        seed: of what is done.
+        names: of the snapshots that are there.
+    """
+    report = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     store = SnapshotStore(folder, threads=1, max_chain=3)
     for kind, what in steps(random.Random(seed), names):
-        print(json.dumps(["begin", kind, what]), flush=True)
+        os.write(report, json.dumps(["begin", kind, what]).encode() + b"\n")
         do(store, kind, what, names)
-        print(json.dumps(["end", kind, what]), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        os.write(report, json.dumps(["end", kind, what]).encode() + b"\n")

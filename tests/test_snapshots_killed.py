@@ -1,25 +1,25 @@
-"""Whatever ends a writer: every snapshot that was reported as taken is whole, and the store goes on.
+"""Whatever ends a writer, what was reported as taken is whole, and the store goes on.
 
 `PACKHORSE_KILLS=500 pytest tests/test_snapshots_killed.py` kills as many writers as that.
 """
 
 import json
+import multiprocessing
 import os
 import random
-import selectors
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from snapshot_child import make_state
+from snapshot_child import make_state, write_until_killed
 from snapshot_samples import assert_same
 
 from packhorse.disk import SnapshotStore
 
-CHILD = Path(__file__).with_name("snapshot_child.py")
+# A process that has imported all it needs, and forks.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["snapshot_child"])
 N_KILLS = int(os.environ.get("PACKHORSE_KILLS", "30"))
 
 
@@ -75,44 +75,42 @@ class Expected:
         self.seeds, self.either = found, {}
 
 
-def run_and_kill(folder: Path, seed: int, names: list[str], after_s: float) -> list[str]:
+def run_and_kill(folder: Path, log: Path, seed: int, names: list[str], after_s: float) -> list[str]:
     """Start a writer, kill it some time after it has begun to write; what it said."""
-    child = subprocess.Popen(
-        [sys.executable, str(CHILD), str(folder), str(seed), json.dumps(names)],
-        stdout=subprocess.PIPE,
-    )
-    assert child.stdout is not None
-    with child, selectors.DefaultSelector() as selector:
-        selector.register(child.stdout, selectors.EVENT_READ)
-        selector.select(60)
-        time.sleep(after_s)
-        child.send_signal(signal.SIGKILL)
-        said = child.stdout.read().decode()
-    assert child.returncode == -signal.SIGKILL
-    return [line for line in said.split("\n")[:-1] if line]
+    log.unlink(missing_ok=True)
+    child = PROCESSES.Process(target=write_until_killed, args=(str(folder), str(log), seed, names))
+    child.start()
+    while not (log.exists() and log.stat().st_size):
+        assert child.is_alive()
+        time.sleep(0.0005)
+    time.sleep(after_s)
+    child.kill()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    return log.read_text().split("\n")[:-1]
 
 
 def test_killed_writers_lose_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
     rng = random.Random(int(os.environ.get("PACKHORSE_SEED", "0")))
     expected, killed_in = Expected(), dict.fromkeys(("take", "replace", "prune", "delete"), 0)
     for i in range(N_KILLS):
-        lines = run_and_kill(
-            tmp_path, rng.randrange(10**9), list(expected.seeds), rng.uniform(0, 0.08)
-        )
+        names, after_s = list(expected.seeds), rng.choice([0.005, 0.05, 0.3]) * rng.random()
+        lines = run_and_kill(folder, tmp_path / "log", rng.getrandbits(32), names, after_s)
         kind = expected.read(lines)
         if kind is not None:
             killed_in[kind] += 1
-        expected.check(SnapshotStore(tmp_path))
+        expected.check(SnapshotStore(folder))
         if i % 10 == 9:
-            writer = SnapshotStore(tmp_path)
+            writer = SnapshotStore(folder)
             writer.take(f"after {i}", make_state(i))
             expected.seeds[f"after {i}"] = i
             assert writer.verify() == []
-            check_no_leftovers(tmp_path, writer)
+            check_no_leftovers(folder, writer)
         if len(expected.seeds) > 12:
-            SnapshotStore(tmp_path).prune(keep=6)
+            SnapshotStore(folder).prune(keep=6)
             expected.seeds = dict(list(expected.seeds.items())[-6:])
-            expected.check(SnapshotStore(tmp_path))
+            expected.check(SnapshotStore(folder))
     print(f"killed in: {killed_in}")
     assert killed_in["take"] > N_KILLS // 6
 
