@@ -19,7 +19,7 @@ from packhorse.disk import SnapshotStore
 
 # A process that has imported all it needs, and forks.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["snapshot_child"])
+PROCESSES.set_forkserver_preload(["packhorse.disk"])
 N_KILLS = int(os.environ.get("PACKHORSE_KILLS", "30"))
 
 
