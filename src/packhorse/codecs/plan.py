@@ -48,6 +48,7 @@ class Plan(NamedTuple):
         planes: expected mode and bytes of each plane without side data; empty if the tensor is not
             coded plane by plane.
         side: what predicts the exponents from row and column; often nothing.
+        plain_nbytes: what would be expected without a base; 0 where none is used.
     """
 
     split: Split
@@ -58,12 +59,16 @@ class Plan(NamedTuple):
     estimated_nbytes: int
     planes: tuple[tuple[int, int], ...] = ()
     side: SideData = NO_SIDE_DATA
+    plain_nbytes: int = 0
 
     @property
     def reason(self) -> str:
         """One line for people."""
         if self.nbytes == 0:
             return "no elements"
+        if self.plain_nbytes:
+            share = self.estimated_nbytes / self.plain_nbytes
+            return f"differences from the base take {share:.1%} of what the tensor would"
         if self.zstd:
             return f"repetitive: zstd takes {self.estimated_nbytes / self.nbytes:.1%} of a sample"
         if not self.planes:
