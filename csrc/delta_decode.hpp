@@ -144,19 +144,20 @@ inline void join_raw_bits(const uint8_t* tokens, std::size_t n, uint32_t shift, 
 // Completes the differences whose tokens are not direct.
 template <class Unit>
 inline void take_long_tokens(const uint8_t* tokens, std::size_t n, uint32_t shift, BitReader& extra,
-                             Unit* out) {
-    constexpr std::size_t kRun = 64;
-    for (std::size_t at = 0; at < n; at += kRun) {
-        const std::size_t end = std::min(n, at + kRun);
-        uint8_t largest = 0;
-        for (std::size_t i = at; i < end; ++i) largest = std::max(largest, tokens[i]);
-        if (largest < kDeltaDirectTokens) continue;
-        for (std::size_t i = at; i < end; ++i) {
-            if (tokens[i] < kDeltaDirectTokens) continue;
-            const uint64_t t = take_long_token(tokens[i], extra);
-            const uint64_t low = out[i] & ((uint64_t{1} << shift) - 1);
-            out[i] = static_cast<Unit>(t << shift | low);
-        }
+                             Unit* out, Isa isa) {
+    uint8_t largest = 0;
+    uint8_t* const found = &largest;
+    vectorised(isa, [=]() PACKHORSE_VECTORISED {
+        uint8_t most = 0;
+        for (std::size_t i = 0; i < n; ++i) most = std::max(most, tokens[i]);
+        *found = most;
+    });
+    if (largest < kDeltaDirectTokens) return;
+    for (std::size_t i = 0; i < n; ++i) {
+        if (tokens[i] < kDeltaDirectTokens) continue;
+        const uint64_t t = take_long_token(tokens[i], extra);
+        const uint64_t low = out[i] & ((uint64_t{1} << shift) - 1);
+        out[i] = static_cast<Unit>(t << shift | low);
     }
 }
 
@@ -167,7 +168,7 @@ inline void build_differences(const uint8_t* tokens, std::size_t count, uint32_t
     for (std::size_t at = 0; at < count; at += kSegmentUnitsOfDelta) {
         const std::size_t n = std::min(kSegmentUnitsOfDelta, count - at);
         join_raw_bits(tokens + at, n, shift, decoder.raw, count, at, out + at, isa);
-        take_long_tokens(tokens + at, n, shift, decoder.extra, out + at);
+        take_long_tokens(tokens + at, n, shift, decoder.extra, out + at, isa);
     }
     decoder.raw += delta_raw_nbytes(count, shift);
 }
@@ -231,7 +232,16 @@ class DeltaChunkDecoder {
     void merge(const DeltaStarts& starts, const uint8_t* base, uint8_t* dst) {
         const Unit* next[kMaxDeltaClasses];
         for (uint32_t c = 0; c < kMaxDeltaClasses; ++c) next[c] = differences_ + starts.at[c];
-        for (std::size_t at = 0; at < n_; at += kDeltaBlockUnits) {
+        std::size_t at = 0;
+#if PACKHORSE_X86
+        if constexpr (sizeof(Unit) == 2)
+            if (isa_ >= Isa::kAvx512Vbmi2)
+                at = with_classes(decoder_.header.rule.n_classes, [&]<uint32_t kClasses>() {
+                    return merge_units_vbmi2<kClasses, kFloat>(next, keys_, n_,
+                                                               decoder_.header.rule, base, dst);
+                });
+#endif
+        for (; at < n_; at += kDeltaBlockUnits) {
             const std::size_t n = std::min(kDeltaBlockUnits, n_ - at);
             alignas(64) Unit block[kDeltaBlockUnits];
             unsort_units(next, keys_ + at, n, decoder_.header.rule, block, isa_);

@@ -14,6 +14,8 @@ namespace packhorse {
 // Runs of so many units, so many in all, are looked at to choose classes and shifts.
 constexpr std::size_t kDeltaSampleRun = 64;
 constexpr std::size_t kDeltaSampleUnits = 8192;
+constexpr std::size_t kLeastDeltaSample = 2048;
+constexpr std::size_t kShiftSample = 1024;  // of these, so many to choose shifts by
 // Keys are put together in at most so many groups before they are cut into classes.
 constexpr uint32_t kMaxDeltaGroups = 20;
 constexpr uint32_t kLengthBins = 65;  // bits of the size of a difference of up to 64 bits
@@ -23,7 +25,7 @@ struct DeltaSample {
     std::size_t n = 0;
     uint8_t keys[kDeltaSampleUnits];
     uint64_t differences[kDeltaSampleUnits];  // sign extended
-    uint64_t by_class[kDeltaSampleUnits];     // the same, class after class
+    uint64_t by_class[2 * kShiftSample];      // some of them, class after class
 };
 
 template <class Unit, bool kFloat>
@@ -37,8 +39,8 @@ PACKHORSE_INLINE uint64_t difference_of(const uint8_t* unit, const uint8_t* base
 template <class Unit, bool kFloat>
 inline void take_delta_sample(const uint8_t* src, const uint8_t* base, std::size_t n,
                               DeltaSample& sample) {
-    const std::size_t n_runs =
-        std::max<std::size_t>(1, std::min(kDeltaSampleUnits, n) / kDeltaSampleRun);
+    const std::size_t wanted = std::clamp(n / 32, kLeastDeltaSample, kDeltaSampleUnits);
+    const std::size_t n_runs = std::max<std::size_t>(1, std::min(wanted, n) / kDeltaSampleRun);
     const std::size_t run = std::min(n, kDeltaSampleRun);
     const std::size_t gap = n_runs > 1 ? (n - run) / (n_runs - 1) : 0;
     sample.n = 0;
@@ -64,6 +66,7 @@ PACKHORSE_INLINE uint32_t length_of(uint64_t difference) {
 // group on.
 struct DeltaGroups {
     uint32_t n = 0;
+    uint32_t n_bins = 0;             // lengths that can occur
     uint8_t first[kMaxDeltaGroups];  // smallest key of a group
     uint32_t sums[kMaxDeltaGroups + 1][kLengthBins] = {};
 };
@@ -89,25 +92,33 @@ inline void group_keys(const DeltaSample& sample, DeltaGroups& groups) {
         for (uint32_t b = 0; b < kLengthBins; ++b) groups.sums[g + 1][b] += groups.sums[g][b];
 }
 
-// What counts cost at their entropy, in 2^-16 bits.
+// x log2 x in 2^-16 bits, for counts of a sample. (log2_fixed takes numbers up to 2^31.)
+constexpr std::array<uint64_t, kDeltaSampleUnits + 1> make_count_costs() {
+    std::array<uint64_t, kDeltaSampleUnits + 1> table{};
+    for (uint32_t x = 1; x <= kDeltaSampleUnits; ++x) table[x] = uint64_t{x} * log2_fixed(x);
+    return table;
+}
+
+inline constexpr std::array<uint64_t, kDeltaSampleUnits + 1> kCountCosts = make_count_costs();
+
+// What counts of a sample cost at their entropy, in 2^-16 bits.
 inline uint64_t cost_of_counts(const uint32_t* counts, uint32_t n_counts) {
-    uint64_t total = 0, cost = 0;
-    for (uint32_t i = 0; i < n_counts; ++i) total += counts[i];
+    uint32_t total = 0;
+    uint64_t saved = 0;
     for (uint32_t i = 0; i < n_counts; ++i) {
-        if (counts[i] == 0) continue;
-        const uint64_t freq = uint64_t{counts[i]} * kProbSum / total;
-        cost += counts[i] * uint64_t{kSymbolCost[freq == 0 ? 1 : freq]};
+        total += counts[i];
+        saved += kCountCosts[counts[i]];
     }
-    return cost;
+    return kCountCosts[total] - saved;
 }
 
 // Cost of the groups [begin, end) as one class, but for the bits below the length's, which are the
 // same in every class.
 inline uint64_t groups_cost(const DeltaGroups& groups, uint32_t begin, uint32_t end) {
     uint32_t counts[kLengthBins];
-    for (uint32_t b = 0; b < kLengthBins; ++b)
+    for (uint32_t b = 0; b < groups.n_bins; ++b)
         counts[b] = groups.sums[end][b] - groups.sums[begin][b];
-    return cost_of_counts(counts, kLengthBins);
+    return cost_of_counts(counts, groups.n_bins);
 }
 
 // The thresholds that cut the keys into classes of least cost, by dynamic programming over the
@@ -181,17 +192,18 @@ inline uint64_t choose_shift(const uint64_t* differences, std::size_t n, uint32_
     return best;
 }
 
-// Differences class after class; `starts` says where each class begins, and the last one ends.
+// Some of the differences, class after class; `starts` says where each class begins, and the last one ends.
 inline void sort_sample(const DeltaRule& rule, DeltaSample& sample, std::size_t* starts) {
     uint8_t class_of[256] = {};
     for (uint32_t key = 0; key < 256; ++key)
         for (uint32_t t = 0; t + 1 < rule.n_classes; ++t)
             class_of[key] = static_cast<uint8_t>(class_of[key] + (key >= rule.thresholds[t]));
     std::size_t next[kMaxDeltaClasses + 1] = {};
-    for (std::size_t i = 0; i < sample.n; ++i) ++next[class_of[sample.keys[i]] + 1];
+    const std::size_t step = std::max<std::size_t>(1, sample.n / kShiftSample);
+    for (std::size_t i = 0; i < sample.n; i += step) ++next[class_of[sample.keys[i]] + 1];
     for (uint32_t c = 0; c < kMaxDeltaClasses; ++c) next[c + 1] += next[c];
     std::copy(std::begin(next), std::end(next), starts);
-    for (std::size_t i = 0; i < sample.n; ++i)
+    for (std::size_t i = 0; i < sample.n; i += step)
         sample.by_class[next[class_of[sample.keys[i]]]++] = sample.differences[i];
 }
 
@@ -200,6 +212,7 @@ inline std::size_t choose_delta_rule(DeltaSample& sample, std::size_t n, uint32_
                                      DeltaRule& rule) {
     constexpr uint64_t kClassBits = 8 * 40;  // a model, and a round that is not full
     DeltaGroups groups;
+    groups.n_bins = unit_bits + 1;
     group_keys(sample, groups);
     choose_delta_thresholds(groups, (kClassBits << kCostBits) * sample.n / n, rule);
     std::size_t starts[kMaxDeltaClasses + 1];
@@ -210,7 +223,7 @@ inline std::size_t choose_delta_rule(DeltaSample& sample, std::size_t n, uint32_
                              rule.shifts[c]);
     return kDeltaModelsOffset + rule.n_classes * kClassBits / 8 +
            (std::size_t{4} << choose_lanes_log(n)) +
-           scale_cost(cost, static_cast<uint32_t>(sample.n), n);
+           scale_cost(cost, static_cast<uint32_t>(starts[kMaxDeltaClasses]), n);
 }
 
 // Writes fields of up to 64 bits from bit 0 on, into memory that grows.
@@ -285,7 +298,7 @@ struct DeltaScratch {
     uint8_t* keys;         // chunk units
     uint8_t* tokens;       // chunk units
     uint8_t* part;         // chunk units
-    uint8_t* differences;  // chunk units, in the order by class
+    uint8_t* differences;  // chunk units, in the order by class, and slack behind each class
     uint8_t* cast;         // two bytes a chunk unit
     DeltaSample* sample;
     RansModel models[kMaxDeltaClasses];
@@ -294,7 +307,8 @@ struct DeltaScratch {
 // Memory that the rows and the sample take.
 constexpr std::size_t delta_encode_nbytes(std::size_t n, uint32_t unit_nbytes) {
     const auto row = [](std::size_t nbytes) { return round_up(nbytes, 64) + kDeltaSlackNbytes; };
-    return 3 * row(n) + row(n * unit_nbytes) + row(2 * n) + round_up(sizeof(DeltaSample), 64);
+    return 3 * row(n) + row(n * unit_nbytes + kMaxDeltaClasses * kDeltaSlackNbytes) + row(2 * n) +
+           round_up(sizeof(DeltaSample), 64);
 }
 
 inline DeltaScratch place_delta_scratch(uint8_t* at, std::size_t n, uint32_t unit_nbytes) {
@@ -307,7 +321,7 @@ inline DeltaScratch place_delta_scratch(uint8_t* at, std::size_t n, uint32_t uni
     scratch.keys = take(n);
     scratch.tokens = take(n);
     scratch.part = take(n);
-    scratch.differences = take(n * unit_nbytes);
+    scratch.differences = take(n * unit_nbytes + kMaxDeltaClasses * kDeltaSlackNbytes);
     scratch.cast = take(2 * n);
     scratch.sample = reinterpret_cast<DeltaSample*>(at);
     return scratch;
@@ -353,29 +367,24 @@ class DeltaChunkEncoder {
     }
 
   private:
-    // The differences in the order by class. A block at a time is sorted aside, where whole
-    // registers can be stored.
+    // Where the differences of a class are. Between classes there is room for whole registers.
+    Unit* place(uint32_t c) const {
+        return differences_ + starts_.at[c] + c * (kDeltaSlackNbytes / sizeof(Unit));
+    }
+
+    // The differences in the order by class.
     void sort(const uint8_t* src, const uint8_t* base) {
         const DeltaRule& rule = header_.rule;
         fill_keys<Unit, kFloat>(base, n_, scratch_.keys, isa_);
         starts_ = count_delta_classes(scratch_.keys, n_, rule, isa_);
-        constexpr std::size_t kSlackUnits = kDeltaSlackNbytes / sizeof(Unit);
-        alignas(64) Unit aside[kMaxDeltaClasses][kDeltaBlockUnits + kSlackUnits];
         Unit* to[kMaxDeltaClasses];
-        for (uint32_t c = 0; c < rule.n_classes; ++c) to[c] = differences_ + starts_.at[c];
+        for (uint32_t c = 0; c < rule.n_classes; ++c) to[c] = place(c);
         for (std::size_t at = 0; at < n_; at += kDeltaBlockUnits) {
             const std::size_t n = std::min(kDeltaBlockUnits, n_ - at);
             alignas(64) Unit block[kDeltaBlockUnits];
             subtract(src + at * sizeof(Unit), base + at * sizeof(Unit), n, block);
-            Unit* end[kMaxDeltaClasses];
-            for (uint32_t c = 0; c < rule.n_classes; ++c) end[c] = aside[c];
-            sort_block_of_units(static_cast<const Unit*>(block), scratch_.keys + at, n, rule, end,
+            sort_block_of_units(static_cast<const Unit*>(block), scratch_.keys + at, n, rule, to,
                                 isa_);
-            for (uint32_t c = 0; c < rule.n_classes; ++c) {
-                const auto count = static_cast<std::size_t>(end[c] - aside[c]);
-                std::memcpy(to[c], aside[c], count * sizeof(Unit));
-                to[c] += count;
-            }
         }
     }
 
@@ -394,10 +403,10 @@ class DeltaChunkEncoder {
         for (uint32_t c = 0; c < header_.rule.n_classes; ++c) {
             const std::size_t count = starts_.count(c);
             uint8_t* const tokens = scratch_.tokens + starts_.at[c];
-            make_tokens(differences_ + starts_.at[c], count, header_.rule.shifts[c], tokens, extra_,
+            make_tokens(place(c), count, header_.rule.shifts[c], tokens, extra_,
                         isa_);
             RansModel& model = scratch_.models[c];
-            choose_class_model(tokens, count, level_spec(level).sample_units, 0, kDeltaTokens,
+            choose_class_model(tokens, count, level_spec(level).sample_units / 4, 0, kDeltaTokens,
                                model);
             at += model_nbytes(model.n_in_range());
         }
@@ -427,7 +436,7 @@ class DeltaChunkEncoder {
         std::memcpy(dst, encoded.states, std::size_t{4} << header_.lanes_log);
         dst += std::size_t{4} << header_.lanes_log;
         for (uint32_t c = 0; c < header_.rule.n_classes; ++c)
-            dst = write_delta_raw(differences_ + starts_.at[c], starts_.count(c),
+            dst = write_delta_raw(place(c), starts_.count(c),
                                   header_.rule.shifts[c], scratch_.part, dst, isa_);
         return dst;
     }

@@ -539,7 +539,7 @@ inline std::size_t estimate_delta_tensor(const uint8_t* src, const Geometry& geo
     if (base.cast == Cast::kNone && std::memcmp(src, base.units, geometry.nbytes()) == 0) return 0;
     const std::size_t run = std::min(geometry.n_units, kDeltaSampleRun);
     const std::size_t n_runs =
-        std::max<std::size_t>(1, std::min(kDeltaSampleUnits, geometry.n_units) / kDeltaSampleRun);
+        std::max<std::size_t>(1, std::min(kLeastDeltaSample, geometry.n_units) / kDeltaSampleRun);
     const std::size_t gap = n_runs > 1 ? (geometry.n_units - run) / (n_runs - 1) : 0;
     const std::size_t n = run * n_runs;
     const Scratch memory(2 * n * unit + 2 * n);

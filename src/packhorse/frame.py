@@ -35,7 +35,7 @@ from packhorse.codecs.content import (
 from packhorse.codecs.plan import Plan, choose_plan, chunk_log_for, natural_split
 from packhorse.codecs.side import decode_side, side_capacity
 from packhorse.errors import BaseMismatchError, CorruptionError
-from packhorse.frame_base import NO_BASE, Base, BaseName, matching_base, plan_delta, read_base
+from packhorse.frame_base import NO_BASE, Base, matching_base, plan_delta, read_base
 from packhorse.frame_header import (
     FrameHeader,
     Table,
@@ -171,10 +171,14 @@ def compress_buffer(
     """
     data, row = _checked_source(src, dtype, shape)
     isa = int(choose_isa())
-    plan = choose_plan(data, row, shape, resolve_level(level), isa)
     base_units, base_name = NO_BASE, None
-    if base is not None:
-        plan, base_units, base_name = _plan_with_base(data, row, plan, base, base_dtype, isa)
+    if base is None:
+        plan = choose_plan(data, row, shape, resolve_level(level), isa)
+    else:
+        base_units, base_name = read_base(base, base_dtype, row, data.size)
+        plan = plan_delta(data, row, shape, resolve_level(level), base_units, isa)
+        if not plan.plain_nbytes:
+            base_units, base_name = NO_BASE, None
     capacity = _capacity(row, data.size, shape)
     memory = np.empty(capacity, np.uint8) if out is None else as_writable_bytes(out, "out")
     if memory.size < capacity:
@@ -212,14 +216,6 @@ def compress_buffer(
     )
     write_header(header, memory[:header_nbytes], isa)
     return Frame(memory[: header.frame_nbytes], header, name, 0, plan)
-
-
-def _plan_with_base(
-    data: ByteArray, dtype: DType, plan: Plan, base: Buffer, base_dtype: str | None, isa: int
-) -> tuple[Plan, Base, BaseName | None]:
-    units, name = read_base(base, base_dtype, dtype, data.size)
-    better = plan_delta(data, dtype, units, plan, isa) if data.size else None
-    return (plan, NO_BASE, None) if better is None else (better, units, name)
 
 
 def _encode_planes(

@@ -6,6 +6,7 @@ is compared with the name before anything is written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,10 +14,9 @@ import numpy as np
 from packhorse import _core
 from packhorse.codecs.base import ByteArray, as_bytes
 from packhorse.codecs.content import content_hash
-from packhorse.codecs.plan import Plan, chunk_log_for, natural_split
-from packhorse.codecs.side import NO_SIDE_DATA
+from packhorse.codecs.plan import Plan, choose_plan, chunk_log_for, natural_split
 from packhorse.errors import BaseMismatchError
-from packhorse.layout import CLASSED_CHUNK_NBYTES, DTYPE_BY_NAME, DType, Split
+from packhorse.layout import CLASSED_CHUNK_NBYTES, DTYPE_BY_NAME, DType, Level, Split
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -33,6 +33,7 @@ __all__ = [
 
 # What a frame may be the cast of, and the core's number for it.
 _CASTS = {("F32", "BF16"): 1, ("F32", "F16"): 2}
+_CLEARLY_LESS = 0.7
 _MUST_SAVE = 1 / 64  # of what the tensor takes without its base: to restore it takes both
 
 
@@ -133,26 +134,31 @@ def matching_base(
     return _base(data, dtype, name.dtype)
 
 
-def plan_delta(data: ByteArray, dtype: DType, base: Base, plan: Plan, isa: int) -> Plan | None:
-    """The plan for a tensor as differences from a base; None if the plan without one is as good.
+def plan_delta(
+    data: ByteArray, dtype: DType, shape: Sequence[int], level: Level, base: Base, isa: int
+) -> Plan:
+    """The plan for a tensor as differences from a base, or without one where that is as good.
 
     Args:
-        data: all bytes of the tensor, at least one.
+        data: all bytes of the tensor.
         dtype: its dtype.
+        shape: its shape.
+        level: how hard to try.
         base: the base.
-        plan: what was chosen without it.
         isa: the number of the instruction set of the call.
     """
-    split = natural_split(dtype)
-    chunk_log = chunk_log_for(
-        dtype.unit_nbytes, data.size // dtype.unit_nbytes, CLASSED_CHUNK_NBYTES
-    )
+    if data.size == 0:
+        return choose_plan(data, dtype, shape, level, isa)
+    split, n_units = natural_split(dtype), data.size // dtype.unit_nbytes
+    chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, CLASSED_CHUNK_NBYTES)
     nbytes = _core.estimate_delta(
         data, dtype.unit_nbytes, split, chunk_log, base.data, base.is_float, base.cast, isa
     )
-    if nbytes >= plan.estimated_nbytes * (1 - _MUST_SAVE):
-        return None
-    return plan._replace(
-        split=split, zstd=False, chunk_log=chunk_log, estimated_nbytes=nbytes, side=NO_SIDE_DATA,
-        planes=(), plain_nbytes=plan.estimated_nbytes,
-    )  # fmt: skip
+    plain = choose_plan(data, dtype, shape, level, isa, with_side=False)
+    if nbytes >= plain.estimated_nbytes * _CLEARLY_LESS:  # side data might make up for it
+        plain = choose_plan(data, dtype, shape, level, isa)
+        if nbytes >= plain.estimated_nbytes * (1 - _MUST_SAVE):
+            return plain
+    return Plan(
+        split, level, False, chunk_log, data.size, nbytes, plain_nbytes=plain.estimated_nbytes
+    )

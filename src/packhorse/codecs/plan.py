@@ -101,7 +101,13 @@ def natural_split(dtype: DType) -> Split:
 
 
 def choose_plan(
-    data: ByteArray, dtype: DType, shape: Sequence[int], level: Level, isa: int
+    data: ByteArray,
+    dtype: DType,
+    shape: Sequence[int],
+    level: Level,
+    isa: int,
+    *,
+    with_side: bool = True,
 ) -> Plan:
     """Plans for a tensor's bytes.
 
@@ -111,6 +117,7 @@ def choose_plan(
         shape: its shape.
         level: how hard to try.
         isa: the number of the instruction set of the call.
+        with_side: whether to see if side data pay.
     """
     split = natural_split(dtype)
     n_units = data.size // dtype.unit_nbytes
@@ -127,7 +134,7 @@ def choose_plan(
             return Plan(Split.WHOLE, level, True, chunk_log, data.size, zstd_nbytes)
     if planes_nbytes > data.size * (1 - _MIN_SAVING):
         return Plan(Split.WHOLE, level, False, chunk_log, data.size, data.size)
-    side = choose_side(data, dtype, shape, level, isa)
+    side = choose_side(data, dtype, shape, level, isa) if with_side else NO_SIDE_DATA
     if side.saving:
         chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, CLASSED_CHUNK_NBYTES)
         planes_nbytes -= side.saving
