@@ -139,15 +139,16 @@ std::pair<int, std::size_t> decode_range(Bytes payload, Table table, uint32_t un
     return {static_cast<int>(result.status), result.chunk};
 }
 
-// Estimated bytes of a tensor as differences from a base.
+// Estimated bytes of a tensor if chunks may be differences from a base.
 std::size_t estimate_delta_nbytes(Bytes src, uint32_t unit_nbytes, int split, uint32_t chunk_log,
-                                  Bytes base, bool is_float, int cast, int isa_number) {
+                                  Bytes base, bool is_float, int cast, std::size_t plain_nbytes,
+                                  int isa_number) {
     const Isa isa = checked_isa(isa_number);
     const Geometry geometry = checked_geometry(unit_nbytes, split, chunk_log, src.size());
     require(src.size() > 0 && base.size() > 0, "there must be something to compare");
     const Base base_units = checked_base(base, is_float, cast, geometry);
     const ReleasedGil released(std::min(src.size(), kDeltaSampleUnits * unit_nbytes));
-    return estimate_delta_tensor(src.data(), geometry, base_units, isa);
+    return estimate_delta_tensor(src.data(), geometry, base_units, plain_nbytes, isa);
 }
 
 // Estimated (mode, bytes) of each plane.
@@ -292,7 +293,7 @@ NB_MODULE(_core, m) {
     m.def("check_table", &check_table, "table"_a, "unit_nbytes"_a, "split"_a, "chunk_log"_a,
           "nbytes"_a, "has_base"_a);
     m.def("estimate_delta", &estimate_delta_nbytes, "src"_a, "unit_nbytes"_a, "split"_a,
-          "chunk_log"_a, "base"_a, "is_float"_a, "cast"_a, "isa"_a);
+          "chunk_log"_a, "base"_a, "is_float"_a, "cast"_a, "plain_nbytes"_a, "isa"_a);
     m.def("estimate_planes", &estimate_planes, "src"_a, "unit_nbytes"_a, "split"_a, "level"_a,
           "n_samples"_a, "isa"_a);
     m.def("estimate_side_data", &estimate_side_data, "src"_a, "unit_nbytes"_a, "n_rows"_a,

@@ -532,33 +532,50 @@ inline std::vector<PlaneEstimate> estimate_tensor(const uint8_t* src, const Geom
     return estimates;
 }
 
-// What a tensor of at least one unit would take as differences from a base; 0 if it equals it.
-inline std::size_t estimate_delta_tensor(const uint8_t* src, const Geometry& geometry,
-                                         const Base& base, Isa isa) {
+constexpr std::size_t kDeltaSections = 4;
+
+// What units [first, first + n) of a tensor would take as differences from a base, in chunks.
+inline std::size_t estimate_delta_section(const uint8_t* src, const Geometry& geometry,
+                                          const Base& base, std::size_t first, std::size_t n,
+                                          DeltaSample& sample, Isa isa) {
     const uint32_t unit = geometry.spec.unit_nbytes;
-    if (base.cast == Cast::kNone && std::memcmp(src, base.units, geometry.nbytes()) == 0) return 0;
-    const std::size_t run = std::min(geometry.n_units, kDeltaSampleRun);
+    const std::size_t run = std::min(n, kDeltaSampleRun);
     const std::size_t n_runs =
-        std::max<std::size_t>(1, std::min(kLeastDeltaSample, geometry.n_units) / kDeltaSampleRun);
-    const std::size_t gap = n_runs > 1 ? (geometry.n_units - run) / (n_runs - 1) : 0;
-    const std::size_t n = run * n_runs;
-    const Scratch memory(2 * n * unit + 2 * n);
+        std::max<std::size_t>(1, std::min(kLeastDeltaSample, n) / kDeltaSampleRun);
+    const std::size_t gap = n_runs > 1 ? (n - run) / (n_runs - 1) : 0;
+    const std::size_t n_there = run * n_runs;
+    const Scratch memory(2 * n_there * unit + 2 * run);
     uint8_t* const units = memory.get();
-    uint8_t* const bases = units + n * unit;
+    uint8_t* const bases = units + n_there * unit;
     for (std::size_t r = 0; r < n_runs; ++r) {
-        std::memcpy(units + r * run * unit, src + r * gap * unit, run * unit);
-        const uint8_t* const from =
-            chunk_base(base, r * gap, run, unit, bases + n * unit, isa);
+        const std::size_t at = first + r * gap;
+        std::memcpy(units + r * run * unit, src + at * unit, run * unit);
+        const uint8_t* const from = chunk_base(base, at, run, unit, bases + n_there * unit, isa);
         std::memcpy(bases + r * run * unit, from, run * unit);
     }
-    const auto sample = std::make_unique<DeltaSample>();
     with_units(unit, base.is_float, [&]<class Unit, bool kFloat>() {
-        take_delta_sample<Unit, kFloat>(units, bases, n, *sample);
+        take_delta_sample<Unit, kFloat>(units, bases, n_there, sample);
     });
     DeltaRule rule;
-    const std::size_t chunk_units = geometry.largest_units();
-    return scale_bytes(choose_delta_rule(*sample, chunk_units, 8 * unit, rule), geometry.n_units,
-                       chunk_units);
+    const std::size_t chunk_units = std::min(n, geometry.chunk_units);
+    return scale_bytes(choose_delta_rule(sample, chunk_units, 8 * unit, rule), n, chunk_units);
+}
+
+// What a tensor of at least one unit would take if chunks chose between differences from a base and
+// `plain_nbytes` for all of them; 0 if it equals the base.
+inline std::size_t estimate_delta_tensor(const uint8_t* src, const Geometry& geometry,
+                                         const Base& base, std::size_t plain_nbytes, Isa isa) {
+    if (base.cast == Cast::kNone && std::memcmp(src, base.units, geometry.nbytes()) == 0) return 0;
+    const auto sample = std::make_unique<DeltaSample>();
+    const std::size_t n_sections = std::min(kDeltaSections, geometry.n_chunks());
+    std::size_t sum = 0;
+    for (std::size_t s = 0; s < n_sections; ++s) {
+        const std::size_t first = s * geometry.n_units / n_sections;
+        const std::size_t n = (s + 1) * geometry.n_units / n_sections - first;
+        sum += std::min(estimate_delta_section(src, geometry, base, first, n, *sample, isa),
+                        scale_bytes(plain_nbytes, n, geometry.n_units));
+    }
+    return sum;
 }
 
 // The stream of one plane of 1 to 2 Mi units in the given mode (palette or rANS), nothing carried;

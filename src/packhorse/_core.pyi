@@ -57,6 +57,7 @@ def estimate_delta(
     base: _Bytes,
     is_float: bool,
     cast: int,
+    plain_nbytes: int,
     isa: int,
 ) -> int: ...
 def estimate_planes(

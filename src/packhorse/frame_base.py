@@ -151,12 +151,18 @@ def plan_delta(
         return choose_plan(data, dtype, shape, level, isa)
     split, n_units = natural_split(dtype), data.size // dtype.unit_nbytes
     chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, CLASSED_CHUNK_NBYTES)
-    nbytes = _core.estimate_delta(
-        data, dtype.unit_nbytes, split, chunk_log, base.data, base.is_float, base.cast, isa
-    )
     plain = choose_plan(data, dtype, shape, level, isa, with_side=False)
+
+    def estimate() -> int:
+        return _core.estimate_delta(
+            data, dtype.unit_nbytes, split, chunk_log, base.data, base.is_float, base.cast,
+            plain.estimated_nbytes, isa,
+        )  # fmt: skip
+
+    nbytes = estimate()
     if nbytes >= plain.estimated_nbytes * _CLEARLY_LESS:  # side data might make up for it
         plain = choose_plan(data, dtype, shape, level, isa)
+        nbytes = estimate()
         if nbytes >= plain.estimated_nbytes * (1 - _MUST_SAVE):
             return plain
     return Plan(
