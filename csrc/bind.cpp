@@ -119,9 +119,8 @@ std::tuple<int, std::size_t, uint32_t, std::size_t> check_table(Table table, uin
 std::pair<int, std::size_t> decode_range(Bytes payload, Table table, uint32_t unit_nbytes,
                                          int split, uint32_t chunk_log, std::size_t nbytes,
                                          Bytes side, std::size_t n_rows, Bytes base, bool is_float,
-                                         int cast, std::size_t start,
-                                         WritableBytes dst, bool check, std::size_t threads,
-                                         int isa_number) {
+                                         int cast, std::size_t start, WritableBytes dst, bool check,
+                                         std::size_t threads, int isa_number) {
     const Isa isa = checked_isa(isa_number);
     const Geometry geometry = checked_geometry(unit_nbytes, split, chunk_log, nbytes);
     require_table(table, geometry);
@@ -132,8 +131,8 @@ std::pair<int, std::size_t> decode_range(Bytes payload, Table table, uint32_t un
     const SideData side_data = checked_side(side, n_rows, geometry);
     const Base base_units = checked_base(base, is_float, cast, geometry);
     const ReleasedGil released(dst.size());
-    const EncodedTensor tensor{geometry, side_data, base_units, payload.data(), table.data(),
-                               offsets};
+    const EncodedTensor tensor{geometry,       side_data,    base_units,
+                               payload.data(), table.data(), offsets};
     const DecodeResult result =
         decode_tensor(tensor, start, dst.data(), dst.size(), check, threads, isa);
     return {static_cast<int>(result.status), result.chunk};
@@ -288,8 +287,7 @@ NB_MODULE(_core, m) {
           "isa"_a);
     m.def("decode_range", &decode_range, "payload"_a, "table"_a, "unit_nbytes"_a, "split"_a,
           "chunk_log"_a, "nbytes"_a, "side"_a, "n_rows"_a, "base"_a, "is_float"_a, "cast"_a,
-          "start"_a, "dst"_a.noconvert(),
-          "check"_a, "threads"_a, "isa"_a);
+          "start"_a, "dst"_a.noconvert(), "check"_a, "threads"_a, "isa"_a);
     m.def("check_table", &check_table, "table"_a, "unit_nbytes"_a, "split"_a, "chunk_log"_a,
           "nbytes"_a, "has_base"_a);
     m.def("estimate_delta", &estimate_delta_nbytes, "src"_a, "unit_nbytes"_a, "split"_a,

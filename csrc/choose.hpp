@@ -143,9 +143,9 @@ inline std::size_t choose_class_models(const uint8_t* sorted, const ClassStarts&
     const std::size_t n = starts.at[kMaxClasses];
     std::size_t nbytes = kClassedModelsOffset + (std::size_t{3} << choose_lanes_log(n));
     for (uint32_t c = 0; c < choice.rule.n_classes; ++c)
-        nbytes += choose_class_model(sorted + starts.at[c], starts.count(c),
-                                     sample_units / kMaxClasses, raw_bits, 256u >> raw_bits,
-                                     choice.models[c]);
+        nbytes +=
+            choose_class_model(sorted + starts.at[c], starts.count(c), sample_units / kMaxClasses,
+                               raw_bits, 256u >> raw_bits, choice.models[c]);
     return nbytes;
 }
 

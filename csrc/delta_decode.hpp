@@ -119,8 +119,8 @@ inline void join_raw_bits(const uint8_t* tokens, std::size_t n, uint32_t shift, 
     const uint32_t n_bytes = shift / 8, n_bits = shift % 8;
     vectorised(isa, [=]() PACKHORSE_VECTORISED {
         for (std::size_t i = 0; i < n; ++i)
-            out[i] = static_cast<Unit>(static_cast<Wide<Unit>>(int{tokens[i]} - kTokenBias)
-                                       << shift);
+            out[i] =
+                static_cast<Unit>(static_cast<Wide<Unit>>(int{tokens[i]} - kTokenBias) << shift);
     });
     for (uint32_t p = 0; p < n_bytes; ++p) {
         const uint8_t* __restrict plane = raw + p * count + at;
@@ -198,8 +198,7 @@ class DeltaChunkDecoder {
           differences_(reinterpret_cast<Unit*>(memory + 2 * delta_row_nbytes(n))) {}
 
     Status decode(const uint8_t* stream, std::size_t nbytes, const uint8_t* base, uint8_t* dst) {
-        Status status =
-            read_delta_header(stream, nbytes, kUnitBits<Unit>, decoder_.header);
+        Status status = read_delta_header(stream, nbytes, kUnitBits<Unit>, decoder_.header);
         if (status != Status::kOk) return status;
         fill_keys<Unit, kFloat>(base, n_, keys_, isa_);
         const DeltaStarts starts = count_delta_classes(keys_, n_, decoder_.header.rule, isa_);
@@ -263,7 +262,8 @@ class DeltaChunkDecoder {
 inline Status decode_delta(const uint8_t* stream, std::size_t nbytes, std::size_t n,
                            std::size_t first, uint32_t unit_nbytes, const Base& base,
                            DeltaDecoder& decoder, uint8_t* memory, uint8_t* dst, Isa isa) {
-    uint8_t* const cast_memory = memory + 2 * delta_row_nbytes(n) + delta_row_nbytes(n * unit_nbytes);
+    uint8_t* const cast_memory =
+        memory + 2 * delta_row_nbytes(n) + delta_row_nbytes(n * unit_nbytes);
     const uint8_t* const units = chunk_base(base, first, n, unit_nbytes, cast_memory, isa);
     if (nbytes == 0) {
         std::memcpy(dst, units, n * unit_nbytes);

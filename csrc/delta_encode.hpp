@@ -192,7 +192,8 @@ inline uint64_t choose_shift(const uint64_t* differences, std::size_t n, uint32_
     return best;
 }
 
-// Some of the differences, class after class; `starts` says where each class begins, and the last one ends.
+// Some of the differences, class after class; `starts` says where each class begins, and the last
+// one ends.
 inline void sort_sample(const DeltaRule& rule, DeltaSample& sample, std::size_t* starts) {
     uint8_t class_of[256] = {};
     for (uint32_t key = 0; key < 256; ++key)
@@ -359,8 +360,7 @@ class DeltaChunkEncoder {
             raw_at + raw_nbytes + header_.extra_nbytes + header_.n_escapes + words_nbytes;
         if (nbytes >= capacity) return 0;
         uint8_t* at = write_front(encoded, dst);
-        std::memcpy(at, extra_.bytes().data(), header_.extra_nbytes);
-        at += header_.extra_nbytes;
+        at = std::copy(extra_.bytes().begin(), extra_.bytes().end(), at);
         std::memcpy(at, encoded.escapes, header_.n_escapes);
         std::memcpy(at + header_.n_escapes, encoded.words, words_nbytes);
         return nbytes;
@@ -403,8 +403,7 @@ class DeltaChunkEncoder {
         for (uint32_t c = 0; c < header_.rule.n_classes; ++c) {
             const std::size_t count = starts_.count(c);
             uint8_t* const tokens = scratch_.tokens + starts_.at[c];
-            make_tokens(place(c), count, header_.rule.shifts[c], tokens, extra_,
-                        isa_);
+            make_tokens(place(c), count, header_.rule.shifts[c], tokens, extra_, isa_);
             RansModel& model = scratch_.models[c];
             choose_class_model(tokens, count, level_spec(level).sample_units / 4, 0, kDeltaTokens,
                                model);
@@ -436,8 +435,8 @@ class DeltaChunkEncoder {
         std::memcpy(dst, encoded.states, std::size_t{4} << header_.lanes_log);
         dst += std::size_t{4} << header_.lanes_log;
         for (uint32_t c = 0; c < header_.rule.n_classes; ++c)
-            dst = write_delta_raw(place(c), starts_.count(c),
-                                  header_.rule.shifts[c], scratch_.part, dst, isa_);
+            dst = write_delta_raw(place(c), starts_.count(c), header_.rule.shifts[c], scratch_.part,
+                                  dst, isa_);
         return dst;
     }
 

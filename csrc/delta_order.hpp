@@ -86,8 +86,8 @@ struct Units512 {
     }
 
     PACKHORSE_AVX512 static inline __attribute__((always_inline)) __m512i expand(__m512i over,
-                                                                                Mask set,
-                                                                                __m512i units) {
+                                                                                 Mask set,
+                                                                                 __m512i units) {
         if constexpr (sizeof(Unit) == 8)
             return _mm512_mask_expand_epi64(over, set, units);
         else
@@ -95,7 +95,7 @@ struct Units512 {
     }
 
     PACKHORSE_AVX512 static inline __attribute__((always_inline)) __m512i compress(Mask set,
-                                                                                  __m512i units) {
+                                                                                   __m512i units) {
         if constexpr (sizeof(Unit) == 8)
             return _mm512_maskz_compress_epi64(set, units);
         else
@@ -106,9 +106,8 @@ struct Units512 {
 // Which units of a register are of class `c`, from their keys; `from_here` are those of this class
 // and the ones behind it.
 template <uint32_t kClasses, class Mask>
-PACKHORSE_AVX512 inline __attribute__((always_inline)) Mask next_set_avx512(__m128i keys, uint32_t c,
-                                                                            const DeltaRule& rule,
-                                                                            Mask& from_here) {
+PACKHORSE_AVX512 inline __attribute__((always_inline)) Mask
+next_set_avx512(__m128i keys, uint32_t c, const DeltaRule& rule, Mask& from_here) {
     Mask above = 0;
     if (c + 1 < kClasses) {
         const __m128i cut = _mm_set1_epi8(static_cast<char>(rule.thresholds[c]));
@@ -169,8 +168,8 @@ PACKHORSE_AVX512 inline std::size_t sort_units_avx512(const Unit* src, const uin
 }
 
 template <uint32_t kClasses>
-PACKHORSE_AVX512_VBMI2 inline __attribute__((always_inline)) __mmask32 next_set_vbmi2(
-    __m256i keys, uint32_t c, const DeltaRule& rule, __mmask32& from_here) {
+PACKHORSE_AVX512_VBMI2 inline __attribute__((always_inline)) __mmask32
+next_set_vbmi2(__m256i keys, uint32_t c, const DeltaRule& rule, __mmask32& from_here) {
     __mmask32 above = 0;
     if (c + 1 < kClasses) {
         const __m256i cut = _mm256_set1_epi8(static_cast<char>(rule.thresholds[c]));
@@ -289,10 +288,10 @@ inline DeltaStarts count_delta_classes(const uint8_t* keys, std::size_t n, const
     (void)isa;
     DeltaStarts starts;
     for (uint32_t c = 1; c <= kMaxDeltaClasses; ++c)
-        starts.at[c] = c < rule.n_classes
-                           ? n - above[c - 1] - count_above(keys + done, n - done,
-                                                            rule.thresholds[c - 1])
-                           : n;
+        starts.at[c] =
+            c < rule.n_classes
+                ? n - above[c - 1] - count_above(keys + done, n - done, rule.thresholds[c - 1])
+                : n;
     return starts;
 }
 

@@ -235,9 +235,8 @@ inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry,
         const bool more = chunk + n_workers < geometry.n_chunks();
         scratch.next_src = more ? from + n_workers * geometry.chunk_nbytes() : nullptr;
         scratch.cold_output = n_workers == 1;
-        const std::size_t nbytes =
-            encode_any_chunk(from, n, chunk * geometry.chunk_units, geometry, context, workers[w],
-                             to, row + 1, isa);
+        const std::size_t nbytes = encode_any_chunk(from, n, chunk * geometry.chunk_units, geometry,
+                                                    context, workers[w], to, row + 1, isa);
         if (n_workers == 1) {
             row[0] = crc32c(to, nbytes, isa);
             ordered.reserve(chunk, nbytes);
