@@ -17,6 +17,7 @@ from frame_builder.codings import (
     Stored,
     Zstd,
 )
+from frame_builder.deltas import Base, Delta, DeltaEqual, narrowed
 from frame_builder.files import build_file, hexdump, original_file, record_crc
 from frame_builder.frames import (
     SIDE,
@@ -26,18 +27,22 @@ from frame_builder.frames import (
     build_frame,
     content_hash,
     crc32c,
-    split_planes,
 )
-from frame_builder.samples import SMALL, side_of, units_of_values
+from frame_builder.planes import split_planes
+from frame_builder.samples import DELTAS, SMALL, side_of, units_of_values
 
 __all__ = [
+    "DELTAS",
     "SIDE",
     "SMALL",
     "Around",
+    "Base",
     "BuiltFrame",
     "Classed",
     "Coding",
     "Constant",
+    "Delta",
+    "DeltaEqual",
     "Edit",
     "Palette",
     "Rans",
@@ -50,6 +55,7 @@ __all__ = [
     "content_hash",
     "crc32c",
     "hexdump",
+    "narrowed",
     "original_file",
     "record_crc",
     "side_of",
