@@ -27,21 +27,27 @@ from packhorse.layout import DTYPE_BY_NAME, Mode, Split
 
 
 def read_all(
-    data: bytes, *, name: str | None = None, offset: int = 0, max_nbytes: int = 1 << 26
+    data: bytes,
+    *,
+    name: str | None = None,
+    offset: int = 0,
+    max_nbytes: int = 1 << 26,
+    base: bytes | None = None,
 ) -> bytes:
     frame = Frame.from_buffer(data, name=name, offset=offset, max_nbytes=max_nbytes)
-    frame.verify(threads=2)
+    given = {} if base is None else {"base": guarded(base)}
+    frame.verify(threads=2, **given)
     target = guarded_output(frame.logical_nbytes)
-    frame.decompress_into(target)
+    frame.decompress_into(target, **given)
     return bytes(target)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lie_is_refused(lie: str, isa: str) -> None:
-    data, limit = LIES[lie].frame(), LIES[lie].max_nbytes or 1 << 26
+    data, base, limit = LIES[lie].frame(), LIES[lie].base(), LIES[lie].max_nbytes or 1 << 26
     with forced(isa), pytest.raises(PackhorseError) as caught:
-        read_all(data, name="layers.0.w", offset=100_000, max_nbytes=limit)
+        read_all(data, name="layers.0.w", offset=100_000, max_nbytes=limit, base=base)
     assert {caught.type} == clauses()[LIES[lie].clause]
     match = re.match(r"tensor 'layers\.0\.w': byte (\d+): ", str(caught.value))
     assert match, caught.value

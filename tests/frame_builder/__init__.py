@@ -18,6 +18,7 @@ from frame_builder.codings import (
     Zstd,
 )
 from frame_builder.deltas import Base, Delta, DeltaEqual, narrowed
+from frame_builder.draws import draw_delta, draw_delta_frame, odd_floats
 from frame_builder.files import build_file, hexdump, original_file, record_crc
 from frame_builder.frames import (
     SIDE,
@@ -54,8 +55,11 @@ __all__ = [
     "build_frame",
     "content_hash",
     "crc32c",
+    "draw_delta",
+    "draw_delta_frame",
     "hexdump",
     "narrowed",
+    "odd_floats",
     "original_file",
     "record_crc",
     "side_of",

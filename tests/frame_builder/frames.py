@@ -229,7 +229,7 @@ def build_frame(
             predictions=predictions[first : first + (1 << chunk_log)],
             dtype=dtype,
             units=units,
-            base=base_units[start : start + step],
+            base=base_units[start : start + len(units)],
         )
         chosen = codings(c) if callable(codings) else codings
         streams = _build_chunk(split_planes(units, row, split), chosen, around, carry)
