@@ -143,7 +143,7 @@ BASE_LIES = {
     "a constant plane beside mode delta": ("E9", lambda: beside(1 << 24 | 1), "is [16777217], but"),
     "a stored plane beside mode delta": ("E9", lambda: beside(30), "descriptors beside mode delta"),
     "mode delta twice": ("E9", lambda: beside(6 << 24), "is [100663296], but must be [0]"),
-    "an unknown mode beside mode delta": ("E9", lambda: beside(99 << 24), "but must be [0]"),
+    "an unknown mode beside mode delta": ("D1", lambda: beside(99 << 24), "unknown mode 99"),
     "a plane beside an equal chunk": ("E9", lambda: beside(1 << 24 | 1, "delta-equal"), "must be"),
     "the last plane beside mode delta": (
         "E9",

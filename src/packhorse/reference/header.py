@@ -212,18 +212,22 @@ def _read_descriptors(
     first = _read_descriptor(words[0], units, has_base, at)
     if first[0] != Mode.DELTA:
         return [first, *(_read_descriptor(word, units, False, at) for word in words[1:])]
-    equal(
-        [*words[1:]], [0] * (units.n_planes - 1), "descriptors beside mode delta in table row", at
-    )
+    for word in words[1:]:
+        _read_mode(word, at)
+    equal(words[1:], [0] * (units.n_planes - 1), "descriptors beside mode delta in table row", at)
     return [first]
+
+
+def _read_mode(word: int, at: int) -> Mode:
+    code = word >> layout.STREAM_NBYTES_BITS
+    if code not in list(Mode):
+        raise CompatibilityError(f"unknown mode {code} in table row at byte offset {at}; upgrade")
+    return Mode(code)
 
 
 def _read_descriptor(word: int, units: Units, may_differ: bool, at: int) -> tuple[Mode, int]:
     """One descriptor; `may_differ` from a base only plane 0, where there is one."""
-    code, nbytes = word >> layout.STREAM_NBYTES_BITS, word & layout.STREAM_NBYTES_MASK
-    if code not in list(Mode):
-        raise CompatibilityError(f"unknown mode {code} in table row at byte offset {at}; upgrade")
-    mode = Mode(code)
+    mode, nbytes = _read_mode(word, at), word & layout.STREAM_NBYTES_MASK
     if not (may_differ if mode == Mode.DELTA else _allowed(mode, units)):
         what = f"mode {mode.name.lower()} in table row at byte offset {at}"
         raise CorruptionError(f"{what} is not allowed for {units.dtype.name} split {units.split}")
