@@ -125,6 +125,7 @@ LAYERS = {
     "kernels": 2,
     "arguments": 3,
     "frame": 3,
+    "frame_base": 3,
     "frame_header": 3,
     "frame_zstd": 3,
     "many": 3,
