@@ -83,12 +83,12 @@ def random_frame(rng: random.Random) -> fb.BuiltFrame:
 
 def by_core(frame: bytes, base: bytes | None = None) -> bytes | str:
     """What the fast decoder makes of it: the bytes, or the name of the error."""
-    given = {} if base is None else {"base": guarded(base)}
+    given = None if base is None else guarded(base)
     try:
         opened = Frame.from_buffer(guarded(frame), max_nbytes=MAX_NBYTES)
-        opened.verify(threads=1, **given)
+        opened.verify(threads=1, base=given)
         target = guarded_output(opened.logical_nbytes)
-        opened.decompress_into(target, threads=1, **given)
+        opened.decompress_into(target, threads=1, base=given)
     except PackhorseError as error:
         return type(error).__name__
     return bytes(target)

@@ -100,7 +100,6 @@ def test_the_fast_decoder_agrees_with_the_page(name: str) -> None:
     frame = Frame.from_buffer(example.frame)
     assert (frame.dtype, frame.shape) == (example.dtype, example.shape)
     data = bytearray(frame.logical_nbytes)
-    given = {"base": example.base} if example.base else {}
-    frame.decompress_into(data, **given)
+    frame.decompress_into(data, base=example.base)
     assert data == example.data
-    frame.verify(**given)
+    frame.verify(base=example.base)

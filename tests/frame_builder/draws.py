@@ -91,9 +91,11 @@ def draw_delta_frame(rng: random.Random) -> BuiltFrame:
     base = Base(_draw_units(rng, base_row, n), base_row.name)
     units = base.units(row.name)
     data = _changed(rng, units, row.unit_nbytes)
-    step = row.unit_nbytes << 6
+    chunk_log = rng.choice((6, 6, 6, 7, 9))
+    step = row.unit_nbytes << chunk_log
     chunks = range(0, len(data), step)
     codings = [
         _draw_codings(rng, row, split, data[i : i + step] == units[i : i + step]) for i in chunks
     ]
-    return build_frame(data, row.name, codings=lambda chunk: codings[chunk], split=split, base=base)
+    how = {"split": split, "chunk_log": chunk_log, "base": base}
+    return build_frame(data, row.name, codings=lambda chunk: codings[chunk], **how)
