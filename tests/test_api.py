@@ -143,7 +143,9 @@ LAYERS = {
 THIRD_PARTY = {
     "codecs": {"numpy", "xxhash", "zstandard"},
     "frame": {"numpy"},
+    "frame_base": {"numpy"},
     "frame_header": {"numpy"},
+    "frame_zstd": {"numpy"},
     "reference": {"xxhash", "zstandard"},
     "disk": {"numpy", "xxhash", "zstandard"},
     "numpy": {"numpy", "ml_dtypes"},
