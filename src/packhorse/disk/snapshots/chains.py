@@ -9,11 +9,11 @@ from packhorse.codecs.content import content_hash
 from packhorse.disk.snapshots.manifest import FrameRef
 from packhorse.disk.snapshots.packs import PackReader
 from packhorse.disk.strict_json import shortened
-from packhorse.errors import CorruptionError, blaming
+from packhorse.errors import BaseMismatchError, CorruptionError, blaming
 from packhorse.frame import Frame, compress_buffer
 from packhorse.layout import Level
 
-__all__ = ["Chain", "compress", "needed_base"]
+__all__ = ["Chain", "compress"]
 
 
 def compress(
@@ -42,13 +42,9 @@ def compress(
         path: of the tensor, for messages.
     """
     return compress_buffer(
-        data, dtype, shape, level=level, threads=threads, out=out, name=shortened(path)
-    )
-
-
-def needed_base(frame: Frame) -> bytes | None:
-    """The content hash of the base that a frame needs; None if it needs none."""
-    return None
+        data, dtype, shape, level=level, threads=threads, out=out, name=shortened(path), base=base,
+        base_dtype=base_dtype,
+    )  # fmt: skip
 
 
 class Chain:
@@ -69,8 +65,8 @@ class Chain:
         self._frames = [reader.frame(link, path) for link in self._links]
         self._labels = [reader.label(link.pack) for link in self._links]
         for link, frame in zip(self._links, self._frames, strict=True):
-            wanted = None if link.base is None else link.base.content[0]
-            if needed_base(frame) != wanted:
+            wanted = (None, None) if link.base is None else link.base.content[:2]
+            if (frame.base_hash, frame.base_dtype) != wanted:
                 raise CorruptionError(
                     f"{reader.label(link.pack)}: tensor {path!r}: the frame at byte {link.offset} "
                     "needs another base than the manifest says"
@@ -106,4 +102,7 @@ class Chain:
 
 
 def _decode(frame: Frame, dst: ByteArray, base: ByteArray | None, threads: int) -> None:
-    frame.decompress_into(dst, threads=threads)
+    try:
+        frame.decompress_into(dst, threads=threads, base=base)
+    except BaseMismatchError as error:  # the frame below was not what it said it was
+        raise CorruptionError(str(error)) from error

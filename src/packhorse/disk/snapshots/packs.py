@@ -26,22 +26,26 @@ from packhorse.layout import FRAME_ALIGNMENT, MAX_FILE_HEADER_NBYTES
 __all__ = ["PackReader", "PackWriter"]
 
 _MAX_OPEN = 64  # packs at a time
-_ROW_NBYTES = 160  # of the header for each frame, at most: see `_row`
+_ROW_NBYTES = 92  # of the header for each frame, at most, without three numbers: see `_row`
 
 
 class PackWriter:
     """Writes one pack, once there is a frame to write. A context manager; the pack appears at its
     end, and only if that was reached without an exception."""
 
-    def __init__(self, storage: Storage, max_frames: int) -> None:
-        """Args:
-        storage: where it goes.
-        max_frames: how many frames there may be; room for their names is kept.
+    def __init__(self, storage: Storage, max_frames: int, max_nbytes: int) -> None:
+        """Room for the header is kept; its size follows from what may come.
+
+        Args:
+            storage: where it goes.
+            max_frames: how many frames there may be.
+            max_nbytes: bytes of all of them together, at most.
         """
         self._storage = storage
         self._stack = ExitStack()
         self._pack = new_pack()
-        room = LENGTH_NBYTES + 2 + max_frames * _ROW_NBYTES
+        row_nbytes = _ROW_NBYTES + 3 * len(str(max_nbytes))
+        room = LENGTH_NBYTES + 2 + max_frames * row_nbytes
         self._data_offset = -(-room // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
         self._rows: dict[str, str] = {}
         self._nbytes = 0
@@ -99,8 +103,8 @@ class PackWriter:
 
 
 def _row(frame: FrameRef, data_offset: int) -> str:
-    """A frame's member of the header: at most 32 + 1 + 12 bytes of name, 60 of digits and 52 of
-    what stands around them."""
+    """A frame's member of the header: at most 44 bytes of name, three numbers, and 48 bytes around
+    them."""
     start = frame.offset - data_offset
     info = {"dtype": "U8", "shape": [frame.nbytes], "data_offsets": [start, start + frame.nbytes]}
     return f"{json.dumps(frame.name)}:{json.dumps(info, separators=(',', ':'))}"

@@ -23,13 +23,14 @@ from packhorse.disk.snapshots.results import PruneResult, SnapshotInfo, describe
 from packhorse.disk.snapshots.take import FramePacker, Options, Spec
 from packhorse.disk.snapshots.writer import Session
 from packhorse.errors import blaming
+from packhorse.frame import max_frame_nbytes
 
 __all__ = ["Keep", "delete_snapshot", "prune_snapshots"]
 
 # How many of the newest, which names, or a predicate.
 Keep: TypeAlias = int | Iterable[str] | Callable[[SnapshotInfo], bool]
 
-_MIN_LIVE = 0.5  # of a pack's bytes; what is needed of a pack that has less is moved
+_MIN_LIVE = 0.75  # of a pack's bytes; what is needed of a pack that has less is moved
 
 
 def delete_snapshot(session: Session, name: str) -> int:
@@ -94,21 +95,34 @@ class _Mover:
         for manifest in kept:
             for tensor in manifest.tensors:
                 self._heads.setdefault(tensor.frame.content, tensor.frame)
-        self._doomed = self._doomed_packs()
+        self._doomed: set[str] = set()
+        self._doom_packs()
         self._moved: dict[Content, FrameRef] = {}
+        self._moving: set[Content] = set()
 
-    def _doomed_packs(self) -> set[str]:
-        """Packs of which less than half is what kept snapshots hold."""
-        live: dict[str, int] = {}
-        for frame in self._heads.values():
-            live[frame.pack] = live.get(frame.pack, 0) + frame.nbytes
-        packs = {pack for manifest in self._kept for pack in manifest.packs()}
+    def _doom_packs(self) -> None:
+        """Doom packs until all others hold mostly what kept snapshots go on needing."""
         storage = self._session.storage
-        return {
-            pack
-            for pack in packs
-            if live.get(pack, 0) < _MIN_LIVE * storage.open(pack_path(pack)).nbytes
-        }
+        packs = {pack for manifest in self._kept for pack in manifest.packs()}
+        sizes = {pack: storage.open(pack_path(pack)).nbytes for pack in packs}
+        while True:
+            live = dict.fromkeys(packs - self._doomed, 0)
+            for frame in self._heads.values():
+                if self._keeps_its_place(frame):
+                    live[frame.pack] += frame.nbytes
+            more = {pack for pack, nbytes in live.items() if nbytes < _MIN_LIVE * sizes[pack]}
+            if not more:
+                return
+            self._doomed |= more
+
+    def _keeps_its_place(self, frame: FrameRef) -> bool:
+        if frame.pack in self._doomed:
+            return False
+        return not self._is_doomed(frame) or self._wants_base(frame)
+
+    def _wants_base(self, frame: FrameRef) -> bool:
+        """Whether some kept snapshot wants what a frame is a delta against."""
+        return frame.base is None or frame.base.content in self._heads
 
     def move(self) -> tuple[list[str], int]:
         """Write new manifests where they are needed.
@@ -124,7 +138,7 @@ class _Mover:
             with (
                 blaming(f"snapshot {name!r}"),
                 PackReader(self._session.storage) as reader,
-                PackWriter(self._session.storage, self._room(manifest)) as pack,
+                PackWriter(self._session.storage, *self._room(manifest)) as pack,
             ):
                 packer = FramePacker(self._session, pack, reader, self._options)
                 tensors = tuple(
@@ -137,10 +151,12 @@ class _Mover:
             written += pack.nbytes
         return rewritten, written
 
-    def _room(self, manifest: Manifest) -> int:
-        """How many frames may have to move for a snapshot."""
+    def _room(self, manifest: Manifest) -> tuple[int, int]:
+        """How many frames may have to move for a snapshot, and their bytes at most."""
         heads = [self._heads[tensor.frame.content] for tensor in manifest.tensors]
-        return len({(link.pack, link.offset) for head in heads for link in head.chain})
+        links = {(link.pack, link.offset): link for head in heads for link in head.chain}
+        rooms = [max_frame_nbytes(ref.content[1], ref.content[2:]) for ref in links.values()]
+        return len(links), sum(rooms) + sum(ref.nbytes for ref in links.values())
 
     def _is_doomed(self, frame: FrameRef) -> bool:
         return any(link.pack in self._doomed for link in frame.chain)
@@ -155,15 +171,21 @@ class _Mover:
         known = self._moved.get(frame.content)
         if known is not None:
             return known
-        # The nearest content down the chain that some kept snapshot wants anyway.
-        below = next((link for link in frame.chain[1:] if link.content in self._heads), None)
+        # The nearest content down the chain that some kept snapshot wants anyway. That is moved
+        # first; what is being moved is none, should manifests lead in a circle.
+        self._moving.add(frame.content)
+        below = next((link for link in frame.chain[1:] if self._is_wanted(link)), None)
         base = None if below is None else self._stay(below, reader, pack, packer)
         if below is frame.base:
             moved = self._as_it_is(frame, base, reader, pack)
         else:
             moved = self._anew(frame, base, reader, packer)
+        self._moving.discard(frame.content)
         self._moved[frame.content] = moved
         return moved
+
+    def _is_wanted(self, frame: FrameRef) -> bool:
+        return frame.content in self._heads and frame.content not in self._moving
 
     def _as_it_is(
         self, frame: FrameRef, base: FrameRef | None, reader: PackReader, pack: PackWriter

@@ -15,7 +15,7 @@ from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
 from packhorse.disk.header import tensor_nbytes
 from packhorse.disk.results import Progress
-from packhorse.disk.snapshots.chains import Chain, compress, needed_base
+from packhorse.disk.snapshots.chains import Chain, compress
 from packhorse.disk.snapshots.manifest import Content, FrameRef, Manifest, TensorRef
 from packhorse.disk.snapshots.names import manifest_file
 from packhorse.disk.snapshots.packs import PackReader, PackWriter
@@ -125,7 +125,7 @@ class FramePacker:
         todo = [first[content] for content, frame in known.items() if frame is None]
         frames = self._compress([(specs[k], data[k], bases[k]) for k in todo])
         for k, frame in zip(todo, frames, strict=True):
-            content, base = contents[k], bases[k] if needed_base(frame) else None
+            content, base = contents[k], bases[k] if frame.base_hash else None
             if frame.content_hash != content[0]:
                 raise RuntimeError(
                     f"{specs[k].path}: the tensor changed while its snapshot was taken; take it "
@@ -210,7 +210,11 @@ def take_state(
     """
     specs, done = state.specs, _Progress(progress)
     bases = {} if base is None else {tensor.path: tensor for tensor in base.tensors}
-    with PackReader(session.storage) as reader, PackWriter(session.storage, len(specs)) as pack:
+    room = sum(max_frame_nbytes(spec.dtype, spec.shape) for spec in specs)
+    with (
+        PackReader(session.storage) as reader,
+        PackWriter(session.storage, len(specs), room) as pack,
+    ):
         packer = FramePacker(session, pack, reader, options)
         for run in batches([spec.nbytes for spec in specs], state.max_nbytes):
             part = [specs[i] for i in run]
