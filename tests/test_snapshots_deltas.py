@@ -9,6 +9,7 @@ import pytest
 from snapshot_samples import Run, assert_same
 
 from packhorse.disk import SnapshotStore
+from packhorse.disk.snapshots import take
 from packhorse.errors import CorruptionError
 
 RNG = np.random.default_rng(0)
@@ -159,3 +160,33 @@ def test_a_run_in_the_background_makes_chains(tmp_path: Path) -> None:
     assert infos[3].stored_nbytes < 0.8 * infos[0].stored_nbytes
     assert store.verify() == []
     assert_same(store.restore("3", framework="pt"), run.state())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0, 2.0])
+def test_bases_may_be_kept_in_memory(tmp_path: Path, share: float) -> None:
+    run, plain, taken = Run(width=200), SnapshotStore(tmp_path / "plain", threads=1), []
+    nbytes = plain.take("0", run.step().state()).nbytes
+    store = SnapshotStore(tmp_path / "cached", threads=1, cache_nbytes=int(share * nbytes))
+    n_decoded = 0
+    real = take.Chain
+
+    def count(*args: Any) -> Any:
+        nonlocal n_decoded
+        n_decoded += 1
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(take, "Chain", count)
+        store.take("0", run.state())
+        for i in range(1, 4):
+            store.take(str(i), run.step().state())
+            taken.append(run.copy())
+    for i, state in enumerate(taken, 1):
+        plain.take(str(i), state)
+        assert_same(store.restore(str(i), framework="pt"), state)
+        assert store.info(str(i)).stored_nbytes == plain.info(str(i)).stored_nbytes
+    assert (n_decoded == 0) == (share >= 1)
+    cache = store._options.cache
+    assert cache._nbytes == sum(data.size for data in cache._kept.values()) <= share * nbytes
+    store.close()
+    assert cache._nbytes == 0

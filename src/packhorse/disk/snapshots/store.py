@@ -14,6 +14,7 @@ from packhorse.arguments import resolve_framework, resolve_level, resolve_thread
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.backend import open_storage
+from packhorse.disk.snapshots.cache import BaseCache
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.check import verify_snapshots
 from packhorse.disk.snapshots.manifest import MAX_CHAIN, Manifest
@@ -62,6 +63,7 @@ class SnapshotStore:
         threads: int | None = None,
         max_chain: int = 8,
         staging_nbytes: int | None = None,
+        cache_nbytes: int = 0,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Nothing is read or written yet; the first `take` makes the store.
@@ -73,6 +75,8 @@ class SnapshotStore:
             max_chain: after so many deltas on one another comes a full frame; at most 64.
             staging_nbytes: how much memory the copies of `take_async` may take; None for as much
                 as the state.
+            cache_nbytes: how much memory may keep the tensors of the newest snapshot, so that the
+                next `take` of this object need not decode them to make deltas.
             storage_options: for the file system of fsspec.
 
         Raises:
@@ -83,7 +87,11 @@ class SnapshotStore:
             raise ValueError(f"max_chain is {max_chain!r}; it must be from 0 to {MAX_CHAIN}")
         if staging_nbytes is not None and staging_nbytes < 1:
             raise ValueError(f"staging_nbytes is {staging_nbytes}; it must be at least 1")
-        self._options = Options(resolve_level(level), resolve_threads(threads), max_chain)
+        if cache_nbytes < 0:
+            raise ValueError(f"cache_nbytes is {cache_nbytes}; it must be at least 0")
+        self._options = Options(
+            resolve_level(level), resolve_threads(threads), max_chain, BaseCache(cache_nbytes)
+        )
         self._storage = open_storage(url, dict(storage_options or {}))
         self._catalog = Catalog(self._storage)
         self._writer = Writer(self._storage, self._catalog)
@@ -353,6 +361,7 @@ class SnapshotStore:
                 self._settle()
             finally:
                 self._staging.drop()
+                self._options.cache.clear()
                 if self._pool is not None:
                     self._pool.shutdown()
                     self._pool = None

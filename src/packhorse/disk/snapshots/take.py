@@ -15,6 +15,7 @@ from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
 from packhorse.disk.header import tensor_nbytes
 from packhorse.disk.results import Progress
+from packhorse.disk.snapshots.cache import BaseCache
 from packhorse.disk.snapshots.chains import Chain, compress
 from packhorse.disk.snapshots.manifest import Content, FrameRef, Manifest, TensorRef
 from packhorse.disk.snapshots.names import manifest_file
@@ -36,11 +37,13 @@ class Options:
         level: how hard to try.
         threads: how many to use.
         max_chain: deltas before a full frame.
+        cache: of tensors that may be bases.
     """
 
     level: Level
     threads: int
     max_chain: int
+    cache: BaseCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +129,14 @@ class FramePacker:
         frames = self._compress([(specs[k], data[k], bases[k]) for k in todo])
         for k, frame in zip(todo, frames, strict=True):
             content, base = contents[k], bases[k] if frame.base_hash else None
-            if frame.content_hash != content[0]:
+            if frame.content_hash != content[0] or (base and base.content[0] != frame.base_hash):
                 raise RuntimeError(
                     f"{specs[k].path}: the tensor changed while its snapshot was taken; take it "
                     "when nothing writes to it"
                 )
             known[content] = self.new[content] = self._pack.add(frame.buffer(), content, base)
+        for content, k in first.items():
+            self._options.cache.put(content, data[k])
         return [ref for content in contents if (ref := known[content]) is not None]
 
     def _find(self, content: Content, share: bool) -> FrameRef | None:
@@ -164,6 +169,9 @@ class FramePacker:
 
     def _decode(self, base: FrameRef, threads: int) -> ByteArray | None:
         """The bytes of a base; None if it turns out to be damaged: then a full frame will do."""
+        kept = self._options.cache.get(base.content)
+        if kept is not None:
+            return kept
         try:
             chain = Chain(self._reader, base, None)
             data = np.empty(base.logical_nbytes, np.uint8)
