@@ -139,7 +139,7 @@ DELTAS: dict[str, Delta] = {
     "BF16-delta-cast": Delta("F32-moments-default", "BF16", 1, share=0.1),
     "F16-delta-cast-equal": Delta("F32-moments-default", "F16", 0),
     "F16-delta": Delta("F16-weights-default", "F16", 20),
-    "F32-delta": Delta("F32-outlier", "F32", 5000),
+    "F32-delta": Delta("F32-weights-max", "F32", 5000),
     "F64-delta": Delta("F64-sparse", "F64", 1e9),
     "I64-delta": Delta("I64-sorted", "I64", 40),
     "I32-delta": Delta("I32-sorted-max", "I32", 1e6, share=0.3),
