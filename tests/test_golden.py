@@ -140,7 +140,7 @@ DELTAS: dict[str, Delta] = {
     "F16-delta-cast-equal": Delta("F32-moments-default", "F16", 0),
     "F16-delta": Delta("F16-weights-default", "F16", 20),
     "F32-delta": Delta("F32-weights-max", "F32", 5000),
-    "F64-delta": Delta("F64-sparse", "F64", 1e9),
+    "F64-delta": Delta("F64-weights-default", "F64", 1e9),
     "I64-delta": Delta("I64-sorted", "I64", 40),
     "I32-delta": Delta("I32-sorted-max", "I32", 1e6, share=0.3),
     "U16-delta-fast": Delta("U16-255-values", "U16", 4, level=Level.FAST),
