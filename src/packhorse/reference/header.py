@@ -14,7 +14,7 @@ from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.layout import DType, Mode, Split
 from packhorse.reference.words import crc32c, equal, need, padded, within, zero
 
-__all__ = ["Chunk", "Header", "SideStream", "Units", "read_header"]
+__all__ = ["BaseBlock", "Chunk", "Header", "SideStream", "Units", "read_header"]
 
 _RANS_MODES = (Mode.RANS, Mode.CLASSED_RANS)
 _SIDE_MODES = (Mode.STORED, Mode.PALETTE, Mode.RANS)
