@@ -131,7 +131,11 @@ def test_every_truncation_of_a_pack_is_noticed(store: Path) -> None:
 def test_a_missing_pack_is_named(store: Path) -> None:
     pack = pack_of(store, "new")
     pack.unlink()
-    check_refused(store, f"{pack.name}")
+    check_refused(store, rf"{pack.name}: the pack is not there")
+    with pytest.raises(
+        CorruptionError, match=r"snapshot 'new': tensor 'model\.w': .*the pack is not"
+    ):
+        SnapshotStore(store).restore("new")
 
 
 def test_a_pack_of_another_snapshot_is_not_mistaken(store: Path) -> None:

@@ -113,9 +113,9 @@ class _Checker:
             self._reader.check_header(pack, frames)
         except PackhorseError as error:
             return str(error)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
             self._missing.add(pack)
-            return f"{self._storage.label(pack_path(pack))}: the pack is not there"
+            return str(error)
         return None
 
     def frames(self) -> list[SnapshotProblem]:
