@@ -72,6 +72,19 @@ class Chain:
                     "needs another base than the manifest says"
                 )
 
+    def verify(self, threads: int) -> None:
+        """Decode the tensor to memory of its own and compare all checksums and hashes; a full frame
+        takes a window of memory alone.
+
+        Raises:
+            CorruptionError: what is wrong.
+        """
+        if len(self._frames) == 1:
+            with blaming(self._labels[0]):
+                self._frames[0].verify(threads=threads)
+        else:
+            self.decode_into(np.empty(self._links[0].logical_nbytes, np.uint8), threads)
+
     def decode_into(self, dst: ByteArray, threads: int) -> None:
         """Decode the tensor.
 
