@@ -15,6 +15,7 @@ from packhorse.codecs.base import ByteArray
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.backend import open_storage
 from packhorse.disk.snapshots.cache import BaseCache
+from packhorse.disk.snapshots.casts import find_casts, packing_order
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.check import verify_snapshots
 from packhorse.disk.snapshots.manifest import MAX_CHAIN, Manifest
@@ -72,7 +73,7 @@ class SnapshotStore:
             url: a path, or a URL such as "s3://bucket/run" (needs the extra `remote`).
             level: "fast", "default" or "max".
             threads: how many to use; None for the cores available, at most 8.
-            max_chain: after so many deltas on one another comes a full frame; at most 64.
+            max_chain: after so many deltas on one another comes a full frame; at most 63.
             staging_nbytes: how much memory the copies of `take_async` may take; None for as much
                 as the state.
             cache_nbytes: how much memory may keep the tensors of the newest snapshot, so that the
@@ -83,8 +84,8 @@ class SnapshotStore:
             ValueError, TypeError: an option is wrong.
             MissingBackendError: the URL needs fsspec, and it is not installed.
         """
-        if not isinstance(max_chain, int) or not 0 <= max_chain <= MAX_CHAIN:
-            raise ValueError(f"max_chain is {max_chain!r}; it must be from 0 to {MAX_CHAIN}")
+        if not isinstance(max_chain, int) or not 0 <= max_chain < MAX_CHAIN:
+            raise ValueError(f"max_chain is {max_chain!r}; it must be from 0 to {MAX_CHAIN - 1}")
         if staging_nbytes is not None and staging_nbytes < 1:
             raise ValueError(f"staging_nbytes is {staging_nbytes}; it must be at least 1")
         if cache_nbytes < 0:
@@ -137,7 +138,9 @@ class SnapshotStore:
         with self._lock:
             self._settle()
             document, leaves = _checked(name, state, metadata)
-            taking = State(document, _specs(leaves), lambda i: _bytes_of(leaves[i]))
+            casts = find_casts(leaves)
+            groups = packing_order(len(leaves), casts)
+            taking = State(document, _specs(leaves), groups, casts, lambda i: _bytes_of(leaves[i]))
             return self._take(name, taking, base, dict(metadata or {}), replace, progress)
 
     def take_async(
@@ -171,20 +174,22 @@ class SnapshotStore:
         with self._lock:
             self._settle()
             document, leaves = _checked(name, state, metadata)
-            staging = self._staging
-            staging.begin()
+            staging, casts = self._staging, find_casts(leaves)
+            groups = packing_order(len(leaves), casts)
             taking = State(
-                document, _specs(leaves), lambda i: staging.get(), staging.release,
-                staging.max_nbytes,
+                document, _specs(leaves), groups, casts, lambda i: staging.get(),
+                staging.release, staging.max_nbytes,
             )  # fmt: skip
+            staging.begin(max(taking.group_sizes(), default=0))
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="packhorse-snapshots")
             values = dict(metadata or {})
             future = self._pool.submit(self._take_staged, name, taking, base, values, replace)
             self._pending = _Pending(future)
             try:
-                for leaf in leaves:
-                    staging.put(_bytes_of(leaf))
+                for group in groups:
+                    for i in group:
+                        staging.put(_bytes_of(leaves[i]))
             except BaseException as error:
                 staging.fail(error)
                 self._pending = None
