@@ -238,26 +238,27 @@ class BitWriter {
         pending_ |= (value & ((uint64_t{1} << n) - 1)) << n_pending_;
         n_pending_ += n;
         if (n_pending_ < 32) return;
-        append(4);
+        flush(4);
         pending_ >>= 32;
         n_pending_ -= 32;
     }
 
-    // After the last field.
+    // After the last field: all bytes.
     const std::vector<uint8_t>& finish() {
-        append((n_pending_ + 7) / 8);
-        n_pending_ = 0;
+        flush((n_pending_ + 7) / 8);
+        bytes_.resize(used_);
         return bytes_;
     }
 
   private:
-    void append(std::size_t nbytes) {
-        uint8_t word[8];
-        store(word, pending_);
-        bytes_.insert(bytes_.end(), word, word + nbytes);
+    void flush(std::size_t nbytes) {
+        if (bytes_.size() < used_ + 8) bytes_.resize(2 * bytes_.size() + 4096);
+        store(bytes_.data() + used_, pending_);
+        used_ += nbytes;
     }
 
     std::vector<uint8_t> bytes_;
+    std::size_t used_ = 0;
     uint64_t pending_ = 0;
     uint32_t n_pending_ = 0;  // below 32 between calls
 };
