@@ -20,6 +20,7 @@ from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.check import verify_snapshots
 from packhorse.disk.snapshots.manifest import MAX_CHAIN, Manifest
 from packhorse.disk.snapshots.names import quote_name
+from packhorse.disk.snapshots.pending import Pending
 from packhorse.disk.snapshots.prune import Keep, delete_snapshot, prune_snapshots
 from packhorse.disk.snapshots.restore import Restoring, restore_state
 from packhorse.disk.snapshots.results import (
@@ -99,7 +100,7 @@ class SnapshotStore:
         self._staging = Staging(staging_nbytes)
         self._lock = threading.RLock()  # of this object; the store has its own
         self._pool: ThreadPoolExecutor | None = None
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
 
     def take(
         self,
@@ -185,7 +186,7 @@ class SnapshotStore:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="packhorse-snapshots")
             values = dict(metadata or {})
             future = self._pool.submit(self._take_staged, name, taking, base, values, replace)
-            self._pending = _Pending(future)
+            self._pending = Pending(future)
             try:
                 for group in groups:
                     for i in group:
@@ -393,53 +394,6 @@ class SnapshotStore:
         with self._lock:
             if self._pending is not None and self._pending.is_done():
                 self._settle()
-
-
-class _ToldFuture(Future[SnapshotInfo]):
-    """A future that knows whether its error was seen."""
-
-    was_asked = False
-
-    def result(self, timeout: float | None = None) -> SnapshotInfo:
-        """The snapshot."""
-        try:
-            return super().result(timeout)
-        finally:
-            self.was_asked = self.was_asked or self.done()
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What it failed with, or None."""
-        try:
-            return super().exception(timeout)
-        finally:
-            self.was_asked = self.was_asked or self.done()
-
-
-class _Pending:
-    """A snapshot that is being written, and the future that the caller has."""
-
-    def __init__(self, future: Future[SnapshotInfo]) -> None:
-        self._future = future
-        self.told = _ToldFuture()
-        self.told.set_running_or_notify_cancel()
-        future.add_done_callback(self._tell)
-
-    def _tell(self, future: Future[SnapshotInfo]) -> None:
-        error = future.exception()
-        if error is None:
-            self.told.set_result(future.result())
-        else:
-            self.told.set_exception(error)
-
-    def is_done(self) -> bool:
-        """Whether it is on the disk, or has failed."""
-        return self._future.done()
-
-    def settle(self) -> None:
-        """Wait, and raise the error if the caller has not seen it."""
-        error = self._future.exception()
-        if error is not None and not self.told.was_asked:
-            raise error
 
 
 def _checked(name: str, state: Any, metadata: Mapping[str, Any] | None) -> tuple[Any, list[Leaf]]:
