@@ -67,7 +67,7 @@ def test_two_writers_never_both_begin(options: dict[str, Any]) -> None:
     refused = []
 
     def write(store: SnapshotStore, k: int) -> None:
-        for i in range(5):
+        for i in range(3):
             try:
                 store.take(f"{k}-{i}", make_state(i))
             except BlockingIOError:
@@ -78,7 +78,7 @@ def test_two_writers_never_both_begin(options: dict[str, Any]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    names = {"first"} | {f"{k}-{i}" for k in range(2) for i in range(5)} - set(refused)
+    names = {"first"} | {f"{k}-{i}" for k in range(2) for i in range(3)} - set(refused)
     assert set(stores[0].names()) == names
     assert stores[0].verify() == []
 
@@ -94,7 +94,7 @@ def test_a_killed_writer_and_a_reader_at_work(
     ) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        end = time.monotonic() + 2
+        end = time.monotonic() + 1
         while time.monotonic() < end:
             for name in reader.names():
                 assert_same(reader.restore(name), make_state(int(name[1:])))
