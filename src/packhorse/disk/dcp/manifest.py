@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,7 @@ from packhorse.disk.strict_json import check_text, parse_json, shown
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.layout import DTYPE_BY_NAME, MAX_BITS, MAX_DIMS
 
-__all__ = ["MAX_DELTAS", "manifest_name", "parse_manifest", "render_manifest"]
+__all__ = ["MAX_DELTAS", "is_rank_manifest", "manifest_name", "parse_manifest", "render_manifest"]
 
 MAX_DELTAS = 8  # frames to decode before the one that is wanted
 _MAX_LIST = 1 << 24  # members of a list, which PyTorch fills up to the highest index it is given
@@ -49,6 +50,7 @@ _FORMAT = "packhorse.dcp"
 _HEAD = b'{"crc32c":"%08x","manifest":'
 _TAIL = b"}\n"
 _HEAD_NBYTES = len(_HEAD % 0)
+_RANK_MANIFEST = re.compile(r"packhorse-\d+\.json")
 _LAYOUTS = {"strided": torch.strided}
 _MEMORY_FORMATS = {
     "contiguous_format": torch.contiguous_format,
@@ -64,6 +66,11 @@ def manifest_name(rank: int | None = None) -> str:
         rank: of the process, where each writes a checkpoint of its own; None for a common one.
     """
     return "packhorse.json" if rank is None else f"packhorse-{rank}.json"
+
+
+def is_rank_manifest(name: str) -> bool:
+    """Whether a file is the manifest of one rank's own checkpoint."""
+    return _RANK_MANIFEST.fullmatch(name) is not None
 
 
 def render_manifest(metadata: Metadata) -> bytes:

@@ -23,7 +23,7 @@ from packhorse.layout import FILE_ALIGNMENT, MAX_FILE_HEADER_NBYTES
 
 __all__ = ["PackFile", "is_pack_name", "split_volumes"]
 
-_NAME = re.compile(r"shards-[0-9a-f]{16}-\d+-\d+\.safetensors")
+_NAME = re.compile(r"shards-[0-9a-f]{16}-(\d+)-\d+\.safetensors")
 _METADATA = {"format": "packhorse.dcp"}
 # What an entry of the header takes beside the name: fixed words, and three numbers below 2^63.
 _ENTRY_NBYTES = len(',:{"dtype":"U8","shape":[],"data_offsets":[,]}') + 3 * 19
@@ -31,9 +31,10 @@ _ENTRY_NBYTES = len(',:{"dtype":"U8","shape":[],"data_offsets":[,]}') + 3 * 19
 _MAX_ENTRIES = 50_000
 
 
-def is_pack_name(name: str) -> bool:
-    """Whether a file in the folder of a checkpoint is one of these."""
-    return _NAME.fullmatch(name) is not None
+def is_pack_name(name: str, rank: int | None = None) -> bool:
+    """Whether a file in the folder of a checkpoint is one of these, and of this rank if given."""
+    match = _NAME.fullmatch(name)
+    return match is not None and (rank is None or int(match[1]) == rank)
 
 
 def split_volumes(sizes: Sequence[int], max_nbytes: int) -> Iterator[range]:

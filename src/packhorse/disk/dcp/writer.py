@@ -29,7 +29,8 @@ from torch.futures import Future
 
 from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.dcp.manifest import manifest_name, render_manifest
+from packhorse.disk.atomic import is_temporary
+from packhorse.disk.dcp.manifest import is_rank_manifest, manifest_name, render_manifest
 from packhorse.disk.dcp.packs import PackFile, is_pack_name, split_volumes
 from packhorse.disk.dcp.shards import FrameRef, StoredShard, dtype_name, frame_form, readable
 from packhorse.disk.dcp.storage import Storage, open_storage
@@ -110,6 +111,11 @@ class PackhorseWriter(StorageWriter):
                 f"{storage.label}: there is a checkpoint already; allow replacing it "
                 "(overwrite=True) or name another"
             )
+        if self._own_manifest and storage.exists(manifest_name()):
+            raise FileExistsError(
+                f"{storage.label}: holds a checkpoint of all ranks, which would hide those of "
+                "single ones (use_collectives=False); name another"
+            )
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -156,11 +162,14 @@ class PackhorseWriter(StorageWriter):
             _remove(storage, [n for n in needed if is_pack_name(n) and n not in self._older])
             raise
         storage.commit(self._manifest_name(), manifest)
-        if not self._own_manifest:
-            with suppress(OSError):  # the checkpoint is there; the next save tries again
-                _remove(
-                    storage, [n for n in storage.names() if is_pack_name(n) and n not in needed]
-                )
+        with suppress(OSError):  # the checkpoint is there; the next save tries again
+            _remove(storage, [n for n in storage.names() if self._is_old(n) and n not in needed])
+
+    def _is_old(self, name: str) -> bool:
+        """Whether a file is of a kind that this save may have replaced."""
+        if self._own_manifest:
+            return is_pack_name(name, self._rank)
+        return is_pack_name(name) or is_rank_manifest(name) or is_temporary(name)
 
     def storage_meta(self) -> StorageMeta:
         """What PyTorch passes on to planners and loggers."""
