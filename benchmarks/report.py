@@ -55,8 +55,8 @@ Written by `make bench ARGS="--full --write"` from `benchmarks/results/`; do not
   process. One thread is pinned to a core and timed by processor time, two threads by the clock.
 - Memory is recycled: malloc keeps what is freed, and codecs that can write into existing memory do.
   A table of its own shows what fresh memory costs.
-- `packhorse` is our default level; it gets all tensors in one call. The rivals get them end to end as
-  one array, which suits them best.
+- `packhorse` is our default level; it gets all tensors in one call. The rivals get them end to end
+  as one array, which suits them best.
 - `x zipnn`: encode / decode speed over zipnn's with as many threads. `of copy`: the share of
   np.copyto's speed on one thread. `two threads`: speed over that of one thread, both by the clock.
 - The machine's instruction sets are listed. packhorse takes one path for all it does: `avx512`

@@ -71,8 +71,20 @@ nb::object environment(const char* name) {
     return value == nullptr ? nb::none() : nb::steal(PyUnicode_DecodeFSDefault(value));
 }
 
+// A view of `bytes`, which may be empty: no base.
+Base checked_base(const Bytes& bytes, bool is_float, int cast, const Geometry& geometry) {
+    require(cast >= 0 && cast <= static_cast<int>(Cast::kToFp16), "cast must be 0, 1 or 2");
+    require(cast == 0 || (geometry.spec.unit_nbytes == 2 && is_float),
+            "only floats of two bytes are cast");
+    if (bytes.size() == 0) return {nullptr, is_float, static_cast<Cast>(cast)};
+    require(bytes.size() == geometry.n_units * (cast == 0 ? geometry.spec.unit_nbytes : 4),
+            "the base must have as many units as the tensor");
+    return {bytes.data(), is_float, static_cast<Cast>(cast)};
+}
+
 std::size_t encode_chunks(Bytes src, uint32_t unit_nbytes, int split, uint32_t chunk_log,
-                          int level_number, Bytes side, std::size_t n_rows, WritableBytes dst,
+                          int level_number, Bytes side, std::size_t n_rows, Bytes base,
+                          bool is_float, int cast, std::size_t plain_nbytes, WritableBytes dst,
                           WritableTable table, WritableBytes digests, std::size_t threads,
                           int isa_number) {
     const Isa isa = checked_isa(isa_number);
@@ -84,28 +96,31 @@ std::size_t encode_chunks(Bytes src, uint32_t unit_nbytes, int split, uint32_t c
     require(digests.size() == 16 * n_leaves(src.size()),
             "digests must have 16 bytes for each leaf");
     require(dst.size() >= round_up(src.size(), kFrameAlignment), "dst is too small");
-    const SideData side_data = checked_side(side, n_rows, geometry);
+    require(base.size() == 0 || item_nbytes(geometry.spec) == 1,
+            "a tensor with a base is split into bytes");
+    const EncodeContext context{checked_side(side, n_rows, geometry),
+                                checked_base(base, is_float, cast, geometry), plain_nbytes, level};
     const ReleasedGil released(src.size());
-    return encode_tensor(src.data(), geometry, side_data, level, dst.data(), table.data(),
-                         digests.data(), threads, isa);
+    return encode_tensor(src.data(), geometry, context, dst.data(), table.data(), digests.data(),
+                         threads, isa);
 }
 
 // Returns (fault, chunk, plane, payload length).
 std::tuple<int, std::size_t, uint32_t, std::size_t> check_table(Table table, uint32_t unit_nbytes,
                                                                 int split, uint32_t chunk_log,
-                                                                std::size_t nbytes) {
+                                                                std::size_t nbytes, bool has_base) {
     const Geometry geometry = checked_geometry(unit_nbytes, split, chunk_log, nbytes);
     require_table(table, geometry);
-    const TableCheck check = check_descriptors(table.data(), geometry);
+    const TableCheck check = check_descriptors(table.data(), geometry, has_base);
     return {static_cast<int>(check.fault), check.chunk, check.plane, check.payload_nbytes};
 }
 
 // Decodes bytes [start, start + dst.size()) of the tensor. Returns (status, chunk).
 std::pair<int, std::size_t> decode_range(Bytes payload, Table table, uint32_t unit_nbytes,
                                          int split, uint32_t chunk_log, std::size_t nbytes,
-                                         Bytes side, std::size_t n_rows, std::size_t start,
-                                         WritableBytes dst, bool check, std::size_t threads,
-                                         int isa_number) {
+                                         Bytes side, std::size_t n_rows, Bytes base, bool is_float,
+                                         int cast, std::size_t start, WritableBytes dst, bool check,
+                                         std::size_t threads, int isa_number) {
     const Isa isa = checked_isa(isa_number);
     const Geometry geometry = checked_geometry(unit_nbytes, split, chunk_log, nbytes);
     require_table(table, geometry);
@@ -114,11 +129,25 @@ std::pair<int, std::size_t> decode_range(Bytes payload, Table table, uint32_t un
     const std::vector<std::size_t> offsets = chunk_offsets(table.data(), geometry);
     require(offsets.back() <= payload.size(), "payload is shorter than the table says");
     const SideData side_data = checked_side(side, n_rows, geometry);
+    const Base base_units = checked_base(base, is_float, cast, geometry);
     const ReleasedGil released(dst.size());
-    const EncodedTensor tensor{geometry, side_data, payload.data(), table.data(), offsets};
+    const EncodedTensor tensor{geometry,       side_data,    base_units,
+                               payload.data(), table.data(), offsets};
     const DecodeResult result =
         decode_tensor(tensor, start, dst.data(), dst.size(), check, threads, isa);
     return {static_cast<int>(result.status), result.chunk};
+}
+
+// Estimated bytes of a tensor if chunks may be differences from a base.
+std::size_t estimate_delta_nbytes(Bytes src, uint32_t unit_nbytes, int split, uint32_t chunk_log,
+                                  Bytes base, bool is_float, int cast, std::size_t plain_nbytes,
+                                  int isa_number) {
+    const Isa isa = checked_isa(isa_number);
+    const Geometry geometry = checked_geometry(unit_nbytes, split, chunk_log, src.size());
+    require(src.size() > 0 && base.size() > 0, "there must be something to compare");
+    const Base base_units = checked_base(base, is_float, cast, geometry);
+    const ReleasedGil released(std::min(src.size(), kDeltaSampleUnits * unit_nbytes));
+    return estimate_delta_tensor(src.data(), geometry, base_units, plain_nbytes, isa);
 }
 
 // Estimated (mode, bytes) of each plane.
@@ -253,13 +282,16 @@ NB_MODULE(_core, m) {
     m.def("detect_isa", [] { return static_cast<int>(detect_isa()); });
     m.def("environment", &environment, "name"_a);
     m.def("encode_chunks", &encode_chunks, "src"_a, "unit_nbytes"_a, "split"_a, "chunk_log"_a,
-          "level"_a, "side"_a, "n_rows"_a, "dst"_a.noconvert(), "table"_a.noconvert(),
-          "digests"_a.noconvert(), "threads"_a, "isa"_a);
+          "level"_a, "side"_a, "n_rows"_a, "base"_a, "is_float"_a, "cast"_a, "plain_nbytes"_a,
+          "dst"_a.noconvert(), "table"_a.noconvert(), "digests"_a.noconvert(), "threads"_a,
+          "isa"_a);
     m.def("decode_range", &decode_range, "payload"_a, "table"_a, "unit_nbytes"_a, "split"_a,
-          "chunk_log"_a, "nbytes"_a, "side"_a, "n_rows"_a, "start"_a, "dst"_a.noconvert(),
-          "check"_a, "threads"_a, "isa"_a);
+          "chunk_log"_a, "nbytes"_a, "side"_a, "n_rows"_a, "base"_a, "is_float"_a, "cast"_a,
+          "start"_a, "dst"_a.noconvert(), "check"_a, "threads"_a, "isa"_a);
     m.def("check_table", &check_table, "table"_a, "unit_nbytes"_a, "split"_a, "chunk_log"_a,
-          "nbytes"_a);
+          "nbytes"_a, "has_base"_a);
+    m.def("estimate_delta", &estimate_delta_nbytes, "src"_a, "unit_nbytes"_a, "split"_a,
+          "chunk_log"_a, "base"_a, "is_float"_a, "cast"_a, "plain_nbytes"_a, "isa"_a);
     m.def("estimate_planes", &estimate_planes, "src"_a, "unit_nbytes"_a, "split"_a, "level"_a,
           "n_samples"_a, "isa"_a);
     m.def("estimate_side_data", &estimate_side_data, "src"_a, "unit_nbytes"_a, "n_rows"_a,

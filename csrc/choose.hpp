@@ -106,9 +106,10 @@ inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::s
 }
 
 // The model of one class: narrow, or for as many codes as fit registers. A class without units, or
-// with a single symbol, gets a model that costs next to nothing. Returns the estimated bytes.
+// with a single symbol, gets a model that costs next to nothing; symbols are below `n_symbols`.
+// Returns the estimated bytes.
 inline std::size_t choose_class_model(const uint8_t* units, std::size_t n, uint32_t sample_units,
-                                      uint32_t raw_bits, RansModel& model) {
+                                      uint32_t raw_bits, uint32_t n_symbols, RansModel& model) {
     Histogram histogram;
     count_bytes(units, n, sample_log_for(n, sample_units), histogram);
     if (n > 0) {
@@ -124,7 +125,7 @@ inline std::size_t choose_class_model(const uint8_t* units, std::size_t n, uint3
         }
     }
     const auto symbol = static_cast<uint8_t>(n > 0 ? units[0] >> raw_bits : 0);
-    const auto last = static_cast<uint8_t>((256u >> raw_bits) - 1);
+    const auto last = static_cast<uint8_t>(n_symbols - 1);
     model.raw_bits = raw_bits;
     model.n_symbols = model.n_codes = 2;
     model.symbols[0] = std::min(symbol, static_cast<uint8_t>(last - 1));
@@ -142,8 +143,9 @@ inline std::size_t choose_class_models(const uint8_t* sorted, const ClassStarts&
     const std::size_t n = starts.at[kMaxClasses];
     std::size_t nbytes = kClassedModelsOffset + (std::size_t{3} << choose_lanes_log(n));
     for (uint32_t c = 0; c < choice.rule.n_classes; ++c)
-        nbytes += choose_class_model(sorted + starts.at[c], starts.count(c),
-                                     sample_units / kMaxClasses, raw_bits, choice.models[c]);
+        nbytes +=
+            choose_class_model(sorted + starts.at[c], starts.count(c), sample_units / kMaxClasses,
+                               raw_bits, 256u >> raw_bits, choice.models[c]);
     return nbytes;
 }
 

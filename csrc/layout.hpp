@@ -25,7 +25,8 @@ enum class Mode : uint8_t {
     kPalette = 2,
     kRans = 3,
     kZstd = 4,
-    kClassedRans = 5
+    kClassedRans = 5,
+    kDelta = 6
 };
 enum class ClassSource : uint8_t { kNone = 0, kPrediction = 1, kLead = 2 };
 
@@ -59,6 +60,13 @@ constexpr uint32_t kMaxClasses = 4;
 constexpr uint32_t kPredictionClasses = 4;
 constexpr uint32_t kPredictionBias = 128;
 
+// Section 6.6.
+constexpr uint32_t kMaxDeltaClasses = 8;
+constexpr std::size_t kDeltaModelsOffset = 32;
+constexpr uint32_t kDeltaTokens = 64;
+constexpr uint32_t kDeltaDirectTokens = 32;
+constexpr uint32_t kDeltaFullToken = 63;
+
 // What a decoder found wrong; bind.cpp hands the number to Python, where frame.py puts it into
 // words.
 enum class Status : int {
@@ -72,6 +80,7 @@ enum class Status : int {
     kWordsLeft = 7,       // words were left over at the end
     kFinalState = 8,      // a lane ended in a state that no encoder leaves
     kEscapeCount = 9,     // escapes met and escapes declared differ
+    kExtraBits = 10,      // fewer or more extra bits than declared
 };
 
 template <class T>

@@ -14,6 +14,8 @@
 #include "chunk_decode.hpp"
 #include "chunk_encode.hpp"
 #include "copy.hpp"
+#include "delta_decode.hpp"
+#include "delta_encode.hpp"
 #include "parallel.hpp"
 #include "scratch.hpp"
 #include "side_data.hpp"
@@ -75,7 +77,7 @@ struct Geometry {
 // One worker's encode scratch, in one allocation.
 class EncodeWorker {
   public:
-    EncodeWorker(const Geometry& geometry, bool classes, bool owns_output) {
+    EncodeWorker(const Geometry& geometry, bool classes, bool has_base, bool owns_output) {
         const std::size_t units = round_up(geometry.largest_units(), 64) + kPlaneSlack;
         const bool splits = geometry.spec.splits();
         const bool one_byte = item_nbytes(geometry.spec) == 1;
@@ -83,8 +85,9 @@ class EncodeWorker {
         const std::size_t output =
             owns_output ? round_up(geometry.largest_units() * geometry.spec.unit_nbytes, 64) : 0;
         const std::size_t tables = round_up(sizeof(RansEncodeTables), 64);
+        const uint32_t unit_nbytes = geometry.spec.unit_nbytes;
         memory_ = Scratch(planes + (one_byte ? 3 * units : 0) + (classes ? 4 * units : 0) + tables +
-                          output);
+                          output + (has_base ? delta_encode_nbytes(units, unit_nbytes) : 0));
         uint8_t* at = memory_.get();
         for (uint32_t p = 0; p < kMaxPlanes; ++p) scratch.planes[p] = nullptr;
         for (uint32_t p = 0; splits && p < geometry.spec.n_planes; ++p, at += units)
@@ -93,6 +96,10 @@ class EncodeWorker {
         at += tables;
         this->output = at;
         at += output;
+        if (has_base) {
+            delta = place_delta_scratch(at, units, unit_nbytes);
+            at += delta_encode_nbytes(units, unit_nbytes);
+        }
         scratch.escapes = at;
         scratch.words = at + units;
         at += one_byte ? 3 * units : 0;
@@ -103,11 +110,18 @@ class EncodeWorker {
     }
 
     EncodeScratch scratch;
+    DeltaScratch delta;  // if there is a base
     uint8_t* output;
 
   private:
     Scratch memory_;
 };
+
+// nbytes * part / whole.
+inline std::size_t scale_bytes(std::size_t nbytes, std::size_t part, std::size_t whole) {
+    return static_cast<std::size_t>(static_cast<double>(nbytes) * static_cast<double>(part) /
+                                    static_cast<double>(whole));
+}
 
 inline std::size_t n_leaves(std::size_t nbytes) {
     return (nbytes + kContentLeafNbytes - 1) / kContentLeafNbytes;
@@ -152,17 +166,51 @@ inline void hash_leaves_threaded(const uint8_t* src, std::size_t nbytes, uint8_t
                  });
 }
 
+// What a tensor is encoded with beside itself.
+struct EncodeContext {
+    SideData side;
+    Base base;
+    std::size_t plain_nbytes = 0;  // what the whole tensor would take without the base
+    Level level = Level::kDefault;
+};
+
+// A chunk from unit `first` on to `to`, its descriptors to `descriptors`; returns its padded
+// length.
+inline std::size_t encode_any_chunk(const uint8_t* from, std::size_t n, std::size_t first,
+                                    const Geometry& geometry, const EncodeContext& context,
+                                    EncodeWorker& worker, uint8_t* to, uint32_t* descriptors,
+                                    Isa isa) {
+    EncodeScratch& scratch = worker.scratch;
+    std::size_t nbytes = 0;
+    if (context.base.units == nullptr ||
+        !encode_delta(from, n, first, geometry.spec.unit_nbytes, context.base,
+                      scale_bytes(context.plain_nbytes, n, geometry.n_units), context.level,
+                      worker.delta, scratch.words, scratch.escapes, *scratch.tables, to, nbytes,
+                      isa))
+        return encode_chunk(from, n, first, geometry.spec, context.side, context.level, scratch, to,
+                            descriptors, isa);
+    std::fill_n(descriptors, geometry.spec.n_planes, 0);
+    descriptors[0] = make_descriptor(Mode::kDelta, nbytes);
+    const std::size_t padded = round_up(nbytes, kFrameAlignment);
+    std::memset(to + nbytes, 0, padded - nbytes);
+    return padded;
+}
+
 // Encodes a tensor. Chunks hold whole leaves unless there is one chunk only; `dst` has room for
-// round_up(nbytes, 64) bytes, `table` a row for each chunk, `digests` 16 bytes for each leaf.
-// Returns the length of the payload. The bytes do not depend on `threads`.
-inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry, const SideData& side,
-                                 Level level, uint8_t* dst, uint32_t* table, uint8_t* digests,
-                                 std::size_t threads, Isa isa) {
-    const bool classes = geometry.spec.splits() && (side.rows != nullptr || level == Level::kMax);
+// round_up(nbytes, 64) bytes, `table` a row for each chunk, `digests` 16 bytes for each leaf. With
+// a base, planes have one byte. Returns the length of the payload. The bytes do not depend on
+// `threads`.
+inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry,
+                                 const EncodeContext& context, uint8_t* dst, uint32_t* table,
+                                 uint8_t* digests, std::size_t threads, Isa isa) {
+    const Level level = context.level;
+    const bool has_base = context.base.units != nullptr;
+    const bool classes =
+        geometry.spec.splits() && (context.side.rows != nullptr || level == Level::kMax);
     const std::size_t n_workers = std::max<std::size_t>(1, std::min(threads, geometry.n_chunks()));
     std::vector<EncodeWorker> workers;
     for (std::size_t w = 0; w < n_workers; ++w)
-        workers.emplace_back(geometry, classes, n_workers > 1);
+        workers.emplace_back(geometry, classes, has_base, n_workers > 1);
     OrderedOutput ordered;
     parallel_for(geometry.n_chunks(), n_workers, [&](std::size_t w, std::size_t chunk) {
         const std::size_t n = geometry.units_of(chunk);
@@ -173,7 +221,7 @@ inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry, c
         // before it.
         uint8_t* to = n_workers == 1 ? dst + ordered.used() : workers[w].output;
         uint8_t* const leaves = digests + at / kContentLeafNbytes * 16;
-        if (is_stored_whole(from, n, geometry.spec, level)) {
+        if (!has_base && is_stored_whole(from, n, geometry.spec, level)) {
             const std::size_t nbytes = round_up(n * geometry.spec.unit_nbytes, kFrameAlignment);
             // Its length is known beforehand: no worker needs a copy.
             const std::size_t offset = ordered.reserve(chunk, nbytes);
@@ -187,9 +235,8 @@ inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry, c
         const bool more = chunk + n_workers < geometry.n_chunks();
         scratch.next_src = more ? from + n_workers * geometry.chunk_nbytes() : nullptr;
         scratch.cold_output = n_workers == 1;
-        const std::size_t nbytes =
-            encode_chunk(from, n, chunk * geometry.chunk_units, geometry.spec, side, level, scratch,
-                         to, row + 1, isa);
+        const std::size_t nbytes = encode_any_chunk(from, n, chunk * geometry.chunk_units, geometry,
+                                                    context, workers[w], to, row + 1, isa);
         if (n_workers == 1) {
             row[0] = crc32c(to, nbytes, isa);
             ordered.reserve(chunk, nbytes);
@@ -235,9 +282,21 @@ inline bool descriptor_is_allowed(const uint32_t* descriptors, const PlaneSpec& 
             return item == 1;
         case Mode::kClassedRans:
             return spec.splits();
+        case Mode::kDelta:
+            return false;
         default:
             return !spec.splits();
     }
+}
+
+// The first plane of a chunk of mode delta whose descriptor is not allowed; n_planes if there is
+// none.
+inline uint32_t misplaced_beside_delta(const uint32_t* descriptors, uint32_t n_planes,
+                                       bool has_base) {
+    if (!has_base) return 0;
+    uint32_t plane = 1;
+    while (plane < n_planes && descriptors[plane] == 0) ++plane;
+    return plane;
 }
 
 enum class TableFault : int { kNone = 0, kUnknownMode = 1, kNotAllowed = 2 };
@@ -250,15 +309,23 @@ struct TableCheck {
 };
 
 // Checks all descriptors (docs/format.md, section 9); reads nothing but the table.
-inline TableCheck check_descriptors(const uint32_t* table, const Geometry& geometry) {
+inline TableCheck check_descriptors(const uint32_t* table, const Geometry& geometry,
+                                    bool has_base) {
     const uint32_t n_planes = geometry.spec.n_planes;
     std::size_t payload = 0;
     for (std::size_t chunk = 0; chunk < geometry.n_chunks(); ++chunk) {
         const uint32_t* descriptors = table + chunk * geometry.row_length() + 1;
         const std::size_t n = geometry.units_of(chunk);
-        for (uint32_t plane = 0; plane < n_planes; ++plane) {
-            if (descriptor_mode(descriptors[plane]) > Mode::kClassedRans)
+        for (uint32_t plane = 0; plane < n_planes; ++plane)
+            if (descriptor_mode(descriptors[plane]) > Mode::kDelta)
                 return {TableFault::kUnknownMode, chunk, plane, 0};
+        if (descriptor_mode(descriptors[0]) == Mode::kDelta) {
+            const uint32_t plane = misplaced_beside_delta(descriptors, n_planes, has_base);
+            if (plane < n_planes) return {TableFault::kNotAllowed, chunk, plane, 0};
+            payload += round_up(descriptor_nbytes(descriptors[0]), kFrameAlignment);
+            continue;
+        }
+        for (uint32_t plane = 0; plane < n_planes; ++plane) {
             if (!descriptor_is_allowed(descriptors, geometry.spec, plane, n))
                 return {TableFault::kNotAllowed, chunk, plane, 0};
         }
@@ -283,6 +350,7 @@ inline std::vector<std::size_t> chunk_offsets(const uint32_t* table, const Geome
 struct EncodedTensor {
     const Geometry& geometry;
     SideData side;
+    Base base;  // units are null only if no chunk needs it
     const uint8_t* payload;
     const uint32_t* table;
     const std::vector<std::size_t>& offsets;
@@ -294,20 +362,27 @@ struct EncodedTensor {
 
 // One worker's decode scratch; `partial` receives a chunk of which only a part is wanted.
 struct DecodeWorker {
-    DecodeWorker(const Geometry& geometry, bool classes)
+    DecodeWorker(const Geometry& geometry, bool classes, bool deltas)
         : planes(new PlaneDecoder[item_nbytes(geometry.spec) == 1 ? geometry.spec.n_planes : 1]),
           whole(classes ? Scratch(classed_scratch_nbytes(geometry.largest_units(),
                                                          geometry.spec.n_planes))
-                        : Scratch()) {}
+                        : Scratch()),
+          delta(deltas ? new DeltaDecoder : nullptr),
+          differences(deltas ? Scratch(delta_scratch_nbytes(geometry.largest_units(),
+                                                            geometry.spec.unit_nbytes))
+                             : Scratch()) {}
 
     std::unique_ptr<PlaneDecoder[]> planes;
     Scratch whole;
+    std::unique_ptr<DeltaDecoder> delta;
+    Scratch differences;
     std::vector<uint8_t> partial;
 };
 
 // Decodes chunk `index` to `dst` once its bytes outside of the streams have been checked.
 inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, bool check_crc,
-                             bool past_cache, DecodeScratch& scratch, uint8_t* dst, Isa isa) {
+                             bool past_cache, DecodeScratch& scratch, DecodeWorker& worker,
+                             uint8_t* dst, Isa isa) {
     const uint8_t* const chunk = tensor.chunk(index);
     const std::size_t nbytes = tensor.nbytes_of(index);
     const uint32_t* const row = tensor.row(index);
@@ -323,8 +398,12 @@ inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, boo
     const uint8_t* const padding = chunk + stream_sum(row + 1, spec.n_planes);
     if (!std::all_of(padding, chunk + nbytes, [](uint8_t byte) { return byte == 0; }))
         return Status::kReserved;
-    return decode_chunk(chunk, row + 1, tensor.geometry.units_of(index),
-                        index * tensor.geometry.chunk_units, spec, tensor.side, scratch, dst, isa);
+    const std::size_t n = tensor.geometry.units_of(index);
+    const std::size_t first = index * tensor.geometry.chunk_units;
+    if (descriptor_mode(row[1]) == Mode::kDelta)
+        return decode_delta(chunk, descriptor_nbytes(row[1]), n, first, spec.unit_nbytes,
+                            tensor.base, *worker.delta, worker.differences.get(), dst, isa);
+    return decode_chunk(chunk, row + 1, n, first, spec, tensor.side, scratch, dst, isa);
 }
 
 // The first bad chunk that workers met.
@@ -366,10 +445,13 @@ inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start
     const std::size_t n_wanted = (stop - 1) / geometry.chunk_nbytes() + 1 - first;
     const std::size_t n_workers = std::max<std::size_t>(1, std::min(threads, n_wanted));
     std::vector<DecodeWorker> workers;
-    bool classes = false;
-    for (std::size_t chunk = first; chunk < first + n_wanted; ++chunk)
+    bool classes = false, deltas = false;
+    for (std::size_t chunk = first; chunk < first + n_wanted; ++chunk) {
         classes |= is_classed(tensor.row(chunk) + 1, geometry.spec.n_planes);
-    for (std::size_t w = 0; w < n_workers; ++w) workers.emplace_back(geometry, classes);
+        deltas |= descriptor_mode(tensor.row(chunk)[1]) == Mode::kDelta;
+    }
+    if (deltas && tensor.base.units == nullptr) return {Status::kBadField, first};
+    for (std::size_t w = 0; w < n_workers; ++w) workers.emplace_back(geometry, classes, deltas);
     const auto cuts_chunk = [&](std::size_t at) {
         return at % geometry.chunk_nbytes() != 0 && at != geometry.nbytes();
     };
@@ -393,7 +475,7 @@ inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start
                               more ? tensor.chunk(chunk + n_workers) : nullptr};
         const bool past_cache = whole && nbytes >= kPastCacheMinNbytes;
         const Status status = decode_checked(tensor, chunk, check_crc, past_cache, scratch,
-                                             whole ? out : partial, isa);
+                                             workers[w], whole ? out : partial, isa);
         if (status != Status::kOk)
             fault.report(chunk, status);
         else if (!whole)
@@ -449,11 +531,57 @@ inline std::vector<PlaneEstimate> estimate_tensor(const uint8_t* src, const Geom
     return estimates;
 }
 
+constexpr std::size_t kDeltaSections = 4;
+
+// What units [first, first + n) of a tensor would take as differences from a base, in chunks.
+inline std::size_t estimate_delta_section(const uint8_t* src, const Geometry& geometry,
+                                          const Base& base, std::size_t first, std::size_t n,
+                                          DeltaSample& sample, Isa isa) {
+    const uint32_t unit = geometry.spec.unit_nbytes;
+    const std::size_t run = std::min(n, kDeltaSampleRun);
+    const std::size_t n_runs =
+        std::max<std::size_t>(1, std::min(kLeastDeltaSample, n) / kDeltaSampleRun);
+    const std::size_t gap = n_runs > 1 ? (n - run) / (n_runs - 1) : 0;
+    const std::size_t n_there = run * n_runs;
+    const Scratch memory(2 * n_there * unit + 2 * run);
+    uint8_t* const units = memory.get();
+    uint8_t* const bases = units + n_there * unit;
+    for (std::size_t r = 0; r < n_runs; ++r) {
+        const std::size_t at = first + r * gap;
+        std::memcpy(units + r * run * unit, src + at * unit, run * unit);
+        const uint8_t* const from = chunk_base(base, at, run, unit, bases + n_there * unit, isa);
+        std::memcpy(bases + r * run * unit, from, run * unit);
+    }
+    with_units(unit, base.is_float, [&]<class Unit, bool kFloat>() {
+        take_delta_sample<Unit, kFloat>(units, bases, n_there, sample);
+    });
+    DeltaRule rule;
+    const std::size_t chunk_units = std::min(n, geometry.chunk_units);
+    return scale_bytes(choose_delta_rule(sample, chunk_units, 8 * unit, rule), n, chunk_units);
+}
+
+// What a tensor of at least one unit would take if chunks chose between differences from a base and
+// `plain_nbytes` for all of them; 0 if it equals the base.
+inline std::size_t estimate_delta_tensor(const uint8_t* src, const Geometry& geometry,
+                                         const Base& base, std::size_t plain_nbytes, Isa isa) {
+    if (base.cast == Cast::kNone && std::memcmp(src, base.units, geometry.nbytes()) == 0) return 0;
+    const auto sample = std::make_unique<DeltaSample>();
+    const std::size_t n_sections = std::min(kDeltaSections, geometry.n_chunks());
+    std::size_t sum = 0;
+    for (std::size_t s = 0; s < n_sections; ++s) {
+        const std::size_t first = s * geometry.n_units / n_sections;
+        const std::size_t n = (s + 1) * geometry.n_units / n_sections - first;
+        sum += std::min(estimate_delta_section(src, geometry, base, first, n, *sample, isa),
+                        scale_bytes(plain_nbytes, n, geometry.n_units));
+    }
+    return sum;
+}
+
 // The stream of one plane of 1 to 2 Mi units in the given mode (palette or rANS), nothing carried;
 // `dst` has room for `n` bytes. 0 if it would not be smaller than the plane.
 inline std::size_t encode_single_plane(const uint8_t* src, std::size_t n, Mode mode, uint8_t* dst,
                                        Isa isa) {
-    EncodeWorker worker(Geometry(1, 0, kMaxChunkLog, n), false, false);
+    EncodeWorker worker(Geometry(1, 0, kMaxChunkLog, n), false, false, false);
     Histogram histogram;
     count_bytes(src, n, 0, histogram);
     PlaneChoice& choice = worker.scratch.choices[0];

@@ -85,17 +85,25 @@ inline Isa choose_isa(uint32_t choice) {
     return static_cast<Isa>(choice % (static_cast<uint32_t>(detect_isa()) + 1));
 }
 
-// How a tensor is cut, as the input says; the caller asks geometry_fault() about it.
+// How a tensor is cut and what its base is like, as the input says; the caller asks
+// geometry_fault() about it.
 struct Cut {
     uint32_t unit_nbytes;
     int split;
     uint32_t chunk_log;
+    bool has_base;
+    bool is_float;
+    Cast cast;
 
     explicit Cut(Input& input) {
         const uint32_t choice = input.take(1);
         unit_nbytes = 1u << (choice & 3);
         split = static_cast<int>(choice >> 2 & 7);
         chunk_log = input.take(1) % (kMaxChunkLog + 1);
+        has_base = choice >> 5 & 1;
+        is_float = choice >> 6 & 1;
+        const bool casts = choice >> 7 && unit_nbytes == 2 && is_float;
+        cast = !casts ? Cast::kNone : chunk_log % 2 == 0 ? Cast::kToBf16 : Cast::kToFp16;
     }
 
     const char* fault(std::size_t nbytes) const {
@@ -104,6 +112,47 @@ struct Cut {
     Geometry geometry(std::size_t nbytes) const {
         return Geometry(unit_nbytes, split, chunk_log, nbytes);
     }
+};
+
+// xorshift64: noise that a run can repeat.
+inline uint64_t next_noise(uint64_t& state) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return state;
+}
+
+// A base for a tensor: its own units, where they are known, with noise in the bits of a mask in one
+// of `stride` units; or none.
+class BaseUnits {
+  public:
+    BaseUnits(const Cut& cut, const Geometry& geometry, const uint8_t* units, uint64_t mask,
+              std::size_t stride)
+        : cut_(cut), values_(0) {
+        if (!cut.has_base || geometry.n_units == 0) return;
+        const std::size_t unit = cut.cast == Cast::kNone ? cut.unit_nbytes : 4;
+        values_ = Buffer(geometry.n_units * unit);
+        uint64_t state = 0x2545F4914F6CDD1D;
+        for (std::size_t i = 0; i < geometry.n_units; ++i) {
+            uint8_t bytes[8] = {};
+            // Of a cast, a BF16 is the upper half.
+            if (units != nullptr)
+                std::memcpy(bytes + (unit - cut.unit_nbytes), units + i * cut.unit_nbytes,
+                            cut.unit_nbytes);
+            uint64_t value = load<uint64_t>(bytes);
+            if (i % stride == 0) value ^= next_noise(state) & mask;
+            std::memcpy(values_.data() + i * unit, &value, unit);
+        }
+    }
+
+    const Buffer& values() const { return values_; }
+    Base view() const {
+        return {values_.nbytes() > 0 ? values_.data() : nullptr, cut_.is_float, cut_.cast};
+    }
+
+  private:
+    Cut cut_;
+    Buffer values_;
 };
 
 // Side data for a tensor, or none: rows (2 bytes), how many values follow (2), the values, which

@@ -78,14 +78,17 @@ void run(Input input) {
     const Side side(input, geometry);
     std::vector<uint32_t> table(geometry.n_chunks() * geometry.row_length());
     for (uint32_t& word : table) word = input.take(4);
-    const TableCheck checked = check_descriptors(table.data(), geometry);
+    const BaseUnits base(cut, geometry, nullptr, ~uint64_t{0}, 1);
+    const TableCheck checked =
+        check_descriptors(table.data(), geometry, base.view().units != nullptr);
     const std::vector<std::size_t> offsets = chunk_offsets(table.data(), geometry);
     if (offsets.back() > kMaxPayload) return;
     claim(checked.fault != TableFault::kNone || checked.payload_nbytes == offsets.back(),
           "the table's two sums agree");
     Buffer payload(offsets.back(), 0, choices.misalign);
     input.take_bytes(payload.data(), payload.nbytes());
-    const EncodedTensor tensor{geometry, side.view(), payload.data(), table.data(), offsets};
+    const EncodedTensor tensor{geometry,       side.view(),  base.view(),
+                               payload.data(), table.data(), offsets};
     seal(tensor, table.data(), payload.data(), choices);
     compare(tensor, choices, start, stop);
 }

@@ -20,16 +20,18 @@ def main(data: bytes) -> None:
     except PackhorseError:
         return
     describe(read, frame)
-    whole = decode(read, check=True, threads=1 + (control >> 5 & 3))
+    base = harness.base_of(frame)
+    whole = decode(read, base, check=True, threads=1 + (control >> 5 & 3))
     harness.choose_isa(0)
-    assert whole == decode(read, check=True, threads=1), "the code paths differ"
-    careless = decode(read, check=False, threads=1)
+    assert whole == decode(read, base, check=True, threads=1), "the code paths differ"
+    careless = decode(read, base, check=False, threads=1)
     if whole is None:
-        assert fails(read.verify), "a frame that does not decode was verified"
+        assert fails(lambda: read.verify(base=base)), "a frame that does not decode was verified"
         return
+    assert read.base_hash is None or decode(read, None, check=True, threads=1) is None
     assert careless == whole, "without its checksums a good frame decodes to other bytes"
-    compare_part(read, whole, control)
-    fails(read.verify)
+    compare_part(read, base, whole, control)
+    fails(lambda: read.verify(base=base))
 
 
 def describe(read: Frame, frame: bytes) -> None:
@@ -41,21 +43,21 @@ def describe(read: Frame, frame: bytes) -> None:
     assert read.n_chunks * read.chunk_nbytes >= read.logical_nbytes
 
 
-def decode(read: Frame, *, check: bool, threads: int) -> bytes | None:
+def decode(read: Frame, base: bytes | None, *, check: bool, threads: int) -> bytes | None:
     """The tensor's bytes, or None for a documented error."""
     decoded = np.full(read.logical_nbytes, 0xA5 if check else 0x5A, np.uint8)
     try:
-        read.decompress_into(decoded, threads=threads, check=check)
+        read.decompress_into(decoded, threads=threads, check=check, base=base)
     except PackhorseError:
         return None
     return decoded.tobytes()
 
 
-def compare_part(read: Frame, whole: bytes, control: int) -> None:
+def compare_part(read: Frame, base: bytes | None, whole: bytes, control: int) -> None:
     """Decodes a range somewhere in the middle."""
     start, stop = len(whole) * (control & 7) // 24, len(whole) - len(whole) * (control >> 5) // 24
     part = bytearray(stop - start)
-    read.decompress_into(part, start=start, stop=stop, threads=1)
+    read.decompress_into(part, start=start, stop=stop, threads=1, base=base)
     assert part == whole[start:stop], "a range differs from the whole"
 
 

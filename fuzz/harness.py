@@ -9,6 +9,7 @@ A target lets only the documented errors through. Whatever else leaves it ends t
 keeps the input.
 """
 
+import math
 import os
 import resource
 import struct
@@ -29,13 +30,23 @@ with atheris.instrument_imports(include=["packhorse"]):
     from packhorse.frame import Frame, content_hash
     from packhorse.frame_header import frame_header_nbytes, n_planes_of, padded
 
-__all__ = ["MAX_NBYTES", "Mutator", "choose_isa", "fuzz", "is_fixed", "repair", "seal"]
+__all__ = [
+    "MAX_NBYTES",
+    "Mutator",
+    "base_of",
+    "choose_isa",
+    "count_bytes",
+    "fuzz",
+    "is_fixed",
+    "repair",
+    "seal",
+]
 
 MAX_NBYTES = 1 << 20  # no target decodes a larger tensor
 _MEMORY_NBYTES = 1 << 30  # beyond what the process has when it starts; more is a finding
 _MAX_CHUNKS = 64
 
-_N_DIMS, _SPLIT, _CHUNK_LOG = 6, 7, 11
+_N_DIMS, _SPLIT, _FLAGS, _CHUNK_LOG = 6, 7, 8, 11
 _HEADER_NBYTES, _HASH, _N_CHUNKS, _SIDE = 12, 24, 40, 52
 
 
@@ -76,7 +87,9 @@ def repair(frame: bytes) -> bytes:
     side_nbytes = struct.unpack_from("<I", frame, _SIDE)[0] & layout.STREAM_NBYTES_MASK
     if side_nbytes > MAX_NBYTES:
         return frame
-    header_nbytes = frame_header_nbytes(n_dims, n_chunks, n_planes, side_nbytes)
+    has_base = _has_base(frame)
+    header_nbytes = frame_header_nbytes(n_dims, n_chunks, n_planes, side_nbytes, has_base=has_base)
+    shape_end += layout.BASE_BLOCK_NBYTES * has_base
     side_end = shape_end + 4 * n_chunks * (1 + n_planes) + side_nbytes
     fixed = bytearray(frame[:side_end].ljust(header_nbytes, b"\0"))
     struct.pack_into("<I", fixed, _HEADER_NBYTES, header_nbytes)
@@ -89,7 +102,8 @@ def repair(frame: bytes) -> bytes:
 
 
 def seal(frame: bytes) -> bytes:
-    """The frame with every checksum right, the content hash too if it can be decoded."""
+    """The frame with every checksum right, the content hash too if it can be decoded, and with
+    `base_of` named as its base if it has one."""
     plan = _read_kind(frame)
     if plan is None:
         return frame
@@ -98,6 +112,9 @@ def seal(frame: bytes) -> bytes:
         struct.unpack_from("<I", frame, at)[0] for at in (_HEADER_NBYTES, _N_CHUNKS)
     )
     table = layout.FIXED_HEADER_NBYTES + 8 * n_dims
+    if _has_base(frame) and len(frame) >= table + layout.BASE_BLOCK_NBYTES:
+        frame = frame[:table] + content_hash(base_of(frame) or b"") + frame[table + 16 :]
+        table += layout.BASE_BLOCK_NBYTES
     if not table + 4 * n_chunks * (1 + n_planes) <= header_nbytes <= len(frame):
         return frame
     sealed = bytearray(frame)
@@ -111,6 +128,32 @@ def seal(frame: bytes) -> bytes:
         sealed[_HASH : _HASH + len(digest)] = digest
         _seal_header(sealed, header_nbytes)
     return bytes(sealed)
+
+
+def base_of(frame: bytes) -> bytes | None:
+    """What every target takes for the base of a frame: bytes that count, as many as the frame's
+    dtypes and shape ask for. None where that makes no sense."""
+    plan = _read_kind(frame)
+    if plan is None or not _has_base(frame):
+        return None
+    row, _, n_dims = plan
+    shape_end = layout.FIXED_HEADER_NBYTES + 8 * n_dims
+    code = frame[shape_end + 16] if len(frame) > shape_end + 16 else 0
+    base_row = layout.DTYPE_BY_CODE.get(code)
+    dims = struct.unpack(f"<{n_dims}Q", frame[layout.FIXED_HEADER_NBYTES : shape_end])
+    n_units = math.prod(dims) * row.bits // 8 // row.unit_nbytes
+    if base_row is None or n_units * row.unit_nbytes > MAX_NBYTES:
+        return None
+    return count_bytes(n_units * base_row.unit_nbytes)
+
+
+def count_bytes(nbytes: int) -> bytes:
+    """Numbers of two bytes from 0x3C00 on, of which each is three more than the last."""
+    return (0x3C00 + 3 * np.arange(nbytes // 2 + 1)).astype("<u2").tobytes()[:nbytes]
+
+
+def _has_base(frame: bytes) -> bool:
+    return len(frame) > _FLAGS and bool(frame[_FLAGS] & layout.FLAG_BASE)
 
 
 def is_fixed(control: int) -> bool:
@@ -152,7 +195,7 @@ def _digest(frame: bytes) -> bytes | None:
     try:
         read = Frame.from_buffer(frame, max_nbytes=MAX_NBYTES)
         decoded = bytearray(read.logical_nbytes)
-        read.decompress_into(decoded, threads=1)
+        read.decompress_into(decoded, threads=1, base=base_of(frame))
     except PackhorseError:
         return None
     return content_hash(decoded, threads=1)

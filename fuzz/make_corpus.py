@@ -21,6 +21,7 @@ from packhorse.codecs.content import content_hash
 from packhorse.disk.container import pack_tensors
 from packhorse.disk.header import build_header
 from packhorse.frame import Frame, compress_buffer
+from packhorse.frame_base import NO_BASE
 from packhorse.frame_header import (
     FrameHeader,
     frame_header_nbytes,
@@ -42,6 +43,7 @@ Seeds = Iterator[tuple[str, bytes]]
 _N_UNITS = 384  # coded streams begin to pay at about this length
 _CHUNK_LOG = 9
 _MAX_LIE_NBYTES = 1024
+_DELTA_DTYPES = ("U8", "I16", "I32", "I64", "BF16", "F16", "F32", "F64", "F8_E4M3")
 
 
 def make_units(kind: str, dtype: DType, n: int = _N_UNITS) -> bytes:
@@ -104,8 +106,8 @@ def build_frame(
         table = np.empty((1, 1 + (dtype.unit_nbytes if split else 1)), np.uint32)
         dst, leaves = np.empty(padded(piece.size), np.uint8), np.empty(16, np.uint8)
         used = _core.encode_chunks(
-            piece, dtype.unit_nbytes, split, chunk_log, level, side, n_rows, dst, table, leaves,
-            1, 0,
+            piece, dtype.unit_nbytes, split, chunk_log, level, side, n_rows, NO_BASE.data, False, 0,
+            0, dst, table, leaves, 1, 0,
         )  # fmt: skip
         tables.append(table)
         payload += dst[:used].tobytes()
@@ -124,7 +126,9 @@ def _seal(
 ) -> Frame:
     stream = encode_plane(side, Mode.RANS) if side.size else None
     mode, text = (Mode.STORED, side.tobytes()) if stream is None else (Mode.RANS, stream)
-    header_nbytes = frame_header_nbytes(len(shape), len(table), table.shape[1] - 1, len(text))
+    header_nbytes = frame_header_nbytes(
+        len(shape), len(table), table.shape[1] - 1, len(text), has_base=False
+    )
     header = FrameHeader(
         dtype, shape, dtype.splits[-1], level, chunk_log, content_hash(data), header_nbytes,
         header_nbytes + len(payload), table, int(side.size > 0),
@@ -159,6 +163,15 @@ def seed_frames() -> Iterator[tuple[str, Frame]]:
     for number, plane_of in enumerate(PLANES):
         data, level = make_plane(3000, *plane_of).tobytes(), list(Level)[1 + number % 2]
         yield f"plane-{number}", build_frame(data, DTYPES[1], (3000,), 12, level)
+    for dtype in DTYPES:
+        if dtype.name not in _DELTA_DTYPES:
+            continue
+        # Of what harness.py takes for every base.
+        base = (0x3C00 + 3 * np.arange(700 * dtype.unit_nbytes // 2)).astype("<u2").tobytes()
+        for scale in (0.6, 30):
+            data = make_step(base, dtype.unit_nbytes, scale)
+            frame = compress_buffer(data, dtype.name, (7, 100), base=base)
+            yield f"{dtype.name}-delta-{scale:g}", frame
     for shape in ((), (0, 3), (1, 1, 1)):
         data = bytes(4 * int(np.prod(shape)))
         yield f"shape-{len(shape)}", compress_buffer(data, "F32", shape)
@@ -172,7 +185,7 @@ def modes_of(frame: Frame) -> set[Mode]:
 def decode_tensor_seeds() -> Seeds:
     """Choices, cut, length, range, side data, table, payload."""
     for number, (name, frame) in enumerate(seed_frames()):
-        if Mode.ZSTD in modes_of(frame):
+        if Mode.ZSTD in modes_of(frame) or frame.base_hash is not None:
             continue
         packed = frame.to_bytes()
         header = read_header(np.frombuffer(packed, np.uint8), None, 0, None, int(choose_isa()))
@@ -188,6 +201,48 @@ def decode_tensor_seeds() -> Seeds:
             _core.make_side_data(units, header.dtype.unit_nbytes, n_rows, side, 0)
         part += struct.pack("<HH", n_rows, side.size) + side.tobytes()
         yield name, choices + part + header.table.tobytes() + packed[header.header_nbytes :]
+    yield from delta_seeds()
+
+
+def fuzz_base(n_units: int, unit_nbytes: int) -> bytes:
+    """The base that `decode_tensor.cpp` makes: noise of xorshift64."""
+    state, units = 0x2545F4914F6CDD1D, b""
+    for _ in range(n_units):
+        state ^= state << 13 & (1 << 64) - 1
+        state ^= state >> 7
+        state ^= state << 17 & (1 << 64) - 1
+        units += state.to_bytes(8, "little")[:unit_nbytes]
+    return units
+
+
+def make_step(base: bytes, unit_nbytes: int, scale: float) -> bytes:
+    """Units some steps from those of a base, a few of them far away."""
+    units = np.frombuffer(base, f"<u{unit_nbytes}")
+    rng = np.random.default_rng([unit_nbytes, units.size])
+    away = rng.normal(0, scale, units.size).astype(np.int64).view(np.uint64)
+    far = rng.integers(0, 1 << 64, units.size, np.uint64) * (rng.random(units.size) < 0.01)
+    return (units + (away + far).astype(units.dtype)).tobytes()
+
+
+def delta_seeds() -> Seeds:
+    """As `decode_tensor_seeds`, with a base; bits 5 and 6 of the cut say so."""
+    for number, (dtype, scale) in enumerate(
+        product((row for row in DTYPES if row.name in _DELTA_DTYPES), (0.5, 40, 1e6))
+    ):
+        base = fuzz_base(1500, dtype.unit_nbytes)
+        data = make_step(base, dtype.unit_nbytes, min(scale, 8.0**dtype.unit_nbytes))
+        is_float = Split.FLOAT in dtype.splits
+        table = np.empty((1, 1 + (dtype.unit_nbytes if dtype.splits[-1] else 1)), np.uint32)
+        dst, leaves = np.empty(padded(len(data)), np.uint8), np.empty(16, np.uint8)
+        used = _core.encode_chunks(
+            np.frombuffer(data, np.uint8), dtype.unit_nbytes, dtype.splits[-1], 11, Level.DEFAULT,
+            b"", 0, np.frombuffer(base, np.uint8), is_float, 0, 4 * len(data), dst, table, leaves,
+            1, 0,
+        )  # fmt: skip
+        bits = dtype.unit_nbytes.bit_length() - 1 | dtype.splits[-1] << 2 | 1 << 5 | is_float << 6
+        head = bytes([number % 4, number % 4, bits, 11]) + struct.pack("<I", len(data))[:3]
+        head += struct.pack("<HHHH", 1000, 60000, 0, 0)
+        yield f"delta-{dtype.name}-{scale:g}", head + table.tobytes() + dst[:used].tobytes()
 
 
 def decode_plane_seeds() -> Seeds:
@@ -216,6 +271,12 @@ def round_trip_seeds() -> Seeds:
             noise = struct.pack("<QH", 0xFF << 8 * (number % 8), number)
             head = choices + bytes([chunk_log]) + length + side + noise
             yield f"{size}-{split}-{kind}", head + make_units(kind, row, 64)
+            if size > 1 and not split:
+                continue  # the planner splits a tensor with a base
+            near = struct.pack("<QH", 0x3F << number % 3, number % 5)  # of its base
+            with_base = bytes([*choices[:2], choices[2] | (1 if number % 2 else 3) << 5])
+            head = with_base + bytes([chunk_log]) + length + side + near
+            yield f"{size}-{split}-{kind}-base", head + make_units(kind, row, 64)
     for level in (1, 2):  # more than one chunk: those are large
         head = bytes([level, 4 | level, 1 | Split.FLOAT << 2, 17]) + struct.pack("<I", 300_000)[:3]
         side = struct.pack("<HH", 200, 4) + b"\5\1\3\2"

@@ -17,7 +17,14 @@ struct Task {
     Geometry geometry;
     Side side;
     Buffer src;
+    BaseUnits base;
     Level level;
+
+    // A base is worth more than nothing can be: every chunk that can be one of differences is.
+    EncodeContext context() const {
+        const bool has_base = base.view().units != nullptr;
+        return {side.view(), base.view(), has_base ? 4 * src.nbytes() : 0, level};
+    }
 };
 
 struct Encoded {
@@ -30,8 +37,8 @@ struct Encoded {
         : payload(round_up(task.src.nbytes(), kFrameAlignment), 0xA5),
           table(task.geometry.n_chunks() * task.geometry.row_length()),
           digests(16 * n_leaves(task.src.nbytes())) {
-        nbytes = encode_tensor(task.src.data(), task.geometry, task.side.view(), task.level,
-                               payload.data(), table.data(), digests.data(), threads, isa);
+        nbytes = encode_tensor(task.src.data(), task.geometry, task.context(), payload.data(),
+                               table.data(), digests.data(), threads, isa);
     }
 
     bool equals(const Encoded& other) const {
@@ -40,27 +47,28 @@ struct Encoded {
     }
 };
 
-// xorshift64: noise that a run can repeat.
-uint64_t next_noise(uint64_t& state) {
-    state ^= state << 13;
-    state ^= state >> 7;
-    state ^= state << 17;
-    return state;
-}
+struct Noise {
+    uint64_t mask;
+    std::size_t stride;
 
-Buffer make_tensor(Input& input, std::size_t nbytes, uint32_t unit_nbytes) {
-    const uint64_t low = input.take(4);
-    const uint64_t mask = uint64_t{input.take(4)} << 32 | low;
-    const std::size_t stride = 1 + input.take(2);
+    explicit Noise(Input& input) {
+        const uint64_t low = input.take(4);
+        mask = uint64_t{input.take(4)} << 32 | low;
+        stride = 1 + input.take(2);
+    }
+};
+
+Buffer make_tensor(Input& input, std::size_t nbytes, uint32_t unit_nbytes, const Noise& noise) {
     Buffer tensor(nbytes);
     const std::size_t pattern = input.nbytes();
     for (std::size_t i = 0; pattern > 0 && i < nbytes; ++i)
         tensor.data()[i] = input.data()[i % pattern];
     uint64_t state = 0x9E3779B97F4A7C15;
-    for (std::size_t i = 0; mask != 0 && i + unit_nbytes <= nbytes; i += stride * unit_nbytes) {
-        const uint64_t noise = next_noise(state) & mask;
+    const std::size_t step = noise.stride * unit_nbytes;
+    for (std::size_t i = 0; noise.mask != 0 && i + unit_nbytes <= nbytes; i += step) {
+        const uint64_t bits = next_noise(state) & noise.mask;
         for (uint32_t b = 0; b < unit_nbytes; ++b)
-            tensor.data()[i + b] ^= static_cast<uint8_t>(noise >> (8 * b));
+            tensor.data()[i + b] ^= static_cast<uint8_t>(bits >> (8 * b));
     }
     return tensor;
 }
@@ -70,8 +78,8 @@ void decode_back(const Encoded& encoded, const Task& task, std::size_t threads, 
     claim(offsets.back() == encoded.nbytes, "the table says how long the payload is");
     Buffer payload(encoded.nbytes);
     std::copy(encoded.payload.data(), encoded.payload.data() + encoded.nbytes, payload.data());
-    const EncodedTensor tensor{task.geometry, task.side.view(), payload.data(),
-                               encoded.table.data(), offsets};
+    const EncodedTensor tensor{task.geometry,  task.side.view(),     task.base.view(),
+                               payload.data(), encoded.table.data(), offsets};
     Buffer decoded(task.src.nbytes(), 0x5A);
     const DecodeResult result =
         decode_tensor(tensor, 0, decoded.data(), decoded.nbytes(), true, threads, isa);
@@ -81,7 +89,8 @@ void decode_back(const Encoded& encoded, const Task& task, std::size_t threads, 
 
 void round_trip_tensor(const Task& task, std::size_t threads, Isa isa) {
     const Encoded plain(task, 1, Isa::kPortable);
-    const TableCheck check = check_descriptors(plain.table.data(), task.geometry);
+    const bool has_base = task.base.view().units != nullptr;
+    const TableCheck check = check_descriptors(plain.table.data(), task.geometry, has_base);
     claim(check.fault == TableFault::kNone, "the encoder writes what the table's check allows");
     claim(plain.nbytes <= round_up(task.src.nbytes(), kFrameAlignment), "nothing grows");
     const Encoded other(task, threads, isa);
@@ -101,6 +110,14 @@ void compare_estimates(const Task& task, std::size_t n_samples, Isa isa) {
                          return a.mode == b.mode && a.nbytes == b.nbytes;
                      }),
           "all code paths estimate the same");
+}
+
+void compare_delta_estimates(const Task& task, Isa isa) {
+    const auto estimate = [&](Isa of) {
+        return estimate_delta_tensor(task.src.data(), task.geometry, task.base.view(),
+                                     task.src.nbytes(), of);
+    };
+    claim(estimate(Isa::kPortable) == estimate(isa), "all code paths estimate the same deltas");
 }
 
 void compare_sides(const Task& task, Isa isa) {
@@ -139,8 +156,13 @@ void run(Input input) {
     const Geometry geometry = cut.geometry(nbytes);
     // As the binding demands of its caller.
     if (geometry.chunk_nbytes() % kContentLeafNbytes != 0 && geometry.n_chunks() > 1) return;
+    // As the planner splits a tensor with a base.
+    if (cut.has_base && item_nbytes(geometry.spec) > 1) return;
     Side side(input, geometry);
-    Task task{geometry, std::move(side), make_tensor(input, nbytes, cut.unit_nbytes), level};
+    const Noise noise(input);
+    Buffer src = make_tensor(input, nbytes, cut.unit_nbytes, noise);
+    BaseUnits base(cut, geometry, src.data(), noise.mask >> 3, noise.stride);
+    Task task{geometry, std::move(side), std::move(src), std::move(base), level};
     const Buffer before(task.src);
     if (bits >> 4 & 1)
         task.side.fit(task.src.data(), geometry, isa);
@@ -149,6 +171,7 @@ void run(Input input) {
     round_trip_tensor(task, threads, isa);
     if (nbytes > 0 && item_nbytes(geometry.spec) == 1)
         compare_estimates(task, 1 + (bits >> 5 & 1), isa);
+    if (task.base.view().units != nullptr) compare_delta_estimates(task, isa);
     if (nbytes > 0 && bits >> 6 != 0)
         round_trip_plane(task.src, bits >> 6 == 1 ? Mode::kPalette : Mode::kRans, isa);
     claim(task.src.equals(before), "the input is only read");

@@ -52,6 +52,7 @@ struct Tensor {
     Geometry geometry;
     Level level;
     std::vector<uint8_t> side;  // empty for none
+    std::vector<uint8_t> base_units;
 
     Tensor(uint32_t seed, uint32_t unit_nbytes, int split, Level level, bool predicts)
         : source(seed),
@@ -59,6 +60,10 @@ struct Tensor {
           level(level),
           side(predicts ? kRows + geometry.n_units / kRows : 0) {
         claim(geometry.n_chunks() > 4, "there are chunks for several threads");
+        // A step away in the middle, far off elsewhere: chunks of both kinds.
+        base_units.assign(source.data(), source.data() + kNbytes);
+        for (std::size_t i = 0; i < kNbytes; ++i)
+            base_units[i] ^= static_cast<uint8_t>(i >> 19 == 1 ? i % 8 == 0 : 97 * i >> 3);
         claim(side_fault(geometry.spec, geometry.n_units, side.size(), kRows) == nullptr,
               "the side data fit");
         const std::size_t n_columns = geometry.n_units / kRows;
@@ -71,6 +76,8 @@ struct Tensor {
         return static_cast<uint32_t>(std::countr_zero(kContentLeafNbytes / unit_nbytes));
     }
     SideData side_view() const { return view_side(side.data(), side.size(), kRows); }
+    Base base() const { return {base_units.data(), true, Cast::kNone}; }
+    EncodeContext context() const { return {side_view(), base(), kNbytes, level}; }
 };
 
 struct Packed {
@@ -81,8 +88,8 @@ struct Packed {
 
     Packed(const Tensor& tensor, std::size_t threads, Isa isa)
         : table(tensor.geometry.n_chunks() * tensor.geometry.row_length()) {
-        encode_tensor(tensor.source.data(), tensor.geometry, tensor.side_view(), tensor.level,
-                      payload.data(), table.data(), digests.data(), threads, isa);
+        encode_tensor(tensor.source.data(), tensor.geometry, tensor.context(), payload.data(),
+                      table.data(), digests.data(), threads, isa);
         offsets = chunk_offsets(table.data(), tensor.geometry);
     }
 
@@ -109,8 +116,8 @@ struct Job {
 
 DecodeResult decode(const Job& job, const Packed& packed, std::size_t start, Buffer& dst,
                     std::size_t threads, Isa isa) {
-    const EncodedTensor tensor{job.tensor.geometry, job.tensor.side_view(), packed.payload.data(),
-                               packed.table.data(), packed.offsets};
+    const EncodedTensor tensor{job.tensor.geometry,   job.tensor.side_view(), job.tensor.base(),
+                               packed.payload.data(), packed.table.data(),    packed.offsets};
     return decode_tensor(tensor, start, dst.data(), dst.nbytes(), true, threads, isa);
 }
 

@@ -28,6 +28,7 @@ from packhorse import _core
 from packhorse.codecs.base import ISA_VARIABLE, Isa, choose_isa
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
 from packhorse.layout import (
+    BASE_BLOCK_NBYTES,
     CHUNK_NBYTES,
     DTYPE_BY_NAME,
     FIXED_HEADER_NBYTES,
@@ -282,6 +283,17 @@ def scaled(n_rows: int, n_columns: int) -> bytes:
     return (rng.standard_normal((n_rows, n_columns)) * sizes).astype(ml_dtypes.bfloat16).tobytes()
 
 
+def trained(dtype: str, step: float) -> bytes:
+    """2,500 weights, each some step away from where it began."""
+    rng = np.random.default_rng(1)
+    weights = 0.02 * rng.standard_normal(2500)
+    weights += step * rng.standard_normal(2500)
+    if dtype == "I32":
+        return np.rint(1e6 * weights).astype(np.int32).tobytes()
+    narrow = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
+    return weights.astype(narrow[dtype]).tobytes()
+
+
 @dataclass(frozen=True)
 class Real:
     """A frame that the encoder makes.
@@ -292,6 +304,7 @@ class Real:
         mode: one that is met.
         data: the tensor's bytes.
         shape: None for one dimension.
+        base: what it may differ from.
     """
 
     dtype: str
@@ -299,10 +312,16 @@ class Real:
     mode: Mode
     data: Callable[[], bytes]
     shape: tuple[int, ...] | None = None
+    base: fb.Base | None = None
 
 
 def _real(dtype: str, kind: str, level: str, mode: Mode, n: int = 2500) -> Real:
     return Real(dtype, level, mode, lambda: make_data(kind, dtype, n))
+
+
+def _real_delta(dtype: str, base_dtype: str) -> Real:
+    base = fb.Base(trained(base_dtype, 0), base_dtype)
+    return Real(dtype, "default", Mode.DELTA, lambda: trained(dtype, 1e-3), base=base)
 
 
 REAL = {
@@ -315,9 +334,12 @@ REAL = {
     "real constant": _real("F32", "constant", "default", Mode.CONSTANT),
     "real outlier": _real("F16", "outlier", "default", Mode.ZSTD),
     "real lead": _real("BF16", "weights", "max", Mode.CLASSED_RANS, 60_000),
+    "real delta": _real_delta("BF16", "BF16"),
+    "real delta of F32": _real_delta("F16", "F32"),
+    "real delta of integers": _real_delta("I32", "I32"),
     "real prediction": Real("BF16", "max", Mode.CLASSED_RANS, lambda: scaled(128, 256), (128, 256)),
 }
-SAMPLES = (*fb.SMALL, *REAL)
+SAMPLES = (*fb.SMALL, *fb.DELTAS, *REAL)
 
 
 @dataclass(frozen=True)
@@ -327,10 +349,12 @@ class Sample:
     Attributes:
         frame: its bytes.
         source: what it decodes to.
+        base: what it is decoded with.
     """
 
     frame: bytes
     source: bytes
+    base: bytes | None = None
 
     @property
     def payload_offset(self) -> int:
@@ -342,6 +366,7 @@ class Sample:
         header = Frame.from_buffer(self.frame)._header
         n_chunks, n_columns = header.table.shape
         table = FIXED_HEADER_NBYTES + 8 * len(header.shape)
+        table += 0 if self.base is None else BASE_BLOCK_NBYTES
         starts = [header.chunk_offset(chunk) for chunk in range(n_chunks)]
         ends = [*starts[1:], len(self.frame)]
         places = range(table, table + 4 * n_columns * n_chunks, 4 * n_columns)
@@ -373,14 +398,15 @@ def _crc(data: bytearray) -> bytes:
 @functools.cache
 def sample(name: str) -> Sample:
     """One of `SAMPLES`."""
-    if name in fb.SMALL:
-        built = fb.SMALL[name]()
-        return Sample(bytes(built), built.source)
+    if name in (small := {**fb.SMALL, **fb.DELTAS}):
+        built = small[name]()
+        return Sample(bytes(built), built.source, built.base)
     real = REAL[name]
     data = real.data()
     shape = real.shape or tensor_shape(data, real.dtype)
-    frame = compress_buffer(data, real.dtype, shape, level=real.level)
-    return Sample(frame.to_bytes(), data)
+    given = {"base": real.base.data, "base_dtype": real.base.dtype} if real.base else {}
+    frame = compress_buffer(data, real.dtype, shape, level=real.level, **given)
+    return Sample(frame.to_bytes(), data, real.base.data if real.base else None)
 
 
 def _check_decoding(stream: memoryview, data: bytes, dtype: str, threads: int) -> None:

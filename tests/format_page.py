@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from packhorse.errors import (
+    BaseMismatchError,
     CompatibilityError,
     CorruptionError,
     PackhorseError,
@@ -13,7 +14,12 @@ from packhorse.errors import (
 __all__ = ["PAGE", "clauses", "section", "table_cells"]
 
 PAGE = (Path(__file__).parent.parent / "docs" / "format.md").read_text()
-ERRORS = {"C": CorruptionError, "T": TruncationError, "X": CompatibilityError}
+ERRORS = {
+    "C": CorruptionError,
+    "T": TruncationError,
+    "X": CompatibilityError,
+    "mismatch": BaseMismatchError,
+}
 
 
 def section(number: int) -> str:
@@ -32,6 +38,6 @@ def table_cells(text: str) -> list[list[str]]:
 def clauses() -> dict[str, set[type[PackhorseError]]]:
     """What a decoder must reject: the errors of each clause, by its number."""
     rows = [row for row in table_cells(section(9)) if re.fullmatch(r"[A-Z]\d+", row[0])]
-    found = {row[0]: {ERRORS[letter] for letter in row[2].split(", ")} for row in rows}
+    found = {row[0]: {ERRORS[word] for word in row[2].split(", ")} for row in rows}
     assert len(found) == len(rows), "a number stands twice"
     return found

@@ -125,6 +125,7 @@ LAYERS = {
     "kernels": 2,
     "arguments": 3,
     "frame": 3,
+    "frame_base": 3,
     "frame_header": 3,
     "frame_zstd": 3,
     "many": 3,
@@ -142,7 +143,9 @@ LAYERS = {
 THIRD_PARTY = {
     "codecs": {"numpy", "xxhash", "zstandard"},
     "frame": {"numpy"},
+    "frame_base": {"numpy"},
     "frame_header": {"numpy"},
+    "frame_zstd": {"numpy"},
     "reference": {"xxhash", "zstandard"},
     "disk": {"numpy", "xxhash", "zstandard"},
     "numpy": {"numpy", "ml_dtypes"},

@@ -81,21 +81,22 @@ def random_frame(rng: random.Random) -> fb.BuiltFrame:
     return build_frame(data, dtype.name, (n_rows, n_columns), side=side, **kwargs)
 
 
-def by_core(frame: bytes) -> bytes | str:
+def by_core(frame: bytes, base: bytes | None = None) -> bytes | str:
     """What the fast decoder makes of it: the bytes, or the name of the error."""
+    given = None if base is None else guarded(base)
     try:
         opened = Frame.from_buffer(guarded(frame), max_nbytes=MAX_NBYTES)
-        opened.verify(threads=1)
+        opened.verify(threads=1, base=given)
         target = guarded_output(opened.logical_nbytes)
-        opened.decompress_into(target, threads=1)
+        opened.decompress_into(target, threads=1, base=given)
     except PackhorseError as error:
         return type(error).__name__
     return bytes(target)
 
 
-def by_reference(frame: bytes) -> bytes | str:
+def by_reference(frame: bytes, base: bytes | None = None) -> bytes | str:
     try:
-        return decode_frame(frame, max_nbytes=MAX_NBYTES).data
+        return decode_frame(frame, max_nbytes=MAX_NBYTES, base=base).data
     except PackhorseError as error:
         return type(error).__name__
 
@@ -110,18 +111,29 @@ def damage(rng: random.Random, built: fb.BuiltFrame) -> bytes:
     return bytes(built)
 
 
+def check_agreement(rng: random.Random, built: fb.BuiltFrame) -> None:
+    """On a frame, and on what is left of it after some damage."""
+    whole, base = bytes(built), built.base
+    assert by_reference(whole, base) == built.source
+    for isa in ISAS:
+        with forced(isa):
+            assert by_core(whole, base) == built.source, isa
+    for _ in range(N_DAMAGED):
+        built.data[:] = whole
+        damaged, isa = damage(rng, built), rng.choice(ISAS)
+        with forced(isa):
+            assert by_core(damaged, base) == by_reference(damaged, base), isa
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_decoders_agree(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(N_FRAMES):
-        built = random_frame(rng)
-        whole = bytes(built)
-        assert by_reference(whole) == built.source
-        for isa in ISAS:
-            with forced(isa):
-                assert by_core(whole) == built.source, isa
-        for _ in range(N_DAMAGED):
-            built.data[:] = whole
-            damaged, isa = damage(rng, built), rng.choice(ISAS)
-            with forced(isa):
-                assert by_core(damaged) == by_reference(damaged), isa
+        check_agreement(rng, random_frame(rng))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_decoders_agree_on_frames_with_a_base(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(N_FRAMES):
+        check_agreement(rng, fb.draw_delta_frame(rng))

@@ -19,6 +19,8 @@ EXPECTED_MODES = {
     "zstd": {Mode.ZSTD},
     "prediction": {Mode.CLASSED_RANS, Mode.STORED},
     "lead": {Mode.CLASSED_RANS, Mode.PALETTE},
+    "delta": {Mode.DELTA},
+    "delta-equal": {Mode.DELTA},
 }
 
 
@@ -28,6 +30,8 @@ class Example:
     dtype: str
     shape: tuple[int, ...]
     data: bytes
+    base_dtype: str | None
+    base: bytes | None
 
 
 def read_dump(dump: str) -> bytes:
@@ -45,11 +49,20 @@ def read_dump(dump: str) -> bytes:
 
 
 def read_example(block: str) -> Example:
-    dump, _, decoded = block.partition("decodes to ")
+    front, _, decoded = block.partition("decodes to ")
+    dump, _, base = front.partition("with the base ")
     match = re.fullmatch(r"(\w+) \[([\d, ]*)\]:([0-9a-f\s]*)", decoded)
     assert match, decoded
     shape = tuple(int(dim) for dim in match[2].split(",") if dim.strip())
-    return Example(read_dump(dump), match[1], shape, bytes.fromhex(match[3]))
+    base_dtype, _, base_data = base.partition(":")
+    return Example(
+        read_dump(dump),
+        match[1],
+        shape,
+        bytes.fromhex(match[3]),
+        base_dtype or None,
+        bytes.fromhex(base_data) if base else None,
+    )
 
 
 def read_page() -> dict[str, Example]:
@@ -70,7 +83,8 @@ def test_the_dumps_are_as_the_page_says_they_are(name: str) -> None:
 @pytest.mark.parametrize("name", EXPECTED_MODES)
 def test_the_slow_decoder_agrees_with_the_page(name: str) -> None:
     example = read_page()[name]
-    decoded = decode_frame(example.frame)
+    decoded = decode_frame(example.frame, base=example.base)
+    assert decoded.base_dtype == example.base_dtype
     assert (decoded.dtype, decoded.shape) == (example.dtype, example.shape)
     assert decoded.data == example.data
     assert {mode for modes in decoded.modes for mode in modes} == EXPECTED_MODES[name]
@@ -86,6 +100,6 @@ def test_the_fast_decoder_agrees_with_the_page(name: str) -> None:
     frame = Frame.from_buffer(example.frame)
     assert (frame.dtype, frame.shape) == (example.dtype, example.shape)
     data = bytearray(frame.logical_nbytes)
-    frame.decompress_into(data)
+    frame.decompress_into(data, base=example.base)
     assert data == example.data
-    frame.verify()
+    frame.verify(base=example.base)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import frame_builder as fb
+import numpy as np
 import pytest
 from codec_battery import (
     FLOATS,
@@ -71,6 +72,33 @@ class Moments:
         return compress_buffer(data, self.dtype, tensor.shape, level=self.level).to_bytes()
 
 
+@dataclass(frozen=True)
+class Delta:
+    """A tensor some steps from the golden tensor that is its base."""
+
+    base: str
+    dtype: str
+    scale: float
+    share: float = 1.0
+    level: Level = Level.DEFAULT
+
+    def write(self) -> bytes:
+        base = decode_frame(golden(self.base))
+        unit = {row.name: row.unit_nbytes for row in DTYPES}[self.dtype]
+        if base.dtype == self.dtype:
+            units = np.frombuffer(base.data, f"<u{unit}")
+        else:  # rounded
+            units = np.frombuffer(base.data, "<f4").astype(FLOATS[self.dtype]).view(f"<u{unit}")
+        rng = np.random.default_rng([len(self.base), unit, int(self.scale)])
+        steps = np.rint(rng.normal(0, self.scale, units.size)) * (
+            rng.random(units.size) < self.share
+        )
+        data = (units + steps.astype(np.int64).view(np.uint64).astype(units.dtype)).tobytes()
+        return compress_buffer(
+            data, self.dtype, base.shape, level=self.level, base=base.data, base_dtype=base.dtype
+        ).to_bytes()
+
+
 CASES: dict[str, Callable[[], bytes]] = {
     **{
         f"{dtype.name}-weights-{level.name.lower()}": Case(
@@ -102,6 +130,23 @@ CASES: dict[str, Callable[[], bytes]] = {
     "U16-255-values": Case("U16", "255 values", 8193, "max").write,
     **{f"built-{name}": (lambda build=build: bytes(build())) for name, build in fb.SMALL.items()},
 }
+# Beside them the golden frame whose tensor is the base.
+DELTAS: dict[str, Delta] = {
+    "BF16-delta": Delta("BF16-weights-default", "BF16", 3),
+    "BF16-delta-far-max": Delta("BF16-weights-default", "BF16", 90, level=Level.MAX),
+    "BF16-delta-sparse": Delta("BF16-moments-max", "BF16", 2, share=0.02),
+    "BF16-delta-equal": Delta("BF16-moments-default", "BF16", 0),
+    "BF16-delta-cast": Delta("F32-moments-default", "BF16", 1, share=0.1),
+    "F16-delta-cast-equal": Delta("F32-moments-default", "F16", 0),
+    "F16-delta": Delta("F16-weights-default", "F16", 20),
+    "F32-delta": Delta("F32-outlier", "F32", 5000),
+    "F64-delta": Delta("F64-sparse", "F64", 1e9),
+    "I64-delta": Delta("I64-sorted", "I64", 40),
+    "I32-delta": Delta("I32-sorted-max", "I32", 1e6, share=0.3),
+    "U16-delta-fast": Delta("U16-255-values", "U16", 4, level=Level.FAST),
+    "F8_E4M3-delta": Delta("F8_E4M3-33-values", "F8_E4M3", 1, share=0.3),
+}
+CASES |= {name: delta.write for name, delta in DELTAS.items()}
 FILE = "file.packed"
 INDEX = "index.packed"  # of a folder
 FILE_METADATA = {"format": "pt", "note": "golden"}
@@ -128,9 +173,14 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def describe(frame: bytes) -> dict[str, Any]:
+def base_of(name: str) -> bytes | None:
+    """The bytes of the tensor that a golden frame is a difference from."""
+    return decode_frame(golden(DELTAS[name].base)).data if name in DELTAS else None
+
+
+def describe(frame: bytes, base: bytes | None = None) -> dict[str, Any]:
     """A line of the manifest, by the slow decoder."""
-    decoded = decode_frame(frame)
+    decoded = decode_frame(frame, base=base)
     return {
         "dtype": decoded.dtype,
         "shape": list(decoded.shape),
@@ -155,7 +205,7 @@ def write_missing() -> list[str]:
         path = FOLDER / f"{name}.frame"
         if name not in manifest and not path.exists():
             path.write_bytes(write())
-            manifest[name] = describe(path.read_bytes())
+            manifest[name] = describe(path.read_bytes(), base_of(name))
             written.append(name)
     if FILE not in manifest and not (FOLDER / FILE).exists():
         source = FOLDER / "source.tmp"
@@ -207,21 +257,36 @@ def test_golden_files_cover_the_format_and_stay_small() -> None:
 
 @pytest.mark.parametrize("name", FRAMES)
 def test_golden_frame_decodes_in_every_decoder(name: str) -> None:
-    packed, line = golden(name), GOLDEN[name]
-    assert describe(packed) == line
+    packed, line, base = golden(name), GOLDEN[name], base_of(name)
+    assert describe(packed, base) == line
     for isa in ISAS:
         with forced(isa):
             frame = Frame.from_buffer(guarded(packed))
             target = guarded_output(frame.logical_nbytes)
-            frame.decompress_into(target)
-            frame.verify()
+            frame.decompress_into(target, base=base)
+            frame.verify(base=base)
         assert sha256(bytes(target)) == line["decoded_sha256"]
         assert (frame.dtype, list(frame.shape)) == (line["dtype"], line["shape"])
 
 
+def test_golden_deltas_have_bases() -> None:
+    for name, delta in DELTAS.items():
+        frame, base = Frame.from_buffer(golden(name)), decode_frame(golden(delta.base))
+        assert (frame.base_hash, frame.base_dtype) == (base.content_hash, base.dtype)
+        assert Mode.DELTA in frame.planes()[0].modes
+
+
 @pytest.mark.parametrize("name", FRAMES)
 def test_todays_encoder_packs_the_same_tensor(name: str) -> None:
-    decoded = decode_frame(golden(name))
+    base = base_of(name)
+    decoded = decode_frame(golden(name), base=base)
+    if base is not None:
+        delta = DELTAS[name]
+        frame = compress_buffer(
+            decoded.data, delta.dtype, decoded.shape, base=base,
+            base_dtype=GOLDEN[delta.base]["dtype"],
+        )  # fmt: skip
+        assert decode_frame(frame.to_bytes(), base=base).data == decoded.data
     for level in ("fast", "default", "max"):
         frame = check_tensor(decoded.data, decoded.dtype, level=level)
         assert decode_frame(frame.to_bytes()).data == decoded.data

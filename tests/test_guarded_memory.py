@@ -55,11 +55,12 @@ def test_packing_and_unpacking_stay_in_bounds(dtype: str, level: str) -> None:
 def test_a_part_is_decoded_within_its_bounds(name: str, isa: str) -> None:
     good, rng = sample(name), random.Random(name)
     frame, n = Frame.from_buffer(guarded(good.frame)), len(good.source)
+    base = None if good.base is None else guarded(good.base)
     with forced(isa):
         for _ in range(20):
             start, stop = sorted((rng.randint(0, n), rng.randint(0, n)))
             target = guarded_output(stop - start)
-            frame.decompress_into(target, start=start, stop=stop)
+            frame.decompress_into(target, start=start, stop=stop, base=base)
             assert target == good.source[start:stop]
 
 
@@ -73,7 +74,8 @@ def test_a_frame_and_its_tensor_may_lie_at_any_address(name: str, isa: str) -> N
             memory = bytearray(shift) + good.frame
             target = bytearray(shift + len(good.source))
             frame = Frame.from_buffer(memoryview(memory)[shift:])
-            frame.decompress_into(memoryview(target)[shift:])
+            base = None if good.base is None else memoryview(bytes(shift) + good.base)[shift:]
+            frame.decompress_into(memoryview(target)[shift:], base=base)
             assert target[shift:] == good.source
 
 

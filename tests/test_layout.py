@@ -50,6 +50,14 @@ def test_a_descriptor_holds_the_longest_stream_and_the_last_mode() -> None:
     fixed = layout.CLASSED_MODELS_OFFSET + layout.MAX_CLASSES * model + 4 * 128
     per_unit = n * layout.PROB_BITS // 8 + n * layout.MAX_RANS_RAW_BITS // 8 + n
     assert fixed + per_unit <= layout.STREAM_NBYTES_MASK
+    # The worst of mode delta: 12 bits, an escape, and as many raw and extra bits as a unit has; of
+    # 64 bits it may be 64 extra bits above 27 raw ones.
+    model = 2 + -(-3 * (layout.DELTA_TOKENS + 1) // 2)
+    fixed = layout.DELTA_MODELS_OFFSET + layout.MAX_DELTA_CLASSES * (model + 64) + 4 * 128
+    for bits, most_bits in ((8, 8), (16, 16), (32, 32), (64, 91)):
+        units = n // (bits // 8)
+        per_unit = units * (layout.PROB_BITS + 8 + most_bits) // 8
+        assert fixed + per_unit <= layout.STREAM_NBYTES_MASK
     # The side data are one plane, and may be as long as a plane of a chunk.
     assert layout.MAX_SIDE_NBYTES <= layout.MAX_CHUNK_NBYTES
 
@@ -109,16 +117,24 @@ def test_the_dtype_table_of_the_page_is_the_one_of_the_code() -> None:
     assert rows == set(DTYPES)
 
 
-def test_the_header_table_of_the_page_is_the_struct_of_the_code() -> None:
-    cells = [row for row in table_cells(section(2)) if row[0].isdigit()]
+def check_fields(rows: list[list[str]], fields: struct.Struct) -> None:
+    """Offsets and sizes of a table are those of a struct."""
     offset, sizes = 0, []
-    for row in cells:
+    for row in rows:
         assert int(row[0]) == offset, row
         sizes.append(int(row[1]))
         offset += sizes[-1]
-    assert offset == layout.FIXED_HEADER_NBYTES
-    codes = re.findall(r"\d*[a-zA-Z]", layout.FIXED_HEADER.format)
+    assert offset == fields.size
+    codes = re.findall(r"\d*[a-zA-Z]", fields.format)
     assert sizes == [struct.calcsize(f"<{code}") for code in codes]
+
+
+def test_the_header_table_of_the_page_is_the_struct_of_the_code() -> None:
+    cells = [row for row in table_cells(section(2)) if row[0].isdigit()]
+    check_fields([row for row in cells if len(row) == 4], layout.FIXED_HEADER)
+    check_fields([row for row in cells if len(row) == 3], layout.BASE_BLOCK)
+    assert f"base ({layout.BASE_BLOCK_NBYTES} bytes, if flag 0 is set)" in section(2)
+    assert layout.FLAG_BASE == 1 << 0 == layout.CRITICAL_FLAGS
     crc = next(row for row in cells if row[2] == "header CRC")
     assert int(crc[0]) == layout.HEADER_CRC_OFFSET
 
@@ -205,6 +221,11 @@ SENTENCES = {
     "MAX_CLASSES": r"1 to {} for source 2",
     "PREDICTION_CLASSES": r"`n_classes`: {} for source 1",
     "PREDICTION_BIAS": r"\(yielded - {} \+ q div 4\)",
+    "MAX_DELTA_CLASSES": r"`n_classes`: 1 to {} \|",
+    "DELTA_MODELS_OFFSET": r"\| {} \| \| the models of class 0, 1, \.\.\. \(section 6\.2\)",
+    "DELTA_TOKENS": r"`first \+ n_symbols` at most {} \|",
+    "DELTA_DIRECT_TOKENS": r"the {0} tokens below {0} have no extra bits",
+    "DELTA_FULL_TOKEN": r"Above 35 the token is {},",
 }
 
 

@@ -46,6 +46,7 @@ BYTE_CODINGS = {
     "rans-plain-256": (Rans(5, mapped=ALL_BYTES), 200),
     "rans-plain-escape": (Rans(3, mapped=tuple(range(0, 256, 3))), 200),
 }
+ALL_SMALL = {**fb.SMALL, **fb.DELTAS}
 DTYPE_SPLITS = [(row.name, int(split)) for row in DTYPES for split in row.splits]
 # A coding sees bytes alone: all of them for one dtype of each way to split, some for each other.
 ALL_CODINGS_FOR = {("U8", 0), ("BF16", 2), ("F8_E4M3", 2), ("U32", 1)}
@@ -229,33 +230,33 @@ def test_the_builder_shares_no_code_with_the_package() -> None:
     assert {name for name in modules if name.startswith("packhorse")} == {"packhorse.layout"}
 
 
-@pytest.mark.parametrize("name", fb.SMALL)
+@pytest.mark.parametrize("name", ALL_SMALL)
 def test_every_truncation_is_reported(name: str) -> None:
-    whole = bytes(fb.SMALL[name]())
-    for length in range(len(whole)):
+    built = ALL_SMALL[name]()
+    for length in range(len(built.data)):
         with pytest.raises(TruncationError, match=r"ends at byte offset"):
-            decode_frame(whole[:length])
+            decode_frame(bytes(built)[:length], base=built.base)
 
 
-@pytest.mark.parametrize("name", fb.SMALL)
+@pytest.mark.parametrize("name", ALL_SMALL)
 def test_every_flipped_bit_is_noticed(name: str) -> None:
-    whole = bytes(fb.SMALL[name]())
-    for bit in range(8 * len(whole)):
-        damaged = bytearray(whole)
+    whole = ALL_SMALL[name]()
+    for bit in range(8 * len(whole.data)):
+        damaged = bytearray(whole.data)
         damaged[bit // 8] ^= 1 << bit % 8
         with pytest.raises(PackhorseError):
-            decode_frame(bytes(damaged))
+            decode_frame(bytes(damaged), base=whole.base)
 
 
-@pytest.mark.parametrize("name", fb.SMALL)
+@pytest.mark.parametrize("name", ALL_SMALL)
 def test_a_flipped_bit_under_new_checksums_is_refused_or_harmless(name: str) -> None:
     """The content hash still tells the truth, so what decodes at all must be the same bytes."""
-    whole = fb.SMALL[name]()
+    whole = ALL_SMALL[name]()
     for bit in range(8 * len(whole.data)):
         damaged = replace(whole, data=bytearray(whole.data))
         damaged.patch(bit // 8, bytes([whole.data[bit // 8] ^ 1 << bit % 8]))
         try:
-            decoded = decode_frame(bytes(damaged))
+            decoded = decode_frame(bytes(damaged), base=whole.base)
         except PackhorseError:
             continue
         assert decoded.data == whole.source, f"bit {bit}"

@@ -4,8 +4,8 @@ from itertools import combinations
 
 import pytest
 from format_page import clauses
-from frame_builder import SMALL, Raw, build_frame
-from lying_frames import DATA, LIES, set_at, streams
+from frame_builder import SMALL, Base, Raw, build_frame
+from lying_frames import DATA, LIES, deltas, set_at, streams
 
 from packhorse.errors import PackhorseError
 from packhorse.layout import Mode
@@ -18,7 +18,7 @@ NOT_OF_FRAMES = "FG"  # files, in test_reference_files.py; folders, in test_fold
 def test_a_lie_is_refused(name: str) -> None:
     lie = LIES[name]
     with pytest.raises(PackhorseError) as caught:
-        decode_frame(lie.frame(), max_nbytes=lie.max_nbytes)
+        decode_frame(lie.frame(), max_nbytes=lie.max_nbytes, base=lie.base())
     assert {caught.type} == clauses()[lie.clause]
     assert lie.fragment in str(caught.value)
 
@@ -34,18 +34,19 @@ def test_the_hand_made_zstd_frame_is_good() -> None:
 
 
 def test_the_frames_that_lies_are_made_of_are_good() -> None:
-    for build in (streams.rans, streams.lead, streams.prediction):
+    for build in (streams.rans, streams.lead, streams.prediction, deltas.delta):
         built = build()
-        assert decode_frame(bytes(built)).data == built.source
+        assert decode_frame(bytes(built), base=built.base).data == built.source
     whole = streams.raw_palette(lambda chunk, plane, stream: stream)
     assert decode_frame(bytes(whole)).data == whole.source
 
 
-# What breaks the frame "prediction" for the first time at each step of the order in section 2.
+# What breaks the frame "prediction", which gets a base here, for the first time at each step of the
+# order in section 2.
 STEPS = {
     "magic": {"magic": b"\x89PHG"},
     "version": {"version": 2},
-    "flags": {"flags": 1},
+    "flags": {"flags": 3},
     "dtype": {"dtype_code": 99},
     "split": {"split": 1},
     "n_dims": {"n_dims": 65},
@@ -53,7 +54,9 @@ STEPS = {
     "header_nbytes": {"header_nbytes": 64},
     "header CRC": {"header_crc": 1},
     "n_chunks": {"n_chunks": 0},
-    "reserved bytes": {"reserved": b"\1\0\0"},
+    "reserved bytes at": {"reserved": b"\1\0\0"},
+    "base dtype": {},
+    "reserved bytes of the base": {},
     "n_row_dims": {"n_row_dims": 9},
     "padding bytes of the header": {},
     "unknown mode": {},
@@ -63,9 +66,13 @@ STEPS = {
 
 
 def broken(*steps: str) -> bytes:
-    built = SMALL["prediction"]()
+    built = SMALL["prediction"](base=Base(DATA, "BF16"))
+    if "base dtype" in steps:
+        built.patch(built.base_offset + 16, b"\x63")
+    if "reserved bytes of the base" in steps:
+        built.patch(built.base_offset + 20, b"x")
     if "padding bytes of the header" in steps:
-        built.patch(127, b"x")
+        built.patch(built.header_nbytes - 1, b"x")
     if "unknown mode" in steps:
         built.patch(built.table_offset + 7, b"\x63")
     fields = {name: value for step in steps for name, value in STEPS[step].items()}

@@ -1,6 +1,6 @@
 """Types of the C++ core (csrc/bind.cpp). `isa` is 0 portable, 1 AVX2, 2 AVX-512, 3 with VBMI2;
 arrays are one-dimensional uint8 unless said otherwise. `side` is empty where a frame has no side
-data."""
+data, `base` where it has no base."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,10 @@ def encode_chunks(
     level: int,
     side: bytes,
     n_rows: int,
+    base: _Bytes,
+    is_float: bool,
+    cast: int,
+    plain_nbytes: int,
     dst: _Bytes,
     table: _Table,
     digests: _Bytes,
@@ -33,6 +37,9 @@ def decode_range(
     nbytes: int,
     side: _Bytes,
     n_rows: int,
+    base: _Bytes,
+    is_float: bool,
+    cast: int,
     start: int,
     dst: _Bytes,
     check: bool,
@@ -40,8 +47,19 @@ def decode_range(
     isa: int,
 ) -> tuple[int, int]: ...
 def check_table(
-    table: _Table, unit_nbytes: int, split: int, chunk_log: int, nbytes: int
+    table: _Table, unit_nbytes: int, split: int, chunk_log: int, nbytes: int, has_base: bool
 ) -> tuple[int, int, int, int]: ...
+def estimate_delta(
+    src: _Bytes,
+    unit_nbytes: int,
+    split: int,
+    chunk_log: int,
+    base: _Bytes,
+    is_float: bool,
+    cast: int,
+    plain_nbytes: int,
+    isa: int,
+) -> int: ...
 def estimate_planes(
     src: _Bytes, unit_nbytes: int, split: int, level: int, n_samples: int, isa: int
 ) -> list[tuple[int, int]]: ...

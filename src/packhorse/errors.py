@@ -51,10 +51,11 @@ class MissingBackendError(PackhorseError, ImportError):
     """An optional package (the message names the extra to install) or CPU feature is missing."""
 
 
+_OF_DATA = (CorruptionError, CompatibilityError, BaseMismatchError)
+
+
 @contextmanager
-def blaming(
-    culprit: str, kinds: tuple[type[Exception], ...] = (CorruptionError, CompatibilityError)
-) -> Iterator[None]:
+def blaming(culprit: str, kinds: tuple[type[Exception], ...] = _OF_DATA) -> Iterator[None]:
     """Puts the name of a file or a tensor before the messages of errors about it."""
     try:
         yield

@@ -18,7 +18,6 @@ import numpy as np
 
 from packhorse import _core
 from packhorse.arguments import resolve_level, resolve_threads
-from packhorse.codecs import zstd
 from packhorse.codecs.base import (
     STATUS_WORDS,
     ByteArray,
@@ -35,7 +34,8 @@ from packhorse.codecs.content import (
 )
 from packhorse.codecs.plan import Plan, choose_plan, chunk_log_for, natural_split
 from packhorse.codecs.side import decode_side, side_capacity
-from packhorse.errors import CorruptionError
+from packhorse.errors import BaseMismatchError, CorruptionError
+from packhorse.frame_base import NO_BASE, Base, matching_base, plan_delta, read_base
 from packhorse.frame_header import (
     FrameHeader,
     Table,
@@ -47,7 +47,7 @@ from packhorse.frame_header import (
     read_header,
     write_header,
 )
-from packhorse.frame_zstd import encode_zstd
+from packhorse.frame_zstd import ZstdJob, encode_zstd
 from packhorse.layout import (
     STREAM_NBYTES_BITS,
     STREAM_NBYTES_MASK,
@@ -56,7 +56,6 @@ from packhorse.layout import (
     Mode,
     Split,
 )
-from packhorse.threads import in_order
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -109,7 +108,8 @@ def _capacity(row: DType, nbytes: int, shape: Sequence[int]) -> int:
     n_chunks = -(-nbytes // (row.unit_nbytes << chunk_log))
     n_planes = n_planes_of(row, natural_split(row))
     side_nbytes = side_capacity(row, shape)
-    return frame_header_nbytes(len(shape), n_chunks, n_planes, side_nbytes) + padded(nbytes)
+    header = frame_header_nbytes(len(shape), n_chunks, n_planes, side_nbytes, has_base=True)
+    return header + padded(nbytes)
 
 
 def plan_buffer(
@@ -142,6 +142,8 @@ def compress_buffer(
     threads: int | None = None,
     out: Buffer | None = None,
     name: str | None = None,
+    base: Buffer | None = None,
+    base_dtype: str | None = None,
 ) -> Frame:
     """Packs the bytes of one tensor.
 
@@ -154,18 +156,29 @@ def compress_buffer(
         out: writable memory of at least `max_frame_nbytes` bytes to build the frame in; the frame
             is a view of it.
         name: the tensor's name, for messages.
+        base: the bytes of another tensor of as many elements. Where that is shorter, the frame
+            holds differences from it, and is not unpacked without it; `Frame.base_hash` says so.
+        base_dtype: its dtype, if it is another: "F32" for a tensor of "BF16" or "F16", which may
+            be its rounded values.
 
     Returns:
         The frame.
 
     Raises:
         TypeError: a buffer is not C-contiguous, or `out` is read-only.
-        ValueError: sizes, dtype, level or threads that do not fit, or `out` shares memory with
+        ValueError: sizes, dtypes, level or threads that do not fit, or `out` shares memory with
             `src`.
     """
     data, row = _checked_source(src, dtype, shape)
     isa = int(choose_isa())
-    plan = choose_plan(data, row, shape, resolve_level(level), isa)
+    base_units, base_name = NO_BASE, None
+    if base is None:
+        plan = choose_plan(data, row, shape, resolve_level(level), isa)
+    else:
+        base_units, base_name = read_base(base, base_dtype, row, data.size)
+        plan = plan_delta(data, row, shape, resolve_level(level), base_units, isa)
+        if not plan.plain_nbytes:
+            base_units, base_name = NO_BASE, None
     capacity = _capacity(row, data.size, shape)
     memory = np.empty(capacity, np.uint8) if out is None else as_writable_bytes(out, "out")
     if memory.size < capacity:
@@ -177,10 +190,14 @@ def compress_buffer(
     table = np.empty((n_chunks, 1 + n_planes), np.uint32)
     leaves = empty_leaves(data.size)
     side = plan.side
-    header_nbytes = frame_header_nbytes(len(shape), n_chunks, n_planes, len(side.stream))
-    encode = encode_zstd if plan.zstd else _encode_planes
+    header_nbytes = frame_header_nbytes(
+        len(shape), n_chunks, n_planes, len(side.stream), has_base=base_name is not None
+    )
     payload, n_threads = memory[header_nbytes:], resolve_threads(threads)
-    used = encode(data, row, plan, payload, table, leaves, n_threads, isa)
+    if plan.zstd:
+        used = encode_zstd(data, row, plan, payload, table, leaves, n_threads, isa)
+    else:
+        used = _encode_planes(data, row, plan, base_units, payload, table, leaves, n_threads, isa)
     finish_leaves(data, leaves)
     header = FrameHeader(
         row,
@@ -195,6 +212,7 @@ def compress_buffer(
         side.n_row_dims,
         side.descriptor,
         side.stream,
+        base_name,
     )
     write_header(header, memory[:header_nbytes], isa)
     return Frame(memory[: header.frame_nbytes], header, name, 0, plan)
@@ -204,6 +222,7 @@ def _encode_planes(
     data: ByteArray,
     dtype: DType,
     plan: Plan,
+    base: Base,
     dst: ByteArray,
     table: Table,
     leaves: ByteArray,
@@ -218,6 +237,10 @@ def _encode_planes(
         plan.level,
         plan.side.values,
         plan.side.n_rows,
+        base.data,
+        base.is_float,
+        base.cast,
+        plan.plain_nbytes,
         dst,
         table,
         leaves,
@@ -308,6 +331,17 @@ class Frame:
         return self._header.content_hash
 
     @property
+    def base_hash(self) -> bytes | None:
+        """Content hash of the base that the frame is not unpacked without; None if it needs
+        none."""
+        return None if self._header.base is None else self._header.base.content_hash
+
+    @property
+    def base_dtype(self) -> str | None:
+        """safetensors' name of the base's dtype; None if the frame needs no base."""
+        return None if self._header.base is None else self._header.base.dtype.name
+
+    @property
     def split(self) -> Split:
         """How units were split into planes."""
         return self._header.split
@@ -377,6 +411,7 @@ class Frame:
         stop: int | None = None,
         threads: int | None = None,
         check: bool = True,
+        base: Buffer | None = None,
     ) -> None:
         """Decodes bytes `start` to `stop` of the tensor (C order) into the caller's memory; only
         chunks that the range meets are read.
@@ -389,8 +424,10 @@ class Frame:
             threads: None for the cores of this process, at most 8.
             check: compare each chunk's CRC32C first. Without it a damaged payload may decode to
                 wrong data, but never harms.
+            base: the bytes of the base, for a frame that has one (`base_hash`).
 
         Raises:
+            BaseMismatchError: the frame has a base, and none was given, or another.
             CorruptionError: a checksum does not match or a stream breaks a rule; names tensor,
                 chunk and byte offset.
             TypeError: `dst` is not a writable C-contiguous buffer.
@@ -408,8 +445,29 @@ class Frame:
             )
         if np.may_share_memory(target, self._data):
             raise ValueError("dst and the frame share memory; decode elsewhere")
-        decode = self._decode_zstd if self._has_zstd() else self._decode_planes
-        decode(target, start, resolve_threads(threads), check, int(choose_isa()))
+        n_threads = resolve_threads(threads)
+        self._decode(target, start, n_threads, self._matching_base(base, n_threads), check=check)
+
+    def _matching_base(self, base: Buffer | None, threads: int) -> Base:
+        header = self._header
+        if header.base is None:
+            return NO_BASE
+        try:
+            return matching_base(base, header.base, header.dtype, header.nbytes, threads)
+        except BaseMismatchError as error:
+            raise BaseMismatchError(f"{label(self._name)}{error}") from None
+
+    def _decode(
+        self, dst: ByteArray, start: int, threads: int, base: Base, *, check: bool = True
+    ) -> None:
+        isa = int(choose_isa())
+        if self._has_zstd():
+            job = ZstdJob(
+                self._header, self._data, self._side_values(), base, self._chunk_error, check, isa
+            )
+            job.decode(dst, start, threads)
+        else:
+            self._decode_planes(dst, start, threads, base, check, isa)
 
     def payload_range(self, start: int, stop: int) -> tuple[int, int]:
         """Which bytes of the frame `decompress_into` reads for bytes `start` to `stop` of the
@@ -427,7 +485,11 @@ class Frame:
         return bool((self._header.table[:, 1] >> STREAM_NBYTES_BITS == int(Mode.ZSTD)).any())
 
     def pieces(
-        self, *, threads: int | None = None, window: ByteArray | None = None
+        self,
+        *,
+        threads: int | None = None,
+        window: ByteArray | None = None,
+        base: Buffer | None = None,
     ) -> Iterator[ByteArray]:
         """Decodes the tensor window by window, so that one of any size takes the same memory, and
         compares the content hash at its end (docs/format.md, section 7).
@@ -435,20 +497,23 @@ class Frame:
         Args:
             threads: how many to use; None for the cores available, at most 8.
             window: memory to decode to, of `window_nbytes`; None to take new memory.
+            base: as for `decompress_into`.
 
         Yields:
             The next bytes of the tensor, each valid until the next is asked for.
 
         Raises:
+            BaseMismatchError: as `decompress_into`.
             CorruptionError: the frame is bad; told after all pieces if only the hash is.
         """
         n_threads = resolve_threads(threads)
+        units = self._matching_base(base, n_threads)
         window = np.empty(self.window_nbytes, np.uint8) if window is None else window
         leaves = [empty_leaves(0)]
         for start in range(0, self.logical_nbytes, _WINDOW_NBYTES):
             stop = min(start + _WINDOW_NBYTES, self.logical_nbytes)
             piece = window[: stop - start]
-            self.decompress_into(piece, start=start, stop=stop, threads=n_threads)
+            self._decode(piece, start, n_threads, units)
             leaves.append(hash_leaves(piece, n_threads))
             yield piece
         digest = hash_root(np.concatenate(leaves))
@@ -464,22 +529,30 @@ class Frame:
         """How much memory `pieces` needs: 32 MiB, or less if the tensor is smaller."""
         return min(self.logical_nbytes, _WINDOW_NBYTES)
 
-    def verify(self, *, threads: int | None = None, window: ByteArray | None = None) -> None:
+    def verify(
+        self,
+        *,
+        threads: int | None = None,
+        window: ByteArray | None = None,
+        base: Buffer | None = None,
+    ) -> None:
         """Checks everything: the CRC32C of every chunk, every stream, and the content hash of the
         decoded tensor. Takes 32 MiB of memory at most.
 
         Args:
             threads: how many to use; None for the cores available, at most 8.
             window: memory to decode to, of `window_nbytes`; None to take new memory.
+            base: as for `decompress_into`.
 
         Raises:
+            BaseMismatchError: as `decompress_into`.
             CorruptionError: what is wrong, with tensor, chunk and byte offset.
         """
-        for _ in self.pieces(threads=threads, window=window):
+        for _ in self.pieces(threads=threads, window=window, base=base):
             pass
 
     def _decode_planes(
-        self, dst: ByteArray, start: int, threads: int, check: bool, isa: int
+        self, dst: ByteArray, start: int, threads: int, base: Base, check: bool, isa: int
     ) -> None:
         header = self._header
         status, chunk = _core.decode_range(
@@ -491,6 +564,9 @@ class Frame:
             header.nbytes,
             self._side_values(),
             header.matrix[0],
+            base.data,
+            base.is_float,
+            base.cast,
             start,
             dst,
             check,
@@ -513,80 +589,6 @@ class Frame:
             except CorruptionError as error:
                 raise self._error(f"side data: {error}", 52) from error
         return self._side
-
-    def _decode_zstd(self, dst: ByteArray, start: int, threads: int, check: bool, isa: int) -> None:
-        stop = start + dst.size
-        first = start // self.chunk_nbytes
-        n_wanted = -(-stop // self.chunk_nbytes) - first if dst.size else 0
-        offsets = self._header.chunk_offsets()
-        decoder = zstd.ChunkDecoder()
-
-        def decode(item: int) -> None:
-            chunk, offset = first + item, int(offsets[first + item])
-            at = chunk * self.chunk_nbytes
-            end = min(at + self.chunk_nbytes, self.logical_nbytes)
-            lo, hi = max(at, start), min(end, stop)
-            if (lo, hi) == (at, end):
-                target = dst[at - start : end - start]
-                self._decode_zstd_chunk(decoder, chunk, offset, target, check, isa)
-                return
-            whole = np.empty(end - at, np.uint8)
-            self._decode_zstd_chunk(decoder, chunk, offset, whole, check, isa)
-            dst[lo - start : hi - start] = whole[lo - at : hi - at]
-
-        for _ in in_order(decode, n_wanted, threads):
-            pass
-
-    def _decode_zstd_chunk(
-        self,
-        decoder: zstd.ChunkDecoder,
-        chunk: int,
-        offset: int,
-        dst: ByteArray,
-        check: bool,
-        isa: int,
-    ) -> None:
-        crc, descriptor = (int(value) for value in self._header.table[chunk])
-        nbytes = descriptor & STREAM_NBYTES_MASK
-        if check and crc != _core.crc32c(self._data[offset : offset + padded(nbytes)], isa):
-            raise self._chunk_error(chunk, STATUS_WORDS[1])
-        stream = self._data[offset : offset + nbytes]
-        if self._data[offset + nbytes : offset + padded(nbytes)].any():
-            raise self._chunk_error(chunk, STATUS_WORDS[3])
-        mode = descriptor >> STREAM_NBYTES_BITS
-        if mode == Mode.ZSTD:
-            try:
-                decoder.decode(stream, dst)
-            except CorruptionError as error:
-                raise self._chunk_error(chunk, str(error)) from error
-        elif mode == Mode.CONSTANT:
-            dst.reshape(-1, nbytes)[:] = stream
-        elif mode == Mode.STORED:
-            dst[:] = stream
-        else:
-            self._decode_other_chunk(chunk, offset, dst, isa)
-
-    def _decode_other_chunk(self, chunk: int, offset: int, dst: ByteArray, isa: int) -> None:
-        """A chunk of one-byte units between those of zstd, its checksum compared already: for the
-        core a tensor of its own, so that it does not look at the other chunks."""
-        header = self._header
-        status, _ = _core.decode_range(
-            self._data[offset:],
-            header.table[chunk : chunk + 1],
-            header.dtype.unit_nbytes,
-            header.split,
-            header.chunk_log,
-            dst.size,
-            self._side_values(),
-            header.matrix[0],
-            0,
-            dst,
-            False,
-            1,
-            isa,
-        )
-        if status:
-            raise self._chunk_error(chunk, STATUS_WORDS[status])
 
     def _chunk_error(self, chunk: int, words: str) -> CorruptionError:
         return self._error(

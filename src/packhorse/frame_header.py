@@ -18,12 +18,16 @@ from packhorse import _core
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.side import matrix_of
 from packhorse.errors import CompatibilityError, CorruptionError, TruncationError
+from packhorse.frame_base import BaseName, allowed_casts
 from packhorse.layout import (
+    BASE_BLOCK,
+    BASE_BLOCK_NBYTES,
     CRITICAL_FLAGS,
     DTYPE_BY_CODE,
     DTYPE_BY_NAME,
     FIXED_HEADER,
     FIXED_HEADER_NBYTES,
+    FLAG_BASE,
     FRAME_ALIGNMENT,
     FRAME_MAGIC,
     FRAME_VERSION,
@@ -78,6 +82,7 @@ class FrameHeader(NamedTuple):
     n_row_dims: int
     side_descriptor: int
     side_stream: bytes
+    base: BaseName | None = None
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -114,9 +119,12 @@ def padded(n: int) -> int:
     return -(-n // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
 
-def frame_header_nbytes(n_dims: int, n_chunks: int, n_planes: int, side_nbytes: int) -> int:
+def frame_header_nbytes(
+    n_dims: int, n_chunks: int, n_planes: int, side_nbytes: int, *, has_base: bool
+) -> int:
     """Bytes of a header, padding included."""
-    return padded(FIXED_HEADER_NBYTES + 8 * n_dims + 4 * n_chunks * (1 + n_planes) + side_nbytes)
+    fields = FIXED_HEADER_NBYTES + 8 * n_dims + BASE_BLOCK_NBYTES * has_base
+    return padded(fields + 4 * n_chunks * (1 + n_planes) + side_nbytes)
 
 
 def payload_nbytes(table: Table) -> int:
@@ -157,7 +165,7 @@ def write_header(header: FrameHeader, dst: ByteArray, isa: int) -> None:
         header.dtype.code,
         len(header.shape),
         header.split,
-        CRITICAL_FLAGS,
+        0 if header.base is None else FLAG_BASE,
         header.level,
         header.chunk_log,
         header.header_nbytes,
@@ -169,8 +177,11 @@ def write_header(header: FrameHeader, dst: ByteArray, isa: int) -> None:
         bytes(3),
         header.side_descriptor,
     )
-    text = fixed + _SHAPES[len(header.shape)].pack(*header.shape) + header.table.tobytes()
-    text = (text + header.side_stream).ljust(header.header_nbytes, b"\0")
+    text = fixed + _SHAPES[len(header.shape)].pack(*header.shape)
+    if header.base is not None:
+        text += BASE_BLOCK.pack(header.base.content_hash, header.base.dtype.code, bytes(7))
+    text += header.table.tobytes() + header.side_stream
+    text = text.ljust(header.header_nbytes, b"\0")
     memoryview(dst)[:] = text
     _CRC.pack_into(dst, HEADER_CRC_OFFSET, _core.crc32c(text, isa))
 
@@ -217,9 +228,10 @@ class _Reader:
         if version > FRAME_VERSION:
             words = f"frame version is {version}, this release reads {FRAME_VERSION}"
             raise self.fail(4, words + "; upgrade packhorse", CompatibilityError)
-        if flags != CRITICAL_FLAGS:
-            words = f"critical flags are {flags:#06x}, this release knows none; upgrade packhorse"
-            raise self.fail(8, words, CompatibilityError)
+        if flags & ~CRITICAL_FLAGS:
+            words = f"critical flags are {flags:#06x}, this release knows {CRITICAL_FLAGS:#06x}"
+            raise self.fail(8, words + "; upgrade packhorse", CompatibilityError)
+        has_base = bool(flags & FLAG_BASE)
         dtype, split = self.read_kind(code, split_code)
         if n_dims > MAX_DIMS:
             raise self.fail(6, f"{n_dims} dimensions, at most {MAX_DIMS} are allowed")
@@ -229,7 +241,9 @@ class _Reader:
             raise self.fail(11, f"chunk_log is {chunk_log}, out of range for {dtype.name}")
         n_planes = n_planes_of(dtype, split)
         side_nbytes = side_descriptor & STREAM_NBYTES_MASK
-        if header_nbytes != frame_header_nbytes(n_dims, n_chunks, n_planes, side_nbytes):
+        if header_nbytes != frame_header_nbytes(
+            n_dims, n_chunks, n_planes, side_nbytes, has_base=has_base
+        ):
             raise self.fail(12, f"header_nbytes is {header_nbytes}, which its fields contradict")
         self.need(header_nbytes, "the header")
         text = self.data[:header_nbytes].tobytes()  # what is checked must not change later
@@ -244,8 +258,12 @@ class _Reader:
             raise self.fail(FIXED_HEADER_NBYTES, words)
         if reserved != bytes(3):
             raise self.fail(_SIDE_AT + 1, "reserved bytes are not zero")
-        self.check_side(n_row_dims, side_descriptor, dtype, split, shape)
         table_at = FIXED_HEADER_NBYTES + 8 * n_dims
+        base = None
+        if has_base:
+            base = self.read_base(text, table_at, dtype)
+            table_at += BASE_BLOCK_NBYTES
+        self.check_side(n_row_dims, side_descriptor, dtype, split, shape)
         table_end = table_at + 4 * n_chunks * (1 + n_planes)
         table: Table = np.ndarray((n_chunks, 1 + n_planes), _TABLE_DTYPE, text, table_at)
         side_end = table_end + side_nbytes
@@ -264,6 +282,7 @@ class _Reader:
             n_row_dims,
             side_descriptor,
             text[table_end:side_end],
+            base,
         )
         self.check_length(header, self.check_descriptors(header, nbytes, table_at))
         return header
@@ -286,6 +305,18 @@ class _Reader:
             words = f"{numel} elements of {dtype.name} are not a whole number of bytes"
             raise self.fail(FIXED_HEADER_NBYTES, words)
         return shape, numel * dtype.bits // 8
+
+    def read_base(self, text: bytes, at: int, dtype: DType) -> BaseName:
+        digest, code, reserved = BASE_BLOCK.unpack_from(text, at)
+        if code not in DTYPE_BY_CODE:
+            words = f"the base's dtype code {code} is unknown to this release; upgrade packhorse"
+            raise self.fail(at + 16, words, CompatibilityError)
+        if DTYPE_BY_CODE[code] not in allowed_casts(dtype):
+            name = DTYPE_BY_CODE[code].name
+            raise self.fail(at + 16, f"a base of {name} is not allowed for {dtype.name}")
+        if reserved != bytes(7):
+            raise self.fail(at + 17, "reserved bytes of the base are not zero")
+        return BaseName(digest, DTYPE_BY_CODE[code])
 
     def check_side(
         self, n_row_dims: int, descriptor: int, dtype: DType, split: Split, shape: tuple[int, ...]
@@ -316,6 +347,7 @@ class _Reader:
             header.split,
             header.chunk_log,
             nbytes,
+            header.base is not None,
         )
         if what:
             at = table_at + 4 * (chunk * (header.n_planes + 1) + 1 + plane)

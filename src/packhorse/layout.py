@@ -10,11 +10,17 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 __all__ = [
+    "BASE_BLOCK",
+    "BASE_BLOCK_NBYTES",
     "CHUNK_NBYTES",
     "CLASSED_CHUNK_NBYTES",
     "CLASSED_MODELS_OFFSET",
     "CONTENT_LEAF_NBYTES",
     "CRITICAL_FLAGS",
+    "DELTA_DIRECT_TOKENS",
+    "DELTA_FULL_TOKEN",
+    "DELTA_MODELS_OFFSET",
+    "DELTA_TOKENS",
     "DTYPES",
     "DTYPE_BY_CODE",
     "DTYPE_BY_NAME",
@@ -24,6 +30,7 @@ __all__ = [
     "FILE_VERSION",
     "FIXED_HEADER",
     "FIXED_HEADER_NBYTES",
+    "FLAG_BASE",
     "FRAME_ALIGNMENT",
     "FRAME_MAGIC",
     "FRAME_VERSION",
@@ -33,6 +40,7 @@ __all__ = [
     "MAX_CHUNK_NBYTES",
     "MAX_CLASSES",
     "MAX_CODE_BITS",
+    "MAX_DELTA_CLASSES",
     "MAX_DIMS",
     "MAX_FILE_HEADER_NBYTES",
     "MAX_LANES_LOG",
@@ -74,7 +82,11 @@ FRAME_ALIGNMENT = 64  # a cache line, and the width of the widest vector registe
 FIXED_HEADER = struct.Struct("<4sBBBBHBBIQ16sIIB3sI")
 FIXED_HEADER_NBYTES = FIXED_HEADER.size
 HEADER_CRC_OFFSET = 44
-CRITICAL_FLAGS = 0  # none defined in version 1
+FLAG_BASE = 1  # the frame has a base
+CRITICAL_FLAGS = FLAG_BASE  # all that version 1 defines
+# The base: content hash, dtype, reserved
+BASE_BLOCK = struct.Struct("<16sB7s")
+BASE_BLOCK_NBYTES = BASE_BLOCK.size
 MAX_DIMS = 64  # NumPy's limit
 MIN_CHUNK_LOG = 6
 MAX_CHUNK_LOG = 21
@@ -115,6 +127,13 @@ CLASSED_MODELS_OFFSET = 16
 MAX_CLASSES = 4
 PREDICTION_CLASSES = 4  # quarters of a step of plane 0
 PREDICTION_BIAS = 128  # keeps what the stream yields away from the ends of a byte
+
+# Section 6.6: delta.
+MAX_DELTA_CLASSES = 8
+DELTA_MODELS_OFFSET = 32
+DELTA_TOKENS = 64
+DELTA_DIRECT_TOKENS = 32  # for the differences around 0
+DELTA_FULL_TOKEN = 63  # for those too long for all others
 
 # Section 7: the content hash.
 CONTENT_LEAF_NBYTES = 1 << 18
@@ -157,6 +176,7 @@ class Mode(IntEnum):
     RANS = 3
     ZSTD = 4
     CLASSED_RANS = 5
+    DELTA = 6
 
 
 class ClassSource(IntEnum):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from packhorse.arguments import resolve_threads
-from packhorse.errors import CompatibilityError, CorruptionError, blaming
+from packhorse.errors import BaseMismatchError, CompatibilityError, CorruptionError, blaming
 from packhorse.frame import Frame
 from packhorse.threads import map_tensors
 
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["call_for_each", "read_frames"]
 
 _Result = TypeVar("_Result")
-_BLAMED = (CorruptionError, CompatibilityError, TypeError, ValueError)
+_BLAMED = (CorruptionError, CompatibilityError, BaseMismatchError, TypeError, ValueError)
 
 
 def call_for_each(
-    call: Callable[[Any, Any, int], _Result],
+    call: Callable[[Any, Any, Any, int], _Result],
     items: Iterable[Any],
     outs: Sequence[Any] | None,
+    bases: Sequence[Any] | None,
     *,
     threads: int | None,
     what: str,
@@ -30,24 +31,27 @@ def call_for_each(
     """Results of a call for each item; threads share the items out among them.
 
     Args:
-        call: gets an item, its memory or None, and how many threads to use.
+        call: gets an item, its memory or None, its base or None, and how many threads to use.
         items: tensors or frames.
         outs: the memory for each, if there is any.
+        bases: the base of each, if there is any.
         threads: None for the cores of this process, at most 8.
         what: an item, in messages.
 
     Raises:
-        ValueError: there are more or fewer `outs` than items.
+        ValueError: there are more or fewer `outs` or `bases` than items.
         Exception: what a call raised; its message says for which item.
     """
     items = list(items)
-    memory = [None] * len(items) if outs is None else outs
-    if len(memory) != len(items):
-        raise ValueError(f"outs has {len(memory)} members; there are {len(items)} {what}s")
+    given = {"outs": outs, "bases": bases}
+    for name, members in given.items():
+        if members is not None and len(members) != len(items):
+            raise ValueError(f"{name} has {len(members)} members; there are {len(items)} {what}s")
 
     def work(i: int, n_threads: int) -> _Result:
+        out, base = (None if members is None else members[i] for members in given.values())
         with blaming(f"{what} {i}", _BLAMED):
-            return call(items[i], memory[i], n_threads)
+            return call(items[i], out, base, n_threads)
 
     # What has no size is no tensor, and the call says so.
     sizes = [

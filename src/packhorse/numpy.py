@@ -109,6 +109,7 @@ def compress(
     level: Level | str = "default",
     threads: int | None = None,
     out: Buffer | None = None,
+    base: np.ndarray[Any, Any] | None = None,
 ) -> Frame:
     """Packs one array, without loss.
 
@@ -117,13 +118,17 @@ def compress(
         level: "fast", "default" or "max".
         threads: None for the cores of this process, at most 8.
         out: memory to build the frame in, at least `packhorse.frame.max_frame_nbytes` bytes.
+        base: another array of as many elements, such as the same one some training steps before;
+            of the same dtype, or the float32 that a bfloat16 or float16 is rounded from. Where that
+            is shorter, the frame holds differences from it; then `frame.base_hash` names it, and
+            `decompress` needs it again.
 
     Returns:
         The frame; `bytes(frame.buffer())` or `frame.to_bytes()` are its bytes.
 
     Raises:
         TypeError: not an array, or of a dtype that safetensors does not have.
-        ValueError: bad level, threads or out.
+        ValueError: bad level, threads, out or base.
 
     Example:
         >>> import numpy as np
@@ -132,7 +137,11 @@ def compress(
         (256, 256)
     """
     data, dtype, shape = FRAMEWORK.readable(array)
-    return compress_buffer(data, dtype, shape, level=level, threads=threads, out=out)
+    base_data, base_dtype = (None, None) if base is None else FRAMEWORK.readable(base)[:2]
+    return compress_buffer(
+        data, dtype, shape, level=level, threads=threads, out=out, base=base_data,
+        base_dtype=base_dtype,
+    )  # fmt: skip
 
 
 def decompress(
@@ -141,6 +150,7 @@ def decompress(
     out: np.ndarray[Any, Any] | None = None,
     threads: int | None = None,
     max_nbytes: int | None = None,
+    base: np.ndarray[Any, Any] | None = None,
 ) -> np.ndarray[Any, Any]:
     """Unpacks one array.
 
@@ -149,8 +159,10 @@ def decompress(
         out: a C-contiguous array of the same dtype and shape to decode into; returned.
         threads: None for the cores of this process, at most 8.
         max_nbytes: refuse an array of more bytes, before anything is allocated.
+        base: what the frame was packed against, if it has a base (`Frame.base_hash`).
 
     Raises:
+        BaseMismatchError: the frame has a base, and none was given, or another.
         CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new.
         TypeError: `out` is not a writable C-contiguous array.
         ValueError: `out` has another dtype or shape.
@@ -164,7 +176,8 @@ def decompress(
     array = FRAMEWORK.empty(frame.dtype, frame.shape) if out is None else out
     if out is not None:
         _check_out(out, frame)
-    frame.decompress_into(FRAMEWORK.writable(array), threads=threads)
+    base_data = None if base is None else FRAMEWORK.readable(base)[0]
+    frame.decompress_into(FRAMEWORK.writable(array), threads=threads, base=base_data)
     return array
 
 
@@ -183,6 +196,7 @@ def compress_all(
     level: Level | str = "default",
     threads: int | None = None,
     outs: Sequence[Buffer] | None = None,
+    bases: Sequence[np.ndarray[Any, Any] | None] | None = None,
 ) -> list[Frame]:
     """Packs many arrays, as `compress` does one. Threads share the arrays out among them: a small
     one cannot keep two of them busy.
@@ -192,6 +206,7 @@ def compress_all(
         level: "fast", "default" or "max".
         threads: None for the cores of this process, at most 8.
         outs: memory to build each frame in, as `out` of `compress`.
+        bases: an array or None for each, as `base` of `compress`.
 
     Returns:
         A frame for each, in their order.
@@ -200,9 +215,10 @@ def compress_all(
         TypeError, ValueError: as `compress`; the message says which array.
     """
     return call_for_each(
-        lambda array, out, n: compress(array, level=level, threads=n, out=out),
+        lambda array, out, base, n: compress(array, level=level, threads=n, out=out, base=base),
         arrays,
         outs,
+        bases,
         threads=threads,
         what="array",
     )
@@ -214,6 +230,7 @@ def decompress_all(
     outs: Sequence[np.ndarray[Any, Any]] | None = None,
     threads: int | None = None,
     max_nbytes: int | None = None,
+    bases: Sequence[np.ndarray[Any, Any] | None] | None = None,
 ) -> list[np.ndarray[Any, Any]]:
     """Unpacks many arrays, as `decompress` does one. Threads share the arrays out among them.
 
@@ -222,18 +239,20 @@ def decompress_all(
         outs: an array for each to decode into, as `out` of `decompress`.
         threads: None for the cores of this process, at most 8.
         max_nbytes: refuse arrays of more bytes together, before anything is allocated.
+        bases: an array or None for each, as `base` of `decompress`.
 
     Returns:
         The arrays, in the order of the frames.
 
     Raises:
-        CorruptionError, TruncationError, CompatibilityError, TypeError, ValueError, MemoryError: as
-            `decompress`; the message says which frame.
+        BaseMismatchError, CorruptionError, TruncationError, CompatibilityError, TypeError,
+            ValueError, MemoryError: as `decompress`; the message says which frame.
     """
     return call_for_each(
-        lambda frame, out, n: decompress(frame, threads=n, out=out),
+        lambda frame, out, base, n: decompress(frame, threads=n, out=out, base=base),
         read_frames(frames, max_nbytes),
         outs,
+        bases,
         threads=threads,
         what="frame",
     )

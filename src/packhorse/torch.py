@@ -131,6 +131,7 @@ def compress(
     level: Level | str = "default",
     threads: int | None = None,
     out: Buffer | None = None,
+    base: torch.Tensor | None = None,
 ) -> Frame:
     """Packs one tensor, without loss.
 
@@ -139,13 +140,17 @@ def compress(
         level: "fast", "default" or "max".
         threads: None for the cores of this process, at most 8.
         out: memory to build the frame in, at least `packhorse.frame.max_frame_nbytes` bytes.
+        base: another tensor of as many elements, such as the same one some training steps before;
+            of the same dtype, or the float32 that a bfloat16 or float16 is rounded from. Where that
+            is shorter, the frame holds differences from it; then `frame.base_hash` names it, and
+            `decompress` needs it again.
 
     Returns:
         The frame; `frame.to_bytes()` are its bytes.
 
     Raises:
         TypeError: not a dense tensor, or of a dtype that safetensors does not have.
-        ValueError: bad level, threads or out.
+        ValueError: bad level, threads, out or base.
 
     Example:
         >>> import torch
@@ -154,7 +159,11 @@ def compress(
         torch.bfloat16
     """
     data, dtype, shape = FRAMEWORK.readable(tensor)
-    return compress_buffer(data, dtype, shape, level=level, threads=threads, out=out)
+    base_data, base_dtype = (None, None) if base is None else FRAMEWORK.readable(base)[:2]
+    return compress_buffer(
+        data, dtype, shape, level=level, threads=threads, out=out, base=base_data,
+        base_dtype=base_dtype,
+    )  # fmt: skip
 
 
 def decompress(
@@ -163,6 +172,7 @@ def decompress(
     out: torch.Tensor | None = None,
     threads: int | None = None,
     max_nbytes: int | None = None,
+    base: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Unpacks one tensor, in host memory.
 
@@ -171,8 +181,10 @@ def decompress(
         out: a contiguous host tensor of the same dtype and shape to decode into; returned.
         threads: None for the cores of this process, at most 8.
         max_nbytes: refuse a tensor of more bytes, before anything is allocated.
+        base: what the frame was packed against, if it has a base (`Frame.base_hash`).
 
     Raises:
+        BaseMismatchError: the frame has a base, and none was given, or another.
         CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new.
         TypeError: `out` is not a contiguous host tensor.
         ValueError: `out` has another dtype or shape.
@@ -186,7 +198,8 @@ def decompress(
     tensor = FRAMEWORK.empty(frame.dtype, frame.shape) if out is None else out
     if out is not None:
         _check_out(out, frame)
-    frame.decompress_into(FRAMEWORK.writable(tensor), threads=threads)
+    base_data = None if base is None else FRAMEWORK.readable(base)[0]
+    frame.decompress_into(FRAMEWORK.writable(tensor), threads=threads, base=base_data)
     return tensor
 
 
@@ -205,6 +218,7 @@ def compress_all(
     level: Level | str = "default",
     threads: int | None = None,
     outs: Sequence[Buffer] | None = None,
+    bases: Sequence[torch.Tensor | None] | None = None,
 ) -> list[Frame]:
     """Packs many tensors, as `compress` does one. Threads share the tensors out among them: a small
     one cannot keep two of them busy.
@@ -214,6 +228,7 @@ def compress_all(
         level: "fast", "default" or "max".
         threads: None for the cores of this process, at most 8.
         outs: memory to build each frame in, as `out` of `compress`.
+        bases: a tensor or None for each, as `base` of `compress`.
 
     Returns:
         A frame for each, in their order.
@@ -222,9 +237,10 @@ def compress_all(
         TypeError, ValueError: as `compress`; the message says which tensor.
     """
     return call_for_each(
-        lambda tensor, out, n: compress(tensor, level=level, threads=n, out=out),
+        lambda tensor, out, base, n: compress(tensor, level=level, threads=n, out=out, base=base),
         tensors,
         outs,
+        bases,
         threads=threads,
         what="tensor",
     )
@@ -236,6 +252,7 @@ def decompress_all(
     outs: Sequence[torch.Tensor] | None = None,
     threads: int | None = None,
     max_nbytes: int | None = None,
+    bases: Sequence[torch.Tensor | None] | None = None,
 ) -> list[torch.Tensor]:
     """Unpacks many tensors, as `decompress` does one. Threads share the tensors out among them.
 
@@ -244,18 +261,20 @@ def decompress_all(
         outs: a tensor for each to decode into, as `out` of `decompress`.
         threads: None for the cores of this process, at most 8.
         max_nbytes: refuse tensors of more bytes together, before anything is allocated.
+        bases: a tensor or None for each, as `base` of `decompress`.
 
     Returns:
         The tensors, in the order of the frames.
 
     Raises:
-        CorruptionError, TruncationError, CompatibilityError, TypeError, ValueError, MemoryError: as
-            `decompress`; the message says which frame.
+        BaseMismatchError, CorruptionError, TruncationError, CompatibilityError, TypeError,
+            ValueError, MemoryError: as `decompress`; the message says which frame.
     """
     return call_for_each(
-        lambda frame, out, n: decompress(frame, threads=n, out=out),
+        lambda frame, out, base, n: decompress(frame, threads=n, out=out, base=base),
         read_frames(frames, max_nbytes),
         outs,
+        bases,
         threads=threads,
         what="frame",
     )

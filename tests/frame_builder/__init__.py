@@ -17,6 +17,8 @@ from frame_builder.codings import (
     Stored,
     Zstd,
 )
+from frame_builder.deltas import Base, Delta, DeltaEqual, narrowed
+from frame_builder.draws import draw_delta, draw_delta_frame, odd_floats
 from frame_builder.files import build_file, hexdump, original_file, record_crc
 from frame_builder.frames import (
     SIDE,
@@ -26,18 +28,22 @@ from frame_builder.frames import (
     build_frame,
     content_hash,
     crc32c,
-    split_planes,
 )
-from frame_builder.samples import SMALL, side_of, units_of_values
+from frame_builder.planes import split_planes
+from frame_builder.samples import DELTAS, SMALL, side_of, units_of_values
 
 __all__ = [
+    "DELTAS",
     "SIDE",
     "SMALL",
     "Around",
+    "Base",
     "BuiltFrame",
     "Classed",
     "Coding",
     "Constant",
+    "Delta",
+    "DeltaEqual",
     "Edit",
     "Palette",
     "Rans",
@@ -49,7 +55,11 @@ __all__ = [
     "build_frame",
     "content_hash",
     "crc32c",
+    "draw_delta",
+    "draw_delta_frame",
     "hexdump",
+    "narrowed",
+    "odd_floats",
     "original_file",
     "record_crc",
     "side_of",

@@ -32,6 +32,9 @@ class Around:
     carried: bytes = b""  # the bytes it is to carry
     lead: bytes = b""  # what plane 0's stream yields
     predictions: Sequence[int] = ()  # q of each unit
+    dtype: str = "U8"
+    units: bytes = b""  # of the whole chunk, not of a plane
+    base: bytes = b""  # the base's units at the same places, in the frame's dtype
 
 
 class Coding:

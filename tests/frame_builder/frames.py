@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, replace
 import xxhash
 
 from frame_builder.codings import Around, Coding, Stored
-from packhorse.layout import DTYPE_BY_NAME, DType, Mode, Split
+from frame_builder.deltas import Base
+from frame_builder.planes import split_planes
+from packhorse.layout import DTYPE_BY_NAME, Mode, Split
 
 __all__ = [
     "SIDE",
@@ -17,7 +19,6 @@ __all__ = [
     "build_frame",
     "content_hash",
     "crc32c",
-    "split_planes",
 ]
 
 SIDE = -1  # what an edit gets for chunk and plane with the stream of the side data
@@ -81,6 +82,12 @@ class BuiltFrame:
     chunks: list[tuple[int, int]]  # offset and padded bytes of each
     streams: dict[tuple[int, int], tuple[int, int]]  # (chunk, plane) or SIDE twice -> offset, bytes
     source: bytes = field(repr=False)
+    base: bytes | None = field(default=None, repr=False)  # what it is decoded with
+
+    @property
+    def base_offset(self) -> int:
+        """Where the base is described, if there is one."""
+        return self.table_offset - 24
 
     def lie(self, *, seal: bool = True, **fields: int | bytes) -> "BuiltFrame":
         """Overwrite header fields by name; `seal` recomputes the header's CRC."""
@@ -112,22 +119,6 @@ class BuiltFrame:
         return bytes(self.data)
 
 
-def split_planes(data: bytes, dtype: DType, split: int) -> list[bytes]:
-    """Section 4, from the units' values."""
-    size = dtype.unit_nbytes
-    if split == Split.WHOLE:
-        return [data]
-    planes = [data[size - 1 - i :: size] for i in range(size)]
-    if split == Split.FLOAT and size == 1:
-        return [bytes(byte << 1 & 0xFF | byte >> 7 for byte in data)]
-    if split == Split.FLOAT:
-        r = 4 if dtype.name == "F64" else 1
-        tops = [high << 8 | low for high, low in zip(planes[0], planes[1], strict=True)]
-        planes[0] = bytes(t >> (8 - r) & 0xFF for t in tops)
-        planes[1] = bytes(t << r & 0xFF | t >> (16 - r) for t in tops)
-    return planes
-
-
 @dataclass(frozen=True)
 class Side:
     """Side data of a matrix; `predictions` are those of all its units, row by row."""
@@ -146,6 +137,8 @@ def _build_chunk(
     planes: list[bytes], codings: Sequence[Coding], around: Around, carry: bool
 ) -> list[bytes]:
     """The streams of one chunk, in plane order."""
+    if codings[0].mode == Mode.DELTA:
+        return [codings[0].encode(planes[0], around)]
     stored = [p for p, coding in enumerate(codings) if coding.mode == Mode.STORED]
     n_carried = sum(coding.n_carried for coding in codings) if carry and stored else 0
     if stored and n_carried > len(planes[stored[-1]]):
@@ -170,7 +163,7 @@ class _Payload:
     chunks: list[tuple[int, int]] = field(default_factory=list)
     streams: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
-    def add(self, streams: list[bytes], codings: Sequence[Coding]) -> None:
+    def add(self, streams: list[bytes], codings: Sequence[Coding], n_planes: int) -> None:
         chunk, start = len(self.chunks), len(self.data)
         for p in sorted(range(len(streams)), key=lambda p: (codings[p].mode != Mode.STORED, p)):
             self.streams[chunk, p] = (len(self.data), len(streams[p]))
@@ -180,6 +173,7 @@ class _Payload:
         self.table += bytes(4)
         for coding, stream in zip(codings, streams, strict=True):
             self.table += descriptor(coding, stream)
+        self.table += bytes(4 * (n_planes - len(streams)))
 
 
 def descriptor(coding: Coding, stream: bytes) -> bytes:
@@ -191,12 +185,13 @@ def build_frame(
     dtype: str = "U8",
     shape: Sequence[int] | None = None,
     *,
-    codings: Sequence[Coding],
+    codings: Sequence[Coding] | Callable[[int], Sequence[Coding]],
     split: int = 0,
     chunk_log: int = 6,
     level: int = 2,
     carry: bool = True,
     side: Side | None = None,
+    base: Base | None = None,
     edit: Edit | None = None,
 ) -> BuiltFrame:
     """Build a frame of `data`.
@@ -205,12 +200,14 @@ def build_frame(
         data: the tensor's bytes.
         dtype: safetensors' name.
         shape: one dimension if None.
-        codings: one for each plane, used in every chunk.
+        codings: one for each plane, used in every chunk, or what gives them for a chunk's number;
+            mode delta stands alone.
         split: section 4.
         chunk_log: log2 of the units of a chunk.
         level: the level byte.
         carry: let the rANS streams carry the end of the last stored plane, if it is long enough.
         side: side data; the predictions of all units follow from them.
+        base: what the chunks of mode delta differ from.
         edit: gets chunk, plane and stream, and returns the stream to write instead.
 
     Returns:
@@ -220,15 +217,25 @@ def build_frame(
     shape = (len(data) * 8 // row.bits,) if shape is None else shape
     step = row.unit_nbytes << chunk_log
     item_nbytes = row.unit_nbytes if split == Split.WHOLE else 1
+    n_planes = row.unit_nbytes // item_nbytes
     edit = edit or (lambda chunk, plane, stream: stream)
     predictions, payload = side.predictions if side else [], _Payload()
+    base_units = base.units(dtype) if base else b""
     for c, start in enumerate(range(0, len(data), step)):
-        planes = split_planes(data[start : start + step], row, split)
+        units = data[start : start + step]
         first = start // row.unit_nbytes
-        around = Around(item_nbytes, predictions=predictions[first : first + (1 << chunk_log)])
-        streams = _build_chunk(planes, codings, around, carry)
-        payload.add([edit(c, p, stream) for p, stream in enumerate(streams)], codings)
-    built = _assemble(data, shape, payload, 4 + 4 * len(codings), side, edit)
+        around = Around(
+            item_nbytes,
+            predictions=predictions[first : first + (1 << chunk_log)],
+            dtype=dtype,
+            units=units,
+            base=base_units[start : start + len(units)],
+        )
+        chosen = codings(c) if callable(codings) else codings
+        streams = _build_chunk(split_planes(units, row, split), chosen, around, carry)
+        edited = [edit(c, p, stream) for p, stream in enumerate(streams)]
+        payload.add(edited, chosen, n_planes)
+    built = _assemble(data, shape, payload, 4 + 4 * n_planes, side, base, edit)
     return built.lie(
         seal=False,
         magic=b"\x89PHF",
@@ -236,6 +243,7 @@ def build_frame(
         dtype_code=row.code,
         n_dims=len(shape),
         split=split,
+        flags=int(base is not None),
         level=level,
         chunk_log=chunk_log,
         header_nbytes=built.header_nbytes,
@@ -251,24 +259,29 @@ def _assemble(
     payload: _Payload,
     row_nbytes: int,
     side: Side | None,
+    base: Base | None,
     edit: Edit,
 ) -> BuiltFrame:
     """The parts behind one another; of the fixed part only what is about the side data."""
-    stream, fixed = b"", bytes(56)
+    stream, fixed, block = b"", bytes(56), b""
+    if base:
+        code = DTYPE_BY_NAME[base.dtype].code
+        block = content_hash(base.data) + bytes([code]) + bytes(7)
     if side:
         plane = side.rows + side.columns
         stream = edit(SIDE, SIDE, side.coding.encode(plane, Around()))
         fixed = fixed[:48] + bytes([side.n_row_dims, 0, 0, 0]) + descriptor(side.coding, stream)
-    front = fixed + struct.pack(f"<{len(shape)}Q", *shape) + payload.table
+    front = fixed + struct.pack(f"<{len(shape)}Q", *shape) + block + payload.table
     header = pad64(front + stream)
-    base = len(header)
-    streams = {key: (base + at, nbytes) for key, (at, nbytes) in payload.streams.items()}
+    start = len(header)
+    streams = {key: (start + at, nbytes) for key, (at, nbytes) in payload.streams.items()}
     return BuiltFrame(
         bytearray(header + payload.data),
-        base,
+        start,
         len(front) - len(payload.table),
         row_nbytes,
-        [(base + offset, nbytes) for offset, nbytes in payload.chunks],
+        [(start + offset, nbytes) for offset, nbytes in payload.chunks],
         {**streams, (SIDE, SIDE): (len(front), len(stream))},
         data,
+        base.data if base else None,
     )

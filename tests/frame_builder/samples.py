@@ -1,13 +1,18 @@
-"""One small frame for each mode, for the tests that damage them, and data to make more."""
+"""One small frame for each mode, for the tests that damage them, and data to make more.
+
+Those of `DELTAS` have a base, which the frame that is built keeps.
+"""
 
 import random
+import struct
 from collections.abc import Callable
 
 from frame_builder.codings import Classed, Coding, Constant, Palette, Rans, Stored, Zstd
+from frame_builder.deltas import Base, Delta, DeltaEqual
 from frame_builder.frames import BuiltFrame, Side, build_frame
-from packhorse.layout import ClassSource
+from packhorse.layout import DTYPE_BY_NAME, ClassSource
 
-__all__ = ["SMALL", "side_of", "units_of_values"]
+__all__ = ["DELTAS", "SMALL", "side_of", "units_of_values"]
 
 
 def units_of_values(n: int, unit_nbytes: int, n_values: int, seed: int = 0) -> bytes:
@@ -29,9 +34,9 @@ def side_of(
 _SAMPLE = units_of_values(30, 2, 9)
 
 
-def _bf16(*codings: Coding, side: Side | None = None) -> Callable[..., BuiltFrame]:
+def _bf16(*codings: Coding, **more: object) -> Callable[..., BuiltFrame]:
     split = 2 if len(codings) == 2 else 0
-    given = {"codings": codings, "split": split, "side": side}
+    given = {"codings": codings, "split": split, **more}
     return lambda **kwargs: build_frame(_SAMPLE, "BF16", (5, 6), **{**given, **kwargs})
 
 
@@ -57,4 +62,45 @@ SMALL: dict[str, Callable[..., BuiltFrame]] = {
         side=side_of(5, 6, coding=Palette(2)),
     ),
     "empty": lambda **kw: build_frame(b"", "F64", (0, 3), codings=[Stored()], **kw),
+}
+
+
+def _near(data: bytes, unit_nbytes: int, seed: int = 0) -> bytes:
+    """Units at most a little away from those of `data`, but for a few that are far."""
+    rng = random.Random(seed)
+    units = [data[i : i + unit_nbytes] for i in range(0, len(data), unit_nbytes)]
+    most = 1 << 8 * unit_nbytes
+    near = []
+    for unit in units:
+        step = rng.getrandbits(8 * unit_nbytes) if rng.random() < 0.1 else int(rng.gauss(0, 9))
+        near.append((int.from_bytes(unit, "little") + step) % most)
+    return b"".join(value.to_bytes(unit_nbytes, "little") for value in near)
+
+
+def _delta(dtype: str, *, split: int, n: int = 30, **given: object) -> Callable[..., BuiltFrame]:
+    """A frame of `n` units beside its base."""
+    data = units_of_values(n, DTYPE_BY_NAME[dtype].unit_nbytes, 9)
+    base = _near(data, DTYPE_BY_NAME[dtype].unit_nbytes)
+    given = {"split": split, "base": Base(base, dtype), **given}
+    return lambda **kwargs: build_frame(data, dtype, **{**given, **kwargs})
+
+
+def _of_f32(dtype: str) -> Callable[..., BuiltFrame]:
+    """Thirty values, and an F32 base that they were once near."""
+    rng = random.Random(1)
+    base = struct.pack("<30f", *[rng.gauss(0, 1) for _ in range(30)])
+    data = _near(Base(base, "F32").units(dtype), 2)
+    given = {"codings": [Delta(thresholds=(124,))], "split": 2, "base": Base(base, "F32")}
+    return lambda **kwargs: build_frame(data, dtype, (5, 6), **{**given, **kwargs})
+
+
+_CHUNKS = ([Delta(3)], [Stored(), Rans()], [Delta(shifts=(9,))])
+
+DELTAS: dict[str, Callable[..., BuiltFrame]] = {
+    "delta": _delta("BF16", split=2, codings=[Delta(thresholds=(100, 200), shifts=(2, 0, 3))]),
+    "delta-whole": _delta("F32", split=0, codings=[Delta(mapped=(15, 16, 17), shifts=(11,))]),
+    "delta-integers": _delta("I64", split=1, codings=[Delta(thresholds=(40, 62, 62))]),
+    "delta-of-f32": _of_f32("F16"),
+    "delta-equal": _bf16(DeltaEqual(), split=2, base=Base(_SAMPLE, "BF16")),
+    "delta-beside-others": _delta("I16", split=1, n=150, codings=lambda chunk: _CHUNKS[chunk]),
 }

@@ -24,6 +24,8 @@ HEADER_LIES = {
     "version 0": ("H3", {"version": 0}, "version at byte offset 4 is 0"),
     "version 2": ("H4", {"version": 2}, "version at byte offset 4 is 2"),
     "version 255": ("H4", {"version": 255}, "upgrade"),
+    "flag 1": ("H5", {"flags": 2}, "flags 0x2 at byte offset 8"),
+    "flag 1 beside a base": ("H5", {"flags": 3}, "flags 0x3 at byte offset 8"),
     "a flag": ("H5", {"flags": 0x8000}, "flags 0x8000 at byte offset 8"),
     "dtype 0": ("H6", {"dtype_code": 0}, "unknown dtype 0 at byte offset 5"),
     "dtype 10": ("H6", {"dtype_code": 10}, "unknown dtype 10"),
@@ -192,8 +194,8 @@ PLACE_LIES = {
     ),
     "side data of an unknown mode": (
         "S6",
-        lambda: SMALL["prediction"]().lie(side_descriptor=6 << 24 | 41),
-        "mode 6 of the side data",
+        lambda: SMALL["prediction"]().lie(side_descriptor=7 << 24 | 41),
+        "mode 7 of the side data",
     ),
     "stored side data are short": (
         "S7",
@@ -205,7 +207,7 @@ PLACE_LIES = {
         lambda: with_side(fb.side_of(5, 6), edit=appended(b"x", plane=SIDE)),
         "stored side data at byte offset 52 is 12, but must be 11",
     ),
-    "mode 6": ("D1", lambda: raw(6, bytes(60)), "unknown mode 6"),
+    "mode 7": ("D1", lambda: raw(7, bytes(60)), "unknown mode 7"),
     "mode 255": ("D1", lambda: raw(255, b""), "unknown mode 255"),
     "a palette of units": ("D2", lambda: of_units(Mode.PALETTE), "mode palette"),
     "rans of units": ("D2", lambda: of_units(Mode.RANS), "mode rans"),

@@ -30,6 +30,11 @@ class Lie:
     def frame(self) -> bytes:
         return bytes(self.build())
 
+    def base(self) -> bytes | None:
+        """What the frame is to be decoded with."""
+        built = self.build()
+        return built.base if isinstance(built, BuiltFrame) else None
+
 
 LIES: dict[str, Lie] = {}
 

@@ -119,6 +119,7 @@ STATUS_WORDS = {
     7: "rANS words are left over at the end",
     8: "an rANS lane ends in a state that no encoder leaves",
     9: "the number of escapes is not the one declared",
+    10: "the number of extra bits is not the one declared",
 }
 
 

@@ -48,6 +48,7 @@ class Plan(NamedTuple):
         planes: expected mode and bytes of each plane without side data; empty if the tensor is not
             coded plane by plane.
         side: what predicts the exponents from row and column; often nothing.
+        plain_nbytes: what would be expected without a base; 0 where none is used.
     """
 
     split: Split
@@ -58,12 +59,16 @@ class Plan(NamedTuple):
     estimated_nbytes: int
     planes: tuple[tuple[int, int], ...] = ()
     side: SideData = NO_SIDE_DATA
+    plain_nbytes: int = 0
 
     @property
     def reason(self) -> str:
         """One line for people."""
         if self.nbytes == 0:
             return "no elements"
+        if self.plain_nbytes:
+            share = self.estimated_nbytes / self.plain_nbytes
+            return f"differences from the base take {share:.1%} of what the tensor would"
         if self.zstd:
             return f"repetitive: zstd takes {self.estimated_nbytes / self.nbytes:.1%} of a sample"
         if not self.planes:
@@ -96,7 +101,13 @@ def natural_split(dtype: DType) -> Split:
 
 
 def choose_plan(
-    data: ByteArray, dtype: DType, shape: Sequence[int], level: Level, isa: int
+    data: ByteArray,
+    dtype: DType,
+    shape: Sequence[int],
+    level: Level,
+    isa: int,
+    *,
+    with_side: bool = True,
 ) -> Plan:
     """Plans for a tensor's bytes.
 
@@ -106,6 +117,7 @@ def choose_plan(
         shape: its shape.
         level: how hard to try.
         isa: the number of the instruction set of the call.
+        with_side: whether to see if side data pay.
     """
     split = natural_split(dtype)
     n_units = data.size // dtype.unit_nbytes
@@ -122,7 +134,7 @@ def choose_plan(
             return Plan(Split.WHOLE, level, True, chunk_log, data.size, zstd_nbytes)
     if planes_nbytes > data.size * (1 - _MIN_SAVING):
         return Plan(Split.WHOLE, level, False, chunk_log, data.size, data.size)
-    side = choose_side(data, dtype, shape, level, isa)
+    side = choose_side(data, dtype, shape, level, isa) if with_side else NO_SIDE_DATA
     if side.saving:
         chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, CLASSED_CHUNK_NBYTES)
         planes_nbytes -= side.saving

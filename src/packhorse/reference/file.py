@@ -38,7 +38,8 @@ def decode_file(data: bytes, *, max_nbytes: int | None = None) -> bytes:
         The original file.
 
     Raises:
-        PackhorseError: as `decode_frame`, with the tensor's name in the message.
+        PackhorseError: as `decode_frame`, with the tensor's name in the message. A file carries no
+            bases, so a frame that has one is a `BaseMismatchError`.
     """
     need(data, 8, "the length of the file's header")
     data_offset = 8 + int.from_bytes(data[:8], "little")

@@ -1,6 +1,7 @@
 """Sections 4, 5 and 7 of docs/format.md: from the chunks of a frame to the tensor's bytes.
 
-The content hash is checked at the end, so what comes out is the tensor or an error.
+A base is checked before the first chunk, the content hash at the end, so what comes out is the
+tensor or an error.
 """
 
 from collections.abc import Callable
@@ -11,9 +12,10 @@ from typing import NamedTuple
 import xxhash
 
 from packhorse import layout
-from packhorse.errors import CorruptionError
+from packhorse.errors import BaseMismatchError, CorruptionError
 from packhorse.layout import Mode, Split
-from packhorse.reference.header import Chunk, SideStream, Units, read_header
+from packhorse.reference.delta import base_units, decode_delta
+from packhorse.reference.header import BaseBlock, Chunk, Header, SideStream, Units, read_header
 from packhorse.reference.rans import Place
 from packhorse.reference.streams import decode_stream
 from packhorse.reference.words import Reader, crc32c, equal, zero
@@ -32,8 +34,10 @@ class DecodedTensor:
         content_hash: 16 bytes; `data` was checked against it.
         level: the level byte as it stands, information only.
         split: how units became planes.
-        modes: for each chunk, the mode of each plane.
+        modes: for each chunk, the mode of each plane; of mode delta it is the only one.
         side_mode: the mode of the side data; None where there are none.
+        base_hash: the content hash of the base; None where there is none.
+        base_dtype: safetensors' name of the base's dtype; None where there is none.
     """
 
     dtype: str
@@ -44,14 +48,19 @@ class DecodedTensor:
     split: Split
     modes: tuple[tuple[Mode, ...], ...]
     side_mode: Mode | None
+    base_hash: bytes | None
+    base_dtype: str | None
 
 
-def decode_frame(data: bytes, *, max_nbytes: int | None = None) -> DecodedTensor:
+def decode_frame(
+    data: bytes, *, max_nbytes: int | None = None, base: bytes | None = None
+) -> DecodedTensor:
     """Decode one frame and check all of it, content hash included.
 
     Args:
         data: the frame, exactly.
         max_nbytes: refuse a tensor of more decoded bytes than this; None for no limit.
+        base: the bytes of the base, for a frame that has one; others do not look at it.
 
     Returns:
         The tensor's dtype, shape and bytes.
@@ -59,11 +68,16 @@ def decode_frame(data: bytes, *, max_nbytes: int | None = None) -> DecodedTensor
     Raises:
         CorruptionError: the bytes break a rule of docs/format.md, or the tensor is over the limit.
         TruncationError: bytes are missing at the end.
-        CompatibilityError: the version, the dtype, a flag or a mode is unknown.
+        CompatibilityError: the version, a dtype, a flag or a mode is unknown.
+        BaseMismatchError: the frame has a base, and none or another was given.
     """
     header = read_header(data, max_nbytes)
+    _check_base(header.base, base)
+    chunk_base = partial(_chunk_base, header, base or b"")
     side = _decode_side(data, header.side) if header.side else None
-    decoded = b"".join(_decode_chunk(data, header.units, side, chunk) for chunk in header.chunks)
+    decoded = b"".join(
+        _decode_chunk(data, header.units, side, chunk, chunk_base) for chunk in header.chunks
+    )
     equal(header.content_hash, content_hash(decoded), "content hash", 24)
     return DecodedTensor(
         dtype=header.units.dtype.name,
@@ -74,7 +88,32 @@ def decode_frame(data: bytes, *, max_nbytes: int | None = None) -> DecodedTensor
         split=header.units.split,
         modes=tuple(tuple(mode for mode, _ in chunk.streams) for chunk in header.chunks),
         side_mode=header.side.mode if header.side else None,
+        base_hash=header.base.content_hash if header.base else None,
+        base_dtype=header.base.dtype.name if header.base else None,
     )
+
+
+def _check_base(block: BaseBlock | None, base: bytes | None) -> None:
+    """The base is the one that the frame names."""
+    if block is None:
+        return
+    needed = f"of {block.nbytes} bytes {block.dtype.name} with content hash"
+    needed = f"the frame needs the base {needed} {block.content_hash.hex()}"
+    if base is None:
+        raise BaseMismatchError(f"{needed}, none was given")
+    if len(base) != block.nbytes:
+        raise BaseMismatchError(f"{needed}, the one given has {len(base)} bytes")
+    found = content_hash(base)
+    if found != block.content_hash:
+        raise BaseMismatchError(f"{needed}, the one given has {found.hex()}")
+
+
+def _chunk_base(header: Header, base: bytes, chunk: Chunk) -> list[int]:
+    """The base's units in the place of a chunk's."""
+    assert header.base, "mode delta is allowed beside a base only"
+    size = header.base.dtype.unit_nbytes
+    start, stop = chunk.first_unit * size, (chunk.first_unit + chunk.n_units) * size
+    return base_units(base[start:stop], header.base.dtype, header.units.dtype)
 
 
 class _SideData(NamedTuple):
@@ -113,10 +152,18 @@ def _merge(planes: list[bytes], units: Units) -> bytes:
 
 
 # Section 5: chunks and streams.
-def _decode_chunk(data: bytes, units: Units, side: _SideData | None, chunk: Chunk) -> bytes:
+def _decode_chunk(
+    data: bytes,
+    units: Units,
+    side: _SideData | None,
+    chunk: Chunk,
+    chunk_base: Callable[[Chunk], list[int]],
+) -> bytes:
     crc = crc32c(data[chunk.offset : chunk.offset + chunk.nbytes])
     equal(crc, chunk.crc, "CRC of the chunk", chunk.offset)
     streams = _cut_streams(data, chunk)
+    if chunk.streams[0][0] == Mode.DELTA:
+        return decode_delta(streams[0], units.dtype, chunk_base(chunk))
     plane_nbytes = chunk.n_units * units.item_nbytes
     predictions: Callable[[], list[int]] | None = None
     if side:

@@ -14,7 +14,7 @@ from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.layout import DType, Mode, Split
 from packhorse.reference.words import crc32c, equal, need, padded, within, zero
 
-__all__ = ["Chunk", "Header", "SideStream", "Units", "read_header"]
+__all__ = ["BaseBlock", "Chunk", "Header", "SideStream", "Units", "read_header"]
 
 _RANS_MODES = (Mode.RANS, Mode.CLASSED_RANS)
 _SIDE_MODES = (Mode.STORED, Mode.PALETTE, Mode.RANS)
@@ -45,6 +45,14 @@ class SideStream(NamedTuple):
     nbytes: int
 
 
+class BaseBlock(NamedTuple):
+    """What the frame says of its base."""
+
+    content_hash: bytes
+    dtype: DType
+    nbytes: int  # computed
+
+
 class Chunk(NamedTuple):
     """A row of the chunk table."""
 
@@ -53,7 +61,7 @@ class Chunk(NamedTuple):
     crc: int
     first_unit: int
     n_units: int
-    streams: list[tuple[Mode, int]]  # mode and bytes of each, in plane order
+    streams: list[tuple[Mode, int]]  # mode and bytes, in plane order; of mode delta there is one
 
 
 class Header(NamedTuple):
@@ -63,6 +71,7 @@ class Header(NamedTuple):
     level: int
     units: Units
     shape: tuple[int, ...]
+    base: BaseBlock | None
     side: SideStream | None
     chunks: list[Chunk]
 
@@ -72,7 +81,8 @@ def read_header(data: bytes, max_nbytes: int | None) -> Header:
     fixed = _read_fixed(data)
     units = _read_units(fixed)
     shape_end = layout.FIXED_HEADER_NBYTES + 8 * fixed.n_dims
-    table_end = shape_end + 4 * fixed.n_chunks * (1 + units.n_planes)
+    table_start = shape_end + (layout.BASE_BLOCK_NBYTES if fixed.flags & layout.FLAG_BASE else 0)
+    table_end = table_start + 4 * fixed.n_chunks * (1 + units.n_planes)
     end = table_end + (fixed.side_descriptor & layout.STREAM_NBYTES_MASK)
     equal(fixed.header_nbytes, padded(end), "header_nbytes", 12)
     need(data, fixed.header_nbytes, "the header")
@@ -84,14 +94,17 @@ def read_header(data: bytes, max_nbytes: int | None) -> Header:
     if max_nbytes is not None and nbytes > max_nbytes:
         raise CorruptionError(f"the tensor takes {nbytes} bytes, the caller allows {max_nbytes}")
     zero(fixed.reserved, "reserved bytes", 49)
+    base = None
+    if fixed.flags & layout.FLAG_BASE:
+        base = _read_base(data[shape_end:table_start], shape_end, units.dtype, n_units)
     side = _read_side(fixed, units, shape, table_end)
     zero(data[end : fixed.header_nbytes], "padding bytes of the header", end)
-    chunks = _read_chunk_table(data[:table_end], shape_end, fixed, units, n_units)
+    chunks = _read_chunk_table(data[:table_end], table_start, fixed, units, n_units)
     frame_nbytes = fixed.header_nbytes + sum(chunk.nbytes for chunk in chunks)
     equal(fixed.frame_nbytes, frame_nbytes, "frame_nbytes", 16)
     need(data, frame_nbytes, "the frame")
     equal(len(data), frame_nbytes, "the end of the frame, the length of the data,", frame_nbytes)
-    return Header(fixed.content_hash, fixed.level, units, shape, side, chunks)
+    return Header(fixed.content_hash, fixed.level, units, shape, base, side, chunks)
 
 
 def _read_fixed(data: bytes) -> _Fixed:
@@ -136,6 +149,19 @@ def _logical_nbytes(dtype: DType, shape: tuple[int, ...]) -> int:
     return n_bits // 8
 
 
+def _read_base(block: bytes, at: int, dtype: DType, n_units: int) -> BaseBlock:
+    content_hash, code, reserved = layout.BASE_BLOCK.unpack(block)
+    if code not in layout.DTYPE_BY_CODE:
+        raise CompatibilityError(f"unknown base dtype {code} at byte offset {at + 16}; upgrade")
+    base = layout.DTYPE_BY_CODE[code]
+    allowed = (dtype.name, "F32") if dtype.name in ("BF16", "F16") else (dtype.name,)
+    if base.name not in allowed:
+        what = f"base dtype at byte offset {at + 16}"
+        raise CorruptionError(f"{what} is {base.name}, allowed: {', '.join(allowed)}")
+    zero(reserved, "reserved bytes of the base", at + 17)
+    return BaseBlock(content_hash, base, n_units * base.unit_nbytes)
+
+
 def _read_side(
     fixed: _Fixed, units: Units, shape: tuple[int, ...], offset: int
 ) -> SideStream | None:
@@ -170,7 +196,7 @@ def _read_chunk_table(
         crc, *descriptors = row.unpack_from(header, at)
         first = len(chunks) << fixed.chunk_log
         n = min(1 << fixed.chunk_log, n_units - first)
-        streams = [_read_descriptor(word, units, at) for word in descriptors]
+        streams = _read_descriptors(descriptors, fixed, units, at)
         _check_stored(streams, n * units.item_nbytes, at)
         nbytes = padded(sum(nbytes for _, nbytes in streams))
         chunks.append(Chunk(offset, nbytes, crc, first, n, streams))
@@ -178,12 +204,31 @@ def _read_chunk_table(
     return chunks
 
 
-def _read_descriptor(word: int, units: Units, at: int) -> tuple[Mode, int]:
-    code, nbytes = word >> layout.STREAM_NBYTES_BITS, word & layout.STREAM_NBYTES_MASK
+def _read_descriptors(
+    words: list[int], fixed: _Fixed, units: Units, at: int
+) -> list[tuple[Mode, int]]:
+    """Mode and length of each stream of a chunk."""
+    has_base = fixed.flags & layout.FLAG_BASE > 0
+    first = _read_descriptor(words[0], units, has_base, at)
+    if first[0] != Mode.DELTA:
+        return [first, *(_read_descriptor(word, units, False, at) for word in words[1:])]
+    for word in words[1:]:
+        _read_mode(word, at)
+    equal(words[1:], [0] * (units.n_planes - 1), "descriptors beside mode delta in table row", at)
+    return [first]
+
+
+def _read_mode(word: int, at: int) -> Mode:
+    code = word >> layout.STREAM_NBYTES_BITS
     if code not in list(Mode):
         raise CompatibilityError(f"unknown mode {code} in table row at byte offset {at}; upgrade")
-    mode = Mode(code)
-    if not _allowed(mode, units):
+    return Mode(code)
+
+
+def _read_descriptor(word: int, units: Units, may_differ: bool, at: int) -> tuple[Mode, int]:
+    """One descriptor; `may_differ` from a base only plane 0, where there is one."""
+    mode, nbytes = _read_mode(word, at), word & layout.STREAM_NBYTES_MASK
+    if not (may_differ if mode == Mode.DELTA else _allowed(mode, units)):
         what = f"mode {mode.name.lower()} in table row at byte offset {at}"
         raise CorruptionError(f"{what} is not allowed for {units.dtype.name} split {units.split}")
     if mode == Mode.CONSTANT:
@@ -192,7 +237,7 @@ def _read_descriptor(word: int, units: Units, at: int) -> tuple[Mode, int]:
 
 
 def _allowed(mode: Mode, units: Units) -> bool:
-    """The table of section 6."""
+    """The table of section 6, without mode delta."""
     if mode in (Mode.PALETTE, Mode.RANS):
         return units.item_nbytes == 1
     if mode == Mode.ZSTD:

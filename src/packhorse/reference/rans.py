@@ -1,7 +1,7 @@
 """Sections 6.4 and 6.5 of docs/format.md: rANS, with one model or with a model for each class.
 
 The first is the second with a single class, so one loop decodes both: `_decode_classes` gets a
-model and the units of each class, in the order of decoding.
+model and the units of each class, in the order of decoding. `delta` shares its coder.
 """
 
 import struct
@@ -22,7 +22,15 @@ from packhorse.reference.symbols import (
 )
 from packhorse.reference.words import Reader, equal, within, zero
 
-__all__ = ["Decoded", "Place", "decode_classed_rans", "decode_rans"]
+__all__ = [
+    "Decoded",
+    "Place",
+    "check_coder",
+    "decode_classed_rans",
+    "decode_rans",
+    "decode_words",
+    "read_states",
+]
 
 
 class Place(NamedTuple):
@@ -52,7 +60,7 @@ class _Head(NamedTuple):
 def decode_rans(reader: Reader, n: int) -> Decoded:
     """Section 6.4."""
     head = _read_head(reader)
-    model = read_model(reader, head.raw)
+    model = read_model(reader, head.raw.n_symbols)
     yielded, carried = _decode_classes(reader, head, [model], [list(range(n))])
     return Decoded(yielded, yielded, carried)
 
@@ -61,7 +69,7 @@ def decode_classed_rans(reader: Reader, place: Place) -> Decoded:
     """Section 6.5."""
     head = _read_head(reader)
     source, n_classes, thresholds = _read_classes(reader)
-    models = [read_model(reader, head.raw) for _ in range(n_classes)]
+    models = [read_model(reader, head.raw.n_symbols) for _ in range(n_classes)]
     predictions: list[int] = []
     if source == ClassSource.PREDICTION:
         predictions = _predictions(place, reader.start)
@@ -80,8 +88,7 @@ def decode_classed_rans(reader: Reader, place: Place) -> Decoded:
 def _read_head(reader: Reader) -> _Head:
     fields = struct.unpack("<BBBBI", reader.take(layout.MODEL_OFFSET, "bytes of the rANS header"))
     lanes_log, prob_bits, raw_bits, raw_mask, n_escapes = fields
-    within(lanes_log, layout.MIN_LANES_LOG, layout.MAX_LANES_LOG, "lanes_log", reader.start)
-    equal(prob_bits, layout.PROB_BITS, "prob_bits", reader.start + 1)
+    check_coder(lanes_log, prob_bits, reader.start)
     raw = RawBits(raw_bits, raw_mask)
     raw.check(layout.MAX_RANS_RAW_BITS, reader.start + 2)
     return _Head(1 << lanes_log, raw, n_escapes)
@@ -117,30 +124,55 @@ def _lead(place: Place, offset: int) -> bytes:
     return place.lead
 
 
+def check_coder(lanes_log: int, prob_bits: int, at: int) -> None:
+    """The first two bytes of every stream that is range-coded."""
+    within(lanes_log, layout.MIN_LANES_LOG, layout.MAX_LANES_LOG, "lanes_log", at)
+    equal(prob_bits, layout.PROB_BITS, "prob_bits", at + 1)
+
+
 def _decode_classes(
     reader: Reader, head: _Head, models: list[Model], units: list[list[int]]
 ) -> tuple[bytes, bytes]:
     """The bytes that the stream yields in the order of units, and the carried bytes."""
-    n, at = sum(map(len, units)), reader.offset
-    states = list(struct.unpack(f"<{head.n_lanes}I", reader.take(4 * head.n_lanes, "states")))
-    low_states = [state for state in states if state < layout.STATE_LOWER_BOUND]
-    equal(low_states, [], "list of states below 2^16", at)
+    n = sum(map(len, units))
+    states = read_states(reader, head.n_lanes)
     low = read_raw_planes(reader, n, head.raw)
-    escapes = read_escapes(reader, head.n_escapes, head.raw)
+    escapes = read_escapes(reader, head.n_escapes, head.raw.n_symbols)
     at = reader.offset
-    words = _read_words(reader)
-    order = [unit for members in units for unit in members]
-    decoded: list[int | None] = []
-    for model, members in zip(models, units, strict=True):
-        decoded += _decode_class(model, len(members), states, words, at)
-    equal(len(list(words)), 0, "number of unused words of those", at)
+    decoded = decode_words(reader, models, [len(members) for members in units], states)
     high_states = [state for state in states if state >= 2 * layout.STATE_LOWER_BOUND]
     equal(high_states, [], "list of last states of 2^17 or more", at)
-    resolved = resolve_escapes(decoded, escapes, reader.start)
+    resolved = resolve_escapes(decoded, escapes, reader.start + 4)
+    order = [unit for members in units for unit in members]
     symbols = [symbol for _, symbol in sorted(zip(order, resolved, strict=True))]
     last_halves = [state - layout.STATE_LOWER_BOUND for state in states]
     carried = struct.pack(f"<{head.n_lanes}H", *last_halves)
     return join_raw_bits(symbols, low, head.raw), carried
+
+
+def read_states(reader: Reader, n_lanes: int) -> list[int]:
+    """The state that each lane starts from."""
+    at = reader.offset
+    states = list(struct.unpack(f"<{n_lanes}I", reader.take(4 * n_lanes, "states")))
+    low_states = [state for state in states if state < layout.STATE_LOWER_BOUND]
+    equal(low_states, [], "list of states below 2^16", at)
+    return states
+
+
+def decode_words(
+    reader: Reader, models: list[Model], sizes: list[int], states: list[int]
+) -> list[int | None]:
+    """The symbols of class after class, in the order of decoding; the words are all that is left.
+
+    None stands for an escape. The states are left as they end.
+    """
+    at = reader.offset
+    words = _read_words(reader)
+    decoded: list[int | None] = []
+    for model, n in zip(models, sizes, strict=True):
+        decoded += _decode_class(model, n, states, words, at)
+    equal(len(list(words)), 0, "number of unused words of those", at)
+    return decoded
 
 
 def _read_words(reader: Reader) -> Iterator[int]:

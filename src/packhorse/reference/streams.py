@@ -55,11 +55,11 @@ def _decode_palette(reader: Reader, n: int) -> bytes:
     zero(entries[n_entries:], "unused palette entries", reader.start + 8 + n_entries)
     planes = [read_bit_plane(reader, n, "bytes of a bit plane") for _ in range(code_bits)]
     low = read_raw_planes(reader, n, raw)
-    escapes = read_escapes(reader, n_escapes, raw)
+    escapes = read_escapes(reader, n_escapes, raw.n_symbols)
     equal(len(reader.rest()), 0, "number of bytes behind the escapes", reader.offset)
     codes = [sum(bits[i] << j for j, bits in enumerate(planes)) for i in range(n)]
     symbols: list[int | None] = [*palette, *[None] * has_escape]
-    decoded = resolve_escapes([symbols[code] for code in codes], escapes, reader.start)
+    decoded = resolve_escapes([symbols[code] for code in codes], escapes, reader.start + 4)
     return join_raw_bits(decoded, low, raw)
 
 

@@ -64,18 +64,18 @@ def join_raw_bits(symbols: Iterable[int], low: list[int], raw: RawBits) -> bytes
     return bytes(above << raw.n_bits | below for above, below in zip(symbols, low, strict=True))
 
 
-def read_escapes(reader: Reader, n: int, raw: RawBits) -> bytes:
-    """Symbols without a code of their own."""
+def read_escapes(reader: Reader, n: int, n_symbols: int) -> bytes:
+    """Symbols without a code of their own, all below `n_symbols`."""
     at = reader.offset
     escapes = reader.take(n, "escapes")
     for i, symbol in enumerate(escapes):
-        within(symbol, 0, raw.n_symbols - 1, "an escape", at + i)
+        within(symbol, 0, n_symbols - 1, "an escape", at + i)
     return escapes
 
 
-def resolve_escapes(symbols: list[int | None], escapes: bytes, start: int) -> list[int]:
-    """Each None takes the next escape; there must be as many as the stream at `start` declares."""
-    equal(len(escapes), symbols.count(None), "n_escapes", start + 4)
+def resolve_escapes(symbols: list[int | None], escapes: bytes, at: int) -> list[int]:
+    """Each None takes the next escape; there must be as many as are declared at `at`."""
+    equal(len(escapes), symbols.count(None), "n_escapes", at)
     following = iter(escapes)
     return [next(following) if symbol is None else symbol for symbol in symbols]
 
@@ -89,17 +89,17 @@ class Model(NamedTuple):
     ranks: list[int]  # of each slot among those of its code
 
 
-def read_model(reader: Reader, raw: RawBits) -> Model:
-    """Section 6.2."""
+def read_model(reader: Reader, n_allowed: int) -> Model:
+    """Section 6.2, for symbols below `n_allowed`."""
     at = reader.offset
     first, last = struct.unpack("<BB", reader.take(2, "bytes of a model"))
     n_symbols = last + 1
-    within(first + n_symbols, 1, raw.n_symbols, "end of the range of symbols", at)
+    within(first + n_symbols, 1, n_allowed, "end of the range of symbols", at)
     *frequencies, escape = _read_frequencies(reader, n_symbols + 1)
     codes: list[tuple[int | None, int]] = [
         (first + i, frequency) for i, frequency in enumerate(frequencies) if frequency
     ]
-    if escape and len(codes) == raw.n_symbols:
+    if escape and len(codes) == n_allowed:
         raise CorruptionError(f"model at byte offset {at} has an escape beside codes for all")
     codes += [(None, escape)] if escape else []
     symbols, present = [symbol for symbol, _ in codes], tuple(f for _, f in codes)

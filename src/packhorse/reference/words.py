@@ -73,6 +73,11 @@ class Reader:
         self.start = self.offset = offset
         self._data = data
 
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is left."""
+        return not self._data
+
     def take(self, nbytes: int, what: str) -> bytes:
         """The next bytes; too few of them are corruption, because the header gave the length."""
         if nbytes > len(self._data):
