@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 import traceback
 import warnings
@@ -201,6 +202,23 @@ def load_tensor(url: str, shape: tuple[int, ...], mesh: tuple[int, ...], how: st
     return digest(state["x"]), asdict(reader.stats)
 
 
+def sharded_step(number: int) -> dict[str, Any]:
+    """A state in training, which moves a little at each step."""
+    x = sharded((256, 300), (dist.get_world_size(),), "0", 0)
+    for i in range(number):
+        x = x + sharded((256, 300), (dist.get_world_size(),), "0", i + 1) * 1e-5
+    return {"x": x, "plain": torch.arange(9.0), "n": 5}
+
+
+def save_step(url: str, base: str | None, number: int) -> None:
+    writer = PackhorseWriter(url, base=base, threads=1)
+    dcp.save(sharded_step(number), storage_writer=writer)
+
+
+def expected_step(number: int) -> Any:
+    return digest(sharded_step(number)["x"])
+
+
 def save_async(url: str) -> None:
     state = {"x": sharded((64, 32), (dist.get_world_size(),), "0", 7), "plain": torch.arange(9.0)}
     state["n"] = 5
@@ -211,11 +229,15 @@ def save_async(url: str) -> None:
 
 
 def save_async_in_process(url: str) -> None:
-    state = {"x": sharded((64, 32), (dist.get_world_size(),), "0", 7), "plain": torch.arange(9.0)}
-    state["n"] = 5
-    kind = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
-    writer = PackhorseWriter(url, threads=1)
-    dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind).result()
+    """A program of its own: PyTorch starts another process, which a daemon may not."""
+    os.environ.update(MASTER_ADDR="localhost", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
+        state = {"x": sharded((64, 32), (1,), "0", 7), "plain": torch.arange(9.0), "n": 5}
+        kind = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
+        writer = PackhorseWriter(url, threads=1)
+        dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind).result()
+        dist.destroy_process_group()
 
 
 class FailingPlanner(DefaultSavePlanner):
@@ -280,3 +302,7 @@ def numbered_state(number: int) -> dict[str, Any]:
 
 def files_of(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+if __name__ == "__main__":
+    save_async_in_process(sys.argv[1])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from packhorse.codecs.content import crc32c
+from packhorse.disk.dcp.packs import is_pack_name
 from packhorse.disk.dcp.shards import (
     FrameRef,
     StoredShard,
@@ -258,7 +260,7 @@ class _Parser:
             _planner_data(document["planner_data"]),
             shards,
             _storage_meta(document["storage_meta"]),
-            document["dcp_version"],
+            _string_or_none(document["dcp_version"]),
         )
         self._check_complete(metadata)
         return metadata
@@ -370,10 +372,14 @@ def _string(value: Any) -> str:
     return value
 
 
+def _string_or_none(value: Any) -> str | None:
+    return None if value is None else _string(value)
+
+
 def _path(value: Any) -> str:
     path = _string(value)
-    if not path or path.startswith("/") or "://" in path or "\0" in path:
-        raise ValueError(f"{shown(path)} is not a relative path")
+    if path.startswith("/") or "://" in path or not is_pack_name(posixpath.basename(path)):
+        raise ValueError(f"{shown(path)} is not the relative path of a pack file")
     return path
 
 
@@ -398,4 +404,6 @@ def _storage_meta(row: dict[str, Any] | None) -> StorageMeta:
     if row is None:
         return StorageMeta()
     modules = [_string(name) for name in row["modules"]]
-    return StorageMeta(row["checkpoint_id"], row["save_id"], modules=modules)
+    return StorageMeta(
+        _string_or_none(row["checkpoint_id"]), _string_or_none(row["save_id"]), modules=modules
+    )

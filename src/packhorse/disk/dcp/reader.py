@@ -33,18 +33,16 @@ from torch.futures import Future
 from packhorse.arguments import resolve_threads
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.dcp.manifest import manifest_name, parse_manifest
+from packhorse.disk.dcp.open_frames import OpenFrames
 from packhorse.disk.dcp.regions import Piece, cut_box, strides_of
 from packhorse.disk.dcp.shards import FrameRef, StoredShard, torch_dtype
-from packhorse.disk.dcp.storage import FileBytes, Storage, open_storage
-from packhorse.disk.strict_json import shortened, shown
-from packhorse.errors import CompatibilityError, CorruptionError, blaming
-from packhorse.frame import Frame
+from packhorse.disk.dcp.storage import Storage, open_storage
+from packhorse.disk.strict_json import shown
+from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.threads import batches, map_tensors
 from packhorse.torch import FRAMEWORK
 
 __all__ = ["PackhorseReader", "ReadStats"]
-
-_PEEK_NBYTES = 1 << 16  # of a remote frame: all of a small one, or more than most headers
 
 
 @dataclass(slots=True)
@@ -78,6 +76,7 @@ class PackhorseReader(StorageReader):
         *,
         threads: int | None = None,
         trusted: bool = False,
+        max_nbytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """
@@ -86,6 +85,8 @@ class PackhorseReader(StorageReader):
             threads: of each rank; None for the cores of its process, at most 8.
             trusted: hand values that are not tensors to the planner without a look, though it may
                 run code that is in them.
+            max_nbytes: refuse a load for which one rank would have to decode more bytes; None for
+                no limit. A small file may hold a large tensor of zeros.
             storage_options: for fsspec's file system.
 
         Raises:
@@ -96,10 +97,11 @@ class PackhorseReader(StorageReader):
         self._url = os.fspath(url)
         self._threads = threads
         self._trusted = trusted
+        self._max_nbytes = max_nbytes
         self._options = dict(storage_options or {})
         self._load_id = str(uuid.uuid4())
         self._shards: dict[Any, StoredShard] = {}
-        self._frames: _Frames | None = None
+        self._frames: OpenFrames | None = None
         self.stats = ReadStats()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -132,14 +134,15 @@ class PackhorseReader(StorageReader):
     ) -> None:
         """PyTorch hands back the metadata, which the planner may have looked at."""
         self._shards = metadata.storage_data
-        self._frames = _Frames(self._storage())
+        self._frames = OpenFrames(self._storage())
         self.stats = ReadStats()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Opens and checks all frames that this rank will need.
 
         Raises:
-            CorruptionError, CompatibilityError: a file or a frame is not what the manifest says.
+            CorruptionError, CompatibilityError: a file or a frame is not what the manifest says, or
+                the frames exceed the limit.
         """
         self._open(plan.items)
         return plan
@@ -182,14 +185,20 @@ class PackhorseReader(StorageReader):
     def _storage(self) -> Storage:
         return open_storage(self._url, self._options)
 
-    def _open(self, items: Sequence[ReadItem]) -> _Frames:
-        frames = self._frames or _Frames(self._storage())
+    def _open(self, items: Sequence[ReadItem]) -> OpenFrames:
+        frames = self._frames or OpenFrames(self._storage())
         wanted = {}
         for item in items:
             shard = self._shards[item.storage_index]
             _check_item(item, shard)
             wanted[shard.frame] = item.storage_index.fqn
         self.stats.n_frames += frames.open(wanted)
+        nbytes = frames.logical_nbytes(wanted)
+        if self._max_nbytes is not None and nbytes > self._max_nbytes:
+            raise CorruptionError(
+                f"{self._url}: the frames to be decoded hold {nbytes} bytes together, more than "
+                f"max_nbytes = {self._max_nbytes}"
+            )
         self._frames = frames
         return frames
 
@@ -214,104 +223,6 @@ def _check_item(item: ReadItem, shard: StoredShard) -> None:
             f"{item.storage_index.fqn!r}: the plan asks for {list(item.lengths)} from "
             f"{list(item.storage_offsets)}, and what is stored has shape {list(shard.shape)}"
         )
-
-
-class _Frames:
-    """The open frames of a checkpoint, and of those that it builds upon."""
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self._files: dict[str, FileBytes] = {}
-        self._frames: dict[FrameRef, Frame] = {}
-        self._names: dict[FrameRef, str] = {}
-        self._memory: dict[FrameRef, ByteArray] = {}
-
-    def open(self, wanted: Mapping[FrameRef, str]) -> int:
-        """Open frames, and those that they are deltas to.
-
-        Args:
-            wanted: for each frame, the name of a tensor in it.
-
-        Returns:
-            How many were opened now.
-        """
-        new = {
-            at: name for ref, name in wanted.items() for at in ref.chain() if at not in self._frames
-        }
-        for ref in new:
-            file = self._file(ref)
-            self._memory[ref] = file.region(ref.offset, ref.nbytes)
-        self._fetch([(ref, 0, min(ref.nbytes, _PEEK_NBYTES)) for ref in new])
-        for ref, name in new.items():
-            self._frames[ref] = self._checked(ref, name)
-            self._names[ref] = name
-        return len(new)
-
-    def __getitem__(self, ref: FrameRef) -> Frame:
-        return self._frames[ref]
-
-    def fetch(self, parts: Iterable[tuple[FrameRef, int, int]]) -> None:
-        """Get what the decoding of some ranges of bytes will read.
-
-        Args:
-            parts: frame, first byte and the byte after the last, of the decoded tensor.
-        """
-        self._fetch([(ref, *self[ref].payload_range(start, stop)) for ref, start, stop in parts])
-
-    def decode(self, ref: FrameRef, dst: ByteArray, start: int, stop: int, threads: int) -> None:
-        """Decode bytes `start` to `stop` of a tensor."""
-        with blaming(self._path(ref)):
-            self[ref].decompress_into(dst, start=start, stop=stop, threads=threads)
-
-    def drop(self, refs: Iterable[FrameRef]) -> None:
-        """Forget frames that will not be needed again, and what was fetched of them."""
-        for ref in refs:
-            self._frames.pop(ref, None)
-            self._memory.pop(ref, None)
-
-    def _file(self, ref: FrameRef) -> FileBytes:
-        path = self._storage.path(ref.file)
-        if path not in self._files:
-            try:
-                self._files[path] = self._storage.open(ref.file, ref.file_nbytes)
-            except FileNotFoundError as error:
-                raise CorruptionError(
-                    f"{path}: is not there, and the checkpoint {self._storage.label} needs it"
-                ) from error
-        return self._files[path]
-
-    def _path(self, ref: FrameRef) -> str:
-        return self._storage.path(ref.file)
-
-    def _fetch(self, parts: Iterable[tuple[FrameRef, int, int]]) -> None:
-        by_file: dict[str, list[tuple[ByteArray, int]]] = {}
-        files = {}
-        for ref, start, stop in parts:
-            files[self._path(ref)] = self._file(ref)
-            place = self._memory[ref][start:stop], ref.offset + start
-            by_file.setdefault(self._path(ref), []).append(place)
-        for path, ranges in by_file.items():
-            files[path].fetch(ranges)
-
-    def _checked(self, ref: FrameRef, name: str) -> Frame:
-        with blaming(self._path(ref)):
-            nbytes = _header_nbytes(self._memory[ref])
-            if _PEEK_NBYTES < nbytes <= ref.nbytes:
-                self._fetch([(ref, 0, nbytes)])
-            frame = Frame.from_buffer(self._memory[ref], name=shortened(name), offset=ref.offset)
-            found = frame.dtype, frame.shape, frame.content_hash.hex()
-            if found != (ref.dtype, ref.shape, ref.content_hash):
-                raise CorruptionError(
-                    f"tensor {shown(name)} at byte {ref.offset}: the frame holds {found[0]} of "
-                    f"shape {list(found[1])} with content hash {found[2]}, and the manifest says "
-                    f"{ref.dtype} of shape {list(ref.shape)} with {ref.content_hash}"
-                )
-        return frame
-
-
-def _header_nbytes(data: ByteArray) -> int:
-    """The length that a frame's header declares, to know how much of it to get."""
-    return int.from_bytes(data[12:16].tobytes(), "little")
 
 
 @dataclass(slots=True)
@@ -343,7 +254,7 @@ class _Run:
 class _Load:
     """One rank's part of one load."""
 
-    frames: _Frames
+    frames: OpenFrames
     shards: Mapping[Any, StoredShard]
     planner: LoadPlanner
     threads: int
@@ -378,7 +289,7 @@ class _Load:
         runs = [run for ref, uses in by_frame.items() for run in self._runs(ref, uses)]
         runs.sort(key=lambda run: (run.ref.file, run.ref.offset, run.start))
         n_runs = Counter(ref for run in runs for ref in run.ref.chain())
-        for batch in batches([run.nbytes for run in runs]):
+        for batch in batches([self._cost(run) for run in runs]):
             part = runs[batch.start : batch.stop]
             self._take_memory(part)
             self._decode(part)
@@ -422,20 +333,43 @@ class _Load:
             )
 
     def _decode(self, runs: Sequence[_Run]) -> None:
-        self.frames.fetch((run.ref, run.start, run.stop) for run in runs)
+        bases = {run.ref.base: run.ref for run in runs if run.ref.base is not None}
+        self.frames.fetch(
+            [(run.ref, run.start, run.stop) for run in runs]
+            + [(at, 0, self._nbytes(at)) for base in bases for at in base.chain()]
+        )
+        order = list(bases)
+        found = map_tensors(
+            lambda i, threads: self.frames.whole(order[i], threads),
+            [self._nbytes(base) for base in order],
+            self.threads,
+        )
+        whole = dict(zip(order, found, strict=True))
 
         def decode(i: int, threads: int) -> None:
             run = runs[i]
-            self.frames.decode(run.ref, run.dst, run.start, run.stop, threads)
+            base = None if run.ref.base is None else whole[run.ref.base]
+            self.frames.decode(run.ref, run.dst, run.start, run.stop, base=base, threads=threads)
 
         map_tensors(decode, [run.nbytes for run in runs], self.threads)
         for run in runs:
-            chunk_nbytes = self.frames[run.ref].chunk_nbytes
-            if run.nbytes:
-                self.stats.n_chunks += (
-                    (run.stop - 1) // chunk_nbytes - run.start // chunk_nbytes + 1
-                )
-            self.stats.decoded_nbytes += run.nbytes
+            self._count(run.ref, run.start, run.stop)
+        for base in bases:
+            for at in base.chain():
+                self._count(at, 0, self._nbytes(at))
+
+    def _nbytes(self, ref: FrameRef) -> int:
+        return self.frames[ref].logical_nbytes
+
+    def _cost(self, run: _Run) -> int:
+        """Memory that decoding a run takes."""
+        return run.nbytes + (0 if run.ref.base is None else 2 * self._nbytes(run.ref))
+
+    def _count(self, ref: FrameRef, start: int, stop: int) -> None:
+        if stop > start:
+            chunk_nbytes = self.frames[ref].chunk_nbytes
+            self.stats.n_chunks += (stop - 1) // chunk_nbytes - start // chunk_nbytes + 1
+            self.stats.decoded_nbytes += stop - start
 
     def _copied(self, runs: Sequence[_Run]) -> Iterator[_Use]:
         """Copies what was not decoded in its place, and yields whatever is there now."""

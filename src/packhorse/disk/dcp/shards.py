@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@lru_cache(64)
 def torch_dtype(name: Any) -> torch.dtype | None:
     """The dtype of this name; None if this PyTorch has none."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.atomic import atomic_file
+from packhorse.disk.atomic import atomic_file, sync_folder
 from packhorse.disk.frames import map_region
-from packhorse.errors import TruncationError
+from packhorse.errors import CorruptionError, TruncationError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -148,8 +148,11 @@ class LocalStorage:
         self._folder = Path(os.path.realpath(folder))
 
     def prepare(self) -> None:
-        """Make the folder."""
+        """Make the folder, so that it survives a loss of power too."""
+        missing = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
         self._folder.mkdir(parents=True, exist_ok=True)
+        for path in missing:
+            sync_folder(path.parent)
 
     def exists(self, name: str) -> bool:
         """Whether there is such a file."""
@@ -168,14 +171,21 @@ class LocalStorage:
 
     def read(self, name: str) -> bytes:
         """A small file, whole."""
-        return self._path(name).read_bytes()
+        return self._regular(name).read_bytes()
 
     def open(self, name: str, nbytes: int) -> FileBytes:
         """The file, mapped."""
-        path = self._path(name)
+        path = self._regular(name)
         with path.open("rb") as file:
             _check_length(str(path), os.fstat(file.fileno()).st_size, nbytes)
             return _Mapped(map_region(file, 0, nbytes))
+
+    def _regular(self, name: str) -> Path:
+        """The path of a file to be read, which must not be a pipe: opening it might never end."""
+        path = self._path(name)
+        if path.exists() and not path.is_file():
+            raise CorruptionError(f"{path}: not a regular file")
+        return path
 
     def create(self, name: str) -> AbstractContextManager[Sink]:
         """Write a file that is there whole or not at all."""
@@ -224,17 +234,27 @@ class RemoteStorage:
 
     def exists(self, name: str) -> bool:
         """Whether there is such a file."""
-        return bool(self._fs.isfile(self.path(name)))
+        return bool(self._fs.isfile(self._fresh(name)))
 
     def names(self) -> list[str]:
         """The files in the folder."""
         self._fs.invalidate_cache(self._root)
-        entries = self._fs.ls(self._root, detail=True)
+        try:
+            entries = self._fs.ls(self._root, detail=True)
+        except FileNotFoundError:  # an object store knows a folder by what is in it
+            return []
         return [posixpath.basename(row["name"]) for row in entries if row["type"] == "file"]
 
     def path(self, name: str) -> str:
         """The full path of a file."""
         return posixpath.normpath(posixpath.join(self._root, name))
+
+    def _fresh(self, name: str) -> str:
+        """The full path of a file, of which nothing that was seen before is believed: another
+        process may have replaced it."""
+        path = self.path(name)
+        self._fs.invalidate_cache(posixpath.dirname(path))
+        return path
 
     def read(self, name: str) -> bytes:
         """A small file, whole."""
@@ -242,7 +262,7 @@ class RemoteStorage:
 
     def open(self, name: str, nbytes: int) -> FileBytes:
         """The file, of which parts can be fetched."""
-        path = self.path(name)
+        path = self._fresh(name)
         _check_length(f"{self.label}: {name}", int(self._fs.info(path)["size"]), nbytes)
         return _Ranges(self._fs, path)
 

@@ -29,8 +29,10 @@ from torch.futures import Future
 
 from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.codecs.base import ByteArray
+from packhorse.codecs.content import content_hash
 from packhorse.disk.atomic import is_temporary
-from packhorse.disk.dcp.manifest import is_rank_manifest, manifest_name, render_manifest
+from packhorse.disk.dcp.base import BaseCheckpoint
+from packhorse.disk.dcp.manifest import MAX_DELTAS, is_rank_manifest, manifest_name, render_manifest
 from packhorse.disk.dcp.packs import PackFile, is_pack_name, split_volumes
 from packhorse.disk.dcp.shards import FrameRef, StoredShard, dtype_name, frame_form, readable
 from packhorse.disk.dcp.storage import Storage, open_storage
@@ -41,6 +43,7 @@ from packhorse.threads import batches, map_tensors
 
 __all__ = ["PackhorseWriter"]
 
+_DCP_VERSION = "1.0.0"  # of PyTorch's metadata, as its own writer says
 _BYTES_NBYTES = 1 << 16  # what a value that is not a tensor is taken to need, before it is known
 
 
@@ -55,6 +58,7 @@ class PackhorseWriter(StorageWriter):
         self,
         url: str | os.PathLike[str],
         *,
+        base: str | os.PathLike[str] | None = None,
         level: Level | str = "default",
         threads: int | None = None,
         overwrite: bool = False,
@@ -63,6 +67,9 @@ class PackhorseWriter(StorageWriter):
         """
         Args:
             url: a folder, or a URL that fsspec understands ("s3://bucket/run/step-100").
+            base: an earlier checkpoint that this one may build upon: shards that have not changed
+                stay where they are, others are stored as deltas where that is shorter. Its files
+                must stay as long as this checkpoint is wanted.
             level: "fast", "default" or "max".
             threads: of each rank; None for the cores of its process, at most 8.
             overwrite: a checkpoint that is there already may be replaced. It stays whole until the
@@ -75,6 +82,7 @@ class PackhorseWriter(StorageWriter):
         super().__init__()
         resolve_threads(threads)
         self._url = os.fspath(url)
+        self._base_url = None if base is None else os.fspath(base)
         self._level = resolve_level(level)
         self._threads = threads
         self._overwrite = overwrite
@@ -84,6 +92,7 @@ class PackhorseWriter(StorageWriter):
         self._own_manifest = False
         self._is_coordinator = True
         self._older: frozenset[str] = frozenset()
+        self._base: BaseCheckpoint | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new checkpoint begins, at `checkpoint_id` if one is given."""
@@ -102,6 +111,9 @@ class PackhorseWriter(StorageWriter):
 
         Raises:
             FileExistsError: there is a checkpoint, and `overwrite` is False.
+            FileNotFoundError: there is no checkpoint at `base`.
+            CorruptionError, CompatibilityError: the manifest of `base` is damaged, or too new.
+            ValueError: `base` is on another file system.
         """
         storage = self._storage()
         storage.prepare()
@@ -116,6 +128,10 @@ class PackhorseWriter(StorageWriter):
                 f"{storage.label}: holds a checkpoint of all ranks, which would hide those of "
                 "single ones (use_collectives=False); name another"
             )
+        self._base = None
+        if self._base_url is not None:
+            base = open_storage(self._base_url, self._options)
+            self._base = BaseCheckpoint(base, storage, self._manifest_name())
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -131,7 +147,9 @@ class PackhorseWriter(StorageWriter):
             OSError: what the file system says. Nothing that this rank wrote is left then.
         """
         storage = self._storage()
-        job = _Job(storage, planner, self._level, resolve_threads(self._threads), self._rank)
+        base, self._base = self._base, None
+        threads = resolve_threads(self._threads)
+        job = _Job(storage, planner, base, self._level, threads, self._rank)
         try:
             results = [result for volume in job.volumes(plan.items) for result in volume]
         except BaseException:
@@ -149,7 +167,7 @@ class PackhorseWriter(StorageWriter):
             OSError: what the file system says.
         """
         storage = self._storage()
-        metadata.version = "1.0.0"
+        metadata.version = _DCP_VERSION
         metadata.storage_meta = self.storage_meta()
         metadata.storage_data = {
             result.index: result.storage_data for rank in results for result in rank
@@ -221,11 +239,18 @@ class _Job:
     """One rank's part of one save."""
 
     def __init__(
-        self, storage: Storage, planner: SavePlanner, level: Level, threads: int, rank: int
+        self,
+        storage: Storage,
+        planner: SavePlanner,
+        base: BaseCheckpoint | None,
+        level: Level,
+        threads: int,
+        rank: int,
     ) -> None:
         self.written: list[str] = []
         self._storage = storage
         self._planner = planner
+        self._base = base
         self._level = level
         self._threads = threads
         self._rank = rank
@@ -262,12 +287,36 @@ class _Job:
     ) -> Iterator[tuple[WriteItem, StoredShard]]:
         """Resolves a batch of items, packs and writes them."""
         parts = [self._resolve(item) for item in items]
-        for part, frame in zip(parts, self._pack(parts), strict=True):
-            key = frame.content_hash.hex(), frame.dtype, frame.shape
-            if key not in self._known:
-                offset = pack.add(part.name, frame)
-                self._known[key] = FrameRef(pack.name, 0, offset, frame.nbytes, *key)
-            yield part.item, part.stored(self._known[key])
+        olds = [self._find_base(part) for part in parts]
+        todo = [i for i, part in enumerate(parts) if not self._is_unchanged(part, olds[i])]
+        if self._base is not None:
+            self._base.fetch([old for i in todo if (old := olds[i]) is not None])
+        frames = dict(zip(todo, self._pack([(parts[i], olds[i]) for i in todo]), strict=True))
+        for i, (part, old) in enumerate(zip(parts, olds, strict=True)):
+            ref = self._add(pack, part, frames[i], old) if i in frames else old
+            assert ref is not None  # what is not packed is unchanged
+            yield part.item, part.stored(ref)
+        if self._base is not None:
+            self._base.drop([old for old in olds if old is not None])
+
+    def _find_base(self, part: _Part) -> FrameRef | None:
+        if self._base is None:
+            return None
+        return self._base.find(part.item.index, part.dtype, part.shape)
+
+    def _is_unchanged(self, part: _Part, old: FrameRef | None) -> bool:
+        if old is None or part.form != (old.dtype, old.shape):
+            return False
+        return content_hash(part.data, threads=self._threads).hex() == old.content_hash
+
+    def _add(self, pack: PackFile, part: _Part, frame: Frame, old: FrameRef | None) -> FrameRef:
+        """Writes a frame unless one of the same content was."""
+        key = frame.content_hash.hex(), frame.dtype, frame.shape
+        if key not in self._known:
+            offset = pack.add(part.name, frame)
+            base = None if frame.base_hash is None else old
+            self._known[key] = FrameRef(pack.name, 0, offset, frame.nbytes, *key, base)
+        return self._known[key]
 
     def _resolve(self, item: WriteItem) -> _Part:
         data, dtype, shape = readable(self._planner.resolve_data(item))
@@ -279,21 +328,30 @@ class _Job:
             )
         return _Part(item, data, dtype, shape, frame_form(dtype, shape))
 
-    def _pack(self, parts: Sequence[_Part]) -> list[Frame]:
-        """Frames of the parts, one behind the other's room in memory that is used again."""
-        rooms = [max_frame_nbytes(*part.form) for part in parts]
+    def _pack(self, pairs: Sequence[tuple[_Part, FrameRef | None]]) -> list[Frame]:
+        """Frames of parts and their bases, one behind the other's room in memory that is used
+        again."""
+        rooms = [max_frame_nbytes(*part.form) for part, _ in pairs]
         ends = list(accumulate(rooms))
-        if self._memory.size < ends[-1]:
+        if ends and self._memory.size < ends[-1]:
             self._memory = np.empty(ends[-1], np.uint8)
 
         def pack(i: int, threads: int) -> Frame:
-            part = parts[i]
+            part, old = pairs[i]
+            base = None
+            if self._base is not None and old is not None and _allows_delta(part, old):
+                base = self._base.whole(old, threads)
             return compress_buffer(
-                part.data, *part.form, level=self._level, threads=threads,
+                part.data, *part.form, level=self._level, threads=threads, base=base,
                 out=self._memory[ends[i] - rooms[i] : ends[i]], name=shortened(part.name),
             )  # fmt: skip
 
-        return map_tensors(pack, [part.data.size for part in parts], self._threads)
+        return map_tensors(pack, [part.data.size for part, _ in pairs], self._threads)
+
+
+def _allows_delta(part: _Part, old: FrameRef) -> bool:
+    """Whether a delta is worth a try: of a tensor, and while the chain is short."""
+    return part.dtype is not None and part.data.size > 0 and old.n_deltas < MAX_DELTAS
 
 
 def _tensor_name(item: WriteItem) -> str:
