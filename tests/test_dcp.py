@@ -78,6 +78,12 @@ def test_without_flattening_too(tmp_path: Path) -> None:
     assert digest(found) == digest(state)
 
 
+def test_an_empty_state(tmp_path: Path) -> None:
+    save({}, tmp_path)
+    assert files_of(tmp_path) == {MANIFEST}
+    load({}, tmp_path)
+
+
 def test_checkpoint_id_names_the_folder(tmp_path: Path) -> None:
     writer, reader = PackhorseWriter(tmp_path / "a"), PackhorseReader(tmp_path / "a")
     for name in ("b", "c"):

@@ -20,7 +20,6 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -43,6 +42,10 @@ from packhorse.threads import batches, map_tensors
 from packhorse.torch import FRAMEWORK
 
 __all__ = ["PackhorseReader", "ReadStats"]
+
+
+# Decoded beside the tensor that wants it: many chunks, so that few are decoded twice.
+_MAX_RUN_NBYTES = 1 << 25
 
 
 @dataclass(slots=True)
@@ -303,7 +306,8 @@ class _Load:
     def _pieces(self, item: ReadItem, shard: StoredShard) -> list[Piece]:
         chunk_nbytes = self.frames[shard.frame].chunk_nbytes
         chunk_numel = -(-chunk_nbytes // _itemsize(shard))
-        return cut_box(shard.shape, item.storage_offsets, item.lengths, chunk_numel)
+        max_numel = _MAX_RUN_NBYTES // _itemsize(shard)
+        return cut_box(shard.shape, item.storage_offsets, item.lengths, chunk_numel, max_numel)
 
     def _runs(self, ref: FrameRef, uses: list[_Use]) -> Iterator[_Run]:
         """The pieces of one frame, those together that need the same chunk."""
@@ -312,7 +316,8 @@ class _Load:
         for use in sorted(uses, key=lambda use: use.piece.start):
             itemsize = _itemsize(use.shard)
             start, stop = use.piece.start * itemsize, use.piece.stop * itemsize
-            if run is not None and start // chunk_nbytes <= (run.stop - 1) // chunk_nbytes:
+            is_near = run is not None and start // chunk_nbytes <= (run.stop - 1) // chunk_nbytes
+            if run is not None and is_near and stop - run.start <= _MAX_RUN_NBYTES:
                 run.stop = max(run.stop, stop)
                 run.uses.append(use)
                 continue
@@ -442,9 +447,11 @@ def _check_harmless(fqn: str, data: bytes) -> None:
     """Refuses a value that PyTorch would not load without running code of the checkpoint."""
     try:
         torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # what PyTorch raises for bytes that somebody chose is not known
         raise CompatibilityError(
             f"{shown(fqn)} is a Python object that PyTorch does not load with weights_only=True, "
             "and loading it may run code: if you trust where the checkpoint comes from, pass "
-            f"trusted=True to PackhorseReader ({str(error).splitlines()[0]})"
+            f"trusted=True to PackhorseReader ({shown(str(error))})"
         ) from error
