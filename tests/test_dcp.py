@@ -138,6 +138,17 @@ def test_equal_shards_are_stored_once(tmp_path: Path) -> None:
     assert all(torch.equal(value.flatten(), same.flatten()) for value in found.values())
 
 
+def test_tensors_of_other_dtypes_may_share_a_frame(tmp_path: Path) -> None:
+    """A dtype that safetensors lacks is stored as bytes, and so may meet others of the kind."""
+    wide = torch.complex(weights(3, 50), weights(3, 50, seed=1)).to(torch.complex128)
+    state = {"wide": wide, "bytes": wide.view(torch.uint8).flatten()}
+    save(state, tmp_path)
+    assert len({shard.frame for shard in shards_of(tmp_path).values()}) == 1
+    found = blank(state)
+    load(found, tmp_path)
+    assert digest(found) == digest(state)
+
+
 def test_large_checkpoints_go_to_several_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

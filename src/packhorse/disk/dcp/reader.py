@@ -313,7 +313,8 @@ class _Load:
         """The pieces of one frame, those together that need the same chunk."""
         chunk_nbytes = self.frames[ref].chunk_nbytes
         run: _Run | None = None
-        for use in sorted(uses, key=lambda use: use.piece.start):
+        # Tensors of different dtypes may have the same bytes, and then share a frame.
+        for use in sorted(uses, key=lambda use: use.piece.start * _itemsize(use.shard)):
             itemsize = _itemsize(use.shard)
             start, stop = use.piece.start * itemsize, use.piece.stop * itemsize
             is_near = run is not None and start // chunk_nbytes <= (run.stop - 1) // chunk_nbytes
