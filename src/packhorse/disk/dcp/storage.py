@@ -24,7 +24,7 @@ import numpy as np
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.atomic import atomic_file, sync_folder
 from packhorse.disk.frames import map_region
-from packhorse.errors import CorruptionError, TruncationError
+from packhorse.errors import CorruptionError, MissingBackendError, TruncationError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -122,9 +122,13 @@ def open_storage(
     text = os.fspath(url)
     if "://" not in text and "::" not in text:
         return LocalStorage(Path(text))
-    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
-    from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
-
+    try:
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+        from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+    except ModuleNotFoundError as error:
+        raise MissingBackendError(
+            f"{text}: URLs need fsspec; install it with: pip install fsspec"
+        ) from error
     fs, path = url_to_fs(text, **(options or {}))
     if isinstance(fs, LocalFileSystem):
         return LocalStorage(Path(path))
