@@ -469,6 +469,15 @@ class Frame:
         else:
             self._decode_planes(dst, start, threads, base, check, isa)
 
+    def payload_range(self, start: int, stop: int) -> tuple[int, int]:
+        """Which bytes of the frame `decompress_into` reads for bytes `start` to `stop` of the
+        tensor, its header aside: those of the chunks that the range meets."""
+        if start >= stop:
+            return self._header.header_nbytes, self._header.header_nbytes
+        offsets = self._header.chunk_offsets()
+        first, last = start // self.chunk_nbytes, (stop - 1) // self.chunk_nbytes
+        return int(offsets[first]), int(offsets[last + 1])
+
     def _has_zstd(self) -> bool:
         """Whether any chunk is coded by Zstandard, which only whole units may be."""
         if self._header.split != Split.WHOLE:
