@@ -1,8 +1,9 @@
-"""The hop to and from disk: packed files, lazy reading of them, and model folders.
+"""The hop to and from disk: packed files, lazy reading of them, model folders, and snapshots.
 
 `header`, `packed_header` and `folder_index` are text in, text out; `atomic` writes; `container` and
-`folder` pack, unpack, plan and verify; `packed_file` reads tensors and slices. `dcp` is the storage
-of `torch.distributed.checkpoint`; as the only part that needs PyTorch it is imported at first use.
+`folder` pack, unpack, plan and verify; `packed_file` reads tensors and slices; `snapshots` keeps
+training states. `dcp` is the storage of `torch.distributed.checkpoint`; as the only part that needs
+PyTorch it is imported at first use.
 """
 
 from importlib import import_module
@@ -25,6 +26,13 @@ from packhorse.disk.folder import (
 )
 from packhorse.disk.packed_file import PackedFile, PackedSlice
 from packhorse.disk.results import FileResult, FolderResult, Problem, TensorPlan, TensorResult
+from packhorse.disk.snapshots import (
+    PruneResult,
+    SnapshotInfo,
+    SnapshotProblem,
+    SnapshotStore,
+    StoredTensor,
+)
 
 if TYPE_CHECKING:
     from packhorse.disk.dcp import PackhorseReader, PackhorseWriter
@@ -37,6 +45,11 @@ __all__ = [
     "PackhorseReader",
     "PackhorseWriter",
     "Problem",
+    "PruneResult",
+    "SnapshotInfo",
+    "SnapshotProblem",
+    "SnapshotStore",
+    "StoredTensor",
     "TensorPlan",
     "TensorResult",
     "folder_logical_nbytes",
