@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +133,11 @@ def test_every_truncation_of_a_pack_is_noticed(store: Path) -> None:
 def test_a_missing_pack_is_named(store: Path) -> None:
     pack = pack_of(store, "new")
     pack.unlink()
-    check_refused(store, f"{pack.name}")
+    check_refused(store, rf"{pack.name}: the pack is not there")
+    with pytest.raises(
+        CorruptionError, match=r"snapshot 'new': tensor 'model\.w': .*the pack is not"
+    ):
+        SnapshotStore(store).restore("new")
 
 
 def test_a_pack_of_another_snapshot_is_not_mistaken(store: Path) -> None:
@@ -435,3 +441,48 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert int(done.stdout) < 110_000  # KiB; the state has 262,144
+
+
+ODD_VALUES: list[Any] = [
+    *(None, True, 0, 1, -1, 64, 1 << 63, 10**4000, 1.5, 1e300, "", "a", "0" * 32, "F64"),
+    *([], [[]], [1] * 7, {}, {"dict": []}, {"tensor": 0}, {"tuple": [{"tensor": 1}]}),
+    {"float": "7ff8000000000000"},
+]
+
+
+def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Every place in a document: its container, and the key in that."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)):
+        found.append((value, key))
+        if isinstance(value[key], dict | list):
+            places(value[key], found)
+    return found
+
+
+def test_random_edits_of_a_manifest_are_refused_or_harmless(tmp_path: Path) -> None:
+    """Whatever a manifest says under a right checksum, nothing but the documented errors comes."""
+    store = SnapshotStore(tmp_path)
+    for i in range(3):
+        store.take(
+            "new", {**NEW, "d": {1: np.float32(range(400)) + i, "t": (2.5, [])}}, replace=i > 0
+        )
+    path = manifest_of(tmp_path, "new")
+    good, rng = path.read_text(), random.Random(0)
+    n_read = 0
+    for _ in range(500):
+        document = json.loads(good)
+        for _ in range(rng.randint(1, 3)):
+            container, key = rng.choice(places(document, []))
+            if rng.random() < 0.2:
+                del container[key]
+            else:
+                other = rng.choice(places(document, []))
+                choice = rng.choice([rng.choice(ODD_VALUES), other[0][other[1]]])
+                container[key] = json.loads(json.dumps(choice))
+        path.write_bytes(signed(document))
+        reader = SnapshotStore(tmp_path, threads=1)
+        reader.verify()
+        with suppress(PackhorseError):
+            reader.restore("new", max_nbytes=1 << 20)
+            n_read += 1
+    assert 0 < n_read < 400

@@ -72,6 +72,19 @@ class Chain:
                     "needs another base than the manifest says"
                 )
 
+    def verify(self, threads: int) -> None:
+        """Decode the tensor to memory of its own and compare all checksums and hashes; a full frame
+        takes a window of memory alone.
+
+        Raises:
+            CorruptionError: what is wrong.
+        """
+        if len(self._frames) == 1:
+            with blaming(self._labels[0]):
+                self._frames[0].verify(threads=threads)
+        else:
+            self.decode_into(np.empty(self._links[0].logical_nbytes, np.uint8), threads)
+
     def decode_into(self, dst: ByteArray, threads: int) -> None:
         """Decode the tensor.
 
@@ -82,16 +95,20 @@ class Chain:
         Raises:
             CorruptionError: a frame is bad, or the tensor is not the one that is named.
         """
+        nothing = free = np.empty(0, np.uint8)
         base: ByteArray | None = None
-        spare = np.empty(0, np.uint8)
         for i in reversed(range(len(self._links))):
             nbytes = self._links[i].logical_nbytes
             if i % 2 == 0 and nbytes == dst.size:
                 place = dst
             else:
-                place = spare = spare if spare.size == nbytes else np.empty(nbytes, np.uint8)
+                place = free if free.size == nbytes else np.empty(nbytes, np.uint8)
             with blaming(self._labels[i]):
                 _decode(self._frames[i], place, base, threads)
+            if base is not None and base is not dst:
+                free = base
+            elif place is free:
+                free = nothing
             base = place
         digest = content_hash(dst, threads=threads)
         if digest != self._links[0].content[0]:

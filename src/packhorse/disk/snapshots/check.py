@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-import numpy as np
-
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.backend import Storage
 from packhorse.disk.snapshots.catalog import Catalog
@@ -113,9 +111,9 @@ class _Checker:
             self._reader.check_header(pack, frames)
         except PackhorseError as error:
             return str(error)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
             self._missing.add(pack)
-            return f"{self._storage.label(pack_path(pack))}: the pack is not there"
+            return str(error)
         return None
 
     def frames(self) -> list[SnapshotProblem]:
@@ -162,8 +160,7 @@ class _Checker:
     def _check_chain(self, frames: list[FrameRef], k: int, threads: int) -> str | None:
         frame = frames[k]
         try:
-            chain = Chain(self._reader, frame, None)
-            chain.decode_into(np.empty(frame.logical_nbytes, np.uint8), threads)
+            Chain(self._reader, frame, None).verify(threads)
         except (PackhorseError, FileNotFoundError) as error:
             return str(error)
         return None

@@ -182,11 +182,17 @@ class PackReader:
 
     def _object(self, pack: str) -> Object:
         with self._lock:
-            found = self._open.pop(pack, None) or self._storage.open(pack_path(pack))
+            found = self._open.pop(pack, None) or self._opened(pack)
             self._open[pack] = found
             if len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)  # who still reads from it keeps it
         return found
+
+    def _opened(self, pack: str) -> Object:
+        try:
+            return self._storage.open(pack_path(pack))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{self.label(pack)}: the pack is not there") from error
 
     def close(self) -> None:
         """Let all packs go."""

@@ -61,10 +61,7 @@ def restore_state(storage: Storage, catalog: Catalog, name: str, wanted: Restori
         except FileNotFoundError as error:
             newest = catalog.load(name)
             if newest.file == manifest.file:
-                raise CorruptionError(
-                    f"snapshot {name!r}: a file that it needs is not there: "
-                    f"{error.filename or error}"
-                ) from error
+                raise CorruptionError(f"snapshot {name!r}: {error}") from error
             manifest = newest
     raise CorruptionError(f"snapshot {name!r} changes faster than it can be read")
 
@@ -131,7 +128,10 @@ def _tensor(
     reader: PackReader, ref: TensorRef, target: Leaf | None, wanted: Restoring, threads: int
 ) -> Any:
     """One tensor: a new one, or the caller's."""
-    chain = Chain(reader, ref.frame, ref.path)
+    try:
+        chain = Chain(reader, ref.frame, ref.path)
+    except FileNotFoundError as error:  # pruned meanwhile, perhaps
+        raise FileNotFoundError(f"tensor {shortened(ref.path)!r}: {error}") from error
     framework = wanted.framework if target is None else target.framework
     memory = None if target is None else framework.memory(target.tensor)
     fresh = None
