@@ -71,6 +71,10 @@ class TorchFramework:
 
     name = "pt"
 
+    def dtype_name(self, dtype: torch.dtype) -> str | None:
+        """safetensors' name of a dtype; None if it has none."""
+        return _NAMES.get(dtype)
+
     def empty(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A fresh tensor in host memory.
 
