@@ -7,7 +7,6 @@ their own modules, with the same verbs: `packhorse.numpy` and `packhorse.torch`.
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from packhorse.errors import (
@@ -39,14 +38,6 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
-
-_FRAMEWORKS = {
-    "np": "packhorse.numpy",
-    "numpy": "packhorse.numpy",
-    "pt": "packhorse.torch",
-    "torch": "packhorse.torch",
-    "pytorch": "packhorse.torch",
-}
 
 
 def open_file(
@@ -80,10 +71,9 @@ def open_file(
         >>> with packhorse.open_file("model.ph.safetensors", framework="pt") as f:  # doctest: +SKIP
         ...     rows = f.get_slice("layers.0.weight")[128:256]
     """
-    if framework not in _FRAMEWORKS:
-        known = ", ".join(repr(name) for name in _FRAMEWORKS)
-        raise ValueError(f"framework is {framework!r}; it must be one of {known}")
+    from packhorse.arguments import resolve_framework
+
+    adapter = resolve_framework(framework)
     from packhorse.disk.packed_file import PackedFile
 
-    adapter = import_module(_FRAMEWORKS[framework]).FRAMEWORK
     return PackedFile(path, adapter, device=device, threads=threads, max_nbytes=max_nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from packhorse.layout import Level
@@ -10,10 +11,25 @@ from packhorse.layout import Level
 if TYPE_CHECKING:
     from packhorse.codecs.base import ByteArray
 
-__all__ = ["Framework", "resolve_level", "resolve_threads"]
+__all__ = [
+    "Framework",
+    "framework_of",
+    "resolve_framework",
+    "resolve_level",
+    "resolve_threads",
+]
 
 _MAX_DEFAULT_THREADS = 8
 _LEVELS = dict(Level.__members__)  # by name
+# Where the object of each framework is; imported when it is asked for, so that none is needed.
+_FRAMEWORKS = {
+    "np": "packhorse.numpy",
+    "numpy": "packhorse.numpy",
+    "pt": "packhorse.torch",
+    "torch": "packhorse.torch",
+    "pytorch": "packhorse.torch",
+}
+_TENSOR_TYPES = {("numpy", "ndarray"): "np", ("torch", "Tensor"): "pt"}
 
 
 class Framework(Protocol):
@@ -35,6 +51,49 @@ class Framework(Protocol):
     def readable(self, tensor: Any) -> tuple[ByteArray, str, tuple[int, ...]]:
         """The bytes in C order, dtype name and shape; a copy only if the tensor is not
         C-contiguous."""
+
+    def describe(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
+        """Dtype name and shape of a tensor that `readable` takes; no byte of it is looked at.
+
+        Raises:
+            TypeError: it takes no such tensor.
+        """
+
+    def assign(self, target: Any, source: Any) -> None:
+        """Write a tensor's elements over those of another of the same dtype and shape, whatever
+        strides and device that has.
+
+        Raises:
+            ValueError: the target may not be written to.
+        """
+
+    def memory(self, tensor: Any) -> ByteArray | None:
+        """The bytes of a tensor to write to, if they lie in host memory in C order; otherwise
+        `assign` is needed."""
+
+
+def resolve_framework(name: str) -> Framework:
+    """The framework of a name: "np" (or "numpy") or "pt" (or "torch", "pytorch").
+
+    Raises:
+        ValueError: no such framework.
+        MissingBackendError: it is not installed.
+    """
+    if name not in _FRAMEWORKS:
+        known = ", ".join(repr(name) for name in _FRAMEWORKS)
+        raise ValueError(f"framework is {name!r}; it must be one of {known}")
+    framework: Framework = import_module(_FRAMEWORKS[name]).FRAMEWORK
+    return framework
+
+
+def framework_of(value: object) -> Framework | None:
+    """The framework that a tensor belongs to; None for what is no tensor. Imports nothing that the
+    tensor's own framework has not imported already."""
+    for kind in type(value).__mro__:
+        name = _TENSOR_TYPES.get((kind.__module__, kind.__qualname__))
+        if name is not None:
+            return resolve_framework(name)
+    return None
 
 
 def resolve_level(level: Level | str | int) -> Level:

@@ -91,13 +91,47 @@ class NumpyFramework:
         Raises:
             TypeError: not an array, or of a dtype that safetensors does not have.
         """
-        if not isinstance(tensor, np.ndarray):
-            raise TypeError(f"a NumPy array is needed, not {type(tensor).__name__}")
-        dtype = tensor.dtype if tensor.dtype in _NAMES else tensor.dtype.newbyteorder("=")
-        if dtype not in _NAMES:
-            raise TypeError(f"dtype {tensor.dtype} has no place in safetensors; convert it first")
+        dtype = _native_dtype(tensor)
         data = np.ascontiguousarray(tensor, dtype=dtype)
         return data.reshape(-1).view(np.uint8), _NAMES[dtype], tensor.shape
+
+    def describe(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
+        """Dtype name and shape of an array that `readable` takes.
+
+        Raises:
+            TypeError: it takes no such array.
+        """
+        return _NAMES[_native_dtype(tensor)], tensor.shape
+
+    def assign(self, target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
+        """Write an array's elements over those of another.
+
+        Raises:
+            ValueError: the target is read-only.
+        """
+        target[...] = source
+
+    def memory(self, tensor: np.ndarray[Any, Any]) -> ByteArray | None:
+        """The bytes of an array to write to, if it is one run of them in native order."""
+        plain = tensor.flags.c_contiguous and tensor.flags.writeable and tensor.dtype.isnative
+        return self.writable(tensor) if plain else None
+
+
+def _native_dtype(array: Any) -> np.dtype[Any]:
+    """The dtype of an array, in this machine's byte order.
+
+    Raises:
+        TypeError: not an array, or of a dtype that safetensors does not have.
+    """
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"a NumPy array is needed, not {type(array).__name__}")
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError("a masked array would lose its mask; take its data and its mask")
+    dtype: np.dtype[Any] = array.dtype
+    dtype = dtype if dtype in _NAMES else dtype.newbyteorder("=")
+    if dtype not in _NAMES:
+        raise TypeError(f"dtype {array.dtype} has no place in safetensors; convert it first")
+    return dtype
 
 
 FRAMEWORK = NumpyFramework()

@@ -104,18 +104,20 @@ def _share_out(sizes: Sequence[int], threads: int) -> tuple[list[int], list[int]
     return order[:n_shared], order[n_shared:n_long], order[n_long:]
 
 
-def batches(sizes: Sequence[int]) -> Iterator[range]:
+def batches(sizes: Sequence[int], max_nbytes: int | None = None) -> Iterator[range]:
     """Runs of consecutive tensors to take at once: of 32 MiB together at most, or of one tensor.
 
     Args:
         sizes: bytes of each tensor.
+        max_nbytes: of a run together, if that is less.
 
     Yields:
         The indices of the next run.
     """
+    limit = _BATCH_NBYTES if max_nbytes is None else min(max_nbytes, _BATCH_NBYTES)
     start = nbytes = 0
     for i, size in enumerate(sizes):
-        if i > start and nbytes + size > _BATCH_NBYTES:
+        if i > start and nbytes + size > limit:
             yield range(start, i)
             start = i
             nbytes = 0

@@ -71,6 +71,10 @@ class TorchFramework:
 
     name = "pt"
 
+    def dtype_name(self, dtype: torch.dtype) -> str | None:
+        """safetensors' name of a dtype; None if it has none."""
+        return _NAMES.get(dtype)
+
     def empty(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A fresh tensor in host memory.
 
@@ -98,12 +102,46 @@ class TorchFramework:
         Raises:
             TypeError: not a dense tensor, or of a dtype that safetensors does not have.
         """
+        dtype, shape = self.describe(tensor)
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        return _bytes_of(plain), dtype, shape
+
+    def describe(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
+        """Dtype name and shape of a tensor that `readable` takes.
+
+        Raises:
+            TypeError: it takes no such tensor.
+        """
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             raise TypeError(f"a dense PyTorch tensor is needed, not {_describe(tensor)}")
+        if type(tensor).__name__ == "DTensor":
+            raise TypeError(
+                "a DTensor is spread over processes; take tensor.full_tensor(), or the part of "
+                "this process: tensor.to_local()"
+            )
+        if hasattr(type(tensor), "__tensor_flatten__") or tensor.is_meta:
+            raise TypeError(f"{_describe(tensor)} has no memory of its own to read")
         if tensor.dtype not in _NAMES:
             raise TypeError(f"dtype {tensor.dtype} has no place in safetensors; convert it first")
-        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return _bytes_of(plain), _NAMES[tensor.dtype], tuple(tensor.shape)
+        return _NAMES[tensor.dtype], tuple(tensor.shape)
+
+    def assign(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Write a tensor's elements over those of another, on whatever device.
+
+        Raises:
+            ValueError: the target may not be written to, such as an expanded one.
+        """
+        try:
+            target.detach().copy_(source)
+        except RuntimeError as error:
+            raise ValueError(f"the tensor cannot be written to: {error}") from error
+
+    def memory(self, tensor: torch.Tensor) -> ByteArray | None:
+        """The bytes of a tensor to write to, if it is one run of them in host memory."""
+        plain = tensor.detach()
+        if plain.device.type != "cpu" or not plain.is_contiguous():
+            return None
+        return None if plain.is_conj() or plain.is_neg() else _bytes_of(plain)
 
 
 def _bytes_of(tensor: torch.Tensor) -> ByteArray:
@@ -114,7 +152,9 @@ def _bytes_of(tensor: torch.Tensor) -> ByteArray:
 
 def _describe(tensor: Any) -> str:
     if isinstance(tensor, torch.Tensor):
-        return f"one of layout {tensor.layout}"
+        if tensor.layout != torch.strided:
+            return f"one of layout {tensor.layout}"
+        return f"{type(tensor).__name__} on device {tensor.device}"
     return type(tensor).__name__
 
 

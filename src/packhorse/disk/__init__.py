@@ -1,8 +1,13 @@
-"""The hop to and from disk: packed files, lazy reading of them, and model folders.
+"""The hop to and from disk: packed files, lazy reading of them, model folders, and snapshots.
 
 `header`, `packed_header` and `folder_index` are text in, text out; `atomic` writes; `container` and
-`folder` pack, unpack, plan and verify; `packed_file` reads tensors and slices.
+`folder` pack, unpack, plan and verify; `packed_file` reads tensors and slices; `snapshots` keeps
+training states. `dcp` is the storage of `torch.distributed.checkpoint`; as the only part that needs
+PyTorch it is imported at first use.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from packhorse.disk.container import (
     logical_nbytes,
@@ -21,13 +26,30 @@ from packhorse.disk.folder import (
 )
 from packhorse.disk.packed_file import PackedFile, PackedSlice
 from packhorse.disk.results import FileResult, FolderResult, Problem, TensorPlan, TensorResult
+from packhorse.disk.snapshots import (
+    PruneResult,
+    SnapshotInfo,
+    SnapshotProblem,
+    SnapshotStore,
+    StoredTensor,
+)
+
+if TYPE_CHECKING:
+    from packhorse.disk.dcp import PackhorseReader, PackhorseWriter
 
 __all__ = [
     "FileResult",
     "FolderResult",
     "PackedFile",
     "PackedSlice",
+    "PackhorseReader",
+    "PackhorseWriter",
     "Problem",
+    "PruneResult",
+    "SnapshotInfo",
+    "SnapshotProblem",
+    "SnapshotStore",
+    "StoredTensor",
     "TensorPlan",
     "TensorResult",
     "folder_logical_nbytes",
@@ -42,3 +64,9 @@ __all__ = [
     "verify_file",
     "verify_folder",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("PackhorseReader", "PackhorseWriter"):
+        return getattr(import_module("packhorse.disk.dcp"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,108 @@
+"""From a tensor to a frame and back, along a chain of deltas: the one place that knows of both."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from packhorse.codecs.base import ByteArray
+from packhorse.codecs.content import content_hash
+from packhorse.disk.snapshots.manifest import FrameRef
+from packhorse.disk.snapshots.packs import PackReader
+from packhorse.disk.strict_json import shortened
+from packhorse.errors import BaseMismatchError, CorruptionError, blaming
+from packhorse.frame import Frame, compress_buffer
+from packhorse.layout import Level
+
+__all__ = ["Chain", "compress"]
+
+
+def compress(
+    data: ByteArray,
+    dtype: str,
+    shape: tuple[int, ...],
+    *,
+    base: ByteArray | None,
+    base_dtype: str | None,
+    level: Level,
+    threads: int,
+    out: ByteArray,
+    path: str,
+) -> Frame:
+    """A frame of a tensor, as a delta against a base where that pays.
+
+    Args:
+        data: the tensor's bytes.
+        dtype: safetensors' name.
+        shape: the dimensions.
+        base: the bytes of a tensor of as many elements; None for a full frame.
+        base_dtype: its dtype.
+        level: how hard to try.
+        threads: how many to use.
+        out: memory to build the frame in.
+        path: of the tensor, for messages.
+    """
+    return compress_buffer(
+        data, dtype, shape, level=level, threads=threads, out=out, name=shortened(path), base=base,
+        base_dtype=base_dtype,
+    )  # fmt: skip
+
+
+class Chain:
+    """The frames that restore a tensor, from its own down to a full one, their headers checked."""
+
+    def __init__(self, reader: PackReader, ref: FrameRef, path: str | None) -> None:
+        """Args:
+            reader: of the packs.
+            ref: the tensor's own frame.
+            path: of the tensor, for messages.
+
+        Raises:
+            CorruptionError, CompatibilityError: a frame is bad, or not the one that is named.
+            FileNotFoundError: a pack is not there.
+        """
+        self._links = ref.chain
+        self._path = path
+        self._frames = [reader.frame(link, path) for link in self._links]
+        self._labels = [reader.label(link.pack) for link in self._links]
+        for link, frame in zip(self._links, self._frames, strict=True):
+            wanted = (None, None) if link.base is None else link.base.content[:2]
+            if (frame.base_hash, frame.base_dtype) != wanted:
+                raise CorruptionError(
+                    f"{reader.label(link.pack)}: tensor {path!r}: the frame at byte {link.offset} "
+                    "needs another base than the manifest says"
+                )
+
+    def decode_into(self, dst: ByteArray, threads: int) -> None:
+        """Decode the tensor.
+
+        Args:
+            dst: memory of exactly its size; every second link passes through it.
+            threads: how many to use.
+
+        Raises:
+            CorruptionError: a frame is bad, or the tensor is not the one that is named.
+        """
+        base: ByteArray | None = None
+        spare = np.empty(0, np.uint8)
+        for i in reversed(range(len(self._links))):
+            nbytes = self._links[i].logical_nbytes
+            if i % 2 == 0 and nbytes == dst.size:
+                place = dst
+            else:
+                place = spare = spare if spare.size == nbytes else np.empty(nbytes, np.uint8)
+            with blaming(self._labels[i]):
+                _decode(self._frames[i], place, base, threads)
+            base = place
+        digest = content_hash(dst, threads=threads)
+        if digest != self._links[0].content[0]:
+            raise CorruptionError(
+                f"{self._labels[0]}: tensor {self._path!r}: the content hash of the decoded bytes "
+                f"is {digest.hex()}, and the manifest says {self._links[0].content[0].hex()}"
+            )
+
+
+def _decode(frame: Frame, dst: ByteArray, base: ByteArray | None, threads: int) -> None:
+    try:
+        frame.decompress_into(dst, threads=threads, base=base)
+    except BaseMismatchError as error:  # the frame below was not what it said it was
+        raise CorruptionError(str(error)) from error

@@ -1,0 +1,184 @@
+"""Verifying snapshots: every manifest, every pack and every frame that they need.
+
+A chain is decoded from its full frame up and each link's content hash is compared, so one pass over
+the longest chains proves all frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+
+from packhorse.disk.results import Progress
+from packhorse.disk.snapshots.backend import Storage
+from packhorse.disk.snapshots.catalog import Catalog
+from packhorse.disk.snapshots.chains import Chain
+from packhorse.disk.snapshots.manifest import FrameRef, Manifest
+from packhorse.disk.snapshots.names import ManifestFile, pack_path
+from packhorse.disk.snapshots.packs import PackReader
+from packhorse.disk.snapshots.results import SnapshotProblem
+from packhorse.disk.strict_json import shortened
+from packhorse.errors import PackhorseError
+from packhorse.threads import batches, map_tensors
+
+__all__ = ["verify_snapshots"]
+
+_Key = tuple[str, int]
+
+
+def verify_snapshots(
+    storage: Storage, name: str | None, threads: int, progress: Progress | None
+) -> list[SnapshotProblem]:
+    """All that is wrong with one snapshot, or with all.
+
+    Args:
+        storage: of the store.
+        name: of the snapshot; None for all.
+        threads: how many to use.
+        progress: called with the logical bytes done since the last call.
+
+    Raises:
+        ValueError: there is no such snapshot.
+    """
+    catalog = Catalog(storage)  # that remembers nothing
+    listing = catalog.listing()
+    if name is not None and name not in listing:
+        catalog.load(name)
+    problems: list[SnapshotProblem] = []
+    manifests: list[Manifest] = []
+    for snapshot, files in listing.items():
+        if name in (None, snapshot):
+            problems += _read(storage, catalog, files, manifests)
+    with PackReader(storage) as reader:
+        checker = _Checker(storage, reader, manifests, threads, progress)
+        return problems + checker.packs() + checker.frames()
+
+
+def _read(
+    storage: Storage, catalog: Catalog, files: list[ManifestFile], manifests: list[Manifest]
+) -> Iterator[SnapshotProblem]:
+    """Read the manifests of a snapshot; the first good one counts."""
+    for file in files:
+        try:
+            manifests.append(catalog.load_file(file))
+            return
+        except PackhorseError as error:
+            yield SnapshotProblem(file.snapshot, None, storage.label(file.path), str(error))
+        except FileNotFoundError:
+            continue  # replaced in the meantime
+
+
+class _Checker:
+    def __init__(
+        self,
+        storage: Storage,
+        reader: PackReader,
+        manifests: list[Manifest],
+        threads: int,
+        progress: Progress | None,
+    ) -> None:
+        self._storage = storage
+        self._reader = reader
+        self._manifests = manifests
+        self._threads = threads
+        self._progress = progress
+        self._missing: set[str] = set()
+
+    def packs(self) -> list[SnapshotProblem]:
+        """What is wrong with packs as files, told for each snapshot that needs them."""
+        frames: dict[str, dict[_Key, FrameRef]] = {}
+        for manifest in self._manifests:
+            for frame in manifest.frames():
+                frames.setdefault(frame.pack, {})[_key(frame)] = frame
+        problems = []
+        for pack, found in frames.items():
+            message = self._check_pack(pack, list(found.values()))
+            if message is not None:
+                problems += [
+                    SnapshotProblem(
+                        manifest.file.snapshot,
+                        None,
+                        self._storage.label(pack_path(pack)),
+                        f"snapshot {manifest.file.snapshot!r}: {message}",
+                    )
+                    for manifest in self._manifests
+                    if pack in manifest.packs()
+                ]
+        return problems
+
+    def _check_pack(self, pack: str, frames: list[FrameRef]) -> str | None:
+        try:
+            self._reader.check_header(pack, frames)
+        except PackhorseError as error:
+            return str(error)
+        except FileNotFoundError:
+            self._missing.add(pack)
+            return f"{self._storage.label(pack_path(pack))}: the pack is not there"
+        return None
+
+    def frames(self) -> list[SnapshotProblem]:
+        """What is wrong with frames, told for each tensor that needs them."""
+        heads = {
+            _key(tensor.frame): tensor.frame
+            for manifest in self._manifests
+            for tensor in manifest.tensors
+            if not self._missing & {link.pack for link in tensor.frame.chain}
+        }
+        left = sorted(heads.values(), key=lambda frame: -frame.n_deltas)
+        bad: dict[_Key, str] = {}
+        proven: set[_Key] = set()
+        while left:
+            chosen = _uncovered(left)
+            for frame, message in zip(chosen, self._decode(chosen), strict=True):
+                if message is None:
+                    proven.update(_key(link) for link in frame.chain)
+                else:
+                    bad[_key(frame)] = message
+            left = [f for f in left if _key(f) not in proven and _key(f) not in bad]
+        return [problem for manifest in self._manifests for problem in self._told(manifest, bad)]
+
+    def _told(self, manifest: Manifest, bad: dict[_Key, str]) -> Iterator[SnapshotProblem]:
+        name = manifest.file.snapshot
+        for tensor in manifest.tensors:
+            message = bad.get(_key(tensor.frame))
+            if message is not None:
+                file = self._storage.label(pack_path(tensor.frame.pack))
+                words = f"snapshot {name!r}: tensor {shortened(tensor.path)!r}: {message}"
+                yield SnapshotProblem(name, tensor.path, file, words)
+
+    def _decode(self, frames: list[FrameRef]) -> list[str | None]:
+        """What is wrong with each chain."""
+        sizes = [frame.logical_nbytes for frame in frames]
+        messages: list[str | None] = []
+        for run in batches(sizes):
+            check = partial(self._check_chain, frames[run.start : run.stop])
+            messages += map_tensors(check, sizes[run.start : run.stop], self._threads)
+            if self._progress is not None:
+                self._progress(sum(sizes[run.start : run.stop]))
+        return messages
+
+    def _check_chain(self, frames: list[FrameRef], k: int, threads: int) -> str | None:
+        frame = frames[k]
+        try:
+            chain = Chain(self._reader, frame, None)
+            chain.decode_into(np.empty(frame.logical_nbytes, np.uint8), threads)
+        except (PackhorseError, FileNotFoundError) as error:
+            return str(error)
+        return None
+
+
+def _key(frame: FrameRef) -> _Key:
+    return frame.pack, frame.offset
+
+
+def _uncovered(frames: list[FrameRef]) -> list[FrameRef]:
+    """Frames whose chains cover all others, given the longest first."""
+    covered: set[_Key] = set()
+    chosen = []
+    for frame in frames:
+        if _key(frame) not in covered:
+            chosen.append(frame)
+            covered.update(_key(link) for link in frame.chain)
+    return chosen

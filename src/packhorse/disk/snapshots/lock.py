@@ -1,0 +1,227 @@
+"""One writer at a time.
+
+In a folder the lock is the system's own: `flock`, which ends with the process that holds it, so
+that a killed writer never blocks the next. Elsewhere it is a lease: an object that names the writer
+and is written anew while it works; a lease that has not been renewed for some minutes is void.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from packhorse.disk.strict_json import parse_json, shown
+from packhorse.errors import PackhorseError
+
+__all__ = ["FolderLock", "Lease", "LeaseStore", "WriterLock", "void_after_s"]
+
+_MAX_NBYTES = 4096  # of what a writer says of itself
+_RENEW_S = 30.0
+void_after_s = 600.0
+
+_held: set[int] = set()
+_at_fork_is_set = False
+
+
+class WriterLock(Protocol):
+    """The lock of the one writer: a context manager around its work."""
+
+    def acquire(self) -> None:
+        """Take it.
+
+        Raises:
+            BlockingIOError: another writer has it; the message says which.
+        """
+
+    def check(self) -> None:
+        """Make sure that it is still held, before something is committed.
+
+        Raises:
+            BlockingIOError: it is not.
+        """
+
+    def release(self) -> None:
+        """Let it go."""
+
+
+def _describe_self() -> dict[str, Any]:
+    now = datetime.now(UTC)
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "time": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "timestamp": now.timestamp(),
+    }
+
+
+def _words(holder: dict[str, Any]) -> str:
+    if holder.get("host") == socket.gethostname() and holder.get("pid") == os.getpid():
+        return f"another SnapshotStore of this process (since {shown(holder.get('time'))})"
+    return (
+        f"process {shown(holder.get('pid'))} on {shown(holder.get('host'))} (since "
+        f"{shown(holder.get('time'))})"
+    )
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    try:
+        return parse_json(text, label="writer.lock")
+    except PackhorseError:
+        return {}
+
+
+def _refusal(words: str, path: str) -> BlockingIOError:
+    return BlockingIOError(errno.EAGAIN, words, path)
+
+
+class FolderLock:
+    """The lock of a folder of this machine."""
+
+    def __init__(self, path: Path, label: str) -> None:
+        self._path = path
+        self._label = label
+        self._descriptor = -1
+
+    def acquire(self) -> None:
+        """Take it."""
+        _close_in_children()
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _parse(os.pread(descriptor, _MAX_NBYTES, 0))
+            os.close(descriptor)
+            raise _refusal(
+                f"the snapshot store is being written by {_words(holder)}; one writer at a time: "
+                "wait until it is done",
+                self._label,
+            ) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        _held.add(descriptor)
+        self._descriptor = descriptor
+        with suppress(OSError):  # a full disk: the lock is held all the same
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(_describe_self()).encode(), 0)
+
+    def check(self) -> None:
+        """The system keeps it."""
+
+    def release(self) -> None:
+        """Let it go, in children of this process too."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        _held.discard(descriptor)
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _close_in_children() -> None:
+    """A forked worker of a data loader must not keep the lock of a parent that was killed."""
+    global _at_fork_is_set
+    if not _at_fork_is_set:
+        _at_fork_is_set = True
+        os.register_at_fork(after_in_child=_close_held)
+
+
+def _close_held() -> None:
+    while _held:
+        with suppress(OSError):
+            os.close(_held.pop())
+
+
+class LeaseStore(Protocol):
+    """What a lease needs of a file system."""
+
+    def read_lease(self) -> bytes | None:
+        """The lease object, or None."""
+
+    def create_lease(self, data: bytes) -> bool:
+        """Write it if there is none; False if there is one."""
+
+    def write_lease(self, data: bytes) -> None:
+        """Write it, whatever is there."""
+
+    def remove_lease(self) -> None:
+        """Remove it."""
+
+
+class Lease:
+    """The lock of an object store.
+
+    It is as good as the store: where an object can be created only if it is absent, two writers
+    never both begin; elsewhere the last to write the lease wins, and the other notices before it
+    commits anything.
+    """
+
+    def __init__(self, store: LeaseStore, label: str) -> None:
+        self._store = store
+        self._label = label
+        self._owner = os.urandom(16).hex()
+        self._stop = threading.Event()
+        self._renewer: threading.Thread | None = None
+
+    def acquire(self) -> None:
+        """Take it, from a writer that has not renewed it for minutes too."""
+        if not self._store.create_lease(self._text()):
+            held = self._store.read_lease()
+            if held is not None:
+                self._check_void(_parse(held))
+            self._store.write_lease(self._text())
+        self.check()
+        self._stop.clear()
+        self._renewer = threading.Thread(target=self._renew, daemon=True)
+        self._renewer.start()
+
+    def _check_void(self, holder: dict[str, Any]) -> None:
+        timestamp = holder.get("timestamp")
+        if not isinstance(timestamp, int | float):
+            return  # damaged: nobody's
+        age = datetime.now(UTC).timestamp() - timestamp
+        if age < void_after_s:
+            raise _refusal(
+                f"the snapshot store is being written by {_words(holder)}; one writer at a time. "
+                f"If that one is dead, its lease ends in {void_after_s - age:.0f} s",
+                self._label,
+            )
+
+    def check(self) -> None:
+        """Make sure that the lease is this writer's."""
+        held = self._store.read_lease()
+        holder = {} if held is None else _parse(held)
+        if holder.get("owner") != self._owner:
+            words = _words(holder) if holder else "nobody"
+            raise _refusal(
+                f"the snapshot store is now being written by {words}; nothing was committed",
+                self._label,
+            )
+
+    def _renew(self) -> None:
+        while not self._stop.wait(_RENEW_S):
+            with suppress(Exception):  # `check` tells, before anything is committed
+                self.check()
+                self._store.write_lease(self._text())
+
+    def release(self) -> None:
+        """Let it go."""
+        self._stop.set()
+        if self._renewer is not None:
+            self._renewer.join()
+        with suppress(BlockingIOError):
+            self.check()
+            self._store.remove_lease()
+
+    def _text(self) -> bytes:
+        return json.dumps({**_describe_self(), "owner": self._owner}).encode()

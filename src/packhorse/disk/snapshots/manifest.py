@@ -1,0 +1,414 @@
+"""Manifests and the store's own file: text in, text out (docs/snapshots.md).
+
+A manifest says what a snapshot holds: the state as JSON, its tensors, and the frames that restore
+them, with where each lies and which other it needs. It is read as if an enemy had written it. The
+first key is the checksum of all other bytes, so a flipped bit is told from a rule that is broken.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from packhorse.codecs.content import crc32c
+from packhorse.disk.snapshots.names import ManifestFile, is_pack
+from packhorse.disk.snapshots.state import decode_state
+from packhorse.disk.strict_json import json_kind, parse_json, shortened, shown
+from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.layout import DTYPE_BY_NAME, FRAME_ALIGNMENT, MAX_BITS, MAX_DIMS
+
+__all__ = [
+    "MAX_CHAIN",
+    "MAX_MANIFEST_NBYTES",
+    "Content",
+    "FrameRef",
+    "Manifest",
+    "TensorRef",
+    "parse_manifest",
+    "parse_store_file",
+    "render_manifest",
+    "render_store_file",
+]
+
+MAX_MANIFEST_NBYTES = 1 << 28
+MAX_CHAIN = 64  # deltas before a full frame; a reader takes no more on anyone's word
+
+_VERSION = 1
+_FIRST_RELEASE = "0.1.0"  # of Packhorse that reads this version
+_STORE_KIND = "packhorse snapshot store"
+_KIND = "packhorse snapshot"
+_CRC = re.compile(rb'\{"crc32c":"([0-9a-f]{8})",')
+_CRC_AT = len('{"crc32c":"')
+_HASH = re.compile(r"[0-9a-f]{32}")
+_TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
+
+# What names the bytes of a tensor: content hash, dtype, number of elements.
+Content = tuple[bytes, str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FrameRef:
+    """A frame in a pack, and the frames that it needs.
+
+    Attributes:
+        pack: name of the pack.
+        offset: first byte in the pack's file.
+        nbytes: length of the frame.
+        content: what it decodes to.
+        base: the frame of the base that it needs; None for a full frame.
+        n_deltas: how many frames of the chain that begins here need a base.
+    """
+
+    pack: str
+    offset: int
+    nbytes: int
+    content: Content
+    base: FrameRef | None
+    n_deltas: int
+
+    @property
+    def chain(self) -> tuple[FrameRef, ...]:
+        """This frame, its base, that one's base, down to a full frame."""
+        return (self, *(self.base.chain if self.base else ()))
+
+    @property
+    def name(self) -> str:
+        """What the frame is called in its pack."""
+        return f"{self.content[0].hex()}.{self.content[1]}"
+
+    @property
+    def logical_nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.content[2] * DTYPE_BY_NAME[self.content[1]].bits // 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor of a snapshot.
+
+    Attributes:
+        path: where it stands in the state.
+        dtype: safetensors' name of the dtype.
+        shape: the dimensions.
+        frame: what restores it.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    frame: FrameRef
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checked manifest.
+
+    Attributes:
+        file: its name.
+        time: when the snapshot was taken, in UTC.
+        metadata: what the caller gave, JSON values.
+        stored_nbytes: bytes of the pack that was written when it was taken.
+        state: the state as JSON values.
+        tensors: in the order of the state.
+    """
+
+    file: ManifestFile
+    time: datetime
+    metadata: dict[str, Any]
+    stored_nbytes: int
+    state: Any
+    tensors: tuple[TensorRef, ...]
+
+    def frames(self) -> list[FrameRef]:
+        """All frames that it needs, each once; a frame comes before its base."""
+        unique = {
+            (frame.pack, frame.offset): frame
+            for tensor in self.tensors
+            for frame in tensor.frame.chain
+        }
+        return sorted(unique.values(), key=lambda frame: -frame.n_deltas)
+
+    def packs(self) -> set[str]:
+        """All packs that it needs."""
+        return {frame.pack for frame in self.frames()}
+
+
+def render_store_file() -> bytes:
+    """The text of `store.json`."""
+    return _with_crc({"kind": _STORE_KIND, "version": _VERSION, "reader": _FIRST_RELEASE})
+
+
+def parse_store_file(text: bytes, label: str) -> None:
+    """Check the text of `store.json`.
+
+    Raises:
+        CorruptionError: it is damaged.
+        CompatibilityError: the store is of a newer version.
+    """
+    _document(text, label, _STORE_KIND)
+
+
+def render_manifest(manifest: Manifest) -> bytes:
+    """The text of a manifest.
+
+    Raises:
+        ValueError: it would be too long.
+    """
+    frames = manifest.frames()
+    places = {(frame.pack, frame.offset): i for i, frame in enumerate(frames)}
+    packs = {pack: i for i, pack in enumerate(dict.fromkeys(frame.pack for frame in frames))}
+
+    def place(frame: FrameRef | None) -> int | None:
+        return None if frame is None else places[frame.pack, frame.offset]
+
+    text = _with_crc(
+        {
+            "kind": _KIND,
+            "version": _VERSION,
+            "reader": _FIRST_RELEASE,
+            "name": manifest.file.snapshot,
+            "order": manifest.file.order,
+            "generation": manifest.file.generation,
+            "time": manifest.time.strftime(_TIME),
+            "metadata": manifest.metadata,
+            "stored_nbytes": manifest.stored_nbytes,
+            "state": manifest.state,
+            "tensors": [[t.path, t.dtype, t.shape, place(t.frame)] for t in manifest.tensors],
+            "frames": [
+                [
+                    packs[f.pack],
+                    f.offset,
+                    f.nbytes,
+                    f.content[0].hex(),
+                    *f.content[1:],
+                    place(f.base),
+                ]
+                for f in frames
+            ],
+            "packs": list(packs),
+        }
+    )
+    if len(text) > MAX_MANIFEST_NBYTES:
+        raise ValueError(
+            f"the manifest would take {len(text)} bytes, and {MAX_MANIFEST_NBYTES} are allowed: "
+            "keep large lists of numbers as tensors"
+        )
+    return text
+
+
+def _row(frame: FrameRef) -> list[Any]:
+    digest, dtype, numel = frame.content
+    return [frame.offset, frame.nbytes, digest.hex(), dtype, numel]
+
+
+def parse_manifest(
+    text: bytes,
+    file: ManifestFile,
+    label: str,
+    intern: Callable[[FrameRef], FrameRef] = lambda frame: frame,
+) -> Manifest:
+    """Check a manifest.
+
+    Args:
+        text: of the file.
+        file: the name that it was found under.
+        label: what messages call it.
+        intern: gives an equal frame that is known already, so that manifests share them.
+
+    Raises:
+        CorruptionError: a rule is broken.
+        CompatibilityError: it is of a newer version, or has an unknown dtype.
+    """
+    document = _document(text, label, _KIND)
+    reader = _Reader(document, label)
+    for key, value in (
+        ("name", file.snapshot),
+        ("order", file.order),
+        ("generation", file.generation),
+    ):
+        found = reader.field(key, type(value))
+        if found != value:
+            raise CorruptionError(
+                f"{label}: {key} is {shown(found)}, and the file's name says {shown(value)}"
+            )
+    frames = reader.frames(reader.packs(), intern)
+    manifest = Manifest(
+        file,
+        reader.time(),
+        reader.field("metadata", dict),
+        reader.count("stored_nbytes"),
+        document.get("state"),
+        reader.tensors(frames),
+    )
+    _check_state(manifest, label)
+    return manifest
+
+
+def _check_state(manifest: Manifest, label: str) -> None:
+    """Check that the state names exactly the tensors that are listed."""
+    tensors = manifest.tensors
+
+    def check(index: int, path: str) -> None:
+        if index >= len(tensors) or tensors[index].path != path:
+            raise CorruptionError(f"{shortened(path)}: tensor {index} is listed otherwise")
+
+    try:
+        _, n_tensors = decode_state(manifest.state, check)
+        if n_tensors != len(tensors):
+            raise CorruptionError(f"it has {n_tensors} tensors, and {len(tensors)} are listed")
+    except CorruptionError as error:
+        raise CorruptionError(f"{label}: state: {error}") from error
+
+
+class _Reader:
+    """Takes the fields of a manifest, and checks each."""
+
+    def __init__(self, document: dict[str, Any], label: str) -> None:
+        self._document = document
+        self._label = label
+
+    def fail(self, words: str) -> CorruptionError:
+        return CorruptionError(f"{self._label}: {words}")
+
+    def field(self, key: str, kind: type) -> Any:
+        value = self._document.get(key)
+        if type(value) is not kind:
+            raise self.fail(f"{key} must be of type {kind.__name__}, and is {json_kind(value)}")
+        return value
+
+    def count(self, key: str) -> int:
+        value: int = self.field(key, int)
+        if not 0 <= value < MAX_BITS:
+            raise self.fail(f"{key} is {shown(value)}, out of range")
+        return value
+
+    def time(self) -> datetime:
+        text = self.field("time", str)
+        try:
+            return datetime.strptime(text, _TIME).replace(tzinfo=UTC)
+        except ValueError as error:
+            raise self.fail(f"time is {shown(text)}, not as {_TIME!r}") from error
+
+    def packs(self) -> list[str]:
+        packs: list[str] = self.field("packs", list)
+        for pack in packs:
+            if not is_pack(pack):
+                raise self.fail(f"packs: {shown(pack)} is no name of a pack")
+        if len(set(packs)) != len(packs):
+            raise self.fail("packs: one stands twice")
+        return packs
+
+    def frames(
+        self, packs: Sequence[str], intern: Callable[[FrameRef], FrameRef]
+    ) -> list[FrameRef]:
+        rows = self.field("frames", list)
+        frames: list[FrameRef | None] = [None] * len(rows)
+        for i in reversed(range(len(rows))):  # a base comes after what needs it
+            frames[i] = intern(self._frame(i, rows[i], packs, frames))
+        return [frame for frame in frames if frame is not None]
+
+    def _frame(
+        self, i: int, row: object, packs: Sequence[str], frames: Sequence[FrameRef | None]
+    ) -> FrameRef:
+        where = f"frame {i}"
+        if not isinstance(row, list) or len(row) != 7:
+            raise self.fail(f"{where} is {shown(row)}, not a list of 7 members")
+        pack, offset, nbytes, digest, dtype, numel, base = row
+        self._range(pack, 0, len(packs) - 1, f"{where}: pack")
+        self._range(offset, FRAME_ALIGNMENT, MAX_BITS, f"{where}: offset")
+        self._range(nbytes, FRAME_ALIGNMENT, MAX_BITS, f"{where}: nbytes")
+        if offset % FRAME_ALIGNMENT or nbytes % FRAME_ALIGNMENT:
+            raise self.fail(f"{where}: offset and nbytes must be multiples of {FRAME_ALIGNMENT}")
+        if not isinstance(digest, str) or not _HASH.fullmatch(digest):
+            raise self.fail(f"{where}: {shown(digest)} is no content hash")
+        bits = DTYPE_BY_NAME[self._dtype(dtype, where)].bits
+        self._range(numel, 0, MAX_BITS // bits - 1, f"{where}: numel")
+        if numel * bits % 8:
+            raise self.fail(f"{where}: {numel} elements of {dtype} are no whole number of bytes")
+        content = (bytes.fromhex(digest), dtype, numel)
+        if base is None:
+            return FrameRef(packs[pack], offset, nbytes, content, None, 0)
+        self._range(base, i + 1, len(frames) - 1, f"{where}: base")
+        below = frames[base]
+        assert below is not None
+        if below.content[2] != numel:
+            raise self.fail(f"{where}: its base has {below.content[2]} elements, it {numel}")
+        if below.n_deltas >= MAX_CHAIN:
+            raise self.fail(f"{where}: a chain of more than {MAX_CHAIN} deltas")
+        return FrameRef(packs[pack], offset, nbytes, content, below, below.n_deltas + 1)
+
+    def _range(self, value: object, low: int, high: int, where: str) -> None:
+        if type(value) is not int or not low <= value <= high:
+            raise self.fail(f"{where} is {shown(value)}, and must be from {low} to {high}")
+
+    def _dtype(self, value: object, where: str) -> str:
+        if not isinstance(value, str):
+            raise self.fail(f"{where}: dtype must be a string, and is {json_kind(value)}")
+        if value not in DTYPE_BY_NAME:
+            raise CompatibilityError(
+                f"{self._label}: {where}: unknown dtype {shown(value)}; a newer release may know it"
+            )
+        return value
+
+    def tensors(self, frames: Sequence[FrameRef]) -> tuple[TensorRef, ...]:
+        rows = self.field("tensors", list)
+        return tuple(self._tensor(i, row, frames) for i, row in enumerate(rows))
+
+    def _tensor(self, i: int, row: object, frames: Sequence[FrameRef]) -> TensorRef:
+        if not isinstance(row, list) or len(row) != 4 or not isinstance(row[0], str):
+            raise self.fail(f"tensor {i} is {shown(row)}, not [path, dtype, shape, frame]")
+        path, dtype, shape, place = row
+        where = f"tensor {shown(path)}"
+        if not isinstance(shape, list) or len(shape) > MAX_DIMS:
+            raise self.fail(f"{where}: shape must be a list of at most {MAX_DIMS} sizes")
+        for size in shape:
+            self._range(size, 0, MAX_BITS, f"{where}: a size")
+        self._range(place, 0, len(frames) - 1, f"{where}: frame")
+        frame = frames[place]
+        if (
+            math.prod(max(size, 1) for size in shape) >= MAX_BITS
+            or (dtype, math.prod(shape)) != (frame.content[1:])
+        ):
+            raise self.fail(
+                f"{where}: {shown(dtype)} of shape {shown(shape)}, and its frame holds "
+                f"{frame.content[2]} elements of {frame.content[1]}"
+            )
+        return TensorRef(path, dtype, tuple(shape), frame)
+
+
+def _with_crc(document: dict[str, Any]) -> bytes:
+    text = json.dumps(
+        {"crc32c": "0" * 8, **document}, ensure_ascii=False, separators=(",", ":"), allow_nan=False
+    )
+    return _signed(text.encode())
+
+
+def _signed(text: bytes) -> bytes:
+    """The text with its checksum, which is computed with zeros in its own place."""
+    blank = text[:_CRC_AT] + b"0" * 8 + text[_CRC_AT + 8 :]
+    return text[:_CRC_AT] + f"{crc32c(blank):08x}".encode() + text[_CRC_AT + 8 :]
+
+
+def _document(text: bytes, label: str, kind: str) -> dict[str, Any]:
+    """The parsed text, with checksum, kind and version checked."""
+    if _CRC.match(text) is None:
+        raise CorruptionError(f"{label}: does not begin with a checksum; it is damaged or foreign")
+    if _signed(text) != text:
+        raise CorruptionError(f"{label}: the checksum does not match: it is damaged or cut short")
+    document = parse_json(text, label=label)
+    if document.get("kind") != kind:
+        raise CorruptionError(f"{label}: kind is {shown(document.get('kind'))}, not {kind!r}")
+    version = document.get("version")
+    if type(version) is not int or version < 1:
+        raise CorruptionError(f"{label}: version is {shown(version)}")
+    if version > _VERSION:
+        raise CompatibilityError(
+            f"{label}: version {version}; this release reads {_VERSION}. It takes packhorse "
+            f"{shown(document.get('reader'))} or later: upgrade"
+        )
+    return document

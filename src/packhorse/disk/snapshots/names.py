@@ -1,0 +1,134 @@
+"""What the objects of a store are called (docs/snapshots.md, "The store on disk").
+
+No name that stands in a file is ever used as a path before it has been checked here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from urllib.parse import quote, unquote
+
+from packhorse.layout import FILE_SUFFIX
+
+__all__ = [
+    "LOCK_FILE",
+    "PACKS",
+    "SNAPSHOTS",
+    "STORE_FILE",
+    "ManifestFile",
+    "is_pack",
+    "is_temporary",
+    "manifest_file",
+    "new_pack",
+    "pack_path",
+    "parse_manifest_file",
+    "quote_name",
+]
+
+STORE_FILE = "store.json"
+LOCK_FILE = "writer.lock"
+PACKS = "packs"
+SNAPSHOTS = "snapshots"
+
+_MAX_QUOTED_NBYTES = 240  # file systems end at 255
+_MAX_ORDER = 10**12 - 1
+_MAX_GENERATION = 10**6 - 1
+_PACK = re.compile(r"[0-9a-f]{32}")
+_MANIFEST = re.compile(r"([0-9]{12})-([0-9]{6})-([0-9a-f]{16})\.json")
+_TEMPORARY = re.compile(r"\.packhorse-[0-9a-f]{16}\.tmp")
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestFile:
+    """The name of a manifest, which says most about it.
+
+    Attributes:
+        snapshot: the snapshot's name.
+        order: the place among all snapshots that were ever taken; larger is newer.
+        generation: how often it was written anew since; larger is newer.
+        unique: random digits, so that no name is ever used twice.
+    """
+
+    snapshot: str
+    order: int
+    generation: int
+    unique: str
+
+    @property
+    def folder(self) -> str:
+        """The snapshot's folder in the store."""
+        return f"{SNAPSHOTS}/{quote_name(self.snapshot)}"
+
+    @property
+    def path(self) -> str:
+        """Where it lies in the store."""
+        return f"{self.folder}/{self.order:012d}-{self.generation:06d}-{self.unique}.json"
+
+
+def quote_name(name: str) -> str:
+    """A snapshot's name as the name of a folder.
+
+    Raises:
+        TypeError: not a string.
+        ValueError: empty, too long or not Unicode text.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"a snapshot's name is a string, and {name!r} is none")
+    try:
+        quoted = quote(name, safe="")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the snapshot's name {name!a} is not Unicode text") from error
+    if quoted.startswith("."):
+        quoted = "%2E" + quoted[1:]
+    if not 0 < len(quoted) <= _MAX_QUOTED_NBYTES:
+        raise ValueError(
+            f"the snapshot's name takes {len(quoted)} bytes as a file name; 1 to "
+            f"{_MAX_QUOTED_NBYTES} are allowed"
+        )
+    return quoted
+
+
+def manifest_file(snapshot: str, order: int, generation: int) -> ManifestFile:
+    """A name for a new manifest.
+
+    Raises:
+        OverflowError: no number is left.
+    """
+    if order > _MAX_ORDER or generation > _MAX_GENERATION:
+        raise OverflowError(f"snapshot {snapshot!r}: no number is left for another manifest")
+    return ManifestFile(snapshot, order, generation, os.urandom(8).hex())
+
+
+def parse_manifest_file(path: str) -> ManifestFile | None:
+    """Read `<folder>/<file>` below the folder of snapshots; None if it is no manifest."""
+    folder, _, file = path.partition("/")
+    match = _MANIFEST.fullmatch(file)
+    try:
+        name = unquote(folder, errors="strict")
+        if match is None or quote_name(name) != folder:
+            return None
+    except ValueError:
+        return None
+    return ManifestFile(name, int(match[1]), int(match[2]), match[3])
+
+
+def new_pack() -> str:
+    """A name for a new pack."""
+    return os.urandom(16).hex()
+
+
+def is_pack(name: object) -> bool:
+    """Whether something is the name of a pack."""
+    return isinstance(name, str) and _PACK.fullmatch(name) is not None
+
+
+def pack_path(name: str) -> str:
+    """Where a pack lies in the store."""
+    return f"{PACKS}/{name}{FILE_SUFFIX}"
+
+
+def is_temporary(file: str) -> bool:
+    """Whether a file is one that was never finished."""
+    return _TEMPORARY.fullmatch(file) is not None

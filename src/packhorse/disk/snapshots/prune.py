@@ -1,0 +1,213 @@
+"""Removing snapshots, and moving what others still need out of packs that are mostly dead.
+
+A kept snapshot may need frames in the packs of removed ones: bases of its deltas, or tensors that
+were equal. Frames that are tensors of kept snapshots are moved as they are; a delta whose base goes
+becomes a delta against the nearest base that stays, or a full frame. First all kept snapshots get
+new manifests, then the others go, then the packs: whenever the work ends, every snapshot is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import numpy as np
+
+from packhorse.codecs.base import ByteArray
+from packhorse.disk.snapshots.chains import Chain
+from packhorse.disk.snapshots.manifest import Content, FrameRef, Manifest
+from packhorse.disk.snapshots.names import manifest_file, pack_path
+from packhorse.disk.snapshots.packs import PackReader, PackWriter
+from packhorse.disk.snapshots.results import PruneResult, SnapshotInfo, describe
+from packhorse.disk.snapshots.take import FramePacker, Options, Spec
+from packhorse.disk.snapshots.writer import Session
+from packhorse.errors import blaming
+from packhorse.frame import max_frame_nbytes
+
+__all__ = ["Keep", "delete_snapshot", "prune_snapshots"]
+
+# How many of the newest, which names, or a predicate.
+Keep: TypeAlias = int | Iterable[str] | Callable[[SnapshotInfo], bool]
+
+_MIN_LIVE = 0.75  # of a pack's bytes; what is needed of a pack that has less is moved
+
+
+def delete_snapshot(session: Session, name: str) -> int:
+    """Remove a snapshot and the packs that only it needed.
+
+    Returns:
+        The bytes that were freed.
+
+    Raises:
+        ValueError: there is no such snapshot.
+    """
+    if name not in session.listing:
+        session.catalog.load(name)
+    session.remove_manifests(session.listing.pop(name))
+    return session.collect()
+
+
+def prune_snapshots(session: Session, keep: Keep, options: Options) -> PruneResult:
+    """Remove all snapshots but some, and move what those need.
+
+    Raises:
+        ValueError: `keep` names what is not there, or nothing.
+        CorruptionError, CompatibilityError: a manifest is damaged; nothing was done.
+    """
+    manifests = {name: session.catalog.load_first(f) for name, f in session.listing.items()}
+    names = _kept_names(keep, manifests)
+    kept = [manifest for name, manifest in manifests.items() if name in names]
+    mover = _Mover(session, kept, options)
+    rewritten, written = mover.move()
+    removed = [name for name in manifests if name not in names]
+    for name in removed:
+        session.remove_manifests(session.listing.pop(name))
+    return PruneResult(tuple(removed), tuple(rewritten), session.collect() - written)
+
+
+def _kept_names(keep: Keep, manifests: Mapping[str, Manifest]) -> set[str]:
+    names = list(manifests)
+    if isinstance(keep, int):
+        if isinstance(keep, bool) or keep < 1:
+            raise ValueError(f"keep is {keep!r}; keep at least 1, or delete snapshots by name")
+        return set(names[-keep:])
+    if callable(keep):
+        kept = {name for name in names if keep(describe(manifests[name]))}
+    else:
+        kept = {keep} if isinstance(keep, str) else set(keep)
+        for name in kept - manifests.keys():
+            raise ValueError(f"keep names {name!r}, and there is no such snapshot")
+    if names and not kept:
+        raise ValueError("keep leaves no snapshot; delete them by name if that is meant")
+    return kept
+
+
+class _Mover:
+    """Gives kept snapshots chains that stay."""
+
+    def __init__(self, session: Session, kept: Sequence[Manifest], options: Options) -> None:
+        self._session = session
+        self._kept = kept
+        self._options = options
+        # The frames whose content kept snapshots want; the first that has it serves all.
+        self._heads: dict[Content, FrameRef] = {}
+        for manifest in kept:
+            for tensor in manifest.tensors:
+                self._heads.setdefault(tensor.frame.content, tensor.frame)
+        self._doomed: set[str] = set()
+        self._doom_packs()
+        self._moved: dict[Content, FrameRef] = {}
+        self._moving: set[Content] = set()
+
+    def _doom_packs(self) -> None:
+        """Doom packs until all others hold mostly what kept snapshots go on needing."""
+        storage = self._session.storage
+        packs = {pack for manifest in self._kept for pack in manifest.packs()}
+        sizes = {pack: storage.open(pack_path(pack)).nbytes for pack in packs}
+        while True:
+            live = dict.fromkeys(packs - self._doomed, 0)
+            for frame in self._heads.values():
+                if self._keeps_its_place(frame):
+                    live[frame.pack] += frame.nbytes
+            more = {pack for pack, nbytes in live.items() if nbytes < _MIN_LIVE * sizes[pack]}
+            if not more:
+                return
+            self._doomed |= more
+
+    def _keeps_its_place(self, frame: FrameRef) -> bool:
+        if frame.pack in self._doomed:
+            return False
+        return not self._is_doomed(frame) or self._wants_base(frame)
+
+    def _wants_base(self, frame: FrameRef) -> bool:
+        """Whether some kept snapshot wants what a frame is a delta against."""
+        return frame.base is None or frame.base.content in self._heads
+
+    def move(self) -> tuple[list[str], int]:
+        """Write new manifests where they are needed.
+
+        Returns:
+            The names of those snapshots, and the bytes that were written.
+        """
+        rewritten, written = [], 0
+        for manifest in self._kept:
+            if not any(self._is_doomed(tensor.frame) for tensor in manifest.tensors):
+                continue
+            name = manifest.file.snapshot
+            with (
+                blaming(f"snapshot {name!r}"),
+                PackReader(self._session.storage) as reader,
+                PackWriter(self._session.storage, *self._room(manifest)) as pack,
+            ):
+                packer = FramePacker(self._session, pack, reader, self._options)
+                tensors = tuple(
+                    replace(tensor, frame=self._stay(tensor.frame, reader, pack, packer))
+                    for tensor in manifest.tensors
+                )
+            file = manifest_file(name, manifest.file.order, manifest.file.generation + 1)
+            self._session.commit(replace(manifest, file=file, tensors=tensors))
+            rewritten.append(name)
+            written += pack.nbytes
+        return rewritten, written
+
+    def _room(self, manifest: Manifest) -> tuple[int, int]:
+        """How many frames may have to move for a snapshot, and their bytes at most."""
+        heads = [self._heads[tensor.frame.content] for tensor in manifest.tensors]
+        links = {(link.pack, link.offset): link for head in heads for link in head.chain}
+        rooms = [max_frame_nbytes(ref.content[1], ref.content[2:]) for ref in links.values()]
+        return len(links), sum(rooms) + sum(ref.nbytes for ref in links.values())
+
+    def _is_doomed(self, frame: FrameRef) -> bool:
+        return any(link.pack in self._doomed for link in frame.chain)
+
+    def _stay(
+        self, frame: FrameRef, reader: PackReader, pack: PackWriter, packer: FramePacker
+    ) -> FrameRef:
+        """A frame of the same content whose whole chain stays."""
+        frame = self._heads[frame.content]
+        if not self._is_doomed(frame):
+            return frame
+        known = self._moved.get(frame.content)
+        if known is not None:
+            return known
+        # The nearest content down the chain that some kept snapshot wants anyway. That is moved
+        # first; what is being moved is none, should manifests lead in a circle.
+        self._moving.add(frame.content)
+        below = next((link for link in frame.chain[1:] if self._is_wanted(link)), None)
+        base = None if below is None else self._stay(below, reader, pack, packer)
+        if below is frame.base:
+            moved = self._as_it_is(frame, base, reader, pack)
+        else:
+            moved = self._anew(frame, base, reader, packer)
+        self._moving.discard(frame.content)
+        self._moved[frame.content] = moved
+        return moved
+
+    def _is_wanted(self, frame: FrameRef) -> bool:
+        return frame.content in self._heads and frame.content not in self._moving
+
+    def _as_it_is(
+        self, frame: FrameRef, base: FrameRef | None, reader: PackReader, pack: PackWriter
+    ) -> FrameRef:
+        """The same frame: in its place if its pack stays, or moved byte for byte."""
+        n_deltas = 0 if base is None else base.n_deltas + 1
+        if frame.pack not in self._doomed:
+            return replace(frame, base=base, n_deltas=n_deltas)
+        whole = reader.frame(frame)
+        return pack.add(whole.buffer(), frame.content, base)
+
+    def _anew(
+        self, frame: FrameRef, base: FrameRef | None, reader: PackReader, packer: FramePacker
+    ) -> FrameRef:
+        """Another frame of the same content, against a base that stays."""
+        data = _decoded(frame, reader, self._options.threads)
+        spec = Spec(frame.name, frame.content[1], reader.frame(frame).shape)
+        return packer.add([spec], [data], [base], share=False)[0]
+
+
+def _decoded(frame: FrameRef, reader: PackReader, threads: int) -> ByteArray:
+    chain = Chain(reader, frame, None)
+    data = np.empty(frame.logical_nbytes, np.uint8)
+    chain.decode_into(data, threads)
+    return data

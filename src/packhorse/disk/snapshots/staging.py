@@ -1,0 +1,113 @@
+"""Copies of tensors on their way from the thread that trains to the thread that packs.
+
+The memory is bounded: when so much is waiting, the caller's thread waits too. It is kept from one
+snapshot to the next, which has tensors of the same sizes, because fresh memory costs more than the
+copy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import numpy as np
+
+from packhorse.codecs.base import ByteArray
+
+__all__ = ["Staging"]
+
+
+class Staging:
+    """A queue of copies, of bounded size, between two threads."""
+
+    def __init__(self, max_nbytes: int | None) -> None:
+        """Args:
+        max_nbytes: of all copies together, or one tensor if that is larger; None for no bound.
+        """
+        self.max_nbytes = max_nbytes
+        self._changed = threading.Condition()
+        self._spare: dict[int, list[ByteArray]] = {}
+        self._ready: deque[ByteArray] = deque()
+        self._taken: list[ByteArray] = []
+        self._nbytes = 0  # in use
+        self._spare_nbytes = 0
+        self._failure: BaseException | None = None
+        self._is_given_up = False
+
+    def begin(self) -> None:
+        """Forget what is left of a snapshot before, but for its memory."""
+        with self._changed:
+            self._keep([*self._ready, *self._taken])
+            self._ready.clear()
+            self._taken.clear()
+            self._failure = None
+            self._is_given_up = False
+
+    def put(self, data: ByteArray) -> None:
+        """Copy a tensor's bytes, once there is room; the thread that trains calls it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_given_up or self._has_room(data.size))
+            if self._is_given_up:
+                return
+            memory = self._take(data.size)
+        memory[:] = data
+        with self._changed:
+            self._ready.append(memory)
+            self._changed.notify_all()
+
+    def fail(self, failure: BaseException) -> None:
+        """No more will come; the other thread is told why."""
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
+
+    def get(self) -> ByteArray:
+        """The next copy; the thread that packs calls it. It stays good until `release`."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._ready) or self._failure is not None)
+            if not self._ready:
+                raise RuntimeError("the tensors could not be copied") from self._failure
+            memory = self._ready.popleft()
+            self._taken.append(memory)
+            return memory
+
+    def release(self) -> None:
+        """All that was got so far may be written over."""
+        with self._changed:
+            self._keep(self._taken)
+            self._taken.clear()
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """The thread that packs has failed: nobody waits for room any more."""
+        with self._changed:
+            self._is_given_up = True
+            self._changed.notify_all()
+
+    def drop(self) -> None:
+        """Let the memory go."""
+        with self._changed:
+            self._spare.clear()
+            self._spare_nbytes = 0
+
+    def _has_room(self, nbytes: int) -> bool:
+        bound = self.max_nbytes
+        return bound is None or self._nbytes == 0 or self._nbytes + nbytes <= bound
+
+    def _take(self, nbytes: int) -> ByteArray:
+        self._nbytes += nbytes
+        spare = self._spare.get(nbytes)
+        if spare:
+            self._spare_nbytes -= nbytes
+            return spare.pop()
+        bound = self.max_nbytes
+        if bound is not None and self._nbytes + self._spare_nbytes > bound:
+            self._spare.clear()
+            self._spare_nbytes = 0
+        return np.empty(nbytes, np.uint8)
+
+    def _keep(self, memory: list[ByteArray]) -> None:
+        for part in memory:
+            self._nbytes -= part.size
+            self._spare_nbytes += part.size
+            self._spare.setdefault(part.size, []).append(part)

@@ -1,0 +1,471 @@
+"""`SnapshotStore`: training states as snapshots, each a small increment (docs/snapshots.md)."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+from packhorse.arguments import resolve_framework, resolve_level, resolve_threads
+from packhorse.codecs.base import ByteArray
+from packhorse.disk.results import Progress
+from packhorse.disk.snapshots.backend import open_storage
+from packhorse.disk.snapshots.cache import BaseCache
+from packhorse.disk.snapshots.catalog import Catalog
+from packhorse.disk.snapshots.check import verify_snapshots
+from packhorse.disk.snapshots.manifest import MAX_CHAIN, Manifest
+from packhorse.disk.snapshots.names import quote_name
+from packhorse.disk.snapshots.prune import Keep, delete_snapshot, prune_snapshots
+from packhorse.disk.snapshots.restore import Restoring, restore_state
+from packhorse.disk.snapshots.results import (
+    PruneResult,
+    SnapshotInfo,
+    SnapshotProblem,
+    describe,
+)
+from packhorse.disk.snapshots.staging import Staging
+from packhorse.disk.snapshots.state import Keys, Leaf, encode_state
+from packhorse.disk.snapshots.take import Options, Spec, State, take_state
+from packhorse.disk.snapshots.writer import Session, Writer
+from packhorse.errors import PackhorseError
+from packhorse.layout import Level
+
+__all__ = ["SnapshotStore"]
+
+
+class SnapshotStore:
+    """Snapshots of training states, in a folder or on any file system that fsspec knows.
+
+    A snapshot is a name and a state: nested dicts, lists and tuples of PyTorch tensors, NumPy
+    arrays, strings, numbers, booleans and None, as `state_dict()` of models and optimizers gives.
+    A tensor that the store has already costs nothing; one that changed is stored as its difference
+    from the snapshot before where that is smaller.
+
+    One writer at a time, any number of readers, who need no lock. Whatever ends a writer, every
+    snapshot that was reported as taken can be restored bit for bit. Threads may share a store; what
+    they write goes in one after the other.
+
+    Example:
+        >>> store = SnapshotStore("runs/7")  # doctest: +SKIP
+        >>> store.take("step-100", {"model": model.state_dict(), "step": 100})  # doctest: +SKIP
+        >>> state = store.restore(store.names()[-1], framework="pt")  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        level: Level | str = "default",
+        threads: int | None = None,
+        max_chain: int = 8,
+        staging_nbytes: int | None = None,
+        cache_nbytes: int = 0,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Nothing is read or written yet; the first `take` makes the store.
+
+        Args:
+            url: a path, or a URL such as "s3://bucket/run" (needs the extra `remote`).
+            level: "fast", "default" or "max".
+            threads: how many to use; None for the cores available, at most 8.
+            max_chain: after so many deltas on one another comes a full frame; at most 64.
+            staging_nbytes: how much memory the copies of `take_async` may take; None for as much
+                as the state.
+            cache_nbytes: how much memory may keep the tensors of the newest snapshot, so that the
+                next `take` of this object need not decode them to make deltas.
+            storage_options: for the file system of fsspec.
+
+        Raises:
+            ValueError, TypeError: an option is wrong.
+            MissingBackendError: the URL needs fsspec, and it is not installed.
+        """
+        if not isinstance(max_chain, int) or not 0 <= max_chain <= MAX_CHAIN:
+            raise ValueError(f"max_chain is {max_chain!r}; it must be from 0 to {MAX_CHAIN}")
+        if staging_nbytes is not None and staging_nbytes < 1:
+            raise ValueError(f"staging_nbytes is {staging_nbytes}; it must be at least 1")
+        if cache_nbytes < 0:
+            raise ValueError(f"cache_nbytes is {cache_nbytes}; it must be at least 0")
+        self._options = Options(
+            resolve_level(level), resolve_threads(threads), max_chain, BaseCache(cache_nbytes)
+        )
+        self._storage = open_storage(url, dict(storage_options or {}))
+        self._catalog = Catalog(self._storage)
+        self._writer = Writer(self._storage, self._catalog)
+        self._staging = Staging(staging_nbytes)
+        self._lock = threading.RLock()  # of this object; the store has its own
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: _Pending | None = None
+
+    def take(
+        self,
+        name: str,
+        state: Any,
+        *,
+        base: str | None = "auto",
+        metadata: Mapping[str, Any] | None = None,
+        replace: bool = False,
+        progress: Progress | None = None,
+    ) -> SnapshotInfo:
+        """Write a snapshot; when this returns, it is on the disk.
+
+        Args:
+            name: any text; the name of a folder in the store, so not too long.
+            state: what to keep; only read, and never copied as a whole.
+            base: "auto" stores tensors as differences from those at the same path in the newest
+                snapshot, where that pays; the name of another snapshot takes that one; None stores
+                them in full.
+            metadata: JSON values to keep with it.
+            replace: a snapshot of this name may be replaced, in one step.
+            progress: called with the logical bytes done since the last call.
+
+        Returns:
+            What was written.
+
+        Raises:
+            FileExistsError: there is a snapshot of this name, and `replace` is False.
+            BlockingIOError: another process or store is writing; the message says which.
+            TypeError: something in the state cannot be kept; the message gives its path.
+            ValueError: a bad name, base or metadata.
+            CorruptionError, CompatibilityError: the store, or the base that was asked for, is
+                damaged or of a newer version.
+            OSError: the file system refuses; nothing was taken.
+        """
+        with self._lock:
+            self._settle()
+            document, leaves = _checked(name, state, metadata)
+            taking = State(document, _specs(leaves), lambda i: _bytes_of(leaves[i]))
+            return self._take(name, taking, base, dict(metadata or {}), replace, progress)
+
+    def take_async(
+        self,
+        name: str,
+        state: Any,
+        *,
+        base: str | None = "auto",
+        metadata: Mapping[str, Any] | None = None,
+        replace: bool = False,
+    ) -> Future[SnapshotInfo]:
+        """Copy a state and write it in the background: the state may change when this returns.
+
+        One snapshot is written at a time: the call waits for the one before. An error is raised by
+        the future; one that nobody has asked it for is raised by the next call of the store.
+
+        Args:
+            name: as for `take`, and so are all others.
+            state: what to keep.
+            base: as for `take`.
+            metadata: as for `take`.
+            replace: as for `take`.
+
+        Returns:
+            The snapshot, when it is on the disk.
+
+        Raises:
+            TypeError, ValueError: as `take`.
+            Exception: what the snapshot before failed with, unless its future was asked.
+        """
+        with self._lock:
+            self._settle()
+            document, leaves = _checked(name, state, metadata)
+            staging = self._staging
+            staging.begin()
+            taking = State(
+                document, _specs(leaves), lambda i: staging.get(), staging.release,
+                staging.max_nbytes,
+            )  # fmt: skip
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, thread_name_prefix="packhorse-snapshots")
+            values = dict(metadata or {})
+            future = self._pool.submit(self._take_staged, name, taking, base, values, replace)
+            self._pending = _Pending(future)
+            try:
+                for leaf in leaves:
+                    staging.put(_bytes_of(leaf))
+            except BaseException as error:
+                staging.fail(error)
+                self._pending = None
+                future.exception()
+                raise
+            return self._pending.told
+
+    def _take_staged(
+        self, name: str, taking: State, base: str | None, metadata: dict[str, Any], replace: bool
+    ) -> SnapshotInfo:
+        try:
+            return self._take(name, taking, base, metadata, replace, None)
+        except BaseException:
+            self._staging.give_up()
+            raise
+
+    def _take(
+        self,
+        name: str,
+        taking: State,
+        base: str | None,
+        metadata: dict[str, Any],
+        replace: bool,
+        progress: Progress | None,
+    ) -> SnapshotInfo:
+        with self._writer.session() as session:
+            if name in session.listing and not replace:
+                raise FileExistsError(
+                    f"{self._storage.label()}: there is a snapshot {name!r} already; allow "
+                    "replacing it (replace=True), or name another"
+                )
+            manifest = take_state(
+                session, name, taking, base=_base(session, base), metadata=metadata,
+                options=self._options, progress=progress,
+            )  # fmt: skip
+            if replace:
+                session.collect()
+        return describe(manifest)
+
+    def restore(
+        self,
+        name: str,
+        *,
+        framework: str = "np",
+        keys: Keys | None = None,
+        into: Any = None,
+        max_nbytes: int | None = None,
+        progress: Progress | None = None,
+    ) -> Any:
+        """The state of a snapshot, bit for bit.
+
+        Args:
+            name: of the snapshot.
+            framework: of the tensors: "np" (or "numpy") or "pt" (or "torch", "pytorch"), in host
+                memory.
+            keys: which parts to restore: a path such as "model" or "optimizer.state[3]", which
+                stands for all below it, or several; or a predicate on the path of each tensor and
+                value. Dicts then have only those, and other members of lists are None.
+            into: a state whose tensors are written in place, on whatever device and with whatever
+                strides they are; each must be in the snapshot with the same dtype and shape. They
+                stand in the result, and new tensors where `into` has none. After an error their
+                content is undefined.
+            max_nbytes: refuse tensors of more bytes together, before any is decoded.
+            progress: called with the logical bytes done since the last call, from several threads.
+
+        Returns:
+            The state. Subclasses of containers come back as the plain ones.
+
+        Raises:
+            ValueError: no such snapshot, a key that stands for nothing, or a tensor of `into` that
+                does not fit.
+            CorruptionError, CompatibilityError: what is needed is damaged or too new; the message
+                names snapshot, tensor and file.
+            MissingBackendError: the framework is not installed.
+        """
+        self._glance()
+        wanted = Restoring(
+            resolve_framework(framework), keys, into, self._options.threads, max_nbytes, progress
+        )
+        return restore_state(self._storage, self._catalog, name, wanted)
+
+    def names(self) -> list[str]:
+        """The names of all snapshots, the oldest first; none if there is no store yet.
+
+        Raises:
+            CorruptionError, CompatibilityError: the store is damaged or of a newer version.
+            ValueError: the folder is something else.
+        """
+        self._glance()
+        return list(self._catalog.listing())
+
+    def info(self, name: str) -> SnapshotInfo:
+        """What a snapshot holds; only its manifest is read.
+
+        Raises:
+            ValueError: there is no such snapshot.
+            CorruptionError, CompatibilityError: its manifest is damaged or too new.
+        """
+        self._glance()
+        return describe(self._catalog.load(name))
+
+    def verify(
+        self, name: str | None = None, *, progress: Progress | None = None
+    ) -> list[SnapshotProblem]:
+        """Decode everything, compare all checksums and hashes, and go on after what is bad.
+
+        Args:
+            name: of a snapshot; None for all.
+            progress: called with the logical bytes done since the last call.
+
+        Returns:
+            All that is wrong; nothing if all is good.
+
+        Raises:
+            ValueError: there is no such snapshot.
+        """
+        self._glance()
+        return verify_snapshots(self._storage, name, self._options.threads, progress)
+
+    def delete(self, name: str) -> int:
+        """Remove a snapshot. What others need of it stays: `prune` moves that.
+
+        Args:
+            name: of the snapshot; a damaged one can be removed too.
+
+        Returns:
+            How many bytes became free.
+
+        Raises:
+            ValueError: there is no such snapshot.
+            BlockingIOError: another process or store is writing.
+        """
+        quote_name(name)
+        with self._lock:
+            self._settle()
+            if name not in self._catalog.listing():
+                self._catalog.load(name)
+            with self._writer.session() as session:
+                return delete_snapshot(session, name)
+
+    def prune(self, *, keep: Keep) -> PruneResult:
+        """Remove all snapshots but some, and free what only the removed ones needed.
+
+        Kept snapshots that need frames of removed ones are written anew, first; so this takes room
+        until it is done.
+
+        Args:
+            keep: how many of the newest; or their names; or a predicate that gets the
+                `SnapshotInfo` of each.
+
+        Returns:
+            What was done.
+
+        Raises:
+            ValueError: `keep` names what is not there, or would leave nothing.
+            CorruptionError, CompatibilityError: a manifest is damaged: delete that snapshot first.
+            BlockingIOError: another process or store is writing.
+        """
+        with self._lock:
+            self._settle()
+            if not self._catalog.is_there():
+                return PruneResult((), (), 0)
+            with self._writer.session() as session:
+                return prune_snapshots(session, keep, self._options)
+
+    def close(self) -> None:
+        """Wait for what is written in the background, and let its memory go.
+
+        Raises:
+            Exception: what it failed with, unless its future was asked.
+        """
+        with self._lock:
+            try:
+                self._settle()
+            finally:
+                self._staging.drop()
+                self._options.cache.clear()
+                if self._pool is not None:
+                    self._pool.shutdown()
+                    self._pool = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _settle(self) -> None:
+        """Wait for the snapshot that is being written, and raise its error if nobody saw it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.settle()
+
+    def _glance(self) -> None:
+        """The same for those who only read: they do not wait."""
+        with self._lock:
+            if self._pending is not None and self._pending.is_done():
+                self._settle()
+
+
+class _ToldFuture(Future[SnapshotInfo]):
+    """A future that knows whether its error was seen."""
+
+    was_asked = False
+
+    def result(self, timeout: float | None = None) -> SnapshotInfo:
+        """The snapshot."""
+        try:
+            return super().result(timeout)
+        finally:
+            self.was_asked = self.was_asked or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What it failed with, or None."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self.was_asked = self.was_asked or self.done()
+
+
+class _Pending:
+    """A snapshot that is being written, and the future that the caller has."""
+
+    def __init__(self, future: Future[SnapshotInfo]) -> None:
+        self._future = future
+        self.told = _ToldFuture()
+        self.told.set_running_or_notify_cancel()
+        future.add_done_callback(self._tell)
+
+    def _tell(self, future: Future[SnapshotInfo]) -> None:
+        error = future.exception()
+        if error is None:
+            self.told.set_result(future.result())
+        else:
+            self.told.set_exception(error)
+
+    def is_done(self) -> bool:
+        """Whether it is on the disk, or has failed."""
+        return self._future.done()
+
+    def settle(self) -> None:
+        """Wait, and raise the error if the caller has not seen it."""
+        error = self._future.exception()
+        if error is not None and not self.told.was_asked:
+            raise error
+
+
+def _checked(name: str, state: Any, metadata: Mapping[str, Any] | None) -> tuple[Any, list[Leaf]]:
+    """The state as JSON values and its tensors, once all that can be wrong was looked at."""
+    quote_name(name)
+    given = dict(metadata or {})
+    try:
+        text = json.dumps(given, allow_nan=False, ensure_ascii=False)
+        if json.loads(text) != given:
+            raise ValueError("keys must be strings, and lists no tuples")
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"metadata must be JSON values: {error}") from error
+    return encode_state(state)
+
+
+def _specs(leaves: list[Leaf]) -> list[Spec]:
+    return [Spec(leaf.path, leaf.dtype, leaf.shape) for leaf in leaves]
+
+
+def _bytes_of(leaf: Leaf) -> ByteArray:
+    return leaf.framework.readable(leaf.tensor)[0]
+
+
+def _base(session: Session, base: str | None) -> Manifest | None:
+    """The snapshot to make deltas against."""
+    if base is None:
+        return None
+    if base != "auto":
+        return session.catalog.load(base)
+    try:
+        return session.newest()
+    except PackhorseError:
+        return None

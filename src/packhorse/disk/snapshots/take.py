@@ -1,0 +1,249 @@
+"""Taking a snapshot: batch after batch of tensors, of which only what is new becomes frames."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from packhorse.codecs.base import ByteArray
+from packhorse.codecs.content import content_hash
+from packhorse.disk.header import tensor_nbytes
+from packhorse.disk.results import Progress
+from packhorse.disk.snapshots.cache import BaseCache
+from packhorse.disk.snapshots.chains import Chain, compress
+from packhorse.disk.snapshots.manifest import Content, FrameRef, Manifest, TensorRef
+from packhorse.disk.snapshots.names import manifest_file
+from packhorse.disk.snapshots.packs import PackReader, PackWriter
+from packhorse.disk.snapshots.writer import Session
+from packhorse.errors import PackhorseError
+from packhorse.frame import Frame, max_frame_nbytes
+from packhorse.layout import Level
+from packhorse.threads import batches, map_tensors
+
+__all__ = ["FramePacker", "Options", "Spec", "State", "take_state"]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How tensors are packed.
+
+    Attributes:
+        level: how hard to try.
+        threads: how many to use.
+        max_chain: deltas before a full frame.
+        cache: of tensors that may be bases.
+    """
+
+    level: Level
+    threads: int
+    max_chain: int
+    cache: BaseCache
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A tensor to be packed, without its bytes.
+
+    Attributes:
+        path: where it stands in the state.
+        dtype: safetensors' name.
+        shape: the dimensions.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return tensor_nbytes(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A state to be taken.
+
+    Attributes:
+        document: the state as JSON values.
+        specs: its tensors.
+        fetch: gives the bytes of each tensor; it is called once for each, in their order.
+        release: is called when all tensors that were fetched are packed.
+        max_nbytes: of the tensors that may be fetched before that, unless it is one.
+    """
+
+    document: Any
+    specs: Sequence[Spec]
+    fetch: Callable[[int], ByteArray]
+    release: Callable[[], None] = lambda: None
+    max_nbytes: int | None = None
+
+
+class FramePacker:
+    """Packs batches of tensors into one pack, each content once."""
+
+    def __init__(
+        self, session: Session, pack: PackWriter, reader: PackReader, options: Options
+    ) -> None:
+        self._index = session.index
+        self._pack = pack
+        self._reader = reader
+        self._options = options
+        self._memory = np.empty(0, np.uint8)
+        self.new: dict[Content, FrameRef] = {}
+
+    def add(
+        self,
+        specs: Sequence[Spec],
+        data: Sequence[ByteArray],
+        bases: Sequence[FrameRef | None],
+        *,
+        share: bool = True,
+    ) -> list[FrameRef]:
+        """Frames of some tensors: of those that the store has already, or new ones.
+
+        Args:
+            specs: what they are.
+            data: their bytes.
+            bases: a frame that each may be a delta against; None for a full frame.
+            share: whether frames that were there before will do.
+        """
+        sizes = [part.size for part in data]
+        threads = self._options.threads
+        digests = map_tensors(lambda k, n: content_hash(data[k], threads=n), sizes, threads)
+        contents = [
+            (digest, spec.dtype, math.prod(spec.shape))
+            for digest, spec in zip(digests, specs, strict=True)
+        ]
+        first: dict[Content, int] = {}
+        for k, content in enumerate(contents):
+            first.setdefault(content, k)
+        known = {content: self._find(content, share) for content in first}
+        todo = [first[content] for content, frame in known.items() if frame is None]
+        frames = self._compress([(specs[k], data[k], bases[k]) for k in todo])
+        for k, frame in zip(todo, frames, strict=True):
+            content, base = contents[k], bases[k] if frame.base_hash else None
+            if frame.content_hash != content[0] or (base and base.content[0] != frame.base_hash):
+                raise RuntimeError(
+                    f"{specs[k].path}: the tensor changed while its snapshot was taken; take it "
+                    "when nothing writes to it"
+                )
+            known[content] = self.new[content] = self._pack.add(frame.buffer(), content, base)
+        for content, k in first.items():
+            self._options.cache.put(content, data[k])
+        return [ref for content in contents if (ref := known[content]) is not None]
+
+    def _find(self, content: Content, share: bool) -> FrameRef | None:
+        if content in self.new:
+            return self.new[content]
+        found = self._index.find(content) if share else None
+        if found is not None and not self._reader.is_there(found):
+            self._index.drop(content)
+            return None
+        return found
+
+    def _compress(self, items: list[tuple[Spec, ByteArray, FrameRef | None]]) -> list[Frame]:
+        """New frames, one behind the other's room in memory that is used again."""
+        rooms = [max_frame_nbytes(spec.dtype, spec.shape) for spec, _, _ in items]
+        ends = list(accumulate(rooms))
+        if items and self._memory.size < ends[-1]:
+            self._memory = np.empty(ends[-1], np.uint8)
+        options, memory = self._options, self._memory
+
+        def work(k: int, threads: int) -> Frame:
+            spec, data, base = items[k]
+            decoded = None if base is None else self._decode(base, threads)
+            return compress(
+                data, spec.dtype, spec.shape, base=decoded,
+                base_dtype=None if base is None else base.content[1], level=options.level,
+                threads=threads, out=memory[ends[k] - rooms[k] : ends[k]], path=spec.path,
+            )  # fmt: skip
+
+        return map_tensors(work, [data.size for _, data, _ in items], options.threads)
+
+    def _decode(self, base: FrameRef, threads: int) -> ByteArray | None:
+        """The bytes of a base; None if it turns out to be damaged: then a full frame will do."""
+        kept = self._options.cache.get(base.content)
+        if kept is not None:
+            return kept
+        try:
+            chain = Chain(self._reader, base, None)
+            data = np.empty(base.logical_nbytes, np.uint8)
+            chain.decode_into(data, threads)
+        except (PackhorseError, FileNotFoundError):
+            return None
+        return data
+
+
+@dataclass(slots=True)
+class _Progress:
+    report: Progress | None
+    refs: list[FrameRef] = field(default_factory=list)
+
+    def add(self, refs: list[FrameRef]) -> None:
+        self.refs += refs
+        if self.report is not None:
+            self.report(sum(ref.logical_nbytes for ref in refs))
+
+
+def take_state(
+    session: Session,
+    name: str,
+    state: State,
+    *,
+    base: Manifest | None,
+    metadata: Mapping[str, Any],
+    options: Options,
+    progress: Progress | None,
+) -> Manifest:
+    """Write a snapshot.
+
+    Args:
+        session: the writer's.
+        name: of the snapshot; an older one of this name is replaced.
+        state: what to take.
+        base: a snapshot whose tensors may serve as bases.
+        metadata: JSON values to keep.
+        options: how to pack.
+        progress: called with the logical bytes done since the last call.
+
+    Returns:
+        The manifest, committed.
+    """
+    specs, done = state.specs, _Progress(progress)
+    bases = {} if base is None else {tensor.path: tensor for tensor in base.tensors}
+    room = sum(max_frame_nbytes(spec.dtype, spec.shape) for spec in specs)
+    with (
+        PackReader(session.storage) as reader,
+        PackWriter(session.storage, len(specs), room) as pack,
+    ):
+        packer = FramePacker(session, pack, reader, options)
+        for run in batches([spec.nbytes for spec in specs], state.max_nbytes):
+            part = [specs[i] for i in run]
+            data = [state.fetch(i) for i in run]
+            done.add(packer.add(part, data, [_base(bases, spec, options) for spec in part]))
+            del data
+            state.release()
+    tensors = tuple(
+        TensorRef(spec.path, spec.dtype, spec.shape, ref)
+        for spec, ref in zip(specs, done.refs, strict=True)
+    )
+    file = manifest_file(name, session.next_order(), 1)
+    now = datetime.now(UTC)
+    manifest = Manifest(file, now, dict(metadata), pack.nbytes, state.document, tensors)
+    session.commit(manifest)
+    return manifest
+
+
+def _base(bases: Mapping[str, TensorRef], spec: Spec, options: Options) -> FrameRef | None:
+    """The frame of the tensor that stood at the same path, if a delta against it may be made."""
+    known = bases.get(spec.path)
+    if known is None or (known.dtype, known.shape) != (spec.dtype, spec.shape):
+        return None
+    return known.frame if known.frame.n_deltas < options.max_chain else None

@@ -1,0 +1,153 @@
+"""The one writer of a store: what it does under the lock, and in which order.
+
+A pack is written before the manifest that names it; a manifest is removed, for good, before a pack
+that only it named. So whenever the work ends, every manifest finds its packs, and what is left over
+is named by none: the next writer removes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from packhorse.disk.snapshots.backend import Storage
+from packhorse.disk.snapshots.catalog import Catalog, Index, Listing
+from packhorse.disk.snapshots.lock import WriterLock
+from packhorse.disk.snapshots.manifest import Manifest, render_manifest
+from packhorse.disk.snapshots.names import (
+    PACKS,
+    SNAPSHOTS,
+    ManifestFile,
+    is_pack,
+    pack_path,
+)
+from packhorse.layout import FILE_SUFFIX
+
+__all__ = ["Session", "Writer"]
+
+
+class Writer:
+    """Makes sessions, one at a time."""
+
+    def __init__(self, storage: Storage, catalog: Catalog) -> None:
+        self._storage = storage
+        self._catalog = catalog
+        self._is_clean = False
+
+    @contextmanager
+    def session(self) -> Iterator[Session]:
+        """The right to write, until the block ends.
+
+        Raises:
+            BlockingIOError: another writer has it.
+            CorruptionError, CompatibilityError, ValueError: there is no store that can be written.
+        """
+        self._catalog.is_there()  # before a lock is put into a folder that is none
+        lock = self._storage.lock()
+        lock.acquire()
+        try:
+            self._catalog.make()
+            session = Session(self._storage, self._catalog, lock)
+            if not self._is_clean:
+                session.clean()
+            self._is_clean = False
+            yield session
+            self._is_clean = True
+        finally:
+            lock.release()
+
+
+class Session:
+    """A writer at work.
+
+    Attributes:
+        listing: the manifests that there are.
+        index: their frames.
+    """
+
+    def __init__(self, storage: Storage, catalog: Catalog, lock: WriterLock) -> None:
+        self.storage = storage
+        self.catalog = catalog
+        self._lock = lock
+        self.listing: Listing = catalog.listing()
+        self.index: Index = catalog.index
+        self.index.refresh(self.listing)
+
+    def next_order(self) -> int:
+        """The number of a new snapshot."""
+        return 1 + max((files[0].order for files in self.listing.values()), default=0)
+
+    def newest(self) -> Manifest | None:
+        """The manifest of the newest snapshot that has a good one."""
+        for files in reversed(self.listing.values()):
+            for file in files:
+                if file.path not in self.index.damaged:
+                    return self.catalog.load_file(file)
+        return None
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make a snapshot that there is from now on, and remove its older manifests.
+
+        Raises:
+            BlockingIOError: the lock was lost; nothing was committed.
+        """
+        text = render_manifest(manifest)
+        self._lock.check()
+        self.storage.put(manifest.file.path, text)
+        self.catalog.keep(manifest)
+        self.index.add(manifest)
+        older = self.listing.get(manifest.file.snapshot, [])
+        if older and older[0].order != manifest.file.order:
+            del self.listing[manifest.file.snapshot]  # it is the newest now
+        self.listing[manifest.file.snapshot] = [manifest.file]
+        self.remove_manifests(older)
+
+    def remove_manifests(self, files: Iterable[ManifestFile]) -> None:
+        """Remove manifests for good, the oldest first."""
+        files = list(files)
+        if not files:
+            return
+        self._lock.check()
+        for file in reversed(files):
+            self.storage.remove(file.path)
+        for folder in {file.folder for file in files}:
+            self.storage.flush(folder)
+            self.storage.remove_folder(folder)
+        self.storage.flush(SNAPSHOTS)
+        self.index.forget(file.path for file in files)
+
+    def clean(self) -> None:
+        """Remove what writers left that were killed, and what no snapshot needs.
+
+        While a manifest is damaged nobody knows which packs it needs, so none is removed then.
+        """
+        self.storage.remove_temporary()
+        for name, files in self.listing.items():
+            good = [file for file in files if file.path not in self.index.damaged]
+            if len(good) == len(files) > 1:
+                self.remove_manifests(files[1:])
+                self.listing[name] = files[:1]
+        self._remove_empty_folders()
+        self.collect()
+
+    def _remove_empty_folders(self) -> None:
+        used = {file.folder for files in self.listing.values() for file in files}
+        for name in self.storage.names(SNAPSHOTS):
+            if f"{SNAPSHOTS}/{name}" not in used:
+                self.storage.remove_folder(f"{SNAPSHOTS}/{name}")
+
+    def collect(self) -> int:
+        """Remove packs that no manifest needs.
+
+        Returns:
+            How many bytes they had.
+        """
+        if self.index.damaged:
+            return 0
+        needed, freed = self.index.packs(), 0
+        for file in self.storage.names(PACKS):
+            pack = file.removesuffix(FILE_SUFFIX)
+            if file.endswith(FILE_SUFFIX) and is_pack(pack) and pack not in needed:
+                freed += self.storage.open(pack_path(pack)).nbytes
+                self.storage.remove(pack_path(pack))
+        return freed
