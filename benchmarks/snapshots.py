@@ -29,7 +29,7 @@ MODE = "snapshots"
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "snapshots.json"
 DOCUMENT = HERE.parent / "docs" / "benchmarks_snapshots.md"
-ROUNDS = 5
+ROUNDS = 7
 
 
 def main(argv: list[str]) -> int:
