@@ -18,7 +18,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,12 @@ __all__ = [
     "TRAINING_NAMES",
     "DataSet",
     "cast_file",
+    "digest",
     "library_sources",
     "make",
     "model_path",
     "training_folder",
+    "training_tensors",
     "write_model_file",
 ]
 
@@ -105,6 +107,23 @@ class DataSet:
             out.append((name, self.array[offset:end].reshape(shape)))
             offset = end
         return out
+
+    @property
+    def inputs(self) -> list[NDArray[Any]]:
+        """What a codec reads and must not change."""
+        return [self.array]
+
+    def middle(self, nbytes: int) -> "DataSet":
+        """`nbytes` from the middle, in which every kind of layer has its turn."""
+        n, step = self.array.size, nbytes // self.array.itemsize
+        if n <= step:
+            return self
+        first = (n - step) // 2
+        return self.part(first, first + step)
+
+    def part(self, first: int, end: int) -> "DataSet":
+        """A run of elements, as one flat tensor."""
+        return replace(self, array=self.array[first:end], shapes=())
 
 
 def model_path() -> Path:
@@ -178,7 +197,18 @@ def training_folder() -> Path:
 
 
 def _training(kind: str, dtype: str, numpy_type: Any) -> Tensors:
-    """The tensors of the training run's last file of a kind.
+    """The tensors of the training run's last file of a kind."""
+    return training_tensors(kind, None, dtype, numpy_type)
+
+
+def training_tensors(kind: str, step: int | None, dtype: str, numpy_type: Any) -> Tensors:
+    """The tensors of one file of the training run.
+
+    Args:
+        kind: one of `KINDS` in training.py.
+        step: None for the last one that has this kind.
+        dtype: safetensors' name of their type.
+        numpy_type: the same type for NumPy.
 
     Raises:
         FileNotFoundError: there is no complete run.
@@ -192,11 +222,15 @@ def _training(kind: str, dtype: str, numpy_type: Any) -> Tensors:
         )
     files = json.loads((folder / TRAINING_MANIFEST).read_text())["files"]
     name = max(name for name in files if name.startswith(f"{kind}_"))
+    if step is not None:
+        name = f"{kind}_{step:06}.safetensors"
+        if name not in files:
+            raise FileNotFoundError(f"the training run in {folder} has not kept {name}")
     raw = (folder / name).read_bytes()
-    digest = hashlib.sha256(raw).hexdigest()
-    if digest != files[name]["sha256"]:
+    found = hashlib.sha256(raw).hexdigest()
+    if found != files[name]["sha256"]:
         raise ValueError(
-            f"{folder / name} has sha256 {digest}, expected {files[name]['sha256']} by its "
+            f"{folder / name} has sha256 {found}, expected {files[name]['sha256']} by its "
             "manifest; remove the folder and repeat the run"
         )
     return _read_file(raw, dtype, numpy_type)
@@ -316,17 +350,17 @@ def make(name: str, *, limit_nbytes: int | None = None) -> DataSet:
     tensors = recipe.make()
     array = np.concatenate([tensor.reshape(-1) for tensor in tensors.values()])
     shapes = [(key, tensor.shape) for key, tensor in tensors.items()]
-    digest = _sha256(array)
-    if digest != PINNED.get(name, digest):
+    found = digest(array)
+    if found != PINNED.get(name, found):
         raise ValueError(
-            f"data set {name} has sha256 {digest}, expected {PINNED[name]}; "
+            f"data set {name} has sha256 {found}, expected {PINNED[name]}; "
             "the recipe's inputs differ on this machine, so figures could not be compared"
         )
     if limit_nbytes is not None and array.nbytes > limit_nbytes:
         shapes = _fitting(shapes, limit_nbytes // array.itemsize)
         array = array[: sum(math.prod(shape) for _, shape in shapes)]
-        digest = _sha256(array)
-    return DataSet(name, recipe.dtype, array, digest, recipe.source, tuple(shapes))
+        found = digest(array)
+    return DataSet(name, recipe.dtype, array, found, recipe.source, tuple(shapes))
 
 
 def _fitting(shapes: list[Shape], limit: int) -> list[Shape]:
@@ -347,7 +381,8 @@ def _fitting(shapes: list[Shape], limit: int) -> list[Shape]:
     return out or [(shapes[0][0], (limit,))]
 
 
-def _sha256(array: NDArray[Any]) -> str:
+def digest(array: NDArray[Any]) -> str:
+    """The SHA-256 of an array's bytes."""
     return hashlib.sha256(array.view(np.uint8).data).hexdigest()
 
 

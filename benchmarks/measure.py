@@ -13,14 +13,14 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from data import DataSet
-from peers import CODECS, Codec, Setup, UnsupportedError, build, parts
+from peers import CODECS, Codec, Entry, Setup, UnsupportedError, build, parts
 
 __all__ = ["SLICE_NBYTES", "Contender", "Row", "compete", "enter"]
 
@@ -35,9 +35,10 @@ class Contender:
     """A codec that takes part, and what was measured of it.
 
     Attributes:
-        name: its name in `peers.CODECS`.
+        name: its name in the tables.
         setup: threads and memory.
         codec: the adapter.
+        slow: whether it is timed less often, on a part.
         timed: what it is timed on: the data set, or a part of it.
         ratio: of the whole data set.
         encode: (processor seconds, wall seconds) of each round.
@@ -47,6 +48,7 @@ class Contender:
     name: str
     setup: Setup
     codec: Codec
+    slow: bool
     timed: DataSet
     ratio: float
     encode: list[Seconds] = field(default_factory=list)
@@ -82,13 +84,16 @@ class Row:
     rounds: int
 
 
-def enter(name: str, data: DataSet, setup: Setup) -> Contender | str:
+def enter(
+    name: str, data: DataSet, setup: Setup, entries: Mapping[str, Entry] = CODECS
+) -> Contender | str:
     """Build a codec and prove its round trip.
 
     Args:
-        name: a key of `peers.CODECS`.
+        name: a key of `entries`.
         data: what it is to pack.
         setup: threads and memory.
+        entries: the codecs that there are.
 
     Returns:
         The contender, or one line that says why it cannot take part.
@@ -97,16 +102,17 @@ def enter(name: str, data: DataSet, setup: Setup) -> Contender | str:
         RuntimeError: what comes back differs from what went in, or the input was changed.
     """
     try:
-        codec = build(name, data, setup)
+        codec = build(name, data, setup, entries)
     except (UnsupportedError, ImportError) as reason:
         return str(reason)
     with _cores(setup.threads):
         packed_nbytes = _prove(name, codec, data)
-        timed = _middle(data) if CODECS[name].slow else data
+        slow = entries[name].slow
+        timed = data.middle(SLICE_NBYTES) if slow else data
         if timed is not data:
-            codec = build(name, timed, setup)
+            codec = build(name, timed, setup, entries)
             _prove(name, codec, timed)
-    return Contender(name, setup, codec, timed, data.array.nbytes / packed_nbytes)
+    return Contender(name, setup, codec, slow, timed, data.array.nbytes / packed_nbytes)
 
 
 def _prove(name: str, codec: Codec, data: DataSet) -> int:
@@ -128,15 +134,6 @@ def _prove(name: str, codec: Codec, data: DataSet) -> int:
     return packed_nbytes
 
 
-def _middle(data: DataSet) -> DataSet:
-    """`SLICE_NBYTES` from the middle of the data, in which every kind of layer has its turn."""
-    n, step = data.array.size, SLICE_NBYTES // data.array.itemsize
-    if n <= step:
-        return data
-    part = data.array[(n - step) // 2 :][:step]
-    return DataSet(data.name, data.dtype, part, data.sha256, data.source)
-
-
 def compete(contenders: list[Contender], data: DataSet, rounds: int) -> list[Row]:
     """Time all contenders in turn, round after round.
 
@@ -148,17 +145,18 @@ def compete(contenders: list[Contender], data: DataSet, rounds: int) -> list[Row
     Returns:
         One row for each contender, in their order.
     """
-    before = data.array.view(np.uint8).copy()
+    before = [array.view(np.uint8).copy() for array in data.inputs]
     gc.collect()
     gc.disable()
     try:
         for i in range(rounds):
             for contender in contenders:
-                if i % SLOW_EVERY == 0 or not CODECS[contender.name].slow:
+                if i % SLOW_EVERY == 0 or not contender.slow:
                     _time_once(contender)
     finally:
         gc.enable()
-    if not np.array_equal(before, data.array.view(np.uint8)):
+    after = [array.view(np.uint8) for array in data.inputs]
+    if not all(map(np.array_equal, before, after)):
         raise RuntimeError(
             f"a codec changed its input, {data.name}; its adapter must copy it first"
         )

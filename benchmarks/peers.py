@@ -13,7 +13,7 @@ import bz2
 import importlib
 import importlib.util
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +23,29 @@ import numpy as np
 from data import DataSet
 from numpy.typing import NDArray
 
-__all__ = ["CODECS", "Codec", "Entry", "Setup", "UnsupportedError", "build", "parts", "versions"]
+__all__ = [
+    "CODECS",
+    "BloscCodec",
+    "BytesCodec",
+    "Codec",
+    "CopyCodec",
+    "DcpCodec",
+    "Entry",
+    "OpenzlCodec",
+    "Packed",
+    "PackhorseCodec",
+    "PcodecCodec",
+    "PlanesCodec",
+    "Setup",
+    "UnsupportedError",
+    "ZipnnCodec",
+    "build",
+    "bz2_codec",
+    "carve",
+    "parts",
+    "versions",
+    "zstandard_codec",
+]
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -132,8 +154,8 @@ class PackhorseCodec:
         self._dst: list[Any] | None = None
         if not setup.fresh:
             bound = importlib.import_module("packhorse.frame").max_frame_nbytes
-            self._packed = _carve([bound(data.dtype, t.shape) for t in tensors])
-            memory = _carve([t.nbytes for t in tensors])
+            self._packed = carve([bound(data.dtype, t.shape) for t in tensors])
+            memory = carve([t.nbytes for t in tensors])
             self._dst = [
                 m.view(t.dtype).reshape(t.shape) for m, t in zip(memory, tensors, strict=True)
             ]
@@ -151,7 +173,7 @@ class PackhorseCodec:
         return [_as_bytes(array) for array in arrays]
 
 
-def _carve(sizes: list[int]) -> list[Bytes]:
+def carve(sizes: list[int]) -> list[Bytes]:
     """Memory of these sizes, carved from one piece."""
     starts = [0]
     for size in sizes:
@@ -332,11 +354,13 @@ class PlanesCodec(BytesCodec):
         return np.bitwise_or(out, spare, out=out)
 
 
-def _bz2(kind: type[BytesCodec], data: DataSet, setup: Setup) -> Codec:
+def bz2_codec(kind: type[BytesCodec], data: DataSet, setup: Setup) -> Codec:
+    """bz2 on bytes or on planes, as `kind` says."""
     return kind(data, setup, pack=bz2.compress, unpack=bz2.decompress)
 
 
-def _zstandard(kind: type[BytesCodec], data: DataSet, setup: Setup, *, level: int) -> Codec:
+def zstandard_codec(kind: type[BytesCodec], data: DataSet, setup: Setup, *, level: int) -> Codec:
+    """zstd on bytes or on planes, as `kind` says."""
     zstandard = importlib.import_module("zstandard")
     # 0 is the calling thread; 1 would be a second one beside it.
     encoder = zstandard.ZstdCompressor(
@@ -464,11 +488,19 @@ CODECS: dict[str, Entry] = {
         "memory",
     ),
     "pcodec-12": Entry(partial(PcodecCodec, level=12), "its greatest level; else as pcodec", True),
-    "zstandard-1": Entry(partial(_zstandard, BytesCodec, level=1), f"level 1, raw bytes; {_NEW}"),
-    "zstandard-3": Entry(partial(_zstandard, BytesCodec, level=3), f"level 3, raw bytes; {_NEW}"),
-    "planes+zstandard-1": Entry(partial(_zstandard, PlanesCodec, level=1), f"level 1, {_PLANES}"),
-    "planes+zstandard-3": Entry(partial(_zstandard, PlanesCodec, level=3), f"level 3, {_PLANES}"),
-    "planes+bz2": Entry(partial(_bz2, PlanesCodec), f"level 9, {_PLANES}", True),
+    "zstandard-1": Entry(
+        partial(zstandard_codec, BytesCodec, level=1), f"level 1, raw bytes; {_NEW}"
+    ),
+    "zstandard-3": Entry(
+        partial(zstandard_codec, BytesCodec, level=3), f"level 3, raw bytes; {_NEW}"
+    ),
+    "planes+zstandard-1": Entry(
+        partial(zstandard_codec, PlanesCodec, level=1), f"level 1, {_PLANES}"
+    ),
+    "planes+zstandard-3": Entry(
+        partial(zstandard_codec, PlanesCodec, level=3), f"level 3, {_PLANES}"
+    ),
+    "planes+bz2": Entry(partial(bz2_codec, PlanesCodec), f"level 9, {_PLANES}", True),
     "dcp-zstd": Entry(
         DcpCodec,
         "the ZStandard extension of PyTorch's distributed checkpoints over the raw bytes, without "
@@ -484,22 +516,26 @@ CODECS: dict[str, Entry] = {
 }
 
 
-def build(name: str, data: DataSet, setup: Setup) -> Codec:
+def build(
+    name: str, data: DataSet, setup: Setup, entries: Mapping[str, Entry] | None = None
+) -> Codec:
     """The adapter called `name`, ready for `data`.
 
     Args:
-        name: a key of `CODECS`.
+        name: a key of `entries`.
         data: what it will meet; adapters take the dtype and the sizes from it.
         setup: threads and memory.
+        entries: the codecs that there are; by default `CODECS`.
 
     Raises:
         ValueError: there is no such codec.
         UnsupportedError: it cannot do this.
         ImportError: its package is not installed.
     """
-    if name not in CODECS:
-        raise ValueError(f"no codec is called {name!r}; there are: {', '.join(CODECS)}")
-    return CODECS[name].make(data, setup)
+    known = CODECS if entries is None else entries
+    if name not in known:
+        raise ValueError(f"no codec is called {name!r}; there are: {', '.join(known)}")
+    return known[name].make(data, setup)
 
 
 def versions() -> dict[str, str]:

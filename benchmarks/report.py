@@ -13,7 +13,27 @@ from typing import Any
 import plot
 from targets import Verdict, judge
 
-__all__ = ["PICTURE", "document", "losses", "picture", "readme", "section", "summary", "targets"]
+__all__ = [
+    "CEILING",
+    "OURS",
+    "PICTURE",
+    "Result",
+    "Row",
+    "conditions",
+    "document",
+    "find_row",
+    "losses",
+    "of_set",
+    "picture",
+    "readme",
+    "section",
+    "summary",
+    "targets",
+    "verdict_table",
+    "ways",
+    "written_ratio",
+    "written_speed",
+]
 
 OURS = "packhorse"
 RIVAL = "zipnn"
@@ -77,17 +97,18 @@ SLOW_NOTE = (
 )
 
 
-def section(dataset: Row, rows: list[Row]) -> str:
+def section(dataset: Row, rows: list[Row], rival: str = RIVAL) -> str:
     """The heading and the table of one data set, one line for each codec and number of threads.
 
     Args:
         dataset: what a run keeps of the set.
         rows: those of the set, in the order of the table.
+        rival: whose speed ours is compared with.
     """
     lines = [
         _heading(dataset),
         "",
-        "| codec | threads | ratio | encode GB/s | decode GB/s | x zipnn | of copy |",
+        f"| codec | threads | ratio | encode GB/s | decode GB/s | x {rival} | of copy |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     slow = [row for row in rows if row.get("timed_nbytes", dataset["nbytes"]) < dataset["nbytes"]]
@@ -95,11 +116,11 @@ def section(dataset: Row, rows: list[Row]) -> str:
         cells = [
             f"**{row['codec']}**" if row["codec"].startswith(OURS) else row["codec"],
             str(row["threads"]),
-            _ratio(row["ratio"]),
+            written_ratio(row["ratio"]),
             _spread(row["encode"]),
             _spread(row["decode"]),
-            _relative(row, _find(rows, RIVAL, row["threads"]), "{:.2f}"),
-            _relative(row, _find(rows, CEILING, 1), "{:.0%}"),
+            _relative(row, find_row(rows, rival, row["threads"]), "{:.2f}"),
+            _relative(row, find_row(rows, CEILING, 1), "{:.0%}"),
         ]
         cells[0] += " †" if row in slow else ""
         lines.append(f"| {' | '.join(cells)} |")
@@ -115,16 +136,18 @@ def _heading(dataset: Row) -> str:
     return f"### {dataset['name']} ({dataset['nbytes'] / 1e6:.1f} MB{tensors}): {dataset['source']}"
 
 
-def _ratio(ratio: float) -> str:
+def written_ratio(ratio: float) -> str:
+    """A ratio as all tables have it."""
     return f"{ratio:.4f}" if ratio < 100 else f"{ratio:.0f}"
 
 
 def _spread(speeds: list[float]) -> str:
-    median, low, high = (_speed(speed) for speed in speeds)
+    median, low, high = (written_speed(speed) for speed in speeds)
     return f"{median} ({low}-{high})"
 
 
-def _speed(speed: float) -> str:
+def written_speed(speed: float) -> str:
+    """A speed in GB/s as all tables have it."""
     return f"{speed:.2f}" if speed >= 0.1 else f"{speed:.3f}"
 
 
@@ -134,12 +157,14 @@ def _relative(row: Row, other: Row | None, form: str) -> str:
     return " / ".join(form.format(row[way][0] / other[way][0]) for way in ("encode", "decode"))
 
 
-def _find(rows: list[Row], codec: str, threads: int) -> Row | None:
+def find_row(rows: list[Row], codec: str, threads: int) -> Row | None:
+    """The row of a codec, if it was measured."""
     found = (row for row in rows if row["codec"] == codec and row["threads"] == threads)
     return next(found, None)
 
 
-def _of_set(result: Result, name: str) -> list[Row]:
+def of_set(result: Result, name: str) -> list[Row]:
+    """The rows of one data set."""
     return [row for row in result["rows"] if row["data"] == name]
 
 
@@ -158,19 +183,19 @@ def _glance(result: Result) -> str:
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for dataset in result["data"]:
-        rows = _of_set(result, dataset["name"])
-        ours, rival = _find(rows, OURS, 1), _find(rows, RIVAL, 1)
+        rows = of_set(result, dataset["name"])
+        ours, rival = find_row(rows, OURS, 1), find_row(rows, RIVAL, 1)
         if ours is None:
             continue
         cells = [
             dataset["name"],
-            _ratio(ours["ratio"]),
-            _ratio(rival["ratio"]) if rival else "",
-            _speed(ours["encode"][0]),
-            _speed(ours["decode"][0]),
+            written_ratio(ours["ratio"]),
+            written_ratio(rival["ratio"]) if rival else "",
+            written_speed(ours["encode"][0]),
+            written_speed(ours["decode"][0]),
             _relative(ours, rival, "{:.2f}"),
-            _relative(ours, _find(rows, CEILING, 1), "{:.0%}"),
-            _gain(ours, _find(rows, OURS, 2)),
+            _relative(ours, find_row(rows, CEILING, 1), "{:.0%}"),
+            _gain(ours, find_row(rows, OURS, 2)),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -197,9 +222,9 @@ def losses(result: Result) -> str:
     """Every figure in which a rival is ahead of our default level, as a table."""
     lines = ["| data | threads | rival | ahead in | rival's | ours |", "|---|--:|---|---|--:|--:|"]
     for dataset in result["data"]:
-        rows = _of_set(result, dataset["name"])
+        rows = of_set(result, dataset["name"])
         for row in rows:
-            ours = _find(rows, OURS, row["threads"])
+            ours = find_row(rows, OURS, row["threads"])
             if ours and not row["codec"].startswith((OURS, CEILING)):
                 lines += _ahead(row, ours)
     return "\n".join(lines) if len(lines) > 2 else "None in this run."
@@ -207,10 +232,10 @@ def losses(result: Result) -> str:
 
 def _ahead(rival: Row, ours: Row) -> list[str]:
     """Lines for what is better and also looks better at the precision of the tables."""
-    ratio = _ratio(rival["ratio"])
-    pairs = [("ratio", rival["ratio"], ours["ratio"], _ratio)]
+    ratio = written_ratio(rival["ratio"])
+    pairs = [("ratio", rival["ratio"], ours["ratio"], written_ratio)]
     for way in ("encode", "decode"):
-        pairs.append((f"{way} (ratio {ratio})", rival[way][0], ours[way][0], _speed))
+        pairs.append((f"{way} (ratio {ratio})", rival[way][0], ours[way][0], written_speed))
     return [
         f"| {rival['data']} | {rival['threads']} | {rival['codec']} | {note} "
         f"| {form(theirs)} | {form(mine)} |"
@@ -229,6 +254,11 @@ def targets(run: Result, *, gaps: bool = True) -> str:
     verdicts = judge(run["rows"], forced=run["simd"] != "auto")
     if not gaps:
         verdicts = [verdict for verdict in verdicts if verdict.met is not None]
+    return verdict_table(verdicts)
+
+
+def verdict_table(verdicts: list[Verdict]) -> str:
+    """How many targets are met, as a sentence, and each of them as a line of a table."""
     counts = Counter(verdict.met for verdict in verdicts)
     sentence = f"{counts[True]} met, {counts[False]} not met"
     if counts[None]:
@@ -254,7 +284,7 @@ def picture(results: Path) -> str | None:
         results: the folder of JSON files that `--write` keeps.
     """
     run = _main_run(results)
-    rows = [row for row in _of_set(run, PLOTTED) if row["threads"] == 1] if run else []
+    rows = [row for row in of_set(run, PLOTTED) if row["threads"] == 1] if run else []
     if run is None or not rows:
         return None
     nbytes = next(d["nbytes"] for d in run["data"] if d["name"] == PLOTTED)
@@ -308,10 +338,10 @@ def _readme_table(run: Result) -> str:
     names = " | ".join(README_DATA.values())
     lines = [f"| one thread | {names} |", "|---|" + "---|" * len(README_DATA)]
     for codec, label in README_CODECS.items():
-        found = [_find(_of_set(run, name), codec, 1) for name in README_DATA]
+        found = [find_row(of_set(run, name), codec, 1) for name in README_DATA]
         if any(found):
             lines.append(f"| {label} | {' | '.join(_readme_cell(row) for row in found)} |")
-    if _of_set(run, PLOTTED):
+    if of_set(run, PLOTTED):
         lines += ["", f"![{PICTURE_ALT}](docs/{PICTURE})"]
     lines += ["", f"{m['cpu']}, {run['path']} path."]
     return "\n".join(lines)
@@ -320,7 +350,8 @@ def _readme_table(run: Result) -> str:
 def _readme_cell(row: Row | None) -> str:
     if row is None:
         return ""
-    return f"{row['ratio']:.3f} ({_speed(row['encode'][0])} / {_speed(row['decode'][0])})"
+    speeds = " / ".join(written_speed(row[way][0]) for way in ("encode", "decode"))
+    return f"{row['ratio']:.3f} ({speeds})"
 
 
 def _load(results: Path) -> list[Result]:
@@ -336,7 +367,8 @@ def _is_special(run: Result) -> bool:
     return bool(run["simd"] != "auto" or run["fresh_memory"])
 
 
-def _machine(run: Result) -> str:
+def conditions(run: Result) -> str:
+    """What a run was done on and with: machine, versions, path, rounds, load."""
     m = run["machine"]
     packages = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
     sizes = ", ".join([*m.get("caches", []), f"{m['memory_gib']} GiB"])
@@ -359,24 +391,25 @@ def _machine(run: Result) -> str:
 
 
 def _main(run: Result) -> str:
-    parts = ["## Machine", "", _machine(run), ""]
-    if _of_set(run, PLOTTED):
+    parts = ["## Machine", "", conditions(run), ""]
+    if of_set(run, PLOTTED):
         parts += [f"![{PICTURE_ALT}]({PICTURE})", ""]
     parts += ["## Targets", "", targets(run), "", summary(run), ""]
-    parts += ["## How each codec is run", "", _ways(run), "", "## Every codec", "", _sections(run)]
+    parts += ["## How each codec is run", "", ways(run), "", "## Every codec", "", _sections(run)]
     parts += ["## Where a rival is ahead of our default level", "", losses(run), ""]
     parts += ["## Data", "", _hashes(run), ""]
     return "\n".join(parts)
 
 
-def _ways(run: Result) -> str:
+def ways(run: Result) -> str:
+    """How each codec of a run is run, and which was not measured."""
     lines = [f"- `{name}`: {how}." for name, how in run.get("codecs", {}).items()]
     lines += [f"- `{name}` was not measured: {why}." for name, why in run["absent"].items()]
     return "\n".join(lines) or "This run did not keep it."
 
 
 def _sections(run: Result) -> str:
-    return "\n".join(section(d, _of_set(run, d["name"])) + "\n" for d in run["data"])
+    return "\n".join(section(d, of_set(run, d["name"])) + "\n" for d in run["data"])
 
 
 def _hashes(run: Result) -> str:
@@ -390,9 +423,9 @@ def _hashes(run: Result) -> str:
 def _forced(run: Result) -> str:
     """The short section of a run on a forced code path, or with fresh memory."""
     if run["simd"] == "auto":
-        head = ["## The same, fresh memory", "", FRESH_NOTE, "", _machine(run), ""]
+        head = ["## The same, fresh memory", "", FRESH_NOTE, "", conditions(run), ""]
     else:
-        head = [f"## The same, forced to the {run['simd']} path", "", _machine(run), ""]
+        head = [f"## The same, forced to the {run['simd']} path", "", conditions(run), ""]
         head += [FORCED_NOTE, "", targets(run, gaps=False), ""]
     return "\n".join([*head, _sections(run)])
 

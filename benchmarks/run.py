@@ -8,6 +8,9 @@ takes the real weights and some minutes; `--full` takes all data and all codecs 
 all that lie there. Two forms time nothing: `--render` only makes those documents, and `--check`
 exits 1 unless the ratios that the project promises hold.
 
+`run.py snapshots` measures pairs of training checkpoints instead, and has a document of its own:
+see snapshots.py.
+
 The process starts itself again with a malloc that keeps freed memory, since fresh pages cost more
 than most codecs and would hide the differences between them; `--fresh` leaves malloc as it is and
 gives every output new memory.
@@ -28,21 +31,17 @@ import data
 import machine
 import peers
 import report
+import snapshots
 import targets
 from measure import Contender, compete, enter
+from process import SIMD_VARIABLE, code_path, restart
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 DOCUMENT = HERE.parent / "docs" / "benchmarks.md"
 PICTURE = HERE.parent / "docs" / report.PICTURE
 README = HERE.parent / "README.md"
-SIMD_VARIABLE = "PACKHORSE_SIMD"
 SIMD_NAMES = ["portable", "avx2", "avx512", "avx512_vbmi2"]
-RECYCLING_MALLOC = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    "MALLOC_TOP_PAD_": str(1 << 28),
-}
 # The beginning of a set as a set of its own, for figures that are known of that part.
 BEGINNINGS = {targets.FIRST_48_MB: ("model_fp32", 48_000_000)}
 NAMES = (*data.NAMES, *BEGINNINGS)
@@ -65,11 +64,13 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit status: 1 if `--check` finds a ratio too low, else 0.
     """
+    if argv[:1] == [snapshots.MODE]:
+        return snapshots.main(argv[1:])
     args = _parse(argv)
     if args.render:
         _write_documents()
         return 0
-    _restart(args)
+    restart(recycle=not args.fresh and not args.check, simd=args.simd)
     if args.check:
         return _check()
     result = _measure(args)
@@ -125,17 +126,6 @@ def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def _restart(args: argparse.Namespace) -> None:
-    """Start the same command again under the environment that the measurement needs, once."""
-    wanted = {k: v for k, v in os.environ.items() if k not in RECYCLING_MALLOC}
-    if not args.fresh and not args.check:
-        wanted |= RECYCLING_MALLOC
-    if args.simd:
-        wanted[SIMD_VARIABLE] = args.simd
-    if wanted != dict(os.environ):
-        os.execve(sys.executable, [sys.executable, *sys.argv], wanted)
-
-
 def _run_variants() -> None:
     """The same on fresh memory and on each weaker code path, each in a process of its own."""
     from packhorse.codecs.base import Isa, choose_isa
@@ -152,7 +142,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {
         "kind": "codecs",
         "simd": os.environ.get(SIMD_VARIABLE, "auto"),
-        "path": _path() if set(args.codec) & set(OWN_CODECS) else "",
+        "path": code_path() if set(args.codec) & set(OWN_CODECS) else "",
         "fresh_memory": args.fresh,
         "rounds": args.rounds,
         "limit_nbytes": limit,
@@ -202,13 +192,6 @@ def _described(dataset: data.DataSet) -> dict[str, Any]:
         "nbytes": dataset.array.nbytes,
         "n_tensors": len(dataset.tensors),
     }
-
-
-def _path() -> str:
-    """The code path that packhorse takes here."""
-    from packhorse.codecs.base import choose_isa
-
-    return choose_isa().name.lower()
 
 
 def _one_set(

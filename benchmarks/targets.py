@@ -1,7 +1,8 @@
 """What Packhorse is to reach, and whether the figures of a run reach it.
 
 `TARGETS` is the whole list: kinds of data, and for each some checks against a fixed bar or against
-what a rival does in the same run on the same data. A check whose data or whose rivals are not in
+what a rival does in the same run on the same data; `SNAPSHOT_TARGETS` is that of pairs of
+checkpoints. A check whose data or whose rivals are not in
 the run says so; it never passes by being left out. Speeds are the medians of one thread, unless the
 check says otherwise.
 """
@@ -10,7 +11,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-__all__ = ["DATA", "FIRST_48_MB", "RIVALS", "TARGETS", "Check", "Target", "Verdict", "judge"]
+__all__ = [
+    "DATA",
+    "FIRST_48_MB",
+    "RIVALS",
+    "SNAPSHOT_TARGETS",
+    "TARGETS",
+    "Check",
+    "Target",
+    "Verdict",
+    "judge",
+]
 
 Row = dict[str, Any]
 OURS = "packhorse"
@@ -70,6 +81,45 @@ class MinimumRatio:
 
     def compare(self, ours: Row, rows: list[Row]) -> tuple[float, float, str]:
         return ours["ratio"], self.bar, _number(ours["ratio"])
+
+
+@dataclass(frozen=True)
+class MinimumSpeed:
+    """A speed against a fixed bar, in GB/s."""
+
+    figure: str
+    bar: float
+
+    @property
+    def demand(self) -> str:
+        return f"at least {self.bar:g} GB/s"
+
+    def compare(self, ours: Row, rows: list[Row]) -> tuple[float, float, str]:
+        speed = ours[self.figure][0]
+        return speed, self.bar, f"{speed:.2f} GB/s"
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """How many times smaller we are than the smallest of some rivals, which must all take part."""
+
+    factor: float
+    rivals: tuple[str, ...]
+    figure: str = "ratio"
+
+    @property
+    def demand(self) -> str:
+        times = "not below" if self.factor == 1 else f"at least {self.factor:g} times"
+        return f"{times} the best of {', '.join(self.rivals)}"
+
+    def compare(self, ours: Row, rows: list[Row]) -> tuple[float, float, str] | None:
+        others = [row for row in _rivals(rows) if row["codec"] in self.rivals]
+        if len(others) < len(self.rivals):
+            return None
+        best = max(others, key=lambda row: row["ratio"])
+        gain = ours["ratio"] / best["ratio"]
+        words = f"{gain:.3f} times: {_number(ours['ratio'])}; {best['codec']} "
+        return gain, self.factor, words + _number(best["ratio"])
 
 
 @dataclass(frozen=True)
@@ -263,21 +313,46 @@ TARGETS: tuple[Target, ...] = (
     ),
 )
 
+_PAIR = (MinimumSpeed("encode", 1.3), MinimumSpeed("decode", 2.1), *_faster("zipnn-delta", 1, 1))
+_NEIGHBOURS = ("zipnn-delta", "bitx-like", "xor+pcodec", "xor+openzl")
+
+
+def _pair(bar: float, *rivals: str) -> tuple[Check, ...]:
+    return MinimumRatio(bar), Smaller(1, (*_NEIGHBOURS, *rivals)), *_PAIR
+
+
+SNAPSHOT_TARGETS: tuple[Target, ...] = (
+    Target("bf16 weights, 1 step apart", ("bf16_1",), _pair(11.8)),
+    Target("bf16 weights, 8 steps apart", ("bf16_8",), _pair(4.4)),
+    Target("bf16 weights, 128 steps apart", ("bf16_128",), _pair(2.0)),
+    Target("pure-bf16 training, 1 step apart", ("pure_bf16_1",), _pair(16.0)),
+    Target("fp32 masters, 1 step apart", ("fp32_1",), _pair(1.92)),
+    Target("1 % of bf16 values changed", ("bf16_sparse",), _pair(130.0, "index+value")),
+    Target(
+        "whole state, 128 steps apart",
+        ("state_128",),
+        (Smaller(1.35, ("zipnn", "zipnn-delta", "dcp-zstd")), Smaller(1, _NEIGHBOURS)),
+    ),
+)
+
 DATA = tuple(dict.fromkeys(name for target in TARGETS for name in target.data))
 # Enough for every demand on speed.
 RIVALS = (COPY, "zipnn", "openzl", "zstandard-3", "blosc2-bitshuffle-lz4")
 
 
-def judge(rows: Iterable[Row], *, forced: bool) -> list[Verdict]:
-    """Every demand of `TARGETS`, in order; one line for data that the run has not.
+def judge(
+    rows: Iterable[Row], *, forced: bool, targets: Iterable[Target] = TARGETS
+) -> list[Verdict]:
+    """Every demand, in order; one line for data that the run has not.
 
     Args:
         rows: those of one run.
         forced: whether the run was on a forced code path.
+        targets: what is demanded.
     """
     kept = list(rows)
     out = []
-    for target in TARGETS:
+    for target in targets:
         for data in target.data if forced or not target.forced_only else ():
             of_set = [row for row in kept if row["data"] == data]
             if of_set:

@@ -21,7 +21,10 @@ torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("data", "machine", "measure", "peers", "plot", "report", "run", "targets")
+MODULES = (
+    *("data", "machine", "measure", "peers", "plot", "report", "run", "targets", "process"),
+    *("pairs", "delta_peers", "snapshots", "snapshot_report"),
+)
 RIVALS = (
     *("zipnn", "openzl", "openzl-fse", "pcodec", "pcodec-12", "zstandard-1", "zstandard-3"),
     *("planes+zstandard-1", "planes+zstandard-3", "planes+bz2", "dcp-zstd"),
