@@ -23,28 +23,36 @@ from packhorse.disk.folder import (
 from packhorse.disk.packed_file import PackedFile, PackedSlice
 from packhorse.disk.results import FileResult, FolderResult, Problem, TensorPlan, TensorResult
 from packhorse.disk.snapshots import (
+    Change,
     PruneResult,
+    RestoredFile,
     SnapshotInfo,
     SnapshotProblem,
     SnapshotStore,
     StoredTensor,
+    TensorDiff,
+    model_files,
 )
 
 __all__ = [
+    "Change",
     "FileResult",
     "FolderResult",
     "PackedFile",
     "PackedSlice",
     "Problem",
     "PruneResult",
+    "RestoredFile",
     "SnapshotInfo",
     "SnapshotProblem",
     "SnapshotStore",
     "StoredTensor",
+    "TensorDiff",
     "TensorPlan",
     "TensorResult",
     "folder_logical_nbytes",
     "logical_nbytes",
+    "model_files",
     "pack_file",
     "pack_folder",
     "packed_files",
