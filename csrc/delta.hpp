@@ -184,8 +184,23 @@ constexpr std::size_t delta_raw_nbytes(std::size_t n, uint32_t shift) {
 }
 
 constexpr int kTokenBias = kDeltaDirectTokens / 2;
+// A token that is not direct is known by a bit of it.
+static_assert(kDeltaTokens == 2 * kDeltaDirectTokens);
 constexpr uint32_t kTokenLengthBias = 27;  // token - this: bits of m
 constexpr uint32_t kFullTokenBits = 64;
+
+// Calls visit(i) for each of `n` bytes that has the bit `mark`, in order.
+template <class Visit>
+PACKHORSE_INLINE void for_each_marked(const uint8_t* bytes, std::size_t n, uint32_t mark,
+                                      Visit visit) {
+    const uint64_t marks = 0x0101010101010101 * mark;
+    std::size_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        for (uint64_t set = load<uint64_t>(bytes + i) & marks; set != 0; set &= set - 1)
+            visit(i + static_cast<std::size_t>(std::countr_zero(set)) / 8);
+    for (; i < n; ++i)
+        if ((bytes[i] & mark) != 0) visit(i);
+}
 
 // Differences of a segment stay in L1.
 constexpr std::size_t kSegmentUnitsOfDelta = 2048;

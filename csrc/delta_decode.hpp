@@ -21,6 +21,24 @@ class BitReader {
             is_short_ = true;
             return 0;
         }
+        const std::size_t byte = at_ / 8;
+        if (n <= 56 && byte + 8 <= n_bits_ / 8) {
+            const uint64_t bits = load<uint64_t>(src_ + byte) >> (at_ % 8);
+            at_ += n;
+            return bits & ((uint64_t{1} << n) - 1);
+        }
+        return take_slowly(n);
+    }
+
+    // Whether the last byte was reached and not passed, and its other bits are zero.
+    Status finish() const {
+        if (is_short_ || n_bits_ - at_ >= 8) return Status::kExtraBits;
+        if (at_ % 8 != 0 && src_[at_ / 8] >> (at_ % 8) != 0) return Status::kReserved;
+        return Status::kOk;
+    }
+
+  private:
+    uint64_t take_slowly(uint32_t n) {
         uint64_t value = 0;
         for (uint32_t done = 0; done < n;) {
             const uint32_t offset = at_ % 8;
@@ -33,14 +51,6 @@ class BitReader {
         return value;
     }
 
-    // Whether the last byte was reached and not passed, and its other bits are zero.
-    Status finish() const {
-        if (is_short_ || n_bits_ - at_ >= 8) return Status::kExtraBits;
-        if (at_ % 8 != 0 && src_[at_ / 8] >> (at_ % 8) != 0) return Status::kReserved;
-        return Status::kOk;
-    }
-
-  private:
     const uint8_t* src_ = nullptr;
     std::size_t n_bits_ = 0;
     std::size_t at_ = 0;
@@ -105,10 +115,10 @@ inline Status open_delta_body(const uint8_t* src, std::size_t nbytes, const Delt
 // t of section 6.6 where the token is not direct.
 inline uint64_t take_long_token(uint32_t token, BitReader& extra) {
     if (token == kDeltaFullToken) return extra.take(kFullTokenBits);
-    const uint64_t negative = extra.take(1);
     const uint32_t length = token - kTokenLengthBias;
-    const uint64_t m = extra.take(length - 1) | uint64_t{1} << (length - 1);
-    return negative != 0 ? ~m : m;
+    const uint64_t bits = extra.take(length);  // the sign, then all of m but its highest bit
+    const uint64_t m = bits >> 1 | uint64_t{1} << (length - 1);
+    return (bits & 1) != 0 ? ~m : m;
 }
 
 // Differences of at most kSegment units of a class of `count` units, from unit `at` of it on. The
@@ -144,21 +154,12 @@ inline void join_raw_bits(const uint8_t* tokens, std::size_t n, uint32_t shift, 
 // Completes the differences whose tokens are not direct.
 template <class Unit>
 inline void take_long_tokens(const uint8_t* tokens, std::size_t n, uint32_t shift, BitReader& extra,
-                             Unit* out, Isa isa) {
-    uint8_t largest = 0;
-    uint8_t* const found = &largest;
-    vectorised(isa, [=]() PACKHORSE_VECTORISED {
-        uint8_t most = 0;
-        for (std::size_t i = 0; i < n; ++i) most = std::max(most, tokens[i]);
-        *found = most;
-    });
-    if (largest < kDeltaDirectTokens) return;
-    for (std::size_t i = 0; i < n; ++i) {
-        if (tokens[i] < kDeltaDirectTokens) continue;
+                             Unit* out) {
+    const uint64_t low_bits = (uint64_t{1} << shift) - 1;
+    for_each_marked(tokens, n, kDeltaDirectTokens, [&](std::size_t i) {
         const uint64_t t = take_long_token(tokens[i], extra);
-        const uint64_t low = out[i] & ((uint64_t{1} << shift) - 1);
-        out[i] = static_cast<Unit>(t << shift | low);
-    }
+        out[i] = static_cast<Unit>(t << shift | (out[i] & low_bits));
+    });
 }
 
 // All differences of a class.
@@ -168,7 +169,7 @@ inline void build_differences(const uint8_t* tokens, std::size_t count, uint32_t
     for (std::size_t at = 0; at < count; at += kSegmentUnitsOfDelta) {
         const std::size_t n = std::min(kSegmentUnitsOfDelta, count - at);
         join_raw_bits(tokens + at, n, shift, decoder.raw, count, at, out + at, isa);
-        take_long_tokens(tokens + at, n, shift, decoder.extra, out + at, isa);
+        take_long_tokens(tokens + at, n, shift, decoder.extra, out + at);
     }
     decoder.raw += delta_raw_nbytes(count, shift);
 }

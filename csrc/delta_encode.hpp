@@ -231,30 +231,43 @@ inline std::size_t choose_delta_rule(DeltaSample& sample, std::size_t n, uint32_
 class BitWriter {
   public:
     void put(uint64_t value, uint32_t n) {
-        for (uint32_t done = 0; done < n;) {
-            if (n_bits_ % 8 == 0) bytes_.push_back(0);
-            const uint32_t offset = n_bits_ % 8;
-            const uint32_t run = std::min(n - done, 8 - offset);
-            const auto bits = static_cast<uint8_t>((value >> done) & ((1u << run) - 1));
-            bytes_.back() = static_cast<uint8_t>(bytes_.back() | bits << offset);
-            done += run;
-            n_bits_ += run;
+        if (n > 32) {
+            put(value & 0xFFFFFFFF, 32);
+            return put(value >> 32, n - 32);
         }
+        pending_ |= (value & ((uint64_t{1} << n) - 1)) << n_pending_;
+        n_pending_ += n;
+        if (n_pending_ < 32) return;
+        flush(4);
+        pending_ >>= 32;
+        n_pending_ -= 32;
     }
 
-    const std::vector<uint8_t>& bytes() const { return bytes_; }
+    // After the last field: all bytes.
+    const std::vector<uint8_t>& finish() {
+        flush((n_pending_ + 7) / 8);
+        bytes_.resize(used_);
+        return bytes_;
+    }
 
   private:
+    void flush(std::size_t nbytes) {
+        if (bytes_.size() < used_ + 8) bytes_.resize(2 * bytes_.size() + 4096);
+        store(bytes_.data() + used_, pending_);
+        used_ += nbytes;
+    }
+
     std::vector<uint8_t> bytes_;
-    std::size_t n_bits_ = 0;
+    std::size_t used_ = 0;
+    uint64_t pending_ = 0;
+    uint32_t n_pending_ = 0;  // below 32 between calls
 };
 
 inline void put_long_token(int64_t t, uint32_t token, BitWriter& extra) {
     const auto bits = static_cast<uint64_t>(t);
     if (token == kDeltaFullToken) return extra.put(bits, kFullTokenBits);
     const uint64_t sign = spread_sign(bits);
-    extra.put(sign & 1, 1);
-    extra.put(bits ^ sign, token - kTokenLengthBias - 1);
+    extra.put((bits ^ sign) << 1 | (sign & 1), token - kTokenLengthBias);
 }
 
 // Tokens of a class, and the extra bits of those that are not direct.
@@ -262,20 +275,19 @@ template <class Unit>
 inline void make_tokens(const Unit* differences, std::size_t n, uint32_t shift,
                         uint8_t* __restrict tokens, BitWriter& extra, Isa isa) {
     using Signed = std::make_signed_t<Unit>;
+    constexpr uint8_t kLong = 0x80;  // a bit that no token has
     vectorised(isa, [=]() PACKHORSE_VECTORISED {
         for (std::size_t i = 0; i < n; ++i) {
             const auto t = static_cast<Unit>(static_cast<Signed>(differences[i]) >> shift);
             const auto direct = static_cast<Unit>(t + static_cast<Unit>(kTokenBias));
-            tokens[i] = direct < kDeltaDirectTokens ? static_cast<uint8_t>(direct) : uint8_t{255};
+            tokens[i] = direct < kDeltaDirectTokens ? static_cast<uint8_t>(direct) : kLong;
         }
     });
-    for (uint8_t* at = tokens; at < tokens + n; ++at) {
-        at = static_cast<uint8_t*>(std::memchr(at, 255, static_cast<std::size_t>(tokens + n - at)));
-        if (at == nullptr) return;
-        const int64_t t = int64_t{static_cast<Signed>(differences[at - tokens])} >> shift;
-        *at = static_cast<uint8_t>(token_of(t));
-        put_long_token(t, *at, extra);
-    }
+    for_each_marked(tokens, n, kLong, [&](std::size_t i) {
+        const int64_t t = int64_t{static_cast<Signed>(differences[i])} >> shift;
+        tokens[i] = static_cast<uint8_t>(token_of(t));
+        put_long_token(t, tokens[i], extra);
+    });
 }
 
 // Writes the raw bits of a class; `part` has room for a byte each. Returns the end.
@@ -351,7 +363,8 @@ class DeltaChunkEncoder {
         std::size_t raw_nbytes = 0;
         for (uint32_t c = 0; c < header_.rule.n_classes; ++c)
             raw_nbytes += delta_raw_nbytes(starts_.count(c), header_.rule.shifts[c]);
-        header_.extra_nbytes = extra_.bytes().size();
+        const std::vector<uint8_t>& extra = extra_.finish();
+        header_.extra_nbytes = extra.size();
         if (raw_at + raw_nbytes + header_.extra_nbytes >= capacity) return 0;
         const RansEncoded encoded = encode_tokens(words_end, escapes_end, tables);
         header_.n_escapes = static_cast<std::size_t>(escapes_end - encoded.escapes);
@@ -360,7 +373,7 @@ class DeltaChunkEncoder {
             raw_at + raw_nbytes + header_.extra_nbytes + header_.n_escapes + words_nbytes;
         if (nbytes >= capacity) return 0;
         uint8_t* at = write_front(encoded, dst);
-        at = std::copy(extra_.bytes().begin(), extra_.bytes().end(), at);
+        at = std::copy(extra.begin(), extra.end(), at);
         std::memcpy(at, encoded.escapes, header_.n_escapes);
         std::memcpy(at + header_.n_escapes, encoded.words, words_nbytes);
         return nbytes;

@@ -17,9 +17,10 @@ __all__ = ["make_state", "write_until_killed"]
 def make_state(seed: int) -> dict[str, Any]:
     """The state of a snapshot: tensors that drift from seed to seed, and some that do not."""
     fixed, own = np.random.default_rng(7), np.random.default_rng(seed)
-    weights = fixed.standard_normal((60, 50)).astype(np.float32)
+    weights = fixed.standard_normal((60, 50)).astype(np.float32) + np.float32(1e-5) * seed
     return {
-        "weights": weights + np.float32(1e-5) * seed,
+        "half": weights.astype(np.float16),
+        "weights": weights,
         "frozen": fixed.standard_normal(2000),
         "moments": [own.standard_normal(500).astype(np.float32) for _ in range(3)],
         "seed": seed,

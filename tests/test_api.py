@@ -131,6 +131,7 @@ LAYERS = {
     "many": 3,
     "reference": 3,
     "disk": 4,
+    "disk.dcp": 5,
     "host": 4,
     "device": 4,
     "wire": 4,
@@ -150,14 +151,19 @@ THIRD_PARTY = {
     "disk": {"numpy", "xxhash", "zstandard"},
     "numpy": {"numpy", "ml_dtypes"},
     "torch": {"torch"},
+    "disk.dcp": {"fsspec", "numpy", "torch"},
     "cli": {"numpy", "rich", "typer"},
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def part_of(path: Path) -> str:
-    """The first name below the package that a file belongs to; "" for the package itself."""
-    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    """The first name below the package that a file belongs to; "" for the package itself. The
+    storage of PyTorch's checkpoints belongs to users of PyTorch, not to the hop that it lies in."""
+    parts = path.relative_to(PACKAGE).parts
+    first = parts[0].removesuffix(".py")
+    if parts[:2] == ("disk", "dcp"):
+        return "disk.dcp"
     return "" if first == "__init__" else first
 
 
@@ -251,6 +257,12 @@ def test_numpy_users_never_load_torch() -> None:
     assert not {"torch", "typer", "rich"} & set(run_python(f"{code}; {LIST_MODULES}"))
 
 
+def test_the_hop_to_disk_loads_torch_at_first_use_only() -> None:
+    assert "torch" not in run_python(f"import packhorse.disk; {LIST_MODULES}")
+    code = "from packhorse.disk import PackhorseReader, PackhorseWriter"
+    assert "torch" in run_python(f"{code}; {LIST_MODULES}")
+
+
 def test_importing_starts_no_thread_and_prints_nothing() -> None:
     code = "import packhorse, threading, os; print(len(os.listdir('/proc/self/task')))"
     alone = "import numpy, threading, os; print(len(os.listdir('/proc/self/task')))"
@@ -265,9 +277,11 @@ def test_without_torch_the_error_names_the_extra() -> None:
         "except packhorse.MissingBackendError as error: print(error)\n"
         "try: packhorse.open_file('x', 'pt')\n"
         "except ImportError as error: print(error)\n"
+        "try: from packhorse.disk import PackhorseWriter\n"
+        "except packhorse.MissingBackendError as error: print(error)\n"
     )
     words = " ".join(run_python(code))
-    assert words.count("pip install 'packhorse[torch]'") == 2
+    assert words.count("pip install 'packhorse[torch]'") == 3
 
 
 # Errors and the README.

@@ -218,7 +218,7 @@ def test_unknown_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_chain": -1}, {"max_chain": 65}, {"threads": 0}, {"staging_nbytes": 0}]
+    "options", [{"max_chain": -1}, {"max_chain": 64}, {"threads": 0}, {"staging_nbytes": 0}]
 )
 def test_bad_options(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -105,9 +105,9 @@ def test_every_flipped_bit_of_a_pack_is_noticed_or_harmless(tmp_path: Path) -> N
     SnapshotStore(tmp_path).take("x", state)
     pack = pack_of(tmp_path, "x")
     good = pack.read_bytes()
-    for at in range(len(good)):
+    for at in range(0, len(good), 2):
         data = bytearray(good)
-        data[at] ^= 1 << at % 8
+        data[at] ^= 1 << at // 2 % 8
         pack.write_bytes(data)
         reader = SnapshotStore(tmp_path)
         assert reader.verify("x"), at
@@ -164,7 +164,7 @@ def test_a_damaged_pack_is_not_built_upon(store: Path) -> None:
 def test_every_flipped_bit_and_truncation_of_a_manifest_is_noticed(store: Path) -> None:
     path = manifest_of(store, "new")
     good = path.read_bytes()
-    for at in range(0, len(good), 7):
+    for at in range(0, len(good), 13):
         data = bytearray(good)
         data[at] ^= 1 << at % 8
         for bad in (data, good[:at]):
@@ -469,7 +469,7 @@ def test_random_edits_of_a_manifest_are_refused_or_harmless(tmp_path: Path) -> N
     path = manifest_of(tmp_path, "new")
     good, rng = path.read_text(), random.Random(0)
     n_read = 0
-    for _ in range(500):
+    for _ in range(300):
         document = json.loads(good)
         for _ in range(rng.randint(1, 3)):
             container, key = rng.choice(places(document, []))
@@ -485,4 +485,4 @@ def test_random_edits_of_a_manifest_are_refused_or_harmless(tmp_path: Path) -> N
         with suppress(PackhorseError):
             reader.restore("new", max_nbytes=1 << 20)
             n_read += 1
-    assert 0 < n_read < 400
+    assert 0 < n_read < 250

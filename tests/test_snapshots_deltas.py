@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from snapshot_samples import Run, assert_same
 
 from packhorse.disk import SnapshotStore
@@ -190,3 +191,73 @@ def test_bases_may_be_kept_in_memory(tmp_path: Path, share: float) -> None:
     assert cache._nbytes == sum(data.size for data in cache._kept.values()) <= share * nbytes
     store.close()
     assert cache._nbytes == 0
+
+
+# Rounded copies.
+
+
+def mixed_state(i: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """A model in few bits, its masters and their moments, of one shape."""
+    generator = torch.Generator().manual_seed(0)
+    masters = [torch.randn(100, 40, generator=generator) for _ in range(4)]
+    for master in masters:
+        master += 1e-4 * i * torch.randn(100, 40, generator=generator.manual_seed(i))
+    return {
+        "model": {str(k): master.to(dtype) for k, master in enumerate(masters)},
+        "masters": masters,
+        "moments": [torch.randn(100, 40, generator=generator) for _ in masters],
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_rounded_copies_of_masters_cost_next_to_nothing(
+    tmp_path: Path, dtype: torch.dtype, in_background: bool
+) -> None:
+    store = SnapshotStore(tmp_path, max_chain=3, staging_nbytes=1)
+    for i in range(6):
+        state = mixed_state(i, dtype)
+        if in_background:
+            store.take_async(str(i), state).result(60)
+        else:
+            store.take(str(i), state)
+        copies = [t for t in store.info(str(i)).tensors if t.path.startswith("model")]
+        assert sum(tensor.packed_nbytes for tensor in copies) < 1000
+        assert {tensor.n_deltas for tensor in copies} == {i % 4 + 1}
+    assert store.verify() == []
+    for i in range(6):
+        assert_same(store.restore(str(i), framework="pt"), mixed_state(i, dtype))
+        assert_same(store.restore(str(i), keys="model"), {"model": mixed_state(i, dtype)["model"]})
+    store.prune(keep=["2", "5"])
+    assert store.verify() == []
+    for name in ("2", "5"):
+        assert_same(store.restore(name, framework="pt"), mixed_state(int(name), dtype))
+        copies = [t for t in store.info(name).tensors if t.path.startswith("model")]
+        assert sum(tensor.packed_nbytes for tensor in copies) < 1000
+    store.close()
+
+
+def test_what_only_seems_a_rounded_copy_is_kept_too(tmp_path: Path) -> None:
+    state = mixed_state(0)
+    state["model"]["0"][50:] += 1  # behind what is looked at
+    state["zeros"] = [torch.zeros(2000), torch.zeros(2000, dtype=torch.bfloat16)]
+    state["strided"] = [state["masters"][1].T, state["model"]["1"].T]
+    state["nan"] = [torch.full((2000,), torch.nan), torch.full((2000,), torch.nan).bfloat16()]
+    store = SnapshotStore(tmp_path)
+    store.take("a", state)
+    assert_same(store.restore("a", framework="pt"), state)
+    assert store.verify() == []
+
+
+@pytest.mark.parametrize(
+    "shape", [(4096,), (64, 64), (1, 1, 4096), (2048, 2), (4, 4, 4, 64), (0, 3)]
+)
+def test_the_head_of_a_tensor_is_its_first_elements(shape: tuple[int, ...]) -> None:
+    from packhorse.numpy import FRAMEWORK as NP
+    from packhorse.torch import FRAMEWORK as PT
+
+    values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    for array in (values, np.asfortranarray(values)):
+        wanted = np.ravel(array)[:64].tobytes()
+        assert NP.head(array, 64).tobytes() == wanted
+        assert PT.head(torch.from_numpy(array), 64).tobytes() == wanted

@@ -59,6 +59,10 @@ class Framework(Protocol):
             TypeError: it takes no such tensor.
         """
 
+    def head(self, tensor: Any, n: int) -> ByteArray:
+        """The bytes of the first `n` elements in C order of a tensor that `readable` takes, or of
+        all if there are fewer."""
+
     def assign(self, target: Any, source: Any) -> None:
         """Write a tensor's elements over those of another of the same dtype and shape, whatever
         strides and device that has.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,19 +37,20 @@ from packhorse.errors import BaseMismatchError, CorruptionError
 from packhorse.frame_base import NO_BASE, Base, matching_base, plan_delta, read_base
 from packhorse.frame_header import (
     FrameHeader,
+    PlaneSummary,
     Table,
     checked_nbytes,
     frame_header_nbytes,
     label,
     n_planes_of,
     padded,
+    plane_summaries,
     read_header,
     write_header,
 )
 from packhorse.frame_zstd import ZstdJob, encode_zstd
 from packhorse.layout import (
     STREAM_NBYTES_BITS,
-    STREAM_NBYTES_MASK,
     DType,
     Level,
     Mode,
@@ -73,25 +73,6 @@ __all__ = [
 # Decoded at once where a whole tensor is not wanted: many chunks for every thread, whole chunks and
 # whole leaves of the hash.
 _WINDOW_NBYTES = 1 << 25
-
-
-@dataclass(frozen=True)
-class PlaneSummary:
-    """What became of one plane over all chunks of a frame.
-
-    Attributes:
-        index: 0 is the exponent, or the most significant byte.
-        name: a short name for people.
-        nbytes: encoded bytes.
-        logical_nbytes: bytes before encoding.
-        modes: how many chunks were coded in which mode.
-    """
-
-    index: int
-    name: str
-    nbytes: int
-    logical_nbytes: int
-    modes: dict[Mode, int]
 
 
 def max_frame_nbytes(dtype: str, shape: Sequence[int]) -> int:
@@ -385,23 +366,7 @@ class Frame:
 
     def planes(self) -> tuple[PlaneSummary, ...]:
         """Sizes and modes of each plane."""
-        header = self._header
-        lengths = (header.table[:, 1:] & STREAM_NBYTES_MASK).sum(axis=0, dtype=np.int64)
-        modes = header.table[:, 1:] >> STREAM_NBYTES_BITS
-        logical = header.nbytes // header.n_planes
-        return tuple(
-            PlaneSummary(
-                p,
-                _plane_name(header.dtype, header.split, p),
-                int(lengths[p]),
-                logical,
-                {
-                    Mode(int(m)): int(n)
-                    for m, n in zip(*np.unique(modes[:, p], return_counts=True), strict=True)
-                },
-            )
-            for p in range(header.n_planes)
-        )
+        return plane_summaries(self._header)
 
     def decompress_into(
         self,
@@ -468,6 +433,15 @@ class Frame:
             job.decode(dst, start, threads)
         else:
             self._decode_planes(dst, start, threads, base, check, isa)
+
+    def payload_range(self, start: int, stop: int) -> tuple[int, int]:
+        """Which bytes of the frame `decompress_into` reads for bytes `start` to `stop` of the
+        tensor, its header aside: those of the chunks that the range meets."""
+        if start >= stop:
+            return self._header.header_nbytes, self._header.header_nbytes
+        offsets = self._header.chunk_offsets()
+        first, last = start // self.chunk_nbytes, (stop - 1) // self.chunk_nbytes
+        return int(offsets[first]), int(offsets[last + 1])
 
     def _has_zstd(self) -> bool:
         """Whether any chunk is coded by Zstandard, which only whole units may be."""
@@ -588,12 +562,3 @@ class Frame:
 
     def _error(self, words: str, at: int) -> CorruptionError:
         return CorruptionError(f"{label(self._name)}byte {self._offset + at}: {words}")
-
-
-def _plane_name(dtype: DType, split: Split, plane: int) -> str:
-    if split == Split.WHOLE:
-        return "all"
-    if split == Split.FLOAT and plane < 2:
-        return ("exponent", "mantissa+sign")[plane] if dtype.unit_nbytes > 1 else "all"
-    kind = "mantissa" if split == Split.FLOAT else "byte"
-    return f"{kind} {dtype.unit_nbytes - 1 - plane}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -47,6 +48,7 @@ from packhorse.layout import (
 
 __all__ = [
     "FrameHeader",
+    "PlaneSummary",
     "Table",
     "checked_nbytes",
     "frame_header_nbytes",
@@ -54,6 +56,7 @@ __all__ = [
     "n_planes_of",
     "padded",
     "payload_nbytes",
+    "plane_summaries",
     "read_header",
     "write_header",
 ]
@@ -366,3 +369,51 @@ class _Reader:
         if self.data.size > header.frame_nbytes:
             extra = self.data.size - header.frame_nbytes
             raise self.fail(header.frame_nbytes, f"{extra} bytes follow the end of the frame")
+
+
+@dataclass(frozen=True)
+class PlaneSummary:
+    """What became of one plane over all chunks of a frame.
+
+    Attributes:
+        index: 0 is the exponent, or the most significant byte.
+        name: a short name for people.
+        nbytes: encoded bytes.
+        logical_nbytes: bytes before encoding.
+        modes: how many chunks were coded in which mode.
+    """
+
+    index: int
+    name: str
+    nbytes: int
+    logical_nbytes: int
+    modes: dict[Mode, int]
+
+
+def plane_summaries(header: FrameHeader) -> tuple[PlaneSummary, ...]:
+    """Sizes and modes of each plane over all chunks."""
+    lengths = (header.table[:, 1:] & STREAM_NBYTES_MASK).sum(axis=0, dtype=np.int64)
+    modes = header.table[:, 1:] >> STREAM_NBYTES_BITS
+    logical = header.nbytes // header.n_planes
+    return tuple(
+        PlaneSummary(
+            p,
+            _plane_name(header.dtype, header.split, p),
+            int(lengths[p]),
+            logical,
+            {
+                Mode(int(m)): int(n)
+                for m, n in zip(*np.unique(modes[:, p], return_counts=True), strict=True)
+            },
+        )
+        for p in range(header.n_planes)
+    )
+
+
+def _plane_name(dtype: DType, split: Split, plane: int) -> str:
+    if split == Split.WHOLE:
+        return "all"
+    if split == Split.FLOAT and plane < 2:
+        return ("exponent", "mantissa+sign")[plane] if dtype.unit_nbytes > 1 else "all"
+    kind = "mantissa" if split == Split.FLOAT else "byte"
+    return f"{kind} {dtype.unit_nbytes - 1 - plane}"

@@ -103,6 +103,10 @@ class NumpyFramework:
         """
         return _NAMES[_native_dtype(tensor)], tensor.shape
 
+    def head(self, tensor: np.ndarray[Any, Any], n: int) -> ByteArray:
+        """The bytes of the first elements in C order."""
+        return self.readable(tensor.flat[:n])[0]
+
     def assign(self, target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
         """Write an array's elements over those of another.
 

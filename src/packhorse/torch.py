@@ -71,6 +71,10 @@ class TorchFramework:
 
     name = "pt"
 
+    def dtype_name(self, dtype: torch.dtype) -> str | None:
+        """safetensors' name of a dtype; None if it has none."""
+        return _NAMES.get(dtype)
+
     def empty(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A fresh tensor in host memory.
 
@@ -120,6 +124,16 @@ class TorchFramework:
         if tensor.dtype not in _NAMES:
             raise TypeError(f"dtype {tensor.dtype} has no place in safetensors; convert it first")
         return _NAMES[tensor.dtype], tuple(tensor.shape)
+
+    def head(self, tensor: torch.Tensor, n: int) -> ByteArray:
+        """The bytes of the first elements in C order."""
+        part = tensor.detach()
+        while part.dim() > 1 and part.numel():  # no more is copied than rows that hold enough
+            row = part[0].numel()
+            part = part[: -(-n // row)] if row < n else part[0]
+            if row < n:
+                part = part.flatten()
+        return self.readable(part.flatten()[:n])[0]
 
     def assign(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Write a tensor's elements over those of another, on whatever device.

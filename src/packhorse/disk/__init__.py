@@ -2,8 +2,12 @@
 
 `header`, `packed_header` and `folder_index` are text in, text out; `atomic` writes; `container` and
 `folder` pack, unpack, plan and verify; `packed_file` reads tensors and slices; `snapshots` keeps
-training states.
+training states. `dcp` is the storage of `torch.distributed.checkpoint`; as the only part that needs
+PyTorch it is imported at first use.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from packhorse.disk.container import (
     logical_nbytes,
@@ -34,12 +38,17 @@ from packhorse.disk.snapshots import (
     model_files,
 )
 
+if TYPE_CHECKING:
+    from packhorse.disk.dcp import PackhorseReader, PackhorseWriter
+
 __all__ = [
     "Change",
     "FileResult",
     "FolderResult",
     "PackedFile",
     "PackedSlice",
+    "PackhorseReader",
+    "PackhorseWriter",
     "Problem",
     "PruneResult",
     "RestoredFile",
@@ -63,3 +72,9 @@ __all__ = [
     "verify_file",
     "verify_folder",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("PackhorseReader", "PackhorseWriter"):
+        return getattr(import_module("packhorse.disk.dcp"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

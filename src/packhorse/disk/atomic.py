@@ -29,6 +29,7 @@ __all__ = [
     "atomic_file",
     "atomic_folder",
     "check_output_file",
+    "is_temporary",
     "sync_folder",
     "temporary_beside",
 ]
@@ -36,6 +37,7 @@ __all__ = [
 _WRITE_NBYTES = (
     1 << 26
 )  # per system call, so that Ctrl-C is answered while a huge tensor is written
+_TEMPORARY = (".packhorse-", ".tmp")
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF, errno.EPERM)
 
 
@@ -240,7 +242,12 @@ def _swap(temporary: Path, destination: Path) -> None:
 
 def temporary_beside(destination: Path) -> Path:
     """A fresh hidden name in the folder of `destination`."""
-    return destination.parent / f".packhorse-{os.urandom(8).hex()}.tmp"
+    return destination.parent / os.urandom(8).hex().join(_TEMPORARY)
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file has a name that `temporary_beside` gives."""
+    return name.startswith(_TEMPORARY[0]) and name.endswith(_TEMPORARY[1])
 
 
 def sync_folder(folder: Path) -> None:

@@ -85,6 +85,12 @@ class Chain:
         else:
             self.decode_into(np.empty(self._links[0].logical_nbytes, np.uint8), threads)
 
+    def decode(self, threads: int) -> ByteArray:
+        """The bytes of the tensor, in memory of their own; raises as `decode_into`."""
+        data = np.empty(self._links[0].logical_nbytes, np.uint8)
+        self.decode_into(data, threads)
+        return data
+
     def decode_into(self, dst: ByteArray, threads: int) -> None:
         """Decode the tensor.
 
@@ -95,16 +101,20 @@ class Chain:
         Raises:
             CorruptionError: a frame is bad, or the tensor is not the one that is named.
         """
+        nothing = free = np.empty(0, np.uint8)
         base: ByteArray | None = None
-        spare = np.empty(0, np.uint8)
         for i in reversed(range(len(self._links))):
             nbytes = self._links[i].logical_nbytes
             if i % 2 == 0 and nbytes == dst.size:
                 place = dst
             else:
-                place = spare = spare if spare.size == nbytes else np.empty(nbytes, np.uint8)
+                place = free if free.size == nbytes else np.empty(nbytes, np.uint8)
             with blaming(self._labels[i]):
                 _decode(self._frames[i], place, base, threads)
+            if base is not None and base is not dst:
+                free = base
+            elif place is free:
+                free = nothing
             base = place
         digest = content_hash(dst, threads=threads)
         if digest != self._links[0].content[0]:

@@ -100,9 +100,7 @@ def _diff(
 
 
 def _decode(reader: PackReader, tensor: TensorRef, threads: int) -> ByteArray:
-    data = np.empty(tensor.frame.logical_nbytes, np.uint8)
-    Chain(reader, tensor.frame, tensor.path).decode_into(data, threads)
-    return data
+    return Chain(reader, tensor.frame, tensor.path).decode(threads)
 
 
 @dataclass(slots=True)

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.atomic import atomic_file, check_output_file
 from packhorse.disk.container import write_packed
@@ -145,6 +143,4 @@ def _decoded(reader: PackReader, refs: Sequence[TensorRef], threads: int) -> Ite
 
 
 def _decode(reader: PackReader, ref: TensorRef, threads: int) -> ByteArray:
-    data = np.empty(ref.frame.logical_nbytes, np.uint8)
-    Chain(reader, ref.frame, ref.path).decode_into(data, threads)
-    return data
+    return Chain(reader, ref.frame, ref.path).decode(threads)

@@ -62,7 +62,7 @@ class RemoteStorage:
         """`<folder>/<file>` of all files one level deeper."""
         self._fs.invalidate_cache()
         try:
-            found = self._fs.find(self._at(folder), maxdepth=2)
+            found = self._fs.find(self._at(folder))  # one listing, where there are no folders
         except FileNotFoundError:
             return []
         parts = [path.rsplit("/", 2) for path in found]

@@ -22,6 +22,7 @@ from packhorse.disk.folder_index import PLAIN_SUFFIX
 from packhorse.disk.frames import map_region, open_frame
 from packhorse.disk.header import FileHeader, TensorEntry, read_file_header
 from packhorse.disk.packed_header import PackedHeader, is_packed, parse_packed_header
+from packhorse.disk.snapshots.casts import packing_order
 from packhorse.disk.snapshots.take import Spec, State
 from packhorse.disk.strict_json import shortened
 from packhorse.errors import CorruptionError, blaming
@@ -88,7 +89,8 @@ def open_sources(files: Sequence[Path], threads: int) -> Iterator[FileState]:
         metadata: dict[str, str] = {}
         for file in reversed(opened):
             metadata |= file.original.metadata or {}
-        state = State(document, specs, lambda i: places[i][0].read(places[i][1]))
+        groups = packing_order(len(specs), {})
+        state = State(document, specs, groups, {}, lambda i: places[i][0].read(places[i][1]))
         yield FileState(state, metadata)
 
 

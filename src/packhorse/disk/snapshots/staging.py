@@ -22,7 +22,7 @@ class Staging:
 
     def __init__(self, max_nbytes: int | None) -> None:
         """Args:
-        max_nbytes: of all copies together, or one tensor if that is larger; None for no bound.
+        max_nbytes: of all copies together, or of one group if that is larger; None for no bound.
         """
         self.max_nbytes = max_nbytes
         self._changed = threading.Condition()
@@ -31,12 +31,19 @@ class Staging:
         self._taken: list[ByteArray] = []
         self._nbytes = 0  # in use
         self._spare_nbytes = 0
+        self._group_nbytes = 0
         self._failure: BaseException | None = None
         self._is_given_up = False
 
-    def begin(self) -> None:
-        """Forget what is left of a snapshot before, but for its memory."""
+    def begin(self, group_nbytes: int = 0) -> None:
+        """Forget what is left of a snapshot before, but for its memory.
+
+        Args:
+            group_nbytes: of the largest group of tensors that are packed together, for which there
+                is room in any case.
+        """
         with self._changed:
+            self._group_nbytes = group_nbytes
             self._keep([*self._ready, *self._taken])
             self._ready.clear()
             self._taken.clear()
@@ -91,8 +98,11 @@ class Staging:
             self._spare_nbytes = 0
 
     def _has_room(self, nbytes: int) -> bool:
-        bound = self.max_nbytes
+        bound = self._bound()
         return bound is None or self._nbytes == 0 or self._nbytes + nbytes <= bound
+
+    def _bound(self) -> int | None:
+        return None if self.max_nbytes is None else max(self.max_nbytes, self._group_nbytes)
 
     def _take(self, nbytes: int) -> ByteArray:
         self._nbytes += nbytes
@@ -100,7 +110,7 @@ class Staging:
         if spare:
             self._spare_nbytes -= nbytes
             return spare.pop()
-        bound = self.max_nbytes
+        bound = self._bound()
         if bound is not None and self._nbytes + self._spare_nbytes > bound:
             self._spare.clear()
             self._spare_nbytes = 0

@@ -16,12 +16,14 @@ from packhorse.codecs.base import ByteArray
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.backend import open_storage
 from packhorse.disk.snapshots.cache import BaseCache
+from packhorse.disk.snapshots.casts import find_casts, packing_order
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.check import verify_snapshots
 from packhorse.disk.snapshots.compare import compare_snapshots
 from packhorse.disk.snapshots.export import Exporting, export_snapshot
 from packhorse.disk.snapshots.manifest import MAX_CHAIN, Manifest
 from packhorse.disk.snapshots.names import quote_name
+from packhorse.disk.snapshots.pending import Pending
 from packhorse.disk.snapshots.prune import Keep, delete_snapshot, prune_snapshots
 from packhorse.disk.snapshots.restore import Restoring, restore_state
 from packhorse.disk.snapshots.results import (
@@ -78,7 +80,7 @@ class SnapshotStore:
             url: a path, or a URL such as "s3://bucket/run" (needs the extra `remote`).
             level: "fast", "default" or "max".
             threads: how many to use; None for the cores available, at most 8.
-            max_chain: after so many deltas on one another comes a full frame; at most 64.
+            max_chain: after so many deltas on one another comes a full frame; at most 63.
             staging_nbytes: how much memory the copies of `take_async` may take; None for as much
                 as the state.
             cache_nbytes: how much memory may keep the tensors of the newest snapshot, so that the
@@ -89,8 +91,8 @@ class SnapshotStore:
             ValueError, TypeError: an option is wrong.
             MissingBackendError: the URL needs fsspec, and it is not installed.
         """
-        if not isinstance(max_chain, int) or not 0 <= max_chain <= MAX_CHAIN:
-            raise ValueError(f"max_chain is {max_chain!r}; it must be from 0 to {MAX_CHAIN}")
+        if not isinstance(max_chain, int) or not 0 <= max_chain < MAX_CHAIN:
+            raise ValueError(f"max_chain is {max_chain!r}; it must be from 0 to {MAX_CHAIN - 1}")
         if staging_nbytes is not None and staging_nbytes < 1:
             raise ValueError(f"staging_nbytes is {staging_nbytes}; it must be at least 1")
         if cache_nbytes < 0:
@@ -104,7 +106,7 @@ class SnapshotStore:
         self._staging = Staging(staging_nbytes)
         self._lock = threading.RLock()  # of this object; the store has its own
         self._pool: ThreadPoolExecutor | None = None
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
 
     def take(
         self,
@@ -143,7 +145,9 @@ class SnapshotStore:
         with self._lock:
             self._settle()
             document, leaves = _checked(name, state, metadata)
-            taking = State(document, _specs(leaves), lambda i: _bytes_of(leaves[i]))
+            casts = find_casts(leaves)
+            groups = packing_order(len(leaves), casts)
+            taking = State(document, _specs(leaves), groups, casts, lambda i: _bytes_of(leaves[i]))
             return self._take(name, taking, base, dict(metadata or {}), replace, progress)
 
     def take_files(
@@ -209,20 +213,22 @@ class SnapshotStore:
         with self._lock:
             self._settle()
             document, leaves = _checked(name, state, metadata)
-            staging = self._staging
-            staging.begin()
+            staging, casts = self._staging, find_casts(leaves)
+            groups = packing_order(len(leaves), casts)
             taking = State(
-                document, _specs(leaves), lambda i: staging.get(), staging.release,
-                staging.max_nbytes,
+                document, _specs(leaves), groups, casts, lambda i: staging.get(),
+                staging.release, staging.max_nbytes,
             )  # fmt: skip
+            staging.begin(max(taking.group_sizes(), default=0))
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="packhorse-snapshots")
             values = dict(metadata or {})
             future = self._pool.submit(self._take_staged, name, taking, base, values, replace)
-            self._pending = _Pending(future)
+            self._pending = Pending(future)
             try:
-                for leaf in leaves:
-                    staging.put(_bytes_of(leaf))
+                for group in groups:
+                    for i in group:
+                        staging.put(_bytes_of(leaves[i]))
             except BaseException as error:
                 staging.fail(error)
                 self._pending = None
@@ -481,53 +487,6 @@ class SnapshotStore:
         with self._lock:
             if self._pending is not None and self._pending.is_done():
                 self._settle()
-
-
-class _ToldFuture(Future[SnapshotInfo]):
-    """A future that knows whether its error was seen."""
-
-    was_asked = False
-
-    def result(self, timeout: float | None = None) -> SnapshotInfo:
-        """The snapshot."""
-        try:
-            return super().result(timeout)
-        finally:
-            self.was_asked = self.was_asked or self.done()
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What it failed with, or None."""
-        try:
-            return super().exception(timeout)
-        finally:
-            self.was_asked = self.was_asked or self.done()
-
-
-class _Pending:
-    """A snapshot that is being written, and the future that the caller has."""
-
-    def __init__(self, future: Future[SnapshotInfo]) -> None:
-        self._future = future
-        self.told = _ToldFuture()
-        self.told.set_running_or_notify_cancel()
-        future.add_done_callback(self._tell)
-
-    def _tell(self, future: Future[SnapshotInfo]) -> None:
-        error = future.exception()
-        if error is None:
-            self.told.set_result(future.result())
-        else:
-            self.told.set_exception(error)
-
-    def is_done(self) -> bool:
-        """Whether it is on the disk, or has failed."""
-        return self._future.done()
-
-    def settle(self) -> None:
-        """Wait, and raise the error if the caller has not seen it."""
-        error = self._future.exception()
-        if error is not None and not self.told.was_asked:
-            raise error
 
 
 def _checked(name: str, state: Any, metadata: Mapping[str, Any] | None) -> tuple[Any, list[Leaf]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from packhorse.disk.header import tensor_nbytes
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.cache import BaseCache
 from packhorse.disk.snapshots.chains import Chain, compress
-from packhorse.disk.snapshots.manifest import Content, FrameRef, Manifest, TensorRef
+from packhorse.disk.snapshots.manifest import MAX_CHAIN, Content, FrameRef, Manifest, TensorRef
 from packhorse.disk.snapshots.names import manifest_file
 from packhorse.disk.snapshots.packs import PackReader, PackWriter
 from packhorse.disk.snapshots.writer import Session
@@ -73,16 +73,38 @@ class State:
     Attributes:
         document: the state as JSON values.
         specs: its tensors.
-        fetch: gives the bytes of each tensor; it is called once for each, in their order.
+        groups: their numbers in the order of packing; those of a group are taken at once.
+        casts: the master, in the same group and before it, of each tensor that is a rounded copy.
+        fetch: gives the bytes of each tensor; it is called once for each, in that order.
         release: is called when all tensors that were fetched are packed.
-        max_nbytes: of the tensors that may be fetched before that, unless it is one.
+        max_nbytes: of the tensors that may be fetched before that, unless it is one group.
     """
 
     document: Any
     specs: Sequence[Spec]
+    groups: Sequence[Sequence[int]]
+    casts: Mapping[int, int]
     fetch: Callable[[int], ByteArray]
     release: Callable[[], None] = lambda: None
     max_nbytes: int | None = None
+
+    def group_sizes(self) -> list[int]:
+        """Bytes of each group."""
+        return [sum(self.specs[i].nbytes for i in group) for group in self.groups]
+
+
+class _Item(NamedTuple):
+    """What one frame is made of."""
+
+    spec: Spec
+    data: ByteArray
+    base: FrameRef | None
+    master: ByteArray | None
+
+
+def _may_be_base(known: FrameRef | None) -> bool:
+    """Whether a chain may get longer. What is not there yet becomes no longer than may be."""
+    return known is None or known.n_deltas < MAX_CHAIN
 
 
 class FramePacker:
@@ -103,6 +125,7 @@ class FramePacker:
         specs: Sequence[Spec],
         data: Sequence[ByteArray],
         bases: Sequence[FrameRef | None],
+        masters: Mapping[int, int] | None = None,
         *,
         share: bool = True,
     ) -> list[FrameRef]:
@@ -112,6 +135,7 @@ class FramePacker:
             specs: what they are.
             data: their bytes.
             bases: a frame that each may be a delta against; None for a full frame.
+            masters: for each that is a rounded copy of one before it, that one's number.
             share: whether frames that were there before will do.
         """
         sizes = [part.size for part in data]
@@ -126,9 +150,17 @@ class FramePacker:
             first.setdefault(content, k)
         known = {content: self._find(content, share) for content in first}
         todo = [first[content] for content, frame in known.items() if frame is None]
-        frames = self._compress([(specs[k], data[k], bases[k]) for k in todo])
-        for k, frame in zip(todo, frames, strict=True):
-            content, base = contents[k], bases[k] if frame.base_hash else None
+        masters = {k: j for k, j in (masters or {}).items() if _may_be_base(known[contents[j]])}
+        items = [
+            _Item(specs[k], data[k], bases[k], data[masters[k]] if k in masters else None)
+            for k in todo
+        ]
+        for k, frame in zip(todo, self._compress(items), strict=True):
+            content, base = (
+                contents[k],
+                bases[k] if k not in masters else known[contents[masters[k]]],
+            )
+            base = base if frame.base_hash else None
             if frame.content_hash != content[0] or (base and base.content[0] != frame.base_hash):
                 raise RuntimeError(
                     f"{specs[k].path}: the tensor changed while its snapshot was taken; take it "
@@ -148,24 +180,26 @@ class FramePacker:
             return None
         return found
 
-    def _compress(self, items: list[tuple[Spec, ByteArray, FrameRef | None]]) -> list[Frame]:
+    def _compress(self, items: list[_Item]) -> list[Frame]:
         """New frames, one behind the other's room in memory that is used again."""
-        rooms = [max_frame_nbytes(spec.dtype, spec.shape) for spec, _, _ in items]
+        rooms = [max_frame_nbytes(item.spec.dtype, item.spec.shape) for item in items]
         ends = list(accumulate(rooms))
         if items and self._memory.size < ends[-1]:
             self._memory = np.empty(ends[-1], np.uint8)
         options, memory = self._options, self._memory
 
         def work(k: int, threads: int) -> Frame:
-            spec, data, base = items[k]
-            decoded = None if base is None else self._decode(base, threads)
+            item = items[k]
+            base, base_dtype = item.master, "F32"
+            if base is None and item.base is not None:
+                base, base_dtype = self._decode(item.base, threads), item.base.content[1]
             return compress(
-                data, spec.dtype, spec.shape, base=decoded,
-                base_dtype=None if base is None else base.content[1], level=options.level,
-                threads=threads, out=memory[ends[k] - rooms[k] : ends[k]], path=spec.path,
+                item.data, item.spec.dtype, item.spec.shape, base=base,
+                base_dtype=None if base is None else base_dtype, level=options.level,
+                threads=threads, out=memory[ends[k] - rooms[k] : ends[k]], path=item.spec.path,
             )  # fmt: skip
 
-        return map_tensors(work, [data.size for _, data, _ in items], options.threads)
+        return map_tensors(work, [item.data.size for item in items], options.threads)
 
     def _decode(self, base: FrameRef, threads: int) -> ByteArray | None:
         """The bytes of a base; None if it turns out to be damaged: then a full frame will do."""
@@ -184,10 +218,10 @@ class FramePacker:
 @dataclass(slots=True)
 class _Progress:
     report: Progress | None
-    refs: list[FrameRef] = field(default_factory=list)
+    refs: dict[int, FrameRef] = field(default_factory=dict)  # by the number of the tensor
 
-    def add(self, refs: list[FrameRef]) -> None:
-        self.refs += refs
+    def add(self, chosen: Sequence[int], refs: list[FrameRef]) -> None:
+        self.refs.update(zip(chosen, refs, strict=True))
         if self.report is not None:
             self.report(sum(ref.logical_nbytes for ref in refs))
 
@@ -224,15 +258,18 @@ def take_state(
         PackWriter(session.storage, len(specs), room) as pack,
     ):
         packer = FramePacker(session, pack, reader, options)
-        for run in batches([spec.nbytes for spec in specs], state.max_nbytes):
-            part = [specs[i] for i in run]
-            data = [state.fetch(i) for i in run]
-            done.add(packer.add(part, data, [_base(bases, spec, options) for spec in part]))
+        for run in batches(state.group_sizes(), state.max_nbytes):
+            chosen = [i for group in state.groups[run.start : run.stop] for i in group]
+            part = [specs[i] for i in chosen]
+            data = [state.fetch(i) for i in chosen]
+            places = {i: k for k, i in enumerate(chosen)}
+            masters = {places[i]: places[state.casts[i]] for i in chosen if i in state.casts}
+            refs = packer.add(part, data, [_base(bases, spec, options) for spec in part], masters)
+            done.add(chosen, refs)
             del data
             state.release()
     tensors = tuple(
-        TensorRef(spec.path, spec.dtype, spec.shape, ref)
-        for spec, ref in zip(specs, done.refs, strict=True)
+        TensorRef(spec.path, spec.dtype, spec.shape, done.refs[i]) for i, spec in enumerate(specs)
     )
     file = manifest_file(name, session.next_order(), 1)
     now = datetime.now(UTC)

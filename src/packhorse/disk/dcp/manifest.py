@@ -1,0 +1,409 @@
+"""The manifest: the one file that makes a checkpoint of pack files. JSON, with its own checksum.
+
+The file is `{"crc32c":"xxxxxxxx","manifest":{...}}` and a line break, so it is JSON as a whole and
+the checksum stands before what it covers: the bytes of the inner object. It holds PyTorch's
+`Metadata`, a table of files, a table of frames, and which frame each shard is. A frame that is a
+delta names its base by its place in the table, which must come before it, so chains end.
+
+Nothing in it is a pickle. What PyTorch's own planners write has a form here; what another planner
+adds may not, and is refused when the checkpoint is saved.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import posixpath
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from packhorse.codecs.content import crc32c
+from packhorse.disk.dcp.packs import is_pack_name
+from packhorse.disk.dcp.shards import (
+    FrameRef,
+    StoredShard,
+    dtype_name,
+    frame_form,
+    torch_dtype,
+)
+from packhorse.disk.strict_json import check_text, parse_json, shown
+from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.layout import DTYPE_BY_NAME, MAX_BITS, MAX_DIMS
+
+__all__ = ["MAX_DELTAS", "is_rank_manifest", "manifest_name", "parse_manifest", "render_manifest"]
+
+MAX_DELTAS = 8  # frames to decode before the one that is wanted
+_MAX_LIST = 1 << 24  # members of a list, which PyTorch fills up to the highest index it is given
+_VERSION = 1
+_FORMAT = "packhorse.dcp"
+_HEAD = b'{"crc32c":"%08x","manifest":'
+_TAIL = b"}\n"
+_HEAD_NBYTES = len(_HEAD % 0)
+_RANK_MANIFEST = re.compile(r"packhorse-\d+\.json")
+_LAYOUTS = {"strided": torch.strided}
+_MEMORY_FORMATS = {
+    "contiguous_format": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+    "preserve_format": torch.preserve_format,
+}
+
+
+def manifest_name(rank: int | None = None) -> str:
+    """The file's name.
+
+    Args:
+        rank: of the process, where each writes a checkpoint of its own; None for a common one.
+    """
+    return "packhorse.json" if rank is None else f"packhorse-{rank}.json"
+
+
+def is_rank_manifest(name: str) -> bool:
+    """Whether a file is the manifest of one rank's own checkpoint."""
+    return _RANK_MANIFEST.fullmatch(name) is not None
+
+
+def render_manifest(metadata: Metadata) -> bytes:
+    """A manifest, as it stands in its file.
+
+    Args:
+        metadata: with a `StoredShard` for each index as `storage_data`.
+
+    Raises:
+        TypeError: a planner added something that a manifest cannot hold.
+        ValueError: a name is not Unicode text, or a shard of a tensor was not written.
+    """
+    body = json.dumps(_document(metadata), ensure_ascii=False, separators=(",", ":")).encode()
+    return _HEAD % crc32c(body) + body + _TAIL
+
+
+def _document(metadata: Metadata) -> dict[str, Any]:
+    tables = _Tables()
+    shards = [
+        {
+            "fqn": _text(index.fqn),
+            "offsets": None if index.offset is None else list(index.offset),
+            "dtype": shard.dtype,
+            "shape": list(shard.shape),
+            "frame": tables.place_of(shard.frame),
+        }
+        for index, shard in metadata.storage_data.items()
+    ]
+    stored = {(index.fqn, index.offset) for index in metadata.storage_data}
+    for fqn, offsets in _wanted(metadata):
+        if (fqn, offsets) not in stored:
+            raise ValueError(f"no rank has written {fqn!r} at {offsets}")
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "state_dict": {
+            fqn: _render_entry(fqn, entry) for fqn, entry in metadata.state_dict_metadata.items()
+        },
+        "planner_data": _render_planner_data(metadata.planner_data),
+        "storage_meta": _render_storage_meta(metadata.storage_meta),
+        "dcp_version": metadata.version,
+        "files": [{"path": _text(path), "nbytes": nbytes} for path, nbytes in tables.files],
+        "frames": tables.frames,
+        "shards": shards,
+    }
+
+
+class _Tables:
+    """The tables of files and frames, without repetition."""
+
+    def __init__(self) -> None:
+        self.files: dict[tuple[str, int], int] = {}
+        self.frames: list[dict[str, Any]] = []
+        self._places: dict[FrameRef, int] = {}
+
+    def place_of(self, ref: FrameRef) -> int:
+        if ref not in self._places:
+            base = None if ref.base is None else self.place_of(ref.base)
+            self.frames.append(
+                {
+                    "file": self.files.setdefault((ref.file, ref.file_nbytes), len(self.files)),
+                    "offset": ref.offset,
+                    "nbytes": ref.nbytes,
+                    "content_hash": ref.content_hash,
+                    "dtype": ref.dtype,
+                    "shape": list(ref.shape),
+                    "base": base,
+                }
+            )
+            self._places[ref] = len(self.frames) - 1
+        return self._places[ref]
+
+
+def _wanted(metadata: Metadata) -> Iterator[tuple[str, torch.Size | None]]:
+    """What the metadata say is stored."""
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            yield fqn, None
+        else:
+            yield from ((fqn, chunk.offsets) for chunk in entry.chunks)
+
+
+def _text(value: str) -> str:
+    check_text(value)
+    return value
+
+
+def _render_entry(fqn: str, entry: TensorStorageMetadata | BytesStorageMetadata) -> dict[str, Any]:
+    _text(fqn)
+    if isinstance(entry, BytesStorageMetadata):
+        return {"kind": "bytes"}
+    properties = entry.properties
+    layouts = {value: name for name, value in _LAYOUTS.items()}
+    formats = {value: name for name, value in _MEMORY_FORMATS.items()}
+    if properties.layout not in layouts or properties.memory_format not in formats:
+        raise TypeError(
+            f"{fqn!r} is of layout {properties.layout} and {properties.memory_format}; only dense "
+            "tensors can be stored"
+        )
+    return {
+        "kind": "tensor",
+        "dtype": dtype_name(properties.dtype),
+        "layout": layouts[properties.layout],
+        "requires_grad": properties.requires_grad,
+        "memory_format": formats[properties.memory_format],
+        "pin_memory": properties.pin_memory,
+        "size": list(entry.size),
+        "chunks": [[list(chunk.offsets), list(chunk.sizes)] for chunk in entry.chunks],
+    }
+
+
+def _render_planner_data(data: Any) -> dict[str, list[str | int]] | None:
+    """Paths in the state dict by flat name, which is what PyTorch's planners keep."""
+    if data is None:
+        return None
+    if not isinstance(data, Mapping):
+        raise TypeError(f"planner_data is {type(data).__name__}; a manifest holds dicts of paths")
+    for key, path in data.items():
+        parts = path if isinstance(path, tuple) else ()
+        if type(key) is not str or not parts or any(type(part) not in (str, int) for part in parts):
+            raise TypeError(
+                f"planner_data[{key!r}] is {path!r}; a manifest holds names with tuples of names "
+                "and numbers"
+            )
+        for text in (key, *parts):
+            check_text(str(text))
+    return {key: list(path) for key, path in data.items()}
+
+
+def _render_storage_meta(meta: StorageMeta | None) -> dict[str, Any] | None:
+    if meta is None:
+        return None
+    where = None if meta.checkpoint_id is None else _text(str(meta.checkpoint_id))
+    return {"checkpoint_id": where, "save_id": meta.save_id, "modules": list(meta.modules)}
+
+
+def parse_manifest(data: bytes, label: str) -> Metadata:
+    """Read a manifest, and check all of it.
+
+    Args:
+        data: the file.
+        label: what messages call it.
+
+    Returns:
+        The metadata, with a `StoredShard` for each index as `storage_data`.
+
+    Raises:
+        CorruptionError: the checksum does not match, or a rule of docs/dcp.md is broken.
+        CompatibilityError: a newer version, or a dtype that this PyTorch does not have.
+    """
+    body = data[_HEAD_NBYTES : -len(_TAIL)]
+    if not data.endswith(_TAIL) or data[:_HEAD_NBYTES] != _HEAD % crc32c(body):
+        raise CorruptionError(
+            f"{label}: damaged: its checksum does not match its {len(data)} bytes, or it is no "
+            "manifest of a checkpoint; get it again, or use an older checkpoint"
+        )
+    document = parse_json(body, label=label, offset=_HEAD_NBYTES)
+    version = document.get("version")
+    if document.get("format") != _FORMAT or type(version) is not int or version < 1:
+        raise CorruptionError(f"{label}: not a manifest of a checkpoint")
+    if version > _VERSION:
+        raise CompatibilityError(
+            f"{label}: version {version} of the manifest, and this release reads {_VERSION}; "
+            "upgrade packhorse"
+        )
+    try:
+        return _Parser(label).metadata(document)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CorruptionError(f"{label}: {type(error).__name__}: {shown(str(error))}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Parser:
+    """Takes the document apart. What has not the form that it must have ends as one of the errors
+    that `parse_manifest` makes a `CorruptionError` of."""
+
+    label: str
+
+    def metadata(self, document: dict[str, Any]) -> Metadata:
+        frames = self._frames(document["frames"], self._files(document["files"]))
+        state = {fqn: self._entry(fqn, entry) for fqn, entry in document["state_dict"].items()}
+        shards = dict(self._shard(row, frames) for row in document["shards"])
+        metadata = Metadata(
+            state,
+            _planner_data(document["planner_data"]),
+            shards,
+            _storage_meta(document["storage_meta"]),
+            _string_or_none(document["dcp_version"]),
+        )
+        self._check_complete(metadata)
+        return metadata
+
+    def _files(self, rows: list[Any]) -> list[tuple[str, int]]:
+        return [(_path(row["path"]), _size(row["nbytes"])) for row in rows]
+
+    def _frames(self, rows: list[Any], files: list[tuple[str, int]]) -> list[FrameRef]:
+        frames: list[FrameRef] = []
+        for row in rows:
+            ref = FrameRef(
+                *files[_size(row["file"])],
+                _size(row["offset"]),
+                _size(row["nbytes"]),
+                _digest(row["content_hash"]),
+                row["dtype"],
+                _sizes(row["shape"]),
+                None if row["base"] is None else frames[_size(row["base"])],
+            )
+            if ref.dtype not in DTYPE_BY_NAME:
+                raise CompatibilityError(f"{self.label}: unknown dtype {shown(ref.dtype)}")
+            if ref.offset + ref.nbytes > ref.file_nbytes:
+                raise ValueError(f"a frame ends beyond its file {ref.file!r}")
+            if ref.n_deltas > MAX_DELTAS:
+                raise ValueError(f"more than {MAX_DELTAS} deltas, one on the other")
+            frames.append(ref)
+        return frames
+
+    def _shard(
+        self, row: dict[str, Any], frames: list[FrameRef]
+    ) -> tuple[MetadataIndex, StoredShard]:
+        name, fqn = row["dtype"], _string(row["fqn"])
+        dtype = None if name is None else self._dtype(name, fqn)
+        shard = StoredShard(name, _sizes(row["shape"]), frames[_size(row["frame"])])
+        if frame_form(dtype, shard.shape) != (shard.frame.dtype, shard.frame.shape):
+            raise ValueError(f"the frame of {shown(fqn)} is of another dtype or shape")
+        offsets = None if row["offsets"] is None else _sizes(row["offsets"])
+        return MetadataIndex(fqn, offsets), shard
+
+    def _dtype(self, name: Any, fqn: str) -> torch.dtype:
+        dtype = torch_dtype(name)
+        if dtype is None:
+            raise CompatibilityError(
+                f"{self.label}: {shown(fqn)} is of dtype {shown(name)}, which this PyTorch "
+                f"({torch.__version__}) does not have"
+            )
+        return dtype
+
+    def _entry(self, fqn: str, row: dict[str, Any]) -> TensorStorageMetadata | BytesStorageMetadata:
+        if row["kind"] == "bytes":
+            return BytesStorageMetadata()
+        if row["kind"] != "tensor":
+            raise ValueError(f"{shown(fqn)} is of kind {shown(row['kind'])}")
+        size = _sizes(row["size"])
+        chunks = [
+            ChunkStorageMetadata(torch.Size(_sizes(offsets)), torch.Size(_sizes(sizes)))
+            for offsets, sizes in row["chunks"]
+        ]
+        for chunk in chunks:
+            ends = [a + b for a, b in zip(chunk.offsets, chunk.sizes, strict=True)]
+            if len(ends) != len(size) or any(e > s for e, s in zip(ends, size, strict=True)):
+                raise ValueError(f"a shard of {shown(fqn)} lies outside of it")
+        properties = TensorProperties(
+            self._dtype(row["dtype"], fqn),
+            _LAYOUTS[row["layout"]],
+            bool(row["requires_grad"]),
+            _MEMORY_FORMATS[row["memory_format"]],
+            bool(row["pin_memory"]),
+        )
+        return TensorStorageMetadata(properties, torch.Size(size), chunks)
+
+    def _check_complete(self, metadata: Metadata) -> None:
+        """Every shard is there, and has the size that the metadata say."""
+        for fqn, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, BytesStorageMetadata):
+                self._check_shard(metadata, MetadataIndex(fqn), None)
+                continue
+            for chunk in entry.chunks:
+                self._check_shard(metadata, MetadataIndex(fqn, chunk.offsets), chunk.sizes)
+
+    def _check_shard(
+        self, metadata: Metadata, index: MetadataIndex, sizes: torch.Size | None
+    ) -> None:
+        shard = metadata.storage_data.get(index)
+        if shard is None or (shard.dtype is None) != (sizes is None):
+            raise ValueError(f"nothing is stored of {shown(index.fqn)} at {index.offset}")
+        if sizes is not None and shard.shape != tuple(sizes):
+            raise ValueError(f"{shown(index.fqn)} at {index.offset} is stored with another shape")
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < MAX_BITS:
+        raise ValueError(f"{shown(value)} is not an integer from 0 to 2^63 - 1")
+    return value
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > MAX_DIMS:
+        raise ValueError(f"{shown(value)} is not a list of at most {MAX_DIMS} sizes")
+    sizes = tuple(_size(item) for item in value)
+    if math.prod(max(size, 1) for size in sizes) >= MAX_BITS:
+        raise ValueError(f"{shown(value)} are more elements than any memory holds")
+    return sizes
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{shown(value)} is not a string")
+    return value
+
+
+def _string_or_none(value: Any) -> str | None:
+    return None if value is None else _string(value)
+
+
+def _path(value: Any) -> str:
+    path = _string(value)
+    if path.startswith("/") or "://" in path or not is_pack_name(posixpath.basename(path)):
+        raise ValueError(f"{shown(path)} is not the relative path of a pack file")
+    return path
+
+
+def _digest(value: Any) -> str:
+    if len(bytes.fromhex(_string(value))) != 16:
+        raise ValueError(f"{shown(value)} is not a content hash")
+    return str(value)
+
+
+def _planner_data(data: Any) -> dict[str, tuple[str | int, ...]] | None:
+    if data is None:
+        return None
+    for path in data.values():
+        if not path or any(type(part) not in (str, int) for part in path):
+            raise ValueError(f"planner_data has {shown(path)}")
+        if any(type(part) is int and not 0 <= part < _MAX_LIST for part in path):
+            raise ValueError(f"planner_data has {shown(path)}")
+    return {key: tuple(path) for key, path in data.items()}
+
+
+def _storage_meta(row: dict[str, Any] | None) -> StorageMeta:
+    if row is None:
+        return StorageMeta()
+    modules = [_string(name) for name in row["modules"]]
+    return StorageMeta(
+        _string_or_none(row["checkpoint_id"]), _string_or_none(row["save_id"]), modules=modules
+    )

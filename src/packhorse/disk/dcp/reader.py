@@ -1,0 +1,458 @@
+"""Reading a checkpoint of torch.distributed.checkpoint.
+
+In the planning step, before any rank touches a tensor, every rank opens the frames that it will
+need: the files must have their lengths, and each frame's header must be what the manifest says. A
+damaged header therefore fails on all ranks at once. Then boxes of shards are decoded: chunk by
+chunk, each checked, and only the chunks that a box meets. A box that is a run of elements goes
+straight to the tensor that wants it; any other is decoded beside it and copied.
+
+Values that are not tensors were serialized by the planner of the save, and the planner of the load
+deserializes them; with PyTorch's own that is `torch.load(..., weights_only=False)`, which runs
+whatever a pickle says. So a value is handed over only if `weights_only=True` would load it too,
+unless the caller trusts the checkpoint.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from packhorse.arguments import resolve_threads
+from packhorse.codecs.base import ByteArray
+from packhorse.disk.dcp.manifest import manifest_name, parse_manifest
+from packhorse.disk.dcp.open_frames import OpenFrames
+from packhorse.disk.dcp.regions import Piece, cut_box, strides_of
+from packhorse.disk.dcp.shards import FrameRef, StoredShard, torch_dtype
+from packhorse.disk.dcp.storage import Storage, open_storage
+from packhorse.disk.strict_json import shown
+from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.threads import batches, map_tensors
+from packhorse.torch import FRAMEWORK
+
+__all__ = ["PackhorseReader", "ReadStats"]
+
+
+# Decoded beside the tensor that wants it: many chunks, so that few are decoded twice.
+_MAX_RUN_NBYTES = 1 << 25
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """What one load has cost this rank.
+
+    Attributes:
+        n_frames: frames opened.
+        n_chunks: chunks decoded.
+        decoded_nbytes: bytes of tensors in those parts of chunks that were kept.
+    """
+
+    n_frames: int = 0
+    n_chunks: int = 0
+    decoded_nbytes: int = 0
+
+
+class PackhorseReader(StorageReader):
+    """A `StorageReader` of what `PackhorseWriter` has written, for `dcp.load`.
+
+    Attributes:
+        stats: what the last load has cost this rank.
+
+    Example:
+        >>> dcp.load(state, storage_reader=PackhorseReader("run/step-100"))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        threads: int | None = None,
+        trusted: bool = False,
+        max_nbytes: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            url: the folder or URL of the checkpoint.
+            threads: of each rank; None for the cores of its process, at most 8.
+            trusted: hand values that are not tensors to the planner without a look, though it may
+                run code that is in them.
+            max_nbytes: refuse a load for which one rank would have to decode more bytes; None for
+                no limit. A small file may hold a large tensor of zeros.
+            storage_options: for fsspec's file system.
+
+        Raises:
+            ValueError, TypeError: bad threads.
+        """
+        super().__init__()
+        resolve_threads(threads)
+        self._url = os.fspath(url)
+        self._threads = threads
+        self._trusted = trusted
+        self._max_nbytes = max_nbytes
+        self._options = dict(storage_options or {})
+        self._load_id = str(uuid.uuid4())
+        self._shards: dict[Any, StoredShard] = {}
+        self._frames: OpenFrames | None = None
+        self.stats = ReadStats()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Another load begins, from `checkpoint_id` if one is given."""
+        if checkpoint_id is not None:
+            self._url = os.fspath(checkpoint_id)
+        self._load_id = str(uuid.uuid4())
+        self._shards = {}
+        self._frames = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The manifest, checked.
+
+        Args:
+            args: nothing.
+            kwargs: `rank`, where each rank has saved a checkpoint of its own.
+
+        Raises:
+            CorruptionError, CompatibilityError: it is damaged, or too new.
+            FileNotFoundError: there is no checkpoint.
+        """
+        storage, name = self._storage(), manifest_name(kwargs.get("rank"))
+        metadata = parse_manifest(storage.read(name), storage.path(name))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self._load_id
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """PyTorch hands back the metadata, which the planner may have looked at."""
+        self._shards = metadata.storage_data
+        self._frames = OpenFrames(self._storage())
+        self.stats = ReadStats()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Opens and checks all frames that this rank will need.
+
+        Raises:
+            CorruptionError, CompatibilityError: a file or a frame is not what the manifest says, or
+                the frames exceed the limit.
+        """
+        self._open(plan.items)
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Changes nothing."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Decodes what the plan asks for.
+
+        Raises:
+            CorruptionError: a chunk is damaged; the message names file, tensor and byte offset. The
+                tensor that it belongs to is then undefined.
+            CompatibilityError: a value that is not a tensor might run code when it is loaded.
+        """
+        frames = self._open(plan.items)
+        load = _Load(frames, self._shards, planner, resolve_threads(self._threads), self.stats)
+        load.values(_of_type(plan.items, LoadItemType.BYTE_IO), trusted=self._trusted)
+        load.tensors(_of_type(plan.items, LoadItemType.TENSOR))
+        self._frames = None  # files need not stay open
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where the checkpoint is."""
+        return self._url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is a path, or a URL that fsspec understands."""
+        try:
+            open_storage(checkpoint_id)
+        except (TypeError, ValueError, ImportError):
+            return False
+        return True
+
+    def _storage(self) -> Storage:
+        return open_storage(self._url, self._options)
+
+    def _open(self, items: Sequence[ReadItem]) -> OpenFrames:
+        frames = self._frames or OpenFrames(self._storage())
+        wanted = {}
+        for item in items:
+            shard = self._shards[item.storage_index]
+            _check_item(item, shard)
+            wanted[shard.frame] = item.storage_index.fqn
+        self.stats.n_frames += frames.open(wanted)
+        nbytes = frames.logical_nbytes(wanted)
+        if self._max_nbytes is not None and nbytes > self._max_nbytes:
+            raise CorruptionError(
+                f"{self._url}: the frames to be decoded hold {nbytes} bytes together, more than "
+                f"max_nbytes = {self._max_nbytes}"
+            )
+        self._frames = frames
+        return frames
+
+
+def _of_type(items: Iterable[ReadItem], kind: LoadItemType) -> list[ReadItem]:
+    return [item for item in items if item.type == kind]
+
+
+def _check_item(item: ReadItem, shard: StoredShard) -> None:
+    """A plan reads what is stored, and no more of it than there is."""
+    is_tensor = item.type == LoadItemType.TENSOR
+    fits = is_tensor != (shard.dtype is None)
+    if fits and is_tensor:
+        fits = len(shard.shape) == len(item.storage_offsets) and all(
+            min(offset, length) >= 0 and offset + length <= size
+            for offset, length, size in zip(
+                item.storage_offsets, item.lengths, shard.shape, strict=True
+            )
+        )
+    if not fits:
+        raise ValueError(
+            f"{item.storage_index.fqn!r}: the plan asks for {list(item.lengths)} from "
+            f"{list(item.storage_offsets)}, and what is stored has shape {list(shard.shape)}"
+        )
+
+
+@dataclass(slots=True)
+class _Use:
+    """A piece of a shard, and the tensor that wants it."""
+
+    item: ReadItem
+    shard: StoredShard
+    piece: Piece
+
+
+@dataclass(slots=True)
+class _Run:
+    """Bytes of one frame, to be decoded at once for all who need any of them."""
+
+    ref: FrameRef
+    start: int
+    stop: int
+    uses: list[_Use]
+    dst: ByteArray = field(default_factory=lambda: np.empty(0, np.uint8))
+    is_direct: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(slots=True)
+class _Load:
+    """One rank's part of one load."""
+
+    frames: OpenFrames
+    shards: Mapping[Any, StoredShard]
+    planner: LoadPlanner
+    threads: int
+    stats: ReadStats
+    _targets: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def values(self, items: Sequence[ReadItem], *, trusted: bool) -> None:
+        """Decodes values that are not tensors, looks at all of them, and hands them over."""
+        refs = [self.shards[item.storage_index].frame for item in items]
+        runs = [_Run(ref, 0, self.frames[ref].logical_nbytes, []) for ref in dict.fromkeys(refs)]
+        for run in runs:
+            run.dst = np.empty(run.nbytes, np.uint8)
+        self._decode(runs)
+        found = {run.ref: run.dst.tobytes() for run in runs}
+        if not trusted:
+            for item, ref in zip(items, refs, strict=True):
+                _check_harmless(item.storage_index.fqn, found[ref])
+        for item, ref in zip(items, refs, strict=True):
+            self.planner.load_bytes(item, io.BytesIO(found[ref]))
+
+    def tensors(self, items: Sequence[ReadItem]) -> None:
+        """Decodes boxes of tensors, in batches of bounded memory."""
+        by_frame: dict[FrameRef, list[_Use]] = {}
+        n_left: Counter[int] = Counter()
+        for item in items:
+            shard = self.shards[item.storage_index]
+            uses = [_Use(item, shard, piece) for piece in self._pieces(item, shard)]
+            n_left[id(item)] = len(uses)
+            by_frame.setdefault(shard.frame, []).extend(uses)
+            if not uses:  # an empty tensor, of which the planner is told nevertheless
+                self._commit(item)
+        runs = [run for ref, uses in by_frame.items() for run in self._runs(ref, uses)]
+        runs.sort(key=lambda run: (run.ref.file, run.ref.offset, run.start))
+        n_runs = Counter(ref for run in runs for ref in run.ref.chain())
+        for batch in batches([self._cost(run) for run in runs]):
+            part = runs[batch.start : batch.stop]
+            self._take_memory(part)
+            self._decode(part)
+            for use in self._copied(part):
+                n_left[id(use.item)] -= 1
+                if not n_left[id(use.item)]:
+                    self._commit(use.item)
+            n_runs.subtract(ref for run in part for ref in run.ref.chain())
+            self.frames.drop(ref for run in part for ref in run.ref.chain() if not n_runs[ref])
+
+    def _pieces(self, item: ReadItem, shard: StoredShard) -> list[Piece]:
+        chunk_nbytes = self.frames[shard.frame].chunk_nbytes
+        chunk_numel = -(-chunk_nbytes // _itemsize(shard))
+        max_numel = _MAX_RUN_NBYTES // _itemsize(shard)
+        return cut_box(shard.shape, item.storage_offsets, item.lengths, chunk_numel, max_numel)
+
+    def _runs(self, ref: FrameRef, uses: list[_Use]) -> Iterator[_Run]:
+        """The pieces of one frame, those together that need the same chunk."""
+        chunk_nbytes = self.frames[ref].chunk_nbytes
+        run: _Run | None = None
+        # Tensors of different dtypes may have the same bytes, and then share a frame.
+        for use in sorted(uses, key=lambda use: use.piece.start * _itemsize(use.shard)):
+            itemsize = _itemsize(use.shard)
+            start, stop = use.piece.start * itemsize, use.piece.stop * itemsize
+            is_near = run is not None and start // chunk_nbytes <= (run.stop - 1) // chunk_nbytes
+            if run is not None and is_near and stop - run.start <= _MAX_RUN_NBYTES:
+                run.stop = max(run.stop, stop)
+                run.uses.append(use)
+                continue
+            if run is not None:
+                yield run
+            run = _Run(ref, start, stop, [use])
+        if run is not None:
+            yield run
+
+    def _take_memory(self, runs: Sequence[_Run]) -> None:
+        """Where each run goes: to the tensor itself if it is all that is wanted, in order."""
+        for run in runs:
+            use = run.uses[0]
+            target = self._target(use)
+            run.is_direct = len(run.uses) == 1 and use.piece.is_run and _is_plain(target, use.shard)
+            run.dst = (
+                FRAMEWORK.writable(target) if run.is_direct else np.empty(run.nbytes, np.uint8)
+            )
+
+    def _decode(self, runs: Sequence[_Run]) -> None:
+        bases = {run.ref.base: run.ref for run in runs if run.ref.base is not None}
+        self.frames.fetch(
+            [(run.ref, run.start, run.stop) for run in runs]
+            + [(at, 0, self._nbytes(at)) for base in bases for at in base.chain()]
+        )
+        order = list(bases)
+        found = map_tensors(
+            lambda i, threads: self.frames.whole(order[i], threads),
+            [self._nbytes(base) for base in order],
+            self.threads,
+        )
+        whole = dict(zip(order, found, strict=True))
+
+        def decode(i: int, threads: int) -> None:
+            run = runs[i]
+            base = None if run.ref.base is None else whole[run.ref.base]
+            self.frames.decode(run.ref, run.dst, run.start, run.stop, base=base, threads=threads)
+
+        map_tensors(decode, [run.nbytes for run in runs], self.threads)
+        for run in runs:
+            self._count(run.ref, run.start, run.stop)
+        for base in bases:
+            for at in base.chain():
+                self._count(at, 0, self._nbytes(at))
+
+    def _nbytes(self, ref: FrameRef) -> int:
+        return self.frames[ref].logical_nbytes
+
+    def _cost(self, run: _Run) -> int:
+        """Memory that decoding a run takes."""
+        return run.nbytes + (0 if run.ref.base is None else 2 * self._nbytes(run.ref))
+
+    def _count(self, ref: FrameRef, start: int, stop: int) -> None:
+        if stop > start:
+            chunk_nbytes = self.frames[ref].chunk_nbytes
+            self.stats.n_chunks += (stop - 1) // chunk_nbytes - start // chunk_nbytes + 1
+            self.stats.decoded_nbytes += stop - start
+
+    def _copied(self, runs: Sequence[_Run]) -> Iterator[_Use]:
+        """Copies what was not decoded in its place, and yields whatever is there now."""
+        for run in runs:
+            for use in run.uses:
+                if not run.is_direct:
+                    self._target(use).copy_(_view(use, run))
+                yield use
+            run.dst = np.empty(0, np.uint8)
+
+    def _target(self, use: _Use) -> torch.Tensor:
+        """The part of a tensor that a piece goes to; the planner is asked once for each item."""
+        key = id(use.item)
+        if key not in self._targets:
+            self._targets[key] = self._resolve(use.item)
+        target = self._targets[key]
+        for axis, (offset, length) in enumerate(
+            zip(use.piece.offsets, use.piece.lengths, strict=True)
+        ):
+            target = target.narrow(axis, offset, length)
+        return target
+
+    def _resolve(self, item: ReadItem) -> torch.Tensor:
+        target = self.planner.resolve_tensor(item).detach()
+        if target.shape != item.lengths:
+            raise ValueError(
+                f"{item.storage_index.fqn!r}: the planner gave a tensor of shape "
+                f"{list(target.shape)} for {list(item.lengths)}"
+            )
+        return target
+
+    def _commit(self, item: ReadItem) -> None:
+        target = self._targets.pop(id(item), None)
+        self.planner.commit_tensor(item, self._resolve(item) if target is None else target)
+
+
+def _itemsize(shard: StoredShard) -> int:
+    return _dtype_of(shard).itemsize
+
+
+def _dtype_of(shard: StoredShard) -> torch.dtype:
+    dtype = torch_dtype(shard.dtype)
+    if dtype is None:
+        raise CompatibilityError(f"this PyTorch has no dtype {shown(shard.dtype)}")
+    return dtype
+
+
+def _is_plain(target: torch.Tensor, shard: StoredShard) -> bool:
+    """Whether the bytes of a tensor are those that are stored."""
+    return (
+        type(target) is torch.Tensor
+        and target.device.type == "cpu"
+        and target.layout == torch.strided
+        and target.dtype == _dtype_of(shard)
+        and target.is_contiguous()
+        and not target.is_conj()
+        and not target.is_neg()
+    )
+
+
+def _view(use: _Use, run: _Run) -> torch.Tensor:
+    """A piece in the bytes of its run, as a tensor."""
+    dtype = _dtype_of(use.shard)
+    first = use.piece.start - run.start // dtype.itemsize
+    flat = torch.from_numpy(run.dst).view(dtype)
+    return flat.as_strided(use.piece.lengths, strides_of(use.shard.shape), first)
+
+
+def _check_harmless(fqn: str, data: bytes) -> None:
+    """Refuses a value that PyTorch would not load without running code of the checkpoint."""
+    try:
+        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # what PyTorch raises for bytes that somebody chose is not known
+        raise CompatibilityError(
+            f"{shown(fqn)} is a Python object that PyTorch does not load with weights_only=True, "
+            "and loading it may run code: if you trust where the checkpoint comes from, pass "
+            f"trusted=True to PackhorseReader ({shown(str(error))})"
+        ) from error

@@ -1,0 +1,121 @@
+"""What the writer tells the manifest of each shard, and how PyTorch's dtypes are stored in frames.
+
+A shard of a dtype that safetensors has is a frame of that dtype and shape. Any other dtype is a
+frame of bytes, and so is what a planner has serialized; the manifest says what they mean.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from packhorse.codecs.base import ByteArray
+from packhorse.torch import FRAMEWORK
+
+__all__ = ["FrameRef", "StoredShard", "dtype_name", "frame_form", "readable", "torch_dtype"]
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True)
+class FrameRef:
+    """Where a frame lies, and what it must be.
+
+    Attributes:
+        file: path of its file, from the folder of the checkpoint that refers to it.
+        file_nbytes: length of that file.
+        offset: of the frame in the file.
+        nbytes: of the frame.
+        content_hash: of the decoded bytes, in hexadecimal digits.
+        dtype: of the frame.
+        shape: of the frame.
+        base: the frame whose tensor this one is a delta to; None if it stands alone.
+    """
+
+    file: str
+    file_nbytes: int
+    offset: int
+    nbytes: int
+    content_hash: str
+    dtype: str
+    shape: tuple[int, ...]
+    base: FrameRef | None = None
+
+    def chain(self) -> Iterator[FrameRef]:
+        """This frame, its base, the base of that, and so on."""
+        at: FrameRef | None = self
+        while at is not None:
+            yield at
+            at = at.base
+
+    @property
+    def n_deltas(self) -> int:
+        """How many frames must be decoded before this one."""
+        return sum(1 for _ in self.chain()) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShard:
+    """A shard of a tensor, or the bytes of another value.
+
+    Attributes:
+        dtype: PyTorch's name of the dtype, such as "float32"; None for bytes.
+        shape: of the shard; of bytes, how many.
+        frame: where they are.
+    """
+
+    dtype: str | None
+    shape: tuple[int, ...]
+    frame: FrameRef
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in a manifest."""
+    return str(dtype).removeprefix("torch.")
+
+
+@lru_cache(64)
+def torch_dtype(name: Any) -> torch.dtype | None:
+    """The dtype of this name; None if this PyTorch has none."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        return None
+    found = getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) and dtype_name(found) == name else None
+
+
+def frame_form(dtype: torch.dtype | None, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape of the frame of a shard.
+
+    Args:
+        dtype: of the shard; None for bytes.
+        shape: of the shard.
+    """
+    if dtype is None:
+        return "U8", shape
+    name = FRAMEWORK.dtype_name(dtype)
+    return (name, shape) if name else ("U8", (math.prod(shape) * dtype.itemsize,))
+
+
+def readable(value: Any) -> tuple[ByteArray, torch.dtype | None, tuple[int, ...]]:
+    """The bytes of what a planner gives, its dtype (None for bytes) and its shape.
+
+    Raises:
+        TypeError: neither a dense tensor nor a `BytesIO`.
+    """
+    if not isinstance(value, torch.Tensor):
+        if not hasattr(value, "getbuffer"):
+            raise TypeError(f"a planner gave {type(value).__name__}, not a tensor or BytesIO")
+        data = np.frombuffer(value.getbuffer(), np.uint8)
+        return data, None, (data.size,)
+    if value.layout != torch.strided or value.is_quantized:
+        what = "quantized" if value.is_quantized else f"of layout {value.layout}"
+        raise TypeError(f"a tensor is {what}; only dense ones can be stored")
+    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return FRAMEWORK.writable(plain), value.dtype, tuple(value.shape)

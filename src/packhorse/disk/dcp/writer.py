@@ -1,0 +1,372 @@
+"""Writing a checkpoint of torch.distributed.checkpoint.
+
+Every rank packs what the plan gives it into pack files with new names; when all have done so, the
+coordinator writes the manifest, at once and in the place of an older one. Until then a reader sees
+the older checkpoint, or none; after it, files that no manifest needs any more are removed.
+
+Nothing is kept between saves but what the caller has said: PyTorch may skip `reset`, hands a plan
+of an earlier save to `write_data` when it caches plans (so no name may come from a plan), and sends
+the writer to another process for `async_save`.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from packhorse.arguments import resolve_level, resolve_threads
+from packhorse.codecs.base import ByteArray
+from packhorse.codecs.content import content_hash
+from packhorse.disk.atomic import is_temporary
+from packhorse.disk.dcp.base import BaseCheckpoint
+from packhorse.disk.dcp.manifest import MAX_DELTAS, is_rank_manifest, manifest_name, render_manifest
+from packhorse.disk.dcp.packs import PackFile, is_pack_name, split_volumes
+from packhorse.disk.dcp.shards import FrameRef, StoredShard, dtype_name, frame_form, readable
+from packhorse.disk.dcp.storage import Storage, open_storage
+from packhorse.disk.strict_json import shortened
+from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
+from packhorse.layout import Level
+from packhorse.threads import batches, map_tensors
+
+__all__ = ["PackhorseWriter"]
+
+_DCP_VERSION = "1.0.0"  # of PyTorch's metadata, as its own writer says
+_BYTES_NBYTES = 1 << 16  # what a value that is not a tensor is taken to need, before it is known
+
+
+class PackhorseWriter(StorageWriter):
+    """A `StorageWriter` of packed shards, for `dcp.save` and `dcp.async_save`.
+
+    Example:
+        >>> dcp.save(state, storage_writer=PackhorseWriter("run/step-100"))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        base: str | os.PathLike[str] | None = None,
+        level: Level | str = "default",
+        threads: int | None = None,
+        overwrite: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            url: a folder, or a URL that fsspec understands ("s3://bucket/run/step-100").
+            base: an earlier checkpoint that this one may build upon: shards that have not changed
+                stay where they are, others are stored as deltas where that is shorter. Its files
+                must stay as long as this checkpoint is wanted.
+            level: "fast", "default" or "max".
+            threads: of each rank; None for the cores of its process, at most 8.
+            overwrite: a checkpoint that is there already may be replaced. It stays whole until the
+                new one is.
+            storage_options: for fsspec's file system.
+
+        Raises:
+            ValueError, TypeError: bad level or threads.
+        """
+        super().__init__()
+        resolve_threads(threads)
+        self._url = os.fspath(url)
+        self._base_url = None if base is None else os.fspath(base)
+        self._level = resolve_level(level)
+        self._threads = threads
+        self._overwrite = overwrite
+        self._options = dict(storage_options or {})
+        self._save_id = str(uuid.uuid4())
+        self._rank = 0
+        self._own_manifest = False
+        self._is_coordinator = True
+        self._older: frozenset[str] = frozenset()
+        self._base: BaseCheckpoint | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new checkpoint begins, at `checkpoint_id` if one is given."""
+        if checkpoint_id is not None:
+            self._url = os.fspath(checkpoint_id)
+        self._save_id = str(uuid.uuid4())
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """PyTorch says who this rank is."""
+        self._is_coordinator = is_coordinator
+        self._rank = kwargs.get("rank") or 0
+        self._own_manifest = not kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Makes the folder, and refuses to replace a checkpoint unless that is allowed.
+
+        Raises:
+            FileExistsError: there is a checkpoint, and `overwrite` is False.
+            FileNotFoundError: there is no checkpoint at `base`.
+            CorruptionError, CompatibilityError: the manifest of `base` is damaged, or too new.
+            ValueError: `base` is on another file system.
+        """
+        storage = self._storage()
+        storage.prepare()
+        decides = self._is_coordinator or self._own_manifest
+        if decides and not self._overwrite and storage.exists(self._manifest_name()):
+            raise FileExistsError(
+                f"{storage.label}: there is a checkpoint already; allow replacing it "
+                "(overwrite=True) or name another"
+            )
+        if self._own_manifest and storage.exists(manifest_name()):
+            raise FileExistsError(
+                f"{storage.label}: holds a checkpoint of all ranks, which would hide those of "
+                "single ones (use_collectives=False); name another"
+            )
+        self._base = None
+        if self._base_url is not None:
+            base = open_storage(self._base_url, self._options)
+            self._base = BaseCheckpoint(base, storage, self._manifest_name())
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Changes nothing; takes note of the files that are there before any rank writes."""
+        self._older = frozenset(self._storage().names())
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Packs and writes what the plan gives this rank.
+
+        Raises:
+            TypeError: a tensor that is not dense.
+            OSError: what the file system says. Nothing that this rank wrote is left then.
+        """
+        storage = self._storage()
+        base, self._base = self._base, None
+        threads = resolve_threads(self._threads)
+        job = _Job(storage, planner, base, self._level, threads, self._rank)
+        try:
+            results = [result for volume in job.volumes(plan.items) for result in volume]
+        except BaseException:
+            _remove(storage, job.written)
+            raise
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the manifest, which makes the checkpoint, and removes what it has replaced.
+
+        Raises:
+            TypeError: the planner added something that a manifest cannot hold.
+            OSError: what the file system says.
+        """
+        storage = self._storage()
+        metadata.version = _DCP_VERSION
+        metadata.storage_meta = self.storage_meta()
+        metadata.storage_data = {
+            result.index: result.storage_data for rank in results for result in rank
+        }
+        frames = {shard.frame for shard in metadata.storage_data.values()}
+        needed = {posixpath.normpath(ref.file) for frame in frames for ref in frame.chain()}
+        try:
+            manifest = render_manifest(metadata)
+        except (TypeError, ValueError):
+            _remove(storage, [n for n in needed if is_pack_name(n) and n not in self._older])
+            raise
+        storage.commit(self._manifest_name(), manifest)
+        with suppress(OSError):  # the checkpoint is there; the next save tries again
+            _remove(storage, [n for n in storage.names() if self._is_old(n) and n not in needed])
+
+    def _is_old(self, name: str) -> bool:
+        """Whether a file is of a kind that this save may have replaced."""
+        if self._own_manifest:
+            return is_pack_name(name, self._rank)
+        return is_pack_name(name) or is_rank_manifest(name) or is_temporary(name)
+
+    def storage_meta(self) -> StorageMeta:
+        """What PyTorch passes on to planners and loggers."""
+        return StorageMeta(checkpoint_id=self._url, save_id=self._save_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where the checkpoint goes."""
+        return self._url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is a path, or a URL that fsspec understands."""
+        try:
+            open_storage(checkpoint_id)
+        except (TypeError, ValueError, ImportError):
+            return False
+        return True
+
+    def _storage(self) -> Storage:
+        return open_storage(self._url, self._options)
+
+    def _manifest_name(self) -> str:
+        return manifest_name(self._rank if self._own_manifest else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What is to be stored of one item of the plan."""
+
+    item: WriteItem
+    data: ByteArray
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    form: tuple[str, tuple[int, ...]]
+
+    @property
+    def name(self) -> str:
+        """Of the tensor in its pack file; no two items share it."""
+        return _tensor_name(self.item)
+
+    def stored(self, frame: FrameRef) -> StoredShard:
+        return StoredShard(
+            None if self.dtype is None else dtype_name(self.dtype), self.shape, frame
+        )
+
+
+class _Job:
+    """One rank's part of one save."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        planner: SavePlanner,
+        base: BaseCheckpoint | None,
+        level: Level,
+        threads: int,
+        rank: int,
+    ) -> None:
+        self.written: list[str] = []
+        self._storage = storage
+        self._planner = planner
+        self._base = base
+        self._level = level
+        self._threads = threads
+        self._rank = rank
+        # Frames by what they hold, so that equal shards are stored once.
+        self._known: dict[tuple[str, str, tuple[int, ...]], FrameRef] = {}
+        self._memory = np.empty(0, np.uint8)
+
+    def volumes(self, items: Sequence[WriteItem]) -> Iterator[list[WriteResult]]:
+        """Writes one pack file after the other, and yields what is in each."""
+        sizes = [_expected_nbytes(item) for item in items]
+        for number, volume in enumerate(split_volumes(sizes, self._storage.max_file_nbytes)):
+            run = items[volume.start : volume.stop]
+            names = [_tensor_name(item) for item in run]
+            with PackFile(self._storage, self._rank, number, names) as pack:
+                stored = [
+                    pair
+                    for batch in batches(sizes[volume.start : volume.stop])
+                    for pair in self._write(pack, run[batch.start : batch.stop])
+                ]
+            if pack.nbytes:
+                self.written.append(pack.name)
+            yield [self._result(item, shard, pack) for item, shard in stored]
+
+    def _result(self, item: WriteItem, shard: StoredShard, pack: PackFile) -> WriteResult:
+        if shard.frame.file == pack.name and shard.frame.file_nbytes != pack.nbytes:
+            # The length of the file is known only now.
+            whole = replace(shard.frame, file_nbytes=pack.nbytes)
+            self._known[whole.content_hash, whole.dtype, whole.shape] = whole
+            shard = replace(shard, frame=whole)
+        return WriteResult(item.index, shard.frame.nbytes, shard)
+
+    def _write(
+        self, pack: PackFile, items: Sequence[WriteItem]
+    ) -> Iterator[tuple[WriteItem, StoredShard]]:
+        """Resolves a batch of items, packs and writes them."""
+        parts = [self._resolve(item) for item in items]
+        olds = [self._find_base(part) for part in parts]
+        todo = [i for i, part in enumerate(parts) if not self._is_unchanged(part, olds[i])]
+        if self._base is not None:
+            self._base.fetch([old for i in todo if (old := olds[i]) is not None])
+        frames = dict(zip(todo, self._pack([(parts[i], olds[i]) for i in todo]), strict=True))
+        for i, (part, old) in enumerate(zip(parts, olds, strict=True)):
+            ref = self._add(pack, part, frames[i], old) if i in frames else old
+            assert ref is not None  # what is not packed is unchanged
+            yield part.item, part.stored(ref)
+        if self._base is not None:
+            self._base.drop([old for old in olds if old is not None])
+
+    def _find_base(self, part: _Part) -> FrameRef | None:
+        if self._base is None:
+            return None
+        return self._base.find(part.item.index, part.dtype, part.shape)
+
+    def _is_unchanged(self, part: _Part, old: FrameRef | None) -> bool:
+        if old is None or part.form != (old.dtype, old.shape):
+            return False
+        return content_hash(part.data, threads=self._threads).hex() == old.content_hash
+
+    def _add(self, pack: PackFile, part: _Part, frame: Frame, old: FrameRef | None) -> FrameRef:
+        """Writes a frame unless one of the same content was."""
+        key = frame.content_hash.hex(), frame.dtype, frame.shape
+        if key not in self._known:
+            offset = pack.add(part.name, frame)
+            base = None if frame.base_hash is None else old
+            self._known[key] = FrameRef(pack.name, 0, offset, frame.nbytes, *key, base)
+        return self._known[key]
+
+    def _resolve(self, item: WriteItem) -> _Part:
+        data, dtype, shape = readable(self._planner.resolve_data(item))
+        wanted = None if item.tensor_data is None else tuple(item.tensor_data.chunk.sizes)
+        if wanted is not None and (dtype is None or shape != wanted):
+            raise ValueError(
+                f"{item.index.fqn!r}: the planner gave shape {list(shape)} for a shard of shape "
+                f"{list(wanted)}"
+            )
+        return _Part(item, data, dtype, shape, frame_form(dtype, shape))
+
+    def _pack(self, pairs: Sequence[tuple[_Part, FrameRef | None]]) -> list[Frame]:
+        """Frames of parts and their bases, one behind the other's room in memory that is used
+        again."""
+        rooms = [max_frame_nbytes(*part.form) for part, _ in pairs]
+        ends = list(accumulate(rooms))
+        if ends and self._memory.size < ends[-1]:
+            self._memory = np.empty(ends[-1], np.uint8)
+
+        def pack(i: int, threads: int) -> Frame:
+            part, old = pairs[i]
+            base = None
+            if self._base is not None and old is not None and _allows_delta(part, old):
+                base = self._base.whole(old, threads)
+            return compress_buffer(
+                part.data, *part.form, level=self._level, threads=threads, base=base,
+                out=self._memory[ends[i] - rooms[i] : ends[i]], name=shortened(part.name),
+            )  # fmt: skip
+
+        return map_tensors(pack, [part.data.size for part, _ in pairs], self._threads)
+
+
+def _allows_delta(part: _Part, old: FrameRef) -> bool:
+    """Whether a delta is worth a try: of a tensor, and while the chain is short."""
+    return part.dtype is not None and part.data.size > 0 and old.n_deltas < MAX_DELTAS
+
+
+def _tensor_name(item: WriteItem) -> str:
+    offset = () if item.index.offset is None else item.index.offset
+    return f"{item.index.fqn}@{','.join(map(str, offset))}"
+
+
+def _expected_nbytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return _BYTES_NBYTES
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+
+def _remove(storage: Storage, names: Sequence[str]) -> None:
+    """Removes files, as far as that can be done."""
+    for name in names:
+        with suppress(OSError):
+            storage.remove(name)

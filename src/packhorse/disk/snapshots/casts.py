@@ -1,0 +1,61 @@
+"""Finding tensors that are rounded copies: the bfloat16 weights of float32 masters.
+
+Such a copy is packed against its master, beside which it costs next to nothing. Which is whose is
+guessed from the first elements; the encoder then looks at all, so a wrong guess costs no byte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from packhorse.codecs.base import ByteArray
+from packhorse.disk.snapshots.state import Leaf
+
+__all__ = ["find_casts", "packing_order"]
+
+_MIN_NUMEL = 1024  # below this there is nothing to gain
+_SAMPLE = 64  # elements
+
+
+def find_casts(leaves: Sequence[Leaf]) -> dict[int, int]:
+    """The number of the master for each tensor that seems to be a rounded copy."""
+    shapes = {leaf.shape for leaf in leaves if leaf.dtype in ("BF16", "F16")}
+    masters: dict[tuple[str, tuple[int, ...], bytes], int] = {}
+    for j, leaf in enumerate(leaves):
+        if leaf.dtype == "F32" and leaf.shape in shapes and math.prod(leaf.shape) >= _MIN_NUMEL:
+            sample = _sample(leaf).view(np.float32)
+            for dtype in ("BF16", "F16"):
+                masters.setdefault((dtype, leaf.shape, _rounded(sample, dtype)), j)
+    casts = {}
+    for i, leaf in enumerate(leaves):
+        if masters and leaf.dtype in ("BF16", "F16") and math.prod(leaf.shape) >= _MIN_NUMEL:
+            sample = _sample(leaf).view(np.uint16)
+            master = masters.get((leaf.dtype, leaf.shape, sample.tobytes()))
+            if master is not None and (sample != sample[0]).any():  # zeros are anybody's copy
+                casts[i] = master
+    return casts
+
+
+def _sample(leaf: Leaf) -> ByteArray:
+    return leaf.framework.head(leaf.tensor, _SAMPLE)
+
+
+def _rounded(values: np.ndarray[tuple[int], np.dtype[np.float32]], dtype: str) -> bytes:
+    """Numbers rounded to nearest, ties to even; what is no number may come out as anything."""
+    if dtype == "F16":
+        with np.errstate(all="ignore"):
+            return values.astype(np.float16).tobytes()
+    bits = values.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).tobytes()
+
+
+def packing_order(n_tensors: int, casts: dict[int, int]) -> list[list[int]]:
+    """The numbers of tensors in the order in which they are packed: each with its copies behind
+    it, in groups that are taken at once."""
+    copies: dict[int, list[int]] = {}
+    for i, j in casts.items():
+        copies.setdefault(j, []).append(i)
+    return [[j, *copies.get(j, ())] for j in range(n_tensors) if j not in casts]

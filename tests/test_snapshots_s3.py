@@ -1,0 +1,110 @@
+"""Snapshots in S3, over HTTP, from several processes. Needs moto's server and s3fs."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from snapshot_child import make_state
+from snapshot_samples import Run, assert_same
+
+from packhorse.disk import SnapshotStore
+from packhorse.disk.snapshots import lock
+
+pytest.importorskip("s3fs")
+moto = pytest.importorskip("moto.server")
+pytestmark = pytest.mark.filterwarnings("ignore")  # what the libraries of AWS are warned of
+
+CHILD = """
+import json, sys
+from packhorse.disk import SnapshotStore
+from snapshot_child import make_state
+store = SnapshotStore("s3://bucket/killed", storage_options=json.loads(sys.argv[1]))
+for seed in range(10**6):
+    store.take(f"s{seed}", make_state(seed))
+    print(seed, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def options() -> Iterator[dict[str, Any]]:
+    """A server with an empty bucket."""
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    url = f"http://{host}:{port}"
+    urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT"))
+    yield {"key": "x", "secret": "y", "endpoint_url": url}
+    server.stop()
+
+
+def test_a_run_in_s3(options: dict[str, Any]) -> None:
+    run, taken = Run(), {}
+    store = SnapshotStore("s3://bucket/run/1", storage_options=options)
+    reader = SnapshotStore("s3://bucket/run/1", storage_options=options)
+    assert store.names() == []
+    for i in range(4):
+        store.take(f"a/{i}", run.step().state())
+        taken[f"a/{i}"] = run.copy()
+        assert reader.names() == list(taken)
+    assert reader.verify() == []
+    store.prune(keep=2)
+    for name in ("a/2", "a/3"):
+        assert_same(reader.restore(name, framework="pt"), taken[name])
+    store.delete("a/3")
+    assert reader.names() == ["a/2"]
+
+
+def test_two_writers_never_both_begin(options: dict[str, Any]) -> None:
+    stores = [SnapshotStore("s3://bucket/two", storage_options=options) for _ in range(2)]
+    stores[0].take("first", {})
+    refused = []
+
+    def write(store: SnapshotStore, k: int) -> None:
+        for i in range(3):
+            try:
+                store.take(f"{k}-{i}", make_state(i))
+            except BlockingIOError:
+                refused.append(f"{k}-{i}")
+
+    threads = [threading.Thread(target=write, args=(store, k)) for k, store in enumerate(stores)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    names = {"first"} | {f"{k}-{i}" for k in range(2) for i in range(3)} - set(refused)
+    assert set(stores[0].names()) == names
+    assert stores[0].verify() == []
+
+
+def test_a_killed_writer_and_a_reader_at_work(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = SnapshotStore("s3://bucket/killed", storage_options=options)
+    path = [entry for entry in sys.path if entry]
+    code = f"import sys; sys.path[:0] = {path!r}\n{CHILD}"
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code, json.dumps(options)], stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            for name in reader.names():
+                assert_same(reader.restore(name), make_state(int(name[1:])))
+        child.send_signal(signal.SIGKILL)
+        told = [int(line) for line in child.stdout.read().split()]
+    monkeypatch.setattr(lock, "void_after_s", 0.0)  # as if the lease had ended
+    writer = SnapshotStore("s3://bucket/killed", storage_options=options)
+    writer.take("next", make_state(7))
+    names = writer.names()
+    assert {f"s{seed}" for seed in told} <= set(names)
+    for name in names[:-1]:
+        assert_same(writer.restore(name), make_state(int(name[1:])))
+    assert writer.verify() == []
