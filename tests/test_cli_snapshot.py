@@ -119,6 +119,20 @@ def test_restore_packed_and_in_part(tmp_path: Path, store: Path, run: Run) -> No
     assert metadata["loss"] == "0.5"
 
 
+def test_a_store_at_a_url(tmp_path: Path, model: Path, run: Run) -> None:
+    pytest.importorskip("fsspec")
+    store, back = f"memory://{tmp_path.name}/runs", tmp_path / "back.safetensors"
+    assert run("snapshot", "take", store, "one", model).code == 0
+    row = result(run("snapshot", "list", store, "--json"))
+    assert [item["name"] for item in row["snapshots"]] == ["one"]
+    assert row["stored_nbytes"] > row["snapshots"][0]["stored_nbytes"]
+    assert run("snapshot", "restore", store, "one", "-o", back).code == 0
+    assert load_file(back).keys() == load_file(model).keys()
+    assert run("snapshot", "delete", store, "one", "--yes").code == 0
+    assert "0 snapshots" in run("snapshot", "list", store).out
+    assert run("snapshot", "show", store).code == 0
+
+
 def test_outputs_and_snapshots_are_not_replaced_unasked(
     tmp_path: Path, store: Path, model: Path, run: Run
 ) -> None:
