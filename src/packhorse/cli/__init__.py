@@ -1,10 +1,11 @@
-"""The `packhorse` command: pack, unpack, inspect, verify and bench.
+"""The `packhorse` command: pack, unpack, inspect, verify, bench, and snapshot with its own verbs.
 
 This module is the entry point and imports nothing outside the standard library until it is
 called, so that a missing extra is told in one line. The rest of the folder: `app` declares the
-verbs and their options; `jobs` turns the paths of a command line into work; `actions` does the
-work on the disk hop; `measure` times codecs in memory; `render` draws tables, bars and progress;
-`failures` holds the exit codes and words every error as one line. Actions never draw, and
+verbs and `options` what several have; `runs` does one source after the other; `jobs` turns the
+paths of a command line into work; `actions` does the work on the disk hop; `measure` times codecs
+in memory; `render` draws tables, bars and progress; `failures` holds the exit codes and words every
+error as one line; `snapshots` has all of these for `packhorse snapshot`. Actions never draw, and
 `render` never touches a file.
 
 What was asked for goes to standard output; progress and errors go to standard error, progress on

@@ -7,13 +7,11 @@ the run by way of an exception, so that whatever was being written is removed on
 
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn, Protocol, TypeVar
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -23,7 +21,10 @@ from packhorse.cli import actions, render
 from packhorse.cli.failures import EXPECTED, ExitCode, Stopped, describe, exit_code
 from packhorse.cli.jobs import Job, pack_jobs, unpack_jobs
 from packhorse.cli.measure import Settings
-from packhorse.cli.rows import BenchedFile, ErrorRow, FileRow, VerifiedFile
+from packhorse.cli.options import Force, Json, Level, LevelName, MaxNbytes, Output, Threads
+from packhorse.cli.rows import BenchedFile, FileRow, VerifiedFile
+from packhorse.cli.runs import Source, each
+from packhorse.cli.snapshots import snapshot_app
 from packhorse.layout import FRAME_VERSION
 
 __all__ = ["run"]
@@ -46,13 +47,7 @@ _app = typer.Typer(
 )
 
 
-class LevelName(StrEnum):
-    """Names of the levels on the command line."""
-
-    FAST = "fast"
-    DEFAULT = "default"
-    MAX = "max"
-
+_app.add_typer(snapshot_app, name="snapshot")
 
 # typer's own check of paths (readable) is off: failures.py words what the system says.
 Models = Annotated[
@@ -70,36 +65,6 @@ Packed = Annotated[
         metavar="SRC", readable=False, help="Packed files or folders.", show_default=False
     ),
 ]
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        readable=False,
-        metavar="DST",
-        help="Output; a folder for several.",
-        show_default=False,
-    ),
-]
-Level = Annotated[
-    LevelName,
-    typer.Option("--level", "-l", help="Speed against size. Every level is lossless."),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        "--threads", "-t", min=1, help="How many; by default all cores, at most 8.",
-        show_default=False,
-    ),
-]  # fmt: skip
-MaxNbytes = Annotated[
-    int | None,
-    typer.Option(
-        "--max-nbytes", min=0, help="Refuse what unpacks to more bytes.", show_default=False
-    ),
-]
-Force = Annotated[bool, typer.Option("--force", "-f", help="Replace an output that exists.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 
 def run(args: list[str] | None) -> int:
@@ -178,9 +143,9 @@ def pack(
 
     jobs = pack_jobs(src, output, force=force or dry_run)
     if dry_run:
-        _each(jobs, lambda job: actions.plan(job, level=level.value), render.plan_table, json)
+        each(jobs, lambda job: actions.plan(job, level=level.value), render.plan_table, json)
     else:
-        _each(jobs, work, render.packed_line, json)
+        each(jobs, work, render.packed_line, json)
 
 
 @_app.command(no_args_is_help=True)
@@ -209,7 +174,7 @@ def unpack(
             )
         ]
 
-    _each(unpack_jobs(src, output, force=force), work, render.unpacked_line, json)
+    each(unpack_jobs(src, output, force=force), work, render.unpacked_line, json)
 
 
 @_app.command(no_args_is_help=True)
@@ -221,7 +186,7 @@ def inspect(src: Packed, json: Json = False) -> None:
     - `packhorse inspect model.ph.safetensors`
     - `packhorse inspect model-folder.ph --json`
     """
-    _each(map(_Source, src), lambda job: actions.inspect(job.src), render.inspect_table, json)
+    each(map(Source, src), lambda job: actions.inspect(job.src), render.inspect_table, json)
 
 
 @_app.command(no_args_is_help=True)
@@ -236,12 +201,12 @@ def verify(
     - `packhorse verify model-folder.ph other.ph.safetensors`
     """
 
-    def work(job: _Source) -> list[VerifiedFile]:
+    def work(job: Source) -> list[VerifiedFile]:
         return [
             actions.verify(job.src, threads=threads, max_nbytes=max_nbytes, watch=render.progress)
         ]
 
-    rows = _each(map(_Source, src), work, render.verify_lines, json)
+    rows = each(map(Source, src), work, render.verify_lines, json)
     if not all(row.ok for row in rows):
         raise typer.Exit(ExitCode.BAD_DATA)
 
@@ -272,56 +237,12 @@ def bench(
     """
     settings = Settings(level.value, resolve_threads(threads), repeat)
 
-    def work(job: _Source) -> list[BenchedFile]:
+    def work(job: Source) -> list[BenchedFile]:
         return [actions.bench(job.src, settings, render.progress)]
 
-    rows = _each([_Source(file)], work, render.bench_table, json)
+    rows = each([Source(file)], work, render.bench_table, json)
     if not all(row.bit_exact for row in rows):
         raise typer.Exit(ExitCode.BAD_DATA)
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A source without an output."""
-
-    src: Path
-
-
-class _HasSource(Protocol):
-    @property
-    def src(self) -> Path: ...
-
-
-J = TypeVar("J", bound=_HasSource)
-R = TypeVar("R")
-
-
-def _each(
-    jobs: Iterable[J], work: Callable[[J], list[R]], show: Callable[[R], None], json: bool
-) -> list[R]:
-    """Do the jobs in turn, showing each result at once, or all of them as JSON at the end.
-
-    Raises:
-        typer.Exit: at least one job failed; the code is that of the first, and all went on.
-    """
-    rows: list[R] = []
-    errors: list[ErrorRow] = []
-    for job in jobs:
-        try:
-            done = work(job)
-        except EXPECTED as error:
-            errors.append(ErrorRow(str(job.src), exit_code(error), describe(error, job.src)))
-            render.error_line(errors[-1].message)
-            continue
-        rows += done
-        if not json:
-            for row in done:
-                show(row)
-    if json:
-        render.json_document(rows, errors)
-    if errors:
-        raise typer.Exit(errors[0].exit_code)
-    return rows
 
 
 @contextmanager

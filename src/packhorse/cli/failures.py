@@ -68,12 +68,13 @@ def exit_code(error: BaseException) -> ExitCode:
     return ExitCode.USAGE
 
 
-def describe(error: BaseException, path: Path | None = None) -> str:
+def describe(error: BaseException, path: Path | str | None = None) -> str:
     """One line for a failure.
 
     Args:
         error: what was raised.
-        path: the file that was being worked on, named in front unless the message names it already.
+        path: the file or store that was being worked on, named in front unless the message names it
+            already.
 
     Returns:
         The line, without the program's name and without a line break.

@@ -41,14 +41,19 @@ from packhorse.cli.rows import (
 )
 
 __all__ = [
+    "add_columns",
     "bench_table",
+    "draw",
     "error_line",
     "inspect_table",
     "json_document",
+    "new_table",
+    "open_console",
     "packed_line",
     "plan_table",
     "printable",
     "progress",
+    "safe_text",
     "size",
     "unpacked_line",
     "verify_lines",
@@ -107,18 +112,20 @@ def unpacked_line(row: FileRow) -> None:
 
 
 def _file_line(row: FileRow, before: int, after: int) -> None:
-    console = _console()
+    console = open_console()
     if not console.is_terminal:
         return
     sizes = f"{size(before)} -> {size(after)}"
     line = f"{row.dst}: {sizes}, ratio {row.ratio:.3f}, {row.gb_per_s:.2f} GB/s"
-    console.print(_text(line), soft_wrap=True)
+    console.print(safe_text(line), soft_wrap=True)
 
 
 def plan_table(planned: PlannedFile) -> None:
     """What packing would do to each tensor."""
-    table = _table(f"{planned.src} -> {planned.dst} (dry run, nothing is written)")
-    _columns(table, "tensor", "dtype", "shape", ">size", ">estimate", ">ratio", "split", "reason")
+    table = new_table(f"{planned.src} -> {planned.dst} (dry run, nothing is written)")
+    add_columns(
+        table, "tensor", "dtype", "shape", ">size", ">estimate", ">ratio", "split", "reason"
+    )
     for row in planned.tensors:
         table.add_row(
             *_described(row.name, row.dtype, row.shape),
@@ -126,16 +133,16 @@ def plan_table(planned: PlannedFile) -> None:
             size(row.estimated_nbytes),
             f"{row.ratio:.3f}",
             row.split,
-            _text(row.reason),
+            safe_text(row.reason),
         )
     _total(table, len(planned.tensors), planned.nbytes, planned.estimated_nbytes)
-    _print(table)
+    draw(table)
 
 
 def inspect_table(inspected: InspectedFile) -> None:
     """Tensors with their planes, modes, ratio and bar."""
-    table = _table(inspected.path)
-    _columns(table, "tensor", "dtype", "shape", ">size", ">packed", ">ratio", "planes")
+    table = new_table(inspected.path)
+    add_columns(table, "tensor", "dtype", "shape", ">size", ">packed", ">ratio", "planes")
     between = "\n" if sys.stdout.isatty() else "  "  # a pipe wants one line for each tensor
     for row in inspected.tensors:
         table.add_row(
@@ -146,34 +153,34 @@ def inspect_table(inspected: InspectedFile) -> None:
             _bar(row).append(between).append(_planes(row.planes)),
         )
     _total(table, len(inspected.tensors), inspected.nbytes, inspected.packed_nbytes)
-    _print(table)
-    _print(_legend())
+    draw(table)
+    draw(_legend())
 
 
 def verify_lines(verified: VerifiedFile) -> None:
     """One line for a good file or folder, one for each problem of a bad one."""
-    console = _console()
+    console = open_console()
     if verified.ok:
         speed = gb_per_s(verified.packed_nbytes, verified.seconds)
         files = "" if verified.n_files == 1 else f"{verified.n_files} packed files, "
         line = f"{verified.path}: ok, {files}{size(verified.packed_nbytes)} at {speed:.2f} GB/s"
-        console.print(_text(line), soft_wrap=True)
+        console.print(safe_text(line), soft_wrap=True)
     for problem in verified.problems:
-        console.print(_text(f"bad: {problem.message}"), soft_wrap=True)
+        console.print(safe_text(f"bad: {problem.message}"), soft_wrap=True)
 
 
 def bench_table(benched: BenchedFile) -> None:
     """Speeds and ratio for each dtype, the last row being the total."""
     threads = "1 thread" if benched.threads == 1 else f"{benched.threads} threads"
-    table = _table(f"{benched.path}, level {benched.level}, {threads}, in memory")
-    _columns(
+    table = new_table(f"{benched.path}, level {benched.level}, {threads}, in memory")
+    add_columns(
         table, "dtype", ">tensors", ">size", ">packed", ">ratio", ">encode", ">decode", "bit-exact"
     )
     for row in benched.dtypes:
         table.add_row(*_benched(row))
     table.add_section()
     table.add_row(*_benched(benched.total))
-    _print(table)
+    draw(table)
 
 
 @contextmanager
@@ -215,16 +222,17 @@ class _BytesColumn(ProgressColumn):
         return Text(f"{done}, {speed:.2f} GB/s")
 
 
-def _console() -> Console:
+def open_console() -> Console:
+    """Standard output; a pipe is so wide that nothing is folded."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
     return console
 
 
-def _print(what: Table | Text) -> None:
+def draw(what: Table | Text) -> None:
     """Draw on standard output; in a pipe without the blanks that fill up lines."""
-    console = _console()
+    console = open_console()
     if console.is_terminal:
         console.print(what)
         return
@@ -234,15 +242,17 @@ def _print(what: Table | Text) -> None:
     sys.stdout.write("".join(line.rstrip() + "\n" for line in lines))
 
 
-def _text(text: str, style: str = "") -> Text:
+def safe_text(text: str, style: str = "") -> Text:
+    """Text from outside, never read as markup."""
     return Text(printable(text), style=style)
 
 
-def _table(title: str) -> Table:
-    return Table(title=_text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+def new_table(title: str) -> Table:
+    """A table without columns."""
+    return Table(title=safe_text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
 
 
-def _columns(table: Table, *names: str) -> None:
+def add_columns(table: Table, *names: str) -> None:
     """Columns by name; those whose name starts with `>` hold numbers."""
     for name in names:
         is_number = name.startswith(">")
@@ -251,7 +261,7 @@ def _columns(table: Table, *names: str) -> None:
 
 
 def _described(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[Text, str, str]:
-    return _text(name), dtype, "x".join(map(str, shape)) or "scalar"
+    return safe_text(name), dtype, "x".join(map(str, shape)) or "scalar"
 
 
 def _total(table: Table, n_tensors: int, nbytes: int, packed_nbytes: int) -> None:
@@ -281,7 +291,7 @@ def _planes(planes: Sequence[PlaneRow]) -> Text:
         modes = "+".join(sorted(plane.modes, key=lambda mode: -plane.modes[mode]))
         gain = "" if modes == "stored" else f" {plane.ratio:.{2 if plane.ratio < 100 else 0}f}x"
         parts.append(f"{plane.name} {modes}{gain}".strip())
-    return _text(", ".join(parts))
+    return safe_text(", ".join(parts))
 
 
 def _bar(row: TensorRow) -> Text:

@@ -27,17 +27,22 @@ from packhorse.disk.folder import (
 from packhorse.disk.packed_file import PackedFile, PackedSlice
 from packhorse.disk.results import FileResult, FolderResult, Problem, TensorPlan, TensorResult
 from packhorse.disk.snapshots import (
+    Change,
     PruneResult,
+    RestoredFile,
     SnapshotInfo,
     SnapshotProblem,
     SnapshotStore,
     StoredTensor,
+    TensorDiff,
+    model_files,
 )
 
 if TYPE_CHECKING:
     from packhorse.disk.dcp import PackhorseReader, PackhorseWriter
 
 __all__ = [
+    "Change",
     "FileResult",
     "FolderResult",
     "PackedFile",
@@ -46,14 +51,17 @@ __all__ = [
     "PackhorseWriter",
     "Problem",
     "PruneResult",
+    "RestoredFile",
     "SnapshotInfo",
     "SnapshotProblem",
     "SnapshotStore",
     "StoredTensor",
+    "TensorDiff",
     "TensorPlan",
     "TensorResult",
     "folder_logical_nbytes",
     "logical_nbytes",
+    "model_files",
     "pack_file",
     "pack_folder",
     "packed_files",

@@ -2,15 +2,30 @@
 
 `state`, `names` and `manifest` are text in, text out; `backend`, `remote` and `lock` know file
 systems; `packs` and `chains` frames; `catalog` says what is there; `writer` is the one writer;
-`take`, `restore`, `check`, `prune` and `staging` do the work; `store` is what callers see.
+`take`, `restore`, `check`, `compare`, `prune` and `staging` do the work, `sources` and `export` for
+files; `store` is what callers see.
 """
 
 from packhorse.disk.snapshots.results import (
+    Change,
     PruneResult,
+    RestoredFile,
     SnapshotInfo,
     SnapshotProblem,
     StoredTensor,
+    TensorDiff,
 )
+from packhorse.disk.snapshots.sources import model_files
 from packhorse.disk.snapshots.store import SnapshotStore
 
-__all__ = ["PruneResult", "SnapshotInfo", "SnapshotProblem", "SnapshotStore", "StoredTensor"]
+__all__ = [
+    "Change",
+    "PruneResult",
+    "RestoredFile",
+    "SnapshotInfo",
+    "SnapshotProblem",
+    "SnapshotStore",
+    "StoredTensor",
+    "TensorDiff",
+    "model_files",
+]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from contextlib import suppress
 
 from packhorse.disk.snapshots.backend import Storage
 from packhorse.disk.snapshots.manifest import (
@@ -21,6 +22,7 @@ from packhorse.disk.snapshots.manifest import (
 )
 from packhorse.disk.snapshots.names import (
     LOCK_FILE,
+    PACKS,
     SNAPSHOTS,
     STORE_FILE,
     ManifestFile,
@@ -95,6 +97,16 @@ class Catalog:
         ):
             found.setdefault(file.snapshot, []).append(file)
         return dict(reversed(found.items()))
+
+    def stored_nbytes(self) -> int:
+        """Bytes of all packs and manifests."""
+        paths = [f"{PACKS}/{file}" for file in self._storage.names(PACKS)]
+        paths += [f"{SNAPSHOTS}/{path}" for path in self._storage.files(SNAPSHOTS)]
+        nbytes = 0
+        for path in paths if self.is_there() else ():
+            with suppress(FileNotFoundError):  # a writer may remove it meanwhile
+                nbytes += self._storage.open(path).nbytes
+        return nbytes
 
     def load(self, name: str) -> Manifest:
         """The newest good manifest of a snapshot.

@@ -85,6 +85,12 @@ class Chain:
         else:
             self.decode_into(np.empty(self._links[0].logical_nbytes, np.uint8), threads)
 
+    def decode(self, threads: int) -> ByteArray:
+        """The bytes of the tensor, in memory of their own; raises as `decode_into`."""
+        data = np.empty(self._links[0].logical_nbytes, np.uint8)
+        self.decode_into(data, threads)
+        return data
+
     def decode_into(self, dst: ByteArray, threads: int) -> None:
         """Decode the tensor.
 

@@ -6,9 +6,9 @@ things are now, and the reader begins anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from packhorse.arguments import Framework
 from packhorse.disk.results import Progress
@@ -22,7 +22,9 @@ from packhorse.disk.strict_json import shortened
 from packhorse.errors import CorruptionError, blaming
 from packhorse.threads import map_tensors
 
-__all__ = ["Restoring", "restore_state"]
+__all__ = ["Restoring", "check_limit", "read_newest", "restore_state"]
+
+_Result = TypeVar("_Result")
 
 _MAX_TRIES = 5
 
@@ -54,16 +56,31 @@ def restore_state(storage: Storage, catalog: Catalog, name: str, wanted: Restori
     Raises:
         ValueError, CorruptionError, CompatibilityError: as `SnapshotStore.restore` says.
     """
-    manifest = catalog.load(name)
+    return read_newest(catalog, [name], lambda manifest: _restore(storage, manifest, wanted))
+
+
+def read_newest(catalog: Catalog, names: Sequence[str], work: Callable[..., _Result]) -> _Result:
+    """What a reader makes of the manifests of some snapshots, once they stay while it reads.
+
+    Args:
+        catalog: of the store.
+        names: of the snapshots.
+        work: gets their manifests; it is called again if a file is gone and one of them is newer.
+
+    Raises:
+        ValueError, CorruptionError, CompatibilityError: there is no such snapshot, or it is bad.
+    """
+    manifests = [catalog.load(name) for name in names]
+    label = " or ".join(repr(name) for name in names)
     for _ in range(_MAX_TRIES):
         try:
-            return _restore(storage, manifest, wanted)
+            return work(*manifests)
         except FileNotFoundError as error:
-            newest = catalog.load(name)
-            if newest.file == manifest.file:
-                raise CorruptionError(f"snapshot {name!r}: {error}") from error
-            manifest = newest
-    raise CorruptionError(f"snapshot {name!r} changes faster than it can be read")
+            newest = [catalog.load(name) for name in names]
+            if [new.file for new in newest] == [old.file for old in manifests]:
+                raise CorruptionError(f"snapshot {label}: {error}") from error
+            manifests = newest
+    raise CorruptionError(f"snapshot {label} changes faster than it can be read")
 
 
 def _restore(storage: Storage, manifest: Manifest, wanted: Restoring) -> Any:
@@ -78,7 +95,7 @@ def _restore(storage: Storage, manifest: Manifest, wanted: Restoring) -> Any:
         # Once to see what is wanted, and once more when it is there.
         decode_state(manifest.state, choose, wanted.keys)
         targets = _targets(chosen, wanted.into)
-    _check_limit(chosen, name, wanted.max_nbytes)
+    check_limit(chosen, name, wanted.max_nbytes)
     with PackReader(storage) as reader, blaming(f"snapshot {name!r}"):
 
         def work(k: int, threads: int) -> Any:
@@ -90,7 +107,12 @@ def _restore(storage: Storage, manifest: Manifest, wanted: Restoring) -> Any:
     return state
 
 
-def _check_limit(chosen: Sequence[TensorRef], name: str, max_nbytes: int | None) -> None:
+def check_limit(chosen: Sequence[TensorRef], name: str, max_nbytes: int | None) -> None:
+    """Refuse to decode tensors of more bytes together.
+
+    Raises:
+        CorruptionError: they have more.
+    """
     nbytes = sum(ref.frame.logical_nbytes for ref in chosen)
     if max_nbytes is not None and nbytes > max_nbytes:
         raise CorruptionError(

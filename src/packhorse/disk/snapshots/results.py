@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from packhorse.disk.snapshots.manifest import Manifest
 
-__all__ = ["PruneResult", "SnapshotInfo", "SnapshotProblem", "StoredTensor", "describe"]
+__all__ = [
+    "Change",
+    "PruneResult",
+    "RestoredFile",
+    "SnapshotInfo",
+    "SnapshotProblem",
+    "StoredTensor",
+    "TensorDiff",
+    "describe",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +33,8 @@ class StoredTensor:
         nbytes: its size.
         packed_nbytes: the size of its frame, which other tensors and snapshots may share.
         n_deltas: how many deltas are decoded to restore it.
+        content_hash: names its bytes; equal tensors of all snapshots share one frame.
+        base_hash: names the bytes of the tensor that its frame is a delta against, if it is one.
     """
 
     path: str
@@ -30,6 +43,8 @@ class StoredTensor:
     nbytes: int
     packed_nbytes: int
     n_deltas: int
+    content_hash: bytes
+    base_hash: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +110,61 @@ class PruneResult:
     freed_nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class RestoredFile:
+    """What `SnapshotStore.restore_file` wrote.
+
+    Attributes:
+        output: the file.
+        n_tensors: how many it holds.
+        nbytes: bytes of them, restored.
+        file_nbytes: the size of the file.
+    """
+
+    output: Path
+    n_tensors: int
+    nbytes: int
+    file_nbytes: int
+
+
+class Change(StrEnum):
+    """What became of a tensor from one snapshot to another."""
+
+    EQUAL = "equal"
+    CHANGED = "changed"  # the same dtype and shape, other values
+    REPLACED = "replaced"  # another dtype or shape
+    ADDED = "added"
+    REMOVED = "removed"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDiff:
+    """A tensor in two snapshots.
+
+    Attributes:
+        path: where it stands in the states.
+        change: what became of it.
+        dtype: safetensors' name, in the second snapshot, or in the first if it was removed.
+        shape: the dimensions, likewise.
+        nbytes: its size, likewise.
+        n_values: how many elements it has.
+        n_changed: how many of them have other bits; None if that cannot be compared.
+        max_change: the largest absolute difference of changed values, of those that are finite;
+            None if there is none, or if nobody knows the numbers of that dtype.
+        mean_change: the mean of the same differences.
+    """
+
+    path: str
+    change: Change
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    n_values: int
+    n_changed: int | None
+    max_change: float | None
+    mean_change: float | None
+
+
 def describe(manifest: Manifest) -> SnapshotInfo:
     """What a manifest says, for callers."""
     tensors = tuple(
@@ -105,6 +175,8 @@ def describe(manifest: Manifest) -> SnapshotInfo:
             tensor.frame.logical_nbytes,
             tensor.frame.nbytes,
             tensor.frame.n_deltas,
+            tensor.frame.content[0],
+            tensor.frame.base.content[0] if tensor.frame.base else None,
         )
         for tensor in manifest.tensors
     )

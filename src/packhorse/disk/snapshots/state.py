@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -20,7 +20,15 @@ from packhorse.arguments import Framework, framework_of
 from packhorse.disk.strict_json import check_text, shortened, shown
 from packhorse.errors import CorruptionError, blaming
 
-__all__ = ["Keys", "Leaf", "Selection", "decode_state", "encode_state", "find_tensors"]
+__all__ = [
+    "Keys",
+    "Leaf",
+    "Selection",
+    "decode_state",
+    "encode_state",
+    "find_tensors",
+    "list_state",
+]
 
 # Top-level names, dotted paths or a predicate on paths: what a caller wants of a state.
 Keys: TypeAlias = Iterable[str] | Callable[[str], bool]
@@ -312,3 +320,53 @@ def decode_state(
         raise CorruptionError("the state is no container")
     selection.check_found()
     return ({} if state is _ABSENT else state), decoder.n_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbered:
+    """Stands for a tensor."""
+
+    index: int
+
+
+def list_state(document: object, keys: Keys | None = None) -> tuple[list[int], dict[str, Any]]:
+    """A state without its nesting.
+
+    Args:
+        document: as for `decode_state`.
+        keys: which parts are wanted; None for all.
+
+    Returns:
+        The numbers of the tensors, and what is no tensor by its path: JSON values as in a
+        document, but for empty containers, which are `{}` and `[]`.
+
+    Raises:
+        CorruptionError, ValueError: as `decode_state`.
+    """
+    selection = Selection(keys)
+    state, _ = decode_state(document, lambda index, path: _Numbered(index))
+    indices: list[int] = []
+    values: dict[str, Any] = {}
+    for path, value in _leaves(state, ""):
+        if not selection.wants(path):
+            continue
+        if isinstance(value, _Numbered):
+            indices.append(value.index)
+        else:
+            values[path] = _real(value) if isinstance(value, float) else value
+    selection.check_found()
+    return indices, values
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        pairs: list[tuple[object, object]] = list(value.items())
+    elif isinstance(value, list | tuple):
+        pairs = list(enumerate(value))
+    else:
+        yield path, value
+        return
+    if not pairs:
+        yield path, {} if isinstance(value, dict) else []
+    for key, item in pairs:
+        yield from _leaves(item, _below(path, key))

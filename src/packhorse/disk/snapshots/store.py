@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +19,8 @@ from packhorse.disk.snapshots.cache import BaseCache
 from packhorse.disk.snapshots.casts import find_casts, packing_order
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.check import verify_snapshots
+from packhorse.disk.snapshots.compare import compare_snapshots
+from packhorse.disk.snapshots.export import Exporting, export_snapshot
 from packhorse.disk.snapshots.manifest import MAX_CHAIN, Manifest
 from packhorse.disk.snapshots.names import quote_name
 from packhorse.disk.snapshots.pending import Pending
@@ -25,10 +28,13 @@ from packhorse.disk.snapshots.prune import Keep, delete_snapshot, prune_snapshot
 from packhorse.disk.snapshots.restore import Restoring, restore_state
 from packhorse.disk.snapshots.results import (
     PruneResult,
+    RestoredFile,
     SnapshotInfo,
     SnapshotProblem,
+    TensorDiff,
     describe,
 )
+from packhorse.disk.snapshots.sources import model_files, open_sources
 from packhorse.disk.snapshots.staging import Staging
 from packhorse.disk.snapshots.state import Keys, Leaf, encode_state
 from packhorse.disk.snapshots.take import Options, Spec, State, take_state
@@ -144,6 +150,38 @@ class SnapshotStore:
             taking = State(document, _specs(leaves), groups, casts, lambda i: _bytes_of(leaves[i]))
             return self._take(name, taking, base, dict(metadata or {}), replace, progress)
 
+    def take_files(
+        self,
+        name: str,
+        sources: Sequence[str | os.PathLike[str]],
+        *,
+        base: str | None = "auto",
+        metadata: Mapping[str, Any] | None = None,
+        replace: bool = False,
+        progress: Progress | None = None,
+    ) -> SnapshotInfo:
+        """`take` of safetensors files: their tensors, by name, are one dict.
+
+        Args:
+            name: as for `take`, and so are all others.
+            sources: plain or packed files, or folders of them (shards); subfolders are left out.
+            base: as for `take`.
+            metadata: as for `take`, beside that of the files.
+            replace: as for `take`.
+            progress: as for `take`.
+
+        Raises:
+            ValueError: a pickle, a folder without safetensors files, or a tensor in two of them.
+            CorruptionError, CompatibilityError: a file is not what it should be.
+            Exception: as `take`.
+        """
+        with self._lock:
+            self._settle()
+            files = [file for source in sources for file in model_files(source)]
+            with open_sources(files, self._options.threads) as opened:
+                values = opened.metadata | _checked_metadata(name, metadata)
+                return self._take(name, opened.state, base, values, replace, progress)
+
     def take_async(
         self,
         name: str,
@@ -220,7 +258,7 @@ class SnapshotStore:
             if name in session.listing and not replace:
                 raise FileExistsError(
                     f"{self._storage.label()}: there is a snapshot {name!r} already; allow "
-                    "replacing it (replace=True), or name another"
+                    "replacing it (replace=True, --replace), or name another"
                 )
             manifest = take_state(
                 session, name, taking, base=_base(session, base), metadata=metadata,
@@ -271,6 +309,61 @@ class SnapshotStore:
             resolve_framework(framework), keys, into, self._options.threads, max_nbytes, progress
         )
         return restore_state(self._storage, self._catalog, name, wanted)
+
+    def restore_file(
+        self,
+        name: str,
+        output: str | os.PathLike[str],
+        *,
+        keys: Keys | None = None,
+        force: bool = False,
+        max_nbytes: int | None = None,
+        progress: Progress | None = None,
+    ) -> RestoredFile:
+        """Write a snapshot, or parts of it, as a safetensors file: tensors under their paths, all
+        else as metadata (docs/snapshots.md). It is there whole or not at all.
+
+        Args:
+            name: of the snapshot.
+            output: the file; packed, if its name ends in `.ph.safetensors`.
+            keys: as for `restore`.
+            force: an existing file may be replaced.
+            max_nbytes: as for `restore`.
+            progress: as for `restore`.
+
+        Raises:
+            ValueError: no such snapshot, a key that stands for nothing, or what no file can hold.
+            CorruptionError, CompatibilityError: as `restore`.
+            OSError: the system refuses; FileExistsError if `output` exists and `force` is False.
+        """
+        self._glance()
+        options = self._options
+        wanted = Exporting(keys, options.level, options.threads, force, max_nbytes, progress)
+        return export_snapshot(self._storage, self._catalog, name, Path(output), wanted)
+
+    def diff(self, old: str, new: str, *, progress: Progress | None = None) -> list[TensorDiff]:
+        """What became of each tensor from one snapshot to another.
+
+        Args:
+            old: name of a snapshot.
+            new: name of another.
+            progress: called with the logical bytes done since the last call, from several threads.
+
+        Returns:
+            The tensors of `new` in its order, then those that it does not have.
+
+        Raises:
+            ValueError: there is no such snapshot.
+            CorruptionError, CompatibilityError: as `restore`.
+        """
+        self._glance()
+        names, threads = (old, new), self._options.threads
+        return compare_snapshots(self._storage, self._catalog, names, threads, progress)
+
+    def stored_nbytes(self) -> int:
+        """Bytes of the whole store: of all packs and manifests."""
+        self._glance()
+        return self._catalog.stored_nbytes()
 
     def names(self) -> list[str]:
         """The names of all snapshots, the oldest first; none if there is no store yet.
@@ -398,6 +491,12 @@ class SnapshotStore:
 
 def _checked(name: str, state: Any, metadata: Mapping[str, Any] | None) -> tuple[Any, list[Leaf]]:
     """The state as JSON values and its tensors, once all that can be wrong was looked at."""
+    _checked_metadata(name, metadata)
+    return encode_state(state)
+
+
+def _checked_metadata(name: str, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The metadata, once the snapshot's name and it were looked at."""
     quote_name(name)
     given = dict(metadata or {})
     try:
@@ -407,7 +506,7 @@ def _checked(name: str, state: Any, metadata: Mapping[str, Any] | None) -> tuple
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"metadata must be JSON values: {error}") from error
-    return encode_state(state)
+    return given
 
 
 def _specs(leaves: list[Leaf]) -> list[Spec]:

@@ -1,0 +1,49 @@
+"""Options that several verbs have."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["Force", "Json", "Level", "LevelName", "MaxNbytes", "Output", "Threads"]
+
+
+class LevelName(StrEnum):
+    """Names of the levels on the command line."""
+
+    FAST = "fast"
+    DEFAULT = "default"
+    MAX = "max"
+
+
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        readable=False,
+        metavar="DST",
+        help="Output; a folder for several.",
+        show_default=False,
+    ),
+]
+Level = Annotated[
+    LevelName,
+    typer.Option("--level", "-l", help="Speed against size. Every level is lossless."),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads", "-t", min=1, help="How many; by default all cores, at most 8.",
+        show_default=False,
+    ),
+]  # fmt: skip
+MaxNbytes = Annotated[
+    int | None,
+    typer.Option(
+        "--max-nbytes", min=0, help="Refuse what unpacks to more bytes.", show_default=False
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", "-f", help="Replace an output that exists.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]

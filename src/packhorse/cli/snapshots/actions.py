@@ -1,0 +1,336 @@
+"""What the verbs of snapshots do: a store in, a row out. Nothing here draws, prints or exits."""
+
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from packhorse.cli.actions import Watch
+from packhorse.cli.failures import UsageError
+from packhorse.cli.rows import gb_per_s
+from packhorse.cli.snapshots.rows import (
+    DiffRow,
+    KindRow,
+    ListedStore,
+    PrunedStore,
+    RestoredSnapshot,
+    ShownSnapshot,
+    SnapshotProblemRow,
+    SnapshotRow,
+    SnapshotsDiff,
+    TakenSnapshot,
+    VerifiedStore,
+)
+from packhorse.disk import (
+    Change,
+    SnapshotInfo,
+    SnapshotStore,
+    StoredTensor,
+    logical_nbytes,
+    model_files,
+)
+from packhorse.errors import PackhorseError
+
+__all__ = [
+    "delete",
+    "diff",
+    "doomed",
+    "listed",
+    "open_store",
+    "prune",
+    "read_pairs",
+    "restore",
+    "show",
+    "take",
+    "verify",
+]
+
+_MAX_KINDS = 24  # more than a screen's worth is no summary
+
+
+def open_store(url: str, **options: Any) -> SnapshotStore:
+    """A store that is there.
+
+    Raises:
+        FileNotFoundError: nothing is.
+    """
+    if "://" not in url and not Path(url).exists():
+        raise FileNotFoundError(f"{url}: there is no such snapshot store; check the path")
+    return SnapshotStore(url, **options)
+
+
+def read_pairs(words: Iterable[str]) -> dict[str, Any]:
+    """Metadata from `K=V`; a value that is JSON is read as such, any other is a string.
+
+    Raises:
+        UsageError: a word has no `=`, or a key stands twice.
+    """
+    pairs: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key or key in pairs:
+            raise UsageError(f"--metadata {word!r}: give each key once, as KEY=VALUE")
+        try:
+            pairs[key] = json.loads(value, parse_constant=_no_number)
+        except ValueError:
+            pairs[key] = value
+    return pairs
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+def take(
+    store: SnapshotStore,
+    url: str,
+    name: str,
+    sources: Sequence[Path],
+    *,
+    base: str | None,
+    metadata: dict[str, Any],
+    replace: bool,
+    watch: Watch,
+) -> TakenSnapshot:
+    """Take a snapshot of files."""
+    files = [file for source in sources for file in model_files(source)]
+    total = sum(logical_nbytes(file) for file in files)
+    with watch(f"take {name}", total) as progress:
+        start = time.perf_counter()
+        info = store.take_files(
+            name, files, base=base, metadata=metadata, replace=replace, progress=progress
+        )
+        seconds = time.perf_counter() - start
+    return TakenSnapshot(
+        url, name, len(info.tensors), info.nbytes, info.stored_nbytes,
+        _ratio(info.nbytes, info.stored_nbytes), seconds, gb_per_s(info.nbytes, seconds),
+    )  # fmt: skip
+
+
+def listed(store: SnapshotStore, url: str) -> ListedStore:
+    """All snapshots of a store."""
+    infos, damaged = _infos(store)
+    nbytes, stored = sum(info.nbytes for info in infos), store.stored_nbytes()
+    return ListedStore(url, nbytes, stored, _ratio(nbytes, stored), _rows(infos), damaged)
+
+
+def _infos(store: SnapshotStore) -> tuple[list[SnapshotInfo], list[SnapshotProblemRow]]:
+    """What can be read of a store, and what cannot."""
+    infos, damaged = [], []
+    for name in store.names():
+        try:
+            infos.append(store.info(name))
+        except PackhorseError as error:
+            damaged.append(SnapshotProblemRow(name, None, None, str(error)))
+    return infos, damaged
+
+
+def show(store: SnapshotStore, url: str, name: str) -> ShownSnapshot:
+    """One snapshot, by kinds of tensors."""
+    info = store.info(name)
+    older = [other for other in _infos(store)[0] if other.order < info.order]
+    known = {tensor.content_hash for other in older for tensor in other.tensors}
+    row = _rows([*older, info])[-1]
+    return ShownSnapshot(url, row, info.needed_nbytes, info.metadata, _kinds(info, known))
+
+
+def _rows(infos: Sequence[SnapshotInfo]) -> list[SnapshotRow]:
+    """Snapshots, the oldest first: what each has that no older one has, and what it builds on."""
+    rows = []
+    known: set[bytes] = set()
+    for info, base in zip(infos, _bases(infos), strict=True):
+        stored = sum(tensor.packed_nbytes for tensor in _new(info.tensors, known))
+        rows.append(
+            SnapshotRow(
+                info.name,
+                info.time.isoformat(timespec="seconds"),
+                len(info.tensors),
+                info.nbytes,
+                stored,
+                _ratio(info.nbytes, stored),
+                info.max_deltas,
+                base,
+            )
+        )
+    return rows
+
+
+def _new(tensors: Iterable[StoredTensor], known: set[bytes]) -> list[StoredTensor]:
+    """Those whose content is not known; it is from now on."""
+    new = []
+    for tensor in tensors:
+        if tensor.content_hash not in known:
+            known.add(tensor.content_hash)
+            new.append(tensor)
+    return new
+
+
+def _ratio(nbytes: int, stored_nbytes: int) -> float | None:
+    return nbytes / stored_nbytes if stored_nbytes else None
+
+
+def _bases(infos: Sequence[SnapshotInfo]) -> list[str | None]:
+    """For each snapshot, the oldest first, the older one that it builds on most."""
+    owners: dict[bytes, str] = {}  # the newest snapshot that has a tensor of this content
+    bases = []
+    for info in infos:
+        votes: Counter[str] = Counter()
+        for tensor in info.tensors:
+            for content in (tensor.content_hash, tensor.base_hash):
+                if content in owners:
+                    votes[owners[content]] += tensor.nbytes
+                    break
+        bases.append(max(votes, key=lambda name: votes[name]) if votes else None)
+        owners.update(dict.fromkeys((tensor.content_hash for tensor in info.tensors), info.name))
+    return bases
+
+
+def _kinds(info: SnapshotInfo, known: set[bytes]) -> list[KindRow]:
+    """The tensors by kind: by where they belong, what they are and their dtype; less finely where
+    that makes too many."""
+    namings: tuple[Callable[[StoredTensor], str], ...] = (_part_and_role, _role, lambda tensor: "")
+    for naming in namings:
+        groups: dict[tuple[str, str], list[StoredTensor]] = {}
+        for tensor in info.tensors:
+            groups.setdefault((naming(tensor), tensor.dtype), []).append(tensor)
+        if len(groups) <= _MAX_KINDS:
+            break
+    return [_kind(kind, dtype, tensors, known) for (kind, dtype), tensors in groups.items()]
+
+
+def _kind(kind: str, dtype: str, tensors: list[StoredTensor], known: set[bytes]) -> KindRow:
+    own = _new(tensors, known)
+    n_delta = sum(tensor.base_hash is not None for tensor in own)
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    stored = sum(tensor.packed_nbytes for tensor in own)
+    return KindRow(
+        kind or "all", dtype, len(tensors), len(own) - n_delta, n_delta, len(tensors) - len(own),
+        nbytes, stored, _ratio(nbytes, stored),
+    )  # fmt: skip
+
+
+def _parts(path: str) -> list[str]:
+    """The names in a path, with a star for whatever counts."""
+    return ["*" if part.isdigit() else part for part in re.split(r"[.\[\]]+", path) if part]
+
+
+def _part_and_role(tensor: StoredTensor) -> str:
+    parts = _parts(tensor.path)
+    if len(parts) < 3:
+        return ".".join(parts)
+    return f"{parts[0]}.*.{parts[-1]}"
+
+
+def _role(tensor: StoredTensor) -> str:
+    return "".join(_parts(tensor.path)[-1:])
+
+
+def diff(store: SnapshotStore, url: str, old: str, new: str, watch: Watch) -> SnapshotsDiff:
+    """What became of the tensors."""
+    with watch(f"diff {old} {new}", None) as progress:
+        tensors = store.diff(old, new, progress=progress)
+    counts = Counter(str(tensor.change) for tensor in tensors)
+    return SnapshotsDiff(
+        url,
+        old,
+        new,
+        {str(change): counts[str(change)] for change in Change},
+        [DiffRow(**{**asdict(tensor), "change": str(tensor.change)}) for tensor in tensors],
+    )
+
+
+def restore(
+    store: SnapshotStore,
+    url: str,
+    name: str,
+    output: Path,
+    *,
+    keys: Sequence[str] | None,
+    force: bool,
+    max_nbytes: int | None,
+    watch: Watch,
+) -> RestoredSnapshot:
+    """Write a snapshot to a file."""
+    total = None if keys else store.info(name).nbytes
+    with watch(f"restore {name}", total) as progress:
+        start = time.perf_counter()
+        done = store.restore_file(
+            name, output, keys=keys, force=force, max_nbytes=max_nbytes, progress=progress
+        )
+        seconds = time.perf_counter() - start
+    return RestoredSnapshot(
+        url, name, str(output), done.n_tensors, done.nbytes, done.file_nbytes, seconds,
+        gb_per_s(done.nbytes, seconds),
+    )  # fmt: skip
+
+
+def verify(store: SnapshotStore, url: str, names: Sequence[str], watch: Watch) -> VerifiedStore:
+    """Compare all checksums, of some snapshots or of all."""
+    wanted: list[str | None] = [*dict.fromkeys(names)] or [None]
+    with watch(f"verify {url}", None) as progress:
+        start = time.perf_counter()
+        problems = [found for name in wanted for found in store.verify(name, progress=progress)]
+        seconds = time.perf_counter() - start
+    return VerifiedStore(
+        url,
+        not problems,
+        list(names) or store.names(),
+        seconds,
+        [SnapshotProblemRow(p.snapshot, p.tensor, p.file, p.message) for p in problems],
+    )
+
+
+def doomed(store: SnapshotStore, keep: Sequence[str]) -> list[str]:
+    """Which snapshots pruning would remove, the oldest first.
+
+    Args:
+        store: the store.
+        keep: one number of the newest, or names.
+
+    Raises:
+        UsageError: it names what is not there, would leave nothing, or can be read in two ways.
+    """
+    names = store.names()
+    if len(keep) == 1 and keep[0].isdecimal():
+        if keep[0] in names:
+            raise UsageError(
+                f"--keep {keep[0]}: a number, and the name of a snapshot; give it twice to mean "
+                f"the name, or write 0{keep[0]} to mean the number"
+            )
+        if int(keep[0]) < 1:
+            raise UsageError("--keep 0 would leave nothing; delete snapshots by name instead")
+        return names[: -int(keep[0])]
+    for name in keep:
+        if name not in names:
+            raise UsageError(f"--keep {name}: there is no such snapshot; `list` shows all")
+    return [name for name in names if name not in keep]
+
+
+def prune(store: SnapshotStore, url: str, removed: Sequence[str], *, dry_run: bool) -> PrunedStore:
+    """Remove some snapshots, and move what the others need. One that was taken since is kept."""
+    kept = [name for name in store.names() if name not in removed]
+    if dry_run or not removed:
+        return PrunedStore(url, dry_run, list(removed), kept, [], None if removed else 0)
+    done = store.prune(keep=lambda info: info.name not in removed)
+    return PrunedStore(
+        url, False, list(done.removed), kept, list(done.rewritten), done.freed_nbytes
+    )
+
+
+def delete(store: SnapshotStore, url: str, names: Sequence[str], *, dry_run: bool) -> PrunedStore:
+    """Remove snapshots.
+
+    Raises:
+        ValueError: there is no such snapshot; none is removed.
+    """
+    there, wanted = store.names(), list(dict.fromkeys(names))
+    for name in wanted:
+        if name not in there:
+            raise UsageError(f"{url}: there is no snapshot {name!r}; `list` shows all")
+    kept = [name for name in there if name not in wanted]
+    freed = None if dry_run else sum(store.delete(name) for name in wanted)
+    return PrunedStore(url, dry_run, wanted, kept, [], freed)

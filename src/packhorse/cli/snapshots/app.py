@@ -1,0 +1,332 @@
+"""The verbs of `packhorse snapshot` and their options."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from packhorse.cli.failures import ExitCode, UsageError
+from packhorse.cli.options import Force, Json, Level, LevelName, MaxNbytes, Threads
+from packhorse.cli.render import progress
+from packhorse.cli.runs import each
+from packhorse.cli.snapshots import actions, render
+from packhorse.cli.snapshots.rows import PrunedStore
+from packhorse.disk import SnapshotStore
+
+__all__ = ["snapshot_app"]
+
+snapshot_app = typer.Typer(
+    help="Keep the states of a training run as small increments.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Store = Annotated[
+    str,
+    typer.Argument(
+        metavar="STORE", help="A folder, or a URL such as s3://bucket/run.", show_default=False
+    ),
+]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the snapshot.", show_default=False)]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", "-n", help="Say what would be removed; remove nothing.")
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")]
+
+_Row = TypeVar("_Row")
+
+
+@dataclass(frozen=True)
+class _Store:
+    """The store of a command line, as `each` wants it."""
+
+    src: str
+
+
+def _once(url: str, work: Callable[[], _Row], show: Callable[[_Row], None], json: bool) -> _Row:
+    """Do one thing to one store, with errors and JSON as all verbs have them."""
+    return each([_Store(url)], lambda job: [work()], show, json)[0]
+
+
+@snapshot_app.command(no_args_is_help=True)
+def take(
+    store: Store,
+    name: Name,
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE",
+            readable=False,
+            help="Safetensors files, packed or plain, or folders of shards.",
+            show_default=False,
+        ),
+    ],
+    base: Annotated[
+        str,
+        typer.Option(
+            "--base", "-b", metavar="auto|none|NAME",
+            help="What deltas may be made against: the newest snapshot, nothing, or one by name.",
+        ),
+    ] = "auto",
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--metadata", "-m", metavar="K=V",
+            help="Kept with it; JSON or a string. Repeat it for more.", show_default=False,
+        ),
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Replace a snapshot of that name, in one step.")
+    ] = False,
+    level: Level = LevelName.DEFAULT,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Take a snapshot of the tensors of safetensors files; the first one makes the store.
+
+    Examples:
+
+    - `packhorse snapshot take runs/7 step-100 model.safetensors`
+    - `packhorse snapshot take runs/7 step-200 checkpoint-200 -m loss=2.31`
+    - `packhorse snapshot take tunes chat-v1 chat.safetensors --base llama`
+    """
+
+    def work() -> Any:
+        pairs = actions.read_pairs(metadata or [])
+        opened = SnapshotStore(store, level=level.value, threads=threads)
+        return actions.take(
+            opened, store, name, files, base=None if base == "none" else base, metadata=pairs,
+            replace=replace, watch=progress,
+        )  # fmt: skip
+
+    _once(store, work, render.taken_line, json)
+
+
+@snapshot_app.command("list", no_args_is_help=True)
+def list_(store: Store, json: Json = False) -> None:
+    """List the snapshots of a store, the oldest first: what each added to it, and on which it
+    builds.
+
+    Examples:
+
+    - `packhorse snapshot list runs/7`
+    - `packhorse snapshot list s3://bucket/run --json`
+    """
+    row = _once(
+        store, lambda: actions.listed(actions.open_store(store), store), render.list_table, json
+    )
+    if row.damaged:
+        raise typer.Exit(ExitCode.BAD_DATA)
+
+
+@snapshot_app.command(no_args_is_help=True)
+def show(
+    store: Store,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Of one snapshot.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Plot size and ratio by snapshot; or, of one snapshot, show what each kind of tensor cost.
+
+    Examples:
+
+    - `packhorse snapshot show runs/7`
+    - `packhorse snapshot show runs/7 step-200`
+    """
+    if name is not None:
+        only = name
+        _once(
+            store,
+            lambda: actions.show(actions.open_store(store), store, only),
+            render.show_table,
+            json,
+        )
+        return
+    row = _once(
+        store, lambda: actions.listed(actions.open_store(store), store), render.show_plot, json
+    )
+    if row.damaged:
+        raise typer.Exit(ExitCode.BAD_DATA)
+
+
+@snapshot_app.command(no_args_is_help=True)
+def diff(
+    store: Store,
+    old: Annotated[str, typer.Argument(metavar="A", help="A snapshot.", show_default=False)],
+    new: Annotated[str, typer.Argument(metavar="B", help="Another.", show_default=False)],
+    limit: Annotated[
+        int, typer.Option("--limit", min=0, help="Show at most so many tensors.")
+    ] = 50,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Show which tensors changed from one snapshot to another, how many of their values, and by
+    how much.
+
+    Examples:
+
+    - `packhorse snapshot diff runs/7 step-100 step-200`
+    - `packhorse snapshot diff runs/7 step-100 step-200 --json`
+    """
+
+    def work() -> Any:
+        return actions.diff(actions.open_store(store, threads=threads), store, old, new, progress)
+
+    _once(store, work, partial(render.diff_table, limit=limit), json)
+
+
+@snapshot_app.command(no_args_is_help=True)
+def restore(
+    store: Store,
+    name: Name,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", readable=False, metavar="DST", show_default=False,
+            help="The file; packed, if it ends in .ph.safetensors.",
+        ),
+    ],
+    keys: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keys", "-k", metavar="PATH", show_default=False,
+            help="Only what stands at a path or below. Repeat it for more.",
+        ),
+    ] = None,
+    level: Level = LevelName.DEFAULT,
+    threads: Threads = None,
+    force: Force = False,
+    max_nbytes: MaxNbytes = None,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Write a snapshot as a safetensors file: tensors by their paths, all else as metadata.
+
+    Examples:
+
+    - `packhorse snapshot restore runs/7 step-200 -o model.safetensors`
+    - `packhorse snapshot restore runs/7 step-200 -o weights.ph.safetensors --keys model`
+    """
+
+    def work() -> Any:
+        opened = actions.open_store(store, level=level.value, threads=threads)
+        return actions.restore(
+            opened, store, name, output, keys=keys or None, force=force, max_nbytes=max_nbytes,
+            watch=progress,
+        )  # fmt: skip
+
+    _once(store, work, render.restored_line, json)
+
+
+@snapshot_app.command(no_args_is_help=True)
+def verify(
+    store: Store,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Snapshots; none for all.", show_default=False),
+    ] = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Decode everything and check every checksum; exit with 1 and list whatever is bad.
+
+    Examples:
+
+    - `packhorse snapshot verify runs/7`
+    - `packhorse snapshot verify runs/7 step-200`
+    """
+
+    def work() -> Any:
+        opened = actions.open_store(store, threads=threads)
+        return actions.verify(opened, store, names or [], progress)
+
+    row = _once(store, work, render.verify_lines, json)
+    if not row.ok:
+        raise typer.Exit(ExitCode.BAD_DATA)
+
+
+@snapshot_app.command(no_args_is_help=True)
+def delete(
+    store: Store,
+    names: Annotated[
+        list[str], typer.Argument(metavar="NAME", help="Of the snapshots.", show_default=False)
+    ],
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    json: Json = False,
+) -> None:
+    """Delete snapshots. What others need of them stays; `prune` frees more.
+
+    Examples:
+
+    - `packhorse snapshot delete runs/7 step-100`
+    - `packhorse snapshot delete runs/7 step-100 step-200 --yes`
+    """
+
+    def work() -> PrunedStore:
+        opened = actions.open_store(store)
+        planned = actions.delete(opened, store, names, dry_run=True)
+        if dry_run:
+            return planned
+        _ask(planned.removed, yes)
+        return actions.delete(opened, store, names, dry_run=False)
+
+    _once(store, work, render.pruned_lines, json)
+
+
+@snapshot_app.command(no_args_is_help=True)
+def prune(
+    store: Store,
+    keep: Annotated[
+        list[str],
+        typer.Option(
+            "--keep", "-k", metavar="N|NAME", show_default=False,
+            help="How many of the newest; or a name, repeated for more.",
+        ),
+    ],
+    level: Level = LevelName.DEFAULT,
+    threads: Threads = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """Remove all snapshots but some, and free what only the removed ones needed.
+
+    Examples:
+
+    - `packhorse snapshot prune runs/7 --keep 5`
+    - `packhorse snapshot prune runs/7 --keep step-100 --keep step-900 --dry-run`
+    """
+
+    def work() -> PrunedStore:
+        opened = actions.open_store(store, level=level.value, threads=threads)
+        removed = actions.doomed(opened, keep)
+        if removed and not dry_run:
+            _ask(removed, yes)
+        return actions.prune(opened, store, removed, dry_run=dry_run)
+
+    _once(store, work, render.pruned_lines, json)
+
+
+def _ask(names: list[str], yes: bool) -> None:
+    """Ask on the terminal whether snapshots may go.
+
+    Raises:
+        UsageError: nobody can be asked, or the answer is no.
+    """
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError("would remove snapshots, and nobody can be asked; say --yes to mean it")
+    question = render.removal_line(names)
+    try:
+        is_meant = typer.confirm(question[0].upper() + question[1:] + "?", err=True)
+    except typer.Abort:  # the end of the input
+        is_meant = False
+    if not is_meant:
+        raise UsageError("nothing was removed")

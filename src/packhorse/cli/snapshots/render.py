@@ -1,0 +1,215 @@
+"""Drawing snapshots: tables, a plot of size and ratio, and lines."""
+
+import json
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from packhorse.cli.render import (
+    add_columns,
+    draw,
+    new_table,
+    open_console,
+    printable,
+    safe_text,
+    size,
+)
+from packhorse.cli.snapshots.rows import (
+    DiffRow,
+    KindRow,
+    ListedStore,
+    PrunedStore,
+    RestoredSnapshot,
+    ShownSnapshot,
+    SnapshotsDiff,
+    TakenSnapshot,
+    VerifiedStore,
+)
+
+__all__ = [
+    "diff_table",
+    "list_table",
+    "pruned_lines",
+    "removal_line",
+    "restored_line",
+    "show_plot",
+    "show_table",
+    "taken_line",
+    "verify_lines",
+]
+
+_BAR_WIDTH = 18
+_BLOCKS = " ▏▎▍▌▋▊▉█"  # a cell in eighths
+_ALWAYS_SHOWN = 50  # rows of a plot
+_METADATA_LENGTH = 120  # characters of a value; --json has all
+
+
+def taken_line(row: TakenSnapshot) -> None:
+    """What taking did, on a terminal alone."""
+    new = f"{size(row.nbytes)} -> {size(row.stored_nbytes)}"
+    _line(f"{row.name}: {new}, ratio {_ratio(row.ratio)}, {row.gb_per_s:.2f} GB/s")
+
+
+def restored_line(row: RestoredSnapshot) -> None:
+    """What restoring did, on a terminal alone."""
+    _line(f"{row.dst}: {row.n_tensors} tensors, {size(row.file_nbytes)}, {row.gb_per_s:.2f} GB/s")
+
+
+def _line(text: str) -> None:
+    console = open_console()
+    if console.is_terminal:
+        console.print(safe_text(text), soft_wrap=True)
+
+
+def list_table(listed: ListedStore) -> None:
+    """All snapshots, and what they take together."""
+    table = new_table(listed.store)
+    add_columns(
+        table, "snapshot", "time", ">tensors", ">size", ">stored", ">ratio", ">deltas", "base"
+    )
+    for row in listed.snapshots:
+        table.add_row(
+            safe_text(row.name),
+            row.time,
+            str(row.n_tensors),
+            size(row.nbytes),
+            size(row.stored_nbytes),
+            _ratio(row.ratio),
+            str(row.max_deltas),
+            safe_text(row.base or "-"),
+        )
+    table.add_section()
+    name = "1 snapshot" if len(listed.snapshots) == 1 else f"{len(listed.snapshots)} snapshots"
+    sizes = (size(listed.nbytes), size(listed.stored_nbytes))
+    table.add_row(name, "", "", *sizes, _ratio(listed.ratio))
+    draw(table)
+    _damaged(listed)
+
+
+def show_plot(listed: ListedStore) -> None:
+    """What each of the newest snapshots added to the store, and its ratio, as bars."""
+    rows = listed.snapshots[-_ALWAYS_SHOWN:]
+    left_out = len(listed.snapshots) - len(rows)
+    title = f"{listed.store}: {size(listed.nbytes)} in {size(listed.stored_nbytes)}"
+    table = new_table(title + (f" (the newest {len(rows)} snapshots)" if left_out else ""))
+    add_columns(table, "snapshot", "stored", ">", "ratio", ">")
+    for bars in table.columns[1::2]:
+        bars.no_wrap = True  # where it is narrow, names give way
+    is_ascii = open_console().options.ascii_only
+    most = max((row.stored_nbytes for row in rows), default=0)
+    best = max((row.ratio or 0.0 for row in rows), default=0.0)
+    for row in rows:
+        table.add_row(
+            safe_text(row.name),
+            safe_text(_bar(row.stored_nbytes, most, is_ascii), "green"),
+            size(row.stored_nbytes),
+            safe_text(_bar(row.ratio or 0.0, best, is_ascii), "cyan"),
+            _ratio(row.ratio),
+        )
+    draw(table)
+    _damaged(listed)
+
+
+def _bar(value: float, most: float, is_ascii: bool) -> str:
+    """A bar of at most so many cells, in eighths of a cell where the terminal has them."""
+    share = value / most if most else 0.0
+    if is_ascii:
+        return "#" * max(round(share * _BAR_WIDTH), value > 0)
+    eighths = max(round(share * _BAR_WIDTH * 8), value > 0)
+    return "█" * (eighths // 8) + _BLOCKS[eighths % 8].strip()
+
+
+def _damaged(listed: ListedStore) -> None:
+    for problem in listed.damaged:
+        open_console().print(safe_text(f"bad: {problem.message}"), soft_wrap=True)
+
+
+def show_table(shown: ShownSnapshot) -> None:
+    """A snapshot: what each kind of tensor cost, and all else that is known of it."""
+    row = shown.snapshot
+    table = new_table(f"{row.name}, {row.time}")
+    add_columns(
+        table, "kind", "dtype", ">tensors", ">full", ">deltas", ">shared", ">size", ">stored",
+        ">ratio",
+    )  # fmt: skip
+    for kind in shown.kinds:
+        _kind_row(table, kind)
+    table.add_section()
+    sizes = (size(row.nbytes), size(row.stored_nbytes), _ratio(row.ratio))
+    table.add_row("all", "", str(row.n_tensors), "", "", "", *sizes)
+    draw(table)
+    draw(safe_text(f"base: {row.base or 'none'}"))
+    links = "no tensor is a delta" if not row.max_deltas else f"at most {row.max_deltas} deltas"
+    draw(safe_text(f"chains: {links}; restoring reads {size(shown.needed_nbytes)}"))
+    for key, value in shown.metadata.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        end = "..." if len(text) > _METADATA_LENGTH else ""
+        draw(safe_text(f"metadata: {key} = {text[:_METADATA_LENGTH]}{end}"))
+
+
+def _kind_row(table: Table, kind: KindRow) -> None:
+    table.add_row(
+        safe_text(kind.kind),
+        kind.dtype,
+        *map(str, (kind.n_tensors, kind.n_full, kind.n_delta, kind.n_shared)),
+        size(kind.nbytes),
+        size(kind.stored_nbytes),
+        _ratio(kind.ratio),
+    )
+
+
+def diff_table(found: SnapshotsDiff, limit: int) -> None:
+    """The tensors that are not equal, at most so many, and how many there are of each."""
+    rows = [row for row in found.tensors if row.change != "equal"]
+    if rows:
+        table = new_table(f"{found.old} -> {found.new}")
+        add_columns(table, "tensor", "dtype", "shape", "change", ">values", ">largest", ">mean")
+        for row in rows[:limit]:
+            _diff_row(table, row)
+        draw(table)
+    if len(rows) > limit:
+        draw(safe_text(f"{len(rows) - limit} more; show them with --limit {len(rows)}"))
+    counts = ", ".join(f"{n} {change}" for change, n in found.counts.items() if n)
+    draw(safe_text(f"{found.old} -> {found.new}: {counts or 'no tensors'}"))
+
+
+def _diff_row(table: Table, row: DiffRow) -> None:
+    share = ""
+    if row.n_changed is not None and row.n_values:
+        share = f"{100 * row.n_changed / row.n_values:.3g} %"
+    changes = ("" if x is None else f"{x:.3g}" for x in (row.max_change, row.mean_change))
+    shape = "x".join(map(str, row.shape)) or "scalar"
+    table.add_row(safe_text(row.path), row.dtype, shape, row.change, share, *changes)
+
+
+def verify_lines(verified: VerifiedStore) -> None:
+    """One line if all is good, one for each problem if not."""
+    console = open_console()
+    if verified.ok:
+        line = f"{verified.store}: ok, {_counted(verified.snapshots)}"
+        console.print(safe_text(line), soft_wrap=True)
+    for problem in verified.problems:
+        console.print(safe_text(f"bad: {problem.message}"), soft_wrap=True)
+
+
+def removal_line(names: Sequence[str]) -> str:
+    """What is going to be removed, for a question."""
+    return printable(f"remove {_counted(names)}: {', '.join(names)}")
+
+
+def pruned_lines(row: PrunedStore) -> None:
+    """What was removed, or would be."""
+    if row.dry_run or not row.removed:
+        would = f"would {removal_line(row.removed)}" if row.removed else "nothing to remove"
+        draw(safe_text(f"{row.store}: {would} (kept: {_counted(row.kept)})"))
+        return
+    freed = "" if row.freed_nbytes is None else f", {size(max(row.freed_nbytes, 0))} freed"
+    _line(f"{row.store}: removed {_counted(row.removed)}{freed}")
+
+
+def _counted(names: Sequence[str]) -> str:
+    return "1 snapshot" if len(names) == 1 else f"{len(names)} snapshots"
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.3f}"

@@ -1,0 +1,157 @@
+"""What changed between two snapshots, tensor by tensor.
+
+Content hashes tell equal tensors without a byte of them being read. The others are decoded, two at
+a time, and compared in windows that bound the memory beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from packhorse.arguments import resolve_framework
+from packhorse.codecs.base import ByteArray
+from packhorse.disk.results import Progress
+from packhorse.disk.snapshots.backend import Storage
+from packhorse.disk.snapshots.catalog import Catalog
+from packhorse.disk.snapshots.chains import Chain
+from packhorse.disk.snapshots.manifest import Manifest, TensorRef
+from packhorse.disk.snapshots.packs import PackReader
+from packhorse.disk.snapshots.restore import read_newest
+from packhorse.disk.snapshots.results import Change, TensorDiff
+from packhorse.errors import CompatibilityError, blaming
+from packhorse.layout import DTYPE_BY_NAME
+from packhorse.threads import map_tensors
+
+__all__ = ["compare_snapshots"]
+
+_WINDOW_NBYTES = 3 << 18  # whole elements of every dtype, those of 6 bits too
+
+
+def compare_snapshots(
+    storage: Storage,
+    catalog: Catalog,
+    names: tuple[str, str],
+    threads: int,
+    progress: Progress | None,
+) -> list[TensorDiff]:
+    """What became of each tensor; those of the second first, in its order, then what is gone.
+
+    Raises:
+        ValueError, CorruptionError, CompatibilityError: as `SnapshotStore.diff` says.
+    """
+
+    def work(old: Manifest, new: Manifest) -> list[TensorDiff]:
+        pairs = list(_pairs(old, new))
+        sizes = [_work_nbytes(*pair) for pair in pairs]
+        with PackReader(storage) as reader:
+
+            def one(k: int, n_threads: int) -> TensorDiff:
+                with blaming(f"snapshots {names[0]!r} and {names[1]!r}"):
+                    found = _diff(reader, *pairs[k], n_threads)
+                if progress is not None:
+                    progress(sizes[k])
+                return found
+
+            return map_tensors(one, sizes, threads)
+
+    return read_newest(catalog, names, work)
+
+
+def _pairs(old: Manifest, new: Manifest) -> Iterator[tuple[TensorRef | None, TensorRef | None]]:
+    before = {tensor.path: tensor for tensor in old.tensors}
+    for tensor in new.tensors:
+        yield before.pop(tensor.path, None), tensor
+    for tensor in before.values():
+        yield tensor, None
+
+
+def _work_nbytes(old: TensorRef | None, new: TensorRef | None) -> int:
+    """Bytes that are decoded of each: none unless values are compared."""
+    return new.frame.logical_nbytes if new and _change(old, new) is Change.CHANGED else 0
+
+
+def _change(old: TensorRef | None, new: TensorRef | None) -> Change:
+    if old is None:
+        return Change.ADDED
+    if new is None:
+        return Change.REMOVED
+    if (old.dtype, old.shape) != (new.dtype, new.shape):
+        return Change.REPLACED
+    return Change.EQUAL if old.frame.content == new.frame.content else Change.CHANGED
+
+
+def _diff(
+    reader: PackReader, old: TensorRef | None, new: TensorRef | None, threads: int
+) -> TensorDiff:
+    change, tensor = _change(old, new), new or old
+    assert tensor is not None
+    sums = _Sums(0 if change is Change.EQUAL else None)
+    if change is Change.CHANGED and old is not None:
+        sums = _compare(_decode(reader, old, threads), _decode(reader, tensor, threads), old.dtype)
+    return TensorDiff(
+        tensor.path, change, tensor.dtype, tensor.shape, tensor.frame.logical_nbytes,
+        math.prod(tensor.shape), sums.n_changed, sums.largest,
+        sums.total / sums.n_finite if sums.n_finite else None,
+    )  # fmt: skip
+
+
+def _decode(reader: PackReader, tensor: TensorRef, threads: int) -> ByteArray:
+    return Chain(reader, tensor.frame, tensor.path).decode(threads)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of the differences between two tensors."""
+
+    n_changed: int | None
+    largest: float | None = None
+    total: float = 0.0
+    n_finite: int = 0
+
+
+def _compare(old: ByteArray, new: ByteArray, dtype: str) -> _Sums:
+    n_changed, sums = 0, _Sums(0)
+    for start in range(0, old.size, _WINDOW_NBYTES):
+        before, after = old[start : start + _WINDOW_NBYTES], new[start : start + _WINDOW_NBYTES]
+        places = np.flatnonzero(_differ(before, after, DTYPE_BY_NAME[dtype].bits))
+        n_changed += places.size
+        if places.size:
+            _add(sums, before, after, places, dtype)
+    sums.n_changed = n_changed
+    return sums
+
+
+def _differ(old: ByteArray, new: ByteArray, bits: int) -> np.ndarray[tuple[int], np.dtype[np.bool]]:
+    """Which elements have other bits."""
+    if bits % 8 == 0:
+        unit = np.dtype(f"u{bits // 8}")
+        return np.asarray(old.view(unit) != new.view(unit))
+    unequal = np.unpackbits(old ^ new, bitorder="little").reshape(-1, bits)
+    return np.asarray(unequal.any(axis=1))
+
+
+def _add(
+    sums: _Sums, old: ByteArray, new: ByteArray, places: np.ndarray[tuple[int], np.dtype[np.intp]],
+    dtype: str,
+) -> None:  # fmt: skip
+    """Count the differences at some places in."""
+    framework = resolve_framework("np")
+    numel = old.size * 8 // DTYPE_BY_NAME[dtype].bits
+    try:
+        before, after = framework.empty(dtype, (numel,)), framework.empty(dtype, (numel,))
+    except CompatibilityError:  # nobody knows its numbers
+        return
+    framework.writable(before)[:] = old
+    framework.writable(after)[:] = new
+    wide = np.complex128 if dtype == "C64" else np.float64
+    with np.errstate(all="ignore"):
+        change = np.abs(after[places].astype(wide) - before[places].astype(wide))
+    change = change[np.isfinite(change)]
+    if change.size:
+        sums.largest = max(sums.largest or 0.0, float(change.max()))
+        sums.total += float(change.sum())
+        sums.n_finite += change.size

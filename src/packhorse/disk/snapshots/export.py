@@ -1,0 +1,146 @@
+"""A snapshot as a safetensors file, plain or packed.
+
+Tensors stand under their paths. What else is in the state goes into the file's metadata, as JSON
+under one key, and so does the snapshot's own metadata, each pair under its own. Tensors are decoded
+batch after batch, so the state is never in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packhorse.codecs.base import ByteArray
+from packhorse.disk.atomic import atomic_file, check_output_file
+from packhorse.disk.container import write_packed
+from packhorse.disk.header import FileHeader, build_header
+from packhorse.disk.results import Progress
+from packhorse.disk.snapshots.backend import Storage
+from packhorse.disk.snapshots.catalog import Catalog
+from packhorse.disk.snapshots.chains import Chain
+from packhorse.disk.snapshots.manifest import Manifest, TensorRef
+from packhorse.disk.snapshots.packs import PackReader
+from packhorse.disk.snapshots.restore import check_limit, read_newest
+from packhorse.disk.snapshots.results import RestoredFile
+from packhorse.disk.snapshots.state import Keys, list_state
+from packhorse.disk.strict_json import shortened
+from packhorse.errors import blaming
+from packhorse.layout import FILE_METADATA_KEY, FILE_SUFFIX, Level
+from packhorse.threads import batches, map_tensors
+
+__all__ = ["VALUES_KEY", "Exporting", "export_snapshot"]
+
+VALUES_KEY = "packhorse.values"  # of the metadata: what is no tensor, by its path
+
+
+@dataclass(frozen=True, slots=True)
+class Exporting:
+    """What is to be written, and how.
+
+    Attributes:
+        keys: which parts; None for all.
+        level: of a packed file.
+        threads: how many to use.
+        force: an existing file may be replaced.
+        max_nbytes: refuse tensors of more bytes together.
+        progress: called with the logical bytes done since the last call.
+    """
+
+    keys: Keys | None
+    level: Level
+    threads: int
+    force: bool
+    max_nbytes: int | None
+    progress: Progress | None
+
+
+def export_snapshot(
+    storage: Storage, catalog: Catalog, name: str, target: Path, wanted: Exporting
+) -> RestoredFile:
+    """Write a snapshot to a file; packed, if its name ends as those of packed files do.
+
+    Raises:
+        ValueError, OSError, CorruptionError, CompatibilityError: as `SnapshotStore.restore_file`
+            says.
+    """
+    check_output_file(target, force=wanted.force)
+    return read_newest(catalog, [name], lambda manifest: _export(storage, manifest, target, wanted))
+
+
+def _export(storage: Storage, manifest: Manifest, target: Path, wanted: Exporting) -> RestoredFile:
+    label = f"snapshot {manifest.file.snapshot!r}"
+    with blaming(label, (ValueError,)):
+        chosen, header = _lay_out(manifest, wanted.keys)
+    check_limit(list(chosen.values()), manifest.file.snapshot, wanted.max_nbytes)
+    refs = [chosen[entry.name] for entry in header.entries]
+    with PackReader(storage) as reader, blaming(label):
+        buffers = _decoded(reader, refs, wanted.threads)
+        file_nbytes = _write(target, header, buffers, wanted)
+    return RestoredFile(target, len(refs), header.data_nbytes, file_nbytes)
+
+
+def _write(
+    target: Path, header: FileHeader, buffers: Iterator[ByteArray], wanted: Exporting
+) -> int:
+    """Write the file, and tell its size."""
+    if target.name.endswith(FILE_SUFFIX):
+        return write_packed(
+            target, header, buffers, level=wanted.level, threads=wanted.threads,
+            progress=wanted.progress, force=wanted.force,
+        ).packed_nbytes  # fmt: skip
+    with atomic_file(target, force=wanted.force) as output:
+        output.write(header.prefix())
+        for data in buffers:
+            output.write(data)
+            if wanted.progress is not None:
+                wanted.progress(data.size)
+    return header.file_nbytes
+
+
+def _lay_out(manifest: Manifest, keys: Keys | None) -> tuple[dict[str, TensorRef], FileHeader]:
+    """The wanted tensors by path, and the header of a file of them."""
+    indices, values = list_state(manifest.state, keys)
+    chosen: dict[str, TensorRef] = {}
+    for index in indices:
+        ref = manifest.tensors[index]
+        if chosen.setdefault(ref.path, ref) is not ref:
+            raise ValueError(
+                f"two tensors stand at {shortened(ref.path)!r}, and a file can have one of a "
+                "name; restore it in Python"
+            )
+    described = {path: (ref.dtype, ref.shape) for path, ref in chosen.items()}
+    return chosen, build_header(described, _metadata(manifest.metadata, values))
+
+
+def _metadata(given: dict[str, Any], values: dict[str, Any]) -> dict[str, str] | None:
+    """Metadata of the file: the snapshot's own, and the values of the state."""
+    for key in (FILE_METADATA_KEY, *((VALUES_KEY,) if values else ())):
+        if key in given:
+            raise ValueError(f"its metadata has the key {key!r}, which means more in a file")
+    pairs = {key: value if isinstance(value, str) else _json(value) for key, value in given.items()}
+    if values:
+        pairs[VALUES_KEY] = _json(values)
+    return pairs or None
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def _decoded(reader: PackReader, refs: Sequence[TensorRef], threads: int) -> Iterator[ByteArray]:
+    """The bytes of each tensor, in order."""
+    sizes = [ref.frame.logical_nbytes for ref in refs]
+    for run in batches(sizes):
+        part = refs[run.start : run.stop]
+        yield from map_tensors(
+            lambda k, n, part=part: _decode(reader, part[k], n),  # type: ignore[misc]
+            sizes[run.start : run.stop],
+            threads,
+        )
+
+
+def _decode(reader: PackReader, ref: TensorRef, threads: int) -> ByteArray:
+    return Chain(reader, ref.frame, ref.path).decode(threads)
