@@ -193,7 +193,7 @@ constexpr uint32_t kFullTokenBits = 64;
 template <class Visit>
 PACKHORSE_INLINE void for_each_marked(const uint8_t* bytes, std::size_t n, uint32_t mark,
                                       Visit visit) {
-    const uint64_t marks = 0x0101010101010101 * mark;
+    const uint64_t marks = uint64_t{0x0101010101010101} * mark;
     std::size_t i = 0;
     for (; i + 8 <= n; i += 8)
         for (uint64_t set = load<uint64_t>(bytes + i) & marks; set != 0; set &= set - 1)
