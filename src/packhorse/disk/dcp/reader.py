@@ -35,7 +35,7 @@ from packhorse.disk.dcp.manifest import manifest_name, parse_manifest
 from packhorse.disk.dcp.open_frames import OpenFrames
 from packhorse.disk.dcp.regions import Piece, cut_box, strides_of
 from packhorse.disk.dcp.shards import FrameRef, StoredShard, torch_dtype
-from packhorse.disk.dcp.storage import Storage, open_storage
+from packhorse.disk.dcp.storage import Storage, is_location, open_storage
 from packhorse.disk.strict_json import shown
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.threads import batches, map_tensors
@@ -179,11 +179,7 @@ class PackhorseReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a path, or a URL that fsspec understands."""
-        try:
-            open_storage(checkpoint_id)
-        except (TypeError, ValueError, ImportError):
-            return False
-        return True
+        return is_location(checkpoint_id)
 
     def _storage(self) -> Storage:
         return open_storage(self._url, self._options)

@@ -29,7 +29,15 @@ from packhorse.errors import CorruptionError, MissingBackendError, TruncationErr
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["FileBytes", "LocalStorage", "RemoteStorage", "Sink", "Storage", "open_storage"]
+__all__ = [
+    "FileBytes",
+    "LocalStorage",
+    "RemoteStorage",
+    "Sink",
+    "Storage",
+    "is_location",
+    "open_storage",
+]
 
 # Ranges that are this close are fetched as one: a request costs more than the bytes between.
 _JOIN_NBYTES = 1 << 18
@@ -133,6 +141,15 @@ def open_storage(
     if isinstance(fs, LocalFileSystem):
         return LocalStorage(Path(path))
     return RemoteStorage(fs, path, text)
+
+
+def is_location(url: str | os.PathLike[str]) -> bool:
+    """Whether `open_storage` takes this: a path, or a URL that fsspec understands."""
+    try:
+        open_storage(url)
+    except (TypeError, ValueError, ImportError):
+        return False
+    return True
 
 
 def _check_length(label: str, found: int, wanted: int) -> None:

@@ -35,7 +35,7 @@ from packhorse.disk.dcp.base import BaseCheckpoint
 from packhorse.disk.dcp.manifest import MAX_DELTAS, is_rank_manifest, manifest_name, render_manifest
 from packhorse.disk.dcp.packs import PackFile, is_pack_name, split_volumes
 from packhorse.disk.dcp.shards import FrameRef, StoredShard, dtype_name, frame_form, readable
-from packhorse.disk.dcp.storage import Storage, open_storage
+from packhorse.disk.dcp.storage import Storage, is_location, open_storage
 from packhorse.disk.strict_json import shortened
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
 from packhorse.layout import Level
@@ -201,11 +201,7 @@ class PackhorseWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is a path, or a URL that fsspec understands."""
-        try:
-            open_storage(checkpoint_id)
-        except (TypeError, ValueError, ImportError):
-            return False
-        return True
+        return is_location(checkpoint_id)
 
     def _storage(self) -> Storage:
         return open_storage(self._url, self._options)
