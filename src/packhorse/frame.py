@@ -179,6 +179,9 @@ def compress_buffer(
         used = encode_zstd(data, row, plan, payload, table, leaves, n_threads, isa)
     else:
         used = _encode_planes(data, row, plan, base_units, payload, table, leaves, n_threads, isa)
+    if base_name is not None and not np.any(table[:, 1] >> STREAM_NBYTES_BITS == Mode.DELTA):
+        # The samples misled, and nobody should have to keep a base for that.
+        return compress_buffer(data, dtype, shape, level=level, threads=threads, out=out, name=name)
     finish_leaves(data, leaves)
     header = FrameHeader(
         row,
