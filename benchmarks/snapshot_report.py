@@ -2,6 +2,7 @@
 docs/benchmarks_snapshots.md: a function of the JSON that snapshots.py keeps; nothing is measured.
 """
 
+import history_report
 import report
 from report import Result, Row
 from targets import SNAPSHOT_TARGETS, judge
@@ -26,6 +27,8 @@ too.
 - Of a whole state every codec packs each part by itself. A rival takes the older part as base or
   does without, whichever is shorter; finding that out is not timed. Ours finds it out itself.
 - Naming and checking the base by its hash is part of our time. No rival checks its base.
+- What a run that saves every few steps keeps in whole stores, ours and others, is
+  [below](#a-history-of-checkpoints).
 - `x zipnn-delta`: encode / decode speed over zipnn's with its own delta. `of copy`: the share of
   np.copyto's speed.
 """
@@ -91,6 +94,11 @@ def _parts(result: Result) -> str:
     return "\n".join(lines) if result["parts"] else "Not in this run."
 
 
+def _history(result: Result) -> str:
+    known = result.get("history")
+    return history_report.section(known) if known else "Not in this run."
+
+
 def document(result: Result) -> str:
     """The whole of docs/benchmarks_snapshots.md.
 
@@ -101,6 +109,7 @@ def document(result: Result) -> str:
     parts = [
         INTRODUCTION,
         f"## Machine\n\n{report.conditions(result)}\n",
+        f"## A history of checkpoints\n\n{_history(result)}\n",
         f"{summary(result)}\n",
         f"## How each codec is run\n\n{report.ways(result)}\n",
         "## Every codec\n",
