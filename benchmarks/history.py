@@ -151,11 +151,12 @@ def _take_all(contenders: list[_Contender], live: Live, steps: list[int]) -> Non
         if i == 1:
             for contender in contenders:
                 contender.store.look()
+        wanted = live.copy()
         gc.collect()
         first = i % len(contenders)
         for contender in contenders[first:] + contenders[:first]:
             contender.take(i)
-        live.check(step, "a store has changed the state")
+        live.check(wanted, "a store has changed the state")
         print(f"checkpoint {i + 1} of {len(steps)} was taken by all stores", flush=True)
 
 
@@ -163,10 +164,12 @@ def _restore_all(
     contenders: list[_Contender], live: Live, steps: list[int], chosen: dict[str, int]
 ) -> None:
     for what, i in chosen.items():
+        live.load(steps[i])
+        wanted = live.copy()
         for contender in contenders:
             live.poison()
             contender.store.restore(i)
-            live.check(steps[i], contender.name)
+            live.check(wanted, contender.name)
         for _ in range(ROUNDS):
             gc.collect()
             for contender in contenders:

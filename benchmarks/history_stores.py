@@ -63,20 +63,23 @@ class Live:
     def load(self, step: int) -> None:
         """Give the tensors the values of a checkpoint of the run."""
         for part in self.parts:
-            for (name, array), (known, wanted) in zip(part.tensors, _read(part, step), strict=True):
-                assert name == known
-                np.copyto(array, wanted)
+            tensors = data.training_tensors(part.name, step, part.dtype, part.array.dtype.type)
+            for name, array in part.tensors:
+                np.copyto(array, tensors[name])
 
-    def check(self, step: int, who: str) -> None:
-        """Compare the tensors with a checkpoint of the run, bit for bit.
+    def copy(self) -> list[Array]:
+        """The bytes of all tensors as they are now."""
+        return [part.array.view(np.uint8).copy() for part in self.parts]
+
+    def check(self, wanted: list[Array], who: str) -> None:
+        """Compare the tensors with what they were, bit for bit.
 
         Raises:
             RuntimeError: they differ; it was `who`.
         """
-        for part in self.parts:
-            for (name, array), (_, wanted) in zip(part.tensors, _read(part, step), strict=True):
-                if array.tobytes() != wanted.tobytes():
-                    raise RuntimeError(f"{who}: {part.name} {name} is not as it was at step {step}")
+        for part, known in zip(self.parts, wanted, strict=True):
+            if not np.array_equal(part.array.view(np.uint8), known):
+                raise RuntimeError(f"{who}: the tensors {part.name} are not as they were")
 
     def poison(self) -> None:
         """Write over all tensors."""
@@ -91,11 +94,6 @@ def _part(kind: str, step: int) -> Pair:
     array = np.concatenate([tensor.reshape(-1) for tensor in tensors.values()])
     shapes = tuple((name, tensor.shape) for name, tensor in tensors.items())
     return Pair(kind, dtype, array, "", "", shapes)
-
-
-def _read(part: Pair, step: int) -> list[tuple[str, Array]]:
-    tensors = data.training_tensors(part.name, step, part.dtype, part.array.dtype.type)
-    return list(tensors.items())
 
 
 def _tensor(array: Array) -> torch.Tensor:

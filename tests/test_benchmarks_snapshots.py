@@ -401,7 +401,7 @@ def test_store_that_changes_a_bit_is_found_out(
 
     monkeypatch.setattr(scripts["history"], "STORES", {"vandal": stores.Entry(Vandal, "")})
     who = "vandal" if way == "restore" else "a store has changed the state"
-    with pytest.raises(RuntimeError, match=rf"{who}: m32 proj\.weight is not as it was at step"):
+    with pytest.raises(RuntimeError, match=rf"{who}: the tensors m32 are not as they were"):
         scripts["history"].measure_history()
 
 
