@@ -25,7 +25,7 @@ from typing import Any
 
 import data
 import torch
-from history_stores import MAX_DELTAS, STORES, Live, Store
+from history_stores import MAX_DELTAS, STORES, Live, PackhorseStore, Store
 from measure import Seconds, cores, time_call
 
 __all__ = ["measure_history"]
@@ -66,6 +66,8 @@ def measure_history() -> dict[str, Any]:
         last = len(steps) - 1
         chosen = {"newest": last, "oldest": 0, "longest chain": min(MAX_DELTAS, last)}
         _restore_all(contenders, live, steps, chosen)
+        ours = (c.store for c in contenders if isinstance(c.store, PackhorseStore))
+        result["ratios"] = next((store.ratios(1) for store in ours), {})
     result["rows"] = [contender.row for contender in contenders]
     return result
 

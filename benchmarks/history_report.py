@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from plot import FAINT, FONT_SIZE, GREY, RIVAL, TEAL
-from report import OURS, Result
+from report import KINDS, OURS, Result, written_ratio
 
 __all__ = ["PICTURE", "picture", "section"]
 
@@ -51,10 +51,16 @@ def section(history: History) -> str:
         f"![{PICTURE_ALT}]({PICTURE})",
         _table(history),
         notes,
+        f"`packhorse` packs the second checkpoint, a difference from the first: {_kinds(history)}.",
         "\n".join(ways),
         f"SHA-256 over those of the run's files: `{history['sha256']}`.",
     ]
     return "\n\n".join(parts)
+
+
+def _kinds(history: History) -> str:
+    ratios = history["ratios"].items()
+    return ", ".join(f"{KINDS[kind]} {written_ratio(ratio)}" for kind, ratio in ratios)
 
 
 def _what(history: History) -> str:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 
 from packhorse.disk import PackhorseReader, PackhorseWriter, SnapshotStore
 
-__all__ = ["MAX_DELTAS", "STORES", "Entry", "Live", "Store"]
+__all__ = ["MAX_DELTAS", "STORES", "Entry", "Live", "PackhorseStore", "Store"]
 
 MAX_DELTAS = 8
 Make = Callable[[Any, Setup], Codec]
@@ -227,6 +227,15 @@ class PackhorseStore(Store):
 
     def take(self, i: int) -> None:
         self._store.take(f"{i}", self._state)
+
+    def ratios(self, i: int) -> dict[str, float]:
+        """Of each kind of tensor, its size over what it took in checkpoint `i`."""
+        sizes: dict[str, list[int]] = {}
+        for tensor in self._store.info(f"{i}").tensors:
+            of_kind = sizes.setdefault(tensor.path.partition(".")[0], [0, 0])
+            of_kind[0] += tensor.nbytes
+            of_kind[1] += tensor.packed_nbytes
+        return {kind: nbytes / packed for kind, (nbytes, packed) in sizes.items()}
 
     def restore(self, i: int) -> None:
         # Another one, as a run that begins again has.

@@ -13,8 +13,6 @@ RIVAL = "zipnn-delta"
 # Besides ours and the best of all others, whose ratios are beside each other in the short table.
 GLANCE = (RIVAL, "bitx-like", "xor+pcodec")
 
-KINDS = {"w32": "fp32 masters", "w16": "bf16 copy", "m32": "first moments", "v32": "second moments"}
-
 INTRODUCTION = """# Benchmarks of checkpoints
 
 Written by `make bench ARGS="snapshots --write"` from `benchmarks/results/snapshots.json`; do not
@@ -85,7 +83,7 @@ def _best(rows: list[Row]) -> str:
 def _parts(result: Result) -> str:
     """The ratio of each part of the whole state."""
     parts = next((pair["parts"] for pair in result["data"] if pair["parts"]), [])
-    names = [f"{KINDS[kind]}, {nbytes / 1e6:.1f} MB" for kind, nbytes in parts]
+    names = [f"{report.KINDS[kind]}, {nbytes / 1e6:.1f} MB" for kind, nbytes in parts]
     lines = [f"| codec | {' | '.join(names)} |", "|---|" + "--:|" * len(names)]
     for codec, packed in result["parts"].items():
         pairs = zip(parts, packed, strict=True)

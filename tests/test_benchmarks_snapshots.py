@@ -349,6 +349,8 @@ def test_every_store_takes_and_restores_a_history(cache_folder: Path) -> None:
         # A full checkpoint, and another after eight differences.
         assert {0, 9} == set(np.argsort(grown)[-2:].tolist())
     assert sizes["packhorse"][-1] < sizes["zipnn-delta"][-1]
+    assert list(history["ratios"]) == ["w32", "w16", "m32", "v32"]
+    assert min(history["ratios"].values()) > 1
 
 
 def test_document_and_picture_have_the_history(
