@@ -9,6 +9,7 @@ how a stream is laid out; frames that no encoder makes, legal ones and liars, co
 import json
 import struct
 import sys
+import tempfile
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -34,6 +35,7 @@ from packhorse.layout import DTYPES, STREAM_NBYTES_BITS, DType, Level, Mode, Spl
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from frame_builder import SMALL
 from lying_frames import LIES
+from sample_store import build_store, checkpoint_manifests, snapshot_manifests
 
 __all__ = ["CORPUS", "KINDS", "modes_of", "seed_frames"]
 
@@ -342,12 +344,30 @@ def _index_seeds() -> Seeds:
         yield f"index-{number}", b"\3" + text + packed.replace('"@"', "@RECORD@").encode()
 
 
+def manifest_seeds() -> Seeds:
+    """Control, text without its checksum."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        build_store(store)
+        texts = snapshot_manifests(store)
+    yield "store", b"\3" + texts.pop("store")
+    for name, text in texts.items():
+        yield name, b"\0" + text
+        for part in ("frames", "tensors", "state"):  # what is wrong breaks one rule
+            document = json.loads(text)
+            document[part] = document[part][::-1] if part != "state" else {"tuple": [1.5, "\u00e9"]}
+            yield f"lie-{name}-{part}", b"\1" + json.dumps(document).encode()
+    for name, text in checkpoint_manifests().items():
+        yield name, b"\2" + text
+
+
 TARGETS = {
     "decode_tensor": decode_tensor_seeds,
     "decode_plane": decode_plane_seeds,
     "round_trip": round_trip_seeds,
     "frame": frame_seeds,
     "file": file_seeds,
+    "manifest": manifest_seeds,
 }
 
 
