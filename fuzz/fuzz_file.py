@@ -31,7 +31,7 @@ from harness import PackhorseError
 
 from packhorse import numpy as packhorse_numpy
 from packhorse import open_file
-from packhorse.disk.container import unpack_file, verify_file
+from packhorse.disk import unpack_file, verify_file
 from packhorse.disk.folder_index import is_packed_index, pack_index, unpack_index
 from packhorse.disk.header import parse_file_header
 from packhorse.disk.packed_file import PackedSlice

@@ -26,6 +26,7 @@ __all__ = [
     "Base",
     "BaseName",
     "allowed_casts",
+    "checked_base",
     "matching_base",
     "plan_delta",
     "read_base",
@@ -91,7 +92,19 @@ def _base(data: ByteArray, dtype: DType, base_dtype: DType) -> Base:
 def read_base(
     buffer: Buffer, base_dtype: str | None, dtype: DType, nbytes: int
 ) -> tuple[Base, BaseName]:
-    """A base that a caller gives for packing a tensor of `nbytes` bytes.
+    """A base that a caller gives for packing a tensor of `nbytes` bytes, and its name.
+
+    Raises:
+        TypeError, ValueError: as `checked_base`.
+    """
+    base, row = checked_base(buffer, base_dtype, dtype, nbytes)
+    return base, BaseName(content_hash(base.data), row)
+
+
+def checked_base(
+    buffer: Buffer, base_dtype: str | None, dtype: DType, nbytes: int
+) -> tuple[Base, DType]:
+    """A base that a caller gives for a tensor of `nbytes` bytes, and its dtype.
 
     Raises:
         TypeError: not a C-contiguous buffer.
@@ -109,7 +122,7 @@ def read_base(
             f"the base has {data.size} bytes of {row.name}; as many elements as the tensor take "
             f"{expected}"
         )
-    return _base(data, dtype, row), BaseName(content_hash(data), row)
+    return _base(data, dtype, row), row
 
 
 def matching_base(
