@@ -16,7 +16,15 @@ from packhorse.codecs.base import ByteArray, as_bytes
 from packhorse.codecs.content import content_hash
 from packhorse.codecs.plan import Plan, choose_plan, chunk_log_for, natural_split
 from packhorse.errors import BaseMismatchError
-from packhorse.layout import CLASSED_CHUNK_NBYTES, DTYPE_BY_NAME, DType, Level, Split
+from packhorse.layout import (
+    BASE_BLOCK_NBYTES,
+    CLASSED_CHUNK_NBYTES,
+    DTYPE_BY_NAME,
+    FRAME_ALIGNMENT,
+    DType,
+    Level,
+    Split,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -36,6 +44,7 @@ __all__ = [
 _CASTS = {("F32", "BF16"): 1, ("F32", "F16"): 2}
 _CLEARLY_LESS = 0.7
 _MUST_SAVE = 1 / 64  # of what the tensor takes without its base: to restore it takes both
+_NAME_NBYTES = BASE_BLOCK_NBYTES + FRAME_ALIGNMENT  # what naming a base may add to a frame
 
 
 class BaseName(NamedTuple):
@@ -178,6 +187,8 @@ def plan_delta(
         nbytes = estimate()
         if nbytes >= plain.estimated_nbytes * (1 - _MUST_SAVE):
             return plain
+    if nbytes + _NAME_NBYTES >= plain.estimated_nbytes:
+        return choose_plan(data, dtype, shape, level, isa)
     return Plan(
         split, level, False, chunk_log, data.size, nbytes, plain_nbytes=plain.estimated_nbytes
     )

@@ -108,7 +108,7 @@ def _measure(
     frames = (max_frame_nbytes(entry.dtype, entry.shape) for entry in header.entries)
     out = np.zeros(max(frames, default=0), np.uint8)
     with path.open("rb") as file, open_bases(base) as opened:
-        bases = opened.for_packing(header.entries, path.name) if opened else {}
+        bases = opened.for_packing(header.entries, path, path.name) if opened else {}
         for entry in header.entries:
             data = src[: entry.nbytes]
             file.seek(header.data_offset + entry.start)

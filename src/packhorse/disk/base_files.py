@@ -106,20 +106,28 @@ class Bases:
         self._find = find
         self._files = files
 
-    def for_packing(self, entries: Sequence[TensorEntry], file_name: str) -> dict[str, BaseTensor]:
+    def for_packing(
+        self, entries: Sequence[TensorEntry], source: Path | None, file_name: str = ""
+    ) -> dict[str, BaseTensor]:
         """What the tensors of a file are packed against; those that are left out have nothing.
 
         Args:
             entries: the tensors.
-            file_name: the name of their file, if it has one.
+            source: their file, if there is one; it is no base of itself.
+            file_name: the plain name of it, or of the file to be.
 
         Raises:
+            ValueError: the base is the source itself.
             BaseMismatchError: a tensor that would do is packed against a base itself.
             CorruptionError, CompatibilityError: its frame is bad.
         """
+        own = {str(file) for file in self._files if source is not None and file.samefile(source)}
+        if own and len(own) == len(self._files):
+            raise ValueError(f"{source}: the base is the file itself; name the older model")
         chosen = {}
         for entry in entries:
             suiting = [base for base in self._find(entry.name) if _is_for(base, entry)]
+            suiting = [base for base in suiting if base.where not in own]
             if suiting:
                 chosen[entry.name] = min(
                     suiting,
@@ -279,6 +287,9 @@ def open_bases(base: BaseLike | None) -> Iterator[Bases | None]:
         CorruptionError, CompatibilityError: a file is not what it should be.
         OSError: it cannot be read.
     """
+    if isinstance(base, Bases):
+        yield base
+        return
     with open_parts(base) as part:
         bases = part(Path())
         if bases is not None and bases.is_empty:

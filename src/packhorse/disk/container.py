@@ -192,7 +192,7 @@ def write_packed(
     with open_bases(base) as bases:
         if bases is not None:
             bases.refuse_output(path)
-            coder = coder.against(bases, header, source or path)
+            coder = coder.against(bases, header, source, path)
         with atomic_file(path, source=source, force=force, like=like) as output:
             tensors = _write_stream(output, header, buffers, coder)
             packed_nbytes = output.nbytes
@@ -235,7 +235,7 @@ def pack_tensors(
     memory = _Memory()
     coder = _Coder(resolve_level(level), resolve_threads(threads), _ignore)
     with open_bases(base) as bases:
-        coder = coder if bases is None else coder.against(bases, header)
+        coder = coder if bases is None else coder.against(bases, header, None)
         _write_stream(memory, header, buffers, coder)
     return memory.getvalue()
 
@@ -248,9 +248,12 @@ class _Coder:
     bases: Mapping[str, BaseTensor] = field(default_factory=dict)
     base_name: str | None = None
 
-    def against(self, bases: Bases, header: FileHeader, path: Path = Path()) -> _Coder:
+    def against(
+        self, bases: Bases, header: FileHeader, source: Path | None, output: Path = Path()
+    ) -> _Coder:
         """This coder with the bases of the tensors of a file."""
-        chosen = bases.for_packing(header.entries, plain_name(path.name))
+        name = plain_name((source or output).name)
+        chosen = bases.for_packing(header.entries, source, name)
         return replace(self, bases=chosen, base_name=bases.name)
 
     def base_of(self, entry: TensorEntry, threads: int) -> tuple[Buffer | None, str | None]:

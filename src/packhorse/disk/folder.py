@@ -127,7 +127,7 @@ def pack_folder(
     items = _items_to_pack(source)
     _refuse_base(Path(dst), base)
     with open_parts(base) as part:
-        _require_parts(items, part, base)
+        _require_parts(items, part, source, base)
 
         def pack(path: Path, output: Path) -> FileResult:
             against = part(path.parent.relative_to(source))
@@ -208,7 +208,7 @@ def plan_folder(
     source = Path(src)
     items = _items_to_pack(source)
     with open_parts(base) as part:
-        _require_parts(items, part, base)
+        _require_parts(items, part, source, base)
         plans = []
         for path in _models(items):
             relative = path.relative_to(source)
@@ -368,11 +368,13 @@ def _models(items: list[_Item]) -> list[Path]:
 
 
 def _require_parts(
-    items: list[_Item], part: Callable[[Path], Bases | None], base: BaseLike | None
+    items: list[_Item], part: Callable[[Path], Bases | None], source: Path, base: BaseLike | None
 ) -> None:
-    """Refuse a base that has nothing for any of the files."""
+    """Refuse a base that has nothing for any of the files, or is the folder itself."""
     if base is None:
         return
+    if isinstance(base, str | os.PathLike) and source.samefile(base):
+        raise ValueError(f"{source}: the base is the folder itself; name the older model")
     parts = [part(item.output.parent) for item in items if item.kind is _Kind.MODEL]
     if all(bases is None or bases.is_empty for bases in parts):
         raise ValueError(
