@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import frame_builder as fb
 import ml_dtypes
 import numpy as np
 import pytest
@@ -218,6 +219,20 @@ def test_a_tensor_of_many_windows(tmp_path):
         unpack_file(tmp_path / "packed", tmp_path / "back", base=base, force=True)
         assert (tmp_path / "back").read_bytes() == (tmp_path / "new").read_bytes()
         pack_file(tmp_path / "old", tmp_path / "old packed", force=True)
+
+
+@pytest.mark.parametrize("padding", [1, 3, 7])
+def test_a_base_at_odd_addresses(tmp_path, padding):
+    rng = np.random.default_rng(8)
+    for dtype, width in (("BF16", 2), ("F32", 4), ("I64", 8)):
+        units = rng.integers(0, 1 << 14, 70_000).astype(f"<u{width}")
+        for name, data in (("old", units), ("new", units + (units % 3).astype(units.dtype))):
+            content = fb.original_file({"t": (dtype, (70_000,), data.tobytes())}, padding=padding)
+            (tmp_path / name).write_bytes(content)
+        result = pack_file(tmp_path / "new", tmp_path / "x", base=tmp_path / "old", force=True)
+        assert result.tensors[0].base_hash is not None
+        unpack_file(tmp_path / "x", tmp_path / "back", base=tmp_path / "old", force=True)
+        assert (tmp_path / "back").read_bytes() == (tmp_path / "new").read_bytes()
 
 
 # In Python

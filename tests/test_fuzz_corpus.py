@@ -1,14 +1,18 @@
 """The seeds of the fuzz targets fit the format: a fuzzer that starts from refused inputs finds
 nothing. After a change of the format, `python fuzz/make_corpus.py` makes them anew."""
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import packhorse.numpy
 from packhorse.codecs.base import decode_plane
+from packhorse.disk.header import parse_file_header
 from packhorse.frame import Frame
 from packhorse.layout import DTYPES, Level, Mode, Split
+from packhorse.numpy import FRAMEWORK as NUMPY
 
 CORPUS = Path(__file__).parent.parent / "fuzz" / "corpus"
 MAX_NBYTES = 1_000_000  # all seeds together, so that a checkout stays small
@@ -51,6 +55,20 @@ def test_every_seed_of_a_plane_decodes() -> None:
             assert decode_plane(np.frombuffer(seed[5:], np.uint8), mode, n).size == n
             modes.add(mode)
     assert modes == {Mode.PALETTE, Mode.RANS}
+
+
+def test_seeds_of_files_with_a_base_unpack() -> None:
+    paths = [path for path in seeds("file") if re.fullmatch(r"based-\d", path.name)]
+    assert len(paths) == 9
+    for path in paths:
+        data = path.read_bytes()[1:]
+        header = parse_file_header(memoryview(data), path.name)
+        entry = next(entry for entry in header.entries if entry.name == "a")
+        frame = Frame.from_buffer(data[header.data_offset + entry.start :][: entry.nbytes])
+        base = NUMPY.empty(frame.dtype, frame.shape)
+        raw = (0x3C00 + 3 * np.arange(frame.logical_nbytes // 2)).astype("<u2").tobytes()
+        NUMPY.writable(base)[:] = np.frombuffer(raw, np.uint8)
+        assert packhorse.numpy.load(data, base={"a": base}).keys() == {"a", "b"}
 
 
 @pytest.mark.parametrize("target", ["decode_tensor", "round_trip", "file"])
