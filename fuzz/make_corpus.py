@@ -30,7 +30,8 @@ from packhorse.frame_header import (
     read_header,
     write_header,
 )
-from packhorse.layout import DTYPES, STREAM_NBYTES_BITS, DType, Level, Mode, Split
+from packhorse.layout import DTYPE_BY_NAME, DTYPES, STREAM_NBYTES_BITS, DType, Level, Mode, Split
+from packhorse.numpy import FRAMEWORK as NUMPY
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from frame_builder import SMALL
@@ -323,7 +324,24 @@ def file_seeds() -> Seeds:
         text = struct.pack("<H", len(original.text)) + original.text
         yield f"built-{number}", bytes([1 + 16 + 4 * (number % 3)]) + text + frames
         yield f"written-{number}", bytes([2 + 16 * (number % 2)]) + text + _written(packed)
+    yield from _based_seeds()
     yield from _index_seeds()
+
+
+def _based_seeds() -> Seeds:
+    """Files whose frames have what harness.py takes for every base."""
+    for number, dtype in enumerate(_DELTA_DTYPES):
+        unit_nbytes = DTYPE_BY_NAME[dtype].unit_nbytes
+        base = (0x3C00 + 3 * np.arange(400 * unit_nbytes // 2)).astype("<u2").tobytes()
+        data, held = make_step(base, unit_nbytes, 3), NUMPY.empty(dtype, (400,))
+        NUMPY.writable(held)[:] = np.frombuffer(base, np.uint8)
+        shapes = {"a": (dtype, (20, 20)), "b": ("U8", (4,))}
+        original = build_header(shapes)
+        buffers = [{"a": data, "b": b"\0\1\1\1"}[entry.name] for entry in original.entries]
+        packed = pack_tensors(original, buffers, base={"a": held})
+        yield f"based-{number}", bytes([4 * number & 0xFC]) + packed
+        text = struct.pack("<H", len(original.text)) + original.text
+        yield f"based-written-{number}", bytes([2 + 16 * (number % 2)]) + text + _written(packed)
 
 
 def _written(packed: bytes) -> bytes:

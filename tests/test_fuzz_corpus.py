@@ -2,6 +2,7 @@
 nothing. After a change of the format, `python fuzz/make_corpus.py` makes them anew."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -11,11 +12,14 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+import packhorse.numpy
 from packhorse.codecs.base import decode_plane
 from packhorse.codecs.content import crc32c
 from packhorse.disk import SnapshotStore
+from packhorse.disk.header import parse_file_header
 from packhorse.frame import Frame
 from packhorse.layout import DTYPES, Level, Mode, Split
+from packhorse.numpy import FRAMEWORK as NUMPY
 
 CORPUS = Path(__file__).parent.parent / "fuzz" / "corpus"
 MAX_NBYTES = 1_000_000  # all seeds together, so that a checkout stays small
@@ -91,6 +95,20 @@ def test_seeds_of_checkpoints_are_good() -> None:
             text = path.read_bytes()[1:]
             whole = b'{"crc32c":"%08x","manifest":%s}\n' % (crc32c(text), text)
             assert parse_manifest(whole, path.name).storage_data
+
+
+def test_seeds_of_files_with_a_base_unpack() -> None:
+    paths = [path for path in seeds("file") if re.fullmatch(r"based-\d", path.name)]
+    assert len(paths) == 9
+    for path in paths:
+        data = path.read_bytes()[1:]
+        header = parse_file_header(memoryview(data), path.name)
+        entry = next(entry for entry in header.entries if entry.name == "a")
+        frame = Frame.from_buffer(data[header.data_offset + entry.start :][: entry.nbytes])
+        base = NUMPY.empty(frame.dtype, frame.shape)
+        raw = (0x3C00 + 3 * np.arange(frame.logical_nbytes // 2)).astype("<u2").tobytes()
+        NUMPY.writable(base)[:] = np.frombuffer(raw, np.uint8)
+        assert packhorse.numpy.load(data, base={"a": base}).keys() == {"a", "b"}
 
 
 @pytest.mark.parametrize("target", ["decode_tensor", "round_trip", "file"])
