@@ -59,7 +59,9 @@ inline void take_delta_sample(const uint8_t* src, const uint8_t* base, std::size
 
 PACKHORSE_INLINE uint32_t length_of(uint64_t difference) {
     const uint64_t sign = spread_sign(difference);
-    return static_cast<uint32_t>(std::bit_width((difference ^ sign) - sign));
+    const uint64_t size = (difference ^ sign) - sign;
+    // Zero, which nobody can foresee, is no branch so.
+    return static_cast<uint32_t>(std::bit_width(size | 1)) - (size == 0 ? 1 : 0);
 }
 
 // Groups of neighbouring keys, and how often each length occurs in them, as sums from the first
