@@ -63,6 +63,10 @@ class Framework(Protocol):
         """The bytes of the first `n` elements in C order of a tensor that `readable` takes, or of
         all if there are fewer."""
 
+    def identity(self, tensor: Any) -> object:
+        """What is equal for tensors that are the same elements of the same memory, as long as they
+        live."""
+
     def assign(self, target: Any, source: Any) -> None:
         """Write a tensor's elements over those of another of the same dtype and shape, whatever
         strides and device that has.

@@ -38,7 +38,7 @@ from packhorse.threads import batches, map_tensors
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["PackedFile", "PackedSlice", "load_tensors"]
+__all__ = ["PackedFile", "PackedSlice", "load_tensors", "load_with_metadata"]
 
 
 class _FrameTable:
@@ -152,10 +152,23 @@ def load_tensors(
         CorruptionError, CompatibilityError: they are damaged or of a newer version, or the tensors
             exceed the limit.
     """
+    return load_with_metadata(data, framework, threads=threads, max_nbytes=max_nbytes)[0]
+
+
+def load_with_metadata(
+    data: Buffer,
+    framework: Framework,
+    *,
+    place: Callable[[Any], Any] | None = None,
+    threads: int | None = None,
+    max_nbytes: int | None = None,
+) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """`load_tensors`, and the pairs of the file's `__metadata__`; None if it has none. `place` is
+    applied to each tensor."""
     view = memoryview(data).cast("B")
     header = parse_file_header(view, "the bytes given")
     table = _FrameTable(header, view, "the bytes given", framework, threads, max_nbytes)
-    return table.tensors()
+    return table.tensors(place), table.packed.original.metadata
 
 
 class PackedFile:

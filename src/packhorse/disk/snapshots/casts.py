@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.snapshots.state import Leaf
+from packhorse.disk.state import Leaf
 
 __all__ = ["find_casts", "packing_order"]
 

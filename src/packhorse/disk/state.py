@@ -127,7 +127,7 @@ def _encode(value: object, path: str, depth: int, leaves: list[Leaf]) -> Any:
     framework = framework_of(value)
     if framework is None:
         raise TypeError(
-            f"{shortened(path)}: {type(value).__name__} cannot be kept in a snapshot; it holds "
+            f"{shortened(path)}: {type(value).__name__} cannot be kept; a state holds "
             "tensors, dicts, lists, tuples, strings, numbers, booleans and None"
         )
     leaves.append(_leaf(value, path, framework))
