@@ -17,6 +17,7 @@ __all__ = [
     "resolve_framework",
     "resolve_level",
     "resolve_threads",
+    "to_array",
 ]
 
 _MAX_DEFAULT_THREADS = 8
@@ -102,6 +103,15 @@ def framework_of(value: object) -> Framework | None:
         if name is not None:
             return resolve_framework(name)
     return None
+
+
+def to_array(tensor: Any, framework: Framework) -> Any:
+    """A NumPy array of a tensor's elements, of whatever dtype."""
+    data, dtype, shape = framework.readable(tensor)
+    arrays = resolve_framework("np")
+    array = arrays.empty(dtype, shape)
+    arrays.writable(array)[:] = data
+    return array
 
 
 def resolve_level(level: Level | str | int) -> Level:

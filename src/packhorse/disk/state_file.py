@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from packhorse.arguments import Framework, resolve_framework
+from packhorse.arguments import Framework, to_array
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.header import METADATA_KEY, FileHeader, build_header
 from packhorse.disk.state import Leaf, decode_state, encode_state
@@ -100,7 +100,7 @@ def rebuild_state(
     _check_version(record.get("version"), label)
     names, arrays = _checked(record, tensors, label)
     for name in {names[i] for i in arrays}:
-        tensors[name] = _to_array(tensors[name], framework)
+        tensors[name] = to_array(tensors[name], framework)
 
     def get(index: int, path: str) -> Any:
         if index >= len(names):
@@ -143,12 +143,3 @@ def _checked(
     ):
         raise CorruptionError(f"{label}: 'numpy' must be tensors' numbers, and is {shown(arrays)}")
     return names, arrays
-
-
-def _to_array(tensor: Any, framework: Framework) -> Any:
-    """A NumPy array of a tensor's elements, of whatever dtype."""
-    data, dtype, shape = framework.readable(tensor)
-    arrays = resolve_framework("np")
-    array = arrays.empty(dtype, shape)
-    arrays.writable(array)[:] = data
-    return array
