@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from training_samples import one_thread
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing it
@@ -29,6 +31,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:lightning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 class Model(L.LightningModule):

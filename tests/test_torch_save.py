@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,19 @@ import numpy as np
 import pytest
 import safetensors
 import torch
-from training_samples import Run
+from training_samples import Run, one_thread
 
 import packhorse
 from packhorse import CompatibilityError, CorruptionError
 from packhorse.disk import verify_file
 from packhorse.disk.state_file import STATE_KEY
 from packhorse.torch import load, load_file, save, save_file
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 def sample_state() -> dict[str, Any]:

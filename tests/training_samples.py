@@ -2,11 +2,23 @@
 part of its state shows in the losses."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """PyTorch with one thread: of several that wait for a busy core, so small a model gains
+    nothing."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n_threads)
 
 
 class Run:
