@@ -9,22 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from training_samples import one_thread
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of importing it
-    import transformers
-    from transformers import (
-        EarlyStoppingCallback,
-        GPT2Config,
-        GPT2LMHeadModel,
-        Trainer,
-        TrainerCallback,
-        TrainingArguments,
-    )
+    from trainer_samples import Stop, history, make_trainer
+    from transformers import EarlyStoppingCallback
 
 import packhorse
 from packhorse.disk import SnapshotStore
@@ -40,57 +32,6 @@ pytestmark = [
 def _one_thread() -> Iterator[None]:
     with one_thread():
         yield
-
-
-def dataset() -> list[dict[str, torch.Tensor]]:
-    tokens = np.random.default_rng(0).integers(0, 64, (24, 12))
-    return [{"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in tokens]
-
-
-class Stop(TrainerCallback):
-    """Ends the run in the middle, as a crash does."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
-
-
-def make_trainer(folder: Path, callbacks: list[Any], seed: int = 3, **options: Any) -> Trainer:
-    """A trainer of a small language model with dropout and tied weights."""
-    transformers.set_seed(seed)
-    chosen = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "n_positions": 16}
-    model = GPT2LMHeadModel(GPT2Config(**chosen, bos_token_id=0, eos_token_id=0))
-    defaults = {
-        "output_dir": str(folder),
-        "num_train_epochs": 3,
-        "per_device_train_batch_size": 4,
-        "save_strategy": "steps",
-        "save_steps": 4,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "cosine",
-        "use_cpu": True,
-        "report_to": [],
-        "disable_tqdm": True,
-        "seed": 3,
-        "dataloader_pin_memory": False,
-    }
-    args = TrainingArguments(**(defaults | options))
-    return Trainer(
-        model, args, train_dataset=dataset(), eval_dataset=dataset()[:6], callbacks=callbacks
-    )
-
-
-def history(trainer: Trainer) -> list[dict[str, Any]]:
-    """What was logged, but for times."""
-    timed = ("runtime", "per_second", "total_flos", "train_loss")
-    return [
-        {key: value for key, value in entry.items() if not any(word in key for word in timed)}
-        for entry in trainer.state.log_history
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +69,21 @@ def test_training_resumes_to_the_identical_losses(
     steps = [s for s in range(1, 19) if s % save_steps == 0 or s == 18]
     assert callback.store.names() == [f"checkpoint-{s}" for s in steps]
     assert callback.store.verify() == []
+
+
+@pytest.mark.slow
+def test_two_processes_resume_to_the_identical_losses(tmp_path: Path) -> None:
+    ranks = Path(__file__).parent / "trainer_ranks.py"
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [sys.executable, *launch, ranks, tmp_path],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    whole, resumed = (json.loads((tmp_path / name).read_text()) for name in ("whole", "resumed"))
+    assert resumed == whole
+    assert len(whole) == 13
+    assert SnapshotStore(tmp_path / "store").verify() == []
 
 
 def test_saves_by_epoch_with_evaluation(tmp_path: Path) -> None:
