@@ -27,10 +27,9 @@ from packhorse.disk.snapshots import SnapshotStore
 from packhorse.errors import CorruptionError, MissingBackendError
 
 try:
-    import torch
-
     _trainer: Any = import_module("transformers.trainer_callback")
     _accelerate: Any = import_module("accelerate.state")
+    import torch
 except ModuleNotFoundError as error:
     raise MissingBackendError(
         f"packhorse.transformers needs {error.name}; install it with: "
