@@ -183,6 +183,8 @@ def test_what_cannot_be_kept_is_named_and_nothing_is_written(
 def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="level is"):
         save({"a": 1}, tmp_path / "f", level="best")
+    with pytest.raises(ValueError, match="a path of more than 32768 characters"):
+        save({"a": {"b" * 33000: 1}}, tmp_path / "f")
     with pytest.raises(ValueError, match=r"has the key 'packhorse.state'"):
         save({"a": 1}, tmp_path / "f", {STATE_KEY: ""})
     save({"a": [torch.ones(1000)]}, tmp_path / "f")
@@ -221,6 +223,11 @@ LIES = [
     ({"state": {"tensor": 0}}, CorruptionError, "no container"),
     ({"state": {"dict": [["a", {"code": "x"}]]}}, CorruptionError, "unknown object"),
     ({"state": None}, CorruptionError, "not a container"),
+    (
+        {"state": {"dict": [["a" * 40000, {"tensor": 0}]]}},
+        CorruptionError,
+        "a path of more than 32768 characters",
+    ),
 ]
 
 

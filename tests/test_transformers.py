@@ -97,6 +97,12 @@ def test_saves_by_epoch_with_evaluation(tmp_path: Path) -> None:
     resumed.train(resume_from_checkpoint=callback.checkpoint())
     assert history(resumed) == history(expected)
     assert callback.store.names() == ["checkpoint-6", "checkpoint-12", "checkpoint-18"]
+    state = callback.store.restore("checkpoint-12")
+    callback.store.take("../best", state)
+    folder = callback.checkpoint("../best")
+    assert folder is not None
+    assert Path(folder).parent.parent == tmp_path / "out"
+    assert torch.load(Path(folder, "scheduler.pt"))["last_epoch"] == 12
 
 
 def test_a_step_that_is_evaluated_too_keeps_what_the_evaluation_said(tmp_path: Path) -> None:

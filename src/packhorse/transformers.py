@@ -13,11 +13,12 @@ import os
 import random
 import re
 import shutil
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,7 +88,7 @@ class PackhorseCallback(TrainerCallback):  # type: ignore[misc]
         self._background = background
         self._folders = folders
         self._output: str | None = None
-        self._resuming: TemporaryDirectory[str] | None = None
+        self._resuming: weakref.finalize[..., Any] | None = None
         self._due: list[dict[str, Any]] | None = None  # random states, if a snapshot is to be taken
         self._last_step = -1
 
@@ -110,15 +111,15 @@ class PackhorseCallback(TrainerCallback):  # type: ignore[misc]
             return None
         if self._output is not None:
             os.makedirs(self._output, exist_ok=True)
-        folder = TemporaryDirectory(prefix=".packhorse-resume-", dir=self._output)
-        try:
-            restored = restore_checkpoint(self.store, Path(folder.name) / name, name)
-        except BaseException:
-            folder.cleanup()
-            raise
         self._drop_folder()
-        self._resuming = folder
-        return str(restored)
+        folder = mkdtemp(prefix=".packhorse-resume-", dir=self._output)
+        self._resuming = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        place = name if _NAME.fullmatch(name) else "checkpoint"
+        try:
+            return str(restore_checkpoint(self.store, Path(folder) / place, name))
+        except BaseException:
+            self._drop_folder()
+            raise
 
     # What the Trainer calls. A snapshot that is due is taken once the step has been logged and
     # evaluated, because that changes the Trainer's state: at once, at the log, or before all else.
@@ -195,7 +196,7 @@ class PackhorseCallback(TrainerCallback):  # type: ignore[misc]
 
     def _drop_folder(self) -> None:
         if self._resuming is not None:
-            self._resuming.cleanup()
+            self._resuming()
             self._resuming = None
 
     def _begin(self, args: Any, state: Any, control: Any, parts: dict[str, Any]) -> None:

@@ -36,6 +36,7 @@ Keys: TypeAlias = Iterable[str] | Callable[[str], bool]
 
 _MAX_DEPTH = 64  # of nested containers; a state that contains itself ends here
 _MAX_INT_BITS = 8192
+_MAX_PATH_LENGTH = 1 << 15  # or a long key above many short ones would take hours to walk
 _FLOAT = struct.Struct(">d")
 _ABSENT = object()
 
@@ -143,6 +144,8 @@ def _pair(item: tuple[object, object], path: str, depth: int, leaves: list[Leaf]
             "strings, numbers, booleans or None"
         )
     below = path_below(path, key)
+    if len(below) > _MAX_PATH_LENGTH:
+        raise ValueError(f"{shortened(below)}: a path of more than {_MAX_PATH_LENGTH} characters")
     return [_encode(key, below, depth, leaves), _encode(value, below, depth + 1, leaves)]
 
 
@@ -269,7 +272,12 @@ class _Decoder:
             if key in seen:
                 raise CorruptionError(f"{shortened(path)}: the key {shown(key)} stands twice")
             seen.add(key)
-            item = self.decode(pair[1], path_below(path, key), depth + 1)
+            below = path_below(path, key)
+            if len(below) > _MAX_PATH_LENGTH:
+                raise CorruptionError(
+                    f"{shortened(below)}: a path of more than {_MAX_PATH_LENGTH} characters"
+                )
+            item = self.decode(pair[1], below, depth + 1)
             if item is not _ABSENT:
                 result[key] = item
         if not result and not (self._selection.wants(path) and not pairs):
