@@ -54,7 +54,7 @@ format: .venv/.lint ## let the formatters rewrite the sources
 bench: .venv/.bench .venv/.model ## time Packhorse and its rivals (all data: make bench ARGS=--full)
 	@$(PY) benchmarks/run.py $(ARGS)
 
-training: .venv/.bench ## make the training run of the benchmark data (15 minutes; make training ARGS=--resume goes on)
+training: .venv/.bench ## make the training run of the benchmark data (17 minutes; make training ARGS=--resume goes on)
 	@$(PY) benchmarks/training.py $(ARGS)
 
 sanitize: .venv/.sanitize .venv/.model ## run the tests on a core built with ASan and UBSan

@@ -206,7 +206,7 @@ def training_tensors(kind: str, step: int | None, dtype: str, numpy_type: Any) -
 
     Args:
         kind: one of `KINDS` in training.py.
-        step: None for the last one that has this kind.
+        step: None for the last one of the run itself, without the history, that has this kind.
         dtype: safetensors' name of their type.
         numpy_type: the same type for NumPy.
 
@@ -217,12 +217,14 @@ def training_tensors(kind: str, step: int | None, dtype: str, numpy_type: Any) -
     folder = training_folder()
     if not (folder / TRAINING_MANIFEST).exists():
         raise FileNotFoundError(
-            f"there is no complete training run in {folder}; make it in about 15 minutes with: "
+            f"there is no complete training run in {folder}; make it in about 17 minutes with: "
             "python benchmarks/training.py"
         )
-    files = json.loads((folder / TRAINING_MANIFEST).read_text())["files"]
+    manifest = json.loads((folder / TRAINING_MANIFEST).read_text())
+    files = manifest["files"]
     name = max(name for name in files if name.startswith(f"{kind}_"))
     if step is not None:
+        files = files | manifest.get("history", {}).get("files", {})
         name = f"{kind}_{step:06}.safetensors"
         if name not in files:
             raise FileNotFoundError(f"the training run in {folder} has not kept {name}")

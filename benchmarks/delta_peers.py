@@ -45,6 +45,10 @@ def _as_uint(array: Any) -> Any:
     return array.view(f"u{array.itemsize}")
 
 
+def _as_bytes(array: Any) -> memoryview:
+    return memoryview(array.view(np.uint8))
+
+
 class PackhorseDeltaCodec:
     """packhorse.numpy with bases, all tensors in one call, into the caller's memory.
 
@@ -114,10 +118,10 @@ class ZipnnDeltaCodec:
             "threads": setup.threads,
         }
         self._encoder, self._decoder = zipnn.ZipNN(**options), zipnn.ZipNN(**options)
-        self._base = data.base.tobytes()
+        self._base = _as_bytes(data.base)
 
     def prepare(self, data: Pair) -> Any:
-        return data.array.tobytes()
+        return _as_bytes(data.array)
 
     def encode(self, source: Any) -> Packed:
         return self._encoder.compress(source, delta_second_data=self._base)

@@ -22,7 +22,7 @@ import numpy as np
 from data import DataSet
 from peers import CODECS, Codec, Entry, Setup, UnsupportedError, build, parts
 
-__all__ = ["SLICE_NBYTES", "Contender", "Row", "compete", "enter"]
+__all__ = ["SLICE_NBYTES", "Contender", "Row", "Seconds", "compete", "cores", "enter", "time_call"]
 
 CORES = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 SLICE_NBYTES = 8_000_000
@@ -105,7 +105,7 @@ def enter(
         codec = build(name, data, setup, entries)
     except (UnsupportedError, ImportError) as reason:
         return str(reason)
-    with _cores(setup.threads):
+    with cores(setup.threads):
         packed_nbytes = _prove(name, codec, data)
         slow = entries[name].slow
         timed = data.middle(SLICE_NBYTES) if slow else data
@@ -165,15 +165,16 @@ def compete(contenders: list[Contender], data: DataSet, rounds: int) -> list[Row
 
 def _time_once(contender: Contender) -> None:
     codec = contender.codec
-    with _cores(contender.setup.threads):
+    with cores(contender.setup.threads):
         source = codec.prepare(contender.timed)
-        packed, seconds = _timed(codec.encode, source)
+        packed, seconds = time_call(codec.encode, source)
         contender.encode.append(seconds)
-        _, seconds = _timed(codec.decode, packed)
+        _, seconds = time_call(codec.decode, packed)
         contender.decode.append(seconds)
 
 
-def _timed(call: Callable[[Any], Any], argument: Any) -> tuple[Any, Seconds]:
+def time_call(call: Callable[[Any], Any], argument: Any) -> tuple[Any, Seconds]:
+    """What a call returns, and the processor and wall seconds that it took."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = call(argument)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
@@ -181,7 +182,7 @@ def _timed(call: Callable[[Any], Any], argument: Any) -> tuple[Any, Seconds]:
 
 
 @contextmanager
-def _cores(threads: int) -> Iterator[None]:
+def cores(threads: int) -> Iterator[None]:
     """One thread stays on one core (not the first, which serves interrupts); more may use all."""
     if threads > 1 or not CORES:
         yield

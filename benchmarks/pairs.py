@@ -22,7 +22,7 @@ import numpy as np
 from data import DataSet
 from numpy.typing import NDArray
 
-__all__ = ["NAMES", "STATE", "Pair", "make"]
+__all__ = ["DTYPES", "NAMES", "STATE", "STATE_KINDS", "Array", "Pair", "make"]
 
 STATE = "state_128"
 CHANGED_SHARE = 0.01
@@ -88,7 +88,7 @@ def _last() -> int:
     manifest = data.training_folder() / data.TRAINING_MANIFEST
     if not manifest.exists():
         raise FileNotFoundError(
-            f"there is no complete training run in {manifest.parent}; make it in about 15 minutes "
+            f"there is no complete training run in {manifest.parent}; make it in about 17 minutes "
             "with: make training"
         )
     recipe = json.loads(manifest.read_text())["recipe"]

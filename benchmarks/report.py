@@ -15,6 +15,7 @@ from targets import Verdict, judge
 
 __all__ = [
     "CEILING",
+    "KINDS",
     "OURS",
     "PICTURE",
     "Result",
@@ -35,6 +36,8 @@ __all__ = [
     "written_speed",
 ]
 
+# Of tensors in a checkpoint, by what training.py calls them.
+KINDS = {"w32": "fp32 masters", "w16": "bf16 copy", "m32": "first moments", "v32": "second moments"}
 OURS = "packhorse"
 RIVAL = "zipnn"
 CEILING = "np.copyto"

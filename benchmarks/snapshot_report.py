@@ -2,6 +2,7 @@
 docs/benchmarks_snapshots.md: a function of the JSON that snapshots.py keeps; nothing is measured.
 """
 
+import history_report
 import report
 from report import Result, Row
 from targets import SNAPSHOT_TARGETS, judge
@@ -11,8 +12,6 @@ __all__ = ["document", "section", "summary"]
 RIVAL = "zipnn-delta"
 # Besides ours and the best of all others, whose ratios are beside each other in the short table.
 GLANCE = (RIVAL, "bitx-like", "xor+pcodec")
-
-KINDS = {"w32": "fp32 masters", "w16": "bf16 copy", "m32": "first moments", "v32": "second moments"}
 
 INTRODUCTION = """# Benchmarks of checkpoints
 
@@ -26,6 +25,8 @@ too.
 - Of a whole state every codec packs each part by itself. A rival takes the older part as base or
   does without, whichever is shorter; finding that out is not timed. Ours finds it out itself.
 - Naming and checking the base by its hash is part of our time. No rival checks its base.
+- What a run that saves every few steps keeps in whole stores, ours and others, is
+  [below](#a-history-of-checkpoints).
 - `x zipnn-delta`: encode / decode speed over zipnn's with its own delta. `of copy`: the share of
   np.copyto's speed.
 """
@@ -82,13 +83,18 @@ def _best(rows: list[Row]) -> str:
 def _parts(result: Result) -> str:
     """The ratio of each part of the whole state."""
     parts = next((pair["parts"] for pair in result["data"] if pair["parts"]), [])
-    names = [f"{KINDS[kind]}, {nbytes / 1e6:.1f} MB" for kind, nbytes in parts]
+    names = [f"{report.KINDS[kind]}, {nbytes / 1e6:.1f} MB" for kind, nbytes in parts]
     lines = [f"| codec | {' | '.join(names)} |", "|---|" + "--:|" * len(names)]
     for codec, packed in result["parts"].items():
         pairs = zip(parts, packed, strict=True)
         ratios = (report.written_ratio(nbytes / size) for (_, nbytes), size in pairs)
         lines.append(f"| {codec} | {' | '.join(ratios)} |")
     return "\n".join(lines) if result["parts"] else "Not in this run."
+
+
+def _history(result: Result) -> str:
+    known = result.get("history")
+    return history_report.section(known) if known else "Not in this run."
 
 
 def document(result: Result) -> str:
@@ -101,6 +107,7 @@ def document(result: Result) -> str:
     parts = [
         INTRODUCTION,
         f"## Machine\n\n{report.conditions(result)}\n",
+        f"## A history of checkpoints\n\n{_history(result)}\n",
         f"{summary(result)}\n",
         f"## How each codec is run\n\n{report.ways(result)}\n",
         "## Every codec\n",

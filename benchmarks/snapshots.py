@@ -2,9 +2,12 @@
 
 Pairs of neighbouring checkpoints of the training run (see pairs.py) are packed by Packhorse with a
 base and by its rivals (see delta_peers.py), one thread, each round trip proved first, all codecs
-interleaved in one process. With `--write` the figures are kept in
-`benchmarks/results/snapshots.json` and make `docs/benchmarks_snapshots.md`; `--render` only makes
-the document again.
+interleaved in one process. Then a history of twelve checkpoints goes through whole stores (see
+history.py). `--part history` measures only that, in some 4 minutes and with 20 GB of temporary
+files; `--part pairs` leaves it out, and so does a choice of pairs or codecs.
+
+With `--write` the figures are kept in `benchmarks/results/snapshots.json` and make
+`docs/benchmarks_snapshots.md` and its picture; `--render` only makes the documents again.
 """
 
 import argparse
@@ -16,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import delta_peers
+import history
+import history_report
 import machine
 import pairs
 import peers
@@ -29,6 +34,8 @@ MODE = "snapshots"
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "snapshots.json"
 DOCUMENT = HERE.parent / "docs" / "benchmarks_snapshots.md"
+PICTURE = HERE.parent / "docs" / history_report.PICTURE
+PARTS = ("pairs", "history")
 ROUNDS = 7
 
 
@@ -68,9 +75,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
     parser.add_argument("--write", action="store_true", help="keep figures, write the document")
     parser.add_argument("--render", action="store_true", help="only write the document again")
+    parser.add_argument("--part", choices=PARTS, help="measure only these pairs, or the history")
     args = parser.parse_args(argv)
-    if args.write and (args.pair or args.codec or args.rounds):
+    chosen = args.pair or args.codec
+    if args.write and (chosen or args.rounds or args.part):
         parser.error("--write needs a whole run")
+    if chosen and args.part == "history":
+        parser.error("--pair and --codec choose nothing in the history")
+    args.part = args.part or ("pairs" if chosen else None)
     args.pair = args.pair or pairs.NAMES
     args.codec = args.codec or tuple(delta_peers.CODECS)
     args.rounds = args.rounds or ROUNDS
@@ -94,15 +106,19 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "parts": {},
         "absent": {},
     }
-    for name in args.pair:
+    for name in args.pair if args.part != "history" else ():
         pair = pairs.make(name)
         rows = _one_pair(pair, args, result)
         result["data"].append(_described(pair))
         result["rows"] += rows
         print(f"\n{snapshot_report.section(result['data'][-1], rows)}", flush=True)
+    if args.part != "pairs":
+        result["history"] = history.measure_history()
+        print(f"\n{history_report.section(result['history'])}", flush=True)
     result["load_after"] = os.getloadavg()[0]
     result["core_scaling"].append(machine.core_scaling())
-    print(f"\n{snapshot_report.summary(result)}")
+    if result["rows"]:
+        print(f"\n{snapshot_report.summary(result)}")
     return result
 
 
@@ -149,4 +165,6 @@ def _keep(result: dict[str, Any], args: argparse.Namespace) -> None:
 
 def _write_document(result: dict[str, Any]) -> None:
     DOCUMENT.write_text(snapshot_report.document(result))
+    if "history" in result:
+        PICTURE.write_text(history_report.picture(result))
     print(f"\nwrote {DOCUMENT}")

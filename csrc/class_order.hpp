@@ -19,6 +19,12 @@ namespace packhorse {
 struct ClassCuts {
     uint8_t at[kMaxClasses - 1] = {};
     uint64_t used[kMaxClasses - 1] = {};  // all ones, or zero for a cut that is not there
+
+    uint32_t count() const {
+        uint32_t n = 0;
+        while (n < kMaxClasses - 1 && used[n] != 0) ++n;
+        return n;
+    }
 };
 
 // Keys that are the classes.
@@ -63,39 +69,44 @@ PACKHORSE_INLINE std::size_t count_above(const uint8_t* keys, std::size_t n, uin
 constexpr std::size_t kCountRounds = 255;
 
 // Adds the keys of `n_blocks` blocks of 64 that are at or above each cut.
-PACKHORSE_AVX512 inline void count_blocks_avx512(const uint8_t* keys, std::size_t n_blocks,
-                                                 const ClassCuts& cuts, std::size_t* above) {
-    __m512i sums[kMaxClasses - 1] = {};
+template <uint32_t kCuts>
+PACKHORSE_AVX512 inline void count_cuts_avx512(const uint8_t* keys, std::size_t n_blocks,
+                                               const uint8_t* cuts, std::size_t* above) {
     while (n_blocks > 0) {
         const std::size_t run = std::min(n_blocks, kCountRounds);
-        __m512i few[kMaxClasses - 1] = {};
-        for (std::size_t b = 0; b < run; ++b, keys += 64)
-            for (uint32_t t = 0; t + 1 < kMaxClasses; ++t) {
-                const __m512i cut = _mm512_set1_epi8(static_cast<char>(cuts.at[t]));
-                const __mmask64 mine = _mm512_cmpge_epu8_mask(_mm512_loadu_si512(keys), cut);
+        __m512i few[kCuts] = {};
+        for (std::size_t b = 0; b < run; ++b, keys += 64) {
+            const __m512i key = _mm512_loadu_si512(keys);
+#pragma GCC unroll 8
+            for (uint32_t t = 0; t < kCuts; ++t) {
+                const __m512i cut = _mm512_set1_epi8(static_cast<char>(cuts[t]));
+                const __mmask64 mine = _mm512_cmpge_epu8_mask(key, cut);
                 few[t] = _mm512_mask_sub_epi8(few[t], mine, few[t], _mm512_set1_epi8(-1));
             }
-        for (uint32_t t = 0; t + 1 < kMaxClasses; ++t)
-            sums[t] = _mm512_add_epi64(sums[t], _mm512_sad_epu8(few[t], _mm512_setzero_si512()));
+        }
+        for (uint32_t t = 0; t < kCuts; ++t)
+            above[t] += static_cast<std::size_t>(
+                _mm512_reduce_add_epi64(_mm512_sad_epu8(few[t], _mm512_setzero_si512())));
         n_blocks -= run;
     }
-    for (uint32_t t = 0; t + 1 < kMaxClasses; ++t)
-        above[t] += static_cast<std::size_t>(_mm512_reduce_add_epi64(sums[t]));
 }
 
 // The same for blocks of 32.
-PACKHORSE_AVX2 inline void count_blocks_avx2(const uint8_t* keys, std::size_t n_blocks,
-                                             const ClassCuts& cuts, std::size_t* above) {
+template <uint32_t kCuts>
+PACKHORSE_AVX2 inline void count_cuts_avx2(const uint8_t* keys, std::size_t n_blocks,
+                                           const uint8_t* cuts, std::size_t* above) {
     while (n_blocks > 0) {
         const std::size_t run = std::min(n_blocks, kCountRounds);
-        __m256i few[kMaxClasses - 1] = {};
-        for (std::size_t b = 0; b < run; ++b, keys += 32)
-            for (uint32_t t = 0; t + 1 < kMaxClasses; ++t) {
-                const __m256i key = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys));
-                const __m256i cut = _mm256_set1_epi8(static_cast<char>(cuts.at[t]));
+        __m256i few[kCuts] = {};
+        for (std::size_t b = 0; b < run; ++b, keys += 32) {
+            const __m256i key = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys));
+#pragma GCC unroll 8
+            for (uint32_t t = 0; t < kCuts; ++t) {
+                const __m256i cut = _mm256_set1_epi8(static_cast<char>(cuts[t]));
                 few[t] = _mm256_sub_epi8(few[t], _mm256_cmpeq_epi8(_mm256_max_epu8(key, cut), key));
             }
-        for (uint32_t t = 0; t + 1 < kMaxClasses; ++t) {
+        }
+        for (uint32_t t = 0; t < kCuts; ++t) {
             alignas(32) uint64_t sums[4];
             _mm256_store_si256(reinterpret_cast<__m256i*>(sums),
                                _mm256_sad_epu8(few[t], _mm256_setzero_si256()));
@@ -310,65 +321,68 @@ inline ClassStarts count_classes(const uint8_t* keys, std::size_t n, const Class
     std::size_t done = 0;
 #if PACKHORSE_X86
     if (isa >= Isa::kAvx512)
-        count_blocks_avx512(keys, n / 64, cuts, above);
+        count_cuts_avx512<kMaxClasses - 1>(keys, n / 64, cuts.at, above);
     else if (isa >= Isa::kAvx2)
-        count_blocks_avx2(keys, n / 64 * 2, cuts, above);
+        count_cuts_avx2<kMaxClasses - 1>(keys, n / 64 * 2, cuts.at, above);
     if (isa >= Isa::kAvx2) done = n / 64 * 64;
 #endif
     (void)isa;
     ClassStarts starts{{0, n, n, n, n}};
-    for (uint32_t t = 0; t + 1 < kMaxClasses && cuts.used[t] != 0; ++t)
+    for (uint32_t t = 0; t < cuts.count(); ++t)
         starts.at[t + 1] = n - above[t] - count_above(keys + done, n - done, cuts.at[t]);
     return starts;
 }
 
-// Where the next unit of each class is, while at most kSortUnits units move one by one. How many of
-// each class have moved is kept as 16 bits each in one number: with counters in memory each unit
-// would wait for the one before. Entries of the tables are kClassStep apart, so that the same
-// number is an index and a shift.
-constexpr uint32_t kClassStep = 16;
-
-template <class Byte>
+// Where the next unit of each of kClasses classes is, while units move one by one. How many of each
+// class have moved is kept side by side in one number: with counters in memory each unit would wait
+// for the one before. Entries of the tables are kStep apart, so that the same number is an index
+// and a shift.
+template <class Unit, uint32_t kClasses>
 struct Moving {
-    Byte* first[kClassStep * kMaxClasses];
-    uint64_t one[kClassStep * kMaxClasses];
+    static constexpr uint32_t kStep = 64 / kClasses;
+    static constexpr std::size_t kMaxUnits = (std::size_t{1} << kStep) - 1;  // that may move
+
+    Unit* first[64];
+    uint64_t one[64];
     uint64_t moved = 0;
 
-    explicit Moving(Byte** begin) {
-        for (uint32_t c = 0; c < kMaxClasses; ++c) {
-            first[kClassStep * c] = begin[c];
-            one[kClassStep * c] = uint64_t{1} << (kClassStep * c);
+    explicit Moving(Unit** begin) {
+        for (uint32_t c = 0; c < kClasses; ++c) {
+            first[kStep * c] = begin[c];
+            one[kStep * c] = uint64_t{1} << (kStep * c);
         }
     }
 
-    // The place of the next unit of the class that `step` is kClassStep times.
-    PACKHORSE_INLINE Byte& next(uint32_t step) {
-        Byte& place = first[step][moved >> step & 0xFFFF];
+    // The place of the next unit of the class that `step` is kStep times.
+    PACKHORSE_INLINE Unit& next(uint32_t step) {
+        Unit& place = first[step][moved >> step & kMaxUnits];
         moved += one[step];
         return place;
     }
 
-    void finish(Byte** end) const {
-        for (uint32_t c = 0; c < kMaxClasses; ++c) end[c] += moved >> (kClassStep * c) & 0xFFFF;
+    void finish(Unit** end) const {
+        for (uint32_t c = 0; c < kClasses; ++c) end[c] += moved >> (kStep * c) & kMaxUnits;
     }
 };
 
-// Classes of `n` units, times kClassStep.
-inline void fill_steps(const uint8_t* keys, std::size_t n, const ClassCuts& cuts,
-                       uint8_t* __restrict steps, Isa isa) {
+constexpr uint32_t kClassStep = Moving<uint8_t, kMaxClasses>::kStep;
+
+// Classes of `n` units, each the number of cuts that are at most its key, times `step`.
+inline void fill_steps(const uint8_t* keys, std::size_t n, const uint8_t* cuts, uint32_t n_cuts,
+                       uint32_t step, uint8_t* __restrict steps, Isa isa) {
     std::memset(steps, 0, n);
-    for (uint32_t t = 0; t + 1 < kMaxClasses && cuts.used[t] != 0; ++t) {
-        const uint8_t cut = cuts.at[t];
+    for (uint32_t t = 0; t < n_cuts; ++t) {
+        const uint8_t cut = cuts[t];
         vectorised(isa, [=]() PACKHORSE_VECTORISED {
             for (std::size_t i = 0; i < n; ++i)
-                steps[i] = static_cast<uint8_t>(steps[i] + (keys[i] >= cut ? kClassStep : 0));
+                steps[i] = static_cast<uint8_t>(steps[i] + (keys[i] >= cut ? step : 0));
         });
     }
 }
 
 // At most kSortUnits units; `steps` are their classes times kClassStep.
 inline void sort_few(const uint8_t* plane, const uint8_t* steps, std::size_t n, uint8_t** to) {
-    Moving<uint8_t> moving(to);
+    Moving<uint8_t, kMaxClasses> moving(to);
 #pragma GCC unroll 4
     for (std::size_t i = 0; i < n; ++i) moving.next(steps[i]) = plane[i];
     moving.finish(to);
@@ -376,7 +390,7 @@ inline void sort_few(const uint8_t* plane, const uint8_t* steps, std::size_t n, 
 
 inline void unsort_few(const uint8_t** from, const uint8_t* steps, std::size_t n,
                        uint8_t* __restrict dst) {
-    Moving<const uint8_t> moving(from);
+    Moving<const uint8_t, kMaxClasses> moving(from);
 #pragma GCC unroll 4
     for (std::size_t i = 0; i < n; ++i) dst[i] = moving.next(steps[i]);
     moving.finish(from);
@@ -394,7 +408,7 @@ inline void sort_block(const uint8_t* plane, const uint8_t* keys, std::size_t n,
 #endif
     if (done == n) return;
     uint8_t steps[kSortUnits];
-    fill_steps(keys + done, n - done, cuts, steps, isa);
+    fill_steps(keys + done, n - done, cuts.at, cuts.count(), kClassStep, steps, isa);
     sort_few(plane + done, steps, n - done, to);
 }
 
@@ -431,7 +445,7 @@ inline void unsort_by_class(const uint8_t** from, const uint8_t* keys, std::size
     for (; done < n; done += std::min(kSortUnits, n - done)) {
         const std::size_t run = std::min(kSortUnits, n - done);
         uint8_t steps[kSortUnits];
-        fill_steps(keys + done, run, cuts, steps, isa);
+        fill_steps(keys + done, run, cuts.at, cuts.count(), kClassStep, steps, isa);
         unsort_few(from, steps, run, dst + done);
     }
 }

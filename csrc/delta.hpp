@@ -185,16 +185,45 @@ constexpr std::size_t delta_raw_nbytes(std::size_t n, uint32_t shift) {
 
 constexpr int kTokenBias = kDeltaDirectTokens / 2;
 // A token that is not direct is known by a bit of it.
+constexpr uint8_t kLongBit = kDeltaDirectTokens;
 static_assert(kDeltaTokens == 2 * kDeltaDirectTokens);
 constexpr uint32_t kTokenLengthBias = 27;  // token - this: bits of m
 constexpr uint32_t kFullTokenBits = 64;
 
-// Calls visit(i) for each of `n` bytes that has the bit `mark`, in order.
+#if PACKHORSE_X86
+PACKHORSE_AVX2 inline uint64_t marks_avx2(const uint8_t* bytes, __m256i mark) {
+    uint32_t halves[2];
+    for (int h = 0; h < 2; ++h) {
+        const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes) + h);
+        const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(x, mark), mark);
+        halves[h] = static_cast<uint32_t>(_mm256_movemask_epi8(is_set));
+    }
+    return halves[0] | uint64_t{halves[1]} << 32;
+}
+
 template <class Visit>
-PACKHORSE_INLINE void for_each_marked(const uint8_t* bytes, std::size_t n, uint32_t mark,
-                                      Visit visit) {
-    const uint64_t marks = uint64_t{0x0101010101010101} * mark;
+PACKHORSE_AVX2 inline std::size_t visit_marked_avx2(const uint8_t* bytes, std::size_t n,
+                                                    uint8_t mark, Visit visit) {
+    const __m256i marks = _mm256_set1_epi8(static_cast<char>(mark));
     std::size_t i = 0;
+    for (; i + 64 <= n; i += 64)
+        for (uint64_t set = marks_avx2(bytes + i, marks); set != 0; set &= set - 1)
+            visit(i + static_cast<std::size_t>(std::countr_zero(set)));
+    return i;
+}
+#endif
+
+// Calls visit(i) for each of `n` bytes that has the bit `mark`, in order. `visit` is marked
+// PACKHORSE_VECTORISED.
+template <class Visit>
+PACKHORSE_INLINE void for_each_marked(const uint8_t* bytes, std::size_t n, uint8_t mark, Isa isa,
+                                      Visit visit) {
+    std::size_t i = 0;
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx2) i = visit_marked_avx2(bytes, n, mark, visit);
+#endif
+    (void)isa;
+    const uint64_t marks = uint64_t{0x0101010101010101} * mark;
     for (; i + 8 <= n; i += 8)
         for (uint64_t set = load<uint64_t>(bytes + i) & marks; set != 0; set &= set - 1)
             visit(i + static_cast<std::size_t>(std::countr_zero(set)) / 8);

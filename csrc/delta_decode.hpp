@@ -154,9 +154,9 @@ inline void join_raw_bits(const uint8_t* tokens, std::size_t n, uint32_t shift, 
 // Completes the differences whose tokens are not direct.
 template <class Unit>
 inline void take_long_tokens(const uint8_t* tokens, std::size_t n, uint32_t shift, BitReader& extra,
-                             Unit* out) {
+                             Unit* out, Isa isa) {
     const uint64_t low_bits = (uint64_t{1} << shift) - 1;
-    for_each_marked(tokens, n, kDeltaDirectTokens, [&](std::size_t i) {
+    for_each_marked(tokens, n, kLongBit, isa, [&](std::size_t i) PACKHORSE_VECTORISED {
         const uint64_t t = take_long_token(tokens[i], extra);
         out[i] = static_cast<Unit>(t << shift | (out[i] & low_bits));
     });
@@ -169,9 +169,18 @@ inline void build_differences(const uint8_t* tokens, std::size_t count, uint32_t
     for (std::size_t at = 0; at < count; at += kSegmentUnitsOfDelta) {
         const std::size_t n = std::min(kSegmentUnitsOfDelta, count - at);
         join_raw_bits(tokens + at, n, shift, decoder.raw, count, at, out + at, isa);
-        take_long_tokens(tokens + at, n, shift, decoder.extra, out + at);
+        take_long_tokens(tokens + at, n, shift, decoder.extra, out + at, isa);
     }
     decoder.raw += delta_raw_nbytes(count, shift);
+}
+
+// The differences of a narrow class whose tokens are not direct, side by side.
+template <class Unit>
+inline void list_long_tokens(const uint8_t* tokens, std::size_t n, BitReader& extra, Unit* out,
+                             Isa isa) {
+    for_each_marked(tokens, n, kLongBit, isa, [&](std::size_t i) PACKHORSE_VECTORISED {
+        *out++ = static_cast<Unit>(take_long_token(tokens[i], extra));
+    });
 }
 
 template <class Unit, bool kFloat>
@@ -204,25 +213,35 @@ class DeltaChunkDecoder {
         fill_keys<Unit, kFloat>(base, n_, keys_, isa_);
         const DeltaStarts starts = count_delta_classes(keys_, n_, decoder_.header.rule, isa_);
         status = open_delta_body(stream, nbytes, starts, decoder_);
-        if (status == Status::kOk) status = decode_classes(starts);
+        Ahead ahead;
+        ahead.write = reinterpret_cast<uintptr_t>(dst);
+        ahead.write_step = 128 * sizeof(Unit);
+        ahead.read = reinterpret_cast<uintptr_t>(base + n_ * sizeof(Unit));
+        ahead.read_step = 128 * sizeof(Unit);
+        if (status == Status::kOk) status = decode_classes(starts, ahead);
         if (status != Status::kOk) return status;
         merge(starts, base, dst);
         return Status::kOk;
     }
 
   private:
-    Status decode_classes(const DeltaStarts& starts) {
+    Status decode_classes(const DeltaStarts& starts, Ahead& ahead) {
         const DeltaRule& rule = decoder_.header.rule;
-        Ahead nothing;
+        const uint32_t n_wide = first_narrow_class(rule);
         for (uint32_t c = 0; c < rule.n_classes; ++c) {
             decoder_.rans.model = decoder_.models[c];
             build_rans_tables(decoder_.rans, isa_);
             uint8_t* const tokens = tokens_ + starts.at[c];
-            const Status status =
-                rans_decode(decoder_.rans, starts.count(c), tokens, nothing, isa_);
+            const Status status = rans_decode(decoder_.rans, starts.count(c), tokens, ahead, isa_);
             if (status != Status::kOk) return status;
-            build_differences(tokens, starts.count(c), rule.shifts[c], decoder_,
-                              differences_ + starts.at[c], isa_);
+            Unit* const differences = differences_ + starts.at[c];
+            if (c < n_wide) {
+                build_differences(tokens, starts.count(c), rule.shifts[c], decoder_, differences,
+                                  isa_);
+                std::memset(tokens, kLongBit, starts.count(c));
+            } else {
+                list_long_tokens(tokens, starts.count(c), decoder_.extra, differences, isa_);
+            }
         }
         uint8_t ignored[2 * kMaxLanes];
         const Status status = rans_close(decoder_.rans, false, ignored);
@@ -230,24 +249,41 @@ class DeltaChunkDecoder {
     }
 
     void merge(const DeltaStarts& starts, const uint8_t* base, uint8_t* dst) {
+        const DeltaRule& rule = decoder_.header.rule;
+        const DeltaMoves moves(rule, isa_);
+        const ClassOfKey classes(rule);
         const Unit* next[kMaxDeltaClasses];
-        for (uint32_t c = 0; c < kMaxDeltaClasses; ++c) next[c] = differences_ + starts.at[c];
-        std::size_t at = 0;
-#if PACKHORSE_X86
-        if constexpr (sizeof(Unit) == 2)
-            if (isa_ >= Isa::kAvx512Vbmi2)
-                at = with_classes(decoder_.header.rule.n_classes, [&]<uint32_t kClasses>() {
-                    return merge_units_vbmi2<kClasses, kFloat>(next, keys_, n_,
-                                                               decoder_.header.rule, base, dst);
-                });
-#endif
-        for (; at < n_; at += kDeltaBlockUnits) {
+        const uint8_t* next_tokens[kMaxDeltaClasses];
+        for (uint32_t c = 0; c < kMaxDeltaClasses; ++c) {
+            next[c] = differences_ + starts.at[c];
+            next_tokens[c] = tokens_ + starts.at[c];
+        }
+        alignas(64) Unit block[kDeltaBlockUnits] = {};
+        alignas(64) uint8_t tokens[kDeltaBlockUnits] = {};
+        for (std::size_t at = 0; at < n_; at += kDeltaBlockUnits) {
             const std::size_t n = std::min(kDeltaBlockUnits, n_ - at);
-            alignas(64) Unit block[kDeltaBlockUnits];
-            unsort_units(next, keys_ + at, n, decoder_.header.rule, block, isa_);
+            const uint8_t* const keys = keys_ + at;
+            if (moves.bytes.first < rule.n_classes) {
+                if (moves.units.last > 0) std::memset(tokens, 0, n);  // no mark of another block
+                unsort_tokens(next_tokens, keys, n, rule, moves.bytes, classes, tokens, isa_);
+                widen_tokens(tokens, n, block);
+            }
+            if (moves.units.last > 0)
+                unsort_units(next, keys, n, rule, moves.units, classes, block, isa_);
+            for_each_marked(tokens, n, kLongBit, isa_, [&](std::size_t i) PACKHORSE_VECTORISED {
+                block[i] = *next[classes.of[keys[i]]]++;
+            });
             add_differences<Unit, kFloat>(base + at * sizeof(Unit), block, n,
                                           dst + at * sizeof(Unit), isa_);
         }
+    }
+
+    // Differences of direct tokens without raw bits.
+    void widen_tokens(const uint8_t* tokens, std::size_t n, Unit* __restrict out) {
+        vectorised(isa_, [=]() PACKHORSE_VECTORISED {
+            for (std::size_t i = 0; i < n; ++i)
+                out[i] = static_cast<Unit>(Wide<Unit>{tokens[i]} - Wide<Unit>{kTokenBias});
+        });
     }
 
     DeltaDecoder& decoder_;

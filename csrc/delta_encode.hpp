@@ -270,21 +270,34 @@ inline void put_long_token(int64_t t, uint32_t token, BitWriter& extra) {
     extra.put((bits ^ sign) << 1 | (sign & 1), token - kTokenLengthBias);
 }
 
+constexpr uint8_t kLongMark = 0x80;  // a bit that no token has, for one that is not direct
+
 // Tokens of a class, and the extra bits of those that are not direct.
 template <class Unit>
 inline void make_tokens(const Unit* differences, std::size_t n, uint32_t shift,
                         uint8_t* __restrict tokens, BitWriter& extra, Isa isa) {
     using Signed = std::make_signed_t<Unit>;
-    constexpr uint8_t kLong = 0x80;  // a bit that no token has
     vectorised(isa, [=]() PACKHORSE_VECTORISED {
         for (std::size_t i = 0; i < n; ++i) {
             const auto t = static_cast<Unit>(static_cast<Signed>(differences[i]) >> shift);
             const auto direct = static_cast<Unit>(t + static_cast<Unit>(kTokenBias));
-            tokens[i] = direct < kDeltaDirectTokens ? static_cast<uint8_t>(direct) : kLong;
+            tokens[i] = direct < kDeltaDirectTokens ? static_cast<uint8_t>(direct) : kLongMark;
         }
     });
-    for_each_marked(tokens, n, kLong, [&](std::size_t i) {
+    for_each_marked(tokens, n, kLongMark, isa, [&](std::size_t i) PACKHORSE_VECTORISED {
         const int64_t t = int64_t{static_cast<Signed>(differences[i])} >> shift;
+        tokens[i] = static_cast<uint8_t>(token_of(t));
+        put_long_token(t, tokens[i], extra);
+    });
+}
+
+// Replaces the marks of a class without raw bits; `long_ones` are the differences they stand for.
+template <class Unit>
+inline void complete_tokens(const Unit* long_ones, std::size_t n, uint8_t* tokens, BitWriter& extra,
+                            Isa isa) {
+    using Signed = std::make_signed_t<Unit>;
+    for_each_marked(tokens, n, kLongMark, isa, [&](std::size_t i) PACKHORSE_VECTORISED {
+        const int64_t t{static_cast<Signed>(*long_ones++)};
         tokens[i] = static_cast<uint8_t>(token_of(t));
         put_long_token(t, tokens[i], extra);
     });
@@ -309,7 +322,7 @@ inline uint8_t* write_delta_raw(const Unit* differences, std::size_t n, uint32_t
 // One worker's memory; rows of kDeltaSlackNbytes more than they need.
 struct DeltaScratch {
     uint8_t* keys;         // chunk units
-    uint8_t* tokens;       // chunk units
+    uint8_t* tokens;       // chunk units, in the order by class, and slack behind each class
     uint8_t* part;         // chunk units
     uint8_t* differences;  // chunk units, in the order by class, and slack behind each class
     uint8_t* cast;         // two bytes a chunk unit
@@ -320,7 +333,8 @@ struct DeltaScratch {
 // Memory that the rows and the sample take.
 constexpr std::size_t delta_encode_nbytes(std::size_t n, uint32_t unit_nbytes) {
     const auto row = [](std::size_t nbytes) { return round_up(nbytes, 64) + kDeltaSlackNbytes; };
-    return 3 * row(n) + row(n * unit_nbytes + kMaxDeltaClasses * kDeltaSlackNbytes) + row(2 * n) +
+    const std::size_t slack = kMaxDeltaClasses * kDeltaSlackNbytes;
+    return 2 * row(n) + row(n + slack) + row(n * unit_nbytes + slack) + row(2 * n) +
            round_up(sizeof(DeltaSample), 64);
 }
 
@@ -330,11 +344,12 @@ inline DeltaScratch place_delta_scratch(uint8_t* at, std::size_t n, uint32_t uni
         at += round_up(nbytes, 64) + kDeltaSlackNbytes;
         return row;
     };
+    constexpr std::size_t slack = kMaxDeltaClasses * kDeltaSlackNbytes;
     DeltaScratch scratch;
     scratch.keys = take(n);
-    scratch.tokens = take(n);
+    scratch.tokens = take(n + slack);
     scratch.part = take(n);
-    scratch.differences = take(n * unit_nbytes + kMaxDeltaClasses * kDeltaSlackNbytes);
+    scratch.differences = take(n * unit_nbytes + slack);
     scratch.cast = take(2 * n);
     scratch.sample = reinterpret_cast<DeltaSample*>(at);
     return scratch;
@@ -348,6 +363,9 @@ class DeltaChunkEncoder {
         : scratch_(scratch),
           n_(n),
           isa_(isa),
+          n_wide_(first_narrow_class(rule)),
+          moves_(rule, isa),
+          classes_(rule),
           differences_(reinterpret_cast<Unit*>(scratch.differences)) {
         header_.rule = rule;
         header_.lanes_log = choose_lanes_log(n);
@@ -380,25 +398,61 @@ class DeltaChunkEncoder {
     }
 
   private:
-    // Where the differences of a class are. Between classes there is room for whole registers.
+    // Where the differences of a class are, or the long ones of a narrow class. Between classes
+    // there is room for whole registers.
     Unit* place(uint32_t c) const {
         return differences_ + starts_.at[c] + c * (kDeltaSlackNbytes / sizeof(Unit));
     }
 
-    // The differences in the order by class.
+    uint8_t* tokens_of(uint32_t c) const {
+        return scratch_.tokens + starts_.at[c] + c * kDeltaSlackNbytes;
+    }
+
+    // Tokens of narrow classes, and differences of the others, in the order by class.
     void sort(const uint8_t* src, const uint8_t* base) {
         const DeltaRule& rule = header_.rule;
         fill_keys<Unit, kFloat>(base, n_, scratch_.keys, isa_);
         starts_ = count_delta_classes(scratch_.keys, n_, rule, isa_);
         Unit* to[kMaxDeltaClasses];
-        for (uint32_t c = 0; c < rule.n_classes; ++c) to[c] = place(c);
+        uint8_t* tokens_to[kMaxDeltaClasses];
+        for (uint32_t c = 0; c < kMaxDeltaClasses; ++c) {
+            to[c] = place(c);
+            tokens_to[c] = tokens_of(c);
+        }
         for (std::size_t at = 0; at < n_; at += kDeltaBlockUnits) {
             const std::size_t n = std::min(kDeltaBlockUnits, n_ - at);
             alignas(64) Unit block[kDeltaBlockUnits];
             subtract(src + at * sizeof(Unit), base + at * sizeof(Unit), n, block);
-            sort_block_of_units(static_cast<const Unit*>(block), scratch_.keys + at, n, rule, to,
-                                isa_);
+            const uint8_t* const keys = scratch_.keys + at;
+            if (moves_.units.last > 0)
+                sort_units(static_cast<const Unit*>(block), keys, n, rule, moves_.units, classes_,
+                           to, isa_);
+            if (moves_.bytes.first < rule.n_classes) sort_block(block, keys, n, to, tokens_to);
         }
+    }
+
+    // Tokens of a block, and the differences of those that are marked.
+    void sort_block(const Unit* block, const uint8_t* keys, std::size_t n, Unit** to,
+                    uint8_t** tokens_to) {
+        const DeltaRule& rule = header_.rule;
+        const uint8_t least = n_wide_ > 0 ? rule.thresholds[n_wide_ - 1] : 0;
+        const bool has_narrow = n_wide_ < rule.n_classes;
+        const uint8_t wide_token = moves_.units.last > 0 ? 0 : kLongMark;
+        alignas(64) uint8_t memory[kDeltaBlockUnits];
+        uint8_t* const tokens = memory;
+        vectorised(isa_, [=]() PACKHORSE_VECTORISED {
+            uint8_t* __restrict out = tokens;
+            for (std::size_t i = 0; i < n; ++i) {
+                const auto direct = static_cast<Unit>(block[i] + static_cast<Unit>(kTokenBias));
+                const uint8_t token =
+                    direct < kDeltaDirectTokens ? static_cast<uint8_t>(direct) : kLongMark;
+                out[i] = has_narrow && keys[i] >= least ? token : wide_token;
+            }
+        });
+        sort_tokens(tokens, keys, n, rule, moves_.bytes, classes_, tokens_to, isa_);
+        for_each_marked(tokens, n, kLongMark, isa_, [&](std::size_t i) PACKHORSE_VECTORISED {
+            *to[classes_.of[keys[i]]]++ = block[i];
+        });
     }
 
     void subtract(const uint8_t* src, const uint8_t* base, std::size_t n, Unit* __restrict out) {
@@ -415,8 +469,11 @@ class DeltaChunkEncoder {
         std::size_t at = kDeltaModelsOffset + (std::size_t{4} << header_.lanes_log);
         for (uint32_t c = 0; c < header_.rule.n_classes; ++c) {
             const std::size_t count = starts_.count(c);
-            uint8_t* const tokens = scratch_.tokens + starts_.at[c];
-            make_tokens(place(c), count, header_.rule.shifts[c], tokens, extra_, isa_);
+            uint8_t* const tokens = tokens_of(c);
+            if (c < n_wide_)
+                make_tokens(place(c), count, header_.rule.shifts[c], tokens, extra_, isa_);
+            else
+                complete_tokens(place(c), count, tokens, extra_, isa_);
             RansModel& model = scratch_.models[c];
             choose_class_model(tokens, count, level_spec(level).sample_units / 4, 0, kDeltaTokens,
                                model);
@@ -433,8 +490,8 @@ class DeltaChunkEncoder {
         Ahead nothing;
         for (uint32_t c = header_.rule.n_classes; c-- > 0;) {
             fill_encode_tables(scratch_.models[c], tables);
-            rans_encode(scratch_.tokens + starts_.at[c], starts_.count(c), scratch_.models[c],
-                        tables, header_.lanes_log, encoded, nothing, isa_);
+            rans_encode(tokens_of(c), starts_.count(c), scratch_.models[c], tables,
+                        header_.lanes_log, encoded, nothing, isa_);
         }
         return encoded;
     }
@@ -456,6 +513,9 @@ class DeltaChunkEncoder {
     DeltaScratch& scratch_;
     std::size_t n_;
     Isa isa_;
+    uint32_t n_wide_;  // they are the first ones
+    DeltaMoves moves_;
+    ClassOfKey classes_;
     Unit* differences_;
     DeltaHeader header_ = {};
     DeltaStarts starts_;

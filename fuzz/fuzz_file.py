@@ -11,6 +11,8 @@ the form:
 2. u16 length and text of the original header, u16 length and text of the packed file's header, in
    which `@RECORD@` stands for the record, then the data;
 3. u16 length and text of an original index, then the packed index, with `@RECORD@` as above.
+
+Where frames have a base, a file of what `harness.py` takes for every base is given to all readers.
 """
 
 import json
@@ -31,12 +33,13 @@ from harness import PackhorseError
 
 from packhorse import numpy as packhorse_numpy
 from packhorse import open_file
-from packhorse.disk.container import unpack_file, verify_file
+from packhorse.disk import unpack_file, verify_file
 from packhorse.disk.folder_index import is_packed_index, pack_index, unpack_index
-from packhorse.disk.header import parse_file_header
+from packhorse.disk.header import build_header, parse_file_header
 from packhorse.disk.packed_file import PackedSlice
 from packhorse.disk.packed_header import parse_packed_header, write_record
-from packhorse.layout import FILE_METADATA_KEY, FRAME_MAGIC
+from packhorse.frame import Frame
+from packhorse.layout import DTYPE_BY_NAME, FILE_METADATA_KEY, FRAME_MAGIC
 from packhorse.reference import decode_file
 
 _PLACEHOLDER = b"@RECORD@"
@@ -55,6 +58,7 @@ _PAIRS = (
 _MAX_NBYTES = 1 << 14  # of all tensors of a file; the slow decoder makes a megabyte a second
 # In memory: the files are written again for every input.
 _FOLDER = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+_BASE = Path(tempfile.mkdtemp(dir=_FOLDER.parent)) / "base.safetensors"
 
 
 def main(data: bytes) -> None:
@@ -148,15 +152,44 @@ def check_file(data: bytes, control: int) -> None:
         return
     path = _FOLDER / "in.ph.safetensors"
     path.write_bytes(data)
-    restored = outcome(lambda: decode_file(data))
-    unpacked = outcome(lambda: unpack(path))
-    problems = outcome(lambda: verify_file(path, threads=1))
+    content = base_of(data)
+    base = _BASE if content is not None else None
+    if content is not None:
+        _BASE.write_bytes(content)
+    restored = outcome(lambda: decode_file(data, base=content))
+    unpacked = outcome(lambda: unpack(path, base))
+    problems = outcome(lambda: verify_file(path, threads=1, base=base))
     assert unpacked == restored, f"slow: {restored!r}, fast: {unpacked!r}"
     assert (problems == []) == (unpacked is not None), f"verify: {problems}"
-    tensors = outcome(lambda: packhorse_numpy.load(data, threads=1))
-    lazily = outcome(lambda: read_lazily(path, control))
+    tensors = outcome(lambda: packhorse_numpy.load(data, threads=1, base=base))
+    lazily = outcome(lambda: read_lazily(path, base, control))
     if restored is not None:
         assert (tensors is None) == (lazily is None)
+        assert base is None or outcome(lambda: unpack(path, None)) is None, "no base was given"
+
+
+def base_of(data: bytes) -> bytes | None:
+    """A file of the bases of all frames that have one; None if there is none."""
+    tensors: dict[str, tuple[str, bytes]] = {}
+    try:
+        header = parse_file_header(memoryview(data), "f")
+    except PackhorseError:
+        return None
+    for entry in header.entries:
+        start = header.data_offset + entry.start
+        frame = data[start : start + entry.nbytes]
+        base = harness.base_of(frame)
+        read = outcome(lambda frame=frame: Frame.from_buffer(frame))
+        if base is not None and read is not None and read.base_dtype is not None:
+            tensors[entry.name] = read.base_dtype, base
+    if not tensors:
+        return None
+    shapes = {
+        name: (dtype, (len(base) * 8 // DTYPE_BY_NAME[dtype].bits,))
+        for name, (dtype, base) in tensors.items()
+    }
+    built = build_header(shapes)
+    return built.prefix() + b"".join(tensors[entry.name][1] for entry in built.entries)
 
 
 def is_small(data: bytes) -> bool:
@@ -169,20 +202,21 @@ def is_small(data: bytes) -> bool:
     return header.original.data_nbytes <= _MAX_NBYTES
 
 
-def unpack(path: Path) -> bytes:
+def unpack(path: Path, base: Path | None) -> bytes:
     """The restored file."""
     target = path.with_name("out.safetensors")
     try:
-        unpack_file(path, target, threads=1, force=True)
+        unpack_file(path, target, threads=1, force=True, base=base)
         return target.read_bytes()
     finally:
         target.unlink(missing_ok=True)
         assert os.listdir(_FOLDER) == [path.name], "something was left behind"
 
 
-def read_lazily(path: Path, control: int) -> list[Any]:
+def read_lazily(path: Path, base: Path | None, control: int) -> list[Any]:
     """Everything that an open file offers."""
-    with open_file(path, framework="numpy", threads=1, max_nbytes=_MAX_NBYTES) as file:
+    limit = _MAX_NBYTES
+    with open_file(path, framework="numpy", threads=1, max_nbytes=limit, base=base) as file:
         tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
         for name, tensor in tensors.items():
             assert tuple(file.get_slice(name).get_shape()) == tensor.shape

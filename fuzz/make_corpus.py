@@ -9,6 +9,7 @@ how a stream is laid out; frames that no encoder makes, legal ones and liars, co
 import json
 import struct
 import sys
+import tempfile
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -29,11 +30,13 @@ from packhorse.frame_header import (
     read_header,
     write_header,
 )
-from packhorse.layout import DTYPES, STREAM_NBYTES_BITS, DType, Level, Mode, Split
+from packhorse.layout import DTYPE_BY_NAME, DTYPES, STREAM_NBYTES_BITS, DType, Level, Mode, Split
+from packhorse.numpy import FRAMEWORK as NUMPY
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from frame_builder import SMALL
 from lying_frames import LIES
+from sample_store import build_store, checkpoint_manifests, snapshot_manifests
 
 __all__ = ["CORPUS", "KINDS", "modes_of", "seed_frames"]
 
@@ -321,7 +324,24 @@ def file_seeds() -> Seeds:
         text = struct.pack("<H", len(original.text)) + original.text
         yield f"built-{number}", bytes([1 + 16 + 4 * (number % 3)]) + text + frames
         yield f"written-{number}", bytes([2 + 16 * (number % 2)]) + text + _written(packed)
+    yield from _based_seeds()
     yield from _index_seeds()
+
+
+def _based_seeds() -> Seeds:
+    """Files whose frames have what harness.py takes for every base."""
+    for number, dtype in enumerate(_DELTA_DTYPES):
+        unit_nbytes = DTYPE_BY_NAME[dtype].unit_nbytes
+        base = (0x3C00 + 3 * np.arange(400 * unit_nbytes // 2)).astype("<u2").tobytes()
+        data, held = make_step(base, unit_nbytes, 3), NUMPY.empty(dtype, (400,))
+        NUMPY.writable(held)[:] = np.frombuffer(base, np.uint8)
+        shapes = {"a": (dtype, (20, 20)), "b": ("U8", (4,))}
+        original = build_header(shapes)
+        buffers = [{"a": data, "b": b"\0\1\1\1"}[entry.name] for entry in original.entries]
+        packed = pack_tensors(original, buffers, base={"a": held})
+        yield f"based-{number}", bytes([4 * number & 0xFC]) + packed
+        text = struct.pack("<H", len(original.text)) + original.text
+        yield f"based-written-{number}", bytes([2 + 16 * (number % 2)]) + text + _written(packed)
 
 
 def _written(packed: bytes) -> bytes:
@@ -342,12 +362,30 @@ def _index_seeds() -> Seeds:
         yield f"index-{number}", b"\3" + text + packed.replace('"@"', "@RECORD@").encode()
 
 
+def manifest_seeds() -> Seeds:
+    """Control, text without its checksum."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        build_store(store)
+        texts = snapshot_manifests(store)
+    yield "store", b"\3" + texts.pop("store")
+    for name, text in texts.items():
+        yield name, b"\0" + text
+        for part in ("frames", "tensors", "state"):  # what is wrong breaks one rule
+            document = json.loads(text)
+            document[part] = document[part][::-1] if part != "state" else {"tuple": [1.5, "\u00e9"]}
+            yield f"lie-{name}-{part}", b"\1" + json.dumps(document).encode()
+    for name, text in checkpoint_manifests().items():
+        yield name, b"\2" + text
+
+
 TARGETS = {
     "decode_tensor": decode_tensor_seeds,
     "decode_plane": decode_plane_seeds,
     "round_trip": round_trip_seeds,
     "frame": frame_seeds,
     "file": file_seeds,
+    "manifest": manifest_seeds,
 }
 
 

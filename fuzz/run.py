@@ -63,6 +63,7 @@ TARGETS = (
     Target("frame", "fuzz_frame.py", "frame"),
     Target("reference", "fuzz_reference.py", "frame"),
     Target("file", "fuzz_file.py", "file", (f"-dict={FUZZ / 'file.dict'}",)),
+    Target("manifest", "fuzz_manifest.py", "manifest"),
 )
 _printing = threading.Lock()
 

@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -26,8 +27,14 @@ FOLDER = ROOT / "benchmarks"
 MODULES = (
     *("data", "machine", "measure", "peers", "plot", "report", "run", "targets", "process"),
     *("pairs", "delta_peers", "snapshots", "snapshot_report"),
+    *("history", "history_stores", "history_report"),
 )
 LAST = 1152
+HISTORY = range(LAST, LAST + 89, 8)
+STORES = (
+    *("safetensors", "dcp", "dcp-zstd", "zipnn-delta", "bitx-like"),
+    *("packhorse", "packhorse-cache", "packhorse-dcp"),
+)
 SHAPES = {"embed.weight": (96, 50), "norm.weight": (50,), "proj.weight": (50, 70)}
 PAIRS = ("bf16_1", "bf16_8", "bf16_128", "pure_bf16_1", "fp32_1", "bf16_sparse", "state_128")
 # What zipnn imports uses it.
@@ -51,17 +58,20 @@ def _write_run(folder: Path) -> None:
     kinds = {"w32": "w", "w16": "w", "m32": "m", "v32": "v", "p16": "w"}
     steps = {kind: (LAST - 128, LAST - 8, LAST - 1, LAST) for kind in kinds}
     steps["p16"] = (LAST + 4, LAST + 5)
-    files = {}
+    later: dict[str, Any] = {"steps": [*HISTORY], "files": {}}
+    files: dict[str, Any] = {}
     for kind, part in kinds.items():
         dtype = torch.bfloat16 if kind.endswith("16") else torch.float32
-        for step in steps[kind]:
+        for step in {*steps[kind], *(HISTORY if kind[0] != "p" else ())}:
             path = folder / f"{kind}_{step:06}.safetensors"
             tensors = {n: t.to(dtype) for n, t in _state(step)[part].items()}
             safetensors_torch.save_file(tensors, path)
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            files[path.name] = {"nbytes": path.stat().st_size, "sha256": digest}
+            described = {"nbytes": path.stat().st_size, "sha256": digest}
+            (files if step in steps[kind] else later["files"])[path.name] = described
     recipe = {"full_steps": LAST - 128, "cool_down": 128}
-    (folder / "manifest.json").write_text(json.dumps({"recipe": recipe, "files": files}))
+    manifest = {"recipe": recipe, "files": files, "history": later}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +95,9 @@ def test_document_is_what_the_kept_figures_give(scripts: dict[str, ModuleType]) 
     written = (ROOT / "docs" / "benchmarks_snapshots.md").read_text()
     kept = json.loads((FOLDER / "results" / "snapshots.json").read_text())
     assert written == scripts["snapshot_report"].document(kept)
+    if "history" in kept:
+        picture = (ROOT / "docs" / scripts["history_report"].PICTURE).read_text()
+        assert picture == scripts["history_report"].picture(kept)
 
 
 def test_pairs_are_those_of_the_tables(scripts: dict[str, ModuleType]) -> None:
@@ -305,3 +318,127 @@ def test_figures_are_kept_of_a_whole_run_only(
     with pytest.raises(SystemExit):
         scripts["run"].main(["snapshots", "--write", "--rounds", "1"])
     assert "needs a whole run" in capsys.readouterr().err
+
+
+@cache
+def _small_history(folder: Path) -> str:
+    done = _run(folder, "--part", "history", "--json", "/dev/stderr")
+    assert done.returncode == 0, done.stderr
+    assert "12 checkpoints, 8 steps apart" in done.stdout
+    return done.stderr
+
+
+def test_every_store_takes_and_restores_a_history(cache_folder: Path) -> None:
+    result = json.loads(_small_history(cache_folder))
+    history = result["history"]
+    assert result["rows"] == []
+    assert history["steps"] == [*HISTORY]
+    assert tuple(row["store"] for row in history["rows"]) == STORES
+    for row in history["rows"]:
+        assert row["sizes"] == sorted(row["sizes"])
+        assert len(row["sizes"]) == len(row["take"]) == len(HISTORY)
+        assert {what: len(times) for what, times in row["restore"].items()} == {
+            "newest": 3, "oldest": 3, "longest chain": 3,
+        }  # fmt: skip
+    sizes = {row["store"]: row["sizes"] for row in history["rows"]}
+    raw = history["nbytes"]
+    assert sizes["safetensors"][-1] >= 12 * raw
+    for name in ("zipnn-delta", "bitx-like", "packhorse", "packhorse-cache", "packhorse-dcp"):
+        grown = np.diff([0, *sizes[name]])
+        assert grown[0] < raw
+        # A full checkpoint, and another after eight differences.
+        assert {0, 9} == set(np.argsort(grown)[-2:].tolist())
+    assert sizes["packhorse"][-1] < sizes["zipnn-delta"][-1]
+    assert list(history["ratios"]) == ["w32", "w16", "m32", "v32"]
+    assert min(history["ratios"].values()) > 1
+
+
+def test_document_and_picture_have_the_history(
+    scripts: dict[str, ModuleType], cache_folder: Path
+) -> None:
+    result = json.loads(_small_run(cache_folder))
+    assert "Not in this run." in scripts["snapshot_report"].document(result)
+    result["history"] = json.loads(_small_history(cache_folder))["history"]
+    result["history"]["absent"] = {"other": "No module named 'other'"}
+    document = scripts["snapshot_report"].document(result)
+    for name in STORES:
+        assert f"- `{name}`: " in document
+        assert document.count(f"| **{name}** |" if name[:9] == "packhorse" else f"| {name} |") > 0
+    assert "- `other` was not measured: No module named 'other'." in document
+    assert "ends with the 9th checkpoint" in " ".join(document.split())
+    picture = ElementTree.fromstring(scripts["history_report"].picture(result))
+    texts = [element.text or "" for element in picture.iter() if element.tag.endswith("}text")]
+    for label in scripts["history_report"].LABELS.values():
+        assert [text for text in texts if text.startswith(f"{label}, ")]
+
+
+def test_labels_are_a_line_apart_and_near_their_ends(scripts: dict[str, ModuleType]) -> None:
+    report = scripts["history_report"]
+    ends = [442.0, 441.0, 100.0, 101.0, 300.0]
+    places = report._label_places(ends)
+    assert np.diff(sorted(places)).min() >= report.LINE_HEIGHT
+    assert max(places) <= report.BOTTOM
+    assert np.argsort(places).tolist() == np.argsort(ends).tolist()
+    assert places[4] == 300.0
+
+
+@pytest.mark.parametrize("way", ["take", "restore"])
+def test_store_that_changes_a_bit_is_found_out(
+    scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    stores = scripts["history_stores"]
+
+    class Vandal(stores.SafetensorsStore):  # type: ignore[misc]
+        def __init__(self, folder: Path, live: Any) -> None:
+            super().__init__(folder, live)
+            self._victim = live.parts[2].array.view(np.uint8)
+
+        def take(self, i: int) -> None:
+            super().take(i)
+            self._victim[-1] ^= way == "take" and i == 5
+
+        def restore(self, i: int) -> None:
+            super().restore(i)
+            self._victim[-1] ^= way == "restore"
+
+    monkeypatch.setattr(scripts["history"], "STORES", {"vandal": stores.Entry(Vandal, "")})
+    who = "vandal" if way == "restore" else "a store has changed the state"
+    with pytest.raises(RuntimeError, match=rf"{who}: the tensors m32 are not as they were"):
+        scripts["history"].measure_history()
+
+
+def test_difference_that_does_not_pay_is_not_packed(
+    scripts: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    stores = scripts["history_stores"]
+    live = stores.Live(LAST)
+    store = stores.STORES["zipnn-delta"].make(tmp_path, live)
+    store.look()  # at the same values as before: nothing is shorter than no difference
+    assert [kind.links(5) for kind in store._kinds] == [range(6)] * 4
+    for part in live.parts:
+        noise = np.random.default_rng(1).integers(0, 256, part.array.nbytes, np.uint8)
+        part.array.view(np.uint8)[:] = noise
+    store.look()
+    assert store._kinds[0].links(5) == range(5, 6)
+
+
+def test_without_a_history_it_says_how_to_make_one(
+    scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PACKHORSE_BENCH_DATA", str(tmp_path))
+    (tmp_path / "training").mkdir()
+    for text in (None, '{"recipe": {}, "files": {}}'):
+        if text:
+            (tmp_path / "training" / "manifest.json").write_text(text)
+        with pytest.raises(FileNotFoundError, match="make training ARGS=--resume"):
+            scripts["history"].measure_history()
+
+
+@pytest.mark.parametrize(
+    "options", [("--write", "--part", "history"), ("--part", "history", "--pair", "bf16_1")]
+)
+def test_parts_that_do_not_go_together_are_refused(
+    scripts: dict[str, ModuleType], options: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit):
+        scripts["run"].main(["snapshots", *options])

@@ -138,6 +138,50 @@ def test_a_base_that_does_not_help_is_not_needed():
     assert target == new
 
 
+def test_a_base_that_helps_only_where_the_plan_looks_is_not_needed():
+    n = 200_000
+    new = (RNG.standard_normal(n) * 0.02).astype(np.float32)
+    old = (RNG.standard_normal(n) * 10 ** RNG.uniform(-30, 30, n)).astype(np.float32)
+    for first in range(0, n - 63, (n - 64) // 31):  # the runs that are sampled to plan
+        old[first : first + 64] = new[first : first + 64]
+    frame = pack(new.tobytes(), old.tobytes(), "F32")
+    assert frame.base_hash is None
+    assert unpack(frame, None) == new.tobytes()
+
+
+def mixed_steps(n: int, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """BF16 values of as many exponents as there are sizes, and differences of those sizes."""
+    which = RNG.integers(0, len(sizes), n)
+    old = ((100 + 3 * which) << 7 | RNG.integers(0, 128, n)).astype(np.int64)
+    change = (RNG.standard_normal(n) * np.array(sizes)[which]).astype(np.int64)
+    new = np.where(
+        RNG.random(n) < 0.02, RNG.integers(0, 1 << 15, n), np.clip(old + change, 0, 32767)
+    )
+    return new.astype(np.uint16).tobytes(), old.astype(np.uint16).tobytes()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (0, 0, 0, 0),  # no class has raw bits
+        (900, 1, 1, 1, 1, 1, 1, 1),  # the first one has
+        (1, 1, 300, 1, 1, 1),  # one in the middle, so that those before are moved as units as well
+        (1, 1, 1, 500),  # the last one
+        (400, 400, 700, 900, 500, 400, 800, 600),  # all
+    ],
+)
+@pytest.mark.parametrize("n", [31, 2047, 2048, 70_001])
+def test_any_mix_of_classes_with_raw_bits_and_without(sizes, n):
+    new, old = mixed_steps(n, sizes)
+    frames = set()
+    for isa in ISAS:
+        with forced(isa):
+            frame = pack(new, old, "BF16")
+            frames.add(frame.to_bytes())
+            assert unpack(frame, old) == new
+    assert len(frames) == 1
+
+
 def test_chunks_choose_for_themselves():
     """A tensor whose second half has nothing to do with its base."""
     new, old = steps("BF16", 2_000_000, share=0.05)

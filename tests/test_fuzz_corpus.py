@@ -1,14 +1,25 @@
 """The seeds of the fuzz targets fit the format: a fuzzer that starts from refused inputs finds
 nothing. After a change of the format, `python fuzz/make_corpus.py` makes them anew."""
 
+import json
+import re
+import sys
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
+import packhorse.numpy
 from packhorse.codecs.base import decode_plane
+from packhorse.codecs.content import crc32c
+from packhorse.disk import SnapshotStore
+from packhorse.disk.header import parse_file_header
 from packhorse.frame import Frame
 from packhorse.layout import DTYPES, Level, Mode, Split
+from packhorse.numpy import FRAMEWORK as NUMPY
 
 CORPUS = Path(__file__).parent.parent / "fuzz" / "corpus"
 MAX_NBYTES = 1_000_000  # all seeds together, so that a checkout stays small
@@ -51,6 +62,53 @@ def test_every_seed_of_a_plane_decodes() -> None:
             assert decode_plane(np.frombuffer(seed[5:], np.uint8), mode, n).size == n
             modes.add(mode)
     assert modes == {Mode.PALETTE, Mode.RANS}
+
+
+@pytest.fixture
+def sample_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """What the target of manifests works with."""
+    monkeypatch.syspath_prepend(str(CORPUS.parent))
+    yield import_module("sample_store")
+    sys.modules.pop("sample_store")
+
+
+def test_seeds_of_snapshots_are_those_of_the_store(
+    sample_store: ModuleType, tmp_path: Path
+) -> None:
+    sample_store.build_store(tmp_path / "store")
+    texts = sample_store.snapshot_manifests(tmp_path / "store")
+    for name, text in texts.items():
+        assert (CORPUS / "manifest" / name).read_bytes() == bytes([3 * (name == "store")]) + text
+    store = SnapshotStore(tmp_path / "store")
+    assert [*store.names(), "store"] == [*texts]
+    assert store.verify() == []
+    frames = json.loads(texts["step-2"])["frames"]
+    assert sum(row[-1] is not None for row in frames) == 3  # two deltas and a rounded copy
+
+
+def test_seeds_of_checkpoints_are_good() -> None:
+    pytest.importorskip("torch")
+    from packhorse.disk.dcp.manifest import parse_manifest
+
+    for path in seeds("manifest"):
+        if path.name.startswith("checkpoint-"):
+            text = path.read_bytes()[1:]
+            whole = b'{"crc32c":"%08x","manifest":%s}\n' % (crc32c(text), text)
+            assert parse_manifest(whole, path.name).storage_data
+
+
+def test_seeds_of_files_with_a_base_unpack() -> None:
+    paths = [path for path in seeds("file") if re.fullmatch(r"based-\d", path.name)]
+    assert len(paths) == 9
+    for path in paths:
+        data = path.read_bytes()[1:]
+        header = parse_file_header(memoryview(data), path.name)
+        entry = next(entry for entry in header.entries if entry.name == "a")
+        frame = Frame.from_buffer(data[header.data_offset + entry.start :][: entry.nbytes])
+        base = NUMPY.empty(frame.dtype, frame.shape)
+        raw = (0x3C00 + 3 * np.arange(frame.logical_nbytes // 2)).astype("<u2").tobytes()
+        NUMPY.writable(base)[:] = np.frombuffer(raw, np.uint8)
+        assert packhorse.numpy.load(data, base={"a": base}).keys() == {"a", "b"}
 
 
 @pytest.mark.parametrize("target", ["decode_tensor", "round_trip", "file"])

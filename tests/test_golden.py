@@ -32,10 +32,11 @@ from codec_battery import (
     tensor_shape,
 )
 
-from packhorse.disk import pack_file, unpack_file, verify_file
+from packhorse.disk import PackedFile, pack_file, unpack_file, verify_file
 from packhorse.disk.folder_index import pack_index, unpack_index
 from packhorse.frame import Frame, compress_buffer
 from packhorse.layout import DTYPES, FRAME_VERSION, Level, Mode
+from packhorse.numpy import FRAMEWORK as NUMPY
 from packhorse.reference import decode_file, decode_frame
 
 FOLDER = Path(__file__).parent / "golden"
@@ -149,6 +150,8 @@ DELTAS: dict[str, Delta] = {
 CASES |= {name: delta.write for name, delta in DELTAS.items()}
 FILE = "file.packed"
 INDEX = "index.packed"  # of a folder
+BASED = "based.packed"  # a file that needs the first as its base
+FILES = {FILE, INDEX, BASED}
 FILE_METADATA = {"format": "pt", "note": "golden"}
 
 
@@ -158,6 +161,19 @@ def original_file() -> bytes:
         "ids ☃": ("I64", [301], make_data("sorted", "I64", 301)),
         "nothing": ("F32", [0, 3], b""),
         "scalar": ("F64", [], make_data("noise", "F64", 1)),
+    }
+    return fb.original_file(tensors, FILE_METADATA)
+
+
+def original_based_file() -> bytes:
+    """The file above some steps later, with a tensor that it does not have."""
+    weights = np.frombuffer(make_data("weights", "BF16", 1200), "<u2")
+    steps = np.rint(np.random.default_rng(4).normal(0, 2, weights.size)).astype("<i2")
+    tensors = {
+        "layers.0.weight": ("BF16", [1200], (weights + steps.view("<u2")).tobytes()),
+        "ids ☃": ("I64", [301], make_data("sorted", "I64", 301)),
+        "scalar": ("F64", [], make_data("noise", "F64", 1)),
+        "more": ("F32", [50], make_data("weights", "F32", 50)),
     }
     return fb.original_file(tensors, FILE_METADATA)
 
@@ -216,6 +232,15 @@ def write_missing() -> list[str]:
         decoded = sha256(decode_file(packed))
         manifest[FILE] = {"frame_sha256": sha256(packed), "decoded_sha256": decoded}
         written.append(FILE)
+    if BASED not in manifest and not (FOLDER / BASED).exists():
+        source = FOLDER / "source.tmp"
+        source.write_bytes(original_based_file())
+        pack_file(source, FOLDER / BASED, base=FOLDER / FILE)
+        source.unlink()
+        packed = (FOLDER / BASED).read_bytes()
+        decoded = sha256(decode_file(packed, base=(FOLDER / FILE).read_bytes()))
+        manifest[BASED] = {"frame_sha256": sha256(packed), "decoded_sha256": decoded}
+        written.append(BASED)
     if INDEX not in manifest and not (FOLDER / INDEX).exists():
         packed = pack_index(original_index(), label=INDEX)
         (FOLDER / INDEX).write_bytes(packed)
@@ -227,7 +252,7 @@ def write_missing() -> list[str]:
 
 
 GOLDEN = read_manifest()
-FRAMES = [name for name in GOLDEN if name not in (FILE, INDEX)]
+FRAMES = [name for name in GOLDEN if name not in FILES]
 
 
 def golden(name: str) -> bytes:
@@ -238,9 +263,7 @@ def test_no_golden_file_is_missing_changed_or_unknown() -> None:
     expected = {f"{name}.frame" if name in FRAMES else name for name in GOLDEN}
     found = {path.name for path in FOLDER.iterdir()} if FOLDER.exists() else set()
     assert found == expected | {MANIFEST.name}, "see the first lines of this file"
-    assert {*CASES, FILE, INDEX} <= set(GOLDEN), (
-        "write the missing ones as this file's first lines say"
-    )
+    assert {*CASES, *FILES} <= set(GOLDEN), "write the missing ones as this file's first lines say"
     for name, line in GOLDEN.items():
         assert sha256(golden(name)) == line["frame_sha256"], f"{name} was edited"
 
@@ -303,6 +326,21 @@ def test_golden_file_unpacks_to_its_original(tmp_path: Path) -> None:
     assert decode_file(packed.read_bytes()) == original
     pack_file(tmp_path / "original", tmp_path / "again")
     assert decode_file((tmp_path / "again").read_bytes()) == original
+
+
+def test_golden_file_with_a_base_unpacks_to_its_original(tmp_path: Path) -> None:
+    packed, base = FOLDER / BASED, FOLDER / FILE
+    assert verify_file(packed, base=base) == []
+    unpack_file(packed, tmp_path / "original", base=base)
+    original = (tmp_path / "original").read_bytes()
+    assert sha256(original) == GOLDEN[BASED]["decoded_sha256"]
+    assert decode_file(packed.read_bytes(), base=base.read_bytes()) == original
+    with PackedFile(packed, NUMPY, base=base) as file:
+        assert file.base_name == FILE
+        based = {name for name in file.keys() if file.frame(name).base_hash}  # noqa: SIM118
+    assert based == {"layers.0.weight", "ids ☃", "scalar"}
+    pack_file(tmp_path / "original", tmp_path / "again", base=base)
+    assert decode_file((tmp_path / "again").read_bytes(), base=base.read_bytes()) == original
 
 
 def test_golden_index_unpacks_to_its_original() -> None:

@@ -21,6 +21,8 @@ from snapshot_samples import assert_same
 
 from packhorse.codecs.content import crc32c
 from packhorse.disk import SnapshotStore
+from packhorse.disk.snapshots.manifest import parse_manifest, render_manifest
+from packhorse.disk.snapshots.names import parse_manifest_file
 from packhorse.errors import CompatibilityError, CorruptionError, PackhorseError
 
 RNG = np.random.default_rng(0)
@@ -247,6 +249,8 @@ LIES = [
     (setter("frames", 0, 6, 2), "frame 0: base is 2"),
     (setter("frames", 0, 6, 1), "its base has 70 elements"),
     (setter("frames", 0, 6, "1"), "frame 0: base is '1'"),
+    (lambda d: d["frames"].append(d["frames"][0]), "another stands at the same place"),
+    (lambda d: setter("frames", 1, 1, d["frames"][0][1])(d), "another stands at the same place"),
     (setter("tensors", 0, 0, "model.v"), "tensor 0 is listed otherwise"),
     (setter("tensors", 0, 0, 7), "tensor 0 is"),
     (setter("tensors", 0, []), "tensor 0 is"),
@@ -297,11 +301,22 @@ def test_lying_manifests_are_refused(
     assert SnapshotStore(store).names() == ["old", "new"]
 
 
+def test_a_manifest_of_an_early_year_can_be_written_again(store: Path) -> None:
+    change_manifest(store, setter("time", "0001-02-03T04:05:06.5Z"))
+    path = manifest_of(store, "new")
+    file = parse_manifest_file(f"new/{path.name}")
+    assert file is not None
+    manifest = parse_manifest(path.read_bytes(), file, "m")
+    text = render_manifest(manifest)
+    assert b'"0001-02-03T04:05:06.500000Z"' in text
+    assert parse_manifest(text, file, "m") == manifest
+
+
 def test_a_chain_too_long_is_refused(store: Path) -> None:
     def change(document: dict[str, Any]) -> None:
-        row = document["frames"][0]
-        rows = [[*row[:6], i + 1] for i in range(70)]
-        document["frames"] = [*rows, row]
+        pack, offset, *rest, _ = document["frames"][0]
+        rows = [[pack, offset + 64 * i, *rest, i + 1] for i in range(70)]
+        document["frames"] = [*rows, [pack, offset + 64 * 70, *rest, None]]
         document["tensors"][1][3] = 0
         document["tensors"][0][3] = 0
 

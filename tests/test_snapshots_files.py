@@ -83,6 +83,56 @@ def test_dtypes_that_no_framework_has_are_kept(tmp_path: Path) -> None:
     assert four.max_change is six.mean_change is None
 
 
+@pytest.mark.parametrize("kind", ["plain", "packed"])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_rounded_copies_are_found_in_other_files(tmp_path: Path, kind: str, dtype: Any) -> None:
+    store = SnapshotStore(tmp_path / "store")
+    rng = np.random.default_rng(0)
+    shapes = {"a": (60, 50), "b": (3000,), "c": (60, 50), "tiny": (5,), "none": (0, 7)}
+    masters = {
+        name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()
+    }
+    for step in ("1", "2"):
+        masters = {name: array * np.float32(1.001) for name, array in masters.items()}
+        copies = {f"model.{name}": array.astype(dtype) for name, array in masters.items()}
+        copies["other"] = copies["model.a"] + dtype(1)
+        files = {"copies": copies, "masters": masters}  # copies come first
+        paths = []
+        for name, tensors in files.items():
+            paths.append(tmp_path / f"{name}.safetensors")
+            save_file(tensors, paths[-1])
+            if kind == "packed":
+                plain, paths[-1] = paths[-1], tmp_path / f"{name}.ph.safetensors"
+                pack_file(plain, paths[-1], force=True)
+        info = store.take_files(step, paths)
+        costs = {tensor.path: tensor.packed_nbytes for tensor in info.tensors}
+        assert max(costs[f"model.{name}"] for name in "abc") < 300 < costs["other"]
+        found = store.restore(step)
+        assert found.keys() == {**copies, **masters}.keys()
+        assert all(bits(found[n]) == bits(a) for n, a in {**copies, **masters}.items())
+    assert store.verify() == []
+
+
+def test_of_a_packed_file_only_beginnings_are_looked_at(tmp_path: Path) -> None:
+    """A guess decodes a chunk, and only where there are two tensors of one shape to compare."""
+    from packhorse.disk.snapshots.sources import open_sources
+
+    array = np.random.default_rng(0).standard_normal(1 << 19).astype(np.float32)
+    tensors = {"w": array, "copy": array.astype(ml_dtypes.bfloat16), "other": array[:5000]}
+    packed = tmp_path / "model.ph.safetensors"
+    save_file(tensors, tmp_path / "model.safetensors")
+    pack_file(tmp_path / "model.safetensors", packed)
+    for name, (start, stop) in frame_offsets(packed).items():
+        flip_bytes(packed, (start + stop) // 2 if name == "other" else stop - 64)
+    with open_sources([packed], threads=1) as opened:
+        specs = opened.state.specs
+        names = {specs[i].path: specs[j].path for i, j in opened.state.casts.items()}
+        assert names == {"copy": "w"}
+        for i in range(3):
+            with pytest.raises(CorruptionError, match=r"model\.ph\.safetensors"):
+                opened.state.fetch(i)
+
+
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     files = [write_model(tmp_path / f"{name}.safetensors") for name in "ab"]
     store = SnapshotStore(tmp_path / "store")

@@ -272,6 +272,21 @@ def test_no_flipped_bit_changes_a_state() -> None:
 # Plain PyTorch.
 
 
+def test_a_state_may_be_stored_as_differences_from_an_older_one(tmp_path: Path) -> None:
+    run = Run(seed=1)
+    sizes = []
+    for i in range(2):
+        run.train(300 + i)
+        save(run.state_dict(), tmp_path / f"{i}", base=tmp_path / "0" if i else None)
+        sizes.append((tmp_path / f"{i}").stat().st_size)
+    assert sizes[1] < sizes[0]
+    assert_same(load(tmp_path / "1", base=tmp_path / "0"), run.state_dict())
+    with open(tmp_path / "1", "rb") as file:
+        assert_same(load(file, base=tmp_path / "0"), run.state_dict())
+    with pytest.raises(packhorse.BaseMismatchError):
+        load(tmp_path / "1")
+
+
 def test_plain_pytorch_resumes_to_the_identical_losses(tmp_path: Path) -> None:
     whole = Run(seed=1)
     whole.train(30)

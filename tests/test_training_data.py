@@ -27,6 +27,8 @@ STEPS = {
     "pm16": {28, 29, 30, 32},
     "pv16": {28, 29, 30, 32},
 }
+HISTORY = range(LAST + 8, LAST + 89, 8)  # after the last step, which is its first checkpoint
+WHOLE = ("w32", "w16", "m32", "v32")
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +83,13 @@ def _manifest(run: Path) -> dict[str, Any]:
 
 
 def test_manifest_names_every_file_with_its_hash(run: Path) -> None:
-    files = _manifest(run)["files"]
+    manifest = _manifest(run)
+    files, history = manifest["files"], manifest["history"]["files"]
     assert files.keys() == {f"{k}_{s:06}.safetensors" for k, steps in STEPS.items() for s in steps}
-    assert files.keys() | {"manifest.json"} == {path.name for path in run.iterdir()}
-    for name, described in files.items():
+    assert history.keys() == {f"{kind}_{s:06}.safetensors" for kind in WHOLE for s in HISTORY}
+    assert manifest["history"]["steps"] == [LAST, *HISTORY]
+    assert files.keys() | history.keys() | {"manifest.json"} == {p.name for p in run.iterdir()}
+    for name, described in (files | history).items():
         raw = (run / name).read_bytes()
         assert described == {"nbytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
 
@@ -136,6 +141,19 @@ def test_tail_goes_on_in_bf16_from_the_last_full_step(run: Path) -> None:
     assert all((t >= 0).all() for t in _load(run, "pv16", LAST + 8).values())
 
 
+def test_history_is_the_run_going_on(run: Path) -> None:
+    assert len(_manifest(run)["history"]["losses"]) == 88
+    last = LAST
+    for step in HISTORY:
+        before, after = (_load(run, "w32", s) for s in (last, step))
+        for name, tensor in _load(run, "w16", step).items():
+            assert torch.equal(tensor, after[name].bfloat16())
+            assert not torch.equal(after[name], before[name])
+            # Eight steps of AdamW go no farther than some times the rate each.
+            torch.testing.assert_close(after[name], before[name], rtol=0, atol=8 * 3 * 5e-4)
+        last = step
+
+
 class _StoppedError(Exception):
     pass
 
@@ -156,9 +174,15 @@ def test_run_that_was_stopped_and_resumed_gives_the_same_files(
         with pytest.raises(_StoppedError):
             train(recipe, tmp_path, texts, resume=True, on_step=_stop_at(last))
         assert not (tmp_path / "manifest.json").exists()
+    with pytest.raises(_StoppedError):
+        train(recipe, tmp_path, texts, resume=True, on_step=_stop_at(57))
+    kept, wanted = _manifest(tmp_path), _manifest(run)
+    assert "history" not in kept  # a run as it was before there were histories
     train(recipe, tmp_path, texts, resume=True)
     for key in ("files", "losses", "parameters"):
-        assert _manifest(tmp_path)[key] == _manifest(run)[key]
+        assert _manifest(tmp_path)[key] == kept[key] == wanted[key]
+    for key in ("files", "losses", "steps"):
+        assert _manifest(tmp_path)["history"][key] == wanted["history"][key]
 
 
 def test_run_is_not_begun_over_another(
@@ -169,6 +193,13 @@ def test_run_is_not_begun_over_another(
         train(recipe, run, texts, resume=True)
     with pytest.raises(_StoppedError):
         train(recipe, tmp_path, texts, on_step=_stop_at(6))
+    with pytest.raises(FileExistsError, match="--resume goes on with it"):
+        train(recipe, tmp_path, texts)
+    with pytest.raises(ValueError, match="written with another vocabulary_sha256"):
+        train(recipe, tmp_path, [*texts, b"one more text"], resume=True)
+    manifest = _manifest(run)
+    del manifest["history"]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(FileExistsError, match="--resume goes on with it"):
         train(recipe, tmp_path, texts)
     with pytest.raises(ValueError, match="written with another vocabulary_sha256"):

@@ -32,7 +32,7 @@ class Run:
             nn.Linear(8, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 1)
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, total_steps=99)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, total_steps=999)
         generator = torch.Generator().manual_seed(0)
         self.x = torch.randn(40, 8, generator=generator)
         self.order = torch.empty(0, dtype=torch.int64)

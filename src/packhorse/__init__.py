@@ -21,6 +21,7 @@ from packhorse.frame import Frame, Plan
 from packhorse.layout import Level
 
 if TYPE_CHECKING:
+    from packhorse.disk.base_files import BaseLike
     from packhorse.disk.packed_file import PackedFile
 
 __all__ = [
@@ -47,6 +48,7 @@ def open_file(
     device: Any = None,
     threads: int | None = None,
     max_nbytes: int | None = None,
+    base: BaseLike | None = None,
 ) -> PackedFile:
     """Opens a packed file lazily, in the manner of `safetensors.safe_open`.
 
@@ -56,6 +58,8 @@ def open_file(
         device: where tensors go; PyTorch only.
         threads: threads of each read; None for the cores of this process, at most 8.
         max_nbytes: refuse a tensor of more decoded bytes.
+        base: what the file was packed against, if it was: a safetensors file, packed or not, a
+            folder of them, or tensors by name.
 
     Returns:
         A `PackedFile`: `keys()`, `metadata()`, `get_tensor(name)`, `get_slice(name)`; a context
@@ -76,4 +80,6 @@ def open_file(
     adapter = resolve_framework(framework)
     from packhorse.disk.packed_file import PackedFile
 
-    return PackedFile(path, adapter, device=device, threads=threads, max_nbytes=max_nbytes)
+    return PackedFile(
+        path, adapter, device=device, threads=threads, max_nbytes=max_nbytes, base=base
+    )

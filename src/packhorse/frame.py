@@ -34,7 +34,14 @@ from packhorse.codecs.content import (
 from packhorse.codecs.plan import Plan, choose_plan, chunk_log_for, natural_split
 from packhorse.codecs.side import decode_side, side_capacity
 from packhorse.errors import BaseMismatchError, CorruptionError
-from packhorse.frame_base import NO_BASE, Base, matching_base, plan_delta, read_base
+from packhorse.frame_base import (
+    NO_BASE,
+    Base,
+    checked_base,
+    matching_base,
+    plan_delta,
+    read_base,
+)
 from packhorse.frame_header import (
     FrameHeader,
     PlaneSummary,
@@ -94,16 +101,25 @@ def _capacity(row: DType, nbytes: int, shape: Sequence[int]) -> int:
 
 
 def plan_buffer(
-    src: Buffer, dtype: str, shape: Sequence[int], *, level: Level | str = "default"
+    src: Buffer,
+    dtype: str,
+    shape: Sequence[int],
+    *,
+    level: Level | str = "default",
+    base: Buffer | None = None,
+    base_dtype: str | None = None,
 ) -> Plan:
-    """What `compress_buffer` would choose for a tensor; nothing is encoded.
+    """What `compress_buffer` would choose for a tensor and a base; nothing is encoded.
 
     Raises:
-        TypeError: `src` is not a C-contiguous buffer.
-        ValueError: unknown dtype or level, or `src` is not as long as dtype and shape say.
+        TypeError: a buffer is not C-contiguous.
+        ValueError: unknown dtype or level, or a buffer is not as long as dtype and shape say.
     """
     data, row = _checked_source(src, dtype, shape)
-    return choose_plan(data, row, shape, resolve_level(level), int(choose_isa()))
+    if base is None:
+        return choose_plan(data, row, shape, resolve_level(level), int(choose_isa()))
+    units, _ = checked_base(base, base_dtype, row, data.size)
+    return plan_delta(data, row, shape, resolve_level(level), units, int(choose_isa()))
 
 
 def _checked_source(src: Buffer, dtype: str, shape: Sequence[int]) -> tuple[ByteArray, DType]:
@@ -179,6 +195,9 @@ def compress_buffer(
         used = encode_zstd(data, row, plan, payload, table, leaves, n_threads, isa)
     else:
         used = _encode_planes(data, row, plan, base_units, payload, table, leaves, n_threads, isa)
+    if base_name is not None and not np.any(table[:, 1] >> STREAM_NBYTES_BITS == Mode.DELTA):
+        # The samples misled, and nobody should have to keep a base for that.
+        return compress_buffer(data, dtype, shape, level=level, threads=threads, out=out, name=name)
     finish_leaves(data, leaves)
     header = FrameHeader(
         row,

@@ -16,7 +16,15 @@ from packhorse.codecs.base import ByteArray, as_bytes
 from packhorse.codecs.content import content_hash
 from packhorse.codecs.plan import Plan, choose_plan, chunk_log_for, natural_split
 from packhorse.errors import BaseMismatchError
-from packhorse.layout import CLASSED_CHUNK_NBYTES, DTYPE_BY_NAME, DType, Level, Split
+from packhorse.layout import (
+    BASE_BLOCK_NBYTES,
+    CLASSED_CHUNK_NBYTES,
+    DTYPE_BY_NAME,
+    FRAME_ALIGNMENT,
+    DType,
+    Level,
+    Split,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -26,6 +34,7 @@ __all__ = [
     "Base",
     "BaseName",
     "allowed_casts",
+    "checked_base",
     "matching_base",
     "plan_delta",
     "read_base",
@@ -35,6 +44,7 @@ __all__ = [
 _CASTS = {("F32", "BF16"): 1, ("F32", "F16"): 2}
 _CLEARLY_LESS = 0.7
 _MUST_SAVE = 1 / 64  # of what the tensor takes without its base: to restore it takes both
+_NAME_NBYTES = BASE_BLOCK_NBYTES + FRAME_ALIGNMENT  # what naming a base may add to a frame
 
 
 class BaseName(NamedTuple):
@@ -91,7 +101,19 @@ def _base(data: ByteArray, dtype: DType, base_dtype: DType) -> Base:
 def read_base(
     buffer: Buffer, base_dtype: str | None, dtype: DType, nbytes: int
 ) -> tuple[Base, BaseName]:
-    """A base that a caller gives for packing a tensor of `nbytes` bytes.
+    """A base that a caller gives for packing a tensor of `nbytes` bytes, and its name.
+
+    Raises:
+        TypeError, ValueError: as `checked_base`.
+    """
+    base, row = checked_base(buffer, base_dtype, dtype, nbytes)
+    return base, BaseName(content_hash(base.data), row)
+
+
+def checked_base(
+    buffer: Buffer, base_dtype: str | None, dtype: DType, nbytes: int
+) -> tuple[Base, DType]:
+    """A base that a caller gives for a tensor of `nbytes` bytes, and its dtype.
 
     Raises:
         TypeError: not a C-contiguous buffer.
@@ -109,7 +131,7 @@ def read_base(
             f"the base has {data.size} bytes of {row.name}; as many elements as the tensor take "
             f"{expected}"
         )
-    return _base(data, dtype, row), BaseName(content_hash(data), row)
+    return _base(data, dtype, row), row
 
 
 def matching_base(
@@ -165,6 +187,8 @@ def plan_delta(
         nbytes = estimate()
         if nbytes >= plain.estimated_nbytes * (1 - _MUST_SAVE):
             return plain
+    if nbytes + _NAME_NBYTES >= plain.estimated_nbytes:
+        return choose_plan(data, dtype, shape, level, isa)
     return Plan(
         split, level, False, chunk_log, data.size, nbytes, plain_nbytes=plain.estimated_nbytes
     )

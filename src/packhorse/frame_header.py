@@ -380,7 +380,8 @@ class PlaneSummary:
         name: a short name for people.
         nbytes: encoded bytes.
         logical_nbytes: bytes before encoding.
-        modes: how many chunks were coded in which mode.
+        modes: how many chunks were coded in which mode; of mode delta, whole units at once, they
+            count for the first plane alone.
     """
 
     index: int
@@ -394,6 +395,8 @@ def plane_summaries(header: FrameHeader) -> tuple[PlaneSummary, ...]:
     """Sizes and modes of each plane over all chunks."""
     lengths = (header.table[:, 1:] & STREAM_NBYTES_MASK).sum(axis=0, dtype=np.int64)
     modes = header.table[:, 1:] >> STREAM_NBYTES_BITS
+    # Differences are of whole units: other planes have no streams there.
+    counted = [modes[:, :1], modes[modes[:, 0] != int(Mode.DELTA), 1:]]
     logical = header.nbytes // header.n_planes
     return tuple(
         PlaneSummary(
@@ -403,7 +406,9 @@ def plane_summaries(header: FrameHeader) -> tuple[PlaneSummary, ...]:
             logical,
             {
                 Mode(int(m)): int(n)
-                for m, n in zip(*np.unique(modes[:, p], return_counts=True), strict=True)
+                for m, n in zip(
+                    *np.unique(counted[p > 0][:, max(p - 1, 0)], return_counts=True), strict=True
+                )
             },
         )
         for p in range(header.n_planes)

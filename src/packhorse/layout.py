@@ -17,6 +17,7 @@ __all__ = [
     "CLASSED_MODELS_OFFSET",
     "CONTENT_LEAF_NBYTES",
     "CRITICAL_FLAGS",
+    "CRITICAL_FLAGS_OFFSET",
     "DELTA_DIRECT_TOKENS",
     "DELTA_FULL_TOKEN",
     "DELTA_MODELS_OFFSET",
@@ -56,6 +57,7 @@ __all__ = [
     "PREDICTION_CLASSES",
     "PROB_BITS",
     "PROB_SUM",
+    "RECORD_BASE_KEY",
     "RECORD_CRC_KEY",
     "RECORD_FREE_NBYTES",
     "RECORD_GROWTH",
@@ -81,6 +83,7 @@ FRAME_ALIGNMENT = 64  # a cache line, and the width of the widest vector registe
 # n_chunks, CRC, n_row_dims, reserved, side descriptor
 FIXED_HEADER = struct.Struct("<4sBBBBHBBIQ16sIIB3sI")
 FIXED_HEADER_NBYTES = FIXED_HEADER.size
+CRITICAL_FLAGS_OFFSET = 8
 HEADER_CRC_OFFSET = 44
 FLAG_BASE = 1  # the frame has a base
 CRITICAL_FLAGS = FLAG_BASE  # all that version 1 defines
@@ -143,6 +146,7 @@ FILE_SUFFIX = ".ph.safetensors"
 FILE_VERSION = 1
 FILE_METADATA_KEY = "packhorse"
 RECORD_CRC_KEY = "crc32c"
+RECORD_BASE_KEY = "base"
 FILE_ALIGNMENT = 64
 MAX_FILE_HEADER_NBYTES = 100_000_000  # safetensors' own cap
 # A recorded text has at most so many bytes for each byte of the JSON text that records it, and so

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
+from packhorse.disk.base_files import BaseLike
 from packhorse.disk.container import lay_out, pack_tensors, write_packed
 from packhorse.disk.packed_file import PackedFile, load_tensors
 from packhorse.errors import CompatibilityError, CorruptionError
@@ -308,14 +309,19 @@ def save(
     *,
     level: Level | str = "default",
     threads: int | None = None,
+    base: BaseLike | None = None,
 ) -> bytes:
     """A packed file of the arrays, as bytes. Arguments and errors as in `save_file`."""
     header, buffers = lay_out(tensors, FRAMEWORK, metadata)
-    return pack_tensors(header, buffers, level=level, threads=threads)
+    return pack_tensors(header, buffers, level=level, threads=threads, base=base)
 
 
 def load(
-    data: Buffer, *, threads: int | None = None, max_nbytes: int | None = None
+    data: Buffer,
+    *,
+    threads: int | None = None,
+    max_nbytes: int | None = None,
+    base: BaseLike | None = None,
 ) -> dict[str, np.ndarray[Any, Any]]:
     """All arrays of a packed file that is in memory.
 
@@ -323,13 +329,15 @@ def load(
         data: the whole file.
         threads: None for the cores of this process, at most 8.
         max_nbytes: refuse a file whose arrays take more bytes together, before any is decoded.
+        base: what the file was packed against, if it was: a file or a folder, or arrays by name.
 
     Raises:
+        BaseMismatchError: the file needs a base, and none was given, or another.
         CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new, or
             exceed the limit.
         MemoryError: there is none for so large a array.
     """
-    return load_tensors(data, FRAMEWORK, threads=threads, max_nbytes=max_nbytes)
+    return load_tensors(data, FRAMEWORK, threads=threads, max_nbytes=max_nbytes, base=base)
 
 
 def save_file(
@@ -339,6 +347,7 @@ def save_file(
     *,
     level: Level | str = "default",
     threads: int | None = None,
+    base: BaseLike | None = None,
 ) -> None:
     """Writes a packed file. An existing file is replaced, at once and only when the new one is
     complete.
@@ -349,18 +358,27 @@ def save_file(
         metadata: strings to keep in the file.
         level: "fast", "default" or "max".
         threads: None for the cores of this process, at most 8.
+        base: older arrays: a safetensors file, packed or not, a folder of them, or arrays by
+            name. Where that is shorter, a tensor is packed as its differences from the one of its
+            name; then `load_file` needs the base again.
 
     Raises:
         TypeError: not an array, or of a dtype that safetensors does not have.
-        ValueError: bad level or threads.
+        ValueError: bad level or threads, or `path` is the base.
+        BaseMismatchError: the base is packed against a base itself.
+        CorruptionError, TruncationError, CompatibilityError: the base is bad or too new.
         OSError: what the file system says.
     """
     header, buffers = lay_out(tensors, FRAMEWORK, metadata)
-    write_packed(path, header, buffers, level=level, threads=threads, force=True)
+    write_packed(path, header, buffers, level=level, threads=threads, force=True, base=base)
 
 
 def load_file(
-    path: str | os.PathLike[str], *, threads: int | None = None, max_nbytes: int | None = None
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    max_nbytes: int | None = None,
+    base: BaseLike | None = None,
 ) -> dict[str, np.ndarray[Any, Any]]:
     """All arrays of a packed file.
 
@@ -368,13 +386,15 @@ def load_file(
         path: the file.
         threads: None for the cores of this process, at most 8.
         max_nbytes: refuse a file whose arrays take more bytes together, before any is decoded.
+        base: what the file was packed against, if it was: a file or a folder, or arrays by name.
 
     Raises:
+        BaseMismatchError: the file needs a base, and none was given, or another.
         CorruptionError, TruncationError, CompatibilityError: the file is bad or too new, or exceeds
             the limit.
         MemoryError: there is none for so large an array.
         OSError: what the file system says.
     """
-    with PackedFile(path, FRAMEWORK, threads=threads, max_nbytes=max_nbytes) as file:
+    with PackedFile(path, FRAMEWORK, threads=threads, max_nbytes=max_nbytes, base=base) as file:
         tensors = file.get_tensors()
         return {name: tensors[name] for name in file.keys()}  # noqa: SIM118 - not a dict

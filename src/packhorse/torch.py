@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from packhorse.codecs.base import ByteArray
+from packhorse.disk.base_files import BaseLike
 from packhorse.disk.container import lay_out, pack_tensors, write_packed
 from packhorse.disk.packed_file import PackedFile, load_with_metadata
 from packhorse.disk.state_file import lay_out_state, rebuild_state
@@ -360,6 +361,7 @@ def save(
     *,
     level: Level | str = "default",
     threads: int | None = None,
+    base: BaseLike | None = None,
 ) -> bytes: ...
 
 
@@ -371,6 +373,7 @@ def save(
     *,
     level: Level | str = "default",
     threads: int | None = None,
+    base: BaseLike | None = None,
 ) -> None: ...
 
 
@@ -381,6 +384,7 @@ def save(
     *,
     level: Level | str = "default",
     threads: int | None = None,
+    base: BaseLike | None = None,
 ) -> bytes | None:
     """Packs a state dict, in the manner of `torch.save`, without pickle.
 
@@ -395,6 +399,7 @@ def save(
         metadata: strings to keep in the file.
         level: "fast", "default" or "max".
         threads: None for the cores of this process, at most 8.
+        base: as for `save_file`.
 
     Returns:
         The packed file, if `f` is None.
@@ -416,9 +421,9 @@ def save(
     else:
         header, buffers = lay_out_state(state, metadata)
     if isinstance(f, str | os.PathLike):
-        write_packed(f, header, buffers, level=level, threads=threads, force=True)
+        write_packed(f, header, buffers, level=level, threads=threads, force=True, base=base)
         return None
-    data = pack_tensors(header, buffers, level=level, threads=threads)
+    data = pack_tensors(header, buffers, level=level, threads=threads, base=base)
     if f is None:
         return data
     _write_all(f, data)
@@ -446,6 +451,7 @@ def load(
     mmap: bool | None = None,
     threads: int | None = None,
     max_nbytes: int | None = None,
+    base: BaseLike | None = None,
 ) -> Any:
     """The state that `save` packed, in the manner of `torch.load`; or all tensors of a packed file,
     by name.
@@ -458,11 +464,13 @@ def load(
         mmap: likewise; a file at a path is always mapped.
         threads: None for the cores of this process, at most 8.
         max_nbytes: refuse a file whose tensors take more bytes together, before any is decoded.
+        base: what the file was packed against, if it was: a file or a folder, or tensors by name.
 
     Returns:
         The state. Subclasses of containers come back as the plain ones, parameters as tensors.
 
     Raises:
+        BaseMismatchError: the file needs a base, and none was given, or another.
         CorruptionError, TruncationError, CompatibilityError: the file is bad or too new, or exceeds
             the limit.
         TypeError: `map_location` is no device.
@@ -473,13 +481,13 @@ def load(
         raise TypeError(f"map_location is {map_location!r}; it must be a device or the name of one")
     if isinstance(f, str | os.PathLike):
         with PackedFile(
-            f, FRAMEWORK, device=map_location, threads=threads, max_nbytes=max_nbytes
+            f, FRAMEWORK, device=map_location, threads=threads, max_nbytes=max_nbytes, base=base
         ) as file:
             return rebuild_state(file.get_tensors(), file.metadata(), FRAMEWORK, os.fspath(f))
     data = f.read() if hasattr(f, "read") else f
     place = None if map_location is None else lambda tensor: tensor.to(map_location)
     tensors, metadata = load_with_metadata(
-        data, FRAMEWORK, place=place, threads=threads, max_nbytes=max_nbytes
+        data, FRAMEWORK, place=place, threads=threads, max_nbytes=max_nbytes, base=base
     )
     return rebuild_state(tensors, metadata, FRAMEWORK, "the bytes given")
 
@@ -491,6 +499,7 @@ def save_file(
     *,
     level: Level | str = "default",
     threads: int | None = None,
+    base: BaseLike | None = None,
 ) -> None:
     """Writes a packed file. An existing file is replaced, at once and only when the new one is
     complete.
@@ -501,14 +510,19 @@ def save_file(
         metadata: strings to keep in the file.
         level: "fast", "default" or "max".
         threads: None for the cores of this process, at most 8.
+        base: older tensors: a safetensors file, packed or not, a folder of them, or tensors by
+            name. Where that is shorter, a tensor is packed as its differences from the one of its
+            name; then `load_file` needs the base again.
 
     Raises:
         TypeError: not a dense tensor, or of a dtype that safetensors does not have.
-        ValueError: bad level or threads.
+        ValueError: bad level or threads, or `path` is the base.
+        BaseMismatchError: the base is packed against a base itself.
+        CorruptionError, TruncationError, CompatibilityError: the base is bad or too new.
         OSError: what the file system says.
     """
     header, buffers = lay_out(tensors, FRAMEWORK, metadata)
-    write_packed(path, header, buffers, level=level, threads=threads, force=True)
+    write_packed(path, header, buffers, level=level, threads=threads, force=True, base=base)
 
 
 def load_file(
@@ -517,6 +531,7 @@ def load_file(
     *,
     threads: int | None = None,
     max_nbytes: int | None = None,
+    base: BaseLike | None = None,
 ) -> dict[str, torch.Tensor]:
     """All tensors of a packed file, on `device`.
 
@@ -525,13 +540,17 @@ def load_file(
         device: where the tensors go.
         threads: None for the cores of this process, at most 8.
         max_nbytes: refuse a file whose tensors take more bytes together, before any is decoded.
+        base: what the file was packed against, if it was: a file or a folder, or tensors by name.
 
     Raises:
+        BaseMismatchError: the file needs a base, and none was given, or another.
         CorruptionError, TruncationError, CompatibilityError: the file is bad or too new, or exceeds
             the limit.
         MemoryError: there is none for so large a tensor.
         OSError: what the file system says.
     """
-    with PackedFile(path, FRAMEWORK, device=device, threads=threads, max_nbytes=max_nbytes) as file:
+    with PackedFile(
+        path, FRAMEWORK, device=device, threads=threads, max_nbytes=max_nbytes, base=base
+    ) as file:
         tensors = file.get_tensors()
         return {name: tensors[name] for name in file.keys()}  # noqa: SIM118 - not a dict

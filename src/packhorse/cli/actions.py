@@ -53,17 +53,39 @@ __all__ = ["Watch", "bench", "inspect", "pack", "plan", "unpack", "verify"]
 Watch: TypeAlias = Callable[[str, int | None], AbstractContextManager[Callable[[int], None] | None]]
 
 
-def pack(job: Job, *, level: str, threads: int | None, force: bool, watch: Watch) -> FileRow:
+def pack(
+    job: Job,
+    *,
+    base: Path | None,
+    level: str,
+    threads: int | None,
+    force: bool,
+    watch: Watch,
+) -> FileRow:
     """Pack a file or a folder."""
     run = pack_folder if job.is_folder else pack_file
     with watch(f"pack {job.src.name}", _nbytes(job.src)) as progress:
         start = time.perf_counter()
-        result = run(job.src, job.dst, level=level, threads=threads, force=force, progress=progress)
+        result = run(
+            job.src,
+            job.dst,
+            level=level,
+            threads=threads,
+            force=force,
+            progress=progress,
+            base=base,
+        )
         return _file_row(result, time.perf_counter() - start)
 
 
 def unpack(
-    job: Job, *, threads: int | None, force: bool, max_nbytes: int | None, watch: Watch
+    job: Job,
+    *,
+    base: Path | None,
+    threads: int | None,
+    force: bool,
+    max_nbytes: int | None,
+    watch: Watch,
 ) -> FileRow:
     """Unpack a file or a folder."""
     run = unpack_folder if job.is_folder else unpack_file
@@ -76,17 +98,18 @@ def unpack(
             force=force,
             progress=progress,
             max_nbytes=max_nbytes,
+            base=base,
         )
         return _file_row(result, time.perf_counter() - start)
 
 
-def plan(job: Job, *, level: str) -> list[PlannedFile]:
+def plan(job: Job, *, base: Path | None, level: str) -> list[PlannedFile]:
     """Say what packing would do, from samples; a row for each model file."""
     if not job.is_folder:
-        return [_planned(job.src, job.dst, plan_file(job.src, level=level))]
+        return [_planned(job.src, job.dst, plan_file(job.src, level=level, base=base))]
     return [
         _planned(job.src / file, job.dst / file, plans)
-        for file, plans in plan_folder(job.src, level=level)
+        for file, plans in plan_folder(job.src, level=level, base=base)
     ]
 
 
@@ -96,14 +119,19 @@ def inspect(path: Path) -> list[InspectedFile]:
 
 
 def verify(
-    path: Path, *, threads: int | None, max_nbytes: int | None, watch: Watch
+    path: Path,
+    *,
+    base: Path | None,
+    threads: int | None,
+    max_nbytes: int | None,
+    watch: Watch,
 ) -> VerifiedFile:
     """Compare all checksums of a packed file or folder, and go on after a bad one."""
     run = verify_folder if path.is_dir() else verify_file
     files = packed_files(path)
     with watch(f"verify {path.name}", _nbytes(path)) as progress:
         start = time.perf_counter()
-        problems = run(path, threads=threads, progress=progress, max_nbytes=max_nbytes)
+        problems = run(path, threads=threads, progress=progress, max_nbytes=max_nbytes, base=base)
         seconds = time.perf_counter() - start
     return VerifiedFile(
         path=str(path),
@@ -118,13 +146,13 @@ def verify(
     )
 
 
-def bench(path: Path, settings: Settings, watch: Watch) -> BenchedFile:
+def bench(path: Path, base: Path | None, settings: Settings, watch: Watch) -> BenchedFile:
     """Time the codecs on a file's tensors, in memory."""
     header = read_header(path)
     if is_packed(header):
         raise UsageError(f"{path}: packed; bench takes the original: unpack it first")
     with watch(f"bench {path.name}", header.data_nbytes) as progress:
-        rows = bench_file(path, settings, progress)
+        rows = bench_file(path, base, settings, progress)
     return BenchedFile(
         path=str(path),
         level=settings.level,
@@ -151,6 +179,7 @@ def _file_row(result: FileResult | FolderResult, seconds: float) -> FileRow:
         n_files=len(files),
         n_copied=result.n_copied if isinstance(result, FolderResult) else 0,
         n_tensors=sum(len(file.tensors) for file in files),
+        n_delta=sum(tensor.base_hash is not None for file in files for tensor in file.tensors),
         nbytes=result.original_nbytes,
         packed_nbytes=result.packed_nbytes,
         ratio=result.ratio,
@@ -189,7 +218,7 @@ def _plan_row(item: TensorPlan) -> PlanRow:
 def _inspect_file(path: Path) -> InspectedFile:
     with packhorse.open_file(path, framework="np") as file:
         tensors = [_tensor_row(name, file.frame(name)) for name in file.offset_keys()]
-        metadata = file.metadata()
+        metadata, base_name = file.metadata(), file.base_name
     nbytes = sum(tensor.nbytes for tensor in tensors)
     packed_nbytes = path.stat().st_size
     return InspectedFile(
@@ -198,6 +227,8 @@ def _inspect_file(path: Path) -> InspectedFile:
         packed_nbytes=packed_nbytes,
         ratio=ratio(nbytes, packed_nbytes),
         metadata=metadata or {},
+        n_delta=sum(tensor.base_hash is not None for tensor in tensors),
+        base_name=base_name,
         tensors=tensors,
     )
 
@@ -214,6 +245,8 @@ def _tensor_row(name: str, frame: Frame) -> TensorRow:
         split=frame.split.name.lower(),
         n_chunks=frame.n_chunks,
         content_hash=frame.content_hash.hex(),
+        base_hash=frame.base_hash.hex() if frame.base_hash else None,
+        base_dtype=frame.base_dtype,
         planes=[
             PlaneRow(
                 name=plane.name,

@@ -19,10 +19,10 @@ import packhorse
 from packhorse.arguments import resolve_threads
 from packhorse.cli import actions, render
 from packhorse.cli.failures import EXPECTED, ExitCode, Stopped, describe, exit_code
-from packhorse.cli.jobs import Job, pack_jobs, unpack_jobs
+from packhorse.cli.jobs import Job, check_source, pack_jobs, unpack_jobs
 from packhorse.cli.measure import Settings
-from packhorse.cli.options import Force, Json, Level, LevelName, MaxNbytes, Output, Threads
-from packhorse.cli.rows import BenchedFile, FileRow, VerifiedFile
+from packhorse.cli.options import Base, Force, Json, Level, LevelName, MaxNbytes, Output, Threads
+from packhorse.cli.rows import BenchedFile, FileRow, PlannedFile, VerifiedFile
 from packhorse.cli.runs import Source, each
 from packhorse.cli.snapshots import snapshot_app
 from packhorse.layout import FRAME_VERSION
@@ -114,6 +114,7 @@ def _root(
 def pack(
     src: Models,
     output: Output = None,
+    base: Base = None,
     level: Level = LevelName.DEFAULT,
     threads: Threads = None,
     dry_run: Annotated[
@@ -127,23 +128,36 @@ def pack(
     X.safetensors becomes X.ph.safetensors beside it, and a folder X becomes a folder X.ph:
     its shards packed, their index rewritten, all other files copied. The source is never changed.
 
+    With --base, tensors of a fine-tune are packed as differences from those of the model that it
+    was tuned from, where that is shorter. Unpacking then needs that model again.
+
     Examples:
 
     - `packhorse pack model.safetensors`
     - `packhorse pack model.safetensors -o small.ph.safetensors --level max`
     - `packhorse pack path/to/model-folder --dry-run`
+    - `packhorse pack tuned.safetensors --base original.safetensors`
     """
 
     def work(job: Job) -> list[FileRow]:
         return [
             actions.pack(
-                job, level=level.value, threads=threads, force=force, watch=render.progress
+                job,
+                base=base,
+                level=level.value,
+                threads=threads,
+                force=force,
+                watch=render.progress,
             )
         ]
 
+    def plan(job: Job) -> list[PlannedFile]:
+        return actions.plan(job, base=base, level=level.value)
+
     jobs = pack_jobs(src, output, force=force or dry_run)
+    _check_base(base)
     if dry_run:
-        each(jobs, lambda job: actions.plan(job, level=level.value), render.plan_table, json)
+        each(jobs, plan, render.plan_table, json)
     else:
         each(jobs, work, render.packed_line, json)
 
@@ -152,6 +166,7 @@ def pack(
 def unpack(
     src: Packed,
     output: Output = None,
+    base: Base = None,
     threads: Threads = None,
     force: Force = False,
     max_nbytes: MaxNbytes = None,
@@ -165,15 +180,22 @@ def unpack(
 
     - `packhorse unpack model.ph.safetensors`
     - `packhorse unpack model-folder.ph -o restored`
+    - `packhorse unpack tuned.ph.safetensors --base original.safetensors`
     """
 
     def work(job: Job) -> list[FileRow]:
         return [
             actions.unpack(
-                job, threads=threads, force=force, max_nbytes=max_nbytes, watch=render.progress
+                job,
+                base=base,
+                threads=threads,
+                force=force,
+                max_nbytes=max_nbytes,
+                watch=render.progress,
             )
         ]
 
+    _check_base(base)
     each(unpack_jobs(src, output, force=force), work, render.unpacked_line, json)
 
 
@@ -191,7 +213,11 @@ def inspect(src: Packed, json: Json = False) -> None:
 
 @_app.command(no_args_is_help=True)
 def verify(
-    src: Packed, threads: Threads = None, max_nbytes: MaxNbytes = None, json: Json = False
+    src: Packed,
+    base: Base = None,
+    threads: Threads = None,
+    max_nbytes: MaxNbytes = None,
+    json: Json = False,
 ) -> None:
     """Check every checksum of packed files or folders; exit with 1 and list whatever is bad.
 
@@ -199,13 +225,21 @@ def verify(
 
     - `packhorse verify model.ph.safetensors`
     - `packhorse verify model-folder.ph other.ph.safetensors`
+    - `packhorse verify tuned.ph.safetensors --base original.safetensors`
     """
 
     def work(job: Source) -> list[VerifiedFile]:
         return [
-            actions.verify(job.src, threads=threads, max_nbytes=max_nbytes, watch=render.progress)
+            actions.verify(
+                job.src,
+                base=base,
+                threads=threads,
+                max_nbytes=max_nbytes,
+                watch=render.progress,
+            )
         ]
 
+    _check_base(base)
     rows = each(map(Source, src), work, render.verify_lines, json)
     if not all(row.ok for row in rows):
         raise typer.Exit(ExitCode.BAD_DATA)
@@ -219,6 +253,7 @@ def bench(
             metavar="FILE", readable=False, help="An ordinary safetensors file.", show_default=False
         ),
     ],
+    base: Base = None,
     level: Level = LevelName.DEFAULT,
     threads: Threads = None,
     repeat: Annotated[
@@ -234,15 +269,22 @@ def bench(
 
     - `packhorse bench model.safetensors`
     - `packhorse bench model.safetensors --level fast --threads 1`
+    - `packhorse bench tuned.safetensors --base original.safetensors`
     """
+    _check_base(base)
     settings = Settings(level.value, resolve_threads(threads), repeat)
 
     def work(job: Source) -> list[BenchedFile]:
-        return [actions.bench(job.src, settings, render.progress)]
+        return [actions.bench(job.src, base, settings, render.progress)]
 
     rows = each([Source(file)], work, render.bench_table, json)
     if not all(row.bit_exact for row in rows):
         raise typer.Exit(ExitCode.BAD_DATA)
+
+
+def _check_base(base: Path | None) -> None:
+    if base is not None:
+        check_source(base)
 
 
 @contextmanager

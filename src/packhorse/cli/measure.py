@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packhorse.cli.rows import BenchRow, gb_per_s, ratio
+from packhorse.disk.base_files import BaseTensor, open_bases
 from packhorse.disk.header import TensorEntry, read_header
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
 
@@ -72,12 +73,16 @@ class Settings:
 
 
 def bench_file(
-    path: Path, settings: Settings, advance: Callable[[int], None] | None = None
+    path: Path,
+    base: Path | None,
+    settings: Settings,
+    advance: Callable[[int], None] | None = None,
 ) -> list[BenchRow]:
     """Time every tensor of a safetensors file.
 
     Args:
         path: the file.
+        base: what to pack it against, if anything.
         settings: how to measure.
         advance: called with the bytes of each tensor when it is done.
 
@@ -86,7 +91,7 @@ def bench_file(
     """
     sums: dict[str, _Sum] = {}
     total = _Sum()
-    for entry, measured in _measure(path, settings):
+    for entry, measured in _measure(path, base, settings):
         sums.setdefault(entry.dtype, _Sum()).add(measured)
         total.add(measured)
         if advance is not None:
@@ -94,32 +99,44 @@ def bench_file(
     return [*(part.row(dtype) for dtype, part in sums.items()), total.row(_TOTAL)]
 
 
-def _measure(path: Path, settings: Settings) -> Iterator[tuple[TensorEntry, _Sum]]:
+def _measure(
+    path: Path, base: Path | None, settings: Settings
+) -> Iterator[tuple[TensorEntry, _Sum]]:
     header = read_header(path)
     largest = max((entry.nbytes for entry in header.entries), default=0)
     src, dst = np.zeros(largest, np.uint8), np.zeros(largest, np.uint8)
     frames = (max_frame_nbytes(entry.dtype, entry.shape) for entry in header.entries)
     out = np.zeros(max(frames, default=0), np.uint8)
-    with path.open("rb") as file:
+    with path.open("rb") as file, open_bases(base) as opened:
+        bases = opened.for_packing(header.entries, path, path.name) if opened else {}
         for entry in header.entries:
             data = src[: entry.nbytes]
             file.seek(header.data_offset + entry.start)
             file.readinto(memoryview(data))
-            yield entry, _measure_one(entry, data, dst[: entry.nbytes], out, settings)
+            back, against = dst[: entry.nbytes], bases.get(entry.name)
+            yield entry, _measure_one(entry, data, back, out, against, settings)
 
 
 def _measure_one(
-    entry: TensorEntry, data: _Bytes, back: _Bytes, out: _Bytes, settings: Settings
+    entry: TensorEntry,
+    data: _Bytes,
+    back: _Bytes,
+    out: _Bytes,
+    against: BaseTensor | None,
+    settings: Settings,
 ) -> _Sum:
     level, threads = settings.level, settings.threads
+    # A copy: what is mapped would be read from the disk at first.
+    base = np.array(np.frombuffer(against.read(threads), np.uint8)) if against else None
 
     def encode() -> Frame:
         return compress_buffer(
-            data, entry.dtype, entry.shape, level=level, threads=threads, out=out, name=entry.name
-        )
+            data, entry.dtype, entry.shape, level=level, threads=threads, out=out, name=entry.name,
+            base=base, base_dtype=against.dtype if against else None,
+        )  # fmt: skip
 
     def decode() -> None:
-        frame.decompress_into(back, threads=threads)
+        frame.decompress_into(back, threads=threads, base=base)
 
     frame = encode()
     encode_seconds = _best(encode, settings.repeats)

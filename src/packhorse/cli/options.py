@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["Force", "Json", "Level", "LevelName", "MaxNbytes", "Output", "Threads"]
+__all__ = ["Base", "Force", "Json", "Level", "LevelName", "MaxNbytes", "Output", "Threads"]
 
 
 class LevelName(StrEnum):
@@ -25,6 +25,16 @@ Output = Annotated[
         readable=False,
         metavar="DST",
         help="Output; a folder for several.",
+        show_default=False,
+    ),
+]
+Base = Annotated[
+    Path | None,
+    typer.Option(
+        "--base",
+        readable=False,
+        metavar="OLD",
+        help="The model that SRC is packed against: a file or folder, packed or not.",
         show_default=False,
     ),
 ]

@@ -32,7 +32,6 @@ from packhorse.cli.rows import (
     ErrorRow,
     FileRow,
     InspectedFile,
-    PlaneRow,
     PlannedFile,
     TensorRow,
     VerifiedFile,
@@ -66,9 +65,11 @@ _PIPE_WIDTH = 100_000  # nothing is folded: what reads a pipe works by lines
 _MODE_STYLE = {
     "stored": ("█", "blue"),
     "rans": ("▓", "green"),
+    "classed_rans": ("▓", "bright_green"),
     "palette": ("▒", "yellow"),
     "zstd": ("░", "magenta"),
     "constant": ("▏", "cyan"),
+    "delta": ("▚", "bright_cyan"),
 }
 _SAVED = ("·", "dim")
 
@@ -150,11 +151,22 @@ def inspect_table(inspected: InspectedFile) -> None:
             size(row.nbytes),
             size(row.packed_nbytes),
             f"{row.ratio:.3f}",
-            _bar(row).append(between).append(_planes(row.planes)),
+            _bar(row).append(between).append(_planes(row)),
         )
     _total(table, len(inspected.tensors), inspected.nbytes, inspected.packed_nbytes)
     draw(table)
     draw(_legend())
+    if inspected.n_delta:
+        draw(safe_text(_needed_base(inspected)))
+
+
+def _needed_base(inspected: InspectedFile) -> str:
+    called = f", called {inspected.base_name!r} when it was packed" if inspected.base_name else ""
+    hashes = [row.base_hash for row in inspected.tensors if row.base_hash is not None]
+    return (
+        f"base: {inspected.n_delta} of {len(inspected.tensors)} tensors are not unpacked without "
+        f"theirs{called}; the first has content hash {hashes[0]}"
+    )
 
 
 def verify_lines(verified: VerifiedFile) -> None:
@@ -284,14 +296,23 @@ def _benched(row: BenchRow) -> list[str | Text]:
     ]
 
 
-def _planes(planes: Sequence[PlaneRow]) -> Text:
+def _planes(row: TensorRow) -> Text:
     """Each plane with its modes, and what they gain: `exponent rans 2.66x, mantissa 0 stored`."""
     parts = []
-    for plane in planes:
+    for plane in row.planes:
         modes = "+".join(sorted(plane.modes, key=lambda mode: -plane.modes[mode]))
-        gain = "" if modes == "stored" else f" {plane.ratio:.{2 if plane.ratio < 100 else 0}f}x"
-        parts.append(f"{plane.name} {modes}{gain}".strip())
+        if modes == "delta":  # whole units, whatever the first plane is called
+            gain = _gain(ratio(row.nbytes, plane.packed_nbytes))
+            parts.append(f"delta {gain}" if plane.packed_nbytes else "equal to its base")
+        elif modes == "stored" or "delta" in plane.modes:
+            parts.append(f"{plane.name} {modes}")
+        elif modes or row.n_chunks == 0:
+            parts.append(f"{plane.name} {modes} {_gain(plane.ratio)}".strip())
     return safe_text(", ".join(parts))
+
+
+def _gain(gained: float) -> str:
+    return f"{gained:.{2 if gained < 100 else 0}f}x"
 
 
 def _bar(row: TensorRow) -> Text:

@@ -47,7 +47,8 @@ class ErrorRow:
 class FileRow:
     """A file or folder that was packed or unpacked; `nbytes` is the unpacked side of both.
 
-    `n_files` counts model files, `n_copied` the other files of a folder.
+    `n_files` counts model files, `n_copied` the other files of a folder, `n_delta` the tensors that
+    are differences from a base.
     """
 
     src: str
@@ -55,6 +56,7 @@ class FileRow:
     n_files: int
     n_copied: int
     n_tensors: int
+    n_delta: int
     nbytes: int
     packed_nbytes: int
     ratio: float
@@ -102,7 +104,7 @@ class PlaneRow:
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One tensor of a packed file."""
+    """One tensor of a packed file; `base_hash` and `base_dtype` are of its base, if it has one."""
 
     name: str
     dtype: str
@@ -114,18 +116,23 @@ class TensorRow:
     split: str
     n_chunks: int
     content_hash: str
+    base_hash: str | None
+    base_dtype: str | None
     planes: list[PlaneRow]
 
 
 @dataclass(frozen=True)
 class InspectedFile:
-    """A packed file; `metadata` is the original's."""
+    """A packed file; `metadata` is the original's, `base_name` what the base was called that
+    `n_delta` of its tensors need."""
 
     path: str
     nbytes: int
     packed_nbytes: int
     ratio: float
     metadata: dict[str, str]
+    n_delta: int
+    base_name: str | None
     tensors: list[TensorRow]
 
 

@@ -1,9 +1,9 @@
 """The hop to and from disk: packed files, lazy reading of them, model folders, and snapshots.
 
-`header`, `packed_header` and `folder_index` are text in, text out; `atomic` writes; `container` and
-`folder` pack, unpack, plan and verify; `packed_file` reads tensors and slices; `snapshots` keeps
-training states. `dcp` is the storage of `torch.distributed.checkpoint`; as the only part that needs
-PyTorch it is imported at first use.
+`header`, `packed_header` and `folder_index` are text in, text out; `atomic` writes; `container`,
+`verify` and `folder` pack, unpack, plan and verify, with `base_files` where there is a base;
+`packed_file` reads tensors and slices; `snapshots` keeps training states. `dcp` is the storage of
+`torch.distributed.checkpoint`; as the only part that needs PyTorch it is imported at first use.
 """
 
 from importlib import import_module
@@ -14,7 +14,6 @@ from packhorse.disk.container import (
     pack_file,
     plan_file,
     unpack_file,
-    verify_file,
 )
 from packhorse.disk.folder import (
     folder_logical_nbytes,
@@ -37,6 +36,7 @@ from packhorse.disk.snapshots import (
     TensorDiff,
     model_files,
 )
+from packhorse.disk.verify import verify_file
 
 if TYPE_CHECKING:
     from packhorse.disk.dcp import PackhorseReader, PackhorseWriter

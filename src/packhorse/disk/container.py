@@ -4,8 +4,11 @@ Tensors are taken in batches of 32 MiB, or one that is larger, and threads share
 them (`threads.py`). So memory is bounded by a batch or the largest tensor, never by the file. Each
 tensor of the source is mapped on its own and dropped again, and all frames are built in one buffer,
 which is used again. Packing writes the file from front to back, with room for the header, which is
-filled in at the end. Unpacking and verifying decode to a buffer of 32 MiB, a large tensor window by
-window.
+filled in at the end. Unpacking decodes to a buffer of 32 MiB, a large tensor window by window.
+
+With a base (`base_files.py`), tensors are packed as differences from those of the same name where
+that is shorter. Whether all bases are there is checked before any output; that each is the right
+one, when its turn comes.
 
 Output is whole or absent (`atomic.py`), and the source is only ever read.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
@@ -25,7 +28,16 @@ import numpy as np
 from packhorse.arguments import Framework, resolve_level, resolve_threads
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.atomic import atomic_file
-from packhorse.disk.frames import Window, check_frame, map_region, open_frame
+from packhorse.disk.base_files import (
+    BaseLike,
+    Bases,
+    BaseTensor,
+    Lender,
+    based_frames,
+    open_bases,
+)
+from packhorse.disk.folder_index import plain_name
+from packhorse.disk.frames import Window, map_region, open_frame
 from packhorse.disk.header import FileHeader, TensorEntry, build_header, read_file_header
 from packhorse.disk.packed_header import (
     PackedHeader,
@@ -33,9 +45,9 @@ from packhorse.disk.packed_header import (
     is_packed,
     parse_packed_header,
 )
-from packhorse.disk.results import FileResult, Problem, Progress, TensorPlan, TensorResult
-from packhorse.disk.strict_json import has_capital_escape, shortened
-from packhorse.errors import PackhorseError, blaming
+from packhorse.disk.results import FileResult, Progress, TensorPlan, TensorResult
+from packhorse.disk.strict_json import shortened
+from packhorse.errors import blaming
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes, plan_buffer
 from packhorse.layout import Level
 from packhorse.threads import batches, map_tensors
@@ -45,6 +57,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PICKLE_SUFFIXES",
+    "check_bases",
     "lay_out",
     "logical_nbytes",
     "pack_file",
@@ -52,17 +65,11 @@ __all__ = [
     "pickle_advice",
     "plan_file",
     "unpack_file",
-    "verify_file",
     "write_packed",
 ]
 
 # Files that are pickles by their names; what is in them is never looked at.
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
-
-_CAPITAL_ESCAPE = (
-    "a JSON escape in the header has capital digits, which Packhorse does not write; probably a "
-    "bit has flipped, and all else is as it was: unpack the file, and pack it again"
-)
 
 
 class _Sink(Protocol):
@@ -110,6 +117,7 @@ def pack_file(
     threads: int | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    base: BaseLike | None = None,
 ) -> FileResult:
     """Pack a safetensors file.
 
@@ -120,13 +128,19 @@ def pack_file(
         threads: how many to use; None for the cores available, at most 8.
         force: an existing file at `dst` may be replaced.
         progress: called with the logical bytes done since the last call.
+        base: what the model was tuned from: a safetensors file, packed or not, a folder of them, or
+            tensors by name. A tensor is packed as differences from the one of its name where that
+            is shorter, and then not unpacked without it.
 
     Returns:
         Sizes, for the file and for each tensor.
 
     Raises:
-        ValueError: `src` is packed already or a pickle, `dst` is `src`, or an option is wrong.
-        CorruptionError, CompatibilityError: `src` is not a safetensors file that can be read.
+        ValueError: `src` is packed already or a pickle, `dst` is `src` or the base, or an option is
+            wrong.
+        CorruptionError, CompatibilityError: `src` or the base is no safetensors file that can be
+            read.
+        BaseMismatchError: the base is packed against a base itself.
         OSError: the system refuses; FileExistsError if `dst` exists and `force` is False.
     """
     path = Path(src)
@@ -136,7 +150,7 @@ def pack_file(
         buffers = _map_tensors(file, header)
         return write_packed(
             dst, header, buffers, level=level, threads=threads, progress=progress, force=force,
-            source=path,
+            source=path, base=base,
         )  # fmt: skip
 
 
@@ -150,6 +164,7 @@ def write_packed(
     progress: Progress | None = None,
     force: bool = False,
     source: Path | None = None,
+    base: BaseLike | None = None,
 ) -> FileResult:
     """Write a packed file from tensors that come one after the other.
 
@@ -163,19 +178,24 @@ def write_packed(
         progress: called with the logical bytes done since the last call.
         force: an existing file at `dst` may be replaced.
         source: the file that the tensors come from, if any; it gives the permissions.
+        base: as for `pack_file`.
 
     Returns:
         Sizes, for the file and for each tensor.
 
     Raises:
-        ValueError, OSError: as `pack_file`.
+        ValueError, BaseMismatchError, CorruptionError, CompatibilityError, OSError: as `pack_file`.
     """
     path = Path(dst)
     like = None if source is None else os.stat(source)
     coder = _Coder(resolve_level(level), resolve_threads(threads), progress or _ignore)
-    with atomic_file(path, source=source, force=force, like=like) as output:
-        tensors = _write_stream(output, header, buffers, coder)
-        packed_nbytes = output.nbytes
+    with open_bases(base) as bases:
+        if bases is not None:
+            bases.refuse_output(path)
+            coder = coder.against(bases, header, source, path)
+        with atomic_file(path, source=source, force=force, like=like) as output:
+            tensors = _write_stream(output, header, buffers, coder)
+            packed_nbytes = output.nbytes
     return FileResult(source or path, path, header.file_nbytes, packed_nbytes, tensors)
 
 
@@ -198,6 +218,7 @@ def pack_tensors(
     *,
     level: Level | str = "default",
     threads: int | None = None,
+    base: BaseLike | None = None,
 ) -> bytes:
     """`write_packed` into memory.
 
@@ -206,13 +227,16 @@ def pack_tensors(
         buffers: the bytes of each tensor in the order of `header.entries`.
         level: "fast", "default" or "max".
         threads: how many to use; None for the cores available, at most 8.
+        base: as for `pack_file`.
 
     Returns:
         The packed file.
     """
     memory = _Memory()
     coder = _Coder(resolve_level(level), resolve_threads(threads), _ignore)
-    _write_stream(memory, header, buffers, coder)
+    with open_bases(base) as bases:
+        coder = coder if bases is None else coder.against(bases, header, None)
+        _write_stream(memory, header, buffers, coder)
     return memory.getvalue()
 
 
@@ -221,12 +245,27 @@ class _Coder:
     level: Level
     threads: int
     progress: Progress
+    bases: Mapping[str, BaseTensor] = field(default_factory=dict)
+    base_name: str | None = None
+
+    def against(
+        self, bases: Bases, header: FileHeader, source: Path | None, output: Path = Path()
+    ) -> _Coder:
+        """This coder with the bases of the tensors of a file."""
+        name = plain_name((source or output).name)
+        chosen = bases.for_packing(header.entries, source, name)
+        return replace(self, bases=chosen, base_name=bases.name)
+
+    def base_of(self, entry: TensorEntry, threads: int) -> tuple[Buffer | None, str | None]:
+        """Bytes and dtype of a tensor's base."""
+        base = self.bases.get(entry.name)
+        return (None, None) if base is None else (base.read(threads), base.dtype)
 
 
 def _write_stream(
     sink: _Sink, header: FileHeader, buffers: Iterable[Buffer], coder: _Coder
 ) -> tuple[TensorResult, ...]:
-    prefix = PrefixWriter(header)
+    prefix = PrefixWriter(header, coder.base_name)
     sink.write(bytes(prefix.nbytes))
     rooms = [max_frame_nbytes(entry.dtype, entry.shape) for entry in header.entries]
     runs = list(batches([entry.nbytes for entry in header.entries]))
@@ -238,9 +277,11 @@ def _write_stream(
         entries = header.entries[run.start : run.stop]
         for entry, frame in zip(entries, _pack_batch(entries, source, out, coder), strict=True):
             sink.write(frame.buffer())
-            tensors.append(_result(entry, frame.nbytes))
+            tensors.append(_result(entry, frame.nbytes, frame.base_hash))
             coder.progress(entry.nbytes)
-    sink.patch(0, prefix.render([tensor.packed_nbytes for tensor in tensors]))
+    is_based = any(tensor.base_hash for tensor in tensors)
+    sizes = [tensor.packed_nbytes for tensor in tensors]
+    sink.patch(0, prefix.render(sizes, coder.base_name if is_based else None))
     return tuple(tensors)
 
 
@@ -254,33 +295,43 @@ def _pack_batch(
 
     def pack(i: int, threads: int) -> Frame:
         entry = entries[i]
+        base, base_dtype = coder.base_of(entry, threads)
         return compress_buffer(
             buffers[i], entry.dtype, entry.shape, level=coder.level, threads=threads,
             out=out[ends[i] - rooms[i] : ends[i]], name=shortened(entry.name),
+            base=base, base_dtype=base_dtype,
         )  # fmt: skip
 
     return map_tensors(pack, [entry.nbytes for entry in entries], coder.threads)
 
 
-def plan_file(src: str | os.PathLike[str], *, level: Level | str = "default") -> list[TensorPlan]:
+def plan_file(
+    src: str | os.PathLike[str],
+    *,
+    level: Level | str = "default",
+    base: BaseLike | None = None,
+) -> list[TensorPlan]:
     """Say what `pack_file` would do, from a sample of each tensor; nothing is written.
 
     Args:
         src: an ordinary safetensors file.
         level: "fast", "default" or "max".
+        base: as for `pack_file`.
 
     Returns:
         One plan for each tensor, in the order of the data.
 
     Raises:
-        ValueError, CorruptionError, CompatibilityError, OSError: as `pack_file`.
+        ValueError, BaseMismatchError, CorruptionError, CompatibilityError, OSError: as `pack_file`.
     """
     path = Path(src)
     _refuse_pickle(path)
-    with path.open("rb") as file:
+    coder = _Coder(resolve_level(level), resolve_threads(None), _ignore)
+    with path.open("rb") as file, open_bases(base) as bases:
         header = _plain_header(file, path)
+        coder = coder if bases is None else coder.against(bases, header, path)
         pairs = zip(header.entries, _map_tensors(file, header), strict=True)
-        return [_plan(entry, buffer, level) for entry, buffer in pairs]
+        return [_plan(entry, buffer, coder) for entry, buffer in pairs]
 
 
 def unpack_file(
@@ -291,6 +342,7 @@ def unpack_file(
     force: bool = False,
     progress: Progress | None = None,
     max_nbytes: int | None = None,
+    base: BaseLike | None = None,
 ) -> FileResult:
     """Restore the file that was packed, byte for byte.
 
@@ -301,33 +353,74 @@ def unpack_file(
         force: an existing file at `dst` may be replaced.
         progress: called with the logical bytes done since the last call.
         max_nbytes: refuse a file whose tensors take more bytes together; None for no limit.
+        base: what the file was packed against, if it was: a file or a folder, or tensors by name.
 
     Returns:
         Sizes, for the file and for each tensor.
 
     Raises:
-        ValueError: `src` is not packed, `dst` is `src`, or an option is wrong.
-        CorruptionError, CompatibilityError: `src` is damaged or of a newer version, or exceeds the
-            limit.
+        ValueError: `src` is not packed, `dst` is `src` or the base, or an option is wrong.
+        CorruptionError, CompatibilityError: `src` or the base is damaged or of a newer version, or
+            `src` exceeds the limit.
+        BaseMismatchError: a tensor needs a base that was not given, or another was.
         OSError: the system refuses; FileExistsError if `dst` exists and `force` is False.
     """
     path, target = Path(src), Path(dst)
     coder = _Coder(Level.DEFAULT, resolve_threads(threads), progress or _ignore)
-    with path.open("rb") as file:
+    with path.open("rb") as file, open_bases(base) as bases:
         packed = parse_packed_header(read_file_header(file, str(path)), label=str(path))
         packed.check_limit(max_nbytes, str(path))
+        if bases is not None:
+            bases.refuse_output(target)
+        lender = Lender(bases, packed.base_name)
+        based = _find_bases(file, packed, lender)
         like = os.fstat(file.fileno())
         with atomic_file(target, source=path, force=force, like=like) as output:
             output.write(packed.original.prefix())
-            unpacker = _Unpacker(file, packed, coder.threads)
+            unpacker = _Unpacker(file, packed, coder.threads, lender)
             entries = packed.original.entries
             for run in batches([entry.nbytes for entry in entries]):
                 for piece in unpacker.pieces(entries[run.start : run.stop]):
                     output.write(piece)
                     coder.progress(piece.nbytes)
-    tensors = tuple(_result(entry, packed.frames[entry.name].nbytes) for entry in entries)
+    tensors = tuple(
+        _result(entry, packed.frames[entry.name].nbytes, based.get(entry.name)) for entry in entries
+    )
     original = packed.original.file_nbytes
     return FileResult(path, target, original, packed.packed.file_nbytes, tensors)
+
+
+def check_bases(src: str | os.PathLike[str], base: BaseLike | None) -> None:
+    """See that the tensors of a packed file find their bases, as far as that shows unread.
+
+    Args:
+        src: a packed file; headers are read and nothing else.
+        base: as for `unpack_file`.
+
+    Raises:
+        BaseMismatchError, ValueError, CorruptionError, CompatibilityError, OSError: as
+            `unpack_file`.
+    """
+    path = Path(src)
+    with path.open("rb") as file, open_bases(base) as bases:
+        packed = parse_packed_header(read_file_header(file, str(path)), label=str(path))
+        _find_bases(file, packed, Lender(bases, packed.base_name))
+
+
+def _find_bases(file: BinaryIO, packed: PackedHeader, lender: Lender) -> dict[str, bytes | None]:
+    """The tensors of a packed file that have a base, found to be there, with its content hash."""
+    found: dict[str, bytes | None] = {}
+    first: tuple[str, Frame] | None = None
+    for name, frame in based_frames(file, packed):
+        first = first or (name, frame)
+        if lender.bases is not None:
+            with blaming(file.name):
+                lender.find(name, frame)
+        found[name] = frame.base_hash
+    if first is not None and lender.bases is None:
+        with blaming(file.name):
+            raise lender.missing(*first, n_more=len(found) - 1)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +430,7 @@ class _Unpacker:
     file: BinaryIO
     packed: PackedHeader
     threads: int
+    lender: Lender
     window: Window = field(default_factory=Window)
 
     def pieces(self, entries: Sequence[TensorEntry]) -> Iterator[ByteArray]:
@@ -345,14 +439,17 @@ class _Unpacker:
             with blaming(self.file.name):
                 frame = self._open(entries[0])
                 window = self.window.take(frame.window_nbytes)
-                yield from frame.pieces(threads=self.threads, window=window)
+                with self.lender.lend(entries[0].name, frame, self.threads) as base:
+                    yield from frame.pieces(threads=self.threads, window=window, base=base)
             return
         sizes = [entry.nbytes for entry in entries]
         places = self.window.cut(sizes)
 
         def unpack(i: int, threads: int) -> None:
             with blaming(self.file.name):
-                self._open(entries[i]).verify(threads=threads, window=places[i])
+                frame = self._open(entries[i])
+                with self.lender.lend(entries[i].name, frame, threads) as base:
+                    frame.verify(threads=threads, window=places[i], base=base)
 
         map_tensors(unpack, sizes, self.threads)
         yield from places
@@ -362,104 +459,11 @@ class _Unpacker:
         return open_frame(map_region(self.file, offset, nbytes), self.packed, entry)
 
 
-def verify_file(
-    src: str | os.PathLike[str],
-    *,
-    threads: int | None = None,
-    progress: Progress | None = None,
-    max_nbytes: int | None = None,
-) -> list[Problem]:
-    """Check every checksum and every content hash of a packed file, and go on after a bad tensor.
-
-    Args:
-        src: a packed file.
-        threads: how many to use; None for the cores available, at most 8.
-        progress: called with the logical bytes done since the last call.
-        max_nbytes: a file whose tensors take more bytes together is bad, and none is decoded; None
-            for no limit. Memory is bounded without it: a limit saves time.
-
-    Returns:
-        All that is wrong; nothing if the file is good.
-
-    Raises:
-        ValueError: `src` is an ordinary safetensors file, or `threads` is wrong.
-        OSError: it cannot be read.
-    """
-    path = Path(src)
-    coder = _Coder(Level.DEFAULT, resolve_threads(threads), progress or _ignore)
-    with path.open("rb") as file:
-        try:
-            header = read_file_header(file, str(path))
-        except PackhorseError as error:
-            return [Problem(path, None, None, str(error))]
-        originals: dict[str, TensorEntry] = {}
-        problems = []
-        if has_capital_escape(header.text):
-            problems.append(Problem(path, None, None, f"{path}: {_CAPITAL_ESCAPE}"))
-        try:
-            packed = parse_packed_header(header, label=str(path))
-        except PackhorseError as error:
-            # Frames describe themselves, so they can be checked without the recorded header.
-            problems.append(Problem(path, None, None, str(error)))
-        else:
-            try:
-                packed.check_limit(max_nbytes, str(path))
-            except PackhorseError as error:
-                return [Problem(path, None, None, str(error))]
-            originals = {entry.name: entry for entry in packed.original.entries}
-        verifier = _Verifier(file, header, originals, max_nbytes)
-        sizes = [verifier.nbytes_of(entry) for entry in header.entries]
-        for run in batches(sizes):
-            found = verifier.batch(header.entries[run.start : run.stop], coder.threads)
-            problems.extend(problem for problem in found if problem is not None)
-            coder.progress(sum(sizes[run.start : run.stop]) if originals else 0)
-    return problems
-
-
-@dataclass(frozen=True, slots=True)
-class _Verifier:
-    """Checks batch after batch, against the recorded header where there is a good one."""
-
-    file: BinaryIO
-    header: FileHeader
-    originals: Mapping[str, TensorEntry]
-    max_nbytes: int | None
-    window: Window = field(default_factory=Window)
-
-    def nbytes_of(self, entry: TensorEntry) -> int:
-        """Bytes of a tensor as recorded; of its frame where nothing is."""
-        return self.originals.get(entry.name, entry).nbytes
-
-    def batch(self, entries: Sequence[TensorEntry], threads: int) -> list[Problem | None]:
-        """What is wrong with each."""
-        sizes = [self.nbytes_of(entry) for entry in entries]
-        # What a frame that nothing is recorded of takes, only it knows itself.
-        places = self.window.cut(sizes) if self.originals and len(entries) > 1 else None
-
-        def check(i: int, threads: int) -> Problem | None:
-            offset = self.header.data_offset + entries[i].start
-            try:
-                with blaming(self.file.name):
-                    frame = self._open(entries[i], offset)
-                    place = self.window.take(frame.window_nbytes) if len(entries) == 1 else None
-                    frame.verify(threads=threads, window=places[i] if places else place)
-            except PackhorseError as error:
-                return Problem(Path(self.file.name), entries[i].name, offset, str(error))
-            return None
-
-        return map_tensors(check, sizes, threads)
-
-    def _open(self, entry: TensorEntry, offset: int) -> Frame:
-        data = map_region(self.file, offset, entry.nbytes)
-        name = shortened(entry.name)
-        frame = Frame.from_buffer(data, name=name, offset=offset, max_nbytes=self.max_nbytes)
-        if self.originals:
-            check_frame(frame, self.originals[entry.name], offset)
-        return frame
-
-
-def _plan(entry: TensorEntry, buffer: memoryview, level: Level | str) -> TensorPlan:
-    plan = plan_buffer(buffer, entry.dtype, entry.shape, level=level)
+def _plan(entry: TensorEntry, buffer: memoryview, coder: _Coder) -> TensorPlan:
+    base, base_dtype = coder.base_of(entry, coder.threads)
+    plan = plan_buffer(
+        buffer, entry.dtype, entry.shape, level=coder.level, base=base, base_dtype=base_dtype
+    )
     return TensorPlan(entry.name, entry.dtype, entry.shape, entry.nbytes, plan)
 
 
@@ -493,8 +497,10 @@ def pickle_advice(path: Path) -> str:
     )
 
 
-def _result(entry: TensorEntry, packed_nbytes: int) -> TensorResult:
-    return TensorResult(entry.name, entry.dtype, entry.shape, entry.nbytes, packed_nbytes)
+def _result(entry: TensorEntry, packed_nbytes: int, base_hash: bytes | None) -> TensorResult:
+    return TensorResult(
+        entry.name, entry.dtype, entry.shape, entry.nbytes, packed_nbytes, base_hash
+    )
 
 
 def _ignore(nbytes: int) -> None:

@@ -5,6 +5,9 @@ name the packed shards, and records its own original text; everything else is co
 too. Links are followed, because a download cache is a folder of links: the output has files in
 their place. Unpacking turns all of that around, so the original folder comes back byte for byte.
 
+A base may be such a folder too: tensors in a subfolder are packed against those in the subfolder of
+the same name, in whatever shards they are there.
+
 All names, headers and indexes are checked before anything is written. The output is built under a
 temporary name beside its destination and renamed at the end, so there is a whole folder or none;
 work that was cut short leaves nothing and starts anew.
@@ -19,14 +22,15 @@ from pathlib import Path
 
 from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.disk.atomic import atomic_file, atomic_folder
+from packhorse.disk.base_files import BaseLike, Bases, open_parts
 from packhorse.disk.container import (
     PICKLE_SUFFIXES,
+    check_bases,
     logical_nbytes,
     pack_file,
     pickle_advice,
     plan_file,
     unpack_file,
-    verify_file,
 )
 from packhorse.disk.folder_index import (
     INDEX_SUFFIX,
@@ -42,6 +46,7 @@ from packhorse.disk.header import read_header
 from packhorse.disk.packed_header import is_packed
 from packhorse.disk.results import FileResult, FolderResult, Problem, Progress, TensorPlan
 from packhorse.disk.strict_json import parse_json
+from packhorse.disk.verify import verify_file
 from packhorse.errors import CorruptionError, PackhorseError
 from packhorse.layout import FILE_SUFFIX, MAX_FILE_HEADER_NBYTES, Level
 
@@ -92,6 +97,7 @@ def pack_folder(
     threads: int | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    base: BaseLike | None = None,
 ) -> FolderResult:
     """Pack a model folder.
 
@@ -102,22 +108,34 @@ def pack_folder(
         threads: how many to use; None for the cores available, at most 8.
         force: a folder at `dst` may be replaced, if all its files have counterparts in the new one.
         progress: called with the bytes done since the last call, `folder_logical_nbytes` in all.
+        base: the model that this one was tuned from, as for `pack_file`. The shards need not be cut
+            alike; a subfolder is packed against the one of its name in a base that is a folder.
 
     Returns:
         Sizes, for the folder and for each model file.
 
     Raises:
-        ValueError: `src` has no safetensors file, or has packed ones, or the folders overlap.
-        CorruptionError, CompatibilityError: a model file or an index is bad; nothing is written.
+        ValueError: `src` has no safetensors file, or has packed ones, or the folders overlap, or
+            the base has no safetensors file where `src` has some.
+        CorruptionError, CompatibilityError: a model file, an index or the base is bad; nothing is
+            written.
+        BaseMismatchError: the base is packed against a base itself.
         OSError: the system refuses; FileExistsError if `dst` may not be replaced.
     """
     source = Path(src)
     resolve_level(level), resolve_threads(threads)
+    items = _items_to_pack(source)
+    _refuse_base(Path(dst), base)
+    with open_parts(base) as part:
+        _require_parts(items, part, source, base)
 
-    def pack(path: Path, output: Path) -> FileResult:
-        return pack_file(path, output, level=level, threads=threads, progress=progress)
+        def pack(path: Path, output: Path) -> FileResult:
+            against = part(path.parent.relative_to(source))
+            return pack_file(
+                path, output, level=level, threads=threads, progress=progress, base=against
+            )
 
-    return _build(source, Path(dst), _items_to_pack(source), pack, force, progress)
+        return _build(source, Path(dst), items, pack, force, progress)
 
 
 def unpack_folder(
@@ -128,6 +146,7 @@ def unpack_folder(
     force: bool = False,
     progress: Progress | None = None,
     max_nbytes: int | None = None,
+    base: BaseLike | None = None,
 ) -> FolderResult:
     """Restore the model folder that was packed, every file byte for byte.
 
@@ -138,45 +157,63 @@ def unpack_folder(
         force: a folder at `dst` may be replaced, if all its files have counterparts in the new one.
         progress: called with the bytes done since the last call, `folder_logical_nbytes` in all.
         max_nbytes: refuse a folder whose tensors take more bytes together; None for no limit.
+        base: what the folder was packed against, if it was.
 
     Returns:
         Sizes, for the folder and for each model file.
 
     Raises:
         ValueError: `src` has no packed file, or the folders overlap.
-        CorruptionError, CompatibilityError: a packed file or an index is bad, or the folder exceeds
-            the limit.
+        CorruptionError, CompatibilityError: a packed file, an index or the base is bad, or the
+            folder exceeds the limit.
+        BaseMismatchError: a tensor needs a base that was not given, or another was.
         OSError: the system refuses; FileExistsError if `dst` may not be replaced.
     """
     source = Path(src)
     resolve_threads(threads)
-
-    def unpack(path: Path, output: Path) -> FileResult:
-        return unpack_file(path, output, threads=threads, progress=progress)
-
     items = _items_to_unpack(source)
     _check_limit(items, max_nbytes, source)
-    return _build(source, Path(dst), items, unpack, force, progress)
+    _refuse_base(Path(dst), base)
+    with open_parts(base) as part:
+
+        def unpack(path: Path, output: Path) -> FileResult:
+            against = part(path.parent.relative_to(source))
+            return unpack_file(path, output, threads=threads, progress=progress, base=against)
+
+        for path in _models(items):
+            check_bases(path, part(path.parent.relative_to(source)))
+        return _build(source, Path(dst), items, unpack, force, progress)
 
 
 def plan_folder(
-    src: str | os.PathLike[str], *, level: Level | str = "default"
+    src: str | os.PathLike[str],
+    *,
+    level: Level | str = "default",
+    base: BaseLike | None = None,
 ) -> list[tuple[Path, list[TensorPlan]]]:
     """Say what `pack_folder` would do; nothing is written.
 
     Args:
         src: a folder with `*.safetensors` files in it or below.
         level: "fast", "default" or "max".
+        base: as for `pack_folder`.
 
     Returns:
         For each model file its path relative to `src` and its tensors' plans.
 
     Raises:
-        ValueError, CorruptionError, CompatibilityError, OSError: as `pack_folder`.
+        ValueError, BaseMismatchError, CorruptionError, CompatibilityError, OSError: as
+            `pack_folder`.
     """
     source = Path(src)
-    models = [item.source for item in _items_to_pack(source) if item.kind is _Kind.MODEL]
-    return [(path.relative_to(source), plan_file(path, level=level)) for path in models]
+    items = _items_to_pack(source)
+    with open_parts(base) as part:
+        _require_parts(items, part, source, base)
+        plans = []
+        for path in _models(items):
+            relative = path.relative_to(source)
+            plans.append((relative, plan_file(path, level=level, base=part(relative.parent))))
+        return plans
 
 
 def verify_folder(
@@ -185,6 +222,7 @@ def verify_folder(
     threads: int | None = None,
     progress: Progress | None = None,
     max_nbytes: int | None = None,
+    base: BaseLike | None = None,
 ) -> list[Problem]:
     """Check every packed file and every index of a packed folder, and go on after a bad one.
 
@@ -193,28 +231,32 @@ def verify_folder(
         threads: how many to use; None for the cores available, at most 8.
         progress: called with the bytes done since the last call, `folder_logical_nbytes` in all.
         max_nbytes: a packed file whose tensors take more bytes together is bad; None for no limit.
+        base: what the folder was packed against, if it was; as for `verify_file`.
 
     Returns:
         All that is wrong; nothing if the folder is good. Copied files have no checksums.
 
     Raises:
         ValueError: `src` has no packed file, or `threads` is wrong.
+        CorruptionError, CompatibilityError: the base cannot be read.
         OSError: it cannot be read.
     """
     source = Path(src)
     resolve_threads(threads)
     models = set(packed_files(source))
     problems: list[Problem] = []
-    for path in _walk(source):
-        if path.is_dir():
-            continue
-        if path in models:
-            problems += _verify_model(path, threads, progress, max_nbytes)
-            continue
-        if path.name.endswith(INDEX_SUFFIX):
-            problems += _verify_index(path)
-        if progress is not None:
-            progress(path.stat().st_size)
+    with open_parts(base) as part:
+        for path in _walk(source):
+            if path.is_dir():
+                continue
+            if path in models:
+                against = part(path.parent.relative_to(source))
+                problems += _verify_model(path, threads, progress, max_nbytes, against)
+                continue
+            if path.name.endswith(INDEX_SUFFIX):
+                problems += _verify_index(path)
+            if progress is not None:
+                progress(path.stat().st_size)
     return problems
 
 
@@ -321,6 +363,33 @@ def _item_to_unpack(path: Path, relative: Path) -> _Item:
     return _Item(path, relative, _Kind.OTHER, nbytes)
 
 
+def _models(items: list[_Item]) -> list[Path]:
+    return [item.source for item in items if item.kind is _Kind.MODEL]
+
+
+def _require_parts(
+    items: list[_Item], part: Callable[[Path], Bases | None], source: Path, base: BaseLike | None
+) -> None:
+    """Refuse a base that has nothing for any of the files, or is the folder itself."""
+    if base is None:
+        return
+    if isinstance(base, str | os.PathLike) and source.samefile(base):
+        raise ValueError(f"{source}: the base is the folder itself; name the older model")
+    parts = [part(item.output.parent) for item in items if item.kind is _Kind.MODEL]
+    if all(bases is None or bases.is_empty for bases in parts):
+        raise ValueError(
+            f"{base}: no *{PLAIN_SUFFIX} file where the model has some; name a base laid out as it"
+        )
+
+
+def _refuse_base(destination: Path, base: BaseLike | None) -> None:
+    """Refuse an output in whose place the base would be lost."""
+    if not isinstance(base, str | os.PathLike) or not destination.exists():
+        return
+    if Path(base).resolve().is_relative_to(destination.resolve()):
+        raise ValueError(f"{destination}: the output holds the base; name another output")
+
+
 def _require(models: Sized, source: Path, suffix: str) -> None:
     if not models:
         raise ValueError(
@@ -413,10 +482,16 @@ def _sum(
 
 
 def _verify_model(
-    path: Path, threads: int | None, progress: Progress | None, max_nbytes: int | None
+    path: Path,
+    threads: int | None,
+    progress: Progress | None,
+    max_nbytes: int | None,
+    base: Bases | None,
 ) -> list[Problem]:
     try:
-        return verify_file(path, threads=threads, progress=progress, max_nbytes=max_nbytes)
+        return verify_file(
+            path, threads=threads, progress=progress, max_nbytes=max_nbytes, base=base
+        )
     except ValueError as error:  # it has the name of a packed file and is none
         return [Problem(path, None, None, str(error))]
 

@@ -6,6 +6,9 @@ elements that holds all it selects (`slices.py`), that run is decoded, and the f
 indexing does the rest. So `f.get_slice(name)[i]` equals `f.get_tensor(name)[i]` for every index
 that the framework understands.
 
+A tensor that was packed against a base needs all of that for each read: it is mapped, or decoded if
+its file is packed, and its hash compared. Of the base's other tensors nothing is read.
+
 Nothing here changes after opening, so threads may read from one `PackedFile` at once.
 """
 
@@ -14,11 +17,12 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from packhorse.arguments import Framework, resolve_threads
+from packhorse.disk.base_files import BaseLike, Bases, Lender, open_bases
 from packhorse.disk.frames import open_frame
 from packhorse.disk.header import (
     FileHeader,
@@ -52,8 +56,10 @@ class _FrameTable:
         framework: Framework,
         threads: int | None,
         max_nbytes: int | None,
+        bases: Bases | None,
     ) -> None:
         self.packed = parse_packed_header(header, label=label)
+        self._lender = Lender(bases, self.packed.base_name)
         self.label = label
         self.framework = framework
         self._data = data
@@ -97,12 +103,14 @@ class _FrameTable:
             )
         frame = self.frame(name)
         tensor = self.framework.empty(entry.dtype, tuple(shape))
-        with blaming(self.label):
+        n_threads = threads or self._threads
+        with blaming(self.label), self._lender.lend(name, frame, n_threads) as base:
             frame.decompress_into(
                 self.framework.writable(tensor),
                 start=start,
                 stop=stop,
-                threads=threads or self._threads,
+                threads=n_threads,
+                base=base,
             )
         return tensor
 
@@ -135,6 +143,7 @@ def load_tensors(
     *,
     threads: int | None = None,
     max_nbytes: int | None = None,
+    base: BaseLike | None = None,
 ) -> dict[str, Any]:
     """Decode all tensors of a packed file that is in memory.
 
@@ -143,6 +152,7 @@ def load_tensors(
         framework: makes the tensors.
         threads: how many to use; None for the cores available, at most 8.
         max_nbytes: the most that the tensors may take together; None for no limit.
+        base: what the file was packed against, if it was: a file or a folder, or tensors by name.
 
     Returns:
         The tensors by name, in the order of the original data.
@@ -151,8 +161,9 @@ def load_tensors(
         ValueError: the bytes are of an ordinary safetensors file.
         CorruptionError, CompatibilityError: they are damaged or of a newer version, or the tensors
             exceed the limit.
+        BaseMismatchError: a tensor needs a base that was not given, or another was.
     """
-    return load_with_metadata(data, framework, threads=threads, max_nbytes=max_nbytes)[0]
+    return load_with_metadata(data, framework, threads=threads, max_nbytes=max_nbytes, base=base)[0]
 
 
 def load_with_metadata(
@@ -162,13 +173,16 @@ def load_with_metadata(
     place: Callable[[Any], Any] | None = None,
     threads: int | None = None,
     max_nbytes: int | None = None,
+    base: BaseLike | None = None,
 ) -> tuple[dict[str, Any], dict[str, str] | None]:
     """`load_tensors`, and the pairs of the file's `__metadata__`; None if it has none. `place` is
     applied to each tensor."""
     view = memoryview(data).cast("B")
-    header = parse_file_header(view, "the bytes given")
-    table = _FrameTable(header, view, "the bytes given", framework, threads, max_nbytes)
-    return table.tensors(place), table.packed.original.metadata
+    label = "the bytes given"
+    header = parse_file_header(view, label)
+    with open_bases(base) as bases:
+        table = _FrameTable(header, view, label, framework, threads, max_nbytes, bases)
+        return table.tensors(place), table.packed.original.metadata
 
 
 class PackedFile:
@@ -185,6 +199,7 @@ class PackedFile:
         device: Any = None,
         threads: int | None = None,
         max_nbytes: int | None = None,
+        base: BaseLike | None = None,
     ) -> None:
         """Open a packed file and check its headers.
 
@@ -194,7 +209,9 @@ class PackedFile:
             device: where tensors shall be (PyTorch only); None for the CPU.
             threads: how many to decode with; None for the cores available, at most 8.
             max_nbytes: the most that one call may decode: a tensor, the rows that a slice needs, or
-                all tensors together; None for no limit.
+                all tensors together; None for no limit. A base that is decoded does not count.
+            base: what the file was packed against, if it was: a file or a folder, which stay open
+                as long as this; or tensors by name.
 
         Raises:
             ValueError: an ordinary safetensors file, or an option is wrong.
@@ -211,11 +228,14 @@ class PackedFile:
             header = read_file_header(file, label)
             self._mapping = mmap.mmap(file.fileno(), header.file_nbytes, access=mmap.ACCESS_READ)
         view = memoryview(self._mapping)
+        self._stack = ExitStack()
         try:
+            bases = self._stack.enter_context(open_bases(base))
             self._open: _FrameTable | None = _FrameTable(
-                header, view, label, framework, threads, max_nbytes
+                header, view, label, framework, threads, max_nbytes, bases
             )
         except BaseException:
+            self._stack.close()
             view.release()
             self._mapping.close()
             raise
@@ -238,6 +258,12 @@ class PackedFile:
         """The pairs of the original file's `__metadata__`; None if it had none."""
         pairs = self._table.packed.original.metadata
         return None if pairs is None else dict(pairs)
+
+    @property
+    def base_name(self) -> str | None:
+        """What the base was called that the file was packed against, if the file says so; nothing
+        proves it."""
+        return self._table.packed.base_name
 
     def entry(self, name: str) -> TensorEntry:
         """A tensor's dtype, shape and place in the original file; nothing is decoded.
@@ -268,6 +294,7 @@ class PackedFile:
         Raises:
             ValueError: there is no such tensor.
             CorruptionError, CompatibilityError: its frame is bad, or it exceeds `max_nbytes`.
+            BaseMismatchError: it needs a base that was not given, or another was.
         """
         return self._place(self._table.tensor(name))
 
@@ -280,6 +307,7 @@ class PackedFile:
         Raises:
             CorruptionError, CompatibilityError: a frame is bad, or together they exceed
                 `max_nbytes`.
+            BaseMismatchError: as `get_tensor`.
         """
         return self._table.tensors(None if self._device is None else self._place)
 
@@ -300,6 +328,7 @@ class PackedFile:
     def close(self) -> None:
         """Let go of the file. Closing twice is harmless."""
         self._open = None
+        self._stack.close()
         # A frame that was handed out still looks at the mapping; it ends with the last of them.
         with suppress(BufferError):
             self._mapping.close()
@@ -372,6 +401,7 @@ class PackedSlice:
         Raises:
             IndexError, TypeError, ValueError: as the framework's own indexing.
             CorruptionError, CompatibilityError: the frame is bad.
+            BaseMismatchError: as `PackedFile.get_tensor`.
         """
         shape = self._entry.shape
         bits = DTYPE_BY_NAME[self._entry.dtype].bits

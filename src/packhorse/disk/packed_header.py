@@ -37,6 +37,7 @@ from packhorse.layout import (
     FILE_METADATA_KEY,
     FILE_VERSION,
     MAX_FILE_HEADER_NBYTES,
+    RECORD_BASE_KEY,
     RECORD_CRC_KEY,
     RECORD_FREE_NBYTES,
     RECORD_GROWTH,
@@ -64,11 +65,14 @@ class PackedHeader:
         packed: the header as it stands in the file.
         original: the recorded header of the file that was packed.
         frames: where each tensor's frame lies, by name.
+        base_name: what the base was called that the file was packed against, if it says so; for
+            people only, as nothing proves it.
     """
 
     packed: FileHeader
     original: FileHeader
     frames: dict[str, TensorEntry]
+    base_name: str | None = None
 
     def frame_offset(self, name: str) -> int:
         """Offset of a tensor's frame in the file."""
@@ -95,15 +99,12 @@ class PrefixWriter:
         nbytes: the room; a multiple of 64, and the offset of the data section.
     """
 
-    def __init__(self, original: FileHeader) -> None:
+    def __init__(self, original: FileHeader, base_name: str | None = None) -> None:
         self._original = original
-        record = write_record(_RECORD_KEY, original.text)
-        self._metadata = {
-            **(original.metadata or {}),
-            FILE_METADATA_KEY: json.dumps(record, separators=(",", ":")),
-        }
+        self._record = write_record(_RECORD_KEY, original.text)
         largest = [max_frame_nbytes(entry.dtype, entry.shape) for entry in original.entries]
-        text_nbytes = max(len(self._text(largest)), min_text_nbytes(len(original.text)))
+        text_nbytes = len(self._text(largest, base_name))
+        text_nbytes = max(text_nbytes, min_text_nbytes(len(original.text)))
         room = LENGTH_NBYTES + text_nbytes
         self.nbytes = room + -room % FILE_ALIGNMENT
         if self.nbytes - LENGTH_NBYTES > MAX_FILE_HEADER_NBYTES:
@@ -112,20 +113,26 @@ class PrefixWriter:
                 f"{MAX_FILE_HEADER_NBYTES} are allowed; split the file into shards"
             )
 
-    def render(self, frame_nbytes: Sequence[int]) -> bytes:
+    def render(self, frame_nbytes: Sequence[int], base_name: str | None = None) -> bytes:
         """The prefix for frames of these sizes.
 
         Args:
             frame_nbytes: bytes of each frame, in the order of the original's entries.
+            base_name: to be recorded; that which room was reserved for, or None.
 
         Returns:
             Exactly `nbytes` bytes.
         """
-        text = self._text(frame_nbytes).ljust(self.nbytes - LENGTH_NBYTES, b" ")
+        text = self._text(frame_nbytes, base_name).ljust(self.nbytes - LENGTH_NBYTES, b" ")
         return len(text).to_bytes(LENGTH_NBYTES, "little") + text
 
-    def _text(self, frame_nbytes: Sequence[int]) -> bytes:
-        document: dict[str, Any] = {METADATA_KEY: self._metadata}
+    def _text(self, frame_nbytes: Sequence[int], base_name: str | None) -> bytes:
+        record = self._record if base_name is None else {**self._record, RECORD_BASE_KEY: base_name}
+        metadata = {
+            **(self._original.metadata or {}),
+            FILE_METADATA_KEY: json.dumps(record, separators=(",", ":")),
+        }
+        document: dict[str, Any] = {METADATA_KEY: metadata}
         stop = 0
         for entry, nbytes in zip(self._original.entries, frame_nbytes, strict=True):
             start, stop = stop, stop + nbytes
@@ -264,7 +271,8 @@ def parse_packed_header(header: FileHeader, *, label: str) -> PackedHeader:
     frames = {entry.name: entry for entry in header.entries}
     _check_names(frames, original, label)
     _check_metadata(pairs, original, label)
-    return PackedHeader(header, original, frames)
+    base_name = record.get(RECORD_BASE_KEY)
+    return PackedHeader(header, original, frames, base_name if isinstance(base_name, str) else None)
 
 
 def _check_names(frames: dict[str, TensorEntry], original: FileHeader, label: str) -> None:

@@ -30,6 +30,8 @@ class TensorResult:
         shape: its dimensions.
         nbytes: its size.
         packed_nbytes: the size of its frame.
+        base_hash: content hash of the base that the frame is not unpacked without; None if it needs
+            none.
     """
 
     name: str
@@ -37,6 +39,7 @@ class TensorResult:
     shape: tuple[int, ...]
     nbytes: int
     packed_nbytes: int
+    base_hash: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,20 +27,50 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...]
 
 
-def decode_file(data: bytes, *, max_nbytes: int | None = None) -> bytes:
+def decode_file(data: bytes, *, max_nbytes: int | None = None, base: bytes | None = None) -> bytes:
     """Decode a packed file to the original safetensors file, byte for byte.
 
     Args:
         data: the whole packed file.
         max_nbytes: refuse a tensor of more decoded bytes than this; None for no limit.
+        base: the whole file that it was packed against, packed or not. Frames with a base get the
+            tensor of their name in it.
 
     Returns:
         The original file.
 
     Raises:
-        PackhorseError: as `decode_frame`, with the tensor's name in the message. A file carries no
-            bases, so a frame that has one is a `BaseMismatchError`.
+        PackhorseError: as `decode_frame`, with the tensor's name in the message; so for a base that
+            needs a base itself, as there is none for that.
     """
+    entries, metadata, data_offset = _parse_file(data)
+    recorded = _recorded_header(metadata, data_offset - 8)
+    originals, pairs = _parse_header(recorded, "the recorded header")
+    frames = {entry.name: entry for entry in entries}
+    odd = frames.keys() ^ {entry.name for entry in originals}
+    pairs.pop(layout.FILE_METADATA_KEY, None)
+    odd |= {key for key, value in pairs.items() if metadata.get(key) != value}
+    if odd:
+        raise CorruptionError(f"{sorted(odd)[:5]} differ in the file and in the recorded header")
+    bases = {} if base is None else _tensors_of(base)
+    tensors = [
+        _decode_entry(data, data_offset, frames[e.name], e, max_nbytes, bases.get(e.name))
+        for e in originals
+    ]
+    return struct.pack("<Q", len(recorded)) + recorded + b"".join(tensors)
+
+
+def _tensors_of(base: bytes) -> dict[str, bytes]:
+    """The tensors of a file, packed or not, by name."""
+    entries, metadata, offset = _parse_file(base)
+    if layout.FILE_METADATA_KEY in metadata:
+        base = decode_file(base)
+        entries, _, offset = _parse_file(base)
+    return {entry.name: base[offset + entry.start : offset + entry.stop] for entry in entries}
+
+
+def _parse_file(data: bytes) -> tuple[list[_Entry], dict[str, str], int]:
+    """The tensors of a safetensors file, its metadata, and where its data starts."""
     need(data, 8, "the length of the file's header")
     data_offset = 8 + int.from_bytes(data[:8], "little")
     if data_offset > 8 + layout.MAX_FILE_HEADER_NBYTES:
@@ -50,16 +80,7 @@ def decode_file(data: bytes, *, max_nbytes: int | None = None) -> bytes:
     end = data_offset + max((entry.stop for entry in entries), default=0)
     need(data, end, "the file")
     equal(len(data), end, "the end of the file, the length of the data,", end)
-    recorded = _recorded_header(metadata, data_offset - 8)
-    originals, pairs = _parse_header(recorded, "the recorded header")
-    frames = {entry.name: entry for entry in entries}
-    odd = frames.keys() ^ {entry.name for entry in originals}
-    pairs.pop(layout.FILE_METADATA_KEY, None)
-    odd |= {key for key, value in pairs.items() if metadata.get(key) != value}
-    if odd:
-        raise CorruptionError(f"{sorted(odd)[:5]} differ in the file and in the recorded header")
-    tensors = [_decode_entry(data, data_offset, frames[e.name], e, max_nbytes) for e in originals]
-    return struct.pack("<Q", len(recorded)) + recorded + b"".join(tensors)
+    return entries, metadata, data_offset
 
 
 def _parse_header(text: bytes, what: str) -> tuple[list[_Entry], dict[str, str]]:
@@ -141,13 +162,18 @@ def _recorded_header(metadata: dict[str, str], text_nbytes: int) -> bytes:
 
 
 def _decode_entry(
-    data: bytes, data_offset: int, packed: _Entry, original: _Entry, max_nbytes: int | None
+    data: bytes,
+    data_offset: int,
+    packed: _Entry,
+    original: _Entry,
+    max_nbytes: int | None,
+    base: bytes | None,
 ) -> bytes:
     start, stop = data_offset + packed.start, data_offset + packed.stop
     where = f"tensor {packed.name!r} at byte offset {start}"
     try:
         equal((packed.dtype, len(packed.shape)), ("U8", 1), "dtype and number of dimensions", 0)
-        tensor = decode_frame(data[start:stop], max_nbytes=max_nbytes)
+        tensor = decode_frame(data[start:stop], max_nbytes=max_nbytes, base=base)
         found, allowed = (tensor.dtype, tensor.shape), (original.dtype, original.shape)
         equal(found, allowed, "dtype and shape of the frame", 0)
     except PackhorseError as error:

@@ -7,12 +7,12 @@ guessed from the first elements; the encoder then looks at all, so a wrong guess
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.state import Leaf
+from packhorse.disk.snapshots.take import Spec
 
 __all__ = ["find_casts", "packing_order"]
 
@@ -20,27 +20,32 @@ _MIN_NUMEL = 1024  # below this there is nothing to gain
 _SAMPLE = 64  # elements
 
 
-def find_casts(leaves: Sequence[Leaf]) -> dict[int, int]:
-    """The number of the master for each tensor that seems to be a rounded copy."""
-    shapes = {leaf.shape for leaf in leaves if leaf.dtype in ("BF16", "F16")}
+def find_casts(specs: Sequence[Spec], head: Callable[[int, int], ByteArray]) -> dict[int, int]:
+    """The number of the master for each tensor that seems to be a rounded copy.
+
+    Args:
+        specs: the tensors.
+        head: gives the bytes of the first elements of a tensor: of its number, and how many. It is
+            asked for few elements, and only where there are tensors of one shape in both widths.
+    """
+    large = [i for i, spec in enumerate(specs) if math.prod(spec.shape) >= _MIN_NUMEL]
+    copies = [i for i in large if specs[i].dtype in ("BF16", "F16")]
+    shapes = {specs[i].shape for i in copies}
     masters: dict[tuple[str, tuple[int, ...], bytes], int] = {}
-    for j, leaf in enumerate(leaves):
-        if leaf.dtype == "F32" and leaf.shape in shapes and math.prod(leaf.shape) >= _MIN_NUMEL:
-            sample = _sample(leaf).view(np.float32)
+    for j in large:
+        if specs[j].dtype == "F32" and specs[j].shape in shapes:
+            values = head(j, _SAMPLE).view(np.float32)
             for dtype in ("BF16", "F16"):
-                masters.setdefault((dtype, leaf.shape, _rounded(sample, dtype)), j)
+                masters.setdefault((dtype, specs[j].shape, _rounded(values, dtype)), j)
+    shapes = {shape for _, shape, _ in masters}
     casts = {}
-    for i, leaf in enumerate(leaves):
-        if masters and leaf.dtype in ("BF16", "F16") and math.prod(leaf.shape) >= _MIN_NUMEL:
-            sample = _sample(leaf).view(np.uint16)
-            master = masters.get((leaf.dtype, leaf.shape, sample.tobytes()))
+    for i in copies:
+        if specs[i].shape in shapes:
+            sample = head(i, _SAMPLE).view(np.uint16)
+            master = masters.get((specs[i].dtype, specs[i].shape, sample.tobytes()))
             if master is not None and (sample != sample[0]).any():  # zeros are anybody's copy
                 casts[i] = master
     return casts
-
-
-def _sample(leaf: Leaf) -> ByteArray:
-    return leaf.framework.head(leaf.tensor, _SAMPLE)
 
 
 def _rounded(values: np.ndarray[tuple[int], np.dtype[np.float32]], dtype: str) -> bytes:

@@ -174,7 +174,8 @@ def render_manifest(manifest: Manifest) -> bytes:
             "name": manifest.file.snapshot,
             "order": manifest.file.order,
             "generation": manifest.file.generation,
-            "time": manifest.time.strftime(_TIME),
+            # Unlike strftime, this has four digits of any year.
+            "time": manifest.time.replace(tzinfo=None).isoformat(timespec="microseconds") + "Z",
             "metadata": manifest.metadata,
             "stored_nbytes": manifest.stored_nbytes,
             "state": manifest.state,
@@ -308,8 +309,12 @@ class _Reader:
     ) -> list[FrameRef]:
         rows = self.field("frames", list)
         frames: list[FrameRef | None] = [None] * len(rows)
+        places: set[tuple[str, int]] = set()
         for i in reversed(range(len(rows))):  # a base comes after what needs it
-            frames[i] = intern(self._frame(i, rows[i], packs, frames))
+            frames[i] = frame = intern(self._frame(i, rows[i], packs, frames))
+            if (frame.pack, frame.offset) in places:
+                raise self.fail(f"frame {i}: another stands at the same place")
+            places.add((frame.pack, frame.offset))
         return [frame for frame in frames if frame is not None]
 
     def _frame(

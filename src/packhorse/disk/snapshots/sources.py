@@ -22,10 +22,12 @@ from packhorse.disk.folder_index import PLAIN_SUFFIX
 from packhorse.disk.frames import map_region, open_frame
 from packhorse.disk.header import FileHeader, TensorEntry, read_file_header
 from packhorse.disk.packed_header import PackedHeader, is_packed, parse_packed_header
-from packhorse.disk.snapshots.casts import packing_order
+from packhorse.disk.snapshots.casts import find_casts, packing_order
 from packhorse.disk.snapshots.take import Spec, State
 from packhorse.disk.strict_json import shortened
 from packhorse.errors import CorruptionError, blaming
+from packhorse.frame import Frame
+from packhorse.layout import DTYPE_BY_NAME
 
 __all__ = ["FileState", "model_files", "open_sources"]
 
@@ -89,8 +91,9 @@ def open_sources(files: Sequence[Path], threads: int) -> Iterator[FileState]:
         metadata: dict[str, str] = {}
         for file in reversed(opened):
             metadata |= file.original.metadata or {}
-        groups = packing_order(len(specs), {})
-        state = State(document, specs, groups, {}, lambda i: places[i][0].read(places[i][1]))
+        casts = find_casts(specs, lambda i, n: places[i][0].head(places[i][1], n))
+        groups = packing_order(len(specs), casts)
+        state = State(document, specs, groups, casts, lambda i: places[i][0].read(places[i][1]))
         yield FileState(state, metadata)
 
 
@@ -113,21 +116,37 @@ class _File:
 
     def read(self, entry: TensorEntry) -> ByteArray:
         """The bytes of a tensor: mapped, or decoded."""
-        packed = self._packed
-        if packed is None:
-            data = map_region(self._file, self._header.data_offset + entry.start, entry.nbytes)
-            return np.frombuffer(data, np.uint8)
-        offset, nbytes = packed.frame_offset(entry.name), packed.frames[entry.name].nbytes
+        if self._packed is None:
+            return self._mapped(entry, entry.nbytes)
+        decoded = np.empty(entry.nbytes, np.uint8)
         with blaming(str(self.path)):
-            frame = open_frame(map_region(self._file, offset, nbytes), packed, entry)
-            decoded = np.empty(entry.nbytes, np.uint8)
+            frame = self._frame(self._packed, entry)
             frame.decompress_into(decoded, threads=self._threads)
             if content_hash(decoded, threads=self._threads) != frame.content_hash:
                 raise CorruptionError(
-                    f"tensor {shortened(entry.name)!r} at byte {offset}: the content hash of the "
-                    "decoded bytes is not that of the frame"
+                    f"tensor {shortened(entry.name)!r} at byte "
+                    f"{self._packed.frame_offset(entry.name)}: the content hash of the decoded "
+                    "bytes is not that of the frame"
                 )
         return decoded
+
+    def head(self, entry: TensorEntry, n: int) -> ByteArray:
+        """The bytes of a tensor's first elements; of a packed one its first chunk is decoded."""
+        nbytes = min(n * DTYPE_BY_NAME[entry.dtype].bits // 8, entry.nbytes)
+        if self._packed is None:
+            return self._mapped(entry, nbytes)
+        decoded = np.empty(nbytes, np.uint8)
+        with blaming(str(self.path)):
+            self._frame(self._packed, entry).decompress_into(decoded, stop=nbytes, threads=1)
+        return decoded
+
+    def _mapped(self, entry: TensorEntry, nbytes: int) -> ByteArray:
+        start = self._header.data_offset + entry.start
+        return np.frombuffer(map_region(self._file, start, nbytes), np.uint8)
+
+    def _frame(self, packed: PackedHeader, entry: TensorEntry) -> Frame:
+        offset, nbytes = packed.frame_offset(entry.name), packed.frames[entry.name].nbytes
+        return open_frame(map_region(self._file, offset, nbytes), packed, entry)
 
 
 def _refuse_same_names(places: Sequence[tuple[_File, TensorEntry]]) -> None:

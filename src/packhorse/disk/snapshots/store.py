@@ -145,9 +145,9 @@ class SnapshotStore:
         with self._lock:
             self._settle()
             document, leaves = _checked(name, state, metadata)
-            casts = find_casts(leaves)
+            specs, casts = _specs(leaves), _casts(leaves)
             groups = packing_order(len(leaves), casts)
-            taking = State(document, _specs(leaves), groups, casts, lambda i: _bytes_of(leaves[i]))
+            taking = State(document, specs, groups, casts, lambda i: _bytes_of(leaves[i]))
             return self._take(name, taking, base, dict(metadata or {}), replace, progress)
 
     def take_files(
@@ -213,7 +213,7 @@ class SnapshotStore:
         with self._lock:
             self._settle()
             document, leaves = _checked(name, state, metadata)
-            staging, casts = self._staging, find_casts(leaves)
+            staging, casts = self._staging, _casts(leaves)
             groups = packing_order(len(leaves), casts)
             taking = State(
                 document, _specs(leaves), groups, casts, lambda i: staging.get(),
@@ -511,6 +511,10 @@ def _checked_metadata(name: str, metadata: Mapping[str, Any] | None) -> dict[str
 
 def _specs(leaves: list[Leaf]) -> list[Spec]:
     return [Spec(leaf.path, leaf.dtype, leaf.shape) for leaf in leaves]
+
+
+def _casts(leaves: list[Leaf]) -> dict[int, int]:
+    return find_casts(_specs(leaves), lambda i, n: leaves[i].framework.head(leaves[i].tensor, n))
 
 
 def _bytes_of(leaf: Leaf) -> ByteArray:

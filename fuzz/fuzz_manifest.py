@@ -1,0 +1,205 @@
+"""Fuzzes the manifests of snapshot stores and of distributed checkpoints, and the file of a store.
+
+An input is a control byte and a JSON object without its checksum, which the target puts in front.
+The two low bits of the first byte choose what it is:
+
+0, 1. the manifest of a snapshot in the store of sample_store.py, which is then read in all ways;
+2. the manifest of a distributed checkpoint (of a snapshot where PyTorch is missing);
+3. `store.json`.
+
+Bit 2 says that the input is the whole file, checksum and all.
+
+What is refused is refused with a documented error. What is accepted says the same when it is
+written and read again, and nothing takes memory on the word of a manifest.
+"""
+
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import atheris
+import harness
+from harness import PackhorseError
+
+if find_spec("torch") is not None:
+    import torch  # noqa: F401  before what imports it is instrumented
+
+with atheris.instrument_imports(include=["packhorse"]):
+    from packhorse.codecs.content import crc32c
+    from packhorse.disk.snapshots import SnapshotStore
+    from packhorse.disk.snapshots.manifest import (
+        parse_manifest,
+        parse_store_file,
+        render_manifest,
+        render_store_file,
+    )
+    from packhorse.disk.snapshots.names import ManifestFile, parse_manifest_file
+
+    if find_spec("torch") is not None:
+        from packhorse.disk.dcp import manifest as checkpoint
+from sample_store import build_store
+
+_CHECKSUM = b'{"crc32c":"%08x",'
+_SHARE_OF_JSON = 0.7  # of all mutations
+# What a value may become: numbers at bounds, names that mean something, wrong types, depth.
+_VALUES: tuple[Any, ...] = (
+    *(0, 1, -1, 2, 7, 63, 64, 128, 2**31, 2**53, 2**63 - 1, 2**63, 2**64, 10**400),
+    *(0.5, -0.0, 1e308, True, False, None, "", "F32", "F16", "I64", "U8", "F4", "BF16", "C64"),
+    *("float32", "int64", "bytes", "tensor", "\ud800", "\0", "a/../b", "7ff0000000000000"),
+    *("x" * 300, "0001-02-03T04:05:06.5Z"),
+    *([], {}, [[]], {"dict": []}, {"tuple": []}, {"tensor": 0}, {"float": "fff8000000000001"}),
+)  # fmt: skip
+# What a ValueError of the store may say.
+_NO_SUCH_THING = ("no snapshot is named", "has nothing at")
+_FOLDER = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)) / "store"
+_FILE = ManifestFile("step-2", 3, 1, "0" * 16)
+build_store(_FOLDER)
+shutil.rmtree(_FOLDER / "snapshots")
+
+
+def main(data: bytes) -> None:
+    """One input."""
+    control, text = data[0] if data else 0, data[1:]
+    form = control & 3
+    if form == 2 and find_spec("torch") is not None:
+        check_checkpoint(text if control & 4 else sealed_checkpoint(text))
+        return
+    text = text if control & 4 else sealed(text)
+    if form == 3:
+        outcome(lambda: parse_store_file(text, "store.json"))
+    else:
+        check_snapshot(text)
+
+
+def sealed(text: bytes) -> bytes:
+    """A text file of a snapshot store."""
+    crc = crc32c(_CHECKSUM % 0 + text[1:])
+    return _CHECKSUM % crc + text[1:]
+
+
+def sealed_checkpoint(text: bytes) -> bytes:
+    """The manifest of a checkpoint."""
+    return b'{"crc32c":"%08x","manifest":%s}\n' % (crc32c(text), text)
+
+
+def check_snapshot(text: bytes) -> None:
+    """A manifest in a store: parsed, written again, and used."""
+    file = file_of(text)
+    manifest = outcome(lambda: parse_manifest(text, file, "m"))
+    if manifest is not None:
+        again = parse_manifest(render_manifest(manifest), file, "m")
+        assert again == manifest, "it says another thing when it is written again"
+    path = _FOLDER / file.path
+    path.parent.mkdir(parents=True)
+    path.write_bytes(text)
+    try:
+        use_store(file.snapshot, is_good=manifest is not None)
+    finally:
+        shutil.rmtree(_FOLDER / "snapshots")
+
+
+def file_of(text: bytes) -> ManifestFile:
+    """The name that a manifest says it has, if a file can have it."""
+    try:
+        document = json.loads(text)
+        name, order, generation = (document[key] for key in ("name", "order", "generation"))
+        file = ManifestFile(name, order, generation, "0" * 16)
+        if type(order) is type(generation) is int:
+            return parse_manifest_file(file.path.removeprefix("snapshots/")) or _FILE
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    return _FILE
+
+
+def use_store(name: str, *, is_good: bool) -> None:
+    """All ways to read a snapshot."""
+    store = SnapshotStore(_FOLDER, threads=1)
+    assert outcome(store.names) == [name]
+    info = outcome(lambda: store.info(name))
+    assert (info is not None) == is_good
+    state = outcome(lambda: store.restore(name, max_nbytes=harness.MAX_NBYTES))
+    problems = outcome(lambda: store.verify(name))
+    if problems == []:
+        small = info.nbytes <= harness.MAX_NBYTES
+        assert state is not None or not small, "what is verified cannot be restored"
+    outcome(lambda: store.diff(name, name))
+
+
+def check_checkpoint(text: bytes) -> None:
+    """The manifest of a checkpoint: parsed, and written again."""
+    metadata = outcome(lambda: checkpoint.parse_manifest(text, "m"))
+    if metadata is not None:
+        again = checkpoint.parse_manifest(checkpoint.render_manifest(metadata), "m")
+        assert again == metadata, "it says another thing when it is written again"
+
+
+def outcome(work: Callable[[], Any]) -> Any:
+    """What a call returns, or None for a documented error."""
+    try:
+        return work()
+    except PackhorseError:
+        return None
+    except ValueError as error:
+        if not any(words in str(error) for words in _NO_SUCH_THING):
+            raise
+        return None
+
+
+def mutate(data: bytes, max_nbytes: int, seed: int) -> bytes:
+    """Mutates bytes as libFuzzer does, or one value of a JSON document."""
+    rng = random.Random(seed)
+    if rng.random() < _SHARE_OF_JSON:
+        try:
+            edited = data[:1] + edit_json(json.loads(data[1:]), rng)
+        except (ValueError, RecursionError):
+            edited = b""
+        if 0 < len(edited) <= max_nbytes:
+            return edited
+    return atheris.Mutate(data, max_nbytes)
+
+
+def edit_json(document: Any, rng: random.Random) -> bytes:
+    """The document with a value doubled, dropped, swapped or replaced by another."""
+    places: list[tuple[Any, Any]] = []
+    collect(document, places)
+    for _ in range(rng.choice((1, 1, 2, 4)) if places else 0):
+        (holder, key), (other, its_key) = rng.choice(places), rng.choice(places)
+        try:
+            value = other[its_key]
+            choice = rng.randrange(6)
+            if choice == 0:
+                del holder[key]
+            elif choice == 1 and isinstance(holder, list):
+                holder.insert(key, value)
+            elif choice == 2:
+                holder[key] = [holder[key]] * rng.randrange(3)
+            elif choice == 3 and type(holder[key]) is int:
+                holder[key] += rng.choice((-64, -1, 1, 64))
+            elif choice == 4:
+                holder[key] = value
+            else:
+                holder[key] = rng.choice(_VALUES)
+        except (KeyError, IndexError):  # an edit before has moved it
+            continue
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def collect(value: Any, places: list[tuple[Any, Any]]) -> None:
+    """All values inside of one, as containers and keys."""
+    keys = (
+        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    )
+    for key in keys:
+        places.append((value, key))
+        collect(value[key], places)
+
+
+if __name__ == "__main__":
+    parse_store_file(render_store_file(), "store.json")
+    harness.fuzz(main, mutate)

@@ -1,0 +1,420 @@
+"""Bases for whole files: the tensors of another model, found by name (docs/format.md, section 8).
+
+A base is a safetensors file, packed or not, a folder of them, or tensors in memory. Files are
+opened and their headers checked; a tensor is mapped, or decoded if its file is packed, when its
+turn comes, and dropped after it. Folders match folder by folder: for a model file in the subfolder
+`vae` the tensors in `vae` of the base count, in whatever files they are there. Where several files
+of a folder have a tensor of the name, packing takes the one in the file of the same name, else the
+first that fits; unpacking takes the one with the content hash that the frame names.
+
+Nothing is opened on the word of a packed file: what it calls its base is for messages alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+
+import numpy as np
+
+from packhorse.arguments import framework_of
+from packhorse.codecs.base import ByteArray
+from packhorse.codecs.content import content_hash
+from packhorse.disk.folder_index import PLAIN_SUFFIX, plain_name
+from packhorse.disk.frames import map_region, open_frame
+from packhorse.disk.header import TensorEntry, read_file_header
+from packhorse.disk.packed_header import PackedHeader, is_packed, parse_packed_header
+from packhorse.disk.strict_json import shown
+from packhorse.errors import BaseMismatchError, CorruptionError, blaming
+from packhorse.frame import Frame
+from packhorse.frame_base import allowed_casts
+from packhorse.layout import CRITICAL_FLAGS_OFFSET, DTYPE_BY_NAME, FLAG_BASE
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = [
+    "BaseLike",
+    "BaseTensor",
+    "Bases",
+    "Lender",
+    "based_frames",
+    "open_bases",
+    "open_parts",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseTensor:
+    """A tensor of a base.
+
+    Attributes:
+        where: the file that it is in, for messages.
+        file_name: the plain name of that file; empty for a tensor in memory.
+        dtype: safetensors' name.
+        shape: the dimensions.
+        content_hash: where it is known without reading the tensor.
+        is_based: whether it cannot be read, as it is packed against a base itself.
+        read: the bytes, with so many threads.
+    """
+
+    where: str
+    file_name: str
+    dtype: str
+    shape: tuple[int, ...]
+    content_hash: bytes | None
+    is_based: bool
+    read: Callable[[int], Buffer]
+
+    def suits(self, dtype: str, shape: Sequence[int]) -> bool:
+        """Whether a tensor of this dtype and shape may be packed against it."""
+        casts = allowed_casts(DTYPE_BY_NAME[dtype])
+        return DTYPE_BY_NAME[self.dtype] in casts and math.prod(self.shape) == math.prod(shape)
+
+    def has_hash(self, wanted: bytes) -> bool:
+        """Whether this is its content hash; it is read if need be."""
+        found = self.content_hash or content_hash(np.frombuffer(self.read(1), np.uint8))
+        return found == wanted
+
+
+class Bases:
+    """Tensors of a base, by name.
+
+    Attributes:
+        label: what messages call it.
+        name: what files that are packed against it record; None if there is nothing to record.
+        is_empty: whether it is a folder without any model file.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        name: str | None,
+        find: Callable[[str], Sequence[BaseTensor]],
+        files: Sequence[Path] = (),
+        *,
+        is_empty: bool = False,
+    ) -> None:
+        self.label = label
+        self.name = name
+        self.is_empty = is_empty
+        self._find = find
+        self._files = files
+
+    def for_packing(
+        self, entries: Sequence[TensorEntry], source: Path | None, file_name: str = ""
+    ) -> dict[str, BaseTensor]:
+        """What the tensors of a file are packed against; those that are left out have nothing.
+
+        Args:
+            entries: the tensors.
+            source: their file, if there is one; it is no base of itself.
+            file_name: the plain name of it, or of the file to be.
+
+        Raises:
+            ValueError: the base is the source itself.
+            BaseMismatchError: a tensor that would do is packed against a base itself.
+            CorruptionError, CompatibilityError: its frame is bad.
+        """
+        own = {str(file) for file in self._files if source is not None and file.samefile(source)}
+        if own and len(own) == len(self._files):
+            raise ValueError(f"{source}: the base is the file itself; name the older model")
+        chosen = {}
+        for entry in entries:
+            suiting = [base for base in self._find(entry.name) if _is_for(base, entry)]
+            suiting = [base for base in suiting if base.where not in own]
+            if suiting:
+                chosen[entry.name] = min(
+                    suiting,
+                    key=lambda base: (
+                        base.is_based, base.file_name != file_name, base.dtype != entry.dtype
+                    ),
+                )  # fmt: skip
+        for name, base in chosen.items():
+            if base.is_based:
+                raise BaseMismatchError(f"{base.where}: tensor {shown(name)} {_IS_BASED}")
+        return chosen
+
+    def for_frame(self, name: str, frame: Frame) -> BaseTensor:
+        """The base of a frame, as far as can be told without reading it.
+
+        Raises:
+            BaseMismatchError: it is not here; the message begins with what is.
+        """
+        named = self._find(name)
+        if not named:
+            raise BaseMismatchError(f"{self.label} has no tensor of that name")
+        base = named[0]
+        fitting = [
+            base
+            for base in named
+            if base.dtype == frame.base_dtype and base.suits(frame.dtype, frame.shape)
+        ]
+        if not fitting:
+            raise BaseMismatchError(
+                f"the one in {base.where} is {base.dtype} of shape {list(base.shape)}"
+            )
+        base, wanted = fitting[0], frame.base_hash or b""
+        fitting = [base for base in fitting if base.content_hash in (None, wanted)]
+        if not fitting:
+            raise BaseMismatchError(
+                f"the one in {base.where} has {(base.content_hash or b'').hex()}"
+            )
+        usable = [base for base in fitting if not base.is_based]
+        if not usable:
+            raise BaseMismatchError(f"the one in {fitting[0].where} {_IS_BASED}")
+        if len(usable) == 1:
+            return usable[0]
+        return next((base for base in usable if base.has_hash(wanted)), usable[0])
+
+    def refuse_output(self, output: Path) -> None:
+        """Refuse to write over the base: what is packed against it would be lost.
+
+        Raises:
+            ValueError: the output is one of its files.
+        """
+        if output.exists() and any(output.samefile(file) for file in self._files):
+            raise ValueError(f"{output}: the output is the base itself; name another output")
+
+
+_IS_BASED = "is packed against a base itself; unpack that file first, and take the result"
+
+# What callers may give as a base: a file or folder, tensors by name, or what is open already.
+BaseLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Bases
+
+
+def _is_for(base: BaseTensor, entry: TensorEntry) -> bool:
+    return entry.nbytes > 0 and base.suits(entry.dtype, entry.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Lender:
+    """Gives the frames of one packed file their bases.
+
+    Attributes:
+        bases: where they are; None if the caller gave none.
+        recorded: what the file calls its base, if it says so.
+    """
+
+    bases: Bases | None
+    recorded: str | None
+
+    def find(self, name: str, frame: Frame) -> BaseTensor | None:
+        """The base of a frame; None if it needs none.
+
+        Raises:
+            BaseMismatchError: it is not there, or another is, as far as that shows unread.
+        """
+        if frame.base_hash is None:
+            return None
+        if self.bases is None:
+            raise self.missing(name, frame)
+        try:
+            return self.bases.for_frame(name, frame)
+        except BaseMismatchError as error:
+            raise BaseMismatchError(f"{self._needed(name, frame)}; {error}") from None
+
+    @contextmanager
+    def lend(self, name: str, frame: Frame, threads: int) -> Iterator[Buffer | None]:
+        """The bytes of a frame's base for the time of the block; None if it needs none.
+
+        Raises:
+            BaseMismatchError: as `find`; one that the block raises gets the base's file.
+            CorruptionError, CompatibilityError: the base's own frame is bad.
+        """
+        base = self.find(name, frame)
+        if base is None:
+            yield None
+            return
+        data = base.read(threads)
+        try:
+            yield data
+        except BaseMismatchError as error:
+            called = f"; the right one was called {shown(self.recorded)}" if self.recorded else ""
+            raise BaseMismatchError(f"{error}, and is in {base.where}{called}") from None
+
+    def missing(self, name: str, frame: Frame, n_more: int = 0) -> BaseMismatchError:
+        """The error for a caller who gave no base.
+
+        Args:
+            name: of the first tensor that needs one.
+            frame: of that tensor.
+            n_more: how many tensors need one beside it.
+        """
+        others = f" ({n_more} more tensors need theirs)" if n_more else ""
+        return BaseMismatchError(
+            f"{self._needed(name, frame)}{others}, and none was given; name the file or folder "
+            "that it was packed against: --base PATH, in Python base="
+        )
+
+    def _needed(self, name: str, frame: Frame) -> str:
+        called = f", of {shown(self.recorded)}" if self.recorded else ""
+        return (
+            f"tensor {shown(name)}: a base of {frame.base_dtype} with content hash "
+            f"{(frame.base_hash or b'').hex()}{called}, is needed"
+        )
+
+
+def based_frames(file: BinaryIO, packed: PackedHeader) -> Iterator[tuple[str, Frame]]:
+    """The frames of a packed file that say they have a base, by name, their headers checked.
+
+    Raises:
+        CorruptionError, CompatibilityError: one of them is bad. Others are not looked at.
+    """
+    for entry in packed.original.entries:
+        offset, nbytes = packed.frame_offset(entry.name), packed.frames[entry.name].nbytes
+        flags = os.pread(file.fileno(), 1, offset + CRITICAL_FLAGS_OFFSET)
+        if flags and flags[0] & FLAG_BASE:
+            with blaming(file.name):
+                yield entry.name, open_frame(map_region(file, offset, nbytes), packed, entry)
+
+
+@contextmanager
+def open_bases(base: BaseLike | None) -> Iterator[Bases | None]:
+    """Open a base for the time of the block; what is open already stays open.
+
+    Args:
+        base: a file or a folder, whose subfolders do not count; tensors by name; or None.
+
+    Raises:
+        ValueError: a folder without safetensors files.
+        TypeError: not a path, nor tensors by name.
+        CorruptionError, CompatibilityError: a file is not what it should be.
+        OSError: it cannot be read.
+    """
+    if isinstance(base, Bases):
+        yield base
+        return
+    with open_parts(base) as part:
+        bases = part(Path())
+        if bases is not None and bases.is_empty:
+            raise ValueError(
+                f"{bases.label}: no {PLAIN_SUFFIX} file in this folder, and the base must have one"
+            )
+        yield bases
+
+
+@contextmanager
+def open_parts(base: BaseLike | None) -> Iterator[Callable[[Path], Bases | None]]:
+    """`open_bases` for a folder whose subfolders count.
+
+    Yields:
+        What gives the base of the files in a subfolder, by its path relative to the folder; None
+        if there is no base. One that is no folder is that of all.
+    """
+    if base is None or isinstance(base, Bases):
+        yield lambda relative: base
+        return
+    if isinstance(base, Mapping):
+        tensors = Bases("the base given", None, lambda name: _in_memory(base, name))
+        yield lambda relative: tensors
+        return
+    if not isinstance(base, str | os.PathLike):
+        raise TypeError(f"a base is a path or tensors by name, not {type(base).__name__}")
+    path = Path(base)
+    name = (path if path.name not in ("", "..") else path.resolve()).name
+    hint = name.encode(errors="replace").decode()
+    with ExitStack() as stack:
+        if not path.is_dir():
+            alone = _open_files([path], hint, str(path), stack)
+            yield lambda relative: alone
+            return
+        parts: dict[Path, Bases] = {}
+
+        def part(relative: Path) -> Bases:
+            if relative not in parts:
+                folder = path / relative
+                parts[relative] = _open_files(_files_in(folder), hint, str(folder), stack)
+            return parts[relative]
+
+        yield part
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The safetensors files directly in a folder: plain ones first, which are cheaper to read."""
+    if not folder.is_dir():
+        return []
+    files = [path for path in folder.iterdir() if path.name.endswith(PLAIN_SUFFIX)]
+    return sorted(
+        (path for path in files if path.is_file()),
+        key=lambda path: (plain_name(path.name) != path.name, path.name),
+    )
+
+
+def _open_files(paths: Sequence[Path], hint: str, label: str, stack: ExitStack) -> Bases:
+    files = [_File(stack.enter_context(path.open("rb")), path) for path in paths]
+
+    def find(name: str) -> list[BaseTensor]:
+        return [file.tensor(name) for file in files if name in file.entries]
+
+    return Bases(label, hint, find, paths, is_empty=not paths)
+
+
+def _in_memory(tensors: Mapping[str, Any], name: str) -> list[BaseTensor]:
+    if name not in tensors:
+        return []
+    tensor = tensors[name]
+    framework = framework_of(tensor)
+    if framework is None:
+        raise TypeError(f"the base of {name!r} must be a tensor, not {type(tensor).__name__}")
+    dtype, shape = framework.describe(tensor)
+    return [
+        BaseTensor(
+            "the base given", "", dtype, shape, None, False,
+            lambda threads: framework.readable(tensor)[0],
+        )
+    ]  # fmt: skip
+
+
+class _File:
+    """One file of a base, open."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file = file
+        self._path = path
+        self._header = read_file_header(file, str(path))
+        self._packed: PackedHeader | None = None
+        if is_packed(self._header):
+            self._packed = parse_packed_header(self._header, label=str(path))
+        original = self._packed.original if self._packed else self._header
+        self.entries = {entry.name: entry for entry in original.entries}
+
+    def tensor(self, name: str) -> BaseTensor:
+        """One of its tensors; of a packed one the frame's header is checked."""
+        entry, packed = self.entries[name], self._packed
+        where, file_name = str(self._path), plain_name(self._path.name)
+        if packed is None:
+            return BaseTensor(
+                where, file_name, entry.dtype, entry.shape, None, False,
+                lambda threads: self._map(self._header.data_offset + entry.start, entry.nbytes),
+            )  # fmt: skip
+        frame = self._frame(packed, entry)
+        return BaseTensor(
+            where, file_name, entry.dtype, entry.shape, frame.content_hash,
+            frame.base_hash is not None, lambda threads: self._decode(packed, entry, threads),
+        )  # fmt: skip
+
+    def _map(self, offset: int, nbytes: int) -> memoryview:
+        return map_region(self._file, offset, nbytes)
+
+    def _frame(self, packed: PackedHeader, entry: TensorEntry) -> Frame:
+        data = self._map(packed.frame_offset(entry.name), packed.frames[entry.name].nbytes)
+        with blaming(str(self._path)):
+            return open_frame(data, packed, entry)
+
+    def _decode(self, packed: PackedHeader, entry: TensorEntry, threads: int) -> ByteArray:
+        frame = self._frame(packed, entry)
+        decoded = np.empty(entry.nbytes, np.uint8)
+        with blaming(str(self._path)):
+            frame.decompress_into(decoded, threads=threads)
+            if content_hash(decoded, threads=threads) != frame.content_hash:
+                raise CorruptionError(
+                    f"tensor {shown(entry.name)} at byte {packed.frame_offset(entry.name)}: the "
+                    "content hash of the decoded bytes is not that of the frame"
+                )
+        return decoded

@@ -1,0 +1,151 @@
+"""Verifying whole packed files: every checksum and every content hash, and on after a bad tensor.
+
+Tensors are decoded batch by batch to a buffer of 32 MiB, a large one window by window.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from packhorse.arguments import resolve_threads
+from packhorse.disk.base_files import BaseLike, Lender, open_bases
+from packhorse.disk.frames import Window, check_frame, map_region
+from packhorse.disk.header import FileHeader, TensorEntry, read_file_header
+from packhorse.disk.packed_header import parse_packed_header
+from packhorse.disk.results import Problem, Progress
+from packhorse.disk.strict_json import has_capital_escape, shortened
+from packhorse.errors import PackhorseError, blaming
+from packhorse.frame import Frame
+from packhorse.threads import batches, map_tensors
+
+__all__ = ["verify_file"]
+
+_CAPITAL_ESCAPE = (
+    "a JSON escape in the header has capital digits, which Packhorse does not write; probably a "
+    "bit has flipped, and all else is as it was: unpack the file, and pack it again"
+)
+
+
+def verify_file(
+    src: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    max_nbytes: int | None = None,
+    base: BaseLike | None = None,
+) -> list[Problem]:
+    """Check every checksum and every content hash of a packed file, and go on after a bad tensor.
+
+    Args:
+        src: a packed file.
+        threads: how many to use; None for the cores available, at most 8.
+        progress: called with the logical bytes done since the last call.
+        max_nbytes: a file whose tensors take more bytes together is bad, and none is decoded; None
+            for no limit. Memory is bounded without it: a limit saves time.
+        base: as for `unpack_file`. Without it, tensors that need one are not decoded, and that is
+            one problem.
+
+    Returns:
+        All that is wrong; nothing if the file is good.
+
+    Raises:
+        ValueError: `src` is an ordinary safetensors file, or `threads` is wrong.
+        CorruptionError, CompatibilityError: the base cannot be read.
+        OSError: a file cannot be read.
+    """
+    path = Path(src)
+    n_threads = resolve_threads(threads)
+    with path.open("rb") as file, open_bases(base) as bases:
+        try:
+            header = read_file_header(file, str(path))
+        except PackhorseError as error:
+            return [Problem(path, None, None, str(error))]
+        originals: dict[str, TensorEntry] = {}
+        lender = Lender(bases, None)
+        problems = []
+        if has_capital_escape(header.text):
+            problems.append(Problem(path, None, None, f"{path}: {_CAPITAL_ESCAPE}"))
+        try:
+            packed = parse_packed_header(header, label=str(path))
+        except PackhorseError as error:
+            # Frames describe themselves, so they can be checked without the recorded header.
+            problems.append(Problem(path, None, None, str(error)))
+        else:
+            try:
+                packed.check_limit(max_nbytes, str(path))
+            except PackhorseError as error:
+                return [Problem(path, None, None, str(error))]
+            originals = {entry.name: entry for entry in packed.original.entries}
+            lender = Lender(bases, packed.base_name)
+        verifier = _Verifier(file, header, originals, max_nbytes, lender)
+        sizes = [verifier.nbytes_of(entry) for entry in header.entries]
+        for run in batches(sizes):
+            found = verifier.batch(header.entries[run.start : run.stop], n_threads)
+            problems.extend(problem for problem in found if problem is not None)
+            if progress is not None:
+                progress(sum(sizes[run.start : run.stop]) if originals else 0)
+        return problems + verifier.missing_bases()
+
+
+@dataclass(frozen=True, slots=True)
+class _Verifier:
+    """Checks batch after batch, against the recorded header where there is a good one."""
+
+    file: BinaryIO
+    header: FileHeader
+    originals: Mapping[str, TensorEntry]
+    max_nbytes: int | None
+    lender: Lender
+    window: Window = field(default_factory=Window)
+    # Those that need a base where none was given, by offset.
+    unlent: dict[int, TensorEntry] = field(default_factory=dict)
+
+    def nbytes_of(self, entry: TensorEntry) -> int:
+        """Bytes of a tensor as recorded; of its frame where nothing is."""
+        return self.originals.get(entry.name, entry).nbytes
+
+    def batch(self, entries: Sequence[TensorEntry], threads: int) -> list[Problem | None]:
+        """What is wrong with each."""
+        sizes = [self.nbytes_of(entry) for entry in entries]
+        # What a frame that nothing is recorded of takes, only it knows itself.
+        places = self.window.cut(sizes) if self.originals and len(entries) > 1 else None
+
+        def check(i: int, threads: int) -> Problem | None:
+            offset = self.header.data_offset + entries[i].start
+            try:
+                with blaming(self.file.name):
+                    frame = self._open(entries[i], offset)
+                    if frame.base_hash is not None and self.lender.bases is None:
+                        self.unlent[offset] = entries[i]
+                        return None
+                    place = self.window.take(frame.window_nbytes) if len(entries) == 1 else None
+                    window = places[i] if places else place
+                    with self.lender.lend(entries[i].name, frame, threads) as base:
+                        frame.verify(threads=threads, window=window, base=base)
+            except PackhorseError as error:
+                return Problem(Path(self.file.name), entries[i].name, offset, str(error))
+            return None
+
+        return map_tensors(check, sizes, threads)
+
+    def missing_bases(self) -> list[Problem]:
+        """One problem for all tensors that were not decoded for want of a base."""
+        if not self.unlent:
+            return []
+        offset = min(self.unlent)
+        entry = self.unlent[offset]
+        frame = self._open(entry, offset)
+        error = self.lender.missing(entry.name, frame, n_more=len(self.unlent) - 1)
+        return [Problem(Path(self.file.name), entry.name, offset, f"{self.file.name}: {error}")]
+
+    def _open(self, entry: TensorEntry, offset: int) -> Frame:
+        data = map_region(self.file, offset, entry.nbytes)
+        name = shortened(entry.name)
+        frame = Frame.from_buffer(data, name=name, offset=offset, max_nbytes=self.max_nbytes)
+        if self.originals:
+            check_frame(frame, self.originals[entry.name], offset)
+        return frame
