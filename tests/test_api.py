@@ -138,6 +138,8 @@ LAYERS = {
     "cli": 5,
     "numpy": 5,
     "torch": 5,
+    "lightning": 5,
+    "transformers": 5,
     "": 5,
     "__main__": 5,
 }
@@ -151,6 +153,8 @@ THIRD_PARTY = {
     "disk": {"numpy", "xxhash", "zstandard"},
     "numpy": {"numpy", "ml_dtypes"},
     "torch": {"torch"},
+    "lightning": {"torch"},
+    "transformers": {"accelerate", "numpy", "safetensors", "torch", "transformers"},
     "disk.dcp": {"fsspec", "numpy", "torch"},
     "cli": {"numpy", "rich", "typer"},
 }

@@ -18,7 +18,7 @@ from packhorse.disk import Change, SnapshotStore, pack_file, unpack_file
 
 
 def tensors_of(state: dict[str, Any]) -> dict[str, Any]:
-    from packhorse.disk.snapshots.state import find_tensors
+    from packhorse.disk.state import find_tensors
 
     return {path: leaf.tensor for path, leaf in find_tensors(state).items()}
 

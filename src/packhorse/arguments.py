@@ -17,6 +17,7 @@ __all__ = [
     "resolve_framework",
     "resolve_level",
     "resolve_threads",
+    "to_array",
 ]
 
 _MAX_DEFAULT_THREADS = 8
@@ -63,6 +64,10 @@ class Framework(Protocol):
         """The bytes of the first `n` elements in C order of a tensor that `readable` takes, or of
         all if there are fewer."""
 
+    def identity(self, tensor: Any) -> object:
+        """What is equal for tensors that are the same elements of the same memory, as long as they
+        live."""
+
     def assign(self, target: Any, source: Any) -> None:
         """Write a tensor's elements over those of another of the same dtype and shape, whatever
         strides and device that has.
@@ -98,6 +103,15 @@ def framework_of(value: object) -> Framework | None:
         if name is not None:
             return resolve_framework(name)
     return None
+
+
+def to_array(tensor: Any, framework: Framework) -> Any:
+    """A NumPy array of a tensor's elements, of whatever dtype."""
+    data, dtype, shape = framework.readable(tensor)
+    arrays = resolve_framework("np")
+    array = arrays.empty(dtype, shape)
+    arrays.writable(array)[:] = data
+    return array
 
 
 def resolve_level(level: Level | str | int) -> Level:

@@ -108,6 +108,12 @@ class NumpyFramework:
         """The bytes of the first elements in C order."""
         return self.readable(tensor.flat[:n])[0]
 
+    def identity(self, tensor: np.ndarray[Any, Any]) -> object:
+        """What is equal for arrays that are the same elements of the same memory."""
+        if not tensor.size:
+            return id(tensor)
+        return tensor.ctypes.data, tensor.dtype, tensor.shape, tensor.strides
+
     def assign(self, target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
         """Write an array's elements over those of another.
 

@@ -1,7 +1,8 @@
 """Packhorse for PyTorch: the same verbs as `safetensors.torch`.
 
-`compress` and `decompress` one tensor, `compress_all` and `decompress_all` many; `save`, `load`,
-`save_file`, `load_file` for a state dict. Tensors on a device are copied to the host to be packed;
+`compress` and `decompress` one tensor, `compress_all` and `decompress_all` many; `save_file` and
+`load_file` for tensors by name; `save` and `load` for nested states, in place of `torch.save` and
+`torch.load`. Tensors on a device are copied to the host to be packed;
 `device=` says where loaded ones go. Input is only read; what comes back is equal bit for bit.
 """
 
@@ -9,12 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import BaseLike
 from packhorse.disk.container import lay_out, pack_tensors, write_packed
-from packhorse.disk.packed_file import PackedFile, load_tensors
+from packhorse.disk.packed_file import PackedFile, load_with_metadata
+from packhorse.disk.state_file import lay_out_state, rebuild_state
 from packhorse.errors import CompatibilityError, CorruptionError, MissingBackendError
 from packhorse.frame import Frame, compress_buffer
 from packhorse.layout import Level
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FRAMEWORK",
+    "SupportsRead",
+    "SupportsWrite",
     "TorchFramework",
     "compress",
     "compress_all",
@@ -42,6 +46,21 @@ __all__ = [
     "save",
     "save_file",
 ]
+
+
+class SupportsWrite(Protocol):
+    """A binary file to write to."""
+
+    def write(self, data: Any, /) -> object:
+        """Write bytes, and tell how many."""
+
+
+class SupportsRead(Protocol):
+    """A binary file to read from."""
+
+    def read(self) -> bytes:
+        """All bytes from here on."""
+
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -135,6 +154,13 @@ class TorchFramework:
             if row < n:
                 part = part.flatten()
         return self.readable(part.flatten()[:n])[0]
+
+    def identity(self, tensor: torch.Tensor) -> object:
+        """What is equal for tensors that are the same elements of the same memory."""
+        if not tensor.numel():
+            return id(tensor)
+        view = tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+        return *view, tensor.is_conj(), tensor.is_neg()
 
     def assign(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Write a tensor's elements over those of another, on whatever device.
@@ -327,41 +353,143 @@ def decompress_all(
     )
 
 
+@overload
 def save(
-    tensors: Mapping[str, torch.Tensor],
+    state: object,
+    f: Mapping[str, str] | None = None,
     metadata: Mapping[str, str] | None = None,
     *,
     level: Level | str = "default",
     threads: int | None = None,
     base: BaseLike | None = None,
-) -> bytes:
-    """A packed file of the tensors, as bytes. Arguments and errors as in `save_file`."""
-    header, buffers = lay_out(tensors, FRAMEWORK, metadata)
-    return pack_tensors(header, buffers, level=level, threads=threads, base=base)
+) -> bytes: ...
+
+
+@overload
+def save(
+    state: object,
+    f: str | os.PathLike[str] | SupportsWrite,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    level: Level | str = "default",
+    threads: int | None = None,
+    base: BaseLike | None = None,
+) -> None: ...
+
+
+def save(
+    state: object,
+    f: str | os.PathLike[str] | SupportsWrite | Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    level: Level | str = "default",
+    threads: int | None = None,
+    base: BaseLike | None = None,
+) -> bytes | None:
+    """Packs a state dict, in the manner of `torch.save`, without pickle.
+
+    A flat dict of tensors by name becomes the file that `save_file` writes; of any other state the
+    file also tells the structure, for `load`. Tensors that are the same memory are stored once.
+
+    Args:
+        state: nested dicts, lists and tuples of tensors, NumPy arrays, strings, numbers, booleans
+            and None, as `state_dict()` of modules, optimizers and schedulers gives.
+        f: a path, where an existing file is replaced at once, or a binary file that is open for
+            writing; None for bytes. (Pairs of metadata, as `safetensors.torch.save` has them here.)
+        metadata: strings to keep in the file.
+        level: "fast", "default" or "max".
+        threads: None for the cores of this process, at most 8.
+        base: as for `save_file`.
+
+    Returns:
+        The packed file, if `f` is None.
+
+    Raises:
+        TypeError: something in the state cannot be kept; the message gives its path.
+        ValueError: bad level or threads, or a state that is nested too deeply.
+        OSError: what the file system says.
+
+    Example:
+        >>> data = save({"step": 7, "moments": [torch.zeros(3)]})
+        >>> load(data)
+        {'step': 7, 'moments': [tensor([0., 0., 0.])]}
+    """
+    if isinstance(f, Mapping):
+        f, metadata = None, f
+    if isinstance(state, Mapping) and all(map(_is_tensor_by_name, state.items())):
+        header, buffers = lay_out(state, FRAMEWORK, metadata)
+    else:
+        header, buffers = lay_out_state(state, metadata)
+    if isinstance(f, str | os.PathLike):
+        write_packed(f, header, buffers, level=level, threads=threads, force=True, base=base)
+        return None
+    data = pack_tensors(header, buffers, level=level, threads=threads, base=base)
+    if f is None:
+        return data
+    _write_all(f, data)
+    return None
+
+
+def _is_tensor_by_name(item: tuple[object, object]) -> bool:
+    return isinstance(item[0], str) and isinstance(item[1], torch.Tensor)
+
+
+def _write_all(file: SupportsWrite, data: bytes) -> None:
+    view = memoryview(data)
+    while view.nbytes:  # one without a buffer may take less than it is given
+        written = file.write(view)
+        if written == 0:
+            raise OSError(f"{file!r} takes no more bytes")
+        view = view[written if isinstance(written, int) else view.nbytes :]
 
 
 def load(
-    data: Buffer,
+    f: Buffer | str | os.PathLike[str] | SupportsRead,
+    map_location: str | int | torch.device | None = None,
     *,
+    weights_only: bool | None = None,
+    mmap: bool | None = None,
     threads: int | None = None,
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
-) -> dict[str, torch.Tensor]:
-    """All tensors of a packed file that is in memory.
+) -> Any:
+    """The state that `save` packed, in the manner of `torch.load`; or all tensors of a packed file,
+    by name.
 
     Args:
-        data: the whole file.
+        f: a path, a binary file that is open for reading, or the bytes of one.
+        map_location: where tensors go; None for host memory. (Devices that they came from are not
+            kept, so there is nothing for functions and dicts to map.)
+        weights_only: as in `torch.load`; makes no difference, for nothing is ever run.
+        mmap: likewise; a file at a path is always mapped.
         threads: None for the cores of this process, at most 8.
         max_nbytes: refuse a file whose tensors take more bytes together, before any is decoded.
         base: what the file was packed against, if it was: a file or a folder, or tensors by name.
 
+    Returns:
+        The state. Subclasses of containers come back as the plain ones, parameters as tensors.
+
     Raises:
         BaseMismatchError: the file needs a base, and none was given, or another.
-        CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new, or
-            exceed the limit.
+        CorruptionError, TruncationError, CompatibilityError: the file is bad or too new, or exceeds
+            the limit.
+        TypeError: `map_location` is no device.
         MemoryError: there is none for so large a tensor.
+        OSError: what the file system says.
     """
-    return load_tensors(data, FRAMEWORK, threads=threads, max_nbytes=max_nbytes, base=base)
+    if not (map_location is None or isinstance(map_location, str | int | torch.device)):
+        raise TypeError(f"map_location is {map_location!r}; it must be a device or the name of one")
+    if isinstance(f, str | os.PathLike):
+        with PackedFile(
+            f, FRAMEWORK, device=map_location, threads=threads, max_nbytes=max_nbytes, base=base
+        ) as file:
+            return rebuild_state(file.get_tensors(), file.metadata(), FRAMEWORK, os.fspath(f))
+    data = f.read() if hasattr(f, "read") else f
+    place = None if map_location is None else lambda tensor: tensor.to(map_location)
+    tensors, metadata = load_with_metadata(
+        data, FRAMEWORK, place=place, threads=threads, max_nbytes=max_nbytes, base=base
+    )
+    return rebuild_state(tensors, metadata, FRAMEWORK, "the bytes given")
 
 
 def save_file(

@@ -42,7 +42,7 @@ from packhorse.threads import batches, map_tensors
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["PackedFile", "PackedSlice", "load_tensors"]
+__all__ = ["PackedFile", "PackedSlice", "load_tensors", "load_with_metadata"]
 
 
 class _FrameTable:
@@ -163,11 +163,26 @@ def load_tensors(
             exceed the limit.
         BaseMismatchError: a tensor needs a base that was not given, or another was.
     """
+    return load_with_metadata(data, framework, threads=threads, max_nbytes=max_nbytes, base=base)[0]
+
+
+def load_with_metadata(
+    data: Buffer,
+    framework: Framework,
+    *,
+    place: Callable[[Any], Any] | None = None,
+    threads: int | None = None,
+    max_nbytes: int | None = None,
+    base: BaseLike | None = None,
+) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """`load_tensors`, and the pairs of the file's `__metadata__`; None if it has none. `place` is
+    applied to each tensor."""
     view = memoryview(data).cast("B")
     label = "the bytes given"
     header = parse_file_header(view, label)
     with open_bases(base) as bases:
-        return _FrameTable(header, view, label, framework, threads, max_nbytes, bases).tensors()
+        table = _FrameTable(header, view, label, framework, threads, max_nbytes, bases)
+        return table.tensors(place), table.packed.original.metadata
 
 
 class PackedFile:

@@ -25,7 +25,7 @@ from packhorse.disk.snapshots.manifest import Manifest, TensorRef
 from packhorse.disk.snapshots.packs import PackReader
 from packhorse.disk.snapshots.restore import check_limit, read_newest
 from packhorse.disk.snapshots.results import RestoredFile
-from packhorse.disk.snapshots.state import Keys, list_state
+from packhorse.disk.state import Keys, list_state
 from packhorse.disk.strict_json import shortened
 from packhorse.errors import blaming
 from packhorse.layout import FILE_METADATA_KEY, FILE_SUFFIX, Level

@@ -17,7 +17,7 @@ from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.chains import Chain
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
 from packhorse.disk.snapshots.packs import PackReader
-from packhorse.disk.snapshots.state import Keys, Leaf, decode_state, find_tensors
+from packhorse.disk.state import Keys, Leaf, decode_state, find_tensors
 from packhorse.disk.strict_json import shortened
 from packhorse.errors import CorruptionError, blaming
 from packhorse.threads import map_tensors

@@ -36,9 +36,9 @@ from packhorse.disk.snapshots.results import (
 )
 from packhorse.disk.snapshots.sources import model_files, open_sources
 from packhorse.disk.snapshots.staging import Staging
-from packhorse.disk.snapshots.state import Keys, Leaf, encode_state
 from packhorse.disk.snapshots.take import Options, Spec, State, take_state
 from packhorse.disk.snapshots.writer import Session, Writer
+from packhorse.disk.state import Keys, Leaf, encode_state
 from packhorse.errors import PackhorseError
 from packhorse.layout import Level
 

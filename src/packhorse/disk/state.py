@@ -28,6 +28,7 @@ __all__ = [
     "encode_state",
     "find_tensors",
     "list_state",
+    "path_below",
 ]
 
 # Top-level names, dotted paths or a predicate on paths: what a caller wants of a state.
@@ -35,6 +36,7 @@ Keys: TypeAlias = Iterable[str] | Callable[[str], bool]
 
 _MAX_DEPTH = 64  # of nested containers; a state that contains itself ends here
 _MAX_INT_BITS = 8192
+_MAX_PATH_LENGTH = 1 << 15  # or a long key above many short ones would take hours to walk
 _FLOAT = struct.Struct(">d")
 _ABSENT = object()
 
@@ -97,7 +99,7 @@ def _find(value: object, path: str, depth: int, leaves: list[Leaf]) -> None:
         _check_depth(path, depth)
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in pairs:
-            _find(item, _below(path, key), depth + 1, leaves)
+            _find(item, path_below(path, key), depth + 1, leaves)
     elif (framework := framework_of(value)) is not None:
         leaves.append(_leaf(value, path, framework))
 
@@ -122,12 +124,12 @@ def _encode(value: object, path: str, depth: int, leaves: list[Leaf]) -> Any:
     if isinstance(value, dict):
         return {"dict": [_pair(item, path, depth, leaves) for item in value.items()]}
     if isinstance(value, list | tuple):
-        items = [_encode(v, _below(path, i), depth + 1, leaves) for i, v in enumerate(value)]
+        items = [_encode(v, path_below(path, i), depth + 1, leaves) for i, v in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     framework = framework_of(value)
     if framework is None:
         raise TypeError(
-            f"{shortened(path)}: {type(value).__name__} cannot be kept in a snapshot; it holds "
+            f"{shortened(path)}: {type(value).__name__} cannot be kept; a state holds "
             "tensors, dicts, lists, tuples, strings, numbers, booleans and None"
         )
     leaves.append(_leaf(value, path, framework))
@@ -141,7 +143,9 @@ def _pair(item: tuple[object, object], path: str, depth: int, leaves: list[Leaf]
             f"{shortened(path) or 'the state'}: a key of type {type(key).__name__}; keys are "
             "strings, numbers, booleans or None"
         )
-    below = _below(path, key)
+    below = path_below(path, key)
+    if len(below) > _MAX_PATH_LENGTH:
+        raise ValueError(f"{shortened(below)}: a path of more than {_MAX_PATH_LENGTH} characters")
     return [_encode(key, below, depth, leaves), _encode(value, below, depth + 1, leaves)]
 
 
@@ -166,8 +170,8 @@ def _check_depth(path: str, depth: int) -> None:
         raise ValueError(f"{shortened(path)}: nested more than {_MAX_DEPTH} deep")
 
 
-def _below(path: str, key: object) -> str:
-    """The path of what stands at a key."""
+def path_below(path: str, key: object) -> str:
+    """The path of what stands at a key of the container at `path`."""
     if not isinstance(key, str):
         return f"{path}[{key!r}]"
     return f"{path}.{key}" if path else str.__str__(key)
@@ -252,7 +256,7 @@ class _Decoder:
         return self._tensor(index, path) if self._selection.wants(path) else _ABSENT
 
     def _items(self, values: list[Any], path: str, depth: int) -> Any:
-        items = [self.decode(v, _below(path, i), depth + 1) for i, v in enumerate(values)]
+        items = [self.decode(v, path_below(path, i), depth + 1) for i, v in enumerate(values)]
         wanted = any(item is not _ABSENT for item in items)
         if not wanted and not (self._selection.wants(path) and not values):
             return _ABSENT
@@ -268,7 +272,12 @@ class _Decoder:
             if key in seen:
                 raise CorruptionError(f"{shortened(path)}: the key {shown(key)} stands twice")
             seen.add(key)
-            item = self.decode(pair[1], _below(path, key), depth + 1)
+            below = path_below(path, key)
+            if len(below) > _MAX_PATH_LENGTH:
+                raise CorruptionError(
+                    f"{shortened(below)}: a path of more than {_MAX_PATH_LENGTH} characters"
+                )
+            item = self.decode(pair[1], below, depth + 1)
             if item is not _ABSENT:
                 result[key] = item
         if not result and not (self._selection.wants(path) and not pairs):
@@ -369,4 +378,4 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, Any]]:
     if not pairs:
         yield path, {} if isinstance(value, dict) else []
     for key, item in pairs:
-        yield from _leaves(item, _below(path, key))
+        yield from _leaves(item, path_below(path, key))

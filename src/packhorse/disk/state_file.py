@@ -1,0 +1,145 @@
+"""A nested state as one packed file (docs/format.md, section 8.2).
+
+The tensors stand in the file under their paths; a pair of its metadata says how they hang together,
+and keeps all that is no tensor. Tensors that are the same memory, such as tied weights, are stored
+once, and are one tensor again when they are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from packhorse.arguments import Framework, to_array
+from packhorse.codecs.base import ByteArray
+from packhorse.disk.header import METADATA_KEY, FileHeader, build_header
+from packhorse.disk.state import Leaf, decode_state, encode_state
+from packhorse.disk.strict_json import parse_json, shown
+from packhorse.errors import CompatibilityError, CorruptionError, blaming
+
+__all__ = ["STATE_KEY", "lay_out_state", "rebuild_state"]
+
+STATE_KEY = "packhorse.state"
+_VERSION = 1
+
+
+def lay_out_state(
+    state: object, metadata: Mapping[str, str] | None
+) -> tuple[FileHeader, Iterator[ByteArray]]:
+    """The header of a file of a nested state, and the tensors' bytes in its order.
+
+    Args:
+        state: a dict, a list or a tuple.
+        metadata: further pairs for the file.
+
+    Raises:
+        TypeError: something in the state cannot be kept; the message gives its path.
+        ValueError: it is nested too deeply, or `metadata` has a key that means more.
+    """
+    if STATE_KEY in (metadata or {}):
+        raise ValueError(f"metadata has the key {STATE_KEY!r}, which is for the state's structure")
+    document, leaves = encode_state(state)
+    names = _names(leaves)
+    record = {"version": _VERSION, "state": document, "tensors": names}
+    arrays = [i for i, leaf in enumerate(leaves) if leaf.framework.name == "np"]
+    if arrays:
+        record["numpy"] = arrays
+    text = json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    stored = dict(zip(names, leaves, strict=True))
+    header = build_header(
+        {name: (leaf.dtype, leaf.shape) for name, leaf in stored.items()},
+        {**(metadata or {}), STATE_KEY: text},
+    )
+    return header, (_bytes_of(stored[entry.name]) for entry in header.entries)
+
+
+def _names(leaves: list[Leaf]) -> list[str]:
+    """A name in the file for each tensor: its path, or that of the same memory before it."""
+    taken = {METADATA_KEY}
+    known: dict[object, str] = {}
+    names = []
+    for leaf in leaves:
+        identity = leaf.framework.name, leaf.framework.identity(leaf.tensor)
+        name = known.get(identity)
+        if name is None:
+            name = leaf.path
+            while name in taken:  # {"a": {"b": ...}, "a.b": ...}
+                name += "'"
+            taken.add(name)
+            known[identity] = name
+        names.append(name)
+    return names
+
+
+def _bytes_of(leaf: Leaf) -> ByteArray:
+    return leaf.framework.readable(leaf.tensor)[0]
+
+
+def rebuild_state(
+    tensors: dict[str, Any], metadata: Mapping[str, str] | None, framework: Framework, label: str
+) -> Any:
+    """The state of a file.
+
+    Args:
+        tensors: all that are in the file, by name.
+        metadata: of the file.
+        framework: that the tensors belong to.
+        label: what messages call the file.
+
+    Returns:
+        The state; the tensors as they are, if the file holds no more.
+
+    Raises:
+        CorruptionError, CompatibilityError: the record of the structure is bad or too new.
+    """
+    if metadata is None or STATE_KEY not in metadata:
+        return tensors
+    label = f"{label}: {METADATA_KEY} {STATE_KEY!r}"
+    record = parse_json(metadata[STATE_KEY].encode(), label=label)
+    _check_version(record.get("version"), label)
+    names, arrays = _checked(record, tensors, label)
+    for name in {names[i] for i in arrays}:
+        tensors[name] = to_array(tensors[name], framework)
+
+    def get(index: int, path: str) -> Any:
+        if index >= len(names):
+            raise CorruptionError(f"tensor {index} has no name")
+        return tensors[names[index]]
+
+    with blaming(label):
+        state, n_tensors = decode_state(record.get("state"), get)
+    if n_tensors != len(names):
+        raise CorruptionError(
+            f"{label}: {len(names)} tensors have names, and {n_tensors} stand in the state"
+        )
+    return state
+
+
+def _check_version(version: object, label: str) -> None:
+    if type(version) is not int or version < 1:
+        raise CorruptionError(
+            f"{label}: version must be an integer from 1, and is {shown(version)}"
+        )
+    if version > _VERSION:
+        raise CompatibilityError(
+            f"{label}: version {shown(version)}, and this release reads up to {_VERSION}; upgrade, "
+            "or read the tensors alone: load_file"
+        )
+
+
+def _checked(
+    record: dict[str, Any], tensors: Mapping[str, Any], label: str
+) -> tuple[list[str], list[int]]:
+    """The names of the tensors in the state, and the numbers of those that are NumPy arrays."""
+    names, arrays = record.get("tensors"), record.get("numpy", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CorruptionError(f"{label}: 'tensors' must be a list of names, and is {shown(names)}")
+    for name in set(names) ^ tensors.keys():
+        where = "in the state" if name in tensors else "in the file"
+        raise CorruptionError(f"{label}: tensor {shown(name)} is not {where}")
+    if not isinstance(arrays, list) or not all(
+        type(i) is int and 0 <= i < len(names) for i in arrays
+    ):
+        raise CorruptionError(f"{label}: 'numpy' must be tensors' numbers, and is {shown(arrays)}")
+    return names, arrays

@@ -1,0 +1,43 @@
+"""The example of training with snapshots, in processes that are killed."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from packhorse.disk import SnapshotStore
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "train_with_snapshots.py"
+
+
+def train(store: Path, *options: object) -> tuple[int, str, dict[int, str]]:
+    """Run the example: its exit code, its first line, and the loss of each step as it stands."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLE, store, *map(str, options)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    losses = re.findall(r"^step (\d+): loss (\S+)$", done.stdout, re.MULTILINE)
+    return done.returncode, done.stdout.partition("\n")[0], {int(n): loss for n, loss in losses}
+
+
+def test_a_killed_run_goes_on_to_the_identical_losses(tmp_path: Path) -> None:
+    assert len(EXAMPLE.read_text().splitlines()) < 60
+    options = ("--steps", 60, "--every", 5)
+    code, _, whole = train(tmp_path / "whole", *options)
+    assert code == 0
+    assert list(whole) == list(range(1, 61))
+
+    code, _, first = train(tmp_path / "killed", *options, "--kill-at", 38)
+    assert code == -9
+    assert list(first) == list(range(1, 39))
+    taken = SnapshotStore(tmp_path / "killed").names()
+    code, line, second = train(tmp_path / "killed", *options)
+    assert code == 0
+    assert line == f"resumed from {taken[-1]} of {len(taken)} snapshots"
+    assert list(second)[-1] == 60
+    assert first == {n: whole[n] for n in first}
+    assert second == {n: whole[n] for n in second}
+    store = SnapshotStore(tmp_path / "killed")
+    assert store.names() == [f"step-{n}" for n in range(5, 61, 5)]
+    assert store.verify() == []
