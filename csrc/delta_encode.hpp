@@ -437,8 +437,8 @@ class DeltaChunkEncoder {
     void sort_block(const Unit* block, const uint8_t* keys, std::size_t n, Unit** to,
                     uint8_t** tokens_to) {
         const DeltaRule& rule = header_.rule;
-        const uint8_t least = n_wide_ > 0 ? rule.thresholds[n_wide_ - 1] : 0;
         const bool has_narrow = n_wide_ < rule.n_classes;
+        const uint8_t least = has_narrow && n_wide_ > 0 ? rule.thresholds[n_wide_ - 1] : 0;
         const uint8_t wide_token = moves_.units.last > 0 ? 0 : kLongMark;
         alignas(64) uint8_t memory[kDeltaBlockUnits];
         uint8_t* const tokens = memory;
