@@ -81,7 +81,8 @@ class Catalog:
             return None
 
     def make(self) -> None:
-        """Make the store if there is none."""
+        """Make the store if there is none; somebody may have removed it since it was seen."""
+        self._is_checked = False
         if not self.is_there():
             self._storage.put(STORE_FILE, render_store_file())
 

@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import threading
+import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,11 +22,12 @@ from typing import Any, Protocol
 from packhorse.disk.strict_json import parse_json, shown
 from packhorse.errors import PackhorseError
 
-__all__ = ["FolderLock", "Lease", "LeaseStore", "WriterLock", "void_after_s"]
+__all__ = ["FolderLock", "Lease", "LeaseStore", "WriterLock", "settle_s", "void_after_s"]
 
 _MAX_NBYTES = 4096  # of what a writer says of itself
 _RENEW_S = 30.0
 void_after_s = 600.0
+settle_s = 2.0  # for a writer to see that another has written the lease after it
 
 _held: set[int] = set()
 _at_fork_is_set = False
@@ -63,6 +65,8 @@ def _describe_self() -> dict[str, Any]:
 
 
 def _words(holder: dict[str, Any]) -> str:
+    if not holder:
+        return "another process"
     if holder.get("host") == socket.gethostname() and holder.get("pid") == os.getpid():
         return f"another SnapshotStore of this process (since {shown(holder.get('time'))})"
     return (
@@ -114,7 +118,18 @@ class FolderLock:
             os.pwrite(descriptor, json.dumps(_describe_self()).encode(), 0)
 
     def check(self) -> None:
-        """The system keeps it."""
+        """The system keeps it, unless somebody has removed the file: then it locks nothing."""
+        try:
+            there = os.stat(self._path)
+        except FileNotFoundError:
+            there = None
+        mine = os.fstat(self._descriptor)
+        if there is None or (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
+            raise _refusal(
+                f"{self._path.name} was removed while this process was writing, so another may be "
+                "writing too; nothing was committed: take it again",
+                self._label,
+            )
 
     def release(self) -> None:
         """Let it go, in children of this process too."""
@@ -149,7 +164,7 @@ class LeaseStore(Protocol):
         """The lease object, or None."""
 
     def create_lease(self, data: bytes) -> bool:
-        """Write it if there is none; False if there is one."""
+        """Write it if there is none; False if there is one, or if nobody can tell."""
 
     def write_lease(self, data: bytes) -> None:
         """Write it, whatever is there."""
@@ -162,8 +177,9 @@ class Lease:
     """The lock of an object store.
 
     It is as good as the store: where an object can be created only if it is absent, two writers
-    never both begin; elsewhere the last to write the lease wins, and the other notices before it
-    commits anything.
+    never both begin; elsewhere, and when a lease is void, the last to write it wins, and waits so
+    long that the others notice before they do anything. A writer whose lease was taken away,
+    because it did not run for minutes or a clock is wrong, notices at the next `check`.
     """
 
     def __init__(self, store: LeaseStore, label: str) -> None:
@@ -175,15 +191,20 @@ class Lease:
 
     def acquire(self) -> None:
         """Take it, from a writer that has not renewed it for minutes too."""
-        if not self._store.create_lease(self._text()):
-            held = self._store.read_lease()
-            if held is not None:
-                self._check_void(_parse(held))
-            self._store.write_lease(self._text())
-        self.check()
-        self._stop.clear()
-        self._renewer = threading.Thread(target=self._renew, daemon=True)
-        self._renewer.start()
+        try:
+            if not self._store.create_lease(self._text()):
+                held = self._store.read_lease()
+                if held is not None:
+                    self._check_void(_parse(held))
+                self._store.write_lease(self._text())
+                time.sleep(settle_s)
+            self.check()
+            self._stop.clear()
+            self._renewer = threading.Thread(target=self._renew, daemon=True)
+            self._renewer.start()
+        except BaseException:
+            self.release()
+            raise
 
     def _check_void(self, holder: dict[str, Any]) -> None:
         timestamp = holder.get("timestamp")
@@ -193,7 +214,8 @@ class Lease:
         if age < void_after_s:
             raise _refusal(
                 f"the snapshot store is being written by {_words(holder)}; one writer at a time. "
-                f"If that one is dead, its lease ends in {void_after_s - age:.0f} s",
+                f"If that one is dead, its lease ends in {void_after_s - age:.0f} s, or when its "
+                "writer.lock is removed",
                 self._label,
             )
 
@@ -215,11 +237,11 @@ class Lease:
                 self._store.write_lease(self._text())
 
     def release(self) -> None:
-        """Let it go."""
+        """Let it go; should the store not answer, it ends by itself."""
         self._stop.set()
         if self._renewer is not None:
             self._renewer.join()
-        with suppress(BlockingIOError):
+        with suppress(Exception):  # what was committed is committed
             self.check()
             self._store.remove_lease()
 

@@ -127,16 +127,14 @@ class RemoteStorage:
         return data
 
     def create_lease(self, data: bytes) -> bool:
-        """Write the lease if there is none."""
+        """Write the lease if there is none; False if there is one, or if nobody can tell."""
         if self.read_lease() is not None:
             return False
         self._make_folder(LOCK_FILE)
         try:
             self._fs.pipe_file(self._at(LOCK_FILE), data, mode="create")
-        except FileExistsError:
+        except (FileExistsError, NotImplementedError, TypeError, ValueError):
             return False
-        except (NotImplementedError, TypeError, ValueError):  # it cannot create so
-            self._fs.pipe_file(self._at(LOCK_FILE), data)
         return True
 
     def write_lease(self, data: bytes) -> None:

@@ -36,7 +36,7 @@ from packhorse.disk.snapshots.results import (
 )
 from packhorse.disk.snapshots.sources import model_files, open_sources
 from packhorse.disk.snapshots.staging import Staging
-from packhorse.disk.snapshots.state import Keys, Leaf, encode_state
+from packhorse.disk.snapshots.state import MAX_DEPTH, Keys, Leaf, check_depth, encode_state
 from packhorse.disk.snapshots.take import Options, Spec, State, take_state
 from packhorse.disk.snapshots.writer import Session, Writer
 from packhorse.errors import PackhorseError
@@ -144,11 +144,12 @@ class SnapshotStore:
         """
         with self._lock:
             self._settle()
-            document, leaves = _checked(name, state, metadata)
+            values = _checked_metadata(name, metadata)
+            document, leaves = encode_state(state)
             casts = find_casts(leaves)
             groups = packing_order(len(leaves), casts)
             taking = State(document, _specs(leaves), groups, casts, lambda i: _bytes_of(leaves[i]))
-            return self._take(name, taking, base, dict(metadata or {}), replace, progress)
+            return self._take(name, taking, base, values, replace, progress)
 
     def take_files(
         self,
@@ -212,29 +213,32 @@ class SnapshotStore:
         """
         with self._lock:
             self._settle()
-            document, leaves = _checked(name, state, metadata)
+            values = _checked_metadata(name, metadata)
+            document, leaves = encode_state(state)
             staging, casts = self._staging, find_casts(leaves)
             groups = packing_order(len(leaves), casts)
             taking = State(
                 document, _specs(leaves), groups, casts, lambda i: staging.get(),
                 staging.release, staging.max_nbytes,
             )  # fmt: skip
-            staging.begin(max(taking.group_sizes(), default=0))
+            sizes = taking.group_sizes()
+            staging.begin(max(sizes, default=0), sum(sizes))
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="packhorse-snapshots")
-            values = dict(metadata or {})
-            future = self._pool.submit(self._take_staged, name, taking, base, values, replace)
-            self._pending = Pending(future)
             try:
+                pending = self._pending = Pending(
+                    self._pool.submit(self._take_staged, name, taking, base, values, replace)
+                )
                 for group in groups:
                     for i in group:
                         staging.put(_bytes_of(leaves[i]))
             except BaseException as error:
                 staging.fail(error)
-                self._pending = None
-                future.exception()
+                if self._pending is not None:
+                    self._pending.wait()  # should this be interrupted too, the next call waits
+                    self._pending = None
                 raise
-            return self._pending.told
+            return pending.told
 
     def _take_staged(
         self, name: str, taking: State, base: str | None, metadata: dict[str, Any], replace: bool
@@ -478,35 +482,36 @@ class SnapshotStore:
 
     def _settle(self) -> None:
         """Wait for the snapshot that is being written, and raise its error if nobody saw it."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is not None:
-            pending.settle()
+            pending.wait()  # Ctrl-C may end this, and then it is still being written
+            self._pending = None
+            pending.raise_unseen()
 
     def _glance(self) -> None:
-        """The same for those who only read: they do not wait."""
-        with self._lock:
-            if self._pending is not None and self._pending.is_done():
-                self._settle()
-
-
-def _checked(name: str, state: Any, metadata: Mapping[str, Any] | None) -> tuple[Any, list[Leaf]]:
-    """The state as JSON values and its tensors, once all that can be wrong was looked at."""
-    _checked_metadata(name, metadata)
-    return encode_state(state)
+        """The same for those who only read: they do not wait, nor for a thread that writes."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._pending is not None and self._pending.is_done():
+                    self._settle()
+            finally:
+                self._lock.release()
 
 
 def _checked_metadata(name: str, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The metadata, once the snapshot's name and it were looked at."""
+    """A copy of the metadata, once the snapshot's name and it were looked at."""
     quote_name(name)
     given = dict(metadata or {})
     try:
         text = json.dumps(given, allow_nan=False, ensure_ascii=False)
-        if json.loads(text) != given:
+        copy: dict[str, Any] = json.loads(text)
+        if copy != given:
             raise ValueError("keys must be strings, and lists no tuples")
         text.encode()
+        check_depth(copy, MAX_DEPTH)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"metadata must be JSON values: {error}") from error
-    return given
+    return copy
 
 
 def _specs(leaves: list[Leaf]) -> list[Spec]:

@@ -51,7 +51,11 @@ class Writer:
             if not self._is_clean:
                 session.clean()
             self._is_clean = False
-            yield session
+            try:
+                yield session
+            except FileNotFoundError:
+                lock.check()  # another writer may have removed what this one was at
+                raise
             self._is_clean = True
         finally:
             lock.release()
@@ -94,6 +98,13 @@ class Session:
         text = render_manifest(manifest)
         self._lock.check()
         self.storage.put(manifest.file.path, text)
+        try:
+            self._lock.check()
+        except BaseException:
+            # Another writer may have come before it could see the manifest, and have taken the
+            # packs that it names for leftovers.
+            self.storage.remove(manifest.file.path)
+            raise
         self.catalog.keep(manifest)
         self.index.add(manifest)
         older = self.listing.get(manifest.file.snapshot, [])
@@ -141,13 +152,19 @@ class Session:
 
         Returns:
             How many bytes they had.
+
+        Raises:
+            BlockingIOError: the lock was lost; nothing was removed.
         """
         if self.index.damaged:
             return 0
         needed, freed = self.index.packs(), 0
-        for file in self.storage.names(PACKS):
-            pack = file.removesuffix(FILE_SUFFIX)
-            if file.endswith(FILE_SUFFIX) and is_pack(pack) and pack not in needed:
-                freed += self.storage.open(pack_path(pack)).nbytes
-                self.storage.remove(pack_path(pack))
+        files = [file for file in self.storage.names(PACKS) if file.endswith(FILE_SUFFIX)]
+        packs = [file.removesuffix(FILE_SUFFIX) for file in files]
+        unneeded = [pack for pack in packs if is_pack(pack) and pack not in needed]
+        if unneeded:
+            self._lock.check()  # so none of those that were listed is another writer's
+        for pack in unneeded:
+            freed += self.storage.open(pack_path(pack)).nbytes
+            self.storage.remove(pack_path(pack))
         return freed
