@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_ranks import digest, failing, files_of
 from dcp_samples import MANIFEST, blank, load, load_box, pack_file, patch, save, shards_of, weights
 
+from packhorse.codecs.content import crc32c
 from packhorse.disk import PackhorseReader, PackhorseWriter
 from packhorse.disk.dcp.manifest import MAX_DELTAS
 
@@ -186,3 +187,26 @@ def test_async_saves_build_upon_each_other(tmp_path: Path) -> None:
         dcp.async_save(step(number), storage_writer=writer).result()
     assert_holds(tmp_path / "2", step(2))
     assert frames_of(tmp_path / "2")["moving"].n_deltas == 2
+
+
+def test_a_base_that_lies_about_its_content_is_not_built_upon(tmp_path: Path) -> None:
+    """Else the new checkpoint would name a base that nobody finds."""
+    save(step(0), tmp_path / "0")
+    old, pack = frames_of(tmp_path / "0")["moving"], pack_file(tmp_path / "0")
+    truth = bytes.fromhex(old.content_hash)
+    lie = bytes(byte ^ 1 for byte in truth)
+    header = bytearray(pack.read_bytes()[old.offset : old.offset + old.nbytes])
+    del header[int.from_bytes(header[12:16], "little") :]
+    header[:] = header.replace(truth, lie)
+    header[44:48] = bytes(4)
+    header[44:48] = crc32c(bytes(header)).to_bytes(4, "little")
+    patch(pack, old.offset, bytes(header))
+    path = tmp_path / "0" / MANIFEST
+    body = path.read_bytes()[len(b'{"crc32c":"00000000","manifest":') : -2].replace(
+        truth.hex().encode(), lie.hex().encode()
+    )
+    path.write_bytes(b'{"crc32c":"%08x","manifest":' % crc32c(body) + body + b"}\n")
+    with failing() as errors:
+        save(step(1), tmp_path / "1", base=tmp_path / "0")
+    assert "holds something else than it says; save without base=" in errors[0]
+    assert not files_of(tmp_path / "1")

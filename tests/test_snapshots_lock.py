@@ -119,13 +119,13 @@ def test_a_store_that_cannot_create_is_waited_for(
 
 def test_a_store_that_does_not_answer_at_the_end_has_the_snapshot(url: str) -> None:
     store = SnapshotStore(url)
-    real = store._storage.remove_lease
+    real = store._storage.remove
 
-    def remove_lease() -> None:
-        real()
+    def remove(path: str) -> None:
+        real(path)
         raise TimeoutError("no answer")
 
-    store._storage.remove_lease = remove_lease  # type: ignore[attr-defined,method-assign]
+    store._storage.remove = remove  # type: ignore[method-assign]
     assert store.take("a", STATE).name == "a"
     assert SnapshotStore(url).names() == ["a"]
 

@@ -103,7 +103,7 @@ def test_a_lease_is_renewed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranges_are_read_and_not_packs(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from packhorse.disk.snapshots import remote
+    from packhorse.disk import remote
 
     monkeypatch.setattr(remote, "_READ_NBYTES", 1 << 12)
     arrays = {

@@ -8,9 +8,9 @@ import numpy as np
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.dcp.shards import FrameRef
-from packhorse.disk.dcp.storage import FileBytes, Storage
+from packhorse.disk.storage import Object, Storage
 from packhorse.disk.strict_json import shortened, shown
-from packhorse.errors import CorruptionError, blaming
+from packhorse.errors import CorruptionError, TruncationError, blaming
 from packhorse.frame import Frame
 
 __all__ = ["OpenFrames"]
@@ -23,8 +23,7 @@ class OpenFrames:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._files: dict[str, FileBytes] = {}
-        self._paths: dict[str, str] = {}
+        self._files: dict[str, Object] = {}
         self._frames: dict[FrameRef, Frame] = {}
         self._names: dict[FrameRef, str] = {}
         self._memory: dict[FrameRef, ByteArray] = {}
@@ -43,7 +42,7 @@ class OpenFrames:
         }
         for ref in new:
             file = self._file(ref)
-            self._memory[ref] = file.region(ref.offset, ref.nbytes)
+            self._memory[ref] = file.sketch(ref.offset, ref.nbytes)
         self._fetch([(ref, 0, min(ref.nbytes, _PEEK_NBYTES)) for ref in new])
         for ref, name in new.items():
             self._frames[ref] = self._checked(ref, name)
@@ -106,21 +105,25 @@ class OpenFrames:
             self._frames.pop(ref, None)
             self._memory.pop(ref, None)
 
-    def _file(self, ref: FrameRef) -> FileBytes:
+    def _file(self, ref: FrameRef) -> Object:
         if ref.file not in self._files:
             try:
-                self._files[ref.file] = self._storage.open(ref.file, ref.file_nbytes)
+                file = self._storage.open(ref.file)
             except FileNotFoundError as error:
                 raise CorruptionError(
-                    f"{self._path(ref)}: is not there, and the checkpoint {self._storage.label} "
+                    f"{self._path(ref)}: is not there, and the checkpoint {self._storage.label()} "
                     "needs it"
                 ) from error
+            if file.nbytes != ref.file_nbytes:
+                raise TruncationError(
+                    f"{self._path(ref)}: has {file.nbytes} bytes, and the manifest says "
+                    f"{ref.file_nbytes}; get the file again"
+                )
+            self._files[ref.file] = file
         return self._files[ref.file]
 
     def _path(self, ref: FrameRef) -> str:
-        if ref.file not in self._paths:
-            self._paths[ref.file] = self._storage.path(ref.file)
-        return self._paths[ref.file]
+        return self._storage.label(ref.file)
 
     def _fetch(self, parts: Iterable[tuple[FrameRef, int, int]]) -> None:
         by_file: dict[str, list[tuple[ByteArray, int]]] = {}
@@ -129,7 +132,7 @@ class OpenFrames:
             place = self._memory[ref][start:stop], ref.offset + start
             by_file.setdefault(ref.file, []).append(place)
         for name, ranges in by_file.items():
-            self._files[name].fetch(ranges)
+            self._files[name].fill(ranges)
 
     def _checked(self, ref: FrameRef, name: str) -> Frame:
         with blaming(self._path(ref)):

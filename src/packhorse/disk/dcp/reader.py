@@ -31,11 +31,11 @@ from torch.futures import Future
 
 from packhorse.arguments import resolve_threads
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.dcp.manifest import manifest_name, parse_manifest
+from packhorse.disk.dcp.manifest import manifest_name, read_manifest
 from packhorse.disk.dcp.open_frames import OpenFrames
 from packhorse.disk.dcp.regions import Piece, cut_box, strides_of
 from packhorse.disk.dcp.shards import FrameRef, StoredShard, torch_dtype
-from packhorse.disk.dcp.storage import Storage, is_location, open_storage
+from packhorse.disk.storage import Storage, is_location, open_storage
 from packhorse.disk.strict_json import shown
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.threads import batches, map_tensors
@@ -126,8 +126,7 @@ class PackhorseReader(StorageReader):
             CorruptionError, CompatibilityError: it is damaged, or too new.
             FileNotFoundError: there is no checkpoint.
         """
-        storage, name = self._storage(), manifest_name(kwargs.get("rank"))
-        metadata = parse_manifest(storage.read(name), storage.path(name))
+        metadata = read_manifest(self._storage(), manifest_name(kwargs.get("rank")))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self._load_id
         return metadata

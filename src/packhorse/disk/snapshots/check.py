@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from functools import partial
 
 from packhorse.disk.results import Progress
-from packhorse.disk.snapshots.backend import Storage
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.chains import Chain
 from packhorse.disk.snapshots.manifest import FrameRef, Manifest
 from packhorse.disk.snapshots.names import ManifestFile, pack_path
 from packhorse.disk.snapshots.packs import PackReader
 from packhorse.disk.snapshots.results import SnapshotProblem
+from packhorse.disk.storage import Storage
 from packhorse.disk.strict_json import shortened
 from packhorse.errors import PackhorseError
 from packhorse.threads import batches, map_tensors
@@ -24,6 +24,8 @@ from packhorse.threads import batches, map_tensors
 __all__ = ["verify_snapshots"]
 
 _Key = tuple[str, int]
+
+_MAX_TRIES = 5
 
 
 def verify_snapshots(
@@ -40,18 +42,24 @@ def verify_snapshots(
     Raises:
         ValueError: there is no such snapshot.
     """
-    catalog = Catalog(storage)  # that remembers nothing
-    listing = catalog.listing()
-    if name is not None and name not in listing:
-        catalog.load(name)
-    problems: list[SnapshotProblem] = []
-    manifests: list[Manifest] = []
-    for snapshot, files in listing.items():
-        if name in (None, snapshot):
-            problems += _read(storage, catalog, files, manifests)
-    with PackReader(storage) as reader:
-        checker = _Checker(storage, reader, manifests, threads, progress)
-        return problems + checker.packs() + checker.frames()
+    for _ in range(_MAX_TRIES):
+        catalog = Catalog(storage)  # that remembers nothing
+        listing = catalog.listing()
+        if name is not None and name not in listing:
+            catalog.load(name)
+        problems: list[SnapshotProblem] = []
+        manifests: list[Manifest] = []
+        for snapshot, files in listing.items():
+            if name in (None, snapshot):
+                problems += _read(storage, catalog, files, manifests)
+        with PackReader(storage) as reader:
+            checker = _Checker(storage, reader, manifests, threads, progress)
+            problems += checker.packs() + checker.frames()
+        bad = {problem.snapshot for problem in problems}
+        now = catalog.listing() if bad else {}
+        if all(now.get(snapshot) == listing[snapshot] for snapshot in bad):
+            break  # else a writer has removed or moved what was read
+    return problems
 
 
 def _read(

@@ -18,7 +18,6 @@ from packhorse.disk.atomic import atomic_file, check_output_file
 from packhorse.disk.container import write_packed
 from packhorse.disk.header import FileHeader, build_header
 from packhorse.disk.results import Progress
-from packhorse.disk.snapshots.backend import Storage
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.chains import Chain
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
@@ -26,6 +25,7 @@ from packhorse.disk.snapshots.packs import PackReader
 from packhorse.disk.snapshots.restore import check_limit, read_newest
 from packhorse.disk.snapshots.results import RestoredFile
 from packhorse.disk.snapshots.state import Keys, list_state
+from packhorse.disk.storage import Storage
 from packhorse.disk.strict_json import shortened
 from packhorse.errors import blaming
 from packhorse.layout import FILE_METADATA_KEY, FILE_SUFFIX, Level

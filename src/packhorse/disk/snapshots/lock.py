@@ -19,10 +19,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from packhorse.disk.remote import RemoteStorage
+from packhorse.disk.snapshots.names import LOCK_FILE
+from packhorse.disk.storage import LocalStorage, Storage
 from packhorse.disk.strict_json import parse_json, shown
-from packhorse.errors import PackhorseError
+from packhorse.errors import CorruptionError, PackhorseError
 
-__all__ = ["FolderLock", "Lease", "LeaseStore", "WriterLock", "settle_s", "void_after_s"]
+__all__ = ["FolderLock", "Lease", "WriterLock", "open_lock", "settle_s", "void_after_s"]
 
 _MAX_NBYTES = 4096  # of what a writer says of itself
 _RENEW_S = 30.0
@@ -84,6 +87,16 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 def _refusal(words: str, path: str) -> BlockingIOError:
     return BlockingIOError(errno.EAGAIN, words, path)
+
+
+def open_lock(storage: Storage) -> WriterLock:
+    """The lock of the one writer of a store, not yet taken."""
+    if isinstance(storage, LocalStorage):
+        storage.make()
+        return FolderLock(storage.at(LOCK_FILE), storage.label())
+    if isinstance(storage, RemoteStorage):
+        return Lease(storage)
+    raise TypeError(f"{storage.label()}: nobody knows how to lock a {type(storage).__name__}")
 
 
 class FolderLock:
@@ -157,22 +170,6 @@ def _close_held() -> None:
             os.close(_held.pop())
 
 
-class LeaseStore(Protocol):
-    """What a lease needs of a file system."""
-
-    def read_lease(self) -> bytes | None:
-        """The lease object, or None."""
-
-    def create_lease(self, data: bytes) -> bool:
-        """Write it if there is none; False if there is one, or if nobody can tell."""
-
-    def write_lease(self, data: bytes) -> None:
-        """Write it, whatever is there."""
-
-    def remove_lease(self) -> None:
-        """Remove it."""
-
-
 class Lease:
     """The lock of an object store.
 
@@ -182,9 +179,9 @@ class Lease:
     because it did not run for minutes or a clock is wrong, notices at the next `check`.
     """
 
-    def __init__(self, store: LeaseStore, label: str) -> None:
-        self._store = store
-        self._label = label
+    def __init__(self, storage: RemoteStorage) -> None:
+        self._storage = storage
+        self._label = storage.label()
         self._owner = os.urandom(16).hex()
         self._stop = threading.Event()
         self._renewer: threading.Thread | None = None
@@ -192,11 +189,9 @@ class Lease:
     def acquire(self) -> None:
         """Take it, from a writer that has not renewed it for minutes too."""
         try:
-            if not self._store.create_lease(self._text()):
-                held = self._store.read_lease()
-                if held is not None:
-                    self._check_void(_parse(held))
-                self._store.write_lease(self._text())
+            if not self._storage.put_new(LOCK_FILE, self._text()):
+                self._check_void(self._holder())
+                self._storage.put(LOCK_FILE, self._text(), replace=True)
                 time.sleep(settle_s)
             self.check()
             self._stop.clear()
@@ -221,8 +216,7 @@ class Lease:
 
     def check(self) -> None:
         """Make sure that the lease is this writer's."""
-        held = self._store.read_lease()
-        holder = {} if held is None else _parse(held)
+        holder = self._holder()
         if holder.get("owner") != self._owner:
             words = _words(holder) if holder else "nobody"
             raise _refusal(
@@ -230,11 +224,18 @@ class Lease:
                 self._label,
             )
 
+    def _holder(self) -> dict[str, Any]:
+        """What the lease says; nothing if there is none."""
+        try:
+            return _parse(self._storage.read(LOCK_FILE, _MAX_NBYTES))
+        except (FileNotFoundError, CorruptionError):
+            return {}
+
     def _renew(self) -> None:
         while not self._stop.wait(_RENEW_S):
             with suppress(Exception):  # `check` tells, before anything is committed
                 self.check()
-                self._store.write_lease(self._text())
+                self._storage.put(LOCK_FILE, self._text(), replace=True)
 
     def release(self) -> None:
         """Let it go; should the store not answer, it ends by itself."""
@@ -243,7 +244,7 @@ class Lease:
             self._renewer.join()
         with suppress(Exception):  # what was committed is committed
             self.check()
-            self._store.remove_lease()
+            self._storage.remove(LOCK_FILE)
 
     def _text(self) -> bytes:
         return json.dumps({**_describe_self(), "owner": self._owner}).encode()

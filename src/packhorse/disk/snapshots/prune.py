@@ -15,7 +15,6 @@ from typing import TypeAlias
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.snapshots.backend import Storage
 from packhorse.disk.snapshots.chains import Chain
 from packhorse.disk.snapshots.manifest import MAX_CHAIN, Content, FrameRef, Manifest
 from packhorse.disk.snapshots.names import manifest_file, pack_path
@@ -23,6 +22,7 @@ from packhorse.disk.snapshots.packs import PackReader, PackWriter
 from packhorse.disk.snapshots.results import PruneResult, SnapshotInfo, describe
 from packhorse.disk.snapshots.take import FramePacker, Options, Spec
 from packhorse.disk.snapshots.writer import Session
+from packhorse.disk.storage import Storage
 from packhorse.errors import CorruptionError, blaming
 from packhorse.frame import max_frame_nbytes
 

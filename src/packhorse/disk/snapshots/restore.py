@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 from packhorse.arguments import Framework
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.results import Progress
-from packhorse.disk.snapshots.backend import Storage
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.chains import Chain
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
 from packhorse.disk.snapshots.packs import PackReader
 from packhorse.disk.snapshots.state import Keys, Leaf, decode_state, find_tensors
+from packhorse.disk.storage import Storage
 from packhorse.disk.strict_json import shortened
 from packhorse.errors import CorruptionError, blaming
 from packhorse.threads import map_tensors

@@ -14,7 +14,6 @@ from typing import Any, Self
 from packhorse.arguments import resolve_framework, resolve_level, resolve_threads
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.results import Progress
-from packhorse.disk.snapshots.backend import open_storage
 from packhorse.disk.snapshots.cache import BaseCache
 from packhorse.disk.snapshots.casts import find_casts, packing_order
 from packhorse.disk.snapshots.catalog import Catalog
@@ -39,6 +38,7 @@ from packhorse.disk.snapshots.staging import Staging
 from packhorse.disk.snapshots.state import MAX_DEPTH, Keys, Leaf, check_depth, encode_state
 from packhorse.disk.snapshots.take import Options, Spec, State, take_state
 from packhorse.disk.snapshots.writer import Session, Writer
+from packhorse.disk.storage import open_storage
 from packhorse.errors import PackhorseError
 from packhorse.layout import Level
 
@@ -100,7 +100,7 @@ class SnapshotStore:
         self._options = Options(
             resolve_level(level), resolve_threads(threads), max_chain, BaseCache(cache_nbytes)
         )
-        self._storage = open_storage(url, dict(storage_options or {}))
+        self._storage = open_storage(url, storage_options)
         self._catalog = Catalog(self._storage)
         self._writer = Writer(self._storage, self._catalog)
         self._staging = Staging(staging_nbytes)

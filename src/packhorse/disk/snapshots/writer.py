@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from packhorse.disk.snapshots.backend import Storage
 from packhorse.disk.snapshots.catalog import Catalog, Index, Listing
-from packhorse.disk.snapshots.lock import WriterLock
+from packhorse.disk.snapshots.lock import WriterLock, open_lock
 from packhorse.disk.snapshots.manifest import Manifest, render_manifest
 from packhorse.disk.snapshots.names import (
     PACKS,
@@ -21,6 +20,7 @@ from packhorse.disk.snapshots.names import (
     is_pack,
     pack_path,
 )
+from packhorse.disk.storage import Storage
 from packhorse.layout import FILE_SUFFIX
 
 __all__ = ["Session", "Writer"]
@@ -43,7 +43,7 @@ class Writer:
             CorruptionError, CompatibilityError, ValueError: there is no store that can be written.
         """
         self._catalog.is_there()  # before a lock is put into a folder that is none
-        lock = self._storage.lock()
+        lock = open_lock(self._storage)
         lock.acquire()
         try:
             self._catalog.make()
@@ -132,7 +132,8 @@ class Session:
 
         While a manifest is damaged nobody knows which packs it needs, so none is removed then.
         """
-        self.storage.remove_temporary()
+        folders = [f"{SNAPSHOTS}/{name}" for name in self.storage.names(SNAPSHOTS)]
+        self.storage.remove_temporary(["", PACKS, SNAPSHOTS, *folders])
         for name, files in self.listing.items():
             good = [file for file in files if file.path not in self.index.damaged]
             if len(good) == len(files) > 1:
