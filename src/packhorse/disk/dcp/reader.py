@@ -258,6 +258,7 @@ class _Load:
     threads: int
     stats: ReadStats
     _targets: dict[int, torch.Tensor] = field(default_factory=dict)
+    _bases: dict[FrameRef, ByteArray] = field(default_factory=dict)  # whole, for the runs at hand
 
     def values(self, items: Sequence[ReadItem], *, trusted: bool) -> None:
         """Decodes values that are not tensors, looks at all of them, and hands them over."""
@@ -297,6 +298,8 @@ class _Load:
                     self._commit(use.item)
             n_runs.subtract(ref for run in part for ref in run.ref.chain())
             self.frames.drop(ref for run in part for ref in run.ref.chain() if not n_runs[ref])
+            following = runs[batch.stop].ref.base if batch.stop < len(runs) else None
+            self._bases = {ref: data for ref, data in self._bases.items() if ref == following}
 
     def _pieces(self, item: ReadItem, shard: StoredShard) -> list[Piece]:
         chunk_nbytes = self.frames[shard.frame].chunk_nbytes
@@ -334,28 +337,28 @@ class _Load:
             )
 
     def _decode(self, runs: Sequence[_Run]) -> None:
-        bases = {run.ref.base: run.ref for run in runs if run.ref.base is not None}
+        needed = dict.fromkeys(run.ref.base for run in runs if run.ref.base is not None)
+        order = [base for base in needed if base not in self._bases]
         self.frames.fetch(
             [(run.ref, run.start, run.stop) for run in runs]
-            + [(at, 0, self._nbytes(at)) for base in bases for at in base.chain()]
+            + [(at, 0, self._nbytes(at)) for base in order for at in base.chain()]
         )
-        order = list(bases)
         found = map_tensors(
             lambda i, threads: self.frames.whole(order[i], threads),
             [self._nbytes(base) for base in order],
             self.threads,
         )
-        whole = dict(zip(order, found, strict=True))
+        self._bases.update(zip(order, found, strict=True))
 
         def decode(i: int, threads: int) -> None:
             run = runs[i]
-            base = None if run.ref.base is None else whole[run.ref.base]
+            base = None if run.ref.base is None else self._bases[run.ref.base]
             self.frames.decode(run.ref, run.dst, run.start, run.stop, base=base, threads=threads)
 
         map_tensors(decode, [run.nbytes for run in runs], self.threads)
         for run in runs:
             self._count(run.ref, run.start, run.stop)
-        for base in bases:
+        for base in order:
             for at in base.chain():
                 self._count(at, 0, self._nbytes(at))
 

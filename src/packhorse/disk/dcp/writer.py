@@ -37,7 +37,6 @@ from packhorse.disk.dcp.packs import PackFile, is_pack_name, max_file_nbytes, sp
 from packhorse.disk.dcp.shards import FrameRef, StoredShard, dtype_name, frame_form, readable
 from packhorse.disk.storage import Storage, is_location, open_storage
 from packhorse.disk.strict_json import shortened
-from packhorse.errors import CorruptionError
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
 from packhorse.layout import Level
 from packhorse.threads import batches, map_tensors
@@ -310,11 +309,6 @@ class _Job:
         """Writes a frame unless one of the same content was."""
         key = frame.content_hash.hex(), frame.dtype, frame.shape
         if key not in self._known:
-            if old is not None and frame.base_hash not in (None, bytes.fromhex(old.content_hash)):
-                raise CorruptionError(
-                    f"{self._storage.label(old.file)}: tensor {shortened(part.name)!r}: the frame "
-                    f"at byte {old.offset} holds something else than it says; save without base="
-                )
             offset = pack.add(part.name, frame)
             base = None if frame.base_hash is None else old
             self._known[key] = FrameRef(pack.name, 0, offset, frame.nbytes, *key, base)

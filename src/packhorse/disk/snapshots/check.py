@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+from packhorse.disk.frames import Scratch
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.chains import Chain
@@ -91,6 +92,7 @@ class _Checker:
         self._threads = threads
         self._progress = progress
         self._missing: set[str] = set()
+        self._scratch = Scratch()
 
     def packs(self) -> list[SnapshotProblem]:
         """What is wrong with packs as files, told for each snapshot that needs them."""
@@ -168,7 +170,7 @@ class _Checker:
     def _check_chain(self, frames: list[FrameRef], k: int, threads: int) -> str | None:
         frame = frames[k]
         try:
-            Chain(self._reader, frame, None).verify(threads)
+            Chain(self._reader, frame, None).verify(threads, self._scratch)
         except (PackhorseError, FileNotFoundError) as error:
             return str(error)
         return None

@@ -14,6 +14,7 @@ import numpy as np
 
 from packhorse.arguments import resolve_framework
 from packhorse.codecs.base import ByteArray
+from packhorse.disk.frames import Scratch
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.chains import Chain
@@ -100,7 +101,7 @@ def _diff(
 
 
 def _decode(reader: PackReader, tensor: TensorRef, threads: int) -> ByteArray:
-    return Chain(reader, tensor.frame, tensor.path).decode(threads)
+    return Chain(reader, tensor.frame, tensor.path).decode(threads, Scratch())
 
 
 @dataclass(slots=True)

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-import numpy as np
-
 from packhorse.codecs.base import ByteArray
+from packhorse.disk.frames import Scratch
 from packhorse.disk.snapshots.chains import Chain
 from packhorse.disk.snapshots.manifest import MAX_CHAIN, Content, FrameRef, Manifest
 from packhorse.disk.snapshots.names import manifest_file, pack_path
@@ -230,7 +229,4 @@ class _Mover:
 
 
 def _decoded(frame: FrameRef, reader: PackReader, threads: int) -> ByteArray:
-    chain = Chain(reader, frame, None)
-    data = np.empty(frame.logical_nbytes, np.uint8)
-    chain.decode_into(data, threads)
-    return data
+    return Chain(reader, frame, None).decode(threads, Scratch())

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from packhorse.arguments import Framework
 from packhorse.codecs.base import ByteArray
+from packhorse.disk.frames import Scratch
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.chains import Chain
@@ -105,9 +106,10 @@ def _restore(storage: Storage, manifest: Manifest, wanted: Restoring) -> Any:
         targets = _targets(chosen, wanted.into)
     check_limit(chosen, name, wanted.max_nbytes)
     with PackReader(storage) as reader, blaming(f"snapshot {name!r}"):
+        scratch = Scratch()
 
         def work(k: int, threads: int) -> Any:
-            return _tensor(reader, chosen[k], targets.get(k), wanted, threads)
+            return _tensor(reader, chosen[k], targets.get(k), wanted, threads, scratch)
 
         found: dict[int, Any] = {}
         for group in _groups(len(chosen), targets):
@@ -190,7 +192,12 @@ def _targets(chosen: Sequence[TensorRef], into: object) -> dict[int, _Target]:
 
 
 def _tensor(
-    reader: PackReader, ref: TensorRef, target: _Target | None, wanted: Restoring, threads: int
+    reader: PackReader,
+    ref: TensorRef,
+    target: _Target | None,
+    wanted: Restoring,
+    threads: int,
+    scratch: Scratch,
 ) -> Any:
     """One tensor: a new one, or the caller's."""
     try:
@@ -203,7 +210,7 @@ def _tensor(
     if memory is None:
         fresh = framework.empty(ref.dtype, ref.shape)
         memory = framework.writable(fresh)
-    chain.decode_into(memory, threads)
+    chain.decode_into(memory, threads, scratch)
     if target is not None and fresh is not None:
         with blaming(shortened(ref.path), (ValueError,)):
             framework.assign(target.leaf.tensor, fresh)
