@@ -1,5 +1,6 @@
 """Snapshots in the background: copies are made at once, errors surface, memory is bounded."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -285,3 +286,30 @@ def test_a_thread_that_reads_does_not_wait_for_one_that_writes(tmp_path: Path) -
 
     store.take("b", {"x": np.arange(5000)}, progress=read)
     assert len(found) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
+def test_a_forked_child_has_no_snapshot_in_the_background(tmp_path: Path) -> None:
+    """Nor the thread that writes it, for which it would wait for ever."""
+    state = {"x": np.arange(5000.0)}
+    with SnapshotStore(tmp_path / "parent") as store, SnapshotStore(tmp_path / "more") as more:
+        more.take_async("a", state).result(60)  # its thread is idle, and not in the child
+        wait = threading.Event()
+        real = store._staging.get
+        store._staging.get = lambda: (wait.wait(60), real())[1]  # type: ignore[method-assign]
+        store.take_async("a", state)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            try:
+                ok = store.names() == []
+                more.take_async("b", state).result(30)
+                more.close()
+                store.close()
+                os._exit(0 if ok and more.names() == ["a", "b"] else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        wait.set()
+    assert SnapshotStore(tmp_path / "parent").names() == ["a"]
+    assert SnapshotStore(tmp_path / "more").verify() == []

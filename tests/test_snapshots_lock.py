@@ -2,6 +2,9 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -154,3 +157,23 @@ def test_a_writer_that_has_not_said_who_it_is(tmp_path: Path) -> None:
             SnapshotStore(tmp_path).take("b", {})
 
     store.take("a", STATE, progress=second)
+
+
+CHILD = """
+import os, signal, sys, numpy as np
+from packhorse.disk import SnapshotStore
+kill = lambda nbytes: os.kill(os.getpid(), signal.SIGKILL)
+SnapshotStore(sys.argv[1]).take("b", {"w": np.arange(5000.0)}, progress=kill)
+"""
+
+
+def test_leftovers_of_others_are_removed_by_a_writer_that_goes_on(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path)
+    store.take("a", {})
+    path = [entry for entry in sys.path if entry]
+    code = f"import sys; sys.path[:0] = {path!r}\n{CHILD}"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert len(os.listdir(tmp_path / "packs")) == 1
+    store.take("c", {})
+    assert os.listdir(tmp_path / "packs") == []

@@ -52,6 +52,11 @@ def test_keys_that_become_equal_are_refused(tmp_path: Path) -> None:
         SnapshotStore(tmp_path).take("a", {"m": {OwnText("x"): 1, OwnText("x"): 2}})
 
 
+def test_a_key_too_large_to_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^m: an integer of more than 8192 bits"):
+        SnapshotStore(tmp_path).take("a", {"m": {10**5000: np.arange(3)}})
+
+
 def test_tensors_at_one_path_are_not_mixed_up(tmp_path: Path) -> None:
     state = {"a.b": np.full(9, 1.0), "a": {"b": np.full(9, 2.0)}}
     store = SnapshotStore(tmp_path)

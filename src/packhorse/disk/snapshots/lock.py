@@ -37,7 +37,13 @@ _at_fork_is_set = False
 
 
 class WriterLock(Protocol):
-    """The lock of the one writer: a context manager around its work."""
+    """The lock of the one writer.
+
+    Attributes:
+        was_left: whether the writer before did not release it, so that it may have left more.
+    """
+
+    was_left: bool
 
     def acquire(self) -> None:
         """Take it.
@@ -106,6 +112,7 @@ class FolderLock:
         self._path = path
         self._label = label
         self._descriptor = -1
+        self.was_left = False
 
     def acquire(self) -> None:
         """Take it."""
@@ -126,6 +133,7 @@ class FolderLock:
             raise
         _held.add(descriptor)
         self._descriptor = descriptor
+        self.was_left = os.fstat(descriptor).st_size > 0
         with suppress(OSError):  # a full disk: the lock is held all the same
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(_describe_self()).encode(), 0)
@@ -185,12 +193,14 @@ class Lease:
         self._owner = os.urandom(16).hex()
         self._stop = threading.Event()
         self._renewer: threading.Thread | None = None
+        self.was_left = False
 
     def acquire(self) -> None:
         """Take it, from a writer that has not renewed it for minutes too."""
         try:
             if not self._storage.put_new(LOCK_FILE, self._text()):
                 self._check_void(self._holder())
+                self.was_left = True
                 self._storage.put(LOCK_FILE, self._text(), replace=True)
                 time.sleep(settle_s)
             self.check()

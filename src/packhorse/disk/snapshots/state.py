@@ -149,6 +149,8 @@ def _check_keys(value: dict[Any, Any], path: str) -> None:
                 f"{shortened(path) or 'the state'}: a key of type {type(key).__name__}; keys are "
                 "strings, numbers, booleans or None"
             )
+        if isinstance(key, int):
+            _integer(key, path)
     if len({_plain(key) for key in value}) != len(value):
         raise ValueError(f"{shortened(path) or 'the state'}: two keys are equal as plain values")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -100,10 +101,16 @@ class SnapshotStore:
         self._options = Options(
             resolve_level(level), resolve_threads(threads), max_chain, BaseCache(cache_nbytes)
         )
+        self._staging_nbytes = staging_nbytes
         self._storage = open_storage(url, storage_options)
         self._catalog = Catalog(self._storage)
         self._writer = Writer(self._storage, self._catalog)
-        self._staging = Staging(staging_nbytes)
+        self._begin()
+
+    def _begin(self) -> None:
+        """With nothing in the background: at first, and in a process that was forked."""
+        self._pid = os.getpid()
+        self._staging = Staging(self._staging_nbytes)
         self._lock = threading.RLock()  # of this object; the store has its own
         self._pool: ThreadPoolExecutor | None = None
         self._pending: Pending | None = None
@@ -142,8 +149,7 @@ class SnapshotStore:
                 damaged or of a newer version.
             OSError: the file system refuses; nothing was taken.
         """
-        with self._lock:
-            self._settle()
+        with self._writing():
             values = _checked_metadata(name, metadata)
             document, leaves = encode_state(state)
             casts = find_casts(leaves)
@@ -176,8 +182,7 @@ class SnapshotStore:
             CorruptionError, CompatibilityError: a file is not what it should be.
             Exception: as `take`.
         """
-        with self._lock:
-            self._settle()
+        with self._writing():
             files = [file for source in sources for file in model_files(source)]
             with open_sources(files, self._options.threads) as opened:
                 values = opened.metadata | _checked_metadata(name, metadata)
@@ -211,8 +216,7 @@ class SnapshotStore:
             TypeError, ValueError: as `take`.
             Exception: what the snapshot before failed with, unless its future was asked.
         """
-        with self._lock:
-            self._settle()
+        with self._writing():
             values = _checked_metadata(name, metadata)
             document, leaves = encode_state(state)
             staging, casts = self._staging, find_casts(leaves)
@@ -421,8 +425,7 @@ class SnapshotStore:
             BlockingIOError: another process or store is writing.
         """
         quote_name(name)
-        with self._lock:
-            self._settle()
+        with self._writing():
             if name not in self._catalog.listing():
                 self._catalog.load(name)
             with self._writer.session() as session:
@@ -446,8 +449,7 @@ class SnapshotStore:
             CorruptionError, CompatibilityError: a manifest is damaged: delete that snapshot first.
             BlockingIOError: another process or store is writing.
         """
-        with self._lock:
-            self._settle()
+        with self._writing():
             if not self._catalog.is_there():
                 return PruneResult((), (), 0)
             with self._writer.session() as session:
@@ -459,6 +461,8 @@ class SnapshotStore:
         Raises:
             Exception: what it failed with, unless its future was asked.
         """
+        if os.getpid() != self._pid:
+            self._begin()
         with self._lock:
             try:
                 self._settle()
@@ -480,6 +484,15 @@ class SnapshotStore:
     ) -> None:
         self.close()
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What writes begins when the snapshot before is written; other threads wait."""
+        if os.getpid() != self._pid:
+            self._begin()
+        with self._lock:
+            self._settle()
+            yield
+
     def _settle(self) -> None:
         """Wait for the snapshot that is being written, and raise its error if nobody saw it."""
         pending = self._pending
@@ -490,7 +503,7 @@ class SnapshotStore:
 
     def _glance(self) -> None:
         """The same for those who only read: they do not wait, nor for a thread that writes."""
-        if self._lock.acquire(blocking=False):
+        if os.getpid() == self._pid and self._lock.acquire(blocking=False):
             try:
                 if self._pending is not None and self._pending.is_done():
                     self._settle()

@@ -48,7 +48,7 @@ class Writer:
         try:
             self._catalog.make()
             session = Session(self._storage, self._catalog, lock)
-            if not self._is_clean:
+            if lock.was_left or not self._is_clean:
                 session.clean()
             self._is_clean = False
             try:
