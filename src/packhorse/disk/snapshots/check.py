@@ -71,10 +71,10 @@ def _read(
         try:
             manifests.append(catalog.load_file(file))
             return
-        except PackhorseError as error:
-            yield SnapshotProblem(file.snapshot, None, storage.label(file.path), str(error))
         except FileNotFoundError:
             continue  # replaced in the meantime
+        except (PackhorseError, OSError) as error:
+            yield SnapshotProblem(file.snapshot, None, storage.label(file.path), str(error))
 
 
 class _Checker:
@@ -121,7 +121,7 @@ class _Checker:
             self._reader.check_header(pack, frames)
         except PackhorseError as error:
             return str(error)
-        except FileNotFoundError as error:
+        except OSError as error:  # it is not there, or cannot be read
             self._missing.add(pack)
             return str(error)
         return None
@@ -171,7 +171,7 @@ class _Checker:
         frame = frames[k]
         try:
             Chain(self._reader, frame, None).verify(threads, self._scratch)
-        except (PackhorseError, FileNotFoundError) as error:
+        except (PackhorseError, OSError) as error:
             return str(error)
         return None
 
