@@ -421,9 +421,10 @@ def test_wrong_options(tmp_path: Path, model: Path, run: Run, words: list[str]) 
 
 
 def test_a_second_writer_is_told_who_writes(tmp_path: Path, store: Path, model: Path) -> None:
-    from packhorse.disk.snapshots.backend import open_storage
+    from packhorse.disk.snapshots.lock import open_lock
+    from packhorse.disk.storage import open_storage
 
-    lock = open_storage(store, {}).lock()
+    lock = open_lock(open_storage(store))
     lock.acquire()
     try:
         done = run_command("snapshot", "take", store, "x", model)

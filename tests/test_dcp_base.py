@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_ranks import digest, failing, files_of
 from dcp_samples import MANIFEST, blank, load, load_box, pack_file, patch, save, shards_of, weights
 
+from packhorse.codecs.content import crc32c
 from packhorse.disk import PackhorseReader, PackhorseWriter
 from packhorse.disk.dcp.manifest import MAX_DELTAS
 
@@ -135,6 +136,19 @@ def test_only_part_of_a_delta_is_decoded(tmp_path: Path) -> None:
     assert reader.stats.decoded_nbytes < old.nbytes * 1.1
 
 
+def test_a_base_is_decoded_once_for_all_parts(tmp_path: Path) -> None:
+    """Columns of a large tensor are decoded in runs of bounded memory, all against one base."""
+    old = weights(2500, 6000)
+    save({"w": old}, tmp_path / "0", level="fast")
+    new = old.clone()
+    new[::7] += 1e-6
+    save({"w": new}, tmp_path / "1", base=tmp_path / "0", level="fast")
+    assert frames_of(tmp_path / "1")["w"].base is not None
+    found, reader = load_box(tmp_path / "1", (0, 10), (2500, 3000))
+    assert torch.equal(found, new[:, 10:3010])
+    assert reader.stats.decoded_nbytes < 2.1 * old.nbytes
+
+
 def test_a_base_that_is_not_there(tmp_path: Path) -> None:
     with failing() as errors:
         save(step(0), tmp_path / "1", base=tmp_path / "0")
@@ -186,3 +200,26 @@ def test_async_saves_build_upon_each_other(tmp_path: Path) -> None:
         dcp.async_save(step(number), storage_writer=writer).result()
     assert_holds(tmp_path / "2", step(2))
     assert frames_of(tmp_path / "2")["moving"].n_deltas == 2
+
+
+def test_a_base_that_lies_about_its_content_is_not_built_upon(tmp_path: Path) -> None:
+    """Else the new checkpoint would name a base that nobody finds."""
+    save(step(0), tmp_path / "0")
+    old, pack = frames_of(tmp_path / "0")["moving"], pack_file(tmp_path / "0")
+    truth = bytes.fromhex(old.content_hash)
+    lie = bytes(byte ^ 1 for byte in truth)
+    header = bytearray(pack.read_bytes()[old.offset : old.offset + old.nbytes])
+    del header[int.from_bytes(header[12:16], "little") :]
+    header[:] = header.replace(truth, lie)
+    header[44:48] = bytes(4)
+    header[44:48] = crc32c(bytes(header)).to_bytes(4, "little")
+    patch(pack, old.offset, bytes(header))
+    path = tmp_path / "0" / MANIFEST
+    body = path.read_bytes()[len(b'{"crc32c":"00000000","manifest":') : -2].replace(
+        truth.hex().encode(), lie.hex().encode()
+    )
+    path.write_bytes(b'{"crc32c":"%08x","manifest":' % crc32c(body) + body + b"}\n")
+    with failing() as errors:
+        save(step(1), tmp_path / "1", base=tmp_path / "0")
+    assert "the content hash of the decoded bytes is" in errors[0]
+    assert not files_of(tmp_path / "1")

@@ -1,6 +1,8 @@
 """Differences from a base: round trips, sizes, the base's name, casts, and what a frame without one
 must not do."""
 
+from contextlib import suppress
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -215,6 +217,31 @@ def test_no_base_or_another_is_refused_before_any_output():
                 work()
             assert words in str(raised.value)
     assert target == b"\xaa" * len(new)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_known_hash_is_compared_and_not_computed(isa):
+    new, old = steps("BF16", 70_000)
+    frame = pack(new, old, "BF16")
+    target = bytearray(b"x" * len(new))
+    with pytest.raises(BaseMismatchError, match="the one given has 0000"):
+        frame.decompress_into(target, base=old, base_hash=bytes(16))
+    assert target == b"x" * len(new)
+    with pytest.raises(BaseMismatchError, match="of 140000 bytes; the one given has 139998"):
+        frame.decompress_into(target, base=old[2:], base_hash=frame.base_hash)
+    with pytest.raises(BaseMismatchError, match="none was given"):
+        frame.decompress_into(target, base_hash=frame.base_hash)
+    with forced(isa):
+        frame.decompress_into(target, base=old, base_hash=content_hash(old))
+        assert target == new
+        for lie in (new, bytes(len(old)), b"\xff" * len(old), RNG.bytes(len(old))):
+            target[:] = bytes(len(new))
+            with suppress(CorruptionError):
+                frame.decompress_into(target, base=lie, base_hash=frame.base_hash)
+            assert target != new
+    plain = compress_buffer(new, "BF16", (70_000,))
+    plain.decompress_into(target, base_hash=bytes(16))  # which needs no base
+    assert target == new
 
 
 def test_a_base_must_have_a_dtype_and_size_that_fit():

@@ -530,19 +530,6 @@ def test_a_folder_that_is_no_store_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.bin"]
 
 
-def test_without_fsspec_the_extra_is_named() -> None:
-    code = (
-        "import sys; sys.modules['fsspec'] = sys.modules['fsspec.core'] = None\n"
-        "from packhorse.disk import SnapshotStore\n"
-        "try: SnapshotStore('s3://bucket/run')\n"
-        "except ImportError as error: print(error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "pip install 'packhorse[remote]'" in done.stdout
-
-
 def test_numpy_users_need_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"

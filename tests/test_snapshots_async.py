@@ -1,5 +1,7 @@
 """Snapshots in the background: copies are made at once, errors surface, memory is bounded."""
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -78,7 +80,7 @@ def test_memory_is_used_again() -> None:
     staging = Staging(None)
     seen = set()
     for _ in range(5):
-        staging.begin()
+        staging.begin(0, 100_000)
         for n in (100, 100, 7):
             staging.put(np.ones(n, np.uint8))
         for _ in range(3):
@@ -87,6 +89,14 @@ def test_memory_is_used_again() -> None:
     assert len(seen) == 3
     staging.drop()
     assert not staging._spare
+
+
+def test_memory_does_not_grow_with_sizes_that_change(tmp_path: Path) -> None:
+    with SnapshotStore(tmp_path) as store:
+        for i in range(6):
+            store.take_async(str(i), {"log": np.zeros(10_000 + i, np.uint8), "n": np.zeros(50)})
+            store.take_async(f"{i} more", {}).result(60)
+            assert store._staging._spare_nbytes <= 10_000 + i + 400
 
 
 # Errors.
@@ -223,3 +233,83 @@ SnapshotStore(sys.argv[1]).take_async("a", {str(i): x + np.uint8(i) for i in ran
     store = SnapshotStore(tmp_path)
     assert store.names() == ["a"]
     assert store.verify() == []
+
+
+def raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_wait_does_not_mix_snapshots(tmp_path: Path) -> None:
+    """Ctrl-C while a call waits for the snapshot before, and then one more snapshot."""
+    states = [
+        {str(i): np.random.default_rng(i).standard_normal(50_000) * k for i in range(20)}
+        for k in (1, 2)
+    ]
+    old = signal.signal(signal.SIGALRM, raise_interrupt)
+    try:
+        with SnapshotStore(tmp_path, threads=1) as store:
+            packing = threading.Event()
+            go_on = threading.Event()
+            real = store._staging.get
+
+            def get() -> Any:
+                packing.set()
+                assert go_on.wait(60)
+                return real()
+
+            store._staging.get = get  # type: ignore[method-assign]
+            store.take_async("a", states[0])
+            assert packing.wait(60)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(KeyboardInterrupt):
+                store.take_async("never", states[1])
+            threading.Timer(0.1, go_on.set).start()
+            store.take_async("b", states[1]).result(60)
+    finally:
+        signal.signal(signal.SIGALRM, old)
+    reader = SnapshotStore(tmp_path)
+    assert reader.names() == ["a", "b"]
+    for name, state in zip("ab", states, strict=True):
+        assert_same(reader.restore(name), state)
+
+
+def test_a_thread_that_reads_does_not_wait_for_one_that_writes(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path)
+    store.take("a", {"n": 1})
+    found: list[Any] = []
+
+    def read(nbytes: int) -> None:
+        thread = threading.Thread(target=lambda: found.append((store.names(), store.restore("a"))))
+        thread.start()
+        thread.join(30)
+        assert found == [(["a"], {"n": 1})]
+
+    store.take("b", {"x": np.arange(5000)}, progress=read)
+    assert len(found) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
+def test_a_forked_child_has_no_snapshot_in_the_background(tmp_path: Path) -> None:
+    """Nor the thread that writes it, for which it would wait for ever."""
+    state = {"x": np.arange(5000.0)}
+    with SnapshotStore(tmp_path / "parent") as store, SnapshotStore(tmp_path / "more") as more:
+        more.take_async("a", state).result(60)  # its thread is idle, and not in the child
+        wait = threading.Event()
+        real = store._staging.get
+        store._staging.get = lambda: (wait.wait(60), real())[1]  # type: ignore[method-assign]
+        store.take_async("a", state)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            try:
+                ok = store.names() == []
+                more.take_async("b", state).result(30)
+                more.close()
+                store.close()
+                os._exit(0 if ok and more.names() == ["a", "b"] else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        wait.set()
+    assert SnapshotStore(tmp_path / "parent").names() == ["a"]
+    assert SnapshotStore(tmp_path / "more").verify() == []

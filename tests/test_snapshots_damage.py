@@ -426,6 +426,26 @@ def test_lost_permission_is_told(store: Path) -> None:
     assert SnapshotStore(store).names() == ["old", "new"]
 
 
+def test_verifying_goes_on_after_what_cannot_be_read(store: Path) -> None:
+    """Permission lost, a disk that fails: that is a problem of some snapshots."""
+    reader = SnapshotStore(store)
+    names = reader.names()
+    own = {frame.pack for frame in reader._catalog.load(names[-1]).frames()}
+    for name in names[:-1]:
+        own -= {frame.pack for frame in reader._catalog.load(name).frames()}
+    real = reader._storage.open
+
+    def open_unless_lost(path: str) -> Any:
+        if any(pack in path for pack in own):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return real(path)
+
+    reader._storage.open = open_unless_lost  # type: ignore[method-assign]
+    problems = reader.verify()
+    assert {problem.snapshot for problem in problems} == {names[-1]}
+    assert "Permission denied" in problems[0].message
+
+
 def test_interrupting_a_take_leaves_nothing(store: Path) -> None:
     def interrupt(nbytes: int) -> None:
         signal.raise_signal(signal.SIGINT)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from snapshot_samples import Run, assert_same
 
+from packhorse.codecs.content import crc32c
 from packhorse.disk import SnapshotStore
 from packhorse.disk.snapshots import take
 from packhorse.errors import CorruptionError
+from packhorse.frame import compress_buffer
 
 RNG = np.random.default_rng(0)
 WEIGHTS = RNG.standard_normal(20_000).astype(np.float32)
@@ -104,6 +106,39 @@ def rows_of(store: Path, name: str) -> list[list[Any]]:
     (path,) = (store / "snapshots" / name).iterdir()
     rows: list[list[Any]] = json.loads(path.read_text())["frames"]
     return rows
+
+
+def test_a_link_that_holds_something_else_is_noticed(tmp_path: Path) -> None:
+    """The hash of the tensor proves its chain; if it is another, each link's is looked at."""
+    store = SnapshotStore(tmp_path)
+    for i in range(3):
+        store.take(str(i), {"w": drifted(i)})
+    paths = sorted((tmp_path / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    middle = store._catalog.load("1").tensors[0].frame
+    for k in range(100):  # until its frame is as long
+        other = drifted(1)
+        other[k] = WEIGHTS[k]
+        lie = compress_buffer(other, "F32", (20_000,), base=drifted(0), level="default")
+        if lie.nbytes == middle.nbytes:
+            break
+    frame = bytearray(lie.to_bytes())
+    header_nbytes = int.from_bytes(frame[12:16], "little")
+    header = frame[:header_nbytes].replace(lie.content_hash, middle.content[0])
+    header[44:48] = bytes(4)
+    header[44:48] = crc32c(bytes(header)).to_bytes(4, "little")
+    frame[:header_nbytes] = header
+    with paths[1].open("r+b") as file:
+        file.seek(middle.offset)
+        file.write(frame)
+    reader = SnapshotStore(tmp_path)
+    with pytest.raises(CorruptionError, match=rf"snapshot '1': .*{paths[1].name}.*content hash"):
+        reader.restore("1")
+    with pytest.raises(
+        CorruptionError, match=rf"snapshot '2': .*{middle.content[0].hex()} is needed"
+    ):
+        reader.restore("2")
+    assert_same(reader.restore("0"), {"w": drifted(0)})
+    assert [problem.snapshot for problem in reader.verify()] == ["1", "2"]
 
 
 def test_lies_about_bases_are_refused(tmp_path: Path) -> None:

@@ -20,6 +20,11 @@ fsspec = pytest.importorskip("fsspec")
 STATE = {"w": np.random.default_rng(0).standard_normal(5000), "n": 1}
 
 
+@pytest.fixture(autouse=True)
+def settle_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "settle_s", 0.0)
+
+
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
     """A folder in memory."""
@@ -98,7 +103,7 @@ def test_a_lease_is_renewed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranges_are_read_and_not_packs(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from packhorse.disk.snapshots import remote
+    from packhorse.disk import remote
 
     monkeypatch.setattr(remote, "_READ_NBYTES", 1 << 12)
     arrays = {

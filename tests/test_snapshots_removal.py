@@ -9,6 +9,7 @@ from snapshot_samples import Run, assert_same
 
 import packhorse
 from packhorse.disk import SnapshotStore
+from packhorse.errors import CorruptionError
 
 
 def files_of(folder: Path) -> set[str]:
@@ -221,3 +222,37 @@ def test_another_process_s_changes_are_seen(tmp_path: Path) -> None:
     assert other.take("c", {"x": x}).stored_nbytes > 4000  # not in the store any more
     assert_same(one.restore("c"), {"x": x})
     assert one.verify() == []
+
+
+def test_verifying_while_snapshots_are_removed_finds_nothing_wrong(tmp_path: Path) -> None:
+    """What was read is gone: that is no damage, but another listing is needed."""
+    store, writer = SnapshotStore(tmp_path), SnapshotStore(tmp_path)
+    run = Run()
+    for i in range(3):
+        writer.take(str(i), run.step().state())
+    real, removals = store._storage.open, [lambda: writer.prune(keep=2), lambda: writer.delete("1")]
+
+    def open_after_removal(path: str) -> Any:
+        if removals:
+            removals.pop(0)()
+        return real(path)
+
+    store._storage.open = open_after_removal  # type: ignore[method-assign]
+    assert store.verify() == []
+    assert removals == []
+    assert store.names() == ["2"]
+
+
+def test_pruning_says_which_pack_is_lost(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path)
+    store.take("a", {"w": np.arange(999.0)})
+    store.take("b", {"w": np.arange(888.0)})
+    lost = min((tmp_path / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    lost.unlink()
+    with pytest.raises(
+        CorruptionError, match=rf"snapshot 'a': .*{lost.name}: the pack is not there; delete"
+    ):
+        store.prune(keep=2)
+    store.delete("a")
+    store.prune(keep=1)
+    assert store.verify() == []

@@ -16,6 +16,7 @@ from snapshot_samples import Run, assert_same
 
 from packhorse.disk import SnapshotStore
 from packhorse.disk.snapshots import lock
+from packhorse.errors import CorruptionError
 
 pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
@@ -108,3 +109,28 @@ def test_a_killed_writer_and_a_reader_at_work(
     for name in names[:-1]:
         assert_same(writer.restore(name), make_state(int(name[1:])))
     assert writer.verify() == []
+
+
+def test_objects_that_stand_for_folders_and_empty_ones(options: dict[str, Any]) -> None:
+    """A console of S3 makes an empty object for each folder."""
+    import s3fs
+
+    fs = s3fs.S3FileSystem(**options, skip_instance_cache=True)
+    fs.call_s3("put_object", Bucket="bucket", Key="marked/", Body=b"")
+    store = SnapshotStore("s3://bucket/marked/", storage_options=options)
+    assert store.names() == []
+    store.take("a", make_state(1))
+    store.take("b", make_state(2))
+    for folder in ("packs/", "snapshots/", "snapshots/a/"):
+        fs.call_s3("put_object", Bucket="bucket", Key=f"marked/{folder}", Body=b"")
+    (manifest,) = (path for path in fs.find("bucket/marked/snapshots/a") if path.endswith(".json"))
+    fs.pipe_file(manifest, b"")
+    again = SnapshotStore("s3://bucket/marked", storage_options=options)
+    assert again.names() == ["a", "b"]
+    assert_same(again.restore("b"), make_state(2))
+    with pytest.raises(CorruptionError, match=r"^snapshot 'a': s3://bucket/marked/snapshots/a/.*"):
+        again.restore("a")
+    again.take("c", make_state(3))
+    assert [problem.snapshot for problem in again.verify()] == ["a"]
+    fs.pipe_file("bucket/marked/writer.lock", b"")  # nobody's
+    SnapshotStore("s3://bucket/marked", storage_options=options).take("d", {})

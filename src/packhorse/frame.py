@@ -396,6 +396,7 @@ class Frame:
         threads: int | None = None,
         check: bool = True,
         base: Buffer | None = None,
+        base_hash: bytes | None = None,
     ) -> None:
         """Decodes bytes `start` to `stop` of the tensor (C order) into the caller's memory; only
         chunks that the range meets are read.
@@ -409,6 +410,9 @@ class Frame:
             check: compare each chunk's CRC32C first. Without it a damaged payload may decode to
                 wrong data, but never harms.
             base: the bytes of the base, for a frame that has one (`base_hash`).
+            base_hash: the content hash of `base`, from a caller who knows it: it is compared with
+                the one that the frame names, and not computed from all bytes once more. With the
+                hash of something else the output is wrong, or the frame seems to be damaged.
 
         Raises:
             BaseMismatchError: the frame has a base, and none was given, or another.
@@ -430,14 +434,17 @@ class Frame:
         if np.may_share_memory(target, self._data):
             raise ValueError("dst and the frame share memory; decode elsewhere")
         n_threads = resolve_threads(threads)
-        self._decode(target, start, n_threads, self._matching_base(base, n_threads), check=check)
+        units = self._matching_base(base, n_threads, base_hash)
+        self._decode(target, start, n_threads, units, check=check)
 
-    def _matching_base(self, base: Buffer | None, threads: int) -> Base:
+    def _matching_base(
+        self, base: Buffer | None, threads: int, base_hash: bytes | None = None
+    ) -> Base:
         header = self._header
         if header.base is None:
             return NO_BASE
         try:
-            return matching_base(base, header.base, header.dtype, header.nbytes, threads)
+            return matching_base(base, header.base, header.dtype, header.nbytes, threads, base_hash)
         except BaseMismatchError as error:
             raise BaseMismatchError(f"{label(self._name)}{error}") from None
 

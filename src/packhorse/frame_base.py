@@ -135,9 +135,22 @@ def checked_base(
 
 
 def matching_base(
-    buffer: Buffer | None, name: BaseName, dtype: DType, nbytes: int, threads: int
+    buffer: Buffer | None,
+    name: BaseName,
+    dtype: DType,
+    nbytes: int,
+    threads: int,
+    known_hash: bytes | None = None,
 ) -> Base:
     """The base of a frame for unpacking, once it is known to be the one that the frame names.
+
+    Args:
+        buffer: what the caller gave.
+        name: what the frame says.
+        dtype: of the frame.
+        nbytes: of the frame's tensor.
+        threads: how many to use.
+        known_hash: of the buffer's content; None to compute it.
 
     Raises:
         BaseMismatchError: none was given, or another.
@@ -150,7 +163,7 @@ def matching_base(
     expected = nbytes // dtype.unit_nbytes * name.dtype.unit_nbytes
     if data.size != expected:
         raise BaseMismatchError(f"{wanted}, of {expected} bytes; the one given has {data.size}")
-    found = content_hash(data, threads=threads)
+    found = content_hash(data, threads=threads) if known_hash is None else known_hash
     if found != name.content_hash:
         raise BaseMismatchError(f"{wanted}; the one given has {found.hex()}")
     return _base(data, dtype, name.dtype)

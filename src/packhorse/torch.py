@@ -132,18 +132,34 @@ class TorchFramework:
         Raises:
             TypeError: it takes no such tensor.
         """
-        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-            raise TypeError(f"a dense PyTorch tensor is needed, not {_describe(tensor)}")
-        if type(tensor).__name__ == "DTensor":
-            raise TypeError(
-                "a DTensor is spread over processes; take tensor.full_tensor(), or the part of "
-                "this process: tensor.to_local()"
-            )
-        if hasattr(type(tensor), "__tensor_flatten__") or tensor.is_meta:
-            raise TypeError(f"{_describe(tensor)} has no memory of its own to read")
+        words = self.why_unreadable(tensor)
+        if words is not None:
+            raise TypeError(words)
         if tensor.dtype not in _NAMES:
             raise TypeError(f"dtype {tensor.dtype} has no place in safetensors; convert it first")
         return _NAMES[tensor.dtype], tuple(tensor.shape)
+
+    def why_unreadable(self, tensor: Any) -> str | None:
+        """What keeps something from being read as a tensor, whatever its dtype; None for none."""
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.layout != torch.strided
+            or tensor.is_nested
+        ):
+            return f"a dense PyTorch tensor is needed, not {_describe(tensor)}"
+        if type(tensor).__name__ == "DTensor":
+            return (
+                "a DTensor is spread over processes; take tensor.full_tensor(), or the part of "
+                "this process: tensor.to_local()"
+            )
+        if torch.nn.parameter.is_lazy(tensor):
+            return "a parameter has no shape yet; run its module once, then take it"
+        # A subclass that answers for PyTorch's operators itself may have no memory, or mean more
+        # than its memory says.
+        is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        if not is_plain or hasattr(type(tensor), "__tensor_flatten__") or tensor.is_meta:
+            return f"{_describe(tensor)} has no memory of its own to read"
+        return None
 
     def head(self, tensor: torch.Tensor, n: int) -> ByteArray:
         """The bytes of the first elements in C order."""
@@ -191,6 +207,8 @@ def _describe(tensor: Any) -> str:
     if isinstance(tensor, torch.Tensor):
         if tensor.layout != torch.strided:
             return f"one of layout {tensor.layout}"
+        if tensor.is_nested:
+            return "a nested one"
         return f"{type(tensor).__name__} on device {tensor.device}"
     return type(tensor).__name__
 

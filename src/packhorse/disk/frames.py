@@ -6,6 +6,7 @@ names cut to a length for people (`strict_json.py`), so frames are told the shor
 """
 
 import mmap
+import threading
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import BinaryIO
@@ -19,7 +20,7 @@ from packhorse.disk.strict_json import shortened, shown
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
 
-__all__ = ["Window", "check_frame", "map_region", "open_frame"]
+__all__ = ["Scratch", "Window", "check_frame", "map_region", "open_frame"]
 
 
 def map_region(file: BinaryIO, offset: int, nbytes: int) -> memoryview:
@@ -72,6 +73,18 @@ def check_frame(frame: Frame, original: TensorEntry, offset: int) -> None:
             f"shape {list(frame.shape)}, and the recorded header says {original.dtype} of shape "
             f"{list(original.shape)}"
         )
+
+
+class Scratch:
+    """Windows of each thread, by number, for what is decoded on the way to something else."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def take(self, number: int, nbytes: int) -> ByteArray:
+        """So many bytes, in the place of what this thread took before by this number."""
+        windows: dict[str, Window] = self._local.__dict__
+        return windows.setdefault(str(number), Window()).take(nbytes)
 
 
 class Window:

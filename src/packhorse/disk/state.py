@@ -21,9 +21,11 @@ from packhorse.disk.strict_json import check_text, shortened, shown
 from packhorse.errors import CorruptionError, blaming
 
 __all__ = [
+    "MAX_DEPTH",
     "Keys",
     "Leaf",
     "Selection",
+    "check_depth",
     "decode_state",
     "encode_state",
     "find_tensors",
@@ -34,7 +36,7 @@ __all__ = [
 # Top-level names, dotted paths or a predicate on paths: what a caller wants of a state.
 Keys: TypeAlias = Iterable[str] | Callable[[str], bool]
 
-_MAX_DEPTH = 64  # of nested containers; a state that contains itself ends here
+MAX_DEPTH = 64  # of nested containers; a state that contains itself ends here
 _MAX_INT_BITS = 8192
 _MAX_PATH_LENGTH = 1 << 15  # or a long key above many short ones would take hours to walk
 _FLOAT = struct.Struct(">d")
@@ -85,13 +87,17 @@ def find_tensors(state: object) -> dict[str, Leaf]:
 
     Raises:
         TypeError: `state` is no container, or holds a tensor that cannot be kept.
-        ValueError: it is nested too deeply.
+        ValueError: it is nested too deeply, or two tensors have the same path.
     """
     if not isinstance(state, dict | list | tuple):
         raise TypeError(f"a state is a dict, a list or a tuple, not {type(state).__name__}")
     leaves: list[Leaf] = []
     _find(state, "", 0, leaves)
-    return {leaf.path: leaf for leaf in leaves}
+    found: dict[str, Leaf] = {}
+    for leaf in leaves:
+        if found.setdefault(leaf.path, leaf) is not leaf:
+            raise ValueError(f"two tensors stand at {shortened(leaf.path)!r}")
+    return found
 
 
 def _find(value: object, path: str, depth: int, leaves: list[Leaf]) -> None:
@@ -99,7 +105,7 @@ def _find(value: object, path: str, depth: int, leaves: list[Leaf]) -> None:
         _check_depth(path, depth)
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in pairs:
-            _find(item, path_below(path, key), depth + 1, leaves)
+            _find(item, path_below(path, _plain(key)), depth + 1, leaves)
     elif (framework := framework_of(value)) is not None:
         leaves.append(_leaf(value, path, framework))
 
@@ -122,6 +128,7 @@ def _encode(value: object, path: str, depth: int, leaves: list[Leaf]) -> Any:
     if isinstance(value, dict | list | tuple):
         _check_depth(path, depth)
     if isinstance(value, dict):
+        _check_keys(value, path)
         return {"dict": [_pair(item, path, depth, leaves) for item in value.items()]}
     if isinstance(value, list | tuple):
         items = [_encode(v, path_below(path, i), depth + 1, leaves) for i, v in enumerate(value)]
@@ -131,18 +138,36 @@ def _encode(value: object, path: str, depth: int, leaves: list[Leaf]) -> Any:
         raise TypeError(
             f"{shortened(path)}: {type(value).__name__} cannot be kept; a state holds "
             "tensors, dicts, lists, tuples, strings, numbers, booleans and None"
+            + ("; its item() can be kept" if hasattr(value, "item") else "")
         )
     leaves.append(_leaf(value, path, framework))
     return {"tensor": len(leaves) - 1}
 
 
+def _check_keys(value: dict[Any, Any], path: str) -> None:
+    for key in value:
+        if not (key is None or isinstance(key, str | int | float)):
+            raise TypeError(
+                f"{shortened(path) or 'the state'}: a key of type {type(key).__name__}; keys are "
+                "strings, numbers, booleans or None"
+            )
+        if isinstance(key, int):
+            _integer(key, path)
+    if len({_plain(key) for key in value}) != len(value):
+        raise ValueError(f"{shortened(path) or 'the state'}: two keys are equal as plain values")
+
+
+def _plain(key: object) -> object:
+    """A key as it comes back: the members of an enumeration, for one, have another `repr`."""
+    if isinstance(key, str):
+        return str.__str__(key)
+    if isinstance(key, bool) or not isinstance(key, int | float):
+        return key
+    return int(key) if isinstance(key, int) else float(key)
+
+
 def _pair(item: tuple[object, object], path: str, depth: int, leaves: list[Leaf]) -> list[Any]:
-    key, value = item
-    if not (key is None or isinstance(key, str | int | float)):
-        raise TypeError(
-            f"{shortened(path) or 'the state'}: a key of type {type(key).__name__}; keys are "
-            "strings, numbers, booleans or None"
-        )
+    key, value = _plain(item[0]), item[1]
     below = path_below(path, key)
     if len(below) > _MAX_PATH_LENGTH:
         raise ValueError(f"{shortened(below)}: a path of more than {_MAX_PATH_LENGTH} characters")
@@ -165,16 +190,29 @@ def _real(value: float) -> Any:
     return float(value) if math.isfinite(value) else {"float": _FLOAT.pack(value).hex()}
 
 
+def check_depth(value: object, depth: int) -> None:
+    """Refuse JSON values that are nested more than `depth` deep: a reader may have less room.
+
+    Raises:
+        ValueError: they are.
+    """
+    if isinstance(value, dict | list):
+        if depth == 0:
+            raise ValueError(f"nested more than {MAX_DEPTH} deep")
+        for item in value.values() if isinstance(value, dict) else value:
+            check_depth(item, depth - 1)
+
+
 def _check_depth(path: str, depth: int) -> None:
-    if depth >= _MAX_DEPTH:
-        raise ValueError(f"{shortened(path)}: nested more than {_MAX_DEPTH} deep")
+    if depth >= MAX_DEPTH:
+        raise ValueError(f"{shortened(path)}: nested more than {MAX_DEPTH} deep")
 
 
 def path_below(path: str, key: object) -> str:
     """The path of what stands at a key of the container at `path`."""
     if not isinstance(key, str):
         return f"{path}[{key!r}]"
-    return f"{path}.{key}" if path else str.__str__(key)
+    return f"{path}.{key}" if path else key
 
 
 class Selection:
@@ -226,8 +264,8 @@ class _Decoder:
 
     def decode(self, value: object, path: str, depth: int) -> Any:
         """A value of the state, or `_ABSENT` if nothing in it is wanted."""
-        if depth > _MAX_DEPTH:
-            raise CorruptionError(f"{shortened(path)}: nested more than {_MAX_DEPTH} deep")
+        if depth > MAX_DEPTH:
+            raise CorruptionError(f"{shortened(path)}: nested more than {MAX_DEPTH} deep")
         if isinstance(value, list):
             return self._items(value, path, depth)
         if not isinstance(value, dict):

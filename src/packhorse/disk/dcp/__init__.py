@@ -2,8 +2,8 @@
 
 What PyTorch calls a storage: it plans who writes and who reads what, across ranks and for any
 sharding, and this stores shards as frames and finds the parts of them that a read needs
-(docs/dcp.md). `storage` is where files lie, `packs` and `manifest` what they hold, `regions` the
-geometry of a read.
+(docs/dcp.md). `packs` and `manifest` are what files hold, `regions` the geometry of a read;
+`disk/storage.py` knows where files lie.
 """
 
 from packhorse.errors import MissingBackendError

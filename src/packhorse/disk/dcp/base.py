@@ -9,10 +9,10 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.dcp.manifest import parse_manifest
+from packhorse.disk.dcp.manifest import read_manifest
 from packhorse.disk.dcp.open_frames import OpenFrames
 from packhorse.disk.dcp.shards import FrameRef, StoredShard, dtype_name
-from packhorse.disk.dcp.storage import Storage
+from packhorse.disk.storage import Storage
 
 __all__ = ["BaseCheckpoint"]
 
@@ -32,7 +32,7 @@ class BaseCheckpoint:
             FileNotFoundError: there is none.
             ValueError: the two are on different file systems.
         """
-        metadata = parse_manifest(base.read(manifest), base.path(manifest))
+        metadata = read_manifest(base, manifest)
         self._shards: dict[MetadataIndex, StoredShard] = metadata.storage_data
         self._base = base
         self._new = new

@@ -39,13 +39,22 @@ from packhorse.disk.dcp.shards import (
     frame_form,
     torch_dtype,
 )
+from packhorse.disk.storage import Storage
 from packhorse.disk.strict_json import check_text, parse_json, shown
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.layout import DTYPE_BY_NAME, MAX_BITS, MAX_DIMS
 
-__all__ = ["MAX_DELTAS", "is_rank_manifest", "manifest_name", "parse_manifest", "render_manifest"]
+__all__ = [
+    "MAX_DELTAS",
+    "is_rank_manifest",
+    "manifest_name",
+    "parse_manifest",
+    "read_manifest",
+    "render_manifest",
+]
 
 MAX_DELTAS = 8  # frames to decode before the one that is wanted
+_MAX_NBYTES = 1 << 30
 _MAX_LIST = 1 << 24  # members of a list, which PyTorch fills up to the highest index it is given
 _VERSION = 1
 _FORMAT = "packhorse.dcp"
@@ -207,6 +216,16 @@ def _render_storage_meta(meta: StorageMeta | None) -> dict[str, Any] | None:
         return None
     where = None if meta.checkpoint_id is None else _text(str(meta.checkpoint_id))
     return {"checkpoint_id": where, "save_id": meta.save_id, "modules": list(meta.modules)}
+
+
+def read_manifest(storage: Storage, name: str) -> Metadata:
+    """The manifest of this name, checked.
+
+    Raises:
+        CorruptionError, CompatibilityError: as `parse_manifest`.
+        FileNotFoundError: there is none.
+    """
+    return parse_manifest(storage.read(name, _MAX_NBYTES), storage.label(name))
 
 
 def parse_manifest(data: bytes, label: str) -> Metadata:
@@ -378,7 +397,9 @@ def _string_or_none(value: Any) -> str | None:
 
 def _path(value: Any) -> str:
     path = _string(value)
-    if path.startswith("/") or "://" in path or not is_pack_name(posixpath.basename(path)):
+    is_relative = not path.startswith("/") and "://" not in path
+    is_plain = posixpath.normpath(path) == path
+    if not is_relative or not is_plain or not is_pack_name(posixpath.basename(path)):
         raise ValueError(f"{shown(path)} is not the relative path of a pack file")
     return path
 

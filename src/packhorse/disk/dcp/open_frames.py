@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
+from packhorse.codecs.content import content_hash
 from packhorse.disk.dcp.shards import FrameRef
-from packhorse.disk.dcp.storage import FileBytes, Storage
+from packhorse.disk.frames import Scratch
+from packhorse.disk.storage import Object, Storage
 from packhorse.disk.strict_json import shortened, shown
-from packhorse.errors import CorruptionError, blaming
+from packhorse.errors import CorruptionError, TruncationError, blaming
 from packhorse.frame import Frame
 
 __all__ = ["OpenFrames"]
@@ -23,11 +25,11 @@ class OpenFrames:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._files: dict[str, FileBytes] = {}
-        self._paths: dict[str, str] = {}
+        self._files: dict[str, Object] = {}
         self._frames: dict[FrameRef, Frame] = {}
         self._names: dict[FrameRef, str] = {}
         self._memory: dict[FrameRef, ByteArray] = {}
+        self._scratch = Scratch()
 
     def open(self, wanted: Mapping[FrameRef, str]) -> int:
         """Open frames, and those that they are deltas to.
@@ -43,7 +45,7 @@ class OpenFrames:
         }
         for ref in new:
             file = self._file(ref)
-            self._memory[ref] = file.region(ref.offset, ref.nbytes)
+            self._memory[ref] = file.sketch(ref.offset, ref.nbytes)
         self._fetch([(ref, 0, min(ref.nbytes, _PEEK_NBYTES)) for ref in new])
         for ref, name in new.items():
             self._frames[ref] = self._checked(ref, name)
@@ -83,22 +85,50 @@ class OpenFrames:
             dst: where they go.
             start: first byte.
             stop: one past the last.
-            base: all bytes of the tensor that the frame is a delta to, if it is one.
+            base: all bytes of the tensor that the frame is a delta to, if it is one; their hash is
+                known to be right, or that of what comes of them is going to be compared.
             threads: how many to use.
         """
+        base_hash = None if ref.base is None else bytes.fromhex(ref.base.content_hash)
         with blaming(self._path(ref)):
-            self[ref].decompress_into(dst, start=start, stop=stop, threads=threads, base=base)
+            self[ref].decompress_into(
+                dst, start=start, stop=stop, threads=threads, base=base, base_hash=base_hash
+            )
 
     def whole(self, ref: FrameRef, threads: int) -> ByteArray:
-        """All bytes of a tensor, after those that it builds upon one by one."""
-        data: ByteArray | None = None
-        for at in reversed(list(ref.chain())):
-            nbytes = self[at].logical_nbytes
-            dst = np.empty(nbytes, np.uint8)
-            self.decode(at, dst, 0, nbytes, base=data, threads=threads)
-            data = dst
-        assert data is not None  # a chain has at least one frame
+        """All bytes of a tensor, after those that it builds upon one by one.
+
+        Raises:
+            CorruptionError: a frame of the chain is bad, or holds something else than it says.
+        """
+        data = np.empty(self[ref].logical_nbytes, np.uint8)
+        try:
+            self._decode_chain(ref, data, threads, check=False)
+            self._check_hash(ref, data, threads)
+        except CorruptionError:
+            self._decode_chain(ref, data, threads, check=True)  # which link is it?
+            raise
         return data
+
+    def _decode_chain(self, ref: FrameRef, data: ByteArray, threads: int, *, check: bool) -> None:
+        links = list(ref.chain())
+        base: ByteArray | None = None
+        for i in reversed(range(len(links))):
+            nbytes = self[links[i]].logical_nbytes
+            dst = self._scratch.take(i % 2, nbytes) if i else data
+            if check and base is not None:
+                self._check_hash(links[i + 1], base, threads)
+            self.decode(links[i], dst, 0, nbytes, base=base, threads=threads)
+            base = dst
+
+    def _check_hash(self, ref: FrameRef, data: ByteArray, threads: int) -> None:
+        digest = content_hash(data, threads=threads).hex()
+        if digest != ref.content_hash:
+            raise CorruptionError(
+                f"{self._path(ref)}: tensor {shown(self._names[ref])} at byte {ref.offset}: the "
+                f"content hash of the decoded bytes is {digest}, and the manifest says "
+                f"{ref.content_hash}"
+            )
 
     def drop(self, refs: Iterable[FrameRef]) -> None:
         """Forget frames that will not be needed again, and what was fetched of them."""
@@ -106,21 +136,25 @@ class OpenFrames:
             self._frames.pop(ref, None)
             self._memory.pop(ref, None)
 
-    def _file(self, ref: FrameRef) -> FileBytes:
+    def _file(self, ref: FrameRef) -> Object:
         if ref.file not in self._files:
             try:
-                self._files[ref.file] = self._storage.open(ref.file, ref.file_nbytes)
+                file = self._storage.open(ref.file)
             except FileNotFoundError as error:
                 raise CorruptionError(
-                    f"{self._path(ref)}: is not there, and the checkpoint {self._storage.label} "
+                    f"{self._path(ref)}: is not there, and the checkpoint {self._storage.label()} "
                     "needs it"
                 ) from error
+            if file.nbytes != ref.file_nbytes:
+                raise TruncationError(
+                    f"{self._path(ref)}: has {file.nbytes} bytes, and the manifest says "
+                    f"{ref.file_nbytes}; get the file again"
+                )
+            self._files[ref.file] = file
         return self._files[ref.file]
 
     def _path(self, ref: FrameRef) -> str:
-        if ref.file not in self._paths:
-            self._paths[ref.file] = self._storage.path(ref.file)
-        return self._paths[ref.file]
+        return self._storage.label(ref.file)
 
     def _fetch(self, parts: Iterable[tuple[FrameRef, int, int]]) -> None:
         by_file: dict[str, list[tuple[ByteArray, int]]] = {}
@@ -129,7 +163,7 @@ class OpenFrames:
             place = self._memory[ref][start:stop], ref.offset + start
             by_file.setdefault(ref.file, []).append(place)
         for name, ranges in by_file.items():
-            self._files[name].fetch(ranges)
+            self._files[name].fill(ranges)
 
     def _checked(self, ref: FrameRef, name: str) -> Frame:
         with blaming(self._path(ref)):

@@ -14,14 +14,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from packhorse.disk.dcp.storage import Sink, Storage
 from packhorse.disk.header import LENGTH_NBYTES, METADATA_KEY
+from packhorse.disk.storage import Sink, Storage
 from packhorse.disk.strict_json import check_text
 from packhorse.errors import CompatibilityError
 from packhorse.frame import Frame
 from packhorse.layout import FILE_ALIGNMENT, MAX_FILE_HEADER_NBYTES
 
-__all__ = ["PackFile", "is_pack_name", "split_volumes"]
+__all__ = ["PackFile", "is_pack_name", "max_file_nbytes", "split_volumes"]
 
 _NAME = re.compile(r"shards-[0-9a-f]{16}-(\d+)-\d+\.safetensors")
 _METADATA = {"format": "packhorse.dcp"}
@@ -29,12 +29,19 @@ _METADATA = {"format": "packhorse.dcp"}
 _ENTRY_NBYTES = len(',:{"dtype":"U8","shape":[],"data_offsets":[,]}') + 3 * 19
 # A file of more tensors would have an unwieldy header, far below safetensors' own limit.
 _MAX_ENTRIES = 50_000
+_MAX_LOCAL_NBYTES = 1 << 36
+_MAX_REMOTE_NBYTES = 1 << 28  # as many are put at once
 
 
 def is_pack_name(name: str, rank: int | None = None) -> bool:
     """Whether a file in the folder of a checkpoint is one of these, and of this rank if given."""
     match = _NAME.fullmatch(name)
     return match is not None and (rank is None or int(match[1]) == rank)
+
+
+def max_file_nbytes(storage: Storage) -> int:
+    """How many bytes of tensors go to one file."""
+    return _MAX_LOCAL_NBYTES if storage.is_local else _MAX_REMOTE_NBYTES
 
 
 def split_volumes(sizes: Sequence[int], max_nbytes: int) -> Iterator[range]:
@@ -106,7 +113,11 @@ class PackFile:
         if self._context is None or self._sink is None:
             return
         if kind is None:
-            self._sink.patch(0, self._prefix())
+            try:
+                self._sink.patch(0, self._prefix())
+            except BaseException as failure:
+                self._context.__exit__(type(failure), failure, failure.__traceback__)
+                raise
         self._context.__exit__(kind, error, trace)
 
     def _prefix(self) -> bytes:

@@ -31,11 +31,11 @@ from torch.futures import Future
 
 from packhorse.arguments import resolve_threads
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.dcp.manifest import manifest_name, parse_manifest
+from packhorse.disk.dcp.manifest import manifest_name, read_manifest
 from packhorse.disk.dcp.open_frames import OpenFrames
 from packhorse.disk.dcp.regions import Piece, cut_box, strides_of
 from packhorse.disk.dcp.shards import FrameRef, StoredShard, torch_dtype
-from packhorse.disk.dcp.storage import Storage, is_location, open_storage
+from packhorse.disk.storage import Storage, is_location, open_storage
 from packhorse.disk.strict_json import shown
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.threads import batches, map_tensors
@@ -126,8 +126,7 @@ class PackhorseReader(StorageReader):
             CorruptionError, CompatibilityError: it is damaged, or too new.
             FileNotFoundError: there is no checkpoint.
         """
-        storage, name = self._storage(), manifest_name(kwargs.get("rank"))
-        metadata = parse_manifest(storage.read(name), storage.path(name))
+        metadata = read_manifest(self._storage(), manifest_name(kwargs.get("rank")))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self._load_id
         return metadata
@@ -259,6 +258,7 @@ class _Load:
     threads: int
     stats: ReadStats
     _targets: dict[int, torch.Tensor] = field(default_factory=dict)
+    _bases: dict[FrameRef, ByteArray] = field(default_factory=dict)  # whole, for the runs at hand
 
     def values(self, items: Sequence[ReadItem], *, trusted: bool) -> None:
         """Decodes values that are not tensors, looks at all of them, and hands them over."""
@@ -298,6 +298,8 @@ class _Load:
                     self._commit(use.item)
             n_runs.subtract(ref for run in part for ref in run.ref.chain())
             self.frames.drop(ref for run in part for ref in run.ref.chain() if not n_runs[ref])
+            following = runs[batch.stop].ref.base if batch.stop < len(runs) else None
+            self._bases = {ref: data for ref, data in self._bases.items() if ref == following}
 
     def _pieces(self, item: ReadItem, shard: StoredShard) -> list[Piece]:
         chunk_nbytes = self.frames[shard.frame].chunk_nbytes
@@ -335,28 +337,28 @@ class _Load:
             )
 
     def _decode(self, runs: Sequence[_Run]) -> None:
-        bases = {run.ref.base: run.ref for run in runs if run.ref.base is not None}
+        needed = dict.fromkeys(run.ref.base for run in runs if run.ref.base is not None)
+        order = [base for base in needed if base not in self._bases]
         self.frames.fetch(
             [(run.ref, run.start, run.stop) for run in runs]
-            + [(at, 0, self._nbytes(at)) for base in bases for at in base.chain()]
+            + [(at, 0, self._nbytes(at)) for base in order for at in base.chain()]
         )
-        order = list(bases)
         found = map_tensors(
             lambda i, threads: self.frames.whole(order[i], threads),
             [self._nbytes(base) for base in order],
             self.threads,
         )
-        whole = dict(zip(order, found, strict=True))
+        self._bases.update(zip(order, found, strict=True))
 
         def decode(i: int, threads: int) -> None:
             run = runs[i]
-            base = None if run.ref.base is None else whole[run.ref.base]
+            base = None if run.ref.base is None else self._bases[run.ref.base]
             self.frames.decode(run.ref, run.dst, run.start, run.stop, base=base, threads=threads)
 
         map_tensors(decode, [run.nbytes for run in runs], self.threads)
         for run in runs:
             self._count(run.ref, run.start, run.stop)
-        for base in bases:
+        for base in order:
             for at in base.chain():
                 self._count(at, 0, self._nbytes(at))
 

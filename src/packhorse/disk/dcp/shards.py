@@ -103,19 +103,26 @@ def frame_form(dtype: torch.dtype | None, shape: tuple[int, ...]) -> tuple[str, 
     return (name, shape) if name else ("U8", (math.prod(shape) * dtype.itemsize,))
 
 
-def readable(value: Any) -> tuple[ByteArray, torch.dtype | None, tuple[int, ...]]:
+def readable(value: Any, name: str) -> tuple[ByteArray, torch.dtype | None, tuple[int, ...]]:
     """The bytes of what a planner gives, its dtype (None for bytes) and its shape.
+
+    Args:
+        value: a tensor, or a `BytesIO`.
+        name: for messages.
 
     Raises:
         TypeError: neither a dense tensor nor a `BytesIO`.
     """
     if not isinstance(value, torch.Tensor):
         if not hasattr(value, "getbuffer"):
-            raise TypeError(f"a planner gave {type(value).__name__}, not a tensor or BytesIO")
+            found = type(value).__name__
+            raise TypeError(f"{name!r}: a planner gave {found}, not a tensor or BytesIO")
         data = np.frombuffer(value.getbuffer(), np.uint8)
         return data, None, (data.size,)
-    if value.layout != torch.strided or value.is_quantized:
-        what = "quantized" if value.is_quantized else f"of layout {value.layout}"
-        raise TypeError(f"a tensor is {what}; only dense ones can be stored")
+    what = FRAMEWORK.why_unreadable(value)
+    if what is None and value.is_quantized:
+        what = "a dense tensor is needed, not a quantized one"
+    if what is not None:
+        raise TypeError(f"{name!r}: {what}")
     plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return FRAMEWORK.writable(plain), value.dtype, tuple(value.shape)

@@ -33,9 +33,9 @@ from packhorse.codecs.content import content_hash
 from packhorse.disk.atomic import is_temporary
 from packhorse.disk.dcp.base import BaseCheckpoint
 from packhorse.disk.dcp.manifest import MAX_DELTAS, is_rank_manifest, manifest_name, render_manifest
-from packhorse.disk.dcp.packs import PackFile, is_pack_name, split_volumes
+from packhorse.disk.dcp.packs import PackFile, is_pack_name, max_file_nbytes, split_volumes
 from packhorse.disk.dcp.shards import FrameRef, StoredShard, dtype_name, frame_form, readable
-from packhorse.disk.dcp.storage import Storage, is_location, open_storage
+from packhorse.disk.storage import Storage, is_location, open_storage
 from packhorse.disk.strict_json import shortened
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
 from packhorse.layout import Level
@@ -116,16 +116,16 @@ class PackhorseWriter(StorageWriter):
             ValueError: `base` is on another file system.
         """
         storage = self._storage()
-        storage.prepare()
+        storage.make()
         decides = self._is_coordinator or self._own_manifest
         if decides and not self._overwrite and storage.exists(self._manifest_name()):
             raise FileExistsError(
-                f"{storage.label}: there is a checkpoint already; allow replacing it "
+                f"{storage.label()}: there is a checkpoint already; allow replacing it "
                 "(overwrite=True) or name another"
             )
         if self._own_manifest and storage.exists(manifest_name()):
             raise FileExistsError(
-                f"{storage.label}: holds a checkpoint of all ranks, which would hide those of "
+                f"{storage.label()}: holds a checkpoint of all ranks, which would hide those of "
                 "single ones (use_collectives=False); name another"
             )
         self._base = None
@@ -179,7 +179,7 @@ class PackhorseWriter(StorageWriter):
         except (TypeError, ValueError):
             _remove(storage, [n for n in needed if is_pack_name(n) and n not in self._older])
             raise
-        storage.commit(self._manifest_name(), manifest)
+        storage.put(self._manifest_name(), manifest, replace=True)
         with suppress(OSError):  # the checkpoint is there; the next save tries again
             _remove(storage, [n for n in storage.names() if self._is_old(n) and n not in needed])
 
@@ -257,7 +257,7 @@ class _Job:
     def volumes(self, items: Sequence[WriteItem]) -> Iterator[list[WriteResult]]:
         """Writes one pack file after the other, and yields what is in each."""
         sizes = [_expected_nbytes(item) for item in items]
-        for number, volume in enumerate(split_volumes(sizes, self._storage.max_file_nbytes)):
+        for number, volume in enumerate(split_volumes(sizes, max_file_nbytes(self._storage))):
             run = items[volume.start : volume.stop]
             names = [_tensor_name(item) for item in run]
             with PackFile(self._storage, self._rank, number, names) as pack:
@@ -315,7 +315,7 @@ class _Job:
         return self._known[key]
 
     def _resolve(self, item: WriteItem) -> _Part:
-        data, dtype, shape = readable(self._planner.resolve_data(item))
+        data, dtype, shape = readable(self._planner.resolve_data(item), shortened(item.index.fqn))
         wanted = None if item.tensor_data is None else tuple(item.tensor_data.chunk.sizes)
         if wanted is not None and (dtype is None or shape != wanted):
             raise ValueError(

@@ -1,7 +1,7 @@
 """Snapshots of training states: `SnapshotStore` (docs/snapshots.md).
 
-`state`, `names` and `manifest` are text in, text out; `backend`, `remote` and `lock` know file
-systems; `packs` and `chains` frames; `catalog` says what is there; `writer` is the one writer;
+`state`, `names` and `manifest` are text in, text out; `lock` and, outside, `disk/storage.py` know
+file systems; `packs` and `chains` frames; `catalog` says what is there; `writer` is the one writer;
 `take`, `restore`, `check`, `compare`, `prune` and `staging` do the work, `sources` and `export` for
 files; `store` is what callers see.
 """

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
 
-from packhorse.disk.snapshots.backend import Storage
+from packhorse.disk.atomic import is_temporary
 from packhorse.disk.snapshots.manifest import (
     MAX_MANIFEST_NBYTES,
     Content,
@@ -26,10 +26,10 @@ from packhorse.disk.snapshots.names import (
     SNAPSHOTS,
     STORE_FILE,
     ManifestFile,
-    is_temporary,
     parse_manifest_file,
     quote_name,
 )
+from packhorse.disk.storage import Storage
 from packhorse.errors import PackhorseError
 
 __all__ = ["Catalog", "Index", "Listing"]
@@ -81,7 +81,8 @@ class Catalog:
             return None
 
     def make(self) -> None:
-        """Make the store if there is none."""
+        """Make the store if there is none; somebody may have removed it since it was seen."""
+        self._is_checked = False
         if not self.is_there():
             self._storage.put(STORE_FILE, render_store_file())
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
+from packhorse.disk.frames import Scratch
 from packhorse.disk.snapshots.manifest import FrameRef
 from packhorse.disk.snapshots.packs import PackReader
 from packhorse.disk.strict_json import shortened
@@ -72,9 +73,9 @@ class Chain:
                     "needs another base than the manifest says"
                 )
 
-    def verify(self, threads: int) -> None:
-        """Decode the tensor to memory of its own and compare all checksums and hashes; a full frame
-        takes a window of memory alone.
+    def verify(self, threads: int, scratch: Scratch) -> None:
+        """Decode the tensor and compare all checksums and the hash of each link; a full frame takes
+        a window of memory alone.
 
         Raises:
             CorruptionError: what is wrong.
@@ -83,39 +84,47 @@ class Chain:
             with blaming(self._labels[0]):
                 self._frames[0].verify(threads=threads)
         else:
-            self.decode_into(np.empty(self._links[0].logical_nbytes, np.uint8), threads)
+            dst = scratch.take(2, self._links[0].logical_nbytes)
+            self._decode_links(dst, threads, scratch, check=True)
+            self._check_hash(dst, threads)
 
-    def decode(self, threads: int) -> ByteArray:
+    def decode(self, threads: int, scratch: Scratch) -> ByteArray:
         """The bytes of the tensor, in memory of their own; raises as `decode_into`."""
         data = np.empty(self._links[0].logical_nbytes, np.uint8)
-        self.decode_into(data, threads)
+        self.decode_into(data, threads, scratch)
         return data
 
-    def decode_into(self, dst: ByteArray, threads: int) -> None:
+    def decode_into(self, dst: ByteArray, threads: int, scratch: Scratch) -> None:
         """Decode the tensor.
 
         Args:
             dst: memory of exactly its size; every second link passes through it.
             threads: how many to use.
+            scratch: for the other links.
 
         Raises:
             CorruptionError: a frame is bad, or the tensor is not the one that is named.
         """
-        nothing = free = np.empty(0, np.uint8)
+        # The hash of the tensor itself proves the whole chain.
+        try:
+            self._decode_links(dst, threads, scratch, check=False)
+            self._check_hash(dst, threads)
+        except CorruptionError:
+            self._decode_links(dst, threads, scratch, check=True)  # which link is it?
+            raise
+
+    def _decode_links(self, dst: ByteArray, threads: int, scratch: Scratch, *, check: bool) -> None:
         base: ByteArray | None = None
         for i in reversed(range(len(self._links))):
             nbytes = self._links[i].logical_nbytes
-            if i % 2 == 0 and nbytes == dst.size:
-                place = dst
-            else:
-                place = free if free.size == nbytes else np.empty(nbytes, np.uint8)
+            is_dst = i % 2 == 0 and nbytes == dst.size
+            place = dst if is_dst else scratch.take(i % 2, nbytes)
+            base_hash = None if base is None or check else self._links[i + 1].content[0]
             with blaming(self._labels[i]):
-                _decode(self._frames[i], place, base, threads)
-            if base is not None and base is not dst:
-                free = base
-            elif place is free:
-                free = nothing
+                _decode(self._frames[i], place, base, base_hash, threads)
             base = place
+
+    def _check_hash(self, dst: ByteArray, threads: int) -> None:
         digest = content_hash(dst, threads=threads)
         if digest != self._links[0].content[0]:
             raise CorruptionError(
@@ -124,8 +133,10 @@ class Chain:
             )
 
 
-def _decode(frame: Frame, dst: ByteArray, base: ByteArray | None, threads: int) -> None:
+def _decode(
+    frame: Frame, dst: ByteArray, base: ByteArray | None, base_hash: bytes | None, threads: int
+) -> None:
     try:
-        frame.decompress_into(dst, threads=threads, base=base)
+        frame.decompress_into(dst, threads=threads, base=base, base_hash=base_hash)
     except BaseMismatchError as error:  # the frame below was not what it said it was
         raise CorruptionError(str(error)) from error

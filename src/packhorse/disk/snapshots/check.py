@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+from packhorse.disk.frames import Scratch
 from packhorse.disk.results import Progress
-from packhorse.disk.snapshots.backend import Storage
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.chains import Chain
 from packhorse.disk.snapshots.manifest import FrameRef, Manifest
 from packhorse.disk.snapshots.names import ManifestFile, pack_path
 from packhorse.disk.snapshots.packs import PackReader
 from packhorse.disk.snapshots.results import SnapshotProblem
+from packhorse.disk.storage import Storage
 from packhorse.disk.strict_json import shortened
 from packhorse.errors import PackhorseError
 from packhorse.threads import batches, map_tensors
@@ -24,6 +25,8 @@ from packhorse.threads import batches, map_tensors
 __all__ = ["verify_snapshots"]
 
 _Key = tuple[str, int]
+
+_MAX_TRIES = 5
 
 
 def verify_snapshots(
@@ -40,18 +43,24 @@ def verify_snapshots(
     Raises:
         ValueError: there is no such snapshot.
     """
-    catalog = Catalog(storage)  # that remembers nothing
-    listing = catalog.listing()
-    if name is not None and name not in listing:
-        catalog.load(name)
-    problems: list[SnapshotProblem] = []
-    manifests: list[Manifest] = []
-    for snapshot, files in listing.items():
-        if name in (None, snapshot):
-            problems += _read(storage, catalog, files, manifests)
-    with PackReader(storage) as reader:
-        checker = _Checker(storage, reader, manifests, threads, progress)
-        return problems + checker.packs() + checker.frames()
+    for _ in range(_MAX_TRIES):
+        catalog = Catalog(storage)  # that remembers nothing
+        listing = catalog.listing()
+        if name is not None and name not in listing:
+            catalog.load(name)
+        problems: list[SnapshotProblem] = []
+        manifests: list[Manifest] = []
+        for snapshot, files in listing.items():
+            if name in (None, snapshot):
+                problems += _read(storage, catalog, files, manifests)
+        with PackReader(storage) as reader:
+            checker = _Checker(storage, reader, manifests, threads, progress)
+            problems += checker.packs() + checker.frames()
+        bad = {problem.snapshot for problem in problems}
+        now = catalog.listing() if bad else {}
+        if all(now.get(snapshot) == listing[snapshot] for snapshot in bad):
+            break  # else a writer has removed or moved what was read
+    return problems
 
 
 def _read(
@@ -62,10 +71,10 @@ def _read(
         try:
             manifests.append(catalog.load_file(file))
             return
-        except PackhorseError as error:
-            yield SnapshotProblem(file.snapshot, None, storage.label(file.path), str(error))
         except FileNotFoundError:
             continue  # replaced in the meantime
+        except (PackhorseError, OSError) as error:
+            yield SnapshotProblem(file.snapshot, None, storage.label(file.path), str(error))
 
 
 class _Checker:
@@ -83,6 +92,7 @@ class _Checker:
         self._threads = threads
         self._progress = progress
         self._missing: set[str] = set()
+        self._scratch = Scratch()
 
     def packs(self) -> list[SnapshotProblem]:
         """What is wrong with packs as files, told for each snapshot that needs them."""
@@ -111,7 +121,7 @@ class _Checker:
             self._reader.check_header(pack, frames)
         except PackhorseError as error:
             return str(error)
-        except FileNotFoundError as error:
+        except OSError as error:  # it is not there, or cannot be read
             self._missing.add(pack)
             return str(error)
         return None
@@ -160,8 +170,8 @@ class _Checker:
     def _check_chain(self, frames: list[FrameRef], k: int, threads: int) -> str | None:
         frame = frames[k]
         try:
-            Chain(self._reader, frame, None).verify(threads)
-        except (PackhorseError, FileNotFoundError) as error:
+            Chain(self._reader, frame, None).verify(threads, self._scratch)
+        except (PackhorseError, OSError) as error:
             return str(error)
         return None
 

@@ -14,14 +14,15 @@ import numpy as np
 
 from packhorse.arguments import resolve_framework
 from packhorse.codecs.base import ByteArray
+from packhorse.disk.frames import Scratch
 from packhorse.disk.results import Progress
-from packhorse.disk.snapshots.backend import Storage
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.chains import Chain
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
 from packhorse.disk.snapshots.packs import PackReader
 from packhorse.disk.snapshots.restore import read_newest
 from packhorse.disk.snapshots.results import Change, TensorDiff
+from packhorse.disk.storage import Storage
 from packhorse.errors import CompatibilityError, blaming
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.threads import map_tensors
@@ -100,7 +101,7 @@ def _diff(
 
 
 def _decode(reader: PackReader, tensor: TensorRef, threads: int) -> ByteArray:
-    return Chain(reader, tensor.frame, tensor.path).decode(threads)
+    return Chain(reader, tensor.frame, tensor.path).decode(threads, Scratch())
 
 
 @dataclass(slots=True)

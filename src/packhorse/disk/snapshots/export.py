@@ -16,9 +16,9 @@ from typing import Any
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.atomic import atomic_file, check_output_file
 from packhorse.disk.container import write_packed
+from packhorse.disk.frames import Scratch
 from packhorse.disk.header import FileHeader, build_header
 from packhorse.disk.results import Progress
-from packhorse.disk.snapshots.backend import Storage
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.chains import Chain
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
@@ -26,6 +26,7 @@ from packhorse.disk.snapshots.packs import PackReader
 from packhorse.disk.snapshots.restore import check_limit, read_newest
 from packhorse.disk.snapshots.results import RestoredFile
 from packhorse.disk.state import Keys, list_state
+from packhorse.disk.storage import Storage
 from packhorse.disk.strict_json import shortened
 from packhorse.errors import blaming
 from packhorse.layout import FILE_METADATA_KEY, FILE_SUFFIX, Level
@@ -133,14 +134,15 @@ def _json(value: object) -> str:
 def _decoded(reader: PackReader, refs: Sequence[TensorRef], threads: int) -> Iterator[ByteArray]:
     """The bytes of each tensor, in order."""
     sizes = [ref.frame.logical_nbytes for ref in refs]
+    scratch = Scratch()
     for run in batches(sizes):
         part = refs[run.start : run.stop]
         yield from map_tensors(
-            lambda k, n, part=part: _decode(reader, part[k], n),  # type: ignore[misc]
+            lambda k, n, part=part: _decode(reader, part[k], n, scratch),  # type: ignore[misc]
             sizes[run.start : run.stop],
             threads,
         )
 
 
-def _decode(reader: PackReader, ref: TensorRef, threads: int) -> ByteArray:
-    return Chain(reader, ref.frame, ref.path).decode(threads)
+def _decode(reader: PackReader, ref: TensorRef, threads: int, scratch: Scratch) -> ByteArray:
+    return Chain(reader, ref.frame, ref.path).decode(threads, scratch)

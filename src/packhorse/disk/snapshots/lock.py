@@ -13,26 +13,37 @@ import json
 import os
 import socket
 import threading
+import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from packhorse.disk.remote import RemoteStorage
+from packhorse.disk.snapshots.names import LOCK_FILE
+from packhorse.disk.storage import LocalStorage, Storage
 from packhorse.disk.strict_json import parse_json, shown
-from packhorse.errors import PackhorseError
+from packhorse.errors import CorruptionError, PackhorseError
 
-__all__ = ["FolderLock", "Lease", "LeaseStore", "WriterLock", "void_after_s"]
+__all__ = ["FolderLock", "Lease", "WriterLock", "open_lock", "settle_s", "void_after_s"]
 
 _MAX_NBYTES = 4096  # of what a writer says of itself
 _RENEW_S = 30.0
 void_after_s = 600.0
+settle_s = 2.0  # for a writer to see that another has written the lease after it
 
 _held: set[int] = set()
 _at_fork_is_set = False
 
 
 class WriterLock(Protocol):
-    """The lock of the one writer: a context manager around its work."""
+    """The lock of the one writer.
+
+    Attributes:
+        was_left: whether the writer before did not release it, so that it may have left more.
+    """
+
+    was_left: bool
 
     def acquire(self) -> None:
         """Take it.
@@ -63,6 +74,8 @@ def _describe_self() -> dict[str, Any]:
 
 
 def _words(holder: dict[str, Any]) -> str:
+    if not holder:
+        return "another process"
     if holder.get("host") == socket.gethostname() and holder.get("pid") == os.getpid():
         return f"another SnapshotStore of this process (since {shown(holder.get('time'))})"
     return (
@@ -82,6 +95,16 @@ def _refusal(words: str, path: str) -> BlockingIOError:
     return BlockingIOError(errno.EAGAIN, words, path)
 
 
+def open_lock(storage: Storage) -> WriterLock:
+    """The lock of the one writer of a store, not yet taken."""
+    if isinstance(storage, LocalStorage):
+        storage.make()
+        return FolderLock(storage.at(LOCK_FILE), storage.label())
+    if isinstance(storage, RemoteStorage):
+        return Lease(storage)
+    raise TypeError(f"{storage.label()}: nobody knows how to lock a {type(storage).__name__}")
+
+
 class FolderLock:
     """The lock of a folder of this machine."""
 
@@ -89,6 +112,7 @@ class FolderLock:
         self._path = path
         self._label = label
         self._descriptor = -1
+        self.was_left = False
 
     def acquire(self) -> None:
         """Take it."""
@@ -109,12 +133,24 @@ class FolderLock:
             raise
         _held.add(descriptor)
         self._descriptor = descriptor
+        self.was_left = os.fstat(descriptor).st_size > 0
         with suppress(OSError):  # a full disk: the lock is held all the same
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(_describe_self()).encode(), 0)
 
     def check(self) -> None:
-        """The system keeps it."""
+        """The system keeps it, unless somebody has removed the file: then it locks nothing."""
+        try:
+            there = os.stat(self._path)
+        except FileNotFoundError:
+            there = None
+        mine = os.fstat(self._descriptor)
+        if there is None or (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
+            raise _refusal(
+                f"{self._path.name} was removed while this process was writing, so another may be "
+                "writing too; nothing was committed: take it again",
+                self._label,
+            )
 
     def release(self) -> None:
         """Let it go, in children of this process too."""
@@ -142,48 +178,38 @@ def _close_held() -> None:
             os.close(_held.pop())
 
 
-class LeaseStore(Protocol):
-    """What a lease needs of a file system."""
-
-    def read_lease(self) -> bytes | None:
-        """The lease object, or None."""
-
-    def create_lease(self, data: bytes) -> bool:
-        """Write it if there is none; False if there is one."""
-
-    def write_lease(self, data: bytes) -> None:
-        """Write it, whatever is there."""
-
-    def remove_lease(self) -> None:
-        """Remove it."""
-
-
 class Lease:
     """The lock of an object store.
 
     It is as good as the store: where an object can be created only if it is absent, two writers
-    never both begin; elsewhere the last to write the lease wins, and the other notices before it
-    commits anything.
+    never both begin; elsewhere, and when a lease is void, the last to write it wins, and waits so
+    long that the others notice before they do anything. A writer whose lease was taken away,
+    because it did not run for minutes or a clock is wrong, notices at the next `check`.
     """
 
-    def __init__(self, store: LeaseStore, label: str) -> None:
-        self._store = store
-        self._label = label
+    def __init__(self, storage: RemoteStorage) -> None:
+        self._storage = storage
+        self._label = storage.label()
         self._owner = os.urandom(16).hex()
         self._stop = threading.Event()
         self._renewer: threading.Thread | None = None
+        self.was_left = False
 
     def acquire(self) -> None:
         """Take it, from a writer that has not renewed it for minutes too."""
-        if not self._store.create_lease(self._text()):
-            held = self._store.read_lease()
-            if held is not None:
-                self._check_void(_parse(held))
-            self._store.write_lease(self._text())
-        self.check()
-        self._stop.clear()
-        self._renewer = threading.Thread(target=self._renew, daemon=True)
-        self._renewer.start()
+        try:
+            if not self._storage.put_new(LOCK_FILE, self._text()):
+                self._check_void(self._holder())
+                self.was_left = True
+                self._storage.put(LOCK_FILE, self._text(), replace=True)
+                time.sleep(settle_s)
+            self.check()
+            self._stop.clear()
+            self._renewer = threading.Thread(target=self._renew, daemon=True)
+            self._renewer.start()
+        except BaseException:
+            self.release()
+            raise
 
     def _check_void(self, holder: dict[str, Any]) -> None:
         timestamp = holder.get("timestamp")
@@ -193,14 +219,14 @@ class Lease:
         if age < void_after_s:
             raise _refusal(
                 f"the snapshot store is being written by {_words(holder)}; one writer at a time. "
-                f"If that one is dead, its lease ends in {void_after_s - age:.0f} s",
+                f"If that one is dead, its lease ends in {void_after_s - age:.0f} s, or when its "
+                "writer.lock is removed",
                 self._label,
             )
 
     def check(self) -> None:
         """Make sure that the lease is this writer's."""
-        held = self._store.read_lease()
-        holder = {} if held is None else _parse(held)
+        holder = self._holder()
         if holder.get("owner") != self._owner:
             words = _words(holder) if holder else "nobody"
             raise _refusal(
@@ -208,20 +234,27 @@ class Lease:
                 self._label,
             )
 
+    def _holder(self) -> dict[str, Any]:
+        """What the lease says; nothing if there is none."""
+        try:
+            return _parse(self._storage.read(LOCK_FILE, _MAX_NBYTES))
+        except (FileNotFoundError, CorruptionError):
+            return {}
+
     def _renew(self) -> None:
         while not self._stop.wait(_RENEW_S):
             with suppress(Exception):  # `check` tells, before anything is committed
                 self.check()
-                self._store.write_lease(self._text())
+                self._storage.put(LOCK_FILE, self._text(), replace=True)
 
     def release(self) -> None:
-        """Let it go."""
+        """Let it go; should the store not answer, it ends by itself."""
         self._stop.set()
         if self._renewer is not None:
             self._renewer.join()
-        with suppress(BlockingIOError):
+        with suppress(Exception):  # what was committed is committed
             self.check()
-            self._store.remove_lease()
+            self._storage.remove(LOCK_FILE)
 
     def _text(self) -> bytes:
         return json.dumps({**_describe_self(), "owner": self._owner}).encode()

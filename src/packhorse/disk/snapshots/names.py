@@ -19,7 +19,6 @@ __all__ = [
     "STORE_FILE",
     "ManifestFile",
     "is_pack",
-    "is_temporary",
     "manifest_file",
     "new_pack",
     "pack_path",
@@ -37,7 +36,6 @@ _MAX_ORDER = 10**12 - 1
 _MAX_GENERATION = 10**6 - 1
 _PACK = re.compile(r"[0-9a-f]{32}")
 _MANIFEST = re.compile(r"([0-9]{12})-([0-9]{6})-([0-9a-f]{16})\.json")
-_TEMPORARY = re.compile(r"\.packhorse-[0-9a-f]{16}\.tmp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +125,3 @@ def is_pack(name: object) -> bool:
 def pack_path(name: str) -> str:
     """Where a pack lies in the store."""
     return f"{PACKS}/{name}{FILE_SUFFIX}"
-
-
-def is_temporary(file: str) -> bool:
-    """Whether a file is one that was never finished."""
-    return _TEMPORARY.fullmatch(file) is not None

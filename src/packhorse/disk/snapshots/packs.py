@@ -15,9 +15,9 @@ from types import TracebackType
 from typing import Self
 
 from packhorse.disk.header import LENGTH_NBYTES, parse_header
-from packhorse.disk.snapshots.backend import Object, Sink, Storage
 from packhorse.disk.snapshots.manifest import Content, FrameRef
 from packhorse.disk.snapshots.names import new_pack, pack_path
+from packhorse.disk.storage import Object, Sink, Storage
 from packhorse.disk.strict_json import shortened
 from packhorse.errors import CorruptionError, PackhorseError, TruncationError, blaming
 from packhorse.frame import Frame
@@ -147,7 +147,7 @@ class PackReader:
         """Whether a frame and its chain can be read, as far as that is cheap to tell."""
         try:
             for link in ref.chain:
-                if self._storage.reads_are_cheap:
+                if self._storage.is_local:
                     self.frame(link)
                 elif self._object(link.pack).nbytes < link.offset + link.nbytes:
                     return False

@@ -49,8 +49,12 @@ class Pending:
         """Whether it is on the disk, or has failed."""
         return self._future.done()
 
-    def settle(self) -> None:
-        """Wait, and raise the error if the caller has not seen it."""
+    def wait(self) -> None:
+        """Wait until it is on the disk, or has failed."""
+        self._future.exception()
+
+    def raise_unseen(self) -> None:
+        """Raise the error of a snapshot that is done, if the caller has not seen it."""
         error = self._future.exception()
         if error is not None and not self.told.was_asked:
             raise error

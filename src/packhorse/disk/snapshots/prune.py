@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-import numpy as np
-
 from packhorse.codecs.base import ByteArray
+from packhorse.disk.frames import Scratch
 from packhorse.disk.snapshots.chains import Chain
-from packhorse.disk.snapshots.manifest import Content, FrameRef, Manifest
+from packhorse.disk.snapshots.manifest import MAX_CHAIN, Content, FrameRef, Manifest
 from packhorse.disk.snapshots.names import manifest_file, pack_path
 from packhorse.disk.snapshots.packs import PackReader, PackWriter
 from packhorse.disk.snapshots.results import PruneResult, SnapshotInfo, describe
 from packhorse.disk.snapshots.take import FramePacker, Options, Spec
 from packhorse.disk.snapshots.writer import Session
-from packhorse.errors import blaming
+from packhorse.disk.storage import Storage
+from packhorse.errors import CorruptionError, blaming
 from packhorse.frame import max_frame_nbytes
 
 __all__ = ["Keep", "delete_snapshot", "prune_snapshots"]
@@ -104,7 +104,7 @@ class _Mover:
         """Doom packs until all others hold mostly what kept snapshots go on needing."""
         storage = self._session.storage
         packs = {pack for manifest in self._kept for pack in manifest.packs()}
-        sizes = {pack: storage.open(pack_path(pack)).nbytes for pack in packs}
+        sizes = {pack: self._size(storage, pack) for pack in packs}
         while True:
             live = dict.fromkeys(packs - self._doomed, 0)
             for frame in self._heads.values():
@@ -114,6 +114,16 @@ class _Mover:
             if not more:
                 return
             self._doomed |= more
+
+    def _size(self, storage: Storage, pack: str) -> int:
+        try:
+            return storage.open(pack_path(pack)).nbytes
+        except FileNotFoundError as error:
+            harmed = next(m.file.snapshot for m in self._kept if pack in m.packs())
+            raise CorruptionError(
+                f"snapshot {harmed!r}: {storage.label(pack_path(pack))}: the pack is not there; "
+                "delete what needs it first (verify lists that)"
+            ) from error
 
     def _keeps_its_place(self, frame: FrameRef) -> bool:
         if frame.pack in self._doomed:
@@ -153,10 +163,20 @@ class _Mover:
 
     def _room(self, manifest: Manifest) -> tuple[int, int]:
         """How many frames may have to move for a snapshot, and their bytes at most."""
-        heads = [self._heads[tensor.frame.content] for tensor in manifest.tensors]
-        links = {(link.pack, link.offset): link for head in heads for link in head.chain}
+        links: dict[tuple[str, int], FrameRef] = {}
+        todo = [self._heads[tensor.frame.content] for tensor in manifest.tensors]
+        while todo:
+            link = todo.pop()
+            if (link.pack, link.offset) not in links:
+                links[link.pack, link.offset] = link
+                # The head of a content may be another frame than the one below.
+                below = link.chain[1:]
+                todo += [*below, *(self._heads[at.content] for at in below if self._is_head(at))]
         rooms = [max_frame_nbytes(ref.content[1], ref.content[2:]) for ref in links.values()]
         return len(links), sum(rooms) + sum(ref.nbytes for ref in links.values())
+
+    def _is_head(self, frame: FrameRef) -> bool:
+        return frame.content in self._heads
 
     def _is_doomed(self, frame: FrameRef) -> bool:
         return any(link.pack in self._doomed for link in frame.chain)
@@ -176,7 +196,9 @@ class _Mover:
         self._moving.add(frame.content)
         below = next((link for link in frame.chain[1:] if self._is_wanted(link)), None)
         base = None if below is None else self._stay(below, reader, pack, packer)
-        if below is frame.base:
+        if base is not None and base.n_deltas >= MAX_CHAIN:
+            base = None
+        if below is frame.base and (base is None) == (below is None):
             moved = self._as_it_is(frame, base, reader, pack)
         else:
             moved = self._anew(frame, base, reader, packer)
@@ -185,7 +207,7 @@ class _Mover:
         return moved
 
     def _is_wanted(self, frame: FrameRef) -> bool:
-        return frame.content in self._heads and frame.content not in self._moving
+        return self._is_head(frame) and frame.content not in self._moving
 
     def _as_it_is(
         self, frame: FrameRef, base: FrameRef | None, reader: PackReader, pack: PackWriter
@@ -207,7 +229,4 @@ class _Mover:
 
 
 def _decoded(frame: FrameRef, reader: PackReader, threads: int) -> ByteArray:
-    chain = Chain(reader, frame, None)
-    data = np.empty(frame.logical_nbytes, np.uint8)
-    chain.decode_into(data, threads)
-    return data
+    return Chain(reader, frame, None).decode(threads, Scratch())

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from packhorse.arguments import Framework
+from packhorse.codecs.base import ByteArray
+from packhorse.disk.frames import Scratch
 from packhorse.disk.results import Progress
-from packhorse.disk.snapshots.backend import Storage
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.chains import Chain
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
 from packhorse.disk.snapshots.packs import PackReader
 from packhorse.disk.state import Keys, Leaf, decode_state, find_tensors
+from packhorse.disk.storage import Storage
 from packhorse.disk.strict_json import shortened
 from packhorse.errors import CorruptionError, blaming
 from packhorse.threads import map_tensors
@@ -48,6 +50,13 @@ class Restoring:
     threads: int
     max_nbytes: int | None
     progress: Progress | None
+
+
+class _Target(NamedTuple):
+    """A tensor of the caller's."""
+
+    leaf: Leaf
+    memory: ByteArray | None  # to decode into; None if it takes a copy
 
 
 def restore_state(storage: Storage, catalog: Catalog, name: str, wanted: Restoring) -> Any:
@@ -97,14 +106,42 @@ def _restore(storage: Storage, manifest: Manifest, wanted: Restoring) -> Any:
         targets = _targets(chosen, wanted.into)
     check_limit(chosen, name, wanted.max_nbytes)
     with PackReader(storage) as reader, blaming(f"snapshot {name!r}"):
+        scratch = Scratch()
 
         def work(k: int, threads: int) -> Any:
-            return _tensor(reader, chosen[k], targets.get(k), wanted, threads)
+            return _tensor(reader, chosen[k], targets.get(k), wanted, threads, scratch)
 
-        sizes = [ref.frame.logical_nbytes for ref in chosen]
-        results = iter(map_tensors(work, sizes, wanted.threads))
+        found: dict[int, Any] = {}
+        for group in _groups(len(chosen), targets):
+            sizes = [chosen[k].frame.logical_nbytes for k in group]
+            made = map_tensors(lambda i, n, ks=group: work(ks[i], n), sizes, wanted.threads)  # type: ignore[misc]
+            found.update(zip(group, made, strict=True))
+    results = (found[k] for k in range(len(chosen)))
     state, _ = decode_state(manifest.state, lambda index, path: next(results), wanted.keys)
     return state
+
+
+def _groups(n_tensors: int, targets: dict[int, _Target]) -> list[list[int]]:
+    """The numbers of tensors, those that threads may work on at once together.
+
+    Tied weights are one tensor under two names. A chain of deltas passes through the memory that it
+    is decoded to, so two of them must not at the same time.
+    """
+    spans = sorted(
+        (target.memory.ctypes.data, target.memory.ctypes.data + target.memory.size, k)
+        for k, target in targets.items()
+        if target.memory is not None and target.memory.size
+    )
+    shared: set[int] = set()
+    last, stop = -1, 0
+    for start, end, k in spans:
+        if start < stop:
+            shared |= {last, k}
+        if end > stop:
+            last, stop = k, end
+    copied = {k for k, target in targets.items() if target.memory is None}
+    apart = [k for k in range(n_tensors) if k not in shared and k not in copied]
+    return [apart, sorted(copied), *([k] for k in sorted(shared))]
 
 
 def check_limit(chosen: Sequence[TensorRef], name: str, max_nbytes: int | None) -> None:
@@ -121,7 +158,7 @@ def check_limit(chosen: Sequence[TensorRef], name: str, max_nbytes: int | None) 
         )
 
 
-def _targets(chosen: Sequence[TensorRef], into: object) -> dict[int, Leaf]:
+def _targets(chosen: Sequence[TensorRef], into: object) -> dict[int, _Target]:
     """The caller's tensors, by their number among those chosen; all of them fit.
 
     Raises:
@@ -129,41 +166,54 @@ def _targets(chosen: Sequence[TensorRef], into: object) -> dict[int, Leaf]:
     """
     if into is None:
         return {}
-    leaves = find_tensors(into)
-    targets: dict[int, Leaf] = {}
+    with blaming("into", (ValueError,)):
+        leaves = find_tensors(into)
+    targets: dict[int, _Target] = {}
+    done: set[str] = set()
     for k, ref in enumerate(chosen):
+        if ref.path in done:
+            raise ValueError(
+                f"two tensors of the snapshot stand at {shortened(ref.path)!r}, and `into` has one "
+                "there; restore into new tensors"
+            )
         leaf = leaves.pop(ref.path, None)
         if leaf is None:
             continue
+        done.add(ref.path)
         if (leaf.dtype, leaf.shape) != (ref.dtype, ref.shape):
             raise ValueError(
                 f"{shortened(ref.path)}: the snapshot has {ref.dtype} of shape {list(ref.shape)}, "
                 f"and `into` has {leaf.dtype} of shape {list(leaf.shape)}"
             )
-        targets[k] = leaf
+        targets[k] = _Target(leaf, leaf.framework.memory(leaf.tensor))
     for path in leaves:
         raise ValueError(f"{shortened(path)}: `into` has this tensor, and the snapshot has not")
     return targets
 
 
 def _tensor(
-    reader: PackReader, ref: TensorRef, target: Leaf | None, wanted: Restoring, threads: int
+    reader: PackReader,
+    ref: TensorRef,
+    target: _Target | None,
+    wanted: Restoring,
+    threads: int,
+    scratch: Scratch,
 ) -> Any:
     """One tensor: a new one, or the caller's."""
     try:
         chain = Chain(reader, ref.frame, ref.path)
     except FileNotFoundError as error:  # pruned meanwhile, perhaps
         raise FileNotFoundError(f"tensor {shortened(ref.path)!r}: {error}") from error
-    framework = wanted.framework if target is None else target.framework
-    memory = None if target is None else framework.memory(target.tensor)
+    framework = wanted.framework if target is None else target.leaf.framework
+    memory = None if target is None else target.memory
     fresh = None
     if memory is None:
         fresh = framework.empty(ref.dtype, ref.shape)
         memory = framework.writable(fresh)
-    chain.decode_into(memory, threads)
+    chain.decode_into(memory, threads, scratch)
     if target is not None and fresh is not None:
         with blaming(shortened(ref.path), (ValueError,)):
-            framework.assign(target.tensor, fresh)
+            framework.assign(target.leaf.tensor, fresh)
     if wanted.progress is not None:
         wanted.progress(ref.frame.logical_nbytes)
-    return fresh if target is None else target.tensor
+    return fresh if target is None else target.leaf.tensor

@@ -32,18 +32,21 @@ class Staging:
         self._nbytes = 0  # in use
         self._spare_nbytes = 0
         self._group_nbytes = 0
+        self._state_nbytes = 0
         self._failure: BaseException | None = None
         self._is_given_up = False
 
-    def begin(self, group_nbytes: int = 0) -> None:
+    def begin(self, group_nbytes: int, state_nbytes: int) -> None:
         """Forget what is left of a snapshot before, but for its memory.
 
         Args:
             group_nbytes: of the largest group of tensors that are packed together, for which there
                 is room in any case.
+            state_nbytes: of all tensors; no more memory is kept, used and spare together.
         """
         with self._changed:
             self._group_nbytes = group_nbytes
+            self._state_nbytes = state_nbytes
             self._keep([*self._ready, *self._taken])
             self._ready.clear()
             self._taken.clear()
@@ -111,7 +114,8 @@ class Staging:
             self._spare_nbytes -= nbytes
             return spare.pop()
         bound = self._bound()
-        if bound is not None and self._nbytes + self._spare_nbytes > bound:
+        bound = self._state_nbytes if bound is None else bound
+        if self._nbytes + self._spare_nbytes > bound:
             self._spare.clear()
             self._spare_nbytes = 0
         return np.empty(nbytes, np.uint8)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,7 +15,6 @@ from typing import Any, Self
 from packhorse.arguments import resolve_framework, resolve_level, resolve_threads
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.results import Progress
-from packhorse.disk.snapshots.backend import open_storage
 from packhorse.disk.snapshots.cache import BaseCache
 from packhorse.disk.snapshots.casts import find_casts, packing_order
 from packhorse.disk.snapshots.catalog import Catalog
@@ -38,7 +38,8 @@ from packhorse.disk.snapshots.sources import model_files, open_sources
 from packhorse.disk.snapshots.staging import Staging
 from packhorse.disk.snapshots.take import Options, Spec, State, take_state
 from packhorse.disk.snapshots.writer import Session, Writer
-from packhorse.disk.state import Keys, Leaf, encode_state
+from packhorse.disk.state import MAX_DEPTH, Keys, Leaf, check_depth, encode_state
+from packhorse.disk.storage import open_storage
 from packhorse.errors import PackhorseError
 from packhorse.layout import Level
 
@@ -100,10 +101,16 @@ class SnapshotStore:
         self._options = Options(
             resolve_level(level), resolve_threads(threads), max_chain, BaseCache(cache_nbytes)
         )
-        self._storage = open_storage(url, dict(storage_options or {}))
+        self._staging_nbytes = staging_nbytes
+        self._storage = open_storage(url, storage_options)
         self._catalog = Catalog(self._storage)
         self._writer = Writer(self._storage, self._catalog)
-        self._staging = Staging(staging_nbytes)
+        self._begin()
+
+    def _begin(self) -> None:
+        """With nothing in the background: at first, and in a process that was forked."""
+        self._pid = os.getpid()
+        self._staging = Staging(self._staging_nbytes)
         self._lock = threading.RLock()  # of this object; the store has its own
         self._pool: ThreadPoolExecutor | None = None
         self._pending: Pending | None = None
@@ -142,13 +149,13 @@ class SnapshotStore:
                 damaged or of a newer version.
             OSError: the file system refuses; nothing was taken.
         """
-        with self._lock:
-            self._settle()
-            document, leaves = _checked(name, state, metadata)
+        with self._writing():
+            values = _checked_metadata(name, metadata)
+            document, leaves = encode_state(state)
             specs, casts = _specs(leaves), _casts(leaves)
             groups = packing_order(len(leaves), casts)
             taking = State(document, specs, groups, casts, lambda i: _bytes_of(leaves[i]))
-            return self._take(name, taking, base, dict(metadata or {}), replace, progress)
+            return self._take(name, taking, base, values, replace, progress)
 
     def take_files(
         self,
@@ -175,8 +182,7 @@ class SnapshotStore:
             CorruptionError, CompatibilityError: a file is not what it should be.
             Exception: as `take`.
         """
-        with self._lock:
-            self._settle()
+        with self._writing():
             files = [file for source in sources for file in model_files(source)]
             with open_sources(files, self._options.threads) as opened:
                 values = opened.metadata | _checked_metadata(name, metadata)
@@ -210,31 +216,33 @@ class SnapshotStore:
             TypeError, ValueError: as `take`.
             Exception: what the snapshot before failed with, unless its future was asked.
         """
-        with self._lock:
-            self._settle()
-            document, leaves = _checked(name, state, metadata)
+        with self._writing():
+            values = _checked_metadata(name, metadata)
+            document, leaves = encode_state(state)
             staging, casts = self._staging, _casts(leaves)
             groups = packing_order(len(leaves), casts)
             taking = State(
                 document, _specs(leaves), groups, casts, lambda i: staging.get(),
                 staging.release, staging.max_nbytes,
             )  # fmt: skip
-            staging.begin(max(taking.group_sizes(), default=0))
+            sizes = taking.group_sizes()
+            staging.begin(max(sizes, default=0), sum(sizes))
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="packhorse-snapshots")
-            values = dict(metadata or {})
-            future = self._pool.submit(self._take_staged, name, taking, base, values, replace)
-            self._pending = Pending(future)
             try:
+                pending = self._pending = Pending(
+                    self._pool.submit(self._take_staged, name, taking, base, values, replace)
+                )
                 for group in groups:
                     for i in group:
                         staging.put(_bytes_of(leaves[i]))
             except BaseException as error:
                 staging.fail(error)
-                self._pending = None
-                future.exception()
+                if self._pending is not None:
+                    self._pending.wait()  # should this be interrupted too, the next call waits
+                    self._pending = None
                 raise
-            return self._pending.told
+            return pending.told
 
     def _take_staged(
         self, name: str, taking: State, base: str | None, metadata: dict[str, Any], replace: bool
@@ -417,8 +425,7 @@ class SnapshotStore:
             BlockingIOError: another process or store is writing.
         """
         quote_name(name)
-        with self._lock:
-            self._settle()
+        with self._writing():
             if name not in self._catalog.listing():
                 self._catalog.load(name)
             with self._writer.session() as session:
@@ -442,8 +449,7 @@ class SnapshotStore:
             CorruptionError, CompatibilityError: a manifest is damaged: delete that snapshot first.
             BlockingIOError: another process or store is writing.
         """
-        with self._lock:
-            self._settle()
+        with self._writing():
             if not self._catalog.is_there():
                 return PruneResult((), (), 0)
             with self._writer.session() as session:
@@ -455,6 +461,8 @@ class SnapshotStore:
         Raises:
             Exception: what it failed with, unless its future was asked.
         """
+        if os.getpid() != self._pid:
+            self._begin()
         with self._lock:
             try:
                 self._settle()
@@ -476,37 +484,47 @@ class SnapshotStore:
     ) -> None:
         self.close()
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What writes begins when the snapshot before is written; other threads wait."""
+        if os.getpid() != self._pid:
+            self._begin()
+        with self._lock:
+            self._settle()
+            yield
+
     def _settle(self) -> None:
         """Wait for the snapshot that is being written, and raise its error if nobody saw it."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is not None:
-            pending.settle()
+            pending.wait()  # Ctrl-C may end this, and then it is still being written
+            self._pending = None
+            pending.raise_unseen()
 
     def _glance(self) -> None:
-        """The same for those who only read: they do not wait."""
-        with self._lock:
-            if self._pending is not None and self._pending.is_done():
-                self._settle()
-
-
-def _checked(name: str, state: Any, metadata: Mapping[str, Any] | None) -> tuple[Any, list[Leaf]]:
-    """The state as JSON values and its tensors, once all that can be wrong was looked at."""
-    _checked_metadata(name, metadata)
-    return encode_state(state)
+        """The same for those who only read: they do not wait, nor for a thread that writes."""
+        if os.getpid() == self._pid and self._lock.acquire(blocking=False):
+            try:
+                if self._pending is not None and self._pending.is_done():
+                    self._settle()
+            finally:
+                self._lock.release()
 
 
 def _checked_metadata(name: str, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The metadata, once the snapshot's name and it were looked at."""
+    """A copy of the metadata, once the snapshot's name and it were looked at."""
     quote_name(name)
     given = dict(metadata or {})
     try:
         text = json.dumps(given, allow_nan=False, ensure_ascii=False)
-        if json.loads(text) != given:
+        copy: dict[str, Any] = json.loads(text)
+        if copy != given:
             raise ValueError("keys must be strings, and lists no tuples")
         text.encode()
+        check_depth(copy, MAX_DEPTH)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"metadata must be JSON values: {error}") from error
-    return given
+    return copy
 
 
 def _specs(leaves: list[Leaf]) -> list[Spec]:

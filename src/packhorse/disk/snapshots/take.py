@@ -13,6 +13,7 @@ import numpy as np
 
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
+from packhorse.disk.frames import Scratch
 from packhorse.disk.header import tensor_nbytes
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.cache import BaseCache
@@ -118,6 +119,7 @@ class FramePacker:
         self._reader = reader
         self._options = options
         self._memory = np.empty(0, np.uint8)
+        self._scratch = Scratch()
         self.new: dict[Content, FrameRef] = {}
 
     def add(
@@ -208,8 +210,8 @@ class FramePacker:
             return kept
         try:
             chain = Chain(self._reader, base, None)
-            data = np.empty(base.logical_nbytes, np.uint8)
-            chain.decode_into(data, threads)
+            data = self._scratch.take(2, base.logical_nbytes)  # good until the thread's next
+            chain.decode_into(data, threads, self._scratch)
         except (PackhorseError, FileNotFoundError):
             return None
         return data

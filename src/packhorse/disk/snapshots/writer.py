@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from packhorse.disk.snapshots.backend import Storage
 from packhorse.disk.snapshots.catalog import Catalog, Index, Listing
-from packhorse.disk.snapshots.lock import WriterLock
+from packhorse.disk.snapshots.lock import WriterLock, open_lock
 from packhorse.disk.snapshots.manifest import Manifest, render_manifest
 from packhorse.disk.snapshots.names import (
     PACKS,
@@ -21,6 +20,7 @@ from packhorse.disk.snapshots.names import (
     is_pack,
     pack_path,
 )
+from packhorse.disk.storage import Storage
 from packhorse.layout import FILE_SUFFIX
 
 __all__ = ["Session", "Writer"]
@@ -43,15 +43,19 @@ class Writer:
             CorruptionError, CompatibilityError, ValueError: there is no store that can be written.
         """
         self._catalog.is_there()  # before a lock is put into a folder that is none
-        lock = self._storage.lock()
+        lock = open_lock(self._storage)
         lock.acquire()
         try:
             self._catalog.make()
             session = Session(self._storage, self._catalog, lock)
-            if not self._is_clean:
+            if lock.was_left or not self._is_clean:
                 session.clean()
             self._is_clean = False
-            yield session
+            try:
+                yield session
+            except FileNotFoundError:
+                lock.check()  # another writer may have removed what this one was at
+                raise
             self._is_clean = True
         finally:
             lock.release()
@@ -94,6 +98,13 @@ class Session:
         text = render_manifest(manifest)
         self._lock.check()
         self.storage.put(manifest.file.path, text)
+        try:
+            self._lock.check()
+        except BaseException:
+            # Another writer may have come before it could see the manifest, and have taken the
+            # packs that it names for leftovers.
+            self.storage.remove(manifest.file.path)
+            raise
         self.catalog.keep(manifest)
         self.index.add(manifest)
         older = self.listing.get(manifest.file.snapshot, [])
@@ -121,7 +132,8 @@ class Session:
 
         While a manifest is damaged nobody knows which packs it needs, so none is removed then.
         """
-        self.storage.remove_temporary()
+        folders = [f"{SNAPSHOTS}/{name}" for name in self.storage.names(SNAPSHOTS)]
+        self.storage.remove_temporary(["", PACKS, SNAPSHOTS, *folders])
         for name, files in self.listing.items():
             good = [file for file in files if file.path not in self.index.damaged]
             if len(good) == len(files) > 1:
@@ -141,13 +153,19 @@ class Session:
 
         Returns:
             How many bytes they had.
+
+        Raises:
+            BlockingIOError: the lock was lost; nothing was removed.
         """
         if self.index.damaged:
             return 0
         needed, freed = self.index.packs(), 0
-        for file in self.storage.names(PACKS):
-            pack = file.removesuffix(FILE_SUFFIX)
-            if file.endswith(FILE_SUFFIX) and is_pack(pack) and pack not in needed:
-                freed += self.storage.open(pack_path(pack)).nbytes
-                self.storage.remove(pack_path(pack))
+        files = [file for file in self.storage.names(PACKS) if file.endswith(FILE_SUFFIX)]
+        packs = [file.removesuffix(FILE_SUFFIX) for file in files]
+        unneeded = [pack for pack in packs if is_pack(pack) and pack not in needed]
+        if unneeded:
+            self._lock.check()  # so none of those that were listed is another writer's
+        for pack in unneeded:
+            freed += self.storage.open(pack_path(pack)).nbytes
+            self.storage.remove(pack_path(pack))
         return freed
