@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from packhorse import BaseMismatchError, CorruptionError, Level, PackhorseError
 from packhorse import numpy as ph_numpy
 from packhorse import torch as ph_torch
-from packhorse.frame import Frame, compress_buffer, content_hash
+from packhorse.frame import Frame, compress_buffer, content_hash, max_frame_nbytes
 from packhorse.layout import DTYPES, Mode
 
 RNG = np.random.default_rng(11)
@@ -242,6 +242,19 @@ def test_a_known_hash_is_compared_and_not_computed(isa):
     plain = compress_buffer(new, "BF16", (70_000,))
     plain.decompress_into(target, base_hash=bytes(16))  # which needs no base
     assert target == new
+
+
+def test_a_base_is_not_written_over():
+    new, old = steps("BF16", 50_000)
+    room = np.zeros(2 * max_frame_nbytes("BF16", (50_000,)), np.uint8)
+    base = room[1000 : 1000 + len(old)]
+    base[:] = np.frombuffer(old, np.uint8)
+    with pytest.raises(ValueError, match="out and base share memory"):
+        compress_buffer(new, "BF16", (50_000,), base=base, out=room)
+    frame = pack(new, old, "BF16")
+    with pytest.raises(ValueError, match="dst and the base share memory"):
+        frame.decompress_into(room[500 : 500 + len(old)], base=base)
+    assert bytes(base) == old
 
 
 def test_a_base_must_have_a_dtype_and_size_that_fit():

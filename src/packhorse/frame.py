@@ -37,10 +37,10 @@ from packhorse.errors import BaseMismatchError, CorruptionError
 from packhorse.frame_base import (
     NO_BASE,
     Base,
+    BaseName,
     checked_base,
     matching_base,
     plan_delta,
-    read_base,
 )
 from packhorse.frame_header import (
     FrameHeader,
@@ -164,40 +164,48 @@ def compress_buffer(
     Raises:
         TypeError: a buffer is not C-contiguous, or `out` is read-only.
         ValueError: sizes, dtypes, level or threads that do not fit, or `out` shares memory with
-            `src`.
+            `src` or the base.
     """
     data, row = _checked_source(src, dtype, shape)
     isa = int(choose_isa())
-    base_units, base_name = NO_BASE, None
+    base_units, base_row = NO_BASE, None
     if base is None:
         plan = choose_plan(data, row, shape, resolve_level(level), isa)
     else:
-        base_units, base_name = read_base(base, base_dtype, row, data.size)
+        base_units, base_row = checked_base(base, base_dtype, row, data.size)
         plan = plan_delta(data, row, shape, resolve_level(level), base_units, isa)
         if not plan.plain_nbytes:
-            base_units, base_name = NO_BASE, None
+            base_units, base_row = NO_BASE, None
     capacity = _capacity(row, data.size, shape)
     memory = np.empty(capacity, np.uint8) if out is None else as_writable_bytes(out, "out")
     if memory.size < capacity:
         raise ValueError(f"out has {memory.size} bytes; a frame of this tensor may take {capacity}")
-    if np.may_share_memory(memory, data):
-        raise ValueError("out and src share memory; src would be overwritten while it is read")
+    for kind, read in (("src", data), ("base", base_units.data)):
+        if np.may_share_memory(memory, read):
+            raise ValueError(
+                f"out and {kind} share memory; it would be overwritten while it is read"
+            )
     n_planes = n_planes_of(row, plan.split)
     n_chunks = -(-data.size // (row.unit_nbytes << plan.chunk_log))
     table = np.empty((n_chunks, 1 + n_planes), np.uint32)
     leaves = empty_leaves(data.size)
     side = plan.side
     header_nbytes = frame_header_nbytes(
-        len(shape), n_chunks, n_planes, len(side.stream), has_base=base_name is not None
+        len(shape), n_chunks, n_planes, len(side.stream), has_base=base_row is not None
     )
     payload, n_threads = memory[header_nbytes:], resolve_threads(threads)
     if plan.zstd:
         used = encode_zstd(data, row, plan, payload, table, leaves, n_threads, isa)
     else:
         used = _encode_planes(data, row, plan, base_units, payload, table, leaves, n_threads, isa)
-    if base_name is not None and not np.any(table[:, 1] >> STREAM_NBYTES_BITS == Mode.DELTA):
-        # The samples misled, and nobody should have to keep a base for that.
-        return compress_buffer(data, dtype, shape, level=level, threads=threads, out=out, name=name)
+    base_name = None
+    if base_row is not None:
+        if not np.any(table[:, 1] >> STREAM_NBYTES_BITS == Mode.DELTA):
+            # The samples misled, and nobody should have to keep a base for that.
+            return compress_buffer(
+                data, dtype, shape, level=level, threads=threads, out=out, name=name
+            )
+        base_name = BaseName(content_hash(base_units.data, threads=n_threads), base_row)
     finish_leaves(data, leaves)
     header = FrameHeader(
         row,
@@ -435,6 +443,8 @@ class Frame:
             raise ValueError("dst and the frame share memory; decode elsewhere")
         n_threads = resolve_threads(threads)
         units = self._matching_base(base, n_threads, base_hash)
+        if np.may_share_memory(target, units.data):
+            raise ValueError("dst and the base share memory; decode elsewhere, or a copy of it")
         self._decode(target, start, n_threads, units, check=check)
 
     def _matching_base(

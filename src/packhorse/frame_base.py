@@ -37,7 +37,6 @@ __all__ = [
     "checked_base",
     "matching_base",
     "plan_delta",
-    "read_base",
 ]
 
 # What a frame may be the cast of, and the core's number for it.
@@ -96,18 +95,6 @@ def _base(data: ByteArray, dtype: DType, base_dtype: DType) -> Base:
         _CASTS.get((base_dtype.name, dtype.name), 0),
         base_dtype.unit_nbytes,
     )
-
-
-def read_base(
-    buffer: Buffer, base_dtype: str | None, dtype: DType, nbytes: int
-) -> tuple[Base, BaseName]:
-    """A base that a caller gives for packing a tensor of `nbytes` bytes, and its name.
-
-    Raises:
-        TypeError, ValueError: as `checked_base`.
-    """
-    base, row = checked_base(buffer, base_dtype, dtype, nbytes)
-    return base, BaseName(content_hash(base.data), row)
 
 
 def checked_base(
