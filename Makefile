@@ -37,7 +37,7 @@ demo: .venv/.demo .venv/.model ## pack, verify and unpack a real model (or yours
 	@$(PY) benchmarks/demo.py "$$MODEL"
 
 test: .venv/.test .venv/.model ## install what the tests need and run them all
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 lint: .venv/.lint ## check style, types, spelling and C++ layout
 	@$(PY) -m ruff check .
