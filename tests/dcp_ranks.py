@@ -219,6 +219,27 @@ def expected_step(number: int) -> Any:
     return digest(sharded_step(number)["x"])
 
 
+def mixed_step(number: int) -> dict[str, Any]:
+    """A state of mixed precision, whose model is a rounded copy of the optimizer's weights."""
+    master = sharded_step(number)["x"]
+    return {"model": {"x": master.bfloat16()}, "master": {"x": master}}
+
+
+def save_mixed(url: str, base: str | None, number: int) -> None:
+    dcp.save(mixed_step(number), storage_writer=PackhorseWriter(url, base=base, threads=1))
+
+
+def load_mixed(url: str, number: int) -> bool:
+    """Whether what is loaded is the state of this step."""
+    found = mixed_step(number + 1)
+    dcp.load(found, storage_reader=PackhorseReader(url, threads=1))
+    wanted = mixed_step(number)
+    return all(
+        torch.equal(found[part]["x"].full_tensor(), wanted[part]["x"].full_tensor())
+        for part in wanted
+    )
+
+
 def save_async(url: str) -> None:
     state = {"x": sharded((64, 32), (dist.get_world_size(),), "0", 7), "plain": torch.arange(9.0)}
     state["n"] = 5

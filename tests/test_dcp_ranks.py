@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from dcp_ranks import (
     files_of,
     load_and_save,
     load_damaged,
+    load_mixed,
     load_tensor,
     numbered_state,
     save_and_load_alone,
     save_async,
     save_badly,
+    save_mixed,
     save_step,
     save_tensor,
     save_tensor_again,
@@ -151,6 +154,22 @@ def test_damage_that_one_rank_sees_keeps_all_from_reading(ranks: Ranks, tmp_path
 def test_ranks_may_save_without_talking_to_each_other(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks.run(2, save_and_load_alone, str(tmp_path)) == [(0, [0.0]), (1, [1.0])]
     assert len(files_of(tmp_path)) == 4
+
+
+def test_copies_build_upon_the_masters_of_their_rank(ranks: Ranks, tmp_path: Path) -> None:
+    for number, base in enumerate((None, str(tmp_path / "0"))):
+        ranks.run(2, save_mixed, str(tmp_path / str(number)), base, number)
+        frames = {index: shard.frame for index, shard in shards_of(tmp_path / str(number)).items()}
+        copies = [index for index in frames if index.fqn == "model.x"]
+        assert len(copies) == 2
+        for index in copies:
+            master = frames[replace(index, fqn="master.x")]
+            assert frames[index].base == master
+            assert master.n_deltas == number
+            assert frames[index].nbytes < master.nbytes / 50
+    for world in (1, 2, 4):
+        for number in range(2):
+            assert all(ranks.run(world, load_mixed, str(tmp_path / str(number)), number))
 
 
 def test_ranks_build_upon_their_shards_and_are_resharded(ranks: Ranks, tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 The file is `{"crc32c":"xxxxxxxx","manifest":{...}}` and a line break, so it is JSON as a whole and
 the checksum stands before what it covers: the bytes of the inner object. It holds PyTorch's
 `Metadata`, a table of files, a table of frames, and which frame each shard is. A frame that is a
-delta names its base by its place in the table, which must come before it, so chains end.
+delta names its base by its place in the table, which must come before it, so chains end; the base
+may lie in the same checkpoint, if it is the master of a rounded copy.
 
 Nothing in it is a pickle. What PyTorch's own planners write has a form here; what another planner
 adds may not, and is refused when the checkpoint is saved.
@@ -303,6 +304,8 @@ class _Parser:
                 raise CompatibilityError(f"{self.label}: unknown dtype {shown(ref.dtype)}")
             if ref.offset + ref.nbytes > ref.file_nbytes:
                 raise ValueError(f"a frame ends beyond its file {ref.file!r}")
+            if ref.base is not None and not _may_build_upon(ref, ref.base):
+                raise ValueError(f"a frame of {ref.dtype} builds upon one of another form")
             if ref.n_deltas > MAX_DELTAS:
                 raise ValueError(f"more than {MAX_DELTAS} deltas, one on the other")
             frames.append(ref)
@@ -368,6 +371,12 @@ class _Parser:
             raise ValueError(f"nothing is stored of {shown(index.fqn)} at {index.offset}")
         if sizes is not None and shard.shape != tuple(sizes):
             raise ValueError(f"{shown(index.fqn)} at {index.offset} is stored with another shape")
+
+
+def _may_build_upon(ref: FrameRef, base: FrameRef) -> bool:
+    """A base is of the same form, or of wider numbers that are to be rounded."""
+    is_cast = base.dtype == "F32" and ref.dtype in ("BF16", "F16")
+    return ref.shape == base.shape and (is_cast or ref.dtype == base.dtype)
 
 
 def _size(value: Any) -> int:

@@ -43,6 +43,8 @@ class OpenFrames:
         new = {
             at: name for ref, name in wanted.items() for at in ref.chain() if at not in self._frames
         }
+        # A frame may be wanted itself and be what another builds upon.
+        new.update((ref, name) for ref, name in wanted.items() if ref in new)
         for ref in new:
             file = self._file(ref)
             self._memory[ref] = file.sketch(ref.offset, ref.nbytes)
@@ -173,7 +175,8 @@ class OpenFrames:
             frame = Frame.from_buffer(self._memory[ref], name=shortened(name), offset=ref.offset)
             found = frame.dtype, frame.shape, frame.content_hash.hex()
             base = None if frame.base_hash is None else frame.base_hash.hex()
-            if base != (None if ref.base is None else ref.base.content_hash):
+            expected = (None, None) if ref.base is None else (ref.base.content_hash, ref.base.dtype)
+            if (base, frame.base_dtype) != expected:
                 raise CorruptionError(
                     f"tensor {shown(name)} at byte {ref.offset}: the frame is a delta to {base}, "
                     "and the manifest names another base"

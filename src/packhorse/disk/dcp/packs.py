@@ -44,25 +44,27 @@ def max_file_nbytes(storage: Storage) -> int:
     return _MAX_LOCAL_NBYTES if storage.is_local else _MAX_REMOTE_NBYTES
 
 
-def split_volumes(sizes: Sequence[int], max_nbytes: int) -> Iterator[range]:
-    """Runs of tensors that go to a file each.
+def split_volumes(groups: Sequence[Sequence[int]], max_nbytes: int) -> Iterator[range]:
+    """Runs of groups of tensors that go to a file each.
 
     Args:
-        sizes: bytes of each tensor.
-        max_nbytes: of a run of more than one tensor.
+        groups: bytes of each tensor, for each group that must not be parted.
+        max_nbytes: of a run of more than one group.
 
     Yields:
-        The indices of the next run.
+        The indices of the groups of the next run.
     """
-    start = nbytes = 0
-    for i, size in enumerate(sizes):
-        if i > start and (nbytes + size > max_nbytes or i - start == _MAX_ENTRIES):
+    start = nbytes = count = 0
+    for i, sizes in enumerate(groups):
+        is_full = nbytes + sum(sizes) > max_nbytes or count + len(sizes) > _MAX_ENTRIES
+        if i > start and is_full:
             yield range(start, i)
             start = i
-            nbytes = 0
-        nbytes += size
-    if start < len(sizes):
-        yield range(start, len(sizes))
+            nbytes = count = 0
+        nbytes += sum(sizes)
+        count += len(sizes)
+    if start < len(groups):
+        yield range(start, len(groups))
 
 
 class PackFile:

@@ -291,14 +291,14 @@ class _Load:
         for batch in batches([self._cost(run) for run in runs]):
             part = runs[batch.start : batch.stop]
             self._take_memory(part)
-            self._decode(part)
+            following = runs[batch.stop].ref.base if batch.stop < len(runs) else None
+            self._decode(part, following)
             for use in self._copied(part):
                 n_left[id(use.item)] -= 1
                 if not n_left[id(use.item)]:
                     self._commit(use.item)
             n_runs.subtract(ref for run in part for ref in run.ref.chain())
             self.frames.drop(ref for run in part for ref in run.ref.chain() if not n_runs[ref])
-            following = runs[batch.stop].ref.base if batch.stop < len(runs) else None
             self._bases = {ref: data for ref, data in self._bases.items() if ref == following}
 
     def _pieces(self, item: ReadItem, shard: StoredShard) -> list[Piece]:
@@ -336,11 +336,17 @@ class _Load:
                 FRAMEWORK.writable(target) if run.is_direct else np.empty(run.nbytes, np.uint8)
             )
 
-    def _decode(self, runs: Sequence[_Run]) -> None:
-        needed = dict.fromkeys(run.ref.base for run in runs if run.ref.base is not None)
+    def _decode(self, runs: Sequence[_Run], following: FrameRef | None = None) -> None:
+        """Decodes runs, and before them what they are deltas to.
+
+        Args:
+            runs: of the batch.
+            following: what the next batch will need first.
+        """
+        todo, needed = self._split(runs, following)
         order = [base for base in needed if base not in self._bases]
         self.frames.fetch(
-            [(run.ref, run.start, run.stop) for run in runs]
+            [(run.ref, run.start, run.stop) for run in todo]
             + [(at, 0, self._nbytes(at)) for base in order for at in base.chain()]
         )
         found = map_tensors(
@@ -351,16 +357,36 @@ class _Load:
         self._bases.update(zip(order, found, strict=True))
 
         def decode(i: int, threads: int) -> None:
-            run = runs[i]
+            run = todo[i]
             base = None if run.ref.base is None else self._bases[run.ref.base]
             self.frames.decode(run.ref, run.dst, run.start, run.stop, base=base, threads=threads)
 
-        map_tensors(decode, [run.nbytes for run in runs], self.threads)
+        map_tensors(decode, [run.nbytes for run in todo], self.threads)
         for run in runs:
+            if run.ref in needed:
+                run.dst[:] = self._bases[run.ref][run.start : run.stop]
+        for run in todo:
             self._count(run.ref, run.start, run.stop)
         for base in order:
             for at in base.chain():
                 self._count(at, 0, self._nbytes(at))
+
+    def _split(
+        self, runs: Sequence[_Run], following: FrameRef | None
+    ) -> tuple[list[_Run], dict[FrameRef, None]]:
+        """Which runs are to be decoded, and which frames whole because others build upon them. A
+        run of such a frame is copied from there."""
+        needed = dict.fromkeys(self._bases)
+        if following is not None and any(run.ref == following for run in runs):
+            needed[following] = None
+        todo = []
+        for run in sorted(runs, key=lambda run: -run.ref.n_deltas):  # before what they build upon
+            if run.ref in needed:
+                continue
+            todo.append(run)
+            if run.ref.base is not None:
+                needed[run.ref.base] = None
+        return todo, needed
 
     def _nbytes(self, ref: FrameRef) -> int:
         return self.frames[ref].logical_nbytes

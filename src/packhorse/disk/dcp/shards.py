@@ -36,7 +36,8 @@ class FrameRef:
         content_hash: of the decoded bytes, in hexadecimal digits.
         dtype: of the frame.
         shape: of the frame.
-        base: the frame whose tensor this one is a delta to; None if it stands alone.
+        base: the frame whose tensor this one is a delta to, or a rounded copy of; None if it stands
+            alone.
     """
 
     file: str

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
 from packhorse.disk.atomic import is_temporary
 from packhorse.disk.dcp.base import BaseCheckpoint
+from packhorse.disk.dcp.casts import plan_casts
 from packhorse.disk.dcp.manifest import MAX_DELTAS, is_rank_manifest, manifest_name, render_manifest
 from packhorse.disk.dcp.packs import PackFile, is_pack_name, max_file_nbytes, split_volumes
 from packhorse.disk.dcp.shards import FrameRef, StoredShard, dtype_name, frame_form, readable
@@ -231,6 +232,20 @@ class _Part:
         )
 
 
+class _Work(NamedTuple):
+    """What one frame is made of: a part, and what it may be a delta to.
+
+    Attributes:
+        part: to be packed.
+        base: the frame of the base; None for a full frame.
+        master: the bytes of the base if they are at hand, which those of a rounded copy's are.
+    """
+
+    part: _Part
+    base: FrameRef | None
+    master: ByteArray | None = None
+
+
 class _Job:
     """One rank's part of one save."""
 
@@ -256,61 +271,99 @@ class _Job:
 
     def volumes(self, items: Sequence[WriteItem]) -> Iterator[list[WriteResult]]:
         """Writes one pack file after the other, and yields what is in each."""
-        sizes = [_expected_nbytes(item) for item in items]
+        groups, casts = plan_casts(items, self._planner)
+        sizes = [[_expected_nbytes(items[i]) for i in group] for group in groups]
         for number, volume in enumerate(split_volumes(sizes, max_file_nbytes(self._storage))):
-            run = items[volume.start : volume.stop]
-            names = [_tensor_name(item) for item in run]
+            run = groups[volume.start : volume.stop]
+            names = [_tensor_name(items[i]) for group in run for i in group]
+            nbytes = [sum(group) for group in sizes[volume.start : volume.stop]]
             with PackFile(self._storage, self._rank, number, names) as pack:
-                stored = [
-                    pair
-                    for batch in batches(sizes[volume.start : volume.stop])
-                    for pair in self._write(pack, run[batch.start : batch.stop])
-                ]
+                stored = []
+                for batch in batches(nbytes):
+                    chosen = [i for group in run[batch.start : batch.stop] for i in group]
+                    places = {i: k for k, i in enumerate(chosen)}
+                    masters = {places[i]: places[casts[i]] for i in chosen if i in casts}
+                    stored += self._write(pack, [items[i] for i in chosen], masters)
             if pack.nbytes:
                 self.written.append(pack.name)
             yield [self._result(item, shard, pack) for item, shard in stored]
 
     def _result(self, item: WriteItem, shard: StoredShard, pack: PackFile) -> WriteResult:
-        if shard.frame.file == pack.name and shard.frame.file_nbytes != pack.nbytes:
-            # The length of the file is known only now.
-            whole = replace(shard.frame, file_nbytes=pack.nbytes)
-            self._known[whole.content_hash, whole.dtype, whole.shape] = whole
-            shard = replace(shard, frame=whole)
+        shard = replace(shard, frame=self._whole(shard.frame, pack))
         return WriteResult(item.index, shard.frame.nbytes, shard)
 
+    def _whole(self, ref: FrameRef, pack: PackFile) -> FrameRef:
+        """A frame with the length of its file, which is known only when that is written."""
+        if ref.file != pack.name or ref.file_nbytes == pack.nbytes:
+            return ref
+        base = None if ref.base is None else self._whole(ref.base, pack)
+        whole = replace(ref, file_nbytes=pack.nbytes, base=base)
+        self._known[whole.content_hash, whole.dtype, whole.shape] = whole
+        return whole
+
     def _write(
-        self, pack: PackFile, items: Sequence[WriteItem]
-    ) -> Iterator[tuple[WriteItem, StoredShard]]:
-        """Resolves a batch of items, packs and writes them."""
+        self, pack: PackFile, items: Sequence[WriteItem], masters: Mapping[int, int]
+    ) -> list[tuple[WriteItem, StoredShard]]:
+        """Resolves a batch of items, packs and writes them.
+
+        Args:
+            pack: where to.
+            items: of the plan.
+            masters: for each that seems to be a rounded copy, the number of its master.
+        """
         parts = [self._resolve(item) for item in items]
         olds = [self._find_base(part) for part in parts]
-        todo = [i for i, part in enumerate(parts) if not self._is_unchanged(part, olds[i])]
-        if self._base is not None:
-            self._base.fetch([old for i in todo if (old := olds[i]) is not None])
-        frames = dict(zip(todo, self._pack([(parts[i], olds[i]) for i in todo]), strict=True))
-        for i, (part, old) in enumerate(zip(parts, olds, strict=True)):
-            ref = self._add(pack, part, frames[i], old) if i in frames else old
-            assert ref is not None  # what is not packed is unchanged
-            yield part.item, part.stored(ref)
+        refs = {
+            k: old
+            for k, old in enumerate(olds)
+            if old is not None and self._is_unchanged(parts[k], old)
+        }
+        masters = {
+            k: j for k, j in masters.items() if k not in refs and _may_be_copy(parts[k], parts[j])
+        }
+        # Copies come after all others, when it is known where their masters are.
+        first = [k for k in range(len(parts)) if k not in refs and k not in masters]
+        limits = dict.fromkeys(masters.values(), MAX_DELTAS - 1)
+        works = [_delta(parts[k], olds[k], limits.get(k, MAX_DELTAS)) for k in first]
+        refs.update(zip(first, self._add(pack, works), strict=True))
+        works = [
+            _Work(parts[k], refs[j], parts[j].data)
+            if refs[j].n_deltas < MAX_DELTAS
+            else _delta(parts[k], olds[k], MAX_DELTAS)
+            for k, j in masters.items()
+        ]
+        refs.update(zip(masters, self._add(pack, works), strict=True))
         if self._base is not None:
             self._base.drop([old for old in olds if old is not None])
+        return [(part.item, part.stored(refs[k])) for k, part in enumerate(parts)]
 
     def _find_base(self, part: _Part) -> FrameRef | None:
         if self._base is None:
             return None
         return self._base.find(part.item.index, part.dtype, part.shape)
 
-    def _is_unchanged(self, part: _Part, old: FrameRef | None) -> bool:
-        if old is None or part.form != (old.dtype, old.shape):
+    def _is_unchanged(self, part: _Part, old: FrameRef) -> bool:
+        if part.form != (old.dtype, old.shape):
             return False
         return content_hash(part.data, threads=self._threads).hex() == old.content_hash
 
-    def _add(self, pack: PackFile, part: _Part, frame: Frame, old: FrameRef | None) -> FrameRef:
-        """Writes a frame unless one of the same content was."""
+    def _add(self, pack: PackFile, works: Sequence[_Work]) -> list[FrameRef]:
+        """Packs parts, and writes the frames of which none of the same content was written."""
+        if self._base is not None:
+            self._base.fetch([work.base for work in works if work.base and work.master is None])
+        frames = self._pack(works)
+        return [self._put(pack, *pair) for pair in zip(works, frames, strict=True)]
+
+    def _put(self, pack: PackFile, work: _Work, frame: Frame) -> FrameRef:
         key = frame.content_hash.hex(), frame.dtype, frame.shape
         if key not in self._known:
-            offset = pack.add(part.name, frame)
-            base = None if frame.base_hash is None else old
+            base = None if frame.base_hash is None else work.base
+            if frame.base_hash and base and frame.base_hash.hex() != base.content_hash:
+                raise RuntimeError(
+                    f"{shortened(work.part.name)}: its master changed while the checkpoint was "
+                    "saved; save when nothing writes to the state"
+                )
+            offset = pack.add(work.part.name, frame)
             self._known[key] = FrameRef(pack.name, 0, offset, frame.nbytes, *key, base)
         return self._known[key]
 
@@ -324,30 +377,36 @@ class _Job:
             )
         return _Part(item, data, dtype, shape, frame_form(dtype, shape))
 
-    def _pack(self, pairs: Sequence[tuple[_Part, FrameRef | None]]) -> list[Frame]:
-        """Frames of parts and their bases, one behind the other's room in memory that is used
-        again."""
-        rooms = [max_frame_nbytes(*part.form) for part, _ in pairs]
+    def _pack(self, works: Sequence[_Work]) -> list[Frame]:
+        """Frames, one behind the other's room in memory that is used again."""
+        rooms = [max_frame_nbytes(*work.part.form) for work in works]
         ends = list(accumulate(rooms))
         if ends and self._memory.size < ends[-1]:
             self._memory = np.empty(ends[-1], np.uint8)
 
         def pack(i: int, threads: int) -> Frame:
-            part, old = pairs[i]
-            base = None
-            if self._base is not None and old is not None and _allows_delta(part, old):
-                base = self._base.whole(old, threads)
+            part, ref, base = works[i]
+            if base is None and ref is not None and self._base is not None:
+                base = self._base.whole(ref, threads)
             return compress_buffer(
                 part.data, *part.form, level=self._level, threads=threads, base=base,
+                base_dtype=None if ref is None else ref.dtype,
                 out=self._memory[ends[i] - rooms[i] : ends[i]], name=shortened(part.name),
             )  # fmt: skip
 
-        return map_tensors(pack, [part.data.size for part, _ in pairs], self._threads)
+        return map_tensors(pack, [work.part.data.size for work in works], self._threads)
 
 
-def _allows_delta(part: _Part, old: FrameRef) -> bool:
-    """Whether a delta is worth a try: of a tensor, and while the chain is short."""
-    return part.dtype is not None and part.data.size > 0 and old.n_deltas < MAX_DELTAS
+def _delta(part: _Part, old: FrameRef | None, max_deltas: int) -> _Work:
+    """A part and its base, if a delta is worth a try: of a tensor, and while the chain is short."""
+    is_tensor = part.dtype is not None and part.data.size > 0
+    return _Work(part, old if old and is_tensor and old.n_deltas < max_deltas else None)
+
+
+def _may_be_copy(part: _Part, master: _Part) -> bool:
+    """Whether the planner has given what it had announced."""
+    dtype, shape = part.form
+    return dtype in ("BF16", "F16") and master.form == ("F32", shape)
 
 
 def _tensor_name(item: WriteItem) -> str:

@@ -1,0 +1,52 @@
+"""Which shards of one rank are rounded copies of others, and the order of packing that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+from packhorse.codecs.base import ByteArray
+from packhorse.disk.snapshots.casts import find_casts, packing_order
+from packhorse.disk.snapshots.take import Spec
+from packhorse.torch import FRAMEWORK
+
+__all__ = ["plan_casts"]
+
+
+def plan_casts(
+    items: Sequence[WriteItem], planner: SavePlanner
+) -> tuple[list[list[int]], dict[int, int]]:
+    """Groups of items to be packed together, each copy behind its master, and the master of each
+    copy. The planner is asked twice for the shards that are looked at, which it must allow.
+
+    Args:
+        items: what the plan gives this rank.
+        planner: the save's.
+    """
+    specs = [_spec(item) for item in items]
+    casts = find_casts(specs, lambda i, n: _head(planner, items[i], specs[i], n))
+    return packing_order(len(items), casts), casts
+
+
+def _spec(item: WriteItem) -> Spec:
+    if item.tensor_data is None:
+        return Spec(item.index.fqn, "U8", ())
+    dtype = FRAMEWORK.dtype_name(item.tensor_data.properties.dtype)
+    return Spec(item.index.fqn, dtype or "U8", tuple(item.tensor_data.chunk.sizes))
+
+
+def _head(planner: SavePlanner, item: WriteItem, spec: Spec, n: int) -> ByteArray:
+    """The bytes of the first elements. Zeros, which are nobody's copy, where the planner gives
+    something else than it has announced: that is told when all of it is read."""
+    value = planner.resolve_data(item)
+    if (
+        isinstance(value, torch.Tensor)
+        and FRAMEWORK.why_unreadable(value) is None
+        and FRAMEWORK.dtype_name(value.dtype) == spec.dtype
+        and tuple(value.shape) == spec.shape
+    ):
+        return FRAMEWORK.head(value, n)
+    return np.zeros(n * (4 if spec.dtype == "F32" else 2), np.uint8)
