@@ -16,9 +16,9 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -43,6 +43,7 @@ __all__ = [
     "BaseTensor",
     "Bases",
     "Lender",
+    "Loan",
     "based_frames",
     "open_bases",
     "open_parts",
@@ -61,6 +62,8 @@ class BaseTensor:
         content_hash: where it is known without reading the tensor.
         is_based: whether it cannot be read, as it is packed against a base itself.
         read: the bytes, with so many threads.
+        stamp: what is equal as long as bytes that were read before stay what they are; None if that
+            cannot be told.
     """
 
     where: str
@@ -70,6 +73,7 @@ class BaseTensor:
     content_hash: bytes | None
     is_based: bool
     read: Callable[[int], Buffer]
+    stamp: Callable[[], object]
 
     def suits(self, dtype: str, shape: Sequence[int]) -> bool:
         """Whether a tensor of this dtype and shape may be packed against it."""
@@ -192,6 +196,18 @@ def _is_for(base: BaseTensor, entry: TensorEntry) -> bool:
     return entry.nbytes > 0 and base.suits(entry.dtype, entry.shape)
 
 
+class Loan(NamedTuple):
+    """The base of a frame, for `Frame.decompress_into`.
+
+    Attributes:
+        data: its bytes; None if the frame needs none.
+        content_hash: where it has been compared already.
+    """
+
+    data: Buffer | None = None
+    content_hash: bytes | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Lender:
     """Gives the frames of one packed file their bases.
@@ -203,6 +219,8 @@ class Lender:
 
     bases: Bases | None
     recorded: str | None
+    # The base that was kept last, with its stamp.
+    _kept: dict[str, tuple[Buffer, object]] = field(default_factory=dict)
 
     def find(self, name: str, frame: Frame) -> BaseTensor | None:
         """The base of a frame; None if it needs none.
@@ -220,8 +238,14 @@ class Lender:
             raise BaseMismatchError(f"{self._needed(name, frame)}; {error}") from None
 
     @contextmanager
-    def lend(self, name: str, frame: Frame, threads: int) -> Iterator[Buffer | None]:
-        """The bytes of a frame's base for the time of the block; None if it needs none.
+    def lend(self, name: str, frame: Frame, threads: int, *, keep: bool = False) -> Iterator[Loan]:
+        """The base of a frame for the time of the block, which decodes with it.
+
+        Args:
+            name: of the tensor.
+            frame: of that tensor.
+            threads: how many to use.
+            keep: it will be asked for again: hold its bytes, in the place of those held before.
 
         Raises:
             BaseMismatchError: as `find`; one that the block raises gets the base's file.
@@ -229,11 +253,19 @@ class Lender:
         """
         base = self.find(name, frame)
         if base is None:
-            yield None
+            yield Loan()
+            return
+        stamp = base.stamp()  # before the bytes are read, so that no change falls in between
+        data, known = self._kept.get(name, (None, None))
+        if data is not None and stamp == known:
+            yield Loan(data, frame.base_hash)
             return
         data = base.read(threads)
         try:
-            yield data
+            yield Loan(data)
+            if keep and stamp is not None:  # the block has compared the hash, or would have failed
+                self._kept.clear()
+                self._kept[name] = data, stamp
         except BaseMismatchError as error:
             called = f"; the right one was called {shown(self.recorded)}" if self.recorded else ""
             raise BaseMismatchError(f"{error}, and is in {base.where}{called}") from None
@@ -366,7 +398,7 @@ def _in_memory(tensors: Mapping[str, Any], name: str) -> list[BaseTensor]:
     return [
         BaseTensor(
             "the base given", "", dtype, shape, None, False,
-            lambda threads: framework.readable(tensor)[0],
+            lambda threads: framework.readable(tensor)[0], lambda: None,
         )
     ]  # fmt: skip
 
@@ -392,12 +424,18 @@ class _File:
             return BaseTensor(
                 where, file_name, entry.dtype, entry.shape, None, False,
                 lambda threads: self._map(self._header.data_offset + entry.start, entry.nbytes),
+                self._stamp,
             )  # fmt: skip
         frame = self._frame(packed, entry)
         return BaseTensor(
             where, file_name, entry.dtype, entry.shape, frame.content_hash,
             frame.base_hash is not None, lambda threads: self._decode(packed, entry, threads),
+            self._stamp,
         )  # fmt: skip
+
+    def _stamp(self) -> object:
+        found = os.fstat(self._file.fileno())
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
     def _map(self, offset: int, nbytes: int) -> memoryview:
         return map_region(self._file, offset, nbytes)
