@@ -329,7 +329,7 @@ def test_slices_of_a_tensor_prove_its_base_once(pair, packed, kind, monkeypatch)
 
     wanted = checkpoints()[1]
     with packhorse.open_file(packed, "pt", base=BASES[kind](pair[0]), threads=1) as file:
-        for module in (packhorse.frame_base, packhorse.disk.base_files):
+        for module in (packhorse.frame_base, packhorse.disk.model_file):
             monkeypatch.setattr(module, "content_hash", count)
         part = file.get_slice("model.0.weight")
         assert torch.equal(part[:1], wanted["model.0.weight"][:1])

@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
 import numpy as np
 
 from packhorse.arguments import framework_of
-from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
 from packhorse.disk.folder_index import PLAIN_SUFFIX, plain_name
 from packhorse.disk.frames import map_region, open_frame
-from packhorse.disk.header import TensorEntry, read_file_header
-from packhorse.disk.packed_header import PackedHeader, is_packed, parse_packed_header
+from packhorse.disk.header import TensorEntry
+from packhorse.disk.model_file import ModelFile
+from packhorse.disk.packed_header import PackedHeader
 from packhorse.disk.strict_json import shown
-from packhorse.errors import BaseMismatchError, CorruptionError, blaming
+from packhorse.errors import BaseMismatchError, blaming
 from packhorse.frame import Frame
 from packhorse.frame_base import allowed_casts
 from packhorse.layout import CRITICAL_FLAGS_OFFSET, DTYPE_BY_NAME, FLAG_BASE
@@ -379,10 +379,14 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _open_files(paths: Sequence[Path], hint: str, label: str, stack: ExitStack) -> Bases:
-    files = [_File(stack.enter_context(path.open("rb")), path) for path in paths]
+    files = [ModelFile(stack.enter_context(path.open("rb")), path) for path in paths]
+    places: dict[str, list[tuple[ModelFile, TensorEntry]]] = {}
+    for file in files:
+        for entry in file.original.entries:
+            places.setdefault(entry.name, []).append((file, entry))
 
     def find(name: str) -> list[BaseTensor]:
-        return [file.tensor(name) for file in files if name in file.entries]
+        return [_in_file(file, entry) for file, entry in places.get(name, [])]
 
     return Bases(label, hint, find, paths, is_empty=not paths)
 
@@ -403,56 +407,11 @@ def _in_memory(tensors: Mapping[str, Any], name: str) -> list[BaseTensor]:
     ]  # fmt: skip
 
 
-class _File:
-    """One file of a base, open."""
-
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self._file = file
-        self._path = path
-        self._header = read_file_header(file, str(path))
-        self._packed: PackedHeader | None = None
-        if is_packed(self._header):
-            self._packed = parse_packed_header(self._header, label=str(path))
-        original = self._packed.original if self._packed else self._header
-        self.entries = {entry.name: entry for entry in original.entries}
-
-    def tensor(self, name: str) -> BaseTensor:
-        """One of its tensors; of a packed one the frame's header is checked."""
-        entry, packed = self.entries[name], self._packed
-        where, file_name = str(self._path), plain_name(self._path.name)
-        if packed is None:
-            return BaseTensor(
-                where, file_name, entry.dtype, entry.shape, None, False,
-                lambda threads: self._map(self._header.data_offset + entry.start, entry.nbytes),
-                self._stamp,
-            )  # fmt: skip
-        frame = self._frame(packed, entry)
-        return BaseTensor(
-            where, file_name, entry.dtype, entry.shape, frame.content_hash,
-            frame.base_hash is not None, lambda threads: self._decode(packed, entry, threads),
-            self._stamp,
-        )  # fmt: skip
-
-    def _stamp(self) -> object:
-        found = os.fstat(self._file.fileno())
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-    def _map(self, offset: int, nbytes: int) -> memoryview:
-        return map_region(self._file, offset, nbytes)
-
-    def _frame(self, packed: PackedHeader, entry: TensorEntry) -> Frame:
-        data = self._map(packed.frame_offset(entry.name), packed.frames[entry.name].nbytes)
-        with blaming(str(self._path)):
-            return open_frame(data, packed, entry)
-
-    def _decode(self, packed: PackedHeader, entry: TensorEntry, threads: int) -> ByteArray:
-        frame = self._frame(packed, entry)
-        decoded = np.empty(entry.nbytes, np.uint8)
-        with blaming(str(self._path)):
-            frame.decompress_into(decoded, threads=threads)
-            if content_hash(decoded, threads=threads) != frame.content_hash:
-                raise CorruptionError(
-                    f"tensor {shown(entry.name)} at byte {packed.frame_offset(entry.name)}: the "
-                    "content hash of the decoded bytes is not that of the frame"
-                )
-        return decoded
+def _in_file(file: ModelFile, entry: TensorEntry) -> BaseTensor:
+    """A tensor of a file; of a packed one the frame's header is checked."""
+    frame = file.frame(entry)
+    return BaseTensor(
+        str(file.path), plain_name(file.path.name), entry.dtype, entry.shape,
+        frame.content_hash if frame else None, frame is not None and frame.base_hash is not None,
+        lambda threads: file.read(entry, threads), file.stamp,
+    )  # fmt: skip
