@@ -21,6 +21,7 @@ from disk_samples import leftovers
 import packhorse
 import packhorse.numpy
 import packhorse.torch
+from packhorse.codecs.content import content_hash
 from packhorse.disk import (
     PackedFile,
     logical_nbytes,
@@ -316,6 +317,55 @@ def test_lazy_reading_looks_at_no_other_tensor_of_the_base(tmp_path, pair, packe
         with packhorse.open_file(packed, "pt", base=tmp_path / "damaged") as file:
             assert torch.equal(file.get_tensor("model.0.weight"), wanted)
             assert torch.equal(file.get_slice("model.0.weight")[5:6], wanted[5:6])
+
+
+@pytest.mark.parametrize("kind", ["a file", "a packed file", "a folder of packed shards"])
+def test_slices_of_a_tensor_prove_its_base_once(pair, packed, kind, monkeypatch):
+    n_hashed = []
+
+    def count(data, **options):
+        n_hashed.append(len(data))
+        return content_hash(data, **options)
+
+    wanted = checkpoints()[1]
+    with packhorse.open_file(packed, "pt", base=BASES[kind](pair[0]), threads=1) as file:
+        for module in (packhorse.frame_base, packhorse.disk.model_file):
+            monkeypatch.setattr(module, "content_hash", count)
+        part = file.get_slice("model.0.weight")
+        assert torch.equal(part[:1], wanted["model.0.weight"][:1])
+        first = len(n_hashed)
+        assert first > 0
+        for row in range(2, 20):
+            assert torch.equal(part[row], wanted["model.0.weight"][row])
+        assert torch.equal(file.get_tensor("model.0.weight"), wanted["model.0.weight"])
+        assert len(n_hashed) == first
+        based = [name for name in file if file.frame(name).base_hash]
+        other = next(name for name in based if name != "model.0.weight")
+        assert torch.equal(file.get_slice(other)[3], wanted[other][3])
+        assert len(n_hashed) > first
+        assert torch.equal(part[3:], wanted["model.0.weight"][3:])
+
+
+def test_a_base_that_changes_between_slices_is_refused(tmp_path, pair, packed):
+    name = "model.0.weight"
+    in_memory = {name: checkpoints()[0][name].clone()}
+    with packhorse.open_file(packed, "pt", base=in_memory) as file:
+        part = file.get_slice(name)
+        assert torch.equal(part[:2], checkpoints()[1][name][:2])
+        in_memory[name][-1, -1] += 1
+        with pytest.raises(BaseMismatchError, match=name):
+            part[:2]
+    with packhorse.open_file(packed, "pt", base=pair[0]) as file:
+        part = file.get_slice(name)
+        assert torch.equal(part[:2], checkpoints()[1][name][:2])
+        data = bytearray(pair[0].read_bytes())
+        first, last = offsets_of(pair[0])[name]
+        start = 8 + int.from_bytes(data[:8], "little")
+        data[start + first : start + last] = bytes(last - first)
+        with pair[0].open("r+b") as base:
+            base.write(data)
+        with pytest.raises(BaseMismatchError, match=name):
+            part[:2]
 
 
 def offsets_of(path: Path) -> dict[str, tuple[int, int]]:

@@ -202,6 +202,26 @@ def test_files_and_store_may_be_moved_together(tmp_path: Path) -> None:
         PackhorseCheckpointIO().load_checkpoint(tmp_path / "moved" / "c" / "a.ckpt")
 
 
+def test_the_store_stays_where_it_is_when_the_working_directory_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    io = PackhorseCheckpointIO(store="store")
+    io.save_checkpoint({"a": 1}, tmp_path / "a.ckpt")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    io.save_checkpoint({"a": 2}, tmp_path / "b.ckpt")
+    for name, value in (("a.ckpt", 1), ("b.ckpt", 2)):
+        assert PackhorseCheckpointIO().load_checkpoint(tmp_path / name) == {"a": value}
+        assert io.load_checkpoint(tmp_path / name) == {"a": value}
+
+
+def test_a_checkpoint_without_a_stem(tmp_path: Path) -> None:
+    io = PackhorseCheckpointIO(store=tmp_path / "store")
+    io.save_checkpoint({"a": 1}, tmp_path / ".ckpt")
+    assert io.load_checkpoint(tmp_path / ".ckpt") == {"a": 1}
+
+
 def test_checkpoints_of_one_name_in_one_store_stay_apart(tmp_path: Path) -> None:
     io = PackhorseCheckpointIO(tmp_path / "store")
     for i in range(2):

@@ -125,6 +125,30 @@ def test_tied_tensors_are_stored_once_and_stay_tied() -> None:
     assert found["embed.weight"] is found["head.weight"]
 
 
+def test_tied_tensors_of_a_flat_dict_stay_tied_too() -> None:
+    model = sample_state()["model"]
+    tensors = {k: v for k, v in model.items() if isinstance(v, torch.Tensor)}
+    found = load(save(tensors))
+    assert found["embed.weight"] is found["head.weight"]
+    assert_same(found, tensors)
+
+
+def test_names_that_mean_more_in_a_flat_dict() -> None:
+    state = {"__metadata__": torch.ones(3)}
+    assert_same(load(save(state)), state)
+    with pytest.raises(ValueError, match=r"has the key 'packhorse.state'"):
+        save({"a": torch.ones(3)}, {STATE_KEY: ""})
+
+
+def test_a_base_may_be_a_nested_state() -> None:
+    weight = torch.randn(300, 100)
+    old, new = {"m": [weight], "step": 1}, {"m": [weight * 1.00001], "step": 2}
+    data = save(new, base=old)
+    assert len(data) < 0.6 * len(save(new))
+    for base in (old, {"m[0]": weight}, {"m": (weight,)}):
+        assert_same(load(data, base=base), new)
+
+
 def test_tensors_whose_paths_are_alike_stay_apart() -> None:
     state = {
         "a.b": torch.ones(1),

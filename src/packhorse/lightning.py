@@ -88,7 +88,7 @@ class PackhorseCheckpointIO(CheckpointIO):  # type: ignore[misc]
         """
         if store is None and options:
             raise TypeError(f"{', '.join(options)}: an option of the store, and there is none")
-        self._url = None if store is None else os.fspath(store)
+        self._url = None if store is None else _lasting(os.fspath(store))
         self._options = {"level": level, "threads": threads, **options}
         self._opened: SnapshotStore | None = None
         if self._url is not None:
@@ -241,13 +241,18 @@ class PackhorseCheckpointIO(CheckpointIO):  # type: ignore[misc]
         owned = self._owned(fs, place)
         if owned is not None:
             return owned, True
-        stem = posixpath.basename(place).removesuffix(_SUFFIX)
+        stem = posixpath.basename(place).removesuffix(_SUFFIX) or _SUFFIX
         names = set(self._store().names())
         name, n = stem, 1
         while name in names:
             n += 1
             name = f"{stem} ({n})"
         return name, False
+
+
+def _lasting(url: str) -> str:
+    """A store's URL, or a path that is the same when the working directory changes."""
+    return url if "://" in url else os.path.abspath(url)
 
 
 def _find(path: str | Path) -> tuple[Any, str]:

@@ -16,7 +16,7 @@ from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import BaseLike
 from packhorse.disk.container import lay_out, pack_tensors, write_packed
 from packhorse.disk.packed_file import PackedFile, load_with_metadata
-from packhorse.disk.state_file import lay_out_state, rebuild_state
+from packhorse.disk.state_file import base_by_name, lay_out_state, rebuild_state
 from packhorse.errors import CompatibilityError, CorruptionError, MissingBackendError
 from packhorse.frame import Frame, compress_buffer
 from packhorse.layout import Level
@@ -406,8 +406,9 @@ def save(
 ) -> bytes | None:
     """Packs a state dict, in the manner of `torch.save`, without pickle.
 
-    A flat dict of tensors by name becomes the file that `save_file` writes; of any other state the
-    file also tells the structure, for `load`. Tensors that are the same memory are stored once.
+    A flat dict of tensors by name becomes the file that `save_file` writes, unless some of them are
+    the same memory, which is stored once; of any other state the file tells the structure, too, for
+    `load`.
 
     Args:
         state: nested dicts, lists and tuples of tensors, NumPy arrays, strings, numbers, booleans
@@ -417,7 +418,7 @@ def save(
         metadata: strings to keep in the file.
         level: "fast", "default" or "max".
         threads: None for the cores of this process, at most 8.
-        base: as for `save_file`.
+        base: as for `save_file`; or an older state, nested as this one.
 
     Returns:
         The packed file, if `f` is None.
@@ -434,10 +435,9 @@ def save(
     """
     if isinstance(f, Mapping):
         f, metadata = None, f
-    if isinstance(state, Mapping) and all(map(_is_tensor_by_name, state.items())):
-        header, buffers = lay_out(state, FRAMEWORK, metadata)
-    else:
-        header, buffers = lay_out_state(state, metadata)
+    plain = dict(state) if isinstance(state, Mapping) else state
+    header, buffers = lay_out_state(plain, metadata, FRAMEWORK)
+    base = base_by_name(base)
     if isinstance(f, str | os.PathLike):
         write_packed(f, header, buffers, level=level, threads=threads, force=True, base=base)
         return None
@@ -446,10 +446,6 @@ def save(
         return data
     _write_all(f, data)
     return None
-
-
-def _is_tensor_by_name(item: tuple[object, object]) -> bool:
-    return isinstance(item[0], str) and isinstance(item[1], torch.Tensor)
 
 
 def _write_all(file: SupportsWrite, data: bytes) -> None:
@@ -482,7 +478,8 @@ def load(
         mmap: likewise; a file at a path is always mapped.
         threads: None for the cores of this process, at most 8.
         max_nbytes: refuse a file whose tensors take more bytes together, before any is decoded.
-        base: what the file was packed against, if it was: a file or a folder, or tensors by name.
+        base: what the file was packed against, if it was: a file or a folder, tensors by name, or a
+            nested state.
 
     Returns:
         The state. Subclasses of containers come back as the plain ones, parameters as tensors.
@@ -497,6 +494,7 @@ def load(
     """
     if not (map_location is None or isinstance(map_location, str | int | torch.device)):
         raise TypeError(f"map_location is {map_location!r}; it must be a device or the name of one")
+    base = base_by_name(base)
     if isinstance(f, str | os.PathLike):
         with PackedFile(
             f, FRAMEWORK, device=map_location, threads=threads, max_nbytes=max_nbytes, base=base

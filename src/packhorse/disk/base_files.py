@@ -16,21 +16,21 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 
 from packhorse.arguments import framework_of
-from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
 from packhorse.disk.folder_index import PLAIN_SUFFIX, plain_name
 from packhorse.disk.frames import map_region, open_frame
-from packhorse.disk.header import TensorEntry, read_file_header
-from packhorse.disk.packed_header import PackedHeader, is_packed, parse_packed_header
+from packhorse.disk.header import TensorEntry
+from packhorse.disk.model_file import ModelFile
+from packhorse.disk.packed_header import PackedHeader
 from packhorse.disk.strict_json import shown
-from packhorse.errors import BaseMismatchError, CorruptionError, blaming
+from packhorse.errors import BaseMismatchError, blaming
 from packhorse.frame import Frame
 from packhorse.frame_base import allowed_casts
 from packhorse.layout import CRITICAL_FLAGS_OFFSET, DTYPE_BY_NAME, FLAG_BASE
@@ -43,6 +43,7 @@ __all__ = [
     "BaseTensor",
     "Bases",
     "Lender",
+    "Loan",
     "based_frames",
     "open_bases",
     "open_parts",
@@ -61,6 +62,8 @@ class BaseTensor:
         content_hash: where it is known without reading the tensor.
         is_based: whether it cannot be read, as it is packed against a base itself.
         read: the bytes, with so many threads.
+        stamp: what is equal as long as bytes that were read before stay what they are; None if that
+            cannot be told.
     """
 
     where: str
@@ -70,6 +73,7 @@ class BaseTensor:
     content_hash: bytes | None
     is_based: bool
     read: Callable[[int], Buffer]
+    stamp: Callable[[], object]
 
     def suits(self, dtype: str, shape: Sequence[int]) -> bool:
         """Whether a tensor of this dtype and shape may be packed against it."""
@@ -192,6 +196,18 @@ def _is_for(base: BaseTensor, entry: TensorEntry) -> bool:
     return entry.nbytes > 0 and base.suits(entry.dtype, entry.shape)
 
 
+class Loan(NamedTuple):
+    """The base of a frame, for `Frame.decompress_into`.
+
+    Attributes:
+        data: its bytes; None if the frame needs none.
+        content_hash: where it has been compared already.
+    """
+
+    data: Buffer | None = None
+    content_hash: bytes | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Lender:
     """Gives the frames of one packed file their bases.
@@ -203,6 +219,8 @@ class Lender:
 
     bases: Bases | None
     recorded: str | None
+    # The base that was kept last, with its stamp.
+    _kept: dict[str, tuple[Buffer, object]] = field(default_factory=dict)
 
     def find(self, name: str, frame: Frame) -> BaseTensor | None:
         """The base of a frame; None if it needs none.
@@ -220,8 +238,14 @@ class Lender:
             raise BaseMismatchError(f"{self._needed(name, frame)}; {error}") from None
 
     @contextmanager
-    def lend(self, name: str, frame: Frame, threads: int) -> Iterator[Buffer | None]:
-        """The bytes of a frame's base for the time of the block; None if it needs none.
+    def lend(self, name: str, frame: Frame, threads: int, *, keep: bool = False) -> Iterator[Loan]:
+        """The base of a frame for the time of the block, which decodes with it.
+
+        Args:
+            name: of the tensor.
+            frame: of that tensor.
+            threads: how many to use.
+            keep: it will be asked for again: hold its bytes, in the place of those held before.
 
         Raises:
             BaseMismatchError: as `find`; one that the block raises gets the base's file.
@@ -229,11 +253,19 @@ class Lender:
         """
         base = self.find(name, frame)
         if base is None:
-            yield None
+            yield Loan()
+            return
+        stamp = base.stamp()  # before the bytes are read, so that no change falls in between
+        data, known = self._kept.get(name, (None, None))
+        if data is not None and stamp == known:
+            yield Loan(data, frame.base_hash)
             return
         data = base.read(threads)
         try:
-            yield data
+            yield Loan(data)
+            if keep and stamp is not None:  # the block has compared the hash, or would have failed
+                self._kept.clear()
+                self._kept[name] = data, stamp
         except BaseMismatchError as error:
             called = f"; the right one was called {shown(self.recorded)}" if self.recorded else ""
             raise BaseMismatchError(f"{error}, and is in {base.where}{called}") from None
@@ -347,10 +379,14 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _open_files(paths: Sequence[Path], hint: str, label: str, stack: ExitStack) -> Bases:
-    files = [_File(stack.enter_context(path.open("rb")), path) for path in paths]
+    files = [ModelFile(stack.enter_context(path.open("rb")), path) for path in paths]
+    places: dict[str, list[tuple[ModelFile, TensorEntry]]] = {}
+    for file in files:
+        for entry in file.original.entries:
+            places.setdefault(entry.name, []).append((file, entry))
 
     def find(name: str) -> list[BaseTensor]:
-        return [file.tensor(name) for file in files if name in file.entries]
+        return [_in_file(file, entry) for file, entry in places.get(name, [])]
 
     return Bases(label, hint, find, paths, is_empty=not paths)
 
@@ -366,55 +402,16 @@ def _in_memory(tensors: Mapping[str, Any], name: str) -> list[BaseTensor]:
     return [
         BaseTensor(
             "the base given", "", dtype, shape, None, False,
-            lambda threads: framework.readable(tensor)[0],
+            lambda threads: framework.readable(tensor)[0], lambda: None,
         )
     ]  # fmt: skip
 
 
-class _File:
-    """One file of a base, open."""
-
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self._file = file
-        self._path = path
-        self._header = read_file_header(file, str(path))
-        self._packed: PackedHeader | None = None
-        if is_packed(self._header):
-            self._packed = parse_packed_header(self._header, label=str(path))
-        original = self._packed.original if self._packed else self._header
-        self.entries = {entry.name: entry for entry in original.entries}
-
-    def tensor(self, name: str) -> BaseTensor:
-        """One of its tensors; of a packed one the frame's header is checked."""
-        entry, packed = self.entries[name], self._packed
-        where, file_name = str(self._path), plain_name(self._path.name)
-        if packed is None:
-            return BaseTensor(
-                where, file_name, entry.dtype, entry.shape, None, False,
-                lambda threads: self._map(self._header.data_offset + entry.start, entry.nbytes),
-            )  # fmt: skip
-        frame = self._frame(packed, entry)
-        return BaseTensor(
-            where, file_name, entry.dtype, entry.shape, frame.content_hash,
-            frame.base_hash is not None, lambda threads: self._decode(packed, entry, threads),
-        )  # fmt: skip
-
-    def _map(self, offset: int, nbytes: int) -> memoryview:
-        return map_region(self._file, offset, nbytes)
-
-    def _frame(self, packed: PackedHeader, entry: TensorEntry) -> Frame:
-        data = self._map(packed.frame_offset(entry.name), packed.frames[entry.name].nbytes)
-        with blaming(str(self._path)):
-            return open_frame(data, packed, entry)
-
-    def _decode(self, packed: PackedHeader, entry: TensorEntry, threads: int) -> ByteArray:
-        frame = self._frame(packed, entry)
-        decoded = np.empty(entry.nbytes, np.uint8)
-        with blaming(str(self._path)):
-            frame.decompress_into(decoded, threads=threads)
-            if content_hash(decoded, threads=threads) != frame.content_hash:
-                raise CorruptionError(
-                    f"tensor {shown(entry.name)} at byte {packed.frame_offset(entry.name)}: the "
-                    "content hash of the decoded bytes is not that of the frame"
-                )
-        return decoded
+def _in_file(file: ModelFile, entry: TensorEntry) -> BaseTensor:
+    """A tensor of a file; of a packed one the frame's header is checked."""
+    frame = file.frame(entry)
+    return BaseTensor(
+        str(file.path), plain_name(file.path.name), entry.dtype, entry.shape,
+        frame.content_hash if frame else None, frame is not None and frame.base_hash is not None,
+        lambda threads: file.read(entry, threads), file.stamp,
+    )  # fmt: skip

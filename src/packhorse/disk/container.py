@@ -439,8 +439,8 @@ class _Unpacker:
             with blaming(self.file.name):
                 frame = self._open(entries[0])
                 window = self.window.take(frame.window_nbytes)
-                with self.lender.lend(entries[0].name, frame, self.threads) as base:
-                    yield from frame.pieces(threads=self.threads, window=window, base=base)
+                with self.lender.lend(entries[0].name, frame, self.threads) as loan:
+                    yield from frame.pieces(threads=self.threads, window=window, base=loan.data)
             return
         sizes = [entry.nbytes for entry in entries]
         places = self.window.cut(sizes)
@@ -448,8 +448,8 @@ class _Unpacker:
         def unpack(i: int, threads: int) -> None:
             with blaming(self.file.name):
                 frame = self._open(entries[i])
-                with self.lender.lend(entries[i].name, frame, threads) as base:
-                    frame.verify(threads=threads, window=places[i], base=base)
+                with self.lender.lend(entries[i].name, frame, threads) as loan:
+                    frame.verify(threads=threads, window=places[i], base=loan.data)
 
         map_tensors(unpack, sizes, self.threads)
         yield from places

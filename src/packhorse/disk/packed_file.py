@@ -6,10 +6,12 @@ elements that holds all it selects (`slices.py`), that run is decoded, and the f
 indexing does the rest. So `f.get_slice(name)[i]` equals `f.get_tensor(name)[i]` for every index
 that the framework understands.
 
-A tensor that was packed against a base needs all of that for each read: it is mapped, or decoded if
-its file is packed, and its hash compared. Of the base's other tensors nothing is read.
+A tensor that was packed against a base needs all of that: it is mapped, or decoded if its file is
+packed, and its hash compared. After a slice it is held for the next one of the same tensor, unless
+the base's file has changed since; tensors in memory are compared each time, since whoever gave them
+may write to them. Of the base's other tensors nothing is read.
 
-Nothing here changes after opening, so threads may read from one `PackedFile` at once.
+Threads may read from one `PackedFile` at once: what is held is only ever replaced as a whole.
 """
 
 from __future__ import annotations
@@ -104,13 +106,16 @@ class _FrameTable:
         frame = self.frame(name)
         tensor = self.framework.empty(entry.dtype, tuple(shape))
         n_threads = threads or self._threads
-        with blaming(self.label), self._lender.lend(name, frame, n_threads) as base:
+        is_part = stop - start < entry.nbytes
+        lend = self._lender.lend
+        with blaming(self.label), lend(name, frame, n_threads, keep=is_part) as loan:
             frame.decompress_into(
                 self.framework.writable(tensor),
                 start=start,
                 stop=stop,
                 threads=n_threads,
-                base=base,
+                base=loan.data,
+                base_hash=loan.content_hash,
             )
         return tensor
 

@@ -13,25 +13,27 @@ from typing import Any
 
 from packhorse.arguments import Framework, to_array
 from packhorse.codecs.base import ByteArray
+from packhorse.disk.base_files import BaseLike
 from packhorse.disk.header import METADATA_KEY, FileHeader, build_header
-from packhorse.disk.state import Leaf, decode_state, encode_state
+from packhorse.disk.state import Leaf, decode_state, encode_state, find_tensors
 from packhorse.disk.strict_json import parse_json, shown
 from packhorse.errors import CompatibilityError, CorruptionError, blaming
 
-__all__ = ["STATE_KEY", "lay_out_state", "rebuild_state"]
+__all__ = ["STATE_KEY", "base_by_name", "lay_out_state", "rebuild_state"]
 
 STATE_KEY = "packhorse.state"
 _VERSION = 1
 
 
 def lay_out_state(
-    state: object, metadata: Mapping[str, str] | None
+    state: object, metadata: Mapping[str, str] | None, framework: Framework
 ) -> tuple[FileHeader, Iterator[ByteArray]]:
     """The header of a file of a nested state, and the tensors' bytes in its order.
 
     Args:
         state: a dict, a list or a tuple.
         metadata: further pairs for the file.
+        framework: the one whose tensors need no word in the record.
 
     Raises:
         TypeError: something in the state cannot be kept; the message gives its path.
@@ -41,17 +43,37 @@ def lay_out_state(
         raise ValueError(f"metadata has the key {STATE_KEY!r}, which is for the state's structure")
     document, leaves = encode_state(state)
     names = _names(leaves)
+    stored = dict(zip(names, leaves, strict=True))
+    is_flat = isinstance(state, dict) and list(state) == names
+    if not is_flat or any(leaf.framework.name != framework.name for leaf in leaves):
+        metadata = {**(metadata or {}), STATE_KEY: _record(document, names, leaves)}
+    header = build_header(
+        {name: (leaf.dtype, leaf.shape) for name, leaf in stored.items()}, metadata
+    )
+    return header, (_bytes_of(stored[entry.name]) for entry in header.entries)
+
+
+def _record(document: Any, names: list[str], leaves: list[Leaf]) -> str:
     record = {"version": _VERSION, "state": document, "tensors": names}
     arrays = [i for i, leaf in enumerate(leaves) if leaf.framework.name == "np"]
     if arrays:
         record["numpy"] = arrays
-    text = json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    stored = dict(zip(names, leaves, strict=True))
-    header = build_header(
-        {name: (leaf.dtype, leaf.shape) for name, leaf in stored.items()},
-        {**(metadata or {}), STATE_KEY: text},
-    )
-    return header, (_bytes_of(stored[entry.name]) for entry in header.entries)
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def base_by_name(base: BaseLike | None) -> BaseLike | None:
+    """A base as files have it: of a nested state the tensors, by their paths.
+
+    Raises:
+        TypeError, ValueError: as `find_tensors`.
+    """
+    if not isinstance(base, Mapping) or not any(map(_is_container, base.values())):
+        return base
+    return {path: leaf.tensor for path, leaf in find_tensors(dict(base)).items()}
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, dict | list | tuple)
 
 
 def _names(leaves: list[Leaf]) -> list[str]:

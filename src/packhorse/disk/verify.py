@@ -124,8 +124,8 @@ class _Verifier:
                         return None
                     place = self.window.take(frame.window_nbytes) if len(entries) == 1 else None
                     window = places[i] if places else place
-                    with self.lender.lend(entries[i].name, frame, threads) as base:
-                        frame.verify(threads=threads, window=window, base=base)
+                    with self.lender.lend(entries[i].name, frame, threads) as loan:
+                        frame.verify(threads=threads, window=window, base=loan.data)
             except PackhorseError as error:
                 return Problem(Path(self.file.name), entries[i].name, offset, str(error))
             return None

@@ -11,23 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
-
-import numpy as np
 
 from packhorse.codecs.base import ByteArray
-from packhorse.codecs.content import content_hash
 from packhorse.disk.container import PICKLE_SUFFIXES, pickle_advice
 from packhorse.disk.folder_index import PLAIN_SUFFIX
-from packhorse.disk.frames import map_region, open_frame
-from packhorse.disk.header import FileHeader, TensorEntry, read_file_header
-from packhorse.disk.packed_header import PackedHeader, is_packed, parse_packed_header
+from packhorse.disk.header import TensorEntry
+from packhorse.disk.model_file import ModelFile
 from packhorse.disk.snapshots.casts import find_casts, packing_order
 from packhorse.disk.snapshots.take import Spec, State
 from packhorse.disk.strict_json import shortened
-from packhorse.errors import CorruptionError, blaming
-from packhorse.frame import Frame
-from packhorse.layout import DTYPE_BY_NAME
 
 __all__ = ["FileState", "model_files", "open_sources"]
 
@@ -83,7 +75,7 @@ def open_sources(files: Sequence[Path], threads: int) -> Iterator[FileState]:
         OSError: one cannot be read.
     """
     with ExitStack() as stack:
-        opened = [_File(stack.enter_context(path.open("rb")), path, threads) for path in files]
+        opened = [ModelFile(stack.enter_context(path.open("rb")), path) for path in files]
         places = [(file, entry) for file in opened for entry in file.original.entries]
         _refuse_same_names(places)
         specs = [Spec(entry.name, entry.dtype, entry.shape) for _, entry in places]
@@ -93,63 +85,16 @@ def open_sources(files: Sequence[Path], threads: int) -> Iterator[FileState]:
             metadata |= file.original.metadata or {}
         casts = find_casts(specs, lambda i, n: places[i][0].head(places[i][1], n))
         groups = packing_order(len(specs), casts)
-        state = State(document, specs, groups, casts, lambda i: places[i][0].read(places[i][1]))
+
+        def read(i: int) -> ByteArray:
+            file, entry = places[i]
+            return file.read(entry, threads)
+
+        state = State(document, specs, groups, casts, read)
         yield FileState(state, metadata)
 
 
-class _File:
-    """One open file."""
-
-    def __init__(self, file: BinaryIO, path: Path, threads: int) -> None:
-        self._file = file
-        self._threads = threads
-        self.path = path
-        self._header = read_file_header(file, str(path))
-        self._packed: PackedHeader | None = None
-        if is_packed(self._header):
-            self._packed = parse_packed_header(self._header, label=str(path))
-
-    @property
-    def original(self) -> FileHeader:
-        """The header, of a packed file that of the original."""
-        return self._packed.original if self._packed else self._header
-
-    def read(self, entry: TensorEntry) -> ByteArray:
-        """The bytes of a tensor: mapped, or decoded."""
-        if self._packed is None:
-            return self._mapped(entry, entry.nbytes)
-        decoded = np.empty(entry.nbytes, np.uint8)
-        with blaming(str(self.path)):
-            frame = self._frame(self._packed, entry)
-            frame.decompress_into(decoded, threads=self._threads)
-            if content_hash(decoded, threads=self._threads) != frame.content_hash:
-                raise CorruptionError(
-                    f"tensor {shortened(entry.name)!r} at byte "
-                    f"{self._packed.frame_offset(entry.name)}: the content hash of the decoded "
-                    "bytes is not that of the frame"
-                )
-        return decoded
-
-    def head(self, entry: TensorEntry, n: int) -> ByteArray:
-        """The bytes of a tensor's first elements; of a packed one its first chunk is decoded."""
-        nbytes = min(n * DTYPE_BY_NAME[entry.dtype].bits // 8, entry.nbytes)
-        if self._packed is None:
-            return self._mapped(entry, nbytes)
-        decoded = np.empty(nbytes, np.uint8)
-        with blaming(str(self.path)):
-            self._frame(self._packed, entry).decompress_into(decoded, stop=nbytes, threads=1)
-        return decoded
-
-    def _mapped(self, entry: TensorEntry, nbytes: int) -> ByteArray:
-        start = self._header.data_offset + entry.start
-        return np.frombuffer(map_region(self._file, start, nbytes), np.uint8)
-
-    def _frame(self, packed: PackedHeader, entry: TensorEntry) -> Frame:
-        offset, nbytes = packed.frame_offset(entry.name), packed.frames[entry.name].nbytes
-        return open_frame(map_region(self._file, offset, nbytes), packed, entry)
-
-
-def _refuse_same_names(places: Sequence[tuple[_File, TensorEntry]]) -> None:
+def _refuse_same_names(places: Sequence[tuple[ModelFile, TensorEntry]]) -> None:
     owners: dict[str, Path] = {}
     for file, entry in places:
         if entry.name in owners:

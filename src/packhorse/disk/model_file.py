@@ -1,0 +1,93 @@
+"""One safetensors file, packed or not, open for reading its tensors one by one, as bytes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from packhorse.codecs.base import ByteArray
+from packhorse.codecs.content import content_hash
+from packhorse.disk.frames import map_region, open_frame
+from packhorse.disk.header import FileHeader, TensorEntry, read_file_header
+from packhorse.disk.packed_header import PackedHeader, is_packed, parse_packed_header
+from packhorse.disk.strict_json import shown
+from packhorse.errors import CorruptionError, blaming
+from packhorse.frame import Frame
+from packhorse.layout import DTYPE_BY_NAME
+
+__all__ = ["ModelFile"]
+
+
+class ModelFile:
+    """A plain file, whose tensors are mapped, or a packed one, whose tensors are decoded.
+
+    Attributes:
+        path: where it is.
+        original: its header, of a packed file that of the original.
+    """
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        """Read and check the headers.
+
+        Raises:
+            CorruptionError, CompatibilityError: it is not what it should be.
+        """
+        self._file = file
+        self.path = path
+        self.original: FileHeader = read_file_header(file, str(path))
+        self._packed: PackedHeader | None = None
+        if is_packed(self.original):
+            self._packed = parse_packed_header(self.original, label=str(path))
+            self.original = self._packed.original
+
+    def frame(self, entry: TensorEntry) -> Frame | None:
+        """The frame of a tensor, its header checked; None in a plain file."""
+        packed = self._packed
+        if packed is None:
+            return None
+        offset, nbytes = packed.frame_offset(entry.name), packed.frames[entry.name].nbytes
+        with blaming(str(self.path)):
+            return open_frame(map_region(self._file, offset, nbytes), packed, entry)
+
+    def read(self, entry: TensorEntry, threads: int) -> ByteArray:
+        """The bytes of a tensor; decoded ones have the content hash that the frame names.
+
+        Raises:
+            CorruptionError, CompatibilityError: its frame is bad.
+            BaseMismatchError: it is packed against a base.
+        """
+        data, frame = self._decode(entry, entry.nbytes, threads)
+        if self._packed is None or frame is None:
+            return data
+        if content_hash(data, threads=threads) != frame.content_hash:
+            raise CorruptionError(
+                f"{self.path}: tensor {shown(entry.name)} at byte "
+                f"{self._packed.frame_offset(entry.name)}: the content hash of the decoded bytes "
+                "is not that of the frame"
+            )
+        return data
+
+    def head(self, entry: TensorEntry, n: int) -> ByteArray:
+        """The bytes of a tensor's first elements; of a packed one its first chunk is decoded."""
+        nbytes = min(n * DTYPE_BY_NAME[entry.dtype].bits // 8, entry.nbytes)
+        return self._decode(entry, nbytes, 1)[0]
+
+    def stamp(self) -> object:
+        """What is equal as long as nobody has written to the file."""
+        found = os.fstat(self._file.fileno())
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+    def _decode(
+        self, entry: TensorEntry, nbytes: int, threads: int
+    ) -> tuple[ByteArray, Frame | None]:
+        frame = self.frame(entry)
+        if frame is None:
+            start = self.original.data_offset + entry.start
+            return np.frombuffer(map_region(self._file, start, nbytes), np.uint8), None
+        decoded = np.empty(nbytes, np.uint8)
+        with blaming(str(self.path)):
+            frame.decompress_into(decoded, stop=nbytes, threads=threads)
+        return decoded, frame
