@@ -4,7 +4,7 @@ The checkpoints are whole states of the training run, a few steps apart: fp32 ma
 copy and both moments (training.py). They pass one after the other through the same tensors in
 memory, as in a run, and every store (history_stores.py) takes each before the next one comes; the
 order of the stores changes from checkpoint to checkpoint. Afterwards the newest checkpoint, the
-oldest, and the one with the longest chain of differences are restored into those tensors: first to
+oldest, and one with a long chain of differences are restored into those tensors: first to
 be compared bit for bit with the files of the run, then timed in rounds.
 
 All stores have one thread, pinned to a core. A take ends when its files are on the disk: what a
@@ -64,7 +64,7 @@ def measure_history() -> dict[str, Any]:
                 result["absent"][name] = str(reason)
         _take_all(contenders, live, steps)
         last = len(steps) - 1
-        chosen = {"newest": last, "oldest": 0, "longest chain": min(MAX_DELTAS, last)}
+        chosen = {"newest": last, "oldest": 0, "long chain": min(MAX_DELTAS - 1, last)}
         _restore_all(contenders, live, steps, chosen)
         ours = (c.store for c in contenders if isinstance(c.store, PackhorseStore))
         result["ratios"] = next((store.ratios(1) for store in ours), {})

@@ -31,8 +31,9 @@ processor, and by the clock in brackets: of all takes together; of restoring one
 tensors that exist, the median of {rounds} rounds. A take ends when its files are on the disk
 (`fsync`), which not every store waits for by itself. What is restored comes from the system's
 cache. Each of the three was compared with the run's files bit for bit. A full checkpoint comes
-after {max_deltas} differences on one another; the oldest is a full one, and the longest chain
-ends with the {last} checkpoint."""
+after {max_deltas} differences on one another, of `packhorse-dcp` after one less, as rounded copies
+are differences from their masters; the oldest is a full one, and the long chain, which all stores
+have, ends with the {last} checkpoint."""
 
 
 def section(history: History) -> str:
@@ -41,7 +42,7 @@ def section(history: History) -> str:
     Args:
         history: what history.py returns.
     """
-    chain = min(history["max_deltas"], len(history["steps"]) - 1)
+    chain = min(history["max_deltas"], len(history["steps"])) - 1
     rounds = len(history["rows"][0]["restore"]["newest"])
     notes = NOTES.format(rounds=rounds, max_deltas=history["max_deltas"], last=_ordinal(chain + 1))
     ways = [f"- `{name}`: {how}." for name, how in history["stores"].items()]

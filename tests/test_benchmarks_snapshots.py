@@ -338,7 +338,7 @@ def test_every_store_takes_and_restores_a_history(cache_folder: Path) -> None:
         assert row["sizes"] == sorted(row["sizes"])
         assert len(row["sizes"]) == len(row["take"]) == len(HISTORY)
         assert {what: len(times) for what, times in row["restore"].items()} == {
-            "newest": 3, "oldest": 3, "longest chain": 3,
+            "newest": 3, "oldest": 3, "long chain": 3,
         }  # fmt: skip
     sizes = {row["store"]: row["sizes"] for row in history["rows"]}
     raw = history["nbytes"]
@@ -346,8 +346,9 @@ def test_every_store_takes_and_restores_a_history(cache_folder: Path) -> None:
     for name in ("zipnn-delta", "bitx-like", "packhorse", "packhorse-cache", "packhorse-dcp"):
         grown = np.diff([0, *sizes[name]])
         assert grown[0] < raw
-        # A full checkpoint, and another after eight differences.
-        assert {0, 9} == set(np.argsort(grown)[-2:].tolist())
+        # A full checkpoint, and another after eight differences; see the notes of the table.
+        second = 8 if name == "packhorse-dcp" else 9
+        assert {0, second} == set(np.argsort(grown)[-2:].tolist())
     assert sizes["packhorse"][-1] < sizes["zipnn-delta"][-1]
     assert list(history["ratios"]) == ["w32", "w16", "m32", "v32"]
     assert min(history["ratios"].values()) > 1
