@@ -366,7 +366,7 @@ def test_document_and_picture_have_the_history(
         assert f"- `{name}`: " in document
         assert document.count(f"| **{name}** |" if name[:9] == "packhorse" else f"| {name} |") > 0
     assert "- `other` was not measured: No module named 'other'." in document
-    assert "ends with the 9th checkpoint" in " ".join(document.split())
+    assert "ends with the 8th checkpoint" in " ".join(document.split())
     picture = ElementTree.fromstring(scripts["history_report"].picture(result))
     texts = [element.text or "" for element in picture.iter() if element.tag.endswith("}text")]
     for label in scripts["history_report"].LABELS.values():
