@@ -5,7 +5,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from packhorse.cli.actions import Watch
 from packhorse.cli.failures import UsageError
 from packhorse.cli.rows import gb_per_s
 from packhorse.cli.snapshots.rows import (
-    DiffRow,
     KindRow,
     ListedStore,
     PrunedStore,
@@ -239,7 +237,7 @@ def diff(store: SnapshotStore, url: str, old: str, new: str, watch: Watch) -> Sn
         old,
         new,
         {str(change): counts[str(change)] for change in Change},
-        [DiffRow(**{**asdict(tensor), "change": str(tensor.change)}) for tensor in tensors],
+        tensors,
     )
 
 

@@ -15,7 +15,6 @@ from packhorse.cli.render import (
     size,
 )
 from packhorse.cli.snapshots.rows import (
-    DiffRow,
     KindRow,
     ListedStore,
     PrunedStore,
@@ -25,6 +24,7 @@ from packhorse.cli.snapshots.rows import (
     TakenSnapshot,
     VerifiedStore,
 )
+from packhorse.disk import TensorDiff
 
 __all__ = [
     "diff_table",
@@ -173,7 +173,7 @@ def diff_table(found: SnapshotsDiff, limit: int) -> None:
     draw(safe_text(f"{found.old} -> {found.new}: {counts or 'no tensors'}"))
 
 
-def _diff_row(table: Table, row: DiffRow) -> None:
+def _diff_row(table: Table, row: TensorDiff) -> None:
     share = ""
     if row.n_changed is not None and row.n_values:
         share = f"{100 * row.n_changed / row.n_values:.3g} %"

@@ -4,11 +4,13 @@ Sizes are bytes, times seconds, speeds uncompressed GB (10^9 bytes) per second. 
 bytes / stored bytes; None where nothing was stored because all was there already.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from packhorse.disk import TensorDiff
+
 __all__ = [
-    "DiffRow",
     "KindRow",
     "ListedStore",
     "PrunedStore",
@@ -110,21 +112,6 @@ class TakenSnapshot:
 
 
 @dataclass(frozen=True)
-class DiffRow:
-    """What became of one tensor."""
-
-    path: str
-    change: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    n_values: int
-    n_changed: int | None
-    max_change: float | None
-    mean_change: float | None
-
-
-@dataclass(frozen=True)
 class SnapshotsDiff:
     """Two snapshots; `counts` has the number of tensors for each change."""
 
@@ -132,7 +119,7 @@ class SnapshotsDiff:
     old: str
     new: str
     counts: dict[str, int]
-    tensors: list[DiffRow]
+    tensors: Sequence[TensorDiff]
 
 
 @dataclass(frozen=True)
