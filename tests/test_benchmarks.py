@@ -1,6 +1,7 @@
 """The benchmarks: their data, what they refuse, and the documents made from their figures."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -424,3 +425,16 @@ def test_every_target_has_data_and_rivals_that_exist(benchmarks: dict[str, Modul
         for check in target.checks:
             rivals = {getattr(check, name, "zipnn") for name in ("rival", "dense", "exempt")}
             assert rivals <= set(codecs)
+
+
+def test_demo_shows_what_comes_back(tmp_path: Path) -> None:
+    weights = (torch.randn(300, 400, generator=torch.manual_seed(0)) * 0.02).bfloat16()
+    safetensors_torch.save_file({"w": weights}, tmp_path / "model.safetensors")
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "demo.py", tmp_path / "model.safetensors"],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "200"},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    row = next(line for line in done.stdout.splitlines() if "model.safetensors" in line)
+    assert "yes" in row
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

@@ -152,7 +152,7 @@ def bench(path: Path, base: Path | None, settings: Settings, watch: Watch) -> Be
     if is_packed(header):
         raise UsageError(f"{path}: packed; bench takes the original: unpack it first")
     with watch(f"bench {path.name}", header.data_nbytes) as progress:
-        rows = bench_file(path, base, settings, progress)
+        rows = bench_file(path, settings, progress, base=base)
     return BenchedFile(
         path=str(path),
         level=settings.level,

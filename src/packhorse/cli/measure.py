@@ -74,17 +74,18 @@ class Settings:
 
 def bench_file(
     path: Path,
-    base: Path | None,
     settings: Settings,
     advance: Callable[[int], None] | None = None,
+    *,
+    base: Path | None = None,
 ) -> list[BenchRow]:
     """Time every tensor of a safetensors file.
 
     Args:
         path: the file.
-        base: what to pack it against, if anything.
         settings: how to measure.
         advance: called with the bytes of each tensor when it is done.
+        base: what to pack it against, if anything.
 
     Returns:
         A row for each dtype, in the order of the file, then the total.
