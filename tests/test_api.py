@@ -149,7 +149,7 @@ THIRD_PARTY = {
     "frame_base": {"numpy"},
     "frame_header": {"numpy"},
     "frame_zstd": {"numpy"},
-    "reference": {"xxhash", "zstandard"},
+    "reference": {"numpy", "xxhash", "zstandard"},
     "disk": {"numpy", "xxhash", "zstandard"},
     "numpy": {"numpy", "ml_dtypes"},
     "torch": {"torch"},

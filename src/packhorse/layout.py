@@ -48,6 +48,7 @@ __all__ = [
     "MAX_PALETTE_RAW_BITS",
     "MAX_RANS_RAW_BITS",
     "MAX_SIDE_NBYTES",
+    "MAX_WEIGHT_COLUMNS",
     "MIN_CHUNK_LOG",
     "MIN_LANES_LOG",
     "MODEL_OFFSET",
@@ -64,6 +65,11 @@ __all__ = [
     "STATE_LOWER_BOUND",
     "STREAM_NBYTES_BITS",
     "STREAM_NBYTES_MASK",
+    "W11",
+    "W12",
+    "WEIGHT_FORMATS",
+    "WEIGHT_STEP_ALIGNMENT",
+    "WEIGHT_VERSION",
     "WIDE_BUCKETS",
     "ZSTD_CHUNK_NBYTES",
     "ClassSource",
@@ -71,6 +77,7 @@ __all__ = [
     "Level",
     "Mode",
     "Split",
+    "WeightFormat",
 ]
 
 # Section 2: the frame.
@@ -154,6 +161,13 @@ MAX_FILE_HEADER_NBYTES = 100_000_000  # safetensors' own cap
 RECORD_GROWTH = 4
 RECORD_FREE_NBYTES = 1 << 20
 
+# Section 12: weights in memory.
+WEIGHT_VERSION = 1
+MAX_WEIGHT_COLUMNS = 1 << 16  # a column is the lower half of an exception
+WEIGHT_STEP_ALIGNMENT = (
+    16  # a vector load of a GPU's thread: every row of every array starts at one
+)
+
 
 class Level(IntEnum):
     """How hard the encoder tries. One decoder reads all."""
@@ -188,6 +202,45 @@ class ClassSource(IntEnum):
 
     PREDICTION = 1
     LEAD = 2
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """One row of the first table in section 12.
+
+    Attributes:
+        name: what users call it: the bits of a weight, exceptions aside.
+        code_bits: bits of a code.
+        n_slices: runs of consecutive columns that one byte of codes serves.
+        first_code: the lowest code that stands for an exponent.
+        min_first: least first exponent of a row.
+        max_first: greatest one; its last code still has a finite exponent.
+    """
+
+    name: str
+    code_bits: int
+    n_slices: int
+    first_code: int
+    min_first: int
+    max_first: int
+
+    def n_steps(self, n_columns: int) -> int:
+        """Columns of a slice."""
+        steps = -(-n_columns // self.n_slices)
+        return -(-steps // WEIGHT_STEP_ALIGNMENT) * WEIGHT_STEP_ALIGNMENT
+
+    def n_padded(self, n_columns: int) -> int:
+        """Columns of a row of mantissa bytes."""
+        return self.n_slices * self.n_steps(n_columns)
+
+    def n_code_bytes(self, n_columns: int) -> int:
+        """Bytes of codes of a row."""
+        return self.n_padded(n_columns) * self.code_bits // 8
+
+
+W12 = WeightFormat("W12", 4, 2, 1, 0, 239)
+W11 = WeightFormat("W11", 3, 8, 0, 1, 247)
+WEIGHT_FORMATS = {form.name: form for form in (W12, W11)}
 
 
 @dataclass(frozen=True)
