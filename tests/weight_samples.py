@@ -82,13 +82,13 @@ def broken_arrays(arrays: WeightArrays, form: WeightFormat) -> list[tuple[str, W
     change("descend", "exception_starts", 2, -1)
     column = int(arrays.exceptions[0]) & 0xFFFF
     change("column|hole|ascend", "exceptions", 0, 0x7F80FFFF)
-    change("hole", "mantissas", (_row_of(arrays, 0), column), 0x80)
+    change("hole", "low_bytes", (_row_of(arrays, 0), column), 0x80)
     change("ascend", "exceptions", slice(0, 2), arrays.exceptions[1::-1])
     if form.first_code:
-        row, column = np.argwhere(arrays.codes & 15 == 0)[-1]
-        change("mantissa|hole", "mantissas", (row, column), 0x81)
-    change("padding|mantissa", "mantissas", (0, -1), 1)
-    change("padding", "codes", (0, -1), 0xFF)
+        row, column = np.argwhere(arrays.high_bits & 7 == 0)[-1]
+        change("mantissa|hole", "low_bytes", (row, column), 0x01)
+    change("padding|mantissa", "low_bytes", (0, -1), 1)
+    change("padding", "high_bits", (0, -1), 0xFF)
     return broken
 
 

@@ -209,15 +209,17 @@ class WeightFormat:
     """One row of the first table in section 12.
 
     Attributes:
-        name: what users call it: the bits of a weight, exceptions aside.
+        name: what users call it.
+        bits: bits of a packed element.
         code_bits: bits of a code.
-        n_slices: runs of consecutive columns that one byte of codes serves.
+        n_slices: runs of consecutive columns that one vector of high bits serves.
         first_code: the lowest code that stands for an exponent.
         min_first: least first exponent of a row.
         max_first: greatest one; its last code still has a finite exponent.
     """
 
     name: str
+    bits: int
     code_bits: int
     n_slices: int
     first_code: int
@@ -230,16 +232,16 @@ class WeightFormat:
         return -(-steps // WEIGHT_STEP_ALIGNMENT) * WEIGHT_STEP_ALIGNMENT
 
     def n_padded(self, n_columns: int) -> int:
-        """Columns of a row of mantissa bytes."""
+        """Columns of a row with its padding."""
         return self.n_slices * self.n_steps(n_columns)
 
-    def n_code_bytes(self, n_columns: int) -> int:
-        """Bytes of codes of a row."""
-        return self.n_padded(n_columns) * self.code_bits // 8
+    def n_high_bytes(self, n_columns: int) -> int:
+        """Bytes of high bits of a row."""
+        return self.n_padded(n_columns) * (self.bits - 8) // 8
 
 
-W12 = WeightFormat("W12", 4, 2, 1, 0, 239)
-W11 = WeightFormat("W11", 3, 8, 0, 1, 247)
+W12 = WeightFormat("W12", 12, 4, 2, 1, 0, 239)
+W11 = WeightFormat("W11", 11, 3, 8, 0, 1, 247)
 WEIGHT_FORMATS = {form.name: form for form in (W12, W11)}
 
 

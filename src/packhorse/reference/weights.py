@@ -22,8 +22,8 @@ _SPECIAL_EXPONENT = 255  # of infinities and NaNs
 class WeightArrays(NamedTuple):
     """The arrays of a packed weight; shapes and element types are those of the page."""
 
-    mantissas: NDArray[np.uint8]
-    codes: NDArray[np.uint8]
+    low_bytes: NDArray[np.uint8]
+    high_bits: NDArray[np.uint8]
     first_exponents: NDArray[np.uint8]
     exception_starts: NDArray[np.int32]
     exceptions: NDArray[np.int32]
@@ -33,7 +33,6 @@ def encode_weights(elements: NDArray[np.uint16], form: WeightFormat) -> WeightAr
     """The arrays of a matrix, given as the bits of its BF16 elements."""
     n_rows, n_columns = elements.shape
     exponents = (elements >> _MANTISSA_BITS & 0xFF).astype(np.int64)
-    signs_mantissas = (elements >> 8 & 0x80 | elements & 0x7F).astype(np.uint8)
     zeros = (elements & 0x7FFF == 0) if form.first_code else np.zeros(elements.shape, bool)
     firsts = np.array(
         [_choose_first(row[~is_zero], form) for row, is_zero in zip(exponents, zeros, strict=True)],
@@ -42,13 +41,16 @@ def encode_weights(elements: NDArray[np.uint16], form: WeightFormat) -> WeightAr
     codes = exponents - firsts[:, None]
     inside = (codes >= form.first_code) & (codes < 1 << form.code_bits)
     exceptional = ~inside & ~zeros
-    padding = ((0, 0), (0, form.n_padded(n_columns) - n_columns))
+    signs = (elements >> 15).astype(np.int64)
+    packed = signs << form.bits - 1 | np.where(inside, codes, 0) << _MANTISSA_BITS | elements & 0x7F
+    packed[exceptional] = 0
+    packed = np.pad(packed, ((0, 0), (0, form.n_padded(n_columns) - n_columns)))
     rows, columns = np.nonzero(exceptional)
     entries = elements[rows, columns].astype(np.uint32) << 16 | columns.astype(np.uint32)
     counts = np.bincount(rows, minlength=n_rows)
     return WeightArrays(
-        np.pad(np.where(exceptional, 0, signs_mantissas), padding).astype(np.uint8),
-        _join_codes(np.pad(np.where(inside, codes, 0), padding), form),
+        (packed & 0xFF).astype(np.uint8),
+        _join_high_bits(packed >> 8, form),
         firsts.astype(np.uint8),
         np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
         entries.astype(np.uint32).view(np.int32),
@@ -63,26 +65,29 @@ def _choose_first(exponents: NDArray[np.int64], form: WeightFormat) -> int:
     return form.min_first + int(np.argmax(covered))
 
 
-def _join_codes(codes: NDArray[np.int64], form: WeightFormat) -> NDArray[np.uint8]:
-    slices = np.split(codes, form.n_slices, axis=1)
+def _join_high_bits(high: NDArray[np.int64], form: WeightFormat) -> NDArray[np.uint8]:
+    slices = np.split(high, form.n_slices, axis=1)
     if form is layout.W12:
         return (slices[0] | slices[1] << 4).astype(np.uint8)
-    low = np.bitwise_or.reduce([(code & 1) << i for i, code in enumerate(slices)])
-    # Slices 2i and 2i + 1 side by side are a slice of the upper bits.
+    signs = np.bitwise_or.reduce([(part >> 2) << i for i, part in enumerate(slices)])
+    # Slices 2i and 2i + 1 side by side are a slice of the bits below.
     pairs = [np.concatenate(slices[i : i + 2], axis=1) for i in range(0, 8, 2)]
-    high = np.bitwise_or.reduce([(pair >> 1) << 2 * i for i, pair in enumerate(pairs)])
-    return np.concatenate([low, high], axis=1).astype(np.uint8)
+    rest = np.bitwise_or.reduce([(pair & 3) << 2 * i for i, pair in enumerate(pairs)])
+    return np.concatenate([signs, rest], axis=1).astype(np.uint8)
 
 
-def _part_codes(codes: NDArray[np.uint8], form: WeightFormat) -> NDArray[np.uint8]:
-    """A row of codes for each row, padding included."""
+def _packed_elements(arrays: WeightArrays, form: WeightFormat) -> NDArray[np.uint16]:
+    """n_rows x n_padded of them."""
+    bits = arrays.high_bits
     if form is layout.W12:
-        return np.concatenate([codes & 15, codes >> 4], axis=1).astype(np.uint8)
-    n_steps = codes.shape[1] // 3
-    low = np.concatenate([codes[:, :n_steps] >> i & 1 for i in range(8)], axis=1)
-    high = np.concatenate([codes[:, n_steps:] >> 2 * i & 3 for i in range(4)], axis=1)
-    codes = low | high << 1
-    return codes
+        high = np.concatenate([bits & 15, bits >> 4], axis=1)
+    else:
+        n_steps = bits.shape[1] // 3
+        signs = np.concatenate([bits[:, :n_steps] >> i & 1 for i in range(8)], axis=1)
+        rest = np.concatenate([bits[:, n_steps:] >> 2 * i & 3 for i in range(4)], axis=1)
+        high = signs << 2 | rest
+    packed: NDArray[np.uint16] = high.astype(np.uint16) << np.uint16(8) | arrays.low_bytes
+    return packed
 
 
 def decode_weights(arrays: WeightArrays, form: WeightFormat, n_columns: int) -> NDArray[np.uint16]:
@@ -92,12 +97,13 @@ def decode_weights(arrays: WeightArrays, form: WeightFormat, n_columns: int) -> 
         CorruptionError: the arrays break a rule of the page.
     """
     check_weights(arrays, form, n_columns)
-    codes = _part_codes(arrays.codes, form).astype(np.uint16)
+    packed = _packed_elements(arrays, form)
+    codes = packed >> _MANTISSA_BITS & (1 << form.code_bits) - 1
     exponents = np.where(
         codes >= form.first_code, arrays.first_exponents[:, None] + codes, np.uint16(0)
     )
-    mantissas = arrays.mantissas.astype(np.uint16)
-    elements = (mantissas & 0x80) << 8 | exponents << _MANTISSA_BITS | mantissas & 0x7F
+    signs = packed >> form.bits - 1
+    elements = signs << 15 | exponents << _MANTISSA_BITS | packed & 0x7F
     rows, columns, values = _exceptions(arrays)
     elements[rows, columns] = values
     return elements[:, :n_columns].astype(np.uint16)
@@ -122,7 +128,7 @@ def check_weights(arrays: WeightArrays, form: WeightFormat, n_columns: int) -> N
     n_rows = arrays.first_exponents.size
     shapes = [
         (n_rows, form.n_padded(n_columns)),
-        (n_rows, form.n_code_bytes(n_columns)),
+        (n_rows, form.n_high_bytes(n_columns)),
         (n_rows,),
         (n_rows + 1,),
         (arrays.exceptions.size,),
@@ -141,13 +147,14 @@ def check_weights(arrays: WeightArrays, form: WeightFormat, n_columns: int) -> N
     _require(bool((columns < n_columns).all()), "a column is out of range")
     same_row = rows[1:] == rows[:-1]
     _require(bool((columns[1:] > columns[:-1])[same_row].all()), "columns do not ascend")
-    codes = _part_codes(arrays.codes, form)
-    holes = (codes == 0) & (arrays.mantissas == 0)
-    _require(bool(holes[rows, columns].all()), "an exception has no hole")
+    packed = _packed_elements(arrays, form)
+    _require(bool((packed[rows, columns] == 0).all()), "an exception has no hole")
     if form.first_code:
-        signed_zeros = (codes > 0) | (arrays.mantissas & 0x7F == 0)
-        _require(bool(signed_zeros.all()), "code 0 has a mantissa")
-    _require(bool(holes[:, n_columns:].all()), "padding is not zero")
+        magnitudes = packed & (1 << form.bits - 1) - 1
+        _require(
+            bool((magnitudes[magnitudes < 1 << _MANTISSA_BITS] == 0).all()), "code 0 has a mantissa"
+        )
+    _require(bool((packed[:, n_columns:] == 0).all()), "padding is not zero")
 
 
 def _require(condition: bool, fault: str) -> None:
