@@ -1,7 +1,15 @@
-"""Fixtures that several test files share."""
+"""Fixtures that several test files share, and Triton's interpreter for all kernels.
 
+Triton decides when it is imported whether kernels are interpreted, so that is said before anything
+else here can import it. On a machine with a GPU, TRITON_INTERPRET=0 runs them there. Compiling
+offline needs a child process without the variable.
+"""
+
+import os
 from collections.abc import Callable
 from pathlib import Path
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from cli_samples import Ended, write_folder, write_model

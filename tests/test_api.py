@@ -145,6 +145,8 @@ LAYERS = {
 }
 THIRD_PARTY = {
     "codecs": {"numpy", "xxhash", "zstandard"},
+    "kernels": {"numpy", "torch", "triton"},
+    "device": {"numpy", "torch"},
     "frame": {"numpy"},
     "frame_base": {"numpy"},
     "frame_header": {"numpy"},
