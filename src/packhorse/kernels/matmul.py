@@ -1,0 +1,335 @@
+"""Products of a few tokens with a packed weight, which is decoded in registers on its way to the
+tensor cores (docs/format.md, section 12): y = x W^T + bias.
+
+A program owns a block of rows of the weight and a block of tokens. Its warps share the columns out
+among themselves, in turns of `block_steps`, each with accumulators of its own (a product of three
+dimensions, the first of which is the warp): so that even a small matrix keeps all multiprocessors
+busy, and so that no decoded element ever leaves its thread. Where there are still too few
+programs, `n_splits` of them share a block, and a second kernel adds what they found.
+
+Sums are in FP32, in an order that depends on `block_steps`, `n_warps` and `n_splits` and on nothing
+else: with the same three, a token's result is the same in a batch of any size.
+
+The exponents of a row are relative to its first one; the sums are multiplied by a power of two at
+the end. For W12, whose smallest window values are the smallest normal numbers, tokens are
+multiplied by 2^40 before: their elements must be below 2^87 in size, or the result is not finite.
+Exceptions are added in FP32. Where a token holds infinities or NaNs, results are NaN in some
+places where a plain product has infinities.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton import language as tl
+
+from packhorse.kernels.launch import choose_dialect, device_of, require_tensor
+from packhorse.kernels.weights import (
+    WeightTensors,
+    load_exceptions,
+    power_of_two,
+    require_weights,
+    round_to_bf16,
+    widen,
+    window_bias,
+    window_elements,
+)
+from packhorse.layout import W12, WeightFormat
+
+__all__ = [
+    "MAX_BLOCK_TOKENS",
+    "MatmulConfig",
+    "add_splits_kernel",
+    "default_config",
+    "multiply_weights",
+    "multiply_weights_kernel",
+]
+
+_TOKEN_SHIFT = tl.constexpr(40)  # W12: log2 of what tokens are multiplied by
+MAX_BLOCK_TOKENS = 32
+_MIN_BLOCK_TOKENS = 8  # the least that a tensor core takes
+
+
+@dataclass(frozen=True)
+class MatmulConfig:
+    """How a product is divided.
+
+    Attributes:
+        block_rows: rows of the weight for a program; a power of two, at least 16.
+        block_tokens: tokens for a program: 8, 16 or 32.
+        block_steps: columns of a slice that a warp takes at once; a power of two, at least 16.
+        n_warps: warps of a program: 1, 2, 4 or 8.
+        n_splits: programs that share a block of rows.
+        n_stages: how many turns ahead the weights are fetched, and one.
+    """
+
+    block_rows: int = 32
+    block_tokens: int = 8
+    block_steps: int = 32
+    n_warps: int = 4
+    n_splits: int = 1
+    n_stages: int = 4
+
+
+@triton.jit
+def _add_exceptions(
+    total,  # PARTS x BLOCK_ROWS x BLOCK_TOKENS, FP32
+    x_ptr,
+    starts_ptr,
+    exceptions_ptr,
+    rows,  # 1 x BLOCK_ROWS x 1, int64
+    tokens,  # 1 x 1 x BLOCK_TOKENS, int64
+    mask_tokens,
+    holes,  # 1 x BLOCK_ROWS x 1, FP32: what stands where an exception was
+    part,  # PARTS x 1 x 1, of N_PARTS in all programs
+    n_columns,
+    N_PARTS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Each part adds every `N_PARTS`-th exception of its rows."""
+    starts = tl.load(starts_ptr + rows)
+    n_exceptions = tl.load(starts_ptr + rows + 1) - starts
+    most = tl.max(tl.max(n_exceptions, 1))
+    for start in tl.range(0, most, N_PARTS, loop_unroll_factor=UNROLL):
+        number = start + part
+        mask = number < n_exceptions
+        columns, values = load_exceptions(exceptions_ptr, starts.to(tl.int64) + number, mask)
+        values = tl.where(mask, values - holes, 0.0)
+        x = tl.load(x_ptr + tokens * n_columns + columns, mask=mask & mask_tokens, other=0.0)
+        total += values * widen(x, UPCAST)
+    return total
+
+
+@triton.jit
+def multiply_weights_kernel(
+    x_ptr,  # n_tokens x n_columns, BF16
+    low_ptr,  # n_rows x SLICES * n_steps
+    high_ptr,  # n_rows x SLICES * n_steps * (BITS - 8) / 8
+    first_ptr,
+    starts_ptr,
+    exceptions_ptr,
+    bias_ptr,  # n_rows, BF16; read if HAS_BIAS
+    y_ptr,  # n_tokens x n_rows, BF16; FP32 and SPLITS of them if there are several
+    n_tokens,
+    n_rows,
+    n_columns,
+    n_steps,
+    BITS: tl.constexpr,
+    SLICES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_STEPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EVEN: tl.constexpr,  # no turn reaches beyond a slice, no column is padding
+    HAS_BIAS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    # Programs of the same rows are neighbours, so that the second finds the weights in L2.
+    n_token_blocks = tl.cdiv(n_tokens, BLOCK_TOKENS)
+    row_block = tl.program_id(0) // n_token_blocks
+    token_block = tl.program_id(0) % n_token_blocks
+    split = tl.program_id(1)
+    rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    tokens = token_block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    mask_rows = (rows < n_rows)[None, :, None]
+    mask_tokens = (tokens < n_tokens)[None, None, :]
+    # Rows beyond the last are computed like the last one, and not stored.
+    rows = tl.minimum(rows, n_rows - 1).to(tl.int64)[None, :, None]
+    tokens = tokens.to(tl.int64)[None, None, :]
+    part = tl.arange(0, PARTS)[:, None, None]
+    within = tl.arange(0, BLOCK_STEPS)
+
+    TURN: tl.constexpr = PARTS * BLOCK_STEPS
+    per_split = tl.cdiv(tl.cdiv(n_steps, TURN), SPLITS) * TURN
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, n_steps)
+    steps_w = begin + part * BLOCK_STEPS + within[None, None, :]  # along the weight's rows
+    steps_x = begin + part * BLOCK_STEPS + within[None, :, None]  # along the tokens
+    low = low_ptr + rows * (SLICES * n_steps) + steps_w
+    high = high_ptr + rows * (SLICES * n_steps * (BITS - 8) // 8) + steps_w
+    x = x_ptr + tokens * n_columns + steps_x
+    total = tl.zeros((PARTS, BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
+    for start in range(begin, end, TURN):
+        left = end - start  # of the steps
+        mask_w = None if EVEN else steps_w - begin < left
+        other_w = None if EVEN else 0
+        first_bits = tl.load(high, mask=mask_w, other=other_w)
+        rest_0 = first_bits
+        rest_1 = first_bits
+        if BITS == 11:
+            rest_0 = tl.load(high + n_steps, mask=mask_w, other=other_w)
+            rest_1 = tl.load(high + 2 * n_steps, mask=mask_w, other=other_w)
+        for i in tl.static_range(SLICES):
+            low_bytes = tl.load(low + i * n_steps, mask=mask_w, other=other_w)
+            mask_x = mask_tokens
+            if not EVEN:
+                columns = i * n_steps + (start - begin) + steps_x
+                mask_x = mask_tokens & (steps_x - begin < left) & (columns < n_columns)
+            x_tile = tl.load(x + i * n_steps, mask=mask_x, other=0.0)
+            rest = rest_0 if i % 2 == 0 else rest_1
+            w_tile = window_elements(low_bytes, first_bits, rest, i, BITS, ASSEMBLY)
+            if UPCAST:
+                x_tile = widen(x_tile, True)
+                w_tile = widen(w_tile, True)
+            if BITS == 12:
+                x_tile = x_tile * tl.full((1, 1, 1), 2.0**_TOKEN_SHIFT, x_tile.dtype)
+            total = tl.dot(w_tile, x_tile, total)
+        low += TURN
+        high += TURN
+        x += TURN
+
+    first = tl.load(first_ptr + rows).to(tl.int32)
+    holes = tl.zeros((1, BLOCK_ROWS, 1), tl.float32)
+    shift = first - window_bias(BITS)
+    if BITS == 12:
+        shift -= _TOKEN_SHIFT
+    else:
+        holes = power_of_two(first - 127)
+    # 2^199 is no FP32 number; in two steps nothing overflows that the result does not.
+    total = total * power_of_two(tl.minimum(shift, 127)) * power_of_two(tl.maximum(shift - 127, 0))
+    total = _add_exceptions(
+        total, x_ptr, starts_ptr, exceptions_ptr, rows, tokens, mask_tokens, holes,
+        split * PARTS + part, n_columns, SPLITS * PARTS, UNROLL=32 // BLOCK_TOKENS, UPCAST=UPCAST,
+    )  # fmt: skip
+    y = tl.sum(total, 0, keep_dims=True)
+    if HAS_BIAS and split == 0:
+        y += widen(tl.load(bias_ptr + rows), UPCAST)
+    y_row = split.to(tl.int64) * n_tokens + tokens
+    y_tile = y if SPLITS > 1 else round_to_bf16(y, UPCAST)
+    tl.store(y_ptr + y_row * n_rows + rows, y_tile, mask=mask_rows & mask_tokens)
+
+
+@triton.jit
+def add_splits_kernel(
+    partial_ptr,  # SPLITS x n, FP32
+    y_ptr,  # n, BF16
+    n,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < n
+    total = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(partial_ptr + split * n + offsets, mask=mask, other=0.0)
+    tl.store(y_ptr + offsets, round_to_bf16(total, UPCAST), mask=mask)
+
+
+def default_config(
+    n_rows: int, n_columns: int, n_tokens: int, form: WeightFormat, n_processors: int = 132
+) -> MatmulConfig:
+    """A sensible division, for who has not measured: some warps for every multiprocessor, by
+    smaller blocks of rows first and by splits then.
+
+    The order of sums depends on the matrix and the GPU only, not on the tokens.
+    """
+    block_tokens = _MIN_BLOCK_TOKENS
+    while block_tokens < min(n_tokens, MAX_BLOCK_TOKENS):
+        block_tokens *= 2
+    block_steps, n_warps = 32, 4
+    n_turns = -(-form.n_steps(n_columns) // (block_steps * n_warps))
+    n_blocks = -(-n_rows // 32)
+    n_splits = 1
+    while n_blocks * n_splits * 2 <= n_processors * 2 and n_turns >= 4 * n_splits:
+        n_splits *= 2
+    n_stages = 4 if form is W12 else 3  # W11 takes more shared memory
+    return MatmulConfig(32, block_tokens, block_steps, n_warps, n_splits, n_stages)
+
+
+def multiply_weights(
+    x: torch.Tensor,
+    weights: WeightTensors,
+    form: WeightFormat,
+    n_columns: int,
+    *,
+    bias: torch.Tensor | None = None,
+    config: MatmulConfig | None = None,
+) -> torch.Tensor:
+    """y = x W^T + bias, as `torch.nn.functional.linear` has it, with a packed weight.
+
+    Args:
+        x: BF16, n_tokens x n_columns.
+        weights: checked arrays of `n_rows` rows.
+        form: their format.
+        n_columns: columns of the matrix.
+        bias: BF16, n_rows.
+        config: how the work is divided.
+
+    Returns:
+        BF16, n_tokens x n_rows, rounded once from sums in FP32.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
+    """
+    require_weights(weights, form, n_columns)
+    n_rows, device = len(weights.first_exponents), weights.low_bytes.device
+    n_tokens = len(x)
+    require_tensor(x, "x", torch.bfloat16, (n_tokens, n_columns), device)
+    if bias is not None:
+        require_tensor(bias, "bias", torch.bfloat16, (n_rows,), device)
+    y = torch.empty((n_tokens, n_rows), dtype=torch.bfloat16, device=device)
+    if y.numel() == 0:
+        return y
+    config = config or default_config(n_rows, n_columns, n_tokens, form)
+    with device_of(x):
+        if config.n_splits == 1:
+            _launch(x, weights, form, bias, y, config)
+        else:
+            shape = (config.n_splits, n_tokens, n_rows)
+            partial = torch.empty(shape, dtype=torch.float32, device=device)
+            _launch(x, weights, form, bias, partial, config)
+            block = 256
+            add_splits_kernel[(triton.cdiv(y.numel(), block),)](
+                partial,
+                y,
+                y.numel(),
+                SPLITS=config.n_splits,
+                BLOCK=block,
+                UPCAST=choose_dialect().upcast,
+                num_warps=4,
+            )
+    return y
+
+
+def _launch(
+    x: torch.Tensor,
+    weights: WeightTensors,
+    form: WeightFormat,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    config: MatmulConfig,
+) -> None:
+    n_tokens, n_columns = x.shape
+    n_rows = len(weights.first_exponents)
+    n_steps = form.n_steps(n_columns)
+    turn = config.block_steps * config.n_warps
+    dialect = choose_dialect()
+    n_blocks = triton.cdiv(n_rows, config.block_rows) * triton.cdiv(n_tokens, config.block_tokens)
+    multiply_weights_kernel[(n_blocks, config.n_splits)](
+        x,
+        *weights,
+        weights.first_exponents if bias is None else bias,
+        y,
+        n_tokens,
+        n_rows,
+        n_columns,
+        n_steps,
+        BITS=form.bits,
+        SLICES=form.n_slices,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_TOKENS=config.block_tokens,
+        BLOCK_STEPS=config.block_steps,
+        PARTS=config.n_warps,
+        SPLITS=config.n_splits,
+        EVEN=n_steps % turn == 0 and n_columns == form.n_padded(n_columns),
+        HAS_BIAS=bias is not None,
+        ASSEMBLY=dialect.assembly,
+        UPCAST=dialect.upcast,
+        num_warps=config.n_warps,
+        num_stages=config.n_stages,
+    )

@@ -1,0 +1,269 @@
+"""Packed weights to BF16 (docs/format.md, section 12), and the steps that products share.
+
+A tile of low bytes and a tile of high bits become a tile of BF16 elements in registers, without
+tables or branches: the low byte of an element is there already, its upper byte takes two shifts or
+masks for four elements, and two byte permutes interleave them. What comes out has the code where
+the exponent belongs (`W12`), or 112 + code (`W11`, whose code 0 must not become a subnormal): the
+row's true exponents follow by a multiplication with a power of two, which is exact. A product does
+that once for a row, here it is done for each element.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from triton import language as tl
+
+from packhorse.kernels.launch import choose_dialect, device_of, require_tensor
+from packhorse.layout import WeightFormat
+
+__all__ = [
+    "WeightTensors",
+    "decode_weights",
+    "decode_weights_kernel",
+    "load_exceptions",
+    "power_of_two",
+    "require_weights",
+    "round_to_bf16",
+    "widen",
+    "window_bias",
+    "window_elements",
+]
+
+# The steps for four elements. Operands: the two results; high bits; (W11: the two bits besides the
+# sign); low bytes. 0xea is (a and b) or c; 0x5140 and 0x7362 interleave bytes.
+_INTERLEAVE = "prmt.b32 $0,{low},h,0x5140; prmt.b32 $1,{low},h,0x7362;"
+_W12_STEPS = (
+    "shl.b32 s,$2,4; and.b32 h,$2,0x07070707;",
+    "shr.u32 h,$2,4; and.b32 h,h,0x07070707; mov.b32 s,$2;",
+)
+_W12_ASSEMBLY = tl.constexpr(
+    tuple(
+        f"{{ .reg .b32 s,h; {steps} lop3.b32 h,s,0x80808080,h,0xea; {_INTERLEAVE} }}".replace(
+            "{low}", "$3"
+        )
+        for steps in _W12_STEPS
+    )
+)
+_W11_ASSEMBLY = tl.constexpr(
+    tuple(
+        f"{{ .reg .b32 s,h; shl.b32 s,$2,{7 - i}; shr.u32 h,$3,{i // 2 * 2};"
+        " lop3.b32 h,h,0x03030303,0x38383838,0xea; lop3.b32 h,s,0x80808080,h,0xea;"
+        f" {_INTERLEAVE} }}".replace("{low}", "$4")
+        for i in range(8)
+    )
+)
+_W11_BIAS = tl.constexpr(112)  # what a code is raised by
+
+
+class WeightTensors(NamedTuple):
+    """The arrays of a packed weight, on one device.
+
+    Attributes:
+        low_bytes: uint8, n_rows x n_padded.
+        high_bits: uint8, n_rows x bytes of high bits.
+        first_exponents: uint8, n_rows.
+        exception_starts: int32, n_rows + 1.
+        exceptions: int32, as many as there are.
+    """
+
+    low_bytes: torch.Tensor
+    high_bits: torch.Tensor
+    first_exponents: torch.Tensor
+    exception_starts: torch.Tensor
+    exceptions: torch.Tensor
+
+
+def require_weights(weights: WeightTensors, form: WeightFormat, n_columns: int) -> None:
+    """Checks shapes and dtypes, not the content, which whoever brings it has to check.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
+    """
+    n_rows, device = len(weights.first_exponents), weights.low_bytes.device
+    shapes = [
+        (torch.uint8, (n_rows, form.n_padded(n_columns))),
+        (torch.uint8, (n_rows, form.n_high_bytes(n_columns))),
+        (torch.uint8, (n_rows,)),
+        (torch.int32, (n_rows + 1,)),
+        (torch.int32, (weights.exceptions.numel(),)),
+    ]
+    for name, tensor, (dtype, shape) in zip(weights._fields, weights, shapes, strict=True):
+        require_tensor(tensor, name, dtype, shape, device)
+
+
+@triton.jit
+def window_elements(
+    low, high, rest, SLICE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr
+):
+    """BF16 elements of a slice, with the window in place of the exponents.
+
+    `low` are its low bytes; `high` the high bits (W12) or signs (W11); `rest` the two bits besides
+    the signs (W11; unused in W12).
+    """
+    if ASSEMBLY:
+        if BITS == 12:
+            return tl.inline_asm_elementwise(
+                _W12_ASSEMBLY[SLICE], "=r,=r,r,r", [high, low], tl.bfloat16, True, 4
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                _W11_ASSEMBLY[SLICE], "=r,=r,r,r,r", [high, rest, low], tl.bfloat16, True, 4
+            )
+    if BITS == 12:
+        nibble = high >> (4 * SLICE)
+        upper = ((nibble & 8) << 4) | (nibble & 7)
+    else:
+        upper = (((high >> SLICE) & 1) << 7) | 0x38 | ((rest >> (SLICE // 2 * 2)) & 3)
+    bits = (upper.to(tl.uint16) << 8) | low.to(tl.uint16)
+    return bits.to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def window_bias(BITS: tl.constexpr):
+    """The exponent field of what `window_elements` gives for code 0."""
+    return 0 if BITS == 12 else _W11_BIAS
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2 to the power of int32 numbers of -126 to 127, as FP32."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_to_bf16(values, UPCAST: tl.constexpr):
+    """FP32 to the nearest BF16, ties to even; by bits where conversions are not to be trusted."""
+    if not UPCAST:
+        return values.to(tl.bfloat16)
+    bits = values.to(tl.uint32, bitcast=True)
+    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+    is_number = values == values  # a NaN may not be rounded up to an infinity
+    upper = tl.where(is_number, rounded, bits | 0x400000) >> 16
+    return upper.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def widen(values, UPCAST: tl.constexpr):
+    """BF16 to FP32, by bits where conversions are not to be trusted."""
+    if not UPCAST:
+        return values.to(tl.float32)
+    bits = values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_exceptions(exceptions_ptr, index, mask):
+    """Columns, and elements as FP32, of exceptions by their index; where there is none, 0 and 0."""
+    entries = tl.load(exceptions_ptr + index, mask=mask, other=0)
+    values = (entries & -65536).to(tl.float32, bitcast=True)
+    return entries & 0xFFFF, values
+
+
+@triton.jit
+def decode_weights_kernel(
+    low_ptr,  # n_rows x SLICES * n_steps
+    high_ptr,  # n_rows x SLICES * n_steps * (BITS - 8) / 8
+    first_ptr,
+    starts_ptr,
+    exceptions_ptr,
+    out_ptr,  # n_rows x n_columns
+    n_rows,
+    n_columns,
+    n_steps,
+    BITS: tl.constexpr,
+    SLICES: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_STEPS: tl.constexpr,
+    BLOCK_EXCEPTIONS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    mask_rows = rows < n_rows
+    rows = tl.where(mask_rows, rows, 0).to(tl.int64)
+    first = tl.load(first_ptr + rows).to(tl.int32) - window_bias(BITS)
+    # 2^239 is no BF16 number, the product of two is; each step is exact.
+    factor = power_of_two(tl.minimum(first, 127)).to(tl.bfloat16)[:, None]
+    second = power_of_two(tl.maximum(first - 127, 0)).to(tl.bfloat16)[:, None]
+    low = low_ptr + rows[:, None] * (SLICES * n_steps)
+    high = high_ptr + rows[:, None] * (SLICES * n_steps * (BITS - 8) // 8)
+    out = out_ptr + rows[:, None] * n_columns
+    for start in range(0, n_steps, BLOCK_STEPS):
+        steps = start + tl.arange(0, BLOCK_STEPS)[None, :]
+        mask = mask_rows[:, None] & (steps < n_steps)
+        first_bits = tl.load(high + steps, mask=mask, other=0)
+        for i in tl.static_range(SLICES):
+            rest = first_bits
+            if BITS == 11:
+                rest = tl.load(high + (1 + i % 2) * n_steps + steps, mask=mask, other=0)
+            columns = i * n_steps + steps
+            low_bytes = tl.load(low + columns, mask=mask, other=0)
+            elements = window_elements(low_bytes, first_bits, rest, i, BITS, ASSEMBLY)
+            if UPCAST:
+                exact = widen(elements, True) * widen(factor, True) * widen(second, True)
+                elements = round_to_bf16(exact, True)
+            else:
+                elements = elements * factor * second
+            tl.store(out + columns, elements, mask=mask & (columns < n_columns))
+    # Exceptions overwrite what other threads of the program have written.
+    tl.debug_barrier()
+    starts = tl.load(starts_ptr + rows)
+    n_exceptions = tl.where(mask_rows, tl.load(starts_ptr + rows + 1) - starts, 0)
+    for start in range(0, tl.max(n_exceptions, 0), BLOCK_EXCEPTIONS):
+        number = start + tl.arange(0, BLOCK_EXCEPTIONS)[None, :]
+        mask = number < n_exceptions[:, None]
+        index = starts[:, None].to(tl.int64) + number
+        entries = tl.load(exceptions_ptr + index, mask=mask, other=0)
+        values = ((entries >> 16) & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        tl.store(out + (entries & 0xFFFF), values, mask=mask)
+
+
+def decode_weights(
+    weights: WeightTensors, form: WeightFormat, n_columns: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The plain weight, bit for bit.
+
+    Args:
+        weights: checked arrays of `n_rows` rows; columns of exceptions out of range would be
+            written out of range.
+        form: their format.
+        n_columns: columns of the matrix, 1 to 65536.
+        out: BF16, n_rows x n_columns, to be overwritten; by default a new one.
+
+    Returns:
+        BF16, n_rows x n_columns.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
+    """
+    require_weights(weights, form, n_columns)
+    n_rows, device = len(weights.first_exponents), weights.low_bytes.device
+    if out is None:
+        out = torch.empty((n_rows, n_columns), dtype=torch.bfloat16, device=device)
+    require_tensor(out, "out", torch.bfloat16, (n_rows, n_columns), device)
+    if n_rows == 0:
+        return out
+    dialect = choose_dialect()
+    n_steps = form.n_steps(n_columns)
+    block_steps = min(triton.next_power_of_2(n_steps), 512)
+    block_rows = 2048 // block_steps  # so that each of 128 threads loads 16 bytes at once
+    with device_of(out):
+        decode_weights_kernel[(triton.cdiv(n_rows, block_rows),)](
+            *weights,
+            out,
+            n_rows,
+            n_columns,
+            n_steps,
+            BITS=form.bits,
+            SLICES=form.n_slices,
+            BLOCK_ROWS=block_rows,
+            BLOCK_STEPS=block_steps,
+            BLOCK_EXCEPTIONS=8,
+            ASSEMBLY=dialect.assembly,
+            UPCAST=dialect.upcast,
+            num_warps=4,
+        )
+    return out

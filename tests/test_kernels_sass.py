@@ -1,0 +1,58 @@
+"""The machine code of the kernels: few instructions for each weight, the tensor cores, no spills.
+
+Compiled offline by the assembler that Triton carries, in a process of its own, as Triton's
+interpreter is on in this one. docs/decisions.md has the budget that the limits come from.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TOOL = Path(__file__).parent.parent / "benchmarks" / "sass.py"
+LIMITS = {
+    "W12 N=8": 3.2,
+    "W12 N=16": 3.8,
+    "W12 N=32": 5.0,
+    "W12 N=8 odd columns": 3.2,
+    "W11 N=8": 2.8,
+    "W11 N=16": 3.8,
+    "W11 N=8 odd columns": 3.2,
+    "W12 decode": 4.5,
+    "W11 decode": 4.5,
+}
+SHARED_NBYTES = {90: 227 << 10, 80: 163 << 10}  # of a program, by NVIDIA's tables
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    path = tmp_path_factory.mktemp("sass") / "counts.json"
+    command = [sys.executable, str(TOOL), "--json", str(path)]
+    environment = os.environ | {"TRITON_CACHE_DIR": str(path.parent / "cache")}
+    subprocess.run(command, check=True, env=environment, timeout=600, capture_output=True)
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["counts"]
+    return rows
+
+
+def test_each_kernel_takes_few_instructions(counts: list[dict[str, Any]]) -> None:
+    assert {(row["kernel"], row["architecture"]) for row in counts} == {
+        (name, architecture) for name in LIMITS for architecture in SHARED_NBYTES
+    }
+    for row in counts:
+        assert 1 < row["instructions"] <= LIMITS[row["kernel"]], row
+        assert 1 < row["integer"] < row["instructions"], row
+
+
+def test_nothing_spills_and_all_fits(counts: list[dict[str, Any]]) -> None:
+    for row in counts:
+        assert row["spills"] == 0, row
+        assert row["shared_nbytes"] <= SHARED_NBYTES[row["architecture"]], row
+
+
+def test_products_use_the_tensor_cores(counts: list[dict[str, Any]]) -> None:
+    for row in counts:
+        assert (row["tensor"] > 0) == ("decode" not in row["kernel"]), row

@@ -1,0 +1,207 @@
+"""The kernels for packed weights against the slow coder and FP64, in Triton's interpreter (or on a
+GPU, with TRITON_INTERPRET=0)."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from weight_samples import MATRICES, model_rows
+
+from packhorse.kernels.matmul import MatmulConfig, default_config, multiply_weights
+from packhorse.kernels.weights import WeightTensors, decode_weights
+from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
+from packhorse.reference.weights import encode_weights
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMATS = pytest.mark.parametrize("form", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
+MANY = {"one column", "rows of models"}  # interpreting takes long
+
+
+def pack(elements: NDArray[np.uint16], form: WeightFormat) -> WeightTensors:
+    arrays = encode_weights(elements, form)
+    return WeightTensors(*(torch.from_numpy(array).to(DEVICE) for array in arrays))
+
+
+def plain(elements: NDArray[np.uint16]) -> torch.Tensor:
+    return torch.from_numpy(elements.view(np.int16)).view(torch.bfloat16).to(DEVICE)
+
+
+def bits(tensor: torch.Tensor) -> NDArray[np.int16]:
+    return tensor.view(torch.int16).cpu().numpy()
+
+
+def tokens(n: int, n_columns: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, n_columns, generator=generator).to(torch.bfloat16).to(DEVICE)
+
+
+# Decoding.
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    "name", [name for name in MATRICES if name not in MANY | {"all patterns in a row"}]
+)
+def test_decoding_gives_every_bit(name: str, form: WeightFormat) -> None:
+    elements = MATRICES[name]()
+    poisoned = torch.full(elements.shape, math.nan, dtype=torch.bfloat16, device=DEVICE)
+    decode_weights(pack(elements, form), form, elements.shape[1], poisoned)
+    np.testing.assert_array_equal(bits(poisoned), elements.view(np.int16))
+
+
+@pytest.mark.parametrize("name", sorted(MANY))
+def test_decoding_large_matrices_gives_every_bit(name: str) -> None:
+    elements = MATRICES[name]()
+    decoded = decode_weights(pack(elements, W12), W12, elements.shape[1])
+    np.testing.assert_array_equal(bits(decoded), elements.view(np.int16))
+
+
+# Products.
+
+
+def check_product(
+    elements: NDArray[np.uint16],
+    x: torch.Tensor,
+    form: WeightFormat,
+    config: MatmulConfig | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Within the rounding to BF16, and what sums in FP32 lose, of FP64."""
+    y = multiply_weights(x, pack(elements, form), form, elements.shape[1], bias=bias, config=config)
+    weight = plain(elements).double()
+    exact = torch.nn.functional.linear(x.double(), weight, None if bias is None else bias.double())
+    sizes = torch.nn.functional.linear(x.double().abs(), weight.abs())
+    assert y.shape == exact.shape
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.isfinite(), exact.isfinite())
+    bound = exact.abs() * 2**-8 + sizes * 2**-20 + 2.0**-133
+    finite = exact.isfinite()
+    assert bool(((y.double() - exact).abs() <= bound)[finite].all())
+    return y
+
+
+SMALL = MatmulConfig(16, 8, 16, 2, 1, 2)  # many turns
+
+
+@FORMATS
+@pytest.mark.parametrize("n_splits", [1, 3])
+@pytest.mark.parametrize(
+    ("n_rows", "n_columns"), [(1, 333), (63, 1000), (40, 1), (17, 2048), (130, 96)]
+)
+def test_products_of_odd_shapes(
+    n_rows: int, n_columns: int, n_splits: int, form: WeightFormat
+) -> None:
+    elements = model_rows(n_rows, n_columns)
+    bias = tokens(1, n_rows, seed=5)[0]
+    for n_tokens in (1, 17):
+        config = default_config(n_rows, n_columns, n_tokens, form)
+        config = dataclasses.replace(config, n_splits=n_splits)
+        check_product(elements, tokens(n_tokens, n_columns), form, config, bias)
+
+
+def test_products_of_a_thousand_rows() -> None:
+    check_product(model_rows(1000, 40), tokens(1, 40), W12, MatmulConfig(128, 8, 16, 1, 1, 2))
+
+
+@FORMATS
+@pytest.mark.parametrize(
+    "config",
+    [
+        MatmulConfig(16, 8, 64, 2, 1, 2),
+        MatmulConfig(64, 16, 32, 1, 1, 2),
+        MatmulConfig(32, 32, 16, 8, 2, 5),
+    ],
+    ids=str,
+)
+def test_products_by_any_division(config: MatmulConfig, form: WeightFormat) -> None:
+    check_product(model_rows(70, 600), tokens(35, 600), form, config)
+
+
+def test_products_by_the_default_divisions() -> None:
+    for n_tokens in (1, 8, 9, 33):
+        check_product(model_rows(48, 1024), tokens(n_tokens, 1024), W12)
+    check_product(model_rows(48, 1024), tokens(2, 1024), W11)
+
+
+@FORMATS
+def test_exceptions_of_every_kind_but_the_infinite_count(form: WeightFormat) -> None:
+    elements = MATRICES["specials"]().copy()
+    elements[(elements & 0x7F80) >= 0x7F00] = 0x5A33  # large, and the sums stay finite
+    assert len(pack(elements, form).exceptions) > 600
+    check_product(elements, tokens(3, elements.shape[1]), form)
+
+
+@FORMATS
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # 0 x infinity, not stored
+def test_infinite_weights_make_infinite_sums(form: WeightFormat) -> None:
+    elements = model_rows(18, 200).copy()
+    elements[3, 7], elements[4, 8], elements[5, 9] = 0x7F80, 0xFF80, 0x7FC0
+    x = tokens(2, 200).abs() + 1
+    y = multiply_weights(x, pack(elements, form), form, 200)
+    assert (y[:, 3] == math.inf).all()
+    assert (y[:, 4] == -math.inf).all()
+    assert y[:, 5].isnan().all()
+    others = torch.ones(18, dtype=torch.bool)
+    others[3:6] = False
+    assert y[:, others].isfinite().all()
+
+
+@FORMATS
+@pytest.mark.parametrize("shift", [-118, -60, -20, 0, 40, 60])
+def test_rows_and_tokens_of_any_size(shift: int, form: WeightFormat) -> None:
+    """From weights that are nearly subnormal to those that nearly overflow."""
+    exponents = (model_rows(16, 128) >> 7 & 0xFF).astype(np.int64)
+    moved = np.clip(exponents + shift, 1, 230)
+    elements = (model_rows(16, 128) & 0x807F | moved << 7).astype(np.uint16)
+    for size in (2.0**-30, 1.0, 2.0**30):
+        check_product(elements, tokens(2, 128) * size, form, SMALL)
+
+
+@FORMATS
+def test_a_token_does_not_depend_on_its_batch(form: WeightFormat) -> None:
+    elements, x = model_rows(40, 512), tokens(33, 512)
+    weights = pack(elements, form)
+    together = multiply_weights(x, weights, form, 512)
+    for n in (1, 2, 8, 16):
+        some = multiply_weights(x[:n].contiguous(), weights, form, 512)
+        np.testing.assert_array_equal(bits(some), bits(together[:n]))
+
+
+@FORMATS
+def test_default_divisions_keep_the_order_of_sums(form: WeightFormat) -> None:
+    for n_rows, n_columns in [(1024, 4096), (4096, 14336), (28672, 4096), (128256, 8192), (7, 9)]:
+        configs = [default_config(n_rows, n_columns, n, form) for n in (1, 8, 16, 32, 200)]
+        assert len({(c.block_steps, c.n_warps, c.n_splits) for c in configs}) == 1
+
+
+def test_nothing_is_multiplied_by_nothing() -> None:
+    weights = pack(model_rows(4, 40), W12)
+    assert multiply_weights(tokens(0, 40), weights, W12, 40).shape == (0, 4)
+    none = pack(MATRICES["no rows"](), W12)
+    assert multiply_weights(tokens(3, 40), none, W12, 40).shape == (3, 0)
+
+
+# What is refused.
+
+
+def test_what_does_not_fit_is_named() -> None:
+    weights = pack(model_rows(4, 40), W12)
+    with pytest.raises(ValueError, match=r"x has shape \(2, 41\); it must have \(2, 40\)"):
+        multiply_weights(tokens(2, 41), weights, W12, 40)
+    with pytest.raises(TypeError, match=r"x is of torch\.float32; it must be of torch\.bfloat16"):
+        multiply_weights(tokens(2, 40).float(), weights, W12, 40)
+    with pytest.raises(ValueError, match="x must be contiguous"):
+        multiply_weights(tokens(40, 2).T, weights, W12, 40)
+    with pytest.raises(ValueError, match=r"bias has shape \(3,\)"):
+        multiply_weights(tokens(2, 40), weights, W12, 40, bias=tokens(1, 3)[0])
+    with pytest.raises(ValueError, match="low_bytes has shape"):
+        decode_weights(weights, W12, 90)
+    with pytest.raises(ValueError, match="high_bits has shape"):
+        decode_weights(weights._replace(high_bits=weights.high_bits[:2]), W12, 40)
+    with pytest.raises(TypeError, match=r"exceptions is of torch\.int64"):
+        decode_weights(weights._replace(exceptions=weights.exceptions.long()), W12, 40)
+    with pytest.raises(ValueError, match=r"out has shape \(4, 41\)"):
+        decode_weights(weights, W12, 40, torch.empty(4, 41, dtype=torch.bfloat16, device=DEVICE))
