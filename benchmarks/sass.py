@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from packhorse.kernels.matmul import MatmulConfig, default_config, multiply_weights_kernel
+from packhorse.kernels.matmul_many import ManyConfig, default_many_config, multiply_many_kernel
 from packhorse.kernels.weights import decode_weights_kernel
 from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 
@@ -125,18 +126,21 @@ def read_loops(listing: str) -> tuple[list[str], list[list[str]]]:
     return operations, sorted(bodies, key=len, reverse=True)
 
 
+def n_tensor(body: Counter[str]) -> int:
+    return sum(body[op] for op in TENSOR_OPS)
+
+
 def count(name: str, compiled: object, architecture: int, n_weights: int, n_warps: int) -> Count:
-    """Of the longest loop that uses the tensor cores, or of the longest one."""
+    """Of the loop that uses the tensor cores most, or of the longest one."""
     operations, loops = read_loops(disassemble(compiled.asm["cubin"]))
-    with_tensor = [body for body in loops if any(op in TENSOR_OPS for op in body)]
-    tally = Counter((with_tensor or loops)[0])
+    tally = max(map(Counter, loops), key=lambda body: (n_tensor(body), body.total()))
     threads = WARP * n_warps
     return Count(
         name,
         architecture,
         tally.total() * threads / n_weights,
         sum(tally[op] for op in INTEGER_OPS) * threads / n_weights,
-        sum(tally[op] for op in TENSOR_OPS),
+        n_tensor(tally),
         sum(op in ("LDL", "STL") for op in operations),
         compiled.metadata.shared,
         dict(tally.most_common(8)),
@@ -167,6 +171,25 @@ def count_matmul(
     return count(name, compiled, architecture, n_weights, config.n_warps)
 
 
+def count_many(config: ManyConfig, architecture: int) -> Count:
+    constants = {
+        "BLOCK_ROWS": config.block_rows,
+        "BLOCK_TOKENS": config.block_tokens,
+        "BLOCK_STEPS": config.block_steps,
+        "SPLITS": config.n_splits,
+        "EVEN": True,
+        "HAS_BIAS": False,
+        "REORDER": architecture == 90,
+        "ASSEMBLY": True,
+        "UPCAST": False,
+    }
+    compiled = compile_kernel(
+        multiply_many_kernel, constants, architecture, config.n_warps, config.n_stages
+    )
+    n_weights = config.block_rows * config.block_steps * 2
+    return count(f"W12 N={config.block_tokens}", compiled, architecture, n_weights, config.n_warps)
+
+
 def count_decode(form: WeightFormat, architecture: int) -> Count:
     constants = {
         "BITS": form.bits,
@@ -187,6 +210,8 @@ def counts(architectures: tuple[int, ...] = ARCHITECTURES) -> Iterator[Count]:
             for n in (8, 16, 32) if form is W12 else (8, 16):
                 yield count_matmul(form, default_config(14336, 4096, n, form), architecture)
             yield count_decode(form, architecture)
+        for n in (64, 128):
+            yield count_many(default_many_config(14336, 4096, n), architecture)
         yield count_matmul(W12, default_config(14336, 4096, 8, W12), architecture, even=False)
         yield count_matmul(W11, default_config(14336, 4096, 8, W11), architecture, even=False)
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from weight_samples import MATRICES, model_rows
 
 from packhorse.kernels.matmul import MatmulConfig, default_config, multiply_weights
+from packhorse.kernels.matmul_many import ManyConfig, default_many_config, multiply_many
 from packhorse.kernels.weights import WeightTensors, decode_weights
 from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 from packhorse.reference.weights import encode_weights
@@ -69,8 +70,15 @@ def check_product(
     config: MatmulConfig | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Within the rounding to BF16, and what sums in FP32 lose, of FP64."""
     y = multiply_weights(x, pack(elements, form), form, elements.shape[1], bias=bias, config=config)
+    check_sums(y, elements, x, bias)
+    return y
+
+
+def check_sums(
+    y: torch.Tensor, elements: NDArray[np.uint16], x: torch.Tensor, bias: torch.Tensor | None = None
+) -> None:
+    """Within the rounding to BF16, and what sums in FP32 lose, of FP64."""
     weight = plain(elements).double()
     exact = torch.nn.functional.linear(x.double(), weight, None if bias is None else bias.double())
     sizes = torch.nn.functional.linear(x.double().abs(), weight.abs())
@@ -80,7 +88,6 @@ def check_product(
     bound = exact.abs() * 2**-8 + sizes * 2**-20 + 2.0**-133
     finite = exact.isfinite()
     assert bool(((y.double() - exact).abs() <= bound)[finite].all())
-    return y
 
 
 SMALL = MatmulConfig(16, 8, 16, 2, 1, 2)  # many turns
@@ -124,6 +131,26 @@ def test_products_by_the_default_divisions() -> None:
     for n_tokens in (1, 8, 9, 33):
         check_product(model_rows(48, 1024), tokens(n_tokens, 1024), W12)
     check_product(model_rows(48, 1024), tokens(2, 1024), W11)
+
+
+@pytest.mark.parametrize("n_splits", [1, 3])
+@pytest.mark.parametrize(("n_rows", "n_columns"), [(1, 333), (63, 1000), (130, 96), (40, 1)])
+def test_products_of_many_tokens(n_rows: int, n_columns: int, n_splits: int) -> None:
+    elements, bias = model_rows(n_rows, n_columns), tokens(1, n_rows, seed=5)[0]
+    config = ManyConfig(64, 32, 32, 4, n_splits, 2)
+    for n_tokens in (1, 40):
+        x = tokens(n_tokens, n_columns)
+        y = multiply_many(x, pack(elements, W12), n_columns, bias=bias, config=config)
+        check_sums(y, elements, x, bias)
+
+
+def test_many_tokens_meet_exceptions_of_every_kind_but_the_infinite() -> None:
+    elements = MATRICES["specials"]().copy()
+    elements[(elements & 0x7F80) >= 0x7F00] = 0x5A33
+    x = tokens(70, elements.shape[1])
+    check_sums(multiply_many(x, pack(elements, W12), elements.shape[1]), elements, x)
+    default = default_many_config(*elements.shape, n_tokens=300)
+    assert default.block_tokens == 128
 
 
 @FORMATS

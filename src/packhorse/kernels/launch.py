@@ -20,18 +20,21 @@ class Dialect(NamedTuple):
     Attributes:
         assembly: inline PTX may be used.
         upcast: BF16 must become FP32 before it is multiplied.
+        hopper: products of four warps and more use the tensor cores as only Hopper has them.
     """
 
     assembly: bool
     upcast: bool
+    hopper: bool
 
 
 def choose_dialect() -> Dialect:
     """The dialect of kernels that are launched now."""
     if knobs.runtime.interpret:
-        return Dialect(assembly=False, upcast=True)
-    backend = triton.runtime.driver.active.get_current_target().backend
-    return Dialect(assembly=backend == "cuda", upcast=False)
+        return Dialect(assembly=False, upcast=True, hopper=True)  # so that its order is tested
+    target = triton.runtime.driver.active.get_current_target()
+    cuda = target.backend == "cuda"
+    return Dialect(assembly=cuda, upcast=False, hopper=cuda and target.arch // 10 == 9)
 
 
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:

@@ -39,10 +39,13 @@ from packhorse.layout import W12, WeightFormat
 __all__ = [
     "MAX_BLOCK_TOKENS",
     "MatmulConfig",
+    "add_splits",
     "add_splits_kernel",
     "default_config",
     "multiply_weights",
     "multiply_weights_kernel",
+    "scale_rows",
+    "shift_tokens",
 ]
 
 _TOKEN_SHIFT = tl.constexpr(40)  # W12: log2 of what tokens are multiplied by
@@ -69,6 +72,22 @@ class MatmulConfig:
     n_warps: int = 4
     n_splits: int = 1
     n_stages: int = 4
+
+
+@triton.jit
+def shift_tokens(tile):
+    """W12: tokens as they are multiplied with elements of the window."""
+    return tile * tl.full((), 2.0**_TOKEN_SHIFT, tile.dtype)
+
+
+@triton.jit
+def scale_rows(total, first, BITS: tl.constexpr):
+    """Sums over elements of the window become those of the row; `first` is its first exponent."""
+    shift = first.to(tl.int32) - window_bias(BITS)
+    if BITS == 12:
+        shift -= _TOKEN_SHIFT
+    # 2^199 is no FP32 number; in two steps nothing overflows that the result does not.
+    return total * power_of_two(tl.minimum(shift, 127)) * power_of_two(tl.maximum(shift - 127, 0))
 
 
 @triton.jit
@@ -175,21 +194,17 @@ def multiply_weights_kernel(
                 x_tile = widen(x_tile, True)
                 w_tile = widen(w_tile, True)
             if BITS == 12:
-                x_tile = x_tile * tl.full((1, 1, 1), 2.0**_TOKEN_SHIFT, x_tile.dtype)
+                x_tile = shift_tokens(x_tile)
             total = tl.dot(w_tile, x_tile, total)
         low += TURN
         high += TURN
         x += TURN
 
-    first = tl.load(first_ptr + rows).to(tl.int32)
+    first = tl.load(first_ptr + rows)
     holes = tl.zeros((1, BLOCK_ROWS, 1), tl.float32)
-    shift = first - window_bias(BITS)
-    if BITS == 12:
-        shift -= _TOKEN_SHIFT
-    else:
-        holes = power_of_two(first - 127)
-    # 2^199 is no FP32 number; in two steps nothing overflows that the result does not.
-    total = total * power_of_two(tl.minimum(shift, 127)) * power_of_two(tl.maximum(shift - 127, 0))
+    if BITS == 11:
+        holes = power_of_two(first.to(tl.int32) - 127)
+    total = scale_rows(total, first, BITS)
     total = _add_exceptions(
         total, x_ptr, starts_ptr, exceptions_ptr, rows, tokens, mask_tokens, holes,
         split * PARTS + part, n_columns, SPLITS * PARTS, UNROLL=32 // BLOCK_TOKENS, UPCAST=UPCAST,
@@ -283,17 +298,27 @@ def multiply_weights(
             shape = (config.n_splits, n_tokens, n_rows)
             partial = torch.empty(shape, dtype=torch.float32, device=device)
             _launch(x, weights, form, bias, partial, config)
-            block = 256
-            add_splits_kernel[(triton.cdiv(y.numel(), block),)](
-                partial,
-                y,
-                y.numel(),
-                SPLITS=config.n_splits,
-                BLOCK=block,
-                UPCAST=choose_dialect().upcast,
-                num_warps=4,
-            )
+            add_splits(partial, y)
     return y
+
+
+def add_splits(partial: torch.Tensor, y: torch.Tensor) -> None:
+    """Sums of several programs, added in their order and rounded.
+
+    Args:
+        partial: FP32, n_splits x n_tokens x n_rows.
+        y: BF16, n_tokens x n_rows, to be overwritten.
+    """
+    block = 256
+    add_splits_kernel[(triton.cdiv(y.numel(), block),)](
+        partial,
+        y,
+        y.numel(),
+        SPLITS=len(partial),
+        BLOCK=block,
+        UPCAST=choose_dialect().upcast,
+        num_warps=4,
+    )
 
 
 def _launch(

@@ -1,0 +1,278 @@
+"""Products of many tokens with a packed weight of format W12, which is decoded in registers on its
+way to the tensor cores: for as many as `matmul` would read the weight several times for.
+
+A program owns a block of rows and a block of tokens, and all its warps work on the same columns, as
+in a product of plain matrices. On Hopper, the tensor cores want an element of the weight in another
+thread than the one that loads and decodes it, within groups of 16 columns. A sum does not care for
+the order of columns: so the elements stay where they are, and the tokens are put into the same
+order (`_reorder_tokens`), which costs one pass through shared memory.
+
+Exceptions of a block of rows follow each other in memory: they are a small matrix of their own,
+with a column for each, whose product with the gathered columns of the tokens is added.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton import language as tl
+
+from packhorse.kernels.launch import choose_dialect, device_of, require_tensor
+from packhorse.kernels.matmul import add_splits, scale_rows, shift_tokens
+from packhorse.kernels.weights import (
+    WeightTensors,
+    require_weights,
+    round_to_bf16,
+    widen,
+    window_elements,
+)
+from packhorse.layout import W12
+
+__all__ = ["ManyConfig", "default_many_config", "multiply_many", "multiply_many_kernel"]
+
+
+@dataclass(frozen=True)
+class ManyConfig:
+    """How a product is divided.
+
+    Attributes:
+        block_rows: rows of the weight for a program; a power of two, at least 64.
+        block_tokens: tokens for a program; a power of two, at least 16.
+        block_steps: columns of each half that are taken at once; a power of two, at least 16.
+        n_warps: warps of a program: 4 or 8.
+        n_splits: programs that share a block.
+        n_stages: how many turns ahead the weights are fetched, and one.
+    """
+
+    block_rows: int = 128
+    block_tokens: int = 64
+    block_steps: int = 64
+    n_warps: int = 8
+    n_splits: int = 1
+    n_stages: int = 3
+
+
+@triton.jit
+def _reorder_weights(tile):
+    """Puts columns 4t + 2h + i of each 16 where the tensor cores look for 8h + 2t + i."""
+    rows: tl.constexpr = tile.shape[0]
+    columns: tl.constexpr = tile.shape[1]
+    groups = tl.reshape(tile, (rows, columns // 16, 4, 2, 2))
+    return tl.reshape(tl.permute(groups, (0, 1, 3, 2, 4)), (rows, columns))
+
+
+@triton.jit
+def _reorder_tokens(tile):
+    """The same for the columns of tokens, which are the first dimension."""
+    columns: tl.constexpr = tile.shape[0]
+    tokens: tl.constexpr = tile.shape[1]
+    groups = tl.reshape(tile, (columns // 16, 4, 2, 2, tokens))
+    return tl.reshape(tl.permute(groups, (0, 2, 1, 3, 4)), (columns, tokens))
+
+
+@triton.jit
+def _multiply_exceptions(
+    total,  # BLOCK_ROWS x BLOCK_TOKENS, FP32
+    x_ptr,
+    starts_ptr,
+    exceptions_ptr,
+    rows,  # BLOCK_ROWS
+    tokens,  # 1 x BLOCK_TOKENS, int64
+    mask_tokens,
+    n_columns,
+    begin,
+    end,
+    UPCAST: tl.constexpr,
+):
+    """Adds the product with exceptions `begin` to `end`, which are those of the rows or a part."""
+    BLOCK: tl.constexpr = 32
+    first = tl.load(starts_ptr + rows)[:, None]
+    last = tl.load(starts_ptr + rows + 1)[:, None]
+    for start in range(begin, end, BLOCK):
+        number = start + tl.arange(0, BLOCK)
+        mask = number < end
+        entries = tl.load(exceptions_ptr + number.to(tl.int64), mask=mask, other=0)
+        values = ((entries >> 16) & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        of_row = (number[None, :] >= first) & (number[None, :] < last) & mask[None, :]
+        w_tile = tl.where(of_row, values[None, :], 0.0).to(tl.bfloat16)
+        columns = (entries & 0xFFFF)[:, None]
+        x_mask = mask[:, None] & mask_tokens
+        x_tile = tl.load(x_ptr + tokens * n_columns + columns, mask=x_mask, other=0.0)
+        if UPCAST:
+            w_tile = widen(w_tile, True)
+            x_tile = widen(x_tile, True)
+        total = tl.dot(w_tile, x_tile, total)
+    return total
+
+
+@triton.jit
+def multiply_many_kernel(
+    x_ptr,  # n_tokens x n_columns, BF16
+    low_ptr,  # n_rows x 2 * n_steps
+    high_ptr,  # n_rows x n_steps
+    first_ptr,
+    starts_ptr,
+    exceptions_ptr,
+    bias_ptr,  # n_rows, BF16; read if HAS_BIAS
+    y_ptr,  # n_tokens x n_rows, BF16; FP32 and SPLITS of them if there are several
+    n_tokens,
+    n_rows,
+    n_columns,
+    n_steps,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_STEPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EVEN: tl.constexpr,  # no turn reaches beyond a half, no column is padding
+    HAS_BIAS: tl.constexpr,
+    REORDER: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    n_token_blocks = tl.cdiv(n_tokens, BLOCK_TOKENS)
+    row_block = tl.program_id(0) // n_token_blocks
+    token_block = tl.program_id(0) % n_token_blocks
+    split = tl.program_id(1)
+    rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    mask_rows = (rows < n_rows)[:, None]
+    # Rows beyond the last are computed like the last one, and not stored.
+    rows = tl.minimum(rows, n_rows - 1).to(tl.int64)
+    tokens = (token_block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS))[None, :].to(tl.int64)
+    mask_tokens = tokens < n_tokens
+
+    within = tl.arange(0, BLOCK_STEPS)
+    per_split = tl.cdiv(tl.cdiv(n_steps, BLOCK_STEPS), SPLITS) * BLOCK_STEPS
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, n_steps)
+    low = low_ptr + rows[:, None] * (2 * n_steps) + begin + within[None, :]
+    high = high_ptr + rows[:, None] * n_steps + begin + within[None, :]
+    x = x_ptr + tokens * n_columns + begin + within[:, None]
+    total = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
+    for start in range(begin, end, BLOCK_STEPS):
+        mask_w = None if EVEN else (within < end - start)[None, :]
+        other_w = None if EVEN else 0
+        high_bits = tl.load(high, mask=mask_w, other=other_w)
+        for i in tl.static_range(2):
+            low_bytes = tl.load(low + i * n_steps, mask=mask_w, other=other_w)
+            mask_x = mask_tokens
+            if not EVEN:
+                is_column = (within < end - start) & (i * n_steps + start + within < n_columns)
+                mask_x = mask_tokens & is_column[:, None]
+            x_tile = tl.load(x + i * n_steps, mask=mask_x, other=0.0)
+            w_tile = window_elements(low_bytes, high_bits, high_bits, i, 12, ASSEMBLY)
+            if REORDER:
+                x_tile = _reorder_tokens(x_tile)
+                w_tile = _reorder_weights(w_tile)
+            if UPCAST:
+                x_tile = widen(x_tile, True)
+                w_tile = widen(w_tile, True)
+            total = tl.dot(w_tile, shift_tokens(x_tile), total)
+        low += BLOCK_STEPS
+        high += BLOCK_STEPS
+        x += BLOCK_STEPS
+
+    total = scale_rows(total, tl.load(first_ptr + rows)[:, None], 12)
+    if split == 0:  # few: not worth sharing out
+        last_row = tl.minimum((row_block + 1) * BLOCK_ROWS, n_rows)
+        total = _multiply_exceptions(
+            total, x_ptr, starts_ptr, exceptions_ptr, rows, tokens, mask_tokens, n_columns,
+            tl.load(starts_ptr + row_block * BLOCK_ROWS), tl.load(starts_ptr + last_row), UPCAST,
+        )  # fmt: skip
+        if HAS_BIAS:
+            total += widen(tl.load(bias_ptr + rows)[:, None], UPCAST)
+    y_row = split.to(tl.int64) * n_tokens + tokens
+    y_tile = total if SPLITS > 1 else round_to_bf16(total, UPCAST)
+    tl.store(y_ptr + y_row * n_rows + rows[:, None], y_tile, mask=mask_rows & mask_tokens)
+
+
+def default_many_config(
+    n_rows: int, n_columns: int, n_tokens: int, n_processors: int = 132
+) -> ManyConfig:
+    """A sensible division, for who has not measured."""
+    block_tokens = 64 if n_tokens <= 64 else 128
+    n_blocks = -(-n_rows // 128) * -(-n_tokens // block_tokens)
+    n_turns = -(-W12.n_steps(n_columns) // 64)
+    n_splits = 1
+    while n_blocks * n_splits * 2 <= n_processors and n_turns >= 8 * n_splits:
+        n_splits *= 2
+    return ManyConfig(block_tokens=block_tokens, n_splits=n_splits)
+
+
+def multiply_many(
+    x: torch.Tensor,
+    weights: WeightTensors,
+    n_columns: int,
+    *,
+    bias: torch.Tensor | None = None,
+    config: ManyConfig | None = None,
+) -> torch.Tensor:
+    """y = x W^T + bias, as `torch.nn.functional.linear` has it, with a packed weight of format W12.
+
+    Args:
+        x: BF16, n_tokens x n_columns; elements below 2^87 in size.
+        weights: checked arrays of `n_rows` rows.
+        n_columns: columns of the matrix.
+        bias: BF16, n_rows.
+        config: how the work is divided.
+
+    Returns:
+        BF16, n_tokens x n_rows, rounded once from sums in FP32.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
+    """
+    require_weights(weights, W12, n_columns)
+    n_rows, device = len(weights.first_exponents), weights.low_bytes.device
+    n_tokens = len(x)
+    require_tensor(x, "x", torch.bfloat16, (n_tokens, n_columns), device)
+    if bias is not None:
+        require_tensor(bias, "bias", torch.bfloat16, (n_rows,), device)
+    y = torch.empty((n_tokens, n_rows), dtype=torch.bfloat16, device=device)
+    if y.numel() == 0:
+        return y
+    config = config or default_many_config(n_rows, n_columns, n_tokens)
+    with device_of(x):
+        if config.n_splits == 1:
+            _launch(x, weights, bias, y, config)
+        else:
+            shape = (config.n_splits, n_tokens, n_rows)
+            partial = torch.empty(shape, dtype=torch.float32, device=device)
+            _launch(x, weights, bias, partial, config)
+            add_splits(partial, y)
+    return y
+
+
+def _launch(
+    x: torch.Tensor,
+    weights: WeightTensors,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    config: ManyConfig,
+) -> None:
+    n_tokens, n_columns = x.shape
+    n_rows = len(weights.first_exponents)
+    n_steps = W12.n_steps(n_columns)
+    dialect = choose_dialect()
+    n_blocks = triton.cdiv(n_rows, config.block_rows) * triton.cdiv(n_tokens, config.block_tokens)
+    multiply_many_kernel[(n_blocks, config.n_splits)](
+        x,
+        *weights,
+        weights.first_exponents if bias is None else bias,
+        y,
+        n_tokens,
+        n_rows,
+        n_columns,
+        n_steps,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_TOKENS=config.block_tokens,
+        BLOCK_STEPS=config.block_steps,
+        SPLITS=config.n_splits,
+        EVEN=n_steps % config.block_steps == 0 and n_columns == W12.n_padded(n_columns),
+        HAS_BIAS=bias is not None,
+        REORDER=dialect.hopper,
+        ASSEMBLY=dialect.assembly,
+        UPCAST=dialect.upcast,
+        num_warps=config.n_warps,
+        num_stages=config.n_stages,
+    )
