@@ -9,7 +9,7 @@ all that lie there. Two forms time nothing: `--render` only makes those document
 exits 1 unless the ratios that the project promises hold.
 
 `run.py snapshots` measures pairs of training checkpoints instead, and has a document of its own:
-see snapshots.py.
+see snapshots.py. `run.py weights` measures weights in memory: see packed_weights.py.
 
 The process starts itself again with a malloc that keeps freed memory, since fresh pages cost more
 than most codecs and would hide the differences between them; `--fresh` leaves malloc as it is and
@@ -29,6 +29,7 @@ from typing import Any
 
 import data
 import machine
+import packed_weights
 import peers
 import report
 import snapshots
@@ -66,6 +67,8 @@ def main(argv: list[str]) -> int:
     """
     if argv[:1] == [snapshots.MODE]:
         return snapshots.main(argv[1:])
+    if argv[:1] == [packed_weights.MODE]:
+        return packed_weights.main(argv[1:])
     args = _parse(argv)
     if args.render:
         _write_documents()

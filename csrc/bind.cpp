@@ -1,6 +1,6 @@
-// The Python module packhorse._core, and the only file that knows nanobind. It checks arguments and
-// releases the GIL; tensor.hpp and the headers below it compute. Data errors come back as
-// (status, chunk) for frame.py to put into words; caller mistakes raise.
+// The Python module packhorse._core. It and the bind_*.hpp know nanobind, and no other file does.
+// They check arguments and release the GIL; tensor.hpp and the headers below it compute. Data
+// errors come back as (status, chunk) for frame.py to put into words; caller mistakes raise.
 #if defined(__GNUC__) && !defined(__clang__)
 // GCC's own AVX-512 headers start some results from an "undefined" register and then warn about it
 // (GCC bug 105593).
@@ -15,13 +15,10 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdlib>
-#include <stdexcept>
 
-#include "gil.hpp"
+#include "bind_weights.hpp"
 #include "tensor.hpp"
 #include "zstd_frame.hpp"
-
-namespace nb = nanobind;
 
 namespace packhorse {
 namespace {
@@ -30,16 +27,6 @@ using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::
 using WritableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Table = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using WritableTable = nb::ndarray<uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-void require(bool condition, const char* message) {
-    if (!condition) throw std::invalid_argument(message);
-}
-
-Isa checked_isa(int isa) {
-    require(isa >= 0 && isa <= static_cast<int>(detect_isa()),
-            "isa must not be above what detect_isa() returns");
-    return static_cast<Isa>(isa);
-}
 
 Level checked_level(int level) {
     require(level >= 1 && level <= 3, "level must be 1, 2 or 3");
@@ -305,4 +292,5 @@ NB_MODULE(_core, m) {
     m.def("crc32c", &crc32c_of, "src"_a, "isa"_a);
     m.def("leaf_digests", &leaf_digests, "src"_a, "digests"_a.noconvert(), "threads"_a, "isa"_a);
     m.def("zstd_frame_nbytes", &zstd_frame_nbytes_of, "src"_a, "header_nbytes"_a, "has_checksum"_a);
+    bind_weights(m);
 }

@@ -98,6 +98,11 @@ template <class Work>
 PACKHORSE_AVX2 inline void run_avx2(Work work) {
     work();
 }
+
+template <class Work>
+PACKHORSE_AVX512 inline void run_avx512(Work work) {
+    work();
+}
 #endif
 
 template <class Work>
@@ -107,6 +112,15 @@ inline void vectorised(Isa isa, Work work) {
 #endif
     (void)isa;
     work();
+}
+
+// The same with AVX-512 where it is allowed, for loops that gain by it.
+template <class Work>
+inline void vectorised_wide(Isa isa, Work work) {
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx512) return run_avx512(work);
+#endif
+    vectorised(isa, work);
 }
 
 // Keeps the compiler from replacing a store and narrower loads of `value` by shuffles, which are

@@ -67,6 +67,28 @@ constexpr uint32_t kDeltaTokens = 64;
 constexpr uint32_t kDeltaDirectTokens = 32;
 constexpr uint32_t kDeltaFullToken = 63;
 
+// Section 12.
+constexpr std::size_t kMaxWeightColumns = 65536;
+constexpr std::size_t kWeightStepAlignment = 16;
+
+struct W12 {
+    static constexpr uint32_t kBits = 12;
+    static constexpr uint32_t kCodeBits = 4;
+    static constexpr uint32_t kSlices = 2;
+    static constexpr uint32_t kFirstCode = 1;
+    static constexpr uint32_t kMinFirst = 0;
+    static constexpr uint32_t kMaxFirst = 239;
+};
+
+struct W11 {
+    static constexpr uint32_t kBits = 11;
+    static constexpr uint32_t kCodeBits = 3;
+    static constexpr uint32_t kSlices = 8;
+    static constexpr uint32_t kFirstCode = 0;
+    static constexpr uint32_t kMinFirst = 1;
+    static constexpr uint32_t kMaxFirst = 247;
+};
+
 // What a decoder found wrong; bind.cpp hands the number to Python, where frame.py puts it into
 // words.
 enum class Status : int {

@@ -379,10 +379,21 @@ def manifest_seeds() -> Seeds:
         yield name, b"\2" + text
 
 
+def weights_seeds() -> Seeds:
+    """Code path, format and threads, columns, breaks, elements."""
+    dtype = DTYPE_BY_NAME["BF16"]
+    for kind, n_columns in product(KINDS, (1, 37, 96, 300)):
+        for choice, breaks in enumerate((b"", b"\0\0\0\1", b"", b"\4\0\0\1\3\4\0\2")):
+            head = struct.pack("<BBHB", choice, choice, n_columns - 1, len(breaks) // 4)
+            name = f"{kind}-{n_columns}-{choice}"
+            yield name, head + breaks + make_units(kind, dtype, 2 * n_columns + 64)
+
+
 TARGETS = {
     "decode_tensor": decode_tensor_seeds,
     "decode_plane": decode_plane_seeds,
     "round_trip": round_trip_seeds,
+    "weights": weights_seeds,
     "frame": frame_seeds,
     "file": file_seeds,
     "manifest": manifest_seeds,

@@ -60,6 +60,7 @@ TARGETS = (
     Target("round_trip", "round_trip.cpp", "round_trip"),
     Target("decode_tensor", "decode_tensor.cpp", "decode_tensor"),
     Target("decode_plane", "decode_plane.cpp", "decode_plane"),
+    Target("weights", "weights.cpp", "weights"),
     Target("frame", "fuzz_frame.py", "frame"),
     Target("reference", "fuzz_reference.py", "frame"),
     Target("file", "fuzz_file.py", "file", (f"-dict={FUZZ / 'file.dict'}",)),

@@ -24,7 +24,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = (
     *("data", "machine", "measure", "peers", "plot", "report", "run", "targets", "process"),
-    *("pairs", "delta_peers", "snapshots", "snapshot_report"),
+    *("pairs", "delta_peers", "snapshots", "snapshot_report", "packed_weights"),
 )
 RIVALS = (
     *("zipnn", "openzl", "openzl-fse", "pcodec", "pcodec-12", "zstandard-1", "zstandard-3"),

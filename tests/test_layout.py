@@ -9,7 +9,7 @@ import pytest
 from format_page import section, table_cells
 
 from packhorse import layout
-from packhorse.layout import DTYPES, ClassSource, Level, Mode, Split
+from packhorse.layout import DTYPES, WEIGHT_FORMATS, ClassSource, Level, Mode, Split
 
 CORE = (Path(__file__).parent.parent / "csrc" / "layout.hpp").read_text()
 
@@ -252,3 +252,13 @@ def test_the_page_states_the_numbers_of_section_2(name: str, sentence: str) -> N
 def test_the_page_states_the_numbers_of_the_sources() -> None:
     words = ", ".join(f"{int(source)} {source.name.lower()}" for source in ClassSource)
     assert f"`source`: {words}; otherwise corruption" in section(6)
+
+
+@pytest.mark.parametrize("form", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
+def test_the_core_has_the_same_formats_of_weights(form: layout.WeightFormat) -> None:
+    match = re.search(rf"struct {form.name} {{([^}}]*)}}", CORE)
+    assert match
+    core = {upper(key): int(value) for key, value in re.findall(r"k(\w+) = (\d+)", match[1])}
+    names = ("bits", "code_bits", "n_slices", "first_code", "min_first", "max_first")
+    expected = {name.removeprefix("n_").upper(): getattr(form, name) for name in names}
+    assert core == expected

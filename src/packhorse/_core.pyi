@@ -7,6 +7,9 @@ from numpy.typing import NDArray
 
 _Bytes = NDArray[np.uint8]
 _Table = NDArray[np.uint32]  # (chunks, 1 + planes): CRC32C, then descriptors
+_Elements = NDArray[np.uint16]  # (rows, columns)
+_Planes = NDArray[np.uint8]  # (rows, bytes of a row)
+_Numbers = NDArray[np.int32]
 
 def detect_isa() -> int: ...
 def environment(name: str) -> str | None: ...
@@ -74,3 +77,38 @@ def merge(planes: _Bytes, unit_nbytes: int, split: int, dst: _Bytes, isa: int) -
 def crc32c(src: _Bytes | bytes, isa: int) -> int: ...
 def leaf_digests(src: _Bytes, digests: _Bytes, threads: int, isa: int) -> None: ...
 def zstd_frame_nbytes(src: _Bytes, header_nbytes: int, has_checksum: bool) -> int: ...
+def pack_weights(
+    elements: _Elements,
+    bits: int,
+    low_bytes: _Planes,
+    high_bits: _Planes,
+    first_exponents: _Bytes,
+    counts: _Numbers,
+    threads: int,
+    isa: int,
+) -> _Numbers: ...
+def count_weight_exceptions(
+    elements: _Elements, bits: int, row_step: int, threads: int, isa: int
+) -> int: ...
+def unpack_weights(
+    low_bytes: _Planes,
+    high_bits: _Planes,
+    first_exponents: _Bytes,
+    exception_starts: _Numbers,
+    exceptions: _Numbers,
+    bits: int,
+    row_start: int,
+    dst: _Elements,
+    threads: int,
+    isa: int,
+) -> int: ...
+def check_weights(
+    low_bytes: _Planes,
+    high_bits: _Planes,
+    first_exponents: _Bytes,
+    exception_starts: _Numbers,
+    exceptions: _Numbers,
+    bits: int,
+    n_columns: int,
+    isa: int,
+) -> tuple[int, int, int, int]: ...

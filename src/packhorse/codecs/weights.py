@@ -1,0 +1,298 @@
+"""Weights in memory (docs/format.md, section 12): packed, unpacked by rows, counted and checked.
+
+A matrix is BF16 elements as their bits, uint16, rows first. `pack` takes a whole matrix;
+`WeightPacker` takes it block by block of rows, so that a matrix that is being decoded never lies in
+memory as a whole. `count_exceptions` and `packed_nbytes` say what a format would take, without
+packing.
+
+`check` holds every rule of the page against arrays that came from elsewhere. `unpack_into` never
+reads or writes outside of an array, checked or not; but of arrays that break other rules than those
+of places it makes other elements, silently. So arrays from elsewhere are checked once, before use.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packhorse import _core
+from packhorse.codecs.base import choose_isa
+from packhorse.errors import CorruptionError
+from packhorse.layout import MAX_WEIGHT_COLUMNS, WeightFormat
+
+__all__ = [
+    "WeightArrays",
+    "WeightPacker",
+    "check",
+    "count_exceptions",
+    "pack",
+    "packed_nbytes",
+    "unpack_into",
+]
+
+_MAX_EXCEPTIONS = np.iinfo(np.int32).max
+_Elements = NDArray[np.uint16]
+
+
+class WeightArrays(NamedTuple):
+    """The arrays of a packed weight (docs/format.md, section 12).
+
+    Attributes:
+        low_bytes: uint8, (n_rows, n_padded): bits 7 to 0 of the packed elements.
+        high_bits: uint8, (n_rows, n_high_bytes): the bits above.
+        first_exponents: uint8, (n_rows,): the start of each row's window.
+        exception_starts: int32, (n_rows + 1,): where the exceptions of each row are.
+        exceptions: int32, (n_exceptions,): column, and the element above it.
+    """
+
+    low_bytes: NDArray[np.uint8]
+    high_bits: NDArray[np.uint8]
+    first_exponents: NDArray[np.uint8]
+    exception_starts: NDArray[np.int32]
+    exceptions: NDArray[np.int32]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self)
+
+
+def pack(elements: _Elements, form: WeightFormat, *, threads: int = 1) -> WeightArrays:
+    """Packs a matrix, to the very arrays that the page defines.
+
+    Args:
+        elements: uint16, (n_rows, n_columns), C-contiguous: the bits of BF16 elements. They are
+            only read.
+        form: `layout.W12` or `layout.W11`.
+        threads: how many threads of the core work on it.
+
+    Raises:
+        TypeError: `elements` is no C-contiguous uint16 matrix.
+        ValueError: it has no columns or more than 65,536, or above 2^31 - 1 exceptions.
+    """
+    _require_matrix(elements, "elements")
+    n_rows, n_columns = elements.shape
+    packer = WeightPacker(n_rows, n_columns, form, threads=threads)
+    packer.add(elements)
+    return packer.finish()
+
+
+class WeightPacker:
+    """Packs a matrix block by block of rows, from the first row to the last.
+
+    The arrays for the whole matrix are allocated at once, but for the exceptions: nobody knows how
+    many there will be, so they are kept block by block and joined by `finish`.
+
+    Args:
+        n_rows: rows of the matrix.
+        n_columns: its columns, 1 to 65,536.
+        form: `layout.W12` or `layout.W11`.
+        threads: how many threads of the core work on a block.
+
+    Raises:
+        ValueError: numbers out of range.
+    """
+
+    def __init__(
+        self, n_rows: int, n_columns: int, form: WeightFormat, *, threads: int = 1
+    ) -> None:
+        _require_columns(n_columns)
+        if n_rows < 0:
+            raise ValueError(f"n_rows is {n_rows}; it must not be negative")
+        self._form, self._n_columns, self._threads = form, n_columns, threads
+        self._low_bytes = np.empty((n_rows, form.n_padded(n_columns)), np.uint8)
+        self._high_bits = np.empty((n_rows, form.n_high_bytes(n_columns)), np.uint8)
+        self._first_exponents = np.empty(n_rows, np.uint8)
+        self._counts = np.empty(n_rows, np.int32)
+        self._exceptions: list[NDArray[np.int32]] = []
+        self._n_done = 0
+
+    @property
+    def n_rows_left(self) -> int:
+        """Rows that were not added yet."""
+        return len(self._counts) - self._n_done
+
+    def add(self, rows: _Elements) -> None:
+        """Packs the next rows: uint16, (any number, n_columns), C-contiguous.
+
+        Raises:
+            TypeError: `rows` is no C-contiguous uint16 matrix.
+            ValueError: it has another number of columns, or more rows than are left.
+        """
+        _require_matrix(rows, "rows")
+        if rows.shape[1] != self._n_columns:
+            raise ValueError(f"rows has {rows.shape[1]} columns; the matrix has {self._n_columns}")
+        if len(rows) > self.n_rows_left:
+            raise ValueError(f"rows has {len(rows)} rows; only {self.n_rows_left} are left")
+        part = slice(self._n_done, self._n_done + len(rows))
+        exceptions = _core.pack_weights(
+            rows,
+            self._form.bits,
+            self._low_bytes[part],
+            self._high_bits[part],
+            self._first_exponents[part],
+            self._counts[part],
+            self._threads,
+            int(choose_isa()),
+        )
+        self._n_done = part.stop
+        self._exceptions.append(exceptions)
+
+    def finish(self) -> WeightArrays:
+        """The arrays, once all rows were added.
+
+        Raises:
+            ValueError: rows are left, or there are above 2^31 - 1 exceptions.
+        """
+        if self.n_rows_left:
+            raise ValueError(f"{self.n_rows_left} rows are left; add them first")
+        n_exceptions = sum(block.size for block in self._exceptions)
+        if n_exceptions > _MAX_EXCEPTIONS:
+            raise ValueError(
+                f"the matrix has {n_exceptions} exceptions and {self._form.name} holds at most"
+                f" {_MAX_EXCEPTIONS}; leave it plain"
+            )
+        starts = np.zeros(len(self._counts) + 1, np.int32)
+        np.cumsum(self._counts, out=starts[1:])
+        if len(self._exceptions) != 1:
+            self._exceptions = [np.concatenate([np.empty(0, np.int32), *self._exceptions])]
+        return WeightArrays(
+            self._low_bytes, self._high_bits, self._first_exponents, starts, self._exceptions[0]
+        )
+
+
+def count_exceptions(
+    elements: _Elements, form: WeightFormat, *, threads: int = 1, max_rows: int | None = None
+) -> int:
+    """How many exceptions a matrix would have.
+
+    Args:
+        elements: as for `pack`.
+        form: as for `pack`.
+        threads: as for `pack`.
+        max_rows: if given, the number is estimated from at most so many rows, evenly spread.
+
+    Raises:
+        TypeError: `elements` is no C-contiguous uint16 matrix.
+        ValueError: it has no columns or more than 65,536, or `max_rows` is not positive.
+    """
+    _require_matrix(elements, "elements")
+    _require_columns(elements.shape[1])
+    if max_rows is not None and max_rows < 1:
+        raise ValueError(f"max_rows is {max_rows}; it must be positive")
+    n_rows = len(elements)
+    step = 1 if max_rows is None else max(1, -(-n_rows // max_rows))
+    count = _core.count_weight_exceptions(elements, form.bits, step, threads, int(choose_isa()))
+    n_samples = -(-n_rows // step)
+    return count if n_samples == n_rows else round(count * n_rows / n_samples)
+
+
+def packed_nbytes(n_rows: int, n_columns: int, n_exceptions: int, form: WeightFormat) -> int:
+    """Bytes of all arrays of a packed weight with so many exceptions."""
+    row_nbytes = form.n_padded(n_columns) + form.n_high_bytes(n_columns) + 1 + 4
+    return n_rows * row_nbytes + 4 + 4 * n_exceptions
+
+
+def unpack_into(
+    arrays: WeightArrays,
+    form: WeightFormat,
+    n_columns: int,
+    dst: _Elements,
+    *,
+    row_start: int = 0,
+    row_stop: int | None = None,
+    threads: int = 1,
+) -> None:
+    """Unpacks rows [row_start, row_stop), to the last row if `row_stop` is None.
+
+    Safe for memory whatever the arrays hold; see above for what it takes to be right.
+
+    Args:
+        arrays: a packed weight.
+        form: its format.
+        n_columns: columns of the matrix; padding is not among them.
+        dst: uint16, (row_stop - row_start, n_columns), C-contiguous: gets the bits of BF16
+            elements. It must not share memory with the arrays.
+        row_start: the first row.
+        row_stop: the one behind the last.
+        threads: how many threads of the core work on it.
+
+    Raises:
+        CorruptionError: arrays of other shapes or dtypes than the page asks for, or exceptions of
+            these rows that have no place. `dst` then holds nothing of use.
+        TypeError: `dst` is no C-contiguous uint16 matrix, or read-only.
+        ValueError: rows that do not exist, or a `dst` of another shape.
+    """
+    _require_shapes(arrays, form, n_columns)
+    _require_matrix(dst, "dst")
+    n_rows = arrays.first_exponents.size
+    stop = n_rows if row_stop is None else row_stop
+    if not 0 <= row_start <= stop <= n_rows:
+        raise ValueError(f"rows {row_start} to {stop} are not within the {n_rows} of the matrix")
+    if dst.shape != (stop - row_start, n_columns):
+        raise ValueError(f"dst has shape {dst.shape}; it must be {(stop - row_start, n_columns)}")
+    if not dst.flags.writeable:
+        raise TypeError("dst is read-only; give a writable array")
+    row = _core.unpack_weights(*arrays, form.bits, row_start, dst, threads, int(choose_isa()))
+    if row != n_rows:
+        raise CorruptionError(f"packed weight: exceptions of row {row} have no place in it")
+
+
+# What the core's WeightFault numbers (csrc/weights_unpack.hpp) mean to a person.
+_FAULT_WORDS = {
+    1: "first_exponents: row {row} has first exponent {found}, which is out of range",
+    2: "exception_starts: number {row} is {found}, which does not fit: it must be {place}",
+    3: "exception_starts: row {row} has {place} to {found}, which descend or lie outside",
+    4: "exceptions: number {place}, of row {row}, has column {found}, which is out of range",
+    5: "exceptions: number {place}, of row {row}, has column {found}; columns must ascend",
+    6: "column {place} of row {row} is an exception and holds {found:#x} in place of a hole",
+    7: "column {place} of row {row} holds {found:#x}: code 0 and a mantissa",
+    8: "column {place} of row {row} is padding and holds {found:#x} in place of 0",
+}
+
+
+def check(arrays: WeightArrays, form: WeightFormat, n_columns: int) -> None:
+    """Holds every rule of the page against arrays from elsewhere.
+
+    Raises:
+        CorruptionError: a rule is broken; the message names the array, the row and what was found.
+    """
+    _require_shapes(arrays, form, n_columns)
+    fault, row, place, found = _core.check_weights(*arrays, form.bits, n_columns, int(choose_isa()))
+    if fault:
+        words = _FAULT_WORDS[fault].format(row=row, place=place, found=found)
+        raise CorruptionError(f"packed weight: {words}")
+
+
+def _require_shapes(arrays: WeightArrays, form: WeightFormat, n_columns: int) -> None:
+    _require_columns(n_columns)
+    n_rows = arrays.first_exponents.size
+    shapes = [
+        (n_rows, form.n_padded(n_columns)),
+        (n_rows, form.n_high_bytes(n_columns)),
+        (n_rows,),
+        (n_rows + 1,),
+        (arrays.exceptions.size,),
+    ]
+    dtypes = [np.uint8, np.uint8, np.uint8, np.int32, np.int32]
+    held: list[NDArray[Any]] = list(arrays)
+    for field, array, shape, dtype in zip(WeightArrays._fields, held, shapes, dtypes, strict=True):
+        if array.shape != shape or array.dtype != dtype:
+            raise CorruptionError(
+                f"packed weight: {field} has shape {array.shape} and dtype {array.dtype}; it must"
+                f" be {shape} and {np.dtype(dtype)}"
+            )
+        if not array.flags.c_contiguous:
+            raise TypeError(f"{field} must be C-contiguous; copy it first")
+
+
+def _require_columns(n_columns: int) -> None:
+    if not 1 <= n_columns <= MAX_WEIGHT_COLUMNS:
+        raise ValueError(f"a packed weight has 1 to {MAX_WEIGHT_COLUMNS} columns, not {n_columns}")
+
+
+def _require_matrix(elements: _Elements, what: str) -> None:
+    if not isinstance(elements, np.ndarray) or elements.dtype != np.uint16 or elements.ndim != 2:
+        raise TypeError(f"{what} must be a uint16 matrix, the bits of BF16 elements")
+    if not elements.flags.c_contiguous:
+        raise TypeError(f"{what} must be C-contiguous; copy it first")
