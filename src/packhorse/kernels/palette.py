@@ -1,0 +1,69 @@
+"""Palettes decoded on the GPU (docs/format.md, section 6.3): codes of some bits to bytes.
+
+Escapes leave a mark, a byte that is in no entry; `resolve_escapes` replaces it. Raw bits are left
+to the merging of planes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from packhorse.kernels.launch import device_of
+
+__all__ = ["decode_palettes", "decode_palettes_kernel"]
+
+_FIELDS = tl.constexpr(8)  # `streams.N_FIELDS`
+_BLOCK = 1024
+
+
+@triton.jit
+def decode_palettes_kernel(
+    payload_ptr,  # u8
+    palettes_ptr,  # i64 [palettes, 8]
+    entries_ptr,  # u8 [palettes, 16]
+    scratch_ptr,  # u8
+    BLOCK: tl.constexpr,
+):
+    """A block of one palette's units."""
+    palette = tl.program_id(0).to(tl.int64)
+    row = palettes_ptr + palette * _FIELDS
+    codes_ptr = payload_ptr + tl.load(row)
+    code_bits = tl.load(row + 1).to(tl.int32)
+    n = tl.load(row + 2).to(tl.int32)
+    dst_ptr = scratch_ptr + tl.load(row + 3)
+    u = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    plane_nbytes = (n + 63) // 64 * 8
+    code = u * 0
+    j = code_bits * 0
+    while j < code_bits:
+        bits = tl.load(codes_ptr + j * plane_nbytes + u // 8, mask=u < n, other=0).to(tl.int32)
+        code |= (bits >> (u % 8) & 1) << j
+        j += 1
+    values = tl.load(entries_ptr + palette * 16 + code)
+    tl.store(dst_ptr + u, values, mask=u < n)
+
+
+def decode_palettes(
+    payload: torch.Tensor,
+    palettes: torch.Tensor,
+    entries: torch.Tensor,
+    scratch: torch.Tensor,
+    longest: int,
+) -> None:
+    """Decodes streams of mode palette; escapes leave marks, and raw bits are zero.
+
+    The tensors are those of a `streams.ChunkPlan`, on one device; nothing in them is checked here.
+
+    Args:
+        payload: u8, all chunks; only read.
+        palettes: i64 (P, 8).
+        entries: u8 (P, 16).
+        scratch: u8, `ChunkPlan.scratch_nbytes` of them; receives planes.
+        longest: units of the longest plane.
+    """
+    if len(palettes):
+        grid = (len(palettes), triton.cdiv(longest, _BLOCK))
+        with device_of(payload):
+            decode_palettes_kernel[grid](
+                payload, palettes, entries, scratch, BLOCK=_BLOCK, num_warps=4
+            )
