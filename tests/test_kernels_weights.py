@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import triton
 from numpy.typing import NDArray
 from weight_samples import MATRICES, model_rows
 
@@ -16,7 +17,8 @@ from packhorse.kernels.weights import WeightTensors, decode_weights
 from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 from packhorse.reference.weights import encode_weights
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 FORMATS = pytest.mark.parametrize("form", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
 MANY = {"one column", "rows of models"}  # interpreting takes long
 

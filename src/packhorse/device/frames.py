@@ -21,9 +21,10 @@ from packhorse.frame_header import FrameHeader, label, read_header
 try:
     import torch
 
+    from packhorse.kernels.launch import runs_on
     from packhorse.kernels.palette import decode_palettes
     from packhorse.kernels.planes import merge_planes
-    from packhorse.kernels.rans import decode_rans, resolve_escapes, runs_on
+    from packhorse.kernels.rans import decode_rans, resolve_escapes
     from packhorse.kernels.streams import (
         ChunkPlan,
         Geometry,

@@ -11,7 +11,7 @@ import torch
 import triton
 from triton import knobs
 
-__all__ = ["Dialect", "choose_dialect", "device_of", "require_tensor"]
+__all__ = ["Dialect", "choose_dialect", "device_of", "require_tensor", "runs_on"]
 
 
 class Dialect(NamedTuple):
@@ -40,6 +40,11 @@ def choose_dialect() -> Dialect:
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Makes the tensor's GPU the current one, as launches go to that."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether kernels can run there: on a GPU, or anywhere in Triton's interpreter."""
+    return device.type == "cuda" or bool(knobs.runtime.interpret)
 
 
 def require_tensor(

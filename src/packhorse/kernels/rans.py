@@ -15,7 +15,6 @@ that are not there are not read. A second kernel replaces the marks that escapes
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
 
 from packhorse.kernels.launch import device_of
 
@@ -28,7 +27,6 @@ __all__ = [
     "decode_rans_kernel",
     "resolve_escapes",
     "resolve_escapes_kernel",
-    "runs_on",
 ]
 
 # What a kernel finds; the numbers of the core (csrc/layout.hpp).
@@ -232,11 +230,6 @@ def resolve_escapes_kernel(
         taken += n_marks
         start += BLOCK
     tl.store(status_ptr + plane, tl.where(taken == n_escapes, 0, _DIFFER))
-
-
-def runs_on(device: torch.device) -> bool:
-    """Whether kernels can run there: on a GPU, or anywhere in Triton's interpreter."""
-    return device.type == "cuda" or bool(knobs.runtime.interpret)
 
 
 def decode_rans(
