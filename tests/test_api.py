@@ -232,7 +232,9 @@ def test_the_architecture_page_lists_every_file() -> None:
     assert files | headers <= listed
     ours = {name for name in listed if (PACKAGE / name).parent.exists() and "/" in name}
     assert {
-        name for name in ours if name.startswith(("codecs/", "disk/", "cli/", "reference/"))
+        name
+        for name in ours
+        if name.startswith(("codecs/", "device/", "disk/", "cli/", "reference/"))
     } <= files
 
 
@@ -269,6 +271,13 @@ def test_the_hop_to_disk_loads_torch_at_first_use_only() -> None:
     assert "torch" in run_python(f"{code}; {LIST_MODULES}")
 
 
+def test_the_hop_to_the_compute_units_loads_torch_at_first_use_only() -> None:
+    assert "torch" not in run_python(f"import packhorse.device; {LIST_MODULES}")
+    words = run_python(f"from packhorse.device import pack_model_; {LIST_MODULES}")
+    assert "torch" in words
+    assert "triton" not in words or "triton" in run_python(f"import torch; {LIST_MODULES}")
+
+
 def test_importing_starts_no_thread_and_prints_nothing() -> None:
     code = "import packhorse, threading, os; print(len(os.listdir('/proc/self/task')))"
     alone = "import numpy, threading, os; print(len(os.listdir('/proc/self/task')))"
@@ -285,9 +294,11 @@ def test_without_torch_the_error_names_the_extra() -> None:
         "except ImportError as error: print(error)\n"
         "try: from packhorse.disk import PackhorseWriter\n"
         "except packhorse.MissingBackendError as error: print(error)\n"
+        "try: from packhorse.device import pack_model_\n"
+        "except packhorse.MissingBackendError as error: print(error)\n"
     )
     words = " ".join(run_python(code))
-    assert words.count("pip install 'packhorse[torch]'") == 3
+    assert words.count("pip install 'packhorse[torch]'") == 4
 
 
 # Errors and the README.

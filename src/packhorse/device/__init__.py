@@ -1,3 +1,71 @@
-"""Tensors that are packed while they lie in the memory of a GPU, or on their way to it."""
+"""The hop to the compute units: weights that stay packed in the memory of a GPU, or of the host.
 
-__all__: list[str] = []
+`pack_model_` packs the linear layers of a model in place, `unpack_model_` takes them back;
+`PackedWeight` is the packed matrix as a tensor, `PackedLinear` the layer. `operators` are PyTorch's
+operators on its arrays, and `strategy` chooses between the kernels. `frames` decodes frames where
+they are needed. PyTorch is imported at first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from packhorse.errors import MissingBackendError
+
+if TYPE_CHECKING:
+    from packhorse.device.ahead import decode_ahead
+    from packhorse.device.description import describe_weights, join_weights
+    from packhorse.device.linear import PackedLinear
+    from packhorse.device.model import pack_model_, unpack_model_
+    from packhorse.device.operators import Arrays
+    from packhorse.device.packing import check_arrays, empty_weight, join_arrays, pack_weight
+    from packhorse.device.report import LeftWeight, PackReport, WeightReport
+    from packhorse.device.weights import PackedWeight
+
+__all__ = [
+    "Arrays",
+    "LeftWeight",
+    "PackReport",
+    "PackedLinear",
+    "PackedWeight",
+    "WeightReport",
+    "check_arrays",
+    "decode_ahead",
+    "describe_weights",
+    "empty_weight",
+    "join_arrays",
+    "join_weights",
+    "pack_model_",
+    "pack_weight",
+    "unpack_model_",
+]
+
+_MODULES = {
+    "Arrays": "operators",
+    "LeftWeight": "report",
+    "PackReport": "report",
+    "PackedLinear": "linear",
+    "PackedWeight": "weights",
+    "WeightReport": "report",
+    "check_arrays": "packing",
+    "describe_weights": "description",
+    "decode_ahead": "ahead",
+    "empty_weight": "packing",
+    "join_arrays": "packing",
+    "join_weights": "description",
+    "pack_model_": "model",
+    "pack_weight": "packing",
+    "unpack_model_": "model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingBackendError(
+            "packhorse.device needs PyTorch; install it with: pip install 'packhorse[torch]'"
+        ) from error

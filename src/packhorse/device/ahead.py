@@ -1,0 +1,237 @@
+"""Decoding the weight of the next product while this one is multiplied.
+
+A product of many tokens decodes the weight to memory first, which takes the memory's time, and then
+multiplies, which takes the tensor cores'. Models run their layers in the same order again and
+again: the weight that followed this one the last time is decoded beside the product, on a stream of
+its own, into the other of two buffers. A guess that fails costs a decoding for nothing, never a
+result.
+
+That is for who asks for it, by `decode_ahead`: in a CUDA graph, what is on the other stream at the
+end could not be joined, and memory that outlives a pass has no place.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["AheadDecoder", "Decode", "Lane", "Mark", "current_decoder", "decode_ahead"]
+
+# Decodes arrays to a BF16 tensor of rows and columns. It must keep no array alive.
+Decode = Callable[[Sequence[Tensor], Tensor], object]
+Mark = Any  # of a lane: an event of a GPU
+
+
+class Lane(Protocol):
+    """Where work is done beside the caller's, and how the two wait for each other."""
+
+    def mark(self) -> Mark:
+        """A mark behind all that the caller has asked for so far."""
+
+    def run_after(self, mark: Mark, work: Callable[[], object], uses: Sequence[Tensor]) -> Mark:
+        """Does work on the lane, after a mark of the caller, with tensors that must not be given
+        to others before it is done; returns a mark of the lane."""
+
+    def wait(self, mark: Mark) -> None:
+        """What the caller asks for from now on is done after a mark of the lane."""
+
+
+class _StreamLane:
+    """A stream of a GPU, beside the one that is current."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def mark(self) -> Mark:
+        return torch.cuda.current_stream(self._stream.device).record_event()
+
+    def run_after(self, mark: Mark, work: Callable[[], object], uses: Sequence[Tensor]) -> Mark:
+        self._stream.wait_event(mark)
+        with torch.cuda.stream(self._stream):
+            work()
+        for tensor in uses:
+            tensor.record_stream(self._stream)
+        return self._stream.record_event()
+
+    def wait(self, mark: Mark) -> None:
+        torch.cuda.current_stream(self._stream.device).wait_event(mark)
+
+
+@dataclass(eq=False)
+class _Weight:
+    """A weight that has been multiplied.
+
+    Attributes:
+        arrays: weak references to its arrays.
+        shape: rows and columns.
+        decode: how its arrays are decoded.
+        next: the weight that was multiplied after it.
+    """
+
+    arrays: tuple["weakref.ref[Tensor]", ...]
+    shape: tuple[int, int]
+    decode: Decode
+    next: "_Weight | None" = None
+
+    def alive(self) -> list[Tensor] | None:
+        """Its arrays, or None if some are gone."""
+        arrays = [
+            array for array in (reference() for reference in self.arrays) if array is not None
+        ]
+        return arrays if len(arrays) == len(self.arrays) else None
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Memory for a plain weight.
+
+    Attributes:
+        memory: BF16, one dimension, as long as the longest weight so far.
+        holds: the weight that is being decoded to it ahead.
+        ready: the lane's mark behind that.
+        used: the caller's mark behind the last product with it.
+    """
+
+    memory: Tensor
+    holds: _Weight | None = None
+    ready: Mark = None
+    used: Mark = None
+
+    def view(self, shape: tuple[int, int]) -> Tensor:
+        """Its first elements as a matrix."""
+        return self.memory[: shape[0] * shape[1]].view(shape)
+
+
+class AheadDecoder:
+    """Gives plain weights for products, decoded before they are asked for where the order is known.
+
+    One for each stream that multiplies: it is not for several threads at once.
+
+    Attributes:
+        n_hits: weights that were decoded ahead and used.
+        n_misses: weights that were decoded when they were asked for.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        """
+        Args:
+            lane: where to decode ahead.
+        """
+        self.n_hits = 0
+        self.n_misses = 0
+        self._lane = lane
+        weights: Any = WeakTensorKeyDictionary()
+        self._weights: MutableMapping[Tensor, _Weight] = weights
+        self._last: _Weight | None = None
+        self._buffers: list[_Buffer] = []
+
+    @contextmanager
+    def plain(
+        self, arrays: Sequence[Tensor], shape: tuple[int, int], decode: Decode
+    ) -> Iterator[Tensor]:
+        """A plain weight, for as long as products with it are being asked for.
+
+        Args:
+            arrays: of a packed weight, which are not written to as long as they live; the first
+                names it.
+            shape: rows and columns of the weight.
+            decode: how to decode them.
+
+        Yields:
+            BF16 of the shape, to be read only; other weights will be decoded to its memory.
+        """
+        weight = self._remember(arrays, shape, decode)
+        buffer = next((buffer for buffer in self._buffers if buffer.holds is weight), None)
+        if buffer is None:
+            self.n_misses += 1
+            buffer = self._take(weight, arrays[0].device)
+            decode(arrays, buffer.view(shape))
+        else:
+            self.n_hits += 1
+            self._lane.wait(buffer.ready)
+        buffer.holds = None
+        try:
+            yield buffer.view(shape)
+        finally:
+            buffer.used = self._lane.mark()
+        # The other buffer is taken next.
+        self._buffers.sort(key=lambda other: other is buffer)
+        self._decode_ahead(weight.next)
+
+    def _remember(
+        self, arrays: Sequence[Tensor], shape: tuple[int, int], decode: Decode
+    ) -> _Weight:
+        weight = self._weights.get(arrays[0])
+        if weight is None or weight.shape != shape:
+            weight = _Weight(tuple(map(weakref.ref, arrays)), shape, decode)
+            self._weights[arrays[0]] = weight
+        if self._last is not None:
+            self._last.next = weight
+        self._last = weight
+        return weight
+
+    def _take(self, weight: _Weight, device: torch.device) -> _Buffer:
+        """The first buffer, for the caller to write to."""
+        while len(self._buffers) < 2:
+            self._buffers.append(_Buffer(torch.empty(0, dtype=torch.bfloat16, device=device)))
+        buffer = self._buffers[0]
+        if buffer.ready is not None:
+            self._lane.wait(buffer.ready)  # it may still be written to
+            buffer.holds = buffer.ready = None
+        numel = weight.shape[0] * weight.shape[1]
+        if buffer.memory.numel() < numel:
+            buffer.memory = torch.empty(numel, dtype=torch.bfloat16, device=device)
+            buffer.used = None
+        return buffer
+
+    def _decode_ahead(self, weight: _Weight | None) -> None:
+        arrays = None if weight is None else weight.alive()
+        if weight is None or arrays is None or weight is self._last:
+            return
+        if any(buffer.holds is weight for buffer in self._buffers):
+            return
+        buffer = self._take(weight, arrays[0].device)
+        target, decode = buffer.view(weight.shape), weight.decode
+        # New memory may have been another's: then all that was asked for comes first.
+        mark = self._lane.mark() if buffer.used is None else buffer.used
+        uses = [*arrays, buffer.memory]
+        buffer.ready = self._lane.run_after(mark, lambda: decode(arrays, target), uses)
+        buffer.holds = weight
+
+
+_ACTIVE = threading.local()
+
+
+@contextmanager
+def decode_ahead() -> Iterator[None]:
+    """While it lasts, products of many tokens with packed weights on a GPU decode ahead.
+
+    For passes over many tokens (a long prompt, scoring, training on top), outside of CUDA graphs
+    and of code that is compiled to them. Takes memory for the two longest plain weights, until it
+    ends, and is for the calling thread only.
+    """
+    before = getattr(_ACTIVE, "decoders", None)
+    _ACTIVE.decoders = {}
+    try:
+        yield
+    finally:
+        _ACTIVE.decoders = before
+
+
+def current_decoder(device: torch.device) -> AheadDecoder | None:
+    """The decoder for the current stream of a GPU, inside of `decode_ahead` and outside of a
+    capture; otherwise None."""
+    decoders: dict[tuple[int, int], AheadDecoder] | None = getattr(_ACTIVE, "decoders", None)
+    if decoders is None or torch.cuda.is_current_stream_capturing():
+        return None
+    stream = torch.cuda.current_stream(device)
+    key = stream.device_index, stream.cuda_stream
+    if key not in decoders:
+        decoders[key] = AheadDecoder(_StreamLane(stream.device))
+    return decoders[key]

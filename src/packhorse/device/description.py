@@ -1,0 +1,124 @@
+"""What a file says of the packed weights in it: a pair of safetensors' metadata.
+
+The arrays tell everything but the number of columns without padding, and that is why they are
+there. The pair names them, with the version of the format, so that a reader need not know the model
+and a later format is refused instead of misread.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from packhorse.device.operators import Arrays
+from packhorse.device.packing import join_arrays
+from packhorse.device.weights import PackedWeight
+from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.layout import MAX_WEIGHT_COLUMNS, WEIGHT_FORMATS, WEIGHT_VERSION, WeightFormat
+
+__all__ = [
+    "METADATA_KEY",
+    "DescribedWeight",
+    "describe_weights",
+    "join_weights",
+    "read_description",
+]
+
+METADATA_KEY = "packhorse.weights"
+
+
+class DescribedWeight(NamedTuple):
+    """What a file says of a packed weight.
+
+    Attributes:
+        form: its format.
+        n_columns: columns of the matrix.
+    """
+
+    form: WeightFormat
+    n_columns: int
+
+
+def describe_weights(model: nn.Module, saved: Collection[str] | None = None) -> dict[str, str]:
+    """The pair of metadata for a file with a model's state dict; none if nothing is packed.
+
+    Args:
+        model: with packed weights or without.
+        saved: names of the tensors in the file, if they are not all: of modules that share a
+            weight, one is enough.
+    """
+    named = model.named_modules(remove_duplicate=False)
+    weights = {
+        f"{name}.weight".lstrip("."): {"form": weight.form.name, "n_columns": weight.shape[1]}
+        for name, module in named
+        if isinstance(weight := module._parameters.get("weight"), PackedWeight)
+    }
+    if saved is not None:
+        weights = {name: what for name, what in weights.items() if f"{name}.low_bytes" in saved}
+    if not weights:
+        return {}
+    return {METADATA_KEY: json.dumps({"version": WEIGHT_VERSION, "weights": weights})}
+
+
+def read_description(metadata: Mapping[str, str] | None) -> dict[str, DescribedWeight]:
+    """The packed weights that a file's metadata name; none if there is no such pair.
+
+    Raises:
+        CorruptionError: the pair is not what `describe_weights` writes.
+        CompatibilityError: it is of a later version.
+    """
+    text = (metadata or {}).get(METADATA_KEY)
+    if text is None:
+        return {}
+    try:
+        record = json.loads(text)
+        version, weights = record["version"], dict(record["weights"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CorruptionError(f"metadata {METADATA_KEY!r} cannot be read: {error!r}") from error
+    if version != WEIGHT_VERSION:
+        raise CompatibilityError(
+            f"packed weights of version {version!r}; this release reads {WEIGHT_VERSION}: "
+            "upgrade packhorse"
+        )
+    return {name: _read_weight(name, described) for name, described in weights.items()}
+
+
+def _read_weight(name: str, described: Any) -> DescribedWeight:
+    known = described if isinstance(described, dict) else {}
+    form, n_columns = known.get("form"), known.get("n_columns")
+    if not isinstance(form, str) or form not in WEIGHT_FORMATS:
+        raise CorruptionError(f"{name}: the format of the packed weight is {form!r}")
+    if type(n_columns) is not int or not 1 <= n_columns <= MAX_WEIGHT_COLUMNS:
+        raise CorruptionError(f"{name}: the packed weight has {n_columns!r} columns")
+    return DescribedWeight(WEIGHT_FORMATS[form], n_columns)
+
+
+def join_weights(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
+) -> dict[str, Tensor]:
+    """The tensors of a file, packed weights in place of their arrays.
+
+    Args:
+        tensors: all tensors of the file by name.
+        metadata: of the file.
+
+    Returns:
+        Plain tensors as they are, and a `PackedWeight` for each that the metadata name; checked.
+
+    Raises:
+        CorruptionError: arrays are missing, break the format, or are not as the metadata say.
+        CompatibilityError: the file is of a later version.
+    """
+    joined = dict(tensors)
+    for name, described in read_description(metadata).items():
+        weight = join_arrays(tensors, name, described.n_columns)
+        if weight is None:
+            raise CorruptionError(f"{name}: the arrays of the packed weight are missing")
+        if weight.form is not described.form:
+            found, said = weight.form.name, described.form.name
+            raise CorruptionError(f"{name}: the arrays are {found}, the metadata say {said}")
+        for field in Arrays._fields:
+            del joined[f"{name}.{field}"]
+        joined[name] = weight
+    return joined

@@ -1,0 +1,205 @@
+"""`PackedLinear`, and what modules with packed weights put into state dicts.
+
+A module whose weight is packed has five entries in a state dict in place of `weight`, all of them
+plain tensors: `weight.low_bytes` and so on. So state dicts go through safetensors, checkpoints and
+`torch.load(weights_only=True)` as any. Loading takes them back, checked, or a plain `weight`, which
+is packed. Embeddings need no class of their own: any module that calls
+`torch.nn.functional.embedding` works with a packed weight.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from packhorse.device import operators
+from packhorse.device.operators import Arrays
+from packhorse.device.packing import empty_weight, join_arrays, pack_weight
+from packhorse.device.weights import PackedWeight
+from packhorse.layout import WeightFormat
+
+__all__ = ["PackedLinear", "hold_packed", "hold_plain"]
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer whose weight is packed and frozen; input and output are BF16."""
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None = None) -> None:
+        """A layer with a weight that is packed already.
+
+        Args:
+            weight: n_rows outputs x n_columns inputs.
+            bias: BF16, n_rows; shared, not copied.
+
+        Raises:
+            ValueError: the bias has another shape.
+        """
+        n_rows, n_columns = weight.shape
+        if bias is not None and tuple(bias.shape) != (n_rows,):
+            raise ValueError(f"the bias has shape {list(bias.shape)}; it must be [{n_rows}]")
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = n_columns, n_rows
+        hold_packed(self, weight)
+        if bias is not None and not isinstance(bias, Parameter):
+            bias = Parameter(bias, requires_grad=False)
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, form: WeightFormat | str = "W12") -> "PackedLinear":
+        """A packed layer in place of a plain one, which is left alone; they share the bias.
+
+        Args:
+            linear: its weight is BF16.
+            form: "W12" or "W11".
+
+        Raises:
+            TypeError: its weight is not BF16.
+            ValueError: it has too many columns.
+        """
+        packed = cls(pack_weight(linear.weight, form), linear.bias)
+        return packed.train(linear.training)
+
+    @classmethod
+    def empty(
+        cls,
+        in_features: int,
+        out_features: int,
+        form: WeightFormat | str = "W12",
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+    ) -> "PackedLinear":
+        """A layer to load a state dict into, however many exceptions that will have.
+
+        Args:
+            in_features: columns, 1 to 65536.
+            out_features: rows.
+            form: "W12" or "W11"; loading arrays of the other changes it.
+            bias: whether it has one.
+            device: where it shall be.
+
+        Raises:
+            ValueError: a size or the format is wrong.
+        """
+        weight = empty_weight(out_features, in_features, form, device=device)
+        zeros = torch.zeros(out_features, dtype=torch.bfloat16, device=device) if bias else None
+        return cls(weight, zeros)
+
+    def to_linear(self) -> nn.Linear:
+        """A plain layer with the same weight, bit for bit; they share the bias."""
+        plain = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        plain.weight = Parameter(_plain(self.weight), requires_grad=False)
+        plain.bias = self.bias
+        return plain.train(self.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As `torch.nn.Linear`.
+
+        Args:
+            input: BF16, any dimensions, the last of `in_features`.
+
+        Raises:
+            TypeError: the input has another dtype.
+            ValueError: it has another last dimension, or is on another device.
+        """
+        weight = self.weight
+        device_type = input.device.type
+        if not input.is_meta and torch.is_autocast_enabled(device_type):
+            input = input.to(torch.get_autocast_dtype(device_type))
+        if torch.compiler.is_compiling() or not self._runs_eagerly(input):
+            return nn.functional.linear(input, weight, self.bias)
+        # PyTorch's dispatcher would cost as much as the kernel of a small layer.
+        assert isinstance(weight, PackedWeight)
+        return operators.multiply(input, weight.arrays, self.bias, weight.form, weight.shape[1])
+
+    def _runs_eagerly(self, x: Tensor) -> bool:
+        """Whether nothing watches the operators that run: gradients, tracing, modes."""
+        bias = self.bias
+        if type(x) is not Tensor or x.is_meta or not isinstance(self.weight, PackedWeight):
+            return False
+        if torch.is_grad_enabled() and (
+            x.requires_grad
+            or self.weight.requires_grad
+            or (bias is not None and bias.requires_grad)
+        ):
+            return False
+        return _get_current_dispatch_mode() is None and torch._C._get_tracing_state() is None
+
+    def extra_repr(self) -> str:
+        """What `print` shows."""
+        weight = self.weight
+        form = weight.form.name if isinstance(weight, PackedWeight) else "plain"
+        return f"{super().extra_repr()}, weight={form}"
+
+
+def _plain(weight: Tensor) -> Tensor:
+    return weight.unpack() if isinstance(weight, PackedWeight) else weight.detach()
+
+
+def hold_packed(module: nn.Module, weight: PackedWeight | Parameter) -> None:
+    """Makes a packed weight the parameter `weight` of a module, and its state dicts plain.
+
+    Args:
+        module: of whatever class.
+        weight: a parameter stays itself, so that several modules may share it.
+    """
+    if not isinstance(weight, Parameter):
+        weight = Parameter(weight, requires_grad=False)
+    module.weight = weight
+    if isinstance(module, nn.Embedding) and isinstance(weight, PackedWeight):
+        weight.prepare_gather()
+    if _write_arrays not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_write_arrays)  # type: ignore[no-untyped-call]
+        module.register_load_state_dict_pre_hook(_read_arrays)  # type: ignore[no-untyped-call]
+
+
+def hold_plain(module: nn.Module, weight: Parameter) -> None:
+    """The way back from `hold_packed`, with the weight unpacked by the caller."""
+    module.weight = weight
+    hooks, pre_hooks = module._state_dict_hooks, module._load_state_dict_pre_hooks
+    for key in [key for key, hook in hooks.items() if hook is _write_arrays]:
+        del hooks[key]
+    for key in [k for k, hook in pre_hooks.items() if getattr(hook, "hook", None) is _read_arrays]:
+        del pre_hooks[key]
+
+
+def _write_arrays(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Arrays in place of the weight."""
+    weight = state.get(f"{prefix}weight")
+    if isinstance(weight, PackedWeight):
+        del state[f"{prefix}weight"]
+        for field, array in zip(Arrays._fields, weight.arrays, strict=True):
+            state[f"{prefix}weight.{field}"] = array
+
+
+def _read_arrays(
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    *others: Any,
+) -> None:
+    """A packed weight in place of arrays, or of a plain weight if the module's is packed."""
+    name, current = f"{prefix}weight", module.weight
+    assert isinstance(current, Tensor)
+    joined = join_arrays(state, name, current.shape[1])
+    if joined is not None:
+        for field in Arrays._fields:
+            del state[f"{name}.{field}"]
+        state[name] = joined
+    if not isinstance(current, PackedWeight):
+        return
+    given = state.get(name)
+    if given is None:
+        # Under the names that `state_dict` gives; the weight stays as it is.
+        missing_keys.extend(f"{name}.{field}" for field in Arrays._fields)
+        state[name] = current
+    elif type(given) is not PackedWeight and (given.dtype, given.shape) == (
+        torch.bfloat16,
+        current.shape,
+    ):
+        state[name] = pack_weight(given, current.form)

@@ -1,0 +1,259 @@
+"""Packs the linear layers of a model in place, and unpacks them.
+
+A weight is packed, put into all modules that share it, and let go of before the next is looked at:
+the peak is the model and one layer. Modules stay the objects that they are, with their hooks and
+their places in the model; a linear layer becomes a `PackedLinear` by its class alone.
+"""
+
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from packhorse.device.linear import PackedLinear, hold_packed, hold_plain
+from packhorse.device.packing import pack_weight
+from packhorse.device.report import LeftWeight, PackReport, WeightReport
+from packhorse.device.weights import PackedWeight, resolve_form
+from packhorse.layout import MAX_WEIGHT_COLUMNS, W11, W12, WeightFormat
+
+__all__ = ["MAX_RATIO", "MAX_W11_EXCEPTIONS", "Progress", "Skip", "pack_model_", "unpack_model_"]
+
+MAX_RATIO = 0.9  # packed to plain bytes; above, a layer stays plain
+# Exceptions of W11 to a weight, up to which "auto" prefers it. Each fetches an input of its own: at
+# the 1.2 % of normal rows that takes about as long as reading the bits that W11 saves.
+MAX_W11_EXCEPTIONS = 1 / 200
+_SAMPLED_ROWS = 256
+
+Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
+Progress = Callable[[int], object]
+
+
+class _Group:
+    """The modules that share a weight, by name. It keeps no reference to the weight itself: that is
+    freed when the last module has another."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, nn.Module] = {}
+
+    @property
+    def name(self) -> str:
+        return " = ".join(self.modules)
+
+    @property
+    def weight(self) -> Tensor:
+        weight: Tensor = next(iter(self.modules.values())).weight  # type: ignore[assignment]
+        return weight
+
+
+def _groups(model: nn.Module) -> list[_Group]:
+    """All matrices called `weight` that are parameters, in the order of the modules."""
+    groups: dict[int, _Group] = {}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.dim() == 2:
+            groups.setdefault(id(weight), _Group()).modules[name] = module
+    return list(groups.values())
+
+
+def pack_model_(
+    model: nn.Module,
+    fmt: WeightFormat | str = "auto",
+    *,
+    skip: Skip = (),
+    embeddings: bool = False,
+    lm_head: bool = True,
+    progress: Progress | None = None,
+) -> PackReport:
+    """Packs the BF16 weights of linear layers in place, where that saves memory.
+
+    Exact `torch.nn.Linear` layers are packed; subclasses of it compute as they like, and stay
+    plain. Packed weights are frozen; in a model that is partly frozen, what is trained stays plain.
+    Modules that share a weight share the packed one.
+
+    Args:
+        model: on any device; may be a layer by itself if that is a `torch.nn.Linear`.
+        fmt: "W12", "W11", or "auto": W11 for weights of which at most one in 200 would be an
+            exception of it, otherwise W12.
+        skip: names of modules to leave plain, with all that is below them; `*` and `?` stand for
+            any characters. Or what says whether to skip, given a name and a module.
+        embeddings: whether to pack embeddings. One whose weight is that of a packed output layer is
+            packed with it.
+        lm_head: whether to pack the output layer: what `get_output_embeddings` gives, or is called
+            `lm_head`.
+        progress: called with the bytes of plain weights done since the last call.
+
+    Returns:
+        What was packed, what was not and why; `print` shows it as a table.
+
+    Raises:
+        ValueError: no such format, or no module has a name that is to be skipped.
+    """
+    form = None if fmt == "auto" else resolve_form(fmt)
+    choice = _Choice(model, skip, embeddings, lm_head)
+    total = _nbytes_of(model)
+    packed, left = [], []
+    for group in _groups(model):
+        nbytes = group.weight.nbytes
+        outcome = _pack_group(group, form, choice)
+        if isinstance(outcome, WeightReport):
+            packed.append(outcome)
+        else:
+            left.append(outcome)
+        if progress is not None:
+            progress(nbytes)
+    return PackReport(tuple(packed), tuple(left), total)
+
+
+def _pack_group(
+    group: _Group, form: WeightFormat | None, choice: "_Choice"
+) -> WeightReport | LeftWeight:
+    weight = group.weight
+    n_rows, n_columns = weight.shape
+    dtype = str(weight.dtype).removeprefix("torch.")
+    reason = choice.why_left(group)
+    if reason is None:
+        packed = _pack(weight.detach(), form)
+        if packed.packed_nbytes <= MAX_RATIO * weight.nbytes:
+            _replace(group, packed)
+            size = packed.packed_nbytes
+            return WeightReport(group.name, (n_rows, n_columns), packed.form.name, size)
+        reason = f"no gain: {packed.bits_per_weight:.2f} bits a weight in {packed.form.name}"
+    return LeftWeight(group.name, (n_rows, n_columns), dtype, weight.nbytes, reason)
+
+
+def _pack(weight: Tensor, form: WeightFormat | None) -> PackedWeight:
+    if form is not None:
+        return pack_weight(weight, form)
+    n_rows = weight.shape[0]
+    sample = weight[:: max(n_rows // _SAMPLED_ROWS, 1)]
+    if pack_weight(sample, W11).exceptions.numel() > MAX_W11_EXCEPTIONS * sample.numel():
+        return pack_weight(weight, W12)
+    packed = pack_weight(weight, W11)
+    # Padding to 128 columns instead of 32 may cost more than a bit saves.
+    n_bytes = W12.n_padded(weight.shape[1]) + W12.n_high_bytes(weight.shape[1])
+    is_smaller = packed.packed_nbytes < n_rows * n_bytes
+    few = packed.exceptions.numel() <= MAX_W11_EXCEPTIONS * weight.numel()
+    return packed if is_smaller and few else pack_weight(weight, W12)
+
+
+def _replace(group: _Group, packed: PackedWeight) -> None:
+    parameter = Parameter(packed, requires_grad=False)
+    for module in group.modules.values():
+        if type(module) is nn.Linear:
+            module.__class__ = PackedLinear
+        hold_packed(module, parameter)
+
+
+def _nbytes_of(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, shared ones once, as if none was packed."""
+    return sum(
+        tensor.nbytes for tensors in (model.parameters(), model.buffers()) for tensor in tensors
+    )
+
+
+class _Choice:
+    """Which weights a caller wants to be packed, and which can be."""
+
+    def __init__(self, model: nn.Module, skip: Skip, embeddings: bool, lm_head: bool) -> None:
+        self._skips = skip if callable(skip) else _matcher(model, skip)
+        self._embeddings = embeddings
+        self._lm_head = lm_head
+        self._outputs = _output_layers(model)
+        self._holders = _count_holders(model)
+        plain = (each for each in model.parameters() if not isinstance(each, PackedWeight))
+        trains = [parameter.requires_grad for parameter in plain]
+        self._partly_frozen = any(trains) and not all(trains)
+
+    def why_left(self, group: _Group) -> str | None:
+        """Why a weight stays as it is; None if it is to be packed."""
+        for name, module in group.modules.items():
+            reason = self._why_module_left(name, module)
+            if reason is not None:
+                return reason
+        weight = group.weight
+        if self._holders[id(weight)] > len(group.modules):
+            return "shared with a parameter of another kind"
+        return self._why_unwanted(group) or self._why_weight_left(weight)
+
+    def _why_module_left(self, name: str, module: nn.Module) -> str | None:
+        if isinstance(module.weight, PackedWeight):
+            return "is packed already"
+        if isinstance(module, nn.Embedding):
+            if module.max_norm is not None:
+                return "max_norm changes it"
+        elif type(module) is not nn.Linear:
+            is_linear = isinstance(module, nn.Linear)
+            what = "a subclass of" if is_linear else "no"
+            return f"{type(module).__name__} is {what} torch.nn.Linear"
+        return "skipped" if self._skips(name, module) else None
+
+    def _why_unwanted(self, group: _Group) -> str | None:
+        modules = group.modules.values()
+        linears = [module for module in modules if isinstance(module, nn.Linear)]
+        wanted = [m for m in linears if self._lm_head or id(m) not in self._outputs]
+        if wanted or (self._embeddings and len(linears) < len(modules)):
+            return None
+        return "lm_head=False" if linears else "embeddings=False"
+
+    def _why_weight_left(self, weight: Tensor) -> str | None:
+        if weight.dtype != torch.bfloat16:
+            return f"packed weights are BF16, not {str(weight.dtype).removeprefix('torch.')}"
+        if type(weight) is not Parameter or weight.layout != torch.strided:
+            return f"{type(weight).__name__} is no plain tensor"
+        if weight.is_meta:
+            return "has no data: it is on the meta device"
+        if not 1 <= weight.shape[1] <= MAX_WEIGHT_COLUMNS:
+            return f"{weight.shape[1]} columns; at most {MAX_WEIGHT_COLUMNS} can be packed"
+        if self._partly_frozen and weight.requires_grad:
+            return "is trained, and others are frozen"
+        return None
+
+
+def _matcher(model: nn.Module, skip: str | Iterable[str]) -> Callable[[str, nn.Module], bool]:
+    patterns = [skip] if isinstance(skip, str) else list(skip)
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"skip names {pattern!r}, which no module of the model is called")
+
+    def skips(name: str, module: nn.Module) -> bool:
+        parts = name.split(".")
+        above = [".".join(parts[: n + 1]) for n in range(len(parts))]
+        return any(fnmatchcase(each, pattern) for each in above for pattern in patterns)
+
+    return skips
+
+
+def _output_layers(model: nn.Module) -> set[int]:
+    found = {id(m) for name, m in model.named_modules() if name.split(".")[-1] == "lm_head"}
+    getter = getattr(model, "get_output_embeddings", None)
+    output = getter() if callable(getter) else None
+    return found if output is None else found | {id(output)}
+
+
+def _count_holders(model: nn.Module) -> dict[int, int]:
+    """How many modules hold each parameter."""
+    counts: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            counts[id(parameter)] = counts.get(id(parameter), 0) + 1
+    return counts
+
+
+def unpack_model_(model: nn.Module) -> None:
+    """Gives a model its plain weights back, bit for bit, one after the other; they stay frozen.
+
+    Args:
+        model: with packed weights or without, on any device.
+    """
+    for group in _groups(model):
+        weight = group.weight
+        if not isinstance(weight, PackedWeight):
+            continue
+        plain = Parameter(weight.unpack(), requires_grad=False)
+        for module in group.modules.values():
+            if type(module) is PackedLinear:
+                module.__class__ = nn.Linear  # type: ignore[assignment]
+            hold_plain(module, plain)

@@ -1,0 +1,372 @@
+"""PyTorch's operators on packed weights: `unpack_weight` and `multiply_weight`.
+
+They take the arrays of docs/format.md, section 12, as plain tensors, know their shapes without
+running (`register_fake`), read nothing on the host that lies on a device, and choose what to run
+inside: so compiled graphs and CUDA graphs take them as they are. On a GPU the kernels of
+`packhorse.kernels` do the work; in host memory the decoder of the core, a tile of rows at a time
+within a memory budget; on any other device, a GPU without BF16 among them, plain PyTorch, as slowly
+as that is.
+"""
+
+import threading
+from collections.abc import Sequence
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from packhorse.codecs import weights
+from packhorse.device.ahead import current_decoder
+from packhorse.device.strategy import Strategy, choose_strategy
+from packhorse.errors import MissingBackendError
+from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
+
+__all__ = [
+    "TILE_NBYTES",
+    "Arrays",
+    "check_operands",
+    "gather_rows",
+    "multiply",
+    "n_tile_rows",
+    "require_kernels",
+    "unpack",
+    "unpack_rows",
+]
+
+TILE_NBYTES = (
+    16 << 20
+)  # decoded weights of a multiplication in host memory, for each calling thread
+# PyTorch's product of a tile is that of the whole matrix to the bit from some 64 rows on: below,
+# another kernel may be chosen.
+_TILE_ALIGNMENT = 64
+_SCRATCH = threading.local()
+
+
+class Arrays(NamedTuple):
+    """The arrays of a packed weight as tensors of one device; shapes and dtypes are those of
+    docs/format.md, section 12."""
+
+    low_bytes: Tensor
+    high_bits: Tensor
+    first_exponents: Tensor
+    exception_starts: Tensor
+    exceptions: Tensor
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the matrix."""
+        return self.first_exponents.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.low_bytes.device
+
+
+def unpack(arrays: Arrays, form: WeightFormat, n_columns: int) -> Tensor:
+    """The matrix itself, decoded where the arrays are.
+
+    Args:
+        arrays: of a packed weight; trusted, so checked before if they come from elsewhere.
+        form: their format.
+        n_columns: columns of the matrix.
+
+    Returns:
+        BF16, n_rows x n_columns, equal bit for bit to what was packed.
+    """
+    dst = torch.empty(arrays.n_rows, n_columns, dtype=torch.bfloat16, device=arrays.device)
+    if _has_kernels(arrays.device):
+        _unpack_on_gpu(arrays, dst, form)
+        return dst
+    on_host = arrays.device.type == "cpu"
+    step = max(arrays.n_rows, 1) if on_host else n_tile_rows(n_columns, TILE_NBYTES)
+    for start in range(0, arrays.n_rows, step):
+        stop = min(start + step, arrays.n_rows)
+        unpack_rows(arrays, form, dst[start:stop], start)
+    return dst
+
+
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    """Whether the kernels run there: on GPUs that multiply BF16. Others decode in plain PyTorch."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _unpack_on_gpu(arrays: Sequence[Tensor], dst: Tensor, form: WeightFormat) -> None:
+    require_kernels()
+    from packhorse.kernels.weights import WeightTensors, decode_weights
+
+    decode_weights(WeightTensors(*arrays), form, dst.shape[1], dst)
+
+
+@cache
+def require_kernels() -> None:
+    """Checks that the kernels can be imported.
+
+    Raises:
+        MissingBackendError: Triton is not installed.
+    """
+    if find_spec("triton") is None:
+        raise MissingBackendError(
+            "packed weights on a GPU need Triton; install it with: "
+            "pip install 'packhorse[gpu]', or move the model to the host"
+        )
+
+
+def unpack_rows(arrays: Arrays, form: WeightFormat, dst: Tensor, start: int) -> None:
+    """Decodes the rows from `start` on into a contiguous BF16 tensor on the arrays' device, which
+    is no GPU; as many rows as that has."""
+    stop = start + dst.shape[0]
+    if arrays.device.type == "cpu":
+        _unpack_on_host(arrays, form, dst, start)
+        return
+    rows = torch.arange(start, stop, device=arrays.device)
+    counts = arrays.exception_starts[start : stop + 1].diff()
+    most = int(counts.max()) if counts.numel() else 0
+    dst.copy_(gather_rows(arrays, form, dst.shape[1], rows, most))
+
+
+def _unpack_on_host(arrays: Arrays, form: WeightFormat, dst: Tensor, start: int) -> None:
+    bits = dst.view(torch.uint16).numpy()
+    on_host = weights.WeightArrays(*(array.numpy() for array in arrays))
+    weights.unpack_into(
+        on_host, form, dst.shape[1], bits, row_start=start, row_stop=start + dst.shape[0],
+        threads=torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def gather_rows(
+    arrays: Arrays, form: WeightFormat, n_columns: int, rows: Tensor, max_row_exceptions: int
+) -> Tensor:
+    """Some rows of the matrix, by PyTorch's own operations alone: on any device, and in compiled
+    graphs.
+
+    Args:
+        arrays: of a packed weight.
+        form: their format.
+        n_columns: columns of the matrix.
+        rows: int64, one dimension; which rows.
+        max_row_exceptions: no row has more exceptions.
+
+    Returns:
+        BF16, as many rows x n_columns.
+    """
+    # Not indexing, which would take a negative number for a row counted from the end.
+    low_bytes, high_bits, firsts = (array.index_select(0, rows) for array in arrays[:3])
+    packed = _packed_elements(low_bytes, high_bits, form)[:, :n_columns]
+    code = packed >> 7 & (1 << form.code_bits) - 1
+    exponent = firsts.to(torch.int32)[:, None] + code
+    if form.first_code:
+        exponent = torch.where(code >= form.first_code, exponent, 0)
+    elements = (packed >> form.bits - 1) << 15 | exponent << 7 | packed & 0x7F
+    if max_row_exceptions:
+        elements = _put_exceptions(arrays, elements, rows, max_row_exceptions)
+    return elements.to(torch.int16).view(torch.bfloat16)
+
+
+def _packed_elements(low_bytes: Tensor, high_bits: Tensor, form: WeightFormat) -> Tensor:
+    """Packed elements in order, as int32, of rows with their padding."""
+    if form is W12:
+        upper = torch.cat([high_bits & 15, high_bits >> 4], dim=1).to(torch.int32)
+        return low_bytes.to(torch.int32) | upper << 8
+    n_steps = high_bits.shape[1] // 3
+    signs = torch.cat([high_bits[:, :n_steps] >> i & 1 for i in range(8)], dim=1)
+    pairs = torch.cat([high_bits[:, n_steps:] >> 2 * i & 3 for i in range(4)], dim=1)
+    return low_bytes.to(torch.int32) | pairs.to(torch.int32) << 8 | signs.to(torch.int32) << 10
+
+
+def _put_exceptions(arrays: Arrays, elements: Tensor, rows: Tensor, most: int) -> Tensor:
+    n_columns = elements.shape[1]
+    index = arrays.exception_starts[rows][:, None] + torch.arange(most, device=rows.device)
+    present = index < arrays.exception_starts[rows + 1][:, None]
+    entries = arrays.exceptions[index.clamp(max=arrays.exceptions.shape[0] - 1)]
+    # Rows with fewer exceptions write to one column more, which is dropped.
+    columns = torch.where(present, entries & 0xFFFF, n_columns).to(torch.int64)
+    wider = F.pad(elements, (0, 1)).scatter(1, columns, entries >> 16 & 0xFFFF)
+    return wider[:, :n_columns]
+
+
+def n_tile_rows(n_columns: int, tile_nbytes: int) -> int:
+    """Rows of BF16 that a tile of a memory budget holds; at least 64."""
+    n_rows = tile_nbytes // (2 * n_columns)
+    return max(n_rows // _TILE_ALIGNMENT, 1) * _TILE_ALIGNMENT
+
+
+def multiply(
+    x: Tensor, arrays: Arrays, bias: Tensor | None, form: WeightFormat, n_columns: int
+) -> Tensor:
+    """The product of `torch.nn.functional.linear` with a packed weight.
+
+    Args:
+        x: BF16, any dimensions, the last of n_columns.
+        arrays: of a packed weight, on the device of x; trusted.
+        bias: BF16, n_rows; None for none.
+        form: their format.
+        n_columns: columns of the matrix.
+
+    Returns:
+        BF16, the dimensions of x but for the last, which is n_rows. In host memory equal to the
+        bit to the product with the plain weight, as long as PyTorch multiplies a tile of at least
+        64 rows as it does the whole.
+
+    Raises:
+        TypeError: x or the bias is not BF16.
+        ValueError: x is on another device, or its last dimension is another.
+    """
+    check_operands(x, arrays, bias, n_columns)
+    if not x.numel() or not arrays.n_rows:
+        return _empty_product(x, arrays.n_rows).zero_()
+    if _has_kernels(arrays.device):
+        return _multiply_on_gpu(x, arrays, bias, form, n_columns)
+    return _multiply_in_tiles(x, arrays, bias, form, n_columns, TILE_NBYTES)
+
+
+def check_operands(x: Tensor, arrays: Arrays, bias: Tensor | None, n_columns: int) -> None:
+    """What `multiply` demands.
+
+    Raises:
+        TypeError, ValueError: as there.
+    """
+    if x.dtype != torch.bfloat16:
+        raise TypeError(
+            f"the input of a packed layer is {x.dtype}; packed weights multiply torch.bfloat16: "
+            "convert the input, or take the plain weight back with unpack_model_"
+        )
+    if x.dim() == 0 or x.shape[-1] != n_columns:
+        raise ValueError(
+            f"the input of a packed layer has shape {list(x.shape)}; its last dimension must be "
+            f"{n_columns}"
+        )
+    if x.device != arrays.device:
+        raise ValueError(f"the input is on {x.device}, the packed weight on {arrays.device}")
+    if bias is not None and bias.dtype != torch.bfloat16:
+        raise TypeError(f"the bias of a packed layer is {bias.dtype}; it must be torch.bfloat16")
+
+
+def _empty_product(x: Tensor, n_rows: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], n_rows))
+
+
+def _multiply_on_gpu(
+    x: Tensor, arrays: Arrays, bias: Tensor | None, form: WeightFormat, n_columns: int
+) -> Tensor:
+    n_tokens = x.numel() // n_columns
+    strategy = choose_strategy(arrays.n_rows, n_columns, n_tokens, x.device, form)
+    if strategy is Strategy.DECODE:
+        return _decode_and_multiply(x, arrays, bias, form, n_columns)
+    require_kernels()
+    from packhorse.kernels.matmul import multiply_weights
+    from packhorse.kernels.weights import WeightTensors
+
+    flat = x.reshape(n_tokens, n_columns).contiguous()
+    y = multiply_weights(flat, WeightTensors(*arrays), form, n_columns, bias=bias)
+    return y.view(*x.shape[:-1], arrays.n_rows)
+
+
+def _decode_and_multiply(
+    x: Tensor, arrays: Arrays, bias: Tensor | None, form: WeightFormat, n_columns: int
+) -> Tensor:
+    decoder = current_decoder(x.device)
+    if decoder is None:
+        return F.linear(x, unpack(arrays, form, n_columns), bias)
+    decode = partial(_unpack_on_gpu, form=form)
+    with decoder.plain(arrays, (arrays.n_rows, n_columns), decode) as weight:
+        return F.linear(x, weight, bias)
+
+
+def _multiply_in_tiles(
+    x: Tensor,
+    arrays: Arrays,
+    bias: Tensor | None,
+    form: WeightFormat,
+    n_columns: int,
+    tile_nbytes: int,
+) -> Tensor:
+    n_rows = arrays.n_rows
+    step = min(n_tile_rows(n_columns, tile_nbytes), n_rows)
+    scratch = _scratch(step * n_columns, x.device)
+    y = None if step == n_rows else _empty_product(x, n_rows)
+    for start in range(0, n_rows, step):
+        stop = min(start + step, n_rows)
+        tile = scratch[: (stop - start) * n_columns].view(stop - start, n_columns)
+        unpack_rows(arrays, form, tile, start)
+        part = F.linear(x, tile, None if bias is None else bias[start:stop])
+        if y is None:
+            return part
+        y[..., start:stop] = part
+    assert y is not None
+    return y
+
+
+def _scratch(numel: int, device: torch.device) -> Tensor:
+    """Memory for a tile that this thread uses again: fresh pages cost more than decoding."""
+    if device.type != "cpu":
+        return torch.empty(numel, dtype=torch.bfloat16, device=device)
+    held: Tensor | None = getattr(_SCRATCH, "tile", None)
+    if held is None or held.numel() < numel:
+        held = _SCRATCH.tile = torch.empty(numel, dtype=torch.bfloat16)
+    return held
+
+
+@torch.library.custom_op("packhorse::unpack_weight", mutates_args=())
+def _unpack_weight(
+    low_bytes: Tensor,
+    high_bits: Tensor,
+    first_exponents: Tensor,
+    exception_starts: Tensor,
+    exceptions: Tensor,
+    form: str,
+    n_columns: int,
+) -> Tensor:
+    arrays = Arrays(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
+    return unpack(arrays, WEIGHT_FORMATS[form], n_columns)
+
+
+@_unpack_weight.register_fake
+def _(
+    low_bytes: Tensor,
+    high_bits: Tensor,
+    first_exponents: Tensor,
+    exception_starts: Tensor,
+    exceptions: Tensor,
+    form: str,
+    n_columns: int,
+) -> Tensor:
+    shape = first_exponents.shape[0], n_columns
+    return torch.empty(shape, dtype=torch.bfloat16, device=low_bytes.device)
+
+
+@torch.library.custom_op("packhorse::multiply_weight", mutates_args=())
+def _multiply_weight(
+    x: Tensor,
+    low_bytes: Tensor,
+    high_bits: Tensor,
+    first_exponents: Tensor,
+    exception_starts: Tensor,
+    exceptions: Tensor,
+    bias: Tensor | None,
+    form: str,
+    n_columns: int,
+) -> Tensor:
+    arrays = Arrays(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
+    return multiply(x, arrays, bias, WEIGHT_FORMATS[form], n_columns)
+
+
+@_multiply_weight.register_fake
+def _(
+    x: Tensor,
+    low_bytes: Tensor,
+    high_bits: Tensor,
+    first_exponents: Tensor,
+    exception_starts: Tensor,
+    exceptions: Tensor,
+    bias: Tensor | None,
+    form: str,
+    n_columns: int,
+) -> Tensor:
+    arrays = Arrays(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
+    check_operands(x, arrays, bias, n_columns)
+    return _empty_product(x, arrays.n_rows)

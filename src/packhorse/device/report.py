@@ -1,0 +1,115 @@
+"""What packing a model did, weight by weight."""
+
+from dataclasses import dataclass
+
+__all__ = ["LeftWeight", "PackReport", "WeightReport"]
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class WeightReport:
+    """A weight that was packed.
+
+    Attributes:
+        name: of the modules that have it, " = " between them.
+        shape: rows and columns.
+        form: name of its format.
+        nbytes: bytes of the packed weight.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    form: str
+    nbytes: int
+
+    @property
+    def plain_nbytes(self) -> int:
+        """Bytes of the BF16 matrix."""
+        return 2 * self.shape[0] * self.shape[1]
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits that an element takes, of 16."""
+        return 8 * self.nbytes / (self.shape[0] * self.shape[1])
+
+
+@dataclass(frozen=True)
+class LeftWeight:
+    """A weight that stays as it was.
+
+    Attributes:
+        name: of the modules that have it, " = " between them.
+        shape: rows and columns.
+        dtype: PyTorch's name of it.
+        nbytes: its bytes.
+        reason: why it stays.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    dtype: str
+    nbytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class PackReport:
+    """What `pack_model_` did; as text, a table.
+
+    Attributes:
+        packed: the weights that were packed, in the order of the modules.
+        left: matrices that stay as they were.
+        plain_nbytes: bytes of all parameters and buffers of the model before.
+    """
+
+    packed: tuple[WeightReport, ...]
+    left: tuple[LeftWeight, ...]
+    plain_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters and buffers of the model now."""
+        return self.plain_nbytes - sum(w.plain_nbytes - w.nbytes for w in self.packed)
+
+    @property
+    def ratio(self) -> float:
+        """Bytes before to bytes now; 1 for a model of none."""
+        return self.plain_nbytes / self.nbytes if self.nbytes else 1.0
+
+    def __str__(self) -> str:
+        rows = [("weight", "shape", "format", "bits", "MiB before", "MiB now")]
+        for weight in self.packed:
+            bits, before = f"{weight.bits_per_weight:.2f}", _mib(weight.plain_nbytes)
+            rows.append(
+                (weight.name, _by(weight.shape), weight.form, bits, before, _mib(weight.nbytes))
+            )
+        for left in self.left:
+            size = _mib(left.nbytes)
+            rows.append((left.name, _by(left.shape), left.dtype, "", size, size))
+        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        reasons = ["", *("" for _ in self.packed), *(f"  {left.reason}" for left in self.left)]
+        lines = [_line(row, widths) + why for row, why in zip(rows, reasons, strict=True)]
+        return "\n".join([*(line.rstrip() for line in lines), self._summary()])
+
+    def _summary(self) -> str:
+        n_packed, n_left = len(self.packed), len(self.left)
+        sizes = f"{_mib(self.plain_nbytes)} MiB before, {_mib(self.nbytes)} MiB now"
+        share = self.nbytes / self.plain_nbytes if self.plain_nbytes else 1.0
+        return f"{n_packed} packed, {n_left} left; whole model: {sizes} ({share:.3f})"
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / _MIB:.2f}"
+
+
+def _by(shape: tuple[int, int]) -> str:
+    return f"{shape[0]} x {shape[1]}"
+
+
+def _line(row: tuple[str, ...], widths: list[int]) -> str:
+    left, right = zip(row, widths, strict=True), 2
+    return "  ".join(
+        text.ljust(width) if i <= right else text.rjust(width)
+        for i, (text, width) in enumerate(left)
+    )

@@ -1,0 +1,465 @@
+"""`PackedWeight`: a matrix of BF16 weights as a tensor that stays packed.
+
+It says of itself what the plain matrix would say (shape, dtype, device) and holds the five arrays
+of docs/format.md, section 12. It may be the weight of a module as any parameter may: it moves,
+copies, pickles and compiles as PyTorch's tensors do, and modules that share it share it packed.
+
+- `linear` and `embedding` of `torch.nn.functional` work on what is packed.
+- Every other operation runs on the decoded matrix; one that writes packs the result again.
+- Operations that give a view are refused: a write to the view would be lost.
+- It is frozen: no gradient is computed for it; those of inputs are.
+
+What is detached shares its arrays with the original, so a write to either is seen by both.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map
+
+from packhorse.device import operators
+from packhorse.device.operators import Arrays
+from packhorse.layout import WEIGHT_FORMATS, WeightFormat
+
+__all__ = ["PackedWeight", "resolve_form"]
+
+_aten = torch.ops.aten
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a packed weight and all that is detached from it share."""
+
+    arrays: Arrays
+    form: WeightFormat
+    n_columns: int
+    max_row_exceptions: int | None = None  # None: nobody has looked
+
+
+def resolve_form(form: WeightFormat | str) -> WeightFormat:
+    """A format from itself or its name.
+
+    Raises:
+        ValueError: no such format.
+    """
+    if isinstance(form, WeightFormat):
+        return form
+    if form not in WEIGHT_FORMATS:
+        raise ValueError(f"the format is {form!r}; it must be one of {', '.join(WEIGHT_FORMATS)}")
+    return WEIGHT_FORMATS[form]
+
+
+class PackedWeight(Tensor):
+    """A matrix of BF16 elements, packed; `packhorse.device.pack_weight` makes one.
+
+    Attributes:
+        form: its format.
+        low_bytes: u8, n_rows x n_padded.
+        high_bits: u8, n_rows x n_high_bytes.
+        first_exponents: u8, n_rows.
+        exception_starts: i32, n_rows + 1.
+        exceptions: i32, as many as there are.
+    """
+
+    _held: _Held
+
+    def __new__(
+        cls,
+        arrays: Arrays,
+        form: WeightFormat | str,
+        n_columns: int,
+    ) -> "PackedWeight":
+        """Wraps arrays; nothing is copied.
+
+        Args:
+            arrays: trusted: those from elsewhere go through `packhorse.device.check_arrays`.
+            form: their format.
+            n_columns: columns of the matrix.
+        """
+        return cls._wrap(_Held(arrays, resolve_form(form), n_columns))
+
+    @classmethod
+    def _wrap(cls, held: _Held) -> "PackedWeight":
+        shape = held.arrays.n_rows, held.n_columns
+        weight: PackedWeight = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.bfloat16, device=held.arrays.device, requires_grad=False
+        )
+        weight._held = held
+        return weight
+
+    @property
+    def arrays(self) -> Arrays:
+        """The arrays themselves; they are not to be written to."""
+        return self._held.arrays
+
+    @property
+    def form(self) -> WeightFormat:
+        """The format."""
+        return self._held.form
+
+    @property
+    def low_bytes(self) -> Tensor:
+        """Bits 7 to 0 of the packed elements."""
+        return self._held.arrays.low_bytes
+
+    @property
+    def high_bits(self) -> Tensor:
+        """The bits above."""
+        return self._held.arrays.high_bits
+
+    @property
+    def first_exponents(self) -> Tensor:
+        """Of each row's window."""
+        return self._held.arrays.first_exponents
+
+    @property
+    def exception_starts(self) -> Tensor:
+        """Where the exceptions of each row begin."""
+        return self._held.arrays.exception_starts
+
+    @property
+    def exceptions(self) -> Tensor:
+        """Elements outside of their row's window, with their columns."""
+        return self._held.arrays.exceptions
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of all arrays; `nbytes` are those of the plain matrix."""
+        return sum(array.numel() * array.element_size() for array in self._held.arrays)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits that an element takes, exceptions and padding counted; 0 for a matrix of none."""
+        return 8 * self.packed_nbytes / max(self.numel(), 1)
+
+    def unpack(self) -> Tensor:
+        """The plain matrix: BF16, n_rows x n_columns, on the same device, equal bit for bit to
+        what was packed."""
+        arrays, form = self._held.arrays, self._held.form
+        unpacked: Tensor = torch.ops.packhorse.unpack_weight(
+            *arrays, form.name, self._held.n_columns
+        )
+        return unpacked
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Some rows of the plain matrix.
+
+        Args:
+            rows: int32 or int64, any dimensions; on the same device.
+
+        Returns:
+            BF16, the dimensions of `rows`, and n_columns.
+        """
+        held = self._held
+        most = held.max_row_exceptions
+        if most is None:
+            most = min(held.n_columns, held.arrays.exceptions.shape[0])
+        flat = rows.reshape(-1).to(torch.int64)
+        found = operators.gather_rows(held.arrays, held.form, held.n_columns, flat, most)
+        return found.view(*rows.shape, held.n_columns)
+
+    def prepare_gather(self) -> None:
+        """Looks how many exceptions the fullest row has, so that `gather_rows` need not allow for
+        the worst. Reads from the device; done for the weights of embeddings when they are packed
+        or loaded."""
+        held = self._held
+        if self.device.type != "meta":
+            held.max_row_exceptions = max(held.arrays.exception_starts.diff().tolist(), default=0)
+
+    # A module's parameter is written to through its data, by PEFT for one.
+    @property
+    def data(self) -> Tensor:
+        """The same weight, detached; what is assigned is packed."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.dtype != torch.bfloat16 or value.device != self.device:
+            found, own = f"{value.dtype} on {value.device}", f"torch.bfloat16 on {self.device}"
+            raise TypeError(
+                f"a packed weight, {own}, cannot become {found}; take the plain weight back first, "
+                "with unpack_model_"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    # PyTorch's own would look at memory that is not there.
+    def share_memory_(self) -> "PackedWeight":
+        """Moves the arrays to shared memory, for other processes; returns the weight itself."""
+        for array in self._held.arrays:
+            array.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the arrays are in shared memory, or on a GPU."""
+        return all(array.is_shared() for array in self._held.arrays)  # type: ignore[no-untyped-call]
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise BufferError(
+            "a packed weight has no plain memory to share; take weight.unpack() for the matrix"
+        )
+
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled code depends on, for the caches of PyTorch's compilers."""
+        held = self._held
+        arrays = [(str(a.shape), a.stride(), str(a.device), a.requires_grad) for a in held.arrays]
+        return repr((held.form.name, held.n_columns, held.max_row_exceptions, arrays))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        n_rows, n_columns = self.shape
+        bits = self.bits_per_weight
+        # In a graph that is being traced, the number of exceptions has no value.
+        size = f"{bits:.2f} bits a weight, " if isinstance(bits, float) else ""
+        return (
+            f"PackedWeight({self.form.name}, {n_rows} x {n_columns}, {size}device='{self.device}')"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedWeight":
+        copied: PackedWeight = _like(self, self.clone())
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        held = self._held
+        traits = isinstance(self, Parameter), held.max_row_exceptions is not None
+        return _rebuild, (tuple(held.arrays), held.form.name, held.n_columns, *traits)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int | None]]:
+        return list(Arrays._fields), (self.form.name, self._held.max_row_exceptions)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[str, int | None], size: Any, stride: Any
+    ) -> "PackedWeight":
+        arrays = Arrays(*(inner[name] for name in Arrays._fields))
+        return PackedWeight._wrap(_Held(arrays, WEIGHT_FORMATS[context[0]], size[1], context[1]))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.linear:
+            return torch.ops.packhorse.linear(*args, **(kwargs or {}))
+        if func is F.embedding:
+            return _embedding(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        handler = _HANDLERS.get(func, _run_decoded)
+        return handler(func, args, kwargs or {})
+
+
+def _like(weight: PackedWeight, other: Any) -> Any:
+    """As parameter, if the weight is one."""
+    return Parameter(other, requires_grad=False) if isinstance(weight, Parameter) else other
+
+
+def _rebuild(
+    arrays: tuple[Tensor, ...], form: str, n_columns: int, is_parameter: bool, gathers: bool
+) -> PackedWeight:
+    from packhorse.device.packing import check_arrays
+
+    check_arrays(Arrays(*arrays), resolve_form(form), n_columns, name="pickle")
+    weight = PackedWeight(Arrays(*arrays), form, n_columns)
+    if gathers:
+        weight.prepare_gather()
+    return Parameter(weight, requires_grad=False) if is_parameter else weight  # type: ignore[return-value]
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """`torch.nn.functional.embedding`; what concerns gradients alone does not matter."""
+    if max_norm is not None:
+        raise NotImplementedError(
+            "max_norm changes the weight at each look-up; a packed weight is frozen: take the "
+            "plain one back with unpack_model_"
+        )
+    found: Tensor = torch.ops.packhorse.embedding(input, weight)
+    return found
+
+
+# Operators on the packed weight as a whole. PackedWeight answers for them; with a plain weight they
+# are PyTorch's own. Gradients are told here, above the arrays.
+
+
+@torch.library.custom_op("packhorse::linear", mutates_args=())
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(input, weight, bias)
+
+
+@_linear.register_fake
+def _(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(input, weight, bias)
+
+
+def _keep_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    weight = inputs[1]
+    if weight.requires_grad:
+        raise RuntimeError(
+            "a packed weight has no gradient; freeze it with requires_grad_(False), or take the "
+            "plain one back with unpack_model_"
+        )
+    ctx.save_for_backward(weight)
+
+
+def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+    (weight,) = ctx.saved_tensors
+    to_input = grad @ weight.unpack() if ctx.needs_input_grad[0] else None
+    # PyTorch leaves out what has its default.
+    needs_bias = len(ctx.needs_input_grad) > 2 and ctx.needs_input_grad[2]
+    return to_input, None, grad.flatten(0, -2).sum(0) if needs_bias else None
+
+
+_linear.register_autograd(_linear_backward, setup_context=_keep_weight)
+
+
+@torch.library.custom_op("packhorse::embedding", mutates_args=())
+def _embedding_op(input: Tensor, weight: Tensor) -> Tensor:
+    return F.embedding(input, weight)
+
+
+@_embedding_op.register_fake
+def _(input: Tensor, weight: Tensor) -> Tensor:
+    return F.embedding(input, weight)
+
+
+# What a packed weight does with each operator; `_run_decoded` for all others.
+
+
+def _run_linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    x, weight, bias = _bind(args, kwargs)
+    if not isinstance(weight, PackedWeight) or isinstance(x, PackedWeight):
+        raise TypeError("the input of a linear layer must be a plain tensor, not a packed weight")
+    product: Tensor = torch.ops.packhorse.multiply_weight(
+        x, *weight.arrays, bias, weight.form.name, weight.shape[1]
+    )
+    return product
+
+
+def _bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    def bind(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+        return input, weight, bias
+
+    return bind(*args, **kwargs)
+
+
+def _run_embedding(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    rows, weight, _ = _bind(args, kwargs)
+    found: Tensor = weight.gather_rows(rows)
+    return found
+
+
+def _share(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    shared = PackedWeight._wrap(args[0]._held)
+    return return_and_correct_aliasing(func, args, kwargs, shared)  # type: ignore[no-untyped-call]
+
+
+def _copy_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`clone` and moves between devices."""
+    held = args[0]._held
+    dtype = kwargs.get("dtype")
+    if dtype not in (None, torch.bfloat16):
+        return _run_decoded(func, args, kwargs)
+    kept = {
+        name: value
+        for name, value in kwargs.items()
+        if name in ("device", "non_blocking", "pin_memory")
+    }
+    arrays = Arrays(*(func(array, **kept) for array in held.arrays))
+    return PackedWeight._wrap(_Held(arrays, held.form, held.n_columns, held.max_row_exceptions))
+
+
+def _make_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from packhorse.device.packing import empty_weight
+
+    if kwargs.get("dtype") not in (None, torch.bfloat16):
+        return _run_decoded(func, args, kwargs)
+    held, device = args[0]._held, kwargs.get("device") or args[0].device
+    return empty_weight(held.arrays.n_rows, held.n_columns, held.form, device=device)
+
+
+def _assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """`copy_`, to or from a packed weight."""
+    from packhorse.device.packing import pack_weight
+
+    target, source = args[:2]
+    if not isinstance(target, PackedWeight):
+        return func(target, source.unpack(), *args[2:])  # type: ignore[no-any-return]
+    if isinstance(source, PackedWeight) and source._held is target._held:
+        return target
+    if source.shape != target.shape:
+        source = source.unpack() if isinstance(source, PackedWeight) else source
+        source = source.expand(target.shape)
+    if not isinstance(source, PackedWeight):
+        source = pack_weight(source.to(torch.bfloat16), target.form)
+    moved = Arrays(*(array.to(target.device, copy=True) for array in source.arrays))
+    held = target._held
+    held.arrays, held.form = moved, source.form
+    if held.max_row_exceptions is not None:
+        target.prepare_gather()
+    return target
+
+
+def _run_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Any other operator: on plain matrices, which are packed again if they were written to."""
+    schema = func._schema
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+        _refuse_view(func)
+    plain: dict[int, Tensor] = {}
+
+    def decode(value: Any) -> Any:
+        if isinstance(value, PackedWeight):
+            return plain.setdefault(id(value), value.unpack())
+        return value
+
+    result = func(*tree_map(decode, args), **tree_map(decode, kwargs))
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
+    given |= kwargs
+    for argument in schema.arguments:
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        value = given.get(argument.name)
+        if not written or value is None:
+            continue
+        if isinstance(value, PackedWeight):
+            value.copy_(plain[id(value)])
+            result = value if result is plain[id(value)] else result
+        elif isinstance(value, (list, tuple)) and any(isinstance(v, PackedWeight) for v in value):
+            raise NotImplementedError(f"{func} cannot write to a list of packed weights")
+    return result
+
+
+def _refuse_view(func: Any) -> NoReturn:
+    raise NotImplementedError(
+        f"{func} would be a view of a packed weight, which has no plain memory to look at; take "
+        "weight.unpack() for the plain matrix, or weight.gather_rows(rows)"
+    )
+
+
+_HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    _aten.detach.default: _share,
+    _aten.alias.default: _share,
+    _aten.clone.default: _copy_arrays,
+    _aten._to_copy.default: _copy_arrays,
+    _aten._pin_memory.default: _copy_arrays,
+    _aten.empty_like.default: _make_empty,
+    _aten.copy_.default: _assign,
+    torch.ops.packhorse.linear.default: _run_linear,
+    torch.ops.packhorse.embedding.default: _run_embedding,
+}
