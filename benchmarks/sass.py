@@ -157,9 +157,9 @@ def count_matmul(
         "BLOCK_TOKENS": config.block_tokens,
         "BLOCK_STEPS": config.block_steps,
         "PARTS": config.n_warps,
-        "SPLITS": config.n_splits,
+        "SPLITS": config.n_splits if even else 2,
         "EVEN": even,
-        "HAS_BIAS": False,
+        "HAS_BIAS": not even,
         "ASSEMBLY": True,
         "UPCAST": False,
     }
