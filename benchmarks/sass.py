@@ -28,7 +28,7 @@ from triton.compiler import ASTSource
 from packhorse.kernels.matmul import MatmulConfig, default_config, multiply_weights_kernel
 from packhorse.kernels.matmul_many import ManyConfig, default_many_config, multiply_many_kernel
 from packhorse.kernels.weights import decode_weights_kernel
-from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
+from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
 
 ARCHITECTURES = (90, 80)
 WARP = 32
@@ -204,16 +204,21 @@ def count_decode(form: WeightFormat, architecture: int) -> Count:
     return count(f"{form.name} decode", compiled, architecture, 4 * 512 * form.n_slices, 4)
 
 
-def counts(architectures: tuple[int, ...] = ARCHITECTURES) -> Iterator[Count]:
-    for architecture in architectures:
+def counts(*, brief: bool) -> Iterator[Count]:
+    """All of them; if brief, for older GPUs a few only."""
+    for architecture in ARCHITECTURES:
         for form in WEIGHT_FORMATS.values():
-            for n in (8, 16, 32) if form is W12 else (8, 16):
+            sizes = (8, 16, 32) if form is W12 else (8, 16)
+            for n in sizes[:1] if brief and architecture < 90 else sizes:
                 yield count_matmul(form, default_config(14336, 4096, n, form), architecture)
-            yield count_decode(form, architecture)
-        for n in (64, 128):
+            if not brief or architecture == 90:
+                yield count_decode(form, architecture)
+        for n in (64,) if brief and architecture < 90 else (64, 128):
             yield count_many(default_many_config(14336, 4096, n), architecture)
-        yield count_matmul(W12, default_config(14336, 4096, 8, W12), architecture, even=False)
-        yield count_matmul(W11, default_config(14336, 4096, 8, W11), architecture, even=False)
+        if not brief or architecture == 90:
+            for form in WEIGHT_FORMATS.values():
+                config = default_config(14336, 4096, 8, form)
+                yield count_matmul(form, config, architecture, even=False)
 
 
 def main() -> None:
@@ -221,12 +226,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="write the counts to this file too")
-    path = parser.parse_args().json
+    parser.add_argument("--brief", action="store_true", help="fewer kernels for older GPUs")
+    arguments = parser.parse_args()
+    path = arguments.json
     print(f"Triton {triton.__version__}\n")
     print("| kernel | for | instructions a weight | integer pipe | tensor | spills | shared KiB |")
     print("|---|---|---|---|---|---|---|")
     rows = []
-    for row in counts():
+    for row in counts(brief=arguments.brief):
         rows.append(asdict(row))
         print(
             f"| {row.kernel} | sm_{row.architecture} | {row.instructions:.2f} | {row.integer:.2f} "

@@ -1,14 +1,22 @@
-"""The example of training with snapshots, in processes that are killed."""
+"""The examples: training with snapshots in processes that are killed, serving a packed model."""
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
+
 from packhorse.disk import SnapshotStore
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "train_with_snapshots.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLE = EXAMPLES / "train_with_snapshots.py"
 
 
 def train(store: Path, *options: object) -> tuple[int, str, dict[int, str]]:
@@ -41,3 +49,24 @@ def test_a_killed_run_goes_on_to_the_identical_losses(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path / "killed")
     assert store.names() == [f"step-{n}" for n in range(5, 61, 5)]
     assert store.verify() == []
+
+
+def test_a_packed_model_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = EXAMPLES / "serve_packed.py"
+    assert len(example.read_text().splitlines()) < 60
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    names = runpy.run_path(str(example), run_name="__main__")
+    tiny = capsys.readouterr().out
+    assert "15 packed, 1 left; whole model: 3.23 MiB before" in tiny
+    assert re.search(r"^32 tokens in .* s on ", tiny, re.MULTILINE)
+
+    names["make_tiny_model"](tmp_path)
+    words = {word: i for i, word in enumerate(["?", "A", "packhorse", "carries"])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(example), str(tmp_path)])
+    runpy.run_path(str(example), run_name="__main__")
+    assert "\nA packhorse carries" in capsys.readouterr().out

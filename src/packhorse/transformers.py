@@ -1,8 +1,12 @@
-"""Packhorse for the Trainer of Hugging Face: `Trainer(callbacks=[PackhorseCallback("runs/7")])`.
+"""Packhorse for Hugging Face transformers: models whose weights stay packed, and snapshots.
 
-Whenever the Trainer would write a checkpoint folder, the callback takes a snapshot instead: model,
-optimizer, schedule, random states and the Trainer's own state. To resume, a snapshot is written as
-such a folder again, since the Trainer reads nothing else.
+`from_pretrained(..., quantization_config=PackhorseConfig())` keeps a model's weights packed in
+memory, and `load_packed_model` loads folders of `packhorse pack` (docs/device.md).
+
+`Trainer(callbacks=[PackhorseCallback("runs/7")])`: whenever the Trainer would write a checkpoint
+folder, the callback takes a snapshot instead: model, optimizer, schedule, random states and the
+Trainer's own state. To resume, a snapshot is written as such a folder again, since the Trainer
+reads nothing else.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import re
 import shutil
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -37,6 +42,11 @@ except ModuleNotFoundError as error:
         "pip install 'packhorse[transformers]'"
     ) from error
 
+from packhorse import open_file
+from packhorse.device.transformers import PackhorseConfig
+from packhorse.disk.folder_index import INDEX_SUFFIX, weight_map
+from packhorse.disk.strict_json import parse_json
+from packhorse.layout import FILE_SUFFIX
 from packhorse.torch import FRAMEWORK
 
 if TYPE_CHECKING:
@@ -44,8 +54,9 @@ if TYPE_CHECKING:
 else:
     TrainerCallback = _trainer.TrainerCallback
 
-__all__ = ["PackhorseCallback", "restore_checkpoint"]
+__all__ = ["PackhorseCallback", "PackhorseConfig", "load_packed_model", "restore_checkpoint"]
 
+_hf: Any = import_module("transformers")
 _NAME = re.compile(r"checkpoint-[0-9]+")
 _SHARDED = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
 # What the Trainer calls the files of a checkpoint.
@@ -340,3 +351,68 @@ def _random_states(args: Any) -> list[dict[str, Any]]:
     everyone: list[Any] = [None] * args.world_size
     torch.distributed.all_gather_object(everyone, own)
     return everyone
+
+
+def load_packed_model(
+    folder: str | os.PathLike[str], model_class: Any = None, **options: Any
+) -> Any:
+    """Load a model from a folder that `packhorse pack` has written; tensors are decoded one by one.
+
+    Args:
+        folder: config.json, and packed files with their index if there are several.
+        model_class: a class of model of transformers, none of its `Auto` classes; None for the one
+            that config.json names.
+        options: for its `from_pretrained`, such as `dtype` and `quantization_config`.
+
+    Returns:
+        The model.
+
+    Raises:
+        FileNotFoundError: there is no packed model in the folder.
+        ValueError: config.json names no class of transformers.
+        CorruptionError, CompatibilityError: of a packed file.
+        OSError: as `from_pretrained`.
+
+    Example:
+        >>> load_packed_model("model.ph", quantization_config=PackhorseConfig())  # doctest: +SKIP
+    """
+    place = Path(folder)
+    files = _packed_shards(place)
+    config = options.pop("config", None) or _hf.AutoConfig.from_pretrained(place)
+    model_class = model_class or _named_class(config)
+    with ExitStack() as stack:
+        opened = [stack.enter_context(open_file(file, framework="pt")) for file in files]
+        slices = {name: file.get_slice(name) for file in opened for name in file}
+        model = model_class.from_pretrained(None, config=config, state_dict=slices, **options)
+    if model.can_generate() and (place / "generation_config.json").exists():
+        model.generation_config = _hf.GenerationConfig.from_pretrained(place)
+    model.config.name_or_path = model.name_or_path = str(place)
+    return model
+
+
+def _named_class(config: Any) -> Any:
+    for name in config.architectures or ():
+        found = getattr(_hf, str(name), None)
+        if isinstance(found, type) and issubclass(found, _hf.PreTrainedModel):
+            return found
+    raise ValueError(
+        f"config.json names {config.architectures}, which is no class of model of transformers; "
+        "give load_packed_model a model_class"
+    )
+
+
+def _packed_shards(folder: Path) -> list[Path]:
+    """The packed files of a model, as its index names them."""
+    index = folder / f"model{INDEX_SUFFIX}"
+    names = {f"model{FILE_SUFFIX}"}
+    if index.exists():
+        document = parse_json(index.read_bytes(), label=str(index))
+        names = set(weight_map(document, str(index)).values())
+    for name in sorted(names):
+        is_name = name.endswith(FILE_SUFFIX) and name == os.path.basename(name)
+        if not is_name or not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"{folder}: no packed model is there: {name} is no packed file; give the "
+                "folder that `packhorse pack` has written, or use from_pretrained for a plain one"
+            )
+    return sorted(folder / name for name in names)

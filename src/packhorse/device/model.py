@@ -5,8 +5,9 @@ the peak is the model and one layer. Modules stay the objects that they are, wit
 their places in the model; a linear layer becomes a `PackedLinear` by its class alone.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,18 @@ from packhorse.device.report import LeftWeight, PackReport, WeightReport
 from packhorse.device.weights import PackedWeight, resolve_form
 from packhorse.layout import MAX_WEIGHT_COLUMNS, W11, W12, WeightFormat
 
-__all__ = ["MAX_RATIO", "MAX_W11_EXCEPTIONS", "Progress", "Skip", "pack_model_", "unpack_model_"]
+__all__ = [
+    "MAX_RATIO",
+    "MAX_W11_EXCEPTIONS",
+    "Progress",
+    "Skip",
+    "WeightChoice",
+    "hold_packed_weights",
+    "pack_if_smaller",
+    "pack_model_",
+    "report_model",
+    "unpack_model_",
+]
 
 MAX_RATIO = 0.9  # packed to plain bytes; above, a layer stays plain
 # Exceptions of W11 to a weight, up to which "auto" prefers it. Each fetches an input of its own: at
@@ -40,6 +52,11 @@ class _Group:
     @property
     def name(self) -> str:
         return " = ".join(self.modules)
+
+    @property
+    def parameter_names(self) -> list[str]:
+        """What the weight is called in the model."""
+        return [f"{name}.weight" if name else "weight" for name in self.modules]
 
     @property
     def weight(self) -> Tensor:
@@ -91,7 +108,7 @@ def pack_model_(
         ValueError: no such format, or no module has a name that is to be skipped.
     """
     form = None if fmt == "auto" else resolve_form(fmt)
-    choice = _Choice(model, skip, embeddings, lm_head)
+    choice = WeightChoice(model, skip=skip, embeddings=embeddings, lm_head=lm_head)
     total = _nbytes_of(model)
     packed, left = [], []
     for group in _groups(model):
@@ -107,20 +124,14 @@ def pack_model_(
 
 
 def _pack_group(
-    group: _Group, form: WeightFormat | None, choice: "_Choice"
+    group: _Group, form: WeightFormat | None, choice: "WeightChoice"
 ) -> WeightReport | LeftWeight:
     weight = group.weight
-    n_rows, n_columns = weight.shape
-    dtype = str(weight.dtype).removeprefix("torch.")
-    reason = choice.why_left(group)
-    if reason is None:
-        packed = _pack(weight.detach(), form)
-        if packed.packed_nbytes <= MAX_RATIO * weight.nbytes:
-            _replace(group, packed)
-            size = packed.packed_nbytes
-            return WeightReport(group.name, (n_rows, n_columns), packed.form.name, size)
-        reason = f"no gain: {packed.bits_per_weight:.2f} bits a weight in {packed.form.name}"
-    return LeftWeight(group.name, (n_rows, n_columns), dtype, weight.nbytes, reason)
+    packed = choice.why_left(group) or pack_if_smaller(weight, form)
+    if isinstance(packed, str):
+        return _report_left(group.name, weight, packed)
+    _replace(group, Parameter(packed, requires_grad=False))
+    return _report_packed(group, packed)
 
 
 def _pack(weight: Tensor, form: WeightFormat | None) -> PackedWeight:
@@ -138,8 +149,70 @@ def _pack(weight: Tensor, form: WeightFormat | None) -> PackedWeight:
     return packed if is_smaller and few else pack_weight(weight, W12)
 
 
-def _replace(group: _Group, packed: PackedWeight) -> None:
-    parameter = Parameter(packed, requires_grad=False)
+def pack_if_smaller(weight: Tensor, form: WeightFormat | None) -> PackedWeight | str:
+    """Packs a matrix if that saves memory; if not, says why.
+
+    Args:
+        weight: BF16, n_rows x n_columns.
+        form: None to choose as "auto" of `pack_model_` does.
+
+    Raises:
+        TypeError, ValueError: as `pack_weight`.
+    """
+    packed = _pack(weight.detach(), form)
+    if packed.packed_nbytes <= MAX_RATIO * weight.nbytes:
+        return packed
+    return f"no gain: {packed.bits_per_weight:.2f} bits a weight in {packed.form.name}"
+
+
+def hold_packed_weights(model: nn.Module) -> None:
+    """Makes modules into which packed weights were put by hand what `pack_model_` makes of them."""
+    for group in _groups(model):
+        if isinstance(group.weight, PackedWeight):
+            _replace(group, group.weight)
+
+
+def report_model(
+    model: nn.Module, choice: "WeightChoice", noted: Mapping[str, str], otherwise: str
+) -> PackReport:
+    """What is packed in a model that was loaded, and what is not.
+
+    Args:
+        model: with packed weights or without.
+        choice: which weights were wanted.
+        noted: why others are plain, by the names of their parameters.
+        otherwise: why all others are.
+    """
+    packed, left, seen = [], [], set()
+    for group in _groups(model):
+        weight = group.weight
+        seen.add(id(weight))
+        if isinstance(weight, PackedWeight):
+            packed.append(_report_packed(group, weight))
+            continue
+        known = [noted[name] for name in group.parameter_names if name in noted]
+        reason = choice.why_left(group) or (known[0] if known else otherwise)
+        left.append(_report_left(group.name, weight, reason))
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in seen and parameter.dim() > 1:
+            is_matrix = parameter.dim() == 2
+            what = "not the weight of a layer" if is_matrix else f"{parameter.dim()} dimensions"
+            reason = f"{what}; only matrices of layers are packed"
+            left.append(_report_left(name, parameter, reason))
+    return PackReport(tuple(packed), tuple(left), _nbytes_of(model))
+
+
+def _report_packed(group: _Group, weight: PackedWeight) -> WeightReport:
+    n_rows, n_columns = weight.shape
+    return WeightReport(group.name, (n_rows, n_columns), weight.form.name, weight.packed_nbytes)
+
+
+def _report_left(name: str, weight: Tensor, reason: str) -> LeftWeight:
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return LeftWeight(name, tuple(weight.shape), dtype, weight.nbytes, reason)
+
+
+def _replace(group: _Group, parameter: Any) -> None:
     for module in group.modules.values():
         if type(module) is nn.Linear:
             module.__class__ = PackedLinear
@@ -153,10 +226,21 @@ def _nbytes_of(model: nn.Module) -> int:
     )
 
 
-class _Choice:
-    """Which weights a caller wants to be packed, and which can be."""
+class WeightChoice:
+    """Which weights of a model a caller wants to be packed, and which can be.
 
-    def __init__(self, model: nn.Module, skip: Skip, embeddings: bool, lm_head: bool) -> None:
+    Args:
+        model: on any device, the meta device too.
+        skip: as for `pack_model_`.
+        embeddings: as for `pack_model_`.
+        lm_head: as for `pack_model_`.
+
+    Raises:
+        ValueError: no module has a name that is to be skipped.
+    """
+
+    def __init__(self, model: nn.Module, *, skip: Skip, embeddings: bool, lm_head: bool) -> None:
+        self._model = model
         self._skips = skip if callable(skip) else _matcher(model, skip)
         self._embeddings = embeddings
         self._lm_head = lm_head
@@ -166,16 +250,31 @@ class _Choice:
         trains = [parameter.requires_grad for parameter in plain]
         self._partly_frozen = any(trains) and not all(trains)
 
+    def wanted_names(self, tied: Mapping[str, str]) -> frozenset[str]:
+        """The weights to pack as they come from a checkpoint, by the names of their parameters.
+
+        Args:
+            tied: pairs of parameters, by name, that are going to share the weight of the second.
+        """
+        groups: dict[str, _Group] = {}
+        for group in _groups(self._model):
+            for own in group.parameter_names:
+                groups.setdefault(tied.get(own, own), _Group()).modules |= group.modules
+        wanted = [group for group in groups.values() if self._why_excluded(group) is None]
+        return frozenset(name for group in wanted for name in group.parameter_names)
+
     def why_left(self, group: _Group) -> str | None:
         """Why a weight stays as it is; None if it is to be packed."""
+        return self._why_excluded(group) or self._why_weight_left(group.weight)
+
+    def _why_excluded(self, group: _Group) -> str | None:
         for name, module in group.modules.items():
             reason = self._why_module_left(name, module)
             if reason is not None:
                 return reason
-        weight = group.weight
-        if self._holders[id(weight)] > len(group.modules):
+        if self._holders[id(group.weight)] > len(group.modules):
             return "shared with a parameter of another kind"
-        return self._why_unwanted(group) or self._why_weight_left(weight)
+        return self._why_unwanted(group)
 
     def _why_module_left(self, name: str, module: nn.Module) -> str | None:
         if isinstance(module.weight, PackedWeight):

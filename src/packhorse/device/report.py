@@ -40,14 +40,14 @@ class LeftWeight:
 
     Attributes:
         name: of the modules that have it, " = " between them.
-        shape: rows and columns.
+        shape: rows and columns; of a parameter that is no matrix, all its dimensions.
         dtype: PyTorch's name of it.
         nbytes: its bytes.
         reason: why it stays.
     """
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     dtype: str
     nbytes: int
     reason: str
@@ -103,8 +103,8 @@ def _mib(nbytes: int) -> str:
     return f"{nbytes / _MIB:.2f}"
 
 
-def _by(shape: tuple[int, int]) -> str:
-    return f"{shape[0]} x {shape[1]}"
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def _line(row: tuple[str, ...], widths: list[int]) -> str:
