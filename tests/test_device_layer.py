@@ -18,9 +18,9 @@ from weight_samples import MATRICES, model_rows
 import packhorse
 import packhorse.torch
 from packhorse.device import (
-    Arrays,
     PackedLinear,
     PackedWeight,
+    WeightTensors,
     empty_weight,
     operators,
     pack_weight,
@@ -434,7 +434,7 @@ def test_state_dicts_are_plain_tensors_in_both_directions(form: str, tmp_path: P
     plain = plain_linear()
     packed = PackedLinear.from_linear(plain, form)
     state = packed.state_dict()
-    assert set(state) == {"bias", *(f"weight.{field}" for field in Arrays._fields)}
+    assert set(state) == {"bias", *(f"weight.{field}" for field in WeightTensors._fields)}
     assert all(type(tensor) is Tensor for tensor in state.values())
     save_file(dict(state), tmp_path / "m.safetensors")
     torch.save(state, tmp_path / "m.pt")
@@ -474,7 +474,7 @@ def test_arrays_that_break_the_format_are_refused(form: str) -> None:
         with pytest.raises(CorruptionError, match=rf"^0\.weight: .*{match}"):
             packed.load_state_dict(broken)
 
-    for field in Arrays._fields:
+    for field in WeightTensors._fields:
         loading(f"{field} is missing", **{field: None})
         array = state[f"0.weight.{field}"]
         loading("has dtype", **{field: array.to(torch.int64)})

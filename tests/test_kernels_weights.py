@@ -11,9 +11,10 @@ import triton
 from numpy.typing import NDArray
 from weight_samples import MATRICES, model_rows
 
+from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.matmul import MatmulConfig, default_config, multiply_weights
 from packhorse.kernels.matmul_many import ManyConfig, default_many_config, multiply_many
-from packhorse.kernels.weights import WeightTensors, decode_weights
+from packhorse.kernels.weights import decode_weights
 from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 from packhorse.reference.weights import encode_weights
 

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from packhorse.device.description import describe_weights, join_weights
     from packhorse.device.linear import PackedLinear
     from packhorse.device.model import pack_model_, unpack_model_
-    from packhorse.device.operators import Arrays
     from packhorse.device.packing import check_arrays, empty_weight, join_arrays, pack_weight
     from packhorse.device.report import LeftWeight, PackReport, WeightReport
     from packhorse.device.weights import PackedWeight
+    from packhorse.kernels.arrays import WeightTensors
 
 __all__ = [
-    "Arrays",
     "LeftWeight",
     "PackReport",
     "PackedLinear",
     "PackedWeight",
     "WeightReport",
+    "WeightTensors",
     "check_arrays",
     "decode_ahead",
     "describe_weights",
@@ -40,12 +40,12 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Arrays": "operators",
     "LeftWeight": "report",
     "PackReport": "report",
     "PackedLinear": "linear",
     "PackedWeight": "weights",
     "WeightReport": "report",
+    "WeightTensors": "operators",
     "check_arrays": "packing",
     "describe_weights": "description",
     "decode_ahead": "ahead",

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from packhorse.device.operators import Arrays
 from packhorse.device.packing import join_arrays
 from packhorse.device.weights import PackedWeight
 from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WEIGHT_FORMATS, WEIGHT_VERSION, WeightFormat
 
 __all__ = [
@@ -118,7 +118,7 @@ def join_weights(
         if weight.form is not described.form:
             found, said = weight.form.name, described.form.name
             raise CorruptionError(f"{name}: the arrays are {found}, the metadata say {said}")
-        for field in Arrays._fields:
+        for field in WeightTensors._fields:
             del joined[f"{name}.{field}"]
         joined[name] = weight
     return joined

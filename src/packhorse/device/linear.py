@@ -15,9 +15,9 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from packhorse.device import operators
-from packhorse.device.operators import Arrays
 from packhorse.device.packing import empty_weight, join_arrays, pack_weight
 from packhorse.device.weights import PackedWeight
+from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WeightFormat
 
 __all__ = ["PackedLinear", "hold_packed", "hold_plain"]
@@ -166,11 +166,11 @@ def hold_plain(module: nn.Module, weight: Parameter) -> None:
 
 
 def _write_arrays(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Arrays in place of the weight."""
+    """WeightTensors in place of the weight."""
     weight = state.get(f"{prefix}weight")
     if isinstance(weight, PackedWeight):
         del state[f"{prefix}weight"]
-        for field, array in zip(Arrays._fields, weight.arrays, strict=True):
+        for field, array in zip(WeightTensors._fields, weight.arrays, strict=True):
             state[f"{prefix}weight.{field}"] = array
 
 
@@ -188,7 +188,7 @@ def _read_arrays(
     assert isinstance(current, Tensor)
     joined = join_arrays(state, name, current.shape[1])
     if joined is not None:
-        for field in Arrays._fields:
+        for field in WeightTensors._fields:
             del state[f"{name}.{field}"]
         state[name] = joined
     if not isinstance(current, PackedWeight):
@@ -196,7 +196,7 @@ def _read_arrays(
     given = state.get(name)
     if given is None:
         # Under the names that `state_dict` gives; the weight stays as it is.
-        missing_keys.extend(f"{name}.{field}" for field in Arrays._fields)
+        missing_keys.extend(f"{name}.{field}" for field in WeightTensors._fields)
         state[name] = current
     elif type(given) is not PackedWeight and (given.dtype, given.shape) == (
         torch.bfloat16,

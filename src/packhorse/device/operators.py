@@ -12,7 +12,6 @@ import threading
 from collections.abc import Sequence
 from functools import cache, partial
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +21,11 @@ from packhorse.codecs import weights
 from packhorse.device.ahead import current_decoder
 from packhorse.device.strategy import Strategy, choose_strategy
 from packhorse.errors import MissingBackendError
+from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
 
 __all__ = [
     "TILE_NBYTES",
-    "Arrays",
     "check_operands",
     "gather_rows",
     "multiply",
@@ -45,28 +44,7 @@ _TILE_ALIGNMENT = 64
 _SCRATCH = threading.local()
 
 
-class Arrays(NamedTuple):
-    """The arrays of a packed weight as tensors of one device; shapes and dtypes are those of
-    docs/format.md, section 12."""
-
-    low_bytes: Tensor
-    high_bits: Tensor
-    first_exponents: Tensor
-    exception_starts: Tensor
-    exceptions: Tensor
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of the matrix."""
-        return self.first_exponents.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-        return self.low_bytes.device
-
-
-def unpack(arrays: Arrays, form: WeightFormat, n_columns: int) -> Tensor:
+def unpack(arrays: WeightTensors, form: WeightFormat, n_columns: int) -> Tensor:
     """The matrix itself, decoded where the arrays are.
 
     Args:
@@ -97,7 +75,7 @@ def _has_kernels(device: torch.device) -> bool:
 
 def _unpack_on_gpu(arrays: Sequence[Tensor], dst: Tensor, form: WeightFormat) -> None:
     require_kernels()
-    from packhorse.kernels.weights import WeightTensors, decode_weights
+    from packhorse.kernels.weights import decode_weights
 
     decode_weights(WeightTensors(*arrays), form, dst.shape[1], dst)
 
@@ -116,7 +94,7 @@ def require_kernels() -> None:
         )
 
 
-def unpack_rows(arrays: Arrays, form: WeightFormat, dst: Tensor, start: int) -> None:
+def unpack_rows(arrays: WeightTensors, form: WeightFormat, dst: Tensor, start: int) -> None:
     """Decodes the rows from `start` on into a contiguous BF16 tensor on the arrays' device, which
     is no GPU; as many rows as that has."""
     stop = start + dst.shape[0]
@@ -129,7 +107,7 @@ def unpack_rows(arrays: Arrays, form: WeightFormat, dst: Tensor, start: int) -> 
     dst.copy_(gather_rows(arrays, form, dst.shape[1], rows, most))
 
 
-def _unpack_on_host(arrays: Arrays, form: WeightFormat, dst: Tensor, start: int) -> None:
+def _unpack_on_host(arrays: WeightTensors, form: WeightFormat, dst: Tensor, start: int) -> None:
     bits = dst.view(torch.uint16).numpy()
     on_host = weights.WeightArrays(*(array.numpy() for array in arrays))
     weights.unpack_into(
@@ -139,7 +117,7 @@ def _unpack_on_host(arrays: Arrays, form: WeightFormat, dst: Tensor, start: int)
 
 
 def gather_rows(
-    arrays: Arrays, form: WeightFormat, n_columns: int, rows: Tensor, max_row_exceptions: int
+    arrays: WeightTensors, form: WeightFormat, n_columns: int, rows: Tensor, max_row_exceptions: int
 ) -> Tensor:
     """Some rows of the matrix, by PyTorch's own operations alone: on any device, and in compiled
     graphs.
@@ -178,7 +156,7 @@ def _packed_elements(low_bytes: Tensor, high_bits: Tensor, form: WeightFormat) -
     return low_bytes.to(torch.int32) | pairs.to(torch.int32) << 8 | signs.to(torch.int32) << 10
 
 
-def _put_exceptions(arrays: Arrays, elements: Tensor, rows: Tensor, most: int) -> Tensor:
+def _put_exceptions(arrays: WeightTensors, elements: Tensor, rows: Tensor, most: int) -> Tensor:
     n_columns = elements.shape[1]
     index = arrays.exception_starts[rows][:, None] + torch.arange(most, device=rows.device)
     present = index < arrays.exception_starts[rows + 1][:, None]
@@ -196,7 +174,7 @@ def n_tile_rows(n_columns: int, tile_nbytes: int) -> int:
 
 
 def multiply(
-    x: Tensor, arrays: Arrays, bias: Tensor | None, form: WeightFormat, n_columns: int
+    x: Tensor, arrays: WeightTensors, bias: Tensor | None, form: WeightFormat, n_columns: int
 ) -> Tensor:
     """The product of `torch.nn.functional.linear` with a packed weight.
 
@@ -224,7 +202,7 @@ def multiply(
     return _multiply_in_tiles(x, arrays, bias, form, n_columns, TILE_NBYTES)
 
 
-def check_operands(x: Tensor, arrays: Arrays, bias: Tensor | None, n_columns: int) -> None:
+def check_operands(x: Tensor, arrays: WeightTensors, bias: Tensor | None, n_columns: int) -> None:
     """What `multiply` demands.
 
     Raises:
@@ -251,7 +229,7 @@ def _empty_product(x: Tensor, n_rows: int) -> Tensor:
 
 
 def _multiply_on_gpu(
-    x: Tensor, arrays: Arrays, bias: Tensor | None, form: WeightFormat, n_columns: int
+    x: Tensor, arrays: WeightTensors, bias: Tensor | None, form: WeightFormat, n_columns: int
 ) -> Tensor:
     n_tokens = x.numel() // n_columns
     strategy = choose_strategy(arrays.n_rows, n_columns, n_tokens, x.device, form)
@@ -259,15 +237,14 @@ def _multiply_on_gpu(
         return _decode_and_multiply(x, arrays, bias, form, n_columns)
     require_kernels()
     from packhorse.kernels.matmul import multiply_weights
-    from packhorse.kernels.weights import WeightTensors
 
     flat = x.reshape(n_tokens, n_columns).contiguous()
-    y = multiply_weights(flat, WeightTensors(*arrays), form, n_columns, bias=bias)
+    y = multiply_weights(flat, arrays, form, n_columns, bias=bias)
     return y.view(*x.shape[:-1], arrays.n_rows)
 
 
 def _decode_and_multiply(
-    x: Tensor, arrays: Arrays, bias: Tensor | None, form: WeightFormat, n_columns: int
+    x: Tensor, arrays: WeightTensors, bias: Tensor | None, form: WeightFormat, n_columns: int
 ) -> Tensor:
     decoder = current_decoder(x.device)
     if decoder is None:
@@ -279,7 +256,7 @@ def _decode_and_multiply(
 
 def _multiply_in_tiles(
     x: Tensor,
-    arrays: Arrays,
+    arrays: WeightTensors,
     bias: Tensor | None,
     form: WeightFormat,
     n_columns: int,
@@ -321,7 +298,7 @@ def _unpack_weight(
     form: str,
     n_columns: int,
 ) -> Tensor:
-    arrays = Arrays(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
+    arrays = WeightTensors(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
     return unpack(arrays, WEIGHT_FORMATS[form], n_columns)
 
 
@@ -351,7 +328,7 @@ def _multiply_weight(
     form: str,
     n_columns: int,
 ) -> Tensor:
-    arrays = Arrays(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
+    arrays = WeightTensors(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
     return multiply(x, arrays, bias, WEIGHT_FORMATS[form], n_columns)
 
 
@@ -367,6 +344,6 @@ def _(
     form: str,
     n_columns: int,
 ) -> Tensor:
-    arrays = Arrays(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
+    arrays = WeightTensors(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
     check_operands(x, arrays, bias, n_columns)
     return _empty_product(x, arrays.n_rows)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from packhorse.arguments import resolve_threads
 from packhorse.codecs import weights
-from packhorse.device.operators import Arrays
 from packhorse.device.weights import PackedWeight, resolve_form
 from packhorse.errors import CorruptionError, blaming
+from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WEIGHT_FORMATS, WeightFormat
 
 __all__ = [
@@ -88,11 +88,11 @@ def _blocks(source: Tensor | RowSource, n_rows: int, n_columns: int) -> Iterator
 
 def _pack_on_host(
     source: Tensor | RowSource, n_rows: int, n_columns: int, form: WeightFormat, _: torch.device
-) -> Arrays:
+) -> WeightTensors:
     packer = weights.WeightPacker(n_rows, n_columns, form, threads=resolve_threads(None))
     for _start, block in _blocks(source, n_rows, n_columns):
         packer.add(block)
-    return Arrays(*map(torch.from_numpy, packer.finish()))
+    return WeightTensors(*map(torch.from_numpy, packer.finish()))
 
 
 def _pack_to_device(
@@ -101,12 +101,12 @@ def _pack_to_device(
     n_columns: int,
     form: WeightFormat,
     device: torch.device,
-) -> Arrays:
+) -> WeightTensors:
     arrays = empty_weight(n_rows, n_columns, form, device=device).arrays
     exceptions, n_exceptions = [arrays.exceptions], 0
     for start, block in _blocks(source, n_rows, n_columns):
         stop = start + len(block)
-        packed = Arrays(
+        packed = WeightTensors(
             *map(torch.from_numpy, weights.pack(block, form, threads=resolve_threads(None)))
         )
         n_after = n_exceptions + packed.exceptions.numel()
@@ -163,7 +163,7 @@ def empty_weight(
     def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    arrays = Arrays(
+    arrays = WeightTensors(
         zeros(n_rows, form.n_padded(n_columns)),
         zeros(n_rows, form.n_high_bytes(n_columns)),
         zeros(n_rows) + form.min_first,
@@ -173,7 +173,7 @@ def empty_weight(
     return PackedWeight(arrays, form, n_columns)
 
 
-def form_of(arrays: Arrays) -> WeightFormat | None:
+def form_of(arrays: WeightTensors) -> WeightFormat | None:
     """The format of arrays, by their widths, which differ between formats; None if they have those
     of no format."""
     if arrays.low_bytes.dim() == arrays.high_bits.dim() == 2:
@@ -184,7 +184,7 @@ def form_of(arrays: Arrays) -> WeightFormat | None:
     return None
 
 
-def check_arrays(arrays: Arrays, form: WeightFormat, n_columns: int, *, name: str) -> None:
+def check_arrays(arrays: WeightTensors, form: WeightFormat, n_columns: int, *, name: str) -> None:
     """Checks every rule of the format; arrays on a device are copied to the host for it, those of
     the meta device have none.
 
@@ -204,7 +204,7 @@ def check_arrays(arrays: Arrays, form: WeightFormat, n_columns: int, *, name: st
     if arrays.device.type == "meta":
         return
     with blaming(name):
-        for field, array in zip(Arrays._fields, arrays, strict=True):
+        for field, array in zip(WeightTensors._fields, arrays, strict=True):
             if array.dtype not in (torch.uint8, torch.int32):
                 raise CorruptionError(f"packed weight: {field} has dtype {array.dtype}")
         on_host = (array.detach().cpu().contiguous().numpy() for array in arrays)
@@ -225,7 +225,7 @@ def join_arrays(state: Mapping[str, Any], name: str, n_columns: int) -> PackedWe
     Raises:
         CorruptionError: some arrays are missing, or they break a rule of the format.
     """
-    keys = {field: f"{name}.{field}" for field in Arrays._fields}
+    keys = {field: f"{name}.{field}" for field in WeightTensors._fields}
     missing = [field for field, key in keys.items() if key not in state]
     if len(missing) == len(keys):
         return None
@@ -234,7 +234,7 @@ def join_arrays(state: Mapping[str, Any], name: str, n_columns: int) -> PackedWe
     for key in keys.values():
         if not isinstance(state[key], Tensor):
             raise CorruptionError(f"{key} is no tensor, but {type(state[key]).__name__}")
-    arrays = Arrays(*(array.contiguous() for array in map(state.__getitem__, keys.values())))
+    arrays = WeightTensors(*(array.contiguous() for array in map(state.__getitem__, keys.values())))
     form = form_of(arrays)
     if form is None:
         shapes = f"{list(arrays.low_bytes.shape)} and {list(arrays.high_bits.shape)}"

@@ -25,11 +25,11 @@ from packhorse.device.model import (
     report_model,
     unpack_model_,
 )
-from packhorse.device.operators import Arrays
 from packhorse.device.packing import join_arrays
 from packhorse.device.report import PackReport
 from packhorse.device.weights import PackedWeight, resolve_form
 from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WEIGHT_FORMATS, WEIGHT_VERSION
 
 # Where a name stands differs between releases, and none of them is typed.
@@ -196,7 +196,7 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
         """Joins the arrays of packed weights."""
         if not self.pre_quantized:
             return []
-        names = [f"weight.{field}" for field in Arrays._fields]
+        names = [f"weight.{field}" for field in WeightTensors._fields]
         return [_loading.WeightConverter(names, "weight", operations=[_Join(self)])]
 
     def pack(self, model: nn.Module, name: str, plain: Tensor) -> Tensor:
@@ -344,7 +344,7 @@ def _keep_names_in_files(model: Any) -> None:
 
 def _would_convert(conversion: Any, names: list[str]) -> bool:
     backwards = deepcopy(conversion).reverse_transform()
-    field = Arrays._fields[0]
+    field = WeightTensors._fields[0]
     return any(backwards.rename_source_key(f"{name}.{field}")[1] is not None for name in names)
 
 

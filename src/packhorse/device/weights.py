@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
 from packhorse.device import operators
-from packhorse.device.operators import Arrays
+from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WEIGHT_FORMATS, WeightFormat
 
 __all__ = ["PackedWeight", "resolve_form"]
@@ -36,7 +36,7 @@ _aten = torch.ops.aten
 class _Held:
     """What a packed weight and all that is detached from it share."""
 
-    arrays: Arrays
+    arrays: WeightTensors
     form: WeightFormat
     n_columns: int
     max_row_exceptions: int | None = None  # None: nobody has looked
@@ -71,7 +71,7 @@ class PackedWeight(Tensor):
 
     def __new__(
         cls,
-        arrays: Arrays,
+        arrays: WeightTensors,
         form: WeightFormat | str,
         n_columns: int,
     ) -> "PackedWeight":
@@ -94,7 +94,7 @@ class PackedWeight(Tensor):
         return weight
 
     @property
-    def arrays(self) -> Arrays:
+    def arrays(self) -> WeightTensors:
         """The arrays themselves; they are not to be written to."""
         return self._held.arrays
 
@@ -231,13 +231,13 @@ class PackedWeight(Tensor):
         return _rebuild, (tuple(held.arrays), held.form.name, held.n_columns, *traits)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int | None]]:
-        return list(Arrays._fields), (self.form.name, self._held.max_row_exceptions)
+        return list(WeightTensors._fields), (self.form.name, self._held.max_row_exceptions)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple[str, int | None], size: Any, stride: Any
     ) -> "PackedWeight":
-        arrays = Arrays(*(inner[name] for name in Arrays._fields))
+        arrays = WeightTensors(*(inner[name] for name in WeightTensors._fields))
         return PackedWeight._wrap(_Held(arrays, WEIGHT_FORMATS[context[0]], size[1], context[1]))
 
     @classmethod
@@ -269,8 +269,8 @@ def _rebuild(
 ) -> PackedWeight:
     from packhorse.device.packing import check_arrays
 
-    check_arrays(Arrays(*arrays), resolve_form(form), n_columns, name="pickle")
-    weight = PackedWeight(Arrays(*arrays), form, n_columns)
+    check_arrays(WeightTensors(*arrays), resolve_form(form), n_columns, name="pickle")
+    weight = PackedWeight(WeightTensors(*arrays), form, n_columns)
     if gathers:
         weight.prepare_gather()
     return Parameter(weight, requires_grad=False) if is_parameter else weight  # type: ignore[return-value]
@@ -382,7 +382,7 @@ def _copy_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         for name, value in kwargs.items()
         if name in ("device", "non_blocking", "pin_memory")
     }
-    arrays = Arrays(*(func(array, **kept) for array in held.arrays))
+    arrays = WeightTensors(*(func(array, **kept) for array in held.arrays))
     return PackedWeight._wrap(_Held(arrays, held.form, held.n_columns, held.max_row_exceptions))
 
 
@@ -409,7 +409,7 @@ def _assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         source = source.expand(target.shape)
     if not isinstance(source, PackedWeight):
         source = pack_weight(source.to(torch.bfloat16), target.form)
-    moved = Arrays(*(array.to(target.device, copy=True) for array in source.arrays))
+    moved = WeightTensors(*(array.to(target.device, copy=True) for array in source.arrays))
     held = target._held
     held.arrays, held.form = moved, source.form
     if held.max_row_exceptions is not None:

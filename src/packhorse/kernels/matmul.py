@@ -23,9 +23,9 @@ import torch
 import triton
 from triton import language as tl
 
+from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.launch import choose_dialect, device_of, require_tensor
 from packhorse.kernels.weights import (
-    WeightTensors,
     load_exceptions,
     power_of_two,
     require_weights,
@@ -282,7 +282,7 @@ def multiply_weights(
         ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
     """
     require_weights(weights, form, n_columns)
-    n_rows, device = len(weights.first_exponents), weights.low_bytes.device
+    n_rows, device = weights.n_rows, weights.device
     n_tokens = len(x)
     require_tensor(x, "x", torch.bfloat16, (n_tokens, n_columns), device)
     if bias is not None:
@@ -330,7 +330,7 @@ def _launch(
     config: MatmulConfig,
 ) -> None:
     n_tokens, n_columns = x.shape
-    n_rows = len(weights.first_exponents)
+    n_rows = weights.n_rows
     n_steps = form.n_steps(n_columns)
     turn = config.block_steps * config.n_warps
     dialect = choose_dialect()

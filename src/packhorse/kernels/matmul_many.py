@@ -17,10 +17,10 @@ import torch
 import triton
 from triton import language as tl
 
+from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.launch import choose_dialect, device_of, require_tensor
 from packhorse.kernels.matmul import add_splits, scale_rows, shift_tokens
 from packhorse.kernels.weights import (
-    WeightTensors,
     require_weights,
     round_to_bf16,
     widen,
@@ -223,7 +223,7 @@ def multiply_many(
         ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
     """
     require_weights(weights, W12, n_columns)
-    n_rows, device = len(weights.first_exponents), weights.low_bytes.device
+    n_rows, device = weights.n_rows, weights.device
     n_tokens = len(x)
     require_tensor(x, "x", torch.bfloat16, (n_tokens, n_columns), device)
     if bias is not None:
@@ -251,7 +251,7 @@ def _launch(
     config: ManyConfig,
 ) -> None:
     n_tokens, n_columns = x.shape
-    n_rows = len(weights.first_exponents)
+    n_rows = weights.n_rows
     n_steps = W12.n_steps(n_columns)
     dialect = choose_dialect()
     n_blocks = triton.cdiv(n_rows, config.block_rows) * triton.cdiv(n_tokens, config.block_tokens)

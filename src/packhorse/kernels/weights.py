@@ -8,17 +8,15 @@ row's true exponents follow by a multiplication with a power of two, which is ex
 that once for a row, here it is done for each element.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 from triton import language as tl
 
+from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.launch import choose_dialect, device_of, require_tensor
 from packhorse.layout import WeightFormat
 
 __all__ = [
-    "WeightTensors",
     "decode_weights",
     "decode_weights_kernel",
     "load_exceptions",
@@ -56,24 +54,6 @@ _W11_ASSEMBLY = tl.constexpr(
 _W11_BIAS = tl.constexpr(112)  # what a code is raised by
 
 
-class WeightTensors(NamedTuple):
-    """The arrays of a packed weight, on one device.
-
-    Attributes:
-        low_bytes: uint8, n_rows x n_padded.
-        high_bits: uint8, n_rows x bytes of high bits.
-        first_exponents: uint8, n_rows.
-        exception_starts: int32, n_rows + 1.
-        exceptions: int32, as many as there are.
-    """
-
-    low_bytes: torch.Tensor
-    high_bits: torch.Tensor
-    first_exponents: torch.Tensor
-    exception_starts: torch.Tensor
-    exceptions: torch.Tensor
-
-
 def require_weights(weights: WeightTensors, form: WeightFormat, n_columns: int) -> None:
     """Checks shapes and dtypes, not the content, which whoever brings it has to check.
 
@@ -81,7 +61,7 @@ def require_weights(weights: WeightTensors, form: WeightFormat, n_columns: int) 
         TypeError: a tensor has another dtype.
         ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
     """
-    n_rows, device = len(weights.first_exponents), weights.low_bytes.device
+    n_rows, device = weights.n_rows, weights.device
     shapes = [
         (torch.uint8, (n_rows, form.n_padded(n_columns))),
         (torch.uint8, (n_rows, form.n_high_bytes(n_columns))),
@@ -240,7 +220,7 @@ def decode_weights(
         ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
     """
     require_weights(weights, form, n_columns)
-    n_rows, device = len(weights.first_exponents), weights.low_bytes.device
+    n_rows, device = weights.n_rows, weights.device
     if out is None:
         out = torch.empty((n_rows, n_columns), dtype=torch.bfloat16, device=device)
     require_tensor(out, "out", torch.bfloat16, (n_rows, n_columns), device)

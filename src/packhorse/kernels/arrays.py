@@ -1,0 +1,36 @@
+"""The arrays of a packed weight as tensors: what its kernels take, and what layers hold. Needs no
+Triton, so that layers work without."""
+
+from typing import NamedTuple
+
+from torch import Tensor, device
+
+__all__ = ["WeightTensors"]
+
+
+class WeightTensors(NamedTuple):
+    """The arrays of docs/format.md, section 12, as contiguous tensors of one device.
+
+    Attributes:
+        low_bytes: uint8, n_rows x n_padded.
+        high_bits: uint8, n_rows x bytes of high bits.
+        first_exponents: uint8, n_rows.
+        exception_starts: int32, n_rows + 1.
+        exceptions: int32, as many as there are.
+    """
+
+    low_bytes: Tensor
+    high_bits: Tensor
+    first_exponents: Tensor
+    exception_starts: Tensor
+    exceptions: Tensor
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the matrix."""
+        return self.first_exponents.shape[0]
+
+    @property
+    def device(self) -> device:
+        """Where they are."""
+        return self.low_bytes.device
