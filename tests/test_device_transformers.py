@@ -211,20 +211,22 @@ def test_weights_without_exceptions_and_without_gain(tmp_path: Path) -> None:
         assert torch.equal(bits.view(torch.int16), other.view(torch.int16))
 
 
-def test_the_plain_model_is_never_whole_in_memory(tmp_path: Path) -> None:
+def test_the_plain_model_is_never_whole_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From FP32 files, which are converted: BF16 files are mapped, so that their pages would be
     counted, too."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # its threads read ahead as they like
     options = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     plain = make_model("Llama", **options)
     nbytes = sum(2 * parameter.numel() for parameter in plain.parameters())
     plain.to(torch.float32).save_pretrained(tmp_path, max_shard_size="20MB")
     del plain
-    largest = 2 * 512 * 2048
     models: list[Any] = []
     growth = anonymous_growth(lambda: models.append(packed(tmp_path)))
     report = models[0].hf_quantizer.report
     assert report.nbytes < 0.78 * nbytes
-    assert growth < report.nbytes + 2 * largest + (2 << 20)
+    assert growth < nbytes  # and not 1.76 times that; some MB of it are the process's own
 
 
 def anonymous_growth(call: Callable[[], object]) -> int:
