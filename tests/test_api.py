@@ -146,7 +146,7 @@ LAYERS = {
 THIRD_PARTY = {
     "codecs": {"numpy", "xxhash", "zstandard"},
     "kernels": {"numpy", "torch", "triton"},
-    "device": {"numpy", "torch", "transformers"},
+    "device": {"numpy", "torch", "transformers", "triton"},
     "frame": {"numpy"},
     "frame_base": {"numpy"},
     "frame_header": {"numpy"},

@@ -17,12 +17,29 @@ import typer
 
 import packhorse
 from packhorse.arguments import resolve_threads
-from packhorse.cli import actions, render
-from packhorse.cli.failures import EXPECTED, ExitCode, Stopped, describe, exit_code
+from packhorse.cli import actions, render, tuning
+from packhorse.cli.failures import (
+    EXPECTED,
+    ExitCode,
+    Stopped,
+    UsageError,
+    describe,
+    exit_code,
+)
 from packhorse.cli.jobs import Job, check_source, pack_jobs, unpack_jobs
 from packhorse.cli.measure import Settings
-from packhorse.cli.options import Base, Force, Json, Level, LevelName, MaxNbytes, Output, Threads
-from packhorse.cli.rows import BenchedFile, FileRow, PlannedFile, VerifiedFile
+from packhorse.cli.options import (
+    Base,
+    Force,
+    FormatName,
+    Json,
+    Level,
+    LevelName,
+    MaxNbytes,
+    Output,
+    Threads,
+)
+from packhorse.cli.rows import BenchedFile, FileRow, PlannedFile, TunedMatrix, VerifiedFile
 from packhorse.cli.runs import Source, each
 from packhorse.cli.snapshots import snapshot_app
 from packhorse.layout import FRAME_VERSION
@@ -280,6 +297,67 @@ def bench(
     rows = each([Source(file)], work, render.bench_table, json)
     if not all(row.bit_exact for row in rows):
         raise typer.Exit(ExitCode.BAD_DATA)
+
+
+@_app.command(no_args_is_help=True)
+def tune(
+    src: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[SRC]",
+            readable=False,
+            help="Model files or folders, packed or not; only their headers are read.",
+            show_default=False,
+        ),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option("--shape", "-s", metavar="RxC", help="A matrix: outputs x inputs."),
+    ] = None,
+    form: Annotated[
+        list[FormatName] | None,
+        typer.Option("--format", help="Format of packed weights; W12 by default."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "-n", help="Predict instead; needs no GPU.")
+    ] = False,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="Which GPU to predict for, as H200.")
+    ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option("--cache", readable=False, metavar="DIR", help="Folder of what was measured."),
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure what was measured before, too.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Measure which kernel is best for the packed weights of a model, on the GPU that is here.
+
+    The first matrix takes some minutes, later ones less, as kernels are compiled once. Each is kept
+    when it is done: a run that was stopped goes on where it ended. Without a GPU, --dry-run shows
+    what is chosen untuned, with predicted times.
+
+    Examples:
+
+    - `packhorse tune path/to/model-folder`
+    - `packhorse tune --shape 4096x14336 --format W12 --format W11`
+    - `packhorse tune path/to/model-folder --dry-run --gpu H200`
+    """
+    if gpu is not None and not dry_run:
+        raise UsageError("--gpu says what to predict for, and so needs --dry-run")
+    jobs = tuning.tune_jobs(
+        src or [], shape or [], [name.value for name in form or [FormatName.W12]]
+    )
+
+    def work(job: tuning.TuneJob) -> list[TunedMatrix]:
+        if dry_run:
+            return tuning.predict(job, gpu)
+        with render.waiting(f"tune {job.src}"):
+            return tuning.measure(job, cache, again=again)
+
+    each(jobs, work, render.tune_table, json)
 
 
 def _check_base(base: Path | None) -> None:

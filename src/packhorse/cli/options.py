@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["Base", "Force", "Json", "Level", "LevelName", "MaxNbytes", "Output", "Threads"]
+__all__ = [
+    "Base",
+    "Force",
+    "FormatName",
+    "Json",
+    "Level",
+    "LevelName",
+    "MaxNbytes",
+    "Output",
+    "Threads",
+]
 
 
 class LevelName(StrEnum):
@@ -15,6 +25,13 @@ class LevelName(StrEnum):
     FAST = "fast"
     DEFAULT = "default"
     MAX = "max"
+
+
+class FormatName(StrEnum):
+    """Names of the formats of weights in memory."""
+
+    W12 = "W12"
+    W11 = "W11"
 
 
 Output = Annotated[

@@ -34,6 +34,7 @@ from packhorse.cli.rows import (
     InspectedFile,
     PlannedFile,
     TensorRow,
+    TunedMatrix,
     VerifiedFile,
     gb_per_s,
     ratio,
@@ -54,8 +55,10 @@ __all__ = [
     "progress",
     "safe_text",
     "size",
+    "tune_table",
     "unpacked_line",
     "verify_lines",
+    "waiting",
 ]
 
 _BAR_WIDTH = 24
@@ -193,6 +196,32 @@ def bench_table(benched: BenchedFile) -> None:
     table.add_section()
     table.add_row(*_benched(benched.total))
     draw(table)
+
+
+def tune_table(tuned: TunedMatrix) -> None:
+    """What is chosen for each number of tokens, and what that gains."""
+    source = f"measured on {tuned.gpu}" if tuned.measured else f"predicted for {tuned.gpu}"
+    many = f", {tuned.n_matrices} of them" if tuned.n_matrices else ""
+    table = new_table(f"{tuned.n_rows} x {tuned.n_columns} {tuned.format}{many}: {source}")
+    add_columns(table, ">tokens", "strategy", "division", ">us", ">BF16 us", ">times BF16")
+    for row in tuned.buckets:
+        division = "/".join(str(value) for value in (row.config or {}).values())
+        plain = "" if row.plain_seconds is None else f"{row.plain_seconds * 1e6:.1f}"
+        gain = "" if row.speedup is None else f"{row.speedup:.2f}"
+        times = (f"{row.seconds * 1e6:.1f}", plain, gain)
+        table.add_row(str(row.n_tokens), row.strategy, division, *times)
+    draw(table)
+
+
+@contextmanager
+def waiting(title: str) -> Iterator[None]:
+    """A line on standard error while the block runs, on a terminal alone."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(safe_text(title)):
+        yield
 
 
 @contextmanager

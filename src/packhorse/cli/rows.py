@@ -18,6 +18,8 @@ __all__ = [
     "PlannedFile",
     "ProblemRow",
     "TensorRow",
+    "TunedBucket",
+    "TunedMatrix",
     "VerifiedFile",
     "gb_per_s",
     "ratio",
@@ -182,3 +184,30 @@ class BenchedFile:
     bit_exact: bool
     dtypes: list[BenchRow]
     total: BenchRow
+
+
+@dataclass(frozen=True)
+class TunedBucket:
+    """What is best for up to `n_tokens` tokens; the times are seconds of a product, packed and as
+    BF16."""
+
+    n_tokens: int
+    strategy: str
+    config: dict[str, int] | None
+    seconds: float
+    plain_seconds: float | None
+    speedup: float | None
+
+
+@dataclass(frozen=True)
+class TunedMatrix:
+    """A matrix that was tuned: `measured` on a GPU, and kept in the file `cache`, or predicted."""
+
+    n_rows: int
+    n_columns: int
+    format: str
+    n_matrices: int
+    gpu: str
+    measured: bool
+    cache: str | None
+    buckets: list[TunedBucket]

@@ -231,15 +231,15 @@ def _empty_product(x: Tensor, n_rows: int) -> Tensor:
 def _multiply_on_gpu(
     x: Tensor, arrays: WeightTensors, bias: Tensor | None, form: WeightFormat, n_columns: int
 ) -> Tensor:
-    n_tokens = x.numel() // n_columns
-    strategy = choose_strategy(arrays.n_rows, n_columns, n_tokens, x.device, form)
-    if strategy is Strategy.DECODE:
-        return _decode_and_multiply(x, arrays, bias, form, n_columns)
     require_kernels()
-    from packhorse.kernels.matmul import multiply_weights
+    from packhorse.device.autotune import multiply as multiply_by
 
+    n_tokens = x.numel() // n_columns
+    choice = choose_strategy(arrays.n_rows, n_columns, n_tokens, x.device, form)
+    if choice.strategy is Strategy.DECODE:
+        return _decode_and_multiply(x, arrays, bias, form, n_columns)
     flat = x.reshape(n_tokens, n_columns).contiguous()
-    y = multiply_weights(flat, arrays, form, n_columns, bias=bias)
+    y = multiply_by(flat, arrays, form, n_columns, bias=bias, choice=choice)
     return y.view(*x.shape[:-1], arrays.n_rows)
 
 

@@ -1,0 +1,158 @@
+"""Measures packed weights on a GPU: `python benchmarks/gpu.py device [--part PART ...]`.
+
+One command for a machine with a GPU, PyTorch and Triton, and without a network. Products are proved
+right before anything is timed: decoding bit for bit, fused products against FP64, the kernels'
+inline assembly against its twin. Times are medians over CUDA graphs of products with at least four
+distinct copies of a matrix, larger together than the caches. Weights are synthetic: normal rows
+whose scales are log-normal, which have the exponents of trained ones.
+
+A run of all parts takes less than nine minutes; each part alone has that time for itself, and
+tuning goes on where it ended. Figures go to `benchmarks/results/gpu/`, or to --out, beside what the
+model of time predicts. `--smoke` runs everything on a tiny scale in Triton's interpreter, without a
+GPU; its times mean nothing.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "gpu"
+PARTS = ("check", "decode", "tune", "table", "model")
+BUDGET = 500.0  # seconds of a call
+# Of a call with all parts, the share after which each must end.
+SHARES = {"check": 0.2, "decode": 0.28, "tune": 0.7, "table": 0.9, "model": 1.0}
+
+
+@dataclass
+class Run:
+    """What parts are given.
+
+    Attributes:
+        smoke: on a tiny scale, on the CPU.
+        ends: when the part that runs has to end, by `time.monotonic`.
+        cache: folder of the autotuner's cache; None for the usual one.
+        again: tune what was tuned before, too.
+    """
+
+    smoke: bool
+    ends: float
+    cache: Path | None
+    again: bool
+
+    def is_late(self) -> bool:
+        """Whether the part has to end."""
+        return time.monotonic() > self.ends
+
+
+def main() -> int:
+    args = _parse()
+    if args.smoke:
+        os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    if not args.smoke and not torch.cuda.is_available():
+        print(
+            "no CUDA GPU is here: run this on a machine with one (PyTorch and Triton, no network "
+            "needed).\nWithout one, --smoke runs all parts on a tiny scale on the CPU, and "
+            "gpu_model.py prints what is predicted.",
+            file=sys.stderr,
+        )
+        return 3
+    import gpu_parts
+
+    from packhorse.device.autotune import use_cache
+
+    use_cache(args.cache)
+    started = time.monotonic()
+    parts: dict[str, Any] = {}
+    for name in args.part:
+        share = SHARES[name] if len(args.part) > 1 else 1.0
+        run = Run(args.smoke, started + share * args.budget, args.cache, args.again)
+        print(f"\n## {name}\n", flush=True)
+        try:
+            parts[name] = getattr(gpu_parts, name)(run)
+        except gpu_parts.WrongError as error:
+            print(f"WRONG: {error}\nNothing is timed with kernels that are wrong.", flush=True)
+            parts[name] = {"wrong": str(error)}
+            break
+        except Exception as error:  # the other parts may well work
+            traceback.print_exc()
+            parts[name] = {"failed": f"{type(error).__name__}: {error}"}
+        print(f"\n({time.monotonic() - started:.0f} s so far)", flush=True)
+        keep(args, parts)
+    keep(args, parts)
+    return 1 if any(isinstance(part, dict) for part in parts.values()) else 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=["device"], help="weights in the memory of a GPU")
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds that a call may take")
+    parser.add_argument("--out", type=Path, help="folder of the figures, in place of the usual one")
+    parser.add_argument("--cache", type=Path, help="folder of the autotuner's cache")
+    parser.add_argument("--again", action="store_true", help="tune what was tuned before, too")
+    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU; times mean nothing")
+    return parser.parse_args()
+
+
+def keep(args: argparse.Namespace, parts: dict[str, Any]) -> None:
+    """Writes the figures, those of a smoke run only where --out says so; parts that were not run
+    keep those that are there."""
+    folder = args.out or (None if args.smoke else RESULTS)
+    if folder is None:
+        return
+    document = describe(args)
+    path = folder / f"{document['slug']}.json"
+    kept = json.loads(path.read_text())["parts"] if path.exists() else {}
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document | {"parts": kept | parts}, indent=1) + "\n")
+
+
+def describe(args: argparse.Namespace) -> dict[str, Any]:
+    """What a reader must know to compare the figures."""
+    import torch
+    import triton
+
+    import packhorse
+
+    card = "CPU, interpreted: times mean nothing"
+    if not args.smoke:
+        card = torch.cuda.get_device_name()
+    return {
+        "kind": "gpu",
+        "slug": "smoke" if args.smoke else card.lower().replace(" ", "-").replace("/", "-"),
+        "card": card,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "driver": _ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "commit": _ask("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": triton.__version__,
+        "python": sys.version.split()[0],
+        "packhorse": packhorse.__version__,
+        "command": " ".join(["gpu.py", *sys.argv[1:]]),
+        "weights": "synthetic: normal rows with log-normal scales (0.4)",
+    }
+
+
+def _ask(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip().split("\n")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,425 @@
+"""The parts of gpu.py: what is proved, measured and tuned. Each prints a table and returns rows."""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import gpu_llama
+import torch
+from gpu_model import MODELS, TOKENS, Shape
+
+import packhorse.kernels.matmul as matmul_module
+import packhorse.kernels.matmul_many as many_module
+import packhorse.kernels.weights as weights_module
+from packhorse.device import autotune
+from packhorse.device.autotune import Search, choose, describe_device, identify, run_choice
+from packhorse.device.cost import predict_decode, predict_decoding, predict_fused, predict_plain
+from packhorse.device.strategy import BUCKETS, INVARIANT_TOKENS, Choice, Strategy
+from packhorse.device.timing import ProductTimer
+from packhorse.device.tune_cache import Key, Measured, cache_path, load_cache, update_cache
+from packhorse.device.tuning import order_in, pack_on, random_weight
+from packhorse.kernels.arrays import WeightTensors
+from packhorse.kernels.launch import Dialect, choose_dialect
+from packhorse.kernels.weights import decode_weights
+from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
+
+if TYPE_CHECKING:
+    from gpu import Run
+
+__all__ = ["WrongError", "check", "decode", "model", "table", "tune"]
+
+SMALL = (Shape("odd", 24, 70, 1),)
+SMALL_TOKENS = (1, 40)
+# Rows, columns and tokens of what is checked: odd ones, and more than one block of all.
+CHECKED = ((4096, 14336), (63, 1000), (6144, 4096), (257, 4096), (130, 96), (1, 333), (40, 1))
+CHECKED_SMALL = ((20, 70),)
+CHECKED_TOKENS = (1, 7, 32, 100)
+MAX_W11_TOKENS = 32
+
+
+class WrongError(Exception):
+    """A kernel gives what it must not."""
+
+
+def device_of(run: "Run") -> torch.device:
+    """The GPU, or the host for a smoke run."""
+    return torch.device("cpu" if run.smoke else "cuda")
+
+
+def shapes_of(run: "Run") -> tuple[Shape, ...]:
+    """The matrices of all models."""
+    return SMALL if run.smoke else tuple(shape for model in MODELS for shape in model.shapes)
+
+
+def tokens_of(run: "Run", form: WeightFormat | None = None) -> tuple[int, ...]:
+    """The numbers of tokens that are measured."""
+    tokens = SMALL_TOKENS if run.smoke else TOKENS
+    return tuple(n for n in tokens if n <= MAX_W11_TOKENS) if form is W11 else tokens
+
+
+class HostTimer(ProductTimer):
+    """The timer of a smoke run: a call of each, by the clock of the host."""
+
+    def time(self, calls: Any) -> float:
+        start = time.perf_counter()
+        calls[0]()
+        return time.perf_counter() - start
+
+
+def timer_of(
+    run: "Run", weights: WeightTensors, form: WeightFormat, n_columns: int
+) -> ProductTimer:
+    """A timer of products with a matrix."""
+    if run.smoke:
+        return HostTimer(weights, form, n_columns, chain_nbytes=1)
+    return ProductTimer(weights, form, n_columns)
+
+
+# Correctness.
+
+
+def check(run: "Run") -> list[dict[str, Any]]:
+    """Decoding bit for bit, products against FP64, assembly against its twin.
+
+    Raises:
+        WrongError: something is not as it must be.
+    """
+    rows = []
+    for form in WEIGHT_FORMATS.values():
+        for name, weight in checked_weights(run):
+            if run.is_late():
+                print("no time is left for more checks")
+                return rows
+            weights = pack_on(weight, form)
+            n_products = check_weight(f"{name}, {form.name}", weight, weights, form)
+            rows.append({"weight": name, "form": form.name, "n_products": n_products})
+            print(f"{name}, {form.name}: every bit, {n_products} products", flush=True)
+            release(run)
+    return rows
+
+
+def checked_weights(run: "Run") -> Iterator[tuple[str, torch.Tensor]]:
+    """All 65,536 patterns, in order and mixed; then rows of models, some with odd elements."""
+    device = device_of(run)
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    mixed = patterns[torch.randperm(1 << 16, generator=torch.Generator().manual_seed(1))]
+    for name, bits in [("patterns in order", patterns), ("patterns mixed", mixed)]:
+        some = (bits[::16] if run.smoke else bits).contiguous()
+        side = math.isqrt(len(some))
+        yield name, some.view(torch.bfloat16).reshape(side, side).to(device)
+    for n_rows, n_columns in CHECKED_SMALL if run.smoke else CHECKED:
+        yield f"{n_rows} x {n_columns}", random_weight(n_rows, n_columns, device)
+
+
+def check_weight(
+    name: str, weight: torch.Tensor, weights: WeightTensors, form: WeightFormat
+) -> int:
+    n_rows, n_columns = weight.shape
+    plain = bits_of(weight)
+    decoded = decode_weights(weights, form, n_columns)
+    require(torch.equal(bits_of(decoded), plain), f"{name}: decoding")
+    decoded = with_twin(partial(decode_weights, weights, form, n_columns))
+    require(torch.equal(bits_of(decoded), plain), f"{name}: decoding without assembly")
+    if not bool(weight.isfinite().all()):
+        return 0
+    n_products = 0
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randn(CHECKED_TOKENS[-1], n_columns, generator=generator)
+    tokens = tokens.to(torch.bfloat16).to(weight.device)
+    first: torch.Tensor | None = None
+    for n_tokens in CHECKED_TOKENS:
+        x = tokens[:n_tokens].contiguous()
+        chosen = choose(n_rows, n_columns, n_tokens, form, weight.device)
+        for choice in {chosen, Choice(Strategy.DECODE), *launchers_own(n_tokens, form)}:
+            y = run_choice(choice, x, weights, form, n_columns)
+            check_product(f"{name}, {n_tokens} tokens, {choice}", choice, y, x, weight)
+            n_products += 1
+        y = run_choice(chosen, x, weights, form, n_columns)
+        twin = with_twin(partial(run_choice, chosen, x, weights, form, n_columns))
+        check_product(f"{name}, {n_tokens} tokens, without assembly", chosen, twin, x, weight)
+        if n_tokens <= INVARIANT_TOKENS:
+            first = y[0] if first is None else first
+            same = torch.equal(bits_of(first), bits_of(y[0]))
+            require(same, f"{name}: the first of {n_tokens} tokens is another than alone")
+    return n_products
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16)
+
+
+def launchers_own(n_tokens: int, form: WeightFormat) -> list[Choice]:
+    """What the launchers do without a config."""
+    if n_tokens in CHECKED_TOKENS[::2]:
+        return []
+    return [Choice(Strategy.FUSED), *([Choice(Strategy.MANY)] if form is W12 else [])]
+
+
+def check_product(
+    name: str, choice: Choice, y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> None:
+    """Within the rounding to BF16, and what sums in FP32 lose, of FP64; a part of the rows.
+    PyTorch's own product may round parts of sums to BF16."""
+    some = slice(0, 512)
+    exact = x.double() @ weight[some].double().T
+    sizes = x.double().abs() @ weight[some].double().abs().T
+    lost = 2**-8 if choice.strategy is Strategy.DECODE else 2**-16
+    bound = exact.abs() * 2**-8 + sizes * lost
+    require(bool(((y[:, some].double() - exact).abs() <= bound).all()), f"{name}: the product")
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise WrongError(what)
+
+
+def with_twin(call: Callable[[], Any]) -> Any:
+    """A call whose kernels use no assembly."""
+    modules = (weights_module, matmul_module, many_module)
+    before = choose_dialect()
+    plain = Dialect(**(before._asdict() | {"assembly": False}))
+    for module in modules:
+        module.choose_dialect = lambda: plain
+    try:
+        return call()
+    finally:
+        for module in modules:
+            module.choose_dialect = choose_dialect
+
+
+# Speed.
+
+
+def decode(run: "Run") -> list[dict[str, Any]]:
+    """Decoding alone: bytes read and written a second."""
+    rows: list[dict[str, Any]] = []
+    print_head("matrix", "format", "us", "predicted", "GB/s moved", "bits a weight")
+    for shape, form in itertools.product(shapes_of(run), WEIGHT_FORMATS.values()):
+        if run.is_late():
+            break
+        size = shape.n_rows, shape.n_columns
+        weights = pack_on(random_weight(*size, device_of(run)), form)
+        nbytes = sum(tensor.nbytes for tensor in weights)
+        seconds = timer_of(run, weights, form, shape.n_columns).decoding()
+        predicted = predict_decoding(*size, form, describe_device(device_of(run)))
+        moved = nbytes + 2 * math.prod(size)
+        row = {"shape": name_of(shape), "form": form.name, "seconds": seconds}
+        row |= {"predicted": predicted, "moved_nbytes": moved, "bits": 8 * nbytes / math.prod(size)}
+        rows.append(row)
+        print_row(
+            name_of(shape), form.name, us(seconds), us(predicted), f"{moved / seconds / 1e9:.0f}",
+            f"{row['bits']:.2f}",
+        )  # fmt: skip
+        del weights
+        release(run)
+    return rows
+
+
+def tune(run: "Run") -> list[dict[str, Any]]:
+    """Tunes all matrices, and keeps what was found; those that were tuned are left out."""
+    device = device_of(run)
+    path, known = known_choices(run)
+    rows: list[dict[str, Any]] = []
+    print_head("matrix", "format", "tokens", "choice", "us", "predicted", "times BF16")
+    for form, shape in itertools.product(WEIGHT_FORMATS.values(), shapes_of(run)):
+        key = Key(shape.n_rows, shape.n_columns, form.name)
+        buckets = [n for n in BUCKETS if n in tokens_of(run, form) or not run.smoke]
+        before = {} if run.again else known.get(key, {})
+        buckets = [n for n in buckets if n not in before and (form is W12 or n <= MAX_W11_TOKENS)]
+        if run.is_late() or not buckets:
+            continue
+        weights = pack_on(random_weight(shape.n_rows, shape.n_columns, device), form)
+        timer = timer_of(run, weights, form, shape.n_columns)
+        limit = limited_search(run)
+        found = autotune.tune(
+            shape.n_rows, shape.n_columns, form, describe_device(device), timer,
+            buckets=buckets, order=order_in(before), search=limit,
+        )  # fmt: skip
+        found = {n: Measured(m.choice, m.seconds, timer.plain(n)) for n, m in found.items()}
+        if path is not None and found:
+            update_cache(path, identify(device), {key: before | found})
+        rows += [tuned_row(shape, form, n, measured, device) for n, measured in found.items()]
+        print(f"({limit.n_measured} measurements)", flush=True)
+        del weights, timer
+        release(run)
+    autotune.forget_choices()
+    return rows
+
+
+def limited_search(run: "Run") -> Search:
+    """A search that ends with the part, or soon."""
+    search = Search(is_late=run.is_late)
+    if run.smoke:
+        search.is_late = lambda: search.n_measured >= 3
+    return search
+
+
+def known_choices(run: "Run") -> tuple[Any, dict[Key, dict[int, Measured]]]:
+    if run.smoke:
+        return None, {}
+    identity = identify(device_of(run))
+    path = cache_path(identity.device, run.cache)
+    return path, load_cache(path, identity)
+
+
+def tuned_row(
+    shape: Shape, form: WeightFormat, n_tokens: int, measured: Measured, device: torch.device
+) -> dict[str, Any]:
+    predicted = predict(shape, n_tokens, form, measured.choice, device)
+    plain = measured.plain_seconds or math.nan
+    print_row(
+        name_of(shape), form.name, str(n_tokens), describe_choice(measured.choice),
+        us(measured.seconds), us(predicted), f"{plain / measured.seconds:.2f}",
+    )  # fmt: skip
+    return {
+        "shape": name_of(shape),
+        "form": form.name,
+        "n_tokens": n_tokens,
+        "choice": describe_choice(measured.choice),
+        "seconds": measured.seconds,
+        "predicted": predicted,
+        "speedup": plain / measured.seconds,
+    }
+
+
+def table(run: "Run") -> list[dict[str, Any]]:
+    """Each way beside BF16, for all matrices and numbers of tokens; tuned if that was done."""
+    rows: list[dict[str, Any]] = []
+    print_head("matrix", "tokens", "way", "choice", "us", "TB/s", "predicted", "times BF16")
+    for shape in shapes_of(run):
+        weight = random_weight(shape.n_rows, shape.n_columns, device_of(run))
+        plain: dict[int, float] = {}
+        for form in WEIGHT_FORMATS.values():
+            weights = pack_on(weight, form)
+            timer = timer_of(run, weights, form, shape.n_columns)
+            for n in tokens_of(run, form):
+                if run.is_late():
+                    return rows
+                if n not in plain:
+                    plain[n] = timer.plain(n)
+                    predicted = predict_plain(shape.n_rows, shape.n_columns, n, model_of(run))
+                    rows.append(table_row(shape, n, "BF16", "", plain[n], predicted, plain[n], 2.0))
+                rows += product_rows(run, shape, form, n, timer, plain[n])
+            del weights, timer
+            release(run)
+    rows += peer_rows(run)
+    return rows
+
+
+def product_rows(
+    run: "Run", shape: Shape, form: WeightFormat, n: int, timer: ProductTimer, plain: float
+) -> list[dict[str, Any]]:
+    device = device_of(run)
+    chosen = choose(shape.n_rows, shape.n_columns, n, form, device)
+    ways = [(form.name, chosen)]
+    if form is W12 and chosen.strategy is not Strategy.DECODE:
+        ways.append(("W12 decoded first", Choice(Strategy.DECODE)))
+    rows = []
+    for way, choice in ways:
+        seconds, predicted = timer(choice, n), predict(shape, n, form, choice, device)
+        text = describe_choice(choice)
+        rows.append(table_row(shape, n, way, text, seconds, predicted, plain, form.bits / 8))
+    return rows
+
+
+def table_row(
+    shape: Shape, n: int, way: str, choice: str, seconds: float, predicted: float, plain: float,
+    weight_nbytes: float,
+) -> dict[str, Any]:  # fmt: skip
+    tb_per_s = shape.n_rows * shape.n_columns * weight_nbytes / seconds / 1e12
+    print_row(
+        name_of(shape), str(n), way, choice, us(seconds), f"{tb_per_s:.2f}", us(predicted),
+        f"{plain / seconds:.2f}",
+    )  # fmt: skip
+    return {
+        "shape": name_of(shape), "n_tokens": n, "way": way, "choice": choice, "seconds": seconds,
+        "predicted": predicted, "speedup": plain / seconds,
+    }  # fmt: skip
+
+
+def peer_rows(run: "Run") -> list[dict[str, Any]]:
+    """nvCOMP's ANS on a matrix, if it is installed: decoding alone, to be added to BF16."""
+    if run.smoke:
+        return []
+    try:
+        from nvidia import nvcomp
+    except ImportError:
+        print("nvCOMP is not installed: not measured")
+        return []
+    weight = random_weight(14336, 4096, device_of(run))
+    try:
+        codec = nvcomp.Codec(algorithm="ANS", data_type="<f2")
+        packed = codec.encode(nvcomp.as_array(weight.view(torch.uint8)))
+        seconds = min(time_call(lambda: codec.decode(packed)) for _ in range(10))
+    except Exception as error:  # whatever a rival's release does, ours is measured
+        print(f"nvCOMP failed: {error}")
+        return [{"way": "nvCOMP ANS", "shape": "14336 x 4096", "error": str(error)}]
+    print(f"nvCOMP ANS decodes 14336 x 4096 in {us(seconds)} us, to be added to BF16")
+    return []
+
+
+def time_call(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def model(run: "Run") -> list[dict[str, Any]]:
+    """A whole model with random weights: tokens a second and memory, plain and packed."""
+    return gpu_llama.measure(run, device_of(run))
+
+
+# What parts share.
+
+
+def model_of(run: "Run") -> Any:
+    return describe_device(device_of(run))
+
+
+def predict(
+    shape: Shape, n_tokens: int, form: WeightFormat, choice: Choice, device: torch.device
+) -> float:
+    """What the model of time says of a choice; infinity where it knows nothing."""
+    model, size = describe_device(device), (shape.n_rows, shape.n_columns)
+    if choice.strategy is Strategy.DECODE:
+        return predict_decode(*size, n_tokens, form, model)
+    if choice.config is None:
+        return math.inf
+    return predict_fused(*size, n_tokens, form, choice.config, model)
+
+
+def describe_choice(choice: Choice) -> str:
+    """Its strategy, and the fields of its division in their order."""
+    if choice.config is None:
+        return choice.strategy.value
+    numbers = "/".join(str(value) for value in vars(choice.config).values())
+    return f"{choice.strategy.value} {numbers}"
+
+
+def name_of(shape: Shape) -> str:
+    return f"{shape.n_rows} x {shape.n_columns}"
+
+
+def us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}"
+
+
+def print_head(*names: str) -> None:
+    print_row(*names)
+    print("|" + "---|" * len(names), flush=True)
+
+
+def print_row(*cells: str) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def release(run: "Run") -> None:
+    """Gives memory back, so that the next matrix finds it."""
+    if not run.smoke:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

@@ -1,0 +1,196 @@
+"""What `packhorse tune` does: the matrices of a command line, and for each a row.
+
+The device hop searches and measures; this module finds matrices in the headers of model files,
+without loading them, and turns what was found into rows.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from packhorse.cli.failures import UsageError
+from packhorse.cli.jobs import check_source
+from packhorse.cli.rows import TunedBucket, TunedMatrix
+from packhorse.disk.header import FileHeader, read_header
+from packhorse.disk.packed_header import is_packed, parse_packed_header
+from packhorse.errors import MissingBackendError
+from packhorse.layout import MAX_WEIGHT_COLUMNS, WEIGHT_FORMATS
+
+if TYPE_CHECKING:
+    from packhorse.device.tune_cache import Measured
+
+__all__ = ["TuneJob", "measure", "predict", "tune_jobs"]
+
+_MIN_ROWS = 64  # smaller matrices are no linear layers worth the time
+
+
+@dataclass(frozen=True)
+class TuneJob:
+    """A matrix and a format.
+
+    Attributes:
+        n_rows: outputs.
+        n_columns: inputs.
+        form: name of the format.
+        n_matrices: how many of this shape the models have; 0 if it was given as such.
+    """
+
+    n_rows: int
+    n_columns: int
+    form: str
+    n_matrices: int
+
+    @property
+    def src(self) -> str:
+        """What messages call it."""
+        return f"{self.n_rows}x{self.n_columns} {self.form}"
+
+
+def tune_jobs(
+    sources: Iterable[Path], shapes: Iterable[str], forms: Iterable[str]
+) -> list[TuneJob]:
+    """The matrices of model files and folders, the largest first, and those that are named.
+
+    Args:
+        sources: model files and folders, packed or not.
+        shapes: "ROWSxCOLUMNS".
+        forms: names of formats.
+
+    Raises:
+        OSError: a source is missing.
+        PackhorseError: a file is bad.
+        UsageError: a shape is none, a source has no matrices, or nothing is named at all.
+    """
+    counts: Counter[tuple[int, int]] = Counter()
+    for source in sources:
+        found = Counter(_matrices(check_source(source)))
+        if not found:
+            raise UsageError(f"{source}: no BF16 matrices of linear layers; name one with --shape")
+        counts += found
+    named = [_parse_shape(text) for text in shapes]
+    if not counts and not named:
+        raise UsageError("name a model, or a matrix with --shape ROWSxCOLUMNS")
+    order = sorted(counts, key=lambda shape: -counts[shape] * shape[0] * shape[1])
+    every = dict.fromkeys([*named, *order])
+    return [TuneJob(*shape, form, counts[shape]) for shape in every for form in forms]
+
+
+def _parse_shape(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([1-9]\d{0,8})[xX]([1-9]\d{0,8})", text)
+    if found is None or int(found[2]) > MAX_WEIGHT_COLUMNS:
+        raise UsageError(
+            f"{text!r} is no shape; give ROWSxCOLUMNS (outputs, inputs), as 4096x14336, with at "
+            f"most {MAX_WEIGHT_COLUMNS} columns"
+        )
+    return int(found[1]), int(found[2])
+
+
+def _matrices(source: Path) -> list[tuple[int, int]]:
+    """Shapes of the BF16 weights of linear layers, which are all matrices called weight but for
+    embeddings; of an embedding if there is no output layer, as it then serves for one."""
+    paths = sorted(source.rglob("*.safetensors")) if source.is_dir() else [source]
+    weights, embeddings, has_head = [], [], False
+    for path in paths:
+        for entry in _original(path).entries:
+            is_matrix = len(entry.shape) == 2 and entry.name.endswith("weight")
+            if entry.dtype != "BF16" or not is_matrix:
+                continue
+            shape = entry.shape[0], entry.shape[1]
+            has_head |= "lm_head" in entry.name or entry.name == "output.weight"
+            if re.search(r"embed|wte|wpe", entry.name):
+                embeddings.append(shape)
+            elif shape[0] >= _MIN_ROWS and shape[1] <= MAX_WEIGHT_COLUMNS:
+                weights.append(shape)
+    return weights + ([] if has_head else embeddings[:1])
+
+
+def _original(path: Path) -> FileHeader:
+    header = read_header(path)
+    return parse_packed_header(header, label=str(path)).original if is_packed(header) else header
+
+
+def predict(job: TuneJob, gpu: str | None) -> list[TunedMatrix]:
+    """What the model of time says.
+
+    Args:
+        job: the matrix.
+        gpu: name of a preset; None for the GPU that is here, or an H200.
+
+    Raises:
+        MissingBackendError: PyTorch or Triton is not installed.
+        ValueError: there is no such preset.
+    """
+    require_backend()
+    from packhorse.device.tuning import predict_choices, resolve_model
+
+    model = resolve_model(gpu)
+    found = predict_choices(job.n_rows, job.n_columns, WEIGHT_FORMATS[job.form], model)
+    return [_row(job, model.name, None, found)]
+
+
+def measure(job: TuneJob, folder: Path | None, *, again: bool) -> list[TunedMatrix]:
+    """Tunes a matrix on the GPU that is here, unless that was done.
+
+    Args:
+        job: the matrix.
+        folder: of the cache; None for the usual one.
+        again: whether to measure what was measured before.
+
+    Raises:
+        MissingBackendError: PyTorch or Triton is not installed.
+        OSError: no GPU is here, or the cache cannot be written.
+        MemoryError: the GPU has too little memory.
+    """
+    require_backend()
+    from packhorse.device.autotune import identify
+    from packhorse.device.tune_cache import cache_path
+    from packhorse.device.tuning import find_gpu, tune_on_gpu
+
+    gpu, form = find_gpu(), WEIGHT_FORMATS[job.form]
+    found = tune_on_gpu(job.n_rows, job.n_columns, form, gpu, folder=folder, again=again)
+    name = identify(gpu).device
+    return [_row(job, name, str(cache_path(name, folder)), found)]
+
+
+def require_backend() -> None:
+    """Raises:
+    MissingBackendError: PyTorch or Triton is not installed.
+    """
+    try:
+        import packhorse.device.tuning  # noqa: F401
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in {"torch", "triton"}:
+            raise
+        raise MissingBackendError(
+            f"tuning needs {error.name}; install it with: pip install 'packhorse[gpu]'"
+        ) from error
+
+
+def _row(job: TuneJob, gpu: str, cache: str | None, found: "dict[int, Measured]") -> TunedMatrix:
+    buckets = []
+    for n_tokens, measured in sorted(found.items()):
+        config = measured.choice.config
+        plain = measured.plain_seconds
+        buckets.append(
+            TunedBucket(
+                n_tokens=n_tokens,
+                strategy=measured.choice.strategy.value,
+                config=None if config is None else asdict(config),
+                seconds=measured.seconds,
+                plain_seconds=plain,
+                speedup=None if plain is None else plain / measured.seconds,
+            )
+        )
+    return TunedMatrix(
+        n_rows=job.n_rows,
+        n_columns=job.n_columns,
+        format=job.form,
+        n_matrices=job.n_matrices,
+        gpu=gpu,
+        measured=cache is not None,
+        cache=cache,
+        buckets=buckets,
+    )

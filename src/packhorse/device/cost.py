@@ -1,0 +1,301 @@
+"""A model of time: what a product with a weight takes on a GPU, from bytes, instructions, tensor
+throughput and launches.
+
+It serves where nothing was measured: it orders the candidates of the autotuner, and chooses for who
+has not tuned. What it says are predictions. Each of its figures has its source beside it; those
+called "assumed" have none but arithmetic, and await measurements.
+
+The time of a fused product is a launch, the start and end of its programs, and the longest of what
+goes on at once: reading weights from device memory, moving weights and tokens from L2 to the
+multiprocessors, issuing instructions, multiplying. Fetching the tokens of exceptions comes on top.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from packhorse.device.counts import INSTRUCTIONS, MANY_INSTRUCTIONS
+from packhorse.layout import WeightFormat
+
+if TYPE_CHECKING:
+    from packhorse.kernels.matmul import MatmulConfig
+    from packhorse.kernels.matmul_many import ManyConfig
+
+    Config: TypeAlias = MatmulConfig | ManyConfig
+
+__all__ = [
+    "EXCEPTION_RATES",
+    "GENERIC",
+    "MEMORY_SHARE",
+    "PRESETS",
+    "DeviceModel",
+    "is_many",
+    "model_of",
+    "packed_nbytes",
+    "predict_decode",
+    "predict_decoding",
+    "predict_fused",
+    "predict_plain",
+    "resident_programs",
+    "scale_model",
+    "shared_nbytes",
+]
+
+_WARP = 32
+_ISSUE_LANES = 128  # instructions of threads that a multiprocessor issues a cycle: 4 warps
+# Measured on synthetic rows with log-normal scales, windows by row: docs/decisions.md.
+EXCEPTION_RATES = {"W12": 0.0003, "W11": 0.013}
+_BF16_NBYTES = 2
+# Of the rate at which cuBLAS multiplies: mma.sync reaches 63 % of what Hopper's own instructions
+# do (Luo et al., "Dissecting the NVIDIA Hopper architecture", 2024); on Ampere it is all there is.
+_HOPPER_MMA_SHARE = 0.63
+# Hopper's own instruction with a weight from registers, in a loop that Triton does not overlap;
+# assumed.
+_WGMMA_SHARE = 0.6
+_REGISTERS = 65536  # of a multiprocessor
+_MAX_REGISTERS = 255  # of a thread
+_OTHER_REGISTERS = 80  # of a thread of these kernels, beside its sums, within a third
+_ISSUE_SHARE = 0.7  # of the issue slots that a loop with loads fills; assumed
+_GATHERS_PER_CYCLE = 4  # elements from different lines that L1 gives a multiprocessor; assumed
+_DECODE_SHARE = 0.9  # of the bandwidth, as reads and writes mix; assumed
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """What a GPU can do.
+
+    Attributes:
+        name: what it is called.
+        capability: its compute capability: 90 for 9.0.
+        n_processors: multiprocessors.
+        clock: cycles a second, under load.
+        bandwidth: bytes a second that kernels move to and from device memory.
+        l2_nbytes: size of the L2 cache.
+        l2_bandwidth: bytes a second from L2.
+        bf16_rate: BF16 operations a second that cuBLAS reaches on large matrices.
+        shared_nbytes: shared memory of a multiprocessor; a program may use it but for 1 KiB.
+        latency: seconds from a load to its data, under load.
+        launch: seconds that a kernel takes in a CUDA graph beside its work.
+    """
+
+    name: str
+    capability: int
+    n_processors: int
+    clock: float
+    bandwidth: float
+    l2_nbytes: int
+    l2_bandwidth: float
+    bf16_rate: float
+    shared_nbytes: int
+    latency: float = 0.8e-6
+    launch: float = 2.5e-6
+
+
+# Multiprocessors, caches and peaks are those of NVIDIA's datasheets and architecture papers. What
+# is reached of them, where it was measured: copies on an H200 ran at 4.3 of 4.8 TB/s, large BF16
+# products at 790 of 989 TFLOP/s. The same shares, 0.9 and 0.8, are assumed of the others. Clocks
+# are those held under load, below the boost. Bandwidths of L2: microbenchmarks by Chips and Cheese,
+# some 5.5 TB/s for H100, 4 for A100. Launches: 2.5 us between dependent kernels of a graph, and
+# loads 0.8 us under load; both assumed.
+PRESETS = (
+    DeviceModel("H200", 90, 132, 1.755e9, 4.3e12, 60 << 20, 5.7e12, 790e12, 228 << 10),
+    DeviceModel("H100 NVL", 90, 132, 1.6e9, 3.5e12, 60 << 20, 5.2e12, 640e12, 228 << 10),
+    DeviceModel("H100 PCIe", 90, 114, 1.5e9, 1.8e12, 50 << 20, 4.5e12, 520e12, 228 << 10),
+    DeviceModel("H100", 90, 132, 1.755e9, 3.0e12, 50 << 20, 5.5e12, 790e12, 228 << 10),
+    DeviceModel("A100-SXM4-40GB", 80, 108, 1.35e9, 1.4e12, 40 << 20, 4.0e12, 250e12, 164 << 10),
+    DeviceModel("A100-PCIE-40GB", 80, 108, 1.2e9, 1.4e12, 40 << 20, 3.6e12, 220e12, 164 << 10),
+    DeviceModel("A100", 80, 108, 1.35e9, 1.83e12, 40 << 20, 4.0e12, 250e12, 164 << 10),
+)
+MEMORY_SHARE = 0.9  # of the peak bandwidth of device memory that kernels reach
+# For a GPU of which nothing is known: as an A100 in proportion to its multiprocessors.
+GENERIC = DeviceModel("generic", 80, 108, 1.35e9, 1.4e12, 40 << 20, 4.0e12, 220e12, 100 << 10)
+
+
+def model_of(name: str) -> DeviceModel:
+    """The preset for a GPU by its name, as the driver tells it; `GENERIC` if there is none."""
+    words = name.lower()
+    return next((model for model in PRESETS if model.name.lower() in words), GENERIC)
+
+
+def scale_model(
+    model: DeviceModel, n_processors: int, bandwidth: float | None = None
+) -> DeviceModel:
+    """A GPU with another number of multiprocessors: a slice of one, or one of its kin.
+
+    Args:
+        model: what is known.
+        n_processors: multiprocessors there are.
+        bandwidth: bytes a second of device memory, for `GENERIC`; None if that is not known.
+    """
+    share = n_processors / model.n_processors
+    own = bandwidth if model.name == GENERIC.name else None
+    return replace(
+        model,
+        n_processors=n_processors,
+        bandwidth=own or model.bandwidth * min(share, 1.0),
+        l2_bandwidth=model.l2_bandwidth * share,
+        bf16_rate=model.bf16_rate * share,
+    )
+
+
+def packed_nbytes(n_rows: int, n_columns: int, form: WeightFormat) -> float:
+    """Bytes of a packed weight with the usual number of exceptions."""
+    exceptions = EXCEPTION_RATES[form.name] * n_columns * 4
+    return n_rows * (form.n_padded(n_columns) * form.bits / 8 + exceptions + 5)
+
+
+@dataclass(frozen=True)
+class _Division:
+    """What the model needs to know of a config of either kernel.
+
+    Attributes:
+        turn: columns of a slice that a program takes at once.
+        accumulators: registers of a thread for sums.
+        reorder_nbytes: shared memory beside that of tiles on their way.
+        per_weight: instructions for each weight; None if they were not counted.
+        mma_share: of the tensor cores' rate.
+    """
+
+    turn: int
+    accumulators: int
+    reorder_nbytes: int
+    per_weight: float | None
+    mma_share: float
+
+
+def _divide(config: "Config", form: WeightFormat, device: DeviceModel) -> _Division:
+    rows, tokens, steps = config.block_rows, config.block_tokens, config.block_steps
+    is_hopper = device.capability // 10 == 9
+    mma_share = _HOPPER_MMA_SHARE if device.capability >= 90 else 1.0
+    if is_many(config):
+        per_weight = MANY_INSTRUCTIONS.get((rows, tokens, steps, config.n_warps))
+        registers = rows * tokens // (_WARP * config.n_warps)
+        share = _WGMMA_SHARE if is_hopper else mma_share
+        return _Division(steps, registers, _BF16_NBYTES * steps * tokens, per_weight, share)
+    per_weight = INSTRUCTIONS.get((form.name, rows, tokens, steps))
+    return _Division(steps * config.n_warps, rows * tokens // _WARP, 0, per_weight, mma_share)
+
+
+def is_many(config: "Config") -> bool:
+    """Whether a division is one of the kernel for many tokens."""
+    return type(config).__name__ == "ManyConfig"  # its module needs Triton, this one nothing
+
+
+def shared_nbytes(config: "Config", form: WeightFormat, device: DeviceModel) -> int:
+    """Shared memory of a program, which holds the tiles on their way; as compiled kernels have
+    it."""
+    division = _divide(config, form, device)
+    weights = config.block_rows * form.n_slices * form.bits // 8
+    tokens = _BF16_NBYTES * form.n_slices * config.block_tokens
+    tiles = max(config.n_stages - 1, 1) * division.turn * (weights + tokens)
+    return tiles + division.reorder_nbytes
+
+
+def resident_programs(config: "Config", form: WeightFormat, device: DeviceModel) -> int:
+    """Programs that a multiprocessor runs at once; 0 if one is too large."""
+    registers = min(_divide(config, form, device).accumulators + _OTHER_REGISTERS, _MAX_REGISTERS)
+    by_registers = _REGISTERS // (registers * _WARP * config.n_warps)
+    nbytes = shared_nbytes(config, form, device) + 1024  # what the system keeps of each
+    return min(by_registers, device.shared_nbytes // nbytes, 16)
+
+
+def predict_fused(
+    n_rows: int,
+    n_columns: int,
+    n_tokens: int,
+    form: WeightFormat,
+    config: "Config",
+    device: DeviceModel,
+) -> float:
+    """Seconds of a product that decodes weights in registers.
+
+    Args:
+        n_rows: rows of the weight.
+        n_columns: its columns.
+        n_tokens: vectors that it is multiplied with.
+        form: its format.
+        config: how the product is divided, for either kernel.
+        device: the GPU.
+
+    Returns:
+        Infinity if nothing is known of such a division.
+    """
+    division = _divide(config, form, device)
+    resident = resident_programs(config, form, device)
+    if division.per_weight is None or resident == 0:
+        return math.inf
+    row_blocks = _ceil(n_rows, config.block_rows)
+    token_blocks = _ceil(n_tokens, config.block_tokens)
+    programs = row_blocks * token_blocks * config.n_splits
+    # The busiest multiprocessor sets the pace of all that is not shared by all.
+    balance = programs / (device.n_processors * _ceil(programs, device.n_processors))
+    n_turns = _ceil(_ceil(form.n_steps(n_columns), division.turn), config.n_splits)
+    columns = n_turns * config.n_splits * division.turn * form.n_slices
+    weights = row_blocks * config.block_rows * columns * token_blocks
+    nbytes = packed_nbytes(n_rows, n_columns, form)
+    tokens_nbytes = n_tokens * n_columns * _BF16_NBYTES
+    tile_nbytes = config.block_rows * division.turn * form.n_slices * form.bits // 8
+    at_once = min(programs, resident * device.n_processors)
+    in_flight = at_once * tile_nbytes * max(config.n_stages - 1, 1)
+    lanes = device.n_processors * _ISSUE_LANES * device.clock * _ISSUE_SHARE
+    pace = max(
+        (nbytes + tokens_nbytes) / _bandwidth(in_flight, device),
+        (nbytes * token_blocks + tokens_nbytes * row_blocks) / (device.l2_bandwidth * balance),
+        weights * division.per_weight / (lanes * balance),
+        2 * weights * config.block_tokens / (device.bf16_rate * division.mma_share * balance),
+    )
+    waves = _ceil(programs, resident * device.n_processors)
+    exceptions = 0.0 if is_many(config) else _exceptions(n_rows, n_columns, n_tokens, form, device)
+    return (
+        pace
+        + exceptions
+        + 2 * waves * device.latency
+        + _splits(n_rows, n_tokens, config.n_splits, device)
+        + device.launch
+    )
+
+
+def _bandwidth(in_flight: float, device: DeviceModel) -> float:
+    """By Little's law, bytes on their way divided by the time that they take; near the limit of
+    the memory they wait for each other."""
+    return device.bandwidth * -math.expm1(-2 * in_flight / (device.latency * device.bandwidth))
+
+
+def _splits(n_rows: int, n_tokens: int, n_splits: int, device: DeviceModel) -> float:
+    """Of the second kernel, which adds what programs of the same rows found."""
+    if n_splits == 1:
+        return 0.0
+    return 8 * n_splits * n_tokens * n_rows / device.l2_bandwidth + device.launch
+
+
+def _exceptions(
+    n_rows: int, n_columns: int, n_tokens: int, form: WeightFormat, device: DeviceModel
+) -> float:
+    gathers = EXCEPTION_RATES[form.name] * n_rows * n_columns * n_tokens
+    return gathers / (device.n_processors * _GATHERS_PER_CYCLE * device.clock)
+
+
+def predict_decoding(n_rows: int, n_columns: int, form: WeightFormat, device: DeviceModel) -> float:
+    """Seconds of decoding a packed weight to BF16 in device memory."""
+    moved = packed_nbytes(n_rows, n_columns, form) + n_rows * n_columns * _BF16_NBYTES
+    return moved / (device.bandwidth * _DECODE_SHARE) + device.launch
+
+
+def predict_plain(n_rows: int, n_columns: int, n_tokens: int, device: DeviceModel) -> float:
+    """Seconds of a product with a BF16 weight."""
+    elements = n_rows * n_columns + n_tokens * (n_rows + n_columns)
+    memory = elements * _BF16_NBYTES / device.bandwidth
+    tensor = 2 * n_rows * n_columns * n_tokens / device.bf16_rate
+    return max(memory, tensor) + 2 * device.latency + device.launch
+
+
+def predict_decode(
+    n_rows: int, n_columns: int, n_tokens: int, form: WeightFormat, device: DeviceModel
+) -> float:
+    """Seconds of decoding a weight, and of the product with what comes out."""
+    decoding = predict_decoding(n_rows, n_columns, form, device)
+    return decoding + predict_plain(n_rows, n_columns, n_tokens, device)
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,162 @@
+"""Measures products on a GPU, for the autotuner and the benchmarks.
+
+What is timed is a CUDA graph of one product with each of several copies of a matrix, together more
+than the L2 cache holds, so that each weight comes from device memory as it does in a model. The
+graph is replayed, and the median of its times counts. A division that the GPU cannot run, or that
+gives other numbers than decoding does, takes infinitely long.
+"""
+
+import math
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from triton import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from packhorse.device.autotune import run_choice
+from packhorse.device.strategy import Choice
+from packhorse.kernels.arrays import WeightTensors
+from packhorse.kernels.weights import decode_weights
+from packhorse.layout import WeightFormat
+
+__all__ = ["CHAIN_NBYTES", "ProductTimer", "chain_copies", "time_chain"]
+
+CHAIN_NBYTES = 240_000_000  # four times the largest L2 cache
+_MIN_COPIES = 4
+_REPLAYS = 30
+_CHECKED_TOKENS = 64
+_WARM_REPLAYS = 3
+_CANNOT_RUN = (OutOfResources, PTXASError, CompilationError, torch.OutOfMemoryError)
+
+
+def chain_copies(nbytes: int, chain_nbytes: int = CHAIN_NBYTES) -> int:
+    """Copies of so many bytes that are more than the caches hold; at least four."""
+    return max(_MIN_COPIES, -(-chain_nbytes // max(nbytes, 1)))
+
+
+def time_chain(calls: Sequence[Callable[[], object]], *, n_replays: int = _REPLAYS) -> float:
+    """Seconds of a call, the median over replays of a CUDA graph of all of them, one after the
+    other.
+
+    Args:
+        calls: each works on memory of its own. They were called before, so nothing is compiled.
+        n_replays: timed replays.
+    """
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    times = []
+    for replay in range(_WARM_REPLAYS + n_replays):
+        seconds = _replay(graph)
+        if replay >= _WARM_REPLAYS:
+            times.append(seconds)
+    graph.reset()
+    return statistics.median(times) / len(calls)
+
+
+def _replay(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = (torch.cuda.Event(True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+class ProductTimer:
+    """Times products with one matrix; what a search of the autotuner calls.
+
+    Attributes:
+        form: the format of the matrix.
+        n_columns: its columns.
+    """
+
+    def __init__(
+        self,
+        weights: WeightTensors,
+        form: WeightFormat,
+        n_columns: int,
+        *,
+        chain_nbytes: int = CHAIN_NBYTES,
+        n_replays: int = _REPLAYS,
+    ) -> None:
+        """Copies the matrix as often as the chain needs it.
+
+        Args:
+            weights: on the GPU.
+            form: their format.
+            n_columns: columns of the matrix.
+            chain_nbytes: bytes of all copies together, at least.
+            n_replays: timed replays of each measurement.
+
+        Raises:
+            torch.OutOfMemoryError: there is too little memory for the copies.
+        """
+        self.form = form
+        self.n_columns = n_columns
+        nbytes = sum(tensor.nbytes for tensor in weights)
+        n_copies = chain_copies(nbytes, chain_nbytes)
+        copies = [WeightTensors(*(t.clone() for t in weights)) for _ in range(n_copies - 1)]
+        self._chain = [weights, *copies]
+        self._chain_nbytes = chain_nbytes
+        self._n_replays = n_replays
+        self._plain: torch.Tensor | None = None
+
+    def __call__(self, choice: Choice, n_tokens: int) -> float:
+        """Seconds of a product; infinity if it cannot be run, or is wrong."""
+        x = self.tokens(n_tokens)
+        try:
+            y = self._multiply(x, self._chain[0], choice)
+        except _CANNOT_RUN:
+            return math.inf
+        if not self._is_right(x, y):
+            warnings.warn(f"{choice} gives a wrong product here and is left out", stacklevel=2)
+            return math.inf
+        return self.time([partial(self._multiply, x, w, choice) for w in self._chain])
+
+    def plain(self, n_tokens: int) -> float:
+        """Seconds of `torch.nn.functional.linear` with the decoded matrix."""
+        x, weight = self.tokens(n_tokens), self._decoded()
+        n_copies = chain_copies(weight.nbytes, self._chain_nbytes)
+        chain = [weight, *(weight.clone() for _ in range(n_copies - 1))]
+        torch.nn.functional.linear(x, weight)
+        return self.time([partial(torch.nn.functional.linear, x, w) for w in chain])
+
+    def decoding(self) -> float:
+        """Seconds of decoding the matrix to device memory."""
+        out = self._decoded().clone()
+        form, n_columns = self.form, self.n_columns
+        return self.time([partial(decode_weights, w, form, n_columns, out) for w in self._chain])
+
+    def tokens(self, n_tokens: int) -> torch.Tensor:
+        """Vectors to multiply with, always the same."""
+        device = self._chain[0].low_bytes.device
+        generator = torch.Generator(device).manual_seed(n_tokens)
+        x = torch.randn(n_tokens, self.n_columns, generator=generator, device=device)
+        return x.to(torch.bfloat16)
+
+    def time(self, calls: Sequence[Callable[[], object]]) -> float:
+        """Seconds of a call of a chain; the clock of another device goes here."""
+        return time_chain(calls, n_replays=self._n_replays)
+
+    def _multiply(self, x: torch.Tensor, weights: WeightTensors, choice: Choice) -> torch.Tensor:
+        return run_choice(choice, x, weights, self.form, self.n_columns)
+
+    def _decoded(self) -> torch.Tensor:
+        if self._plain is None:
+            self._plain = decode_weights(self._chain[0], self.form, self.n_columns)
+        return self._plain
+
+    def _is_right(self, x: torch.Tensor, y: torch.Tensor) -> bool:
+        """Whether a product is that of the decoded matrix, but for the rounding of sums; of some
+        tokens."""
+        x, y = x[:_CHECKED_TOKENS], y[:_CHECKED_TOKENS]
+        exact = torch.nn.functional.linear(x.float(), self._decoded().float())
+        error = (y.float() - exact).abs().amax()
+        return bool(error <= exact.abs().amax() * 2**-7)

@@ -1,0 +1,195 @@
+"""Tunes the products of a matrix on the GPU that is here, and keeps what was found.
+
+Weights are synthetic: normal rows whose scales are log-normal have the exponents, and so the
+exceptions, of trained ones; nothing else about weights makes a difference to times.
+"""
+
+from collections.abc import Iterable
+from os import PathLike
+
+import torch
+
+from packhorse.codecs.weights import pack
+from packhorse.device.autotune import Search, describe_device, forget_choices, identify, tune
+from packhorse.device.cost import PRESETS, DeviceModel, predict_plain
+from packhorse.device.strategy import BUCKETS, Strategy
+from packhorse.device.timing import ProductTimer
+from packhorse.device.tune_cache import Key, Measured, cache_path, load_cache, update_cache
+from packhorse.kernels.arrays import WeightTensors
+from packhorse.kernels.matmul import MatmulConfig
+from packhorse.layout import WeightFormat
+
+__all__ = [
+    "find_gpu",
+    "missing_buckets",
+    "order_in",
+    "pack_on",
+    "predict_choices",
+    "random_weight",
+    "resolve_model",
+    "tune_on_gpu",
+    "tuned_before",
+]
+
+_BLOCK_ROWS = 8192  # generated at once, as FP32 takes twice the memory
+
+
+def find_gpu() -> torch.device:
+    """The current GPU.
+
+    Raises:
+        OSError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise OSError("no CUDA GPU is here to measure on; --dry-run shows what is predicted")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def resolve_model(name: str | None) -> DeviceModel:
+    """What is known of a GPU.
+
+    Args:
+        name: of a preset; None for the GPU that is here, or an H200 if there is none.
+
+    Raises:
+        ValueError: there is no such preset.
+    """
+    if name is None:
+        return describe_device(find_gpu()) if torch.cuda.is_available() else PRESETS[0]
+    found = next((model for model in PRESETS if model.name.lower() == name.lower()), None)
+    if found is None:
+        names = ", ".join(model.name for model in PRESETS)
+        raise ValueError(f"no preset is called {name!r}; there are {names}")
+    return found
+
+
+def predict_choices(
+    n_rows: int, n_columns: int, form: WeightFormat, model: DeviceModel
+) -> dict[int, Measured]:
+    """What is chosen where nothing was tuned, with predicted times.
+
+    Args:
+        n_rows: rows of the matrix.
+        n_columns: its columns.
+        form: its format.
+        model: the GPU.
+    """
+    return {
+        n: Measured(found.choice, found.seconds, predict_plain(n_rows, n_columns, n, model))
+        for n, found in tune(n_rows, n_columns, form, model).items()
+    }
+
+
+def random_weight(n_rows: int, n_columns: int, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """Rows as trained ones have them: normal, with scales that are log-normal.
+
+    Args:
+        n_rows: rows.
+        n_columns: columns.
+        device: where they are made.
+        seed: of the random numbers.
+
+    Returns:
+        BF16, n_rows x n_columns.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    scales = torch.randn(n_rows, 1, generator=generator, device=device).mul_(0.4).exp_()
+    weight = torch.empty(n_rows, n_columns, dtype=torch.bfloat16, device=device)
+    for start in range(0, n_rows, _BLOCK_ROWS):
+        stop = min(start + _BLOCK_ROWS, n_rows)
+        part = torch.randn(stop - start, n_columns, generator=generator, device=device)
+        weight[start:stop] = part * (0.02 * scales[start:stop])
+    return weight
+
+
+def pack_on(weight: torch.Tensor, form: WeightFormat, *, threads: int = 8) -> WeightTensors:
+    """A weight, packed by the host, on the device where it was.
+
+    Args:
+        weight: BF16, n_rows x n_columns.
+        form: the format.
+        threads: of the host.
+    """
+    bits = weight.contiguous().view(torch.int16).cpu().view(torch.uint16).numpy()
+    arrays = pack(bits, form, threads=threads)
+    return WeightTensors(*(torch.from_numpy(array).to(weight.device) for array in arrays))
+
+
+def tuned_before(
+    key: Key, device: torch.device, folder: str | PathLike[str] | None = None
+) -> dict[int, Measured]:
+    """What the cache has of a matrix.
+
+    Args:
+        key: the matrix.
+        device: the GPU.
+        folder: of the cache; None for the usual one.
+    """
+    identity = identify(device)
+    return load_cache(cache_path(identity.device, folder), identity).get(key, {})
+
+
+def missing_buckets(before: dict[int, Measured], buckets: Iterable[int] = BUCKETS) -> list[int]:
+    """Numbers of tokens that were not tuned."""
+    return [n for n in buckets if n not in before]
+
+
+def order_in(before: dict[int, Measured]) -> MatmulConfig | None:
+    """A division with the order of sums that was found before, which is to be kept."""
+    configs = (row.choice.config for row in before.values() if row.choice.strategy is _FUSED)
+    return next((config for config in configs if isinstance(config, MatmulConfig)), None)
+
+
+_FUSED = Strategy.FUSED
+
+
+def tune_on_gpu(
+    n_rows: int,
+    n_columns: int,
+    form: WeightFormat,
+    device: torch.device,
+    *,
+    folder: str | PathLike[str] | None = None,
+    again: bool = False,
+    search: Search | None = None,
+) -> dict[int, Measured]:
+    """Measures what was not measured before, writes it to the cache, and uses it from now on.
+
+    Args:
+        n_rows: rows of the matrix.
+        n_columns: its columns.
+        form: its format.
+        device: the GPU.
+        folder: of the cache; None for the usual one.
+        again: measure what was measured before, too.
+        search: limits of the search.
+
+    Returns:
+        For each number of tokens what is best, old figures and new.
+
+    Raises:
+        OSError: the cache cannot be written.
+        MemoryError: the copies of the matrix do not fit in the GPU's memory.
+    """
+    key = Key(n_rows, n_columns, form.name)
+    before = {} if again else tuned_before(key, device, folder)
+    missing = missing_buckets(before)
+    if not missing:
+        return before
+    try:
+        weights = pack_on(random_weight(n_rows, n_columns, device), form)
+        timer = ProductTimer(weights, form, n_columns)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"copies of {n_rows} x {n_columns} do not fit on the GPU") from error
+    model = describe_device(device)
+    found = tune(
+        n_rows, n_columns, form, model, timer,
+        buckets=missing, order=order_in(before), search=search,
+    )  # fmt: skip
+    found = {n: Measured(row.choice, row.seconds, timer.plain(n)) for n, row in found.items()}
+    both = before | found
+    if found:
+        identity = identify(device)
+        update_cache(cache_path(identity.device, folder), identity, {key: both})
+        forget_choices()
+    return both
