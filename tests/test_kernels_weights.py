@@ -201,6 +201,22 @@ def test_a_token_does_not_depend_on_its_batch(form: WeightFormat) -> None:
 
 
 @FORMATS
+def test_sums_do_not_depend_on_the_block_of_rows(form: WeightFormat) -> None:
+    """Where exceptions are many: they are shared out by their place in the whole weight."""
+    elements = MATRICES["specials"]().copy()
+    elements[(elements & 0x7F80) >= 0x7F00] = 0x5A33
+    elements = np.tile(elements, (8, 1))
+    weights, x = pack(elements, form), tokens(3, elements.shape[1])
+    divisions = [MatmulConfig(rows, 8, 32, 4, 2, 2) for rows in (16, 32, 128)]
+    products = [
+        bits(multiply_weights(x, weights, form, elements.shape[1], config=division))
+        for division in divisions
+    ]
+    for product in products[1:]:
+        np.testing.assert_array_equal(product, products[0])
+
+
+@FORMATS
 def test_default_divisions_keep_the_order_of_sums(form: WeightFormat) -> None:
     for n_rows, n_columns in [(1024, 4096), (4096, 14336), (28672, 4096), (128256, 8192), (7, 9)]:
         configs = [default_config(n_rows, n_columns, n, form) for n in (1, 8, 16, 32, 200)]

@@ -98,7 +98,7 @@ _ORDER_FIELDS: dict[str, tuple[int, ...]] = {
     "n_splits": (1, 2, 4, 8),
 }
 _FREE_FIELDS: dict[str, tuple[int, ...]] = {
-    "block_rows": (16, 32, 64),
+    "block_rows": (16, 32, 64, 128),
     "n_stages": (2, 3, 4, 5),
 }
 _MANY_FIELDS: dict[str, tuple[int, ...]] = {

@@ -26,7 +26,6 @@ from triton import language as tl
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.launch import choose_dialect, device_of, require_tensor
 from packhorse.kernels.weights import (
-    load_exceptions,
     power_of_two,
     require_weights,
     round_to_bf16,
@@ -96,27 +95,48 @@ def _add_exceptions(
     x_ptr,
     starts_ptr,
     exceptions_ptr,
+    first_row,
     rows,  # 1 x BLOCK_ROWS x 1, int64
     tokens,  # 1 x 1 x BLOCK_TOKENS, int64
     mask_tokens,
     holes,  # 1 x BLOCK_ROWS x 1, FP32: what stands where an exception was
     part,  # PARTS x 1 x 1, of N_PARTS in all programs
+    n_rows,
     n_columns,
+    BLOCK_ROWS: tl.constexpr,
     N_PARTS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    HOLES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Each part adds every `N_PARTS`-th exception of its rows."""
+    """Adds the products of exceptions: a small matrix with a column for each of them, times the
+    tokens' columns that they belong to. Parts take them in turns, counted from the first of the
+    whole weight, so that the order of sums does not depend on the block of rows."""
+    BLOCK: tl.constexpr = 16
     starts = tl.load(starts_ptr + rows)
-    n_exceptions = tl.load(starts_ptr + rows + 1) - starts
-    most = tl.max(tl.max(n_exceptions, 1))
-    for start in tl.range(0, most, N_PARTS, loop_unroll_factor=UNROLL):
-        number = start + part
-        mask = number < n_exceptions
-        columns, values = load_exceptions(exceptions_ptr, starts.to(tl.int64) + number, mask)
-        values = tl.where(mask, values - holes, 0.0)
-        x = tl.load(x_ptr + tokens * n_columns + columns, mask=mask & mask_tokens, other=0.0)
-        total += values * widen(x, UPCAST)
+    ends = tl.load(starts_ptr + rows + 1)
+    begin = tl.load(starts_ptr + first_row)
+    end = tl.load(starts_ptr + tl.minimum(first_row + BLOCK_ROWS, n_rows))
+    within = tl.arange(0, BLOCK)
+    for turn in range(begin // (N_PARTS * BLOCK), tl.cdiv(end, N_PARTS * BLOCK)):
+        number = (turn * N_PARTS + part) * BLOCK
+        number_w = number + within[None, None, :]
+        number_x = number + within[None, :, None]
+        mask_x = (number_x >= begin) & (number_x < end)
+        entries_w = tl.load(exceptions_ptr + number_w.to(tl.int64), mask=number_w < end, other=0)
+        entries_x = tl.load(exceptions_ptr + number_x.to(tl.int64), mask=mask_x, other=0)
+        x_tile = tl.load(
+            x_ptr + tokens * n_columns + (entries_x & 0xFFFF), mask=mask_x & mask_tokens, other=0.0
+        )
+        of_row = (number_w >= starts) & (number_w < ends)
+        values = ((entries_w >> 16) & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        w_tile = tl.where(of_row, values, 0.0).to(tl.bfloat16)
+        if UPCAST:
+            x_tile = widen(x_tile, True)
+            w_tile = widen(w_tile, True)
+        total = tl.dot(w_tile, x_tile, total)
+        if HOLES:
+            hole_tile = tl.where(of_row, -holes, 0.0).to(x_tile.dtype)
+            total = tl.dot(hole_tile, x_tile, total)
     return total
 
 
@@ -206,8 +226,9 @@ def multiply_weights_kernel(
         holes = power_of_two(first.to(tl.int32) - 127)
     total = scale_rows(total, first, BITS)
     total = _add_exceptions(
-        total, x_ptr, starts_ptr, exceptions_ptr, rows, tokens, mask_tokens, holes,
-        split * PARTS + part, n_columns, SPLITS * PARTS, UNROLL=32 // BLOCK_TOKENS, UPCAST=UPCAST,
+        total, x_ptr, starts_ptr, exceptions_ptr, row_block * BLOCK_ROWS, rows, tokens, mask_tokens,
+        holes, split * PARTS + part, n_rows, n_columns, BLOCK_ROWS, SPLITS * PARTS, BITS == 11,
+        UPCAST,
     )  # fmt: skip
     y = tl.sum(total, 0, keep_dims=True)
     if HAS_BIAS and split == 0:
@@ -251,8 +272,12 @@ def default_config(
     n_splits = 1
     while n_blocks * n_splits * 2 <= n_processors * 2 and n_turns >= 4 * n_splits:
         n_splits *= 2
-    n_stages = 4 if form is W12 else 3  # W11 takes more shared memory
-    return MatmulConfig(32, block_tokens, block_steps, n_warps, n_splits, n_stages)
+    # More rows to a block where every block reads many tokens again; fewer stages where registers
+    # or shared memory would not do.
+    block_rows, n_stages = {8: (32, 4), 16: (64, 4), 32: (64, 2)}[block_tokens]
+    if form is not W12:
+        block_rows, n_stages = 32, 3
+    return MatmulConfig(block_rows, block_tokens, block_steps, n_warps, n_splits, n_stages)
 
 
 def multiply_weights(

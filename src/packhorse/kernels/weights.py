@@ -19,7 +19,6 @@ from packhorse.layout import WeightFormat
 __all__ = [
     "decode_weights",
     "decode_weights_kernel",
-    "load_exceptions",
     "power_of_two",
     "require_weights",
     "round_to_bf16",
@@ -131,14 +130,6 @@ def widen(values, UPCAST: tl.constexpr):
         return values.to(tl.float32)
     bits = values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
     return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def load_exceptions(exceptions_ptr, index, mask):
-    """Columns, and elements as FP32, of exceptions by their index; where there is none, 0 and 0."""
-    entries = tl.load(exceptions_ptr + index, mask=mask, other=0)
-    values = (entries & -65536).to(tl.float32, bitcast=True)
-    return entries & 0xFFFF, values
 
 
 @triton.jit
