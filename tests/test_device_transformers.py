@@ -285,6 +285,21 @@ def test_folders_of_packed_files(folders: Callable[[str], Path], tmp_path: Path)
         load_packed_model(source)
 
 
+def test_an_index_that_is_not_kept_is_refused(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """transformers would start what is missing with random numbers."""
+    pack_folder(folders("Llama"), tmp_path / "files")
+    (index,) = (tmp_path / "files").glob("*.index.json")
+    document = json.loads(index.read_text())
+    name = next(iter(document["weight_map"]))
+    document["weight_map"]["more"] = document["weight_map"][name]
+    for weights, message in ((document["weight_map"], "no file has 'more'"), ({}, "no tensor")):
+        index.write_text(json.dumps(document | {"weight_map": weights}))
+        with pytest.raises(CorruptionError, match=message):
+            load_packed_model(tmp_path / "files")
+
+
 # Wrong input.
 
 

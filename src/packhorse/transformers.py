@@ -370,19 +370,23 @@ def load_packed_model(
     Raises:
         FileNotFoundError: there is no packed model in the folder.
         ValueError: config.json names no class of transformers.
-        CorruptionError, CompatibilityError: of a packed file.
+        CorruptionError, CompatibilityError: of a packed file, or of the index.
         OSError: as `from_pretrained`.
 
     Example:
         >>> load_packed_model("model.ph", quantization_config=PackhorseConfig())  # doctest: +SKIP
     """
     place = Path(folder)
-    files = _packed_shards(place)
+    files, promised = _packed_shards(place)
     config = options.pop("config", None) or _hf.AutoConfig.from_pretrained(place)
     model_class = model_class or _named_class(config)
     with ExitStack() as stack:
         opened = [stack.enter_context(open_file(file, framework="pt")) for file in files]
         slices = {name: file.get_slice(name) for file in opened for name in file}
+        # transformers would start what is missing with random numbers.
+        for name in promised:
+            if name not in slices:
+                raise CorruptionError(f"{place}: no file has {name!r}, which the index names")
         model = model_class.from_pretrained(None, config=config, state_dict=slices, **options)
     if model.can_generate() and (place / "generation_config.json").exists():
         model.generation_config = _hf.GenerationConfig.from_pretrained(place)
@@ -401,13 +405,16 @@ def _named_class(config: Any) -> Any:
     )
 
 
-def _packed_shards(folder: Path) -> list[Path]:
-    """The packed files of a model, as its index names them."""
+def _packed_shards(folder: Path) -> tuple[list[Path], list[str]]:
+    """The packed files of a model, as its index names them, and the tensors that it promises."""
     index = folder / f"model{INDEX_SUFFIX}"
-    names = {f"model{FILE_SUFFIX}"}
+    names, promised = {f"model{FILE_SUFFIX}"}, []
     if index.exists():
         document = parse_json(index.read_bytes(), label=str(index))
-        names = set(weight_map(document, str(index)).values())
+        files = weight_map(document, str(index))
+        names, promised = set(files.values()), list(files)
+        if not names:
+            raise CorruptionError(f"{index}: names no tensor; pack the model again")
     for name in sorted(names):
         is_name = name.endswith(FILE_SUFFIX) and name == os.path.basename(name)
         if not is_name or not (folder / name).is_file():
@@ -415,4 +422,4 @@ def _packed_shards(folder: Path) -> list[Path]:
                 f"{folder}: no packed model is there: {name} is no packed file; give the "
                 "folder that `packhorse pack` has written, or use from_pretrained for a plain one"
             )
-    return sorted(folder / name for name in names)
+    return sorted(folder / name for name in names), promised

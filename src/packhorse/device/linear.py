@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from packhorse.device import operators
 from packhorse.device.packing import empty_weight, join_arrays, pack_weight
-from packhorse.device.weights import PackedWeight
+from packhorse.device.weights import PackedWeight, is_transformed, obey_autocast
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WeightFormat
 
@@ -105,19 +105,19 @@ class PackedLinear(nn.Linear):
             ValueError: it has another last dimension, or is on another device.
         """
         weight = self.weight
-        device_type = input.device.type
-        if not input.is_meta and torch.is_autocast_enabled(device_type):
-            input = input.to(torch.get_autocast_dtype(device_type))
+        input, bias = obey_autocast(input, self.bias)
         if torch.compiler.is_compiling() or not self._runs_eagerly(input):
-            return nn.functional.linear(input, weight, self.bias)
+            return nn.functional.linear(input, weight, bias)
         # PyTorch's dispatcher would cost as much as the kernel of a small layer.
         assert isinstance(weight, PackedWeight)
-        return operators.multiply(input, weight.arrays, self.bias, weight.form, weight.shape[1])
+        return operators.multiply(input, weight.arrays, bias, weight.form, weight.shape[1])
 
     def _runs_eagerly(self, x: Tensor) -> bool:
         """Whether nothing watches the operators that run: gradients, tracing, modes."""
         bias = self.bias
         if type(x) is not Tensor or x.is_meta or not isinstance(self.weight, PackedWeight):
+            return False
+        if is_transformed():
             return False
         if torch.is_grad_enabled() and (
             x.requires_grad
@@ -148,8 +148,8 @@ def hold_packed(module: nn.Module, weight: PackedWeight | Parameter) -> None:
     if not isinstance(weight, Parameter):
         weight = Parameter(weight, requires_grad=False)
     module.weight = weight
-    if isinstance(module, nn.Embedding) and isinstance(weight, PackedWeight):
-        weight.prepare_gather()
+    if isinstance(weight, PackedWeight):
+        _prepared(module, weight)
     if _write_arrays not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_write_arrays)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(_read_arrays)  # type: ignore[no-untyped-call]
@@ -190,7 +190,7 @@ def _read_arrays(
     if joined is not None:
         for field in WeightTensors._fields:
             del state[f"{name}.{field}"]
-        state[name] = joined
+        state[name] = _prepared(module, joined)
     if not isinstance(current, PackedWeight):
         return
     given = state.get(name)
@@ -202,4 +202,11 @@ def _read_arrays(
         torch.bfloat16,
         current.shape,
     ):
-        state[name] = pack_weight(given, current.form)
+        state[name] = _prepared(module, pack_weight(given, current.form))
+
+
+def _prepared(module: nn.Module, weight: PackedWeight) -> PackedWeight:
+    """For look-ups, if that is what the module does."""
+    if isinstance(module, nn.Embedding):
+        weight.prepare_gather()
+    return weight

@@ -5,7 +5,7 @@ the peak is the model and one layer. Modules stay the objects that they are, wit
 their places in the model; a linear layer becomes a `PackedLinear` by its class alone.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -109,7 +109,7 @@ def pack_model_(
     """
     form = None if fmt == "auto" else resolve_form(fmt)
     choice = WeightChoice(model, skip=skip, embeddings=embeddings, lm_head=lm_head)
-    total = _nbytes_of(model)
+    total = sum(map(_held_nbytes, _tensors_of(model)))
     packed, left = [], []
     for group in _groups(model):
         nbytes = group.weight.nbytes
@@ -199,7 +199,9 @@ def report_model(
             what = "not the weight of a layer" if is_matrix else f"{parameter.dim()} dimensions"
             reason = f"{what}; only matrices of layers are packed"
             left.append(_report_left(name, parameter, reason))
-    return PackReport(tuple(packed), tuple(left), _nbytes_of(model))
+    # As if none was packed.
+    total = sum(tensor.nbytes for tensor in _tensors_of(model))
+    return PackReport(tuple(packed), tuple(left), total)
 
 
 def _report_packed(group: _Group, weight: PackedWeight) -> WeightReport:
@@ -209,7 +211,7 @@ def _report_packed(group: _Group, weight: PackedWeight) -> WeightReport:
 
 def _report_left(name: str, weight: Tensor, reason: str) -> LeftWeight:
     dtype = str(weight.dtype).removeprefix("torch.")
-    return LeftWeight(name, tuple(weight.shape), dtype, weight.nbytes, reason)
+    return LeftWeight(name, tuple(weight.shape), dtype, _held_nbytes(weight), reason)
 
 
 def _replace(group: _Group, parameter: Any) -> None:
@@ -219,11 +221,14 @@ def _replace(group: _Group, parameter: Any) -> None:
         hold_packed(module, parameter)
 
 
-def _nbytes_of(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, shared ones once, as if none was packed."""
-    return sum(
-        tensor.nbytes for tensors in (model.parameters(), model.buffers()) for tensor in tensors
-    )
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """All parameters and buffers, shared ones once."""
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _held_nbytes(tensor: Tensor) -> int:
+    return tensor.packed_nbytes if isinstance(tensor, PackedWeight) else tensor.nbytes
 
 
 class WeightChoice:
@@ -242,6 +247,9 @@ class WeightChoice:
     def __init__(self, model: nn.Module, *, skip: Skip, embeddings: bool, lm_head: bool) -> None:
         self._model = model
         self._skips = skip if callable(skip) else _matcher(model, skip)
+        self._names: dict[int, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._names.setdefault(id(module), []).append(name)
         self._embeddings = embeddings
         self._lm_head = lm_head
         self._outputs = _output_layers(model)
@@ -268,15 +276,15 @@ class WeightChoice:
         return self._why_excluded(group) or self._why_weight_left(group.weight)
 
     def _why_excluded(self, group: _Group) -> str | None:
-        for name, module in group.modules.items():
-            reason = self._why_module_left(name, module)
+        for module in group.modules.values():
+            reason = self._why_module_left(module)
             if reason is not None:
                 return reason
         if self._holders[id(group.weight)] > len(group.modules):
             return "shared with a parameter of another kind"
         return self._why_unwanted(group)
 
-    def _why_module_left(self, name: str, module: nn.Module) -> str | None:
+    def _why_module_left(self, module: nn.Module) -> str | None:
         if isinstance(module.weight, PackedWeight):
             return "is packed already"
         if isinstance(module, nn.Embedding):
@@ -286,7 +294,8 @@ class WeightChoice:
             is_linear = isinstance(module, nn.Linear)
             what = "a subclass of" if is_linear else "no"
             return f"{type(module).__name__} is {what} torch.nn.Linear"
-        return "skipped" if self._skips(name, module) else None
+        names = self._names[id(module)]
+        return "skipped" if any(self._skips(name, module) for name in names) else None
 
     def _why_unwanted(self, group: _Group) -> str | None:
         modules = group.modules.values()

@@ -35,9 +35,9 @@ __all__ = [
     "unpack_rows",
 ]
 
-TILE_NBYTES = (
-    16 << 20
-)  # decoded weights of a multiplication in host memory, for each calling thread
+# Decoded weights of a multiplication in host memory, for each calling thread: what stays in a cache
+# until it is multiplied.
+TILE_NBYTES = 4 << 20
 # PyTorch's product of a tile is that of the whole matrix to the bit from some 64 rows on: below,
 # another kernel may be chosen.
 _TILE_ALIGNMENT = 64
@@ -192,7 +192,7 @@ def multiply(
 
     Raises:
         TypeError: x or the bias is not BF16.
-        ValueError: x is on another device, or its last dimension is another.
+        ValueError: x or the bias is on another device, or of another shape.
     """
     check_operands(x, arrays, bias, n_columns)
     if not x.numel() or not arrays.n_rows:
@@ -220,8 +220,19 @@ def check_operands(x: Tensor, arrays: WeightTensors, bias: Tensor | None, n_colu
         )
     if x.device != arrays.device:
         raise ValueError(f"the input is on {x.device}, the packed weight on {arrays.device}")
-    if bias is not None and bias.dtype != torch.bfloat16:
+    if bias is not None:
+        _check_bias(bias, arrays)
+
+
+def _check_bias(bias: Tensor, arrays: WeightTensors) -> None:
+    if bias.dtype != torch.bfloat16:
         raise TypeError(f"the bias of a packed layer is {bias.dtype}; it must be torch.bfloat16")
+    if bias.dim() != 1 or bias.shape[0] != arrays.n_rows:
+        raise ValueError(
+            f"the bias of a packed layer has shape {list(bias.shape)}; it must be [{arrays.n_rows}]"
+        )
+    if bias.device != arrays.device:
+        raise ValueError(f"the bias is on {bias.device}, the packed weight on {arrays.device}")
 
 
 def _empty_product(x: Tensor, n_rows: int) -> Tensor:
@@ -263,11 +274,13 @@ def _multiply_in_tiles(
     tile_nbytes: int,
 ) -> Tensor:
     n_rows = arrays.n_rows
-    step = min(n_tile_rows(n_columns, tile_nbytes), n_rows)
-    scratch = _scratch(step * n_columns, x.device)
-    y = None if step == n_rows else _empty_product(x, n_rows)
-    for start in range(0, n_rows, step):
-        stop = min(start + step, n_rows)
+    step = n_tile_rows(n_columns, tile_nbytes)
+    # A rest of fewer rows than the alignment goes with the tile before it.
+    stops = [*range(step, n_rows - _TILE_ALIGNMENT + 1, step), n_rows]
+    starts = [0, *stops[:-1]]
+    scratch = _scratch(max(n_rows - starts[-1], stops[0]) * n_columns, x.device)
+    y = None if len(stops) == 1 else _empty_product(x, n_rows)
+    for start, stop in zip(starts, stops, strict=True):
         tile = scratch[: (stop - start) * n_columns].view(stop - start, n_columns)
         unpack_rows(arrays, form, tile, start)
         part = F.linear(x, tile, None if bias is None else bias[start:stop])
@@ -284,7 +297,8 @@ def _scratch(numel: int, device: torch.device) -> Tensor:
         return torch.empty(numel, dtype=torch.bfloat16, device=device)
     held: Tensor | None = getattr(_SCRATCH, "tile", None)
     if held is None or held.numel() < numel:
-        held = _SCRATCH.tile = torch.empty(numel, dtype=torch.bfloat16)
+        # Not where `with torch.device(...)` or set_default_device would put it.
+        held = _SCRATCH.tile = torch.empty(numel, dtype=torch.bfloat16, device=device)
     return held
 
 

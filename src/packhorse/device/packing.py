@@ -196,7 +196,7 @@ def check_arrays(arrays: WeightTensors, form: WeightFormat, n_columns: int, *, n
 
     Raises:
         CorruptionError: a rule is broken.
-        ValueError: they are on several devices.
+        ValueError: they are on several devices, or not contiguous.
     """
     devices = {array.device for array in arrays}
     if len(devices) > 1:
@@ -207,7 +207,10 @@ def check_arrays(arrays: WeightTensors, form: WeightFormat, n_columns: int, *, n
         for field, array in zip(WeightTensors._fields, arrays, strict=True):
             if array.dtype not in (torch.uint8, torch.int32):
                 raise CorruptionError(f"packed weight: {field} has dtype {array.dtype}")
-        on_host = (array.detach().cpu().contiguous().numpy() for array in arrays)
+            # Kernels read them as they lie.
+            if not array.is_contiguous():
+                raise ValueError(f"{name}: {field} is not contiguous; take its contiguous()")
+        on_host = (array.detach().cpu().numpy() for array in arrays)
         weights.check(weights.WeightArrays(*on_host), form, n_columns)
 
 
@@ -223,7 +226,8 @@ def join_arrays(state: Mapping[str, Any], name: str, n_columns: int) -> PackedWe
         The weight, around the tensors of the state; None if there is none of its arrays.
 
     Raises:
-        CorruptionError: some arrays are missing, or they break a rule of the format.
+        CorruptionError: some arrays are missing, they break a rule of the format, or there is a
+            plain weight beside them.
     """
     keys = {field: f"{name}.{field}" for field in WeightTensors._fields}
     missing = [field for field, key in keys.items() if key not in state]
@@ -231,9 +235,13 @@ def join_arrays(state: Mapping[str, Any], name: str, n_columns: int) -> PackedWe
         return None
     if missing:
         raise CorruptionError(f"{name}: packed weight: {', '.join(missing)} is missing")
+    if name in state:
+        raise CorruptionError(f"{name}: is there packed and plain; take one of them out")
     for key in keys.values():
         if not isinstance(state[key], Tensor):
             raise CorruptionError(f"{key} is no tensor, but {type(state[key]).__name__}")
+        if state[key].layout != torch.strided:
+            raise CorruptionError(f"{key} is no plain tensor, but {state[key].layout}")
     arrays = WeightTensors(*(array.contiguous() for array in map(state.__getitem__, keys.values())))
     form = form_of(arrays)
     if form is None:

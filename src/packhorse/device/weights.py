@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
@@ -27,7 +28,7 @@ from packhorse.device import operators
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WEIGHT_FORMATS, WeightFormat
 
-__all__ = ["PackedWeight", "resolve_form"]
+__all__ = ["PackedWeight", "is_transformed", "obey_autocast", "resolve_form"]
 
 _aten = torch.ops.aten
 
@@ -155,7 +156,13 @@ class PackedWeight(Tensor):
 
         Returns:
             BF16, the dimensions of `rows`, and n_columns.
+
+        Raises:
+            TypeError: `rows` has another dtype.
+            IndexError: there is no such row; on a GPU, what PyTorch's own look-up does then.
         """
+        if rows.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"rows are {rows.dtype}; they must be torch.int32 or torch.int64")
         held = self._held
         most = held.max_row_exceptions
         if most is None:
@@ -185,6 +192,11 @@ class PackedWeight(Tensor):
             raise TypeError(
                 f"a packed weight, {own}, cannot become {found}; take the plain weight back first, "
                 "with unpack_model_"
+            )
+        if value.shape != self.shape:
+            raise ValueError(
+                f"a packed weight of shape {list(self.shape)} cannot become {list(value.shape)}; "
+                "assign another parameter to the module instead"
             )
         with torch.no_grad():
             self.copy_(value)
@@ -245,7 +257,7 @@ class PackedWeight(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is F.linear:
-            return torch.ops.packhorse.linear(*args, **(kwargs or {}))
+            return _multiply(*args, **(kwargs or {}))
         if func is F.embedding:
             return _embedding(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
@@ -269,11 +281,45 @@ def _rebuild(
 ) -> PackedWeight:
     from packhorse.device.packing import check_arrays
 
-    check_arrays(WeightTensors(*arrays), resolve_form(form), n_columns, name="pickle")
-    weight = PackedWeight(WeightTensors(*arrays), form, n_columns)
+    checked = WeightTensors(*(array.contiguous() for array in arrays))
+    check_arrays(checked, resolve_form(form), n_columns, name="pickle")
+    weight = PackedWeight(checked, form, n_columns)
     if gathers:
         weight.prepare_gather()
     return Parameter(weight, requires_grad=False) if is_parameter else weight  # type: ignore[return-value]
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` or forward-mode differentiation watches what runs: they
+    do not see through operators of our own."""
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
+
+
+def obey_autocast(input: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Operands of a product as `torch.autocast` has them, which converts all floats but FP64."""
+    device_type = input.device.type
+    if input.is_meta or not torch.is_autocast_enabled(device_type):
+        return input, bias
+    dtype = torch.get_autocast_dtype(device_type)
+
+    def convert(operand: Tensor) -> Tensor:
+        converts = operand.is_floating_point() and operand.dtype != torch.float64
+        return operand.to(dtype) if converts else operand
+
+    return convert(input), None if bias is None else convert(bias)
+
+
+def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`; under a transform, with the decoded matrix."""
+    input, bias = obey_autocast(input, bias)
+    if isinstance(weight, PackedWeight) and is_transformed():
+        with torch._C._DisableFuncTorch():
+            plain = weight.unpack()
+        return F.linear(input, plain, bias)
+    product: Tensor = torch.ops.packhorse.linear(input, weight, bias)
+    return product
 
 
 def _embedding(
@@ -291,6 +337,8 @@ def _embedding(
             "max_norm changes the weight at each look-up; a packed weight is frozen: take the "
             "plain one back with unpack_model_"
         )
+    if isinstance(weight, PackedWeight) and is_transformed():
+        return weight.gather_rows(input)
     found: Tensor = torch.ops.packhorse.embedding(input, weight)
     return found
 
@@ -321,10 +369,12 @@ def _keep_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
     (weight,) = ctx.saved_tensors
-    to_input = grad @ weight.unpack() if ctx.needs_input_grad[0] else None
+    # Hooks on what is saved, such as save_on_cpu, may give back the plain matrix.
+    plain = weight.unpack if isinstance(weight, PackedWeight) else lambda: weight
+    to_input = grad @ plain() if ctx.needs_input_grad[0] else None
     # PyTorch leaves out what has its default.
     needs_bias = len(ctx.needs_input_grad) > 2 and ctx.needs_input_grad[2]
-    return to_input, None, grad.flatten(0, -2).sum(0) if needs_bias else None
+    return to_input, None, grad[None].flatten(0, -2).sum(0) if needs_bias else None
 
 
 _linear.register_autograd(_linear_backward, setup_context=_keep_weight)
@@ -412,7 +462,9 @@ def _assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     moved = WeightTensors(*(array.to(target.device, copy=True) for array in source.arrays))
     held = target._held
     held.arrays, held.form = moved, source.form
-    if held.max_row_exceptions is not None:
+    was_prepared = held.max_row_exceptions is not None
+    held.max_row_exceptions = source._held.max_row_exceptions
+    if was_prepared and held.max_row_exceptions is None:
         target.prepare_gather()
     return target
 
