@@ -179,10 +179,12 @@ def require(holds: bool, what: str) -> None:
 def with_twin(call: Callable[[], Any]) -> Any:
     """A call whose kernels use no assembly."""
     modules = (weights_module, matmul_module, many_module)
-    before = choose_dialect()
-    plain = Dialect(**(before._asdict() | {"assembly": False}))
+
+    def choose_plain(device: torch.device) -> Dialect:
+        return choose_dialect(device)._replace(assembly=False)
+
     for module in modules:
-        module.choose_dialect = lambda: plain
+        module.choose_dialect = choose_plain
     try:
         return call()
     finally:

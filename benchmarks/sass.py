@@ -31,6 +31,7 @@ from packhorse.kernels.weights import decode_weights_kernel
 from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
 
 ARCHITECTURES = (90, 80)
+SHARED_NBYTES = {90: 227 << 10, 80: 163 << 10}  # of a program, by NVIDIA's tables
 WARP = 32
 TENSOR_OPS = ("HMMA", "HGMMA")
 # What runs on the pipe of integers and logic, at half the rate of the others.
@@ -207,17 +208,20 @@ def count_decode(form: WeightFormat, architecture: int) -> Count:
 def counts(*, brief: bool) -> Iterator[Count]:
     """All of them; if brief, for older GPUs a few only."""
     for architecture in ARCHITECTURES:
+        shared = SHARED_NBYTES[architecture]
         for form in WEIGHT_FORMATS.values():
             sizes = (8, 16, 32) if form is W12 else (8, 16)
             for n in sizes[:1] if brief and architecture < 90 else sizes:
-                yield count_matmul(form, default_config(14336, 4096, n, form), architecture)
+                config = default_config(14336, 4096, n, form, shared_nbytes=shared)
+                yield count_matmul(form, config, architecture)
             if not brief or architecture == 90:
                 yield count_decode(form, architecture)
         for n in (64,) if brief and architecture < 90 else (64, 128):
-            yield count_many(default_many_config(14336, 4096, n), architecture)
+            config = default_many_config(14336, 4096, n, shared_nbytes=shared)
+            yield count_many(config, architecture)
         if not brief or architecture == 90:
             for form in WEIGHT_FORMATS.values():
-                config = default_config(14336, 4096, 8, form)
+                config = default_config(14336, 4096, 8, form, shared_nbytes=shared)
                 yield count_matmul(form, config, architecture, even=False)
 
 

@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 
+from packhorse.kernels.matmul import default_config, shared_nbytes_of
+from packhorse.kernels.matmul_many import default_many_config, many_shared_nbytes
+from packhorse.layout import WEIGHT_FORMATS
+
 TOOL = Path(__file__).parent.parent / "benchmarks" / "sass.py"
 LIMITS = {
     "W12 N=8": 3.2,
@@ -52,6 +56,22 @@ def test_nothing_spills_and_all_fits(counts: list[dict[str, Any]]) -> None:
     for row in counts:
         assert row["spills"] == 0, row
         assert row["shared_nbytes"] <= SHARED_NBYTES[row["architecture"]], row
+
+
+def test_products_take_the_shared_memory_that_is_expected(counts: list[dict[str, Any]]) -> None:
+    """Or launches would fail where the divisions were thought to fit."""
+    for row in counts:
+        name, n = row["kernel"].split()[0], row["kernel"].split()[1].removeprefix("N=")
+        limit = SHARED_NBYTES[row["architecture"]]
+        if n == "decode":
+            continue
+        if int(n) <= 32:
+            form = WEIGHT_FORMATS[name]
+            config = default_config(14336, 4096, int(n), form, shared_nbytes=limit)
+            assert row["shared_nbytes"] == shared_nbytes_of(config, form), row
+        else:
+            many = default_many_config(14336, 4096, int(n), shared_nbytes=limit)
+            assert row["shared_nbytes"] <= many_shared_nbytes(many), row
 
 
 def test_products_use_the_tensor_cores(counts: list[dict[str, Any]]) -> None:

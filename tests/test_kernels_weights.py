@@ -2,6 +2,7 @@
 GPU, with TRITON_INTERPRET=0)."""
 
 import dataclasses
+import gc
 import math
 
 import numpy as np
@@ -11,10 +12,22 @@ import triton
 from numpy.typing import NDArray
 from weight_samples import MATRICES, model_rows
 
+from packhorse.kernels import weights as weights_module
 from packhorse.kernels.arrays import WeightTensors
-from packhorse.kernels.matmul import MatmulConfig, default_config, multiply_weights
-from packhorse.kernels.matmul_many import ManyConfig, default_many_config, multiply_many
-from packhorse.kernels.weights import decode_weights
+from packhorse.kernels.launch import MIN_SHARED_NBYTES
+from packhorse.kernels.matmul import (
+    MatmulConfig,
+    default_config,
+    multiply_weights,
+    shared_nbytes_of,
+)
+from packhorse.kernels.matmul_many import (
+    ManyConfig,
+    default_many_config,
+    many_shared_nbytes,
+    multiply_many,
+)
+from packhorse.kernels.weights import decode_weights, require_weights
 from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 from packhorse.reference.weights import encode_weights
 
@@ -217,10 +230,24 @@ def test_sums_do_not_depend_on_the_block_of_rows(form: WeightFormat) -> None:
 
 
 @FORMATS
-def test_default_divisions_keep_the_order_of_sums(form: WeightFormat) -> None:
+@pytest.mark.parametrize("shared_nbytes", [MIN_SHARED_NBYTES, 163 << 10, 227 << 10])
+def test_default_divisions_keep_the_order_of_sums_and_fit(
+    shared_nbytes: int, form: WeightFormat
+) -> None:
     for n_rows, n_columns in [(1024, 4096), (4096, 14336), (28672, 4096), (128256, 8192), (7, 9)]:
-        configs = [default_config(n_rows, n_columns, n, form) for n in (1, 8, 16, 32, 200)]
+        configs = [
+            default_config(n_rows, n_columns, n, form, shared_nbytes=shared_nbytes)
+            for n in (1, 8, 16, 32, 200)
+        ]
         assert len({(c.block_steps, c.n_warps, c.n_splits) for c in configs}) == 1
+        assert max(shared_nbytes_of(c, form) for c in configs) <= shared_nbytes
+
+
+@pytest.mark.parametrize("n_tokens", [16, 64, 128, 300])
+def test_default_divisions_for_many_tokens_fit(n_tokens: int) -> None:
+    for shared_nbytes in (MIN_SHARED_NBYTES, 163 << 10, 227 << 10):
+        config = default_many_config(14336, 4096, n_tokens, shared_nbytes=shared_nbytes)
+        assert many_shared_nbytes(config) <= shared_nbytes
 
 
 def test_nothing_is_multiplied_by_nothing() -> None:
@@ -231,6 +258,26 @@ def test_nothing_is_multiplied_by_nothing() -> None:
 
 
 # What is refused.
+
+
+def test_checks_are_for_once_and_for_these_arrays_only() -> None:
+    weights = pack(model_rows(4, 40), W12)
+    kept = weights_module._CHECKED
+    n_known = len(kept)
+    require_weights(weights, W12, 40)
+    require_weights(weights, W12, 40)
+    assert len(kept) == n_known + 1
+    for name in weights._fields[1:]:  # the low bytes are known, the other is not
+        shorter = weights._replace(**{name: getattr(weights, name)[:0, None]})
+        with pytest.raises(ValueError, match="has shape"):
+            require_weights(shorter, W12, 40)
+    with pytest.raises(ValueError, match="low_bytes has shape"):
+        require_weights(weights, W11, 40)
+    with pytest.raises(ValueError, match="low_bytes has shape"):
+        require_weights(weights, W12, 90)
+    del shorter, weights
+    gc.collect()
+    assert len(kept) == n_known
 
 
 def test_what_does_not_fit_is_named() -> None:

@@ -11,7 +11,6 @@ end could not be joined, and memory that outlives a pass has no place.
 """
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 __all__ = ["AheadDecoder", "Decode", "Lane", "Mark", "current_decoder", "decode_ahead"]
 
@@ -74,7 +73,7 @@ class _Weight:
         next: the weight that was multiplied after it.
     """
 
-    arrays: tuple["weakref.ref[Tensor]", ...]
+    arrays: tuple[TensorWeakRef, ...]
     shape: tuple[int, int]
     decode: Decode
     next: "_Weight | None" = None
@@ -169,7 +168,7 @@ class AheadDecoder:
     ) -> _Weight:
         weight = self._weights.get(arrays[0])
         if weight is None or weight.shape != shape:
-            weight = _Weight(tuple(map(weakref.ref, arrays)), shape, decode)
+            weight = _Weight(tuple(map(TensorWeakRef, arrays)), shape, decode)
             self._weights[arrays[0]] = weight
         if self._last is not None:
             self._last.next = weight

@@ -387,7 +387,8 @@ def _default(n_rows: int, n_columns: int, n: int, form: WeightFormat, model: Dev
     """For a GPU that is too small for all divisions that the model knows."""
     if n > INVARIANT_TOKENS:
         return Choice(Strategy.DECODE)
-    return _fused(default_config(n_rows, n_columns, n, form, model.n_processors))
+    shared_nbytes = model.shared_nbytes - 1024  # what the system keeps
+    return _fused(default_config(n_rows, n_columns, n, form, model.n_processors, shared_nbytes))
 
 
 def _entries(device: torch.device) -> Entries:

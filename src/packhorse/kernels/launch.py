@@ -5,13 +5,28 @@ the bits: kernels take both facts as constants (`ASSEMBLY`, `UPCAST`).
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import NamedTuple
 
 import torch
-import triton
 from triton import knobs
 
-__all__ = ["Dialect", "choose_dialect", "device_of", "require_tensor", "runs_on"]
+__all__ = [
+    "MIN_SHARED_NBYTES",
+    "Dialect",
+    "Limits",
+    "ceil_div",
+    "choose_dialect",
+    "device_of",
+    "limits_of",
+    "require_tensor",
+    "runs_on",
+]
+
+# Shared memory that a program may have, on each GPU whose tensor cores take BF16: the least of
+# NVIDIA's tables.
+MIN_SHARED_NBYTES = 99 << 10
+_NOWHERE = nullcontext()
 
 
 class Dialect(NamedTuple):
@@ -28,18 +43,52 @@ class Dialect(NamedTuple):
     hopper: bool
 
 
-def choose_dialect() -> Dialect:
-    """The dialect of kernels that are launched now."""
+class Limits(NamedTuple):
+    """How large a GPU is.
+
+    Attributes:
+        n_processors: multiprocessors.
+        shared_nbytes: shared memory that a program may have.
+    """
+
+    n_processors: int
+    shared_nbytes: int
+
+
+def ceil_div(a: int, b: int) -> int:
+    """The quotient rounded up; Triton's own takes microseconds, which every launch would wait."""
+    return -(-a // b)
+
+
+def choose_dialect(device: torch.device) -> Dialect:
+    """The dialect of kernels that are launched on a device."""
     if knobs.runtime.interpret:
         return Dialect(assembly=False, upcast=True, hopper=True)  # so that its order is tested
-    target = triton.runtime.driver.active.get_current_target()
-    cuda = target.backend == "cuda"
-    return Dialect(assembly=cuda, upcast=False, hopper=cuda and target.arch // 10 == 9)
+    return _dialect_of(device)
+
+
+@cache  # asking the driver takes as long as a launch
+def _dialect_of(device: torch.device) -> Dialect:
+    is_cuda = torch.version.hip is None
+    is_hopper = is_cuda and torch.cuda.get_device_capability(device)[0] == 9
+    return Dialect(assembly=is_cuda, upcast=False, hopper=is_hopper)
+
+
+@cache
+def limits_of(device: torch.device) -> Limits:
+    """How large a GPU is; of one that does not tell, or of the host, what is safe."""
+    if device.type != "cuda":
+        return Limits(132, MIN_SHARED_NBYTES)
+    found = torch.cuda.get_device_properties(device)
+    shared = getattr(found, "shared_memory_per_block_optin", MIN_SHARED_NBYTES)
+    return Limits(found.multi_processor_count, max(shared, MIN_SHARED_NBYTES))
 
 
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     """Makes the tensor's GPU the current one, as launches go to that."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _NOWHERE
+    return torch.cuda.device(tensor.device)
 
 
 def runs_on(device: torch.device) -> bool:

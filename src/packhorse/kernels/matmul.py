@@ -24,7 +24,14 @@ import triton
 from triton import language as tl
 
 from packhorse.kernels.arrays import WeightTensors
-from packhorse.kernels.launch import choose_dialect, device_of, require_tensor
+from packhorse.kernels.launch import (
+    MIN_SHARED_NBYTES,
+    ceil_div,
+    choose_dialect,
+    device_of,
+    limits_of,
+    require_tensor,
+)
 from packhorse.kernels.weights import (
     power_of_two,
     require_weights,
@@ -44,6 +51,7 @@ __all__ = [
     "multiply_weights",
     "multiply_weights_kernel",
     "scale_rows",
+    "shared_nbytes_of",
     "shift_tokens",
 ]
 
@@ -140,7 +148,8 @@ def _add_exceptions(
     return total
 
 
-@triton.jit
+# One machine code for a batch of one, of 16 and of any other size.
+@triton.jit(do_not_specialize=["n_tokens"])
 def multiply_weights_kernel(
     x_ptr,  # n_tokens x n_columns, BF16
     low_ptr,  # n_rows x SLICES * n_steps
@@ -250,18 +259,33 @@ def add_splits_kernel(
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
     total = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(partial_ptr + split * n + offsets, mask=mask, other=0.0)
+    for _ in tl.static_range(1, SPLITS):
+        partial_ptr += n  # a multiple of n may be no int32
+        total += tl.load(partial_ptr + offsets, mask=mask, other=0.0)
     tl.store(y_ptr + offsets, round_to_bf16(total, UPCAST), mask=mask)
 
 
 def default_config(
-    n_rows: int, n_columns: int, n_tokens: int, form: WeightFormat, n_processors: int = 132
+    n_rows: int,
+    n_columns: int,
+    n_tokens: int,
+    form: WeightFormat,
+    n_processors: int = 132,
+    shared_nbytes: int = MIN_SHARED_NBYTES,
 ) -> MatmulConfig:
     """A sensible division, for who has not measured: some warps for every multiprocessor, by
-    smaller blocks of rows first and by splits then.
+    smaller blocks of rows first and by splits then; as many stages as there is memory for, and a
+    smaller block of tokens where there is none for two.
 
     The order of sums depends on the matrix and the GPU only, not on the tokens.
+
+    Args:
+        n_rows: rows of the weight.
+        n_columns: its columns.
+        n_tokens: vectors that it is multiplied with.
+        form: its format.
+        n_processors: multiprocessors of the GPU.
+        shared_nbytes: shared memory that a program may have there.
     """
     block_tokens = _MIN_BLOCK_TOKENS
     while block_tokens < min(n_tokens, MAX_BLOCK_TOKENS):
@@ -277,7 +301,22 @@ def default_config(
     block_rows, n_stages = {8: (32, 4), 16: (64, 4), 32: (64, 2)}[block_tokens]
     if form is not W12:
         block_rows, n_stages = 32, 3
-    return MatmulConfig(block_rows, block_tokens, block_steps, n_warps, n_splits, n_stages)
+    while True:
+        config = MatmulConfig(block_rows, block_tokens, block_steps, n_warps, n_splits, n_stages)
+        if shared_nbytes_of(config, form) <= shared_nbytes:
+            return config
+        if n_stages > 2:
+            n_stages -= 1
+        else:
+            block_tokens //= 2
+
+
+def shared_nbytes_of(config: MatmulConfig, form: WeightFormat) -> int:
+    """Shared memory of a program: the tiles of all turns that are on their way."""
+    weights = config.block_rows * form.n_slices * form.bits // 8
+    tokens = 2 * form.n_slices * config.block_tokens
+    turn = config.block_steps * config.n_warps
+    return max(config.n_stages - 1, 1) * turn * (weights + tokens)
 
 
 def multiply_weights(
@@ -315,7 +354,7 @@ def multiply_weights(
     y = torch.empty((n_tokens, n_rows), dtype=torch.bfloat16, device=device)
     if y.numel() == 0:
         return y
-    config = config or default_config(n_rows, n_columns, n_tokens, form)
+    config = config or default_config(n_rows, n_columns, n_tokens, form, *limits_of(device))
     with device_of(x):
         if config.n_splits == 1:
             _launch(x, weights, form, bias, y, config)
@@ -335,13 +374,13 @@ def add_splits(partial: torch.Tensor, y: torch.Tensor) -> None:
         y: BF16, n_tokens x n_rows, to be overwritten.
     """
     block = 256
-    add_splits_kernel[(triton.cdiv(y.numel(), block),)](
+    add_splits_kernel[(ceil_div(y.numel(), block),)](
         partial,
         y,
         y.numel(),
         SPLITS=len(partial),
         BLOCK=block,
-        UPCAST=choose_dialect().upcast,
+        UPCAST=choose_dialect(y.device).upcast,
         num_warps=4,
     )
 
@@ -358,8 +397,8 @@ def _launch(
     n_rows = weights.n_rows
     n_steps = form.n_steps(n_columns)
     turn = config.block_steps * config.n_warps
-    dialect = choose_dialect()
-    n_blocks = triton.cdiv(n_rows, config.block_rows) * triton.cdiv(n_tokens, config.block_tokens)
+    dialect = choose_dialect(x.device)
+    n_blocks = ceil_div(n_rows, config.block_rows) * ceil_div(n_tokens, config.block_tokens)
     multiply_weights_kernel[(n_blocks, config.n_splits)](
         x,
         *weights,

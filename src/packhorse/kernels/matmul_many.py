@@ -11,14 +11,21 @@ Exceptions of a block of rows follow each other in memory: they are a small matr
 with a column for each, whose product with the gathered columns of the tokens is added.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from triton import language as tl
 
 from packhorse.kernels.arrays import WeightTensors
-from packhorse.kernels.launch import choose_dialect, device_of, require_tensor
+from packhorse.kernels.launch import (
+    MIN_SHARED_NBYTES,
+    ceil_div,
+    choose_dialect,
+    device_of,
+    limits_of,
+    require_tensor,
+)
 from packhorse.kernels.matmul import add_splits, scale_rows, shift_tokens
 from packhorse.kernels.weights import (
     require_weights,
@@ -28,7 +35,13 @@ from packhorse.kernels.weights import (
 )
 from packhorse.layout import W12
 
-__all__ = ["ManyConfig", "default_many_config", "multiply_many", "multiply_many_kernel"]
+__all__ = [
+    "ManyConfig",
+    "default_many_config",
+    "many_shared_nbytes",
+    "multiply_many",
+    "multiply_many_kernel",
+]
 
 
 @dataclass(frozen=True)
@@ -105,7 +118,8 @@ def _multiply_exceptions(
     return total
 
 
-@triton.jit
+# One machine code for a batch of one, of 16 and of any other size.
+@triton.jit(do_not_specialize=["n_tokens"])
 def multiply_many_kernel(
     x_ptr,  # n_tokens x n_columns, BF16
     low_ptr,  # n_rows x 2 * n_steps
@@ -186,16 +200,37 @@ def multiply_many_kernel(
 
 
 def default_many_config(
-    n_rows: int, n_columns: int, n_tokens: int, n_processors: int = 132
+    n_rows: int,
+    n_columns: int,
+    n_tokens: int,
+    n_processors: int = 132,
+    shared_nbytes: int = MIN_SHARED_NBYTES,
 ) -> ManyConfig:
-    """A sensible division, for who has not measured."""
+    """A sensible division, for who has not measured.
+
+    Args:
+        n_rows: rows of the weight.
+        n_columns: its columns.
+        n_tokens: vectors that it is multiplied with.
+        n_processors: multiprocessors of the GPU.
+        shared_nbytes: shared memory that a program may have there; at least 72 KiB.
+    """
     block_tokens = 64 if n_tokens <= 64 else 128
     n_blocks = -(-n_rows // 128) * -(-n_tokens // block_tokens)
     n_turns = -(-W12.n_steps(n_columns) // 64)
     n_splits = 1
     while n_blocks * n_splits * 2 <= n_processors and n_turns >= 8 * n_splits:
         n_splits *= 2
-    return ManyConfig(block_tokens=block_tokens, n_splits=n_splits)
+    config = ManyConfig(block_tokens=block_tokens, n_splits=n_splits)
+    fits = many_shared_nbytes(config) <= shared_nbytes
+    return config if fits else replace(config, n_stages=2)
+
+
+def many_shared_nbytes(config: ManyConfig) -> int:
+    """Shared memory of a program: the tiles of all turns that are on their way, and of tokens that
+    are put into another order."""
+    turn = config.block_steps * (3 * config.block_rows + 4 * config.block_tokens)
+    return max(config.n_stages - 1, 1) * turn + 2 * config.block_steps * config.block_tokens
 
 
 def multiply_many(
@@ -231,7 +266,7 @@ def multiply_many(
     y = torch.empty((n_tokens, n_rows), dtype=torch.bfloat16, device=device)
     if y.numel() == 0:
         return y
-    config = config or default_many_config(n_rows, n_columns, n_tokens)
+    config = config or default_many_config(n_rows, n_columns, n_tokens, *limits_of(device))
     with device_of(x):
         if config.n_splits == 1:
             _launch(x, weights, bias, y, config)
@@ -253,8 +288,8 @@ def _launch(
     n_tokens, n_columns = x.shape
     n_rows = weights.n_rows
     n_steps = W12.n_steps(n_columns)
-    dialect = choose_dialect()
-    n_blocks = triton.cdiv(n_rows, config.block_rows) * triton.cdiv(n_tokens, config.block_tokens)
+    dialect = choose_dialect(x.device)
+    n_blocks = ceil_div(n_rows, config.block_rows) * ceil_div(n_tokens, config.block_tokens)
     multiply_many_kernel[(n_blocks, config.n_splits)](
         x,
         *weights,

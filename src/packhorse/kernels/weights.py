@@ -8,12 +8,20 @@ row's true exponents follow by a multiplication with a power of two, which is ex
 that once for a row, here it is done for each element.
 """
 
+from typing import NamedTuple
+from weakref import ReferenceType, ref
+
 import torch
 import triton
 from triton import language as tl
 
 from packhorse.kernels.arrays import WeightTensors
-from packhorse.kernels.launch import choose_dialect, device_of, require_tensor
+from packhorse.kernels.launch import (
+    ceil_div,
+    choose_dialect,
+    device_of,
+    require_tensor,
+)
 from packhorse.layout import WeightFormat
 
 __all__ = [
@@ -53,13 +61,52 @@ _W11_ASSEMBLY = tl.constexpr(
 _W11_BIAS = tl.constexpr(112)  # what a code is raised by
 
 
+class _Checked(NamedTuple):
+    """Arrays that fit, so that products of one token do not wait for checks.
+
+    Attributes:
+        form: their format.
+        n_columns: columns of their matrix.
+        arrays: weak references to them.
+    """
+
+    form: WeightFormat
+    n_columns: int
+    arrays: tuple[ReferenceType[torch.Tensor], ...]
+
+
+_CHECKED: dict[int, _Checked] = {}  # by the identity of the low bytes
+
+
 def require_weights(weights: WeightTensors, form: WeightFormat, n_columns: int) -> None:
     """Checks shapes and dtypes, not the content, which whoever brings it has to check.
+
+    Arrays that have passed are known by their identity, and not looked at again.
 
     Raises:
         TypeError: a tensor has another dtype.
         ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
     """
+    key = id(weights.low_bytes)
+    known = _CHECKED.get(key)
+    if known is not None and known.form is form and known.n_columns == n_columns:
+        low, high, first, starts, exceptions = known.arrays
+        if (
+            low() is weights.low_bytes
+            and high() is weights.high_bits
+            and first() is weights.first_exponents
+            and starts() is weights.exception_starts
+            and exceptions() is weights.exceptions
+        ):
+            return
+    _check_weights(weights, form, n_columns)
+    others = map(ref, weights[1:])
+    # What is here must not outlive the tensor whose identity it is known by.
+    low_bytes = ref(weights.low_bytes, lambda _: _CHECKED.pop(key, None))
+    _CHECKED[key] = _Checked(form, n_columns, (low_bytes, *others))
+
+
+def _check_weights(weights: WeightTensors, form: WeightFormat, n_columns: int) -> None:
     n_rows, device = weights.n_rows, weights.device
     shapes = [
         (torch.uint8, (n_rows, form.n_padded(n_columns))),
@@ -217,12 +264,12 @@ def decode_weights(
     require_tensor(out, "out", torch.bfloat16, (n_rows, n_columns), device)
     if n_rows == 0:
         return out
-    dialect = choose_dialect()
+    dialect = choose_dialect(device)
     n_steps = form.n_steps(n_columns)
     block_steps = min(triton.next_power_of_2(n_steps), 512)
     block_rows = 2048 // block_steps  # so that each of 128 threads loads 16 bytes at once
     with device_of(out):
-        decode_weights_kernel[(triton.cdiv(n_rows, block_rows),)](
+        decode_weights_kernel[(ceil_div(n_rows, block_rows),)](
             *weights,
             out,
             n_rows,
