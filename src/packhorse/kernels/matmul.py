@@ -17,7 +17,9 @@ Exceptions are added in FP32. Where a token holds infinities or NaNs, results ar
 places where a plain product has infinities.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 import triton
@@ -50,6 +52,7 @@ __all__ = [
     "default_config",
     "multiply_weights",
     "multiply_weights_kernel",
+    "run_product",
     "scale_rows",
     "shared_nbytes_of",
     "shift_tokens",
@@ -345,6 +348,54 @@ def multiply_weights(
         TypeError: a tensor has another dtype.
         ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
     """
+
+    def divide() -> MatmulConfig:
+        limits = limits_of(weights.device)
+        return config or default_config(weights.n_rows, n_columns, len(x), form, *limits)
+
+    def launch(y: torch.Tensor, division: MatmulConfig) -> None:
+        _launch(x, weights, form, bias, y, division)
+
+    return run_product(x, weights, form, n_columns, bias, divide, launch)
+
+
+class _Division(Protocol):
+    """What configs of all products have."""
+
+    @property
+    def n_splits(self) -> int: ...
+
+
+_AnyDivision = TypeVar("_AnyDivision", bound=_Division)
+
+
+def run_product(
+    x: torch.Tensor,
+    weights: WeightTensors,
+    form: WeightFormat,
+    n_columns: int,
+    bias: torch.Tensor | None,
+    divide: Callable[[], _AnyDivision],
+    launch: Callable[[torch.Tensor, _AnyDivision], object],
+) -> torch.Tensor:
+    """What the launchers of all products share: checks, memory for the result, and splits.
+
+    Args:
+        x: BF16, n_tokens x n_columns.
+        weights: checked arrays of `n_rows` rows.
+        form: their format.
+        n_columns: columns of the matrix.
+        bias: BF16, n_rows.
+        divide: how the work is divided; asked once the operands are known to fit.
+        launch: writes the result, or FP32 and n_splits of them if there are several, by a division.
+
+    Returns:
+        BF16, n_tokens x n_rows.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
+    """
     require_weights(weights, form, n_columns)
     n_rows, device = weights.n_rows, weights.device
     n_tokens = len(x)
@@ -354,14 +405,14 @@ def multiply_weights(
     y = torch.empty((n_tokens, n_rows), dtype=torch.bfloat16, device=device)
     if y.numel() == 0:
         return y
-    config = config or default_config(n_rows, n_columns, n_tokens, form, *limits_of(device))
+    division = divide()
     with device_of(x):
-        if config.n_splits == 1:
-            _launch(x, weights, form, bias, y, config)
+        if division.n_splits == 1:
+            launch(y, division)
         else:
-            shape = (config.n_splits, n_tokens, n_rows)
+            shape = (division.n_splits, n_tokens, n_rows)
             partial = torch.empty(shape, dtype=torch.float32, device=device)
-            _launch(x, weights, form, bias, partial, config)
+            launch(partial, division)
             add_splits(partial, y)
     return y
 

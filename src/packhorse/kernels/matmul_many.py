@@ -22,13 +22,10 @@ from packhorse.kernels.launch import (
     MIN_SHARED_NBYTES,
     ceil_div,
     choose_dialect,
-    device_of,
     limits_of,
-    require_tensor,
 )
-from packhorse.kernels.matmul import add_splits, scale_rows, shift_tokens
+from packhorse.kernels.matmul import run_product, scale_rows, shift_tokens
 from packhorse.kernels.weights import (
-    require_weights,
     round_to_bf16,
     widen,
     window_elements,
@@ -257,25 +254,15 @@ def multiply_many(
         TypeError: a tensor has another dtype.
         ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
     """
-    require_weights(weights, W12, n_columns)
-    n_rows, device = weights.n_rows, weights.device
-    n_tokens = len(x)
-    require_tensor(x, "x", torch.bfloat16, (n_tokens, n_columns), device)
-    if bias is not None:
-        require_tensor(bias, "bias", torch.bfloat16, (n_rows,), device)
-    y = torch.empty((n_tokens, n_rows), dtype=torch.bfloat16, device=device)
-    if y.numel() == 0:
-        return y
-    config = config or default_many_config(n_rows, n_columns, n_tokens, *limits_of(device))
-    with device_of(x):
-        if config.n_splits == 1:
-            _launch(x, weights, bias, y, config)
-        else:
-            shape = (config.n_splits, n_tokens, n_rows)
-            partial = torch.empty(shape, dtype=torch.float32, device=device)
-            _launch(x, weights, bias, partial, config)
-            add_splits(partial, y)
-    return y
+
+    def divide() -> ManyConfig:
+        limits = limits_of(weights.device)
+        return config or default_many_config(weights.n_rows, n_columns, len(x), *limits)
+
+    def launch(y: torch.Tensor, division: ManyConfig) -> None:
+        _launch(x, weights, bias, y, division)
+
+    return run_product(x, weights, W12, n_columns, bias, divide, launch)
 
 
 def _launch(
