@@ -164,8 +164,8 @@ machine code of offline compilation. Their speed is not. Not measured yet are:
 - what the autotuner finds, and how far the model of time is from it;
 - DFloat11 and nvCOMP on the same card.
 
-One command measures all but DFloat11 on a machine with a GPU (PyTorch, Triton; no network), in less
-than nine minutes a call:
+One command measures all of it on a machine with a GPU (PyTorch, Triton; no network), in less than
+nine minutes a call; rivals are measured where they are installed:
 
     python benchmarks/gpu.py device
 

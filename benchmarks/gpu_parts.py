@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import gpu_llama
+import gpu_peers
 import torch
 from gpu_model import MODELS, TOKENS, Shape
 
@@ -343,32 +344,23 @@ def table_row(
 
 
 def peer_rows(run: "Run") -> list[dict[str, Any]]:
-    """nvCOMP's ANS on a matrix, if it is installed: decoding alone, to be added to BF16."""
-    if run.smoke:
-        return []
-    try:
-        from nvidia import nvcomp
-    except ImportError:
-        print("nvCOMP is not installed: not measured")
-        return []
-    weight = random_weight(14336, 4096, device_of(run))
-    try:
-        codec = nvcomp.Codec(algorithm="ANS", data_type="<f2")
-        packed = codec.encode(nvcomp.as_array(weight.view(torch.uint8)))
-        seconds = min(time_call(lambda: codec.decode(packed)) for _ in range(10))
-    except Exception as error:  # whatever a rival's release does, ours is measured
-        print(f"nvCOMP failed: {error}")
-        return [{"way": "nvCOMP ANS", "shape": "14336 x 4096", "error": str(error)}]
-    print(f"nvCOMP ANS decodes 14336 x 4096 in {us(seconds)} us, to be added to BF16")
-    return []
-
-
-def time_call(call: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+    """Rivals, where they are installed; none in a smoke run."""
+    rows = []
+    for name in () if run.smoke else gpu_peers.PEERS:
+        if run.is_late():
+            break
+        row = gpu_peers.measure(name, device_of(run))
+        rows.append(row)
+        release(run)
+        if "seconds" not in row:
+            print(f"{name}: {row.get('missing') or row['error']}: not measured", flush=True)
+            continue
+        packed_nbytes = math.prod(gpu_peers.SHAPE) * row["bits"] / 8
+        print_row(
+            row["shape"], "1", name, f"decoding {us(row['decoding'])} us, {row['bits']:.2f} bits",
+            us(row["seconds"]), f"{packed_nbytes / row['seconds'] / 1e12:.2f}", "", "",
+        )  # fmt: skip
+    return rows
 
 
 def model(run: "Run") -> list[dict[str, Any]]:

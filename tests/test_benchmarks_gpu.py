@@ -51,3 +51,14 @@ def test_the_page_is_what_the_model_gives(monkeypatch: pytest.MonkeyPatch) -> No
     assert gpu_model.document() == written
     assert "not yet measured on a GPU" in written
     assert "python benchmarks/gpu.py device" in written
+
+
+def test_a_rival_that_is_missing_is_told_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_peers
+
+    monkeypatch.setattr(gpu_peers, "SHAPE", (64, 64))
+    for name in gpu_peers.PEERS:
+        row = gpu_peers.measure(name, torch.device("cpu"))
+        assert row.keys() & {"missing", "error"}, "no rival runs on the host"
+        assert row["shape"] == "64 x 64"
