@@ -135,6 +135,7 @@ def test_the_config_is_kept_with_a_version(folders: Callable[[str], Path], tmp_p
         "modules_to_not_convert": ["q_proj", "model.layers.1.mlp"],
         "lm_head": False,
         "embeddings": False,
+        "for_tokens": None,
     }
     model = load(tmp_path)
     assert model.config.quantization_config.to_dict() == kept

@@ -33,6 +33,7 @@ from packhorse.device.cost import (
     model_of,
     predict_decode,
     predict_fused,
+    predict_plain,
     scale_model,
 )
 from packhorse.device.strategy import (
@@ -71,6 +72,7 @@ __all__ = [
     "Search",
     "choose",
     "describe_device",
+    "expect",
     "forget_choices",
     "identify",
     "multiply",
@@ -354,33 +356,52 @@ def choose(
         form: its format.
         device: the GPU.
     """
-    bucket = bucket_of(n_tokens)
-    key = n_rows, n_columns, bucket, form.name, device.type, device.index
-    choice = _CHOICES.get(key)
-    if choice is None:
-        choice = _CHOICES[key] = _find_choice(n_rows, n_columns, bucket, form, device)
-    return choice
+    return expect(n_rows, n_columns, n_tokens, form, device)[0].choice
 
 
-_CHOICES: dict[tuple[int, int, int, str, str, int | None], Choice] = {}
+_EXPECTED: dict[tuple[int, int, int, str, str, int | None], tuple[Measured, bool]] = {}
 _ENTRIES: dict[str, Entries] = {}  # of each GPU by its name; read once
 _FOLDERS: list[str | os.PathLike[str] | None] = [None]
 _LOCK = Lock()
 
 
-def _find_choice(
+def expect(
+    n_rows: int, n_columns: int, n_tokens: int, form: WeightFormat, device: torch.device
+) -> tuple[Measured, bool]:
+    """What a product with a packed weight is expected to take, by what `choose` chooses for it.
+
+    Args:
+        n_rows: as for `choose`, and so the others.
+        n_columns: columns of the weight.
+        n_tokens: vectors.
+        form: format of the weight.
+        device: the GPU.
+
+    Returns:
+        The figures, with those of the plain product where they are known; and whether they were
+        measured. Predicted seconds are infinite where the model knows nothing.
+    """
+    bucket = bucket_of(n_tokens)
+    key = n_rows, n_columns, bucket, form.name, device.type, device.index
+    found = _EXPECTED.get(key)
+    if found is None:
+        found = _EXPECTED[key] = _expect(n_rows, n_columns, bucket, form, device)
+    return found
+
+
+def _expect(
     n_rows: int, n_columns: int, bucket: int, form: WeightFormat, device: torch.device
-) -> Choice:
+) -> tuple[Measured, bool]:
     model = describe_device(device)
     measured = _entries(device).get(Key(n_rows, n_columns, form.name), {})
     if bucket in measured:
-        return measured[bucket].choice
+        return measured[bucket], True
     few = [row.choice.config for n, row in measured.items() if n <= INVARIANT_TOKENS]
     order = next((config for config in few if isinstance(config, MatmulConfig)), None)
-    found = tune(n_rows, n_columns, form, model, buckets=[bucket], order=order)
-    if bucket in found:
-        return found[bucket].choice
-    return _default(n_rows, n_columns, bucket, form, model)
+    found = tune(n_rows, n_columns, form, model, buckets=[bucket], order=order).get(bucket)
+    if found is None:
+        found = Measured(_default(n_rows, n_columns, bucket, form, model), math.inf)
+    return replace(found, plain_seconds=predict_plain(n_rows, n_columns, bucket, model)), False
 
 
 def _default(n_rows: int, n_columns: int, n: int, form: WeightFormat, model: DeviceModel) -> Choice:
@@ -416,7 +437,7 @@ def forget_choices() -> None:
     """Makes the next products look into the cache again, after it was written."""
     with _LOCK:
         _ENTRIES.clear()
-    _CHOICES.clear()
+    _EXPECTED.clear()
 
 
 def identify(device: torch.device) -> Identity:

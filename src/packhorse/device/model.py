@@ -13,18 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from packhorse.codecs.weights import count_exceptions
 from packhorse.device.linear import PackedLinear, hold_packed, hold_plain
+from packhorse.device.operators import require_kernels
 from packhorse.device.packing import pack_weight
 from packhorse.device.report import LeftWeight, PackReport, WeightReport
 from packhorse.device.weights import PackedWeight, resolve_form
-from packhorse.layout import MAX_WEIGHT_COLUMNS, W11, W12, WeightFormat
+from packhorse.layout import MAX_WEIGHT_COLUMNS, W11, W12, WEIGHT_FORMATS, WeightFormat
 
 __all__ = [
+    "MAX_FAST_EXCEPTIONS",
     "MAX_RATIO",
     "MAX_W11_EXCEPTIONS",
+    "MIN_SPEED",
     "Progress",
     "Skip",
     "WeightChoice",
+    "check_tokens",
     "hold_packed_weights",
     "pack_if_smaller",
     "pack_model_",
@@ -36,6 +41,11 @@ MAX_RATIO = 0.9  # packed to plain bytes; above, a layer stays plain
 # Exceptions of W11 to a weight, up to which "auto" prefers it. Each fetches an input of its own: at
 # the 1.2 % of normal rows that takes about as long as reading the bits that W11 saves.
 MAX_W11_EXCEPTIONS = 1 / 200
+# Packed to plain speed, at least, where speed is what counts; clocks of GPUs vary that much.
+MIN_SPEED = 0.97
+# Exceptions to a weight, up to which figures of speed hold: they were found with rows like those of
+# normal distributions, which have 0.03 and 1.3 %.
+MAX_FAST_EXCEPTIONS = {"W12": 0.001, "W11": 0.015}
 _SAMPLED_ROWS = 256
 
 Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
@@ -52,6 +62,11 @@ class _Group:
     @property
     def name(self) -> str:
         return " = ".join(self.modules)
+
+    @property
+    def is_multiplied(self) -> bool:
+        """Whether the weight is that of a linear layer, among others or alone."""
+        return any(isinstance(module, nn.Linear) for module in self.modules.values())
 
     @property
     def parameter_names(self) -> list[str]:
@@ -81,6 +96,7 @@ def pack_model_(
     skip: Skip = (),
     embeddings: bool = False,
     lm_head: bool = True,
+    for_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> PackReport:
     """Packs the BF16 weights of linear layers in place, where that saves memory.
@@ -99,21 +115,28 @@ def pack_model_(
             packed with it.
         lm_head: whether to pack the output layer: what `get_output_embeddings` gives, or is called
             `lm_head`.
+        for_tokens: if speed is what counts: how many tokens are multiplied at once, as a rule; when
+            text is generated, that is the batch. Each layer gets the format that is the fastest for
+            so many on its GPU, as `packhorse tune` has measured or else as predicted, and stays
+            plain if it would be slower packed.
         progress: called with the bytes of plain weights done since the last call.
 
     Returns:
         What was packed, what was not and why; `print` shows it as a table.
 
     Raises:
-        ValueError: no such format, or no module has a name that is to be skipped.
+        ValueError: no such format, no module has a name that is to be skipped, or `for_tokens` is
+            not positive or is given for a model that is on no GPU.
+        MissingBackendError: `for_tokens` is given, and Triton is not installed.
     """
     form = None if fmt == "auto" else resolve_form(fmt)
+    check_tokens(for_tokens)
     choice = WeightChoice(model, skip=skip, embeddings=embeddings, lm_head=lm_head)
     total = sum(map(_held_nbytes, _tensors_of(model)))
     packed, left = [], []
     for group in _groups(model):
         nbytes = group.weight.nbytes
-        outcome = _pack_group(group, form, choice)
+        outcome = _pack_group(group, form, choice, for_tokens)
         if isinstance(outcome, WeightReport):
             packed.append(outcome)
         else:
@@ -124,10 +147,11 @@ def pack_model_(
 
 
 def _pack_group(
-    group: _Group, form: WeightFormat | None, choice: "WeightChoice"
+    group: _Group, form: WeightFormat | None, choice: "WeightChoice", for_tokens: int | None
 ) -> WeightReport | LeftWeight:
     weight = group.weight
-    packed = choice.why_left(group) or pack_if_smaller(weight, form)
+    n_tokens = for_tokens if group.is_multiplied else None
+    packed = choice.why_left(group) or pack_if_smaller(weight, form, n_tokens)
     if isinstance(packed, str):
         return _report_left(group.name, weight, packed)
     _replace(group, Parameter(packed, requires_grad=False))
@@ -149,20 +173,62 @@ def _pack(weight: Tensor, form: WeightFormat | None) -> PackedWeight:
     return packed if is_smaller and few else pack_weight(weight, W12)
 
 
-def pack_if_smaller(weight: Tensor, form: WeightFormat | None) -> PackedWeight | str:
-    """Packs a matrix if that saves memory; if not, says why.
+def check_tokens(for_tokens: int | None) -> None:
+    """Checks that option of `pack_model_`.
+
+    Raises:
+        ValueError: it is neither None nor a positive number.
+    """
+    if for_tokens is not None and (type(for_tokens) is not int or for_tokens < 1):
+        raise ValueError(f"for_tokens is {for_tokens!r}; it must be a positive number of tokens")
+
+
+def pack_if_smaller(
+    weight: Tensor, form: WeightFormat | None, for_tokens: int | None = None
+) -> PackedWeight | str:
+    """Packs a matrix if that saves memory, and no time is lost where time counts; if not, says why.
 
     Args:
         weight: BF16, n_rows x n_columns.
         form: None to choose as "auto" of `pack_model_` does.
+        for_tokens: as there.
 
     Raises:
-        TypeError, ValueError: as `pack_weight`.
+        MissingBackendError, TypeError, ValueError: as `pack_weight` and `pack_model_`.
     """
+    if for_tokens is not None:
+        fastest = _fastest_form(weight, form, for_tokens)
+        if isinstance(fastest, str):
+            return fastest
+        form = fastest
     packed = _pack(weight.detach(), form)
     if packed.packed_nbytes <= MAX_RATIO * weight.nbytes:
         return packed
     return f"no gain: {packed.bits_per_weight:.2f} bits a weight in {packed.form.name}"
+
+
+def _fastest_form(weight: Tensor, form: WeightFormat | None, n_tokens: int) -> WeightFormat | str:
+    """The format in which a product is the fastest; in words, why none is fast enough."""
+    require_kernels()
+    from packhorse.device.speed import compare_formats
+
+    forms = WEIGHT_FORMATS.values() if form is None else [form]
+    n_rows, n_columns = weight.shape
+    speeds = compare_formats(n_rows, n_columns, n_tokens, forms, weight.device)
+    for speed in speeds:
+        if speed.times < MIN_SPEED:
+            return f"slower for {n_tokens} tokens at once: {speed}"
+        # Figures are for weights with the usual number of exceptions.
+        if _exception_rate(weight, speed.form) <= MAX_FAST_EXCEPTIONS[speed.form.name]:
+            return speed.form
+    return "slower: too many exceptions"
+
+
+def _exception_rate(weight: Tensor, form: WeightFormat) -> float:
+    """Exceptions to a weight, of some rows."""
+    sample = weight.detach()[:: max(weight.shape[0] // _SAMPLED_ROWS, 1)]
+    bits = sample.cpu().contiguous().view(torch.uint16).numpy()
+    return count_exceptions(bits, form) / max(sample.numel(), 1)
 
 
 def hold_packed_weights(model: nn.Module) -> None:
@@ -258,8 +324,9 @@ class WeightChoice:
         trains = [parameter.requires_grad for parameter in plain]
         self._partly_frozen = any(trains) and not all(trains)
 
-    def wanted_names(self, tied: Mapping[str, str]) -> frozenset[str]:
-        """The weights to pack as they come from a checkpoint, by the names of their parameters.
+    def wanted_names(self, tied: Mapping[str, str]) -> dict[str, bool]:
+        """The weights to pack as they come from a checkpoint, by the names of their parameters, and
+        whether a linear layer multiplies with them.
 
         Args:
             tied: pairs of parameters, by name, that are going to share the weight of the second.
@@ -269,7 +336,7 @@ class WeightChoice:
             for own in group.parameter_names:
                 groups.setdefault(tied.get(own, own), _Group()).modules |= group.modules
         wanted = [group for group in groups.values() if self._why_excluded(group) is None]
-        return frozenset(name for group in wanted for name in group.parameter_names)
+        return {n: group.is_multiplied for group in wanted for n in group.parameter_names}
 
     def why_left(self, group: _Group) -> str | None:
         """Why a weight stays as it is; None if it is to be packed."""

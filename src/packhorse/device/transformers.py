@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from packhorse.device.model import (
     WeightChoice,
+    check_tokens,
     hold_packed_weights,
     pack_if_smaller,
     report_model,
@@ -63,6 +64,8 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
         lm_head: whether to pack the output layer. An embedding that shares its weight is packed
             with it.
         embeddings: whether to pack embeddings.
+        for_tokens: None, or how many tokens are multiplied at once, as a rule: then a layer is
+            packed where its GPU is as fast with it, as for `pack_model_`.
         version: of the format.
 
     Example:
@@ -79,6 +82,7 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
         modules_to_not_convert: Iterable[str] | None = None,
         lm_head: bool = True,
         embeddings: bool = False,
+        for_tokens: int | None = None,
         **stored: Any,
     ) -> None:
         """Options for loading.
@@ -88,6 +92,7 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
             modules_to_not_convert: see above.
             lm_head: see above.
             embeddings: see above.
+            for_tokens: see above.
             stored: `quant_method` and `version` of a config.json.
 
         Raises:
@@ -111,6 +116,8 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
             if not isinstance(value, bool):
                 raise ValueError(f"{name} is {value!r}; it must be True or False")
         self.lm_head, self.embeddings = lm_head, embeddings
+        check_tokens(for_tokens)
+        self.for_tokens = for_tokens
 
 
 def _check_names(names: Iterable[str] | None) -> list[str]:
@@ -136,7 +143,7 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
         """Made by transformers."""
         super().__init__(quantization_config, **options)
         self.report: PackReport | None = None
-        self._wanted: frozenset[str] = frozenset()
+        self._wanted: dict[str, bool] = {}  # by name: whether a layer multiplies with it
         self._reasons: dict[str, str] = {}
         self._failure: Exception | None = None
 
@@ -205,7 +212,9 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
             return plain
         try:
             _require_shape(model.get_parameter(name), name, plain.shape)
-            packed = pack_if_smaller(plain, _form_of(self.quantization_config))
+            config = self.quantization_config
+            for_tokens = config.for_tokens if self._wanted[name] else None
+            packed = pack_if_smaller(plain, _form_of(config), for_tokens)
         except Exception as error:
             self.note_failure(error)
             return plain

@@ -1,0 +1,69 @@
+"""Whether a packed weight is as fast as the plain one on a GPU, and in which format it is fastest:
+by what `packhorse tune` has measured, or else by the model of time."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from packhorse.device.autotune import describe_device, expect
+from packhorse.device.cost import GENERIC
+from packhorse.kernels.launch import runs_on
+from packhorse.layout import WeightFormat
+
+__all__ = ["Speed", "compare_formats"]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a product with a packed weight is.
+
+    Attributes:
+        form: the format.
+        times: how many times as fast as with the BF16 weight.
+        source: "measured", or for which GPU it is predicted.
+    """
+
+    form: WeightFormat
+    times: float
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.times:.2f} times as fast as BF16 in {self.form.name}, {self.source}"
+
+
+def compare_formats(
+    n_rows: int,
+    n_columns: int,
+    n_tokens: int,
+    forms: Iterable[WeightFormat],
+    device: torch.device,
+) -> list[Speed]:
+    """The speed of each format, the fastest first.
+
+    Args:
+        n_rows: rows of the weight.
+        n_columns: its columns.
+        n_tokens: vectors that it is multiplied with.
+        forms: the formats.
+        device: the GPU. What was measured on it counts alone, if anything was for this matrix:
+            predictions are no match for it.
+
+    Raises:
+        ValueError: kernels do not run on the device.
+    """
+    if not runs_on(device):
+        raise ValueError(
+            f"the speed of packed weights is known for GPUs, and this one is on {device}; move the "
+            "model to a GPU first, or leave out for_tokens"
+        )
+    name = describe_device(device).name
+    gpu = "a GPU that is not known" if name == GENERIC.name else f"{name}"
+    found = []
+    for form in forms:
+        figures, is_measured = expect(n_rows, n_columns, n_tokens, form, device)
+        if figures.plain_seconds is not None:
+            source = "measured" if is_measured else f"predicted for {gpu}"
+            found.append(Speed(form, figures.plain_seconds / figures.seconds, source))
+    measured = [speed for speed in found if speed.source == "measured"]
+    return sorted(measured or found, key=lambda speed: -speed.times)
