@@ -1,10 +1,10 @@
 """Load a language model with packed weights, see what that saves, and generate.
 
-Run `python examples/serve_packed.py [FOLDER]`: a folder of a model that was trained in BF16, with
-its tokenizer. Without one, a tiny model with random weights is made.
+Give it the folder of a model that was trained in BF16, with its tokenizer, as it was published or
+packed by `packhorse pack`. Without one, a tiny model with random weights is made.
 """
 
-import sys
+import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from packhorse.transformers import PackhorseConfig
+from packhorse.transformers import PackhorseConfig, load_packed_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -27,31 +27,31 @@ def make_tiny_model(folder: Path) -> None:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def main(folder: Path, *, has_tokenizer: bool) -> None:
+def main(folder: Path, text: str) -> None:
     """Pack on load, report, generate."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, device_map=DEVICE, quantization_config=PackhorseConfig()
-    )
+    is_packed = any(folder.glob("*.ph.safetensors"))
+    load = load_packed_model if is_packed else AutoModelForCausalLM.from_pretrained
+    options = {"dtype": torch.bfloat16, "device_map": DEVICE}
+    model = load(folder, quantization_config=PackhorseConfig(), **options)
     print(model.hf_quantizer.report)
-    if DEVICE == "cuda":
-        print(f"memory on the GPU: {torch.cuda.memory_allocated() / 2**20:.0f} MiB")
 
-    tokenizer = AutoTokenizer.from_pretrained(folder) if has_tokenizer else None
-    prompt = {"input_ids": torch.tensor([[1, 5, 9, 2]], device=DEVICE)}
-    if tokenizer is not None:
-        prompt = tokenizer("A packhorse carries", return_tensors="pt").to(DEVICE)
+    tokenizer, prompt = None, {"input_ids": torch.tensor([[1, 5, 9, 2]], device=DEVICE)}
+    if any(folder.glob("tokenizer*")):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        prompt = tokenizer(text, return_tensors="pt").to(DEVICE)
     start = perf_counter()
     tokens = model.generate(**prompt, max_new_tokens=32, do_sample=False)[0].tolist()
     seconds = perf_counter() - start
     print(tokens if tokenizer is None else tokenizer.decode(tokens))
-    n_new = len(tokens) - prompt["input_ids"].shape[1]
-    print(f"{n_new} tokens in {seconds:.2f} s on {DEVICE}")
+    print(f"{len(tokens) - prompt['input_ids'].shape[1]} tokens in {seconds:.2f} s on {DEVICE}")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(Path(sys.argv[1]), has_tokenizer=True)
-    else:
-        with TemporaryDirectory() as tiny:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, help="of the model")
+    parser.add_argument("--prompt", default="A packhorse carries", help="what to write on from")
+    args = parser.parse_args()
+    with TemporaryDirectory() as tiny:
+        if args.folder is None:
             make_tiny_model(Path(tiny))
-            main(Path(tiny), has_tokenizer=False)
+        main(args.folder or Path(tiny), args.prompt)
