@@ -32,8 +32,8 @@ from packhorse.device import (
     PackedWeight,
     PackReport,
     describe_weights,
+    formats,
     join_weights,
-    model,
     pack_model_,
     packing,
     unpack_model_,
@@ -315,6 +315,26 @@ def test_progress_counts_plain_bytes() -> None:
     assert done == [2 * 64 * 256, 2 * 8 * 8, 2 * 3 * 256]
 
 
+@pytest.mark.parametrize("fmt", ["auto", "W12", "W11"])
+def test_a_dry_run_says_what_packing_gives_and_changes_nothing(fmt: str) -> None:
+    model = stack(linear(), linear(3, 8))
+    misjudged = linear(192, 128)  # the rows that are sampled have no exceptions of W11
+    misjudged.weight.data.fill_(0.5)
+    misjudged.weight.data[1::3, :4] = 1e-30
+    model.extend([misjudged, linear().half(), nn.Embedding(64, 128, dtype=torch.bfloat16)])
+    before = copy.deepcopy(model)
+    counts: list[int] = []
+    planned = pack_model_(model, fmt, dry_run=True, progress=counts.append)
+    assert all(type(each) is type(other) for each, other in zip(model, before, strict=True))
+    assert all(
+        same_bits(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True)
+    )
+    assert sum(counts) == sum(each.nbytes for each in before.parameters() if each.dim() == 2)
+    assert planned == pack_model_(model, fmt)
+    form = "W11" if fmt == "W11" else "W12"
+    assert [weight.form for weight in planned.packed] == [form, form]
+
+
 def test_modules_keep_their_hooks_and_modes() -> None:
     calls = []
     packed = stack(linear()).eval()
@@ -555,5 +575,5 @@ def test_a_model_compiles_without_breaks() -> None:
 
 
 def test_limits_are_those_of_the_documents() -> None:
-    assert model.MAX_RATIO == 0.9
-    assert model.MAX_W11_EXCEPTIONS == 1 / 200
+    assert formats.MAX_RATIO == 0.9
+    assert formats.MAX_W11_EXCEPTIONS == 1 / 200

@@ -13,40 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from packhorse.codecs.weights import count_exceptions
+from packhorse.device.formats import check_tokens, pack_if_smaller, plan_if_smaller
 from packhorse.device.linear import PackedLinear, hold_packed, hold_plain
-from packhorse.device.operators import require_kernels
-from packhorse.device.packing import pack_weight
 from packhorse.device.report import LeftWeight, PackReport, WeightReport
 from packhorse.device.weights import PackedWeight, resolve_form
-from packhorse.layout import MAX_WEIGHT_COLUMNS, W11, W12, WEIGHT_FORMATS, WeightFormat
+from packhorse.layout import MAX_WEIGHT_COLUMNS, WeightFormat
 
 __all__ = [
-    "MAX_FAST_EXCEPTIONS",
-    "MAX_RATIO",
-    "MAX_W11_EXCEPTIONS",
-    "MIN_SPEED",
     "Progress",
     "Skip",
     "WeightChoice",
-    "check_tokens",
     "hold_packed_weights",
-    "pack_if_smaller",
     "pack_model_",
     "report_model",
     "unpack_model_",
 ]
-
-MAX_RATIO = 0.9  # packed to plain bytes; above, a layer stays plain
-# Exceptions of W11 to a weight, up to which "auto" prefers it. Each fetches an input of its own: at
-# the 1.2 % of normal rows that takes about as long as reading the bits that W11 saves.
-MAX_W11_EXCEPTIONS = 1 / 200
-# Packed to plain speed, at least, where speed is what counts; clocks of GPUs vary that much.
-MIN_SPEED = 0.97
-# Exceptions to a weight, up to which figures of speed hold: they were found with rows like those of
-# normal distributions, which have 0.03 and 1.3 %.
-MAX_FAST_EXCEPTIONS = {"W12": 0.001, "W11": 0.015}
-_SAMPLED_ROWS = 256
 
 Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
 Progress = Callable[[int], object]
@@ -97,6 +78,7 @@ def pack_model_(
     embeddings: bool = False,
     lm_head: bool = True,
     for_tokens: int | None = None,
+    dry_run: bool = False,
     progress: Progress | None = None,
 ) -> PackReport:
     """Packs the BF16 weights of linear layers in place, where that saves memory.
@@ -119,10 +101,11 @@ def pack_model_(
             text is generated, that is the batch. Each layer gets the format that is the fastest for
             so many on its GPU, as `packhorse tune` has measured or else as predicted, and stays
             plain if it would be slower packed.
+        dry_run: only count what packing would give, and leave the model as it is.
         progress: called with the bytes of plain weights done since the last call.
 
     Returns:
-        What was packed, what was not and why; `print` shows it as a table.
+        What was packed, or would be, what was not and why; `print` shows it as a table.
 
     Raises:
         ValueError: no such format, no module has a name that is to be skipped, or `for_tokens` is
@@ -136,7 +119,12 @@ def pack_model_(
     packed, left = [], []
     for group in _groups(model):
         nbytes = group.weight.nbytes
-        outcome = _pack_group(group, form, choice, for_tokens)
+        n_tokens = for_tokens if group.is_multiplied else None
+        reason = choice.why_left(group)
+        if reason is not None:
+            outcome: WeightReport | LeftWeight = _report_left(group.name, group.weight, reason)
+        else:
+            outcome = (_plan_group if dry_run else _pack_group)(group, form, n_tokens)
         if isinstance(outcome, WeightReport):
             packed.append(outcome)
         else:
@@ -147,88 +135,22 @@ def pack_model_(
 
 
 def _pack_group(
-    group: _Group, form: WeightFormat | None, choice: "WeightChoice", for_tokens: int | None
+    group: _Group, form: WeightFormat | None, for_tokens: int | None
 ) -> WeightReport | LeftWeight:
-    weight = group.weight
-    n_tokens = for_tokens if group.is_multiplied else None
-    packed = choice.why_left(group) or pack_if_smaller(weight, form, n_tokens)
+    packed = pack_if_smaller(group.weight, form, for_tokens)
     if isinstance(packed, str):
-        return _report_left(group.name, weight, packed)
+        return _report_left(group.name, group.weight, packed)
     _replace(group, Parameter(packed, requires_grad=False))
-    return _report_packed(group, packed)
+    return _report_packed(group.name, packed.shape, packed.form, packed.packed_nbytes)
 
 
-def _pack(weight: Tensor, form: WeightFormat | None) -> PackedWeight:
-    if form is not None:
-        return pack_weight(weight, form)
-    n_rows = weight.shape[0]
-    sample = weight[:: max(n_rows // _SAMPLED_ROWS, 1)]
-    if pack_weight(sample, W11).exceptions.numel() > MAX_W11_EXCEPTIONS * sample.numel():
-        return pack_weight(weight, W12)
-    packed = pack_weight(weight, W11)
-    # Padding to 128 columns instead of 32 may cost more than a bit saves.
-    n_bytes = W12.n_padded(weight.shape[1]) + W12.n_high_bytes(weight.shape[1])
-    is_smaller = packed.packed_nbytes < n_rows * n_bytes
-    few = packed.exceptions.numel() <= MAX_W11_EXCEPTIONS * weight.numel()
-    return packed if is_smaller and few else pack_weight(weight, W12)
-
-
-def check_tokens(for_tokens: int | None) -> None:
-    """Checks that option of `pack_model_`.
-
-    Raises:
-        ValueError: it is neither None nor a positive number.
-    """
-    if for_tokens is not None and (type(for_tokens) is not int or for_tokens < 1):
-        raise ValueError(f"for_tokens is {for_tokens!r}; it must be a positive number of tokens")
-
-
-def pack_if_smaller(
-    weight: Tensor, form: WeightFormat | None, for_tokens: int | None = None
-) -> PackedWeight | str:
-    """Packs a matrix if that saves memory, and no time is lost where time counts; if not, says why.
-
-    Args:
-        weight: BF16, n_rows x n_columns.
-        form: None to choose as "auto" of `pack_model_` does.
-        for_tokens: as there.
-
-    Raises:
-        MissingBackendError, TypeError, ValueError: as `pack_weight` and `pack_model_`.
-    """
-    if for_tokens is not None:
-        fastest = _fastest_form(weight, form, for_tokens)
-        if isinstance(fastest, str):
-            return fastest
-        form = fastest
-    packed = _pack(weight.detach(), form)
-    if packed.packed_nbytes <= MAX_RATIO * weight.nbytes:
-        return packed
-    return f"no gain: {packed.bits_per_weight:.2f} bits a weight in {packed.form.name}"
-
-
-def _fastest_form(weight: Tensor, form: WeightFormat | None, n_tokens: int) -> WeightFormat | str:
-    """The format in which a product is the fastest; in words, why none is fast enough."""
-    require_kernels()
-    from packhorse.device.speed import compare_formats
-
-    forms = WEIGHT_FORMATS.values() if form is None else [form]
-    n_rows, n_columns = weight.shape
-    speeds = compare_formats(n_rows, n_columns, n_tokens, forms, weight.device)
-    for speed in speeds:
-        if speed.times < MIN_SPEED:
-            return f"slower for {n_tokens} tokens at once: {speed}"
-        # Figures are for weights with the usual number of exceptions.
-        if _exception_rate(weight, speed.form) <= MAX_FAST_EXCEPTIONS[speed.form.name]:
-            return speed.form
-    return "slower: too many exceptions"
-
-
-def _exception_rate(weight: Tensor, form: WeightFormat) -> float:
-    """Exceptions to a weight, of some rows."""
-    sample = weight.detach()[:: max(weight.shape[0] // _SAMPLED_ROWS, 1)]
-    bits = sample.cpu().contiguous().view(torch.uint16).numpy()
-    return count_exceptions(bits, form) / max(sample.numel(), 1)
+def _plan_group(
+    group: _Group, form: WeightFormat | None, for_tokens: int | None
+) -> WeightReport | LeftWeight:
+    planned = plan_if_smaller(group.weight, form, for_tokens)
+    if isinstance(planned, str):
+        return _report_left(group.name, group.weight, planned)
+    return _report_packed(group.name, group.weight.shape, *planned)
 
 
 def hold_packed_weights(model: nn.Module) -> None:
@@ -254,7 +176,8 @@ def report_model(
         weight = group.weight
         seen.add(id(weight))
         if isinstance(weight, PackedWeight):
-            packed.append(_report_packed(group, weight))
+            size = weight.shape, weight.form, weight.packed_nbytes
+            packed.append(_report_packed(group.name, *size))
             continue
         known = [noted[name] for name in group.parameter_names if name in noted]
         reason = choice.why_left(group) or (known[0] if known else otherwise)
@@ -270,9 +193,8 @@ def report_model(
     return PackReport(tuple(packed), tuple(left), total)
 
 
-def _report_packed(group: _Group, weight: PackedWeight) -> WeightReport:
-    n_rows, n_columns = weight.shape
-    return WeightReport(group.name, (n_rows, n_columns), weight.form.name, weight.packed_nbytes)
+def _report_packed(name: str, shape: torch.Size, form: WeightFormat, nbytes: int) -> WeightReport:
+    return WeightReport(name, (shape[0], shape[1]), form.name, nbytes)
 
 
 def _report_left(name: str, weight: Tensor, reason: str) -> LeftWeight:

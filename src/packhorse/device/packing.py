@@ -22,6 +22,7 @@ __all__ = [
     "BLOCK_NBYTES",
     "RowSource",
     "check_arrays",
+    "count_exceptions",
     "empty_weight",
     "form_of",
     "join_arrays",
@@ -120,6 +121,24 @@ def _pack_to_device(
         exceptions.append(packed.exceptions.to(device))
         n_exceptions = n_after
     return arrays._replace(exceptions=torch.cat(exceptions))
+
+
+def count_exceptions(weight: Tensor, form: WeightFormat) -> int:
+    """How many exceptions a matrix has in a format, block by block.
+
+    Args:
+        weight: BF16, n_rows x n_columns, on any device.
+        form: the format.
+
+    Raises:
+        TypeError, ValueError: as `pack_weight`.
+    """
+    n_rows, n_columns = _check_source(weight)
+    threads = resolve_threads(None)
+    return sum(
+        weights.count_exceptions(block, form, threads=threads)
+        for _, block in _blocks(weight, n_rows, n_columns)
+    )
 
 
 def _check_source(source: Tensor | RowSource) -> tuple[int, int]:

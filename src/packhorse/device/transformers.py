@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from packhorse.device.formats import check_tokens, pack_if_smaller
 from packhorse.device.model import (
     WeightChoice,
-    check_tokens,
     hold_packed_weights,
-    pack_if_smaller,
     report_model,
     unpack_model_,
 )

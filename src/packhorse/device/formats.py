@@ -1,0 +1,158 @@
+"""Which format a weight is packed in, and whether it is packed at all.
+
+Memory decides, unless a caller says for how many tokens at once the model is to be fast: then speed
+does. Formats are judged by their exceptions, which the core counts in a sample of the rows.
+"""
+
+import torch
+from torch import Tensor
+
+from packhorse.arguments import resolve_threads
+from packhorse.codecs import weights
+from packhorse.device.operators import require_kernels
+from packhorse.device.packing import count_exceptions, pack_weight
+from packhorse.device.weights import PackedWeight
+from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
+
+__all__ = [
+    "MAX_FAST_EXCEPTIONS",
+    "MAX_RATIO",
+    "MAX_W11_EXCEPTIONS",
+    "MIN_SPEED",
+    "check_tokens",
+    "pack_if_smaller",
+    "plan_if_smaller",
+]
+
+MAX_RATIO = 0.9  # packed to plain bytes; above, a layer stays plain
+# Exceptions of W11 to a weight, up to which "auto" prefers it. Each fetches an input of its own: at
+# the 1.2 % of normal rows that takes about as long as reading the bits that W11 saves.
+MAX_W11_EXCEPTIONS = 1 / 200
+# Packed to plain speed, at least, where speed is what counts; clocks of GPUs vary that much.
+MIN_SPEED = 0.97
+# Exceptions to a weight, up to which figures of speed hold: they were found with rows like those of
+# normal distributions, which have 0.03 and 1.3 %.
+MAX_FAST_EXCEPTIONS = {"W12": 0.001, "W11": 0.015}
+_SAMPLED_ROWS = 64  # of a weight, to foresee its exceptions
+
+
+def check_tokens(for_tokens: int | None) -> None:
+    """Checks that option of `pack_model_`.
+
+    Raises:
+        ValueError: it is neither None nor a positive number.
+    """
+    if for_tokens is not None and (type(for_tokens) is not int or for_tokens < 1):
+        raise ValueError(f"for_tokens is {for_tokens!r}; it must be a positive number of tokens")
+
+
+def pack_if_smaller(
+    weight: Tensor, form: WeightFormat | None, for_tokens: int | None = None
+) -> PackedWeight | str:
+    """Packs a matrix if that saves memory, and no time is lost where time counts; if not, says why.
+
+    Args:
+        weight: BF16, n_rows x n_columns.
+        form: None to choose as "auto" of `pack_model_` does.
+        for_tokens: as there.
+
+    Raises:
+        MissingBackendError, TypeError, ValueError: as `pack_weight` and `pack_model_`.
+    """
+    weight = weight.detach()
+    chosen = _choose(weight, form, for_tokens)
+    if isinstance(chosen, str):
+        return chosen
+    packed = pack_weight(weight, chosen)
+    if _was_misjudged(packed.exceptions.numel(), weight, chosen, form, for_tokens):
+        packed = pack_weight(weight, W12)
+    return _why_no_gain(packed.packed_nbytes, weight, packed.form) or packed
+
+
+def plan_if_smaller(
+    weight: Tensor, form: WeightFormat | None, for_tokens: int | None = None
+) -> tuple[WeightFormat, int] | str:
+    """The format and the bytes of what `pack_if_smaller` would give; or why the matrix stays plain.
+
+    Args:
+        weight: as there.
+        form: as there.
+        for_tokens: as there.
+
+    Raises:
+        MissingBackendError, TypeError, ValueError: as there.
+    """
+    weight = weight.detach()
+    chosen = _choose(weight, form, for_tokens)
+    if isinstance(chosen, str):
+        return chosen
+    n_exceptions = count_exceptions(weight, chosen)
+    if _was_misjudged(n_exceptions, weight, chosen, form, for_tokens):
+        chosen, n_exceptions = W12, count_exceptions(weight, W12)
+    n_rows, n_columns = weight.shape
+    nbytes = weights.packed_nbytes(n_rows, n_columns, n_exceptions, chosen)
+    return _why_no_gain(nbytes, weight, chosen) or (chosen, nbytes)
+
+
+def _choose(
+    weight: Tensor, form: WeightFormat | None, for_tokens: int | None
+) -> WeightFormat | str:
+    if for_tokens is not None:
+        return _fastest(weight, form, for_tokens)
+    if form is not None:
+        return form
+    return W11 if _suits_w11(weight) else W12
+
+
+def _was_misjudged(
+    n_exceptions: int, weight: Tensor, chosen: WeightFormat, form: WeightFormat | None,
+    for_tokens: int | None,
+) -> bool:  # fmt: skip
+    """Whether "auto" took W11 by a sample that missed the rows that are full of exceptions."""
+    is_auto = form is None and for_tokens is None
+    return is_auto and chosen is W11 and n_exceptions > MAX_W11_EXCEPTIONS * weight.numel()
+
+
+def _why_no_gain(nbytes: int, weight: Tensor, form: WeightFormat) -> str | None:
+    if nbytes <= MAX_RATIO * weight.nbytes:
+        return None
+    bits = 8 * nbytes / max(weight.numel(), 1)
+    return f"no gain: {bits:.2f} bits a weight in {form.name}"
+
+
+def _suits_w11(weight: Tensor) -> bool:
+    """Whether W11 has few exceptions and is smaller than W12, by a sample of the rows."""
+    share = _exception_share(weight, W11)
+    n_rows, n_columns = weight.shape
+    # Padding to 128 columns instead of 32 may cost more than a bit saves.
+    w11_nbytes = weights.packed_nbytes(n_rows, n_columns, round(share * weight.numel()), W11)
+    return share <= MAX_W11_EXCEPTIONS and w11_nbytes < weights.packed_nbytes(
+        n_rows, n_columns, 0, W12
+    )
+
+
+def _exception_share(weight: Tensor, form: WeightFormat) -> float:
+    """How many of the weights are exceptions, by a sample of the rows."""
+    if not (weight.device.type == "cpu" and weight.is_contiguous()):
+        weight = weight[:: max(weight.shape[0] // _SAMPLED_ROWS, 1)].cpu().contiguous()
+    bits = weight.view(torch.uint16).numpy()
+    n_exceptions = weights.count_exceptions(
+        bits, form, threads=resolve_threads(None), max_rows=_SAMPLED_ROWS
+    )
+    return n_exceptions / max(bits.size, 1)
+
+
+def _fastest(weight: Tensor, form: WeightFormat | None, n_tokens: int) -> WeightFormat | str:
+    """The format in which a product is the fastest; in words, why none is fast enough."""
+    require_kernels()
+    from packhorse.device.speed import compare_formats
+
+    forms = WEIGHT_FORMATS.values() if form is None else [form]
+    n_rows, n_columns = weight.shape
+    for speed in compare_formats(n_rows, n_columns, n_tokens, forms, weight.device):
+        if speed.times < MIN_SPEED:
+            return f"slower for {n_tokens} tokens at once: {speed}"
+        # Figures are for weights with the usual number of exceptions.
+        if _exception_share(weight, speed.form) <= MAX_FAST_EXCEPTIONS[speed.form.name]:
+            return speed.form
+    return "slower: too many exceptions"
