@@ -23,6 +23,7 @@ from packhorse.device import (
     pack_model_,
     pack_weight,
 )
+from packhorse.device.strategy import Choice, Strategy
 from packhorse.errors import CorruptionError
 
 Layer = Callable[[Tensor], Tensor]
@@ -269,3 +270,24 @@ def test_packing_twice_reports_what_there_is() -> None:
     assert [left.reason for left in again.left] == ["is packed already"]
     assert again.left[0].nbytes == first.packed[0].nbytes
     assert again.plain_nbytes == again.nbytes == first.nbytes < first.plain_nbytes
+
+
+@pytest.mark.parametrize("form", ["W12", "W11"])
+def test_without_memory_for_the_plain_weight_it_is_decoded_in_the_product(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernels, in Triton's interpreter; too little memory on a GPU cannot be had here."""
+    weight = layers(n_rows=20)[0].weight.data
+    weight[3, 5] = 1e-30
+    packed = pack_weight(weight, form)
+    x = inputs(3, 96)  # as if they were many
+    monkeypatch.setattr(operators, "choose_strategy", lambda *_: Choice(Strategy.DECODE))
+
+    def refuse(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(operators, "unpack", refuse)
+    with pytest.warns(RuntimeWarning, match="no 0 MiB left for the plain weight of 20 x 96"):
+        y = operators._multiply_on_gpu(x, packed.arrays, None, packed.form, 96)
+    exact = x.double() @ weight.double().T
+    assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()

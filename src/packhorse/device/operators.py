@@ -9,6 +9,7 @@ as that is.
 """
 
 import threading
+import warnings
 from collections.abc import Sequence
 from functools import cache, partial
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from packhorse.codecs import weights
 from packhorse.device.ahead import current_decoder
-from packhorse.device.strategy import Strategy, choose_strategy
+from packhorse.device.strategy import Choice, Strategy, choose_strategy
 from packhorse.errors import MissingBackendError
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
@@ -248,10 +249,26 @@ def _multiply_on_gpu(
     n_tokens = x.numel() // n_columns
     choice = choose_strategy(arrays.n_rows, n_columns, n_tokens, x.device, form)
     if choice.strategy is Strategy.DECODE:
-        return _decode_and_multiply(x, arrays, bias, form, n_columns)
+        try:
+            return _decode_and_multiply(x, arrays, bias, form, n_columns)
+        except torch.OutOfMemoryError:
+            choice = _choose_without_memory(arrays, form, n_columns)
     flat = x.reshape(n_tokens, n_columns).contiguous()
     y = multiply_by(flat, arrays, form, n_columns, bias=bias, choice=choice)
     return y.view(*x.shape[:-1], arrays.n_rows)
+
+
+def _choose_without_memory(arrays: WeightTensors, form: WeightFormat, n_columns: int) -> Choice:
+    """What needs no memory for the plain weight."""
+    mib = 2 * arrays.n_rows * n_columns / 2**20
+    warnings.warn(
+        f"the GPU has no {mib:.0f} MiB left for the plain weight of {arrays.n_rows} x {n_columns}: "
+        "it is decoded inside the product, which is slower with many tokens; give the GPU fewer "
+        "tokens at once, or a smaller cache",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return Choice(Strategy.MANY if form is W12 else Strategy.FUSED)
 
 
 def _decode_and_multiply(
