@@ -24,7 +24,7 @@ from lying_frames import LIES
 from triton import knobs
 
 from packhorse.codecs.base import STATUS_WORDS, choose_isa
-from packhorse.device.frames import decode_frame, run_plan, why_on_host
+from packhorse.device.frames import decode_frame, empty_statuses, run_plan, why_on_host
 from packhorse.errors import CorruptionError, PackhorseError
 from packhorse.frame import Frame, compress_buffer
 from packhorse.frame_header import FrameHeader, read_header
@@ -68,7 +68,9 @@ def run_fenced(payload: np.ndarray, plan: ChunkPlan) -> tuple[bytes, list[int]]:
     scratch = fenced(max(plan.scratch_nbytes, 1))
     unit = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[geometry.unit_nbytes]
     out = fenced(geometry.n_units * geometry.unit_nbytes, unit)
-    statuses = run_plan(source, plan, scratch, out)
+    arrays = [torch.from_numpy(array) for array in plan.arrays()]
+    statuses = empty_statuses(plan, source.device)
+    run_plan(source, plan, arrays, scratch, out, statuses)
     assert source.numpy().tobytes() == payload.tobytes()
     return out.numpy().tobytes(), torch.cat(statuses).tolist()
 

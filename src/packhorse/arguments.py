@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +11,7 @@ from packhorse.layout import Level
 
 if TYPE_CHECKING:
     from packhorse.codecs.base import ByteArray
+    from packhorse.frame import Frame
 
 __all__ = [
     "Framework",
@@ -79,6 +81,22 @@ class Framework(Protocol):
     def memory(self, tensor: Any) -> ByteArray | None:
         """The bytes of a tensor to write to, if they lie in host memory in C order; otherwise
         `assign` is needed."""
+
+    def decode_on(self, frames: Sequence[Frame], device: Any, threads: int) -> list[Any]:
+        """Tensors of frames that a device decodes itself, and gets packed.
+
+        Args:
+            frames: their bytes are only read.
+            device: where the tensors are to be.
+            threads: of the host, to use.
+
+        Returns:
+            A tensor for each frame; None for one that is to be decoded in host memory and copied:
+            where the device has no kernels, or none for such a frame.
+
+        Raises:
+            CorruptionError: a frame is damaged, as `Frame.decompress_into`.
+        """
 
 
 def resolve_framework(name: str) -> Framework:

@@ -309,6 +309,11 @@ class Frame:
         return cls(data, header, name, offset)
 
     @property
+    def header(self) -> FrameHeader:
+        """The header, as it was checked."""
+        return self._header
+
+    @property
     def nbytes(self) -> int:
         """Length of the frame in bytes, a multiple of 64."""
         return self._header.frame_nbytes

@@ -127,6 +127,10 @@ class NumpyFramework:
         plain = tensor.flags.c_contiguous and tensor.flags.writeable and tensor.dtype.isnative
         return self.writable(tensor) if plain else None
 
+    def decode_on(self, frames: Sequence[Frame], device: Any, threads: int) -> list[None]:
+        """None for each frame: NumPy has arrays in host memory only."""
+        return [None] * len(frames)
+
 
 def _native_dtype(array: Any) -> np.dtype[Any]:
     """The dtype of an array, in this machine's byte order.

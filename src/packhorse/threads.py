@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -126,14 +126,17 @@ def batches(sizes: Sequence[int], max_nbytes: int | None = None) -> Iterator[ran
         yield range(start, len(sizes))
 
 
-def in_order(work: Callable[[int], Any], n: int, threads: int) -> Iterator[Any]:
-    """Results of work(0), ..., work(n - 1) in order, with a bounded number ahead."""
+def in_order(
+    work: Callable[[int], Any], n: int, threads: int, n_ahead: int | None = None
+) -> Generator[Any, None, None]:
+    """Results of work(0), ..., work(n - 1) in order, with so many ahead: `n_ahead`, or twice as
+    many as threads."""
     if threads == 1 or n < 2:
         yield from map(work, range(n))
         return
     with ThreadPoolExecutor(min(threads, n)) as pool:
         results = (_submit(pool, work, i) for i in range(n))
-        ahead = deque(islice(results, 2 * threads))
+        ahead = deque(islice(results, n_ahead or 2 * threads))
         while ahead:
             yield ahead.popleft()()
             ahead.extend(islice(results, 1))

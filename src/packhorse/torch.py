@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
+from packhorse.arguments import resolve_threads
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import BaseLike
 from packhorse.disk.container import lay_out, pack_tensors, write_packed
@@ -24,6 +26,8 @@ from packhorse.many import call_for_each, read_frames
 
 try:
     import torch
+
+    from packhorse.torch_dtypes import NAMES, TORCH_DTYPES
 except ModuleNotFoundError as error:
     raise MissingBackendError(
         "packhorse.torch needs PyTorch; install it with: pip install 'packhorse[torch]'"
@@ -62,38 +66,19 @@ class SupportsRead(Protocol):
         """All bytes from here on."""
 
 
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-
 class TorchFramework:
-    """The `Framework` of PyTorch."""
+    """The `Framework` of PyTorch.
+
+    Attributes:
+        kernel_devices: types of devices whose kernels decode frames, if Triton is installed.
+    """
 
     name = "pt"
+    kernel_devices: tuple[str, ...] = ("cuda",)
 
     def dtype_name(self, dtype: torch.dtype) -> str | None:
         """safetensors' name of a dtype; None if it has none."""
-        return _NAMES.get(dtype)
+        return NAMES.get(dtype)
 
     def empty(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A fresh tensor in host memory.
@@ -102,12 +87,12 @@ class TorchFramework:
             CompatibilityError: PyTorch has no such dtype (the sub-byte floats).
             MemoryError: there is none for so large a tensor.
         """
-        if dtype not in _DTYPES:
+        if dtype not in TORCH_DTYPES:
             raise CompatibilityError(
                 f"PyTorch has no dtype for {dtype}; read its bytes with Frame.decompress_into"
             )
         try:
-            return torch.empty(shape, dtype=_DTYPES[dtype])
+            return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
         except RuntimeError as error:  # its allocator's only way to say so
             raise MemoryError(f"no memory for {dtype} of shape {list(shape)}: {error}") from error
 
@@ -135,9 +120,9 @@ class TorchFramework:
         words = self.why_unreadable(tensor)
         if words is not None:
             raise TypeError(words)
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in NAMES:
             raise TypeError(f"dtype {tensor.dtype} has no place in safetensors; convert it first")
-        return _NAMES[tensor.dtype], tuple(tensor.shape)
+        return NAMES[tensor.dtype], tuple(tensor.shape)
 
     def why_unreadable(self, tensor: Any) -> str | None:
         """What keeps something from being read as a tensor, whatever its dtype; None for none."""
@@ -195,6 +180,34 @@ class TorchFramework:
         if plain.device.type != "cpu" or not plain.is_contiguous():
             return None
         return None if plain.is_conj() or plain.is_neg() else _bytes_of(plain)
+
+    def decode_on(
+        self, frames: Sequence[Frame], device: str | int | torch.device, threads: int
+    ) -> list[torch.Tensor | None]:
+        """Tensors of frames that a GPU decodes itself, and gets packed (docs/device.md).
+
+        Args:
+            frames: their bytes are only read.
+            device: where the tensors are to be.
+            threads: of the host, that check and plan.
+
+        Returns:
+            A tensor for each frame; None for one to be decoded in host memory: of a kind, or so
+            small, that kernels do not decode it. None for all where there is no GPU, or no Triton.
+
+        Raises:
+            CorruptionError: a frame is damaged, as `Frame.decompress_into`.
+        """
+        target = torch.device(device)
+        is_there = target.type != "cuda" or torch.cuda.is_available()
+        if not frames or target.type not in self.kernel_devices or not is_there:
+            return [None] * len(frames)
+        try:
+            uploads = import_module("packhorse.device.uploads")
+        except ImportError:  # Triton is not installed, or not for this system
+            return [None] * len(frames)
+        tensors: list[torch.Tensor | None] = uploads.decode_frames(frames, target, threads=threads)
+        return tensors
 
 
 def _bytes_of(tensor: torch.Tensor) -> ByteArray:
@@ -264,8 +277,9 @@ def decompress(
     threads: int | None = None,
     max_nbytes: int | None = None,
     base: torch.Tensor | None = None,
+    device: str | int | torch.device | None = None,
 ) -> torch.Tensor:
-    """Unpacks one tensor, in host memory.
+    """Unpacks one tensor, in host memory or on a device.
 
     Args:
         frame: a frame, or the bytes of one.
@@ -273,31 +287,39 @@ def decompress(
         threads: None for the cores of this process, at most 8.
         max_nbytes: refuse a tensor of more bytes, before anything is allocated.
         base: what the frame was packed against, if it has a base (`Frame.base_hash`).
+        device: where the tensor goes; None for host memory. A GPU with Triton gets the frame packed
+            and decodes it (docs/device.md).
 
     Raises:
         BaseMismatchError: the frame has a base, and none was given, or another.
         CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new.
         TypeError: `out` is not a contiguous host tensor.
-        ValueError: `out` has another dtype or shape.
+        ValueError: `out` has another dtype or shape, or is given with a device.
         MemoryError: there is none for so large a tensor.
     """
+    if out is not None and device is not None:
+        raise ValueError("out is host memory, and device another place; give one of them")
     if not isinstance(frame, Frame):
         frame = Frame.from_buffer(frame, max_nbytes=max_nbytes)
     elif max_nbytes is not None and frame.logical_nbytes > max_nbytes:
         found = f"the frame holds {frame.logical_nbytes} bytes"
         raise CorruptionError(f"{found}, more than max_nbytes = {max_nbytes}")
+    if device is not None:
+        tensor = FRAMEWORK.decode_on([frame], device, resolve_threads(threads))[0]
+        if tensor is not None:
+            return tensor
     tensor = FRAMEWORK.empty(frame.dtype, frame.shape) if out is None else out
     if out is not None:
         _check_out(out, frame)
     base_data = None if base is None else FRAMEWORK.readable(base)[0]
     frame.decompress_into(FRAMEWORK.writable(tensor), threads=threads, base=base_data)
-    return tensor
+    return tensor if device is None else tensor.to(device)
 
 
 def _check_out(out: torch.Tensor, frame: Frame) -> None:
     if not isinstance(out, torch.Tensor) or out.device.type != "cpu" or not out.is_contiguous():
         raise TypeError("out must be a contiguous PyTorch tensor in host memory")
-    if _NAMES.get(out.dtype) != frame.dtype or tuple(out.shape) != frame.shape:
+    if NAMES.get(out.dtype) != frame.dtype or tuple(out.shape) != frame.shape:
         raise ValueError(
             f"out is {out.dtype} {tuple(out.shape)}; the frame holds {frame.dtype} {frame.shape}"
         )
@@ -501,9 +523,8 @@ def load(
         ) as file:
             return rebuild_state(file.get_tensors(), file.metadata(), FRAMEWORK, os.fspath(f))
     data = f.read() if hasattr(f, "read") else f
-    place = None if map_location is None else lambda tensor: tensor.to(map_location)
     tensors, metadata = load_with_metadata(
-        data, FRAMEWORK, place=place, threads=threads, max_nbytes=max_nbytes, base=base
+        data, FRAMEWORK, device=map_location, threads=threads, max_nbytes=max_nbytes, base=base
     )
     return rebuild_state(tensors, metadata, FRAMEWORK, "the bytes given")
 

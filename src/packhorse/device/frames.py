@@ -7,6 +7,9 @@ host and then uploaded; so is everything where there is no GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +34,7 @@ try:
         plan_chunks,
         why_unsupported,
     )
+    from packhorse.torch_dtypes import TORCH_DTYPES
 except ModuleNotFoundError as error:
     raise MissingBackendError(
         "packhorse.device needs PyTorch and Triton; install them with: pip install 'packhorse[gpu]'"
@@ -39,30 +43,19 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["decode_frame", "run_plan", "why_on_host"]
+__all__ = [
+    "UNITS",
+    "decode_frame",
+    "empty_statuses",
+    "fill_host_memory",
+    "geometry_of",
+    "part_arrays",
+    "run_plan",
+    "why_on_host",
+]
 
-_TORCH_DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-}
-_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# What kernels write, by the bytes of a unit.
+UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def decode_frame(
@@ -93,7 +86,7 @@ def decode_frame(
     """
     data = as_bytes(frame, "frame")
     header = read_header(data, name, 0, None, int(choose_isa()))
-    if header.dtype.name not in _TORCH_DTYPES:
+    if header.dtype.name not in TORCH_DTYPES:
         raise TypeError(f"{label(name)}PyTorch has no dtype for {header.dtype.name}")
     target = torch.device(device)
     if not header.nbytes or why_on_host(header, target) is not None:
@@ -102,50 +95,100 @@ def decode_frame(
     if check:
         _check_sums(payload, header, name)
     try:
-        plan = plan_chunks(payload, header.table, _geometry(header), header.header_nbytes)
+        plan = plan_chunks(payload, header.table, geometry_of(header), header.header_nbytes)
     except CorruptionError as error:
         raise CorruptionError(f"{label(name)}{error}") from None
     scratch = torch.empty(max(plan.scratch_nbytes, 1), dtype=torch.uint8, device=target)
-    unit = _UNITS[header.dtype.unit_nbytes]
+    unit = UNITS[header.dtype.unit_nbytes]
     units = torch.empty(plan.geometry.n_units, dtype=unit, device=target)
-    statuses = run_plan(_to_device(payload, target), plan, scratch, units)
+    source = fill_host_memory([payload], target).to(target, non_blocking=True)
+    arrays = fill_host_memory(plan.arrays(), target).to(target, non_blocking=True)
+    statuses = empty_statuses(plan, target)
+    run_plan(source, plan, part_arrays(arrays, plan.arrays()), scratch, units, statuses)
     if check:
         _check_statuses(statuses, plan, header, name)
-    return units.view(_TORCH_DTYPES[header.dtype.name]).reshape(header.shape)
+    return units.view(TORCH_DTYPES[header.dtype.name]).reshape(header.shape)
 
 
 def run_plan(
-    payload: torch.Tensor, plan: ChunkPlan, scratch: torch.Tensor, out: torch.Tensor
-) -> list[torch.Tensor]:
+    payload: torch.Tensor,
+    plan: ChunkPlan,
+    arrays: Sequence[torch.Tensor],
+    scratch: torch.Tensor,
+    out: torch.Tensor,
+    statuses: Sequence[torch.Tensor],
+) -> None:
     """Launches the kernels that a plan needs, on the payload's device; waits for none.
 
     Args:
         payload: u8, the bytes that the plan was made of; only read. Other bytes of the same length
             make wrong units, but lead no kernel out of its memory.
         plan: what the host read in them.
+        arrays: those of the plan (`ChunkPlan.arrays`), on the device.
         scratch: u8, at least `plan.scratch_nbytes`, aligned to 4 bytes; overwritten.
         out: integers of a unit's size (units,); receives the units.
-
-    Returns:
-        i32 status numbers: a tensor for each group of rANS streams, and one for planes with
-        escapes; 0 is good, and other numbers are those of `packhorse.codecs.base.STATUS_WORDS`.
+        statuses: those of `empty_statuses`; 0 is good, and other numbers are those of
+            `packhorse.codecs.base.STATUS_WORDS`.
     """
-    device, geometry = payload.device, plan.geometry
-    statuses = [
-        torch.empty(len(rows), dtype=torch.int32, device=device)
-        for rows in (*(group.streams for group in plan.rans), plan.escaped)
-    ]
-    palettes, entries = _to_device(plan.palettes, device), _to_device(plan.entries, device)
+    geometry = plan.geometry
+    planes, palettes, entries, escaped, *of_groups = arrays
     longest = min(1 << geometry.chunk_log, geometry.n_units)
     decode_palettes(payload, palettes, entries, scratch, longest)
-    for group, status in zip(plan.rans, statuses[:-1], strict=True):
-        arrays = (group.streams, group.states, group.tables)
-        streams, states, tables = (_to_device(array, device) for array in arrays)
+    for i, (group, status) in enumerate(zip(plan.rans, statuses[:-1], strict=True)):
+        streams, states, tables = of_groups[3 * i : 3 * i + 3]
         decode_rans(payload, streams, states, tables, scratch, status, group.n_buckets)
-    resolve_escapes(payload, _to_device(plan.escaped, device), scratch, statuses[-1])
-    planes = _to_device(plan.planes, device)
+    resolve_escapes(payload, escaped, scratch, statuses[-1])
     merge_planes(payload, planes, scratch, out, geometry.chunk_log, geometry.rotation)
-    return statuses
+
+
+def empty_statuses(plan: ChunkPlan, device: torch.device) -> list[torch.Tensor]:
+    """Memory for what kernels say of streams, i32: for each group of rANS streams, and for planes
+    with escapes."""
+    lengths = (*(len(group.streams) for group in plan.rans), len(plan.escaped))
+    return [torch.empty(n, dtype=torch.int32, device=device) for n in lengths]
+
+
+def fill_host_memory(arrays: Sequence[NDArray[Any]], device: torch.device) -> torch.Tensor:
+    """A copy of arrays in host memory, one after the other, each aligned to 16 bytes.
+
+    Args:
+        arrays: C-contiguous; only read.
+        device: where the copy will go: a GPU takes it without the host if it is in pinned memory.
+
+    Returns:
+        u8, one-dimensional.
+    """
+    starts, nbytes = _places(arrays)
+    memory = _host_memory(nbytes, device)
+    target = memory.numpy()
+    for array, start in zip(arrays, starts, strict=True):
+        target[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    return memory
+
+
+def part_arrays(memory: torch.Tensor, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+    """Tensors of the dtypes and shapes of arrays, which look at a copy of what `fill_host_memory`
+    has made of these."""
+    parts = []
+    for array, start in zip(arrays, _places(arrays)[0], strict=True):
+        dtype = getattr(torch, array.dtype.name)
+        part = memory[start : start + array.nbytes].view(dtype)
+        parts.append(part.reshape(array.shape))
+    return parts
+
+
+def _places(arrays: Sequence[NDArray[Any]]) -> tuple[list[int], int]:
+    """Where arrays begin, and where the last ends."""
+    *starts, end = accumulate((-(-array.nbytes // 16) * 16 for array in arrays), initial=0)
+    return starts, end
+
+
+def _host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda":
+        # The system may have no pages to pin, and PyTorch has no error of its own for that.
+        with suppress(RuntimeError):
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def why_on_host(header: FrameHeader, device: torch.device) -> str | None:
@@ -154,10 +197,11 @@ def why_on_host(header: FrameHeader, device: torch.device) -> str | None:
         return f"kernels do not run on {device}"
     if header.base is not None or header.n_row_dims:
         return "a base" if header.base is not None else "side data"
-    return why_unsupported(header.table, _geometry(header))
+    return why_unsupported(header.table, geometry_of(header))
 
 
-def _geometry(header: FrameHeader) -> Geometry:
+def geometry_of(header: FrameHeader) -> Geometry:
+    """How the tensor of a frame is cut."""
     unit_nbytes = header.dtype.unit_nbytes
     return Geometry(header.nbytes // unit_nbytes, unit_nbytes, header.split, header.chunk_log)
 
@@ -168,7 +212,7 @@ def _decode_on_host(
     frame = Frame.from_buffer(data, name=name)
     memory = torch.empty(frame.logical_nbytes, dtype=torch.uint8)
     frame.decompress_into(memory.numpy(), check=check)
-    return memory.to(device).view(_TORCH_DTYPES[frame.dtype]).reshape(frame.shape)
+    return memory.to(device).view(TORCH_DTYPES[frame.dtype]).reshape(frame.shape)
 
 
 def _check_sums(payload: ByteArray, header: FrameHeader, name: str | None) -> None:
@@ -182,11 +226,6 @@ def _check_sums(payload: ByteArray, header: FrameHeader, name: str | None) -> No
 def _chunk_error(header: FrameHeader, name: str | None, chunk: int, words: str) -> CorruptionError:
     where = f"byte {header.chunk_offset(chunk)}: chunk {chunk} of {len(header.table)}"
     return CorruptionError(f"{label(name)}{where}: {words}")
-
-
-def _to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A copy; also where the device is the host."""
-    return torch.from_numpy(array.copy()).to(device)
 
 
 def _check_statuses(

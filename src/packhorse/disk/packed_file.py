@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -59,6 +59,7 @@ class _FrameTable:
         threads: int | None,
         max_nbytes: int | None,
         bases: Bases | None,
+        device: Any,
     ) -> None:
         self.packed = parse_packed_header(header, label=label)
         self._lender = Lender(bases, self.packed.base_name)
@@ -67,6 +68,7 @@ class _FrameTable:
         self._data = data
         self._threads = resolve_threads(threads)
         self._max_nbytes = max_nbytes
+        self._device = device
         self._originals = {entry.name: entry for entry in self.packed.original.entries}
         self._frames: dict[str, Frame] = {}
 
@@ -96,13 +98,10 @@ class _FrameTable:
     def decode(
         self, name: str, shape: Sequence[int], start: int, stop: int, threads: int | None = None
     ) -> Any:
-        """Decode bytes `start` to `stop` of a tensor into a fresh one of this shape."""
+        """Decode bytes `start` to `stop` of a tensor into a fresh one of this shape, in host
+        memory."""
         entry = self.entry(name)
-        if self._max_nbytes is not None and stop - start > self._max_nbytes:
-            raise CorruptionError(
-                f"{self.label}: tensor {shown(name)}: {stop - start} bytes would be decoded, more "
-                f"than max_nbytes = {self._max_nbytes}; read slices, or allow more"
-            )
+        self._check_limit(name, stop - start)
         frame = self.frame(name)
         tensor = self.framework.empty(entry.dtype, tuple(shape))
         n_threads = threads or self._threads
@@ -119,27 +118,55 @@ class _FrameTable:
             )
         return tensor
 
-    def tensor(self, name: str, threads: int | None = None) -> Any:
-        """Decode a whole tensor."""
+    def _check_limit(self, name: str, nbytes: int) -> None:
+        if self._max_nbytes is not None and nbytes > self._max_nbytes:
+            raise CorruptionError(
+                f"{self.label}: tensor {shown(name)}: {nbytes} bytes would be decoded, more than "
+                f"max_nbytes = {self._max_nbytes}; read slices, or allow more"
+            )
+
+    def place(self, tensor: Any) -> Any:
+        """A tensor that was decoded in host memory, on the device."""
+        is_torch = self.framework.name == "pt"
+        return tensor.to(self._device) if is_torch and self._device is not None else tensor
+
+    def tensor(self, name: str) -> Any:
+        """Decode a whole tensor, where it is to be."""
+        self._check_limit(name, self.entry(name).nbytes)
+        tensor = self._decode_on_device([name])[0]
+        return self.place(self._decode_whole(name, self._threads)) if tensor is None else tensor
+
+    def tensors(self) -> dict[str, Any]:
+        """Decode all tensors, in the order of the original data, where they are to be. Of those
+        that are decoded in host memory, some MiB are on their way to the device at a time."""
+        self.packed.check_limit(self._max_nbytes, self.label)
+        entries = self.packed.original.entries
+        names = [entry.name for entry in entries]
+        tensors = dict(zip(names, self._decode_on_device(names), strict=True))
+        rest = [entry for entry in entries if tensors[entry.name] is None]
+        sizes = [entry.nbytes for entry in rest]
+        for run in [range(len(rest))] if self._device is None else batches(sizes):
+            names = [rest[i].name for i in run]
+            decoded = self._decode_all(names, sizes[run.start : run.stop])
+            tensors.update(zip(names, map(self.place, decoded), strict=True))
+        return tensors
+
+    def _decode_on_device(self, names: Sequence[str]) -> list[Any]:
+        """Tensors that the device decodes, and None for the others."""
+        if self._device is None:
+            return [None] * len(names)
+        frames = [self.frame(name) for name in names]
+        with blaming(self.label):
+            return self.framework.decode_on(frames, self._device, self._threads)
+
+    def _decode_whole(self, name: str, threads: int) -> Any:
         entry = self.entry(name)
         return self.decode(name, entry.shape, 0, entry.nbytes, threads)
 
-    def tensors(self, place: Callable[[Any], Any] | None = None) -> dict[str, Any]:
-        """Decode all tensors, in the order of the original data, and put each in its place; some
-        MiB of them are on their way there at a time."""
-        self.packed.check_limit(self._max_nbytes, self.label)
-        entries = self.packed.original.entries
-        sizes = [entry.nbytes for entry in entries]
-        runs = [range(len(entries))] if place is None else batches(sizes)
-        tensors: dict[str, Any] = {}
-        for run in runs:
-            names = [entries[i].name for i in run]
-            decoded = self._decode_all(names, sizes[run.start : run.stop])
-            tensors.update(zip(names, map(place, decoded) if place else decoded, strict=True))
-        return tensors
-
     def _decode_all(self, names: Sequence[str], sizes: Sequence[int]) -> list[Any]:
-        return map_tensors(lambda i, threads: self.tensor(names[i], threads), sizes, self._threads)
+        return map_tensors(
+            lambda i, threads: self._decode_whole(names[i], threads), sizes, self._threads
+        )
 
 
 def load_tensors(
@@ -175,19 +202,19 @@ def load_with_metadata(
     data: Buffer,
     framework: Framework,
     *,
-    place: Callable[[Any], Any] | None = None,
+    device: Any = None,
     threads: int | None = None,
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
 ) -> tuple[dict[str, Any], dict[str, str] | None]:
-    """`load_tensors`, and the pairs of the file's `__metadata__`; None if it has none. `place` is
-    applied to each tensor."""
+    """`load_tensors` to a device, and the pairs of the file's `__metadata__`; None if it has
+    none."""
     view = memoryview(data).cast("B")
     label = "the bytes given"
     header = parse_file_header(view, label)
     with open_bases(base) as bases:
-        table = _FrameTable(header, view, label, framework, threads, max_nbytes, bases)
-        return table.tensors(place), table.packed.original.metadata
+        table = _FrameTable(header, view, label, framework, threads, max_nbytes, bases, device)
+        return table.tensors(), table.packed.original.metadata
 
 
 class PackedFile:
@@ -227,7 +254,6 @@ class PackedFile:
             raise ValueError(
                 f"device {str(device)!r} needs framework 'pt'; {framework.name!r} knows 'cpu' only"
             )
-        self._device = device
         label = os.fspath(path)
         with open(path, "rb") as file:
             header = read_file_header(file, label)
@@ -237,7 +263,7 @@ class PackedFile:
         try:
             bases = self._stack.enter_context(open_bases(base))
             self._open: _FrameTable | None = _FrameTable(
-                header, view, label, framework, threads, max_nbytes, bases
+                header, view, label, framework, threads, max_nbytes, bases, device
             )
         except BaseException:
             self._stack.close()
@@ -301,7 +327,7 @@ class PackedFile:
             CorruptionError, CompatibilityError: its frame is bad, or it exceeds `max_nbytes`.
             BaseMismatchError: it needs a base that was not given, or another was.
         """
-        return self._place(self._table.tensor(name))
+        return self._table.tensor(name)
 
     def get_tensors(self) -> dict[str, Any]:
         """Decode all tensors, in the order of their data.
@@ -314,7 +340,7 @@ class PackedFile:
                 `max_nbytes`.
             BaseMismatchError: as `get_tensor`.
         """
-        return self._table.tensors(None if self._device is None else self._place)
+        return self._table.tensors()
 
     def get_slice(self, name: str) -> PackedSlice:
         """A tensor to take parts of, as `get_slice(name)[128:256]`.
@@ -340,17 +366,15 @@ class PackedFile:
 
     def _take(self, entry: TensorEntry, box: Box) -> Any:
         table = self._table
+        if box.is_all:
+            return table.tensor(entry.name)[box.inner]
         start = box.start * DTYPE_BY_NAME[entry.dtype].bits // 8
         stop = start + tensor_nbytes(entry.dtype, box.shape)
         part = table.decode(entry.name, box.shape, start, stop)[box.inner]
         if box.is_view:  # do not keep the whole box in memory for a part of it
             whole, part = part, table.framework.empty(entry.dtype, tuple(part.shape))
             part[...] = whole
-        return self._place(part)
-
-    def _place(self, tensor: Any) -> Any:
-        is_torch = self._table.framework.name == "pt"
-        return tensor.to(self._device) if is_torch and self._device is not None else tensor
+        return table.place(part)
 
     def __enter__(self) -> Self:
         return self

@@ -28,12 +28,14 @@ class Box:
         shape: dimensions of the box; their product is the number of elements.
         inner: index into the box that gives what was asked for.
         is_view: whether `inner` can give a view of the box that is not all of it in order.
+        is_all: whether it gives all elements of the tensor in order.
     """
 
     start: int
     shape: tuple[int, ...]
     inner: Any
     is_view: bool
+    is_all: bool = False
 
 
 def cut_index(index: Any, shape: tuple[int, ...]) -> Box:
@@ -65,7 +67,8 @@ def cut_index(index: Any, shape: tuple[int, ...]) -> Box:
         is_view = is_view or not (count == 1 or rest in (slice(None), slice(0, count, 1)))
         is_prefix = is_prefix and count == 1
     # The dots keep NumPy from turning a single element into a scalar.
-    return Box(start, tuple(box), (*inner, ...), is_view)
+    is_all = not is_view and tuple(box) == shape
+    return Box(start, tuple(box), (*inner, ...), is_view, is_all)
 
 
 def _basic_items(index: Any, shape: tuple[int, ...]) -> list[_Item] | None:

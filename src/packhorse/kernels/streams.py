@@ -148,6 +148,14 @@ class ChunkPlan:
     escaped_places: Ints
     scratch_nbytes: int
 
+    def arrays(self) -> list[NDArray[Any]]:
+        """What kernels read beside the payload: planes, palettes, entries, escaped; then streams,
+        states and tables of each group."""
+        arrays: list[NDArray[Any]] = [self.planes, self.palettes, self.entries, self.escaped]
+        for group in self.rans:
+            arrays += (group.streams, group.states, group.tables)
+        return arrays
+
 
 def why_unsupported(table: Words, geometry: Geometry) -> str | None:
     """What in a frame no kernel decodes, in words; None if all can be.

@@ -1,0 +1,33 @@
+"""PyTorch's dtypes by the names that safetensors gives them.
+
+Below all that makes tensors of PyTorch, so that there is one such table. It needs PyTorch, and
+whoever imports it says so if that is missing. The floats of 4 and 6 bits are left out: PyTorch has
+none.
+"""
+
+import torch
+
+__all__ = ["NAMES", "TORCH_DTYPES"]
+
+TORCH_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
+NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
