@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import gpu_llama
+import gpu_load
 import gpu_peers
 import torch
 from gpu_model import MODELS, TOKENS, Shape
@@ -30,7 +31,7 @@ from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 if TYPE_CHECKING:
     from gpu import Run
 
-__all__ = ["WrongError", "check", "decode", "model", "table", "tune"]
+__all__ = ["WrongError", "check", "decode", "load", "model", "table", "tune"]
 
 SMALL = (Shape("odd", 24, 70, 1),)
 SMALL_TOKENS = (1, 40)
@@ -366,6 +367,25 @@ def peer_rows(run: "Run") -> list[dict[str, Any]]:
 def model(run: "Run") -> list[dict[str, Any]]:
     """A whole model with random weights: tokens a second and memory, plain and packed."""
     return gpu_llama.measure(run, device_of(run))
+
+
+def load(run: "Run") -> list[dict[str, Any]]:
+    """Loading a packed file to the GPU, packed or decoded on the host, beside a plain one.
+
+    Raises:
+        WrongError: a way gives other bits.
+    """
+    try:
+        rows = gpu_load.measure(run, device_of(run))
+    except ValueError as error:
+        raise WrongError(str(error)) from error
+    print_head("way", "seconds", "GB/s of tensors", "MiB beside the tensors")
+    for row in rows:
+        speed = row["nbytes"] / row["seconds"] / 1e9
+        print_row(
+            row["way"], f"{row['seconds']:.3f}", f"{speed:.1f}", f"{row['extra_nbytes'] >> 20}"
+        )
+    return rows
 
 
 # What parts share.

@@ -17,6 +17,7 @@
 #include <cstdlib>
 
 #include "bind_weights.hpp"
+#include "bucket_tables.hpp"
 #include "tensor.hpp"
 #include "zstd_frame.hpp"
 
@@ -253,6 +254,30 @@ void leaf_digests(Bytes src, WritableBytes digests, std::size_t threads, int isa
     hash_leaves_threaded(src.data(), src.size(), digests.data(), threads, isa);
 }
 
+// Tables of models that each have n_codes, the codes of one in a row of freqs and of values.
+void bucket_tables(Array<const int64_t, 1> n_codes, Array<const int64_t, 2> freqs,
+                   Array<const int64_t, 2> values, Array<uint32_t, 3> tables) {
+    const std::size_t n = n_codes.shape(0), n_columns = freqs.shape(1);
+    require(freqs.shape(0) == n && values.shape(0) == n && values.shape(1) == n_columns,
+            "freqs and values must have a row for each model and be of the same shape");
+    require(tables.shape(0) == n && tables.shape(1) == 3, "tables must have shape (models, 3, B)");
+    const auto n_buckets = static_cast<uint32_t>(tables.shape(2));
+    require(n_buckets == kNarrowBuckets || n_buckets == kWideBuckets, "B must be 32 or 64");
+    bool all_good = true;
+    {
+        const ReleasedGil released(n * 3 * n_buckets * sizeof(uint32_t));
+        RansModel model;
+        for (std::size_t i = 0; i < n && all_good; ++i) {
+            const int64_t n_here = n_codes.data()[i];
+            all_good = n_here <= static_cast<int64_t>(n_columns) &&
+                       read_codes(freqs.data() + i * n_columns, values.data() + i * n_columns,
+                                  n_here, n_buckets, model);
+            if (all_good) write_bucket_table(model, n_buckets, tables.data() + i * 3 * n_buckets);
+        }
+    }
+    require(all_good, "a model has other codes than the alias layout takes");
+}
+
 std::size_t zstd_frame_nbytes_of(Bytes src, std::size_t header_nbytes, bool has_checksum) {
     return zstd_frame_nbytes(src.data(), src.size(), header_nbytes, has_checksum);
 }
@@ -291,6 +316,8 @@ NB_MODULE(_core, m) {
     m.def("merge", &merge, "planes"_a, "unit_nbytes"_a, "split"_a, "dst"_a.noconvert(), "isa"_a);
     m.def("crc32c", &crc32c_of, "src"_a, "isa"_a);
     m.def("leaf_digests", &leaf_digests, "src"_a, "digests"_a.noconvert(), "threads"_a, "isa"_a);
+    m.def("bucket_tables", &bucket_tables, "n_codes"_a, "freqs"_a, "values"_a,
+          "tables"_a.noconvert());
     m.def("zstd_frame_nbytes", &zstd_frame_nbytes_of, "src"_a, "header_nbytes"_a, "has_checksum"_a);
     bind_weights(m);
 }

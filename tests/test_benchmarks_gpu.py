@@ -25,7 +25,7 @@ def test_every_part_runs_on_a_tiny_scale(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     kept = json.loads((tmp_path / "smoke.json").read_text())
     assert kept["card"].endswith("times mean nothing")
-    assert set(kept["parts"]) == {"check", "decode", "tune", "table", "model"}
+    assert set(kept["parts"]) == {"check", "decode", "load", "tune", "table", "model"}
     assert all(kept["parts"].values())
     forms = {row["form"] for row in kept["parts"]["check"]}
     ways = {row["way"] for row in kept["parts"]["table"]}
@@ -33,6 +33,11 @@ def test_every_part_runs_on_a_tiny_scale(tmp_path: Path) -> None:
     assert forms == {"W12", "W11"}
     assert ways == {"BF16", "W12", "W11", "W12 decoded first"}
     assert weights == ["BF16", "W12", "W11"]
+    assert [row["way"] for row in kept["parts"]["load"]] == [
+        "packed upload",
+        "decoded on the host",
+        "plain, by safetensors",
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

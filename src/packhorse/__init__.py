@@ -55,7 +55,8 @@ def open_file(
     Args:
         path: a `.ph.safetensors` file.
         framework: "np" (or "numpy") or "pt" (or "torch", "pytorch").
-        device: where tensors go; PyTorch only.
+        device: where tensors go; PyTorch only. A GPU with Triton decodes whole tensors itself
+            (docs/device.md).
         threads: threads of each read; None for the cores of this process, at most 8.
         max_nbytes: refuse a tensor of more decoded bytes.
         base: what the file was packed against, if it was: a safetensors file, packed or not, a

@@ -2,8 +2,9 @@
 
 `compress` and `decompress` one tensor, `compress_all` and `decompress_all` many; `save_file` and
 `load_file` for tensors by name; `save` and `load` for nested states, in place of `torch.save` and
-`torch.load`. Tensors on a device are copied to the host to be packed;
-`device=` says where loaded ones go. Input is only read; what comes back is equal bit for bit.
+`torch.load`. Tensors on a device are copied to the host to be packed; `device=` says where loaded
+ones go, and a GPU with Triton gets them packed. Input is only read; what comes back is equal bit
+for bit.
 """
 
 from __future__ import annotations
@@ -494,8 +495,8 @@ def load(
 
     Args:
         f: a path, a binary file that is open for reading, or the bytes of one.
-        map_location: where tensors go; None for host memory. (Devices that they came from are not
-            kept, so there is nothing for functions and dicts to map.)
+        map_location: where tensors go, as `device` of `load_file`; None for host memory. (Devices
+            that they came from are not kept, so there is nothing for functions and dicts to map.)
         weights_only: as in `torch.load`; makes no difference, for nothing is ever run.
         mmap: likewise; a file at a path is always mapped.
         threads: None for the cores of this process, at most 8.
@@ -574,7 +575,8 @@ def load_file(
 
     Args:
         path: the file.
-        device: where the tensors go.
+        device: where the tensors go. A GPU with Triton gets them packed, and decodes them
+            (docs/device.md).
         threads: None for the cores of this process, at most 8.
         max_nbytes: refuse a file whose tensors take more bytes together, before any is decoded.
         base: what the file was packed against, if it was: a file or a folder, or tensors by name.

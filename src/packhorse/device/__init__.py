@@ -2,8 +2,8 @@
 
 `pack_model_` packs the linear layers of a model in place, `unpack_model_` takes them back;
 `PackedWeight` is the packed matrix as a tensor, `PackedLinear` the layer. `operators` are PyTorch's
-operators on its arrays, and `strategy` chooses between the kernels. `frames` decodes frames where
-they are needed. PyTorch is imported at first use.
+operators on its arrays, and `strategy` chooses between the kernels. `frames` and `uploads` decode
+frames where they are needed. PyTorch is imported at first use.
 """
 
 from importlib import import_module

@@ -11,6 +11,8 @@ packed, and its hash compared. After a slice it is held for the next one of the 
 the base's file has changed since; tensors in memory are compared each time, since whoever gave them
 may write to them. Of the base's other tensors nothing is read.
 
+For a device the framework is asked first: it may upload whole tensors packed and decode them there.
+
 Threads may read from one `PackedFile` at once: what is held is only ever replaced as a whole.
 """
 
@@ -238,7 +240,8 @@ class PackedFile:
         Args:
             path: the file.
             framework: makes the tensors.
-            device: where tensors shall be (PyTorch only); None for the CPU.
+            device: where tensors shall be (PyTorch only); None for the CPU. One with kernels gets
+                whole tensors packed, and decodes them.
             threads: how many to decode with; None for the cores available, at most 8.
             max_nbytes: the most that one call may decode: a tensor, the rows that a slice needs, or
                 all tensors together; None for no limit. A base that is decoded does not count.

@@ -1,0 +1,98 @@
+"""Loading a packed file to a GPU, for gpu.py: packed upload beside the other ways."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import packhorse.torch as ph
+from packhorse.device import uploads
+from packhorse.device.tuning import random_weight
+
+if TYPE_CHECKING:
+    from gpu import Run
+
+__all__ = ["WAYS", "measure"]
+
+WAYS = ("packed upload", "decoded on the host", "plain, by safetensors")
+N_MATRICES = 8
+REPEATS = 3
+
+Tensors = dict[str, torch.Tensor]
+
+
+def measure(run: "Run", device: torch.device) -> list[dict[str, Any]]:
+    """Seconds to load a file that the system has in memory, the best of some, and what the device
+    holds at most beside the tensors; every way gives the same bits.
+
+    Raises:
+        ValueError: it does not.
+    """
+    tensors = _tensors(run, device)
+    with tempfile.TemporaryDirectory() as folder:
+        ways = _ways(Path(folder), tensors, device)
+        rows = [_row(name, load, tensors, run, device) for name, load in ways.items()]
+    return rows
+
+
+def _tensors(run: "Run", device: torch.device) -> Tensors:
+    """Matrices of a large model, and FP32 between them; small ones for a smoke run."""
+    size = (16, 640) if run.smoke else (14336, 4096)
+    n = 1 if run.smoke else N_MATRICES
+    tensors = {f"{i}.weight": random_weight(*size, device).cpu() for i in range(n)}
+    plain = tensors["0.weight"][:4096].float()
+    plain = plain[:1, :60] if run.smoke else plain
+    return tensors | {"moments": plain, "norm": torch.ones(size[1], dtype=torch.bfloat16)}
+
+
+def _ways(folder: Path, tensors: Tensors, device: torch.device) -> dict[str, Callable[[], Tensors]]:
+    import safetensors.torch
+
+    packed, plain = folder / "m.ph.safetensors", folder / "m.safetensors"
+    ph.save_file(tensors, packed)
+    safetensors.torch.save_file(tensors, plain)
+
+    def load_packed(kernel_devices: tuple[str, ...]) -> Tensors:
+        before = ph.TorchFramework.kernel_devices, uploads.MIN_NBYTES
+        ph.TorchFramework.kernel_devices = kernel_devices
+        uploads.MIN_NBYTES = before[1] if device.type == "cuda" else 1
+        try:
+            return ph.load_file(packed, device=device)
+        finally:
+            ph.TorchFramework.kernel_devices, uploads.MIN_NBYTES = before
+
+    loads = (
+        lambda: load_packed((device.type,)),
+        lambda: load_packed(()),
+        lambda: safetensors.torch.load_file(plain, device=str(device)),
+    )
+    return dict(zip(WAYS, loads, strict=True))
+
+
+def _row(
+    name: str, load: Callable[[], Tensors], tensors: Tensors, run: "Run", device: torch.device
+) -> dict[str, Any]:
+    is_gpu = device.type == "cuda"
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    found = load()  # the first time kernels are compiled, and pages read
+    for key, tensor in tensors.items():
+        bits = (part.cpu().contiguous().view(torch.uint8) for part in (found[key], tensor))
+        if found[key].device.type != device.type or not torch.equal(*bits):
+            raise ValueError(f"{name}: {key} is not what was saved")
+    del found
+    times = []
+    if is_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(1 if run.smoke else REPEATS):
+        start = time.perf_counter()
+        found = load()
+        if is_gpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+        del found
+    peak = torch.cuda.max_memory_allocated() - nbytes if is_gpu else 0
+    return {"way": name, "seconds": min(times), "nbytes": nbytes, "extra_nbytes": peak}
