@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from packhorse.device import PackedLinear, PackedWeight
 from packhorse.disk import pack_folder
 from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.torch import TorchFramework
 from packhorse.transformers import PackhorseConfig, load_packed_model
 
 pytestmark = [
@@ -284,6 +285,29 @@ def test_folders_of_packed_files(folders: Callable[[str], Path], tmp_path: Path)
     assert same_tokens(load_packed_model(tmp_path / "both"), plain)
     with pytest.raises(FileNotFoundError, match=r"00001.*\.safetensors is no packed file"):
         load_packed_model(source)
+
+
+def test_packed_tensors_go_to_the_one_gpu_of_a_plain_model(
+    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host stands for the GPU; these tensors are too small for its kernels."""
+    pack_folder(folders("Llama"), tmp_path / "files")
+    plain, decode_on, asked = load(folders("Llama")), TorchFramework.decode_on, []
+
+    def watch(self: TorchFramework, frames: Any, device: Any, threads: int) -> Any:
+        asked.append(device)
+        return decode_on(self, frames, device, threads)
+
+    monkeypatch.setattr(TorchFramework, "kernel_devices", ("cpu",))
+    monkeypatch.setattr(TorchFramework, "decode_on", watch)
+    for place, goes_there in (("cpu", True), ({"": torch.device("cpu")}, True), ("auto", False)):
+        asked.clear()
+        assert same_tokens(load_packed_model(tmp_path / "files", device_map=place), plain)
+        assert bool(asked) == goes_there
+    asked.clear()
+    how = {"device_map": "cpu", "quantization_config": PackhorseConfig()}
+    assert same_tokens(load_packed_model(tmp_path / "files", **how), plain)
+    assert not asked
 
 
 def test_an_index_that_is_not_kept_is_refused(

@@ -18,7 +18,7 @@ import random
 import re
 import shutil
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from importlib import import_module
@@ -356,7 +356,8 @@ def _random_states(args: Any) -> list[dict[str, Any]]:
 def load_packed_model(
     folder: str | os.PathLike[str], model_class: Any = None, **options: Any
 ) -> Any:
-    """Load a model from a folder that `packhorse pack` has written; tensors are decoded one by one.
+    """Load a model from a folder that `packhorse pack` has written; tensors are decoded one by one,
+    those of a plain model on the GPU that it goes to, if it is one (docs/device.md).
 
     Args:
         folder: config.json, and packed files with their index if there are several.
@@ -380,8 +381,9 @@ def load_packed_model(
     files, promised = _packed_shards(place)
     config = options.pop("config", None) or _hf.AutoConfig.from_pretrained(place)
     model_class = model_class or _named_class(config)
+    device = _single_gpu(config, options)
     with ExitStack() as stack:
-        opened = [stack.enter_context(open_file(file, framework="pt")) for file in files]
+        opened = [stack.enter_context(open_file(file, "pt", device=device)) for file in files]
         slices = {name: file.get_slice(name) for file in opened for name in file}
         # transformers would start what is missing with random numbers.
         for name in promised:
@@ -392,6 +394,22 @@ def load_packed_model(
         model.generation_config = _hf.GenerationConfig.from_pretrained(place)
     model.config.name_or_path = model.name_or_path = str(place)
     return model
+
+
+def _single_gpu(config: Any, options: Mapping[str, Any]) -> torch.device | None:
+    """The GPU that all tensors of a plain model go to; None if it is not that simple. (Weights that
+    stay packed are made from rows in host memory.)"""
+    place = options.get("device_map")
+    if isinstance(place, dict) and set(place) == {""}:
+        place = place[""]
+    is_packed = options.get("quantization_config") or getattr(config, "quantization_config", None)
+    if is_packed or not isinstance(place, str | int | torch.device):
+        return None
+    try:
+        device = torch.device(place)
+    except RuntimeError:  # "auto" and such
+        return None
+    return device if device.type in FRAMEWORK.kernel_devices else None
 
 
 def _named_class(config: Any) -> Any:
