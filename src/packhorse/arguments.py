@@ -82,6 +82,9 @@ class Framework(Protocol):
         """The bytes of a tensor to write to, if they lie in host memory in C order; otherwise
         `assign` is needed."""
 
+    def decodes_on(self, device: Any) -> bool:
+        """Whether `decode_on` may give tensors for a device."""
+
     def decode_on(self, frames: Sequence[Frame], device: Any, threads: int) -> list[Any]:
         """Tensors of frames that a device decodes itself, and gets packed.
 

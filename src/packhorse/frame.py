@@ -208,20 +208,10 @@ def compress_buffer(
         base_name = BaseName(content_hash(base_units.data, threads=n_threads), base_row)
     finish_leaves(data, leaves)
     header = FrameHeader(
-        row,
-        tuple(shape),
-        plan.split,
-        int(plan.level),
-        plan.chunk_log,
-        hash_root(leaves),
-        header_nbytes,
-        header_nbytes + used,
-        table,
-        side.n_row_dims,
-        side.descriptor,
-        side.stream,
+        row, tuple(shape), plan.split, int(plan.level), plan.chunk_log, hash_root(leaves),
+        header_nbytes, header_nbytes + used, table, side.n_row_dims, side.descriptor, side.stream,
         base_name,
-    )
+    )  # fmt: skip
     write_header(header, memory[:header_nbytes], isa)
     return Frame(memory[: header.frame_nbytes], header, name, 0, plan)
 

@@ -127,8 +127,12 @@ class NumpyFramework:
         plain = tensor.flags.c_contiguous and tensor.flags.writeable and tensor.dtype.isnative
         return self.writable(tensor) if plain else None
 
+    def decodes_on(self, device: Any) -> bool:
+        """No: NumPy has arrays in host memory only."""
+        return False
+
     def decode_on(self, frames: Sequence[Frame], device: Any, threads: int) -> list[None]:
-        """None for each frame: NumPy has arrays in host memory only."""
+        """None for each frame."""
         return [None] * len(frames)
 
 

@@ -182,6 +182,12 @@ class TorchFramework:
             return None
         return None if plain.is_conj() or plain.is_neg() else _bytes_of(plain)
 
+    def decodes_on(self, device: str | int | torch.device | None) -> bool:
+        """Whether it is a GPU that is there; kernels need Triton besides."""
+        target = torch.device("cpu" if device is None else device)
+        is_there = target.type != "cuda" or torch.cuda.is_available()
+        return target.type in self.kernel_devices and is_there
+
     def decode_on(
         self, frames: Sequence[Frame], device: str | int | torch.device, threads: int
     ) -> list[torch.Tensor | None]:
@@ -199,16 +205,13 @@ class TorchFramework:
         Raises:
             CorruptionError: a frame is damaged, as `Frame.decompress_into`.
         """
-        target = torch.device(device)
-        is_there = target.type != "cuda" or torch.cuda.is_available()
-        if not frames or target.type not in self.kernel_devices or not is_there:
+        if not frames or not self.decodes_on(device):
             return [None] * len(frames)
         try:
-            uploads = import_module("packhorse.device.uploads")
+            decode: Any = import_module("packhorse.device.uploads").decode_frames
         except ImportError:  # Triton is not installed, or not for this system
             return [None] * len(frames)
-        tensors: list[torch.Tensor | None] = uploads.decode_frames(frames, target, threads=threads)
-        return tensors
+        return list(decode(frames, torch.device(device), threads=threads))
 
 
 def _bytes_of(tensor: torch.Tensor) -> ByteArray:

@@ -409,7 +409,7 @@ def _single_gpu(config: Any, options: Mapping[str, Any]) -> torch.device | None:
         device = torch.device(place)
     except RuntimeError:  # "auto" and such
         return None
-    return device if device.type in FRAMEWORK.kernel_devices else None
+    return device if FRAMEWORK.decodes_on(device) else None
 
 
 def _named_class(config: Any) -> Any:

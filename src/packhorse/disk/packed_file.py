@@ -155,7 +155,7 @@ class _FrameTable:
 
     def _decode_on_device(self, names: Sequence[str]) -> list[Any]:
         """Tensors that the device decodes, and None for the others."""
-        if self._device is None:
+        if self._device is None or not self.framework.decodes_on(self._device):
             return [None] * len(names)
         frames = [self.frame(name) for name in names]
         with blaming(self.label):
