@@ -6,6 +6,8 @@ a round of rANS, which yields 4 to 128 units, so most tensors are of level fast,
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,8 +34,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
-def kernels_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host has kernels, and no tensor is too small for them."""
+    if not knobs.runtime.interpret and request.node.get_closest_marker("gpu") is None:
+        pytest.skip("needs TRITON_INTERPRET=1")
     monkeypatch.setattr(ph.TorchFramework, "kernel_devices", ("cpu",))
     monkeypatch.setattr(uploads, "MIN_NBYTES", 1)
 
@@ -240,6 +244,59 @@ def test_small_tensors_are_decoded_on_the_host(monkeypatch: pytest.MonkeyPatch) 
     small, large = built_frame(199)[0], built_frame(200)[0]
     found = uploads.decode_frames([small, large], "cpu", threads=1)
     assert [tensor is None for tensor in found] == [True, False]
+
+
+class Lane:
+    """What the launcher asks of a stream of a GPU, written down."""
+
+    log: list[str]
+    names: Iterator[str]
+
+    def __init__(self, *_: object) -> None:
+        self.name = next(Lane.names)
+
+    def synchronize(self) -> None:
+        Lane.log.append(f"the host waits for {self.name}")
+
+    def wait_stream(self, other: "Lane") -> None:
+        Lane.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_what_waits_for_what_on_a_gpu(is_damaged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows take turns on three streams, which wait for the caller's before they use its memory;
+    the host waits for a stream before it is used again, and the caller's for all in the end."""
+    Lane.log, Lane.names = [], iter(["a", "b", "c"])
+    home = Lane.__new__(Lane)
+    home.name = "home"
+    launch = uploads._Launcher.__init__
+
+    def start(launcher: uploads._Launcher, device: torch.device) -> None:
+        launch(launcher, device)
+        launcher._home = home
+
+    def work(lane: Lane) -> nullcontext[None]:
+        Lane.log.append(f"work on {lane.name}")
+        return nullcontext()
+
+    monkeypatch.setattr(uploads._Launcher, "__init__", start)
+    monkeypatch.setattr(torch.cuda, "Stream", Lane)
+    monkeypatch.setattr(torch.cuda, "stream", work)
+    monkeypatch.setattr(uploads, "WINDOW_NBYTES", 128)
+    data = fb.units_of_values(256, 2, 9, 1)
+    built = build_frame(data, "BF16", codings=[Palette(4), Stored()], split=2)
+    frame = Frame.from_buffer(bytes(built.data))
+    if is_damaged:
+        built.data[frame.header.chunk_offset(3) + 1] ^= 1
+        frame = Frame.from_buffer(bytes(built.data))
+        with pytest.raises(CorruptionError, match="chunk 3"):
+            uploads.decode_frames([frame], "cpu", threads=1)
+    else:
+        uploads.decode_frames([frame], "cpu", threads=1)
+    lanes = "abc" if is_damaged else "abca"
+    steps = ["the host waits for {0}", "{0} waits for home", "work on {0}"]
+    ends = [f"home waits for {lane}" for lane in "abc"]
+    assert Lane.log == [step.format(lane) for lane in lanes for step in steps] + ends
 
 
 # What is bad.

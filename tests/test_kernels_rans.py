@@ -267,6 +267,26 @@ def test_tables_mean_what_the_slow_decoder_reads(sizes: tuple[int, ...]) -> None
         assert np.array_equal(row >> 24, owners * 7 % 256)
 
 
+@pytest.mark.parametrize(
+    ("n_codes", "freqs", "n_buckets"),
+    [
+        (2, [4095, 2], 32),
+        (1, [4096, 0], 32),
+        (2, [4096, 0], 32),
+        (2, [-1, 4097], 32),
+        (3, [2048, 2048], 32),
+        (33, [100] * 32 + [896], 32),
+        (2, [2048, 2048], 16),
+    ],
+)
+def test_tables_of_other_codes_are_a_mistake(
+    n_codes: int, freqs: list[int], n_buckets: int
+) -> None:
+    rows = np.array([freqs])
+    with pytest.raises(ValueError, match=r"alias layout|32 or 64"):
+        bucket_tables(Codes(np.array([n_codes]), rows, np.zeros_like(rows)), n_buckets)
+
+
 # Bad input.
 
 
