@@ -39,8 +39,8 @@ from packhorse.torch_dtypes import TORCH_DTYPES
 __all__ = ["MIN_NBYTES", "N_LANES", "WINDOW_NBYTES", "decode_frames"]
 
 WINDOW_NBYTES = 1 << 24  # decoded bytes of a window: some 64 chunks, which fill half of a large GPU
-# Below this the host decodes a tensor in the time that it takes to plan and to launch kernels.
-MIN_NBYTES = 1 << 20
+# Below this one core decodes a tensor in less time than a plan takes.
+MIN_NBYTES = 1 << 21
 N_LANES = 3  # windows on the device: one is uploaded, one decoded, and one waits
 
 _unusable: set[torch.device] = set()  # where kernels have failed to start
