@@ -26,7 +26,7 @@ ARGS ?=
 # Seconds for each fuzz target, and for the threads: make fuzz TIME=600 ARGS=frame
 TIME ?= 60
 
-.PHONY: help venv demo test lint format bench training sanitize fuzz tsan clean
+.PHONY: help venv demo test lint format bench training sanitize fuzz tsan compile clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -36,8 +36,9 @@ venv: .venv/.python ## make .venv with pip and the build tools
 demo: .venv/.demo .venv/.model ## pack, verify and unpack a real model (or yours: make demo MODEL=path)
 	@$(PY) benchmarks/demo.py "$$MODEL"
 
+# Threads of PyTorch that wait spin, unless they are told not to: tests of models took twice the processor time.
 test: .venv/.test .venv/.model ## install what the tests need and run them all
-	@$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+	@OMP_WAIT_POLICY=passive $(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 lint: .venv/.lint ## check style, types, spelling and C++ layout
 	@$(PY) -m ruff check .
@@ -67,6 +68,10 @@ fuzz: .venv/.fuzz ## fuzz the decoders (needs clang; make fuzz TIME=600 ARGS="fr
 # Where the system lays out memory at random too widely for ThreadSanitizer, setarch takes that back, if it may.
 tsan: build/tsan/threads ## run many threads through the core under ThreadSanitizer
 	@$$(setarch -R true 2> /dev/null && echo setarch -R) env TSAN_OPTIONS=halt_on_error=1 $< $(TIME)
+
+# Needs no .venv, so that it can go on beside what fills that; one compiler at a time.
+compile: build/tsan/threads ## compile ahead what `make tsan` and `make fuzz` run
+	@"$(PYTHON)" fuzz/run.py --build --jobs 1
 
 clean: ## remove .venv and everything that was built
 	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -118,8 +123,13 @@ build/tsan/threads: fuzz/threads.cpp fuzz/common.hpp $(wildcard csrc/*.hpp)
 	@mkdir -p $(@D)
 	@$(CXX) -std=c++20 -O2 -g -fsanitize=thread -Wall -Wextra -Werror -Wno-uninitialized -Wno-maybe-uninitialized $< -o $@ -pthread
 
+# All that CI needs, at once: each install builds a wheel.
+.venv/.ci: .venv/.torch $(SOURCES)
+	@$(INSTALL) ".[test,bench,lint,fuzz]"
+	@touch .venv/.test .venv/.bench .venv/.lint .venv/.fuzz $@
+
 # The core for `make sanitize` replaces the installed one; removing the other stamps makes them install the usual one again.
 .venv/.sanitize: .venv/.torch $(SOURCES)
 	@$(INSTALL) --config-settings=cmake.define.PACKHORSE_SANITIZE=address,undefined \
 		--config-settings=build-dir=build/sanitize ".[test]"
-	@rm -f .venv/.demo .venv/.test .venv/.lint .venv/.bench .venv/.fuzz
+	@rm -f .venv/.demo .venv/.test .venv/.lint .venv/.bench .venv/.fuzz .venv/.ci

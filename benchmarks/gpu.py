@@ -19,7 +19,9 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +42,14 @@ class Run:
         ends: when the part that runs has to end, by `time.monotonic`.
         cache: folder of the autotuner's cache; None for the usual one.
         again: tune what was tuned before, too.
+        keep: writes the rows that a part has so far.
     """
 
     smoke: bool
     ends: float
     cache: Path | None
     again: bool
+    keep: Callable[[list[dict[str, Any]]], None]
 
     def is_late(self) -> bool:
         """Whether the part has to end."""
@@ -66,30 +70,70 @@ def main() -> int:
             file=sys.stderr,
         )
         return 3
-    import gpu_parts
-
     from packhorse.device.autotune import use_cache
 
     use_cache(args.cache)
-    started = time.monotonic()
+    parts = run_parts(args, time.monotonic())
+    return 1 if any(isinstance(part, dict) for part in parts.values()) else 0
+
+
+def run_parts(args: argparse.Namespace, started: float) -> dict[str, Any]:
+    """Runs the parts that are asked for; what failed or was wrong is a dict in place of rows."""
+    import gpu_parts
+
     parts: dict[str, Any] = {}
-    for name in args.part:
-        share = SHARES[name] if len(args.part) > 1 else 1.0
-        run = Run(args.smoke, started + share * args.budget, args.cache, args.again)
+    whole = max(SHARES[name] for name in args.part)
+    for i, name in enumerate(args.part):
+        share = SHARES[name] / whole
+        note = partial(keep_part, args, parts, name)
+        run = Run(args.smoke, started + share * args.budget, args.cache, args.again, note)
         print(f"\n## {name}\n", flush=True)
         try:
             parts[name] = getattr(gpu_parts, name)(run)
         except gpu_parts.WrongError as error:
             print(f"WRONG: {error}\nNothing is timed with kernels that are wrong.", flush=True)
-            parts[name] = {"wrong": str(error)}
+            parts[name] = {"wrong": str(error), "rows": parts.get(name, [])}
+            keep(args, parts)
             break
         except Exception as error:  # the other parts may well work
             traceback.print_exc()
-            parts[name] = {"failed": f"{type(error).__name__}: {error}"}
-        print(f"\n({time.monotonic() - started:.0f} s so far)", flush=True)
+            failed = f"{type(error).__name__}: {error}"
+            parts[name] = {"failed": failed, "rows": parts.get(name, [])}
+        seconds = time.monotonic() - started
+        print(f"\n({seconds:.0f} s so far)", flush=True)
         keep(args, parts)
+        if isinstance(parts[name], dict) and not args.smoke and not gpu_answers():
+            return parts | run_elsewhere(args.part[i + 1 :], args.budget - seconds)
+    return parts
+
+
+def keep_part(
+    args: argparse.Namespace, parts: dict[str, Any], name: str, rows: list[dict[str, Any]]
+) -> None:
+    """Writes what a part has so far."""
+    parts[name] = rows
     keep(args, parts)
-    return 1 if any(isinstance(part, dict) for part in parts.values()) else 0
+
+
+def gpu_answers() -> bool:
+    """Whether this process can go on with the GPU: after a fault in a kernel it cannot."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+def run_elsewhere(names: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Runs parts in another process, with the other arguments of this one."""
+    if not names:
+        return {}
+    print("the GPU does not answer this process: another one goes on", flush=True)
+    command = [sys.executable, *sys.argv, "--part", *names, "--budget", f"{seconds:.0f}"]
+    subprocess.run(command, check=False)
+    return {}
 
 
 def _parse() -> argparse.Namespace:
@@ -112,14 +156,18 @@ def keep(args: argparse.Namespace, parts: dict[str, Any]) -> None:
     folder = args.out or (None if args.smoke else RESULTS)
     if folder is None:
         return
-    document = describe(args)
+    document = describe(args.smoke)
     path = folder / f"{document['slug']}.json"
     kept = json.loads(path.read_text())["parts"] if path.exists() else {}
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document | {"parts": kept | parts}, indent=1) + "\n")
+    # Never half a file, whenever the machine is taken away.
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(document | {"parts": kept | parts}, indent=1) + "\n")
+    new.replace(path)
 
 
-def describe(args: argparse.Namespace) -> dict[str, Any]:
+@cache
+def describe(smoke: bool) -> dict[str, Any]:
     """What a reader must know to compare the figures."""
     import torch
     import triton
@@ -127,11 +175,11 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
     import packhorse
 
     card = "CPU, interpreted: times mean nothing"
-    if not args.smoke:
+    if not smoke:
         card = torch.cuda.get_device_name()
     return {
         "kind": "gpu",
-        "slug": "smoke" if args.smoke else card.lower().replace(" ", "-").replace("/", "-"),
+        "slug": "smoke" if smoke else card.lower().replace(" ", "-").replace("/", "-"),
         "card": card,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "driver": _ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),

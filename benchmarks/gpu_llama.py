@@ -168,6 +168,7 @@ def measure(run: "Run", device: torch.device) -> list[dict[str, Any]]:
             cells = [row["weights"], batch, f"{seconds * 1e3:.3f}", f"{batch / seconds:.0f}"]
             cells += [f"{row['speedup']:.2f}", f"{weights_gib:.2f}", f"{row['peak_gib']:.2f}", same]
             print(f"| {' | '.join(map(str, cells))} |", flush=True)
+            run.keep(rows)
         del model
         if not run.smoke:
             torch.cuda.empty_cache()
@@ -185,15 +186,12 @@ def _time_steps(run: "Run", model: Model, batch: int, context: int) -> tuple[flo
     """Seconds of a step, and the logits of the first."""
     caches = model.caches(batch, context)
     words = torch.arange(batch, device=model.gain.device)
+    start = time.perf_counter()
     first = model.step(words, caches).clone()
     if run.smoke:
-        start = time.perf_counter()
-        model.step(words, caches)
         return time.perf_counter() - start, first
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph):
         words.copy_(model.step(words, caches).argmax(-1))
     times = [_replay(graph) for _ in range(3 + N_REPLAYS)][3:]
     graph.reset()

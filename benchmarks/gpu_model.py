@@ -196,6 +196,8 @@ def _measured() -> Iterator[str]:
         yield f"{kept['date']}, driver {kept['driver']}, {versions}."
         yield ""
         rows = kept["parts"].get("table", [])
+        if isinstance(rows, dict):  # what a part had before it failed
+            rows = rows["rows"]
         if rows:
             heads = ["matrix", "tokens", "way", "us", "predicted", "times BF16"]
             yield from _table(heads, (_measured_cells(row) for row in rows))

@@ -1,31 +1,29 @@
-"""The parts of gpu.py: what is proved, measured and tuned. Each prints a table and returns rows."""
+"""The parts of gpu.py: what is measured and tuned. Each prints a table, keeps its rows with each
+matrix, so that they are there whatever comes, and returns them."""
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import gpu_llama
 import gpu_load
 import gpu_peers
 import torch
+from gpu_checks import WrongError, check
+from gpu_frames import DifferentError, ceilings, frames
 from gpu_model import MODELS, TOKENS, Shape
+from gpu_workers import Product, compile_ahead, likely_products
 
-import packhorse.kernels.matmul as matmul_module
-import packhorse.kernels.matmul_many as many_module
-import packhorse.kernels.weights as weights_module
 from packhorse.device import autotune
-from packhorse.device.autotune import Search, choose, describe_device, identify, run_choice
+from packhorse.device.autotune import Search, choose, describe_device, identify
 from packhorse.device.cost import predict_decode, predict_decoding, predict_fused, predict_plain
-from packhorse.device.strategy import BUCKETS, INVARIANT_TOKENS, Choice, Strategy
+from packhorse.device.strategy import BUCKETS, Choice, Strategy
 from packhorse.device.timing import ProductTimer
 from packhorse.device.tune_cache import Key, Measured, cache_path, load_cache, update_cache
 from packhorse.device.tuning import order_in, pack_on, random_weight
 from packhorse.kernels.arrays import WeightTensors
-from packhorse.kernels.launch import Dialect, choose_dialect
-from packhorse.kernels.weights import decode_weights
 from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 
 if TYPE_CHECKING:
@@ -35,15 +33,7 @@ __all__ = ["WrongError", "check", "decode", "load", "model", "table", "tune"]
 
 SMALL = (Shape("odd", 24, 70, 1),)
 SMALL_TOKENS = (1, 40)
-# Rows, columns and tokens of what is checked: odd ones, and more than one block of all.
-CHECKED = ((4096, 14336), (63, 1000), (6144, 4096), (257, 4096), (130, 96), (1, 333), (40, 1))
-CHECKED_SMALL = ((20, 70),)
-CHECKED_TOKENS = (1, 7, 32, 100)
 MAX_W11_TOKENS = 32
-
-
-class WrongError(Exception):
-    """A kernel gives what it must not."""
 
 
 def device_of(run: "Run") -> torch.device:
@@ -80,126 +70,12 @@ def timer_of(
     return ProductTimer(weights, form, n_columns)
 
 
-# Correctness.
-
-
-def check(run: "Run") -> list[dict[str, Any]]:
-    """Decoding bit for bit, products against FP64, assembly against its twin.
-
-    Raises:
-        WrongError: something is not as it must be.
-    """
-    rows = []
-    for form in WEIGHT_FORMATS.values():
-        for name, weight in checked_weights(run):
-            if run.is_late():
-                print("no time is left for more checks")
-                return rows
-            weights = pack_on(weight, form)
-            n_products = check_weight(f"{name}, {form.name}", weight, weights, form)
-            rows.append({"weight": name, "form": form.name, "n_products": n_products})
-            print(f"{name}, {form.name}: every bit, {n_products} products", flush=True)
-            release(run)
-    return rows
-
-
-def checked_weights(run: "Run") -> Iterator[tuple[str, torch.Tensor]]:
-    """All 65,536 patterns, in order and mixed; then rows of models, some with odd elements."""
-    device = device_of(run)
-    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
-    mixed = patterns[torch.randperm(1 << 16, generator=torch.Generator().manual_seed(1))]
-    for name, bits in [("patterns in order", patterns), ("patterns mixed", mixed)]:
-        some = (bits[::16] if run.smoke else bits).contiguous()
-        side = math.isqrt(len(some))
-        yield name, some.view(torch.bfloat16).reshape(side, side).to(device)
-    for n_rows, n_columns in CHECKED_SMALL if run.smoke else CHECKED:
-        yield f"{n_rows} x {n_columns}", random_weight(n_rows, n_columns, device)
-
-
-def check_weight(
-    name: str, weight: torch.Tensor, weights: WeightTensors, form: WeightFormat
-) -> int:
-    n_rows, n_columns = weight.shape
-    plain = bits_of(weight)
-    decoded = decode_weights(weights, form, n_columns)
-    require(torch.equal(bits_of(decoded), plain), f"{name}: decoding")
-    decoded = with_twin(partial(decode_weights, weights, form, n_columns))
-    require(torch.equal(bits_of(decoded), plain), f"{name}: decoding without assembly")
-    if not bool(weight.isfinite().all()):
-        return 0
-    n_products = 0
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randn(CHECKED_TOKENS[-1], n_columns, generator=generator)
-    tokens = tokens.to(torch.bfloat16).to(weight.device)
-    first: torch.Tensor | None = None
-    for n_tokens in CHECKED_TOKENS:
-        x = tokens[:n_tokens].contiguous()
-        chosen = choose(n_rows, n_columns, n_tokens, form, weight.device)
-        for choice in {chosen, Choice(Strategy.DECODE), *launchers_own(n_tokens, form)}:
-            y = run_choice(choice, x, weights, form, n_columns)
-            check_product(f"{name}, {n_tokens} tokens, {choice}", choice, y, x, weight)
-            n_products += 1
-        y = run_choice(chosen, x, weights, form, n_columns)
-        twin = with_twin(partial(run_choice, chosen, x, weights, form, n_columns))
-        check_product(f"{name}, {n_tokens} tokens, without assembly", chosen, twin, x, weight)
-        if n_tokens <= INVARIANT_TOKENS:
-            first = y[0] if first is None else first
-            same = torch.equal(bits_of(first), bits_of(y[0]))
-            require(same, f"{name}: the first of {n_tokens} tokens is another than alone")
-    return n_products
-
-
-def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int16)
-
-
-def launchers_own(n_tokens: int, form: WeightFormat) -> list[Choice]:
-    """What the launchers do without a config."""
-    if n_tokens in CHECKED_TOKENS[::2]:
-        return []
-    return [Choice(Strategy.FUSED), *([Choice(Strategy.MANY)] if form is W12 else [])]
-
-
-def check_product(
-    name: str, choice: Choice, y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
-) -> None:
-    """Within the rounding to BF16, and what sums in FP32 lose, of FP64; a part of the rows.
-    PyTorch's own product may round parts of sums to BF16."""
-    some = slice(0, 512)
-    exact = x.double() @ weight[some].double().T
-    sizes = x.double().abs() @ weight[some].double().abs().T
-    lost = 2**-8 if choice.strategy is Strategy.DECODE else 2**-16
-    bound = exact.abs() * 2**-8 + sizes * lost
-    require(bool(((y[:, some].double() - exact).abs() <= bound).all()), f"{name}: the product")
-
-
-def require(holds: bool, what: str) -> None:
-    if not holds:
-        raise WrongError(what)
-
-
-def with_twin(call: Callable[[], Any]) -> Any:
-    """A call whose kernels use no assembly."""
-    modules = (weights_module, matmul_module, many_module)
-
-    def choose_plain(device: torch.device) -> Dialect:
-        return choose_dialect(device)._replace(assembly=False)
-
-    for module in modules:
-        module.choose_dialect = choose_plain
-    try:
-        return call()
-    finally:
-        for module in modules:
-            module.choose_dialect = choose_dialect
-
-
 # Speed.
 
 
 def decode(run: "Run") -> list[dict[str, Any]]:
-    """Decoding alone: bytes read and written a second."""
-    rows: list[dict[str, Any]] = []
+    """The card's ceilings; decoding alone: bytes read and written a second; a frame."""
+    rows = ceilings(run)
     print_head("matrix", "format", "us", "predicted", "GB/s moved", "bits a weight")
     for shape, form in itertools.product(shapes_of(run), WEIGHT_FORMATS.values()):
         if run.is_late():
@@ -217,9 +93,13 @@ def decode(run: "Run") -> list[dict[str, Any]]:
             name_of(shape), form.name, us(seconds), us(predicted), f"{moved / seconds / 1e9:.0f}",
             f"{row['bits']:.2f}",
         )  # fmt: skip
+        run.keep(rows)
         del weights
         release(run)
-    return rows
+    try:
+        return rows + frames(run)
+    except DifferentError as error:
+        raise WrongError(str(error)) from error
 
 
 def tune(run: "Run") -> list[dict[str, Any]]:
@@ -227,12 +107,14 @@ def tune(run: "Run") -> list[dict[str, Any]]:
     device = device_of(run)
     path, known = known_choices(run)
     rows: list[dict[str, Any]] = []
+    known = {} if run.again else known
+    compile_ahead(run, products_to_tune(run, known))
     print_head("matrix", "format", "tokens", "choice", "us", "predicted", "times BF16")
     for form, shape in itertools.product(WEIGHT_FORMATS.values(), shapes_of(run)):
         key = Key(shape.n_rows, shape.n_columns, form.name)
-        buckets = [n for n in BUCKETS if n in tokens_of(run, form) or not run.smoke]
-        before = {} if run.again else known.get(key, {})
-        buckets = [n for n in buckets if n not in before and (form is W12 or n <= MAX_W11_TOKENS)]
+        before = known.get(key, {})
+        buckets = buckets_to_tune(run, form, before)
+        rows += [tuned_row(shape, form, n, measured, device) for n, measured in before.items()]
         if run.is_late() or not buckets:
             continue
         weights = pack_on(random_weight(shape.n_rows, shape.n_columns, device), form)
@@ -247,10 +129,26 @@ def tune(run: "Run") -> list[dict[str, Any]]:
             update_cache(path, identify(device), {key: before | found})
         rows += [tuned_row(shape, form, n, measured, device) for n, measured in found.items()]
         print(f"({limit.n_measured} measurements)", flush=True)
+        run.keep(rows)
         del weights, timer
         release(run)
     autotune.forget_choices()
     return rows
+
+
+def buckets_to_tune(run: "Run", form: WeightFormat, before: dict[int, Measured]) -> list[int]:
+    """Numbers of tokens that were not tuned."""
+    buckets = [n for n in BUCKETS if n in tokens_of(run, form) or not run.smoke]
+    return [n for n in buckets if n not in before and (form is W12 or n <= MAX_W11_TOKENS)]
+
+
+def products_to_tune(run: "Run", known: dict[Key, dict[int, Measured]]) -> Iterator[Product]:
+    """What tuning is likely to measure."""
+    for form, shape in itertools.product(WEIGHT_FORMATS.values(), shapes_of(run)):
+        before = known.get(Key(shape.n_rows, shape.n_columns, form.name), {})
+        buckets = buckets_to_tune(run, form, before)
+        if buckets:
+            yield from likely_products(shape, form, model_of(run), buckets, order_in(before))
 
 
 def limited_search(run: "Run") -> Search:
@@ -292,6 +190,7 @@ def tuned_row(
 def table(run: "Run") -> list[dict[str, Any]]:
     """Each way beside BF16, for all matrices and numbers of tokens; tuned if that was done."""
     rows: list[dict[str, Any]] = []
+    compile_ahead(run, chosen_products(run, shapes_of(run), tokens_of))
     print_head("matrix", "tokens", "way", "choice", "us", "TB/s", "predicted", "times BF16")
     for shape in shapes_of(run):
         weight = random_weight(shape.n_rows, shape.n_columns, device_of(run))
@@ -307,10 +206,24 @@ def table(run: "Run") -> list[dict[str, Any]]:
                     predicted = predict_plain(shape.n_rows, shape.n_columns, n, model_of(run))
                     rows.append(table_row(shape, n, "BF16", "", plain[n], predicted, plain[n], 2.0))
                 rows += product_rows(run, shape, form, n, timer, plain[n])
+            run.keep(rows)
             del weights, timer
             release(run)
     rows += peer_rows(run)
     return rows
+
+
+def chosen_products(
+    run: "Run",
+    shapes: Iterable[Shape],
+    tokens: Callable[["Run", WeightFormat], Sequence[int]],
+) -> Iterator[Product]:
+    """Products as they are chosen."""
+    device = device_of(run)
+    for form, shape in itertools.product(WEIGHT_FORMATS.values(), shapes):
+        for n in tokens(run, form):
+            choice = choose(shape.n_rows, shape.n_columns, n, form, device)
+            yield Product(choice, form.name, shape.n_columns, n)
 
 
 def product_rows(
@@ -366,6 +279,8 @@ def peer_rows(run: "Run") -> list[dict[str, Any]]:
 
 def model(run: "Run") -> list[dict[str, Any]]:
     """A whole model with random weights: tokens a second and memory, plain and packed."""
+    shapes = SMALL if run.smoke else MODELS[0].shapes
+    compile_ahead(run, chosen_products(run, shapes, lambda *_: gpu_llama.BATCHES))
     return gpu_llama.measure(run, device_of(run))
 
 

@@ -84,6 +84,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--time", type=int, default=60, metavar="S", help="seconds for each")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="0: another every run")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="how many at once")
+    parser.add_argument("--build", action="store_true", help="compile what is not yet, and no more")
     args = parser.parse_args(argv)
     if unknown := set(args.targets) - set(names):
         parser.error(f"no target is named {', '.join(sorted(unknown))}; there are {names}")
@@ -92,7 +93,11 @@ def main(argv: list[str]) -> int:
         print(f"{COMPILER} is missing: install clang (Debian: apt-get install clang)")
         return 1
     with ThreadPoolExecutor(args.jobs) as pool:
-        good = list(pool.map(lambda target: fuzz(target, args.time, args.seed), chosen))
+        if args.build:
+            compiled = [target for target in chosen if not target.is_python]
+            good = [command is not None for command in pool.map(build, compiled)]
+        else:
+            good = list(pool.map(lambda target: fuzz(target, args.time, args.seed), chosen))
     return 0 if all(good) else 1
 
 
@@ -101,10 +106,8 @@ def fuzz(target: Target, seconds: int, seed: int) -> bool:
     if target.is_python and find_spec("atheris") is None:
         say(f"{target.name}: SKIPPED, because atheris is missing; it runs on Linux on x86-64 only")
         return True
-    try:
-        command = [sys.executable, str(FUZZ / target.source)] if target.is_python else build(target)
-    except subprocess.CalledProcessError as error:
-        say(f"{target.name}: it does not compile", error.stdout)
+    command = [sys.executable, str(FUZZ / target.source)] if target.is_python else build(target)
+    if command is None:
         return False
     found = BUILD / "corpus" / target.name
     found.mkdir(parents=True, exist_ok=True)
@@ -123,17 +126,20 @@ def fuzz(target: Target, seconds: int, seed: int) -> bool:
     return False
 
 
-def build(target: Target) -> list[str]:
-    """Compiles a target unless it is newer than all sources; its command."""
+def build(target: Target) -> list[str] | None:
+    """Compiles a target unless it is newer than all sources; its command, or None if it fails."""
     program = BUILD / target.name
     program.parent.mkdir(parents=True, exist_ok=True)
     sources = (FUZZ / target.source, *FUZZ.glob("*.hpp"), *(ROOT / "csrc").glob("*.hpp"))
     newest = max(path.stat().st_mtime for path in sources)
     if not program.exists() or program.stat().st_mtime < newest:
         compile_line = [COMPILER, *FLAGS, str(FUZZ / target.source), "-o", str(program)]
-        subprocess.run(
-            compile_line, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        done = subprocess.run(
+            compile_line, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
+        if done.returncode:
+            say(f"{target.name}: it does not compile", done.stdout)
+            return None
     return [str(program)]
 
 

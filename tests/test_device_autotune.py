@@ -262,6 +262,17 @@ def test_the_timer_runs_and_checks_each_choice(monkeypatch: pytest.MonkeyPatch) 
         assert timer(Choice(Strategy.FUSED), 3) == math.inf
 
 
+def test_what_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = WeightTensors(*map(torch.from_numpy, encode_weights(model_rows(32, 256), W12)))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(timing, "run_choice", fail)
+    with pytest.warns(UserWarning, match="fails here and is left out: PassManager"):
+        assert WallTimer(weights, W12, 256, chain_nbytes=1)(Choice(Strategy.FUSED), 3) == math.inf
+
+
 def test_chains_are_longer_than_the_cache() -> None:
     assert timing.chain_copies(10**9) == 4
     assert timing.chain_copies(6_000_000) * 6_000_000 >= 240_000_000

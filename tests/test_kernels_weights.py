@@ -101,7 +101,8 @@ def check_sums(
     assert y.shape == exact.shape
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.isfinite(), exact.isfinite())
-    bound = exact.abs() * 2**-8 + sizes * 2**-20 + 2.0**-133
+    lost = 2**-20 if INTERPRETED else 2**-18  # tensor cores do not round, but cut off
+    bound = exact.abs() * 2**-8 + sizes * lost + 2.0**-133
     finite = exact.isfinite()
     assert bool(((y.double() - exact).abs() <= bound)[finite].all())
 

@@ -42,6 +42,7 @@ TILE_NBYTES = 4 << 20
 # PyTorch's product of a tile is that of the whole matrix to the bit from some 64 rows on: below,
 # another kernel may be chosen.
 _TILE_ALIGNMENT = 64
+_ALIGNMENT = 16  # bytes, of what kernels are compiled for
 _SCRATCH = threading.local()
 
 
@@ -254,6 +255,8 @@ def _multiply_on_gpu(
         except torch.OutOfMemoryError:
             choice = _choose_without_memory(arrays, form, n_columns)
     flat = x.reshape(n_tokens, n_columns).contiguous()
+    if flat.data_ptr() % _ALIGNMENT:  # or Triton would compile once more, in a capture perhaps
+        flat = flat.clone()
     y = multiply_by(flat, arrays, form, n_columns, bias=bias, choice=choice)
     return y.view(*x.shape[:-1], arrays.n_rows)
 

@@ -1,0 +1,128 @@
+"""What only a GPU can show: CUDA graphs, streams beside each other, compiled layers, measurements.
+
+All of it needs a GPU and TRITON_INTERPRET=0.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
+
+import pytest
+import torch
+import triton
+from torch import Tensor, nn
+from weight_samples import model_rows
+
+from packhorse.device import PackedLinear, pack_weight
+from packhorse.device.ahead import current_decoder, decode_ahead
+from packhorse.device.strategy import Choice, Strategy
+from packhorse.device.timing import ProductTimer
+from packhorse.device.tuning import pack_on, random_weight
+from packhorse.kernels.matmul import MatmulConfig
+from packhorse.layout import W12, WEIGHT_FORMATS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        triton.knobs.runtime.interpret or not torch.cuda.is_available(),
+        reason="needs a GPU, and TRITON_INTERPRET=0",
+    ),
+]
+FORMATS = pytest.mark.parametrize("form", WEIGHT_FORMATS)
+MANY = 3000  # tokens, for which weights are decoded first
+
+
+def layer(n_rows: int, n_columns: int, form: str = "W12") -> PackedLinear:
+    plain = torch.from_numpy(model_rows(n_rows, n_columns)).view(torch.bfloat16)
+    bias = torch.arange(n_rows).to(torch.bfloat16)
+    return PackedLinear(pack_weight(plain, form), bias).to("cuda")
+
+
+def inputs(n_tokens: int, n_columns: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(n_tokens, n_columns, generator=generator, device="cuda").bfloat16()
+
+
+def check_replays(run: Callable[[Tensor], Tensor], n_tokens: int, n_columns: int) -> None:
+    """A graph of it gives what it gives alone, for inputs that come later."""
+    x = inputs(n_tokens, n_columns)
+    run(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run(x)
+    for seed in (1, 2):
+        x.copy_(inputs(n_tokens, n_columns, seed))
+        expected = run(x)
+        y.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(y, expected)
+
+
+@FORMATS
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("n_tokens", [1, 8, 40, MANY])
+def test_products_in_cuda_graphs(n_tokens: int, ahead: bool, form: str) -> None:
+    """Also inside of `decode_ahead`, which stays out of captures."""
+    packed = layer(512, 768, form)
+    with decode_ahead() if ahead else nullcontext():
+        check_replays(packed, n_tokens, 768)
+
+
+def test_inputs_that_are_not_aligned_need_no_other_machine_code() -> None:
+    packed, x = layer(512, 769), inputs(1, 8 * 769 + 1)[0]
+    expected = packed(x[1:].clone().view(8, 769))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = packed(x[1:].view(8, 769))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(y, expected)
+
+
+@FORMATS
+def test_weights_that_are_decoded_ahead_give_the_same(form: str) -> None:
+    sizes = (1024, 512, 2048, 256, 1024)
+    layers = [layer(n, m, form) for m, n in pairwise(sizes)]
+
+    def passes() -> list[Tensor]:
+        found = []
+        for seed in range(4):
+            x = inputs(MANY, sizes[0], seed)
+            for each in layers:
+                x = nn.functional.layer_norm(each(x), [each.out_features])
+            found.append(x)
+        return found
+
+    alone = passes()
+    with decode_ahead():
+        together = passes()
+        decoder = current_decoder(torch.device("cuda"))
+        assert decoder is not None
+        assert decoder.n_hits >= 11
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, together, alone))
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_compiled_layers(mode: str) -> None:
+    model = nn.Sequential(layer(512, 256), nn.ReLU(), layer(128, 512)).requires_grad_(False)
+    compiled = torch.compile(model, mode=mode)
+    for n_tokens in (4, 40):
+        for seed in range(4):
+            x = inputs(n_tokens, 256, seed)
+            torch.testing.assert_close(compiled(x).clone(), model(x), rtol=0.02, atol=1.0)
+
+
+def test_what_the_timer_says() -> None:
+    """Times of what runs, infinity for what is too large; and then it goes on."""
+    weights = pack_on(random_weight(1024, 1024, torch.device("cuda")), W12)
+    timer = ProductTimer(weights, W12, 1024, chain_nbytes=10_000_000, n_replays=5)
+    too_large = Choice(Strategy.FUSED, MatmulConfig(256, 32, 256, 8, 1, 8))
+    choices = [Choice(Strategy.FUSED), too_large, Choice(Strategy.MANY), Choice(Strategy.DECODE)]
+    times = [timer(choice, 8) for choice in choices]
+    assert times.pop(1) == math.inf
+    for seconds in (*times, timer.plain(8), timer.decoding()):
+        assert 1e-6 < seconds < 1e-3
