@@ -5,6 +5,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import gpu_llama
@@ -16,13 +17,19 @@ from gpu_frames import DifferentError, ceilings, frames
 from gpu_model import MODELS, TOKENS, Shape
 from gpu_workers import Product, compile_ahead, likely_products
 
-from packhorse.device import autotune
-from packhorse.device.autotune import Search, choose, describe_device, identify
+from packhorse.device.autotune import Search, choose, describe_device
 from packhorse.device.cost import predict_decode, predict_decoding, predict_fused, predict_plain
 from packhorse.device.strategy import BUCKETS, Choice, Strategy
 from packhorse.device.timing import ProductTimer
-from packhorse.device.tune_cache import Key, Measured, cache_path, load_cache, update_cache
-from packhorse.device.tuning import order_in, pack_on, random_weight
+from packhorse.device.tune_cache import Key, Measured
+from packhorse.device.tuning import (
+    measure_choices,
+    order_in,
+    pack_on,
+    random_weight,
+    tune_on_gpu,
+    tuned_before,
+)
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 
@@ -103,52 +110,53 @@ def decode(run: "Run") -> list[dict[str, Any]]:
 
 
 def tune(run: "Run") -> list[dict[str, Any]]:
-    """Tunes all matrices, and keeps what was found; those that were tuned are left out."""
+    """Tunes all matrices and keeps what was found; what was tuned is not measured again."""
     device = device_of(run)
-    path, known = known_choices(run)
     rows: list[dict[str, Any]] = []
-    known = {} if run.again else known
-    compile_ahead(run, products_to_tune(run, known))
+    compile_ahead(run, products_to_tune(run))
     print_head("matrix", "format", "tokens", "choice", "us", "predicted", "times BF16")
     for form, shape in itertools.product(WEIGHT_FORMATS.values(), shapes_of(run)):
-        key = Key(shape.n_rows, shape.n_columns, form.name)
-        before = known.get(key, {})
-        buckets = buckets_to_tune(run, form, before)
-        rows += [tuned_row(shape, form, n, measured, device) for n, measured in before.items()]
-        if run.is_late() or not buckets:
-            continue
-        weights = pack_on(random_weight(shape.n_rows, shape.n_columns, device), form)
-        timer = timer_of(run, weights, form, shape.n_columns)
         limit = limited_search(run)
-        found = autotune.tune(
-            shape.n_rows, shape.n_columns, form, describe_device(device), timer,
-            buckets=buckets, order=order_in(before), search=limit,
-        )  # fmt: skip
-        found = {n: Measured(m.choice, m.seconds, timer.plain(n)) for n, m in found.items()}
-        if path is not None and found:
-            update_cache(path, identify(device), {key: before | found})
+        if run.is_late():
+            found = before_of(run, shape, form)
+        else:
+            found = tune_shape(run, shape, form, limit)
         rows += [tuned_row(shape, form, n, measured, device) for n, measured in found.items()]
         print(f"({limit.n_measured} measurements)", flush=True)
         run.keep(rows)
-        del weights, timer
         release(run)
-    autotune.forget_choices()
     return rows
 
 
-def buckets_to_tune(run: "Run", form: WeightFormat, before: dict[int, Measured]) -> list[int]:
-    """Numbers of tokens that were not tuned."""
-    buckets = [n for n in BUCKETS if n in tokens_of(run, form) or not run.smoke]
-    return [n for n in buckets if n not in before and (form is W12 or n <= MAX_W11_TOKENS)]
+def buckets_of(run: "Run", form: WeightFormat) -> list[int]:
+    """Numbers of tokens that are tuned."""
+    buckets = [n for n in BUCKETS if form is W12 or n <= MAX_W11_TOKENS]
+    return [n for n in buckets if n in tokens_of(run, form)] if run.smoke else buckets
 
 
-def products_to_tune(run: "Run", known: dict[Key, dict[int, Measured]]) -> Iterator[Product]:
+def products_to_tune(run: "Run") -> Iterator[Product]:
     """What tuning is likely to measure."""
     for form, shape in itertools.product(WEIGHT_FORMATS.values(), shapes_of(run)):
-        before = known.get(Key(shape.n_rows, shape.n_columns, form.name), {})
-        buckets = buckets_to_tune(run, form, before)
+        before = {} if run.again else before_of(run, shape, form)
+        buckets = [n for n in buckets_of(run, form) if n not in before]
         if buckets:
             yield from likely_products(shape, form, model_of(run), buckets, order_in(before))
+
+
+def before_of(run: "Run", shape: Shape, form: WeightFormat) -> dict[int, Measured]:
+    """What earlier calls have measured."""
+    key = Key(shape.n_rows, shape.n_columns, form.name)
+    return {} if run.smoke else tuned_before(key, device_of(run), run.cache)
+
+
+def tune_shape(run: "Run", shape: Shape, form: WeightFormat, limit: Search) -> dict[int, Measured]:
+    device, size, buckets = device_of(run), (shape.n_rows, shape.n_columns), buckets_of(run, form)
+    if run.smoke:
+        timer = partial(timer_of, run)
+        return measure_choices(*size, form, device, buckets=buckets, search=limit, make_timer=timer)
+    return tune_on_gpu(
+        *size, form, device, folder=run.cache, again=run.again, buckets=buckets, search=limit
+    )
 
 
 def limited_search(run: "Run") -> Search:
@@ -157,14 +165,6 @@ def limited_search(run: "Run") -> Search:
     if run.smoke:
         search.is_late = lambda: search.n_measured >= 3
     return search
-
-
-def known_choices(run: "Run") -> tuple[Any, dict[Key, dict[int, Measured]]]:
-    if run.smoke:
-        return None, {}
-    identity = identify(device_of(run))
-    path = cache_path(identity.device, run.cache)
-    return path, load_cache(path, identity)
 
 
 def tuned_row(

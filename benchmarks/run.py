@@ -9,7 +9,8 @@ all that lie there. Two forms time nothing: `--render` only makes those document
 exits 1 unless the ratios that the project promises hold.
 
 `run.py snapshots` measures pairs of training checkpoints instead, and has a document of its own:
-see snapshots.py. `run.py weights` measures weights in memory: see packed_weights.py.
+see snapshots.py. `run.py weights` measures weights in memory: see packed_weights.py; `run.py
+layers` measures layers that multiply with them: see layers.py.
 
 The process starts itself again with a malloc that keeps freed memory, since fresh pages cost more
 than most codecs and would hide the differences between them; `--fresh` leaves malloc as it is and
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import data
+import layers
 import machine
 import packed_weights
 import peers
@@ -69,6 +71,8 @@ def main(argv: list[str]) -> int:
         return snapshots.main(argv[1:])
     if argv[:1] == [packed_weights.MODE]:
         return packed_weights.main(argv[1:])
+    if argv[:1] == [layers.MODE]:
+        return layers.main(argv[1:])
     args = _parse(argv)
     if args.render:
         _write_documents()

@@ -134,7 +134,7 @@ def test_tuning_is_kept_and_goes_on(
     monkeypatch.setattr(tuning, "find_gpu", lambda: torch.device("cpu"))
     monkeypatch.setattr(tuning, "describe_device", lambda _: PRESETS[0])
     monkeypatch.setattr(tuning, "ProductTimer", lambda *args: HostTimer(*args, chain_nbytes=1))
-    monkeypatch.setattr(tuning.missing_buckets, "__defaults__", ((1, 4096),))
+    monkeypatch.setitem(tuning.tune_on_gpu.__kwdefaults__, "buckets", (1, 4096))
     monkeypatch.setattr(
         autotune, "_ORDER_FIELDS", {"block_steps": (32,), "n_warps": (2, 4), "n_splits": (1,)}
     )

@@ -1,16 +1,20 @@
 """Packed layers where PyTorch is used in unusual ways: transforms, hooks, default devices, inputs
-of one dimension, rests of tiles. Each is equal to the plain layer, or refused."""
+of one dimension, rests of tiles, several processes. Each is equal to the plain layer, or is
+refused."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from weight_samples import model_rows
 
 from packhorse.device import (
@@ -301,3 +305,43 @@ def test_without_memory_for_the_plain_weight_it_is_decoded_in_the_product(
         y = operators._multiply_on_gpu(x, packed.arrays, None, packed.form, 96)
     exact = x.double() @ weight.double().T
     assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+
+
+# Several processes.
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """One process, alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def packed_and_trained() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Linear(96, 64, dtype=torch.bfloat16), nn.Linear(64, 4, dtype=torch.bfloat16)]
+    return nn.Sequential(PackedLinear.from_linear(layers[0]), layers[1])
+
+
+@pytest.mark.usefixtures("process_group")
+def test_data_parallel_trains_what_is_plain() -> None:
+    model = packed_and_trained()
+    with pytest.raises(NotImplementedError, match="give DistributedDataParallel init_sync=False"):
+        nn.parallel.DistributedDataParallel(model)
+    parallel = nn.parallel.DistributedDataParallel(model, init_sync=False)
+    parallel(torch.randn(3, 96).bfloat16()).sum().backward()
+    assert model[1].weight.grad is not None
+    assert isinstance(model[0].weight, PackedWeight)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_sharding_leaves_packed_weights_whole() -> None:
+    x = torch.randn(3, 96).bfloat16()
+    with pytest.raises(NotImplementedError, match="packed weights as ignored_params"):
+        fully_shard(packed_and_trained(), mesh=init_device_mesh("cpu", (1,)))
+    model = packed_and_trained()
+    expected = model(x)
+    packed = {each for each in model.parameters() if isinstance(each, PackedWeight)}
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)), ignored_params=packed)
+    assert torch.equal(model(x), expected)

@@ -7,6 +7,7 @@ is packed. Embeddings need no class of their own: any module that calls
 `torch.nn.functional.embedding` works with a packed weight.
 """
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from packhorse.device import operators
+from packhorse.device.offload import HOOK, join_offloaded, offloaded_weight
 from packhorse.device.packing import empty_weight, join_arrays, pack_weight
 from packhorse.device.weights import PackedWeight, is_transformed, obey_autocast
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WeightFormat
 
-__all__ = ["PackedLinear", "hold_packed", "hold_plain"]
+__all__ = ["PackedLinear", "change_class", "hold_packed", "hold_plain"]
 
 
 class PackedLinear(nn.Linear):
@@ -94,6 +96,11 @@ class PackedLinear(nn.Linear):
         plain.bias = self.bias
         return plain.train(self.training)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == HOOK:
+            join_offloaded(self)
+
     def forward(self, input: Tensor) -> Tensor:
         """As `torch.nn.Linear`.
 
@@ -134,6 +141,21 @@ class PackedLinear(nn.Linear):
         return f"{super().extra_repr()}, weight={form}"
 
 
+def change_class(module: nn.Linear, new: type[nn.Linear]) -> None:
+    """Makes a plain layer a packed one, or the other way round.
+
+    Args:
+        module: keeps its attributes. Its own `forward`, which accelerate's hooks put there and
+            leave behind, follows if it is that of its class.
+        new: the other class.
+    """
+    before = type(module).forward
+    module.__class__ = new
+    for name in ("forward", "_old_forward"):
+        if getattr(module.__dict__.get(name), "__func__", None) is before:
+            setattr(module, name, MethodType(new.forward, module))
+
+
 def _plain(weight: Tensor) -> Tensor:
     return weight.unpack() if isinstance(weight, PackedWeight) else weight.detach()
 
@@ -149,10 +171,13 @@ def hold_packed(module: nn.Module, weight: PackedWeight | Parameter) -> None:
         weight = Parameter(weight, requires_grad=False)
     module.weight = weight
     if isinstance(weight, PackedWeight):
-        _prepared(module, weight)
+        _prepared(module, _with_data(module, weight))
     if _write_arrays not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_write_arrays)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(_read_arrays)  # type: ignore[no-untyped-call]
+        # Before accelerate's hook, which is a part of `forward`. Linear layers do without.
+        if not isinstance(module, PackedLinear):
+            module.register_forward_pre_hook(_join_before)
 
 
 def hold_plain(module: nn.Module, weight: Parameter) -> None:
@@ -163,6 +188,20 @@ def hold_plain(module: nn.Module, weight: Parameter) -> None:
         del hooks[key]
     for key in [k for k, hook in pre_hooks.items() if getattr(hook, "hook", None) is _read_arrays]:
         del pre_hooks[key]
+    forward_hooks = module._forward_pre_hooks
+    for key in [key for key, hook in forward_hooks.items() if hook is _join_before]:
+        del forward_hooks[key]
+
+
+def _with_data(module: nn.Module, weight: PackedWeight) -> PackedWeight:
+    """The weight itself, or what accelerate keeps of it in host memory."""
+    stored = offloaded_weight(module) if weight.is_meta else None
+    return weight if stored is None else stored
+
+
+def _join_before(module: nn.Module, args: Any) -> None:
+    if hasattr(module, HOOK):
+        join_offloaded(module)
 
 
 def _write_arrays(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -170,7 +209,8 @@ def _write_arrays(module: nn.Module, state: dict[str, Any], prefix: str, metadat
     weight = state.get(f"{prefix}weight")
     if isinstance(weight, PackedWeight):
         del state[f"{prefix}weight"]
-        for field, array in zip(WeightTensors._fields, weight.arrays, strict=True):
+        arrays = _with_data(module, weight).arrays
+        for field, array in zip(WeightTensors._fields, arrays, strict=True):
             state[f"{prefix}weight.{field}"] = array
 
 

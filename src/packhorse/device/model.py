@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from packhorse.device.formats import check_tokens, pack_if_smaller, plan_if_smaller
-from packhorse.device.linear import PackedLinear, hold_packed, hold_plain
+from packhorse.device.linear import PackedLinear, change_class, hold_packed, hold_plain
+from packhorse.device.offload import offloaded_weight
 from packhorse.device.report import LeftWeight, PackReport, WeightReport
 from packhorse.device.weights import PackedWeight, resolve_form
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WeightFormat
@@ -205,7 +206,7 @@ def _report_left(name: str, weight: Tensor, reason: str) -> LeftWeight:
 def _replace(group: _Group, parameter: Any) -> None:
     for module in group.modules.values():
         if type(module) is nn.Linear:
-            module.__class__ = PackedLinear
+            change_class(module, PackedLinear)
         hold_packed(module, parameter)
 
 
@@ -344,13 +345,22 @@ def unpack_model_(model: nn.Module) -> None:
 
     Args:
         model: with packed weights or without, on any device.
+
+    Raises:
+        ValueError: accelerate keeps weights in host memory; nothing was unpacked then.
     """
-    for group in _groups(model):
+    groups = [group for group in _groups(model) if isinstance(group.weight, PackedWeight)]
+    for name, module in ((n, m) for group in groups for n, m in group.modules.items()):
+        if offloaded_weight(module) is not None:
+            raise ValueError(
+                f"the weight of {name} is offloaded by accelerate; call "
+                "accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
+            )
+    for group in groups:
         weight = group.weight
-        if not isinstance(weight, PackedWeight):
-            continue
+        assert isinstance(weight, PackedWeight)
         plain = Parameter(weight.unpack(), requires_grad=False)
         for module in group.modules.values():
             if type(module) is PackedLinear:
-                module.__class__ = nn.Linear  # type: ignore[assignment]
+                change_class(module, nn.Linear)
             hold_plain(module, plain)

@@ -50,7 +50,6 @@ __all__ = ["METHOD", "VERSION", "PackhorseConfig", "PackhorseQuantizer"]
 METHOD = "packhorse"
 VERSION = WEIGHT_VERSION  # of the arrays, and of what config.json says of them
 _PACKED_SHARE = 0.76  # of the bytes of a BF16 weight, at most, for models that gain
-_HOST = ("cpu", "disk")
 
 
 class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -149,13 +148,13 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
     # Before loading.
 
     def validate_environment(self, *args: Any, device_map: Any = None, **others: Any) -> None:
-        """Refuse to leave weights on the host for a model that runs elsewhere.
+        """Refuse to leave weights on the disk.
 
         Raises:
             ValueError: the device map asks for that.
         """
         if isinstance(device_map, dict):
-            _refuse_offload(device_map)
+            _refuse_disk(device_map)
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype itself.
@@ -240,7 +239,7 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **others: Any) -> Any:
         if self._failure is not None:
             raise self._failure
-        _refuse_offload(getattr(model, "hf_device_map", {}))
+        _refuse_disk(getattr(model, "hf_device_map", {}))
         hold_packed_weights(model)
         # What is new, such as the head of a classifier, is to be trained.
         otherwise = "plain in the checkpoint" if self.pre_quantized else "not in the checkpoint"
@@ -281,13 +280,11 @@ def _form_of(config: PackhorseConfig) -> Any:
     return None if config.fmt == "auto" else resolve_form(config.fmt)
 
 
-def _refuse_offload(device_map: Mapping[str, Any]) -> None:
-    homes = {str(device) for device in device_map.values()}
-    offloaded = homes.intersection(_HOST)
-    if "disk" in offloaded or (offloaded and len(homes) > 1):
+def _refuse_disk(device_map: Mapping[str, Any]) -> None:
+    if "disk" in map(str, device_map.values()):
         raise ValueError(
-            f"the device map puts modules on {', '.join(sorted(homes))}; packed weights cannot be "
-            "offloaded: put all modules on GPUs, or all on the host with device_map='cpu'"
+            "the device map puts modules on the disk, where packed weights cannot be offloaded: "
+            "put them on GPUs or the host, with more max_memory for 'cpu' if device_map is 'auto'"
         )
 
 

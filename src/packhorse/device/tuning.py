@@ -4,7 +4,7 @@ Weights are synthetic: normal rows whose scales are log-normal have the exponent
 exceptions, of trained ones; nothing else about weights makes a difference to times.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from os import PathLike
 
 import torch
@@ -21,7 +21,7 @@ from packhorse.layout import WeightFormat
 
 __all__ = [
     "find_gpu",
-    "missing_buckets",
+    "measure_choices",
     "order_in",
     "pack_on",
     "predict_choices",
@@ -129,11 +129,6 @@ def tuned_before(
     return load_cache(cache_path(identity.device, folder), identity).get(key, {})
 
 
-def missing_buckets(before: dict[int, Measured], buckets: Iterable[int] = BUCKETS) -> list[int]:
-    """Numbers of tokens that were not tuned."""
-    return [n for n in buckets if n not in before]
-
-
 def order_in(before: dict[int, Measured]) -> MatmulConfig | None:
     """A division with the order of sums that was found before, which is to be kept."""
     configs = (row.choice.config for row in before.values() if row.choice.strategy is _FUSED)
@@ -151,6 +146,7 @@ def tune_on_gpu(
     *,
     folder: str | PathLike[str] | None = None,
     again: bool = False,
+    buckets: Iterable[int] = BUCKETS,
     search: Search | None = None,
 ) -> dict[int, Measured]:
     """Measures what was not measured before, writes it to the cache, and uses it from now on.
@@ -162,7 +158,8 @@ def tune_on_gpu(
         device: the GPU.
         folder: of the cache; None for the usual one.
         again: measure what was measured before, too.
-        search: limits of the search.
+        buckets: numbers of tokens.
+        search: limits of the search; those that it had no time for are left out.
 
     Returns:
         For each number of tokens what is best, old figures and new.
@@ -173,23 +170,56 @@ def tune_on_gpu(
     """
     key = Key(n_rows, n_columns, form.name)
     before = {} if again else tuned_before(key, device, folder)
-    missing = missing_buckets(before)
+    missing = [n for n in buckets if n not in before]
     if not missing:
         return before
-    try:
-        weights = pack_on(random_weight(n_rows, n_columns, device), form)
-        timer = ProductTimer(weights, form, n_columns)
-    except torch.OutOfMemoryError as error:
-        raise MemoryError(f"copies of {n_rows} x {n_columns} do not fit on the GPU") from error
-    model = describe_device(device)
-    found = tune(
-        n_rows, n_columns, form, model, timer,
-        buckets=missing, order=order_in(before), search=search,
-    )  # fmt: skip
-    found = {n: Measured(row.choice, row.seconds, timer.plain(n)) for n, row in found.items()}
+    found = measure_choices(
+        n_rows, n_columns, form, device, buckets=missing, order=order_in(before), search=search
+    )
     both = before | found
     if found:
         identity = identify(device)
         update_cache(cache_path(identity.device, folder), identity, {key: both})
         forget_choices()
     return both
+
+
+def measure_choices(
+    n_rows: int,
+    n_columns: int,
+    form: WeightFormat,
+    device: torch.device,
+    *,
+    buckets: Iterable[int],
+    order: MatmulConfig | None = None,
+    search: Search | None = None,
+    make_timer: Callable[[WeightTensors, WeightFormat, int], ProductTimer] | None = None,
+) -> dict[int, Measured]:
+    """Measures a matrix, and neither reads nor writes the cache.
+
+    Args:
+        n_rows: rows of the matrix.
+        n_columns: its columns.
+        form: its format.
+        device: where it is multiplied.
+        buckets: numbers of tokens.
+        order: a division whose order of sums is to be kept.
+        search: limits of the search.
+        make_timer: makes what times products with packed arrays; None for that of GPUs.
+
+    Returns:
+        For each number of tokens that there was time for, what is best.
+
+    Raises:
+        MemoryError: the copies of the matrix do not fit in the device's memory.
+    """
+    try:
+        weights = pack_on(random_weight(n_rows, n_columns, device), form)
+        timer = (make_timer or ProductTimer)(weights, form, n_columns)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"copies of {n_rows} x {n_columns} do not fit on the GPU") from error
+    found = tune(
+        n_rows, n_columns, form, describe_device(device), timer,
+        buckets=list(buckets), order=order, search=search,
+    )  # fmt: skip
+    return {n: Measured(row.choice, row.seconds, timer.plain(n)) for n, row in found.items()}

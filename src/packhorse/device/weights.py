@@ -31,6 +31,7 @@ from packhorse.layout import WEIGHT_FORMATS, WeightFormat
 __all__ = ["PackedWeight", "is_transformed", "obey_autocast", "resolve_form"]
 
 _aten = torch.ops.aten
+_NO_ADDRESS = 1 << 63  # neither a host nor a GPU has memory there
 
 
 @dataclass(slots=True)
@@ -72,17 +73,33 @@ class PackedWeight(Tensor):
 
     def __new__(
         cls,
-        arrays: WeightTensors,
-        form: WeightFormat | str,
-        n_columns: int,
+        arrays: "WeightTensors | PackedWeight",
+        form: WeightFormat | str | None = None,
+        n_columns: int | None = None,
+        requires_grad: bool = False,
     ) -> "PackedWeight":
-        """Wraps arrays; nothing is copied.
+        """Wraps arrays, or makes a parameter of a packed weight as `torch.nn.Parameter` does;
+        nothing is copied.
 
         Args:
-            arrays: trusted: those from elsewhere go through `packhorse.device.check_arrays`.
+            arrays: trusted: those from elsewhere go through `packhorse.device.check_arrays`. Or a
+                packed weight, and nothing else: libraries that move parameters, such as accelerate,
+                make new ones by the class of the old.
             form: their format.
             n_columns: columns of the matrix.
+            requires_grad: of a parameter; it must not, once it is multiplied.
+
+        Raises:
+            TypeError: neither of the two.
         """
+        if isinstance(arrays, PackedWeight):
+            parameter: PackedWeight = Parameter(arrays.detach(), requires_grad)  # type: ignore[assignment]
+            return parameter
+        if not isinstance(arrays, WeightTensors) or form is None or n_columns is None:
+            raise TypeError(
+                f"PackedWeight takes arrays, their format and the number of columns, not "
+                f"{type(arrays).__name__}; packhorse.device.pack_weight packs a plain matrix"
+            )
         return cls._wrap(_Held(arrays, resolve_form(form), n_columns))
 
     @classmethod
@@ -196,10 +213,17 @@ class PackedWeight(Tensor):
         if value.shape != self.shape:
             raise ValueError(
                 f"a packed weight of shape {list(self.shape)} cannot become {list(value.shape)}; "
-                "assign another parameter to the module instead"
+                "take the plain weight back first, with unpack_model_, or assign another parameter"
             )
         with torch.no_grad():
             self.copy_(value)
+
+    # PyTorch's own would be 0 for each, and whoever compares weights by it, as accelerate does for
+    # those that are shared, would take all for one.
+    def data_ptr(self) -> int:
+        """What tells packed weights apart: a number that aliases share, and no address; 0 on the
+        meta device."""
+        return 0 if self.is_meta else _NO_ADDRESS | id(self._held)
 
     # PyTorch's own would look at memory that is not there.
     def share_memory_(self) -> "PackedWeight":
@@ -500,7 +524,8 @@ def _run_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _refuse_view(func: Any) -> NoReturn:
     raise NotImplementedError(
         f"{func} would be a view of a packed weight, which has no plain memory to look at; take "
-        "weight.unpack() for the plain matrix, or weight.gather_rows(rows)"
+        "weight.unpack() for the plain matrix, or weight.gather_rows(rows). In parallel, give "
+        "DistributedDataParallel init_sync=False, and fully_shard packed weights as ignored_params"
     )
 
 

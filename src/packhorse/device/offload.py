@@ -1,0 +1,62 @@
+"""Packed weights under the hooks of Hugging Face accelerate, which keep weights in host memory and
+bring each to its device while its module runs.
+
+A hook finds weights by their names in a state dict, where packed ones are five arrays: so it is
+given the weight as a whole beside them. Nothing is copied, and accelerate itself is not needed
+here: the hook is `module._hf_hook`, and has a mapping `weights_map`.
+"""
+
+from collections import ChainMap
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from packhorse.device.packing import join_arrays
+from packhorse.device.weights import PackedWeight
+from packhorse.kernels.arrays import WeightTensors
+
+__all__ = ["HOOK", "join_offloaded", "offloaded_weight"]
+
+HOOK = "_hf_hook"
+_ARRAYS = [f"weight.{field}" for field in WeightTensors._fields]
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    """The hooks of a module that bring weights."""
+    hook = getattr(module, HOOK, None)
+    for each in getattr(hook, "hooks", [hook]):
+        if getattr(each, "offload", False) and getattr(each, "weights_map", None) is not None:
+            yield each
+
+
+def join_offloaded(module: nn.Module) -> None:
+    """Gives hooks the packed weight in place of its arrays, checked.
+
+    Args:
+        module: whose weight is packed, whether it has hooks or not.
+
+    Raises:
+        CorruptionError: the arrays that a hook has break the format.
+    """
+    for hook in _hooks(module):
+        stored = hook.weights_map
+        if "weight" in stored or not all(name in stored for name in _ARRAYS):
+            continue
+        arrays = {name: stored[name] for name in _ARRAYS}
+        shape = module.weight.shape
+        assert isinstance(shape, torch.Size)
+        weight = join_arrays(arrays, "weight", shape[1])
+        if isinstance(module, nn.Embedding) and weight is not None:
+            weight.prepare_gather()
+        hook.weights_map = ChainMap({"weight": weight}, stored)
+
+
+def offloaded_weight(module: nn.Module) -> PackedWeight | None:
+    """The packed weight that hooks keep in host memory; None if they keep none."""
+    for hook in _hooks(module):
+        weight = hook.weights_map.get("weight")
+        if isinstance(weight, PackedWeight):
+            return weight
+    return None
