@@ -141,7 +141,14 @@ def _parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("what", choices=["device"], help="weights in the memory of a GPU")
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    parser.add_argument(
+        "--part",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        metavar="PART",
+        help=f"of {', '.join(PARTS)}; all by default",
+    )
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds that a call may take")
     parser.add_argument("--out", type=Path, help="folder of the figures, in place of the usual one")
     parser.add_argument("--cache", type=Path, help="folder of the autotuner's cache")

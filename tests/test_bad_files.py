@@ -34,6 +34,7 @@ BAD = {
     "zip": (b"PK\x03\x04" + bytes(99), TruncationError, "zip archive.*convert"),
     "pickle": (b"\x80\x02}q\x00X\x04\x00\x00", CorruptionError, "pickle.*convert"),
     "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(99), CorruptionError, "GGUF"),
+    "json": (b'{\n  "architectures": [],' + bytes(99), CorruptionError, "give the folder"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\n", CorruptionError, "git lfs pull"),
     "header longer than the file": (file_bytes(b"{}", length=100), TruncationError, "100 bytes"),
     "header longer than allowed": (

@@ -11,7 +11,7 @@ import torch
 from cli_samples import Ended
 from safetensors.torch import save_file
 
-from packhorse.device import autotune, timing, tuning
+from packhorse.device import autotune, pack_model_, timing, tuning
 from packhorse.device.cost import PRESETS
 from packhorse.device.strategy import BUCKETS
 from packhorse.device.tune_cache import Identity, Key, cache_path, read_cache
@@ -67,6 +67,16 @@ def test_a_packed_model_has_the_same_matrices(run: Run, llama: Path) -> None:
     assert results(run("tune", llama.with_name("llama.ph"), "--dry-run", "--json")) == plain
 
 
+def test_a_model_that_was_saved_packed_has_the_same_matrices(run: Run, tmp_path: Path) -> None:
+    """As `save_pretrained` writes it; the columns of padding are counted."""
+    for name, n_columns in {"plain": 96, "padded": 90}.items():
+        model = torch.nn.Sequential(torch.nn.Linear(n_columns, 128, dtype=torch.bfloat16))
+        pack_model_(model, "W12")
+        save_file(model.state_dict(), tmp_path / f"{name}.safetensors")
+        rows = results(run("tune", tmp_path / f"{name}.safetensors", "--dry-run", "--json"))
+        assert found_shapes(rows) == [(128, 96, 1)]
+
+
 def test_what_is_predicted(run: Run) -> None:
     options = ("--shape", "28672x4096", "--format", "W12", "--format", "W11", "--dry-run")
     rows = results(run("tune", *options, "--gpu", "h200", "--json"))
@@ -83,7 +93,7 @@ def test_what_is_predicted(run: Run) -> None:
 
 @WITHOUT_GPU
 def test_without_a_gpu_the_error_names_the_dry_run(run: Run) -> None:
-    ended = run("tune", "--shape", "64x64")
+    ended = run("tune", "--shape", "64x64", "--shape", "64x128")
     assert ended.code == 3
     assert ended.err.count("\n") == 1
     assert "no CUDA GPU is here" in ended.err
@@ -99,6 +109,8 @@ def test_without_a_gpu_the_error_names_the_dry_run(run: Run) -> None:
         (("--shape", "64x65537", "--dry-run"), 2, "65536 columns"),
         (("--shape", "64x64", "--gpu", "H200"), 2, "--dry-run"),
         (("--shape", "64x64", "--dry-run", "--gpu", "B9000"), 2, "H100"),
+        (("--shape", "64x64", "--dry-run", "--again"), 2, "leave them out"),
+        (("--shape", "64x64", "--dry-run", "--cache", "here"), 2, "leave them out"),
         (("absent.safetensors", "--dry-run"), 3, "absent.safetensors"),
     ],
     ids=str,
@@ -139,6 +151,10 @@ def test_tuning_is_kept_and_goes_on(
         autotune, "_ORDER_FIELDS", {"block_steps": (32,), "n_warps": (2, 4), "n_splits": (1,)}
     )
     monkeypatch.setattr(autotune, "_FREE_FIELDS", {"block_rows": (16, 32), "n_stages": (2,)})
+    (tmp_path / "file").touch()
+    ended = run("tune", "--shape", "16x64", "--cache", tmp_path / "file", "--again")
+    assert ended.code == 3
+    assert f"{tmp_path}/file: what is measured cannot be kept here" in ended.err
     options = ("tune", "--shape", "16x64", "--cache", tmp_path, "--json")
     (row,) = results(run(*options))
     path = cache_path(IDENTITY.device, tmp_path)

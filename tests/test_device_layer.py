@@ -7,6 +7,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -210,6 +211,12 @@ def test_what_cannot_be_packed_is_refused() -> None:
             pack_weight(torch.zeros(shape, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="'W13'; it must be one of W12, W11"):
         pack_weight(torch.zeros(2, 2, dtype=torch.bfloat16), "W13")
+    with pytest.raises(TypeError, match=r"is packed already; give its unpack\(\)"):
+        pack_weight(pack_weight(torch.zeros(2, 2, dtype=torch.bfloat16)), "W11")
+    with pytest.raises(TypeError, match="this is ndarray"):
+        pack_weight(np.zeros((2, 2)))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="the weight is a Tensor, not packed"):
+        PackedLinear(torch.zeros(2, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="columns"):
         empty_weight(3, 0, "W12")
     with pytest.raises(ValueError, match="the bias has shape"):

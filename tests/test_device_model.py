@@ -228,7 +228,7 @@ def test_formats() -> None:
     narrow = linear(512, 200)
     narrow.weight.data.uniform_(-0.1, 0.1)
     assert [weight.form for weight in pack_model_(narrow).packed] == ["W12"]
-    with pytest.raises(ValueError, match="'fp8'; it must be one of W12, W11"):
+    with pytest.raises(ValueError, match="'fp8'; it must be auto, W12, W11"):
         pack_model_(stack(linear()), "fp8")
 
 
@@ -256,6 +256,31 @@ def test_what_is_skipped() -> None:
         packed_with(["a", "c"])
 
 
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"fmt": "w12"}, ValueError, "fmt is 'w12'; it must be auto, W12, W11"),
+        ({"fmt": ["W12"]}, ValueError, "fmt is"),
+        ({"fmt": None}, ValueError, "fmt is None"),
+        ({"skip": None}, TypeError, "skip is None"),
+        ({"skip": [0]}, TypeError, "skip has 0, which is no name"),
+        ({"skip": ""}, ValueError, "skip names ''"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_named(
+    options: dict[str, object], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        pack_model_(linear(), **options)  # type: ignore[arg-type]
+
+
+def test_what_is_no_model_is_refused() -> None:
+    for call in (pack_model_, unpack_model_):
+        with pytest.raises(TypeError, match=r"the model is str; it must be a torch\.nn\.Module"):
+            call("gpt2")  # type: ignore[operator]
+
+
 class Doubling(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 2
@@ -278,6 +303,7 @@ def test_what_stays_plain_and_why() -> None:
         "sizes": nn.Embedding(500, 256, max_norm=1.0).bfloat16(),
         "bilinear": nn.ParameterDict({"weight": linear().weight}),
         "packed": PackedLinear.from_linear(linear()),
+        "experts": nn.ParameterDict({"up": torch.zeros(4, 64, 64).bfloat16()}),
     }
     report = pack_model_(nn.ModuleDict(kinds))
     assert not report.packed
@@ -290,6 +316,8 @@ def test_what_stays_plain_and_why() -> None:
         "sizes": "max_norm changes it",
         "bilinear": "ParameterDict is no torch.nn.Linear",
         "packed": "is packed already",
+        "conv.weight": "3 dimensions; only matrices of layers are packed",
+        "experts.up": "3 dimensions; only matrices of layers are packed",
     }
     found = reasons(report)
     assert found.pop("random").startswith("no gain: 4")

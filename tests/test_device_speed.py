@@ -2,6 +2,7 @@
 stay plain because they would be slower."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from packhorse.device.cost import PRESETS
 from packhorse.device.linear import PackedLinear
 from packhorse.device.speed import Speed, compare_formats
 from packhorse.device.strategy import Choice, Strategy
+from packhorse.device.transformers import PackhorseConfig, PackhorseQuantizer
 from packhorse.device.tune_cache import Identity, Key, Measured, cache_path, write_cache
 from packhorse.device.tuning import random_weight
 from packhorse.kernels.matmul import MatmulConfig
@@ -69,7 +71,7 @@ def test_a_layer_that_would_be_slower_stays_plain() -> None:
     report = pack_model_(many, for_tokens=4096)
     assert type(many[0]) is nn.Linear
     assert not report.packed
-    assert report.left[0].reason.startswith("slower for 4096 tokens at once: 0.")
+    assert report.left[0].reason.startswith("slower with for_tokens=4096: 0.")
     assert "predicted for a GPU that is not known" in report.left[0].reason
 
 
@@ -80,7 +82,7 @@ def test_a_layer_that_is_faster_packed_is_packed(monkeypatch: pytest.MonkeyPatch
     assert isinstance(model[0], PackedLinear)
     assert report.packed[0].form == "W12"
     assert not isinstance(model[1], PackedLinear), "a launch takes as long as so small a product"
-    assert report.left[0].reason.startswith("slower for 1 tokens at once: 0.")
+    assert report.left[0].reason.startswith("slower with for_tokens=1: 0.")
 
 
 def test_figures_do_not_hold_for_weights_of_many_exceptions(
@@ -90,7 +92,7 @@ def test_figures_do_not_hold_for_weights_of_many_exceptions(
     weight = random_weight(4096, 4096, torch.device("cpu"))
     weight[:, ::50] = 1e-30  # 2 %
     report = pack_model_(nn.Sequential(linear(4096, 4096, weight)), for_tokens=1)
-    assert report.left[0].reason == "slower: too many exceptions"
+    assert report.left[0].reason == "slower with for_tokens=1: too many exceptions"
 
 
 def test_embeddings_are_looked_up_and_no_product_is_slower() -> None:
@@ -107,8 +109,20 @@ def test_a_bad_number_of_tokens_is_refused(bad: object) -> None:
 
 def test_speed_on_the_host_is_not_known() -> None:
     layer = linear(64, 64)
+    quantizer = partial(PackhorseQuantizer, PackhorseConfig(for_tokens=8))
     with knobs.runtime.scope():
         knobs.runtime.interpret = False
-        with pytest.raises(ValueError, match="this one is on cpu; move the model to a GPU first"):
+        with pytest.raises(ValueError, match="it is on cpu: move it there first"):
             pack_model_(layer, for_tokens=8)
+        with pytest.raises(ValueError, match='pass device_map="cuda" to from_pretrained'):
+            quantizer(pre_quantized=False).validate_environment(device_map={"": "cpu"})
+        quantizer(pre_quantized=True).validate_environment(device_map={"": "cpu"})
+        quantizer(pre_quantized=False).validate_environment(device_map="cuda")
     assert type(layer) is nn.Linear
+
+
+def test_a_layer_without_outputs_has_no_speed() -> None:
+    layer = linear(64, 64)
+    layer.weight = nn.Parameter(torch.zeros(0, 64, dtype=torch.bfloat16))
+    report = pack_model_(layer, for_tokens=1)
+    assert report.left[0].reason.startswith("no gain")

@@ -384,6 +384,19 @@ def test_unknown_versions_are_refused(saved: Path, key: str, value: object) -> N
         load(saved)
 
 
+def test_arrays_that_the_config_does_not_name(saved: Path) -> None:
+    """As `save_pretrained` writes them of a model that `pack_model_` has packed."""
+    plain = load(saved)
+    path = saved / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(CompatibilityError, match=r'add "quantization_config".*"packhorse"'):
+        packed(saved)
+    path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "packhorse"}}))
+    assert same_tokens(load(saved), plain)
+
+
 def _float(state: dict[str, Tensor]) -> None:
     state[f"{UP}.first_exponents"] = state[f"{UP}.first_exponents"].float()
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import frame_builder as fb
 import pytest
@@ -419,6 +420,25 @@ def test_kernels_that_do_not_start_are_told_once(
     assert all(same(found[name], tensor) for name, tensor in tensors.items())
     again = ph.load_file(tmp_path / "m.ph.safetensors", device="cpu")
     assert all(same(again[name], tensor) for name, tensor in tensors.items())
+
+
+def test_where_only_kernels_find_something_wrong_the_host_decides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if a kernel had met a stream that it does not decode, and the host does."""
+    run, calls = uploads.run_plan, []
+
+    def complain(*args: Any) -> None:
+        run(*args)
+        calls.append(1)
+        if len(calls) == 2:
+            for status in args[-1]:
+                status.fill_(1)
+
+    frames = [built_frame(200, seed=seed) for seed in range(3)]
+    monkeypatch.setattr(uploads, "run_plan", complain)
+    found = uploads.decode_frames([frame for frame, _ in frames], "cpu", threads=1)
+    assert [tensor is None for tensor in found] == [False, True, False]
 
 
 def test_too_little_memory_for_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

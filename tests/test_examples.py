@@ -6,14 +6,17 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from packhorse.disk import SnapshotStore
+from packhorse.device import PackedLinear
+from packhorse.disk import SnapshotStore, pack_folder
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 EXAMPLE = EXAMPLES / "train_with_snapshots.py"
@@ -49,6 +52,29 @@ def test_a_killed_run_goes_on_to_the_identical_losses(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path / "killed")
     assert store.names() == [f"step-{n}" for n in range(5, 61, 5)]
     assert store.verify() == []
+
+
+def test_the_guide_to_packed_weights_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its blocks of code as they are printed, on the host."""
+    monkeypatch.chdir(tmp_path)
+    make_tiny_model = runpy.run_path(str(EXAMPLES / "serve_packed.py"))["make_tiny_model"]
+    make_tiny_model(tmp_path / "model")
+    pack_folder("model", "model.ph")
+    os.link("model.ph/model.ph.safetensors", "model.ph.safetensors")
+    model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.bfloat16)
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([[1, 5, 9]]), "max_new_tokens": 8}
+    names: dict[str, Any] = {"model": model, "inputs": inputs, "path": "model"}
+    page = (EXAMPLES.parent / "docs" / "device.md").read_text()
+    guide = page.partition("## Packed files go to a GPU")[0]
+    blocks = re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 4
+    for block in blocks:
+        exec(compile(block.replace('"cuda"', '"cpu"'), "device.md", "exec"), names)
+    assert capsys.readouterr().out.count("15 packed, 1 left") == 3
+    assert torch.equal(names["model"].generate(**inputs), names["tokens"])
+    assert isinstance(names["layer"], PackedLinear)
 
 
 def test_a_packed_model_is_served(

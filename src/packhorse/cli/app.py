@@ -347,9 +347,12 @@ def tune(
     """
     if gpu is not None and not dry_run:
         raise UsageError("--gpu says what to predict for, and so needs --dry-run")
+    if dry_run and (again or cache is not None):
+        raise UsageError("--cache and --again are for measuring; leave them out with --dry-run")
     jobs = tuning.tune_jobs(
         src or [], shape or [], [name.value for name in form or [FormatName.W12]]
     )
+    tuning.check_gpu(gpu, dry_run=dry_run)
 
     def work(job: tuning.TuneJob) -> list[TunedMatrix]:
         if dry_run:

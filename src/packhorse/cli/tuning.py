@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from packhorse.cli.failures import UsageError
 from packhorse.cli.jobs import check_source
 from packhorse.cli.rows import TunedBucket, TunedMatrix
+from packhorse.codecs.weights import WeightArrays
 from packhorse.disk.header import FileHeader, read_header
 from packhorse.disk.packed_header import is_packed, parse_packed_header
 from packhorse.errors import MissingBackendError
@@ -22,8 +23,9 @@ from packhorse.layout import MAX_WEIGHT_COLUMNS, WEIGHT_FORMATS
 if TYPE_CHECKING:
     from packhorse.device.tune_cache import Measured
 
-__all__ = ["TuneJob", "measure", "predict", "tune_jobs"]
+__all__ = ["TuneJob", "check_gpu", "measure", "predict", "tune_jobs"]
 
+_PACKED_SUFFIX = f"weight.{WeightArrays._fields[0]}"  # with the columns of padding
 _MIN_ROWS = 64  # smaller matrices are no linear layers worth the time
 
 
@@ -89,17 +91,18 @@ def _parse_shape(text: str) -> tuple[int, int]:
 
 
 def _matrices(source: Path) -> list[tuple[int, int]]:
-    """Shapes of the BF16 weights of linear layers, which are all matrices called weight but for
-    embeddings; of an embedding if there is no output layer, as it then serves for one."""
+    """Shapes of the BF16 weights of linear layers, packed or not: all matrices called weight but
+    for embeddings; of an embedding if there is no output layer, as it then serves for one."""
     paths = sorted(source.rglob("*.safetensors")) if source.is_dir() else [source]
     weights, embeddings, has_head = [], [], False
     for path in paths:
         for entry in _original(path).entries:
-            is_matrix = len(entry.shape) == 2 and entry.name.endswith("weight")
-            if entry.dtype != "BF16" or not is_matrix:
+            is_plain = entry.dtype == "BF16" and entry.name.endswith("weight")
+            is_array = entry.dtype == "U8" and entry.name.endswith(_PACKED_SUFFIX)
+            if len(entry.shape) != 2 or not (is_plain or is_array):
                 continue
             shape = entry.shape[0], entry.shape[1]
-            has_head |= "lm_head" in entry.name or entry.name == "output.weight"
+            has_head |= "lm_head" in entry.name or entry.name.startswith("output.weight")
             if re.search(r"embed|wte|wpe", entry.name):
                 embeddings.append(shape)
             elif shape[0] >= _MIN_ROWS and shape[1] <= MAX_WEIGHT_COLUMNS:
@@ -112,6 +115,27 @@ def _original(path: Path) -> FileHeader:
     return parse_packed_header(header, label=str(path)).original if is_packed(header) else header
 
 
+def check_gpu(name: str | None, *, dry_run: bool) -> None:
+    """Checks once what would fail for each matrix.
+
+    Args:
+        name: of a preset to predict for.
+        dry_run: whether nothing is to be measured.
+
+    Raises:
+        MissingBackendError: PyTorch or Triton is not installed.
+        OSError: there is no GPU to measure on.
+        ValueError: there is no such preset.
+    """
+    require_backend()
+    from packhorse.device.tuning import find_gpu, resolve_model
+
+    if dry_run:
+        resolve_model(name)
+    else:
+        find_gpu()
+
+
 def predict(job: TuneJob, gpu: str | None) -> list[TunedMatrix]:
     """What the model of time says.
 
@@ -120,10 +144,8 @@ def predict(job: TuneJob, gpu: str | None) -> list[TunedMatrix]:
         gpu: name of a preset; None for the GPU that is here, or an H200.
 
     Raises:
-        MissingBackendError: PyTorch or Triton is not installed.
         ValueError: there is no such preset.
     """
-    require_backend()
     from packhorse.device.tuning import predict_choices, resolve_model
 
     model = resolve_model(gpu)
@@ -140,17 +162,17 @@ def measure(job: TuneJob, folder: Path | None, *, again: bool) -> list[TunedMatr
         again: whether to measure what was measured before.
 
     Raises:
-        MissingBackendError: PyTorch or Triton is not installed.
-        OSError: no GPU is here, or the cache cannot be written.
-        MemoryError: the GPU has too little memory.
+        OSError: no GPU is here, it has too little memory, or the cache cannot be written.
     """
-    require_backend()
     from packhorse.device.autotune import identify
     from packhorse.device.tune_cache import cache_path
     from packhorse.device.tuning import find_gpu, tune_on_gpu
 
     gpu, form = find_gpu(), WEIGHT_FORMATS[job.form]
-    found = tune_on_gpu(job.n_rows, job.n_columns, form, gpu, folder=folder, again=again)
+    try:
+        found = tune_on_gpu(job.n_rows, job.n_columns, form, gpu, folder=folder, again=again)
+    except MemoryError as error:  # the host's has other remedies
+        raise OSError(f"{job.src}: {error}; end what else runs there") from error
     name = identify(gpu).device
     return [_row(job, name, str(cache_path(name, folder)), found)]
 

@@ -22,6 +22,8 @@ __all__ = [
     "check_tokens",
     "pack_if_smaller",
     "plan_if_smaller",
+    "require_speeds",
+    "resolve_fmt",
 ]
 
 MAX_RATIO = 0.9  # packed to plain bytes; above, a layer stays plain
@@ -34,6 +36,38 @@ MIN_SPEED = 0.97
 # normal distributions, which have 0.03 and 1.3 %.
 MAX_FAST_EXCEPTIONS = {"W12": 0.001, "W11": 0.015}
 _SAMPLED_ROWS = 64  # of a weight, to foresee its exceptions
+
+
+def resolve_fmt(fmt: object) -> WeightFormat | None:
+    """The format that `fmt` of `pack_model_` names; None for "auto".
+
+    Raises:
+        ValueError: it names none.
+    """
+    if fmt == "auto":
+        return None
+    if isinstance(fmt, WeightFormat):
+        return fmt
+    if not isinstance(fmt, str) or fmt not in WEIGHT_FORMATS:
+        raise ValueError(f"fmt is {fmt!r}; it must be auto, {', '.join(WEIGHT_FORMATS)}")
+    return WEIGHT_FORMATS[fmt]
+
+
+def require_speeds(device: torch.device) -> None:
+    """Checks that the speed of packed weights is known for a device, as `for_tokens` needs it.
+
+    Raises:
+        MissingBackendError: Triton is not installed.
+        ValueError: it is no GPU.
+    """
+    require_kernels()
+    from packhorse.kernels.launch import runs_on
+
+    if not runs_on(device):
+        raise ValueError(
+            f"for_tokens needs the model on a GPU, and it is on {device}: move it there first, or "
+            "leave out for_tokens"
+        )
 
 
 def check_tokens(for_tokens: int | None) -> None:
@@ -97,7 +131,7 @@ def plan_if_smaller(
 def _choose(
     weight: Tensor, form: WeightFormat | None, for_tokens: int | None
 ) -> WeightFormat | str:
-    if for_tokens is not None:
+    if for_tokens is not None and weight.numel():
         return _fastest(weight, form, for_tokens)
     if form is not None:
         return form
@@ -144,15 +178,15 @@ def _exception_share(weight: Tensor, form: WeightFormat) -> float:
 
 def _fastest(weight: Tensor, form: WeightFormat | None, n_tokens: int) -> WeightFormat | str:
     """The format in which a product is the fastest; in words, why none is fast enough."""
-    require_kernels()
+    require_speeds(weight.device)
     from packhorse.device.speed import compare_formats
 
     forms = WEIGHT_FORMATS.values() if form is None else [form]
     n_rows, n_columns = weight.shape
     for speed in compare_formats(n_rows, n_columns, n_tokens, forms, weight.device):
         if speed.times < MIN_SPEED:
-            return f"slower for {n_tokens} tokens at once: {speed}"
+            return f"slower with for_tokens={n_tokens}: {speed}"
         # Figures are for weights with the usual number of exceptions.
         if _exception_share(weight, speed.form) <= MAX_FAST_EXCEPTIONS[speed.form.name]:
             return speed.form
-    return "slower: too many exceptions"
+    return f"slower with for_tokens={n_tokens}: too many exceptions"

@@ -36,8 +36,12 @@ class PackedLinear(nn.Linear):
             bias: BF16, n_rows; shared, not copied.
 
         Raises:
+            TypeError: the weight is not packed.
             ValueError: the bias has another shape.
         """
+        if not isinstance(weight, PackedWeight):
+            what = type(weight).__name__
+            raise TypeError(f"the weight is a {what}, not packed; pack_weight packs it")
         n_rows, n_columns = weight.shape
         if bias is not None and tuple(bias.shape) != (n_rows,):
             raise ValueError(f"the bias has shape {list(bias.shape)}; it must be [{n_rows}]")

@@ -5,7 +5,7 @@ the peak is the model and one layer. Modules stay the objects that they are, wit
 their places in the model; a linear layer becomes a `PackedLinear` by its class alone.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,11 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from packhorse.device.formats import check_tokens, pack_if_smaller, plan_if_smaller
+from packhorse.device.formats import (
+    check_tokens,
+    pack_if_smaller,
+    plan_if_smaller,
+    require_speeds,
+    resolve_fmt,
+)
 from packhorse.device.linear import PackedLinear, change_class, hold_packed, hold_plain
 from packhorse.device.offload import offloaded_weight
 from packhorse.device.report import LeftWeight, PackReport, WeightReport
-from packhorse.device.weights import PackedWeight, resolve_form
+from packhorse.device.weights import PackedWeight
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WeightFormat
 
 __all__ = [
@@ -109,19 +115,27 @@ def pack_model_(
         What was packed, or would be, what was not and why; `print` shows it as a table.
 
     Raises:
+        TypeError: the model is no module, or `skip` is neither names nor a function.
         ValueError: no such format, no module has a name that is to be skipped, or `for_tokens` is
             not positive or is given for a model that is on no GPU.
         MissingBackendError: `for_tokens` is given, and Triton is not installed.
     """
-    form = None if fmt == "auto" else resolve_form(fmt)
+    form = resolve_fmt(fmt)
     check_tokens(for_tokens)
+    _require_module(model)
     choice = WeightChoice(model, skip=skip, embeddings=embeddings, lm_head=lm_head)
+    groups = _groups(model)
+    reasons = [choice.why_left(group) for group in groups]
+    if for_tokens is not None:
+        for group, reason in zip(groups, reasons, strict=True):
+            if reason is None and group.is_multiplied:
+                require_speeds(group.weight.device)
     total = sum(map(_held_nbytes, _tensors_of(model)))
+    others = _report_others(model, {id(group.weight) for group in groups})
     packed, left = [], []
-    for group in _groups(model):
+    for group, reason in zip(groups, reasons, strict=True):
         nbytes = group.weight.nbytes
         n_tokens = for_tokens if group.is_multiplied else None
-        reason = choice.why_left(group)
         if reason is not None:
             outcome: WeightReport | LeftWeight = _report_left(group.name, group.weight, reason)
         else:
@@ -132,7 +146,12 @@ def pack_model_(
             left.append(outcome)
         if progress is not None:
             progress(nbytes)
-    return PackReport(tuple(packed), tuple(left), total)
+    return PackReport(tuple(packed), (*left, *others), total)
+
+
+def _require_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is {type(model).__name__}; it must be a torch.nn.Module")
 
 
 def _pack_group(
@@ -183,15 +202,21 @@ def report_model(
         known = [noted[name] for name in group.parameter_names if name in noted]
         reason = choice.why_left(group) or (known[0] if known else otherwise)
         left.append(_report_left(group.name, weight, reason))
+    # As if none was packed.
+    total = sum(tensor.nbytes for tensor in _tensors_of(model))
+    return PackReport(tuple(packed), (*left, *_report_others(model, seen)), total)
+
+
+def _report_others(model: nn.Module, seen: Container[int]) -> list[LeftWeight]:
+    """Parameters of two dimensions or more that are not among those of some identities."""
+    left = []
     for name, parameter in model.named_parameters():
         if id(parameter) not in seen and parameter.dim() > 1:
             is_matrix = parameter.dim() == 2
             what = "not the weight of a layer" if is_matrix else f"{parameter.dim()} dimensions"
             reason = f"{what}; only matrices of layers are packed"
             left.append(_report_left(name, parameter, reason))
-    # As if none was packed.
-    total = sum(tensor.nbytes for tensor in _tensors_of(model))
-    return PackReport(tuple(packed), tuple(left), total)
+    return left
 
 
 def _report_packed(name: str, shape: torch.Size, form: WeightFormat, nbytes: int) -> WeightReport:
@@ -310,9 +335,14 @@ class WeightChoice:
 
 
 def _matcher(model: nn.Module, skip: str | Iterable[str]) -> Callable[[str, nn.Module], bool]:
-    patterns = [skip] if isinstance(skip, str) else list(skip)
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    patterns = [skip] if isinstance(skip, str) else skip
+    if not isinstance(patterns, Iterable):
+        raise TypeError(f"skip is {skip!r}; it must be names of modules, or a function")
+    patterns = list(patterns)
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"skip has {pattern!r}, which is no name of a module")
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"skip names {pattern!r}, which no module of the model is called")
 
@@ -347,8 +377,10 @@ def unpack_model_(model: nn.Module) -> None:
         model: with packed weights or without, on any device.
 
     Raises:
+        TypeError: it is no module.
         ValueError: accelerate keeps weights in host memory; nothing was unpacked then.
     """
+    _require_module(model)
     groups = [group for group in _groups(model) if isinstance(group.weight, PackedWeight)]
     for name, module in ((n, m) for group in groups for n, m in group.modules.items()):
         if offloaded_weight(module) is not None:

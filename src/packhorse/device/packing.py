@@ -64,7 +64,7 @@ def pack_weight(
         The packed weight, which unpacks to the source bit for bit.
 
     Raises:
-        TypeError: the source is not BF16.
+        TypeError: the source is neither a tensor nor a slice, is not BF16, or is packed already.
         ValueError: it is no matrix of 1 to 65536 columns, or has too many exceptions to count.
         CorruptionError, CompatibilityError: of the file.
     """
@@ -143,6 +143,11 @@ def count_exceptions(weight: Tensor, form: WeightFormat) -> int:
 
 def _check_source(source: Tensor | RowSource) -> tuple[int, int]:
     is_tensor = isinstance(source, Tensor)
+    if isinstance(source, PackedWeight):
+        raise TypeError("the weight is packed already; give its unpack() to pack it anew")
+    if not is_tensor and not hasattr(source, "get_shape"):
+        what = type(source).__name__
+        raise TypeError(f"a tensor, or a slice of a packed file, is packed; this is {what}")
     shape = list(source.shape) if is_tensor else source.get_shape()  # type: ignore[union-attr]
     dtype = source.dtype if isinstance(source, Tensor) else source.get_dtype()
     if dtype not in (torch.bfloat16, "BF16"):

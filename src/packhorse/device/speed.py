@@ -8,7 +8,6 @@ import torch
 
 from packhorse.device.autotune import describe_device, expect
 from packhorse.device.cost import GENERIC
-from packhorse.kernels.launch import runs_on
 from packhorse.layout import WeightFormat
 
 __all__ = ["Speed", "compare_formats"]
@@ -48,15 +47,7 @@ def compare_formats(
         forms: the formats.
         device: the GPU. What was measured on it counts alone, if anything was for this matrix:
             predictions are no match for it.
-
-    Raises:
-        ValueError: kernels do not run on the device.
     """
-    if not runs_on(device):
-        raise ValueError(
-            f"the speed of packed weights is known for GPUs, and this one is on {device}; move the "
-            "model to a GPU first, or leave out for_tokens"
-        )
     name = describe_device(device).name
     gpu = "a GPU that is not known" if name == GENERIC.name else f"{name}"
     found = []

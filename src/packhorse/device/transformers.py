@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from packhorse.device.formats import check_tokens, pack_if_smaller
+from packhorse.device.formats import check_tokens, pack_if_smaller, require_speeds, resolve_fmt
 from packhorse.device.model import (
     WeightChoice,
     hold_packed_weights,
@@ -27,10 +27,10 @@ from packhorse.device.model import (
 )
 from packhorse.device.packing import join_arrays
 from packhorse.device.report import PackReport
-from packhorse.device.weights import PackedWeight, resolve_form
+from packhorse.device.weights import PackedWeight
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.kernels.arrays import WeightTensors
-from packhorse.layout import WEIGHT_FORMATS, WEIGHT_VERSION
+from packhorse.layout import WEIGHT_VERSION
 
 # Where a name stands differs between releases, and none of them is typed.
 _auto: Any = import_module("transformers.quantizers.auto")
@@ -106,8 +106,7 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
             )
         if stored:
             raise ValueError(f"PackhorseConfig has no option {', '.join(map(repr, stored))}")
-        if fmt not in ("auto", *WEIGHT_FORMATS):
-            raise ValueError(f"fmt is {fmt!r}; it must be auto, {', '.join(WEIGHT_FORMATS)}")
+        resolve_fmt(fmt)
         self.fmt = fmt
         self.modules_to_not_convert = _check_names(modules_to_not_convert)
         for name, value in {"lm_head": lm_head, "embeddings": embeddings}.items():
@@ -148,13 +147,20 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
     # Before loading.
 
     def validate_environment(self, *args: Any, device_map: Any = None, **others: Any) -> None:
-        """Refuse to leave weights on the disk.
+        """Refuse what would fail when all weights are read.
 
         Raises:
-            ValueError: the device map asks for that.
+            MissingBackendError: `for_tokens` is given, and Triton is not installed.
+            ValueError: the device map leaves weights on the disk, or on the host where the speed of
+                packed weights is not known.
         """
         if isinstance(device_map, dict):
             _refuse_disk(device_map)
+        if self.quantization_config.for_tokens is None or self.pre_quantized:
+            return
+        homes = device_map.values() if isinstance(device_map, dict) else [device_map]
+        if any(home is None or str(home) == "cpu" for home in homes):
+            _require_gpu()
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype itself.
@@ -198,21 +204,20 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
         return _Pack(self)
 
     def get_weight_conversions(self) -> list[Any]:
-        """Joins the arrays of packed weights."""
-        if not self.pre_quantized:
-            return []
+        """Joins the arrays of packed weights. A checkpoint whose config.json knows of none gets
+        this, too: else transformers would start layers with random numbers in their place."""
         names = [f"weight.{field}" for field in WeightTensors._fields]
         return [_loading.WeightConverter(names, "weight", operations=[_Join(self)])]
 
     def pack(self, model: nn.Module, name: str, plain: Tensor) -> Tensor:
         """A weight that comes from a checkpoint, packed if that is wanted and saves memory."""
-        if name not in self._wanted or plain.dtype != torch.bfloat16:
+        if name not in self._wanted or plain.dtype != torch.bfloat16 or self._failure:
             return plain
         try:
             _require_shape(model.get_parameter(name), name, plain.shape)
             config = self.quantization_config
             for_tokens = config.for_tokens if self._wanted[name] else None
-            packed = pack_if_smaller(plain, _form_of(config), for_tokens)
+            packed = pack_if_smaller(plain, resolve_fmt(config.fmt), for_tokens)
         except Exception as error:
             self.note_failure(error)
             return plain
@@ -225,6 +230,11 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
         """A packed weight from arrays of a checkpoint, checked."""
         expected = model.get_parameter(name)
         try:
+            if not self.pre_quantized:  # transformers takes the arrays for plain numbers
+                raise CompatibilityError(
+                    f"{name}: is packed in this folder, and its config.json does not say so: add "
+                    f'"quantization_config": {{"quant_method": "{METHOD}"}} there'
+                )
             _require_shape(expected, name, expected.shape)
             return Parameter(_join(name, arrays, expected.shape), requires_grad=False)
         except Exception as error:
@@ -276,8 +286,14 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
 
-def _form_of(config: PackhorseConfig) -> Any:
-    return None if config.fmt == "auto" else resolve_form(config.fmt)
+def _require_gpu() -> None:
+    try:
+        require_speeds(torch.device("cpu"))
+    except ValueError as error:
+        raise ValueError(
+            'for_tokens needs the model on a GPU: pass device_map="cuda" to from_pretrained, or '
+            "leave out for_tokens"
+        ) from error
 
 
 def _refuse_disk(device_map: Mapping[str, Any]) -> None:

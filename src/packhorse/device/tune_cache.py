@@ -164,8 +164,8 @@ def load_cache(path: Path, identity: Identity) -> Entries:
         return {}
     except (CorruptionError, CompatibilityError, OSError) as error:
         warnings.warn(
-            f"{path}: measured choices are not used: {error}; products are divided by the model "
-            "of time instead. Run `packhorse tune` to measure again",
+            f"{path}: measured choices are not used: {error}; kernels are chosen by predictions "
+            "instead. Run `packhorse tune` to measure again",
             RuntimeWarning,
             stacklevel=2,
         )

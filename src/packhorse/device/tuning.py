@@ -6,6 +6,8 @@ exceptions, of trained ones; nothing else about weights makes a difference to ti
 
 from collections.abc import Callable, Iterable
 from os import PathLike
+from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 
@@ -14,7 +16,14 @@ from packhorse.device.autotune import Search, describe_device, forget_choices, i
 from packhorse.device.cost import PRESETS, DeviceModel, predict_plain
 from packhorse.device.strategy import BUCKETS, Strategy
 from packhorse.device.timing import ProductTimer
-from packhorse.device.tune_cache import Key, Measured, cache_path, load_cache, update_cache
+from packhorse.device.tune_cache import (
+    CACHE_VARIABLE,
+    Key,
+    Measured,
+    cache_path,
+    load_cache,
+    update_cache,
+)
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.matmul import MatmulConfig
 from packhorse.layout import WeightFormat
@@ -138,6 +147,20 @@ def order_in(before: dict[int, Measured]) -> MatmulConfig | None:
 _FUSED = Strategy.FUSED
 
 
+def _require_folder(folder: Path) -> None:
+    """Fails before minutes are spent on what could not be kept."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = (error.strerror or "the system refused").lower()
+        raise OSError(
+            f"{folder}: what is measured cannot be kept here: {reason}; name another folder with "
+            f"--cache, or in the variable {CACHE_VARIABLE}"
+        ) from error
+
+
 def tune_on_gpu(
     n_rows: int,
     n_columns: int,
@@ -173,13 +196,15 @@ def tune_on_gpu(
     missing = [n for n in buckets if n not in before]
     if not missing:
         return before
+    identity = identify(device)
+    path = cache_path(identity.device, folder)
+    _require_folder(path.parent)
     found = measure_choices(
         n_rows, n_columns, form, device, buckets=missing, order=order_in(before), search=search
     )
     both = before | found
     if found:
-        identity = identify(device)
-        update_cache(cache_path(identity.device, folder), identity, {key: both})
+        update_cache(path, identity, {key: both})
         forget_choices()
     return both
 

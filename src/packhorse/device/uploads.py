@@ -273,7 +273,8 @@ class _Launcher:
             bad = np.repeat(np.arange(len(sizes)), sizes)[found != 0]
             for i in dict.fromkeys(bad.tolist()):
                 _let_the_host_say(self._statuses[i][0])
-                self._left.add(self._statuses[i][0].index)
+                # It finds nothing wrong: then its tensor is the one to take.
+                self._left.add(self._statuses[i][0].owner)
         return {
             i: units.view(TORCH_DTYPES[self._frames[i].dtype]).reshape(self._frames[i].shape)
             for i, units in self._units.items()

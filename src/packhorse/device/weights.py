@@ -52,7 +52,7 @@ def resolve_form(form: WeightFormat | str) -> WeightFormat:
     """
     if isinstance(form, WeightFormat):
         return form
-    if form not in WEIGHT_FORMATS:
+    if not isinstance(form, str) or form not in WEIGHT_FORMATS:
         raise ValueError(f"the format is {form!r}; it must be one of {', '.join(WEIGHT_FORMATS)}")
     return WEIGHT_FORMATS[form]
 
@@ -524,8 +524,9 @@ def _run_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _refuse_view(func: Any) -> NoReturn:
     raise NotImplementedError(
         f"{func} would be a view of a packed weight, which has no plain memory to look at; take "
-        "weight.unpack() for the plain matrix, or weight.gather_rows(rows). In parallel, give "
-        "DistributedDataParallel init_sync=False, and fully_shard packed weights as ignored_params"
+        "weight.unpack() for the plain matrix, weight.gather_rows(rows) for rows, or F.linear(x, "
+        "weight) in place of x @ weight.T. In parallel, give DistributedDataParallel "
+        "init_sync=False, and fully_shard packed weights as ignored_params"
     )
 
 

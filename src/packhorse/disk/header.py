@@ -45,12 +45,15 @@ _SAVE_ORDER = (
     *("I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64"),
 )
 
+_JSON = "JSON, perhaps a config or an index: give the folder that it is in"
 # What people pass by mistake, by its first bytes, and what helps.
 _KNOWN_STARTS = (
     (b"version https://git-lfs", "a Git LFS pointer, not the model: fetch it with `git lfs pull`"),
     (b"PK\x03\x04", "a zip archive, perhaps a PyTorch checkpoint: convert that to safetensors"),
     (b"\x80", "perhaps a Python pickle: convert that to safetensors"),
     (b"GGUF", "a GGUF file: only safetensors can be packed"),
+    (b'{"', _JSON),
+    (b"{\n", _JSON),
 )
 
 
