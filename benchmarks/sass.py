@@ -15,11 +15,10 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"  # an interpreted kernel has no instructions
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -34,6 +33,7 @@ ARCHITECTURES = (90, 80)
 SHARED_NBYTES = {90: 227 << 10, 80: 163 << 10}  # of a program, by NVIDIA's tables
 WARP = 32
 TENSOR_OPS = ("HMMA", "HGMMA")
+SPILL_OPS = ("LDL", "STL")
 # What runs on the pipe of integers and logic, at half the rate of the others.
 INTEGER_OPS = {
     *("LOP3", "SHF", "PRMT", "IADD3", "ISETP", "SEL", "LEA", "VIADD", "IMNMX", "VIMNMX", "IABS"),
@@ -47,6 +47,7 @@ POINTERS = {
     "starts_ptr": "*i32",
     "exceptions_ptr": "*i32",
     "x_ptr": "*bf16",
+    "arranged_ptr": "*bf16",
     "bias_ptr": "*bf16",
     "y_ptr": "*bf16",
     "out_ptr": "*bf16",
@@ -66,7 +67,10 @@ class Count:
         integer: those of the integer pipe.
         tensor: instructions of the tensor cores in the loop.
         spills: accesses to local memory in the whole kernel.
+        loop_spills: those in the loop.
         shared_nbytes: shared memory of a program.
+        unfused: whether the machine code is the same where products and sums may not be fused; None
+            if that was not asked.
         top: the most frequent instructions of the loop.
     """
 
@@ -76,8 +80,10 @@ class Count:
     integer: float
     tensor: int
     spills: int
+    loop_spills: int
     shared_nbytes: int
     top: dict[str, int]
+    unfused: bool | None = None
 
 
 def compile_kernel(
@@ -86,6 +92,8 @@ def compile_kernel(
     architecture: int,
     n_warps: int,
     n_stages: int,
+    *,
+    fuse: bool = True,
 ) -> "triton.compiler.CompiledKernel":
     """For pointers and sizes that are multiples of 16, as launches have them."""
     names = kernel.arg_names
@@ -97,7 +105,7 @@ def compile_kernel(
         if name not in constants and name not in loose
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": n_warps, "num_stages": n_stages}
+    options = {"num_warps": n_warps, "num_stages": n_stages, "enable_fp_fusion": fuse}
     return triton.compile(source, target=GPUTarget("cuda", architecture, WARP), options=options)
 
 
@@ -142,7 +150,8 @@ def count(name: str, compiled: object, architecture: int, n_weights: int, n_warp
         tally.total() * threads / n_weights,
         sum(tally[op] for op in INTEGER_OPS) * threads / n_weights,
         n_tensor(tally),
-        sum(op in ("LDL", "STL") for op in operations),
+        sum(op in SPILL_OPS for op in operations),
+        sum(tally[op] for op in SPILL_OPS),
         compiled.metadata.shared,
         dict(tally.most_common(8)),
     )
@@ -158,6 +167,7 @@ def count_matmul(
         "BLOCK_TOKENS": config.block_tokens,
         "BLOCK_STEPS": config.block_steps,
         "PARTS": config.n_warps,
+        "TILES": config.n_tiles,
         "SPLITS": config.n_splits if even else 2,
         "EVEN": even,
         "HAS_BIAS": not even,
@@ -167,7 +177,8 @@ def count_matmul(
     compiled = compile_kernel(
         multiply_weights_kernel, constants, architecture, config.n_warps, config.n_stages
     )
-    n_weights = config.block_rows * config.block_steps * config.n_warps * form.n_slices
+    n_rows = config.n_tiles * config.block_rows
+    n_weights = n_rows * config.block_steps * config.n_warps * form.n_slices
     name = f"{form.name} N={config.block_tokens}" + ("" if even else " odd columns")
     return count(name, compiled, architecture, n_weights, config.n_warps)
 
@@ -201,8 +212,16 @@ def count_decode(form: WeightFormat, architecture: int) -> Count:
         "ASSEMBLY": True,
         "UPCAST": False,
     }
-    compiled = compile_kernel(decode_weights_kernel, constants, architecture, 4, 3)
-    return count(f"{form.name} decode", compiled, architecture, 4 * 512 * form.n_slices, 4)
+    fused, unfused = (
+        compile_kernel(decode_weights_kernel, constants, architecture, 4, 3, fuse=fuse)
+        for fuse in (True, False)
+    )
+    found = count(f"{form.name} decode", fused, architecture, 4 * 512 * form.n_slices, 4)
+    return replace(found, unfused=_is_same(fused, unfused))
+
+
+def _is_same(first: object, second: object) -> bool:
+    return disassemble(first.asm["cubin"]) == disassemble(second.asm["cubin"])
 
 
 def counts(*, brief: bool) -> Iterator[Count]:

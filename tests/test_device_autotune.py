@@ -86,7 +86,9 @@ def test_a_slice_of_a_gpu_has_its_share() -> None:
 def test_a_plain_product_takes_as_long_as_its_bytes_or_its_operations() -> None:
     few, many = (predict_plain(28672, 4096, n, H200) for n in (1, 8192))
     assert few == pytest.approx(28672 * 4096 * 2 / H200.bandwidth, rel=0.1)
-    assert many == pytest.approx(2 * 28672 * 4096 * 8192 / H200.bf16_rate, rel=0.01)
+    assert many == pytest.approx(2 * 28672 * 4096 * 8192 / H200.bf16_rate, rel=0.05)
+    # Its tiles read tokens from L2 again, too, and the last wave is not full.
+    assert predict_plain(28672, 4096, 256, H200) > 2 * 28672 * 4096 * 256 / H200.bf16_rate * 1.1
 
 
 @FORMATS
@@ -147,7 +149,7 @@ def test_no_neighbour_of_what_is_found_is_faster() -> None:
     measure, taken = synthetic(7), {}
     search = Search(on_measured=lambda choice, n, t: taken.__setitem__((choice, n), t))
     found = tune(4096, 4096, W12, H200, measure, buckets=[128], search=search)[128]
-    assert search.n_measured == len(taken) > 10
+    assert search.n_measured == len(taken) > 6
     assert found.seconds == min(t for (_, n), t in taken.items() if n == 128)
 
 
@@ -241,6 +243,11 @@ def test_what_is_too_large_for_a_gpu_is_decoded_first(monkeypatch: pytest.Monkey
     monkeypatch.setattr(autotune, "multiply_weights", refuse)
     with pytest.warns(RuntimeWarning, match="packhorse tune"):
         assert torch.equal(autotune.multiply(x, weights, W12, 256), decoded)
+    monkeypatch.setattr(autotune, "multiply_weights", None)  # not tried again, and not told
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(autotune.multiply(x, weights, W12, 256), decoded)
+    monkeypatch.setattr(autotune, "multiply_weights", refuse)
     timer = WallTimer(weights, W12, 256, chain_nbytes=1)
     assert timer(Choice(Strategy.FUSED), 2) == math.inf
 

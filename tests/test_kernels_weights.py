@@ -12,9 +12,10 @@ import triton
 from numpy.typing import NDArray
 from weight_samples import MATRICES, model_rows
 
+from packhorse.kernels import matmul_many
 from packhorse.kernels import weights as weights_module
 from packhorse.kernels.arrays import WeightTensors
-from packhorse.kernels.launch import MIN_SHARED_NBYTES
+from packhorse.kernels.launch import MIN_SHARED_NBYTES, choose_dialect
 from packhorse.kernels.matmul import (
     MatmulConfig,
     default_config,
@@ -137,6 +138,7 @@ def test_products_of_a_thousand_rows() -> None:
         MatmulConfig(16, 8, 64, 2, 1, 2),
         MatmulConfig(64, 16, 32, 1, 1, 2),
         MatmulConfig(32, 32, 16, 8, 2, 5),
+        MatmulConfig(16, 16, 32, 2, 2, 2, 3),
     ],
     ids=str,
 )
@@ -159,6 +161,19 @@ def test_products_of_many_tokens(n_rows: int, n_columns: int, n_splits: int) -> 
         x = tokens(n_tokens, n_columns)
         y = multiply_many(x, pack(elements, W12), n_columns, bias=bias, config=config)
         check_sums(y, elements, x, bias)
+
+
+@pytest.mark.parametrize("n_columns", [333, 1024])
+def test_many_tokens_on_gpus_that_are_not_hopper(
+    n_columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are in another order there."""
+    dialect = choose_dialect(torch.device(DEVICE))._replace(hopper=False)
+    monkeypatch.setattr(matmul_many, "choose_dialect", lambda _: dialect)
+    elements, x = model_rows(63, n_columns), tokens(20, n_columns)
+    config = ManyConfig(64, 32, 32, 4, 1, 2)
+    y = multiply_many(x, pack(elements, W12), n_columns, config=config)
+    check_sums(y, elements, x)
 
 
 def test_many_tokens_meet_exceptions_of_every_kind_but_the_infinite() -> None:
@@ -222,6 +237,7 @@ def test_sums_do_not_depend_on_the_block_of_rows(form: WeightFormat) -> None:
     elements = np.tile(elements, (8, 1))
     weights, x = pack(elements, form), tokens(3, elements.shape[1])
     divisions = [MatmulConfig(rows, 8, 32, 4, 2, 2) for rows in (16, 32, 128)]
+    divisions.append(MatmulConfig(16, 8, 32, 4, 2, 2, 3))
     products = [
         bits(multiply_weights(x, weights, form, elements.shape[1], config=division))
         for division in divisions

@@ -102,10 +102,11 @@ _ORDER_FIELDS: dict[str, tuple[int, ...]] = {
 _FREE_FIELDS: dict[str, tuple[int, ...]] = {
     "block_rows": (16, 32, 64, 128),
     "n_stages": (2, 3, 4, 5),
+    "n_tiles": (1, 2, 3, 4),
 }
 _MANY_FIELDS: dict[str, tuple[int, ...]] = {
     "block_rows": (64, 128, 256),
-    "block_tokens": (32, 64, 128, 256),
+    "block_tokens": (16, 32, 64, 128),
     "block_steps": (32, 64),
     "n_warps": (4, 8),
     "n_splits": (1, 2, 4, 8),
@@ -218,8 +219,9 @@ class _Tuner:
             shares = [t / u if u < math.inf else t for t, u in zip(times, unit, strict=True)]
             return float(sum(map(mul, shares, _ORDER_TOKENS.values())))
 
-        for hopeless in (_HOPELESS, math.inf):
-            best, total = _descend(start, fields, partial(cost, hopeless=hopeless))
+        least_config = _least(MatmulConfig, fields)
+        for first, hopeless in ((start, _HOPELESS), (start, math.inf), (least_config, math.inf)):
+            best, total = _descend(first, fields, partial(cost, hopeless=hopeless))
             if total < math.inf:
                 return best
         return None
@@ -248,9 +250,12 @@ class _Tuner:
         start, least = self._expect(kind, fields, (n_tokens,))
         if start is None:
             return None
-        for limit in (_HOPELESS * least[0], math.inf):  # what the model favours may not run
+        # What the model favours may not run, nor what differs from it in one field.
+        hopeless = _HOPELESS * least[0]
+        attempts = (start, hopeless), (start, math.inf), (_least(kind, fields), math.inf)
+        for first, limit in attempts:
             seconds_of = partial(self._seconds, n_tokens=n_tokens, limit=limit)
-            best, seconds = _descend(start, fields, seconds_of)
+            best, seconds = _descend(first, fields, seconds_of)
             if seconds < math.inf:
                 return Measured(_fused(best), seconds)
         return None
@@ -319,6 +324,11 @@ def _grid(kind: type[_AnyConfig], fields: Mapping[str, Sequence[int]]) -> Iterat
         yield kind(**dict(zip(fields, values, strict=True)))
 
 
+def _least(kind: type[_AnyConfig], fields: Mapping[str, Sequence[int]]) -> _AnyConfig:
+    """The division that takes the least memory."""
+    return kind(**{name: min(values) for name, values in fields.items()})
+
+
 def _descend(
     start: _AnyConfig,
     fields: Mapping[str, Sequence[int]],
@@ -363,6 +373,7 @@ _EXPECTED: dict[tuple[int, int, int, str, str, int | None], tuple[Measured, bool
 _ENTRIES: dict[str, Entries] = {}  # of each GPU by its name; read once
 _FOLDERS: list[str | os.PathLike[str] | None] = [None]
 _LOCK = Lock()
+_TOO_LARGE: set[tuple[Choice, str, torch.device]] = set()  # what did not fit, for which format
 
 
 def expect(
@@ -438,6 +449,7 @@ def forget_choices() -> None:
     with _LOCK:
         _ENTRIES.clear()
     _EXPECTED.clear()
+    _TOO_LARGE.clear()
 
 
 def identify(device: torch.device) -> Identity:
@@ -476,34 +488,27 @@ def multiply(
     bias: torch.Tensor | None = None,
     choice: Choice | None = None,
 ) -> torch.Tensor:
-    """y = x W^T + bias by a choice; if the GPU is too small for that, a warning, and by decoding.
+    """A product by a choice; if the GPU is too small for that, a warning once, and by decoding.
+
+    Takes, gives and raises what `packhorse.kernels.matmul.multiply_weights` does, but for:
 
     Args:
-        x: BF16, n_tokens x n_columns.
-        weights: checked arrays of `n_rows` rows.
-        form: their format.
-        n_columns: columns of the matrix.
-        bias: BF16, n_rows.
         choice: what to run; None for what `choose` says.
-
-    Returns:
-        BF16, n_tokens x n_rows.
-
-    Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
     """
     if choice is None:
         choice = choose(len(weights.first_exponents), n_columns, len(x), form, x.device)
-    try:
-        return run_choice(choice, x, weights, form, n_columns, bias=bias)
-    except OutOfResources as error:
-        warnings.warn(
-            f"{choice} does not fit on this GPU ({error}): weights are decoded first instead, "
-            "which is slower. Run `packhorse tune` to find what fits",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    failed = choice, form.name, x.device
+    if not _TOO_LARGE or failed not in _TOO_LARGE:
+        try:
+            return run_choice(choice, x, weights, form, n_columns, bias=bias)
+        except OutOfResources as error:
+            _TOO_LARGE.add(failed)
+            warnings.warn(
+                f"{choice} does not fit on this GPU ({error}): weights are decoded first instead, "
+                "which is slower. Run `packhorse tune` to find what fits",
+                RuntimeWarning,
+                stacklevel=2,
+            )
     return run_choice(Choice(Strategy.DECODE), x, weights, form, n_columns, bias=bias)
 
 
@@ -520,8 +525,8 @@ def run_choice(
 
     Args:
         choice: what to run.
-        x: as `multiply` takes them, and so the others.
-        weights: arrays.
+        x: BF16, n_tokens x n_columns.
+        weights: checked arrays of `n_rows` rows.
         form: their format.
         n_columns: columns of the matrix.
         bias: BF16, n_rows.
@@ -530,7 +535,8 @@ def run_choice(
         BF16, n_tokens x n_rows.
 
     Raises:
-        TypeError, ValueError: as `multiply`.
+        TypeError: a tensor has another dtype.
+        ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
         OutOfResources: of Triton, if a program is too large for the GPU.
     """
     if choice.strategy is Strategy.DECODE:

@@ -7,12 +7,15 @@ called "assumed" have none but arithmetic, and await measurements.
 
 The time of a fused product is a launch, the start and end of its programs, and the longest of what
 goes on at once: reading weights from device memory, moving weights and tokens from L2 to the
-multiprocessors, issuing instructions, multiplying. Fetching the tokens of exceptions comes on top.
+multiprocessors, issuing instructions, multiplying. Fetching the tokens of exceptions comes on top,
+and arranging the tokens for the kernel of many. A plain product is seen in the same way: as the
+best division of a kernel that decodes nothing.
 """
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import product
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from packhorse.device.counts import INSTRUCTIONS, MANY_INSTRUCTIONS
 from packhorse.layout import WeightFormat
@@ -49,9 +52,18 @@ _BF16_NBYTES = 2
 # Of the rate at which cuBLAS multiplies: mma.sync reaches 63 % of what Hopper's own instructions
 # do (Luo et al., "Dissecting the NVIDIA Hopper architecture", 2024); on Ampere it is all there is.
 _HOPPER_MMA_SHARE = 0.63
-# Hopper's own instruction with a weight from registers, in a loop that Triton does not overlap;
-# assumed.
-_WGMMA_SHARE = 0.6
+# Hopper's own instruction with a weight from registers. The loop decodes the next elements while it
+# is under way; where four warps have more than 64 rows, Triton 3.6 waits for each at once (both are
+# seen in the machine code). Assumed; FlashAttention-3 reaches 0.86 of its best without warps that
+# do nothing but fetch (Shah et al., 2024, ablation).
+_WGMMA_SHARE = 0.85
+_WAITING_SHARE = 0.6
+_MIN_WGMMA_TOKENS = 32  # with fewer it takes as long; assumed
+_PORT_NBYTES = 64  # from L2 to a multiprocessor, a cycle; assumed of all
+_PLAIN_ROWS = (64, 128, 256)  # of cuBLAS's tiles, and their tokens
+_PLAIN_TOKENS = (16, 32, 64, 128, 256)
+_PLAIN_SPLITS = (1, 2, 4, 8)
+_CLUSTER = 2  # tiles of cuBLAS that read tokens together, on Hopper; assumed
 _REGISTERS = 65536  # of a multiprocessor
 _MAX_REGISTERS = 255  # of a thread
 _OTHER_REGISTERS = 80  # of a thread of these kernels, beside its sums, within a third
@@ -149,16 +161,20 @@ class _Division:
     """What the model needs to know of a config of either kernel.
 
     Attributes:
+        rows: rows of a program.
+        tokens: its tokens, and at least as many as it takes as long for.
         turn: columns of a slice that a program takes at once.
         accumulators: registers of a thread for sums.
-        reorder_nbytes: shared memory beside that of tiles on their way.
+        token_tiles: of a turn's tokens in shared memory.
         per_weight: instructions for each weight; None if they were not counted.
         mma_share: of the tensor cores' rate.
     """
 
+    rows: int
+    tokens: int
     turn: int
     accumulators: int
-    reorder_nbytes: int
+    token_tiles: int
     per_weight: float | None
     mma_share: float
 
@@ -167,13 +183,20 @@ def _divide(config: "Config", form: WeightFormat, device: DeviceModel) -> _Divis
     rows, tokens, steps = config.block_rows, config.block_tokens, config.block_steps
     is_hopper = device.capability // 10 == 9
     mma_share = _HOPPER_MMA_SHARE if device.capability >= 90 else 1.0
+    fetched = max(config.n_stages - 1, 1)
     if is_many(config):
         per_weight = MANY_INSTRUCTIONS.get((rows, tokens, steps, config.n_warps))
         registers = rows * tokens // (_WARP * config.n_warps)
-        share = _WGMMA_SHARE if is_hopper else mma_share
-        return _Division(steps, registers, _BF16_NBYTES * steps * tokens, per_weight, share)
-    per_weight = INSTRUCTIONS.get((form.name, rows, tokens, steps))
-    return _Division(steps * config.n_warps, rows * tokens // _WARP, 0, per_weight, mma_share)
+        if is_hopper:
+            share = _WGMMA_SHARE if rows <= 16 * config.n_warps else _WAITING_SHARE
+            work = max(tokens, _MIN_WGMMA_TOKENS)
+            return _Division(rows, work, steps, registers, fetched + 1, per_weight, share)
+        return _Division(rows, tokens, steps, registers, fetched + 2, per_weight, mma_share)
+    n_tiles = cast("MatmulConfig", config).n_tiles
+    per_weight = INSTRUCTIONS.get((form.name, rows, tokens, steps, n_tiles))
+    rows *= n_tiles
+    turn, registers = steps * config.n_warps, rows * tokens // _WARP
+    return _Division(rows, tokens, turn, registers, fetched, per_weight, mma_share)
 
 
 def is_many(config: "Config") -> bool:
@@ -185,10 +208,9 @@ def shared_nbytes(config: "Config", form: WeightFormat, device: DeviceModel) -> 
     """Shared memory of a program, which holds the tiles on their way; as compiled kernels have
     it."""
     division = _divide(config, form, device)
-    weights = config.block_rows * form.n_slices * form.bits // 8
-    tokens = _BF16_NBYTES * form.n_slices * config.block_tokens
-    tiles = max(config.n_stages - 1, 1) * division.turn * (weights + tokens)
-    return tiles + division.reorder_nbytes
+    weights = division.rows * form.n_slices * form.bits // 8 * max(config.n_stages - 1, 1)
+    tokens = _BF16_NBYTES * form.n_slices * config.block_tokens * division.token_tiles
+    return division.turn * (weights + tokens)
 
 
 def resident_programs(config: "Config", form: WeightFormat, device: DeviceModel) -> int:
@@ -224,35 +246,48 @@ def predict_fused(
     resident = resident_programs(config, form, device)
     if division.per_weight is None or resident == 0:
         return math.inf
-    row_blocks = _ceil(n_rows, config.block_rows)
+    row_blocks = _ceil(n_rows, division.rows)
     token_blocks = _ceil(n_tokens, config.block_tokens)
     programs = row_blocks * token_blocks * config.n_splits
-    # The busiest multiprocessor sets the pace of all that is not shared by all.
-    balance = programs / (device.n_processors * _ceil(programs, device.n_processors))
     n_turns = _ceil(_ceil(form.n_steps(n_columns), division.turn), config.n_splits)
     columns = n_turns * config.n_splits * division.turn * form.n_slices
-    weights = row_blocks * config.block_rows * columns * token_blocks
+    weights = row_blocks * division.rows * columns * token_blocks
     nbytes = packed_nbytes(n_rows, n_columns, form)
     tokens_nbytes = n_tokens * n_columns * _BF16_NBYTES
-    tile_nbytes = config.block_rows * division.turn * form.n_slices * form.bits // 8
+    tile_nbytes = division.rows * division.turn * form.n_slices * form.bits // 8
     at_once = min(programs, resident * device.n_processors)
     in_flight = at_once * tile_nbytes * max(config.n_stages - 1, 1)
+    balance = _balance(programs, device)
     lanes = device.n_processors * _ISSUE_LANES * device.clock * _ISSUE_SHARE
     pace = max(
         (nbytes + tokens_nbytes) / _bandwidth(in_flight, device),
-        (nbytes * token_blocks + tokens_nbytes * row_blocks) / (device.l2_bandwidth * balance),
+        _from_l2(nbytes * token_blocks + tokens_nbytes * row_blocks, balance, device),
         weights * division.per_weight / (lanes * balance),
-        2 * weights * config.block_tokens / (device.bf16_rate * division.mma_share * balance),
+        2 * weights * division.tokens / (device.bf16_rate * division.mma_share * balance),
     )
+    if is_many(config):
+        extra = 2 * tokens_nbytes / device.l2_bandwidth + device.launch
+    else:
+        extra = _exceptions(n_rows, n_columns, n_tokens, form, device)
     waves = _ceil(programs, resident * device.n_processors)
-    exceptions = 0.0 if is_many(config) else _exceptions(n_rows, n_columns, n_tokens, form, device)
     return (
         pace
-        + exceptions
+        + extra
         + 2 * waves * device.latency
         + _splits(n_rows, n_tokens, config.n_splits, device)
         + device.launch
     )
+
+
+def _balance(programs: int, device: DeviceModel) -> float:
+    """The busiest multiprocessor sets the pace of what each does for itself."""
+    return programs / (device.n_processors * _ceil(programs, device.n_processors))
+
+
+def _from_l2(nbytes: float, balance: float, device: DeviceModel) -> float:
+    """Seconds by the bandwidth of L2, which all share, and by that of the busiest port."""
+    ports = device.n_processors * _PORT_NBYTES * device.clock
+    return nbytes / min(device.l2_bandwidth, ports * balance)
 
 
 def _bandwidth(in_flight: float, device: DeviceModel) -> float:
@@ -282,11 +317,38 @@ def predict_decoding(n_rows: int, n_columns: int, form: WeightFormat, device: De
 
 
 def predict_plain(n_rows: int, n_columns: int, n_tokens: int, device: DeviceModel) -> float:
-    """Seconds of a product with a BF16 weight."""
+    """Seconds of a product with a BF16 weight, by the best of cuBLAS's tiles.
+
+    With splits that cost what they move, and no launch; with all the bytes in flight that the
+    memory can use.
+    """
     elements = n_rows * n_columns + n_tokens * (n_rows + n_columns)
     memory = elements * _BF16_NBYTES / device.bandwidth
-    tensor = 2 * n_rows * n_columns * n_tokens / device.bf16_rate
-    return max(memory, tensor) + 2 * device.latency + device.launch
+    ways = (
+        _tiled(n_rows, n_columns, n_tokens, division, device)
+        for division in product(_PLAIN_ROWS, _PLAIN_TOKENS, _PLAIN_SPLITS)
+    )
+    return max(memory, min(ways)) + 2 * device.latency + device.launch
+
+
+def _tiled(
+    n_rows: int,
+    n_columns: int,
+    n_tokens: int,
+    division: tuple[int, int, int],
+    device: DeviceModel,
+) -> float:
+    """Seconds of a plain product by tiles of some rows and tokens and by splits, but for memory."""
+    rows, tokens, n_splits = division
+    row_blocks, token_blocks = _ceil(n_rows, rows), _ceil(n_tokens, tokens)
+    balance = _balance(row_blocks * token_blocks * n_splits, device)
+    readers = row_blocks / (_CLUSTER if device.capability // 10 == 9 else 1)
+    elements = n_columns * (n_rows * token_blocks + n_tokens * readers)
+    work = 2 * row_blocks * rows * token_blocks * tokens * n_columns
+    partial = 0.0 if n_splits == 1 else 8 * n_splits * n_tokens * n_rows / device.l2_bandwidth
+    return partial + max(
+        _from_l2(elements * _BF16_NBYTES, balance, device), work / (device.bf16_rate * balance)
+    )
 
 
 def predict_decode(

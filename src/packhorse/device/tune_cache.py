@@ -60,6 +60,7 @@ CONFIG_VALUES: dict[type, dict[str, tuple[int, ...]]] = {
         "n_warps": (1, 2, 4, 8),
         "n_splits": (1, 2, 4, 8, 16, 32, 64),
         "n_stages": (1, 2, 3, 4, 5, 6, 7, 8),
+        "n_tiles": (1, 2, 3, 4),
     },
     ManyConfig: {
         "block_rows": (64, 128, 256),

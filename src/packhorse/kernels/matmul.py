@@ -1,11 +1,13 @@
 """Products of a few tokens with a packed weight, which is decoded in registers on its way to the
 tensor cores (docs/format.md, section 12): y = x W^T + bias.
 
-A program owns a block of rows of the weight and a block of tokens. Its warps share the columns out
-among themselves, in turns of `block_steps`, each with accumulators of its own (a product of three
-dimensions, the first of which is the warp): so that even a small matrix keeps all multiprocessors
-busy, and so that no decoded element ever leaves its thread. Where there are still too few
-programs, `n_splits` of them share a block, and a second kernel adds what they found.
+A program owns a block of tokens and some tiles of rows of the weight, between which the tokens stay
+where they are: to fetch them again for every few rows would take longer than the weight does. Its
+warps share the columns out among themselves, in turns of `block_steps`, each with accumulators of
+its own (a product of three dimensions, the first of which is the warp): so that even a small matrix
+keeps all multiprocessors busy, and so that no decoded element ever leaves its thread. Where there
+are still too few programs, `n_splits` of them share a block, and a second kernel adds what they
+found.
 
 Sums are in FP32, in an order that depends on `block_steps`, `n_warps` and `n_splits` and on nothing
 else: with the same three, a token's result is the same in a batch of any size.
@@ -68,12 +70,14 @@ class MatmulConfig:
     """How a product is divided.
 
     Attributes:
-        block_rows: rows of the weight for a program; a power of two, at least 16.
+        block_rows: rows of a tile of the weight; a power of two, at least 16.
         block_tokens: tokens for a program: 8, 16 or 32.
         block_steps: columns of a slice that a warp takes at once; a power of two, at least 16.
         n_warps: warps of a program: 1, 2, 4 or 8.
         n_splits: programs that share a block of rows.
         n_stages: how many turns ahead the weights are fetched, and one.
+        n_tiles: tiles of rows for a program, which it works on one after the other in each turn,
+            with the same tokens.
     """
 
     block_rows: int = 32
@@ -82,6 +86,7 @@ class MatmulConfig:
     n_warps: int = 4
     n_splits: int = 1
     n_stages: int = 4
+    n_tiles: int = 1
 
 
 @triton.jit
@@ -151,6 +156,38 @@ def _add_exceptions(
     return total
 
 
+@triton.jit
+def _rows_of(first_row, n_rows, BLOCK_ROWS: tl.constexpr):
+    """Those of a tile. Rows beyond the last are computed like the last one, and not stored."""
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    return tl.minimum(rows, n_rows - 1).to(tl.int64)[None, :, None]
+
+
+@triton.jit
+def _load_bits(high, n_steps, mask, other, BITS: tl.constexpr):
+    """The high bits of a turn: of W11 the signs, and the others of even and of odd slices."""
+    bits = tl.load(high, mask=mask, other=other)
+    if BITS == 12:
+        return bits, bits, bits
+    else:
+        even = tl.load(high + n_steps, mask=mask, other=other)
+        return bits, even, tl.load(high + 2 * n_steps, mask=mask, other=other)
+
+
+@triton.jit
+def _none():
+    """A tuple of tiles, to be added to."""
+    return ()
+
+
+@triton.jit
+def _advance(pointers, step: tl.constexpr, TILES: tl.constexpr):
+    moved = _none()
+    for tile in tl.static_range(TILES):
+        moved += (pointers[tile] + step,)
+    return moved
+
+
 # One machine code for a batch of one, of 16 and of any other size.
 @triton.jit(do_not_specialize=["n_tokens"])
 def multiply_weights_kernel(
@@ -172,6 +209,7 @@ def multiply_weights_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_STEPS: tl.constexpr,
     PARTS: tl.constexpr,
+    TILES: tl.constexpr,
     SPLITS: tl.constexpr,
     EVEN: tl.constexpr,  # no turn reaches beyond a slice, no column is padding
     HAS_BIAS: tl.constexpr,
@@ -180,15 +218,11 @@ def multiply_weights_kernel(
 ):
     # Programs of the same rows are neighbours, so that the second finds the weights in L2.
     n_token_blocks = tl.cdiv(n_tokens, BLOCK_TOKENS)
-    row_block = tl.program_id(0) // n_token_blocks
+    first_row = tl.program_id(0) // n_token_blocks * (TILES * BLOCK_ROWS)
     token_block = tl.program_id(0) % n_token_blocks
     split = tl.program_id(1)
-    rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     tokens = token_block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    mask_rows = (rows < n_rows)[None, :, None]
     mask_tokens = (tokens < n_tokens)[None, None, :]
-    # Rows beyond the last are computed like the last one, and not stored.
-    rows = tl.minimum(rows, n_rows - 1).to(tl.int64)[None, :, None]
     tokens = tokens.to(tl.int64)[None, None, :]
     part = tl.arange(0, PARTS)[:, None, None]
     within = tl.arange(0, BLOCK_STEPS)
@@ -199,55 +233,62 @@ def multiply_weights_kernel(
     end = tl.minimum(begin + per_split, n_steps)
     steps_w = begin + part * BLOCK_STEPS + within[None, None, :]  # along the weight's rows
     steps_x = begin + part * BLOCK_STEPS + within[None, :, None]  # along the tokens
-    low = low_ptr + rows * (SLICES * n_steps) + steps_w
-    high = high_ptr + rows * (SLICES * n_steps * (BITS - 8) // 8) + steps_w
     x = x_ptr + tokens * n_columns + steps_x
-    total = tl.zeros((PARTS, BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
+    low, high, totals = _none(), _none(), _none()
+    for tile in tl.static_range(TILES):
+        rows = _rows_of(first_row + tile * BLOCK_ROWS, n_rows, BLOCK_ROWS)
+        low += (low_ptr + rows * (SLICES * n_steps) + steps_w,)
+        high += (high_ptr + rows * (SLICES * n_steps * (BITS - 8) // 8) + steps_w,)
+        totals += (tl.zeros((PARTS, BLOCK_ROWS, BLOCK_TOKENS), tl.float32),)
     for start in range(begin, end, TURN):
         left = end - start  # of the steps
         mask_w = None if EVEN else steps_w - begin < left
         other_w = None if EVEN else 0
-        first_bits = tl.load(high, mask=mask_w, other=other_w)
-        rest_0 = first_bits
-        rest_1 = first_bits
-        if BITS == 11:
-            rest_0 = tl.load(high + n_steps, mask=mask_w, other=other_w)
-            rest_1 = tl.load(high + 2 * n_steps, mask=mask_w, other=other_w)
+        bits = _none()
+        for tile in tl.static_range(TILES):
+            bits += (_load_bits(high[tile], n_steps, mask_w, other_w, BITS),)
         for i in tl.static_range(SLICES):
-            low_bytes = tl.load(low + i * n_steps, mask=mask_w, other=other_w)
             mask_x = mask_tokens
             if not EVEN:
                 columns = i * n_steps + (start - begin) + steps_x
                 mask_x = mask_tokens & (steps_x - begin < left) & (columns < n_columns)
             x_tile = tl.load(x + i * n_steps, mask=mask_x, other=0.0)
-            rest = rest_0 if i % 2 == 0 else rest_1
-            w_tile = window_elements(low_bytes, first_bits, rest, i, BITS, ASSEMBLY)
             if UPCAST:
                 x_tile = widen(x_tile, True)
-                w_tile = widen(w_tile, True)
             if BITS == 12:
                 x_tile = shift_tokens(x_tile)
-            total = tl.dot(w_tile, x_tile, total)
-        low += TURN
-        high += TURN
+            sums = _none()
+            for tile in tl.static_range(TILES):
+                low_bytes = tl.load(low[tile] + i * n_steps, mask=mask_w, other=other_w)
+                rest = bits[tile][1 + i % 2]
+                w_tile = window_elements(low_bytes, bits[tile][0], rest, i, BITS, ASSEMBLY)
+                if UPCAST:
+                    w_tile = widen(w_tile, True)
+                sums += (tl.dot(w_tile, x_tile, totals[tile]),)
+            totals = sums
+        low = _advance(low, TURN, TILES)
+        high = _advance(high, TURN, TILES)
         x += TURN
 
-    first = tl.load(first_ptr + rows)
-    holes = tl.zeros((1, BLOCK_ROWS, 1), tl.float32)
-    if BITS == 11:
-        holes = power_of_two(first.to(tl.int32) - 127)
-    total = scale_rows(total, first, BITS)
-    total = _add_exceptions(
-        total, x_ptr, starts_ptr, exceptions_ptr, row_block * BLOCK_ROWS, rows, tokens, mask_tokens,
-        holes, split * PARTS + part, n_rows, n_columns, BLOCK_ROWS, SPLITS * PARTS, BITS == 11,
-        UPCAST,
-    )  # fmt: skip
-    y = tl.sum(total, 0, keep_dims=True)
-    if HAS_BIAS and split == 0:
-        y += widen(tl.load(bias_ptr + rows), UPCAST)
-    y_row = split.to(tl.int64) * n_tokens + tokens
-    y_tile = y if SPLITS > 1 else round_to_bf16(y, UPCAST)
-    tl.store(y_ptr + y_row * n_rows + rows, y_tile, mask=mask_rows & mask_tokens)
+    for tile in tl.static_range(TILES):
+        tile_row = tl.minimum(first_row + tile * BLOCK_ROWS, n_rows)
+        rows = _rows_of(tile_row, n_rows, BLOCK_ROWS)
+        first = tl.load(first_ptr + rows)
+        holes = tl.zeros((1, BLOCK_ROWS, 1), tl.float32)
+        if BITS == 11:
+            holes = power_of_two(first.to(tl.int32) - 127)
+        total = _add_exceptions(
+            scale_rows(totals[tile], first, BITS), x_ptr, starts_ptr, exceptions_ptr, tile_row,
+            rows, tokens, mask_tokens, holes, split * PARTS + part, n_rows, n_columns, BLOCK_ROWS,
+            SPLITS * PARTS, BITS == 11, UPCAST,
+        )  # fmt: skip
+        y = tl.sum(total, 0, keep_dims=True)
+        if HAS_BIAS and split == 0:
+            y += widen(tl.load(bias_ptr + rows), UPCAST)
+        y_row = split.to(tl.int64) * n_tokens + tokens
+        y_tile = y if SPLITS > 1 else round_to_bf16(y, UPCAST)
+        mask_rows = (tile_row + tl.arange(0, BLOCK_ROWS) < n_rows)[None, :, None]
+        tl.store(y_ptr + y_row * n_rows + rows, y_tile, mask=mask_rows & mask_tokens)
 
 
 @triton.jit
@@ -299,13 +340,17 @@ def default_config(
     n_splits = 1
     while n_blocks * n_splits * 2 <= n_processors * 2 and n_turns >= 4 * n_splits:
         n_splits *= 2
-    # More rows to a block where every block reads many tokens again; fewer stages where registers
-    # or shared memory would not do.
-    block_rows, n_stages = {8: (32, 4), 16: (64, 4), 32: (64, 2)}[block_tokens]
+    # More rows for a program where each reads many tokens again, as long as there are programs for
+    # all multiprocessors; fewer stages where registers or shared memory would not do.
+    block_rows, n_tiles, n_stages = {8: (32, 1, 4), 16: (64, 2, 3), 32: (32, 3, 3)}[block_tokens]
     if form is not W12:
-        block_rows, n_stages = 32, 3
+        block_rows, n_tiles, n_stages = 32, 1, 3
+    while n_tiles > 1 and -(-n_rows // (n_tiles * block_rows)) * n_splits < n_processors:
+        n_tiles -= 1
     while True:
-        config = MatmulConfig(block_rows, block_tokens, block_steps, n_warps, n_splits, n_stages)
+        config = MatmulConfig(
+            block_rows, block_tokens, block_steps, n_warps, n_splits, n_stages, n_tiles
+        )
         if shared_nbytes_of(config, form) <= shared_nbytes:
             return config
         if n_stages > 2:
@@ -316,7 +361,7 @@ def default_config(
 
 def shared_nbytes_of(config: MatmulConfig, form: WeightFormat) -> int:
     """Shared memory of a program: the tiles of all turns that are on their way."""
-    weights = config.block_rows * form.n_slices * form.bits // 8
+    weights = config.n_tiles * config.block_rows * form.n_slices * form.bits // 8
     tokens = 2 * form.n_slices * config.block_tokens
     turn = config.block_steps * config.n_warps
     return max(config.n_stages - 1, 1) * turn * (weights + tokens)
@@ -449,7 +494,8 @@ def _launch(
     n_steps = form.n_steps(n_columns)
     turn = config.block_steps * config.n_warps
     dialect = choose_dialect(x.device)
-    n_blocks = ceil_div(n_rows, config.block_rows) * ceil_div(n_tokens, config.block_tokens)
+    n_row_blocks = ceil_div(n_rows, config.n_tiles * config.block_rows)
+    n_blocks = n_row_blocks * ceil_div(n_tokens, config.block_tokens)
     multiply_weights_kernel[(n_blocks, config.n_splits)](
         x,
         *weights,
@@ -465,6 +511,7 @@ def _launch(
         BLOCK_TOKENS=config.block_tokens,
         BLOCK_STEPS=config.block_steps,
         PARTS=config.n_warps,
+        TILES=config.n_tiles,
         SPLITS=config.n_splits,
         EVEN=n_steps % turn == 0 and n_columns == form.n_padded(n_columns),
         HAS_BIAS=bias is not None,

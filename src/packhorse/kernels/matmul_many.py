@@ -5,7 +5,9 @@ A program owns a block of rows and a block of tokens, and all its warps work on 
 in a product of plain matrices. On Hopper, the tensor cores want an element of the weight in another
 thread than the one that loads and decodes it, within groups of 16 columns. A sum does not care for
 the order of columns: so the elements stay where they are, and the tokens are put into the same
-order (`_reorder_tokens`), which costs one pass through shared memory.
+order once, by a kernel before (`arrange_tokens_kernel`). So they go from memory to the tensor cores
+without passing through registers, both halves of the columns are one product, and that is under way
+while the next elements are decoded.
 
 Exceptions of a block of rows follow each other in memory: they are a small matrix of their own,
 with a column for each, whose product with the gathered columns of the tokens is added.
@@ -34,11 +36,15 @@ from packhorse.layout import W12
 
 __all__ = [
     "ManyConfig",
+    "arrange_tokens_kernel",
     "default_many_config",
     "many_shared_nbytes",
     "multiply_many",
     "multiply_many_kernel",
 ]
+
+_ARRANGED_BLOCK = 1024  # elements that a program arranges
+_MAX_BLOCK_OFFSETS = 1 << 31  # of results of a block
 
 
 @dataclass(frozen=True)
@@ -63,21 +69,50 @@ class ManyConfig:
 
 
 @triton.jit
-def _reorder_weights(tile):
-    """Puts columns 4t + 2h + i of each 16 where the tensor cores look for 8h + 2t + i."""
-    rows: tl.constexpr = tile.shape[0]
-    columns: tl.constexpr = tile.shape[1]
-    groups = tl.reshape(tile, (rows, columns // 16, 4, 2, 2))
-    return tl.reshape(tl.permute(groups, (0, 1, 3, 2, 4)), (rows, columns))
+def _place_of(position, REORDER: tl.constexpr):
+    """Where, of 16 columns, the one lies that the tensor cores look for at a position: at
+    4t + 2h + i for 8h + 2t + i."""
+    if REORDER:
+        return ((position >> 1) & 3) * 4 + (position >> 3) * 2 + (position & 1)
+    return position
 
 
 @triton.jit
-def _reorder_tokens(tile):
-    """The same for the columns of tokens, which are the first dimension."""
-    columns: tl.constexpr = tile.shape[0]
-    tokens: tl.constexpr = tile.shape[1]
-    groups = tl.reshape(tile, (columns // 16, 4, 2, 2, tokens))
-    return tl.reshape(tl.permute(groups, (0, 2, 1, 3, 4)), (columns, tokens))
+def arrange_tokens_kernel(
+    x_ptr,  # n_tokens x n_columns, BF16
+    out_ptr,  # n_tokens x 2 * n_steps, BF16
+    n_columns,
+    n_steps,
+    BLOCK: tl.constexpr,
+    REORDER: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Tokens as products take them: 16 columns of either half in turns. On Hopper, they go to the
+    tensor cores as they are then, so their order in the 16 and the factor are made here, too."""
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    half = (place >> 4) & 1
+    column = half * n_steps + (place >> 5) * 16 + _place_of(place & 15, REORDER)
+    mask = place < 2 * n_steps
+    x = tl.load(x_ptr + token * n_columns + column, mask=mask & (column < n_columns), other=0.0)
+    if REORDER:
+        x = round_to_bf16(shift_tokens(widen(x, UPCAST)), UPCAST)
+    tl.store(out_ptr + token * (2 * n_steps) + place, x, mask=mask)
+
+
+@triton.jit
+def _join_halves(tile_0, tile_1, REORDER: tl.constexpr):
+    """Elements of two halves in the order of arranged tokens, without leaving their threads."""
+    rows: tl.constexpr = tile_0.shape[0]
+    steps: tl.constexpr = tile_0.shape[1]
+    both = tl.join(tile_0, tile_1)
+    if REORDER:
+        groups = tl.reshape(both, (rows, steps // 16, 4, 2, 2, 2))
+        ordered = tl.permute(groups, (0, 1, 5, 3, 2, 4))
+    else:
+        groups = tl.reshape(both, (rows, steps // 16, 16, 2))
+        ordered = tl.permute(groups, (0, 1, 3, 2))
+    return tl.reshape(ordered, (rows, 2 * steps))
 
 
 @triton.jit
@@ -119,6 +154,7 @@ def _multiply_exceptions(
 @triton.jit(do_not_specialize=["n_tokens"])
 def multiply_many_kernel(
     x_ptr,  # n_tokens x n_columns, BF16
+    arranged_ptr,  # n_tokens x 2 * n_steps, BF16
     low_ptr,  # n_rows x 2 * n_steps
     high_ptr,  # n_rows x n_steps
     first_ptr,
@@ -134,7 +170,7 @@ def multiply_many_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_STEPS: tl.constexpr,
     SPLITS: tl.constexpr,
-    EVEN: tl.constexpr,  # no turn reaches beyond a half, no column is padding
+    EVEN: tl.constexpr,  # no turn reaches beyond a half
     HAS_BIAS: tl.constexpr,
     REORDER: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -157,30 +193,31 @@ def multiply_many_kernel(
     end = tl.minimum(begin + per_split, n_steps)
     low = low_ptr + rows[:, None] * (2 * n_steps) + begin + within[None, :]
     high = high_ptr + rows[:, None] * n_steps + begin + within[None, :]
-    x = x_ptr + tokens * n_columns + begin + within[:, None]
+    both = tl.arange(0, 2 * BLOCK_STEPS)[:, None]
+    x = arranged_ptr + tokens * (2 * n_steps) + 2 * begin + both
     total = tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32)
     for start in range(begin, end, BLOCK_STEPS):
-        mask_w = None if EVEN else (within < end - start)[None, :]
+        left = end - start  # a multiple of 16
+        mask_w = None if EVEN else (within < left)[None, :]
         other_w = None if EVEN else 0
+        mask_x = mask_tokens if EVEN else mask_tokens & (both < 2 * left)
         high_bits = tl.load(high, mask=mask_w, other=other_w)
-        for i in tl.static_range(2):
-            low_bytes = tl.load(low + i * n_steps, mask=mask_w, other=other_w)
-            mask_x = mask_tokens
-            if not EVEN:
-                is_column = (within < end - start) & (i * n_steps + start + within < n_columns)
-                mask_x = mask_tokens & is_column[:, None]
-            x_tile = tl.load(x + i * n_steps, mask=mask_x, other=0.0)
-            w_tile = window_elements(low_bytes, high_bits, high_bits, i, 12, ASSEMBLY)
-            if REORDER:
-                x_tile = _reorder_tokens(x_tile)
-                w_tile = _reorder_weights(w_tile)
-            if UPCAST:
-                x_tile = widen(x_tile, True)
-                w_tile = widen(w_tile, True)
-            total = tl.dot(w_tile, shift_tokens(x_tile), total)
+        low_0 = tl.load(low, mask=mask_w, other=other_w)
+        low_1 = tl.load(low + n_steps, mask=mask_w, other=other_w)
+        x_tile = tl.load(x, mask=mask_x, other=0.0)
+        w_0 = window_elements(low_0, high_bits, high_bits, 0, 12, ASSEMBLY)
+        w_1 = window_elements(low_1, high_bits, high_bits, 1, 12, ASSEMBLY)
+        w_tile = _join_halves(w_0, w_1, REORDER)
+        if UPCAST:
+            x_tile = widen(x_tile, True)
+            w_tile = widen(w_tile, True)
+        if not REORDER:
+            x_tile = shift_tokens(x_tile)
+        # One product a turn: the tensor cores work on it while the next is decoded.
+        total = tl.dot(w_tile, x_tile, total)
         low += BLOCK_STEPS
         high += BLOCK_STEPS
-        x += BLOCK_STEPS
+        x += 2 * BLOCK_STEPS
 
     total = scale_rows(total, tl.load(first_ptr + rows)[:, None], 12)
     if split == 0:  # few: not worth sharing out
@@ -191,9 +228,15 @@ def multiply_many_kernel(
         )  # fmt: skip
         if HAS_BIAS:
             total += widen(tl.load(bias_ptr + rows)[:, None], UPCAST)
-    y_row = split.to(tl.int64) * n_tokens + tokens
+    # From the block's first element on offsets are small: pointers would take twice the registers.
+    first_token = token_block.to(tl.int64) * BLOCK_TOKENS
+    first_row = row_block * BLOCK_ROWS
+    y = y_ptr + (split.to(tl.int64) * n_tokens + first_token) * n_rows + first_row
+    offsets = (tokens - first_token).to(tl.int32) * n_rows + (rows - first_row).to(tl.int32)[
+        :, None
+    ]
     y_tile = total if SPLITS > 1 else round_to_bf16(total, UPCAST)
-    tl.store(y_ptr + y_row * n_rows + rows[:, None], y_tile, mask=mask_rows & mask_tokens)
+    tl.store(y + offsets, y_tile, mask=mask_rows & mask_tokens)
 
 
 def default_many_config(
@@ -210,7 +253,7 @@ def default_many_config(
         n_columns: its columns.
         n_tokens: vectors that it is multiplied with.
         n_processors: multiprocessors of the GPU.
-        shared_nbytes: shared memory that a program may have there; at least 72 KiB.
+        shared_nbytes: shared memory that a program may have there; at least 60 KiB.
     """
     block_tokens = 64 if n_tokens <= 64 else 128
     n_blocks = -(-n_rows // 128) * -(-n_tokens // block_tokens)
@@ -218,16 +261,19 @@ def default_many_config(
     n_splits = 1
     while n_blocks * n_splits * 2 <= n_processors and n_turns >= 8 * n_splits:
         n_splits *= 2
-    config = ManyConfig(block_tokens=block_tokens, n_splits=n_splits)
-    fits = many_shared_nbytes(config) <= shared_nbytes
-    return config if fits else replace(config, n_stages=2)
+    for block_steps, n_stages in ((64, 3), (32, 3), (32, 2)):
+        config = ManyConfig(128, block_tokens, block_steps, 8, n_splits, n_stages)
+        if many_shared_nbytes(config) <= shared_nbytes:
+            break
+    return config
 
 
 def many_shared_nbytes(config: ManyConfig) -> int:
-    """Shared memory of a program: the tiles of all turns that are on their way, and of tokens that
-    are put into another order."""
-    turn = config.block_steps * (3 * config.block_rows + 4 * config.block_tokens)
-    return max(config.n_stages - 1, 1) * turn + 2 * config.block_steps * config.block_tokens
+    """Shared memory of a program, at most: the weights of all turns that are on their way, their
+    tokens, and those of the turn that is being multiplied (Hopper needs a tile less)."""
+    n_fetched = max(config.n_stages - 1, 1)
+    weights = 3 * config.block_rows * n_fetched
+    return config.block_steps * (weights + 4 * config.block_tokens * (n_fetched + 2))
 
 
 def multiply_many(
@@ -257,7 +303,10 @@ def multiply_many(
 
     def divide() -> ManyConfig:
         limits = limits_of(weights.device)
-        return config or default_many_config(weights.n_rows, n_columns, len(x), *limits)
+        division = config or default_many_config(weights.n_rows, n_columns, len(x), *limits)
+        if division.block_tokens * weights.n_rows > _MAX_BLOCK_OFFSETS:
+            division = replace(division, block_tokens=16)
+        return division
 
     def launch(y: torch.Tensor, division: ManyConfig) -> None:
         _launch(x, weights, bias, y, division)
@@ -276,9 +325,21 @@ def _launch(
     n_rows = weights.n_rows
     n_steps = W12.n_steps(n_columns)
     dialect = choose_dialect(x.device)
+    arranged = torch.empty((n_tokens, 2 * n_steps), dtype=torch.bfloat16, device=x.device)
+    arrange_tokens_kernel[(n_tokens, ceil_div(2 * n_steps, _ARRANGED_BLOCK))](
+        x,
+        arranged,
+        n_columns,
+        n_steps,
+        BLOCK=_ARRANGED_BLOCK,
+        REORDER=dialect.hopper,
+        UPCAST=dialect.upcast,
+        num_warps=4,
+    )
     n_blocks = ceil_div(n_rows, config.block_rows) * ceil_div(n_tokens, config.block_tokens)
     multiply_many_kernel[(n_blocks, config.n_splits)](
         x,
+        arranged,
         *weights,
         weights.first_exponents if bias is None else bias,
         y,
@@ -290,7 +351,7 @@ def _launch(
         BLOCK_TOKENS=config.block_tokens,
         BLOCK_STEPS=config.block_steps,
         SPLITS=config.n_splits,
-        EVEN=n_steps % config.block_steps == 0 and n_columns == W12.n_padded(n_columns),
+        EVEN=n_steps % config.block_steps == 0,
         HAS_BIAS=bias is not None,
         REORDER=dialect.hopper,
         ASSEMBLY=dialect.assembly,
