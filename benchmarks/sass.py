@@ -235,7 +235,7 @@ def counts(*, brief: bool) -> Iterator[Count]:
                 yield count_matmul(form, config, architecture)
             if not brief or architecture == 90:
                 yield count_decode(form, architecture)
-        for n in (64,) if brief and architecture < 90 else (64, 128):
+        for n in (64, 128):
             config = default_many_config(14336, 4096, n, shared_nbytes=shared)
             yield count_many(config, architecture)
         if not brief or architecture == 90:

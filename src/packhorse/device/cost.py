@@ -165,7 +165,8 @@ class _Division:
         tokens: its tokens, and at least as many as it takes as long for.
         turn: columns of a slice that a program takes at once.
         accumulators: registers of a thread for sums.
-        token_tiles: of a turn's tokens in shared memory.
+        weight_tiles: of a turn's weights in shared memory, at most.
+        token_tiles: of its tokens.
         per_weight: instructions for each weight; None if they were not counted.
         mma_share: of the tensor cores' rate.
     """
@@ -174,6 +175,7 @@ class _Division:
     tokens: int
     turn: int
     accumulators: int
+    weight_tiles: int
     token_tiles: int
     per_weight: float | None
     mma_share: float
@@ -187,16 +189,19 @@ def _divide(config: "Config", form: WeightFormat, device: DeviceModel) -> _Divis
     if is_many(config):
         per_weight = MANY_INSTRUCTIONS.get((rows, tokens, steps, config.n_warps))
         registers = rows * tokens // (_WARP * config.n_warps)
-        if is_hopper:
-            share = _WGMMA_SHARE if rows <= 16 * config.n_warps else _WAITING_SHARE
-            work = max(tokens, _MIN_WGMMA_TOKENS)
-            return _Division(rows, work, steps, registers, fetched + 1, per_weight, share)
-        return _Division(rows, tokens, steps, registers, fetched + 2, per_weight, mma_share)
+        if not is_hopper:
+            tiles = fetched + 1, fetched + 1
+            return _Division(rows, tokens, steps, registers, *tiles, per_weight, mma_share)
+        # The tokens of the product that is under way are still needed.
+        tiles = fetched if rows <= 128 else fetched + 1, fetched + 1
+        share = _WGMMA_SHARE if rows <= 16 * config.n_warps else _WAITING_SHARE
+        work = max(tokens, _MIN_WGMMA_TOKENS)
+        return _Division(rows, work, steps, registers, *tiles, per_weight, share)
     n_tiles = cast("MatmulConfig", config).n_tiles
     per_weight = INSTRUCTIONS.get((form.name, rows, tokens, steps, n_tiles))
     rows *= n_tiles
     turn, registers = steps * config.n_warps, rows * tokens // _WARP
-    return _Division(rows, tokens, turn, registers, fetched, per_weight, mma_share)
+    return _Division(rows, tokens, turn, registers, fetched, fetched, per_weight, mma_share)
 
 
 def is_many(config: "Config") -> bool:
@@ -208,7 +213,7 @@ def shared_nbytes(config: "Config", form: WeightFormat, device: DeviceModel) -> 
     """Shared memory of a program, which holds the tiles on their way; as compiled kernels have
     it."""
     division = _divide(config, form, device)
-    weights = division.rows * form.n_slices * form.bits // 8 * max(config.n_stages - 1, 1)
+    weights = division.rows * form.n_slices * form.bits // 8 * division.weight_tiles
     tokens = _BF16_NBYTES * form.n_slices * config.block_tokens * division.token_tiles
     return division.turn * (weights + tokens)
 

@@ -269,11 +269,10 @@ def default_many_config(
 
 
 def many_shared_nbytes(config: ManyConfig) -> int:
-    """Shared memory of a program, at most: the weights of all turns that are on their way, their
-    tokens, and those of the turn that is being multiplied (Hopper needs a tile less)."""
-    n_fetched = max(config.n_stages - 1, 1)
-    weights = 3 * config.block_rows * n_fetched
-    return config.block_steps * (weights + 4 * config.block_tokens * (n_fetched + 2))
+    """Shared memory of a program, at most: the tiles of all turns that are on their way, and of the
+    one that is being multiplied (Hopper needs less)."""
+    turn = config.block_steps * (3 * config.block_rows + 4 * config.block_tokens)
+    return max(config.n_stages, 2) * turn
 
 
 def multiply_many(
