@@ -20,6 +20,7 @@ from torch import Tensor
 from packhorse.device.autotune import multiply
 from packhorse.device.tuning import pack_on, random_weight
 from packhorse.kernels.arrays import WeightTensors
+from packhorse.kernels.weights import decode_rows
 from packhorse.layout import W11, W12, WeightFormat
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class Model:
             for layer, linear in zip(self.layers, made, strict=True):
                 layer[name] = linear
         self.head = self._copies(random_weight(size.n_words, size.width, device, 9), 1)[0]
-        self.embedding = random_weight(size.n_words, size.width, device, 10)
+        self.look_up = self._embedding(random_weight(size.n_words, size.width, device, 10))
         self.gain = torch.ones(size.width, dtype=torch.bfloat16, device=device)
 
     def _copies(self, weight: Tensor, n: int) -> list[Linear]:
@@ -96,9 +97,16 @@ class Model:
         arrays = (WeightTensors(*(array.clone() for array in packed)) for _ in range(n))
         return [_packed(each, self.form, n_columns) for each in arrays]
 
+    def _embedding(self, weight: Tensor) -> Linear:
+        """The rows of words."""
+        if self.form is None:
+            return lambda words: weight[words]
+        packed, form, n_columns = pack_on(weight, self.form), self.form, weight.shape[1]
+        return lambda words: decode_rows(packed, form, n_columns, words)
+
     def step(self, words: Tensor, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Logits of the next words, batch x n_words."""
-        x = self.embedding[words]
+        x = self.look_up(words)
         for layer, (keys, values) in zip(self.layers, caches, strict=True):
             x = x + layer["out"](self._attend(layer["qkv"](self._norm(x)), keys, values))
             gate, up = layer["up"](self._norm(x)).chunk(2, dim=-1)

@@ -284,7 +284,7 @@ def _packing(scale: Scale) -> list[dict[str, Any]]:
 
 
 def _model(scale: Scale) -> dict[str, Any]:
-    """The trained model, with its word embedding plain."""
+    """The trained model."""
     import copy
 
     import torch

@@ -91,7 +91,7 @@ def _model(part: dict[str, Any]) -> str:
         time = f"{_ms(seconds)} ({seconds / part['plain']:.2f})"
         lines.append([name, _mib(part["nbytes"][name]), time, f"{speed:.2f}"])
     table = _table(["weights", "MiB", "ms", "pack_model_ GB/s"], lines, 1)
-    what = f"{part['name']}, {part['n_tokens']} tokens, the word embedding plain"
+    what = f"{part['name']}, {part['n_tokens']} tokens"
     return f"{what}. Its layers are small: most have 384 columns.\n\n{table}"
 
 

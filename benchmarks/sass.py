@@ -51,6 +51,7 @@ POINTERS = {
     "bias_ptr": "*bf16",
     "y_ptr": "*bf16",
     "out_ptr": "*bf16",
+    "rows_ptr": "*i64",
 }
 INSTRUCTION = re.compile(
     r"\s+/\*[0-9a-f]{4,}\*/\s+(?:\{ )?(?:@!?U?P\w+ )?\s*([A-Z][A-Z0-9_.a-z]*)(.*)"
@@ -210,6 +211,7 @@ def count_decode(form: WeightFormat, architecture: int) -> Count:
         "BLOCK_STEPS": 512,
         "BLOCK_EXCEPTIONS": 8,
         "ASSEMBLY": True,
+        "GATHER": False,
         "UPCAST": False,
     }
     fused, unfused = (

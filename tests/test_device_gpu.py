@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor, nn
 from weight_samples import model_rows
@@ -68,6 +69,22 @@ def test_products_in_cuda_graphs(n_tokens: int, ahead: bool, form: str) -> None:
     packed = layer(512, 768, form)
     with decode_ahead() if ahead else nullcontext():
         check_replays(packed, n_tokens, 768)
+
+
+@FORMATS
+def test_rows_are_looked_up_in_cuda_graphs(form: str) -> None:
+    """And in a batch of another size than the one before, without other machine code."""
+    plain = torch.from_numpy(model_rows(300, 256)).view(torch.bfloat16).to("cuda")
+    packed = pack_weight(plain, form)
+    F.embedding(torch.arange(5, device="cuda"), packed)
+    for n in (1, 16, 33):
+        ids = torch.zeros(n, dtype=torch.int64, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = F.embedding(ids, packed)
+        ids.copy_(torch.arange(n) * 7)
+        graph.replay()
+        assert torch.equal(found, plain[ids])
 
 
 def test_inputs_that_are_not_aligned_need_no_other_machine_code() -> None:

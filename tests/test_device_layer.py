@@ -94,6 +94,20 @@ def test_plain_pytorch_decodes_as_the_core_does(name: str, form: str) -> None:
 
 
 @FORMATS
+def test_kernels_look_rows_up(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, in Triton's interpreter: eager, compiled, and without running."""
+    plain = matrix("specials")
+    packed = nn.Parameter(pack_weight(plain, form), requires_grad=False)
+    monkeypatch.setattr(operators, "_has_kernels", lambda _: True)
+    ids = torch.randint(len(plain), (2, 3))
+    assert same_bits(F.embedding(ids, packed), plain[ids])
+    compiled = torch.compile(F.embedding, backend="aot_eager", fullgraph=True)
+    assert same_bits(compiled(ids, packed), plain[ids])
+    torch._dynamo.reset()
+    assert F.embedding(ids.to("meta"), packed.to("meta")).shape == (2, 3, plain.shape[1])
+
+
+@FORMATS
 def test_a_device_of_its_own_gets_the_same_arrays(form: str) -> None:
     """Block by block, as to a GPU."""
     plain = matrix("specials")

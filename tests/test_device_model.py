@@ -197,10 +197,10 @@ def test_shared_weights_are_packed_once_and_stay_shared() -> None:
 def test_output_layer_and_embeddings_are_optional() -> None:
     plain = llama()
     cases = [
-        ({}, (False, True)),
-        ({"embeddings": True}, (True, True)),
-        ({"lm_head": False}, (False, False)),
-        ({"embeddings": True, "lm_head": False}, (True, False)),
+        ({}, (True, True)),
+        ({"embeddings": False}, (False, True)),
+        ({"lm_head": False}, (True, False)),
+        ({"embeddings": False, "lm_head": False}, (False, False)),
     ]
     for options, expected in cases:
         packed = copy.deepcopy(plain)
@@ -210,6 +210,25 @@ def test_output_layer_and_embeddings_are_optional() -> None:
         assert torch.equal(packed(PROMPT).logits, plain(PROMPT).logits)
         left = {"model.embed_tokens": "embeddings=False", "lm_head": "lm_head=False"}
         assert reasons(report).items() <= left.items()
+
+
+def test_of_embeddings_that_of_the_input_is_packed() -> None:
+    """Others are small, and code of models looks into them."""
+    config = BertConfig(
+        hidden_size=128, num_hidden_layers=1, num_attention_heads=2, intermediate_size=256,
+        vocab_size=300,
+    )  # fmt: skip
+    model = BertModel(config).to(torch.bfloat16).eval()
+    plain = copy.deepcopy(model)
+    assert {name for name in reasons(pack_model_(model)) if "embeddings" in name} == {
+        "embeddings.position_embeddings",
+        "embeddings.token_type_embeddings",
+    }
+    assert isinstance(model.embeddings.word_embeddings.weight, PackedWeight)
+    assert torch.equal(model(PROMPT).last_hidden_state, plain(PROMPT).last_hidden_state)
+    alone = stack(nn.Embedding(64, 128, dtype=torch.bfloat16))
+    assert reasons(pack_model_(alone)) == {"0": "embeddings=None packs that of the input alone"}
+    assert pack_model_(alone, embeddings=True).packed
 
 
 def test_formats() -> None:

@@ -112,7 +112,7 @@ def test_a_model_packs_as_it_loads_and_tokens_stay(
 ) -> None:
     plain, model = load(folders(name)), packed(folders(name))
     report = model.hf_quantizer.report
-    assert len(report.packed) == (1 if name == "GPT2" else 15)
+    assert len(report.packed) == ({"GPT2": 1, "Gemma2": 15}.get(name, 16))
     assert type(model.get_output_embeddings()) is PackedLinear
     assert same_tokens(model, plain)
 
@@ -135,7 +135,7 @@ def test_the_config_is_kept_with_a_version(folders: Callable[[str], Path], tmp_p
         "fmt": "W11",
         "modules_to_not_convert": ["q_proj", "model.layers.1.mlp"],
         "lm_head": False,
-        "embeddings": False,
+        "embeddings": None,
         "for_tokens": None,
     }
     model = load(tmp_path)
@@ -227,7 +227,7 @@ def test_the_plain_model_is_never_whole_in_memory(
     models: list[Any] = []
     growth = anonymous_growth(lambda: models.append(packed(tmp_path)))
     report = models[0].hf_quantizer.report
-    assert report.nbytes < 0.78 * nbytes
+    assert report.nbytes < 0.76 * nbytes
     assert growth < nbytes  # and not 1.76 times that; some MB of it are the process's own
 
 
@@ -277,7 +277,7 @@ def test_folders_of_packed_files(folders: Callable[[str], Path], tmp_path: Path)
     plain = load(source)
     assert same_tokens(load_packed_model(tmp_path / "files"), plain)
     model = load_packed_model(tmp_path / "files", quantization_config=PackhorseConfig())
-    assert len(model.hf_quantizer.report.packed) == 15
+    assert len(model.hf_quantizer.report.packed) == 16
     assert model.name_or_path == str(tmp_path / "files")
     assert same_tokens(model, plain)
     model.save_pretrained(tmp_path / "arrays")

@@ -72,7 +72,7 @@ def test_the_guide_to_packed_weights_runs(
     assert len(blocks) == 4
     for block in blocks:
         exec(compile(block.replace('"cuda"', '"cpu"'), "device.md", "exec"), names)
-    assert capsys.readouterr().out.count("15 packed, 1 left") == 3
+    assert capsys.readouterr().out.count("16 packed, 0 left") == 3
     assert torch.equal(names["model"].generate(**inputs), names["tokens"])
     assert isinstance(names["layer"], PackedLinear)
 
@@ -85,7 +85,7 @@ def test_a_packed_model_is_served(
     monkeypatch.setattr(sys, "argv", [str(example)])
     names = runpy.run_path(str(example), run_name="__main__")
     tiny = capsys.readouterr().out
-    assert "15 packed, 1 left; whole model: 3.23 MiB before" in tiny
+    assert "16 packed, 0 left; whole model: 3.23 MiB before" in tiny
     assert re.search(r"^32 tokens in .* s on ", tiny, re.MULTILINE)
 
     names["make_tiny_model"](tmp_path)

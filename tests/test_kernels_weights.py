@@ -28,7 +28,7 @@ from packhorse.kernels.matmul_many import (
     many_shared_nbytes,
     multiply_many,
 )
-from packhorse.kernels.weights import decode_weights, require_weights
+from packhorse.kernels.weights import decode_rows, decode_weights, require_weights
 from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 from packhorse.reference.weights import encode_weights
 
@@ -68,6 +68,28 @@ def test_decoding_gives_every_bit(name: str, form: WeightFormat) -> None:
     poisoned = torch.full(elements.shape, math.nan, dtype=torch.bfloat16, device=DEVICE)
     decode_weights(pack(elements, form), form, elements.shape[1], poisoned)
     np.testing.assert_array_equal(bits(poisoned), elements.view(np.int16))
+
+
+@FORMATS
+def test_rows_are_looked_up(form: WeightFormat) -> None:
+    """In any order and number, again and again; with exceptions of every kind."""
+    elements = MATRICES["specials"]()
+    weights, n_rows = pack(elements, form), len(elements)
+    for rows in ([0], [n_rows - 1, 0, 0], list(range(n_rows - 1, -1, -1)) * 2, []):
+        wanted = torch.tensor(rows, dtype=torch.int64, device=DEVICE)
+        found = decode_rows(weights, form, elements.shape[1], wanted)
+        np.testing.assert_array_equal(bits(found), elements.view(np.int16)[rows])
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU, PyTorch ends the process")
+def test_rows_that_are_not_there_are_refused() -> None:
+    elements = MATRICES["specials"]()
+    weights = pack(elements, W12)
+    for row in (-1, len(elements)):
+        with pytest.raises(IndexError, match="out of range"):
+            decode_rows(weights, W12, elements.shape[1], torch.tensor([row]))
+    with pytest.raises(TypeError, match="rows"):
+        decode_rows(weights, W12, elements.shape[1], torch.tensor([0], dtype=torch.int32))
 
 
 @pytest.mark.parametrize("name", sorted(MANY))

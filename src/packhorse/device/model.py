@@ -82,7 +82,7 @@ def pack_model_(
     fmt: WeightFormat | str = "auto",
     *,
     skip: Skip = (),
-    embeddings: bool = False,
+    embeddings: bool | None = None,
     lm_head: bool = True,
     for_tokens: int | None = None,
     dry_run: bool = False,
@@ -100,8 +100,9 @@ def pack_model_(
             exception of it, otherwise W12.
         skip: names of modules to leave plain, with all that is below them; `*` and `?` stand for
             any characters. Or what says whether to skip, given a name and a module.
-        embeddings: whether to pack embeddings. One whose weight is that of a packed output layer is
-            packed with it.
+        embeddings: whether to pack embeddings; None for that of the input alone, which is what
+            `get_input_embeddings` of a transformers model gives. One whose weight is that of a
+            packed output layer is packed with it.
         lm_head: whether to pack the output layer: what `get_output_embeddings` gives, or is called
             `lm_head`.
         for_tokens: if speed is what counts: how many tokens are multiplied at once, as a rule; when
@@ -258,7 +259,9 @@ class WeightChoice:
         ValueError: no module has a name that is to be skipped.
     """
 
-    def __init__(self, model: nn.Module, *, skip: Skip, embeddings: bool, lm_head: bool) -> None:
+    def __init__(
+        self, model: nn.Module, *, skip: Skip, embeddings: bool | None, lm_head: bool
+    ) -> None:
         self._model = model
         self._skips = skip if callable(skip) else _matcher(model, skip)
         self._names: dict[int, list[str]] = {}
@@ -267,6 +270,7 @@ class WeightChoice:
         self._embeddings = embeddings
         self._lm_head = lm_head
         self._outputs = _output_layers(model)
+        self._inputs = _called(model, "get_input_embeddings")
         self._holders = _count_holders(model)
         plain = (each for each in model.parameters() if not isinstance(each, PackedWeight))
         trains = [parameter.requires_grad for parameter in plain]
@@ -315,10 +319,14 @@ class WeightChoice:
     def _why_unwanted(self, group: _Group) -> str | None:
         modules = group.modules.values()
         linears = [module for module in modules if isinstance(module, nn.Linear)]
-        wanted = [m for m in linears if self._lm_head or id(m) not in self._outputs]
-        if wanted or (self._embeddings and len(linears) < len(modules)):
+        if any(self._lm_head or id(module) not in self._outputs for module in linears):
             return None
-        return "lm_head=False" if linears else "embeddings=False"
+        if linears:
+            return None if self._embeddings and len(linears) < len(modules) else "lm_head=False"
+        if self._embeddings is None:
+            is_input = any(id(module) in self._inputs for module in modules)
+            return None if is_input else "embeddings=None packs that of the input alone"
+        return None if self._embeddings else "embeddings=False"
 
     def _why_weight_left(self, weight: Tensor) -> str | None:
         if weight.dtype != torch.bfloat16:
@@ -356,9 +364,17 @@ def _matcher(model: nn.Module, skip: str | Iterable[str]) -> Callable[[str, nn.M
 
 def _output_layers(model: nn.Module) -> set[int]:
     found = {id(m) for name, m in model.named_modules() if name.split(".")[-1] == "lm_head"}
-    getter = getattr(model, "get_output_embeddings", None)
-    output = getter() if callable(getter) else None
-    return found if output is None else found | {id(output)}
+    return found | _called(model, "get_output_embeddings")
+
+
+def _called(model: nn.Module, getter_name: str) -> set[int]:
+    """What a method of transformers gives, if the model has it."""
+    getter = getattr(model, getter_name, None)
+    try:
+        module = getter() if callable(getter) else None
+    except NotImplementedError:  # of models that have several, or none
+        module = None
+    return set() if module is None else {id(module)}
 
 
 def _count_holders(model: nn.Module) -> dict[int, int]:

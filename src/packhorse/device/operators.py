@@ -29,6 +29,7 @@ __all__ = [
     "TILE_NBYTES",
     "check_operands",
     "gather_rows",
+    "look_up",
     "multiply",
     "n_tile_rows",
     "require_kernels",
@@ -145,6 +146,17 @@ def gather_rows(
     if max_row_exceptions:
         elements = _put_exceptions(arrays, elements, rows, max_row_exceptions)
     return elements.to(torch.int16).view(torch.bfloat16)
+
+
+def look_up(
+    arrays: WeightTensors, form: WeightFormat, n_columns: int, rows: Tensor, max_row_exceptions: int
+) -> Tensor:
+    """The same as `gather_rows`, by kernels where they run. Transforms of `torch.func` do not see
+    through those."""
+    if not _has_kernels(rows.device):
+        return gather_rows(arrays, form, n_columns, rows, max_row_exceptions)
+    found: Tensor = torch.ops.packhorse.look_up_rows(*arrays, rows, form.name, n_columns)
+    return found
 
 
 def _packed_elements(low_bytes: Tensor, high_bits: Tensor, form: WeightFormat) -> Tensor:
@@ -381,3 +393,35 @@ def _(
     arrays = WeightTensors(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
     check_operands(x, arrays, bias, n_columns)
     return _empty_product(x, arrays.n_rows)
+
+
+@torch.library.custom_op("packhorse::look_up_rows", mutates_args=())
+def _look_up_rows(
+    low_bytes: Tensor,
+    high_bits: Tensor,
+    first_exponents: Tensor,
+    exception_starts: Tensor,
+    exceptions: Tensor,
+    rows: Tensor,
+    form: str,
+    n_columns: int,
+) -> Tensor:
+    require_kernels()
+    from packhorse.kernels.weights import decode_rows
+
+    arrays = WeightTensors(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
+    return decode_rows(arrays, WEIGHT_FORMATS[form], n_columns, rows.contiguous())
+
+
+@_look_up_rows.register_fake
+def _(
+    low_bytes: Tensor,
+    high_bits: Tensor,
+    first_exponents: Tensor,
+    exception_starts: Tensor,
+    exceptions: Tensor,
+    rows: Tensor,
+    form: str,
+    n_columns: int,
+) -> Tensor:
+    return rows.new_empty((rows.shape[0], n_columns), dtype=torch.bfloat16)

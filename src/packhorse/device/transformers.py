@@ -61,7 +61,7 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
             or their last parts; `*` and `?` stand for any characters.
         lm_head: whether to pack the output layer. An embedding that shares its weight is packed
             with it.
-        embeddings: whether to pack embeddings.
+        embeddings: whether to pack embeddings; None for that of the input alone.
         for_tokens: None, or how many tokens are multiplied at once, as a rule: then a layer is
             packed where its GPU is as fast with it, as for `pack_model_`.
         version: of the format.
@@ -79,7 +79,7 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
         fmt: str = "auto",
         modules_to_not_convert: Iterable[str] | None = None,
         lm_head: bool = True,
-        embeddings: bool = False,
+        embeddings: bool | None = None,
         for_tokens: int | None = None,
         **stored: Any,
     ) -> None:
@@ -109,9 +109,10 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
         resolve_fmt(fmt)
         self.fmt = fmt
         self.modules_to_not_convert = _check_names(modules_to_not_convert)
-        for name, value in {"lm_head": lm_head, "embeddings": embeddings}.items():
-            if not isinstance(value, bool):
-                raise ValueError(f"{name} is {value!r}; it must be True or False")
+        if not isinstance(lm_head, bool):
+            raise ValueError(f"lm_head is {lm_head!r}; it must be True or False")
+        if embeddings is not None and not isinstance(embeddings, bool):
+            raise ValueError(f"embeddings is {embeddings!r}; it must be True, False or None")
         self.lm_head, self.embeddings = lm_head, embeddings
         check_tokens(for_tokens)
         self.for_tokens = for_tokens

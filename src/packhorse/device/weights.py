@@ -185,7 +185,8 @@ class PackedWeight(Tensor):
         if most is None:
             most = min(held.n_columns, held.arrays.exceptions.shape[0])
         flat = rows.reshape(-1).to(torch.int64)
-        found = operators.gather_rows(held.arrays, held.form, held.n_columns, flat, most)
+        find = operators.gather_rows if is_transformed() else operators.look_up
+        found = find(held.arrays, held.form, held.n_columns, flat, most)
         return found.view(*rows.shape, held.n_columns)
 
     def prepare_gather(self) -> None:

@@ -25,6 +25,7 @@ from packhorse.kernels.launch import (
 from packhorse.layout import WeightFormat
 
 __all__ = [
+    "decode_rows",
     "decode_weights",
     "decode_weights_kernel",
     "power_of_two",
@@ -179,13 +180,15 @@ def widen(values, UPCAST: tl.constexpr):
     return bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit
+# One machine code for any number of rows, which are as many as tokens where they are looked up.
+@triton.jit(do_not_specialize=["n_rows"])
 def decode_weights_kernel(
-    low_ptr,  # n_rows x SLICES * n_steps
-    high_ptr,  # n_rows x SLICES * n_steps * (BITS - 8) / 8
-    first_ptr,
+    low_ptr,  # rows x SLICES * n_steps
+    high_ptr,  # rows x SLICES * n_steps * (BITS - 8) / 8
+    first_ptr,  # n_rows
     starts_ptr,
     exceptions_ptr,
+    rows_ptr,  # n_rows, int64: which rows; read if GATHER
     out_ptr,  # n_rows x n_columns
     n_rows,
     n_columns,
@@ -195,19 +198,21 @@ def decode_weights_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_STEPS: tl.constexpr,
     BLOCK_EXCEPTIONS: tl.constexpr,
+    GATHER: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    mask_rows = rows < n_rows
-    rows = tl.where(mask_rows, rows, 0).to(tl.int64)
-    first = tl.load(first_ptr + rows).to(tl.int32) - window_bias(BITS)
+    out_rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    mask_rows = out_rows < n_rows
+    out_rows = tl.where(mask_rows, out_rows, 0).to(tl.int64)
+    rows = tl.load(rows_ptr + out_rows) if GATHER else out_rows
+    first = tl.load(first_ptr + out_rows).to(tl.int32) - window_bias(BITS)
     # 2^239 is no BF16 number, the product of two is; each step is exact.
     factor = power_of_two(tl.minimum(first, 127)).to(tl.bfloat16)[:, None]
     second = power_of_two(tl.maximum(first - 127, 0)).to(tl.bfloat16)[:, None]
     low = low_ptr + rows[:, None] * (SLICES * n_steps)
     high = high_ptr + rows[:, None] * (SLICES * n_steps * (BITS - 8) // 8)
-    out = out_ptr + rows[:, None] * n_columns
+    out = out_ptr + out_rows[:, None] * n_columns
     for start in range(0, n_steps, BLOCK_STEPS):
         steps = start + tl.arange(0, BLOCK_STEPS)[None, :]
         mask = mask_rows[:, None] & (steps < n_steps)
@@ -262,15 +267,52 @@ def decode_weights(
     if out is None:
         out = torch.empty((n_rows, n_columns), dtype=torch.bfloat16, device=device)
     require_tensor(out, "out", torch.bfloat16, (n_rows, n_columns), device)
+    _decode(weights, form, None, out)
+    return out
+
+
+def decode_rows(
+    weights: WeightTensors, form: WeightFormat, n_columns: int, rows: torch.Tensor
+) -> torch.Tensor:
+    """Some rows of the plain weight, bit for bit.
+
+    Args:
+        weights: as for `decode_weights`.
+        form: their format.
+        n_columns: columns of the matrix.
+        rows: int64 (n,), their numbers, in any order.
+
+    Returns:
+        BF16, n x n_columns.
+
+    Raises:
+        IndexError: there is no such row; on a GPU, what PyTorch's own look-up does then.
+        TypeError: a tensor has another dtype.
+        ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
+    """
+    require_weights(weights, form, n_columns)
+    require_tensor(rows, "rows", torch.int64, (len(rows),), weights.device)
+    # PyTorch's look-up stops what comes after it if there is no such row.
+    firsts = weights.first_exponents.index_select(0, rows)
+    out = torch.empty((len(rows), n_columns), dtype=torch.bfloat16, device=weights.device)
+    _decode(weights._replace(first_exponents=firsts), form, rows, out)
+    return out
+
+
+def _decode(
+    weights: WeightTensors, form: WeightFormat, rows: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    n_rows, n_columns = out.shape
     if n_rows == 0:
-        return out
-    dialect = choose_dialect(device)
+        return
+    dialect = choose_dialect(out.device)
     n_steps = form.n_steps(n_columns)
     block_steps = min(triton.next_power_of_2(n_steps), 512)
     block_rows = 2048 // block_steps  # so that each of 128 threads loads 16 bytes at once
     with device_of(out):
         decode_weights_kernel[(ceil_div(n_rows, block_rows),)](
             *weights,
+            weights.exception_starts if rows is None else rows,
             out,
             n_rows,
             n_columns,
@@ -280,8 +322,8 @@ def decode_weights(
             BLOCK_ROWS=block_rows,
             BLOCK_STEPS=block_steps,
             BLOCK_EXCEPTIONS=8,
+            GATHER=rows is not None,
             ASSEMBLY=dialect.assembly,
             UPCAST=dialect.upcast,
             num_warps=4,
         )
-    return out
