@@ -161,6 +161,7 @@ machine code of offline compilation. Their speed is not. Not measured yet are:
 
 - the speed of decoding, and of fused products of W12 and W11, beside BF16;
 - tokens a second and memory of a whole model on a GPU;
+- how fast a packed file is loaded to a GPU, uploaded packed or decoded on the host;
 - what the autotuner finds, and how far the model of time is from it;
 - DFloat11 and nvCOMP on the same card.
 
@@ -170,9 +171,9 @@ nine minutes a call; rivals are measured where they are installed:
     python benchmarks/gpu.py device
 
 It proves products right first, prints its tables beside what is predicted, and keeps the figures in
-`benchmarks/results/gpu/`. `--part check`, `decode`, `tune`, `table` or `model` runs one part, which
-then has all that time for itself; tuning goes on where it ended. `--smoke` runs all of it on a tiny
-scale without a GPU, as the tests do; its times mean nothing.
+`benchmarks/results/gpu/`. `--part check`, `decode`, `load`, `tune`, `table` or `model` runs one
+part, which then has all that time for itself; tuning goes on where it ended. `--smoke` runs all of
+it on a tiny scale without a GPU, as the tests do; its times mean nothing.
 """
 _PREDICTED = """## Predictions for an H200
 
@@ -181,8 +182,12 @@ _PREDICTED = """## Predictions for an H200
 throughput, L2, and 2.5 us a launch. Figures are microseconds for a product, and in parentheses how
 many times as fast as BF16 that is. W12 and W11 are by what is chosen where nothing was tuned. BF16
 is by the same model, too: the best of the tiles that cuBLAS may take, which read tokens from L2
-again as ours do, in pairs. The larger model takes 131 of the card's 140 GiB in BF16, which leaves
-little for a cache of keys and values, and 99 GiB in W12.
+again as ours do, in pairs.
+
+From 64 tokens on W12 is predicted to be slower than BF16 for some matrices, from 128 on for all:
+`pack_model_(model, for_tokens=128)` leaves such layers plain. The weights of the smaller model take
+15.0 GiB in BF16 and 11.2 in W12; those of the larger one 131 of the card's 140 GiB, which leaves
+little for a cache of keys and values, and 99 in W12.
 """
 
 
