@@ -147,7 +147,7 @@ LAYERS = {
 THIRD_PARTY = {
     "codecs": {"numpy", "xxhash", "zstandard"},
     "kernels": {"numpy", "torch", "triton"},
-    "device": {"numpy", "torch", "transformers", "triton"},
+    "device": {"numpy", "safetensors", "torch", "transformers", "triton"},
     "frame": {"numpy"},
     "frame_base": {"numpy"},
     "frame_header": {"numpy"},

@@ -416,6 +416,7 @@ def _fewer_rows(state: dict[str, Tensor]) -> None:
         lambda state: state[f"{UP}.exception_starts"].fill_(7),
         lambda state: state.pop(f"{UP}.high_bits"),
         lambda state: state.update({f"{UP}.low_bytes": torch.zeros(3)}),
+        lambda state: state.update({UP: torch.zeros(3, 4, dtype=torch.bfloat16)}),
         _float,
         _fewer_rows,
     ],

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -185,7 +186,10 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
         """Whether a parameter is to be packed."""
         return param_name in self._wanted
 
-    def _process_model_before_weight_loading(self, model: Any, **others: Any) -> Any:
+    def _process_model_before_weight_loading(
+        self, model: Any, *, checkpoint_files: Iterable[str] | None = None, **others: Any
+    ) -> Any:
+        _refuse_doubles(checkpoint_files or ())
         self._wanted = self._choose(model).wanted_names(model.all_tied_weights_keys)
         return model
 
@@ -285,6 +289,23 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         """The operators have fake implementations."""
         return True
+
+
+def _refuse_doubles(files: Iterable[str]) -> None:
+    """transformers would take the one that it comes upon last, without a word.
+
+    Raises:
+        CorruptionError: a weight is there packed and plain.
+    """
+    names: set[str] = set()
+    for file in files:
+        if str(file).endswith(".safetensors"):
+            with safe_open(file, framework="pt") as opened:
+                names.update(opened.keys())
+    suffix = f".{WeightTensors._fields[0]}"
+    for name in sorted(each.removesuffix(suffix) for each in names if each.endswith(suffix)):
+        if name in names:
+            raise CorruptionError(f"{name}: is there packed and plain; take one of them out")
 
 
 def _require_gpu() -> None:
