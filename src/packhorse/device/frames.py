@@ -48,6 +48,7 @@ __all__ = [
     "decode_frame",
     "empty_statuses",
     "fill_host_memory",
+    "first_bad_chunk",
     "geometry_of",
     "part_arrays",
     "run_plan",
@@ -215,12 +216,26 @@ def _decode_on_host(
     return memory.to(device).view(TORCH_DTYPES[frame.dtype]).reshape(frame.shape)
 
 
+def first_bad_chunk(payload: ByteArray, ends: Sequence[int], sums: Sequence[int]) -> int | None:
+    """The first chunk whose bytes have another CRC32C than the chunk table says; None if none has.
+
+    Args:
+        payload: the bytes of all these chunks.
+        ends: where each begins in them, and the last one ends.
+        sums: their CRC32C by the table.
+    """
+    isa = int(choose_isa())
+    for chunk, crc in enumerate(sums):
+        if _core.crc32c(payload[ends[chunk] : ends[chunk + 1]], isa) != crc:
+            return chunk
+    return None
+
+
 def _check_sums(payload: ByteArray, header: FrameHeader, name: str | None) -> None:
-    offsets, isa = header.chunk_offsets(), int(choose_isa())
-    starts = (offsets - header.header_nbytes).tolist()
-    for chunk, crc in enumerate(header.table[:, 0].tolist()):
-        if _core.crc32c(payload[starts[chunk] : starts[chunk + 1]], isa) != crc:
-            raise _chunk_error(header, name, chunk, STATUS_WORDS[1])
+    ends = (header.chunk_offsets() - header.header_nbytes).tolist()
+    bad = first_bad_chunk(payload, ends, header.table[:, 0].tolist())
+    if bad is not None:
+        raise _chunk_error(header, name, bad, STATUS_WORDS[1])
 
 
 def _chunk_error(header: FrameHeader, name: str | None, chunk: int, words: str) -> CorruptionError:

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 
-from packhorse import _core
-from packhorse.codecs.base import ByteArray, choose_isa
 from packhorse.device.frames import (
     UNITS,
     empty_statuses,
     fill_host_memory,
+    first_bad_chunk,
     geometry_of,
     part_arrays,
     run_plan,
@@ -138,19 +137,13 @@ def _prepare(window: _Window, device: torch.device) -> _Job | None:
     copy, table = payload.numpy(), header.table[window.first : window.last]
     n_units = (window.stop - window.start) // header.dtype.unit_nbytes
     try:
-        _check_sums(copy, (ends - ends[0]).tolist(), table[:, 0].tolist())
+        if first_bad_chunk(copy, (ends - ends[0]).tolist(), table[:, 0].tolist()) is not None:
+            raise CorruptionError("a checksum does not match")
         plan = plan_chunks(copy, table, geometry_of(header)._replace(n_units=n_units))
     except CorruptionError:
         _let_the_host_say(window)
         return None
     return _Job(payload, fill_host_memory(plan.arrays(), device), plan)
-
-
-def _check_sums(payload: ByteArray, ends: Sequence[int], sums: Sequence[int]) -> None:
-    isa = int(choose_isa())
-    for chunk, crc in enumerate(sums):
-        if _core.crc32c(payload[ends[chunk] : ends[chunk + 1]], isa) != crc:
-            raise CorruptionError("a checksum does not match")
 
 
 def _let_the_host_say(window: _Window) -> None:
