@@ -30,7 +30,7 @@ import machine
 import ml_dtypes
 import numpy as np
 import peers
-from measure import cores, time_call
+from measure import cores, keep, time_call
 from process import SIMD_VARIABLE, code_path, restart
 
 if TYPE_CHECKING:
@@ -115,11 +115,9 @@ def main(argv: list[str]) -> int:
         return 0
     restart(recycle=False, simd=args.simd)
     result = _measure(args, SMOKE if args.smoke else WHOLE)
-    text = json.dumps(result, indent=1) + "\n"
-    if args.json:
-        args.json.write_text(text)
+    keep(result, args.json)
     if args.write:
-        RESULT.write_text(text)
+        keep(result, RESULT)
         _write_document(result)
     return 0
 

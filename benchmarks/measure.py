@@ -10,19 +10,31 @@ timed on a part from the middle, in every third round.
 """
 
 import gc
+import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from data import DataSet
 from peers import CODECS, Codec, Entry, Setup, UnsupportedError, build, parts
 
-__all__ = ["SLICE_NBYTES", "Contender", "Row", "Seconds", "compete", "cores", "enter", "time_call"]
+__all__ = [
+    "SLICE_NBYTES",
+    "Contender",
+    "Row",
+    "Seconds",
+    "compete",
+    "cores",
+    "enter",
+    "keep",
+    "time_call",
+]
 
 CORES = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 SLICE_NBYTES = 8_000_000
@@ -215,3 +227,14 @@ def _spread(seconds: list[float], nbytes: int) -> tuple[float, float, float]:
     """Median, least and greatest speed in GB/s."""
     speeds = [nbytes / s / 1e9 for s in seconds]
     return statistics.median(speeds), min(speeds), max(speeds)
+
+
+def keep(result: dict[str, Any], place: Path | None) -> None:
+    """Writes figures as JSON.
+
+    Args:
+        result: the figures.
+        place: the file; None if none was asked for.
+    """
+    if place is not None:
+        place.write_text(json.dumps(result, indent=1) + "\n")

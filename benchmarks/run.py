@@ -18,7 +18,6 @@ gives every output new memory.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -36,7 +35,7 @@ import peers
 import report
 import snapshots
 import targets
-from measure import Contender, compete, enter
+from measure import Contender, compete, enter, keep
 from process import SIMD_VARIABLE, code_path, restart
 
 HERE = Path(__file__).resolve().parent
@@ -265,13 +264,11 @@ def _check() -> int:
 
 
 def _keep(result: dict[str, Any], args: argparse.Namespace) -> None:
-    text = json.dumps(result, indent=1) + "\n"
-    if args.json:
-        args.json.write_text(text)
+    keep(result, args.json)
     if args.write:
         parts = ["cpu", result["simd"], *(["fresh"] if args.fresh else [])]
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{'-'.join(parts)}.json").write_text(text)
+        keep(result, RESULTS / f"{'-'.join(parts)}.json")
         _write_documents()
 
 

@@ -25,7 +25,7 @@ import machine
 import pairs
 import peers
 import snapshot_report
-from measure import Contender, compete, enter
+from measure import Contender, compete, enter, keep
 from process import SIMD_VARIABLE, code_path, restart
 
 __all__ = ["MODE", "main"]
@@ -58,7 +58,10 @@ def main(argv: list[str]) -> int:
     except FileNotFoundError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
-    _keep(result, args)
+    keep(result, args.json)
+    if args.write:
+        keep(result, RESULT)
+        _write_document(result)
     return 0
 
 
@@ -152,15 +155,6 @@ def _described(pair: pairs.Pair) -> dict[str, Any]:
         "n_tensors": len(pair.shapes),
         "parts": [[part.name.rpartition(".")[2], part.array.nbytes] for part in pair.parts],
     }
-
-
-def _keep(result: dict[str, Any], args: argparse.Namespace) -> None:
-    text = json.dumps(result, indent=1) + "\n"
-    if args.json:
-        args.json.write_text(text)
-    if args.write:
-        RESULT.write_text(text)
-        _write_document(result)
 
 
 def _write_document(result: dict[str, Any]) -> None:
