@@ -18,6 +18,7 @@
 
 #include "bind_weights.hpp"
 #include "bucket_tables.hpp"
+#include "exit_code.hpp"
 #include "tensor.hpp"
 #include "zstd_frame.hpp"
 
@@ -293,6 +294,7 @@ NB_MODULE(_core, m) {
         "use it.";
     m.def("detect_isa", [] { return static_cast<int>(detect_isa()); });
     m.def("environment", &environment, "name"_a);
+    m.def("fail_at_exit", &fail_at_exit);
     m.def("encode_chunks", &encode_chunks, "src"_a, "unit_nbytes"_a, "split"_a, "chunk_log"_a,
           "level"_a, "side"_a, "n_rows"_a, "base"_a, "is_float"_a, "cast"_a, "plain_nbytes"_a,
           "dst"_a.noconvert(), "table"_a.noconvert(), "digests"_a.noconvert(), "threads"_a,

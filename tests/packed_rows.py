@@ -11,9 +11,9 @@ from torch.utils.data import Dataset
 
 import packhorse
 from packhorse import torch as ph_torch
-from packhorse.disk import PackedFile
+from packhorse.disk import PackedFile, SnapshotStore
 
-__all__ = ["PackedRows", "PackedTensors"]
+__all__ = ["OpenRows", "PackedRows", "PackedTensors"]
 
 
 class PackedRows(Dataset):
@@ -47,3 +47,21 @@ class PackedTensors(Dataset):
         if self.file is None:
             self.file = packhorse.open_file(self.path, framework="pt", threads=2)
         return self.file.get_slice(self.names[i])[10:20]
+
+
+class OpenRows(Dataset):
+    """Reads its items from a file that was opened before, from a slice of it, and from a store."""
+
+    def __init__(self, file: PackedFile, name: str, store: SnapshotStore) -> None:
+        self.file = file
+        self.slice = file.get_slice(name)
+        self.store = store
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        if i == 2:
+            return self.store.restore(self.store.names()[0], framework="pt")["rows"][:2]
+        source = self.slice if i else self.file.get_tensor(self.file.keys()[0])
+        return source[:2]

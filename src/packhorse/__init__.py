@@ -18,6 +18,7 @@ from packhorse.errors import (
     TruncationError,
 )
 from packhorse.frame import Frame, Plan
+from packhorse.late_import import import_late
 from packhorse.layout import Level
 
 if TYPE_CHECKING:
@@ -76,11 +77,8 @@ def open_file(
         >>> with packhorse.open_file("model.ph.safetensors", framework="pt") as f:  # doctest: +SKIP
         ...     rows = f.get_slice("layers.0.weight")[128:256]
     """
-    from packhorse.arguments import resolve_framework
-
-    adapter = resolve_framework(framework)
-    from packhorse.disk.packed_file import PackedFile
-
-    return PackedFile(
+    adapter = import_late("packhorse.arguments").resolve_framework(framework)
+    file: PackedFile = import_late("packhorse.disk.packed_file").PackedFile(
         path, adapter, device=device, threads=threads, max_nbytes=max_nbytes, base=base
     )
+    return file

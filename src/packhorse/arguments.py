@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
+from packhorse.late_import import import_late
 from packhorse.layout import Level
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def resolve_framework(name: str) -> Framework:
     if name not in _FRAMEWORKS:
         known = ", ".join(repr(name) for name in _FRAMEWORKS)
         raise ValueError(f"framework is {name!r}; it must be one of {known}")
-    framework: Framework = import_module(_FRAMEWORKS[name]).FRAMEWORK
+    framework: Framework = import_late(_FRAMEWORKS[name]).FRAMEWORK
     return framework
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from packhorse.arguments import resolve_threads
@@ -22,6 +21,7 @@ from packhorse.disk.packed_file import PackedFile, load_with_metadata
 from packhorse.disk.state_file import base_by_name, lay_out_state, rebuild_state
 from packhorse.errors import CompatibilityError, CorruptionError, MissingBackendError
 from packhorse.frame import Frame, compress_buffer
+from packhorse.late_import import import_late
 from packhorse.layout import Level
 from packhorse.many import call_for_each, read_frames
 
@@ -208,7 +208,7 @@ class TorchFramework:
         if not frames or not self.decodes_on(device):
             return [None] * len(frames)
         try:
-            decode: Any = import_module("packhorse.device.uploads").decode_frames
+            decode: Any = import_late("packhorse.device.uploads").decode_frames
         except ImportError:  # Triton is not installed, or not for this system
             return [None] * len(frames)
         return list(decode(frames, torch.device(device), threads=threads))

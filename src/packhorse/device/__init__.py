@@ -6,10 +6,10 @@ operators on its arrays, and `strategy` chooses between the kernels. `frames` an
 frames where they are needed. PyTorch is imported at first use.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from packhorse.errors import MissingBackendError
+from packhorse.late_import import import_late
 
 if TYPE_CHECKING:
     from packhorse.device.ahead import decode_ahead
@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return getattr(import_late(f"{__name__}.{_MODULES[name]}"), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

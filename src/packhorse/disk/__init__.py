@@ -6,7 +6,6 @@
 `torch.distributed.checkpoint`; as the only part that needs PyTorch it is imported at first use.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from packhorse.disk.container import (
@@ -37,6 +36,7 @@ from packhorse.disk.snapshots import (
     model_files,
 )
 from packhorse.disk.verify import verify_file
+from packhorse.late_import import import_late
 
 if TYPE_CHECKING:
     from packhorse.disk.dcp import PackhorseReader, PackhorseWriter
@@ -76,5 +76,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("PackhorseReader", "PackhorseWriter"):
-        return getattr(import_module("packhorse.disk.dcp"), name)
+        return getattr(import_late("packhorse.disk.dcp"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,18 +14,19 @@ may write to them. Of the base's other tensors nothing is read.
 For a device the framework is asked first: it may upload whole tensors packed and decode them there.
 
 Threads may read from one `PackedFile` at once: what is held is only ever replaced as a whole.
+What is pickled, as for a spawned worker of a data loader, are the arguments it was opened with.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from packhorse.arguments import Framework, resolve_threads
+from packhorse.arguments import Framework, resolve_framework, resolve_threads
 from packhorse.disk.base_files import BaseLike, Bases, Lender, open_bases
 from packhorse.disk.frames import open_frame
 from packhorse.disk.header import (
@@ -223,6 +224,8 @@ class PackedFile:
     """A packed file, open for reading; `packhorse.open_file` makes one.
 
     Use it in a `with` statement, or call `close`. What was handed out stays valid after that.
+    Pickled, it is opened anew by its path: it and its slices may go to workers of a data loader,
+    however those are started.
     """
 
     def __init__(
@@ -262,6 +265,9 @@ class PackedFile:
             header = read_file_header(file, label)
             self._mapping = mmap.mmap(file.fileno(), header.file_nbytes, access=mmap.ACCESS_READ)
         view = memoryview(self._mapping)
+        self._arguments = (
+            os.path.abspath(label), framework.name, device, threads, max_nbytes, _findable(base)
+        )  # fmt: skip
         self._stack = ExitStack()
         try:
             bases = self._stack.enter_context(open_bases(base))
@@ -399,10 +405,39 @@ class PackedFile:
     def __len__(self) -> int:
         return len(self._table.packed.frames)
 
+    def __reduce__(self) -> tuple[Callable[..., PackedFile], tuple[Any, ...]]:
+        label, base = self._table.label, self._arguments[-1]
+        if isinstance(base, Bases):
+            raise TypeError(
+                f"{label}: was opened with a base that is open here alone; to pickle it, open it "
+                "with base= the path of that base"
+            )
+        return _reopen, self._arguments
+
     def __repr__(self) -> str:
         if self._open is None:
             return "<PackedFile, closed>"
         return f"<PackedFile {self._open.label!r}, {len(self)} tensors>"
+
+
+def _findable(base: BaseLike | None) -> BaseLike | None:
+    """A base as it is found from another working folder."""
+    return os.path.abspath(base) if isinstance(base, str | os.PathLike) else base
+
+
+def _reopen(
+    path: str,
+    framework: str,
+    device: Any,
+    threads: int | None,
+    max_nbytes: int | None,
+    base: BaseLike | None,
+) -> PackedFile:
+    """Open in another process what was pickled in one."""
+    return PackedFile(
+        path, resolve_framework(framework), device=device, threads=threads, max_nbytes=max_nbytes,
+        base=base,
+    )  # fmt: skip
 
 
 class PackedSlice:

@@ -13,7 +13,6 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from packhorse.codecs.base import ByteArray
 from packhorse.disk.atomic import OutputFile
 from packhorse.disk.storage import LocalStorage, Object, Storage, check_region
 from packhorse.errors import CorruptionError, MissingBackendError, TruncationError
+from packhorse.late_import import import_late
 
 __all__ = ["RemoteStorage", "open_remote"]
 
@@ -39,8 +39,8 @@ def open_remote(url: str, options: dict[str, Any]) -> Storage:
         ImportError, ValueError: it does not know the protocol, or not without another package.
     """
     try:
-        core: Any = import_module("fsspec.core")
-        local: Any = import_module("fsspec.implementations.local")
+        core: Any = import_late("fsspec.core")
+        local: Any = import_late("fsspec.implementations.local")
     except ModuleNotFoundError as error:
         raise MissingBackendError(
             f"{url}: needs fsspec; install it with: pip install 'packhorse[remote]'"

@@ -25,6 +25,7 @@ import numpy as np
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.atomic import OutputFile, atomic_file, is_temporary, sync_folder
 from packhorse.errors import CorruptionError, TruncationError
+from packhorse.late_import import import_late
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -170,9 +171,8 @@ def open_storage(url: str | os.PathLike[str], options: Mapping[str, Any] | None 
         return LocalStorage(_path_of(text))
     if "://" not in text:
         return LocalStorage(text)
-    from packhorse.disk.remote import open_remote
-
-    return open_remote(text, dict(options or {}))
+    storage: Storage = import_late("packhorse.disk.remote").open_remote(text, dict(options or {}))
+    return storage
 
 
 def _path_of(url: str) -> str:

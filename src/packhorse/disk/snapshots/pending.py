@@ -1,9 +1,17 @@
-"""A snapshot that is being written in the background, and who has heard of its failure."""
+"""A snapshot that is being written in the background, and who has heard of its failure.
+
+A failure is told by the future, or by the next call of the store. One that nobody was told of
+before the program ends is told by a warning then, and makes the exit code 1 instead of 0.
+"""
 
 from __future__ import annotations
 
+import atexit
+import os
+import warnings
 from concurrent.futures import Future
 
+from packhorse._core import fail_at_exit
 from packhorse.disk.snapshots.results import SnapshotInfo
 
 __all__ = ["Pending", "ToldFuture"]
@@ -32,15 +40,23 @@ class ToldFuture(Future[SnapshotInfo]):
 class Pending:
     """A snapshot that is being written, and the future that the caller has."""
 
-    def __init__(self, future: Future[SnapshotInfo]) -> None:
+    def __init__(self, future: Future[SnapshotInfo], label: str) -> None:
+        """Args:
+        future: of the thread that writes.
+        label: what messages call the snapshot.
+        """
         self._future = future
+        self._label = label
+        self._pid = os.getpid()
         self.told = ToldFuture()
         self.told.set_running_or_notify_cancel()
+        _watch(self)
         future.add_done_callback(self._tell)
 
     def _tell(self, future: Future[SnapshotInfo]) -> None:
         error = future.exception()
         if error is None:
+            self.forget()
             self.told.set_result(future.result())
         else:
             self.told.set_exception(error)
@@ -53,8 +69,49 @@ class Pending:
         """Wait until it is on the disk, or has failed."""
         self._future.exception()
 
+    def forget(self) -> None:
+        """The caller knows what became of it."""
+        _unheard.discard(self)
+
     def raise_unseen(self) -> None:
         """Raise the error of a snapshot that is done, if the caller has not seen it."""
+        self.forget()
         error = self._future.exception()
         if error is not None and not self.told.was_asked:
             raise error
+
+    def warn_unseen(self) -> bool:
+        """Warn of an error that the caller has not seen; False if there is none. In a forked child
+        there is none: what its parent writes is not its own."""
+        if self._pid != os.getpid() or not self.is_done() or self.told.was_asked:
+            return False
+        error = self._future.exception()
+        if error is None:
+            return False
+        warnings.warn(
+            f"{self._label} was not taken, and its future was never asked: "
+            f"{type(error).__name__}: {error}; ask the future, or close the store",
+            RuntimeWarning,
+            stacklevel=1,
+        )
+        return True
+
+
+# Those that are being written, and those that failed and whose error nobody has raised.
+_unheard: set[Pending] = set()
+_is_watching = False
+
+
+def _watch(pending: Pending) -> None:
+    """Look at a snapshot once more when the program ends."""
+    global _is_watching
+    _unheard.add(pending)
+    if not _is_watching:
+        _is_watching = True
+        atexit.register(_warn_at_exit)
+
+
+def _warn_at_exit() -> None:
+    """By now the threads that write have ended."""
+    if any([pending.warn_unseen() for pending in _unheard]):
+        fail_at_exit()

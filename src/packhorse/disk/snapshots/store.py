@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,7 +56,7 @@ class SnapshotStore:
 
     One writer at a time, any number of readers, who need no lock. Whatever ends a writer, every
     snapshot that was reported as taken can be restored bit for bit. Threads may share a store; what
-    they write goes in one after the other.
+    they write goes in one after the other. Pickled, a store is its place and its options.
 
     Example:
         >>> store = SnapshotStore("runs/7")  # doctest: +SKIP
@@ -103,6 +103,11 @@ class SnapshotStore:
         )
         self._staging_nbytes = staging_nbytes
         self._storage = open_storage(url, storage_options)
+        self._arguments = {
+            "url": url if "://" in os.fspath(url) else os.path.abspath(url), "level": level,
+            "threads": threads, "max_chain": max_chain, "staging_nbytes": staging_nbytes,
+            "cache_nbytes": cache_nbytes, "storage_options": storage_options,
+        }  # fmt: skip
         self._catalog = Catalog(self._storage)
         self._writer = Writer(self._storage, self._catalog)
         self._begin()
@@ -200,7 +205,8 @@ class SnapshotStore:
         """Copy a state and write it in the background: the state may change when this returns.
 
         One snapshot is written at a time: the call waits for the one before. An error is raised by
-        the future; one that nobody has asked it for is raised by the next call of the store.
+        the future; one that nobody has asked it for is raised by the next call of the store. If the
+        program ends before that, it ends with a warning and, under glibc, with exit code 1.
 
         Args:
             name: as for `take`, and so are all others.
@@ -231,7 +237,8 @@ class SnapshotStore:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="packhorse-snapshots")
             try:
                 pending = self._pending = Pending(
-                    self._pool.submit(self._take_staged, name, taking, base, values, replace)
+                    self._pool.submit(self._take_staged, name, taking, base, values, replace),
+                    f"{self._storage.label()}: snapshot {name!r}",
                 )
                 for group in groups:
                     for i in group:
@@ -240,6 +247,7 @@ class SnapshotStore:
                 staging.fail(error)
                 if self._pending is not None:
                     self._pending.wait()  # should this be interrupted too, the next call waits
+                    self._pending.forget()
                     self._pending = None
                 raise
             return pending.told
@@ -473,6 +481,9 @@ class SnapshotStore:
                     self._pool.shutdown()
                     self._pool = None
 
+    def __reduce__(self) -> tuple[Callable[..., SnapshotStore], tuple[dict[str, Any]]]:
+        return _reopen, (self._arguments,)
+
     def __enter__(self) -> Self:
         return self
 
@@ -509,6 +520,11 @@ class SnapshotStore:
                     self._settle()
             finally:
                 self._lock.release()
+
+
+def _reopen(arguments: dict[str, Any]) -> SnapshotStore:
+    """In another process, the store that was pickled: the same place and options, nothing else."""
+    return SnapshotStore(**arguments)
 
 
 def _checked_metadata(name: str, metadata: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -1,0 +1,181 @@
+"""Objects that go to other processes, forks at bad moments, and programs that end too early."""
+
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from packed_rows import OpenRows
+from torch.utils.data import DataLoader
+
+import packhorse
+from packhorse import numpy as ph_numpy
+from packhorse import torch as ph_torch
+from packhorse.disk import PackedFile, SnapshotStore
+from packhorse.disk.base_files import open_bases
+from packhorse.numpy import FRAMEWORK
+
+
+def run_script(script: str, *args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+# Objects that are pickled.
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn", "forkserver"])
+def test_what_was_opened_before_goes_to_workers_of_a_data_loader(how: str, tmp_path: Path) -> None:
+    rows = torch.arange(40, dtype=torch.float32).reshape(10, 4)
+    path = tmp_path / "rows.ph.safetensors"
+    ph_torch.save_file({"rows": rows}, path)
+    store = SnapshotStore(tmp_path / "store")
+    store.take("a", {"rows": rows})
+    with packhorse.open_file(path, framework="pt") as file:
+        items = OpenRows(file, "rows", store)
+        loader = DataLoader(items, batch_size=1, num_workers=1, multiprocessing_context=how)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads, from 3.12
+            batches = list(loader)
+    assert [torch.equal(batch[0], rows[:2]) for batch in batches] == [True] * 3
+
+
+def test_a_pickled_file_keeps_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is found from another folder, with its base."""
+    rng = np.random.default_rng(0)
+    old = {"x": rng.standard_normal(50_000).astype(np.float32)}
+    new = {"x": np.nextafter(old["x"], np.float32(9))}
+    ph_numpy.save_file(old, tmp_path / "old.safetensors.ph.safetensors")
+    monkeypatch.chdir(tmp_path)
+    ph_numpy.save_file(new, "new.ph.safetensors", base="old.safetensors.ph.safetensors")
+    with packhorse.open_file(
+        "new.ph.safetensors", "np", max_nbytes=10_000, base="old.safetensors.ph.safetensors"
+    ) as file:
+        data = pickle.dumps(file)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pickle.loads(data) as again:
+        assert np.array_equal(again.get_slice("x")[:2000], new["x"][:2000])
+        with pytest.raises(packhorse.CorruptionError, match="max_nbytes = 10000"):
+            again.get_tensor("x")
+
+
+def test_a_closed_file_is_not_pickled(tmp_path: Path) -> None:
+    path = tmp_path / "x.ph.safetensors"
+    ph_numpy.save_file({"x": np.arange(9)}, path)
+    file = packhorse.open_file(path, framework="np")
+    file.close()
+    with pytest.raises(ValueError, match="closed"):
+        pickle.dumps(file)
+
+
+def test_a_base_that_is_open_here_alone_is_not_pickled(tmp_path: Path) -> None:
+    base, path = tmp_path / "base.ph.safetensors", tmp_path / "x.ph.safetensors"
+    ph_numpy.save_file({"x": np.arange(9)}, base)
+    ph_numpy.save_file({"x": np.arange(9)}, path)
+    with (
+        open_bases(base) as bases,
+        PackedFile(path, FRAMEWORK, base=bases) as file,
+        pytest.raises(TypeError, match="base= the path of that base"),
+    ):
+        pickle.dumps(file)
+
+
+def test_a_pickled_store_keeps_its_place_and_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = SnapshotStore("store", level="fast", max_chain=3, cache_nbytes=1 << 20)
+    store.take("a", {"x": np.arange(9)})
+    data = pickle.dumps(store)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = pickle.loads(data)
+    assert again.names() == ["a"]
+    assert again.__reduce__()[1] == store.__reduce__()[1]
+    again.take("b", {"x": np.arange(8)})
+    assert store.names() == ["a", "b"]
+
+
+# Forks.
+
+# What a thread uses for the first time is imported then. The child must not wait for that import,
+# which nobody ends there.
+FORK = """
+import faulthandler, os, sys, threading, time, warnings
+import packhorse
+from packhorse.disk import SnapshotStore
+
+warnings.simplefilter("ignore")
+what, folder, delay = sys.argv[1], sys.argv[2], float(sys.argv[3])
+
+def use():
+    if what == "store":
+        return SnapshotStore(folder + "/store").restore("a")
+    with packhorse.open_file(folder + "/x.ph.safetensors", framework="np") as file:
+        return file.get_tensor("x")
+
+threading.Thread(target=use).start()
+time.sleep(delay)
+child = os.fork()
+if child == 0:
+    faulthandler.dump_traceback_later(10, exit=True)
+    use()
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("delay", [0, 0.001, 0.003])
+@pytest.mark.parametrize("what", ["store", "file"])
+def test_a_fork_while_a_thread_imports_what_it_needs(
+    what: str, delay: float, tmp_path: Path
+) -> None:
+    SnapshotStore(tmp_path / "store").take("a", {"x": np.arange(9)})
+    ph_numpy.save_file({"x": np.arange(9)}, tmp_path / "x.ph.safetensors")
+    ended = run_script(FORK, what, tmp_path, delay)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+# The end of a program.
+
+LATE = """
+import sys
+import numpy as np
+from packhorse.disk import SnapshotStore
+
+folder, how, code = sys.argv[1:]
+store = SnapshotStore(folder)
+store.take("a", {"x": np.arange(5)})
+future = store.take_async("a" if how != "good" else "b", {"x": np.arange(5)})
+if how == "asked":
+    print(type(future.exception(60)).__name__)
+elif how == "closed":
+    try:
+        store.close()
+    except FileExistsError:
+        print("FileExistsError")
+sys.exit(int(code))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_failure_in_the_background_that_nobody_saw_is_told_as_the_program_ends(
+    code: int, tmp_path: Path
+) -> None:
+    ended = run_script(LATE, tmp_path, "unasked", code)
+    assert ended.returncode == (code or 1)
+    assert "RuntimeWarning" in ended.stderr
+    assert "snapshot 'a' was not taken, and its future was never asked" in ended.stderr
+    assert "FileExistsError" in ended.stderr
+
+
+@pytest.mark.parametrize("how", ["asked", "closed", "good"])
+def test_a_program_whose_snapshots_are_well_or_told_ends_in_peace(how: str, tmp_path: Path) -> None:
+    ended = run_script(LATE, tmp_path, how, 0)
+    told = "" if how == "good" else "FileExistsError\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, told, "")
