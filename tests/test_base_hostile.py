@@ -2,6 +2,7 @@
 documented error, which names file, tensor and base; and nothing is left behind."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -362,10 +363,13 @@ def test_what_a_file_calls_its_base_is_never_opened_and_never_refused(tmp_path, 
     assert (tmp_path / "back").read_bytes() == original
     assert decode_file(data, base=base) == original
     opened: list[str] = []
-    monkeypatch.setattr("os.open", lambda path, *args: opened.append(str(path)))
+    real = os.open
+    monkeypatch.setattr(
+        "os.open", lambda path, *args: opened.append(str(path)) or real(path, *args)
+    )
     with pytest.raises(BaseMismatchError) as told:
         packhorse.numpy.load_file(tmp_path / "p")
-    assert not opened
+    assert opened == [str(tmp_path / "p")]
     assert len(str(told.value)) < 1000 + len(str(tmp_path))
     with PackedFile(tmp_path / "p", NUMPY) as file:
         assert file.base_name == (name if isinstance(name, str) else None)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from packhorse.arguments import to_array
+from packhorse.disk.opening import open_regular
 from packhorse.disk.snapshots import SnapshotStore
 from packhorse.errors import CorruptionError, MissingBackendError
 
@@ -428,7 +429,8 @@ def _packed_shards(folder: Path) -> tuple[list[Path], list[str]]:
     index = folder / f"model{INDEX_SUFFIX}"
     names, promised = {f"model{FILE_SUFFIX}"}, []
     if index.exists():
-        document = parse_json(index.read_bytes(), label=str(index))
+        with open_regular(index) as file:
+            document = parse_json(file.read(), label=str(index))
         files = weight_map(document, str(index))
         names, promised = set(files.values()), list(files)
         if not names:

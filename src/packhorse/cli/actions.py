@@ -148,6 +148,8 @@ def verify(
 
 def bench(path: Path, base: Path | None, settings: Settings, watch: Watch) -> BenchedFile:
     """Time the codecs on a file's tensors, in memory."""
+    if path.is_dir():
+        raise UsageError(f"{path}: a folder; name one of its files")
     header = read_header(path)
     if is_packed(header):
         raise UsageError(f"{path}: packed; bench takes the original: unpack it first")

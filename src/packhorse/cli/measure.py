@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from packhorse.cli.rows import BenchRow, gb_per_s, ratio
 from packhorse.disk.base_files import BaseTensor, open_bases
 from packhorse.disk.header import TensorEntry, read_header
+from packhorse.disk.opening import open_regular
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
 
 __all__ = ["Settings", "bench_file"]
@@ -108,7 +109,7 @@ def _measure(
     src, dst = np.zeros(largest, np.uint8), np.zeros(largest, np.uint8)
     frames = (max_frame_nbytes(entry.dtype, entry.shape) for entry in header.entries)
     out = np.zeros(max(frames, default=0), np.uint8)
-    with path.open("rb") as file, open_bases(base) as opened:
+    with open_regular(path) as file, open_bases(base) as opened:
         bases = opened.for_packing(header.entries, path, path.name) if opened else {}
         for entry in header.entries:
             data = src[: entry.nbytes]

@@ -15,8 +15,10 @@ from packhorse.cli.failures import UsageError
 from packhorse.cli.jobs import check_source
 from packhorse.cli.rows import TunedBucket, TunedMatrix
 from packhorse.codecs.weights import WeightArrays
+from packhorse.disk.folder_index import PLAIN_SUFFIX
 from packhorse.disk.header import FileHeader, read_header
 from packhorse.disk.packed_header import is_packed, parse_packed_header
+from packhorse.disk.walk import walk
 from packhorse.errors import MissingBackendError
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WEIGHT_FORMATS
 
@@ -93,7 +95,10 @@ def _parse_shape(text: str) -> tuple[int, int]:
 def _matrices(source: Path) -> list[tuple[int, int]]:
     """Shapes of the BF16 weights of linear layers, packed or not: all matrices called weight but
     for embeddings; of an embedding if there is no output layer, as it then serves for one."""
-    paths = sorted(source.rglob("*.safetensors")) if source.is_dir() else [source]
+    paths = [source]
+    if source.is_dir():
+        files = [path for path in walk(source) if path.is_file()]
+        paths = [path for path in files if path.name.endswith(PLAIN_SUFFIX)]
     weights, embeddings, has_head = [], [], False
     for path in paths:
         for entry in _original(path).entries:

@@ -28,6 +28,7 @@ from packhorse.disk.folder_index import PLAIN_SUFFIX, plain_name
 from packhorse.disk.frames import map_region, open_frame
 from packhorse.disk.header import TensorEntry
 from packhorse.disk.model_file import ModelFile
+from packhorse.disk.opening import open_regular
 from packhorse.disk.packed_header import PackedHeader
 from packhorse.disk.strict_json import shown
 from packhorse.errors import BaseMismatchError, blaming
@@ -373,13 +374,13 @@ def _files_in(folder: Path) -> list[Path]:
         return []
     files = [path for path in folder.iterdir() if path.name.endswith(PLAIN_SUFFIX)]
     return sorted(
-        (path for path in files if path.is_file()),
+        (path for path in files if not path.is_dir()),
         key=lambda path: (plain_name(path.name) != path.name, path.name),
     )
 
 
 def _open_files(paths: Sequence[Path], hint: str, label: str, stack: ExitStack) -> Bases:
-    files = [ModelFile(stack.enter_context(path.open("rb")), path) for path in paths]
+    files = [ModelFile(stack.enter_context(open_regular(path)), path) for path in paths]
     places: dict[str, list[tuple[ModelFile, TensorEntry]]] = {}
     for file in files:
         for entry in file.original.entries:

@@ -39,6 +39,7 @@ from packhorse.disk.base_files import (
 from packhorse.disk.folder_index import plain_name
 from packhorse.disk.frames import Window, map_region, open_frame
 from packhorse.disk.header import FileHeader, TensorEntry, build_header, read_file_header
+from packhorse.disk.opening import open_regular
 from packhorse.disk.packed_header import (
     PackedHeader,
     PrefixWriter,
@@ -102,7 +103,7 @@ def logical_nbytes(src: str | os.PathLike[str]) -> int:
         PackhorseError, OSError: the header cannot be read.
     """
     path = Path(src)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         header = read_file_header(file, str(path))
     if not is_packed(header):
         return header.data_nbytes
@@ -145,7 +146,7 @@ def pack_file(
     """
     path = Path(src)
     _refuse_pickle(path)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         header = _plain_header(file, path)
         buffers = _map_tensors(file, header)
         return write_packed(
@@ -327,7 +328,7 @@ def plan_file(
     path = Path(src)
     _refuse_pickle(path)
     coder = _Coder(resolve_level(level), resolve_threads(None), _ignore)
-    with path.open("rb") as file, open_bases(base) as bases:
+    with open_regular(path) as file, open_bases(base) as bases:
         header = _plain_header(file, path)
         coder = coder if bases is None else coder.against(bases, header, path)
         pairs = zip(header.entries, _map_tensors(file, header), strict=True)
@@ -367,7 +368,7 @@ def unpack_file(
     """
     path, target = Path(src), Path(dst)
     coder = _Coder(Level.DEFAULT, resolve_threads(threads), progress or _ignore)
-    with path.open("rb") as file, open_bases(base) as bases:
+    with open_regular(path) as file, open_bases(base) as bases:
         packed = parse_packed_header(read_file_header(file, str(path)), label=str(path))
         packed.check_limit(max_nbytes, str(path))
         if bases is not None:
@@ -402,7 +403,7 @@ def check_bases(src: str | os.PathLike[str], base: BaseLike | None) -> None:
             `unpack_file`.
     """
     path = Path(src)
-    with path.open("rb") as file, open_bases(base) as bases:
+    with open_regular(path) as file, open_bases(base) as bases:
         packed = parse_packed_header(read_file_header(file, str(path)), label=str(path))
         _find_bases(file, packed, Lender(bases, packed.base_name))
 

@@ -3,7 +3,9 @@
 Each `X.safetensors` becomes `X.ph.safetensors`; each `*.safetensors.index.json` is rewritten to
 name the packed shards, and records its own original text; everything else is copied, in subfolders
 too. Links are followed, because a download cache is a folder of links: the output has files in
-their place. Unpacking turns all of that around, so the original folder comes back byte for byte.
+their place. A link to a folder that stands elsewhere in the tree too is one in the output, so that
+each folder is packed once (`walk.py`). Unpacking turns all of that around, so the original folder
+comes back byte for byte.
 
 A base may be such a folder too: tensors in a subfolder are packed against those in the subfolder of
 the same name, in whatever shards they are there.
@@ -13,8 +15,9 @@ temporary name beside its destination and renamed at the end, so there is a whol
 work that was cut short leaves nothing and starts anew.
 """
 
+import errno
 import os
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Sized
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -43,10 +46,12 @@ from packhorse.disk.folder_index import (
     weight_map,
 )
 from packhorse.disk.header import read_header
+from packhorse.disk.opening import open_regular
 from packhorse.disk.packed_header import is_packed
 from packhorse.disk.results import FileResult, FolderResult, Problem, Progress, TensorPlan
-from packhorse.disk.strict_json import parse_json
+from packhorse.disk.strict_json import parse_json, shortened
 from packhorse.disk.verify import verify_file
+from packhorse.disk.walk import walk
 from packhorse.errors import CorruptionError, PackhorseError
 from packhorse.layout import FILE_SUFFIX, MAX_FILE_HEADER_NBYTES, Level
 
@@ -60,7 +65,6 @@ __all__ = [
 ]
 
 _COPY_NBYTES = 1 << 24
-_MAX_DEPTH = 100  # folders in folders; far from where walking or removing them exhausts the stack
 
 
 class _Kind(Enum):
@@ -68,6 +72,7 @@ class _Kind(Enum):
     INDEX = "an index, to be rewritten"
     OTHER = "anything else, to be copied"
     FOLDER = "a folder, to be made"
+    LINK = "a link to a folder that stands elsewhere in the tree, to be made again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ class _Item:
         output: where it goes, relative to the output folder.
         kind: what it is.
         nbytes: what it counts for progress: logical bytes of a model file, else its size.
-        text: an index's new text.
+        text: an index's new text, or where a link leads.
     """
 
     source: Path
@@ -246,7 +251,7 @@ def verify_folder(
     models = set(packed_files(source))
     problems: list[Problem] = []
     with open_parts(base) as part:
-        for path in _walk(source):
+        for path in walk(source):
             if path.is_dir():
                 continue
             if path in models:
@@ -273,9 +278,7 @@ def packed_files(src: str | os.PathLike[str]) -> list[Path]:
         ValueError: there is none.
         OSError: the folder cannot be read.
     """
-    files = [
-        path for path in _walk(Path(src)) if path.name.endswith(FILE_SUFFIX) and path.is_file()
-    ]
+    files = [path for path in walk(Path(src)) if path.name.endswith(FILE_SUFFIX) and path.is_file()]
     _require(files, Path(src), FILE_SUFFIX)
     return files
 
@@ -294,7 +297,7 @@ def folder_logical_nbytes(src: str | os.PathLike[str]) -> int:
         OSError: the folder cannot be read.
     """
     total = 0
-    for path in _walk(Path(src)):
+    for path in walk(Path(src)):
         if path.name.endswith(PLAIN_SUFFIX) and path.is_file():
             with suppress(PackhorseError, ValueError):
                 total += logical_nbytes(path)
@@ -304,7 +307,9 @@ def folder_logical_nbytes(src: str | os.PathLike[str]) -> int:
 
 
 def _items_to_pack(source: Path) -> list[_Item]:
-    items = [_item_to_pack(path, path.relative_to(source)) for path in _walk(source)]
+    links: dict[Path, Path] = {}
+    items = [_item_to_pack(path, path.relative_to(source)) for path in walk(source, links)]
+    items += _links(links, source)
     models = [item for item in items if item.kind is _Kind.MODEL]
     pickles = [item.source for item in items if item.source.suffix.lower() in PICKLE_SUFFIXES]
     if pickles and not models:
@@ -332,7 +337,9 @@ def _item_to_pack(path: Path, relative: Path) -> _Item:
 
 
 def _items_to_unpack(source: Path) -> list[_Item]:
-    items = [_item_to_unpack(path, path.relative_to(source)) for path in _walk(source)]
+    links: dict[Path, Path] = {}
+    items = [_item_to_unpack(path, path.relative_to(source)) for path in walk(source, links)]
+    items += _links(links, source)
     _require([item for item in items if item.kind is _Kind.MODEL], source, FILE_SUFFIX)
     taken: dict[Path, Path] = {}
     for item in items:
@@ -340,6 +347,16 @@ def _items_to_unpack(source: Path) -> list[_Item]:
         if other is not item.source:
             raise ValueError(f"{other} and {item.source} would both unpack to {item.output}")
     return items
+
+
+def _links(links: dict[Path, Path], source: Path) -> list[_Item]:
+    """Links to folders that stand elsewhere in the tree: the output has them too."""
+    return [
+        _Item(path, path.relative_to(source), _Kind.LINK, text=os.fsencode(
+            os.path.relpath(place, path.parent)
+        ))
+        for path, place in links.items()
+    ]  # fmt: skip
 
 
 def _check_limit(items: list[_Item], max_nbytes: int | None, source: Path) -> None:
@@ -397,24 +414,6 @@ def _require(models: Sized, source: Path, suffix: str) -> None:
         )
 
 
-def _walk(folder: Path, above: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
-    """Everything below a folder, links followed, each folder before what is in it."""
-    status = folder.stat()
-    identity = (status.st_dev, status.st_ino)
-    if identity in above:
-        raise ValueError(f"{folder}: a link to a folder that it lies in; take it away")
-    if len(above) > _MAX_DEPTH:
-        raise ValueError(f"{folder}: folders lie more than {_MAX_DEPTH} deep in each other")
-    for path in sorted(folder.iterdir()):
-        if not path.exists():
-            raise FileNotFoundError(f"{path}: a link to nothing; get the model again")
-        if not path.is_dir() and not path.is_file():
-            raise ValueError(f"{path}: neither a file nor a folder; take it away")
-        yield path
-        if path.is_dir():
-            yield from _walk(path, (*above, identity))
-
-
 def _build(
     source: Path,
     destination: Path,
@@ -434,6 +433,8 @@ def _build(
                 results.append(replace(result, output=destination / item.output))
             elif item.kind is _Kind.FOLDER:
                 target.mkdir()
+            elif item.kind is _Kind.LINK:
+                target.symlink_to(os.fsdecode(item.text))
             else:
                 _copy(item, target, progress)
     return _sum(source, destination, items, results)
@@ -455,7 +456,7 @@ def _copy(item: _Item, target: Path, progress: Progress | None) -> None:
         if item.kind is _Kind.INDEX:
             output.write(item.text)
         else:
-            with item.source.open("rb") as file:
+            with open_regular(item.source) as file:
                 while piece := file.read(_COPY_NBYTES):
                     output.write(piece)
     os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -497,12 +498,14 @@ def _verify_model(
 
 
 def _read_index(path: Path) -> bytes:
-    nbytes = path.stat().st_size
-    if nbytes > MAX_FILE_HEADER_NBYTES:
-        raise CorruptionError(
-            f"{path}: an index of {nbytes} bytes, and at most {MAX_FILE_HEADER_NBYTES} are allowed"
-        )
-    return path.read_bytes()
+    with open_regular(path) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > MAX_FILE_HEADER_NBYTES:
+            found = f"an index of {nbytes} bytes"
+            raise CorruptionError(
+                f"{path}: {found}, and at most {MAX_FILE_HEADER_NBYTES} are allowed"
+            )
+        return file.read(nbytes)
 
 
 def _verify_index(path: Path) -> list[Problem]:
@@ -514,8 +517,22 @@ def _verify_index(path: Path) -> list[Problem]:
         files = weight_map(parse_json(text, label=str(path)), str(path))
     except PackhorseError as error:
         return [Problem(path, None, None, str(error))]
-    missing = [file for file in sorted(set(files.values())) if not (path.parent / file).is_file()]
+    missing = [file for file in sorted(set(files.values())) if not _is_in(path.parent, file)]
     return [
-        Problem(path, None, None, f"{path}: names {file}, which is not in the folder")
+        Problem(path, None, None, f"{path}: names {shortened(file)}, which is not in the folder")
         for file in missing
     ]
+
+
+def _is_in(folder: Path, name: str) -> bool:
+    """Whether a name of an index is that of a file in its folder or below."""
+    if name.startswith("/") or ".." in name.split("/"):
+        return False
+    try:
+        return (folder / name).is_file()
+    except ValueError:  # a NUL, or half a surrogate pair, which no file system holds
+        return False
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return False
+        raise

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from packhorse.disk.opening import open_regular
 from packhorse.disk.strict_json import check_text, json_kind, parse_json, shown
 from packhorse.errors import CompatibilityError, CorruptionError, TruncationError
 from packhorse.layout import DTYPE_BY_NAME, MAX_BITS, MAX_DIMS, MAX_FILE_HEADER_NBYTES
@@ -143,7 +144,7 @@ def read_header(path: str | os.PathLike[str]) -> FileHeader:
         CompatibilityError: a dtype or a number of dimensions that this release does not know.
         OSError: the file cannot be read.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return read_file_header(file, os.fspath(path))
 
 

@@ -36,6 +36,7 @@ from packhorse.disk.header import (
     read_file_header,
     tensor_nbytes,
 )
+from packhorse.disk.opening import open_regular
 from packhorse.disk.packed_header import parse_packed_header
 from packhorse.disk.slices import Box, cut_index
 from packhorse.disk.strict_json import shown
@@ -261,7 +262,7 @@ class PackedFile:
                 f"device {str(device)!r} needs framework 'pt'; {framework.name!r} knows 'cpu' only"
             )
         label = os.fspath(path)
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             header = read_file_header(file, label)
             self._mapping = mmap.mmap(file.fileno(), header.file_nbytes, access=mmap.ACCESS_READ)
         view = memoryview(self._mapping)

@@ -15,6 +15,7 @@ from packhorse.arguments import resolve_threads
 from packhorse.disk.base_files import BaseLike, Lender, open_bases
 from packhorse.disk.frames import Window, check_frame, map_region
 from packhorse.disk.header import FileHeader, TensorEntry, read_file_header
+from packhorse.disk.opening import open_regular
 from packhorse.disk.packed_header import parse_packed_header
 from packhorse.disk.results import Problem, Progress
 from packhorse.disk.strict_json import has_capital_escape, shortened
@@ -59,7 +60,7 @@ def verify_file(
     """
     path = Path(src)
     n_threads = resolve_threads(threads)
-    with path.open("rb") as file, open_bases(base) as bases:
+    with open_regular(path) as file, open_bases(base) as bases:
         try:
             header = read_file_header(file, str(path))
         except PackhorseError as error:

@@ -17,6 +17,7 @@ from packhorse.disk.container import PICKLE_SUFFIXES, pickle_advice
 from packhorse.disk.folder_index import PLAIN_SUFFIX
 from packhorse.disk.header import TensorEntry
 from packhorse.disk.model_file import ModelFile
+from packhorse.disk.opening import open_regular
 from packhorse.disk.snapshots.casts import find_casts, packing_order
 from packhorse.disk.snapshots.take import Spec, State
 from packhorse.disk.strict_json import shortened
@@ -47,7 +48,7 @@ def model_files(source: str | os.PathLike[str]) -> list[Path]:
     if not path.is_dir():
         _refuse_pickles([path])
         return [path]
-    files = sorted(item for item in path.iterdir() if item.is_file())
+    files = sorted(item for item in path.iterdir() if not item.is_dir())
     models = [file for file in files if file.name.endswith(PLAIN_SUFFIX)]
     if not models:
         _refuse_pickles(files)
@@ -75,7 +76,7 @@ def open_sources(files: Sequence[Path], threads: int) -> Iterator[FileState]:
         OSError: one cannot be read.
     """
     with ExitStack() as stack:
-        opened = [ModelFile(stack.enter_context(path.open("rb")), path) for path in files]
+        opened = [ModelFile(stack.enter_context(open_regular(path)), path) for path in files]
         places = [(file, entry) for file in opened for entry in file.original.entries]
         _refuse_same_names(places)
         specs = [Spec(entry.name, entry.dtype, entry.shape) for _, entry in places]
