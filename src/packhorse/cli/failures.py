@@ -51,6 +51,8 @@ _REMEDIES = {
     errno.EROFS: "write elsewhere with -o",
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "check the path",
+    errno.ENOMEM: "use a machine with more memory",
+    errno.ENFILE: "close what else runs here",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
 

@@ -5,6 +5,8 @@ declares its content size, so that a decoder knows what it will get before it al
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import zstandard
 
@@ -13,7 +15,13 @@ from packhorse.codecs.base import ByteArray, as_bytes
 from packhorse.errors import CorruptionError
 from packhorse.layout import Level
 
-__all__ = ["ChunkDecoder", "compress_chunk", "estimate_nbytes", "seeks_long_matches"]
+__all__ = [
+    "ChunkDecoder",
+    "compress_chunk",
+    "estimate_nbytes",
+    "memory_is_told",
+    "seeks_long_matches",
+]
 
 _LEVELS = {Level.FAST: 1, Level.DEFAULT: 3, Level.MAX: 12}
 _MAX_HEADER_NBYTES = 18
@@ -32,6 +40,21 @@ def seeks_long_matches(level: Level, nbytes: int, estimated_nbytes: int) -> bool
     return level == Level.DEFAULT and nbytes < _MAX_LONG_RATIO * estimated_nbytes
 
 
+@contextmanager
+def memory_is_told() -> Iterator[None]:
+    """Raise a lack of memory as such: for the library it is an error like that of bad data.
+
+    Raises:
+        MemoryError: there is too little memory.
+    """
+    try:
+        yield
+    except zstandard.ZstdError as error:
+        if "Allocation error" in str(error):
+            raise MemoryError(f"Zstandard: {error}") from error
+        raise
+
+
 class _Trials(threading.local):
     """Compressors that a thread keeps: to make one takes longer than a trial of a small tensor."""
 
@@ -47,7 +70,8 @@ def estimate_nbytes(piece: ByteArray, level: Level) -> int:
     compressors = _trials.compressors
     if level not in compressors:
         compressors[level] = _compressor(level)
-    return len(compressors[level].compress(memoryview(piece)))
+    with memory_is_told():
+        return len(compressors[level].compress(memoryview(piece)))
 
 
 def _compressor(level: Level) -> zstandard.ZstdCompressor:
@@ -71,7 +95,8 @@ def compress_chunk(chunk: ByteArray, level: Level, *, long_matches: bool = False
         compressor = zstandard.ZstdCompressor(compression_params=parameters)
     else:
         compressor = _compressor(level)
-    return compressor.compress(memoryview(chunk))
+    with memory_is_told():
+        return compressor.compress(memoryview(chunk))
 
 
 class ChunkDecoder:
@@ -91,7 +116,7 @@ class ChunkDecoder:
         try:
             _check_frame(as_bytes(stream), dst.size)
             decompressor = self._idle.pop() if self._idle else zstandard.ZstdDecompressor()
-            with decompressor.stream_reader(memoryview(stream)) as reader:
+            with memory_is_told(), decompressor.stream_reader(memoryview(stream)) as reader:
                 n = reader.readinto(memoryview(dst))
                 # One more byte is asked for, or the end of a frame might not have been looked at.
                 whole = n == dst.size and not reader.read(1)

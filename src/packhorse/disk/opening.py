@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 
-__all__ = ["kind_of", "open_regular"]
+__all__ = ["kind_of", "naming", "open_regular"]
 
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -56,3 +58,14 @@ def _refuse(path: str, status: os.stat_result) -> None:
 def kind_of(status: os.stat_result) -> str:
     """What something is, in words."""
     return next((words for test, words in _KINDS if test(status.st_mode)), "a file")
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Make what the system refuses name a file, where it is asked by a descriptor alone."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = os.fspath(path)
+        raise

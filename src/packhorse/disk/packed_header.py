@@ -22,6 +22,7 @@ from typing import Any
 import zstandard
 
 from packhorse.codecs.content import crc32c
+from packhorse.codecs.zstd import memory_is_told
 from packhorse.disk.header import (
     LENGTH_NBYTES,
     METADATA_KEY,
@@ -156,7 +157,8 @@ def write_record(key: str, text: bytes) -> dict[str, Any]:
         `{"version": ..., key: ..., "crc32c": ...}`.
     """
     compressor = zstandard.ZstdCompressor(level=_RECORD_LEVEL, write_checksum=True)
-    blob = base64.b64encode(compressor.compress(text))
+    with memory_is_told():
+        blob = base64.b64encode(compressor.compress(text))
     return {"version": FILE_VERSION, key: blob.decode("ascii"), RECORD_CRC_KEY: _crc_digits(blob)}
 
 
@@ -219,7 +221,8 @@ def _decompress(data: bytes, text_nbytes: int) -> bytes:
             f"declares {nbytes} bytes, and beside {text_nbytes} bytes of JSON at most "
             f"{RECORD_GROWTH * text_nbytes + RECORD_FREE_NBYTES} are allowed"
         )
-    return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+    with memory_is_told():
+        return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
 
 
 def is_packed(header: FileHeader) -> bool:

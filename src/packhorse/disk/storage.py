@@ -24,6 +24,7 @@ import numpy as np
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.atomic import OutputFile, atomic_file, is_temporary, sync_folder
+from packhorse.disk.opening import naming
 from packhorse.errors import CorruptionError, TruncationError
 from packhorse.late_import import import_late
 
@@ -327,7 +328,7 @@ class _MappedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with _opened(path) as descriptor:
+        with _opened(path) as descriptor, naming(path):
             self.nbytes = os.fstat(descriptor).st_size
             self._view = memoryview(b"")
             if self.nbytes:  # the system maps no empty file

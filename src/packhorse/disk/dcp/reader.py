@@ -475,6 +475,8 @@ def _check_harmless(fqn: str, data: bytes) -> None:
     except MemoryError:
         raise
     except Exception as error:  # what PyTorch raises for bytes that somebody chose is not known
+        if "DefaultCPUAllocator" in str(error):  # its only way to say so
+            raise MemoryError(f"no memory for the value of {shown(fqn)}") from error
         raise CompatibilityError(
             f"{shown(fqn)} is a Python object that PyTorch does not load with weights_only=True, "
             "and loading it may run code: if you trust where the checkpoint comes from, pass "

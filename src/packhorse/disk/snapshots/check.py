@@ -1,7 +1,9 @@
 """Verifying snapshots: every manifest, every pack and every frame that they need.
 
 A chain is decoded from its full frame up and each link's content hash is compared, so one pass over
-the longest chains proves all frames.
+the longest chains proves all frames. A pack that is not there is a fault of the store; what the
+system refuses otherwise (memory, open files, permissions) says nothing about the store, and is
+raised.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ def verify_snapshots(
 
     Raises:
         ValueError: there is no such snapshot.
+        OSError, MemoryError: the system refuses to read it.
     """
     for _ in range(_MAX_TRIES):
         catalog = Catalog(storage)  # that remembers nothing
@@ -73,7 +76,7 @@ def _read(
             return
         except FileNotFoundError:
             continue  # replaced in the meantime
-        except (PackhorseError, OSError) as error:
+        except PackhorseError as error:
             yield SnapshotProblem(file.snapshot, None, storage.label(file.path), str(error))
 
 
@@ -121,7 +124,7 @@ class _Checker:
             self._reader.check_header(pack, frames)
         except PackhorseError as error:
             return str(error)
-        except OSError as error:  # it is not there, or cannot be read
+        except FileNotFoundError as error:
             self._missing.add(pack)
             return str(error)
         return None
@@ -171,7 +174,7 @@ class _Checker:
         frame = frames[k]
         try:
             Chain(self._reader, frame, None).verify(threads, self._scratch)
-        except (PackhorseError, OSError) as error:
+        except (PackhorseError, FileNotFoundError) as error:
             return str(error)
         return None
 

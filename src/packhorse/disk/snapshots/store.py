@@ -415,6 +415,7 @@ class SnapshotStore:
 
         Raises:
             ValueError: there is no such snapshot.
+            OSError, MemoryError: the system refuses to read it.
         """
         self._glance()
         return verify_snapshots(self._storage, name, self._options.threads, progress)
