@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 
+from packhorse.disk import atomic
+from packhorse.disk.rename import rename_new
+
 __all__ = ["Recorder", "Told"]
 
 
@@ -67,6 +70,7 @@ class Recorder:
         with pytest.MonkeyPatch.context() as patch:
             for name in ("open", "close", "pwrite", "fsync", "replace", "unlink", "mkdir", "rmdir"):
                 patch.setattr(os, name, self._wrapped(name, getattr(os, name)))
+            patch.setattr(atomic, "rename_new", self._wrapped("replace", rename_new))
             yield
 
     def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:

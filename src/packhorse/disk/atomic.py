@@ -6,8 +6,9 @@ exception, Ctrl-C, a full disk) removes the temporary file. A folder goes the sa
 under a temporary name, then renamed.
 
 Nothing that exists is overwritten unless the caller says so, and never the input, by whatever link
-it is reached. A killed process can leave a `.packhorse-*.tmp` behind; nothing ever reads it, and it
-may be deleted.
+it is reached. That is asked before any work is done, and holds again in the last step, as another
+process may have been there meanwhile. A killed process can leave a `.packhorse-*.tmp` behind;
+nothing ever reads it, and it may be deleted.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from packhorse.disk.rename import exchange, rename_new
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -38,6 +41,7 @@ _WRITE_NBYTES = (
     1 << 26
 )  # per system call, so that Ctrl-C is answered while a huge tensor is written
 _TEMPORARY = (".packhorse-", ".tmp")
+_IN_THE_WAY = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF, errno.EPERM)
 
 
@@ -108,9 +112,7 @@ def check_output_file(
     if destination.exists() and not destination.is_file():
         raise ValueError(f"{destination}: not a regular file; name another output")
     if not force:
-        raise FileExistsError(
-            f"{destination}: exists already; allow replacing it (force, --force) or name another"
-        )
+        raise _exists(destination)
 
 
 @contextmanager
@@ -148,13 +150,29 @@ def atomic_file(
             output.sync()
         finally:
             os.close(descriptor)
-        with _naming(destination):
-            os.replace(temporary, destination)
+        _commit_file(temporary, destination, force=force)
     except BaseException:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
     sync_folder(destination.parent)
+
+
+def _commit_file(temporary: Path, destination: Path, *, force: bool) -> None:
+    with _naming(destination):
+        if force:
+            os.replace(temporary, destination)
+            return
+        try:
+            rename_new(temporary, destination)
+        except FileExistsError:
+            raise _exists(destination) from None
+
+
+def _exists(destination: Path, what: str = "") -> FileExistsError:
+    return FileExistsError(
+        f"{destination}: exists already{what}; allow replacing it (force, --force) or name another"
+    )
 
 
 @contextmanager
@@ -182,7 +200,7 @@ def atomic_folder(destination: Path, replaceable: Iterable[Path] | None) -> Iter
             yield temporary
         for folder, _, _ in os.walk(temporary):
             sync_folder(Path(folder))
-        _swap(temporary, destination)
+        _commit_folder(temporary, destination, replaceable)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -198,45 +216,65 @@ def _check_folder(destination: Path, replaceable: Iterable[Path] | None) -> None
         return
     if not destination.is_dir() or destination.is_symlink():
         raise FileExistsError(f"{destination}: exists and is not a folder; name another output")
+    _check_replaceable(destination, destination, replaceable)
+
+
+def _check_replaceable(folder: Path, destination: Path, replaceable: Iterable[Path] | None) -> None:
+    """Refuse a folder, which is or was at the destination, for what may not vanish with it."""
     allowed = set(replaceable or ())
-    for folder, _, names in os.walk(destination):
-        for name in names:
-            _check_replaceable(Path(folder, name), destination, replaceable, allowed)
+    for parent, _, names in os.walk(folder):
+        for path in (Path(parent, name).relative_to(folder) for name in names):
+            if replaceable is None:
+                raise _exists(destination, " and is not empty")
+            if path not in allowed:
+                raise FileExistsError(
+                    f"{destination}: holds {path}, which the new folder would not have; move it "
+                    "away or name another output"
+                )
 
 
-def _check_replaceable(
-    path: Path, destination: Path, replaceable: Iterable[Path] | None, allowed: set[Path]
-) -> None:
-    if replaceable is None:
-        raise FileExistsError(
-            f"{destination}: exists already and is not empty; allow replacing it (force, --force) "
-            "or name another"
-        )
-    if path.relative_to(destination) not in allowed:
-        raise FileExistsError(
-            f"{destination}: holds {path.relative_to(destination)}, which the new folder would not "
-            "have; move it away or name another output"
-        )
-
-
-def _swap(temporary: Path, destination: Path) -> None:
-    """Put `temporary` in the place of `destination`, and put the old one back if that fails."""
+def _commit_folder(temporary: Path, destination: Path, replaceable: Iterable[Path] | None) -> None:
     with _naming(destination):
-        if not os.path.lexists(destination) or not any(destination.iterdir()):
-            os.rename(temporary, destination)
-            return
-        old = temporary_beside(destination)
         try:
-            os.rename(destination, old)
-            os.rename(temporary, destination)
-        except BaseException:
-            if old.exists() and not destination.exists():
-                os.rename(old, destination)
-            raise
+            os.rename(temporary, destination)  # replaces an empty folder, and nothing else
+            return
+        except OSError as error:
+            if error.errno not in _IN_THE_WAY:
+                raise
+        if replaceable is None or not destination.is_dir() or destination.is_symlink():
+            _check_folder(destination, replaceable)
+            raise _exists(destination)
+        _swap(temporary, destination, replaceable)
+
+
+def _swap(temporary: Path, destination: Path, replaceable: Iterable[Path]) -> None:
+    """Put `temporary` in the place of `destination`, and the old one back if it has by now what may
+    not vanish."""
+    old = temporary_beside(destination)
+    _put(temporary, destination, old)
+    try:
+        _check_replaceable(old, destination, replaceable)
+    except BaseException:
+        _put(old, destination, temporary)
+        raise
     try:
         shutil.rmtree(old)
     except BaseException:
         shutil.rmtree(old, ignore_errors=True)  # interrupted: once more, and the last time
+        raise
+
+
+def _put(folder: Path, place: Path, old: Path) -> None:
+    """Move a folder to a place, and what was there to `old`; or nothing, if that fails."""
+    if exchange(folder, place):
+        os.rename(folder, old)
+        return
+    os.rename(place, old)
+    try:
+        os.rename(folder, place)
+    except BaseException:
+        if not os.path.lexists(place):
+            os.rename(old, place)
         raise
 
 
@@ -274,7 +312,8 @@ def _naming(destination: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename, error.filename2 = os.fspath(destination), None
+        if error.errno is not None:  # else the message is ours, and names it
+            error.filename, error.filename2 = os.fspath(destination), None
         raise
 
 
