@@ -160,3 +160,25 @@ def test_a_file_system_without_links_leaves_no_claim_behind(tmp_path, monkeypatc
     with pytest.raises(OSError, match="Input/output"), atomic.atomic_file(tmp_path / "out"):
         pass
     assert not os.listdir(tmp_path)
+
+
+def test_threads_pack_small_tensors_side_by_side(tmp_path):
+    """Their mappings come and go beside each other; that once harmed the memory of the process."""
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        write_sample(tmp_path / name / "x.safetensors", ord(name))
+    failures = []
+
+    def work(name: str) -> None:
+        try:
+            for i in range(40):
+                pack_folder(tmp_path / name, tmp_path / f"{name}{i}")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []

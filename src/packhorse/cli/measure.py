@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from packhorse.cli.rows import BenchRow, gb_per_s, ratio
 from packhorse.disk.base_files import BaseTensor, open_bases
-from packhorse.disk.header import TensorEntry, read_header
-from packhorse.disk.opening import open_regular
+from packhorse.disk.header import TensorEntry
+from packhorse.disk.source_file import open_source
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
 
 __all__ = ["Settings", "bench_file"]
@@ -104,19 +104,21 @@ def bench_file(
 def _measure(
     path: Path, base: Path | None, settings: Settings
 ) -> Iterator[tuple[TensorEntry, _Sum]]:
-    header = read_header(path)
-    largest = max((entry.nbytes for entry in header.entries), default=0)
-    src, dst = np.zeros(largest, np.uint8), np.zeros(largest, np.uint8)
-    frames = (max_frame_nbytes(entry.dtype, entry.shape) for entry in header.entries)
-    out = np.zeros(max(frames, default=0), np.uint8)
-    with open_regular(path) as file, open_bases(base) as opened:
+    with open_source(path) as source, open_bases(base) as opened:
+        header = source.header()
+        largest = max((entry.nbytes for entry in header.entries), default=0)
+        src, dst = np.zeros(largest, np.uint8), np.zeros(largest, np.uint8)
+        frames = (max_frame_nbytes(entry.dtype, entry.shape) for entry in header.entries)
+        out = np.zeros(max(frames, default=0), np.uint8)
         bases = opened.for_packing(header.entries, path, path.name) if opened else {}
         for entry in header.entries:
             data = src[: entry.nbytes]
-            file.seek(header.data_offset + entry.start)
-            file.readinto(memoryview(data))
+            data[:] = source.map(header.data_offset + entry.start, entry.nbytes)
             back, against = dst[: entry.nbytes], bases.get(entry.name)
             yield entry, _measure_one(entry, data, back, out, against, settings)
+        source.check()
+        if opened is not None:
+            opened.check_unchanged()
 
 
 def _measure_one(

@@ -18,18 +18,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from packhorse.arguments import framework_of
 from packhorse.codecs.content import content_hash
 from packhorse.disk.folder_index import PLAIN_SUFFIX, plain_name
-from packhorse.disk.frames import map_region, open_frame
+from packhorse.disk.frames import open_frame
 from packhorse.disk.header import TensorEntry
 from packhorse.disk.model_file import ModelFile
-from packhorse.disk.opening import open_regular
 from packhorse.disk.packed_header import PackedHeader
+from packhorse.disk.source_file import SourceFile, open_source
 from packhorse.disk.strict_json import shown
 from packhorse.errors import BaseMismatchError, blaming
 from packhorse.frame import Frame
@@ -63,8 +63,8 @@ class BaseTensor:
         content_hash: where it is known without reading the tensor.
         is_based: whether it cannot be read, as it is packed against a base itself.
         read: the bytes, with so many threads.
-        stamp: what is equal as long as bytes that were read before stay what they are; None if that
-            cannot be told.
+        is_shared: whether others may write to the bytes while they are used.
+        stamp: what moves when a file is written to; None if that cannot be told.
     """
 
     where: str
@@ -74,6 +74,7 @@ class BaseTensor:
     content_hash: bytes | None
     is_based: bool
     read: Callable[[int], Buffer]
+    is_shared: bool
     stamp: Callable[[], object]
 
     def suits(self, dtype: str, shape: Sequence[int]) -> bool:
@@ -101,7 +102,7 @@ class Bases:
         label: str,
         name: str | None,
         find: Callable[[str], Sequence[BaseTensor]],
-        files: Sequence[Path] = (),
+        sources: Sequence[SourceFile] = (),
         *,
         is_empty: bool = False,
     ) -> None:
@@ -109,7 +110,7 @@ class Bases:
         self.name = name
         self.is_empty = is_empty
         self._find = find
-        self._files = files
+        self._sources = sources
 
     def for_packing(
         self, entries: Sequence[TensorEntry], source: Path | None, file_name: str = ""
@@ -126,8 +127,9 @@ class Bases:
             BaseMismatchError: a tensor that would do is packed against a base itself.
             CorruptionError, CompatibilityError: its frame is bad.
         """
-        own = {str(file) for file in self._files if source is not None and file.samefile(source)}
-        if own and len(own) == len(self._files):
+        files = [base.path for base in self._sources]
+        own = {str(file) for file in files if source is not None and file.samefile(source)}
+        if own and len(own) == len(files):
             raise ValueError(f"{source}: the base is the file itself; name the older model")
         chosen = {}
         for entry in entries:
@@ -183,8 +185,17 @@ class Bases:
         Raises:
             ValueError: the output is one of its files.
         """
-        if output.exists() and any(output.samefile(file) for file in self._files):
+        if output.exists() and any(output.samefile(base.path) for base in self._sources):
             raise ValueError(f"{output}: the output is the base itself; name another output")
+
+    def check_unchanged(self) -> None:
+        """See that what is packed against the base can be unpacked with its files.
+
+        Raises:
+            OSError: one of them was changed, replaced or removed since it was opened.
+        """
+        for base in self._sources:
+            base.check()
 
 
 _IS_BASED = "is packed against a base itself; unpack that file first, and take the result"
@@ -203,10 +214,13 @@ class Loan(NamedTuple):
     Attributes:
         data: its bytes; None if the frame needs none.
         content_hash: where it has been compared already.
+        is_shared: whether others may write to them meanwhile. Then what was decoded is right only
+            if its content hash is.
     """
 
     data: Buffer | None = None
     content_hash: bytes | None = None
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +260,8 @@ class Lender:
             name: of the tensor.
             frame: of that tensor.
             threads: how many to use.
-            keep: it will be asked for again: hold its bytes, in the place of those held before.
+            keep: it will be asked for again: hold a copy, in the place of that held before. Its
+                hash holds whatever becomes of the file, whose times do not tell everything.
 
         Raises:
             BaseMismatchError: as `find`; one that the block raises gets the base's file.
@@ -261,9 +276,11 @@ class Lender:
         if data is not None and stamp == known:
             yield Loan(data, frame.base_hash)
             return
-        data = base.read(threads)
+        data, is_shared = base.read(threads), base.is_shared
+        if keep and is_shared:
+            data, is_shared = np.frombuffer(data, np.uint8).copy(), False
         try:
-            yield Loan(data)
+            yield Loan(data, is_shared=is_shared)
             if keep and stamp is not None:  # the block has compared the hash, or would have failed
                 self._kept.clear()
                 self._kept[name] = data, stamp
@@ -293,7 +310,7 @@ class Lender:
         )
 
 
-def based_frames(file: BinaryIO, packed: PackedHeader) -> Iterator[tuple[str, Frame]]:
+def based_frames(source: SourceFile, packed: PackedHeader) -> Iterator[tuple[str, Frame]]:
     """The frames of a packed file that say they have a base, by name, their headers checked.
 
     Raises:
@@ -301,10 +318,11 @@ def based_frames(file: BinaryIO, packed: PackedHeader) -> Iterator[tuple[str, Fr
     """
     for entry in packed.original.entries:
         offset, nbytes = packed.frame_offset(entry.name), packed.frames[entry.name].nbytes
-        flags = os.pread(file.fileno(), 1, offset + CRITICAL_FLAGS_OFFSET)
+        flags = source.read(offset + CRITICAL_FLAGS_OFFSET, 1)
         if flags and flags[0] & FLAG_BASE:
-            with blaming(file.name):
-                yield entry.name, open_frame(map_region(file, offset, nbytes), packed, entry)
+            with blaming(str(source.path)):
+                frame = open_frame(source.map(offset, nbytes), packed, entry)
+            yield entry.name, frame
 
 
 @contextmanager
@@ -380,7 +398,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _open_files(paths: Sequence[Path], hint: str, label: str, stack: ExitStack) -> Bases:
-    files = [ModelFile(stack.enter_context(open_regular(path)), path) for path in paths]
+    files = [ModelFile(stack.enter_context(open_source(path))) for path in paths]
     places: dict[str, list[tuple[ModelFile, TensorEntry]]] = {}
     for file in files:
         for entry in file.original.entries:
@@ -389,7 +407,8 @@ def _open_files(paths: Sequence[Path], hint: str, label: str, stack: ExitStack) 
     def find(name: str) -> list[BaseTensor]:
         return [_in_file(file, entry) for file, entry in places.get(name, [])]
 
-    return Bases(label, hint, find, paths, is_empty=not paths)
+    sources = [file.source for file in files]
+    return Bases(label, hint, find, sources, is_empty=not paths)
 
 
 def _in_memory(tensors: Mapping[str, Any], name: str) -> list[BaseTensor]:
@@ -403,7 +422,7 @@ def _in_memory(tensors: Mapping[str, Any], name: str) -> list[BaseTensor]:
     return [
         BaseTensor(
             "the base given", "", dtype, shape, None, False,
-            lambda threads: framework.readable(tensor)[0], lambda: None,
+            lambda threads: framework.readable(tensor)[0], True, lambda: None,
         )
     ]  # fmt: skip
 
@@ -414,5 +433,5 @@ def _in_file(file: ModelFile, entry: TensorEntry) -> BaseTensor:
     return BaseTensor(
         str(file.path), plain_name(file.path.name), entry.dtype, entry.shape,
         frame.content_hash if frame else None, frame is not None and frame.base_hash is not None,
-        lambda threads: file.read(entry, threads), file.stamp,
+        lambda threads: file.read(entry, threads), not file.is_packed, file.source.now,
     )  # fmt: skip

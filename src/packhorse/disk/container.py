@@ -1,9 +1,9 @@
 """Packing and unpacking whole safetensors files, tensor by tensor (docs/format.md, section 8).
 
 Tensors are taken in batches of 32 MiB, or one that is larger, and threads share a batch out among
-them (`threads.py`). So memory is bounded by a batch or the largest tensor, never by the file. Each
-tensor of the source is mapped on its own and dropped again, and all frames are built in one buffer,
-which is used again. Packing writes the file from front to back, with room for the header, which is
+them (`threads.py`). So memory is bounded by a batch or the largest tensor, never by the file. The
+source is mapped in parts (`source_file.py`), and all frames are built in one buffer, which is used
+again. Packing writes the file from front to back, with room for the header, which is
 filled in at the end. Unpacking decodes to a buffer of 32 MiB, a large tensor window by window.
 
 With a base (`base_files.py`), tensors are packed as differences from those of the same name where
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -37,9 +37,8 @@ from packhorse.disk.base_files import (
     open_bases,
 )
 from packhorse.disk.folder_index import plain_name
-from packhorse.disk.frames import Window, map_region, open_frame
-from packhorse.disk.header import FileHeader, TensorEntry, build_header, read_file_header
-from packhorse.disk.opening import open_regular
+from packhorse.disk.frames import Window, open_frame
+from packhorse.disk.header import FileHeader, TensorEntry, build_header, read_header
 from packhorse.disk.packed_header import (
     PackedHeader,
     PrefixWriter,
@@ -47,6 +46,7 @@ from packhorse.disk.packed_header import (
     parse_packed_header,
 )
 from packhorse.disk.results import FileResult, Progress, TensorPlan, TensorResult
+from packhorse.disk.source_file import SourceFile, open_source
 from packhorse.disk.strict_json import shortened
 from packhorse.errors import blaming
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes, plan_buffer
@@ -103,8 +103,7 @@ def logical_nbytes(src: str | os.PathLike[str]) -> int:
         PackhorseError, OSError: the header cannot be read.
     """
     path = Path(src)
-    with open_regular(path) as file:
-        header = read_file_header(file, str(path))
+    header = read_header(path)
     if not is_packed(header):
         return header.data_nbytes
     return parse_packed_header(header, label=str(path)).original.data_nbytes
@@ -146,12 +145,12 @@ def pack_file(
     """
     path = Path(src)
     _refuse_pickle(path)
-    with open_regular(path) as file:
-        header = _plain_header(file, path)
-        buffers = _map_tensors(file, header)
+    with open_source(path) as source:
+        header = _plain_header(source)
+        buffers = _map_tensors(source, header)
         return write_packed(
             dst, header, buffers, level=level, threads=threads, progress=progress, force=force,
-            source=path, base=base,
+            source=source, base=base,
         )  # fmt: skip
 
 
@@ -164,7 +163,7 @@ def write_packed(
     threads: int | None = None,
     progress: Progress | None = None,
     force: bool = False,
-    source: Path | None = None,
+    source: SourceFile | None = None,
     base: BaseLike | None = None,
 ) -> FileResult:
     """Write a packed file from tensors that come one after the other.
@@ -178,7 +177,8 @@ def write_packed(
         threads: how many to use; None for the cores available, at most 8.
         progress: called with the logical bytes done since the last call.
         force: an existing file at `dst` may be replaced.
-        source: the file that the tensors come from, if any; it gives the permissions.
+        source: the file that the tensors come from, if any; it gives the permissions, and may not
+            change before the end.
         base: as for `pack_file`.
 
     Returns:
@@ -187,17 +187,18 @@ def write_packed(
     Raises:
         ValueError, BaseMismatchError, CorruptionError, CompatibilityError, OSError: as `pack_file`.
     """
-    path = Path(dst)
-    like = None if source is None else os.stat(source)
+    path, origin = Path(dst), None if source is None else source.path
+    like = None if origin is None else os.stat(origin)
     coder = _Coder(resolve_level(level), resolve_threads(threads), progress or _ignore)
     with open_bases(base) as bases:
         if bases is not None:
             bases.refuse_output(path)
-            coder = coder.against(bases, header, source, path)
-        with atomic_file(path, source=source, force=force, like=like) as output:
+            coder = coder.against(bases, header, origin, path)
+        with atomic_file(path, source=origin, force=force, like=like) as output:
             tensors = _write_stream(output, header, buffers, coder)
             packed_nbytes = output.nbytes
-    return FileResult(source or path, path, header.file_nbytes, packed_nbytes, tensors)
+            _check_unchanged(source, bases)
+    return FileResult(origin or path, path, header.file_nbytes, packed_nbytes, tensors)
 
 
 def lay_out(
@@ -276,7 +277,8 @@ def _write_stream(
     tensors = []
     for run in runs:
         entries = header.entries[run.start : run.stop]
-        for entry, frame in zip(entries, _pack_batch(entries, source, out, coder), strict=True):
+        frames = _pack_batch(entries, rooms[run.start : run.stop], source, out, coder)
+        for entry, frame in zip(entries, frames, strict=True):
             sink.write(frame.buffer())
             tensors.append(_result(entry, frame.nbytes, frame.base_hash))
             coder.progress(entry.nbytes)
@@ -287,11 +289,14 @@ def _write_stream(
 
 
 def _pack_batch(
-    entries: Sequence[TensorEntry], source: Iterator[Buffer], out: ByteArray, coder: _Coder
+    entries: Sequence[TensorEntry],
+    rooms: Sequence[int],
+    source: Iterator[Buffer],
+    out: ByteArray,
+    coder: _Coder,
 ) -> list[Frame]:
     """Frames of the next tensors of `source`, one behind the other's room in `out`."""
     buffers = list(islice(source, len(entries)))
-    rooms = [max_frame_nbytes(entry.dtype, entry.shape) for entry in entries]
     ends = list(accumulate(rooms))
 
     def pack(i: int, threads: int) -> Frame:
@@ -328,11 +333,13 @@ def plan_file(
     path = Path(src)
     _refuse_pickle(path)
     coder = _Coder(resolve_level(level), resolve_threads(None), _ignore)
-    with open_regular(path) as file, open_bases(base) as bases:
-        header = _plain_header(file, path)
+    with open_source(path) as source, open_bases(base) as bases:
+        header = _plain_header(source)
         coder = coder if bases is None else coder.against(bases, header, path)
-        pairs = zip(header.entries, _map_tensors(file, header), strict=True)
-        return [_plan(entry, buffer, coder) for entry, buffer in pairs]
+        pairs = zip(header.entries, _map_tensors(source, header), strict=True)
+        plans = [_plan(entry, buffer, coder) for entry, buffer in pairs]
+        _check_unchanged(source, bases)
+        return plans
 
 
 def unpack_file(
@@ -368,22 +375,23 @@ def unpack_file(
     """
     path, target = Path(src), Path(dst)
     coder = _Coder(Level.DEFAULT, resolve_threads(threads), progress or _ignore)
-    with open_regular(path) as file, open_bases(base) as bases:
-        packed = parse_packed_header(read_file_header(file, str(path)), label=str(path))
+    with open_source(path) as source, open_bases(base) as bases:
+        packed = parse_packed_header(source.header(), label=str(path))
         packed.check_limit(max_nbytes, str(path))
         if bases is not None:
             bases.refuse_output(target)
         lender = Lender(bases, packed.base_name)
-        based = _find_bases(file, packed, lender)
-        like = os.fstat(file.fileno())
+        based = _find_bases(source, packed, lender)
+        like = os.stat(path)
         with atomic_file(target, source=path, force=force, like=like) as output:
             output.write(packed.original.prefix())
-            unpacker = _Unpacker(file, packed, coder.threads, lender)
+            unpacker = _Unpacker(source, packed, coder.threads, lender)
             entries = packed.original.entries
             for run in batches([entry.nbytes for entry in entries]):
                 for piece in unpacker.pieces(entries[run.start : run.stop]):
                     output.write(piece)
                     coder.progress(piece.nbytes)
+            source.check()
     tensors = tuple(
         _result(entry, packed.frames[entry.name].nbytes, based.get(entry.name)) for entry in entries
     )
@@ -403,23 +411,32 @@ def check_bases(src: str | os.PathLike[str], base: BaseLike | None) -> None:
             `unpack_file`.
     """
     path = Path(src)
-    with open_regular(path) as file, open_bases(base) as bases:
-        packed = parse_packed_header(read_file_header(file, str(path)), label=str(path))
-        _find_bases(file, packed, Lender(bases, packed.base_name))
+    with open_source(path) as source, open_bases(base) as bases:
+        packed = parse_packed_header(source.header(), label=str(path))
+        _find_bases(source, packed, Lender(bases, packed.base_name))
 
 
-def _find_bases(file: BinaryIO, packed: PackedHeader, lender: Lender) -> dict[str, bytes | None]:
+def _check_unchanged(source: SourceFile | None, bases: Bases | None) -> None:
+    if source is not None:
+        source.check()
+    if bases is not None:
+        bases.check_unchanged()
+
+
+def _find_bases(
+    source: SourceFile, packed: PackedHeader, lender: Lender
+) -> dict[str, bytes | None]:
     """The tensors of a packed file that have a base, found to be there, with its content hash."""
     found: dict[str, bytes | None] = {}
     first: tuple[str, Frame] | None = None
-    for name, frame in based_frames(file, packed):
+    for name, frame in based_frames(source, packed):
         first = first or (name, frame)
         if lender.bases is not None:
-            with blaming(file.name):
+            with blaming(str(source.path)):
                 lender.find(name, frame)
         found[name] = frame.base_hash
     if first is not None and lender.bases is None:
-        with blaming(file.name):
+        with blaming(str(source.path)):
             raise lender.missing(*first, n_more=len(found) - 1)
     return found
 
@@ -428,7 +445,7 @@ def _find_bases(file: BinaryIO, packed: PackedHeader, lender: Lender) -> dict[st
 class _Unpacker:
     """Decodes batch after batch, and checks the content hashes."""
 
-    file: BinaryIO
+    source: SourceFile
     packed: PackedHeader
     threads: int
     lender: Lender
@@ -437,7 +454,7 @@ class _Unpacker:
     def pieces(self, entries: Sequence[TensorEntry]) -> Iterator[ByteArray]:
         """The bytes of a batch of tensors, each piece valid until the next is asked for."""
         if len(entries) == 1:
-            with blaming(self.file.name):
+            with blaming(str(self.source.path)):
                 frame = self._open(entries[0])
                 window = self.window.take(frame.window_nbytes)
                 with self.lender.lend(entries[0].name, frame, self.threads) as loan:
@@ -447,7 +464,7 @@ class _Unpacker:
         places = self.window.cut(sizes)
 
         def unpack(i: int, threads: int) -> None:
-            with blaming(self.file.name):
+            with blaming(str(self.source.path)):
                 frame = self._open(entries[i])
                 with self.lender.lend(entries[i].name, frame, threads) as loan:
                     frame.verify(threads=threads, window=places[i], base=loan.data)
@@ -457,7 +474,7 @@ class _Unpacker:
 
     def _open(self, entry: TensorEntry) -> Frame:
         nbytes, offset = self.packed.frames[entry.name].nbytes, self.packed.frame_offset(entry.name)
-        return open_frame(map_region(self.file, offset, nbytes), self.packed, entry)
+        return open_frame(self.source.map(offset, nbytes), self.packed, entry)
 
 
 def _plan(entry: TensorEntry, buffer: memoryview, coder: _Coder) -> TensorPlan:
@@ -468,15 +485,15 @@ def _plan(entry: TensorEntry, buffer: memoryview, coder: _Coder) -> TensorPlan:
     return TensorPlan(entry.name, entry.dtype, entry.shape, entry.nbytes, plan)
 
 
-def _map_tensors(file: BinaryIO, header: FileHeader) -> Iterator[memoryview]:
+def _map_tensors(source: SourceFile, header: FileHeader) -> Iterator[memoryview]:
     for entry in header.entries:
-        yield map_region(file, header.data_offset + entry.start, entry.nbytes)
+        yield source.map(header.data_offset + entry.start, entry.nbytes)
 
 
-def _plain_header(file: BinaryIO, path: Path) -> FileHeader:
-    header = read_file_header(file, str(path))
+def _plain_header(source: SourceFile) -> FileHeader:
+    header = source.header()
     if is_packed(header):
-        raise ValueError(f"{path}: packed already; unpack it first, or use it as it is")
+        raise ValueError(f"{source.path}: packed already; unpack it first, or use it as it is")
     return header
 
 

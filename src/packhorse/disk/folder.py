@@ -17,8 +17,8 @@ work that was cut short leaves nothing and starts anew.
 
 import errno
 import os
-from collections.abc import Callable, Sized
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -49,6 +49,7 @@ from packhorse.disk.header import read_header
 from packhorse.disk.opening import open_regular
 from packhorse.disk.packed_header import is_packed
 from packhorse.disk.results import FileResult, FolderResult, Problem, Progress, TensorPlan
+from packhorse.disk.source_file import Stamp, check_unchanged
 from packhorse.disk.strict_json import parse_json, shortened
 from packhorse.disk.verify import verify_file
 from packhorse.disk.walk import walk
@@ -83,6 +84,7 @@ class _Item:
         source: where it is.
         output: where it goes, relative to the output folder.
         kind: what it is.
+        stamp: of the source before it was read; None for a folder.
         nbytes: what it counts for progress: logical bytes of a model file, else its size.
         text: an index's new text, or where a link leads.
     """
@@ -90,6 +92,7 @@ class _Item:
     source: Path
     output: Path
     kind: _Kind
+    stamp: Stamp | None = None
     nbytes: int = 0
     text: bytes = b""
 
@@ -215,9 +218,10 @@ def plan_folder(
     with open_parts(base) as part:
         _require_parts(items, part, source, base)
         plans = []
-        for path in _models(items):
-            relative = path.relative_to(source)
-            plans.append((relative, plan_file(path, level=level, base=part(relative.parent))))
+        with _unchanged(source, items):
+            for path in _models(items):
+                relative = path.relative_to(source)
+                plans.append((relative, plan_file(path, level=level, base=part(relative.parent))))
         return plans
 
 
@@ -323,17 +327,17 @@ def _item_to_pack(path: Path, relative: Path) -> _Item:
         return _Item(path, relative, _Kind.FOLDER)
     if path.name.endswith(FILE_SUFFIX):
         raise ValueError(f"{path}: packed already, by its name; unpack the folder or rename it")
-    nbytes = path.stat().st_size
+    stamp = Stamp.of(path.stat())
     if path.name.endswith(INDEX_SUFFIX):
         packed = pack_index(_read_index(path), label=str(path))
-        return _Item(path, relative, _Kind.INDEX, nbytes, packed)
+        return _Item(path, relative, _Kind.INDEX, stamp, stamp.nbytes, packed)
     if not path.name.endswith(PLAIN_SUFFIX):
-        return _Item(path, relative, _Kind.OTHER, nbytes)
+        return _Item(path, relative, _Kind.OTHER, stamp, stamp.nbytes)
     header = read_header(path)
     if is_packed(header):
         raise ValueError(f"{path}: packed already; unpack it first")
     output = relative.with_name(packed_name(relative.name))
-    return _Item(path, output, _Kind.MODEL, header.data_nbytes)
+    return _Item(path, output, _Kind.MODEL, stamp, header.data_nbytes)
 
 
 def _items_to_unpack(source: Path) -> list[_Item]:
@@ -371,13 +375,14 @@ def _check_limit(items: list[_Item], max_nbytes: int | None, source: Path) -> No
 def _item_to_unpack(path: Path, relative: Path) -> _Item:
     if path.is_dir():
         return _Item(path, relative, _Kind.FOLDER)
+    stamp = Stamp.of(path.stat())
     if path.name.endswith(FILE_SUFFIX):
         output = relative.with_name(plain_name(relative.name))
-        return _Item(path, output, _Kind.MODEL, logical_nbytes(path))
-    nbytes = path.stat().st_size
+        return _Item(path, output, _Kind.MODEL, stamp, logical_nbytes(path))
     if path.name.endswith(INDEX_SUFFIX) and is_packed_index(text := _read_index(path)):
-        return _Item(path, relative, _Kind.INDEX, nbytes, unpack_index(text, label=str(path)))
-    return _Item(path, relative, _Kind.OTHER, nbytes)
+        original = unpack_index(text, label=str(path))
+        return _Item(path, relative, _Kind.INDEX, stamp, stamp.nbytes, original)
+    return _Item(path, relative, _Kind.OTHER, stamp, stamp.nbytes)
 
 
 def _models(items: list[_Item]) -> list[Path]:
@@ -425,7 +430,8 @@ def _build(
     destination = Path(os.path.abspath(destination))
     _refuse_overlap(source, destination)
     results = []
-    with atomic_folder(destination, {item.output for item in items} if force else None) as folder:
+    replaceable = {item.output for item in items} if force else None
+    with atomic_folder(destination, replaceable) as folder, _unchanged(source, items):
         for item in items:
             target = folder / item.output
             if item.kind is _Kind.MODEL:
@@ -438,6 +444,35 @@ def _build(
             else:
                 _copy(item, target, progress)
     return _sum(source, destination, items, results)
+
+
+@contextmanager
+def _unchanged(source: Path, items: list[_Item]) -> Iterator[None]:
+    """See that all files of a folder belong together: none was changed, came or went during the
+    block. What fails in it because of that says so.
+
+    Raises:
+        OSError: one did.
+    """
+    try:
+        yield
+    except (PackhorseError, ValueError, FileNotFoundError):
+        _check_unchanged(source, items)
+        raise
+    _check_unchanged(source, items)
+
+
+def _check_unchanged(source: Path, items: list[_Item]) -> None:
+    for item in items:
+        if item.stamp is not None:
+            check_unchanged(item.source, item.stamp)
+    links: dict[Path, Path] = {}
+    found = {*walk(source, links)}
+    for path in (found | links.keys()) ^ {item.source for item in items}:
+        raise OSError(
+            f"{path}: came or went while {source} was read; nothing came of it: try again when "
+            "nobody writes to that folder, or take a copy"
+        )
 
 
 def _refuse_overlap(source: Path, destination: Path) -> None:

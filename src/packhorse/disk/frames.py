@@ -1,15 +1,13 @@
 """Finding the frames of a packed file, and checking that each is what the file says it is.
 
-Shared by whole-file work (`container.py`), which maps frames one by one and decodes them to memory
+Shared by whole-file work (`container.py`), which takes frames one by one and decodes them to memory
 that is used again, and by lazy reading (`packed_file.py`), which maps the file once. Messages give
 names cut to a length for people (`strict_json.py`), so frames are told the short ones.
 """
 
-import mmap
 import threading
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import BinaryIO
 
 import numpy as np
 
@@ -20,25 +18,7 @@ from packhorse.disk.strict_json import shortened, shown
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
 
-__all__ = ["Scratch", "Window", "check_frame", "map_region", "open_frame"]
-
-
-def map_region(file: BinaryIO, offset: int, nbytes: int) -> memoryview:
-    """Map a part of a file for reading. The mapping ends with the last view of it.
-
-    Args:
-        file: an open file with a descriptor.
-        offset: first byte.
-        nbytes: how many; the file must have them.
-
-    Returns:
-        The bytes, read-only.
-    """
-    if nbytes == 0:  # the system maps no empty region
-        return memoryview(b"")
-    skip = offset % mmap.ALLOCATIONGRANULARITY
-    region = mmap.mmap(file.fileno(), skip + nbytes, access=mmap.ACCESS_READ, offset=offset - skip)
-    return memoryview(region)[skip:]
+__all__ = ["Scratch", "Window", "check_frame", "open_frame"]
 
 
 def open_frame(data: memoryview, packed: PackedHeader, original: TensorEntry) -> Frame:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import BinaryIO
-
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
-from packhorse.disk.frames import map_region, open_frame
-from packhorse.disk.header import FileHeader, TensorEntry, read_file_header
+from packhorse.disk.frames import open_frame
+from packhorse.disk.header import FileHeader, TensorEntry
 from packhorse.disk.packed_header import PackedHeader, is_packed, parse_packed_header
+from packhorse.disk.source_file import SourceFile
 from packhorse.disk.strict_json import shown
 from packhorse.errors import CorruptionError, blaming
 from packhorse.frame import Frame
@@ -25,23 +22,29 @@ class ModelFile:
     """A plain file, whose tensors are mapped, or a packed one, whose tensors are decoded.
 
     Attributes:
+        source: the file.
         path: where it is.
         original: its header, of a packed file that of the original.
     """
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
+    def __init__(self, source: SourceFile) -> None:
         """Read and check the headers.
 
         Raises:
             CorruptionError, CompatibilityError: it is not what it should be.
         """
-        self._file = file
-        self.path = path
-        self.original: FileHeader = read_file_header(file, str(path))
+        self.source = source
+        self.path = source.path
+        self.original: FileHeader = source.header()
         self._packed: PackedHeader | None = None
         if is_packed(self.original):
-            self._packed = parse_packed_header(self.original, label=str(path))
+            self._packed = parse_packed_header(self.original, label=str(self.path))
             self.original = self._packed.original
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether tensors are decoded to memory of their own."""
+        return self._packed is not None
 
     def frame(self, entry: TensorEntry) -> Frame | None:
         """The frame of a tensor, its header checked; None in a plain file."""
@@ -50,7 +53,7 @@ class ModelFile:
             return None
         offset, nbytes = packed.frame_offset(entry.name), packed.frames[entry.name].nbytes
         with blaming(str(self.path)):
-            return open_frame(map_region(self._file, offset, nbytes), packed, entry)
+            return open_frame(self.source.map(offset, nbytes), packed, entry)
 
     def read(self, entry: TensorEntry, threads: int) -> ByteArray:
         """The bytes of a tensor; decoded ones have the content hash that the frame names.
@@ -75,18 +78,13 @@ class ModelFile:
         nbytes = min(n * DTYPE_BY_NAME[entry.dtype].bits // 8, entry.nbytes)
         return self._decode(entry, nbytes, 1)[0]
 
-    def stamp(self) -> object:
-        """What is equal as long as nobody has written to the file."""
-        found = os.fstat(self._file.fileno())
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
     def _decode(
         self, entry: TensorEntry, nbytes: int, threads: int
     ) -> tuple[ByteArray, Frame | None]:
         frame = self.frame(entry)
         if frame is None:
             start = self.original.data_offset + entry.start
-            return np.frombuffer(map_region(self._file, start, nbytes), np.uint8), None
+            return np.frombuffer(self.source.map(start, nbytes), np.uint8), None
         decoded = np.empty(nbytes, np.uint8)
         with blaming(str(self.path)):
             frame.decompress_into(decoded, stop=nbytes, threads=threads)

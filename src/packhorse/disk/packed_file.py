@@ -7,9 +7,11 @@ indexing does the rest. So `f.get_slice(name)[i]` equals `f.get_tensor(name)[i]`
 that the framework understands.
 
 A tensor that was packed against a base needs all of that: it is mapped, or decoded if its file is
-packed, and its hash compared. After a slice it is held for the next one of the same tensor, unless
-the base's file has changed since; tensors in memory are compared each time, since whoever gave them
-may write to them. Of the base's other tensors nothing is read.
+packed, and its hash compared. For a slice it is copied first, and held for the next one of the same
+tensor, unless the base's file has changed since; tensors in memory are copied and compared each
+time, since whoever gave them may write to them. A whole tensor is compared with the content hash of
+its frame, as its base may have been written to after it was compared. Of the base's other tensors
+nothing is read.
 
 For a device the framework is asked first: it may upload whole tensors packed and decode them there.
 
@@ -26,7 +28,10 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from packhorse.arguments import Framework, resolve_framework, resolve_threads
+from packhorse.codecs.content import content_hash
 from packhorse.disk.base_files import BaseLike, Bases, Lender, open_bases
 from packhorse.disk.frames import open_frame
 from packhorse.disk.header import (
@@ -40,7 +45,7 @@ from packhorse.disk.opening import open_regular
 from packhorse.disk.packed_header import parse_packed_header
 from packhorse.disk.slices import Box, cut_index
 from packhorse.disk.strict_json import shown
-from packhorse.errors import CorruptionError, blaming
+from packhorse.errors import BaseMismatchError, CorruptionError, blaming
 from packhorse.frame import Frame
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.threads import batches, map_tensors
@@ -120,6 +125,8 @@ class _FrameTable:
                 base=loan.data,
                 base_hash=loan.content_hash,
             )
+            if loan.is_shared:  # the whole tensor: for a part the base is copied
+                _check_hash(self.framework.writable(tensor), frame, name, n_threads)
         return tensor
 
     def _check_limit(self, name: str, nbytes: int) -> None:
@@ -170,6 +177,14 @@ class _FrameTable:
     def _decode_all(self, names: Sequence[str], sizes: Sequence[int]) -> list[Any]:
         return map_tensors(
             lambda i, threads: self._decode_whole(names[i], threads), sizes, self._threads
+        )
+
+
+def _check_hash(data: Buffer, frame: Frame, name: str, threads: int) -> None:
+    if content_hash(np.frombuffer(data, np.uint8), threads=threads) != frame.content_hash:
+        raise BaseMismatchError(
+            f"tensor {shown(name)}: something wrote to its base while that was used; read it again "
+            "when nothing does. The base had the right content hash before"
         )
 
 

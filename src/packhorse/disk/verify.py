@@ -9,15 +9,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 from packhorse.arguments import resolve_threads
 from packhorse.disk.base_files import BaseLike, Lender, open_bases
-from packhorse.disk.frames import Window, check_frame, map_region
-from packhorse.disk.header import FileHeader, TensorEntry, read_file_header
-from packhorse.disk.opening import open_regular
+from packhorse.disk.frames import Window, check_frame
+from packhorse.disk.header import FileHeader, TensorEntry
 from packhorse.disk.packed_header import parse_packed_header
 from packhorse.disk.results import Problem, Progress
+from packhorse.disk.source_file import SourceFile, open_source
 from packhorse.disk.strict_json import has_capital_escape, shortened
 from packhorse.errors import PackhorseError, blaming
 from packhorse.frame import Frame
@@ -60,9 +59,9 @@ def verify_file(
     """
     path = Path(src)
     n_threads = resolve_threads(threads)
-    with open_regular(path) as file, open_bases(base) as bases:
+    with open_source(path) as source, open_bases(base) as bases:
         try:
-            header = read_file_header(file, str(path))
+            header = source.header()
         except PackhorseError as error:
             return [Problem(path, None, None, str(error))]
         originals: dict[str, TensorEntry] = {}
@@ -82,21 +81,29 @@ def verify_file(
                 return [Problem(path, None, None, str(error))]
             originals = {entry.name: entry for entry in packed.original.entries}
             lender = Lender(bases, packed.base_name)
-        verifier = _Verifier(file, header, originals, max_nbytes, lender)
+        verifier = _Verifier(source, header, originals, max_nbytes, lender)
         sizes = [verifier.nbytes_of(entry) for entry in header.entries]
         for run in batches(sizes):
             found = verifier.batch(header.entries[run.start : run.stop], n_threads)
             problems.extend(problem for problem in found if problem is not None)
             if progress is not None:
                 progress(sum(sizes[run.start : run.stop]) if originals else 0)
-        return problems + verifier.missing_bases()
+        return problems + verifier.missing_bases() + _changes(source)
+
+
+def _changes(source: SourceFile) -> list[Problem]:
+    try:
+        source.check()
+    except OSError as error:
+        return [Problem(source.path, None, None, str(error))]
+    return []
 
 
 @dataclass(frozen=True, slots=True)
 class _Verifier:
     """Checks batch after batch, against the recorded header where there is a good one."""
 
-    file: BinaryIO
+    source: SourceFile
     header: FileHeader
     originals: Mapping[str, TensorEntry]
     max_nbytes: int | None
@@ -118,7 +125,7 @@ class _Verifier:
         def check(i: int, threads: int) -> Problem | None:
             offset = self.header.data_offset + entries[i].start
             try:
-                with blaming(self.file.name):
+                with blaming(str(self.source.path)):
                     frame = self._open(entries[i], offset)
                     if frame.base_hash is not None and self.lender.bases is None:
                         self.unlent[offset] = entries[i]
@@ -128,7 +135,7 @@ class _Verifier:
                     with self.lender.lend(entries[i].name, frame, threads) as loan:
                         frame.verify(threads=threads, window=window, base=loan.data)
             except PackhorseError as error:
-                return Problem(Path(self.file.name), entries[i].name, offset, str(error))
+                return Problem(self.source.path, entries[i].name, offset, str(error))
             return None
 
         return map_tensors(check, sizes, threads)
@@ -141,10 +148,10 @@ class _Verifier:
         entry = self.unlent[offset]
         frame = self._open(entry, offset)
         error = self.lender.missing(entry.name, frame, n_more=len(self.unlent) - 1)
-        return [Problem(Path(self.file.name), entry.name, offset, f"{self.file.name}: {error}")]
+        return [Problem(self.source.path, entry.name, offset, f"{self.source.path}: {error}")]
 
     def _open(self, entry: TensorEntry, offset: int) -> Frame:
-        data = map_region(self.file, offset, entry.nbytes)
+        data = self.source.map(offset, entry.nbytes)
         name = shortened(entry.name)
         frame = Frame.from_buffer(data, name=name, offset=offset, max_nbytes=self.max_nbytes)
         if self.originals:

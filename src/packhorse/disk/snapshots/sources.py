@@ -17,9 +17,9 @@ from packhorse.disk.container import PICKLE_SUFFIXES, pickle_advice
 from packhorse.disk.folder_index import PLAIN_SUFFIX
 from packhorse.disk.header import TensorEntry
 from packhorse.disk.model_file import ModelFile
-from packhorse.disk.opening import open_regular
 from packhorse.disk.snapshots.casts import find_casts, packing_order
 from packhorse.disk.snapshots.take import Spec, State
+from packhorse.disk.source_file import open_source
 from packhorse.disk.strict_json import shortened
 
 __all__ = ["FileState", "model_files", "open_sources"]
@@ -73,10 +73,10 @@ def open_sources(files: Sequence[Path], threads: int) -> Iterator[FileState]:
     Raises:
         ValueError: two of them have a tensor of the same name.
         CorruptionError, CompatibilityError: one is not what it should be.
-        OSError: one cannot be read.
+        OSError: one cannot be read; `State.check` raises one if any was changed meanwhile.
     """
     with ExitStack() as stack:
-        opened = [ModelFile(stack.enter_context(open_regular(path)), path) for path in files]
+        opened = [ModelFile(stack.enter_context(open_source(path))) for path in files]
         places = [(file, entry) for file in opened for entry in file.original.entries]
         _refuse_same_names(places)
         specs = [Spec(entry.name, entry.dtype, entry.shape) for _, entry in places]
@@ -91,7 +91,11 @@ def open_sources(files: Sequence[Path], threads: int) -> Iterator[FileState]:
             file, entry = places[i]
             return file.read(entry, threads)
 
-        state = State(document, specs, groups, casts, read)
+        def check() -> None:
+            for file in opened:
+                file.source.check()
+
+        state = State(document, specs, groups, casts, read, check=check)
         yield FileState(state, metadata)
 
 

@@ -79,6 +79,7 @@ class State:
         fetch: gives the bytes of each tensor; it is called once for each, in that order.
         release: is called when all tensors that were fetched are packed.
         max_nbytes: of the tensors that may be fetched before that, unless it is one group.
+        check: is called when all are packed; raises if they do not belong together.
     """
 
     document: Any
@@ -88,6 +89,7 @@ class State:
     fetch: Callable[[int], ByteArray]
     release: Callable[[], None] = lambda: None
     max_nbytes: int | None = None
+    check: Callable[[], None] = lambda: None
 
     def group_sizes(self) -> list[int]:
         """Bytes of each group."""
@@ -270,6 +272,7 @@ def take_state(
             done.add(chosen, refs)
             del data
             state.release()
+        state.check()
     tensors = tuple(
         TensorRef(spec.path, spec.dtype, spec.shape, done.refs[i]) for i, spec in enumerate(specs)
     )
