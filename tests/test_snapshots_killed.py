@@ -122,6 +122,6 @@ def check_no_leftovers(folder: Path, store: SnapshotStore) -> None:
     needed = {pack for path in manifests for pack in json.loads(path.read_text())["packs"]}
     assert {path.name.split(".")[0] for path in folder.glob("packs/*")} == needed
     assert {path.name for path in folder.glob("*")} == {
-        "packs", "snapshots", "store.json", "writer.lock",
+        "catalog", "packs", "snapshots", "store.json", "writer.lock",
     }  # fmt: skip
     assert not list(folder.rglob(".packhorse-*"))

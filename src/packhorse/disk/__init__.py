@@ -26,12 +26,15 @@ from packhorse.disk.packed_file import PackedFile, PackedSlice
 from packhorse.disk.results import FileResult, FolderResult, Problem, TensorPlan, TensorResult
 from packhorse.disk.snapshots import (
     Change,
+    Lineage,
     PruneResult,
     RestoredFile,
     SnapshotInfo,
     SnapshotProblem,
     SnapshotStore,
+    SnapshotSummary,
     StoredTensor,
+    StoreOverview,
     TensorDiff,
     model_files,
 )
@@ -45,6 +48,7 @@ __all__ = [
     "Change",
     "FileResult",
     "FolderResult",
+    "Lineage",
     "PackedFile",
     "PackedSlice",
     "PackhorseReader",
@@ -55,6 +59,8 @@ __all__ = [
     "SnapshotInfo",
     "SnapshotProblem",
     "SnapshotStore",
+    "SnapshotSummary",
+    "StoreOverview",
     "StoredTensor",
     "TensorDiff",
     "TensorPlan",

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.atomic import OutputFile
-from packhorse.disk.storage import LocalStorage, Object, Storage, check_region
+from packhorse.disk.storage import LocalStorage, Object, Stamp, Storage, check_region
 from packhorse.errors import CorruptionError, MissingBackendError, TruncationError
 from packhorse.late_import import import_late
 
@@ -29,6 +30,8 @@ __all__ = ["RemoteStorage", "open_remote"]
 _READ_NBYTES = 1 << 23  # asked for at once, where frames lie in the order in which they are read
 # Ranges that are this close are fetched as one: a request costs more than the bytes between.
 _JOIN_NBYTES = 1 << 18
+# By what file systems tell one content of an object from the next.
+_CHANGE_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
 
 
 def open_remote(url: str, options: dict[str, Any]) -> Storage:
@@ -84,15 +87,36 @@ class RemoteStorage:
         paths = {path.rstrip("/") for path in found} - {self.at(folder)}  # which may be an object
         return sorted(path.rpartition("/")[2] for path in paths)
 
-    def files(self, folder: str) -> list[str]:
-        """`<folder>/<file>` of all files one level deeper."""
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The files directly in a folder, and how many bytes each has."""
+        found = {path.rpartition("/"): info for path, info in self._find(folder).items()}
+        return {
+            name: _stamp(info).nbytes
+            for (parent, _, name), info in found.items()
+            if parent == self.at(folder)
+        }
+
+    def files(self, folder: str) -> dict[str, Stamp]:
+        """`<folder>/<file>` of all files one level deeper, and their stamps."""
+        found = {tuple(path.rsplit("/", 2)): info for path, info in self._find(folder).items()}
+        return {
+            "/".join(part[1:]): _stamp(info)
+            for part, info in sorted(found.items(), key=lambda pair: pair[0])
+            if part[0] == self.at(folder)
+        }
+
+    def _find(self, folder: str) -> dict[str, dict[str, Any]]:
+        """All files below a folder; one listing, where there are no folders."""
         self._fs.invalidate_cache()
         try:
-            found = self._fs.find(self.at(folder))  # one listing, where there are no folders
+            found: dict[str, dict[str, Any]] = self._fs.find(self.at(folder), detail=True)
         except FileNotFoundError:
-            return []
-        parts = [path.rsplit("/", 2) for path in found]
-        return sorted("/".join(part[1:]) for part in parts if part[0] == self.at(folder))
+            return {}
+        return found
+
+    def stamp(self, path: str) -> Stamp:
+        """The stamp of an object."""
+        return _stamp(self._fs.info(self._fresh(path)))
 
     def exists(self, path: str) -> bool:
         """Whether there is such an object."""
@@ -126,6 +150,10 @@ class RemoteStorage:
         """Write a small object in one step; what is there is replaced in any case."""
         self._make_folder(posixpath.dirname(self.at(path)))
         self._fs.pipe_file(self.at(path), data)
+
+    def put_cache(self, path: str, data: bytes) -> None:
+        """The same: an object store answers when it is done."""
+        self.put(path, data)
 
     def put_new(self, path: str, data: bytes) -> bool:
         """Write a small object if there is none; False if there is one, or if nobody can tell."""
@@ -172,6 +200,12 @@ class RemoteStorage:
         if not isinstance(other, RemoteStorage) or other._fs != self._fs:
             raise ValueError(f"{other.label()} must be on the file system of {self.label()}")
         return posixpath.relpath(other.at(path), self._root)
+
+
+def _stamp(info: dict[str, Any]) -> Stamp:
+    """The stamp of an object, by what its file system tells of it."""
+    change = next((info[key] for key in _CHANGE_KEYS if info.get(key) is not None), None)
+    return Stamp(int(info.get("size") or 0), xxhash.xxh3_64_intdigest(repr(change).encode()))
 
 
 def _joined(root: str, path: str) -> str:

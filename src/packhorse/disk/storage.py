@@ -17,13 +17,19 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.atomic import OutputFile, atomic_file, is_temporary, sync_folder
+from packhorse.disk.atomic import (
+    OutputFile,
+    atomic_file,
+    is_temporary,
+    sync_folder,
+    temporary_beside,
+)
 from packhorse.disk.opening import naming
 from packhorse.errors import CorruptionError, TruncationError
 from packhorse.late_import import import_late
@@ -35,6 +41,7 @@ __all__ = [
     "LocalStorage",
     "Object",
     "Sink",
+    "Stamp",
     "Storage",
     "check_region",
     "is_location",
@@ -42,6 +49,18 @@ __all__ = [
 ]
 
 _FILE = "file://"
+
+
+class Stamp(NamedTuple):
+    """By what it is seen that an object may be another than before, without reading it.
+
+    Attributes:
+        nbytes: its size.
+        changed: stands for when it was written; from 0 to 2^64 - 1.
+    """
+
+    nbytes: int
+    changed: int
 
 
 class Sink(Protocol):
@@ -97,8 +116,18 @@ class Storage(Protocol):
     def names(self, folder: str = "") -> list[str]:
         """Files and folders directly in a folder; none if it is not there."""
 
-    def files(self, folder: str) -> list[str]:
-        """`<folder>/<file>` of all files one level deeper."""
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The files directly in a folder, and how many bytes each has."""
+
+    def files(self, folder: str) -> dict[str, Stamp]:
+        """`<folder>/<file>` of all files one level deeper, and their stamps."""
+
+    def stamp(self, path: str) -> Stamp:
+        """The stamp of an object.
+
+        Raises:
+            FileNotFoundError: it is not there.
+        """
 
     def exists(self, path: str) -> bool:
         """Whether there is such an object."""
@@ -127,6 +156,10 @@ class Storage(Protocol):
             data: all of it.
             replace: there may be one, which is replaced at once.
         """
+
+    def put_cache(self, path: str, data: bytes) -> None:
+        """Write a small object that was not there and can be made again: it appears in one step,
+        but may be lost or cut when the power goes."""
 
     def create(self, path: str) -> AbstractContextManager[Sink]:
         """Write a large object that is there when the block ends without an exception."""
@@ -233,13 +266,22 @@ class LocalStorage:
         except FileNotFoundError:
             return []
 
-    def files(self, folder: str) -> list[str]:
-        """`<folder>/<file>` of all files one level deeper."""
-        found = []
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The files directly in a folder, and how many bytes each has."""
+        return {name: stamp.nbytes for name, stamp in _stamps(self.at(folder)).items()}
+
+    def files(self, folder: str) -> dict[str, Stamp]:
+        """`<folder>/<file>` of all files one level deeper, and their stamps."""
+        found = {}
         for name in self.names(folder):
             with suppress(NotADirectoryError):
-                found += [f"{name}/{file}" for file in self.names(f"{folder}/{name}")]
+                for file, stamp in _stamps(f"{self.at(folder)}/{name}").items():
+                    found[f"{name}/{file}"] = stamp
         return found
+
+    def stamp(self, path: str) -> Stamp:
+        """The stamp of a file."""
+        return _stamp(os.stat(self.at(path)))
 
     def exists(self, path: str) -> bool:
         """Whether there is such a file."""
@@ -262,6 +304,22 @@ class LocalStorage:
         """Write a small file in one step."""
         with self._writing(path, replace=replace) as sink:
             sink.write(data)
+
+    def put_cache(self, path: str, data: bytes) -> None:
+        """Write a small file in one step, and wait for no disk."""
+        target = self.at(path)
+        target.parent.mkdir(exist_ok=True)
+        temporary = temporary_beside(target)
+        try:
+            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                OutputFile(descriptor, target).write(data)
+            finally:
+                os.close(descriptor)
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def create(self, path: str) -> AbstractContextManager[OutputFile]:
         """Write a file that is there when the block ends without an exception."""
@@ -300,6 +358,21 @@ class LocalStorage:
         if not isinstance(other, LocalStorage):
             raise ValueError(f"{other.label()} must be on a local disk, as {self.label()} is")
         return Path(os.path.relpath(other.at(path), self._root)).as_posix()
+
+
+def _stamps(folder: str | Path) -> dict[str, Stamp]:
+    """What lies in a folder but folders, by name; nothing if it is not there."""
+    found = {}
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # removed in the meantime, or a link to nothing
+                if not entry.is_dir():
+                    found[entry.name] = _stamp(entry.stat())
+    return found
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    return Stamp(status.st_size, status.st_mtime_ns % (1 << 64))
 
 
 def _make_folder(folder: Path) -> None:

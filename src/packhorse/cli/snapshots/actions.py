@@ -5,6 +5,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from packhorse.disk import (
     logical_nbytes,
     model_files,
 )
-from packhorse.errors import PackhorseError
 
 __all__ = [
     "delete",
@@ -111,50 +111,33 @@ def take(
 
 def listed(store: SnapshotStore, url: str) -> ListedStore:
     """All snapshots of a store."""
-    infos, damaged = _infos(store)
-    nbytes, stored = sum(info.nbytes for info in infos), store.stored_nbytes()
-    return ListedStore(url, nbytes, stored, _ratio(nbytes, stored), _rows(infos), damaged)
+    found = store.overview()
+    nbytes, stored = sum(each.nbytes for each in found.snapshots), store.stored_nbytes()
+    rows = [
+        SnapshotRow(
+            each.name, _time(each.time), each.n_tensors, each.nbytes, each.new_nbytes,
+            _ratio(each.nbytes, each.new_nbytes), each.max_deltas, each.base,
+        )
+        for each in found.snapshots
+    ]  # fmt: skip
+    damaged = [SnapshotProblemRow(p.snapshot, None, None, p.message) for p in found.damaged]
+    return ListedStore(url, nbytes, stored, _ratio(nbytes, stored), rows, damaged)
 
 
-def _infos(store: SnapshotStore) -> tuple[list[SnapshotInfo], list[SnapshotProblemRow]]:
-    """What can be read of a store, and what cannot."""
-    infos, damaged = [], []
-    for name in store.names():
-        try:
-            infos.append(store.info(name))
-        except PackhorseError as error:
-            damaged.append(SnapshotProblemRow(name, None, None, str(error)))
-    return infos, damaged
+def _time(time: datetime) -> str:
+    return time.isoformat(timespec="seconds")
 
 
 def show(store: SnapshotStore, url: str, name: str) -> ShownSnapshot:
     """One snapshot, by kinds of tensors."""
-    info = store.info(name)
-    older = [other for other in _infos(store)[0] if other.order < info.order]
-    known = {tensor.content_hash for other in older for tensor in other.tensors}
-    row = _rows([*older, info])[-1]
-    return ShownSnapshot(url, row, info.needed_nbytes, info.metadata, _kinds(info, known))
-
-
-def _rows(infos: Sequence[SnapshotInfo]) -> list[SnapshotRow]:
-    """Snapshots, the oldest first: what each has that no older one has, and what it builds on."""
-    rows = []
-    known: set[bytes] = set()
-    for info, base in zip(infos, _bases(infos), strict=True):
-        stored = sum(tensor.packed_nbytes for tensor in _new(info.tensors, known))
-        rows.append(
-            SnapshotRow(
-                info.name,
-                info.time.isoformat(timespec="seconds"),
-                len(info.tensors),
-                info.nbytes,
-                stored,
-                _ratio(info.nbytes, stored),
-                info.max_deltas,
-                base,
-            )
-        )
-    return rows
+    found = store.lineage(name)
+    info, stored = found.info, found.new_nbytes
+    row = SnapshotRow(
+        info.name, _time(info.time), len(info.tensors), info.nbytes, stored,
+        _ratio(info.nbytes, stored), info.max_deltas, found.base,
+    )  # fmt: skip
+    kinds = _kinds(info, set(found.inherited))
+    return ShownSnapshot(url, row, info.needed_nbytes, info.metadata, kinds)
 
 
 def _new(tensors: Iterable[StoredTensor], known: set[bytes]) -> list[StoredTensor]:
@@ -169,22 +152,6 @@ def _new(tensors: Iterable[StoredTensor], known: set[bytes]) -> list[StoredTenso
 
 def _ratio(nbytes: int, stored_nbytes: int) -> float | None:
     return nbytes / stored_nbytes if stored_nbytes else None
-
-
-def _bases(infos: Sequence[SnapshotInfo]) -> list[str | None]:
-    """For each snapshot, the oldest first, the older one that it builds on most."""
-    owners: dict[bytes, str] = {}  # the newest snapshot that has a tensor of this content
-    bases = []
-    for info in infos:
-        votes: Counter[str] = Counter()
-        for tensor in info.tensors:
-            for content in (tensor.content_hash, tensor.base_hash):
-                if content in owners:
-                    votes[owners[content]] += tensor.nbytes
-                    break
-        bases.append(max(votes, key=lambda name: votes[name]) if votes else None)
-        owners.update(dict.fromkeys((tensor.content_hash for tensor in info.tensors), info.name))
-    return bases
 
 
 def _kinds(info: SnapshotInfo, known: set[bytes]) -> list[KindRow]:
@@ -313,7 +280,7 @@ def prune(store: SnapshotStore, url: str, removed: Sequence[str], *, dry_run: bo
     kept = [name for name in store.names() if name not in removed]
     if dry_run or not removed:
         return PrunedStore(url, dry_run, list(removed), kept, [], None if removed else 0)
-    done = store.prune(keep=lambda info: info.name not in removed)
+    done = store.prune(remove=removed)
     return PrunedStore(
         url, False, list(done.removed), kept, list(done.rewritten), done.freed_nbytes
     )

@@ -1,4 +1,4 @@
-"""What a store holds: which snapshots, by which manifests, and which frames they need.
+"""What a store holds: which snapshots, by which manifests.
 
 Manifests never change and their names are never used twice, so what was read of one stays true for
 as long as its file is there.
@@ -7,13 +7,11 @@ as long as its file is there.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 
 from packhorse.disk.atomic import is_temporary
 from packhorse.disk.snapshots.manifest import (
     MAX_MANIFEST_NBYTES,
-    Content,
     FrameRef,
     Manifest,
     parse_manifest,
@@ -21,6 +19,7 @@ from packhorse.disk.snapshots.manifest import (
     render_store_file,
 )
 from packhorse.disk.snapshots.names import (
+    CATALOG,
     LOCK_FILE,
     PACKS,
     SNAPSHOTS,
@@ -30,9 +29,9 @@ from packhorse.disk.snapshots.names import (
     quote_name,
 )
 from packhorse.disk.storage import Storage
-from packhorse.errors import PackhorseError
+from packhorse.errors import PackhorseError, blaming
 
-__all__ = ["Catalog", "Index", "Listing"]
+__all__ = ["Catalog", "Listing"]
 
 _KEPT = 4  # parsed manifests
 _MAX_STORE_FILE_NBYTES = 1 << 16
@@ -48,7 +47,6 @@ class Catalog:
         self._storage = storage
         self._kept: OrderedDict[str, Manifest] = OrderedDict()
         self._is_checked = False
-        self.index = Index(self)
 
     def is_there(self) -> bool:
         """Whether there is a store; False for nothing or an empty folder.
@@ -90,24 +88,32 @@ class Catalog:
         """All manifests that there are, good or damaged."""
         if not self.is_there():
             return {}
-        files = [parse_manifest_file(path) for path in self._storage.files(SNAPSHOTS)]
+        stamps = self._storage.files(SNAPSHOTS)
+        files = [parse_manifest_file(path, stamp) for path, stamp in stamps.items()]
         found: Listing = {}
-        for file in sorted(
-            (file for file in files if file is not None),
-            key=lambda file: (-file.order, -file.generation, file.unique),
-        ):
+        for file in sorted((file for file in files if file is not None), key=_from_newest):
             found.setdefault(file.snapshot, []).append(file)
-        return dict(reversed(found.items()))
+        counted = sorted(found, key=lambda name: _from_newest(self._counted(found[name])))
+        return {name: found[name] for name in reversed(counted)}
+
+    def _counted(self, files: list[ManifestFile]) -> ManifestFile:
+        """The manifest that says where its snapshot stands among all. What cannot be read says
+        nothing, but where there is no other nobody knows better."""
+        if len({file.order for file in files}) > 1:
+            for file in files:
+                try:
+                    return self.load_file(file).file
+                except (PackhorseError, FileNotFoundError):
+                    continue
+        return files[0]
 
     def stored_nbytes(self) -> int:
-        """Bytes of all packs and manifests."""
-        paths = [f"{PACKS}/{file}" for file in self._storage.names(PACKS)]
-        paths += [f"{SNAPSHOTS}/{path}" for path in self._storage.files(SNAPSHOTS)]
-        nbytes = 0
-        for path in paths if self.is_there() else ():
-            with suppress(FileNotFoundError):  # a writer may remove it meanwhile
-                nbytes += self._storage.open(path).nbytes
-        return nbytes
+        """Bytes of all packs and manifests, and of the catalogue."""
+        if not self.is_there():
+            return 0
+        stamps = self._storage.files(SNAPSHOTS).values()
+        folders = [self._storage.sizes(folder) for folder in (PACKS, CATALOG)]
+        return sum(stamp.nbytes for stamp in stamps) + sum(sum(f.values()) for f in folders)
 
     def load(self, name: str) -> Manifest:
         """The newest good manifest of a snapshot.
@@ -145,19 +151,48 @@ class Catalog:
         assert failure is not None
         raise failure
 
-    def load_file(self, file: ManifestFile) -> Manifest:
+    def load_file(
+        self, file: ManifestFile, intern: Callable[[FrameRef], FrameRef] = lambda frame: frame
+    ) -> Manifest:
         """One manifest.
+
+        Args:
+            file: its name.
+            intern: gives an equal frame that is known already, so that manifests share them.
 
         Raises:
             CorruptionError, CompatibilityError: it cannot be read.
             FileNotFoundError: it is gone.
         """
         known = self._kept.get(file.path)
-        if known is not None:
-            return known
-        text = self._storage.read(file.path, MAX_MANIFEST_NBYTES)
-        label = f"snapshot {file.snapshot!r}: {self._storage.label(file.path)}"
-        return self.keep(parse_manifest(text, file, label, self.index.intern))
+        return known if known is not None else self.parse(file, self.read(file), intern)
+
+    def read(self, file: ManifestFile) -> bytes:
+        """The text of a manifest, as it is now.
+
+        Raises:
+            CorruptionError: it is too long, or no regular file.
+            FileNotFoundError: it is gone.
+        """
+        with blaming(f"snapshot {file.snapshot!r}"):
+            return self._storage.read(file.path, MAX_MANIFEST_NBYTES)
+
+    def parse(
+        self,
+        file: ManifestFile,
+        text: bytes,
+        intern: Callable[[FrameRef], FrameRef] = lambda frame: frame,
+    ) -> Manifest:
+        """A manifest that was read.
+
+        Raises:
+            CorruptionError, CompatibilityError: it is not as it must be.
+        """
+        return self.keep(parse_manifest(text, file, self.label(file), intern))
+
+    def label(self, file: ManifestFile) -> str:
+        """What messages call a manifest."""
+        return f"snapshot {file.snapshot!r}: {self._storage.label(file.path)}"
 
     def keep(self, manifest: Manifest) -> Manifest:
         """Remember a manifest, in the place of one that was remembered for longer."""
@@ -166,65 +201,10 @@ class Catalog:
             self._kept.popitem(last=False)
         return manifest
 
+    def let_go(self) -> None:
+        """Remember none."""
+        self._kept.clear()
 
-class Index:
-    """All frames that manifests name: what a writer must know before it adds or removes any."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._frames: dict[str, list[FrameRef]] = {}  # by path of the manifest
-        self._contents: dict[Content, FrameRef] = {}
-        self._known: dict[tuple[str, int], FrameRef] = {}
-        self.damaged: dict[str, PackhorseError] = {}
-
-    def refresh(self, listing: Listing) -> None:
-        """Read what is new, and forget what is gone."""
-        files = {file.path: file for files in listing.values() for file in files}
-        if not self._frames.keys() <= files.keys():
-            self.forget(self._frames.keys() - files.keys())
-        self.damaged = {}
-        for path, file in files.items():
-            try:
-                if path not in self._frames:
-                    self.add(self._catalog.load_file(file))
-            except PackhorseError as error:
-                self.damaged[path] = error
-
-    def add(self, manifest: Manifest) -> None:
-        """Take a manifest's frames in."""
-        frames = self._frames[manifest.file.path] = manifest.frames()
-        for frame in frames:
-            self._add_frame(frame)
-
-    def _add_frame(self, frame: FrameRef) -> None:
-        known = self._contents.get(frame.content)
-        if known is None or frame.n_deltas < known.n_deltas:
-            self._contents[frame.content] = frame
-
-    def forget(self, paths: Iterable[str]) -> None:
-        """Drop the manifests at some paths."""
-        for path in list(paths):
-            self._frames.pop(path, None)
-            self.damaged.pop(path, None)
-        self._known.clear()
-        self._contents.clear()
-        for frames in self._frames.values():
-            for frame in frames:
-                self._add_frame(frame)
-
-    def find(self, content: Content) -> FrameRef | None:
-        """A frame that decodes to this content."""
-        return self._contents.get(content)
-
-    def drop(self, content: Content) -> None:
-        """Offer this content no more: its frame turned out to be bad."""
-        self._contents.pop(content, None)
-
-    def packs(self) -> set[str]:
-        """All packs that some manifest needs."""
-        return {frame.pack for frames in self._frames.values() for frame in frames}
-
-    def intern(self, frame: FrameRef) -> FrameRef:
-        """An equal frame that is known already, or this one."""
-        known = self._known.setdefault((frame.pack, frame.offset), frame)
-        return known if known == frame else frame
+def _from_newest(file: ManifestFile) -> tuple[int, int, str]:
+    return -file.order, -file.generation, file.unique

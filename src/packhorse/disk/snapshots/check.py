@@ -8,14 +8,14 @@ raised.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from packhorse.disk.frames import Scratch
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.chains import Chain
-from packhorse.disk.snapshots.manifest import FrameRef, Manifest
+from packhorse.disk.snapshots.manifest import FrameRef, Manifest, sharing
 from packhorse.disk.snapshots.names import ManifestFile, pack_path
 from packhorse.disk.snapshots.packs import PackReader
 from packhorse.disk.snapshots.results import SnapshotProblem
@@ -48,6 +48,7 @@ def verify_snapshots(
     """
     for _ in range(_MAX_TRIES):
         catalog = Catalog(storage)  # that remembers nothing
+        intern = sharing()
         listing = catalog.listing()
         if name is not None and name not in listing:
             catalog.load(name)
@@ -55,7 +56,7 @@ def verify_snapshots(
         manifests: list[Manifest] = []
         for snapshot, files in listing.items():
             if name in (None, snapshot):
-                problems += _read(storage, catalog, files, manifests)
+                problems += _read(storage, catalog, files, manifests, intern)
         with PackReader(storage) as reader:
             checker = _Checker(storage, reader, manifests, threads, progress)
             problems += checker.packs() + checker.frames()
@@ -67,12 +68,16 @@ def verify_snapshots(
 
 
 def _read(
-    storage: Storage, catalog: Catalog, files: list[ManifestFile], manifests: list[Manifest]
+    storage: Storage,
+    catalog: Catalog,
+    files: list[ManifestFile],
+    manifests: list[Manifest],
+    intern: Callable[[FrameRef], FrameRef],
 ) -> Iterator[SnapshotProblem]:
     """Read the manifests of a snapshot; the first good one counts."""
     for file in files:
         try:
-            manifests.append(catalog.load_file(file))
+            manifests.append(catalog.load_file(file, intern))
             return
         except FileNotFoundError:
             continue  # replaced in the meantime

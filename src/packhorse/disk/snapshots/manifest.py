@@ -29,10 +29,13 @@ __all__ = [
     "FrameRef",
     "Manifest",
     "TensorRef",
+    "find_packs",
     "parse_manifest",
     "parse_store_file",
+    "read_checksum",
     "render_manifest",
     "render_store_file",
+    "sharing",
 ]
 
 MAX_MANIFEST_NBYTES = 1 << 28
@@ -45,7 +48,14 @@ _KIND = "packhorse snapshot"
 _CRC = re.compile(rb'\{"crc32c":"([0-9a-f]{8})",')
 _CRC_AT = len('{"crc32c":"')
 _HASH = re.compile(r"[0-9a-f]{32}")
-_TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
+# Not strptime, whose first call imports a module: a child that another thread forks meanwhile waits
+# for that import for ever.
+_TIME = re.compile(
+    r"([0-9]{4})-([0-9]{2})-([0-9]{2})T([0-9]{2}):([0-9]{2}):([0-9]{2})\.([0-9]{1,6})Z"
+)
+_TIME_WORDS = "YYYY-MM-DDThh:mm:ss.ffffffZ"
+_PACKS_KEY = b',"packs":['
+_PACKS = re.compile(rb'(?:"[0-9a-f]{32}"(?:,"[0-9a-f]{32}")*)?')
 
 # What names the bytes of a tensor: content hash, dtype, number of elements.
 Content = tuple[bytes, str, int]
@@ -138,6 +148,17 @@ class Manifest:
         return {frame.pack for frame in self.frames()}
 
 
+def sharing() -> Callable[[FrameRef], FrameRef]:
+    """Gives an equal frame that it was called with before, so that manifests share them."""
+    known: dict[tuple[str, int], FrameRef] = {}
+
+    def share(frame: FrameRef) -> FrameRef:
+        first = known.setdefault((frame.pack, frame.offset), frame)
+        return first if first == frame else frame
+
+    return share
+
+
 def render_store_file() -> bytes:
     """The text of `store.json`."""
     return _with_crc({"kind": _STORE_KIND, "version": _VERSION, "reader": _FIRST_RELEASE})
@@ -202,11 +223,6 @@ def render_manifest(manifest: Manifest) -> bytes:
     return text
 
 
-def _row(frame: FrameRef) -> list[Any]:
-    digest, dtype, numel = frame.content
-    return [frame.offset, frame.nbytes, digest.hex(), dtype, numel]
-
-
 def parse_manifest(
     text: bytes,
     file: ManifestFile,
@@ -250,6 +266,40 @@ def parse_manifest(
     return manifest
 
 
+def read_checksum(text: bytes, label: str) -> int:
+    """The checksum of a manifest or of the store's file, which is compared with all bytes of it.
+
+    Raises:
+        CorruptionError: there is none, or it does not match.
+    """
+    match = _CRC.match(text)
+    if match is None:
+        raise CorruptionError(f"{label}: does not begin with a checksum; it is damaged or foreign")
+    blank = bytearray(text)
+    blank[_CRC_AT : _CRC_AT + 8] = b"0" * 8
+    found = int(match[1], 16)
+    if crc32c(blank) != found:
+        raise CorruptionError(f"{label}: the checksum does not match: it is damaged or cut short")
+    return found
+
+
+def find_packs(text: bytes) -> bytes | None:
+    """The digits of all packs that a manifest names, by its text alone.
+
+    Args:
+        text: of a manifest that is good, and written as `render_manifest` does, packs last.
+
+    Returns:
+        32 digits for each, in order; None if the text ends otherwise. No string can look so from
+        outside: a quotation mark in it has a backslash before it.
+    """
+    start = text.rfind(_PACKS_KEY) + len(_PACKS_KEY)
+    if start < len(_PACKS_KEY) or not text.endswith(b"]}"):
+        return None
+    packs = text[start:-2]
+    return packs[1:-1].replace(b'","', b"") if _PACKS.fullmatch(packs) else None
+
+
 def _check_state(manifest: Manifest, label: str) -> None:
     """Check that the state names exactly the tensors that are listed."""
     tensors = manifest.tensors
@@ -290,10 +340,15 @@ class _Reader:
 
     def time(self) -> datetime:
         text = self.field("time", str)
+        match = _TIME.fullmatch(text)
         try:
-            return datetime.strptime(text, _TIME).replace(tzinfo=UTC)
+            if match is None:
+                raise ValueError("another form")
+            year, month, day, hour, minute, second = map(int, match.groups()[:6])
+            fraction = int(match[7].ljust(6, "0"))
+            return datetime(year, month, day, hour, minute, second, fraction, UTC)
         except ValueError as error:
-            raise self.fail(f"time is {shown(text)}, not as {_TIME!r}") from error
+            raise self.fail(f"time is {shown(text)}, not a time as {_TIME_WORDS}") from error
 
     def packs(self) -> list[str]:
         packs: list[str] = self.field("packs", list)
@@ -401,10 +456,7 @@ def _signed(text: bytes) -> bytes:
 
 def _document(text: bytes, label: str, kind: str) -> dict[str, Any]:
     """The parsed text, with checksum, kind and version checked."""
-    if _CRC.match(text) is None:
-        raise CorruptionError(f"{label}: does not begin with a checksum; it is damaged or foreign")
-    if _signed(text) != text:
-        raise CorruptionError(f"{label}: the checksum does not match: it is damaged or cut short")
+    read_checksum(text, label)
     document = parse_json(text, label=label)
     if document.get("kind") != kind:
         raise CorruptionError(f"{label}: kind is {shown(document.get('kind'))}, not {kind!r}")

@@ -7,34 +7,42 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import quote, unquote
 
+from packhorse.disk.storage import Stamp
 from packhorse.layout import FILE_SUFFIX
 
 __all__ = [
+    "CATALOG",
     "LOCK_FILE",
+    "MAX_ORDER",
     "PACKS",
     "SNAPSHOTS",
     "STORE_FILE",
     "ManifestFile",
+    "is_block",
     "is_pack",
     "manifest_file",
+    "new_block",
     "new_pack",
     "pack_path",
     "parse_manifest_file",
     "quote_name",
 ]
 
+CATALOG = "catalog"
 STORE_FILE = "store.json"
 LOCK_FILE = "writer.lock"
 PACKS = "packs"
 SNAPSHOTS = "snapshots"
 
+MAX_ORDER = 10**12 - 1
+
 _MAX_QUOTED_NBYTES = 240  # file systems end at 255
-_MAX_ORDER = 10**12 - 1
 _MAX_GENERATION = 10**6 - 1
 _PACK = re.compile(r"[0-9a-f]{32}")
+_BLOCK = re.compile(r"[0-9a-f]{16}\.bin")
 _MANIFEST = re.compile(r"([0-9]{12})-([0-9]{6})-([0-9a-f]{16})\.json")
 
 
@@ -47,12 +55,14 @@ class ManifestFile:
         order: the place among all snapshots that were ever taken; larger is newer.
         generation: how often it was written anew since; larger is newer.
         unique: random digits, so that no name is ever used twice.
+        stamp: of the file, where it was found in a listing.
     """
 
     snapshot: str
     order: int
     generation: int
     unique: str
+    stamp: Stamp | None = field(default=None, compare=False)
 
     @property
     def folder(self) -> str:
@@ -92,14 +102,17 @@ def manifest_file(snapshot: str, order: int, generation: int) -> ManifestFile:
     """A name for a new manifest.
 
     Raises:
-        OverflowError: no number is left.
+        ValueError: no number is left.
     """
-    if order > _MAX_ORDER or generation > _MAX_GENERATION:
-        raise OverflowError(f"snapshot {snapshot!r}: no number is left for another manifest")
+    if order > MAX_ORDER or generation > _MAX_GENERATION:
+        raise ValueError(
+            f"snapshot {snapshot!r}: no number is left for another manifest; take it again under "
+            "another name, and delete it"
+        )
     return ManifestFile(snapshot, order, generation, os.urandom(8).hex())
 
 
-def parse_manifest_file(path: str) -> ManifestFile | None:
+def parse_manifest_file(path: str, stamp: Stamp | None = None) -> ManifestFile | None:
     """Read `<folder>/<file>` below the folder of snapshots; None if it is no manifest."""
     folder, _, file = path.partition("/")
     match = _MANIFEST.fullmatch(file)
@@ -109,7 +122,7 @@ def parse_manifest_file(path: str) -> ManifestFile | None:
             return None
     except ValueError:
         return None
-    return ManifestFile(name, int(match[1]), int(match[2]), match[3])
+    return ManifestFile(name, int(match[1]), int(match[2]), match[3], stamp)
 
 
 def new_pack() -> str:
@@ -120,6 +133,16 @@ def new_pack() -> str:
 def is_pack(name: object) -> bool:
     """Whether something is the name of a pack."""
     return isinstance(name, str) and _PACK.fullmatch(name) is not None
+
+
+def new_block() -> str:
+    """A path for a new block of the catalogue."""
+    return f"{CATALOG}/{os.urandom(8).hex()}.bin"
+
+
+def is_block(file: str) -> bool:
+    """Whether a file in the catalogue's folder is called as a block."""
+    return _BLOCK.fullmatch(file) is not None
 
 
 def pack_path(name: str) -> str:

@@ -15,13 +15,12 @@ from typing import TypeAlias
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.frames import Scratch
 from packhorse.disk.snapshots.chains import Chain
-from packhorse.disk.snapshots.manifest import MAX_CHAIN, Content, FrameRef, Manifest
-from packhorse.disk.snapshots.names import manifest_file, pack_path
+from packhorse.disk.snapshots.manifest import MAX_CHAIN, Content, FrameRef, Manifest, sharing
+from packhorse.disk.snapshots.names import PACKS, manifest_file, pack_path
 from packhorse.disk.snapshots.packs import PackReader, PackWriter
 from packhorse.disk.snapshots.results import PruneResult, SnapshotInfo, describe
 from packhorse.disk.snapshots.take import FramePacker, Options, Spec
 from packhorse.disk.snapshots.writer import Session
-from packhorse.disk.storage import Storage
 from packhorse.errors import CorruptionError, blaming
 from packhorse.frame import max_frame_nbytes
 
@@ -48,39 +47,82 @@ def delete_snapshot(session: Session, name: str) -> int:
     return session.collect()
 
 
-def prune_snapshots(session: Session, keep: Keep, options: Options) -> PruneResult:
+def prune_snapshots(
+    session: Session, keep: Keep | None, remove: Iterable[str] | None, options: Options
+) -> PruneResult:
     """Remove all snapshots but some, and move what those need.
 
     Raises:
-        ValueError: `keep` names what is not there, or nothing.
+        ValueError: `keep` or `remove` names what is not there, or nothing is left.
         CorruptionError, CompatibilityError: a manifest is damaged; nothing was done.
     """
-    manifests = {name: session.catalog.load_first(f) for name, f in session.listing.items()}
-    names = _kept_names(keep, manifests)
-    kept = [manifest for name, manifest in manifests.items() if name in names]
+    _check_all(session)
+    if keep is None:
+        keep = session.listing.keys() - _checked(remove or (), session, "remove")
+    names = _kept_names(keep, session)
+    intern = sharing()
+    kept = [
+        session.catalog.load_file(files[0], intern)
+        for name, files in session.listing.items()
+        if name in names
+    ]
     mover = _Mover(session, kept, options)
     rewritten, written = mover.move()
-    removed = [name for name in manifests if name not in names]
+    removed = [name for name in session.listing if name not in names]
     for name in removed:
         session.remove_manifests(session.listing.pop(name))
     return PruneResult(tuple(removed), tuple(rewritten), session.collect() - written)
 
 
-def _kept_names(keep: Keep, manifests: Mapping[str, Manifest]) -> set[str]:
-    names = list(manifests)
+def _check_all(session: Session) -> None:
+    """Refuse to remove anything while a manifest is damaged: which snapshots are the newest, and
+    what they need, only manifests say that can be read."""
+    session.index.confirm(session.files())
+    for path, error in session.index.damaged.items():
+        name, files = next(
+            (name, files)
+            for name, files in session.listing.items()
+            if any(file.path == path for file in files)
+        )
+        remedy = f"delete snapshot {name!r} first"
+        if len(files) > 1:
+            remedy = f"remove {session.storage.label(path)}, or {remedy}"
+        raise type(error)(f"{error}. Nothing is pruned while a manifest cannot be read: {remedy}")
+
+
+def _kept_names(keep: Keep, session: Session) -> set[str]:
+    names = list(session.listing)
     if isinstance(keep, int):
         if isinstance(keep, bool) or keep < 1:
             raise ValueError(f"keep is {keep!r}; keep at least 1, or delete snapshots by name")
+        _check_order(session, keep)
         return set(names[-keep:])
     if callable(keep):
-        kept = {name for name in names if keep(describe(manifests[name]))}
+        load = session.catalog.load_file
+        kept = {name for name in names if keep(describe(load(session.listing[name][0])))}
     else:
-        kept = {keep} if isinstance(keep, str) else set(keep)
-        for name in kept - manifests.keys():
-            raise ValueError(f"keep names {name!r}, and there is no such snapshot")
+        kept = _checked(keep, session, "keep")
     if names and not kept:
         raise ValueError("keep leaves no snapshot; delete them by name if that is meant")
     return kept
+
+
+def _checked(given: Iterable[str], session: Session, what: str) -> set[str]:
+    names = {given} if isinstance(given, str) else set(given)
+    for name in names - session.listing.keys():
+        raise ValueError(f"{what} names {name!r}, and there is no such snapshot")
+    return names
+
+
+def _check_order(session: Session, keep: int) -> None:
+    """Refuse to choose between two snapshots of which nobody knows which is the newer."""
+    around = list(session.listing.values())[-keep - 1 :][:2]
+    if keep < len(session.listing) and around[0][0].order == around[1][0].order:
+        first, second = (files[0].snapshot for files in around)
+        raise ValueError(
+            f"keep is {keep}, and the snapshots {first!r} and {second!r} have the same number "
+            f"{around[0][0].order}: keep snapshots by their names, or delete one of the two"
+        )
 
 
 class _Mover:
@@ -102,9 +144,9 @@ class _Mover:
 
     def _doom_packs(self) -> None:
         """Doom packs until all others hold mostly what kept snapshots go on needing."""
-        storage = self._session.storage
         packs = {pack for manifest in self._kept for pack in manifest.packs()}
-        sizes = {pack: self._size(storage, pack) for pack in packs}
+        there = self._session.storage.sizes(PACKS)
+        sizes = {pack: self._size(there, pack) for pack in packs}
         while True:
             live = dict.fromkeys(packs - self._doomed, 0)
             for frame in self._heads.values():
@@ -115,15 +157,16 @@ class _Mover:
                 return
             self._doomed |= more
 
-    def _size(self, storage: Storage, pack: str) -> int:
-        try:
-            return storage.open(pack_path(pack)).nbytes
-        except FileNotFoundError as error:
-            harmed = next(m.file.snapshot for m in self._kept if pack in m.packs())
-            raise CorruptionError(
-                f"snapshot {harmed!r}: {storage.label(pack_path(pack))}: the pack is not there; "
-                "delete what needs it first (verify lists that)"
-            ) from error
+    def _size(self, there: Mapping[str, int], pack: str) -> int:
+        path = pack_path(pack)
+        nbytes = there.get(path.removeprefix(f"{PACKS}/"))
+        if nbytes is not None:
+            return nbytes
+        harmed = next(m.file.snapshot for m in self._kept if pack in m.packs())
+        raise CorruptionError(
+            f"snapshot {harmed!r}: {self._session.storage.label(path)}: the pack is not there; "
+            "delete what needs it first (verify lists that)"
+        )
 
     def _keeps_its_place(self, frame: FrameRef) -> bool:
         if frame.pack in self._doomed:
@@ -141,9 +184,10 @@ class _Mover:
             The names of those snapshots, and the bytes that were written.
         """
         rewritten, written = [], 0
-        for manifest in self._kept:
-            if not any(self._is_doomed(tensor.frame) for tensor in manifest.tensors):
-                continue
+        todo = [m for m in self._kept if any(self._is_doomed(t.frame) for t in m.tensors)]
+        # None is begun if one has no number left.
+        new = [manifest_file(m.file.snapshot, m.file.order, m.file.generation + 1) for m in todo]
+        for manifest, file in zip(todo, new, strict=True):
             name = manifest.file.snapshot
             with (
                 blaming(f"snapshot {name!r}"),
@@ -155,7 +199,6 @@ class _Mover:
                     replace(tensor, frame=self._stay(tensor.frame, reader, pack, packer))
                     for tensor in manifest.tensors
                 )
-            file = manifest_file(name, manifest.file.order, manifest.file.generation + 1)
             self._session.commit(replace(manifest, file=file, tensors=tensors))
             rewritten.append(name)
             written += pack.nbytes

@@ -12,10 +12,13 @@ from packhorse.disk.snapshots.manifest import Manifest
 
 __all__ = [
     "Change",
+    "Lineage",
     "PruneResult",
     "RestoredFile",
     "SnapshotInfo",
     "SnapshotProblem",
+    "SnapshotSummary",
+    "StoreOverview",
     "StoredTensor",
     "TensorDiff",
     "describe",
@@ -75,6 +78,65 @@ class SnapshotInfo:
     def max_deltas(self) -> int:
         """The longest chain of deltas that restoring it decodes."""
         return max((tensor.n_deltas for tensor in self.tensors), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSummary:
+    """A snapshot without its tensors.
+
+    Attributes:
+        name: the snapshot's name.
+        order: its place among all that were taken; larger is newer.
+        time: when it was taken, in UTC.
+        n_tensors: how many tensors it has.
+        nbytes: bytes of all tensors, restored.
+        stored_nbytes: by how much the store grew when it was taken, the manifest not counted.
+        new_nbytes: bytes of the frames of tensors that no older snapshot has.
+        max_deltas: the longest chain of deltas that restoring it decodes.
+        base: the older snapshot that it has most from, equal tensors or bases of deltas; None if it
+            has nothing from any.
+    """
+
+    name: str
+    order: int
+    time: datetime
+    n_tensors: int
+    nbytes: int
+    stored_nbytes: int
+    new_nbytes: int
+    max_deltas: int
+    base: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOverview:
+    """What `SnapshotStore.overview` tells.
+
+    Attributes:
+        snapshots: the oldest first.
+        damaged: those whose manifest cannot be read.
+    """
+
+    snapshots: list[SnapshotSummary]
+    damaged: list[SnapshotProblem]
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """A snapshot, and what it has from older ones.
+
+    Attributes:
+        info: of the snapshot.
+        new_nbytes: bytes of the frames of its tensors that no older snapshot has.
+        base: the older snapshot that it has most from, equal tensors or bases of deltas; None if it
+            has nothing from any.
+        inherited: content hashes of those of its tensors that an older snapshot has, too.
+    """
+
+    info: SnapshotInfo
+    new_nbytes: int
+    base: str | None
+    inherited: frozenset[bytes]
 
 
 @dataclass(frozen=True, slots=True)

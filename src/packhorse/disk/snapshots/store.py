@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,14 +23,17 @@ from packhorse.disk.snapshots.compare import compare_snapshots
 from packhorse.disk.snapshots.export import Exporting, export_snapshot
 from packhorse.disk.snapshots.manifest import MAX_CHAIN, Manifest
 from packhorse.disk.snapshots.names import quote_name
+from packhorse.disk.snapshots.overview import look_over, trace
 from packhorse.disk.snapshots.pending import Pending
 from packhorse.disk.snapshots.prune import Keep, delete_snapshot, prune_snapshots
 from packhorse.disk.snapshots.restore import Restoring, restore_state
 from packhorse.disk.snapshots.results import (
+    Lineage,
     PruneResult,
     RestoredFile,
     SnapshotInfo,
     SnapshotProblem,
+    StoreOverview,
     TensorDiff,
     describe,
 )
@@ -377,7 +380,7 @@ class SnapshotStore:
         return compare_snapshots(self._storage, self._catalog, names, threads, progress)
 
     def stored_nbytes(self) -> int:
-        """Bytes of the whole store: of all packs and manifests."""
+        """Bytes of the whole store: of all packs and manifests, and of the catalogue."""
         self._glance()
         return self._catalog.stored_nbytes()
 
@@ -400,6 +403,26 @@ class SnapshotStore:
         """
         self._glance()
         return describe(self._catalog.load(name))
+
+    def overview(self) -> StoreOverview:
+        """All snapshots without their tensors; none if there is no store yet.
+
+        Raises:
+            CorruptionError, CompatibilityError: the store is damaged or of a newer version.
+            ValueError: the folder is something else.
+        """
+        self._glance()
+        return look_over(self._storage, self._catalog)
+
+    def lineage(self, name: str) -> Lineage:
+        """What a snapshot holds, and what of it older ones have.
+
+        Raises:
+            ValueError: there is no such snapshot.
+            CorruptionError, CompatibilityError: its manifest is damaged or too new.
+        """
+        self._glance()
+        return trace(self._storage, self._catalog, name)
 
     def verify(
         self, name: str | None = None, *, progress: Progress | None = None
@@ -440,7 +463,9 @@ class SnapshotStore:
             with self._writer.session() as session:
                 return delete_snapshot(session, name)
 
-    def prune(self, *, keep: Keep) -> PruneResult:
+    def prune(
+        self, *, keep: Keep | None = None, remove: Iterable[str] | None = None
+    ) -> PruneResult:
         """Remove all snapshots but some, and free what only the removed ones needed.
 
         Kept snapshots that need frames of removed ones are written anew, first; so this takes room
@@ -449,20 +474,25 @@ class SnapshotStore:
         Args:
             keep: how many of the newest; or their names; or a predicate that gets the
                 `SnapshotInfo` of each.
+            remove: the names of those that go, in place of `keep`; all others stay, also one that
+                another process takes meanwhile.
 
         Returns:
             What was done.
 
         Raises:
-            ValueError: `keep` names what is not there, or would leave nothing.
+            TypeError: neither or both of the two are given.
+            ValueError: one names what is not there, or would leave nothing.
             CorruptionError, CompatibilityError: a manifest is damaged: delete that snapshot first.
             BlockingIOError: another process or store is writing.
         """
+        if (keep is None) == (remove is None):
+            raise TypeError("prune takes either `keep` or `remove`")
         with self._writing():
             if not self._catalog.is_there():
                 return PruneResult((), (), 0)
             with self._writer.session() as session:
-                return prune_snapshots(session, keep, self._options)
+                return prune_snapshots(session, keep, remove, self._options)
 
     def close(self) -> None:
         """Wait for what is written in the background, and let its memory go.
@@ -478,6 +508,8 @@ class SnapshotStore:
             finally:
                 self._staging.drop()
                 self._options.cache.clear()
+                self._catalog.let_go()
+                self._writer.let_go()
                 if self._pool is not None:
                     self._pool.shutdown()
                     self._pool = None

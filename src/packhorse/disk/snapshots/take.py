@@ -116,7 +116,7 @@ class FramePacker:
     def __init__(
         self, session: Session, pack: PackWriter, reader: PackReader, options: Options
     ) -> None:
-        self._index = session.index
+        self._session = session
         self._pack = pack
         self._reader = reader
         self._options = options
@@ -152,6 +152,8 @@ class FramePacker:
         first: dict[Content, int] = {}
         for k, content in enumerate(contents):
             first.setdefault(content, k)
+        if share:
+            self._session.finder.look_up(content for content in first if content not in self.new)
         known = {content: self._find(content, share) for content in first}
         todo = [first[content] for content, frame in known.items() if frame is None]
         masters = {k: j for k, j in (masters or {}).items() if _may_be_base(known[contents[j]])}
@@ -178,9 +180,9 @@ class FramePacker:
     def _find(self, content: Content, share: bool) -> FrameRef | None:
         if content in self.new:
             return self.new[content]
-        found = self._index.find(content) if share else None
+        found = self._session.finder.find(content) if share else None
         if found is not None and not self._reader.is_there(found):
-            self._index.drop(content)
+            self._session.finder.drop(content)
             return None
         return found
 
@@ -254,6 +256,7 @@ def take_state(
     Returns:
         The manifest, committed.
     """
+    file = manifest_file(name, session.next_order(), 1)
     specs, done = state.specs, _Progress(progress)
     bases = {} if base is None else {tensor.path: tensor for tensor in base.tensors}
     room = sum(max_frame_nbytes(spec.dtype, spec.shape) for spec in specs)
@@ -276,7 +279,6 @@ def take_state(
     tensors = tuple(
         TensorRef(spec.path, spec.dtype, spec.shape, done.refs[i]) for i, spec in enumerate(specs)
     )
-    file = manifest_file(name, session.next_order(), 1)
     now = datetime.now(UTC)
     manifest = Manifest(file, now, dict(metadata), pack.nbytes, state.document, tensors)
     session.commit(manifest)

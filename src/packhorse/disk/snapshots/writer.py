@@ -8,12 +8,16 @@ is named by none: the next writer removes it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from packhorse.disk.snapshots.catalog import Catalog, Index, Listing
+from packhorse.disk.snapshots.catalog import Catalog, Listing
+from packhorse.disk.snapshots.finder import Finder
+from packhorse.disk.snapshots.index import Index
 from packhorse.disk.snapshots.lock import WriterLock, open_lock
 from packhorse.disk.snapshots.manifest import Manifest, render_manifest
 from packhorse.disk.snapshots.names import (
+    CATALOG,
+    MAX_ORDER,
     PACKS,
     SNAPSHOTS,
     ManifestFile,
@@ -21,6 +25,7 @@ from packhorse.disk.snapshots.names import (
     pack_path,
 )
 from packhorse.disk.storage import Storage
+from packhorse.errors import PackhorseError
 from packhorse.layout import FILE_SUFFIX
 
 __all__ = ["Session", "Writer"]
@@ -32,7 +37,12 @@ class Writer:
     def __init__(self, storage: Storage, catalog: Catalog) -> None:
         self._storage = storage
         self._catalog = catalog
+        self._index = Index(storage, catalog)
         self._is_clean = False
+
+    def let_go(self) -> None:
+        """Keep nothing of the store in memory."""
+        self._index.let_go()
 
     @contextmanager
     def session(self) -> Iterator[Session]:
@@ -47,7 +57,7 @@ class Writer:
         lock.acquire()
         try:
             self._catalog.make()
-            session = Session(self._storage, self._catalog, lock)
+            session = Session(self._storage, self._catalog, self._index, lock)
             if lock.was_left or not self._is_clean:
                 session.clean()
             self._is_clean = False
@@ -56,6 +66,8 @@ class Writer:
             except FileNotFoundError:
                 lock.check()  # another writer may have removed what this one was at
                 raise
+            with suppress(Exception):  # what is committed is committed, and the next saves
+                self._index.save()
             self._is_clean = True
         finally:
             lock.release()
@@ -66,27 +78,58 @@ class Session:
 
     Attributes:
         listing: the manifests that there are.
-        index: their frames.
+        index: what they name.
     """
 
-    def __init__(self, storage: Storage, catalog: Catalog, lock: WriterLock) -> None:
+    def __init__(self, storage: Storage, catalog: Catalog, index: Index, lock: WriterLock) -> None:
         self.storage = storage
         self.catalog = catalog
         self._lock = lock
         self.listing: Listing = catalog.listing()
-        self.index: Index = catalog.index
+        self.index = index
         self.index.refresh(self.listing)
+        self._finder: Finder | None = None
+
+    @property
+    def finder(self) -> Finder:
+        """Finds frames of tensors that are there."""
+        if self._finder is None:
+            self._finder = Finder(self.catalog, self.index, self.listing, self.newest())
+        return self._finder
 
     def next_order(self) -> int:
-        """The number of a new snapshot."""
-        return 1 + max((files[0].order for files in self.listing.values()), default=0)
+        """The number of a new snapshot: above those of all manifests that can be read, and no
+        other's.
+
+        Raises:
+            ValueError: there is none.
+        """
+        files = self.files()
+        good = [file for file in files if file.path not in self.index.damaged]
+        newest = max(good, key=lambda file: file.order, default=None)
+        taken = {file.order for file in files}
+        order = 1 if newest is None else newest.order + 1
+        while order in taken:
+            order += 1
+        if order > MAX_ORDER:
+            name = None if newest is None else newest.snapshot
+            raise ValueError(
+                f"{self.storage.label()}: no number is left for a newer snapshot than {name!r}, "
+                f"which has {order - 1}: delete that one first"
+            )
+        return order
+
+    def files(self) -> list[ManifestFile]:
+        """All manifests."""
+        return [file for files in self.listing.values() for file in files]
 
     def newest(self) -> Manifest | None:
         """The manifest of the newest snapshot that has a good one."""
         for files in reversed(self.listing.values()):
             for file in files:
                 if file.path not in self.index.damaged:
-                    return self.catalog.load_file(file)
+                    with suppress(PackhorseError):
+                        return self.catalog.load_file(file)
         return None
 
     def commit(self, manifest: Manifest) -> None:
@@ -106,7 +149,7 @@ class Session:
             self.storage.remove(manifest.file.path)
             raise
         self.catalog.keep(manifest)
-        self.index.add(manifest)
+        self.index.add(manifest, text)
         older = self.listing.get(manifest.file.snapshot, [])
         if older and older[0].order != manifest.file.order:
             del self.listing[manifest.file.snapshot]  # it is the newest now
@@ -133,10 +176,11 @@ class Session:
         While a manifest is damaged nobody knows which packs it needs, so none is removed then.
         """
         folders = [f"{SNAPSHOTS}/{name}" for name in self.storage.names(SNAPSHOTS)]
-        self.storage.remove_temporary(["", PACKS, SNAPSHOTS, *folders])
+        self.storage.remove_temporary(["", CATALOG, PACKS, SNAPSHOTS, *folders])
         for name, files in self.listing.items():
-            good = [file for file in files if file.path not in self.index.damaged]
-            if len(good) == len(files) > 1:
+            if len(files) > 1:
+                self.index.confirm(files)
+            if len(files) > 1 and not any(file.path in self.index.damaged for file in files):
                 self.remove_manifests(files[1:])
                 self.listing[name] = files[:1]
         self._remove_empty_folders()
@@ -159,13 +203,18 @@ class Session:
         """
         if self.index.damaged:
             return 0
-        needed, freed = self.index.packs(), 0
-        files = [file for file in self.storage.names(PACKS) if file.endswith(FILE_SUFFIX)]
-        packs = [file.removesuffix(FILE_SUFFIX) for file in files]
-        unneeded = [pack for pack in packs if is_pack(pack) and pack not in needed]
+        sizes = {
+            file.removesuffix(FILE_SUFFIX): nbytes
+            for file, nbytes in self.storage.sizes(PACKS).items()
+            if file.endswith(FILE_SUFFIX) and is_pack(file.removesuffix(FILE_SUFFIX))
+        }
+        unneeded = sizes.keys() - self.index.packs()
+        if unneeded:  # by the catalogue; now by the manifests themselves
+            unneeded -= self.index.confirm(self.files())
         if unneeded:
             self._lock.check()  # so none of those that were listed is another writer's
-        for pack in unneeded:
-            freed += self.storage.open(pack_path(pack)).nbytes
+        if self.index.damaged:
+            return 0
+        for pack in sorted(unneeded):
             self.storage.remove(pack_path(pack))
-        return freed
+        return sum(sizes[pack] for pack in unneeded)

@@ -1,0 +1,302 @@
+"""What all manifests of a store name: by the catalogue, and by those that it does not know.
+
+The catalogue is believed where nothing can be lost by it, and a manifest that changed since is read
+again. Before anything is removed, `confirm` reads what is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
+from typing import Any, NamedTuple
+
+from packhorse.disk.snapshots.catalog import Catalog, Listing
+from packhorse.disk.snapshots.manifest import Manifest, find_packs, read_checksum
+from packhorse.disk.snapshots.names import CATALOG, ManifestFile, is_block, new_block
+from packhorse.disk.snapshots.records import (
+    MAX_BLOCK_NBYTES,
+    MAX_RECORDS,
+    MAX_ROWS,
+    Block,
+    Contents,
+    Record,
+    decode_block,
+    encode_block,
+    make_record,
+)
+from packhorse.disk.storage import Stamp, Storage
+from packhorse.errors import CorruptionError, PackhorseError
+
+__all__ = ["Index"]
+
+_MAX_TRIES = 3
+_PACK_NBYTES = 16
+
+
+class _Place(NamedTuple):
+    """A record in a block."""
+
+    block: Block
+    i: int
+
+
+class Index:
+    """What the manifests of a listing name.
+
+    Attributes:
+        damaged: what is wrong with those that cannot be read, by path.
+    """
+
+    def __init__(self, storage: Storage, catalog: Catalog) -> None:
+        self._storage = storage
+        self._catalog = catalog
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Keep nothing in memory; the next use reads the catalogue again."""
+        self._blocks: dict[str, Block] = {}  # by path
+        self._bad: list[str] = []  # paths of blocks that cannot be read
+        # By path of the manifest, as all below.
+        self._places: dict[str, _Place] = {}
+        self._loose: dict[str, Record] = {}
+        self._stamps: dict[str, Stamp] = {}  # younger ones than blocks have
+        self._confirmed: dict[str, Stamp | None] = {}
+        self.damaged: dict[str, PackhorseError] = {}
+
+    def _known(self) -> tuple[dict[str, Any], ...]:
+        return self._places, self._loose, self._stamps, self._confirmed, self.damaged
+
+    def refresh(self, listing: Listing) -> None:
+        """Read what is new, and forget what is gone."""
+        self._load_blocks()
+        files = {file.path: file for files in listing.values() for file in files}
+        self.damaged = {}
+        for known in self._known():
+            for path in known.keys() - files.keys():
+                del known[path]
+        for path, file in files.items():
+            stamp = self._stamp(path)
+            if stamp is None or stamp != file.stamp:
+                self._admit(file)
+
+    def _load_blocks(self) -> None:
+        """Read the blocks that are new; one may vanish for another that is there already."""
+        for _ in range(_MAX_TRIES):
+            names = [name for name in self._storage.names(CATALOG) if is_block(name)]
+            self._bad = []
+            try:
+                found = [(path, self._load(path)) for path in (f"{CATALOG}/{n}" for n in names)]
+            except FileNotFoundError:
+                continue
+            self._set_blocks({path: block for path, block in found if block is not None})
+            return
+        self._set_blocks({})
+
+    def _load(self, path: str) -> Block | None:
+        """A block; None if it is bad."""
+        if path in self._blocks:
+            return self._blocks[path]
+        try:
+            return decode_block(self._storage.read(path, MAX_BLOCK_NBYTES))
+        except CorruptionError:
+            self._bad.append(path)
+            return None
+
+    def _set_blocks(self, blocks: dict[str, Block]) -> None:
+        self._blocks = blocks
+        self._places = {
+            path: _Place(block, i)
+            for block in blocks.values()
+            for i, path in enumerate(block.paths)
+        }
+        for path in self._stamps.keys() - self._places.keys():
+            del self._stamps[path]
+        for path in self._loose.keys() & self._places.keys():
+            place = self._places[path]
+            if place.block.crc(place.i) == self._loose[path].crc:
+                del self._loose[path]
+
+    def _stamp(self, path: str) -> Stamp | None:
+        """The stamp of a manifest when it was read."""
+        if path in self._loose:
+            return self._loose[path].stamp
+        place = self._places.get(path)
+        return self._stamps.get(path) or (place and place.block.stamp(place.i))
+
+    def _admit(self, file: ManifestFile) -> None:
+        """Read a manifest; one that is what it was when it was read before is not parsed."""
+        path = file.path
+        try:
+            text = self._catalog.read(file)
+            crc = read_checksum(text, self._catalog.label(file))
+            place, stamp = self._places.get(path), file.stamp or self._storage.stamp(path)
+            if place is not None and place.block.crc(place.i) == crc:
+                self._stamps[path] = stamp
+            else:
+                self.forget([path])
+                self._loose[path] = make_record(self._catalog.parse(file, text), crc, stamp)
+        except FileNotFoundError:  # removed since it was listed
+            self.forget([path])
+        except PackhorseError as error:
+            self.forget([path])
+            self.damaged[path] = error
+
+    def add(self, manifest: Manifest, text: bytes) -> None:
+        """Take in a manifest that was just written."""
+        path = manifest.file.path
+        crc = read_checksum(text, path)
+        self._loose[path] = make_record(manifest, crc, self._storage.stamp(path))
+
+    def forget(self, paths: Iterable[str]) -> None:
+        """Drop the manifests at some paths."""
+        for path in paths:
+            for known in self._known():
+                known.pop(path, None)
+
+    def records(self) -> Iterator[Record]:
+        """What is known of each manifest; the columns of one block at a time are in memory."""
+        for block in self._blocks.values():
+            if any(self._is_here(path, block) for path in block.paths):
+                yield from (r for r in block.records() if self._is_here(r.path, block))
+        yield from self._loose.values()
+
+    def contents(self) -> Iterator[tuple[str, Contents]]:
+        """The contents that each manifest names, by its path, likewise."""
+        for block in self._blocks.values():
+            if any(self._is_here(path, block) for path in block.paths):
+                pairs = zip(block.paths, block.contents(), strict=True)
+                yield from (pair for pair in pairs if self._is_here(pair[0], block))
+        yield from ((record.path, record.contents) for record in self._loose.values())
+
+    def _is_here(self, path: str, block: Block) -> bool:
+        place = self._places.get(path)
+        return place is not None and place.block is block and path not in self._loose
+
+    def has(self, path: str) -> bool:
+        """Whether the manifest at a path was read, or is in the catalogue."""
+        return path in self._places or path in self._loose
+
+    def n_tensors(self) -> int:
+        """Of all manifests, or more."""
+        loose = sum(record.contents.n_tensors for record in self._loose.values())
+        return loose + sum(block.n_tensors for block in self._blocks.values())
+
+    def packs(self) -> set[str]:
+        """All packs that some manifest needs."""
+        joined = []
+        for block in self._blocks.values():
+            live = [i for i, path in enumerate(block.paths) if self._is_here(path, block)]
+            if len(live) == len(block.paths):
+                joined.append(block.all_packs())
+            else:
+                joined += [block.packs(i) for i in live]
+        joined += [record.packs for record in self._loose.values()]
+        return set(chain.from_iterable(_digits(packs) for packs in joined))
+
+    def confirm(self, files: Iterable[ManifestFile]) -> set[str]:
+        """Read manifests anew, and mark as damaged what is.
+
+        In a folder each is read now. Elsewhere, where that is a request for each, what this object
+        has confirmed before is good as long as its stamp is the same.
+
+        Returns:
+            All packs that the good ones need, by their own words.
+
+        Raises:
+            OSError: one cannot be read, for reasons of the system.
+        """
+        needed: set[str] = set()
+        for file in files:
+            try:
+                needed.update(_digits(self._confirm(file)))
+            except PackhorseError as error:
+                self.damaged[file.path] = error
+        return needed
+
+    def _confirm(self, file: ManifestFile) -> bytes:
+        path, (crc, known) = file.path, self._expected(file.path)
+        stamp = self._stamp(path)
+        if not self._storage.is_local and stamp and self._confirmed.get(path) == stamp:
+            return known
+        text = self._catalog.read(file)
+        is_known = read_checksum(text, self._catalog.label(file)) == crc
+        digits = find_packs(text) if is_known else None
+        if digits is None:  # not what was read before, or not written by us
+            packs = dict.fromkeys(frame.pack for frame in self._catalog.parse(file, text).frames())
+            return bytes.fromhex("".join(packs))
+        packs_now = bytes.fromhex(digits.decode())
+        if packs_now == known:
+            self._confirmed[path] = stamp
+        return packs_now
+
+    def _expected(self, path: str) -> tuple[int | None, bytes]:
+        """The checksum and the packs of a manifest, by what is known of it."""
+        if path in self._loose:
+            return self._loose[path].crc, self._loose[path].packs
+        if path in self._places:
+            block, i = self._places[path]
+            return block.crc(i), block.packs(i)
+        return None, b""
+
+    def save(self) -> None:
+        """Write to the catalogue what is not in it, and remove from it what is of no use any more.
+
+        Blocks are never changed: new ones are put, and then old ones go. Should that end in
+        between, manifests are in two blocks or in none, and both does no harm.
+        """
+        open_ones = [path for path, block in self._blocks.items() if not self._is_settled(block)]
+        is_whole = len(open_ones) <= 1 and all(map(self._is_exact, open_ones))
+        if is_whole and not self._loose and not self._bad:
+            return
+        blocks = {path: b for path, b in self._blocks.items() if path not in open_ones}
+        pool = [self._restamped(r) for path in open_ones for r in self._live(self._blocks[path])]
+        for run in _runs([*pool, *self._loose.values()]):
+            data = encode_block(run)
+            if data is not None:
+                path = new_block()
+                self._storage.put_cache(path, data)
+                blocks[path] = decode_block(data)
+        for path in [*open_ones, *self._bad]:
+            self._storage.remove(path)
+        if not blocks:
+            self._storage.remove_folder(CATALOG)
+        self._loose, self._stamps, self._bad = {}, {}, []
+        self._set_blocks(blocks)
+
+    def _is_settled(self, block: Block) -> bool:
+        """Whether a block is full, and most of it of use."""
+        n_live = sum(self._is_here(path, block) for path in block.paths)
+        is_dated = any(path in self._stamps for path in block.paths)
+        return block.is_full and 2 * n_live > len(block.paths) and not is_dated
+
+    def _is_exact(self, path: str) -> bool:
+        """Whether all that a block says is so."""
+        block = self._blocks[path]
+        return all(self._is_here(p, block) and p not in self._stamps for p in block.paths)
+
+    def _live(self, block: Block) -> list[Record]:
+        return [record for record in block.records() if self._is_here(record.path, block)]
+
+    def _restamped(self, record: Record) -> Record:
+        return replace(record, stamp=self._stamps.get(record.path, record.stamp))
+
+
+def _digits(packs: bytes) -> list[str]:
+    """The names of packs, of 16 bytes each."""
+    digits = packs.hex()
+    return [digits[at : at + 2 * _PACK_NBYTES] for at in range(0, len(digits), 2 * _PACK_NBYTES)]
+
+
+def _runs(records: list[Record]) -> Iterator[list[Record]]:
+    """Records in runs that make a block each."""
+    run: list[Record] = []
+    n_rows = 0
+    for record in records:
+        run.append(record)
+        n_rows += record.n_rows
+        if len(run) >= MAX_RECORDS or n_rows >= MAX_ROWS:
+            yield run
+            run, n_rows = [], 0
+    if run:
+        yield run
