@@ -245,15 +245,16 @@ class LocalStorage:
     is_local = True
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        self._root = Path(os.path.realpath(root))
+        self._text = os.path.realpath(root)
+        self._root = Path(self._text)
 
     def at(self, path: str = "") -> Path:
         """The full path of an object."""
-        return Path(os.path.normpath(self._root / path))
+        return Path(self.label(path))
 
     def label(self, path: str = "") -> str:
-        """What messages call an object."""
-        return str(self.at(path))
+        """What messages call an object: its full path."""
+        return os.path.normpath(f"{self._text}/{path}")
 
     def make(self) -> None:
         """Make the folder, so that it stays."""
@@ -268,14 +269,14 @@ class LocalStorage:
 
     def sizes(self, folder: str) -> dict[str, int]:
         """The files directly in a folder, and how many bytes each has."""
-        return {name: stamp.nbytes for name, stamp in _stamps(self.at(folder)).items()}
+        return {name: stamp.nbytes for name, stamp in _stamps(self.label(folder)).items()}
 
     def files(self, folder: str) -> dict[str, Stamp]:
         """`<folder>/<file>` of all files one level deeper, and their stamps."""
-        found = {}
+        found, root = {}, self.label(folder)
         for name in self.names(folder):
             with suppress(NotADirectoryError):
-                for file, stamp in _stamps(f"{self.at(folder)}/{name}").items():
+                for file, stamp in _stamps(f"{root}/{name}").items():
                     found[f"{name}/{file}"] = stamp
         return found
 
@@ -289,7 +290,7 @@ class LocalStorage:
 
     def read(self, path: str, max_nbytes: int) -> bytes:
         """A small file, whole."""
-        with _opened(self.at(path)) as descriptor:
+        with _opened(self.label(path)) as descriptor:
             nbytes = os.fstat(descriptor).st_size
             if nbytes > max_nbytes:
                 raise CorruptionError(f"{self.label(path)}: longer than {max_nbytes} bytes")
@@ -298,7 +299,7 @@ class LocalStorage:
 
     def open(self, path: str) -> Object:
         """A large file, mapped."""
-        return _MappedFile(self.at(path))
+        return _MappedFile(self.label(path))
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
         """Write a small file in one step."""
@@ -360,7 +361,7 @@ class LocalStorage:
         return Path(os.path.relpath(other.at(path), self._root)).as_posix()
 
 
-def _stamps(folder: str | Path) -> dict[str, Stamp]:
+def _stamps(folder: str) -> dict[str, Stamp]:
     """What lies in a folder but folders, by name; nothing if it is not there."""
     found = {}
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
@@ -385,7 +386,7 @@ def _make_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def _opened(path: str) -> Iterator[int]:
     """A descriptor of a regular file; opening a pipe might never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -399,7 +400,7 @@ def _opened(path: Path) -> Iterator[int]:
 class _MappedFile:
     """A file, mapped as a whole; the mapping outlives the file's removal."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: str) -> None:
         self._path = path
         with _opened(path) as descriptor, naming(path):
             self.nbytes = os.fstat(descriptor).st_size
@@ -408,7 +409,7 @@ class _MappedFile:
                 self._view = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
 
     def region(self, offset: int, nbytes: int) -> memoryview:
-        check_region(str(self._path), min(self.nbytes, self._view.nbytes), offset, nbytes)
+        check_region(self._path, min(self.nbytes, self._view.nbytes), offset, nbytes)
         return self._view[offset : offset + nbytes]
 
     def sketch(self, offset: int, nbytes: int) -> ByteArray:

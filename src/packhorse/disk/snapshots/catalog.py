@@ -7,7 +7,7 @@ as long as its file is there.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from packhorse.disk.atomic import is_temporary
 from packhorse.disk.snapshots.manifest import (
@@ -28,7 +28,7 @@ from packhorse.disk.snapshots.names import (
     parse_manifest_file,
     quote_name,
 )
-from packhorse.disk.storage import Storage
+from packhorse.disk.storage import Stamp, Storage
 from packhorse.errors import PackhorseError, blaming
 
 __all__ = ["Catalog", "Listing"]
@@ -86,9 +86,10 @@ class Catalog:
 
     def listing(self) -> Listing:
         """All manifests that there are, good or damaged."""
-        if not self.is_there():
-            return {}
-        stamps = self._storage.files(SNAPSHOTS)
+        return self.listing_of(self._storage.files(SNAPSHOTS)) if self.is_there() else {}
+
+    def listing_of(self, stamps: Mapping[str, Stamp]) -> Listing:
+        """The same of the files that were found already."""
         files = [parse_manifest_file(path, stamp) for path, stamp in stamps.items()]
         found: Listing = {}
         for file in sorted((file for file in files if file is not None), key=_from_newest):

@@ -18,7 +18,7 @@ from packhorse.disk.snapshots.names import ManifestFile
 from packhorse.disk.snapshots.records import Column, fingerprint
 from packhorse.errors import PackhorseError
 
-__all__ = ["Finder", "match"]
+__all__ = ["Finder", "distinct", "match"]
 
 _FILTER_NBITS = 16
 
@@ -88,6 +88,13 @@ class Finder:
             return {frame.content: frame for frame in self._catalog.load_file(file).frames()}
         except (PackhorseError, FileNotFoundError):
             return {}
+
+
+def distinct(prints: Column) -> Column:
+    """Fingerprints in order, each once."""
+    # Not np.unique, which imports more of NumPy at its first call.
+    ordered = np.sort(prints)
+    return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if prints.size else prints
 
 
 def match(prints: Column, wanted: Column) -> tuple[Column, Column]:

@@ -6,6 +6,7 @@ again. Before anything is removed, `confirm` reads what is kept.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -31,6 +32,7 @@ from packhorse.errors import CorruptionError, PackhorseError
 __all__ = ["Index"]
 
 _MAX_TRIES = 3
+_MAX_READ = 4  # blocks, of which each mostly has snapshots that follow one another
 _PACK_NBYTES = 16
 
 
@@ -154,15 +156,22 @@ class Index:
             for known in self._known():
                 known.pop(path, None)
 
-    def records(self) -> Iterator[Record]:
-        """What is known of each manifest; the columns of one block at a time are in memory."""
-        for block in self._blocks.values():
-            if any(self._is_here(path, block) for path in block.paths):
-                yield from (r for r in block.records() if self._is_here(r.path, block))
-        yield from self._loose.values()
+    def records(self, paths: Iterable[str]) -> Iterator[Record]:
+        """What is known of some manifests, in their order; few blocks are in memory at a time."""
+        read: OrderedDict[Block, list[Record]] = OrderedDict()
+        for path in paths:
+            if path in self._loose:
+                yield self._loose[path]
+                continue
+            block, i = self._places[path]
+            if block not in read:
+                read[block] = block.records()
+            if len(read) > _MAX_READ:
+                read.popitem(last=False)
+            yield read[block][i]
 
     def contents(self) -> Iterator[tuple[str, Contents]]:
-        """The contents that each manifest names, by its path, likewise."""
+        """The contents that each manifest names, by its path; one block is in memory at a time."""
         for block in self._blocks.values():
             if any(self._is_here(path, block) for path in block.paths):
                 pairs = zip(block.paths, block.contents(), strict=True)
@@ -176,11 +185,6 @@ class Index:
     def has(self, path: str) -> bool:
         """Whether the manifest at a path was read, or is in the catalogue."""
         return path in self._places or path in self._loose
-
-    def n_tensors(self) -> int:
-        """Of all manifests, or more."""
-        loose = sum(record.contents.n_tensors for record in self._loose.values())
-        return loose + sum(block.n_tensors for block in self._blocks.values())
 
     def packs(self) -> set[str]:
         """All packs that some manifest needs."""

@@ -56,6 +56,7 @@ class ManifestFile:
         generation: how often it was written anew since; larger is newer.
         unique: random digits, so that no name is ever used twice.
         stamp: of the file, where it was found in a listing.
+        path: where it lies in the store.
     """
 
     snapshot: str
@@ -63,16 +64,16 @@ class ManifestFile:
     generation: int
     unique: str
     stamp: Stamp | None = field(default=None, compare=False)
+    path: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        file = f"{self.order:012d}-{self.generation:06d}-{self.unique}.json"
+        object.__setattr__(self, "path", f"{SNAPSHOTS}/{quote_name(self.snapshot)}/{file}")
 
     @property
     def folder(self) -> str:
         """The snapshot's folder in the store."""
-        return f"{SNAPSHOTS}/{quote_name(self.snapshot)}"
-
-    @property
-    def path(self) -> str:
-        """Where it lies in the store."""
-        return f"{self.folder}/{self.order:012d}-{self.generation:06d}-{self.unique}.json"
+        return self.path.rpartition("/")[0]
 
 
 def quote_name(name: str) -> str:

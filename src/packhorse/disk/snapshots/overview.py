@@ -8,12 +8,12 @@ is the newest's.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from packhorse.disk.snapshots.catalog import Catalog, Listing
-from packhorse.disk.snapshots.finder import match
+from packhorse.disk.snapshots.finder import distinct, match
 from packhorse.disk.snapshots.index import Index
 from packhorse.disk.snapshots.names import ManifestFile
 from packhorse.disk.snapshots.records import Column, Record, make_record
@@ -36,7 +36,7 @@ def look_over(storage: Storage, catalog: Catalog) -> StoreOverview:
     listing, index = catalog.listing(), Index(storage, catalog)
     index.refresh(listing)
     files, problems = _choose(storage, listing, index)
-    return StoreOverview(_Table(files, index).summaries(), problems)
+    return StoreOverview(_summaries(files, index), problems)
 
 
 def _choose(
@@ -55,81 +55,69 @@ def _choose(
     return chosen, problems
 
 
-class _Row(NamedTuple):
-    """A snapshot, but for its tensors."""
-
-    tensors: slice  # of the table
-    record: Record  # without columns, which are large
-
-
-class _Table:
-    """The tensors of all snapshots, as columns."""
-
-    def __init__(self, files: list[ManifestFile], index: Index) -> None:
-        self._files = files
-        n_tensors = index.n_tensors()
-        self._prints, self._bases = np.empty((2, n_tensors), np.uint64)
-        self._nbytes, self._packed = np.empty((2, n_tensors), np.uint64)
-        self._rows: dict[str, _Row] = {}
-        self._max_deltas: dict[str, int] = {}
-        end = 0
-        for record in index.records():
-            self._add(record, slice(end, end + len(record.sizes.bases)))
-            end += len(record.sizes.bases)
-
-    def _add(self, record: Record, place: slice) -> None:
-        n_tensors = place.stop - place.start
-        self._prints[place] = record.contents.prints[:n_tensors]
-        self._bases[place], self._nbytes[place], self._packed[place] = record.sizes
-        self._rows[record.path] = _Row(place, record.bare())
-        self._max_deltas[record.path] = int(record.contents.n_deltas[:n_tensors].max(initial=0))
-
-    def summaries(self) -> list[SnapshotSummary]:
-        """Each snapshot, the oldest first."""
-        known, numbers = np.unique(self._prints, return_inverse=True)
-        owners = np.full(known.size, _NOBODY, np.int32)
-        found = []
-        for i, file in enumerate(self._files):
-            place, record = self._rows[file.path]
-            own, bases = numbers[place], self._bases[place]
-            at = np.minimum(np.searchsorted(known, bases), max(known.size - 1, 0))
-            base_owners = np.where(known[at] == bases, owners[at], _NOBODY)
-            new_nbytes, base = _judge(
-                own, owners[own], base_owners, self._nbytes[place], self._packed[place]
+def _summaries(files: list[ManifestFile], index: Index) -> list[SnapshotSummary]:
+    """Each snapshot, the oldest first."""
+    paths = [file.path for file in files]
+    parts = [prints[rows] for _, prints, rows in _changes(index.records(paths))]
+    known = distinct(np.concatenate([np.empty(0, np.uint64), *parts]))
+    del parts
+    owners = np.full(known.size, _NOBODY)
+    numbers = np.empty(0, np.intp)  # of the contents of each tensor, among all that are known
+    found = []
+    for i, (record, prints, rows) in enumerate(_changes(index.records(paths))):
+        numbers = numbers.copy() if numbers.size == prints.size else np.empty(prints.size, np.intp)
+        numbers[rows] = np.searchsorted(known, prints[rows])
+        named = owners[numbers]
+        new = np.flatnonzero(named == _NOBODY)
+        if new.size:
+            bases = record.sizes.bases[new]
+            at = np.minimum(np.searchsorted(known, bases), known.size - 1)
+            named[new] = np.where(known[at] == bases, owners[at], _NOBODY)
+        base = _most(named, record)
+        owners[numbers] = i
+        found.append(
+            SnapshotSummary(
+                files[i].snapshot, files[i].order, record.time, prints.size,
+                int(record.sizes.nbytes.sum()), record.stored_nbytes,
+                _added(numbers, new, record),
+                int(record.contents.n_deltas[: prints.size].max(initial=0)),
+                None if base is None else files[base].snapshot,
             )
-            owners[own] = i
-            found.append(
-                SnapshotSummary(
-                    file.snapshot, file.order, record.time, own.size,
-                    int(self._nbytes[place].sum()), record.stored_nbytes, new_nbytes,
-                    self._max_deltas[file.path],
-                    None if base == _NOBODY else self._files[base].snapshot,
-                )
-            )  # fmt: skip
-        return found
+        )  # fmt: skip
+    return found
 
 
-def _judge(
-    contents: Column, owners: Column, base_owners: Column, nbytes: Column, packed_nbytes: Column
-) -> tuple[int, int]:
-    """What a snapshot added, and whom it builds on.
+def _changes(records: Iterable[Record]) -> Iterator[tuple[Record, Column, Column]]:
+    """Each record, its tensors' fingerprints, and which of those the record before has not in the
+    same place."""
+    before = np.empty(0, np.uint64)
+    for record in records:
+        prints = record.contents.prints[: record.contents.n_tensors]
+        is_alike = before.size == prints.size
+        yield (
+            record,
+            prints,
+            np.flatnonzero(prints != before) if is_alike else np.arange(prints.size),
+        )
+        before = prints
 
-    Args:
-        contents: of its tensors, as numbers.
-        owners: the newest older snapshot that has the same content, by its number.
-        base_owners: the same for the base of each frame.
-        nbytes: of the tensors.
-        packed_nbytes: of their frames.
-    """
-    new = np.flatnonzero(owners == _NOBODY)
-    _, first = np.unique(contents[new], return_index=True)
-    added = int(packed_nbytes[new[first]].sum())
-    named = np.where(owners == _NOBODY, base_owners, owners)
-    voters = named != _NOBODY
-    if not voters.any():
-        return added, _NOBODY
-    votes = np.bincount(named[voters], weights=nbytes[voters])
-    return added, int(named[voters][np.argmax(votes[named[voters]])])
+
+def _added(contents: Column, new: Column, record: Record) -> int:
+    """Bytes of the frames of new tensors, each content once."""
+    order = new[np.argsort(contents[new], kind="stable")]
+    is_first = np.ones(order.size, bool)
+    is_first[1:] = contents[order[1:]] != contents[order[:-1]]
+    return int(record.sizes.packed_nbytes[order[is_first]].sum())
+
+
+def _most(named: Column, record: Record) -> int | None:
+    """Whom a snapshot has most bytes from, given whom it has each tensor from; of several who have
+    as much, the one that comes first."""
+    voters = np.flatnonzero(named != _NOBODY)
+    if not voters.size:
+        return None
+    votes = np.bincount(named[voters], weights=record.sizes.nbytes[voters])
+    return int(named[voters[np.argmax(votes[named[voters]])]])
 
 
 def trace(storage: Storage, catalog: Catalog, name: str) -> Lineage:
@@ -143,28 +131,30 @@ def trace(storage: Storage, catalog: Catalog, name: str) -> Lineage:
     index.refresh(listing)
     files, _ = _choose(storage, listing, index)
     older = [file for file in files if file.order < manifest.file.order]
-    own = make_record(manifest, 0, Stamp(0, 0))
-    prints = own.contents.prints[: len(own.sizes.bases)]
-    owners, base_owners = _find_owners([prints, own.sizes.bases], older, index)
-    added, base = _judge(prints, owners, base_owners, own.sizes.nbytes, own.sizes.packed_nbytes)
-    info = describe(manifest)
-    inherited = {
+    own, info = make_record(manifest, 0, Stamp(0, 0)), describe(manifest)
+    prints = own.contents.prints[: len(info.tensors)]
+    named, bases = _find_owners([prints, own.sizes.bases], older, index)
+    new = np.flatnonzero(named == _NOBODY)
+    inherited = frozenset(
         tensor.content_hash
-        for tensor, owner in zip(info.tensors, owners, strict=True)
+        for tensor, owner in zip(info.tensors, named, strict=True)
         if owner != _NOBODY
-    }
-    base_name = None if base == _NOBODY else older[base].snapshot
-    return Lineage(info, added, base_name, frozenset(inherited))
+    )
+    named[new] = bases[new]
+    base = _most(named, own)
+    base_name = None if base is None else older[base].snapshot
+    return Lineage(info, _added(prints, new, own), base_name, inherited)
 
 
 def _find_owners(wanted: list[Column], files: list[ManifestFile], index: Index) -> list[Column]:
     """The newest snapshot that has a tensor of each content, for some columns of fingerprints."""
     places = {file.path: i for i, file in enumerate(files)}
-    known, numbers = np.unique(np.concatenate(wanted), return_inverse=True)
+    joined = np.concatenate(wanted)
+    known = distinct(joined)
     owners = np.full(known.size, _NOBODY)
     for path, contents in index.contents():
         if path in places and known.size:
             _, found = match(contents.prints[: contents.n_tensors], known)
             owners[found] = np.maximum(owners[found], places[path])
     cuts = np.cumsum([column.size for column in wanted])[:-1]
-    return np.split(owners[numbers], cuts)
+    return np.split(owners[np.searchsorted(known, joined)], cuts)

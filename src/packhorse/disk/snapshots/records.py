@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -122,12 +122,6 @@ class Record:
         """How many contents it has."""
         return len(self.contents.prints)
 
-    def bare(self) -> Record:
-        """The same without columns."""
-        nothing = np.empty(0, np.uint64)
-        contents, sizes = Contents(nothing, nothing, 0), Sizes(nothing, nothing, nothing)
-        return replace(self, packs=b"", contents=contents, sizes=sizes)
-
 
 def fingerprint(content: Content) -> int:
     """64 bits that stand for a content; never 0."""
@@ -182,11 +176,6 @@ class Block:
     def n_rows(self) -> int:
         """How many contents it has."""
         return int(self._starts["n_rows"][-1])
-
-    @property
-    def n_tensors(self) -> int:
-        """How many tensors it has."""
-        return int(self._starts["n_tensors"][-1])
 
     def stamp(self, i: int) -> Stamp:
         """The stamp of a manifest's file."""

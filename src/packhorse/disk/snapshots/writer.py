@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
+from packhorse.disk.atomic import is_temporary
 from packhorse.disk.snapshots.catalog import Catalog, Listing
 from packhorse.disk.snapshots.finder import Finder
 from packhorse.disk.snapshots.index import Index
@@ -85,7 +86,8 @@ class Session:
         self.storage = storage
         self.catalog = catalog
         self._lock = lock
-        self.listing: Listing = catalog.listing()
+        self._found = storage.files(SNAPSHOTS)
+        self.listing: Listing = catalog.listing_of(self._found)
         self.index = index
         self.index.refresh(self.listing)
         self._finder: Finder | None = None
@@ -175,7 +177,8 @@ class Session:
 
         While a manifest is damaged nobody knows which packs it needs, so none is removed then.
         """
-        folders = [f"{SNAPSHOTS}/{name}" for name in self.storage.names(SNAPSHOTS)]
+        pairs = [path.split("/") for path in self._found]
+        folders = {f"{SNAPSHOTS}/{name}" for name, file in pairs if is_temporary(file)}
         self.storage.remove_temporary(["", CATALOG, PACKS, SNAPSHOTS, *folders])
         for name, files in self.listing.items():
             if len(files) > 1:
