@@ -8,6 +8,7 @@ taken from a cache.
 
 from __future__ import annotations
 
+import errno
 import posixpath
 import tempfile
 import threading
@@ -116,7 +117,11 @@ class RemoteStorage:
 
     def stamp(self, path: str) -> Stamp:
         """The stamp of an object."""
-        return _stamp(self._fs.info(self._fresh(path)))
+        folder, _, file = path.rpartition("/")
+        found = self._find(folder)  # listings do not write times as `info` does
+        if self.at(path) not in found:
+            raise FileNotFoundError(errno.ENOENT, f"there is no {file}", self.label(path))
+        return _stamp(found[self.at(path)])
 
     def exists(self, path: str) -> bool:
         """Whether there is such an object."""

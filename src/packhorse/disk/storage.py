@@ -275,9 +275,8 @@ class LocalStorage:
         """`<folder>/<file>` of all files one level deeper, and their stamps."""
         found, root = {}, self.label(folder)
         for name in self.names(folder):
-            with suppress(NotADirectoryError):
-                for file, stamp in _stamps(f"{root}/{name}").items():
-                    found[f"{name}/{file}"] = stamp
+            for file, stamp in _stamps(f"{root}/{name}").items():
+                found[f"{name}/{file}"] = stamp
         return found
 
     def stamp(self, path: str) -> Stamp:
@@ -350,9 +349,8 @@ class LocalStorage:
     def remove_temporary(self, folders: Iterable[str]) -> None:
         """Remove what a killed writer left unfinished."""
         for folder in folders:
-            for name in self.names(folder):
-                if is_temporary(name):
-                    self.remove(f"{folder}/{name}" if folder else name)
+            for name in filter(is_temporary, _stamps(self.label(folder))):
+                self.remove(f"{folder}/{name}" if folder else name)
 
     def relative(self, other: Storage, path: str) -> str:
         """The path of a file of another folder, from this one."""
@@ -362,9 +360,9 @@ class LocalStorage:
 
 
 def _stamps(folder: str) -> dict[str, Stamp]:
-    """What lies in a folder but folders, by name; nothing if it is not there."""
+    """What lies in a folder but folders, by name; nothing if there is no such folder."""
     found = {}
-    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):  # removed in the meantime, or a link to nothing
                 if not entry.is_dir():

@@ -84,16 +84,18 @@ class Index:
 
     def _load_blocks(self) -> None:
         """Read the blocks that are new; one may vanish for another that is there already."""
+        found: list[tuple[str, Block | None]] = []
         for _ in range(_MAX_TRIES):
-            names = [name for name in self._storage.names(CATALOG) if is_block(name)]
             self._bad = []
             try:
+                names = filter(is_block, self._storage.names(CATALOG))
                 found = [(path, self._load(path)) for path in (f"{CATALOG}/{n}" for n in names)]
+                break
             except FileNotFoundError:
                 continue
-            self._set_blocks({path: block for path, block in found if block is not None})
-            return
-        self._set_blocks({})
+            except OSError:  # it does well without
+                break
+        self._set_blocks({path: block for path, block in found if block is not None})
 
     def _load(self, path: str) -> Block | None:
         """A block; None if it is bad."""
@@ -255,7 +257,7 @@ class Index:
             return
         blocks = {path: b for path, b in self._blocks.items() if path not in open_ones}
         pool = [self._restamped(r) for path in open_ones for r in self._live(self._blocks[path])]
-        for run in _runs([*pool, *self._loose.values()]):
+        for run in _runs(sorted([*pool, *self._loose.values()], key=lambda record: record.time)):
             data = encode_block(run)
             if data is not None:
                 path = new_block()

@@ -1,0 +1,209 @@
+"""Manifests that nobody can read, or whose numbers are odd: they never say what is newest, and
+nothing is pruned while one lies there."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cli_samples import run_command
+from snapshot_samples import assert_same
+
+from packhorse.codecs.content import crc32c
+from packhorse.disk import SnapshotStore
+from packhorse.errors import CompatibilityError, CorruptionError
+
+LARGEST = 10**12 - 1
+
+
+def state_of(i: int) -> dict[str, Any]:
+    return {"w": np.random.default_rng(i).standard_normal(500), "n": i}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A store of three snapshots that share nothing."""
+    store = SnapshotStore(tmp_path / "store")
+    for i in range(3):
+        store.take(f"s{i}", state_of(i))
+    return tmp_path / "store"
+
+
+def put_stray(folder: Path, name: str, order: int = LARGEST, text: bytes = b"stray") -> Path:
+    path = folder / "snapshots" / name / f"{order:012d}-000001-{'ab' * 8}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(text)
+    return path
+
+
+def manifest_of(folder: Path, name: str) -> Path:
+    (path,) = (folder / "snapshots" / name).iterdir()
+    return path
+
+
+def renumber(path: Path, **changes: Any) -> Path:
+    """Give a manifest another order or generation, in its text and in its name."""
+    document = {**json.loads(path.read_text()), **changes, "crc32c": "0" * 8}
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
+    path.unlink()
+    path = path.with_name(
+        f"{document['order']:012d}-{document['generation']:06d}-{path.name[-21:]}"
+    )
+    path.write_bytes(text.replace("0" * 8, f"{crc32c(text.encode()):08x}", 1).encode())
+    return path
+
+
+def files_of(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if path.is_file() and path.name != "writer.lock"}
+
+
+def refuse_to_prune(folder: Path, words: str, kind: type[Exception] = CorruptionError) -> None:
+    before = files_of(folder)
+    for keep in (1, 2, ["s2"], lambda info: info.name == "s2"):
+        with pytest.raises(kind, match=words):
+            SnapshotStore(folder).prune(keep=keep)
+    assert files_of(folder) == before
+
+
+# What cannot be read.
+
+
+def test_a_stray_manifest_neither_counts_nor_lets_anything_be_pruned(folder: Path) -> None:
+    stray = put_stray(folder, "zzz")
+    store = SnapshotStore(folder)
+    assert store.take("s3", state_of(3)).order == 4
+    assert store.take("s4", state_of(3)).order == 5
+    refuse_to_prune(folder, rf"snapshot 'zzz': .*{stray.name}.*: delete snapshot 'zzz' first")
+    store.delete("zzz")
+    assert store.prune(keep=1).removed == ("s0", "s1", "s2", "s3")
+    assert_same(store.restore("s4"), state_of(3))
+
+
+def test_the_command_says_so_and_fails(folder: Path) -> None:
+    stray = put_stray(folder, "zzz")
+    before = files_of(folder)
+    done = run_command("snapshot", "prune", folder, "--keep", "1", "--yes")
+    assert done.code == 1
+    assert stray.name in done.err
+    assert "delete snapshot 'zzz' first" in done.err
+    assert files_of(folder) == before
+
+
+def test_a_stray_beside_a_good_manifest_does_not_make_it_the_newest(folder: Path) -> None:
+    stray = put_stray(folder, "s0")
+    store = SnapshotStore(folder)
+    assert store.names() == ["s0", "s1", "s2"]
+    assert_same(store.restore("s0"), state_of(0))
+    assert [each.name for each in store.overview().snapshots] == ["s0", "s1", "s2"]
+    assert store.take("s3", state_of(2)).stored_nbytes == 0
+    refuse_to_prune(folder, rf"remove {re.escape(str(stray))}, or delete snapshot 's0' first")
+    assert store.take("s0", state_of(0), replace=True).order == 5
+    assert not stray.exists()
+    assert store.names() == ["s1", "s2", "s3", "s0"]
+    assert store.prune(keep=1).removed == ("s1", "s2", "s3")
+
+
+def test_a_manifest_of_a_newer_release_stops_a_prune_too(folder: Path) -> None:
+    text = json.dumps({"crc32c": "0" * 8, "kind": "packhorse snapshot", "version": 2})
+    text = text.replace(": ", ":").replace(", ", ",")
+    put_stray(folder, "new", 9, text.replace("0" * 8, f"{crc32c(text.encode()):08x}", 1).encode())
+    refuse_to_prune(folder, "version 2.*delete snapshot 'new' first", CompatibilityError)
+    assert SnapshotStore(folder).take("s3", {}).order == 4
+
+
+def test_a_damaged_manifest_keeps_its_number_to_itself(folder: Path) -> None:
+    """Should somebody mend it, no other snapshot has the same."""
+    path = manifest_of(folder, "s2")
+    good = path.read_bytes()
+    path.write_bytes(good[:-3])
+    assert SnapshotStore(folder).take("s3", state_of(3)).order == 4
+    path.write_bytes(good)
+    assert SnapshotStore(folder).names() == ["s0", "s1", "s2", "s3"]
+    assert SnapshotStore(folder).prune(keep=1).removed == ("s0", "s1", "s2")
+
+
+@pytest.mark.parametrize("keep", [1, ["s2"]])
+def test_damage_that_leaves_no_trace_stops_a_prune(folder: Path, keep: Any) -> None:
+    """A bit that flips on the disk changes neither size nor time of a file."""
+    path = manifest_of(folder, "s0")
+    status, data = path.stat(), bytearray(path.read_bytes())
+    data[data.index(b"packs") - 9] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    before = files_of(folder)
+    with pytest.raises(CorruptionError, match=r"snapshot 's0': .*checksum"):
+        SnapshotStore(folder).prune(keep=keep)
+    assert files_of(folder) == before
+    SnapshotStore(folder).delete("s1")  # nobody knows what s0 needs, so no pack goes
+    assert len(list((folder / "packs").iterdir())) == 3
+    SnapshotStore(folder).delete("s0")
+    assert len(list((folder / "packs").iterdir())) == 1
+    assert SnapshotStore(folder).verify() == []
+
+
+# Numbers.
+
+
+def test_after_the_largest_number_there_is_no_newer_snapshot(folder: Path) -> None:
+    renumber(manifest_of(folder, "s1"), order=LARGEST)
+    store = SnapshotStore(folder)
+    assert store.names() == ["s0", "s2", "s1"]
+    before = files_of(folder)
+    for name in ("s3", "s1"):
+        with pytest.raises(ValueError, match=rf"than 's1', which has {LARGEST}: delete that one"):
+            store.take(name, state_of(1), replace=True)
+    assert {path.parent.name for path in files_of(folder) - before} <= {"catalog"}
+    store.delete("s1")
+    assert store.take("s3", state_of(3)).order == 4
+
+
+def test_a_manifest_that_was_written_anew_too_often_is_not_pruned(folder: Path) -> None:
+    store = SnapshotStore(folder)
+    for i in (3, 4):
+        store.take(f"s{i}", {"w": state_of(0)["w"] + 1e-12 * i, "n": i}, base="s0")
+    renumber(manifest_of(folder, "s4"), generation=10**6 - 1)
+    before = files_of(folder)
+    with pytest.raises(ValueError, match="'s4': no number is left for another manifest; take it"):
+        SnapshotStore(folder).prune(keep=["s3", "s4"])
+    assert files_of(folder) == before
+
+
+def test_of_two_with_one_number_nobody_knows_which_is_newer(folder: Path) -> None:
+    renumber(manifest_of(folder, "s1"), order=3)
+    store = SnapshotStore(folder)
+    with pytest.raises(ValueError, match=r"keep is 1, and the snapshots 's[12]' and 's[12]' have"):
+        store.prune(keep=1)
+    assert set(store.names()) == {"s0", "s1", "s2"}
+    assert store.prune(keep=2).removed == ("s0",)
+    assert store.prune(keep=["s2"]).removed == ("s1",)
+
+
+def test_removing_by_name_keeps_what_comes_meanwhile(folder: Path) -> None:
+    store = SnapshotStore(folder)
+    doomed = store.names()[:2]
+    SnapshotStore(folder).take("s3", state_of(3))
+    assert store.prune(remove=doomed).removed == ("s0", "s1")
+    assert store.names() == ["s2", "s3"]
+    with pytest.raises(ValueError, match="remove names 's0'"):
+        store.prune(remove="s0")
+    with pytest.raises(ValueError, match="leaves no snapshot"):
+        store.prune(remove=["s2", "s3"])
+    for wrong in ({}, {"keep": 1, "remove": ["s2"]}):
+        with pytest.raises(TypeError, match="either `keep` or `remove`"):
+            store.prune(**wrong)
+    assert store.verify() == []
+
+
+def test_a_copy_of_a_store_is_as_good(folder: Path, tmp_path: Path) -> None:
+    """Its files have other times than the catalogue says."""
+    other = tmp_path / "copy"
+    shutil.copytree(folder, other, copy_function=shutil.copyfile)
+    store = SnapshotStore(other)
+    assert store.overview() == SnapshotStore(folder).overview()
+    assert store.take("s3", state_of(0)).stored_nbytes == 0
+    assert store.prune(keep=1).removed == ("s0", "s1", "s2")
+    assert store.verify() == []
