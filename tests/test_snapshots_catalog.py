@@ -200,6 +200,57 @@ def test_a_store_in_memory_is_listed_with_few_requests(
     assert not any("/snapshots/" in path and path.endswith(".json") for path in calls)
 
 
+# What it tells.
+
+
+def test_what_snapshots_add_and_build_on_is_told(tmp_path: Path) -> None:
+    """Compared with what follows from the manifests, tensor by tensor."""
+    rng = random.Random(1)
+    folder = tmp_path / "store"
+    store = SnapshotStore(folder, threads=1, level="max", max_chain=3)
+    wide = RNG.standard_normal((3, 5000)).astype(np.float32)
+    for i in range(24):
+        state = state_of(rng.randrange(12))
+        for key in rng.sample(sorted(state), rng.randrange(5)):
+            del state[key]
+        state |= {f"v{k}": wide[k] + np.float32(1e-6 * rng.randrange(4)) for k in range(3)}
+        if i % 5 == 0:
+            state |= {"twin": state["v0"], "bits": state["v1"].view(np.int32)}
+        base = rng.choice(["auto", None, *store.names()])
+        store.take(f"s{i}", state, base=base)
+    infos = [store.info(name) for name in store.names()]
+    assert [(each.new_nbytes, each.base) for each in store.overview().snapshots] == told(infos)
+    for info, (new_nbytes, base) in zip(infos, told(infos), strict=True):
+        lineage = store.lineage(info.name)
+        assert (lineage.info, lineage.new_nbytes, lineage.base) == (info, new_nbytes, base)
+    for summary, info in zip(store.overview().snapshots, infos, strict=True):
+        assert (summary.name, summary.order, summary.time) == (info.name, info.order, info.time)
+        assert (summary.n_tensors, summary.nbytes) == (len(info.tensors), info.nbytes)
+        assert summary.max_deltas == info.max_deltas
+        assert summary.stored_nbytes == info.stored_nbytes
+    assert any(summary.max_deltas for summary in store.overview().snapshots)
+
+
+def told(infos: list[Any]) -> list[tuple[int, str | None]]:
+    """What each of some snapshots added, and which older one it builds on."""
+    owners: dict[tuple[bytes, str], str] = {}
+    found = []
+    for info in infos:
+        votes: dict[str, int] = {}
+        new = {}
+        for tensor in info.tensors:
+            keys = [(tensor.content_hash, tensor.dtype), (tensor.base_hash, tensor.dtype)]
+            owner = next((owners[key] for key in keys if key in owners), None)
+            if owner is not None:
+                votes[owner] = votes.get(owner, 0) + tensor.nbytes
+            if keys[0] not in owners:
+                new[keys[0]] = tensor.packed_nbytes
+        base = max(votes, key=lambda name: votes[name]) if votes else None
+        found.append((sum(new.values()), base))
+        owners |= {(tensor.content_hash, tensor.dtype): info.name for tensor in info.tensors}
+    return found
+
+
 # That it may be missing, old or wrong.
 
 

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -107,12 +108,20 @@ def test_killed_writers_lose_nothing(tmp_path: Path) -> None:
             expected.seeds[f"after {i}"] = i
             assert writer.verify() == []
             check_no_leftovers(folder, writer)
+            check_catalogue(folder, tmp_path / "plain")
         if len(expected.seeds) > 12:
             SnapshotStore(folder).prune(keep=6)
             expected.seeds = dict(list(expected.seeds.items())[-6:])
             expected.check(SnapshotStore(folder))
     print(f"killed in: {killed_in}")
     assert killed_in["take"] > N_KILLS // 6
+
+
+def check_catalogue(folder: Path, to: Path) -> None:
+    """It says what the manifests say."""
+    shutil.copytree(folder, to, ignore=shutil.ignore_patterns("catalog", "writer.lock"))
+    assert SnapshotStore(folder).overview() == SnapshotStore(to).overview()
+    shutil.rmtree(to)
 
 
 def check_no_leftovers(folder: Path, store: SnapshotStore) -> None:

@@ -85,3 +85,16 @@ def check(store: SnapshotStore, sure: dict[str, int], maybe: dict[str, set[int |
     for name, seeds in maybe.items():
         assert found.pop(name, None) in seeds, name
     assert found == sure
+    overview = store.overview()  # by a catalogue that may be torn, old or ahead
+    assert [each.name for each in overview.snapshots] == store.names()
+    assert [each.nbytes for each in overview.snapshots] == [
+        store.info(name).nbytes for name in store.names()
+    ]
+
+
+def test_the_record_has_the_catalogue(recorder: Recorder) -> None:
+    """Which is never flushed, so it may be torn at any moment of those above."""
+    folders = {str(op.key) for op in recorder.ops if getattr(op, "kind", "") == "name"}
+    synced = {str(op.key) for op in recorder.ops if getattr(op, "kind", "") == "sync_folder"}
+    assert "catalog" in folders
+    assert "catalog" not in synced

@@ -9,6 +9,7 @@ is the newest's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,51 +56,83 @@ def _choose(
     return chosen, problems
 
 
+class _Change(NamedTuple):
+    """What a snapshot has that the one before has not in the same place.
+
+    Attributes:
+        record: of the snapshot.
+        prints: fingerprints of all its tensors.
+        rows: which of them are others than in the snapshot before.
+        bases: fingerprints of what those are deltas against.
+        is_near: whether that is the tensor of the snapshot before in the same place.
+    """
+
+    record: Record
+    prints: Column
+    rows: Column
+    bases: Column
+    is_near: Column
+
+
+def _changes(records: Iterable[Record]) -> Iterator[_Change]:
+    before = np.empty(0, np.uint64)
+    for record in records:
+        prints = record.contents.prints[: record.contents.n_tensors]
+        is_alike = before.size == prints.size
+        rows = np.flatnonzero(prints != before) if is_alike else np.arange(prints.size)
+        bases = record.sizes.bases[rows]
+        is_near = bases == before[rows] if is_alike else np.zeros(rows.size, bool)
+        yield _Change(record, prints, rows, bases, is_near)
+        before = prints
+
+
 def _summaries(files: list[ManifestFile], index: Index) -> list[SnapshotSummary]:
     """Each snapshot, the oldest first."""
     paths = [file.path for file in files]
-    parts = [prints[rows] for _, prints, rows in _changes(index.records(paths))]
-    known = distinct(np.concatenate([np.empty(0, np.uint64), *parts]))
-    del parts
-    owners = np.full(known.size, _NOBODY)
-    numbers = np.empty(0, np.intp)  # of the contents of each tensor, among all that are known
+    known = _looked_for(_changes(index.records(paths)))
+    owners = np.full(known.size + 1, _NOBODY)  # and one more for what is not known
+    numbers = np.empty(0, np.intp)  # of each tensor's content among those; else the last
     found = []
-    for i, (record, prints, rows) in enumerate(_changes(index.records(paths))):
-        numbers = numbers.copy() if numbers.size == prints.size else np.empty(prints.size, np.intp)
-        numbers[rows] = np.searchsorted(known, prints[rows])
-        named = owners[numbers]
-        new = np.flatnonzero(named == _NOBODY)
-        if new.size:
-            bases = record.sizes.bases[new]
-            at = np.minimum(np.searchsorted(known, bases), known.size - 1)
-            named[new] = np.where(known[at] == bases, owners[at], _NOBODY)
+    for i, change in enumerate(_changes(index.records(paths))):
+        n_tensors, rows, record = change.prints.size, change.rows, change.record
+        numbers = numbers.copy() if numbers.size == n_tensors else np.empty(n_tensors, np.intp)
+        numbers[rows] = _numbers(known, change.prints[rows])
+        own = owners[numbers[rows]]
+        bases = np.where(change.is_near, i - 1, owners[_numbers(known, change.bases)])
+        named = np.full(n_tensors, i - 1)
+        named[rows] = np.where(own == _NOBODY, bases, own)
         base = _most(named, record)
-        owners[numbers] = i
+        owners[numbers], owners[-1] = i, _NOBODY
         found.append(
             SnapshotSummary(
-                files[i].snapshot, files[i].order, record.time, prints.size,
+                files[i].snapshot, files[i].order, record.time, n_tensors,
                 int(record.sizes.nbytes.sum()), record.stored_nbytes,
-                _added(numbers, new, record),
-                int(record.contents.n_deltas[: prints.size].max(initial=0)),
+                _added(change.prints, rows[own == _NOBODY], record),
+                int(record.contents.n_deltas[:n_tensors].max(initial=0)),
                 None if base is None else files[base].snapshot,
             )
         )  # fmt: skip
     return found
 
 
-def _changes(records: Iterable[Record]) -> Iterator[tuple[Record, Column, Column]]:
-    """Each record, its tensors' fingerprints, and which of those the record before has not in the
-    same place."""
-    before = np.empty(0, np.uint64)
-    for record in records:
-        prints = record.contents.prints[: record.contents.n_tensors]
-        is_alike = before.size == prints.size
-        yield (
-            record,
-            prints,
-            np.flatnonzero(prints != before) if is_alike else np.arange(prints.size),
-        )
-        before = prints
+def _looked_for(changes: Iterable[_Change]) -> Column:
+    """The contents that must be looked for, in order: those that come more than once, and bases
+    that are not in the snapshot before. Of a training run they are few."""
+    parts, others = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
+    for change in changes:
+        parts.append(change.prints[change.rows])
+        others.append(change.bases[~change.is_near & (change.bases != 0)])
+    prints = np.sort(np.concatenate(parts))
+    repeated = prints[1:][prints[1:] == prints[:-1]]
+    return distinct(np.concatenate([repeated, *others]))
+
+
+def _numbers(known: Column, prints: Column) -> Column:
+    """Where fingerprints stand among those known; the number of those for what is not."""
+    if not known.size:
+        return np.zeros(prints.size, np.intp)
+    at = np.minimum(np.searchsorted(known, prints), known.size - 1)
+    return np.where(known[at] == prints, at, known.size)
 
 
 def _added(contents: Column, new: Column, record: Record) -> int:
