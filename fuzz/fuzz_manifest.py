@@ -1,4 +1,5 @@
-"""Fuzzes the manifests of snapshot stores and of distributed checkpoints, and the file of a store.
+"""Fuzzes what lies in snapshot stores beside packs: manifests, also those of distributed
+checkpoints, the file of a store, and blocks of its catalogue.
 
 An input is a control byte and a JSON object without its checksum, which the target puts in front.
 The two low bits of the first byte choose what it is:
@@ -7,7 +8,9 @@ The two low bits of the first byte choose what it is:
 2. the manifest of a distributed checkpoint (of a snapshot where PyTorch is missing);
 3. `store.json`.
 
-Bit 2 says that the input is the whole file, checksum and all.
+Bit 2 says that the input is the whole file, checksum and all. Bit 3 makes it a block: six counts,
+the lengths of two parts, and three parts, which the target compresses and seals. The block lies in
+a store of good manifests, whose snapshots must come out of it whatever it says.
 
 What is refused is refused with a documented error. What is accepted says the same when it is
 written and read again, and nothing takes memory on the word of a manifest.
@@ -17,6 +20,7 @@ import json
 import os
 import random
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -25,6 +29,7 @@ from typing import Any
 
 import atheris
 import harness
+import zstandard
 from harness import PackhorseError
 
 if find_spec("torch") is not None:
@@ -40,6 +45,7 @@ with atheris.instrument_imports(include=["packhorse"]):
         render_store_file,
     )
     from packhorse.disk.snapshots.names import ManifestFile, parse_manifest_file
+    from packhorse.disk.snapshots.records import decode_block, encode_block
 
     if find_spec("torch") is not None:
         from packhorse.disk.dcp import manifest as checkpoint
@@ -60,13 +66,20 @@ _NO_SUCH_THING = ("no snapshot is named", "has nothing at")
 _FOLDER = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)) / "store"
 _FILE = ManifestFile("step-2", 3, 1, "0" * 16)
 build_store(_FOLDER)
+_WHOLE = _FOLDER.with_name("whole")
+shutil.copytree(_FOLDER, _WHOLE)
 shutil.rmtree(_FOLDER / "snapshots")
+shutil.rmtree(_FOLDER / "catalog")
+_NAMES = SnapshotStore(_WHOLE).names()
 
 
 def main(data: bytes) -> None:
     """One input."""
     control, text = data[0] if data else 0, data[1:]
     form = control & 3
+    if control & 8:
+        check_block(text if control & 4 else sealed_block(text))
+        return
     if form == 2 and find_spec("torch") is not None:
         check_checkpoint(text if control & 4 else sealed_checkpoint(text))
         return
@@ -86,6 +99,31 @@ def sealed(text: bytes) -> bytes:
 def sealed_checkpoint(text: bytes) -> bytes:
     """The manifest of a checkpoint."""
     return b'{"crc32c":"%08x","manifest":%s}\n' % (crc32c(text), text)
+
+
+def sealed_block(data: bytes) -> bytes:
+    """A block of the catalogue."""
+    *counts, first, second = struct.unpack("<8I", data[:32].ljust(32, b"\0"))
+    cuts = (32, 32 + first, 32 + first + second)
+    raw = (data[cuts[0] : cuts[1]], data[cuts[1] : cuts[2]], data[cuts[2] :])
+    parts = [zstandard.compress(part) for part in raw]
+    rest = struct.pack("<9I", *counts, *map(len, parts)) + b"".join(parts)
+    return struct.pack("<4sII", b"\x89PHC", 1, crc32c(rest)) + rest
+
+
+def check_block(data: bytes) -> None:
+    """A block: decoded, written again, and used."""
+    block = outcome(lambda: decode_block(data))
+    if block is not None:
+        again = encode_block(block.records())
+        assert again is not None, "what was read cannot be written"
+        assert encode_block(decode_block(again).records()) == again, "it changes with each writing"
+    for path in (_WHOLE / "catalog").iterdir():
+        path.unlink()
+    (_WHOLE / "catalog" / f"{0:016x}.bin").write_bytes(data)
+    store = SnapshotStore(_WHOLE, threads=1)
+    assert [each.name for each in store.overview().snapshots] == _NAMES
+    assert store.lineage(_NAMES[-1]).info == store.info(_NAMES[-1])
 
 
 def check_snapshot(text: bytes) -> None:

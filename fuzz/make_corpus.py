@@ -36,7 +36,7 @@ from packhorse.numpy import FRAMEWORK as NUMPY
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from frame_builder import SMALL
 from lying_frames import LIES
-from sample_store import build_store, checkpoint_manifests, snapshot_manifests
+from sample_store import build_store, catalogue_parts, checkpoint_manifests, snapshot_manifests
 
 __all__ = ["CORPUS", "KINDS", "modes_of", "seed_frames"]
 
@@ -363,11 +363,13 @@ def _index_seeds() -> Seeds:
 
 
 def manifest_seeds() -> Seeds:
-    """Control, text without its checksum."""
+    """Control, text without its checksum or the parts of a block."""
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         build_store(store)
         texts = snapshot_manifests(store)
+        catalogue = catalogue_parts(store)
+    yield "catalogue", b"\x08" + catalogue
     yield "store", b"\3" + texts.pop("store")
     for name, text in texts.items():
         yield name, b"\0" + text

@@ -7,21 +7,28 @@ seeds of it. Its tensors are full frames, deltas on one another, and a rounded c
 import itertools
 import json
 import re
+import struct
 import tempfile
+from dataclasses import replace
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import zstandard
 
 from packhorse.disk import SnapshotStore
+from packhorse.disk.snapshots.index import Index
+from packhorse.disk.snapshots.records import decode_block, encode_block
 
-__all__ = ["build_store", "checkpoint_manifests", "snapshot_manifests"]
+__all__ = ["build_store", "catalogue_parts", "checkpoint_manifests", "snapshot_manifests"]
 
 _CHECKSUM = b'{"crc32c":"00000000",'
 _DRAWN = re.compile(r"shards-[0-9a-f]{16}")
 _TIME = "2026-11-21T16:20:00.123456Z"
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def _state(i: int) -> dict[Any, Any]:
@@ -41,10 +48,14 @@ def build_store(folder: Path) -> None:
         folder: where it goes; it must not be there.
     """
     numbers = itertools.count(1)
-    with mock.patch("os.urandom", lambda n: next(numbers).to_bytes(n, "big")):
-        store = SnapshotStore(folder, threads=1)
+    store = SnapshotStore(folder, threads=1)
+    with (
+        mock.patch("os.urandom", lambda n: next(numbers).to_bytes(n, "big")),
+        mock.patch.object(Index, "save"),  # its names are drawn, too, and seeds have the packs'
+    ):
         for i in range(3):
             store.take(f"step-{i}", _state(i), metadata={"loss": [1.5, None], "step": i})
+    store.prune(keep=3)  # which saves the catalogue and finds nothing else to do
 
 
 def snapshot_manifests(folder: Path) -> dict[str, bytes]:
@@ -61,6 +72,27 @@ def snapshot_manifests(folder: Path) -> dict[str, bytes]:
         document = json.loads(out[name])
         out[name] = _text({**document, "time": _TIME})
     return out
+
+
+def catalogue_parts(folder: Path) -> bytes:
+    """The catalogue of a store as the target reads it: six counts, the lengths of two parts, and
+    three parts.
+
+    Args:
+        folder: of the store.
+    """
+    (path,) = (folder / "catalog").iterdir()
+    records = decode_block(path.read_bytes()).records()
+    fixed = [
+        replace(record, stamp=record.stamp._replace(changed=i), crc=i, time=_EPOCH)
+        for i, record in enumerate(records)
+    ]
+    block = encode_block(fixed)
+    assert block is not None
+    *counts, first, second, third = struct.unpack_from("<9I", block, 12)
+    cuts = list(itertools.accumulate((first, second, third), initial=48))
+    raw = [zstandard.decompress(block[a:b]) for a, b in itertools.pairwise(cuts)]
+    return struct.pack("<8I", *counts, len(raw[0]), len(raw[1])) + b"".join(raw)
 
 
 def checkpoint_manifests() -> dict[str, bytes]:

@@ -79,6 +79,8 @@ def test_seeds_of_snapshots_are_those_of_the_store(
     texts = sample_store.snapshot_manifests(tmp_path / "store")
     for name, text in texts.items():
         assert (CORPUS / "manifest" / name).read_bytes() == bytes([3 * (name == "store")]) + text
+    catalogue = sample_store.catalogue_parts(tmp_path / "store")
+    assert (CORPUS / "manifest" / "catalogue").read_bytes() == b"\x08" + catalogue
     store = SnapshotStore(tmp_path / "store")
     assert [*store.names(), "store"] == [*texts]
     assert store.verify() == []

@@ -256,7 +256,7 @@ def take_state(
     Returns:
         The manifest, committed.
     """
-    file = manifest_file(name, session.next_order(), 1)
+    order = session.next_order()
     specs, done = state.specs, _Progress(progress)
     bases = {} if base is None else {tensor.path: tensor for tensor in base.tensors}
     room = sum(max_frame_nbytes(spec.dtype, spec.shape) for spec in specs)
@@ -279,7 +279,7 @@ def take_state(
     tensors = tuple(
         TensorRef(spec.path, spec.dtype, spec.shape, done.refs[i]) for i, spec in enumerate(specs)
     )
-    now = datetime.now(UTC)
+    file, now = manifest_file(name, order, 1), datetime.now(UTC)
     manifest = Manifest(file, now, dict(metadata), pack.nbytes, state.document, tensors)
     session.commit(manifest)
     return manifest
