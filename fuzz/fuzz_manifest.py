@@ -1,5 +1,5 @@
 """Fuzzes what lies in snapshot stores beside packs: manifests, also those of distributed
-checkpoints, the file of a store, and blocks of its catalogue.
+checkpoints, the file of a store, and pages of its catalogue.
 
 An input is a control byte and a JSON object without its checksum, which the target puts in front.
 The two low bits of the first byte choose what it is:
@@ -8,8 +8,8 @@ The two low bits of the first byte choose what it is:
 2. the manifest of a distributed checkpoint (of a snapshot where PyTorch is missing);
 3. `store.json`.
 
-Bit 2 says that the input is the whole file, checksum and all. Bit 3 makes it a block: six counts,
-the lengths of two parts, and three parts, which the target compresses and seals. The block lies in
+Bit 2 says that the input is the whole file, checksum and all. Bit 3 makes it a page: six counts,
+the lengths of two parts, and three parts, which the target compresses and seals. The page lies in
 a store of good manifests, whose snapshots must come out of it whatever it says.
 
 What is refused is refused with a documented error. What is accepted says the same when it is
@@ -45,7 +45,7 @@ with atheris.instrument_imports(include=["packhorse"]):
         render_store_file,
     )
     from packhorse.disk.snapshots.names import ManifestFile, parse_manifest_file
-    from packhorse.disk.snapshots.records import decode_block, encode_block
+    from packhorse.disk.snapshots.records import decode_page, encode_page
 
     if find_spec("torch") is not None:
         from packhorse.disk.dcp import manifest as checkpoint
@@ -78,7 +78,7 @@ def main(data: bytes) -> None:
     control, text = data[0] if data else 0, data[1:]
     form = control & 3
     if control & 8:
-        check_block(text if control & 4 else sealed_block(text))
+        check_page(text if control & 4 else sealed_page(text))
         return
     if form == 2 and find_spec("torch") is not None:
         check_checkpoint(text if control & 4 else sealed_checkpoint(text))
@@ -101,8 +101,8 @@ def sealed_checkpoint(text: bytes) -> bytes:
     return b'{"crc32c":"%08x","manifest":%s}\n' % (crc32c(text), text)
 
 
-def sealed_block(data: bytes) -> bytes:
-    """A block of the catalogue."""
+def sealed_page(data: bytes) -> bytes:
+    """A page of the catalogue."""
     *counts, first, second = struct.unpack("<8I", data[:32].ljust(32, b"\0"))
     cuts = (32, 32 + first, 32 + first + second)
     raw = (data[cuts[0] : cuts[1]], data[cuts[1] : cuts[2]], data[cuts[2] :])
@@ -111,13 +111,13 @@ def sealed_block(data: bytes) -> bytes:
     return struct.pack("<4sII", b"\x89PHC", 1, crc32c(rest)) + rest
 
 
-def check_block(data: bytes) -> None:
-    """A block: decoded, written again, and used."""
-    block = outcome(lambda: decode_block(data))
-    if block is not None:
-        again = encode_block(block.records())
+def check_page(data: bytes) -> None:
+    """A page: decoded, written again, and used."""
+    page = outcome(lambda: decode_page(data))
+    if page is not None:
+        again = encode_page(page.records())
         assert again is not None, "what was read cannot be written"
-        assert encode_block(decode_block(again).records()) == again, "it changes with each writing"
+        assert encode_page(decode_page(again).records()) == again, "it changes with each writing"
     for path in (_WHOLE / "catalog").iterdir():
         path.unlink()
     (_WHOLE / "catalog" / f"{0:016x}.bin").write_bytes(data)

@@ -363,7 +363,7 @@ def _index_seeds() -> Seeds:
 
 
 def manifest_seeds() -> Seeds:
-    """Control, text without its checksum or the parts of a block."""
+    """Control, text without its checksum or the parts of a page."""
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         build_store(store)

@@ -21,7 +21,7 @@ import zstandard
 
 from packhorse.disk import SnapshotStore
 from packhorse.disk.snapshots.index import Index
-from packhorse.disk.snapshots.records import decode_block, encode_block
+from packhorse.disk.snapshots.records import decode_page, encode_page
 
 __all__ = ["build_store", "catalogue_parts", "checkpoint_manifests", "snapshot_manifests"]
 
@@ -82,16 +82,16 @@ def catalogue_parts(folder: Path) -> bytes:
         folder: of the store.
     """
     (path,) = (folder / "catalog").iterdir()
-    records = decode_block(path.read_bytes()).records()
+    records = decode_page(path.read_bytes()).records()
     fixed = [
         replace(record, stamp=record.stamp._replace(changed=i), crc=i, time=_EPOCH)
         for i, record in enumerate(records)
     ]
-    block = encode_block(fixed)
-    assert block is not None
-    *counts, first, second, third = struct.unpack_from("<9I", block, 12)
+    page = encode_page(fixed)
+    assert page is not None
+    *counts, first, second, third = struct.unpack_from("<9I", page, 12)
     cuts = list(itertools.accumulate((first, second, third), initial=48))
-    raw = [zstandard.decompress(block[a:b]) for a, b in itertools.pairwise(cuts)]
+    raw = [zstandard.decompress(page[a:b]) for a, b in itertools.pairwise(cuts)]
     return struct.pack("<8I", *counts, len(raw[0]), len(raw[1])) + b"".join(raw)
 
 

@@ -443,3 +443,18 @@ def test_parts_that_do_not_go_together_are_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         scripts["run"].main(["snapshots", *options])
+
+
+@pytest.mark.slow
+def test_the_growth_of_a_store_is_measured(
+    scripts: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a tiny store, where times mean nothing."""
+    growth = import_module("growth")
+    url = str(tmp_path / "store")
+    options = ["--snapshots", "4", "--tensors", "6", "--rounds", "1", "--store", url]
+    assert growth.main(options) in (0, 1)
+    lines = capsys.readouterr().out.splitlines()
+    told = [line.partition(":")[0] for line in lines if " of the processor, " in line]
+    assert told == [*growth.VERBS, "prune to three", "list without a catalogue"]
+    assert len(list((tmp_path / "store" / "snapshots").iterdir())) == 4  # as it was made

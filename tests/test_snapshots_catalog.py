@@ -22,7 +22,7 @@ from packhorse.codecs.content import crc32c
 from packhorse.disk import SnapshotStore
 from packhorse.disk.snapshots import catalog, finder, index, records
 from packhorse.disk.snapshots.manifest import FrameRef
-from packhorse.disk.snapshots.records import Block, decode_block, encode_block
+from packhorse.disk.snapshots.records import Page, decode_page, encode_page
 from packhorse.errors import CorruptionError
 
 RNG = np.random.default_rng(0)
@@ -55,7 +55,7 @@ def folder(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "store"))
 
 
-def blocks_of(folder: Path) -> list[Path]:
+def pages_of(folder: Path) -> list[Path]:
     return sorted((folder / "catalog").glob("*.bin"))
 
 
@@ -159,18 +159,18 @@ def test_a_writer_keeps_nothing_of_old_snapshots(tmp_path: Path) -> None:
     assert store.take("next", state_of(20)).stored_nbytes > 0
 
 
-def test_blocks_are_bounded_and_go_with_what_they_describe(
+def test_pages_are_bounded_and_go_with_what_they_describe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (records, index):
         monkeypatch.setattr(module, "MAX_RECORDS", 4)
     folder = tmp_path / "store"
     store = make_store(folder, 11)
-    sizes = sorted(len(decode_block(path.read_bytes()).paths) for path in blocks_of(folder))
+    sizes = sorted(len(decode_page(path.read_bytes()).paths) for path in pages_of(folder))
     assert sizes == [3, 4, 4]
     for i in (0, 1, 2):
         store.delete(f"s{i}")
-    assert sum(len(decode_block(p.read_bytes()).paths) for p in blocks_of(folder)) == 9
+    assert sum(len(decode_page(p.read_bytes()).paths) for p in pages_of(folder)) == 9
     assert look(folder) == look_without(folder, tmp_path / "plain")
     for name in store.names():
         store.delete(name)
@@ -296,60 +296,60 @@ def test_a_manifest_that_was_changed_in_its_place_is_read_again(folder: Path) ->
 
 
 def test_every_truncation_and_flipped_bit_is_noticed(folder: Path) -> None:
-    (path,) = blocks_of(folder)
+    (path,) = pages_of(folder)
     good = path.read_bytes()
-    wanted = decode_block(good).paths
+    wanted = decode_page(good).paths
     for n in range(len(good)):
         with pytest.raises(CorruptionError):
-            decode_block(good[:n])
+            decode_page(good[:n])
     for at in range(len(good)):
         bad = bytearray(good)
         bad[at] ^= 1 << at % 8
         with pytest.raises(CorruptionError):
-            decode_block(bytes(bad))
-    assert decode_block(good).paths == wanted
+            decode_page(bytes(bad))
+    assert decode_page(good).paths == wanted
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x00" * 100, None], ids=["empty", "zeros", "half"])
-def test_a_bad_block_is_made_anew_by_the_next_writer(
+def test_a_bad_page_is_made_anew_by_the_next_writer(
     folder: Path, tmp_path: Path, damage: bytes | None
 ) -> None:
-    (path,) = blocks_of(folder)
+    (path,) = pages_of(folder)
     good = path.read_bytes()
     path.write_bytes(good[: len(good) // 2] if damage is None else damage)
     (folder / "catalog" / "notes.txt").write_text("foreign")
     (folder / "catalog" / ".packhorse-0123456789abcdef.tmp").write_bytes(b"left")
     assert look(folder) == look_without(folder, tmp_path / "plain")
     SnapshotStore(folder).take("next", state_of(3))
-    (new,) = blocks_of(folder)
+    (new,) = pages_of(folder)
     assert new != path
-    assert len(decode_block(new.read_bytes()).paths) == 13
+    assert len(decode_page(new.read_bytes()).paths) == 13
     left = {file.name for file in (folder / "catalog").iterdir()}
     assert left == {"notes.txt", new.name}
 
 
 def sealed(head: tuple[int, ...], parts: list[bytes]) -> bytes:
-    """A block with a right checksum."""
+    """A page with a right checksum."""
     rest = struct.pack("<9I", *head, *map(len, parts)) + b"".join(parts)
     return struct.pack("<4sII", b"\x89PHC", 1, crc32c(rest)) + rest
 
 
-def opened(block: bytes) -> tuple[list[int], list[bytes]]:
-    *counts, first, second, third = struct.unpack_from("<9I", block, 12)
+def opened(page: bytes) -> tuple[list[int], list[bytes]]:
+    *counts, first, second, third = struct.unpack_from("<9I", page, 12)
     cuts = [48, 48 + first, 48 + first + second, 48 + first + second + third]
-    parts = [block[a:b] for a, b in pairwise(cuts)]
+    parts = [page[a:b] for a, b in pairwise(cuts)]
     return counts, [zstandard.decompress(part) for part in parts]
 
 
 def test_lies_under_a_right_checksum_are_refused_or_harmless(folder: Path) -> None:
-    (path,) = blocks_of(folder)
+    (path,) = pages_of(folder)
     counts, parts = opened(path.read_bytes())
     packed = [zstandard.compress(part) for part in parts]
-    assert decode_block(sealed(tuple(counts), packed)).paths
+    assert decode_page(sealed(tuple(counts), packed)).paths
     for i in range(6):
         for value in (0, counts[i] - 1, counts[i] + 1, 1 << 20, (1 << 32) - 1):
             with pytest.raises(CorruptionError):
-                decode_block(sealed((*counts[:i], value, *counts[i + 1 :]), packed))
+                decode_page(sealed((*counts[:i], value, *counts[i + 1 :]), packed))
     rng = random.Random(0)
     n_read = 0
     for _ in range(120):
@@ -357,11 +357,11 @@ def test_lies_under_a_right_checksum_are_refused_or_harmless(folder: Path) -> No
         at = rng.randrange(0, len(bad[part]) - 8)
         bad[part][at : at + 4] = rng.choice([b"\xff" * 4, bytes(4), rng.randbytes(4)])
         try:
-            block = decode_block(sealed(tuple(counts), [zstandard.compress(p) for p in bad]))
+            page = decode_page(sealed(tuple(counts), [zstandard.compress(p) for p in bad]))
         except CorruptionError:
             continue
         n_read += 1
-        path.write_bytes(encode_block(block.records()) or b"")
+        path.write_bytes(encode_page(page.records()) or b"")
         SnapshotStore(folder).overview()
     assert 20 < n_read < 120
 
@@ -369,9 +369,9 @@ def test_lies_under_a_right_checksum_are_refused_or_harmless(folder: Path) -> No
 def test_a_bomb_takes_no_memory() -> None:
     bomb = zstandard.compress(bytes(1 << 28))
     with pytest.raises(CorruptionError, match="are declared"):
-        decode_block(sealed((1, 0, 0, 0, 0, 5), [bomb] * 3))
+        decode_page(sealed((1, 0, 0, 0, 0, 5), [bomb] * 3))
     with pytest.raises(CorruptionError, match="are declared"):
-        decode_block(sealed((1 << 22, 0, 0, 0, 0, (1 << 28) - 48 * (1 << 22)), [bomb] * 3))
+        decode_page(sealed((1 << 22, 0, 0, 0, 0, (1 << 28) - 48 * (1 << 22)), [bomb] * 3))
 
 
 Lie = Callable[[records.Record], records.Record]
@@ -391,9 +391,9 @@ LIES: dict[str, Lie] = {
 
 @pytest.mark.parametrize("lie", list(LIES))
 def test_nothing_is_removed_on_the_word_of_the_catalogue(folder: Path, lie: str) -> None:
-    (path,) = blocks_of(folder)
-    told = [LIES[lie](record) for record in decode_block(path.read_bytes()).records()]
-    data = encode_block(told)
+    (path,) = pages_of(folder)
+    told = [LIES[lie](record) for record in decode_page(path.read_bytes()).records()]
+    data = encode_page(told)
     assert data is not None
     path.write_bytes(data)
     before = set((folder / "packs").iterdir())
@@ -418,7 +418,7 @@ def test_whatever_becomes_of_it_the_store_is_the_same(tmp_path: Path, seed: int)
         step_rng = rng.getrandbits(32)
         names = [live(folder, random.Random(step_rng), step) for folder in (plain, hurt)]
         assert names[0] == names[1]
-        kept.append({path.name: path.read_bytes() for path in blocks_of(hurt)})
+        kept.append({path.name: path.read_bytes() for path in pages_of(hurt)})
         hurt_catalogue(hurt, kept, rng)
         summaries = [SnapshotStore(folder).overview() for folder in (plain, hurt)]
         assert strip(summaries[0]) == strip(summaries[1])
@@ -443,7 +443,7 @@ def live(folder: Path, rng: random.Random, step: int) -> list[str]:
 
 
 def hurt_catalogue(folder: Path, kept: list[dict[str, bytes]], rng: random.Random) -> None:
-    what, paths = rng.randrange(5), blocks_of(folder)
+    what, paths = rng.randrange(5), pages_of(folder)
     if what == 0:
         shutil.rmtree(folder / "catalog", ignore_errors=True)
     elif what == 1 and paths:
@@ -477,7 +477,7 @@ def test_a_catalogue_that_cannot_be_written_does_no_harm(folder: Path) -> None:
     assert SnapshotStore(folder).verify() == []
 
 
-def test_a_block_that_vanishes_is_replaced_by_another(
+def test_a_page_that_vanishes_is_replaced_by_another(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A writer puts a better one while a reader has listed the old."""
@@ -512,13 +512,13 @@ def test_reading_a_manifest_imports_nothing(folder: Path) -> None:
     assert done.stdout.split() == []
 
 
-def test_a_block_holds_what_was_put_in(folder: Path) -> None:
-    (path,) = blocks_of(folder)
-    block = decode_block(path.read_bytes())
-    assert isinstance(block, Block)
-    again = encode_block(block.records())
+def test_a_page_holds_what_was_put_in(folder: Path) -> None:
+    (path,) = pages_of(folder)
+    page = decode_page(path.read_bytes())
+    assert isinstance(page, Page)
+    again = encode_page(page.records())
     assert again is not None
-    for old, new in zip(block.records(), decode_block(again).records(), strict=True):
+    for old, new in zip(page.records(), decode_page(again).records(), strict=True):
         assert replace(old, contents=None, sizes=None) == replace(new, contents=None, sizes=None)
         for a, b in zip(
             (*old.contents[:2], *old.sizes), (*new.contents[:2], *new.sizes), strict=True

@@ -71,7 +71,7 @@ def test_packs_of_another_writer_are_not_leftovers(
     store.take("a", {"v": np.arange(2000.0)})
     store.take("b", {})
     before(
-        store._storage, "names", lambda: take_over(url, monkeypatch, "other", STATE), match="packs"
+        store._storage, "sizes", lambda: take_over(url, monkeypatch, "other", STATE), match="packs"
     )
     with pytest.raises(BlockingIOError):
         store.delete("a")

@@ -238,7 +238,7 @@ class PackhorseCallback(TrainerCallback):  # type: ignore[misc]
         limit = args.save_total_limit
         gone = set() if not limit or limit < 0 else set(_checkpoints(self.store)[:-limit])
         if gone:
-            self.store.prune(keep=lambda info: info.name not in gone)
+            self.store.prune(remove=gone)
 
 
 def restore_checkpoint(

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 
 from packhorse.disk.snapshots.catalog import Catalog, Listing
 from packhorse.disk.snapshots.manifest import Manifest, find_packs, read_checksum
-from packhorse.disk.snapshots.names import CATALOG, ManifestFile, is_block, new_block
+from packhorse.disk.snapshots.names import CATALOG, ManifestFile, is_page, new_page
 from packhorse.disk.snapshots.records import (
-    MAX_BLOCK_NBYTES,
+    MAX_PAGE_NBYTES,
     MAX_RECORDS,
     MAX_ROWS,
-    Block,
     Contents,
+    Page,
     Record,
-    decode_block,
-    encode_block,
+    decode_page,
+    encode_page,
     make_record,
 )
 from packhorse.disk.storage import Stamp, Storage
@@ -32,14 +32,14 @@ from packhorse.errors import CorruptionError, PackhorseError
 __all__ = ["Index"]
 
 _MAX_TRIES = 3
-_MAX_READ = 4  # blocks, of which each mostly has snapshots that follow one another
+_MAX_READ = 4  # pages, of which each mostly has snapshots that follow one another
 _PACK_NBYTES = 16
 
 
 class _Place(NamedTuple):
-    """A record in a block."""
+    """A record in a page."""
 
-    block: Block
+    page: Page
     i: int
 
 
@@ -57,12 +57,12 @@ class Index:
 
     def let_go(self) -> None:
         """Keep nothing in memory; the next use reads the catalogue again."""
-        self._blocks: dict[str, Block] = {}  # by path
-        self._bad: list[str] = []  # paths of blocks that cannot be read
+        self._pages: dict[str, Page] = {}  # by path
+        self._bad: list[str] = []  # paths of pages that cannot be read
         # By path of the manifest, as all below.
         self._places: dict[str, _Place] = {}
         self._loose: dict[str, Record] = {}
-        self._stamps: dict[str, Stamp] = {}  # younger ones than blocks have
+        self._stamps: dict[str, Stamp] = {}  # younger ones than pages have
         self._confirmed: dict[str, Stamp | None] = {}
         self.damaged: dict[str, PackhorseError] = {}
 
@@ -71,7 +71,7 @@ class Index:
 
     def refresh(self, listing: Listing) -> None:
         """Read what is new, and forget what is gone."""
-        self._load_blocks()
+        self._load_pages()
         files = {file.path: file for files in listing.values() for file in files}
         self.damaged = {}
         for known in self._known():
@@ -82,43 +82,41 @@ class Index:
             if stamp is None or stamp != file.stamp:
                 self._admit(file)
 
-    def _load_blocks(self) -> None:
-        """Read the blocks that are new; one may vanish for another that is there already."""
-        found: list[tuple[str, Block | None]] = []
+    def _load_pages(self) -> None:
+        """Read the pages that are new; one may vanish for another that is there already."""
+        found: list[tuple[str, Page | None]] = []
         for _ in range(_MAX_TRIES):
             self._bad = []
             try:
-                names = filter(is_block, self._storage.names(CATALOG))
+                names = filter(is_page, self._storage.names(CATALOG))
                 found = [(path, self._load(path)) for path in (f"{CATALOG}/{n}" for n in names)]
                 break
             except FileNotFoundError:
                 continue
             except OSError:  # it does well without
                 break
-        self._set_blocks({path: block for path, block in found if block is not None})
+        self._set_pages({path: page for path, page in found if page is not None})
 
-    def _load(self, path: str) -> Block | None:
-        """A block; None if it is bad."""
-        if path in self._blocks:
-            return self._blocks[path]
+    def _load(self, path: str) -> Page | None:
+        """A page; None if it is bad."""
+        if path in self._pages:
+            return self._pages[path]
         try:
-            return decode_block(self._storage.read(path, MAX_BLOCK_NBYTES))
+            return decode_page(self._storage.read(path, MAX_PAGE_NBYTES))
         except CorruptionError:
             self._bad.append(path)
             return None
 
-    def _set_blocks(self, blocks: dict[str, Block]) -> None:
-        self._blocks = blocks
+    def _set_pages(self, pages: dict[str, Page]) -> None:
+        self._pages = pages
         self._places = {
-            path: _Place(block, i)
-            for block in blocks.values()
-            for i, path in enumerate(block.paths)
+            path: _Place(page, i) for page in pages.values() for i, path in enumerate(page.paths)
         }
         for path in self._stamps.keys() - self._places.keys():
             del self._stamps[path]
         for path in self._loose.keys() & self._places.keys():
             place = self._places[path]
-            if place.block.crc(place.i) == self._loose[path].crc:
+            if place.page.crc(place.i) == self._loose[path].crc:
                 del self._loose[path]
 
     def _stamp(self, path: str) -> Stamp | None:
@@ -126,7 +124,7 @@ class Index:
         if path in self._loose:
             return self._loose[path].stamp
         place = self._places.get(path)
-        return self._stamps.get(path) or (place and place.block.stamp(place.i))
+        return self._stamps.get(path) or (place and place.page.stamp(place.i))
 
     def _admit(self, file: ManifestFile) -> None:
         """Read a manifest; one that is what it was when it was read before is not parsed."""
@@ -135,7 +133,7 @@ class Index:
             text = self._catalog.read(file)
             crc = read_checksum(text, self._catalog.label(file))
             place, stamp = self._places.get(path), file.stamp or self._storage.stamp(path)
-            if place is not None and place.block.crc(place.i) == crc:
+            if place is not None and place.page.crc(place.i) == crc:
                 self._stamps[path] = stamp
             else:
                 self.forget([path])
@@ -159,30 +157,30 @@ class Index:
                 known.pop(path, None)
 
     def records(self, paths: Iterable[str]) -> Iterator[Record]:
-        """What is known of some manifests, in their order; few blocks are in memory at a time."""
-        read: OrderedDict[Block, list[Record]] = OrderedDict()
+        """What is known of some manifests, in their order; few pages are in memory at a time."""
+        read: OrderedDict[Page, list[Record]] = OrderedDict()
         for path in paths:
             if path in self._loose:
                 yield self._loose[path]
                 continue
-            block, i = self._places[path]
-            if block not in read:
-                read[block] = block.records()
+            page, i = self._places[path]
+            if page not in read:
+                read[page] = page.records()
             if len(read) > _MAX_READ:
                 read.popitem(last=False)
-            yield read[block][i]
+            yield read[page][i]
 
     def contents(self) -> Iterator[tuple[str, Contents]]:
-        """The contents that each manifest names, by its path; one block is in memory at a time."""
-        for block in self._blocks.values():
-            if any(self._is_here(path, block) for path in block.paths):
-                pairs = zip(block.paths, block.contents(), strict=True)
-                yield from (pair for pair in pairs if self._is_here(pair[0], block))
+        """The contents that each manifest names, by its path; one page is in memory at a time."""
+        for page in self._pages.values():
+            if any(self._is_here(path, page) for path in page.paths):
+                pairs = zip(page.paths, page.contents(), strict=True)
+                yield from (pair for pair in pairs if self._is_here(pair[0], page))
         yield from ((record.path, record.contents) for record in self._loose.values())
 
-    def _is_here(self, path: str, block: Block) -> bool:
+    def _is_here(self, path: str, page: Page) -> bool:
         place = self._places.get(path)
-        return place is not None and place.block is block and path not in self._loose
+        return place is not None and place.page is page and path not in self._loose
 
     def has(self, path: str) -> bool:
         """Whether the manifest at a path was read, or is in the catalogue."""
@@ -191,12 +189,12 @@ class Index:
     def packs(self) -> set[str]:
         """All packs that some manifest needs."""
         joined = []
-        for block in self._blocks.values():
-            live = [i for i, path in enumerate(block.paths) if self._is_here(path, block)]
-            if len(live) == len(block.paths):
-                joined.append(block.all_packs())
+        for page in self._pages.values():
+            live = [i for i, path in enumerate(page.paths) if self._is_here(path, page)]
+            if len(live) == len(page.paths):
+                joined.append(page.all_packs())
             else:
-                joined += [block.packs(i) for i in live]
+                joined += [page.packs(i) for i in live]
         joined += [record.packs for record in self._loose.values()]
         return set(chain.from_iterable(_digits(packs) for packs in joined))
 
@@ -241,48 +239,48 @@ class Index:
         if path in self._loose:
             return self._loose[path].crc, self._loose[path].packs
         if path in self._places:
-            block, i = self._places[path]
-            return block.crc(i), block.packs(i)
+            page, i = self._places[path]
+            return page.crc(i), page.packs(i)
         return None, b""
 
     def save(self) -> None:
         """Write to the catalogue what is not in it, and remove from it what is of no use any more.
 
-        Blocks are never changed: new ones are put, and then old ones go. Should that end in
-        between, manifests are in two blocks or in none, and both does no harm.
+        Pages are never changed: new ones are put, and then old ones go. Should that end in
+        between, manifests are in two pages or in none, and both does no harm.
         """
-        open_ones = [path for path, block in self._blocks.items() if not self._is_settled(block)]
+        open_ones = [path for path, page in self._pages.items() if not self._is_settled(page)]
         is_whole = len(open_ones) <= 1 and all(map(self._is_exact, open_ones))
         if is_whole and not self._loose and not self._bad:
             return
-        blocks = {path: b for path, b in self._blocks.items() if path not in open_ones}
-        pool = [self._restamped(r) for path in open_ones for r in self._live(self._blocks[path])]
+        pages = {path: b for path, b in self._pages.items() if path not in open_ones}
+        pool = [self._restamped(r) for path in open_ones for r in self._live(self._pages[path])]
         for run in _runs(sorted([*pool, *self._loose.values()], key=lambda record: record.time)):
-            data = encode_block(run)
+            data = encode_page(run)
             if data is not None:
-                path = new_block()
+                path = new_page()
                 self._storage.put_cache(path, data)
-                blocks[path] = decode_block(data)
+                pages[path] = decode_page(data)
         for path in [*open_ones, *self._bad]:
             self._storage.remove(path)
-        if not blocks:
+        if not pages:
             self._storage.remove_folder(CATALOG)
         self._loose, self._stamps, self._bad = {}, {}, []
-        self._set_blocks(blocks)
+        self._set_pages(pages)
 
-    def _is_settled(self, block: Block) -> bool:
-        """Whether a block is full, and most of it of use."""
-        n_live = sum(self._is_here(path, block) for path in block.paths)
-        is_dated = any(path in self._stamps for path in block.paths)
-        return block.is_full and 2 * n_live > len(block.paths) and not is_dated
+    def _is_settled(self, page: Page) -> bool:
+        """Whether a page is full, and most of it of use."""
+        n_live = sum(self._is_here(path, page) for path in page.paths)
+        is_dated = any(path in self._stamps for path in page.paths)
+        return page.is_full and 2 * n_live > len(page.paths) and not is_dated
 
     def _is_exact(self, path: str) -> bool:
-        """Whether all that a block says is so."""
-        block = self._blocks[path]
-        return all(self._is_here(p, block) and p not in self._stamps for p in block.paths)
+        """Whether all that a page says is so."""
+        page = self._pages[path]
+        return all(self._is_here(p, page) and p not in self._stamps for p in page.paths)
 
-    def _live(self, block: Block) -> list[Record]:
-        return [record for record in block.records() if self._is_here(record.path, block)]
+    def _live(self, page: Page) -> list[Record]:
+        return [record for record in page.records() if self._is_here(record.path, page)]
 
     def _restamped(self, record: Record) -> Record:
         return replace(record, stamp=self._stamps.get(record.path, record.stamp))
@@ -295,7 +293,7 @@ def _digits(packs: bytes) -> list[str]:
 
 
 def _runs(records: list[Record]) -> Iterator[list[Record]]:
-    """Records in runs that make a block each."""
+    """Records in runs that make a page each."""
     run: list[Record] = []
     n_rows = 0
     for record in records:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from urllib.parse import quote, unquote
 
 from packhorse.disk.storage import Stamp
@@ -21,11 +22,11 @@ __all__ = [
     "SNAPSHOTS",
     "STORE_FILE",
     "ManifestFile",
-    "is_block",
     "is_pack",
+    "is_page",
     "manifest_file",
-    "new_block",
     "new_pack",
+    "new_page",
     "pack_path",
     "parse_manifest_file",
     "quote_name",
@@ -40,9 +41,10 @@ SNAPSHOTS = "snapshots"
 MAX_ORDER = 10**12 - 1
 
 _MAX_QUOTED_NBYTES = 240  # file systems end at 255
+_N_QUOTED = 1 << 12  # names that are kept quoted: a listing asks for each twice
 _MAX_GENERATION = 10**6 - 1
 _PACK = re.compile(r"[0-9a-f]{32}")
-_BLOCK = re.compile(r"[0-9a-f]{16}\.bin")
+_PAGE = re.compile(r"[0-9a-f]{16}\.bin")
 _MANIFEST = re.compile(r"([0-9]{12})-([0-9]{6})-([0-9a-f]{16})\.json")
 
 
@@ -85,6 +87,11 @@ def quote_name(name: str) -> str:
     """
     if not isinstance(name, str):
         raise TypeError(f"a snapshot's name is a string, and {name!r} is none")
+    return _quote(name)
+
+
+@lru_cache(_N_QUOTED)
+def _quote(name: str) -> str:
     try:
         quoted = quote(name, safe="")
     except UnicodeEncodeError as error:
@@ -136,14 +143,14 @@ def is_pack(name: object) -> bool:
     return isinstance(name, str) and _PACK.fullmatch(name) is not None
 
 
-def new_block() -> str:
-    """A path for a new block of the catalogue."""
+def new_page() -> str:
+    """A path for a new page of the catalogue."""
     return f"{CATALOG}/{os.urandom(8).hex()}.bin"
 
 
-def is_block(file: str) -> bool:
-    """Whether a file in the catalogue's folder is called as a block."""
-    return _BLOCK.fullmatch(file) is not None
+def is_page(file: str) -> bool:
+    """Whether a file in the catalogue's folder is called as a page."""
+    return _PAGE.fullmatch(file) is not None
 
 
 def pack_path(name: str) -> str:

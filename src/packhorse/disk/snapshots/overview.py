@@ -102,12 +102,15 @@ def _summaries(files: list[ManifestFile], index: Index) -> list[SnapshotSummary]
         named = np.full(n_tensors, i - 1)
         named[rows] = np.where(own == _NOBODY, bases, own)
         base = _most(named, record)
+        new = rows[own == _NOBODY]
+        is_once = numbers[new] == known.size  # as most are, so the rest is soon put in order
+        new_nbytes = int(record.sizes.packed_nbytes[new[is_once]].sum())
+        new_nbytes += _added(change.prints, new[~is_once], record)
         owners[numbers], owners[-1] = i, _NOBODY
         found.append(
             SnapshotSummary(
                 files[i].snapshot, files[i].order, record.time, n_tensors,
-                int(record.sizes.nbytes.sum()), record.stored_nbytes,
-                _added(change.prints, rows[own == _NOBODY], record),
+                int(record.sizes.nbytes.sum()), record.stored_nbytes, new_nbytes,
                 int(record.contents.n_deltas[:n_tensors].max(initial=0)),
                 None if base is None else files[base].snapshot,
             )

@@ -1,9 +1,9 @@
-"""The catalogue's blocks: bytes in, bytes out (docs/snapshots.md, "The catalogue").
+"""The catalogue's pages: bytes in, bytes out (docs/snapshots.md, "The catalogue").
 
 A record says of one manifest what `list` shows and what a writer looks for, so that the manifest
 need not be parsed: sizes, packs, and a fingerprint of each content. Some dozens of records make a
-block, whose columns are compressed. All of it can be made again from the manifests, so whatever is
-odd about a block is reason enough to make it again; it is read as if an enemy had written it.
+page, whose columns are compressed. All of it can be made again from the manifests, so whatever is
+odd about a page is reason enough to make it again; it is read as if an enemy had written it.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from packhorse.errors import CorruptionError
 from packhorse.layout import DTYPE_BY_NAME
 
 __all__ = [
-    "MAX_BLOCK_NBYTES",
+    "MAX_PAGE_NBYTES",
     "MAX_RECORDS",
     "MAX_ROWS",
-    "Block",
     "Contents",
+    "Page",
     "Record",
     "Sizes",
-    "decode_block",
-    "encode_block",
+    "decode_page",
+    "encode_page",
     "fingerprint",
     "make_record",
 ]
 
-MAX_RECORDS = 64  # of a block that is full: what one take writes anew, and one request fetches
-MAX_ROWS = 1 << 17  # of a block that is full by its length
-MAX_BLOCK_NBYTES = 1 << 25  # of a file, and of its columns; longer ones are not written
+MAX_RECORDS = 64  # of a page that is full: what one take writes anew, and one request fetches
+MAX_ROWS = 1 << 17  # of a page that is full by its length
+MAX_PAGE_NBYTES = 1 << 25  # of a file, and of its columns; longer ones are not written
 
 _HEAD = struct.Struct("<4s11I")
 _MAGIC = b"\x89PHC"
@@ -157,7 +157,7 @@ def _contents(frames: Sequence[FrameRef], n_tensors: int) -> Contents:
     )
 
 
-class Block:
+class Page:
     """Records that are kept together, their columns compressed until they are asked for.
 
     Attributes:
@@ -232,8 +232,8 @@ class Block:
         ]  # fmt: skip
 
 
-def encode_block(records: Sequence[Record]) -> bytes | None:
-    """A block as it is written; None if it would be too long to be read."""
+def encode_page(records: Sequence[Record]) -> bytes | None:
+    """A page as it is written; None if it would be too long to be read."""
     packs, refs = _packs_of(records)
     names = "\n".join(record.path for record in records).encode()
     about = [
@@ -260,7 +260,7 @@ def encode_block(records: Sequence[Record]) -> bytes | None:
     )  # fmt: skip
     data = _HEAD.pack(_MAGIC, _VERSION, 0, *counts) + b"".join(parts)
     data = data[: _CRC_END - 4] + struct.pack("<I", crc32c(data[_CRC_END:])) + data[_CRC_END:]
-    is_short = max(len(data), *(len(part) for part in raw)) <= MAX_BLOCK_NBYTES
+    is_short = max(len(data), *(len(part) for part in raw)) <= MAX_PAGE_NBYTES
     is_small = all(int(max(c, default=0)) < _MAX_SIZE for r in records for c in r.sizes[1:])
     return data if is_short and is_small else None
 
@@ -280,14 +280,14 @@ def _packs_of(records: Sequence[Record]) -> tuple[bytes, list[Column]]:
     return b"".join(places), refs
 
 
-def decode_block(data: bytes) -> Block:
-    """Check a block.
+def decode_page(data: bytes) -> Page:
+    """Check a page.
 
     Raises:
         CorruptionError: it breaks a rule; it can be made again.
     """
-    if len(data) < _HEAD.size or len(data) > MAX_BLOCK_NBYTES:
-        raise CorruptionError(f"a block of {len(data)} bytes")
+    if len(data) < _HEAD.size or len(data) > MAX_PAGE_NBYTES:
+        raise CorruptionError(f"a page of {len(data)} bytes")
     magic, version, crc, *counts, first, second, third = _HEAD.unpack_from(data)
     if (magic, version) != (_MAGIC, _VERSION) or crc != crc32c(data[_CRC_END:]):
         raise CorruptionError("another magic, version or checksum")
@@ -307,7 +307,7 @@ def decode_block(data: bytes) -> Block:
     _check_below(contents["n_deltas"], MAX_CHAIN + 1, "n_deltas")
     _check_below(sizes["nbytes"], _MAX_SIZE, "nbytes")
     _check_below(sizes["packed_nbytes"], _MAX_SIZE, "packed_nbytes")
-    return Block(about, paths, parts)
+    return Page(about, paths, parts)
 
 
 def _check_about(about: dict[str, Column], n_packs: int, totals: dict[str, int]) -> list[str]:
@@ -361,7 +361,7 @@ def _decompress(part: bytes, layout: _Layout, what: str) -> dict[str, Column]:
     nbytes = sum(np.dtype(dtype).itemsize * n for _, dtype, n in layout)
     try:
         declared = zstandard.get_frame_parameters(part).content_size
-        if declared != nbytes or nbytes > MAX_BLOCK_NBYTES:
+        if declared != nbytes or nbytes > MAX_PAGE_NBYTES:
             raise CorruptionError(f"{what}: {declared} bytes are declared, and {nbytes} belong")
         raw = zstandard.ZstdDecompressor().decompress(part, allow_extra_data=False)
     except zstandard.ZstdError as error:
