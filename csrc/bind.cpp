@@ -18,6 +18,7 @@
 
 #include "bind_weights.hpp"
 #include "bucket_tables.hpp"
+#include "estimate.hpp"
 #include "exit_code.hpp"
 #include "tensor.hpp"
 #include "zstd_frame.hpp"
@@ -71,27 +72,35 @@ Base checked_base(const Bytes& bytes, bool is_float, int cast, const Geometry& g
     return {bytes.data(), is_float, static_cast<Cast>(cast)};
 }
 
+// Hashes of the leaves of so many bytes, and behind them room for a last leaf that is too short.
+ContentLeaves checked_leaves(const WritableBytes& leaves, std::size_t nbytes) {
+    const std::size_t n_hashes = 16 * n_leaves(nbytes);
+    require(leaves.size() == n_hashes + kXxh3LongMinNbytes - 1,
+            "leaves must have 16 bytes for each leaf, and 240 more");
+    return {leaves.data(), leaves.data() + n_hashes};
+}
+
 std::size_t encode_chunks(Bytes src, uint32_t unit_nbytes, int split, uint32_t chunk_log,
                           int level_number, Bytes side, std::size_t n_rows, Bytes base,
                           bool is_float, int cast, std::size_t plain_nbytes, WritableBytes dst,
-                          WritableTable table, WritableBytes digests, std::size_t threads,
-                          int isa_number) {
+                          WritableTable table, WritableBytes leaves, WritableBytes base_leaves,
+                          std::size_t threads, int isa_number) {
     const Isa isa = checked_isa(isa_number);
     const Geometry geometry = checked_geometry(unit_nbytes, split, chunk_log, src.size());
     const Level level = checked_level(level_number);
     require_table(table, geometry);
     require(geometry.chunk_nbytes() % kContentLeafNbytes == 0 || geometry.n_chunks() <= 1,
             "chunks must hold whole leaves");
-    require(digests.size() == 16 * n_leaves(src.size()),
-            "digests must have 16 bytes for each leaf");
     require(dst.size() >= round_up(src.size(), kFrameAlignment), "dst is too small");
     require(base.size() == 0 || item_nbytes(geometry.spec) == 1,
             "a tensor with a base is split into bytes");
+    const ContentLeaves content = checked_leaves(leaves, src.size());
     const EncodeContext context{checked_side(side, n_rows, geometry),
-                                checked_base(base, is_float, cast, geometry), plain_nbytes, level};
+                                checked_base(base, is_float, cast, geometry),
+                                checked_leaves(base_leaves, base.size()), plain_nbytes, level};
     const ReleasedGil released(src.size());
-    return encode_tensor(src.data(), geometry, context, dst.data(), table.data(), digests.data(),
-                         threads, isa);
+    return encode_tensor(src.data(), geometry, context, dst.data(), table.data(), content, threads,
+                         isa);
 }
 
 // Returns (fault, chunk, plane, payload length).
@@ -255,6 +264,15 @@ void leaf_digests(Bytes src, WritableBytes digests, std::size_t threads, int isa
     hash_leaves_threaded(src.data(), src.size(), digests.data(), threads, isa);
 }
 
+// Copies bytes; what the hashes of the leaves are of is the copy, whatever becomes of the source.
+void copy_with_leaves(Bytes src, WritableBytes dst, WritableBytes leaves, int isa_number) {
+    const Isa isa = checked_isa(isa_number);
+    require(dst.size() == src.size(), "dst must be as long as src");
+    const ContentLeaves content = checked_leaves(leaves, src.size());
+    const ReleasedGil released(src.size());
+    take_in(src.data(), src.size(), dst.data(), content, isa);
+}
+
 // Tables of models that each have n_codes, the codes of one in a row of freqs and of values.
 void bucket_tables(Array<const int64_t, 1> n_codes, Array<const int64_t, 2> freqs,
                    Array<const int64_t, 2> values, Array<uint32_t, 3> tables) {
@@ -297,8 +315,8 @@ NB_MODULE(_core, m) {
     m.def("fail_at_exit", &fail_at_exit);
     m.def("encode_chunks", &encode_chunks, "src"_a, "unit_nbytes"_a, "split"_a, "chunk_log"_a,
           "level"_a, "side"_a, "n_rows"_a, "base"_a, "is_float"_a, "cast"_a, "plain_nbytes"_a,
-          "dst"_a.noconvert(), "table"_a.noconvert(), "digests"_a.noconvert(), "threads"_a,
-          "isa"_a);
+          "dst"_a.noconvert(), "table"_a.noconvert(), "leaves"_a.noconvert(),
+          "base_leaves"_a.noconvert(), "threads"_a, "isa"_a);
     m.def("decode_range", &decode_range, "payload"_a, "table"_a, "unit_nbytes"_a, "split"_a,
           "chunk_log"_a, "nbytes"_a, "side"_a, "n_rows"_a, "base"_a, "is_float"_a, "cast"_a,
           "start"_a, "dst"_a.noconvert(), "check"_a, "threads"_a, "isa"_a);
@@ -318,6 +336,8 @@ NB_MODULE(_core, m) {
     m.def("merge", &merge, "planes"_a, "unit_nbytes"_a, "split"_a, "dst"_a.noconvert(), "isa"_a);
     m.def("crc32c", &crc32c_of, "src"_a, "isa"_a);
     m.def("leaf_digests", &leaf_digests, "src"_a, "digests"_a.noconvert(), "threads"_a, "isa"_a);
+    m.def("copy_with_leaves", &copy_with_leaves, "src"_a, "dst"_a.noconvert(),
+          "leaves"_a.noconvert(), "isa"_a);
     m.def("bucket_tables", &bucket_tables, "n_codes"_a, "freqs"_a, "values"_a,
           "tables"_a.noconvert());
     m.def("zstd_frame_nbytes", &zstd_frame_nbytes_of, "src"_a, "header_nbytes"_a, "has_checksum"_a);

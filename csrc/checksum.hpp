@@ -255,6 +255,15 @@ inline void xxh3_stripes_portable(Xxh3Accumulator& acc, const uint8_t* src, std:
 
 #if PACKHORSE_X86
 
+PACKHORSE_AVX2 PACKHORSE_INLINE __m256i xxh3_half_stripe_avx2(__m256i lanes, __m256i value,
+                                                              const uint8_t* secret) {
+    const __m256i key =
+        _mm256_xor_si256(value, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(secret)));
+    const __m256i product = _mm256_mul_epu32(key, _mm256_srli_epi64(key, 32));
+    const __m256i swapped = _mm256_shuffle_epi32(value, 0x4E);
+    return _mm256_add_epi64(lanes, _mm256_add_epi64(product, swapped));
+}
+
 PACKHORSE_AVX2 inline void xxh3_stripes_avx2(Xxh3Accumulator& acc, const uint8_t* src,
                                              std::size_t n_stripes) {
     __m256i lanes[2];
@@ -264,12 +273,7 @@ PACKHORSE_AVX2 inline void xxh3_stripes_avx2(Xxh3Accumulator& acc, const uint8_t
         for (int h = 0; h < 2; ++h) {
             const __m256i value = _mm256_loadu_si256(
                 reinterpret_cast<const __m256i*>(src + i * kXxh3StripeNbytes + 32 * h));
-            const __m256i key = _mm256_xor_si256(
-                value,
-                _mm256_loadu_si256(reinterpret_cast<const __m256i*>(kXxh3Secret + 8 * i + 32 * h)));
-            const __m256i product = _mm256_mul_epu32(key, _mm256_srli_epi64(key, 32));
-            const __m256i swapped = _mm256_shuffle_epi32(value, 0x4E);
-            lanes[h] = _mm256_add_epi64(lanes[h], _mm256_add_epi64(product, swapped));
+            lanes[h] = xxh3_half_stripe_avx2(lanes[h], value, kXxh3Secret + 8 * i + 32 * h);
         }
     for (int h = 0; h < 2; ++h)
         _mm256_store_si256(reinterpret_cast<__m256i*>(acc.lanes) + h, lanes[h]);
@@ -328,12 +332,13 @@ constexpr std::size_t xxh3_n_blocks(std::size_t nbytes) {
     return (nbytes - 1) / kXxh3BlockNbytes;
 }
 
-// The 16 canonical bytes, after all full blocks of the `nbytes` at `src`.
-inline void xxh3_finish(Xxh3Accumulator& acc, const uint8_t* src, std::size_t nbytes, uint8_t* dst,
+// The 16 canonical bytes of `nbytes` bytes that end at `end`, after all full blocks of them; only
+// what is behind those, and the last 64 bytes, are looked at.
+inline void xxh3_finish(Xxh3Accumulator& acc, const uint8_t* end, std::size_t nbytes, uint8_t* dst,
                         Isa isa) {
-    const std::size_t done = xxh3_n_blocks(nbytes) * kXxh3BlockNbytes;
-    xxh3_stripes(acc, src + done, (nbytes - 1 - done) / kXxh3StripeNbytes, isa);
-    xxh3_stripe_portable(acc, src + nbytes - kXxh3StripeNbytes,
+    const std::size_t rest = nbytes - xxh3_n_blocks(nbytes) * kXxh3BlockNbytes;
+    xxh3_stripes(acc, end - rest, (rest - 1) / kXxh3StripeNbytes, isa);
+    xxh3_stripe_portable(acc, end - kXxh3StripeNbytes,
                          kXxh3Secret + kXxh3SecretNbytes - kXxh3StripeNbytes - 7);
     const uint64_t low = xxh3_merge(acc, kXxh3Secret + 11, nbytes * kXxhPrime64_1);
     const uint64_t high = xxh3_merge(acc, kXxh3Secret + kXxh3SecretNbytes - kXxh3StripeNbytes - 11,
@@ -346,7 +351,7 @@ inline void xxh3_finish(Xxh3Accumulator& acc, const uint8_t* src, std::size_t nb
 inline void xxh3_128_long(const uint8_t* src, std::size_t nbytes, uint8_t* dst, Isa isa) {
     Xxh3Accumulator acc;
     xxh3_blocks(acc, src, xxh3_n_blocks(nbytes), isa);
-    xxh3_finish(acc, src, nbytes, dst, isa);
+    xxh3_finish(acc, src + nbytes, nbytes, dst, isa);
 }
 
 }  // namespace packhorse

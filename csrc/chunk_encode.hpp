@@ -1,10 +1,14 @@
 // Encoding a chunk (docs/format.md, section 5): split it into planes (scratch that stays in L2),
 // pick a mode for each from a sample, and write the streams. Split 0 with units of more than a byte
 // knows stored and constant alone; zstd chunks never get here (codecs/zstd.py has them).
+//
+// The source is read once (intake.hpp). A look at it before serves for choices that hold for any
+// bytes.
 #pragma once
 
 #include "choose.hpp"
 #include "chunk.hpp"
+#include "intake.hpp"
 #include "rans_encode.hpp"
 
 namespace packhorse {
@@ -17,6 +21,7 @@ struct EncodeScratch {
     uint8_t* classes;             // chunk units
     uint8_t* yielded;             // chunk units: plane 0 less its prediction
     uint8_t* sorted[2];           // chunk units each: planes 0 and 1 in the order by class
+    uint8_t* units;               // the chunk itself, where it is not split
     ClassStarts starts[2];
     RansEncodeTables* tables;
     PlaneChoice choices[kMaxPlanes];
@@ -181,20 +186,20 @@ inline std::size_t write_streams(const uint8_t* const* planes, std::size_t n, co
 }
 
 // Split 0, units of more than one byte.
-inline std::size_t encode_whole(const uint8_t* src, std::size_t n, std::size_t item, uint8_t* dst,
-                                uint32_t* descriptors) {
-    const bool constant = is_constant(src, n, item);
+inline std::size_t encode_whole(const ChunkSource& source, std::size_t n, std::size_t item,
+                                uint8_t* dst, uint32_t* descriptors, Isa isa) {
+    source.copy_to(dst, n * item, isa);
+    const bool constant = is_constant(dst, n, item);
     const std::size_t nbytes = constant ? item : n * item;
-    std::memcpy(dst, src, nbytes);
     descriptors[0] = make_descriptor(constant ? Mode::kConstant : Mode::kStored, nbytes);
     return nbytes;
 }
 
-// A chunk of equal units, whose planes are constant.
-inline std::size_t encode_constant(const uint8_t* src, const PlaneSpec& spec,
+// A chunk of equal units, of which `unit` is one: their planes are constant.
+inline std::size_t encode_constant(const uint8_t* unit, const PlaneSpec& spec,
                                    uint8_t* const* planes, uint8_t* dst, uint32_t* descriptors,
                                    Isa isa) {
-    split_planes(src, 1, spec, planes, isa);
+    split_planes(unit, 1, spec, planes, isa);
     for (uint32_t p = 0; p < spec.n_planes; ++p) {
         dst[p] = planes[p][0];
         descriptors[p] = make_descriptor(Mode::kConstant, 1);
@@ -277,14 +282,14 @@ inline void set_aside(uint8_t** planes, std::size_t n, const PlaneSpec& spec,
 // Encodes units that are split. Where mantissas are noise, all planes but the first are stored,
 // side by side at the beginning of the chunk: they are split to that place at once if it was so in
 // the chunk before.
-inline std::size_t encode_split(const uint8_t* src, std::size_t n, std::size_t first,
+inline std::size_t encode_split(const ChunkSource& source, std::size_t n, std::size_t first,
                                 const PlaneSpec& spec, const SideData& side, Level level,
                                 EncodeScratch& scratch, uint8_t* dst, uint32_t* descriptors,
                                 Isa isa) {
     uint8_t* planes[kMaxPlanes];
     for (uint32_t p = 0; p < spec.n_planes; ++p)
         planes[p] = p > 0 && scratch.others_stored ? dst + (p - 1) * n : scratch.planes[p];
-    split_planes(src, n, spec, planes, isa);
+    source.split_to(n, spec, planes, isa);
     choose_modes(planes, n, first, spec, side, level, scratch, isa);
     scratch.others_stored = scratch.choices[0].mode != Mode::kStored;
     for (uint32_t p = 1; p < spec.n_planes; ++p)
@@ -299,33 +304,69 @@ inline std::size_t encode_split(const uint8_t* src, std::size_t n, std::size_t f
 }
 
 // Units of one byte that are not split.
-inline std::size_t encode_bytes(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
+inline std::size_t encode_bytes(const ChunkSource& source, std::size_t n, const PlaneSpec& spec,
                                 Level level, EncodeScratch& scratch, uint8_t* dst,
                                 uint32_t* descriptors, Isa isa) {
-    const uint8_t* planes[kMaxPlanes] = {src};
+    const uint8_t* planes[kMaxPlanes] = {source.units};
+    if (source.leaves != nullptr) {
+        source.copy_to(scratch.units, n, isa);
+        planes[0] = scratch.units;
+    }
     choose_modes(planes, n, 0, spec, {}, level, scratch, isa);
     std::size_t used = 0;
     while (used == 0) used = write_streams(planes, n, spec, scratch, dst, descriptors, isa);
     return used;
 }
 
+// Writes `n` bytes, of which each is the one `unit` bytes before.
+inline void repeat_unit(const uint8_t* from, std::size_t unit, uint8_t* dst, std::size_t n) {
+    for (std::size_t at = 0; at < n; at += unit) std::memcpy(dst + at, from, unit);
+}
+
+// Units that are split, and seem to be equal: to see that is faster than splitting them for a look
+// at each plane. Once one is not, they go to the output, which has room for them.
+inline std::size_t encode_likely_constant(const ChunkSource& source, std::size_t n,
+                                          std::size_t first, const PlaneSpec& spec,
+                                          const SideData& side, Level level, EncodeScratch& scratch,
+                                          uint8_t* dst, uint32_t* descriptors, Isa isa) {
+    const std::size_t unit = spec.unit_nbytes;
+    uint8_t value[kMaxPlanes];
+    bool constant = true;
+    source.visit(0, n * unit, isa, [&](const uint8_t* piece, std::size_t at, std::size_t nbytes) {
+        if (at == 0) std::memcpy(value, piece, unit);
+        if (constant && std::memcmp(piece, value, unit) == 0 &&
+            is_constant(piece, nbytes / unit, unit))
+            return;
+        if (constant) repeat_unit(value, unit, dst, at);
+        constant = false;
+        std::memcpy(dst + at, piece, nbytes);
+    });
+    if (constant) return encode_constant(value, spec, scratch.planes, dst, descriptors, isa);
+    scratch.others_stored = false;  // planes are not split to the place that they come from
+    return encode_split({dst, nullptr}, n, first, spec, side, level, scratch, dst, descriptors,
+                        isa);
+}
+
+// So many units are enough to guess that a chunk is constant.
+constexpr std::size_t kConstantGlance = 1024;
+
 // Encodes `n` >= 1 units, of which the first is unit `first` of the tensor. `dst` has room for
 // round_up(n * unit_nbytes, 64) bytes; returns the padded length of the chunk.
-inline std::size_t encode_chunk(const uint8_t* src, std::size_t n, std::size_t first,
+inline std::size_t encode_chunk(const ChunkSource& source, std::size_t n, std::size_t first,
                                 const PlaneSpec& spec, const SideData& side, Level level,
                                 EncodeScratch& scratch, uint8_t* dst, uint32_t* descriptors,
                                 Isa isa) {
     std::size_t used = 0;
-    if (item_nbytes(spec) > 1) {
-        used = encode_whole(src, n, spec.unit_nbytes, dst, descriptors);
-    } else if (spec.splits() && is_constant(src, n, spec.unit_nbytes)) {
-        // One look at the units is faster than splitting them for a look at each plane.
-        used = encode_constant(src, spec, scratch.planes, dst, descriptors, isa);
-    } else if (spec.splits()) {
-        used = encode_split(src, n, first, spec, side, level, scratch, dst, descriptors, isa);
-    } else {
-        used = encode_bytes(src, n, spec, level, scratch, dst, descriptors, isa);
-    }
+    if (item_nbytes(spec) > 1)
+        used = encode_whole(source, n, spec.unit_nbytes, dst, descriptors, isa);
+    else if (spec.splits() &&
+             is_constant(source.units, std::min(n, kConstantGlance), spec.unit_nbytes))
+        used = encode_likely_constant(source, n, first, spec, side, level, scratch, dst,
+                                      descriptors, isa);
+    else if (spec.splits())
+        used = encode_split(source, n, first, spec, side, level, scratch, dst, descriptors, isa);
+    else
+        used = encode_bytes(source, n, spec, level, scratch, dst, descriptors, isa);
     const std::size_t padded = round_up(used, kFrameAlignment);
     std::memset(dst + used, 0, padded - used);
     return padded;

@@ -7,6 +7,7 @@
 
 #include "choose.hpp"
 #include "delta_order.hpp"
+#include "intake.hpp"
 #include "rans_encode.hpp"
 
 namespace packhorse {
@@ -327,7 +328,8 @@ struct DeltaScratch {
     uint8_t* tokens;       // chunk units, in the order by class, and slack behind each class
     uint8_t* part;         // chunk units
     uint8_t* differences;  // chunk units, in the order by class, and slack behind each class
-    uint8_t* cast;         // two bytes a chunk unit
+    uint8_t* source;       // chunk units, as they were taken in
+    uint8_t* base;         // the same of the base, cast
     DeltaSample* sample;
     RansModel models[kMaxDeltaClasses];
 };
@@ -336,7 +338,7 @@ struct DeltaScratch {
 constexpr std::size_t delta_encode_nbytes(std::size_t n, uint32_t unit_nbytes) {
     const auto row = [](std::size_t nbytes) { return round_up(nbytes, 64) + kDeltaSlackNbytes; };
     const std::size_t slack = kMaxDeltaClasses * kDeltaSlackNbytes;
-    return 2 * row(n) + row(n + slack) + row(n * unit_nbytes + slack) + row(2 * n) +
+    return 2 * row(n) + row(n + slack) + row(n * unit_nbytes + slack) + 2 * row(n * unit_nbytes) +
            round_up(sizeof(DeltaSample), 64);
 }
 
@@ -352,7 +354,8 @@ inline DeltaScratch place_delta_scratch(uint8_t* at, std::size_t n, uint32_t uni
     scratch.tokens = take(n + slack);
     scratch.part = take(n);
     scratch.differences = take(n * unit_nbytes + slack);
-    scratch.cast = take(2 * n);
+    scratch.source = take(n * unit_nbytes);
+    scratch.base = take(n * unit_nbytes);
     scratch.sample = reinterpret_cast<DeltaSample*>(at);
     return scratch;
 }
@@ -534,24 +537,34 @@ inline std::size_t estimate_delta(const uint8_t* src, const uint8_t* base, std::
     return choose_delta_rule(sample, n, 8 * unit_nbytes, rule);
 }
 
-// Encodes a chunk of `n` >= 1 units, of which the first is unit `first` of the tensor, as
-// differences, if that takes less than about `plain_nbytes`. Whether it did; then `nbytes` is the
-// length of the stream, and `words` had room for two bytes a unit and kPlaneSlack, `escapes` for
-// one.
-inline bool encode_delta(const uint8_t* src, std::size_t n, std::size_t first, uint32_t unit_nbytes,
-                         const Base& base, std::size_t plain_nbytes, Level level,
+// Takes in the base's units of a chunk, cast.
+inline void take_in_base(const Base& base, std::size_t first, std::size_t n, uint32_t unit_nbytes,
+                         uint8_t* dst, const ContentLeaves& leaves, Isa isa) {
+    const uint8_t* const from = base.at(first, unit_nbytes);
+    if (base.cast == Cast::kNone) return take_in(from, n * unit_nbytes, dst, leaves, isa);
+    visit_source(from, 4 * n, leaves, isa,
+                 [&](const uint8_t* piece, std::size_t at, std::size_t nbytes) {
+                     cast_units(piece, nbytes / 4, base.cast,
+                                reinterpret_cast<uint16_t*>(dst + at / 2), isa);
+                 });
+}
+
+// Encodes a chunk of `n` >= 1 units as differences from as many of a base, if that takes less than
+// about `plain_nbytes`. Whether it did; then `nbytes` is the length of the stream, and `words` had
+// room for two bytes a unit and kPlaneSlack, `escapes` for one.
+inline bool encode_delta(const uint8_t* src, const uint8_t* base, std::size_t n,
+                         uint32_t unit_nbytes, bool is_float, std::size_t plain_nbytes, Level level,
                          DeltaScratch& scratch, uint8_t* words, uint8_t* escapes,
                          RansEncodeTables& tables, uint8_t* dst, std::size_t& nbytes, Isa isa) {
-    const uint8_t* const units = chunk_base(base, first, n, unit_nbytes, scratch.cast, isa);
     nbytes = 0;
-    if (std::memcmp(src, units, n * unit_nbytes) == 0) return true;
+    if (std::memcmp(src, base, n * unit_nbytes) == 0) return true;
     DeltaRule rule;
     const std::size_t estimate =
-        estimate_delta(src, units, n, unit_nbytes, base.is_float, *scratch.sample, rule);
+        estimate_delta(src, base, n, unit_nbytes, is_float, *scratch.sample, rule);
     if (estimate + estimate / 64 >= plain_nbytes) return false;
-    nbytes = with_units(unit_nbytes, base.is_float, [&]<class Unit, bool kFloat>() {
+    nbytes = with_units(unit_nbytes, is_float, [&]<class Unit, bool kFloat>() {
         return DeltaChunkEncoder<Unit, kFloat>(scratch, rule, n, isa)
-            .encode(src, units, level, words + 2 * n + kPlaneSlack, escapes + n, tables, dst,
+            .encode(src, base, level, words + 2 * n + kPlaneSlack, escapes + n, tables, dst,
                     n * unit_nbytes);
     });
     return nbytes > 0;

@@ -151,15 +151,14 @@ PACKHORSE_AVX2 inline void merge_avx2(const uint8_t* const* planes, std::size_t 
 }
 
 // 64 units of 16 bits, rotated by 1: two packs and two permutes a register pair.
-PACKHORSE_AVX512 inline void split16_block_avx512(const uint8_t* src, uint8_t* plane0,
-                                                  uint8_t* plane1) {
+PACKHORSE_AVX512 PACKHORSE_INLINE void split16_lines_avx512(const __m512i* lines, uint8_t* plane0,
+                                                            uint8_t* plane1) {
     const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
     const __m512i byte = _mm512_set1_epi16(0xFF);
     __m512i upper[2], lower[2];
     for (int h = 0; h < 2; ++h) {
-        const __m512i top = _mm512_loadu_si512(src + 64 * h);
         const __m512i rotated =
-            _mm512_or_si512(_mm512_add_epi16(top, top), _mm512_srli_epi16(top, 15));
+            _mm512_or_si512(_mm512_add_epi16(lines[h], lines[h]), _mm512_srli_epi16(lines[h], 15));
         upper[h] = _mm512_srli_epi16(rotated, 8);
         lower[h] = _mm512_and_si512(rotated, byte);
     }
@@ -167,6 +166,12 @@ PACKHORSE_AVX512 inline void split16_block_avx512(const uint8_t* src, uint8_t* p
                         _mm512_permutexvar_epi64(order, _mm512_packus_epi16(upper[0], upper[1])));
     _mm512_storeu_si512(plane1,
                         _mm512_permutexvar_epi64(order, _mm512_packus_epi16(lower[0], lower[1])));
+}
+
+PACKHORSE_AVX512 inline void split16_block_avx512(const uint8_t* src, uint8_t* plane0,
+                                                  uint8_t* plane1) {
+    const __m512i lines[2] = {_mm512_loadu_si512(src), _mm512_loadu_si512(src + 64)};
+    split16_lines_avx512(lines, plane0, plane1);
 }
 
 PACKHORSE_AVX512 inline void merge16_block_avx512(const uint8_t* plane0, const uint8_t* plane1,
@@ -227,13 +232,21 @@ PACKHORSE_AVX512 inline void unrotate_pair_avx512(__m512i& byte0, __m512i& byte1
 }
 
 template <bool kFloat>
-PACKHORSE_AVX512 inline void split32_block_avx512(const uint8_t* src, std::size_t at,
-                                                  uint8_t* const* planes) {
+PACKHORSE_AVX512 PACKHORSE_INLINE void split32_lines_avx512(const __m512i* lines, std::size_t at,
+                                                            uint8_t* const* planes) {
     __m512i rows[4];
-    for (int r = 0; r < 4; ++r) rows[r] = gather_bytes32_avx512(_mm512_loadu_si512(src + 64 * r));
+    for (int r = 0; r < 4; ++r) rows[r] = gather_bytes32_avx512(lines[r]);
     transpose_runs_avx512(rows);
     if constexpr (kFloat) rotate_pair_avx512(rows[0], rows[1]);
     for (int p = 0; p < 4; ++p) _mm512_storeu_si512(planes[p] + at, rows[p]);
+}
+
+template <bool kFloat>
+PACKHORSE_AVX512 inline void split32_block_avx512(const uint8_t* src, std::size_t at,
+                                                  uint8_t* const* planes) {
+    __m512i lines[4];
+    for (int r = 0; r < 4; ++r) lines[r] = _mm512_loadu_si512(src + 64 * r);
+    split32_lines_avx512<kFloat>(lines, at, planes);
 }
 
 template <bool kFloat>

@@ -81,13 +81,15 @@ class EncodeWorker {
         const std::size_t units = round_up(geometry.largest_units(), 64) + kPlaneSlack;
         const bool splits = geometry.spec.splits();
         const bool one_byte = item_nbytes(geometry.spec) == 1;
+        const bool copies = one_byte && !splits && !has_base;
         const std::size_t planes = splits ? geometry.spec.n_planes * units : 0;
         const std::size_t output =
             owns_output ? round_up(geometry.largest_units() * geometry.spec.unit_nbytes, 64) : 0;
         const std::size_t tables = round_up(sizeof(RansEncodeTables), 64);
         const uint32_t unit_nbytes = geometry.spec.unit_nbytes;
-        memory_ = Scratch(planes + (one_byte ? 3 * units : 0) + (classes ? 4 * units : 0) + tables +
-                          output + (has_base ? delta_encode_nbytes(units, unit_nbytes) : 0));
+        memory_ = Scratch(planes + (one_byte ? 3 * units : 0) + (classes ? 4 * units : 0) +
+                          (copies ? units : 0) + tables + output +
+                          (has_base ? delta_encode_nbytes(units, unit_nbytes) : 0));
         uint8_t* at = memory_.get();
         for (uint32_t p = 0; p < kMaxPlanes; ++p) scratch.planes[p] = nullptr;
         for (uint32_t p = 0; splits && p < geometry.spec.n_planes; ++p, at += units)
@@ -103,6 +105,8 @@ class EncodeWorker {
         scratch.escapes = at;
         scratch.words = at + units;
         at += one_byte ? 3 * units : 0;
+        scratch.units = at;
+        at += copies ? units : 0;
         scratch.classes = at;
         scratch.yielded = at + units;
         scratch.sorted[0] = at + 2 * units;
@@ -139,14 +143,19 @@ inline void hash_leaves(const uint8_t* src, std::size_t nbytes, uint8_t* digests
 // Stores a chunk as it is: copy, hashes of the leaves and CRC of the padded chunk in one pass.
 // Returns its padded length.
 inline std::size_t store_chunk(const uint8_t* src, std::size_t nbytes, uint8_t* dst,
-                               uint8_t* digests, uint32_t* row, bool past_cache, Isa isa) {
+                               const ContentLeaves& leaves, uint32_t* row, bool past_cache,
+                               Isa isa) {
     uint32_t crc = ~0u;
-    for (std::size_t at = 0; at < nbytes; at += kContentLeafNbytes, digests += 16) {
+    for (std::size_t at = 0; at < nbytes; at += kContentLeafNbytes) {
         const std::size_t leaf = std::min(kContentLeafNbytes, nbytes - at);
         if (leaf >= kXxh3LongMinNbytes) {
-            copy_with_digest(src + at, leaf, dst + at, digests, crc, past_cache, isa);
+            copy_with_digest(src + at, leaf, dst + at, leaves.from(at).digests, crc, past_cache,
+                             isa);
         } else {
-            copy_with_crc(src + at, leaf, dst + at, crc, past_cache, isa);
+            std::memcpy(leaves.tail, src + at, leaf);
+            seal(leaves.tail);
+            std::memcpy(dst + at, leaves.tail, leaf);
+            crc = crc32c_continue(crc, leaves.tail, leaf, isa);
         }
     }
     const std::size_t padded = round_up(nbytes, kFrameAlignment);
@@ -170,25 +179,67 @@ inline void hash_leaves_threaded(const uint8_t* src, std::size_t nbytes, uint8_t
 struct EncodeContext {
     SideData side;
     Base base;
-    std::size_t plain_nbytes = 0;  // what the whole tensor would take without the base
+    ContentLeaves base_leaves = {};  // of all bytes of the base, if there is one
+    std::size_t plain_nbytes = 0;    // what the whole tensor would take without the base
     Level level = Level::kDefault;
 };
 
-// A chunk from unit `first` on to `to`, its descriptors to `descriptors`; returns its padded
-// length.
-inline std::size_t encode_any_chunk(const uint8_t* from, std::size_t n, std::size_t first,
-                                    const Geometry& geometry, const EncodeContext& context,
-                                    EncodeWorker& worker, uint8_t* to, uint32_t* descriptors,
-                                    Isa isa) {
-    EncodeScratch& scratch = worker.scratch;
+// A chunk of a tensor, before it is encoded.
+struct EncodeJob {
+    const uint8_t* src;
+    std::size_t n;      // units
+    std::size_t first;  // the tensor's unit that it begins with
+    ContentLeaves leaves;
+};
+
+// Whether a chunk equals that of the base, to which it has been compared as it was hashed. A look
+// at its beginning tells of most that they do not.
+inline bool take_in_same(const EncodeJob& job, const uint8_t* base, std::size_t nbytes, Isa isa) {
+    if (std::memcmp(job.src, base, std::min(nbytes, kIntakeNbytes)) != 0) return false;
+    bool same = true;
+    visit_source(job.src, nbytes, job.leaves, isa,
+                 [&](const uint8_t* piece, std::size_t at, std::size_t n) {
+                     same = same && std::memcmp(piece, base + at, n) == 0;
+                 });
+    return same;
+}
+
+// Whether a chunk became differences from the base, of `nbytes` bytes; else its units are in the
+// worker's memory. Either way those of the base have their hashes.
+inline bool encode_from_base(const EncodeJob& job, const Geometry& geometry,
+                             const EncodeContext& context, EncodeWorker& worker, uint8_t* to,
+                             std::size_t& nbytes, Isa isa) {
+    const Base& base = context.base;
+    const uint32_t unit = geometry.spec.unit_nbytes;
+    const std::size_t base_unit = base.cast == Cast::kNone ? unit : 4;
+    const ContentLeaves leaves = context.base_leaves.from(job.first * base_unit);
+    nbytes = 0;
+    if (base.cast == Cast::kNone &&
+        take_in_same(job, base.at(job.first, unit), job.n * unit, isa)) {
+        copy_leaves(job.leaves, job.n * unit, leaves);
+        return true;
+    }
+    uint8_t* const source = worker.delta.source;
+    take_in(job.src, job.n * unit, source, job.leaves, isa);
+    take_in_base(base, job.first, job.n, unit, worker.delta.base, leaves, isa);
+    return encode_delta(source, worker.delta.base, job.n, unit, base.is_float,
+                        scale_bytes(context.plain_nbytes, job.n, geometry.n_units), context.level,
+                        worker.delta, worker.scratch.words, worker.scratch.escapes,
+                        *worker.scratch.tables, to, nbytes, isa);
+}
+
+// A chunk to `to`, its descriptors to `descriptors`; returns its padded length.
+inline std::size_t encode_any_chunk(const EncodeJob& job, const Geometry& geometry,
+                                    const EncodeContext& context, EncodeWorker& worker, uint8_t* to,
+                                    uint32_t* descriptors, Isa isa) {
     std::size_t nbytes = 0;
-    if (context.base.units == nullptr ||
-        !encode_delta(from, n, first, geometry.spec.unit_nbytes, context.base,
-                      scale_bytes(context.plain_nbytes, n, geometry.n_units), context.level,
-                      worker.delta, scratch.words, scratch.escapes, *scratch.tables, to, nbytes,
-                      isa))
-        return encode_chunk(from, n, first, geometry.spec, context.side, context.level, scratch, to,
-                            descriptors, isa);
+    const bool has_base = context.base.units != nullptr;
+    if (!has_base || !encode_from_base(job, geometry, context, worker, to, nbytes, isa)) {
+        const ChunkSource source = has_base ? ChunkSource{worker.delta.source, nullptr}
+                                            : ChunkSource{job.src, &job.leaves};
+        return encode_chunk(source, job.n, job.first, geometry.spec, context.side, context.level,
+                            worker.scratch, to, descriptors, isa);
+    }
     std::fill_n(descriptors, geometry.spec.n_planes, 0);
     descriptors[0] = make_descriptor(Mode::kDelta, nbytes);
     const std::size_t padded = round_up(nbytes, kFrameAlignment);
@@ -196,13 +247,13 @@ inline std::size_t encode_any_chunk(const uint8_t* from, std::size_t n, std::siz
     return padded;
 }
 
-// Encodes a tensor. Chunks hold whole leaves unless there is one chunk only; `dst` has room for
-// round_up(nbytes, 64) bytes, `table` a row for each chunk, `digests` 16 bytes for each leaf. With
-// a base, planes have one byte. Returns the length of the payload. The bytes do not depend on
-// `threads`.
+// Encodes a tensor, which may change meanwhile: what is encoded is what `leaves` get the hashes of.
+// Chunks hold whole leaves unless there is one chunk only; `dst` has room for round_up(nbytes, 64)
+// bytes, `table` a row for each chunk. With a base, planes have one byte. Returns the length of the
+// payload. The bytes do not depend on `threads`.
 inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry,
                                  const EncodeContext& context, uint8_t* dst, uint32_t* table,
-                                 uint8_t* digests, std::size_t threads, Isa isa) {
+                                 const ContentLeaves& leaves, std::size_t threads, Isa isa) {
     const Level level = context.level;
     const bool has_base = context.base.units != nullptr;
     const bool classes =
@@ -213,30 +264,27 @@ inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry,
         workers.emplace_back(geometry, classes, has_base, n_workers > 1);
     OrderedOutput ordered;
     parallel_for(geometry.n_chunks(), n_workers, [&](std::size_t w, std::size_t chunk) {
-        const std::size_t n = geometry.units_of(chunk);
         const std::size_t at = chunk * geometry.chunk_nbytes();
-        const uint8_t* from = src + at;
+        const EncodeJob job{src + at, geometry.units_of(chunk), chunk * geometry.chunk_units,
+                            leaves.from(at)};
         uint32_t* row = table + chunk * geometry.row_length();
         // One worker knows where the chunk goes; several must wait until they know the sizes
         // before it.
         uint8_t* to = n_workers == 1 ? dst + ordered.used() : workers[w].output;
-        uint8_t* const leaves = digests + at / kContentLeafNbytes * 16;
-        if (!has_base && is_stored_whole(from, n, geometry.spec, level)) {
-            const std::size_t nbytes = round_up(n * geometry.spec.unit_nbytes, kFrameAlignment);
+        if (!has_base && is_stored_whole(job.src, job.n, geometry.spec, level)) {
+            const std::size_t nbytes = job.n * geometry.spec.unit_nbytes;
             // Its length is known beforehand: no worker needs a copy.
-            const std::size_t offset = ordered.reserve(chunk, nbytes);
-            store_chunk(from, n * geometry.spec.unit_nbytes, dst + offset, leaves, row,
+            const std::size_t offset = ordered.reserve(chunk, round_up(nbytes, kFrameAlignment));
+            store_chunk(job.src, nbytes, dst + offset, job.leaves, row,
                         geometry.nbytes() >= kPastCacheMinNbytes, isa);
             return;
         }
-        // First the hash: it brings the chunk into the cache.
-        hash_leaves(from, n * geometry.spec.unit_nbytes, leaves, isa);
         EncodeScratch& scratch = workers[w].scratch;
         const bool more = chunk + n_workers < geometry.n_chunks();
-        scratch.next_src = more ? from + n_workers * geometry.chunk_nbytes() : nullptr;
+        scratch.next_src = more ? job.src + n_workers * geometry.chunk_nbytes() : nullptr;
         scratch.cold_output = n_workers == 1;
-        const std::size_t nbytes = encode_any_chunk(from, n, chunk * geometry.chunk_units, geometry,
-                                                    context, workers[w], to, row + 1, isa);
+        const std::size_t nbytes =
+            encode_any_chunk(job, geometry, context, workers[w], to, row + 1, isa);
         if (n_workers == 1) {
             row[0] = crc32c(to, nbytes, isa);
             ordered.reserve(chunk, nbytes);
@@ -484,106 +532,16 @@ inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start
     return {fault.status(), fault.chunk()};
 }
 
-struct PlaneEstimate {
-    Mode mode;
-    std::size_t nbytes;
-};
-
-// Splits `n_samples` runs of `run` units, spread over the tensor; rows of planes are `stride` bytes
-// apart.
-inline void sample_planes(const uint8_t* src, const Geometry& geometry, std::size_t run,
-                          std::size_t n_samples, uint8_t* rows, std::size_t stride, Isa isa) {
-    const std::size_t gap = n_samples > 1 ? (geometry.n_units - run) / (n_samples - 1) : 0;
-    for (std::size_t s = 0; s < n_samples; ++s) {
-        const uint8_t* from = src + s * gap * geometry.spec.unit_nbytes;
-        uint8_t* planes[kMaxPlanes];
-        for (uint32_t p = 0; p < geometry.spec.n_planes; ++p)
-            planes[p] = rows + p * stride + s * run;
-        if (geometry.spec.splits())
-            split_planes(from, run, geometry.spec, planes, isa);
-        else
-            std::memcpy(planes[0], from, run);
-    }
-}
-
-// What each plane of a tensor of at least one unit, with items of one byte, would be and take, from
-// at most `n_samples` >= 1 runs of 4096 units.
-inline std::vector<PlaneEstimate> estimate_tensor(const uint8_t* src, const Geometry& geometry,
-                                                  Level level, std::size_t n_samples, Isa isa) {
-    const std::size_t run = std::min(geometry.n_units, kBlockUnits);
-    n_samples = std::min(n_samples, geometry.n_units / run);
-    const std::size_t n = run * n_samples;
-    const std::size_t stride = n + kPlaneSlack;
-    const Scratch rows(geometry.spec.n_planes * stride);
-    sample_planes(src, geometry, run, n_samples, rows.get(), stride, isa);
-    // Headers count once a chunk, so the estimate is for a chunk.
-    const std::size_t chunk_units =
-        std::min(geometry.n_units, kChunkNbytes / geometry.spec.unit_nbytes);
-    const auto n_chunks = static_cast<double>(geometry.n_units) / static_cast<double>(chunk_units);
-    std::vector<PlaneEstimate> estimates;
-    for (uint32_t p = 0; p < geometry.spec.n_planes; ++p) {
-        PlaneChoice choice;
-        const std::size_t nbytes =
-            choose_mode(rows.get() + p * stride, n, std::max(n, chunk_units), level, choice);
-        estimates.push_back(
-            {choice.mode, static_cast<std::size_t>(n_chunks * static_cast<double>(nbytes))});
-    }
-    return estimates;
-}
-
-constexpr std::size_t kDeltaSections = 4;
-
-// What units [first, first + n) of a tensor would take as differences from a base, in chunks.
-inline std::size_t estimate_delta_section(const uint8_t* src, const Geometry& geometry,
-                                          const Base& base, std::size_t first, std::size_t n,
-                                          DeltaSample& sample, Isa isa) {
-    const uint32_t unit = geometry.spec.unit_nbytes;
-    const std::size_t run = std::min(n, kDeltaSampleRun);
-    const std::size_t n_runs =
-        std::max<std::size_t>(1, std::min(kLeastDeltaSample, n) / kDeltaSampleRun);
-    const std::size_t gap = n_runs > 1 ? (n - run) / (n_runs - 1) : 0;
-    const std::size_t n_there = run * n_runs;
-    const Scratch memory(2 * n_there * unit + 2 * run);
-    uint8_t* const units = memory.get();
-    uint8_t* const bases = units + n_there * unit;
-    for (std::size_t r = 0; r < n_runs; ++r) {
-        const std::size_t at = first + r * gap;
-        std::memcpy(units + r * run * unit, src + at * unit, run * unit);
-        const uint8_t* const from = chunk_base(base, at, run, unit, bases + n_there * unit, isa);
-        std::memcpy(bases + r * run * unit, from, run * unit);
-    }
-    with_units(unit, base.is_float, [&]<class Unit, bool kFloat>() {
-        take_delta_sample<Unit, kFloat>(units, bases, n_there, sample);
-    });
-    DeltaRule rule;
-    const std::size_t chunk_units = std::min(n, geometry.chunk_units);
-    return scale_bytes(choose_delta_rule(sample, chunk_units, 8 * unit, rule), n, chunk_units);
-}
-
-// What a tensor of at least one unit would take if chunks chose between differences from a base and
-// `plain_nbytes` for all of them; 0 if it equals the base.
-inline std::size_t estimate_delta_tensor(const uint8_t* src, const Geometry& geometry,
-                                         const Base& base, std::size_t plain_nbytes, Isa isa) {
-    if (base.cast == Cast::kNone && std::memcmp(src, base.units, geometry.nbytes()) == 0) return 0;
-    const auto sample = std::make_unique<DeltaSample>();
-    const std::size_t n_sections = std::min(kDeltaSections, geometry.n_chunks());
-    std::size_t sum = 0;
-    for (std::size_t s = 0; s < n_sections; ++s) {
-        const std::size_t first = s * geometry.n_units / n_sections;
-        const std::size_t n = (s + 1) * geometry.n_units / n_sections - first;
-        sum += std::min(estimate_delta_section(src, geometry, base, first, n, *sample, isa),
-                        scale_bytes(plain_nbytes, n, geometry.n_units));
-    }
-    return sum;
-}
-
 // The stream of one plane of 1 to 2 Mi units in the given mode (palette or rANS), nothing carried;
 // `dst` has room for `n` bytes. 0 if it would not be smaller than the plane.
 inline std::size_t encode_single_plane(const uint8_t* src, std::size_t n, Mode mode, uint8_t* dst,
                                        Isa isa) {
     EncodeWorker worker(Geometry(1, 0, kMaxChunkLog, n), false, false, false);
+    uint8_t* const plane = worker.scratch.units;
+    std::memcpy(plane, src, n);
+    seal(plane);
     Histogram histogram;
-    count_bytes(src, n, 0, histogram);
+    count_bytes(plane, n, 0, histogram);
     PlaneChoice& choice = worker.scratch.choices[0];
     choice.mode = mode;
     if (mode == Mode::kPalette)
@@ -591,7 +549,7 @@ inline std::size_t encode_single_plane(const uint8_t* src, std::size_t n, Mode m
     else if (choose_model(histogram, n, choice.models[0]) == ~std::size_t{0})
         return 0;
     Ahead nothing;
-    return write_stream(src, n, 0, nullptr, worker.scratch, dst, nothing, isa);
+    return write_stream(plane, n, 0, nullptr, worker.scratch, dst, nothing, isa);
 }
 
 // Decodes a stream below 16 MiB to a plane of 1 to 2 Mi units.

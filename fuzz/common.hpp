@@ -12,7 +12,7 @@
 #include <memory>
 #include <vector>
 
-#include "../csrc/tensor.hpp"
+#include "../csrc/estimate.hpp"
 
 namespace packhorse::fuzz {
 
@@ -84,6 +84,20 @@ class Buffer {
 inline Isa choose_isa(uint32_t choice) {
     return static_cast<Isa>(choice % (static_cast<uint32_t>(detect_isa()) + 1));
 }
+
+// Room for the hashes of a tensor's leaves.
+class Leaves {
+  public:
+    explicit Leaves(std::size_t nbytes)
+        : digests_(16 * n_leaves(nbytes)), tail_(kXxh3LongMinNbytes - 1) {}
+
+    ContentLeaves view() { return {digests_.data(), tail_.data()}; }
+    bool operator==(const Leaves&) const = default;
+
+  private:
+    std::vector<uint8_t> digests_;
+    std::vector<uint8_t> tail_;
+};
 
 // How a tensor is cut and what its base is like, as the input says; the caller asks
 // geometry_fault() about it.

@@ -18,7 +18,7 @@ import numpy as np
 
 from packhorse import _core
 from packhorse.codecs.base import ByteArray, choose_isa, encode_plane
-from packhorse.codecs.content import content_hash
+from packhorse.codecs.content import content_hash, empty_leaves
 from packhorse.disk.container import pack_tensors
 from packhorse.disk.header import build_header
 from packhorse.frame import Frame, compress_buffer
@@ -107,10 +107,10 @@ def build_frame(
     for start in range(0, source.size, step):  # the core wants large chunks, or one
         piece = source[start : start + step]
         table = np.empty((1, 1 + (dtype.unit_nbytes if split else 1)), np.uint32)
-        dst, leaves = np.empty(padded(piece.size), np.uint8), np.empty(16, np.uint8)
+        dst, leaves = np.empty(padded(piece.size), np.uint8), empty_leaves(piece.size)
         used = _core.encode_chunks(
             piece, dtype.unit_nbytes, split, chunk_log, level, side, n_rows, NO_BASE.data, False, 0,
-            0, dst, table, leaves, 1, 0,
+            0, dst, table, leaves, empty_leaves(0), 1, 0,
         )  # fmt: skip
         tables.append(table)
         payload += dst[:used].tobytes()
@@ -236,11 +236,11 @@ def delta_seeds() -> Seeds:
         data = make_step(base, dtype.unit_nbytes, min(scale, 8.0**dtype.unit_nbytes))
         is_float = Split.FLOAT in dtype.splits
         table = np.empty((1, 1 + (dtype.unit_nbytes if dtype.splits[-1] else 1)), np.uint32)
-        dst, leaves = np.empty(padded(len(data)), np.uint8), np.empty(16, np.uint8)
+        dst, leaves = np.empty(padded(len(data)), np.uint8), empty_leaves(len(data))
         used = _core.encode_chunks(
             np.frombuffer(data, np.uint8), dtype.unit_nbytes, dtype.splits[-1], 11, Level.DEFAULT,
             b"", 0, np.frombuffer(base, np.uint8), is_float, 0, 4 * len(data), dst, table, leaves,
-            1, 0,
+            empty_leaves(len(base)), 1, 0,
         )  # fmt: skip
         bits = dtype.unit_nbytes.bit_length() - 1 | dtype.splits[-1] << 2 | 1 << 5 | is_float << 6
         head = bytes([number % 4, number % 4, bits, 11]) + struct.pack("<I", len(data))[:3]

@@ -21,28 +21,42 @@ struct Task {
     Level level;
 
     // A base is worth more than nothing can be: every chunk that can be one of differences is.
-    EncodeContext context() const {
+    EncodeContext context(const ContentLeaves& base_leaves) const {
         const bool has_base = base.view().units != nullptr;
-        return {side.view(), base.view(), has_base ? 4 * src.nbytes() : 0, level};
+        return {side.view(), base.view(), base_leaves, has_base ? 4 * src.nbytes() : 0, level};
     }
 };
+
+// By the way that a tensor is hashed alone.
+Leaves leaves_of(const Buffer& src) {
+    Leaves leaves(src.nbytes());
+    const std::size_t last = src.nbytes() % kContentLeafNbytes;
+    hash_leaves(src.data(), src.nbytes(), leaves.view().digests, Isa::kPortable);
+    if (last < kXxh3LongMinNbytes)
+        std::copy_n(src.data() + (src.nbytes() - last), last, leaves.view().tail);
+    return leaves;
+}
 
 struct Encoded {
     Buffer payload;
     std::vector<uint32_t> table;
-    std::vector<uint8_t> digests;
+    Leaves leaves;
+    Leaves base_leaves;
     std::size_t nbytes = 0;
 
     Encoded(const Task& task, std::size_t threads, Isa isa)
         : payload(round_up(task.src.nbytes(), kFrameAlignment), 0xA5),
           table(task.geometry.n_chunks() * task.geometry.row_length()),
-          digests(16 * n_leaves(task.src.nbytes())) {
-        nbytes = encode_tensor(task.src.data(), task.geometry, task.context(), payload.data(),
-                               table.data(), digests.data(), threads, isa);
+          leaves(task.src.nbytes()),
+          base_leaves(task.base.values().nbytes()) {
+        nbytes = encode_tensor(task.src.data(), task.geometry, task.context(base_leaves.view()),
+                               payload.data(), table.data(), leaves.view(), threads, isa);
+        claim(leaves == leaves_of(task.src), "the hashes are those of the tensor");
+        claim(base_leaves == leaves_of(task.base.values()), "the hashes are those of the base");
     }
 
     bool equals(const Encoded& other) const {
-        return nbytes == other.nbytes && table == other.table && digests == other.digests &&
+        return nbytes == other.nbytes && table == other.table && leaves == other.leaves &&
                std::equal(payload.data(), payload.data() + nbytes, other.payload.data());
     }
 };

@@ -77,24 +77,28 @@ struct Tensor {
     }
     SideData side_view() const { return view_side(side.data(), side.size(), kRows); }
     Base base() const { return {base_units.data(), true, Cast::kNone}; }
-    EncodeContext context() const { return {side_view(), base(), kNbytes, level}; }
+    EncodeContext context(const ContentLeaves& base_leaves) const {
+        return {side_view(), base(), base_leaves, kNbytes, level};
+    }
 };
 
 struct Packed {
     Buffer payload{round_up(kNbytes, kFrameAlignment)};
     std::vector<uint32_t> table;
-    std::vector<uint8_t> digests = std::vector<uint8_t>(16 * n_leaves(kNbytes));
+    Leaves leaves{kNbytes};
+    Leaves base_leaves{kNbytes};
     std::vector<std::size_t> offsets;
 
     Packed(const Tensor& tensor, std::size_t threads, Isa isa)
         : table(tensor.geometry.n_chunks() * tensor.geometry.row_length()) {
-        encode_tensor(tensor.source.data(), tensor.geometry, tensor.context(), payload.data(),
-                      table.data(), digests.data(), threads, isa);
+        encode_tensor(tensor.source.data(), tensor.geometry, tensor.context(base_leaves.view()),
+                      payload.data(), table.data(), leaves.view(), threads, isa);
         offsets = chunk_offsets(table.data(), tensor.geometry);
     }
 
     bool equals(const Packed& other) const {
-        return table == other.table && digests == other.digests && offsets == other.offsets &&
+        return table == other.table && leaves == other.leaves && base_leaves == other.base_leaves &&
+               offsets == other.offsets &&
                std::equal(payload.data(), payload.data() + offsets.back(), other.payload.data());
     }
 };
@@ -124,9 +128,9 @@ DecodeResult decode(const Job& job, const Packed& packed, std::size_t start, Buf
 void call_once(const Job& job, std::size_t threads, Isa isa) {
     claim(Packed(job.tensor, threads, isa).equals(job.packed),
           "the same bytes from any number of threads");
-    std::vector<uint8_t> digests(job.packed.digests.size());
-    hash_leaves_threaded(job.tensor.source.data(), kNbytes, digests.data(), threads, isa);
-    claim(digests == job.packed.digests, "the same hashes from any number of threads");
+    Leaves leaves(kNbytes);
+    hash_leaves_threaded(job.tensor.source.data(), kNbytes, leaves.view().digests, threads, isa);
+    claim(leaves == job.packed.leaves, "the same hashes from any number of threads");
     Buffer whole(kNbytes), part(kNbytes / 2);
     claim(decode(job, job.packed, 0, whole, threads, isa).status == Status::kOk &&
               std::equal(whole.data(), whole.data() + kNbytes, job.tensor.source.data()),

@@ -28,7 +28,8 @@ def encode_chunks(
     plain_nbytes: int,
     dst: _Bytes,
     table: _Table,
-    digests: _Bytes,
+    leaves: _Bytes,
+    base_leaves: _Bytes,
     threads: int,
     isa: int,
 ) -> int: ...
@@ -77,6 +78,7 @@ def split(src: _Bytes, unit_nbytes: int, split: int, planes: _Bytes, isa: int) -
 def merge(planes: _Bytes, unit_nbytes: int, split: int, dst: _Bytes, isa: int) -> None: ...
 def crc32c(src: _Bytes | bytes, isa: int) -> int: ...
 def leaf_digests(src: _Bytes, digests: _Bytes, threads: int, isa: int) -> None: ...
+def copy_with_leaves(src: _Bytes, dst: _Bytes, leaves: _Bytes, isa: int) -> None: ...
 def bucket_tables(
     n_codes: NDArray[np.int64],
     freqs: NDArray[np.int64],

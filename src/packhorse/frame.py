@@ -24,13 +24,7 @@ from packhorse.codecs.base import (
     as_writable_bytes,
     choose_isa,
 )
-from packhorse.codecs.content import (
-    content_hash,
-    empty_leaves,
-    finish_leaves,
-    hash_leaves,
-    hash_root,
-)
+from packhorse.codecs.content import content_hash, hash_leaves, hash_root
 from packhorse.codecs.plan import Plan, choose_plan, chunk_log_for, natural_split
 from packhorse.codecs.side import decode_side, side_capacity
 from packhorse.errors import BaseMismatchError, CorruptionError
@@ -42,10 +36,10 @@ from packhorse.frame_base import (
     matching_base,
     plan_delta,
 )
+from packhorse.frame_encode import encode_payload, n_chunks_of
 from packhorse.frame_header import (
     FrameHeader,
     PlaneSummary,
-    Table,
     checked_nbytes,
     frame_header_nbytes,
     label,
@@ -55,7 +49,7 @@ from packhorse.frame_header import (
     read_header,
     write_header,
 )
-from packhorse.frame_zstd import ZstdJob, encode_zstd
+from packhorse.frame_zstd import ZstdJob
 from packhorse.layout import (
     STREAM_NBYTES_BITS,
     DType,
@@ -141,11 +135,13 @@ def compress_buffer(
     name: str | None = None,
     base: Buffer | None = None,
     base_dtype: str | None = None,
+    base_hash: bytes | None = None,
 ) -> Frame:
     """Packs the bytes of one tensor.
 
     Args:
-        src: the tensor's bytes in C order; only read.
+        src: the tensor's bytes in C order; only read. If they change meanwhile, the frame holds
+            what was read of them, be it old or new.
         dtype: safetensors' name, such as "BF16".
         shape: the tensor's shape.
         level: "fast", "default" or "max".
@@ -157,11 +153,14 @@ def compress_buffer(
             holds differences from it, and is not unpacked without it; `Frame.base_hash` says so.
         base_dtype: its dtype, if it is another: "F32" for a tensor of "BF16" or "F16", which may
             be its rounded values.
+        base_hash: the content hash of `base`, from a caller who knows it; else it is computed.
 
     Returns:
         The frame.
 
     Raises:
+        RuntimeError: the base is not what it was before or is after, or what `base_hash` says, so
+            that the frame could not be unpacked.
         TypeError: a buffer is not C-contiguous, or `out` is read-only.
         ValueError: sizes, dtypes, level or threads that do not fit, or `out` shares memory with
             `src` or the base.
@@ -185,66 +184,32 @@ def compress_buffer(
             raise ValueError(
                 f"out and {kind} share memory; it would be overwritten while it is read"
             )
-    n_planes = n_planes_of(row, plan.split)
-    n_chunks = -(-data.size // (row.unit_nbytes << plan.chunk_log))
-    table = np.empty((n_chunks, 1 + n_planes), np.uint32)
-    leaves = empty_leaves(data.size)
-    side = plan.side
+    side, n_threads = plan.side, resolve_threads(threads)
     header_nbytes = frame_header_nbytes(
-        len(shape), n_chunks, n_planes, len(side.stream), has_base=base_row is not None
-    )
-    payload, n_threads = memory[header_nbytes:], resolve_threads(threads)
-    if plan.zstd:
-        used = encode_zstd(data, row, plan, payload, table, leaves, n_threads, isa)
-    else:
-        used = _encode_planes(data, row, plan, base_units, payload, table, leaves, n_threads, isa)
+        len(shape), n_chunks_of(data.size, row, plan), n_planes_of(row, plan.split),
+        len(side.stream), has_base=base_row is not None,
+    )  # fmt: skip
+    payload = encode_payload(data, row, plan, base_units, memory[header_nbytes:], n_threads, isa)
     base_name = None
     if base_row is not None:
-        if not np.any(table[:, 1] >> STREAM_NBYTES_BITS == Mode.DELTA):
+        if not payload.has_delta:
             # The samples misled, and nobody should have to keep a base for that.
             return compress_buffer(
                 data, dtype, shape, level=level, threads=threads, out=out, name=name
             )
-        base_name = BaseName(content_hash(base_units.data, threads=n_threads), base_row)
-    finish_leaves(data, leaves)
+        if payload.base_hash != (base_hash or content_hash(base_units.data, threads=n_threads)):
+            raise RuntimeError(
+                f"{label(name)}its base changed while the tensor was packed against it; pack when "
+                "nothing writes to it"
+            )
+        base_name = BaseName(payload.base_hash, base_row)
     header = FrameHeader(
-        row, tuple(shape), plan.split, int(plan.level), plan.chunk_log, hash_root(leaves),
-        header_nbytes, header_nbytes + used, table, side.n_row_dims, side.descriptor, side.stream,
-        base_name,
+        row, tuple(shape), plan.split, int(plan.level), plan.chunk_log, payload.content_hash,
+        header_nbytes, header_nbytes + payload.nbytes, payload.table, side.n_row_dims,
+        side.descriptor, side.stream, base_name,
     )  # fmt: skip
     write_header(header, memory[:header_nbytes], isa)
     return Frame(memory[: header.frame_nbytes], header, name, 0, plan)
-
-
-def _encode_planes(
-    data: ByteArray,
-    dtype: DType,
-    plan: Plan,
-    base: Base,
-    dst: ByteArray,
-    table: Table,
-    leaves: ByteArray,
-    threads: int,
-    isa: int,
-) -> int:
-    return _core.encode_chunks(
-        data,
-        dtype.unit_nbytes,
-        plan.split,
-        plan.chunk_log,
-        plan.level,
-        plan.side.values,
-        plan.side.n_rows,
-        base.data,
-        base.is_float,
-        base.cast,
-        plan.plain_nbytes,
-        dst,
-        table,
-        leaves,
-        threads,
-        isa,
-    )
 
 
 class Frame:
@@ -505,7 +470,7 @@ class Frame:
         n_threads = resolve_threads(threads)
         units = self._matching_base(base, n_threads)
         window = np.empty(self.window_nbytes, np.uint8) if window is None else window
-        leaves = [empty_leaves(0)]
+        leaves = [np.empty(0, np.uint8)]
         for start in range(0, self.logical_nbytes, _WINDOW_NBYTES):
             stop = min(start + _WINDOW_NBYTES, self.logical_nbytes)
             piece = window[: stop - start]

@@ -176,10 +176,11 @@ def plan_delta(
     plain = choose_plan(data, dtype, shape, level, isa, with_side=False)
 
     def estimate() -> int:
-        return _core.estimate_delta(
+        nbytes = _core.estimate_delta(
             data, dtype.unit_nbytes, split, chunk_log, base.data, base.is_float, base.cast,
             plain.estimated_nbytes, isa,
         )  # fmt: skip
+        return max(nbytes, 1)  # equal to its base, a tensor takes nothing but a header
 
     nbytes = estimate()
     if nbytes >= plain.estimated_nbytes * _CLEARLY_LESS:  # side data might make up for it

@@ -14,6 +14,7 @@ import numpy as np
 from packhorse import _core
 from packhorse.codecs import zstd
 from packhorse.codecs.base import STATUS_WORDS, ByteArray, as_bytes
+from packhorse.codecs.content import leaves_from
 from packhorse.codecs.plan import Plan
 from packhorse.errors import CorruptionError
 from packhorse.frame_base import Base
@@ -42,7 +43,7 @@ def encode_zstd(
         plan: what was chosen for it.
         dst: where the payload goes.
         table: a row for each chunk, to be filled.
-        leaves: 16 bytes for each leaf of the content hash, to be filled.
+        leaves: for the content hash (`codecs/content.py`), to be filled.
         threads: how many to use.
         isa: the number of the instruction set of the call.
 
@@ -50,22 +51,28 @@ def encode_zstd(
         The length of the payload.
     """
     chunk_nbytes = dtype.unit_nbytes << plan.chunk_log
-    _core.leaf_digests(data, leaves, threads, isa)
     long_matches = zstd.seeks_long_matches(plan.level, data.size, plan.estimated_nbytes)
+    idle: list[ByteArray] = []  # copies of chunks that are done with
 
     def compress(chunk: int) -> tuple[ByteArray, bytes]:
-        piece = data[chunk * chunk_nbytes : (chunk + 1) * chunk_nbytes]
-        return piece, zstd.compress_chunk(piece, plan.level, long_matches=long_matches)
+        start = chunk * chunk_nbytes
+        source = data[start : start + chunk_nbytes]
+        memory = idle.pop() if idle else np.empty(min(chunk_nbytes, data.size), np.uint8)
+        piece = memory[: source.size]
+        _core.copy_with_leaves(source, piece, leaves_from(leaves, start, source.size), isa)
+        return memory, zstd.compress_chunk(piece, plan.level, long_matches=long_matches)
 
     used = 0
-    for chunk, (piece, packed) in enumerate(in_order(compress, len(table), threads)):
-        pays = len(packed) < piece.size
-        mode, stream = (Mode.ZSTD, as_bytes(packed)) if pays else (Mode.STORED, piece)
+    for chunk, (memory, packed) in enumerate(in_order(compress, len(table), threads)):
+        nbytes = min(chunk_nbytes, data.size - chunk * chunk_nbytes)
+        pays = len(packed) < nbytes
+        mode, stream = (Mode.ZSTD, as_bytes(packed)) if pays else (Mode.STORED, memory[:nbytes])
         end = used + padded(stream.size)
         dst[used : used + stream.size] = stream
         dst[used + stream.size : end] = 0
         table[chunk] = _core.crc32c(dst[used:end], isa), mode << STREAM_NBYTES_BITS | stream.size
         used = end
+        idle.append(memory)
     return used
 
 

@@ -3,6 +3,9 @@
 The hash is a tree of XXH3-128, so that it can be computed chunk by chunk while the chunk is in the
 cache, and in parallel. The core hashes leaves of more than 240 bytes; the short forms of XXH3,
 which at most the last leaf of a tensor needs, and the root come from the xxhash package.
+
+What is packed may change meanwhile. So whoever packs hashes the copy that it packs: the core fills
+the leaves while it reads, with a short last leaf as it is behind them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,7 +20,16 @@ from packhorse.layout import CONTENT_LEAF_NBYTES
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["content_hash", "crc32c", "empty_leaves", "finish_leaves", "hash_leaves", "hash_root"]
+__all__ = [
+    "content_hash",
+    "copy_with_hash",
+    "crc32c",
+    "empty_leaves",
+    "finish_leaves",
+    "hash_leaves",
+    "hash_root",
+    "leaves_from",
+]
 
 _SHORT_LEAF_NBYTES = 240
 
@@ -40,25 +52,48 @@ def content_hash(src: "Buffer | Any", *, threads: int = 1) -> bytes:
     return hash_root(hash_leaves(as_bytes(src, "src"), threads))
 
 
+def copy_with_hash(src: ByteArray, dst: ByteArray) -> bytes:
+    """Copy bytes, and the content hash of the copy: another thread may write to `src` meanwhile."""
+    leaves = empty_leaves(src.size)
+    _core.copy_with_leaves(src, dst, leaves, int(choose_isa()))
+    return hash_root(finish_leaves(leaves, src.size))
+
+
 def empty_leaves(nbytes: int) -> ByteArray:
-    """Room for the hashes of the leaves of so many bytes, 16 bytes each."""
-    return np.zeros(16 * -(-nbytes // CONTENT_LEAF_NBYTES), np.uint8)
+    """Room for the hashes of the leaves of so many bytes, 16 bytes each, and behind them for a last
+    leaf that the core leaves out."""
+    return np.zeros(_n_hashed(nbytes) + _SHORT_LEAF_NBYTES, np.uint8)
+
+
+def _n_hashed(nbytes: int) -> int:
+    return 16 * -(-nbytes // CONTENT_LEAF_NBYTES)
+
+
+def leaves_from(leaves: ByteArray, start: int, nbytes: int) -> ByteArray:
+    """The part of `empty_leaves` for a piece that begins at byte `start`, with a leaf."""
+    first = _n_hashed(start)
+    return leaves[first : first + _n_hashed(nbytes) + _SHORT_LEAF_NBYTES]
 
 
 def hash_leaves(data: ByteArray, threads: int = 1) -> ByteArray:
     """The hashes of all leaves of the bytes, 16 bytes each."""
     leaves = empty_leaves(data.size)
-    _core.leaf_digests(data, leaves, threads, int(choose_isa()))
-    finish_leaves(data, leaves)
-    return leaves
-
-
-def finish_leaves(data: ByteArray, leaves: ByteArray) -> None:
-    """Hashes the last leaf if it is one that the core leaves out."""
+    hashes = leaves[:-_SHORT_LEAF_NBYTES]
+    _core.leaf_digests(data, hashes, threads, int(choose_isa()))
     last = data.size % CONTENT_LEAF_NBYTES
     if 0 < last <= _SHORT_LEAF_NBYTES:
-        digest = xxhash.xxh3_128_digest(data[data.size - last :].tobytes())
-        leaves[-16:] = np.frombuffer(digest, np.uint8)
+        leaves[hashes.size : hashes.size + last] = data[data.size - last :]
+    return finish_leaves(leaves, data.size)
+
+
+def finish_leaves(leaves: ByteArray, nbytes: int) -> ByteArray:
+    """The hashes of all leaves of so many bytes, once the core has filled in what it can."""
+    hashes = leaves[:-_SHORT_LEAF_NBYTES]
+    last = nbytes % CONTENT_LEAF_NBYTES
+    if 0 < last <= _SHORT_LEAF_NBYTES:
+        digest = xxhash.xxh3_128_digest(leaves[hashes.size : hashes.size + last].tobytes())
+        hashes[-16:] = np.frombuffer(digest, np.uint8)
+    return hashes
 
 
 def hash_root(leaves: ByteArray) -> bytes:

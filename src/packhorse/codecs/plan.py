@@ -137,7 +137,10 @@ def choose_plan(
     side = choose_side(data, dtype, shape, level, isa) if with_side else NO_SIDE_DATA
     if side.saving:
         chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, CLASSED_CHUNK_NBYTES)
-        planes_nbytes -= side.saving
+        # Both are from samples, which need not have seen the same: what is saved may seem more than
+        # there was. A chunk has a byte for each plane at the least.
+        least = len(estimates) * -(-n_units >> chunk_log)
+        planes_nbytes = max(planes_nbytes - side.saving, least)
     return Plan(split, level, False, chunk_log, data.size, planes_nbytes, tuple(estimates), side)
 
 
@@ -155,6 +158,7 @@ def _estimate_zstd(data: ByteArray, level: Level) -> int:
     n_pieces = min(_MAX_ZSTD_PIECES, math.ceil(data.size / _ZSTD_PIECE_NBYTES))
     last = max(0, data.size - _ZSTD_PIECE_NBYTES)
     starts = [i * last // max(1, n_pieces - 1) for i in range(n_pieces)]
-    pieces = [data[start : start + _ZSTD_PIECE_NBYTES] for start in starts]
+    # Copies, since a library that nobody wrote for it must not see bytes change.
+    pieces = [data[start : start + _ZSTD_PIECE_NBYTES].copy() for start in starts]
     packed = sum(zstd.estimate_nbytes(piece, level) for piece in pieces)
     return int(packed * (data.size / sum(piece.size for piece in pieces)))

@@ -358,11 +358,6 @@ class _Job:
         key = frame.content_hash.hex(), frame.dtype, frame.shape
         if key not in self._known:
             base = None if frame.base_hash is None else work.base
-            if frame.base_hash and base and frame.base_hash.hex() != base.content_hash:
-                raise RuntimeError(
-                    f"{shortened(work.part.name)}: its master changed while the checkpoint was "
-                    "saved; save when nothing writes to the state"
-                )
             offset = pack.add(work.part.name, frame)
             self._known[key] = FrameRef(pack.name, 0, offset, frame.nbytes, *key, base)
         return self._known[key]
@@ -391,6 +386,7 @@ class _Job:
             return compress_buffer(
                 part.data, *part.form, level=self._level, threads=threads, base=base,
                 base_dtype=None if ref is None else ref.dtype,
+                base_hash=None if ref is None else bytes.fromhex(ref.content_hash),
                 out=self._memory[ends[i] - rooms[i] : ends[i]], name=shortened(part.name),
             )  # fmt: skip
 

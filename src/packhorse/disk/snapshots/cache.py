@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
+from packhorse.codecs.content import copy_with_hash
 from packhorse.disk.snapshots.manifest import Content
 
 __all__ = ["BaseCache"]
@@ -30,7 +31,8 @@ class BaseCache:
         return self._kept.get(content)
 
     def put(self, content: Content, data: ByteArray) -> None:
-        """Keep a copy of a tensor's bytes as the newest."""
+        """Keep a copy of a tensor's bytes as the newest, unless they are no longer what the content
+        says: another thread may write to them."""
         known = self._kept.pop(content, None)
         if known is not None:
             self._kept[content] = known
@@ -43,7 +45,8 @@ class BaseCache:
             self._nbytes -= oldest.size
             memory = oldest if oldest.size == data.size else memory
         memory = np.empty(data.size, np.uint8) if memory is None else memory
-        memory[:] = data
+        if copy_with_hash(data, memory) != content[0]:
+            return
         self._kept[content] = memory
         self._nbytes += data.size
 

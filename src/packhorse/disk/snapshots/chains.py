@@ -24,6 +24,7 @@ def compress(
     *,
     base: ByteArray | None,
     base_dtype: str | None,
+    base_hash: bytes | None,
     level: Level,
     threads: int,
     out: ByteArray,
@@ -37,14 +38,18 @@ def compress(
         shape: the dimensions.
         base: the bytes of a tensor of as many elements; None for a full frame.
         base_dtype: its dtype.
+        base_hash: its content hash.
         level: how hard to try.
         threads: how many to use.
         out: memory to build the frame in.
         path: of the tensor, for messages.
+
+    Raises:
+        RuntimeError: the base has changed since it was hashed.
     """
     return compress_buffer(
         data, dtype, shape, level=level, threads=threads, out=out, name=shortened(path), base=base,
-        base_dtype=base_dtype,
+        base_dtype=base_dtype, base_hash=base_hash,
     )  # fmt: skip
 
 

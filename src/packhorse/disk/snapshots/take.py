@@ -97,12 +97,21 @@ class State:
 
 
 class _Item(NamedTuple):
-    """What one frame is made of."""
+    """What one frame is made of: a tensor, and what it may be a delta to, if anything.
+
+    Attributes:
+        spec: what it is.
+        data: its bytes.
+        base: a frame of the store.
+        master: instead, the bytes of the tensor that it is a rounded copy of.
+        master_hash: the content hash of those.
+    """
 
     spec: Spec
     data: ByteArray
     base: FrameRef | None
-    master: ByteArray | None
+    master: ByteArray | None = None
+    master_hash: bytes | None = None
 
 
 def _may_be_base(known: FrameRef | None) -> bool:
@@ -157,17 +166,18 @@ class FramePacker:
         known = {content: self._find(content, share) for content in first}
         todo = [first[content] for content, frame in known.items() if frame is None]
         masters = {k: j for k, j in (masters or {}).items() if _may_be_base(known[contents[j]])}
-        items = [
-            _Item(specs[k], data[k], bases[k], data[masters[k]] if k in masters else None)
-            for k in todo
-        ]
+        items = [_Item(specs[k], data[k], bases[k]) for k in todo]
+        for i, k in enumerate(todo):
+            if k in masters:
+                master = masters[k]
+                items[i] = _Item(specs[k], data[k], None, data[master], digests[master])
         for k, frame in zip(todo, self._compress(items), strict=True):
             content, base = (
                 contents[k],
                 bases[k] if k not in masters else known[contents[masters[k]]],
             )
             base = base if frame.base_hash else None
-            if frame.content_hash != content[0] or (base and base.content[0] != frame.base_hash):
+            if frame.content_hash != content[0]:
                 raise RuntimeError(
                     f"{specs[k].path}: the tensor changed while its snapshot was taken; take it "
                     "when nothing writes to it"
@@ -196,13 +206,15 @@ class FramePacker:
 
         def work(k: int, threads: int) -> Frame:
             item = items[k]
-            base, base_dtype = item.master, "F32"
-            if base is None and item.base is not None:
-                base, base_dtype = self._decode(item.base, threads), item.base.content[1]
+            base, base_dtype, base_hash = item.master, "F32", item.master_hash
+            if item.base is not None:
+                base = self._decode(item.base, threads)
+                base_hash, base_dtype, _ = item.base.content
             return compress(
                 item.data, item.spec.dtype, item.spec.shape, base=base,
-                base_dtype=None if base is None else base_dtype, level=options.level,
-                threads=threads, out=memory[ends[k] - rooms[k] : ends[k]], path=item.spec.path,
+                base_dtype=None if base is None else base_dtype, base_hash=base_hash,
+                level=options.level, threads=threads, out=memory[ends[k] - rooms[k] : ends[k]],
+                path=item.spec.path,
             )  # fmt: skip
 
         return map_tensors(work, [item.data.size for item in items], options.threads)
