@@ -20,7 +20,6 @@
 #include "bucket_tables.hpp"
 #include "estimate.hpp"
 #include "exit_code.hpp"
-#include "tensor.hpp"
 #include "zstd_frame.hpp"
 
 namespace packhorse {

@@ -82,6 +82,13 @@ class Framework(Protocol):
         """The bytes of a tensor to write to, if they lie in host memory in C order; otherwise
         `assign` is needed."""
 
+    def mark_written(self, tensor: Any) -> None:
+        """Say that the bytes of a tensor, from `writable` or `memory`, were written to."""
+
+    def span(self, tensor: Any) -> tuple[int, int] | None:
+        """The addresses of the first byte of a tensor in host memory and of what is behind its last
+        one; None for an empty one, and for what is none of this framework's."""
+
     def decodes_on(self, device: Any) -> bool:
         """Whether `decode_on` may give tensors for a device."""
 

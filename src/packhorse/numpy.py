@@ -127,6 +127,15 @@ class NumpyFramework:
         plain = tensor.flags.c_contiguous and tensor.flags.writeable and tensor.dtype.isnative
         return self.writable(tensor) if plain else None
 
+    def mark_written(self, tensor: np.ndarray[Any, Any]) -> None:
+        """Nothing: nobody else needs to know."""
+
+    def span(self, tensor: np.ndarray[Any, Any]) -> tuple[int, int] | None:
+        """The addresses between which an array lies."""
+        if not isinstance(tensor, np.ndarray) or not tensor.size:
+            return None
+        return np.lib.array_utils.byte_bounds(tensor)
+
     def decodes_on(self, device: Any) -> bool:
         """No: NumPy has arrays in host memory only."""
         return False
@@ -274,6 +283,7 @@ def compress_all(
         bases,
         threads=threads,
         what="array",
+        framework=FRAMEWORK,
     )
 
 
@@ -308,6 +318,7 @@ def decompress_all(
         bases,
         threads=threads,
         what="frame",
+        framework=FRAMEWORK,
     )
 
 

@@ -405,7 +405,9 @@ class _Load:
         """Copies what was not decoded in its place, and yields whatever is there now."""
         for run in runs:
             for use in run.uses:
-                if not run.is_direct:
+                if run.is_direct:
+                    FRAMEWORK.mark_written(self._target(use))
+                else:
                     self._target(use).copy_(_view(use, run))
                 yield use
             run.dst = np.empty(0, np.uint8)

@@ -210,7 +210,11 @@ def _tensor(
     if memory is None:
         fresh = framework.empty(ref.dtype, ref.shape)
         memory = framework.writable(fresh)
-    chain.decode_into(memory, threads, scratch)
+    try:
+        chain.decode_into(memory, threads, scratch)
+    finally:
+        if target is not None and fresh is None:
+            framework.mark_written(target.leaf.tensor)
     if target is not None and fresh is not None:
         with blaming(shortened(ref.path), (ValueError,)):
             framework.assign(target.leaf.tensor, fresh)

@@ -1,0 +1,196 @@
+"""What hops need to know of PyTorch: the bytes of its tensors, and new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from packhorse.codecs.base import ByteArray
+from packhorse.errors import CompatibilityError
+from packhorse.frame import Frame
+from packhorse.late_import import import_late
+from packhorse.torch_dtypes import NAMES, TORCH_DTYPES
+
+__all__ = ["FRAMEWORK", "TorchFramework"]
+
+
+class TorchFramework:
+    """The `Framework` of PyTorch.
+
+    Attributes:
+        kernel_devices: types of devices whose kernels decode frames, if Triton is installed.
+    """
+
+    name = "pt"
+    kernel_devices: tuple[str, ...] = ("cuda",)
+
+    def dtype_name(self, dtype: torch.dtype) -> str | None:
+        """safetensors' name of a dtype; None if it has none."""
+        return NAMES.get(dtype)
+
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A fresh tensor in host memory.
+
+        Raises:
+            CompatibilityError: PyTorch has no such dtype (the sub-byte floats).
+            MemoryError: there is none for so large a tensor.
+        """
+        if dtype not in TORCH_DTYPES:
+            raise CompatibilityError(
+                f"PyTorch has no dtype for {dtype}; read its bytes with Frame.decompress_into"
+            )
+        try:
+            return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+        except RuntimeError as error:  # its allocator's only way to say so
+            raise MemoryError(f"no memory for {dtype} of shape {list(shape)}: {error}") from error
+
+    def writable(self, tensor: torch.Tensor) -> ByteArray:
+        """The bytes of a contiguous host tensor, to write to."""
+        return _bytes_of(tensor.detach())
+
+    def readable(self, tensor: Any) -> tuple[ByteArray, str, tuple[int, ...]]:
+        """The tensor's bytes in C order, dtype name and shape; on a device or not contiguous, of a
+        copy.
+
+        Raises:
+            TypeError: not a dense tensor, or of a dtype that safetensors does not have.
+        """
+        dtype, shape = self.describe(tensor)
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        return _bytes_of(plain), dtype, shape
+
+    def describe(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
+        """Dtype name and shape of a tensor that `readable` takes.
+
+        Raises:
+            TypeError: it takes no such tensor.
+        """
+        words = self.why_unreadable(tensor)
+        if words is not None:
+            raise TypeError(words)
+        if tensor.dtype not in NAMES:
+            raise TypeError(f"dtype {tensor.dtype} has no place in safetensors; convert it first")
+        return NAMES[tensor.dtype], tuple(tensor.shape)
+
+    def why_unreadable(self, tensor: Any) -> str | None:
+        """What keeps something from being read as a tensor, whatever its dtype; None for none."""
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.layout != torch.strided
+            or tensor.is_nested
+        ):
+            return f"a dense PyTorch tensor is needed, not {_describe(tensor)}"
+        if type(tensor).__name__ == "DTensor":
+            return (
+                "a DTensor is spread over processes; take tensor.full_tensor(), or the part of "
+                "this process: tensor.to_local()"
+            )
+        if torch.nn.parameter.is_lazy(tensor):
+            return "a parameter has no shape yet; run its module once, then take it"
+        # A subclass that answers for PyTorch's operators itself may have no memory, or mean more
+        # than its memory says.
+        is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        if not is_plain or hasattr(type(tensor), "__tensor_flatten__") or tensor.is_meta:
+            return f"{_describe(tensor)} has no memory of its own to read"
+        return None
+
+    def head(self, tensor: torch.Tensor, n: int) -> ByteArray:
+        """The bytes of the first elements in C order."""
+        part = tensor.detach()
+        while part.dim() > 1 and part.numel():  # no more is copied than rows that hold enough
+            row = part[0].numel()
+            part = part[: -(-n // row)] if row < n else part[0]
+            if row < n:
+                part = part.flatten()
+        return self.readable(part.flatten()[:n])[0]
+
+    def identity(self, tensor: torch.Tensor) -> object:
+        """What is equal for tensors that are the same elements of the same memory."""
+        if not tensor.numel():
+            return id(tensor)
+        view = tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+        return *view, tensor.is_conj(), tensor.is_neg()
+
+    def assign(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Write a tensor's elements over those of another, on whatever device.
+
+        Raises:
+            ValueError: the target may not be written to, such as an expanded one.
+        """
+        try:
+            target.detach().copy_(source)
+        except RuntimeError as error:
+            raise ValueError(f"the tensor cannot be written to: {error}") from error
+
+    def memory(self, tensor: torch.Tensor) -> ByteArray | None:
+        """The bytes of a tensor to write to, if it is one run of them in host memory."""
+        plain = tensor.detach()
+        if plain.device.type != "cpu" or not plain.is_contiguous():
+            return None
+        return None if plain.is_conj() or plain.is_neg() else _bytes_of(plain)
+
+    def mark_written(self, tensor: torch.Tensor) -> None:
+        """Move the tensor's version on, so that autograd notices if it was to be used as it was."""
+        torch.autograd.graph.increment_version(tensor)
+
+    def span(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """The addresses between which a tensor of host memory lies; None for any other."""
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
+            return None
+        if self.why_unreadable(tensor) is not None or not tensor.numel():
+            return None
+        pairs = zip(tensor.shape, tensor.stride(), strict=True)
+        last = sum((size - 1) * stride for size, stride in pairs)
+        return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+    def decodes_on(self, device: str | int | torch.device | None) -> bool:
+        """Whether it is a GPU that is there; kernels need Triton besides."""
+        target = torch.device("cpu" if device is None else device)
+        is_there = target.type != "cuda" or torch.cuda.is_available()
+        return target.type in self.kernel_devices and is_there
+
+    def decode_on(
+        self, frames: Sequence[Frame], device: str | int | torch.device, threads: int
+    ) -> list[torch.Tensor | None]:
+        """Tensors of frames that a GPU decodes itself, and gets packed (docs/device.md).
+
+        Args:
+            frames: their bytes are only read.
+            device: where the tensors are to be.
+            threads: of the host, that check and plan.
+
+        Returns:
+            A tensor for each frame; None for one to be decoded in host memory: of a kind, or so
+            small, that kernels do not decode it. None for all where there is no GPU, or no Triton.
+
+        Raises:
+            CorruptionError: a frame is damaged, as `Frame.decompress_into`.
+        """
+        if not frames or not self.decodes_on(device):
+            return [None] * len(frames)
+        try:
+            decode: Any = import_late("packhorse.device.uploads").decode_frames
+        except ImportError:  # Triton is not installed, or not for this system
+            return [None] * len(frames)
+        return list(decode(frames, torch.device(device), threads=threads))
+
+
+def _bytes_of(tensor: torch.Tensor) -> ByteArray:
+    # Not reshape: PyTorch calls a tensor of at most one element contiguous, whatever its strides.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy()
+
+
+def _describe(tensor: Any) -> str:
+    if isinstance(tensor, torch.Tensor):
+        if tensor.layout != torch.strided:
+            return f"one of layout {tensor.layout}"
+        if tensor.is_nested:
+            return "a nested one"
+        return f"{type(tensor).__name__} on device {tensor.device}"
+    return type(tensor).__name__
+
+
+FRAMEWORK = TorchFramework()
