@@ -243,8 +243,10 @@ def check_slice(piece: PackedSlice, tensor: np.ndarray, index: Any) -> None:
 def check_index(original: bytes, packed: bytes) -> None:
     """A packed index is restored or refused; an original one survives being packed."""
     packed = _with_record(packed, "index", original, in_string=False)
-    is_packed_index(packed)
-    outcome(lambda: unpack_index(packed, label="f"))
+    files = {"m.safetensors", "x.ph.safetensors"}
+    for has in (files.__contains__, lambda name: True):
+        outcome(lambda has=has: is_packed_index(packed, label="f", has=has))
+        outcome(lambda has=has: unpack_index(packed, label="f", has=has))
     again = outcome(lambda: pack_index(original, label="f"))
     if again is not None:
         assert unpack_index(again, label="f") == original

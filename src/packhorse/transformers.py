@@ -45,7 +45,7 @@ except ModuleNotFoundError as error:
 
 from packhorse import open_file
 from packhorse.device.transformers import PackhorseConfig
-from packhorse.disk.folder_index import INDEX_SUFFIX, weight_map
+from packhorse.disk.folder_index import INDEX_SUFFIX, unpack_index, weight_map
 from packhorse.disk.strict_json import parse_json
 from packhorse.layout import FILE_SUFFIX
 from packhorse.torch import FRAMEWORK
@@ -430,8 +430,10 @@ def _packed_shards(folder: Path) -> tuple[list[Path], list[str]]:
     names, promised = {f"model{FILE_SUFFIX}"}, []
     if index.exists():
         with open_regular(index) as file:
-            document = parse_json(file.read(), label=str(index))
-        files = weight_map(document, str(index))
+            text = file.read()
+        files = weight_map(parse_json(text, label=str(index)), str(index))
+        if any(name.endswith(FILE_SUFFIX) for name in files.values()):
+            unpack_index(text, label=str(index))
         names, promised = set(files.values()), list(files)
         if not names:
             raise CorruptionError(f"{index}: names no tensor; pack the model again")

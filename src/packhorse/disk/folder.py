@@ -15,7 +15,6 @@ temporary name beside its destination and renamed at the end, so there is a whol
 work that was cut short leaves nothing and starts anew.
 """
 
-import errno
 import os
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager, suppress
@@ -39,18 +38,17 @@ from packhorse.disk.folder_index import (
     INDEX_SUFFIX,
     PLAIN_SUFFIX,
     is_packed_index,
+    missing_files,
     pack_index,
     packed_name,
     plain_name,
     unpack_index,
-    weight_map,
 )
 from packhorse.disk.header import read_header
 from packhorse.disk.opening import open_regular
 from packhorse.disk.packed_header import is_packed
 from packhorse.disk.results import FileResult, FolderResult, Problem, Progress, TensorPlan
 from packhorse.disk.source_file import Stamp, check_unchanged
-from packhorse.disk.strict_json import parse_json, shortened
 from packhorse.disk.verify import verify_file
 from packhorse.disk.walk import walk
 from packhorse.errors import CorruptionError, PackhorseError
@@ -329,7 +327,7 @@ def _item_to_pack(path: Path, relative: Path) -> _Item:
         raise ValueError(f"{path}: packed already, by its name; unpack the folder or rename it")
     stamp = Stamp.of(path.stat())
     if path.name.endswith(INDEX_SUFFIX):
-        packed = pack_index(_read_index(path), label=str(path))
+        packed = pack_index(_read_index(path), label=str(path), has=_beside(path))
         return _Item(path, relative, _Kind.INDEX, stamp, stamp.nbytes, packed)
     if not path.name.endswith(PLAIN_SUFFIX):
         return _Item(path, relative, _Kind.OTHER, stamp, stamp.nbytes)
@@ -379,10 +377,30 @@ def _item_to_unpack(path: Path, relative: Path) -> _Item:
     if path.name.endswith(FILE_SUFFIX):
         output = relative.with_name(plain_name(relative.name))
         return _Item(path, output, _Kind.MODEL, stamp, logical_nbytes(path))
-    if path.name.endswith(INDEX_SUFFIX) and is_packed_index(text := _read_index(path)):
-        original = unpack_index(text, label=str(path))
-        return _Item(path, relative, _Kind.INDEX, stamp, stamp.nbytes, original)
+    if path.name.endswith(INDEX_SUFFIX):
+        text, label, has = _read_index(path), str(path), _beside(path)
+        if is_packed_index(text, label=label, has=has):
+            original = unpack_index(text, label=label, has=has)
+            return _Item(path, relative, _Kind.INDEX, stamp, stamp.nbytes, original)
     return _Item(path, relative, _Kind.OTHER, stamp, stamp.nbytes)
+
+
+def _beside(index: Path) -> Callable[[str], bool]:
+    """Whether a file of a name is in the folder of an index."""
+
+    def has(name: str) -> bool:
+        if name.startswith("/") or ".." in name.split("/"):
+            return False
+        try:
+            return (index.parent / name).is_file()
+        except ValueError:  # a NUL, or half a surrogate pair, which no file system holds
+            return False
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                return False
+            raise
+
+    return has
 
 
 def _models(items: list[_Item]) -> list[Path]:
@@ -546,28 +564,8 @@ def _read_index(path: Path) -> bytes:
 def _verify_index(path: Path) -> list[Problem]:
     try:
         text = _read_index(path)
-        if not is_packed_index(text):
-            raise CorruptionError(f"{path}: does not record the index that was packed")
         unpack_index(text, label=str(path))
-        files = weight_map(parse_json(text, label=str(path)), str(path))
+        words = missing_files(text, label=str(path), has=_beside(path))
     except PackhorseError as error:
-        return [Problem(path, None, None, str(error))]
-    missing = [file for file in sorted(set(files.values())) if not _is_in(path.parent, file)]
-    return [
-        Problem(path, None, None, f"{path}: names {shortened(file)}, which is not in the folder")
-        for file in missing
-    ]
-
-
-def _is_in(folder: Path, name: str) -> bool:
-    """Whether a name of an index is that of a file in its folder or below."""
-    if name.startswith("/") or ".." in name.split("/"):
-        return False
-    try:
-        return (folder / name).is_file()
-    except ValueError:  # a NUL, or half a surrogate pair, which no file system holds
-        return False
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            return False
-        raise
+        words = [str(error)]
+    return [Problem(path, None, None, message) for message in words]

@@ -2,10 +2,14 @@
 
 `*.safetensors.index.json` maps every tensor's name to the file that holds it. Its packed form names
 the packed files instead, keeps everything else, and records the original text byte for byte under
-the key `packhorse`, because JSON can be laid out in many ways.
+the key `packhorse`, because JSON can be laid out in many ways. It also records which of the files
+that it names were not there, so that any other that is gone later is missed.
+
+What looks at the folder is given as `has`: whether a file of a name is beside the index.
 """
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from packhorse.disk.packed_header import min_text_nbytes, read_record, write_record
@@ -17,6 +21,7 @@ __all__ = [
     "INDEX_SUFFIX",
     "PLAIN_SUFFIX",
     "is_packed_index",
+    "missing_files",
     "pack_index",
     "packed_name",
     "plain_name",
@@ -27,6 +32,7 @@ __all__ = [
 PLAIN_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _RECORD_KEY = "index"
+_ABSENT_KEY = "absent"
 _MAP_KEY = "weight_map"
 
 
@@ -40,12 +46,13 @@ def plain_name(name: str) -> str:
     return name.removesuffix(FILE_SUFFIX) + PLAIN_SUFFIX
 
 
-def pack_index(text: bytes, *, label: str) -> bytes:
+def pack_index(text: bytes, *, label: str, has: Callable[[str], bool] | None = None) -> bytes:
     """The packed form of an index.
 
     Args:
         text: the original file.
         label: what messages call it.
+        has: looks for original files; None records nothing of that.
 
     Returns:
         The text of the packed form.
@@ -54,26 +61,32 @@ def pack_index(text: bytes, *, label: str) -> bytes:
         CorruptionError: it is no index.
         ValueError: it is the index of a packed folder, by its key `packhorse`.
     """
-    document = _rename(parse_json(text, label=label), label)
+    original = parse_json(text, label=label)
+    document = _rename(original, label)
     if FILE_METADATA_KEY in document:
         raise ValueError(f"{label}: the index of a packed folder; unpack that one first")
-    document[FILE_METADATA_KEY] = write_record(_RECORD_KEY, text)
+    record = document[FILE_METADATA_KEY] = write_record(_RECORD_KEY, text)
+    if has is not None:
+        names = sorted(set(original[_MAP_KEY].values()))
+        record[_ABSENT_KEY] = [_renamed(name) for name in names if not has(name)]
     packed = (json.dumps(document, ensure_ascii=False, indent=2) + "\n").encode()
     return packed.ljust(min_text_nbytes(len(text)), b" ")
 
 
-def unpack_index(text: bytes, *, label: str) -> bytes:
+def unpack_index(text: bytes, *, label: str, has: Callable[[str], bool] | None = None) -> bytes:
     """The original of a packed index.
 
     Args:
         text: the packed form.
         label: what messages call it.
+        has: looks for packed files; None looks for none.
 
     Returns:
         The original file, byte for byte.
 
     Raises:
-        CorruptionError: the record is damaged, or disagrees with the rest of the packed form.
+        CorruptionError: the record is damaged, or disagrees with the rest of the packed form, or a
+            file is gone that was there when the folder was packed.
         CompatibilityError: packed by a newer version.
     """
     document = parse_json(text, label=label)
@@ -82,15 +95,66 @@ def unpack_index(text: bytes, *, label: str) -> bytes:
     original = read_record(record, _RECORD_KEY, text_nbytes=len(text), label=where)
     if _rename(parse_json(original, label=f"{label}: recorded index"), label) != document:
         raise CorruptionError(f"{label}: the index and the original that it records disagree")
+    absent = _absent(record, where)
+    if has is not None and absent is not None:
+        for name in _missing(document, absent, has):
+            raise CorruptionError(f"{label}: names {shown(name)}, {_GONE}")
     return original
 
 
-def is_packed_index(text: bytes) -> bool:
-    """Whether an index declares itself packed, rightly or not."""
-    try:
-        return FILE_METADATA_KEY in parse_json(text, label="")
-    except CorruptionError:
-        return False
+def missing_files(text: bytes, *, label: str, has: Callable[[str], bool]) -> list[str]:
+    """What is wrong with a packed index that is good itself: a line for each file that it names,
+    that is not there, and not known to have been missing before."""
+    document = parse_json(text, label=label)
+    absent = _absent(document[FILE_METADATA_KEY], label)
+    return [f"{label}: names {name}, {_GONE}" for name in _missing(document, absent or [], has)]
+
+
+_GONE = "which is not in the folder; get the folder again"
+
+
+def _missing(document: dict[str, Any], absent: list[str], has: Callable[[str], bool]) -> list[str]:
+    return [name for name in sorted({*document[_MAP_KEY].values()} - {*absent}) if not has(name)]
+
+
+def _absent(record: Any, label: str) -> list[str] | None:
+    """The files that were missing when the folder was packed; None if nothing was recorded."""
+    absent = record.get(_ABSENT_KEY)
+    if absent is None:
+        return None
+    if not isinstance(absent, list) or not all(isinstance(name, str) for name in absent):
+        raise CorruptionError(
+            f"{label}: {_ABSENT_KEY!r} must be a list of file names, and is {shown(absent)}"
+        )
+    return absent
+
+
+def is_packed_index(text: bytes, *, label: str, has: Callable[[str], bool]) -> bool:
+    """Whether an index in a folder with packed files is packed itself.
+
+    It need not be where files were packed one by one, or only those of other folders. Then it names
+    files by the names that they have when they are not packed. A packed one does not, whatever
+    happened to its key.
+
+    Args:
+        text: the index.
+        label: what messages call it.
+        has: looks for files.
+
+    Raises:
+        CorruptionError: it is neither, so it must be damaged.
+    """
+    document = parse_json(text, label=label)
+    if FILE_METADATA_KEY in document:
+        return True
+    for name in set(weight_map(document, label).values()):
+        is_plain = name.endswith(PLAIN_SUFFIX) and not name.endswith(FILE_SUFFIX)
+        if is_plain and (has(name) or has(packed_name(name))):
+            return False
+    raise CorruptionError(
+        f"{label}: must have the key {FILE_METADATA_KEY!r} of a packed index, or name files of its "
+        "folder as they are called unpacked; it is damaged: get the folder again"
+    )
 
 
 def weight_map(document: dict[str, Any], label: str) -> dict[str, str]:

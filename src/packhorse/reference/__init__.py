@@ -6,11 +6,12 @@ define. Clarity comes before speed: expect one or two MB/s.
 
 Every rule is checked where the page states it: the whole header before any chunk is touched, a CRC
 before its streams. `words` is section 1 of the page, `header` 2 and 3, `frame` 4, 5 and 7,
-`streams`, `rans` and `delta` 6, `file` 8, `weights` 12 (with NumPy). Offsets in messages count from
-the frame; `decode_file` adds name and place.
+`streams`, `rans` and `delta` 6, `file` and `folder` 8, `weights` 12 (with NumPy). Offsets in
+messages count from the frame; `decode_file` adds name and place.
 """
 
 from packhorse.reference.file import decode_file
+from packhorse.reference.folder import decode_index
 from packhorse.reference.frame import DecodedTensor, content_hash, decode_frame
 
-__all__ = ["DecodedTensor", "content_hash", "decode_file", "decode_frame"]
+__all__ = ["DecodedTensor", "content_hash", "decode_file", "decode_frame", "decode_index"]

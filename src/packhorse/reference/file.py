@@ -16,7 +16,7 @@ from packhorse.reference.frame import decode_frame
 from packhorse.reference.streams import decode_zstd
 from packhorse.reference.words import Reader, crc32c, equal, need
 
-__all__ = ["decode_file"]
+__all__ = ["decode_file", "parse_json", "recorded_text"]
 
 
 class _Entry(NamedTuple):
@@ -87,7 +87,7 @@ def _parse_header(text: bytes, what: str) -> tuple[list[_Entry], dict[str, str]]
     """The tensors of a safetensors header in the order of their data, and its metadata."""
     if text[:1] != b"{":
         raise CorruptionError(f"{what} starts with {text[:1]!r}, an opening brace is allowed")
-    fields = _parse_json(text, what)
+    fields = parse_json(text, what)
     metadata = {} if fields.get("__metadata__") is None else fields["__metadata__"]
     fields.pop("__metadata__", None)
     if type(metadata) is not dict or any(type(value) is not str for value in metadata.values()):
@@ -100,7 +100,9 @@ def _parse_header(text: bytes, what: str) -> tuple[list[_Entry], dict[str, str]]
     return entries, metadata
 
 
-def _parse_json(text: bytes, what: str) -> dict[str, Any]:
+def parse_json(text: bytes, what: str) -> dict[str, Any]:
+    """A JSON object, as strict as a header."""
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):
             raise ValueError(f"duplicate key among {[name for name, _ in pairs][:20]}")
@@ -143,20 +145,25 @@ def _recorded_header(metadata: dict[str, str], text_nbytes: int) -> bytes:
     key = layout.FILE_METADATA_KEY
     if key not in metadata:
         raise CorruptionError(f"no key {key!r} in __metadata__: this is not a packed file")
-    fields = _parse_json(metadata[key].encode(), f"metadata key {key!r}")
-    version, header, crc = (fields.get(name) for name in ("version", "header", "crc32c"))
+    fields = parse_json(metadata[key].encode(), f"metadata key {key!r}")
+    return recorded_text(fields, "header", text_nbytes, f"metadata key {key!r}")
+
+
+def recorded_text(fields: dict[str, Any], name: str, text_nbytes: int, what: str) -> bytes:
+    """The original text that a record holds under a name, beside so many bytes of JSON."""
+    version, text, crc = (fields.get(key) for key in ("version", name, "crc32c"))
     if type(version) is int and version > layout.FILE_VERSION:
         known = layout.FILE_VERSION
         raise CompatibilityError(f"file version is {version}, known: {known}; upgrade packhorse")
-    if type(version) is not int or version != layout.FILE_VERSION or type(header) is not str:
-        raise CorruptionError(f"metadata key {key!r} lacks version 1 or a header, has {version!r}")
-    equal(crc, f"{crc32c(header.encode()):08x}", f"crc32c in metadata key {key!r}, in it", 0)
+    if type(version) is not int or version != layout.FILE_VERSION or type(text) is not str:
+        raise CorruptionError(f"{what} lacks version 1 or {name!r}, has {version!r}")
+    equal(crc, f"{crc32c(text.encode()):08x}", f"crc32c in {what}, in it", 0)
     try:
-        frame = base64.b64decode(header, validate=True)
-        if base64.b64encode(frame).decode() != header:
+        frame = base64.b64decode(text, validate=True)
+        if base64.b64encode(frame).decode() != text:
             raise ValueError("stray bits in the last digit")
     except ValueError as error:
-        raise CorruptionError(f"header in metadata key {key!r} is not base64: {error}") from error
+        raise CorruptionError(f"{name!r} in {what} is not base64: {error}") from error
     most = layout.RECORD_GROWTH * text_nbytes + layout.RECORD_FREE_NBYTES
     return decode_zstd(Reader(frame, 0), 0, min(layout.MAX_FILE_HEADER_NBYTES, most))
 

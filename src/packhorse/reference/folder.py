@@ -1,0 +1,66 @@
+"""Section 8.1 of docs/format.md: the index of a packed model folder back to the original one."""
+
+from collections.abc import Collection
+from typing import Any
+
+from packhorse import layout
+from packhorse.errors import CorruptionError
+from packhorse.reference.file import parse_json, recorded_text
+
+__all__ = ["decode_index"]
+
+_PLAIN, _PACKED = ".safetensors", ".ph.safetensors"
+
+
+def decode_index(text: bytes, files: Collection[str]) -> bytes:
+    """Decode an index of a folder in which, or below which, there are packed files.
+
+    Args:
+        text: the index, packed or not.
+        files: the names of the files beside it.
+
+    Returns:
+        The original index, byte for byte; one that is not packed is its own.
+
+    Raises:
+        PackhorseError: a rule of the section is broken.
+    """
+    document = parse_json(text, "the index")
+    names = _weight_map(document)
+    if layout.FILE_METADATA_KEY not in document:
+        plain = {name for name in names.values() if name != _packed(name) and not _is_packed(name)}
+        if not any(name in files or _packed(name) in files for name in plain):
+            raise CorruptionError("the index has no key 'packhorse', and names no file unpacked")
+        return text
+    record = document.pop(layout.FILE_METADATA_KEY)
+    if type(record) is not dict:
+        raise CorruptionError("the key 'packhorse' of the index is no object")
+    original = recorded_text(record, "index", len(text), "the key 'packhorse' of the index")
+    recorded = parse_json(original, "the recorded index")
+    renamed = {key: _packed(name) for key, name in _weight_map(recorded).items()}
+    if {**recorded, "weight_map": renamed} != document:
+        raise CorruptionError("the index and the one that it records disagree")
+    absent = record.get("absent")
+    if absent is None:
+        return original
+    if type(absent) is not list or any(type(name) is not str for name in absent):
+        raise CorruptionError("the key 'absent' of the index's record is no list of strings")
+    gone = {*names.values()} - {*absent} - {*files}
+    if gone:
+        raise CorruptionError(f"{sorted(gone)[:5]} were in the folder, and are gone")
+    return original
+
+
+def _weight_map(document: dict[str, Any]) -> dict[str, str]:
+    names = document.get("weight_map")
+    if type(names) is not dict or any(type(name) is not str for name in names.values()):
+        raise CorruptionError("weight_map of the index is no map of strings")
+    return names
+
+
+def _is_packed(name: str) -> bool:
+    return name.endswith(_PACKED)
+
+
+def _packed(name: str) -> str:
+    return name[: -len(_PLAIN)] + _PACKED if name.endswith(_PLAIN) else name
