@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from packhorse.device import PackedLinear, PackedWeight
 from packhorse.disk import pack_folder
+from packhorse.disk.folder_index import pack_index, unpack_index
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.torch import TorchFramework
 from packhorse.transformers import PackhorseConfig, load_packed_model
@@ -316,11 +317,18 @@ def test_an_index_that_is_not_kept_is_refused(
     """transformers would start what is missing with random numbers."""
     pack_folder(folders("Llama"), tmp_path / "files")
     (index,) = (tmp_path / "files").glob("*.index.json")
-    document = json.loads(index.read_text())
-    name = next(iter(document["weight_map"]))
-    document["weight_map"]["more"] = document["weight_map"][name]
-    for weights, message in ((document["weight_map"], "no file has 'more'"), ({}, "no tensor")):
-        index.write_text(json.dumps(document | {"weight_map": weights}))
+    packed, original = (
+        json.loads(text)
+        for text in (index.read_bytes(), unpack_index(index.read_bytes(), label="index"))
+    )
+    for document in (packed, original):
+        document["weight_map"]["more"] = next(iter(document["weight_map"].values()))
+    for text, message in (
+        (json.dumps(packed).encode(), "disagree"),
+        (pack_index(json.dumps(original).encode(), label="index"), "no file has 'more'"),
+        (json.dumps(packed | {"weight_map": {}}).encode(), "no tensor"),
+    ):
+        index.write_bytes(text)
         with pytest.raises(CorruptionError, match=message):
             load_packed_model(tmp_path / "files")
 
