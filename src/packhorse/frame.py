@@ -69,6 +69,7 @@ __all__ = [
     "content_hash",
     "max_frame_nbytes",
     "plan_buffer",
+    "planned_frame_nbytes",
 ]
 
 # Decoded at once where a whole tensor is not wanted: many chunks for every thread, whole chunks and
@@ -114,6 +115,19 @@ def plan_buffer(
         return choose_plan(data, row, shape, resolve_level(level), int(choose_isa()))
     units, _ = checked_base(base, base_dtype, row, data.size)
     return plan_delta(data, row, shape, resolve_level(level), units, int(choose_isa()))
+
+
+def planned_frame_nbytes(plan: Plan, dtype: str, shape: Sequence[int]) -> int:
+    """The length of the frame that a plan would make, header and padding counted: an estimate, as
+    that of the plan is."""
+    row, nbytes = checked_nbytes(dtype, shape)
+    n_chunks = -(-nbytes // (row.unit_nbytes << plan.chunk_log))
+    header_nbytes = frame_header_nbytes(
+        len(shape), n_chunks, n_planes_of(row, plan.split), len(plan.side.stream),
+        has_base=plan.plain_nbytes > 0,
+    )  # fmt: skip
+    payload = max(0, min(plan.estimated_nbytes, nbytes))
+    return header_nbytes + n_chunks * padded(-(-payload // max(n_chunks, 1)))
 
 
 def _checked_source(src: Buffer, dtype: str, shape: Sequence[int]) -> tuple[ByteArray, DType]:

@@ -43,7 +43,8 @@ from packhorse.disk import (
     verify_folder,
 )
 from packhorse.disk.header import read_header
-from packhorse.disk.packed_header import is_packed
+from packhorse.disk.packed_header import PrefixWriter, is_packed
+from packhorse.disk.results import notice_of
 from packhorse.errors import PackhorseError
 from packhorse.frame import Frame
 
@@ -187,18 +188,21 @@ def _file_row(result: FileResult | FolderResult, seconds: float) -> FileRow:
         ratio=result.ratio,
         seconds=seconds,
         gb_per_s=gb_per_s(result.original_nbytes, seconds),
+        notice=result.notice,
     )
 
 
 def _planned(src: Path, dst: Path, plans: list[TensorPlan]) -> PlannedFile:
-    nbytes = sum(item.nbytes for item in plans)
-    estimated = sum(item.plan.estimated_nbytes for item in plans)
+    header = read_header(src)
+    prefix_nbytes = PrefixWriter(header).nbytes
+    estimated = prefix_nbytes + sum(item.packed_nbytes for item in plans)
     return PlannedFile(
         src=str(src),
         dst=str(dst),
-        nbytes=nbytes,
+        nbytes=header.file_nbytes,
         estimated_nbytes=estimated,
-        ratio=ratio(nbytes, estimated),
+        ratio=ratio(header.file_nbytes, estimated),
+        notice=notice_of([(item.nbytes, item.packed_nbytes) for item in plans]),
         tensors=[_plan_row(item) for item in plans],
     )
 
@@ -209,8 +213,8 @@ def _plan_row(item: TensorPlan) -> PlanRow:
         dtype=item.dtype,
         shape=item.shape,
         nbytes=item.nbytes,
-        estimated_nbytes=item.plan.estimated_nbytes,
-        ratio=ratio(item.nbytes, item.plan.estimated_nbytes),
+        estimated_nbytes=item.packed_nbytes,
+        ratio=ratio(item.nbytes, item.packed_nbytes),
         level=item.plan.level.name.lower(),
         split=item.plan.split.name.lower(),
         reason=item.plan.reason,

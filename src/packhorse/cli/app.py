@@ -157,19 +157,22 @@ def pack(
     """
 
     def work(job: Job) -> list[FileRow]:
-        return [
-            actions.pack(
-                job,
-                base=base,
-                level=level.value,
-                threads=threads,
-                force=force,
-                watch=render.progress,
-            )
-        ]
+        row = actions.pack(
+            job,
+            base=base,
+            level=level.value,
+            threads=threads,
+            force=force,
+            watch=render.progress,
+        )
+        render.growth_warning(row, row.packed_nbytes)
+        return [row]
 
     def plan(job: Job) -> list[PlannedFile]:
-        return actions.plan(job, base=base, level=level.value)
+        rows = actions.plan(job, base=base, level=level.value)
+        for row in rows:
+            render.growth_warning(row, row.estimated_nbytes)
+        return rows
 
     jobs = pack_jobs(src, output, force=force or dry_run)
     _check_base(base)

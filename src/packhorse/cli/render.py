@@ -110,6 +110,15 @@ def packed_line(row: FileRow) -> None:
     _file_line(row, row.nbytes, row.packed_nbytes)
 
 
+def growth_warning(row: FileRow | PlannedFile, packed_nbytes: int) -> None:
+    """Why a file grows when it is packed, and what to do; on standard error, also in a pipe."""
+    if packed_nbytes <= row.nbytes:
+        return
+    words = row.notice or "its data cannot be packed"
+    line = f"{row.dst}: ratio {row.ratio:.3f}, larger than the original: {words}; "
+    sys.stderr.write(f"packhorse: warning: {printable(line)}keep {printable(row.src)} as it is\n")
+
+
 def unpacked_line(row: FileRow) -> None:
     """What unpacking did, on a terminal alone."""
     _file_line(row, row.packed_nbytes, row.nbytes)

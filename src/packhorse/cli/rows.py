@@ -50,7 +50,7 @@ class FileRow:
     """A file or folder that was packed or unpacked; `nbytes` is the unpacked side of both.
 
     `n_files` counts model files, `n_copied` the other files of a folder, `n_delta` the tensors that
-    are differences from a base.
+    are differences from a base. `notice` is what should be known of tensors too small to be packed.
     """
 
     src: str
@@ -64,6 +64,7 @@ class FileRow:
     ratio: float
     seconds: float
     gb_per_s: float
+    notice: str | None
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,14 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """What packing would do to one file."""
+    """What packing would do to one file; `notice` as in `FileRow`."""
 
     src: str
     dst: str
     nbytes: int
     estimated_nbytes: int
     ratio: float
+    notice: str | None
     tensors: list[PlanRow]
 
 

@@ -1,11 +1,11 @@
 """What the disk hop tells its callers about files: results, plans and problems, and progress."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from packhorse.frame import Plan
+from packhorse.frame import Plan, planned_frame_nbytes
 
 __all__ = [
     "FileResult",
@@ -14,7 +14,10 @@ __all__ = [
     "Progress",
     "TensorPlan",
     "TensorResult",
+    "notice_of",
 ]
+
+_NOTABLE = 0.05  # of the packed size: what tensors may grow together before a word is lost about it
 
 # Called with the logical bytes that were done since the last call.
 Progress: TypeAlias = Callable[[int], None]
@@ -65,6 +68,11 @@ class FileResult:
         """Original by packed size."""
         return self.original_nbytes / self.packed_nbytes
 
+    @property
+    def notice(self) -> str | None:
+        """What should be known of tensors too small to be packed; None if they hardly count."""
+        return notice_of([(part.nbytes, part.packed_nbytes) for part in self.tensors])
+
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
@@ -83,6 +91,11 @@ class TensorPlan:
     shape: tuple[int, ...]
     nbytes: int
     plan: Plan
+
+    @property
+    def packed_nbytes(self) -> int:
+        """The size of its frame, header counted, as estimated."""
+        return planned_frame_nbytes(self.plan, self.dtype, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +139,25 @@ class FolderResult:
     def ratio(self) -> float:
         """Original by packed size."""
         return self.original_nbytes / self.packed_nbytes
+
+    @property
+    def notice(self) -> str | None:
+        """As that of a file, for all tensors together."""
+        tensors = [part for file in self.files for part in file.tensors]
+        return notice_of([(part.nbytes, part.packed_nbytes) for part in tensors])
+
+
+def notice_of(sizes: Sequence[tuple[int, int]]) -> str | None:
+    """What should be known of tensors that packing makes larger; None if they hardly count.
+
+    Args:
+        sizes: bytes of each tensor, and of its frame.
+    """
+    grown = [(before, after) for before, after in sizes if after > before]
+    before, after = (sum(column) for column in zip(*grown, strict=True)) if grown else (0, 0)
+    if after - before <= _NOTABLE * sum(packed for _, packed in sizes):
+        return None
+    return (
+        f"{len(grown):,} of {len(sizes):,} tensors are smaller than their frames, which have a "
+        f"header each: packed they take {after:,} bytes instead of {before:,}"
+    )
