@@ -208,9 +208,17 @@ class Mapping:
         self._memory[self._at] = self._memory[self._at]
 
     def write(self) -> None:
-        before = self.path.stat()
         self._memory[self._at] ^= 1
-        assert self.path.stat().st_mtime_ns == before.st_mtime_ns
+
+
+def is_right(get: Callable[[], np.ndarray], wanted: np.ndarray) -> bool:
+    """Whether a tensor came; a wrong one never does."""
+    try:
+        got = get()
+    except (BaseMismatchError, CorruptionError):
+        return False
+    assert np.array_equal(got, wanted)
+    return True
 
 
 @pytest.fixture
@@ -229,41 +237,42 @@ def test_a_base_whose_times_do_not_tell_gives_no_wrong_slice(based):
     packed, base, new = based
     with packhorse.open_file(packed, base=base.path) as file:
         part = file.get_slice("a")
-        assert np.array_equal(part[0], new[0])
+        assert is_right(lambda: part[0], new[0])
         base.write()
-        assert np.array_equal(part[0], new[0])
-        assert np.array_equal(part[1:3], new[1:3])
-    with (
-        packhorse.open_file(packed, base=base.path) as file,
-        pytest.raises(BaseMismatchError, match="content hash"),
-    ):
-        file.get_slice("a")[0]
+        is_right(lambda: part[0], new[0])  # it is, unless the system wrote the page to the disk
+        is_right(lambda: part[1:3], new[1:3])
+    with packhorse.open_file(packed, base=base.path) as file:
+        assert not is_right(lambda: file.get_slice("a")[0], new[0])
 
 
-@pytest.mark.parametrize("kind", ["file", "memory"])
 @pytest.mark.parametrize("is_slice", [False, True])
 def test_a_base_that_is_written_to_after_it_was_compared_gives_no_wrong_tensor(
-    based, monkeypatch, kind, is_slice
+    based, monkeypatch, is_slice
 ):
     packed, mapping, new = based
-    memory = np.array(packhorse.numpy.load_file(packed, base=mapping.path)["a"])
-    memory[:] = np.frombuffer(mapping.path.read_bytes()[-memory.nbytes :], np.float32).reshape(
-        memory.shape
-    )
-    base = mapping.path if kind == "file" else {"a": memory}
 
     def compare(data, **options):
         digest = content_hash(data, **options)
-        if kind == "file":
-            mapping.write()
-        else:
-            memory[0, 0] += 1
+        mapping.write()
         return digest
 
-    with packhorse.open_file(packed, base=base) as file:
+    with packhorse.open_file(packed, base=mapping.path) as file:
         monkeypatch.setattr(frame_base, "content_hash", compare)
-        if is_slice:
-            assert np.array_equal(file.get_slice("a")[0], new[0])
-            return
-        with pytest.raises((BaseMismatchError, CorruptionError), match="tensor 'a'"):
-            file.get_tensor("a")
+        for _ in range(2):
+            if is_slice:
+                is_right(lambda: file.get_slice("a")[0], new[0])
+            else:
+                is_right(lambda: file.get_tensor("a"), new)
+            mapping.write()
+
+
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_a_whole_tensor_needs_the_right_base(based, kind):
+    packed, mapping, new = based
+    memory = {"a": np.zeros_like(new)}
+    mapping.write()
+    with (
+        packhorse.open_file(packed, base=mapping.path if kind == "file" else memory) as file,
+        pytest.raises(BaseMismatchError, match="tensor 'a': .*content hash"),  # noqa: RUF043
+    ):
+        file.get_tensor("a")
