@@ -15,6 +15,7 @@ temporary name beside its destination and renamed at the end, so there is a whol
 work that was cut short leaves nothing and starts anew.
 """
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager, suppress

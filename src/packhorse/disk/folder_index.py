@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from packhorse.disk.packed_header import min_text_nbytes, read_record, write_record
-from packhorse.disk.strict_json import json_kind, parse_json, shown
+from packhorse.disk.strict_json import json_kind, parse_json, shortened, shown
 from packhorse.errors import CorruptionError
 from packhorse.layout import FILE_METADATA_KEY, FILE_SUFFIX
 
@@ -107,7 +107,8 @@ def missing_files(text: bytes, *, label: str, has: Callable[[str], bool]) -> lis
     that is not there, and not known to have been missing before."""
     document = parse_json(text, label=label)
     absent = _absent(document[FILE_METADATA_KEY], label)
-    return [f"{label}: names {name}, {_GONE}" for name in _missing(document, absent or [], has)]
+    missing = _missing(document, absent or [], has)
+    return [f"{label}: names {shortened(name)}, {_GONE}" for name in missing]
 
 
 _GONE = "which is not in the folder; get the folder again"
