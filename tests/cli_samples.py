@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import signal
 import subprocess
 import sysconfig
 from dataclasses import dataclass
@@ -121,6 +122,15 @@ def frame_offsets(path: Path) -> dict[str, tuple[int, int]]:
         for name, info in header.items()
         if name != "__metadata__"
     }
+
+
+def default_signals() -> None:
+    """Let a child process answer Ctrl-C and hanging up, though this one ignores them.
+
+    Under `nohup`, and as a job in the background of a script, all of a process's children do.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def obey_permissions() -> None:

@@ -15,6 +15,7 @@ import pytest
 from cli_samples import (
     COMMAND,
     contents,
+    default_signals,
     obey_permissions,
     run_command,
     write_folder,
@@ -98,8 +99,9 @@ def test_signal_in_mid_pack_leaves_nothing_behind(tmp_path: Path, number: signal
     packed = tmp_path / "model.ph.safetensors"
     packed.write_bytes(b"older")
     with subprocess.Popen(
-        [COMMAND, "pack", model, "--force", "--threads", "1"], stderr=subprocess.PIPE, text=True
-    ) as process:
+        [COMMAND, "pack", model, "--force", "--threads", "1"], stderr=subprocess.PIPE, text=True,
+        preexec_fn=default_signals,
+    ) as process:  # fmt: skip
         _wait_for_output(tmp_path, process)
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
@@ -114,7 +116,9 @@ def test_signal_in_mid_folder_leaves_nothing_behind(tmp_path: Path):
     folder = write_folder(tmp_path / "llama")
     write_large_model(folder / "more.safetensors", LARGE_NBYTES)
     names = sorted(path.name for path in folder.iterdir())
-    with subprocess.Popen([COMMAND, "pack", folder], stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        [COMMAND, "pack", folder], stderr=subprocess.DEVNULL, preexec_fn=default_signals
+    ) as process:
         _wait_for_output(tmp_path, process)
         process.send_signal(signal.SIGINT)
         process.wait(60)

@@ -19,6 +19,7 @@ from cli_samples import (
     COMMAND,
     Ended,
     contents,
+    default_signals,
     flip_bytes,
     run_command,
     write_large_model,
@@ -439,7 +440,9 @@ def test_a_signal_in_mid_take_leaves_no_snapshot(tmp_path: Path) -> None:
     SnapshotStore(store).take_files("a", [write_model(tmp_path / "small.safetensors")])
     before = contents(store)
     words = [COMMAND, "snapshot", "take", store, "b", model, "--threads", "1"]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, stderr=subprocess.PIPE, text=True, preexec_fn=default_signals
+    ) as process:
         end = time.monotonic() + 60
         while not any((store / "packs").glob(".packhorse-*")):
             assert process.poll() is None

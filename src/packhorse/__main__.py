@@ -2,7 +2,7 @@
 
 import sys
 
-from packhorse.cli import main
+from packhorse_start import main
 
 __all__: list[str] = []
 

@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 _MAX_DEFAULT_THREADS = 8
+_MAX_THREADS = 1024  # more help nobody, and room for them is made before it is known how many start
 _LEVELS = dict(Level.__members__)  # by name
 # Where the object of each framework is; imported when it is asked for, so that none is needed.
 _FRAMEWORKS = {
@@ -159,7 +160,8 @@ def resolve_level(level: Level | str | int) -> Level:
 
 
 def resolve_threads(threads: int | None) -> int:
-    """The number of threads to use: as asked, or the cores that this process may use, at most 8.
+    """The number of threads to use: as asked, but at most 1024; or the cores that this process may
+    use, at most 8.
 
     Raises:
         ValueError: below 1.
@@ -171,4 +173,4 @@ def resolve_threads(threads: int | None) -> int:
         raise TypeError(f"threads must be an integer or None, not {type(threads).__name__}")
     if threads < 1:
         raise ValueError(f"threads is {threads}; it must be at least 1")
-    return threads
+    return min(threads, _MAX_THREADS)

@@ -1,17 +1,21 @@
 """The verbs and their options, as typer declares them, and how a run of the program ends.
 
 Every verb takes several sources, goes on after one that fails, and returns the exit code of the
-first failure. Exceptions become one line and an exit code here and nowhere else. A signal ends
-the run by way of an exception, so that whatever was being written is removed on the way out.
+first failure. Exceptions become one line and an exit code here and nowhere else, and with `--json`
+one document besides. A signal ends the run by way of an exception, so that whatever was being
+written is removed on the way out.
 """
 
+import os
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -21,11 +25,14 @@ from packhorse.cli import actions, render, tuning
 from packhorse.cli.failures import (
     EXPECTED,
     ExitCode,
+    OutputClosed,
     Stopped,
     UsageError,
     describe,
+    describe_bug,
     exit_code,
 )
+from packhorse.cli.help import plain_types
 from packhorse.cli.jobs import Job, check_source, pack_jobs, unpack_jobs
 from packhorse.cli.measure import Settings
 from packhorse.cli.options import (
@@ -40,8 +47,9 @@ from packhorse.cli.options import (
     Threads,
 )
 from packhorse.cli.rows import BenchedFile, FileRow, PlannedFile, TunedMatrix, VerifiedFile
-from packhorse.cli.runs import Source, each
+from packhorse.cli.runs import Outcome, Source, each, wants_json
 from packhorse.cli.snapshots import snapshot_app
+from packhorse.cli.streams import safe_streams
 from packhorse.layout import FRAME_VERSION
 
 __all__ = ["run"]
@@ -49,7 +57,7 @@ __all__ = ["run"]
 _EPILOG = """
 Exit codes: 0 all went well; 1 the data is bad, or verify found something; 2 the command line is
 wrong, or an output exists; 3 the system refused (missing file, permissions, full disk, memory);
-4 an optional package is missing; 128 + n ended by signal n.
+4 an optional package is missing; 5 a fault of Packhorse itself; 128 + n ended by signal n.
 """
 
 _app = typer.Typer(
@@ -57,7 +65,6 @@ _app = typer.Typer(
     help="Pack model files without loss: smaller on disk, bit-exact when unpacked.",
     epilog=_EPILOG,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -93,19 +100,68 @@ def run(args: list[str] | None) -> int:
     Returns:
         The exit code.
     """
+    words = sys.argv[1:] if args is None else args
+    json = wants_json(words)
+    outcome = Outcome.begin()
     try:
-        with _signals():
-            _app(args=args, prog_name="packhorse")
+        with _signals(), safe_streams():
+            code = _ended(words, outcome, json)
+            return _printed(outcome, code, json and not (code == 0 and _asks_for_help(words)))
+    except OutputClosed:
+        return _die_of_closed_pipe()
+    except Stopped as stopped:  # while the end was told
+        return 128 + stopped.number
+
+
+def _ended(words: list[str], outcome: Outcome, json: bool) -> int:
+    """Run a verb, and tell how it ended."""
+    try:
+        # With JSON a mistake in the options is an exception too, and typer draws nothing.
+        ended = _command(args=words, prog_name="packhorse", standalone_mode=not json)
+        return ended if isinstance(ended, int) else ExitCode.OK
     except SystemExit as ended:  # how typer ends every run, with its own usage errors as 2
         return ended.code if isinstance(ended.code, int) else ExitCode.USAGE
-    except Stopped as stopped:
-        name = signal.Signals(stopped.number).name
-        render.error_line(f"stopped by {name}; unfinished output was removed")
-        return 128 + stopped.number
+    except _UsageFault as fault:
+        outcome.fail("", ExitCode.USAGE, fault.format_message())
+    except (Stopped, KeyboardInterrupt) as stopped:
+        number = getattr(stopped, "number", signal.SIGINT)
+        name = signal.Signals(number).name
+        outcome.fail("", 128 + number, f"stopped by {name}; unfinished output was removed")
     except EXPECTED as error:
-        render.error_line(describe(error))
-        return exit_code(error)
-    return ExitCode.OK
+        outcome.fail("", exit_code(error), describe(error))
+    except Exception as error:
+        if exit_code(error) == ExitCode.BUG:
+            traceback.print_exc()
+        outcome.fail("", exit_code(error), describe_bug(error))
+    return outcome.errors[-1].exit_code
+
+
+def _asks_for_help(words: list[str]) -> bool:
+    """Whether text was asked for, and printed."""
+    return not {"--help", "-h", "--version", "-V"}.isdisjoint(words)
+
+
+def _printed(outcome: Outcome, code: int, json: bool) -> int:
+    """Print the JSON document if it is wanted, and let all output go while errors can be told."""
+    try:
+        if json:
+            render.json_document(outcome.rows, outcome.errors)
+        render.flush()
+    except OSError as error:
+        outcome.fail("", exit_code(error), describe(error))
+        return code or exit_code(error)
+    return code
+
+
+def _die_of_closed_pipe() -> int:
+    """End as other programs do when the reader of a pipe has gone: quietly, by a signal.
+
+    That signal is not left to the system from the start, as it would end the program when a server
+    closes a connection, too.
+    """
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGPIPE)
+    return 128 + signal.SIGPIPE
 
 
 def _show_version(wanted: bool) -> None:
@@ -119,7 +175,11 @@ def _root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+            "--version",
+            "-V",
+            callback=_show_version,
+            is_eager=True,
+            help="Show the version and exit.",
         ),
     ] = False,
 ) -> None:
@@ -373,7 +433,7 @@ def _check_base(base: Path | None) -> None:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Turn signals that ask a process to end into `Stopped`; let a closed pipe end it quietly.
+    """Turn signals that ask a process to end into `Stopped`.
 
     A signal that the parent process chose to ignore stays ignored. Outside the main thread, where
     Python allows no handlers, nothing changes.
@@ -382,12 +442,11 @@ def _signals() -> Iterator[None]:
         yield
         return
     ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in (*ending, signal.SIGPIPE)}
+    before = {number: signal.getsignal(number) for number in ending}
     try:
         for number in ending:
             if before[number] is not signal.SIG_IGN:
                 signal.signal(number, _stop)
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         yield
     finally:
         for number, handler in before.items():
@@ -396,3 +455,8 @@ def _signals() -> Iterator[None]:
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
     raise Stopped(number)
+
+
+# typer brings click or a copy of it, by version: this is what its parser raises, whichever it is.
+_UsageFault: type[Any] = typer.BadParameter.__bases__[0]
+_command = plain_types(typer.main.get_command(_app))

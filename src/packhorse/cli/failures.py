@@ -1,8 +1,8 @@
 """Exit codes, and every failure as one line that names the file, the place and the remedy.
 
 A failure is wherever an expected exception meets the path it is about. Exceptions that are not
-expected here are bugs and keep their traceback. Messages of `packhorse.errors` already carry the
-tensor and the byte offset; what the operating system says gets its remedy here.
+expected here are bugs: their traceback is printed before the line. Messages of `packhorse.errors`
+already carry the tensor and the byte offset; what the operating system says gets its remedy here.
 """
 
 import errno
@@ -11,7 +11,16 @@ from pathlib import Path
 
 from packhorse.errors import MissingBackendError, PackhorseError
 
-__all__ = ["EXPECTED", "ExitCode", "Stopped", "UsageError", "describe", "exit_code"]
+__all__ = [
+    "EXPECTED",
+    "ExitCode",
+    "OutputClosed",
+    "Stopped",
+    "UsageError",
+    "describe",
+    "describe_bug",
+    "exit_code",
+]
 
 
 class ExitCode(IntEnum):
@@ -22,6 +31,7 @@ class ExitCode(IntEnum):
     USAGE = 2
     IO = 3
     MISSING_PACKAGE = 4
+    BUG = 5
 
 
 class UsageError(ValueError):
@@ -38,6 +48,10 @@ class Stopped(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
+
+
+class OutputClosed(BaseException):
+    """Nobody reads standard output any more: the reader of the pipe has ended."""
 
 
 EXPECTED = (PackhorseError, OSError, ValueError, TypeError, MemoryError)
@@ -65,9 +79,14 @@ def exit_code(error: BaseException) -> ExitCode:
         return ExitCode.BAD_DATA
     if isinstance(error, FileExistsError):
         return ExitCode.USAGE
-    if isinstance(error, OSError | MemoryError):
+    if isinstance(error, OSError | MemoryError) or _is_lack_of_memory(error):
         return ExitCode.IO
-    return ExitCode.USAGE
+    return ExitCode.USAGE if isinstance(error, EXPECTED) else ExitCode.BUG
+
+
+def _is_lack_of_memory(error: BaseException) -> bool:
+    """Whether a module of C could not be loaded for want of memory: an import error like others."""
+    return isinstance(error, ImportError) and "failed to map segment" in str(error)
 
 
 def describe(error: BaseException, path: Path | str | None = None) -> str:
@@ -86,8 +105,19 @@ def describe(error: BaseException, path: Path | str | None = None) -> str:
     return text if named is None or str(named) in text else f"{named}: {text}"
 
 
+def describe_bug(error: BaseException) -> str:
+    """One line for an exception that nobody expected."""
+    if _is_lack_of_memory(error):
+        return describe(error)
+    text = " ".join(str(error).split())
+    return (
+        f"a fault of Packhorse itself: {type(error).__name__}: {text}; please report it, with the "
+        "lines above"
+    )
+
+
 def _text(error: BaseException) -> str:
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or _is_lack_of_memory(error):
         return "not enough memory for its largest tensor; use a machine with more"
     if not isinstance(error, OSError) or error.errno is None:
         return str(error) or type(error).__name__

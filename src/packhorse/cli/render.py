@@ -1,18 +1,17 @@
 """Drawing: tables, bars and progress, from rows to a terminal or a pipe.
 
 Results go to standard output and progress to standard error. A pipe gets the same tables without
-colour and at full width, and no progress at all. Names and messages come from files, so they are
-never read as markup, and control characters in them are shown, not sent.
+colour and at full width (`grid.py`), and no progress at all. Names and messages come from files, so
+they are never read as markup, and control characters in them are shown, not sent.
 """
 
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -23,15 +22,18 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
+from packhorse.cli.failures import OutputClosed
+from packhorse.cli.grid import Grid, shorten
 from packhorse.cli.rows import (
     BenchedFile,
     BenchRow,
     ErrorRow,
     FileRow,
     InspectedFile,
+    PlaneRow,
     PlannedFile,
     TensorRow,
     TunedMatrix,
@@ -41,14 +43,15 @@ from packhorse.cli.rows import (
 )
 
 __all__ = [
-    "add_columns",
     "bench_table",
     "draw",
     "error_line",
+    "flush",
+    "glyphs_are_ascii",
     "inspect_table",
     "json_document",
-    "new_table",
-    "open_console",
+    "line",
+    "on_terminal",
     "packed_line",
     "plan_table",
     "printable",
@@ -64,17 +67,20 @@ __all__ = [
 _BAR_WIDTH = 24
 _PROGRESS_WIDTH = 20  # with the columns beside it, a line of 80 characters keeps a long name
 _PIPE_WIDTH = 100_000  # nothing is folded: what reads a pipe works by lines
-# One glyph and colour for each mode; dots are what packing saved.
-_MODE_STYLE = {
-    "stored": ("█", "blue"),
-    "rans": ("▓", "green"),
-    "classed_rans": ("▓", "bright_green"),
-    "palette": ("▒", "yellow"),
-    "zstd": ("░", "magenta"),
-    "constant": ("▏", "cyan"),
-    "delta": ("▚", "bright_cyan"),
+_PIECE_NBYTES = 1 << 15  # of a document that is printed
+# A glyph for each mode, one where there is nothing but ASCII, and a colour; dots are what packing
+# saved.
+_SAVED = "saved"
+_STYLES = {
+    "stored": ("█", "#", "blue"),
+    "rans": ("▓", "=", "green"),
+    "classed_rans": ("▓", "=", "bright_green"),
+    "palette": ("▒", "+", "yellow"),
+    "zstd": ("░", "-", "magenta"),
+    "constant": ("▏", "|", "cyan"),
+    "delta": ("▚", "%", "bright_cyan"),
+    _SAVED: ("·", ".", "dim"),
 }
-_SAVED = ("·", "dim")
 
 
 def json_document(results: Sequence[Any], errors: Sequence[ErrorRow]) -> None:
@@ -83,12 +89,18 @@ def json_document(results: Sequence[Any], errors: Sequence[ErrorRow]) -> None:
         "results": [asdict(row) for row in results],
         "errors": [asdict(row) for row in errors],
     }
-    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+    text = json.dumps(document, indent=2) + "\n"
+    with _writing():
+        # Where streams have no buffer (PYTHONUNBUFFERED), Python forgets what a pipe did not take
+        # of a piece when its reader ended; the next piece tells.
+        for start in range(0, len(text), _PIECE_NBYTES):
+            sys.stdout.write(text[start : start + _PIECE_NBYTES])
 
 
 def error_line(text: str) -> None:
-    """Print one line on standard error."""
-    sys.stderr.write(f"packhorse: error: {printable(text)}\n")
+    """Print one line on standard error, if that takes it: there is no other place to tell it."""
+    with suppress(OSError):
+        sys.stderr.write(f"packhorse: error: {printable(text)}\n")
 
 
 def printable(text: str) -> str:
@@ -125,49 +137,53 @@ def unpacked_line(row: FileRow) -> None:
 
 
 def _file_line(row: FileRow, before: int, after: int) -> None:
-    console = open_console()
-    if not console.is_terminal:
-        return
     sizes = f"{size(before)} -> {size(after)}"
-    line = f"{row.dst}: {sizes}, ratio {row.ratio:.3f}, {row.gb_per_s:.2f} GB/s"
-    console.print(safe_text(line), soft_wrap=True)
+    if on_terminal():
+        line(f"{row.dst}: {sizes}, ratio {row.ratio:.3f}, {row.gb_per_s:.2f} GB/s")
 
 
 def plan_table(planned: PlannedFile) -> None:
     """What packing would do to each tensor."""
-    table = new_table(f"{planned.src} -> {planned.dst} (dry run, nothing is written)")
-    add_columns(
-        table, "tensor", "dtype", "shape", ">size", ">estimate", ">ratio", "split", "reason"
+    grid = Grid(
+        printable(f"{planned.src} -> {planned.dst} (dry run, nothing is written)"),
+        ("~tensor", "dtype", "shape", ">size", ">estimate", ">ratio", "split"),
+        drops=("split", ">size", "shape", "dtype"),
+        note="reason",
     )
     for row in planned.tensors:
-        table.add_row(
+        grid.row(
             *_described(row.name, row.dtype, row.shape),
             size(row.nbytes),
             size(row.estimated_nbytes),
             f"{row.ratio:.3f}",
             row.split,
-            safe_text(row.reason),
+            note=safe_text(row.reason),
         )
-    _total(table, len(planned.tensors), planned.nbytes, planned.estimated_nbytes)
-    draw(table)
+    grid.section()
+    _total(grid, len(planned.tensors), planned.nbytes, planned.estimated_nbytes, "")
+    draw(grid)
 
 
 def inspect_table(inspected: InspectedFile) -> None:
     """Tensors with their planes, modes, ratio and bar."""
-    table = new_table(inspected.path)
-    add_columns(table, "tensor", "dtype", "shape", ">size", ">packed", ">ratio", "planes")
-    between = "\n" if sys.stdout.isatty() else "  "  # a pipe wants one line for each tensor
+    grid = Grid(
+        printable(inspected.path),
+        ("~tensor", "dtype", "shape", ">size", ">packed", ">ratio"),
+        drops=(">size", "shape", "dtype"),
+        note="planes",
+    )
     for row in inspected.tensors:
-        table.add_row(
+        grid.row(
             *_described(row.name, row.dtype, row.shape),
             size(row.nbytes),
             size(row.packed_nbytes),
             f"{row.ratio:.3f}",
-            _bar(row).append(between).append(_planes(row)),
+            note=_bar(row).append("  ").append_text(_planes(row)),
         )
-    _total(table, len(inspected.tensors), inspected.nbytes, inspected.packed_nbytes)
-    draw(table)
-    draw(_legend())
+    grid.section()
+    _total(grid, len(inspected.tensors), inspected.nbytes, inspected.packed_nbytes)
+    draw(grid)
+    draw(_legend(inspected))
     if inspected.n_delta:
         draw(safe_text(_needed_base(inspected)))
 
@@ -183,43 +199,45 @@ def _needed_base(inspected: InspectedFile) -> str:
 
 def verify_lines(verified: VerifiedFile) -> None:
     """One line for a good file or folder, one for each problem of a bad one."""
-    console = open_console()
     if verified.ok:
         speed = gb_per_s(verified.packed_nbytes, verified.seconds)
         files = "" if verified.n_files == 1 else f"{verified.n_files} packed files, "
-        line = f"{verified.path}: ok, {files}{size(verified.packed_nbytes)} at {speed:.2f} GB/s"
-        console.print(safe_text(line), soft_wrap=True)
+        line(f"{verified.path}: ok, {files}{size(verified.packed_nbytes)} at {speed:.2f} GB/s")
     for problem in verified.problems:
-        console.print(safe_text(f"bad: {problem.message}"), soft_wrap=True)
+        line(f"bad: {problem.message}")
 
 
 def bench_table(benched: BenchedFile) -> None:
     """Speeds and ratio for each dtype, the last row being the total."""
     threads = "1 thread" if benched.threads == 1 else f"{benched.threads} threads"
-    table = new_table(f"{benched.path}, level {benched.level}, {threads}, in memory")
-    add_columns(
-        table, "dtype", ">tensors", ">size", ">packed", ">ratio", ">encode", ">decode", "bit-exact"
+    grid = Grid(
+        printable(f"{benched.path}, level {benched.level}, {threads}, in memory"),
+        ("dtype", ">tensors", ">size", ">packed", ">ratio", ">encode", ">decode", "bit-exact"),
+        drops=(">packed", ">tensors", ">size"),
     )
     for row in benched.dtypes:
-        table.add_row(*_benched(row))
-    table.add_section()
-    table.add_row(*_benched(benched.total))
-    draw(table)
+        grid.row(*_benched(row))
+    grid.section()
+    grid.row(*_benched(benched.total))
+    draw(grid)
 
 
 def tune_table(tuned: TunedMatrix) -> None:
     """What is chosen for each number of tokens, and what that gains."""
     source = f"measured on {tuned.gpu}" if tuned.measured else f"predicted for {tuned.gpu}"
     many = f", {tuned.n_matrices} of them" if tuned.n_matrices else ""
-    table = new_table(f"{tuned.n_rows} x {tuned.n_columns} {tuned.format}{many}: {source}")
-    add_columns(table, ">tokens", "strategy", "division", ">us", ">BF16 us", ">times BF16")
+    grid = Grid(
+        printable(f"{tuned.n_rows} x {tuned.n_columns} {tuned.format}{many}: {source}"),
+        (">tokens", "strategy", "division", ">us", ">BF16 us", ">times BF16"),
+        drops=("division", ">BF16 us"),
+    )
     for row in tuned.buckets:
         division = "/".join(str(value) for value in (row.config or {}).values())
         plain = "" if row.plain_seconds is None else f"{row.plain_seconds * 1e6:.1f}"
         gain = "" if row.speedup is None else f"{row.speedup:.2f}"
         times = (f"{row.seconds * 1e6:.1f}", plain, gain)
-        table.add_row(str(row.n_tokens), row.strategy, division, *times)
-    draw(table)
+        grid.row(str(row.n_tokens), row.strategy, division, *times)
+    draw(grid)
 
 
 @contextmanager
@@ -259,7 +277,9 @@ def progress(title: str, nbytes: int | None) -> Iterator[Callable[[int], None] |
         transient=True,
     )
     with bar:
-        task = bar.add_task(printable(title), total=nbytes)
+        task = bar.add_task(
+            shorten(printable(title), max(8, console.width // 3), ".."), total=nbytes
+        )
         yield lambda done: bar.advance(task, done)
 
 
@@ -272,7 +292,7 @@ class _BytesColumn(ProgressColumn):
         return Text(f"{done}, {speed:.2f} GB/s")
 
 
-def open_console() -> Console:
+def _console() -> Console:
     """Standard output; a pipe is so wide that nothing is folded."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
@@ -280,16 +300,61 @@ def open_console() -> Console:
     return console
 
 
-def draw(what: Table | Text) -> None:
+def on_terminal() -> bool:
+    """Whether somebody looks at standard output."""
+    return _console().is_terminal
+
+
+def glyphs_are_ascii() -> bool:
+    """Whether standard output takes nothing but ASCII."""
+    return _console().options.ascii_only
+
+
+def draw(what: Grid | Text) -> None:
     """Draw on standard output; in a pipe without the blanks that fill up lines."""
-    console = open_console()
-    if console.is_terminal:
-        console.print(what)
-        return
-    with console.capture() as captured:
-        console.print(what)
-    lines = captured.get().splitlines()
-    sys.stdout.write("".join(line.rstrip() + "\n" for line in lines))
+    console = _console()
+    width = console.width if console.is_terminal else None
+    if isinstance(what, Grid):
+        lines = what.lines(width, ".." if glyphs_are_ascii() else "…")
+        _print(console, *lines, soft_wrap=True)
+    else:
+        _print(console, what, soft_wrap=width is None)
+
+
+def line(text: str) -> None:
+    """Print one line, which is folded by the terminal if it is too long, and by nobody else."""
+    _print(_console(), safe_text(text), soft_wrap=True)
+
+
+def _print(console: Console, *texts: Text, soft_wrap: bool) -> None:
+    with _writing():
+        with console.capture() as captured:
+            for text in texts:
+                console.print(text, soft_wrap=soft_wrap)
+        lines = captured.get().splitlines()
+        sys.stdout.write("".join(text.rstrip(" ") + "\n" for text in lines))
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Tell what standard output refuses apart from what a source or a server does."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise OutputClosed from error
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise OSError(f"standard output: {reason}; print to somewhere else") from error
+
+
+def flush() -> None:
+    """Let standard output go.
+
+    Raises:
+        OSError: it refuses what was printed; a full disk shows only now.
+    """
+    with _writing():
+        sys.stdout.flush()
 
 
 def safe_text(text: str, style: str = "") -> Text:
@@ -297,28 +362,14 @@ def safe_text(text: str, style: str = "") -> Text:
     return Text(printable(text), style=style)
 
 
-def new_table(title: str) -> Table:
-    """A table without columns."""
-    return Table(title=safe_text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-
-
-def add_columns(table: Table, *names: str) -> None:
-    """Columns by name; those whose name starts with `>` hold numbers."""
-    for name in names:
-        is_number = name.startswith(">")
-        justify: Any = "right" if is_number else "left"
-        table.add_column(name.lstrip(">"), justify=justify, no_wrap=is_number, overflow="fold")
-
-
 def _described(name: str, dtype: str, shape: tuple[int, ...]) -> tuple[Text, str, str]:
     return safe_text(name), dtype, "x".join(map(str, shape)) or "scalar"
 
 
-def _total(table: Table, n_tensors: int, nbytes: int, packed_nbytes: int) -> None:
-    table.add_section()
+def _total(grid: Grid, n_tensors: int, nbytes: int, packed_nbytes: int, *rest: str) -> None:
     name = "1 tensor" if n_tensors == 1 else f"{n_tensors} tensors"
     sizes = (size(nbytes), size(packed_nbytes))
-    table.add_row(name, "", "", *sizes, f"{ratio(nbytes, packed_nbytes):.3f}")
+    grid.row(name, "", "", *sizes, f"{ratio(nbytes, packed_nbytes):.3f}", *rest)
 
 
 def _benched(row: BenchRow) -> list[str | Text]:
@@ -362,14 +413,22 @@ def _bar(row: TensorRow) -> Text:
             continue
         filled += _BAR_WIDTH * plane.packed_nbytes / max(row.nbytes, 1)
         n_cells = min(round(filled), _BAR_WIDTH) - len(bar)
-        glyph, style = _MODE_STYLE[max(plane.modes, key=lambda mode: plane.modes[mode])]
-        bar.append(glyph * max(n_cells, 0), style=style)
-    glyph, style = _SAVED
-    return bar.append(glyph * (_BAR_WIDTH - len(bar)), style=style)
+        bar.append_text(_glyphs(_main_mode(plane), max(n_cells, 0)))
+    return bar.append_text(_glyphs(_SAVED, _BAR_WIDTH - len(bar)))
 
 
-def _legend() -> Text:
-    legend = Text("bar: ")
-    for mode, (glyph, style) in _MODE_STYLE.items():
-        legend.append(glyph, style=style).append(f" {mode}  ")
-    return legend.append(_SAVED[0], style=_SAVED[1]).append(" saved")
+def _main_mode(plane: PlaneRow) -> str:
+    return max(plane.modes, key=lambda mode: plane.modes[mode])
+
+
+def _glyphs(mode: str, n: int) -> Text:
+    glyph, plain, style = _STYLES[mode]
+    return Text((plain if glyphs_are_ascii() else glyph) * n, style=style)
+
+
+def _legend(inspected: InspectedFile) -> Text:
+    """The glyphs that occur."""
+    planes = [plane for row in inspected.tensors for plane in row.planes if plane.modes]
+    shown = {_SAVED, *map(_main_mode, planes)}
+    parts = [_glyphs(mode, 1).append(f" {mode}") for mode in _STYLES if mode in shown]
+    return Text("bar: ").append_text(Text("  ").join(parts))

@@ -1,9 +1,14 @@
-"""A run of the program over its sources: one after the other, and on after one that fails."""
+"""A run of the program over its sources: one after the other, and on after one that fails.
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+What a run has done is kept in its `Outcome`, so that `app.run` can print one JSON document however
+the run ends: at its end, by a signal, or by a mistake in the options.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import typer
 
@@ -11,7 +16,36 @@ from packhorse.cli import render
 from packhorse.cli.failures import EXPECTED, describe, exit_code
 from packhorse.cli.rows import ErrorRow
 
-__all__ = ["Source", "each"]
+__all__ = ["Outcome", "Source", "each", "wants_json"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run has done so far, and what failed."""
+
+    rows: list[Any] = field(default_factory=list)
+    errors: list[ErrorRow] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls) -> "Outcome":
+        """A new one, which the sources of this run go to."""
+        outcome = cls()
+        _CURRENT.set(outcome)
+        return outcome
+
+    def fail(self, path: str, code: int, message: str) -> None:
+        """Tell an error, on standard error at once."""
+        self.errors.append(ErrorRow(path, code, message))
+        render.error_line(message)
+
+
+_CURRENT: ContextVar[Outcome] = ContextVar("outcome")
+
+
+def wants_json(words: Sequence[str]) -> bool:
+    """Whether a command line asks for JSON, whatever else is wrong with it."""
+    options = words[: words.index("--")] if "--" in words else words
+    return "--json" in options
 
 
 @dataclass(frozen=True)
@@ -36,26 +70,24 @@ def each(
     show: Callable[[_Row], None],
     json: bool,
 ) -> list[_Row]:
-    """Do the jobs in turn, showing each result at once, or all of them as JSON at the end.
+    """Do the jobs in turn, showing each result at once, unless all are to be one JSON document.
 
     Raises:
         typer.Exit: at least one job failed; the code is that of the first, and all went on.
     """
+    outcome = _CURRENT.get()
     rows: list[_Row] = []
-    errors: list[ErrorRow] = []
     for job in jobs:
         try:
             done = work(job)
         except EXPECTED as error:
-            errors.append(ErrorRow(str(job.src), exit_code(error), describe(error, job.src)))
-            render.error_line(errors[-1].message)
+            outcome.fail(str(job.src), exit_code(error), describe(error, job.src))
             continue
         rows += done
+        outcome.rows.extend(done)
         if not json:
             for row in done:
                 show(row)
-    if json:
-        render.json_document(rows, errors)
-    if errors:
-        raise typer.Exit(errors[0].exit_code)
+    if outcome.errors:
+        raise typer.Exit(outcome.errors[0].exit_code)
     return rows

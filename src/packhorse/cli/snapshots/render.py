@@ -3,19 +3,17 @@
 import json
 from collections.abc import Sequence
 
-from rich.table import Table
-
+from packhorse.cli.grid import Grid
 from packhorse.cli.render import (
-    add_columns,
     draw,
-    new_table,
-    open_console,
+    glyphs_are_ascii,
+    line,
+    on_terminal,
     printable,
     safe_text,
     size,
 )
 from packhorse.cli.snapshots.rows import (
-    KindRow,
     ListedStore,
     PrunedStore,
     RestoredSnapshot,
@@ -47,43 +45,52 @@ _METADATA_LENGTH = 120  # characters of a value; --json has all
 def taken_line(row: TakenSnapshot) -> None:
     """What taking did, on a terminal alone."""
     new = f"{size(row.nbytes)} -> {size(row.stored_nbytes)}"
-    _line(f"{row.name}: {new}, ratio {_ratio(row.ratio)}, {row.gb_per_s:.2f} GB/s")
+    _on_terminal(f"{row.name}: {new}, ratio {_ratio(row.ratio)}, {row.gb_per_s:.2f} GB/s")
 
 
 def restored_line(row: RestoredSnapshot) -> None:
     """What restoring did, on a terminal alone."""
-    _line(f"{row.dst}: {row.n_tensors} tensors, {size(row.file_nbytes)}, {row.gb_per_s:.2f} GB/s")
+    _on_terminal(
+        f"{row.dst}: {row.n_tensors} tensors, {size(row.file_nbytes)}, {row.gb_per_s:.2f} GB/s"
+    )
 
 
-def _line(text: str) -> None:
-    console = open_console()
-    if console.is_terminal:
-        console.print(safe_text(text), soft_wrap=True)
+def _on_terminal(text: str) -> None:
+    if on_terminal():
+        line(text)
 
 
 def list_table(listed: ListedStore) -> None:
     """All snapshots, and what they take together."""
-    table = new_table(listed.store)
-    add_columns(
-        table, "snapshot", "time", ">tensors", ">size", ">stored", ">ratio", ">deltas", "base"
-    )
+    grid = Grid(
+        printable(listed.store),
+        (
+            "~snapshot", "time (UTC)", ">tensors", ">size", ">stored", ">ratio", ">deltas", "~base"
+        ),
+        drops=(">deltas", ">tensors", "time (UTC)", "~base", ">size"),
+    )  # fmt: skip
     for row in listed.snapshots:
-        table.add_row(
-            safe_text(row.name),
-            row.time,
+        grid.row(
+            printable(row.name),
+            _minute(row.time),
             str(row.n_tensors),
             size(row.nbytes),
             size(row.stored_nbytes),
             _ratio(row.ratio),
             str(row.max_deltas),
-            safe_text(row.base or "-"),
+            printable(row.base or "-"),
         )
-    table.add_section()
+    grid.section()
     name = "1 snapshot" if len(listed.snapshots) == 1 else f"{len(listed.snapshots)} snapshots"
     sizes = (size(listed.nbytes), size(listed.stored_nbytes))
-    table.add_row(name, "", "", *sizes, _ratio(listed.ratio))
-    draw(table)
+    grid.row(name, "", "", *sizes, _ratio(listed.ratio), "", "")
+    draw(grid)
     _damaged(listed)
+
+
+def _minute(time: str) -> str:
+    """A time of the standard's form without its seconds and its zone, which is always the same."""
+    return time[:16].replace("T", " ")
 
 
 def show_plot(listed: ListedStore) -> None:
@@ -91,22 +98,24 @@ def show_plot(listed: ListedStore) -> None:
     rows = listed.snapshots[-_ALWAYS_SHOWN:]
     left_out = len(listed.snapshots) - len(rows)
     title = f"{listed.store}: {size(listed.nbytes)} in {size(listed.stored_nbytes)}"
-    table = new_table(title + (f" (the newest {len(rows)} snapshots)" if left_out else ""))
-    add_columns(table, "snapshot", "stored", ">", "ratio", ">")
-    for bars in table.columns[1::2]:
-        bars.no_wrap = True  # where it is narrow, names give way
-    is_ascii = open_console().options.ascii_only
+    title += f" (the newest {len(rows)} snapshots)" if left_out else ""
+    grid = Grid(
+        printable(title),
+        ("~snapshot", "stored", "> ", "ratio", ">  "),
+        drops=("ratio", "stored"),  # the bars; where it is narrow, names give way first
+    )
+    is_ascii = glyphs_are_ascii()
     most = max((row.stored_nbytes for row in rows), default=0)
     best = max((row.ratio or 0.0 for row in rows), default=0.0)
     for row in rows:
-        table.add_row(
-            safe_text(row.name),
+        grid.row(
+            printable(row.name),
             safe_text(_bar(row.stored_nbytes, most, is_ascii), "green"),
             size(row.stored_nbytes),
             safe_text(_bar(row.ratio or 0.0, best, is_ascii), "cyan"),
             _ratio(row.ratio),
         )
-    draw(table)
+    draw(grid)
     _damaged(listed)
 
 
@@ -121,23 +130,33 @@ def _bar(value: float, most: float, is_ascii: bool) -> str:
 
 def _damaged(listed: ListedStore) -> None:
     for problem in listed.damaged:
-        open_console().print(safe_text(f"bad: {problem.message}"), soft_wrap=True)
+        line(f"bad: {problem.message}")
 
 
 def show_table(shown: ShownSnapshot) -> None:
     """A snapshot: what each kind of tensor cost, and all else that is known of it."""
     row = shown.snapshot
-    table = new_table(f"{row.name}, {row.time}")
-    add_columns(
-        table, "kind", "dtype", ">tensors", ">full", ">deltas", ">shared", ">size", ">stored",
-        ">ratio",
+    grid = Grid(
+        printable(f"{row.name}, {row.time}"),
+        (
+            "~kind", "dtype", ">tensors", ">full", ">deltas", ">shared", ">size", ">stored",
+            ">ratio",
+        ),
+        drops=(">full", ">tensors", ">size", ">shared", ">deltas", "dtype"),
     )  # fmt: skip
     for kind in shown.kinds:
-        _kind_row(table, kind)
-    table.add_section()
+        grid.row(
+            printable(kind.kind),
+            kind.dtype,
+            *map(str, (kind.n_tensors, kind.n_full, kind.n_delta, kind.n_shared)),
+            size(kind.nbytes),
+            size(kind.stored_nbytes),
+            _ratio(kind.ratio),
+        )
+    grid.section()
     sizes = (size(row.nbytes), size(row.stored_nbytes), _ratio(row.ratio))
-    table.add_row("all", "", str(row.n_tensors), "", "", "", *sizes)
-    draw(table)
+    grid.row("all", "", str(row.n_tensors), "", "", "", *sizes)
+    draw(grid)
     draw(safe_text(f"base: {row.base or 'none'}"))
     links = "no tensor is a delta" if not row.max_deltas else f"at most {row.max_deltas} deltas"
     draw(safe_text(f"chains: {links}; restoring reads {size(shown.needed_nbytes)}"))
@@ -147,49 +166,39 @@ def show_table(shown: ShownSnapshot) -> None:
         draw(safe_text(f"metadata: {key} = {text[:_METADATA_LENGTH]}{end}"))
 
 
-def _kind_row(table: Table, kind: KindRow) -> None:
-    table.add_row(
-        safe_text(kind.kind),
-        kind.dtype,
-        *map(str, (kind.n_tensors, kind.n_full, kind.n_delta, kind.n_shared)),
-        size(kind.nbytes),
-        size(kind.stored_nbytes),
-        _ratio(kind.ratio),
-    )
-
-
 def diff_table(found: SnapshotsDiff, limit: int) -> None:
     """The tensors that are not equal, at most so many, and how many there are of each."""
     rows = [row for row in found.tensors if row.change != "equal"]
     if rows:
-        table = new_table(f"{found.old} -> {found.new}")
-        add_columns(table, "tensor", "dtype", "shape", "change", ">values", ">largest", ">mean")
+        grid = Grid(
+            printable(f"{found.old} -> {found.new}"),
+            ("~tensor", "dtype", "shape", "change", ">values", ">largest", ">mean"),
+            drops=(">mean", "shape", "dtype", ">largest"),
+        )
         for row in rows[:limit]:
-            _diff_row(table, row)
-        draw(table)
+            _diff_row(grid, row)
+        draw(grid)
     if len(rows) > limit:
         draw(safe_text(f"{len(rows) - limit} more; show them with --limit {len(rows)}"))
     counts = ", ".join(f"{n} {change}" for change, n in found.counts.items() if n)
     draw(safe_text(f"{found.old} -> {found.new}: {counts or 'no tensors'}"))
 
 
-def _diff_row(table: Table, row: TensorDiff) -> None:
+def _diff_row(grid: Grid, row: TensorDiff) -> None:
     share = ""
     if row.n_changed is not None and row.n_values:
         share = f"{100 * row.n_changed / row.n_values:.3g} %"
     changes = ("" if x is None else f"{x:.3g}" for x in (row.max_change, row.mean_change))
     shape = "x".join(map(str, row.shape)) or "scalar"
-    table.add_row(safe_text(row.path), row.dtype, shape, row.change, share, *changes)
+    grid.row(printable(row.path), row.dtype, shape, row.change, share, *changes)
 
 
 def verify_lines(verified: VerifiedStore) -> None:
     """One line if all is good, one for each problem if not."""
-    console = open_console()
     if verified.ok:
-        line = f"{verified.store}: ok, {_counted(verified.snapshots)}"
-        console.print(safe_text(line), soft_wrap=True)
+        line(f"{verified.store}: ok, {_counted(verified.snapshots)}")
     for problem in verified.problems:
-        console.print(safe_text(f"bad: {problem.message}"), soft_wrap=True)
+        line(f"bad: {problem.message}")
 
 
 def removal_line(names: Sequence[str]) -> str:
@@ -204,7 +213,7 @@ def pruned_lines(row: PrunedStore) -> None:
         draw(safe_text(f"{row.store}: {would} (kept: {_counted(row.kept)})"))
         return
     freed = "" if row.freed_nbytes is None else f", {size(max(row.freed_nbytes, 0))} freed"
-    _line(f"{row.store}: removed {_counted(row.removed)}{freed}")
+    _on_terminal(f"{row.store}: removed {_counted(row.removed)}{freed}")
 
 
 def _counted(names: Sequence[str]) -> str:

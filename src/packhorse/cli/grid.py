@@ -1,0 +1,138 @@
+"""Tables that fit: one line for each row, on a terminal of any width and in a pipe.
+
+A pipe gets all columns at full width. On a terminal names are cut in the middle, as both of their
+ends tell them apart; if that is not enough, the columns that matter least are left out. Numbers are
+never cut. What explains a row (planes, a reason) stands behind it where there is room, and else in
+a line of its own below it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+__all__ = ["Grid", "shorten"]
+
+_GAP = 3  # blanks between columns
+_EDGES = 2  # a blank before the first and after the last
+_MIN_NAME = 24  # cells of a name; before it gets shorter, columns are left out
+_INDENT = 4  # of what explains a row, below it
+
+
+@dataclass
+class Grid:
+    """A table.
+
+    Attributes:
+        title: above it.
+        columns: names; those that begin with `>` hold numbers, those that begin with `~` names,
+            which give way.
+        drops: which columns are left out where it is narrow, the first to go first.
+        note: name of what explains each row, if there is such a thing.
+    """
+
+    title: str
+    columns: Sequence[str]
+    drops: Sequence[str] = ()
+    note: str = ""
+    _rows: list[tuple[dict[str, Text], Text]] = field(default_factory=list)
+
+    def row(self, *cells: str | Text, note: Text | str = "") -> None:
+        """Add a row of a cell for each column."""
+        texts = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
+        named = dict(zip(self.columns, texts, strict=True))
+        self._rows.append((named, note if isinstance(note, Text) else Text(note)))
+
+    def section(self) -> None:
+        """Add an empty line."""
+        self._rows.append(({}, Text()))
+
+    def lines(self, width: int | None, mark: str) -> Iterator[Text]:
+        """The table drawn.
+
+        Args:
+            width: cells of the terminal; None for a pipe.
+            mark: stands for what was cut off.
+        """
+        widths = self._widths(width)
+        is_beside = self._is_beside(widths, width)
+        yield Text(self.title if width is None else shorten(self.title, width, mark))
+        yield Text()
+        heads = {name: Text(name.lstrip(">~")) for name in self.columns}
+        yield self._line(heads, Text(self.note if is_beside else ""), widths, mark)
+        rule = _total(widths) - _EDGES + (_GAP + self._note_width() if is_beside else 0)
+        yield Text(" " + ("─" if mark == "…" else "-") * rule)
+        for cells, note in self._rows:
+            if not cells:
+                yield Text()
+                continue
+            yield self._line(cells, note if is_beside else Text(), widths, mark)
+            if note.plain and not is_beside:
+                yield _below(note, width or 0, mark)
+        yield Text()
+
+    def _widths(self, width: int | None) -> dict[str, int]:
+        """The columns that are shown, with their widths."""
+        widths = {name: cell_len(name.lstrip(">~")) for name in self.columns}
+        for cells, _ in self._rows:
+            for name, cell in cells.items():
+                widths[name] = max(widths[name], cell_len(cell.plain))
+        if width is None:
+            return widths
+        names = [name for name in widths if name.startswith("~")]
+        for dropped in self.drops:
+            cuts = (max(0, widths[name] - _MIN_NAME) for name in names if name in widths)
+            if _total(widths) - sum(cuts) <= width:
+                break
+            del widths[dropped]
+        names = [name for name in names if name in widths]
+        for name in names:
+            over = max(0, _total(widths) - width)
+            widths[name] -= min(over, widths[name] - 1)
+        return widths
+
+    def _is_beside(self, widths: dict[str, int], width: int | None) -> bool:
+        """Whether what explains rows has room behind them."""
+        if not self.note:
+            return False
+        return width is None or _total(widths) + _GAP + self._note_width() <= width
+
+    def _note_width(self) -> int:
+        return max(cell_len(text) for text in (self.note, *(note.plain for _, note in self._rows)))
+
+    def _line(self, cells: dict[str, Text], note: Text, widths: dict[str, int], mark: str) -> Text:
+        line = Text()
+        for name, width in widths.items():
+            line.append(" " * (_GAP if line else 1))
+            cell = cells[name]
+            blanks = " " * max(0, width - cell_len(cell.plain))
+            if cell_len(cell.plain) > width:
+                cell = Text(shorten(cell.plain, width, mark))
+            is_number = name.startswith(">")
+            line.append(blanks if is_number else "").append_text(cell)
+            line.append("" if is_number else blanks)
+        return line.append(" " * _GAP).append_text(note) if note.plain else line
+
+
+def _total(widths: dict[str, int]) -> int:
+    return sum(widths.values()) + _GAP * (len(widths) - 1) + _EDGES
+
+
+def _below(note: Text, width: int, mark: str) -> Text:
+    room = max(0, width - _INDENT - 1)
+    text = note.copy()
+    if cell_len(text.plain) > room:
+        text.truncate(max(0, room - len(mark)))
+        text.append(mark)
+    text.stylize("dim")
+    return Text(" " * _INDENT).append_text(text)
+
+
+def shorten(text: str, width: int, mark: str) -> str:
+    """A name in so many cells: whole, or its two ends."""
+    if cell_len(text) <= width:
+        return text
+    room = max(0, width - len(mark))
+    head, tail = set_cell_size(text, room // 2), set_cell_size(text[::-1], room - room // 2)
+    return head + mark + tail[::-1]

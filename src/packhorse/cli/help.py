@@ -1,0 +1,47 @@
+"""What the help shows of types: words for people, not the types of Python.
+
+Versions of typer differ in what they show of an annotation (`<list[Path]>`, `<bool>`); here each
+parameter gets a word of its own.
+"""
+
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import typer
+
+__all__ = ["plain_types"]
+
+_WORDS = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
+
+
+def plain_types(command: Any, parent: typer.Context | None = None) -> Any:
+    """The command, with words for the types of all options and arguments of it and below."""
+    context = typer.Context(command, parent=parent, **command.context_settings)
+    for parameter in (*command.params, command.get_help_option(context)):
+        if parameter is not None:
+            _name_type(parameter)
+    for below in getattr(command, "commands", {}).values():
+        plain_types(below, context)
+    return command
+
+
+def _name_type(parameter: Any) -> None:
+    word = _word(parameter)
+    if parameter.param_type_name == "argument":
+        # Its metavar is its name; the type stands beside it, in newer versions.
+        parameter.display_type_rich = lambda ctx: word
+    elif getattr(parameter, "is_flag", False):
+        parameter.metavar = ""
+    elif parameter.metavar is None:
+        parameter.metavar = word
+
+
+def _word(parameter: Any) -> str:
+    descriptor = getattr(parameter, "type_descriptor", None)
+    if descriptor is None:  # an older version, which has words of its own
+        return str(getattr(parameter.type, "name", "")).upper()
+    kind = getattr(descriptor.annotation, "__args__", (descriptor.annotation,))[0]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "|".join(str(item.value) for item in kind)
+    return _WORDS.get(kind, "TEXT")
