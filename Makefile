@@ -26,7 +26,10 @@ ARGS ?=
 # Seconds for each fuzz target, and for the threads: make fuzz TIME=600 ARGS=frame
 TIME ?= 60
 
-.PHONY: help venv demo test lint format bench training sanitize fuzz tsan compile clean
+# Minutes for the soak: make soak MINUTES=60 ARGS="--seed 7 --parts kills forks"
+MINUTES ?= 10
+
+.PHONY: help venv demo test lint format bench training sanitize fuzz soak tsan compile clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -64,6 +67,9 @@ sanitize: .venv/.sanitize .venv/.model ## run the tests on a core built with ASa
 
 fuzz: .venv/.fuzz ## fuzz the decoders (needs clang; make fuzz TIME=600 ARGS="frame file")
 	@$(PY) fuzz/run.py --time $(TIME) $(ARGS)
+
+soak: .venv/.test ## try at random all that is promised (make soak MINUTES=10; findings stay in build/soak)
+	@$(PY) fuzz/soak.py --minutes $(MINUTES) $(ARGS)
 
 # Where the system lays out memory at random too widely for ThreadSanitizer, setarch takes that back, if it may.
 tsan: build/tsan/threads ## run many threads through the core under ThreadSanitizer

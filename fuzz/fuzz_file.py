@@ -18,17 +18,15 @@ Where frames have a base, a file of what `harness.py` takes for every base is gi
 import json
 import os
 import random
-import re
 import struct
-import tempfile
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import atheris
 import harness
-import numpy as np
+from claims import check_slice
+from edits import edit_pairs
 from harness import PackhorseError
 
 from packhorse import numpy as packhorse_numpy
@@ -36,7 +34,6 @@ from packhorse import open_file
 from packhorse.disk import unpack_file, verify_file
 from packhorse.disk.folder_index import is_packed_index, pack_index, unpack_index
 from packhorse.disk.header import build_header, parse_file_header
-from packhorse.disk.packed_file import PackedSlice
 from packhorse.disk.packed_header import parse_packed_header, write_record
 from packhorse.frame import Frame
 from packhorse.layout import DTYPE_BY_NAME, FILE_METADATA_KEY, FRAME_MAGIC
@@ -49,16 +46,9 @@ _INDEXES: tuple[Any, ...] = (
 # What a ValueError may say: the bytes are of another kind than the call is for.
 _OTHER_KIND = ("not a packed file", "the index of a packed folder")
 _SHARE_OF_JSON = 0.4  # of all mutations
-# A string; key and value of a pair: the value an object without objects in it, or none at all.
-_STRING = rb'"(?:[^"\\]|\\.)*"'
-_PAIRS = (
-    re.compile(rb"(%s)\s*:\s*(\{[^{}]*\})" % _STRING),
-    re.compile(rb"(%s)\s*:\s*(%s|\[[^][]*\]|[^\s,{}\"[\]]+)" % (_STRING, _STRING)),
-)
 _MAX_NBYTES = 1 << 14  # of all tensors of a file; the slow decoder makes a megabyte a second
-# In memory: the files are written again for every input.
-_FOLDER = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
-_BASE = Path(tempfile.mkdtemp(dir=_FOLDER.parent)) / "base.safetensors"
+_FOLDER = harness.scratch_folder()
+_BASE = harness.scratch_folder() / "base.safetensors"
 
 
 def main(data: bytes) -> None:
@@ -87,32 +77,10 @@ def mutate(data: bytes, max_nbytes: int, seed: int) -> bytes:
     """Mutates bytes as libFuzzer does, or one pair of a JSON object."""
     rng = random.Random(seed)
     if rng.random() < _SHARE_OF_JSON:
-        edited = edit_json(data, rng)
+        edited = edit_pairs(data, rng)
         if len(edited) <= max_nbytes:
             return edited
-    return atheris.Mutate(data, max_nbytes)
-
-
-def edit_json(data: bytes, rng: random.Random) -> bytes:
-    """The input with a pair of one of its objects doubled, dropped, or given another pair's value;
-    the length before the text is put right."""
-    width = 2 if data[:1] and data[0] & 3 else 8  # form 0 has a u64 and one text
-    at = 1
-    texts = []
-    for _ in range(2 if data[:1] and data[0] & 3 == 2 else 1):
-        nbytes = int.from_bytes(data[at : at + width], "little")
-        texts.append((at, data[at + width : at + width + nbytes]))
-        at += width + min(nbytes, len(data))
-    at, text = rng.choice(texts)
-    pairs = [pair for pattern in _PAIRS for pair in pattern.finditer(text)]
-    if not pairs:
-        return data
-    pair, other = rng.choice(pairs), rng.choice(pairs)
-    new = rng.choice((pair[0] + b"," + pair[0], b"", pair[1] + b":" + other[2]))
-    edited = text[: pair.start()] + new + text[pair.end() :]
-    edited = edited.replace(b",,", b",").replace(b",}", b"}").replace(b"{,", b"{")
-    length = len(edited).to_bytes(8, "little")[:width]
-    return data[:at] + length + edited + data[at + width + len(text) :]
+    return harness.mutate_bytes(data, max_nbytes)
 
 
 def build_file(original: bytes, rest: bytes, control: int) -> bytes:
@@ -222,22 +190,6 @@ def read_lazily(path: Path, base: Path | None, control: int) -> list[Any]:
             assert tuple(file.get_slice(name).get_shape()) == tensor.shape
             check_slice(file.get_slice(name), tensor, _INDEXES[control >> 5])
         return [file.metadata(), *tensors]
-
-
-def check_slice(piece: PackedSlice, tensor: np.ndarray, index: Any) -> None:
-    """A slice equals what the tensor gives for the same index, or both refuse it."""
-    try:
-        part = tensor[index]
-    except IndexError:
-        part = None
-    try:
-        taken = piece[index]
-    except IndexError:
-        assert part is None, "a slice refuses what the tensor allows"
-        return
-    assert part is not None, "a slice allows what the tensor refuses"
-    assert taken.shape == part.shape
-    assert taken.tobytes() == part.tobytes()
 
 
 def check_index(original: bytes, packed: bytes) -> None:

@@ -17,17 +17,13 @@ written and read again, and nothing takes memory on the word of a manifest.
 """
 
 import json
-import os
 import random
 import shutil
 import struct
-import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-import atheris
 import harness
 import zstandard
 from harness import PackhorseError
@@ -35,7 +31,7 @@ from harness import PackhorseError
 if find_spec("torch") is not None:
     import torch  # noqa: F401  before what imports it is instrumented
 
-with atheris.instrument_imports(include=["packhorse"]):
+with harness.instrumented():
     from packhorse.codecs.content import crc32c
     from packhorse.disk.snapshots import SnapshotStore
     from packhorse.disk.snapshots.manifest import (
@@ -49,21 +45,13 @@ with atheris.instrument_imports(include=["packhorse"]):
 
     if find_spec("torch") is not None:
         from packhorse.disk.dcp import manifest as checkpoint
+from edits import edit_json, sealed, sealed_checkpoint
 from sample_store import build_store
 
-_CHECKSUM = b'{"crc32c":"%08x",'
 _SHARE_OF_JSON = 0.7  # of all mutations
-# What a value may become: numbers at bounds, names that mean something, wrong types, depth.
-_VALUES: tuple[Any, ...] = (
-    *(0, 1, -1, 2, 7, 63, 64, 128, 2**31, 2**53, 2**63 - 1, 2**63, 2**64, 10**400),
-    *(0.5, -0.0, 1e308, True, False, None, "", "F32", "F16", "I64", "U8", "F4", "BF16", "C64"),
-    *("float32", "int64", "bytes", "tensor", "\ud800", "\0", "a/../b", "7ff0000000000000"),
-    *("x" * 300, "0001-02-03T04:05:06.5Z"),
-    *([], {}, [[]], {"dict": []}, {"tuple": []}, {"tensor": 0}, {"float": "fff8000000000001"}),
-)  # fmt: skip
 # What a ValueError of the store may say.
 _NO_SUCH_THING = ("no snapshot is named", "has nothing at")
-_FOLDER = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)) / "store"
+_FOLDER = harness.scratch_folder() / "store"
 _FILE = ManifestFile("step-2", 3, 1, "0" * 16)
 build_store(_FOLDER)
 _WHOLE = _FOLDER.with_name("whole")
@@ -88,17 +76,6 @@ def main(data: bytes) -> None:
         outcome(lambda: parse_store_file(text, "store.json"))
     else:
         check_snapshot(text)
-
-
-def sealed(text: bytes) -> bytes:
-    """A text file of a snapshot store."""
-    crc = crc32c(_CHECKSUM % 0 + text[1:])
-    return _CHECKSUM % crc + text[1:]
-
-
-def sealed_checkpoint(text: bytes) -> bytes:
-    """The manifest of a checkpoint."""
-    return b'{"crc32c":"%08x","manifest":%s}\n' % (crc32c(text), text)
 
 
 def sealed_page(data: bytes) -> bytes:
@@ -199,43 +176,7 @@ def mutate(data: bytes, max_nbytes: int, seed: int) -> bytes:
             edited = b""
         if 0 < len(edited) <= max_nbytes:
             return edited
-    return atheris.Mutate(data, max_nbytes)
-
-
-def edit_json(document: Any, rng: random.Random) -> bytes:
-    """The document with a value doubled, dropped, swapped or replaced by another."""
-    places: list[tuple[Any, Any]] = []
-    collect(document, places)
-    for _ in range(rng.choice((1, 1, 2, 4)) if places else 0):
-        (holder, key), (other, its_key) = rng.choice(places), rng.choice(places)
-        try:
-            value = other[its_key]
-            choice = rng.randrange(6)
-            if choice == 0:
-                del holder[key]
-            elif choice == 1 and isinstance(holder, list):
-                holder.insert(key, value)
-            elif choice == 2:
-                holder[key] = [holder[key]] * rng.randrange(3)
-            elif choice == 3 and type(holder[key]) is int:
-                holder[key] += rng.choice((-64, -1, 1, 64))
-            elif choice == 4:
-                holder[key] = value
-            else:
-                holder[key] = rng.choice(_VALUES)
-        except (KeyError, IndexError):  # an edit before has moved it
-            continue
-    return json.dumps(document, separators=(",", ":")).encode()
-
-
-def collect(value: Any, places: list[tuple[Any, Any]]) -> None:
-    """All values inside of one, as containers and keys."""
-    keys = (
-        value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    )
-    for key in keys:
-        places.append((value, key))
-        collect(value[key], places)
+    return harness.mutate_bytes(data, max_nbytes)
 
 
 if __name__ == "__main__":

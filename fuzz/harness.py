@@ -6,7 +6,8 @@ checksum, unless the first byte of the input says not to. Both go by the header 
 nothing of how a stream is laid out.
 
 A target lets only the documented errors through. Whatever else leaves it ends the run, and atheris
-keeps the input.
+keeps the input. A target that is imported and not run needs no atheris: the soak (`soak.py`) asks
+it for its checks.
 """
 
 import math
@@ -14,13 +15,26 @@ import os
 import resource
 import struct
 import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import NoReturn
 
-import atheris
 import numpy as np
 
-with atheris.instrument_imports(include=["packhorse"]):
+
+def instrumented() -> AbstractContextManager[None]:
+    """Imports of the package in this block are watched by atheris, if a target is what runs."""
+    program = getattr(sys.modules["__main__"], "__file__", None) or ""
+    if not Path(program).name.startswith("fuzz_"):
+        return nullcontext()
+    import atheris
+
+    return atheris.instrument_imports(include=["packhorse"])
+
+
+with instrumented():
     import packhorse.disk.container
     import packhorse.numpy
     import packhorse.reference  # noqa: F401  these imports instrument what the targets run
@@ -37,8 +51,11 @@ __all__ = [
     "choose_isa",
     "count_bytes",
     "fuzz",
+    "instrumented",
     "is_fixed",
+    "mutate_bytes",
     "repair",
+    "scratch_folder",
     "seal",
 ]
 
@@ -55,6 +72,8 @@ Mutator = Callable[[bytes, int, int], bytes]  # data, the most it may grow to, s
 
 def fuzz(target: Callable[[bytes], None], mutator: Mutator | None = None) -> NoReturn:
     """Runs a target under atheris, with the arguments of the command line."""
+    import atheris
+
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + _MEMORY_NBYTES, resource.RLIM_INFINITY))
@@ -62,6 +81,21 @@ def fuzz(target: Callable[[bytes], None], mutator: Mutator | None = None) -> NoR
     atheris.Setup(sys.argv, target, **options)
     atheris.Fuzz()
     sys.exit(0)
+
+
+def mutate_bytes(data: bytes, max_nbytes: int) -> bytes:
+    """An input as libFuzzer changes it."""
+    import atheris
+
+    mutated: bytes = atheris.Mutate(data, max_nbytes)
+    return mutated
+
+
+def scratch_folder() -> Path:
+    """A new folder for files that are written again for every input: in memory, unless `tempfile`
+    was told of another place."""
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    return Path(tempfile.mkdtemp(dir=tempfile.tempdir or memory))
 
 
 def choose_isa(choice: int) -> None:

@@ -1,0 +1,25 @@
+"""What the target of files and the soak both claim."""
+
+from typing import Any
+
+import numpy as np
+
+from packhorse.disk.packed_file import PackedSlice
+
+__all__ = ["check_slice"]
+
+
+def check_slice(piece: PackedSlice, tensor: np.ndarray, index: Any) -> None:
+    """A slice equals what the tensor gives for the same index, or both refuse it."""
+    try:
+        part = tensor[index]
+    except IndexError:
+        part = None
+    try:
+        taken = piece[index]
+    except IndexError:
+        assert part is None, "a slice refuses what the tensor allows"
+        return
+    assert part is not None, "a slice allows what the tensor refuses"
+    assert taken.shape == part.shape
+    assert taken.tobytes() == part.tobytes()

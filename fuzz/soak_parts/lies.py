@@ -1,0 +1,255 @@
+"""Lying frames, files, indexes and manifests under right checksums, and sources that are no files.
+
+Frames, files and manifests are read by the checks of the fuzz targets: every reader gives the same
+bytes as the slow decoder or a documented error, within bounds. The command and whole folders come
+on top of that.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from edits import edit_json, edit_pairs
+
+from packhorse.disk import pack_file, pack_folder, verify_folder
+from soak_parts.case import Case, Part, Place, claim
+from soak_parts.children import Ended, run_child
+from soak_parts.round_trips import digest, write_folder
+from soak_parts.samples import draw_tensors, write_file
+
+__all__ = ["PART", "run_command"]
+
+_CORPUS = Path(__file__).parent.parent / "corpus"
+_TARGETS = ("frame", "reference", "file", "manifest")
+_SEEDS = {"reference": "frame"}
+_N_INPUTS = 40  # of one case
+_BYTES = (0, 1, 2, 3, 4, 5, 7, 8, 63, 64, 127, 128, 254, 255)
+_CODES = (0, 1, 2, 3)  # exit codes that are documented for sources of any kind
+_LIMIT_S = 20.0
+_VERBS = ("verify", "inspect", "unpack", "bench", "pack")
+
+
+def draw(rng: Random) -> Case:
+    """A case of one of the kinds below."""
+    kind = rng.choice(["input"] * 8 + ["index"] * 3 + ["command"] * 2 + ["odd"])
+    return {"kind": kind, **_DRAWN[kind](rng)}
+
+
+def run(case: Case, place: Place) -> None:
+    """Run a case."""
+    _RUN[case["kind"]](case, place)
+
+
+# Inputs of fuzz targets.
+
+
+def _draw_inputs(rng: Random) -> Case:
+    target = rng.choice(_TARGETS)
+    seeds = sorted((_CORPUS / _SEEDS.get(target, target)).iterdir())
+    inputs = [_mutated(rng, target, rng.choice(seeds).read_bytes()) for _ in range(_N_INPUTS)]
+    return {"target": target, "inputs": [base64.b64encode(data).decode() for data in inputs]}
+
+
+def _mutated(rng: Random, target: str, data: bytes) -> bytes:
+    if target in ("file", "manifest") and rng.random() < 0.6:
+        return _edited(rng, target, data)
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        at = int(rng.random() ** 2 * len(out))  # most near the start, where sizes stand
+        width = rng.choice((1, 1, 1, 2, 4, 8))
+        what = rng.randrange(6)
+        if what == 0:
+            del out[at : at + width]
+        elif what == 1:
+            out[at:at] = rng.randbytes(width)
+        elif what == 2:
+            out[at : at + width] = rng.choice(((1 << 8 * width) - 1, 1 << 8 * width - 1)).to_bytes(
+                width, "little"
+            )
+        else:
+            out[at : at + 1] = bytes([rng.choice((*_BYTES, rng.randrange(256)))])
+    out[:1] = bytes([rng.randrange(256)])  # control: in what form, and what is made right
+    return bytes(out)
+
+
+def _edited(rng: Random, target: str, data: bytes) -> bytes:
+    """An input whose JSON says something else."""
+    if target == "file":
+        return edit_pairs(data, rng)
+    try:
+        return data[:1] + edit_json(json.loads(data[1:]), rng)
+    except (ValueError, RecursionError):
+        return data
+
+
+def _inputs(case: Case, place: Place) -> None:
+    for data in case["inputs"]:
+        place.operations.check_input(case["target"], base64.b64decode(data))
+        place.accept()
+
+
+# Folders whose index lies or is damaged.
+
+
+def _draw_index(rng: Random) -> Case:
+    damage = rng.choice(("flip", "flip", "cut", "swap"))
+    shards = [draw_tensors(rng, 2, most=100, in_file=True) for _ in range(2)]
+    return {"shards": shards, "index": True, "below": False, "damage": damage,
+            "at": rng.random(), "bit": rng.randrange(8), "command": rng.random() < 0.3}  # fmt: skip
+
+
+def _index(case: Case, place: Place) -> None:
+    """A folder with a damaged index: another original is never given back as if it were one."""
+    source, packed, back = (place.folder / name for name in ("llama", "llama.ph", "back"))
+    write_folder(case, source)
+    pack_folder(source, packed, threads=1)
+    (index,) = packed.glob("*.index.json")
+    index.write_bytes(_damaged(index.read_bytes(), case))
+    if case["command"]:
+        args = ["unpack", str(packed), "-o", str(back)]
+        ended = run_command(place, args)
+        is_done = ended.is_good
+    else:
+        result = place.outcome(lambda: place.operations.unpack_folder(packed, back, threads=1))
+        is_done = not isinstance(result, BaseException)
+    if is_done:
+        claim(digest(back) == digest(source), "a damaged index was unpacked to another folder")
+    else:
+        claim(not back.exists(), "a folder that was refused was written")
+    problems = place.outcome(lambda: verify_folder(packed, threads=1))
+    claim(problems or is_done, "verify finds nothing in what unpack refuses")
+
+
+def _damaged(data: bytes, case: Case) -> bytes:
+    at, out = int(case["at"] * len(data)), bytearray(data)
+    if case["damage"] == "cut":
+        return data[:at]
+    if case["damage"] == "swap":
+        return data.replace(b"packhorse", b"packhorsf")
+    out[at] ^= 1 << case["bit"]
+    return bytes(out)
+
+
+# The command on damaged files.
+
+
+def _draw_command(rng: Random) -> Case:
+    edits = [[rng.random() ** 2, rng.randrange(256)] for _ in range(rng.choice((1, 1, 3)))]
+    return {"tensors": draw_tensors(rng, 3, most=300), "verb": rng.choice(_VERBS), "edits": edits,
+            "packed": rng.random() < 0.7, "json": rng.random() < 0.7,
+            "keep": rng.choice((1.0, 1.0, rng.random()))}  # fmt: skip
+
+
+def _command(case: Case, place: Place) -> None:
+    """One line, the documented code, and one document for `--json`, whatever the file is."""
+    source, packed = place.folder / "a.safetensors", place.folder / "b.ph.safetensors"
+    write_file(source, case["tensors"])
+    pack_file(source, packed)
+    path = packed if case["packed"] else source
+    data = bytearray(path.read_bytes())
+    for at, value in case["edits"]:
+        data[int(at * len(data))] = value
+    path.write_bytes(data[: int(case["keep"] * len(data))])
+    before = digest(path)
+    more = ["-o", str(place.folder / "out")] if case["verb"] in ("pack", "unpack") else []
+    more += ["--json"] * case["json"]
+    run_command(place, [case["verb"], str(path), *more])
+    claim(digest(path) == before, "the source was changed")
+
+
+def run_command(place: Place, args: list[str]) -> Ended:
+    """Run the command in a child, and check how it ends."""
+    ended = run_child(lambda: place.operations.command(args), place.folder, limit_s=_LIMIT_S)
+    claim("Traceback" not in ended.err, f"a traceback of {args}: {ended.last_line}", ended.err)
+    claim(ended.code in _CODES, f"exit code {ended.code} of {args}: {ended.last_line}", ended.err)
+    if "--json" in args:
+        claim(_is_document(ended.out), f"exit code {ended.code} without a JSON document: {args}")
+    if ended.is_good:
+        place.accept()
+    else:
+        place.refuse()
+    return ended
+
+
+def _is_document(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+# Sources that are no files.
+
+
+def _draw_odd(rng: Random) -> Case:
+    verb = rng.choice((*_VERBS, "take"))
+    return {"what": rng.choice(("fifo", "device", "socket", "links", "circle")), "verb": verb}
+
+
+def _odd(case: Case, place: Place) -> None:
+    """Pipes, devices and folders of links: refused or done in time, as any source."""
+    path = _make_odd(case["what"], place.folder)
+    args = [case["verb"], str(path)]
+    if case["verb"] == "take":
+        args = ["snapshot", "take", str(place.folder / "store"), "a", str(path)]
+    elif case["verb"] in ("pack", "unpack"):
+        args += ["-o", str(place.folder / "out")]
+    run_command(place, args)
+
+
+def _make_odd(what: str, folder: Path) -> Path:
+    path = folder / "odd.safetensors"
+    if what == "fifo":
+        os.mkfifo(path)
+    elif what == "device":
+        path.symlink_to("/dev/zero")
+    elif what == "socket":
+        before = os.getcwd()
+        os.chdir(folder)  # the paths of sockets are short
+        try:
+            with socket.socket(socket.AF_UNIX) as made:
+                made.bind(path.name)
+        finally:
+            os.chdir(before)
+    else:
+        path = _make_links(folder / "links", in_circle=what == "circle")
+    return path
+
+
+def _make_links(folder: Path, *, in_circle: bool) -> Path:
+    """Folders that hold two links to the next each: as many paths as 2 to the power of 24."""
+    depth = 24
+    for i in range(depth):
+        (folder / str(i)).mkdir(parents=True)
+        if i + 1 < depth or in_circle:
+            for name in "ab":
+                (folder / str(i) / name).symlink_to(folder / str((i + 1) % depth))
+    write_file(folder / str(depth - 1) / "a.safetensors", [])
+    shutil.copy(folder / str(depth - 1) / "a.safetensors", folder / "0" / "m.safetensors")
+    return folder / "0"
+
+
+_DRAWN: dict[str, Callable[[Random], Case]] = {
+    "input": _draw_inputs,
+    "index": _draw_index,
+    "command": _draw_command,
+    "odd": _draw_odd,
+}
+_RUN: dict[str, Callable[[Case, Place], Any]] = {
+    "input": _inputs,
+    "index": _index,
+    "command": _command,
+    "odd": _odd,
+}
+PART = Part(
+    "lies", "lying frames, files, indexes and manifests under right checksums", draw, run,
+    memory_nbytes=2 << 30,
+)  # fmt: skip
