@@ -135,22 +135,29 @@ class Soak:
         self._alike: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._shown = 0.0
+        self._until = 0.0
 
     def run(self, seconds: float) -> None:
         """Go on for so long; a case that has begun is waited for."""
-        until = time.monotonic() + seconds
+        self._until = time.monotonic() + seconds
         scratch = Path(tempfile.mkdtemp(prefix="packhorse-soak-", dir=_memory()))
         try:
             with ThreadPoolExecutor(_JOBS) as pool:
-                for job in [pool.submit(self._work, scratch, until) for _ in range(_JOBS)]:
-                    job.result()
+                jobs = [pool.submit(self._work, scratch) for _ in range(_JOBS)]
+                try:
+                    for job in jobs:
+                        job.result()
+                finally:
+                    self._until = 0.0
+        except KeyboardInterrupt:
+            print("\nstopped", flush=True)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _work(self, scratch: Path, until: float) -> None:
+    def _work(self, scratch: Path) -> None:
         workers: dict[str, Worker] = {}
         try:
-            while time.monotonic() < until:
+            while time.monotonic() < self._until:
                 part, number = self._next()
                 worker = workers.setdefault(part.name, Worker(part, scratch, self._breaks))
                 case, begun = draw_case(part, self._seed, number), time.monotonic()

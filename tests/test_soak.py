@@ -42,7 +42,7 @@ BROKEN: dict[str, tuple[str, Any, str]] = {
     "kills": (
         "tear",
         {"kind": "command", "verb": "pack", "tensors": [TENSOR], "folder": False, "old": False,
-         "end": {"signal": "SIGKILL", "call": 10**6, "after": False}},
+         "end": {"signal": "SIGKILL", "call": 10**6, "after": False, "naming": True}},
         "is not whole",
     ),
     "changes": (
@@ -65,7 +65,8 @@ BROKEN: dict[str, tuple[str, Any, str]] = {
 }  # fmt: skip
 # Which cases are for the quick run.
 HOLDS: dict[str, Callable[[Any], bool]] = {
-    "round-trips": lambda case: case["kind"] != "many",
+    "round-trips": lambda case: (
+        case["kind"] not in ("many", "outs") and case.get("in") != "pt"),
     "lies": lambda case: case["kind"] == "input",
     "stores": lambda case: case["kind"] == "store" and not any(
         edit["what"] in ("stray", "copy", "rename", "sealed") for edit in case["edits"]),
@@ -168,12 +169,11 @@ def test_a_finding_is_kept_and_runs_again(
     run.run(1)
     assert run.summarize() == 1
     printed = capsys.readouterr().out
-    paths = sorted(tmp_path.glob("found-round-trips-wrong-*.json"))
-    assert paths
-    found = soak.load_finding(paths[0])
-    assert found.case == soak.draw_case(part, 1, found.number)
-    assert f"--replay {paths[0]}" in printed
-    assert soak.replay(paths[0]) == 0, "it is not the package that is broken"
+    kept = {path: soak.load_finding(path) for path in tmp_path.glob("found-*.json")}
+    assert all(f"--replay {path}" in printed for path in kept)
+    path = next(path for path, found in kept.items() if found.seen.text == BROKEN[part.name][2])
+    assert kept[path].case == soak.draw_case(part, 1, kept[path].number)
+    assert soak.replay(path) == 0, "it is not the package that is broken"
 
 
 def test_a_file_that_is_no_finding_is_refused(soak: ModuleType, tmp_path: Path) -> None:

@@ -22,11 +22,9 @@ from soak_parts.case import claim
 
 __all__ = ["Child", "Ended", "end_at_call", "run_child", "start_child"]
 
-# What changes a folder or the bytes in it.
-_CALLS = (
-    *("open", "pwrite", "write", "fsync", "replace", "rename", "link", "unlink", "mkdir", "rmdir"),
-    *("ftruncate", "fchmod"),
-)
+# What changes names, and what changes anything.
+_NAMING = ("replace", "rename", "link", "unlink", "mkdir", "rmdir")
+_CALLS = (*_NAMING, "open", "pwrite", "write", "fsync", "ftruncate", "fchmod")
 _FAILED = 99  # exit code of a child that raised
 _DUMP_S = 0.5
 # Held back while a child is made ready.
@@ -161,13 +159,14 @@ def _say_where_it_hangs() -> None:
     faulthandler.register(signal.SIGUSR1, 2)
 
 
-def end_at_call(number: int, signal_number: int, *, after: bool) -> None:
+def end_at_call(number: int, signal_number: int, *, after: bool, naming: bool) -> None:
     """Make this process send itself a signal at one of its next calls that change files.
 
     Args:
         number: which call, from 0.
         signal_number: the signal.
         after: whether the call is done first.
+        naming: whether only calls count that change names.
     """
     left = number
 
@@ -184,5 +183,5 @@ def end_at_call(number: int, signal_number: int, *, after: bool) -> None:
 
         return call
 
-    for name in _CALLS:
+    for name in _NAMING if naming else _CALLS:
         setattr(os, name, wrapped(getattr(os, name)))

@@ -19,8 +19,7 @@ from snapshot_samples import assert_same
 from packhorse.disk import SnapshotStore, verify_file, verify_folder
 from soak_parts.case import Case, Part, Place, claim
 from soak_parts.children import Child, Ended, start_child
-from soak_parts.round_trips import digest, write_folder
-from soak_parts.samples import draw_tensors, write_file
+from soak_parts.samples import digest, draw_tensors, write_file, write_folder
 
 __all__ = ["PART"]
 

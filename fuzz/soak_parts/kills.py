@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +24,7 @@ from snapshot_samples import assert_same
 from packhorse.disk import SnapshotStore, verify_file, verify_folder
 from soak_parts.case import Case, Part, Place, claim
 from soak_parts.children import Ended, end_at_call, start_child
-from soak_parts.round_trips import digest, write_folder
-from soak_parts.samples import draw_tensors, write_file
+from soak_parts.samples import digest, draw_tensors, write_file, write_folder
 
 __all__ = ["PART"]
 
@@ -51,7 +49,9 @@ def _draw_end(rng: Random, most: int) -> Case:
     """When and how a process ends: at a call, or after some seconds."""
     end: Case = {"signal": rng.choice(_SIGNALS)}
     if rng.random() < 0.8:
-        return {**end, "call": rng.randrange(most), "after": rng.random() < 0.5}
+        naming = rng.random() < 0.5  # a few of all calls, at which most is at stake
+        call = rng.randrange(most // 4 if naming else most)
+        return {**end, "call": call, "after": rng.random() < 0.5, "naming": naming}
     return {**end, "seconds": rng.choice((0.005, 0.05, 0.3)) * rng.random()}
 
 
@@ -61,7 +61,7 @@ def _run_until_ended(work: Callable[[], Any], end: Case, place: Place) -> Ended:
 
     def until_ended() -> Any:
         if "call" in end:
-            end_at_call(end["call"], number, after=end["after"])
+            end_at_call(end["call"], number, after=end["after"], naming=end["naming"])
         return work()
 
     child = start_child(until_ended, place.folder)
@@ -289,14 +289,13 @@ def _process(case: Case, place: Place) -> None:
     """One line or none, the documented code, and no output or a whole one."""
     source, output = place.folder / "a.safetensors", place.folder / "out.ph.safetensors"
     write_file(source, case["tensors"])
-    args = [COMMAND, "pack", source, "-o", output]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(args, text=True, **pipes) as program:
-        time.sleep(case["seconds"])
-        program.send_signal(signal.Signals[case["signal"]])
-        out, err = program.communicate(timeout=_LIMIT_S)
-    ended = Ended(program.returncode, out, err)
+    args = [str(COMMAND), "pack", str(source), "-o", str(output)]
+    child = start_child(lambda: os.execv(args[0], args), place.folder)
+    time.sleep(case["seconds"])
+    child.end(signal.Signals[case["signal"]])
+    ended = child.wait(_LIMIT_S)
     place.kill()
+    err = ended.err
     if "Traceback" in err and f"{os.sep}packhorse{os.sep}" not in err:
         return  # Python was starting, and had not come to the package
     claim(len(err.splitlines()) <= 1, f"after {case['seconds']:.3f} s: {ended.last_line}", err)

@@ -21,19 +21,16 @@ from edits import edit_json, edit_pairs
 
 from packhorse.disk import pack_file, pack_folder, verify_folder
 from soak_parts.case import Case, Part, Place, claim
-from soak_parts.children import Ended, run_child
-from soak_parts.round_trips import digest, write_folder
-from soak_parts.samples import draw_tensors, write_file
+from soak_parts.commands import run_command
+from soak_parts.samples import digest, draw_tensors, write_file, write_folder
 
-__all__ = ["PART", "run_command"]
+__all__ = ["PART"]
 
 _CORPUS = Path(__file__).parent.parent / "corpus"
 _TARGETS = ("frame", "reference", "file", "manifest")
 _SEEDS = {"reference": "frame"}
 _N_INPUTS = 40  # of one case
 _BYTES = (0, 1, 2, 3, 4, 5, 7, 8, 63, 64, 127, 128, 254, 255)
-_CODES = (0, 1, 2, 3)  # exit codes that are documented for sources of any kind
-_LIMIT_S = 20.0
 _VERBS = ("verify", "inspect", "unpack", "bench", "pack")
 
 
@@ -163,27 +160,6 @@ def _command(case: Case, place: Place) -> None:
     more += ["--json"] * case["json"]
     run_command(place, [case["verb"], str(path), *more])
     claim(digest(path) == before, "the source was changed")
-
-
-def run_command(place: Place, args: list[str]) -> Ended:
-    """Run the command in a child, and check how it ends."""
-    ended = run_child(lambda: place.operations.command(args), place.folder, limit_s=_LIMIT_S)
-    claim("Traceback" not in ended.err, f"a traceback of {args}: {ended.last_line}", ended.err)
-    claim(ended.code in _CODES, f"exit code {ended.code} of {args}: {ended.last_line}", ended.err)
-    if "--json" in args:
-        claim(_is_document(ended.out), f"exit code {ended.code} without a JSON document: {args}")
-    if ended.is_good:
-        place.accept()
-    else:
-        place.refuse()
-    return ended
-
-
-def _is_document(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except ValueError:
-        return False
 
 
 # Sources that are no files.

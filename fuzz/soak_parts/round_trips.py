@@ -5,9 +5,6 @@ The input is as it was, the slow decoder agrees, and bytes do not depend on the 
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -27,16 +24,19 @@ from packhorse.frame import Frame, plan_buffer
 from packhorse.layout import Level
 from packhorse.reference import decode_file, decode_frame
 from soak_parts.case import Case, Part, Place, claim
+from soak_parts.commands import run_command
 from soak_parts.samples import (
     Spec,
     array_of,
     base_of,
+    digest,
     draw_base,
     draw_tensor,
     draw_tensors,
     make_array,
     make_bytes,
     write_file,
+    write_folder,
 )
 
 __all__ = ["PART"]
@@ -53,7 +53,7 @@ _INDEXES: tuple[Any, ...] = (
 def draw(rng: Random) -> Case:
     """A case of one of the kinds below."""
     kind = rng.choice(["frame"] * 6 + ["frames", "file", "file", "saved", "state", "folder"] * 2
-                      + ["many", "store", "checkpoint"])  # fmt: skip
+                      + ["many", "store", "checkpoint", "command", "outs"])  # fmt: skip
     case: Case = {"kind": kind, "level": rng.choice(_LEVELS), "threads": rng.randint(1, 3)}
     return case | _DRAWN[kind](rng)
 
@@ -97,7 +97,10 @@ def _check_decoded(packed: bytes, base: Any, tensor: Any, framework: str, place:
     found = decompress(packed, base=base)
     claim(bits(found) == bits(tensor), "decompress gives other bits")
     out = make_blank(tensor, framework)
+    version = getattr(out, "_version", 0)
     decompress(packed, base=base, out=out)
+    is_told = framework == "np" or out.numel() == 0 or out._version > version
+    claim(is_told, "PyTorch is not told that a tensor was written to")
     claim(bits(out) == bits(tensor), "decompress(out=) gives other bits")
     claim(base is None or bits(base) == before, "the base was changed")
 
@@ -270,21 +273,6 @@ def _draw_folder(rng: Random) -> Case:
     return {"shards": shards, "index": rng.random() < 0.7, "below": rng.random() < 0.5}
 
 
-def write_folder(case: Case, folder: Path) -> None:
-    """A model folder of the shards of a case."""
-    (folder / "below").mkdir(parents=True)
-    names = [f"model-{i + 1:05}.safetensors" for i in range(len(case["shards"]))]
-    for name, specs in zip(names, case["shards"], strict=True):
-        write_file(folder / name, specs)
-    if case["index"]:
-        places = {f"t{i}": names[0] for i in range(len(case["shards"][0]))}
-        index = json.dumps({"metadata": {"total_size": 1}, "weight_map": places}, indent=2)
-        (folder / "model.safetensors.index.json").write_text(index)
-    if case["below"]:
-        write_file(folder / "below" / "vae.safetensors", case["shards"][0])
-    (folder / "config.json").write_text("{}")
-
-
 def _folder(case: Case, place: Place) -> None:
     """A model folder."""
     source, packed, back = (place.folder / name for name in ("llama", "llama.ph", "back"))
@@ -294,6 +282,52 @@ def _folder(case: Case, place: Place) -> None:
     claim(verify_folder(packed) == [], "verify finds something in a good folder")
     unpack_folder(packed, back, threads=case["threads"])
     claim(digest(back) == before == digest(source), "the folder is another")
+
+
+def _draw_command(rng: Random) -> Case:
+    shards = [draw_tensors(rng, rng.randint(1, 3), most=3000) for _ in range(2)]
+    return {"shards": shards, "index": True, "below": rng.random() < 0.5, "scale": rng.random()}
+
+
+def _command(case: Case, place: Place) -> None:
+    """A folder by the command, against a base that is a folder too."""
+    source, base, packed, back = (
+        str(place.folder / name) for name in ("llama", "base", "llama.ph", "back")
+    )
+    write_folder(case, Path(source))
+    older = [[{**spec, "seed": spec["seed"] % 2} for spec in specs] for specs in case["shards"]]
+    write_folder({**case, "shards": older}, Path(base))
+    before = digest(Path(source)), digest(Path(base))
+    run = [["pack", source, "-o", packed, "--base", base, "--level", case["level"]],
+           ["verify", packed, "--base", base], ["inspect", packed, "--json"],
+           ["unpack", packed, "-o", back, "--base", base]]  # fmt: skip
+    for args in run:
+        ended = run_command(place, args)
+        claim(ended.is_good, f"exit code {ended.code} of {args}: {ended.last_line}")
+    claim(digest(Path(back)) == before[0], "the folder is another")
+    claim((digest(Path(source)), digest(Path(base))) == before, "the source was changed")
+
+
+def _draw_outs(rng: Random) -> Case:
+    return {"tensors": [draw_tensor(rng, most=3000)] * 2, "shift": rng.choice((0, 1, 64))}
+
+
+def _outs(case: Case, place: Place) -> None:
+    """Memory for two tensors that overlaps is refused."""
+    array = make_array(case["tensors"][0])
+    frames = packhorse.numpy.compress_all([array, array], threads=case["threads"])
+    room = np.zeros(2 * array.nbytes + case["shift"] + 1, np.uint8)
+    if array.nbytes <= case["shift"]:
+        return
+    outs = [
+        room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        for start in (0, case["shift"] - case["shift"] % array.itemsize)
+    ]
+    try:
+        packhorse.numpy.decompress_all(frames, outs=outs, threads=case["threads"])
+    except ValueError:
+        return
+    claim(False, "two tensors were decoded to memory that overlaps")
 
 
 def _draw_store(rng: Random) -> Case:
@@ -356,16 +390,6 @@ def checkpoint_state(specs: list[Spec], n: int) -> dict[str, Any]:
     return {"model": tensors, "n": n}
 
 
-def digest(path: Path) -> dict[str, str]:
-    """What is equal for files and folders of the same bytes."""
-    paths = [path] if path.is_file() else sorted(path.rglob("*"))
-    return {
-        os.path.relpath(file, path): hashlib.sha1(file.read_bytes()).hexdigest()
-        for file in paths
-        if file.is_file()
-    }
-
-
 _DRAWN: dict[str, Callable[[Random], Case]] = {
     "frame": _draw_frame,
     "frames": _draw_frames,
@@ -374,6 +398,8 @@ _DRAWN: dict[str, Callable[[Random], Case]] = {
     "saved": _draw_saved,
     "state": _draw_state,
     "folder": _draw_folder,
+    "command": _draw_command,
+    "outs": _draw_outs,
     "store": _draw_store,
     "checkpoint": _draw_checkpoint,
 }
@@ -385,6 +411,8 @@ _RUN: dict[str, Callable[[Case, Place], None]] = {
     "saved": _saved,
     "state": _state,
     "folder": _folder,
+    "command": _command,
+    "outs": _outs,
     "store": _store,
     "checkpoint": _checkpoint,
 }

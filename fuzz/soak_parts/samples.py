@@ -6,7 +6,10 @@ follow from row and column, one step of training away from others, no bytes at a
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -24,12 +27,14 @@ __all__ = [
     "Spec",
     "array_of",
     "base_of",
+    "digest",
     "draw_base",
     "draw_tensor",
     "draw_tensors",
     "make_array",
     "make_bytes",
     "write_file",
+    "write_folder",
 ]
 
 Spec = dict[str, Any]
@@ -124,6 +129,31 @@ def write_file(path: Path, specs: list[Spec], metadata: dict[str, str] | None = 
         file.write(header.prefix())
         for entry in header.entries:
             file.write(make_bytes(specs[int(entry.name[1:])]))
+
+
+def write_folder(case: dict[str, Any], folder: Path) -> None:
+    """A model folder of some shards (`shards`), with an index and a folder below, if so."""
+    (folder / "below").mkdir(parents=True)
+    names = [f"model-{i + 1:05}.safetensors" for i in range(len(case["shards"]))]
+    for name, specs in zip(names, case["shards"], strict=True):
+        write_file(folder / name, specs)
+    if case["index"]:
+        places = {f"t{i}": names[0] for i in range(len(case["shards"][0]))}
+        index = json.dumps({"metadata": {"total_size": 1}, "weight_map": places}, indent=2)
+        (folder / "model.safetensors.index.json").write_text(index)
+    if case["below"]:
+        write_file(folder / "below" / "vae.safetensors", case["shards"][0])
+    (folder / "config.json").write_text("{}")
+
+
+def digest(path: Path) -> dict[str, str]:
+    """What is equal for files and folders of the same bytes."""
+    paths = [path] if path.is_file() else sorted(path.rglob("*"))
+    return {
+        os.path.relpath(file, path): hashlib.sha1(file.read_bytes()).hexdigest()
+        for file in paths
+        if file.is_file()
+    }
 
 
 # What data there are. Each gets a generator, the tensor, and how many units it has.

@@ -11,6 +11,7 @@ import os
 import resource
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -25,7 +26,7 @@ from packhorse.disk import SnapshotStore
 from packhorse.errors import PackhorseError
 from soak_parts.case import Case, Part, Place, claim
 from soak_parts.children import run_child
-from soak_parts.lies import run_command
+from soak_parts.commands import run_command
 
 __all__ = ["PART"]
 
@@ -76,14 +77,14 @@ class _Edited:
     Attributes:
         folder: of the store.
         manifests: that of each snapshot as it was, by name, the oldest first.
-        packs: what each needs.
+        packs: what each needs, in the order in which they were written.
         touched: files that are not as they were.
         may_lie: whether something that can be read says what is not so.
     """
 
     folder: Path
     manifests: dict[str, Path | None]
-    packs: dict[str, set[Path]]
+    packs: dict[str, list[Path]]
     touched: set[Path] = field(default_factory=set)
     may_lie: bool = False
 
@@ -93,7 +94,15 @@ class _Edited:
 
     def good(self) -> list[str]:
         """Those of them that are not damaged."""
-        return [name for name in self.named() if not self.packs[name] & self.touched]
+        return [name for name in self.named() if not self.touched & {*self.packs[name]}]
+
+    def files(self, what: str) -> list[Path]:
+        """The manifests or packs that there are, not by their names, which are drawn at random."""
+        if not what.endswith("pack"):
+            found = sorted(self.folder.glob("snapshots/*/*.json"))
+        else:
+            found = [pack for name in self.manifests for pack in self.packs[name]]
+        return [path for path in dict.fromkeys(found) if path.is_file() and path.stat().st_size]
 
     def forget(self, gone: set[str]) -> None:
         """Follow a prune, which writes anew what it keeps."""
@@ -101,7 +110,7 @@ class _Edited:
             del self.manifests[name]
         good = self.good()
         self.manifests = {name: None for name in self.manifests if name in good}
-        self.packs = {name: set() for name in self.manifests}
+        self.packs = {name: [] for name in self.manifests}
 
 
 def _store(case: Case, place: Place) -> None:
@@ -123,14 +132,14 @@ def _store(case: Case, place: Place) -> None:
     _read_all(edited, place)
 
 
-def _files_of(folder: Path) -> tuple[dict[str, Path | None], dict[str, set[Path]]]:
+def _files_of(folder: Path) -> tuple[dict[str, Path | None], dict[str, list[Path]]]:
     """Manifest and packs of each snapshot, in the order in which they were taken."""
     paths = sorted(folder.glob("snapshots/*/*.json"), key=lambda path: path.name)
     packs = {
-        path.parent.name: {
+        path.parent.name: [
             folder / "packs" / f"{pack}.ph.safetensors"
             for pack in json.loads(path.read_bytes())["packs"]
-        }
+        ]
         for path in paths
     }
     return {path.parent.name: path for path in paths}, packs
@@ -138,9 +147,8 @@ def _files_of(folder: Path) -> tuple[dict[str, Path | None], dict[str, set[Path]
 
 def _edit_store(edit: Case, edited: _Edited) -> None:
     """Do one thing to the files of a store."""
-    folder, what = edited.folder, edit["what"]
-    kind = "packs/*" if what.endswith("pack") else "snapshots/*/*.json"
-    there = sorted(path for path in folder.glob(kind) if path.is_file() and path.stat().st_size)
+    what = edit["what"]
+    there = edited.files(what)
     if not there:
         return
     path = there[edit["on"] % len(there)]
@@ -178,9 +186,10 @@ def _lie(edit: Case, path: Path) -> None:
     """Make a manifest say something else, under a checksum that is right."""
     try:
         document = json.loads(_SEAL[:1] + path.read_bytes()[len(_SEAL) :])
-    except ValueError:  # an edit before has broken it
+        text = edit_json(document, Random(edit["seed"]))
+    except ValueError:  # an edit before has broken it, or this one leads in a circle
         return
-    path.write_bytes(sealed(edit_json(document, Random(edit["seed"]))))
+    path.write_bytes(sealed(text))
 
 
 def _damage(edit: Case, path: Path) -> None:
@@ -239,7 +248,7 @@ def _take_one(edited: _Edited, place: Place) -> None:
         claim(harmed, f"what was taken is not restored: {found}")
         return
     assert_same(found, make_state(n))
-    edited.manifests[f"n{n}"], edited.packs[f"n{n}"] = None, set()
+    edited.manifests[f"n{n}"], edited.packs[f"n{n}"] = None, []
     place.accept()
 
 
@@ -328,8 +337,9 @@ def _edit_checkpoint(edit: Case, folders: list[Path]) -> set[Path]:
     if what.startswith(("drop", "cut", "flip", "folder", "fifo")):
         _damage(edit, path)
     elif what == "sealed" and path.suffix == ".json":
-        document = json.loads(path.read_bytes())["manifest"]
-        path.write_bytes(sealed_checkpoint(edit_json(document, Random(edit["seed"]))))
+        with suppress(ValueError):  # it leads in a circle
+            document = json.loads(path.read_bytes())["manifest"]
+            path.write_bytes(sealed_checkpoint(edit_json(document, Random(edit["seed"]))))
     elif what == "rename":
         path.rename(path.with_name(f"renamed-{path.name}"))
     else:

@@ -33,7 +33,11 @@ from soak_parts.operations import Breaks, Operations
 __all__ = ["Report", "Seen", "Worker"]
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PRELOADED = ("torch", "packhorse.cli.app", "packhorse.cli.actions", "soak_parts.worker")
+# The last two are what the command imports at first use.
+_PRELOADED = (
+    *("dcp_samples", "packhorse.cli.actions", "packhorse.cli.app", "soak_parts.worker"),
+    *("pydantic.types", "rich.pretty"),
+)
 _STARTING = threading.Lock()
 _MAX_FILES = 256  # open at once; `ulimit -n` is 1024 for most users, and our cases are small
 _MAX_TEXT = 20_000  # characters of a trace that are kept
