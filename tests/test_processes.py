@@ -107,6 +107,7 @@ def test_a_pickled_store_keeps_its_place_and_options(
 # which nobody ends there.
 FORK = """
 import faulthandler, os, sys, threading, time, warnings
+import numpy as np
 import packhorse
 from packhorse.disk import SnapshotStore
 
@@ -116,6 +117,9 @@ what, folder, delay = sys.argv[1], sys.argv[2], float(sys.argv[3])
 def use():
     if what == "store":
         return SnapshotStore(folder + "/store").restore("a")
+    if what == "take":
+        name = f"{threading.get_native_id()}"
+        return SnapshotStore(f"{folder}/{name}").take(name, {"x": np.arange(9)})
     with packhorse.open_file(folder + "/x.ph.safetensors", framework="np") as file:
         return file.get_tensor("x")
 
@@ -130,8 +134,8 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-@pytest.mark.parametrize("delay", [0, 0.001, 0.003])
-@pytest.mark.parametrize("what", ["store", "file"])
+@pytest.mark.parametrize("delay", [0, 0.001, 0.003, 0.02])
+@pytest.mark.parametrize("what", ["store", "take", "file"])
 def test_a_fork_while_a_thread_imports_what_it_needs(
     what: str, delay: float, tmp_path: Path
 ) -> None:

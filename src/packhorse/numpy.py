@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
+from numpy.ma import MaskedArray  # NumPy imports it at first use: see late_import.py
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import BaseLike
@@ -153,7 +154,7 @@ def _native_dtype(array: Any) -> np.dtype[Any]:
     """
     if not isinstance(array, np.ndarray):
         raise TypeError(f"a NumPy array is needed, not {type(array).__name__}")
-    if isinstance(array, np.ma.MaskedArray):
+    if isinstance(array, MaskedArray):
         raise TypeError("a masked array would lose its mask; take its data and its mask")
     dtype: np.dtype[Any] = array.dtype
     dtype = dtype if dtype in _NAMES else dtype.newbyteorder("=")
