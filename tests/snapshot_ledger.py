@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from snapshot_child import make_state
@@ -10,7 +9,7 @@ from snapshot_samples import assert_same
 
 from packhorse.disk import SnapshotStore
 
-__all__ = ["Ledger", "check_no_leftovers"]
+__all__ = ["Ledger"]
 
 
 class Ledger:
@@ -71,15 +70,3 @@ class Ledger:
             assert found.get(name) in seeds, name
         assert {n: s for n, s in found.items() if n not in self.either} == self.seeds
         self.seeds, self.either = found, {}
-
-
-def check_no_leftovers(folder: Path, store: SnapshotStore) -> None:
-    """Nothing lies in the store but what its snapshots need."""
-    manifests = list(folder.glob("snapshots/*/*"))
-    assert len(manifests) == len(store.names())
-    needed = {pack for path in manifests for pack in json.loads(path.read_text())["packs"]}
-    assert {path.name.split(".")[0] for path in folder.glob("packs/*")} == needed
-    assert {path.name for path in folder.glob("*")} == {
-        "catalog", "packs", "snapshots", "store.json", "writer.lock",
-    }  # fmt: skip
-    assert not list(folder.rglob(".packhorse-*"))

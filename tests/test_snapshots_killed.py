@@ -3,6 +3,7 @@
 `PACKHORSE_KILLS=500 pytest tests/test_snapshots_killed.py` kills as many writers as that.
 """
 
+import json
 import multiprocessing
 import os
 import random
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 
 from snapshot_child import make_state, write_until_killed
-from snapshot_ledger import Ledger, check_no_leftovers
+from snapshot_ledger import Ledger
 
 from packhorse.disk import SnapshotStore
 
@@ -68,3 +69,15 @@ def check_catalogue(folder: Path, to: Path) -> None:
     shutil.copytree(folder, to, ignore=shutil.ignore_patterns("catalog", "writer.lock"))
     assert SnapshotStore(folder).overview() == SnapshotStore(to).overview()
     shutil.rmtree(to)
+
+
+def check_no_leftovers(folder: Path, store: SnapshotStore) -> None:
+    """Nothing lies in the store but what its snapshots need."""
+    manifests = list(folder.glob("snapshots/*/*"))
+    assert len(manifests) == len(store.names())
+    needed = {pack for path in manifests for pack in json.loads(path.read_text())["packs"]}
+    assert {path.name.split(".")[0] for path in folder.glob("packs/*")} == needed
+    assert {path.name for path in folder.glob("*")} == {
+        "catalog", "packs", "snapshots", "store.json", "writer.lock",
+    }  # fmt: skip
+    assert not list(folder.rglob(".packhorse-*"))

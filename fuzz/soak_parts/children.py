@@ -143,8 +143,9 @@ def _live(work: Callable[[], Any], out: Path, err: Path, parent: int) -> None:
         code = 128 + signal.SIGINT
         if f"{os.sep}packhorse{os.sep}" in (trace := traceback.format_exc()):
             sys.stderr.write(trace)
-    except BaseException:
+    except BaseException as error:
         with suppress(BaseException):
+            sys.stderr.write(getattr(error, "trace", ""))
             traceback.print_exc()
     finally:
         with suppress(BaseException):
@@ -174,12 +175,14 @@ def end_at_call(number: int, signal_number: int, *, after: bool, naming: bool) -
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal left
             left -= 1
-            if left == -1 and not after:
+            is_now = left == -1
+            if is_now and not after:
                 os.kill(os.getpid(), signal_number)
-            result = real(*args, **kwargs)
-            if left == -1 and after:
-                os.kill(os.getpid(), signal_number)
-            return result
+            try:
+                return real(*args, **kwargs)
+            finally:
+                if is_now and after:
+                    os.kill(os.getpid(), signal_number)
 
         return call
 

@@ -25,7 +25,7 @@ import numpy as np
 from packhorse import numpy as packhorse_numpy
 from packhorse import open_file
 from packhorse.disk import SnapshotStore
-from soak_parts.case import Case, Part, Place, claim
+from soak_parts.case import Case, Finding, Part, Place, claim
 from soak_parts.children import run_child, start_child
 from soak_parts.operations import Operations
 
@@ -81,7 +81,11 @@ def _run_fresh(case: Case, place: Place) -> None:
 
 def work_and_fork(case: str, folder: str) -> None:
     """What a new process does."""
-    _fork_beside(json.loads(case), Place(Path(folder), Operations()))
+    try:
+        _fork_beside(json.loads(case), Place(Path(folder), Operations()))
+    except Finding as finding:
+        sys.stderr.write(finding.trace)
+        raise
 
 
 def _fork_beside(case: Case, place: Place) -> None:
