@@ -38,6 +38,7 @@ _SEAL = b'{"crc32c":"00000000",'
 _KINDS = (
     *("drop", "cut", "flip", "sealed", "copy", "stray", "stray", "stray", "rename"),
     *("drop pack", "cut pack", "flip pack", "stray pack", "stray file", "folder", "fifo"),
+    *("drop catalog", "cut catalog", "flip catalog", "stray catalog"),  # repeats manifests
 )
 _LITTLE = 24 << 20  # bytes beyond what a process has
 _LIMIT_S = 20.0
@@ -98,10 +99,11 @@ class _Edited:
 
     def files(self, what: str) -> list[Path]:
         """The manifests or packs that there are, not by their names, which are drawn at random."""
-        if not what.endswith("pack"):
-            found = sorted(self.folder.glob("snapshots/*/*.json"))
-        else:
+        if what.endswith("pack"):
             found = [pack for name in self.manifests for pack in self.packs[name]]
+        else:
+            kind = "catalog/*" if what.endswith("catalog") else "snapshots/*/*.json"
+            found = sorted(self.folder.glob(kind))
         return [path for path in dict.fromkeys(found) if path.is_file() and path.stat().st_size]
 
     def forget(self, gone: set[str]) -> None:
