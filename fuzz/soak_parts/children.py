@@ -27,6 +27,7 @@ _NAMING = ("replace", "rename", "link", "unlink", "mkdir", "rmdir")
 _CALLS = (*_NAMING, "open", "pwrite", "write", "fsync", "ftruncate", "fchmod")
 _FAILED = 99  # exit code of a child that raised
 _DUMP_S = 0.5
+_AGAIN_S = 5.0
 # Held back while a child is made ready.
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
@@ -71,17 +72,25 @@ class Child:
         with suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
-    def wait(self, limit_s: float) -> Ended:
+    def wait(self, limit_s: float, again: int | None = None) -> Ended:
         """Wait for its end.
+
+        Args:
+            limit_s: how long.
+            again: a signal to send once more if nothing comes of it: Python may lose an interrupt
+                in a place where it raises nothing.
 
         Raises:
             Finding: it is not done in time.
         """
-        until = time.monotonic() + limit_s
+        until, sent = time.monotonic() + limit_s, time.monotonic()
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         while not pid and time.monotonic() < until:
             time.sleep(0.001)
             pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if not pid and again is not None and time.monotonic() > sent + _AGAIN_S:
+                self.end(again)
+                sent = time.monotonic()
         if not pid:
             self.end(signal.SIGUSR1)
             time.sleep(_DUMP_S)

@@ -69,7 +69,7 @@ def _run_until_ended(work: Callable[[], Any], end: Case, place: Place) -> Ended:
     if "seconds" in end:
         time.sleep(end["seconds"])
         child.end(number)
-    ended = child.wait(_LIMIT_S)
+    ended = child.wait(_LIMIT_S, again=number)
     if ended.code:
         place.kill()
     return ended
