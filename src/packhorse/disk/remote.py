@@ -4,6 +4,10 @@ A large object is written to a temporary file of this machine first, because its
 last, and then put at once, which is atomic on an object store. Reading asks for ranges of bytes.
 Nothing that was seen before is believed, since another process may have written: listings are not
 taken from a cache.
+
+Each file system has exceptions of its own for a network that is down, a name that is not known and
+credentials that are refused. Here they all become `OSError` (`_reaching`), with the original as the
+cause: what is no error of Packhorse, of the caller or of the system comes from the other side.
 """
 
 from __future__ import annotations
@@ -23,11 +27,18 @@ import xxhash
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.atomic import OutputFile
 from packhorse.disk.storage import LocalStorage, Object, Stamp, Storage, check_region
-from packhorse.errors import CorruptionError, MissingBackendError, TruncationError
+from packhorse.errors import CorruptionError, MissingBackendError, PackhorseError, TruncationError
 from packhorse.late_import import import_late
 
 __all__ = ["RemoteStorage", "open_remote"]
 
+_OF_EXTRA = ("s3", "s3a")  # protocols whose package the extra `remote` brings
+# Of object stores, which have no folders: to make one would make a bucket.
+_WITHOUT_FOLDERS = frozenset(("s3", "s3a", "gs", "gcs"))
+_REMEDIES: dict[type, str] = {
+    FileNotFoundError: "check the address",
+    PermissionError: "check the credentials, and what they allow",
+}
 _READ_NBYTES = 1 << 23  # asked for at once, where frames lie in the order in which they are read
 # Ranges that are this close are fetched as one: a request costs more than the bytes between.
 _JOIN_NBYTES = 1 << 18
@@ -39,8 +50,9 @@ def open_remote(url: str, options: dict[str, Any]) -> Storage:
     """The storage at a URL of fsspec.
 
     Raises:
-        MissingBackendError: fsspec is not installed.
-        ImportError, ValueError: it does not know the protocol, or not without another package.
+        MissingBackendError: fsspec is not installed, or what it needs for this protocol.
+        ValueError: it does not know the protocol.
+        OSError: the other side does not answer.
     """
     try:
         core: Any = import_late("fsspec.core")
@@ -49,10 +61,43 @@ def open_remote(url: str, options: dict[str, Any]) -> Storage:
         raise MissingBackendError(
             f"{url}: needs fsspec; install it with: pip install 'packhorse[remote]'"
         ) from error
-    fs, root = core.url_to_fs(url, **options)
+    with _reaching(url):
+        try:
+            fs, root = core.url_to_fs(url, **options)
+        except ImportError as error:
+            raise MissingBackendError(f"{url}: {_missing(url, error)}") from error
     if isinstance(fs, local.LocalFileSystem):  # which would neither flush nor rename
         return LocalStorage(root)
     return RemoteStorage(fs, root, url)
+
+
+def _missing(url: str, error: ImportError) -> str:
+    """What to install for a protocol; fsspec knows the packages, and the extra has one of them."""
+    if url.partition("://")[0] in _OF_EXTRA:
+        return "needs s3fs; install it with: pip install 'packhorse[remote]'"
+    return f"needs a package that is not installed: {error}"
+
+
+@contextmanager
+def _reaching(label: str) -> Iterator[None]:
+    """Raise what goes wrong on the way to an object or on the other side as `OSError`.
+
+    Args:
+        label: of the object, to be named.
+    """
+    try:
+        yield
+    except (PackhorseError, MemoryError, TypeError, ValueError, NotImplementedError):
+        raise
+    except Exception as error:
+        # Of Python's exceptions the nearest: FileNotFoundError, PermissionError, TimeoutError.
+        kinds = (kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+        kind = next(kind for kind in kinds if issubclass(kind, OSError) or kind is Exception)
+        words = " ".join(str(error).split()) or type(error).__name__
+        remedy = _REMEDIES.get(kind, "check the address, the network and the credentials")
+        made = OSError if kind is Exception else kind
+        text = words if words.startswith(label) else f"{label}: {words}"
+        raise made(text if remedy in text else f"{text}; {remedy}") from error
 
 
 class RemoteStorage:
@@ -82,7 +127,8 @@ class RemoteStorage:
         """Files and folders directly in a folder; none if it is not there."""
         self._fs.invalidate_cache()
         try:
-            found = self._fs.ls(self.at(folder), detail=False)
+            with _reaching(self.label(folder)):
+                found = self._fs.ls(self.at(folder), detail=False)
         except FileNotFoundError:
             return []
         paths = {path.rstrip("/") for path in found} - {self.at(folder)}  # which may be an object
@@ -110,7 +156,8 @@ class RemoteStorage:
         """All files below a folder; one listing, where there are no folders."""
         self._fs.invalidate_cache()
         try:
-            found: dict[str, dict[str, Any]] = self._fs.find(self.at(folder), detail=True)
+            with _reaching(self.label(folder)):
+                found: dict[str, dict[str, Any]] = self._fs.find(self.at(folder), detail=True)
         except FileNotFoundError:
             return {}
         return found
@@ -125,7 +172,11 @@ class RemoteStorage:
 
     def exists(self, path: str) -> bool:
         """Whether there is such an object."""
-        return bool(self._fs.isfile(self._fresh(path)))
+        with _reaching(self.label(path)):
+            try:
+                return bool(self._fs.info(self._fresh(path))["type"] == "file")
+            except FileNotFoundError:
+                return False
 
     def _fresh(self, path: str) -> str:
         full = self.at(path)
@@ -134,17 +185,22 @@ class RemoteStorage:
 
     def read(self, path: str, max_nbytes: int) -> bytes:
         """A small object, whole."""
-        full = self._fresh(path)
+        with _reaching(self.label(path)):
+            data = self._head(self._fresh(path), max_nbytes + 1)
+        if len(data) > max_nbytes:
+            raise CorruptionError(f"{self.label(path)}: longer than {max_nbytes} bytes")
+        return data
+
+    def _head(self, full: str, nbytes: int) -> bytes:
+        """The first bytes of an object."""
         try:
-            data: bytes = self._fs.cat_file(full, start=0, end=max_nbytes + 1)
+            data: bytes = self._fs.cat_file(full, start=0, end=nbytes)
         except FileNotFoundError:
             raise
-        except Exception:
+        except (OSError, ValueError):
             if self._fs.size(full) == 0:  # S3 gives no range of an empty object
                 return b""
             raise
-        if len(data) > max_nbytes:
-            raise CorruptionError(f"{self.label(path)}: longer than {max_nbytes} bytes")
         return data
 
     def open(self, path: str) -> Object:
@@ -154,7 +210,8 @@ class RemoteStorage:
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
         """Write a small object in one step; what is there is replaced in any case."""
         self._make_folder(posixpath.dirname(self.at(path)))
-        self._fs.pipe_file(self.at(path), data)
+        with _reaching(self.label(path)):
+            self._fs.pipe_file(self.at(path), data)
 
     def put_cache(self, path: str, data: bytes) -> None:
         """The same: an object store answers when it is done."""
@@ -166,7 +223,8 @@ class RemoteStorage:
             return False
         self._make_folder(posixpath.dirname(self.at(path)))
         try:
-            self._fs.pipe_file(self.at(path), data, mode="create")
+            with _reaching(self.label(path)):
+                self._fs.pipe_file(self.at(path), data, mode="create")
         except (FileExistsError, NotImplementedError, TypeError, ValueError):
             return False
         return True
@@ -177,21 +235,24 @@ class RemoteStorage:
         with tempfile.NamedTemporaryFile(prefix="packhorse-") as file:
             yield OutputFile(file.fileno(), Path(file.name))
             self._make_folder(posixpath.dirname(self.at(path)))
-            self._fs.put_file(file.name, self.at(path))
+            with _reaching(self.label(path)):
+                self._fs.put_file(file.name, self.at(path))
 
     def _make_folder(self, folder: str) -> None:
         """Make a folder, where there are folders."""
-        with suppress(FileExistsError, NotImplementedError):
-            self._fs.makedirs(folder, exist_ok=True)
+        protocol = self._fs.protocol
+        if _WITHOUT_FOLDERS.isdisjoint((protocol,) if isinstance(protocol, str) else protocol):
+            with suppress(FileExistsError, NotImplementedError), _reaching(self.label()):
+                self._fs.makedirs(folder, exist_ok=True)
 
     def remove(self, path: str) -> None:
         """Remove an object; it may be gone already."""
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), _reaching(self.label(path)):
             self._fs.rm_file(self.at(path))
 
     def remove_folder(self, path: str) -> None:
         """Remove a folder if it is empty, where there are folders."""
-        with suppress(OSError, NotImplementedError):
+        with suppress(OSError, NotImplementedError), _reaching(self.label(path)):
             self._fs.rmdir(self.at(path))
 
     def flush(self, folder: str) -> None:
@@ -225,7 +286,8 @@ class _RemoteObject:
 
     def __init__(self, fs: Any, path: str, label: str) -> None:
         self._fs, self._path, self._label = fs, path, label
-        self.nbytes = int(fs.size(path))
+        with _reaching(label):
+            self.nbytes = int(fs.size(path))
         self._start = 0
         self._data = b""
         self._lock = threading.Lock()
@@ -237,7 +299,8 @@ class _RemoteObject:
             if not start <= offset <= offset + nbytes <= start + len(data):
                 start = offset
                 stop = min(self.nbytes, offset + max(nbytes, _READ_NBYTES))
-                data = self._fs.cat_file(self._path, start=start, end=stop)
+                with _reaching(self._label):
+                    data = self._fs.cat_file(self._path, start=start, end=stop)
                 self._check_length(data, start, stop)
                 if len(data) <= _READ_NBYTES:
                     self._start, self._data = start, data
@@ -257,7 +320,9 @@ class _RemoteObject:
             elif memory.size:
                 joined.append((offset, stop, [(memory, offset)]))
         starts, stops = [start for start, _, _ in joined], [stop for _, stop, _ in joined]
-        pieces = self._fs.cat_ranges([self._path] * len(joined), starts, stops, on_error="raise")
+        paths = [self._path] * len(joined)
+        with _reaching(self._label):
+            pieces = self._fs.cat_ranges(paths, starts, stops, on_error="raise")
         for data, (start, stop, found) in zip(pieces, joined, strict=True):
             self._check_length(data, start, stop)
             for memory, offset in found:

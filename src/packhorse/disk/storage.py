@@ -192,8 +192,8 @@ def open_storage(url: str | os.PathLike[str], options: Mapping[str, Any] | None 
         options: for the file system of fsspec.
 
     Raises:
-        MissingBackendError: fsspec is not installed.
-        ImportError: it is, and a package is missing that it needs for this protocol.
+        MissingBackendError: fsspec is not installed, or what it needs for this protocol.
+        OSError: the other side does not answer.
         TypeError, ValueError: `url` is none, or of an unknown protocol.
     """
     text = os.fspath(url)

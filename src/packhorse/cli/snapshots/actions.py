@@ -56,9 +56,11 @@ def open_store(url: str, **options: Any) -> SnapshotStore:
     Raises:
         FileNotFoundError: nothing is.
     """
-    if "://" not in url and not Path(url).exists():
+    is_path = "://" not in url
+    store = None if is_path and not Path(url).exists() else SnapshotStore(url, **options)
+    if store is None or not (is_path or store.exists()):
         raise FileNotFoundError(f"{url}: there is no such snapshot store; check the path")
-    return SnapshotStore(url, **options)
+    return store
 
 
 def read_pairs(words: Iterable[str]) -> dict[str, Any]:

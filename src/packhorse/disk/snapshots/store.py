@@ -384,6 +384,16 @@ class SnapshotStore:
         self._glance()
         return self._catalog.stored_nbytes()
 
+    def exists(self) -> bool:
+        """Whether there is a store; False for nothing and for an empty folder.
+
+        Raises:
+            CorruptionError, CompatibilityError: it is damaged or of a newer version.
+            ValueError: the folder is something else.
+        """
+        self._glance()
+        return self._catalog.is_there()
+
     def names(self) -> list[str]:
         """The names of all snapshots, the oldest first; none if there is no store yet.
 
