@@ -31,7 +31,7 @@ BAD = {
     "empty": (b"", TruncationError, "0 bytes"),
     "short": (b"abc", TruncationError, "3 bytes"),
     "text": (b"hello, world, this is no model", CorruptionError, "not a safetensors file"),
-    "zip": (b"PK\x03\x04" + bytes(99), TruncationError, "zip archive.*convert"),
+    "zip": (b"PK\x03\x04" + bytes(99), CorruptionError, "zip archive.*convert"),
     "pickle": (b"\x80\x02}q\x00X\x04\x00\x00", CorruptionError, "pickle.*convert"),
     "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(99), CorruptionError, "GGUF"),
     "json": (b'{\n  "architectures": [],' + bytes(99), CorruptionError, "give the folder"),

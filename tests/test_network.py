@@ -218,7 +218,7 @@ def test_a_bucket_that_is_not_there_is_not_made(
 ) -> None:
     """By a letter that is wrong."""
     command_env(server, monkeypatch)
-    for url in ("s3://buckett/run", "s3://bucket/runn"):
+    for url in ("s3://buckett/run", "s3://bucket/other"):
         for words in (["list"], ["show"], ["verify"]):
             done = run("snapshot", *words, url)
             assert (done.code, done.out) == (3, "")

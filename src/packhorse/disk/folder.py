@@ -17,7 +17,7 @@ work that was cut short leaves nothing and starts anew.
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -45,6 +45,7 @@ from packhorse.disk.folder_index import (
     plain_name,
     unpack_index,
 )
+from packhorse.disk.foreign import FOREIGN_SUFFIXES
 from packhorse.disk.header import read_header
 from packhorse.disk.opening import open_regular
 from packhorse.disk.packed_header import is_packed
@@ -281,8 +282,9 @@ def packed_files(src: str | os.PathLike[str]) -> list[Path]:
         ValueError: there is none.
         OSError: the folder cannot be read.
     """
-    files = [path for path in walk(Path(src)) if path.name.endswith(FILE_SUFFIX) and path.is_file()]
-    _require(files, Path(src), FILE_SUFFIX)
+    paths = [path for path in walk(Path(src)) if path.is_file()]
+    files = [path for path in paths if path.name.endswith(FILE_SUFFIX)]
+    _require(files, Path(src), FILE_SUFFIX, paths)
     return files
 
 
@@ -317,7 +319,7 @@ def _items_to_pack(source: Path) -> list[_Item]:
     pickles = [item.source for item in items if item.source.suffix.lower() in PICKLE_SUFFIXES]
     if pickles and not models:
         raise ValueError(pickle_advice(pickles[0]))
-    _require(models, source, PLAIN_SUFFIX)
+    _require(models, source, PLAIN_SUFFIX, [item.source for item in items])
     return items
 
 
@@ -343,7 +345,8 @@ def _items_to_unpack(source: Path) -> list[_Item]:
     links: dict[Path, Path] = {}
     items = [_item_to_unpack(path, path.relative_to(source)) for path in walk(source, links)]
     items += _links(links, source)
-    _require([item for item in items if item.kind is _Kind.MODEL], source, FILE_SUFFIX)
+    paths = [item.source for item in items]
+    _require(_models(items), source, FILE_SUFFIX, paths)
     taken: dict[Path, Path] = {}
     for item in items:
         other = taken.setdefault(item.output, item.source)
@@ -431,11 +434,17 @@ def _refuse_base(destination: Path, base: BaseLike | None) -> None:
         raise ValueError(f"{destination}: the output holds the base; name another output")
 
 
-def _require(models: Sized, source: Path, suffix: str) -> None:
-    if not models:
-        raise ValueError(
-            f"{source}: there is no *{suffix} file in it or below; name a model folder"
-        )
+def _require(models: Sized, source: Path, suffix: str, paths: Iterable[Path]) -> None:
+    if models:
+        return
+    found = {path.suffix.lower() for path in paths}
+    kinds = sorted({FOREIGN_SUFFIXES[name] for name in found & FOREIGN_SUFFIXES.keys()})
+    remedy = "name a model folder"
+    if suffix != PLAIN_SUFFIX and PLAIN_SUFFIX in found:
+        remedy = f"its *{PLAIN_SUFFIX} files are not packed, so pack it first"
+    elif kinds:
+        remedy = f"it has files of {', '.join(kinds)}, and Packhorse packs safetensors"
+    raise ValueError(f"{source}: there is no *{suffix} file in it or below; {remedy}")
 
 
 def _build(

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from packhorse.disk.foreign import PEEK_NBYTES, kind_of_file
 from packhorse.disk.opening import open_regular
 from packhorse.disk.strict_json import check_text, json_kind, parse_json, shown
 from packhorse.errors import CompatibilityError, CorruptionError, TruncationError
@@ -37,24 +38,12 @@ LENGTH_NBYTES = 8  # the u64 before the JSON
 METADATA_KEY = "__metadata__"
 _ALIGNMENT = 8  # the library pads the JSON with spaces to a multiple of this
 _FIELDS = ("dtype", "shape", "data_offsets")
-_PEEK_NBYTES = 64
 
 # The order in which the library's savers lay tensors out: the last of these first, then by name.
 _SAVE_ORDER = (
     *("BOOL", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8"),
     *("F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
     *("I16", "U16", "F16", "BF16", "I32", "U32", "F32", "C64", "F64", "I64", "U64"),
-)
-
-_JSON = "JSON, perhaps a config or an index: give the folder that it is in"
-# What people pass by mistake, by its first bytes, and what helps.
-_KNOWN_STARTS = (
-    (b"version https://git-lfs", "a Git LFS pointer, not the model: fetch it with `git lfs pull`"),
-    (b"PK\x03\x04", "a zip archive, perhaps a PyTorch checkpoint: convert that to safetensors"),
-    (b"\x80", "perhaps a Python pickle: convert that to safetensors"),
-    (b"GGUF", "a GGUF file: only safetensors can be packed"),
-    (b'{"', _JSON),
-    (b"{\n", _JSON),
 )
 
 
@@ -159,7 +148,7 @@ def read_file_header(file: BinaryIO, label: str) -> FileHeader:
         The checked header.
     """
     file_nbytes = os.fstat(file.fileno()).st_size
-    start = file.read(_PEEK_NBYTES)
+    start = file.read(PEEK_NBYTES)
     header_nbytes = _header_nbytes(start, file_nbytes, label)
     file.seek(LENGTH_NBYTES)
     text = file.read(header_nbytes)
@@ -176,7 +165,7 @@ def parse_file_header(data: memoryview, label: str) -> FileHeader:
     Returns:
         The checked header.
     """
-    header_nbytes = _header_nbytes(bytes(data[:_PEEK_NBYTES]), data.nbytes, label)
+    header_nbytes = _header_nbytes(bytes(data[:PEEK_NBYTES]), data.nbytes, label)
     stop = LENGTH_NBYTES + header_nbytes
     return parse_header(
         bytes(data[LENGTH_NBYTES:stop]), data_nbytes=data.nbytes - stop, label=label
@@ -185,31 +174,31 @@ def parse_file_header(data: memoryview, label: str) -> FileHeader:
 
 def _header_nbytes(start: bytes, file_nbytes: int, label: str) -> int:
     """The length that the first bytes of a file declare, checked against the file's."""
+    header_nbytes = int.from_bytes(start[:LENGTH_NBYTES], "little")
+    is_allowed = len(start) >= LENGTH_NBYTES and header_nbytes <= MAX_FILE_HEADER_NBYTES
+    if is_allowed and LENGTH_NBYTES + header_nbytes <= file_nbytes:
+        return header_nbytes
+    if is_allowed and start[LENGTH_NBYTES : LENGTH_NBYTES + 1] == b"{":
+        raise TruncationError(
+            f"{label}: cut short: the header alone takes {header_nbytes} bytes, by bytes 0 to 7, "
+            f"and the file has {file_nbytes}; get the file again"
+        )
     if len(start) < LENGTH_NBYTES:
         raise TruncationError(
             f"{label}: not a safetensors file, or cut short: it has {len(start)} bytes, and the "
             f"length of the header alone takes {LENGTH_NBYTES}"
         )
-    header_nbytes = int.from_bytes(start[:LENGTH_NBYTES], "little")
+    if kind := kind_of_file(start):
+        raise CorruptionError(f"{label}: not a safetensors file, but {kind}")
     if header_nbytes > MAX_FILE_HEADER_NBYTES:
         raise CorruptionError(
             f"{label}: not a safetensors file: bytes 0 to 7 declare a header of {header_nbytes} "
-            f"bytes, and at most {MAX_FILE_HEADER_NBYTES} are allowed{_guess(start)}"
+            f"bytes, and at most {MAX_FILE_HEADER_NBYTES} are allowed"
         )
-    if LENGTH_NBYTES + header_nbytes > file_nbytes:
-        raise TruncationError(
-            f"{label}: not a safetensors file, or cut short: bytes 0 to 7 declare a header of "
-            f"{header_nbytes} bytes, and {file_nbytes - LENGTH_NBYTES} follow"
-            f"{_guess(start) or '; get the file again'}"
-        )
-    return header_nbytes
-
-
-def _guess(start: bytes) -> str:
-    for magic, advice in _KNOWN_STARTS:
-        if start.startswith(magic):
-            return f" (it is {advice})"
-    return ""
+    raise TruncationError(
+        f"{label}: not a safetensors file, or cut short: bytes 0 to 7 declare a header of "
+        f"{header_nbytes} bytes, and {file_nbytes - LENGTH_NBYTES} follow; get the file again"
+    )
 
 
 def parse_header(text: bytes, *, data_nbytes: int | None = None, label: str) -> FileHeader:
@@ -331,8 +320,8 @@ def _check_end(header: FileHeader, data_nbytes: int, label: str) -> None:
     missing = header.data_nbytes - data_nbytes
     if missing > 0:
         raise TruncationError(
-            f"{label}: cut short: the tensors end at byte {header.file_nbytes}, and the file at "
-            f"byte {header.file_nbytes - missing}; get the file again"
+            f"{label}: cut short: the header says {header.file_nbytes} bytes, and the file has "
+            f"{header.file_nbytes - missing}; get the file again"
         )
     if missing < 0:
         raise CorruptionError(
