@@ -18,6 +18,7 @@ _GAP = 3  # blanks between columns
 _EDGES = 2  # a blank before the first and after the last
 _MIN_NAME = 24  # cells of a name; before it gets shorter, columns are left out
 _INDENT = 4  # of what explains a row, below it
+_MIN_NOTE = 80  # cells that it needs to stand behind the row, if it is so long
 
 
 @dataclass
@@ -56,20 +57,22 @@ class Grid:
             mark: stands for what was cut off.
         """
         widths = self._widths(width)
-        is_beside = self._is_beside(widths, width)
+        room = self._note_room(widths, width)
         yield Text(self.title if width is None else shorten(self.title, width, mark))
         yield Text()
         heads = {name: Text(name.lstrip(">~")) for name in self.columns}
-        yield self._line(heads, Text(self.note if is_beside else ""), widths, mark)
-        rule = _total(widths) - _EDGES + (_GAP + self._note_width() if is_beside else 0)
+        yield self._line(heads, Text(self.note if room else ""), widths, mark)
+        rule = _total(widths) - _EDGES + (_GAP + room if room else 0)
         yield Text(" " + ("─" if mark == "…" else "-") * rule)
         for cells, note in self._rows:
             if not cells:
                 yield Text()
                 continue
-            yield self._line(cells, note if is_beside else Text(), widths, mark)
-            if note.plain and not is_beside:
-                yield _below(note, width or 0, mark)
+            yield self._line(cells, _cut(note, room, mark) if room else Text(), widths, mark)
+            if note.plain and not room:
+                below = _cut(note, max(0, (width or 0) - _INDENT - 1), mark)
+                below.stylize("dim")
+                yield Text(" " * _INDENT).append_text(below)
         yield Text()
 
     def _widths(self, width: int | None) -> dict[str, int]:
@@ -92,14 +95,17 @@ class Grid:
             widths[name] -= min(over, widths[name] - 1)
         return widths
 
-    def _is_beside(self, widths: dict[str, int], width: int | None) -> bool:
-        """Whether what explains rows has room behind them."""
+    def _note_room(self, widths: dict[str, int], width: int | None) -> int:
+        """Cells for what explains rows, behind them; 0 if it stands below them."""
         if not self.note:
-            return False
-        return width is None or _total(widths) + _GAP + self._note_width() <= width
-
-    def _note_width(self) -> int:
-        return max(cell_len(text) for text in (self.note, *(note.plain for _, note in self._rows)))
+            return 0
+        wanted = max(
+            cell_len(text) for text in (self.note, *(note.plain for _, note in self._rows))
+        )
+        if width is None:
+            return wanted
+        room = min(wanted, width - _total(widths) - _GAP)
+        return room if room >= min(wanted, _MIN_NOTE) else 0
 
     def _line(self, cells: dict[str, Text], note: Text, widths: dict[str, int], mark: str) -> Text:
         line = Text()
@@ -119,14 +125,13 @@ def _total(widths: dict[str, int]) -> int:
     return sum(widths.values()) + _GAP * (len(widths) - 1) + _EDGES
 
 
-def _below(note: Text, width: int, mark: str) -> Text:
-    room = max(0, width - _INDENT - 1)
+def _cut(note: Text, room: int, mark: str) -> Text:
+    """An explanation without its end, where that has no room."""
     text = note.copy()
     if cell_len(text.plain) > room:
         text.truncate(max(0, room - len(mark)))
         text.append(mark)
-    text.stylize("dim")
-    return Text(" " * _INDENT).append_text(text)
+    return text
 
 
 def shorten(text: str, width: int, mark: str) -> str:
