@@ -67,7 +67,7 @@ KINDS: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "zip": (lambda: zipped("a/b.txt"), "a zip archive", "take out the model"),
     "torch": (torch_file, "a checkpoint of PyTorch", "docs/cli.md"),
     "pickle": (lambda: b"\x80\x04\x95\x10\0\0\0\0\0\0\0}\x94.", "a Python pickle", "docs/cli.md"),
-    "text": (lambda: "Liebe Grüße, und schöne Tage!\n".encode() * 40, "text", "name a model"),
+    "text": (lambda: "Liebe Grüße aus Köln!\n".encode() * 40, "text", "name a model"),
     "page": (lambda: b"<!DOCTYPE html><title>404</title>", "a web page", "get the file again"),
     "json": (lambda: json.dumps({"a": 1}).encode(), "JSON", "give the folder"),
     "lfs": (lambda: b"version https://git-lfs.github.com/spec/v1\noid x", "LFS", "git lfs pull"),

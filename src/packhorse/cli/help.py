@@ -27,6 +27,8 @@ def plain_types(command: Any, parent: typer.Context | None = None) -> Any:
 
 
 def _name_type(parameter: Any) -> None:
+    if not hasattr(parameter, "type_descriptor"):
+        return  # an older version, whose own words are plain
     word = _word(parameter)
     if parameter.param_type_name == "argument":
         # Its metavar is its name; the type stands beside it, in newer versions.
@@ -38,10 +40,8 @@ def _name_type(parameter: Any) -> None:
 
 
 def _word(parameter: Any) -> str:
-    descriptor = getattr(parameter, "type_descriptor", None)
-    if descriptor is None:  # an older version, which has words of its own
-        return str(getattr(parameter.type, "name", "")).upper()
-    kind = getattr(descriptor.annotation, "__args__", (descriptor.annotation,))[0]
+    annotation = parameter.type_descriptor.annotation
+    kind = getattr(annotation, "__args__", (annotation,))[0]  # of a list that of its items
     if isinstance(kind, type) and issubclass(kind, Enum):
         return "|".join(str(item.value) for item in kind)
     return _WORDS.get(kind, "TEXT")
