@@ -159,8 +159,9 @@ def _die_of_closed_pipe() -> int:
     That signal is not left to the system from the start, as it would end the program when a server
     closes a connection, too.
     """
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGPIPE)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGPIPE)
     return 128 + signal.SIGPIPE
 
 
