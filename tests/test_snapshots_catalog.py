@@ -23,7 +23,7 @@ from packhorse.disk import SnapshotStore
 from packhorse.disk.snapshots import catalog, finder, index, records
 from packhorse.disk.snapshots.manifest import FrameRef
 from packhorse.disk.snapshots.records import Page, decode_page, encode_page
-from packhorse.errors import CorruptionError
+from packhorse.errors import CompatibilityError, CorruptionError
 
 RNG = np.random.default_rng(0)
 BASE = RNG.standard_normal((8, 40)).astype(np.float32)
@@ -371,7 +371,26 @@ def test_a_bomb_takes_no_memory() -> None:
     with pytest.raises(CorruptionError, match="are declared"):
         decode_page(sealed((1, 0, 0, 0, 0, 5), [bomb] * 3))
     with pytest.raises(CorruptionError, match="are declared"):
-        decode_page(sealed((1 << 22, 0, 0, 0, 0, (1 << 28) - 48 * (1 << 22)), [bomb] * 3))
+        decode_page(sealed((64, 0, 0, 0, 0, (1 << 28) - 48 * 64), [bomb] * 3))
+
+
+def test_a_record_has_no_more_rows_than_its_manifest_has_room_for(folder: Path) -> None:
+    (path,) = pages_of(folder)
+    record = decode_page(path.read_bytes()).records()[0]
+    many = np.zeros(1 << 16, np.uint64)
+    contents = records.Contents(many, many.astype(np.uint8), many.size)
+    for lie in (
+        replace(record, contents=contents, sizes=records.Sizes(many, many, many)),
+        replace(record, packs=bytes(16 * 1000)),
+    ):
+        data = encode_page([lie])
+        assert data is not None
+        with pytest.raises(CorruptionError, match="than a manifest of that size has"):
+            decode_page(data)
+    data = encode_page([replace(record, path=f"snapshots/{i}") for i in range(65)])
+    assert data is not None
+    with pytest.raises(CorruptionError, match="65 records"):
+        decode_page(data)
 
 
 Lie = Callable[[records.Record], records.Record]
@@ -406,6 +425,27 @@ def test_nothing_is_removed_on_the_word_of_the_catalogue(folder: Path, lie: str)
     for i in (9, 10, 11):
         assert_same(SnapshotStore(folder).restore(f"s{i}"), state_of(i))
     assert SnapshotStore(folder).verify() == []
+
+
+def test_a_manifest_of_a_newer_release_is_not_cleared_by_the_catalogue(folder: Path) -> None:
+    """Which that release has written, and by which the manifest is good."""
+    (path,) = (folder / "snapshots" / "s5").iterdir()
+    (page,) = pages_of(folder)
+    document = {**json.loads(path.read_text()), "version": 2, "crc32c": "0" * 8}
+    text = json.dumps(document, separators=(",", ":"))
+    crc = crc32c(text.encode())
+    path.write_bytes(text.replace("0" * 8, f"{crc:08x}", 1).encode())
+    stamp = records.Stamp(path.stat().st_size, path.stat().st_mtime_ns)
+    told = [
+        replace(record, crc=crc, stamp=stamp) if "/s5/" in record.path else record
+        for record in decode_page(page.read_bytes()).records()
+    ]
+    page.write_bytes(encode_page(told) or b"")
+    before = set((folder / "packs").iterdir())
+    with pytest.raises(CompatibilityError, match=r"snapshot 's5': .*version 2"):
+        SnapshotStore(folder).prune(keep=1)
+    SnapshotStore(folder).delete("s0")
+    assert set((folder / "packs").iterdir()) == before
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -54,6 +54,7 @@ _TIME = re.compile(
     r"([0-9]{4})-([0-9]{2})-([0-9]{2})T([0-9]{2}):([0-9]{2}):([0-9]{2})\.([0-9]{1,6})Z"
 )
 _TIME_WORDS = "YYYY-MM-DDThh:mm:ss.ffffffZ"
+_HEAD = f'","kind":"{_KIND}","version":{_VERSION},"reader":"'.encode()
 _PACKS_KEY = b',"packs":['
 _PACKS = re.compile(rb'(?:"[0-9a-f]{32}"(?:,"[0-9a-f]{32}")*)?')
 
@@ -290,11 +291,12 @@ def find_packs(text: bytes) -> bytes | None:
         text: of a manifest that is good, and written as `render_manifest` does, packs last.
 
     Returns:
-        32 digits for each, in order; None if the text ends otherwise. No string can look so from
-        outside: a quotation mark in it has a backslash before it.
+        32 digits for each, in order; None if the text begins or ends otherwise. No string can look
+        so from outside: a quotation mark in it has a backslash before it.
     """
     start = text.rfind(_PACKS_KEY) + len(_PACKS_KEY)
-    if start < len(_PACKS_KEY) or not text.endswith(b"]}"):
+    is_ours = text.startswith(_HEAD, _CRC_AT + 8)  # a newer version may name packs elsewhere, too
+    if not is_ours or start < len(_PACKS_KEY) or not text.endswith(b"]}"):
         return None
     packs = text[start:-2]
     return packs[1:-1].replace(b'","', b"") if _PACKS.fullmatch(packs) else None

@@ -54,6 +54,9 @@ _VERSION = 1
 _CRC_END = 12  # the checksum is of all bytes from here on
 _LEVEL = 3
 _PACK_NBYTES = 16
+# What a tensor, a frame or a pack takes in a manifest at least: so a catalogue asks for no more
+# memory than the manifests that it describes.
+_MIN_ROW_NBYTES = 16
 _MAX_SIZE = 1 << 53  # of a tensor or a pack; sums stay far from where numbers end
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
@@ -296,12 +299,13 @@ def decode_page(data: bytes) -> Page:
     cuts = (_HEAD.size, _HEAD.size + first, _HEAD.size + first + second, len(data))
     parts = [data[start:end] for start, end in pairwise(cuts)]
     n_records, n_packs, n_refs, n_tensors, n_rows, names_nbytes = counts
+    if n_records > MAX_RECORDS:
+        raise CorruptionError(f"{n_records} records")
     about = _decompress(
         parts[0], _about_layout(n_records, n_packs, n_refs, names_nbytes), "records"
     )
-    paths = _check_about(
-        about, n_packs, {"n_tensors": n_tensors, "n_rows": n_rows, "n_refs": n_refs}
-    )
+    totals = {"n_tensors": n_tensors, "n_rows": n_rows, "n_refs": n_refs}
+    paths = _check_about(about, n_packs, totals)
     contents = _decompress(parts[1], _contents_layout(n_rows), "contents")
     sizes = _decompress(parts[2], _sizes_layout(n_tensors), "sizes")
     _check_below(contents["n_deltas"], MAX_CHAIN + 1, "n_deltas")
@@ -323,6 +327,9 @@ def _check_about(about: dict[str, Column], n_packs: int, totals: dict[str, int])
             raise CorruptionError(f"{key} do not add up to {total}")
     if (about["n_tensors"] > about["n_rows"]).any():
         raise CorruptionError("more tensors than contents")
+    for key in ("n_rows", "n_refs"):
+        if (about[key] * np.uint64(_MIN_ROW_NBYTES) > about["nbytes"]).any():
+            raise CorruptionError(f"more {key} than a manifest of that size has")
     _check_below(about["refs"], n_packs, "refs")
     _check_below(about["nbytes"], MAX_MANIFEST_NBYTES + 1, "nbytes")
     _check_below(about["stored"], _MAX_SIZE, "stored")
