@@ -427,6 +427,22 @@ def test_nothing_is_removed_on_the_word_of_the_catalogue(folder: Path, lie: str)
     assert SnapshotStore(folder).verify() == []
 
 
+def test_a_good_manifest_that_fits_no_page_is_parsed_each_time(
+    folder: Path, parsed: list[str]
+) -> None:
+    (path,) = (folder / "snapshots" / "s5").iterdir()
+    document = {**json.loads(path.read_text()), "stored_nbytes": 1 << 60, "crc32c": "0" * 8}
+    text = json.dumps(document, separators=(",", ":"))
+    path.write_bytes(text.replace("0" * 8, f"{crc32c(text.encode()):08x}", 1).encode())
+    for i in (12, 13, 14):
+        SnapshotStore(folder).take(f"s{i}", state_of(i))
+        (page,) = pages_of(folder)
+        assert len(decode_page(page.read_bytes()).paths) == i
+    parsed.clear()
+    assert SnapshotStore(folder).overview().snapshots[5].stored_nbytes == 1 << 60
+    assert parsed == ["s5"]
+
+
 def test_a_manifest_of_a_newer_release_is_not_cleared_by_the_catalogue(folder: Path) -> None:
     """Which that release has written, and by which the manifest is good."""
     (path,) = (folder / "snapshots" / "s5").iterdir()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from packhorse.disk.snapshots.records import (
     Record,
     decode_page,
     encode_page,
+    fits,
     make_record,
 )
 from packhorse.disk.storage import Stamp, Storage
@@ -147,8 +149,9 @@ class Index:
     def add(self, manifest: Manifest, text: bytes) -> None:
         """Take in a manifest that was just written."""
         path = manifest.file.path
-        crc = read_checksum(text, path)
-        self._loose[path] = make_record(manifest, crc, self._storage.stamp(path))
+        with suppress(OSError):  # else it is read when it is needed
+            stamp = self._storage.stamp(path)
+            self._loose[path] = make_record(manifest, read_checksum(text, path), stamp)
 
     def forget(self, paths: Iterable[str]) -> None:
         """Drop the manifests at some paths."""
@@ -255,7 +258,8 @@ class Index:
             return
         pages = {path: b for path, b in self._pages.items() if path not in open_ones}
         pool = [self._restamped(r) for path in open_ones for r in self._live(self._pages[path])]
-        for run in _runs(sorted([*pool, *self._loose.values()], key=lambda record: record.time)):
+        pool = sorted(filter(fits, [*pool, *self._loose.values()]), key=lambda record: record.time)
+        for run in _runs(pool):
             data = encode_page(run)
             if data is not None:
                 path = new_page()

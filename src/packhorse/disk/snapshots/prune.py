@@ -69,8 +69,8 @@ def prune_snapshots(
     mover = _Mover(session, kept, options)
     rewritten, written = mover.move()
     removed = [name for name in session.listing if name not in names]
-    for name in removed:
-        session.remove_manifests(session.listing.pop(name))
+    files = [file for name in reversed(removed) for file in session.listing.pop(name)]
+    session.remove_manifests(files)
     return PruneResult(tuple(removed), tuple(rewritten), session.collect() - written)
 
 

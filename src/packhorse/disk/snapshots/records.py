@@ -34,6 +34,7 @@ __all__ = [
     "MAX_PAGE_NBYTES",
     "MAX_RECORDS",
     "MAX_ROWS",
+    "Column",
     "Contents",
     "Page",
     "Record",
@@ -41,6 +42,7 @@ __all__ = [
     "decode_page",
     "encode_page",
     "fingerprint",
+    "fits",
     "make_record",
 ]
 
@@ -235,8 +237,17 @@ class Page:
         ]  # fmt: skip
 
 
+def fits(record: Record) -> bool:
+    """Whether a record keeps the rules of a page. A manifest may be good and odd: then it is
+    parsed whenever it is needed."""
+    n_most = max(record.n_rows, len(record.packs) // _PACK_NBYTES)
+    largest = max(int(column.max(initial=0)) for column in record.sizes[1:])
+    is_small = max(largest, record.stored_nbytes) < _MAX_SIZE
+    return is_small and n_most * _MIN_ROW_NBYTES <= record.stamp.nbytes
+
+
 def encode_page(records: Sequence[Record]) -> bytes | None:
-    """A page as it is written; None if it would be too long to be read."""
+    """A page as it is written, of records that fit; None if it would be too long to be read."""
     packs, refs = _packs_of(records)
     names = "\n".join(record.path for record in records).encode()
     about = [
@@ -263,9 +274,7 @@ def encode_page(records: Sequence[Record]) -> bytes | None:
     )  # fmt: skip
     data = _HEAD.pack(_MAGIC, _VERSION, 0, *counts) + b"".join(parts)
     data = data[: _CRC_END - 4] + struct.pack("<I", crc32c(data[_CRC_END:])) + data[_CRC_END:]
-    is_short = max(len(data), *(len(part) for part in raw)) <= MAX_PAGE_NBYTES
-    is_small = all(int(max(c, default=0)) < _MAX_SIZE for r in records for c in r.sizes[1:])
-    return data if is_short and is_small else None
+    return data if max(len(data), *(len(part) for part in raw)) <= MAX_PAGE_NBYTES else None
 
 
 def _column(values: Sequence[int], dtype: str) -> Column:

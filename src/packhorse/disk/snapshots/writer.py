@@ -159,14 +159,18 @@ class Session:
         self.remove_manifests(older)
 
     def remove_manifests(self, files: Iterable[ManifestFile]) -> None:
-        """Remove manifests for good, the oldest first."""
+        """Remove manifests for good.
+
+        Args:
+            files: the newest first; they go in the other order.
+        """
         files = list(files)
         if not files:
             return
         self._lock.check()
         for file in reversed(files):
             self.storage.remove(file.path)
-        for folder in {file.folder for file in files}:
+        for folder in dict.fromkeys(file.folder for file in reversed(files)):
             self.storage.flush(folder)
             self.storage.remove_folder(folder)
         self.storage.flush(SNAPSHOTS)
