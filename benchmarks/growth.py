@@ -39,7 +39,7 @@ verb, url, name = sys.argv[1:4]
 opened, state = SnapshotStore(url, threads=1), None
 if verb == "take":
     state = SnapshotStore(url).restore(SnapshotStore(url).names()[-1])
-    state[next(iter(state))] = np.arange(16, dtype=np.float32)
+    state[next(iter(state))] = np.random.default_rng().standard_normal(16).astype(np.float32)
 middle = SnapshotStore(url).names()[len(SnapshotStore(url).names()) // 2]
 work = {
     "names": lambda: opened.names(),
