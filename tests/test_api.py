@@ -210,7 +210,7 @@ def test_imports_point_down(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_third_party_imports_are_the_expected_ones(path: Path) -> None:
     outside = {name.split(".")[0] for name in imports_of(path)}
-    outside -= sys.stdlib_module_names | {"packhorse", "packhorse_start", "typing_extensions"}
+    outside -= sys.stdlib_module_names | {"packhorse", "typing_extensions"}
     assert outside <= THIRD_PARTY.get(part_of(path), set())
 
 

@@ -1,7 +1,8 @@
 """Packhorse packs tensors without loss, so that fewer bytes travel on every hop.
 
-Importing this package does nothing else: no thread, no device probe, no PyTorch. Frameworks have
-their own modules, with the same verbs: `packhorse.numpy` and `packhorse.torch`.
+Importing this package does nothing else: no thread, no device probe, no PyTorch; NumPy and the
+core come with the first name that needs them. Frameworks have their own modules, with the same
+verbs: `packhorse.numpy` and `packhorse.torch`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from packhorse.errors import (
     PackhorseError,
     TruncationError,
 )
-from packhorse.frame import Frame, Plan
 from packhorse.late_import import import_late
 from packhorse.layout import Level
 
 if TYPE_CHECKING:
     from packhorse.disk.base_files import BaseLike
     from packhorse.disk.packed_file import PackedFile
+    from packhorse.frame import Frame, Plan
 
 __all__ = [
     "BaseMismatchError",
@@ -40,6 +41,16 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Frame", "Plan"):
+        return getattr(import_late("packhorse.frame"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def open_file(

@@ -2,7 +2,7 @@
 
 import sys
 
-from packhorse_start import main
+from packhorse.cli.start import main
 
 __all__: list[str] = []
 

@@ -1,8 +1,8 @@
 """The `packhorse` command: pack, unpack, inspect, verify, bench, and snapshot with its own verbs.
 
-This module is the entry point (what is installed begins in `packhorse_start`, which answers Ctrl-C
-while this is imported). It imports nothing outside the standard library until it is called, so that
-a missing extra is told in one line. The rest of the folder: `app` declares the verbs and `options`
+This module is the entry point; the installed command comes here by way of `start`, which answers
+Ctrl-C meanwhile. Both import nothing outside the standard library until they are called, so that a
+missing extra is told in one line. The rest of the folder: `app` declares the verbs and `options`
 what several have; `runs` does one source after the other; `jobs` turns the paths of a command line
 into work; `actions` does the work on the disk hop; `measure` times codecs in memory; `render` draws
 tables, bars and progress, `grid` makes tables fit, and `streams` makes standard output safe; `help`

@@ -2,7 +2,7 @@
 
 NumPy and what draws tables take half a second to import, and Ctrl-C in that time would show where
 the import was. Nothing is being written yet, so the program just ends, and tells that in one line.
-This is no part of the package, as to import that is what takes the time.
+What is imported before this, `packhorse` and `packhorse.cli`, needs the standard library alone.
 """
 
 import json
