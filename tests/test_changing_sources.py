@@ -18,14 +18,17 @@ import pytest
 import torch
 from codec_battery import ISAS, forced, make_data, tensor_shape
 from dcp_samples import blank, load, save, shards_of
+from weight_samples import model_rows
 
 from packhorse import numpy as ph_numpy
+from packhorse.codecs import weights
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash, copy_with_hash
 from packhorse.disk import SnapshotStore
 from packhorse.disk.snapshots.cache import BaseCache
 from packhorse.disk.verify import verify_file
 from packhorse.frame import Frame, compress_buffer
+from packhorse.layout import WEIGHT_FORMATS, WeightFormat
 
 _Result = TypeVar("_Result")
 
@@ -285,3 +288,25 @@ def test_a_packed_file_holds_what_its_hashes_name(tmp_path: Path) -> None:
             if n_torn == _ENOUGH:
                 break
     need_overlap(n_torn)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("form", WEIGHT_FORMATS.values(), ids=lambda form: form.name)
+def test_weights_that_change_while_they_are_packed_are_weights(
+    form: WeightFormat, isa: str
+) -> None:
+    """There is no hash to compare: old and new weights may stand side by side, in good arrays."""
+    first = model_rows(64, 4000)
+    second = np.random.default_rng(1).integers(0, 1 << 16, first.shape, np.uint16)
+    memory = first.copy()
+    n_mixed = 0
+    with forced(isa), disturbed(memory.reshape(-1).view(np.uint8), *map(bytes, (first, second))):
+        for number in rounds():
+            arrays = weights.pack(memory, form, threads=1 + number % 2)
+            weights.check(arrays, form, 4000)
+            back = np.empty_like(memory)
+            weights.unpack_into(arrays, form, 4000, back)
+            n_mixed += not np.array_equal(back, first) and not np.array_equal(back, second)
+            if n_mixed == _ENOUGH:
+                break
+    need_overlap(n_mixed)

@@ -23,6 +23,8 @@ from packhorse.layout import STREAM_NBYTES_BITS, DType, Mode
 
 __all__ = ["Payload", "encode_payload", "n_chunks_of"]
 
+_NO_LEAVES = empty_leaves(0)
+
 
 class Payload(NamedTuple):
     """What became of a tensor.
@@ -31,7 +33,7 @@ class Payload(NamedTuple):
         table: a row for each chunk.
         nbytes: how long the chunks are together.
         content_hash: of the bytes that were encoded.
-        base_hash: of the bytes of the base that the differences were made from.
+        base_hash: of the bytes of the base that the differences were made from; empty for no base.
     """
 
     table: Table
@@ -66,7 +68,8 @@ def encode_payload(
     """
     n_planes = n_planes_of(dtype, plan.split)
     table = np.empty((n_chunks_of(data.size, dtype, plan), 1 + n_planes), np.uint32)
-    leaves, base_leaves = empty_leaves(data.size), empty_leaves(base.data.size)
+    leaves = empty_leaves(data.size)
+    base_leaves = empty_leaves(base.data.size) if base.data.size else _NO_LEAVES
     if plan.zstd:
         nbytes = encode_zstd(data, dtype, plan, dst, table, leaves, threads, isa)
     else:
@@ -76,5 +79,7 @@ def encode_payload(
             leaves, base_leaves, threads, isa,
         )  # fmt: skip
     content_hash = hash_root(finish_leaves(leaves, data.size))
+    if not base.data.size:
+        return Payload(table, nbytes, content_hash, b"")
     base_hash = hash_root(finish_leaves(base_leaves, base.data.size))
     return Payload(table, nbytes, content_hash, base_hash)

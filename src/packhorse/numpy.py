@@ -192,6 +192,8 @@ def compress(
     Raises:
         TypeError: not an array, or of a dtype that safetensors does not have.
         ValueError: bad level, threads, out or base.
+        RuntimeError: somebody has written to the base meanwhile. (To the array itself they may: the
+            frame holds what was read of it, be it old or new.)
 
     Example:
         >>> import numpy as np
@@ -275,7 +277,9 @@ def compress_all(
         A frame for each, in their order.
 
     Raises:
-        TypeError, ValueError: as `compress`; the message says which array.
+        TypeError, ValueError, RuntimeError: as `compress`; the message says which array.
+        ValueError: one of `outs` shares memory with another, or with what is read; nothing is
+            written then.
     """
     return call_for_each(
         lambda array, out, base, n: compress(array, level=level, threads=n, out=out, base=base),
@@ -311,6 +315,8 @@ def decompress_all(
     Raises:
         BaseMismatchError, CorruptionError, TruncationError, CompatibilityError, TypeError,
             ValueError, MemoryError: as `decompress`; the message says which frame.
+        ValueError: one of `outs` shares memory with another, or with what is read; nothing is
+            written then.
     """
     return call_for_each(
         lambda frame, out, base, n: decompress(frame, threads=n, out=out, base=base),

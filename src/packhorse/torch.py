@@ -92,6 +92,8 @@ def compress(
     Raises:
         TypeError: not a dense tensor, or of a dtype that safetensors does not have.
         ValueError: bad level, threads, out or base.
+        RuntimeError: somebody has written to the base meanwhile. (To the tensor itself they may: the
+            frame holds what was read of it, be it old or new.)
 
     Example:
         >>> import torch
@@ -120,7 +122,8 @@ def decompress(
 
     Args:
         frame: a frame, or the bytes of one.
-        out: a contiguous host tensor of the same dtype and shape to decode into; returned.
+        out: a contiguous host tensor of the same dtype and shape to decode into; returned. Its
+            version moves on, as with PyTorch's own writes.
         threads: None for the cores of this process, at most 8.
         max_nbytes: refuse a tensor of more bytes, before anything is allocated.
         base: what the frame was packed against, if it has a base (`Frame.base_hash`).
@@ -187,7 +190,9 @@ def compress_all(
         A frame for each, in their order.
 
     Raises:
-        TypeError, ValueError: as `compress`; the message says which tensor.
+        TypeError, ValueError, RuntimeError: as `compress`; the message says which tensor.
+        ValueError: one of `outs` shares memory with another, or with what is read; nothing is
+            written then.
     """
     return call_for_each(
         lambda tensor, out, base, n: compress(tensor, level=level, threads=n, out=out, base=base),
@@ -223,6 +228,8 @@ def decompress_all(
     Raises:
         BaseMismatchError, CorruptionError, TruncationError, CompatibilityError, TypeError,
             ValueError, MemoryError: as `decompress`; the message says which frame.
+        ValueError: one of `outs` shares memory with another, or with what is read; nothing is
+            written then.
     """
     return call_for_each(
         lambda frame, out, base, n: decompress(frame, threads=n, out=out, base=base),
