@@ -92,8 +92,8 @@ def compress(
     Raises:
         TypeError: not a dense tensor, or of a dtype that safetensors does not have.
         ValueError: bad level, threads, out or base.
-        RuntimeError: somebody has written to the base meanwhile. (To the tensor itself they may: the
-            frame holds what was read of it, be it old or new.)
+        RuntimeError: somebody has written to the base meanwhile. (To the tensor itself they may:
+            the frame holds what was read of it, be it old or new.)
 
     Example:
         >>> import torch
