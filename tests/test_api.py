@@ -263,6 +263,13 @@ def test_importing_loads_only_what_is_needed() -> None:
     before = set(run_python(LIST_MODULES))
     loaded = set(run_python(f"import packhorse; {LIST_MODULES}")) - before
     outside = {name for name in loaded - sys.stdlib_module_names if not name.startswith("_")}
+    assert outside == {"packhorse"}
+
+
+def test_frames_need_no_framework_but_numpy() -> None:
+    before = set(run_python(LIST_MODULES))
+    loaded = set(run_python(f"import packhorse; packhorse.Frame; {LIST_MODULES}")) - before
+    outside = {name for name in loaded - sys.stdlib_module_names if not name.startswith("_")}
     assert {"packhorse", "numpy"} <= outside
     assert outside <= {"packhorse", "numpy", "ml_dtypes", "xxhash", "zstandard", "nanobind"}
 
@@ -286,7 +293,7 @@ def test_the_hop_to_the_compute_units_loads_torch_at_first_use_only() -> None:
 
 
 def test_importing_starts_no_thread_and_prints_nothing() -> None:
-    code = "import packhorse, threading, os; print(len(os.listdir('/proc/self/task')))"
+    code = "import packhorse.numpy, threading, os; print(len(os.listdir('/proc/self/task')))"
     alone = "import numpy, threading, os; print(len(os.listdir('/proc/self/task')))"
     assert run_python(code) == run_python(alone)
 

@@ -182,6 +182,10 @@ def test_verifying_a_folder_goes_on_after_impossible_names(tmp_path: Path, folde
     index = {"weight_map": {str(i): name for i, name in enumerate(names)}}
     (folder / "a.safetensors.index.json").write_text(json.dumps(index))
     assert run("pack", folder, "--force").code == 0
+    assert run("verify", packed).code == 0  # nor were they there when the folder was packed
+    document = json.loads(bad.read_text())
+    del document["packhorse"]["absent"]  # as in folders of the first releases
+    bad.write_text(json.dumps(document))
     done = run("verify", packed, "--json")
     assert (done.code, done.err) == (1, "")
     (row,) = json.loads(done.out)["results"]

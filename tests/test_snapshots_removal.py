@@ -257,3 +257,20 @@ def test_pruning_says_which_pack_is_lost(tmp_path: Path) -> None:
     store.delete("a")
     store.prune(keep=1)
     assert store.verify() == []
+
+
+def test_pruning_does_not_put_a_damaged_frame_in_the_place_of_a_good_one(tmp_path: Path) -> None:
+    """The damaged one is older, and its snapshot is kept too."""
+    states = {name: {"x": np.random.default_rng(0).standard_normal(9000)} for name in "abc"}
+    store = SnapshotStore(tmp_path)
+    store.take("a", {**states["a"], "lost": np.arange(50_000)})
+    (pack,) = tmp_path.glob("packs/*")
+    with pack.open("r+b") as file:
+        file.truncate(pack.stat().st_size // 10)
+    store.take("b", {**states["b"], "more": np.arange(70_000)[::-1]})  # the tensor is stored anew
+    store.take("c", states["c"])
+    assert store.verify("b") == store.verify("c") == []
+    for keep in (["a", "b", "c"], ["a", "c"]):
+        store.prune(keep=keep)
+        assert store.verify("c") == []
+        assert np.array_equal(store.restore("c")["x"], states["c"]["x"])

@@ -63,18 +63,6 @@ BROKEN: dict[str, tuple[str, Any, str]] = {
         "exit codes [0, 0]",
     ),
 }  # fmt: skip
-# Which cases are for the quick run.
-HOLDS: dict[str, Callable[[Any], bool]] = {
-    "round-trips": lambda case: (
-        case["kind"] not in ("many", "outs") and case.get("in") != "pt"),
-    "lies": lambda case: case["kind"] == "input",
-    "stores": lambda case: case["kind"] == "store" and not any(
-        edit["what"] in ("stray", "copy", "rename", "sealed") for edit in case["edits"]),
-    "kills": lambda case: case["kind"] != "process",
-    "changes": lambda case: case.get("how") in ("append", "replace"),
-    "forks": lambda case: case["kind"] == "workers" and case["how"] == "fork",
-    "crowds": lambda case: case["kind"] != "outputs",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +94,6 @@ def try_case(
         worker.close()
 
 
-def quick_cases(soak: ModuleType, part: str) -> list[Any]:
-    """The first that are quick, and hold."""
-    holds = HOLDS.get(part, lambda case: True)
-    return [case for case in first_cases(soak, part, 60) if holds(case)][:N_CASES]
-
-
 def first_cases(soak: ModuleType, part: str, n: int) -> Iterator[Any]:
     """Those that are drawn first."""
     return (soak.draw_case(soak.PARTS[part], 1, number) for number in range(1, n + 1))
@@ -135,7 +117,7 @@ def test_cases_go_through_json_and_are_the_same_for_a_seed(part: str, soak: Modu
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_finds_nothing(part: str, soak: ModuleType, try_case: Callable[..., Any]) -> None:
-    for case in quick_cases(soak, part):
+    for case in first_cases(soak, part, N_CASES):
         seen = try_case(part, case)
         assert seen is None, f"{case}\n{seen.text}\n{seen.trace}"
 

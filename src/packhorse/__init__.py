@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from packhorse.errors import (
     BaseMismatchError,
+    ChangedError,
     CompatibilityError,
     CorruptionError,
     MissingBackendError,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BaseMismatchError",
+    "ChangedError",
     "CompatibilityError",
     "CorruptionError",
     "Frame",

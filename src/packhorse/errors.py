@@ -3,13 +3,14 @@
     PackhorseError
     ├── CorruptionError          the bytes are not what docs/format.md allows
     │   └── TruncationError      ... because some are missing at the end
-    ├── CompatibilityError       valid perhaps, but of a version, dtype or mode this release cannot
-    read ├── BaseMismatchError        a delta frame was given another base than its own
+    ├── CompatibilityError       valid perhaps, but of a version or kind this release cannot read
+    ├── BaseMismatchError        a delta frame was given another base than its own
+    ├── ChangedError             a tensor was written to while it was packed
     └── MissingBackendError      an optional package or instruction set is not there
 
-Only bad *data* and a missing backend raise these. A caller's own mistake is a `ValueError` or a
-`TypeError`, and what the operating system refuses stays an `OSError`. A message says what was
-found, what is allowed and what to do, with the tensor's name and the byte offset where there are
+Only bad *data*, data that does not stay what it is, and a missing backend raise these. A caller's
+own mistake is a `ValueError` or a `TypeError`, and what the operating system refuses stays an
+`OSError`. A message says what was found, what is allowed and what to do, with the tensor's name and the byte offset where there are
 any.
 """
 
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 
 __all__ = [
     "BaseMismatchError",
+    "ChangedError",
     "CompatibilityError",
     "CorruptionError",
     "MissingBackendError",
@@ -45,6 +47,10 @@ class CompatibilityError(PackhorseError):
 
 class BaseMismatchError(PackhorseError):
     """A delta frame names a base by content hash and another, or none, was given."""
+
+
+class ChangedError(PackhorseError, RuntimeError):
+    """A tensor, or its base, was written to while it was packed; pack when nothing writes to it."""
 
 
 class MissingBackendError(PackhorseError, ImportError):

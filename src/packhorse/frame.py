@@ -27,7 +27,7 @@ from packhorse.codecs.base import (
 from packhorse.codecs.content import content_hash, hash_leaves, hash_root
 from packhorse.codecs.plan import Plan, choose_plan, chunk_log_for, natural_split
 from packhorse.codecs.side import decode_side, side_capacity
-from packhorse.errors import BaseMismatchError, CorruptionError
+from packhorse.errors import BaseMismatchError, ChangedError, CorruptionError
 from packhorse.frame_base import (
     NO_BASE,
     Base,
@@ -173,7 +173,7 @@ def compress_buffer(
         The frame.
 
     Raises:
-        RuntimeError: the base is not what it was before or is after, or what `base_hash` says, so
+        ChangedError: the base is not what it was before or is after, or what `base_hash` says, so
             that the frame could not be unpacked.
         TypeError: a buffer is not C-contiguous, or `out` is read-only.
         ValueError: sizes, dtypes, level or threads that do not fit, or `out` shares memory with
@@ -212,7 +212,7 @@ def compress_buffer(
                 data, dtype, shape, level=level, threads=threads, out=out, name=name
             )
         if payload.base_hash != (base_hash or content_hash(base_units.data, threads=n_threads)):
-            raise RuntimeError(
+            raise ChangedError(
                 f"{label(name)}its base changed while the tensor was packed against it; pack when "
                 "nothing writes to it"
             )

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from packhorse.arguments import Framework, resolve_threads
 from packhorse.codecs.base import as_bytes
-from packhorse.errors import BaseMismatchError, CompatibilityError, CorruptionError, blaming
+from packhorse.errors import (
+    BaseMismatchError,
+    ChangedError,
+    CompatibilityError,
+    CorruptionError,
+    blaming,
+)
 from packhorse.frame import Frame
 from packhorse.threads import map_tensors
 
@@ -18,7 +24,7 @@ __all__ = ["call_for_each", "read_frames"]
 
 _Result = TypeVar("_Result")
 _BLAMED = (
-    CorruptionError, CompatibilityError, BaseMismatchError, TypeError, ValueError, RuntimeError
+    CorruptionError, CompatibilityError, BaseMismatchError, TypeError, ValueError, ChangedError
 )  # fmt: skip
 
 

@@ -192,7 +192,7 @@ def compress(
     Raises:
         TypeError: not an array, or of a dtype that safetensors does not have.
         ValueError: bad level, threads, out or base.
-        RuntimeError: somebody has written to the base meanwhile. (To the array itself they may: the
+        ChangedError: somebody has written to the base meanwhile. (To the array itself they may: the
             frame holds what was read of it, be it old or new.)
 
     Example:
@@ -277,7 +277,7 @@ def compress_all(
         A frame for each, in their order.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `compress`; the message says which array.
+        TypeError, ValueError, ChangedError: as `compress`; the message says which array.
         ValueError: one of `outs` shares memory with another, or with what is read; nothing is
             written then.
     """

@@ -92,7 +92,7 @@ def compress(
     Raises:
         TypeError: not a dense tensor, or of a dtype that safetensors does not have.
         ValueError: bad level, threads, out or base.
-        RuntimeError: somebody has written to the base meanwhile. (To the tensor itself they may:
+        ChangedError: somebody has written to the base meanwhile. (To the tensor itself they may:
             the frame holds what was read of it, be it old or new.)
 
     Example:
@@ -190,7 +190,7 @@ def compress_all(
         A frame for each, in their order.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `compress`; the message says which tensor.
+        TypeError, ValueError, ChangedError: as `compress`; the message says which tensor.
         ValueError: one of `outs` shares memory with another, or with what is read; nothing is
             written then.
     """

@@ -9,7 +9,7 @@ import errno
 from enum import IntEnum
 from pathlib import Path
 
-from packhorse.errors import MissingBackendError, PackhorseError
+from packhorse.errors import ChangedError, MissingBackendError, PackhorseError
 
 __all__ = [
     "EXPECTED",
@@ -75,6 +75,8 @@ def exit_code(error: BaseException) -> ExitCode:
     """The exit code that an exception leads to."""
     if isinstance(error, MissingBackendError):
         return ExitCode.MISSING_PACKAGE
+    if isinstance(error, ChangedError):  # nothing is wrong with the data but the moment
+        return ExitCode.IO
     if isinstance(error, PackhorseError):
         return ExitCode.BAD_DATA
     if isinstance(error, FileExistsError):

@@ -21,7 +21,7 @@ from packhorse.disk.snapshots.packs import PackReader, PackWriter
 from packhorse.disk.snapshots.results import PruneResult, SnapshotInfo, describe
 from packhorse.disk.snapshots.take import FramePacker, Options, Spec
 from packhorse.disk.snapshots.writer import Session
-from packhorse.errors import CorruptionError, blaming
+from packhorse.errors import CorruptionError, PackhorseError, blaming
 from packhorse.frame import max_frame_nbytes
 
 __all__ = ["Keep", "delete_snapshot", "prune_snapshots"]
@@ -125,6 +125,35 @@ def _check_order(session: Session, keep: int) -> None:
         )
 
 
+def _choose_heads(
+    session: Session, kept: Sequence[Manifest], threads: int
+) -> dict[Content, FrameRef]:
+    """For each content that kept snapshots want, the frame that shall serve them all: the first, or
+    where there are several, the first that is good. Another one may be there because that one is
+    damaged."""
+    heads: dict[Content, FrameRef] = {}
+    several: dict[Content, list[FrameRef]] = {}
+    for manifest in kept:
+        for frame in (tensor.frame for tensor in manifest.tensors):
+            head = heads.setdefault(frame.content, frame)
+            if (head.pack, head.offset) != (frame.pack, frame.offset):
+                several.setdefault(frame.content, [head]).append(frame)
+    with PackReader(session.storage) as reader:
+        for content, frames in several.items():
+            unique = {(frame.pack, frame.offset): frame for frame in frames}.values()
+            good = (frame for frame in unique if _is_good(frame, reader, threads))
+            heads[content] = next(good, frames[0])
+    return heads
+
+
+def _is_good(frame: FrameRef, reader: PackReader, threads: int) -> bool:
+    try:
+        Chain(reader, frame, None).verify(threads, Scratch())
+    except (PackhorseError, FileNotFoundError):
+        return False
+    return True
+
+
 class _Mover:
     """Gives kept snapshots chains that stay."""
 
@@ -132,11 +161,7 @@ class _Mover:
         self._session = session
         self._kept = kept
         self._options = options
-        # The frames whose content kept snapshots want; the first that has it serves all.
-        self._heads: dict[Content, FrameRef] = {}
-        for manifest in kept:
-            for tensor in manifest.tensors:
-                self._heads.setdefault(tensor.frame.content, tensor.frame)
+        self._heads = _choose_heads(session, kept, options.threads)
         self._doomed: set[str] = set()
         self._doom_packs()
         self._moved: dict[Content, FrameRef] = {}

@@ -22,7 +22,7 @@ from packhorse.disk.snapshots.manifest import MAX_CHAIN, Content, FrameRef, Mani
 from packhorse.disk.snapshots.names import manifest_file
 from packhorse.disk.snapshots.packs import PackReader, PackWriter
 from packhorse.disk.snapshots.writer import Session
-from packhorse.errors import PackhorseError
+from packhorse.errors import ChangedError, PackhorseError
 from packhorse.frame import Frame, max_frame_nbytes
 from packhorse.layout import Level
 from packhorse.threads import batches, map_tensors
@@ -178,7 +178,7 @@ class FramePacker:
             )
             base = base if frame.base_hash else None
             if frame.content_hash != content[0]:
-                raise RuntimeError(
+                raise ChangedError(
                     f"{specs[k].path}: the tensor changed while its snapshot was taken; take it "
                     "when nothing writes to it"
                 )
