@@ -269,7 +269,7 @@ def test_bad_arguments_and_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="max_chain is 99"):
         PackhorseCheckpointIO(tmp_path, max_chain=99)
     torch.save(CHECKPOINT, tmp_path / "theirs.ckpt")
-    with pytest.raises(packhorse.CorruptionError, match="perhaps a PyTorch checkpoint"):
+    with pytest.raises(packhorse.CorruptionError, match="a checkpoint of PyTorch"):
         io.load_checkpoint(tmp_path / "theirs.ckpt")
 
 

@@ -215,7 +215,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(CorruptionError, match="more than max_nbytes = 9"):
         load(tmp_path / "f", max_nbytes=9)
     torch.save({"a": 1}, tmp_path / "theirs.pt")
-    with pytest.raises(CorruptionError, match=r"theirs\.pt.*perhaps a PyTorch checkpoint"):
+    with pytest.raises(CorruptionError, match=r"theirs\.pt.*a checkpoint of PyTorch"):
         load(tmp_path / "theirs.pt")
 
     class Full(io.RawIOBase):

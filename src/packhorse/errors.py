@@ -10,8 +10,8 @@
 
 Only bad *data*, data that does not stay what it is, and a missing backend raise these. A caller's
 own mistake is a `ValueError` or a `TypeError`, and what the operating system refuses stays an
-`OSError`. A message says what was found, what is allowed and what to do, with the tensor's name and the byte offset where there are
-any.
+`OSError`. A message says what was found, what is allowed and what to do, with the tensor's name and
+the byte offset where there are any.
 """
 
 from collections.abc import Iterator
