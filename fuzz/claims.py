@@ -11,8 +11,10 @@ __all__ = ["check_slice"]
 
 def check_slice(piece: PackedSlice, tensor: np.ndarray, index: Any) -> None:
     """A slice equals what the tensor gives for the same index, or both refuse it."""
+    # One element of booleans would be made true or false, whatever its byte is.
+    data = tensor.view(np.uint8) if tensor.dtype == np.bool_ else tensor
     try:
-        part = tensor[index]
+        part = data[index]
     except IndexError:
         part = None
     try:

@@ -122,6 +122,9 @@ def _fork_beside(case: Case, place: Place) -> None:
         done.set()
         for child in children:
             child.end(signal.SIGKILL)
+        # Not left to the end of Python, which PyTorch's own calls do not survive in other threads.
+        for thread in threads:
+            thread.join(case.get("limit_s", _LIMIT_S))
 
 
 def _make_inputs(folder: Path) -> None:

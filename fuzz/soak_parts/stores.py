@@ -107,12 +107,12 @@ class _Edited:
         return [path for path in dict.fromkeys(found) if path.is_file() and path.stat().st_size]
 
     def forget(self, gone: set[str]) -> None:
-        """Follow a prune, which writes anew what it keeps."""
+        """Follow a prune, which writes anew what it keeps. What is damaged stays so."""
         for name in self.manifests.keys() & gone:
             del self.manifests[name]
         good = self.good()
-        self.manifests = {name: None for name in self.manifests if name in good}
-        self.packs = {name: [] for name in self.manifests}
+        self.packs = {name: [] if name in good else [*self.touched] for name in self.named()}
+        self.manifests = dict.fromkeys(self.packs)
 
 
 def _store(case: Case, place: Place) -> None:
@@ -248,6 +248,7 @@ def _take_one(edited: _Edited, place: Place) -> None:
         # What the store has already is not packed again, and not decoded to see whether it is good.
         harmed = any(path.parent.name == "packs" for path in edited.touched)
         claim(harmed, f"what was taken is not restored: {found}")
+        edited.manifests[f"n{n}"], edited.packs[f"n{n}"] = None, [*edited.touched]
         return
     assert_same(found, make_state(n))
     edited.manifests[f"n{n}"], edited.packs[f"n{n}"] = None, []
