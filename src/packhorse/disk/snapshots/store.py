@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,15 +13,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from packhorse.arguments import resolve_framework, resolve_level, resolve_threads
-from packhorse.codecs.base import ByteArray
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.cache import BaseCache
-from packhorse.disk.snapshots.casts import find_casts, packing_order
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.check import verify_snapshots
 from packhorse.disk.snapshots.compare import compare_snapshots
 from packhorse.disk.snapshots.export import Exporting, export_snapshot
 from packhorse.disk.snapshots.manifest import MAX_CHAIN, Manifest
+from packhorse.disk.snapshots.memory import checked_metadata, state_in_memory
 from packhorse.disk.snapshots.names import quote_name
 from packhorse.disk.snapshots.overview import look_over, trace
 from packhorse.disk.snapshots.pending import Pending
@@ -39,9 +38,9 @@ from packhorse.disk.snapshots.results import (
 )
 from packhorse.disk.snapshots.sources import model_files, open_sources
 from packhorse.disk.snapshots.staging import Staging
-from packhorse.disk.snapshots.take import Options, Spec, State, take_state
+from packhorse.disk.snapshots.take import Options, State, take_state
 from packhorse.disk.snapshots.writer import Session, Writer
-from packhorse.disk.state import MAX_DEPTH, Keys, Leaf, check_depth, encode_state
+from packhorse.disk.state import Keys
 from packhorse.disk.storage import open_storage
 from packhorse.errors import PackhorseError
 from packhorse.layout import Level
@@ -158,12 +157,9 @@ class SnapshotStore:
             OSError: the file system refuses; nothing was taken.
         """
         with self._writing():
-            values = _checked_metadata(name, metadata)
-            document, leaves = encode_state(state)
-            specs, casts = _specs(leaves), _casts(leaves)
-            groups = packing_order(len(leaves), casts)
-            taking = State(document, specs, groups, casts, lambda i: _bytes_of(leaves[i]))
-            return self._take(name, taking, base, values, replace, progress)
+            quote_name(name)
+            values = checked_metadata(metadata)
+            return self._take(name, state_in_memory(state), base, values, replace, progress)
 
     def take_files(
         self,
@@ -191,9 +187,10 @@ class SnapshotStore:
             Exception: as `take`.
         """
         with self._writing():
+            quote_name(name)
             files = [file for source in sources for file in model_files(source)]
             with open_sources(files, self._options.threads) as opened:
-                values = opened.metadata | _checked_metadata(name, metadata)
+                values = opened.metadata | checked_metadata(metadata)
                 return self._take(name, opened.state, base, values, replace, progress)
 
     def take_async(
@@ -226,13 +223,15 @@ class SnapshotStore:
             Exception: what the snapshot before failed with, unless its future was asked.
         """
         with self._writing():
-            values = _checked_metadata(name, metadata)
-            document, leaves = encode_state(state)
-            staging, casts = self._staging, _casts(leaves)
-            groups = packing_order(len(leaves), casts)
-            taking = State(
-                document, _specs(leaves), groups, casts, lambda i: staging.get(),
-                staging.release, staging.max_nbytes,
+            quote_name(name)
+            values, given, staging = (
+                checked_metadata(metadata),
+                state_in_memory(state),
+                self._staging,
+            )
+            taking = dataclasses.replace(
+                given, fetch=lambda i: staging.get(), release=staging.release,
+                max_nbytes=staging.max_nbytes,
             )  # fmt: skip
             sizes = taking.group_sizes()
             staging.begin(max(sizes, default=0), sum(sizes))
@@ -243,9 +242,9 @@ class SnapshotStore:
                     self._pool.submit(self._take_staged, name, taking, base, values, replace),
                     f"{self._storage.label()}: snapshot {name!r}",
                 )
-                for group in groups:
+                for group in given.groups:
                     for i in group:
-                        staging.put(_bytes_of(leaves[i]))
+                        staging.put(given.fetch(i))
             except BaseException as error:
                 staging.fail(error)
                 if self._pending is not None:
@@ -568,34 +567,6 @@ class SnapshotStore:
 def _reopen(arguments: dict[str, Any]) -> SnapshotStore:
     """In another process, the store that was pickled: the same place and options, nothing else."""
     return SnapshotStore(**arguments)
-
-
-def _checked_metadata(name: str, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy of the metadata, once the snapshot's name and it were looked at."""
-    quote_name(name)
-    given = dict(metadata or {})
-    try:
-        text = json.dumps(given, allow_nan=False, ensure_ascii=False)
-        copy: dict[str, Any] = json.loads(text)
-        if copy != given:
-            raise ValueError("keys must be strings, and lists no tuples")
-        text.encode()
-        check_depth(copy, MAX_DEPTH)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"metadata must be JSON values: {error}") from error
-    return copy
-
-
-def _specs(leaves: list[Leaf]) -> list[Spec]:
-    return [Spec(leaf.path, leaf.dtype, leaf.shape) for leaf in leaves]
-
-
-def _casts(leaves: list[Leaf]) -> dict[int, int]:
-    return find_casts(_specs(leaves), lambda i, n: leaves[i].framework.head(leaves[i].tensor, n))
-
-
-def _bytes_of(leaf: Leaf) -> ByteArray:
-    return leaf.framework.readable(leaf.tensor)[0]
 
 
 def _base(session: Session, base: str | None) -> Manifest | None:

@@ -1,0 +1,51 @@
+"""What callers give to be kept: a state in memory, as it is taken, and metadata, as they are kept.
+
+`sources.py` does the same for files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from packhorse.disk.snapshots.casts import find_casts, packing_order
+from packhorse.disk.snapshots.take import Spec, State
+from packhorse.disk.state import MAX_DEPTH, check_depth, encode_state
+
+__all__ = ["checked_metadata", "state_in_memory"]
+
+
+def state_in_memory(state: Any) -> State:
+    """A state whose tensors are read when they are fetched.
+
+    Raises:
+        TypeError, ValueError: something in it cannot be kept; the message gives its path.
+    """
+    document, leaves = encode_state(state)
+    specs = [Spec(leaf.path, leaf.dtype, leaf.shape) for leaf in leaves]
+    casts = find_casts(specs, lambda i, n: leaves[i].framework.head(leaves[i].tensor, n))
+    groups = packing_order(len(leaves), casts)
+    return State(
+        document, specs, groups, casts,
+        lambda i: leaves[i].framework.readable(leaves[i].tensor)[0],
+    )  # fmt: skip
+
+
+def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of the metadata.
+
+    Raises:
+        ValueError: they are no JSON values.
+    """
+    given = dict(metadata or {})
+    try:
+        text = json.dumps(given, allow_nan=False, ensure_ascii=False)
+        copy: dict[str, Any] = json.loads(text)
+        if copy != given:
+            raise ValueError("keys must be strings, and lists no tuples")
+        text.encode()
+        check_depth(copy, MAX_DEPTH)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"metadata must be JSON values: {error}") from error
+    return copy
