@@ -224,11 +224,8 @@ class SnapshotStore:
         """
         with self._writing():
             quote_name(name)
-            values, given, staging = (
-                checked_metadata(metadata),
-                state_in_memory(state),
-                self._staging,
-            )
+            values, staging = checked_metadata(metadata), self._staging
+            given = state_in_memory(state)
             taking = dataclasses.replace(
                 given, fetch=lambda i: staging.get(), release=staging.release,
                 max_nbytes=staging.max_nbytes,
