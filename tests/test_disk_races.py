@@ -162,6 +162,39 @@ def test_a_file_system_without_links_leaves_no_claim_behind(tmp_path, monkeypatc
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize("call", [1, 2], ids=["first", "second"])
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_swap_of_folders_that_fails_half_way_leaves_the_old_one(
+    tmp_path, system, monkeypatch, call, after
+):
+    """Whichever of its renames ends in an interrupt or a refusal."""
+    (tmp_path / "model").mkdir()
+    write_sample(tmp_path / "model" / "a.safetensors")
+    output = tmp_path / "out"
+    pack_folder(tmp_path / "model", output)
+    old = (output / "a.ph.safetensors").stat().st_ino
+    real, n_calls = os.rename, 0
+
+    def rename_once(source: Path, target: Path) -> None:
+        nonlocal n_calls
+        is_swap = Path(source).is_dir() and not (Path(target) == output and n_calls == 0)
+        n_calls += 1
+        fails = is_swap and n_calls == call + 1
+        if fails and not after:
+            raise KeyboardInterrupt
+        real(source, target)
+        if fails:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", rename_once)
+    try:
+        pack_folder(tmp_path / "model", output, force=True)
+    except KeyboardInterrupt:
+        assert (output / "a.ph.safetensors").stat().st_ino == old
+    assert os.listdir(output) == ["a.ph.safetensors"]
+    assert not leftovers(tmp_path, "model", "out")
+
+
 def test_threads_pack_small_tensors_side_by_side(tmp_path):
     """Their mappings come and go beside each other; that once harmed the memory of the process."""
     for name in "ab":

@@ -3,7 +3,9 @@
 import pickle
 import subprocess
 import sys
+import threading
 import warnings
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +19,15 @@ from packhorse import numpy as ph_numpy
 from packhorse import torch as ph_torch
 from packhorse.disk import PackedFile, SnapshotStore
 from packhorse.disk.base_files import open_bases
+from packhorse.disk.snapshots.pending import ToldFuture
+from packhorse.late_import import import_late
 from packhorse.numpy import FRAMEWORK
 
 
-def run_script(script: str, *args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", script, *map(str, args)]
+def run_script(
+    script: str, *args: object, flags: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *flags, "-c", script, *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -145,6 +151,36 @@ def test_a_fork_while_a_thread_imports_what_it_needs(
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+def test_an_import_that_waits_for_another_thread_s_does_not_keep_that_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plug-in imports late while it is imported; what is imported late needs the plug-in."""
+    (tmp_path / "slow_plugin.py").write_text(
+        "import threading, time\nimport plugin_state\nplugin_state.begun.set()\n"
+        "plugin_state.other_begun.wait(10)\ntime.sleep(0.2)\n"
+        "from packhorse.late_import import import_late\nimport_late('late_one')\n"
+    )
+    (tmp_path / "plugin_state.py").write_text(
+        "import threading\nbegun, other_begun = threading.Event(), threading.Event()\n"
+    )
+    (tmp_path / "late_one.py").write_text("")
+    (tmp_path / "late_two.py").write_text(
+        "import plugin_state\nplugin_state.other_begun.set()\nimport slow_plugin\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import_late("plugin_state").begun.clear()
+    threads = [
+        threading.Thread(target=import_module, args=("slow_plugin",), daemon=True),
+        threading.Thread(target=import_late, args=("late_two",), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+        import_late("plugin_state").begun.wait(10)
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 # The end of a program.
 
 LATE = """
@@ -174,8 +210,25 @@ def test_a_failure_in_the_background_that_nobody_saw_is_told_as_the_program_ends
     ended = run_script(LATE, tmp_path, "unasked", code)
     assert ended.returncode == (code or 1)
     assert "RuntimeWarning" in ended.stderr
-    assert "snapshot 'a' was not taken, and its future was never asked" in ended.stderr
+    assert "snapshot 'a' was not taken, and nobody called result() on its future" in ended.stderr
     assert "FileExistsError" in ended.stderr
+
+
+def test_where_warnings_are_errors_the_exit_code_tells_it_too(tmp_path: Path) -> None:
+    ended = run_script(LATE, tmp_path, "unasked", 0, flags=("-W", "error"))
+    assert ended.returncode == 1
+    assert "snapshot 'a' was not taken" in ended.stderr
+
+
+def test_waiting_in_vain_for_a_future_is_not_to_have_seen_its_error() -> None:
+    future, error = ToldFuture(), OSError("full")
+    with pytest.raises(TimeoutError):
+        future.result(0)
+    assert not future.was_asked
+    future.set_exception(error)
+    with pytest.raises(OSError, match="full"):
+        future.result()
+    assert future.was_asked
 
 
 @pytest.mark.parametrize("how", ["asked", "closed", "good"])

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import zstandard
@@ -425,6 +426,24 @@ def test_nothing_is_removed_on_the_word_of_the_catalogue(folder: Path, lie: str)
     for i in (9, 10, 11):
         assert_same(SnapshotStore(folder).restore(f"s{i}"), state_of(i))
     assert SnapshotStore(folder).verify() == []
+
+
+def test_a_page_that_lies_after_its_manifest_was_confirmed_removes_nothing(tmp_path: Path) -> None:
+    """In a remote store, where a manifest is not read each time."""
+    url = f"memory://{tmp_path.name}/store"
+    store = SnapshotStore(url)
+    for i in range(3):
+        store.take(f"s{i}", {"x": np.random.default_rng(i).standard_normal(5000)})
+    store.delete("s1")  # by which the manifests of the others are confirmed
+    fs = fsspec.filesystem("memory")
+    for path in fs.ls(f"/{tmp_path.name}/store/catalog", detail=False):
+        records = decode_page(fs.cat_file(path)).records()
+        fs.rm_file(path)
+        data = encode_page([replace(record, packs=bytes(16)) for record in records])
+        assert data is not None
+        fs.pipe_file(f"{path[:-5]}f.bin", data)
+    store.delete("s2")
+    assert store.verify() == []
 
 
 def test_a_good_manifest_that_fits_no_page_is_parsed_each_time(

@@ -188,8 +188,7 @@ def test_removing_by_name_keeps_what_comes_meanwhile(folder: Path) -> None:
     SnapshotStore(folder).take("s3", state_of(3))
     assert store.prune(remove=doomed).removed == ("s0", "s1")
     assert store.names() == ["s2", "s3"]
-    with pytest.raises(ValueError, match="remove names 's0'"):
-        store.prune(remove="s0")
+    assert store.prune(remove="s0").removed == ()  # somebody was faster
     with pytest.raises(ValueError, match="leaves no snapshot"):
         store.prune(remove=["s2", "s3"])
     for wrong in ({}, {"keep": 1, "remove": ["s2"]}):

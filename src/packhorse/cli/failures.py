@@ -87,7 +87,10 @@ def exit_code(error: BaseException) -> ExitCode:
 
 
 def _is_lack_of_memory(error: BaseException) -> bool:
-    """Whether a module of C could not be loaded for want of memory: an import error like others."""
+    """Whether memory ended where nobody says so: a module of C cannot be loaded, which is an import
+    error like others, or Python loses the error on its way."""
+    if isinstance(error, SystemError):
+        return "without setting an exception" in str(error)
     return isinstance(error, ImportError) and "failed to map segment" in str(error)
 
 

@@ -98,9 +98,14 @@ def json_document(results: Sequence[Any], errors: Sequence[ErrorRow]) -> None:
 
 
 def error_line(text: str) -> None:
-    """Print one line on standard error, if that takes it: there is no other place to tell it."""
+    """Print one line on standard error."""
+    _tell(f"packhorse: error: {printable(text)}\n")
+
+
+def _tell(text: str) -> None:
+    """Write to standard error, if that takes it: there is no other place to tell it."""
     with suppress(OSError):
-        sys.stderr.write(f"packhorse: error: {printable(text)}\n")
+        sys.stderr.write(text)
 
 
 def printable(text: str) -> str:
@@ -128,7 +133,7 @@ def growth_warning(row: FileRow | PlannedFile, packed_nbytes: int) -> None:
         return
     words = row.notice or "its data cannot be packed"
     line = f"{row.dst}: ratio {row.ratio:.3f}, larger than the original: {words}; "
-    sys.stderr.write(f"packhorse: warning: {printable(line)}keep {printable(row.src)} as it is\n")
+    _tell(f"packhorse: warning: {printable(line)}keep {printable(row.src)} as it is\n")
 
 
 def unpacked_line(row: FileRow) -> None:

@@ -192,17 +192,19 @@ def atomic_folder(destination: Path, replaceable: Iterable[Path] | None) -> Iter
         OSError: the system refuses.
     """
     _check_folder(destination, replaceable)
-    temporary = temporary_beside(destination)
+    temporary, built = temporary_beside(destination), None
     try:
         with _naming(destination):
             temporary.mkdir()
+        built = _identity(temporary)
         with _renaming(temporary, destination):
             yield temporary
         for folder, _, _ in os.walk(temporary):
             sync_folder(Path(folder))
         _commit_folder(temporary, destination, replaceable)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if _identity(temporary) in (built, None):  # else it is the old one, which nothing put back
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_folder(destination.parent)
 
@@ -248,14 +250,18 @@ def _commit_folder(temporary: Path, destination: Path, replaceable: Iterable[Pat
 
 
 def _swap(temporary: Path, destination: Path, replaceable: Iterable[Path]) -> None:
-    """Put `temporary` in the place of `destination`, and the old one back if it has by now what may
-    not vanish."""
-    old = temporary_beside(destination)
-    _put(temporary, destination, old)
+    """Put `temporary` in the place of `destination`. The old one comes back if it has by now what
+    may not vanish, and if anything fails."""
+    built, old = _identity(temporary), temporary_beside(destination)
     try:
+        if exchange(temporary, destination):
+            os.rename(temporary, old)
+        else:
+            os.rename(destination, old)
+            os.rename(temporary, destination)
         _check_replaceable(old, destination, replaceable)
     except BaseException:
-        _put(old, destination, temporary)
+        _put_back(built, temporary, destination, old)
         raise
     try:
         shutil.rmtree(old)
@@ -264,18 +270,23 @@ def _swap(temporary: Path, destination: Path, replaceable: Iterable[Path]) -> No
         raise
 
 
-def _put(folder: Path, place: Path, old: Path) -> None:
-    """Move a folder to a place, and what was there to `old`; or nothing, if that fails."""
-    if exchange(folder, place):
-        os.rename(folder, old)
-        return
-    os.rename(place, old)
+def _put_back(built: tuple[int, int] | None, temporary: Path, destination: Path, old: Path) -> None:
+    """The old folder to its place, and the new one to `temporary`, however far a swap came."""
+    if os.path.lexists(old):
+        if _identity(destination) == built:
+            os.rename(destination, temporary)
+        os.rename(old, destination)
+    elif _identity(temporary) != built:
+        exchange(temporary, destination)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a folder from any other, by whatever name; None if there is none."""
     try:
-        os.rename(folder, place)
-    except BaseException:
-        if not os.path.lexists(place):
-            os.rename(old, place)
-        raise
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def temporary_beside(destination: Path) -> Path:

@@ -573,9 +573,11 @@ def _read_index(path: Path) -> bytes:
 
 def _verify_index(path: Path) -> list[Problem]:
     try:
-        text = _read_index(path)
-        unpack_index(text, label=str(path))
-        words = missing_files(text, label=str(path), has=_beside(path))
+        text, label, has = _read_index(path), str(path), _beside(path)
+        if not is_packed_index(text, label=label, has=has):
+            return []
+        unpack_index(text, label=label)
+        words = missing_files(text, label=label, has=has)
     except PackhorseError as error:
         words = [str(error)]
     return [Problem(path, None, None, message) for message in words]

@@ -110,11 +110,11 @@ class SourceFile:
         Raises:
             TruncationError: the file has been cut short since its headers were read.
         """
-        now = os.fstat(self._file.fileno()).st_size
-        if offset + nbytes > now:
+        end = min(os.fstat(self._file.fileno()).st_size, self.stamp.nbytes)
+        if offset + nbytes > end:
             raise TruncationError(
                 f"cut short while it was read: bytes {offset} to {offset + nbytes} are needed, and "
-                f"it has {now}; try again when nobody writes to it"
+                f"it has {end}; try again when nobody writes to it"
             )
         if nbytes > _SMALL_NBYTES:
             return self._map(offset, nbytes)
@@ -159,9 +159,10 @@ class SourceFile:
         check_unchanged(self.path, self.stamp)
 
 
-# The cells that were mapped last, of any file. Replaced as a whole, for threads. No attribute of
-# the class: the end of a mapping lets go of Python's lock, and while such an attribute is replaced,
-# Python's cache of them gives the old value to other threads, though it is gone (seen with 3.11).
+# The cells that were mapped last, of any file. Replaced as a whole, for threads; without a lock, as
+# a fork might find that taken, so one may now and then stay until three others have come. It is no
+# attribute of the class: the end of a mapping lets go of Python's lock, and while such an attribute
+# is replaced, Python's cache of them gives its old value, though gone, to other threads (3.11).
 _cells: tuple[tuple[SourceFile, int, memoryview], ...] = ()
 
 

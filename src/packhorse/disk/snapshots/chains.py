@@ -45,7 +45,7 @@ def compress(
         path: of the tensor, for messages.
 
     Raises:
-        RuntimeError: the base has changed since it was hashed.
+        ChangedError: the base has changed since it was hashed.
     """
     return compress_buffer(
         data, dtype, shape, level=level, threads=threads, out=out, name=shortened(path), base=base,

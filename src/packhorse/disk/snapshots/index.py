@@ -65,7 +65,7 @@ class Index:
         self._places: dict[str, _Place] = {}
         self._loose: dict[str, Record] = {}
         self._stamps: dict[str, Stamp] = {}  # younger ones than pages have
-        self._confirmed: dict[str, Stamp | None] = {}
+        self._confirmed: dict[str, tuple[Stamp | None, bytes]] = {}  # and the packs it names
         self.damaged: dict[str, PackhorseError] = {}
 
     def _known(self) -> tuple[dict[str, Any], ...]:
@@ -222,29 +222,28 @@ class Index:
         return needed
 
     def _confirm(self, file: ManifestFile) -> bytes:
-        path, (crc, known) = file.path, self._expected(file.path)
-        stamp = self._stamp(path)
-        if not self._storage.is_local and stamp and self._confirmed.get(path) == stamp:
-            return known
+        path, crc = file.path, self._expected(file.path)
+        stamp, known = self._stamp(path), self._confirmed.get(path)
+        if not self._storage.is_local and stamp and known and known[0] == stamp:
+            return known[1]
         text = self._catalog.read(file)
         is_known = read_checksum(text, self._catalog.label(file)) == crc
         digits = find_packs(text) if is_known else None
         if digits is None:  # not what was read before, or not written by us
-            packs = dict.fromkeys(frame.pack for frame in self._catalog.parse(file, text).frames())
-            return bytes.fromhex("".join(packs))
-        packs_now = bytes.fromhex(digits.decode())
-        if packs_now == known:
-            self._confirmed[path] = stamp
-        return packs_now
+            names = dict.fromkeys(frame.pack for frame in self._catalog.parse(file, text).frames())
+            return bytes.fromhex("".join(names))
+        packs = bytes.fromhex(digits.decode())
+        self._confirmed[path] = stamp, packs
+        return packs
 
-    def _expected(self, path: str) -> tuple[int | None, bytes]:
-        """The checksum and the packs of a manifest, by what is known of it."""
+    def _expected(self, path: str) -> int | None:
+        """The checksum of a manifest, by what is known of it."""
         if path in self._loose:
-            return self._loose[path].crc, self._loose[path].packs
+            return self._loose[path].crc
         if path in self._places:
             page, i = self._places[path]
-            return page.crc(i), page.packs(i)
-        return None, b""
+            return page.crc(i)
+        return None
 
     def save(self) -> None:
         """Write to the catalogue what is not in it, and remove from it what is of no use any more.

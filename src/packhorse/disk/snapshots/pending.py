@@ -9,7 +9,9 @@ from __future__ import annotations
 import atexit
 import os
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 from packhorse._core import fail_at_exit
 from packhorse.disk.snapshots.results import SnapshotInfo
@@ -24,17 +26,22 @@ class ToldFuture(Future[SnapshotInfo]):
 
     def result(self, timeout: float | None = None) -> SnapshotInfo:
         """The snapshot."""
-        try:
+        with self._asking():
             return super().result(timeout)
-        finally:
-            self.was_asked = self.was_asked or self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What it failed with, or None."""
-        try:
+        with self._asking():
             return super().exception(timeout)
-        finally:
-            self.was_asked = self.was_asked or self.done()
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:  # that time is up tells nothing
+            self.was_asked = self.was_asked or error is self._exception
+            raise
+        self.was_asked = True
 
 
 class Pending:
@@ -80,21 +87,21 @@ class Pending:
         if error is not None and not self.told.was_asked:
             raise error
 
-    def warn_unseen(self) -> bool:
-        """Warn of an error that the caller has not seen; False if there is none. In a forked child
-        there is none: what its parent writes is not its own."""
+    def unseen(self) -> BaseException | None:
+        """An error that the caller has not seen. In a forked child there is none: what its parent
+        writes is not its own."""
         if self._pid != os.getpid() or not self.is_done() or self.told.was_asked:
-            return False
-        error = self._future.exception()
-        if error is None:
-            return False
+            return None
+        return self._future.exception()
+
+    def warn(self, error: BaseException) -> None:
+        """Tell the error of a snapshot that nobody has asked for."""
         warnings.warn(
-            f"{self._label} was not taken, and its future was never asked: "
-            f"{type(error).__name__}: {error}; ask the future, or close the store",
+            f"{self._label} was not taken, and nobody called result() on its future: "
+            f"{type(error).__name__}: {error}; call result(), or close the store",
             RuntimeWarning,
             stacklevel=1,
         )
-        return True
 
 
 # Those that are being written, and those that failed and whose error nobody has raised.
@@ -113,5 +120,8 @@ def _watch(pending: Pending) -> None:
 
 def _warn_at_exit() -> None:
     """By now the threads that write have ended."""
-    if any([pending.warn_unseen() for pending in _unheard]):
-        fail_at_exit()
+    for pending in _unheard:
+        error = pending.unseen()
+        if error is not None:
+            fail_at_exit()  # before the warning, which may be made an error
+            pending.warn(error)

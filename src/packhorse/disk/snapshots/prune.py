@@ -53,12 +53,13 @@ def prune_snapshots(
     """Remove all snapshots but some, and move what those need.
 
     Raises:
-        ValueError: `keep` or `remove` names what is not there, or nothing is left.
+        ValueError: `keep` names what is not there, or nothing is left.
         CorruptionError, CompatibilityError: a manifest is damaged; nothing was done.
     """
     _check_all(session)
     if keep is None:
-        keep = session.listing.keys() - _checked(remove or (), session, "remove")
+        gone = {remove} if isinstance(remove, str) else set(remove or ())
+        keep = session.listing.keys() - gone  # another process may have removed some of them
     names = _kept_names(keep, session)
     intern = sharing()
     kept = [
@@ -101,16 +102,16 @@ def _kept_names(keep: Keep, session: Session) -> set[str]:
         load = session.catalog.load_file
         kept = {name for name in names if keep(describe(load(session.listing[name][0])))}
     else:
-        kept = _checked(keep, session, "keep")
+        kept = _checked(keep, session)
     if names and not kept:
         raise ValueError("keep leaves no snapshot; delete them by name if that is meant")
     return kept
 
 
-def _checked(given: Iterable[str], session: Session, what: str) -> set[str]:
+def _checked(given: Iterable[str], session: Session) -> set[str]:
     names = {given} if isinstance(given, str) else set(given)
     for name in names - session.listing.keys():
-        raise ValueError(f"{what} names {name!r}, and there is no such snapshot")
+        raise ValueError(f"keep names {name!r}, and there is no such snapshot")
     return names
 
 

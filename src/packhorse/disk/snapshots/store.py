@@ -481,14 +481,14 @@ class SnapshotStore:
             keep: how many of the newest; or their names; or a predicate that gets the
                 `SnapshotInfo` of each.
             remove: the names of those that go, in place of `keep`; all others stay, also one that
-                another process takes meanwhile.
+                another process takes meanwhile. Those that are gone already are no mistake.
 
         Returns:
             What was done.
 
         Raises:
             TypeError: neither or both of the two are given.
-            ValueError: one names what is not there, or would leave nothing.
+            ValueError: `keep` names what is not there, or nothing would be left.
             CorruptionError, CompatibilityError: a manifest is damaged: delete that snapshot first.
             BlockingIOError: another process or store is writing.
         """

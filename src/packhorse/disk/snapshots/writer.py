@@ -210,8 +210,6 @@ class Session:
         """
         if self.index.damaged:
             return 0
-        if self.index.damaged:
-            return 0
         sizes = {
             file.removesuffix(FILE_SUFFIX): nbytes
             for file, nbytes in self.storage.sizes(PACKS).items()
