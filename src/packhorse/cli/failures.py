@@ -71,6 +71,10 @@ _REMEDIES = {
 }
 
 
+# What Python says where it has lost the exception that it should raise.
+_LOST = ("without setting an exception", "without exception set", "without error")
+
+
 def exit_code(error: BaseException) -> ExitCode:
     """The exit code that an exception leads to."""
     if isinstance(error, MissingBackendError):
@@ -90,7 +94,7 @@ def _is_lack_of_memory(error: BaseException) -> bool:
     """Whether memory ended where nobody says so: a module of C cannot be loaded, which is an import
     error like others, or Python loses the error on its way."""
     if isinstance(error, SystemError):
-        return "without setting an exception" in str(error)
+        return any(words in str(error) for words in _LOST)
     return isinstance(error, ImportError) and "failed to map segment" in str(error)
 
 
