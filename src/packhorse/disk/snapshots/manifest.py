@@ -276,10 +276,8 @@ def read_checksum(text: bytes, label: str) -> int:
     match = _CRC.match(text)
     if match is None:
         raise CorruptionError(f"{label}: does not begin with a checksum; it is damaged or foreign")
-    blank = bytearray(text)
-    blank[_CRC_AT : _CRC_AT + 8] = b"0" * 8
     found = int(match[1], 16)
-    if crc32c(blank) != found:
+    if _crc_of(text) != found:
         raise CorruptionError(f"{label}: the checksum does not match: it is damaged or cut short")
     return found
 
@@ -451,9 +449,15 @@ def _with_crc(document: dict[str, Any]) -> bytes:
 
 
 def _signed(text: bytes) -> bytes:
-    """The text with its checksum, which is computed with zeros in its own place."""
-    blank = text[:_CRC_AT] + b"0" * 8 + text[_CRC_AT + 8 :]
-    return text[:_CRC_AT] + f"{crc32c(blank):08x}".encode() + text[_CRC_AT + 8 :]
+    """The text with its checksum."""
+    return text[:_CRC_AT] + f"{_crc_of(text):08x}".encode() + text[_CRC_AT + 8 :]
+
+
+def _crc_of(text: bytes) -> int:
+    """The checksum of a text, computed with zeros in its own place."""
+    blank = bytearray(text)
+    blank[_CRC_AT : _CRC_AT + 8] = b"0" * 8
+    return crc32c(blank)
 
 
 def _document(text: bytes, label: str, kind: str) -> dict[str, Any]:
