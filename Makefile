@@ -29,10 +29,10 @@ TIME ?= 60
 # Minutes for the soak: make soak MINUTES=60 ARGS="--seed 7 --parts kills forks"
 MINUTES ?= 10
 
-.PHONY: help venv demo test lint format bench training sanitize fuzz soak tsan compile clean
+.PHONY: help venv demo test lint format docs docs-serve bench training sanitize fuzz soak tsan compile arm wheel clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## /\1|/' | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "make %-10s %s\n", $$1, $$2}'
 
 venv: .venv/.python ## make .venv with pip and the build tools
 
@@ -54,6 +54,13 @@ format: .venv/.lint ## let the formatters rewrite the sources
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 	@.venv/bin/clang-format -i $(CXX_SOURCES)
+
+# Not with --quiet, which makes warnings pass. The variable silences what mkdocs-material says about the future of mkdocs.
+docs: .venv/.docs ## build the site in build/site; a warning or a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)
+
+docs-serve: .venv/.docs ## show the site at http://127.0.0.1:8000, and build it again when a file changes
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve $(ARGS)
 
 bench: .venv/.bench .venv/.model ## time Packhorse and its rivals (all data: make bench ARGS=--full)
 	@$(PY) benchmarks/run.py $(ARGS)
@@ -78,6 +85,23 @@ tsan: build/tsan/threads ## run many threads through the core under ThreadSaniti
 # Needs no .venv, so that it can go on beside what fills that; one compiler at a time.
 compile: build/tsan/threads ## compile ahead what `make tsan` and `make fuzz` run
 	@"$(PYTHON)" fuzz/run.py --build --jobs 1
+
+# What the fuzz targets and the thread test claim, on another architecture than this machine's. Needs a cross compiler and an emulator
+# (Debian: g++-aarch64-linux-gnu qemu-user-static).
+ARM := aarch64-linux-gnu-g++ -std=c++20 -Icsrc -O2 -Wall -Wextra -Werror -Wno-uninitialized -Wno-maybe-uninitialized -static -pthread
+arm: .venv/.test ## compile the core for aarch64, and run the seeds of the fuzz targets there by emulation
+	@rm -rf build/arm && mkdir -p build/arm
+	@$(PY) fuzz/make_corpus.py build/arm/seeds
+	@for target in round_trip decode_tensor decode_plane weights; do \
+		$(ARM) fuzz/$$target.cpp fuzz/standalone.cpp -o build/arm/$$target; \
+		echo -n "$$target: "; qemu-aarch64-static build/arm/$$target build/arm/seeds/$$target/*; \
+	done
+	@$(ARM) fuzz/plan.cpp fuzz/standalone.cpp -o build/arm/plan
+	@echo -n "plan: "; qemu-aarch64-static build/arm/plan build/arm/seeds/decode_tensor/*
+	@$(ARM) fuzz/threads.cpp -o build/arm/threads && qemu-aarch64-static build/arm/threads 10
+
+wheel: ## build portable wheels, and try each alone in new environments of all Pythons that are here
+	@.ci/wheel
 
 clean: ## remove .venv and everything that was built
 	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -116,6 +140,12 @@ clean: ## remove .venv and everything that was built
 	@$(INSTALL) ".[test,lint]"
 	@touch $@
 
+# The site is made from the sources, without running them.
+.venv/.docs: .venv/.python
+	@$(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+		| $(PIP) install --quiet -r /dev/stdin
+	@touch $@
+
 .venv/.bench: .venv/.torch $(SOURCES)
 	@$(INSTALL) ".[bench]"
 	@touch $@
@@ -125,9 +155,9 @@ clean: ## remove .venv and everything that was built
 	@touch $@
 
 # GCC's AVX-512 headers provoke warnings about memory that was not initialised.
-build/tsan/threads: fuzz/threads.cpp fuzz/common.hpp $(wildcard csrc/*.hpp)
+build/tsan/threads: fuzz/threads.cpp fuzz/common.hpp $(wildcard csrc/*/*.hpp)
 	@mkdir -p $(@D)
-	@$(CXX) -std=c++20 -O2 -g -fsanitize=thread -Wall -Wextra -Werror -Wno-uninitialized -Wno-maybe-uninitialized $< -o $@ -pthread
+	@$(CXX) -std=c++20 -Icsrc -O2 -g -fsanitize=thread -Wall -Wextra -Werror -Wno-uninitialized -Wno-maybe-uninitialized $< -o $@ -pthread
 
 # All that CI needs, at once: each install builds a wheel.
 .venv/.ci: .venv/.torch $(SOURCES)

@@ -19,11 +19,12 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+
+from gpu_run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
@@ -31,29 +32,6 @@ PARTS = ("check", "decode", "load", "tune", "table", "model")
 BUDGET = 500.0  # seconds of a call
 # Of a call with all parts, the share after which each must end.
 SHARES = {"check": 0.2, "decode": 0.28, "load": 0.36, "tune": 0.7, "table": 0.9, "model": 1.0}
-
-
-@dataclass
-class Run:
-    """What parts are given.
-
-    Attributes:
-        smoke: on a tiny scale, on the CPU.
-        ends: when the part that runs has to end, by `time.monotonic`.
-        cache: folder of the autotuner's cache; None for the usual one.
-        again: tune what was tuned before, too.
-        keep: writes the rows that a part has so far.
-    """
-
-    smoke: bool
-    ends: float
-    cache: Path | None
-    again: bool
-    keep: Callable[[list[dict[str, Any]]], None]
-
-    def is_late(self) -> bool:
-        """Whether the part has to end."""
-        return time.monotonic() > self.ends
 
 
 def main() -> int:
@@ -70,7 +48,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 3
-    from packhorse.device.autotune import use_cache
+    from packhorse.device.choices import use_cache
 
     use_cache(args.cache)
     parts = run_parts(args, time.monotonic())

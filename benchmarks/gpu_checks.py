@@ -16,7 +16,8 @@ from gpu_workers import Failure, spread
 import packhorse.kernels.matmul as matmul_module
 import packhorse.kernels.matmul_many as many_module
 import packhorse.kernels.weights as weights_module
-from packhorse.device.autotune import choose, run_choice
+from packhorse.device.choices import choose
+from packhorse.device.products import run_choice
 from packhorse.device.strategy import INVARIANT_TOKENS, Choice, Strategy
 from packhorse.device.tuning import pack_on, random_weight
 from packhorse.kernels.arrays import WeightTensors
@@ -25,7 +26,7 @@ from packhorse.kernels.weights import decode_weights
 from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
 
 if TYPE_CHECKING:
-    from gpu import Run
+    from gpu_run import Run
 
 __all__ = ["WrongError", "check", "check_case"]
 

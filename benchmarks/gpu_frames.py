@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from packhorse.device.frames import decode_frame
-from packhorse.device.timing import time_chain
 from packhorse.device.tuning import random_weight
 from packhorse.frame import compress_buffer
+from packhorse.gpu.frames import decode_frame
+from packhorse.gpu.timing import time_chain
 
 if TYPE_CHECKING:
-    from gpu import Run
+    from gpu_run import Run
 
 __all__ = ["DifferentError", "ceilings", "frames"]
 

@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packhorse.device.autotune import multiply
+from packhorse.device.products import multiply
 from packhorse.device.tuning import pack_on, random_weight
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.weights import decode_rows
 from packhorse.layout import W11, W12, WeightFormat
 
 if TYPE_CHECKING:
-    from gpu import Run
+    from gpu_run import Run
 
 __all__ = ["Size", "measure"]
 

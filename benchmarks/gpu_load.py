@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import packhorse.torch as ph
-from packhorse.device import uploads
 from packhorse.device.tuning import random_weight
+from packhorse.gpu import uploads
 
 if TYPE_CHECKING:
-    from gpu import Run
+    from gpu_run import Run
 
 __all__ = ["WAYS", "measure"]
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from packhorse.device.autotune import tune
-from packhorse.device.cost import PRESETS, DeviceModel, predict_decode, predict_plain
+from packhorse.device.cost import predict_decode, predict_plain
 from packhorse.device.strategy import bucket_of
+from packhorse.gpu.models import PRESETS, DeviceModel
 from packhorse.layout import W11, W12, WeightFormat
 
 __all__ = ["MODELS", "TOKENS", "Llama", "Shape", "document", "predict_row", "predict_step"]

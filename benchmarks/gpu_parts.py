@@ -17,7 +17,7 @@ from gpu_frames import DifferentError, ceilings, frames
 from gpu_model import MODELS, TOKENS, Shape
 from gpu_workers import Product, compile_ahead, likely_products
 
-from packhorse.device.autotune import Search, choose, describe_device
+from packhorse.device.choices import choose
 from packhorse.device.cost import predict_decode, predict_decoding, predict_fused, predict_plain
 from packhorse.device.strategy import BUCKETS, Choice, Strategy
 from packhorse.device.timing import ProductTimer
@@ -30,11 +30,13 @@ from packhorse.device.tuning import (
     tune_on_gpu,
     tuned_before,
 )
+from packhorse.gpu.detect import describe_device
+from packhorse.gpu.search import Search
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 
 if TYPE_CHECKING:
-    from gpu import Run
+    from gpu_run import Run
 
 __all__ = ["WrongError", "check", "decode", "load", "model", "table", "tune"]
 

@@ -20,15 +20,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from gpu_model import Shape
 
-from packhorse.device.autotune import Search, predictor, run_choice, tune
-from packhorse.device.cost import DeviceModel
+from packhorse.device.autotune import predictor, tune
+from packhorse.device.products import run_choice
 from packhorse.device.strategy import Choice, Strategy
 from packhorse.device.tuning import pack_on, random_weight
+from packhorse.gpu.models import DeviceModel
+from packhorse.gpu.search import Search
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WEIGHT_FORMATS, WeightFormat
 
 if TYPE_CHECKING:
-    from gpu import Run
+    from gpu_run import Run
 
     from packhorse.kernels.matmul import MatmulConfig
 

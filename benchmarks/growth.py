@@ -4,6 +4,7 @@ A store of tiny tensors is made by real takes, some tensors of each another than
 verb runs in fresh processes, imports not counted, and prints its median wall and processor time and
 the peak of its memory; commands are timed whole, imports and all. Exits 1 if `list`, `show` or
 `take` of one changed tensor takes more than `LIMIT_S` of processor time, or any `LIMIT_NBYTES`.
+Last, in another store, a state is taken of which each tensor lies in another snapshot.
 
 `--python` measures another installation on the same store: manifests are the same, and releases
 that know no catalogue pass over it.
@@ -40,6 +41,8 @@ opened, state = SnapshotStore(url, threads=1), None
 if verb == "take":
     state = SnapshotStore(url).restore(SnapshotStore(url).names()[-1])
     state[next(iter(state))] = np.random.default_rng().standard_normal(16).astype(np.float32)
+if verb == "gather":
+    state = {name: SnapshotStore(url).restore(name)["x"] for name in SnapshotStore(url).names()}
 middle = SnapshotStore(url).names()[len(SnapshotStore(url).names()) // 2]
 work = {
     "names": lambda: opened.names(),
@@ -48,6 +51,7 @@ work = {
     "restore": lambda: opened.restore(middle),
     "stored": lambda: opened.stored_nbytes(),
     "take": lambda: opened.take(name, state),
+    "gather": lambda: opened.take(name, state),
     "delete": lambda: opened.delete(name),
     "prune": lambda: opened.prune(keep=opened.names()[-3:]),
 }[verb]
@@ -101,6 +105,8 @@ def main(argv: list[str]) -> int:
         shutil.copytree(url, copy)
         shutil.rmtree(Path(copy) / "catalog", ignore_errors=True)
         _print("list without a catalogue", _run(args.python, copy, "list"))
+        _make_scattered(f"{folder}/scattered", args.snapshots)
+        _print("take from all", _run(args.python, f"{folder}/scattered", "gather"))
     limited = [figures[verb] for verb in LIMITED]
     return int(any(f.own_s > LIMIT_S or f.peak_nbytes > LIMIT_NBYTES for f in limited))
 
@@ -132,6 +138,14 @@ def _make(url: str, n_snapshots: int, n_tensors: int, n_changed: int) -> None:
                 state[names[k % n_tensors]] = _tensor(rng)
             store.take(f"step-{i:06d}", state)
     print(f"made in {time.perf_counter() - begun:.0f} s")
+
+
+def _make_scattered(url: str, n_snapshots: int) -> None:
+    """A store of snapshots that have nothing in common."""
+    rng = np.random.default_rng(1)
+    with SnapshotStore(url, level="fast", threads=1) as store:
+        for i in range(n_snapshots):
+            store.take(f"step-{i:06d}", {"x": _tensor(rng)}, base=None)
 
 
 def _tensor(rng: np.random.Generator) -> np.ndarray:

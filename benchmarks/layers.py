@@ -344,8 +344,8 @@ def _time_packing(plain: "nn.Module", rounds: int) -> dict[str, float]:
 def _plan(scale: Scale) -> dict[str, Any]:
     from packhorse import _core
     from packhorse.codecs.base import as_bytes, choose_isa
-    from packhorse.frame_header import read_header
-    from packhorse.kernels.streams import Geometry, plan_chunks
+    from packhorse.frame.header import read_header
+    from packhorse.gpu.plans import Geometry, plan_chunks
     from packhorse.numpy import compress
 
     rng = np.random.default_rng(SEED)

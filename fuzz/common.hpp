@@ -12,7 +12,7 @@
 #include <memory>
 #include <vector>
 
-#include "../csrc/estimate.hpp"
+#include "tensor/estimate.hpp"
 
 namespace packhorse::fuzz {
 

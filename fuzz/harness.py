@@ -42,7 +42,7 @@ with instrumented():
     from packhorse.codecs.base import ISA_VARIABLE, Isa
     from packhorse.errors import PackhorseError
     from packhorse.frame import Frame, content_hash
-    from packhorse.frame_header import frame_header_nbytes, n_planes_of, padded
+    from packhorse.frame.header import frame_header_nbytes, n_planes_of, padded
 
 __all__ = [
     "MAX_NBYTES",

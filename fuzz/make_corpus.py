@@ -1,9 +1,10 @@
-"""Writes the seeds of the fuzz targets, `fuzz/corpus/<target>/`, from what the library makes.
+"""Makes the seeds of the fuzz targets: `python fuzz/make_corpus.py FOLDER`.
 
-Run it again when the format changes: `.venv/bin/python fuzz/make_corpus.py`. The seeds are frames
-and files of every dtype, level, split and mode, small ones, because a fuzzer mutates small inputs
-best. What comes before the data in each seed is what the target's own head says. Nothing here knows
-how a stream is laid out; frames that no encoder makes, legal ones and liars, come from the tests.
+`run.py` does this before it fuzzes. The seeds are frames and files of every dtype, level, split and
+mode, small ones, because a fuzzer mutates small inputs best. What comes before the data in each
+seed is what the target's own head says. Nothing here knows how a stream is laid out; frames that no
+encoder makes, legal ones and liars, come from the tests. Inputs that broke something once are kept
+in `fuzz/corpus/TARGET/found-WHAT`.
 """
 
 import json
@@ -22,8 +23,8 @@ from packhorse.codecs.content import content_hash, empty_leaves
 from packhorse.disk.container import pack_tensors
 from packhorse.disk.header import build_header
 from packhorse.frame import Frame, compress_buffer
-from packhorse.frame_base import NO_BASE
-from packhorse.frame_header import (
+from packhorse.frame.base import NO_BASE
+from packhorse.frame.header import (
     FrameHeader,
     frame_header_nbytes,
     padded,
@@ -33,14 +34,13 @@ from packhorse.frame_header import (
 from packhorse.layout import DTYPE_BY_NAME, DTYPES, STREAM_NBYTES_BITS, DType, Level, Mode, Split
 from packhorse.numpy import FRAMEWORK as NUMPY
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "samples"))
 from frame_builder import SMALL
 from lying_frames import LIES
 from sample_store import build_store, catalogue_parts, checkpoint_manifests, snapshot_manifests
 
-__all__ = ["CORPUS", "KINDS", "modes_of", "seed_frames"]
+__all__ = ["KINDS", "TARGETS", "modes_of", "seed_frames", "write_seeds"]
 
-CORPUS = Path(__file__).parent / "corpus"
 KINDS = ("constant", "few", "phrases", "weights", "noise")
 Seeds = Iterator[tuple[str, bytes]]
 _N_UNITS = 384  # coded streams begin to pay at about this length
@@ -402,16 +402,13 @@ TARGETS = {
 }
 
 
-def main() -> None:
-    """Replaces the whole corpus, except for inputs that broke something once: `found-*`."""
-    for old in CORPUS.glob("*/*"):
-        if not old.name.startswith("found-"):
-            old.unlink()
+def write_seeds(folder: Path) -> None:
+    """Write all seeds to `<folder>/<target>/`."""
     for target, seeds in TARGETS.items():
-        (CORPUS / target).mkdir(parents=True, exist_ok=True)
+        (folder / target).mkdir(parents=True, exist_ok=True)
         for name, seed in seeds():
-            (CORPUS / target / name).write_bytes(seed)
+            (folder / target / name).write_bytes(seed)
 
 
 if __name__ == "__main__":
-    main()
+    write_seeds(Path(sys.argv[1]))

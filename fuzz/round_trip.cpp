@@ -116,7 +116,7 @@ void round_trip_tensor(const Task& task, std::size_t threads, Isa isa) {
 // What the planner asks the core: the same answers from every code path.
 void compare_estimates(const Task& task, std::size_t n_samples, Isa isa) {
     const auto estimate = [&](Isa of) {
-        return estimate_tensor(task.src.data(), task.geometry, task.level, n_samples, of);
+        return estimate_tensor(task.src.data(), task.geometry, task.level, n_samples, of).planes;
     };
     const std::vector<PlaneEstimate> plain = estimate(Isa::kPortable), other = estimate(isa);
     claim(std::equal(plain.begin(), plain.end(), other.begin(), other.end(),
@@ -129,7 +129,7 @@ void compare_estimates(const Task& task, std::size_t n_samples, Isa isa) {
 void compare_delta_estimates(const Task& task, Isa isa) {
     const auto estimate = [&](Isa of) {
         return estimate_delta_tensor(task.src.data(), task.geometry, task.base.view(),
-                                     task.src.nbytes(), of);
+                                     task.src.nbytes(), task.level, of);
     };
     claim(estimate(Isa::kPortable) == estimate(isa), "all code paths estimate the same deltas");
 }

@@ -1,9 +1,9 @@
 """Builds and runs the fuzz targets, two at a time: `make fuzz`, `make fuzz TIME=600 ARGS=frame`.
 
 Targets of the core are C++ for libFuzzer, built by clang with AddressSanitizer and
-UndefinedBehaviorSanitizer; those of the Python side run under atheris. Each starts from its seeds
-in `fuzz/corpus/` and from what earlier runs found, kept in `build/fuzz/` with the logs and
-with every input that broke something. The exit status is 1 if one did.
+UndefinedBehaviorSanitizer; those of the Python side run under atheris. Each starts from seeds that
+`make_corpus.py` makes, from `fuzz/corpus/`, and from what earlier runs found, kept in `build/fuzz/`
+with the logs and with every input that broke something. The exit status is 1 if one did.
 """
 
 import argparse
@@ -24,7 +24,16 @@ BUILD = ROOT / "build" / "fuzz"
 COMPILER = os.environ.get("CLANG", "clang++")
 # Tracing comparisons would take two thirds of the time; the seeds have the magic numbers anyway.
 FLAGS = (
-    *("-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-Wall", "-Wextra", "-Werror"),
+    *(
+        "-std=c++20",
+        f"-I{ROOT / 'csrc'}",
+        "-O1",
+        "-g",
+        "-fno-omit-frame-pointer",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+    ),
     *("-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all"),
     *("-fno-sanitize-coverage=trace-cmp", "-pthread", "-DPACKHORSE_EXACT_SCRATCH"),
 )
@@ -59,6 +68,7 @@ class Target:
 TARGETS = (
     Target("round_trip", "round_trip.cpp", "round_trip"),
     Target("decode_tensor", "decode_tensor.cpp", "decode_tensor"),
+    Target("plan", "plan.cpp", "decode_tensor"),
     Target("decode_plane", "decode_plane.cpp", "decode_plane"),
     Target("weights", "weights.cpp", "weights"),
     Target("frame", "fuzz_frame.py", "frame"),
@@ -97,8 +107,16 @@ def main(argv: list[str]) -> int:
             compiled = [target for target in chosen if not target.is_python]
             good = [command is not None for command in pool.map(build, compiled)]
         else:
+            make_seeds()
             good = list(pool.map(lambda target: fuzz(target, args.time, args.seed), chosen))
     return 0 if all(good) else 1
+
+
+def make_seeds() -> None:
+    """Makes the seeds of all targets, as the library that is installed makes them."""
+    shutil.rmtree(BUILD / "seeds", ignore_errors=True)
+    command = [sys.executable, str(FUZZ / "make_corpus.py"), str(BUILD / "seeds")]
+    subprocess.run(command, check=True)
 
 
 def fuzz(target: Target, seconds: int, seed: int) -> bool:
@@ -111,7 +129,8 @@ def fuzz(target: Target, seconds: int, seed: int) -> bool:
         return False
     found = BUILD / "corpus" / target.name
     found.mkdir(parents=True, exist_ok=True)
-    folders = (found, FUZZ / "corpus" / target.seeds)
+    kept = [BUILD / "seeds" / target.seeds, FUZZ / "corpus" / target.seeds]
+    folders = (found, *(folder for folder in kept if folder.is_dir()))
     stop = (f"-max_total_time={seconds}", f"-seed={seed}", "-print_final_stats=1")
     prefix = f"-artifact_prefix={BUILD}/{target.name}-"
     arguments = (*stop, prefix, *LIMITS, *target.options, *map(str, folders))
@@ -130,7 +149,7 @@ def build(target: Target) -> list[str] | None:
     """Compiles a target unless it is newer than all sources; its command, or None if it fails."""
     program = BUILD / target.name
     program.parent.mkdir(parents=True, exist_ok=True)
-    sources = (FUZZ / target.source, *FUZZ.glob("*.hpp"), *(ROOT / "csrc").glob("*.hpp"))
+    sources = (FUZZ / target.source, *FUZZ.glob("*.hpp"), *(ROOT / "csrc").rglob("*.hpp"))
     newest = max(path.stat().st_mtime for path in sources)
     if not program.exists() or program.stat().st_mtime < newest:
         compile_line = [COMPILER, *FLAGS, str(FUZZ / target.source), "-o", str(program)]

@@ -9,6 +9,7 @@ import json
 import re
 import struct
 import tempfile
+import warnings
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -110,7 +111,9 @@ def checkpoint_manifests() -> dict[str, bytes]:
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch("os.urandom", lambda n: next(numbers).to_bytes(n, "big")),
+        warnings.catch_warnings(),
     ):
+        warnings.simplefilter("ignore")  # PyTorch tells that there is one process
         for i in range(2):
             base = f"{folder}/{i - 1}" if i else None
             generator = torch.Generator().manual_seed(0)

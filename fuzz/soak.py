@@ -3,7 +3,7 @@
 Parts (`--list`) draw cases from a seed and run them in processes that are watched. What leaves a
 case but a documented error, wrong bytes, a crash, a hang and an explosion of memory are findings.
 Each is kept as a file in `build/soak/`, which `--replay FILE` runs again; the exit status is 1 if
-there is one. Findings that are mended go to `tests/soak_cases/`, where a test runs them for ever.
+there is one. Findings that are mended go to `tests/fuzz/soak_cases/`, where a test runs them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "samples"))
 from soak_parts import PARTS
 from soak_parts.case import Case, Part
 from soak_parts.findings import Found, load_finding, save_finding, signature

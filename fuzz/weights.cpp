@@ -3,9 +3,9 @@
 //
 // Input: instruction set (1 byte), format and threads (1), columns (2), the number of breaks (1),
 // then for each break array (1), place (2) and difference (1); then the elements.
-#include "../csrc/weights_pack.hpp"
-#include "../csrc/weights_unpack.hpp"
 #include "common.hpp"
+#include "rows/weights_pack.hpp"
+#include "rows/weights_unpack.hpp"
 
 namespace packhorse::fuzz {
 namespace {

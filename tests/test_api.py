@@ -1,13 +1,13 @@
 """The surface: exported names, who imports whom, what an import costs, and the README's code."""
 
 import ast
-import doctest
 import importlib
 import inspect
 import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -105,144 +105,6 @@ def documented(thing: object) -> bool:
     text = thing.__doc__ or ""
     automatic = inspect.isclass(thing) and text.startswith(f"{thing.__name__}(")
     return bool(text.strip()) and not automatic
-
-
-@pytest.mark.parametrize("name", ["packhorse.numpy", "packhorse.torch"])
-def test_examples_in_docstrings_run(name: str) -> None:
-    module = importlib.import_module(name)
-    results = doctest.testmod(module, raise_on_error=True)
-    assert results.attempted >= 3
-
-
-# Who imports whom.
-
-LAYERS = {
-    "errors": 0,
-    "late_import": 0,
-    "layout": 0,
-    "threads": 0,
-    "_core": 1,
-    "codecs": 2,
-    "kernels": 2,
-    "arguments": 3,
-    "frame": 3,
-    "frame_base": 3,
-    "frame_encode": 3,
-    "frame_header": 3,
-    "frame_zstd": 3,
-    "many": 3,
-    "torch_dtypes": 3,
-    "torch_framework": 3,
-    "reference": 3,
-    "disk": 4,
-    "disk.dcp": 5,
-    "host": 4,
-    "device": 4,
-    "wire": 4,
-    "cli": 5,
-    "numpy": 5,
-    "torch": 5,
-    "lightning": 5,
-    "transformers": 5,
-    "": 5,
-    "__main__": 5,
-}
-THIRD_PARTY = {
-    "codecs": {"numpy", "xxhash", "zstandard"},
-    "kernels": {"numpy", "torch", "triton"},
-    "device": {"numpy", "safetensors", "torch", "transformers", "triton"},
-    "frame": {"numpy"},
-    "frame_base": {"numpy"},
-    "frame_encode": {"numpy"},
-    "frame_header": {"numpy"},
-    "frame_zstd": {"numpy"},
-    "reference": {"numpy", "xxhash", "zstandard"},
-    "disk": {"numpy", "xxhash", "zstandard"},
-    "numpy": {"numpy", "ml_dtypes"},
-    "torch": {"torch"},
-    "torch_dtypes": {"torch"},
-    "torch_framework": {"torch"},
-    "lightning": {"torch"},
-    "transformers": {"accelerate", "numpy", "safetensors", "torch", "transformers"},
-    "disk.dcp": {"fsspec", "numpy", "torch"},
-    "cli": {"numpy", "rich", "typer"},
-}
-FILES = sorted(PACKAGE.rglob("*.py"))
-
-
-def part_of(path: Path) -> str:
-    """The first name below the package that a file belongs to; "" for the package itself. The
-    storage of PyTorch's checkpoints belongs to users of PyTorch, not to the hop that it lies in."""
-    parts = path.relative_to(PACKAGE).parts
-    first = parts[0].removesuffix(".py")
-    if parts[:2] == ("disk", "dcp"):
-        return "disk.dcp"
-    return "" if first == "__init__" else first
-
-
-def imports_of(path: Path) -> Iterator[str]:
-    """Full names of all modules that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            for alias in node.names:
-                below = (PACKAGE / alias.name).exists() or (PACKAGE / f"{alias.name}.py").exists()
-                is_module = node.module == "packhorse" and (below or alias.name == "_core")
-                yield f"packhorse.{alias.name}" if is_module else str(node.module)
-
-
-def own_parts(path: Path) -> set[str]:
-    names = {name for name in imports_of(path) if name.split(".")[0] == "packhorse"}
-    return {name.split(".")[1] if "." in name else "" for name in names}
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_down(path: Path) -> None:
-    part = part_of(path)
-    for other in own_parts(path):
-        assert LAYERS[other] <= LAYERS[part], f"{part or 'packhorse'} imports {other}"
-        both_are_hops = LAYERS[other] == LAYERS[part] == 4
-        assert not both_are_hops or other == part, f"hop {part} imports hop {other}"
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_third_party_imports_are_the_expected_ones(path: Path) -> None:
-    outside = {name.split(".")[0] for name in imports_of(path)}
-    outside -= sys.stdlib_module_names | {"packhorse", "typing_extensions"}
-    assert outside <= THIRD_PARTY.get(part_of(path), set())
-
-
-@pytest.mark.parametrize("path", [path for path in FILES if LAYERS[part_of(path)] < 4], ids=str)
-def test_nothing_below_the_hops_does_input_or_output(path: Path) -> None:
-    doing = {"io", "mmap", "pathlib", "shutil", "socket", "subprocess", "tempfile", "urllib"}
-    assert not doing & {name.split(".")[0] for name in imports_of(path)}
-    calls = [
-        node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
-    ]
-    assert not {"open", "print", "exit"} & {call.id for call in calls if isinstance(call, ast.Name)}
-
-
-def test_typing_extensions_is_for_type_checkers_only() -> None:
-    for path in FILES:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ImportFrom):
-                assert node.module != "typing_extensions", path
-
-
-def test_the_architecture_page_lists_every_file() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    listed = set(re.findall(r"^\| `([^`]+\.(?:py|pyi|typed|hpp|cpp))` \|", page, re.M))
-    files = {str(path.relative_to(PACKAGE)) for path in (*FILES, PACKAGE / "py.typed")}
-    headers = {path.name for path in (ROOT / "csrc").iterdir() if path.suffix in (".hpp", ".cpp")}
-    assert files | headers <= listed
-    ours = {name for name in listed if (PACKAGE / name).parent.exists() and "/" in name}
-    assert {
-        name
-        for name in ours
-        if name.startswith(("codecs/", "device/", "disk/", "cli/", "reference/"))
-    } <= files
 
 
 # What an import costs.
@@ -375,6 +237,21 @@ def test_the_example_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def test_the_extra_for_all_names_every_extra_for_users() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    for_developers = {"bench", "dev", "docs", "fuzz", "lint", "test"}
+    users = ",".join(sorted(extras.keys() - for_developers - {"all"}))
+    assert extras["all"] == [f"packhorse[{users}]"]
+
+
+def test_a_tool_has_one_version_in_all_extras() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    pins = {pin for name in ("docs", "lint") for pin in extras[name]}
+    assert len(pins) == len({pin.partition("==")[0] for pin in pins})
 
 
 def test_the_version_is_one() -> None:

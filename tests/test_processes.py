@@ -1,6 +1,7 @@
 """Objects that go to other processes, forks at bad moments, and programs that end too early."""
 
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from packed_rows import OpenRows
+from safetensors.numpy import save_file as save_plain
 from torch.utils.data import DataLoader
 
 import packhorse
@@ -68,6 +70,54 @@ def test_a_pickled_file_keeps_its_options(tmp_path: Path, monkeypatch: pytest.Mo
         assert np.array_equal(again.get_slice("x")[:2000], new["x"][:2000])
         with pytest.raises(packhorse.CorruptionError, match="max_nbytes = 10000"):
             again.get_tensor("x")
+
+
+OTHERS = {
+    "another size": {"x": np.arange(10)},
+    "another name": {"y": np.arange(9)},
+    "other values": {"x": np.arange(9) + 1},
+}
+
+
+@pytest.mark.parametrize("other", [*OTHERS, "a copy", "not packed", "gone"])
+def test_a_pickled_file_opens_no_other_file(other: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.ph.safetensors"
+    ph_numpy.save_file({"x": np.arange(9)}, path)
+    with packhorse.open_file(path, framework="np") as file:
+        size = path.stat().st_size
+        path.rename(tmp_path / "old")
+        if other in OTHERS:
+            ph_numpy.save_file(OTHERS[other], path)
+            assert other == "another size" or path.stat().st_size == size
+        elif other == "a copy":
+            shutil.copyfile(tmp_path / "old", path)
+        elif other == "not packed":
+            save_plain({"x": np.arange(9)}, path)
+        for what in (file, file.get_slice("x")):  # of what was opened, wherever it is now
+            data = pickle.dumps(what)
+            if other == "a copy":
+                assert pickle.loads(data) is not None
+                continue
+            with pytest.raises((packhorse.PackhorseError, ValueError, OSError)) as told:
+                pickle.loads(data)
+            assert str(path) in str(told.value)
+            if other in OTHERS:
+                assert isinstance(told.value, packhorse.ChangedError)
+                assert f"{path}: is not the file that was pickled" in str(told.value)
+
+
+def test_the_last_frames_of_many_tell_a_pickled_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "x.ph.safetensors"
+    tensors = {f"{i:04}": np.full(4, i) for i in range(300)}
+    ph_numpy.save_file(tensors, path)
+    with packhorse.open_file(path, framework="np") as file:
+        data = pickle.dumps(file)
+    for name in ("0000", "0299"):
+        ph_numpy.save_file({**tensors, name: np.full(4, 7_000)}, path)
+        with pytest.raises(packhorse.ChangedError, match="is not the file that was pickled"):
+            pickle.loads(data)
+    ph_numpy.save_file(tensors, path)
+    pickle.loads(data).close()
 
 
 def test_a_closed_file_is_not_pickled(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,6 +23,7 @@ from snapshot_child import make_state, write_until_killed
 from snapshot_ledger import Ledger
 from snapshot_samples import assert_same
 
+from packhorse.cli.signals import ENDING, stop_start
 from packhorse.disk import SnapshotStore, verify_file, verify_folder
 from soak_parts.case import Case, Part, Place, claim
 from soak_parts.children import Ended, end_at_call, start_child
@@ -126,7 +128,7 @@ def _checkpoint(case: Case, place: Place) -> None:
     for end in case["ends"]:
 
         def save_on(first: int = last + 1) -> None:
-            for number in range(first, first + 100):
+            for number in count(first):
                 save(_numbered(number), folder, overwrite=True, base=base, threads=1)
                 (reports / f"{number}").mkdir()
 
@@ -174,7 +176,13 @@ def _command(case: Case, place: Place) -> None:
     args, output, check = _prepare(case, work, place)
     before = digest(work)
     old = digest(output) if output.exists() else None
-    ended = _run_until_ended(lambda: place.operations.command(args), case["end"], place)
+
+    def run_command() -> Any:
+        for number in ENDING:  # as the installed command does before it imports anything
+            signal.signal(number, stop_start)
+        return place.operations.command(args)
+
+    ended = _run_until_ended(run_command, case["end"], place)
     _check_end(ended, case["end"])
     now = {path: mark for path, mark in digest(work).items() if not _is_output(path, output, work)}
     kept = {path: mark for path, mark in before.items() if not _is_output(path, output, work)}

@@ -13,11 +13,13 @@ import os
 import shutil
 import socket
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from edits import edit_json, edit_pairs
+from make_corpus import TARGETS
 
 from packhorse.disk import pack_file, pack_folder, verify_folder
 from soak_parts.case import Case, Part, Place, claim
@@ -50,9 +52,16 @@ def run(case: Case, place: Place) -> None:
 
 def _draw_inputs(rng: Random) -> Case:
     target = rng.choice(_TARGETS)
-    seeds = sorted((_CORPUS / _SEEDS.get(target, target)).iterdir())
-    inputs = [_mutated(rng, target, rng.choice(seeds).read_bytes()) for _ in range(_N_INPUTS)]
+    seeds = _seeds(_SEEDS.get(target, target))
+    inputs = [_mutated(rng, target, rng.choice(seeds)) for _ in range(_N_INPUTS)]
     return {"target": target, "inputs": [base64.b64encode(data).decode() for data in inputs]}
+
+
+@cache
+def _seeds(target: str) -> list[bytes]:
+    """What a fuzzer starts from: made seeds, and what broke something once."""
+    kept = sorted((_CORPUS / target).glob("found-*"))
+    return [seed for _, seed in TARGETS[target]()] + [path.read_bytes() for path in kept]
 
 
 def _mutated(rng: Random, target: str, data: bytes) -> bytes:

@@ -148,7 +148,7 @@ class Worker:
 @cache
 def _preload() -> None:
     """Start the process that workers are forked from. It finds modules by the environment."""
-    ours = [path for path in sys.path if Path(path).name in ("fuzz", "tests")]
+    ours = [path for path in sys.path if Path(path).name in ("fuzz", "samples")]
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([*ours, *([before] if before else [])])
     _PROCESSES.set_forkserver_preload([*_PRELOADED])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from packhorse._version import __version__
 from packhorse.errors import (
     BaseMismatchError,
     ChangedError,
@@ -19,6 +20,11 @@ from packhorse.errors import (
     PackhorseError,
     TruncationError,
 )
+from packhorse.framework import FrameDecoder as _FrameDecoder
+from packhorse.framework import Framework as _Framework
+from packhorse.framework import register_decoder as _register_decoder
+from packhorse.framework import register_framework as _register
+from packhorse.framework import resolve_framework as _resolve
 from packhorse.late_import import import_late
 from packhorse.layout import Level
 
@@ -42,7 +48,25 @@ __all__ = [
     "open_file",
 ]
 
-__version__ = "0.1.0"
+
+def _numpy() -> _Framework:
+    framework: _Framework = import_late("packhorse.numpy").FRAMEWORK
+    return framework
+
+
+def _torch() -> _Framework:
+    framework: _Framework = import_late("packhorse.torch").FRAMEWORK
+    return framework
+
+
+def _decoder() -> _FrameDecoder:
+    decode: _FrameDecoder = import_late("packhorse.gpu.uploads").decode_frames
+    return decode
+
+
+_register("np", "numpy", load=_numpy)
+_register("pt", "torch", "pytorch", load=_torch)
+_register_decoder(_decoder)
 
 
 def __getattr__(name: str) -> Any:
@@ -77,8 +101,8 @@ def open_file(
             folder of them, or tensors by name.
 
     Returns:
-        A `PackedFile`: `keys()`, `metadata()`, `get_tensor(name)`, `get_slice(name)`; a context
-        manager.
+        A `PackedFile`, with `keys()`, `metadata()`, `get_tensor(name)` and `get_slice(name)`; a
+        context manager.
 
     Raises:
         CorruptionError, TruncationError, CompatibilityError: the file is bad or too new.
@@ -87,10 +111,13 @@ def open_file(
         ValueError: unknown framework, or `device` for NumPy.
 
     Example:
-        >>> with packhorse.open_file("model.ph.safetensors", framework="pt") as f:  # doctest: +SKIP
-        ...     rows = f.get_slice("layers.0.weight")[128:256]
+        >>> import packhorse
+        >>> with packhorse.open_file("model.ph.safetensors", framework="np") as file:
+        ...     rows = file.get_slice("weight")[128:256]
+        >>> rows.shape
+        (128, 64)
     """
-    adapter = import_late("packhorse.arguments").resolve_framework(framework)
+    adapter = _resolve(framework)
     file: PackedFile = import_late("packhorse.disk.packed_file").PackedFile(
         path, adapter, device=device, threads=threads, max_nbytes=max_nbytes, base=base
     )

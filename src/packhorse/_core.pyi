@@ -1,4 +1,4 @@
-"""Types of the C++ core (csrc/bind.cpp). `isa` is 0 portable, 1 AVX2, 2 AVX-512, 3 with VBMI2;
+"""Types of the C++ core (csrc/bind/bind.cpp). `isa` is 0 portable, 1 AVX2, 2 AVX-512, 3 with VBMI2;
 arrays are one-dimensional uint8 unless said otherwise. `side` is empty where a frame has no side
 data, `base` where it has no base."""
 
@@ -13,6 +13,13 @@ _Numbers = NDArray[np.int32]
 
 def detect_isa() -> int: ...
 def fail_at_exit() -> None: ...
+
+class FileMapper:
+    def __init__(self) -> None: ...
+    def map(self, descriptor: int, offset: int, nbytes: int) -> memoryview: ...
+    @property
+    def has_lost(self) -> bool: ...
+
 def environment(name: str) -> str | None: ...
 def encode_chunks(
     src: _Bytes,
@@ -63,11 +70,12 @@ def estimate_delta(
     is_float: bool,
     cast: int,
     plain_nbytes: int,
+    level: int,
     isa: int,
 ) -> int: ...
 def estimate_planes(
     src: _Bytes, unit_nbytes: int, split: int, level: int, n_samples: int, isa: int
-) -> list[tuple[int, int]]: ...
+) -> tuple[list[tuple[int, int]], bool]: ...
 def estimate_side_data(
     src: _Bytes, unit_nbytes: int, n_rows: int, most_rows: int, most_columns: int, isa: int
 ) -> tuple[int, int]: ...
@@ -79,12 +87,14 @@ def merge(planes: _Bytes, unit_nbytes: int, split: int, dst: _Bytes, isa: int) -
 def crc32c(src: _Bytes | bytes, isa: int) -> int: ...
 def leaf_digests(src: _Bytes, digests: _Bytes, threads: int, isa: int) -> None: ...
 def copy_with_leaves(src: _Bytes, dst: _Bytes, leaves: _Bytes, isa: int) -> None: ...
-def bucket_tables(
-    n_codes: NDArray[np.int64],
-    freqs: NDArray[np.int64],
-    values: NDArray[np.int64],
-    tables: NDArray[np.uint32],
-) -> None: ...
+def plan_chunks(
+    payload: _Bytes,
+    table: NDArray[np.uint32],
+    unit_nbytes: int,
+    split: int,
+    chunk_log: int,
+    nbytes: int,
+) -> tuple[tuple[int, int, int, int], _Bytes, tuple[int, int, int, int, int, int]]: ...
 def zstd_frame_nbytes(src: _Bytes, header_nbytes: int, has_checksum: bool) -> int: ...
 def pack_weights(
     elements: _Elements,

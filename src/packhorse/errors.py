@@ -5,7 +5,7 @@
     │   └── TruncationError      ... because some are missing at the end
     ├── CompatibilityError       valid perhaps, but of a version or kind this release cannot read
     ├── BaseMismatchError        a delta frame was given another base than its own
-    ├── ChangedError             a tensor was written to while it was packed
+    ├── ChangedError             what was read, or its base, was written to meanwhile
     └── MissingBackendError      an optional package or instruction set is not there
 
 Only bad *data*, data that does not stay what it is, and a missing backend raise these. A caller's
@@ -50,7 +50,8 @@ class BaseMismatchError(PackhorseError):
 
 
 class ChangedError(PackhorseError, RuntimeError):
-    """A tensor, or its base, was written to while it was packed; pack when nothing writes to it."""
+    """A tensor was written to while it was packed, or a base while it was used, or a file is not
+    the one that it was; try again when nothing writes to it."""
 
 
 class MissingBackendError(PackhorseError, ImportError):
@@ -62,7 +63,25 @@ _OF_DATA = (CorruptionError, CompatibilityError, BaseMismatchError)
 
 @contextmanager
 def blaming(culprit: str, kinds: tuple[type[Exception], ...] = _OF_DATA) -> Iterator[None]:
-    """Puts the name of a file or a tensor before the messages of errors about it."""
+    """Puts the name of a file or a tensor before the messages of errors about it.
+
+    Args:
+        culprit: the name.
+        kinds: which errors are about it.
+
+    Yields:
+        Nothing; the block runs.
+
+    Raises:
+        Exception: that of the block; one of `kinds` as a new one of its type.
+
+    Example:
+        >>> from packhorse.errors import CorruptionError, blaming
+        >>> with blaming("model.ph.safetensors"):
+        ...     raise CorruptionError("the header is cut off")
+        Traceback (most recent call last):
+        packhorse.errors.CorruptionError: model.ph.safetensors: the header is cut off
+    """
     try:
         yield
     except kinds as error:

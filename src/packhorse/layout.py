@@ -1,8 +1,8 @@
 """Every constant of the format, in the order of docs/format.md, which is normative.
 
 Nothing else in the package writes a literal size, code or limit of the format. The C++ core has the
-same constants in `csrc/layout.hpp`; `tests/test_layout.py` holds the two together and checks that
-every field can hold its maximum.
+same constants in `csrc/common/layout.hpp`; `tests/codecs/test_layout.py` compares the two, and
+checks that every field can hold its maximum.
 """
 
 import struct

@@ -20,10 +20,16 @@ from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import BaseLike
 from packhorse.disk.container import lay_out, pack_tensors, write_packed
 from packhorse.disk.packed_file import PackedFile, load_tensors
-from packhorse.errors import CompatibilityError, CorruptionError
-from packhorse.frame import Frame, compress_buffer
+from packhorse.errors import CompatibilityError
+from packhorse.frame import Frame
+from packhorse.frame.verbs import (
+    call_for_each,
+    check_limit,
+    compress_tensor,
+    decompress_tensor,
+    read_frames,
+)
 from packhorse.layout import Level
-from packhorse.many import call_for_each, read_frames
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -86,6 +92,18 @@ class NumpyFramework:
     def writable(self, tensor: np.ndarray[Any, Any]) -> ByteArray:
         """The array's bytes, to write to."""
         return tensor.reshape(-1).view(np.uint8)
+
+    def check_out(self, out: Any, dtype: str, shape: tuple[int, ...]) -> None:
+        """See that a frame's array can be decoded into another.
+
+        Raises:
+            TypeError: that is no writable C-contiguous array.
+            ValueError: it has another dtype or shape.
+        """
+        if not isinstance(out, np.ndarray) or not out.flags.c_contiguous or not out.flags.writeable:
+            raise TypeError("out must be a writable C-contiguous NumPy array")
+        if _NAMES.get(out.dtype) != dtype or out.shape != shape:
+            raise ValueError(f"out is {out.dtype} {out.shape}; the frame holds {dtype} {shape}")
 
     def readable(self, tensor: Any) -> tuple[ByteArray, str, tuple[int, ...]]:
         """The array's bytes in C order, dtype name and shape.
@@ -197,16 +215,14 @@ def compress(
 
     Example:
         >>> import numpy as np
+        >>> from packhorse.numpy import compress, decompress
         >>> frame = compress(np.zeros((256, 256), np.float32))
         >>> decompress(frame).shape
         (256, 256)
+        >>> frame.ratio > 100
+        True
     """
-    data, dtype, shape = FRAMEWORK.readable(array)
-    base_data, base_dtype = (None, None) if base is None else FRAMEWORK.readable(base)[:2]
-    return compress_buffer(
-        data, dtype, shape, level=level, threads=threads, out=out, base=base_data,
-        base_dtype=base_dtype,
-    )  # fmt: skip
+    return compress_tensor(FRAMEWORK, array, level=level, threads=threads, out=out, base=base)
 
 
 def decompress(
@@ -226,33 +242,29 @@ def decompress(
         max_nbytes: refuse an array of more bytes, before anything is allocated.
         base: what the frame was packed against, if it has a base (`Frame.base_hash`).
 
+    Returns:
+        The array; `out`, if that is given.
+
     Raises:
         BaseMismatchError: the frame has a base, and none was given, or another.
         CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new.
         TypeError: `out` is not a writable C-contiguous array.
         ValueError: `out` has another dtype or shape.
         MemoryError: there is none for so large a array.
+
+    Example:
+        >>> import numpy as np
+        >>> from packhorse.numpy import compress, decompress
+        >>> old, new = np.zeros(4096, np.float32), np.ones(4096, np.float32)
+        >>> data = compress(new, base=old).to_bytes()
+        >>> np.array_equal(decompress(data, base=old), new)
+        True
     """
-    if not isinstance(frame, Frame):
-        frame = Frame.from_buffer(frame, max_nbytes=max_nbytes)
-    elif max_nbytes is not None and frame.logical_nbytes > max_nbytes:
-        found = f"the frame holds {frame.logical_nbytes} bytes"
-        raise CorruptionError(f"{found}, more than max_nbytes = {max_nbytes}")
-    array = FRAMEWORK.empty(frame.dtype, frame.shape) if out is None else out
-    if out is not None:
-        _check_out(out, frame)
-    base_data = None if base is None else FRAMEWORK.readable(base)[0]
-    frame.decompress_into(FRAMEWORK.writable(array), threads=threads, base=base_data)
+    frame = check_limit(frame, max_nbytes)
+    array: np.ndarray[Any, Any] = decompress_tensor(
+        FRAMEWORK, frame, out=out, threads=threads, base=base
+    )
     return array
-
-
-def _check_out(out: np.ndarray[Any, Any], frame: Frame) -> None:
-    if not isinstance(out, np.ndarray) or not out.flags.c_contiguous or not out.flags.writeable:
-        raise TypeError("out must be a writable C-contiguous NumPy array")
-    if _NAMES.get(out.dtype) != frame.dtype or out.shape != frame.shape:
-        raise ValueError(
-            f"out is {out.dtype} {out.shape}; the frame holds {frame.dtype} {frame.shape}"
-        )
 
 
 def compress_all(
@@ -280,6 +292,13 @@ def compress_all(
         TypeError, ValueError, ChangedError: as `compress`; the message says which array.
         ValueError: one of `outs` shares memory with another, or with what is read; nothing is
             written then.
+
+    Example:
+        >>> import numpy as np
+        >>> from packhorse.numpy import compress_all
+        >>> frames = compress_all([np.zeros(4096, np.float32), np.arange(100)])
+        >>> [frame.shape for frame in frames]
+        [(4096,), (100,)]
     """
     return call_for_each(
         lambda array, out, base, n: compress(array, level=level, threads=n, out=out, base=base),
@@ -313,10 +332,18 @@ def decompress_all(
         The arrays, in the order of the frames.
 
     Raises:
-        BaseMismatchError, CorruptionError, TruncationError, CompatibilityError, TypeError,
-            ValueError, MemoryError: as `decompress`; the message says which frame.
-        ValueError: one of `outs` shares memory with another, or with what is read; nothing is
-            written then.
+        BaseMismatchError, CorruptionError, TruncationError: as `decompress`; the message says which
+            frame.
+        CompatibilityError, TypeError, MemoryError: likewise.
+        ValueError: as `decompress`; or one of `outs` shares memory with another, or with what is
+            read; nothing is written then.
+
+    Example:
+        >>> import numpy as np
+        >>> from packhorse.numpy import compress_all, decompress_all
+        >>> frames = compress_all([np.zeros(4096, np.float32), np.arange(100)])
+        >>> [len(array) for array in decompress_all(frames)]
+        [4096, 100]
     """
     return call_for_each(
         lambda frame, out, base, n: decompress(frame, threads=n, out=out, base=base),
@@ -337,7 +364,30 @@ def save(
     threads: int | None = None,
     base: BaseLike | None = None,
 ) -> bytes:
-    """A packed file of the arrays, as bytes. Arguments and errors as in `save_file`."""
+    """A packed file of the arrays, as bytes. Arguments and errors as in `save_file`.
+
+    Args:
+        tensors: arrays by name.
+        metadata: strings to keep in the file.
+        level: "fast", "default" or "max".
+        threads: None for the cores of this process, at most 8.
+        base: as for `save_file`.
+
+    Returns:
+        The whole file.
+
+    Raises:
+        TypeError, ValueError: as `save_file`.
+        BaseMismatchError, CorruptionError, CompatibilityError: likewise.
+        OSError: a base cannot be read.
+
+    Example:
+        >>> import numpy as np
+        >>> from packhorse.numpy import load, save
+        >>> data = save({"weight": np.zeros((256, 256), np.float32)}, {"step": "7"})
+        >>> load(data)["weight"].shape
+        (256, 256)
+    """
     header, buffers = lay_out(tensors, FRAMEWORK, metadata)
     return pack_tensors(header, buffers, level=level, threads=threads, base=base)
 
@@ -357,11 +407,21 @@ def load(
         max_nbytes: refuse a file whose arrays take more bytes together, before any is decoded.
         base: what the file was packed against, if it was: a file or a folder, or arrays by name.
 
+    Returns:
+        The arrays by name, in the order of their data.
+
     Raises:
         BaseMismatchError: the file needs a base, and none was given, or another.
         CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new, or
             exceed the limit.
         MemoryError: there is none for so large a array.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from packhorse.numpy import load
+        >>> arrays = load(Path("model.ph.safetensors").read_bytes(), max_nbytes=1 << 30)
+        >>> arrays["weight"].dtype
+        dtype(bfloat16)
     """
     return load_tensors(data, FRAMEWORK, threads=threads, max_nbytes=max_nbytes, base=base)
 
@@ -394,6 +454,15 @@ def save_file(
         BaseMismatchError: the base is packed against a base itself.
         CorruptionError, TruncationError, CompatibilityError: the base is bad or too new.
         OSError: what the file system says.
+
+    Example:
+        >>> import numpy as np
+        >>> from packhorse.numpy import load_file, save_file
+        >>> old, new = np.zeros(4096, np.float32), np.ones(4096, np.float32)
+        >>> save_file({"weight": old}, "old.ph.safetensors")
+        >>> save_file({"weight": new}, "new.ph.safetensors", base="old.ph.safetensors")
+        >>> len(load_file("new.ph.safetensors", base="old.ph.safetensors")["weight"])
+        4096
     """
     header, buffers = lay_out(tensors, FRAMEWORK, metadata)
     write_packed(path, header, buffers, level=level, threads=threads, force=True, base=base)
@@ -414,12 +483,21 @@ def load_file(
         max_nbytes: refuse a file whose arrays take more bytes together, before any is decoded.
         base: what the file was packed against, if it was: a file or a folder, or arrays by name.
 
+    Returns:
+        The arrays by name, in the order of their names.
+
     Raises:
         BaseMismatchError: the file needs a base, and none was given, or another.
         CorruptionError, TruncationError, CompatibilityError: the file is bad or too new, or exceeds
             the limit.
         MemoryError: there is none for so large an array.
         OSError: what the file system says.
+
+    Example:
+        >>> from packhorse.numpy import load_file
+        >>> arrays = load_file("model.ph.safetensors")
+        >>> arrays["weight"].shape
+        (512, 64)
     """
     with PackedFile(path, FRAMEWORK, threads=threads, max_nbytes=max_nbytes, base=base) as file:
         tensors = file.get_tensors()

@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 _CALL_NBYTES = 1 << 16
 # Below this a tensor is a chunk or two, and cannot be shared among threads.
 _MIN_SHARED_NBYTES = 1 << 19
-# Below this the core keeps Python's lock (csrc/gil.hpp), so threads would only wait for each other.
+# Below this the core keeps Python's lock (csrc/bind/gil.hpp): threads would wait for each other.
 _MIN_PARALLEL_NBYTES = 1 << 16
 # How much longer than the average one thread may work.
 _MAX_IMBALANCE = 1.1

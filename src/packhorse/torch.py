@@ -18,15 +18,20 @@ from packhorse.disk.base_files import BaseLike
 from packhorse.disk.container import lay_out, pack_tensors, write_packed
 from packhorse.disk.packed_file import PackedFile, load_with_metadata
 from packhorse.disk.state_file import base_by_name, lay_out_state, rebuild_state
-from packhorse.errors import CorruptionError, MissingBackendError
-from packhorse.frame import Frame, compress_buffer
+from packhorse.errors import MissingBackendError
+from packhorse.frame import Frame
+from packhorse.frame.verbs import (
+    call_for_each,
+    check_limit,
+    compress_tensor,
+    decompress_tensor,
+    read_frames,
+)
 from packhorse.layout import Level
-from packhorse.many import call_for_each, read_frames
 
 try:
     import torch
 
-    from packhorse.torch_dtypes import NAMES
     from packhorse.torch_framework import FRAMEWORK, TorchFramework
 except ModuleNotFoundError as error:
     raise MissingBackendError(
@@ -97,16 +102,14 @@ def compress(
 
     Example:
         >>> import torch
-        >>> frame = compress(torch.zeros(256, 256, dtype=torch.bfloat16))
-        >>> decompress(frame).dtype
-        torch.bfloat16
+        >>> from packhorse.torch import compress, decompress
+        >>> frame = compress(torch.zeros(256, 256))
+        >>> decompress(frame).shape
+        torch.Size([256, 256])
+        >>> frame.ratio > 100
+        True
     """
-    data, dtype, shape = FRAMEWORK.readable(tensor)
-    base_data, base_dtype = (None, None) if base is None else FRAMEWORK.readable(base)[:2]
-    return compress_buffer(
-        data, dtype, shape, level=level, threads=threads, out=out, base=base_data,
-        base_dtype=base_dtype,
-    )  # fmt: skip
+    return compress_tensor(FRAMEWORK, tensor, level=level, threads=threads, out=out, base=base)
 
 
 def decompress(
@@ -130,42 +133,33 @@ def decompress(
         device: where the tensor goes; None for host memory. A GPU with Triton gets the frame packed
             and decodes it (docs/device.md).
 
+    Returns:
+        The tensor, in host memory or on the device; `out`, if that is given.
+
     Raises:
         BaseMismatchError: the frame has a base, and none was given, or another.
         CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new.
         TypeError: `out` is not a contiguous host tensor.
         ValueError: `out` has another dtype or shape, or is given with a device.
         MemoryError: there is none for so large a tensor.
+
+    Example:
+        >>> import torch
+        >>> from packhorse.torch import compress, decompress
+        >>> old, new = torch.zeros(4096), torch.ones(4096)
+        >>> data = compress(new, base=old).to_bytes()
+        >>> torch.equal(decompress(data, base=old), new)
+        True
     """
     if out is not None and device is not None:
         raise ValueError("out is host memory, and device another place; give one of them")
-    if not isinstance(frame, Frame):
-        frame = Frame.from_buffer(frame, max_nbytes=max_nbytes)
-    elif max_nbytes is not None and frame.logical_nbytes > max_nbytes:
-        found = f"the frame holds {frame.logical_nbytes} bytes"
-        raise CorruptionError(f"{found}, more than max_nbytes = {max_nbytes}")
+    frame = check_limit(frame, max_nbytes)
     if device is not None:
         tensor = FRAMEWORK.decode_on([frame], device, resolve_threads(threads))[0]
         if tensor is not None:
             return tensor
-    tensor = FRAMEWORK.empty(frame.dtype, frame.shape) if out is None else out
-    if out is not None:
-        _check_out(out, frame)
-    base_data = None if base is None else FRAMEWORK.readable(base)[0]
-    try:
-        frame.decompress_into(FRAMEWORK.writable(tensor), threads=threads, base=base_data)
-    finally:
-        FRAMEWORK.mark_written(tensor)
-    return tensor if device is None else tensor.to(device)
-
-
-def _check_out(out: torch.Tensor, frame: Frame) -> None:
-    if not isinstance(out, torch.Tensor) or out.device.type != "cpu" or not out.is_contiguous():
-        raise TypeError("out must be a contiguous PyTorch tensor in host memory")
-    if NAMES.get(out.dtype) != frame.dtype or tuple(out.shape) != frame.shape:
-        raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)}; the frame holds {frame.dtype} {frame.shape}"
-        )
+    found: torch.Tensor = decompress_tensor(FRAMEWORK, frame, out=out, threads=threads, base=base)
+    return found if device is None else found.to(device)
 
 
 def compress_all(
@@ -193,6 +187,13 @@ def compress_all(
         TypeError, ValueError, ChangedError: as `compress`; the message says which tensor.
         ValueError: one of `outs` shares memory with another, or with what is read; nothing is
             written then.
+
+    Example:
+        >>> import torch
+        >>> from packhorse.torch import compress_all
+        >>> frames = compress_all([torch.zeros(4096), torch.arange(100)])
+        >>> [frame.shape for frame in frames]
+        [(4096,), (100,)]
     """
     return call_for_each(
         lambda tensor, out, base, n: compress(tensor, level=level, threads=n, out=out, base=base),
@@ -226,10 +227,18 @@ def decompress_all(
         The tensors, in the order of the frames.
 
     Raises:
-        BaseMismatchError, CorruptionError, TruncationError, CompatibilityError, TypeError,
-            ValueError, MemoryError: as `decompress`; the message says which frame.
-        ValueError: one of `outs` shares memory with another, or with what is read; nothing is
-            written then.
+        BaseMismatchError, CorruptionError, TruncationError: as `decompress`; the message says which
+            frame.
+        CompatibilityError, TypeError, MemoryError: likewise.
+        ValueError: as `decompress`; or one of `outs` shares memory with another, or with what is
+            read; nothing is written then.
+
+    Example:
+        >>> import torch
+        >>> from packhorse.torch import compress_all, decompress_all
+        >>> frames = compress_all([torch.zeros(4096), torch.arange(100)])
+        >>> [len(tensor) for tensor in decompress_all(frames)]
+        [4096, 100]
     """
     return call_for_each(
         lambda frame, out, base, n: decompress(frame, threads=n, out=out, base=base),
@@ -300,8 +309,10 @@ def save(
         OSError: what the file system says.
 
     Example:
-        >>> data = save({"step": 7, "moments": [torch.zeros(3)]})
-        >>> load(data)
+        >>> import torch
+        >>> from packhorse.torch import load, save
+        >>> save({"step": 7, "moments": [torch.zeros(3)]}, "state.ph.safetensors")
+        >>> load("state.ph.safetensors")
         {'step': 7, 'moments': [tensor([0., 0., 0.])]}
     """
     if isinstance(f, Mapping):
@@ -362,6 +373,14 @@ def load(
         TypeError: `map_location` is no device.
         MemoryError: there is none for so large a tensor.
         OSError: what the file system says.
+
+    Example:
+        >>> import torch
+        >>> from packhorse.torch import load, save
+        >>> layer = torch.nn.Linear(4, 2)
+        >>> data = save({"model": layer.state_dict(), "step": 7})
+        >>> layer.load_state_dict(load(data, map_location="cpu")["model"])
+        <All keys matched successfully>
     """
     if not (map_location is None or isinstance(map_location, str | int | torch.device)):
         raise TypeError(f"map_location is {map_location!r}; it must be a device or the name of one")
@@ -406,6 +425,15 @@ def save_file(
         BaseMismatchError: the base is packed against a base itself.
         CorruptionError, TruncationError, CompatibilityError: the base is bad or too new.
         OSError: what the file system says.
+
+    Example:
+        >>> import torch
+        >>> from packhorse.torch import load_file, save_file
+        >>> old, new = torch.zeros(4096), torch.ones(4096)
+        >>> save_file({"weight": old}, "old.ph.safetensors")
+        >>> save_file({"weight": new}, "new.ph.safetensors", base="old.ph.safetensors")
+        >>> len(load_file("new.ph.safetensors", base="old.ph.safetensors")["weight"])
+        4096
     """
     header, buffers = lay_out(tensors, FRAMEWORK, metadata)
     write_packed(path, header, buffers, level=level, threads=threads, force=True, base=base)
@@ -429,12 +457,21 @@ def load_file(
         max_nbytes: refuse a file whose tensors take more bytes together, before any is decoded.
         base: what the file was packed against, if it was: a file or a folder, or tensors by name.
 
+    Returns:
+        The tensors by name, in the order of their names.
+
     Raises:
         BaseMismatchError: the file needs a base, and none was given, or another.
         CorruptionError, TruncationError, CompatibilityError: the file is bad or too new, or exceeds
             the limit.
         MemoryError: there is none for so large a tensor.
         OSError: what the file system says.
+
+    Example:
+        >>> from packhorse.torch import load_file
+        >>> tensors = load_file("model.ph.safetensors")
+        >>> tensors["weight"].shape
+        torch.Size([512, 64])
     """
     with PackedFile(
         path, FRAMEWORK, device=device, threads=threads, max_nbytes=max_nbytes, base=base

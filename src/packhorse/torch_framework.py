@@ -10,7 +10,7 @@ import torch
 from packhorse.codecs.base import ByteArray
 from packhorse.errors import CompatibilityError
 from packhorse.frame import Frame
-from packhorse.late_import import import_late
+from packhorse.framework import frame_decoder
 from packhorse.torch_dtypes import NAMES, TORCH_DTYPES
 
 __all__ = ["FRAMEWORK", "TorchFramework"]
@@ -49,6 +49,19 @@ class TorchFramework:
     def writable(self, tensor: torch.Tensor) -> ByteArray:
         """The bytes of a contiguous host tensor, to write to."""
         return _bytes_of(tensor.detach())
+
+    def check_out(self, out: Any, dtype: str, shape: tuple[int, ...]) -> None:
+        """See that a frame's tensor can be decoded into another.
+
+        Raises:
+            TypeError: that is no contiguous tensor in host memory.
+            ValueError: it has another dtype or shape.
+        """
+        if not isinstance(out, torch.Tensor) or out.device.type != "cpu" or not out.is_contiguous():
+            raise TypeError("out must be a contiguous PyTorch tensor in host memory")
+        found = tuple(out.shape)
+        if NAMES.get(out.dtype) != dtype or found != shape:
+            raise ValueError(f"out is {out.dtype} {found}; the frame holds {dtype} {shape}")
 
     def readable(self, tensor: Any) -> tuple[ByteArray, str, tuple[int, ...]]:
         """The tensor's bytes in C order, dtype name and shape; on a device or not contiguous, of a
@@ -171,7 +184,7 @@ class TorchFramework:
         if not frames or not self.decodes_on(device):
             return [None] * len(frames)
         try:
-            decode: Any = import_late("packhorse.device.uploads").decode_frames
+            decode = frame_decoder()
         except ImportError:  # Triton is not installed, or not for this system
             return [None] * len(frames)
         return list(decode(frames, torch.device(device), threads=threads))

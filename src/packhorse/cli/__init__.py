@@ -16,9 +16,9 @@ a terminal alone.
 import json
 import sys
 
-__all__ = ["main"]
+from packhorse.cli.failures import ExitCode, describe, is_lack_of_memory
 
-MISSING_PACKAGE_EXIT_CODE = 4
+__all__ = ["main", "tell_lack_of_memory"]
 
 
 def main(args: list[str] | None = None) -> int:
@@ -35,17 +35,39 @@ def main(args: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in {"typer", "rich"}:
             raise
-        _tell_missing(error.name, sys.argv[1:] if args is None else args)
-        return MISSING_PACKAGE_EXIT_CODE
+        return _tell(ExitCode.MISSING_PACKAGE, _missing(error.name), args)
+    except Exception as error:
+        if not is_lack_of_memory(error):
+            raise
+        # What was imported half way goes with the traceback; there may be no memory to tell before.
+        error.__traceback__ = None
+        return tell_lack_of_memory(args)
     return app.run(args)
 
 
-def _tell_missing(package: str, words: list[str]) -> None:
-    message = (
-        f"the command line needs {package}, which is not installed: run `pip install "
+def _missing(package: str) -> str:
+    return (
+        f"the command line needs {package}, which is not installed; run `pip install "
         "packhorse[cli]`"
     )
+
+
+def tell_lack_of_memory(args: list[str] | None = None) -> int:
+    """Tell that there is too little memory to import what the program needs.
+
+    Args:
+        args: as of `main`.
+
+    Returns:
+        The exit code.
+    """
+    return _tell(ExitCode.IO, describe(MemoryError(), doing="start"), args)
+
+
+def _tell(code: ExitCode, message: str, args: list[str] | None) -> int:
+    """One line, and a JSON document if it is wanted."""
     sys.stderr.write(f"packhorse: error: {message}\n")
-    if "--json" in words:
-        row = {"path": "", "exit_code": MISSING_PACKAGE_EXIT_CODE, "message": message}
+    if "--json" in (sys.argv[1:] if args is None else args):
+        row = {"path": "", "exit_code": int(code), "message": message}
         sys.stdout.write(json.dumps({"results": [], "errors": [row]}, indent=2) + "\n")
+    return int(code)

@@ -150,10 +150,10 @@ def verify(
 def bench(path: Path, base: Path | None, settings: Settings, watch: Watch) -> BenchedFile:
     """Time the codecs on a file's tensors, in memory."""
     if path.is_dir():
-        raise UsageError(f"{path}: a folder; name one of its files")
+        raise UsageError(f"{path}: a folder, and bench takes a file; name one of its files")
     header = read_header(path)
     if is_packed(header):
-        raise UsageError(f"{path}: packed; bench takes the original: unpack it first")
+        raise UsageError(f"{path}: packed already, and bench packs what is not; unpack it first")
     with watch(f"bench {path.name}", header.data_nbytes) as progress:
         rows = bench_file(path, settings, progress, base=base)
     return BenchedFile(

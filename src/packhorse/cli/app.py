@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -23,9 +23,7 @@ import packhorse
 from packhorse.arguments import resolve_threads
 from packhorse.cli import actions, render, tuning
 from packhorse.cli.failures import (
-    EXPECTED,
     ExitCode,
-    OutputClosed,
     Stopped,
     UsageError,
     describe,
@@ -48,8 +46,9 @@ from packhorse.cli.options import (
 )
 from packhorse.cli.rows import BenchedFile, FileRow, PlannedFile, TunedMatrix, VerifiedFile
 from packhorse.cli.runs import Outcome, Source, each, wants_json
+from packhorse.cli.signals import ENDING, stop_start
 from packhorse.cli.snapshots import snapshot_app
-from packhorse.cli.streams import safe_streams
+from packhorse.cli.streams import OutputClosed, safe_streams
 from packhorse.layout import FRAME_VERSION
 
 __all__ = ["run"]
@@ -59,6 +58,8 @@ Exit codes: 0 all went well; 1 the data is bad, or verify found something; 2 the
 wrong, or an output exists; 3 the system refused (missing file, permissions, full disk, memory);
 4 an optional package is missing; 5 a fault of Packhorse itself; 128 + n ended by signal n.
 """
+
+_HALF_WAY = "what was finished stays, what was unfinished was removed"
 
 _app = typer.Typer(
     name="packhorse",
@@ -104,13 +105,15 @@ def run(args: list[str] | None) -> int:
     json = wants_json(words)
     outcome = Outcome.begin()
     try:
-        with _signals(), safe_streams():
-            code = _ended(words, outcome, json)
-            return _printed(outcome, code, json and not (code == 0 and _asks_for_help(words)))
+        with safe_streams():
+            try:
+                with _signals():
+                    code = _ended(words, outcome, json)
+                    return _printed(outcome, code, json and not (code == 0 and _prints_text(words)))
+            except Stopped as stopped:
+                return _stopped_late(outcome, stopped.number, json)
     except OutputClosed:
-        return _die_of_closed_pipe()
-    except Stopped as stopped:  # while the end was told
-        return 128 + stopped.number
+        return _die_by(signal.SIGPIPE)
 
 
 def _ended(words: list[str], outcome: Outcome, json: bool) -> int:
@@ -125,18 +128,19 @@ def _ended(words: list[str], outcome: Outcome, json: bool) -> int:
         outcome.fail("", ExitCode.USAGE, fault.format_message())
     except (Stopped, KeyboardInterrupt) as stopped:
         number = getattr(stopped, "number", signal.SIGINT)
-        name = signal.Signals(number).name
-        outcome.fail("", 128 + number, f"stopped by {name}; unfinished output was removed")
-    except EXPECTED as error:
-        outcome.fail("", exit_code(error), describe(error))
+        outcome.fail("", 128 + number, f"stopped by {signal.Signals(number).name}; {_HALF_WAY}")
     except Exception as error:
-        if exit_code(error) == ExitCode.BUG:
+        code = exit_code(error)
+        if code == ExitCode.BUG:
             traceback.print_exc()
-        outcome.fail("", exit_code(error), describe_bug(error))
+            outcome.fail("", code, describe_bug(error))
+        else:
+            doing = "go on" if outcome.rows or outcome.errors else "start"
+            outcome.fail("", code, describe(error, doing=doing))
     return outcome.errors[-1].exit_code
 
 
-def _asks_for_help(words: list[str]) -> bool:
+def _prints_text(words: list[str]) -> bool:
     """Whether text was asked for, and printed."""
     return not {"--help", "-h", "--version", "-V"}.isdisjoint(words)
 
@@ -145,24 +149,35 @@ def _printed(outcome: Outcome, code: int, json: bool) -> int:
     """Print the JSON document if it is wanted, and let all output go while errors can be told."""
     try:
         if json:
-            render.json_document(outcome.rows, outcome.errors)
+            text = render.json_text(outcome.rows, outcome.errors)
+            outcome.is_told = True
+            render.write(text)
         render.flush()
-    except OSError as error:
-        outcome.fail("", exit_code(error), describe(error))
+    except (OSError, MemoryError) as error:
+        outcome.fail("", exit_code(error), describe(error, doing="print the result"))
         return code or exit_code(error)
     return code
 
 
-def _die_of_closed_pipe() -> int:
-    """End as other programs do when the reader of a pipe has gone: quietly, by a signal.
+def _stopped_late(outcome: Outcome, number: int, json: bool) -> int:
+    """Tell of a signal that came when the work had ended; the next one ends the process."""
+    name = signal.Signals(number).name
+    outcome.fail("", 128 + number, f"stopped by {name}; the work had ended before")
+    if json and not outcome.is_told:
+        return _printed(outcome, 128 + number, json)
+    return _die_by(number)
 
-    That signal is not left to the system from the start, as it would end the program when a server
+
+def _die_by(number: int) -> int:
+    """End as other programs do by a signal: at once, without waiting for the reader of a pipe.
+
+    SIGPIPE is not left to the system from the start, as it would end the program when a server
     closes a connection, too.
     """
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGPIPE)
-    return 128 + signal.SIGPIPE
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    return 128 + number
 
 
 def _show_version(wanted: bool) -> None:
@@ -368,7 +383,7 @@ def tune(
     src: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[SRC]",
+            metavar="SRC",
             readable=False,
             help="Model files or folders, packed or not; only their headers are read.",
             show_default=False,
@@ -376,24 +391,26 @@ def tune(
     ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option("--shape", "-s", metavar="RxC", help="A matrix: outputs x inputs."),
+        typer.Option(
+            "--shape", "-s", metavar="RxC", help="A matrix: outputs x inputs; repeat it for more."
+        ),
     ] = None,
     form: Annotated[
         list[FormatName] | None,
-        typer.Option("--format", help="Format of packed weights; W12 by default."),
+        typer.Option("--format", help="Of packed weights; W12 by default. Give both to try both."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Predict instead; needs no GPU.")
+        bool, typer.Option("--dry-run", "-n", help="Predict instead of measuring; needs no GPU.")
     ] = False,
     gpu: Annotated[
-        str | None, typer.Option("--gpu", help="Which GPU to predict for, as H200.")
+        str | None, typer.Option("--gpu", help="Which GPU to predict for, such as H200.")
     ] = None,
     cache: Annotated[
         Path | None,
-        typer.Option("--cache", readable=False, metavar="DIR", help="Folder of what was measured."),
+        typer.Option("--cache", readable=False, metavar="DIR", help="Folder for what is measured."),
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Measure what was measured before, too.")
+        bool, typer.Option("--again", help="Measure anew what was measured before.")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -442,20 +459,23 @@ def _signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in ending}
+    is_running = True
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if is_running:
+            raise Stopped(number)
+
+    before = {number: signal.getsignal(number) for number in ENDING}
     try:
-        for number in ending:
+        for number in ENDING:
             if before[number] is not signal.SIG_IGN:
-                signal.signal(number, _stop)
+                signal.signal(number, stop)
         yield
     finally:
+        is_running = False
         for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    raise Stopped(number)
+            # What the start of the program says is not true any more.
+            signal.signal(number, signal.SIG_DFL if handler is stop_start else handler)
 
 
 # typer brings click or a copy of it, by version: this is what its parser raises, whichever it is.

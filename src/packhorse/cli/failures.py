@@ -12,14 +12,13 @@ from pathlib import Path
 from packhorse.errors import ChangedError, MissingBackendError, PackhorseError
 
 __all__ = [
-    "EXPECTED",
     "ExitCode",
-    "OutputClosed",
     "Stopped",
     "UsageError",
     "describe",
     "describe_bug",
     "exit_code",
+    "is_lack_of_memory",
 ]
 
 
@@ -50,33 +49,34 @@ class Stopped(BaseException):
         self.number = number
 
 
-class OutputClosed(BaseException):
-    """Nobody reads standard output any more: the reader of the pipe has ended."""
-
-
-EXPECTED = (PackhorseError, OSError, ValueError, TypeError, MemoryError)
-
 _REMEDIES = {
-    errno.ENOSPC: "free some space, or write elsewhere with -o",
-    errno.EDQUOT: "free some of your quota, or write elsewhere with -o",
-    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or write elsewhere with -o",
-    errno.EACCES: "check the permissions, or write elsewhere with -o",
-    errno.EPERM: "check the permissions, or write elsewhere with -o",
-    errno.EROFS: "write elsewhere with -o",
+    errno.ENOSPC: "free some space, or write elsewhere",
+    errno.EDQUOT: "free some of your quota, or write elsewhere",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or write elsewhere",
+    errno.EACCES: "check the permissions",
+    errno.EPERM: "check the permissions",
+    errno.EROFS: "write elsewhere",
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "check the path",
-    errno.ENOMEM: "use a machine with more memory",
-    errno.ENFILE: "close what else runs here",
+    errno.ENFILE: "end other programs that hold files open",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
 }
 
 
-# What Python says where it has lost the exception that it should raise.
+# Where memory ends, many a module says something else: what Python says where it has lost the
+# error, and what the loader of libraries says.
 _LOST = ("without setting an exception", "without exception set", "without error")
+_NOT_LOADED = ("failed to map segment", "cannot allocate memory", "cannot apply additional memory")
+_OF_OPENSSL = "malloc failure"  # of a connection that was made
+_NO_TLS = "static tls"  # of which there is little on any machine
+_MORE_MEMORY = "raise the limit on memory (ulimit -v), or use a machine with more memory"
+_MORE_THREADS = "raise the limits on processes and memory (ulimit -u, ulimit -v)"
 
 
 def exit_code(error: BaseException) -> ExitCode:
     """The exit code that an exception leads to."""
+    if is_lack_of_memory(error) or _is_lack_of_threads(error):
+        return ExitCode.IO
     if isinstance(error, MissingBackendError):
         return ExitCode.MISSING_PACKAGE
     if isinstance(error, ChangedError):  # nothing is wrong with the data but the moment
@@ -85,39 +85,52 @@ def exit_code(error: BaseException) -> ExitCode:
         return ExitCode.BAD_DATA
     if isinstance(error, FileExistsError):
         return ExitCode.USAGE
-    if isinstance(error, OSError | MemoryError) or _is_lack_of_memory(error):
+    if isinstance(error, OSError):
         return ExitCode.IO
-    return ExitCode.USAGE if isinstance(error, EXPECTED) else ExitCode.BUG
+    return ExitCode.USAGE if isinstance(error, ValueError | TypeError) else ExitCode.BUG
 
 
-def _is_lack_of_memory(error: BaseException) -> bool:
-    """Whether memory ended where nobody says so: a module of C cannot be loaded, which is an import
-    error like others, or Python loses the error on its way."""
-    if isinstance(error, SystemError):
-        return any(words in str(error) for words in _LOST)
-    return isinstance(error, ImportError) and "failed to map segment" in str(error)
+def is_lack_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ended, which few modules written in C say as such: one cannot be loaded, which
+    is an import error like others, or Python loses the error on its way, or another follows it."""
+    while error is not None:
+        words = str(error).lower()
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+            return True
+        if isinstance(error, OSError) and _OF_OPENSSL in words:
+            return True
+        if isinstance(error, SystemError) and any(lost in words for lost in _LOST):
+            return True
+        if isinstance(error, ImportError) and any(found in words for found in _NOT_LOADED):
+            return _NO_TLS not in words
+        error = error.__cause__ or error.__context__
+    return False
 
 
-def describe(error: BaseException, path: Path | str | None = None) -> str:
+def _is_lack_of_threads(error: BaseException) -> bool:
+    """Also where a library passes on what Python says."""
+    return isinstance(error, RuntimeError | OSError) and "can't start new thread" in str(error)
+
+
+def describe(error: BaseException, path: Path | str | None = None, *, doing: str = "go on") -> str:
     """One line for a failure.
 
     Args:
         error: what was raised.
         path: the file or store that was being worked on, named in front unless the message names it
             already.
+        doing: what there was no memory for, if that is what failed.
 
     Returns:
         The line, without the program's name and without a line break.
     """
-    text = " ".join(_text(error).split())
+    text = " ".join(_text(error, doing).split())
     named = getattr(error, "filename", None) or path
     return text if named is None or str(named) in text else f"{named}: {text}"
 
 
 def describe_bug(error: BaseException) -> str:
     """One line for an exception that nobody expected."""
-    if _is_lack_of_memory(error):
-        return describe(error)
     text = " ".join(str(error).split())
     return (
         f"a fault of Packhorse itself: {type(error).__name__}: {text}; please report it, with the "
@@ -125,9 +138,11 @@ def describe_bug(error: BaseException) -> str:
     )
 
 
-def _text(error: BaseException) -> str:
-    if isinstance(error, MemoryError) or _is_lack_of_memory(error):
-        return "not enough memory for its largest tensor; use a machine with more"
+def _text(error: BaseException, doing: str) -> str:
+    if is_lack_of_memory(error):
+        return f"not enough memory to {doing}; {_MORE_MEMORY}"
+    if _is_lack_of_threads(error):
+        return f"the system starts no more threads; use fewer (-t 1), or {_MORE_THREADS}"
     if not isinstance(error, OSError) or error.errno is None:
         return str(error) or type(error).__name__
     remedy = _REMEDIES.get(error.errno)

@@ -2,8 +2,8 @@
 
 A pipe gets all columns at full width. On a terminal names are cut in the middle, as both of their
 ends tell them apart; if that is not enough, the columns that matter least are left out. Numbers are
-never cut. What explains a row (planes, a reason) stands behind it where there is room, and else in
-a line of its own below it.
+not cut, unless the terminal is narrower than one of them. What explains a row (planes, a reason)
+stands behind it where there is room, and else in a line of its own below it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-__all__ = ["Grid", "shorten"]
+__all__ = ["Grid", "cut", "shorten"]
 
 _GAP = 3  # blanks between columns
 _EDGES = 2  # a blank before the first and after the last
 _MIN_NAME = 24  # cells of a name; before it gets shorter, columns are left out
+_SHORT_NAME = 8  # the same, for columns that matter more
 _INDENT = 4  # of what explains a row, below it
 _MIN_NOTE = 80  # cells that it needs to stand behind the row, if it is so long
 
@@ -30,12 +31,14 @@ class Grid:
         columns: names; those that begin with `>` hold numbers, those that begin with `~` names,
             which give way.
         drops: which columns are left out where it is narrow, the first to go first.
+        last_drops: those that go when names have become short, too.
         note: name of what explains each row, if there is such a thing.
     """
 
     title: str
     columns: Sequence[str]
     drops: Sequence[str] = ()
+    last_drops: Sequence[str] = ()
     note: str = ""
     _rows: list[tuple[dict[str, Text], Text]] = field(default_factory=list)
 
@@ -56,6 +59,10 @@ class Grid:
             width: cells of the terminal; None for a pipe.
             mark: stands for what was cut off.
         """
+        for line in self._lines(width, mark):
+            yield line if width is None else cut(line, width, mark)
+
+    def _lines(self, width: int | None, mark: str) -> Iterator[Text]:
         widths = self._widths(width)
         room = self._note_room(widths, width)
         yield Text(self.title if width is None else shorten(self.title, width, mark))
@@ -68,9 +75,9 @@ class Grid:
             if not cells:
                 yield Text()
                 continue
-            yield self._line(cells, _cut(note, room, mark) if room else Text(), widths, mark)
+            yield self._line(cells, cut(note, room, mark) if room else Text(), widths, mark)
             if note.plain and not room:
-                below = _cut(note, max(0, (width or 0) - _INDENT - 1), mark)
+                below = cut(note, max(0, (width or 0) - _INDENT - 1), mark)
                 below.stylize("dim")
                 yield Text(" " * _INDENT).append_text(below)
         yield Text()
@@ -84,11 +91,12 @@ class Grid:
         if width is None:
             return widths
         names = [name for name in widths if name.startswith("~")]
-        for dropped in self.drops:
-            cuts = (max(0, widths[name] - _MIN_NAME) for name in names if name in widths)
-            if _total(widths) - sum(cuts) <= width:
-                break
-            del widths[dropped]
+        for columns, shortest in ((self.drops, _MIN_NAME), (self.last_drops, _SHORT_NAME)):
+            for dropped in columns:
+                cuts = (max(0, widths[name] - shortest) for name in names if name in widths)
+                if _total(widths) - sum(cuts) <= width:
+                    break
+                del widths[dropped]
         names = [name for name in names if name in widths]
         for name in names:
             over = max(0, _total(widths) - width)
@@ -125,13 +133,13 @@ def _total(widths: dict[str, int]) -> int:
     return sum(widths.values()) + _GAP * (len(widths) - 1) + _EDGES
 
 
-def _cut(note: Text, room: int, mark: str) -> Text:
-    """An explanation without its end, where that has no room."""
-    text = note.copy()
-    if cell_len(text.plain) > room:
-        text.truncate(max(0, room - len(mark)))
-        text.append(mark)
-    return text
+def cut(text: Text, width: int, mark: str) -> Text:
+    """A text in so many cells: whole, or without its end."""
+    if cell_len(text.plain) <= width:
+        return text
+    found = text.copy()
+    found.truncate(max(0, width - len(mark)))
+    return found.append(mark[:width])
 
 
 def shorten(text: str, width: int, mark: str) -> str:

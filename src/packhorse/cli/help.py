@@ -1,7 +1,7 @@
-"""What the help shows of types: words for people, not the types of Python.
+"""What the help shows of types and arguments: words for people, not the types of Python.
 
 Versions of typer differ in what they show of an annotation (`<list[Path]>`, `<bool>`); here each
-parameter gets a word of its own.
+parameter gets a word of its own. So do brackets: `SRC...` must be there, `[NAME]` may.
 """
 
 from enum import Enum
@@ -21,6 +21,7 @@ def plain_types(command: Any, parent: typer.Context | None = None) -> Any:
     for parameter in (*command.params, command.get_help_option(context)):
         if parameter is not None:
             _name_type(parameter)
+            _show_usage(parameter)
     for below in getattr(command, "commands", {}).values():
         plain_types(below, context)
     return command
@@ -37,6 +38,13 @@ def _name_type(parameter: Any) -> None:
         parameter.metavar = ""
     elif parameter.metavar is None:
         parameter.metavar = word
+
+
+def _show_usage(parameter: Any) -> None:
+    if parameter.param_type_name == "argument":
+        name = parameter.metavar if parameter.required else f"[{parameter.metavar}]"
+        pieces = [name if parameter.nargs == 1 else f"{name}..."]
+        parameter.get_usage_pieces = lambda ctx: pieces
 
 
 def _word(parameter: Any) -> str:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from packhorse import disk
 from packhorse.cli.failures import UsageError
-from packhorse.disk.atomic import check_output_file
 from packhorse.disk.folder_index import packed_name, plain_name
 from packhorse.layout import FILE_SUFFIX
+from packhorse.storage.atomic import check_output_file
 
 __all__ = ["Job", "check_source", "pack_jobs", "packed_files", "unpack_jobs"]
 
@@ -100,7 +100,9 @@ def _jobs(
 
 def _refuse_file_for_many(sources: list[Path], output: Path | None) -> None:
     if len(sources) > 1 and output is not None and not output.is_dir():
-        raise UsageError(f"{output}: with several sources -o must be a folder that exists; make it")
+        raise UsageError(
+            f"{output}: with several sources -o must be a folder that exists; make it first"
+        )
 
 
 def _job(src: Path, output: Path | None, rename: Callable[[Path], str], *, is_alone: bool) -> Job:
@@ -129,5 +131,6 @@ def _refuse_shared_outputs(jobs: list[Job]) -> None:
         other = owners.setdefault(os.path.abspath(job.dst), job.src)
         if other is not job.src:
             raise UsageError(
-                f"{job.dst}: {other} and {job.src} would both be written to it; use two runs"
+                f"{job.dst}: {other} and {job.src} would both be written to it; give each a run of "
+                "its own"
             )

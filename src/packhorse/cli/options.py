@@ -41,7 +41,7 @@ Output = Annotated[
         "-o",
         readable=False,
         metavar="DST",
-        help="Output; a folder for several.",
+        help="Where the result goes; with several sources, a folder.",
         show_default=False,
     ),
 ]
@@ -51,7 +51,7 @@ Base = Annotated[
         "--base",
         readable=False,
         metavar="OLD",
-        help="The model that SRC is packed against: a file or folder, packed or not.",
+        help="What differences are taken from: a model file or folder, packed or not.",
         show_default=False,
     ),
 ]
@@ -62,14 +62,17 @@ Level = Annotated[
 Threads = Annotated[
     int | None,
     typer.Option(
-        "--threads", "-t", min=1, help="How many; by default all cores, at most 8.",
+        "--threads", "-t", min=1, help="By default one for each core, at most 8.",
         show_default=False,
     ),
 ]  # fmt: skip
 MaxNbytes = Annotated[
     int | None,
     typer.Option(
-        "--max-nbytes", min=0, help="Refuse what unpacks to more bytes.", show_default=False
+        "--max-nbytes",
+        min=0,
+        help="Refuse a source that unpacks to more bytes.",
+        show_default=False,
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Replace an output that exists.")]

@@ -8,7 +8,7 @@ they are never read as markup, and control characters in them are shown, not sen
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -25,8 +25,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from packhorse.cli.failures import OutputClosed
-from packhorse.cli.grid import Grid, shorten
+from packhorse.cli.grid import Grid, cut, shorten
 from packhorse.cli.rows import (
     BenchedFile,
     BenchRow,
@@ -49,7 +48,7 @@ __all__ = [
     "flush",
     "glyphs_are_ascii",
     "inspect_table",
-    "json_document",
+    "json_text",
     "line",
     "on_terminal",
     "packed_line",
@@ -62,6 +61,8 @@ __all__ = [
     "unpacked_line",
     "verify_lines",
     "waiting",
+    "warning_line",
+    "write",
 ]
 
 _BAR_WIDTH = 24
@@ -83,29 +84,31 @@ _STYLES = {
 }
 
 
-def json_document(results: Sequence[Any], errors: Sequence[ErrorRow]) -> None:
-    """Print rows as one JSON document on standard output."""
+def json_text(results: Sequence[Any], errors: Sequence[ErrorRow]) -> str:
+    """Rows as one JSON document."""
     document = {
         "results": [asdict(row) for row in results],
         "errors": [asdict(row) for row in errors],
     }
-    text = json.dumps(document, indent=2) + "\n"
-    with _writing():
-        # Where streams have no buffer (PYTHONUNBUFFERED), Python forgets what a pipe did not take
-        # of a piece when its reader ended; the next piece tells.
-        for start in range(0, len(text), _PIECE_NBYTES):
-            sys.stdout.write(text[start : start + _PIECE_NBYTES])
+    return json.dumps(document, indent=2) + "\n"
+
+
+def write(text: str) -> None:
+    """Print a text as it is."""
+    # Where streams have no buffer (PYTHONUNBUFFERED), Python forgets what a pipe did not take of a
+    # piece when its reader ended; the next piece tells.
+    for start in range(0, len(text), _PIECE_NBYTES):
+        sys.stdout.write(text[start : start + _PIECE_NBYTES])
 
 
 def error_line(text: str) -> None:
     """Print one line on standard error."""
-    _tell(f"packhorse: error: {printable(text)}\n")
+    sys.stderr.write(f"packhorse: error: {printable(text)}\n")
 
 
-def _tell(text: str) -> None:
-    """Write to standard error, if that takes it: there is no other place to tell it."""
-    with suppress(OSError):
-        sys.stderr.write(text)
+def warning_line(text: str) -> None:
+    """Print one line on standard error about what was done all the same."""
+    sys.stderr.write(f"packhorse: warning: {printable(text)}\n")
 
 
 def printable(text: str) -> str:
@@ -132,8 +135,8 @@ def growth_warning(row: FileRow | PlannedFile, packed_nbytes: int) -> None:
     if packed_nbytes <= row.nbytes:
         return
     words = row.notice or "its data cannot be packed"
-    line = f"{row.dst}: ratio {row.ratio:.3f}, larger than the original: {words}; "
-    _tell(f"packhorse: warning: {printable(line)}keep {printable(row.src)} as it is\n")
+    text = f"{row.dst}: ratio {row.ratio:.3f}, larger than the original: {words}; "
+    warning_line(f"{text}keep {row.src} as it is")
 
 
 def unpacked_line(row: FileRow) -> None:
@@ -153,6 +156,7 @@ def plan_table(planned: PlannedFile) -> None:
         printable(f"{planned.src} -> {planned.dst} (dry run, nothing is written)"),
         ("~tensor", "dtype", "shape", ">size", ">estimate", ">ratio", "split"),
         drops=("split", ">size", "shape", "dtype"),
+        last_drops=(">estimate", ">ratio"),
         note="reason",
     )
     for row in planned.tensors:
@@ -175,6 +179,7 @@ def inspect_table(inspected: InspectedFile) -> None:
         printable(inspected.path),
         ("~tensor", "dtype", "shape", ">size", ">packed", ">ratio"),
         drops=(">size", "shape", "dtype"),
+        last_drops=(">packed", ">ratio"),
         note="planes",
     )
     for row in inspected.tensors:
@@ -188,7 +193,7 @@ def inspect_table(inspected: InspectedFile) -> None:
     grid.section()
     _total(grid, len(inspected.tensors), inspected.nbytes, inspected.packed_nbytes)
     draw(grid)
-    draw(_legend(inspected))
+    draw(_legend(inspected), is_cut=True)
     if inspected.n_delta:
         draw(safe_text(_needed_base(inspected)))
 
@@ -197,8 +202,8 @@ def _needed_base(inspected: InspectedFile) -> str:
     called = f", called {inspected.base_name!r} when it was packed" if inspected.base_name else ""
     hashes = [row.base_hash for row in inspected.tensors if row.base_hash is not None]
     return (
-        f"base: {inspected.n_delta} of {len(inspected.tensors)} tensors are not unpacked without "
-        f"theirs{called}; the first has content hash {hashes[0]}"
+        f"base: {inspected.n_delta} of {len(inspected.tensors)} tensors need one to be unpacked"
+        f"{called}; that of the first has content hash {hashes[0]}"
     )
 
 
@@ -219,6 +224,7 @@ def bench_table(benched: BenchedFile) -> None:
         printable(f"{benched.path}, level {benched.level}, {threads}, in memory"),
         ("dtype", ">tensors", ">size", ">packed", ">ratio", ">encode", ">decode", "bit-exact"),
         drops=(">packed", ">tensors", ">size"),
+        last_drops=(">encode", ">decode", "bit-exact", ">ratio"),
     )
     for row in benched.dtypes:
         grid.row(*_benched(row))
@@ -235,6 +241,7 @@ def tune_table(tuned: TunedMatrix) -> None:
         printable(f"{tuned.n_rows} x {tuned.n_columns} {tuned.format}{many}: {source}"),
         (">tokens", "strategy", "division", ">us", ">BF16 us", ">times BF16"),
         drops=("division", ">BF16 us"),
+        last_drops=(">us", ">times BF16", "strategy"),
     )
     for row in tuned.buckets:
         division = "/".join(str(value) for value in (row.config or {}).values())
@@ -315,13 +322,20 @@ def glyphs_are_ascii() -> bool:
     return _console().options.ascii_only
 
 
-def draw(what: Grid | Text) -> None:
-    """Draw on standard output; in a pipe without the blanks that fill up lines."""
+def draw(what: Grid | Text, *, is_cut: bool = False) -> None:
+    """Draw on standard output; in a pipe without the blanks that fill up lines.
+
+    Args:
+        what: a table, or a text that is folded where the terminal is narrower.
+        is_cut: whether the text is cut there instead.
+    """
     console = _console()
     width = console.width if console.is_terminal else None
+    mark = ".." if glyphs_are_ascii() else "…"
     if isinstance(what, Grid):
-        lines = what.lines(width, ".." if glyphs_are_ascii() else "…")
-        _print(console, *lines, soft_wrap=True)
+        _print(console, *what.lines(width, mark), soft_wrap=True)
+    elif is_cut and width is not None:
+        _print(console, cut(what, width, mark), soft_wrap=True)
     else:
         _print(console, what, soft_wrap=width is None)
 
@@ -332,24 +346,11 @@ def line(text: str) -> None:
 
 
 def _print(console: Console, *texts: Text, soft_wrap: bool) -> None:
-    with _writing():
-        with console.capture() as captured:
-            for text in texts:
-                console.print(text, soft_wrap=soft_wrap)
-        lines = captured.get().splitlines()
-        sys.stdout.write("".join(text.rstrip(" ") + "\n" for text in lines))
-
-
-@contextmanager
-def _writing() -> Iterator[None]:
-    """Tell what standard output refuses apart from what a source or a server does."""
-    try:
-        yield
-    except BrokenPipeError as error:
-        raise OutputClosed from error
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise OSError(f"standard output: {reason}; print to somewhere else") from error
+    with console.capture() as captured:
+        for text in texts:
+            console.print(text, soft_wrap=soft_wrap)
+    lines = captured.get().splitlines()
+    sys.stdout.write("".join(text.rstrip(" ") + "\n" for text in lines))
 
 
 def flush() -> None:
@@ -358,8 +359,7 @@ def flush() -> None:
     Raises:
         OSError: it refuses what was printed; a full disk shows only now.
     """
-    with _writing():
-        sys.stdout.flush()
+    sys.stdout.flush()
 
 
 def safe_text(text: str, style: str = "") -> Text:

@@ -13,18 +13,25 @@ from typing import Any, Protocol, TypeVar
 import typer
 
 from packhorse.cli import render
-from packhorse.cli.failures import EXPECTED, describe, exit_code
+from packhorse.cli.failures import ExitCode, describe, exit_code
 from packhorse.cli.rows import ErrorRow
 
 __all__ = ["Outcome", "Source", "each", "wants_json"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
-    """What a run has done so far, and what failed."""
+    """What a run has done so far, and what failed.
+
+    Attributes:
+        rows: what was done.
+        errors: what failed.
+        is_told: whether printing them as a document has begun.
+    """
 
     rows: list[Any] = field(default_factory=list)
     errors: list[ErrorRow] = field(default_factory=list)
+    is_told: bool = False
 
     @classmethod
     def begin(cls) -> "Outcome":
@@ -80,8 +87,11 @@ def each(
     for job in jobs:
         try:
             done = work(job)
-        except EXPECTED as error:
-            outcome.fail(str(job.src), exit_code(error), describe(error, job.src))
+        except Exception as error:
+            code = exit_code(error)
+            if code == ExitCode.BUG:
+                raise
+            outcome.fail(str(job.src), code, describe(error, job.src))
             continue
         rows += done
         outcome.rows.extend(done)

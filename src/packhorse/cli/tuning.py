@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from packhorse.cli.failures import UsageError
 from packhorse.cli.jobs import check_source
+from packhorse.cli.memory import has_memory_for
 from packhorse.cli.rows import TunedBucket, TunedMatrix
 from packhorse.codecs.weights import WeightArrays
 from packhorse.disk.folder_index import PLAIN_SUFFIX
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["TuneJob", "check_gpu", "measure", "predict", "tune_jobs"]
 
 _PACKED_SUFFIX = f"weight.{WeightArrays._fields[0]}"  # with the columns of padding
+_ROOM_NBYTES = 1 << 33  # PyTorch takes an eighth of it, and more with CUDA
 _MIN_ROWS = 64  # smaller matrices are no linear layers worth the time
 
 
@@ -76,7 +78,7 @@ def tune_jobs(
         counts += found
     named = [_parse_shape(text) for text in shapes]
     if not counts and not named:
-        raise UsageError("name a model, or a matrix with --shape ROWSxCOLUMNS")
+        raise UsageError("nothing to tune; name a model, or a matrix with --shape ROWSxCOLUMNS")
     order = sorted(counts, key=lambda shape: -counts[shape] * shape[0] * shape[1])
     every = dict.fromkeys([*named, *order])
     return [TuneJob(*shape, form, counts[shape]) for shape in every for form in forms]
@@ -86,8 +88,8 @@ def _parse_shape(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([1-9]\d{0,8})[xX]([1-9]\d{0,8})", text)
     if found is None or int(found[2]) > MAX_WEIGHT_COLUMNS:
         raise UsageError(
-            f"{text!r} is no shape; give ROWSxCOLUMNS (outputs, inputs), as 4096x14336, with at "
-            f"most {MAX_WEIGHT_COLUMNS} columns"
+            f"{text!r} is no shape; give ROWSxCOLUMNS (outputs x inputs), such as 4096x14336, with "
+            f"at most {MAX_WEIGHT_COLUMNS} columns"
         )
     return int(found[1]), int(found[2])
 
@@ -169,23 +171,26 @@ def measure(job: TuneJob, folder: Path | None, *, again: bool) -> list[TunedMatr
     Raises:
         OSError: no GPU is here, it has too little memory, or the cache cannot be written.
     """
-    from packhorse.device.autotune import identify
-    from packhorse.device.tune_cache import cache_path
+    from packhorse.device.tune_cache import TUNE_CACHE
     from packhorse.device.tuning import find_gpu, tune_on_gpu
+    from packhorse.gpu.detect import identify
 
     gpu, form = find_gpu(), WEIGHT_FORMATS[job.form]
     try:
         found = tune_on_gpu(job.n_rows, job.n_columns, form, gpu, folder=folder, again=again)
     except MemoryError as error:  # the host's has other remedies
-        raise OSError(f"{job.src}: {error}; end what else runs there") from error
+        raise OSError(f"{job.src}: {error}; end other programs that use the GPU") from error
     name = identify(gpu).device
-    return [_row(job, name, str(cache_path(name, folder)), found)]
+    return [_row(job, name, str(TUNE_CACHE.path(name, folder)), found)]
 
 
 def require_backend() -> None:
     """Raises:
     MissingBackendError: PyTorch or Triton is not installed.
+    MemoryError: there is too little for them.
     """
+    if not has_memory_for("packhorse.device.tuning", _ROOM_NBYTES):
+        raise MemoryError
     try:
         import packhorse.device.tuning  # noqa: F401
     except ModuleNotFoundError as error:

@@ -108,7 +108,7 @@ def as_writable_bytes(buffer: "Buffer | Any", what: str = "buffer") -> ByteArray
     return view
 
 
-# What the core's Status numbers (csrc/layout.hpp) mean to a person.
+# What the core's Status numbers (csrc/common/layout.hpp) mean to a person.
 STATUS_WORDS = {
     1: "its checksum does not match",
     2: "a stream is longer or shorter than its own fields say",

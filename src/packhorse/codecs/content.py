@@ -46,8 +46,20 @@ def crc32c(src: "Buffer | Any") -> int:
 def content_hash(src: "Buffer | Any", *, threads: int = 1) -> bytes:
     """The content hash of a tensor's bytes: 16 bytes.
 
+    Args:
+        src: the bytes.
+        threads: how many to use.
+
+    Returns:
+        The hash.
+
     Raises:
         TypeError: `src` is not a C-contiguous buffer.
+
+    Example:
+        >>> from packhorse.frame import compress_buffer, content_hash
+        >>> content_hash(bytes(4096)) == compress_buffer(bytes(4096), "F32", (1024,)).content_hash
+        True
     """
     return hash_root(hash_leaves(as_bytes(src, "src"), threads))
 

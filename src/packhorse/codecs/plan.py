@@ -1,8 +1,9 @@
 """Choosing how to pack a tensor: which split, which chunk size, planes or zstd. The core then
 chooses a mode for every plane of every chunk.
 
-A plan is made from samples: a few runs of 4096 units spread over the tensor for the planes, and a
-few pieces for zstd where repetition is likely. It costs well under a tenth of packing, it does not
+A plan is made from samples: a few times 4096 units spread over the tensor for the planes, and a few
+pieces for zstd where repetition is likely. What seems to take far less than weights do is looked at
+again, as samples may have missed most of it. It costs well under a tenth of packing, it does not
 depend on the number of threads, and it says why.
 """
 
@@ -30,6 +31,7 @@ _SAMPLE_EVERY_NBYTES = 4 << 20  # one run of 4096 units for each 4 MiB
 _MAX_SAMPLES = 16
 _ZSTD_PIECE_NBYTES = 1 << 17
 _MAX_ZSTD_PIECES = 3
+_VERY_REPETITIVE = 1 / 8  # at this share or less pieces are as long as chunks
 _MIN_SAVING = 1 / 256  # below this a tensor is stored as it is, at copy speed
 _ZSTD_MUST_SAVE = 0.02  # of the planes' size: it is slower, so it has to earn its place
 _REPETITIVE = 7 / 8  # a float's last plane at this share of its size or less hints at repetition
@@ -125,40 +127,46 @@ def choose_plan(
     if data.size == 0:
         return Plan(split, level, False, chunk_log, 0, 0)
     n_samples = min(_MAX_SAMPLES, 1 + data.size // _SAMPLE_EVERY_NBYTES)
-    estimates = _core.estimate_planes(data, dtype.unit_nbytes, split, level, n_samples, isa)
+    estimates, is_odd = _core.estimate_planes(data, dtype.unit_nbytes, split, level, n_samples, isa)
     planes_nbytes = sum([nbytes for _, nbytes in estimates])
-    if _may_repeat(dtype, estimates, data.size):
+    if _may_repeat(dtype, estimates, is_odd, data.size):
         zstd_nbytes = _estimate_zstd(data, level)
         if zstd_nbytes < planes_nbytes * (1 - _ZSTD_MUST_SAVE):
             chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, ZSTD_CHUNK_NBYTES)
             return Plan(Split.WHOLE, level, True, chunk_log, data.size, zstd_nbytes)
     if planes_nbytes > data.size * (1 - _MIN_SAVING):
         return Plan(Split.WHOLE, level, False, chunk_log, data.size, data.size)
-    side = choose_side(data, dtype, shape, level, isa) if with_side else NO_SIDE_DATA
+    side = NO_SIDE_DATA
+    if with_side:
+        side = choose_side(data, dtype, shape, level, isa, estimates[0][1])
     if side.saving:
         chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, CLASSED_CHUNK_NBYTES)
-        # Both are from samples, which need not have seen the same: what is saved may seem more than
-        # there was. A chunk has a byte for each plane at the least.
-        least = len(estimates) * -(-n_units >> chunk_log)
-        planes_nbytes = max(planes_nbytes - side.saving, least)
+        planes_nbytes -= side.saving
     return Plan(split, level, False, chunk_log, data.size, planes_nbytes, tuple(estimates), side)
 
 
-def _may_repeat(dtype: DType, estimates: list[tuple[int, int]], nbytes: int) -> bool:
+def _may_repeat(dtype: DType, estimates: list[tuple[int, int]], is_odd: bool, nbytes: int) -> bool:
     """Whether a trial of zstd is worth its time. The last plane of real weights is noise; where it
-    is not, the data is not weights."""
-    if Split.FLOAT in dtype.splits and estimates[-1][1] * dtype.unit_nbytes > nbytes * (
-        _REPETITIVE if dtype.unit_nbytes > 1 else _REPETITIVE / 2
-    ):
+    is not, or the samples saw less than there is, the data is not weights."""
+    share = _REPETITIVE if dtype.unit_nbytes > 1 else _REPETITIVE / 2
+    is_noise = Split.FLOAT in dtype.splits and estimates[-1][1] * dtype.unit_nbytes > nbytes * share
+    if is_noise and not is_odd:
         return False
     return any([mode != Mode.CONSTANT for mode, _ in estimates])
 
 
 def _estimate_zstd(data: ByteArray, level: Level) -> int:
-    n_pieces = min(_MAX_ZSTD_PIECES, math.ceil(data.size / _ZSTD_PIECE_NBYTES))
-    last = max(0, data.size - _ZSTD_PIECE_NBYTES)
+    nbytes = _zstd_nbytes(data, level, _ZSTD_PIECE_NBYTES)
+    if nbytes > data.size * _VERY_REPETITIVE:
+        return nbytes
+    return _zstd_nbytes(data, level, ZSTD_CHUNK_NBYTES)  # it is soon done, and matches are long
+
+
+def _zstd_nbytes(data: ByteArray, level: Level, piece_nbytes: int) -> int:
+    n_pieces = min(_MAX_ZSTD_PIECES, math.ceil(data.size / piece_nbytes))
+    last = max(0, data.size - piece_nbytes)
     starts = [i * last // max(1, n_pieces - 1) for i in range(n_pieces)]
     # Copies, since a library that nobody wrote for it must not see bytes change.
-    pieces = [data[start : start + _ZSTD_PIECE_NBYTES].copy() for start in starts]
+    pieces = [data[start : start + piece_nbytes].copy() for start in starts]
     packed = sum(zstd.estimate_nbytes(piece, level) for piece in pieces)
     return int(packed * (data.size / sum(piece.size for piece in pieces)))

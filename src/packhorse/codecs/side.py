@@ -84,7 +84,7 @@ def _views(dtype: DType, shape: Sequence[int]) -> list[int]:
 
 
 def choose_side(
-    data: ByteArray, dtype: DType, shape: Sequence[int], level: Level, isa: int
+    data: ByteArray, dtype: DType, shape: Sequence[int], level: Level, isa: int, lead_nbytes: int
 ) -> SideData:
     """The side data of a tensor that gains by it, else none.
 
@@ -93,11 +93,12 @@ def choose_side(
         dtype: its dtype.
         shape: its shape.
         level: how hard to try; `fast` never does.
+        lead_nbytes: what plane 0 is expected to take without.
         isa: the number of the instruction set of the call.
     """
     if level not in _MUST_SAVE:
         return NO_SIDE_DATA
-    best, best_saving = 0, 0
+    best, best_saving, best_share = 0, 0, 0.0
     for dims in _views(dtype, shape):
         rows, columns = matrix_of(dtype, shape, dims)
         plain, predicted = _core.estimate_side_data(
@@ -105,7 +106,7 @@ def choose_side(
         )
         saving = plain - predicted
         if saving > max(best_saving, plain * _MUST_SAVE[level]):
-            best, best_saving = dims, saving
+            best, best_saving, best_share = dims, saving, saving / plain
     if not best:
         return NO_SIDE_DATA
     rows, columns = matrix_of(dtype, shape, best)
@@ -115,7 +116,10 @@ def choose_side(
     if len(stream) >= best_saving:
         return NO_SIDE_DATA
     descriptor = mode << STREAM_NBYTES_BITS | len(stream)
-    saving = best_saving - len(stream)
+    # That was another sample than the plane's, and may have seen more than there is to save.
+    saving = min(best_saving, int(lead_nbytes * best_share)) - len(stream)
+    if saving <= 0:
+        return NO_SIDE_DATA
     return SideData(best, rows, values.tobytes(), stream, descriptor, saving)
 
 

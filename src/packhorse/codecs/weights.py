@@ -238,7 +238,7 @@ def unpack_into(
         raise CorruptionError(f"packed weight: exceptions of row {row} have no place in it")
 
 
-# What the core's WeightFault numbers (csrc/weights_unpack.hpp) mean to a person.
+# What the core's WeightFault numbers (csrc/rows/weights_unpack.hpp) mean to a person.
 _FAULT_WORDS = {
     1: "first_exponents: row {row} has first exponent {found}, which is out of range",
     2: "exception_starts: number {row} is {found}, which does not fit: it must be {place}",

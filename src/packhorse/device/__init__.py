@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from packhorse.device.description import describe_weights, join_weights
     from packhorse.device.linear import PackedLinear
     from packhorse.device.model import pack_model_, unpack_model_
-    from packhorse.device.packing import check_arrays, empty_weight, join_arrays, pack_weight
+    from packhorse.device.packed_arrays import check_arrays
+    from packhorse.device.packing import empty_weight, join_arrays, pack_weight
     from packhorse.device.report import LeftWeight, PackReport, WeightReport
     from packhorse.device.weights import PackedWeight
     from packhorse.kernels.arrays import WeightTensors
@@ -46,7 +47,7 @@ _MODULES = {
     "PackedWeight": "weights",
     "WeightReport": "report",
     "WeightTensors": "operators",
-    "check_arrays": "packing",
+    "check_arrays": "packed_arrays",
     "describe_weights": "description",
     "decode_ahead": "ahead",
     "empty_weight": "packing",

@@ -214,6 +214,17 @@ def decode_ahead() -> Iterator[None]:
     For passes over many tokens (a long prompt, scoring, training on top), outside of CUDA graphs
     and of code that is compiled to them. Takes memory for the two longest plain weights, until it
     ends, and is for the calling thread only.
+
+    Yields:
+        Nothing; the block runs.
+
+    Example:
+        >>> import torch
+        >>> from packhorse.device import decode_ahead, pack_model_
+        >>> model = torch.nn.Sequential(torch.nn.Linear(512, 256, dtype=torch.bfloat16))
+        >>> report = pack_model_(model)
+        >>> with decode_ahead(), torch.inference_mode():
+        ...     scores = model(torch.ones(1024, 512, dtype=torch.bfloat16))
     """
     before = getattr(_ACTIVE, "decoders", None)
     _ACTIVE.decoders = {}

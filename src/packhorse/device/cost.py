@@ -3,7 +3,8 @@ throughput and launches.
 
 It serves where nothing was measured: it orders the candidates of the autotuner, and chooses for who
 has not tuned. What it says are predictions. Each of its figures has its source beside it; those
-called "assumed" have none but arithmetic, and await measurements.
+called "assumed" have none but arithmetic, and await measurements. What a GPU can do is told by
+`packhorse.gpu.models`.
 
 The time of a fused product is a launch, the start and end of its programs, and the longest of what
 goes on at once: reading weights from device memory, moving weights and tokens from L2 to the
@@ -13,11 +14,12 @@ best division of a kernel that decodes nothing.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from packhorse.device.counts import INSTRUCTIONS, MANY_INSTRUCTIONS
+from packhorse.gpu.models import DeviceModel
 from packhorse.layout import WeightFormat
 
 if TYPE_CHECKING:
@@ -28,19 +30,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXCEPTION_RATES",
-    "GENERIC",
-    "MEMORY_SHARE",
-    "PRESETS",
-    "DeviceModel",
     "is_many",
-    "model_of",
     "packed_nbytes",
     "predict_decode",
     "predict_decoding",
     "predict_fused",
     "predict_plain",
     "resident_programs",
-    "scale_model",
     "shared_nbytes",
 ]
 
@@ -70,84 +66,6 @@ _OTHER_REGISTERS = 80  # of a thread of these kernels, beside its sums, within a
 _ISSUE_SHARE = 0.7  # of the issue slots that a loop with loads fills; assumed
 _GATHERS_PER_CYCLE = 4  # elements from different lines that L1 gives a multiprocessor; assumed
 _DECODE_SHARE = 0.9  # of the bandwidth, as reads and writes mix; assumed
-
-
-@dataclass(frozen=True)
-class DeviceModel:
-    """What a GPU can do.
-
-    Attributes:
-        name: what it is called.
-        capability: its compute capability: 90 for 9.0.
-        n_processors: multiprocessors.
-        clock: cycles a second, under load.
-        bandwidth: bytes a second that kernels move to and from device memory.
-        l2_nbytes: size of the L2 cache.
-        l2_bandwidth: bytes a second from L2.
-        bf16_rate: BF16 operations a second that cuBLAS reaches on large matrices.
-        shared_nbytes: shared memory of a multiprocessor; a program may use it but for 1 KiB.
-        latency: seconds from a load to its data, under load.
-        launch: seconds that a kernel takes in a CUDA graph beside its work.
-    """
-
-    name: str
-    capability: int
-    n_processors: int
-    clock: float
-    bandwidth: float
-    l2_nbytes: int
-    l2_bandwidth: float
-    bf16_rate: float
-    shared_nbytes: int
-    latency: float = 0.8e-6
-    launch: float = 2.5e-6
-
-
-# Multiprocessors, caches and peaks are those of NVIDIA's datasheets and architecture papers. What
-# is reached of them, where it was measured: copies on an H200 ran at 4.3 of 4.8 TB/s, large BF16
-# products at 790 of 989 TFLOP/s. The same shares, 0.9 and 0.8, are assumed of the others. Clocks
-# are those held under load, below the boost. Bandwidths of L2: microbenchmarks by Chips and Cheese,
-# some 5.5 TB/s for H100, 4 for A100. Launches: 2.5 us between dependent kernels of a graph, and
-# loads 0.8 us under load; both assumed.
-PRESETS = (
-    DeviceModel("H200", 90, 132, 1.755e9, 4.3e12, 60 << 20, 5.7e12, 790e12, 228 << 10),
-    DeviceModel("H100 NVL", 90, 132, 1.6e9, 3.5e12, 60 << 20, 5.2e12, 640e12, 228 << 10),
-    DeviceModel("H100 PCIe", 90, 114, 1.5e9, 1.8e12, 50 << 20, 4.5e12, 520e12, 228 << 10),
-    DeviceModel("H100", 90, 132, 1.755e9, 3.0e12, 50 << 20, 5.5e12, 790e12, 228 << 10),
-    DeviceModel("A100-SXM4-40GB", 80, 108, 1.35e9, 1.4e12, 40 << 20, 4.0e12, 250e12, 164 << 10),
-    DeviceModel("A100-PCIE-40GB", 80, 108, 1.2e9, 1.4e12, 40 << 20, 3.6e12, 220e12, 164 << 10),
-    DeviceModel("A100", 80, 108, 1.35e9, 1.83e12, 40 << 20, 4.0e12, 250e12, 164 << 10),
-)
-MEMORY_SHARE = 0.9  # of the peak bandwidth of device memory that kernels reach
-# For a GPU of which nothing is known: as an A100 in proportion to its multiprocessors.
-GENERIC = DeviceModel("generic", 80, 108, 1.35e9, 1.4e12, 40 << 20, 4.0e12, 220e12, 100 << 10)
-
-
-def model_of(name: str) -> DeviceModel:
-    """The preset for a GPU by its name, as the driver tells it; `GENERIC` if there is none."""
-    words = name.lower()
-    return next((model for model in PRESETS if model.name.lower() in words), GENERIC)
-
-
-def scale_model(
-    model: DeviceModel, n_processors: int, bandwidth: float | None = None
-) -> DeviceModel:
-    """A GPU with another number of multiprocessors: a slice of one, or one of its kin.
-
-    Args:
-        model: what is known.
-        n_processors: multiprocessors there are.
-        bandwidth: bytes a second of device memory, for `GENERIC`; None if that is not known.
-    """
-    share = n_processors / model.n_processors
-    own = bandwidth if model.name == GENERIC.name else None
-    return replace(
-        model,
-        n_processors=n_processors,
-        bandwidth=own or model.bandwidth * min(share, 1.0),
-        l2_bandwidth=model.l2_bandwidth * share,
-        bf16_rate=model.bf16_rate * share,
-    )
 
 
 def packed_nbytes(n_rows: int, n_columns: int, form: WeightFormat) -> float:

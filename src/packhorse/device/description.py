@@ -47,6 +47,18 @@ def describe_weights(model: nn.Module, saved: Collection[str] | None = None) -> 
         model: with packed weights or without.
         saved: names of the tensors in the file, if they are not all: of modules that share a
             weight, one is enough.
+
+    Returns:
+        One pair, or none.
+
+    Example:
+        >>> import torch
+        >>> from packhorse.device import describe_weights, join_weights, pack_model_
+        >>> model = torch.nn.Sequential(torch.nn.Linear(512, 256, dtype=torch.bfloat16))
+        >>> report = pack_model_(model)
+        >>> metadata = describe_weights(model)
+        >>> list(join_weights(model.state_dict(), metadata))
+        ['0.bias', '0.weight']
     """
     named = model.named_modules(remove_duplicate=False)
     weights = {
@@ -109,6 +121,20 @@ def join_weights(
     Raises:
         CorruptionError: arrays are missing, break the format, or are not as the metadata say.
         CompatibilityError: the file is of a later version.
+
+    Example:
+        >>> import torch
+        >>> from safetensors import safe_open
+        >>> from safetensors.torch import save_file
+        >>> from packhorse.device import describe_weights, join_weights, pack_model_
+        >>> model = torch.nn.Sequential(torch.nn.Linear(512, 256, dtype=torch.bfloat16))
+        >>> report = pack_model_(model)
+        >>> save_file(model.state_dict(), "packed.safetensors", describe_weights(model))
+        >>> with safe_open("packed.safetensors", "pt") as file:
+        ...     tensors = {name: file.get_tensor(name) for name in file.keys()}
+        ...     tensors = join_weights(tensors, file.metadata())
+        >>> type(tensors["0.weight"]).__name__
+        'PackedWeight'
     """
     joined = dict(tensors)
     for name, described in read_description(metadata).items():

@@ -10,7 +10,8 @@ from torch import Tensor
 from packhorse.arguments import resolve_threads
 from packhorse.codecs import weights
 from packhorse.device.operators import require_kernels
-from packhorse.device.packing import count_exceptions, pack_weight
+from packhorse.device.packed_arrays import count_exceptions
+from packhorse.device.packing import pack_weight
 from packhorse.device.weights import PackedWeight
 from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 

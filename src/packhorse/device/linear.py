@@ -26,7 +26,17 @@ __all__ = ["PackedLinear", "change_class", "hold_packed", "hold_plain"]
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer whose weight is packed and frozen; input and output are BF16."""
+    """A linear layer whose weight is packed and frozen; input and output are BF16.
+
+    Example:
+        >>> import torch
+        >>> from packhorse.device import PackedLinear
+        >>> plain = torch.nn.Linear(512, 256, dtype=torch.bfloat16)
+        >>> packed = PackedLinear.from_linear(plain)
+        >>> x = torch.ones(4, 512, dtype=torch.bfloat16)
+        >>> torch.allclose(packed(x), plain(x), atol=0.02)
+        True
+    """
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None = None) -> None:
         """A layer with a weight that is packed already.
@@ -60,6 +70,9 @@ class PackedLinear(nn.Linear):
             linear: its weight is BF16.
             form: "W12" or "W11".
 
+        Returns:
+            The packed layer, in the mode of the plain one (training or not).
+
         Raises:
             TypeError: its weight is not BF16.
             ValueError: it has too many columns.
@@ -85,6 +98,9 @@ class PackedLinear(nn.Linear):
             form: "W12" or "W11"; loading arrays of the other changes it.
             bias: whether it has one.
             device: where it shall be.
+
+        Returns:
+            The layer; its weights and its bias are zeros.
 
         Raises:
             ValueError: a size or the format is wrong.

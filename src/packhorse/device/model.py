@@ -120,6 +120,17 @@ def pack_model_(
         ValueError: no such format, no module has a name that is to be skipped, or `for_tokens` is
             not positive or is given for a model that is on no GPU.
         MissingBackendError: `for_tokens` is given, and Triton is not installed.
+
+    Example:
+        >>> import torch
+        >>> from packhorse.device import pack_model_, unpack_model_
+        >>> layers = [torch.nn.Linear(512, 256), torch.nn.Linear(256, 512)]
+        >>> model = torch.nn.Sequential(*layers).to(torch.bfloat16).eval()
+        >>> pack_model_(model, dry_run=True).ratio > 1.3
+        True
+        >>> report = pack_model_(model, skip=["1"])
+        >>> [weight.name for weight in report.packed], [left.name for left in report.left]
+        (['0'], ['1'])
     """
     form = resolve_fmt(fmt)
     check_tokens(for_tokens)
@@ -395,6 +406,16 @@ def unpack_model_(model: nn.Module) -> None:
     Raises:
         TypeError: it is no module.
         ValueError: accelerate keeps weights in host memory; nothing was unpacked then.
+
+    Example:
+        >>> import torch
+        >>> from packhorse.device import pack_model_, unpack_model_
+        >>> model = torch.nn.Sequential(torch.nn.Linear(512, 256, dtype=torch.bfloat16))
+        >>> plain = model[0].weight.clone()
+        >>> report = pack_model_(model)
+        >>> unpack_model_(model)
+        >>> torch.equal(model[0].weight, plain)
+        True
     """
     _require_module(model)
     groups = [group for group in _groups(model) if isinstance(group.weight, PackedWeight)]

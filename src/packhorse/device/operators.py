@@ -9,9 +9,7 @@ as that is.
 """
 
 import threading
-import warnings
-from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -19,8 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from packhorse.codecs import weights
-from packhorse.device.ahead import current_decoder
-from packhorse.device.strategy import Choice, Strategy, choose_strategy
 from packhorse.errors import MissingBackendError
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
@@ -40,10 +36,10 @@ __all__ = [
 # Decoded weights of a multiplication in host memory, for each calling thread: what stays in a cache
 # until it is multiplied.
 TILE_NBYTES = 4 << 20
-# PyTorch's product of a tile is that of the whole matrix to the bit from some 64 rows on: below,
-# another kernel may be chosen.
+# PyTorch's product of a tile is that of the whole matrix to the bit from some 64 rows on, and if
+# the tile has more than 16 * 16 * 16 elements: below, PyTorch does not ask oneDNN (Matmul.cpp).
 _TILE_ALIGNMENT = 64
-_ALIGNMENT = 16  # bytes, of what kernels are compiled for
+_LEAST_TILE_NUMEL = 16 * 16 * 16 + 1
 _SCRATCH = threading.local()
 
 
@@ -58,10 +54,12 @@ def unpack(arrays: WeightTensors, form: WeightFormat, n_columns: int) -> Tensor:
     Returns:
         BF16, n_rows x n_columns, equal bit for bit to what was packed.
     """
-    dst = torch.empty(arrays.n_rows, n_columns, dtype=torch.bfloat16, device=arrays.device)
     if _has_kernels(arrays.device):
-        _unpack_on_gpu(arrays, dst, form)
-        return dst
+        require_kernels()
+        from packhorse.kernels.weights import decode_weights
+
+        return decode_weights(arrays, form, n_columns)
+    dst = torch.empty(arrays.n_rows, n_columns, dtype=torch.bfloat16, device=arrays.device)
     on_host = arrays.device.type == "cpu"
     step = max(arrays.n_rows, 1) if on_host else n_tile_rows(n_columns, TILE_NBYTES)
     for start in range(0, arrays.n_rows, step):
@@ -74,13 +72,6 @@ def unpack(arrays: WeightTensors, form: WeightFormat, n_columns: int) -> Tensor:
 def _has_kernels(device: torch.device) -> bool:
     """Whether the kernels run there: on GPUs that multiply BF16. Others decode in plain PyTorch."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def _unpack_on_gpu(arrays: Sequence[Tensor], dst: Tensor, form: WeightFormat) -> None:
-    require_kernels()
-    from packhorse.kernels.weights import decode_weights
-
-    decode_weights(WeightTensors(*arrays), form, dst.shape[1], dst)
 
 
 @cache
@@ -182,9 +173,15 @@ def _put_exceptions(arrays: WeightTensors, elements: Tensor, rows: Tensor, most:
 
 
 def n_tile_rows(n_columns: int, tile_nbytes: int) -> int:
-    """Rows of BF16 that a tile of a memory budget holds; at least 64."""
-    n_rows = tile_nbytes // (2 * n_columns)
-    return max(n_rows // _TILE_ALIGNMENT, 1) * _TILE_ALIGNMENT
+    """Rows of BF16 that a tile of a memory budget holds, a multiple of 64; at least as many as
+    `_least_tile_rows`."""
+    n_rows = max(tile_nbytes // (2 * n_columns), _least_tile_rows(n_columns) + _TILE_ALIGNMENT - 1)
+    return n_rows // _TILE_ALIGNMENT * _TILE_ALIGNMENT
+
+
+def _least_tile_rows(n_columns: int) -> int:
+    """Fewer rows PyTorch may multiply in another way than a whole matrix."""
+    return max(_TILE_ALIGNMENT, -(-_LEAST_TILE_NUMEL // n_columns))
 
 
 def multiply(
@@ -212,7 +209,10 @@ def multiply(
     if not x.numel() or not arrays.n_rows:
         return _empty_product(x, arrays.n_rows).zero_()
     if _has_kernels(arrays.device):
-        return _multiply_on_gpu(x, arrays, bias, form, n_columns)
+        require_kernels()
+        from packhorse.device import products
+
+        return products.multiply(x, arrays, form, n_columns, bias=bias)
     return _multiply_in_tiles(x, arrays, bias, form, n_columns, TILE_NBYTES)
 
 
@@ -253,50 +253,6 @@ def _empty_product(x: Tensor, n_rows: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], n_rows))
 
 
-def _multiply_on_gpu(
-    x: Tensor, arrays: WeightTensors, bias: Tensor | None, form: WeightFormat, n_columns: int
-) -> Tensor:
-    require_kernels()
-    from packhorse.device.autotune import multiply as multiply_by
-
-    n_tokens = x.numel() // n_columns
-    choice = choose_strategy(arrays.n_rows, n_columns, n_tokens, x.device, form)
-    if choice.strategy is Strategy.DECODE:
-        try:
-            return _decode_and_multiply(x, arrays, bias, form, n_columns)
-        except torch.OutOfMemoryError:
-            choice = _choose_without_memory(arrays, form, n_columns)
-    flat = x.reshape(n_tokens, n_columns).contiguous()
-    if flat.data_ptr() % _ALIGNMENT:  # or Triton would compile once more, in a capture perhaps
-        flat = flat.clone()
-    y = multiply_by(flat, arrays, form, n_columns, bias=bias, choice=choice)
-    return y.view(*x.shape[:-1], arrays.n_rows)
-
-
-def _choose_without_memory(arrays: WeightTensors, form: WeightFormat, n_columns: int) -> Choice:
-    """What needs no memory for the plain weight."""
-    mib = 2 * arrays.n_rows * n_columns / 2**20
-    warnings.warn(
-        f"the GPU has no {mib:.0f} MiB left for the plain weight of {arrays.n_rows} x {n_columns}: "
-        "it is decoded inside the product, which is slower with many tokens; give the GPU fewer "
-        "tokens at once, or a smaller cache",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return Choice(Strategy.MANY if form is W12 else Strategy.FUSED)
-
-
-def _decode_and_multiply(
-    x: Tensor, arrays: WeightTensors, bias: Tensor | None, form: WeightFormat, n_columns: int
-) -> Tensor:
-    decoder = current_decoder(x.device)
-    if decoder is None:
-        return F.linear(x, unpack(arrays, form, n_columns), bias)
-    decode = partial(_unpack_on_gpu, form=form)
-    with decoder.plain(arrays, (arrays.n_rows, n_columns), decode) as weight:
-        return F.linear(x, weight, bias)
-
-
 def _multiply_in_tiles(
     x: Tensor,
     arrays: WeightTensors,
@@ -307,8 +263,8 @@ def _multiply_in_tiles(
 ) -> Tensor:
     n_rows = arrays.n_rows
     step = n_tile_rows(n_columns, tile_nbytes)
-    # A rest of fewer rows than the alignment goes with the tile before it.
-    stops = [*range(step, n_rows - _TILE_ALIGNMENT + 1, step), n_rows]
+    # A rest that is too small for a tile of its own goes with the tile before it.
+    stops = [*range(step, n_rows - _least_tile_rows(n_columns) + 1, step), n_rows]
     starts = [0, *stops[:-1]]
     scratch = _scratch(max(n_rows - starts[-1], stops[0]) * n_columns, x.device)
     y = None if len(stops) == 1 else _empty_product(x, n_rows)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from packhorse.device.autotune import describe_device, expect
-from packhorse.device.cost import GENERIC
+from packhorse.device.choices import expect
+from packhorse.gpu.detect import describe_device
+from packhorse.gpu.models import GENERIC
 from packhorse.layout import WeightFormat
 
 __all__ = ["Speed", "compare_formats"]

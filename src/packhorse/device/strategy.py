@@ -1,14 +1,11 @@
-"""How a product with a packed weight is computed on a GPU: chosen here, and nowhere else."""
+"""What can be run for a product with a packed weight on a GPU."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from packhorse.layout import WeightFormat
-
 if TYPE_CHECKING:
-    import torch
-
     from packhorse.kernels.matmul import MatmulConfig
     from packhorse.kernels.matmul_many import ManyConfig
 
@@ -19,7 +16,6 @@ __all__ = [
     "Choice",
     "Strategy",
     "bucket_of",
-    "choose_strategy",
 ]
 
 MAX_FUSED_TOKENS = (
@@ -55,23 +51,4 @@ class Choice:
 
 def bucket_of(n_tokens: int) -> int:
     """The number of tokens that stands for `n_tokens` in what is chosen and measured."""
-    return next((bucket for bucket in BUCKETS if n_tokens <= bucket), BUCKETS[-1])
-
-
-def choose_strategy(
-    n_rows: int, n_columns: int, n_tokens: int, device: "torch.device", form: WeightFormat
-) -> Choice:
-    """The strategy of a product of `n_tokens` vectors with a matrix.
-
-    Cheap, but for the first product of a shape; nothing on the device is read.
-
-    Args:
-        n_rows: outputs of the layer.
-        n_columns: inputs of the layer.
-        n_tokens: vectors in the batch.
-        device: the GPU.
-        form: format of the packed weight.
-    """
-    from packhorse.device.autotune import choose
-
-    return choose(n_rows, n_columns, n_tokens, form, device)
+    return BUCKETS[min(bisect_left(BUCKETS, n_tokens), len(BUCKETS) - 1)]

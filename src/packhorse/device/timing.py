@@ -1,71 +1,27 @@
 """Measures products on a GPU, for the autotuner and the benchmarks.
 
-What is timed is a CUDA graph of one product with each of several copies of a matrix, together more
-than the L2 cache holds, so that each weight comes from device memory as it does in a model. The
-graph is replayed, and the median of its times counts. A division that the GPU cannot run, or that
-gives other numbers than decoding does, takes infinitely long.
+A product is timed with each of several copies of a matrix, which together are more than the caches
+hold (`packhorse.gpu.timing`). A division that the GPU cannot run, or that gives other numbers than
+decoding does, takes infinitely long.
 """
 
 import math
-import statistics
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from triton import CompilationError
-from triton.runtime.errors import OutOfResources, PTXASError
 
-from packhorse.device.autotune import run_choice
+from packhorse.device.products import run_choice
 from packhorse.device.strategy import Choice
+from packhorse.gpu.timing import CANNOT_RUN, CHAIN_NBYTES, N_REPLAYS, chain_copies, time_chain
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.weights import decode_weights
 from packhorse.layout import WeightFormat
 
-__all__ = ["CHAIN_NBYTES", "ProductTimer", "chain_copies", "time_chain"]
+__all__ = ["ProductTimer"]
 
-CHAIN_NBYTES = 240_000_000  # four times the largest L2 cache
-_MIN_COPIES = 4
-_REPLAYS = 30
 _CHECKED_TOKENS = 64
-_WARM_REPLAYS = 3
-_CANNOT_RUN = (OutOfResources, PTXASError, CompilationError, torch.OutOfMemoryError)
-
-
-def chain_copies(nbytes: int, chain_nbytes: int = CHAIN_NBYTES) -> int:
-    """Copies of so many bytes that are more than the caches hold; at least four."""
-    return max(_MIN_COPIES, -(-chain_nbytes // max(nbytes, 1)))
-
-
-def time_chain(calls: Sequence[Callable[[], object]], *, n_replays: int = _REPLAYS) -> float:
-    """Seconds of a call, the median over replays of a CUDA graph of all of them, one after the
-    other.
-
-    Args:
-        calls: each works on memory of its own. They were called before, so nothing is compiled.
-        n_replays: timed replays.
-    """
-    graph = torch.cuda.CUDAGraph()
-    # On the stream of all captures: each stream of its own would keep a workspace of cuBLAS.
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for replay in range(_WARM_REPLAYS + n_replays):
-        seconds = _replay(graph)
-        if replay >= _WARM_REPLAYS:
-            times.append(seconds)
-    graph.reset()
-    return statistics.median(times) / len(calls)
-
-
-def _replay(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = (torch.cuda.Event(True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3
 
 
 class ProductTimer:
@@ -83,7 +39,7 @@ class ProductTimer:
         n_columns: int,
         *,
         chain_nbytes: int = CHAIN_NBYTES,
-        n_replays: int = _REPLAYS,
+        n_replays: int = N_REPLAYS,
     ) -> None:
         """Copies the matrix as often as the chain needs it.
 
@@ -113,7 +69,7 @@ class ProductTimer:
         try:
             y = self._multiply(x, self._chain[0], choice)
             is_right = self._is_right(x, y)
-        except _CANNOT_RUN:
+        except CANNOT_RUN:
             return math.inf
         except RuntimeError as error:  # of Triton's passes, or of the driver
             warnings.warn(f"{choice} fails here and is left out: {error}", stacklevel=2)

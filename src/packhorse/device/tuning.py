@@ -12,18 +12,16 @@ from tempfile import TemporaryFile
 import torch
 
 from packhorse.codecs.weights import pack
-from packhorse.device.autotune import Search, describe_device, forget_choices, identify, tune
-from packhorse.device.cost import PRESETS, DeviceModel, predict_plain
-from packhorse.device.strategy import BUCKETS, Strategy
+from packhorse.device.autotune import tune
+from packhorse.device.choices import forget_choices
+from packhorse.device.cost import predict_plain
+from packhorse.device.strategy import BUCKETS, Choice, Strategy
 from packhorse.device.timing import ProductTimer
-from packhorse.device.tune_cache import (
-    CACHE_VARIABLE,
-    Key,
-    Measured,
-    cache_path,
-    load_cache,
-    update_cache,
-)
+from packhorse.device.tune_cache import TUNE_CACHE, Key, Measured
+from packhorse.gpu.cache import CACHE_VARIABLE
+from packhorse.gpu.detect import describe_device, identify
+from packhorse.gpu.models import PRESETS, DeviceModel
+from packhorse.gpu.search import Search
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.matmul import MatmulConfig
 from packhorse.layout import WeightFormat
@@ -135,7 +133,7 @@ def tuned_before(
         folder: of the cache; None for the usual one.
     """
     identity = identify(device)
-    return load_cache(cache_path(identity.device, folder), identity).get(key, {})
+    return TUNE_CACHE.load(TUNE_CACHE.path(identity.device, folder), identity).get(key, {})
 
 
 def order_in(before: dict[int, Measured]) -> MatmulConfig | None:
@@ -170,7 +168,7 @@ def tune_on_gpu(
     folder: str | PathLike[str] | None = None,
     again: bool = False,
     buckets: Iterable[int] = BUCKETS,
-    search: Search | None = None,
+    search: Search[Choice, int] | None = None,
 ) -> dict[int, Measured]:
     """Measures what was not measured before, writes it to the cache, and uses it from now on.
 
@@ -197,14 +195,14 @@ def tune_on_gpu(
     if not missing:
         return before
     identity = identify(device)
-    path = cache_path(identity.device, folder)
+    path = TUNE_CACHE.path(identity.device, folder)
     _require_folder(path.parent)
     found = measure_choices(
         n_rows, n_columns, form, device, buckets=missing, order=order_in(before), search=search
     )
     both = before | found
     if found:
-        update_cache(path, identity, {key: both})
+        TUNE_CACHE.update(path, identity, {key: both})
         forget_choices()
     return both
 
@@ -217,7 +215,7 @@ def measure_choices(
     *,
     buckets: Iterable[int],
     order: MatmulConfig | None = None,
-    search: Search | None = None,
+    search: Search[Choice, int] | None = None,
     make_timer: Callable[[WeightTensors, WeightFormat, int], ProductTimer] | None = None,
 ) -> dict[int, Measured]:
     """Measures a matrix, and neither reads nor writes the cache.

@@ -25,10 +25,11 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
 from packhorse.device import operators
+from packhorse.device.packed_arrays import check_arrays, empty_arrays, pack_arrays, resolve_form
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WEIGHT_FORMATS, WeightFormat
 
-__all__ = ["PackedWeight", "is_transformed", "obey_autocast", "resolve_form"]
+__all__ = ["PackedWeight", "is_transformed", "obey_autocast"]
 
 _aten = torch.ops.aten
 _NO_ADDRESS = 1 << 63  # neither a host nor a GPU has memory there
@@ -44,19 +45,6 @@ class _Held:
     max_row_exceptions: int | None = None  # None: nobody has looked
 
 
-def resolve_form(form: WeightFormat | str) -> WeightFormat:
-    """A format from itself or its name.
-
-    Raises:
-        ValueError: no such format.
-    """
-    if isinstance(form, WeightFormat):
-        return form
-    if not isinstance(form, str) or form not in WEIGHT_FORMATS:
-        raise ValueError(f"the format is {form!r}; it must be one of {', '.join(WEIGHT_FORMATS)}")
-    return WEIGHT_FORMATS[form]
-
-
 class PackedWeight(Tensor):
     """A matrix of BF16 elements, packed; `packhorse.device.pack_weight` makes one.
 
@@ -67,6 +55,16 @@ class PackedWeight(Tensor):
         first_exponents: u8, n_rows.
         exception_starts: i32, n_rows + 1.
         exceptions: i32, as many as there are.
+
+    Example:
+        >>> import torch
+        >>> from packhorse.device import pack_weight
+        >>> weight = pack_weight(torch.randn(256, 512, dtype=torch.bfloat16))
+
+        >>> weight.shape, weight.dtype, weight.form.name
+        (torch.Size([256, 512]), torch.bfloat16, 'W12')
+        >>> weight.gather_rows(torch.tensor([7, 7, 0])).shape
+        torch.Size([3, 512])
     """
 
     _held: _Held
@@ -304,8 +302,6 @@ def _like(weight: PackedWeight, other: Any) -> Any:
 def _rebuild(
     arrays: tuple[Tensor, ...], form: str, n_columns: int, is_parameter: bool, gathers: bool
 ) -> PackedWeight:
-    from packhorse.device.packing import check_arrays
-
     checked = WeightTensors(*(array.contiguous() for array in arrays))
     check_arrays(checked, resolve_form(form), n_columns, name="pickle")
     weight = PackedWeight(checked, form, n_columns)
@@ -462,18 +458,15 @@ def _copy_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _make_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from packhorse.device.packing import empty_weight
-
     if kwargs.get("dtype") not in (None, torch.bfloat16):
         return _run_decoded(func, args, kwargs)
     held, device = args[0]._held, kwargs.get("device") or args[0].device
-    return empty_weight(held.arrays.n_rows, held.n_columns, held.form, device=device)
+    arrays = empty_arrays(held.arrays.n_rows, held.n_columns, held.form, device=device)
+    return PackedWeight._wrap(_Held(arrays, held.form, held.n_columns))
 
 
 def _assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """`copy_`, to or from a packed weight."""
-    from packhorse.device.packing import pack_weight
-
     target, source = args[:2]
     if not isinstance(target, PackedWeight):
         return func(target, source.unpack(), *args[2:])  # type: ignore[no-any-return]
@@ -483,7 +476,8 @@ def _assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         source = source.unpack() if isinstance(source, PackedWeight) else source
         source = source.expand(target.shape)
     if not isinstance(source, PackedWeight):
-        source = pack_weight(source.to(torch.bfloat16), target.form)
+        arrays = pack_arrays(source.to(torch.bfloat16), target.form)
+        source = PackedWeight(arrays, target.form, target.shape[1])
     moved = WeightTensors(*(array.to(target.device, copy=True) for array in source.arrays))
     held = target._held
     held.arrays, held.form = moved, source.form

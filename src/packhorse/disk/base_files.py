@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from packhorse.arguments import framework_of
 from packhorse.codecs.content import content_hash
 from packhorse.disk.folder_index import PLAIN_SUFFIX, plain_name
 from packhorse.disk.frames import open_frame
@@ -30,11 +29,12 @@ from packhorse.disk.header import TensorEntry
 from packhorse.disk.model_file import ModelFile
 from packhorse.disk.packed_header import PackedHeader
 from packhorse.disk.source_file import SourceFile, open_source
-from packhorse.disk.strict_json import shown
-from packhorse.errors import BaseMismatchError, blaming
+from packhorse.errors import BaseMismatchError, ChangedError, CorruptionError, blaming
 from packhorse.frame import Frame
-from packhorse.frame_base import allowed_casts
+from packhorse.frame.base import allowed_casts
+from packhorse.framework import framework_of
 from packhorse.layout import CRITICAL_FLAGS_OFFSET, DTYPE_BY_NAME, FLAG_BASE
+from packhorse.storage.strict_json import shown
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -266,6 +266,8 @@ class Lender:
         Raises:
             BaseMismatchError: as `find`; one that the block raises gets the base's file.
             CorruptionError, CompatibilityError: the base's own frame is bad.
+            ChangedError: in place of a CorruptionError of the block, where the frame is good and
+                somebody has written to the base after it was compared.
         """
         base = self.find(name, frame)
         if base is None:
@@ -287,6 +289,13 @@ class Lender:
         except BaseMismatchError as error:
             called = f"; the right one was called {shown(self.recorded)}" if self.recorded else ""
             raise BaseMismatchError(f"{error}, and is in {base.where}{called}") from None
+        except CorruptionError:
+            if is_shared and not _is_damaged(frame, base, threads):
+                raise ChangedError(
+                    f"{base.where}: tensor {shown(name)} changed while it was being read as a "
+                    "base, so nothing was written; try again when nobody writes to it"
+                ) from None
+            raise
 
     def missing(self, name: str, frame: Frame, n_more: int = 0) -> BaseMismatchError:
         """The error for a caller who gave no base.
@@ -308,6 +317,22 @@ class Lender:
             f"tensor {shown(name)}: a base of {frame.base_dtype} with content hash "
             f"{(frame.base_hash or b'').hex()}{called}, is needed"
         )
+
+
+def _is_damaged(frame: Frame, base: BaseTensor, threads: int) -> bool:
+    """Whether a frame that could not be decoded is bad itself: its base, now in a copy that nobody
+    writes to, is the right one and does not help."""
+    try:
+        copy = np.frombuffer(base.read(threads), np.uint8).copy()
+    except CorruptionError:  # cut short meanwhile
+        return False
+    if content_hash(copy, threads=threads) != frame.base_hash:
+        return False
+    try:
+        frame.verify(threads=threads, base=copy)
+    except CorruptionError:
+        return True
+    return False
 
 
 def based_frames(source: SourceFile, packed: PackedHeader) -> Iterator[tuple[str, Frame]]:

@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from packhorse.arguments import Framework, resolve_level, resolve_threads
+from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.atomic import atomic_file
 from packhorse.disk.base_files import (
     BaseLike,
     Bases,
@@ -47,10 +46,12 @@ from packhorse.disk.packed_header import (
 )
 from packhorse.disk.results import FileResult, Progress, TensorPlan, TensorResult
 from packhorse.disk.source_file import SourceFile, open_source
-from packhorse.disk.strict_json import shortened
 from packhorse.errors import blaming
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes, plan_buffer
+from packhorse.framework import Framework
 from packhorse.layout import Level
+from packhorse.storage.atomic import atomic_file
+from packhorse.storage.strict_json import shortened
 from packhorse.threads import batches, map_tensors
 
 if TYPE_CHECKING:
@@ -101,6 +102,11 @@ def logical_nbytes(src: str | os.PathLike[str]) -> int:
 
     Raises:
         PackhorseError, OSError: the header cannot be read.
+
+    Example:
+        >>> from packhorse.disk import logical_nbytes
+        >>> logical_nbytes("model.safetensors"), logical_nbytes("model.ph.safetensors")
+        (67584, 67584)
     """
     path = Path(src)
     header = read_header(path)
@@ -142,6 +148,13 @@ def pack_file(
             read.
         BaseMismatchError: the base is packed against a base itself.
         OSError: the system refuses; FileExistsError if `dst` exists and `force` is False.
+
+    Example:
+        >>> from packhorse.disk import pack_file
+        >>> packed = pack_file("model.safetensors", "packed.ph.safetensors")
+        >>> tuned = pack_file("tuned.safetensors", "tuned.ph.safetensors", base="model.safetensors")
+        >>> tuned.packed_nbytes < packed.packed_nbytes < packed.original_nbytes
+        True
     """
     path = Path(src)
     _refuse_pickle(path)
@@ -329,6 +342,11 @@ def plan_file(
 
     Raises:
         ValueError, BaseMismatchError, CorruptionError, CompatibilityError, OSError: as `pack_file`.
+
+    Example:
+        >>> from packhorse.disk import plan_file
+        >>> [(tensor.name, tensor.dtype) for tensor in plan_file("model.safetensors", level="max")]
+        [('bias', 'F32'), ('weight', 'BF16')]
     """
     path = Path(src)
     _refuse_pickle(path)
@@ -371,7 +389,15 @@ def unpack_file(
         CorruptionError, CompatibilityError: `src` or the base is damaged or of a newer version, or
             `src` exceeds the limit.
         BaseMismatchError: a tensor needs a base that was not given, or another was.
+        ChangedError: somebody writes to the base.
         OSError: the system refuses; FileExistsError if `dst` exists and `force` is False.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from packhorse.disk import unpack_file
+        >>> result = unpack_file("model.ph.safetensors", "same.safetensors")
+        >>> Path("same.safetensors").read_bytes() == Path("model.safetensors").read_bytes()
+        True
     """
     path, target = Path(src), Path(dst)
     coder = _Coder(Level.DEFAULT, resolve_threads(threads), progress or _ignore)

@@ -15,7 +15,6 @@ temporary name beside its destination and renamed at the end, so there is a whol
 work that was cut short leaves nothing and starts anew.
 """
 
-import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
@@ -24,7 +23,6 @@ from enum import Enum
 from pathlib import Path
 
 from packhorse.arguments import resolve_level, resolve_threads
-from packhorse.disk.atomic import atomic_file, atomic_folder
 from packhorse.disk.base_files import BaseLike, Bases, open_parts
 from packhorse.disk.container import (
     PICKLE_SUFFIXES,
@@ -38,23 +36,21 @@ from packhorse.disk.container import (
 from packhorse.disk.folder_index import (
     INDEX_SUFFIX,
     PLAIN_SUFFIX,
-    is_packed_index,
-    missing_files,
-    pack_index,
     packed_name,
     plain_name,
-    unpack_index,
 )
 from packhorse.disk.foreign import FOREIGN_SUFFIXES
 from packhorse.disk.header import read_header
-from packhorse.disk.opening import open_regular
+from packhorse.disk.index_file import original_index, packed_index, verify_index
 from packhorse.disk.packed_header import is_packed
 from packhorse.disk.results import FileResult, FolderResult, Problem, Progress, TensorPlan
 from packhorse.disk.source_file import Stamp, check_unchanged
 from packhorse.disk.verify import verify_file
 from packhorse.disk.walk import walk
 from packhorse.errors import CorruptionError, PackhorseError
-from packhorse.layout import FILE_SUFFIX, MAX_FILE_HEADER_NBYTES, Level
+from packhorse.layout import FILE_SUFFIX, Level
+from packhorse.storage.atomic import atomic_file, atomic_folder
+from packhorse.storage.opening import open_regular
 
 __all__ = [
     "folder_logical_nbytes",
@@ -129,6 +125,10 @@ def pack_folder(
             written.
         BaseMismatchError: the base is packed against a base itself.
         OSError: the system refuses; FileExistsError if `dst` may not be replaced.
+
+    Example:
+        >>> from packhorse.disk import pack_folder
+        >>> result = pack_folder("llama", "llama-packed", level="fast")
     """
     source = Path(src)
     resolve_level(level), resolve_threads(threads)
@@ -175,7 +175,12 @@ def unpack_folder(
         CorruptionError, CompatibilityError: a packed file, an index or the base is bad, or the
             folder exceeds the limit.
         BaseMismatchError: a tensor needs a base that was not given, or another was.
+        ChangedError: somebody writes to the base.
         OSError: the system refuses; FileExistsError if `dst` may not be replaced.
+
+    Example:
+        >>> from packhorse.disk import unpack_folder
+        >>> result = unpack_folder("llama.ph", "llama-again")
     """
     source = Path(src)
     resolve_threads(threads)
@@ -194,10 +199,7 @@ def unpack_folder(
 
 
 def plan_folder(
-    src: str | os.PathLike[str],
-    *,
-    level: Level | str = "default",
-    base: BaseLike | None = None,
+    src: str | os.PathLike[str], *, level: Level | str = "default", base: BaseLike | None = None
 ) -> list[tuple[Path, list[TensorPlan]]]:
     """Say what `pack_folder` would do; nothing is written.
 
@@ -212,17 +214,19 @@ def plan_folder(
     Raises:
         ValueError, BaseMismatchError, CorruptionError, CompatibilityError, OSError: as
             `pack_folder`.
+
+    Example:
+        >>> from packhorse.disk import plan_folder
+        >>> [(str(path), len(plans)) for path, plans in plan_folder("llama")]
+        [('model.safetensors', 21)]
     """
     source = Path(src)
     items = _items_to_pack(source)
     with open_parts(base) as part:
         _require_parts(items, part, source, base)
-        plans = []
         with _unchanged(source, items):
-            for path in _models(items):
-                relative = path.relative_to(source)
-                plans.append((relative, plan_file(path, level=level, base=part(relative.parent))))
-        return plans
+            names = [path.relative_to(source) for path in _models(items)]
+            return [(n, plan_file(source / n, level=level, base=part(n.parent))) for n in names]
 
 
 def verify_folder(
@@ -248,22 +252,25 @@ def verify_folder(
     Raises:
         ValueError: `src` has no packed file, or `threads` is wrong.
         CorruptionError, CompatibilityError: the base cannot be read.
+        ChangedError: somebody writes to the base.
         OSError: it cannot be read.
+
+    Example:
+        >>> from packhorse.disk import verify_folder
+        >>> problems = verify_folder("llama.ph")
     """
     source = Path(src)
     resolve_threads(threads)
     models = set(packed_files(source))
     problems: list[Problem] = []
     with open_parts(base) as part:
-        for path in walk(source):
-            if path.is_dir():
-                continue
+        for path in (path for path in walk(source) if not path.is_dir()):
             if path in models:
                 against = part(path.parent.relative_to(source))
                 problems += _verify_model(path, threads, progress, max_nbytes, against)
                 continue
             if path.name.endswith(INDEX_SUFFIX):
-                problems += _verify_index(path)
+                problems += verify_index(path)
             if progress is not None:
                 progress(path.stat().st_size)
     return problems
@@ -281,6 +288,10 @@ def packed_files(src: str | os.PathLike[str]) -> list[Path]:
     Raises:
         ValueError: there is none.
         OSError: the folder cannot be read.
+
+    Example:
+        >>> from packhorse.disk import packed_files
+        >>> files = packed_files("llama.ph")
     """
     paths = [path for path in walk(Path(src)) if path.is_file()]
     files = [path for path in paths if path.name.endswith(FILE_SUFFIX)]
@@ -300,6 +311,10 @@ def folder_logical_nbytes(src: str | os.PathLike[str]) -> int:
 
     Raises:
         OSError: the folder cannot be read.
+
+    Example:
+        >>> from packhorse.disk import folder_logical_nbytes
+        >>> total = folder_logical_nbytes("llama")
     """
     total = 0
     for path in walk(Path(src)):
@@ -330,8 +345,7 @@ def _item_to_pack(path: Path, relative: Path) -> _Item:
         raise ValueError(f"{path}: packed already, by its name; unpack the folder or rename it")
     stamp = Stamp.of(path.stat())
     if path.name.endswith(INDEX_SUFFIX):
-        packed = pack_index(_read_index(path), label=str(path), has=_beside(path))
-        return _Item(path, relative, _Kind.INDEX, stamp, stamp.nbytes, packed)
+        return _Item(path, relative, _Kind.INDEX, stamp, stamp.nbytes, packed_index(path))
     if not path.name.endswith(PLAIN_SUFFIX):
         return _Item(path, relative, _Kind.OTHER, stamp, stamp.nbytes)
     header = read_header(path)
@@ -358,9 +372,8 @@ def _items_to_unpack(source: Path) -> list[_Item]:
 def _links(links: dict[Path, Path], source: Path) -> list[_Item]:
     """Links to folders that stand elsewhere in the tree: the output has them too."""
     return [
-        _Item(path, path.relative_to(source), _Kind.LINK, text=os.fsencode(
-            os.path.relpath(place, path.parent)
-        ))
+        _Item(path, path.relative_to(source), _Kind.LINK,
+              text=os.fsencode(os.path.relpath(place, path.parent)))
         for path, place in links.items()
     ]  # fmt: skip
 
@@ -382,29 +395,10 @@ def _item_to_unpack(path: Path, relative: Path) -> _Item:
         output = relative.with_name(plain_name(relative.name))
         return _Item(path, output, _Kind.MODEL, stamp, logical_nbytes(path))
     if path.name.endswith(INDEX_SUFFIX):
-        text, label, has = _read_index(path), str(path), _beside(path)
-        if is_packed_index(text, label=label, has=has):
-            original = unpack_index(text, label=label, has=has)
+        original = original_index(path)
+        if original is not None:
             return _Item(path, relative, _Kind.INDEX, stamp, stamp.nbytes, original)
     return _Item(path, relative, _Kind.OTHER, stamp, stamp.nbytes)
-
-
-def _beside(index: Path) -> Callable[[str], bool]:
-    """Whether a file of a name is in the folder of an index."""
-
-    def has(name: str) -> bool:
-        if name.startswith("/") or ".." in name.split("/"):
-            return False
-        try:
-            return (index.parent / name).is_file()
-        except ValueError:  # a NUL, or half a surrogate pair, which no file system holds
-            return False
-        except OSError as error:
-            if error.errno == errno.ENAMETOOLONG:
-                return False
-            raise
-
-    return has
 
 
 def _models(items: list[_Item]) -> list[Path]:
@@ -498,8 +492,8 @@ def _check_unchanged(source: Path, items: list[_Item]) -> None:
     found = {*walk(source, links)}
     for path in (found | links.keys()) ^ {item.source for item in items}:
         raise OSError(
-            f"{path}: came or went while {source} was read; nothing came of it: try again when "
-            "nobody writes to that folder, or take a copy"
+            f"{path}: came or went while {source} was being read, so nothing was written; try "
+            "again when nobody writes to that folder, or use a copy"
         )
 
 
@@ -558,26 +552,3 @@ def _verify_model(
         )
     except ValueError as error:  # it has the name of a packed file and is none
         return [Problem(path, None, None, str(error))]
-
-
-def _read_index(path: Path) -> bytes:
-    with open_regular(path) as file:
-        nbytes = os.fstat(file.fileno()).st_size
-        if nbytes > MAX_FILE_HEADER_NBYTES:
-            found = f"an index of {nbytes} bytes"
-            raise CorruptionError(
-                f"{path}: {found}, and at most {MAX_FILE_HEADER_NBYTES} are allowed"
-            )
-        return file.read(nbytes)
-
-
-def _verify_index(path: Path) -> list[Problem]:
-    try:
-        text, label, has = _read_index(path), str(path), _beside(path)
-        if not is_packed_index(text, label=label, has=has):
-            return []
-        unpack_index(text, label=label)
-        words = missing_files(text, label=label, has=has)
-    except PackhorseError as error:
-        words = [str(error)]
-    return [Problem(path, None, None, message) for message in words]

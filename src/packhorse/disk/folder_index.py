@@ -3,25 +3,27 @@
 `*.safetensors.index.json` maps every tensor's name to the file that holds it. Its packed form names
 the packed files instead, keeps everything else, and records the original text byte for byte under
 the key `packhorse`, because JSON can be laid out in many ways. It also records which of the files
-that it names were not there, so that any other that is gone later is missed.
+that it names were not there, so that any other that is gone later is missed, and which held other
+tensors than it says, so that any other that does so later has been mistaken for another file.
 
-What looks at the folder is given as `has`: whether a file of a name is beside the index.
+What looks at the folder is given: as `has`, whether a file of a name is beside the index, and as
+`tensors`, which tensors it holds, or None if it is not there.
 """
 
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TypeAlias
 
 from packhorse.disk.packed_header import min_text_nbytes, read_record, write_record
-from packhorse.disk.strict_json import json_kind, parse_json, shortened, shown
 from packhorse.errors import CorruptionError
 from packhorse.layout import FILE_METADATA_KEY, FILE_SUFFIX
+from packhorse.storage.strict_json import json_kind, parse_json, shown
 
 __all__ = [
     "INDEX_SUFFIX",
     "PLAIN_SUFFIX",
+    "file_faults",
     "is_packed_index",
-    "missing_files",
     "pack_index",
     "packed_name",
     "plain_name",
@@ -33,7 +35,11 @@ PLAIN_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _RECORD_KEY = "index"
 _ABSENT_KEY = "absent"
+_INEXACT_KEY = "inexact"
 _MAP_KEY = "weight_map"
+
+_Has: TypeAlias = Callable[[str], bool]
+_Tensors: TypeAlias = Callable[[str], Collection[str] | None]
 
 
 def packed_name(name: str) -> str:
@@ -46,13 +52,16 @@ def plain_name(name: str) -> str:
     return name.removesuffix(FILE_SUFFIX) + PLAIN_SUFFIX
 
 
-def pack_index(text: bytes, *, label: str, has: Callable[[str], bool] | None = None) -> bytes:
+def pack_index(
+    text: bytes, *, label: str, has: _Has | None = None, tensors: _Tensors | None = None
+) -> bytes:
     """The packed form of an index.
 
     Args:
         text: the original file.
         label: what messages call it.
         has: looks for original files; None records nothing of that.
+        tensors: looks into original files; None records nothing of that.
 
     Returns:
         The text of the packed form.
@@ -69,24 +78,30 @@ def pack_index(text: bytes, *, label: str, has: Callable[[str], bool] | None = N
     if has is not None:
         names = sorted(set(original[_MAP_KEY].values()))
         record[_ABSENT_KEY] = [_renamed(name) for name in names if not has(name)]
+    inexact = _inexact(original[_MAP_KEY], tensors) if tensors is not None else []
+    if inexact:
+        record[_INEXACT_KEY] = inexact
     packed = (json.dumps(document, ensure_ascii=False, indent=2) + "\n").encode()
     return packed.ljust(min_text_nbytes(len(text)), b" ")
 
 
-def unpack_index(text: bytes, *, label: str, has: Callable[[str], bool] | None = None) -> bytes:
+def unpack_index(
+    text: bytes, *, label: str, has: _Has | None = None, tensors: _Tensors | None = None
+) -> bytes:
     """The original of a packed index.
 
     Args:
         text: the packed form.
         label: what messages call it.
         has: looks for packed files; None looks for none.
+        tensors: looks into packed files; None looks into none.
 
     Returns:
         The original file, byte for byte.
 
     Raises:
         CorruptionError: the record is damaged, or disagrees with the rest of the packed form, or a
-            file is gone that was there when the folder was packed.
+            file is gone that was there when the folder was packed, or holds other tensors.
         CompatibilityError: packed by a newer version.
     """
     document = parse_json(text, label=label)
@@ -95,42 +110,96 @@ def unpack_index(text: bytes, *, label: str, has: Callable[[str], bool] | None =
     original = read_record(record, _RECORD_KEY, text_nbytes=len(text), label=where)
     if _rename(parse_json(original, label=f"{label}: recorded index"), label) != document:
         raise CorruptionError(f"{label}: the index and the original that it records disagree")
-    absent = _absent(record, where)
-    if has is not None and absent is not None:
-        for name in _missing(document, absent, has):
-            raise CorruptionError(f"{label}: names {shown(name)}, {_GONE}")
+    fault = next(_faults(document, record, where, has, tensors), None)
+    # The first releases did not record what was so from the start: `verify` tells, nothing refuses.
+    if fault is not None and record.get(_ABSENT_KEY) is not None:
+        raise CorruptionError(f"{label}: {fault}")
     return original
 
 
-def missing_files(text: bytes, *, label: str, has: Callable[[str], bool]) -> list[str]:
-    """What is wrong with a packed index that is good itself: a line for each file that it names,
-    that is not there, and not known to have been missing before."""
+def file_faults(text: bytes, *, label: str, has: _Has, tensors: _Tensors) -> list[str]:
+    """What is wrong with the files that a packed index names, if it is good itself: a line for each
+    that is gone, or holds other tensors than it should."""
     document = parse_json(text, label=label)
-    absent = _absent(document[FILE_METADATA_KEY], label)
-    missing = _missing(document, absent or [], has)
-    return [f"{label}: names {shortened(name)}, {_GONE}" for name in missing]
+    record = document[FILE_METADATA_KEY]
+    return [f"{label}: {fault}" for fault in _faults(document, record, label, has, tensors)]
 
 
-_GONE = "which is not in the folder; get the folder again"
+def _faults(
+    document: dict[str, Any],
+    record: Any,
+    label: str,
+    has: _Has | None,
+    tensors: _Tensors | None,
+) -> Iterator[str]:
+    """What was so of the files when the folder was packed, and is not any more."""
+    absent, inexact = (_names(record, key, label) or [] for key in (_ABSENT_KEY, _INEXACT_KEY))
+    files = _by_file(document[_MAP_KEY])
+    for file in files:
+        if has is not None and file not in absent and not has(file):
+            yield f"names {shown(file)}, which is not in the folder; get the folder again"
+    for file, wanted in files.items():
+        is_known = file in absent or file in inexact
+        found = None if is_known or tensors is None else _packed_tensors(file, tensors)
+        if found is not None and found != wanted:
+            yield _misfit(file, wanted, found, document[_MAP_KEY])
 
 
-def _missing(document: dict[str, Any], absent: list[str], has: Callable[[str], bool]) -> list[str]:
-    return [name for name in sorted({*document[_MAP_KEY].values()} - {*absent}) if not has(name)]
+def _packed_tensors(file: str, tensors: _Tensors) -> set[str] | None:
+    found = tensors(file) if file.endswith(FILE_SUFFIX) else None
+    return None if found is None else {*found}
 
 
-def _absent(record: Any, label: str) -> list[str] | None:
-    """The files that were missing when the folder was packed; None if nothing was recorded."""
-    absent = record.get(_ABSENT_KEY)
-    if absent is None:
+def _misfit(file: str, wanted: set[str], found: set[str], places: Mapping[str, str]) -> str:
+    faults = []
+    if missing := sorted(wanted - found):
+        faults.append(f"has no tensor {_first(missing)}, which the index puts there")
+    if extra := sorted(found - wanted):
+        place = places.get(extra[0])
+        told = "does not name" if place is None else f"puts in {shown(place)}"
+        faults.append(f"has tensor {_first(extra)}, which the index {told}")
+    return (
+        f"{shown(file)} holds other tensors than this index says: it "
+        f"{', and '.join(faults)}; get that file again"
+    )
+
+
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - 1:,} more" if len(names) > 1 else ""
+    return f"{shown(names[0])}{more}"
+
+
+def _inexact(places: Mapping[str, str], tensors: _Tensors) -> list[str]:
+    """The packed names of the files that hold other tensors than an index says."""
+    inexact = []
+    for file, wanted in _by_file(places).items():
+        found = tensors(file) if file.endswith(PLAIN_SUFFIX) else None
+        if found is not None and {*found} != wanted:
+            inexact.append(_renamed(file))
+    return inexact
+
+
+def _by_file(places: Mapping[str, str]) -> dict[str, set[str]]:
+    """The tensors that an index puts in each file, by the files' names."""
+    files: dict[str, set[str]] = {file: set() for file in sorted({*places.values()})}
+    for name, file in places.items():
+        files[file].add(name)
+    return files
+
+
+def _names(record: Any, key: str, label: str) -> list[str] | None:
+    """A list of file names in a record; None if it is not there."""
+    names = record.get(key)
+    if names is None:
         return None
-    if not isinstance(absent, list) or not all(isinstance(name, str) for name in absent):
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CorruptionError(
-            f"{label}: {_ABSENT_KEY!r} must be a list of file names, and is {shown(absent)}"
+            f"{label}: {key!r} must be a list of file names, and is {shown(names)}"
         )
-    return absent
+    return names
 
 
-def is_packed_index(text: bytes, *, label: str, has: Callable[[str], bool]) -> bool:
+def is_packed_index(text: bytes, *, label: str, has: _Has) -> bool:
     """Whether an index in a folder with packed files is packed itself.
 
     It need not be where files were packed one by one, or only those of other folders. Then it names
@@ -148,13 +217,16 @@ def is_packed_index(text: bytes, *, label: str, has: Callable[[str], bool]) -> b
     document = parse_json(text, label=label)
     if FILE_METADATA_KEY in document:
         return True
-    for name in set(weight_map(document, label).values()):
+    names = set(weight_map(document, label).values())
+    for name in names:
         is_plain = name.endswith(PLAIN_SUFFIX) and not name.endswith(FILE_SUFFIX)
         if is_plain and (has(name) or has(packed_name(name))):
             return False
+    is_packed = any(name.endswith(FILE_SUFFIX) and has(name) for name in names)
     raise CorruptionError(
-        f"{label}: must have the key {FILE_METADATA_KEY!r} of a packed index, or name files of its "
-        "folder as they are called unpacked; it is damaged: get the folder again"
+        f"{label}: this index has no key {FILE_METADATA_KEY!r} and names "
+        f"{'packed files' if is_packed else 'no file of its folder'}: it is damaged; get the "
+        "folder again"
     )
 
 

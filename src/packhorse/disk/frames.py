@@ -14,9 +14,9 @@ import numpy as np
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.header import TensorEntry
 from packhorse.disk.packed_header import PackedHeader
-from packhorse.disk.strict_json import shortened, shown
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
+from packhorse.storage.strict_json import shortened, shown
 
 __all__ = ["Scratch", "Window", "check_frame", "open_frame"]
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from packhorse.disk.foreign import PEEK_NBYTES, kind_of_file
-from packhorse.disk.opening import open_regular
-from packhorse.disk.strict_json import check_text, json_kind, parse_json, shown
 from packhorse.errors import CompatibilityError, CorruptionError, TruncationError
 from packhorse.layout import DTYPE_BY_NAME, MAX_BITS, MAX_DIMS, MAX_FILE_HEADER_NBYTES
+from packhorse.storage.opening import open_regular
+from packhorse.storage.strict_json import check_text, json_kind, parse_json, shown
 
 __all__ = [
     "LENGTH_NBYTES",
@@ -180,8 +180,8 @@ def _header_nbytes(start: bytes, file_nbytes: int, label: str) -> int:
         return header_nbytes
     if is_allowed and start[LENGTH_NBYTES : LENGTH_NBYTES + 1] == b"{":
         raise TruncationError(
-            f"{label}: cut short: the header alone takes {header_nbytes} bytes, by bytes 0 to 7, "
-            f"and the file has {file_nbytes}; get the file again"
+            f"{label}: cut short: bytes 0 to 7 announce {header_nbytes} bytes of header, and the "
+            f"file has {file_nbytes}; get the file again"
         )
     if len(start) < LENGTH_NBYTES:
         raise TruncationError(

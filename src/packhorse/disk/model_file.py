@@ -10,10 +10,10 @@ from packhorse.disk.frames import open_frame
 from packhorse.disk.header import FileHeader, TensorEntry
 from packhorse.disk.packed_header import PackedHeader, is_packed, parse_packed_header
 from packhorse.disk.source_file import SourceFile
-from packhorse.disk.strict_json import shown
 from packhorse.errors import CorruptionError, blaming
 from packhorse.frame import Frame
 from packhorse.layout import DTYPE_BY_NAME
+from packhorse.storage.strict_json import shown
 
 __all__ = ["ModelFile"]
 

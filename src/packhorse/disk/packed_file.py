@@ -16,21 +16,22 @@ Of the base's other tensors nothing is read.
 For a device the framework is asked first: it may upload whole tensors packed and decode them there.
 
 Threads may read from one `PackedFile` at once: what is held is only ever replaced as a whole.
-What is pickled, as for a spawned worker of a data loader, are the arguments it was opened with.
+What is pickled, as for a spawned worker of a data loader, are the arguments it was opened with, and
+what tells the file from others, as another one may lie there by then.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from packhorse.arguments import Framework, resolve_framework, resolve_threads
+from packhorse import _core
+from packhorse.arguments import resolve_threads
 from packhorse.codecs.content import content_hash
 from packhorse.disk.base_files import BaseLike, Bases, Lender, open_bases
 from packhorse.disk.frames import open_frame
@@ -41,19 +42,23 @@ from packhorse.disk.header import (
     read_file_header,
     tensor_nbytes,
 )
-from packhorse.disk.opening import open_regular
 from packhorse.disk.packed_header import parse_packed_header
 from packhorse.disk.slices import Box, cut_index
-from packhorse.disk.strict_json import shown
-from packhorse.errors import CorruptionError, blaming
+from packhorse.errors import ChangedError, CorruptionError, TruncationError, blaming
 from packhorse.frame import Frame
-from packhorse.layout import DTYPE_BY_NAME
+from packhorse.framework import Framework, resolve_framework
+from packhorse.layout import DTYPE_BY_NAME, FIXED_HEADER_NBYTES
+from packhorse.storage.opening import LOST, open_regular
+from packhorse.storage.strict_json import shown
 from packhorse.threads import batches, map_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = ["PackedFile", "PackedSlice", "load_tensors", "load_with_metadata"]
+
+
+_N_TOLD = 256  # frames that a file is known by: to read a page of each of a million takes long
 
 
 class _FrameTable:
@@ -69,6 +74,7 @@ class _FrameTable:
         max_nbytes: int | None,
         bases: Bases | None,
         device: Any,
+        mapper: _core.FileMapper | None = None,
     ) -> None:
         self.packed = parse_packed_header(header, label=label)
         self._lender = Lender(bases, self.packed.base_name)
@@ -78,8 +84,19 @@ class _FrameTable:
         self._threads = resolve_threads(threads)
         self._max_nbytes = max_nbytes
         self._device = device
+        self._mapper = mapper
         self._originals = {entry.name: entry for entry in self.packed.original.entries}
         self._frames: dict[str, Frame] = {}
+
+    @contextmanager
+    def _blaming(self) -> Iterator[None]:
+        """Errors name the file. If a part of it is gone, nothing that was read counts."""
+        try:
+            with blaming(self.label):
+                yield
+        finally:
+            if self._mapper is not None and self._mapper.has_lost:
+                raise TruncationError(f"{self.label}: {LOST}; open it again when it is whole")
 
     def entry(self, name: str) -> TensorEntry:
         """The tensor's line in the recorded header."""
@@ -99,7 +116,7 @@ class _FrameTable:
             entry = self.entry(name)
             start = self.packed.frame_offset(name)
             data = self._data[start : start + self.packed.frames[name].nbytes]
-            with blaming(self.label):
+            with self._blaming():
                 frame = open_frame(data, self.packed, entry)
             self._frames[name] = frame  # two threads may both come here, with equal frames
         return frame
@@ -116,7 +133,7 @@ class _FrameTable:
         n_threads = threads or self._threads
         is_part = stop - start < entry.nbytes
         lend = self._lender.lend
-        with blaming(self.label), lend(name, frame, n_threads, keep=is_part) as loan:
+        with self._blaming(), lend(name, frame, n_threads, keep=is_part) as loan:
             memory = self.framework.writable(tensor)
             if loan.is_shared:  # the whole tensor: for a part the base is copied
                 _decode_against(loan.data, frame, memory, name, n_threads)
@@ -137,6 +154,16 @@ class _FrameTable:
                 f"{self.label}: tensor {shown(name)}: {nbytes} bytes would be decoded, more than "
                 f"max_nbytes = {self._max_nbytes}; read slices, or allow more"
             )
+
+    def identity(self) -> tuple[int, str]:
+        """What tells this file from others: its size, and a hash of its header and of what frames
+        all over the file say of their content."""
+        header, n = self.packed.packed, len(self.packed.packed.entries)
+        chosen = {i * (n - 1) // (_N_TOLD - 1) for i in range(_N_TOLD)} if n else set()
+        starts = [header.data_offset + header.entries[i].start for i in sorted(chosen)]
+        frames = (self._data[start : start + FIXED_HEADER_NBYTES] for start in starts)
+        told = b"".join([header.prefix(), *frames])
+        return header.file_nbytes, content_hash(np.frombuffer(told, np.uint8), threads=1).hex()
 
     def place(self, tensor: Any) -> Any:
         """A tensor that was decoded in host memory, on the device."""
@@ -169,7 +196,7 @@ class _FrameTable:
         if self._device is None or not self.framework.decodes_on(self._device):
             return [None] * len(names)
         frames = [self.frame(name) for name in names]
-        with blaming(self.label):
+        with self._blaming():
             return self.framework.decode_on(frames, self._device, self._threads)
 
     def _decode_whole(self, name: str, threads: int) -> Any:
@@ -198,8 +225,7 @@ def _decode_against(
     frame.decompress_into(dst, threads=threads, base=base)
     if not is_right():
         raise CorruptionError(
-            f"tensor {shown(name)}: the decoded bytes have another content hash than the "
-            "frame names: it is damaged, or something writes to its base"
+            f"tensor {shown(name)}: the decoded bytes have another content hash than the frame says"
         )
 
 
@@ -256,7 +282,15 @@ class PackedFile:
 
     Use it in a `with` statement, or call `close`. What was handed out stays valid after that.
     Pickled, it is opened anew by its path: it and its slices may go to workers of a data loader,
-    however those are started.
+    however those are started. If another file lies there by then, unpickling raises ChangedError.
+
+    Example:
+        >>> import packhorse
+        >>> with packhorse.open_file("model.ph.safetensors") as file:
+        ...     for name in file:
+        ...         print(name, file.entry(name).dtype, file.get_tensor(name).shape)
+        bias F32 (512,)
+        weight BF16 (512, 64)
     """
 
     def __init__(
@@ -294,8 +328,8 @@ class PackedFile:
         label = os.fspath(path)
         with open_regular(path) as file:
             header = read_file_header(file, label)
-            self._mapping = mmap.mmap(file.fileno(), header.file_nbytes, access=mmap.ACCESS_READ)
-        view = memoryview(self._mapping)
+            mapper = _core.FileMapper()
+            view = mapper.map(file.fileno(), 0, header.file_nbytes)
         self._arguments = (
             os.path.abspath(label), framework.name, device, threads, max_nbytes, _findable(base)
         )  # fmt: skip
@@ -303,12 +337,10 @@ class PackedFile:
         try:
             bases = self._stack.enter_context(open_bases(base))
             self._open: _FrameTable | None = _FrameTable(
-                header, view, label, framework, threads, max_nbytes, bases, device
+                header, view, label, framework, threads, max_nbytes, bases, device, mapper
             )
         except BaseException:
             self._stack.close()
-            view.release()
-            self._mapping.close()
             raise
 
     @property
@@ -339,6 +371,12 @@ class PackedFile:
     def entry(self, name: str) -> TensorEntry:
         """A tensor's dtype, shape and place in the original file; nothing is decoded.
 
+        Args:
+            name: one of `keys()`.
+
+        Returns:
+            The tensor's entry in the recorded header.
+
         Raises:
             ValueError: there is no such tensor.
         """
@@ -346,6 +384,12 @@ class PackedFile:
 
     def frame(self, name: str) -> Frame:
         """A tensor's frame, looking at the mapped file.
+
+        Args:
+            name: one of `keys()`.
+
+        Returns:
+            The frame, its header checked.
 
         Raises:
             ValueError: there is no such tensor.
@@ -366,6 +410,7 @@ class PackedFile:
             ValueError: there is no such tensor.
             CorruptionError, CompatibilityError: its frame is bad, or it exceeds `max_nbytes`.
             BaseMismatchError: it needs a base that was not given, or another was.
+            ChangedError: somebody writes to its base.
         """
         return self._table.tensor(name)
 
@@ -398,11 +443,9 @@ class PackedFile:
 
     def close(self) -> None:
         """Let go of the file. Closing twice is harmless."""
+        # A frame that was handed out still looks at the mapping, which ends with the last of them.
         self._open = None
         self._stack.close()
-        # A frame that was handed out still looks at the mapping; it ends with the last of them.
-        with suppress(BufferError):
-            self._mapping.close()
 
     def _take(self, entry: TensorEntry, box: Box) -> Any:
         table = self._table
@@ -443,7 +486,7 @@ class PackedFile:
                 f"{label}: was opened with a base that is open here alone; to pickle it, open it "
                 "with base= the path of that base"
             )
-        return _reopen, self._arguments
+        return _reopen, (self._table.identity(), *self._arguments)
 
     def __repr__(self) -> str:
         if self._open is None:
@@ -457,6 +500,7 @@ def _findable(base: BaseLike | None) -> BaseLike | None:
 
 
 def _reopen(
+    identity: tuple[int, str],
     path: str,
     framework: str,
     device: Any,
@@ -465,14 +509,29 @@ def _reopen(
     base: BaseLike | None,
 ) -> PackedFile:
     """Open in another process what was pickled in one."""
-    return PackedFile(
+    file = PackedFile(
         path, resolve_framework(framework), device=device, threads=threads, max_nbytes=max_nbytes,
         base=base,
     )  # fmt: skip
+    if file._table.identity() == identity:
+        return file
+    file.close()
+    raise ChangedError(
+        f"{path}: is not the file that was pickled: that one, of {identity[0]} bytes, has been "
+        "replaced or written to since; open the file of today and pickle that"
+    )
 
 
 class PackedSlice:
-    """A tensor of a packed file that decodes what is taken from it."""
+    """A tensor of a packed file that decodes what is taken from it.
+
+    Example:
+        >>> import packhorse
+        >>> with packhorse.open_file("model.ph.safetensors") as file:
+        ...     weight = file.get_slice("weight")
+        ...     print(weight.get_shape(), weight[:16, ::2].shape)
+        [512, 64] (16, 32)
+    """
 
     def __init__(self, file: PackedFile, entry: TensorEntry) -> None:
         self._file = file

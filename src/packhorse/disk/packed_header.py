@@ -30,7 +30,6 @@ from packhorse.disk.header import (
     TensorEntry,
     parse_header,
 )
-from packhorse.disk.strict_json import parse_json, shown
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.frame import max_frame_nbytes
 from packhorse.layout import (
@@ -43,6 +42,7 @@ from packhorse.layout import (
     RECORD_FREE_NBYTES,
     RECORD_GROWTH,
 )
+from packhorse.storage.strict_json import parse_json, shown
 
 __all__ = [
     "PackedHeader",

@@ -17,7 +17,9 @@ __all__ = [
     "notice_of",
 ]
 
-_NOTABLE = 0.05  # of the packed size: what tensors may grow together before a word is lost about it
+# Growth is told if it exceeds both: this share of the packed size, and these bytes.
+_NOTABLE = 0.05
+_NOTABLE_NBYTES = 1 << 14
 
 # Called with the logical bytes that were done since the last call.
 Progress: TypeAlias = Callable[[int], None]
@@ -155,9 +157,10 @@ def notice_of(sizes: Sequence[tuple[int, int]]) -> str | None:
     """
     grown = [(before, after) for before, after in sizes if after > before]
     before, after = (sum(column) for column in zip(*grown, strict=True)) if grown else (0, 0)
-    if after - before <= _NOTABLE * sum(packed for _, packed in sizes):
+    least = max(_NOTABLE_NBYTES, _NOTABLE * sum(packed for _, packed in sizes))
+    if after - before <= least:
         return None
     return (
-        f"{len(grown):,} of {len(sizes):,} tensors are smaller than their frames, which have a "
-        f"header each: packed they take {after:,} bytes instead of {before:,}"
+        f"{len(grown):,} of {len(sizes):,} tensors grow when packed, because each frame has a "
+        f"header: {after:,} bytes instead of {before:,}"
     )

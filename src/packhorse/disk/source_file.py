@@ -6,23 +6,24 @@ refused, whatever came of it. Two changes escape: writes through a shared mappin
 been written to already, which move no time, and those within one tick of the file system's clock,
 some milliseconds. Frames hash what they hold, so even then all that was packed can be unpacked.
 
-Bytes are mapped, as a copy of them would cost packing a third of its speed. Each mapping takes a
-file descriptor, so small regions are cut from cells of 16 MiB that are mapped as one. A mapping of
-what is no longer in the file would end the process, so the size is looked at each time.
+Bytes are mapped, as a copy of them would cost packing a third of its speed. A process may have some
+65,000 mappings, so small regions are cut from cells of 16 MiB that are mapped as one. Where a file
+is cut short while it is mapped, the core reads zeros; `check` tells (csrc/common/mapping.hpp).
 """
 
 from __future__ import annotations
 
-import mmap
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from packhorse import _core
 from packhorse.disk.header import FileHeader, read_file_header
-from packhorse.disk.opening import open_regular
 from packhorse.errors import PackhorseError, TruncationError
+from packhorse.storage.opening import LOST, open_regular
 
 __all__ = ["SourceFile", "Stamp", "check_unchanged", "open_source"]
 
@@ -54,7 +55,7 @@ class Stamp(NamedTuple):
             return f"its size went from {self.nbytes} to {now.nbytes} bytes"
         if self.modified_ns != now.modified_ns:
             return "it was written to"
-        return "" if self == now else "its content, name or permissions were changed"
+        return "" if self == now else "its content, name, links or permissions were changed"
 
 
 def check_unchanged(path: Path, before: Stamp) -> None:
@@ -69,8 +70,8 @@ def check_unchanged(path: Path, before: Stamp) -> None:
         fault = "it was moved or removed"
     if fault:
         raise OSError(
-            f"{path}: changed while it was read: {fault}; nothing came of it: try again when "
-            "nobody writes to it, or take a copy"
+            f"{path}: changed while it was being read ({fault}), so nothing was written; try again "
+            "when nobody writes to it, or use a copy"
         )
 
 
@@ -84,6 +85,7 @@ class SourceFile:
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file = file
+        self._mapper = _core.FileMapper()
         self.path = path
         self.stamp = Stamp.of(os.fstat(file.fileno()))
 
@@ -141,10 +143,7 @@ class SourceFile:
 
     def _map(self, offset: int, nbytes: int) -> memoryview:
         """The mapping ends with the last view of it."""
-        skip = offset % mmap.ALLOCATIONGRANULARITY
-        descriptor = self._file.fileno()
-        region = mmap.mmap(descriptor, skip + nbytes, access=mmap.ACCESS_READ, offset=offset - skip)
-        return memoryview(region)[skip:]
+        return self._mapper.map(self._file.fileno(), offset, nbytes)
 
     def now(self) -> Stamp:
         """What the file that was opened is now."""
@@ -157,6 +156,8 @@ class SourceFile:
             OSError: the file was changed, replaced or removed since it was opened.
         """
         check_unchanged(self.path, self.stamp)
+        if self._mapper.has_lost:
+            raise OSError(f"{self.path}: {LOST}; try again when it is whole")
 
 
 # The cells that were mapped last, of any file. Replaced as a whole, for threads; without a lock, as
@@ -182,6 +183,10 @@ def open_source(path: Path) -> Iterator[SourceFile]:
             yield source
         except (PackhorseError, ValueError, RuntimeError):
             source.check()
+            raise
+        except OSError as error:
+            if error.errno == errno.EFAULT:  # the system came to a part that was cut off
+                source.check()
             raise
         finally:
             source.close()

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from packhorse.arguments import Framework, framework_of
-from packhorse.disk.strict_json import check_text, shortened, shown
 from packhorse.errors import CorruptionError, blaming
+from packhorse.framework import Framework, framework_of
+from packhorse.storage.strict_json import check_text, shortened, shown
 
 __all__ = [
     "MAX_DEPTH",

@@ -11,13 +11,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from packhorse.arguments import Framework, to_array
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import BaseLike
 from packhorse.disk.header import METADATA_KEY, FileHeader, build_header
 from packhorse.disk.state import Leaf, decode_state, encode_state, find_tensors
-from packhorse.disk.strict_json import parse_json, shown
 from packhorse.errors import CompatibilityError, CorruptionError, blaming
+from packhorse.framework import Framework, to_array
+from packhorse.storage.strict_json import parse_json, shown
 
 __all__ = ["STATE_KEY", "base_by_name", "lay_out_state", "rebuild_state"]
 

@@ -17,9 +17,9 @@ from packhorse.disk.header import FileHeader, TensorEntry
 from packhorse.disk.packed_header import parse_packed_header
 from packhorse.disk.results import Problem, Progress
 from packhorse.disk.source_file import SourceFile, open_source
-from packhorse.disk.strict_json import has_capital_escape, shortened
-from packhorse.errors import PackhorseError, blaming
+from packhorse.errors import ChangedError, PackhorseError, blaming
 from packhorse.frame import Frame
+from packhorse.storage.strict_json import has_capital_escape, shortened
 from packhorse.threads import batches, map_tensors
 
 __all__ = ["verify_file"]
@@ -55,7 +55,13 @@ def verify_file(
     Raises:
         ValueError: `src` is an ordinary safetensors file, or `threads` is wrong.
         CorruptionError, CompatibilityError: the base cannot be read.
+        ChangedError: somebody writes to the base.
         OSError: a file cannot be read.
+
+    Example:
+        >>> from packhorse.disk import verify_file
+        >>> verify_file("model.ph.safetensors")
+        []
     """
     path = Path(src)
     n_threads = resolve_threads(threads)
@@ -134,6 +140,8 @@ class _Verifier:
                     window = places[i] if places else place
                     with self.lender.lend(entries[i].name, frame, threads) as loan:
                         frame.verify(threads=threads, window=window, base=loan.data)
+            except ChangedError:  # nothing is known of the file then
+                raise
             except PackhorseError as error:
                 return Problem(self.source.path, entries[i].name, offset, str(error))
             return None

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from packhorse.disk.opening import kind_of
+from packhorse.storage.opening import kind_of
 
 __all__ = ["walk"]
 

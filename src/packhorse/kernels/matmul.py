@@ -19,9 +19,7 @@ Exceptions are added in FP32. Where a token holds infinities or NaNs, results ar
 places where a plain product has infinities.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 import torch
 import triton
@@ -51,10 +49,11 @@ __all__ = [
     "MatmulConfig",
     "add_splits",
     "add_splits_kernel",
+    "check_product",
     "default_config",
+    "memory_for_sums",
     "multiply_weights",
     "multiply_weights_kernel",
-    "run_product",
     "scale_rows",
     "shared_nbytes_of",
     "shift_tokens",
@@ -394,36 +393,28 @@ def multiply_weights(
         ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
     """
 
-    def divide() -> MatmulConfig:
-        limits = limits_of(weights.device)
-        return config or default_config(weights.n_rows, n_columns, len(x), form, *limits)
-
-    def launch(y: torch.Tensor, division: MatmulConfig) -> None:
-        _launch(x, weights, form, bias, y, division)
-
-    return run_product(x, weights, form, n_columns, bias, divide, launch)
-
-
-class _Division(Protocol):
-    """What configs of all products have."""
-
-    @property
-    def n_splits(self) -> int: ...
+    y = check_product(x, weights, form, n_columns, bias)
+    if not y.numel():
+        return y
+    if config is None:
+        limits = limits_of(y.device)
+        config = default_config(y.shape[1], n_columns, len(x), form, *limits)
+    with device_of(x):
+        sums = memory_for_sums(y, config.n_splits)
+        _launch(x, weights, form, bias, sums, config)
+        if sums is not y:
+            add_splits(sums, y)
+    return y
 
 
-_AnyDivision = TypeVar("_AnyDivision", bound=_Division)
-
-
-def run_product(
+def check_product(
     x: torch.Tensor,
     weights: WeightTensors,
     form: WeightFormat,
     n_columns: int,
     bias: torch.Tensor | None,
-    divide: Callable[[], _AnyDivision],
-    launch: Callable[[torch.Tensor, _AnyDivision], object],
 ) -> torch.Tensor:
-    """What the launchers of all products share: checks, memory for the result, and splits.
+    """Checks the operands of a product, and makes memory for its result.
 
     Args:
         x: BF16, n_tokens x n_columns.
@@ -431,8 +422,6 @@ def run_product(
         form: their format.
         n_columns: columns of the matrix.
         bias: BF16, n_rows.
-        divide: how the work is divided; asked once the operands are known to fit.
-        launch: writes the result, or FP32 and n_splits of them if there are several, by a division.
 
     Returns:
         BF16, n_tokens x n_rows.
@@ -443,23 +432,17 @@ def run_product(
     """
     require_weights(weights, form, n_columns)
     n_rows, device = weights.n_rows, weights.device
-    n_tokens = len(x)
-    require_tensor(x, "x", torch.bfloat16, (n_tokens, n_columns), device)
+    require_tensor(x, "x", torch.bfloat16, (len(x), n_columns), device)
     if bias is not None:
         require_tensor(bias, "bias", torch.bfloat16, (n_rows,), device)
-    y = torch.empty((n_tokens, n_rows), dtype=torch.bfloat16, device=device)
-    if y.numel() == 0:
+    return torch.empty((len(x), n_rows), dtype=torch.bfloat16, device=device)
+
+
+def memory_for_sums(y: torch.Tensor, n_splits: int) -> torch.Tensor:
+    """Where a kernel writes a product: `y` itself, or FP32, n_splits x y, for `add_splits`."""
+    if n_splits == 1:
         return y
-    division = divide()
-    with device_of(x):
-        if division.n_splits == 1:
-            launch(y, division)
-        else:
-            shape = (division.n_splits, n_tokens, n_rows)
-            partial = torch.empty(shape, dtype=torch.float32, device=device)
-            launch(partial, division)
-            add_splits(partial, y)
-    return y
+    return torch.empty((n_splits, *y.shape), dtype=torch.float32, device=y.device)
 
 
 def add_splits(partial: torch.Tensor, y: torch.Tensor) -> None:
@@ -513,7 +496,7 @@ def _launch(
         PARTS=config.n_warps,
         TILES=config.n_tiles,
         SPLITS=config.n_splits,
-        EVEN=n_steps % turn == 0 and n_columns == form.n_padded(n_columns),
+        EVEN=n_steps % turn == 0 and n_columns == form.n_slices * n_steps,
         HAS_BIAS=bias is not None,
         ASSEMBLY=dialect.assembly,
         UPCAST=dialect.upcast,

@@ -24,15 +24,22 @@ from packhorse.kernels.launch import (
     MIN_SHARED_NBYTES,
     ceil_div,
     choose_dialect,
+    device_of,
     limits_of,
 )
-from packhorse.kernels.matmul import run_product, scale_rows, shift_tokens
+from packhorse.kernels.matmul import (
+    add_splits,
+    check_product,
+    memory_for_sums,
+    scale_rows,
+    shift_tokens,
+)
 from packhorse.kernels.weights import (
     round_to_bf16,
     widen,
     window_elements,
 )
-from packhorse.layout import W12
+from packhorse.layout import W12, WeightFormat
 
 __all__ = [
     "ManyConfig",
@@ -278,6 +285,7 @@ def many_shared_nbytes(config: ManyConfig) -> int:
 def multiply_many(
     x: torch.Tensor,
     weights: WeightTensors,
+    form: WeightFormat,
     n_columns: int,
     *,
     bias: torch.Tensor | None = None,
@@ -288,6 +296,7 @@ def multiply_many(
     Args:
         x: BF16, n_tokens x n_columns; elements below 2^87 in size.
         weights: checked arrays of `n_rows` rows.
+        form: their format, which must be W12.
         n_columns: columns of the matrix.
         bias: BF16, n_rows.
         config: how the work is divided.
@@ -300,17 +309,21 @@ def multiply_many(
         ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
     """
 
-    def divide() -> ManyConfig:
-        limits = limits_of(weights.device)
-        division = config or default_many_config(weights.n_rows, n_columns, len(x), *limits)
-        if division.block_tokens * weights.n_rows > _MAX_BLOCK_OFFSETS:
-            division = replace(division, block_tokens=16)
-        return division
-
-    def launch(y: torch.Tensor, division: ManyConfig) -> None:
-        _launch(x, weights, bias, y, division)
-
-    return run_product(x, weights, W12, n_columns, bias, divide, launch)
+    if form is not W12:
+        raise ValueError(f"products of many tokens take weights of W12, not {form.name}")
+    y = check_product(x, weights, form, n_columns, bias)
+    if not y.numel():
+        return y
+    if config is None:
+        config = default_many_config(y.shape[1], n_columns, len(x), *limits_of(y.device))
+    if config.block_tokens * y.shape[1] > _MAX_BLOCK_OFFSETS:
+        config = replace(config, block_tokens=16)
+    with device_of(x):
+        sums = memory_for_sums(y, config.n_splits)
+        _launch(x, weights, bias, sums, config)
+        if sums is not y:
+            add_splits(sums, y)
+    return y
 
 
 def _launch(

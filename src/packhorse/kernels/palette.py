@@ -12,7 +12,7 @@ from packhorse.kernels.launch import device_of
 
 __all__ = ["decode_palettes", "decode_palettes_kernel"]
 
-_FIELDS = tl.constexpr(8)  # `streams.N_FIELDS`
+_FIELDS = tl.constexpr(8)  # numbers of a row
 _BLOCK = 1024
 
 
@@ -52,13 +52,13 @@ def decode_palettes(
 ) -> None:
     """Decodes streams of mode palette; escapes leave marks, and raw bits are zero.
 
-    The tensors are those of a `streams.ChunkPlan`, on one device; nothing in them is checked here.
+    The tensors are those of a plan (csrc/plan.hpp), on one device; nothing in them is checked here.
 
     Args:
         payload: u8, all chunks; only read.
         palettes: i64 (P, 8).
         entries: u8 (P, 16).
-        scratch: u8, `ChunkPlan.scratch_nbytes` of them; receives planes.
+        scratch: u8, the scratch memory of a plan; receives planes.
         longest: units of the longest plane.
     """
     if len(palettes):

@@ -10,12 +10,11 @@ import triton
 import triton.language as tl
 
 from packhorse.kernels.launch import device_of
-from packhorse.kernels.streams import CONSTANT, FROM_SCRATCH
 
 __all__ = ["merge_planes", "merge_planes_kernel"]
 
-_FIELDS = tl.constexpr(8)  # `streams.N_FIELDS`
-_SCRATCH, _CONSTANT = tl.constexpr(FROM_SCRATCH), tl.constexpr(CONSTANT)
+_FIELDS = tl.constexpr(8)  # numbers of a row
+_SCRATCH, _CONSTANT = tl.constexpr(1), tl.constexpr(2)  # sources; 0 is the payload (csrc/plan.hpp)
 _BLOCK = 1024
 
 
@@ -122,11 +121,11 @@ def merge_planes(
 
     Args:
         payload: u8, all chunks; only read.
-        planes: i64 (chunks, planes, 8), as `streams.ChunkPlan.planes`.
+        planes: i64 (chunks, planes, 8), as in csrc/plan.hpp.
         scratch: u8, decoded planes and carried bytes; only read.
         out: u8, i16, i32 or i64 (units,), one byte for each plane; receives the units.
         chunk_log: log2 of the units of a full chunk.
-        rotation: `streams.Geometry.rotation`.
+        rotation: bits by which the first planes were rotated.
     """
     longest = min(1 << chunk_log, out.numel())
     grid = (len(planes), triton.cdiv(longest, _BLOCK))

@@ -7,9 +7,9 @@ unit `4 * (l mod q) + l div q`. So thread `t` of a warp has the lanes `t`, `q + 
 Which word a lane takes follows from how many lanes before it need one. A sum of different bits over
 the warp is the set of those that do, one instruction on the GPU, and its ones are counted; a scan
 of five dependent shuffles would take longer. The tables of 32 or 64 buckets lie one or two entries
-a thread in registers; `tl.gather` is then a shuffle. States and tables come from
-`packhorse.kernels.streams`, which has checked whatever could lead a kernel out of its memory; words
-that are not there are not read. A second kernel replaces the marks that escapes leave.
+a thread in registers; `tl.gather` is then a shuffle. States and tables come from the core's planner
+(csrc/plan.hpp), which has checked whatever could lead a kernel out of its memory; words that are
+not there are not read. A second kernel replaces the marks that escapes leave.
 """
 
 import torch
@@ -29,12 +29,12 @@ __all__ = [
     "resolve_escapes_kernel",
 ]
 
-# What a kernel finds; the numbers of the core (csrc/layout.hpp).
+# What a kernel finds; the numbers of the core (csrc/common/layout.hpp).
 WORDS_SHORT, WORDS_LEFT, STATE_TOO_LARGE, ESCAPES_DIFFER = 6, 7, 8, 9
 
 _SHORT, _LEFT = tl.constexpr(WORDS_SHORT), tl.constexpr(WORDS_LEFT)
 _TOO_LARGE, _DIFFER = tl.constexpr(STATE_TOO_LARGE), tl.constexpr(ESCAPES_DIFFER)
-_FIELDS = tl.constexpr(8)  # `streams.N_FIELDS`
+_FIELDS = tl.constexpr(8)  # numbers of a row
 _SLOT_MASK = tl.constexpr(4095)
 _PLAIN = tl.constexpr(4096)
 _LOWER_BOUND = tl.constexpr(65536)
@@ -243,14 +243,14 @@ def decode_rans(
 ) -> None:
     """Decodes rANS streams; escapes leave marks, and raw bits are zero.
 
-    The tensors are those of a `streams.RansGroup`, on one device; nothing in them is checked here.
+    The tensors are those of a plan (csrc/plan.hpp), on one device; nothing in them is checked here.
 
     Args:
         payload: u8, all chunks; only read.
         streams: i64 (S, 8).
         states: u32 (S, 4, 32).
         tables: u32 (S, 3, `n_buckets`), or (S, 4096) if `n_buckets` is 4096.
-        scratch: u8, `ChunkPlan.scratch_nbytes` of them, aligned to 4 bytes; receives planes and
+        scratch: u8, the scratch memory of a plan, aligned to 4 bytes; receives planes and
             carried bytes.
         status: i32 (S,); receives 0, `WORDS_SHORT`, `WORDS_LEFT` or `STATE_TOO_LARGE` for each.
         n_buckets: 32, 64 or 4096.
@@ -269,7 +269,7 @@ def resolve_escapes(
 
     Args:
         payload: u8, all chunks; only read.
-        planes: i64 (E, 8), as `streams.ChunkPlan.escaped`.
+        planes: i64 (E, 8), as in csrc/plan.hpp.
         scratch: u8, with the planes.
         status: i32 (E,); receives 0 or `ESCAPES_DIFFER` for each.
     """

@@ -1,6 +1,6 @@
 """Section 8.1 of docs/format.md: the index of a packed model folder back to the original one."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from packhorse import layout
@@ -12,12 +12,16 @@ __all__ = ["decode_index"]
 _PLAIN, _PACKED = ".safetensors", ".ph.safetensors"
 
 
-def decode_index(text: bytes, files: Collection[str]) -> bytes:
+def decode_index(
+    text: bytes, files: Collection[str], tensors: Mapping[str, Collection[str]] | None = None
+) -> bytes:
     """Decode an index of a folder in which, or below which, there are packed files.
 
     Args:
         text: the index, packed or not.
         files: the names of the files beside it.
+        tensors: the names of the tensors in those of them that are packed; None where that is not
+            to be looked at.
 
     Returns:
         The original index, byte for byte; one that is not packed is its own.
@@ -40,15 +44,26 @@ def decode_index(text: bytes, files: Collection[str]) -> bytes:
     renamed = {key: _packed(name) for key, name in _weight_map(recorded).items()}
     if {**recorded, "weight_map": renamed} != document:
         raise CorruptionError("the index and the one that it records disagree")
-    absent = record.get("absent")
+    absent, inexact = _list(record, "absent"), _list(record, "inexact")
     if absent is None:
         return original
-    if type(absent) is not list or any(type(name) is not str for name in absent):
-        raise CorruptionError("the key 'absent' of the index's record is no list of strings")
     gone = {*names.values()} - {*absent} - {*files}
     if gone:
         raise CorruptionError(f"{sorted(gone)[:5]} were in the folder, and are gone")
+    for file in {*names.values()} - {*absent} - {*(inexact or [])}:
+        wanted = {name for name, place in names.items() if place == file}
+        if _is_packed(file) and wanted != {*(tensors or {}).get(file, wanted)}:
+            raise CorruptionError(f"{file!r} has other tensors than the index puts there")
     return original
+
+
+def _list(record: dict[str, Any], key: str) -> list[str] | None:
+    value = record.get(key)
+    if value is not None and (
+        type(value) is not list or any(type(name) is not str for name in value)
+    ):
+        raise CorruptionError(f"the key {key!r} of the index's record is no list of strings")
+    return value
 
 
 def _weight_map(document: dict[str, Any]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
@@ -99,7 +100,8 @@ def take(
     """Take a snapshot of files."""
     files = [file for source in sources for file in model_files(source)]
     total = sum(logical_nbytes(file) for file in files)
-    with watch(f"take {name}", total) as progress:
+    with watch(f"take {name}", total) as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the row has what they say
         start = time.perf_counter()
         info = store.take_files(
             name, files, base=base, metadata=metadata, replace=replace, progress=progress
@@ -108,6 +110,7 @@ def take(
     return TakenSnapshot(
         url, name, len(info.tensors), info.nbytes, info.stored_nbytes,
         _ratio(info.nbytes, info.stored_nbytes), seconds, gb_per_s(info.nbytes, seconds),
+        info.notice,
     )  # fmt: skip
 
 
@@ -122,7 +125,7 @@ def listed(store: SnapshotStore, url: str) -> ListedStore:
         )
         for each in found.snapshots
     ]  # fmt: skip
-    damaged = [SnapshotProblemRow(p.snapshot, None, None, p.message) for p in found.damaged]
+    damaged = [SnapshotProblemRow(p.snapshot, None, p.file, p.message) for p in found.damaged]
     return ListedStore(url, nbytes, stored, _ratio(nbytes, stored), rows, damaged)
 
 
@@ -265,8 +268,8 @@ def doomed(store: SnapshotStore, keep: Sequence[str]) -> list[str]:
     if len(keep) == 1 and keep[0].isdecimal():
         if keep[0] in names:
             raise UsageError(
-                f"--keep {keep[0]}: a number, and the name of a snapshot; give it twice to mean "
-                f"the name, or write 0{keep[0]} to mean the number"
+                f"--keep {keep[0]}: this is a number, and also the name of a snapshot; give it "
+                f"twice to mean the name, or write 0{keep[0]} to mean the number"
             )
         if int(keep[0]) < 1:
             raise UsageError("--keep 0 would leave nothing; delete snapshots by name instead")

@@ -32,7 +32,9 @@ Store = Annotated[
         metavar="STORE", help="A folder, or a URL such as s3://bucket/run.", show_default=False
     ),
 ]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the snapshot.", show_default=False)]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of the snapshot.", show_default=False)
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", "-n", help="Say what would be removed; remove nothing.")
 ]
@@ -77,7 +79,7 @@ def take(
         list[str] | None,
         typer.Option(
             "--metadata", "-m", metavar="K=V",
-            help="Kept with it; JSON or a string. Repeat it for more.", show_default=False,
+            help="Kept with it; V is JSON or a string. Repeat it for more.", show_default=False,
         ),
     ] = None,
     replace: Annotated[
@@ -99,10 +101,12 @@ def take(
     def work() -> Any:
         pairs = actions.read_pairs(metadata or [])
         opened = SnapshotStore(store, level=level.value, threads=threads)
-        return actions.take(
+        row = actions.take(
             opened, store, name, files, base=None if base == "none" else base, metadata=pairs,
             replace=replace, watch=progress,
         )  # fmt: skip
+        render.growth_warning(row)
+        return row
 
     _once(store, work, render.taken_line, json)
 
@@ -128,7 +132,8 @@ def list_(store: Store, json: Json = False) -> None:
 def show(
     store: Store,
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Of one snapshot.", show_default=False)
+        str | None,
+        typer.Argument(metavar="NAME", help="Show this snapshot alone.", show_default=False),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -158,8 +163,13 @@ def show(
 @snapshot_app.command(no_args_is_help=True)
 def diff(
     store: Store,
-    old: Annotated[str, typer.Argument(metavar="A", help="A snapshot.", show_default=False)],
-    new: Annotated[str, typer.Argument(metavar="B", help="Another.", show_default=False)],
+    old: Annotated[
+        str, typer.Argument(metavar="A", help="The snapshot to start from.", show_default=False)
+    ],
+    new: Annotated[
+        str,
+        typer.Argument(metavar="B", help="The snapshot to compare with it.", show_default=False),
+    ],
     limit: Annotated[
         int, typer.Option("--limit", min=0, help="Show at most so many tensors.")
     ] = 50,
@@ -189,7 +199,7 @@ def restore(
         Path,
         typer.Option(
             "--output", "-o", readable=False, metavar="DST", show_default=False,
-            help="The file; packed, if it ends in .ph.safetensors.",
+            help="The file to write; packed if it ends in .ph.safetensors.",
         ),
     ],
     keys: Annotated[
@@ -228,7 +238,9 @@ def verify(
     store: Store,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Snapshots; none for all.", show_default=False),
+        typer.Argument(
+            metavar="NAME", help="Snapshots to check; all, if none is named.", show_default=False
+        ),
     ] = None,
     threads: Threads = None,
     json: Json = False,
@@ -254,7 +266,8 @@ def verify(
 def delete(
     store: Store,
     names: Annotated[
-        list[str], typer.Argument(metavar="NAME", help="Of the snapshots.", show_default=False)
+        list[str],
+        typer.Argument(metavar="NAME", help="Names of the snapshots.", show_default=False),
     ],
     dry_run: DryRun = False,
     yes: Yes = False,
@@ -286,7 +299,7 @@ def prune(
         list[str],
         typer.Option(
             "--keep", "-k", metavar="N|NAME", show_default=False,
-            help="How many of the newest; or a name, repeated for more.",
+            help="How many of the newest to keep; or a name, repeated for more.",
         ),
     ],
     level: Level = LevelName.DEFAULT,
@@ -322,11 +335,13 @@ def _ask(names: list[str], yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise UsageError("would remove snapshots, and nobody can be asked; say --yes to mean it")
+        raise UsageError(
+            "this removes snapshots, and there is no terminal to ask on; say yes with --yes"
+        )
     question = render.removal_line(names)
     try:
         is_meant = typer.confirm(question[0].upper() + question[1:] + "?", err=True)
     except typer.Abort:  # the end of the input
         is_meant = False
     if not is_meant:
-        raise UsageError("nothing was removed")
+        raise UsageError("the answer was not yes; nothing was removed")

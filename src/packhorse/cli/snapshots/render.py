@@ -12,6 +12,7 @@ from packhorse.cli.render import (
     printable,
     safe_text,
     size,
+    warning_line,
 )
 from packhorse.cli.snapshots.rows import (
     ListedStore,
@@ -26,6 +27,7 @@ from packhorse.disk import TensorDiff
 
 __all__ = [
     "diff_table",
+    "growth_warning",
     "list_table",
     "pruned_lines",
     "removal_line",
@@ -48,6 +50,12 @@ def taken_line(row: TakenSnapshot) -> None:
     _on_terminal(f"{row.name}: {new}, ratio {_ratio(row.ratio)}, {row.gb_per_s:.2f} GB/s")
 
 
+def growth_warning(row: TakenSnapshot) -> None:
+    """What became larger, on standard error, also in a pipe."""
+    if row.notice is not None:
+        warning_line(f"{row.store}: snapshot {row.name!r}: {row.notice}")
+
+
 def restored_line(row: RestoredSnapshot) -> None:
     """What restoring did, on a terminal alone."""
     _on_terminal(
@@ -68,6 +76,7 @@ def list_table(listed: ListedStore) -> None:
             "~snapshot", "time (UTC)", ">tensors", ">size", ">stored", ">ratio", ">deltas", "~base"
         ),
         drops=(">deltas", ">tensors", "time (UTC)", "~base", ">size"),
+        last_drops=(">stored", ">ratio"),
     )  # fmt: skip
     for row in listed.snapshots:
         grid.row(
@@ -103,6 +112,7 @@ def show_plot(listed: ListedStore) -> None:
         printable(title),
         ("~snapshot", "stored", "> ", "ratio", ">  "),
         drops=("ratio", "stored"),  # the bars; where it is narrow, names give way first
+        last_drops=("> ", ">  "),
     )
     is_ascii = glyphs_are_ascii()
     most = max((row.stored_nbytes for row in rows), default=0)
@@ -143,6 +153,7 @@ def show_table(shown: ShownSnapshot) -> None:
             ">ratio",
         ),
         drops=(">full", ">tensors", ">size", ">shared", ">deltas", "dtype"),
+        last_drops=(">stored", ">ratio"),
     )  # fmt: skip
     for kind in shown.kinds:
         grid.row(
@@ -174,6 +185,7 @@ def diff_table(found: SnapshotsDiff, limit: int) -> None:
             printable(f"{found.old} -> {found.new}"),
             ("~tensor", "dtype", "shape", "change", ">values", ">largest", ">mean"),
             drops=(">mean", "shape", "dtype", ">largest"),
+            last_drops=(">values", "change"),
         )
         for row in rows[:limit]:
             _diff_row(grid, row)

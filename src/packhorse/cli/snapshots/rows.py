@@ -44,12 +44,11 @@ class SnapshotRow:
 
 @dataclass(frozen=True)
 class SnapshotProblemRow:
-    """One thing that is wrong; no tensor where a file as a whole is at fault, no file where
-    the message names it."""
+    """One thing that is wrong; no tensor where a file as a whole is at fault."""
 
     snapshot: str
     tensor: str | None
-    file: str | None
+    file: str
     message: str
 
 
@@ -57,7 +56,7 @@ class SnapshotProblemRow:
 class ListedStore:
     """All snapshots of a store, the oldest first; `stored_nbytes` is what it takes on the disk.
 
-    `damaged` are those whose manifest cannot be read.
+    `damaged` are manifests that cannot be read, also beside a good one of the same snapshot.
     """
 
     store: str
@@ -99,7 +98,8 @@ class ShownSnapshot:
 
 @dataclass(frozen=True)
 class TakenSnapshot:
-    """A snapshot that was taken."""
+    """A snapshot that was taken; `notice` is what should be known of new tensors that are smaller
+    than their frames."""
 
     store: str
     name: str
@@ -109,6 +109,7 @@ class TakenSnapshot:
     ratio: float | None
     seconds: float
     gb_per_s: float
+    notice: str | None
 
 
 @dataclass(frozen=True)

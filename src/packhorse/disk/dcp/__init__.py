@@ -3,7 +3,7 @@
 What PyTorch calls a storage: it plans who writes and who reads what, across ranks and for any
 sharding, and this stores shards as frames and finds the parts of them that a read needs
 (docs/dcp.md). `packs` and `manifest` are what files hold, `regions` the geometry of a read;
-`disk/storage.py` knows where files lie.
+`storage/` knows where files lie.
 """
 
 from packhorse.errors import MissingBackendError

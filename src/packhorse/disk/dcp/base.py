@@ -12,7 +12,7 @@ from packhorse.codecs.base import ByteArray
 from packhorse.disk.dcp.manifest import read_manifest
 from packhorse.disk.dcp.open_frames import OpenFrames
 from packhorse.disk.dcp.shards import FrameRef, StoredShard, dtype_name
-from packhorse.disk.storage import Storage
+from packhorse.storage.interface import Storage
 
 __all__ = ["BaseCheckpoint"]
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.snapshots.casts import find_casts, packing_order
 from packhorse.disk.snapshots.take import Spec
-from packhorse.torch import FRAMEWORK
+from packhorse.torch_framework import FRAMEWORK
 
 __all__ = ["plan_casts"]
 

@@ -40,10 +40,10 @@ from packhorse.disk.dcp.shards import (
     frame_form,
     torch_dtype,
 )
-from packhorse.disk.storage import Storage
-from packhorse.disk.strict_json import check_text, parse_json, shown
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.layout import DTYPE_BY_NAME, MAX_BITS, MAX_DIMS
+from packhorse.storage.interface import Storage
+from packhorse.storage.strict_json import check_text, parse_json, shown
 
 __all__ = [
     "MAX_DELTAS",

@@ -10,10 +10,10 @@ from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
 from packhorse.disk.dcp.shards import FrameRef
 from packhorse.disk.frames import Scratch
-from packhorse.disk.storage import Object, Storage
-from packhorse.disk.strict_json import shortened, shown
 from packhorse.errors import CorruptionError, TruncationError, blaming
 from packhorse.frame import Frame
+from packhorse.storage.interface import Object, Storage
+from packhorse.storage.strict_json import shortened, shown
 
 __all__ = ["OpenFrames"]
 

@@ -15,11 +15,11 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 from packhorse.disk.header import LENGTH_NBYTES, METADATA_KEY
-from packhorse.disk.storage import Sink, Storage
-from packhorse.disk.strict_json import check_text
 from packhorse.errors import CompatibilityError
 from packhorse.frame import Frame
 from packhorse.layout import FILE_ALIGNMENT, MAX_FILE_HEADER_NBYTES
+from packhorse.storage.interface import Sink, Storage
+from packhorse.storage.strict_json import check_text
 
 __all__ = ["PackFile", "is_pack_name", "max_file_nbytes", "split_volumes"]
 

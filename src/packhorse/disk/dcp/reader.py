@@ -35,11 +35,12 @@ from packhorse.disk.dcp.manifest import manifest_name, read_manifest
 from packhorse.disk.dcp.open_frames import OpenFrames
 from packhorse.disk.dcp.regions import Piece, cut_box, strides_of
 from packhorse.disk.dcp.shards import FrameRef, StoredShard, torch_dtype
-from packhorse.disk.storage import Storage, is_location, open_storage
-from packhorse.disk.strict_json import shown
 from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.storage.interface import Storage
+from packhorse.storage.locations import is_location, open_storage
+from packhorse.storage.strict_json import shown
 from packhorse.threads import batches, map_tensors
-from packhorse.torch import FRAMEWORK
+from packhorse.torch_framework import FRAMEWORK
 
 __all__ = ["PackhorseReader", "ReadStats"]
 
@@ -70,7 +71,16 @@ class PackhorseReader(StorageReader):
         stats: what the last load has cost this rank.
 
     Example:
-        >>> dcp.load(state, storage_reader=PackhorseReader("run/step-100"))  # doctest: +SKIP
+        >>> import torch
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from packhorse.disk import PackhorseReader, PackhorseWriter
+        >>> state = {"weight": torch.zeros(256, 256)}
+
+        >>> saved = dcp.save(state, storage_writer=PackhorseWriter("run/step-100"))
+        >>> reader = PackhorseReader("run/step-100", max_nbytes=1 << 30)
+        >>> dcp.load(state, storage_reader=reader)
+        >>> reader.stats.decoded_nbytes
+        262144
     """
 
     def __init__(

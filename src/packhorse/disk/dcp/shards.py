@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from packhorse.codecs.base import ByteArray
-from packhorse.torch import FRAMEWORK
+from packhorse.torch_framework import FRAMEWORK
 
 __all__ = ["FrameRef", "StoredShard", "dtype_name", "frame_form", "readable", "torch_dtype"]
 

@@ -30,16 +30,17 @@ from torch.futures import Future
 from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
-from packhorse.disk.atomic import is_temporary
 from packhorse.disk.dcp.base import BaseCheckpoint
 from packhorse.disk.dcp.casts import plan_casts
 from packhorse.disk.dcp.manifest import MAX_DELTAS, is_rank_manifest, manifest_name, render_manifest
 from packhorse.disk.dcp.packs import PackFile, is_pack_name, max_file_nbytes, split_volumes
 from packhorse.disk.dcp.shards import FrameRef, StoredShard, dtype_name, frame_form, readable
-from packhorse.disk.storage import Storage, is_location, open_storage
-from packhorse.disk.strict_json import shortened
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
 from packhorse.layout import Level
+from packhorse.storage.atomic import is_temporary
+from packhorse.storage.interface import Storage
+from packhorse.storage.locations import is_location, open_storage
+from packhorse.storage.strict_json import shortened
 from packhorse.threads import batches, map_tensors
 
 __all__ = ["PackhorseWriter"]
@@ -52,7 +53,18 @@ class PackhorseWriter(StorageWriter):
     """A `StorageWriter` of packed shards, for `dcp.save` and `dcp.async_save`.
 
     Example:
-        >>> dcp.save(state, storage_writer=PackhorseWriter("run/step-100"))  # doctest: +SKIP
+        >>> import torch
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from packhorse.disk import PackhorseReader, PackhorseWriter
+        >>> state = {"weight": torch.zeros(256, 256)}
+
+        >>> saved = dcp.save(state, storage_writer=PackhorseWriter("run/step-100"))
+        >>> state["weight"][0] += 1
+        >>> writer = PackhorseWriter("run/step-200", base="run/step-100")
+        >>> saved = dcp.save(state, storage_writer=writer)
+        >>> dcp.load(state, storage_reader=PackhorseReader("run/step-100"))
+        >>> state["weight"].sum()
+        tensor(0.)
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Snapshots of training states: `SnapshotStore` (docs/snapshots.md).
 
-`state`, `names` and `manifest` are text in, text out; `lock` and, outside, `disk/storage.py` know
+`state`, `names` and `manifest` are text in, text out; `lock` and, outside, `storage/` know
 file systems; `packs` and `chains` frames; `catalog` says what is there; `records` and `index` keep
 what manifests say without parsing them, for `finder` and `overview`; `writer` is the one writer;
 `take`, `restore`, `check`, `compare`, `prune` and `staging` do the work, `sources` and `export` for

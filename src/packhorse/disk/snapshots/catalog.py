@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
-from packhorse.disk.atomic import is_temporary
 from packhorse.disk.snapshots.manifest import (
     MAX_MANIFEST_NBYTES,
     FrameRef,
@@ -28,8 +27,9 @@ from packhorse.disk.snapshots.names import (
     parse_manifest_file,
     quote_name,
 )
-from packhorse.disk.storage import Stamp, Storage
 from packhorse.errors import PackhorseError, blaming
+from packhorse.storage.atomic import is_temporary
+from packhorse.storage.interface import Stamp, Storage
 
 __all__ = ["Catalog", "Listing"]
 

@@ -1,4 +1,4 @@
-"""From a tensor to a frame and back, along a chain of deltas: the one place that knows of both."""
+"""From the frames of a chain of deltas back to the tensor."""
 
 from __future__ import annotations
 
@@ -9,48 +9,10 @@ from packhorse.codecs.content import content_hash
 from packhorse.disk.frames import Scratch
 from packhorse.disk.snapshots.manifest import FrameRef
 from packhorse.disk.snapshots.packs import PackReader
-from packhorse.disk.strict_json import shortened
 from packhorse.errors import BaseMismatchError, CorruptionError, blaming
-from packhorse.frame import Frame, compress_buffer
-from packhorse.layout import Level
+from packhorse.frame import Frame
 
-__all__ = ["Chain", "compress"]
-
-
-def compress(
-    data: ByteArray,
-    dtype: str,
-    shape: tuple[int, ...],
-    *,
-    base: ByteArray | None,
-    base_dtype: str | None,
-    base_hash: bytes | None,
-    level: Level,
-    threads: int,
-    out: ByteArray,
-    path: str,
-) -> Frame:
-    """A frame of a tensor, as a delta against a base where that pays.
-
-    Args:
-        data: the tensor's bytes.
-        dtype: safetensors' name.
-        shape: the dimensions.
-        base: the bytes of a tensor of as many elements; None for a full frame.
-        base_dtype: its dtype.
-        base_hash: its content hash.
-        level: how hard to try.
-        threads: how many to use.
-        out: memory to build the frame in.
-        path: of the tensor, for messages.
-
-    Raises:
-        ChangedError: the base has changed since it was hashed.
-    """
-    return compress_buffer(
-        data, dtype, shape, level=level, threads=threads, out=out, name=shortened(path), base=base,
-        base_dtype=base_dtype, base_hash=base_hash,
-    )  # fmt: skip
+__all__ = ["Chain"]
 
 
 class Chain:

@@ -19,9 +19,9 @@ from packhorse.disk.snapshots.manifest import FrameRef, Manifest, sharing
 from packhorse.disk.snapshots.names import ManifestFile, pack_path
 from packhorse.disk.snapshots.packs import PackReader
 from packhorse.disk.snapshots.results import SnapshotProblem
-from packhorse.disk.storage import Storage
-from packhorse.disk.strict_json import shortened
 from packhorse.errors import PackhorseError
+from packhorse.storage.interface import Storage
+from packhorse.storage.strict_json import shortened
 from packhorse.threads import batches, map_tensors
 
 __all__ = ["verify_snapshots"]
@@ -74,15 +74,18 @@ def _read(
     manifests: list[Manifest],
     intern: Callable[[FrameRef], FrameRef],
 ) -> Iterator[SnapshotProblem]:
-    """Read the manifests of a snapshot; the first good one counts."""
+    """Read all manifests of a snapshot; the first good one counts."""
+    is_found = False
     for file in files:
         try:
-            manifests.append(catalog.load_file(file, intern))
-            return
+            manifest = catalog.load_file(file, intern)
         except FileNotFoundError:
             continue  # replaced in the meantime
         except PackhorseError as error:
             yield SnapshotProblem(file.snapshot, None, storage.label(file.path), str(error))
+        else:
+            manifests += [] if is_found else [manifest]
+            is_found = True
 
 
 class _Checker:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from packhorse.arguments import resolve_framework
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.frames import Scratch
 from packhorse.disk.results import Progress
@@ -22,9 +21,10 @@ from packhorse.disk.snapshots.manifest import Manifest, TensorRef
 from packhorse.disk.snapshots.packs import PackReader
 from packhorse.disk.snapshots.restore import read_newest
 from packhorse.disk.snapshots.results import Change, TensorDiff
-from packhorse.disk.storage import Storage
 from packhorse.errors import CompatibilityError, blaming
+from packhorse.framework import resolve_framework
 from packhorse.layout import DTYPE_BY_NAME
+from packhorse.storage.interface import Storage
 from packhorse.threads import map_tensors
 
 __all__ = ["compare_snapshots"]

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.atomic import atomic_file, check_output_file
 from packhorse.disk.container import write_packed
 from packhorse.disk.frames import Scratch
 from packhorse.disk.header import FileHeader, build_header
@@ -26,10 +25,11 @@ from packhorse.disk.snapshots.packs import PackReader
 from packhorse.disk.snapshots.restore import check_limit, read_newest
 from packhorse.disk.snapshots.results import RestoredFile
 from packhorse.disk.state import Keys, list_state
-from packhorse.disk.storage import Storage
-from packhorse.disk.strict_json import shortened
 from packhorse.errors import blaming
 from packhorse.layout import FILE_METADATA_KEY, FILE_SUFFIX, Level
+from packhorse.storage.atomic import atomic_file, check_output_file
+from packhorse.storage.interface import Storage
+from packhorse.storage.strict_json import shortened
 from packhorse.threads import batches, map_tensors
 
 __all__ = ["VALUES_KEY", "Exporting", "export_snapshot"]

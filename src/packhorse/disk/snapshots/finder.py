@@ -6,6 +6,7 @@ those find is read in the manifest itself, so that nothing is built on the word 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -28,6 +29,63 @@ class _Hits(NamedTuple):
 
     wanted: Column  # numbers
     n_deltas: Column
+
+
+class _Turns:
+    """Which manifest is to be read next: the one that has most of what is still wanted with the
+    fewest deltas there are; the newest of several.
+
+    What is wanted only gets less, so a manifest is counted anew when its turn seems to have come,
+    and no sooner. What its turn did not bring (the catalogue was wrong) is looked for again when
+    all others had theirs.
+    """
+
+    def __init__(self, hits: dict[str, _Hits], paths: Sequence[str], n_wanted: int) -> None:
+        """Args:
+        hits: what each manifest seems to have.
+        paths: of the manifests, the oldest first.
+        n_wanted: how many contents are wanted.
+        """
+        self._hits = hits
+        self._ages = {path: age for age, path in enumerate(reversed(paths))}
+        self._is_open = np.ones(n_wanted, bool)
+        self._fewest = np.empty(n_wanted, np.uint8)
+        self._queue: list[tuple[int, int, str]] = []  # how many at most, less than 0; age; path
+
+    def next(self) -> tuple[str, Column] | None:
+        """A manifest that had no turn before, and the numbers of what it is to bring."""
+        while self._queue or self._fill():
+            count, age, path = heapq.heappop(self._queue)
+            best = self._best(path)
+            if best.size == -count:
+                del self._hits[path]
+                return path, best
+            if best.size:
+                heapq.heappush(self._queue, (-best.size, age, path))
+        return None
+
+    def close(self, numbers: Sequence[int]) -> None:
+        """These are wanted no more."""
+        self._is_open[numbers] = False
+
+    def _fill(self) -> bool:
+        """Put all in the queue that had no turn; whether there is any."""
+        self._fewest.fill(255)
+        for path, found in list(self._hits.items()):
+            if self._is_open[found.wanted].any():
+                np.minimum.at(self._fewest, found.wanted, found.n_deltas)
+            else:
+                del self._hits[path]
+        counts = {path: self._best(path).size for path in self._hits}
+        self._queue = [(-n, self._ages[path], path) for path, n in counts.items() if n]
+        heapq.heapify(self._queue)
+        return bool(self._queue)
+
+    def _best(self, path: str) -> Column:
+        found = self._hits[path]
+        is_best = self._is_open[found.wanted] & (found.n_deltas == self._fewest[found.wanted])
+        best: Column = found.wanted[is_best]
+        return best
 
 
 class Finder:
@@ -59,18 +117,13 @@ class Finder:
             return
         self._found.update(dict.fromkeys(new))
         hits = self._hits([fingerprint(content) for content in new])
-        is_open = np.ones(len(new), bool)
-        while hits:
-            path, best = _choose(hits, is_open, list(self._files))
-            if path is None:
-                return
+        turns = _Turns(hits, list(self._files), len(new))
+        while (turn := turns.next()) is not None:
+            path, numbers = turn
             frames = self._frames(self._files[path])
-            for k in best:
-                frame = frames.get(new[k])
-                if frame is not None:
-                    self._found[new[k]] = frame
-                    is_open[k] = False
-            del hits[path]
+            found = [k for k in numbers if new[k] in frames]
+            self._found.update((new[k], frames[new[k]]) for k in found)
+            turns.close(found)
 
     def _hits(self, prints: Sequence[int]) -> dict[str, _Hits]:
         """What has these fingerprints, by path of the manifest."""
@@ -111,21 +164,3 @@ def match(prints: Column, wanted: Column) -> tuple[Column, Column]:
     places = np.minimum(np.searchsorted(wanted, prints[rows]), wanted.size - 1)
     is_equal = wanted[places] == prints[rows]
     return rows[is_equal], places[is_equal]
-
-
-def _choose(
-    hits: dict[str, _Hits], is_open: Column, paths: Sequence[str]
-) -> tuple[str | None, Column]:
-    """The manifest that has most of what is still wanted with the fewest deltas there are; the
-    newest of several."""
-    fewest = np.full(is_open.size, 255, np.uint8)
-    for each in hits.values():
-        np.minimum.at(fewest, each.wanted, each.n_deltas)
-    path, best = None, np.empty(0, np.intp)
-    for other in reversed(paths):
-        if other in hits:
-            found = hits[other]
-            is_best = is_open[found.wanted] & (found.n_deltas == fewest[found.wanted])
-            if np.count_nonzero(is_best) > best.size:
-                path, best = other, found.wanted[is_best]
-    return path, best

@@ -28,8 +28,8 @@ from packhorse.disk.snapshots.records import (
     fits,
     make_record,
 )
-from packhorse.disk.storage import Stamp, Storage
 from packhorse.errors import CorruptionError, PackhorseError
+from packhorse.storage.interface import Stamp, Storage
 
 __all__ = ["Index"]
 

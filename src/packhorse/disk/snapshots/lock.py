@@ -19,11 +19,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from packhorse.disk.remote import RemoteStorage
 from packhorse.disk.snapshots.names import LOCK_FILE
-from packhorse.disk.storage import LocalStorage, Storage
-from packhorse.disk.strict_json import parse_json, shown
 from packhorse.errors import CorruptionError, PackhorseError
+from packhorse.storage.interface import Storage
+from packhorse.storage.local import LocalStorage
+from packhorse.storage.remote import RemoteStorage
+from packhorse.storage.strict_json import parse_json, shown
 
 __all__ = ["FolderLock", "Lease", "WriterLock", "open_lock", "settle_s", "void_after_s"]
 

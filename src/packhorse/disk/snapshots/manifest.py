@@ -18,9 +18,9 @@ from typing import Any
 from packhorse.codecs.content import crc32c
 from packhorse.disk.snapshots.names import ManifestFile, is_pack
 from packhorse.disk.state import decode_state
-from packhorse.disk.strict_json import json_kind, parse_json, shortened, shown
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.layout import DTYPE_BY_NAME, FRAME_ALIGNMENT, MAX_BITS, MAX_DIMS
+from packhorse.storage.strict_json import json_kind, parse_json, shortened, shown
 
 __all__ = [
     "MAX_CHAIN",

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from urllib.parse import quote, unquote
 
-from packhorse.disk.storage import Stamp
 from packhorse.layout import FILE_SUFFIX
+from packhorse.storage.interface import Stamp
 
 __all__ = [
     "CATALOG",

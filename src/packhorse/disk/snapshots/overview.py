@@ -25,7 +25,7 @@ from packhorse.disk.snapshots.results import (
     StoreOverview,
     describe,
 )
-from packhorse.disk.storage import Stamp, Storage
+from packhorse.storage.interface import Stamp, Storage
 
 __all__ = ["look_over", "trace"]
 
@@ -43,16 +43,15 @@ def look_over(storage: Storage, catalog: Catalog) -> StoreOverview:
 def _choose(
     storage: Storage, listing: Listing, index: Index
 ) -> tuple[list[ManifestFile], list[SnapshotProblem]]:
-    """The manifest that counts of each snapshot, and what has none that can be read."""
+    """The manifest that counts of each snapshot, and all that cannot be read: one beside a good one
+    harms no snapshot, but while it is there nothing is pruned."""
     chosen, problems = [], []
     for name, files in listing.items():
-        good = next((file for file in files if index.has(file.path)), None)
-        bad = next((file for file in files if file.path in index.damaged), None)
-        if good is not None:
-            chosen.append(good)
-        elif bad is not None:  # else it was removed since it was listed
-            words = str(index.damaged[bad.path])
-            problems.append(SnapshotProblem(name, None, storage.label(bad.path), words))
+        chosen += [file for file in files if index.has(file.path)][:1]
+        for file in files:
+            if file.path in index.damaged:  # what is neither was removed since it was listed
+                words = str(index.damaged[file.path])
+                problems.append(SnapshotProblem(name, None, storage.label(file.path), words))
     return chosen, problems
 
 

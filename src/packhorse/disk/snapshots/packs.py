@@ -17,11 +17,11 @@ from typing import Self
 from packhorse.disk.header import LENGTH_NBYTES, parse_header
 from packhorse.disk.snapshots.manifest import Content, FrameRef
 from packhorse.disk.snapshots.names import new_pack, pack_path
-from packhorse.disk.storage import Object, Sink, Storage
-from packhorse.disk.strict_json import shortened
 from packhorse.errors import CorruptionError, PackhorseError, TruncationError, blaming
 from packhorse.frame import Frame
 from packhorse.layout import FRAME_ALIGNMENT, MAX_FILE_HEADER_NBYTES
+from packhorse.storage.interface import Object, Sink, Storage
+from packhorse.storage.strict_json import shortened
 
 __all__ = ["PackReader", "PackWriter"]
 
@@ -137,6 +137,8 @@ class PackReader:
         try:
             data = self._object(ref.pack).region(ref.offset, ref.nbytes)
         except TruncationError as error:
+            if name is None:
+                raise
             raise TruncationError(f"tensor {name!r}: {error}") from error
         with blaming(self.label(ref.pack)):
             frame = Frame.from_buffer(data, name=name, offset=ref.offset)
@@ -208,9 +210,10 @@ class PackReader:
 
 def _check(frame: Frame, ref: FrameRef, name: str | None) -> None:
     found = (frame.content_hash, frame.dtype, frame.numel)
+    tensor = "" if name is None else f"tensor {name!r} "
     if found != ref.content:
         raise CorruptionError(
-            f"tensor {name!r} at byte {ref.offset}: the frame holds {found[2]} elements of "
+            f"{tensor}at byte {ref.offset}: the frame holds {found[2]} elements of "
             f"{found[1]} with hash {found[0].hex()}, and the manifest says {ref.content[2]} of "
             f"{ref.content[1]} with {ref.content[0].hex()}"
         )

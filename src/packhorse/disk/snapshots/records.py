@@ -26,9 +26,9 @@ from packhorse.disk.snapshots.manifest import (
     FrameRef,
     Manifest,
 )
-from packhorse.disk.storage import Stamp
 from packhorse.errors import CorruptionError
 from packhorse.layout import DTYPE_BY_NAME
+from packhorse.storage.interface import Stamp
 
 __all__ = [
     "MAX_PAGE_NBYTES",

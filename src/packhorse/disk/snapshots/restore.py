@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from packhorse.arguments import Framework
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.frames import Scratch
 from packhorse.disk.results import Progress
@@ -19,9 +18,10 @@ from packhorse.disk.snapshots.chains import Chain
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
 from packhorse.disk.snapshots.packs import PackReader
 from packhorse.disk.state import Keys, Leaf, decode_state, find_tensors
-from packhorse.disk.storage import Storage
-from packhorse.disk.strict_json import shortened
 from packhorse.errors import CorruptionError, blaming
+from packhorse.framework import Framework
+from packhorse.storage.interface import Storage
+from packhorse.storage.strict_json import shortened
 from packhorse.threads import map_tensors
 
 __all__ = ["Restoring", "check_limit", "read_newest", "restore_state"]

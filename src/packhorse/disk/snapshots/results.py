@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -63,6 +63,8 @@ class SnapshotInfo:
         stored_nbytes: by how much the store grew when it was taken, the manifest not counted.
         needed_nbytes: bytes of all frames that restoring it reads, shared ones counted too.
         tensors: in the order of the state.
+        notice: of one that was just taken, what should be known of new tensors that are smaller
+            than their frames; None if they hardly count.
     """
 
     name: str
@@ -73,6 +75,7 @@ class SnapshotInfo:
     stored_nbytes: int
     needed_nbytes: int
     tensors: tuple[StoredTensor, ...]
+    notice: str | None = field(default=None, compare=False)
 
     @property
     def max_deltas(self) -> int:
@@ -114,7 +117,7 @@ class StoreOverview:
 
     Attributes:
         snapshots: the oldest first.
-        damaged: those whose manifest cannot be read.
+        damaged: manifests that cannot be read, also where a snapshot has a good one beside it.
     """
 
     snapshots: list[SnapshotSummary]
@@ -144,7 +147,8 @@ class SnapshotProblem:
     """Something that `SnapshotStore.verify` found.
 
     Attributes:
-        snapshot: name of a snapshot that is not good; a shared frame can harm others too.
+        snapshot: name of a snapshot that is not good; a shared frame can harm others too. If it is
+            another manifest of the snapshot that is bad, the snapshot itself may be good.
         tensor: path of the first tensor that cannot be restored; None if the manifest or a pack
             as a whole is bad.
         file: what is damaged.
@@ -227,8 +231,8 @@ class TensorDiff:
     mean_change: float | None
 
 
-def describe(manifest: Manifest) -> SnapshotInfo:
-    """What a manifest says, for callers."""
+def describe(manifest: Manifest, notice: str | None = None) -> SnapshotInfo:
+    """What a manifest says, for callers; and what there is to say of its tensors."""
     tensors = tuple(
         StoredTensor(
             tensor.path,
@@ -251,4 +255,5 @@ def describe(manifest: Manifest) -> SnapshotInfo:
         manifest.stored_nbytes,
         sum(frame.nbytes for frame in manifest.frames()),
         tensors,
+        notice,
     )

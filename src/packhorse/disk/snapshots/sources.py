@@ -20,7 +20,7 @@ from packhorse.disk.model_file import ModelFile
 from packhorse.disk.snapshots.casts import find_casts, packing_order
 from packhorse.disk.snapshots.take import Spec, State
 from packhorse.disk.source_file import open_source
-from packhorse.disk.strict_json import shortened
+from packhorse.storage.strict_json import shortened
 
 __all__ = ["FileState", "model_files", "open_sources"]
 
@@ -41,8 +41,19 @@ class FileState:
 def model_files(source: str | os.PathLike[str]) -> list[Path]:
     """The safetensors files of a source: itself, or those directly in a folder, by name.
 
+    Args:
+        source: a file or a folder.
+
+    Returns:
+        Their paths; none is opened.
+
     Raises:
         ValueError: it is a pickle, or a folder without safetensors files.
+
+    Example:
+        >>> from packhorse.disk import model_files
+        >>> [str(path) for path in model_files("llama")]
+        ['llama/model.safetensors']
     """
     path = Path(source)
     if not path.is_dir():

@@ -12,14 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from packhorse.arguments import resolve_framework, resolve_level, resolve_threads
+from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.cache import BaseCache
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.check import verify_snapshots
 from packhorse.disk.snapshots.compare import compare_snapshots
 from packhorse.disk.snapshots.export import Exporting, export_snapshot
-from packhorse.disk.snapshots.manifest import MAX_CHAIN, Manifest
+from packhorse.disk.snapshots.manifest import MAX_CHAIN
 from packhorse.disk.snapshots.memory import checked_metadata, state_in_memory
 from packhorse.disk.snapshots.names import quote_name
 from packhorse.disk.snapshots.overview import look_over, trace
@@ -38,12 +38,12 @@ from packhorse.disk.snapshots.results import (
 )
 from packhorse.disk.snapshots.sources import model_files, open_sources
 from packhorse.disk.snapshots.staging import Staging
-from packhorse.disk.snapshots.take import Options, State, take_state
-from packhorse.disk.snapshots.writer import Session, Writer
+from packhorse.disk.snapshots.take import Options, Taking, take_snapshot
+from packhorse.disk.snapshots.writer import Writer
 from packhorse.disk.state import Keys
-from packhorse.disk.storage import open_storage
-from packhorse.errors import PackhorseError
+from packhorse.framework import resolve_framework
 from packhorse.layout import Level
+from packhorse.storage.locations import open_storage
 
 __all__ = ["SnapshotStore"]
 
@@ -61,9 +61,16 @@ class SnapshotStore:
     they write goes in one after the other. Pickled, a store is its place and its options.
 
     Example:
-        >>> store = SnapshotStore("runs/7")  # doctest: +SKIP
-        >>> store.take("step-100", {"model": model.state_dict(), "step": 100})  # doctest: +SKIP
-        >>> state = store.restore(store.names()[-1], framework="pt")  # doctest: +SKIP
+        >>> import numpy as np
+        >>> from packhorse.disk import SnapshotStore
+        >>> state = {"weight": np.zeros((256, 256), np.float32), "step": 100}
+        >>> with SnapshotStore("runs/7") as store:
+        ...     first = store.take("step-100", state, metadata={"loss": 2.5})
+        ...     second = store.take_async("step-200", {"weight": state["weight"] + 1, "step": 200})
+        >>> store.restore("step-200", keys="step"), store.diff("step-100", "step-200")[0].n_changed
+        ({'step': 200}, 65536)
+        >>> store.prune(keep=1).removed, store.verify()
+        (('step-100',), [])
     """
 
     def __init__(
@@ -145,7 +152,8 @@ class SnapshotStore:
             progress: called with the logical bytes done since the last call.
 
         Returns:
-            What was written.
+            What was written. A `RuntimeWarning` tells of new tensors that are smaller than their
+            frames, where those count; made an error, it leaves nothing taken.
 
         Raises:
             FileExistsError: there is a snapshot of this name, and `replace` is False.
@@ -159,7 +167,8 @@ class SnapshotStore:
         with self._writing():
             quote_name(name)
             values = checked_metadata(metadata)
-            return self._take(name, state_in_memory(state), base, values, replace, progress)
+            given = state_in_memory(state)
+            return self._take(Taking(name, given, base, values, replace, progress))
 
     def take_files(
         self,
@@ -181,6 +190,9 @@ class SnapshotStore:
             replace: as for `take`.
             progress: as for `take`.
 
+        Returns:
+            What was written.
+
         Raises:
             ValueError: a pickle, a folder without safetensors files, or a tensor in two of them.
             CorruptionError, CompatibilityError: a file is not what it should be.
@@ -191,7 +203,8 @@ class SnapshotStore:
             files = [file for source in sources for file in model_files(source)]
             with open_sources(files, self._options.threads) as opened:
                 values = opened.metadata | checked_metadata(metadata)
-                return self._take(name, opened.state, base, values, replace, progress)
+                taking = Taking(name, opened.state, base, values, replace, progress)
+                return self._take(taking)
 
     def take_async(
         self,
@@ -226,17 +239,17 @@ class SnapshotStore:
             quote_name(name)
             values, staging = checked_metadata(metadata), self._staging
             given = state_in_memory(state)
-            taking = dataclasses.replace(
+            staged = dataclasses.replace(
                 given, fetch=lambda i: staging.get(), release=staging.release,
                 max_nbytes=staging.max_nbytes,
             )  # fmt: skip
-            sizes = taking.group_sizes()
+            taking, sizes = Taking(name, staged, base, values, replace), staged.group_sizes()
             staging.begin(max(sizes, default=0), sum(sizes))
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="packhorse-snapshots")
             try:
                 pending = self._pending = Pending(
-                    self._pool.submit(self._take_staged, name, taking, base, values, replace),
+                    self._pool.submit(self._take_staged, taking),
                     f"{self._storage.label()}: snapshot {name!r}",
                 )
                 for group in given.groups:
@@ -251,37 +264,16 @@ class SnapshotStore:
                 raise
             return pending.told
 
-    def _take_staged(
-        self, name: str, taking: State, base: str | None, metadata: dict[str, Any], replace: bool
-    ) -> SnapshotInfo:
+    def _take_staged(self, taking: Taking) -> SnapshotInfo:
         try:
-            return self._take(name, taking, base, metadata, replace, None)
+            return self._take(taking)
         except BaseException:
             self._staging.give_up()
             raise
 
-    def _take(
-        self,
-        name: str,
-        taking: State,
-        base: str | None,
-        metadata: dict[str, Any],
-        replace: bool,
-        progress: Progress | None,
-    ) -> SnapshotInfo:
+    def _take(self, taking: Taking) -> SnapshotInfo:
         with self._writer.session() as session:
-            if name in session.listing and not replace:
-                raise FileExistsError(
-                    f"{self._storage.label()}: there is a snapshot {name!r} already; allow "
-                    "replacing it (replace=True, --replace), or name another"
-                )
-            manifest = take_state(
-                session, name, taking, base=_base(session, base), metadata=metadata,
-                options=self._options, progress=progress,
-            )  # fmt: skip
-            if replace:
-                session.collect()
-        return describe(manifest)
+            return describe(*take_snapshot(session, taking, self._options))
 
     def restore(
         self,
@@ -346,6 +338,9 @@ class SnapshotStore:
             max_nbytes: as for `restore`.
             progress: as for `restore`.
 
+        Returns:
+            What was written.
+
         Raises:
             ValueError: no such snapshot, a key that stands for nothing, or what no file can hold.
             CorruptionError, CompatibilityError: as `restore`.
@@ -394,14 +389,19 @@ class SnapshotStore:
         """The names of all snapshots, the oldest first; none if there is no store yet.
 
         Raises:
-            CorruptionError, CompatibilityError: the store is damaged or of a newer version.
-            ValueError: the folder is something else.
+            CorruptionError, CompatibilityError, ValueError: as `exists`.
         """
         self._glance()
         return list(self._catalog.listing())
 
     def info(self, name: str) -> SnapshotInfo:
         """What a snapshot holds; only its manifest is read.
+
+        Args:
+            name: of the snapshot.
+
+        Returns:
+            Its tensors, what they cost, and what was kept with it.
 
         Raises:
             ValueError: there is no such snapshot.
@@ -414,8 +414,7 @@ class SnapshotStore:
         """All snapshots without their tensors; none if there is no store yet.
 
         Raises:
-            CorruptionError, CompatibilityError: the store is damaged or of a newer version.
-            ValueError: the folder is something else.
+            CorruptionError, CompatibilityError, ValueError: as `exists`.
         """
         self._glance()
         return look_over(self._storage, self._catalog)
@@ -423,9 +422,14 @@ class SnapshotStore:
     def lineage(self, name: str) -> Lineage:
         """What a snapshot holds, and what of it older ones have.
 
+        Args:
+            name: of the snapshot.
+
+        Returns:
+            Each tensor, with the snapshots that it builds on.
+
         Raises:
-            ValueError: there is no such snapshot.
-            CorruptionError, CompatibilityError: its manifest is damaged or too new.
+            ValueError, CorruptionError, CompatibilityError: as `info`.
         """
         self._glance()
         return trace(self._storage, self._catalog, name)
@@ -564,15 +568,3 @@ class SnapshotStore:
 def _reopen(arguments: dict[str, Any]) -> SnapshotStore:
     """In another process, the store that was pickled: the same place and options, nothing else."""
     return SnapshotStore(**arguments)
-
-
-def _base(session: Session, base: str | None) -> Manifest | None:
-    """The snapshot to make deltas against."""
-    if base is None:
-        return None
-    if base != "auto":
-        return session.catalog.load(base)
-    try:
-        return session.newest()
-    except PackhorseError:
-        return None

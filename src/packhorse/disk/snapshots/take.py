@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import accumulate
@@ -15,19 +17,22 @@ from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
 from packhorse.disk.frames import Scratch
 from packhorse.disk.header import tensor_nbytes
-from packhorse.disk.results import Progress
+from packhorse.disk.results import Progress, notice_of
 from packhorse.disk.snapshots.cache import BaseCache
-from packhorse.disk.snapshots.chains import Chain, compress
+from packhorse.disk.snapshots.chains import Chain
 from packhorse.disk.snapshots.manifest import MAX_CHAIN, Content, FrameRef, Manifest, TensorRef
 from packhorse.disk.snapshots.names import manifest_file
 from packhorse.disk.snapshots.packs import PackReader, PackWriter
 from packhorse.disk.snapshots.writer import Session
 from packhorse.errors import ChangedError, PackhorseError
-from packhorse.frame import Frame, max_frame_nbytes
+from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
 from packhorse.layout import Level
+from packhorse.storage.strict_json import shortened
 from packhorse.threads import batches, map_tensors
 
-__all__ = ["FramePacker", "Options", "Spec", "State", "take_state"]
+__all__ = ["FramePacker", "Options", "Spec", "State", "Taking", "take_snapshot"]
+
+_CALLER = 4  # levels of the stack: behind `take_snapshot`, `SnapshotStore._take` and `take`
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,27 @@ class State:
         return [sum(self.specs[i].nbytes for i in group) for group in self.groups]
 
 
+@dataclass(frozen=True, slots=True)
+class Taking:
+    """A snapshot to be taken.
+
+    Attributes:
+        name: of the snapshot.
+        state: what to take.
+        base: "auto", the name of the snapshot to make deltas against, or None for none.
+        metadata: JSON values to keep.
+        replace: whether an older one of this name is replaced.
+        progress: called with the logical bytes done since the last call.
+    """
+
+    name: str
+    state: State
+    base: str | None
+    metadata: Mapping[str, Any]
+    replace: bool
+    progress: Progress | None = None
+
+
 class _Item(NamedTuple):
     """What one frame is made of: a tensor, and what it may be a delta to, if anything.
 
@@ -132,6 +158,11 @@ class FramePacker:
         self._memory = np.empty(0, np.uint8)
         self._scratch = Scratch()
         self.new: dict[Content, FrameRef] = {}
+
+    @property
+    def notice(self) -> str | None:
+        """What should be known of new tensors that are smaller than their frames."""
+        return notice_of([(frame.logical_nbytes, frame.nbytes) for frame in self.new.values()])
 
     def add(
         self,
@@ -210,11 +241,10 @@ class FramePacker:
             if item.base is not None:
                 base = self._decode(item.base, threads)
                 base_hash, base_dtype, _ = item.base.content
-            return compress(
-                item.data, item.spec.dtype, item.spec.shape, base=base,
+            return compress_buffer(
+                item.data, item.spec.dtype, item.spec.shape, level=options.level, threads=threads,
+                out=memory[ends[k] - rooms[k] : ends[k]], name=shortened(item.spec.path), base=base,
                 base_dtype=None if base is None else base_dtype, base_hash=base_hash,
-                level=options.level, threads=threads, out=memory[ends[k] - rooms[k] : ends[k]],
-                path=item.spec.path,
             )  # fmt: skip
 
         return map_tensors(work, [item.data.size for item in items], options.threads)
@@ -244,33 +274,32 @@ class _Progress:
             self.report(sum(ref.logical_nbytes for ref in refs))
 
 
-def take_state(
-    session: Session,
-    name: str,
-    state: State,
-    *,
-    base: Manifest | None,
-    metadata: Mapping[str, Any],
-    options: Options,
-    progress: Progress | None,
-) -> Manifest:
+def take_snapshot(
+    session: Session, taking: Taking, options: Options
+) -> tuple[Manifest, str | None]:
     """Write a snapshot.
 
     Args:
         session: the writer's.
-        name: of the snapshot; an older one of this name is replaced.
-        state: what to take.
-        base: a snapshot whose tensors may serve as bases.
-        metadata: JSON values to keep.
+        taking: what to take.
         options: how to pack.
-        progress: called with the logical bytes done since the last call.
 
     Returns:
-        The manifest, committed.
+        The manifest, committed, and what should be known of tensors that grew; that is a warning,
+        too, which comes before anything is committed, as it may be made an error.
+
+    Raises:
+        FileExistsError: there is a snapshot of this name, and it is not to be replaced.
     """
+    if taking.name in session.listing and not taking.replace:
+        raise FileExistsError(
+            f"{session.storage.label()}: there is a snapshot {taking.name!r} already; allow "
+            "replacing it (replace=True, --replace), or name another"
+        )
+    state, older = taking.state, _older(session, taking.base)
     order = session.next_order()
-    specs, done = state.specs, _Progress(progress)
-    bases = {} if base is None else {tensor.path: tensor for tensor in base.tensors}
+    specs, done = state.specs, _Progress(taking.progress)
+    bases = {} if older is None else {tensor.path: tensor for tensor in older.tensors}
     room = sum(max_frame_nbytes(spec.dtype, spec.shape) for spec in specs)
     with (
         PackReader(session.storage) as reader,
@@ -288,13 +317,29 @@ def take_state(
             del data
             state.release()
         state.check()
+        notice = packer.notice
+        if notice is not None:
+            warnings.warn(f"snapshot {taking.name!r}: {notice}", RuntimeWarning, stacklevel=_CALLER)
     tensors = tuple(
         TensorRef(spec.path, spec.dtype, spec.shape, done.refs[i]) for i, spec in enumerate(specs)
     )
-    file, now = manifest_file(name, order, 1), datetime.now(UTC)
-    manifest = Manifest(file, now, dict(metadata), pack.nbytes, state.document, tensors)
+    file, now = manifest_file(taking.name, order, 1), datetime.now(UTC)
+    manifest = Manifest(file, now, dict(taking.metadata), pack.nbytes, state.document, tensors)
     session.commit(manifest)
-    return manifest
+    if taking.replace:
+        session.collect()
+    return manifest, notice
+
+
+def _older(session: Session, base: str | None) -> Manifest | None:
+    """The snapshot to make deltas against."""
+    if base is None:
+        return None
+    if base != "auto":
+        return session.catalog.load(base)
+    with suppress(PackhorseError):
+        return session.newest()
+    return None
 
 
 def _base(bases: Mapping[str, TensorRef], spec: Spec, options: Options) -> FrameRef | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from packhorse.disk.atomic import is_temporary
 from packhorse.disk.snapshots.catalog import Catalog, Listing
 from packhorse.disk.snapshots.finder import Finder
 from packhorse.disk.snapshots.index import Index
@@ -25,9 +24,10 @@ from packhorse.disk.snapshots.names import (
     is_pack,
     pack_path,
 )
-from packhorse.disk.storage import Storage
 from packhorse.errors import PackhorseError
 from packhorse.layout import FILE_SUFFIX
+from packhorse.storage.atomic import is_temporary
+from packhorse.storage.interface import Storage
 
 __all__ = ["Session", "Writer"]
 

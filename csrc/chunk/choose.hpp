@@ -1,0 +1,239 @@
+// Which mode each plane of a chunk is coded in: by cost, estimated from samples, under the budget
+// of the level. All in integers, so that every machine chooses the same.
+#pragma once
+
+#include <algorithm>
+
+#include "chunk/chunk.hpp"
+#include "planes/classed.hpp"
+#include "planes/histogram.hpp"
+#include "planes/palette.hpp"
+#include "rans/model.hpp"
+
+namespace packhorse {
+
+enum class Level : int { kFast = 1, kDefault = 2, kMax = 3 };
+
+struct LevelSpec {
+    bool entropy;               // rANS allowed
+    uint32_t sample_units;      // units looked at for a model
+    uint32_t min_saving_log;    // a plane is coded if that saves more than 1 in 2^this
+    uint32_t lead_saving_log;   // the same for letting plane 0 lead plane 1
+    uint32_t palette_raw_bits;  // raw bits tried for palettes
+};
+
+constexpr LevelSpec level_spec(Level level) {
+    switch (level) {
+        case Level::kFast:
+            return {false, 4096, 5, 0, 6};
+        case Level::kDefault:
+            return {true, 16384, 5, 7, 0};
+        default:
+            return {true, ~0u, 10, 16, 0};
+    }
+}
+
+// More lanes decode faster; fewer cost less in a small plane (about a byte each).
+constexpr uint32_t choose_lanes_log(std::size_t n) {
+    return n >= 8192 ? 7 : n >= 1024 ? 4 : 2;
+}
+
+struct PlaneChoice {
+    Mode mode = Mode::kStored;
+    PaletteModel palette;
+    ClassRule rule;                 // mode classed rANS
+    RansModel models[kMaxClasses];  // the first for mode rANS
+};
+
+inline uint32_t sample_log_for(std::size_t n, uint32_t sample_units) {
+    uint32_t log = 0;
+    while (log < 8 && (n >> (log + 1)) >= sample_units) ++log;
+    return log;
+}
+
+inline std::size_t palette_estimate(const Histogram& histogram, std::size_t n,
+                                    uint32_t most_raw_bits, PaletteModel& model) {
+    const uint64_t bits = choose_palette(histogram, most_raw_bits, model);
+    return kPaletteHeaderNbytes + 8 + bits * n / histogram.total / 8;
+}
+
+// Estimated bytes of an rANS stream, or `limit` if it cannot be shorter than that.
+inline std::size_t rans_estimate(const Histogram& histogram, std::size_t n, std::size_t limit,
+                                 RansModel& model) {
+    // What no model can beat.
+    if (scale_cost(entropy_cost(histogram), histogram.total, n) >= limit) return limit;
+    const std::size_t nbytes = choose_model(histogram, n, model);
+    if (nbytes >= limit) return limit;
+    return kModelOffset + (std::size_t{3} << choose_lanes_log(n)) + nbytes;
+}
+
+// Chooses a mode for a plane of `n` units of which `n_there` are at hand: all of them, or a sample.
+// Returns the estimated bytes; `n` if the best is to store it.
+inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::size_t n,
+                               Level level, PlaneChoice& choice) {
+    choice.mode = Mode::kConstant;
+    if (is_constant(plane, n_there, 1)) return 1;
+    choice.mode = Mode::kStored;
+    const LevelSpec spec = level_spec(level);
+    const std::size_t worth = n - (n >> spec.min_saving_log);
+    Histogram histogram;
+    // Mantissas are most of the data and do not compress: a small sample is enough to see that.
+    constexpr uint32_t glance = 1024;
+    const uint32_t sample_log = sample_log_for(n_there, spec.sample_units);
+    uint32_t counted_log = ~0u;
+    if (level != Level::kMax) {
+        counted_log = sample_log_for(n_there, glance);
+        count_bytes(plane, n_there, counted_log, histogram);
+        if (scale_cost(entropy_cost(histogram), histogram.total, n) >= worth) return n;
+    }
+    if (counted_log != sample_log) count_bytes(plane, n_there, sample_log, histogram);
+    histogram.sampled |= n_there < n;
+    std::size_t best = worth;
+    const std::size_t palette_nbytes =
+        palette_estimate(histogram, n, spec.palette_raw_bits, choice.palette);
+    if (palette_nbytes < best) {
+        best = palette_nbytes;
+        choice.mode = Mode::kPalette;
+    }
+    if (spec.entropy) {
+        // A palette decodes several times faster: prefer it at about the same size.
+        const std::size_t margin = choice.mode == Mode::kPalette ? best / 64 : 0;
+        const std::size_t rans_nbytes = rans_estimate(histogram, n, best, choice.models[0]);
+        if (rans_nbytes + margin < best) {
+            best = rans_nbytes;
+            choice.mode = Mode::kRans;
+        }
+    }
+    return choice.mode == Mode::kStored ? n : best;
+}
+
+// The model of one class: narrow, or for as many codes as fit registers. A class without units, or
+// with a single symbol, gets a model that costs next to nothing; symbols are below `n_symbols`.
+// Returns the estimated bytes.
+inline std::size_t choose_class_model(const uint8_t* units, std::size_t n, uint32_t sample_units,
+                                      uint32_t raw_bits, uint32_t n_symbols, RansModel& model) {
+    Histogram histogram;
+    count_bytes(units, n, sample_log_for(n, sample_units), histogram);
+    if (n > 0) {
+        const FoldedPlane folded = fold_plane(histogram, n, raw_bits);
+        const std::size_t best = try_codes(folded, n, kNarrowBuckets - 1, raw_bits, model);
+        if (best != ~std::size_t{0}) {
+            if (!model.has_escape() || model.n_symbols < kNarrowBuckets - 1) return best;
+            RansModel wide;
+            const std::size_t nbytes = try_codes(folded, n, kWideBuckets - 1, raw_bits, wide);
+            if (nbytes + nbytes / 256 >= best) return best;
+            model = wide;
+            return nbytes;
+        }
+    }
+    const auto symbol = static_cast<uint8_t>(n > 0 ? units[0] >> raw_bits : 0);
+    const auto last = static_cast<uint8_t>(n_symbols - 1);
+    model.raw_bits = raw_bits;
+    model.n_symbols = model.n_codes = 2;
+    model.symbols[0] = std::min(symbol, static_cast<uint8_t>(last - 1));
+    model.symbols[1] = static_cast<uint8_t>(model.symbols[0] + 1);
+    model.freqs[0] = model.symbols[0] == symbol ? kProbSum - 1 : 1;
+    model.freqs[1] = static_cast<uint16_t>(kProbSum - model.freqs[0]);
+    set_escape_byte(model);
+    return model_nbytes(2) + n * raw_bits / 8;
+}
+
+// The models of all classes of a sorted plane; returns the estimated bytes of the stream.
+inline std::size_t choose_class_models(const uint8_t* sorted, const ClassStarts& starts,
+                                       uint32_t sample_units, uint32_t raw_bits,
+                                       PlaneChoice& choice) {
+    const std::size_t n = starts.at[kMaxClasses];
+    std::size_t nbytes = kClassedModelsOffset + (std::size_t{3} << choose_lanes_log(n));
+    for (uint32_t c = 0; c < choice.rule.n_classes; ++c)
+        nbytes +=
+            choose_class_model(sorted + starts.at[c], starts.count(c), sample_units / kMaxClasses,
+                               raw_bits, 256u >> raw_bits, choice.models[c]);
+    return nbytes;
+}
+
+// Symbols of a plane that another leads keep their upper bits: noise begins below.
+constexpr uint32_t kLedRawBits = 4;
+constexpr uint32_t kLedSymbols = 256u >> kLedRawBits;
+constexpr uint32_t kMaxLeadGroups = 48;
+
+// How often each symbol of a plane goes with each group of neighbouring values of the lead.
+struct JointHistogram {
+    uint32_t n_groups = 0;
+    uint8_t first[kMaxLeadGroups];  // smallest value of the lead in a group
+    uint32_t counts[kMaxLeadGroups][kLedSymbols];
+};
+
+// Groups hold at least one in 512 of all units, except for the last. Two tables in turn, so that
+// equal neighbours do not wait for each other's store.
+inline void count_jointly(const uint8_t* lead, const uint8_t* plane, std::size_t n,
+                          JointHistogram& joint) {
+    uint32_t counts[256][kLedSymbols] = {}, odd_counts[256][kLedSymbols] = {};
+    for (std::size_t i = 0; i + 2 <= n; i += 2) {
+        ++counts[lead[i]][plane[i] >> kLedRawBits];
+        ++odd_counts[lead[i + 1]][plane[i + 1] >> kLedRawBits];
+    }
+    if (n % 2 != 0) ++counts[lead[n - 1]][plane[n - 1] >> kLedRawBits];
+    for (uint32_t v = 0; v < 256; ++v)
+        for (uint32_t s = 0; s < kLedSymbols; ++s) counts[v][s] += odd_counts[v][s];
+    joint.n_groups = 0;
+    std::size_t in_group = 0;
+    for (uint32_t v = 0; v < 256; ++v) {
+        std::size_t of_value = 0;
+        for (uint32_t count : counts[v]) of_value += count;
+        if (of_value == 0) continue;
+        const bool opens =
+            joint.n_groups == 0 || (in_group >= n / 512 && joint.n_groups < kMaxLeadGroups);
+        if (opens) {
+            joint.first[joint.n_groups] = static_cast<uint8_t>(v);
+            std::memset(joint.counts[joint.n_groups++], 0, sizeof joint.counts[0]);
+            in_group = 0;
+        }
+        in_group += of_value;
+        for (uint32_t s = 0; s < kLedSymbols; ++s)
+            joint.counts[joint.n_groups - 1][s] += counts[v][s];
+    }
+}
+
+// Cost of the groups [begin, end) as one class, in 2^-16 bits.
+inline uint64_t joint_cost(const JointHistogram& joint, uint32_t begin, uint32_t end) {
+    uint64_t total = 0, cost = 0;
+    uint64_t sums[kLedSymbols] = {};
+    for (uint32_t g = begin; g < end; ++g)
+        for (uint32_t s = 0; s < kLedSymbols; ++s) sums[s] += joint.counts[g][s];
+    for (uint64_t sum : sums) total += sum;
+    for (uint64_t sum : sums)
+        if (sum > 0) {
+            const uint64_t freq = sum * kProbSum / total;
+            cost += sum * kSymbolCost[freq == 0 ? 1 : freq];
+        }
+    return cost;
+}
+
+// The thresholds that cut the lead's values into at most four classes of least cost, by dynamic
+// programming over the groups.
+inline void choose_thresholds(const JointHistogram& joint, ClassRule& rule) {
+    const uint32_t n = joint.n_groups;
+    rule.source = ClassSource::kLead;
+    rule.n_classes = std::min(n, kMaxClasses);
+    uint64_t best[kMaxClasses + 1][kMaxLeadGroups + 1];
+    uint32_t cut[kMaxClasses + 1][kMaxLeadGroups + 1];
+    for (uint32_t end = 1; end <= n; ++end) best[1][end] = joint_cost(joint, 0, end);
+    for (uint32_t k = 2; k <= rule.n_classes; ++k)
+        for (uint32_t end = k; end <= n; ++end) best[k][end] = ~uint64_t{0};
+    for (uint32_t begin = 1; begin < n && rule.n_classes > 1; ++begin)
+        for (uint32_t end = begin + 1; end <= n; ++end) {
+            const uint64_t cost = joint_cost(joint, begin, end);
+            for (uint32_t k = 2; k <= rule.n_classes && k <= begin + 1; ++k) {
+                if (best[k - 1][begin] + cost >= best[k][end]) continue;
+                best[k][end] = best[k - 1][begin] + cost;
+                cut[k][end] = begin;
+            }
+        }
+    uint32_t end = n;
+    for (uint32_t k = rule.n_classes; k > 1; --k) {
+        end = cut[k][end];
+        rule.thresholds[k - 2] = joint.first[end];
+    }
+}
+
+}  // namespace packhorse

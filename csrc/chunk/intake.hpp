@@ -1,0 +1,211 @@
+// Taking in what is encoded: every byte of a source is read once, into memory of the encoder's own,
+// and the content hash and the streams are both made from that copy. So whatever somebody writes to
+// the source meanwhile, a frame decodes to the bytes that its hash names.
+#pragma once
+
+#include <algorithm>
+
+#include "chunk/intake_avx2.hpp"
+#include "chunk/intake_avx512.hpp"
+#include "common/copy.hpp"
+#include "planes/planes.hpp"
+
+namespace packhorse {
+
+// What is not yet in L1 is hashed, split or cast so much at a time.
+constexpr std::size_t kIntakeNbytes = 4 * kXxh3BlockNbytes;
+
+// Where the hashes of a tensor's leaves go, 16 bytes each. A last leaf that is too short for the
+// long form of XXH3 goes to `tail` as it is, which has room for it: its hash is the caller's.
+struct ContentLeaves {
+    uint8_t* digests;
+    uint8_t* tail;
+
+    // From byte `at` on, where a leaf begins.
+    ContentLeaves from(std::size_t at) const {
+        return {digests + at / kContentLeafNbytes * 16, tail};
+    }
+};
+
+// The hashes of `nbytes` bytes, for others that are equal.
+inline void copy_leaves(const ContentLeaves& from, std::size_t nbytes, const ContentLeaves& to) {
+    const std::size_t last = nbytes % kContentLeafNbytes;
+    std::memcpy(to.digests, from.digests,
+                (nbytes + kContentLeafNbytes - 1) / kContentLeafNbytes * 16);
+    if (0 < last && last < kXxh3LongMinNbytes) std::memcpy(to.tail, from.tail, last);
+}
+
+// Copies blocks and adds them to a hash; what is hashed is what was copied.
+inline void take_blocks_portable(const uint8_t* src, std::size_t n_blocks, uint8_t* dst,
+                                 Xxh3Accumulator& acc) {
+    for (std::size_t at = 0; at < n_blocks * kXxh3BlockNbytes; at += kXxh3BlockNbytes) {
+        std::memcpy(dst + at, src + at, kXxh3BlockNbytes);
+        seal(dst);
+        xxh3_blocks(acc, dst + at, 1, Isa::kPortable);
+    }
+}
+
+inline void take_blocks(const uint8_t* src, std::size_t n_blocks, uint8_t* dst,
+                        Xxh3Accumulator& acc, Isa isa) {
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx512) return take_blocks_avx512(src, n_blocks, dst, acc);
+    if (isa >= Isa::kAvx2) return take_blocks_avx2(src, n_blocks, dst, acc);
+#endif
+    (void)isa;
+    take_blocks_portable(src, n_blocks, dst, acc);
+}
+
+// Copies and hashes pieces that come one behind the other, leaf after leaf. A piece does not cross
+// the end of a leaf, and all but the last of a leaf are whole blocks.
+class LeafHasher {
+  public:
+    LeafHasher(const ContentLeaves& leaves, std::size_t nbytes, Isa isa)
+        : leaves_(leaves), left_(nbytes), isa_(isa) {
+        begin_leaf();
+    }
+
+    // The next piece; before `dst`, up to 64 bytes of the copy before are at hand.
+    void take(const uint8_t* src, std::size_t nbytes, uint8_t* dst) {
+        const std::size_t n_blocks =
+            std::min(nbytes / kXxh3BlockNbytes, (in_leaf_ - 1) / kXxh3BlockNbytes);
+        const std::size_t done = n_blocks * kXxh3BlockNbytes;
+        take_blocks(src, n_blocks, dst, acc_, isa_);
+        in_leaf_ -= nbytes;
+        if (in_leaf_ == 0) {
+            std::memcpy(dst + done, src + done, nbytes - done);
+            end_leaf(dst, nbytes);
+        }
+        seal(dst);
+    }
+
+  private:
+    void begin_leaf() {
+        acc_ = {};
+        leaf_nbytes_ = in_leaf_ = std::min(kContentLeafNbytes, left_);
+    }
+
+    void end_leaf(const uint8_t* piece, std::size_t nbytes) {
+        seal(piece);
+        if (leaf_nbytes_ >= kXxh3LongMinNbytes)
+            xxh3_finish(acc_, piece + nbytes, leaf_nbytes_, leaves_.digests, isa_);
+        else
+            std::memcpy(leaves_.tail, piece, nbytes);
+        leaves_.digests += 16;
+        left_ -= leaf_nbytes_;
+        begin_leaf();
+    }
+
+    ContentLeaves leaves_;
+    std::size_t left_;
+    Isa isa_;
+    Xxh3Accumulator acc_;
+    std::size_t leaf_nbytes_ = 0;
+    std::size_t in_leaf_ = 0;
+};
+
+// Brings bytes into the cache. The hardware that fetches what comes next follows a plain run of
+// reads; it loses the thread where much is written in between.
+inline void touch(const uint8_t* src, std::size_t nbytes) {
+    uint32_t sum = 0;
+    for (std::size_t at = 0; at < nbytes; at += 64) sum += src[at];
+    asm volatile("" : : "r"(sum));
+}
+
+// Calls visit(piece, at, nbytes) for all bytes of a source that begins with a leaf, piece by piece
+// and in order. A piece is a copy, good for the time of the call.
+template <class Visit>
+inline void visit_source(const uint8_t* src, std::size_t nbytes, const ContentLeaves& leaves,
+                         Isa isa, const Visit& visit) {
+    alignas(64) uint8_t memory[kXxh3StripeNbytes + kIntakeNbytes];
+    uint8_t* const piece = memory + kXxh3StripeNbytes;
+    std::memset(memory + kIntakeNbytes, 0, kXxh3StripeNbytes);
+    LeafHasher hasher(leaves, nbytes, isa);
+    for (std::size_t at = 0; at < nbytes; at += kIntakeNbytes) {
+        const std::size_t n = std::min(kIntakeNbytes, nbytes - at);
+        std::memcpy(memory, memory + kIntakeNbytes, kXxh3StripeNbytes);
+        hasher.take(src + at, n, piece);
+        visit(static_cast<const uint8_t*>(piece), at, n);
+    }
+}
+
+// Splits units to a place in planes.
+inline void split_planes_at(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
+                            uint8_t* const* planes, std::size_t first, Isa isa) {
+    uint8_t* to[kMaxPlanes];
+    for (uint32_t p = 0; p < spec.n_planes; ++p) to[p] = planes[p] + first;
+    split_planes(src, n, spec, to, isa);
+}
+
+#if PACKHORSE_X86
+
+// Splits a leaf that is long enough to be hashed; its first unit goes to place `first` of planes.
+inline void split_leaf_avx512(const uint8_t* src, std::size_t nbytes, const PlaneSpec& spec,
+                              uint8_t* const* planes, std::size_t first, uint8_t* digest, Isa isa) {
+    // What is behind the blocks, and before it the last line of them.
+    alignas(64) uint8_t memory[kXxh3StripeNbytes + kXxh3BlockNbytes];
+    uint8_t* const rest = memory + kXxh3StripeNbytes;
+    Xxh3Accumulator acc;
+    const std::size_t n_blocks = xxh3_n_blocks(nbytes), done = n_blocks * kXxh3BlockNbytes;
+    uint8_t* to[kMaxPlanes];
+    for (uint32_t p = 0; p < spec.n_planes; ++p) to[p] = planes[p] + first;
+    split_blocks_hashed_any(src, n_blocks, spec, to, acc, memory);
+    std::memcpy(rest, src + done, nbytes - done);
+    seal(memory);
+    xxh3_finish(acc, rest + (nbytes - done), nbytes, digest, isa);
+    split_planes_at(rest, (nbytes - done) / spec.unit_nbytes, spec, to, done / spec.unit_nbytes,
+                    isa);
+}
+
+#endif
+
+// Copies a source that begins with a leaf.
+inline void take_in(const uint8_t* src, std::size_t nbytes, uint8_t* dst,
+                    const ContentLeaves& leaves, Isa isa) {
+    LeafHasher hasher(leaves, nbytes, isa);
+    for (std::size_t at = 0; at < nbytes; at += kContentLeafNbytes)
+        hasher.take(src + at, std::min(kContentLeafNbytes, nbytes - at), dst + at);
+}
+
+// The units of a chunk, which begins with a leaf of its tensor.
+struct ChunkSource {
+    const uint8_t* units;
+    const ContentLeaves* leaves;  // null for a copy that was hashed already
+
+    // All units, in memory of the caller's.
+    void copy_to(uint8_t* dst, std::size_t nbytes, Isa isa) const {
+        if (leaves == nullptr)
+            std::memcpy(dst, units, nbytes);
+        else
+            take_in(units, nbytes, dst, *leaves, isa);
+    }
+
+    // Calls visit(piece, at, nbytes) for the bytes from `start` on, where a leaf begins, to `stop`,
+    // piece by piece and in order.
+    template <class Visit>
+    void visit(std::size_t start, std::size_t stop, Isa isa, const Visit& visit) const {
+        if (leaves == nullptr) return visit(units + start, start, stop - start);
+        visit_source(units + start, stop - start, leaves->from(start), isa,
+                     [&](const uint8_t* piece, std::size_t at, std::size_t nbytes) {
+                         visit(piece, start + at, nbytes);
+                     });
+    }
+
+    // `n` units to planes, as split_planes().
+    void split_to(std::size_t n, const PlaneSpec& spec, uint8_t* const* planes, Isa isa) const {
+        const std::size_t unit = spec.unit_nbytes, nbytes = n * unit;
+        std::size_t done = 0;
+        if (leaves != nullptr) touch(units, nbytes);
+#if PACKHORSE_X86
+        if (leaves != nullptr && has_hashed_split(spec, isa))
+            for (; nbytes - done >= kXxh3LongMinNbytes;
+                 done += std::min(kContentLeafNbytes, nbytes - done))
+                split_leaf_avx512(units + done, std::min(kContentLeafNbytes, nbytes - done), spec,
+                                  planes, done / unit, leaves->from(done).digests, isa);
+#endif
+        visit(done, nbytes, isa, [&](const uint8_t* piece, std::size_t at, std::size_t n_piece) {
+            split_planes_at(piece, n_piece / unit, spec, planes, at / unit, isa);
+        });
+    }
+};
+
+}  // namespace packhorse

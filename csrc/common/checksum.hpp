@@ -1,0 +1,93 @@
+// CRC32C of encoded bytes, and XXH3-128 of logical bytes (docs/format.md, sections 1 and 7).
+//
+// CRC32C: the SSE4.2 instruction has a latency of three cycles and a throughput of one, so three
+// streams run side by side and are joined by the linear operator "append L zero bytes", held as
+// four tables of 256 (one for each byte of the register). Without the instruction two do. Where
+// there are carry-less products of vectors, 256 bytes are folded into the next 256 instead, twice
+// as fast. XXH3: only inputs above 240 bytes; the short forms are left to the caller (Python's
+// xxhash), who meets at most one a tensor. Source: the XXH3 specification, doc/xxhash_spec.md of
+// the xxHash project.
+//
+// The loops are in common/checksum_avx512.hpp, common/checksum_avx2.hpp and
+// common/checksum_portable.hpp.
+#pragma once
+
+#include "common/checksum_avx2.hpp"
+#include "common/checksum_avx512.hpp"
+#include "common/checksum_portable.hpp"
+#include "common/dispatch.hpp"
+
+namespace packhorse {
+
+// Continues a CRC register, which begins as ~0 and whose complement is the CRC.
+inline uint32_t crc32c_continue(uint32_t crc, const uint8_t* src, std::size_t nbytes, Isa isa) {
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx512 && nbytes >= kCrcFoldMinNbytes && has_vpclmulqdq())
+        return crc32c_folding(crc, src, nbytes);
+    if (isa >= Isa::kAvx2) return crc32c_hardware(crc, src, nbytes);
+#endif
+    (void)isa;
+    return crc32c_portable(crc, src, nbytes);
+}
+
+inline uint32_t crc32c(const uint8_t* src, std::size_t nbytes, Isa isa) {
+    return ~crc32c_continue(~0u, src, nbytes, isa);
+}
+
+inline void xxh3_stripes(Xxh3Accumulator& acc, const uint8_t* src, std::size_t n_stripes, Isa isa) {
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx512) return xxh3_stripes_avx512(acc, src, n_stripes);
+    if (isa >= Isa::kAvx2) return xxh3_stripes_avx2(acc, src, n_stripes);
+#endif
+    (void)isa;
+    xxh3_stripes_portable(acc, src, n_stripes);
+}
+
+inline uint64_t xxh3_merge(const Xxh3Accumulator& acc, const uint8_t* secret, uint64_t start) {
+    uint64_t sum = start;
+    for (std::size_t i = 0; i < 4; ++i) {
+        const auto product =
+            static_cast<unsigned __int128>(acc.lanes[2 * i] ^ load<uint64_t>(secret + 16 * i)) *
+            (acc.lanes[2 * i + 1] ^ load<uint64_t>(secret + 16 * i + 8));
+        sum += static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+    }
+    sum ^= sum >> 37;
+    sum *= 0x165667919E3779F9;
+    return sum ^ sum >> 32;
+}
+
+// Full blocks; the last block of an input is never one of them.
+inline void xxh3_blocks(Xxh3Accumulator& acc, const uint8_t* src, std::size_t n_blocks, Isa isa) {
+    for (std::size_t block = 0; block < n_blocks; ++block) {
+        xxh3_stripes(acc, src + block * kXxh3BlockNbytes, kXxh3StripesPerBlock, isa);
+        xxh3_scramble(acc);
+    }
+}
+
+constexpr std::size_t xxh3_n_blocks(std::size_t nbytes) {
+    return (nbytes - 1) / kXxh3BlockNbytes;
+}
+
+// The 16 canonical bytes of `nbytes` bytes that end at `end`, after all full blocks of them; only
+// what is behind those, and the last 64 bytes, are looked at.
+inline void xxh3_finish(Xxh3Accumulator& acc, const uint8_t* end, std::size_t nbytes, uint8_t* dst,
+                        Isa isa) {
+    const std::size_t rest = nbytes - xxh3_n_blocks(nbytes) * kXxh3BlockNbytes;
+    xxh3_stripes(acc, end - rest, (rest - 1) / kXxh3StripeNbytes, isa);
+    xxh3_stripe_portable(acc, end - kXxh3StripeNbytes,
+                         kXxh3Secret + kXxh3SecretNbytes - kXxh3StripeNbytes - 7);
+    const uint64_t low = xxh3_merge(acc, kXxh3Secret + 11, nbytes * kXxhPrime64_1);
+    const uint64_t high = xxh3_merge(acc, kXxh3Secret + kXxh3SecretNbytes - kXxh3StripeNbytes - 11,
+                                     ~(nbytes * kXxhPrime64_2));
+    store(dst, __builtin_bswap64(high));
+    store(dst + 8, __builtin_bswap64(low));
+}
+
+// XXH3-128 of `nbytes` >= kXxh3LongMinNbytes bytes, as its 16 canonical bytes.
+inline void xxh3_128_long(const uint8_t* src, std::size_t nbytes, uint8_t* dst, Isa isa) {
+    Xxh3Accumulator acc;
+    xxh3_blocks(acc, src, xxh3_n_blocks(nbytes), isa);
+    xxh3_finish(acc, src + nbytes, nbytes, dst, isa);
+}
+
+}  // namespace packhorse

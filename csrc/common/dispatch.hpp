@@ -1,0 +1,135 @@
+// Which instruction set a call uses. The choice is an argument of every operation: there is no
+// global state, and a caller can force a path. A function marked PACKHORSE_AVX2 or PACKHORSE_AVX512
+// may be called only if detect_isa() is at least that.
+//
+// kAvx512 needs F, BW, DQ and VL (Skylake-X and later). kAvx512Vbmi2 needs VBMI2 as well (Ice Lake,
+// Zen 4 and later), whose expanding and compressing of bytes puts units in the order by class and
+// back; all else is as with kAvx512. VBMI is not asked for: the two-register permutes of 32-bit
+// elements that the rANS decoder keeps its tables in are AVX-512F, and nothing else gained from
+// byte permutes.
+#pragma once
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "Packhorse's C++ core is written for little-endian machines"
+#endif
+
+#if defined(__x86_64__)
+#define PACKHORSE_X86 1
+#include <immintrin.h>
+#define PACKHORSE_AVX2 __attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt,sse4.2")))
+#define PACKHORSE_AVX512                                                             \
+    __attribute__((                                                                  \
+        target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
+               "2")))
+#define PACKHORSE_AVX512_VBMI2                                                                   \
+    __attribute__((                                                                              \
+        target("avx512vbmi2,avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
+               "2")))
+// For functions that has_vpclmulqdq() allows besides.
+#define PACKHORSE_VPCLMULQDQ                                                         \
+    __attribute__((                                                                  \
+        target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
+               "2,pclmul,vpclmulqdq")))
+#else
+#define PACKHORSE_X86 0
+#endif
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/layout.hpp"
+
+namespace packhorse {
+
+// What will be needed next: memory to read and memory to write, to be fetched into L2 a little at a
+// time while a slow loop computes. Coding takes about as long as the memory traffic of a chunk;
+// without this the two follow each other, with it they overlap (docs/decisions.md). Addresses are
+// never dereferenced and may lie outside of any buffer.
+struct Ahead {
+    uintptr_t read = 0;
+    uintptr_t write = 0;
+    std::size_t read_step = 0;  // bytes for each round of 128 units
+    std::size_t write_step = 0;
+
+    PACKHORSE_INLINE void step() {
+        for (const uintptr_t end = read + read_step; read < end; read += 64)
+            __builtin_prefetch(reinterpret_cast<const void*>(read), 0, 2);
+        for (const uintptr_t end = write + write_step; write < end; write += 64)
+            __builtin_prefetch(reinterpret_cast<const void*>(write), 1, 2);
+    }
+};
+
+enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vbmi2 = 3 };
+
+// Each path may do what those below it may, so ask by >=.
+bool operator==(Isa, Isa) = delete;
+
+inline Isa detect_isa() {
+#if PACKHORSE_X86
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") &&
+                      __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") &&
+                      __builtin_cpu_supports("sse4.2");
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (avx2 && avx512)
+        return __builtin_cpu_supports("avx512vbmi2") ? Isa::kAvx512Vbmi2 : Isa::kAvx512;
+    if (avx2) return Isa::kAvx2;
+#endif
+    return Isa::kPortable;
+}
+
+// Carry-less products of whole vectors, which the first processors with AVX-512 lack (Cascade Lake;
+// Ice Lake and Zen 4 have them).
+inline bool has_vpclmulqdq() {
+#if PACKHORSE_X86
+    return __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("pclmul");
+#else
+    return false;
+#endif
+}
+
+// Runs a loop that compilers vectorise, with AVX2 where it is allowed. `work` is a lambda marked
+// PACKHORSE_VECTORISED, so that it is compiled into its caller and for its caller's instructions;
+// it and its captures are values, or stores to bytes might change them and nothing would be
+// vectorised.
+#define PACKHORSE_VECTORISED __attribute__((always_inline))
+
+#if PACKHORSE_X86
+template <class Work>
+PACKHORSE_AVX2 inline void run_avx2(Work work) {
+    work();
+}
+
+template <class Work>
+PACKHORSE_AVX512 inline void run_avx512(Work work) {
+    work();
+}
+#endif
+
+template <class Work>
+inline void vectorised(Isa isa, Work work) {
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx2) return run_avx2(work);
+#endif
+    (void)isa;
+    work();
+}
+
+// The same with AVX-512 where it is allowed, for loops that gain by it.
+template <class Work>
+inline void vectorised_wide(Isa isa, Work work) {
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx512) return run_avx512(work);
+#endif
+    vectorised(isa, work);
+}
+
+// Keeps the compiler from replacing a store and narrower loads of `value` by shuffles, which are
+// slower: one port does them all.
+template <class T>
+PACKHORSE_INLINE void keep_in_memory(T& value) {
+    asm("" : "+m"(value));
+}
+
+}  // namespace packhorse

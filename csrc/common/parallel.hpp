@@ -1,0 +1,64 @@
+// Threads for one call: they are started for it and joined before it returns. Nothing outlives the
+// call, so nothing breaks after fork or at interpreter shutdown, and concurrent calls do not meet.
+// Starting a thread costs about as much as coding a tenth of a chunk.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "common/layout.hpp"
+
+namespace packhorse {
+
+// Calls work(worker, item) once for every item, items in ascending order of start; work must not
+// throw.
+template <class Work>
+void parallel_for(std::size_t n_items, std::size_t n_workers, const Work& work) {
+    std::atomic<std::size_t> next{0};
+    const auto run = [&](std::size_t worker) {
+        for (std::size_t item = next.fetch_add(1); item < n_items; item = next.fetch_add(1))
+            work(worker, item);
+    };
+    std::vector<std::thread> threads;
+    threads.reserve(n_workers);
+    try {
+        for (std::size_t worker = 1; worker < n_workers && worker < n_items; ++worker)
+            threads.emplace_back(run, worker);
+    } catch (const std::exception&) {
+        // The system gives no more threads, or no memory for one: those that run, and this one, do
+        // all the work.
+    }
+    run(0);
+    for (std::thread& thread : threads) thread.join();
+}
+
+// Gives each chunk its place in the output, in chunk order whatever the order of finishing, so that
+// the bytes do not depend on the number of threads.
+class OrderedOutput {
+  public:
+    // Blocks until all earlier chunks have their place. Workers take chunks in order, so the first
+    // unplaced one is always being worked on.
+    std::size_t reserve(std::size_t chunk, std::size_t nbytes) {
+        std::unique_lock lock(mutex_);
+        turn_.wait(lock, [&] { return next_ == chunk; });
+        const std::size_t offset = used_;
+        used_ += nbytes;
+        ++next_;
+        turn_.notify_all();
+        return offset;
+    }
+
+    std::size_t used() const { return used_; }
+
+  private:
+    std::mutex mutex_;
+    std::condition_variable turn_;
+    std::size_t next_ = 0;
+    std::size_t used_ = 0;
+};
+
+}  // namespace packhorse

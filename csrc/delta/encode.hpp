@@ -1,0 +1,577 @@
+// Encoding a chunk as differences from a base (docs/format.md, 6.6): from a sample the classes, the
+// shift of each and what all would take; then differences, sorted by class, cut into tokens, raw
+// bits and extra bits; then the tokens by rANS.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <type_traits>
+#include <vector>
+
+#include "chunk/choose.hpp"
+#include "chunk/intake.hpp"
+#include "delta/order.hpp"
+#include "rans/encode.hpp"
+
+namespace packhorse {
+
+// Runs of so many units, so many in all, are looked at to choose classes and shifts.
+constexpr std::size_t kDeltaSampleRun = 64;
+constexpr std::size_t kDeltaSampleUnits = 8192;
+constexpr std::size_t kLeastDeltaSample = 2048;
+constexpr std::size_t kShiftSample = 1024;  // of these, so many to choose shifts by
+// Keys are put together in at most so many groups before they are cut into classes.
+constexpr uint32_t kMaxDeltaGroups = 20;
+constexpr uint32_t kLengthBins = 65;  // bits of the size of a difference of up to 64 bits
+
+// Differences of a sample, by the key of their base.
+struct DeltaSample {
+    std::size_t n = 0;
+    uint8_t keys[kDeltaSampleUnits];
+    uint64_t differences[kDeltaSampleUnits];  // sign extended
+    uint64_t by_class[2 * kShiftSample];      // some of them, class after class
+};
+
+template <class Unit, bool kFloat>
+PACKHORSE_INLINE uint64_t difference_of(const uint8_t* unit, const uint8_t* base) {
+    const auto d = static_cast<Unit>(to_ordered<Unit, kFloat>(load<Unit>(unit)) -
+                                     to_ordered<Unit, kFloat>(load<Unit>(base)));
+    return static_cast<uint64_t>(static_cast<int64_t>(static_cast<std::make_signed_t<Unit>>(d)));
+}
+
+// At most `n_units` in runs that are spread evenly.
+template <class Unit, bool kFloat>
+inline void take_delta_sample(const uint8_t* src, const uint8_t* base, std::size_t n,
+                              DeltaSample& sample) {
+    const std::size_t wanted = std::clamp(n / 32, kLeastDeltaSample, kDeltaSampleUnits);
+    const std::size_t n_runs = std::max<std::size_t>(1, std::min(wanted, n) / kDeltaSampleRun);
+    const std::size_t run = std::min(n, kDeltaSampleRun);
+    const std::size_t gap = n_runs > 1 ? (n - run) / (n_runs - 1) : 0;
+    sample.n = 0;
+    for (std::size_t r = 0; r < n_runs; ++r) {
+        const std::size_t first = r * gap;
+        // Runs lie apart, so no hardware fetches the next ones.
+        __builtin_prefetch(src + (first + 4 * gap) * sizeof(Unit));
+        __builtin_prefetch(base + (first + 4 * gap) * sizeof(Unit));
+        for (std::size_t i = first; i < first + run; ++i, ++sample.n) {
+            const std::size_t at = i * sizeof(Unit);
+            sample.keys[sample.n] = key_of<Unit, kFloat>(load<Unit>(base + at));
+            sample.differences[sample.n] = difference_of<Unit, kFloat>(src + at, base + at);
+        }
+    }
+}
+
+PACKHORSE_INLINE uint32_t length_of(uint64_t difference) {
+    const uint64_t sign = spread_sign(difference);
+    const uint64_t size = (difference ^ sign) - sign;
+    // Zero, which nobody can foresee, is no branch so.
+    return static_cast<uint32_t>(std::bit_width(size | 1)) - (size == 0 ? 1 : 0);
+}
+
+// Groups of neighbouring keys, and how often each length occurs in them, as sums from the first
+// group on.
+struct DeltaGroups {
+    uint32_t n = 0;
+    uint32_t n_bins = 0;             // lengths that can occur
+    uint8_t first[kMaxDeltaGroups];  // smallest key of a group
+    uint32_t sums[kMaxDeltaGroups + 1][kLengthBins] = {};
+};
+
+inline void group_keys(const DeltaSample& sample, DeltaGroups& groups) {
+    uint32_t counts[256] = {};
+    for (std::size_t i = 0; i < sample.n; ++i) ++counts[sample.keys[i]];
+    uint8_t group_of[256];
+    std::size_t in_group = 0;
+    for (uint32_t key = 0; key < 256; ++key) {
+        const bool opens = groups.n == 0 || (in_group >= sample.n / 32 && counts[key] > 0 &&
+                                             groups.n < kMaxDeltaGroups);
+        if (opens) {
+            groups.first[groups.n++] = static_cast<uint8_t>(key);
+            in_group = 0;
+        }
+        in_group += counts[key];
+        group_of[key] = static_cast<uint8_t>(groups.n - 1);
+    }
+    for (std::size_t i = 0; i < sample.n; ++i)
+        ++groups.sums[group_of[sample.keys[i]] + 1][length_of(sample.differences[i])];
+    for (uint32_t g = 0; g < groups.n; ++g)
+        for (uint32_t b = 0; b < kLengthBins; ++b) groups.sums[g + 1][b] += groups.sums[g][b];
+}
+
+// x log2 x in 2^-16 bits, for counts of a sample. (log2_fixed takes numbers up to 2^31.)
+constexpr std::array<uint64_t, kDeltaSampleUnits + 1> make_count_costs() {
+    std::array<uint64_t, kDeltaSampleUnits + 1> table{};
+    for (uint32_t x = 1; x <= kDeltaSampleUnits; ++x) table[x] = uint64_t{x} * log2_fixed(x);
+    return table;
+}
+
+inline constexpr std::array<uint64_t, kDeltaSampleUnits + 1> kCountCosts = make_count_costs();
+
+// What counts of a sample cost at their entropy, in 2^-16 bits.
+inline uint64_t cost_of_counts(const uint32_t* counts, uint32_t n_counts) {
+    uint32_t total = 0;
+    uint64_t saved = 0;
+    for (uint32_t i = 0; i < n_counts; ++i) {
+        total += counts[i];
+        saved += kCountCosts[counts[i]];
+    }
+    return kCountCosts[total] - saved;
+}
+
+// Cost of the groups [begin, end) as one class, but for the bits below the length's, which are the
+// same in every class.
+inline uint64_t groups_cost(const DeltaGroups& groups, uint32_t begin, uint32_t end) {
+    uint32_t counts[kLengthBins];
+    for (uint32_t b = 0; b < groups.n_bins; ++b)
+        counts[b] = groups.sums[end][b] - groups.sums[begin][b];
+    return cost_of_counts(counts, groups.n_bins);
+}
+
+// The thresholds that cut the keys into classes of least cost, by dynamic programming over the
+// groups; `class_cost` is what another class costs.
+inline void choose_delta_thresholds(const DeltaGroups& groups, uint64_t class_cost,
+                                    DeltaRule& rule) {
+    constexpr uint64_t kNever = ~uint64_t{0};
+    const uint32_t n = groups.n;
+    uint64_t best[kMaxDeltaClasses + 1][kMaxDeltaGroups + 1];
+    uint32_t cut[kMaxDeltaClasses + 1][kMaxDeltaGroups + 1] = {};
+    for (auto& row : best) std::fill(std::begin(row), std::end(row), kNever);
+    best[0][0] = 0;
+    for (uint32_t begin = 0; begin < n; ++begin)
+        for (uint32_t end = begin + 1; end <= n; ++end) {
+            const uint64_t cost = groups_cost(groups, begin, end) + class_cost;
+            for (uint32_t k = 1; k <= kMaxDeltaClasses; ++k) {
+                if (best[k - 1][begin] == kNever || best[k - 1][begin] + cost >= best[k][end])
+                    continue;
+                best[k][end] = best[k - 1][begin] + cost;
+                cut[k][end] = begin;
+            }
+        }
+    rule.n_classes = 1;
+    for (uint32_t k = 2; k <= kMaxDeltaClasses; ++k)
+        if (best[k][n] < best[rule.n_classes][n]) rule.n_classes = k;
+    uint32_t end = n;
+    for (uint32_t k = rule.n_classes; k > 1; --k) {
+        end = cut[k][end];
+        rule.thresholds[k - 2] = groups.first[end];
+    }
+}
+
+PACKHORSE_INLINE uint32_t token_of(int64_t t) {
+    if (t >= -kTokenBias && t < kTokenBias) return static_cast<uint32_t>(t + kTokenBias);
+    const uint64_t m = static_cast<uint64_t>(t) ^ spread_sign(static_cast<uint64_t>(t));
+    const auto length = static_cast<uint32_t>(std::bit_width(m));
+    return std::min(length + kTokenLengthBias, kDeltaFullToken);
+}
+
+// Cost of a class of a sample under a shift, in 2^-16 bits.
+inline uint64_t shift_cost(const uint64_t* differences, std::size_t n, uint32_t shift) {
+    uint32_t counts[kDeltaTokens] = {};
+    for (std::size_t i = 0; i < n; ++i)
+        ++counts[token_of(static_cast<int64_t>(differences[i]) >> shift)];
+    uint64_t bits = uint64_t{shift} * n;
+    for (uint32_t token = kDeltaDirectTokens; token < kDeltaTokens; ++token)
+        bits += uint64_t{counts[token]} * extra_bits_of(token);
+    return cost_of_counts(counts, kDeltaTokens) + (bits << kCostBits);
+}
+
+// The best shift of a class, near the one under which nine in ten are direct; returns its cost.
+inline uint64_t choose_shift(const uint64_t* differences, std::size_t n, uint32_t unit_bits,
+                             uint8_t& shift) {
+    shift = 0;
+    if (n == 0) return 0;
+    uint32_t lengths[kLengthBins] = {};
+    for (std::size_t i = 0; i < n; ++i) ++lengths[length_of(differences[i])];
+    std::size_t below = 0;
+    uint32_t length = 0;
+    for (; length < kLengthBins && 10 * (below += lengths[length]) < 9 * n; ++length) {
+    }
+    const uint32_t middle = length > 4 ? length - 4 : 0;
+    const uint32_t first = middle > 2 ? middle - 2 : 0;
+    uint64_t best = ~uint64_t{0};
+    for (uint32_t s = first; s <= middle + 1 && s < unit_bits; ++s) {
+        const uint64_t cost = shift_cost(differences, n, s);
+        if (cost >= best) continue;
+        best = cost;
+        shift = static_cast<uint8_t>(s);
+    }
+    return best;
+}
+
+// Some of the differences, class after class; `starts` says where each class begins, and the last
+// one ends.
+inline void sort_sample(const DeltaRule& rule, DeltaSample& sample, std::size_t* starts) {
+    uint8_t class_of[256] = {};
+    for (uint32_t key = 0; key < 256; ++key)
+        for (uint32_t t = 0; t + 1 < rule.n_classes; ++t)
+            class_of[key] = static_cast<uint8_t>(class_of[key] + (key >= rule.thresholds[t]));
+    std::size_t next[kMaxDeltaClasses + 1] = {};
+    const std::size_t step = std::max<std::size_t>(1, sample.n / kShiftSample);
+    for (std::size_t i = 0; i < sample.n; i += step) ++next[class_of[sample.keys[i]] + 1];
+    for (uint32_t c = 0; c < kMaxDeltaClasses; ++c) next[c + 1] += next[c];
+    std::copy(std::begin(next), std::end(next), starts);
+    for (std::size_t i = 0; i < sample.n; i += step)
+        sample.by_class[next[class_of[sample.keys[i]]]++] = sample.differences[i];
+}
+
+// The rule for a sample, and the estimated bytes of a stream for `n` units.
+inline std::size_t choose_delta_rule(DeltaSample& sample, std::size_t n, uint32_t unit_bits,
+                                     DeltaRule& rule) {
+    constexpr uint64_t kClassBits = 8 * 40;  // a model, and a round that is not full
+    DeltaGroups groups;
+    groups.n_bins = unit_bits + 1;
+    group_keys(sample, groups);
+    choose_delta_thresholds(groups, (kClassBits << kCostBits) * sample.n / n, rule);
+    std::size_t starts[kMaxDeltaClasses + 1];
+    sort_sample(rule, sample, starts);
+    uint64_t cost = 0;
+    for (uint32_t c = 0; c < rule.n_classes; ++c)
+        cost += choose_shift(sample.by_class + starts[c], starts[c + 1] - starts[c], unit_bits,
+                             rule.shifts[c]);
+    return kDeltaModelsOffset + rule.n_classes * kClassBits / 8 +
+           (std::size_t{4} << choose_lanes_log(n)) +
+           scale_cost(cost, static_cast<uint32_t>(starts[kMaxDeltaClasses]), n);
+}
+
+// Writes fields of up to 64 bits from bit 0 on, into memory that grows.
+class BitWriter {
+  public:
+    void put(uint64_t value, uint32_t n) {
+        if (n > 32) {
+            put(value & 0xFFFFFFFF, 32);
+            return put(value >> 32, n - 32);
+        }
+        pending_ |= (value & ((uint64_t{1} << n) - 1)) << n_pending_;
+        n_pending_ += n;
+        if (n_pending_ < 32) return;
+        flush(4);
+        pending_ >>= 32;
+        n_pending_ -= 32;
+    }
+
+    // After the last field: all bytes.
+    const std::vector<uint8_t>& finish() {
+        flush((n_pending_ + 7) / 8);
+        bytes_.resize(used_);
+        return bytes_;
+    }
+
+  private:
+    void flush(std::size_t nbytes) {
+        if (bytes_.size() < used_ + 8) bytes_.resize(2 * bytes_.size() + 4096);
+        store(bytes_.data() + used_, pending_);
+        used_ += nbytes;
+    }
+
+    std::vector<uint8_t> bytes_;
+    std::size_t used_ = 0;
+    uint64_t pending_ = 0;
+    uint32_t n_pending_ = 0;  // below 32 between calls
+};
+
+inline void put_long_token(int64_t t, uint32_t token, BitWriter& extra) {
+    const auto bits = static_cast<uint64_t>(t);
+    if (token == kDeltaFullToken) return extra.put(bits, kFullTokenBits);
+    const uint64_t sign = spread_sign(bits);
+    extra.put((bits ^ sign) << 1 | (sign & 1), token - kTokenLengthBias);
+}
+
+constexpr uint8_t kLongMark = 0x80;  // a bit that no token has, for one that is not direct
+
+// Tokens of a class, and the extra bits of those that are not direct.
+template <class Unit>
+inline void make_tokens(const Unit* differences, std::size_t n, uint32_t shift,
+                        uint8_t* __restrict tokens, BitWriter& extra, Isa isa) {
+    using Signed = std::make_signed_t<Unit>;
+    vectorised(isa, [=]() PACKHORSE_VECTORISED {
+        for (std::size_t i = 0; i < n; ++i) {
+            const auto t = static_cast<Unit>(static_cast<Signed>(differences[i]) >> shift);
+            const auto direct = static_cast<Unit>(t + static_cast<Unit>(kTokenBias));
+            tokens[i] = direct < kDeltaDirectTokens ? static_cast<uint8_t>(direct) : kLongMark;
+        }
+    });
+    for_each_marked(tokens, n, kLongMark, isa, [&](std::size_t i) PACKHORSE_VECTORISED {
+        const int64_t t = int64_t{static_cast<Signed>(differences[i])} >> shift;
+        tokens[i] = static_cast<uint8_t>(token_of(t));
+        put_long_token(t, tokens[i], extra);
+    });
+}
+
+// Replaces the marks of a class without raw bits; `long_ones` are the differences they stand for.
+template <class Unit>
+inline void complete_tokens(const Unit* long_ones, std::size_t n, uint8_t* tokens, BitWriter& extra,
+                            Isa isa) {
+    using Signed = std::make_signed_t<Unit>;
+    for_each_marked(tokens, n, kLongMark, isa, [&](std::size_t i) PACKHORSE_VECTORISED {
+        const int64_t t{static_cast<Signed>(*long_ones++)};
+        tokens[i] = static_cast<uint8_t>(token_of(t));
+        put_long_token(t, tokens[i], extra);
+    });
+}
+
+// Writes the raw bits of a class; `part` has room for a byte each. Returns the end.
+template <class Unit>
+inline uint8_t* write_delta_raw(const Unit* differences, std::size_t n, uint32_t shift,
+                                uint8_t* part, uint8_t* dst, Isa isa) {
+    const auto copy_byte = [=](uint32_t p, uint8_t* __restrict to) {
+        vectorised(isa, [=]() PACKHORSE_VECTORISED {
+            for (std::size_t i = 0; i < n; ++i)
+                to[i] = static_cast<uint8_t>(differences[i] >> (8 * p));
+        });
+    };
+    for (uint32_t p = 0; p < shift / 8; ++p, dst += n) copy_byte(p, dst);
+    if (shift % 8 == 0) return dst;
+    copy_byte(shift / 8, part);
+    return write_raw_bits(part, n, {shift % 8, (1u << shift % 8) - 1}, dst, isa);
+}
+
+// One worker's memory; rows of kDeltaSlackNbytes more than they need.
+struct DeltaScratch {
+    uint8_t* keys;         // chunk units
+    uint8_t* tokens;       // chunk units, in the order by class, and slack behind each class
+    uint8_t* part;         // chunk units
+    uint8_t* differences;  // chunk units, in the order by class, and slack behind each class
+    uint8_t* source;       // chunk units, as they were taken in
+    uint8_t* base;         // the same of the base, cast
+    DeltaSample* sample;
+    RansModel models[kMaxDeltaClasses];
+};
+
+// Memory that the rows and the sample take.
+constexpr std::size_t delta_encode_nbytes(std::size_t n, uint32_t unit_nbytes) {
+    const auto row = [](std::size_t nbytes) { return round_up(nbytes, 64) + kDeltaSlackNbytes; };
+    const std::size_t slack = kMaxDeltaClasses * kDeltaSlackNbytes;
+    return 2 * row(n) + row(n + slack) + row(n * unit_nbytes + slack) + 2 * row(n * unit_nbytes) +
+           round_up(sizeof(DeltaSample), 64);
+}
+
+inline DeltaScratch place_delta_scratch(uint8_t* at, std::size_t n, uint32_t unit_nbytes) {
+    const auto take = [&](std::size_t nbytes) {
+        uint8_t* const row = at;
+        at += round_up(nbytes, 64) + kDeltaSlackNbytes;
+        return row;
+    };
+    constexpr std::size_t slack = kMaxDeltaClasses * kDeltaSlackNbytes;
+    DeltaScratch scratch;
+    scratch.keys = take(n);
+    scratch.tokens = take(n + slack);
+    scratch.part = take(n);
+    scratch.differences = take(n * unit_nbytes + slack);
+    scratch.source = take(n * unit_nbytes);
+    scratch.base = take(n * unit_nbytes);
+    scratch.sample = reinterpret_cast<DeltaSample*>(at);
+    return scratch;
+}
+
+// A chunk while it is encoded as differences.
+template <class Unit, bool kFloat>
+class DeltaChunkEncoder {
+  public:
+    DeltaChunkEncoder(DeltaScratch& scratch, const DeltaRule& rule, std::size_t n, Isa isa)
+        : scratch_(scratch),
+          n_(n),
+          isa_(isa),
+          n_wide_(first_narrow_class(rule)),
+          moves_(rule, isa),
+          classes_(rule),
+          differences_(reinterpret_cast<Unit*>(scratch.differences)) {
+        header_.rule = rule;
+        header_.lanes_log = choose_lanes_log(n);
+    }
+
+    // Writes the stream, of fewer than `capacity` bytes; 0 if it would be longer. `words` has room
+    // for two bytes a unit, `escapes` for one.
+    std::size_t encode(const uint8_t* src, const uint8_t* base, Level level, uint8_t* words_end,
+                       uint8_t* escapes_end, RansEncodeTables& tables, uint8_t* dst,
+                       std::size_t capacity) {
+        sort(src, base);
+        const std::size_t raw_at = choose_models(level);
+        std::size_t raw_nbytes = 0;
+        for (uint32_t c = 0; c < header_.rule.n_classes; ++c)
+            raw_nbytes += delta_raw_nbytes(starts_.count(c), header_.rule.shifts[c]);
+        const std::vector<uint8_t>& extra = extra_.finish();
+        header_.extra_nbytes = extra.size();
+        if (raw_at + raw_nbytes + header_.extra_nbytes >= capacity) return 0;
+        const RansEncoded encoded = encode_tokens(words_end, escapes_end, tables);
+        header_.n_escapes = static_cast<std::size_t>(escapes_end - encoded.escapes);
+        const auto words_nbytes = static_cast<std::size_t>(words_end - encoded.words);
+        const std::size_t nbytes =
+            raw_at + raw_nbytes + header_.extra_nbytes + header_.n_escapes + words_nbytes;
+        if (nbytes >= capacity) return 0;
+        uint8_t* at = write_front(encoded, dst);
+        at = std::copy(extra.begin(), extra.end(), at);
+        std::memcpy(at, encoded.escapes, header_.n_escapes);
+        std::memcpy(at + header_.n_escapes, encoded.words, words_nbytes);
+        return nbytes;
+    }
+
+  private:
+    // Where the differences of a class are, or the long ones of a narrow class. Between classes
+    // there is room for whole registers.
+    Unit* place(uint32_t c) const {
+        return differences_ + starts_.at[c] + c * (kDeltaSlackNbytes / sizeof(Unit));
+    }
+
+    uint8_t* tokens_of(uint32_t c) const {
+        return scratch_.tokens + starts_.at[c] + c * kDeltaSlackNbytes;
+    }
+
+    // Tokens of narrow classes, and differences of the others, in the order by class.
+    void sort(const uint8_t* src, const uint8_t* base) {
+        const DeltaRule& rule = header_.rule;
+        fill_keys<Unit, kFloat>(base, n_, scratch_.keys, isa_);
+        starts_ = count_delta_classes(scratch_.keys, n_, rule, isa_);
+        Unit* to[kMaxDeltaClasses];
+        uint8_t* tokens_to[kMaxDeltaClasses];
+        for (uint32_t c = 0; c < kMaxDeltaClasses; ++c) {
+            to[c] = place(c);
+            tokens_to[c] = tokens_of(c);
+        }
+        for (std::size_t at = 0; at < n_; at += kDeltaBlockUnits) {
+            const std::size_t n = std::min(kDeltaBlockUnits, n_ - at);
+            alignas(64) Unit block[kDeltaBlockUnits];
+            subtract(src + at * sizeof(Unit), base + at * sizeof(Unit), n, block);
+            const uint8_t* const keys = scratch_.keys + at;
+            if (moves_.units.last > 0)
+                sort_units(static_cast<const Unit*>(block), keys, n, rule, moves_.units, classes_,
+                           to, isa_);
+            if (moves_.bytes.first < rule.n_classes) sort_block(block, keys, n, to, tokens_to);
+        }
+    }
+
+    // Tokens of a block, and the differences of those that are marked.
+    void sort_block(const Unit* block, const uint8_t* keys, std::size_t n, Unit** to,
+                    uint8_t** tokens_to) {
+        const DeltaRule& rule = header_.rule;
+        const bool has_narrow = n_wide_ < rule.n_classes;
+        const uint8_t least = has_narrow && n_wide_ > 0 ? rule.thresholds[n_wide_ - 1] : 0;
+        const uint8_t wide_token = moves_.units.last > 0 ? 0 : kLongMark;
+        alignas(64) uint8_t memory[kDeltaBlockUnits];
+        uint8_t* const tokens = memory;
+        vectorised(isa_, [=]() PACKHORSE_VECTORISED {
+            uint8_t* __restrict out = tokens;
+            for (std::size_t i = 0; i < n; ++i) {
+                const auto direct = static_cast<Unit>(block[i] + static_cast<Unit>(kTokenBias));
+                const uint8_t token =
+                    direct < kDeltaDirectTokens ? static_cast<uint8_t>(direct) : kLongMark;
+                out[i] = has_narrow && keys[i] >= least ? token : wide_token;
+            }
+        });
+        sort_tokens(tokens, keys, n, rule, moves_.bytes, classes_, tokens_to, isa_);
+        for_each_marked(tokens, n, kLongMark, isa_, [&](std::size_t i) PACKHORSE_VECTORISED {
+            *to[classes_.of[keys[i]]]++ = block[i];
+        });
+    }
+
+    void subtract(const uint8_t* src, const uint8_t* base, std::size_t n, Unit* __restrict out) {
+        vectorised(isa_, [=]() PACKHORSE_VECTORISED {
+            for (std::size_t i = 0; i < n; ++i)
+                out[i] = static_cast<Unit>(
+                    to_ordered<Unit, kFloat>(load<Unit>(src + i * sizeof(Unit))) -
+                    to_ordered<Unit, kFloat>(load<Unit>(base + i * sizeof(Unit))));
+        });
+    }
+
+    // Tokens, extra bits and models; returns the bytes before the raw bits.
+    std::size_t choose_models(Level level) {
+        std::size_t at = kDeltaModelsOffset + (std::size_t{4} << header_.lanes_log);
+        for (uint32_t c = 0; c < header_.rule.n_classes; ++c) {
+            const std::size_t count = starts_.count(c);
+            uint8_t* const tokens = tokens_of(c);
+            if (c < n_wide_)
+                make_tokens(place(c), count, header_.rule.shifts[c], tokens, extra_, isa_);
+            else
+                complete_tokens(place(c), count, tokens, extra_, isa_);
+            RansModel& model = scratch_.models[c];
+            choose_class_model(tokens, count, level_spec(level).sample_units / 4, 0, kDeltaTokens,
+                               model);
+            at += model_nbytes(model.n_in_range());
+        }
+        return at;
+    }
+
+    RansEncoded encode_tokens(uint8_t* words_end, uint8_t* escapes_end, RansEncodeTables& tables) {
+        RansEncoded encoded;
+        encoded.words = words_end;
+        encoded.escapes = escapes_end;
+        std::fill(std::begin(encoded.states), std::end(encoded.states), kStateLowerBound);
+        Ahead nothing;
+        for (uint32_t c = header_.rule.n_classes; c-- > 0;) {
+            fill_encode_tables(scratch_.models[c], tables);
+            rans_encode(tokens_of(c), starts_.count(c), scratch_.models[c], tables,
+                        header_.lanes_log, encoded, nothing, isa_);
+        }
+        return encoded;
+    }
+
+    // Writes all that stands before the extra bits; returns the end.
+    uint8_t* write_front(const RansEncoded& encoded, uint8_t* dst) {
+        write_delta_header(header_, dst);
+        dst += kDeltaModelsOffset;
+        for (uint32_t c = 0; c < header_.rule.n_classes; ++c)
+            dst = write_model(scratch_.models[c], dst);
+        std::memcpy(dst, encoded.states, std::size_t{4} << header_.lanes_log);
+        dst += std::size_t{4} << header_.lanes_log;
+        for (uint32_t c = 0; c < header_.rule.n_classes; ++c)
+            dst = write_delta_raw(place(c), starts_.count(c), header_.rule.shifts[c], scratch_.part,
+                                  dst, isa_);
+        return dst;
+    }
+
+    DeltaScratch& scratch_;
+    std::size_t n_;
+    Isa isa_;
+    uint32_t n_wide_;  // they are the first ones
+    DeltaMoves moves_;
+    ClassOfKey classes_;
+    Unit* differences_;
+    DeltaHeader header_ = {};
+    DeltaStarts starts_;
+    BitWriter extra_;
+};
+
+// What a delta stream of `n` >= 1 units would take, from a sample; `rule` is for its encoding.
+inline std::size_t estimate_delta(const uint8_t* src, const uint8_t* base, std::size_t n,
+                                  uint32_t unit_nbytes, bool is_float, DeltaSample& sample,
+                                  DeltaRule& rule) {
+    with_units(unit_nbytes, is_float, [&]<class Unit, bool kFloat>() {
+        take_delta_sample<Unit, kFloat>(src, base, n, sample);
+    });
+    return choose_delta_rule(sample, n, 8 * unit_nbytes, rule);
+}
+
+// Takes in the base's units of a chunk, cast.
+inline void take_in_base(const Base& base, std::size_t first, std::size_t n, uint32_t unit_nbytes,
+                         uint8_t* dst, const ContentLeaves& leaves, Isa isa) {
+    const uint8_t* const from = base.at(first, unit_nbytes);
+    if (base.cast == Cast::kNone) return take_in(from, n * unit_nbytes, dst, leaves, isa);
+    visit_source(from, 4 * n, leaves, isa,
+                 [&](const uint8_t* piece, std::size_t at, std::size_t nbytes) {
+                     cast_units(piece, nbytes / 4, base.cast,
+                                reinterpret_cast<uint16_t*>(dst + at / 2), isa);
+                 });
+}
+
+// Encodes a chunk of `n` >= 1 units as differences from as many of a base, if that takes less than
+// about `plain_nbytes`. Whether it did; then `nbytes` is the length of the stream, and `words` had
+// room for two bytes a unit and kPlaneSlack, `escapes` for one.
+inline bool encode_delta(const uint8_t* src, const uint8_t* base, std::size_t n,
+                         uint32_t unit_nbytes, bool is_float, std::size_t plain_nbytes, Level level,
+                         DeltaScratch& scratch, uint8_t* words, uint8_t* escapes,
+                         RansEncodeTables& tables, uint8_t* dst, std::size_t& nbytes, Isa isa) {
+    nbytes = 0;
+    if (std::memcmp(src, base, n * unit_nbytes) == 0) return true;
+    DeltaRule rule;
+    const std::size_t estimate =
+        estimate_delta(src, base, n, unit_nbytes, is_float, *scratch.sample, rule);
+    if (estimate + estimate / 64 >= plain_nbytes) return false;
+    nbytes = with_units(unit_nbytes, is_float, [&]<class Unit, bool kFloat>() {
+        return DeltaChunkEncoder<Unit, kFloat>(scratch, rule, n, isa)
+            .encode(src, base, level, words + 2 * n + kPlaneSlack, escapes + n, tables, dst,
+                    n * unit_nbytes);
+    });
+    return nbytes > 0;
+}
+
+}  // namespace packhorse

@@ -1,0 +1,166 @@
+// Units in classes (docs/format.md, 6.5): which class each unit of a chunk falls into. Classes come
+// from side data (a prediction from row and column) or from the plane that leads; never from what
+// the stream itself yields, so every class decodes by the same loops as a plain rANS stream.
+#pragma once
+
+#include <algorithm>
+
+#include "common/dispatch.hpp"
+#include "common/layout.hpp"
+#include "planes/class_order.hpp"
+
+namespace packhorse {
+
+// What a frame knows of its rows and columns; `rows` is null for a frame without side data.
+struct SideData {
+    const uint8_t* rows = nullptr;
+    const uint8_t* columns = nullptr;
+    std::size_t n_columns = 1;
+};
+
+struct ClassRule {
+    ClassSource source = ClassSource::kNone;
+    uint32_t n_classes = 1;
+    uint8_t thresholds[kMaxClasses - 1] = {};
+};
+
+// Calls visit(base, columns, n, at) for the part of each row in the `n` units from `first` on, of
+// which it begins with unit `at`: q of section 6.5 is base + columns[i].
+template <class Visit>
+PACKHORSE_INLINE void for_each_row(const SideData& side, std::size_t first, std::size_t n,
+                                   Visit visit) {
+    std::size_t row = first / side.n_columns;
+    std::size_t column = first % side.n_columns;
+    for (std::size_t at = 0; at < n; ++row, column = 0) {
+        const std::size_t run = std::min(n - at, side.n_columns - column);
+        visit(side.rows[row], side.columns + column, run, at);
+        at += run;
+    }
+}
+
+// q, and the classes of a prediction, which are their own keys.
+inline void predict_classes(const SideData& side, std::size_t first, std::size_t n,
+                            uint8_t* __restrict q, uint8_t* __restrict classes, Isa isa) {
+    vectorised(isa, [=]() PACKHORSE_VECTORISED {
+        for_each_row(side, first, n,
+                     [=](uint8_t base, const uint8_t* columns, std::size_t run, std::size_t at)
+                         PACKHORSE_VECTORISED {
+                             for (std::size_t i = 0; i < run; ++i)
+                                 q[at + i] = static_cast<uint8_t>(base + columns[i]);
+                         });
+        for (std::size_t i = 0; i < n; ++i) classes[i] = q[i] % kPredictionClasses;
+    });
+}
+
+// The classes alone.
+inline void predict_keys(const SideData& side, std::size_t first, std::size_t n,
+                         uint8_t* __restrict classes, Isa isa) {
+    vectorised(isa, [=]() PACKHORSE_VECTORISED {
+        for_each_row(side, first, n,
+                     [=](uint8_t base, const uint8_t* columns, std::size_t run, std::size_t at)
+                         PACKHORSE_VECTORISED {
+                             for (std::size_t i = 0; i < run; ++i)
+                                 classes[at + i] =
+                                     static_cast<uint8_t>(base + columns[i]) % kPredictionClasses;
+                         });
+    });
+}
+
+inline void subtract_prediction(const uint8_t* plane, const uint8_t* q, std::size_t n,
+                                uint8_t* __restrict yielded, Isa isa) {
+    vectorised(isa, [=]() PACKHORSE_VECTORISED {
+        for (std::size_t i = 0; i < n; ++i)
+            yielded[i] =
+                static_cast<uint8_t>(plane[i] - q[i] / kPredictionClasses + kPredictionBias);
+    });
+}
+
+// Turns what plane 0's stream yields into plane 0.
+inline void add_prediction(const SideData& side, std::size_t first, std::size_t n,
+                           uint8_t* __restrict plane, Isa isa) {
+    vectorised(isa, [=]() PACKHORSE_VECTORISED {
+        for_each_row(side, first, n,
+                     [=](uint8_t base, const uint8_t* columns, std::size_t run, std::size_t at)
+                         PACKHORSE_VECTORISED {
+                             for (std::size_t i = 0; i < run; ++i) {
+                                 const auto q = static_cast<uint8_t>(base + columns[i]);
+                                 plane[at + i] = static_cast<uint8_t>(
+                                     plane[at + i] + q / kPredictionClasses - kPredictionBias);
+                             }
+                         });
+    });
+}
+
+// What cuts the keys into classes: classes as they are, or what plane 0 yields.
+inline ClassCuts class_cuts(const ClassRule& rule) {
+    if (rule.source == ClassSource::kPrediction) return kCutsOfClasses;
+    ClassCuts cuts;
+    for (uint32_t t = 0; t + 1 < rule.n_classes; ++t) {
+        cuts.at[t] = rule.thresholds[t];
+        cuts.used[t] = ~uint64_t{0};
+    }
+    return cuts;
+}
+
+// How many of the columns fall into each class, in a row of number 0.
+inline ClassStarts count_columns(const uint8_t* columns, std::size_t n, Isa isa) {
+    constexpr std::size_t kBlock = 2048;
+    ClassStarts starts{};
+    for (std::size_t at = 0; at < n; at += kBlock) {
+        uint8_t classes[kBlock];
+        const std::size_t run = std::min(kBlock, n - at);
+        for (std::size_t i = 0; i < run; ++i) classes[i] = columns[at + i] % kPredictionClasses;
+        const ClassStarts counts = count_classes(classes, run, kCutsOfClasses, isa);
+        for (uint32_t c = 1; c <= kMaxClasses; ++c) starts.at[c] += counts.at[c];
+    }
+    return starts;
+}
+
+// How many of `n` units from `first` on fall into each class of a prediction. A row's number moves
+// all of its columns on by as many classes, so whole rows need no look at their units.
+inline ClassStarts count_predicted(const SideData& side, std::size_t first, std::size_t n,
+                                   Isa isa) {
+    ClassStarts whole{};
+    if (n >= side.n_columns) whole = count_columns(side.columns, side.n_columns, isa);
+    std::size_t counts[kMaxClasses] = {};
+    for_each_row(side, first, n,
+                 [&](uint8_t base, const uint8_t* columns, std::size_t run, std::size_t)
+                     PACKHORSE_VECTORISED {
+                         const ClassStarts starts =
+                             run == side.n_columns ? whole : count_columns(columns, run, isa);
+                         for (uint32_t c = 0; c < kMaxClasses; ++c)
+                             counts[(c + base) % kPredictionClasses] += starts.count(c);
+                     });
+    ClassStarts starts{};
+    for (uint32_t c = 0; c < kMaxClasses; ++c) starts.at[c + 1] = starts.at[c] + counts[c];
+    return starts;
+}
+
+// Reads the fields behind the common header of a classed stream.
+inline Status read_class_rule(const uint8_t* src, std::size_t nbytes, ClassRule& rule) {
+    if (nbytes < kClassedModelsOffset) return Status::kStreamLength;
+    const uint32_t source = src[8], n_classes = src[9];
+    const bool predicts = source == static_cast<uint32_t>(ClassSource::kPrediction);
+    if (!predicts && source != static_cast<uint32_t>(ClassSource::kLead)) return Status::kBadField;
+    if (n_classes < 1 || n_classes > kMaxClasses || (predicts && n_classes != kPredictionClasses))
+        return Status::kBadField;
+    rule.source = static_cast<ClassSource>(source);
+    rule.n_classes = n_classes;
+    const uint32_t n_thresholds = predicts ? 0 : n_classes - 1;
+    for (uint32_t t = 0; t < kMaxClasses - 1; ++t) {
+        rule.thresholds[t] = src[10 + t];
+        if (t >= n_thresholds && rule.thresholds[t] != 0) return Status::kReserved;
+        if (t > 0 && t < n_thresholds && rule.thresholds[t] < rule.thresholds[t - 1])
+            return Status::kBadField;
+    }
+    return src[13] == 0 && src[14] == 0 && src[15] == 0 ? Status::kOk : Status::kReserved;
+}
+
+inline void write_class_rule(const ClassRule& rule, uint8_t* dst) {
+    dst[8] = static_cast<uint8_t>(rule.source);
+    dst[9] = static_cast<uint8_t>(rule.n_classes);
+    for (uint32_t t = 0; t < kMaxClasses - 1; ++t) dst[10 + t] = rule.thresholds[t];
+    dst[13] = dst[14] = dst[15] = 0;
+}
+
+}  // namespace packhorse

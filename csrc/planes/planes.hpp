@@ -1,0 +1,37 @@
+// Split units into one-byte planes and merge them again (docs/format.md, section 4).
+//
+// Everything works on a block that fits in L1 or a chunk that fits in L2. The loops are plain C++
+// that compilers vectorise well; they are forced inline into one function for each instruction set.
+// Only where that was slower than copying did we write intrinsics: 16-bit units with AVX-512, and
+// 32-bit units with everything (planes/planes_avx512.hpp, planes/planes_avx2.hpp,
+// planes/planes_sse2.hpp).
+#pragma once
+
+#include "planes/planes_avx2.hpp"
+#include "planes/planes_avx512.hpp"
+#include "planes/planes_portable.hpp"
+
+namespace packhorse {
+
+// `n` units at `src` to `spec.n_planes` planes of `n` bytes; for a spec that splits.
+inline void split_planes(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
+                         uint8_t* const* planes, Isa isa) {
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx512) return split_avx512(src, n, spec, planes);
+    if (isa >= Isa::kAvx2) return split_avx2(src, n, spec, planes);
+#endif
+    (void)isa;
+    split_portable(src, n, spec, planes);
+}
+
+inline void merge_planes(const uint8_t* const* planes, std::size_t n, const PlaneSpec& spec,
+                         uint8_t* dst, Isa isa) {
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx512) return merge_avx512(planes, n, spec, dst);
+    if (isa >= Isa::kAvx2) return merge_avx2(planes, n, spec, dst);
+#endif
+    (void)isa;
+    merge_portable(planes, n, spec, dst);
+}
+
+}  // namespace packhorse

@@ -1,0 +1,104 @@
+// Units of 32 bits to planes and back with AVX2, in the steps of planes/planes_sse2.hpp; of other
+// units compilers make good loops.
+#pragma once
+
+#include "common/dispatch.hpp"
+#include "common/layout.hpp"
+#include "planes/planes_portable.hpp"
+
+namespace packhorse {
+
+#if PACKHORSE_X86
+
+// In each half of a register AVX2 does what SSE2 does: the lower halves make units 0 to 15, the
+// upper ones 16 to 31.
+template <uint32_t kRotation>
+PACKHORSE_AVX2 PACKHORSE_INLINE void merge32_block_avx2(const uint8_t* const* planes,
+                                                        std::size_t at, uint8_t* dst) {
+    __m256i plane[4];
+    for (int p = 0; p < 4; ++p)
+        plane[p] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(planes[p] + at));
+    __m256i upper[2] = {_mm256_unpacklo_epi8(plane[1], plane[0]),
+                        _mm256_unpackhi_epi8(plane[1], plane[0])};
+    const __m256i lower[2] = {_mm256_unpacklo_epi8(plane[3], plane[2]),
+                              _mm256_unpackhi_epi8(plane[3], plane[2])};
+    auto* to = reinterpret_cast<__m256i*>(dst);
+    for (int h = 0; h < 2; ++h) {
+        if constexpr (kRotation > 0)
+            upper[h] = _mm256_or_si256(_mm256_srli_epi16(upper[h], kRotation),
+                                       _mm256_slli_epi16(upper[h], 16 - kRotation));
+        const __m256i first = _mm256_unpacklo_epi16(lower[h], upper[h]);
+        const __m256i second = _mm256_unpackhi_epi16(lower[h], upper[h]);
+        _mm256_storeu_si256(to + h, _mm256_permute2x128_si256(first, second, 0x20));
+        _mm256_storeu_si256(to + 2 + h, _mm256_permute2x128_si256(first, second, 0x31));
+    }
+}
+
+template <uint32_t kRotation>
+PACKHORSE_AVX2 PACKHORSE_INLINE void split32_block_avx2(const uint8_t* src, std::size_t at,
+                                                        uint8_t* const* planes) {
+    const auto* from = reinterpret_cast<const __m256i*>(src);
+    const __m256i zero = _mm256_setzero_si256();
+    __m256i halves[2][2];  // of the units: upper and lower
+    for (int h = 0; h < 2; ++h) {
+        const __m256i a = _mm256_loadu_si256(from + 2 * h);
+        const __m256i b = _mm256_loadu_si256(from + 2 * h + 1);
+        halves[0][h] = _mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16));
+        halves[1][h] = _mm256_packus_epi32(_mm256_blend_epi16(a, zero, 0xAA),
+                                           _mm256_blend_epi16(b, zero, 0xAA));
+        if constexpr (kRotation > 0)
+            halves[0][h] = _mm256_or_si256(_mm256_slli_epi16(halves[0][h], kRotation),
+                                           _mm256_srli_epi16(halves[0][h], 16 - kRotation));
+    }
+    // The packs mix the halves of their operands; this puts runs of four bytes back in order.
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i byte = _mm256_set1_epi16(0xFF);
+    for (int i = 0; i < 2; ++i) {
+        const __m256i high = _mm256_packus_epi16(_mm256_srli_epi16(halves[i][0], 8),
+                                                 _mm256_srli_epi16(halves[i][1], 8));
+        const __m256i low = _mm256_packus_epi16(_mm256_and_si256(halves[i][0], byte),
+                                                _mm256_and_si256(halves[i][1], byte));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(planes[2 * i] + at),
+                            _mm256_permutevar8x32_epi32(high, order));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(planes[2 * i + 1] + at),
+                            _mm256_permutevar8x32_epi32(low, order));
+    }
+}
+
+template <uint32_t kRotation>
+PACKHORSE_AVX2 inline std::size_t split32_blocks_avx2(const uint8_t* src, std::size_t n,
+                                                      uint8_t* const* planes) {
+    std::size_t at = 0;
+    for (; at + 32 <= n; at += 32) split32_block_avx2<kRotation>(src + 4 * at, at, planes);
+    return at;
+}
+
+template <uint32_t kRotation>
+PACKHORSE_AVX2 inline std::size_t merge32_blocks_avx2(const uint8_t* const* planes, std::size_t n,
+                                                      uint8_t* dst) {
+    std::size_t at = 0;
+    for (; at + 32 <= n; at += 32) merge32_block_avx2<kRotation>(planes, at, dst + 4 * at);
+    return at;
+}
+
+PACKHORSE_AVX2 inline void split_avx2(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
+                                      uint8_t* const* planes) {
+    std::size_t done = 0;
+    if (spec.unit_nbytes == 4)
+        done = spec.rotation == 1 ? split32_blocks_avx2<1>(src, n, planes)
+                                  : split32_blocks_avx2<0>(src, n, planes);
+    split_rest(src, n, spec, done, planes);
+}
+
+PACKHORSE_AVX2 inline void merge_avx2(const uint8_t* const* planes, std::size_t n,
+                                      const PlaneSpec& spec, uint8_t* dst) {
+    std::size_t done = 0;
+    if (spec.unit_nbytes == 4)
+        done = spec.rotation == 1 ? merge32_blocks_avx2<1>(planes, n, dst)
+                                  : merge32_blocks_avx2<0>(planes, n, dst);
+    merge_rest(planes, n, spec, done, dst);
+}
+
+#endif
+
+}  // namespace packhorse

@@ -1,0 +1,173 @@
+// Units of 16 and 32 bits to planes and back with AVX-512, 64 units at a time.
+#pragma once
+
+#include "common/dispatch.hpp"
+#include "common/layout.hpp"
+#include "planes/planes_portable.hpp"
+
+namespace packhorse {
+
+#if PACKHORSE_X86
+
+// 64 units of 16 bits, rotated by 1: two packs and two permutes a register pair.
+PACKHORSE_AVX512 PACKHORSE_INLINE void split16_lines_avx512(const __m512i* lines, uint8_t* plane0,
+                                                            uint8_t* plane1) {
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    const __m512i byte = _mm512_set1_epi16(0xFF);
+    __m512i upper[2], lower[2];
+    for (int h = 0; h < 2; ++h) {
+        const __m512i rotated =
+            _mm512_or_si512(_mm512_add_epi16(lines[h], lines[h]), _mm512_srli_epi16(lines[h], 15));
+        upper[h] = _mm512_srli_epi16(rotated, 8);
+        lower[h] = _mm512_and_si512(rotated, byte);
+    }
+    _mm512_storeu_si512(plane0,
+                        _mm512_permutexvar_epi64(order, _mm512_packus_epi16(upper[0], upper[1])));
+    _mm512_storeu_si512(plane1,
+                        _mm512_permutexvar_epi64(order, _mm512_packus_epi16(lower[0], lower[1])));
+}
+
+PACKHORSE_AVX512 inline void split16_block_avx512(const uint8_t* src, uint8_t* plane0,
+                                                  uint8_t* plane1) {
+    const __m512i lines[2] = {_mm512_loadu_si512(src), _mm512_loadu_si512(src + 64)};
+    split16_lines_avx512(lines, plane0, plane1);
+}
+
+PACKHORSE_AVX512 inline void merge16_block_avx512(const uint8_t* plane0, const uint8_t* plane1,
+                                                  uint8_t* dst) {
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m512i upper = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(plane0));
+    const __m512i lower = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(plane1));
+    const __m512i rotated[2] = {_mm512_unpacklo_epi8(lower, upper),
+                                _mm512_unpackhi_epi8(lower, upper)};
+    for (int h = 0; h < 2; ++h)
+        _mm512_storeu_si512(dst + 64 * h, _mm512_or_si512(_mm512_srli_epi16(rotated[h], 1),
+                                                          _mm512_slli_epi16(rotated[h], 15)));
+}
+
+// Bytes of 16 units of 32 bits to four runs of 16 bytes, most significant first.
+PACKHORSE_AVX512 inline __m512i gather_bytes32_avx512(__m512i units) {
+    const __m512i in_lane =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(3, 7, 11, 15, 2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12));
+    const __m512i across = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_permutexvar_epi32(across, _mm512_shuffle_epi8(units, in_lane));
+}
+
+PACKHORSE_AVX512 inline __m512i scatter_bytes32_avx512(__m512i runs) {
+    const __m512i across = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i in_lane =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(12, 8, 4, 0, 13, 9, 5, 1, 14, 10, 6, 2, 15, 11, 7, 3));
+    return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(across, runs), in_lane);
+}
+
+// Four registers of four 128-bit runs each: transpose the 4 x 4 runs. Its own inverse.
+PACKHORSE_AVX512 inline void transpose_runs_avx512(__m512i* rows) {
+    const __m512i a = _mm512_shuffle_i32x4(rows[0], rows[1], 0x44);
+    const __m512i b = _mm512_shuffle_i32x4(rows[0], rows[1], 0xEE);
+    const __m512i c = _mm512_shuffle_i32x4(rows[2], rows[3], 0x44);
+    const __m512i d = _mm512_shuffle_i32x4(rows[2], rows[3], 0xEE);
+    rows[0] = _mm512_shuffle_i32x4(a, c, 0x88);
+    rows[1] = _mm512_shuffle_i32x4(a, c, 0xDD);
+    rows[2] = _mm512_shuffle_i32x4(b, d, 0x88);
+    rows[3] = _mm512_shuffle_i32x4(b, d, 0xDD);
+}
+
+// Top two bytes as they lie (sign and exponent, exponent and mantissa) to planes 0 and 1, and back:
+// each byte gives its top bit to the other's low end.
+PACKHORSE_AVX512 inline void rotate_pair_avx512(__m512i& byte0, __m512i& byte1) {
+    const __m512i one = _mm512_set1_epi8(0x01);
+    const __m512i top0 = _mm512_srli_epi16(byte0, 7);
+    const __m512i top1 = _mm512_srli_epi16(byte1, 7);
+    byte0 = _mm512_ternarylogic_epi64(one, top1, _mm512_add_epi8(byte0, byte0), 0xCA);
+    byte1 = _mm512_ternarylogic_epi64(one, top0, _mm512_add_epi8(byte1, byte1), 0xCA);
+}
+
+PACKHORSE_AVX512 inline void unrotate_pair_avx512(__m512i& byte0, __m512i& byte1) {
+    const __m512i low = _mm512_set1_epi8(0x7F);
+    const __m512i end0 = _mm512_slli_epi16(byte0, 7);
+    const __m512i end1 = _mm512_slli_epi16(byte1, 7);
+    byte0 = _mm512_ternarylogic_epi64(low, _mm512_srli_epi16(byte0, 1), end1, 0xCA);
+    byte1 = _mm512_ternarylogic_epi64(low, _mm512_srli_epi16(byte1, 1), end0, 0xCA);
+}
+
+template <bool kFloat>
+PACKHORSE_AVX512 PACKHORSE_INLINE void split32_lines_avx512(const __m512i* lines, std::size_t at,
+                                                            uint8_t* const* planes) {
+    __m512i rows[4];
+    for (int r = 0; r < 4; ++r) rows[r] = gather_bytes32_avx512(lines[r]);
+    transpose_runs_avx512(rows);
+    if constexpr (kFloat) rotate_pair_avx512(rows[0], rows[1]);
+    for (int p = 0; p < 4; ++p) _mm512_storeu_si512(planes[p] + at, rows[p]);
+}
+
+template <bool kFloat>
+PACKHORSE_AVX512 inline void split32_block_avx512(const uint8_t* src, std::size_t at,
+                                                  uint8_t* const* planes) {
+    __m512i lines[4];
+    for (int r = 0; r < 4; ++r) lines[r] = _mm512_loadu_si512(src + 64 * r);
+    split32_lines_avx512<kFloat>(lines, at, planes);
+}
+
+template <bool kFloat>
+PACKHORSE_AVX512 inline void merge32_block_avx512(const uint8_t* const* planes, std::size_t at,
+                                                  uint8_t* dst) {
+    __m512i rows[4];
+    for (int p = 0; p < 4; ++p) rows[p] = _mm512_loadu_si512(planes[p] + at);
+    if constexpr (kFloat) unrotate_pair_avx512(rows[0], rows[1]);
+    transpose_runs_avx512(rows);
+    for (int r = 0; r < 4; ++r) _mm512_storeu_si512(dst + 64 * r, scatter_bytes32_avx512(rows[r]));
+}
+
+// Returns how many units, a multiple of 64, the intrinsics have done.
+PACKHORSE_AVX512 inline std::size_t split_blocks_avx512(const uint8_t* src, std::size_t n,
+                                                        const PlaneSpec& spec,
+                                                        uint8_t* const* planes) {
+    const std::size_t n_blocks = n / 64;
+    if (spec.unit_nbytes == 2 && spec.rotation == 1) {
+        for (std::size_t b = 0; b < n_blocks; ++b)
+            split16_block_avx512(src + 128 * b, planes[0] + 64 * b, planes[1] + 64 * b);
+        return 64 * n_blocks;
+    }
+    if (spec.unit_nbytes == 4) {
+        for (std::size_t b = 0; b < n_blocks; ++b)
+            if (spec.rotation == 1)
+                split32_block_avx512<true>(src + 256 * b, 64 * b, planes);
+            else
+                split32_block_avx512<false>(src + 256 * b, 64 * b, planes);
+        return 64 * n_blocks;
+    }
+    return 0;
+}
+
+PACKHORSE_AVX512 inline std::size_t merge_blocks_avx512(const uint8_t* const* planes, std::size_t n,
+                                                        const PlaneSpec& spec, uint8_t* dst) {
+    const std::size_t n_blocks = n / 64;
+    if (spec.unit_nbytes == 2 && spec.rotation == 1) {
+        for (std::size_t b = 0; b < n_blocks; ++b)
+            merge16_block_avx512(planes[0] + 64 * b, planes[1] + 64 * b, dst + 128 * b);
+        return 64 * n_blocks;
+    }
+    if (spec.unit_nbytes == 4) {
+        for (std::size_t b = 0; b < n_blocks; ++b)
+            if (spec.rotation == 1)
+                merge32_block_avx512<true>(planes, 64 * b, dst + 256 * b);
+            else
+                merge32_block_avx512<false>(planes, 64 * b, dst + 256 * b);
+        return 64 * n_blocks;
+    }
+    return 0;
+}
+
+PACKHORSE_AVX512 inline void split_avx512(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
+                                          uint8_t* const* planes) {
+    split_rest(src, n, spec, split_blocks_avx512(src, n, spec, planes), planes);
+}
+
+PACKHORSE_AVX512 inline void merge_avx512(const uint8_t* const* planes, std::size_t n,
+                                          const PlaneSpec& spec, uint8_t* dst) {
+    merge_rest(planes, n, spec, merge_blocks_avx512(planes, n, spec, dst), dst);
+}
+
+#endif
+
+}  // namespace packhorse

@@ -1,0 +1,62 @@
+// Blocks of raw bits out of planes and back with AVX2, 32 bytes to a register.
+#pragma once
+
+#include "common/dispatch.hpp"
+#include "planes/symbols_portable.hpp"
+
+namespace packhorse {
+
+#if PACKHORSE_X86
+
+PACKHORSE_AVX2 inline std::size_t write_raw_blocks_avx2(const uint8_t* plane, std::size_t n_blocks,
+                                                        uint32_t j, uint8_t* dst) {
+    const __m128i shift = _mm_cvtsi32_si128(static_cast<int>(7 - j));
+    for (std::size_t b = 0; b < n_blocks; ++b) {
+        uint32_t halves[2];
+        for (int h = 0; h < 2; ++h) {
+            const __m256i bytes = _mm256_loadu_si256(
+                reinterpret_cast<const __m256i*>(plane + 64 * b + 32 * static_cast<uint32_t>(h)));
+            halves[h] = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_sll_epi16(bytes, shift)));
+        }
+        store(dst + 8 * b, halves[0] | uint64_t{halves[1]} << 32);
+    }
+    return n_blocks;
+}
+
+// All ones for each bit that is set, of 32.
+PACKHORSE_AVX2 PACKHORSE_INLINE __m256i bytes_of_bits_avx2(uint32_t bits) {
+    const __m256i byte_of_bit =
+        _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i place = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201));
+    const __m256i spread =
+        _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int>(bits)), byte_of_bit);
+    return _mm256_cmpeq_epi8(_mm256_and_si256(spread, place), place);
+}
+
+PACKHORSE_AVX2 inline void add_raw_block_avx2(const uint64_t* words, const uint8_t* bits,
+                                              uint32_t n_words, uint8_t* dst) {
+    for (uint32_t h = 0; h < 2; ++h) {
+        auto* at = reinterpret_cast<__m256i*>(dst) + h;
+        __m256i bytes = _mm256_loadu_si256(at);
+        for (uint32_t w = 0; w < n_words; ++w) {
+            const __m256i is_set = bytes_of_bits_avx2(static_cast<uint32_t>(words[w] >> (32 * h)));
+            bytes = _mm256_or_si256(
+                bytes,
+                _mm256_and_si256(is_set, _mm256_set1_epi8(static_cast<char>(1u << bits[w]))));
+        }
+        _mm256_storeu_si256(at, bytes);
+    }
+}
+
+PACKHORSE_AVX2 inline void add_raw_blocks_avx2(const RawPlanes& raw, std::size_t first,
+                                               std::size_t n_blocks, uint8_t* dst) {
+    uint64_t words[8];
+    for (std::size_t b = 0; b < n_blocks; ++b) {
+        load_raw_words(raw, first + 64 * b, words);
+        add_raw_block_avx2(words, raw.bits, raw.n, dst + 64 * b);
+    }
+}
+
+#endif
+
+}  // namespace packhorse

@@ -1,0 +1,200 @@
+// rANS decoding (docs/format.md, 6.4).
+//
+// A RansDecoder is set up once for a stream (rans_open) and then yields units in order, any number
+// of rounds at a time, so that a chunk can be decoded and merged block by block in L1. Several
+// inner loops read the same stream:
+// - AVX-512, at most 64 codes: the alias tables live in registers
+// (rans/decode_buckets_avx512.hpp);
+// - others, 128 lanes: one load a lane from a table of 4096 entries (16 KiB, in L1), with AVX-512,
+// AVX2 or the baseline (rans/decode_avx512.hpp, rans/decode_avx2.hpp, rans/decode_portable.hpp);
+// - fewer lanes: the same table, one lane at a time.
+// Vector loops read whole registers of words. Near the end of the stream they run on a zero-padded
+// copy of its last bytes, so that nothing beyond the stream is read, and check after every round
+// that no more words were taken than there were.
+#pragma once
+
+#include "common/dispatch.hpp"
+#include "rans/decode_avx2.hpp"
+#include "rans/decode_avx512.hpp"
+#include "rans/decode_buckets_avx512.hpp"
+#include "rans/decode_portable.hpp"
+#include "rans/decoder.hpp"
+
+namespace packhorse {
+
+// The entry of a slot, from the buckets.
+PACKHORSE_INLINE uint32_t entry_in_buckets(const RansDecoder& decoder, uint32_t slot) {
+    const uint32_t bucket = slot * decoder.model.n_buckets() / kProbSum;
+    const bool in_second = slot >= decoder.alias.threshold[bucket];
+    return in_second ? decoder.buckets.second[bucket] : decoder.buckets.first[bucket];
+}
+
+// A round of `n` <= n_lanes units, for any number of lanes, every word checked.
+template <bool kHasTable>
+inline Status decode_round(RansDecoder& decoder, std::size_t n, uint8_t* dst) {
+    const uint32_t quarter_log = decoder.lanes_log - 2;
+    const uint32_t n_lanes = 1u << decoder.lanes_log;
+    for (uint32_t lane = 0; lane < n_lanes; ++lane) {
+        const uint32_t position = 4 * (lane & ((1u << quarter_log) - 1)) + (lane >> quarter_log);
+        if (position >= n) continue;
+        uint32_t state = decoder.states[lane];
+        const uint32_t slot = state & (kProbSum - 1);
+        const uint32_t entry = kHasTable ? decoder.table[slot] : entry_in_buckets(decoder, slot);
+        state = (entry & (kProbSum - 1)) * (state >> kProbBits) +
+                ((state + (entry >> kProbBits)) & (kProbSum - 1));
+        if (state < kStateLowerBound) {
+            if (decoder.words_end - decoder.words < 2) return Status::kWordsExhausted;
+            state = state << 16 | load<uint16_t>(decoder.words);
+            decoder.words += 2;
+        }
+        decoder.states[lane] = state;
+        dst[position] = static_cast<uint8_t>(entry >> 24);
+    }
+    return Status::kOk;
+}
+
+// Full rounds without a check, for a caller that knows n_rounds * n_lanes words to be there.
+// Branch-free: whether a lane needs a word is a coin toss that no predictor wins.
+PACKHORSE_INLINE void decode_rounds_unchecked(RansDecoder& decoder, std::size_t n_rounds,
+                                              uint8_t* dst) {
+    const uint32_t quarter = 1u << (decoder.lanes_log - 2);
+    const uint8_t* words = decoder.words;
+    for (std::size_t r = 0; r < n_rounds; ++r, dst += 4 * quarter)
+        for (uint32_t k = 0; k < 4; ++k) {
+            uint32_t* states = decoder.states + k * quarter;
+            for (uint32_t j = 0; j < quarter; ++j) {
+                const uint32_t state = states[j];
+                const uint32_t entry = decoder.table[state & (kProbSum - 1)];
+                const uint32_t next = (entry & (kProbSum - 1)) * (state >> kProbBits) +
+                                      ((state + (entry >> kProbBits)) & (kProbSum - 1));
+                const uint32_t need = next < kStateLowerBound;
+                states[j] = next << (16 * need) | (load<uint16_t>(words) & (0 - need));
+                words += 2 * need;
+                dst[4 * j + k] = static_cast<uint8_t>(entry >> 24);
+            }
+        }
+    decoder.words = words;
+}
+
+inline void decode_rounds_portable(RansDecoder& decoder, std::size_t n_rounds, uint8_t* dst,
+                                   Ahead& ahead) {
+    if (decoder.lanes_log == kMaxLanesLog)
+        return decode_rounds_wide_portable(decoder.states, decoder.table, n_rounds, decoder.words,
+                                           dst, ahead);
+    decode_rounds_unchecked(decoder, n_rounds, dst);
+}
+
+#if PACKHORSE_X86
+
+PACKHORSE_AVX2 inline void decode_rounds_avx2(RansDecoder& decoder, std::size_t n_rounds,
+                                              uint8_t* dst, Ahead& ahead) {
+    decode_rounds_wide_avx2(decoder.states, decoder.table, n_rounds, decoder.words, dst, ahead);
+}
+
+PACKHORSE_AVX2 inline void decode_rounds_scalar_avx2(RansDecoder& decoder, std::size_t n_rounds,
+                                                     uint8_t* dst) {
+    decode_rounds_unchecked(decoder, n_rounds, dst);
+}
+
+PACKHORSE_AVX512 inline void decode_rounds_avx512_any(RansDecoder& decoder, std::size_t n_rounds,
+                                                      uint8_t* dst, Ahead& ahead) {
+    switch (decoder.model.n_buckets()) {
+        case kNarrowBuckets:
+            return decode_rounds_avx512<NarrowBucketsAvx512>(decoder, n_rounds, dst, ahead);
+        case kWideBuckets:
+            return decode_rounds_avx512<WideBucketsAvx512>(decoder, n_rounds, dst, ahead);
+        default:
+            return decode_rounds_large_avx512(decoder.states, decoder.table, n_rounds,
+                                              decoder.words, dst, ahead);
+    }
+}
+
+#endif
+
+inline void decode_rounds(RansDecoder& decoder, std::size_t n_rounds, uint8_t* dst, Ahead& ahead,
+                          Isa isa) {
+#if PACKHORSE_X86
+    const bool wide = decoder.lanes_log == kMaxLanesLog;
+    if (isa >= Isa::kAvx512 && wide) return decode_rounds_avx512_any(decoder, n_rounds, dst, ahead);
+    if (isa >= Isa::kAvx2)
+        return wide ? decode_rounds_avx2(decoder, n_rounds, dst, ahead)
+                    : decode_rounds_scalar_avx2(decoder, n_rounds, dst);
+#endif
+    (void)isa;
+    decode_rounds_portable(decoder, n_rounds, dst, ahead);
+}
+
+// Moves to a zero-padded copy of the stream's last words.
+inline void pad_words(RansDecoder& decoder) {
+    const auto left = static_cast<std::size_t>(decoder.words_end - decoder.words);
+    std::memset(decoder.padded, 0, sizeof decoder.padded);
+    std::memcpy(decoder.padded + kWordsLead, decoder.words, left);
+    decoder.words = decoder.padded + kWordsLead;
+    decoder.words_end = decoder.words + left;
+    decoder.on_padded_copy = true;
+}
+
+// `n_rounds` full rounds with as few checks as the words left allow.
+inline Status decode_full_rounds(RansDecoder& decoder, std::size_t n_rounds, uint8_t* dst,
+                                 Ahead& ahead, Isa isa) {
+    const std::size_t n_lanes = std::size_t{1} << decoder.lanes_log;
+    while (n_rounds > 0) {
+        const auto left = static_cast<std::size_t>(decoder.words_end - decoder.words);
+        std::size_t safe = 1;
+        if (!decoder.on_padded_copy) {
+            if (left < kWordsMargin) {
+                pad_words(decoder);
+                continue;
+            }
+            safe = (left - kVectorLoadNbytes) / (2 * n_lanes);
+        }
+        const std::size_t run = safe < n_rounds ? safe : n_rounds;
+        decode_rounds(decoder, run, dst, ahead, isa);
+        if (decoder.words > decoder.words_end) return Status::kWordsExhausted;
+        dst += run * n_lanes;
+        n_rounds -= run;
+    }
+    return Status::kOk;
+}
+
+// Gives the next escapes to the units that decoded to the stand-in value.
+inline Status patch_escapes(RansDecoder& decoder, uint8_t* dst, std::size_t n) {
+    if (!decoder.model.has_escape()) return Status::kOk;
+    uint8_t* const end = dst + n;
+    for (uint8_t* at = dst; at < end; ++at) {
+        at = static_cast<uint8_t*>(
+            std::memchr(at, decoder.model.escape_byte, static_cast<std::size_t>(end - at)));
+        if (at == nullptr) break;
+        if (decoder.escapes == decoder.escapes_end) return Status::kEscapeCount;
+        *at = static_cast<uint8_t>(*decoder.escapes++ << decoder.model.raw_bits);
+    }
+    return Status::kOk;
+}
+
+// The next `n` units, without their raw bits; a multiple of n_lanes, except for the last call of a
+// stream or class.
+inline Status rans_decode(RansDecoder& decoder, std::size_t n, uint8_t* dst, Ahead& ahead,
+                          Isa isa) {
+    const std::size_t n_rounds = n >> decoder.lanes_log;
+    const std::size_t done = n_rounds << decoder.lanes_log;
+    Status status = decode_full_rounds(decoder, n_rounds, dst, ahead, isa);
+    if (status == Status::kOk && done < n)
+        status = decoder.has_table ? decode_round<true>(decoder, n - done, dst + done)
+                                   : decode_round<false>(decoder, n - done, dst + done);
+    return status == Status::kOk ? patch_escapes(decoder, dst, n) : status;
+}
+
+// After the last unit: everything used, and every lane in a state an encoder can have started from.
+// Writes the 2 * n_lanes carried bytes, which must be zero if nothing is carried.
+inline Status rans_close(const RansDecoder& decoder, bool carries, uint8_t* carried) {
+    if (decoder.words != decoder.words_end) return Status::kWordsLeft;
+    if (decoder.escapes != decoder.escapes_end) return Status::kEscapeCount;
+    for (uint32_t lane = 0; lane < 1u << decoder.lanes_log; ++lane) {
+        const uint32_t state = decoder.states[lane];
+        if (state >> 16 != 1 || (!carries && state != kStateLowerBound)) return Status::kFinalState;
+        store(carried + 2 * lane, static_cast<uint16_t>(state));
+    }
+    return Status::kOk;
+}
+
+}  // namespace packhorse

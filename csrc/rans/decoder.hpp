@@ -1,0 +1,110 @@
+// A decoder of one stream: its state, and how it is set up from what the stream holds before its
+// words (docs/format.md, 6.4).
+#pragma once
+
+#include "common/dispatch.hpp"
+#include "common/layout.hpp"
+#include "planes/symbols.hpp"
+#include "rans/model.hpp"
+
+namespace packhorse {
+
+constexpr std::size_t kRoundWordsNbytes = 2 * kMaxLanes;  // a round takes at most one word a lane
+constexpr std::size_t kVectorLoadNbytes = 32;             // words are loaded 16 at a time
+constexpr std::size_t kWordsMargin = kRoundWordsNbytes + kVectorLoadNbytes;
+constexpr std::size_t kWordsLead = 2;  // the portable path may load the word before
+
+struct alignas(64) RansDecoder {
+    uint32_t states[kMaxLanes];
+    uint32_t table[kProbSum];
+    BucketEntries buckets;
+    BucketHalves halves;  // of 64 buckets
+    AliasTables alias;
+    RansModel model;
+    bool has_table;  // or else its entries are found in the buckets
+    RawPlanes raw;
+    uint32_t lanes_log;
+    const uint8_t* words;
+    const uint8_t* words_end;
+    const uint8_t* escapes;
+    const uint8_t* escapes_end;
+    bool on_padded_copy;
+    uint8_t padded[kWordsLead + 2 * kWordsMargin];
+};
+
+// What the fields before the model say.
+struct RansHeader {
+    RawBits raw;
+    std::size_t n_escapes;
+};
+
+inline Status read_rans_header(const uint8_t* src, std::size_t nbytes, RansHeader& header,
+                               RansDecoder& out) {
+    if (nbytes < kModelOffset) return Status::kStreamLength;
+    out.lanes_log = src[0];
+    if (out.lanes_log < kMinLanesLog || out.lanes_log > kMaxLanesLog || src[1] != kProbBits)
+        return Status::kBadField;
+    header.n_escapes = load<uint32_t>(src + 4);
+    return parse_raw_bits(src[2], src[3], kMaxRansRawBits, header.raw);
+}
+
+// Finds states, raw bit planes, escapes and words in what follows the models, at `src`.
+inline Status read_rans_body(const uint8_t* src, std::size_t nbytes, std::size_t n,
+                             const RansHeader& header, RansDecoder& out) {
+    const std::size_t n_lanes = std::size_t{1} << out.lanes_log;
+    const std::size_t raw = raw_nbytes(header.raw, n);
+    const std::size_t before_escapes = 4 * n_lanes + raw;
+    if (nbytes < before_escapes || nbytes - before_escapes < header.n_escapes)
+        return Status::kStreamLength;
+    std::memcpy(out.states, src, 4 * n_lanes);
+    for (std::size_t lane = 0; lane < n_lanes; ++lane)
+        if (out.states[lane] < kStateLowerBound) return Status::kBadField;
+    out.raw = find_raw_planes(header.raw, src + 4 * n_lanes, n);
+    out.escapes = src + before_escapes;
+    out.escapes_end = out.escapes + header.n_escapes;
+    out.words = out.escapes_end;
+    out.words_end = src + nbytes;
+    out.on_padded_copy = false;
+    if (!symbols_fit(out.escapes, header.n_escapes, header.raw)) return Status::kBadField;
+    return (out.words_end - out.words) % 2 == 0 ? Status::kOk : Status::kStreamLength;
+}
+
+// Builds the tables of `decoder.model`, those that `isa` needs.
+inline void build_rans_tables(RansDecoder& decoder, Isa isa) {
+    if (decoder.model.n_buckets() > 0) {
+        build_alias(decoder.model, decoder.alias);
+        if (isa >= Isa::kAvx512 && decoder.lanes_log == kMaxLanesLog) {
+            fill_bucket_entries(decoder.model, decoder.alias, decoder.buckets);
+            if (decoder.model.n_buckets() == kWideBuckets)
+                fill_bucket_halves(decoder.alias, decoder.buckets, decoder.halves);
+            decoder.has_table = false;
+            return;
+        }
+    }
+    fill_decode_table(decoder.model, decoder.alias, decoder.table);
+    decoder.has_table = true;
+}
+
+// Parses and checks a whole stream of a plane of `n` units, and builds no tables.
+inline Status rans_read(const uint8_t* src, std::size_t nbytes, std::size_t n, RansDecoder& out) {
+    RansHeader header;
+    Status status = read_rans_header(src, nbytes, header, out);
+    if (status != Status::kOk) return status;
+    std::size_t used = 0;
+    status =
+        read_model(src + kModelOffset, nbytes - kModelOffset, header.raw.n_bits, out.model, used);
+    if (status != Status::kOk) return status;
+    if (header.n_escapes > 0 && !out.model.has_escape()) return Status::kEscapeCount;
+    const std::size_t at = kModelOffset + used;
+    return read_rans_body(src + at, nbytes - at, n, header, out);
+}
+
+// The same, ready to decode.
+inline Status rans_open(const uint8_t* src, std::size_t nbytes, std::size_t n, Isa isa,
+                        RansDecoder& out) {
+    const Status status = rans_read(src, nbytes, n, out);
+    if (status == Status::kOk) build_rans_tables(out, isa);
+    return status;
+}
+
+}  // namespace packhorse

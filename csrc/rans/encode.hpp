@@ -1,0 +1,246 @@
+// rANS encoding (docs/format.md, 6.4). Runs backwards: last round first, last lane first, words
+// written downwards.
+//
+// Byte values are mapped to codes first, a segment at a time, so that the loops below see small
+// dense numbers in L1. All paths come to the exact quotient x / freq, so all write the same bytes:
+// scalar ones by an exact reciprocal, vector ones by an estimate that is right or one too small and
+// then corrected. The loops for 128 lanes are in rans/encode_avx512.hpp, rans/encode_avx2.hpp and
+// rans/encode_portable.hpp.
+//
+// Preconditions: every code in `codes` is below model.n_codes; the words buffer has room for one
+// word a unit.
+#pragma once
+
+#include "common/dispatch.hpp"
+#include "rans/encode_avx2.hpp"
+#include "rans/encode_avx512.hpp"
+#include "rans/encode_portable.hpp"
+#include "rans/model.hpp"
+#include "rans/spread.hpp"
+
+namespace packhorse {
+
+constexpr uint32_t kRenormShift = 32 - kProbBits;  // a state >= freq << 20 would leave 32 bits
+
+// A state x < freq * 2^20 times 2^44 / freq, rounded up, is at most x * 2^44 / freq + x: too much
+// by less than freq * 2^20 < 2^44 / freq, so x / freq is exact, and the product stays below 2^64.
+constexpr uint32_t kInverseBits = 44;
+
+struct alignas(64) RansEncodeTables {
+    uint32_t freq_start[256];  // freq (bits 0-11), start (12-23)
+    uint64_t inverse[256];     // 2^44 / freq rounded up, for the scalar path
+    uint16_t slots[kProbSum];  // position -> slot
+    RansVectorTables vectors;  // for vector paths
+    SpreadMap spread;          // for AVX-512, if there is one
+};
+
+inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables) {
+    uint32_t start = 0;
+    for (uint32_t c = 0; c < model.n_codes; ++c) {
+        const uint32_t freq = model.freqs[c];
+        tables.freq_start[c] = freq | start << kProbBits;
+        tables.inverse[c] = ((uint64_t{1} << kInverseBits) + freq - 1) / freq;
+        start += freq;
+    }
+    AliasTables alias;
+    if (model.n_buckets() > 0) build_alias(model, alias);
+    fill_slot_table(model, alias, tables.slots);
+    fill_vector_tables(model, tables.slots, tables.vectors);
+    tables.spread.found = false;
+    if (model.n_buckets() == kNarrowBuckets) spread_slots(model, alias, tables.spread);
+}
+
+// How bytes become codes. Consecutive symbols map by a subtraction, others through a table.
+struct CodeMap {
+    bool consecutive;
+    uint32_t raw_bits;
+    uint8_t base;
+    uint8_t escape_code;
+    bool has_escape;
+    uint8_t code_of[256];  // by byte
+};
+
+inline void fill_code_map(const RansModel& model, CodeMap& map) {
+    map.raw_bits = model.raw_bits;
+    map.escape_code = static_cast<uint8_t>(model.n_symbols);
+    map.has_escape = model.has_escape();
+    map.base = model.symbols[0];
+    map.consecutive = model.n_symbols < 256 && model.n_in_range() == model.n_symbols;
+    if (map.consecutive) return;
+    std::memset(map.code_of, map.escape_code, sizeof map.code_of);
+    const std::size_t n_bytes = std::size_t{1} << model.raw_bits;
+    for (uint32_t c = 0; c < model.n_symbols; ++c)
+        std::memset(map.code_of + model.symbols[c] * n_bytes, static_cast<int>(c), n_bytes);
+}
+
+// Eight bytes at a time: a vector has no shift of bytes.
+PACKHORSE_INLINE void shift_bytes(const uint8_t* src, std::size_t n, uint32_t right,
+                                  uint8_t* __restrict dst) {
+    const uint64_t mask = 0x0101010101010101 * (0xFFu >> right);
+    std::size_t i = 0;
+    for (; i + 8 <= n; i += 8) store(dst + i, load<uint64_t>(src + i) >> right & mask);
+    for (; i < n; ++i) dst[i] = static_cast<uint8_t>(src[i] >> right);
+}
+
+PACKHORSE_INLINE void subtract_base(const uint8_t* symbols, std::size_t n, uint8_t base,
+                                    uint8_t escape_code, uint8_t* codes) {
+    for (std::size_t i = 0; i < n; ++i) {
+        const auto offset = static_cast<uint8_t>(symbols[i] - base);
+        codes[i] = offset < escape_code ? offset : escape_code;
+    }
+}
+
+inline void map_units(const uint8_t* plane, std::size_t n, const CodeMap& map, uint8_t* codes,
+                      Isa isa) {
+    if (!map.consecutive) {
+        for (std::size_t i = 0; i < n; ++i) codes[i] = map.code_of[plane[i]];
+        return;
+    }
+    const uint8_t base = map.base, escape_code = map.escape_code;
+    const uint32_t raw_bits = map.raw_bits;
+    vectorised(isa, [=]() PACKHORSE_VECTORISED {
+        if (raw_bits > 0) shift_bytes(plane, n, raw_bits, codes);
+        subtract_base(raw_bits > 0 ? codes : plane, n, base, escape_code, codes);
+    });
+}
+
+// Codes of `n` bytes; symbols without a code are written downwards from `escapes`, last first.
+// Returns the first of them.
+inline uint8_t* map_codes(const uint8_t* plane, std::size_t n, const CodeMap& map, uint8_t* codes,
+                          uint8_t* escapes, Isa isa) {
+    map_units(plane, n, map, codes, isa);
+    if (!map.has_escape) return escapes;
+    const uint8_t* end = codes + n;
+    while (const void* at =
+               memrchr(codes, map.escape_code, static_cast<std::size_t>(end - codes))) {
+        end = static_cast<const uint8_t*>(at);
+        *--escapes = static_cast<uint8_t>(plane[end - codes] >> map.raw_bits);
+    }
+    return escapes;
+}
+
+// One unit: emits a word below `words` if the state is too large for it, then takes the unit in.
+PACKHORSE_INLINE void encode_step(uint32_t& state, uint32_t code, const RansEncodeTables& tables,
+                                  uint8_t*& words) {
+    const uint32_t freq = tables.freq_start[code] & (kProbSum - 1);
+    const uint32_t start = tables.freq_start[code] >> kProbBits;
+    store(words - 2, static_cast<uint16_t>(state));  // kept only if the pointer moves
+    // Arithmetic instead of branches: no predictor guesses these.
+    const uint32_t emit = state >> kRenormShift >= freq;
+    words -= 2 * emit;
+    state >>= 16 * emit;
+    const auto quotient =
+        static_cast<uint32_t>(uint64_t{state} * tables.inverse[code] >> kInverseBits);
+    state = quotient << kProbBits | tables.slots[start + state - quotient * freq];
+}
+
+// A round of `n` <= n_lanes units, for any number of lanes.
+PACKHORSE_INLINE void encode_round(const uint8_t* codes, std::size_t n, uint32_t lanes_log,
+                                   const RansEncodeTables& tables, uint32_t* states,
+                                   uint8_t*& words) {
+    const uint32_t quarter_log = lanes_log - 2;
+    for (uint32_t lane = 1u << lanes_log; lane-- > 0;) {
+        const uint32_t position = 4 * (lane & ((1u << quarter_log) - 1)) + (lane >> quarter_log);
+        if (position < n) encode_step(states[lane], codes[position], tables, words);
+    }
+}
+
+PACKHORSE_INLINE uint8_t* encode_rounds(const uint8_t* codes, std::size_t n_rounds,
+                                        uint32_t lanes_log, const RansEncodeTables& tables,
+                                        uint32_t* states, uint8_t* words) {
+    for (std::size_t r = n_rounds; r-- > 0;)
+        encode_round(codes + (r << lanes_log), std::size_t{1} << lanes_log, lanes_log, tables,
+                     states, words);
+    return words;
+}
+
+inline uint8_t* encode_rounds_portable(const uint8_t* codes, std::size_t n_rounds,
+                                       uint32_t lanes_log, const RansEncodeTables& tables,
+                                       uint32_t* states, uint8_t* words, Ahead& ahead) {
+#if PACKHORSE_X86
+    if (lanes_log == kMaxLanesLog)
+        return encode_rounds_wide_portable(codes, n_rounds, tables.vectors, states, words, ahead);
+#endif
+    (void)ahead;
+    return encode_rounds(codes, n_rounds, lanes_log, tables, states, words);
+}
+
+#if PACKHORSE_X86
+
+PACKHORSE_AVX2 inline uint8_t* encode_rounds_avx2(const uint8_t* codes, std::size_t n_rounds,
+                                                  uint32_t lanes_log,
+                                                  const RansEncodeTables& tables, uint32_t* states,
+                                                  uint8_t* words, Ahead& ahead) {
+    if (lanes_log == kMaxLanesLog)
+        return encode_rounds_wide_avx2(codes, n_rounds, tables.vectors, states, words, ahead);
+    return encode_rounds(codes, n_rounds, lanes_log, tables, states, words);
+}
+
+// Rounds of 128 lanes.
+inline uint8_t* encode_rounds_avx512_any(const uint8_t* codes, std::size_t n_rounds,
+                                         const RansModel& model, const RansEncodeTables& tables,
+                                         uint32_t* states, uint8_t* words, Ahead& ahead) {
+    if (tables.spread.found)
+        return encode_rounds_spread_avx512(codes, n_rounds, tables.spread, states, words, ahead);
+    switch (model.n_buckets()) {
+        case kNarrowBuckets:
+            return encode_rounds_wide_avx512<false>(codes, n_rounds, tables.vectors, states, words,
+                                                    ahead);
+        case kWideBuckets:
+            return encode_rounds_wide_avx512<true>(codes, n_rounds, tables.vectors, states, words,
+                                                   ahead);
+        default:
+            return encode_rounds_wide_avx2(codes, n_rounds, tables.vectors, states, words, ahead);
+    }
+}
+
+#endif
+
+inline uint8_t* encode_full_rounds(const uint8_t* codes, std::size_t n_rounds,
+                                   const RansModel& model, const RansEncodeTables& tables,
+                                   uint32_t lanes_log, uint32_t* states, uint8_t* words,
+                                   Ahead& ahead, Isa isa) {
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx512 && lanes_log == kMaxLanesLog)
+        return encode_rounds_avx512_any(codes, n_rounds, model, tables, states, words, ahead);
+    if (isa >= Isa::kAvx2)
+        return encode_rounds_avx2(codes, n_rounds, lanes_log, tables, states, words, ahead);
+#endif
+    (void)isa;
+    (void)model;
+    return encode_rounds_portable(codes, n_rounds, lanes_log, tables, states, words, ahead);
+}
+
+constexpr std::size_t kSegmentUnits = 4096;  // codes of a segment stay in L1
+
+// What rans_encode wrote, both downwards: words and escapes, and the final states.
+struct RansEncoded {
+    uint32_t states[kMaxLanes];
+    uint8_t* words;
+    uint8_t* escapes;
+};
+
+// Encodes a plane, segment by segment from its end. `encoded` comes with the start states of the
+// lanes and the ends of two buffers, with room for a word and a byte a unit.
+inline void rans_encode(const uint8_t* plane, std::size_t n, const RansModel& model,
+                        const RansEncodeTables& tables, uint32_t lanes_log, RansEncoded& encoded,
+                        Ahead& ahead, Isa isa) {
+    CodeMap map;
+    fill_code_map(model, map);
+    alignas(64) uint8_t codes[kSegmentUnits];
+    for (std::size_t end = n; end > 0;) {
+        const std::size_t begin = (end - 1) / kSegmentUnits * kSegmentUnits;
+        const std::size_t run = end - begin;
+        encoded.escapes = map_codes(plane + begin, run, map, codes, encoded.escapes, isa);
+        const std::size_t n_rounds = run >> lanes_log;
+        const std::size_t done = n_rounds << lanes_log;
+        if (done < run)
+            encode_round(codes + done, run - done, lanes_log, tables, encoded.states,
+                         encoded.words);
+        encoded.words = encode_full_rounds(codes, n_rounds, model, tables, lanes_log,
+                                           encoded.states, encoded.words, ahead, isa);
+        end = begin;
+    }
+}
+
+}  // namespace packhorse

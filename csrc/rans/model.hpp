@@ -1,0 +1,367 @@
+// The model of an rANS stream: which symbols have codes, their frequencies, and who owns which slot
+// (docs/format.md, 6.2).
+//
+// One RansModel serves both directions. The encoder chooses it from a histogram; the decoder parses
+// and checks it. From it come
+// - AliasTables: 32 or 64 buckets, small enough for registers (at most as many codes);
+// - a decode table of 4096 entries, for either layout, for decoders that look up.
+// An entry is freq (bits 0-11), bias = rank - slot mod 4096 (12-23), byte value (24-31): one step
+// of decoding is
+//     x = freq * (x >> 12) + ((x + bias) & 4095).
+// The byte value is the symbol shifted to its place, raw bits zero. The escape's entry carries a
+// byte value that no symbol has, so that the units to patch can be found by it.
+#pragma once
+
+#include <algorithm>
+
+#include "common/dispatch.hpp"
+#include "common/layout.hpp"
+#include "planes/histogram.hpp"
+#include "planes/symbols.hpp"
+
+namespace packhorse {
+
+struct RansModel {
+    uint32_t raw_bits;     // of the stream
+    uint32_t n_symbols;    // symbols with a code of their own
+    uint32_t n_codes;      // n_symbols, plus one if the escape has a code
+    uint8_t symbols[256];  // by code, ascending
+    uint16_t freqs[257];   // by code; the escape is last
+    uint8_t escape_byte;   // stands for the escape while decoding
+
+    bool has_escape() const { return n_codes > n_symbols; }
+    // Buckets of the alias layout; 0 for the plain layout.
+    uint32_t n_buckets() const {
+        return n_codes <= kNarrowBuckets ? kNarrowBuckets
+               : n_codes <= kWideBuckets ? kWideBuckets
+                                         : 0;
+    }
+    uint32_t n_in_range() const { return symbols[n_symbols - 1] - symbols[0] + 1u; }
+};
+
+constexpr std::size_t model_nbytes(std::size_t n_in_range) {
+    return 2 + (3 * (n_in_range + 1) + 1) / 2;
+}
+
+inline void set_escape_byte(RansModel& model) {
+    uint32_t free_value = 0;
+    while (free_value < model.n_symbols && model.symbols[free_value] == free_value) ++free_value;
+    model.escape_byte = static_cast<uint8_t>(model.raw_bits > 0 ? 1 : free_value);
+}
+
+// Scales `counts` of the model's codes to frequencies of at least 1 with sum 4096: round, then move
+// single slots where they cost least.
+inline void normalise(const uint32_t* counts, RansModel& model) {
+    uint64_t total = 0;
+    for (uint32_t c = 0; c < model.n_codes; ++c) total += counts[c];
+    int32_t excess = -static_cast<int32_t>(kProbSum);
+    for (uint32_t c = 0; c < model.n_codes; ++c) {
+        const uint64_t scaled = (uint64_t{counts[c]} * kProbSum + total / 2) / total;
+        model.freqs[c] = static_cast<uint16_t>(std::clamp<uint64_t>(scaled, 1, kProbSum - 1));
+        excess += model.freqs[c];
+    }
+    while (excess != 0) {
+        const int32_t step = excess > 0 ? -1 : 1;
+        // Taking a slot from f costs about count / (f - 1/2), giving one saves count / (f + 1/2):
+        // compare as products.
+        uint32_t best = kProbSum;
+        for (uint32_t c = 0; c < model.n_codes; ++c) {
+            if (step < 0 ? model.freqs[c] == 1 : model.freqs[c] == kProbSum - 1) continue;
+            if (best == kProbSum) best = c;
+            const uint64_t mine =
+                uint64_t{counts[c]} * static_cast<uint32_t>(2 * model.freqs[best] + step);
+            const uint64_t theirs =
+                uint64_t{counts[best]} * static_cast<uint32_t>(2 * model.freqs[c] + step);
+            if (step < 0 ? mine < theirs : mine > theirs) best = c;
+        }
+        model.freqs[best] = static_cast<uint16_t>(model.freqs[best] + step);
+        excess += step;
+    }
+}
+
+// If the symbols in `order` (ascending) lie within `limit` of each other, lists the gaps between
+// them too: consecutive symbols map to codes by a subtraction, and an unseen one costs a single
+// slot.
+inline uint32_t fill_gaps(uint8_t* order, uint32_t n_seen, uint32_t limit) {
+    if (n_seen == 0) return 0;
+    const uint32_t lowest = order[0];
+    const uint32_t span = order[n_seen - 1] - lowest + 1;
+    if (span > limit) return n_seen;
+    for (uint32_t i = 0; i < span; ++i) order[i] = static_cast<uint8_t>(lowest + i);
+    return span;
+}
+
+// Gives codes to the `limit` commonest symbols; the rest, and what a sample did not see, escape.
+// `histogram` counts symbols. Returns their cost in 2^-16 bits, or 0 if there is nothing to model
+// (fewer than two codes).
+inline uint64_t choose_codes(const Histogram& histogram, uint32_t limit, uint32_t raw_bits,
+                             RansModel& model) {
+    const uint32_t n_possible = 256u >> raw_bits;
+    uint8_t order[257];  // GCC 12 believes that the last is reached
+    uint32_t n_seen = 0;
+    for (uint32_t v = 0; v < n_possible; ++v)
+        if (histogram.counts[v] > 0) order[n_seen++] = static_cast<uint8_t>(v);
+    uint32_t escaped = histogram.sampled && n_seen < n_possible ? 1 : 0;
+    if (n_seen > limit) {
+        std::nth_element(order, order + limit, order + n_seen, [&](uint8_t a, uint8_t b) {
+            const uint32_t count_a = histogram.counts[a], count_b = histogram.counts[b];
+            return count_a != count_b ? count_a > count_b : a < b;
+        });
+        for (uint32_t i = limit; i < n_seen; ++i) escaped += histogram.counts[order[i]];
+        n_seen = limit;
+        std::sort(order, order + n_seen);
+    }
+    if (limit <= kWideBuckets) n_seen = fill_gaps(order, n_seen, limit);
+    if (n_seen == n_possible) escaped = 0;
+    model.raw_bits = raw_bits;
+    model.n_symbols = n_seen;
+    model.n_codes = n_seen + (escaped > 0 ? 1 : 0);
+    if (model.n_codes < 2) return 0;
+    uint32_t counts[257];
+    for (uint32_t c = 0; c < n_seen; ++c) {
+        model.symbols[c] = order[c];
+        counts[c] = histogram.counts[order[c]];
+    }
+    if (escaped > 0) counts[n_seen] = escaped;
+    normalise(counts, model);
+    set_escape_byte(model);
+    uint64_t cost = uint64_t{escaped} << (kCostBits + 3);
+    for (uint32_t c = 0; c < model.n_codes; ++c)
+        cost += uint64_t{counts[c]} * kSymbolCost[model.freqs[c]];
+    return cost;
+}
+
+// Symbols of a plane with so many raw bits, and the bits of the plane that no model can save.
+struct FoldedPlane {
+    Histogram symbols;
+    std::size_t raw_nbytes;
+    std::size_t least_nbytes;  // of a stream
+};
+
+inline FoldedPlane fold_plane(const Histogram& histogram, std::size_t n, uint32_t raw_bits) {
+    FoldedPlane folded;
+    folded.raw_nbytes = fold(histogram, raw_bits, folded.symbols) * n / 8;
+    folded.least_nbytes =
+        folded.raw_nbytes + scale_cost(entropy_cost(folded.symbols), histogram.total, n);
+    return folded;
+}
+
+// Estimated bytes of the model, the words, the escapes and the raw bits of a plane of `n` units;
+// ~0 if there is nothing to model.
+inline std::size_t try_codes(const FoldedPlane& folded, std::size_t n, uint32_t limit,
+                             uint32_t raw_bits, RansModel& model) {
+    const uint64_t cost = choose_codes(folded.symbols, limit, raw_bits, model);
+    if (model.n_codes < 2) return ~std::size_t{0};
+    return model_nbytes(model.n_in_range()) + folded.raw_nbytes +
+           scale_cost(cost, folded.symbols.total, n);
+}
+
+constexpr uint32_t kMostRawBitsTried = 4;
+
+// The model for a histogram of bytes and the estimated bytes of a stream without its states; ~0 if
+// there is nothing to model. At most 31 symbols and an escape decode fastest, then 63; so those
+// forms win unless a larger alphabet saves 1 in 1024 or, where tables do not fit registers at all,
+// 1 in 256.
+inline std::size_t choose_model(const Histogram& histogram, std::size_t n, RansModel& model) {
+    const FoldedPlane bytes = fold_plane(histogram, n, 0);
+    std::size_t best = try_codes(bytes, n, kNarrowBuckets - 1, 0, model);
+    if (best == ~std::size_t{0} || !model.has_escape() || model.n_symbols < kNarrowBuckets - 1)
+        return best;
+    RansModel candidate;
+    const auto try_model = [&](const FoldedPlane& folded, uint32_t limit, uint32_t raw_bits,
+                               std::size_t must_save) {
+        if (folded.least_nbytes >= best) return;
+        const std::size_t nbytes = try_codes(folded, n, limit, raw_bits, candidate);
+        if (nbytes == ~std::size_t{0} || nbytes + must_save >= best) return;
+        best = nbytes;
+        model = candidate;
+    };
+    for (uint32_t raw_bits = 1; raw_bits <= kMostRawBitsTried; ++raw_bits) {
+        const FoldedPlane folded = fold_plane(histogram, n, raw_bits);
+        try_model(folded, kNarrowBuckets - 1, raw_bits, 0);
+        const std::size_t margin = model.n_codes <= kNarrowBuckets ? best / 1024 : 0;
+        try_model(folded, kWideBuckets - 1, raw_bits, margin);
+    }
+    try_model(bytes, kWideBuckets - 1, 0, model.n_codes <= kNarrowBuckets ? best / 1024 : 0);
+    try_model(bytes, 256, 0, best / 256);
+    return best;
+}
+
+// Writes a model; returns the end.
+inline uint8_t* write_model(const RansModel& model, uint8_t* dst) {
+    const uint32_t n_in_range = model.n_in_range();
+    const std::size_t nbytes = model_nbytes(n_in_range);
+    std::memset(dst, 0, nbytes);
+    dst[0] = model.symbols[0];
+    dst[1] = static_cast<uint8_t>(n_in_range - 1);
+    for (uint32_t c = 0; c < model.n_codes; ++c) {
+        const uint32_t place =
+            c < model.n_symbols ? model.symbols[c] - uint32_t{model.symbols[0]} : n_in_range;
+        uint8_t* at = dst + 2 + place / 2 * 3;
+        if (place % 2 == 0) {
+            at[0] = static_cast<uint8_t>(model.freqs[c]);
+            at[1] = static_cast<uint8_t>(at[1] | model.freqs[c] >> 8);
+        } else {
+            at[1] = static_cast<uint8_t>(at[1] | model.freqs[c] << 4);
+            at[2] = static_cast<uint8_t>(model.freqs[c] >> 4);
+        }
+    }
+    return dst + nbytes;
+}
+
+// Parses a model from the `nbytes` at `src`; `used` is set to its length.
+inline Status read_model(const uint8_t* src, std::size_t nbytes, uint32_t raw_bits,
+                         RansModel& model, std::size_t& used) {
+    if (nbytes < 2) return Status::kStreamLength;
+    const uint32_t first = src[0];
+    const uint32_t n_in_range = src[1] + 1u;
+    used = model_nbytes(n_in_range);
+    if (nbytes < used) return Status::kStreamLength;
+    if (first + n_in_range > 256u >> raw_bits) return Status::kBadField;
+    model.raw_bits = raw_bits;
+    model.n_symbols = 0;
+    model.n_codes = 0;
+    uint32_t sum = 0;
+    for (uint32_t i = 0; i <= n_in_range; ++i) {
+        const uint8_t* at = src + 2 + i / 2 * 3;
+        const uint32_t freq = i % 2 == 0 ? at[0] | (at[1] & 0x0Fu) << 8 : at[1] >> 4 | at[2] << 4;
+        if (freq == 0) continue;
+        sum += freq;
+        model.freqs[model.n_codes++] = static_cast<uint16_t>(freq);
+        if (i < n_in_range) model.symbols[model.n_symbols++] = static_cast<uint8_t>(first + i);
+    }
+    if (n_in_range % 2 == 0 && src[used - 1] >> 4 != 0) return Status::kReserved;
+    if (sum != kProbSum || (model.n_symbols == 256u >> raw_bits && model.has_escape()))
+        return Status::kFrequencies;
+    set_escape_byte(model);
+    return Status::kOk;
+}
+
+// Each bucket has two parts; where the second begins, and whose the parts are.
+struct AliasTables {
+    uint32_t threshold[kWideBuckets];  // first slot (0..4096) of the second part
+    uint8_t first[kWideBuckets];
+    uint8_t second[kWideBuckets];
+};
+
+// The construction of section 6.2, word for word.
+inline void build_alias(const RansModel& model, AliasTables& tables) {
+    const uint32_t n_buckets = model.n_buckets();
+    const uint32_t n_slots = kProbSum / n_buckets;
+    uint32_t rest[kWideBuckets], own[kWideBuckets];
+    uint8_t alias[kWideBuckets], low[kWideBuckets], high[kWideBuckets];
+    uint32_t n_low = 0, n_high = 0;
+    for (uint32_t c = 0; c < n_buckets; ++c) {
+        rest[c] = c < model.n_codes ? model.freqs[c] : 0;
+        own[c] = n_slots;
+        alias[c] = static_cast<uint8_t>(c);
+        if (rest[c] < n_slots) low[n_low++] = static_cast<uint8_t>(c);
+        if (rest[c] > n_slots) high[n_high++] = static_cast<uint8_t>(c);
+    }
+    while (n_low > 0) {
+        const uint8_t s = low[--n_low];
+        const uint8_t h = high[n_high - 1];
+        own[s] = rest[s];
+        alias[s] = h;
+        rest[h] -= n_slots - rest[s];
+        if (rest[h] <= n_slots) --n_high;
+        if (rest[h] < n_slots) low[n_low++] = h;
+    }
+    for (uint32_t b = 0; b < n_buckets; ++b) {
+        const bool mirrored = b % 2 == 1;
+        const auto code = static_cast<uint8_t>(b);
+        tables.threshold[b] = b * n_slots + (mirrored ? n_slots - own[b] : own[b]);
+        tables.first[b] = mirrored ? alias[b] : code;
+        tables.second[b] = mirrored ? code : alias[b];
+    }
+}
+
+// Calls visit(code, first_slot, n_slots, first_rank) for every run of slots of one code, in slot
+// order. In the alias layout there are two runs a bucket, either of which may be empty.
+template <class Visit>
+PACKHORSE_INLINE void for_each_run(const RansModel& model, const AliasTables& tables, Visit visit) {
+    uint32_t n_before[257] = {};
+    const auto step = [&](uint32_t code, uint32_t first, uint32_t n) {
+        visit(code, first, n, n_before[code]);
+        n_before[code] += n;
+    };
+    const uint32_t n_buckets = model.n_buckets();
+    if (n_buckets > 0) {
+        const uint32_t n_slots = kProbSum / n_buckets;
+        for (uint32_t b = 0; b < n_buckets; ++b) {
+            step(tables.first[b], b * n_slots, tables.threshold[b] - b * n_slots);
+            step(tables.second[b], tables.threshold[b], (b + 1) * n_slots - tables.threshold[b]);
+        }
+    } else {
+        uint32_t first = 0;
+        for (uint32_t c = 0; c < model.n_codes; ++c) {
+            step(c, first, model.freqs[c]);
+            first += model.freqs[c];
+        }
+    }
+}
+
+inline uint32_t pack_entry(const RansModel& model, uint32_t code, uint32_t first_slot,
+                           uint32_t first_rank) {
+    if (code >= model.n_codes) return 0;  // an empty part of a bucket
+    const uint32_t value = code < model.n_symbols
+                               ? static_cast<uint32_t>(model.symbols[code]) << model.raw_bits
+                               : model.escape_byte;
+    const uint32_t bias = (first_rank - first_slot) & (kProbSum - 1);
+    return model.freqs[code] | bias << kProbBits | value << 24;
+}
+
+struct BucketEntries {
+    uint32_t first[kWideBuckets];
+    uint32_t second[kWideBuckets];
+};
+
+inline void fill_bucket_entries(const RansModel& model, const AliasTables& tables,
+                                BucketEntries& entries) {
+    uint32_t part = 0;
+    for_each_run(model, tables, [&](uint32_t code, uint32_t first, uint32_t, uint32_t rank) {
+        uint32_t* const column = part % 2 == 0 ? &entries.first[0] : &entries.second[0];
+        column[part / 2] = pack_entry(model, code, first, rank);
+        ++part;
+    });
+}
+
+// The tables of 64 buckets, numbers cut into halves of 16 bits.
+struct BucketHalves {
+    alignas(64) uint16_t threshold[kWideBuckets];
+    alignas(64) uint16_t first_lower[kWideBuckets];
+    alignas(64) uint16_t first_upper[kWideBuckets];
+    alignas(64) uint16_t second_lower[kWideBuckets];
+    alignas(64) uint16_t second_upper[kWideBuckets];
+};
+
+inline void fill_bucket_halves(const AliasTables& tables, const BucketEntries& entries,
+                               BucketHalves& halves) {
+    for (uint32_t b = 0; b < kWideBuckets; ++b) {
+        halves.threshold[b] = static_cast<uint16_t>(tables.threshold[b]);
+        halves.first_lower[b] = static_cast<uint16_t>(entries.first[b]);
+        halves.first_upper[b] = static_cast<uint16_t>(entries.first[b] >> 16);
+        halves.second_lower[b] = static_cast<uint16_t>(entries.second[b]);
+        halves.second_upper[b] = static_cast<uint16_t>(entries.second[b] >> 16);
+    }
+}
+
+inline void fill_decode_table(const RansModel& model, const AliasTables& tables, uint32_t* table) {
+    for_each_run(model, tables, [&](uint32_t code, uint32_t first, uint32_t n, uint32_t rank) {
+        std::fill_n(table + first, n, pack_entry(model, code, first, rank));
+    });
+}
+
+// position -> slot, for the encoder: slots[start[code] + rank]; start is the sum of the frequencies
+// of smaller codes.
+inline void fill_slot_table(const RansModel& model, const AliasTables& tables, uint16_t* slots) {
+    uint32_t start[257];
+    for (uint32_t c = 0, sum = 0; c < model.n_codes; sum += model.freqs[c], ++c) start[c] = sum;
+    for_each_run(model, tables, [&](uint32_t code, uint32_t first, uint32_t n, uint32_t rank) {
+        if (n == 0) return;
+        uint16_t* dst = slots + start[code] + rank;
+        for (uint32_t i = 0; i < n; ++i) dst[i] = static_cast<uint16_t>(first + i);
+    });
+}
+
+}  // namespace packhorse

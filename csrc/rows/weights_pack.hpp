@@ -1,0 +1,259 @@
+// Packs rows of BF16 elements as weights in memory, or counts the exceptions that they would have.
+//
+// A row is split into exponents and the rest, its exponents are counted, its window is
+// chosen, and both become packed elements. Exceptions are collected block by block of rows, since
+// only then is known how many there are; the caller joins them.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <new>
+#include <vector>
+
+#include "common/parallel.hpp"
+#include "common/scratch.hpp"
+#include "rows/weights_window.hpp"
+
+namespace packhorse {
+
+constexpr uint32_t kNoWindow = ~uint32_t{0};
+constexpr std::size_t kExceptionSlack = 2;
+
+// Where the arrays of some rows go.
+struct WeightRows {
+    uint8_t* low_bytes;
+    uint8_t* high_bits;
+    uint8_t* first_exponents;
+    int32_t* counts;  // exceptions of each row
+};
+
+// A row while it is packed. `low_bytes` belong to the output and first hold signs and mantissas;
+// the others are scratch.
+struct WeightRow {
+    uint8_t* low_bytes;
+    uint8_t* exponents;  // later the bits above the low byte
+    uint8_t* marks;      // 1 for exceptions
+};
+
+PACKHORSE_INLINE void split_weights(const uint8_t* __restrict src, std::size_t n,
+                                    uint8_t* __restrict exponents, uint8_t* __restrict rest) {
+    for (std::size_t i = 0; i < n; ++i) {
+        const auto element = load<uint16_t>(src + 2 * i);
+        exponents[i] = static_cast<uint8_t>(element >> 7);
+        rest[i] = static_cast<uint8_t>((element >> 8 & 0x80) | (element & 0x7F));
+    }
+}
+
+PACKHORSE_INLINE uint32_t count_zeros(const uint8_t* exponents, const uint8_t* rest,
+                                      std::size_t n) {
+    uint32_t zeros = 0;
+    for (std::size_t i = 0; i < n; ++i) zeros += (exponents[i] | (rest[i] & 0x7F)) == 0;
+    return zeros;
+}
+
+// Splits a row and chooses its window: near that of the row before, `first`, if that is one.
+// Returns how many exceptions it leaves. Behind the row, exponents are written up to a multiple
+// of 32.
+template <class Form>
+PACKHORSE_INLINE uint32_t scan_weights(const uint8_t* src, std::size_t n, const WeightRow& row,
+                                       uint32_t& first, Isa isa) {
+    split_weights(src, n, row.exponents, row.low_bytes);
+    Window window;
+    bool chosen = false;
+#if PACKHORSE_X86
+    if (isa >= Isa::kAvx2 && first != kNoWindow) {
+        std::memset(row.exponents + n, 0, round_up(n, 32) - n);
+        chosen = choose_near_window<Form>(row.exponents, n, first, src + 2 * n, window);
+    }
+#endif
+    (void)isa;
+    if (!chosen) window = choose_window<Form>(row.exponents, n);
+    first = window.first;
+    const auto outside = static_cast<uint32_t>(n) - window.covered;
+    if (Form::kFirstCode == 0 || outside == 0) return outside;
+    return outside - count_zeros(row.exponents, row.low_bytes, n);
+}
+
+// Makes packed elements: their low bytes in place of signs and mantissas, their high bits in place
+// of exponents. Padding counts as an element that is no exception.
+template <class Form>
+PACKHORSE_INLINE void code_weights(const WeightShape<Form>& shape, uint8_t first,
+                                   uint8_t* __restrict exponents, uint8_t* __restrict rest,
+                                   uint8_t* __restrict marks) {
+    const std::size_t n = shape.n_columns, n_padded = shape.n_padded;
+    std::memset(exponents + n, Form::kFirstCode == 0 ? first : 0, n_padded - n);
+    std::memset(rest + n, 0, n_padded - n);
+    for (std::size_t i = 0; i < n_padded; ++i) {
+        const uint8_t exponent = exponents[i], sign = rest[i] & 0x80, mantissa = rest[i] & 0x7F;
+        const auto place = static_cast<uint8_t>(exponent - first - Form::kFirstCode);
+        const bool inside = place < kWindowWidth<Form>;
+        const bool zero = Form::kFirstCode != 0 && (exponent | mantissa) == 0;
+        const uint8_t code = inside ? static_cast<uint8_t>(exponent - first) : uint8_t{0};
+        const uint8_t keep = (inside | zero) ? 0xFF : 0;
+        rest[i] = static_cast<uint8_t>((mantissa | code << 7) & keep);
+        exponents[i] = static_cast<uint8_t>((sign >> (16 - Form::kBits) | code >> 1) & keep);
+        marks[i] = static_cast<uint8_t>(~keep & 1);
+    }
+}
+
+// Exceptions while they are listed.
+struct ExceptionList {
+    const uint8_t* src;  // the row
+    int32_t* end;
+
+    PACKHORSE_INLINE void put(std::size_t column) {
+        const uint32_t element = load<uint16_t>(src + 2 * column);
+        *end = static_cast<int32_t>(element << 16 | static_cast<uint32_t>(column));
+    }
+};
+
+inline void list_marked(const uint8_t* marks, std::size_t start, std::size_t stop,
+                        ExceptionList& list) {
+    for (std::size_t i = start; i < stop; i += 8)
+        for (uint64_t word = load<uint64_t>(marks + i); word != 0; word &= word - 1, ++list.end)
+            list.put(i + static_cast<std::size_t>(std::countr_zero(word)) / 8);
+}
+
+#if PACKHORSE_X86
+
+// For rows of many exceptions: two of 32 columns are put without asking whether there are any,
+// since no processor can guess that. The list has room for two more, and `stop` is a multiple
+// of 32.
+PACKHORSE_AVX2 inline void list_many_avx2(const uint8_t* marks, std::size_t stop,
+                                          ExceptionList& list) {
+    for (std::size_t i = 0; i < stop; i += 32) {
+        const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(marks + i));
+        auto mask = static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_slli_epi16(bytes, 7)));
+        int32_t* const start = list.end;
+        const int n = std::popcount(mask);
+        for (int k = 0; k < 2 || mask != 0; ++k, ++list.end, mask &= mask - 1)
+            list.put(i + static_cast<std::size_t>(std::countr_zero(mask)) % 32);
+        list.end = start + n;
+    }
+}
+
+#endif
+
+// `dst` has room for kExceptionSlack more than there are.
+inline void list_exceptions(const uint8_t* src, const uint8_t* marks, std::size_t n_columns,
+                            std::size_t n_padded, bool many, int32_t* dst, Isa isa) {
+    ExceptionList list{src, dst};
+    std::size_t done = 0;
+#if PACKHORSE_X86
+    if (many && isa >= Isa::kAvx2) {
+        done = n_columns / 32 * 32;
+        list_many_avx2(marks, done, list);
+    }
+#endif
+    (void)many, (void)isa, (void)n_columns;
+    list_marked(marks, done, n_padded, list);
+}
+
+PACKHORSE_INLINE void join_high_bits(const WeightShape<W12>& shape, const uint8_t* __restrict bits,
+                                     uint8_t* __restrict dst) {
+    for (std::size_t j = 0; j < shape.n_steps; ++j)
+        dst[j] = static_cast<uint8_t>(bits[j] | bits[shape.n_steps + j] << 4);
+}
+
+PACKHORSE_INLINE void join_high_bits(const WeightShape<W11>& shape, const uint8_t* __restrict bits,
+                                     uint8_t* __restrict dst) {
+    const std::size_t n = shape.n_steps;
+    for (std::size_t j = 0; j < n; ++j) {
+        uint8_t signs = 0;
+        for (uint32_t i = 0; i < 8; ++i)
+            signs = static_cast<uint8_t>(signs | bits[i * n + j] >> 2 << i);
+        dst[j] = signs;
+    }
+    for (std::size_t j = 0; j < 2 * n; ++j) {
+        uint8_t below = 0;
+        for (uint32_t i = 0; i < 4; ++i)
+            below = static_cast<uint8_t>(below | (bits[2 * i * n + j] & 3) << (2 * i));
+        dst[n + j] = below;
+    }
+}
+
+// Packs rows of `src`; their exceptions are put behind `exceptions`.
+template <class Form>
+PACKHORSE_INLINE void pack_rows(const uint8_t* src, std::size_t n_rows,
+                                const WeightShape<Form>& shape, const WeightRows& dst,
+                                uint8_t* scratch, std::vector<int32_t>& exceptions, Isa isa) {
+    const std::size_t n = shape.n_columns;
+    std::size_t n_listed = 0;
+    uint32_t first = kNoWindow;
+    for (std::size_t r = 0; r < n_rows; ++r) {
+        const uint8_t* const elements = src + 2 * r * n;
+        const WeightRow row{dst.low_bytes + r * shape.n_padded, scratch, scratch + shape.n_padded};
+        const uint32_t n_exceptions = scan_weights<Form>(elements, n, row, first, isa);
+        code_weights(shape, static_cast<uint8_t>(first), row.exponents, row.low_bytes, row.marks);
+        join_high_bits(shape, row.exponents, dst.high_bits + r * shape.n_high_bytes);
+        dst.first_exponents[r] = static_cast<uint8_t>(first);
+        store(dst.counts + r, static_cast<int32_t>(n_exceptions));
+        if (n_exceptions == 0) continue;
+        exceptions.resize(n_listed + n_exceptions + kExceptionSlack);
+        list_exceptions(elements, row.marks, n, shape.n_padded, n_exceptions > n / 256,
+                        exceptions.data() + n_listed, isa);
+        n_listed += n_exceptions;
+    }
+    exceptions.resize(n_listed);
+}
+
+// Packs all rows. Exceptions come as one list for each block of rows, in order.
+template <class Form>
+inline std::vector<std::vector<int32_t>> pack_weights(const uint8_t* src, std::size_t n_rows,
+                                                      std::size_t n_columns, const WeightRows& dst,
+                                                      std::size_t threads, Isa isa) {
+    const WeightShape<Form> shape(n_columns);
+    const std::size_t at_once = weight_rows_at_once(n_columns);
+    const std::size_t n_blocks = (n_rows + at_once - 1) / at_once;
+    const std::size_t n_workers = std::max<std::size_t>(1, std::min(threads, n_blocks));
+    std::vector<std::vector<int32_t>> exceptions(n_blocks);
+    const Scratch scratch(n_workers * 2 * shape.n_padded);
+    std::atomic<bool> out_of_memory{false};
+    parallel_for(n_blocks, n_workers, [&](std::size_t worker, std::size_t block) {
+        const std::size_t row = block * at_once;
+        const std::size_t n = std::min(at_once, n_rows - row);
+        const WeightRows to{dst.low_bytes + row * shape.n_padded,
+                            dst.high_bits + row * shape.n_high_bytes, dst.first_exponents + row,
+                            dst.counts + row};
+        uint8_t* const room = scratch.get() + worker * 2 * shape.n_padded;
+        std::vector<int32_t>& list = exceptions[block];
+        try {
+            vectorised_wide(isa, [=, &list]() PACKHORSE_VECTORISED {
+                pack_rows<Form>(src + 2 * row * shape.n_columns, n, shape, to, room, list, isa);
+            });
+        } catch (const std::bad_alloc&) {
+            out_of_memory = true;
+        }
+    });
+    if (out_of_memory) throw std::bad_alloc();
+    return exceptions;
+}
+
+// Exceptions that rows 0, row_step, 2 row_step ... would have.
+template <class Form>
+inline std::size_t count_weight_exceptions(const uint8_t* src, std::size_t n_rows,
+                                           std::size_t n_columns, std::size_t row_step,
+                                           std::size_t threads, Isa isa) {
+    const std::size_t n_samples = (n_rows + row_step - 1) / row_step;
+    const std::size_t at_once = weight_rows_at_once(n_columns);
+    const std::size_t n_blocks = (n_samples + at_once - 1) / at_once;
+    const std::size_t n_workers = std::max<std::size_t>(1, std::min(threads, n_blocks));
+    const std::size_t room_nbytes = round_up(n_columns, 64);
+    const Scratch scratch(n_workers * 2 * room_nbytes);
+    std::atomic<std::size_t> total{0};
+    parallel_for(n_blocks, n_workers, [&](std::size_t worker, std::size_t block) {
+        uint8_t* const room = scratch.get() + worker * 2 * room_nbytes;
+        const WeightRow row{room + room_nbytes, room, nullptr};
+        const std::size_t start = block * at_once, stop = std::min(start + at_once, n_samples);
+        vectorised_wide(isa, [=, &total]() PACKHORSE_VECTORISED {
+            uint32_t first = kNoWindow;
+            for (std::size_t sample = start; sample < stop; ++sample)
+                total += scan_weights<Form>(src + 2 * sample * row_step * n_columns, n_columns, row,
+                                            first, isa);
+        });
+    });
+    return total;
+}
+
+}  // namespace packhorse

@@ -1,0 +1,85 @@
+// Which window a row of weights gets: of all that leave the fewest exceptions, the lowest.
+//
+// To count all exponents takes most of the time of packing. But the rows of a matrix are alike: the
+// window is mostly that of the row before, or a step or two away. With AVX2 six windows around it
+// are counted, by comparisons with twelve limits, and the best of them is taken if those counts
+// prove that no other window is better; else all exponents are counted.
+#pragma once
+
+#include "rows/weights.hpp"
+#include "rows/weights_window_avx2.hpp"
+
+namespace packhorse {
+
+struct Window {
+    uint32_t first;
+    uint32_t covered;  // elements with an exponent inside
+};
+
+// Four tables in turn, so that equal neighbours do not wait for each other's store. Their 16 bits
+// hold a quarter of the longest row.
+inline void count_exponents(const uint8_t* exponents, std::size_t n, uint32_t* counts) {
+    static_assert(kMaxWeightColumns / 4 + 8 < 1 << 16);
+    uint16_t tables[4][256] = {};
+    std::size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const auto word = load<uint64_t>(exponents + i);
+        for (int k = 0; k < 8; ++k) ++tables[k & 3][word >> (8 * k) & 0xFF];
+    }
+    for (; i < n; ++i) ++tables[0][exponents[i]];
+    for (int v = 0; v < 256; ++v)
+        counts[v] = uint32_t{tables[0][v]} + tables[1][v] + tables[2][v] + tables[3][v];
+}
+
+template <class Form>
+inline Window choose_window(const uint8_t* exponents, std::size_t n) {
+    uint32_t counts[256];
+    count_exponents(exponents, n, counts);
+    uint32_t covered = 0;
+    for (uint32_t code = Form::kFirstCode; code < 1u << Form::kCodeBits; ++code)
+        covered += counts[Form::kMinFirst + code];
+    Window best{Form::kMinFirst, covered};
+    for (uint32_t first = Form::kMinFirst + 1; first <= Form::kMaxFirst; ++first) {
+        const uint32_t lowest = first + Form::kFirstCode;
+        covered += counts[lowest + kWindowWidth<Form> - 1] - counts[lowest - 1];
+        if (covered > best.covered) best = {first, covered};
+    }
+    return best;
+}
+
+#if PACKHORSE_X86
+
+constexpr uint32_t kNearWindows = 6;
+constexpr uint32_t kNearBelow = 3;  // so many of them are below the window of the row before
+
+// The best window, if it is one near `before` and the counts prove it.
+template <class Form>
+PACKHORSE_AVX2 inline bool choose_near_window(const uint8_t* exponents, std::size_t n,
+                                              uint32_t before, const uint8_t* ahead, Window& best) {
+    constexpr uint32_t kLast = kNearWindows - 1;
+    const uint32_t below =
+        before < Form::kMinFirst + kNearBelow ? before - Form::kMinFirst : kNearBelow;
+    const uint32_t lowest =
+        before - below > Form::kMaxFirst - kLast ? Form::kMaxFirst - kLast : before - below;
+    uint32_t limits[2 * kNearWindows], counts[2 * kNearWindows];
+    for (uint32_t k = 0; k < kNearWindows; ++k) {
+        limits[k] = lowest + k + Form::kFirstCode;
+        limits[kNearWindows + k] = lowest + k + (1u << Form::kCodeBits);
+    }
+    count_from<2 * kNearWindows>(exponents, n, limits, ahead, counts);
+    best = {lowest, counts[0] - counts[kNearWindows]};
+    for (uint32_t k = 1; k < kNearWindows; ++k) {
+        const uint32_t covered = counts[k] - counts[kNearWindows + k];
+        if (covered > best.covered) best = {lowest + k, covered};
+    }
+    // A lower window leaves at least what is above the lowest of these; a higher one at least what
+    // is below the highest. Where both leave as many, the lower one is taken.
+    const auto left = static_cast<uint32_t>(n) - best.covered;
+    const auto below_highest = static_cast<uint32_t>(n) - counts[kLast];
+    return (lowest == Form::kMinFirst || left < counts[kNearWindows]) &&
+           (lowest == Form::kMaxFirst - kLast || left <= below_highest);
+}
+
+#endif
+
+}  // namespace packhorse

@@ -1,0 +1,210 @@
+// What a tensor would take, from samples of it: for the plan (codecs/plan.py), which nothing but
+// the ratio hangs on. A source that changes meanwhile gives another estimate and no harm.
+//
+// Weights are alike everywhere, so few samples tell what they take. What seems to take much less is
+// something else, of which samples may have seen anything: that is looked at again, chunk by chunk.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "tensor/tensor.hpp"
+
+namespace packhorse {
+
+struct PlaneEstimate {
+    Mode mode;
+    std::size_t nbytes;
+};
+
+// Runs of a sample. Where runs begin follows no rule, or periods might hide from them.
+class SampleRuns {
+  public:
+    // `n_runs` >= 1 of `run` units of [0, n), which do not overlap.
+    SampleRuns(std::size_t n, std::size_t run, std::size_t n_runs)
+        : gap_(n / n_runs), room_(gap_ - run) {}
+
+    // Where run `r` begins.
+    std::size_t operator()(std::size_t r) const {
+        const uint64_t mixed = (r + 1) * 0x9E3779B97F4A7C15;
+        return r * gap_ + static_cast<std::size_t>((mixed >> 40) * (room_ + 1) >> 24);
+    }
+
+  private:
+    std::size_t gap_;
+    std::size_t room_;
+};
+
+constexpr std::size_t kPlaneSampleRun = 512;
+
+// Splits units, or copies those that are not split; rows of planes are `stride` bytes apart.
+inline void sample_planes(const uint8_t* from, std::size_t n, const Geometry& geometry,
+                          uint8_t* rows, std::size_t stride, Isa isa) {
+    uint8_t* planes[kMaxPlanes];
+    for (uint32_t p = 0; p < geometry.spec.n_planes; ++p) planes[p] = rows + p * stride;
+    if (geometry.spec.splits())
+        split_planes(from, n, geometry.spec, planes, isa);
+    else
+        std::memcpy(planes[0], from, n);
+}
+
+// What each plane would be and take, by some whole chunks of the tensor, evenly spread, which are
+// encoded. Differences from a base count as plane 0.
+inline std::vector<PlaneEstimate> encode_some(const uint8_t* src, const Geometry& geometry,
+                                              const Base& base, std::size_t plain_nbytes,
+                                              Level level, Isa isa) {
+    constexpr std::size_t kTrialNbytes = std::size_t{1} << 22;
+    const uint32_t unit = geometry.spec.unit_nbytes;
+    const std::size_t most = std::max<std::size_t>(1, kTrialNbytes / geometry.chunk_nbytes());
+    const std::size_t n_trials = std::min(geometry.n_chunks(), most);
+    Geometry part = geometry;
+    part.n_units = std::min(geometry.n_units, n_trials * geometry.chunk_units);
+    // A copy, which nobody changes; base, output and hashes behind it.
+    const std::size_t row = round_up(part.nbytes(), kFrameAlignment) + kPlaneSlack;
+    const std::size_t n_digests = 16 * (n_leaves(part.nbytes()) + 1);
+    const Scratch memory(3 * row + 2 * n_digests + 2 * kXxh3LongMinNbytes);
+    uint8_t* const units = memory.get();
+    uint8_t* const bases = units + row;
+    uint8_t* const digests = bases + 2 * row;
+    part.n_units = 0;
+    for (std::size_t trial = 0; trial < n_trials; ++trial) {
+        const std::size_t chunk =
+            n_trials > 1 ? trial * (geometry.n_chunks() - 1) / (n_trials - 1) : 0;
+        const std::size_t first = chunk * geometry.chunk_units, n = geometry.units_of(chunk);
+        uint8_t* const at = bases + part.n_units * unit;
+        std::memcpy(units + part.n_units * unit, src + first * unit, n * unit);
+        if (base.units != nullptr) {
+            const uint8_t* const from = chunk_base(base, first, n, unit, at, isa);
+            if (from != at) std::memcpy(at, from, n * unit);
+        }
+        part.n_units += n;
+    }
+    EncodeContext context = {};
+    context.base = base;
+    if (base.units != nullptr) {
+        context.base.units = bases;
+        context.base.cast = Cast::kNone;
+    }
+    context.plain_nbytes = scale_bytes(plain_nbytes, part.n_units, geometry.n_units);
+    context.level = level;
+    uint8_t* const tails = digests + 2 * n_digests;
+    context.base_leaves = {digests + n_digests, tails + kXxh3LongMinNbytes};
+    std::vector<uint32_t> table(part.n_chunks() * part.row_length());
+    encode_tensor(units, part, context, bases + row, table.data(), {digests, tails}, 1, isa);
+    std::vector<PlaneEstimate> estimates(part.spec.n_planes, {Mode::kConstant, 0});
+    std::vector<std::size_t> largest(part.spec.n_planes);
+    for (std::size_t chunk = 0; chunk < part.n_chunks(); ++chunk)
+        for (uint32_t p = 0; p < part.spec.n_planes; ++p) {
+            const uint32_t descriptor = table[chunk * part.row_length() + 1 + p];
+            const std::size_t nbytes = descriptor_nbytes(descriptor);
+            estimates[p].nbytes += nbytes;
+            if (nbytes <= largest[p]) continue;
+            largest[p] = nbytes;
+            estimates[p].mode = descriptor_mode(descriptor);
+        }
+    for (PlaneEstimate& plane : estimates)
+        plane.nbytes = scale_bytes(plane.nbytes, geometry.n_units, part.n_units);
+    return estimates;
+}
+
+struct TensorEstimate {
+    std::vector<PlaneEstimate> planes;
+    bool is_odd;  // whether it was looked at again
+};
+
+// What each plane of a tensor of at least one unit, with items of one byte, would be and take, from
+// at most `n_samples` >= 1 times 4096 units.
+inline TensorEstimate estimate_tensor(const uint8_t* src, const Geometry& geometry, Level level,
+                                      std::size_t n_samples, Isa isa) {
+    const std::size_t run = std::min(geometry.n_units, kPlaneSampleRun);
+    const std::size_t n_runs =
+        std::min(n_samples * (kBlockUnits / kPlaneSampleRun), geometry.n_units / run);
+    const std::size_t n = run * n_runs;
+    const std::size_t stride = n + kPlaneSlack;
+    const Scratch rows(geometry.spec.n_planes * stride);
+    const SampleRuns runs(geometry.n_units, run, n_runs);
+    for (std::size_t r = 0; r < n_runs; ++r)
+        sample_planes(src + runs(r) * geometry.spec.unit_nbytes, run, geometry,
+                      rows.get() + r * run, stride, isa);
+    // Headers count once a chunk, so the estimate is for a chunk.
+    const std::size_t chunk_units =
+        std::min(geometry.n_units, kChunkNbytes / geometry.spec.unit_nbytes);
+    const auto n_chunks = static_cast<double>(geometry.n_units) / static_cast<double>(chunk_units);
+    std::vector<PlaneEstimate> estimates;
+    std::size_t sum = 0;
+    for (uint32_t p = 0; p < geometry.spec.n_planes; ++p) {
+        PlaneChoice choice;
+        const std::size_t nbytes =
+            choose_mode(rows.get() + p * stride, n, std::max(n, chunk_units), level, choice);
+        estimates.push_back(
+            {choice.mode, static_cast<std::size_t>(n_chunks * static_cast<double>(nbytes))});
+        sum += estimates.back().nbytes;
+    }
+    if (n == geometry.n_units || 2 * sum >= geometry.nbytes()) return {estimates, false};
+    Geometry cut = geometry;
+    cut.chunk_units =
+        (level == Level::kMax ? kClassedChunkNbytes : kChunkNbytes) / geometry.spec.unit_nbytes;
+    return {encode_some(src, cut, {}, 0, level, isa), true};
+}
+
+constexpr std::size_t kDeltaSections = 4;
+// In a training step more of bf16 weights change than one in so many; where fewer do, samples may
+// have seen any number of them.
+constexpr std::size_t kFewDiffer = 16;
+
+// What units [first, first + n) of a tensor would take as differences from a base, in chunks.
+inline std::size_t estimate_delta_section(const uint8_t* src, const Geometry& geometry,
+                                          const Base& base, std::size_t first, std::size_t n,
+                                          DeltaSample& sample, Isa isa) {
+    const uint32_t unit = geometry.spec.unit_nbytes;
+    const std::size_t run = std::min(n, kDeltaSampleRun);
+    const std::size_t n_runs =
+        std::max<std::size_t>(1, std::min(kLeastDeltaSample, n) / kDeltaSampleRun);
+    const std::size_t n_there = run * n_runs;
+    const Scratch memory(2 * n_there * unit + 2 * run);
+    uint8_t* const units = memory.get();
+    uint8_t* const bases = units + n_there * unit;
+    const SampleRuns runs(n, run, n_runs);
+    for (std::size_t r = 0; r < n_runs; ++r) {
+        const std::size_t at = first + runs(r);
+        std::memcpy(units + r * run * unit, src + at * unit, run * unit);
+        const uint8_t* const from = chunk_base(base, at, run, unit, bases + n_there * unit, isa);
+        std::memcpy(bases + r * run * unit, from, run * unit);
+    }
+    with_units(unit, base.is_float, [&]<class Unit, bool kFloat>() {
+        take_delta_sample<Unit, kFloat>(units, bases, n_there, sample);
+    });
+    DeltaRule rule;
+    const std::size_t chunk_units = std::min(n, geometry.chunk_units);
+    return scale_bytes(choose_delta_rule(sample, chunk_units, 8 * unit, rule), n, chunk_units);
+}
+
+// What a tensor of at least one unit would take if chunks chose between differences from a base and
+// `plain_nbytes` for all of them; 0 if it equals the base.
+inline std::size_t estimate_delta_tensor(const uint8_t* src, const Geometry& geometry,
+                                         const Base& base, std::size_t plain_nbytes, Level level,
+                                         Isa isa) {
+    if (base.cast == Cast::kNone && std::memcmp(src, base.units, geometry.nbytes()) == 0) return 0;
+    const auto sample = std::make_unique<DeltaSample>();
+    const std::size_t n_sections = std::min(kDeltaSections, geometry.n_chunks());
+    std::size_t sum = 0, n_seen = 0, n_equal = 0;
+    for (std::size_t s = 0; s < n_sections; ++s) {
+        const std::size_t first = s * geometry.n_units / n_sections;
+        const std::size_t n = (s + 1) * geometry.n_units / n_sections - first;
+        sum += std::min(estimate_delta_section(src, geometry, base, first, n, *sample, isa),
+                        scale_bytes(plain_nbytes, n, geometry.n_units));
+        n_seen += sample->n;
+        n_equal += static_cast<std::size_t>(
+            std::count(sample->differences, sample->differences + sample->n, uint64_t{0}));
+    }
+    // Where the plain tensor takes so little, its sections may differ in what they take of it.
+    if (kFewDiffer * (n_seen - n_equal) >= n_seen && 2 * plain_nbytes >= geometry.nbytes())
+        return sum;
+    sum = 0;
+    for (const PlaneEstimate& plane : encode_some(src, geometry, base, plain_nbytes, level, isa))
+        sum += plane.nbytes;
+    return sum;
+}
+
+}  // namespace packhorse

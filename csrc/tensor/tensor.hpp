@@ -1,0 +1,567 @@
+// A whole tensor: cut into chunks, chunks handed out to threads, the table of descriptors checked.
+//
+// This is the core as a library: plain pointers and sizes, nothing of Python. bind/bind.cpp binds
+// it; fuzz targets and thread tests link it directly. Callers check arguments first
+// (geometry_fault() helps) and keep all buffers alive; scratch is allocated here, once a call, so
+// std::bad_alloc is the only exception. What data got wrong comes back as a status and a chunk.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "chunk/decode.hpp"
+#include "chunk/encode.hpp"
+#include "chunk/side_data.hpp"
+#include "common/copy.hpp"
+#include "common/parallel.hpp"
+#include "common/scratch.hpp"
+#include "delta/decode.hpp"
+#include "delta/encode.hpp"
+
+namespace packhorse {
+
+// What is wrong with these numbers as a Geometry, or null.
+inline const char* geometry_fault(uint32_t unit_nbytes, int split, uint32_t chunk_log,
+                                  std::size_t nbytes) {
+    if (unit_nbytes != 1 && unit_nbytes != 2 && unit_nbytes != 4 && unit_nbytes != 8)
+        return "unit_nbytes must be 1, 2, 4 or 8";
+    if (split < 0 || split > 2) return "split must be 0, 1 or 2";
+    if (split == 1 && unit_nbytes == 1) return "one-byte units are not split into bytes";
+    if (chunk_log < kMinChunkLog || chunk_log > kMaxChunkLog) return "chunk_log is out of range";
+    if (nbytes % unit_nbytes != 0) return "the length must be a multiple of unit_nbytes";
+    if ((std::size_t{unit_nbytes} << chunk_log) > kMaxChunkNbytes)
+        return "chunks must not be above 2 MiB";
+    return nullptr;
+}
+
+// Side data given for a geometry, or what is wrong with them. `nbytes` is 0 where there are none.
+inline const char* side_fault(const PlaneSpec& spec, std::size_t n_units, std::size_t nbytes,
+                              std::size_t n_rows) {
+    if (nbytes == 0) return nullptr;
+    if (spec.rotation == 0) return "side data need split 2";
+    if (nbytes > kMaxSideNbytes) return "side data have at most 2 Mi bytes";
+    if (n_rows == 0 || n_rows >= nbytes || n_units % n_rows != 0 ||
+        n_units / n_rows != nbytes - n_rows)
+        return "side data must have a byte for each row and each column";
+    return nullptr;
+}
+
+inline SideData view_side(const uint8_t* side, std::size_t nbytes, std::size_t n_rows) {
+    return nbytes == 0 ? SideData{} : SideData{side, side + n_rows, nbytes - n_rows};
+}
+
+// How a tensor is cut: what all operations on its chunks share. The numbers have no fault.
+struct Geometry {
+    PlaneSpec spec;
+    std::size_t chunk_units;
+    std::size_t n_units;
+
+    Geometry(uint32_t unit_nbytes, int split, uint32_t chunk_log, std::size_t nbytes)
+        : spec(plane_spec(unit_nbytes, static_cast<Split>(split))),
+          chunk_units(std::size_t{1} << chunk_log),
+          n_units(nbytes / unit_nbytes) {}
+
+    std::size_t n_chunks() const { return (n_units + chunk_units - 1) / chunk_units; }
+    std::size_t units_of(std::size_t chunk) const {
+        return std::min(chunk_units, n_units - chunk * chunk_units);
+    }
+    std::size_t chunk_nbytes() const { return chunk_units * spec.unit_nbytes; }
+    std::size_t largest_units() const { return std::min(chunk_units, n_units); }
+    std::size_t nbytes() const { return n_units * spec.unit_nbytes; }
+    // A row of the table: a chunk's CRC32C, then a descriptor for each plane.
+    std::size_t row_length() const { return spec.n_planes + 1; }
+};
+
+// One worker's encode scratch, in one allocation.
+class EncodeWorker {
+  public:
+    EncodeWorker(const Geometry& geometry, bool classes, bool has_base, bool owns_output) {
+        const std::size_t units = round_up(geometry.largest_units(), 64) + kPlaneSlack;
+        const bool splits = geometry.spec.splits();
+        const bool one_byte = item_nbytes(geometry.spec) == 1;
+        const bool copies = one_byte && !splits && !has_base;
+        const std::size_t planes = splits ? geometry.spec.n_planes * units : 0;
+        const std::size_t output =
+            owns_output ? round_up(geometry.largest_units() * geometry.spec.unit_nbytes, 64) : 0;
+        const std::size_t tables = round_up(sizeof(RansEncodeTables), 64);
+        const uint32_t unit_nbytes = geometry.spec.unit_nbytes;
+        memory_ = Scratch(planes + (one_byte ? 3 * units : 0) + (classes ? 4 * units : 0) +
+                          (copies ? units : 0) + tables + output +
+                          (has_base ? delta_encode_nbytes(units, unit_nbytes) : 0));
+        uint8_t* at = memory_.get();
+        for (uint32_t p = 0; p < kMaxPlanes; ++p) scratch.planes[p] = nullptr;
+        for (uint32_t p = 0; splits && p < geometry.spec.n_planes; ++p, at += units)
+            scratch.planes[p] = at;
+        scratch.tables = reinterpret_cast<RansEncodeTables*>(at);
+        at += tables;
+        this->output = at;
+        at += output;
+        if (has_base) {
+            delta = place_delta_scratch(at, units, unit_nbytes);
+            at += delta_encode_nbytes(units, unit_nbytes);
+        }
+        scratch.escapes = at;
+        scratch.words = at + units;
+        at += one_byte ? 3 * units : 0;
+        scratch.units = at;
+        at += copies ? units : 0;
+        scratch.classes = at;
+        scratch.yielded = at + units;
+        scratch.sorted[0] = at + 2 * units;
+        scratch.sorted[1] = at + 3 * units;
+    }
+
+    EncodeScratch scratch;
+    DeltaScratch delta;  // if there is a base
+    uint8_t* output;
+
+  private:
+    Scratch memory_;
+};
+
+// nbytes * part / whole.
+inline std::size_t scale_bytes(std::size_t nbytes, std::size_t part, std::size_t whole) {
+    return static_cast<std::size_t>(static_cast<double>(nbytes) * static_cast<double>(part) /
+                                    static_cast<double>(whole));
+}
+
+inline std::size_t n_leaves(std::size_t nbytes) {
+    return (nbytes + kContentLeafNbytes - 1) / kContentLeafNbytes;
+}
+
+// Hashes of the leaves that start in [src, src + nbytes); a last leaf too short for the long form
+// is left as it was.
+inline void hash_leaves(const uint8_t* src, std::size_t nbytes, uint8_t* digests, Isa isa) {
+    for (std::size_t at = 0; at < nbytes; at += kContentLeafNbytes, digests += 16) {
+        const std::size_t leaf = std::min(kContentLeafNbytes, nbytes - at);
+        if (leaf >= kXxh3LongMinNbytes) xxh3_128_long(src + at, leaf, digests, isa);
+    }
+}
+
+// Stores a chunk as it is: copy, hashes of the leaves and CRC of the padded chunk in one pass.
+// Returns its padded length.
+inline std::size_t store_chunk(const uint8_t* src, std::size_t nbytes, uint8_t* dst,
+                               const ContentLeaves& leaves, uint32_t* row, bool past_cache,
+                               Isa isa) {
+    uint32_t crc = ~0u;
+    for (std::size_t at = 0; at < nbytes; at += kContentLeafNbytes) {
+        const std::size_t leaf = std::min(kContentLeafNbytes, nbytes - at);
+        if (leaf >= kXxh3LongMinNbytes) {
+            copy_with_digest(src + at, leaf, dst + at, leaves.from(at).digests, crc, past_cache,
+                             isa);
+        } else {
+            std::memcpy(leaves.tail, src + at, leaf);
+            seal(leaves.tail);
+            std::memcpy(dst + at, leaves.tail, leaf);
+            crc = crc32c_continue(crc, leaves.tail, leaf, isa);
+        }
+    }
+    const std::size_t padded = round_up(nbytes, kFrameAlignment);
+    std::memset(dst + nbytes, 0, padded - nbytes);
+    row[0] = ~crc32c_continue(crc, dst + nbytes, padded - nbytes, isa);
+    row[1] = make_descriptor(Mode::kStored, nbytes);
+    return padded;
+}
+
+inline void hash_leaves_threaded(const uint8_t* src, std::size_t nbytes, uint8_t* digests,
+                                 std::size_t threads, Isa isa) {
+    parallel_for(n_leaves(nbytes), std::max<std::size_t>(1, threads),
+                 [&](std::size_t, std::size_t leaf) {
+                     const std::size_t at = leaf * kContentLeafNbytes;
+                     hash_leaves(src + at, std::min(kContentLeafNbytes, nbytes - at),
+                                 digests + 16 * leaf, isa);
+                 });
+}
+
+// What a tensor is encoded with beside itself.
+struct EncodeContext {
+    SideData side;
+    Base base;
+    ContentLeaves base_leaves = {};  // of all bytes of the base, if there is one
+    std::size_t plain_nbytes = 0;    // what the whole tensor would take without the base
+    Level level = Level::kDefault;
+};
+
+// A chunk of a tensor, before it is encoded.
+struct EncodeJob {
+    const uint8_t* src;
+    std::size_t n;      // units
+    std::size_t first;  // the tensor's unit that it begins with
+    ContentLeaves leaves;
+};
+
+// Whether a chunk equals that of the base, to which it has been compared as it was hashed. A look
+// at its beginning tells of most that they do not.
+inline bool take_in_same(const EncodeJob& job, const uint8_t* base, std::size_t nbytes, Isa isa) {
+    if (std::memcmp(job.src, base, std::min(nbytes, kIntakeNbytes)) != 0) return false;
+    bool same = true;
+    visit_source(job.src, nbytes, job.leaves, isa,
+                 [&](const uint8_t* piece, std::size_t at, std::size_t n) {
+                     same = same && std::memcmp(piece, base + at, n) == 0;
+                 });
+    return same;
+}
+
+// Whether a chunk became differences from the base, of `nbytes` bytes; else its units are in the
+// worker's memory. Either way those of the base have their hashes.
+inline bool encode_from_base(const EncodeJob& job, const Geometry& geometry,
+                             const EncodeContext& context, EncodeWorker& worker, uint8_t* to,
+                             std::size_t& nbytes, Isa isa) {
+    const Base& base = context.base;
+    const uint32_t unit = geometry.spec.unit_nbytes;
+    const std::size_t base_unit = base.cast == Cast::kNone ? unit : 4;
+    const ContentLeaves leaves = context.base_leaves.from(job.first * base_unit);
+    nbytes = 0;
+    if (base.cast == Cast::kNone &&
+        take_in_same(job, base.at(job.first, unit), job.n * unit, isa)) {
+        copy_leaves(job.leaves, job.n * unit, leaves);
+        return true;
+    }
+    uint8_t* const source = worker.delta.source;
+    take_in(job.src, job.n * unit, source, job.leaves, isa);
+    take_in_base(base, job.first, job.n, unit, worker.delta.base, leaves, isa);
+    return encode_delta(source, worker.delta.base, job.n, unit, base.is_float,
+                        scale_bytes(context.plain_nbytes, job.n, geometry.n_units), context.level,
+                        worker.delta, worker.scratch.words, worker.scratch.escapes,
+                        *worker.scratch.tables, to, nbytes, isa);
+}
+
+// A chunk to `to`, its descriptors to `descriptors`; returns its padded length.
+inline std::size_t encode_any_chunk(const EncodeJob& job, const Geometry& geometry,
+                                    const EncodeContext& context, EncodeWorker& worker, uint8_t* to,
+                                    uint32_t* descriptors, Isa isa) {
+    std::size_t nbytes = 0;
+    const bool has_base = context.base.units != nullptr;
+    if (!has_base || !encode_from_base(job, geometry, context, worker, to, nbytes, isa)) {
+        const ChunkSource source = has_base ? ChunkSource{worker.delta.source, nullptr}
+                                            : ChunkSource{job.src, &job.leaves};
+        return encode_chunk(source, job.n, job.first, geometry.spec, context.side, context.level,
+                            worker.scratch, to, descriptors, isa);
+    }
+    std::fill_n(descriptors, geometry.spec.n_planes, 0);
+    descriptors[0] = make_descriptor(Mode::kDelta, nbytes);
+    const std::size_t padded = round_up(nbytes, kFrameAlignment);
+    std::memset(to + nbytes, 0, padded - nbytes);
+    return padded;
+}
+
+// Encodes a tensor, which may change meanwhile: what is encoded is what `leaves` get the hashes of.
+// Chunks hold whole leaves unless there is one chunk only; `dst` has room for round_up(nbytes, 64)
+// bytes, `table` a row for each chunk. With a base, planes have one byte. Returns the length of the
+// payload. The bytes do not depend on `threads`.
+inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry,
+                                 const EncodeContext& context, uint8_t* dst, uint32_t* table,
+                                 const ContentLeaves& leaves, std::size_t threads, Isa isa) {
+    const Level level = context.level;
+    const bool has_base = context.base.units != nullptr;
+    const bool classes =
+        geometry.spec.splits() && (context.side.rows != nullptr || level == Level::kMax);
+    const std::size_t n_workers = std::max<std::size_t>(1, std::min(threads, geometry.n_chunks()));
+    std::vector<EncodeWorker> workers;
+    for (std::size_t w = 0; w < n_workers; ++w)
+        workers.emplace_back(geometry, classes, has_base, n_workers > 1);
+    OrderedOutput ordered;
+    parallel_for(geometry.n_chunks(), n_workers, [&](std::size_t w, std::size_t chunk) {
+        const std::size_t at = chunk * geometry.chunk_nbytes();
+        const EncodeJob job{src + at, geometry.units_of(chunk), chunk * geometry.chunk_units,
+                            leaves.from(at)};
+        uint32_t* row = table + chunk * geometry.row_length();
+        // One worker knows where the chunk goes; several must wait until they know the sizes
+        // before it.
+        uint8_t* to = n_workers == 1 ? dst + ordered.used() : workers[w].output;
+        if (!has_base && is_stored_whole(job.src, job.n, geometry.spec, level)) {
+            const std::size_t nbytes = job.n * geometry.spec.unit_nbytes;
+            // Its length is known beforehand: no worker needs a copy.
+            const std::size_t offset = ordered.reserve(chunk, round_up(nbytes, kFrameAlignment));
+            store_chunk(job.src, nbytes, dst + offset, job.leaves, row,
+                        geometry.nbytes() >= kPastCacheMinNbytes, isa);
+            return;
+        }
+        EncodeScratch& scratch = workers[w].scratch;
+        const bool more = chunk + n_workers < geometry.n_chunks();
+        scratch.next_src = more ? job.src + n_workers * geometry.chunk_nbytes() : nullptr;
+        scratch.cold_output = n_workers == 1;
+        const std::size_t nbytes =
+            encode_any_chunk(job, geometry, context, workers[w], to, row + 1, isa);
+        if (n_workers == 1) {
+            row[0] = crc32c(to, nbytes, isa);
+            ordered.reserve(chunk, nbytes);
+            return;
+        }
+        uint32_t crc = ~0u;
+        copy_with_crc(to, nbytes, dst + ordered.reserve(chunk, nbytes), crc, true, isa);
+        row[0] = ~crc;
+    });
+    return ordered.used();
+}
+
+inline std::size_t stream_sum(const uint32_t* descriptors, uint32_t n_planes) {
+    std::size_t sum = 0;
+    for (uint32_t p = 0; p < n_planes; ++p) sum += descriptor_nbytes(descriptors[p]);
+    return sum;
+}
+
+// Whether a stored stream may lack the bytes that rANS streams carry: the last stored one of a
+// chunk with such streams.
+inline bool may_carry(const uint32_t* descriptors, uint32_t n_planes, uint32_t plane) {
+    bool has_rans = false, is_last = true;
+    for (uint32_t p = 0; p < n_planes; ++p) {
+        has_rans |= is_rans(descriptor_mode(descriptors[p]));
+        is_last &= p <= plane || descriptor_mode(descriptors[p]) != Mode::kStored;
+    }
+    return has_rans && is_last;
+}
+
+// Whether mode and length of a descriptor are allowed where it stands; `n` units in the chunk.
+inline bool descriptor_is_allowed(const uint32_t* descriptors, const PlaneSpec& spec,
+                                  uint32_t plane, std::size_t n) {
+    const std::size_t item = item_nbytes(spec);
+    const std::size_t nbytes = descriptor_nbytes(descriptors[plane]);
+    switch (descriptor_mode(descriptors[plane])) {
+        case Mode::kStored:
+            return nbytes == n * item ||
+                   (item == 1 && nbytes < n && may_carry(descriptors, spec.n_planes, plane));
+        case Mode::kConstant:
+            return nbytes == item;
+        case Mode::kPalette:
+        case Mode::kRans:
+            return item == 1;
+        case Mode::kClassedRans:
+            return spec.splits();
+        case Mode::kDelta:
+            return false;
+        default:
+            return !spec.splits();
+    }
+}
+
+// The first plane of a chunk of mode delta whose descriptor is not allowed; n_planes if there is
+// none.
+inline uint32_t misplaced_beside_delta(const uint32_t* descriptors, uint32_t n_planes,
+                                       bool has_base) {
+    if (!has_base) return 0;
+    uint32_t plane = 1;
+    while (plane < n_planes && descriptors[plane] == 0) ++plane;
+    return plane;
+}
+
+enum class TableFault : int { kNone = 0, kUnknownMode = 1, kNotAllowed = 2 };
+
+struct TableCheck {
+    TableFault fault;
+    std::size_t chunk;  // where the fault is
+    uint32_t plane;
+    std::size_t payload_nbytes;  // 0 if there is a fault
+};
+
+// Checks all descriptors (docs/format.md, section 9); reads nothing but the table.
+inline TableCheck check_descriptors(const uint32_t* table, const Geometry& geometry,
+                                    bool has_base) {
+    const uint32_t n_planes = geometry.spec.n_planes;
+    std::size_t payload = 0;
+    for (std::size_t chunk = 0; chunk < geometry.n_chunks(); ++chunk) {
+        const uint32_t* descriptors = table + chunk * geometry.row_length() + 1;
+        const std::size_t n = geometry.units_of(chunk);
+        for (uint32_t plane = 0; plane < n_planes; ++plane)
+            if (descriptor_mode(descriptors[plane]) > Mode::kDelta)
+                return {TableFault::kUnknownMode, chunk, plane, 0};
+        if (descriptor_mode(descriptors[0]) == Mode::kDelta) {
+            const uint32_t plane = misplaced_beside_delta(descriptors, n_planes, has_base);
+            if (plane < n_planes) return {TableFault::kNotAllowed, chunk, plane, 0};
+            payload += round_up(descriptor_nbytes(descriptors[0]), kFrameAlignment);
+            continue;
+        }
+        for (uint32_t plane = 0; plane < n_planes; ++plane) {
+            if (!descriptor_is_allowed(descriptors, geometry.spec, plane, n))
+                return {TableFault::kNotAllowed, chunk, plane, 0};
+        }
+        payload += round_up(stream_sum(descriptors, n_planes), kFrameAlignment);
+    }
+    return {TableFault::kNone, 0, 0, payload};
+}
+
+// Where each chunk starts in the payload, and at the end the payload's length.
+inline std::vector<std::size_t> chunk_offsets(const uint32_t* table, const Geometry& geometry) {
+    std::vector<std::size_t> offsets(geometry.n_chunks() + 1, 0);
+    for (std::size_t chunk = 0; chunk < geometry.n_chunks(); ++chunk) {
+        const uint32_t* descriptors = table + chunk * geometry.row_length() + 1;
+        offsets[chunk + 1] =
+            offsets[chunk] +
+            round_up(stream_sum(descriptors, geometry.spec.n_planes), kFrameAlignment);
+    }
+    return offsets;
+}
+
+// A tensor as it was encoded; `payload` has offsets.back() bytes.
+struct EncodedTensor {
+    const Geometry& geometry;
+    SideData side;
+    Base base;  // units are null only if no chunk needs it
+    const uint8_t* payload;
+    const uint32_t* table;
+    const std::vector<std::size_t>& offsets;
+
+    const uint32_t* row(std::size_t chunk) const { return table + chunk * geometry.row_length(); }
+    const uint8_t* chunk(std::size_t chunk) const { return payload + offsets[chunk]; }
+    std::size_t nbytes_of(std::size_t chunk) const { return offsets[chunk + 1] - offsets[chunk]; }
+};
+
+// One worker's decode scratch; `partial` receives a chunk of which only a part is wanted.
+struct DecodeWorker {
+    DecodeWorker(const Geometry& geometry, bool classes, bool deltas)
+        : planes(new PlaneDecoder[item_nbytes(geometry.spec) == 1 ? geometry.spec.n_planes : 1]),
+          whole(classes ? Scratch(classed_scratch_nbytes(geometry.largest_units(),
+                                                         geometry.spec.n_planes))
+                        : Scratch()),
+          delta(deltas ? new DeltaDecoder : nullptr),
+          differences(deltas ? Scratch(delta_scratch_nbytes(geometry.largest_units(),
+                                                            geometry.spec.unit_nbytes))
+                             : Scratch()) {}
+
+    std::unique_ptr<PlaneDecoder[]> planes;
+    Scratch whole;
+    std::unique_ptr<DeltaDecoder> delta;
+    Scratch differences;
+    std::vector<uint8_t> partial;
+};
+
+// Decodes chunk `index` to `dst` once its bytes outside of the streams have been checked.
+inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, bool check_crc,
+                             bool past_cache, DecodeScratch& scratch, DecodeWorker& worker,
+                             uint8_t* dst, Isa isa) {
+    const uint8_t* const chunk = tensor.chunk(index);
+    const std::size_t nbytes = tensor.nbytes_of(index);
+    const uint32_t* const row = tensor.row(index);
+    const PlaneSpec& spec = tensor.geometry.spec;
+    const uint32_t stored =
+        make_descriptor(Mode::kStored, tensor.geometry.units_of(index) * spec.unit_nbytes);
+    if (check_crc && !spec.splits() && row[1] == stored && descriptor_nbytes(stored) == nbytes) {
+        uint32_t crc = ~0u;  // no padding to look at
+        copy_with_crc(chunk, nbytes, dst, crc, past_cache, isa);
+        return ~crc == row[0] ? Status::kOk : Status::kChecksum;
+    }
+    if (check_crc && crc32c(chunk, nbytes, isa) != row[0]) return Status::kChecksum;
+    const uint8_t* const padding = chunk + stream_sum(row + 1, spec.n_planes);
+    if (!std::all_of(padding, chunk + nbytes, [](uint8_t byte) { return byte == 0; }))
+        return Status::kReserved;
+    const std::size_t n = tensor.geometry.units_of(index);
+    const std::size_t first = index * tensor.geometry.chunk_units;
+    if (descriptor_mode(row[1]) == Mode::kDelta)
+        return decode_delta(chunk, descriptor_nbytes(row[1]), n, first, spec.unit_nbytes,
+                            tensor.base, *worker.delta, worker.differences.get(), dst, isa);
+    return decode_chunk(chunk, row + 1, n, first, spec, tensor.side, scratch, dst, isa);
+}
+
+// The first bad chunk that workers met.
+class FirstFault {
+  public:
+    bool is_before(std::size_t chunk) const {
+        return chunk_.load(std::memory_order_relaxed) < chunk;
+    }
+    void report(std::size_t chunk, Status status) {
+        const std::lock_guard lock(mutex_);
+        if (chunk >= chunk_) return;
+        chunk_ = chunk;
+        status_ = status;
+    }
+    // After all workers are done.
+    Status status() const { return status_; }
+    std::size_t chunk() const { return status_ == Status::kOk ? 0 : chunk_.load(); }
+
+  private:
+    std::mutex mutex_;
+    std::atomic<std::size_t> chunk_{~std::size_t{0}};
+    Status status_ = Status::kOk;
+};
+
+struct DecodeResult {
+    Status status;
+    std::size_t chunk;  // the first bad one that was met, 0 if none
+};
+
+// Decodes bytes [start, start + nbytes) of a tensor, which lie inside of it, to `dst`. The table
+// need not have been checked; zstd chunks are an error here.
+inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start, uint8_t* dst,
+                                  std::size_t nbytes, bool check_crc, std::size_t threads,
+                                  Isa isa) {
+    if (nbytes == 0) return {Status::kOk, 0};
+    const Geometry& geometry = tensor.geometry;
+    const std::size_t stop = start + nbytes;
+    const std::size_t first = start / geometry.chunk_nbytes();
+    const std::size_t n_wanted = (stop - 1) / geometry.chunk_nbytes() + 1 - first;
+    const std::size_t n_workers = std::max<std::size_t>(1, std::min(threads, n_wanted));
+    std::vector<DecodeWorker> workers;
+    bool classes = false, deltas = false;
+    for (std::size_t chunk = first; chunk < first + n_wanted; ++chunk) {
+        classes |= is_classed(tensor.row(chunk) + 1, geometry.spec.n_planes);
+        deltas |= descriptor_mode(tensor.row(chunk)[1]) == Mode::kDelta;
+    }
+    if (deltas && tensor.base.units == nullptr) return {Status::kBadField, first};
+    for (std::size_t w = 0; w < n_workers; ++w) workers.emplace_back(geometry, classes, deltas);
+    const auto cuts_chunk = [&](std::size_t at) {
+        return at % geometry.chunk_nbytes() != 0 && at != geometry.nbytes();
+    };
+    if (cuts_chunk(start) || cuts_chunk(stop))
+        for (DecodeWorker& worker : workers)
+            worker.partial.resize(geometry.largest_units() * geometry.spec.unit_nbytes);
+    FirstFault fault;
+    parallel_for(n_wanted, n_workers, [&](std::size_t w, std::size_t item) {
+        const std::size_t chunk = first + item;
+        if (fault.is_before(chunk)) return;
+        const std::size_t chunk_start = chunk * geometry.chunk_nbytes();
+        const std::size_t chunk_stop =
+            chunk_start + geometry.units_of(chunk) * geometry.spec.unit_nbytes;
+        const std::size_t from = std::max(start, chunk_start);
+        const std::size_t to = std::min(stop, chunk_stop);
+        const bool whole = from == chunk_start && to == chunk_stop;
+        uint8_t* const out = dst + (from - start);
+        uint8_t* const partial = workers[w].partial.data();
+        const bool more = item + n_workers < n_wanted;
+        DecodeScratch scratch{workers[w].planes.get(), workers[w].whole.get(),
+                              more ? tensor.chunk(chunk + n_workers) : nullptr};
+        const bool past_cache = whole && nbytes >= kPastCacheMinNbytes;
+        const Status status = decode_checked(tensor, chunk, check_crc, past_cache, scratch,
+                                             workers[w], whole ? out : partial, isa);
+        if (status != Status::kOk)
+            fault.report(chunk, status);
+        else if (!whole)
+            std::memcpy(out, partial + (from - chunk_start), to - from);
+    });
+    return {fault.status(), fault.chunk()};
+}
+
+// The stream of one plane of 1 to 2 Mi units in the given mode (palette or rANS), nothing carried;
+// `dst` has room for `n` bytes. 0 if it would not be smaller than the plane.
+inline std::size_t encode_single_plane(const uint8_t* src, std::size_t n, Mode mode, uint8_t* dst,
+                                       Isa isa) {
+    EncodeWorker worker(Geometry(1, 0, kMaxChunkLog, n), false, false, false);
+    uint8_t* const plane = worker.scratch.units;
+    std::memcpy(plane, src, n);
+    seal(plane);
+    Histogram histogram;
+    count_bytes(plane, n, 0, histogram);
+    PlaneChoice& choice = worker.scratch.choices[0];
+    choice.mode = mode;
+    if (mode == Mode::kPalette)
+        choose_palette(histogram, level_spec(Level::kFast).palette_raw_bits, choice.palette);
+    else if (choose_model(histogram, n, choice.models[0]) == ~std::size_t{0})
+        return 0;
+    Ahead nothing;
+    return write_stream(plane, n, 0, nullptr, worker.scratch, dst, nothing, isa);
+}
+
+// Decodes a stream below 16 MiB to a plane of 1 to 2 Mi units.
+inline Status decode_single_plane(const uint8_t* stream, std::size_t nbytes, Mode mode,
+                                  uint8_t* dst, std::size_t n, Isa isa) {
+    const auto plane = std::make_unique<PlaneDecoder>();
+    DecodeScratch scratch{plane.get(), nullptr, nullptr};
+    const uint32_t descriptor = make_descriptor(mode, nbytes);
+    return decode_chunk(stream, &descriptor, n, 0, plane_spec(1, Split::kWhole), {}, scratch, dst,
+                        isa);
+}
+
+}  // namespace packhorse

@@ -1,0 +1,22 @@
+// Runs a fuzz target on files, without a fuzzer: `make arm` does so with the seeds, where no fuzzer
+// is at hand. Each input lies in memory of its own size.
+#include <cstdint>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <vector>
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size);
+
+int main(int argc, char** argv) {
+    for (int i = 1; i < argc; ++i) {
+        std::ifstream file(argv[i], std::ios::binary);
+        if (!file) {
+            std::fprintf(stderr, "%s cannot be opened\n", argv[i]);
+            return 1;
+        }
+        const std::vector<uint8_t> input{std::istreambuf_iterator<char>(file), {}};
+        LLVMFuzzerTestOneInput(input.data(), input.size());
+    }
+    std::printf("%d inputs, no fault\n", argc - 1);
+}

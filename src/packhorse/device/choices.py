@@ -1,0 +1,127 @@
+"""What a product runs: what was measured for its matrix, or else what the model of time expects to
+be the fastest.
+
+The first product of a matrix reads the cache or asks the model, and all others look up what it has
+found. All that this process remembers of that is here.
+"""
+
+import math
+import os
+from dataclasses import replace
+from threading import Lock
+
+import torch
+
+from packhorse.device.autotune import fused_choice, tune
+from packhorse.device.cost import predict_plain
+from packhorse.device.strategy import INVARIANT_TOKENS, Choice, Strategy, bucket_of
+from packhorse.device.tune_cache import TUNE_CACHE, Entries, Key, Measured
+from packhorse.gpu.detect import describe_device, identify
+from packhorse.gpu.models import DeviceModel
+from packhorse.kernels.matmul import MatmulConfig, default_config
+from packhorse.layout import WeightFormat
+
+__all__ = ["TOO_LARGE", "choose", "expect", "forget_choices", "use_cache"]
+
+# What did not fit on a GPU, for which format.
+TOO_LARGE: set[tuple[Choice, str, torch.device]] = set()
+
+_EXPECTED: dict[tuple[int, int, int, str, str, int | None], tuple[Measured, bool]] = {}
+_ENTRIES: dict[str, Entries] = {}  # of each GPU by its name; read once
+_FOLDERS: list[str | os.PathLike[str] | None] = [None]
+_LOCK = Lock()
+
+
+def choose(
+    n_rows: int, n_columns: int, n_tokens: int, form: WeightFormat, device: torch.device
+) -> Choice:
+    """What to run for a product of a packed weight with some tokens.
+
+    Cheap, but for the first product of a shape. Nothing on the device is read, and nothing waits
+    for it.
+
+    Args:
+        n_rows: rows of the weight.
+        n_columns: its columns.
+        n_tokens: vectors that it is multiplied with.
+        form: its format.
+        device: the GPU.
+    """
+    return expect(n_rows, n_columns, n_tokens, form, device)[0].choice
+
+
+def expect(
+    n_rows: int, n_columns: int, n_tokens: int, form: WeightFormat, device: torch.device
+) -> tuple[Measured, bool]:
+    """What a product with a packed weight is expected to take, by what `choose` chooses for it.
+
+    Args:
+        n_rows: as for `choose`, and so the others.
+        n_columns: columns of the weight.
+        n_tokens: vectors.
+        form: format of the weight.
+        device: the GPU.
+
+    Returns:
+        The figures, with those of the plain product where they are known; and whether they were
+        measured. Predicted seconds are infinite where the model knows nothing.
+    """
+    bucket = bucket_of(n_tokens)
+    key = n_rows, n_columns, bucket, form.name, device.type, device.index
+    found = _EXPECTED.get(key)
+    if found is None:
+        found = _EXPECTED[key] = _expect(n_rows, n_columns, bucket, form, device)
+    return found
+
+
+def _expect(
+    n_rows: int, n_columns: int, bucket: int, form: WeightFormat, device: torch.device
+) -> tuple[Measured, bool]:
+    model = describe_device(device)
+    measured = _entries(device).get(Key(n_rows, n_columns, form.name), {})
+    if bucket in measured:
+        return measured[bucket], True
+    few = [row.choice.config for n, row in measured.items() if n <= INVARIANT_TOKENS]
+    order = next((config for config in few if isinstance(config, MatmulConfig)), None)
+    found = tune(n_rows, n_columns, form, model, buckets=[bucket], order=order).get(bucket)
+    if found is None:
+        found = Measured(_default(n_rows, n_columns, bucket, form, model), math.inf)
+    return replace(found, plain_seconds=predict_plain(n_rows, n_columns, bucket, model)), False
+
+
+def _default(n_rows: int, n_columns: int, n: int, form: WeightFormat, model: DeviceModel) -> Choice:
+    """For a GPU that is too small for all divisions that the model knows."""
+    if n > INVARIANT_TOKENS:
+        return Choice(Strategy.DECODE)
+    shared_nbytes = model.shared_nbytes - 1024  # what the system keeps
+    config = default_config(n_rows, n_columns, n, form, model.n_processors, shared_nbytes)
+    return fused_choice(config)
+
+
+def _entries(device: torch.device) -> Entries:
+    if device.type != "cuda":
+        return {}
+    identity = identify(device)
+    with _LOCK:
+        if identity.device not in _ENTRIES:
+            path = TUNE_CACHE.path(identity.device, _FOLDERS[0])
+            _ENTRIES[identity.device] = TUNE_CACHE.load(path, identity)
+        return _ENTRIES[identity.device]
+
+
+def use_cache(folder: str | os.PathLike[str] | None) -> None:
+    """Reads measured choices from another folder from now on.
+
+    Args:
+        folder: None for the usual one.
+    """
+    _FOLDERS[0] = folder
+    forget_choices()
+
+
+def forget_choices() -> None:
+    """Makes the next products look into the cache again, after it was written."""
+    with _LOCK:
+        _ENTRIES.clear()
+    _EXPECTED.clear()
+    TOO_LARGE.clear()

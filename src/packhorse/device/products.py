@@ -1,0 +1,171 @@
+"""Products with packed weights on a GPU: the way from a layer to a kernel, which every token of a
+model takes. It is kept short, six calls from the layer at most: nothing is searched, read or
+compiled here after the first product of a shape.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from packhorse.device.ahead import AheadDecoder, current_decoder
+from packhorse.device.choices import TOO_LARGE, choose
+from packhorse.device.strategy import Choice, Strategy
+from packhorse.kernels.arrays import WeightTensors
+from packhorse.kernels.matmul import multiply_weights
+from packhorse.kernels.matmul_many import multiply_many
+from packhorse.kernels.weights import decode_weights
+from packhorse.layout import W12, WeightFormat
+
+__all__ = ["LAUNCHERS", "multiply", "run_choice"]
+
+_ALIGNMENT = 16  # bytes, of what kernels are compiled for
+
+
+def multiply(
+    x: Tensor,
+    weights: WeightTensors,
+    form: WeightFormat,
+    n_columns: int,
+    *,
+    bias: Tensor | None = None,
+    choice: Choice | None = None,
+) -> Tensor:
+    """A product by a choice; if the GPU is too small for that, a warning once, and by decoding.
+
+    Args:
+        x: BF16, any dimensions, the last of n_columns; not empty.
+        weights: checked arrays of `n_rows` rows.
+        form: their format.
+        n_columns: columns of the matrix.
+        bias: BF16, n_rows.
+        choice: what to run; None for what `packhorse.device.choices.choose` says.
+
+    Returns:
+        BF16, the dimensions of x but for the last, which is n_rows.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a tensor has another shape, or is elsewhere.
+    """
+    n_rows, n_tokens = len(weights.first_exponents), x.numel() // n_columns
+    if choice is None:
+        choice = choose(n_rows, n_columns, n_tokens, form, x.device)
+    if choice.strategy is Strategy.DECODE:
+        try:
+            decoder = current_decoder(x.device)
+            if decoder is None:
+                return F.linear(x, decode_weights(weights, form, n_columns), bias)
+            return _multiply_ahead(decoder, x, weights, form, n_columns, bias)
+        except torch.OutOfMemoryError:
+            choice = _choose_without_memory(n_rows, n_columns, form)
+    flat = x.reshape(n_tokens, n_columns).contiguous()
+    if flat.data_ptr() % _ALIGNMENT:  # or Triton would compile once more, in a capture perhaps
+        flat = flat.clone()
+    if TOO_LARGE and (choice, form.name, x.device) in TOO_LARGE:
+        choice = Choice(Strategy.DECODE)
+    try:
+        run = LAUNCHERS[choice.strategy]
+        y = run(flat, weights, form, n_columns, bias=bias, config=choice.config)
+    except OutOfResources as error:
+        _note_too_large(choice, form, x.device, error)
+        y = _multiply_decoded(flat, weights, form, n_columns, bias=bias)
+    return y.view(*x.shape[:-1], n_rows)
+
+
+def _note_too_large(
+    choice: Choice, form: WeightFormat, device: torch.device, error: OutOfResources
+) -> None:
+    TOO_LARGE.add((choice, form.name, device))
+    warnings.warn(
+        f"{choice} does not fit on this GPU ({error}): weights are decoded first instead, which is "
+        "slower. Run `packhorse tune` to find what fits",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def run_choice(
+    choice: Choice,
+    x: Tensor,
+    weights: WeightTensors,
+    form: WeightFormat,
+    n_columns: int,
+    *,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The same by a given choice, and by no other.
+
+    Args:
+        choice: what to run.
+        x: BF16, n_tokens x n_columns.
+        weights: checked arrays of `n_rows` rows.
+        form: their format.
+        n_columns: columns of the matrix.
+        bias: BF16, n_rows.
+
+    Returns:
+        BF16, n_tokens x n_rows.
+
+    Raises:
+        TypeError: a tensor has another dtype.
+        ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
+        OutOfResources: of Triton, if a program is too large for the GPU.
+    """
+    run = LAUNCHERS[choice.strategy]
+    return run(x, weights, form, n_columns, bias=bias, config=choice.config)
+
+
+def _multiply_decoded(
+    x: Tensor,
+    weights: WeightTensors,
+    form: WeightFormat,
+    n_columns: int,
+    *,
+    bias: Tensor | None = None,
+    config: None = None,
+) -> Tensor:
+    return F.linear(x, decode_weights(weights, form, n_columns), bias)
+
+
+# What runs a strategy; each is called as `run_choice`, with the division of its choice.
+LAUNCHERS: dict[Strategy, Callable[..., Tensor]] = {
+    Strategy.FUSED: multiply_weights,
+    Strategy.MANY: multiply_many,
+    Strategy.DECODE: _multiply_decoded,
+}
+
+
+def _multiply_ahead(
+    decoder: AheadDecoder,
+    x: Tensor,
+    weights: WeightTensors,
+    form: WeightFormat,
+    n_columns: int,
+    bias: Tensor | None,
+) -> Tensor:
+    """With the weight that was decoded while the product before this one ran."""
+    decode = partial(_decode_to, form=form)
+    with decoder.plain(weights, (weights.n_rows, n_columns), decode) as weight:
+        return F.linear(x, weight, bias)
+
+
+def _decode_to(arrays: Sequence[Tensor], dst: Tensor, form: WeightFormat) -> None:
+    decode_weights(WeightTensors(*arrays), form, dst.shape[1], dst)
+
+
+def _choose_without_memory(n_rows: int, n_columns: int, form: WeightFormat) -> Choice:
+    """What needs no memory for the plain weight."""
+    mib = 2 * n_rows * n_columns / 2**20
+    warnings.warn(
+        f"the GPU has no {mib:.0f} MiB left for the plain weight of {n_rows} x {n_columns}: "
+        "it is decoded inside the product, which is slower with many tokens; give the GPU fewer "
+        "tokens at once, or a smaller cache",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return Choice(Strategy.MANY if form is W12 else Strategy.FUSED)

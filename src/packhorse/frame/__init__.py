@@ -1,0 +1,21 @@
+"""One packed tensor: its frame, made, read and decoded (docs/format.md, sections 2 to 7)."""
+
+from packhorse.frame.frame import (
+    Frame,
+    Plan,
+    PlaneSummary,
+    compress_buffer,
+    content_hash,
+)
+from packhorse.frame.plan import max_frame_nbytes, plan_buffer, planned_frame_nbytes
+
+__all__ = [
+    "Frame",
+    "Plan",
+    "PlaneSummary",
+    "compress_buffer",
+    "content_hash",
+    "max_frame_nbytes",
+    "plan_buffer",
+    "planned_frame_nbytes",
+]

@@ -1,0 +1,535 @@
+"""A frame: the self-described encoding of one tensor (docs/format.md, sections 2 to 7).
+
+`compress_buffer` makes one from a tensor's bytes; `Frame.from_buffer` reads and checks a header
+without touching the payload; `Frame.decompress_into` decodes all of it, or the chunks that a byte
+range meets, into the caller's memory. Everything is sans-IO: buffers in, buffers out. The input is
+never written to, the output does not depend on the number of threads, and nothing is allocated on
+the word of unchecked bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from packhorse import _core
+from packhorse.arguments import resolve_level, resolve_threads
+from packhorse.codecs.base import (
+    STATUS_WORDS,
+    ByteArray,
+    as_bytes,
+    as_writable_bytes,
+    choose_isa,
+)
+from packhorse.codecs.content import content_hash, hash_leaves, hash_root
+from packhorse.codecs.plan import Plan, choose_plan
+from packhorse.codecs.side import decode_side
+from packhorse.errors import BaseMismatchError, ChangedError, CorruptionError
+from packhorse.frame.base import (
+    NO_BASE,
+    Base,
+    BaseName,
+    checked_base,
+    matching_base,
+    plan_delta,
+)
+from packhorse.frame.encode import encode_payload, n_chunks_of
+from packhorse.frame.header import (
+    FrameHeader,
+    PlaneSummary,
+    frame_header_nbytes,
+    label,
+    n_planes_of,
+    plane_summaries,
+    read_header,
+    write_header,
+)
+from packhorse.frame.plan import capacity_of, checked_source
+from packhorse.frame.zstd import ZstdJob
+from packhorse.layout import (
+    STREAM_NBYTES_BITS,
+    Level,
+    Mode,
+    Split,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = [
+    "Frame",
+    "Plan",
+    "PlaneSummary",
+    "compress_buffer",
+    "content_hash",
+]
+
+# Decoded at once where a whole tensor is not wanted: many chunks for every thread, whole chunks and
+# whole leaves of the hash.
+_WINDOW_NBYTES = 1 << 25
+
+
+def compress_buffer(
+    src: Buffer,
+    dtype: str,
+    shape: Sequence[int],
+    *,
+    level: Level | str = "default",
+    threads: int | None = None,
+    out: Buffer | None = None,
+    name: str | None = None,
+    base: Buffer | None = None,
+    base_dtype: str | None = None,
+    base_hash: bytes | None = None,
+) -> Frame:
+    """Packs the bytes of one tensor.
+
+    Args:
+        src: the tensor's bytes in C order; only read. If they change meanwhile, the frame holds
+            what was read of them, be it old or new.
+        dtype: safetensors' name, such as "BF16".
+        shape: the tensor's shape.
+        level: "fast", "default" or "max".
+        threads: None for the cores of this process, at most 8.
+        out: writable memory of at least `max_frame_nbytes` bytes to build the frame in; the frame
+            is a view of it.
+        name: the tensor's name, for messages.
+        base: the bytes of another tensor of as many elements. Where that is shorter, the frame
+            holds differences from it, and is not unpacked without it; `Frame.base_hash` says so.
+        base_dtype: its dtype, if it is another: "F32" for a tensor of "BF16" or "F16", which may
+            be its rounded values.
+        base_hash: the content hash of `base`, from a caller who knows it; else it is computed.
+
+    Returns:
+        The frame.
+
+    Raises:
+        ChangedError: the base is not what it was before or is after, or what `base_hash` says, so
+            that the frame could not be unpacked.
+        TypeError: a buffer is not C-contiguous, or `out` is read-only.
+        ValueError: sizes, dtypes, level or threads that do not fit, or `out` shares memory with
+            `src` or the base.
+
+    Example:
+        >>> from packhorse.frame import compress_buffer
+        >>> frame = compress_buffer(bytes(4096), "F32", (1024,), level="fast")
+        >>> frame.dtype, frame.shape
+        ('F32', (1024,))
+    """
+    data, row = checked_source(src, dtype, shape)
+    isa = int(choose_isa())
+    base_units, base_row = NO_BASE, None
+    if base is None:
+        plan = choose_plan(data, row, shape, resolve_level(level), isa)
+    else:
+        base_units, base_row = checked_base(base, base_dtype, row, data.size)
+        plan = plan_delta(data, row, shape, resolve_level(level), base_units, isa)
+        if not plan.plain_nbytes:
+            base_units, base_row = NO_BASE, None
+    capacity = capacity_of(row, data.size, shape)
+    memory = np.empty(capacity, np.uint8) if out is None else as_writable_bytes(out, "out")
+    if memory.size < capacity:
+        raise ValueError(f"out has {memory.size} bytes; a frame of this tensor may take {capacity}")
+    for kind, read in (("src", data), ("base", base_units.data)):
+        if np.may_share_memory(memory, read):
+            raise ValueError(
+                f"out and {kind} share memory; it would be overwritten while it is read"
+            )
+    side, n_threads = plan.side, resolve_threads(threads)
+    header_nbytes = frame_header_nbytes(
+        len(shape), n_chunks_of(data.size, row, plan), n_planes_of(row, plan.split),
+        len(side.stream), has_base=base_row is not None,
+    )  # fmt: skip
+    payload = encode_payload(data, row, plan, base_units, memory[header_nbytes:], n_threads, isa)
+    base_name = None
+    if base_row is not None:
+        if not payload.has_delta:
+            # The samples misled, and nobody should have to keep a base for that.
+            return compress_buffer(
+                data, dtype, shape, level=level, threads=threads, out=out, name=name
+            )
+        if payload.base_hash != (base_hash or content_hash(base_units.data, threads=n_threads)):
+            raise ChangedError(
+                f"{label(name)}its base changed while the tensor was packed against it; pack when "
+                "nothing writes to it"
+            )
+        base_name = BaseName(payload.base_hash, base_row)
+    header = FrameHeader(
+        row, tuple(shape), plan.split, int(plan.level), plan.chunk_log, payload.content_hash,
+        header_nbytes, header_nbytes + payload.nbytes, payload.table, side.n_row_dims,
+        side.descriptor, side.stream, base_name,
+    )  # fmt: skip
+    write_header(header, memory[:header_nbytes], isa)
+    return Frame(memory[: header.frame_nbytes], header, name, 0, plan)
+
+
+class Frame:
+    """One packed tensor: a checked header and a view of the bytes.
+
+    Make one with `compress_buffer` (or `compress` of `packhorse.numpy` and `packhorse.torch`), or
+    read one with `from_buffer`. It keeps the buffer it looks at alive. Frames are immutable and
+    safe to use from several threads.
+
+    Example:
+        >>> from packhorse.frame import Frame, compress_buffer
+        >>> data = compress_buffer(bytes(range(256)) * 64, "U8", (128, 128)).to_bytes()
+        >>> frame = Frame.from_buffer(data)
+        >>> frame.verify()
+        >>> part = bytearray(256)
+        >>> frame.decompress_into(part, start=256, stop=512)
+        >>> part == bytes(range(256))
+        True
+    """
+
+    def __init__(
+        self,
+        data: ByteArray,
+        header: FrameHeader,
+        name: str | None,
+        offset: int,
+        plan: Plan | None = None,
+    ) -> None:
+        """Private: use `from_buffer`."""
+        self._data = data
+        self._header = header
+        self._name = name
+        self._offset = offset
+        self._plan = plan
+        self._side: ByteArray | None = None
+
+    @classmethod
+    def from_buffer(
+        cls,
+        buffer: Buffer,
+        *,
+        name: str | None = None,
+        max_nbytes: int | None = None,
+        offset: int = 0,
+    ) -> Frame:
+        """Reads and checks the header of a frame; the payload is not touched.
+
+        Args:
+            buffer: the frame's bytes, exactly; kept, not copied.
+            name: the tensor's name, for messages.
+            max_nbytes: refuse a tensor of more decoded bytes.
+            offset: where the buffer lies in its file, for messages.
+
+        Returns:
+            The frame, around the buffer.
+
+        Raises:
+            TruncationError: the buffer is shorter than the frame says.
+            CorruptionError: a rule of docs/format.md is broken.
+            CompatibilityError: a version, dtype, flag or mode that this release does not know.
+            TypeError: not a C-contiguous buffer.
+        """
+        data = as_bytes(buffer, "buffer")
+        header = read_header(data, name, offset, max_nbytes, int(choose_isa()))
+        return cls(data, header, name, offset)
+
+    @property
+    def header(self) -> FrameHeader:
+        """The header, as it was checked."""
+        return self._header
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the frame in bytes, a multiple of 64."""
+        return self._header.frame_nbytes
+
+    @property
+    def dtype(self) -> str:
+        """safetensors' name of the dtype."""
+        return self._header.dtype.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return self._header.shape
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def logical_nbytes(self) -> int:
+        """Bytes of the decoded tensor."""
+        return self._header.nbytes
+
+    @property
+    def content_hash(self) -> bytes:
+        """16 bytes that name the tensor's content (docs/format.md, section 7)."""
+        return self._header.content_hash
+
+    @property
+    def base_hash(self) -> bytes | None:
+        """Content hash of the base that the frame is not unpacked without; None if it needs
+        none."""
+        return None if self._header.base is None else self._header.base.content_hash
+
+    @property
+    def base_dtype(self) -> str | None:
+        """safetensors' name of the base's dtype; None if the frame needs no base."""
+        return None if self._header.base is None else self._header.base.dtype.name
+
+    @property
+    def split(self) -> Split:
+        """How units were split into planes."""
+        return self._header.split
+
+    @property
+    def level(self) -> Level | None:
+        """The level it was packed at, if the frame says so."""
+        level = self._header.level
+        return Level(level) if level in Level.__members__.values() else None
+
+    @property
+    def n_chunks(self) -> int:
+        """Number of chunks."""
+        return len(self._header.table)
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Decoded bytes of a full chunk."""
+        return self._header.dtype.unit_nbytes << self._header.chunk_log
+
+    @property
+    def ratio(self) -> float:
+        """Decoded bytes divided by the frame's bytes, header included."""
+        return self.logical_nbytes / self.nbytes
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan it was packed by; None for a frame that was read."""
+        return self._plan
+
+    def __repr__(self) -> str:
+        return f"Frame({self.dtype}, {self.shape}, nbytes={self.nbytes}, ratio={self.ratio:.3f})"
+
+    def to_bytes(self) -> bytes:
+        """A copy of the frame's bytes."""
+        return self._data.tobytes()
+
+    def buffer(self) -> memoryview:
+        """The frame's bytes, read-only, not copied."""
+        return memoryview(self._data).toreadonly()
+
+    def planes(self) -> tuple[PlaneSummary, ...]:
+        """Sizes and modes of each plane."""
+        return plane_summaries(self._header)
+
+    def decompress_into(
+        self,
+        dst: Buffer,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        threads: int | None = None,
+        check: bool = True,
+        base: Buffer | None = None,
+        base_hash: bytes | None = None,
+    ) -> None:
+        """Decodes bytes `start` to `stop` of the tensor (C order) into the caller's memory; only
+        chunks that the range meets are read.
+
+        Args:
+            dst: writable buffer of exactly `stop - start` bytes. After an error its content is
+                undefined.
+            start: first byte.
+            stop: one past the last byte; None for the end.
+            threads: None for the cores of this process, at most 8.
+            check: compare each chunk's CRC32C first. Without it a damaged payload may decode to
+                wrong data, but never harms.
+            base: the bytes of the base, for a frame that has one (`base_hash`).
+            base_hash: the content hash of `base`, from a caller who knows it: it is compared with
+                the one that the frame names, and not computed from all bytes once more. With the
+                hash of something else the output is wrong, or the frame seems to be damaged.
+
+        Raises:
+            BaseMismatchError: the frame has a base, and none was given, or another.
+            CorruptionError: a checksum does not match or a stream breaks a rule; names tensor,
+                chunk and byte offset.
+            TypeError: `dst` is not a writable C-contiguous buffer.
+            ValueError: the range is not inside the tensor, or `dst` does not fit it or shares
+                memory with the frame.
+        """
+        nbytes = self._header.nbytes
+        stop = nbytes if stop is None else stop
+        target = as_writable_bytes(dst, "dst")
+        if not 0 <= start <= stop <= nbytes:
+            raise ValueError(f"bytes {start}:{stop} are not inside 0:{nbytes}")
+        if target.size != stop - start:
+            raise ValueError(
+                f"dst has {target.size} bytes; bytes {start}:{stop} need {stop - start}"
+            )
+        if np.may_share_memory(target, self._data):
+            raise ValueError("dst and the frame share memory; decode elsewhere")
+        n_threads = resolve_threads(threads)
+        units = self._matching_base(base, n_threads, base_hash)
+        if np.may_share_memory(target, units.data):
+            raise ValueError("dst and the base share memory; decode elsewhere, or a copy of it")
+        self._decode(target, start, n_threads, units, check=check)
+
+    def _matching_base(
+        self, base: Buffer | None, threads: int, base_hash: bytes | None = None
+    ) -> Base:
+        header = self._header
+        if header.base is None:
+            return NO_BASE
+        try:
+            return matching_base(base, header.base, header.dtype, header.nbytes, threads, base_hash)
+        except BaseMismatchError as error:
+            raise BaseMismatchError(f"{label(self._name)}{error}") from None
+
+    def _decode(
+        self, dst: ByteArray, start: int, threads: int, base: Base, *, check: bool = True
+    ) -> None:
+        isa = int(choose_isa())
+        if self._has_zstd():
+            job = ZstdJob(
+                self._header, self._data, self._side_values(), base, self._chunk_error, check, isa
+            )
+            job.decode(dst, start, threads)
+        else:
+            self._decode_planes(dst, start, threads, base, check, isa)
+
+    def payload_range(self, start: int, stop: int) -> tuple[int, int]:
+        """Which bytes of the frame `decompress_into` reads for bytes `start` to `stop` of the
+        tensor, its header aside: those of the chunks that the range meets.
+
+        Args:
+            start: first byte.
+            stop: one past the last byte.
+
+        Returns:
+            First byte in the frame, and one past the last.
+        """
+        if start >= stop:
+            return self._header.header_nbytes, self._header.header_nbytes
+        offsets = self._header.chunk_offsets()
+        first, last = start // self.chunk_nbytes, (stop - 1) // self.chunk_nbytes
+        return int(offsets[first]), int(offsets[last + 1])
+
+    def _has_zstd(self) -> bool:
+        """Whether any chunk is coded by Zstandard, which only whole units may be."""
+        if self._header.split != Split.WHOLE:
+            return False
+        return bool((self._header.table[:, 1] >> STREAM_NBYTES_BITS == int(Mode.ZSTD)).any())
+
+    def pieces(
+        self,
+        *,
+        threads: int | None = None,
+        window: ByteArray | None = None,
+        base: Buffer | None = None,
+    ) -> Iterator[ByteArray]:
+        """Decodes the tensor window by window, so that one of any size takes the same memory, and
+        compares the content hash at its end (docs/format.md, section 7).
+
+        Args:
+            threads: how many to use; None for the cores available, at most 8.
+            window: memory to decode to, of `window_nbytes`; None to take new memory.
+            base: as for `decompress_into`.
+
+        Yields:
+            The next bytes of the tensor, each valid until the next is asked for.
+
+        Raises:
+            BaseMismatchError: as `decompress_into`.
+            CorruptionError: the frame is bad; told after all pieces if only the hash is.
+        """
+        n_threads = resolve_threads(threads)
+        units = self._matching_base(base, n_threads)
+        window = np.empty(self.window_nbytes, np.uint8) if window is None else window
+        leaves = [np.empty(0, np.uint8)]
+        for start in range(0, self.logical_nbytes, _WINDOW_NBYTES):
+            stop = min(start + _WINDOW_NBYTES, self.logical_nbytes)
+            piece = window[: stop - start]
+            self._decode(piece, start, n_threads, units)
+            leaves.append(hash_leaves(piece, n_threads))
+            yield piece
+        digest = hash_root(np.concatenate(leaves))
+        if digest != self.content_hash:
+            raise self._error(
+                f"the content hash of the decoded bytes is {digest.hex()}, and the frame says "
+                f"{self.content_hash.hex()}",
+                24,
+            )
+
+    @property
+    def window_nbytes(self) -> int:
+        """How much memory `pieces` needs: 32 MiB, or less if the tensor is smaller."""
+        return min(self.logical_nbytes, _WINDOW_NBYTES)
+
+    def verify(
+        self,
+        *,
+        threads: int | None = None,
+        window: ByteArray | None = None,
+        base: Buffer | None = None,
+    ) -> None:
+        """Checks everything: the CRC32C of every chunk, every stream, and the content hash of the
+        decoded tensor. Takes 32 MiB of memory at most.
+
+        Args:
+            threads: how many to use; None for the cores available, at most 8.
+            window: memory to decode to, of `window_nbytes`; None to take new memory.
+            base: as for `decompress_into`.
+
+        Raises:
+            BaseMismatchError: as `decompress_into`.
+            CorruptionError: what is wrong, with tensor, chunk and byte offset.
+        """
+        for _ in self.pieces(threads=threads, window=window, base=base):
+            pass
+
+    def _decode_planes(
+        self, dst: ByteArray, start: int, threads: int, base: Base, check: bool, isa: int
+    ) -> None:
+        header = self._header
+        status, chunk = _core.decode_range(
+            self._data[header.header_nbytes :],
+            header.table,
+            header.dtype.unit_nbytes,
+            header.split,
+            header.chunk_log,
+            header.nbytes,
+            self._side_values(),
+            header.matrix[0],
+            base.data,
+            base.is_float,
+            base.cast,
+            start,
+            dst,
+            check,
+            threads,
+            isa,
+        )
+        if status:
+            raise self._chunk_error(chunk, STATUS_WORDS[status])
+
+    def _side_values(self) -> ByteArray:
+        """The side data, decoded at the first call; two threads may both do it."""
+        if self._side is None:
+            header = self._header
+            if not header.n_row_dims:
+                self._side = np.empty(0, np.uint8)
+                return self._side
+            stream = np.frombuffer(header.side_stream, np.uint8)
+            try:
+                self._side = decode_side(header.side_descriptor, stream, sum(header.matrix))
+            except CorruptionError as error:
+                raise self._error(f"side data: {error}", 52) from error
+        return self._side
+
+    def _chunk_error(self, chunk: int, words: str) -> CorruptionError:
+        return self._error(
+            f"chunk {chunk} of {self.n_chunks}: {words}", self._header.chunk_offset(chunk)
+        )
+
+    def _error(self, words: str, at: int) -> CorruptionError:
+        return CorruptionError(f"{label(self._name)}byte {self._offset + at}: {words}")

@@ -1,0 +1,424 @@
+"""The header of a frame: written, and read with distrust (docs/format.md, section 2).
+
+`read_header` checks everything before anything is believed, in the order of the document, and never
+looks at the payload. Sizes that follow from others are computed here, once, for both directions.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packhorse import _core
+from packhorse.codecs.base import ByteArray
+from packhorse.codecs.side import matrix_of
+from packhorse.errors import CompatibilityError, CorruptionError, TruncationError
+from packhorse.frame.base import BaseName, allowed_casts
+from packhorse.layout import (
+    BASE_BLOCK,
+    BASE_BLOCK_NBYTES,
+    CRITICAL_FLAGS,
+    DTYPE_BY_CODE,
+    DTYPE_BY_NAME,
+    FIXED_HEADER,
+    FIXED_HEADER_NBYTES,
+    FLAG_BASE,
+    FRAME_ALIGNMENT,
+    FRAME_MAGIC,
+    FRAME_VERSION,
+    HEADER_CRC_OFFSET,
+    MAX_BITS,
+    MAX_CHUNK_LOG,
+    MAX_CHUNK_NBYTES,
+    MAX_DIMS,
+    MAX_SIDE_NBYTES,
+    MIN_CHUNK_LOG,
+    STREAM_NBYTES_BITS,
+    STREAM_NBYTES_MASK,
+    DType,
+    Mode,
+    Split,
+)
+
+__all__ = [
+    "FrameHeader",
+    "PlaneSummary",
+    "Table",
+    "checked_nbytes",
+    "frame_header_nbytes",
+    "label",
+    "n_planes_of",
+    "padded",
+    "payload_nbytes",
+    "plane_summaries",
+    "read_header",
+    "write_header",
+]
+
+_CRC = struct.Struct("<I")
+_SHAPES = tuple(struct.Struct(f"<{n_dims}Q") for n_dims in range(MAX_DIMS + 1))
+_TABLE_DTYPE = np.dtype("<u4")
+_SPLITS = tuple(Split)  # by number
+_SIDE_AT = 48  # of n_row_dims; the descriptor is 4 bytes on
+
+Table = NDArray[np.uint32]  # a row for each chunk: CRC32C, then a descriptor for each plane
+
+
+class FrameHeader(NamedTuple):
+    """The checked header of a frame."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    split: Split
+    level: int
+    chunk_log: int
+    content_hash: bytes
+    header_nbytes: int
+    frame_nbytes: int
+    table: Table
+    n_row_dims: int
+    side_descriptor: int
+    side_stream: bytes
+    base: BaseName | None = None
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns that the side data are about; zeros if there are none."""
+        return matrix_of(self.dtype, self.shape, self.n_row_dims) if self.n_row_dims else (0, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the decoded tensor."""
+        return math.prod(self.shape) * self.dtype.bits // 8
+
+    @property
+    def n_planes(self) -> int:
+        """Planes of each chunk."""
+        return n_planes_of(self.dtype, self.split)
+
+    def chunk_offset(self, chunk: int) -> int:
+        """Where a chunk begins, in bytes from the start of the frame."""
+        return self.header_nbytes + payload_nbytes(self.table[:chunk])
+
+    def chunk_offsets(self) -> NDArray[np.int64]:
+        """Where each chunk begins, and where the last one ends: for those who ask for many."""
+        ends = np.cumsum(_chunk_nbytes(self.table))
+        return self.header_nbytes + np.concatenate([np.zeros(1, np.int64), ends])
+
+
+def n_planes_of(dtype: DType, split: Split) -> int:
+    """Planes that the split makes of a unit."""
+    return 1 if split == Split.WHOLE else dtype.unit_nbytes
+
+
+def padded(n: int) -> int:
+    """`n` bytes, rounded up to the alignment of a frame."""
+    return -(-n // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
+
+
+def frame_header_nbytes(
+    n_dims: int, n_chunks: int, n_planes: int, side_nbytes: int, *, has_base: bool
+) -> int:
+    """Bytes of a header, padding included."""
+    fields = FIXED_HEADER_NBYTES + 8 * n_dims + BASE_BLOCK_NBYTES * has_base
+    return padded(fields + 4 * n_chunks * (1 + n_planes) + side_nbytes)
+
+
+def payload_nbytes(table: Table) -> int:
+    """Bytes of the chunks in a table, padding included."""
+    return int(_chunk_nbytes(table).sum())
+
+
+def _chunk_nbytes(table: Table) -> NDArray[np.int64]:
+    lengths: NDArray[np.int64] = (table[:, 1:] & STREAM_NBYTES_MASK).sum(axis=1, dtype=np.int64)
+    return -(-lengths // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
+
+
+def checked_nbytes(dtype_name: str, shape: Sequence[int]) -> tuple[DType, int]:
+    """The dtype's row and the bytes of a tensor that a caller names."""
+    dtype, numel = DTYPE_BY_NAME.get(dtype_name), math.prod(shape)
+    if dtype is None:
+        raise ValueError(f"dtype {dtype_name!r} is unknown; known are {', '.join(DTYPE_BY_NAME)}")
+    if len(shape) > MAX_DIMS or min(shape, default=0) < 0:
+        raise ValueError(f"shape {tuple(shape)} must have at most {MAX_DIMS} dimensions, none < 0")
+    if _overflows(shape, numel, dtype):
+        raise ValueError(f"shape {tuple(shape)} of {dtype_name} has 2^63 bits or more")
+    if numel * dtype.bits % 8:
+        raise ValueError(f"{numel} elements of {dtype_name} are not a whole number of bytes")
+    return dtype, numel * dtype.bits // 8
+
+
+def _overflows(shape: Sequence[int], numel: int, dtype: DType) -> bool:
+    """Whether the tensor has too many bits; a zero dimension must not hide an overflow of the
+    others."""
+    return (numel or math.prod(max(dim, 1) for dim in shape)) * dtype.bits >= MAX_BITS
+
+
+def write_header(header: FrameHeader, dst: ByteArray, isa: int) -> None:
+    """Writes a header, its CRC included, to memory of exactly its length."""
+    fixed = FIXED_HEADER.pack(
+        FRAME_MAGIC,
+        FRAME_VERSION,
+        header.dtype.code,
+        len(header.shape),
+        header.split,
+        0 if header.base is None else FLAG_BASE,
+        header.level,
+        header.chunk_log,
+        header.header_nbytes,
+        header.frame_nbytes,
+        header.content_hash,
+        len(header.table),
+        0,
+        header.n_row_dims,
+        bytes(3),
+        header.side_descriptor,
+    )
+    text = fixed + _SHAPES[len(header.shape)].pack(*header.shape)
+    if header.base is not None:
+        text += BASE_BLOCK.pack(header.base.content_hash, header.base.dtype.code, bytes(7))
+    text += header.table.tobytes() + header.side_stream
+    text = text.ljust(header.header_nbytes, b"\0")
+    memoryview(dst)[:] = text
+    _CRC.pack_into(dst, HEADER_CRC_OFFSET, _core.crc32c(text, isa))
+
+
+def label(name: str | None) -> str:
+    """How messages begin."""
+    return "" if name is None else f"tensor {name!r}: "
+
+
+def read_header(
+    data: ByteArray, name: str | None, offset: int, max_nbytes: int | None, isa: int
+) -> FrameHeader:
+    """Reads and checks a header; arguments and errors as in `Frame.from_buffer`."""
+    return _Reader(data, name, offset).read(max_nbytes, isa)
+
+
+class _Reader:
+    """Checks a frame's header in the order of docs/format.md, section 2, before anything is
+    believed."""
+
+    def __init__(self, data: ByteArray, name: str | None, offset: int) -> None:
+        self.data = data
+        self.name = name
+        self.offset = offset
+
+    def fail(self, at: int, words: str, kind: type[Exception] = CorruptionError) -> Exception:
+        return kind(f"{label(self.name)}byte {self.offset + at}: {words}")
+
+    def need(self, nbytes: int, what: str) -> None:
+        if self.data.size < nbytes:
+            words = f"{what} needs {nbytes} bytes, {self.data.size} are left; the data is cut off"
+            raise self.fail(self.data.size, words, TruncationError)
+
+    def read(self, max_nbytes: int | None, isa: int) -> FrameHeader:
+        self.need(FIXED_HEADER_NBYTES, "a frame header")
+        fields = FIXED_HEADER.unpack_from(self.data)
+        magic, version, code, n_dims, split_code, flags, level, chunk_log = fields[:8]
+        header_nbytes, frame_nbytes, digest, n_chunks, crc = fields[8:13]
+        n_row_dims, reserved, side_descriptor = fields[13:]
+        if magic != FRAME_MAGIC:
+            raise self.fail(0, f"magic is {magic.hex()}, a frame begins with {FRAME_MAGIC.hex()}")
+        if version == 0:
+            raise self.fail(4, "frame version is 0, versions begin with 1")
+        if version > FRAME_VERSION:
+            words = f"frame version is {version}, this release reads {FRAME_VERSION}"
+            raise self.fail(4, words + "; upgrade packhorse", CompatibilityError)
+        if flags & ~CRITICAL_FLAGS:
+            words = f"critical flags are {flags:#06x}, this release knows {CRITICAL_FLAGS:#06x}"
+            raise self.fail(8, words + "; upgrade packhorse", CompatibilityError)
+        has_base = bool(flags & FLAG_BASE)
+        dtype, split = self.read_kind(code, split_code)
+        if n_dims > MAX_DIMS:
+            raise self.fail(6, f"{n_dims} dimensions, at most {MAX_DIMS} are allowed")
+        if not MIN_CHUNK_LOG <= chunk_log <= MAX_CHUNK_LOG or (
+            dtype.unit_nbytes << chunk_log > MAX_CHUNK_NBYTES
+        ):
+            raise self.fail(11, f"chunk_log is {chunk_log}, out of range for {dtype.name}")
+        n_planes = n_planes_of(dtype, split)
+        side_nbytes = side_descriptor & STREAM_NBYTES_MASK
+        if header_nbytes != frame_header_nbytes(
+            n_dims, n_chunks, n_planes, side_nbytes, has_base=has_base
+        ):
+            raise self.fail(12, f"header_nbytes is {header_nbytes}, which its fields contradict")
+        self.need(header_nbytes, "the header")
+        text = self.data[:header_nbytes].tobytes()  # what is checked must not change later
+        without_crc = text[:HEADER_CRC_OFFSET] + bytes(4) + text[HEADER_CRC_OFFSET + 4 :]
+        if _core.crc32c(without_crc, isa) != crc:
+            raise self.fail(HEADER_CRC_OFFSET, "the header's checksum does not match")
+        shape, nbytes = self.read_shape(text, n_dims, dtype)
+        if n_chunks != -(-nbytes // (dtype.unit_nbytes << chunk_log)):
+            raise self.fail(40, f"n_chunks is {n_chunks}, which shape {shape} contradicts")
+        if max_nbytes is not None and nbytes > max_nbytes:
+            words = f"the tensor has {nbytes} bytes, more than max_nbytes = {max_nbytes}"
+            raise self.fail(FIXED_HEADER_NBYTES, words)
+        if reserved != bytes(3):
+            raise self.fail(_SIDE_AT + 1, "reserved bytes are not zero")
+        table_at = FIXED_HEADER_NBYTES + 8 * n_dims
+        base = None
+        if has_base:
+            base = self.read_base(text, table_at, dtype)
+            table_at += BASE_BLOCK_NBYTES
+        self.check_side(n_row_dims, side_descriptor, dtype, split, shape)
+        table_end = table_at + 4 * n_chunks * (1 + n_planes)
+        table: Table = np.ndarray((n_chunks, 1 + n_planes), _TABLE_DTYPE, text, table_at)
+        side_end = table_end + side_nbytes
+        if text[side_end:].strip(b"\0"):
+            raise self.fail(side_end, "padding of the header is not zero")
+        header = FrameHeader(
+            dtype,
+            shape,
+            split,
+            level,
+            chunk_log,
+            digest,
+            header_nbytes,
+            frame_nbytes,
+            table,
+            n_row_dims,
+            side_descriptor,
+            text[table_end:side_end],
+            base,
+        )
+        self.check_length(header, self.check_descriptors(header, nbytes, table_at))
+        return header
+
+    def read_kind(self, code: int, split_code: int) -> tuple[DType, Split]:
+        if code not in DTYPE_BY_CODE:
+            words = f"dtype code {code} is unknown to this release; upgrade packhorse"
+            raise self.fail(5, words, CompatibilityError)
+        dtype = DTYPE_BY_CODE[code]
+        if split_code not in dtype.splits:
+            raise self.fail(7, f"split {split_code} is not allowed for {dtype.name}")
+        return dtype, _SPLITS[split_code]
+
+    def read_shape(self, text: bytes, n_dims: int, dtype: DType) -> tuple[tuple[int, ...], int]:
+        shape = _SHAPES[n_dims].unpack_from(text, FIXED_HEADER_NBYTES)
+        numel = math.prod(shape)
+        if _overflows(shape, numel, dtype):
+            raise self.fail(FIXED_HEADER_NBYTES, f"shape {shape} overflows")
+        if numel * dtype.bits % 8:
+            words = f"{numel} elements of {dtype.name} are not a whole number of bytes"
+            raise self.fail(FIXED_HEADER_NBYTES, words)
+        return shape, numel * dtype.bits // 8
+
+    def read_base(self, text: bytes, at: int, dtype: DType) -> BaseName:
+        digest, code, reserved = BASE_BLOCK.unpack_from(text, at)
+        if code not in DTYPE_BY_CODE:
+            words = f"the base's dtype code {code} is unknown to this release; upgrade packhorse"
+            raise self.fail(at + 16, words, CompatibilityError)
+        if DTYPE_BY_CODE[code] not in allowed_casts(dtype):
+            name = DTYPE_BY_CODE[code].name
+            raise self.fail(at + 16, f"a base of {name} is not allowed for {dtype.name}")
+        if reserved != bytes(7):
+            raise self.fail(at + 17, "reserved bytes of the base are not zero")
+        return BaseName(digest, DTYPE_BY_CODE[code])
+
+    def check_side(
+        self, n_row_dims: int, descriptor: int, dtype: DType, split: Split, shape: tuple[int, ...]
+    ) -> None:
+        """Checks what the header says of side data, but not their stream."""
+        if (n_row_dims == 0) != (descriptor == 0):
+            raise self.fail(_SIDE_AT, "one of n_row_dims and side descriptor is zero, not both")
+        if n_row_dims == 0:
+            return
+        if split != Split.FLOAT or n_row_dims >= len(shape) or 0 in shape:
+            words = f"side data after {n_row_dims} dimensions are not allowed for"
+            raise self.fail(_SIDE_AT, f"{words} split {int(split)}, shape {shape}")
+        nbytes = sum(matrix_of(dtype, shape, n_row_dims))
+        if nbytes > MAX_SIDE_NBYTES:
+            words = f"side data would have {nbytes} bytes, at most {MAX_SIDE_NBYTES} are allowed"
+            raise self.fail(_SIDE_AT, words)
+        mode, length = descriptor >> STREAM_NBYTES_BITS, descriptor & STREAM_NBYTES_MASK
+        if mode not in (Mode.STORED, Mode.PALETTE, Mode.RANS) or (
+            mode == Mode.STORED and length != nbytes
+        ):
+            raise self.fail(_SIDE_AT + 4, "mode or length of the side data is not allowed")
+
+    def check_descriptors(self, header: FrameHeader, nbytes: int, table_at: int) -> int:
+        """Checks mode and length of every stream; returns the length of the payload."""
+        what, chunk, plane, payload = _core.check_table(
+            header.table,
+            header.dtype.unit_nbytes,
+            header.split,
+            header.chunk_log,
+            nbytes,
+            header.base is not None,
+        )
+        if what:
+            at = table_at + 4 * (chunk * (header.n_planes + 1) + 1 + plane)
+            words = f"descriptor of chunk {chunk}, plane {plane}: "
+            if what == 1:
+                words += "its mode is unknown to this release; upgrade packhorse"
+                raise self.fail(at, words, CompatibilityError)
+            raise self.fail(at, words + "its mode or length is not allowed here")
+        return payload
+
+    def check_length(self, header: FrameHeader, payload: int) -> None:
+        if header.frame_nbytes != header.header_nbytes + payload:
+            words = f"frame_nbytes is {header.frame_nbytes}, its chunks make it"
+            raise self.fail(16, f"{words} {header.header_nbytes + payload}")
+        self.need(header.frame_nbytes, "the frame")
+        if self.data.size > header.frame_nbytes:
+            extra = self.data.size - header.frame_nbytes
+            raise self.fail(header.frame_nbytes, f"{extra} bytes follow the end of the frame")
+
+
+@dataclass(frozen=True)
+class PlaneSummary:
+    """What became of one plane over all chunks of a frame.
+
+    Attributes:
+        index: 0 is the exponent, or the most significant byte.
+        name: a short name for people.
+        nbytes: encoded bytes.
+        logical_nbytes: bytes before encoding.
+        modes: how many chunks were coded in which mode; of mode delta, whole units at once, they
+            count for the first plane alone.
+    """
+
+    index: int
+    name: str
+    nbytes: int
+    logical_nbytes: int
+    modes: dict[Mode, int]
+
+
+def plane_summaries(header: FrameHeader) -> tuple[PlaneSummary, ...]:
+    """Sizes and modes of each plane over all chunks."""
+    lengths = (header.table[:, 1:] & STREAM_NBYTES_MASK).sum(axis=0, dtype=np.int64)
+    modes = header.table[:, 1:] >> STREAM_NBYTES_BITS
+    # Differences are of whole units: other planes have no streams there.
+    counted = [modes[:, :1], modes[modes[:, 0] != int(Mode.DELTA), 1:]]
+    logical = header.nbytes // header.n_planes
+    return tuple(
+        PlaneSummary(
+            p,
+            _plane_name(header.dtype, header.split, p),
+            int(lengths[p]),
+            logical,
+            {
+                Mode(int(m)): int(n)
+                for m, n in zip(
+                    *np.unique(counted[p > 0][:, max(p - 1, 0)], return_counts=True), strict=True
+                )
+            },
+        )
+        for p in range(header.n_planes)
+    )
+
+
+def _plane_name(dtype: DType, split: Split, plane: int) -> str:
+    if split == Split.WHOLE:
+        return "all"
+    if split == Split.FLOAT and plane < 2:
+        return ("exponent", "mantissa+sign")[plane] if dtype.unit_nbytes > 1 else "all"
+    kind = "mantissa" if split == Split.FLOAT else "byte"
+    return f"{kind} {dtype.unit_nbytes - 1 - plane}"

@@ -1,0 +1,145 @@
+"""What a frame is going to be, before it is made: the plan for a tensor, and sizes.
+
+Nothing here encodes; plans come from samples of the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from packhorse.arguments import resolve_level
+from packhorse.codecs.base import ByteArray, as_bytes, choose_isa
+from packhorse.codecs.plan import Plan, choose_plan, chunk_log_for, natural_split
+from packhorse.codecs.side import side_capacity
+from packhorse.frame.base import checked_base, plan_delta
+from packhorse.frame.header import checked_nbytes, frame_header_nbytes, n_planes_of, padded
+from packhorse.layout import DType, Level
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = [
+    "capacity_of",
+    "checked_source",
+    "max_frame_nbytes",
+    "plan_buffer",
+    "planned_frame_nbytes",
+]
+
+
+def max_frame_nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """The longest frame that a tensor of this dtype and shape can take, in bytes.
+
+    Args:
+        dtype: safetensors' name, such as "BF16".
+        shape: the tensor's shape.
+
+    Returns:
+        Bytes, enough at any level and with any base.
+
+    Raises:
+        ValueError: unknown dtype or impossible shape.
+
+    Example:
+        >>> from packhorse.frame import compress_buffer, max_frame_nbytes
+        >>> memory = bytearray(max_frame_nbytes("F32", (1024,)))
+        >>> frame = compress_buffer(bytes(4096), "F32", (1024,), out=memory)
+        >>> frame.nbytes <= len(memory)
+        True
+    """
+    return capacity_of(*checked_nbytes(dtype, shape), shape)
+
+
+def capacity_of(row: DType, nbytes: int, shape: Sequence[int]) -> int:
+    """The same of a dtype and a size that were checked."""
+    chunk_log = chunk_log_for(row.unit_nbytes, nbytes // row.unit_nbytes)
+    n_chunks = -(-nbytes // (row.unit_nbytes << chunk_log))
+    n_planes = n_planes_of(row, natural_split(row))
+    side_nbytes = side_capacity(row, shape)
+    header = frame_header_nbytes(len(shape), n_chunks, n_planes, side_nbytes, has_base=True)
+    return header + padded(nbytes)
+
+
+def plan_buffer(
+    src: Buffer,
+    dtype: str,
+    shape: Sequence[int],
+    *,
+    level: Level | str = "default",
+    base: Buffer | None = None,
+    base_dtype: str | None = None,
+) -> Plan:
+    """What `compress_buffer` would choose for a tensor and a base; nothing is encoded.
+
+    Args:
+        src: the tensor's bytes in C order; only read.
+        dtype: safetensors' name, such as "BF16".
+        shape: the tensor's shape.
+        level: "fast", "default" or "max".
+        base: the bytes of another tensor of as many elements, as for `compress_buffer`.
+        base_dtype: its dtype, if it is another.
+
+    Returns:
+        The plan; `plan.reason` says it in a line.
+
+    Raises:
+        TypeError: a buffer is not C-contiguous.
+        ValueError: unknown dtype or level, or a buffer is not as long as dtype and shape say.
+
+    Example:
+        >>> from packhorse.frame import plan_buffer
+        >>> plan = plan_buffer(bytes(4096), "F32", (1024,), level="max")
+        >>> plan.estimated_nbytes < plan.nbytes
+        True
+    """
+    data, row = checked_source(src, dtype, shape)
+    if base is None:
+        return choose_plan(data, row, shape, resolve_level(level), int(choose_isa()))
+    units, _ = checked_base(base, base_dtype, row, data.size)
+    return plan_delta(data, row, shape, resolve_level(level), units, int(choose_isa()))
+
+
+def planned_frame_nbytes(plan: Plan, dtype: str, shape: Sequence[int]) -> int:
+    """The length of the frame that a plan would make, header and padding counted: an estimate, as
+    that of the plan is.
+
+    Args:
+        plan: of `plan_buffer`.
+        dtype: safetensors' name, such as "BF16".
+        shape: the tensor's shape.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ValueError: unknown dtype or impossible shape.
+
+    Example:
+        >>> from packhorse.frame import plan_buffer, planned_frame_nbytes
+        >>> plan = plan_buffer(bytes(4096), "F32", (1024,))
+        >>> planned_frame_nbytes(plan, "F32", (1024,)) < 4096
+        True
+    """
+    row, nbytes = checked_nbytes(dtype, shape)
+    n_chunks = -(-nbytes // (row.unit_nbytes << plan.chunk_log))
+    header_nbytes = frame_header_nbytes(
+        len(shape), n_chunks, n_planes_of(row, plan.split), len(plan.side.stream),
+        has_base=plan.plain_nbytes > 0,
+    )  # fmt: skip
+    payload = max(0, min(plan.estimated_nbytes, nbytes))
+    return header_nbytes + n_chunks * padded(-(-payload // max(n_chunks, 1)))
+
+
+def checked_source(src: Buffer, dtype: str, shape: Sequence[int]) -> tuple[ByteArray, DType]:
+    """The bytes of a tensor that a caller gives, and the row of its dtype.
+
+    Raises:
+        TypeError: the buffer is not C-contiguous.
+        ValueError: unknown dtype, or the buffer is not as long as dtype and shape say.
+    """
+    row, nbytes = checked_nbytes(dtype, shape)
+    data = as_bytes(src, "src")
+    if data.size != nbytes:
+        raise ValueError(f"{dtype} of shape {tuple(shape)} has {nbytes} bytes, src {data.size}")
+    return data, row

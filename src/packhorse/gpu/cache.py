@@ -1,0 +1,182 @@
+"""Figures that were measured, kept as a JSON file for each kind of GPU; what they are about is the
+caller's.
+
+A file names the GPU, its multiprocessors and the versions of Triton and Packhorse that its figures
+hold for. It is read with distrust: each entry must be one that this release could have written, and
+whatever is wrong makes the whole file void. A void file is told once, by a warning, and then it is
+as if nothing had been measured: so a bad cache may cost time, and never gives a wrong result.
+It is written under another name and renamed, so a reader sees an old or a new file and no part.
+"""
+
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.storage.atomic import atomic_file
+from packhorse.storage.strict_json import parse_json
+
+__all__ = ["CACHE_VARIABLE", "FigureCache", "Identity", "require", "require_keys"]
+
+CACHE_VARIABLE = "PACKHORSE_CACHE_DIR"
+_MAX_CACHE_NBYTES = 16 << 20
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What figures hold for.
+
+    Attributes:
+        device: name of the GPU, as the driver tells it.
+        n_processors: its multiprocessors; a slice of a GPU has fewer.
+        triton: version of the compiler.
+        packhorse: version of the kernels.
+    """
+
+    device: str
+    n_processors: int
+    triton: str
+    packhorse: str
+
+
+def require(condition: bool, text: str) -> None:
+    """What an entry must be.
+
+    Raises:
+        CorruptionError: it is not.
+    """
+    if not condition:
+        raise CorruptionError(text)
+
+
+def require_keys(value: Any, keys: set[str], what: str) -> None:
+    """An object of JSON with these keys and no others.
+
+    Raises:
+        CorruptionError: it is not.
+    """
+    require(type(value) is dict and set(value) == keys, f"{what} must have {sorted(keys)}")
+
+
+@dataclass(frozen=True)
+class FigureCache(Generic[_Key, _Value]):
+    """Files of figures of one kind.
+
+    Attributes:
+        stem: what the names of its files begin with.
+        version: of its entries.
+        parse: an entry from JSON; raises CorruptionError, ValueError or TypeError for one that this
+            release does not write.
+        dump: an entry for JSON.
+        remedy: what a file that cannot be used means, and what to do.
+    """
+
+    stem: str
+    version: int
+    parse: Callable[[Any], tuple[_Key, _Value]]
+    dump: Callable[[_Key, _Value], dict[str, Any]]
+    remedy: str
+
+    def path(self, device: str, folder: str | os.PathLike[str] | None = None) -> Path:
+        """Where the figures of a GPU lie.
+
+        Args:
+            device: its name.
+            folder: by default the one that PACKHORSE_CACHE_DIR names, or `packhorse` in
+                XDG_CACHE_HOME, or in ~/.cache.
+        """
+        if folder is None:
+            folder = os.environ.get(CACHE_VARIABLE) or None
+        if folder is None:
+            home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+            folder = Path(home) / "packhorse"
+        name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") or "gpu"
+        return Path(folder) / f"{self.stem}-{name[:80]}.json"
+
+    def load(self, path: Path, identity: Identity) -> dict[_Key, _Value]:
+        """The entries of a file; none if there is no file, and none and a warning if it is no
+        good."""
+        try:
+            return self.read(path, identity)
+        except FileNotFoundError:
+            return {}
+        except (CorruptionError, CompatibilityError, OSError) as error:
+            warnings.warn(f"{path}: {self.remedy.format(error)}", RuntimeWarning, stacklevel=2)
+            return {}
+
+    def read(self, path: Path, identity: Identity) -> dict[_Key, _Value]:
+        """The entries of a file.
+
+        Raises:
+            CompatibilityError: they hold for another GPU or version.
+            CorruptionError: the file is not as this release writes it.
+            OSError: it cannot be read.
+        """
+        document = _read_document(path)
+        version = document.get("version")
+        if type(version) is not int or version != self.version:
+            raise CompatibilityError(f"its version is {version!r:.40}, not {self.version}")
+        require_keys(document, {"version", "identity", "entries"}, "it")
+        _check_identity(document["identity"], identity)
+        require(type(document["entries"]) is list, "its entries are no list")
+        entries: dict[_Key, _Value] = {}
+        for number, entry in enumerate(document["entries"]):
+            try:
+                key, value = self.parse(entry)
+            except (CorruptionError, ValueError, TypeError) as error:
+                raise CorruptionError(f"entry {number}: {error}") from error
+            require(key not in entries, f"entry {number} stands there twice")
+            entries[key] = value
+        return entries
+
+    def write(self, path: Path, identity: Identity, entries: Mapping[_Key, _Value]) -> None:
+        """Replaces a file, in one step.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        document = {
+            "version": self.version,
+            "identity": asdict(identity),
+            "entries": [self.dump(key, value) for key, value in entries.items()],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path, force=True) as file:
+            file.write(json.dumps(document, indent=1).encode() + b"\n")
+
+    def update(self, path: Path, identity: Identity, entries: Mapping[_Key, _Value]) -> None:
+        """Adds entries to a file, or replaces those of the same keys. A file that cannot be used is
+        replaced as a whole.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        try:
+            before = self.read(path, identity)
+        except (CorruptionError, CompatibilityError, FileNotFoundError):
+            before = {}
+        self.write(path, identity, {**before, **entries})
+
+
+def _read_document(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        data = file.read(_MAX_CACHE_NBYTES + 1)
+    require(len(data) <= _MAX_CACHE_NBYTES, f"it has more than {_MAX_CACHE_NBYTES} bytes")
+    return parse_json(data, label="its text")
+
+
+def _check_identity(found: Any, own: Identity) -> None:
+    expected = asdict(own)
+    require_keys(found, set(expected), "its identity")
+    for name, value in expected.items():
+        if type(found[name]) is not type(value) or found[name] != value:
+            text = f"it was measured with {name} {found[name]!r:.80}, and this is {value!r:.80}"
+            raise CompatibilityError(text)

@@ -1,0 +1,18 @@
+"""Packhorse for Hugging Face transformers: models whose weights stay packed, and snapshots.
+
+Users import it as `packhorse.transformers`.
+"""
+
+from packhorse.errors import MissingBackendError
+
+try:
+    from packhorse.integrations.transformers.callback import PackhorseCallback, restore_checkpoint
+    from packhorse.integrations.transformers.loader import load_packed_model
+    from packhorse.integrations.transformers.quantizer import PackhorseConfig
+except ModuleNotFoundError as error:
+    raise MissingBackendError(
+        f"packhorse.transformers needs {error.name}; install it with: "
+        "pip install 'packhorse[transformers]'"
+    ) from error
+
+__all__ = ["PackhorseCallback", "PackhorseConfig", "load_packed_model", "restore_checkpoint"]

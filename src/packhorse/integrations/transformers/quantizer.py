@@ -1,0 +1,431 @@
+"""Packed weights as a quantization method of Hugging Face transformers, called "packhorse".
+
+`from_pretrained(..., quantization_config=PackhorseConfig())` packs each weight as it comes from the
+checkpoint, before the next is read. `save_pretrained` writes the arrays (docs/format.md, section
+12), and a folder with them loads as it is, checked. Importing this module registers the method;
+users import it as `packhorse.transformers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from fnmatch import fnmatchcase
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from packhorse.device.formats import check_tokens, pack_if_smaller, require_speeds, resolve_fmt
+from packhorse.device.model import (
+    WeightChoice,
+    hold_packed_weights,
+    report_model,
+    unpack_model_,
+)
+from packhorse.device.packing import join_arrays
+from packhorse.device.report import PackReport
+from packhorse.device.weights import PackedWeight
+from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.kernels.arrays import WeightTensors
+from packhorse.layout import WEIGHT_VERSION
+
+# Where a name stands differs between releases, and none of them is typed.
+_auto: Any = import_module("transformers.quantizers.auto")
+_loading: Any = import_module("transformers.core_model_loading")
+
+if TYPE_CHECKING:
+    QuantizationConfigMixin: Any = object
+    HfQuantizer: Any = object
+    ConversionOps: Any = object
+else:
+    QuantizationConfigMixin = _auto.QuantizationConfigMixin
+    HfQuantizer = _auto.HfQuantizer
+    ConversionOps = _loading.ConversionOps
+
+__all__ = ["METHOD", "VERSION", "PackhorseConfig", "PackhorseQuantizer"]
+
+METHOD = "packhorse"
+VERSION = WEIGHT_VERSION  # of the arrays, and of what config.json says of them
+_PACKED_SHARE = 0.76  # of the bytes of a BF16 weight, at most, for models that gain
+
+
+class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """How `from_pretrained` packs a model; it stands in the config.json of a packed one.
+
+    Attributes:
+        fmt: "auto", "W12" or "W11", as for `pack_model_`.
+        modules_to_not_convert: names of modules that stay plain, with all below them: whole names
+            or their last parts; `*` and `?` stand for any characters.
+        lm_head: whether to pack the output layer. An embedding that shares its weight is packed
+            with it.
+        embeddings: whether to pack embeddings; None for that of the input alone.
+        for_tokens: None, or how many tokens are multiplied at once, as a rule: then a layer is
+            packed where its GPU is as fast with it, as for `pack_model_`.
+        version: of the format.
+
+    Example:
+        >>> import torch
+        >>> from transformers import AutoModelForCausalLM
+        >>> from packhorse.transformers import PackhorseConfig
+        >>> config = PackhorseConfig(modules_to_not_convert=["down_proj"])
+        >>> model = AutoModelForCausalLM.from_pretrained(
+        ...     "llama", dtype=torch.bfloat16, quantization_config=config
+        ... )
+        >>> len(model.hf_quantizer.report.packed), len(model.hf_quantizer.report.left)
+        (14, 2)
+    """
+
+    def __init__(
+        self,
+        fmt: str = "auto",
+        modules_to_not_convert: Iterable[str] | None = None,
+        lm_head: bool = True,
+        embeddings: bool | None = None,
+        for_tokens: int | None = None,
+        **stored: Any,
+    ) -> None:
+        """Options for loading.
+
+        Args:
+            fmt: see above.
+            modules_to_not_convert: see above.
+            lm_head: see above.
+            embeddings: see above.
+            for_tokens: see above.
+            stored: `quant_method` and `version` of a config.json.
+
+        Raises:
+            ValueError: an option that is unknown, or has a wrong value.
+            CompatibilityError: a model that a later release has packed.
+        """
+        self.quant_method = stored.pop("quant_method", METHOD)
+        self.version = stored.pop("version", VERSION)
+        if self.version != VERSION:
+            raise CompatibilityError(
+                f"the model is packed in version {self.version!r} of weights in memory; this "
+                f"release reads version {VERSION}: upgrade packhorse"
+            )
+        if stored:
+            raise ValueError(f"PackhorseConfig has no option {', '.join(map(repr, stored))}")
+        resolve_fmt(fmt)
+        self.fmt = fmt
+        self.modules_to_not_convert = _check_names(modules_to_not_convert)
+        if not isinstance(lm_head, bool):
+            raise ValueError(f"lm_head is {lm_head!r}; it must be True or False")
+        if embeddings is not None and not isinstance(embeddings, bool):
+            raise ValueError(f"embeddings is {embeddings!r}; it must be True, False or None")
+        self.lm_head, self.embeddings = lm_head, embeddings
+        check_tokens(for_tokens)
+        self.for_tokens = for_tokens
+
+
+def _check_names(names: Iterable[str] | None) -> list[str]:
+    if isinstance(names, str):
+        raise ValueError(f"modules_to_not_convert is {names!r}; it must be a list of names")
+    listed = list(names or ())
+    for name in listed:
+        if not isinstance(name, str):
+            raise ValueError(f"modules_to_not_convert has {name!r}, which is no name")
+    return listed
+
+
+class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
+    """What transformers asks while it loads, saves and unpacks a model; `model.hf_quantizer`.
+
+    Attributes:
+        report: what is packed, what is not and why; None before the model is loaded.
+    """
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: PackhorseConfig, **options: Any) -> None:
+        """Made by transformers."""
+        super().__init__(quantization_config, **options)
+        self.report: PackReport | None = None
+        self._wanted: dict[str, bool] = {}  # by name: whether a layer multiplies with it
+        self._reasons: dict[str, str] = {}
+        self._failure: Exception | None = None
+
+    # Before loading.
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **others: Any) -> None:
+        """Refuse what would fail when all weights are read.
+
+        Raises:
+            MissingBackendError: `for_tokens` is given, and Triton is not installed.
+            ValueError: the device map leaves weights on the disk, or on the host where the speed of
+                packed weights is not known.
+        """
+        if isinstance(device_map, dict):
+            _refuse_disk(device_map)
+        if self.quantization_config.for_tokens is None or self.pre_quantized:
+            return
+        homes = device_map.values() if isinstance(device_map, dict) else [device_map]
+        if any(home is None or str(home) == "cpu" for home in homes):
+            _require_gpu()
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype itself.
+
+        Raises:
+            ValueError: it is not BF16.
+        """
+        if dtype != torch.bfloat16:
+            raise ValueError(
+                f"packed weights are BF16, and the model would be {dtype}; pass "
+                "dtype=torch.bfloat16 to from_pretrained"
+            )
+        return dtype
+
+    def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+        """Bytes that an element is going to take."""
+        share = _PACKED_SHARE if self.param_needs_quantization(model, param_name) else 1.0
+        return share * param.element_size()
+
+    def param_needs_quantization(self, model: Any, param_name: str, **others: Any) -> bool:
+        """Whether a parameter is to be packed."""
+        return param_name in self._wanted
+
+    def _process_model_before_weight_loading(
+        self, model: Any, *, checkpoint_files: Iterable[str] | None = None, **others: Any
+    ) -> Any:
+        _refuse_doubles(checkpoint_files or ())
+        self._wanted = self._choose(model).wanted_names(model.all_tied_weights_keys)
+        return model
+
+    def _choose(self, model: nn.Module) -> WeightChoice:
+        config = self.quantization_config
+        return WeightChoice(
+            model,
+            skip=_matching(model, config.modules_to_not_convert),
+            embeddings=config.embeddings,
+            lm_head=config.lm_head,
+        )
+
+    # While loading.
+
+    def get_quantize_ops(self) -> _Pack:
+        """Packs a parameter."""
+        return _Pack(self)
+
+    def get_weight_conversions(self) -> list[Any]:
+        """Joins the arrays of packed weights. A checkpoint whose config.json knows of none gets
+        this, too: else transformers would start layers with random numbers in their place."""
+        names = [f"weight.{field}" for field in WeightTensors._fields]
+        return [_loading.WeightConverter(names, "weight", operations=[_Join(self)])]
+
+    def pack(self, model: nn.Module, name: str, plain: Tensor) -> Tensor:
+        """A weight that comes from a checkpoint, packed if that is wanted and saves memory."""
+        if name not in self._wanted or plain.dtype != torch.bfloat16 or self._failure:
+            return plain
+        try:
+            _require_shape(model.get_parameter(name), name, plain.shape)
+            config = self.quantization_config
+            for_tokens = config.for_tokens if self._wanted[name] else None
+            packed = pack_if_smaller(plain, resolve_fmt(config.fmt), for_tokens)
+        except Exception as error:
+            self.note_failure(error)
+            return plain
+        if isinstance(packed, str):
+            self._reasons[name] = packed
+            return plain
+        return Parameter(packed, requires_grad=False)
+
+    def join(self, model: nn.Module, name: str, arrays: Mapping[str, list[Tensor]]) -> Tensor:
+        """A packed weight from arrays of a checkpoint, checked."""
+        expected = model.get_parameter(name)
+        try:
+            if not self.pre_quantized:  # transformers takes the arrays for plain numbers
+                raise CompatibilityError(
+                    f"{name}: is packed in this folder, and its config.json does not say so: add "
+                    f'"quantization_config": {{"quant_method": "{METHOD}"}} there'
+                )
+            _require_shape(expected, name, expected.shape)
+            return Parameter(_join(name, arrays, expected.shape), requires_grad=False)
+        except Exception as error:
+            self.note_failure(error)
+            return torch.empty_like(expected, device="cpu", requires_grad=False)
+
+    def note_failure(self, error: Exception) -> None:
+        """Keep the first error until the model is loaded. Before, transformers would log it and go
+        on, with random numbers in the layer's place."""
+        self._failure = self._failure or error
+
+    def _process_model_after_weight_loading(self, model: Any, **others: Any) -> Any:
+        if self._failure is not None:
+            raise self._failure
+        _refuse_disk(getattr(model, "hf_device_map", {}))
+        hold_packed_weights(model)
+        # What is new, such as the head of a classifier, is to be trained.
+        otherwise = "plain in the checkpoint" if self.pre_quantized else "not in the checkpoint"
+        self.report = report_model(model, self._choose(model), self._reasons, otherwise)
+        _keep_names_in_files(model)
+        return model
+
+    # Afterwards.
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
+        plain = [each for each in model.parameters() if not isinstance(each, PackedWeight)]
+        names = [n for n, each in model.named_parameters() if isinstance(each, PackedWeight)]
+        unpack_model_(model)
+        # As `from_pretrained` leaves them; but a model that is partly frozen stays so.
+        if all(parameter.requires_grad for parameter in plain):
+            for name in names:
+                model.get_parameter(name).requires_grad_(True)
+        # transformers passes on what the config says, by name if the model was saved.
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return model if dtype in (None, torch.bfloat16) else nn.Module.to(model, dtype)
+
+    def is_serializable(self, *args: Any, **others: Any) -> bool:
+        """State dicts hold the arrays as plain tensors."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Gradients reach inputs and biases, so that adapters train."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """The operators have fake implementations."""
+        return True
+
+
+def _refuse_doubles(files: Iterable[str]) -> None:
+    """transformers would take the one that it comes upon last, without a word.
+
+    Raises:
+        CorruptionError: a weight is there packed and plain.
+    """
+    names: set[str] = set()
+    for file in files:
+        if str(file).endswith(".safetensors"):
+            with safe_open(file, framework="pt") as opened:
+                names.update(opened.keys())
+    suffix = f".{WeightTensors._fields[0]}"
+    for name in sorted(each.removesuffix(suffix) for each in names if each.endswith(suffix)):
+        if name in names:
+            raise CorruptionError(f"{name}: is there packed and plain; take one of them out")
+
+
+def _require_gpu() -> None:
+    try:
+        require_speeds(torch.device("cpu"))
+    except ValueError as error:
+        raise ValueError(
+            'for_tokens needs the model on a GPU: pass device_map="cuda" to from_pretrained, or '
+            "leave out for_tokens"
+        ) from error
+
+
+def _refuse_disk(device_map: Mapping[str, Any]) -> None:
+    if "disk" in map(str, device_map.values()):
+        raise ValueError(
+            "the device map puts modules on the disk, where packed weights cannot be offloaded: "
+            "put them on GPUs or the host, with more max_memory for 'cpu' if device_map is 'auto'"
+        )
+
+
+def _matching(model: nn.Module, names: list[str]) -> list[str]:
+    """Patterns of whole names."""
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    found = []
+    for name in names:
+        patterns = [
+            pattern
+            for pattern in (name, f"*.{name}")
+            if any(fnmatchcase(module, pattern) for module in modules)
+        ]
+        if not patterns:
+            raise ValueError(
+                f"modules_to_not_convert names {name!r}, which no module of the model is called"
+            )
+        found += patterns
+    return found
+
+
+def _require_shape(parameter: Tensor, name: str, shape: torch.Size) -> None:
+    if hasattr(parameter, "_local_tensor"):
+        raise ValueError(
+            f"{name}: packed weights cannot be cut for several GPUs; load the model without tp_plan"
+        )
+    if parameter.shape != shape:
+        raise ValueError(
+            f"{name}: has shape {list(shape)} in the checkpoint, and {list(parameter.shape)} in "
+            "the model; the config is that of another model"
+        )
+
+
+def _join(name: str, arrays: Mapping[str, list[Tensor]], shape: torch.Size) -> PackedWeight:
+    if len(shape) != 2:
+        raise CorruptionError(f"{name}: packed weight: the model has shape {list(shape)} there")
+    state = {}
+    for key, tensors in arrays.items():
+        if len(tensors) != 1:
+            raise CorruptionError(f"{name}: packed weight: {key} is there {len(tensors)} times")
+        state[f"{name}.{key.rpartition('.')[2]}"] = tensors[0]
+    joined = join_arrays(state, name, shape[1])
+    if joined is None or joined.shape != shape:
+        found = None if joined is None else list(joined.shape)
+        raise CorruptionError(f"{name}: packed weight: has shape {found}, not {list(shape)}")
+    return joined
+
+
+def _keep_names_in_files(model: Any) -> None:
+    """Forget conversions that `save_pretrained` would do backwards on arrays of packed weights; the
+    file then has the names that the model has."""
+    conversions = getattr(model, "_weight_conversions", None) or []
+    packed = [n for n, each in model.named_parameters() if isinstance(each, PackedWeight)]
+    kept = []
+    for conversion in conversions:
+        operations = getattr(conversion, "operations", [])
+        is_ours = any(isinstance(operation, _Join) for operation in operations)
+        if not is_ours and not (operations and _would_convert(conversion, packed)):
+            kept.append(conversion)
+    model._weight_conversions = kept
+
+
+def _would_convert(conversion: Any, names: list[str]) -> bool:
+    backwards = deepcopy(conversion).reverse_transform()
+    field = WeightTensors._fields[0]
+    return any(backwards.rename_source_key(f"{name}.{field}")[1] is not None for name in names)
+
+
+class _Operation(ConversionOps):  # type: ignore[misc]
+    """A conversion of the quantizer, whose copies report to that very one."""
+
+    def __init__(self, quantizer: PackhorseQuantizer) -> None:
+        self.hf_quantizer = quantizer  # by this name, transformers leaves dtypes alone
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Operation:
+        return self
+
+
+class _Pack(_Operation):
+    """Packs what was read."""
+
+    def convert(self, input_dict: dict[str, Any], *, model: Any, **others: Any) -> dict[str, Any]:
+        """Names and tensors as the model is to have them."""
+        packed = {}
+        for name, value in input_dict.items():
+            plain = value[0] if isinstance(value, list) else value
+            packed[name] = self.hf_quantizer.pack(model, name, plain)
+        return packed
+
+
+class _Join(_Operation):
+    """Makes a packed weight of its arrays."""
+
+    def convert(
+        self, input_dict: dict[str, Any], *, model: Any, full_layer_name: str, **others: Any
+    ) -> dict[str, Any]:
+        """The name of the weight, and the weight."""
+        return {full_layer_name: self.hf_quantizer.join(model, full_layer_name, input_dict)}
+
+
+_auto.register_quantization_config(METHOD)(PackhorseConfig)
+_auto.register_quantizer(METHOD)(PackhorseQuantizer)

@@ -1,0 +1,340 @@
+"""Output that is there whole or not at all.
+
+A file is written under a temporary name beside its destination, flushed to the disk and renamed
+over the destination in one step; then the folder is flushed. Whatever ends the work before that (an
+exception, Ctrl-C, a full disk) removes the temporary file. A folder goes the same way: it is built
+under a temporary name, then renamed.
+
+Nothing that exists is overwritten unless the caller says so, and never the input, by whatever link
+it is reached. That is asked before any work is done, and holds again in the last step, as another
+process may have been there meanwhile. A killed process can leave a `.packhorse-*.tmp` behind;
+nothing ever reads it, and it may be deleted.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from packhorse.storage.rename import exchange, rename_new
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = [
+    "OutputFile",
+    "atomic_file",
+    "atomic_folder",
+    "check_output_file",
+    "is_temporary",
+    "sync_folder",
+    "temporary_beside",
+]
+
+_WRITE_NBYTES = (
+    1 << 26
+)  # per system call, so that Ctrl-C is answered while a huge tensor is written
+_TEMPORARY = (".packhorse-", ".tmp")
+_IN_THE_WAY = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF, errno.EPERM)
+
+
+class OutputFile:
+    """The file being written: append, and patch what was written.
+
+    Attributes:
+        nbytes: bytes appended so far.
+    """
+
+    def __init__(self, descriptor: int, destination: Path) -> None:
+        self._descriptor = descriptor
+        self._destination = destination
+        self.nbytes = 0
+
+    def write(self, data: Buffer) -> None:
+        """Append all of `data`.
+
+        Raises:
+            OSError: the system refuses (a full disk, a quota); it names the destination.
+        """
+        self.nbytes += self._write_at(self.nbytes, data)
+
+    def patch(self, offset: int, data: Buffer) -> None:
+        """Overwrite bytes that were appended before."""
+        self._write_at(offset, data)
+
+    def sync(self) -> None:
+        """Wait until the bytes are on the disk."""
+        with _naming(self._destination):
+            os.fsync(self._descriptor)
+
+    def _write_at(self, offset: int, data: Buffer) -> int:
+        with memoryview(data) as view, view.cast("B") as flat, _naming(self._destination):
+            done = 0
+            while done < flat.nbytes:
+                piece = flat[done : done + _WRITE_NBYTES]
+                done += os.pwrite(self._descriptor, piece, offset + done)
+            return done
+
+
+def check_output_file(
+    destination: Path, *, source: Path | None = None, force: bool = False
+) -> None:
+    """Refuse a destination that must not be written, before any work is done.
+
+    Args:
+        destination: where the output shall be.
+        source: the input, which must be another file by whatever link.
+        force: an existing file may be replaced.
+
+    Raises:
+        ValueError: the output is the input, or no regular file.
+        FileExistsError: it exists and `force` is False.
+        IsADirectoryError: it is a folder.
+        FileNotFoundError: its folder does not exist.
+    """
+    if not destination.parent.is_dir():
+        raise FileNotFoundError(
+            f"{destination}: there is no folder {destination.parent}; make it, or name another"
+        )
+    if not os.path.lexists(destination):
+        return
+    if source is not None and destination.exists() and destination.samefile(source):
+        raise ValueError(f"{destination}: the output is the input itself; name another output")
+    if destination.is_dir():
+        raise IsADirectoryError(f"{destination}: is a folder; name a file in it")
+    if destination.exists() and not destination.is_file():
+        raise ValueError(f"{destination}: not a regular file; name another output")
+    if not force:
+        raise _exists(destination)
+
+
+@contextmanager
+def atomic_file(
+    destination: Path,
+    *,
+    source: Path | None = None,
+    force: bool = False,
+    like: os.stat_result | None = None,
+) -> Iterator[OutputFile]:
+    """Write a file that appears under its name only when the block ends without an exception.
+
+    Args:
+        destination: where it shall be. A link there is replaced, not followed.
+        source: the input, which the destination must not be.
+        force: an existing file may be replaced.
+        like: status of a file whose permission bits are taken over; None for the usual ones.
+
+    Yields:
+        The file to write to.
+
+    Raises:
+        OSError, ValueError: as `check_output_file` says, or the system refuses to write.
+    """
+    check_output_file(destination, source=source, force=force)
+    temporary = temporary_beside(destination)
+    try:
+        with _naming(destination):
+            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, _mode(like))
+        try:
+            output = OutputFile(descriptor, destination)
+            yield output
+            if like is not None:
+                os.fchmod(descriptor, stat.S_IMODE(like.st_mode) & 0o777)
+            output.sync()
+        finally:
+            os.close(descriptor)
+        _commit_file(temporary, destination, force=force)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    sync_folder(destination.parent)
+
+
+def _commit_file(temporary: Path, destination: Path, *, force: bool) -> None:
+    with _naming(destination):
+        if force:
+            os.replace(temporary, destination)
+            return
+        try:
+            rename_new(temporary, destination)
+        except FileExistsError:
+            raise _exists(destination) from None
+
+
+def _exists(destination: Path, what: str = "") -> FileExistsError:
+    return FileExistsError(
+        f"{destination}: exists already{what}; allow replacing it (force, --force) or name another"
+    )
+
+
+@contextmanager
+def atomic_folder(destination: Path, replaceable: Iterable[Path] | None) -> Iterator[Path]:
+    """Build a folder that appears under its name only when the block ends without an exception.
+
+    Args:
+        destination: where it shall be; nothing, an empty folder, or a folder to be replaced.
+        replaceable: paths below the destination that may vanish with an old folder there; None if
+            an old folder must be empty.
+
+    Yields:
+        The temporary folder to build in, beside the destination.
+
+    Raises:
+        FileExistsError: the destination holds what may not be replaced.
+        OSError: the system refuses.
+    """
+    _check_folder(destination, replaceable)
+    temporary, built = temporary_beside(destination), None
+    try:
+        with _naming(destination):
+            temporary.mkdir()
+        built = _identity(temporary)
+        with _renaming(temporary, destination):
+            yield temporary
+        for folder, _, _ in os.walk(temporary):
+            sync_folder(Path(folder))
+        _commit_folder(temporary, destination, replaceable)
+    except BaseException:
+        if _identity(temporary) in (built, None):  # else it is the old one, which nothing put back
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(destination.parent)
+
+
+def _check_folder(destination: Path, replaceable: Iterable[Path] | None) -> None:
+    if not destination.parent.is_dir():
+        raise FileNotFoundError(
+            f"{destination}: there is no folder {destination.parent}; make it, or name another"
+        )
+    if not os.path.lexists(destination):
+        return
+    if not destination.is_dir() or destination.is_symlink():
+        raise FileExistsError(f"{destination}: exists and is not a folder; name another output")
+    _check_replaceable(destination, destination, replaceable)
+
+
+def _check_replaceable(folder: Path, destination: Path, replaceable: Iterable[Path] | None) -> None:
+    """Refuse a folder, which is or was at the destination, for what may not vanish with it."""
+    allowed = set(replaceable or ())
+    for parent, _, names in os.walk(folder):
+        for path in (Path(parent, name).relative_to(folder) for name in names):
+            if replaceable is None:
+                raise _exists(destination, " and is not empty")
+            if path not in allowed:
+                raise FileExistsError(
+                    f"{destination}: holds {path}, which the new folder would not have; move it "
+                    "away or name another output"
+                )
+
+
+def _commit_folder(temporary: Path, destination: Path, replaceable: Iterable[Path] | None) -> None:
+    with _naming(destination):
+        try:
+            os.rename(temporary, destination)  # replaces an empty folder, and nothing else
+            return
+        except OSError as error:
+            if error.errno not in _IN_THE_WAY:
+                raise
+        if replaceable is None or not destination.is_dir() or destination.is_symlink():
+            _check_folder(destination, replaceable)
+            raise _exists(destination)
+        _swap(temporary, destination, replaceable)
+
+
+def _swap(temporary: Path, destination: Path, replaceable: Iterable[Path]) -> None:
+    """Put `temporary` in the place of `destination`. The old one comes back if it has by now what
+    may not vanish, and if anything fails."""
+    built, old = _identity(temporary), temporary_beside(destination)
+    try:
+        if exchange(temporary, destination):
+            os.rename(temporary, old)
+        else:
+            os.rename(destination, old)
+            os.rename(temporary, destination)
+        _check_replaceable(old, destination, replaceable)
+    except BaseException:
+        _put_back(built, temporary, destination, old)
+        raise
+    try:
+        shutil.rmtree(old)
+    except BaseException:
+        shutil.rmtree(old, ignore_errors=True)  # interrupted: once more, and the last time
+        raise
+
+
+def _put_back(built: tuple[int, int] | None, temporary: Path, destination: Path, old: Path) -> None:
+    """The old folder to its place, and the new one to `temporary`, however far a swap came."""
+    if os.path.lexists(old):
+        if _identity(destination) == built:
+            os.rename(destination, temporary)
+        os.rename(old, destination)
+    elif _identity(temporary) != built:
+        exchange(temporary, destination)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What tells a folder from any other, by whatever name; None if there is none."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def temporary_beside(destination: Path) -> Path:
+    """A fresh hidden name in the folder of `destination`."""
+    return destination.parent / os.urandom(8).hex().join(_TEMPORARY)
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file has a name that `temporary_beside` gives."""
+    return name.startswith(_TEMPORARY[0]) and name.endswith(_TEMPORARY[1])
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to the disk, where the file system can do that."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+
+
+def _mode(like: os.stat_result | None) -> int:
+    """Permissions to create with: private until they are known to be right."""
+    return 0o666 if like is None else 0o600
+
+
+@contextmanager
+def _naming(destination: Path) -> Iterator[None]:
+    """Make the system's refusals name the destination, not a temporary file or nothing."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:  # else the message is ours, and names it
+            error.filename, error.filename2 = os.fspath(destination), None
+        raise
+
+
+@contextmanager
+def _renaming(temporary: Path, destination: Path) -> Iterator[None]:
+    """Make the system's refusals name files by the place they would have had."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None and Path(error.filename).is_relative_to(temporary):
+            relative = Path(error.filename).relative_to(temporary)
+            error.filename = os.fspath(destination / relative)
+        raise

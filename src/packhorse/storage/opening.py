@@ -1,0 +1,74 @@
+"""Opening files for reading, so that nothing waits: only regular files are opened.
+
+To open a pipe waits for somebody who writes to it, and to open a device may set it going. So what
+is named is looked at before it is opened, and again when it is open, as somebody may have put a
+pipe in its place meanwhile; and it is opened in a way that never waits.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+
+__all__ = ["LOST", "kind_of", "naming", "open_regular"]
+
+# What to say of a mapped file when `_core.FileMapper.has_lost`.
+LOST = "a part of it could not be read: it was cut short after it was opened, or its disk failed"
+
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
+    """Open a regular file for reading, without waiting for anybody.
+
+    Raises:
+        ValueError: it is a pipe, a socket or a device.
+        IsADirectoryError: it is a folder.
+        OSError: it cannot be opened.
+    """
+    return open(path, "rb", opener=_open)
+
+
+def _open(path: str, flags: int) -> int:
+    _refuse(path, os.stat(path))
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    try:
+        _refuse(path, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _refuse(path: str, status: os.stat_result) -> None:
+    if stat.S_ISREG(status.st_mode):
+        return
+    name, kind = os.fsdecode(path), kind_of(status)
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(f"{name}: a folder, and a file is needed; name a file in it")
+    raise ValueError(f"{name}: not a regular file, but {kind}; name a model file")
+
+
+def kind_of(status: os.stat_result) -> str:
+    """What something is, in words."""
+    return next((words for test, words in _KINDS if test(status.st_mode)), "a file")
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Make what the system refuses name a file, where it is asked by a descriptor alone."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = os.fspath(path)
+        raise

@@ -1,0 +1,155 @@
+"""The benchmarks on GPUs: the whole command on a tiny scale, what it says without a GPU, and the
+page of predictions."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from packhorse.device.autotune import predictor, tune
+from packhorse.gpu.models import PRESETS
+from packhorse.gpu.search import Search
+from packhorse.layout import W12
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "benchmarks" / "gpu.py"
+
+
+def run_tool(*words: object) -> "subprocess.CompletedProcess[str]":
+    environment = os.environ | {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(TOOL), "device", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def test_every_part_runs_on_a_tiny_scale(tmp_path: Path) -> None:
+    done = run_tool("--smoke", "--out", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = json.loads((tmp_path / "smoke.json").read_text())
+    assert kept["card"].endswith("times mean nothing")
+    assert set(kept["parts"]) == {"check", "decode", "load", "tune", "table", "model"}
+    assert all(kept["parts"].values())
+    forms = {row["form"] for row in kept["parts"]["check"]}
+    ways = {row["way"] for row in kept["parts"]["table"]}
+    weights = [row["weights"] for row in kept["parts"]["model"]]
+    assert forms == {"W12", "W11"}
+    assert ways == {"BF16", "W12", "W11", "W12 decoded first"}
+    assert weights == ["BF16", "W12", "W11"]
+    assert [row["way"] for row in kept["parts"]["load"]] == [
+        "packed upload",
+        "decoded on the host",
+        "plain, by safetensors",
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_without_a_gpu_it_says_what_to_do() -> None:
+    done = run_tool()
+    assert done.returncode == 3
+    assert "--smoke" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_workers
+
+    return gpu_workers
+
+
+def test_work_is_shared_out_and_late_work_ended(
+    workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)  # one process
+    run = SimpleNamespace(smoke=False, ends=time.monotonic() + 200)
+    found = dict(workers.spread(run, math.sqrt, [4.0, -1.0]))
+    assert found[4.0] == 2.0
+    assert found[-1.0].error.startswith("ValueError: ")
+    run.ends = time.monotonic()
+    assert list(workers.spread(run, time.sleep, [300.0])) == []
+
+
+def test_what_a_search_measures_was_likely(workers: Any) -> None:
+    shape, buckets = workers.Shape("up", 28672, 4096, 1), (1, 8, 64)
+    expected = {p.code for p in workers.likely_products(shape, W12, PRESETS[0], buckets, None)}
+    taken = set()
+    search = Search(on_measured=lambda choice, n, _: taken.add((choice, n)))
+    predict = predictor(28672, 4096, W12, PRESETS[0])
+    tune(28672, 4096, W12, PRESETS[0], predict, buckets=buckets, search=search)
+    codes = {workers.Product(choice, "W12", 4096, n).code for choice, n in taken}
+    assert len(codes & expected) > 0.6 * len(codes)
+
+
+def test_what_is_wrong_ends_a_run_and_what_fails_does_not(
+    workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gpu_checks
+
+    def refuse(case: Any) -> None:
+        raise (gpu_checks.WrongError if case.form in wrong else OSError)("a sum")
+
+    run = SimpleNamespace(smoke=True, keep=lambda rows: None)
+    monkeypatch.setattr(gpu_checks, "check_case", refuse)
+    wrong: list[str] = []
+    with pytest.raises(RuntimeError, match="patterns in order, W12: OSError: a sum; "):
+        gpu_checks.check(run)
+    wrong.append("W11")
+    with pytest.raises(gpu_checks.WrongError, match="W11: WrongError: a sum"):
+        gpu_checks.check(run)
+
+
+def test_a_lost_gpu_does_not_take_the_figures_with_it(
+    workers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import gpu
+    import gpu_parts
+
+    def fail(run: gpu.Run) -> None:
+        run.keep([{"way": "BF16"}])
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(gpu_parts, "decode", lambda run: [{"form": "W12"}])
+    monkeypatch.setattr(gpu_parts, "table", fail)
+    calls: list[list[str]] = []
+    monkeypatch.setattr(gpu, "gpu_answers", lambda: False)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: calls.append(command))
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "device"])
+    monkeypatch.setattr(gpu, "describe", lambda smoke: {"slug": "a"})
+    parts = ["decode", "table", "model"]
+    args = SimpleNamespace(
+        part=parts, budget=100, smoke=False, cache=None, again=False, out=tmp_path
+    )
+    gpu.run_parts(args, time.monotonic())
+    kept = json.loads((tmp_path / "a.json").read_text())["parts"]
+    assert kept["decode"] == [{"form": "W12"}]
+    assert kept["table"] == {"failed": "RuntimeError: CUDA error", "rows": [{"way": "BF16"}]}
+    assert calls[-1][1:5] == ["gpu.py", "device", "--part", "model"]
+
+
+def test_the_page_is_what_the_model_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_model
+
+    written = (ROOT / "docs" / "benchmarks_gpu.md").read_text()
+    assert gpu_model.document() == written
+    assert "not yet measured on a GPU" in written
+    assert "python benchmarks/gpu.py device" in written
+
+
+def test_a_rival_that_is_missing_is_told_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_peers
+
+    monkeypatch.setattr(gpu_peers, "SHAPE", (64, 64))
+    for name in gpu_peers.PEERS:
+        row = gpu_peers.measure(name, torch.device("cpu"))
+        assert row.keys() & {"missing", "error"}, "no rival runs on the host"
+        assert row["shape"] == "64 x 64"

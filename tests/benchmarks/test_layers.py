@@ -1,0 +1,97 @@
+"""The benchmarks of packed layers: a run on a tiny scale, and the document of the kept figures."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "benchmarks"
+MODULES = ("run", "layers", "layers_memory", "layers_report", "plans")
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
+    """The modules of benchmarks/, which is a folder of scripts and no package."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    before = set(sys.modules)
+    yield {name: import_module(name) for name in MODULES}
+    for name in set(sys.modules) - before:
+        if str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def test_document_is_what_the_kept_figures_give(scripts: dict[str, ModuleType]) -> None:
+    written = (ROOT / "docs" / "benchmarks_layers.md").read_text()
+    kept = json.loads((FOLDER / "results" / "layers.json").read_text())
+    assert written == scripts["layers_report"].document(kept)
+
+
+def test_every_part_runs_on_a_tiny_scale(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
+    kept = tmp_path / "figures.json"
+    command = [sys.executable, str(FOLDER / "run.py"), "layers", "--smoke", "--json", str(kept)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(kept.read_text())
+    parts = result["parts"]
+    assert {*parts, *result["absent"]} == set(scripts["layers"].PARTS)
+    assert {row["form"] for row in parts["products"]} == {"W12", "W11"}
+    assert all(row["plain"] > 0 and min(row["tiles"].values()) > 0 for row in parts["products"])
+    assert all(row["seconds"] > 0 for row in parts["packing"])
+    assert parts["plan"]["n_chunks"] > 1
+    for row in parts["memory"]:
+        assert 0 < row["held_nbytes"] <= row["plain_nbytes"]
+    document = scripts["layers_report"].document(result)
+    for name in parts:
+        assert scripts["layers_report"].section(name, result) in done.stdout
+        assert scripts["layers_report"].section(name, result) in document
+
+
+def test_every_way_of_loading_gives_the_tensors(
+    scripts: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    memory = scripts["layers_memory"]
+    sizes = memory.Sizes(2, 256, 64, 128, 1, 500)
+    memory._make_file(tmp_path, sizes)
+    memory._make_model(tmp_path, sizes)
+    held = {name: memory._held_nbytes(load(tmp_path)) for name, load in memory.LOADERS.items()}
+    file, model = "packed file to ", "from_pretrained, "
+    assert held[f"{file}packed weights"][0] == held[f"{file}plain tensors"][1] == 4 * 256**2
+    plain = held[f"{model}plain"][1]
+    for name, (logical, now) in held.items():
+        if "packed" in name and file not in name:
+            assert logical == plain
+            assert now < 0.95 * plain
+
+
+def test_memory_that_is_touched_is_counted(scripts: dict[str, ModuleType]) -> None:
+    memory = scripts["layers_memory"]
+    before = memory.Usage.now()
+    with memory.Watch() as watch:
+        block = bytearray(b"x") * (64 << 20)
+    assert watch.peak.anonymous - before.anonymous > 60 << 20
+    del block
+
+
+def test_figures_are_kept_of_a_whole_run_only(
+    scripts: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        scripts["run"].main(["layers", "--write", "--rounds", "1"])
+    assert "needs a whole run" in capsys.readouterr().err
+
+
+def test_plans_are_timed_with_any_number_of_threads(scripts: dict[str, ModuleType]) -> None:
+    found = scripts["plans"].measure([1, 2], seconds=0.01, n_windows=1)
+    assert list(found) == [f"{kind} with {n} threads" for kind in ("BF16", "F32") for n in (1, 2)]
+    assert min(found.values()) > 0

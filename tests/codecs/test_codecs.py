@@ -1,0 +1,402 @@
+"""Every codec on every dtype, size, kind of data, level and code path; and each on its own."""
+
+import random
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import frame_builder as fb
+import numpy as np
+import planes
+import pytest
+import zstandard
+from codec_battery import (
+    ISAS,
+    KINDS,
+    LARGE,
+    SMALL,
+    check_tensor,
+    forced,
+    guarded,
+    large_sizes,
+    make_data,
+    symbols,
+)
+
+from packhorse.codecs import zstd
+from packhorse.codecs.base import (
+    ISA_VARIABLE,
+    Isa,
+    as_bytes,
+    as_writable_bytes,
+    choose_isa,
+    decode_plane,
+    encode_plane,
+)
+from packhorse.errors import CorruptionError, MissingBackendError
+from packhorse.frame import compress_buffer, plan_buffer
+from packhorse.layout import DTYPE_BY_NAME, DTYPES, MAX_CHUNK_NBYTES, Level, Mode, Split
+from packhorse.reference import decode_frame
+
+NAMES = [dtype.name for dtype in DTYPES]
+LEVELS = ("fast", "default", "max")
+CASES = list(product(NAMES, KINDS))
+PLANE_SIZES = (1, 63, 64, 65, 127, 129, 1000, 8191, 8192, 8193, 40_000)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), CASES)
+def test_battery(dtype: str, kind: str) -> None:
+    """Every second small size, and in every third case one around the chunk; all levels in turn.
+
+    The step from a dtype to the next is prime to the numbers of levels and of large sizes, so that
+    each kind meets each of them at some dtype.
+    """
+    shift = 7 * NAMES.index(dtype) + list(KINDS).index(kind)
+    for i, n in enumerate(SMALL[shift % 2 :: 2]):
+        check_tensor(make_data(kind, dtype, n), dtype, level=LEVELS[(i + shift) % 3])
+    if shift % 3 == 0:
+        size = large_sizes(dtype)[LARGE[shift % len(LARGE)]]
+        check_tensor(make_data(kind, dtype, size), dtype, level=LEVELS[shift // 3 % 3])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("size", LARGE)
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_battery_around_a_chunk(dtype: str, size: str, level: str) -> None:
+    check_tensor(make_data("weights", dtype, large_sizes(dtype)[size]), dtype, level=level)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "level", "expected"),
+    [
+        ("BF16", "weights", "fast", {Mode.PALETTE}),
+        ("BF16", "weights", "default", {Mode.RANS}),
+        ("F32", "weights", "max", {Mode.RANS}),
+        ("F64", "constant", "default", {Mode.CONSTANT}),
+        ("F16", "noise", "default", {Mode.STORED}),
+        ("I64", "sorted", "default", {Mode.ZSTD}),
+        ("F8_E4M3", "33 values", "default", {Mode.RANS}),
+        ("U8", "noise", "default", {Mode.STORED}),
+    ],
+)
+def test_the_battery_meets_every_mode(
+    dtype: str, kind: str, level: str, expected: set[Mode]
+) -> None:
+    """The first plane is coded as one expects; else the battery would test less than it says."""
+    data = make_data(kind, dtype, large_sizes(dtype)["chunk"])
+    frame = check_tensor(data, dtype, level=level)
+    assert set(frame.planes()[0].modes) == expected
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+def test_a_frame_never_grows_by_more_than_its_header(dtype: str) -> None:
+    for n in SMALL:
+        data = make_data("noise", dtype, n)
+        frame = check_tensor(data, dtype, level="max")
+        assert frame.nbytes <= 128 + 64 + len(data)
+
+
+def test_incompressible_data_is_planned_as_stored() -> None:
+    data = np.frombuffer(make_data("noise", "BF16", 1 << 17), np.uint8)
+    plan = plan_buffer(data, "BF16", (1 << 17,))
+    assert (plan.split, plan.zstd, plan.estimated_nbytes) == (Split.WHOLE, False, data.size)
+    assert "incompressible" in plan.reason
+
+
+def test_the_plan_does_not_depend_on_the_code_path() -> None:
+    data = np.frombuffer(make_data("weights", "F16", 100_001), np.uint8)
+    plans = []
+    for isa in ISAS:
+        with forced(isa):
+            plans.append(plan_buffer(data, "F16", (100_001,)))
+    assert all(plan == plans[0] for plan in plans)
+
+
+# Planes.
+
+
+def split_slowly(data: bytes, unit_nbytes: int, how: Split) -> list[bytes]:
+    """Section 4 of docs/format.md, as the builder of test frames understands it."""
+    dtype = {2: "BF16", 4: "F32", 8: "F64"}[unit_nbytes]
+    return fb.split_planes(data, DTYPE_BY_NAME[dtype], how)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("how", [Split.BYTES, Split.FLOAT])
+@pytest.mark.parametrize("unit_nbytes", [2, 4, 8])
+def test_planes_are_those_of_the_page(unit_nbytes: int, how: Split, isa: str) -> None:
+    for n in (0, 1, 15, 31, 32, 33, 63, 64, 65, 127, 128, 1000, 8193):
+        data = random.Random(n).randbytes(n * unit_nbytes)
+        with forced(isa):
+            rows = planes.split(guarded(data), unit_nbytes, how)
+            merged = planes.merge(rows, how)
+        assert [row.tobytes() for row in rows] == split_slowly(data, unit_nbytes, how)
+        assert merged.tobytes() == data
+
+
+def test_planes_refuse_what_is_no_array_of_planes() -> None:
+    with pytest.raises(ValueError, match="multiple of unit_nbytes"):
+        planes.split(b"abc", 2, Split.BYTES)
+    with pytest.raises(ValueError, match="must be 1, 2, 4 or 8"):
+        planes.split(b"abc", 3, Split.BYTES)
+    with pytest.raises(ValueError, match="split 0 has no planes"):
+        planes.split(b"abcd", 2, Split.WHOLE)
+    with pytest.raises(ValueError, match="one-byte units are not split into bytes"):
+        planes.split(b"abcd", 1, Split.BYTES)
+    with pytest.raises(ValueError, match="two dimensions"):
+        planes.merge(np.zeros(4, np.uint8), Split.BYTES)
+    with pytest.raises(ValueError, match="must be 1, 2, 4 or 8"):
+        planes.merge(np.zeros((3, 4), np.uint8), Split.BYTES)
+    with pytest.raises(TypeError, match="C-contiguous"):
+        planes.merge(np.zeros((4, 4), np.uint8).T[:2], Split.BYTES)
+    with pytest.raises(TypeError, match="buffer protocol"):
+        planes.split([1, 2], 2, Split.BYTES)
+
+
+# Palette and rANS, on one plane.
+
+CODED = (Mode.PALETTE, Mode.RANS)
+CODER_CASES = [
+    pytest.param(mode, n_values, id=f"{mode.name.lower()}-{n_values}")
+    for mode in CODED
+    for n_values in (2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 100, 255, 256)
+    if mode == Mode.RANS or n_values < 100  # a palette of 16 does not pay for more
+]
+
+
+@pytest.mark.parametrize(("mode", "n_values"), CODER_CASES)
+def test_coders_round_trip_on_every_path(mode: Mode, n_values: int) -> None:
+    n_coded = 0
+    for n in PLANE_SIZES:
+        plane = symbols(n, n_values).tobytes()
+        streams = set()
+        for isa in ISAS:
+            with forced(isa):
+                streams.add(encode_plane(guarded(plane), mode))
+        assert len(streams) == 1, "the paths' bytes differ"
+        stream = streams.pop()
+        if stream is None:
+            continue
+        n_coded += 1
+        assert len(stream) < n
+        for isa in ISAS:
+            with forced(isa):
+                assert decode_plane(guarded(stream), mode, n).tobytes() == plane
+        check_stream_by_reference(plane, mode, stream)
+    assert n_coded >= 2, "most planes here should pay"
+
+
+def check_stream_by_reference(plane: bytes, mode: Mode, stream: bytes) -> None:
+    built = fb.build_frame(plane, codings=[fb.Raw(mode, stream)], chunk_log=16)
+    assert decode_frame(bytes(built)).data == plane
+
+
+def test_rans_comes_near_the_entropy() -> None:
+    plane = symbols(1 << 17, 20)
+    shares = np.bincount(plane, minlength=256) / plane.size
+    entropy = -sum(share * np.log2(share) for share in shares if share)
+    stream = encode_plane(plane, Mode.RANS)
+    assert stream is not None
+    model_nbytes = 2 + 3 * 257 // 2
+    least = entropy * plane.size / 8
+    assert least <= len(stream) <= least * 1.01 + model_nbytes
+
+
+@pytest.mark.parametrize("mode", CODED)
+def test_planes_that_do_not_pay_have_no_stream(mode: Mode) -> None:
+    assert encode_plane(random.Random(1).randbytes(10_000), mode) is None
+    assert encode_plane(b"x", mode) is None
+
+
+@pytest.mark.parametrize("value", [0, 1, 255])
+def test_a_stream_is_shorter_than_its_plane(value: int) -> None:
+    for n in range(1, 200):
+        for mode in CODED:
+            stream = encode_plane(np.full(n, value, np.uint8), mode)
+            assert stream is None or len(stream) < n
+
+
+@pytest.mark.parametrize("mode", CODED)
+def test_coders_refuse_what_is_no_plane(mode: Mode) -> None:
+    for encode_or_decode in (
+        lambda plane: encode_plane(plane, mode),
+        lambda plane: decode_plane(plane, mode, 5),
+    ):
+        with pytest.raises(TypeError, match="buffer protocol"):
+            encode_or_decode(7)
+        with pytest.raises(TypeError, match="C-contiguous"):
+            encode_or_decode(np.zeros(100, np.uint8)[::2])
+    with pytest.raises(ValueError, match="2 Mi"):
+        encode_plane(b"", mode)
+    with pytest.raises(ValueError, match="2 Mi"):
+        encode_plane(bytes(MAX_CHUNK_NBYTES + 1), mode)
+    for n in (0, -1, MAX_CHUNK_NBYTES + 1):
+        with pytest.raises(ValueError, match="a plane has 1 to"):
+            decode_plane(b"stream", mode, n)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("mode", CODED, ids=lambda mode: mode.name.lower())
+def test_a_damaged_stream_is_refused_or_decodes_to_something(mode: Mode, isa: str) -> None:
+    """Nothing else can happen: the guard pages end the run on an access out of bounds."""
+    plane = symbols(1000, 20)
+    whole = bytearray(encode_plane(plane, mode) or b"")
+    assert whole
+    rng, n_refused = random.Random(5), 0
+    with forced(isa):
+        for length in range(len(whole)):
+            with pytest.raises(CorruptionError, match=f"{mode.name.lower()} stream: "):
+                decode_plane(guarded(bytes(whole[:length])), mode, plane.size)
+        for _ in range(1500):
+            damaged = bytearray(whole)
+            for _ in range(rng.randint(1, 3)):
+                at = min(int(rng.expovariate(0.01)), len(whole) - 1)
+                damaged[at] = rng.randrange(256)
+            try:
+                assert decode_plane(guarded(bytes(damaged)), mode, plane.size).size == plane.size
+            except CorruptionError:
+                n_refused += 1
+    assert n_refused > 300
+
+
+# Zstandard, on a chunk.
+
+
+@pytest.mark.parametrize("level", Level)
+def test_zstd_round_trips(level: Level) -> None:
+    chunk = np.frombuffer(make_data("sorted", "I64", 5000), np.uint8)
+    stream = zstd.compress_chunk(chunk, level)
+    assert stream[:4] == bytes.fromhex("28b52ffd")
+    dst = np.empty_like(chunk)
+    zstd.ChunkDecoder().decode(as_bytes(guarded(stream)), dst)
+    assert np.array_equal(dst, chunk)
+
+
+def test_zstd_finds_what_repeats_far_behind() -> None:
+    """The ordinary search has forgotten it by then."""
+    rng = np.random.default_rng(3)
+    pieces = rng.integers(0, 256, (100, 1000)).astype(np.uint8)
+    between = rng.integers(0, 9, 1_500_000).astype(np.uint8)
+    chunk = np.concatenate([pieces.ravel(), between, rng.permutation(pieces).ravel()])
+    near = zstd.compress_chunk(chunk, Level.DEFAULT)
+    stream = zstd.compress_chunk(chunk, Level.DEFAULT, long_matches=True)
+    assert len(stream) < len(near) - 60_000
+    dst = np.empty_like(chunk)
+    zstd.ChunkDecoder().decode(as_bytes(guarded(stream)), dst)
+    assert np.array_equal(dst, chunk)
+
+
+CHUNK = bytes(range(100))
+CHECKED_ZSTD = zstandard.ZstdCompressor(write_checksum=True).compress(CHUNK)
+ZSTD_HEADER = bytes.fromhex("28b52ffd2064")  # of one segment of 100 bytes
+BAD_ZSTD = {
+    "a wrong checksum": CHECKED_ZSTD[:-1] + bytes([CHECKED_ZSTD[-1] ^ 1]),
+    "a checksum that is cut": CHECKED_ZSTD[:-1],
+    "no checksum where one is declared": CHECKED_ZSTD[:-4],
+    "no block": ZSTD_HEADER,
+    "a block of the reserved type": ZSTD_HEADER + bytes.fromhex("270300") + CHUNK,
+    "a block that is longer": ZSTD_HEADER + bytes.fromhex("290300") + CHUNK,
+    "a block that is shorter": ZSTD_HEADER + bytes.fromhex("190300") + CHUNK[1:],
+    "no last block": ZSTD_HEADER + bytes.fromhex("200300") + CHUNK,
+    "a million empty blocks": ZSTD_HEADER + bytes(3_000_000),
+    "a skippable frame that declares as much": b"\x50\x2a\x4d\x18\x64\0\0\0" + CHUNK,
+    "too long": zstandard.compress(CHUNK + b"x"),
+    "too short": zstandard.compress(CHUNK[1:]),
+    "no size": zstandard.ZstdCompressor(write_content_size=False).compress(CHUNK),
+    "cut": zstandard.compress(CHUNK)[:-1],
+    "only a magic": zstandard.compress(CHUNK)[:4],
+    "something behind": zstandard.compress(CHUNK) + b"x",
+    "two frames": zstandard.compress(CHUNK) * 2,
+    "a skippable frame": b"\x50\x2a\x4d\x18\4\0\0\0abcd",
+    "nothing": b"",
+    "no frame": CHUNK,
+}
+
+
+def test_a_hand_made_zstd_stream_is_read() -> None:
+    """What the bad ones below differ from; empty blocks are allowed."""
+    for block in ("210300", "000000" * 5 + "210300"):
+        dst = np.empty(len(CHUNK), np.uint8)
+        stream = ZSTD_HEADER + bytes.fromhex(block) + CHUNK
+        zstd.ChunkDecoder().decode(as_bytes(guarded(stream)), dst)
+        assert dst.tobytes() == CHUNK
+
+
+@pytest.mark.parametrize("stream", BAD_ZSTD.values(), ids=BAD_ZSTD)
+def test_zstd_refuses_a_stream_that_lies(stream: bytes) -> None:
+    with pytest.raises(CorruptionError, match="zstd stream"):
+        zstd.ChunkDecoder().decode(as_bytes(stream), np.empty(len(CHUNK), np.uint8))
+
+
+# What all share.
+
+
+FAULTS = {
+    "input is written": "memoryview(region)[end - 1 : end] = b'x'",
+    "input is overrun": "bytes(memoryview(region)[end : end + 1])",
+    "input is underrun": "bytes(memoryview(region)[4095:4096])",
+    "output is overrun": "codec_battery.guarded_output(5).obj[8192] = 1",
+    "output is underrun": "codec_battery.guarded_output(5).obj[4095] = 1",
+}
+
+
+@pytest.mark.parametrize("code", FAULTS.values(), ids=FAULTS)
+def test_guarded_memory_is_guarded(code: str) -> None:
+    """The battery leans on it: a kernel that strays must end the process."""
+    prepare = "import codec_battery; region = codec_battery.guarded(b'12345').obj; end = 8192; "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{prepare}{code}; print('survived')"],
+        cwd=Path(__file__).parents[1] / "samples",
+        capture_output=True,
+        check=False,
+    )
+    # Under a sanitizer the fault ends the process in another way than by the signal.
+    assert done.returncode != 0
+    assert b"survived" not in done.stdout
+
+
+def test_the_code_path_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for isa in ISAS:
+        monkeypatch.setenv(ISA_VARIABLE, isa.upper())
+        assert choose_isa().name.lower() == isa
+    monkeypatch.setenv(ISA_VARIABLE, "mmx")
+    with pytest.raises(
+        ValueError, match=r"PACKHORSE_SIMD is 'mmx'.*portable, avx2, avx512, avx512_vbmi2"
+    ):
+        choose_isa()
+    with pytest.raises(ValueError, match="mmx"):
+        compress_buffer(b"abc", "U8", (3,))
+    monkeypatch.setenv(ISA_VARIABLE, "\udcff")  # not UTF-8
+    with pytest.raises(ValueError, match=r"PACKHORSE_SIMD is '\\udcff'"):
+        choose_isa()
+
+
+def test_a_missing_instruction_set_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ISA_VARIABLE, "avx512")
+    monkeypatch.setattr("packhorse._core.detect_isa", lambda: int(Isa.PORTABLE))
+    with pytest.raises(MissingBackendError, match="this machine has portable"):
+        choose_isa()
+
+
+def test_views_of_buffers() -> None:
+    data = bytearray(b"12345678")
+    view = as_writable_bytes(memoryview(data).cast("I"))
+    view[0] = ord("x")
+    assert data == b"x2345678"
+    with pytest.raises(TypeError, match="read-only"):
+        as_writable_bytes(b"1234")
+    with pytest.raises(TypeError, match="C-contiguous"):
+        as_bytes(memoryview(data)[::2])
+    with pytest.raises(TypeError, match="C-contiguous"):
+        as_bytes(np.zeros(8, np.uint8)[::2])
+    array = np.zeros(8, np.uint8)
+    mine = as_bytes(array)
+    array.shape = (2, 4)  # the caller's business, not ours
+    assert mine.shape == (8,)
+    assert np.shares_memory(mine, array)
+    assert as_bytes(b"").size == as_writable_bytes(b"").size == 0
+    for dtype in (object, [("Offset", "i4"), ("O", object)]):
+        with pytest.raises(TypeError, match="Python objects"):
+            as_writable_bytes(np.empty(3, dtype))
+    assert as_bytes(np.empty(3, [("Offset", "i4")])).size == 12

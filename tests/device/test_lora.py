@@ -1,0 +1,86 @@
+"""Adapters of PEFT on packed weights: trained, merged and taken out as on plain ones, and plain
+themselves."""
+
+import copy
+
+import pytest
+import torch
+from device_samples import PROMPT, assert_same_logits, llama, reasons, same_bits
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
+
+from packhorse.device import PackedLinear, pack_model_
+
+# PEFT asks transformers by a name of an earlier release.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")
+
+
+def with_lora(base: PreTrainedModel, **options: object) -> PeftModel:
+    torch.manual_seed(1)
+    config = LoraConfig(
+        r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **options
+    )
+    return get_peft_model(base, config, autocast_adapter_dtype=False)
+
+
+@pytest.fixture
+def lora_pair() -> tuple[PeftModel, PeftModel]:
+    """The same adapters on a plain and on a packed model."""
+    plain = llama()
+    packed = copy.deepcopy(plain)
+    pack_model_(packed)
+    return with_lora(plain), with_lora(packed)
+
+
+def test_lora_trains_on_packed_weights(lora_pair: tuple[PeftModel, PeftModel]) -> None:
+    plain, packed = lora_pair
+    for step in range(2):
+        losses = []
+        for each in (plain, packed):
+            optimizer = torch.optim.SGD([p for p in each.parameters() if p.requires_grad], 0.1)
+            each.zero_grad()
+            loss = each(PROMPT, labels=PROMPT).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[0] == losses[1], step
+    trained = [{n: p for n, p in m.named_parameters() if p.requires_grad} for m in lora_pair]
+    assert trained[0].keys() == trained[1].keys()
+    assert all("lora" in name for name in trained[0])
+    assert all(same_bits(one, trained[1][name]) for name, one in trained[0].items())
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_lora_is_merged_into_packed_weights(
+    safe: bool, lora_pair: tuple[PeftModel, PeftModel]
+) -> None:
+    plain, packed = (each.merge_and_unload(safe_merge=safe) for each in lora_pair)
+    layers = [each.model.layers[0].self_attn.q_proj for each in (plain, packed)]
+    assert type(layers[1]) is PackedLinear
+    assert same_bits(layers[1].weight.unpack(), layers[0].weight)
+    assert_same_logits(packed, plain)
+
+
+def test_lora_is_merged_and_taken_out_again(lora_pair: tuple[PeftModel, PeftModel]) -> None:
+    for each in lora_pair:
+        each.merge_adapter()
+        each.unmerge_adapter()
+    assert_same_logits(*lora_pair)
+
+
+def test_dora_works_on_packed_weights() -> None:
+    plain = llama()
+    packed = copy.deepcopy(plain)
+    pack_model_(packed)
+    assert_same_logits(with_lora(plain, use_dora=True), with_lora(packed, use_dora=True))
+
+
+def test_packing_below_lora_leaves_the_adapters_plain() -> None:
+    plain = with_lora(llama())
+    packed = copy.deepcopy(plain)
+    report = pack_model_(packed)
+    left = {name: why for name, why in reasons(report).items() if "lora" in name}
+    assert len(left) == 2 * 2 * 2
+    assert set(left.values()) == {"is trained, and others are frozen"}
+    assert any(weight.name.endswith("q_proj.base_layer") for weight in report.packed)
+    assert_same_logits(packed, plain)

@@ -1,0 +1,222 @@
+"""Files that lose a part while they are mapped: an error names them, where SIGBUS would end a
+process that reads what is gone."""
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import packhorse
+from packhorse import _core
+from packhorse.disk import pack_file
+from packhorse.disk.packed_file import PackedFile
+from packhorse.disk.source_file import open_source
+from packhorse.errors import TruncationError
+from packhorse.frame import compress_buffer
+from packhorse.storage.local import LocalStorage
+
+PAGE = mmap.PAGESIZE
+LARGE = 6 << 20  # is mapped by itself
+LOST = "a part of it could not be read: it was cut short after it was opened"
+
+
+@pytest.fixture
+def model(tmp_path):
+    rng = np.random.default_rng(0)
+    small = {f"small{i}": rng.standard_normal((64, 64), np.float32) for i in range(8)}
+    save_file(small | {"zlarge": rng.standard_normal(LARGE // 4, np.float32)}, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def mapped(path: Path, *places: tuple[int, int]) -> tuple[_core.FileMapper, list[memoryview]]:
+    mapper = _core.FileMapper()
+    with path.open("rb") as file:
+        return mapper, [mapper.map(file.fileno(), *place) for place in places]
+
+
+def cut_below(path: Path, nbytes: int) -> None:
+    """Cuts a file while whoever opened it before has it mapped."""
+    os.truncate(path, nbytes)
+
+
+def test_what_is_gone_is_zeros_and_is_told(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(1, 251)) * 200)
+    mapper, (whole, part, first) = mapped(path, (0, 50_000), (5000, 40_000), (0, 100))
+    other, (undisturbed,) = mapped(path, (0, PAGE))
+    assert whole.readonly
+    assert bytes(part) == path.read_bytes()[5000:45_000]
+    cut_below(path, 2 * PAGE)
+    assert bytes(first) == bytes(range(1, 101))
+    assert not mapper.has_lost  # nobody came to the part that is gone
+    assert bytes(part) == path.read_bytes()[5000:] + bytes(45_000 - 2 * PAGE)
+    assert bytes(whole) == path.read_bytes() + bytes(50_000 - 2 * PAGE)
+    assert mapper.has_lost
+    assert undisturbed[-1] == path.read_bytes()[PAGE - 1]
+    assert not other.has_lost
+
+
+def test_a_mapping_ends_with_its_last_view(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(PAGE * 4))
+
+    def n_mappings() -> int:
+        return Path("/proc/self/maps").read_text().count(str(path))
+
+    _, views = mapped(path, *((PAGE * i, 10) for i in range(4)))
+    part = views[1][2:3]
+    assert n_mappings() == 4
+    del views
+    assert n_mappings() == 1
+    assert part[0] == 0
+    del part
+    assert n_mappings() == 0
+
+
+@pytest.mark.parametrize("descriptor", [-1, 0])
+def test_what_cannot_be_mapped_is_an_error_of_the_system(descriptor):
+    with pytest.raises(OSError, match=r"\[Errno"):
+        _core.FileMapper().map(descriptor, 0, 0 if descriptor == 0 else 10)
+
+
+@pytest.mark.parametrize("nbytes", [LARGE, 50_000], ids=["by itself", "in a cell"])
+def test_a_source_that_is_cut_while_it_is_encoded_is_refused(tmp_path, nbytes):
+    path = tmp_path / "model"
+    path.write_bytes(np.random.default_rng(0).bytes(nbytes))
+    with open_source(path) as source:
+        data = source.map(0, nbytes)
+        cut_below(path, nbytes // 2)
+        frame = compress_buffer(data, dtype="F32", shape=(nbytes // 4,))
+        path.write_bytes(bytes(nbytes))
+        os.utime(path, ns=(0, source.stamp.modified_ns))
+        with pytest.raises(OSError, match=f"changed while it was|{LOST}"):
+            source.check()
+        source.stamp = source.now()  # as if no stamp told: within one tick of the clock
+        with pytest.raises(OSError, match=LOST):
+            source.check()
+    assert len(frame.to_bytes()) > 0
+
+
+def test_the_system_itself_comes_to_a_part_that_is_gone(tmp_path):
+    path = tmp_path / "model"
+    path.write_bytes(bytes(LARGE))
+
+    def copy_while_it_is_cut() -> None:
+        with (tmp_path / "out").open("wb", buffering=0) as output, open_source(path) as source:
+            data = source.map(0, LARGE)
+            cut_below(path, 0)
+            output.write(data)
+
+    with pytest.raises(OSError, match=r"model: .*its size went from"):
+        copy_while_it_is_cut()
+
+
+def read_all(file: PackedFile) -> None:
+    file.get_tensors()
+
+
+def read_one(file: PackedFile) -> None:
+    file.get_tensor("zlarge")
+
+
+def read_slice(file: PackedFile) -> None:
+    file.get_slice("zlarge")[LARGE // 8 :]
+
+
+@pytest.mark.parametrize("read", [read_all, read_one, read_slice])
+def test_a_packed_file_that_is_cut_while_it_is_open(model, tmp_path, read):
+    packed = tmp_path / "packed"
+    pack_file(model, packed)
+    with packhorse.open_file(packed) as file:
+        before = file.get_tensor("small0")
+        cut_below(packed, packed.stat().st_size // 8)
+        with pytest.raises(
+            TruncationError, match=f"packed: {LOST}.* open it again when it is whol"
+        ):
+            read(file)
+        with pytest.raises(TruncationError, match=LOST):  # what came before is doubted, too
+            file.get_tensor("small0")
+    assert before.shape == (64, 64)
+
+
+def test_an_object_of_a_store_that_is_cut_while_it_is_read(tmp_path):
+    (tmp_path / "pack").write_bytes(b"x" * 5 * PAGE)
+    found = LocalStorage(tmp_path).open("pack")
+    whole = found.region(0, 5 * PAGE)
+    cut_below(tmp_path / "pack", PAGE)
+    assert bytes(whole) == b"x" * PAGE + bytes(4 * PAGE)
+    with pytest.raises(TruncationError, match=f"pack: {LOST}"):
+        found.region(0, 1)
+
+
+PROGRAM = """
+import faulthandler, mmap, os, signal, sys
+{before}
+from packhorse import _core
+path = sys.argv[1]
+with open(path, "r+b") as file:
+    mapper = _core.FileMapper()
+    ours = mapper.map(file.fileno(), 0, 100_000)
+    theirs = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+{after}
+os.truncate(path, 0)
+assert bytes(ours) == bytes(100_000) and mapper.has_lost
+print("ours", flush=True)
+{fault}
+print("lived")
+"""
+THEIRS = "theirs[50_000]"
+SENT = "os.kill(os.getpid(), signal.SIGBUS)"
+WATCHED = "faulthandler.enable()"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fault", "words"),
+    [
+        ("", "", THEIRS, ""),
+        ("", "", SENT, ""),
+        (WATCHED, "", THEIRS, "Fatal Python error: Bus error"),
+        (WATCHED, "", SENT, "Fatal Python error: Bus error"),
+        ("", f"{WATCHED}; mapper.map(os.open(path, os.O_RDONLY), 0, 1)", THEIRS, "Fatal Python"),
+        ("", f"{WATCHED}; mapper.map(os.open(path, os.O_RDONLY), 0, 1)", SENT, "Fatal Python"),
+    ],
+)
+def test_faults_that_are_not_ours_end_a_process_as_before(tmp_path, before, after, fault, words):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100_000))
+    program = PROGRAM.format(before=before, after=after, fault=fault)
+    child = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=60
+    )
+    assert child.returncode == -signal.SIGBUS, child.stderr
+    assert child.stdout == "ours\n"
+    assert child.stderr.count("Fatal Python error") == (1 if words else 0)
+
+
+def test_a_handler_of_somebody_else_is_called_for_its_own_faults(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100_000))
+    before = 'signal.signal(signal.SIGBUS, lambda *_: print("theirs", flush=True))'
+    program = PROGRAM.format(before=before, after="", fault=SENT)
+    child = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=60
+    )
+    assert (child.returncode, child.stdout) == (0, "ours\ntheirs\nlived\n"), child.stderr
+
+
+def test_a_forked_child_reads_on(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100_000))
+    program = PROGRAM.format(
+        before="", after="child = os.fork()", fault="if child: sys.exit(os.waitpid(child, 0)[1])"
+    )
+    child = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, str(path)], capture_output=True, timeout=60
+    )
+    assert child.returncode == 0, child.stderr

@@ -1,0 +1,125 @@
+"""The seeds of the fuzz targets fit the format: a fuzzer that starts from refused inputs finds
+nothing."""
+
+import json
+import re
+import sys
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import packhorse.numpy
+from packhorse.codecs.base import decode_plane
+from packhorse.codecs.content import crc32c
+from packhorse.disk import SnapshotStore
+from packhorse.disk.header import parse_file_header
+from packhorse.frame import Frame
+from packhorse.layout import DTYPES, Level, Mode, Split
+from packhorse.numpy import FRAMEWORK as NUMPY
+
+FUZZ = Path(__file__).parents[2] / "fuzz"
+MADE_BY_TESTS = ("lie-", "made-")
+
+
+def fuzz_module(name: str) -> Any:
+    sys.path.insert(0, str(FUZZ))
+    try:
+        return import_module(name)
+    finally:
+        sys.path.remove(str(FUZZ))
+
+
+@cache
+def seeds(target: str) -> dict[str, bytes]:
+    return dict(fuzz_module("make_corpus").TARGETS[target]())
+
+
+@pytest.fixture(scope="module")
+def frames() -> list[Frame]:
+    """The frames that the library made; a control byte stands before each."""
+    return [
+        Frame.from_buffer(seed[1:], name=name)
+        for name, seed in seeds("frame").items()
+        if not name.startswith(MADE_BY_TESTS)
+    ]
+
+
+def test_every_seed_of_a_frame_is_good(frames: list[Frame]) -> None:
+    for frame in frames:
+        bits = {row.name: row.bits for row in DTYPES}[frame.base_dtype or "U8"]
+        # What harness.py takes for every base.
+        base = (0x3C00 + 3 * np.arange(frame.numel * bits // 16 + 1)).astype("<u2").tobytes()
+        frame.verify(threads=1, base=base[: frame.numel * bits // 8])
+
+
+def test_seeds_have_every_dtype_level_split_and_mode(frames: list[Frame]) -> None:
+    assert {frame.dtype for frame in frames} == {dtype.name for dtype in DTYPES}
+    assert {frame.level for frame in frames} == set(Level)
+    assert {frame.split for frame in frames} == set(Split)
+    modes = {mode for frame in frames for plane in frame.planes() for mode in plane.modes}
+    assert modes == set(Mode)
+
+
+def test_every_seed_of_a_plane_decodes() -> None:
+    modes = set()
+    for seed in seeds("decode_plane").values():
+        mode, n = Mode(seed[1]), 1 + int.from_bytes(seed[2:5], "little")
+        if len(seed) > 5:  # else coding did not pay
+            assert decode_plane(np.frombuffer(seed[5:], np.uint8), mode, n).size == n
+            modes.add(mode)
+    assert modes == {Mode.PALETTE, Mode.RANS}
+
+
+def test_seeds_of_snapshots_are_those_of_a_good_store(tmp_path: Path) -> None:
+    sample_store = fuzz_module("sample_store")
+    sample_store.build_store(tmp_path / "store")
+    texts = sample_store.snapshot_manifests(tmp_path / "store")
+    for name, text in texts.items():  # the target builds the same store, and it fits its seeds
+        assert seeds("manifest")[name] == bytes([3 * (name == "store")]) + text
+    catalogue = sample_store.catalogue_parts(tmp_path / "store")
+    assert seeds("manifest")["catalogue"] == b"\x08" + catalogue
+    store = SnapshotStore(tmp_path / "store")
+    assert [*store.names(), "store"] == [*texts]
+    assert store.verify() == []
+    frames = json.loads(texts["step-2"])["frames"]
+    assert sum(row[-1] is not None for row in frames) == 3  # two deltas and a rounded copy
+
+
+def test_seeds_of_checkpoints_are_good() -> None:
+    pytest.importorskip("torch")
+    from packhorse.disk.dcp.manifest import parse_manifest
+
+    for name, seed in seeds("manifest").items():
+        if name.startswith("checkpoint-"):
+            text = seed[1:]
+            whole = b'{"crc32c":"%08x","manifest":%s}\n' % (crc32c(text), text)
+            assert parse_manifest(whole, name).storage_data
+
+
+def test_seeds_of_files_with_a_base_unpack() -> None:
+    chosen = {name: seed for name, seed in seeds("file").items() if re.fullmatch(r"based-\d", name)}
+    assert len(chosen) == 9
+    for name, seed in chosen.items():
+        data = seed[1:]
+        header = parse_file_header(memoryview(data), name)
+        entry = next(entry for entry in header.entries if entry.name == "a")
+        frame = Frame.from_buffer(data[header.data_offset + entry.start :][: entry.nbytes])
+        base = NUMPY.empty(frame.dtype, frame.shape)
+        raw = (0x3C00 + 3 * np.arange(frame.logical_nbytes // 2)).astype("<u2").tobytes()
+        NUMPY.writable(base)[:] = np.frombuffer(raw, np.uint8)
+        assert packhorse.numpy.load(data, base={"a": base}).keys() == {"a", "b"}
+
+
+@pytest.mark.parametrize("target", ["decode_tensor", "round_trip", "weights", "file"])
+def test_every_target_has_seeds(target: str) -> None:
+    assert len(seeds(target)) > 20
+
+
+def test_kept_inputs_are_of_targets_that_exist() -> None:
+    kept = list((FUZZ / "corpus").glob("*/*"))
+    assert {path.parent.name for path in kept} <= fuzz_module("make_corpus").TARGETS.keys()
+    assert all(path.name.startswith("found-") for path in kept)

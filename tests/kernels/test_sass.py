@@ -1,0 +1,92 @@
+"""The machine code of the kernels: few instructions for each weight, the tensor cores, no spills.
+
+Compiled offline by the assembler that Triton carries, in a process of its own, as Triton's
+interpreter is on in this one. docs/decisions.md has the budget that the limits come from.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packhorse.device.cost import shared_nbytes
+from packhorse.gpu.models import PRESETS
+from packhorse.kernels.matmul import default_config, shared_nbytes_of
+from packhorse.kernels.matmul_many import default_many_config, many_shared_nbytes
+from packhorse.layout import W12, WEIGHT_FORMATS
+
+TOOL = Path(__file__).parents[2] / "benchmarks" / "sass.py"
+LIMITS = {
+    "W12 N=8": 3.2,
+    "W12 N=16": 3.8,
+    "W12 N=32": 5.0,
+    "W12 N=8 odd columns": 3.2,
+    "W11 N=8": 2.8,
+    "W11 N=16": 3.8,
+    "W11 N=8 odd columns": 3.2,
+    "W12 N=64": 7.5,
+    "W12 N=128": 12.0,
+    "W12 decode": 4.5,
+    "W11 decode": 4.5,
+}
+SHARED_NBYTES = {90: 227 << 10, 80: 163 << 10}  # of a program, by NVIDIA's tables
+
+
+@pytest.fixture(scope="module")
+def counts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    path = tmp_path_factory.mktemp("sass") / "counts.json"
+    command = [sys.executable, str(TOOL), "--brief", "--json", str(path)]
+    environment = os.environ | {"TRITON_CACHE_DIR": str(path.parent / "cache")}
+    subprocess.run(command, check=True, env=environment, timeout=600, capture_output=True)
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["counts"]
+    return rows
+
+
+def test_each_kernel_takes_few_instructions(counts: list[dict[str, Any]]) -> None:
+    assert {row["kernel"] for row in counts if row["architecture"] == 90} == set(LIMITS)
+    assert sum(row["architecture"] == 80 for row in counts) == 4
+    for row in counts:
+        assert 1 < row["instructions"] <= LIMITS[row["kernel"]], row
+        assert 1 < row["integer"] < row["instructions"], row
+
+
+def test_nothing_spills_and_all_fits(counts: list[dict[str, Any]]) -> None:
+    for row in counts:
+        assert row["loop_spills"] == 0, row
+        assert row["spills"] <= 8, row  # once for a program
+        assert row["shared_nbytes"] <= SHARED_NBYTES[row["architecture"]], row
+
+
+def test_products_take_the_shared_memory_that_is_expected(counts: list[dict[str, Any]]) -> None:
+    """Or launches would fail where the divisions were thought to fit."""
+    for row in counts:
+        name, n = row["kernel"].split()[0], row["kernel"].split()[1].removeprefix("N=")
+        limit = SHARED_NBYTES[row["architecture"]]
+        if n == "decode":
+            continue
+        if int(n) <= 32:
+            form = WEIGHT_FORMATS[name]
+            config = default_config(14336, 4096, int(n), form, shared_nbytes=limit)
+            assert row["shared_nbytes"] == shared_nbytes_of(config, form), row
+        else:
+            many = default_many_config(14336, 4096, int(n), shared_nbytes=limit)
+            assert row["shared_nbytes"] <= many_shared_nbytes(many), row
+            device = PRESETS[0] if row["architecture"] == 90 else PRESETS[-1]
+            expected = shared_nbytes(many, W12, device)
+            assert row["shared_nbytes"] <= expected <= 1.4 * row["shared_nbytes"], row
+
+
+def test_decoding_does_not_depend_on_fused_arithmetic(counts: list[dict[str, Any]]) -> None:
+    """Which TRITON_DEFAULT_FP_FUSION decides: products with powers of two are exact either way."""
+    decoders = [row for row in counts if "decode" in row["kernel"]]
+    assert len(decoders) == 2
+    assert all(row["unfused"] for row in decoders)
+
+
+def test_products_use_the_tensor_cores(counts: list[dict[str, Any]]) -> None:
+    for row in counts:
+        assert (row["tensor"] > 0) == ("decode" not in row["kernel"]), row

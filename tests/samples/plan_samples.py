@@ -1,0 +1,30 @@
+"""Plans of frames for kernels, and data of layers, for their tests."""
+
+import ml_dtypes
+import numpy as np
+
+from packhorse.codecs.base import choose_isa
+from packhorse.frame.header import FrameHeader, read_header
+from packhorse.gpu.plans import ChunkPlan, Geometry, plan_chunks
+
+
+def header_of(data: bytes) -> FrameHeader:
+    return read_header(np.frombuffer(data, np.uint8), None, 0, None, int(choose_isa()))
+
+
+def plan_of(data: bytes) -> tuple[np.ndarray, ChunkPlan]:
+    header = header_of(data)
+    payload = np.frombuffer(data, np.uint8)[header.header_nbytes :]
+    unit_nbytes = header.dtype.unit_nbytes
+    geometry = Geometry(header.nbytes // unit_nbytes, unit_nbytes, header.split, header.chunk_log)
+    return payload, plan_chunks(payload, header.table, geometry, header.header_nbytes)
+
+
+def floats(n: int, dtype: str, seed: int = 0) -> bytes:
+    """Numbers as in a layer's weights, with a few of all kinds that stand out."""
+    rng = np.random.default_rng(seed)
+    values = 0.02 * rng.standard_normal(n)
+    values[rng.random(n) < 0.02] = rng.choice([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, 3e4])
+    kinds = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
+    with np.errstate(over="ignore"):
+        return values.astype(kinds[dtype]).tobytes()

@@ -1,0 +1,83 @@
+"""Whatever ends a writer, what was reported as taken is whole, and the store goes on.
+
+`PACKHORSE_KILLS=500 pytest tests/snapshots/test_killed.py` kills as many writers as that.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+from snapshot_child import make_state, write_until_killed
+from snapshot_ledger import Ledger
+
+from packhorse.disk import SnapshotStore
+
+# A process that has imported all it needs, and forks.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["packhorse.disk"])
+N_KILLS = int(os.environ.get("PACKHORSE_KILLS", "30"))
+
+
+def run_and_kill(folder: Path, log: Path, seed: int, names: list[str], after_s: float) -> list[str]:
+    """Start a writer, kill it some time after it has begun to write; what it said."""
+    log.unlink(missing_ok=True)
+    child = PROCESSES.Process(target=write_until_killed, args=(str(folder), str(log), seed, names))
+    child.start()
+    while not (log.exists() and log.stat().st_size):
+        assert child.is_alive()
+        time.sleep(0.0005)
+    time.sleep(after_s)
+    child.kill()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    return log.read_text().split("\n")[:-1]
+
+
+def test_killed_writers_lose_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    rng = random.Random(int(os.environ.get("PACKHORSE_SEED", "0")))
+    expected, killed_in = Ledger(), dict.fromkeys(("take", "replace", "prune", "delete"), 0)
+    for i in range(N_KILLS):
+        names, after_s = list(expected.seeds), rng.choice([0.005, 0.05, 0.3]) * rng.random()
+        lines = run_and_kill(folder, tmp_path / "log", rng.getrandbits(32), names, after_s)
+        kind = expected.read(lines)
+        if kind is not None:
+            killed_in[kind] += 1
+        expected.check(SnapshotStore(folder))
+        if i % 10 == 9:
+            writer = SnapshotStore(folder)
+            writer.take(f"after {i}", make_state(i))
+            expected.seeds[f"after {i}"] = i
+            assert writer.verify() == []
+            check_no_leftovers(folder, writer)
+            check_catalogue(folder, tmp_path / "plain")
+        if len(expected.seeds) > 12:
+            SnapshotStore(folder).prune(keep=6)
+            expected.seeds = dict(list(expected.seeds.items())[-6:])
+            expected.check(SnapshotStore(folder))
+    print(f"killed in: {killed_in}")
+    assert killed_in["take"] > N_KILLS // 6
+
+
+def check_catalogue(folder: Path, to: Path) -> None:
+    """It says what the manifests say."""
+    shutil.copytree(folder, to, ignore=shutil.ignore_patterns("catalog", "writer.lock"))
+    assert SnapshotStore(folder).overview() == SnapshotStore(to).overview()
+    shutil.rmtree(to)
+
+
+def check_no_leftovers(folder: Path, store: SnapshotStore) -> None:
+    """Nothing lies in the store but what its snapshots need."""
+    manifests = list(folder.glob("snapshots/*/*"))
+    assert len(manifests) == len(store.names())
+    needed = {pack for path in manifests for pack in json.loads(path.read_text())["packs"]}
+    assert {path.name.split(".")[0] for path in folder.glob("packs/*")} == needed
+    assert {path.name for path in folder.glob("*")} == {
+        "catalog", "packs", "snapshots", "store.json", "writer.lock",
+    }  # fmt: skip
+    assert not list(folder.rglob(".packhorse-*"))
