@@ -99,7 +99,7 @@ def test_a_short_and_a_missing_file_are_found(damaged: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
     load_fails(damaged, "TruncationError", path.name)
     path.unlink()
-    load_fails(damaged, "CorruptionError", path.name, "is not there")
+    load_fails(damaged, "CorruptionError", path.name, "does not exist")
 
 
 def rewritten(folder: Path, change: Callable[[dict[str, Any]], Any]) -> bytes:

@@ -119,9 +119,9 @@ def test_files_are_what_the_page_says(tmp_path: Path) -> None:
         assert file.get_tensor("a@0,0").dtype == np.uint8
     for shard in shards_of(tmp_path).values():
         assert shard.frame.offset % 64 == 0
-        assert shard.frame.file_nbytes == path.stat().st_size
+        assert shard.frame.pack_nbytes == path.stat().st_size
         data = path.read_bytes()[shard.frame.offset :][: shard.frame.nbytes]
-        assert Frame.from_buffer(data).content_hash.hex() == shard.frame.content_hash
+        assert Frame.from_buffer(data).content_hash == shard.frame.content.digest
     document = json.loads((tmp_path / MANIFEST).read_text())
     assert document["manifest"]["planner_data"] == {"a": ["a"], "b": ["b"], "c": ["c"]}
 

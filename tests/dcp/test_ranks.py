@@ -143,11 +143,11 @@ def test_damage_that_one_rank_sees_keeps_all_from_reading(ranks: Ranks, tmp_path
         if index.fqn == "x"
     }
     second = frames[torch.Size([32, 0])]
-    patch(tmp_path / second.file, second.offset + 20, b"\xff")
+    patch(tmp_path / second.pack, second.offset + 20, b"\xff")
     for errors, untouched in ranks.run(2, load_damaged, str(tmp_path)):
         assert list(errors) == [1]
         assert "CorruptionError" in errors[1]
-        assert second.file in errors[1]
+        assert second.pack in errors[1]
         assert untouched
 
 

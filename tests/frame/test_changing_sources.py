@@ -25,10 +25,10 @@ from packhorse.codecs import weights
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash, copy_with_hash
 from packhorse.disk import SnapshotStore
-from packhorse.disk.snapshots.cache import BaseCache
 from packhorse.disk.verify import verify_file
 from packhorse.frame import Frame, compress_buffer
 from packhorse.layout import WEIGHT_FORMATS, WeightFormat
+from packhorse.storage.frames.cache import BaseCache
 
 _Result = TypeVar("_Result")
 
@@ -258,7 +258,7 @@ def test_what_is_kept_as_a_base_is_what_it_is_called() -> None:
 def test_a_checkpoint_of_pytorch_holds_what_its_hashes_name(tmp_path: Path) -> None:
     tensor, *states = large_state()
     state = {"x": torch.from_numpy(tensor)}
-    known = {content_hash(content).hex() for content in states}
+    known = {content_hash(content) for content in states}
     n_torn = 0
     with disturbed(tensor.view(np.uint8), *states):
         for number in rounds():
@@ -267,8 +267,8 @@ def test_a_checkpoint_of_pytorch_holds_what_its_hashes_name(tmp_path: Path) -> N
             loaded = blank(state)
             load(loaded, folder)
             (shard,) = shards_of(folder).values()
-            found = content_hash(loaded["x"].numpy().view(np.uint8)).hex()
-            assert found == shard.frame.content_hash
+            found = content_hash(loaded["x"].numpy().view(np.uint8))
+            assert found == shard.frame.content.digest
             n_torn += found not in known
             if n_torn == _ENOUGH:
                 break

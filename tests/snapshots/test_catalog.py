@@ -22,9 +22,9 @@ from snapshot_samples import assert_same
 from packhorse.codecs.content import crc32c
 from packhorse.disk import SnapshotStore
 from packhorse.disk.snapshots import catalog, finder, index, records
-from packhorse.disk.snapshots.manifest import FrameRef
 from packhorse.disk.snapshots.records import Page, decode_page, encode_page
 from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.storage.frames.refs import FrameRef
 
 RNG = np.random.default_rng(0)
 BASE = RNG.standard_normal((8, 40)).astype(np.float32)

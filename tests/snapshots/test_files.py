@@ -126,7 +126,7 @@ def test_of_a_packed_file_only_beginnings_are_looked_at(tmp_path: Path) -> None:
         flip_bytes(packed, (start + stop) // 2 if name == "other" else stop - 64)
     with open_sources([packed], threads=1) as opened:
         specs = opened.state.specs
-        names = {specs[i].path: specs[j].path for i, j in opened.state.casts.items()}
+        names = {specs[i].name: specs[j].name for i, j in opened.state.casts.items()}
         assert names == {"copy": "w"}
         for i in range(3):
             with pytest.raises(CorruptionError, match=r"model\.ph\.safetensors"):

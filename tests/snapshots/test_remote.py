@@ -140,6 +140,8 @@ def test_damage_is_told(url: str) -> None:
     with pytest.raises(CorruptionError, match=rf"snapshot 'a': {url}/packs/.*'w'"):
         store.restore("a")
     fs.rm(pack)
-    with pytest.raises(CorruptionError, match=r"snapshot 'a': tensor 'w': .*the pack is not there"):
+    with pytest.raises(
+        CorruptionError, match=r"snapshot 'a': tensor 'w': .*the pack does not exist"
+    ):
         store.restore("a")
     assert len(store.verify()) == 1

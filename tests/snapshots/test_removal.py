@@ -251,7 +251,7 @@ def test_pruning_says_which_pack_is_lost(tmp_path: Path) -> None:
     lost = min((tmp_path / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
     lost.unlink()
     with pytest.raises(
-        CorruptionError, match=rf"snapshot 'a': .*{lost.name}: the pack is not there; delete"
+        CorruptionError, match=rf"snapshot 'a': .*{lost.name}: the pack does not exist; delete"
     ):
         store.prune(keep=2)
     store.delete("a")

@@ -393,18 +393,18 @@ def test_the_input_is_only_read(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
-    from packhorse.disk.snapshots import take
+    from packhorse.storage.frames import packer
 
     array = np.zeros(1000)
     store = SnapshotStore(tmp_path)
-    real = take.compress_buffer
+    real = packer.compress_buffer
 
     def meddle(data: Any, *args: Any, **kwargs: Any) -> Any:
         array[0] += 1
         return real(data, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(take, "compress_buffer", meddle)
+        patch.setattr(packer, "compress_buffer", meddle)
         with pytest.raises(RuntimeError, match="x: the tensor changed while"):
             store.take("a", {"x": array})
     assert store.names() == []

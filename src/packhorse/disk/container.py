@@ -36,7 +36,7 @@ from packhorse.disk.base_files import (
     open_bases,
 )
 from packhorse.disk.folder_index import plain_name
-from packhorse.disk.frames import Window, open_frame
+from packhorse.disk.frames import open_frame
 from packhorse.disk.header import FileHeader, TensorEntry, build_header, read_header
 from packhorse.disk.packed_header import (
     PackedHeader,
@@ -51,6 +51,7 @@ from packhorse.frame import Frame, compress_buffer, max_frame_nbytes, plan_buffe
 from packhorse.framework import Framework
 from packhorse.layout import Level
 from packhorse.storage.atomic import atomic_file
+from packhorse.storage.frames.scratch import Window
 from packhorse.storage.strict_json import shortened
 from packhorse.threads import batches, map_tensors
 

@@ -5,20 +5,13 @@ that is used again, and by lazy reading (`packed_file.py`), which maps the file 
 names cut to a length for people (`strict_json.py`), so frames are told the short ones.
 """
 
-import threading
-from collections.abc import Sequence
-from itertools import accumulate
-
-import numpy as np
-
-from packhorse.codecs.base import ByteArray
 from packhorse.disk.header import TensorEntry
 from packhorse.disk.packed_header import PackedHeader
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
 from packhorse.storage.strict_json import shortened, shown
 
-__all__ = ["Scratch", "Window", "check_frame", "open_frame"]
+__all__ = ["check_frame", "open_frame"]
 
 
 def open_frame(data: memoryview, packed: PackedHeader, original: TensorEntry) -> Frame:
@@ -53,34 +46,3 @@ def check_frame(frame: Frame, original: TensorEntry, offset: int) -> None:
             f"shape {list(frame.shape)}, and the recorded header says {original.dtype} of shape "
             f"{list(original.shape)}"
         )
-
-
-class Scratch:
-    """Windows of each thread, by number, for what is decoded on the way to something else."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-
-    def take(self, number: int, nbytes: int) -> ByteArray:
-        """So many bytes, in the place of what this thread took before by this number."""
-        windows: dict[str, Window] = self._local.__dict__
-        return windows.setdefault(str(number), Window()).take(nbytes)
-
-
-class Window:
-    """Memory to decode to, which serves for one batch after the other."""
-
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
-
-    def take(self, nbytes: int) -> ByteArray:
-        """So many bytes, in the place of what was taken before."""
-        if self._memory.size < nbytes:
-            self._memory = np.empty(nbytes, np.uint8)
-        return self._memory[:nbytes]
-
-    def cut(self, sizes: Sequence[int]) -> list[ByteArray]:
-        """Pieces of these sizes, in the place of what was taken before."""
-        ends = list(accumulate(sizes))
-        memory = self.take(ends[-1])
-        return [memory[end - size : end] for end, size in zip(ends, sizes, strict=True)]

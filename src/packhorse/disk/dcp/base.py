@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from packhorse.codecs.base import ByteArray
 from packhorse.disk.dcp.manifest import read_manifest
-from packhorse.disk.dcp.open_frames import OpenFrames
-from packhorse.disk.dcp.shards import FrameRef, StoredShard, dtype_name
+from packhorse.disk.dcp.shards import StoredShard, dtype_name
+from packhorse.storage.frames.refs import FrameRef
 from packhorse.storage.interface import Storage
 
 __all__ = ["BaseCheckpoint"]
@@ -36,7 +34,6 @@ class BaseCheckpoint:
         self._shards: dict[MetadataIndex, StoredShard] = metadata.storage_data
         self._base = base
         self._new = new
-        self._frames = OpenFrames(new)
         new.relative(base, manifest)
 
     def find(
@@ -49,22 +46,7 @@ class BaseCheckpoint:
             return None
         return self._moved(shard.frame)
 
-    def fetch(self, refs: Sequence[FrameRef]) -> None:
-        """Open frames and all that they build upon, and get their bytes."""
-        self._frames.open({ref: ref.file for ref in refs})
-        self._frames.fetch(
-            (at, 0, self._frames[at].logical_nbytes) for ref in refs for at in ref.chain()
-        )
-
-    def whole(self, ref: FrameRef, threads: int) -> ByteArray:
-        """The bytes of a tensor that was fetched."""
-        return self._frames.whole(ref, threads)
-
-    def drop(self, refs: Sequence[FrameRef]) -> None:
-        """Forget what was fetched."""
-        self._frames.drop(at for ref in refs for at in ref.chain())
-
     def _moved(self, ref: FrameRef) -> FrameRef:
         """A frame, and those that it builds upon, with paths from the new checkpoint."""
         base = None if ref.base is None else self._moved(ref.base)
-        return replace(ref, file=self._new.relative(self._base, ref.file), base=base)
+        return replace(ref, pack=self._new.relative(self._base, ref.pack), base=base)

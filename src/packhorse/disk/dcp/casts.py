@@ -9,8 +9,8 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.snapshots.casts import find_casts, packing_order
-from packhorse.disk.snapshots.take import Spec
+from packhorse.storage.frames.casts import find_casts, packing_order
+from packhorse.storage.frames.refs import TensorSpec
 from packhorse.torch_framework import FRAMEWORK
 
 __all__ = ["plan_casts"]
@@ -31,14 +31,14 @@ def plan_casts(
     return packing_order(len(items), casts), casts
 
 
-def _spec(item: WriteItem) -> Spec:
+def _spec(item: WriteItem) -> TensorSpec:
     if item.tensor_data is None:
-        return Spec(item.index.fqn, "U8", ())
+        return TensorSpec(item.index.fqn, "U8", ())
     dtype = FRAMEWORK.dtype_name(item.tensor_data.properties.dtype)
-    return Spec(item.index.fqn, dtype or "U8", tuple(item.tensor_data.chunk.sizes))
+    return TensorSpec(item.index.fqn, dtype or "U8", tuple(item.tensor_data.chunk.sizes))
 
 
-def _head(planner: SavePlanner, item: WriteItem, spec: Spec, n: int) -> ByteArray:
+def _head(planner: SavePlanner, item: WriteItem, spec: TensorSpec, n: int) -> ByteArray:
     """The bytes of the first elements. Zeros, which are nobody's copy, where the planner gives
     something else than it has announced: that is told when all of it is read."""
     value = planner.resolve_data(item)

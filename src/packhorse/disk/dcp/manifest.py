@@ -34,14 +34,14 @@ from torch.distributed.checkpoint.metadata import (
 from packhorse.codecs.content import crc32c
 from packhorse.disk.dcp.packs import is_pack_name
 from packhorse.disk.dcp.shards import (
-    FrameRef,
     StoredShard,
     dtype_name,
-    frame_form,
+    frame_kind,
     torch_dtype,
 )
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.layout import DTYPE_BY_NAME, MAX_BITS, MAX_DIMS
+from packhorse.storage.frames.refs import Content, FrameRef
 from packhorse.storage.interface import Storage
 from packhorse.storage.strict_json import check_text, parse_json, shown
 
@@ -143,12 +143,12 @@ class _Tables:
             base = None if ref.base is None else self.place_of(ref.base)
             self.frames.append(
                 {
-                    "file": self.files.setdefault((ref.file, ref.file_nbytes), len(self.files)),
+                    "file": self.files.setdefault((ref.pack, ref.pack_nbytes), len(self.files)),
                     "offset": ref.offset,
                     "nbytes": ref.nbytes,
-                    "content_hash": ref.content_hash,
-                    "dtype": ref.dtype,
-                    "shape": list(ref.shape),
+                    "content_hash": ref.content.digest.hex(),
+                    "dtype": ref.content.dtype,
+                    "shape": list(ref.content.shape or ()),
                     "base": base,
                 }
             )
@@ -291,21 +291,27 @@ class _Parser:
     def _frames(self, rows: list[Any], files: list[tuple[str, int]]) -> list[FrameRef]:
         frames: list[FrameRef] = []
         for row in rows:
+            shape = _sizes(row["shape"])
+            content = Content(_digest(row["content_hash"]), row["dtype"], math.prod(shape), shape)
+            base = None if row["base"] is None else frames[_size(row["base"])]
+            pack, pack_nbytes = files[_size(row["file"])]
             ref = FrameRef(
-                *files[_size(row["file"])],
+                pack,
                 _size(row["offset"]),
                 _size(row["nbytes"]),
-                _digest(row["content_hash"]),
-                row["dtype"],
-                _sizes(row["shape"]),
-                None if row["base"] is None else frames[_size(row["base"])],
+                content,
+                base,
+                0 if base is None else base.n_deltas + 1,
+                pack_nbytes,
             )
-            if ref.dtype not in DTYPE_BY_NAME:
-                raise CompatibilityError(f"{self.label}: unknown dtype {shown(ref.dtype)}")
-            if ref.offset + ref.nbytes > ref.file_nbytes:
-                raise ValueError(f"a frame ends beyond its file {ref.file!r}")
-            if ref.base is not None and not _may_build_upon(ref, ref.base):
-                raise ValueError(f"a frame of {ref.dtype} builds upon one of another form")
+            if content.dtype not in DTYPE_BY_NAME:
+                raise CompatibilityError(f"{self.label}: unknown dtype {shown(content.dtype)}")
+            if ref.offset + ref.nbytes > pack_nbytes:
+                raise ValueError(f"a frame ends beyond its file {pack!r}")
+            if base is not None and not _may_build_upon(content, base.content):
+                raise ValueError(
+                    f"a frame of {content.dtype} builds upon one of another dtype or shape"
+                )
             if ref.n_deltas > MAX_DELTAS:
                 raise ValueError(f"more than {MAX_DELTAS} deltas, one on the other")
             frames.append(ref)
@@ -317,7 +323,7 @@ class _Parser:
         name, fqn = row["dtype"], _string(row["fqn"])
         dtype = None if name is None else self._dtype(name, fqn)
         shard = StoredShard(name, _sizes(row["shape"]), frames[_size(row["frame"])])
-        if frame_form(dtype, shard.shape) != (shard.frame.dtype, shard.frame.shape):
+        if frame_kind(dtype, shard.shape) != (shard.frame.content.dtype, shard.frame.content.shape):
             raise ValueError(f"the frame of {shown(fqn)} is of another dtype or shape")
         offsets = None if row["offsets"] is None else _sizes(row["offsets"])
         return MetadataIndex(fqn, offsets), shard
@@ -373,10 +379,10 @@ class _Parser:
             raise ValueError(f"{shown(index.fqn)} at {index.offset} is stored with another shape")
 
 
-def _may_build_upon(ref: FrameRef, base: FrameRef) -> bool:
-    """A base is of the same form, or of wider numbers that are to be rounded."""
-    is_cast = base.dtype == "F32" and ref.dtype in ("BF16", "F16")
-    return ref.shape == base.shape and (is_cast or ref.dtype == base.dtype)
+def _may_build_upon(content: Content, base: Content) -> bool:
+    """A base has the same shape, and the same dtype or wider numbers that are to be rounded."""
+    is_cast = base.dtype == "F32" and content.dtype in ("BF16", "F16")
+    return content.shape == base.shape and (is_cast or content.dtype == base.dtype)
 
 
 def _size(value: Any) -> int:
@@ -413,10 +419,11 @@ def _path(value: Any) -> str:
     return path
 
 
-def _digest(value: Any) -> str:
-    if len(bytes.fromhex(_string(value))) != 16:
+def _digest(value: Any) -> bytes:
+    digest = bytes.fromhex(_string(value))
+    if len(digest) != 16 or digest.hex() != value:
         raise ValueError(f"{shown(value)} is not a content hash")
-    return str(value)
+    return digest
 
 
 def _planner_data(data: Any) -> dict[str, tuple[str | int, ...]] | None:

@@ -34,8 +34,9 @@ from packhorse.codecs.base import ByteArray
 from packhorse.disk.dcp.manifest import manifest_name, read_manifest
 from packhorse.disk.dcp.open_frames import OpenFrames
 from packhorse.disk.dcp.regions import Piece, cut_box, strides_of
-from packhorse.disk.dcp.shards import FrameRef, StoredShard, torch_dtype
+from packhorse.disk.dcp.shards import StoredShard, torch_dtype
 from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.storage.frames.refs import FrameRef
 from packhorse.storage.interface import Storage
 from packhorse.storage.locations import is_location, open_storage
 from packhorse.storage.strict_json import shown
@@ -296,8 +297,8 @@ class _Load:
             if not uses:  # an empty tensor, of which the planner is told nevertheless
                 self._commit(item)
         runs = [run for ref, uses in by_frame.items() for run in self._runs(ref, uses)]
-        runs.sort(key=lambda run: (run.ref.file, run.ref.offset, run.start))
-        n_runs = Counter(ref for run in runs for ref in run.ref.chain())
+        runs.sort(key=lambda run: (run.ref.pack, run.ref.offset, run.start))
+        n_runs = Counter(ref for run in runs for ref in run.ref.chain)
         for batch in batches([self._cost(run) for run in runs]):
             part = runs[batch.start : batch.stop]
             self._take_memory(part)
@@ -307,8 +308,8 @@ class _Load:
                 n_left[id(use.item)] -= 1
                 if not n_left[id(use.item)]:
                     self._commit(use.item)
-            n_runs.subtract(ref for run in part for ref in run.ref.chain())
-            self.frames.drop(ref for run in part for ref in run.ref.chain() if not n_runs[ref])
+            n_runs.subtract(ref for run in part for ref in run.ref.chain)
+            self.frames.drop(ref for run in part for ref in run.ref.chain if not n_runs[ref])
             self._bases = {ref: data for ref, data in self._bases.items() if ref == following}
 
     def _pieces(self, item: ReadItem, shard: StoredShard) -> list[Piece]:
@@ -357,7 +358,7 @@ class _Load:
         order = [base for base in needed if base not in self._bases]
         self.frames.fetch(
             [(run.ref, run.start, run.stop) for run in todo]
-            + [(at, 0, self._nbytes(at)) for base in order for at in base.chain()]
+            + [(at, 0, self._nbytes(at)) for base in order for at in base.chain]
         )
         found = map_tensors(
             lambda i, threads: self.frames.whole(order[i], threads),
@@ -378,7 +379,7 @@ class _Load:
         for run in todo:
             self._count(run.ref, run.start, run.stop)
         for base in order:
-            for at in base.chain():
+            for at in base.chain:
                 self._count(at, 0, self._nbytes(at))
 
     def _split(

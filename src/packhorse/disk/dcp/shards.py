@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,49 +16,12 @@ import numpy as np
 import torch
 
 from packhorse.codecs.base import ByteArray
+from packhorse.storage.frames.refs import FrameRef
 from packhorse.torch_framework import FRAMEWORK
 
-__all__ = ["FrameRef", "StoredShard", "dtype_name", "frame_form", "readable", "torch_dtype"]
+__all__ = ["StoredShard", "dtype_name", "frame_kind", "readable", "torch_dtype"]
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-
-
-@dataclass(frozen=True, slots=True)
-class FrameRef:
-    """Where a frame lies, and what it must be.
-
-    Attributes:
-        file: path of its file, from the folder of the checkpoint that refers to it.
-        file_nbytes: length of that file.
-        offset: of the frame in the file.
-        nbytes: of the frame.
-        content_hash: of the decoded bytes, in hexadecimal digits.
-        dtype: of the frame.
-        shape: of the frame.
-        base: the frame whose tensor this one is a delta to, or a rounded copy of; None if it stands
-            alone.
-    """
-
-    file: str
-    file_nbytes: int
-    offset: int
-    nbytes: int
-    content_hash: str
-    dtype: str
-    shape: tuple[int, ...]
-    base: FrameRef | None = None
-
-    def chain(self) -> Iterator[FrameRef]:
-        """This frame, its base, the base of that, and so on."""
-        at: FrameRef | None = self
-        while at is not None:
-            yield at
-            at = at.base
-
-    @property
-    def n_deltas(self) -> int:
-        """How many frames must be decoded before this one."""
-        return sum(1 for _ in self.chain()) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +53,7 @@ def torch_dtype(name: Any) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) and dtype_name(found) == name else None
 
 
-def frame_form(dtype: torch.dtype | None, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+def frame_kind(dtype: torch.dtype | None, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
     """Dtype and shape of the frame of a shard.
 
     Args:

@@ -17,10 +17,8 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -28,20 +26,26 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from packhorse.arguments import resolve_level, resolve_threads
-from packhorse.codecs.base import ByteArray
-from packhorse.codecs.content import content_hash
 from packhorse.disk.dcp.base import BaseCheckpoint
 from packhorse.disk.dcp.casts import plan_casts
 from packhorse.disk.dcp.manifest import MAX_DELTAS, is_rank_manifest, manifest_name, render_manifest
-from packhorse.disk.dcp.packs import PackFile, is_pack_name, max_file_nbytes, split_volumes
-from packhorse.disk.dcp.shards import FrameRef, StoredShard, dtype_name, frame_form, readable
-from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
+from packhorse.disk.dcp.packs import (
+    CheckpointFrames,
+    is_pack_name,
+    max_file_nbytes,
+    split_volumes,
+)
+from packhorse.disk.dcp.shards import StoredShard, dtype_name, frame_kind, readable
 from packhorse.layout import Level
 from packhorse.storage.atomic import is_temporary
+from packhorse.storage.frames.cache import BaseCache
+from packhorse.storage.frames.packer import FramePacker, Item, PackOptions
+from packhorse.storage.frames.packs import PackWriter
+from packhorse.storage.frames.refs import FrameRef, TensorSpec
 from packhorse.storage.interface import Storage
 from packhorse.storage.locations import is_location, open_storage
 from packhorse.storage.strict_json import shortened
-from packhorse.threads import batches, map_tensors
+from packhorse.threads import batches
 
 __all__ = ["PackhorseWriter"]
 
@@ -186,7 +190,7 @@ class PackhorseWriter(StorageWriter):
             result.index: result.storage_data for rank in results for result in rank
         }
         frames = {shard.frame for shard in metadata.storage_data.values()}
-        needed = {posixpath.normpath(ref.file) for frame in frames for ref in frame.chain()}
+        needed = {posixpath.normpath(ref.pack) for frame in frames for ref in frame.chain}
         try:
             manifest = render_manifest(metadata)
         except (TypeError, ValueError):
@@ -225,41 +229,33 @@ class PackhorseWriter(StorageWriter):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What is to be stored of one item of the plan."""
+    """What is to be stored of one item of the plan.
+
+    Attributes:
+        item: of the plan.
+        dtype: of the shard; None for a value that is not a tensor.
+        shape: of the shard.
+        packed: what its frame is made of.
+    """
 
     item: WriteItem
-    data: ByteArray
     dtype: torch.dtype | None
     shape: tuple[int, ...]
-    form: tuple[str, tuple[int, ...]]
-
-    @property
-    def name(self) -> str:
-        """Of the tensor in its pack file; no two items share it."""
-        return _tensor_name(self.item)
+    packed: Item
 
     def stored(self, frame: FrameRef) -> StoredShard:
+        """How the manifest refers to it."""
         return StoredShard(
             None if self.dtype is None else dtype_name(self.dtype), self.shape, frame
         )
 
 
-class _Work(NamedTuple):
-    """What one frame is made of: a part, and what it may be a delta to.
+class _Job:
+    """One rank's part of one save.
 
     Attributes:
-        part: to be packed.
-        base: the frame of the base; None for a full frame.
-        master: the bytes of the base if they are at hand, which those of a rounded copy's are.
+        written: the files that it has written.
     """
-
-    part: _Part
-    base: FrameRef | None
-    master: ByteArray | None = None
-
-
-class _Job:
-    """One rank's part of one save."""
 
     def __init__(
         self,
@@ -271,25 +267,25 @@ class _Job:
         rank: int,
     ) -> None:
         self.written: list[str] = []
-        self._storage = storage
+        self._store = CheckpointFrames(storage, rank)
         self._planner = planner
         self._base = base
-        self._level = level
-        self._threads = threads
-        self._rank = rank
-        # Frames by what they hold, so that equal shards are stored once.
-        self._known: dict[tuple[str, str, tuple[int, ...]], FrameRef] = {}
-        self._memory = np.empty(0, np.uint8)
+        # A save that cannot read its base fails: what it leaves as it is builds upon it, too.
+        options = PackOptions(
+            level, threads, MAX_DELTAS, MAX_DELTAS, BaseCache(0),
+            is_strict=False, keeps_shapes=True, skips_bad_bases=False,
+        )  # fmt: skip
+        self._packer = FramePacker(self._store, options)
 
     def volumes(self, items: Sequence[WriteItem]) -> Iterator[list[WriteResult]]:
         """Writes one pack file after the other, and yields what is in each."""
         groups, casts = plan_casts(items, self._planner)
         sizes = [[_expected_nbytes(items[i]) for i in group] for group in groups]
-        for number, volume in enumerate(split_volumes(sizes, max_file_nbytes(self._storage))):
+        for volume in split_volumes(sizes, max_file_nbytes(self._store.storage)):
             run = groups[volume.start : volume.stop]
             names = [_tensor_name(items[i]) for group in run for i in group]
             nbytes = [sum(group) for group in sizes[volume.start : volume.stop]]
-            with PackFile(self._storage, self._rank, number, names) as pack:
+            with self._store.batch(names, sum(nbytes)) as pack:
                 stored = []
                 for batch in batches(nbytes):
                     chosen = [i for group in run[batch.start : batch.stop] for i in group]
@@ -297,26 +293,18 @@ class _Job:
                     masters = {places[i]: places[casts[i]] for i in chosen if i in casts}
                     stored += self._write(pack, [items[i] for i in chosen], masters)
             if pack.nbytes:
-                self.written.append(pack.name)
-            yield [self._result(item, shard, pack) for item, shard in stored]
+                self.written.append(pack.pack)
+            new = self._packer.new
+            new.update({content: _whole(ref, pack) for content, ref in new.items()})
+            yield [self._result(part, _whole(ref, pack)) for part, ref in stored]
 
-    def _result(self, item: WriteItem, shard: StoredShard, pack: PackFile) -> WriteResult:
-        shard = replace(shard, frame=self._whole(shard.frame, pack))
-        return WriteResult(item.index, shard.frame.nbytes, shard)
-
-    def _whole(self, ref: FrameRef, pack: PackFile) -> FrameRef:
-        """A frame with the length of its file, which is known only when that is written."""
-        if ref.file != pack.name or ref.file_nbytes == pack.nbytes:
-            return ref
-        base = None if ref.base is None else self._whole(ref.base, pack)
-        whole = replace(ref, file_nbytes=pack.nbytes, base=base)
-        self._known[whole.content_hash, whole.dtype, whole.shape] = whole
-        return whole
+    def _result(self, part: _Part, ref: FrameRef) -> WriteResult:
+        return WriteResult(part.item.index, ref.nbytes, part.stored(ref))
 
     def _write(
-        self, pack: PackFile, items: Sequence[WriteItem], masters: Mapping[int, int]
-    ) -> list[tuple[WriteItem, StoredShard]]:
-        """Resolves a batch of items, packs and writes them.
+        self, pack: PackWriter, items: Sequence[WriteItem], masters: Mapping[int, int]
+    ) -> list[tuple[_Part, FrameRef]]:
+        """Resolves a group of items, packs and writes them.
 
         Args:
             pack: where to.
@@ -324,55 +312,14 @@ class _Job:
             masters: for each that seems to be a rounded copy, the number of its master.
         """
         parts = [self._resolve(item) for item in items]
-        olds = [self._find_base(part) for part in parts]
-        refs = {
-            k: old
-            for k, old in enumerate(olds)
-            if old is not None and self._is_unchanged(parts[k], old)
-        }
-        masters = {
-            k: j for k, j in masters.items() if k not in refs and _may_be_copy(parts[k], parts[j])
-        }
-        # Copies come after all others, when it is known where their masters are.
-        first = [k for k in range(len(parts)) if k not in refs and k not in masters]
-        limits = dict.fromkeys(masters.values(), MAX_DELTAS - 1)
-        works = [_delta(parts[k], olds[k], limits.get(k, MAX_DELTAS)) for k in first]
-        refs.update(zip(first, self._add(pack, works), strict=True))
-        works = [
-            _Work(parts[k], refs[j], parts[j].data)
-            if refs[j].n_deltas < MAX_DELTAS
-            else _delta(parts[k], olds[k], MAX_DELTAS)
-            for k, j in masters.items()
-        ]
-        refs.update(zip(masters, self._add(pack, works), strict=True))
-        if self._base is not None:
-            self._base.drop([old for old in olds if old is not None])
-        return [(part.item, part.stored(refs[k])) for k, part in enumerate(parts)]
-
-    def _find_base(self, part: _Part) -> FrameRef | None:
-        if self._base is None:
-            return None
-        return self._base.find(part.item.index, part.dtype, part.shape)
-
-    def _is_unchanged(self, part: _Part, old: FrameRef) -> bool:
-        if part.form != (old.dtype, old.shape):
-            return False
-        return content_hash(part.data, threads=self._threads).hex() == old.content_hash
-
-    def _add(self, pack: PackFile, works: Sequence[_Work]) -> list[FrameRef]:
-        """Packs parts, and writes the frames of which none of the same content was written."""
-        if self._base is not None:
-            self._base.fetch([work.base for work in works if work.base and work.master is None])
-        frames = self._pack(works)
-        return [self._put(pack, *pair) for pair in zip(works, frames, strict=True)]
-
-    def _put(self, pack: PackFile, work: _Work, frame: Frame) -> FrameRef:
-        key = frame.content_hash.hex(), frame.dtype, frame.shape
-        if key not in self._known:
-            base = None if frame.base_hash is None else work.base
-            offset = pack.add(work.part.name, frame)
-            self._known[key] = FrameRef(pack.name, 0, offset, frame.nbytes, *key, base)
-        return self._known[key]
+        packed = [part.packed for part in parts]
+        for k, j in masters.items():
+            if _may_be_copy(packed[k].spec, packed[j].spec):
+                packed[k] = packed[k]._replace(master=j)
+        for item in packed:
+            if item.base is not None:
+                self._store.know(item.base)
+        return list(zip(parts, self._packer.add(pack, packed), strict=True))
 
     def _resolve(self, item: WriteItem) -> _Part:
         data, dtype, shape = readable(self._planner.resolve_data(item), shortened(item.index.fqn))
@@ -382,39 +329,24 @@ class _Job:
                 f"{item.index.fqn!r}: the planner gave shape {list(shape)} for a shard of shape "
                 f"{list(wanted)}"
             )
-        return _Part(item, data, dtype, shape, frame_form(dtype, shape))
-
-    def _pack(self, works: Sequence[_Work]) -> list[Frame]:
-        """Frames, one behind the other's room in memory that is used again."""
-        rooms = [max_frame_nbytes(*work.part.form) for work in works]
-        ends = list(accumulate(rooms))
-        if ends and self._memory.size < ends[-1]:
-            self._memory = np.empty(ends[-1], np.uint8)
-
-        def pack(i: int, threads: int) -> Frame:
-            part, ref, base = works[i]
-            if base is None and ref is not None and self._base is not None:
-                base = self._base.whole(ref, threads)
-            return compress_buffer(
-                part.data, *part.form, level=self._level, threads=threads, base=base,
-                base_dtype=None if ref is None else ref.dtype,
-                base_hash=None if ref is None else bytes.fromhex(ref.content_hash),
-                out=self._memory[ends[i] - rooms[i] : ends[i]], name=shortened(part.name),
-            )  # fmt: skip
-
-        return map_tensors(pack, [work.part.data.size for work in works], self._threads)
+        spec = TensorSpec(_tensor_name(item), *frame_kind(dtype, shape))
+        old = None if self._base is None else self._base.find(item.index, dtype, shape)
+        # A value that is not a tensor never becomes a delta.
+        packed = Item(spec, data, old, is_whole=dtype is None or data.size == 0)
+        return _Part(item, dtype, shape, packed)
 
 
-def _delta(part: _Part, old: FrameRef | None, max_deltas: int) -> _Work:
-    """A part and its base, if a delta is worth a try: of a tensor, and while the chain is short."""
-    is_tensor = part.dtype is not None and part.data.size > 0
-    return _Work(part, old if old and is_tensor and old.n_deltas < max_deltas else None)
+def _whole(ref: FrameRef, pack: PackWriter) -> FrameRef:
+    """A frame with the length of its file, which is known only when the file is written."""
+    if ref.pack != pack.pack or ref.pack_nbytes == pack.nbytes:
+        return ref
+    base = None if ref.base is None else _whole(ref.base, pack)
+    return replace(ref, pack_nbytes=pack.nbytes, base=base)
 
 
-def _may_be_copy(part: _Part, master: _Part) -> bool:
+def _may_be_copy(copy: TensorSpec, master: TensorSpec) -> bool:
     """Whether the planner has given what it had announced."""
-    dtype, shape = part.form
-    return dtype in ("BF16", "F16") and master.form == ("F32", shape)
+    return copy.dtype in ("BF16", "F16") and master.dtype == "F32" and copy.shape == master.shape
 
 
 def _tensor_name(item: WriteItem) -> str:

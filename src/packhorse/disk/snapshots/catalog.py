@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 from packhorse.disk.snapshots.manifest import (
     MAX_MANIFEST_NBYTES,
-    FrameRef,
     Manifest,
     parse_manifest,
     parse_store_file,
@@ -29,6 +28,7 @@ from packhorse.disk.snapshots.names import (
 )
 from packhorse.errors import PackhorseError, blaming
 from packhorse.storage.atomic import is_temporary
+from packhorse.storage.frames.refs import FrameRef
 from packhorse.storage.interface import Stamp, Storage
 
 __all__ = ["Catalog", "Listing"]

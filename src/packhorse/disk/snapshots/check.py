@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from packhorse.disk.frames import Scratch
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.catalog import Catalog
-from packhorse.disk.snapshots.chains import Chain
-from packhorse.disk.snapshots.manifest import FrameRef, Manifest, sharing
+from packhorse.disk.snapshots.manifest import Manifest, sharing
 from packhorse.disk.snapshots.names import ManifestFile, pack_path
-from packhorse.disk.snapshots.packs import PackReader
+from packhorse.disk.snapshots.packs import SnapshotFrames
 from packhorse.disk.snapshots.results import SnapshotProblem
 from packhorse.errors import PackhorseError
+from packhorse.storage.frames.refs import FrameRef
+from packhorse.storage.frames.scratch import Scratch
 from packhorse.storage.interface import Storage
 from packhorse.storage.strict_json import shortened
 from packhorse.threads import batches, map_tensors
@@ -57,8 +57,8 @@ def verify_snapshots(
         for snapshot, files in listing.items():
             if name in (None, snapshot):
                 problems += _read(storage, catalog, files, manifests, intern)
-        with PackReader(storage) as reader:
-            checker = _Checker(storage, reader, manifests, threads, progress)
+        with SnapshotFrames(storage) as store:
+            checker = _Checker(storage, store, manifests, threads, progress)
             problems += checker.packs() + checker.frames()
         bad = {problem.snapshot for problem in problems}
         now = catalog.listing() if bad else {}
@@ -92,13 +92,13 @@ class _Checker:
     def __init__(
         self,
         storage: Storage,
-        reader: PackReader,
+        store: SnapshotFrames,
         manifests: list[Manifest],
         threads: int,
         progress: Progress | None,
     ) -> None:
         self._storage = storage
-        self._reader = reader
+        self._store = store
         self._manifests = manifests
         self._threads = threads
         self._progress = progress
@@ -129,7 +129,7 @@ class _Checker:
 
     def _check_pack(self, pack: str, frames: list[FrameRef]) -> str | None:
         try:
-            self._reader.check_header(pack, frames)
+            self._store.check_header(pack, frames)
         except PackhorseError as error:
             return str(error)
         except FileNotFoundError as error:
@@ -181,7 +181,7 @@ class _Checker:
     def _check_chain(self, frames: list[FrameRef], k: int, threads: int) -> str | None:
         frame = frames[k]
         try:
-            Chain(self._reader, frame, None).verify(threads, self._scratch)
+            self._store.chain(frame).verify(threads, self._scratch)
         except (PackhorseError, FileNotFoundError) as error:
             return str(error)
         return None

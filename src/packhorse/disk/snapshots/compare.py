@@ -13,17 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.frames import Scratch
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.catalog import Catalog
-from packhorse.disk.snapshots.chains import Chain
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
-from packhorse.disk.snapshots.packs import PackReader
+from packhorse.disk.snapshots.packs import SnapshotFrames
 from packhorse.disk.snapshots.restore import read_newest
 from packhorse.disk.snapshots.results import Change, TensorDiff
 from packhorse.errors import CompatibilityError, blaming
 from packhorse.framework import resolve_framework
 from packhorse.layout import DTYPE_BY_NAME
+from packhorse.storage.frames.interface import FrameStore
+from packhorse.storage.frames.scratch import Scratch
 from packhorse.storage.interface import Storage
 from packhorse.threads import map_tensors
 
@@ -48,11 +48,11 @@ def compare_snapshots(
     def work(old: Manifest, new: Manifest) -> list[TensorDiff]:
         pairs = list(_pairs(old, new))
         sizes = [_work_nbytes(*pair) for pair in pairs]
-        with PackReader(storage) as reader:
+        with SnapshotFrames(storage) as store:
 
             def one(k: int, n_threads: int) -> TensorDiff:
                 with blaming(f"snapshots {names[0]!r} and {names[1]!r}"):
-                    found = _diff(reader, *pairs[k], n_threads)
+                    found = _diff(store, *pairs[k], n_threads)
                 if progress is not None:
                     progress(sizes[k])
                 return found
@@ -86,13 +86,13 @@ def _change(old: TensorRef | None, new: TensorRef | None) -> Change:
 
 
 def _diff(
-    reader: PackReader, old: TensorRef | None, new: TensorRef | None, threads: int
+    store: FrameStore, old: TensorRef | None, new: TensorRef | None, threads: int
 ) -> TensorDiff:
     change, tensor = _change(old, new), new or old
     assert tensor is not None
     sums = _Sums(0 if change is Change.EQUAL else None)
     if change is Change.CHANGED and old is not None:
-        sums = _compare(_decode(reader, old, threads), _decode(reader, tensor, threads), old.dtype)
+        sums = _compare(_decode(store, old, threads), _decode(store, tensor, threads), old.dtype)
     return TensorDiff(
         tensor.path, change, tensor.dtype, tensor.shape, tensor.frame.logical_nbytes,
         math.prod(tensor.shape), sums.n_changed, sums.largest,
@@ -100,8 +100,8 @@ def _diff(
     )  # fmt: skip
 
 
-def _decode(reader: PackReader, tensor: TensorRef, threads: int) -> ByteArray:
-    return Chain(reader, tensor.frame, tensor.path).decode(threads, Scratch())
+def _decode(store: FrameStore, tensor: TensorRef, threads: int) -> ByteArray:
+    return store.chain(tensor.frame, tensor.path).decode(threads, Scratch())
 
 
 @dataclass(slots=True)

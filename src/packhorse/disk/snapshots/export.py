@@ -15,19 +15,19 @@ from typing import Any
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.container import write_packed
-from packhorse.disk.frames import Scratch
 from packhorse.disk.header import FileHeader, build_header
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.catalog import Catalog
-from packhorse.disk.snapshots.chains import Chain
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
-from packhorse.disk.snapshots.packs import PackReader
+from packhorse.disk.snapshots.packs import SnapshotFrames
 from packhorse.disk.snapshots.restore import check_limit, read_newest
 from packhorse.disk.snapshots.results import RestoredFile
 from packhorse.disk.state import Keys, list_state
 from packhorse.errors import blaming
 from packhorse.layout import FILE_METADATA_KEY, FILE_SUFFIX, Level
 from packhorse.storage.atomic import atomic_file, check_output_file
+from packhorse.storage.frames.interface import FrameStore
+from packhorse.storage.frames.scratch import Scratch
 from packhorse.storage.interface import Storage
 from packhorse.storage.strict_json import shortened
 from packhorse.threads import batches, map_tensors
@@ -77,8 +77,8 @@ def _export(storage: Storage, manifest: Manifest, target: Path, wanted: Exportin
         chosen, header = _lay_out(manifest, wanted.keys)
     check_limit(list(chosen.values()), manifest.file.snapshot, wanted.max_nbytes)
     refs = [chosen[entry.name] for entry in header.entries]
-    with PackReader(storage) as reader, blaming(label):
-        buffers = _decoded(reader, refs, wanted.threads)
+    with SnapshotFrames(storage) as store, blaming(label):
+        buffers = _decoded(store, refs, wanted.threads)
         file_nbytes = _write(target, header, buffers, wanted)
     return RestoredFile(target, len(refs), header.data_nbytes, file_nbytes)
 
@@ -131,18 +131,18 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def _decoded(reader: PackReader, refs: Sequence[TensorRef], threads: int) -> Iterator[ByteArray]:
+def _decoded(store: FrameStore, refs: Sequence[TensorRef], threads: int) -> Iterator[ByteArray]:
     """The bytes of each tensor, in order."""
     sizes = [ref.frame.logical_nbytes for ref in refs]
     scratch = Scratch()
     for run in batches(sizes):
         part = refs[run.start : run.stop]
         yield from map_tensors(
-            lambda k, n, part=part: _decode(reader, part[k], n, scratch),  # type: ignore[misc]
+            lambda k, n, part=part: _decode(store, part[k], n, scratch),  # type: ignore[misc]
             sizes[run.start : run.stop],
             threads,
         )
 
 
-def _decode(reader: PackReader, ref: TensorRef, threads: int, scratch: Scratch) -> ByteArray:
-    return Chain(reader, ref.frame, ref.path).decode(threads, scratch)
+def _decode(store: FrameStore, ref: TensorRef, threads: int, scratch: Scratch) -> ByteArray:
+    return store.chain(ref.frame, ref.path).decode(threads, scratch)

@@ -14,10 +14,11 @@ import numpy as np
 
 from packhorse.disk.snapshots.catalog import Catalog, Listing
 from packhorse.disk.snapshots.index import Index
-from packhorse.disk.snapshots.manifest import Content, FrameRef, Manifest
+from packhorse.disk.snapshots.manifest import Manifest
 from packhorse.disk.snapshots.names import ManifestFile
 from packhorse.disk.snapshots.records import Column, fingerprint
 from packhorse.errors import PackhorseError
+from packhorse.storage.frames.refs import Content, FrameRef
 
 __all__ = ["Finder", "distinct", "match"]
 

@@ -20,13 +20,12 @@ from packhorse.disk.snapshots.names import ManifestFile, is_pack
 from packhorse.disk.state import decode_state
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.layout import DTYPE_BY_NAME, FRAME_ALIGNMENT, MAX_BITS, MAX_DIMS
+from packhorse.storage.frames.refs import Content, FrameRef
 from packhorse.storage.strict_json import json_kind, parse_json, shortened, shown
 
 __all__ = [
     "MAX_CHAIN",
     "MAX_MANIFEST_NBYTES",
-    "Content",
-    "FrameRef",
     "Manifest",
     "TensorRef",
     "find_packs",
@@ -57,45 +56,6 @@ _TIME_WORDS = "YYYY-MM-DDThh:mm:ss.ffffffZ"
 _HEAD = f'","kind":"{_KIND}","version":{_VERSION},"reader":"'.encode()
 _PACKS_KEY = b',"packs":['
 _PACKS = re.compile(rb'(?:"[0-9a-f]{32}"(?:,"[0-9a-f]{32}")*)?')
-
-# What names the bytes of a tensor: content hash, dtype, number of elements.
-Content = tuple[bytes, str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class FrameRef:
-    """A frame in a pack, and the frames that it needs.
-
-    Attributes:
-        pack: name of the pack.
-        offset: first byte in the pack's file.
-        nbytes: length of the frame.
-        content: what it decodes to.
-        base: the frame of the base that it needs; None for a full frame.
-        n_deltas: how many frames of the chain that begins here need a base.
-    """
-
-    pack: str
-    offset: int
-    nbytes: int
-    content: Content
-    base: FrameRef | None
-    n_deltas: int
-
-    @property
-    def chain(self) -> tuple[FrameRef, ...]:
-        """This frame, its base, that one's base, down to a full frame."""
-        return (self, *(self.base.chain if self.base else ()))
-
-    @property
-    def name(self) -> str:
-        """What the frame is called in its pack."""
-        return f"{self.content[0].hex()}.{self.content[1]}"
-
-    @property
-    def logical_nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return self.content[2] * DTYPE_BY_NAME[self.content[1]].bits // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +167,8 @@ def render_manifest(manifest: Manifest) -> bytes:
                     packs[f.pack],
                     f.offset,
                     f.nbytes,
-                    f.content[0].hex(),
-                    *f.content[1:],
+                    f.content.digest.hex(),
+                    *f.content[1:3],
                     place(f.base),
                 ]
                 for f in frames
@@ -390,14 +350,14 @@ class _Reader:
         self._range(numel, 0, MAX_BITS // bits - 1, f"{where}: numel")
         if numel * bits % 8:
             raise self.fail(f"{where}: {numel} elements of {dtype} are no whole number of bytes")
-        content = (bytes.fromhex(digest), dtype, numel)
+        content = Content(bytes.fromhex(digest), dtype, numel)
         if base is None:
             return FrameRef(packs[pack], offset, nbytes, content, None, 0)
         self._range(base, i + 1, len(frames) - 1, f"{where}: base")
         below = frames[base]
         assert below is not None
-        if below.content[2] != numel:
-            raise self.fail(f"{where}: its base has {below.content[2]} elements, it {numel}")
+        if below.content.numel != numel:
+            raise self.fail(f"{where}: its base has {below.content.numel} elements, it {numel}")
         if below.n_deltas >= MAX_CHAIN:
             raise self.fail(f"{where}: a chain of more than {MAX_CHAIN} deltas")
         return FrameRef(packs[pack], offset, nbytes, content, below, below.n_deltas + 1)
@@ -432,11 +392,11 @@ class _Reader:
         frame = frames[place]
         if (
             math.prod(max(size, 1) for size in shape) >= MAX_BITS
-            or (dtype, math.prod(shape)) != (frame.content[1:])
+            or (dtype, math.prod(shape)) != frame.content[1:3]
         ):
             raise self.fail(
                 f"{where}: {shown(dtype)} of shape {shown(shape)}, and its frame holds "
-                f"{frame.content[2]} elements of {frame.content[1]}"
+                f"{frame.content.numel} elements of {frame.content.dtype}"
             )
         return TensorRef(path, dtype, tuple(shape), frame)
 

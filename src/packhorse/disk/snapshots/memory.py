@@ -9,9 +9,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from packhorse.disk.snapshots.casts import find_casts, packing_order
-from packhorse.disk.snapshots.take import Spec, State
+from packhorse.disk.snapshots.take import State
 from packhorse.disk.state import MAX_DEPTH, check_depth, encode_state
+from packhorse.storage.frames.casts import find_casts, packing_order
+from packhorse.storage.frames.refs import TensorSpec
 
 __all__ = ["checked_metadata", "state_in_memory"]
 
@@ -23,7 +24,7 @@ def state_in_memory(state: Any) -> State:
         TypeError, ValueError: something in it cannot be kept; the message gives its path.
     """
     document, leaves = encode_state(state)
-    specs = [Spec(leaf.path, leaf.dtype, leaf.shape) for leaf in leaves]
+    specs = [TensorSpec(leaf.path, leaf.dtype, leaf.shape) for leaf in leaves]
     casts = find_casts(specs, lambda i, n: leaves[i].framework.head(leaves[i].tensor, n))
     groups = packing_order(len(leaves), casts)
     return State(

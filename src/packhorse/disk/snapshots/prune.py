@@ -10,19 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from packhorse.codecs.base import ByteArray
-from packhorse.disk.frames import Scratch
-from packhorse.disk.snapshots.chains import Chain
-from packhorse.disk.snapshots.manifest import MAX_CHAIN, Content, FrameRef, Manifest, sharing
+from packhorse.disk.snapshots.manifest import MAX_CHAIN, Manifest, sharing
 from packhorse.disk.snapshots.names import PACKS, manifest_file, pack_path
-from packhorse.disk.snapshots.packs import PackReader, PackWriter
 from packhorse.disk.snapshots.results import PruneResult, SnapshotInfo, describe
-from packhorse.disk.snapshots.take import FramePacker, Options, Spec
 from packhorse.disk.snapshots.writer import Session
 from packhorse.errors import CorruptionError, PackhorseError, blaming
 from packhorse.frame import max_frame_nbytes
+from packhorse.storage.frames.interface import FrameBatch, FrameStore, NewFrame
+from packhorse.storage.frames.packer import FramePacker, Item, PackOptions
+from packhorse.storage.frames.refs import Content, FrameRef, TensorSpec
+from packhorse.storage.frames.scratch import Scratch
 
 __all__ = ["Keep", "delete_snapshot", "prune_snapshots"]
 
@@ -48,7 +47,7 @@ def delete_snapshot(session: Session, name: str) -> int:
 
 
 def prune_snapshots(
-    session: Session, keep: Keep | None, remove: Iterable[str] | None, options: Options
+    session: Session, keep: Keep | None, remove: Iterable[str] | None, options: PackOptions
 ) -> PruneResult:
     """Remove all snapshots but some, and move what those need.
 
@@ -139,17 +138,16 @@ def _choose_heads(
             head = heads.setdefault(frame.content, frame)
             if (head.pack, head.offset) != (frame.pack, frame.offset):
                 several.setdefault(frame.content, [head]).append(frame)
-    with PackReader(session.storage) as reader:
-        for content, frames in several.items():
-            unique = {(frame.pack, frame.offset): frame for frame in frames}.values()
-            good = (frame for frame in unique if _is_good(frame, reader, threads))
-            heads[content] = next(good, frames[0])
+    for content, frames in several.items():
+        unique = {(frame.pack, frame.offset): frame for frame in frames}.values()
+        good = (frame for frame in unique if _is_good(frame, session.frames, threads))
+        heads[content] = next(good, frames[0])
     return heads
 
 
-def _is_good(frame: FrameRef, reader: PackReader, threads: int) -> bool:
+def _is_good(frame: FrameRef, store: FrameStore, threads: int) -> bool:
     try:
-        Chain(reader, frame, None).verify(threads, Scratch())
+        store.chain(frame).verify(threads, Scratch())
     except (PackhorseError, FileNotFoundError):
         return False
     return True
@@ -158,7 +156,7 @@ def _is_good(frame: FrameRef, reader: PackReader, threads: int) -> bool:
 class _Mover:
     """Gives kept snapshots chains that stay."""
 
-    def __init__(self, session: Session, kept: Sequence[Manifest], options: Options) -> None:
+    def __init__(self, session: Session, kept: Sequence[Manifest], options: PackOptions) -> None:
         self._session = session
         self._kept = kept
         self._options = options
@@ -190,7 +188,7 @@ class _Mover:
             return nbytes
         harmed = next(m.file.snapshot for m in self._kept if pack in m.packs())
         raise CorruptionError(
-            f"snapshot {harmed!r}: {self._session.storage.label(path)}: the pack is not there; "
+            f"snapshot {harmed!r}: {self._session.storage.label(path)}: the pack does not exist; "
             "delete what needs it first (verify lists that)"
         )
 
@@ -215,14 +213,11 @@ class _Mover:
         new = [manifest_file(m.file.snapshot, m.file.order, m.file.generation + 1) for m in todo]
         for manifest, file in zip(todo, new, strict=True):
             name = manifest.file.snapshot
-            with (
-                blaming(f"snapshot {name!r}"),
-                PackReader(self._session.storage) as reader,
-                PackWriter(self._session.storage, *self._room(manifest)) as pack,
-            ):
-                packer = FramePacker(self._session, pack, reader, self._options)
+            store, options = self._session.frames, replace(self._options, max_chain=MAX_CHAIN)
+            with blaming(f"snapshot {name!r}"), store.batch(*self._room(manifest)) as pack:
+                way = _Way(pack, FramePacker(store, options))
                 tensors = tuple(
-                    replace(tensor, frame=self._stay(tensor.frame, reader, pack, packer))
+                    replace(tensor, frame=self._stay(tensor.frame, way))
                     for tensor in manifest.tensors
                 )
             self._session.commit(replace(manifest, file=file, tensors=tensors))
@@ -230,8 +225,8 @@ class _Mover:
             written += pack.nbytes
         return rewritten, written
 
-    def _room(self, manifest: Manifest) -> tuple[int, int]:
-        """How many frames may have to move for a snapshot, and their bytes at most."""
+    def _room(self, manifest: Manifest) -> tuple[list[str], int]:
+        """The names of the frames that may have to move for a snapshot, and their bytes at most."""
         links: dict[tuple[str, int], FrameRef] = {}
         todo = [self._heads[tensor.frame.content] for tensor in manifest.tensors]
         while todo:
@@ -241,8 +236,10 @@ class _Mover:
                 # The head of a content may be another frame than the one below.
                 below = link.chain[1:]
                 todo += [*below, *(self._heads[at.content] for at in below if self._is_head(at))]
-        rooms = [max_frame_nbytes(ref.content[1], ref.content[2:]) for ref in links.values()]
-        return len(links), sum(rooms) + sum(ref.nbytes for ref in links.values())
+        contents = [ref.content for ref in links.values()]
+        rooms = [max_frame_nbytes(content.dtype, (content.numel,)) for content in contents]
+        names = [ref.name for ref in links.values()]
+        return names, sum(rooms) + sum(ref.nbytes for ref in links.values())
 
     def _is_head(self, frame: FrameRef) -> bool:
         return frame.content in self._heads
@@ -250,9 +247,7 @@ class _Mover:
     def _is_doomed(self, frame: FrameRef) -> bool:
         return any(link.pack in self._doomed for link in frame.chain)
 
-    def _stay(
-        self, frame: FrameRef, reader: PackReader, pack: PackWriter, packer: FramePacker
-    ) -> FrameRef:
+    def _stay(self, frame: FrameRef, way: _Way) -> FrameRef:
         """A frame of the same content whose whole chain stays."""
         frame = self._heads[frame.content]
         if not self._is_doomed(frame):
@@ -264,13 +259,13 @@ class _Mover:
         # first; what is being moved is none, should manifests lead in a circle.
         self._moving.add(frame.content)
         below = next((link for link in frame.chain[1:] if self._is_wanted(link)), None)
-        base = None if below is None else self._stay(below, reader, pack, packer)
+        base = None if below is None else self._stay(below, way)
         if base is not None and base.n_deltas >= MAX_CHAIN:
             base = None
         if below is frame.base and (base is None) == (below is None):
-            moved = self._as_it_is(frame, base, reader, pack)
+            moved = self._as_it_is(frame, base, way)
         else:
-            moved = self._anew(frame, base, reader, packer)
+            moved = self._anew(frame, base, way)
         self._moving.discard(frame.content)
         self._moved[frame.content] = moved
         return moved
@@ -278,24 +273,24 @@ class _Mover:
     def _is_wanted(self, frame: FrameRef) -> bool:
         return self._is_head(frame) and frame.content not in self._moving
 
-    def _as_it_is(
-        self, frame: FrameRef, base: FrameRef | None, reader: PackReader, pack: PackWriter
-    ) -> FrameRef:
+    def _as_it_is(self, frame: FrameRef, base: FrameRef | None, way: _Way) -> FrameRef:
         """The same frame: in its place if its pack stays, or moved byte for byte."""
         n_deltas = 0 if base is None else base.n_deltas + 1
         if frame.pack not in self._doomed:
             return replace(frame, base=base, n_deltas=n_deltas)
-        whole = reader.frame(frame)
-        return pack.add(whole.buffer(), frame.content, base)
+        data = self._session.frames.open(frame).buffer()
+        return way.pack.put([NewFrame(data, frame.content, base, frame.name)])[0]
 
-    def _anew(
-        self, frame: FrameRef, base: FrameRef | None, reader: PackReader, packer: FramePacker
-    ) -> FrameRef:
+    def _anew(self, frame: FrameRef, base: FrameRef | None, way: _Way) -> FrameRef:
         """Another frame of the same content, against a base that stays."""
-        data = _decoded(frame, reader, self._options.threads)
-        spec = Spec(frame.name, frame.content[1], reader.frame(frame).shape)
-        return packer.add([spec], [data], [base], share=False)[0]
+        store = self._session.frames
+        data = store.chain(frame).decode(self._options.threads, Scratch())
+        spec = TensorSpec(frame.name, frame.content.dtype, store.open(frame).shape)
+        return way.packer.add(way.pack, [Item(spec, data, base)], share=False)[0]
 
 
-def _decoded(frame: FrameRef, reader: PackReader, threads: int) -> ByteArray:
-    return Chain(reader, frame, None).decode(threads, Scratch())
+class _Way(NamedTuple):
+    """Where frames go that have to move: as they are, or packed anew."""
+
+    pack: FrameBatch
+    packer: FramePacker

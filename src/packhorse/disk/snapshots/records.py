@@ -22,12 +22,11 @@ from packhorse.codecs.content import crc32c
 from packhorse.disk.snapshots.manifest import (
     MAX_CHAIN,
     MAX_MANIFEST_NBYTES,
-    Content,
-    FrameRef,
     Manifest,
 )
 from packhorse.errors import CorruptionError
 from packhorse.layout import DTYPE_BY_NAME
+from packhorse.storage.frames.refs import Content, FrameRef
 from packhorse.storage.interface import Stamp
 
 __all__ = [
@@ -130,9 +129,8 @@ class Record:
 
 def fingerprint(content: Content) -> int:
     """64 bits that stand for a content; never 0."""
-    digest, dtype, numel = content
-    kind = numel << 8 | DTYPE_BY_NAME[dtype].code
-    return (int.from_bytes(digest[:8], "little") ^ kind * _MIX) % (1 << 64) or 1
+    kind = content.numel << 8 | DTYPE_BY_NAME[content.dtype].code
+    return (int.from_bytes(content.digest[:8], "little") ^ kind * _MIX) % (1 << 64) or 1
 
 
 def make_record(manifest: Manifest, crc: int, stamp: Stamp) -> Record:

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.frames import Scratch
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.catalog import Catalog
-from packhorse.disk.snapshots.chains import Chain
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
-from packhorse.disk.snapshots.packs import PackReader
+from packhorse.disk.snapshots.packs import SnapshotFrames
 from packhorse.disk.state import Keys, Leaf, decode_state, find_tensors
 from packhorse.errors import CorruptionError, blaming
 from packhorse.framework import Framework
+from packhorse.storage.frames.interface import FrameStore
+from packhorse.storage.frames.scratch import Scratch
 from packhorse.storage.interface import Storage
 from packhorse.storage.strict_json import shortened
 from packhorse.threads import map_tensors
@@ -105,11 +105,11 @@ def _restore(storage: Storage, manifest: Manifest, wanted: Restoring) -> Any:
         decode_state(manifest.state, choose, wanted.keys)
         targets = _targets(chosen, wanted.into)
     check_limit(chosen, name, wanted.max_nbytes)
-    with PackReader(storage) as reader, blaming(f"snapshot {name!r}"):
+    with SnapshotFrames(storage) as store, blaming(f"snapshot {name!r}"):
         scratch = Scratch()
 
         def work(k: int, threads: int) -> Any:
-            return _tensor(reader, chosen[k], targets.get(k), wanted, threads, scratch)
+            return _tensor(store, chosen[k], targets.get(k), wanted, threads, scratch)
 
         found: dict[int, Any] = {}
         for group in _groups(len(chosen), targets):
@@ -192,7 +192,7 @@ def _targets(chosen: Sequence[TensorRef], into: object) -> dict[int, _Target]:
 
 
 def _tensor(
-    reader: PackReader,
+    store: FrameStore,
     ref: TensorRef,
     target: _Target | None,
     wanted: Restoring,
@@ -201,7 +201,7 @@ def _tensor(
 ) -> Any:
     """One tensor: a new one, or the caller's."""
     try:
-        chain = Chain(reader, ref.frame, ref.path)
+        chain = store.chain(ref.frame, ref.path)
     except FileNotFoundError as error:  # pruned meanwhile, perhaps
         raise FileNotFoundError(f"tensor {shortened(ref.path)!r}: {error}") from error
     framework = wanted.framework if target is None else target.leaf.framework

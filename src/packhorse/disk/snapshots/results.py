@@ -241,8 +241,8 @@ def describe(manifest: Manifest, notice: str | None = None) -> SnapshotInfo:
             tensor.frame.logical_nbytes,
             tensor.frame.nbytes,
             tensor.frame.n_deltas,
-            tensor.frame.content[0],
-            tensor.frame.base.content[0] if tensor.frame.base else None,
+            tensor.frame.content.digest,
+            tensor.frame.base.content.digest if tensor.frame.base else None,
         )
         for tensor in manifest.tensors
     )

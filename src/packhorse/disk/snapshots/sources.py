@@ -17,9 +17,10 @@ from packhorse.disk.container import PICKLE_SUFFIXES, pickle_advice
 from packhorse.disk.folder_index import PLAIN_SUFFIX
 from packhorse.disk.header import TensorEntry
 from packhorse.disk.model_file import ModelFile
-from packhorse.disk.snapshots.casts import find_casts, packing_order
-from packhorse.disk.snapshots.take import Spec, State
+from packhorse.disk.snapshots.take import State
 from packhorse.disk.source_file import open_source
+from packhorse.storage.frames.casts import find_casts, packing_order
+from packhorse.storage.frames.refs import TensorSpec
 from packhorse.storage.strict_json import shortened
 
 __all__ = ["FileState", "model_files", "open_sources"]
@@ -90,8 +91,8 @@ def open_sources(files: Sequence[Path], threads: int) -> Iterator[FileState]:
         opened = [ModelFile(stack.enter_context(open_source(path))) for path in files]
         places = [(file, entry) for file in opened for entry in file.original.entries]
         _refuse_same_names(places)
-        specs = [Spec(entry.name, entry.dtype, entry.shape) for _, entry in places]
-        document = {"dict": [[spec.path, {"tensor": i}] for i, spec in enumerate(specs)]}
+        specs = [TensorSpec(entry.name, entry.dtype, entry.shape) for _, entry in places]
+        document = {"dict": [[spec.name, {"tensor": i}] for i, spec in enumerate(specs)]}
         metadata: dict[str, str] = {}
         for file in reversed(opened):
             metadata |= file.original.metadata or {}

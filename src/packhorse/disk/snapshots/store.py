@@ -14,7 +14,6 @@ from typing import Any, Self
 
 from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.disk.results import Progress
-from packhorse.disk.snapshots.cache import BaseCache
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.check import verify_snapshots
 from packhorse.disk.snapshots.compare import compare_snapshots
@@ -38,11 +37,13 @@ from packhorse.disk.snapshots.results import (
 )
 from packhorse.disk.snapshots.sources import model_files, open_sources
 from packhorse.disk.snapshots.staging import Staging
-from packhorse.disk.snapshots.take import Options, Taking, take_snapshot
+from packhorse.disk.snapshots.take import Taking, take_snapshot
 from packhorse.disk.snapshots.writer import Writer
 from packhorse.disk.state import Keys
 from packhorse.framework import resolve_framework
 from packhorse.layout import Level
+from packhorse.storage.frames.cache import BaseCache
+from packhorse.storage.frames.packer import PackOptions
 from packhorse.storage.locations import open_storage
 
 __all__ = ["SnapshotStore"]
@@ -107,9 +108,10 @@ class SnapshotStore:
             raise ValueError(f"staging_nbytes is {staging_nbytes}; it must be at least 1")
         if cache_nbytes < 0:
             raise ValueError(f"cache_nbytes is {cache_nbytes}; it must be at least 0")
-        self._options = Options(
-            resolve_level(level), resolve_threads(threads), max_chain, BaseCache(cache_nbytes)
-        )
+        self._options = PackOptions(
+            resolve_level(level), resolve_threads(threads), max_chain, MAX_CHAIN,
+            BaseCache(cache_nbytes),
+        )  # fmt: skip
         self._staging_nbytes = staging_nbytes
         self._storage = open_storage(url, storage_options)
         self._arguments = {

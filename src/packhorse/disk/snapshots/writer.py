@@ -22,8 +22,8 @@ from packhorse.disk.snapshots.names import (
     SNAPSHOTS,
     ManifestFile,
     is_pack,
-    pack_path,
 )
+from packhorse.disk.snapshots.packs import SnapshotFrames
 from packhorse.errors import PackhorseError
 from packhorse.layout import FILE_SUFFIX
 from packhorse.storage.atomic import is_temporary
@@ -63,9 +63,10 @@ class Writer:
                 session.clean()
             self._is_clean = False
             try:
-                yield session
+                with session.frames:
+                    yield session
             except FileNotFoundError:
-                lock.check()  # another writer may have removed what this one was at
+                lock.check()  # another writer may have removed what this one worked on
                 raise
             with suppress(Exception):  # what is committed is committed, and the next saves
                 self._index.save()
@@ -80,6 +81,7 @@ class Session:
     Attributes:
         listing: the manifests that there are.
         index: what they name.
+        frames: the store's frames.
     """
 
     def __init__(self, storage: Storage, catalog: Catalog, index: Index, lock: WriterLock) -> None:
@@ -91,6 +93,7 @@ class Session:
         self.index = index
         self.index.refresh(self.listing)
         self._finder: Finder | None = None
+        self.frames = SnapshotFrames(storage, lambda: self.finder)
 
     @property
     def finder(self) -> Finder:
@@ -142,7 +145,7 @@ class Session:
         """
         text = render_manifest(manifest)
         self._lock.check()
-        self.storage.put(manifest.file.path, text)
+        self.frames.commit(manifest.file.path, text)
         try:
             self._lock.check()
         except BaseException:
@@ -222,6 +225,5 @@ class Session:
             self._lock.check()  # so none of those that were listed is another writer's
         if self.index.damaged:
             return 0
-        for pack in sorted(unneeded):
-            self.storage.remove(pack_path(pack))
+        self.frames.delete(sorted(unneeded))
         return sum(sizes[pack] for pack in unneeded)

@@ -1,7 +1,8 @@
 """Finding tensors that are rounded copies: the bfloat16 weights of float32 masters.
 
-Such a copy is packed against its master, beside which it costs next to nothing. Which is whose is
-guessed from the first elements; the encoder then looks at all, so a wrong guess costs no byte.
+Such a copy is packed as a delta against its master and then takes next to no space. Which tensor
+is a copy of which is guessed from their first elements. The encoder then compares all elements, so
+a wrong guess costs no byte.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.snapshots.take import Spec
+from packhorse.storage.frames.refs import TensorSpec
 
 __all__ = ["find_casts", "packing_order"]
 
@@ -20,13 +21,16 @@ _MIN_NUMEL = 1024  # below this there is nothing to gain
 _SAMPLE = 64  # elements
 
 
-def find_casts(specs: Sequence[Spec], head: Callable[[int, int], ByteArray]) -> dict[int, int]:
+def find_casts(
+    specs: Sequence[TensorSpec], head: Callable[[int, int], ByteArray]
+) -> dict[int, int]:
     """The number of the master for each tensor that seems to be a rounded copy.
 
     Args:
         specs: the tensors.
-        head: gives the bytes of the first elements of a tensor: of its number, and how many. It is
-            asked for few elements, and only where there are tensors of one shape in both widths.
+        head: gives the bytes of the first elements of a tensor, called with its number and how many
+            elements. It is called for few elements, and only for tensors whose shape occurs in both
+            widths.
     """
     large = [i for i, spec in enumerate(specs) if math.prod(spec.shape) >= _MIN_NUMEL]
     copies = [i for i in large if specs[i].dtype in ("BF16", "F16")]
@@ -43,13 +47,13 @@ def find_casts(specs: Sequence[Spec], head: Callable[[int, int], ByteArray]) -> 
         if specs[i].shape in shapes:
             sample = head(i, _SAMPLE).view(np.uint16)
             master = masters.get((specs[i].dtype, specs[i].shape, sample.tobytes()))
-            if master is not None and (sample != sample[0]).any():  # zeros are anybody's copy
+            if master is not None and (sample != sample[0]).any():  # zeros are a copy of any zeros
                 casts[i] = master
     return casts
 
 
 def _rounded(values: np.ndarray[tuple[int], np.dtype[np.float32]], dtype: str) -> bytes:
-    """Numbers rounded to nearest, ties to even; what is no number may come out as anything."""
+    """Numbers rounded to nearest, ties to even. NaN may become anything."""
     if dtype == "F16":
         with np.errstate(all="ignore"):
             return values.astype(np.float16).tobytes()
@@ -58,8 +62,8 @@ def _rounded(values: np.ndarray[tuple[int], np.dtype[np.float32]], dtype: str) -
 
 
 def packing_order(n_tensors: int, casts: dict[int, int]) -> list[list[int]]:
-    """The numbers of tensors in the order in which they are packed: each with its copies behind
-    it, in groups that are taken at once."""
+    """The numbers of tensors in the order in which they are packed: groups of a tensor and its
+    copies, which must be packed together."""
     copies: dict[int, list[int]] = {}
     for i, j in casts.items():
         copies.setdefault(j, []).append(i)

@@ -2,47 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
-from packhorse.disk.frames import Scratch
-from packhorse.disk.snapshots.manifest import FrameRef
-from packhorse.disk.snapshots.packs import PackReader
 from packhorse.errors import BaseMismatchError, CorruptionError, blaming
 from packhorse.frame import Frame
+from packhorse.storage.frames.refs import FrameRef
+from packhorse.storage.frames.scratch import Scratch
 
 __all__ = ["Chain"]
 
 
 class Chain:
-    """The frames that restore a tensor, from its own down to a full one, their headers checked."""
+    """The frames that restore a tensor: its own, the base of that, and so on to a full frame."""
 
-    def __init__(self, reader: PackReader, ref: FrameRef, path: str | None) -> None:
-        """Args:
-            reader: of the packs.
+    def __init__(
+        self, ref: FrameRef, frames: Sequence[Frame], labels: Sequence[str], name: str | None
+    ) -> None:
+        """
+        Args:
             ref: the tensor's own frame.
-            path: of the tensor, for messages.
-
-        Raises:
-            CorruptionError, CompatibilityError: a frame is bad, or not the one that is named.
-            FileNotFoundError: a pack is not there.
+            frames: it and those that it needs, in the order of `ref.chain`, each checked against
+                its link.
+            labels: what messages call the pack of each.
+            name: of the tensor, for messages.
         """
         self._links = ref.chain
-        self._path = path
-        self._frames = [reader.frame(link, path) for link in self._links]
-        self._labels = [reader.label(link.pack) for link in self._links]
-        for link, frame in zip(self._links, self._frames, strict=True):
-            wanted = (None, None) if link.base is None else link.base.content[:2]
-            if (frame.base_hash, frame.base_dtype) != wanted:
-                raise CorruptionError(
-                    f"{reader.label(link.pack)}: tensor {path!r}: the frame at byte {link.offset} "
-                    "needs another base than the manifest says"
-                )
+        self._frames = frames
+        self._labels = labels
+        self._name = "" if name is None else f"tensor {name!r}: "
 
     def verify(self, threads: int, scratch: Scratch) -> None:
-        """Decode the tensor and compare all checksums and the hash of each link; a full frame takes
-        a window of memory alone.
+        """Decode the tensor, and compare all checksums and the content hash of each frame. A full
+        frame takes one window of memory, not as much as the tensor.
 
         Raises:
             CorruptionError: what is wrong.
@@ -56,7 +51,7 @@ class Chain:
             self._check_hash(dst, threads)
 
     def decode(self, threads: int, scratch: Scratch) -> ByteArray:
-        """The bytes of the tensor, in memory of their own; raises as `decode_into`."""
+        """The bytes of the tensor, in memory of their own; errors as of `decode_into`."""
         data = np.empty(self._links[0].logical_nbytes, np.uint8)
         self.decode_into(data, threads, scratch)
         return data
@@ -65,19 +60,19 @@ class Chain:
         """Decode the tensor.
 
         Args:
-            dst: memory of exactly its size; every second link passes through it.
+            dst: memory of exactly its size. Every second frame of the chain is decoded to it, too.
             threads: how many to use.
-            scratch: for the other links.
+            scratch: memory for the other frames.
 
         Raises:
-            CorruptionError: a frame is bad, or the tensor is not the one that is named.
+            CorruptionError: a frame is damaged, or the tensor is not the one that `ref` names.
         """
-        # The hash of the tensor itself proves the whole chain.
+        # The content hash of the tensor proves the whole chain, so the bases are not hashed.
         try:
             self._decode_links(dst, threads, scratch, check=False)
             self._check_hash(dst, threads)
         except CorruptionError:
-            self._decode_links(dst, threads, scratch, check=True)  # which link is it?
+            self._decode_links(dst, threads, scratch, check=True)  # names the damaged frame
             raise
 
     def _decode_links(self, dst: ByteArray, threads: int, scratch: Scratch, *, check: bool) -> None:
@@ -86,17 +81,17 @@ class Chain:
             nbytes = self._links[i].logical_nbytes
             is_dst = i % 2 == 0 and nbytes == dst.size
             place = dst if is_dst else scratch.take(i % 2, nbytes)
-            base_hash = None if base is None or check else self._links[i + 1].content[0]
+            base_hash = None if base is None or check else self._links[i + 1].content.digest
             with blaming(self._labels[i]):
                 _decode(self._frames[i], place, base, base_hash, threads)
             base = place
 
     def _check_hash(self, dst: ByteArray, threads: int) -> None:
-        digest = content_hash(dst, threads=threads)
-        if digest != self._links[0].content[0]:
+        digest, wanted = content_hash(dst, threads=threads), self._links[0].content.digest
+        if digest != wanted:
             raise CorruptionError(
-                f"{self._labels[0]}: tensor {self._path!r}: the content hash of the decoded bytes "
-                f"is {digest.hex()}, and the manifest says {self._links[0].content[0].hex()}"
+                f"{self._labels[0]}: {self._name}the content hash of the decoded bytes is "
+                f"{digest.hex()}, and the manifest says {wanted.hex()}"
             )
 
 
@@ -105,5 +100,5 @@ def _decode(
 ) -> None:
     try:
         frame.decompress_into(dst, threads=threads, base=base, base_hash=base_hash)
-    except BaseMismatchError as error:  # the frame below was not what it said it was
+    except BaseMismatchError as error:  # the frame below does not hold what it claims
         raise CorruptionError(str(error)) from error

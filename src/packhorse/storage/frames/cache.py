@@ -1,7 +1,7 @@
-"""The tensors of the newest snapshot, kept in memory as bases for the next one.
+"""Tensors that were packed last, kept in memory as bases for the next ones.
 
-Without them a base is decoded along its whole chain. The memory is bounded, and that of a tensor
-which is not needed any more serves for the next of its size.
+Without the cache a base is decoded along its whole chain. Its memory is bounded, and the memory of
+a tensor that is dropped serves for the next one of the same size.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import numpy as np
 
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import copy_with_hash
-from packhorse.disk.snapshots.manifest import Content
+from packhorse.storage.frames.refs import Content
 
 __all__ = ["BaseCache"]
 
 
 class BaseCache:
-    """Copies of tensors by content; the oldest go first. One thread puts, several may get."""
+    """Copies of tensors by content. The oldest are dropped first. One thread may put while several
+    get."""
 
     def __init__(self, max_nbytes: int) -> None:
         """Args:
@@ -27,12 +28,12 @@ class BaseCache:
         self._nbytes = 0
 
     def get(self, content: Content) -> ByteArray | None:
-        """The bytes of a tensor, not to be written to; None if they are not kept."""
+        """The bytes of a tensor, which must not be written to; None if they are not kept."""
         return self._kept.get(content)
 
     def put(self, content: Content, data: ByteArray) -> None:
-        """Keep a copy of a tensor's bytes as the newest, unless they are no longer what the content
-        says: another thread may write to them."""
+        """Keep a copy of a tensor's bytes as the newest, unless another thread has changed them, so
+        that they no longer match the content."""
         known = self._kept.pop(content, None)
         if known is not None:
             self._kept[content] = known
@@ -51,6 +52,6 @@ class BaseCache:
         self._nbytes += data.size
 
     def clear(self) -> None:
-        """Let all memory go."""
+        """Release all memory."""
         self._kept.clear()
         self._nbytes = 0

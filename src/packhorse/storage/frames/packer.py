@@ -1,0 +1,279 @@
+"""Tensors in, stored frames out: each content once, as a delta where that is shorter.
+
+What a group of tensors needs besides memory is decided here alone: which of them the store has
+already, which are equal to each other, which may be deltas against a stored frame, and which are
+rounded copies of another tensor of the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from packhorse.codecs.base import ByteArray
+from packhorse.codecs.content import content_hash
+from packhorse.errors import ChangedError, PackhorseError
+from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
+from packhorse.layout import Level
+from packhorse.storage.frames.cache import BaseCache
+from packhorse.storage.frames.interface import FrameBatch, FrameStore, NewFrame
+from packhorse.storage.frames.refs import Content, FrameRef, TensorSpec
+from packhorse.storage.frames.scratch import Scratch, Window
+from packhorse.storage.strict_json import shortened
+from packhorse.threads import map_tensors
+
+__all__ = ["FramePacker", "Item", "PackOptions"]
+
+
+@dataclass(frozen=True, slots=True)
+class PackOptions:
+    """How tensors are packed.
+
+    Attributes:
+        level: how hard to try.
+        threads: how many to use.
+        max_chain: no frame becomes a delta against a frame that has so many deltas below it.
+        max_deltas: the most deltas that readers accept in a chain, where a rounded copy counts.
+        cache: of tensors that may be bases.
+        is_strict: whether all tensors are hashed before they are packed. Then a tensor that the
+            store has already is never packed, and one that changes meanwhile is an error. Without
+            it only tensors that have a base are hashed before.
+        keeps_shapes: whether frames of different shapes may not replace each other.
+        skips_bad_bases: whether a damaged base is passed over, and a full frame made instead.
+    """
+
+    level: Level
+    threads: int
+    max_chain: int
+    max_deltas: int
+    cache: BaseCache
+    is_strict: bool = True
+    keeps_shapes: bool = False
+    skips_bad_bases: bool = True
+
+
+class Item(NamedTuple):
+    """A tensor to be packed.
+
+    Attributes:
+        spec: what it is.
+        data: its bytes.
+        base: a stored frame that it may be a delta against; None for none.
+        master: the number, in the same group, of the tensor that it is a rounded copy of; None for
+            none. A master stands before its copies and has none itself.
+        is_whole: whether only a full frame will do. The base then serves as it is, or not at all.
+    """
+
+    spec: TensorSpec
+    data: ByteArray
+    base: FrameRef | None = None
+    master: int | None = None
+    is_whole: bool = False
+
+
+class FramePacker:
+    """Packs groups of tensors for one store.
+
+    Attributes:
+        new: the frames that were written, by content.
+    """
+
+    def __init__(self, store: FrameStore, options: PackOptions) -> None:
+        self._store = store
+        self._options = options
+        self._window = Window()
+        self._scratch = Scratch()
+        self.new: dict[Content, FrameRef] = {}
+
+    def add(
+        self, batch: FrameBatch, items: Sequence[Item], *, share: bool = True
+    ) -> list[FrameRef]:
+        """Stored frames of some tensors: those that the store has already, and new ones.
+
+        Args:
+            batch: where new frames go.
+            items: the tensors.
+            share: whether frames that were stored before may serve.
+
+        Returns:
+            The frame of each tensor.
+
+        Raises:
+            ChangedError: a tensor was written to meanwhile.
+            CorruptionError: a base is damaged, and that is not passed over.
+        """
+        contents = self._hash(items)
+        known = self._find(list(dict.fromkeys(contents.values())), share)
+        jobs = self._plan(items, contents, known)
+        frames = self._compress(items, jobs, contents)
+        for k, frame in frames.items():
+            spec, content = items[k].spec, self._content(items[k].spec, frame.content_hash)
+            if contents.setdefault(k, content) != content:
+                raise ChangedError(
+                    f"{spec.name}: the tensor changed while it was packed; pack it when nothing "
+                    "writes to it"
+                )
+            if content not in self.new:
+                master = jobs[k].master
+                base = jobs[k].base if master is None else known[contents[master]]
+                base = base if frame.base_hash else None
+                new = NewFrame(frame.buffer(), content, base, spec.name)
+                (self.new[content],) = batch.put([new])
+            known[content] = self.new[content]
+        for k, content in contents.items():
+            self._options.cache.put(content, items[k].data)
+        return [known[contents[k]] for k in range(len(items))]
+
+    def _find(self, contents: Sequence[Content], share: bool) -> dict[Content, FrameRef]:
+        """Frames that were written already, in this batch or before it."""
+        known = {content: self.new[content] for content in contents if content in self.new}
+        if share:
+            known |= self._store.find([content for content in contents if content not in known])
+        return known
+
+    def _hash(self, items: Sequence[Item]) -> dict[int, Content]:
+        """What tensors hold, by their numbers: those that are hashed before they are packed."""
+        chosen = [k for k, item in enumerate(items) if self._options.is_strict or item.base]
+        digests = map_tensors(
+            lambda i, threads: content_hash(items[chosen[i]].data, threads=threads),
+            [items[k].data.size for k in chosen],
+            self._options.threads,
+        )
+        pairs = zip(chosen, digests, strict=True)
+        return {k: self._content(items[k].spec, digest) for k, digest in pairs}
+
+    def _content(self, spec: TensorSpec, digest: bytes) -> Content:
+        shape = spec.shape if self._options.keeps_shapes else None
+        return Content(digest, spec.dtype, spec.numel, shape)
+
+    def _plan(
+        self, items: Sequence[Item], contents: Mapping[int, Content],
+        known: Mapping[Content, FrameRef],
+    ) -> dict[int, _Job]:  # fmt: skip
+        """The frames to be made, by the numbers of their tensors."""
+        new = _new_of(len(items), contents, known)
+        max_deltas = self._options.max_deltas
+        masters: dict[int, int] = {}
+        for k in new:
+            master = items[k].master
+            if master is None:
+                continue
+            stored = known.get(contents[master]) if master in contents else None
+            if stored is None or stored.n_deltas < max_deltas:
+                masters[k] = master
+        leaders, jobs = set(masters.values()), {}
+        for k in new:
+            # A master leaves room in its chain for its copies.
+            limit = min(self._options.max_chain, max_deltas - (k in leaders))
+            base = None if items[k].is_whole else items[k].base
+            if base is not None and (k in masters or base.n_deltas >= limit):
+                base = None
+            jobs[k] = _Job(items[k], base, masters.get(k))
+        return jobs
+
+    def _compress(
+        self, items: Sequence[Item], jobs: Mapping[int, _Job], contents: Mapping[int, Content]
+    ) -> dict[int, Frame]:
+        """The frames, by the numbers of their tensors, in the order of those."""
+        specs = {k: job.item.spec for k, job in jobs.items()}
+        sizes = [max_frame_nbytes(spec.dtype, spec.shape) for spec in specs.values()]
+        rooms = dict(zip(jobs, self._window.cut(sizes), strict=True))
+        digests = {k: content.digest for k, content in contents.items()}
+
+        def make(k: int, threads: int) -> Frame:
+            spec, base = specs[k], self._base(jobs[k], items, digests, threads)
+            return compress_buffer(
+                items[k].data, spec.dtype, spec.shape, level=self._options.level, threads=threads,
+                out=rooms[k], name=shortened(spec.name), base=base.data, base_dtype=base.dtype,
+                base_hash=base.digest,
+            )  # fmt: skip
+
+        # A copy can be packed only when the hash of its master is known.
+        late = [
+            k for k, job in jobs.items() if job.master is not None and job.master not in digests
+        ]
+        bases = [job.base for job in jobs.values() if job.base is not None]
+        frames: dict[int, Frame] = {}
+        self._fetch(bases)
+        for chosen in (sorted(jobs.keys() - set(late)), late):
+            made = map_tensors(
+                lambda i, threads, chosen=chosen: make(chosen[i], threads),  # type: ignore[misc]
+                [items[k].data.size for k in chosen],
+                self._options.threads,
+            )
+            frames.update(zip(chosen, made, strict=True))
+            digests.update((k, frames[k].content_hash) for k in chosen)
+        self._store.release(bases)
+        return {k: frames[k] for k in jobs}
+
+    def _base(
+        self, job: _Job, items: Sequence[Item], digests: Mapping[int, bytes], threads: int
+    ) -> _Base:
+        """What a frame may be a delta against."""
+        if job.master is not None:
+            master = items[job.master]
+            return _Base(master.data, master.spec.dtype, digests[job.master])
+        data = None if job.base is None else self._decode(job.base, threads)
+        if job.base is None or data is None:
+            return _Base(None, None, None)
+        return _Base(data, job.base.content.dtype, job.base.content.digest)
+
+    def _fetch(self, bases: Sequence[FrameRef]) -> None:
+        """Get the bytes of stored bases that are not in the cache."""
+        try:
+            self._store.fetch([b for b in bases if self._options.cache.get(b.content) is None])
+        except (PackhorseError, FileNotFoundError):
+            if not self._options.skips_bad_bases:  # else `_decode` finds which it is
+                raise
+
+    def _decode(self, base: FrameRef, threads: int) -> ByteArray | None:
+        """The bytes of a stored base; None if it is damaged and that is passed over."""
+        kept = self._options.cache.get(base.content)
+        if kept is not None:
+            return kept
+        try:
+            chain = self._store.chain(base)
+            data = self._scratch.take(2, base.logical_nbytes)  # good until this thread's next call
+            chain.decode_into(data, threads, self._scratch)
+        except (PackhorseError, FileNotFoundError):
+            if self._options.skips_bad_bases:
+                return None
+            raise
+        return data
+
+
+class _Job(NamedTuple):
+    """A frame to be made.
+
+    Attributes:
+        item: of what.
+        base: a stored frame that it may be a delta against.
+        master: instead, the number of the tensor that it is a rounded copy of.
+    """
+
+    item: Item
+    base: FrameRef | None
+    master: int | None
+
+
+class _Base(NamedTuple):
+    """The bytes that differences are made from, with their dtype and content hash."""
+
+    data: ByteArray | None
+    dtype: str | None
+    digest: bytes | None
+
+
+def _new_of(n_items: int, contents: Mapping[int, Content], known: Container[Content]) -> list[int]:
+    """The numbers of tensors that need a frame: of equal ones, the first."""
+    seen: set[Content] = set()
+    new = []
+    for k in range(n_items):
+        content = contents.get(k)
+        if content is None:
+            new.append(k)
+        elif content not in known and content not in seen:
+            seen.add(content)
+            new.append(k)
+    return new

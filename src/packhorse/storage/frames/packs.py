@@ -1,0 +1,355 @@
+"""The frame store of files. A pack is a safetensors file whose tensors are frames.
+
+A pack gets a new name and is written once, front to back, with room for the header, which is
+filled in at the end. So no file that exists is ever touched, and every frame begins at a multiple
+of 64 bytes. A pack that would hold no frame is not made.
+
+A reader trusts no manifest: a frame must lie where the manifest says, and hold what it says.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from packhorse.codecs.base import ByteArray
+from packhorse.errors import CorruptionError, PackhorseError, TruncationError, blaming
+from packhorse.frame import Frame
+from packhorse.layout import FIXED_HEADER, FIXED_HEADER_NBYTES, FRAME_ALIGNMENT
+from packhorse.storage.frames.chain import Chain
+from packhorse.storage.frames.interface import NewFrame
+from packhorse.storage.frames.refs import Content, FrameRef
+from packhorse.storage.interface import Object, Sink, Storage
+from packhorse.storage.strict_json import shortened
+
+__all__ = ["PackLayout", "PackStore", "PackWriter"]
+
+_LENGTH_NBYTES = 8  # of a safetensors file: the u64 before its header
+_MAX_OPEN = 256  # packs at a time
+_PEEK_NBYTES = 1 << 16  # fetched first of a remote frame: a small one whole, or most headers
+
+
+@dataclass(frozen=True, slots=True)
+class PackLayout:
+    """How a store lays out its packs.
+
+    Attributes:
+        new_pack: makes the name of a new pack, which no other pack has.
+        path_of: the path of a pack in the storage, by its name.
+        header_nbytes: how many bytes a header takes at most, given the names of all tensors that
+            may come and the bytes of their frames together. It raises if a header may not be so
+            long.
+        name_of: what the header calls a frame, given where it lies and the name of its tensor.
+        metadata: of the safetensors file; None for none.
+    """
+
+    new_pack: Callable[[], str]
+    path_of: Callable[[str], str]
+    header_nbytes: Callable[[Sequence[str], int], int]
+    name_of: Callable[[FrameRef, str], str]
+    metadata: Mapping[str, str] | None = None
+
+
+class PackWriter:
+    """A `FrameBatch` that writes one pack, as soon as there is a frame to write. A context manager:
+    the pack exists only when the block has ended without an exception.
+
+    Attributes:
+        pack: name of the pack.
+        nbytes: length of the pack so far; 0 while there is none.
+    """
+
+    def __init__(
+        self, storage: Storage, layout: PackLayout, names: Sequence[str], nbytes: int
+    ) -> None:
+        """
+        Args:
+            storage: where the pack goes.
+            layout: of the store.
+            names: of all tensors that may come.
+            nbytes: of their frames together, at most.
+        """
+        self.pack = layout.new_pack()
+        self.nbytes = 0
+        self._storage = storage
+        self._layout = layout
+        room = _LENGTH_NBYTES + layout.header_nbytes(names, nbytes)
+        self._data_offset = -(-room // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
+        self._rows: dict[str, str] = {}
+        self._context: AbstractContextManager[Sink] | None = None
+        self._sink: Sink | None = None
+
+    def put(self, frames: Sequence[NewFrame]) -> list[FrameRef]:
+        """Append frames, and say where each one lies."""
+        return [self._put(frame) for frame in frames]
+
+    def _put(self, new: NewFrame) -> FrameRef:
+        if self._sink is None:
+            self._context = self._storage.create(self._layout.path_of(self.pack))
+            self._sink = self._context.__enter__()
+            self._sink.write(bytes(self._data_offset))
+            self.nbytes = self._data_offset
+        n_deltas = 0 if new.base is None else new.base.n_deltas + 1
+        nbytes = new.data.nbytes
+        ref = FrameRef(self.pack, self.nbytes, nbytes, new.content, new.base, n_deltas)
+        name = self._layout.name_of(ref, new.name)
+        self._rows[name] = _row(name, ref.offset - self._data_offset, nbytes)
+        self._sink.write(new.data)
+        self.nbytes += nbytes
+        return ref
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._context is None or self._sink is None:
+            return
+        if kind is None:
+            try:
+                self._sink.patch(0, self._header())
+            except BaseException as failure:
+                self._context.__exit__(type(failure), failure, failure.__traceback__)
+                raise
+        self._context.__exit__(kind, error, trace)
+
+    def _header(self) -> bytes:
+        metadata = self._layout.metadata
+        first = [] if metadata is None else [f'"__metadata__":{_json(metadata)}']
+        text = "{" + ",".join([*first, *self._rows.values()]) + "}"
+        room = self._data_offset - _LENGTH_NBYTES
+        header = room.to_bytes(_LENGTH_NBYTES, "little") + text.encode().ljust(room)
+        assert len(header) == self._data_offset
+        return header
+
+
+def _row(name: str, start: int, nbytes: int) -> str:
+    """What the header says of a frame."""
+    info = {"dtype": "U8", "shape": [nbytes], "data_offsets": [start, start + nbytes]}
+    return f"{_json(name)}:{_json(info)}"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+class PackStore:
+    """A `FrameStore` of packs. It keeps some of them open; threads may share it."""
+
+    def __init__(self, storage: Storage, layout: PackLayout) -> None:
+        self.storage = storage
+        self._layout = layout
+        self._open: OrderedDict[str, Object] = OrderedDict()
+        self._lock = threading.Lock()
+        self._fetched: dict[tuple[str, int], ByteArray] = {}
+
+    # Reading.
+
+    def label(self, pack: str) -> str:
+        """What messages call a pack."""
+        return self.storage.label(self._layout.path_of(pack))
+
+    def find(self, contents: Sequence[Content]) -> dict[Content, FrameRef]:
+        """No frame; stores that can look for contents say otherwise."""
+        return {}
+
+    def open(self, ref: FrameRef, name: str | None = None) -> Frame:
+        """A stored frame, its header checked against `ref`.
+
+        Args:
+            ref: where it lies, and what it must hold.
+            name: of the tensor that it is read for, for messages.
+
+        Raises:
+            CorruptionError, CompatibilityError: the frame is damaged, or is another one.
+            FileNotFoundError: its pack does not exist.
+        """
+        name = None if name is None else shortened(name)
+        data: memoryview | ByteArray | None = self._fetched.get((ref.pack, ref.offset))
+        if data is None:
+            whole = self.file(ref.pack, ref.pack_nbytes)
+            try:
+                data = whole.region(ref.offset, ref.nbytes)
+            except TruncationError as error:
+                if name is None:
+                    raise
+                raise TruncationError(f"tensor {name!r}: {error}") from error
+        with blaming(self.label(ref.pack)):
+            frame = Frame.from_buffer(data, name=name, offset=ref.offset)
+            _check(frame, ref, "" if name is None else f"tensor {name!r} ")
+        return frame
+
+    def chain(self, ref: FrameRef, name: str | None = None) -> Chain:
+        """A stored frame with all frames that it needs; arguments and errors as of `open`."""
+        links = ref.chain
+        frames = [self.open(link, name) for link in links]
+        return Chain(ref, frames, [self.label(link.pack) for link in links], name)
+
+    def is_there(self, ref: FrameRef) -> bool:
+        """Whether a frame and its chain can be read, as far as that is cheap to check."""
+        try:
+            for link in ref.chain:
+                if self.storage.is_local:
+                    self.open(link)
+                elif self.file(link.pack).nbytes < link.offset + link.nbytes:
+                    return False
+        except (PackhorseError, OSError):
+            return False
+        return True
+
+    def fetch(self, refs: Iterable[FrameRef]) -> None:
+        """Get the bytes of remote frames and of their chains in few requests."""
+        if self.storage.is_local:
+            return
+        links = {link: None for ref in refs for link in ref.chain}
+        try:
+            self.peek(links)
+            self.fetch_parts((link, 0, link.nbytes) for link in links)
+        except BaseException:
+            self.release(links)  # parts of them would read as zeros
+            raise
+
+    def release(self, refs: Iterable[FrameRef]) -> None:
+        """Drop what `fetch` got for these frames and their chains."""
+        for ref in refs:
+            for link in ref.chain:
+                self.forget(link)
+
+    def forget(self, ref: FrameRef) -> None:
+        """Drop what `peek` and `fetch_parts` got of one frame."""
+        self._fetched.pop((ref.pack, ref.offset), None)
+
+    def peek(self, refs: Iterable[FrameRef]) -> None:
+        """Get the headers of frames in few requests. Of a remote frame the rest reads as zeros
+        until `fetch_parts` gets it."""
+        new = [ref for ref in refs if (ref.pack, ref.offset) not in self._fetched]
+        for ref in new:
+            whole = self.file(ref.pack, ref.pack_nbytes)
+            self._fetched[ref.pack, ref.offset] = whole.sketch(ref.offset, ref.nbytes)
+        self.fetch_parts((ref, 0, min(ref.nbytes, _PEEK_NBYTES)) for ref in new)
+        longer = [(ref, 0, self._header_nbytes(ref)) for ref in new]
+        self.fetch_parts(part for part in longer if _PEEK_NBYTES < part[2] <= part[0].nbytes)
+
+    def fetch_parts(self, parts: Iterable[tuple[FrameRef, int, int]]) -> None:
+        """Get parts of frames that `peek` was called with.
+
+        Args:
+            parts: the frame, the first byte of the part in it, and the byte after its last.
+        """
+        by_pack: dict[str, list[tuple[ByteArray, int]]] = {}
+        for ref, start, stop in parts:
+            place = self._fetched[ref.pack, ref.offset][start:stop], ref.offset + start
+            by_pack.setdefault(ref.pack, []).append(place)
+        for pack, places in by_pack.items():
+            self.file(pack).fill(places)
+
+    def _header_nbytes(self, ref: FrameRef) -> int:
+        """How long the header of a frame claims to be; 0 if the frame is too short to say so."""
+        data = self._fetched[ref.pack, ref.offset][:FIXED_HEADER_NBYTES].tobytes()
+        if len(data) < FIXED_HEADER_NBYTES:
+            return 0
+        nbytes: int = FIXED_HEADER.unpack(data)[8]
+        return nbytes
+
+    def file(self, pack: str, nbytes: int = 0) -> Object:
+        """The file of a pack.
+
+        Args:
+            pack: its name.
+            nbytes: its length, if that is known.
+
+        Raises:
+            FileNotFoundError: there is no such pack.
+            TruncationError: its length is another one.
+        """
+        with self._lock:
+            found = self._open.pop(pack, None) or self._opened(pack)
+            self._open[pack] = found
+            if len(self._open) > _MAX_OPEN:
+                self._open.popitem(last=False)  # whoever still reads from it keeps it
+        if nbytes and found.nbytes != nbytes:
+            raise TruncationError(
+                f"{self.label(pack)}: has {found.nbytes} bytes, and the manifest says {nbytes}; "
+                "get the file again"
+            )
+        return found
+
+    def _opened(self, pack: str) -> Object:
+        try:
+            return self.storage.open(self._layout.path_of(pack))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{self.label(pack)}: the pack does not exist") from error
+
+    def close(self) -> None:
+        """Close all packs."""
+        with self._lock:
+            self._open.clear()
+            self._fetched.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Writing.
+
+    def batch(self, names: Sequence[str], nbytes: int) -> PackWriter:
+        """A new pack, to be written in a `with` block.
+
+        Args:
+            names: of all tensors that may come.
+            nbytes: of their frames together, at most.
+        """
+        return PackWriter(self.storage, self._layout, names, nbytes)
+
+    def commit(self, name: str, document: bytes, *, replace: bool = False) -> None:
+        """Write a document in one step; `name` is its path in the storage."""
+        self.storage.put(name, document, replace=replace)
+
+    def delete(self, packs: Iterable[str]) -> None:
+        """Remove packs. Those that are gone already are skipped."""
+        for pack in packs:
+            self.storage.remove(self._layout.path_of(pack))
+
+
+def _check(frame: Frame, ref: FrameRef, tensor: str) -> None:
+    """Check that a frame is the one that a manifest describes.
+
+    Raises:
+        CorruptionError: it is not.
+    """
+    wanted = ref.content
+    shape = None if wanted.shape is None else frame.shape
+    if Content(frame.content_hash, frame.dtype, frame.numel, shape) != wanted:
+        raise CorruptionError(
+            f"{tensor}at byte {ref.offset}: the frame holds {frame.dtype} of shape "
+            f"{list(frame.shape)} with content hash {frame.content_hash.hex()}, and the manifest "
+            f"says {_described(wanted)} with {wanted.digest.hex()}"
+        )
+    base = None if ref.base is None else ref.base.content
+    if (frame.base_hash, frame.base_dtype) != ((None, None) if base is None else base[:2]):
+        raise CorruptionError(
+            f"{tensor}at byte {ref.offset}: the frame is a delta against {_hex(frame.base_hash)}, "
+            f"and the manifest says {_hex(base and base.digest)}"
+        )
+
+
+def _described(content: Content) -> str:
+    if content.shape is not None:
+        return f"{content.dtype} of shape {list(content.shape)}"
+    return f"{content.numel} elements of {content.dtype}"
+
+
+def _hex(digest: bytes | None) -> str:
+    return "no base" if digest is None else f"the base {digest.hex()}"

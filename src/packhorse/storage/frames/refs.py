@@ -1,0 +1,99 @@
+"""What names a frame: the tensor that it decodes to, and the place where it lies."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from packhorse.layout import DTYPE_BY_NAME
+
+__all__ = ["Content", "FrameRef", "TensorSpec"]
+
+
+class Content(NamedTuple):
+    """The bytes of a tensor, by name. Two frames of the same content are interchangeable.
+
+    Attributes:
+        digest: the content hash of the bytes.
+        dtype: safetensors' name of the dtype.
+        numel: number of elements.
+        shape: the dimensions of the frame, in stores where frames of different shapes may not
+            replace each other; None in all other stores.
+    """
+
+    digest: bytes
+    dtype: str
+    numel: int
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.numel * DTYPE_BY_NAME[self.dtype].bits // 8
+
+
+@dataclass(frozen=True, slots=True)
+class FrameRef:
+    """A frame in a store, and the frames that it needs.
+
+    Attributes:
+        pack: name of the pack (the file, or whatever the store has instead) that the frame lies in.
+        offset: first byte in the pack.
+        nbytes: length of the frame.
+        content: what it decodes to.
+        base: the frame that this one is a delta against; None for a full frame.
+        n_deltas: how many frames of the chain that begins here need a base.
+        pack_nbytes: length of the pack, in stores whose manifests record it; 0 in all other stores.
+    """
+
+    pack: str
+    offset: int
+    nbytes: int
+    content: Content
+    base: FrameRef | None
+    n_deltas: int
+    pack_nbytes: int = 0
+
+    @property
+    def chain(self) -> tuple[FrameRef, ...]:
+        """This frame, its base, the base of that one, and so on down to a full frame."""
+        links = [self]
+        while links[-1].base is not None:
+            links.append(links[-1].base)
+        return tuple(links)
+
+    @property
+    def name(self) -> str:
+        """What the frame is called in its pack, unless the store gives it another name."""
+        return f"{self.content.digest.hex()}.{self.content.dtype}"
+
+    @property
+    def logical_nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.content.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor without its bytes.
+
+    Attributes:
+        name: the path of the tensor in its state, or its name in a file.
+        dtype: safetensors' name of the dtype.
+        shape: the dimensions.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.numel * DTYPE_BY_NAME[self.dtype].bits // 8
