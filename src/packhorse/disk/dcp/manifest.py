@@ -12,7 +12,6 @@ adds may not, and is refused when the checkpoint is saved.
 
 from __future__ import annotations
 
-import json
 import math
 import posixpath
 import re
@@ -40,10 +39,11 @@ from packhorse.disk.dcp.shards import (
     torch_dtype,
 )
 from packhorse.errors import CompatibilityError, CorruptionError
-from packhorse.layout import DTYPE_BY_NAME, MAX_BITS, MAX_DIMS
+from packhorse.layout import MAX_BITS
+from packhorse.storage.documents import Document, compact_json
 from packhorse.storage.frames.refs import Content, FrameRef
 from packhorse.storage.interface import Storage
-from packhorse.storage.strict_json import check_text, parse_json, shown
+from packhorse.storage.strict_json import check_text, shown
 
 __all__ = [
     "MAX_DELTAS",
@@ -95,7 +95,7 @@ def render_manifest(metadata: Metadata) -> bytes:
         TypeError: a planner added something that a manifest cannot hold.
         ValueError: a name is not Unicode text, or a shard of a tensor was not written.
     """
-    body = json.dumps(_document(metadata), ensure_ascii=False, separators=(",", ":")).encode()
+    body = compact_json(_document(metadata))
     return _HEAD % crc32c(body) + body + _TAIL
 
 
@@ -249,91 +249,88 @@ def parse_manifest(data: bytes, label: str) -> Metadata:
             f"{label}: damaged: its checksum does not match its {len(data)} bytes, or it is no "
             "manifest of a checkpoint; get it again, or use an older checkpoint"
         )
-    document = parse_json(body, label=label, offset=_HEAD_NBYTES)
-    version = document.get("version")
-    if document.get("format") != _FORMAT or type(version) is not int or version < 1:
-        raise CorruptionError(f"{label}: not a manifest of a checkpoint")
-    if version > _VERSION:
-        raise CompatibilityError(
-            f"{label}: version {version} of the manifest, and this release reads {_VERSION}; "
-            "upgrade packhorse"
-        )
+    document = Document(body, label, _HEAD_NBYTES)
+    document.check_kind("format", _FORMAT, _VERSION)
     try:
-        return _Parser(label).metadata(document)
+        return _Parser(document).metadata()
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise CorruptionError(f"{label}: {type(error).__name__}: {shown(str(error))}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Parser:
-    """Takes the document apart. What has not the form that it must have ends as one of the errors
-    that `parse_manifest` makes a `CorruptionError` of."""
+    """Takes the document apart. A part of another structure raises one of the errors that
+    `parse_manifest` turns into a `CorruptionError`."""
 
-    label: str
+    document: Document
 
-    def metadata(self, document: dict[str, Any]) -> Metadata:
-        frames = self._frames(document["frames"], self._files(document["files"]))
-        state = {fqn: self._entry(fqn, entry) for fqn, entry in document["state_dict"].items()}
-        shards = dict(self._shard(row, frames) for row in document["shards"])
+    def metadata(self) -> Metadata:
+        get = self.document.require
+        frames = self._frames(get("frames"), self._files(get("files")))
+        state = {fqn: self._entry(fqn, entry) for fqn, entry in get("state_dict").items()}
+        shards = dict(self._shard(row, frames) for row in get("shards"))
         metadata = Metadata(
             state,
-            _planner_data(document["planner_data"]),
+            _planner_data(get("planner_data")),
             shards,
-            _storage_meta(document["storage_meta"]),
-            _string_or_none(document["dcp_version"]),
+            _storage_meta(get("storage_meta")),
+            _string_or_none(get("dcp_version")),
         )
         self._check_complete(metadata)
         return metadata
 
     def _files(self, rows: list[Any]) -> list[tuple[str, int]]:
-        return [(_path(row["path"]), _size(row["nbytes"])) for row in rows]
+        return [(_path(row["path"]), self._size(row["nbytes"], "a file")) for row in rows]
 
     def _frames(self, rows: list[Any], files: list[tuple[str, int]]) -> list[FrameRef]:
         frames: list[FrameRef] = []
-        for row in rows:
-            shape = _sizes(row["shape"])
-            content = Content(_digest(row["content_hash"]), row["dtype"], math.prod(shape), shape)
-            base = None if row["base"] is None else frames[_size(row["base"])]
-            pack, pack_nbytes = files[_size(row["file"])]
-            ref = FrameRef(
-                pack,
-                _size(row["offset"]),
-                _size(row["nbytes"]),
-                content,
-                base,
-                0 if base is None else base.n_deltas + 1,
-                pack_nbytes,
-            )
-            if content.dtype not in DTYPE_BY_NAME:
-                raise CompatibilityError(f"{self.label}: unknown dtype {shown(content.dtype)}")
-            if ref.offset + ref.nbytes > pack_nbytes:
-                raise ValueError(f"a frame ends beyond its file {pack!r}")
-            if base is not None and not _may_build_upon(content, base.content):
-                raise ValueError(
-                    f"a frame of {content.dtype} builds upon one of another dtype or shape"
-                )
-            if ref.n_deltas > MAX_DELTAS:
-                raise ValueError(f"more than {MAX_DELTAS} deltas, one on the other")
-            frames.append(ref)
+        for i, row in enumerate(rows):
+            frames.append(self._frame(row, f"frame {i}", files, frames))
         return frames
+
+    def _frame(
+        self, row: Any, where: str, files: list[tuple[str, int]], frames: list[FrameRef]
+    ) -> FrameRef:
+        shape, dtype = self._shape(row["shape"], where), self.document.dtype(row["dtype"], where)
+        digest = self.document.digest(row["content_hash"], where)
+        content = Content(digest, dtype, math.prod(shape), shape)
+        base = None if row["base"] is None else frames[self._size(row["base"], where)]
+        n_deltas = 0 if base is None else base.n_deltas + 1
+        pack, pack_nbytes = files[self._size(row["file"], where)]
+        offset, nbytes = self._size(row["offset"], where), self._size(row["nbytes"], where)
+        if offset + nbytes > pack_nbytes:
+            raise ValueError(f"{where} ends beyond its file {pack!r}")
+        if base is not None and not _may_build_upon(content, base.content):
+            raise ValueError(f"{where} builds upon one of another dtype or shape")
+        if n_deltas > MAX_DELTAS:
+            raise ValueError(f"{where} needs more than {MAX_DELTAS} deltas")
+        return FrameRef(pack, offset, nbytes, content, base, n_deltas, pack_nbytes)
+
+    def _size(self, value: Any, where: str) -> int:
+        return self.document.integer(value, 0, MAX_BITS - 1, where)
+
+    def _shape(self, value: Any, where: str) -> tuple[int, ...]:
+        return self.document.shape(value, where)
 
     def _shard(
         self, row: dict[str, Any], frames: list[FrameRef]
     ) -> tuple[MetadataIndex, StoredShard]:
         name, fqn = row["dtype"], _string(row["fqn"])
         dtype = None if name is None else self._dtype(name, fqn)
-        shard = StoredShard(name, _sizes(row["shape"]), frames[_size(row["frame"])])
+        where = f"a shard of {shown(fqn)}"
+        frame = frames[self._size(row["frame"], where)]
+        shard = StoredShard(name, self._shape(row["shape"], where), frame)
         if frame_kind(dtype, shard.shape) != (shard.frame.content.dtype, shard.frame.content.shape):
             raise ValueError(f"the frame of {shown(fqn)} is of another dtype or shape")
-        offsets = None if row["offsets"] is None else _sizes(row["offsets"])
+        offsets = None if row["offsets"] is None else self._shape(row["offsets"], where)
         return MetadataIndex(fqn, offsets), shard
 
     def _dtype(self, name: Any, fqn: str) -> torch.dtype:
         dtype = torch_dtype(name)
         if dtype is None:
             raise CompatibilityError(
-                f"{self.label}: {shown(fqn)} is of dtype {shown(name)}, which this PyTorch "
-                f"({torch.__version__}) does not have"
+                f"{self.document.label}: {shown(fqn)} is of dtype {shown(name)}, and this PyTorch "
+                f"({torch.__version__}) does not have that dtype"
             )
         return dtype
 
@@ -342,11 +339,11 @@ class _Parser:
             return BytesStorageMetadata()
         if row["kind"] != "tensor":
             raise ValueError(f"{shown(fqn)} is of kind {shown(row['kind'])}")
-        size = _sizes(row["size"])
-        chunks = [
-            ChunkStorageMetadata(torch.Size(_sizes(offsets)), torch.Size(_sizes(sizes)))
-            for offsets, sizes in row["chunks"]
-        ]
+        size = self._shape(row["size"], shown(fqn))
+        chunks = []
+        for pair in row["chunks"]:
+            offsets, sizes = (torch.Size(self._shape(part, shown(fqn))) for part in pair)
+            chunks.append(ChunkStorageMetadata(offsets, sizes))
         for chunk in chunks:
             ends = [a + b for a, b in zip(chunk.offsets, chunk.sizes, strict=True)]
             if len(ends) != len(size) or any(e > s for e, s in zip(ends, size, strict=True)):
@@ -385,21 +382,6 @@ def _may_build_upon(content: Content, base: Content) -> bool:
     return content.shape == base.shape and (is_cast or content.dtype == base.dtype)
 
 
-def _size(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < MAX_BITS:
-        raise ValueError(f"{shown(value)} is not an integer from 0 to 2^63 - 1")
-    return value
-
-
-def _sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > MAX_DIMS:
-        raise ValueError(f"{shown(value)} is not a list of at most {MAX_DIMS} sizes")
-    sizes = tuple(_size(item) for item in value)
-    if math.prod(max(size, 1) for size in sizes) >= MAX_BITS:
-        raise ValueError(f"{shown(value)} are more elements than any memory holds")
-    return sizes
-
-
 def _string(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{shown(value)} is not a string")
@@ -417,13 +399,6 @@ def _path(value: Any) -> str:
     if not is_relative or not is_plain or not is_pack_name(posixpath.basename(path)):
         raise ValueError(f"{shown(path)} is not the relative path of a pack file")
     return path
-
-
-def _digest(value: Any) -> bytes:
-    digest = bytes.fromhex(_string(value))
-    if len(digest) != 16 or digest.hex() != value:
-        raise ValueError(f"{shown(value)} is not a content hash")
-    return digest
 
 
 def _planner_data(data: Any) -> dict[str, tuple[str | int, ...]] | None:

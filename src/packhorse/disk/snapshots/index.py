@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from packhorse.disk.snapshots.catalog import Catalog, Listing
-from packhorse.disk.snapshots.manifest import Manifest, find_packs, read_checksum
+from packhorse.disk.snapshots.manifest import Manifest, find_packs
 from packhorse.disk.snapshots.names import CATALOG, ManifestFile, is_page, new_page
 from packhorse.disk.snapshots.records import (
     MAX_PAGE_NBYTES,
@@ -29,6 +29,7 @@ from packhorse.disk.snapshots.records import (
     make_record,
 )
 from packhorse.errors import CorruptionError, PackhorseError
+from packhorse.storage.documents import read_checksum
 from packhorse.storage.interface import Stamp, Storage
 
 __all__ = ["Index"]

@@ -7,7 +7,6 @@ first key is the checksum of all other bytes, so a flipped bit is told from a ru
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -15,13 +14,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from packhorse.codecs.content import crc32c
 from packhorse.disk.snapshots.names import ManifestFile, is_pack
 from packhorse.disk.state import decode_state
-from packhorse.errors import CompatibilityError, CorruptionError
-from packhorse.layout import DTYPE_BY_NAME, FRAME_ALIGNMENT, MAX_BITS, MAX_DIMS
+from packhorse.errors import CorruptionError
+from packhorse.layout import DTYPE_BY_NAME, FRAME_ALIGNMENT, MAX_BITS
+from packhorse.storage.documents import CRC_END, Document, read_checksum, sign
 from packhorse.storage.frames.refs import Content, FrameRef
-from packhorse.storage.strict_json import json_kind, parse_json, shortened, shown
+from packhorse.storage.strict_json import shortened, shown
 
 __all__ = [
     "MAX_CHAIN",
@@ -31,7 +30,6 @@ __all__ = [
     "find_packs",
     "parse_manifest",
     "parse_store_file",
-    "read_checksum",
     "render_manifest",
     "render_store_file",
     "sharing",
@@ -44,9 +42,6 @@ _VERSION = 1
 _FIRST_RELEASE = "0.1.0"  # of Packhorse that reads this version
 _STORE_KIND = "packhorse snapshot store"
 _KIND = "packhorse snapshot"
-_CRC = re.compile(rb'\{"crc32c":"([0-9a-f]{8})",')
-_CRC_AT = len('{"crc32c":"')
-_HASH = re.compile(r"[0-9a-f]{32}")
 # Not strptime, whose first call imports a module: a child that another thread forks meanwhile waits
 # for that import for ever.
 _TIME = re.compile(
@@ -122,7 +117,7 @@ def sharing() -> Callable[[FrameRef], FrameRef]:
 
 def render_store_file() -> bytes:
     """The text of `store.json`."""
-    return _with_crc({"kind": _STORE_KIND, "version": _VERSION, "reader": _FIRST_RELEASE})
+    return sign({"kind": _STORE_KIND, "version": _VERSION, "reader": _FIRST_RELEASE})
 
 
 def parse_store_file(text: bytes, label: str) -> None:
@@ -132,7 +127,8 @@ def parse_store_file(text: bytes, label: str) -> None:
         CorruptionError: it is damaged.
         CompatibilityError: the store is of a newer version.
     """
-    _document(text, label, _STORE_KIND)
+    read_checksum(text, label)
+    Document(text, label).check_kind("kind", _STORE_KIND, _VERSION)
 
 
 def render_manifest(manifest: Manifest) -> bytes:
@@ -148,7 +144,7 @@ def render_manifest(manifest: Manifest) -> bytes:
     def place(frame: FrameRef | None) -> int | None:
         return None if frame is None else places[frame.pack, frame.offset]
 
-    text = _with_crc(
+    text = sign(
         {
             "kind": _KIND,
             "version": _VERSION,
@@ -202,8 +198,9 @@ def parse_manifest(
         CorruptionError: a rule is broken.
         CompatibilityError: it is of a newer version, or has an unknown dtype.
     """
-    document = _document(text, label, _KIND)
-    reader = _Reader(document, label)
+    read_checksum(text, label)
+    reader = _Reader(text, label)
+    reader.check_kind("kind", _KIND, _VERSION)
     for key, value in (
         ("name", file.snapshot),
         ("order", file.order),
@@ -220,26 +217,11 @@ def parse_manifest(
         reader.time(),
         reader.field("metadata", dict),
         reader.count("stored_nbytes"),
-        document.get("state"),
+        reader.get("state"),
         reader.tensors(frames),
     )
     _check_state(manifest, label)
     return manifest
-
-
-def read_checksum(text: bytes, label: str) -> int:
-    """The checksum of a manifest or of the store's file, which is compared with all bytes of it.
-
-    Raises:
-        CorruptionError: there is none, or it does not match.
-    """
-    match = _CRC.match(text)
-    if match is None:
-        raise CorruptionError(f"{label}: does not begin with a checksum; it is damaged or foreign")
-    found = int(match[1], 16)
-    if _crc_of(text) != found:
-        raise CorruptionError(f"{label}: the checksum does not match: it is damaged or cut short")
-    return found
 
 
 def find_packs(text: bytes) -> bytes | None:
@@ -253,7 +235,7 @@ def find_packs(text: bytes) -> bytes | None:
         so from outside: a quotation mark in it has a backslash before it.
     """
     start = text.rfind(_PACKS_KEY) + len(_PACKS_KEY)
-    is_ours = text.startswith(_HEAD, _CRC_AT + 8)  # a newer version may name packs elsewhere, too
+    is_ours = text.startswith(_HEAD, CRC_END)  # a newer version may name packs elsewhere, too
     if not is_ours or start < len(_PACKS_KEY) or not text.endswith(b"]}"):
         return None
     packs = text[start:-2]
@@ -276,27 +258,8 @@ def _check_state(manifest: Manifest, label: str) -> None:
         raise CorruptionError(f"{label}: state: {error}") from error
 
 
-class _Reader:
+class _Reader(Document):
     """Takes the fields of a manifest, and checks each."""
-
-    def __init__(self, document: dict[str, Any], label: str) -> None:
-        self._document = document
-        self._label = label
-
-    def fail(self, words: str) -> CorruptionError:
-        return CorruptionError(f"{self._label}: {words}")
-
-    def field(self, key: str, kind: type) -> Any:
-        value = self._document.get(key)
-        if type(value) is not kind:
-            raise self.fail(f"{key} must be of type {kind.__name__}, and is {json_kind(value)}")
-        return value
-
-    def count(self, key: str) -> int:
-        value: int = self.field(key, int)
-        if not 0 <= value < MAX_BITS:
-            raise self.fail(f"{key} is {shown(value)}, out of range")
-        return value
 
     def time(self) -> datetime:
         text = self.field("time", str)
@@ -339,21 +302,19 @@ class _Reader:
         if not isinstance(row, list) or len(row) != 7:
             raise self.fail(f"{where} is {shown(row)}, not a list of 7 members")
         pack, offset, nbytes, digest, dtype, numel, base = row
-        self._range(pack, 0, len(packs) - 1, f"{where}: pack")
-        self._range(offset, FRAME_ALIGNMENT, MAX_BITS, f"{where}: offset")
-        self._range(nbytes, FRAME_ALIGNMENT, MAX_BITS, f"{where}: nbytes")
+        self.integer(pack, 0, len(packs) - 1, f"{where}: pack")
+        self.integer(offset, FRAME_ALIGNMENT, MAX_BITS, f"{where}: offset")
+        self.integer(nbytes, FRAME_ALIGNMENT, MAX_BITS, f"{where}: nbytes")
         if offset % FRAME_ALIGNMENT or nbytes % FRAME_ALIGNMENT:
             raise self.fail(f"{where}: offset and nbytes must be multiples of {FRAME_ALIGNMENT}")
-        if not isinstance(digest, str) or not _HASH.fullmatch(digest):
-            raise self.fail(f"{where}: {shown(digest)} is no content hash")
-        bits = DTYPE_BY_NAME[self._dtype(dtype, where)].bits
-        self._range(numel, 0, MAX_BITS // bits - 1, f"{where}: numel")
+        bits = DTYPE_BY_NAME[self.dtype(dtype, where)].bits
+        self.integer(numel, 0, MAX_BITS // bits - 1, f"{where}: numel")
         if numel * bits % 8:
             raise self.fail(f"{where}: {numel} elements of {dtype} are no whole number of bytes")
-        content = Content(bytes.fromhex(digest), dtype, numel)
+        content = Content(self.digest(digest, where), dtype, numel)
         if base is None:
             return FrameRef(packs[pack], offset, nbytes, content, None, 0)
-        self._range(base, i + 1, len(frames) - 1, f"{where}: base")
+        self.integer(base, i + 1, len(frames) - 1, f"{where}: base")
         below = frames[base]
         assert below is not None
         if below.content.numel != numel:
@@ -362,19 +323,6 @@ class _Reader:
             raise self.fail(f"{where}: a chain of more than {MAX_CHAIN} deltas")
         return FrameRef(packs[pack], offset, nbytes, content, below, below.n_deltas + 1)
 
-    def _range(self, value: object, low: int, high: int, where: str) -> None:
-        if type(value) is not int or not low <= value <= high:
-            raise self.fail(f"{where} is {shown(value)}, and must be from {low} to {high}")
-
-    def _dtype(self, value: object, where: str) -> str:
-        if not isinstance(value, str):
-            raise self.fail(f"{where}: dtype must be a string, and is {json_kind(value)}")
-        if value not in DTYPE_BY_NAME:
-            raise CompatibilityError(
-                f"{self._label}: {where}: unknown dtype {shown(value)}; a newer release may know it"
-            )
-        return value
-
     def tensors(self, frames: Sequence[FrameRef]) -> tuple[TensorRef, ...]:
         rows = self.field("tensors", list)
         return tuple(self._tensor(i, row, frames) for i, row in enumerate(rows))
@@ -382,56 +330,13 @@ class _Reader:
     def _tensor(self, i: int, row: object, frames: Sequence[FrameRef]) -> TensorRef:
         if not isinstance(row, list) or len(row) != 4 or not isinstance(row[0], str):
             raise self.fail(f"tensor {i} is {shown(row)}, not [path, dtype, shape, frame]")
-        path, dtype, shape, place = row
+        path, dtype, sizes, place = row
         where = f"tensor {shown(path)}"
-        if not isinstance(shape, list) or len(shape) > MAX_DIMS:
-            raise self.fail(f"{where}: shape must be a list of at most {MAX_DIMS} sizes")
-        for size in shape:
-            self._range(size, 0, MAX_BITS, f"{where}: a size")
-        self._range(place, 0, len(frames) - 1, f"{where}: frame")
-        frame = frames[place]
-        if (
-            math.prod(max(size, 1) for size in shape) >= MAX_BITS
-            or (dtype, math.prod(shape)) != frame.content[1:3]
-        ):
+        shape = self.shape(sizes, where)
+        frame = frames[self.integer(place, 0, len(frames) - 1, f"{where}: frame")]
+        if (dtype, math.prod(shape)) != frame.content[1:3]:
             raise self.fail(
-                f"{where}: {shown(dtype)} of shape {shown(shape)}, and its frame holds "
+                f"{where}: {shown(dtype)} of shape {shown(sizes)}, and its frame holds "
                 f"{frame.content.numel} elements of {frame.content.dtype}"
             )
-        return TensorRef(path, dtype, tuple(shape), frame)
-
-
-def _with_crc(document: dict[str, Any]) -> bytes:
-    text = json.dumps(
-        {"crc32c": "0" * 8, **document}, ensure_ascii=False, separators=(",", ":"), allow_nan=False
-    )
-    return _signed(text.encode())
-
-
-def _signed(text: bytes) -> bytes:
-    """The text with its checksum."""
-    return text[:_CRC_AT] + f"{_crc_of(text):08x}".encode() + text[_CRC_AT + 8 :]
-
-
-def _crc_of(text: bytes) -> int:
-    """The checksum of a text, computed with zeros in its own place."""
-    blank = bytearray(text)
-    blank[_CRC_AT : _CRC_AT + 8] = b"0" * 8
-    return crc32c(blank)
-
-
-def _document(text: bytes, label: str, kind: str) -> dict[str, Any]:
-    """The parsed text, with checksum, kind and version checked."""
-    read_checksum(text, label)
-    document = parse_json(text, label=label)
-    if document.get("kind") != kind:
-        raise CorruptionError(f"{label}: kind is {shown(document.get('kind'))}, not {kind!r}")
-    version = document.get("version")
-    if type(version) is not int or version < 1:
-        raise CorruptionError(f"{label}: version is {shown(version)}")
-    if version > _VERSION:
-        raise CompatibilityError(
-            f"{label}: version {version}; this release reads {_VERSION}. It takes packhorse "
-            f"{shown(document.get('reader'))} or later: upgrade"
-        )
-    return document
+        return TensorRef(path, dtype, shape, frame)

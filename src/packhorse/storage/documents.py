@@ -1,0 +1,165 @@
+"""Manifests of stores: JSON documents with a checksum, read as if an enemy had written them.
+
+A document says what its store holds. Whatever is wrong with one is a `CorruptionError` that names
+the document, the place in it, what was found and what is allowed; a dtype or a version that this
+release does not know is a `CompatibilityError`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from packhorse.codecs.content import crc32c
+from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.layout import DTYPE_BY_NAME, MAX_BITS, MAX_DIMS
+from packhorse.storage.strict_json import json_kind, parse_json, shown
+
+__all__ = ["CRC_END", "Document", "compact_json", "read_checksum", "sign"]
+
+_CRC = re.compile(rb'\{"crc32c":"([0-9a-f]{8})",')
+_CRC_AT = len('{"crc32c":"')
+CRC_END = _CRC_AT + 8
+_HASH = re.compile(r"[0-9a-f]{32}")
+
+
+def compact_json(value: object) -> bytes:
+    """JSON without spaces, in UTF-8.
+
+    Raises:
+        ValueError: a number is NaN or infinite, or a string is not Unicode text.
+    """
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.encode()
+
+
+def sign(document: dict[str, Any]) -> bytes:
+    """A document as JSON whose first key is the CRC-32C of the whole text, computed with zeros
+    where the checksum stands."""
+    text = compact_json({"crc32c": "0" * 8, **document})
+    return text[:_CRC_AT] + f"{_crc_of(text):08x}".encode() + text[CRC_END:]
+
+
+def _crc_of(text: bytes) -> int:
+    blank = bytearray(text)
+    blank[_CRC_AT:CRC_END] = b"0" * 8
+    return crc32c(blank)
+
+
+def read_checksum(text: bytes, label: str) -> int:
+    """The checksum of a document that `sign` made, after it was compared with the text.
+
+    Args:
+        text: all bytes of the document.
+        label: what messages call it.
+
+    Raises:
+        CorruptionError: there is none, or it does not match.
+    """
+    match = _CRC.match(text)
+    if match is None:
+        raise CorruptionError(f"{label}: does not begin with a checksum; it is damaged or foreign")
+    found = int(match[1], 16)
+    if _crc_of(text) != found:
+        raise CorruptionError(f"{label}: the checksum does not match: it is damaged or cut short")
+    return found
+
+
+class Document:
+    """A parsed document, with the checks that all manifests share."""
+
+    def __init__(self, text: bytes, label: str, offset: int = 0) -> None:
+        """
+        Args:
+            text: the JSON, its checksum compared.
+            label: what messages call the document.
+            offset: of the text in the file, for messages.
+
+        Raises:
+            CorruptionError: it is not a JSON object.
+        """
+        self._fields = parse_json(text, label=label, offset=offset)
+        self.label = label
+
+    def check_kind(self, key: str, kind: str, version: int) -> None:
+        """Check what kind of document it is.
+
+        Args:
+            key: the key that says so.
+            kind: what it must say.
+            version: the newest that this release reads.
+
+        Raises:
+            CorruptionError: it is another kind, or has no version.
+            CompatibilityError: it is of a newer version.
+        """
+        if self.get(key) != kind:
+            raise self.fail(f"{key} is {shown(self.get(key))}, not {kind!r}")
+        found = self.get("version")
+        if type(found) is not int or found < 1:
+            raise self.fail(f"version is {shown(found)}")
+        if found > version:
+            needed = self.get("reader")
+            release = f"packhorse {shown(needed)} or later" if needed else "a later packhorse"
+            raise CompatibilityError(
+                f"{self.label}: version {found}; this release reads up to {version}. It needs "
+                f"{release}: upgrade"
+            )
+
+    def fail(self, words: str) -> CorruptionError:
+        """The error that says what is wrong."""
+        return CorruptionError(f"{self.label}: {words}")
+
+    def get(self, key: str) -> Any:
+        """A field, unchecked; None if there is none."""
+        return self._fields.get(key)
+
+    def require(self, key: str) -> Any:
+        """A field, unchecked, that must be there."""
+        if key not in self._fields:
+            raise self.fail(f"{key} is missing")
+        return self._fields[key]
+
+    def field(self, key: str, kind: type) -> Any:
+        """A field of a type."""
+        value = self.get(key)
+        if type(value) is not kind:
+            raise self.fail(f"{key} must be of type {kind.__name__}, and is {json_kind(value)}")
+        return value
+
+    def count(self, key: str) -> int:
+        """A field that counts something."""
+        return self.integer(self.field(key, int), 0, MAX_BITS - 1, key)
+
+    def integer(self, value: object, low: int, high: int, where: str) -> int:
+        """A number, after it was checked that it is an integer from `low` to `high`."""
+        if type(value) is not int or not low <= value <= high:
+            raise self.fail(f"{where} is {shown(value)}, and must be from {low} to {high}")
+        return value
+
+    def shape(self, value: object, where: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        if not isinstance(value, list) or len(value) > MAX_DIMS:
+            raise self.fail(f"{where}: shape must be a list of at most {MAX_DIMS} sizes")
+        sizes = tuple(self.integer(size, 0, MAX_BITS - 1, f"{where}: a size") for size in value)
+        if math.prod(max(size, 1) for size in sizes) >= MAX_BITS:
+            raise self.fail(f"{where}: shape {shown(value)} has more elements than any memory")
+        return sizes
+
+    def dtype(self, value: object, where: str) -> str:
+        """The name of a dtype that frames have."""
+        if not isinstance(value, str):
+            raise self.fail(f"{where}: dtype must be a string, and is {json_kind(value)}")
+        if value not in DTYPE_BY_NAME:
+            raise CompatibilityError(
+                f"{self.label}: {where}: unknown dtype {shown(value)}; a newer release may know it"
+            )
+        return value
+
+    def digest(self, value: object, where: str) -> bytes:
+        """A content hash."""
+        if not isinstance(value, str) or not _HASH.fullmatch(value):
+            raise self.fail(f"{where}: {shown(value)} is not a content hash")
+        return bytes.fromhex(value)
