@@ -44,7 +44,7 @@ with harness.instrumented():
     from packhorse.disk.snapshots.records import decode_page, encode_page
 
     if find_spec("torch") is not None:
-        from packhorse.disk.dcp import manifest as checkpoint
+        from packhorse.disk.dcp import checkpoint_manifest as checkpoint
 from edits import edit_json, sealed, sealed_checkpoint
 from sample_store import build_store
 

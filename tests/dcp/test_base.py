@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from packhorse.codecs.content import crc32c
 from packhorse.disk import PackhorseReader, PackhorseWriter
-from packhorse.disk.dcp.manifest import MAX_DELTAS, parse_manifest
-from packhorse.disk.dcp.packs import split_volumes
+from packhorse.disk.dcp.checkpoint_manifest import MAX_DELTAS, parse_manifest
+from packhorse.disk.dcp.pack_files import split_volumes
 from packhorse.errors import CorruptionError
 from packhorse.storage.frames import packer
 
@@ -359,7 +359,7 @@ def test_what_is_no_copy_is_not_taken_for_one(tmp_path: Path) -> None:
 def test_no_volume_parts_a_copy_from_its_master(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("packhorse.disk.dcp.packs._MAX_LOCAL_NBYTES", 50_000)
+    monkeypatch.setattr("packhorse.disk.dcp.pack_files._MAX_LOCAL_NBYTES", 50_000)
     masters = {str(i): weights(100, 100, seed=i) for i in range(4)}
     state = {"model": {i: master.bfloat16() for i, master in masters.items()}, "master": masters}
     save(state, tmp_path)
@@ -373,7 +373,7 @@ def test_volumes_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(split_volumes([[4, 2], [1], [3], [9, 9], [1]], 7)) == [
         range(2), range(2, 3), range(3, 4), range(4, 5)
     ]  # fmt: skip
-    monkeypatch.setattr("packhorse.disk.dcp.packs._MAX_ENTRIES", 3)
+    monkeypatch.setattr("packhorse.disk.dcp.pack_files._MAX_ENTRIES", 3)
     assert list(split_volumes([[1, 1], [1], [1, 1], [1, 1]], 99)) == [
         range(2), range(2, 3), range(3, 4)
     ]  # fmt: skip

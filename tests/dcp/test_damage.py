@@ -15,7 +15,7 @@ from dcp_ranks import (
 )
 from dcp_samples import MANIFEST, load, pack_file, patch, save, shards_of, weights
 
-from packhorse.disk.dcp.manifest import parse_manifest
+from packhorse.disk.dcp.checkpoint_manifest import parse_manifest
 from packhorse.errors import CompatibilityError, CorruptionError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is ")

@@ -152,7 +152,7 @@ def test_tensors_of_other_dtypes_may_share_a_frame(tmp_path: Path) -> None:
 def test_large_checkpoints_go_to_several_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("packhorse.disk.dcp.packs._MAX_LOCAL_NBYTES", 1 << 16)
+    monkeypatch.setattr("packhorse.disk.dcp.pack_files._MAX_LOCAL_NBYTES", 1 << 16)
     state = {f"w{i}": weights(50, 100, seed=i) for i in range(9)} | {"again": weights(50, 100)}
     save(state, tmp_path)
     assert len(list(tmp_path.glob("shards-*"))) == 3
@@ -251,7 +251,7 @@ class BrokenPlanner(DefaultSavePlanner):
 def test_a_save_that_fails_leaves_all_as_it_was(
     tmp_path: Path, what: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("packhorse.disk.dcp.packs._MAX_LOCAL_NBYTES", 1 << 12)
+    monkeypatch.setattr("packhorse.disk.dcp.pack_files._MAX_LOCAL_NBYTES", 1 << 12)
     state = {f"w{i}": weights(30, 30, seed=i) for i in range(9)}
     save(state, tmp_path)
     before = files_of(tmp_path)

@@ -28,7 +28,7 @@ from packhorse.disk import SnapshotStore
 from packhorse.disk.verify import verify_file
 from packhorse.frame import Frame, compress_buffer
 from packhorse.layout import WEIGHT_FORMATS, WeightFormat
-from packhorse.storage.frames.cache import BaseCache
+from packhorse.storage.frames.base_cache import BaseCache
 
 _Result = TypeVar("_Result")
 

@@ -91,7 +91,7 @@ def test_seeds_of_snapshots_are_those_of_a_good_store(tmp_path: Path) -> None:
 
 def test_seeds_of_checkpoints_are_good() -> None:
     pytest.importorskip("torch")
-    from packhorse.disk.dcp.manifest import parse_manifest
+    from packhorse.disk.dcp.checkpoint_manifest import parse_manifest
 
     for name, seed in seeds("manifest").items():
         if name.startswith("checkpoint-"):

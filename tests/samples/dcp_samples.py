@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from packhorse.disk import PackhorseReader, PackhorseWriter
-from packhorse.disk.dcp.manifest import parse_manifest
+from packhorse.disk.dcp.checkpoint_manifest import parse_manifest
 
 MANIFEST = "packhorse.json"
 

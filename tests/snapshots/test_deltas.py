@@ -13,7 +13,7 @@ from packhorse.codecs.content import crc32c
 from packhorse.disk import SnapshotStore
 from packhorse.errors import CorruptionError
 from packhorse.frame import compress_buffer
-from packhorse.storage.frames import packs
+from packhorse.storage.frames import pack_store
 
 RNG = np.random.default_rng(0)
 WEIGHTS = RNG.standard_normal(20_000).astype(np.float32)
@@ -202,7 +202,7 @@ def test_bases_may_be_kept_in_memory(tmp_path: Path, share: float) -> None:
     nbytes = plain.take("0", run.step().state()).nbytes
     store = SnapshotStore(tmp_path / "cached", threads=1, cache_nbytes=int(share * nbytes))
     n_decoded = 0
-    real = packs.Chain
+    real = pack_store.Chain
 
     def count(*args: Any) -> Any:
         nonlocal n_decoded
@@ -210,7 +210,7 @@ def test_bases_may_be_kept_in_memory(tmp_path: Path, share: float) -> None:
         return real(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packs, "Chain", count)
+        patch.setattr(pack_store, "Chain", count)
         store.take("0", run.state())
         for i in range(1, 4):
             store.take(str(i), run.step().state())

@@ -1,9 +1,9 @@
 """Checkpoints of `torch.distributed.checkpoint`: `PackhorseWriter` and `PackhorseReader`.
 
-What PyTorch calls a storage: it plans who writes and who reads what, across ranks and for any
-sharding, and this stores shards as frames and finds the parts of them that a read needs
-(docs/dcp.md). `packs` and `manifest` are what files hold, `regions` the geometry of a read;
-`storage/` knows where files lie.
+PyTorch plans which rank writes and which rank reads what, for any sharding. This package is what
+PyTorch calls a storage: it stores shards as frames and finds the parts of them that a read needs
+(docs/dcp.md). `checkpoint_manifest` and `pack_files` are what files hold, `regions` is the geometry
+of a read. Frames and files are the business of `storage/`.
 """
 
 from packhorse.errors import MissingBackendError

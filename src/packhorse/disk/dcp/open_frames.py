@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.dcp.packs import CheckpointFrames
+from packhorse.disk.dcp.pack_files import CheckpointFrames
 from packhorse.errors import blaming
 from packhorse.frame import Frame
 from packhorse.storage.frames.chain import Chain

@@ -31,7 +31,7 @@ from torch.futures import Future
 
 from packhorse.arguments import resolve_threads
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.dcp.manifest import manifest_name, read_manifest
+from packhorse.disk.dcp.checkpoint_manifest import manifest_name, read_manifest
 from packhorse.disk.dcp.open_frames import OpenFrames
 from packhorse.disk.dcp.regions import Piece, cut_box, strides_of
 from packhorse.disk.dcp.shards import StoredShard, torch_dtype

@@ -26,10 +26,15 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from packhorse.arguments import resolve_level, resolve_threads
-from packhorse.disk.dcp.base import BaseCheckpoint
-from packhorse.disk.dcp.casts import plan_casts
-from packhorse.disk.dcp.manifest import MAX_DELTAS, is_rank_manifest, manifest_name, render_manifest
-from packhorse.disk.dcp.packs import (
+from packhorse.disk.dcp.base_checkpoint import BaseCheckpoint
+from packhorse.disk.dcp.cast_plan import plan_casts
+from packhorse.disk.dcp.checkpoint_manifest import (
+    MAX_DELTAS,
+    is_rank_manifest,
+    manifest_name,
+    render_manifest,
+)
+from packhorse.disk.dcp.pack_files import (
     CheckpointFrames,
     is_pack_name,
     max_file_nbytes,
@@ -38,9 +43,9 @@ from packhorse.disk.dcp.packs import (
 from packhorse.disk.dcp.shards import StoredShard, dtype_name, frame_kind, readable
 from packhorse.layout import Level
 from packhorse.storage.atomic import is_temporary
-from packhorse.storage.frames.cache import BaseCache
+from packhorse.storage.frames.base_cache import BaseCache
+from packhorse.storage.frames.pack_store import PackWriter
 from packhorse.storage.frames.packer import FramePacker, Item, PackOptions
-from packhorse.storage.frames.packs import PackWriter
 from packhorse.storage.frames.refs import FrameRef, TensorSpec
 from packhorse.storage.interface import Storage
 from packhorse.storage.locations import is_location, open_storage

@@ -1,10 +1,10 @@
 """Snapshots of training states: `SnapshotStore` (docs/snapshots.md).
 
-`state`, `names` and `manifest` are text in, text out; `lock` and, outside, `storage/` know
-file systems; `packs` and `chains` frames; `catalog` says what is there; `records` and `index` keep
-what manifests say without parsing them, for `finder` and `overview`; `writer` is the one writer;
-`take`, `restore`, `check`, `compare`, `prune` and `staging` do the work, `sources` and `export` for
-files; `store` is what callers see.
+`store` is what callers see. `take`, `restore`, `check`, `compare`, `prune` and `staging` do the
+work, `sources` and `export` for files. `session` is the one writer and `lock` keeps out others.
+`state`, `names` and `manifest` turn text into values and back. `catalog` knows which snapshots
+there are; `records` and `index` keep what manifests say without parsing them, for `finder` and
+`overview`. Frames are the business of `snapshot_frames` and, below it, `storage/frames/`.
 """
 
 from packhorse.disk.snapshots.results import (

@@ -15,8 +15,8 @@ from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.manifest import Manifest, sharing
 from packhorse.disk.snapshots.names import ManifestFile, pack_path
-from packhorse.disk.snapshots.packs import SnapshotFrames
 from packhorse.disk.snapshots.results import SnapshotProblem
+from packhorse.disk.snapshots.snapshot_frames import SnapshotFrames
 from packhorse.errors import PackhorseError
 from packhorse.storage.frames.refs import FrameRef
 from packhorse.storage.frames.scratch import Scratch

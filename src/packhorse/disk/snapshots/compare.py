@@ -16,13 +16,13 @@ from packhorse.codecs.base import ByteArray
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
-from packhorse.disk.snapshots.packs import SnapshotFrames
 from packhorse.disk.snapshots.restore import read_newest
 from packhorse.disk.snapshots.results import Change, TensorDiff
+from packhorse.disk.snapshots.snapshot_frames import SnapshotFrames
 from packhorse.errors import CompatibilityError, blaming
 from packhorse.framework import resolve_framework
 from packhorse.layout import DTYPE_BY_NAME
-from packhorse.storage.frames.interface import FrameStore
+from packhorse.storage.frames.frame_store import FrameStore
 from packhorse.storage.frames.scratch import Scratch
 from packhorse.storage.interface import Storage
 from packhorse.threads import map_tensors

@@ -19,14 +19,14 @@ from packhorse.disk.header import FileHeader, build_header
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
-from packhorse.disk.snapshots.packs import SnapshotFrames
 from packhorse.disk.snapshots.restore import check_limit, read_newest
 from packhorse.disk.snapshots.results import RestoredFile
+from packhorse.disk.snapshots.snapshot_frames import SnapshotFrames
 from packhorse.disk.state import Keys, list_state
 from packhorse.errors import blaming
 from packhorse.layout import FILE_METADATA_KEY, FILE_SUFFIX, Level
 from packhorse.storage.atomic import atomic_file, check_output_file
-from packhorse.storage.frames.interface import FrameStore
+from packhorse.storage.frames.frame_store import FrameStore
 from packhorse.storage.frames.scratch import Scratch
 from packhorse.storage.interface import Storage
 from packhorse.storage.strict_json import shortened

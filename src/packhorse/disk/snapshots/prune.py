@@ -15,10 +15,10 @@ from typing import NamedTuple, TypeAlias
 from packhorse.disk.snapshots.manifest import MAX_CHAIN, Manifest, sharing
 from packhorse.disk.snapshots.names import PACKS, manifest_file, pack_path
 from packhorse.disk.snapshots.results import PruneResult, SnapshotInfo, describe
-from packhorse.disk.snapshots.writer import Session
+from packhorse.disk.snapshots.session import Session
 from packhorse.errors import CorruptionError, PackhorseError, blaming
 from packhorse.frame import max_frame_nbytes
-from packhorse.storage.frames.interface import FrameBatch, FrameStore, NewFrame
+from packhorse.storage.frames.frame_store import FrameBatch, FrameStore, NewFrame
 from packhorse.storage.frames.packer import FramePacker, Item, PackOptions
 from packhorse.storage.frames.refs import Content, FrameRef, TensorSpec
 from packhorse.storage.frames.scratch import Scratch

@@ -14,11 +14,11 @@ from packhorse.codecs.base import ByteArray
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
-from packhorse.disk.snapshots.packs import SnapshotFrames
+from packhorse.disk.snapshots.snapshot_frames import SnapshotFrames
 from packhorse.disk.state import Keys, Leaf, decode_state, find_tensors
 from packhorse.errors import CorruptionError, blaming
 from packhorse.framework import Framework
-from packhorse.storage.frames.interface import FrameStore
+from packhorse.storage.frames.frame_store import FrameStore
 from packhorse.storage.frames.scratch import Scratch
 from packhorse.storage.interface import Storage
 from packhorse.storage.strict_json import shortened

@@ -35,14 +35,14 @@ from packhorse.disk.snapshots.results import (
     TensorDiff,
     describe,
 )
+from packhorse.disk.snapshots.session import Writer
 from packhorse.disk.snapshots.sources import model_files, open_sources
 from packhorse.disk.snapshots.staging import Staging
 from packhorse.disk.snapshots.take import Taking, take_snapshot
-from packhorse.disk.snapshots.writer import Writer
 from packhorse.disk.state import Keys
 from packhorse.framework import resolve_framework
 from packhorse.layout import Level
-from packhorse.storage.frames.cache import BaseCache
+from packhorse.storage.frames.base_cache import BaseCache
 from packhorse.storage.frames.packer import PackOptions
 from packhorse.storage.locations import open_storage
 

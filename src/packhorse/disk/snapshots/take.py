@@ -13,7 +13,7 @@ from packhorse.codecs.base import ByteArray
 from packhorse.disk.results import Progress, notice_of
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
 from packhorse.disk.snapshots.names import manifest_file
-from packhorse.disk.snapshots.writer import Session
+from packhorse.disk.snapshots.session import Session
 from packhorse.errors import PackhorseError
 from packhorse.frame import max_frame_nbytes
 from packhorse.storage.frames.packer import FramePacker, Item, PackOptions

@@ -16,8 +16,8 @@ from packhorse.codecs.content import content_hash
 from packhorse.errors import ChangedError, PackhorseError
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
 from packhorse.layout import Level
-from packhorse.storage.frames.cache import BaseCache
-from packhorse.storage.frames.interface import FrameBatch, FrameStore, NewFrame
+from packhorse.storage.frames.base_cache import BaseCache
+from packhorse.storage.frames.frame_store import FrameBatch, FrameStore, NewFrame
 from packhorse.storage.frames.refs import Content, FrameRef, TensorSpec
 from packhorse.storage.frames.scratch import Scratch, Window
 from packhorse.storage.strict_json import shortened

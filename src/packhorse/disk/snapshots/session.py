@@ -23,7 +23,7 @@ from packhorse.disk.snapshots.names import (
     ManifestFile,
     is_pack,
 )
-from packhorse.disk.snapshots.packs import SnapshotFrames
+from packhorse.disk.snapshots.snapshot_frames import SnapshotFrames
 from packhorse.errors import PackhorseError
 from packhorse.layout import FILE_SUFFIX
 from packhorse.storage.atomic import is_temporary

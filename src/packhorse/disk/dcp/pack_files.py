@@ -11,7 +11,7 @@ from itertools import count
 from packhorse.disk.header import METADATA_KEY
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.layout import MAX_FILE_HEADER_NBYTES
-from packhorse.storage.frames.packs import PackLayout, PackStore
+from packhorse.storage.frames.pack_store import PackLayout, PackStore
 from packhorse.storage.frames.refs import Content, FrameRef
 from packhorse.storage.interface import Object, Storage
 from packhorse.storage.strict_json import check_text

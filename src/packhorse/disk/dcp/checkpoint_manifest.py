@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from packhorse.codecs.content import crc32c
-from packhorse.disk.dcp.packs import is_pack_name
+from packhorse.disk.dcp.pack_files import is_pack_name
 from packhorse.disk.dcp.shards import (
     StoredShard,
     dtype_name,

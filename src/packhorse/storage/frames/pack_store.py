@@ -23,7 +23,7 @@ from packhorse.errors import CorruptionError, PackhorseError, TruncationError, b
 from packhorse.frame import Frame
 from packhorse.layout import FIXED_HEADER, FIXED_HEADER_NBYTES, FRAME_ALIGNMENT
 from packhorse.storage.frames.chain import Chain
-from packhorse.storage.frames.interface import NewFrame
+from packhorse.storage.frames.frame_store import NewFrame
 from packhorse.storage.frames.refs import Content, FrameRef
 from packhorse.storage.interface import Object, Sink, Storage
 from packhorse.storage.strict_json import shortened

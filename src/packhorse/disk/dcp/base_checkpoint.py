@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from packhorse.disk.dcp.manifest import read_manifest
+from packhorse.disk.dcp.checkpoint_manifest import read_manifest
 from packhorse.disk.dcp.shards import StoredShard, dtype_name
 from packhorse.storage.frames.refs import FrameRef
 from packhorse.storage.interface import Storage

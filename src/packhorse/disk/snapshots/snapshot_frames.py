@@ -9,7 +9,7 @@ from packhorse.disk.snapshots.finder import Finder
 from packhorse.disk.snapshots.names import new_pack, pack_path
 from packhorse.errors import CorruptionError
 from packhorse.layout import MAX_FILE_HEADER_NBYTES
-from packhorse.storage.frames.packs import PackLayout, PackStore
+from packhorse.storage.frames.pack_store import PackLayout, PackStore
 from packhorse.storage.frames.refs import Content, FrameRef
 from packhorse.storage.interface import Storage
 
