@@ -104,7 +104,8 @@ class Finder:
 
     def find(self, content: Content) -> FrameRef | None:
         """A frame that decodes to this content, with as few deltas as any."""
-        self.look_up([content])
+        if content not in self._found:
+            self.look_up([content])
         return self._found[content]
 
     def drop(self, content: Content) -> None:

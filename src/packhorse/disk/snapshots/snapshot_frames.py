@@ -32,10 +32,9 @@ class SnapshotFrames(PackStore):
 
     def find(self, contents: Sequence[Content]) -> dict[Content, FrameRef]:
         """Frames of these contents that some snapshot has, and that can be read."""
-        found: dict[Content, FrameRef] = {}
         if self._finder is None:
-            return found
-        finder = self._finder()
+            return {}
+        finder, found = self._finder(), {}
         finder.look_up(contents)
         for content in contents:
             ref = finder.find(content)

@@ -135,12 +135,11 @@ class PackWriter:
 
 def _row(name: str, start: int, nbytes: int) -> str:
     """What the header says of a frame."""
-    info = {"dtype": "U8", "shape": [nbytes], "data_offsets": [start, start + nbytes]}
-    return f"{_json(name)}:{_json(info)}"
+    offsets = f"[{start},{start + nbytes}]"
+    return f'{_json(name)}:{{"dtype":"U8","shape":[{nbytes}],"data_offsets":{offsets}}}'
 
 
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class PackStore:

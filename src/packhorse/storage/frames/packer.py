@@ -7,7 +7,7 @@ rounded copies of another tensor of the group.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -104,12 +104,13 @@ class FramePacker:
             CorruptionError: a base is damaged, and that is not passed over.
         """
         contents = self._hash(items)
-        known = self._find(list(dict.fromkeys(contents.values())), share)
+        known = self._find(contents.values(), share)
         jobs = self._plan(items, contents, known)
-        frames = self._compress(items, jobs, contents)
-        for k, frame in frames.items():
-            spec, content = items[k].spec, self._content(items[k].spec, frame.content_hash)
-            if contents.setdefault(k, content) != content:
+        for k, frame in self._compress(items, jobs, contents).items():
+            spec, content = items[k].spec, contents.get(k)
+            if content is None:
+                contents[k] = content = self._content(spec, frame.content_hash)
+            elif content.digest != frame.content_hash:
                 raise ChangedError(
                     f"{spec.name}: the tensor changed while it was packed; pack it when nothing "
                     "writes to it"
@@ -125,11 +126,12 @@ class FramePacker:
             self._options.cache.put(content, items[k].data)
         return [known[contents[k]] for k in range(len(items))]
 
-    def _find(self, contents: Sequence[Content], share: bool) -> dict[Content, FrameRef]:
+    def _find(self, contents: Iterable[Content], share: bool) -> dict[Content, FrameRef]:
         """Frames that were written already, in this batch or before it."""
-        known = {content: self.new[content] for content in contents if content in self.new}
+        wanted = set(contents)
+        known = {content: self.new[content] for content in wanted & self.new.keys()}
         if share:
-            known |= self._store.find([content for content in contents if content not in known])
+            known |= self._store.find(list(wanted - known.keys()))
         return known
 
     def _hash(self, items: Sequence[Item]) -> dict[int, Content]:

@@ -27,11 +27,6 @@ class Content(NamedTuple):
     numel: int
     shape: tuple[int, ...] | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return self.numel * DTYPE_BY_NAME[self.dtype].bits // 8
-
 
 @dataclass(frozen=True, slots=True)
 class FrameRef:
@@ -71,7 +66,7 @@ class FrameRef:
     @property
     def logical_nbytes(self) -> int:
         """Bytes of the tensor."""
-        return self.content.nbytes
+        return self.content.numel * DTYPE_BY_NAME[self.content.dtype].bits // 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,4 +91,4 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
-        return self.numel * DTYPE_BY_NAME[self.dtype].bits // 8
+        return math.prod(self.shape) * DTYPE_BY_NAME[self.dtype].bits // 8
