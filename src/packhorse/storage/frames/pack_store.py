@@ -163,16 +163,7 @@ class PackStore:
         return {}
 
     def open(self, ref: FrameRef, name: str | None = None) -> Frame:
-        """A stored frame, its header checked against `ref`.
-
-        Args:
-            ref: where it lies, and what it must hold.
-            name: of the tensor that it is read for, for messages.
-
-        Raises:
-            CorruptionError, CompatibilityError: the frame is damaged, or is another one.
-            FileNotFoundError: its pack does not exist.
-        """
+        """A stored frame; see `FrameStore.open`."""
         name = None if name is None else shortened(name)
         data: memoryview | ByteArray | None = self._fetched.get((ref.pack, ref.offset))
         if data is None:
@@ -189,7 +180,7 @@ class PackStore:
         return frame
 
     def chain(self, ref: FrameRef, name: str | None = None) -> Chain:
-        """A stored frame with all frames that it needs; arguments and errors as of `open`."""
+        """A stored frame with all frames that it needs; see `FrameStore.chain`."""
         links = ref.chain
         frames = [self.open(link, name) for link in links]
         return Chain(ref, frames, [self.label(link.pack) for link in links], name)
@@ -304,12 +295,7 @@ class PackStore:
     # Writing.
 
     def batch(self, names: Sequence[str], nbytes: int) -> PackWriter:
-        """A new pack, to be written in a `with` block.
-
-        Args:
-            names: of all tensors that may come.
-            nbytes: of their frames together, at most.
-        """
+        """A new pack, to be written in a `with` block; see `FrameStore.batch`."""
         return PackWriter(self.storage, self._layout, names, nbytes)
 
     def commit(self, name: str, document: bytes, *, replace: bool = False) -> None:
