@@ -17,7 +17,6 @@ from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
-from data import model_path, write_model_file
 from rich.console import Console
 from rich.table import Table
 
@@ -25,6 +24,11 @@ from packhorse import disk
 from packhorse.arguments import resolve_threads
 from packhorse.cli.measure import Settings, bench_file
 from packhorse.errors import PackhorseError
+
+# Run as a file, a command finds the package `benchmarks` only in the folder that holds it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.data.sets import model_path, write_model_file
 
 COLUMNS = ("tensors", "before", "after", "ratio", "pack", "unpack", "bit-exact")
 REPEATS = 3

@@ -13,7 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-import report
+# Run as a file, a command finds the package `benchmarks` only in the folder that holds it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.codecs import report
 
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "import_time.json"

@@ -27,16 +27,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import data
-import machine
 import numpy as np
 import safetensors
 import torch
-from language_model import LanguageModel, ModelShape
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from vocabulary import Vocabulary
+
+# Run as a file, a command finds the package `benchmarks` only in the folder that holds it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import machine
+from benchmarks.data import sets
+from benchmarks.data.language_model import LanguageModel, ModelShape
+from benchmarks.data.vocabulary import Vocabulary
 
 __all__ = ["Recipe", "main", "train"]
 
@@ -80,7 +84,7 @@ class Recipe:
     warm_up: int = 64
     peak_rate: float = 1.5e-3
     save_every: int = 64
-    seed: int = data.SEED
+    seed: int = sets.SEED
 
     @property
     def last(self) -> int:
@@ -205,7 +209,7 @@ def train(
         FileExistsError: there is a run in the folder and `resume` is false, or the run is complete.
         ValueError: the run in the folder is another one.
     """
-    manifest, checkpoint = folder / data.TRAINING_MANIFEST, folder / CHECKPOINT
+    manifest, checkpoint = folder / sets.TRAINING_MANIFEST, folder / CHECKPOINT
     told = json.loads(manifest.read_text()) if manifest.exists() else None
     if told and "history" in told:
         raise FileExistsError(f"the run in {folder} is complete; remove the folder to repeat it")
@@ -412,9 +416,9 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    part = folder / f"{data.TRAINING_MANIFEST}.part"
+    part = folder / f"{sets.TRAINING_MANIFEST}.part"
     part.write_text(json.dumps(manifest, indent=1) + "\n")
-    os.replace(part, folder / data.TRAINING_MANIFEST)
+    os.replace(part, folder / sets.TRAINING_MANIFEST)
 
 
 def _described(path: Path) -> dict[str, Any]:
@@ -436,19 +440,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the files go")
     parser.add_argument("--resume", action="store_true", help="go on with a run that was stopped")
     args = parser.parse_args(argv)
-    folder = args.out or data.training_folder()
+    folder = args.out or sets.training_folder()
     try:
         train(
             Recipe(),
             folder,
-            [text.encode() for text in data.library_sources()],
+            [text.encode() for text in sets.library_sources()],
             resume=args.resume,
             on_step=_Progress(),
         )
     except (FileExistsError, ValueError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
-    print(f"the files and their {data.TRAINING_MANIFEST} are in {folder}")
+    print(f"the files and their {sets.TRAINING_MANIFEST} are in {folder}")
     return 0
 
 

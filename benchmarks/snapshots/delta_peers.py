@@ -1,4 +1,5 @@
-"""Codecs of pairs of checkpoints, ours and the rivals', behind the interface of peers.py.
+"""Codecs of pairs of checkpoints, ours and the rivals', behind the interface of
+codecs/peers.py.
 
 Of the rivals only zipnn knows of a base. The others get the XOR of the two, made by NumPy inside
 the timed part both ways, into memory that exists; what has made BitX known is that with byte planes
@@ -13,9 +14,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from data import DataSet
-from pairs import STATE, Pair
-from peers import (
+
+from benchmarks.codecs.peers import (
     BloscCodec,
     BytesCodec,
     Codec,
@@ -34,6 +34,8 @@ from peers import (
     parts,
     zstandard_codec,
 )
+from benchmarks.data.sets import DataSet
+from benchmarks.snapshots.pairs import STATE, Pair
 
 __all__ = ["CODECS", "ONLY_ON", "available"]
 

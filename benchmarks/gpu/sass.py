@@ -1,4 +1,4 @@
-"""Counts the instructions of GPU kernels, without a GPU: python benchmarks/sass.py [--json FILE].
+"""Counts the instructions of GPU kernels, without a GPU: `python benchmarks/gpu.py sass`.
 
 Kernels are compiled for an architecture with the assembler that Triton carries, and disassembled.
 What counts is the loop over the weights: its instructions for each weight, over all threads; those
@@ -11,7 +11,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -246,13 +245,21 @@ def counts(*, brief: bool) -> Iterator[Count]:
                 yield count_matmul(form, config, architecture, even=False)
 
 
-def main() -> None:
+def main(argv: list[str]) -> int:
+    """Count the instructions, and print them as a table.
+
+    Args:
+        argv: the arguments after `sass`.
+
+    Returns:
+        The exit status: 0.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="gpu.py sass", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="write the counts to this file too")
     parser.add_argument("--brief", action="store_true", help="fewer kernels for older GPUs")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     path = arguments.json
     print(f"Triton {triton.__version__}\n")
     print("| kernel | for | instructions a weight | integer pipe | tensor | spills | shared KiB |")
@@ -268,7 +275,4 @@ def main() -> None:
     if path:
         text = json.dumps({"triton": triton.__version__, "counts": rows}, indent=1)
         path.write_text(text + "\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return 0

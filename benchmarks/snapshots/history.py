@@ -2,7 +2,7 @@
 
 The checkpoints are whole states of the training run, a few steps apart: fp32 masters, their bf16
 copy and both moments (training.py). They pass one after the other through the same tensors in
-memory, as in a run, and every store (history_stores.py) takes each before the next one comes; the
+memory, as in a run, and every store (stores.py) takes each before the next one comes; the
 order of the stores changes from checkpoint to checkpoint. Afterwards the newest checkpoint, the
 oldest, and one with a long chain of differences are restored into those tensors: first to
 be compared bit for bit with the files of the run, then timed in rounds.
@@ -23,10 +23,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import data
 import torch
-from history_stores import MAX_DELTAS, STORES, Live, PackhorseStore, Store
-from measure import Seconds, cores, time_call
+
+from benchmarks.codecs.measure import Seconds, cores, time_call
+from benchmarks.data import sets
+from benchmarks.snapshots.stores import MAX_DELTAS, STORES, Live, PackhorseStore, Store
 
 __all__ = ["measure_history"]
 
@@ -74,7 +75,7 @@ def measure_history() -> dict[str, Any]:
 
 def _history() -> tuple[list[int], str]:
     """The steps of the history, and a hash of the hashes of its files."""
-    path = data.training_folder() / data.TRAINING_MANIFEST
+    path = sets.training_folder() / sets.TRAINING_MANIFEST
     manifest = json.loads(path.read_text()) if path.exists() else {}
     if "history" not in manifest:
         raise FileNotFoundError(

@@ -12,12 +12,13 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-import data
-import machine
 import numpy as np
-from measure import cores, time_call
 from numpy.typing import NDArray
-from process import code_path, restart
+
+from benchmarks.codecs.measure import cores, time_call
+from benchmarks.common import machine
+from benchmarks.common.process import code_path, restart
+from benchmarks.data import sets
 
 __all__ = ["MODE", "main"]
 
@@ -58,7 +59,7 @@ def _measure(name: str, rounds: int) -> bool:
     """Print the table of one data set; whether a target was missed."""
     matrices = [
         np.ascontiguousarray(tensor).view(np.uint16)
-        for _, tensor in data.make(name).tensors
+        for _, tensor in sets.make(name).tensors
         if tensor.ndim == 2
     ]
     nbytes = sum(matrix.nbytes for matrix in matrices)

@@ -14,7 +14,7 @@ from packhorse.device.tuning import random_weight
 from packhorse.gpu import uploads
 
 if TYPE_CHECKING:
-    from gpu_run import Run
+    from benchmarks.gpu.run import Run
 
 __all__ = ["WAYS", "measure"]
 

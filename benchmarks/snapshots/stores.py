@@ -13,18 +13,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import data
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from delta_peers import XorCodec, ZipnnDeltaCodec
-from pairs import DTYPES, STATE_KINDS, Array, Pair
-from peers import Codec, PlanesCodec, Setup, ZipnnCodec, parts, zstandard_codec
 from safetensors import safe_open
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint._extension import ZStandard
 
+from benchmarks.codecs.peers import Codec, PlanesCodec, Setup, ZipnnCodec, parts, zstandard_codec
+from benchmarks.data import sets
+from benchmarks.snapshots.delta_peers import XorCodec, ZipnnDeltaCodec
+from benchmarks.snapshots.pairs import DTYPES, STATE_KINDS, Array, Pair
 from packhorse.disk import PackhorseReader, PackhorseWriter, SnapshotStore
 
 __all__ = ["MAX_DELTAS", "STORES", "Entry", "Live", "PackhorseStore", "Store"]
@@ -63,7 +63,7 @@ class Live:
     def load(self, step: int) -> None:
         """Give the tensors the values of a checkpoint of the run."""
         for part in self.parts:
-            tensors = data.training_tensors(part.name, step, part.dtype, part.array.dtype.type)
+            tensors = sets.training_tensors(part.name, step, part.dtype, part.array.dtype.type)
             for name, array in part.tensors:
                 np.copyto(array, tensors[name])
 
@@ -90,7 +90,7 @@ class Live:
 def _part(kind: str, step: int) -> Pair:
     """A kind of tensor at a step, in memory of its own, with room for an older one as base."""
     dtype, numpy_type = DTYPES[kind[-2:]]
-    tensors = data.training_tensors(kind, step, dtype, numpy_type)
+    tensors = sets.training_tensors(kind, step, dtype, numpy_type)
     array = np.concatenate([tensor.reshape(-1) for tensor in tensors.values()])
     shapes = tuple((name, tensor.shape) for name, tensor in tensors.items())
     return Pair(kind, dtype, array, "", "", shapes)

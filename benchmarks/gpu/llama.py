@@ -24,7 +24,7 @@ from packhorse.kernels.weights import decode_rows
 from packhorse.layout import W11, W12, WeightFormat
 
 if TYPE_CHECKING:
-    from gpu_run import Run
+    from benchmarks.gpu.run import Run
 
 __all__ = ["Size", "measure"]
 

@@ -18,7 +18,7 @@ from packhorse.gpu.frames import decode_frame
 from packhorse.gpu.timing import time_chain
 
 if TYPE_CHECKING:
-    from gpu_run import Run
+    from benchmarks.gpu.run import Run
 
 __all__ = ["DifferentError", "ceilings", "frames"]
 

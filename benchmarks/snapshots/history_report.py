@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from plot import FAINT, FONT_SIZE, GREY, RIVAL, TEAL
-from report import KINDS, OURS, Result, written_ratio
+from benchmarks.codecs.plot import FAINT, FONT_SIZE, GREY, RIVAL, TEAL
+from benchmarks.codecs.report import KINDS, OURS, Result, written_ratio
 
 __all__ = ["PICTURE", "picture", "section"]
 
@@ -106,7 +106,7 @@ def picture(result: Result) -> str:
     """The SVG of docs/: how each store grows.
 
     Args:
-        result: what snapshots.py keeps of a run, with a history.
+        result: what `run.py snapshots` keeps of a run, with a history.
     """
     history = result["history"]
     rows = [row for row in history["rows"] if row["store"] not in UNDRAWN]

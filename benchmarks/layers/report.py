@@ -1,11 +1,11 @@
 """The tables of a measurement of packed layers as Markdown, for the terminal and
-docs/benchmarks_layers.md: a function of the JSON that layers.py keeps; nothing is measured.
+docs/benchmarks_layers.md: a function of the JSON that `run.py layers` keeps; nothing is measured.
 """
 
 from typing import Any
 
-import report
-from report import Result
+from benchmarks.codecs import report
+from benchmarks.codecs.report import Result
 
 __all__ = ["document", "section"]
 
@@ -37,7 +37,7 @@ def section(name: str, result: Result) -> str:
 
     Args:
         name: of the part.
-        result: what layers.py keeps of a run.
+        result: what `run.py layers` keeps of a run.
     """
     part = result["parts"].get(name)
     why = result["absent"].get(name, "not in this run")
@@ -49,7 +49,7 @@ def document(result: Result) -> str:
     """The whole of docs/benchmarks_layers.md.
 
     Args:
-        result: what layers.py keeps of a run.
+        result: what `run.py layers` keeps of a run.
     """
     parts = [INTRODUCTION, f"## Machine\n\n{report.conditions(result)}\n"]
     return "\n".join([*parts, *(f"{section(name, result)}\n" for name in HEADINGS)])

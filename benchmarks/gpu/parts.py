@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import gpu_llama
-import gpu_load
-import gpu_peers
 import torch
-from gpu_checks import WrongError, check
-from gpu_frames import DifferentError, ceilings, frames
-from gpu_model import MODELS, TOKENS, Shape
-from gpu_workers import Product, compile_ahead, likely_products
 
+from benchmarks.gpu import llama, loading, peers
+from benchmarks.gpu.checks import WrongError, check
+from benchmarks.gpu.frames import DifferentError, ceilings, frames
+from benchmarks.gpu.predictions import MODELS, TOKENS, Shape
+from benchmarks.gpu.workers import Product, compile_ahead, likely_products
 from packhorse.device.choices import choose
 from packhorse.device.cost import predict_decode, predict_decoding, predict_fused, predict_plain
 from packhorse.device.strategy import BUCKETS, Choice, Strategy
@@ -36,7 +34,7 @@ from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 
 if TYPE_CHECKING:
-    from gpu_run import Run
+    from benchmarks.gpu.run import Run
 
 __all__ = ["WrongError", "check", "decode", "load", "model", "table", "tune"]
 
@@ -262,16 +260,16 @@ def table_row(
 def peer_rows(run: "Run") -> list[dict[str, Any]]:
     """Rivals, where they are installed; none in a smoke run."""
     rows = []
-    for name in () if run.smoke else gpu_peers.PEERS:
+    for name in () if run.smoke else peers.PEERS:
         if run.is_late():
             break
-        row = gpu_peers.measure(name, device_of(run))
+        row = peers.measure(name, device_of(run))
         rows.append(row)
         release(run)
         if "seconds" not in row:
             print(f"{name}: {row.get('missing') or row['error']}: not measured", flush=True)
             continue
-        packed_nbytes = math.prod(gpu_peers.SHAPE) * row["bits"] / 8
+        packed_nbytes = math.prod(peers.SHAPE) * row["bits"] / 8
         print_row(
             row["shape"], "1", name, f"decoding {us(row['decoding'])} us, {row['bits']:.2f} bits",
             us(row["seconds"]), f"{packed_nbytes / row['seconds'] / 1e12:.2f}", "", "",
@@ -282,8 +280,8 @@ def peer_rows(run: "Run") -> list[dict[str, Any]]:
 def model(run: "Run") -> list[dict[str, Any]]:
     """A whole model with random weights: tokens a second and memory, plain and packed."""
     shapes = SMALL if run.smoke else MODELS[0].shapes
-    compile_ahead(run, chosen_products(run, shapes, lambda *_: gpu_llama.BATCHES))
-    return gpu_llama.measure(run, device_of(run))
+    compile_ahead(run, chosen_products(run, shapes, lambda *_: llama.BATCHES))
+    return llama.measure(run, device_of(run))
 
 
 def load(run: "Run") -> list[dict[str, Any]]:
@@ -293,7 +291,7 @@ def load(run: "Run") -> list[dict[str, Any]]:
         WrongError: a way gives other bits.
     """
     try:
-        rows = gpu_load.measure(run, device_of(run))
+        rows = loading.measure(run, device_of(run))
     except ValueError as error:
         raise WrongError(str(error)) from error
     print_head("way", "seconds", "GB/s of tensors", "MiB beside the tensors")

@@ -1,4 +1,4 @@
-"""Peak memory of loading models whose weights stay packed: a part of layers.py.
+"""Peak memory of loading models whose weights stay packed: a part of `run.py layers`.
 
 Each way of loading runs in a process of its own, which looks at its own memory every millisecond.
 Of Linux' resident pages, those that are not shared have no file behind them; mapped pages of files
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["LOADERS", "Sizes", "measure", "require_transformers", "versions"]
 
+ROOT = Path(__file__).resolve().parents[2]
 PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
 SECONDS_BETWEEN = 0.001
 
@@ -89,8 +90,8 @@ def measure(sizes: Sizes, ways: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _in_process(way: str, folder: str) -> str:
-    command = [sys.executable, str(Path(__file__).resolve()), way, folder]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "benchmarks.layers.loading", way, folder]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     return done.stdout.strip().rpartition("\n")[2]
 
 

@@ -10,8 +10,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import plot
-from targets import Verdict, judge
+from benchmarks.codecs import plot
+from benchmarks.codecs.targets import Verdict, judge
 
 __all__ = [
     "CEILING",

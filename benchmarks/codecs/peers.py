@@ -20,8 +20,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import numpy as np
-from data import DataSet
 from numpy.typing import NDArray
+
+from benchmarks.data.sets import DataSet
 
 __all__ = [
     "CODECS",

@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from gpu_workers import Failure, spread
 
 import packhorse.kernels.matmul as matmul_module
 import packhorse.kernels.matmul_many as many_module
 import packhorse.kernels.weights as weights_module
+from benchmarks.gpu.workers import Failure, spread
 from packhorse.device.choices import choose
 from packhorse.device.products import run_choice
 from packhorse.device.strategy import INVARIANT_TOKENS, Choice, Strategy
@@ -26,7 +26,7 @@ from packhorse.kernels.weights import decode_weights
 from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
 
 if TYPE_CHECKING:
-    from gpu_run import Run
+    from benchmarks.gpu.run import Run
 
 __all__ = ["WrongError", "check", "check_case"]
 

@@ -18,23 +18,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import delta_peers
-import history
-import history_report
-import machine
-import pairs
-import peers
-import snapshot_report
-from measure import Contender, compete, enter, keep
-from process import SIMD_VARIABLE, code_path, restart
+from benchmarks.codecs import peers
+from benchmarks.codecs.measure import Contender, compete, enter, keep
+from benchmarks.common import machine
+from benchmarks.common.process import SIMD_VARIABLE, code_path, restart
+from benchmarks.snapshots import delta_peers, history, history_report, pairs, report
 
 __all__ = ["MODE", "main"]
 
 MODE = "snapshots"
-HERE = Path(__file__).resolve().parent
-RESULT = HERE / "results" / "snapshots.json"
-DOCUMENT = HERE.parent / "docs" / "benchmarks_snapshots.md"
-PICTURE = HERE.parent / "docs" / history_report.PICTURE
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = ROOT / "benchmarks" / "results" / "snapshots.json"
+DOCUMENT = ROOT / "docs" / "benchmarks_snapshots.md"
+PICTURE = ROOT / "docs" / history_report.PICTURE
 PARTS = ("pairs", "history")
 ROUNDS = 7
 
@@ -114,14 +110,14 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         rows = _one_pair(pair, args, result)
         result["data"].append(_described(pair))
         result["rows"] += rows
-        print(f"\n{snapshot_report.section(result['data'][-1], rows)}", flush=True)
+        print(f"\n{report.section(result['data'][-1], rows)}", flush=True)
     if args.part != "pairs":
         result["history"] = history.measure_history()
         print(f"\n{history_report.section(result['history'])}", flush=True)
     result["load_after"] = os.getloadavg()[0]
     result["core_scaling"].append(machine.core_scaling())
     if result["rows"]:
-        print(f"\n{snapshot_report.summary(result)}")
+        print(f"\n{report.summary(result)}")
     return result
 
 
@@ -158,7 +154,7 @@ def _described(pair: pairs.Pair) -> dict[str, Any]:
 
 
 def _write_document(result: dict[str, Any]) -> None:
-    DOCUMENT.write_text(snapshot_report.document(result))
+    DOCUMENT.write_text(report.document(result))
     if "history" in result:
         PICTURE.write_text(history_report.picture(result))
     print(f"\nwrote {DOCUMENT}")

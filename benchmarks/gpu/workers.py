@@ -18,8 +18,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from gpu_model import Shape
 
+from benchmarks.gpu.predictions import Shape
 from packhorse.device.autotune import predictor, tune
 from packhorse.device.products import run_choice
 from packhorse.device.strategy import Choice, Strategy
@@ -30,8 +30,7 @@ from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WEIGHT_FORMATS, WeightFormat
 
 if TYPE_CHECKING:
-    from gpu_run import Run
-
+    from benchmarks.gpu.run import Run
     from packhorse.kernels.matmul import MatmulConfig
 
 __all__ = ["Failure", "Product", "compile_ahead", "likely_products", "spread"]

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import data
 import ml_dtypes
 import numpy as np
-from data import DataSet
 from numpy.typing import NDArray
+
+from benchmarks.data import sets
+from benchmarks.data.sets import DataSet
 
 __all__ = ["DTYPES", "NAMES", "STATE", "STATE_KINDS", "Array", "Pair", "make"]
 
@@ -73,19 +74,19 @@ class Pair(DataSet):
 def _pair(name: str, kind: str, old: int, new: int, what: str) -> Pair:
     """A kind of file at two steps."""
     dtype, numpy_type = DTYPES[kind[-2:]]
-    tensors = data.training_tensors(kind, new, dtype, numpy_type)
-    older = data.training_tensors(kind, old, dtype, numpy_type)
+    tensors = sets.training_tensors(kind, new, dtype, numpy_type)
+    older = sets.training_tensors(kind, old, dtype, numpy_type)
     array, base = (np.concatenate([t.reshape(-1) for t in of.values()]) for of in (tensors, older))
     shapes = tuple((key, tensor.shape) for key, tensor in tensors.items())
     source = f"{what}, step {old} to {new}"
     return Pair(
-        name, dtype, array, data.digest(array), source, shapes, base, data.digest(base)
+        name, dtype, array, sets.digest(array), source, shapes, base, sets.digest(base)
     )  # fmt: skip
 
 
 def _last() -> int:
     """The last step with fp32 masters."""
-    manifest = data.training_folder() / data.TRAINING_MANIFEST
+    manifest = sets.training_folder() / sets.TRAINING_MANIFEST
     if not manifest.exists():
         raise FileNotFoundError(
             f"there is no complete training run in {manifest.parent}; make it in about 17 minutes "
@@ -113,12 +114,12 @@ def _sparse(name: str) -> Pair:
     n_kept = round(CHANGED_SHARE * new.size)
     if n_kept > changed.size:
         raise ValueError(f"one step changed {changed.size} values, fewer than the {n_kept} needed")
-    kept = np.random.default_rng(data.SEED).choice(changed, n_kept, replace=False)
+    kept = np.random.default_rng(sets.SEED).choice(changed, n_kept, replace=False)
     sparse = old.copy()
     sparse[kept] = new[kept]
     array = sparse.view(whole.array.dtype)
     source = f"{whole.source}, with {CHANGED_SHARE:.0%} of the values changed and all others kept"
-    return replace(whole, array=array, sha256=data.digest(array), source=source)
+    return replace(whole, array=array, sha256=sets.digest(array), source=source)
 
 
 def _state(name: str) -> Pair:
@@ -128,10 +129,10 @@ def _state(name: str) -> Pair:
         for arrays in ([p.array for p in parts], [p.base for p in parts])
     )
     return Pair(
-        name, "U8", array, data.digest(array),
+        name, "U8", array, sets.digest(array),
         f"fp32 masters, bf16 copy and both moments, step {_last() - STATE_GAP} to {_last()}",
         tuple((f"{p.name}/{key}", shape) for p in parts for key, shape in p.shapes),
-        base, data.digest(base), _views(parts, array, base),
+        base, sets.digest(base), _views(parts, array, base),
     )  # fmt: skip
 
 

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from data import DataSet
-from peers import CODECS, Codec, Entry, Setup, UnsupportedError, build, parts
+
+from benchmarks.codecs.peers import CODECS, Codec, Entry, Setup, UnsupportedError, build, parts
+from benchmarks.data.sets import DataSet
 
 __all__ = [
     "SLICE_NBYTES",

@@ -23,15 +23,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import data
-import layers_memory
-import layers_report
-import machine
 import ml_dtypes
 import numpy as np
-import peers
-from measure import cores, keep, time_call
-from process import SIMD_VARIABLE, code_path, restart
+
+from benchmarks.codecs import peers
+from benchmarks.codecs.measure import cores, keep, time_call
+from benchmarks.common import machine
+from benchmarks.common.process import SIMD_VARIABLE, code_path, restart
+from benchmarks.data import sets
+from benchmarks.layers import loading, report
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["MODE", "main"]
 
 MODE = "layers"
-HERE = Path(__file__).resolve().parent
-RESULT = HERE / "results" / "layers.json"
-DOCUMENT = HERE.parent / "docs" / "benchmarks_layers.md"
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = ROOT / "benchmarks" / "results" / "layers.json"
+DOCUMENT = ROOT / "docs" / "benchmarks_layers.md"
 PARTS = ("products", "packing", "model", "plan", "memory")
 FORMATS = ("W12", "W11")
 MIB = 1 << 20
@@ -72,7 +72,7 @@ class Scale(NamedTuple):
     model_tokens: int
     model_layers: int
     plan_units: int
-    memory: layers_memory.Sizes
+    memory: loading.Sizes
     ways: tuple[str, ...]
 
 
@@ -84,8 +84,8 @@ WHOLE = Scale(
     model_tokens=32,
     model_layers=6,
     plan_units=32 * MIB,
-    memory=layers_memory.Sizes(6, 4096, 1024, 4096, 8, 32000),
-    ways=tuple(layers_memory.LOADERS),
+    memory=loading.Sizes(6, 4096, 1024, 4096, 8, 32000),
+    ways=tuple(loading.LOADERS),
 )
 SMOKE = Scale(
     shapes=((129, 256),),
@@ -95,7 +95,7 @@ SMOKE = Scale(
     model_tokens=4,
     model_layers=1,
     plan_units=1 << 18,
-    memory=layers_memory.Sizes(2, 256, 64, 128, 1, 500),
+    memory=loading.Sizes(2, 256, 64, 128, 1, 500),
     ways=("packed file to packed weights",),
 )
 
@@ -140,7 +140,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _write_document(result: dict[str, Any]) -> None:
-    DOCUMENT.write_text(layers_report.document(result))
+    DOCUMENT.write_text(report.document(result))
     print(f"\nwrote {DOCUMENT}")
 
 
@@ -156,7 +156,7 @@ def _measure(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
         "rounds": scale.rounds,
         "limit_nbytes": None,
         "machine": machine.describe(),
-        "versions": peers.versions() | layers_memory.versions(),
+        "versions": peers.versions() | loading.versions(),
         "load_before": os.getloadavg()[0],
         "core_scaling": [machine.core_scaling()],
         "parts": {},
@@ -170,7 +170,7 @@ def _measure(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
         except ImportError as reason:
             result["absent"][name] = str(reason)
             continue
-        print(f"\n{layers_report.section(name, result)}", flush=True)
+        print(f"\n{report.section(name, result)}", flush=True)
     result["load_after"] = os.getloadavg()[0]
     result["core_scaling"].append(machine.core_scaling())
     return result
@@ -191,7 +191,7 @@ def _matrix(n_rows: int, n_columns: int) -> "Tensor":
 
     rng = np.random.default_rng([SEED, n_rows, n_columns])
     matrix = torch.empty(n_rows, n_columns, dtype=torch.bfloat16)
-    scales = 0.02 * np.exp(data.ROW_SCALE_SIGMA * rng.standard_normal(n_rows, np.float32))
+    scales = 0.02 * np.exp(sets.ROW_SCALE_SIGMA * rng.standard_normal(n_rows, np.float32))
     for row, scale in zip(matrix, scales, strict=True):
         row.copy_(torch.from_numpy(scale * rng.standard_normal(n_columns, np.float32)))
     return matrix
@@ -300,7 +300,7 @@ def _model(scale: Scale) -> dict[str, Any]:
         work[name] = lambda model=model: model(ids)
     best = _best_of(work, scale.rounds)
     return {
-        "name": data.MODEL_PACKAGE,
+        "name": sets.MODEL_PACKAGE,
         "n_tokens": scale.model_tokens,
         "plain": best.pop("plain"),
         "packed": best,
@@ -315,8 +315,8 @@ def _trained_model(n_layers: int) -> "nn.Module":
     import torch
     from safetensors.torch import load_file
 
-    transformers = layers_memory.require_transformers()
-    folder = data.model_path().parent
+    transformers = loading.require_transformers()
+    folder = sets.model_path().parent
     config = transformers.BertConfig.from_pretrained(folder, num_hidden_layers=n_layers)
     model: nn.Module = transformers.BertModel(config)
     model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
@@ -374,7 +374,7 @@ def _plan(scale: Scale) -> dict[str, Any]:
 
 
 def _memory(scale: Scale) -> list[dict[str, Any]]:
-    return layers_memory.measure(scale.memory, scale.ways)
+    return loading.measure(scale.memory, scale.ways)
 
 
 _MEASURES: dict[str, Callable[[Scale], Any]] = {

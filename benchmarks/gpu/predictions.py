@@ -1,4 +1,4 @@
-"""What is predicted for an H200: `python benchmarks/gpu_model.py`; docs/benchmarks_gpu.md: --write.
+"""What is predicted for an H200: `python benchmarks/gpu.py predict`.
 
 Every figure that is printed is a prediction by `packhorse.device.cost`, from bytes, counted
 instructions and assumptions; nothing is measured here. gpu.py measures, and compares. `--counts`
@@ -22,7 +22,7 @@ from packhorse.layout import W11, W12, WeightFormat
 
 __all__ = ["MODELS", "TOKENS", "Llama", "Shape", "document", "predict_row", "predict_step"]
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "benchmarks_gpu.md"
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
@@ -152,7 +152,7 @@ def _speeds(step: dict[str, float], batch: int) -> str:
 
 _HEAD = """# Benchmarks of packed weights on GPUs
 
-Written by `python benchmarks/gpu_model.py --write`; do not edit by hand.
+Written by `python benchmarks/gpu.py predict --write`; do not edit by hand.
 
 ## What is not measured
 
@@ -229,8 +229,7 @@ _TILES = [(1, rows) for rows in (16, 32, 64, 128)] + list(product((2, 3, 4), (32
 
 def print_counts() -> None:
     """The tables of `device/counts.py`, of what does not spill in the loop, and hardly beside."""
-    import sass
-
+    from benchmarks.gpu import sass
     from packhorse.kernels.matmul import MatmulConfig
     from packhorse.kernels.matmul_many import ManyConfig
 
@@ -258,20 +257,25 @@ def _hardly_spills(found: Any) -> bool:
     return found.loop_spills == 0 and found.spills <= _FEW_SPILLS
 
 
-def main() -> None:
+def main(argv: list[str]) -> int:
+    """Print the page, write it, or count instructions.
+
+    Args:
+        argv: the arguments after `predict`.
+
+    Returns:
+        The exit status: 0.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="gpu.py predict", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     parser.add_argument("--counts", action="store_true", help="count instructions instead")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.counts:
         print_counts()
     elif args.write:
         PAGE.write_text(document())
     else:
         print(document())
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -1,11 +1,13 @@
 """The tables of a measurement of checkpoints as Markdown, for the terminal and
-docs/benchmarks_snapshots.md: a function of the JSON that snapshots.py keeps; nothing is measured.
+docs/benchmarks_snapshots.md.
+
+They are a function of the JSON that `run.py snapshots` keeps; nothing is measured here.
 """
 
-import history_report
-import report
-from report import Result, Row
-from targets import SNAPSHOT_TARGETS, judge
+from benchmarks.codecs import report
+from benchmarks.codecs.report import Result, Row
+from benchmarks.codecs.targets import SNAPSHOT_TARGETS, judge
+from benchmarks.snapshots import history_report
 
 __all__ = ["document", "section", "summary"]
 
@@ -46,7 +48,7 @@ def summary(result: Result) -> str:
     """Our default level on every pair beside the rivals' ratios, then the targets.
 
     Args:
-        result: what snapshots.py keeps of a run.
+        result: what `run.py snapshots` keeps of a run.
     """
     verdicts = judge(result["rows"], forced=False, targets=SNAPSHOT_TARGETS)
     targets = report.verdict_table(verdicts)
@@ -101,7 +103,7 @@ def document(result: Result) -> str:
     """The whole of docs/benchmarks_snapshots.md.
 
     Args:
-        result: what snapshots.py keeps of a run.
+        result: what `run.py snapshots` keeps of a run.
     """
     sections = [section(pair, report.of_set(result, pair["name"])) for pair in result["data"]]
     parts = [
