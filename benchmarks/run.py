@@ -1,11 +1,11 @@
 """Measure Packhorse against its rivals: `python benchmarks/run.py`.
 
-The round trip of every codec is proved before it is timed, all codecs run interleaved in one
-process on the same named data, and the table that is printed has our losses too. The short form
-takes the real weights and some minutes; `--full` takes all data and all codecs in more rounds.
-`--full --write` then also runs the variants (fresh memory, forced code paths), keeps the figures in
+Every codec proves its round trip before it is timed. All codecs run interleaved in one process on
+the same named data, and the printed table has our losses too. The short form measures the real
+weights and takes some minutes; `--full` measures all data and all codecs in more rounds.
+`--full --write` also runs the variants (fresh memory, forced code paths), keeps the figures in
 `benchmarks/results/`, and makes `docs/benchmarks.md`, its picture and the table in `README.md` from
-all that lie there. Two forms time nothing: `--render` only makes those documents, and `--check`
+all figures there. Two forms time nothing: `--render` only makes those documents, and `--check`
 exits 1 unless the ratios that the project promises hold.
 
 `run.py snapshots` measures pairs of training checkpoints instead, and has a document of its own:
@@ -45,15 +45,15 @@ DOCUMENT = HERE.parent / "docs" / "benchmarks.md"
 PICTURE = HERE.parent / "docs" / report.PICTURE
 README = HERE.parent / "README.md"
 SIMD_NAMES = ["portable", "avx2", "avx512", "avx512_vbmi2"]
-# The beginning of a set as a set of its own, for figures that are known of that part.
+# The beginning of a set as a set of its own, because other figures are known for that part alone.
 BEGINNINGS = {targets.FIRST_48_MB: ("model_fp32", 48_000_000)}
 NAMES = (*sets.NAMES, *BEGINNINGS)
 SHORT_DATA = ("model_bf16", "model_fp32", "model_fp16", "fp8_e4m3")
 SHORT_ROUNDS, VARIANT_ROUNDS, FULL_ROUNDS = 3, 5, 7
 THREADS = [1, 2]
 OWN_CODECS = tuple(name for name in peers.CODECS if name.startswith("packhorse"))
-# What the project promises of the default level, on the whole model as a file and on the two
-# extremes.
+# What the project promises for the default level: ratios of the whole model as a file, and of the
+# two extremes.
 FILE_RATIOS = {"bf16": 1.505, "fp32": 1.215, "fp16": 1.180}
 ARRAY_RATIOS = {"zeros_bf16": 1000.0, "random_u8": 0.9995}
 
@@ -115,7 +115,7 @@ def _is_variant(args: argparse.Namespace) -> bool:
 
 
 def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
-    """What a form leaves open: a short run, a full one, or a variant of the full one."""
+    """Fill in what the arguments leave open, for a short run, a full one or a variant of it."""
     quick = tuple(name for name, entry in peers.CODECS.items() if not entry.slow)
     names, codecs, rounds = SHORT_DATA, quick, SHORT_ROUNDS
     if args.full and args.simd:
@@ -134,7 +134,7 @@ def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _run_variants() -> None:
-    """The same on fresh memory and on each weaker code path, each in a process of its own."""
+    """Measure again with fresh memory and on each weaker code path, each in its own process."""
     from packhorse.codecs.base import Isa, choose_isa
 
     weaker = [isa.name.lower() for isa in reversed(Isa) if isa < choose_isa()]
@@ -250,7 +250,7 @@ def _file_row(
 
 
 def _check() -> int:
-    """Compare the ratios with what is promised; print each; exit status."""
+    """Compare the ratios with the promised ones and print each; returns the exit status."""
     from packhorse.numpy import compress
 
     found = {f"{row['file']} file": row["ratio"] for row in _packed_files()}

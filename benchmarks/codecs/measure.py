@@ -1,7 +1,7 @@
-"""Timing of codecs on one data set: correct first, then interleaved.
+"""Time codecs on one data set, once their round trips are proved.
 
-Every codec proves its round trip bit for bit before anything is timed. The rounds go from codec to
-codec, so that a disturbance of the machine meets all of them. One thread is pinned to a core and
+Every codec proves its round trip bit for bit before anything is timed. Each round runs all codecs
+in turn, so that a disturbance of the machine meets all of them. One thread is pinned to a core and
 timed by the processor time of the process; more threads are timed by the clock on the wall. Both
 clocks are kept, because the gain from a second thread must be measured on one and the same clock.
 
@@ -129,7 +129,7 @@ def enter(
 
 
 def _prove(name: str, codec: Codec, data: DataSet) -> int:
-    """Pack and unpack once; the packed size."""
+    """Pack and unpack once, and compare; returns the packed size."""
     packed = codec.encode(codec.prepare(data))
     packed_nbytes = sum(part.nbytes for part in parts(packed))
     original = memoryview(data.array.view(np.uint8))
@@ -196,7 +196,7 @@ def time_call(call: Callable[[Any], Any], argument: Any) -> tuple[Any, Seconds]:
 
 @contextmanager
 def cores(threads: int) -> Iterator[None]:
-    """One thread stays on one core (not the first, which serves interrupts); more may use all."""
+    """Keep one thread on one core (not the first, which serves interrupts); more may use all."""
     if threads > 1 or not CORES:
         yield
         return

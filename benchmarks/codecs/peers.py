@@ -1,10 +1,10 @@
 """One small adapter for each codec, ours and the rivals', behind one interface.
 
-Every adapter gets the same data set. Where a rival offers several settings, it runs with the best
-that its Python API can be made to do for the dtype, because a bar that is too low proves nothing.
-What a rival needs but a user would not time (a scratch copy for one that overwrites its input) is
-made in `prepare`, outside the timed part. Decoding goes into memory that already exists wherever
-the API allows it, unless the run is to show what fresh memory costs: then every output is new.
+Every adapter gets the same data set. A rival that offers several settings runs with the best one
+that its Python API allows for the dtype, because beating a bad setting proves nothing. What a rival
+needs but a user would not time (a scratch copy for one that overwrites its input) is made
+in `prepare`, outside the timed part. Decoding goes into memory that already exists, wherever the
+API allows it, except in runs that show what fresh memory costs: there every output is new.
 
 `CODECS` says in one line how each of them is run; the report prints those lines.
 """
@@ -82,7 +82,7 @@ class Codec(Protocol):
     """What run.py measures. One object serves one data set and one setup."""
 
     def prepare(self, data: DataSet) -> Any:
-        """Whatever `encode` needs, made outside the timed part; by default the array itself."""
+        """Make what `encode` needs, outside the timed part; by default the array itself."""
 
     def encode(self, source: Any) -> Packed:
         """The packed bytes of what `prepare` returned, in one piece or in several."""
@@ -175,7 +175,7 @@ class PackhorseCodec:
 
 
 def carve(sizes: list[int]) -> list[Bytes]:
-    """Memory of these sizes, carved from one piece."""
+    """Buffers of these sizes, carved from one piece of memory."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + size + -size % ALIGNMENT)
@@ -312,7 +312,7 @@ class BytesCodec:
 
 
 class PlanesCodec(BytesCodec):
-    """The same on planes: byte i of all elements together, split and merged by NumPy."""
+    """A codec of bytes on planes: byte i of all elements together, split and merged by NumPy."""
 
     def __init__(self, data: DataSet, setup: Setup, **functions: Any) -> None:
         _single(setup, "a codec on planes")
@@ -363,7 +363,7 @@ def bz2_codec(kind: type[BytesCodec], data: DataSet, setup: Setup) -> Codec:
 def zstandard_codec(kind: type[BytesCodec], data: DataSet, setup: Setup, *, level: int) -> Codec:
     """zstd on bytes or on planes, as `kind` says."""
     zstandard = importlib.import_module("zstandard")
-    # 0 is the calling thread; 1 would be a second one beside it.
+    # 0 means the calling thread; 1 would add a second one.
     encoder = zstandard.ZstdCompressor(
         level=level, threads=setup.threads if setup.threads > 1 else 0
     )
@@ -451,7 +451,7 @@ class Entry:
     Attributes:
         make: its adapter for a data set and a setup.
         how: how it is run, for the report.
-        slow: it is timed on a part of the data and in fewer rounds; see measure.py.
+        slow: it is timed on a part of the data and in fewer rounds; see codecs/measure.py.
     """
 
     make: Callable[[DataSet, Setup], Codec]

@@ -1,10 +1,10 @@
-"""One SVG: ratio against decoding speed, a point for each codec.
+"""Draw ratio against decoding speed as an SVG, with a point for each codec.
 
-The file is written by hand, because it is small that way and its text stays text. It has middle
-tones on a transparent ground, so that it reads on white and on black. The speed has a logarithmic
-axis, since rivals are far apart; what is slower than `SLOWEST` stands at its left end as an arrow,
-with its speed in words. Labels look for a free place near their points, ours first and the crowded
-ones before the others, and a thin line leads from a label that had to go far.
+No plotting library is used, so the file is small and its text stays text. It has middle tones on
+a transparent ground, so that it is readable on white and on black. The axis of speed is
+logarithmic, because rivals are far apart. A codec slower than `SLOWEST` is an arrow at the left
+end, with its speed in words. Each label takes the nearest free place to its point, ours first and
+then those in crowds; a thin line connects a label that lies far from its point.
 """
 
 import math

@@ -1,8 +1,8 @@
 """The tables of a measurement as Markdown, for the terminal, docs/benchmarks.md and README.md.
 
 Everything here is a function of the JSON that run.py, memory.py and import_time.py keep; nothing is
-measured. A ratio never stands without both speeds, every target says whether it is met, and every
-figure in which a rival is ahead of our default level is listed.
+measured. No ratio stands without both speeds, every target says whether it is met, and every figure
+in which a rival is ahead of our default level is listed.
 """
 
 import json
@@ -36,7 +36,7 @@ __all__ = [
     "written_speed",
 ]
 
-# Of tensors in a checkpoint, by what training.py calls them.
+# Kinds of tensors in a checkpoint, by the names that training.py gives them.
 KINDS = {"w32": "fp32 masters", "w16": "bf16 copy", "m32": "first moments", "v32": "second moments"}
 OURS = "packhorse"
 RIVAL = "zipnn"
@@ -87,8 +87,8 @@ Written by `make bench ARGS="--full --write"` from `benchmarks/results/`; do not
   Rivals choose for themselves.
 """
 FRESH_NOTE = (
-    "Every output goes into new memory, ours too, and malloc is as it is: this is what a caller "
-    "sees who gives no memory to decode into."
+    "Every output goes into new memory, ours too, and malloc is not changed. Callers that pass no "
+    "memory to decode into see these figures."
 )
 FORCED_NOTE = (
     "The targets again, as far as this run has figures for them. Ratios do not depend on the path, "
@@ -261,7 +261,7 @@ def targets(run: Result, *, gaps: bool = True) -> str:
 
 
 def verdict_table(verdicts: list[Verdict]) -> str:
-    """How many targets are met, as a sentence, and each of them as a line of a table."""
+    """A sentence with the number of targets that are met, and a table with a line for each."""
     counts = Counter(verdict.met for verdict in verdicts)
     sentence = f"{counts[True]} met, {counts[False]} not met"
     if counts[None]:
@@ -281,7 +281,7 @@ def _verdict_line(v: Verdict) -> str:
 
 
 def picture(results: Path) -> str | None:
-    """The SVG of docs/, from the main run; None if there is none, or not of the data it shows.
+    """The SVG of docs/, from the main run; None if there is no such run, or it lacks the data.
 
     Args:
         results: the folder of JSON files that `--write` keeps.
@@ -371,7 +371,7 @@ def _is_special(run: Result) -> bool:
 
 
 def conditions(run: Result) -> str:
-    """What a run was done on and with: machine, versions, path, rounds, load."""
+    """The conditions of a run: machine, versions, code path, rounds, load."""
     m = run["machine"]
     packages = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
     sizes = ", ".join([*m.get("caches", []), f"{m['memory_gib']} GiB"])
@@ -424,7 +424,7 @@ def _hashes(run: Result) -> str:
 
 
 def _forced(run: Result) -> str:
-    """The short section of a run on a forced code path, or with fresh memory."""
+    """The short section about a run on a forced code path, or with fresh memory."""
     if run["simd"] == "auto":
         head = ["## The same, fresh memory", "", FRESH_NOTE, "", conditions(run), ""]
     else:

@@ -1,10 +1,9 @@
-"""What Packhorse is to reach, and whether the figures of a run reach it.
+"""The targets of Packhorse, and whether the figures of a run reach them.
 
-`TARGETS` is the whole list: kinds of data, and for each some checks against a fixed bar or against
-what a rival does in the same run on the same data; `SNAPSHOT_TARGETS` is that of pairs of
-checkpoints. A check whose data or whose rivals are not in
-the run says so; it never passes by being left out. Speeds are the medians of one thread, unless the
-check says otherwise.
+`TARGETS` is the whole list: for each kind of data some checks against a fixed bar, or against
+a rival in the same run on the same data. `SNAPSHOT_TARGETS` is the list for pairs of checkpoints.
+A check whose data or rivals are not in the run says so; it never passes by being left out.
+Speeds are the medians of one thread, unless the check says otherwise.
 """
 
 from collections.abc import Iterable
@@ -65,7 +64,7 @@ class Check(Protocol):
         """What it must be, in words that need no figures."""
 
     def compare(self, ours: Row, rows: list[Row]) -> tuple[float, float, str] | None:
-        """What we have, what we need at least, and a word on it; None if a rival is missing."""
+        """What we have, what we need at least, in words; None if a rival is missing."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +144,9 @@ class Denser:
 
 @dataclass(frozen=True)
 class DensestBut:
-    """A ratio against those of all rivals, but one and its variants.
+    """A ratio against those of all rivals, except one and its variants.
 
-    `dense` must take part, so that leaving out whoever is ahead gains nothing.
+    `dense` must take part, so that nothing is gained by leaving out the best rival.
     """
 
     exempt: str
@@ -240,7 +239,7 @@ class Target:
         data: names of data sets.
         checks: what is demanded on each of them.
         codec: our level.
-        forced_only: whether it is demanded of runs on a forced code path alone.
+        forced_only: whether only runs on a forced code path must reach it.
     """
 
     name: str
@@ -343,7 +342,7 @@ RIVALS = (COPY, "zipnn", "openzl", "zstandard-3", "blosc2-bitshuffle-lz4")
 def judge(
     rows: Iterable[Row], *, forced: bool, targets: Iterable[Target] = TARGETS
 ) -> list[Verdict]:
-    """Every demand, in order; one line for data that the run has not.
+    """Every demand, in order; one line for data that the run does not have.
 
     Args:
         rows: those of one run.

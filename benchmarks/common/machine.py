@@ -1,4 +1,4 @@
-"""What a reader must know of the machine to compare its figures with theirs."""
+"""Describe the machine, so that readers can compare its figures with their own."""
 
 import hashlib
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 __all__ = ["core_scaling", "describe"]
 
-# What a codec here may use; the rest of the processor's list says nothing about these figures.
+# What codecs may use; the rest of the processor's list does not matter for these figures.
 RELEVANT_FLAGS = (
     *("ssse3", "sse4_1", "sse4_2", "avx2", "bmi2", "gfni"),
     *("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512_vbmi", "avx512_vbmi2"),
@@ -38,10 +38,12 @@ def describe() -> dict[str, str | int | list[str]]:
 
 
 def core_scaling(rounds: int = 7) -> float:
-    """How much more two threads do than one, at work that no memory limits: SHA-256 in the cache.
+    """How much more two threads do than one, on work that memory does not limit: SHA-256 in the
+    cache.
 
-    2.0 says that the machine gives two cores; near 1 that it gives one, with two threads or with
-    company. Two-thread figures cannot do better. The median of some rounds.
+    2.0 means that the machine gives two cores. Near 1 it gives only one, because the two are
+    threads of one core, or because other work runs. Figures for two threads cannot be better than
+    this. The result is the median of some rounds.
     """
     block = bytes(1 << 17)
 
@@ -61,14 +63,14 @@ def core_scaling(rounds: int = 7) -> float:
 
 
 def _caches() -> list[str]:
-    """The data caches of the first core, as the system tells them: "L2 1024K" and so on."""
+    """The data caches of the first core, as the system reports them: "L2 1024K" and so on."""
     folders = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))
     told = [[(folder / name).read_text().strip() for name in CACHE_FILES] for folder in folders]
     return [f"L{level} {size}" for kind, level, size in told if kind != "Instruction"]
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first processor of /proc/cpuinfo, nothing where there is no such file."""
+    """The first processor of /proc/cpuinfo; empty where there is no such file."""
     path = Path("/proc/cpuinfo")
     if not path.exists():
         return {}

@@ -1,4 +1,4 @@
-"""The process that measures: the environment it needs, and what it tells of itself.
+"""The process that measures: the environment that it needs, and its code path.
 
 A measuring process starts itself again with a malloc that keeps freed memory, since fresh pages
 cost more than most codecs and would hide the differences between them.
@@ -21,7 +21,7 @@ def restart(*, recycle: bool, simd: str | None = None) -> None:
     """Start the same command again under the environment that the measurement needs, once.
 
     Args:
-        recycle: whether malloc is to keep what is freed.
+        recycle: whether malloc keeps what is freed.
         simd: the code path to force.
     """
     wanted = {k: v for k, v in os.environ.items() if k not in RECYCLING_MALLOC}
@@ -34,7 +34,7 @@ def restart(*, recycle: bool, simd: str | None = None) -> None:
 
 
 def code_path() -> str:
-    """The code path that packhorse takes here."""
+    """The name of the code path that packhorse takes here."""
     from packhorse.codecs.base import choose_isa
 
     return choose_isa().name.lower()

@@ -1,8 +1,8 @@
 """A small LLaMA-like language model, for the training run of the benchmark data.
 
 Rotary positions, RMS norms, gated feed-forward, no biases, the embedding tied to the output; the
-parameters carry the names that published LLaMA checkpoints use. Nothing here is tuned: what matters
-is that the weights, and the optimizer's moments, are those of a real training run.
+parameters carry the names that published LLaMA checkpoints use. Nothing here is tuned: it
+matters only that the weights and the optimizer's moments come from a real training run.
 """
 
 from dataclasses import dataclass

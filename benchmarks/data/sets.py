@@ -53,7 +53,7 @@ ROW_SCALE_SIGMA = 0.35  # of the log-normal scale of a row; close to trained pro
 TOKEN_LIMIT = 1 << 22
 VOCABULARY = 1 << 15
 EMBEDDING_WIDTH = 1024
-EMBEDDING_HEAD = 64  # rows whose scale has not fallen much yet
+EMBEDDING_HEAD = 64  # the first rows, whose scale has hardly fallen
 N_OUTLIER_COLUMNS = 6
 OUTLIER_SCALE = 12.0
 TRAINING_MANIFEST = "manifest.json"
@@ -114,7 +114,7 @@ class DataSet:
         return [self.array]
 
     def middle(self, nbytes: int) -> "DataSet":
-        """`nbytes` from the middle, in which every kind of layer has its turn."""
+        """`nbytes` from the middle, where all kinds of layers occur."""
         n, step = self.array.size, nbytes // self.array.itemsize
         if n <= step:
             return self
@@ -176,7 +176,7 @@ def _embedding() -> Tensors:
     """Rows in the order of how frequent their words are, and a few columns that stand out.
 
     A word's frequency is about one over its rank; its row's scale here is the fourth root of that.
-    Only operations that IEEE 754 rounds exactly, so that the bytes are the same everywhere.
+    It uses only operations that IEEE 754 rounds exactly, so the bytes are the same everywhere.
     """
     rng = np.random.default_rng(SEED)
     rows = SYNTHETIC_NBYTES // 4 // EMBEDDING_WIDTH
@@ -327,7 +327,7 @@ _TRAINED = {
 }
 _RECIPES = _MADE | _TRAINED
 TRAINING_NAMES = tuple(_TRAINED)
-# Those of the training run only if it has been made.
+# The sets of the training run are offered only if the run has been made.
 NAMES = tuple(_RECIPES if (training_folder() / TRAINING_MANIFEST).exists() else _MADE)
 
 
@@ -368,7 +368,7 @@ def make(name: str, *, limit_nbytes: int | None = None) -> DataSet:
 def _fitting(shapes: list[Shape], limit: int) -> list[Shape]:
     """The first shapes whose elements fit into `limit`, the last one cut to whole rows.
 
-    If not even one row fits, there is a flat tensor of as many elements as may be.
+    If not even one row fits, the result is one flat tensor of as many elements as fit.
     """
     out = []
     left = limit

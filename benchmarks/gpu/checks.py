@@ -1,8 +1,9 @@
-"""Proof that kernels are right on this GPU, before any is timed: part `check` of gpu.py.
+"""Prove that kernels are right on this GPU before any is timed: part `check` of gpu.py.
 
-Decoding bit for bit, all 65,536 patterns among what is decoded; products against FP64, by what is
-chosen and by the launchers' own divisions; the inline assembly against its twin; and up to 32
-tokens, the first token's result in each batch against that of the first alone.
+- Decoding is compared bit for bit, with all 65,536 patterns among the decoded values.
+- Products are compared with FP64, by the chosen divisions and by the launchers' own.
+- The inline assembly is compared with its twin.
+- Up to 32 tokens, the first token's result in each batch must equal its result alone.
 """
 
 import math
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WrongError", "check", "check_case"]
 
-# Rows, columns and tokens of what is checked: odd ones, and more than one block of all.
+# Rows, columns and tokens that are checked: odd numbers, and more than one block of each.
 CHECKED = ((4096, 14336), (63, 1000), (6144, 4096), (257, 4096), (130, 96), (1, 333), (40, 1))
 CHECKED_SMALL = ((20, 70),)
 CHECKED_TOKENS = (1, 7, 32, 100)
@@ -39,11 +40,11 @@ PATTERNS = ("patterns in order", "patterns mixed")
 
 
 class WrongError(Exception):
-    """A kernel gives what it must not."""
+    """A kernel gives a wrong result."""
 
 
 class Case(NamedTuple):
-    """What is checked at once.
+    """One case: what one process checks at a time.
 
     Attributes:
         form: name of a format.
@@ -57,11 +58,11 @@ class Case(NamedTuple):
 
 
 def check(run: "Run") -> list[dict[str, Any]]:
-    """All cases, whatever fails; each in one of several processes.
+    """Check all cases, even if some fail, shared out among several processes.
 
     Raises:
-        WrongError: something is not as it must be.
-        RuntimeError: something could not be run; what can may be timed all the same.
+        WrongError: a result is wrong.
+        RuntimeError: something could not be run; the rest may still be timed.
     """
     sizes = CHECKED_SMALL if run.smoke else CHECKED
     names = [*PATTERNS, *(f"{n_rows} x {n_columns}" for n_rows, n_columns in sizes)]
@@ -88,10 +89,10 @@ def check(run: "Run") -> list[dict[str, Any]]:
 
 
 def check_case(case: Case) -> int:
-    """How many products were checked.
+    """Check one case; returns how many products were checked.
 
     Raises:
-        WrongError: something is not as it must be.
+        WrongError: a result is wrong.
     """
     form = WEIGHT_FORMATS[case.form]
     weight = _make_weight(case.weight, case.smoke)
@@ -103,7 +104,7 @@ def check_case(case: Case) -> int:
 
 
 def _make_weight(name: str, smoke: bool) -> torch.Tensor:
-    """All 65,536 patterns, in order or mixed; or rows as models have them."""
+    """A weight of all 65,536 patterns, in order or mixed, or of rows like those of models."""
     device = torch.device("cpu" if smoke else "cuda")
     if name not in PATTERNS:
         n_rows, n_columns = map(int, name.split(" x "))
@@ -119,7 +120,7 @@ def _make_weight(name: str, smoke: bool) -> torch.Tensor:
 def check_decoding(
     name: str, weight: torch.Tensor, weights: WeightTensors, form: WeightFormat
 ) -> None:
-    """Bit for bit, with inline assembly and without."""
+    """Compare decoding bit for bit, with inline assembly and without."""
     plain, n_columns = bits_of(weight), weight.shape[1]
     decoded = decode_weights(weights, form, n_columns)
     require(torch.equal(bits_of(decoded), plain), f"{name}: decoding")
@@ -134,7 +135,7 @@ def check_products(
     form: WeightFormat,
     sizes: Sequence[int],
 ) -> int:
-    """With so many tokens, by all ways; how many products those are."""
+    """Check products of so many tokens, by all ways; returns how many there are."""
     n_rows, n_columns = weight.shape
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randn(sizes[-1], n_columns, generator=generator)
@@ -154,7 +155,7 @@ def check_products(
         if n_tokens <= INVARIANT_TOKENS:
             first = y[0] if first is None else first
             same = torch.equal(bits_of(first), bits_of(y[0]))
-            require(same, f"{what}: the first is another than alone")
+            require(same, f"{what}: the first token has another result than alone")
     return n_products
 
 
@@ -163,14 +164,14 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def launchers_own(form: WeightFormat) -> list[Choice]:
-    """What the launchers do without a config."""
+    """The products that the launchers make without a config."""
     return [Choice(Strategy.FUSED), *([Choice(Strategy.MANY)] if form is W12 else [])]
 
 
 def check_product(
     name: str, choice: Choice, y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
 ) -> None:
-    """Within the rounding to BF16, and what sums in FP32 lose, of FP64; a part of the rows.
+    """Compare some rows with FP64, up to the rounding to BF16 and what sums in FP32 lose.
     PyTorch's own product may round parts of sums to BF16."""
     some = slice(0, 512)
     exact = x.double() @ weight[some].double().T
@@ -186,7 +187,7 @@ def require(holds: bool, what: str) -> None:
 
 
 def with_twin(call: Callable[[], Any]) -> Any:
-    """A call whose kernels use no assembly."""
+    """Make a call whose kernels use no assembly."""
     modules = (weights_module, matmul_module, many_module)
 
     def choose_plain(device: torch.device) -> Dialect:

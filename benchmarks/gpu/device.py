@@ -1,15 +1,15 @@
-"""Measures packed weights on a GPU: `python benchmarks/gpu.py device [--part PART ...]`.
+"""Measure packed weights on a GPU: `python benchmarks/gpu.py device [--part PART ...]`.
 
-One command for a machine with a GPU, PyTorch and Triton, and without a network. Products are proved
-right before anything is timed: decoding bit for bit, fused products against FP64, the kernels'
-inline assembly against its twin. Times are medians over CUDA graphs of products with at least four
-distinct copies of a matrix, larger together than the caches. Weights are synthetic: normal rows
-whose scales are log-normal, which have the exponents of trained ones.
+The command needs a machine with a GPU, PyTorch and Triton, but no network. It proves products right
+before it times anything: decoding bit for bit, fused products against FP64, the kernels' inline
+assembly against its twin. Times are medians over CUDA graphs of products with at least four
+distinct copies of a matrix, which together are larger than the caches. Weights are synthetic:
+normal rows with log-normal scales, which have exponents like those of trained weights.
 
-A run of all parts takes less than nine minutes; each part alone has that time for itself, and
-tuning goes on where it ended. Figures go to `benchmarks/results/gpu/`, or to --out, beside what the
-model of time predicts. `--smoke` runs everything on a tiny scale in Triton's interpreter, without a
-GPU; its times mean nothing.
+A run of all parts takes less than nine minutes. A part that runs alone has that time for itself,
+and tuning goes on where it ended. Figures go to `benchmarks/results/gpu/`, or to --out, together
+with what the model of time predicts. `--smoke` runs everything on a tiny scale in Triton's
+interpreter, without a GPU; its times mean nothing.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 PARTS = ("check", "decode", "load", "tune", "table", "model")
 BUDGET = 500.0  # seconds of a call
-# Of a call with all parts, the share after which each must end.
+# The share of a call with all parts after which each part must end.
 SHARES = {"check": 0.2, "decode": 0.28, "load": 0.36, "tune": 0.7, "table": 0.9, "model": 1.0}
 
 
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_parts(args: argparse.Namespace, started: float) -> dict[str, Any]:
-    """Runs the parts that are asked for; what failed or was wrong is a dict in place of rows."""
+    """Run the parts that are asked for; one that fails or is wrong gives a dict instead of rows."""
     from benchmarks.gpu import parts as gpu_parts
 
     parts: dict[str, Any] = {}
@@ -96,13 +96,13 @@ def run_parts(args: argparse.Namespace, started: float) -> dict[str, Any]:
 def keep_part(
     args: argparse.Namespace, parts: dict[str, Any], name: str, rows: list[dict[str, Any]]
 ) -> None:
-    """Writes what a part has so far."""
+    """Write the rows that a part has so far."""
     parts[name] = rows
     keep(args, parts)
 
 
 def gpu_answers() -> bool:
-    """Whether this process can go on with the GPU: after a fault in a kernel it cannot."""
+    """Whether this process can still use the GPU; after a fault in a kernel it cannot."""
     import torch
 
     try:
@@ -113,7 +113,7 @@ def gpu_answers() -> bool:
 
 
 def run_elsewhere(names: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Runs parts in another process, with the other arguments of this one."""
+    """Run parts in another process, with the other arguments of this one."""
     if not names:
         return {}
     print("the GPU does not answer this process: another one goes on", flush=True)
@@ -137,7 +137,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help=f"of {', '.join(PARTS)}; all by default",
     )
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds that a call may take")
-    parser.add_argument("--out", type=Path, help="folder of the figures, in place of the usual one")
+    parser.add_argument("--out", type=Path, help="folder of the figures, instead of the usual one")
     parser.add_argument("--cache", type=Path, help="folder of the autotuner's cache")
     parser.add_argument("--again", action="store_true", help="tune what was tuned before, too")
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU; times mean nothing")
@@ -145,8 +145,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def keep(args: argparse.Namespace, parts: dict[str, Any]) -> None:
-    """Writes the figures, those of a smoke run only where --out says so; parts that were not run
-    keep those that are there."""
+    """Write the figures, those of a smoke run only to --out; parts that were not run keep the
+    figures that are there."""
     folder = args.out or (None if args.smoke else RESULTS)
     if folder is None:
         return
@@ -154,7 +154,7 @@ def keep(args: argparse.Namespace, parts: dict[str, Any]) -> None:
     path = folder / f"{document['slug']}.json"
     kept = json.loads(path.read_text())["parts"] if path.exists() else {}
     folder.mkdir(parents=True, exist_ok=True)
-    # Never half a file, whenever the machine is taken away.
+    # The machine may be taken away at any time, and must not leave half a file.
     new = path.with_suffix(".new")
     new.write_text(json.dumps(document | {"parts": kept | parts}, indent=1) + "\n")
     new.replace(path)

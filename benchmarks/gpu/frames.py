@@ -1,8 +1,8 @@
-"""What else part `decode` of gpu.py measures: the card's ceilings, and frames decoded on it.
+"""The card's ceilings, and frames decoded on it: the rest of part `decode` of gpu.py.
 
-Ceilings are those of a large copy and a large product, as this card gives them today; all other
-figures are to be seen beside them. A frame is uploaded packed: the whole way is timed by the host's
-clock, and the kernels alone by PyTorch's profiler.
+The ceilings are those of a large copy and a large product on this card, with which all other
+figures should be compared. A frame is uploaded packed: the whole way is timed by the host's clock,
+and the kernels alone by PyTorch's profiler.
 """
 
 import time
@@ -28,7 +28,7 @@ _KERNELS = ("decode_rans", "decode_palettes", "resolve_escapes", "merge_planes")
 
 
 class DifferentError(Exception):
-    """A frame is decoded to other bytes."""
+    """A frame is decoded to wrong bytes."""
 
 
 def ceilings(run: "Run") -> list[dict[str, Any]]:
@@ -46,10 +46,10 @@ def ceilings(run: "Run") -> list[dict[str, Any]]:
 
 
 def frames(run: "Run") -> list[dict[str, Any]]:
-    """A matrix as a frame: seconds to have it on the GPU, and of the kernels alone.
+    """Measure a matrix as a frame: seconds until it is on the GPU, and of the kernels alone.
 
     Raises:
-        DifferentError: another matrix comes out.
+        DifferentError: the decoded matrix differs.
     """
     shape = (4, 70) if run.smoke else (14336, 4096)
     device = torch.device("cpu" if run.smoke else "cuda")
@@ -78,7 +78,7 @@ def _wall_time(call: Callable[[], object]) -> float:
 
 
 def _kernel_times(call: Callable[[], object]) -> dict[str, float]:
-    """Seconds of each of our kernels in a call; nothing where the profiler sees none."""
+    """Seconds of each of our kernels in a call; empty where the profiler sees none."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:

@@ -1,10 +1,10 @@
-"""A step of a Llama with random weights, plain or packed: for tokens a second and memory.
+"""Time a step of a Llama with random weights, plain or packed: tokens a second, and memory.
 
-The model has the shapes of Llama-3.1-8B with query, key and value joined, and gate and up, as
-inference engines have them; attention is over a cache of a fixed length. Layers have weights of
-their own in memory, though of the same values: one layer is packed, and its arrays are copied. A
-step is one CUDA graph: embedding, layers, head, and the most likely token, which is the next
-input. Plain and packed models have the same weights, so their logits must agree but for rounding.
+The model has the shapes of Llama-3.1-8B. Query, key and value are joined, and so are gate and up,
+as in inference engines; attention is over a cache of a fixed length. Each layer has its own weights
+in memory, though with the same values: one layer is packed, and its arrays are copied. A step is
+one CUDA graph: embedding, layers, head, and the most likely token, which is the next input. Plain
+and packed models have the same weights, so their logits must agree except for rounding.
 """
 
 import statistics
@@ -118,7 +118,7 @@ class Model:
 
     def _attend(self, qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Over the whole cache, the last place of which is the new token's. Positions are left out:
-        rotating queries and keys takes no time to speak of."""
+        rotating queries and keys takes hardly any time."""
         size, batch = self.size, qkv.shape[0]
         n_kv = size.n_groups * size.head
         query, key, value = qkv.split([size.width, n_kv, n_kv], dim=-1)
@@ -184,7 +184,7 @@ def measure(run: "Run", device: torch.device) -> list[dict[str, Any]]:
 
 
 def _agreement(found: Tensor, expected: Tensor) -> str:
-    """How far logits are from those of the plain model, in parts of the largest."""
+    """How far logits are from those of the plain model, relative to the largest."""
     error = (found.float() - expected.float()).abs().max() / expected.float().abs().max()
     n_same = int((found.argmax(-1) == expected.argmax(-1)).sum())
     return f"within {error:.4f}, {n_same} of {len(found)} tokens the same"

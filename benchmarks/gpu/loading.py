@@ -1,4 +1,4 @@
-"""Loading a packed file to a GPU, for gpu.py: packed upload beside the other ways."""
+"""Time loading a packed file to a GPU, for gpu.py: packed upload and the other ways."""
 
 import tempfile
 import time
@@ -26,11 +26,11 @@ Tensors = dict[str, torch.Tensor]
 
 
 def measure(run: "Run", device: torch.device) -> list[dict[str, Any]]:
-    """Seconds to load a file that the system has in memory, the best of some, and what the device
-    holds at most beside the tensors; every way gives the same bits.
+    """Time loading a file that the system has in memory: the best of some, and the most memory that
+    the device holds in addition to the tensors. Every way must give the same bits.
 
     Raises:
-        ValueError: it does not.
+        ValueError: a way gives other bits.
     """
     tensors = _tensors(run, device)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,8 @@
-"""The parts of gpu.py: what is measured and tuned. Each prints a table, keeps its rows with each
-matrix, so that they are there whatever comes, and returns them."""
+"""The parts of gpu.py, which measure and tune.
+
+Each prints a table and returns its rows. It also keeps them after each matrix, so that they survive
+whatever ends the run.
+"""
 
 import itertools
 import math
@@ -81,7 +84,7 @@ def timer_of(
 
 
 def decode(run: "Run") -> list[dict[str, Any]]:
-    """The card's ceilings; decoding alone: bytes read and written a second; a frame."""
+    """The card's ceilings, decoding alone (bytes read and written a second), and a frame."""
     rows = ceilings(run)
     print_head("matrix", "format", "us", "predicted", "GB/s moved", "bits a weight")
     for shape, form in itertools.product(shapes_of(run), WEIGHT_FORMATS.values()):
@@ -110,7 +113,7 @@ def decode(run: "Run") -> list[dict[str, Any]]:
 
 
 def tune(run: "Run") -> list[dict[str, Any]]:
-    """Tunes all matrices and keeps what was found; what was tuned is not measured again."""
+    """Tune all matrices and keep what was found; tuned matrices are not measured again."""
     device = device_of(run)
     rows: list[dict[str, Any]] = []
     compile_ahead(run, products_to_tune(run))
@@ -160,7 +163,7 @@ def tune_shape(run: "Run", shape: Shape, form: WeightFormat, limit: Search) -> d
 
 
 def limited_search(run: "Run") -> Search:
-    """A search that ends with the part, or soon."""
+    """A search that ends when the part has to, or soon after."""
     search = Search(is_late=run.is_late)
     if run.smoke:
         search.is_late = lambda: search.n_measured >= 3
@@ -188,7 +191,7 @@ def tuned_row(
 
 
 def table(run: "Run") -> list[dict[str, Any]]:
-    """Each way beside BF16, for all matrices and numbers of tokens; tuned if that was done."""
+    """Compare each way with BF16, for all matrices and numbers of tokens, tuned where possible."""
     rows: list[dict[str, Any]] = []
     compile_ahead(run, chosen_products(run, shapes_of(run), tokens_of))
     print_head("matrix", "tokens", "way", "choice", "us", "TB/s", "predicted", "times BF16")
@@ -285,7 +288,7 @@ def model(run: "Run") -> list[dict[str, Any]]:
 
 
 def load(run: "Run") -> list[dict[str, Any]]:
-    """Loading a packed file to the GPU, packed or decoded on the host, beside a plain one.
+    """Compare loading a packed file, uploaded packed or decoded on the host, with a plain file.
 
     Raises:
         WrongError: a way gives other bits.
@@ -313,7 +316,7 @@ def model_of(run: "Run") -> Any:
 def predict(
     shape: Shape, n_tokens: int, form: WeightFormat, choice: Choice, device: torch.device
 ) -> float:
-    """What the model of time says of a choice; infinity where it knows nothing."""
+    """What the model of time predicts for a choice; infinity where it cannot."""
     model, size = describe_device(device), (shape.n_rows, shape.n_columns)
     if choice.strategy is Strategy.DECODE:
         return predict_decode(*size, n_tokens, form, model)
@@ -348,7 +351,7 @@ def print_row(*cells: str) -> None:
 
 
 def release(run: "Run") -> None:
-    """Gives memory back, so that the next matrix finds it."""
+    """Release memory for the next matrix."""
     if not run.smoke:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -1,9 +1,10 @@
-"""Rivals beside the table of gpu.py, where they are installed: DFloat11 and nvCOMP's ANS.
+"""Rivals in the table of gpu.py, where they are installed: DFloat11 and nvCOMP's ANS.
 
-Both decode a whole matrix to device memory, which PyTorch then multiplies: what is timed is the
-first, and both for one token. Their calls go through Python and cannot be captured in a graph, so
-copies of the matrix, more than the caches hold, are decoded one after the other between two events;
-the matrix is large enough that the GPU is what takes the time. Each must give every bit back first.
+Both decode a whole matrix to device memory, and PyTorch then multiplies with it. Timed are decoding
+alone, and decoding with the product of one token. Their calls go through Python and cannot be
+captured in a graph. So several copies of the matrix, more than the caches hold, are decoded one
+after the other between two events; the matrix is so large that the GPU takes most of the time.
+Each rival must give back every bit first.
 
     pip install nvidia-nvcomp-cu13 dfloat11 dahuffman cupy-cuda13x
 """
@@ -36,8 +37,8 @@ Decode = Callable[[], Tensor]  # the matrix, in device memory
 
 
 def measure(name: str, device: torch.device) -> dict[str, Any]:
-    """A row of figures: seconds of decoding and of a product of one token, bits a weight; or why
-    there are none.
+    """Measure a rival: seconds of decoding and of a product of one token, and bits a weight; or the
+    reason why it was not measured.
 
     Args:
         name: of the rival, one of `PEERS`.
@@ -57,7 +58,7 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
         return row | {"seconds": time_calls(products)}
     except ImportError as error:
         return row | {"missing": str(error)}
-    except Exception as error:  # whatever a rival's release does, ours is measured
+    except Exception as error:  # a rival that fails must not stop the measurement
         return row | {"error": f"{type(error).__name__}: {error}"}
 
 
@@ -92,7 +93,7 @@ def nvcomp_ans(weight: Tensor, n_copies: int) -> tuple[int, list[Decode]]:
 
 
 def dfloat11(weight: Tensor, n_copies: int) -> tuple[int, list[Decode]]:
-    """DFloat11, by the hook that it puts before a layer; its encoder takes half a minute."""
+    """DFloat11, by the hook that it puts in front of a layer; its encoder takes half a minute."""
     _shim_pkg_resources()
     from dfloat11.dfloat11 import get_hook
 
@@ -121,7 +122,7 @@ def dfloat11(weight: Tensor, n_copies: int) -> tuple[int, list[Decode]]:
 
 
 def dfloat11_arrays(weight: Tensor) -> dict[str, Tensor]:
-    """What DFloat11's own encoder makes of a matrix, by the names that its layers use."""
+    """A matrix as DFloat11's own encoder packs it, by the names that its layers use."""
     from dfloat11.dfloat11_utils import encode_weights, get_32bit_codec, get_codec, get_luts
 
     flat = weight.cpu().flatten()

@@ -1,7 +1,7 @@
-"""What is predicted for an H200: `python benchmarks/gpu.py predict`.
+"""Predict the speed of packed weights on an H200: `python benchmarks/gpu.py predict`.
 
-Every figure that is printed is a prediction by `packhorse.device.cost`, from bytes, counted
-instructions and assumptions; nothing is measured here. gpu.py measures, and compares. `--counts`
+Every printed figure is a prediction by `packhorse.device.cost`, from bytes, counted instructions
+and assumptions; nothing is measured here. `gpu.py device` measures, and compares. `--counts`
 compiles the kernels and prints the table of instructions that the model rests on.
 """
 
@@ -54,8 +54,8 @@ class Llama:
     Attributes:
         name: of the model whose shapes these are.
         shapes: its matrices.
-        rest: seconds of a step beside its matrices: norms, attention, sampling; assumed, 25 us a
-            layer.
+        rest: seconds of a step without its matrices: norms, attention, sampling. Assumed to be
+            25 us a layer.
     """
 
     name: str
@@ -97,7 +97,7 @@ def _tuned(n_rows: int, n_columns: int, form: WeightFormat, device: DeviceModel)
 
 
 def predict_row(shape: Shape, n_tokens: int, device: DeviceModel = H200) -> dict[str, float]:
-    """Seconds of a product by each way; those of a format by what is chosen untuned."""
+    """Seconds of a product by each way; packed ones as they are chosen without tuning."""
     size = shape.n_rows, shape.n_columns
     bucket = bucket_of(n_tokens)
     return {
@@ -109,7 +109,7 @@ def predict_row(shape: Shape, n_tokens: int, device: DeviceModel = H200) -> dict
 
 
 def predict_step(model: Llama, n_tokens: int, device: DeviceModel = H200) -> dict[str, float]:
-    """Seconds of a step of a whole model, for a batch of so many."""
+    """Seconds of a step of a whole model, for a batch of this size."""
     rows = [(shape.count, predict_row(shape, n_tokens, device)) for shape in model.shapes]
     return {way: model.rest + sum(count * row[way] for count, row in rows) for way in WAYS}
 
@@ -137,7 +137,7 @@ def _model_section(model: Llama) -> Iterator[str]:
         yield ""
         rows = (f"{n} | {_cells(predict_row(shape, n))}" for n in TOKENS)
         yield from _table(["tokens", *HEADS], rows)
-    rest = f"{model.rest * 1e3:.1f} ms a step beside the matrices"
+    rest = f"{model.rest * 1e3:.1f} ms a step without the matrices"
     yield f"The whole model, tokens a second ({rest}):"
     yield ""
     rows = (f"{batch} | {_speeds(predict_step(model, batch), batch)}" for batch in BATCHES)
@@ -158,32 +158,32 @@ Written by `python benchmarks/gpu.py predict --write`; do not edit by hand.
 
 **Nothing on this page was measured on a GPU yet.** Formats and kernels are proven without one:
 every bit and every sum in Triton's interpreter; instructions, registers and shared memory in the
-machine code of offline compilation. Their speed is not. Not measured yet are:
+machine code of offline compilation. Their speed is not proven. Not measured yet are:
 
-- the speed of decoding, and of fused products of W12 and W11, beside BF16;
+- the speed of decoding, and of fused products of W12 and W11, compared with BF16;
 - tokens a second and memory of a whole model on a GPU;
 - how fast a packed file is loaded to a GPU, uploaded packed or decoded on the host;
 - what the autotuner finds, and how far the model of time is from it;
 - DFloat11 and nvCOMP on the same card.
 
-One command measures all of it on a machine with a GPU (PyTorch, Triton; no network), in less than
-nine minutes a call; rivals are measured where they are installed:
+One command measures all of it on a machine with a GPU (PyTorch, Triton; no network). A call takes
+less than nine minutes, and rivals are measured where they are installed:
 
     python benchmarks/gpu.py device
 
-It proves products right first, prints its tables beside what is predicted, and keeps the figures in
-`benchmarks/results/gpu/`. `--part check`, `decode`, `load`, `tune`, `table` or `model` runs one
-part, which then has all that time for itself; tuning goes on where it ended. `--smoke` runs all of
-it on a tiny scale without a GPU, as the tests do; its times mean nothing.
+It proves products right first, prints its tables together with the predictions, and keeps the
+figures in `benchmarks/results/gpu/`. `--part check`, `decode`, `load`, `tune`, `table` or `model`
+runs one part, which then has all that time for itself; tuning goes on where it ended. `--smoke`
+runs everything on a tiny scale without a GPU, as the tests do; its times mean nothing.
 """
 _PREDICTED = """## Predictions for an H200
 
 **Predictions, not yet measured on a GPU**, by the model of time (`device/cost.py`): bytes at the
 4.3 TB/s that copies reach on this card, instructions as counted in the machine code, tensor
-throughput, L2, and 2.5 us a launch. Figures are microseconds for a product, and in parentheses how
-many times as fast as BF16 that is. W12 and W11 are by what is chosen where nothing was tuned. BF16
-is by the same model, too: the best of the tiles that cuBLAS may take, which read tokens from L2
-again as ours do, in pairs.
+throughput, L2, and 2.5 us a launch. Figures are microseconds for a product; in parentheses is the
+speed relative to BF16. W12 and W11 run as they are chosen where nothing was tuned. BF16 is
+predicted by the same model: the best of the tiles that cuBLAS may take, which read tokens from L2
+again as ours do, but in pairs.
 
 From 64 tokens on W12 is predicted to be slower than BF16 for some matrices, from 128 on for all:
 `pack_model_(model, for_tokens=128)` leaves such layers plain. The weights of the smaller model take
@@ -193,10 +193,10 @@ little for a cache of keys and values, and 99 in W12.
 
 
 def _measured() -> Iterator[str]:
-    """What gpu.py has kept of other than smoke runs."""
+    """The sections of kept runs; smoke runs are left out."""
     for path in sorted(RESULTS.glob("*.json")):
         kept = json.loads(path.read_text())
-        if kept.get("kind") != "gpu":  # counts of instructions lie there, too
+        if kept.get("kind") != "gpu":  # counts of instructions lie in this folder, too
             continue
         yield f"## Measured: {kept['card']}"
         yield ""
@@ -204,7 +204,7 @@ def _measured() -> Iterator[str]:
         yield f"{kept['date']}, driver {kept['driver']}, {versions}."
         yield ""
         rows = kept["parts"].get("table", [])
-        if isinstance(rows, dict):  # what a part had before it failed
+        if isinstance(rows, dict):  # the rows that a part had before it failed
             rows = rows["rows"]
         if rows:
             heads = ["matrix", "tokens", "way", "us", "predicted", "times BF16"]
@@ -228,7 +228,8 @@ _TILES = [(1, rows) for rows in (16, 32, 64, 128)] + list(product((2, 3, 4), (32
 
 
 def print_counts() -> None:
-    """The tables of `device/counts.py`, of what does not spill in the loop, and hardly beside."""
+    """Print the tables of `device/counts.py`: kernels that spill nothing in the loop and little
+    elsewhere."""
     from benchmarks.gpu import sass
     from packhorse.kernels.matmul import MatmulConfig
     from packhorse.kernels.matmul_many import ManyConfig

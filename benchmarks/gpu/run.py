@@ -1,4 +1,4 @@
-"""What `gpu.py` gives to each of its parts."""
+"""The settings that `gpu.py device` gives to each of its parts."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class Run:
-    """What parts are given.
+    """The settings of a part.
 
     Attributes:
         smoke: on a tiny scale, on the CPU.

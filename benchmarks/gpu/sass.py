@@ -1,9 +1,9 @@
-"""Counts the instructions of GPU kernels, without a GPU: `python benchmarks/gpu.py sass`.
+"""Count the instructions of GPU kernels, without a GPU: `python benchmarks/gpu.py sass`.
 
 Kernels are compiled for an architecture with the assembler that Triton carries, and disassembled.
-What counts is the loop over the weights: its instructions for each weight, over all threads; those
+Only the loop over the weights counts: its instructions for each weight, over all threads; those
 for the pipe of integers; whether the tensor cores are used; and whether registers spill to memory.
-The counts are exact, times are not: docs/decisions.md says what follows from them.
+The counts are exact, but times do not follow from them exactly: see docs/decisions.md, section 19.
 """
 
 import argparse
@@ -33,7 +33,7 @@ SHARED_NBYTES = {90: 227 << 10, 80: 163 << 10}  # of a program, by NVIDIA's tabl
 WARP = 32
 TENSOR_OPS = ("HMMA", "HGMMA")
 SPILL_OPS = ("LDL", "STL")
-# What runs on the pipe of integers and logic, at half the rate of the others.
+# Operations of the pipe of integers and logic, which has half the rate of the others.
 INTEGER_OPS = {
     *("LOP3", "SHF", "PRMT", "IADD3", "ISETP", "SEL", "LEA", "VIADD", "IMNMX", "VIMNMX", "IABS"),
     *("BMSK", "SGXT", "POPC", "PLOP3"),
@@ -59,7 +59,7 @@ INSTRUCTION = re.compile(
 
 @dataclass(frozen=True)
 class Count:
-    """What the loop of a kernel takes.
+    """Instructions of the loop of a kernel.
 
     Attributes:
         kernel, architecture: what was compiled, and for what.
@@ -95,7 +95,7 @@ def compile_kernel(
     *,
     fuse: bool = True,
 ) -> "triton.compiler.CompiledKernel":
-    """For pointers and sizes that are multiples of 16, as launches have them."""
+    """Compile a kernel for pointers and sizes that are multiples of 16, as in launches."""
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
     loose = {"n_rows", "n_tokens"}  # may be any number
@@ -140,7 +140,7 @@ def n_tensor(body: Counter[str]) -> int:
 
 
 def count(name: str, compiled: object, architecture: int, n_weights: int, n_warps: int) -> Count:
-    """Of the loop that uses the tensor cores most, or of the longest one."""
+    """The operations of the loop that uses the tensor cores most, or of the longest one."""
     operations, loops = read_loops(disassemble(compiled.asm["cubin"]))
     tally = max(map(Counter, loops), key=lambda body: (n_tensor(body), body.total()))
     threads = WARP * n_warps
@@ -226,7 +226,7 @@ def _is_same(first: object, second: object) -> bool:
 
 
 def counts(*, brief: bool) -> Iterator[Count]:
-    """All of them; if brief, for older GPUs a few only."""
+    """Count all kernels; if brief, only a few for older GPUs."""
     for architecture in ARCHITECTURES:
         shared = SHARED_NBYTES[architecture]
         for form in WEIGHT_FORMATS.values():

@@ -1,9 +1,9 @@
-"""Work of gpu.py in several processes at once: what the host is busy with, never what is timed.
+"""Share out work of gpu.py among processes: work of the host, never anything that is timed.
 
 Compiling a kernel takes a second or two, and a run needs hundreds. So checks are shared out among
-processes, each with a context of its own on the GPU, where a fault ends that process and no other;
-and the divisions that a search is likely to measure are run once on a few rows before it begins:
-Triton keeps on disk what it compiles, and the process that measures finds it there.
+processes, each with a context of its own on the GPU, where a fault ends only that process.
+The divisions that a search is likely to measure are run once on a few rows before it begins:
+Triton keeps compiled kernels on disk, where the process that measures finds them.
 """
 
 import math
@@ -47,7 +47,7 @@ _PATIENCE = 45.0  # seconds that starting and compiling take at most
 
 
 class Failure(NamedTuple):
-    """An exception in a process; itself it might not come through.
+    """An exception in a process, in words, because not every exception can be pickled.
 
     Attributes:
         error: the name of its type, and its message.
@@ -61,21 +61,22 @@ class Failure(NamedTuple):
 def spread(
     run: "Run", function: Callable[[_Job], Any], jobs: Sequence[_Job], patience: float = 120.0
 ) -> Iterator[tuple[_Job, Any]]:
-    """Results as they come, until the part has to end; a failure is a result, too.
+    """Yield results as they come, until the part has to end; a failure is a result, too.
 
     Args:
         run: a smoke run stays in this process.
-        function: of a module, as other processes import it.
-        jobs: what it is called with, each.
-        patience: seconds without a result after which no more are waited for: a process that is
-            ended by a fault takes its job along.
+        function: defined in a module, because other processes import it.
+        jobs: the argument of each call.
+        patience: seconds without a result after which waiting ends, because the job of a process
+            that a fault has ended never gives one.
     """
     if run.smoke:
         for job in jobs:
             yield _outcome((function, job))
         return
     n_workers = min(_MAX_WORKERS, len(jobs), max((os.cpu_count() or 2) - 1, 1))
-    # Not forked: a child could not use the GPU. Leaving ends those that are late, or hang.
+    # Not forked, because a child could not use the GPU. Leaving the block ends processes that are
+    # late or hang.
     with multiprocessing.get_context("spawn").Pool(n_workers) as pool:
         results = pool.imap_unordered(_outcome, [(function, job) for job in jobs])
         for _ in jobs:
@@ -117,8 +118,8 @@ class Product:
 
     @property
     def code(self) -> tuple[object, ...]:
-        """What its machine code depends on, if its numbers of rows and columns are multiples of 16
-        as those of models."""
+        """All that its machine code depends on, if its numbers of rows and columns are multiples of
+        16, as those of models are."""
         steps, config = WEIGHT_FORMATS[self.form].n_steps(self.n_columns), self.choice.config
         if config is None:
             return self.form, self.choice, steps >= 512 or steps
@@ -127,14 +128,14 @@ class Product:
 
 
 def compile_ahead(run: "Run", products: Iterable[Product]) -> int:
-    """Compiles the kernels of products, each once, and says how many there are."""
+    """Compile the kernels of products, each once; returns how many there are."""
     own = list({product.code: product for product in products}.values())
     if run.smoke:
         own = [replace(product, on_host=True) for product in own[:1]]
     start = time.monotonic()
     found = [result for _, result in spread(run, run_once, own, _PATIENCE)]
     failures = [result.error for result in found if isinstance(result, Failure)]
-    for error in failures[:3]:  # whoever measures it sees it again
+    for error in failures[:3]:  # the measurement will meet the same error
         print(f"(not compiled: {error[:200]})")
     n_compiled, seconds = len(found) - len(failures), time.monotonic() - start
     print(f"({n_compiled} of {len(own)} kernels compiled in {seconds:.0f} s)", flush=True)
@@ -142,7 +143,7 @@ def compile_ahead(run: "Run", products: Iterable[Product]) -> int:
 
 
 def run_once(product: Product) -> None:
-    """Runs a product with a few rows."""
+    """Run a product with a few rows."""
     device, form = torch.device("cpu" if product.on_host else "cuda"), WEIGHT_FORMATS[product.form]
     x = torch.ones(product.n_tokens, product.n_columns, dtype=torch.bfloat16, device=device)
     weights = _few_rows(form, product.n_columns, device)
@@ -161,7 +162,7 @@ def likely_products(
     buckets: Sequence[int],
     order: "MatmulConfig | None",
 ) -> Iterator[Product]:
-    """What a search may measure: what it does where measured times are around the predicted."""
+    """Products that a search may measure, found by searches with times around the predicted."""
     predict = predictor(shape.n_rows, shape.n_columns, form, model)
     for seed in range(_N_SEARCHES):
         taken: set[tuple[Choice, int]] = set()

@@ -1,8 +1,8 @@
 """Peak memory of loading models whose weights stay packed: a part of `run.py layers`.
 
 Each way of loading runs in a process of its own, which looks at its own memory every millisecond.
-Of Linux' resident pages, those that are not shared have no file behind them; mapped pages of files
-can be thrown away at any time, and are counted apart. The figures are the growth from just before
+Pages that are resident and not shared have no file behind them. Mapped pages of files, which the
+system can drop at any time, are counted separately. The figures are the growth since just before
 loading.
 """
 
@@ -26,7 +26,7 @@ SECONDS_BETWEEN = 0.001
 
 
 class Sizes(NamedTuple):
-    """Of what is loaded.
+    """Sizes of what is loaded.
 
     Attributes:
         n_matrices: in a packed file.
@@ -46,10 +46,10 @@ class Sizes(NamedTuple):
 
 
 def require_transformers() -> Any:
-    """The package.
+    """Import the package.
 
     Raises:
-        ImportError: it is not installed, or is not needed.
+        ImportError: it is not installed.
     """
     try:
         import transformers
@@ -59,7 +59,7 @@ def require_transformers() -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that only these measurements need."""
+    """The versions of the packages that only these measurements need."""
     found = {}
     for name in ("transformers", "safetensors"):
         try:
@@ -70,15 +70,14 @@ def versions() -> dict[str, str]:
 
 
 def measure(sizes: Sizes, ways: Iterable[str]) -> list[dict[str, Any]]:
-    """The peaks of ways of loading.
+    """Measure the peak memory of each way of loading.
 
     Args:
         sizes: of what is loaded.
         ways: keys of `LOADERS`; those of models are left out where transformers is not installed.
 
     Returns:
-        A row for each: what it does, bytes of the plain weights, and bytes of memory at most
-        while it loads.
+        A row for each: its name, bytes of the plain weights, and the peak of memory while it loads.
     """
     has_transformers = importlib.util.find_spec("transformers") is not None
     possible = [way for way in ways if way in FILE_LOADERS or has_transformers]
@@ -108,13 +107,13 @@ class Usage(NamedTuple):
 
     @classmethod
     def now(cls) -> "Usage":
-        """What it is."""
+        """The memory that this process has now."""
         _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
         return cls((resident - shared) * PAGE_NBYTES, resident * PAGE_NBYTES)
 
 
 class Watch:
-    """Keeps the most memory that this process has had."""
+    """Records the most memory that this process has while the block runs."""
 
     def __init__(self) -> None:
         self.peak = Usage(0, 0)
@@ -233,7 +232,7 @@ LOADERS: dict[str, Callable[[Path], Any]] = FILE_LOADERS | {
 
 
 def _held_nbytes(loaded: Any) -> tuple[int, int]:
-    """Bytes of all tensors: plain, and as they are."""
+    """Bytes of all tensors: decoded, and as they lie in memory."""
     from packhorse.device import PackedWeight
 
     tensors = list(loaded.values() if isinstance(loaded, dict) else loaded.parameters())

@@ -6,8 +6,8 @@
 - **plan**: what the host reads in a frame before kernels can decode it;
 - **memory**: the peak while models are loaded, each in a process of its own.
 
-Every result is compared with the plain one bit for bit first. Then all that stands in one table
-runs in turn, round after round, on one core and by its processor time; the best round counts. All
+Every result is compared with the plain one bit for bit first. Then everything in one table runs
+in turn, round after round, on one core and by its processor time; the best round counts. All
 memory is fresh, as it is for users.
 
 With `--write` the figures are kept in `benchmarks/results/layers.json` and make
@@ -164,7 +164,7 @@ def _measure(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
     }
     for name in args.part:
         try:
-            # Processes that load take as many cores as they would.
+            # Processes that load may use all cores, as they do for users.
             with cores(2 if name == "memory" else 1), torch.no_grad():
                 result["parts"][name] = _MEASURES[name](scale)
         except ImportError as reason:
@@ -177,7 +177,7 @@ def _measure(args: argparse.Namespace, scale: Scale) -> dict[str, Any]:
 
 
 def _best_of(work: Mapping[str, Work], rounds: int) -> dict[str, float]:
-    """The least processor seconds of each, all in turn."""
+    """The fewest processor seconds of each, all in turn."""
     best = dict.fromkeys(work, float("inf"))
     for _ in range(rounds):
         for name, call in work.items():

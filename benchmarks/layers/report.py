@@ -14,12 +14,12 @@ MIB = 1 << 20
 INTRODUCTION = """# Benchmarks of packed layers on the CPU
 
 Written by `make bench ARGS="layers --write"` from `benchmarks/results/layers.json`; do not edit by
-hand. What weights that stay packed cost on the host; of GPUs, see
+hand. This page says what weights that stay packed cost on the host; for GPUs see
 [benchmarks_gpu.md](benchmarks_gpu.md).
 
 - Every result was compared with that of the plain weight bit for bit before it was timed.
-- One core, processor time, the best of the rounds; what stands in one table ran in turn.
-- Matrices have normal rows whose scales are log-normal, as those of trained models have.
+- One core, processor time, the best of the rounds; the rows of a table ran in turn.
+- Matrices have normal rows whose scales are log-normal, as in trained models.
 - GB/s are 10^9 bytes of BF16 a second. All memory is fresh, as it is for users.
 """
 
@@ -114,10 +114,10 @@ def _memory(rows: list[dict[str, Any]]) -> str:
         share = f"{row['peak_nbytes'] / row['plain_nbytes']:.2f}"
         lines.append([row["way"], *sizes, share, _mib(row["resident_nbytes"])])
     note = (
-        "The peak is growth of the process's memory that no file is behind, looked at every "
-        "millisecond; `with files` counts mapped pages of files too, which the system can throw "
-        "away: transformers keeps plain tensors there. Files hold equal matrices; models are "
-        "Llamas of transformers, with random weights."
+        "The peak is the growth of the process's memory without mapped files, sampled every "
+        "millisecond. `with files` includes mapped pages of files, which the system can drop: "
+        "transformers keeps plain tensors there. Files hold equal matrices; models are Llamas of "
+        "transformers, with random weights."
     )
     return f"{_table(head, lines, 1)}\n\n{note}"
 

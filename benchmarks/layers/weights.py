@@ -1,11 +1,11 @@
 """Measure weights in memory on the CPU: `python benchmarks/run.py weights`.
 
-Each matrix of a data set is packed as W12 and as W11, checked, unpacked whole and, as a linear
-layer does it, by tiles into one small buffer. Every round trip is proved first; then all operations
-run in turn, round after round, on one core and by its processor time, beside plain copies by NumPy
-and PyTorch. The best round counts: these are kernels, and what disturbs them is the machine.
+Each matrix of a data set is packed as W12 and as W11, checked, unpacked whole, and unpacked by
+tiles into one small buffer, as a linear layer does it. Every round trip is proved first. Then all
+operations run in turn with plain copies by NumPy and PyTorch, round after round, on one core and by
+its processor time. The best round counts, because only the machine makes these loops slower.
 
-Nothing is kept: the figures in docs/decisions.md, section 18, are of one such run.
+No figures are kept; those in docs/decisions.md, section 18, come from one such run.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
 
 
 def _measure(name: str, rounds: int) -> bool:
-    """Print the table of one data set; whether a target was missed."""
+    """Print the table of one data set; returns whether a target was missed."""
     matrices = [
         np.ascontiguousarray(tensor).view(np.uint16)
         for _, tensor in sets.make(name).tensors
@@ -99,7 +99,7 @@ def _copies(matrices: list[Matrix]) -> dict[str, Work]:
 
 
 def _operations(matrices: list[Matrix], name: str) -> tuple[float, dict[str, Work]]:
-    """Bits a weight, and what is to be timed, once it was proved."""
+    """Prove the round trips; returns bits a weight, and the operations to time."""
     from packhorse.codecs import weights
     from packhorse.layout import WEIGHT_FORMATS
 

@@ -1,11 +1,11 @@
 """Codecs of pairs of checkpoints, ours and the rivals', behind the interface of
 codecs/peers.py.
 
-Of the rivals only zipnn knows of a base. The others get the XOR of the two, made by NumPy inside
-the timed part both ways, into memory that exists; what has made BitX known is that with byte planes
-and zstd. Where a pair is a whole state, each part is packed by itself, since a user saves tensors
-and not their sum; a rival then takes the base of a part or does without, whichever is shorter,
-which is found out beforehand and not timed.
+Of the rivals only zipnn has bases of its own. The others get the XOR of the two, which NumPy makes
+inside the timed part, both ways, into memory that exists. BitX is that with byte planes and zstd.
+Where a pair is a whole state, each part is packed by itself, because users save tensors and not
+their concatenation. A rival then uses the base of a part only if that is shorter; finding this out
+is not timed.
 """
 
 import importlib
@@ -54,8 +54,8 @@ def _as_bytes(array: Any) -> memoryview:
 class PackhorseDeltaCodec:
     """packhorse.numpy with bases, all tensors in one call, into the caller's memory.
 
-    Of a state the masters and moments have their older selves as bases, and the bf16 copy the
-    masters of its own step: those that decoding has just given back.
+    In a state the bases of masters and moments are their older values. The base of the bf16 copy
+    are the masters of its own step, which have just been decoded.
     """
 
     def __init__(self, data: Pair, setup: Setup) -> None:
@@ -78,7 +78,7 @@ class PackhorseDeltaCodec:
         return tensors, self._bases(tensors)
 
     def _bases(self, tensors: Sequence[Any]) -> list[Any]:
-        """The base of each tensor; `tensors` are where a copy finds its masters."""
+        """The base of each tensor; a copy finds its masters in `tensors`."""
         out = []
         for part in self._parts:
             known = part.cast_of is None
@@ -95,7 +95,7 @@ class PackhorseDeltaCodec:
 
     def decode(self, packed: Packed) -> Packed:
         bases = self._bases(self._dst)
-        # First what needs nothing that is decoded here.
+        # First the tensors whose bases are not decoded here.
         for casts in (False, True):
             runs = [
                 run
@@ -109,7 +109,7 @@ class PackhorseDeltaCodec:
 
 
 class ZipnnDeltaCodec:
-    """zipnn's own delta: it XORs with the base, and overwrites only what it has made of them."""
+    """zipnn's own delta: it XORs with the base, and overwrites only the result."""
 
     def __init__(self, data: Pair, setup: Setup) -> None:
         zipnn = importlib.import_module("zipnn")
@@ -133,8 +133,7 @@ class ZipnnDeltaCodec:
 
 
 class XorCodec:
-    """A codec without bases, on the XOR of the two. With `integers` it sees
-    no floats."""
+    """A codec without bases, on the XOR of the two; with `integers` it sees integers."""
 
     def __init__(self, data: Pair, setup: Setup, *, make: Make, integers: bool = False) -> None:
         self._base = _as_uint(data.base)
@@ -160,9 +159,9 @@ class XorCodec:
 
 
 class IndexValueCodec:
-    """Where a value has changed, and to what: four bytes and an element for each, nothing packed.
+    """The place and the new value of each change: four bytes and an element, nothing packed.
 
-    That is how updates of reinforcement learning are sent as sparse safetensors.
+    Updates in reinforcement learning are sent in this way, as sparse safetensors.
     """
 
     def __init__(self, data: Pair, setup: Setup) -> None:
@@ -184,7 +183,7 @@ class IndexValueCodec:
 
 
 class EachPartCodec:
-    """A codec on each part of a state: of several ways to run it, the shortest for the part."""
+    """A codec on each part of a state, run in the way that is shortest for the part."""
 
     def __init__(self, data: Pair, setup: Setup, ways: Sequence[Make]) -> None:
         self._codecs = [_shortest(part, setup, ways) for part in data.parts]
@@ -297,7 +296,7 @@ ONLY_ON = {"index+value": ("bf16_sparse",), "dcp-zstd": (STATE,)}
 
 
 def available(pair: str) -> list[str]:
-    """The codecs that take part in a pair: not on a whole state those that take minutes.
+    """The codecs that take part in a pair; on a whole state those that take minutes do not.
 
     Args:
         pair: its name.

@@ -2,14 +2,14 @@
 
 The checkpoints are whole states of the training run, a few steps apart: fp32 masters, their bf16
 copy and both moments (training.py). They pass one after the other through the same tensors in
-memory, as in a run, and every store (stores.py) takes each before the next one comes; the
+memory, as in a run. Every store (stores.py) takes each checkpoint before the next one comes; the
 order of the stores changes from checkpoint to checkpoint. Afterwards the newest checkpoint, the
 oldest, and one with a long chain of differences are restored into those tensors: first to
 be compared bit for bit with the files of the run, then timed in rounds.
 
-All stores have one thread, pinned to a core. A take ends when its files are on the disk: what a
-store has not flushed itself is flushed within the timed part. What is restored has been read
-before, so it comes from the system's cache.
+All stores have one thread, pinned to a core. A take ends when its files are on the disk: files
+that a store has not flushed itself are flushed within the timed part. Restored files have been read
+before, so they come from the system's cache.
 """
 
 import gc
@@ -35,10 +35,10 @@ ROUNDS = 3
 
 
 def measure_history() -> dict[str, Any]:
-    """Measure all stores that are there.
+    """Measure all stores that are installed.
 
     Returns:
-        What history_report.py makes the table and the picture of.
+        The figures from which history_report.py makes the table and the picture.
 
     Raises:
         FileNotFoundError: the training run has no history, or is not there.

@@ -1,4 +1,4 @@
-"""What history.py has measured, as Markdown and as a picture: functions of its JSON."""
+"""The figures of history.py as Markdown and as a picture: functions of its JSON."""
 
 import statistics
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ __all__ = ["PICTURE", "picture", "section"]
 
 History = dict[str, Any]
 PICTURE = "benchmarks_snapshots.svg"
-PICTURE_ALT = "What each store has grown to after each checkpoint"
+PICTURE_ALT = "Size of each store after each checkpoint"
 LABELS = {
     "safetensors": "safetensors",
     "dcp": "PyTorch DCP",
@@ -29,11 +29,11 @@ LINE_HEIGHT = 20  # between two labels
 NOTES = """One process and one thread, pinned to a core, for every store. Seconds are those of the
 processor, and by the clock in brackets: of all takes together; of restoring one checkpoint into
 tensors that exist, the median of {rounds} rounds. A take ends when its files are on the disk
-(`fsync`), which not every store waits for by itself. What is restored comes from the system's
-cache. Each of the three was compared with the run's files bit for bit. A full checkpoint comes
-after {max_deltas} differences on one another, of `packhorse-dcp` after one less, as rounded copies
-are differences from their masters; the oldest is a full one, and the long chain, which all stores
-have, ends with the {last} checkpoint."""
+(`fsync`), which not every store waits for by itself. Restored files come from the system's cache.
+Each of the three was compared with the run's files bit for bit. A full checkpoint comes after
+{max_deltas} differences in a row, and in `packhorse-dcp` after one less, because rounded copies are
+differences from their masters. The oldest checkpoint is a full one; the long chain, which all
+stores have, ends with the {last} checkpoint."""
 
 
 def section(history: History) -> str:
@@ -122,8 +122,8 @@ def picture(result: Result) -> str:
         f'  <title id="title">{PICTURE_ALT}: {escape(title)}</title>',
         f'  <g fill="{GREY}">',
         f'    <text x="{LEFT}" y="26" font-size="19" font-weight="bold">{escape(title)}</text>',
-        f'    <text x="{LEFT}" y="48">whole states of {history["nbytes"] / 1e6:.0f} MB; what each '
-        "store has grown to; lower is better</text>",
+        f'    <text x="{LEFT}" y="48">whole states of {history["nbytes"] / 1e6:.0f} MB; size of '
+        "each store; lower is better</text>",
         "  </g>",
         *_grid(n, highest),
         *_lines(rows, n, highest),
@@ -189,7 +189,7 @@ def _lines(rows: list[dict[str, Any]], n: int, highest: int) -> Iterator[str]:
 
 
 def _label_places(wanted: list[float]) -> list[float]:
-    """Heights near those that are wanted, a line apart, none below the axis."""
+    """Heights near the wanted ones, at least a line apart, none below the axis."""
     places = list(wanted)
     order = sorted(range(len(wanted)), key=lambda k: -wanted[k])
     below = float(BOTTOM + LINE_HEIGHT)

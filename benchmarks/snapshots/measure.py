@@ -1,10 +1,10 @@
-"""Measure what checkpoints of one run cost as increments: `python benchmarks/run.py snapshots`.
+"""Measure checkpoints of one run as increments: `python benchmarks/run.py snapshots`.
 
 Pairs of neighbouring checkpoints of the training run (see pairs.py) are packed by Packhorse with a
-base and by its rivals (see delta_peers.py), one thread, each round trip proved first, all codecs
-interleaved in one process. Then a history of twelve checkpoints goes through whole stores (see
-history.py). `--part history` measures only that, in some 4 minutes and with 20 GB of temporary
-files; `--part pairs` leaves it out, and so does a choice of pairs or codecs.
+base, and by its rivals (see delta_peers.py), on one thread. Each round trip is proved first, and
+all codecs run interleaved in one process. Then a history of twelve checkpoints goes through whole
+stores (see history.py). `--part history` measures only that, in some 4 minutes and with 20 GB of
+temporary files; `--part pairs` leaves it out, and so does a choice of pairs or codecs.
 
 With `--write` the figures are kept in `benchmarks/results/snapshots.json` and make
 `docs/benchmarks_snapshots.md` and its picture; `--render` only makes the documents again.

@@ -1,12 +1,12 @@
-"""Pairs of neighbouring checkpoints of the training run: what was, and what it has become.
+"""Pairs of neighbouring checkpoints of the training run, as data sets with bases.
 
 Everything comes from the files that `benchmarks/training.py` leaves. A pair is a data set with a
 base of the same dtype and size. Steps are counted from the last step of the run with fp32 masters,
-and only steps whose files are kept can be had.
+and only steps whose files are kept are offered.
 
-In `bf16_sparse` 1 % of the values have changed: a fixed choice among those that one step changes,
-each to what it is one step later; so much changes in a step of reinforcement learning. `state_128`
-is a whole state in four parts, of which each has its older self as base; the bf16 copy also equals
+In `bf16_sparse` 1 % of the values have changed, about as many as in a step of reinforcement
+learning: a fixed choice among those that one step changes. `state_128` is a whole state in four
+parts, and the base of each is the same part of the older state. The bf16 copy also equals
 the rounded masters of its own step, which are in the same checkpoint.
 """
 
@@ -41,13 +41,13 @@ def _nothing() -> Array:
 
 @dataclass(frozen=True)
 class Pair(DataSet):
-    """A data set and what it was some steps before.
+    """A data set, and its values some steps before.
 
     Attributes:
         base: as `array`, of the older checkpoint.
         base_sha256: of the bytes of the base.
         parts: the sets that a whole state consists of, in the order of its bytes; empty for others.
-        cast_of: of a state's part, the index of the part whose rounded values it equals.
+        cast_of: for a part of a state, the index of the part whose rounded values it equals.
     """
 
     base: Array = field(default_factory=_nothing)
@@ -72,7 +72,7 @@ class Pair(DataSet):
 
 
 def _pair(name: str, kind: str, old: int, new: int, what: str) -> Pair:
-    """A kind of file at two steps."""
+    """The pair of one kind of file at two steps."""
     dtype, numpy_type = DTYPES[kind[-2:]]
     tensors = sets.training_tensors(kind, new, dtype, numpy_type)
     older = sets.training_tensors(kind, old, dtype, numpy_type)
@@ -102,7 +102,7 @@ def _steps_apart(gap: int, kind: str, what: str, name: str) -> Pair:
 
 
 def _pure(name: str) -> Pair:
-    """Of the run's tail, in which weights and moments are bf16."""
+    """A pair of the run's tail, in which weights and moments are bf16."""
     last = _last()
     return _pair(name, "p16", last + 4, last + 5, "weights of pure-bf16 training")
 
@@ -137,7 +137,7 @@ def _state(name: str) -> Pair:
 
 
 def _views(parts: list[Pair], array: Array, base: Array) -> tuple[Pair, ...]:
-    """The parts as views of the state's bytes, so that nothing is held twice."""
+    """The parts as views of the state's bytes, so that no memory is used twice."""
     out = []
     start = 0
     for kind, part in zip(STATE_KINDS, parts, strict=True):

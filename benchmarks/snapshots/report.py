@@ -12,23 +12,23 @@ from benchmarks.snapshots import history_report
 __all__ = ["document", "section", "summary"]
 
 RIVAL = "zipnn-delta"
-# Besides ours and the best of all others, whose ratios are beside each other in the short table.
+# Columns of the short table, beside ours and the best of all others.
 GLANCE = (RIVAL, "bitx-like", "xor+pcodec")
 
 INTRODUCTION = """# Benchmarks of checkpoints
 
 Written by `make bench ARGS="snapshots --write"` from `benchmarks/results/snapshots.json`; do not
-edit by hand. What is said of ratio, speed and memory in [benchmarks.md](benchmarks.md) holds here
-too.
+edit by hand. Ratio, speed and memory mean the same as in [benchmarks.md](benchmarks.md).
 
 - A pair is two checkpoints of the run that `make training` makes: a model of 18.3 million
-  parameters that learns with AdamW. The newer one is packed, and the older one is there both ways.
+  parameters that learns with AdamW. The newer one is packed; the older one is at hand for packing
+  and unpacking.
 - One thread, pinned to a core and timed by processor time. The XOR is part of a rival's time.
-- Of a whole state every codec packs each part by itself. A rival takes the older part as base or
-  does without, whichever is shorter; finding that out is not timed. Ours finds it out itself.
+- Every codec packs each part of a whole state by itself. A rival uses the older part as base only
+  where that is shorter; finding that out is not timed. Ours finds it out itself.
 - Naming and checking the base by its hash is part of our time. No rival checks its base.
-- What a run that saves every few steps keeps in whole stores, ours and others, is
-  [below](#a-history-of-checkpoints).
+- [Below](#a-history-of-checkpoints) whole stores, ours and others, keep the checkpoints of a run
+  that saves every few steps.
 - `x zipnn-delta`: encode / decode speed over zipnn's with its own delta. `of copy`: the share of
   np.copyto's speed.
 """

@@ -1,10 +1,10 @@
 """Stores of a run's checkpoints, ours and the rivals', behind one interface.
 
-All take the tensors that a run has in memory and give them back there. Where a rival is a codec and
-no store, it gets the store that a user would write around it: each kind of tensor is packed as one
-array, which suits it best, and a checkpoint is one safetensors file of the packed bytes. As in
-Packhorse, a full checkpoint comes after every `MAX_DELTAS` differences; the checkpoint before is
-kept in memory, so that it need not be read for the next.
+All take the tensors that a run has in memory, and restore them to that memory. A rival that is
+a codec and not a store gets the store that a user would write around it: each kind of tensor is
+packed as one array, which suits it best, and a checkpoint is one safetensors file of the packed
+bytes. As in Packhorse, a full checkpoint comes after every `MAX_DELTAS` differences. The previous
+checkpoint is kept in memory, so that it need not be read for the next.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ Make = Callable[[Any, Setup], Codec]
 
 
 class Live:
-    """The tensors of a run in memory, which have the values of one checkpoint after the other.
+    """The tensors of a run in memory, which take the values of one checkpoint after the other.
 
     Attributes:
         parts: one flat array for each kind of tensor, with the shapes of the tensors in it.
@@ -57,7 +57,7 @@ class Live:
 
     @property
     def nbytes(self) -> int:
-        """Of one checkpoint."""
+        """Bytes of one checkpoint."""
         return sum(part.array.nbytes for part in self.parts)
 
     def load(self, step: int) -> None:
@@ -72,10 +72,10 @@ class Live:
         return [part.array.view(np.uint8).copy() for part in self.parts]
 
     def check(self, wanted: list[Array], who: str) -> None:
-        """Compare the tensors with what they were, bit for bit.
+        """Compare the tensors bit for bit with what they were.
 
         Raises:
-            RuntimeError: they differ; it was `who`.
+            RuntimeError: they differ; the message names `who`.
         """
         for part, known in zip(self.parts, wanted, strict=True):
             if not np.array_equal(part.array.view(np.uint8), known):
@@ -104,7 +104,7 @@ def _tensor(array: Array) -> torch.Tensor:
 
 
 class Store:
-    """What history.py measures. One object serves one history, in a folder of its own."""
+    """The interface that history.py measures; an object serves one history, in its own folder."""
 
     def look(self) -> None:
         """Called once, when the tensors have the values of the second checkpoint; not timed."""
@@ -187,7 +187,7 @@ class _Kind:
         self._pays = True
 
     def look(self) -> None:
-        """See whether the difference from the checkpoint before pays."""
+        """Find out whether the difference from the previous checkpoint pays."""
         full, delta = (
             sum(piece.nbytes for piece in parts(codec.encode(codec.prepare(self._pair))))
             for codec in (self._full, self._delta)
@@ -229,7 +229,7 @@ class PackhorseStore(Store):
         self._store.take(f"{i}", self._state)
 
     def ratios(self, i: int) -> dict[str, float]:
-        """Of each kind of tensor, its size over what it took in checkpoint `i`."""
+        """The ratio of each kind of tensor in checkpoint `i`."""
         sizes: dict[str, list[int]] = {}
         for tensor in self._store.info(f"{i}").tensors:
             of_kind = sizes.setdefault(tensor.path.partition(".")[0], [0, 0])
@@ -238,12 +238,12 @@ class PackhorseStore(Store):
         return {kind: nbytes / packed for kind, (nbytes, packed) in sizes.items()}
 
     def restore(self, i: int) -> None:
-        # Another one, as a run that begins again has.
+        # A new one, as in a run that begins again.
         SnapshotStore(self._folder, threads=1).restore(f"{i}", framework="pt", into=self._state)
 
 
 class PackhorseDcpStore(Store):
-    """Distributed checkpoints by Packhorse, each upon the one before."""
+    """Distributed checkpoints by Packhorse, each based on the one before."""
 
     def __init__(self, folder: Path, live: Live) -> None:
         self._folder, self._state = folder, live.state
