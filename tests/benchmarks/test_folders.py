@@ -64,3 +64,4 @@ def test_there_are_no_circles() -> None:
 def test_a_command_says_how_it_is_run(path: Path) -> None:
     if path.name != "__init__.py":
         assert f"`python benchmarks/{path.name}" in path.read_text()
+        assert f"`{path.name}" in (ROOT / "benchmarks" / "README.md").read_text()
