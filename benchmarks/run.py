@@ -1,16 +1,16 @@
 """Measure Packhorse against its rivals: `python benchmarks/run.py`.
 
-The round trip of every codec is proved before it is timed, all codecs run interleaved in one
-process on the same named data, and the table that is printed has our losses too. The short form
-takes the real weights and some minutes; `--full` takes all data and all codecs in more rounds.
-`--full --write` then also runs the variants (fresh memory, forced code paths), keeps the figures in
+Every codec proves its round trip before it is timed. All codecs run interleaved in one process on
+the same named data, and the printed table has our losses too. The short form measures the real
+weights and takes some minutes; `--full` measures all data and all codecs in more rounds.
+`--full --write` also runs the variants (fresh memory, forced code paths), keeps the figures in
 `benchmarks/results/`, and makes `docs/benchmarks.md`, its picture and the table in `README.md` from
-all that lie there. Two forms time nothing: `--render` only makes those documents, and `--check`
+all figures there. Two forms time nothing: `--render` only makes those documents, and `--check`
 exits 1 unless the ratios that the project promises hold.
 
 `run.py snapshots` measures pairs of training checkpoints instead, and has a document of its own:
-see snapshots.py. `run.py weights` measures weights in memory: see packed_weights.py; `run.py
-layers` measures layers that multiply with them: see layers.py.
+see snapshots/measure.py. `run.py weights` measures weights in memory: see layers/weights.py;
+`run.py layers` measures layers that multiply with them: see layers/measure.py.
 
 The process starts itself again with a malloc that keeps freed memory, since fresh pages cost more
 than most codecs and would hide the differences between them; `--fresh` leaves malloc as it is and
@@ -27,16 +27,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import data
-import layers
-import machine
-import packed_weights
-import peers
-import report
-import snapshots
-import targets
-from measure import Contender, compete, enter, keep
-from process import SIMD_VARIABLE, code_path, restart
+# Run as a file, a command finds the package `benchmarks` only in the folder that holds it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.codecs import peers, report, targets
+from benchmarks.codecs.measure import Contender, compete, enter, keep
+from benchmarks.common import machine
+from benchmarks.common.process import SIMD_VARIABLE, code_path, restart
+from benchmarks.data import sets
+from benchmarks.layers import measure as layers
+from benchmarks.layers import weights
+from benchmarks.snapshots import measure as snapshots
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -44,15 +45,15 @@ DOCUMENT = HERE.parent / "docs" / "benchmarks.md"
 PICTURE = HERE.parent / "docs" / report.PICTURE
 README = HERE.parent / "README.md"
 SIMD_NAMES = ["portable", "avx2", "avx512", "avx512_vbmi2"]
-# The beginning of a set as a set of its own, for figures that are known of that part.
+# The beginning of a set as a set of its own, because other figures are known for that part alone.
 BEGINNINGS = {targets.FIRST_48_MB: ("model_fp32", 48_000_000)}
-NAMES = (*data.NAMES, *BEGINNINGS)
+NAMES = (*sets.NAMES, *BEGINNINGS)
 SHORT_DATA = ("model_bf16", "model_fp32", "model_fp16", "fp8_e4m3")
 SHORT_ROUNDS, VARIANT_ROUNDS, FULL_ROUNDS = 3, 5, 7
 THREADS = [1, 2]
 OWN_CODECS = tuple(name for name in peers.CODECS if name.startswith("packhorse"))
-# What the project promises of the default level, on the whole model as a file and on the two
-# extremes.
+# What the project promises for the default level: ratios of the whole model as a file, and of the
+# two extremes.
 FILE_RATIOS = {"bf16": 1.505, "fp32": 1.215, "fp16": 1.180}
 ARRAY_RATIOS = {"zeros_bf16": 1000.0, "random_u8": 0.9995}
 
@@ -68,8 +69,8 @@ def main(argv: list[str]) -> int:
     """
     if argv[:1] == [snapshots.MODE]:
         return snapshots.main(argv[1:])
-    if argv[:1] == [packed_weights.MODE]:
-        return packed_weights.main(argv[1:])
+    if argv[:1] == [weights.MODE]:
+        return weights.main(argv[1:])
     if argv[:1] == [layers.MODE]:
         return layers.main(argv[1:])
     args = _parse(argv)
@@ -114,7 +115,7 @@ def _is_variant(args: argparse.Namespace) -> bool:
 
 
 def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
-    """What a form leaves open: a short run, a full one, or a variant of the full one."""
+    """Fill in what the arguments leave open, for a short run, a full one or a variant of it."""
     quick = tuple(name for name, entry in peers.CODECS.items() if not entry.slow)
     names, codecs, rounds = SHORT_DATA, quick, SHORT_ROUNDS
     if args.full and args.simd:
@@ -133,7 +134,7 @@ def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def _run_variants() -> None:
-    """The same on fresh memory and on each weaker code path, each in a process of its own."""
+    """Measure again with fresh memory and on each weaker code path, each in its own process."""
     from packhorse.codecs.base import Isa, choose_isa
 
     weaker = [isa.name.lower() for isa in reversed(Isa) if isa < choose_isa()]
@@ -173,7 +174,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     result["core_scaling"].append(machine.core_scaling())
     print(f"\n{report.summary(result)}")
     print(f"\n## Targets\n\n{report.targets(result, gaps=False)}")
-    missing = sorted(set(data.TRAINING_NAMES) - set(data.NAMES))
+    missing = sorted(set(sets.TRAINING_NAMES) - set(sets.NAMES))
     if args.full and missing:
         print(f"\nnot measured: {', '.join(missing)}: make them first, with: make training")
     for name, reason in result["absent"].items():
@@ -181,15 +182,15 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _make(name: str, limit: int | None) -> data.DataSet:
+def _make(name: str, limit: int | None) -> sets.DataSet:
     source, beginning = BEGINNINGS.get(name, (name, None))
-    made = data.make(source, limit_nbytes=min(filter(None, (limit, beginning)), default=None))
+    made = sets.make(source, limit_nbytes=min(filter(None, (limit, beginning)), default=None))
     if beginning is None:
         return made
     return replace(made, name=name, source=f"the beginning of {made.source}")
 
 
-def _described(dataset: data.DataSet) -> dict[str, Any]:
+def _described(dataset: sets.DataSet) -> dict[str, Any]:
     return {
         "name": dataset.name,
         "dtype": dataset.dtype,
@@ -201,7 +202,7 @@ def _described(dataset: data.DataSet) -> dict[str, Any]:
 
 
 def _one_set(
-    dataset: data.DataSet, args: argparse.Namespace, absent: dict[str, str]
+    dataset: sets.DataSet, args: argparse.Namespace, absent: dict[str, str]
 ) -> list[dict[str, Any]]:
     contenders = []
     for name in args.codec:
@@ -219,10 +220,10 @@ def _packed_files() -> list[dict[str, Any]]:
     from packhorse.disk import pack_file, unpack_file
 
     rows = []
-    for kind in data.FILE_KINDS:
+    for kind in sets.FILE_KINDS:
         with tempfile.TemporaryDirectory() as folder:
             source, packed, back = (Path(folder) / name for name in ("a", "b", "c"))
-            data.write_model_file(kind, source)
+            sets.write_model_file(kind, source)
             begun = time.perf_counter()
             pack_file(source, packed)
             middle = time.perf_counter()
@@ -249,13 +250,13 @@ def _file_row(
 
 
 def _check() -> int:
-    """Compare the ratios with what is promised; print each; exit status."""
+    """Compare the ratios with the promised ones and print each; returns the exit status."""
     from packhorse.numpy import compress
 
     found = {f"{row['file']} file": row["ratio"] for row in _packed_files()}
     bars = {f"{kind} file": bar for kind, bar in FILE_RATIOS.items()}
     for name, bar in ARRAY_RATIOS.items():
-        array = data.make(name).array
+        array = sets.make(name).array
         found[name], bars[name] = array.nbytes / compress(array).nbytes, bar
     for name, bar in bars.items():
         verdict = "ok" if found[name] >= bar else "TOO LOW"

@@ -1,10 +1,10 @@
-"""What files of very many tiny tensors cost: `python benchmarks/tiny_tensors.py`.
+"""Measure what files of very many tiny tensors cost: `python benchmarks/tiny_tensors.py`.
 
 A file of 100,000 tensors of 256 bytes is packed, verified, unpacked, loaded and taken as a
-snapshot, each in fresh processes in turn, which may open `LIMIT_FILES` files. Printed are the
-medians of wall and processor time, imports not counted, the peak of memory above a process that
-only imports the package, and the most files that were open, looked at now and then. Exits 1 if a
-verb fails, or the file does not come back byte for byte.
+snapshot, each in fresh processes in turn, which may open `LIMIT_FILES` files. The command prints
+the medians of wall and processor time, imports not counted, the peak of memory above that of
+a process that only imports the package, and the most files that were open, by samples. It exits 1
+if a verb fails, or if the file does not come back byte for byte.
 
 `--python` measures another installation on the same files.
 """

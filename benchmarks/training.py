@@ -2,13 +2,13 @@
 
 A small LLaMA-like model learns the sources of Python's standard library on one thread: fp32 masters
 and AdamW moments, and bf16 copies that the model computes with. Weights and moments are kept at
-steps a factor of two apart, at the last step and at its neighbours. A few steps more are done with
-weights and moments in pure bf16. Then the run goes on from its last step at the rate that it ended
-with, and keeps everything every few steps: a history of twelve checkpoints. All of it takes 17 to
-22 minutes of one core and 6 GB of disk, in `$PACKHORSE_BENCH_DATA/training`, by default
+steps a factor of two apart, at the last step and at its neighbours. A few more steps use weights
+and moments in pure bf16. Then the run goes on from its last step, at the rate that it ended with,
+and keeps everything every few steps: a history of twelve checkpoints. All of it takes 17 to 22
+minutes of one core and 6 GB of disk, in `$PACKHORSE_BENCH_DATA/training`, by default
 `~/.cache/packhorse-bench/training`; `--resume` adds the history to a run that was made without one.
 
-On one machine the files are the same each time, also if the run was stopped and resumed. Machines
+On one machine the files are the same each time, even if the run was stopped and resumed. Machines
 round sums in different orders and Python versions have different sources, so no hash can be pinned:
 `manifest.json` records the hashes, settings, versions, parameters and losses of the run, and
 benchmark figures carry the hash of the data that they were measured on.
@@ -27,16 +27,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import data
-import machine
 import numpy as np
 import safetensors
 import torch
-from language_model import LanguageModel, ModelShape
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from vocabulary import Vocabulary
+
+# Run as a file, a command finds the package `benchmarks` only in the folder that holds it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import machine
+from benchmarks.data import sets
+from benchmarks.data.language_model import LanguageModel, ModelShape
+from benchmarks.data.vocabulary import Vocabulary
 
 __all__ = ["Recipe", "main", "train"]
 
@@ -80,7 +84,7 @@ class Recipe:
     warm_up: int = 64
     peak_rate: float = 1.5e-3
     save_every: int = 64
-    seed: int = data.SEED
+    seed: int = sets.SEED
 
     @property
     def last(self) -> int:
@@ -109,7 +113,7 @@ class Recipe:
         return WHOLE if step - self.last in HISTORY[1:] else ()
 
     def files(self) -> list[str]:
-        """The names of all files that the run and its tail leave, but the manifest."""
+        """The names of all files that the run and its tail leave, except the manifest."""
         end = self.last + TAIL[-1]
         return _file_names(self.kept, end) + _file_names(self.kept_of_tail, end)
 
@@ -120,7 +124,7 @@ class Recipe:
 
 @dataclass
 class _State:
-    """Everything that the next step depends on, and the account of the steps before.
+    """Everything that the next step depends on, and a record of the steps before.
 
     Attributes:
         step: steps done.
@@ -158,28 +162,28 @@ class _State:
     def save(self, path: Path, identity: dict[str, Any]) -> None:
         """Write what `load` needs to go on."""
         tensors = {f"{p}.{n}": t for p, part in self._parts().items() for n, t in part.items()}
-        told = {"step": self.step, "losses": self.losses, "seconds": self.seconds, **identity}
-        _write(path, tensors, {"state": json.dumps(told)})
+        record = {"step": self.step, "losses": self.losses, "seconds": self.seconds, **identity}
+        _write(path, tensors, {"state": json.dumps(record)})
 
     @classmethod
     def load(cls, path: Path, identity: dict[str, Any]) -> "_State":
         """The state in a checkpoint.
 
         Raises:
-            ValueError: it is of a run with other settings, sources or versions.
+            ValueError: it belongs to a run with other settings, sources or versions.
         """
         with safetensors.safe_open(path, "pt") as file:
-            told = json.loads(file.metadata()["state"])
+            record = json.loads(file.metadata()["state"])
         parts: dict[str, dict[str, Tensor]] = {"w": {}, "m": {}, "v": {}}
         for key, tensor in _read(path).items():
             part, name = key.split(".", 1)
             parts[part][name] = tensor
-        _check_identity(path, told, identity)
-        return cls(told["step"], *parts.values(), told["losses"], told["seconds"])
+        _check_identity(path, record, identity)
+        return cls(record["step"], *parts.values(), record["losses"], record["seconds"])
 
     @classmethod
     def kept(cls, folder: Path, step: int) -> "_State":
-        """What the files of a step hold, with a new account."""
+        """The state in the files of a step, with an empty record."""
         parts = (_read(folder / _file_name(kind, step)) for kind in ("w32", "m32", "v32"))
         return cls(step, *parts, [], 0.0)
 
@@ -203,13 +207,13 @@ def train(
 
     Raises:
         FileExistsError: there is a run in the folder and `resume` is false, or the run is complete.
-        ValueError: the run in the folder is another one.
+        ValueError: the folder holds a run with other settings.
     """
-    manifest, checkpoint = folder / data.TRAINING_MANIFEST, folder / CHECKPOINT
-    told = json.loads(manifest.read_text()) if manifest.exists() else None
-    if told and "history" in told:
+    manifest, checkpoint = folder / sets.TRAINING_MANIFEST, folder / CHECKPOINT
+    record = json.loads(manifest.read_text()) if manifest.exists() else None
+    if record and "history" in record:
         raise FileExistsError(f"the run in {folder} is complete; remove the folder to repeat it")
-    if (told or checkpoint.exists()) and not resume:
+    if (record or checkpoint.exists()) and not resume:
         raise FileExistsError(f"a run was begun in {folder}; --resume goes on with it")
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = Vocabulary.of(texts, recipe.shape.vocabulary)
@@ -217,16 +221,16 @@ def train(
     identity = _identity(recipe, vocabulary, ids)
     trainer = _Trainer(recipe, folder, ids, on_step)
     with _one_thread():
-        if told is None:
-            told = _do_run(trainer, checkpoint, identity) | {"n_tokens": len(ids)}
-            _write_manifest(folder, told)
+        if record is None:
+            record = _do_run(trainer, checkpoint, identity) | {"n_tokens": len(ids)}
+            _write_manifest(folder, record)
             checkpoint.unlink()
-        _check_identity(manifest, told, identity)
-        _write_manifest(folder, told | {"history": _do_history(trainer)})
+        _check_identity(manifest, record, identity)
+        _write_manifest(folder, record | {"history": _do_history(trainer)})
 
 
 def _do_run(trainer: "_Trainer", checkpoint: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """The steps up to the last, and the tail; what the manifest says of them."""
+    """Do the steps up to the last, and the tail; returns what the manifest says about them."""
     recipe, folder = trainer.recipe, trainer.folder
     begun = checkpoint.exists()
     state = _State.load(checkpoint, identity) if begun else _first(trainer.model)
@@ -244,7 +248,7 @@ def _do_run(trainer: "_Trainer", checkpoint: Path, identity: dict[str, Any]) -> 
 
 
 def _do_history(trainer: "_Trainer") -> dict[str, Any]:
-    """The steps after the last with fp32 masters, from its files on."""
+    """Do the steps of the history, starting from the files of the last step with fp32 masters."""
     recipe, folder = trainer.recipe, trainer.folder
     state = _State.kept(folder, recipe.last)
     trainer.go(state, recipe.last + HISTORY[-1], recipe.kept_of_history)
@@ -349,7 +353,7 @@ def _optimizer(state: _State) -> torch.optim.AdamW:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread and deterministic algorithms only, as long as the block lasts."""
+    """Use one thread and deterministic algorithms only, as long as the block lasts."""
     threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -379,13 +383,13 @@ def _identity(recipe: Recipe, vocabulary: Vocabulary, ids: NDArray[np.int32]) ->
     }
 
 
-def _check_identity(path: Path, told: dict[str, Any], identity: dict[str, Any]) -> None:
-    """Refuse to go on with what another run has written."""
-    # Both as JSON has them, which knows no tuples.
+def _check_identity(path: Path, record: dict[str, Any], identity: dict[str, Any]) -> None:
+    """Refuse to go on with files that another run has written."""
+    # Compared as JSON, which has no tuples.
     for key, value in json.loads(json.dumps(identity)).items():
-        if told.get(key) != value:
+        if record.get(key) != value:
             raise ValueError(
-                f"{path} was written with another {key}: {told.get(key)}, now {value}; "
+                f"{path} was written with another {key}: {record.get(key)}, now {value}; "
                 "remove the folder to begin anew"
             )
 
@@ -399,7 +403,7 @@ def _file_names(kept: Callable[[int], tuple[str, ...]], last: int) -> list[str]:
 
 
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a file that is there whole or not at all."""
+    """Write a file so that it is there whole or not at all."""
     part = path.with_suffix(".part")
     save_file({n: t.detach() for n, t in tensors.items()}, part, metadata)
     os.replace(part, path)
@@ -412,9 +416,9 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    part = folder / f"{data.TRAINING_MANIFEST}.part"
+    part = folder / f"{sets.TRAINING_MANIFEST}.part"
     part.write_text(json.dumps(manifest, indent=1) + "\n")
-    os.replace(part, folder / data.TRAINING_MANIFEST)
+    os.replace(part, folder / sets.TRAINING_MANIFEST)
 
 
 def _described(path: Path) -> dict[str, Any]:
@@ -432,23 +436,25 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit status.
     """
-    parser = argparse.ArgumentParser(description="Train a small model and keep what it was.")
+    parser = argparse.ArgumentParser(
+        description="Train a small model, and keep its states as benchmark data."
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the files go")
     parser.add_argument("--resume", action="store_true", help="go on with a run that was stopped")
     args = parser.parse_args(argv)
-    folder = args.out or data.training_folder()
+    folder = args.out or sets.training_folder()
     try:
         train(
             Recipe(),
             folder,
-            [text.encode() for text in data.library_sources()],
+            [text.encode() for text in sets.library_sources()],
             resume=args.resume,
             on_step=_Progress(),
         )
     except (FileExistsError, ValueError) as problem:
         print(f"error: {problem}", file=sys.stderr)
         return 1
-    print(f"the files and their {data.TRAINING_MANIFEST} are in {folder}")
+    print(f"the files and their {sets.TRAINING_MANIFEST} are in {folder}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What the target of files and the soak both claim."""
+"""Claims that the target of files and the soak share."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ __all__ = ["check_slice"]
 
 
 def check_slice(piece: PackedSlice, tensor: np.ndarray, index: Any) -> None:
-    """A slice equals what the tensor gives for the same index, or both refuse it."""
-    # One element of booleans would be made true or false, whatever its byte is.
+    """Check that a slice equals the tensor at the same index, or that both refuse the index."""
+    # A single boolean would become true or false, whatever its byte is.
     data = tensor.view(np.uint8) if tensor.dtype == np.bool_ else tensor
     try:
         part = data[index]

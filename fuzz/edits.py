@@ -1,6 +1,6 @@
-"""JSON in which something is not as it was: for the targets of files and manifests, and the soak.
+"""Change JSON in one place, for the targets of files and manifests, and for the soak.
 
-What stands in a file under a checksum gets the right one for what it says now.
+Text under a checksum gets the right checksum for its new content.
 """
 
 import json
@@ -13,7 +13,7 @@ from packhorse.codecs.content import crc32c
 __all__ = ["edit_json", "edit_pairs", "sealed", "sealed_checkpoint"]
 
 _CHECKSUM = b'{"crc32c":"%08x",'
-# What a value may become: numbers at bounds, names that mean something, wrong types, depth.
+# New values: numbers at bounds, names that have a meaning, wrong types, deep nesting.
 _VALUES: tuple[Any, ...] = (
     *(0, 1, -1, 2, 7, 63, 64, 128, 2**31, 2**53, 2**63 - 1, 2**63, 2**64, 10**400),
     *(0.5, -0.0, 1e308, True, False, None, "", "F32", "F16", "I64", "U8", "F4", "BF16", "C64"),
@@ -21,7 +21,7 @@ _VALUES: tuple[Any, ...] = (
     *("x" * 300, "0001-02-03T04:05:06.5Z"),
     *([], {}, [[]], {"dict": []}, {"tuple": []}, {"tensor": 0}, {"float": "fff8000000000001"}),
 )  # fmt: skip
-# A string; key and value of a pair: the value an object without objects in it, or none at all.
+# A string; then a pair of a key and a value, where the value may be an object without nested ones.
 _STRING = rb'"(?:[^"\\]|\\.)*"'
 _PAIRS = (
     re.compile(rb"(%s)\s*:\s*(\{[^{}]*\})" % _STRING),
@@ -41,8 +41,8 @@ def sealed_checkpoint(text: bytes) -> bytes:
 
 
 def edit_pairs(data: bytes, rng: random.Random) -> bytes:
-    """The input with a pair of one of its objects doubled, dropped, or given another pair's value;
-    the length before the text is put right."""
+    """The input with one pair of its objects doubled, dropped, or given the value of another pair.
+    The length before the text is corrected."""
     width = 2 if data[:1] and data[0] & 3 else 8  # form 0 has a u64 and one text
     at = 1
     texts = []
@@ -83,13 +83,13 @@ def edit_json(document: Any, rng: random.Random) -> bytes:
                 holder[key] = value
             else:
                 holder[key] = rng.choice(_VALUES)
-        except (KeyError, IndexError):  # an edit before has moved it
+        except (KeyError, IndexError):  # an earlier edit has moved it
             continue
     return json.dumps(document, separators=(",", ":")).encode()
 
 
 def _collect(value: Any, places: list[tuple[Any, Any]]) -> None:
-    """All values inside of one, as containers and keys."""
+    """All values inside a value, as containers and keys."""
     keys = (
         value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     )

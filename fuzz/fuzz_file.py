@@ -1,9 +1,9 @@
-"""Fuzzes the readers of packed files and of packed indexes: lazily, whole, to disk and by `verify`,
-and all of them against the slow decoder.
+"""Fuzz the readers of packed files and of packed indexes: lazy, whole, to disk and by `verify`,
+all of them against the slow decoder.
 
-A file is JSON in base64 of a compressed record in JSON, behind lengths and offsets that must agree,
-so an input says what goes in and the target wraps it up. The two low bits of the first byte choose
-the form:
+The header of a packed file is JSON that holds a compressed record as base64, and lengths and
+offsets around it must agree. So an input only has the parts, and the target builds the file. The
+two low bits of the first byte choose the form:
 
 0. the file as it is;
 1. u16 length and text of the original header, then frames one after the other; names, offsets and
@@ -12,7 +12,7 @@ the form:
    which `@RECORD@` stands for the record, then the data;
 3. u16 length and text of an original index, then the packed index, with `@RECORD@` as above.
 
-Where frames have a base, a file of what `harness.py` takes for every base is given to all readers.
+Where frames have a base, all readers get a file of the bases that `harness.py` makes.
 """
 
 import json
@@ -43,16 +43,18 @@ _PLACEHOLDER = b"@RECORD@"
 _INDEXES: tuple[Any, ...] = (
     (), 0, -1, slice(3, None), slice(None, None, -2), (..., 0), (slice(1, 9), -1), (None, slice(1))
 )  # fmt: skip
-# What a ValueError may say: the bytes are of another kind than the call is for.
+# Messages that a ValueError may have: the bytes are of another kind than the call expects.
 _OTHER_KIND = ("not a packed file", "the index of a packed folder")
 _SHARE_OF_JSON = 0.4  # of all mutations
-_MAX_NBYTES = 1 << 14  # of all tensors of a file; the slow decoder makes a megabyte a second
+_MAX_NBYTES = (
+    1 << 14
+)  # of all tensors of a file, because the slow decoder decodes a megabyte a second
 _FOLDER = harness.scratch_folder()
 _BASE = harness.scratch_folder() / "base.safetensors"
 
 
 def main(data: bytes) -> None:
-    """One input."""
+    """Run one input."""
     control, rest = data[0] if data else 0, data[1:]
     harness.choose_isa(control >> 2 & 3)
     if control & 3 == 3:
@@ -74,7 +76,7 @@ def _with_record(text: bytes, key: str, original: bytes, *, in_string: bool) -> 
 
 
 def mutate(data: bytes, max_nbytes: int, seed: int) -> bytes:
-    """Mutates bytes as libFuzzer does, or one pair of a JSON object."""
+    """Mutate bytes as libFuzzer does, or one pair of a JSON object."""
     rng = random.Random(seed)
     if rng.random() < _SHARE_OF_JSON:
         edited = edit_pairs(data, rng)
@@ -84,7 +86,7 @@ def mutate(data: bytes, max_nbytes: int, seed: int) -> bytes:
 
 
 def build_file(original: bytes, rest: bytes, control: int) -> bytes:
-    """A packed file of the parts in the input."""
+    """A packed file made of the parts in the input."""
     if control & 3 == 2:
         text, rest = _take_text(rest)
     frames = [FRAME_MAGIC + piece for piece in rest.split(FRAME_MAGIC)[1:]]
@@ -99,7 +101,7 @@ def build_file(original: bytes, rest: bytes, control: int) -> bytes:
 
 
 def packed_header(original: bytes, frames: list[bytes]) -> bytes:
-    """The header that gives each tensor of the original the frame at its place."""
+    """The header in which each tensor of the original has the frame at the same place."""
     try:
         document = dict(json.loads(original))
     except (ValueError, TypeError, RecursionError):
@@ -115,7 +117,7 @@ def packed_header(original: bytes, frames: list[bytes]) -> bytes:
 
 
 def check_file(data: bytes, control: int) -> None:
-    """All readers agree, and let nothing but the documented errors through."""
+    """Check that all readers agree, and raise only the documented errors."""
     if not is_small(data):
         return
     path = _FOLDER / "in.ph.safetensors"
@@ -161,8 +163,8 @@ def base_of(data: bytes) -> bytes | None:
 
 
 def is_small(data: bytes) -> bool:
-    """Whether the file claims few enough bytes to decode all of them. (A frame's own claim is
-    checked against this one before anything is allocated.)"""
+    """Whether the file claims few enough bytes to decode all of them. (The size that a frame itself
+    claims is checked against this before memory is allocated.)"""
     try:
         header = parse_packed_header(parse_file_header(memoryview(data), "f"), label="f")
     except (PackhorseError, ValueError):
@@ -182,7 +184,7 @@ def unpack(path: Path, base: Path | None) -> bytes:
 
 
 def read_lazily(path: Path, base: Path | None, control: int) -> list[Any]:
-    """Everything that an open file offers."""
+    """Use everything that an open file offers."""
     limit = _MAX_NBYTES
     with open_file(path, framework="numpy", threads=1, max_nbytes=limit, base=base) as file:
         tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
@@ -193,7 +195,7 @@ def read_lazily(path: Path, base: Path | None, control: int) -> list[Any]:
 
 
 def check_index(original: bytes, packed: bytes) -> None:
-    """A packed index is restored or refused; an original one survives being packed."""
+    """Check that a packed index is restored or refused, and that an original one comes back."""
     packed = _with_record(packed, "index", original, in_string=False)
     files = {"m.safetensors", "x.ph.safetensors"}
     for has in (files.__contains__, lambda name: True):
@@ -205,8 +207,8 @@ def check_index(original: bytes, packed: bytes) -> None:
 
 
 def outcome(work: Callable[[], Any]) -> Any:
-    """What a call returns, or None for a documented error: a ValueError is one only where the bytes
-    are of another kind."""
+    """What a call returns, or None for a documented error. A ValueError is documented only where
+    the bytes are of another kind."""
     try:
         return work()
     except PackhorseError:

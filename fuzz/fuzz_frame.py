@@ -1,5 +1,6 @@
-"""Fuzzes `Frame`: a header and a payload chosen by an adversary give a tensor or a documented
-error, in every code path alike, whole or in parts.
+"""Fuzz `Frame`: any header and payload must give a tensor or a documented error.
+
+The result must be the same in every code path, for the whole and for its parts.
 
 An input is a control byte (see `main`) and a frame.
 """
@@ -10,7 +11,7 @@ from harness import MAX_NBYTES, Frame, PackhorseError
 
 
 def main(data: bytes) -> None:
-    """One input."""
+    """Run one input."""
     control, frame = data[0] if data else 0, data[1:]
     if harness.is_fixed(control):
         frame = harness.seal(harness.repair(frame) if control & 4 else frame)
@@ -35,7 +36,7 @@ def main(data: bytes) -> None:
 
 
 def describe(read: Frame, frame: bytes) -> None:
-    """All that a frame tells without being decoded."""
+    """Read everything that a frame says without being decoded."""
     assert read.nbytes == len(frame) == len(read.to_bytes())
     assert read.logical_nbytes <= MAX_NBYTES
     assert sum(plane.logical_nbytes for plane in read.planes()) == read.logical_nbytes
@@ -54,7 +55,7 @@ def decode(read: Frame, base: bytes | None, *, check: bool, threads: int) -> byt
 
 
 def compare_part(read: Frame, base: bytes | None, whole: bytes, control: int) -> None:
-    """Decodes a range somewhere in the middle."""
+    """Decode a range somewhere in the middle."""
     start, stop = len(whole) * (control & 7) // 24, len(whole) - len(whole) * (control >> 5) // 24
     part = bytearray(stop - start)
     read.decompress_into(part, start=start, stop=stop, threads=1, base=base)

@@ -1,19 +1,19 @@
-"""Fuzzes what lies in snapshot stores beside packs: manifests, also those of distributed
-checkpoints, the file of a store, and pages of its catalogue.
+"""Fuzz the small files of snapshot stores: manifests, the store's own file, and catalogue pages.
 
-An input is a control byte and a JSON object without its checksum, which the target puts in front.
-The two low bits of the first byte choose what it is:
+Manifests of distributed checkpoints are fuzzed too. An input is a control byte and a JSON object
+without its checksum, which the target puts in front. The two low bits of the first byte choose
+what the object is:
 
 0, 1. the manifest of a snapshot in the store of sample_store.py, which is then read in all ways;
 2. the manifest of a distributed checkpoint (of a snapshot where PyTorch is missing);
 3. `store.json`.
 
-Bit 2 says that the input is the whole file, checksum and all. Bit 3 makes it a page: six counts,
+Bit 2 says that the input is the whole file, with its checksum. Bit 3 makes it a page: six counts,
 the lengths of two parts, and three parts, which the target compresses and seals. The page lies in
-a store of good manifests, whose snapshots must come out of it whatever it says.
+a store of good manifests, whose snapshots must be restored whatever the page says.
 
-What is refused is refused with a documented error. What is accepted says the same when it is
-written and read again, and nothing takes memory on the word of a manifest.
+A file that is refused gives a documented error. One that is accepted has the same content when it
+is written and read again, and no reader allocates memory only because a manifest asks for it.
 """
 
 import json
@@ -29,7 +29,7 @@ import zstandard
 from harness import PackhorseError
 
 if find_spec("torch") is not None:
-    import torch  # noqa: F401  before what imports it is instrumented
+    import torch  # noqa: F401  before modules that import it are instrumented
 
 with harness.instrumented():
     from packhorse.codecs.content import crc32c
@@ -49,7 +49,7 @@ from edits import edit_json, sealed, sealed_checkpoint
 from sample_store import build_store
 
 _SHARE_OF_JSON = 0.7  # of all mutations
-# What a ValueError of the store may say.
+# Messages that a ValueError of the store may have.
 _NO_SUCH_THING = ("no snapshot is named", "has nothing at")
 _FOLDER = harness.scratch_folder() / "store"
 _FILE = ManifestFile("step-2", 3, 1, "0" * 16)
@@ -62,7 +62,7 @@ _NAMES = SnapshotStore(_WHOLE).names()
 
 
 def main(data: bytes) -> None:
-    """One input."""
+    """Run one input."""
     control, text = data[0] if data else 0, data[1:]
     form = control & 3
     if control & 8:
@@ -89,7 +89,7 @@ def sealed_page(data: bytes) -> bytes:
 
 
 def check_page(data: bytes) -> None:
-    """A page: decoded, written again, and used."""
+    """Decode a page, write it again, and use it."""
     page = outcome(lambda: decode_page(data))
     if page is not None:
         again = encode_page(page.records())
@@ -104,12 +104,12 @@ def check_page(data: bytes) -> None:
 
 
 def check_snapshot(text: bytes) -> None:
-    """A manifest in a store: parsed, written again, and used."""
+    """Parse a manifest in a store, write it again, and use it."""
     file = file_of(text)
     manifest = outcome(lambda: parse_manifest(text, file, "m"))
     if manifest is not None:
         again = parse_manifest(render_manifest(manifest), file, "m")
-        assert again == manifest, "it says another thing when it is written again"
+        assert again == manifest, "its content changes when it is written again"
     path = _FOLDER / file.path
     path.parent.mkdir(parents=True)
     path.write_bytes(text)
@@ -133,7 +133,7 @@ def file_of(text: bytes) -> ManifestFile:
 
 
 def use_store(name: str, *, is_good: bool) -> None:
-    """All ways to read a snapshot."""
+    """Read a snapshot in all ways."""
     store = SnapshotStore(_FOLDER, threads=1)
     assert outcome(store.names) == [name]
     info = outcome(lambda: store.info(name))
@@ -147,11 +147,11 @@ def use_store(name: str, *, is_good: bool) -> None:
 
 
 def check_checkpoint(text: bytes) -> None:
-    """The manifest of a checkpoint: parsed, and written again."""
+    """Parse the manifest of a checkpoint, and write it again."""
     metadata = outcome(lambda: checkpoint.parse_manifest(text, "m"))
     if metadata is not None:
         again = checkpoint.parse_manifest(checkpoint.render_manifest(metadata), "m")
-        assert again == metadata, "it says another thing when it is written again"
+        assert again == metadata, "its content changes when it is written again"
 
 
 def outcome(work: Callable[[], Any]) -> Any:
@@ -167,7 +167,7 @@ def outcome(work: Callable[[], Any]) -> Any:
 
 
 def mutate(data: bytes, max_nbytes: int, seed: int) -> bytes:
-    """Mutates bytes as libFuzzer does, or one value of a JSON document."""
+    """Mutate bytes as libFuzzer does, or one value of a JSON document."""
     rng = random.Random(seed)
     if rng.random() < _SHARE_OF_JSON:
         try:

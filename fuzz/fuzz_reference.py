@@ -1,8 +1,8 @@
-"""Fuzzes the slow decoder against the fast one: both give the same tensor, or both give a
-documented error of the same kind.
+"""Fuzz the slow decoder against the fast one: both must give the same tensor, or both a documented
+error of the same kind.
 
-`reference.py` follows docs/format.md rule by rule, and the fuzzer sees which of its lines an input
-reaches; so the inputs found here cover the page. An input is a control byte and a frame.
+`reference/` follows docs/format.md rule by rule, and the fuzzer sees which of its lines an input
+reaches. So the inputs that it finds cover the page. An input is a control byte and a frame.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.reference import decode_frame
 
 Tensor = tuple[str, tuple[int, ...], bytes, bytes]  # dtype, shape, data, content hash
-_MAX_NBYTES = 1 << 13  # the slow decoder makes a megabyte a second
+_MAX_NBYTES = 1 << 13  # the slow decoder decodes a megabyte a second
 
 
 def main(data: bytes) -> None:
-    """One input."""
+    """Run one input."""
     control, frame = data[0] if data else 0, data[1:]
     if harness.is_fixed(control):
         frame = harness.seal(harness.repair(frame) if control & 4 else frame)
@@ -28,9 +28,9 @@ def main(data: bytes) -> None:
 
 
 def outcome(decode: Callable[[bytes], Tensor], frame: bytes) -> Tensor | type[PackhorseError]:
-    """What a decoder makes of a frame: a tensor, or an error of which only the kind counts. A mode
-    that nobody knows and a length that is wrong count as the same, because the page leaves open in
-    what order the descriptors of a chunk are looked at."""
+    """The result of a decoder: a tensor, or the kind of an error. An unknown mode and a wrong
+    length count as the same kind, because the page does not say in which order the descriptors of
+    a chunk are checked."""
     try:
         return decode(frame)
     except CompatibilityError:
@@ -40,13 +40,13 @@ def outcome(decode: Callable[[bytes], Tensor], frame: bytes) -> Tensor | type[Pa
 
 
 def decode_slowly(frame: bytes) -> Tensor:
-    """What the reference makes of it."""
+    """The result of the slow decoder."""
     tensor = decode_frame(frame, max_nbytes=_MAX_NBYTES, base=harness.base_of(frame))
     return tensor.dtype, tensor.shape, tensor.data, tensor.content_hash
 
 
 def decode_fast(frame: bytes) -> Tensor:
-    """What the core makes of it, content hash checked."""
+    """The result of the core, with the content hash checked."""
     read = Frame.from_buffer(frame, max_nbytes=_MAX_NBYTES)
     decoded = bytearray(read.logical_nbytes)
     base = harness.base_of(frame)

@@ -1,13 +1,13 @@
 """What the fuzz targets in Python share.
 
-The format is full of checksums, and a fuzzer does not guess one. So a target does not take a frame
-as the input has it: `repair` first writes the sizes that follow from other fields, and `seal` every
-checksum, unless the first byte of the input says not to. Both go by the header alone and know
-nothing of how a stream is laid out.
+The format is full of checksums, which a fuzzer does not guess. So a target does not use a frame as
+it stands in the input: first `repair` writes the sizes that follow from other fields, and `seal`
+writes every checksum, unless the first byte of the input says not to. Both use only the header, and
+know nothing of the layout of streams.
 
-A target lets only the documented errors through. Whatever else leaves it ends the run, and atheris
-keeps the input. A target that is imported and not run needs no atheris: the soak (`soak.py`) asks
-it for its checks.
+A target catches only the documented errors. Any other exception ends the run, and atheris keeps the
+input. A target that is imported and not run does not need atheris: the soak (`soak.py`) uses its
+checks in this way.
 """
 
 import math
@@ -25,7 +25,7 @@ import numpy as np
 
 
 def instrumented() -> AbstractContextManager[None]:
-    """Imports of the package in this block are watched by atheris, if a target is what runs."""
+    """Let atheris instrument the imports of the package in this block, if a target is running."""
     program = getattr(sys.modules["__main__"], "__file__", None) or ""
     if not Path(program).name.startswith("fuzz_"):
         return nullcontext()
@@ -60,7 +60,7 @@ __all__ = [
 ]
 
 MAX_NBYTES = 1 << 20  # no target decodes a larger tensor
-_MEMORY_NBYTES = 1 << 30  # beyond what the process has when it starts; more is a finding
+_MEMORY_NBYTES = 1 << 30  # in addition to the memory at the start; more is a finding
 _MAX_CHUNKS = 64
 
 _N_DIMS, _SPLIT, _FLAGS, _CHUNK_LOG = 6, 7, 8, 11
@@ -71,7 +71,7 @@ Mutator = Callable[[bytes, int, int], bytes]  # data, the most it may grow to, s
 
 
 def fuzz(target: Callable[[bytes], None], mutator: Mutator | None = None) -> NoReturn:
-    """Runs a target under atheris, with the arguments of the command line."""
+    """Run a target under atheris, with the arguments of the command line."""
     import atheris
 
     with open("/proc/self/statm") as file:
@@ -84,7 +84,7 @@ def fuzz(target: Callable[[bytes], None], mutator: Mutator | None = None) -> NoR
 
 
 def mutate_bytes(data: bytes, max_nbytes: int) -> bytes:
-    """An input as libFuzzer changes it."""
+    """The input as libFuzzer changes it."""
     import atheris
 
     mutated: bytes = atheris.Mutate(data, max_nbytes)
@@ -92,20 +92,20 @@ def mutate_bytes(data: bytes, max_nbytes: int) -> bytes:
 
 
 def scratch_folder() -> Path:
-    """A new folder for files that are written again for every input: in memory, unless `tempfile`
-    was told of another place."""
+    """A new folder for files that are written for every input: in memory, unless `tempfile` is set
+    to another place."""
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
     return Path(tempfile.mkdtemp(dir=tempfile.tempdir or memory))
 
 
 def choose_isa(choice: int) -> None:
-    """Forces one of the instruction sets of this machine."""
+    """Force one of the instruction sets of this machine."""
     os.environ[ISA_VARIABLE] = Isa(choice % (_core.detect_isa() + 1)).name.lower()
 
 
 def repair(frame: bytes) -> bytes:
-    """The frame with the counts and sizes that its shape and its table ask for, cut or filled with
-    zeros to its length; as it is where that makes no sense."""
+    """The frame with the counts and sizes that follow from its shape and its table, cut or filled
+    with zeros to its length; unchanged where that makes no sense."""
     plan = _read_kind(frame)
     if plan is None:
         return frame
@@ -136,8 +136,8 @@ def repair(frame: bytes) -> bytes:
 
 
 def seal(frame: bytes) -> bytes:
-    """The frame with every checksum right, the content hash too if it can be decoded, and with
-    `base_of` named as its base if it has one."""
+    """The frame with correct checksums. It also gets the right content hash if it can be decoded,
+    and names `base_of` as its base if it has one."""
     plan = _read_kind(frame)
     if plan is None:
         return frame
@@ -165,7 +165,7 @@ def seal(frame: bytes) -> bytes:
 
 
 def base_of(frame: bytes) -> bytes | None:
-    """What every target takes for the base of a frame: bytes that count, as many as the frame's
+    """The base that every target uses for a frame: numbers that count up, as many as the frame's
     dtypes and shape ask for. None where that makes no sense."""
     plan = _read_kind(frame)
     if plan is None or not _has_base(frame):
@@ -182,7 +182,7 @@ def base_of(frame: bytes) -> bytes | None:
 
 
 def count_bytes(nbytes: int) -> bytes:
-    """Numbers of two bytes from 0x3C00 on, of which each is three more than the last."""
+    """Numbers of two bytes from 0x3C00 on, each three more than the last."""
     return (0x3C00 + 3 * np.arange(nbytes // 2 + 1)).astype("<u2").tobytes()[:nbytes]
 
 

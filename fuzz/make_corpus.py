@@ -1,10 +1,10 @@
-"""Makes the seeds of the fuzz targets: `python fuzz/make_corpus.py FOLDER`.
+"""Make the seeds of the fuzz targets: `python fuzz/make_corpus.py FOLDER`.
 
 `run.py` does this before it fuzzes. The seeds are frames and files of every dtype, level, split and
-mode, small ones, because a fuzzer mutates small inputs best. What comes before the data in each
-seed is what the target's own head says. Nothing here knows how a stream is laid out; frames that no
-encoder makes, legal ones and liars, come from the tests. Inputs that broke something once are kept
-in `fuzz/corpus/TARGET/found-WHAT`.
+mode. They are small, because a fuzzer mutates small inputs best. The bytes before the data in each
+seed are described at the top of the target's file. Nothing here knows the layout of streams; frames
+that no encoder makes, valid ones and lying ones, come from the tests. Inputs that broke something
+once are kept in `fuzz/corpus/TARGET/found-WHAT`.
 """
 
 import json
@@ -67,11 +67,11 @@ def make_units(kind: str, dtype: DType, n: int = _N_UNITS) -> bytes:
 
 
 def make_matrix(dtype: DType, n_rows: int, n_columns: int) -> bytes:
-    """Units whose exponents follow from row and column, nearly."""
+    """Units whose exponents nearly follow from row and column."""
     rng = np.random.default_rng([dtype.code, n_rows, n_columns])
     logs = rng.normal(0, 4, (n_rows, 1)) + rng.normal(0, 4, n_columns)
     logs = logs + rng.normal(0, 0.3, (n_rows, n_columns))
-    # Small values are powers of two, so that the exponent says something of the mantissa.
+    # Small values are powers of two, so that the exponent says something about the mantissa.
     values = rng.choice([-1, 1], logs.shape) * np.exp2(np.where(logs > 0, logs, np.floor(logs)))
     if dtype.unit_nbytes == 1:
         exponents = np.clip(logs / 6 + 16, 0, 31).astype(np.uint8)
@@ -81,12 +81,12 @@ def make_matrix(dtype: DType, n_rows: int, n_columns: int) -> bytes:
     return units.astype(f"<u{dtype.unit_nbytes}").tobytes()
 
 
-# How many values a plane has, and how unlike their frequencies are.
+# How many values a plane has, and how much their frequencies differ.
 PLANES = ((2, 0.9), (5, 0.5), (20, 0.2), (50, 0.06), (200, 0.02), (256, 0.1))
 
 
 def make_plane(n: int, n_values: int, skew: float) -> ByteArray:
-    """Bytes of so many values. They lie anywhere, so that no bit is noise."""
+    """Bytes with this many different values, which are scattered so that no bit is noise."""
     rng = np.random.default_rng([n, n_values])
     ranks = np.minimum(rng.geometric(skew, n), n_values) - 1
     return rng.permutation(256)[ranks].astype(np.uint8)
@@ -95,8 +95,8 @@ def make_plane(n: int, n_values: int, skew: float) -> ByteArray:
 def build_frame(
     data: bytes, dtype: DType, shape: tuple[int, ...], chunk_log: int, level: Level, n_rows: int = 0
 ) -> Frame:
-    """A frame with small chunks, or with side data (`n_rows`), for which the planner would ask for
-    a larger tensor."""
+    """A frame with small chunks, or with side data (`n_rows`), which the planner makes only for
+    larger tensors."""
     split, source = dtype.splits[-1], np.frombuffer(data, np.uint8)
     n_columns = source.size // dtype.unit_nbytes // n_rows if n_rows else 0
     side = np.empty(n_rows + n_columns, np.uint8)
@@ -169,7 +169,7 @@ def seed_frames() -> Iterator[tuple[str, Frame]]:
     for dtype in DTYPES:
         if dtype.name not in _DELTA_DTYPES:
             continue
-        # Of what harness.py takes for every base.
+        # With the base that harness.py makes for every frame.
         base = (0x3C00 + 3 * np.arange(700 * dtype.unit_nbytes // 2)).astype("<u2").tobytes()
         for scale in (0.6, 30):
             data = make_step(base, dtype.unit_nbytes, scale)
@@ -219,7 +219,7 @@ def fuzz_base(n_units: int, unit_nbytes: int) -> bytes:
 
 
 def make_step(base: bytes, unit_nbytes: int, scale: float) -> bytes:
-    """Units some steps from those of a base, a few of them far away."""
+    """Units that are some steps away from those of a base, a few of them far away."""
     units = np.frombuffer(base, f"<u{unit_nbytes}")
     rng = np.random.default_rng([unit_nbytes, units.size])
     away = rng.normal(0, scale, units.size).astype(np.int64).view(np.uint64)
@@ -228,7 +228,7 @@ def make_step(base: bytes, unit_nbytes: int, scale: float) -> bytes:
 
 
 def delta_seeds() -> Seeds:
-    """As `decode_tensor_seeds`, with a base; bits 5 and 6 of the cut say so."""
+    """As `decode_tensor_seeds`, with a base, which bits 5 and 6 of the cut announce."""
     for number, (dtype, scale) in enumerate(
         product((row for row in DTYPES if row.name in _DELTA_DTYPES), (0.5, 40, 1e6))
     ):
@@ -255,7 +255,7 @@ def decode_plane_seeds() -> Seeds:
         for mode in Mode:
             try:
                 nbytes = _core.encode_plane(plane, int(mode), dst, 0)
-            except ValueError:  # no stream of this mode stands alone
+            except ValueError:  # this mode has no stream of its own
                 continue
             head = bytes([number % 3, mode]) + struct.pack("<I", n - 1)[:3]
             yield f"{mode.name.lower()}-{number}", head + dst[:nbytes].tobytes()
@@ -329,7 +329,7 @@ def file_seeds() -> Seeds:
 
 
 def _based_seeds() -> Seeds:
-    """Files whose frames have what harness.py takes for every base."""
+    """Files whose frames have the base that harness.py makes."""
     for number, dtype in enumerate(_DELTA_DTYPES):
         unit_nbytes = DTYPE_BY_NAME[dtype].unit_nbytes
         base = (0x3C00 + 3 * np.arange(400 * unit_nbytes // 2)).astype("<u2").tobytes()
@@ -373,7 +373,7 @@ def manifest_seeds() -> Seeds:
     yield "store", b"\3" + texts.pop("store")
     for name, text in texts.items():
         yield name, b"\0" + text
-        for part in ("frames", "tensors", "state"):  # what is wrong breaks one rule
+        for part in ("frames", "tensors", "state"):  # each of them breaks one rule
             document = json.loads(text)
             document[part] = document[part][::-1] if part != "state" else {"tuple": [1.5, "\u00e9"]}
             yield f"lie-{name}-{part}", b"\1" + json.dumps(document).encode()

@@ -1,9 +1,10 @@
-"""Builds and runs the fuzz targets, two at a time: `make fuzz`, `make fuzz TIME=600 ARGS=frame`.
+"""Build and run the fuzz targets, two at a time: `make fuzz`, `make fuzz TIME=600 ARGS=frame`.
 
 Targets of the core are C++ for libFuzzer, built by clang with AddressSanitizer and
-UndefinedBehaviorSanitizer; those of the Python side run under atheris. Each starts from seeds that
-`make_corpus.py` makes, from `fuzz/corpus/`, and from what earlier runs found, kept in `build/fuzz/`
-with the logs and with every input that broke something. The exit status is 1 if one did.
+UndefinedBehaviorSanitizer; those of the Python side run under atheris. Each starts from the seeds
+of `make_corpus.py`, from `fuzz/corpus/`, and from the inputs that earlier runs found. These are
+kept in `build/fuzz/`, with the logs and with every input that broke something. The exit status is 1
+if one did.
 """
 
 import argparse
@@ -22,7 +23,7 @@ FUZZ = Path(__file__).resolve().parent
 ROOT = FUZZ.parent
 BUILD = ROOT / "build" / "fuzz"
 COMPILER = os.environ.get("CLANG", "clang++")
-# Tracing comparisons would take two thirds of the time; the seeds have the magic numbers anyway.
+# Tracing comparisons would take two thirds of the time, and the seeds have the magic numbers.
 FLAGS = (
     *(
         "-std=c++20",
@@ -37,7 +38,7 @@ FLAGS = (
     *("-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all"),
     *("-fno-sanitize-coverage=trace-cmp", "-pthread", "-DPACKHORSE_EXACT_SCRATCH"),
 )
-# A hang is anything above this, an explosion of memory anything above that.
+# A call that takes longer counts as a hang, and one that takes more memory as a finding.
 LIMITS = ("-timeout=10", "-rss_limit_mb=2048", "-malloc_limit_mb=512", "-max_len=8192")
 TAIL_LINES = 60
 
@@ -49,8 +50,8 @@ class Target:
     Attributes:
         name: what the command line and the folders call it.
         source: its file.
-        seeds: whose seeds it uses.
-        options: what libFuzzer is told beyond the limits.
+        seeds: name of the target whose seeds it uses.
+        options: further options of libFuzzer, in addition to the limits.
     """
 
     name: str
@@ -80,7 +81,7 @@ _printing = threading.Lock()
 
 
 def main(argv: list[str]) -> int:
-    """Runs the targets that are asked for.
+    """Run the targets that are asked for.
 
     Args:
         argv: the arguments, without the program's name.
@@ -94,7 +95,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--time", type=int, default=60, metavar="S", help="seconds for each")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="0: another every run")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="how many at once")
-    parser.add_argument("--build", action="store_true", help="compile what is not yet, and no more")
+    parser.add_argument(
+        "--build", action="store_true", help="only compile the targets that are not compiled yet"
+    )
     args = parser.parse_args(argv)
     if unknown := set(args.targets) - set(names):
         parser.error(f"no target is named {', '.join(sorted(unknown))}; there are {names}")
@@ -113,14 +116,14 @@ def main(argv: list[str]) -> int:
 
 
 def make_seeds() -> None:
-    """Makes the seeds of all targets, as the library that is installed makes them."""
+    """Make the seeds of all targets by the installed library."""
     shutil.rmtree(BUILD / "seeds", ignore_errors=True)
     command = [sys.executable, str(FUZZ / "make_corpus.py"), str(BUILD / "seeds")]
     subprocess.run(command, check=True)
 
 
 def fuzz(target: Target, seconds: int, seed: int) -> bool:
-    """Builds and runs one target and says how it went; whether nothing was found."""
+    """Build and run one target, and print the outcome; returns whether nothing was found."""
     if target.is_python and find_spec("atheris") is None:
         say(f"{target.name}: SKIPPED, because atheris is missing; it runs on Linux on x86-64 only")
         return True
@@ -146,7 +149,7 @@ def fuzz(target: Target, seconds: int, seed: int) -> bool:
 
 
 def build(target: Target) -> list[str] | None:
-    """Compiles a target unless it is newer than all sources; its command, or None if it fails."""
+    """Compile a target unless it is newer than all sources; its command, or None if that fails."""
     program = BUILD / target.name
     program.parent.mkdir(parents=True, exist_ok=True)
     sources = (FUZZ / target.source, *FUZZ.glob("*.hpp"), *(ROOT / "csrc").rglob("*.hpp"))
@@ -170,13 +173,13 @@ def summary(log: str) -> str:
 
 
 def tail(log: str) -> str:
-    """The end of a log without the lines that tell of progress."""
+    """The end of a log without the lines about progress."""
     lines = [line for line in log.splitlines() if not re.match(r"#\d+\s|INFO: Instr", line)]
     return "\n".join(lines[-TAIL_LINES:])
 
 
 def say(*lines: str) -> None:
-    """Prints lines that stay together."""
+    """Print lines that stay together."""
     with _printing:
         print(*lines, sep="\n", flush=True)
 

@@ -1,7 +1,7 @@
-"""A small snapshot store, always the same one, and the manifests of small distributed checkpoints.
+"""A small snapshot store, always the same, and the manifests of small distributed checkpoints.
 
-The target `manifest` reads the seeds in this store, which has their packs; make_corpus.py makes the
-seeds of it. Its tensors are full frames, deltas on one another, and a rounded copy of its master.
+make_corpus.py makes seeds from it, and the target `manifest` reads them in this store, which has
+their packs. Its tensors are full frames, chains of deltas, and a rounded copy of its master.
 """
 
 import itertools
@@ -46,7 +46,7 @@ def build_store(folder: Path) -> None:
     """Make the store: three snapshots, each a delta on the one before.
 
     Args:
-        folder: where it goes; it must not be there.
+        folder: where the store goes; it must not exist yet.
     """
     numbers = itertools.count(1)
     store = SnapshotStore(folder, threads=1)
@@ -56,7 +56,7 @@ def build_store(folder: Path) -> None:
     ):
         for i in range(3):
             store.take(f"step-{i}", _state(i), metadata={"loss": [1.5, None], "step": i})
-    store.prune(keep=3)  # which saves the catalogue and finds nothing else to do
+    store.prune(keep=3)  # this saves the catalogue, and has nothing else to do
 
 
 def snapshot_manifests(folder: Path) -> dict[str, bytes]:
@@ -97,7 +97,7 @@ def catalogue_parts(folder: Path) -> bytes:
 
 
 def checkpoint_manifests() -> dict[str, bytes]:
-    """The manifests of two checkpoints, the second upon the first, without their checksums, by
+    """The manifests of two checkpoints, the second based on the first, without their checksums, by
     name; none if PyTorch is not installed."""
     if find_spec("torch") is None:
         return {}
@@ -113,7 +113,7 @@ def checkpoint_manifests() -> dict[str, bytes]:
         mock.patch("os.urandom", lambda n: next(numbers).to_bytes(n, "big")),
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore")  # PyTorch tells that there is one process
+        warnings.simplefilter("ignore")  # PyTorch warns that there is only one process
         for i in range(2):
             base = f"{folder}/{i - 1}" if i else None
             generator = torch.Generator().manual_seed(0)
@@ -127,7 +127,7 @@ def checkpoint_manifests() -> dict[str, bytes]:
             text = (Path(folder) / f"{i}" / "packhorse.json").read_bytes()
             document = json.loads(text)["manifest"]
             document["storage_meta"] |= {"checkpoint_id": "run", "save_id": "1"}
-            for file in document["files"]:  # whose names are drawn at random
+            for file in document["files"]:  # their names are drawn at random
                 n = len(file["path"])
                 file["path"] = _DRAWN.sub(f"shards-{n:016x}", file["path"])
             out[f"checkpoint-{i}"] = _text(document)

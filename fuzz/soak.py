@@ -1,9 +1,9 @@
-"""The soak: everything that is promised, tried at random for as long as you like: `make soak`.
+"""The soak: try everything that is promised at random, for as long as you like: `make soak`.
 
-Parts (`--list`) draw cases from a seed and run them in processes that are watched. What leaves a
-case but a documented error, wrong bytes, a crash, a hang and an explosion of memory are findings.
-Each is kept as a file in `build/soak/`, which `--replay FILE` runs again; the exit status is 1 if
-there is one. Findings that are mended go to `tests/fuzz/soak_cases/`, where a test runs them.
+Parts (`--list`) draw cases from a seed and run them in processes that are watched. An undocumented
+error is a finding, and so are wrong bytes, a crash, a hang, and too much memory. Each finding is
+kept as a file in `build/soak/`, which `--replay FILE` runs again; the exit status is 1 if there is
+one. Findings that are mended go to `tests/fuzz/soak_cases/`, where a test runs them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = ["Soak", "draw_case", "main", "replay"]
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "soak"
 _JOBS = 2
-_MAX_ALIKE = 3  # files of one fault
-_TIMES = 20  # that a case is run again whose outcome depends on what happens when
-_LIVE_S = 0.5  # between lines on a terminal
+_MAX_ALIKE = 3  # files that are kept of one fault
+_TIMES = 20  # how often a case is run again if its outcome depends on timing
+_LIVE_S = 0.5  # seconds between lines on a terminal
 
 
 def main(argv: list[str]) -> int:
@@ -68,12 +68,12 @@ def main(argv: list[str]) -> int:
 
 
 def draw_case(part: Part, seed: int, number: int) -> Case:
-    """A case of a part: always the same for the same numbers."""
+    """A case of a part; the same numbers always give the same case."""
     return part.draw(random.Random(f"{seed} {part.name} {number}"))
 
 
 def replay(path: Path) -> int:
-    """Run a finding again; 1 if it is found once more."""
+    """Run a finding again; returns 1 if it occurs again."""
     found = load_finding(path)
     part = PARTS[found.part]
     for _ in range(1 if part.is_exact else _TIMES):
@@ -99,7 +99,7 @@ def run_alone(part: Part, case: Case) -> Report:
 
 @dataclass
 class _Done:
-    """What became of a part.
+    """The outcome of a part.
 
     Attributes:
         n_cases: how many were drawn.
@@ -138,7 +138,7 @@ class Soak:
         self._until = 0.0
 
     def run(self, seconds: float) -> None:
-        """Go on for so long; a case that has begun is waited for."""
+        """Run for this long; a case that has begun is waited for."""
         self._until = time.monotonic() + seconds
         scratch = Path(tempfile.mkdtemp(prefix="packhorse-soak-", dir=_memory()))
         try:
@@ -168,12 +168,12 @@ class Soak:
                 worker.close()
 
     def _next(self) -> tuple[Part, int]:
-        """The part that has had the least of its share, and the number of its next case."""
+        """The part that is furthest behind its share, and the number of its next case."""
         with self._lock:
             part = min(self._parts, key=lambda part: self._done[part.name].seconds / part.share)
             done = self._done[part.name]
             done.n_cases += 1
-            done.seconds += 1e-3  # so that the other process takes another one at first
+            done.seconds += 1e-3  # so that the other process begins with another part
             return part, done.n_cases
 
     def _note(self, part: Part, number: int, case: Case, report: Report, seconds: float) -> None:
@@ -198,7 +198,7 @@ class Soak:
         print(f"  replay: python fuzz/soak.py --replay {shown}", flush=True)
 
     def _show(self) -> None:
-        """A line that is written again and again on a terminal."""
+        """Print a line that replaces the one before on a terminal."""
         if sys.stdout.isatty() and time.monotonic() - self._shown > _LIVE_S:
             self._shown = time.monotonic()
             words = ", ".join(f"{name} {done.n_cases}" for name, done in self._done.items())
@@ -206,7 +206,7 @@ class Soak:
             print(f"\r\033[K{words[: columns - 1]}", end="", flush=True)
 
     def summarize(self) -> int:
-        """Say what was done; the exit status."""
+        """Print what was done; returns the exit status."""
         if sys.stdout.isatty():
             print("\r\033[K", end="")
         for name, done in self._done.items():
@@ -221,7 +221,7 @@ class Soak:
 
 
 def _memory() -> str | None:
-    """Where files are that many processes write again and again."""
+    """The folder for files that many processes write again and again."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 

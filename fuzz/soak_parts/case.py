@@ -1,8 +1,8 @@
-"""What a part of the soak is, and what it says of a case.
+"""Parts of the soak, their cases, and findings.
 
-A part draws cases from a seed and runs them. A case is small and goes through JSON, so that a file
-can hold it and run it again. Running one either ends well, or raises: `Finding` where a claim does
-not hold, and any exception that is not documented is a finding, too.
+A part draws cases from a seed and runs them. A case is small and can be written as JSON, so that
+a file can keep it to be run again. A case ends well or raises: `Finding` where a claim does not
+hold; and any exception that is not documented is a finding, too.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Case = dict[str, Any]
 
 
 class Finding(AssertionError):
-    """Something is not as it is promised.
+    """A promise does not hold.
 
     Attributes:
-        trace: what another process said of it.
+        trace: what another process printed about it.
     """
 
     def __init__(self, words: str, trace: str = "") -> None:
@@ -41,18 +41,18 @@ def claim(holds: object, words: str, trace: str = "") -> None:
 
 
 def is_documented(error: BaseException) -> bool:
-    """Whether an error is one that any reader or writer may raise. Subclasses of `ValueError` say
-    that somebody forgot to catch them."""
+    """Whether any reader or writer may raise this error. Subclasses of `ValueError` are not
+    documented: somebody forgot to catch them."""
     return isinstance(error, PackhorseError | OSError) or type(error) in (ValueError, TypeError)
 
 
 @dataclass
 class Place:
-    """Where a case runs.
+    """The surroundings in which a case runs.
 
     Attributes:
         folder: an empty one.
-        operations: what is tried.
+        operations: the operations that are tried.
         tally: how often something was accepted, refused or killed.
     """
 
@@ -77,7 +77,7 @@ class Place:
 
         Args:
             work: the call.
-            more: kinds of errors that are documented for it beside those of every call.
+            more: kinds of errors that are documented for it, in addition to those of every call.
         """
         try:
             result = work()
@@ -100,10 +100,10 @@ class Part:
         draw: makes a case.
         run: runs one.
         limit_s: how long one may take; more is a hang.
-        memory_nbytes: how much memory one may take beyond what its process has when it starts.
-        is_exact: whether a case does the same whenever it runs; others depend on what happens when,
-            and are run again several times.
-        share: of the time, beside those of other parts.
+        memory_nbytes: how much memory one may take in addition to that of its process at the start.
+        is_exact: whether a case does the same each time that it runs; others depend on timing, and
+            are run again several times.
+        share: its share of the time, relative to those of other parts.
     """
 
     name: str

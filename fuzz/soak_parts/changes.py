@@ -1,5 +1,6 @@
-"""Sources that change while they are read: by a thread that writes, by whoever cuts or replaces a
-file. The outcome is an error, or something that comes back.
+"""Sources that change while they are read, because a thread writes or a file is cut or replaced.
+
+The outcome must be an error, or an output that can be unpacked.
 """
 
 from __future__ import annotations
@@ -119,10 +120,10 @@ def _pack_memory(case: Case, place: Place, state: dict[str, np.ndarray]) -> Any:
 
 
 class _Changer(threading.Thread):
-    """A thread that changes something until it is told to stop, or for so long.
+    """A thread that changes something until it is stopped, or for some time.
 
     Attributes:
-        ended: when it changed the last, if it has.
+        ended: the time of its last change, once it has ended.
     """
 
     def __init__(self, change: Callable[[Random], None], case: Case, seconds: float) -> None:
@@ -167,7 +168,7 @@ def _changing(case: Case, places: list[Any], seconds: float = math.inf) -> _Chan
 
 
 def _file(case: Case, place: Place) -> int:
-    """0 where the outcome is whole, 1 where the change was told."""
+    """The exit code: 0 where the outcome is whole, 1 where the change was reported."""
     folder = place.folder / "source"
     folder.mkdir()
     source, base = folder / "a.safetensors", folder / "base.safetensors"
@@ -212,7 +213,7 @@ def _pack_source(case: Case, place: Place, source: Path, base: Path) -> int:
 
 
 def _check_packed(case: Case, place: Place) -> None:
-    """What was written without a complaint is unpacked again."""
+    """Check that what was written without an error can be unpacked."""
     verb, out, back = case["verb"], place.folder / "out.ph.safetensors", place.folder / "back"
     if verb == "take files":
         reader = SnapshotStore(place.folder / "store")
@@ -227,14 +228,14 @@ def _check_packed(case: Case, place: Place) -> None:
 
 
 def _check_based(place: Place, bases: list[Path], is_quiet: bool) -> None:
-    """What was packed against a base that changed is unpacked with the base as it was or as it is,
-    unless that has changed again since it was packed."""
+    """Check that a file packed against a changing base can be unpacked with the base as it was or
+    as it is, unless the base has changed again since."""
     out, back = place.folder / "out.ph.safetensors", place.folder / "back"
     problems: list[Any] = []
     for base in bases:
         try:
             problems = verify_file(out, base=base)
-        except PackhorseError as error:  # the base is no file any more
+        except PackhorseError as error:  # the base is not a valid file any more
             problems = [error]
         if not problems:
             place.operations.unpack_file(out, back, base=base)
@@ -244,7 +245,7 @@ def _check_based(place: Place, bases: list[Path], is_quiet: bool) -> None:
 
 @contextmanager
 def _changing_file(case: Case, path: Path) -> Iterator[_Changer]:
-    """The file changes as the case has it. A base does so for a while only."""
+    """Change the file as the case says; a base only for a while."""
     how, size = case["how"], path.stat().st_size
     seconds = case["after"] if case["verb"] == "base" else math.inf
     if how == "map":
@@ -286,7 +287,7 @@ class _Tail:
 
 
 def _change_once(case: Case, path: Path, rng: Random) -> None:
-    """Change a file after a while, and for good."""
+    """Change a file after a while, permanently."""
     how = case["how"]
     time.sleep(case["after"])
     if how == "cut":

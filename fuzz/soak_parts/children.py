@@ -1,7 +1,7 @@
-"""Processes that a case starts: forked, so that they start at once, watched, and perhaps ended.
+"""Processes that a case starts. They are forked, which is fast, and watched, and some are ended.
 
-A child may end itself at a certain call of the operating system: unlike a moment, that is the same
-whenever the case runs again.
+A child may end itself at a certain call of the operating system. Unlike a point in time, that is
+the same each time that the case runs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from soak_parts.case import claim
 
 __all__ = ["Child", "Ended", "end_at_call", "run_child", "start_child"]
 
-# What changes names, and what changes anything.
+# Calls that change names, and calls that change anything.
 _NAMING = ("replace", "rename", "link", "unlink", "mkdir", "rmdir")
 _CALLS = (*_NAMING, "open", "pwrite", "write", "fsync", "ftruncate", "fchmod")
 _FAILED = 99  # exit code of a child that raised
 _DUMP_S = 0.5
 _AGAIN_S = 5.0
-# Held back while a child is made ready.
+# Signals that are blocked while a child is prepared.
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _MAX_SAID = 10_000  # characters
@@ -50,12 +50,12 @@ class Ended:
 
     @property
     def is_good(self) -> bool:
-        """Whether it did all it should."""
+        """Whether it ended without an error."""
         return self.code == 0
 
     @property
     def last_line(self) -> str:
-        """The end of what it complained about: of a traceback, what was raised."""
+        """The last line of its errors; of a traceback that is the exception."""
         return next((line for line in reversed(self.err.splitlines()) if line.strip()), "")
 
 
@@ -77,11 +77,11 @@ class Child:
 
         Args:
             limit_s: how long.
-            again: a signal to send once more if nothing comes of it: Python may lose an interrupt
-                in a place where it raises nothing.
+            again: a signal to send once more if it has no effect, because Python may lose an
+                interrupt in a place where it cannot raise.
 
         Raises:
-            Finding: it is not done in time.
+            Finding: it does not end in time.
         """
         until, sent = time.monotonic() + limit_s, time.monotonic()
         pid, status = os.waitpid(self.pid, os.WNOHANG)

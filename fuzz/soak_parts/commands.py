@@ -1,4 +1,4 @@
-"""The command in a child, and what must hold however it ends."""
+"""Run the command in a child, and check what must hold however it ends."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _LIMIT_S = 20.0
 
 
 def run_command(place: Place, args: list[str]) -> Ended:
-    """Run the command: it ends in time, with a documented code, without a traceback, and with one
-    document if that is asked for."""
+    """Run the command, which must end in time, with a documented code, without a traceback, and
+    with one document if that is asked for."""
     ended = run_child(lambda: place.operations.command(args), place.folder, limit_s=_LIMIT_S)
     claim("Traceback" not in ended.err, f"a traceback of {args}: {ended.last_line}", ended.err)
     claim(ended.code in _CODES, f"exit code {ended.code} of {args}: {ended.last_line}", ended.err)

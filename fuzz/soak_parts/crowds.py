@@ -1,7 +1,7 @@
-"""Many at once: two that pack to one output, several writers of one store, readers during a prune.
+"""Many processes at once: two that pack to one output, writers of one store, readers and a prune.
 
-Of two that may not replace what is there, exactly one wins and the other is told; writers are told
-that another is writing; a reader finds a state whole, or not at all.
+Of two processes that may not replace an existing output, exactly one wins and the other gets
+an error. A writer gets an error if another is writing. A reader finds a state whole, or not at all.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run(case: Case, place: Place) -> None:
 
 
 def _start_at_once(works: list[Callable[[], Any]], place: Place) -> list[Ended]:
-    """Children that begin together, once all are there."""
+    """Run children that begin together, once all are ready."""
     start = time.monotonic() + 0.01
 
     def at_start(work: Callable[[], Any]) -> Any:
@@ -66,7 +66,7 @@ def _draw_outputs(rng: Random) -> Case:
 
 
 def _outputs(case: Case, place: Place) -> None:
-    """Some that write one output: one wins, the others are told that it exists."""
+    """Several processes write one output: one wins, the others get an error that it exists."""
     sources = [_make_source(case, i, place) for i in range(case["n"])]
     name = "out" if case["verb"] == "unpack" or case["folder"] else "out.ph.safetensors"
     output = place.folder / "place" / name
@@ -95,7 +95,7 @@ def _outputs(case: Case, place: Place) -> None:
 
 
 def _make_source(case: Case, i: int, place: Place) -> Path:
-    """The source of a contender; that to be unpacked is packed first."""
+    """The source of a contender; for unpacking it is packed first."""
     folder = place.folder / f"{i}"
     folder.mkdir()
     specs = case["sources"][i % len(case["sources"])]
@@ -116,7 +116,7 @@ def _wanted(case: Case, i: int, place: Place) -> Any:
 
 
 def _content(case: Case, output: Path, place: Place) -> Any:
-    """What the output holds, unpacked."""
+    """The unpacked content of the output."""
     if case["verb"] == "unpack":
         return digest(output)
     back = place.folder / "back"
@@ -139,7 +139,7 @@ def _draw_writers(rng: Random) -> Case:
 
 
 def _writers(case: Case, place: Place) -> None:
-    """Writers of one store: each snapshot is taken, or its writer told that another writes."""
+    """Writers of one store: each takes its snapshot, or gets an error that another writes."""
     folder, log = place.folder / "store", place.folder / "taken"
     log.mkdir()
     place.operations.take(SnapshotStore(folder, threads=1), "first", make_state(0))
@@ -179,7 +179,7 @@ def _draw_readers(rng: Random) -> Case:
 
 
 def _readers(case: Case, place: Place) -> None:
-    """Readers while snapshots are taken and pruned: each state whole, or not there any more."""
+    """Readers while snapshots are taken and pruned: each state is whole, or gone."""
     folder, done = place.folder / "store", place.folder / "done"
     place.operations.take(SnapshotStore(folder, threads=1), "0", make_state(0))
 

@@ -1,4 +1,4 @@
-"""Findings as files: what was run, what was seen, and how to run it again."""
+"""Findings as files: the case, its outcome, and how to run it again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Found:
 
 
 def save_finding(found: Found, folder: Path) -> Path:
-    """Write a finding; the file."""
+    """Write a finding; returns the file."""
     folder.mkdir(parents=True, exist_ok=True)
     document = {
         **asdict(found),
@@ -53,7 +53,7 @@ def load_finding(path: Path) -> Found:
     """Read a finding.
 
     Raises:
-        ValueError: the file is none.
+        ValueError: the file is not a finding.
     """
     document = json.loads(path.read_text())
     try:
@@ -64,7 +64,7 @@ def load_finding(path: Path) -> Found:
 
 
 def signature(found: Found) -> str:
-    """What is the same for findings that are probably the same fault."""
+    """A text that is the same for findings that probably have the same cause."""
     trace = found.seen.trace.strip().splitlines() or [""]
     places = [line for line in trace if line.lstrip().startswith("File ")]
     text = re.sub(r"/\S+|0x[0-9a-f]+|[0-9a-f]{8,}|\d+|'[^']*'", "#", found.seen.text)[:120]

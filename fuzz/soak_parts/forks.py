@@ -1,8 +1,8 @@
-"""Forks: while threads work, and of processes that hand open files and stores to their workers.
+"""Forks while threads work, and forks that hand open files and stores to workers.
 
-A child that is forked in the middle of work does work of its own, and ends in time. Where the
-parent has just begun, its threads import what is imported at first use, and a child that inherits
-the lock of an import would wait for ever; so some parents are new processes.
+A child that is forked in the middle of work does work of its own, and must end in time. In a parent
+that has just started, threads still import modules at first use, and a child that inherited the
+lock of an import would wait forever; so some parents are new processes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from soak_parts.operations import Operations
 
 __all__ = ["PART", "work_and_fork"]
 
-_LIMIT_S = 20.0  # of a child that has a few milliseconds of work
+_LIMIT_S = 20.0  # for a child that has a few milliseconds of work
 _PARENT_S = 50.0
 _TASKS = ("compress", "file", "store", "take", "list", "state", "torch file")
 _PROGRAM = "import sys, soak_parts.forks as f; f.work_and_fork(*sys.argv[1:])"
@@ -56,7 +56,7 @@ def run(case: Case, place: Place) -> None:
     _make_inputs(place.folder)
     if case["fresh"]:
         _run_fresh(case, place)
-    else:  # of this process nothing has been used before
+    else:  # a new process, which has used nothing yet
         ended = run_child(lambda: _fork_beside(case, place), place.folder, limit_s=_PARENT_S)
         claim(ended.is_good, f"of a process that forks: {ended.last_line}", ended.err)
     place.accept()
@@ -80,7 +80,7 @@ def _run_fresh(case: Case, place: Place) -> None:
 
 
 def work_and_fork(case: str, folder: str) -> None:
-    """What a new process does."""
+    """The work of a new process."""
     try:
         _fork_beside(json.loads(case), Place(Path(folder), Operations()))
     except Finding as finding:
@@ -89,7 +89,7 @@ def work_and_fork(case: str, folder: str) -> None:
 
 
 def _fork_beside(case: Case, place: Place) -> None:
-    """Threads begin to work, and children are forked beside them."""
+    """Start threads that work, and fork children meanwhile."""
     done = threading.Event()
 
     def work(task: str, number: int) -> None:
@@ -128,7 +128,7 @@ def _fork_beside(case: Case, place: Place) -> None:
 
 
 def _make_inputs(folder: Path) -> None:
-    """What tasks read. In a child, so that the process that forks has used nothing yet."""
+    """Make what tasks read; in a child, so that the process that forks has used nothing yet."""
 
     def make() -> None:
         packhorse_numpy.save_file({"x": _array()}, folder / "in.ph.safetensors")
@@ -172,7 +172,7 @@ def _do(task: str, inputs: Path, own: Path, operations: Operations | None = None
 
 
 def _workers(case: Case, place: Place) -> None:
-    """What is open is handed to workers, as a data loader does."""
+    """Hand open files or stores to workers, as a data loader does."""
     _make_inputs(place.folder)
     context: Any = multiprocessing.get_context(case["how"])
     if case["what"] == "file":

@@ -1,7 +1,7 @@
 """Processes that are ended while they write: a store, a checkpoint, the output of the command.
 
-They end themselves at a call that changes files, or are ended at a moment. Whatever was
-acknowledged comes back, nothing half written stands under its name, the source is as it was, and
+They end themselves at a call that changes files, or are ended at some moment. Everything that was
+acknowledged can be read, no half-written file has its final name, the source is unchanged, and
 the next run succeeds.
 """
 
@@ -49,10 +49,10 @@ def run(case: Case, place: Place) -> None:
 
 
 def _draw_end(rng: Random, most: int) -> Case:
-    """When and how a process ends: at a call, or after some seconds."""
+    """Draw when and how a process ends: at a call, or after some seconds."""
     end: Case = {"signal": rng.choice(_SIGNALS)}
     if rng.random() < 0.8:
-        naming = rng.random() < 0.5  # a few of all calls, at which most is at stake
+        naming = rng.random() < 0.5  # few of all calls change names, but they are the critical ones
         call = rng.randrange(most // 4 if naming else most)
         return {**end, "call": call, "after": rng.random() < 0.5, "naming": naming}
     return {**end, "seconds": rng.choice((0.005, 0.05, 0.3)) * rng.random()}
@@ -116,7 +116,7 @@ def _draw_checkpoint(rng: Random) -> Case:
 
 
 def _checkpoint(case: Case, place: Place) -> None:
-    """Saves over the last checkpoint that are ended: it is there as before, or the new one is."""
+    """Saves over the last checkpoint that are ended: the old one is intact, or the new one is."""
     from dcp_samples import save
 
     folder, reports = place.folder / "run", place.folder / "reports"

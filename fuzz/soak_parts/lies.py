@@ -1,8 +1,8 @@
-"""Lying frames, files, indexes and manifests under right checksums, and sources that are no files.
+"""Lying frames, files, indexes and manifests with correct checksums; sources that are no files.
 
-Frames, files and manifests are read by the checks of the fuzz targets: every reader gives the same
-bytes as the slow decoder or a documented error, within bounds. The command and whole folders come
-on top of that.
+The checks of the fuzz targets read frames, files and manifests: every reader gives the same bytes
+as the slow decoder or a documented error, within bounds. This module adds the command and whole
+folders.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _draw_inputs(rng: Random) -> Case:
 
 @cache
 def _seeds(target: str) -> list[bytes]:
-    """What a fuzzer starts from: made seeds, and what broke something once."""
+    """The seeds of a fuzzer: made ones, and inputs that broke something once."""
     kept = sorted((_CORPUS / target).glob("found-*"))
     return [seed for _, seed in TARGETS[target]()] + [path.read_bytes() for path in kept]
 
@@ -82,12 +82,12 @@ def _mutated(rng: Random, target: str, data: bytes) -> bytes:
             )
         else:
             out[at : at + 1] = bytes([rng.choice((*_BYTES, rng.randrange(256)))])
-    out[:1] = bytes([rng.randrange(256)])  # control: in what form, and what is made right
+    out[:1] = bytes([rng.randrange(256)])  # the control byte: the form, and what is corrected
     return bytes(out)
 
 
 def _edited(rng: Random, target: str, data: bytes) -> bytes:
-    """An input whose JSON says something else."""
+    """An input with changed JSON."""
     if target == "file":
         return edit_pairs(data, rng)
     try:
@@ -113,7 +113,7 @@ def _draw_index(rng: Random) -> Case:
 
 
 def _index(case: Case, place: Place) -> None:
-    """A folder with a damaged index: another original is never given back as if it were one."""
+    """A folder with a damaged index, which must never be unpacked to another original."""
     source, packed, back = (place.folder / name for name in ("llama", "llama.ph", "back"))
     write_folder(case, source)
     pack_folder(source, packed, threads=1)
@@ -155,7 +155,7 @@ def _draw_command(rng: Random) -> Case:
 
 
 def _command(case: Case, place: Place) -> None:
-    """One line, the documented code, and one document for `--json`, whatever the file is."""
+    """The command on any file: one line, a documented code, and one document for `--json`."""
     source, packed = place.folder / "a.safetensors", place.folder / "b.ph.safetensors"
     write_file(source, case["tensors"])
     pack_file(source, packed)
@@ -171,7 +171,7 @@ def _command(case: Case, place: Place) -> None:
     claim(digest(path) == before, "the source was changed")
 
 
-# Sources that are no files.
+# Sources that are not files.
 
 
 def _draw_odd(rng: Random) -> Case:
@@ -180,7 +180,7 @@ def _draw_odd(rng: Random) -> Case:
 
 
 def _odd(case: Case, place: Place) -> None:
-    """Pipes, devices and folders of links: refused or done in time, as any source."""
+    """Pipes, devices and folders of links, which are refused or packed in time."""
     path = _make_odd(case["what"], place.folder)
     args = [case["verb"], str(path)]
     if case["verb"] == "take":
@@ -198,7 +198,7 @@ def _make_odd(what: str, folder: Path) -> Path:
         path.symlink_to("/dev/zero")
     elif what == "socket":
         before = os.getcwd()
-        os.chdir(folder)  # the paths of sockets are short
+        os.chdir(folder)  # the paths of sockets must be short
         try:
             with socket.socket(socket.AF_UNIX) as made:
                 made.bind(path.name)
@@ -210,7 +210,7 @@ def _make_odd(what: str, folder: Path) -> Path:
 
 
 def _make_links(folder: Path, *, in_circle: bool) -> Path:
-    """Folders that hold two links to the next each: as many paths as 2 to the power of 24."""
+    """Folders that each hold two links to the next: 2 to the power of 24 paths."""
     depth = 24
     for i in range(depth):
         (folder / str(i)).mkdir(parents=True)

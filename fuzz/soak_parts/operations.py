@@ -1,4 +1,4 @@
-"""What the soak tries. A test puts a broken one in its place, to see that the soak finds it."""
+"""The operations that the soak tries; tests replace them by broken ones, which it must find."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _command(args: list[str]) -> int:
 
 
 def _check_input(target: str, data: bytes) -> None:
-    """Let a fuzz target look at an input."""
+    """Run a fuzz target on an input."""
     from importlib import import_module
 
     import_module(f"fuzz_{target}").main(data)
@@ -41,5 +41,5 @@ class Operations:
     check_input: Callable[[str, bytes], None] = _check_input
 
 
-# Makes broken operations of good ones; a function of a module, so that other processes find it.
+# Makes broken operations from good ones; a function in a module, so that other processes find it.
 Breaks = Callable[[Operations], Operations]

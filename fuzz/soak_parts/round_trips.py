@@ -1,6 +1,7 @@
 """Round trips: whatever goes in comes out, bit for bit, by every verb.
 
-The input is as it was, the slow decoder agrees, and bytes do not depend on the number of threads.
+The input is unchanged, the slow decoder agrees, and the bytes do not depend on the number of
+threads.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from soak_parts.samples import (
 __all__ = ["PART"]
 
 _LEVELS = [level.name.lower() for level in Level]
-_MAX_SLOW_NBYTES = 40_000  # the slow decoder makes a megabyte a second
-_MANY = 400  # small tensors in one file; more than files may be open at once
+_MAX_SLOW_NBYTES = 40_000  # the slow decoder decodes a megabyte a second
+_MANY = 400  # small tensors in one file: more than the files that may be open
 _INDEXES: tuple[Any, ...] = (
     *((), 0, -1, slice(3, None), slice(None, None, -2), (..., 0), (slice(1, 9), -1)),
     *((None, slice(1)), slice(5, 2), (slice(None), slice(2, None, 3))),
@@ -136,7 +137,7 @@ def _base_array(case: Case, framework: str) -> Any:
 
 
 def make_blank(tensor: Any, framework: str) -> Any:
-    """A tensor like another, of other bits."""
+    """A tensor of the same dtype and shape with other bits."""
     dtype, shape, data = bits(tensor)
     return array_of(bytes(byte ^ 0x5A for byte in data[:64]) + data[64:], dtype, shape, framework)
 
@@ -365,7 +366,7 @@ def _draw_checkpoint(rng: Random) -> Case:
 
 
 def _checkpoint(case: Case, place: Place) -> None:
-    """Checkpoints of PyTorch, each upon the one before."""
+    """Checkpoints of PyTorch, each based on the one before."""
     from dcp_samples import blank, load, save
 
     for n in range(case["n"]):
@@ -380,7 +381,7 @@ def _checkpoint(case: Case, place: Place) -> None:
 
 
 def checkpoint_state(specs: list[Spec], n: int) -> dict[str, Any]:
-    """A state some steps on: of each tensor, some bytes are others."""
+    """A state some steps later: some bytes of each tensor have changed."""
     tensors = {}
     for i, spec in enumerate(specs):
         data = bytearray(make_bytes(spec))

@@ -1,7 +1,7 @@
 """Tensors and files of cases: drawn as a few numbers, and made from these.
 
-Data are such as models have, and such as nobody expects: NaN payloads, constants, values that
-follow from row and column, one step of training away from others, no bytes at all.
+Some data are like those of models, and some are unexpected: NaN payloads, constants, values that
+follow from row and column, values one step of training away from others, no bytes at all.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _BASES = ("same", "zeros", "noise", "step", "step", "step", "master")
 
 
 def draw_tensor(rng: Random, *, most: int = 300_000, in_file: bool = False) -> Spec:
-    """A tensor: what it is, not its data.
+    """Draw the description of a tensor, without its data.
 
     Args:
         rng: to draw with.
         most: elements it may have.
-        in_file: dtypes that no framework has are allowed.
+        in_file: allow dtypes that no framework has.
     """
     names = [row.name for row in DTYPES if in_file or row.name not in _ONLY_IN_FILES]
     dtype = rng.choice(_COMMON if rng.random() < 0.5 else names)
@@ -76,7 +76,7 @@ def draw_tensors(rng: Random, n: int, *, most: int = 30_000, in_file: bool = Fal
 
 
 def draw_base(rng: Random) -> Spec:
-    """How the base of a tensor follows from it."""
+    """Draw how the base of a tensor follows from it."""
     scale = math.exp(rng.uniform(-2, 8))
     return {"how": rng.choice(_BASES), "scale": scale, "seed": rng.getrandbits(32)}
 
@@ -93,7 +93,7 @@ def make_bytes(spec: Spec) -> bytes:
 
 
 def make_array(spec: Spec, framework: str = "np") -> Any:
-    """The tensor, of a framework."""
+    """The tensor in a framework."""
     return array_of(make_bytes(spec), spec["dtype"], spec["shape"], framework)
 
 
@@ -147,7 +147,7 @@ def write_folder(case: dict[str, Any], folder: Path) -> None:
 
 
 def digest(path: Path) -> dict[str, str]:
-    """What is equal for files and folders of the same bytes."""
+    """A value that is equal for files and folders with the same bytes."""
     paths = [path] if path.is_file() else sorted(path.rglob("*"))
     return {
         os.path.relpath(file, path): hashlib.sha1(file.read_bytes()).hexdigest()
@@ -156,7 +156,7 @@ def digest(path: Path) -> dict[str, str]:
     }
 
 
-# What data there are. Each gets a generator, the tensor, and how many units it has.
+# Kinds of data. Each function gets a generator, the tensor, and its number of units.
 
 
 def _bits(rng: np.random.Generator, spec: Spec, n: int) -> bytes:
@@ -188,7 +188,7 @@ def _weights(rng: np.random.Generator, spec: Spec, n: int) -> bytes:
 
 
 def _moments(rng: np.random.Generator, spec: Spec, n: int) -> bytes:
-    """Squares whose size follows from row and column, as an optimizer has them."""
+    """Squares whose size follows from row and column, as in an optimizer."""
     n_columns = spec["shape"][-1] if spec["shape"] else 1
     n_rows = n // n_columns if n_columns else 0
     if n_rows * n_columns != n:
@@ -202,7 +202,7 @@ def _sparse(rng: np.random.Generator, spec: Spec, n: int) -> bytes:
 
 
 def _floors(rng: np.random.Generator, spec: Spec, n: int) -> bytes:
-    """Long runs of one value: samples of them see constants."""
+    """Long runs of one value, in which samples see constants."""
     return _as(spec, np.floor(np.arange(n) / int(rng.integers(1, 9000))))
 
 
@@ -218,7 +218,7 @@ def _nans(rng: np.random.Generator, spec: Spec, n: int) -> bytes:
 
 
 def _as(spec: Spec, values: np.ndarray) -> bytes:
-    """Values in a tensor's dtype; nothing for a dtype that cannot hold them."""
+    """Values in a tensor's dtype; no bytes for a dtype that cannot hold them."""
     row = DTYPE_BY_NAME[spec["dtype"]]
     if row.name in _ONLY_IN_FILES or row.name == "C64":
         return b""

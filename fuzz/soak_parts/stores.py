@@ -1,7 +1,7 @@
 """Stores and checkpoints in which files were edited, lost or added.
 
-What was acknowledged and is not damaged stays restorable; what lists, verifies, takes and prunes
-ends with documented errors; and no stray file makes a prune remove a good snapshot.
+A snapshot that was acknowledged and is not damaged stays restorable. Listing, verifying, taking and
+pruning raise only documented errors. No stray file makes a prune remove a good snapshot.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KINDS = (
     *("drop pack", "cut pack", "flip pack", "stray pack", "stray file", "folder", "fifo"),
     *("drop catalog", "cut catalog", "flip catalog", "stray catalog"),  # repeats manifests
 )
-_LITTLE = 24 << 20  # bytes beyond what a process has
+_LITTLE = 24 << 20  # bytes in addition to the memory of a process
 _LIMIT_S = 20.0
 
 
@@ -73,14 +73,14 @@ def _draw_edit(rng: Random) -> Case:
 
 @dataclass
 class _Edited:
-    """What was done to a store.
+    """A store, and what was done to it.
 
     Attributes:
         folder: of the store.
-        manifests: that of each snapshot as it was, by name, the oldest first.
-        packs: what each needs, in the order in which they were written.
-        touched: files that are not as they were.
-        may_lie: whether something that can be read says what is not so.
+        manifests: the original manifest of each snapshot, by name, the oldest first.
+        packs: the packs that each needs, in the order in which they were written.
+        touched: files that have changed.
+        may_lie: whether a readable file may say something false.
     """
 
     folder: Path
@@ -107,7 +107,7 @@ class _Edited:
         return [path for path in dict.fromkeys(found) if path.is_file() and path.stat().st_size]
 
     def forget(self, gone: set[str]) -> None:
-        """Follow a prune, which writes anew what it keeps. What is damaged stays so."""
+        """Account for a prune, which writes again what it keeps. Damaged snapshots stay damaged."""
         for name in self.manifests.keys() & gone:
             del self.manifests[name]
         good = self.good()
@@ -185,11 +185,11 @@ def _new_path(edit: Case, path: Path, other: Path, edited: _Edited) -> Path:
 
 
 def _lie(edit: Case, path: Path) -> None:
-    """Make a manifest say something else, under a checksum that is right."""
+    """Change the content of a manifest, and correct its checksum."""
     try:
         document = json.loads(_SEAL[:1] + path.read_bytes()[len(_SEAL) :])
         text = edit_json(document, Random(edit["seed"]))
-    except ValueError:  # an edit before has broken it, or this one leads in a circle
+    except ValueError:  # an earlier edit has broken it, or this one makes a circle
         return
     path.write_bytes(sealed(text))
 
@@ -211,7 +211,7 @@ def _damage(edit: Case, path: Path) -> None:
 
 
 def _read_all(edited: _Edited, place: Place) -> None:
-    """Every way to read, by one that has read nothing yet."""
+    """Read in every way, with a store object that has read nothing yet."""
     store = SnapshotStore(edited.folder, threads=1)
     good = edited.good()
     for name in good:
@@ -233,7 +233,7 @@ def _read_all(edited: _Edited, place: Place) -> None:
 
 
 def _take_one(edited: _Edited, place: Place) -> None:
-    """A new snapshot is taken, whatever else lies about, and comes back."""
+    """Take a new snapshot, whatever other files there are, and restore it."""
     store = SnapshotStore(edited.folder, threads=1, max_chain=3)
     n = len(edited.manifests) + 100
     try:
@@ -245,7 +245,7 @@ def _take_one(edited: _Edited, place: Place) -> None:
         return
     found = place.outcome(lambda: place.operations.restore(store, f"n{n}"))
     if isinstance(found, PackhorseError):
-        # What the store has already is not packed again, and not decoded to see whether it is good.
+        # Tensors that the store has already are not packed again, nor decoded to check them.
         harmed = any(path.parent.name == "packs" for path in edited.touched)
         claim(harmed, f"what was taken is not restored: {found}")
         edited.manifests[f"n{n}"], edited.packs[f"n{n}"] = None, [*edited.touched]
@@ -275,7 +275,7 @@ def _prune(case: Case, edited: _Edited, place: Place) -> None:
 
 
 def _by_command(case: Case, edited: _Edited, place: Place) -> None:
-    """The same by the command, which says all it has to say in a line."""
+    """The same by the command, which reports in one line."""
     store = str(edited.folder)
     for args in (["list", store], ["show", store], ["verify", store], ["list", store, "--json"]):
         run_command(place, ["snapshot", *args])
@@ -334,13 +334,13 @@ def _needed_by(manifest: Path) -> set[Path]:
 
 
 def _edit_checkpoint(edit: Case, folders: list[Path]) -> set[Path]:
-    """Do one thing to the files of checkpoints; those that are not as they were."""
+    """Do one thing to the files of checkpoints; returns the files that have changed."""
     there = sorted(path for folder in folders for path in folder.iterdir() if path.is_file())
     path, what = there[edit["on"] % len(there)], edit["what"]
     if what.startswith(("drop", "cut", "flip", "folder", "fifo")):
         _damage(edit, path)
     elif what == "sealed" and path.suffix == ".json":
-        with suppress(ValueError):  # it leads in a circle
+        with suppress(ValueError):  # the edit makes a circle
             document = json.loads(path.read_bytes())["manifest"]
             path.write_bytes(sealed_checkpoint(edit_json(document, Random(edit["seed"]))))
     elif what == "rename":
@@ -354,7 +354,7 @@ def _edit_checkpoint(edit: Case, folders: list[Path]) -> set[Path]:
 
 
 def _load(n: int, folder: Path, place: Place) -> bool:
-    """Whether a checkpoint is loaded, to the bit or into other values than its own by a lie."""
+    """Whether a checkpoint is loaded, bit for bit, or with other values because of a lie."""
     from dcp_samples import blank, load
 
     found = blank(_torch_state(n))
@@ -389,7 +389,7 @@ def _draw_little_memory(rng: Random) -> Case:
 
 
 def _little_memory(case: Case, place: Place) -> None:
-    """A good store is never called bad for want of memory."""
+    """Check that a good store is never called bad for lack of memory."""
     folder = place.folder / "store"
     array = np.random.default_rng(0).standard_normal(case["numel"]).astype(np.float32)
     store = SnapshotStore(folder, threads=1)

@@ -1,8 +1,8 @@
-"""A process that runs cases, and whoever watches it.
+"""A process that runs cases, and the process that watches it.
 
-What is imported is imported once, in a process that workers are forked from; so a worker starts at
-once, and a new one comes only after a finding. A worker that says nothing for too long is asked
-where it stands, then ended with all that it has started.
+Modules are imported once, in a process from which workers are forked; so a worker starts at once,
+and a new one is needed only after a finding. A worker that is silent for too long is asked for its
+traceback, then ended with all processes that it has started.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from soak_parts.operations import Breaks, Operations
 __all__ = ["Report", "Seen", "Worker"]
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-# The last two are what the command imports at first use.
+# The command imports the last two at first use.
 _PRELOADED = (
     *("dcp_samples", "packhorse.cli.actions", "packhorse.cli.app", "soak_parts.worker"),
     *("pydantic.types", "rich.pretty"),
@@ -41,12 +41,12 @@ _PRELOADED = (
 _STARTING = threading.Lock()
 _MAX_FILES = 256  # open at once; `ulimit -n` is 1024 for most users, and our cases are small
 _MAX_TEXT = 20_000  # characters of a trace that are kept
-_DUMP_S = 0.5  # for a process that hangs, to say where
+_DUMP_S = 0.5  # time for a hanging process to dump its traceback
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What was found.
+    """A finding.
 
     Attributes:
         kind: "wrong" where a claim does not hold, "exception", "crash", "hang" or "memory".
@@ -61,7 +61,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Report:
-    """How a case went."""
+    """The outcome of a case."""
 
     tally: dict[str, int] = field(default_factory=dict)
     seen: Seen | None = None
@@ -74,7 +74,7 @@ class Worker:
         """
         Args:
             part: whose cases it gets.
-            scratch: a folder that is there, for folders of its own.
+            scratch: an existing folder, for folders of its own.
             breaks: breaks operations, for a test.
         """
         self._part = part
@@ -87,7 +87,7 @@ class Worker:
 
         Args:
             case: one of the part's.
-            limit_s: how long it may take; None for what the part says.
+            limit_s: how long it may take; None for the limit of the part.
         """
         if self._process is None:
             self._start()

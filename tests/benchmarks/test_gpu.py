@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu import checks, device, parts, peers, predictions, workers
 from packhorse.device.autotune import predictor, tune
 from packhorse.gpu.models import PRESETS
 from packhorse.gpu.search import Search
@@ -57,17 +58,7 @@ def test_without_a_gpu_it_says_what_to_do() -> None:
     assert done.stdout == ""
 
 
-@pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import gpu_workers
-
-    return gpu_workers
-
-
-def test_work_is_shared_out_and_late_work_ended(
-    workers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_is_shared_out_and_late_work_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)  # one process
     run = SimpleNamespace(smoke=False, ends=time.monotonic() + 200)
     found = dict(workers.spread(run, math.sqrt, [4.0, -1.0]))
@@ -77,7 +68,7 @@ def test_work_is_shared_out_and_late_work_ended(
     assert list(workers.spread(run, time.sleep, [300.0])) == []
 
 
-def test_what_a_search_measures_was_likely(workers: Any) -> None:
+def test_what_a_search_measures_was_likely() -> None:
     shape, buckets = workers.Shape("up", 28672, 4096, 1), (1, 8, 64)
     expected = {p.code for p in workers.likely_products(shape, W12, PRESETS[0], buckets, None)}
     taken = set()
@@ -88,68 +79,55 @@ def test_what_a_search_measures_was_likely(workers: Any) -> None:
     assert len(codes & expected) > 0.6 * len(codes)
 
 
-def test_what_is_wrong_ends_a_run_and_what_fails_does_not(
-    workers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import gpu_checks
-
+def test_what_is_wrong_ends_a_run_and_what_fails_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(case: Any) -> None:
-        raise (gpu_checks.WrongError if case.form in wrong else OSError)("a sum")
+        raise (checks.WrongError if case.form in wrong else OSError)("a sum")
 
     run = SimpleNamespace(smoke=True, keep=lambda rows: None)
-    monkeypatch.setattr(gpu_checks, "check_case", refuse)
+    monkeypatch.setattr(checks, "check_case", refuse)
     wrong: list[str] = []
     with pytest.raises(RuntimeError, match="patterns in order, W12: OSError: a sum; "):
-        gpu_checks.check(run)
+        checks.check(run)
     wrong.append("W11")
-    with pytest.raises(gpu_checks.WrongError, match="W11: WrongError: a sum"):
-        gpu_checks.check(run)
+    with pytest.raises(checks.WrongError, match="W11: WrongError: a sum"):
+        checks.check(run)
 
 
 def test_a_lost_gpu_does_not_take_the_figures_with_it(
-    workers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import gpu
-    import gpu_parts
-
-    def fail(run: gpu.Run) -> None:
+    def fail(run: device.Run) -> None:
         run.keep([{"way": "BF16"}])
         raise RuntimeError("CUDA error")
 
-    monkeypatch.setattr(gpu_parts, "decode", lambda run: [{"form": "W12"}])
-    monkeypatch.setattr(gpu_parts, "table", fail)
+    monkeypatch.setattr(parts, "decode", lambda run: [{"form": "W12"}])
+    monkeypatch.setattr(parts, "table", fail)
     calls: list[list[str]] = []
-    monkeypatch.setattr(gpu, "gpu_answers", lambda: False)
+    monkeypatch.setattr(device, "gpu_answers", lambda: False)
     monkeypatch.setattr(subprocess, "run", lambda command, **_: calls.append(command))
     monkeypatch.setattr(sys, "argv", ["gpu.py", "device"])
-    monkeypatch.setattr(gpu, "describe", lambda smoke: {"slug": "a"})
-    parts = ["decode", "table", "model"]
+    monkeypatch.setattr(device, "describe", lambda smoke: {"slug": "a"})
+    names = ["decode", "table", "model"]
     args = SimpleNamespace(
-        part=parts, budget=100, smoke=False, cache=None, again=False, out=tmp_path
+        part=names, budget=100, smoke=False, cache=None, again=False, out=tmp_path
     )
-    gpu.run_parts(args, time.monotonic())
+    device.run_parts(args, time.monotonic())
     kept = json.loads((tmp_path / "a.json").read_text())["parts"]
     assert kept["decode"] == [{"form": "W12"}]
     assert kept["table"] == {"failed": "RuntimeError: CUDA error", "rows": [{"way": "BF16"}]}
     assert calls[-1][1:5] == ["gpu.py", "device", "--part", "model"]
 
 
-def test_the_page_is_what_the_model_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import gpu_model
-
+def test_the_page_is_what_the_model_gives() -> None:
     written = (ROOT / "docs" / "benchmarks_gpu.md").read_text()
-    assert gpu_model.document() == written
+    assert predictions.document() == written
     assert "not yet measured on a GPU" in written
     assert "python benchmarks/gpu.py device" in written
 
 
 def test_a_rival_that_is_missing_is_told_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import gpu_peers
-
-    monkeypatch.setattr(gpu_peers, "SHAPE", (64, 64))
-    for name in gpu_peers.PEERS:
-        row = gpu_peers.measure(name, torch.device("cpu"))
+    monkeypatch.setattr(peers, "SHAPE", (64, 64))
+    for name in peers.PEERS:
+        row = peers.measure(name, torch.device("cpu"))
         assert row.keys() & {"missing", "error"}, "no rival runs on the host"
         assert row["shape"] == "64 x 64"

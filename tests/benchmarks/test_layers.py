@@ -5,34 +5,30 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from benchmark_modules import import_afresh
 
 torch = pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
-MODULES = ("run", "layers", "layers_memory", "layers_report", "plans")
+MODULES = ("run", "layers.measure", "layers.loading", "layers.report", "plans")
 
 
 @pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    """The modules of benchmarks/, which is a folder of scripts and no package."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    before = set(sys.modules)
-    yield {name: import_module(name) for name in MODULES}
-    for name in set(sys.modules) - before:
-        if str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
+def scripts() -> Iterator[dict[str, ModuleType]]:
+    """The modules of `benchmarks` that take part."""
+    with import_afresh(*MODULES) as modules:
+        yield modules
 
 
 def test_document_is_what_the_kept_figures_give(scripts: dict[str, ModuleType]) -> None:
     written = (ROOT / "docs" / "benchmarks_layers.md").read_text()
     kept = json.loads((FOLDER / "results" / "layers.json").read_text())
-    assert written == scripts["layers_report"].document(kept)
+    assert written == scripts["layers.report"].document(kept)
 
 
 def test_every_part_runs_on_a_tiny_scale(scripts: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -43,24 +39,24 @@ def test_every_part_runs_on_a_tiny_scale(scripts: dict[str, ModuleType], tmp_pat
     assert done.returncode == 0, done.stderr
     result = json.loads(kept.read_text())
     parts = result["parts"]
-    assert {*parts, *result["absent"]} == set(scripts["layers"].PARTS)
+    assert {*parts, *result["absent"]} == set(scripts["layers.measure"].PARTS)
     assert {row["form"] for row in parts["products"]} == {"W12", "W11"}
     assert all(row["plain"] > 0 and min(row["tiles"].values()) > 0 for row in parts["products"])
     assert all(row["seconds"] > 0 for row in parts["packing"])
     assert parts["plan"]["n_chunks"] > 1
     for row in parts["memory"]:
         assert 0 < row["held_nbytes"] <= row["plain_nbytes"]
-    document = scripts["layers_report"].document(result)
+    document = scripts["layers.report"].document(result)
     for name in parts:
-        assert scripts["layers_report"].section(name, result) in done.stdout
-        assert scripts["layers_report"].section(name, result) in document
+        assert scripts["layers.report"].section(name, result) in done.stdout
+        assert scripts["layers.report"].section(name, result) in document
 
 
 def test_every_way_of_loading_gives_the_tensors(
     scripts: dict[str, ModuleType], tmp_path: Path
 ) -> None:
     pytest.importorskip("transformers")
-    memory = scripts["layers_memory"]
+    memory = scripts["layers.loading"]
     sizes = memory.Sizes(2, 256, 64, 128, 1, 500)
     memory._make_file(tmp_path, sizes)
     memory._make_model(tmp_path, sizes)
@@ -75,7 +71,7 @@ def test_every_way_of_loading_gives_the_tensors(
 
 
 def test_memory_that_is_touched_is_counted(scripts: dict[str, ModuleType]) -> None:
-    memory = scripts["layers_memory"]
+    memory = scripts["layers.loading"]
     before = memory.Usage.now()
     with memory.Watch() as watch:
         block = bytearray(b"x") * (64 << 20)

@@ -17,14 +17,16 @@ from xml.etree import ElementTree
 import ml_dtypes
 import numpy as np
 import pytest
+from benchmark_modules import import_afresh
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
-    *("data", "machine", "measure", "peers", "plot", "report", "run", "targets", "process"),
-    *("pairs", "delta_peers", "snapshots", "snapshot_report", "packed_weights"),
+    *("run", "common.machine", "common.process", "data.sets", "layers.weights"),
+    *("codecs.measure", "codecs.peers", "codecs.plot", "codecs.report", "codecs.targets"),
+    *("snapshots.delta_peers", "snapshots.measure", "snapshots.pairs", "snapshots.report"),
 )
 RIVALS = (
     *("zipnn", "openzl", "openzl-fse", "pcodec", "pcodec-12", "zstandard-1", "zstandard-3"),
@@ -49,27 +51,25 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
-    """The modules of benchmarks/, which is a folder of scripts and no package."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    yield {name: import_module(name) for name in MODULES}
-    for name in MODULES:
-        sys.modules.pop(name, None)
+def benchmarks() -> Iterator[dict[str, ModuleType]]:
+    """The modules of `benchmarks` that take part."""
+    with import_afresh(*MODULES) as modules:
+        yield modules
 
 
 def test_document_is_what_the_kept_figures_give(benchmarks: dict[str, ModuleType]) -> None:
     written = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert written == benchmarks["report"].document(ROOT / "benchmarks" / "results")
+    assert written == benchmarks["codecs.report"].document(ROOT / "benchmarks" / "results")
 
 
 def test_readme_is_what_the_kept_figures_give(benchmarks: dict[str, ModuleType]) -> None:
     written = (ROOT / "README.md").read_text()
-    assert written == benchmarks["report"].readme(written, ROOT / "benchmarks" / "results")
+    assert written == benchmarks["codecs.report"].readme(written, ROOT / "benchmarks" / "results")
 
 
 def test_picture_is_what_the_kept_figures_give(benchmarks: dict[str, ModuleType]) -> None:
     written = (ROOT / "docs" / "benchmarks.svg").read_text()
-    assert written == benchmarks["report"].picture(ROOT / "benchmarks" / "results")
+    assert written == benchmarks["codecs.report"].picture(ROOT / "benchmarks" / "results")
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
@@ -77,9 +77,9 @@ def test_cast_model_file_equals_the_cast_of_torch(
     benchmarks: dict[str, ModuleType], tmp_path: Path, kind: str
 ) -> None:
     path = tmp_path / "cast.safetensors"
-    benchmarks["data"].write_model_file(kind, path)
+    benchmarks["data.sets"].write_model_file(kind, path)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[kind]
-    original = safetensors_torch.load_file(benchmarks["data"].model_path())
+    original = safetensors_torch.load_file(benchmarks["data.sets"].model_path())
     cast = safetensors_torch.load_file(path)
     assert original.keys() == cast.keys()
     for name, tensor in original.items():
@@ -91,9 +91,9 @@ def test_cast_model_file_equals_the_cast_of_torch(
 def test_data_with_another_hash_is_refused(
     benchmarks: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(benchmarks["data"].PINNED, "fp8_e4m3", "0" * 64)
+    monkeypatch.setitem(benchmarks["data.sets"].PINNED, "fp8_e4m3", "0" * 64)
     with pytest.raises(ValueError, match="fp8_e4m3 has sha256"):
-        benchmarks["data"].make("fp8_e4m3")
+        benchmarks["data.sets"].make("fp8_e4m3")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_data_with_another_hash_is_refused(
 def test_tensors_are_views_that_cover_the_array(
     benchmarks: dict[str, ModuleType], name: str, shapes: dict[str, tuple[int, ...]]
 ) -> None:
-    dataset = benchmarks["data"].make(name)
+    dataset = benchmarks["data.sets"].make(name)
     assert {key: tensor.shape for key, tensor in dataset.tensors} == shapes
     address = dataset.array.ctypes.data
     for _, tensor in dataset.tensors:
@@ -117,9 +117,9 @@ def test_tensors_are_views_that_cover_the_array(
 
 
 def test_model_set_has_the_tensors_of_the_file(benchmarks: dict[str, ModuleType]) -> None:
-    published = safetensors_torch.load_file(benchmarks["data"].model_path())
+    published = safetensors_torch.load_file(benchmarks["data.sets"].model_path())
     wanted = {name: t for name, t in published.items() if t.dtype == torch.float32}
-    tensors = dict(benchmarks["data"].make("model_fp32").tensors)
+    tensors = dict(benchmarks["data.sets"].make("model_fp32").tensors)
     assert tensors.keys() == wanted.keys()
     for name, tensor in tensors.items():
         assert np.array_equal(tensor, wanted[name].numpy())
@@ -135,17 +135,17 @@ def test_model_set_has_the_tensors_of_the_file(benchmarks: dict[str, ModuleType]
 def test_limit_keeps_whole_rows(
     benchmarks: dict[str, ModuleType], limit: int, shapes: list[tuple[str, tuple[int, ...]]]
 ) -> None:
-    whole = benchmarks["data"].make("emb_fp32")
-    first = benchmarks["data"].make("emb_fp32", limit_nbytes=limit)
+    whole = benchmarks["data.sets"].make("emb_fp32")
+    first = benchmarks["data.sets"].make("emb_fp32", limit_nbytes=limit)
     assert [(name, tensor.shape) for name, tensor in first.tensors] == shapes
     assert np.array_equal(first.array, whole.array[: first.array.size])
     assert first.sha256 != whole.sha256
 
 
 def test_limit_cuts_a_model_after_whole_tensors(benchmarks: dict[str, ModuleType]) -> None:
-    whole = benchmarks["data"].make("model_bf16")
+    whole = benchmarks["data.sets"].make("model_bf16")
     nbytes = [tensor.nbytes for _, tensor in whole.tensors]
-    first = benchmarks["data"].make("model_bf16", limit_nbytes=sum(nbytes[:7]) + 1)
+    first = benchmarks["data.sets"].make("model_bf16", limit_nbytes=sum(nbytes[:7]) + 1)
     assert first.array.nbytes == sum(nbytes[:7])
     assert [name for name, _ in first.tensors] == [name for name, _ in whole.tensors[:7]]
 
@@ -156,23 +156,23 @@ def _weights(benchmarks: dict[str, ModuleType], dtype: str, size: int = 6000) ->
     array = (values > 0) if dtype == "BOOL" else values.astype(np.int8).astype(DTYPES[dtype])
     if dtype in ("BF16", "F16", "F32", "F64"):
         array = (values / 1000).astype(DTYPES[dtype])
-    return benchmarks["data"].DataSet(f"some_{dtype}", dtype, array, "", "some numbers")
+    return benchmarks["data.sets"].DataSet(f"some_{dtype}", dtype, array, "", "some numbers")
 
 
 def _enter(benchmarks: dict[str, ModuleType], codec: str, dataset: Any, **setup: Any) -> Any:
     """What `enter` gives; a test on a codec that is not installed is skipped."""
-    chosen = benchmarks["peers"].Setup(**setup)
+    chosen = benchmarks["codecs.peers"].Setup(**setup)
     try:
-        benchmarks["peers"].build(codec, dataset, chosen)
+        benchmarks["codecs.peers"].build(codec, dataset, chosen)
     except ImportError as reason:
         pytest.skip(f"{codec}: {reason}")
-    except benchmarks["peers"].UnsupportedError:
+    except benchmarks["codecs.peers"].UnsupportedError:
         pass
-    return benchmarks["measure"].enter(codec, dataset, chosen)
+    return benchmarks["codecs.measure"].enter(codec, dataset, chosen)
 
 
 def test_all_codecs_are_listed(benchmarks: dict[str, ModuleType]) -> None:
-    assert set(benchmarks["peers"].CODECS) == {"np.copyto", *OURS, *RIVALS}
+    assert set(benchmarks["codecs.peers"].CODECS) == {"np.copyto", *OURS, *RIVALS}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -183,7 +183,7 @@ def test_codec_gives_back_every_dtype(
     dataset = _weights(benchmarks, dtype)
     for fresh in (False, True):
         contender = _enter(benchmarks, codec, dataset, fresh=fresh)
-        assert isinstance(contender, benchmarks["measure"].Contender), contender
+        assert isinstance(contender, benchmarks["codecs.measure"].Contender), contender
         assert contender.ratio > 0.9
 
 
@@ -203,25 +203,25 @@ def test_packhorse_packs_each_tensor_in_its_shape(
 ) -> None:
     shapes = (("a", (40, 100)), ("b", (1999,)), ("c", ()))
     dataset = replace(_weights(benchmarks, "BF16"), shapes=shapes)
-    setup = benchmarks["peers"].Setup(fresh=fresh)
-    codec = benchmarks["peers"].build("packhorse", dataset, setup)
+    setup = benchmarks["codecs.peers"].Setup(fresh=fresh)
+    codec = benchmarks["codecs.peers"].build("packhorse", dataset, setup)
     packed = codec.encode(codec.prepare(dataset))
     from packhorse.numpy import decompress
 
     assert [decompress(frame).shape for frame in packed] == [shape for _, shape in shapes]
-    entered = benchmarks["measure"].enter("packhorse", dataset, setup)
+    entered = benchmarks["codecs.measure"].enter("packhorse", dataset, setup)
     assert entered.ratio == dataset.array.nbytes / sum(len(frame) for frame in packed)
 
 
 def test_slow_codec_is_timed_on_the_middle(
     benchmarks: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(benchmarks["measure"], "SLICE_NBYTES", 4000)
+    monkeypatch.setattr(benchmarks["codecs.measure"], "SLICE_NBYTES", 4000)
     dataset = _weights(benchmarks, "F32")
     slow = _enter(benchmarks, "planes+bz2", dataset)
     quick = _enter(benchmarks, "packhorse", dataset)
     assert np.array_equal(slow.timed.array, dataset.array[2500:3500])
-    rows = benchmarks["measure"].compete([slow, quick], dataset, 4)
+    rows = benchmarks["codecs.measure"].compete([slow, quick], dataset, 4)
     assert [(row.timed_nbytes, row.rounds) for row in rows] == [(4000, 2), (24000, 4)]
     whole = slow.codec.encode(dataset.array.view(np.uint32)[2500:3500])
     assert dataset.array.nbytes / slow.ratio > sum(len(part) for part in whole)
@@ -256,18 +256,20 @@ class _Vandal(_Forgetful):
 def test_codec_that_is_not_lossless_is_never_timed(
     benchmarks: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, codec: type
 ) -> None:
-    monkeypatch.setitem(benchmarks["peers"].CODECS, "bad", benchmarks["peers"].Entry(codec, ""))
+    peers = benchmarks["codecs.peers"]
+    monkeypatch.setitem(peers.CODECS, "bad", peers.Entry(codec, ""))
     array = np.arange(1, 1001, dtype=np.uint8)
-    dataset = benchmarks["data"].DataSet("bytes", "U8", array, "", "")
+    dataset = benchmarks["data.sets"].DataSet("bytes", "U8", array, "", "")
     with pytest.raises(RuntimeError, match="bad does not give back bytes bit for bit"):
-        benchmarks["measure"].enter("bad", dataset, benchmarks["peers"].Setup())
+        benchmarks["codecs.measure"].enter("bad", dataset, benchmarks["codecs.peers"].Setup())
 
 
 @pytest.mark.parametrize("codec", ["np.copyto", *OURS])
 def test_own_codecs_are_measured(benchmarks: dict[str, ModuleType], codec: str) -> None:
-    dataset = benchmarks["data"].DataSet("ramp", "F32", np.arange(5000, dtype=np.float32), "", "")
+    array = np.arange(5000, dtype=np.float32)
+    dataset = benchmarks["data.sets"].DataSet("ramp", "F32", array, "", "")
     contender = _enter(benchmarks, codec, dataset)
-    (row,) = benchmarks["measure"].compete([contender], dataset, 3)
+    (row,) = benchmarks["codecs.measure"].compete([contender], dataset, 3)
     assert row.ratio == contender.ratio
     assert row.rounds == 3
     assert 0 < row.encode[1] <= row.encode[0] <= row.encode[2]
@@ -308,7 +310,7 @@ def test_section_has_a_line_for_every_codec(
     benchmarks: dict[str, ModuleType], small_run: dict[str, Any]
 ) -> None:
     (dataset,) = small_run["data"]
-    section = benchmarks["report"].section(dataset, small_run["rows"])
+    section = benchmarks["codecs.report"].section(dataset, small_run["rows"])
     table = [line for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(table) == len(small_run["rows"]) == 8 + 5
     for line, row in zip(table, small_run["rows"], strict=True):
@@ -316,7 +318,7 @@ def test_section_has_a_line_for_every_codec(
         assert f"| {row['threads']} | {row['ratio']:.4f} | {row['encode'][0]:.2f}"[:16] in line
     assert "†" not in section  # a set of 1 MB is timed whole
     dataset["nbytes"] += 1
-    assert "† Slow, so timed in 2 rounds" in benchmarks["report"].section(
+    assert "† Slow, so timed in 2 rounds" in benchmarks["codecs.report"].section(
         dataset, small_run["rows"]
     )
 
@@ -329,10 +331,10 @@ def test_document_names_codecs_machine_and_losses(
     (tmp_path / "cpu-auto.json").write_text(json.dumps(small_run))
     for name, changed in (("fresh", {"fresh_memory": True}), ("avx2", {"simd": "avx2"})):
         (tmp_path / f"cpu-{name}.json").write_text(json.dumps(small_run | changed))
-    document = benchmarks["report"].document(tmp_path)
+    document = benchmarks["codecs.report"].document(tmp_path)
     for part in (small_run["machine"]["cpu"], "fresh memory", "forced to the avx2 path"):
         assert part in document
-    for name, entry in benchmarks["peers"].CODECS.items():
+    for name, entry in benchmarks["codecs.peers"].CODECS.items():
         assert (f"- `{name}`: {entry.how}." in document) == (name in small_run["codecs"])
     assert "| model_bf16 | 1 | zstandard-3 | ratio | 99.0000 |" in document
 
@@ -351,7 +353,7 @@ def test_picture_has_a_mark_and_a_free_label_for_every_codec(
     slow = next(row for row in small_run["rows"] if row["codec"] == "planes+bz2")
     slow["decode"] = [0.01, 0.01, 0.01]
     (tmp_path / "cpu-auto.json").write_text(json.dumps(small_run))
-    root = ElementTree.fromstring(benchmarks["report"].picture(tmp_path))
+    root = ElementTree.fromstring(benchmarks["codecs.report"].picture(tmp_path))
     codecs = {row["codec"] for row in small_run["rows"]}
     labels = [e for e in root.iter(f"{SVG}text") if "text-anchor" in e.attrib]
     assert len(labels) == len(codecs)
@@ -374,7 +376,7 @@ def _row(codec: str, ratio: float, speed: float, **changes: Any) -> dict[str, An
 
 def _met(benchmarks: dict[str, ModuleType], rows: list[dict[str, Any]]) -> dict[str, bool | None]:
     """Whether the demands on the default level are met, by their words."""
-    verdicts = benchmarks["targets"].judge(rows, forced=False)
+    verdicts = benchmarks["codecs.targets"].judge(rows, forced=False)
     return {
         f"{v.figure} {v.bar}": v.met
         for v in verdicts
@@ -404,22 +406,22 @@ def test_target_without_a_figure_is_neither_met_nor_missed(
     met = _met(benchmarks, [_row("packhorse", 1.508, 3.0)])
     assert met.pop("ratio at least 1.507") is True
     assert set(met.values()) == {None}
-    absent = [v for v in benchmarks["targets"].judge([], forced=False) if v.met is not None]
+    absent = [v for v in benchmarks["codecs.targets"].judge([], forced=False) if v.met is not None]
     assert not absent
 
 
 def test_forced_paths_have_a_demand_of_their_own(benchmarks: dict[str, ModuleType]) -> None:
     rows = [_row("packhorse", 1.508, 3.0), _row("zipnn", 1.5, 3.1)]
-    judge = benchmarks["targets"].judge
+    judge = benchmarks["codecs.targets"].judge
     extra = set(judge(rows, forced=True)) - set(judge(rows, forced=False))
     measured = [v for v in extra if v.met is not None]
     assert [(v.data, v.figure, v.met) for v in measured] == [("model_bf16", "decode", False)]
 
 
 def test_every_target_has_data_and_rivals_that_exist(benchmarks: dict[str, ModuleType]) -> None:
-    targets, codecs = benchmarks["targets"], benchmarks["peers"].CODECS
+    targets, codecs = benchmarks["codecs.targets"], benchmarks["codecs.peers"].CODECS
     assert set(targets.RIVALS) <= set(codecs)
-    assert set(targets.DATA) <= {*benchmarks["run"].NAMES, *benchmarks["data"].TRAINING_NAMES}
+    assert set(targets.DATA) <= {*benchmarks["run"].NAMES, *benchmarks["data.sets"].TRAINING_NAMES}
     for target in targets.TARGETS:
         assert target.codec in OURS
         for check in target.checks:
@@ -441,12 +443,9 @@ def test_demo_shows_what_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_many_tiny_tensors_are_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_many_tiny_tensors_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     """With few, where times mean nothing, but more than files may be open."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    tiny = import_module("tiny_tensors")
+    tiny = import_module("benchmarks.tiny_tensors")
     assert tiny.main(["--tensors", "100", "--rounds", "1"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.startswith("100 tensors of 256 bytes: ")
@@ -454,11 +453,8 @@ def test_many_tiny_tensors_are_measured(
 
 
 @pytest.mark.slow
-def test_two_installations_are_compared(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    calls = import_module("calls")
+def test_two_installations_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    calls = import_module("benchmarks.calls")
     options = ["--rounds", "1", "--elements", "5000"]
     assert calls.main([sys.executable, sys.executable, *options]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -18,6 +18,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from benchmark_modules import import_afresh
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -25,9 +26,10 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
 MODULES = (
-    *("data", "machine", "measure", "peers", "plot", "report", "run", "targets", "process"),
-    *("pairs", "delta_peers", "snapshots", "snapshot_report"),
-    *("history", "history_stores", "history_report"),
+    *("run", "common.machine", "common.process", "data.sets"),
+    *("codecs.measure", "codecs.peers", "codecs.plot", "codecs.report", "codecs.targets"),
+    *("snapshots.delta_peers", "snapshots.measure", "snapshots.pairs", "snapshots.report"),
+    *("snapshots.history", "snapshots.history_report", "snapshots.stores"),
 )
 LAST = 1152
 HISTORY = range(LAST, LAST + 89, 8)
@@ -83,30 +85,28 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> Iterator[dict[str, ModuleType]]:
-    """The modules of benchmarks/, with the small run as their data."""
-    monkeypatch.syspath_prepend(str(FOLDER))
+    """The modules of `benchmarks` that take part, with the small run as their data."""
     monkeypatch.setenv("PACKHORSE_BENCH_DATA", str(cache_folder))
-    yield {name: import_module(name) for name in MODULES}
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    with import_afresh(*MODULES) as modules:
+        yield modules
 
 
 def test_document_is_what_the_kept_figures_give(scripts: dict[str, ModuleType]) -> None:
     written = (ROOT / "docs" / "benchmarks_snapshots.md").read_text()
     kept = json.loads((FOLDER / "results" / "snapshots.json").read_text())
-    assert written == scripts["snapshot_report"].document(kept)
+    assert written == scripts["snapshots.report"].document(kept)
     if "history" in kept:
-        picture = (ROOT / "docs" / scripts["history_report"].PICTURE).read_text()
-        assert picture == scripts["history_report"].picture(kept)
+        picture = (ROOT / "docs" / scripts["snapshots.history_report"].PICTURE).read_text()
+        assert picture == scripts["snapshots.history_report"].picture(kept)
 
 
 def test_pairs_are_those_of_the_tables(scripts: dict[str, ModuleType]) -> None:
-    assert scripts["pairs"].NAMES == PAIRS
+    assert scripts["snapshots.pairs"].NAMES == PAIRS
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_base_is_as_large_and_another(scripts: dict[str, ModuleType], name: str) -> None:
-    pair = scripts["pairs"].make(name)
+    pair = scripts["snapshots.pairs"].make(name)
     assert pair.base.dtype == pair.array.dtype
     assert pair.base.shape == pair.array.shape
     assert pair.sha256 == hashlib.sha256(pair.array.view(np.uint8)).hexdigest() != pair.base_sha256
@@ -117,7 +117,7 @@ def test_base_is_as_large_and_another(scripts: dict[str, ModuleType], name: str)
 
 
 def test_one_step_is_between_the_last_two(scripts: dict[str, ModuleType]) -> None:
-    pair = scripts["pairs"].make("bf16_1")
+    pair = scripts["snapshots.pairs"].make("bf16_1")
     for step, tensors in (
         (LAST, dict(pair.tensors)),
         (LAST - 1, dict(zip((n for n, _ in pair.shapes), pair.bases, strict=True))),
@@ -128,7 +128,7 @@ def test_one_step_is_between_the_last_two(scripts: dict[str, ModuleType]) -> Non
 
 
 def test_sparse_changes_one_percent_to_the_next_step(scripts: dict[str, ModuleType]) -> None:
-    pair, whole = (scripts["pairs"].make(name) for name in ("bf16_sparse", "bf16_1"))
+    pair, whole = (scripts["snapshots.pairs"].make(name) for name in ("bf16_sparse", "bf16_1"))
     new, old, next_step = (a.view(np.uint16) for a in (pair.array, pair.base, whole.array))
     changed = np.flatnonzero(new != old)
     assert changed.size == round(new.size / 100)
@@ -138,7 +138,7 @@ def test_sparse_changes_one_percent_to_the_next_step(scripts: dict[str, ModuleTy
 def test_state_is_its_parts_and_the_copy_is_rounded_masters(
     scripts: dict[str, ModuleType],
 ) -> None:
-    state = scripts["pairs"].make("state_128")
+    state = scripts["snapshots.pairs"].make("state_128")
     joined = b"".join(part.array.tobytes() for part in state.parts)
     assert joined == state.array.tobytes()
     assert all(np.shares_memory(part.array, state.array) for part in state.parts)
@@ -151,39 +151,40 @@ def test_state_is_its_parts_and_the_copy_is_rounded_masters(
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_every_codec_gives_back_every_pair(scripts: dict[str, ModuleType], name: str) -> None:
-    pair = scripts["pairs"].make(name)
-    entries, setup = scripts["delta_peers"].CODECS, scripts["peers"].Setup()
+    pair = scripts["snapshots.pairs"].make(name)
+    entries, setup = scripts["snapshots.delta_peers"].CODECS, scripts["codecs.peers"].Setup()
     entered = [
-        scripts["measure"].enter(codec, pair, setup, entries)
-        for codec in scripts["delta_peers"].available(name)
+        scripts["codecs.measure"].enter(codec, pair, setup, entries)
+        for codec in scripts["snapshots.delta_peers"].available(name)
     ]
     contenders = [c for c in entered if not isinstance(c, str)]  # those that are installed
     ratios = {c.name: c.ratio for c in contenders}
     assert {"np.copyto", "packhorse", "packhorse-full"} <= set(ratios)
     assert ratios["packhorse"] > ratios["packhorse-full"]
-    rows = scripts["measure"].compete(contenders, pair, rounds=1)
+    rows = scripts["codecs.measure"].compete(contenders, pair, rounds=1)
     assert [row.codec for row in rows] == list(ratios)
 
 
 def test_each_pair_has_the_codecs_that_say_something(scripts: dict[str, ModuleType]) -> None:
-    available = {name: scripts["delta_peers"].available(name) for name in PAIRS}
-    assert set().union(*available.values()) == set(scripts["delta_peers"].CODECS)
+    available = {name: scripts["snapshots.delta_peers"].available(name) for name in PAIRS}
+    assert set().union(*available.values()) == set(scripts["snapshots.delta_peers"].CODECS)
     assert [n for n, codecs in available.items() if "index+value" in codecs] == ["bf16_sparse"]
     assert [n for n, codecs in available.items() if "dcp-zstd" in codecs] == ["state_128"]
     assert "xor+planes+bz2" not in available["state_128"]
 
 
 def test_index_and_value_cost_six_bytes_a_change(scripts: dict[str, ModuleType]) -> None:
-    pair = scripts["pairs"].make("bf16_sparse")
-    codec = scripts["delta_peers"].IndexValueCodec(pair, scripts["peers"].Setup())
+    pair = scripts["snapshots.pairs"].make("bf16_sparse")
+    codec = scripts["snapshots.delta_peers"].IndexValueCodec(pair, scripts["codecs.peers"].Setup())
     packed = codec.encode(codec.prepare(pair))
     assert sum(part.nbytes for part in packed) == 6 * round(pair.array.size / 100)
 
 
 @pytest.mark.parametrize("codec", ["packhorse", "packhorse-full", "dcp-zstd"])
 def test_parts_of_a_state_are_counted_apart(scripts: dict[str, ModuleType], codec: str) -> None:
-    pair, entries = scripts["pairs"].make("state_128"), scripts["delta_peers"].CODECS
-    contender = scripts["measure"].enter(codec, pair, scripts["peers"].Setup(), entries)
+    pair = scripts["snapshots.pairs"].make("state_128")
+    setup, entries = scripts["codecs.peers"].Setup(), scripts["snapshots.delta_peers"].CODECS
+    contender = scripts["codecs.measure"].enter(codec, pair, setup, entries)
     costs = contender.codec.part_nbytes
     assert len(costs) == len(pair.parts)
     assert contender.ratio == pair.array.nbytes / sum(costs)
@@ -192,10 +193,10 @@ def test_parts_of_a_state_are_counted_apart(scripts: dict[str, ModuleType], code
 def test_rival_does_without_the_base_of_a_part_where_that_is_shorter(
     scripts: dict[str, ModuleType],
 ) -> None:
-    peers, delta_peers = scripts["peers"], scripts["delta_peers"]
-    pair, setup = scripts["pairs"].make("state_128"), peers.Setup()
+    peers, delta_peers = scripts["codecs.peers"], scripts["snapshots.delta_peers"]
+    pair, setup = scripts["snapshots.pairs"].make("state_128"), peers.Setup()
     entry = delta_peers.CODECS["xor+zstandard-1"]
-    both = scripts["measure"].enter("xor+zstandard-1", pair, setup, delta_peers.CODECS)
+    both = scripts["codecs.measure"].enter("xor+zstandard-1", pair, setup, delta_peers.CODECS)
     for part, cost in zip(pair.parts, both.codec.part_nbytes, strict=True):
         for make in (peers.CODECS["zstandard-1"].make, entry.make):
             codec = make(part, setup)
@@ -206,9 +207,10 @@ def test_rival_does_without_the_base_of_a_part_where_that_is_shorter(
 def test_slow_codec_is_timed_on_the_middle_of_both(
     scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scripts["measure"], "SLICE_NBYTES", 4000)
-    pair, entries = scripts["pairs"].make("fp32_1"), scripts["delta_peers"].CODECS
-    slow = scripts["measure"].enter("xor+planes+bz2", pair, scripts["peers"].Setup(), entries)
+    monkeypatch.setattr(scripts["codecs.measure"], "SLICE_NBYTES", 4000)
+    pair = scripts["snapshots.pairs"].make("fp32_1")
+    setup, entries = scripts["codecs.peers"].Setup(), scripts["snapshots.delta_peers"].CODECS
+    slow = scripts["codecs.measure"].enter("xor+planes+bz2", pair, setup, entries)
     first = (pair.array.size - 1000) // 2
     assert np.array_equal(slow.timed.array, pair.array[first : first + 1000])
     assert np.array_equal(slow.timed.base, pair.base[first : first + 1000])
@@ -233,22 +235,24 @@ class _Vandal:
 
 
 def test_codec_that_changes_its_base_is_found_out(scripts: dict[str, ModuleType]) -> None:
-    entries = {"bad": scripts["peers"].Entry(_Vandal, "")}
-    pair = scripts["pairs"].make("bf16_1")
-    contender = scripts["measure"].enter("bad", pair, scripts["peers"].Setup(), entries)
+    entries = {"bad": scripts["codecs.peers"].Entry(_Vandal, "")}
+    pair = scripts["snapshots.pairs"].make("bf16_1")
+    setup = scripts["codecs.peers"].Setup()
+    contender = scripts["codecs.measure"].enter("bad", pair, setup, entries)
     with pytest.raises(RuntimeError, match="a codec changed its input"):
-        scripts["measure"].compete([contender], pair, 1)
+        scripts["codecs.measure"].compete([contender], pair, 1)
 
 
 def test_every_target_has_a_pair_and_rivals_that_exist(scripts: dict[str, ModuleType]) -> None:
-    targets, codecs = scripts["targets"].SNAPSHOT_TARGETS, scripts["delta_peers"].CODECS
+    targets = scripts["codecs.targets"].SNAPSHOT_TARGETS
+    codecs = scripts["snapshots.delta_peers"].CODECS
     assert [name for target in targets for name in target.data] == list(PAIRS)
     for target in targets:
         for check in target.checks:
             named = (*getattr(check, "rivals", ()), getattr(check, "rival", "zipnn"))
             assert set(named) <= set(codecs)
             for rival in named[:-1]:
-                assert rival in scripts["delta_peers"].available(target.data[0])
+                assert rival in scripts["snapshots.delta_peers"].available(target.data[0])
 
 
 def _row(codec: str, ratio: float, speed: float) -> dict[str, Any]:
@@ -259,7 +263,7 @@ def _row(codec: str, ratio: float, speed: float) -> dict[str, Any]:
 def test_smaller_counts_from_its_bar_and_needs_all_its_rivals(
     scripts: dict[str, ModuleType],
 ) -> None:
-    check = scripts["targets"].Smaller(1.5, ("zipnn", "dcp-zstd"))
+    check = scripts["codecs.targets"].Smaller(1.5, ("zipnn", "dcp-zstd"))
     rivals = [_row("zipnn", 2.0, 1.0), _row("dcp-zstd", 1.0, 1.0), _row("bitx-like", 9.0, 1.0)]
     ours = _row("packhorse", 3.0, 1.0)
     have, need, words = check.compare(ours, [*rivals, ours])
@@ -269,7 +273,7 @@ def test_smaller_counts_from_its_bar_and_needs_all_its_rivals(
 
 
 def test_minimum_speed_counts_from_its_bar(scripts: dict[str, ModuleType]) -> None:
-    check = scripts["targets"].MinimumSpeed("decode", 2.1)
+    check = scripts["codecs.targets"].MinimumSpeed("decode", 2.1)
     assert check.compare(_row("packhorse", 1.0, 2.1), []) == (2.1, 2.1, "2.10 GB/s")
 
 
@@ -294,7 +298,7 @@ def test_document_has_every_pair_codec_target_and_loss(
     result = json.loads(_small_run(cache_folder))
     rival = next(row for row in result["rows"] if row["codec"] == "bitx-like")
     rival["ratio"] = 99.0
-    document = scripts["snapshot_report"].document(result)
+    document = scripts["snapshots.report"].document(result)
     for name in PAIRS:
         assert f"### {name} (" in document
         assert f"| {name} | " in document
@@ -358,23 +362,23 @@ def test_document_and_picture_have_the_history(
     scripts: dict[str, ModuleType], cache_folder: Path
 ) -> None:
     result = json.loads(_small_run(cache_folder))
-    assert "Not in this run." in scripts["snapshot_report"].document(result)
+    assert "Not in this run." in scripts["snapshots.report"].document(result)
     result["history"] = json.loads(_small_history(cache_folder))["history"]
     result["history"]["absent"] = {"other": "No module named 'other'"}
-    document = scripts["snapshot_report"].document(result)
+    document = scripts["snapshots.report"].document(result)
     for name in STORES:
         assert f"- `{name}`: " in document
         assert document.count(f"| **{name}** |" if name[:9] == "packhorse" else f"| {name} |") > 0
     assert "- `other` was not measured: No module named 'other'." in document
     assert "ends with the 8th checkpoint" in " ".join(document.split())
-    picture = ElementTree.fromstring(scripts["history_report"].picture(result))
+    picture = ElementTree.fromstring(scripts["snapshots.history_report"].picture(result))
     texts = [element.text or "" for element in picture.iter() if element.tag.endswith("}text")]
-    for label in scripts["history_report"].LABELS.values():
+    for label in scripts["snapshots.history_report"].LABELS.values():
         assert [text for text in texts if text.startswith(f"{label}, ")]
 
 
 def test_labels_are_a_line_apart_and_near_their_ends(scripts: dict[str, ModuleType]) -> None:
-    report = scripts["history_report"]
+    report = scripts["snapshots.history_report"]
     ends = [442.0, 441.0, 100.0, 101.0, 300.0]
     places = report._label_places(ends)
     assert np.diff(sorted(places)).min() >= report.LINE_HEIGHT
@@ -387,7 +391,7 @@ def test_labels_are_a_line_apart_and_near_their_ends(scripts: dict[str, ModuleTy
 def test_store_that_changes_a_bit_is_found_out(
     scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    stores = scripts["history_stores"]
+    stores = scripts["snapshots.stores"]
 
     class Vandal(stores.SafetensorsStore):  # type: ignore[misc]
         def __init__(self, folder: Path, live: Any) -> None:
@@ -402,16 +406,17 @@ def test_store_that_changes_a_bit_is_found_out(
             super().restore(i)
             self._victim[-1] ^= way == "restore"
 
-    monkeypatch.setattr(scripts["history"], "STORES", {"vandal": stores.Entry(Vandal, "")})
+    entries = {"vandal": stores.Entry(Vandal, "")}
+    monkeypatch.setattr(scripts["snapshots.history"], "STORES", entries)
     who = "vandal" if way == "restore" else "a store has changed the state"
     with pytest.raises(RuntimeError, match=rf"{who}: the tensors m32 are not as they were"):
-        scripts["history"].measure_history()
+        scripts["snapshots.history"].measure_history()
 
 
 def test_difference_that_does_not_pay_is_not_packed(
     scripts: dict[str, ModuleType], tmp_path: Path
 ) -> None:
-    stores = scripts["history_stores"]
+    stores = scripts["snapshots.stores"]
     live = stores.Live(LAST)
     store = stores.STORES["zipnn-delta"].make(tmp_path, live)
     store.look()  # at the same values as before: nothing is shorter than no difference
@@ -432,7 +437,7 @@ def test_without_a_history_it_says_how_to_make_one(
         if text:
             (tmp_path / "training" / "manifest.json").write_text(text)
         with pytest.raises(FileNotFoundError, match="make training ARGS=--resume"):
-            scripts["history"].measure_history()
+            scripts["snapshots.history"].measure_history()
 
 
 @pytest.mark.parametrize(
@@ -450,7 +455,7 @@ def test_the_growth_of_a_store_is_measured(
     scripts: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a tiny store, where times mean nothing."""
-    growth = import_module("growth")
+    growth = import_module("benchmarks.growth")
     url = str(tmp_path / "store")
     options = ["--snapshots", "4", "--tensors", "6", "--rounds", "1", "--store", url]
     assert growth.main(options) in (0, 1)

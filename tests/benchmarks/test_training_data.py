@@ -2,21 +2,20 @@
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+from benchmark_modules import import_afresh
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = ("data", "machine", "vocabulary", "language_model", "training")
+MODULES = ("training", "common.machine", "data.sets", "data.language_model", "data.vocabulary")
 LAST = 24
 STEPS = {
     "w32": {2, 4, 8, 16, 17, 18, 20, 23, 24},
@@ -38,23 +37,21 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def modules(cache: Path) -> Iterator[dict[str, ModuleType]]:
-    """The scripts that take part, with a cache folder of their own."""
+    """The modules of `benchmarks` that take part, with a cache folder of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
         patch.setenv("PACKHORSE_BENCH_DATA", str(cache))
-        yield {name: import_module(name) for name in MODULES}
-        for name in MODULES:
-            sys.modules.pop(name, None)
+        with import_afresh(*MODULES) as found:
+            yield found
 
 
 @pytest.fixture(scope="module")
 def texts() -> list[bytes]:
-    return [path.read_bytes() for path in sorted((ROOT / "benchmarks").glob("*.py"))]
+    return [path.read_bytes() for path in sorted((ROOT / "benchmarks").rglob("*.py"))]
 
 
 @pytest.fixture(scope="module")
 def recipe(modules: dict[str, ModuleType]) -> Any:
-    shape = modules["language_model"].ModelShape(512, 32, 64, 2, 2)
+    shape = modules["data.language_model"].ModelShape(512, 32, 64, 2, 2)
     return modules["training"].Recipe(
         shape,
         context=32,
@@ -220,7 +217,7 @@ def test_run_is_not_begun_over_another(
 def test_data_set_is_the_last_file_of_its_kind(
     modules: dict[str, ModuleType], run: Path, name: str, file: str, dtype: str
 ) -> None:
-    dataset = modules["data"].make(name)
+    dataset = modules["data.sets"].make(name)
     wanted = safetensors_torch.load_file(run / f"{file}.safetensors")
     assert dataset.dtype == dtype
     assert dict(dataset.tensors).keys() == wanted.keys()
@@ -240,30 +237,30 @@ def test_changed_file_of_a_run_is_refused(
     manifest = (run / "manifest.json").read_text()
     (tmp_path / "training" / "manifest.json").write_text(manifest)
     with pytest.raises(ValueError, match=r"v32_000024\.safetensors has sha256 .* by its manifest"):
-        modules["data"].make("train_v32")
+        modules["data.sets"].make("train_v32")
 
 
 def test_sets_of_a_run_that_is_missing_are_not_offered(
     modules: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PACKHORSE_BENCH_DATA", str(tmp_path))
-    monkeypatch.delitem(sys.modules, "data")
-    data = import_module("data")
-    assert not set(data.NAMES) & set(data.TRAINING_NAMES)
-    with pytest.raises(FileNotFoundError, match=r"python benchmarks/training\.py"):
-        data.make("train_w32")
+    with import_afresh("data.sets") as found:
+        sets = found["data.sets"]
+        assert not set(sets.NAMES) & set(sets.TRAINING_NAMES)
+        with pytest.raises(FileNotFoundError, match=r"python benchmarks/training\.py"):
+            sets.make("train_w32")
     (tmp_path / "training").mkdir()
     (tmp_path / "training" / "manifest.json").write_text("{}")
-    monkeypatch.delitem(sys.modules, "data")
-    assert set(import_module("data").NAMES) >= set(data.TRAINING_NAMES)
+    with import_afresh("data.sets") as found:
+        assert set(found["data.sets"].NAMES) >= set(sets.TRAINING_NAMES)
 
 
 def test_ids_give_back_any_text(modules: dict[str, ModuleType], texts: list[bytes]) -> None:
-    vocabulary = modules["vocabulary"].Vocabulary.of(texts, 1000)
+    vocabulary = modules["data.vocabulary"].Vocabulary.of(texts, 1000)
     assert len(set(vocabulary.words)) == len(vocabulary.words) == 1000
     unknown = [b"", bytes(range(256)), "naïve\r\n\tœuvre  12345 _x__y".encode(), b"\xff\xfe zzyzx"]
     ids = vocabulary.encode(texts + unknown)
     assert vocabulary.decode(ids) == b"".join(texts + unknown)
     assert len(vocabulary.encode(texts)) < 0.5 * len(b"".join(texts))
-    again = modules["vocabulary"].Vocabulary.of(texts, 1000)
+    again = modules["data.vocabulary"].Vocabulary.of(texts, 1000)
     assert again.words == vocabulary.words

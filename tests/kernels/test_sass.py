@@ -19,7 +19,7 @@ from packhorse.kernels.matmul import default_config, shared_nbytes_of
 from packhorse.kernels.matmul_many import default_many_config, many_shared_nbytes
 from packhorse.layout import W12, WEIGHT_FORMATS
 
-TOOL = Path(__file__).parents[2] / "benchmarks" / "sass.py"
+TOOL = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 LIMITS = {
     "W12 N=8": 3.2,
     "W12 N=16": 3.8,
@@ -39,7 +39,7 @@ SHARED_NBYTES = {90: 227 << 10, 80: 163 << 10}  # of a program, by NVIDIA's tabl
 @pytest.fixture(scope="module")
 def counts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = tmp_path_factory.mktemp("sass") / "counts.json"
-    command = [sys.executable, str(TOOL), "--brief", "--json", str(path)]
+    command = [sys.executable, str(TOOL), "sass", "--brief", "--json", str(path)]
     environment = os.environ | {"TRITON_CACHE_DIR": str(path.parent / "cache")}
     subprocess.run(command, check=True, env=environment, timeout=600, capture_output=True)
     rows: list[dict[str, Any]] = json.loads(path.read_text())["counts"]

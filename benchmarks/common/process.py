@@ -1,0 +1,40 @@
+"""The process that measures: the environment that it needs, and its code path.
+
+A measuring process starts itself again with a malloc that keeps freed memory, since fresh pages
+cost more than most codecs and would hide the differences between them.
+"""
+
+import os
+import sys
+
+__all__ = ["SIMD_VARIABLE", "code_path", "restart"]
+
+SIMD_VARIABLE = "PACKHORSE_SIMD"
+RECYCLING_MALLOC = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+}
+
+
+def restart(*, recycle: bool, simd: str | None = None) -> None:
+    """Start the same command again under the environment that the measurement needs, once.
+
+    Args:
+        recycle: whether malloc keeps what is freed.
+        simd: the code path to force.
+    """
+    wanted = {k: v for k, v in os.environ.items() if k not in RECYCLING_MALLOC}
+    if recycle:
+        wanted |= RECYCLING_MALLOC
+    if simd:
+        wanted[SIMD_VARIABLE] = simd
+    if wanted != dict(os.environ):
+        os.execve(sys.executable, [sys.executable, *sys.argv], wanted)
+
+
+def code_path() -> str:
+    """The name of the code path that packhorse takes here."""
+    from packhorse.codecs.base import choose_isa
+
+    return choose_isa().name.lower()

@@ -1,0 +1,262 @@
+"""Time the C++ core alone on real weights, without Python: `python benchmarks/core.py`.
+
+A small program around the headers of `csrc/` (codecs/core.cpp) is compiled with the flags of
+CMakeLists.txt and run on a data set, which it packs as one tensor: one thread, pinned to a core,
+processor time, from memory and to memory. It checks every round trip first, bit for bit and against
+the bytes of the portable loops. `docs/decisions.md` calls its figures *core*.
+
+Printed are the medians and the best of the rounds, in GB/s of elements:
+
+- **encode** has the content hash and the CRC32C in it, **decode** the CRC32C;
+- **decode-unchecked**, **hash** and **crc** are parts of these, and **copy** is memcpy;
+- **plane-encode** and **plane-decode** are rANS on plane 0 of one chunk, from the middle of
+  the data, which stays in the cache; `docs/decisions.md` calls these figures *loop*.
+
+`--chunk-log` and `--level` show what a choice costs. Chunks that are smaller than the leaves of
+the content hash, 256 KiB, are each hashed by themselves. To compare variants of the code, run
+the command in two checkouts, in turn.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# Run as a file, a command finds the package `benchmarks` only in the folder that holds it.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.codecs.measure import cores
+from benchmarks.common import machine
+from benchmarks.data import sets
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "benchmarks" / "codecs" / "core.cpp"
+PROGRAM = ROOT / "build" / "benchmarks" / "core"
+# GCC's AVX-512 headers provoke the two warnings.
+FLAGS = (
+    *("-std=c++20", "-Wall", "-Wextra", "-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+    *(f"-I{ROOT / 'csrc'}", "-pthread"),
+)
+ROUNDS = 7
+
+
+class Kind(NamedTuple):
+    """A data set, and how its elements are cut.
+
+    Attributes:
+        data: name of the set.
+        unit_nbytes: bytes of an element.
+        chunk_log: log2 of the elements of a chunk.
+    """
+
+    data: str
+    unit_nbytes: int
+    chunk_log: int
+
+
+KINDS = {
+    "bf16": Kind("model_bf16", 2, 17),
+    "fp16": Kind("model_fp16", 2, 17),
+    "fp32": Kind("model_fp32", 4, 16),
+    "fp8": Kind("fp8_e4m3", 1, 18),
+}
+SPLIT = 2  # of floats: exponents apart from mantissas
+MAX_CHUNK_NBYTES = 1 << 20  # at level max, for the tables of classes
+
+
+class Level(IntEnum):
+    """Levels by the numbers that the core knows."""
+
+    FAST = 1
+    DEFAULT = 2
+    MAX = 3
+
+
+class Isa(IntEnum):
+    """Code paths by the numbers that the core knows."""
+
+    PORTABLE = 0
+    AVX2 = 1
+    AVX512 = 2
+    AVX512_VBMI2 = 3
+
+
+class Timing(NamedTuple):
+    """What was measured of one thing.
+
+    Attributes:
+        nbytes: of elements, each round.
+        seconds: of the processor, for each round.
+    """
+
+    nbytes: int
+    seconds: list[float]
+
+    @property
+    def median(self) -> float:
+        """GB/s."""
+        return self.nbytes / statistics.median(self.seconds) / 1e9
+
+    @property
+    def best(self) -> float:
+        """GB/s."""
+        return self.nbytes / min(self.seconds) / 1e9
+
+
+def main(argv: list[str]) -> int:
+    """Compile the program if needed, run it, print what it measured.
+
+    Args:
+        argv: the arguments, without the program's name.
+
+    Returns:
+        The exit status: 1 if there is no compiler, or a round trip fails.
+    """
+    args = _parse(argv)
+    compiler = find_compiler()
+    if compiler is None:
+        print("a C++ compiler is missing: install g++ or clang++, or name one in CXX")
+        return 1
+    kind = KINDS[args.dtype]
+    array = sets.make(kind.data, limit_nbytes=args.first_mb and args.first_mb * 1_000_000).array
+    isa = Isa[args.isa.upper()] if args.isa else best_isa()
+    level = Level[args.level.upper()]
+    chunk_log = args.chunk_log or _chunk_log(kind, level)
+    try:
+        packed_nbytes, timings = measure(
+            build(compiler), array, kind.unit_nbytes, chunk_log, level, isa, args.rounds
+        )
+    except subprocess.CalledProcessError as error:
+        print(f"{Path(error.cmd[0]).name} failed:\n{error.stderr}")
+        return 1
+    load, cpu = os.getloadavg()[0], machine.describe()["cpu"]
+    print(f"{cpu}, {isa.name.lower()}, load {load:.1f}")
+    print(
+        f"{kind.data}, level {level.name.lower()}, 2^{chunk_log} units in a chunk, "
+        f"{args.rounds} rounds: ratio {array.nbytes / packed_nbytes:.4f}\n"
+    )
+    print("| | median GB/s | best GB/s |\n|---|--:|--:|")
+    for name, timing in timings.items():
+        print(f"| {name} | {timing.median:.2f} | {timing.best:.2f} |")
+    return 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--dtype", choices=KINDS, default="bf16")
+    parser.add_argument(
+        "--level", choices=[level.name.lower() for level in Level], default="default"
+    )
+    parser.add_argument("--isa", choices=[isa.name.lower() for isa in Isa], help="default: best")
+    parser.add_argument("--chunk-log", type=int, metavar="N", help="log2 of the units of a chunk")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N")
+    parser.add_argument("--first-mb", type=int, metavar="N", help="only the first N MB of the set")
+    return parser.parse_args(argv)
+
+
+def _chunk_log(kind: Kind, level: Level) -> int:
+    if level is Level.MAX:
+        return (MAX_CHUNK_NBYTES // kind.unit_nbytes).bit_length() - 1
+    return kind.chunk_log
+
+
+def best_isa() -> Isa:
+    """The code path that the core would choose here."""
+    from packhorse.codecs.base import choose_isa
+
+    return Isa(choose_isa())
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler: that of the variable CXX, or else g++ or clang++."""
+    found = (shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name)
+    return next((path for path in found if path), None)
+
+
+def build(compiler: str, program: Path = PROGRAM, optimisation: str = "-O3") -> Path:
+    """Compile the program unless it is newer than all sources.
+
+    Args:
+        compiler: path of the compiler.
+        program: where the program goes.
+        optimisation: how hard the compiler tries; by default as for the package.
+
+    Returns:
+        Its path.
+
+    Raises:
+        subprocess.CalledProcessError: it does not compile; `stderr` says why.
+    """
+    newest = max(path.stat().st_mtime for path in (SOURCE, *(ROOT / "csrc").rglob("*.hpp")))
+    if not program.exists() or program.stat().st_mtime < newest:
+        program.parent.mkdir(parents=True, exist_ok=True)
+        command = [compiler, optimisation, *FLAGS, str(SOURCE), "-o", str(program)]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    return program
+
+
+def measure(
+    program: Path,
+    array: "np.ndarray[Any, Any]",
+    unit_nbytes: int,
+    chunk_log: int,
+    level: Level,
+    isa: Isa,
+    rounds: int,
+) -> tuple[int, dict[str, Timing]]:
+    """Run the program.
+
+    Args:
+        program: what `build` made.
+        array: floats, which are packed as one tensor.
+        unit_nbytes: bytes of one of them.
+        chunk_log: log2 of the elements of a chunk.
+        level: how hard the core tries.
+        isa: the code path.
+        rounds: how often each thing is timed.
+
+    Returns:
+        The packed bytes, and what was measured by name.
+
+    Raises:
+        subprocess.CalledProcessError: the program refuses its arguments or a round trip fails;
+            `stderr` says which.
+    """
+    with tempfile.TemporaryDirectory() as folder, cores(1):
+        source, plane = Path(folder) / "source", Path(folder) / "plane"
+        array.tofile(source)
+        first_plane(array, unit_nbytes, 1 << chunk_log).tofile(plane)
+        numbers = (unit_nbytes, SPLIT, chunk_log, int(level), int(isa), rounds)
+        command = [str(program), str(source), str(plane), *map(str, numbers)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    packed_nbytes = int(lines[0][1])
+    return packed_nbytes, {
+        name: Timing(int(nbytes), [float(word) for word in seconds])
+        for name, nbytes, *seconds in lines[1:]
+    }
+
+
+def first_plane(
+    array: "np.ndarray[Any, Any]", unit_nbytes: int, n_units: int
+) -> "np.ndarray[Any, Any]":
+    """Plane 0 of `n_units` elements from the middle: their upper bits, with the sign moved away."""
+    first = max(0, (array.size - n_units) // 2)
+    units = array[first : first + n_units].view(f"<u{unit_nbytes}")
+    if unit_nbytes == 1:
+        return (units << 1 | units >> 7).astype(np.uint8)
+    return (units >> (8 * unit_nbytes - 9)).astype(np.uint8)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

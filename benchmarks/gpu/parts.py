@@ -1,0 +1,357 @@
+"""The parts of gpu.py, which measure and tune.
+
+Each prints a table and returns its rows. It also keeps them after each matrix, so that they survive
+whatever ends the run.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.gpu import llama, loading, peers
+from benchmarks.gpu.checks import WrongError, check
+from benchmarks.gpu.frames import DifferentError, ceilings, frames
+from benchmarks.gpu.predictions import MODELS, TOKENS, Shape
+from benchmarks.gpu.workers import Product, compile_ahead, likely_products
+from packhorse.device.choices import choose
+from packhorse.device.cost import predict_decode, predict_decoding, predict_fused, predict_plain
+from packhorse.device.strategy import BUCKETS, Choice, Strategy
+from packhorse.device.timing import ProductTimer
+from packhorse.device.tune_cache import Key, Measured
+from packhorse.device.tuning import (
+    measure_choices,
+    order_in,
+    pack_on,
+    random_weight,
+    tune_on_gpu,
+    tuned_before,
+)
+from packhorse.gpu.detect import describe_device
+from packhorse.gpu.search import Search
+from packhorse.kernels.arrays import WeightTensors
+from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.run import Run
+
+__all__ = ["WrongError", "check", "decode", "load", "model", "table", "tune"]
+
+SMALL = (Shape("odd", 24, 70, 1),)
+SMALL_TOKENS = (1, 40)
+MAX_W11_TOKENS = 32
+
+
+def device_of(run: "Run") -> torch.device:
+    """The GPU, or the host for a smoke run."""
+    return torch.device("cpu" if run.smoke else "cuda")
+
+
+def shapes_of(run: "Run") -> tuple[Shape, ...]:
+    """The matrices of all models."""
+    return SMALL if run.smoke else tuple(shape for model in MODELS for shape in model.shapes)
+
+
+def tokens_of(run: "Run", form: WeightFormat | None = None) -> tuple[int, ...]:
+    """The numbers of tokens that are measured."""
+    tokens = SMALL_TOKENS if run.smoke else TOKENS
+    return tuple(n for n in tokens if n <= MAX_W11_TOKENS) if form is W11 else tokens
+
+
+class HostTimer(ProductTimer):
+    """The timer of a smoke run: a call of each, by the clock of the host."""
+
+    def time(self, calls: Any) -> float:
+        start = time.perf_counter()
+        calls[0]()
+        return time.perf_counter() - start
+
+
+def timer_of(
+    run: "Run", weights: WeightTensors, form: WeightFormat, n_columns: int
+) -> ProductTimer:
+    """A timer of products with a matrix."""
+    if run.smoke:
+        return HostTimer(weights, form, n_columns, chain_nbytes=1)
+    return ProductTimer(weights, form, n_columns)
+
+
+# Speed.
+
+
+def decode(run: "Run") -> list[dict[str, Any]]:
+    """The card's ceilings, decoding alone (bytes read and written a second), and a frame."""
+    rows = ceilings(run)
+    print_head("matrix", "format", "us", "predicted", "GB/s moved", "bits a weight")
+    for shape, form in itertools.product(shapes_of(run), WEIGHT_FORMATS.values()):
+        if run.is_late():
+            break
+        size = shape.n_rows, shape.n_columns
+        weights = pack_on(random_weight(*size, device_of(run)), form)
+        nbytes = sum(tensor.nbytes for tensor in weights)
+        seconds = timer_of(run, weights, form, shape.n_columns).decoding()
+        predicted = predict_decoding(*size, form, describe_device(device_of(run)))
+        moved = nbytes + 2 * math.prod(size)
+        row = {"shape": name_of(shape), "form": form.name, "seconds": seconds}
+        row |= {"predicted": predicted, "moved_nbytes": moved, "bits": 8 * nbytes / math.prod(size)}
+        rows.append(row)
+        print_row(
+            name_of(shape), form.name, us(seconds), us(predicted), f"{moved / seconds / 1e9:.0f}",
+            f"{row['bits']:.2f}",
+        )  # fmt: skip
+        run.keep(rows)
+        del weights
+        release(run)
+    try:
+        return rows + frames(run)
+    except DifferentError as error:
+        raise WrongError(str(error)) from error
+
+
+def tune(run: "Run") -> list[dict[str, Any]]:
+    """Tune all matrices and keep what was found; tuned matrices are not measured again."""
+    device = device_of(run)
+    rows: list[dict[str, Any]] = []
+    compile_ahead(run, products_to_tune(run))
+    print_head("matrix", "format", "tokens", "choice", "us", "predicted", "times BF16")
+    for form, shape in itertools.product(WEIGHT_FORMATS.values(), shapes_of(run)):
+        limit = limited_search(run)
+        if run.is_late():
+            found = before_of(run, shape, form)
+        else:
+            found = tune_shape(run, shape, form, limit)
+        rows += [tuned_row(shape, form, n, measured, device) for n, measured in found.items()]
+        print(f"({limit.n_measured} measurements)", flush=True)
+        run.keep(rows)
+        release(run)
+    return rows
+
+
+def buckets_of(run: "Run", form: WeightFormat) -> list[int]:
+    """Numbers of tokens that are tuned."""
+    buckets = [n for n in BUCKETS if form is W12 or n <= MAX_W11_TOKENS]
+    return [n for n in buckets if n in tokens_of(run, form)] if run.smoke else buckets
+
+
+def products_to_tune(run: "Run") -> Iterator[Product]:
+    """What tuning is likely to measure."""
+    for form, shape in itertools.product(WEIGHT_FORMATS.values(), shapes_of(run)):
+        before = {} if run.again else before_of(run, shape, form)
+        buckets = [n for n in buckets_of(run, form) if n not in before]
+        if buckets:
+            yield from likely_products(shape, form, model_of(run), buckets, order_in(before))
+
+
+def before_of(run: "Run", shape: Shape, form: WeightFormat) -> dict[int, Measured]:
+    """What earlier calls have measured."""
+    key = Key(shape.n_rows, shape.n_columns, form.name)
+    return {} if run.smoke else tuned_before(key, device_of(run), run.cache)
+
+
+def tune_shape(run: "Run", shape: Shape, form: WeightFormat, limit: Search) -> dict[int, Measured]:
+    device, size, buckets = device_of(run), (shape.n_rows, shape.n_columns), buckets_of(run, form)
+    if run.smoke:
+        timer = partial(timer_of, run)
+        return measure_choices(*size, form, device, buckets=buckets, search=limit, make_timer=timer)
+    return tune_on_gpu(
+        *size, form, device, folder=run.cache, again=run.again, buckets=buckets, search=limit
+    )
+
+
+def limited_search(run: "Run") -> Search:
+    """A search that ends when the part has to, or soon after."""
+    search = Search(is_late=run.is_late)
+    if run.smoke:
+        search.is_late = lambda: search.n_measured >= 3
+    return search
+
+
+def tuned_row(
+    shape: Shape, form: WeightFormat, n_tokens: int, measured: Measured, device: torch.device
+) -> dict[str, Any]:
+    predicted = predict(shape, n_tokens, form, measured.choice, device)
+    plain = measured.plain_seconds or math.nan
+    print_row(
+        name_of(shape), form.name, str(n_tokens), describe_choice(measured.choice),
+        us(measured.seconds), us(predicted), f"{plain / measured.seconds:.2f}",
+    )  # fmt: skip
+    return {
+        "shape": name_of(shape),
+        "form": form.name,
+        "n_tokens": n_tokens,
+        "choice": describe_choice(measured.choice),
+        "seconds": measured.seconds,
+        "predicted": predicted,
+        "speedup": plain / measured.seconds,
+    }
+
+
+def table(run: "Run") -> list[dict[str, Any]]:
+    """Compare each way with BF16, for all matrices and numbers of tokens, tuned where possible."""
+    rows: list[dict[str, Any]] = []
+    compile_ahead(run, chosen_products(run, shapes_of(run), tokens_of))
+    print_head("matrix", "tokens", "way", "choice", "us", "TB/s", "predicted", "times BF16")
+    for shape in shapes_of(run):
+        weight = random_weight(shape.n_rows, shape.n_columns, device_of(run))
+        plain: dict[int, float] = {}
+        for form in WEIGHT_FORMATS.values():
+            weights = pack_on(weight, form)
+            timer = timer_of(run, weights, form, shape.n_columns)
+            for n in tokens_of(run, form):
+                if run.is_late():
+                    return rows
+                if n not in plain:
+                    plain[n] = timer.plain(n)
+                    predicted = predict_plain(shape.n_rows, shape.n_columns, n, model_of(run))
+                    rows.append(table_row(shape, n, "BF16", "", plain[n], predicted, plain[n], 2.0))
+                rows += product_rows(run, shape, form, n, timer, plain[n])
+            run.keep(rows)
+            del weights, timer
+            release(run)
+    rows += peer_rows(run)
+    return rows
+
+
+def chosen_products(
+    run: "Run",
+    shapes: Iterable[Shape],
+    tokens: Callable[["Run", WeightFormat], Sequence[int]],
+) -> Iterator[Product]:
+    """Products as they are chosen."""
+    device = device_of(run)
+    for form, shape in itertools.product(WEIGHT_FORMATS.values(), shapes):
+        for n in tokens(run, form):
+            choice = choose(shape.n_rows, shape.n_columns, n, form, device)
+            yield Product(choice, form.name, shape.n_columns, n)
+
+
+def product_rows(
+    run: "Run", shape: Shape, form: WeightFormat, n: int, timer: ProductTimer, plain: float
+) -> list[dict[str, Any]]:
+    device = device_of(run)
+    chosen = choose(shape.n_rows, shape.n_columns, n, form, device)
+    ways = [(form.name, chosen)]
+    if form is W12 and chosen.strategy is not Strategy.DECODE:
+        ways.append(("W12 decoded first", Choice(Strategy.DECODE)))
+    rows = []
+    for way, choice in ways:
+        seconds, predicted = timer(choice, n), predict(shape, n, form, choice, device)
+        text = describe_choice(choice)
+        rows.append(table_row(shape, n, way, text, seconds, predicted, plain, form.bits / 8))
+    return rows
+
+
+def table_row(
+    shape: Shape, n: int, way: str, choice: str, seconds: float, predicted: float, plain: float,
+    weight_nbytes: float,
+) -> dict[str, Any]:  # fmt: skip
+    tb_per_s = shape.n_rows * shape.n_columns * weight_nbytes / seconds / 1e12
+    print_row(
+        name_of(shape), str(n), way, choice, us(seconds), f"{tb_per_s:.2f}", us(predicted),
+        f"{plain / seconds:.2f}",
+    )  # fmt: skip
+    return {
+        "shape": name_of(shape), "n_tokens": n, "way": way, "choice": choice, "seconds": seconds,
+        "predicted": predicted, "speedup": plain / seconds,
+    }  # fmt: skip
+
+
+def peer_rows(run: "Run") -> list[dict[str, Any]]:
+    """Rivals, where they are installed; none in a smoke run."""
+    rows = []
+    for name in () if run.smoke else peers.PEERS:
+        if run.is_late():
+            break
+        row = peers.measure(name, device_of(run))
+        rows.append(row)
+        release(run)
+        if "seconds" not in row:
+            print(f"{name}: {row.get('missing') or row['error']}: not measured", flush=True)
+            continue
+        packed_nbytes = math.prod(peers.SHAPE) * row["bits"] / 8
+        print_row(
+            row["shape"], "1", name, f"decoding {us(row['decoding'])} us, {row['bits']:.2f} bits",
+            us(row["seconds"]), f"{packed_nbytes / row['seconds'] / 1e12:.2f}", "", "",
+        )  # fmt: skip
+    return rows
+
+
+def model(run: "Run") -> list[dict[str, Any]]:
+    """A whole model with random weights: tokens a second and memory, plain and packed."""
+    shapes = SMALL if run.smoke else MODELS[0].shapes
+    compile_ahead(run, chosen_products(run, shapes, lambda *_: llama.BATCHES))
+    return llama.measure(run, device_of(run))
+
+
+def load(run: "Run") -> list[dict[str, Any]]:
+    """Compare loading a packed file, uploaded packed or decoded on the host, with a plain file.
+
+    Raises:
+        WrongError: a way gives other bits.
+    """
+    try:
+        rows = loading.measure(run, device_of(run))
+    except ValueError as error:
+        raise WrongError(str(error)) from error
+    print_head("way", "seconds", "GB/s of tensors", "MiB beside the tensors")
+    for row in rows:
+        speed = row["nbytes"] / row["seconds"] / 1e9
+        print_row(
+            row["way"], f"{row['seconds']:.3f}", f"{speed:.1f}", f"{row['extra_nbytes'] >> 20}"
+        )
+    return rows
+
+
+# What parts share.
+
+
+def model_of(run: "Run") -> Any:
+    return describe_device(device_of(run))
+
+
+def predict(
+    shape: Shape, n_tokens: int, form: WeightFormat, choice: Choice, device: torch.device
+) -> float:
+    """What the model of time predicts for a choice; infinity where it cannot."""
+    model, size = describe_device(device), (shape.n_rows, shape.n_columns)
+    if choice.strategy is Strategy.DECODE:
+        return predict_decode(*size, n_tokens, form, model)
+    if choice.config is None:
+        return math.inf
+    return predict_fused(*size, n_tokens, form, choice.config, model)
+
+
+def describe_choice(choice: Choice) -> str:
+    """Its strategy, and the fields of its division in their order."""
+    if choice.config is None:
+        return choice.strategy.value
+    numbers = "/".join(str(value) for value in vars(choice.config).values())
+    return f"{choice.strategy.value} {numbers}"
+
+
+def name_of(shape: Shape) -> str:
+    return f"{shape.n_rows} x {shape.n_columns}"
+
+
+def us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}"
+
+
+def print_head(*names: str) -> None:
+    print_row(*names)
+    print("|" + "---|" * len(names), flush=True)
+
+
+def print_row(*cells: str) -> None:
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def release(run: "Run") -> None:
+    """Release memory for the next matrix."""
+    if not run.smoke:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

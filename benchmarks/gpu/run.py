@@ -1,0 +1,30 @@
+"""The settings that `gpu.py device` gives to each of its parts."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Run:
+    """The settings of a part.
+
+    Attributes:
+        smoke: on a tiny scale, on the CPU.
+        ends: when the part that runs has to end, by `time.monotonic`.
+        cache: folder of the autotuner's cache; None for the usual one.
+        again: tune what was tuned before, too.
+        keep: writes the rows that a part has so far.
+    """
+
+    smoke: bool
+    ends: float
+    cache: Path | None
+    again: bool
+    keep: Callable[[list[dict[str, Any]]], None]
+
+    def is_late(self) -> bool:
+        """Whether the part has to end."""
+        return time.monotonic() > self.ends

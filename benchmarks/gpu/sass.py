@@ -1,0 +1,278 @@
+"""Count the instructions of GPU kernels, without a GPU: `python benchmarks/gpu.py sass`.
+
+Kernels are compiled for an architecture with the assembler that Triton carries, and disassembled.
+Only the loop over the weights counts: its instructions for each weight, over all threads; those
+for the pipe of integers; whether the tensor cores are used; and whether registers spill to memory.
+The counts are exact, but times do not follow from them exactly: see docs/decisions.md, section 19.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "0"  # an interpreted kernel has no instructions
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from packhorse.kernels.matmul import MatmulConfig, default_config, multiply_weights_kernel
+from packhorse.kernels.matmul_many import ManyConfig, default_many_config, multiply_many_kernel
+from packhorse.kernels.weights import decode_weights_kernel
+from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
+
+ARCHITECTURES = (90, 80)
+SHARED_NBYTES = {90: 227 << 10, 80: 163 << 10}  # of a program, by NVIDIA's tables
+WARP = 32
+TENSOR_OPS = ("HMMA", "HGMMA")
+SPILL_OPS = ("LDL", "STL")
+# Operations of the pipe of integers and logic, which has half the rate of the others.
+INTEGER_OPS = {
+    *("LOP3", "SHF", "PRMT", "IADD3", "ISETP", "SEL", "LEA", "VIADD", "IMNMX", "VIMNMX", "IABS"),
+    *("BMSK", "SGXT", "POPC", "PLOP3"),
+}
+ROW_POINTERS = ("low_ptr", "high_ptr", "first_ptr", "starts_ptr", "exceptions_ptr")
+POINTERS = {
+    "low_ptr": "*u8",
+    "high_ptr": "*u8",
+    "first_ptr": "*u8",
+    "starts_ptr": "*i32",
+    "exceptions_ptr": "*i32",
+    "x_ptr": "*bf16",
+    "arranged_ptr": "*bf16",
+    "bias_ptr": "*bf16",
+    "y_ptr": "*bf16",
+    "out_ptr": "*bf16",
+    "rows_ptr": "*i64",
+}
+INSTRUCTION = re.compile(
+    r"\s+/\*[0-9a-f]{4,}\*/\s+(?:\{ )?(?:@!?U?P\w+ )?\s*([A-Z][A-Z0-9_.a-z]*)(.*)"
+)
+
+
+@dataclass(frozen=True)
+class Count:
+    """Instructions of the loop of a kernel.
+
+    Attributes:
+        kernel, architecture: what was compiled, and for what.
+        instructions: of all kinds, for a weight.
+        integer: those of the integer pipe.
+        tensor: instructions of the tensor cores in the loop.
+        spills: accesses to local memory in the whole kernel.
+        loop_spills: those in the loop.
+        shared_nbytes: shared memory of a program.
+        unfused: whether the machine code is the same where products and sums may not be fused; None
+            if that was not asked.
+        top: the most frequent instructions of the loop.
+    """
+
+    kernel: str
+    architecture: int
+    instructions: float
+    integer: float
+    tensor: int
+    spills: int
+    loop_spills: int
+    shared_nbytes: int
+    top: dict[str, int]
+    unfused: bool | None = None
+
+
+def compile_kernel(
+    kernel: "triton.runtime.JITFunction[object]",
+    constants: dict[str, object],
+    architecture: int,
+    n_warps: int,
+    n_stages: int,
+    *,
+    fuse: bool = True,
+) -> "triton.compiler.CompiledKernel":
+    """Compile a kernel for pointers and sizes that are multiples of 16, as in launches."""
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
+    loose = {"n_rows", "n_tokens"}  # may be any number
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name not in constants and name not in loose
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": n_warps, "num_stages": n_stages, "enable_fp_fusion": fuse}
+    return triton.compile(source, target=GPUTarget("cuda", architecture, WARP), options=options)
+
+
+def disassemble(binary: bytes) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [str(tool), "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def read_loops(listing: str) -> tuple[list[str], list[list[str]]]:
+    """The operations of a kernel, and those of each of its loops, longest first."""
+    operations: list[str] = []
+    labels: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []
+    for line in listing.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(operations)
+        elif found := INSTRUCTION.match(line):
+            operations.append(found[1].split(".")[0])
+            target = re.search(r"\.L_x_\d+", found[2]) if found[1].startswith("BRA") else None
+            if target and labels.get(target[0], len(operations)) < len(operations) - 1:
+                loops.append((labels[target[0]], len(operations)))
+    bodies = [operations[start:end] for start, end in loops]
+    return operations, sorted(bodies, key=len, reverse=True)
+
+
+def n_tensor(body: Counter[str]) -> int:
+    return sum(body[op] for op in TENSOR_OPS)
+
+
+def count(name: str, compiled: object, architecture: int, n_weights: int, n_warps: int) -> Count:
+    """The operations of the loop that uses the tensor cores most, or of the longest one."""
+    operations, loops = read_loops(disassemble(compiled.asm["cubin"]))
+    tally = max(map(Counter, loops), key=lambda body: (n_tensor(body), body.total()))
+    threads = WARP * n_warps
+    return Count(
+        name,
+        architecture,
+        tally.total() * threads / n_weights,
+        sum(tally[op] for op in INTEGER_OPS) * threads / n_weights,
+        n_tensor(tally),
+        sum(op in SPILL_OPS for op in operations),
+        sum(tally[op] for op in SPILL_OPS),
+        compiled.metadata.shared,
+        dict(tally.most_common(8)),
+    )
+
+
+def count_matmul(
+    form: WeightFormat, config: MatmulConfig, architecture: int, *, even: bool = True
+) -> Count:
+    constants = {
+        "BITS": form.bits,
+        "SLICES": form.n_slices,
+        "BLOCK_ROWS": config.block_rows,
+        "BLOCK_TOKENS": config.block_tokens,
+        "BLOCK_STEPS": config.block_steps,
+        "PARTS": config.n_warps,
+        "TILES": config.n_tiles,
+        "SPLITS": config.n_splits if even else 2,
+        "EVEN": even,
+        "HAS_BIAS": not even,
+        "ASSEMBLY": True,
+        "UPCAST": False,
+    }
+    compiled = compile_kernel(
+        multiply_weights_kernel, constants, architecture, config.n_warps, config.n_stages
+    )
+    n_rows = config.n_tiles * config.block_rows
+    n_weights = n_rows * config.block_steps * config.n_warps * form.n_slices
+    name = f"{form.name} N={config.block_tokens}" + ("" if even else " odd columns")
+    return count(name, compiled, architecture, n_weights, config.n_warps)
+
+
+def count_many(config: ManyConfig, architecture: int) -> Count:
+    constants = {
+        "BLOCK_ROWS": config.block_rows,
+        "BLOCK_TOKENS": config.block_tokens,
+        "BLOCK_STEPS": config.block_steps,
+        "SPLITS": config.n_splits,
+        "EVEN": True,
+        "HAS_BIAS": False,
+        "REORDER": architecture == 90,
+        "ASSEMBLY": True,
+        "UPCAST": False,
+    }
+    compiled = compile_kernel(
+        multiply_many_kernel, constants, architecture, config.n_warps, config.n_stages
+    )
+    n_weights = config.block_rows * config.block_steps * 2
+    return count(f"W12 N={config.block_tokens}", compiled, architecture, n_weights, config.n_warps)
+
+
+def count_decode(form: WeightFormat, architecture: int) -> Count:
+    constants = {
+        "BITS": form.bits,
+        "SLICES": form.n_slices,
+        "BLOCK_ROWS": 4,
+        "BLOCK_STEPS": 512,
+        "BLOCK_EXCEPTIONS": 8,
+        "ASSEMBLY": True,
+        "GATHER": False,
+        "UPCAST": False,
+    }
+    fused, unfused = (
+        compile_kernel(decode_weights_kernel, constants, architecture, 4, 3, fuse=fuse)
+        for fuse in (True, False)
+    )
+    found = count(f"{form.name} decode", fused, architecture, 4 * 512 * form.n_slices, 4)
+    return replace(found, unfused=_is_same(fused, unfused))
+
+
+def _is_same(first: object, second: object) -> bool:
+    return disassemble(first.asm["cubin"]) == disassemble(second.asm["cubin"])
+
+
+def counts(*, brief: bool) -> Iterator[Count]:
+    """Count all kernels; if brief, only a few for older GPUs."""
+    for architecture in ARCHITECTURES:
+        shared = SHARED_NBYTES[architecture]
+        for form in WEIGHT_FORMATS.values():
+            sizes = (8, 16, 32) if form is W12 else (8, 16)
+            for n in sizes[:1] if brief and architecture < 90 else sizes:
+                config = default_config(14336, 4096, n, form, shared_nbytes=shared)
+                yield count_matmul(form, config, architecture)
+            if not brief or architecture == 90:
+                yield count_decode(form, architecture)
+        for n in (64, 128):
+            config = default_many_config(14336, 4096, n, shared_nbytes=shared)
+            yield count_many(config, architecture)
+        if not brief or architecture == 90:
+            for form in WEIGHT_FORMATS.values():
+                config = default_config(14336, 4096, 8, form, shared_nbytes=shared)
+                yield count_matmul(form, config, architecture, even=False)
+
+
+def main(argv: list[str]) -> int:
+    """Count the instructions, and print them as a table.
+
+    Args:
+        argv: the arguments after `sass`.
+
+    Returns:
+        The exit status: 0.
+    """
+    parser = argparse.ArgumentParser(
+        prog="gpu.py sass", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write the counts to this file too")
+    parser.add_argument("--brief", action="store_true", help="fewer kernels for older GPUs")
+    arguments = parser.parse_args(argv)
+    path = arguments.json
+    print(f"Triton {triton.__version__}\n")
+    print("| kernel | for | instructions a weight | integer pipe | tensor | spills | shared KiB |")
+    print("|---|---|---|---|---|---|---|")
+    rows = []
+    for row in counts(brief=arguments.brief):
+        rows.append(asdict(row))
+        print(
+            f"| {row.kernel} | sm_{row.architecture} | {row.instructions:.2f} | {row.integer:.2f} "
+            f"| {row.tensor} | {row.spills} | {row.shared_nbytes / 1024:.0f} |",
+            flush=True,
+        )
+    if path:
+        text = json.dumps({"triton": triton.__version__, "counts": rows}, indent=1)
+        path.write_text(text + "\n")
+    return 0

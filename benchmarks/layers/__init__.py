@@ -1,0 +1,1 @@
+"""Weights that stay packed, on the CPU: their codec, and layers that multiply with them."""
