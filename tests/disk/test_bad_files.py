@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from packhorse.disk import PackedFile, pack_file, plan_file, unpack_file, verify_file
-from packhorse.disk.header import parse_file_header, parse_header
+from packhorse.disk.safetensors_header import parse_file_header, parse_header
 from packhorse.errors import (
     CompatibilityError,
     CorruptionError,

@@ -26,8 +26,8 @@ from disk_samples import (
 )
 
 from packhorse.disk import PackedFile, pack_file, unpack_file, verify_file
-from packhorse.disk.header import build_header, read_header
 from packhorse.disk.packed_header import PrefixWriter
+from packhorse.disk.safetensors_header import build_header, read_header
 from packhorse.errors import (
     CompatibilityError,
     CorruptionError,

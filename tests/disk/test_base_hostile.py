@@ -29,7 +29,7 @@ from packhorse.disk import (
     verify_file,
     verify_folder,
 )
-from packhorse.disk.header import read_header
+from packhorse.disk.safetensors_header import read_header
 from packhorse.errors import BaseMismatchError, CorruptionError, PackhorseError, TruncationError
 from packhorse.frame import Frame, compress_buffer, content_hash
 from packhorse.numpy import FRAMEWORK as NUMPY

@@ -27,7 +27,7 @@ from packhorse.disk import (
     verify_file,
 )
 from packhorse.disk.base_files import Lender, open_bases
-from packhorse.disk.header import read_header
+from packhorse.disk.safetensors_header import read_header
 from packhorse.errors import BaseMismatchError, ChangedError, CorruptionError
 from packhorse.frame import base as frame_base
 from packhorse.numpy import load_file

@@ -14,7 +14,7 @@ from cli_samples import Ended, write_model
 from safetensors.numpy import load_file
 
 from packhorse.disk.foreign import PEEK_NBYTES, kind_of_file
-from packhorse.disk.header import read_header
+from packhorse.disk.safetensors_header import read_header
 from packhorse.errors import CorruptionError, TruncationError
 from packhorse.numpy import compress
 

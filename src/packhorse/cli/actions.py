@@ -42,9 +42,9 @@ from packhorse.disk import (
     verify_file,
     verify_folder,
 )
-from packhorse.disk.header import read_header
 from packhorse.disk.packed_header import PrefixWriter, is_packed
 from packhorse.disk.results import notice_of
+from packhorse.disk.safetensors_header import read_header
 from packhorse.errors import PackhorseError
 from packhorse.frame import Frame
 

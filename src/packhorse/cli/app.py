@@ -21,7 +21,7 @@ import typer
 
 import packhorse
 from packhorse.arguments import resolve_threads
-from packhorse.cli import actions, render, tuning
+from packhorse.cli import actions, render
 from packhorse.cli.failures import (
     ExitCode,
     Stopped,
@@ -48,7 +48,8 @@ from packhorse.cli.rows import BenchedFile, FileRow, PlannedFile, TunedMatrix, V
 from packhorse.cli.runs import Outcome, Source, each, wants_json
 from packhorse.cli.signals import ENDING, stop_start
 from packhorse.cli.snapshots import snapshot_app
-from packhorse.cli.streams import OutputClosed, safe_streams
+from packhorse.cli.standard_streams import OutputClosed, safe_streams
+from packhorse.cli.tune import TuneJob, check_gpu, measure, predict, tune_jobs
 from packhorse.layout import FRAME_VERSION
 
 __all__ = ["run"]
@@ -430,16 +431,14 @@ def tune(
         raise UsageError("--gpu says what to predict for, and so needs --dry-run")
     if dry_run and (again or cache is not None):
         raise UsageError("--cache and --again are for measuring; leave them out with --dry-run")
-    jobs = tuning.tune_jobs(
-        src or [], shape or [], [name.value for name in form or [FormatName.W12]]
-    )
-    tuning.check_gpu(gpu, dry_run=dry_run)
+    jobs = tune_jobs(src or [], shape or [], [name.value for name in form or [FormatName.W12]])
+    check_gpu(gpu, dry_run=dry_run)
 
-    def work(job: tuning.TuneJob) -> list[TunedMatrix]:
+    def work(job: TuneJob) -> list[TunedMatrix]:
         if dry_run:
-            return tuning.predict(job, gpu)
+            return predict(job, gpu)
         with render.waiting(f"tune {job.src}"):
-            return tuning.measure(job, cache, again=again)
+            return measure(job, cache, again=again)
 
     each(jobs, work, render.tune_table, json)
 

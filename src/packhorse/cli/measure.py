@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from packhorse.cli.rows import BenchRow, gb_per_s, ratio
 from packhorse.disk.base_files import BaseTensor, open_bases
-from packhorse.disk.header import TensorEntry
+from packhorse.disk.safetensors_header import TensorEntry
 from packhorse.disk.source_file import open_source
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
 

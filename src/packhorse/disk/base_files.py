@@ -24,10 +24,10 @@ import numpy as np
 
 from packhorse.codecs.content import content_hash
 from packhorse.disk.folder_index import PLAIN_SUFFIX, plain_name
-from packhorse.disk.frames import open_frame
-from packhorse.disk.header import TensorEntry
 from packhorse.disk.model_file import ModelFile
+from packhorse.disk.packed_frames import open_frame
 from packhorse.disk.packed_header import PackedHeader
+from packhorse.disk.safetensors_header import TensorEntry
 from packhorse.disk.source_file import SourceFile, open_source
 from packhorse.errors import BaseMismatchError, ChangedError, CorruptionError, blaming
 from packhorse.frame import Frame

@@ -36,8 +36,7 @@ from packhorse.disk.base_files import (
     open_bases,
 )
 from packhorse.disk.folder_index import plain_name
-from packhorse.disk.frames import Window, open_frame
-from packhorse.disk.header import FileHeader, TensorEntry, build_header, read_header
+from packhorse.disk.packed_frames import Window, open_frame
 from packhorse.disk.packed_header import (
     PackedHeader,
     PrefixWriter,
@@ -45,6 +44,7 @@ from packhorse.disk.packed_header import (
     parse_packed_header,
 )
 from packhorse.disk.results import FileResult, Progress, TensorPlan, TensorResult
+from packhorse.disk.safetensors_header import FileHeader, TensorEntry, build_header, read_header
 from packhorse.disk.source_file import SourceFile, open_source
 from packhorse.errors import blaming
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes, plan_buffer

@@ -40,10 +40,10 @@ from packhorse.disk.folder_index import (
     plain_name,
 )
 from packhorse.disk.foreign import FOREIGN_SUFFIXES
-from packhorse.disk.header import read_header
 from packhorse.disk.index_file import original_index, packed_index, verify_index
 from packhorse.disk.packed_header import is_packed
 from packhorse.disk.results import FileResult, FolderResult, Problem, Progress, TensorPlan
+from packhorse.disk.safetensors_header import read_header
 from packhorse.disk.source_file import Stamp, check_unchanged
 from packhorse.disk.verify import verify_file
 from packhorse.disk.walk import walk

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from packhorse.disk.folder_index import file_faults, is_packed_index, pack_index, unpack_index
-from packhorse.disk.header import read_header
 from packhorse.disk.results import Problem
+from packhorse.disk.safetensors_header import read_header
 from packhorse.errors import CorruptionError, PackhorseError
 from packhorse.layout import MAX_FILE_HEADER_NBYTES
 from packhorse.storage.opening import open_regular

@@ -6,9 +6,9 @@ import numpy as np
 
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
-from packhorse.disk.frames import open_frame
-from packhorse.disk.header import FileHeader, TensorEntry
+from packhorse.disk.packed_frames import open_frame
 from packhorse.disk.packed_header import PackedHeader, is_packed, parse_packed_header
+from packhorse.disk.safetensors_header import FileHeader, TensorEntry
 from packhorse.disk.source_file import SourceFile
 from packhorse.errors import CorruptionError, blaming
 from packhorse.frame import Frame

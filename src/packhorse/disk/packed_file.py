@@ -34,15 +34,15 @@ from packhorse import _core
 from packhorse.arguments import resolve_threads
 from packhorse.codecs.content import content_hash
 from packhorse.disk.base_files import BaseLike, Bases, Lender, open_bases
-from packhorse.disk.frames import open_frame
-from packhorse.disk.header import (
+from packhorse.disk.packed_frames import open_frame
+from packhorse.disk.packed_header import parse_packed_header
+from packhorse.disk.safetensors_header import (
     FileHeader,
     TensorEntry,
     parse_file_header,
     read_file_header,
     tensor_nbytes,
 )
-from packhorse.disk.packed_header import parse_packed_header
 from packhorse.disk.slices import Box, cut_index
 from packhorse.errors import ChangedError, CorruptionError, TruncationError, blaming
 from packhorse.frame import Frame

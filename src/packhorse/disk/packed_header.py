@@ -1,8 +1,8 @@
 """The header of a packed file (docs/format.md, section 8): how it records the original's header.
 
-A packed file is a safetensors file of frames, so `header.py` does the container's checks. This
-module adds what makes it packed: the key `packhorse` in `__metadata__`, which holds the original
-header's text byte for byte, and the agreement between the two headers.
+A packed file is a safetensors file of frames, so `safetensors_header.py` does the container's
+checks. This module adds what makes it packed: the key `packhorse` in `__metadata__`, which holds
+the original header's text byte for byte, and the agreement between the two headers.
 
 The size of a header depends on the sizes of the frames, which are known only after they have been
 written. `PrefixWriter` therefore reserves the room for the largest frames possible and fills what
@@ -23,7 +23,7 @@ import zstandard
 
 from packhorse.codecs.content import crc32c
 from packhorse.codecs.zstd import memory_is_told
-from packhorse.disk.header import (
+from packhorse.disk.safetensors_header import (
     LENGTH_NBYTES,
     METADATA_KEY,
     FileHeader,

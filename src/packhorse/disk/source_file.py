@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from packhorse import _core
-from packhorse.disk.header import FileHeader, read_file_header
+from packhorse.disk.safetensors_header import FileHeader, read_file_header
 from packhorse.errors import PackhorseError, TruncationError
 from packhorse.storage.opening import LOST, open_regular
 

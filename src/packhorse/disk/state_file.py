@@ -13,7 +13,7 @@ from typing import Any
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import BaseLike
-from packhorse.disk.header import METADATA_KEY, FileHeader, build_header
+from packhorse.disk.safetensors_header import METADATA_KEY, FileHeader, build_header
 from packhorse.disk.state import Leaf, decode_state, encode_state, find_tensors
 from packhorse.errors import CompatibilityError, CorruptionError, blaming
 from packhorse.framework import Framework, to_array

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from packhorse.arguments import resolve_threads
 from packhorse.disk.base_files import BaseLike, Lender, open_bases
-from packhorse.disk.frames import Window, check_frame
-from packhorse.disk.header import FileHeader, TensorEntry
+from packhorse.disk.packed_frames import Window, check_frame
 from packhorse.disk.packed_header import parse_packed_header
 from packhorse.disk.results import Problem, Progress
+from packhorse.disk.safetensors_header import FileHeader, TensorEntry
 from packhorse.disk.source_file import SourceFile, open_source
 from packhorse.errors import ChangedError, PackhorseError, blaming
 from packhorse.frame import Frame

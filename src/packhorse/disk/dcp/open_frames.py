@@ -9,7 +9,7 @@ import numpy as np
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
 from packhorse.disk.dcp.shards import FrameRef
-from packhorse.disk.frames import Scratch
+from packhorse.disk.packed_frames import Scratch
 from packhorse.errors import CorruptionError, TruncationError, blaming
 from packhorse.frame import Frame
 from packhorse.storage.interface import Object, Storage

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 
-from packhorse.disk.header import LENGTH_NBYTES, METADATA_KEY
+from packhorse.disk.safetensors_header import LENGTH_NBYTES, METADATA_KEY
 from packhorse.errors import CompatibilityError
 from packhorse.frame import Frame
 from packhorse.layout import FILE_ALIGNMENT, MAX_FILE_HEADER_NBYTES

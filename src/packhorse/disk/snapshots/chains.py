@@ -6,7 +6,7 @@ import numpy as np
 
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
-from packhorse.disk.frames import Scratch
+from packhorse.disk.packed_frames import Scratch
 from packhorse.disk.snapshots.manifest import FrameRef
 from packhorse.disk.snapshots.packs import PackReader
 from packhorse.errors import BaseMismatchError, CorruptionError, blaming

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.frames import Scratch
+from packhorse.disk.packed_frames import Scratch
 from packhorse.disk.results import Progress
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.chains import Chain

@@ -15,9 +15,9 @@ from typing import Any
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.container import write_packed
-from packhorse.disk.frames import Scratch
-from packhorse.disk.header import FileHeader, build_header
+from packhorse.disk.packed_frames import Scratch
 from packhorse.disk.results import Progress
+from packhorse.disk.safetensors_header import FileHeader, build_header
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.chains import Chain
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from packhorse.disk.header import LENGTH_NBYTES, parse_header
+from packhorse.disk.safetensors_header import LENGTH_NBYTES, parse_header
 from packhorse.disk.snapshots.manifest import Content, FrameRef
 from packhorse.disk.snapshots.names import new_pack, pack_path
 from packhorse.errors import CorruptionError, PackhorseError, TruncationError, blaming

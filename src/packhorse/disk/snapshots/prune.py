@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.frames import Scratch
+from packhorse.disk.packed_frames import Scratch
 from packhorse.disk.snapshots.chains import Chain
 from packhorse.disk.snapshots.manifest import MAX_CHAIN, Content, FrameRef, Manifest, sharing
 from packhorse.disk.snapshots.names import PACKS, manifest_file, pack_path

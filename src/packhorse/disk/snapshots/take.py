@@ -15,9 +15,9 @@ import numpy as np
 
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
-from packhorse.disk.frames import Scratch
-from packhorse.disk.header import tensor_nbytes
+from packhorse.disk.packed_frames import Scratch
 from packhorse.disk.results import Progress, notice_of
+from packhorse.disk.safetensors_header import tensor_nbytes
 from packhorse.disk.snapshots.cache import BaseCache
 from packhorse.disk.snapshots.chains import Chain
 from packhorse.disk.snapshots.manifest import MAX_CHAIN, Content, FrameRef, Manifest, TensorRef

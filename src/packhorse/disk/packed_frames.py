@@ -12,8 +12,8 @@ from itertools import accumulate
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.header import TensorEntry
 from packhorse.disk.packed_header import PackedHeader
+from packhorse.disk.safetensors_header import TensorEntry
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
 from packhorse.storage.strict_json import shortened, shown

@@ -17,8 +17,8 @@ from packhorse.cli.memory import has_memory_for
 from packhorse.cli.rows import TunedBucket, TunedMatrix
 from packhorse.codecs.weights import WeightArrays
 from packhorse.disk.folder_index import PLAIN_SUFFIX
-from packhorse.disk.header import FileHeader, read_header
 from packhorse.disk.packed_header import is_packed, parse_packed_header
+from packhorse.disk.safetensors_header import FileHeader, read_header
 from packhorse.disk.walk import walk
 from packhorse.errors import MissingBackendError
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WEIGHT_FORMATS
