@@ -222,7 +222,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         def write(self, data: Any) -> int:
             return 0
 
-    with pytest.raises(OSError, match="takes no more bytes"):
+    with pytest.raises(OSError, match="accepts no more bytes"):
         save({"a": 1}, Full())
 
 

@@ -107,7 +107,7 @@ def odd_tensors() -> dict[str, tuple[Any, str]]:
         "lazy": (lazy, "has no shape yet; run its module once"),
         "sparse": (torch.eye(3).to_sparse(), "not one of layout torch.sparse_coo"),
         "compressed": (compressed, "not one of layout torch.sparse_csr"),
-        "quantized": (quantized, "dtype torch.qint8 has no place in safetensors"),
+        "quantized": (quantized, "safetensors has no dtype for torch.qint8"),
         "scalar": (np.int64(3), r"int64 cannot be kept; .*; its item\(\) can be kept"),
         "masked array": (np.ma.array([1, 2], mask=[0, 1]), "would lose its mask"),
     }

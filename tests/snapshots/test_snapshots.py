@@ -172,7 +172,7 @@ dist.destroy_process_group()
         [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "s")],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    assert "w: a DTensor is spread over processes; take tensor.full_tensor()" in done.stdout
+    assert "w: a DTensor is spread over processes; pass tensor.full_tensor()" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["", "x" * 300, "\ud800", 3, None])
