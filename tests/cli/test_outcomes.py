@@ -181,13 +181,13 @@ def profile(frame, kind, _):
         os.kill(os.getpid(), int(number))
 sys.setprofile(profile)
 """
-HALF_WAY = "what was finished stays, what was unfinished was removed"
+HALF_WAY = "finished output was kept, unfinished output was removed"
 MOMENTS = {
-    "before the run": ("cli/app.py run call", "nothing was begun", False),
+    "before the run": ("cli/app.py run call", "no work was started", False),
     "written, and not in its place": ("storage/atomic.py _commit_file call", HALF_WAY, False),
     "in its place": ("storage/atomic.py _commit_file return", HALF_WAY, True),
-    "the verb has ended": ("cli/app.py _ended return", "the work had ended before", True),
-    "all is printed": ("cli/app.py _printed return", "the work had ended before", True),
+    "the verb has ended": ("cli/app.py _ended return", "the work was already done", True),
+    "all is printed": ("cli/app.py _printed return", "the work was already done", True),
     "the run has ended": ("cli/app.py run return", "", True),
     "the program ends": ("cli/start.py main return", "", True),
 }
@@ -206,7 +206,7 @@ def test_what_is_told_of_a_signal_is_true(tmp_path: Path, model: Path, moment: s
     assert model.with_name("model.ph.safetensors").exists() is is_there
     assert not [*tmp_path.glob(".packhorse-*")]
     found = json.loads(done.out)
-    assert len(found["results"]) == (words not in ("nothing was begun", HALF_WAY))
+    assert len(found["results"]) == (words not in ("no work was started", HALF_WAY))
     if moment != "all is printed" and words:
         assert [error["exit_code"] for error in found["errors"]] == [128 + number]
 
@@ -223,7 +223,7 @@ def test_a_signal_while_nobody_reads_on(packed: Path):
         process.send_signal(signal.SIGTERM)
         assert (
             process.stderr.read()
-            == b"packhorse: error: stopped by SIGTERM; the work had ended before\n"
+            == b"packhorse: error: stopped by SIGTERM; the work was already done\n"
         )
         assert process.wait(20) == -signal.SIGTERM
 
@@ -293,7 +293,9 @@ def test_threads_that_the_system_refuses(packed: Path, run: Run, monkeypatch: py
     monkeypatch.setattr(actions, "verify_file", verify)
     done = run("verify", packed, packed, "--json")
     assert (done.code, len(document(done)["results"])) == (3, 1)
-    assert done.error.startswith(f"{packed}: the system starts no more threads; use fewer (-t 1)")
+    assert done.error.startswith(
+        f"{packed}: the system refuses to start a thread; use fewer (-t 1)"
+    )
 
 
 ENDS = {
@@ -355,7 +357,7 @@ def sh(words: str, *args: object, **env: str) -> Ended:
 def test_output_that_goes_nowhere(packed: Path, where: str, told: str, words: str):
     done = sh(f'"$0" {words.replace("X", str(packed))} {where}')
     assert done.code == 3
-    assert done.error == f"standard output{told}; print to somewhere else"
+    assert done.error == f"standard output{told}; write it elsewhere"
 
 
 def test_errors_that_go_nowhere(packed: Path):

@@ -106,7 +106,7 @@ def test_signal_in_mid_pack_leaves_nothing_behind(tmp_path: Path, number: signal
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    words = "what was finished stays, what was unfinished was removed"
+    words = "finished output was kept, unfinished output was removed"
     assert err == f"packhorse: error: stopped by {number.name}; {words}\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([packed.name, model.name])
     assert packed.read_bytes() == b"older"

@@ -323,7 +323,7 @@ def test_packed_and_plain_are_not_confused(tmp_path, packed):
     write_sample(plain)
     path.write_bytes(packed)
     for work in (lambda: pack_file(path, tmp_path / "out"), lambda: plan_file(path)):
-        with pytest.raises(ValueError, match=r"packed already; unpack it first"):
+        with pytest.raises(ValueError, match=r"already packed; unpack it first"):
             work()
     for work in (
         lambda: unpack_file(plain, tmp_path / "out"),

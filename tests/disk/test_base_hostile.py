@@ -225,7 +225,7 @@ def test_what_is_packed_against_a_base_is_no_base(tmp_path, pair, packed):
     ):
         pack_file(tmp_path / "later", tmp_path / "x", base=packed)
     pack_file(tmp_path / "later", tmp_path / "packed", base=new)
-    with pytest.raises(BaseMismatchError, match=r"'ids'.*is packed against a base itself; unpack"):
+    with pytest.raises(BaseMismatchError, match=r"'ids'.*is itself packed against a base; unpack"):
         unpack_file(tmp_path / "packed", tmp_path / "x", base=packed)
     with pytest.raises(BaseMismatchError):
         decode_file((tmp_path / "packed").read_bytes(), base=packed.read_bytes())

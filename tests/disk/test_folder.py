@@ -275,7 +275,7 @@ def test_a_folder_of_pickles_is_refused_with_the_way_to_convert(tmp_path):
 
 
 def test_a_folder_that_is_packed_already_is_refused(packed, tmp_path):
-    with pytest.raises(ValueError, match="packed already"):
+    with pytest.raises(ValueError, match="already packed"):
         pack_folder(packed, tmp_path / "out")
     (tmp_path / "half").mkdir()
     shutil.copy(packed / INDEX, tmp_path / "half")
@@ -284,7 +284,7 @@ def test_a_folder_that_is_packed_already_is_refused(packed, tmp_path):
         pack_folder(tmp_path / "half", tmp_path / "out")
     (tmp_path / "half" / INDEX).unlink()
     pack_file(tmp_path / "half" / SHARDS[0], tmp_path / "half" / "misnamed.safetensors")
-    with pytest.raises(ValueError, match=r"misnamed.safetensors: packed already"):
+    with pytest.raises(ValueError, match=r"misnamed.safetensors: already packed"):
         pack_folder(tmp_path / "half", tmp_path / "out")
     assert not leftovers(tmp_path, "model", "packed", "half")
 

@@ -316,7 +316,7 @@ def test_a_bucket_that_is_not_there_is_not_made(
         for words in (["list"], ["show"], ["verify"]):
             done = run("snapshot", *words, url)
             assert (done.code, done.out) == (3, "")
-            assert done.error == f"{url}: there is no such snapshot store; check the path"
+            assert done.error == f"{url}: there is no snapshot store here; check the path"
     with pytest.raises(FileNotFoundError, match=r"s3://networkss/run/.* bucket does not exist"):
         SnapshotStore("s3://networkss/run", storage_options=options(server)).take("a", {})
     with pytest.raises(urllib.error.HTTPError, match="404"):

@@ -146,7 +146,7 @@ def test_a_folder_where_a_file_is_asked_for(tmp_path: Path, run: Run):
     done = run("bench", tmp_path)
     assert (done.code, done.error) == (
         2,
-        f"{tmp_path}: a folder, and bench takes a file; name one of its files",
+        f"{tmp_path}: this is a folder, but bench needs a file; name one of its files",
     )
 
 
