@@ -34,7 +34,7 @@ BAD = {
     "zip": (b"PK\x03\x04" + bytes(99), CorruptionError, "zip archive.*convert"),
     "pickle": (b"\x80\x02}q\x00X\x04\x00\x00", CorruptionError, "pickle.*convert"),
     "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(99), CorruptionError, "GGUF"),
-    "json": (b'{\n  "architectures": [],' + bytes(99), CorruptionError, "give the folder"),
+    "json": (b'{\n  "architectures": [],' + bytes(99), CorruptionError, "name the folder"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\n", CorruptionError, "git lfs pull"),
     "header longer than the file": (file_bytes(b"{}", length=100), TruncationError, "100 bytes"),
     "header longer than allowed": (
@@ -74,7 +74,7 @@ BAD = {
     "duplicate field": (
         file_bytes(f'{{"a":{{"dtype":"U8",{ONE}}}}}'.encode(), b"x"),
         CorruptionError,
-        "'dtype' stands twice",
+        "'dtype' occurs twice",
     ),
     "tensor is a list": (file_bytes({"a": [1, 2]}), CorruptionError, "tensor 'a'.*a list"),
     "no offsets": (
@@ -145,7 +145,7 @@ BAD = {
     "more than the tensors": (
         file_bytes({"a": entry(0, 1)}, b"xyz"),
         CorruptionError,
-        "2 bytes follow",
+        "2 more bytes follow",
     ),
 }
 
@@ -154,12 +154,12 @@ STRICTER = {
     "duplicate tensor": (
         file_bytes(f'{{"a":{{{ONE}}},"a":{{{ONE}}}}}'.encode(), b"x"),
         CorruptionError,
-        "'a' stands twice",
+        "'a' occurs twice",
     ),
     "duplicate metadata": (
         file_bytes(b'{"__metadata__":{"k":"1","k":"2"}}'),
         CorruptionError,
-        "'k' stands twice",
+        "'k' occurs twice",
     ),
     "space before the header": (file_bytes(b" {}"), CorruptionError, "begin with '{'"),
     "many dimensions": (
@@ -170,7 +170,7 @@ STRICTER = {
     "number beyond all floats": (
         file_bytes(b'{"a":{"x":[-1e999],' + ONE.encode() + b"}}", b"x"),
         CorruptionError,
-        "-1e999 is beyond the largest float",
+        "-1e999 is larger than the largest float",
     ),
     "lone surrogate in a list": (
         file_bytes(b'{"a":{"x":[[1,"\\udfff"]],' + ONE.encode() + b"}}", b"x"),

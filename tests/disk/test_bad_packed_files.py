@@ -84,7 +84,7 @@ def test_every_truncation_is_told(tmp_path, packed, step):
 def test_appended_bytes_are_told(tmp_path, packed):
     path = tmp_path / "long"
     path.write_bytes(packed + b"\0")
-    with pytest.raises(CorruptionError, match="1 bytes follow"):
+    with pytest.raises(CorruptionError, match="1 more bytes follow"):
         read_tensors(path)
 
 
@@ -269,7 +269,7 @@ def bomb() -> str:
 
 LIES = {
     "newer version": (lambda r: {**r, "version": 2}, CompatibilityError, "version 2.*upgrade"),
-    "version zero": (lambda r: {**r, "version": 0}, CorruptionError, "from 1, and is 0"),
+    "version zero": (lambda r: {**r, "version": 0}, CorruptionError, "from 1, but is 0"),
     "version text": (lambda r: {**r, "version": "1"}, CorruptionError, "is '1'"),
     "version true": (lambda r: {**r, "version": True}, CorruptionError, "is True"),
     "no version": (lambda r: {"header": r["header"]}, CorruptionError, "is None"),

@@ -191,9 +191,9 @@ def test_force_deletes_no_file_that_would_not_come_back(model, packed, tmp_path)
 def test_folders_may_not_overlap(model, packed, tmp_path):
     (tmp_path / "link").symlink_to(model)
     for output in (model, model / "inside", tmp_path, tmp_path / "link", tmp_path / "link" / "x"):
-        with pytest.raises(ValueError, match="may not be in the input"):
+        with pytest.raises(ValueError, match="must not be inside of each other"):
             pack_folder(model, output, force=True)
-    with pytest.raises(ValueError, match="may not be in the input"):
+    with pytest.raises(ValueError, match="must not be inside of each other"):
         unpack_folder(packed, packed, force=True)
     assert contents(model) == contents(make_model(tmp_path / "same"))
 
@@ -259,7 +259,9 @@ def test_a_folder_without_models_is_refused(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     for work in (pack_folder, unpack_folder):
-        with pytest.raises(ValueError, match=r"no \*\.(ph\.)?safetensors file in it or below"):
+        with pytest.raises(
+            ValueError, match=r"no \*\.(ph\.)?safetensors file in it or its subfolders"
+        ):
             work(tmp_path / "model", tmp_path / "out")
     with pytest.raises(ValueError, match="no .*in it or below"):  # noqa: RUF043
         verify_folder(tmp_path / "model")
@@ -302,10 +304,10 @@ def test_two_files_with_one_name_are_refused(packed, tmp_path):
         ("vae/x.safetensors", b"version https://git-lfs", CorruptionError, "git lfs pull"),
         (INDEX, b"[]", CorruptionError, "index.json must be a JSON object"),
         (INDEX, b"\xff", CorruptionError, "not UTF-8"),
-        (INDEX, b"{}", CorruptionError, "'weight_map' must be an object, and is null"),
+        (INDEX, b"{}", CorruptionError, "'weight_map' must be an object, but is null"),
         (INDEX, b'{"weight_map": {"a": 1}}', CorruptionError, "'a' is a number"),
-        (INDEX, b'{"weight_map": {}, "weight_map": {}}', CorruptionError, "stands twice"),
-        (INDEX, b'{"weight_map": {}, "x": 1e999}', CorruptionError, "beyond the largest float"),
+        (INDEX, b'{"weight_map": {}, "weight_map": {}}', CorruptionError, "occurs twice"),
+        (INDEX, b'{"weight_map": {}, "x": 1e999}', CorruptionError, "larger than the largest float"),
         (INDEX, b'{"weight_map": {}, "x": ["\\ud800"]}', CorruptionError, "not Unicode"),
     ],
 )
@@ -356,7 +358,7 @@ def test_an_index_of_more_bytes_than_a_header_may_have_is_not_read(model, packed
         lambda: pack_folder(model, tmp_path / "out"),
         lambda: unpack_folder(packed, tmp_path / "out"),
     ):
-        with pytest.raises(CorruptionError, match=f"{INDEX}: an index of 100000001 bytes"):
+        with pytest.raises(CorruptionError, match=f"{INDEX}: the index has 100000001 bytes"):
             work()
     (problem,) = verify_folder(packed)
     assert "at most 100000000" in problem.message
@@ -373,7 +375,9 @@ def test_a_recorded_index_may_not_be_much_longer_than_the_packed_one():
 
 def test_an_index_with_the_key_of_a_packed_one_is_not_packed():
     text = b'{"weight_map": {"a": "m"}, "packhorse": {"a": "m"}}'
-    with pytest.raises(ValueError, match="here: the index of a packed folder; unpack that one"):
+    with pytest.raises(
+        ValueError, match="here: this is the index of a packed folder; unpack that folder"
+    ):
         pack_index(text, label="here")
 
 

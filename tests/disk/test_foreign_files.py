@@ -61,7 +61,7 @@ KINDS: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "onnx": (
         lambda: b"\x08\x08\x12\x07pytorch\x1a\x052.1.0:" + bytes(99), "an ONNX file", "export it",
     ),
-    "gguf": (lambda: b"GGUF\x03\0\0\0" + bytes(99), "a GGUF file", "take the model"),
+    "gguf": (lambda: b"GGUF\x03\0\0\0" + bytes(99), "a GGUF file", "use the model"),
     "gzip": (lambda: gzip.compress(b"model" * 99), "a gzip archive", "extract the model"),
     "tar": (tar, "a tar archive", "extract the model"),
     "zip": (lambda: zipped("a/b.txt"), "a zip archive", "extract the model"),
@@ -69,7 +69,7 @@ KINDS: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "pickle": (lambda: b"\x80\x04\x95\x10\0\0\0\0\0\0\0}\x94.", "a Python pickle", "docs/cli.md"),
     "text": (lambda: "Liebe Grüße aus Köln!\n".encode() * 40, "text", "name a model"),
     "page": (lambda: b"<!DOCTYPE html><title>404</title>", "a web page", "get the file again"),
-    "json": (lambda: json.dumps({"a": 1}).encode(), "JSON", "give the folder"),
+    "json": (lambda: json.dumps({"a": 1}).encode(), "JSON", "name the folder"),
     "lfs": (lambda: b"version https://git-lfs.github.com/spec/v1\noid x", "LFS", "git lfs pull"),
     "frame": (
         lambda: bytes(compress(np.arange(9999)).to_bytes()), "a single packed tensor", "Frame",
@@ -116,11 +116,11 @@ def test_a_file_that_is_cut_says_so(tmp_path: Path, run: Run, cut: int):
     size = len(whole[:cut])
     header = 8 + int.from_bytes(whole[:8], "little")
     expected = (
-        f"{path}: cut short: the header says {len(whole)} bytes, and the file has {size}; get the "
+        f"{path}: cut short: the header says {len(whole)} bytes, but the file has {size}; get the "
         "file again"
         if size >= header
-        else f"{path}: cut short: bytes 0 to 7 announce {header - 8} bytes of header, and the file "
-        f"has {size}; get the file again"
+        else f"{path}: cut short: bytes 0 to 7 declare a header of {header - 8} bytes, but the "
+        f"file has {size} bytes; get the file again"
     )
     assert str(told.value) == expected
     for verb in ("pack", "bench"):
@@ -131,7 +131,7 @@ def test_a_file_that_is_cut_says_so(tmp_path: Path, run: Run, cut: int):
 def test_a_packed_file_that_is_cut_says_so(packed: Path, run: Run):
     data = packed.read_bytes()
     packed.write_bytes(data[:-1])
-    words = f"{packed}: cut short: the header says {len(data)} bytes, and the file has "
+    words = f"{packed}: cut short: the header says {len(data)} bytes, but the file has "
     for verb in ("inspect", "unpack"):
         done = run(verb, packed, *(["--force"] if verb == "unpack" else []))
         assert (done.code, done.error.startswith(words)) == (1, True)

@@ -75,7 +75,7 @@ def check_one_lost(outcomes: list[object], output: Path) -> None:
     errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     assert len(errors) == 1
     assert isinstance(errors[0], FileExistsError)
-    assert str(errors[0]).startswith(f"{output}: exists already")
+    assert str(errors[0]).startswith(f"{output}: already exists")
     assert "(force, --force) or name another" in str(errors[0])
 
 
@@ -119,7 +119,7 @@ def test_a_folder_to_be_replaced_keeps_what_came_into_it_meanwhile(tmp_path, sys
     def write(nbytes: int) -> None:
         (output / "precious").write_text("mine")
 
-    with pytest.raises(FileExistsError, match="out: holds precious, .*move it away"):  # noqa: RUF043
+    with pytest.raises(FileExistsError, match="out: contains precious, .*move it away"):  # noqa: RUF043
         pack_folder(tmp_path / "model", output, force=True, progress=write)
     assert sorted(os.listdir(output)) == ["a.ph.safetensors", "precious"]
     assert (output / "a.ph.safetensors").stat().st_ino == before
@@ -145,7 +145,7 @@ def test_an_export_of_a_snapshot_replaces_nothing(tmp_path, system):
     output = tmp_path / "out.safetensors"
     with SnapshotStore(tmp_path / "store") as store:
         store.take("one", {"a": np.arange(1000)})
-        with pytest.raises(FileExistsError, match="exists already"):
+        with pytest.raises(FileExistsError, match="already exists"):
             store.restore_file("one", output, progress=lambda nbytes: output.write_text("mine"))
     assert output.read_text() == "mine"
     assert not leftovers(tmp_path, "store", "out.safetensors")

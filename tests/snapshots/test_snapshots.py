@@ -114,11 +114,11 @@ class Foo: ...
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (Foo(), "Foo cannot be kept"),
-        (b"bytes", "bytes cannot be kept"),
-        ({1, 2}, "set cannot be kept"),
-        (1j, "complex cannot be kept"),
-        (torch.float32, "dtype cannot be kept"),
+        (Foo(), "Foo cannot be stored"),
+        (b"bytes", "bytes cannot be stored"),
+        ({1, 2}, "set cannot be stored"),
+        (1j, "complex cannot be stored"),
+        (torch.float32, "dtype cannot be stored"),
         ({(1, 2): 3}, "a key of type tuple"),
         (np.array(["a"]), "safetensors has no dtype for <U1"),
         (np.array([Foo()]), "safetensors has no dtype for object"),

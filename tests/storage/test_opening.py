@@ -141,7 +141,7 @@ def test_functions_of_python_refuse_too(tmp_path: Path):
 
 
 def test_a_folder_where_a_file_is_asked_for(tmp_path: Path, run: Run):
-    with pytest.raises(IsADirectoryError, match="a folder, and a file is needed"):
+    with pytest.raises(IsADirectoryError, match="a folder, but a file is needed"):
         packhorse.open_file(tmp_path)
     done = run("bench", tmp_path)
     assert (done.code, done.error) == (

@@ -347,7 +347,7 @@ def bench(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", readable=False, help="An ordinary safetensors file.", show_default=False
+            metavar="FILE", readable=False, help="A plain safetensors file.", show_default=False
         ),
     ],
     base: Base = None,

@@ -298,7 +298,7 @@ class Lender:
             if is_shared and not _is_damaged(frame, base, threads):
                 raise ChangedError(
                     f"{base.where}: tensor {shown(name)} changed while it was being read as a "
-                    "base, so nothing was written; try again when nobody writes to it"
+                    "base, so nothing was written; try again when nothing writes to it"
                 ) from None
             raise
 

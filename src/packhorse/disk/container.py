@@ -95,7 +95,7 @@ def logical_nbytes(src: str | os.PathLike[str]) -> int:
     """The size of all tensors of a file once unpacked: the total that `progress` counts up to.
 
     Args:
-        src: a packed file or an ordinary safetensors file; only its header is read.
+        src: a packed or plain safetensors file; only its header is read.
 
     Returns:
         The sum of the tensors' sizes.
