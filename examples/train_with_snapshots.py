@@ -1,8 +1,7 @@
 """Train a small model with a snapshot every few steps, and resume after an interruption.
 
-Run `python examples/train_with_snapshots.py FOLDER`, stop it with Ctrl-C or kill -9 at any moment,
-and run it again: it resumes from the newest snapshot in FOLDER, and every loss is the same as
-without the interruption.
+Run `python examples/train_with_snapshots.py FOLDER`, stop it with Ctrl-C or kill -9, and run it
+again: it resumes from the newest snapshot, with the same losses as without the interruption.
 """
 
 import argparse

@@ -192,7 +192,10 @@ def between_hops() -> list[tuple[str, str]]:
 
 # State of the process: names in modules whose value changes, and results that functions keep.
 
-_STATE_TYPES = {"set", "Lock", "RLock", "Condition", "Counter", "local", "ContextVar"}
+_STATE_TYPES = {
+    *("set", "deque", "defaultdict", "Counter", "WeakSet", "WeakKeyDictionary"),
+    *("WeakValueDictionary", "Lock", "RLock", "Condition", "Event", "local", "ContextVar"),
+}
 
 
 def process_state() -> list[str]:

@@ -136,7 +136,7 @@ def test_a_base_that_is_open_here_alone_is_not_pickled(tmp_path: Path) -> None:
     with (
         open_bases(base) as bases,
         PackedFile(path, FRAMEWORK, base=bases) as file,
-        pytest.raises(TypeError, match="base= the path of that base"),
+        pytest.raises(TypeError, match="with the path of the base"),
     ):
         pickle.dumps(file)
 

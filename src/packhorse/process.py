@@ -1,11 +1,11 @@
 """What happens when the process forks and when it ends.
 
-Other modules register their handlers here, so that the process has one set of fork handlers and one
-exit handler from Packhorse, and a maintainer finds all of them by looking for callers of `at_fork`
-and `at_exit`. Registering a handler twice has no effect: a module registers its handlers each time
-it does what needs them, and keeps no flag of its own.
+Other modules register their handlers here. So Packhorse has one set of fork handlers and one exit
+handler in the process, and a maintainer finds all of them as callers of `at_fork` and `at_exit`.
+Registering a handler twice has no effect, so a module can register its handlers each time it needs
+them, without a flag.
 
-Nothing is registered with Python before a handler is: importing this module does nothing.
+Importing this module does nothing: Python's own hooks are set when the first handler is registered.
 docs/architecture.md ("State of the process") lists everything that outlives a call.
 """
 

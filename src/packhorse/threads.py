@@ -26,7 +26,7 @@ _CALL_NBYTES = 1 << 16
 _MIN_SHARED_NBYTES = 1 << 19
 # For a smaller tensor the core keeps the GIL (csrc/bind/gil.hpp), and threads would only wait.
 _MIN_PARALLEL_NBYTES = 1 << 16
-# One thread may work so many times as long as the average.
+# The busiest thread may work this many times as long as the average.
 _MAX_IMBALANCE = 1.1
 # A batch, where memory is bounded: enough for many small tensors in each thread.
 _BATCH_NBYTES = 1 << 25

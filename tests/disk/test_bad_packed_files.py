@@ -297,7 +297,7 @@ LIES = {
     "recorded header lacks tensors": (
         lambda r: {**r, "header": recorded(b"{}")},
         CorruptionError,
-        "'none' has a frame but no place",
+        "'none' has a frame, but is not",
     ),
     "no CRC": (lambda r: {**r, "crc32c": "a lie"}, CorruptionError, "'crc32c' is 'a lie'.*damaged"),
     "record is a list": (lambda r: [r], CorruptionError, "must be a JSON object"),
@@ -348,7 +348,7 @@ def test_metadata_that_differs_from_the_record_is_told(tmp_path, packed):
     path = tmp_path / "lie"
     path.write_bytes(packed.replace(b'"format":"np"', b'"format":"pt"'))
     assert len(read_all(path, tmp_path)) == 3
-    with pytest.raises(CorruptionError, match="'format' is 'pt', and 'np' in the recorded"):
+    with pytest.raises(CorruptionError, match="'format' is 'pt', but 'np' in the recorded"):
         read_tensors(path)
 
 

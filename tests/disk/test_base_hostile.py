@@ -85,7 +85,9 @@ def test_a_missing_base_is_told_before_any_output(tmp_path, packed):
         message = str(told.value)
         name = "ids" if what.startswith("get") else first
         assert message.startswith(f"{packed if what != 'load' else 'the bytes given'}: tensor ")
-        assert re.search(r"a base of \w+ with content hash [0-9a-f]{32}, of 'old\.safe", message)
+        assert re.search(
+            r"a base of \w+ with content hash [0-9a-f]{32}, called 'old\.safe", message
+        )
         assert "--base PATH, in Python base=" in message
         if what not in ("load_file", "load"):  # several threads: whichever comes first
             assert f"tensor {name!r}" in message
@@ -144,7 +146,7 @@ def test_another_base_is_refused(tmp_path, packed, what, is_packed):
     if is_packed:
         pack_file(base, tmp_path / "w")
         (tmp_path / "w").replace(base)
-        words = r"the one in \S+ has [0-9a-f]{32}" if what == "other values" else words
+        words = r"the one in \S+ has content hash [0-9a-f]{32}" if what == "other values" else words
     for name, read in readers(packed, base).items():
         if what == "rounded already" and name.startswith("get"):
             continue  # what they read has the right base
@@ -292,7 +294,7 @@ def test_folders_tell_a_missing_base_before_any_output(tmp_path, monkeypatch):
     for path in base.glob("*.safetensors"):
         (below / path.name).symlink_to(path)
     for wrong, words in (
-        (None, r"packed/model-00001-of-00002.ph.safetensors: tensor '.*of 'base', is needed"),
+        (None, r"packed/model-00001-of-00002.ph.safetensors: tensor '.*called 'base', is needed"),
         (below, r"packed/vae/diffusion.ph.safetensors: .*half/vae has no tensor of that name"),
     ):
         with pytest.raises(BaseMismatchError, match=words):

@@ -182,7 +182,7 @@ def test_an_empty_folder_is_filled(model, tmp_path):
 def test_force_deletes_no_file_that_would_not_come_back(model, packed, tmp_path):
     (packed / "vae" / "notes.txt").write_text("mine")
     before = contents(packed)
-    with pytest.raises(FileExistsError, match=r"holds vae/notes.txt.*move it away"):
+    with pytest.raises(FileExistsError, match=r"contains vae/notes.txt.*move it away"):
         pack_folder(model, packed, force=True)
     assert contents(packed) == before
     assert not leftovers(tmp_path, "model", "packed")
@@ -263,7 +263,7 @@ def test_a_folder_without_models_is_refused(tmp_path):
             ValueError, match=r"no \*\.(ph\.)?safetensors file in it or its subfolders"
         ):
             work(tmp_path / "model", tmp_path / "out")
-    with pytest.raises(ValueError, match="no .*in it or below"):  # noqa: RUF043
+    with pytest.raises(ValueError, match="no .*in it or its subfolders"):  # noqa: RUF043
         verify_folder(tmp_path / "model")
     assert not leftovers(tmp_path, "model")
 
@@ -307,7 +307,7 @@ def test_two_files_with_one_name_are_refused(packed, tmp_path):
         (INDEX, b"{}", CorruptionError, "'weight_map' must be an object, but is null"),
         (INDEX, b'{"weight_map": {"a": 1}}', CorruptionError, "'a' is a number"),
         (INDEX, b'{"weight_map": {}, "weight_map": {}}', CorruptionError, "occurs twice"),
-        (INDEX, b'{"weight_map": {}, "x": 1e999}', CorruptionError, "larger than the largest float"),
+        (INDEX, b'{"weight_map": {}, "x": 1e999}', CorruptionError, "the largest float"),
         (INDEX, b'{"weight_map": {}, "x": ["\\ud800"]}', CorruptionError, "not Unicode"),
     ],
 )
@@ -327,7 +327,7 @@ def test_links_that_lead_nowhere_or_in_circles_are_refused(model, tmp_path):
         pack_folder(model, tmp_path / "out")
     (model / "lost").unlink()
     (model / "vae" / "circle").symlink_to(model)
-    with pytest.raises(ValueError, match="a link to a folder that it lies in"):
+    with pytest.raises(ValueError, match="a link to a folder that contains it"):
         pack_folder(model, tmp_path / "out")
     (model / "vae" / "circle").unlink()
     os.mkfifo(model / "pipe")
@@ -346,7 +346,7 @@ def test_folders_too_deep_in_each_other_are_refused(model, packed, tmp_path):
         lambda: verify_folder(packed),
         lambda: packed_files(packed),
     ):
-        with pytest.raises(ValueError, match="more than 100 deep in each other"):
+        with pytest.raises(ValueError, match="nested more than 100 deep"):
             work()
     assert not leftovers(tmp_path, "model", "packed")
 
@@ -369,7 +369,7 @@ def test_a_recorded_index_may_not_be_much_longer_than_the_packed_one():
     text = b'{"weight_map": {}}' + b" " * 3_000_000
     packed = pack_index(text, label="test")
     assert unpack_index(packed, label="test") == text
-    with pytest.raises(CorruptionError, match=r"declares 3000018 bytes, and beside \d+ bytes"):
+    with pytest.raises(CorruptionError, match=r"declares 3000018 bytes, but in \d+ bytes"):
         unpack_index(packed.rstrip(), label="test")
 
 

@@ -173,7 +173,7 @@ class Bases:
         fitting = [base for base in fitting if base.content_hash in (None, wanted)]
         if not fitting:
             raise BaseMismatchError(
-                f"the one in {base.where} has {(base.content_hash or b'').hex()}"
+                f"the one in {base.where} has content hash {(base.content_hash or b'').hex()}"
             )
         usable = [base for base in fitting if not base.is_based]
         if not usable:
@@ -317,7 +317,7 @@ class Lender:
         )
 
     def _needed(self, name: str, frame: Frame) -> str:
-        called = f", of {shown(self.recorded)}" if self.recorded else ""
+        called = f", called {shown(self.recorded)}" if self.recorded else ""
         return (
             f"tensor {shown(name)}: a base of {frame.base_dtype} with content hash "
             f"{(frame.base_hash or b'').hex()}{called}, is needed"

@@ -1,6 +1,6 @@
 """The header of a safetensors file: checked when read, written as the safetensors library does.
 
-A file is a u64 length, so many bytes of JSON, and the tensors' bytes. Everything is checked once,
+A file is a u64 length, that many bytes of JSON, and the tensors' bytes. Everything is checked once,
 when a file is opened and before any tensor is read: the length against the limit and against the
 file, the JSON, every tensor's dtype, shape and size, and that the tensors cover the data without
 overlap or hole. Code that has a `FileHeader` need not check any of it again.

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _BAR_WIDTH = 18
-_BLOCKS = " ▏▎▍▌▋▊▉█"  # a cell, filled by so many eighths
+_BLOCKS = " ▏▎▍▌▋▊▉█"  # a cell, filled from 0 to 8 eighths
 _ALWAYS_SHOWN = 50  # rows of a plot
 _METADATA_LENGTH = 120  # characters of a value that are shown; --json has all
 
