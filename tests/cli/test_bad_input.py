@@ -1,7 +1,7 @@
 """Bad input on the command line.
 
-Each gives one line that names the file and says what to do, the documented exit code, nothing left
-behind, and a source that was not touched.
+Each case prints one line that names the file and says what to do, and ends with the documented exit
+code. Nothing is left behind, and the source is unchanged.
 """
 
 import json

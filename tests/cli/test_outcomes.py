@@ -1,4 +1,4 @@
-"""However a run of the command ends: one line, the documented code, and with --json a document."""
+"""Every run of the command ends with one line and the documented code; with --json, a document."""
 
 import json
 import os
@@ -142,13 +142,13 @@ def test_help_and_version_stay_text(run: Run):
     assert run("--version").out == run("-V").out
 
 
-# Ctrl-C before anything has begun
+# Ctrl-C before any work has started
 
 
 @pytest.mark.parametrize("json_option", [[], ["--json"]], ids=["", "json"])
 @pytest.mark.parametrize("module", ["numpy", "rich.console"])
 def test_ctrl_c_while_packages_are_imported(tmp_path: Path, module: str, json_option: list[str]):
-    """A module that takes long to import asks for the signal at that very moment."""
+    """The signal arrives while a module is imported that takes long."""
     folder = tmp_path.joinpath(*module.split(".")[:-1])
     folder.mkdir(parents=True, exist_ok=True)
     (tmp_path / "sitecustomize.py").write_text(
@@ -168,7 +168,7 @@ def test_ctrl_c_while_packages_are_imported(tmp_path: Path, module: str, json_op
         assert document(done)["errors"][0]["exit_code"] == 130
 
 
-# A signal when all is done, or nearly
+# A signal when the work is done, or nearly
 
 
 KILL = """
@@ -195,7 +195,7 @@ MOMENTS = {
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_what_is_told_of_a_signal_is_true(tmp_path: Path, model: Path, moment: str):
-    """The process asks for the signal itself, when a function is called or returns."""
+    """The process sends itself the signal when a function is called or returns."""
     where, words, is_there = MOMENTS[moment]
     number = signal.SIGINT if "return" in where else signal.SIGTERM
     (tmp_path / "sitecustomize.py").write_text(KILL)
@@ -212,7 +212,7 @@ def test_what_is_told_of_a_signal_is_true(tmp_path: Path, model: Path, moment: s
 
 
 def test_a_signal_while_nobody_reads_on(packed: Path):
-    """The pipe is full, and its reader waits for something else."""
+    """The pipe is full, and its reader does not read."""
     with subprocess.Popen(
         [COMMAND, "inspect", "--json", *[packed] * 60], stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, preexec_fn=default_signals,
@@ -232,7 +232,7 @@ def test_a_signal_while_nobody_reads_on(packed: Path):
 
 
 def limited(kilobytes: int, *words: object) -> Ended:
-    """Run the command with so much address space."""
+    """Run the command with this limit on its address space."""
     return sh(f'ulimit -v {kilobytes}; exec "$0" "$@"', *words)
 
 
@@ -248,7 +248,7 @@ def test_too_little_memory_to_start(packed: Path):
 
 
 def test_too_little_memory_to_compile_modules(packed: Path, tmp_path: Path):
-    """Python loses the error in its compiler, and raises another."""
+    """Python's compiler loses the MemoryError and raises another error."""
     words = f'export PYTHONPYCACHEPREFIX={tmp_path}; ulimit -v 150000; exec "$0" "$@"'
     done = sh(words, "verify", packed, "--json")
     (error,) = document(done)["errors"]
@@ -257,7 +257,7 @@ def test_too_little_memory_to_compile_modules(packed: Path, tmp_path: Path):
 
 
 def test_memory_that_ends_after_the_start(packed: Path):
-    """Wherever that is, it is told, and the file named once it was begun."""
+    """Memory may run out anywhere: it is reported, with the file if the file was begun."""
     for kilobytes in (166_000, 174_000):
         done = limited(kilobytes, "verify", packed, "--json", "-t", 1)
         errors = document(done)["errors"]
@@ -370,7 +370,7 @@ def test_nothing_is_printed_where_all_is_closed(model: Path):
     assert sh('"$0" pack "$1" --force >&- 2>&- <&-', model) == Ended(0, "", "")
     assert sh('"$0" inspect "$1" 2>&-', model.with_name("none")) == Ended(3, "", "")
     packed = model.with_name("model.ph.safetensors")
-    assert run_command("verify", packed).code == 0  # nothing was printed into it
+    assert run_command("verify", packed).code == 0  # the output was not printed to it
 
 
 @pytest.mark.parametrize("option", ["", "--json"])
@@ -384,7 +384,7 @@ def test_a_reader_that_has_enough(packed: Path, option: str):
 
 @pytest.mark.parametrize("words", ["-V", "--help", "snapshot"])
 def test_nobody_reads_at_all(packed: Path, words: str):
-    """The reader had gone before anything was printed."""
+    """The reader of the pipe ends before anything is printed."""
     ours, theirs = os.pipe()
     os.close(ours)
     options = {"stdout": theirs, "stderr": subprocess.PIPE, "preexec_fn": default_signals}

@@ -53,7 +53,7 @@ def store(trained: Path, tmp_path: Path) -> Path:
 
 
 def result(done: Ended) -> Any:
-    """The one result of a run with --json that went well."""
+    """The only result of a successful run with --json."""
     assert done.code == 0, done.err
     document = json.loads(done.out)
     assert document["errors"] == []
@@ -90,7 +90,7 @@ def test_a_fine_tune_costs_its_difference(tmp_path: Path, model: Path, run: Run)
     metadata = SnapshotStore(store).info("tuned").metadata
     assert metadata.items() >= {"loss": 2.5, "tag": "a=b", "x": "NaN"}.items()
     full = ["--base", "none", "--replace", "--level", "fast", "--threads", "1", "--json"]
-    # Equal content is kept once even without a base.
+    # Equal content is stored once even without a base.
     third = result(run("snapshot", "take", store, "tuned", tmp_path / "tuned.safetensors", *full))
     assert third["stored_nbytes"] == 0
 

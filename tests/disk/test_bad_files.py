@@ -1,4 +1,4 @@
-"""Files that are no safetensors files, or the wrong kind: the documented error and nothing else."""
+"""Files that are not safetensors files, or are of the wrong kind, raise the documented error."""
 
 import json
 import os
@@ -149,7 +149,7 @@ BAD = {
     ),
 }
 
-# Here we are stricter than the library, which takes the last of two and skips spaces.
+# Packhorse is stricter than the library, which uses the last of two keys and skips spaces.
 STRICTER = {
     "duplicate tensor": (
         file_bytes(f'{{"a":{{{ONE}}},"a":{{{ONE}}}}}'.encode(), b"x"),
@@ -227,7 +227,7 @@ LONG_WINDED = {
 
 @pytest.mark.parametrize("case", LONG_WINDED)
 def test_a_message_is_short_whatever_the_file_says(tmp_path, case):
-    """Names in it keep their two ends, and control characters are shown, not sent."""
+    """A long name keeps its two ends, and control characters are escaped."""
     with pytest.raises(PackhorseError) as caught:
         parse_file_header(memoryview(file_bytes(LONG_WINDED[case], b"abc")), "test")
     message = str(caught.value)
@@ -295,7 +295,7 @@ def test_arbitrary_bytes_give_a_documented_error_or_a_header(data, declared):
 
 
 def assert_documented(work: Callable[[], object]) -> None:
-    """Either it works or its error names the file."""
+    """The operation either works, or its error names the file."""
     message = "test: "
     try:
         work()

@@ -53,7 +53,7 @@ def packed(pair: Pair) -> Path:
 
 
 def readers(packed: Path, base: object) -> dict[str, Callable[[], object]]:
-    """All that decodes the tensors of a packed file."""
+    """All ways to decode the tensors of a packed file."""
     data = packed.read_bytes()
 
     def read(name: str, index: object) -> object:
@@ -75,7 +75,7 @@ def changed(tensors: dict[str, torch.Tensor], **changes: torch.Tensor | None) ->
 
 
 def test_a_missing_base_is_told_before_any_output(tmp_path, packed):
-    """With file, tensor, the base's hash, what it was called, and the remedy."""
+    """The message names the file, the tensor, the base's hash and name, and the remedy."""
     with PackedFile(packed, NUMPY) as file:
         hashes = {name: file.frame(name).base_hash for name in file.offset_keys()}
     first = next(name for name in hashes if hashes[name])
@@ -89,7 +89,7 @@ def test_a_missing_base_is_told_before_any_output(tmp_path, packed):
             r"a base of \w+ with content hash [0-9a-f]{32}, called 'old\.safe", message
         )
         assert "--base PATH, in Python base=" in message
-        if what not in ("load_file", "load"):  # several threads: whichever comes first
+        if what not in ("load_file", "load"):  # with several threads, any of these may come first
             assert f"tensor {name!r}" in message
             assert hashes[name].hex() in message
     with pytest.raises(BaseMismatchError, match=rf"\({N_BASED - 1} more tensors"):
@@ -149,7 +149,7 @@ def test_another_base_is_refused(tmp_path, packed, what, is_packed):
         words = r"the one in \S+ has content hash [0-9a-f]{32}" if what == "other values" else words
     for name, read in readers(packed, base).items():
         if what == "rounded already" and name.startswith("get"):
-            continue  # what they read has the right base
+            continue  # the tensors that they read have the right base
         with pytest.raises(BaseMismatchError, match=words) as told:
             read()
         assert "content hash" in str(told.value)
@@ -231,7 +231,7 @@ def test_what_is_packed_against_a_base_is_no_base(tmp_path, pair, packed):
         unpack_file(tmp_path / "packed", tmp_path / "x", base=packed)
     with pytest.raises(BaseMismatchError):
         decode_file((tmp_path / "packed").read_bytes(), base=packed.read_bytes())
-    # Where a folder has the tensor in full as well, that is taken.
+    # If the folder has the tensor without a base too, that one is used.
     unpack_file(tmp_path / "packed", tmp_path / "x", base=tmp_path)
     assert (tmp_path / "x").read_bytes() == (tmp_path / "later").read_bytes()
 
@@ -257,7 +257,7 @@ def test_the_base_is_not_written_over(tmp_path, pair, packed):
 
 
 def test_a_model_is_not_its_own_base(tmp_path, pair):
-    """It would pack to nothing, and be lost with the original."""
+    """A file packed against itself would be empty, and lost with the original."""
     _, new = pair
     (tmp_path / "link").symlink_to(new)
     for base in (new, tmp_path / "link"):
@@ -273,7 +273,7 @@ def test_a_model_is_not_its_own_base(tmp_path, pair):
                  lambda: plan_folder(model, base=model / "vae" / "..")):  # fmt: skip
         with pytest.raises(ValueError, match="the base is the folder itself"):
             work()
-    # Beside an older file in one folder, it is left out.
+    # If there is an older file in the same folder, this one is left out.
     result = pack_file(new, tmp_path / "x", base=tmp_path)
     assert sum(tensor.base_hash is not None for tensor in result.tensors) == N_BASED
 

@@ -1,4 +1,4 @@
-"""Model folders: shards, index and all the rest come back exactly, or nothing is there at all."""
+"""Model folders: shards, index and other files are restored exactly, or nothing is written."""
 
 import json
 import os
@@ -32,7 +32,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def make_model(folder: Path) -> Path:
-    """A model as Hugging Face lays it out, with a subfolder, an empty folder and odd names."""
+    """A model in the layout of Hugging Face, with a subfolder, an empty folder and odd names."""
     (folder / "vae" / "deep").mkdir(parents=True)
     (folder / "empty").mkdir()
     (folder / ".cache").mkdir()
@@ -40,7 +40,7 @@ def make_model(folder: Path) -> Path:
     for seed, name in enumerate(SHARDS):
         tensors = write_sample(folder / name, seed)
         weight_map |= {f"{seed}.{tensor}": name for tensor in tensors}
-    # A layout of its own: key order, indent, escapes, no line break at the end.
+    # Unusual JSON: the order of keys, the indent, escapes, no line break at the end.
     index = {"weight_map": weight_map, "metadata": {"total_size": 2530644.0, "é": None}}
     (folder / INDEX).write_text(json.dumps(index, indent=3))
     write_sample(folder / "vae" / "diffusion.safetensors", 5)
@@ -53,7 +53,7 @@ def make_model(folder: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """Every file's bytes, and None for every folder."""
+    """The bytes of every file, and None for every folder."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
@@ -337,7 +337,7 @@ def test_links_that_lead_nowhere_or_in_circles_are_refused(model, tmp_path):
 
 
 def test_folders_too_deep_in_each_other_are_refused(model, packed, tmp_path):
-    """Python's own walking and removing would exhaust the stack, and leave a half-built folder."""
+    """Python's own functions would exhaust the stack while removing, and leave a partial folder."""
     for folder in (model, packed):
         folder.joinpath(*["d"] * 101).mkdir(parents=True)
     for work in (

@@ -1,4 +1,4 @@
-"""Good files of other kinds, and model files that are cut: named for what they are."""
+"""Good files of other kinds, and model files that are cut short: the error says which they are."""
 
 import gzip
 import io
@@ -171,7 +171,7 @@ def test_a_folder_that_is_not_packed_is_told_to_be(folder: Path, run: Run):
         assert done.error.endswith("its *.safetensors files are not packed, so pack it first")
 
 
-# Names in an index that no file system can hold
+# Names in an index that no file can have
 
 
 def test_verifying_a_folder_goes_on_after_impossible_names(tmp_path: Path, folder: Path, run: Run):
@@ -182,7 +182,7 @@ def test_verifying_a_folder_goes_on_after_impossible_names(tmp_path: Path, folde
     index = {"weight_map": {str(i): name for i, name in enumerate(names)}}
     (folder / "a.safetensors.index.json").write_text(json.dumps(index))
     assert run("pack", folder, "--force").code == 0
-    assert run("verify", packed).code == 0  # nor were they there when the folder was packed
+    assert run("verify", packed).code == 0  # they did not exist either when the folder was packed
     document = json.loads(bad.read_text())
     del document["packhorse"]["absent"]  # as in folders of the first releases
     bad.write_text(json.dumps(document))
@@ -195,5 +195,5 @@ def test_verifying_a_folder_goes_on_after_impossible_names(tmp_path: Path, folde
     data[-100] ^= 1
     (packed / "model-00002-of-00002.ph.safetensors").write_bytes(data)
     done = run("verify", packed)
-    assert len(done.out.splitlines()) == len(names) + 1  # the file after the index is looked at
+    assert len(done.out.splitlines()) == len(names) + 1  # the file after the index is checked
     assert load_file(folder / "model-00001-of-00002.safetensors")

@@ -1,4 +1,4 @@
-"""Two at work on the same files: what one has finished, the other does not take away."""
+"""Two writers of the same output: neither removes what the other has finished."""
 
 import os
 import threading
@@ -34,7 +34,7 @@ SYSTEMS = {
 
 @pytest.fixture(params=SYSTEMS)
 def system(request, monkeypatch):
-    """The ways to rename, one after the other."""
+    """Each way to rename in turn."""
     SYSTEMS[request.param](monkeypatch)
 
 
@@ -64,7 +64,7 @@ class Meeting:
 
         def progress(nbytes: int) -> None:
             nonlocal waits
-            if waits:  # all that is asked before any work is done has been asked
+            if waits:  # all checks before the work are done
                 waits = False
                 self.barrier.wait()
 
@@ -109,7 +109,7 @@ def test_of_two_packs_to_one_folder_one_is_refused(tmp_path, system, is_there):
 
 
 def test_a_folder_to_be_replaced_keeps_what_came_into_it_meanwhile(tmp_path, system):
-    """It was looked through at the beginning, and nobody's file may vanish at the end."""
+    """The folder was checked at the beginning; a file that was added since must not be lost."""
     (tmp_path / "model").mkdir()
     write_sample(tmp_path / "model" / "a.safetensors")
     output = tmp_path / "out"
@@ -127,7 +127,7 @@ def test_a_folder_to_be_replaced_keeps_what_came_into_it_meanwhile(tmp_path, sys
 
 
 def test_an_object_of_a_store_is_written_once(tmp_path, system):
-    """Two of them at once, neither of which may replace: one is refused."""
+    """Of two writers without `force`, one is refused."""
     storage = LocalStorage(tmp_path)
 
     def write() -> None:
@@ -168,7 +168,7 @@ def test_a_file_system_without_links_leaves_no_claim_behind(tmp_path, monkeypatc
 def test_a_swap_of_folders_that_fails_half_way_leaves_the_old_one(
     tmp_path, system, monkeypatch, call, after
 ):
-    """Whichever of its renames ends in an interrupt or a refusal."""
+    """Any of its renames may be interrupted or refused."""
     (tmp_path / "model").mkdir()
     write_sample(tmp_path / "model" / "a.safetensors")
     output = tmp_path / "out"
@@ -197,7 +197,7 @@ def test_a_swap_of_folders_that_fails_half_way_leaves_the_old_one(
 
 
 def test_threads_pack_small_tensors_side_by_side(tmp_path):
-    """Their mappings come and go beside each other; that once harmed the memory of the process."""
+    """Threads map and unmap at once, which once corrupted the memory of the process."""
     for name in "ab":
         (tmp_path / name).mkdir()
         write_sample(tmp_path / name / "x.safetensors", ord(name))

@@ -30,7 +30,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def sample_state() -> dict[str, Any]:
-    """What state dicts of models, optimizers and schedulers are made of."""
+    """Values of all kinds that state dicts of models, optimizers and schedulers contain."""
     tied = torch.randn(40, 30)
     return {
         "model": OrderedDict(
@@ -286,7 +286,7 @@ def test_no_flipped_bit_changes_a_state() -> None:
         data[i // 8] ^= 1 << i % 8
         try:
             assert_same(load(bytes(data)), state)
-            harmless += 1  # a space between the header and the data, say
+            harmless += 1  # for example a space between the header and the data
         except (packhorse.PackhorseError, ValueError):
             pass
         data[i // 8] ^= 1 << i % 8
@@ -317,7 +317,7 @@ def test_plain_pytorch_resumes_to_the_identical_losses(tmp_path: Path) -> None:
     first = Run(seed=1)
     first.train(13)
     save(first.state_dict(), tmp_path / "state.pt")
-    torch.rand(100)  # the process does other things
+    torch.rand(100)  # the process does other work too
     second = Run(seed=2)
     second.load_state_dict(load(tmp_path / "state.pt"))
     second.train(30)

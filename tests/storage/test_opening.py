@@ -1,4 +1,4 @@
-"""Pipes, sockets, devices and folders in the place of files: refused, and nobody waits for them."""
+"""Pipes, sockets, devices and folders instead of files are refused, without waiting for them."""
 
 import os
 import socket
@@ -153,7 +153,7 @@ def test_a_folder_where_a_file_is_asked_for(tmp_path: Path, run: Run):
 def test_a_pipe_that_takes_the_place_of_a_file_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Between the look and the opening."""
+    """A pipe replaces the file after the check and before the opening."""
     path = tmp_path / "x"
     path.write_bytes(b"a file")
     real = os.open
