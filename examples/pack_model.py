@@ -1,6 +1,6 @@
-"""Pack a safetensors file, read parts of it while it is packed, and get the original back.
+"""Pack a safetensors file, read parts of the packed file, and restore the original.
 
-Run `python examples/pack_model.py MODEL.safetensors`. `make demo` does more: it also measures.
+Run `python examples/pack_model.py MODEL.safetensors`. `make demo` also measures the speed.
 """
 
 import sys
@@ -13,7 +13,7 @@ from packhorse.disk import pack_file, unpack_file, verify_file
 
 
 def main(model: Path) -> None:
-    """Take `model` there and back."""
+    """Pack and unpack `model`."""
     with TemporaryDirectory() as folder:
         packed, back = Path(folder) / "model.ph.safetensors", Path(folder) / "back.safetensors"
 
@@ -22,7 +22,7 @@ def main(model: Path) -> None:
         for problem in verify_file(packed):
             sys.exit(problem.message)
 
-        # A packed file opens like any safetensors file; a slice decodes only the chunks it meets.
+        # A packed file opens like any safetensors file. A slice decodes only the chunks it needs.
         with packhorse.open_file(packed, framework="np") as tensors:
             name = max(tensors.keys(), key=lambda key: tensors.frame(key).logical_nbytes)
             rows = tensors.get_slice(name)[:2]

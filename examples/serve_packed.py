@@ -1,7 +1,7 @@
-"""Load a language model with packed weights, see what that saves, and generate.
+"""Load a language model with packed weights, print what that saves, and generate text.
 
-Give it the folder of a model that was trained in BF16, with its tokenizer, as it was published or
-packed by `packhorse pack`. Without one, a tiny model with random weights is made.
+Pass the folder of a model that was trained in BF16, with its tokenizer, either as published or
+packed by `packhorse pack`. Without a folder, the example makes a tiny model with random weights.
 """
 
 import argparse
@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make_tiny_model(folder: Path) -> None:
-    """Write a model that knows nothing."""
+    """Write a model with random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
@@ -28,7 +28,7 @@ def make_tiny_model(folder: Path) -> None:
 
 
 def main(folder: Path, text: str) -> None:
-    """Pack on load, report, generate."""
+    """Load the model with packed weights, print the report, and generate."""
     is_packed = any(folder.glob("*.ph.safetensors"))
     load = load_packed_model if is_packed else AutoModelForCausalLM.from_pretrained
     options = {"dtype": torch.bfloat16, "device_map": DEVICE}
@@ -48,8 +48,8 @@ def main(folder: Path, text: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", nargs="?", type=Path, help="of the model")
-    parser.add_argument("--prompt", default="A packhorse carries", help="what to write on from")
+    parser.add_argument("folder", nargs="?", type=Path, help="the model's folder")
+    parser.add_argument("--prompt", default="A packhorse carries", help="the text to continue")
     args = parser.parse_args()
     with TemporaryDirectory() as tiny:
         if args.folder is None:

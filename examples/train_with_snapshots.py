@@ -1,7 +1,7 @@
-"""Train a small model with a snapshot every few steps; kill it at any moment and start it again.
+"""Train a small model with a snapshot every few steps, and resume after an interruption.
 
-Run `python examples/train_with_snapshots.py FOLDER`, press Ctrl-C or kill -9 it, run it again: it
-goes on from the newest snapshot in FOLDER, and every loss is what it would have been.
+Run `python examples/train_with_snapshots.py FOLDER`, stop it with Ctrl-C or kill -9, and run it
+again: it resumes from the newest snapshot, with the same losses as without the interruption.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from packhorse.disk import SnapshotStore
 
 
 def main(args: argparse.Namespace) -> None:
-    """Train to the last step, from wherever the store says."""
+    """Train to the last step, from the newest snapshot of the store."""
     torch.manual_seed(0)
-    data = torch.randn(4096, 64).cumsum(dim=1)  # random walks, to foretell the last step of
+    data = torch.randn(4096, 64).cumsum(dim=1)  # random walks; the model predicts the last step
     model = nn.Sequential(nn.Linear(63, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
@@ -43,7 +43,7 @@ def main(args: argparse.Namespace) -> None:
             print(f"step {step}: loss {loss.item()!r}", flush=True)
             if step == args.kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if step % args.every == 0:  # copied now, packed while training goes on
+            if step % args.every == 0:  # the state is copied now and packed in the background
                 state = {name: part.state_dict() for name, part in parts.items()}
                 state |= {"rng": torch.get_rng_state(), "step": step}
                 store.take_async(f"step-{step}", state, metadata={"loss": loss.item()})
@@ -54,6 +54,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("store", help="folder or URL of the snapshots")
     parser.add_argument("--steps", type=int, default=200, help="train to this step")
-    parser.add_argument("--every", type=int, default=10, help="steps from snapshot to snapshot")
+    parser.add_argument("--every", type=int, default=10, help="steps between snapshots")
     parser.add_argument("--kill-at", type=int, help="step after which the process kills itself")
     main(parser.parse_args())

@@ -21,7 +21,7 @@ from packhorse import _core
 from packhorse.codecs.base import ByteArray, choose_isa, encode_plane
 from packhorse.codecs.content import content_hash, empty_leaves
 from packhorse.disk.container import pack_tensors
-from packhorse.disk.header import build_header
+from packhorse.disk.safetensors_header import build_header
 from packhorse.frame import Frame, compress_buffer
 from packhorse.frame.base import NO_BASE
 from packhorse.frame.header import (

@@ -141,6 +141,7 @@ LAYERS = {
     "errors": 0,
     "late_import": 0,
     "layout": 0,
+    "process": 0,
     "threads": 0,
     "_core": 1,
     "codecs": 2,
@@ -187,6 +188,74 @@ def between_hops() -> list[tuple[str, str]]:
         for other in others
         if layer_of(name) == layer_of(other) == HOPS and part_of(name) != part_of(other)
     )
+
+
+# State of the process: names in modules whose value changes, and results that functions keep.
+
+_STATE_TYPES = {
+    *("set", "deque", "defaultdict", "Counter", "WeakSet", "WeakKeyDictionary"),
+    *("WeakValueDictionary", "Lock", "RLock", "Condition", "Event", "local", "ContextVar"),
+}
+
+
+def process_state() -> list[str]:
+    """What outlives a call: `late_import._importing` for a variable, `storage.rename._system_call`
+    for a function that keeps its results."""
+    found = set()
+    for module, path in MODULES.items():
+        tree = ast.parse(path.read_text())
+        locals_ = {node.name for node in tree.body if _is_local(node)}  # type: ignore[attr-defined]
+        names = {name for node in ast.walk(tree) for name in _rebound(node)}
+        names |= {name for node in tree.body for name in _kept(node, locals_)}
+        found |= {f"{module.removeprefix('packhorse.')}.{name}" for name in names}
+    return sorted(found)
+
+
+def _is_local(node: ast.stmt) -> bool:
+    """Whether a statement makes a class of variables that each thread has for itself."""
+    return isinstance(node, ast.ClassDef) and "local" in map(_last_name, node.bases)
+
+
+def _rebound(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Global):
+        yield from node.names
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        decorators = (d.func if isinstance(d, ast.Call) else d for d in node.decorator_list)
+        if {"cache", "lru_cache"} & set(map(_last_name, decorators)):
+            yield node.name
+
+
+def _kept(node: ast.stmt, local_types: set[str]) -> Iterator[str]:
+    """The variable that a statement of a module sets to something that can change."""
+    if not isinstance(node, ast.Assign | ast.AnnAssign):
+        return
+    name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+    value = node.value
+    if isinstance(value, ast.Call):
+        callee = value.func.value if isinstance(value.func, ast.Subscript) else value.func
+        can_change = _last_name(callee) in _STATE_TYPES | local_types
+    else:
+        can_change = isinstance(value, ast.List) or (isinstance(value, ast.Dict) and not value.keys)
+    if can_change and name != "__all__":
+        yield name
+
+
+def _last_name(node: ast.expr) -> str:
+    """`local` for `threading.local`."""
+    return ast.unparse(node).rpartition(".")[2]
+
+
+def registrars() -> list[str]:
+    """Modules that have Python call them when the process forks or ends."""
+    wanted = ("os.register_at_fork", "atexit.register", "atexit")
+    return [name for name, path in MODULES.items() if set(wanted) & set(_uses(path))]
+
+
+def _uses(path: Path) -> Iterator[str]:
+    yield from imports_of(path)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
 
 
 # The C++ core: a folder may include those before it, and itself.

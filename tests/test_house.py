@@ -1,6 +1,7 @@
 """The house: who imports whom, what comes from outside, and whether the page about it is true."""
 
 import ast
+import re
 import sys
 
 import pytest
@@ -21,7 +22,9 @@ from house import (
     misnamed_avx512,
     ours,
     page_with_tables,
+    process_state,
     purpose_of,
+    registrars,
     upward,
 )
 
@@ -120,6 +123,21 @@ def test_nothing_below_storage_does_input_or_output(name: str) -> None:
     tree = ast.parse(MODULES[name].read_text())
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     assert not {"open", "print", "exit"} & {call.id for call in calls if isinstance(call, ast.Name)}
+
+
+def test_the_architecture_page_lists_all_state_of_the_process() -> None:
+    text = PAGE.read_text().partition("## State of the process")[2].partition("\n## ")[0]
+    listed, file = set(), ""
+    for word in re.findall("`([^`]*)`", text):
+        if word.endswith(".py"):
+            file = word.removesuffix(".py").replace("/", ".")
+        elif f"packhorse.{file}" in MODULES and word.isidentifier():
+            listed.add(f"{file}.{word}")
+    assert set(process_state()) <= listed
+
+
+def test_only_process_registers_handlers_with_python() -> None:
+    assert registrars() == ["packhorse.process"]
 
 
 def test_typing_extensions_is_for_type_checkers_only() -> None:

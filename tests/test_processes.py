@@ -136,7 +136,7 @@ def test_a_base_that_is_open_here_alone_is_not_pickled(tmp_path: Path) -> None:
     with (
         open_bases(base) as bases,
         PackedFile(path, FRAMEWORK, base=bases) as file,
-        pytest.raises(TypeError, match="base= the path of that base"),
+        pytest.raises(TypeError, match="with the path of the base"),
     ):
         pickle.dumps(file)
 
@@ -229,6 +229,43 @@ def test_an_import_that_waits_for_another_thread_s_does_not_keep_that_waiting(
     for thread in threads:
         thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
+
+
+HANDLERS = """
+import os, sys
+from packhorse.process import at_exit, at_fork
+
+def note(word):
+    def handler():
+        print(word, flush=True)
+        if word.startswith("bad"):
+            raise RuntimeError(word)
+    return handler
+
+first = {name: note(f"first {name}") for name in ("before", "in_parent", "in_child")}
+at_fork(**first)
+at_fork(**first)
+at_fork(before=note("second before"), in_child=note("bad in_child"))
+at_fork(in_child=note("third in_child"))
+last = note("exit 1")
+at_exit(last)
+at_exit(note("exit 2"))
+at_exit(last)
+child = os.fork()
+if child == 0:
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_handlers_for_forks_and_for_the_end_run_once_and_in_order() -> None:
+    ended = run_script(HANDLERS)
+    lines = ended.stdout.splitlines()
+    child = ["first in_child", "bad in_child", "third in_child"]
+    assert [line for line in lines if line in child] == child
+    own = ["second before", "first before", "first in_parent", "exit 2", "exit 1"]
+    assert [line for line in lines if line not in child] == own
+    assert "RuntimeError: bad in_child" in ended.stderr
 
 
 # The end of a program.

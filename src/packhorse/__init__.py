@@ -1,8 +1,8 @@
 """Packhorse packs tensors without loss, so that fewer bytes travel on every hop.
 
-Importing this package does nothing else: no thread, no device probe, no PyTorch; NumPy and the
-core come with the first name that needs them. Frameworks have their own modules, with the same
-verbs: `packhorse.numpy` and `packhorse.torch`.
+Importing this package starts no thread, probes no device and does not import PyTorch. NumPy and
+the C++ core are imported with the first name that needs them. Each framework has a module of its
+own, `packhorse.numpy` and `packhorse.torch`, with the same verbs.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ def open_file(
     Args:
         path: a `.ph.safetensors` file.
         framework: "np" (or "numpy") or "pt" (or "torch", "pytorch").
-        device: where tensors go; PyTorch only. A GPU with Triton decodes whole tensors itself
-            (docs/device.md).
-        threads: threads of each read; None for the cores of this process, at most 8.
-        max_nbytes: refuse a tensor of more decoded bytes.
-        base: what the file was packed against, if it was: a safetensors file, packed or not, a
-            folder of them, or tensors by name.
+        device: where tensors are placed; PyTorch only. A GPU with Triton decodes whole tensors
+            itself (docs/device.md).
+        threads: the number of threads of each read; None for one per core, at most 8.
+        max_nbytes: refuse a tensor that takes more bytes once it is decoded.
+        base: what the file was packed against, if it has a base: a safetensors file, packed or
+            not, a folder of such files, or tensors by name.
 
     Returns:
         A `PackedFile`, with `keys()`, `metadata()`, `get_tensor(name)` and `get_slice(name)`; a
@@ -107,8 +107,8 @@ def open_file(
     Raises:
         CorruptionError, TruncationError, CompatibilityError: the file is bad or too new.
         MissingBackendError: the framework is not installed.
-        OSError: what the file system says.
-        ValueError: unknown framework, or `device` for NumPy.
+        OSError: the file cannot be opened or read.
+        ValueError: the framework is unknown, or `device` was given for NumPy.
 
     Example:
         >>> import packhorse

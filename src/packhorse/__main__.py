@@ -1,4 +1,4 @@
-"""`python -m packhorse` is the command line, for places where scripts are not on the path."""
+"""Lets `python -m packhorse` run the command line, where the script is not on the path."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What callers say about any operation: the level, and the number of threads."""
+"""Checks the arguments that most operations have: the level and the number of threads."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from packhorse.layout import Level
 __all__ = ["resolve_level", "resolve_threads"]
 
 _MAX_DEFAULT_THREADS = 8
-_MAX_THREADS = 1024  # more help nobody, and room for them is made before it is known how many start
+# More do not help, and memory for all is allocated before it is known how many can start.
+_MAX_THREADS = 1024
 _LEVELS = dict(Level.__members__)  # by name
 
 
 def resolve_level(level: Level | str | int) -> Level:
-    """A `Level` from itself, its name in any case, or its number.
+    """The `Level` for a level, its name (in any case) or its number.
 
     Raises:
-        ValueError: no such level.
+        ValueError: there is no such level.
     """
     if isinstance(level, Level):
         return level
@@ -30,12 +31,15 @@ def resolve_level(level: Level | str | int) -> Level:
 
 
 def resolve_threads(threads: int | None) -> int:
-    """The number of threads to use: as asked, but at most 1024; or the cores that this process may
-    use, at most 8.
+    """The number of threads to use.
+
+    Args:
+        threads: the number that the caller asks for; more than 1024 count as 1024. None for one
+            thread per core that this process may use, at most 8.
 
     Raises:
-        ValueError: below 1.
-        TypeError: not an integer.
+        ValueError: the number is below 1.
+        TypeError: it is not an integer.
     """
     if threads is None:
         return min(len(os.sched_getaffinity(0)), _MAX_DEFAULT_THREADS)

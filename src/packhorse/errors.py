@@ -1,17 +1,17 @@
-"""The errors of Packhorse: one tree, drawn here.
+"""The errors of Packhorse, as one tree.
 
     PackhorseError
-    ├── CorruptionError          the bytes are not what docs/format.md allows
+    ├── CorruptionError          the bytes break a rule of docs/format.md
     │   └── TruncationError      ... because some are missing at the end
-    ├── CompatibilityError       valid perhaps, but of a version or kind this release cannot read
-    ├── BaseMismatchError        a delta frame was given another base than its own
-    ├── ChangedError             what was read, or its base, was written to meanwhile
-    └── MissingBackendError      an optional package or instruction set is not there
+    ├── CompatibilityError       perhaps valid, but of a version or kind this release cannot read
+    ├── BaseMismatchError        a delta frame was given a base other than its own
+    ├── ChangedError             a tensor, base or file was written to while it was used
+    └── MissingBackendError      an optional package or a CPU feature is missing
 
-Only bad *data*, data that does not stay what it is, and a missing backend raise these. A caller's
-own mistake is a `ValueError` or a `TypeError`, and what the operating system refuses stays an
-`OSError`. A message says what was found, what is allowed and what to do, with the tensor's name and
-the byte offset where there are any.
+Packhorse raises these for bad data, for data that changes while it is used, and for a missing
+backend. A caller's mistake is a `ValueError` or a `TypeError`, and an operation that the system
+refuses stays an `OSError`. A message says what was found, what is allowed and what to do, and gives
+the tensor's name and the byte offset where there are any.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class PackhorseError(Exception):
-    """Root of every error that Packhorse raises on its own account."""
+    """The base class of all errors that Packhorse defines."""
 
 
 class CorruptionError(PackhorseError):
@@ -38,24 +38,25 @@ class CorruptionError(PackhorseError):
 
 
 class TruncationError(CorruptionError):
-    """Fewer bytes are there than the data itself declares."""
+    """There are fewer bytes than the data itself declares."""
 
 
 class CompatibilityError(PackhorseError):
-    """The data asks for a version, dtype, flag or mode that this release does not know."""
+    """The data uses a version, dtype, flag or mode that this release does not know."""
 
 
 class BaseMismatchError(PackhorseError):
-    """A delta frame names a base by content hash and another, or none, was given."""
+    """A delta frame names its base by content hash, and no base or another one was given."""
 
 
 class ChangedError(PackhorseError, RuntimeError):
-    """A tensor was written to while it was packed, or a base while it was used, or a file is not
-    the one that it was; try again when nothing writes to it."""
+    """A tensor was written to while it was packed, a base was written to while it was used, or a
+    file was replaced. Try again when nothing writes to it."""
 
 
 class MissingBackendError(PackhorseError, ImportError):
-    """An optional package (the message names the extra to install) or CPU feature is missing."""
+    """An optional package or a CPU feature is missing; for a package, the message names the extra
+    to install."""
 
 
 _OF_DATA = (CorruptionError, CompatibilityError, BaseMismatchError)
@@ -63,17 +64,17 @@ _OF_DATA = (CorruptionError, CompatibilityError, BaseMismatchError)
 
 @contextmanager
 def blaming(culprit: str, kinds: tuple[type[Exception], ...] = _OF_DATA) -> Iterator[None]:
-    """Puts the name of a file or a tensor before the messages of errors about it.
+    """Puts the name of a file or a tensor in front of the messages of errors about it.
 
     Args:
         culprit: the name.
-        kinds: which errors are about it.
+        kinds: the types of errors that get the name.
 
     Yields:
         Nothing; the block runs.
 
     Raises:
-        Exception: that of the block; one of `kinds` as a new one of its type.
+        Exception: the block's error; one of `kinds` is raised anew, with the name in its message.
 
     Example:
         >>> from packhorse.errors import CorruptionError, blaming

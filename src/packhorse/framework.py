@@ -1,7 +1,7 @@
-"""What the hops need to know of NumPy or PyTorch, and which of them a tensor belongs to.
+"""The protocol through which the hops use NumPy or PyTorch, and the registry of both.
 
-Their objects, and what decodes frames on a GPU, are registered here, each with a function that
-imports it when it is asked for: whoever uses one framework does not need the other.
+The package registers, for each framework and for the decoder of frames on a GPU, a function that
+imports it. The function runs at first use, so a user of one framework does not need the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ __all__ = [
     "to_array",
 ]
 
-# What `Framework.decode_on` calls: frames, device and `threads=` to a tensor or None for each.
+# Takes frames, a device and `threads=`; returns a tensor or None for each frame, as
+# `Framework.decode_on`.
 FrameDecoder: TypeAlias = Callable[..., list[Any]]
 
 _TENSOR_TYPES = {("numpy", "ndarray"): "np", ("torch", "Tensor"): "pt"}
@@ -33,51 +34,51 @@ _load_decoder: Callable[[], FrameDecoder] | None = None
 
 
 class Framework(Protocol):
-    """What a hop needs to know of NumPy or PyTorch; one object for each, in numpy.py and
-    torch.py."""
+    """What a hop does with tensors of NumPy or PyTorch. numpy.py and torch_framework.py have one
+    object each that implements it."""
 
     name: str
 
     def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
-        """A fresh tensor of undefined content.
+        """A new tensor in host memory, of undefined content.
 
         Raises:
             CompatibilityError: the framework has no such dtype.
         """
 
     def writable(self, tensor: Any) -> ByteArray:
-        """The bytes of a C-contiguous tensor, one-dimensional, to write to."""
+        """The bytes of a C-contiguous tensor, as a one-dimensional array to write to."""
 
     def check_out(self, out: Any, dtype: str, shape: tuple[int, ...]) -> None:
-        """See that a tensor of this dtype and shape can be decoded into another.
+        """Check that a tensor of this dtype and shape can be decoded into `out`.
 
         Raises:
-            TypeError: that is no C-contiguous, writable tensor in host memory.
-            ValueError: it has another dtype or shape.
+            TypeError: `out` is not a C-contiguous, writable tensor in host memory.
+            ValueError: `out` has another dtype or shape.
         """
 
     def readable(self, tensor: Any) -> tuple[ByteArray, str, tuple[int, ...]]:
-        """The bytes in C order, dtype name and shape; a copy only if the tensor is not
-        C-contiguous."""
+        """A tensor's bytes in C order, its dtype name and its shape. The bytes are copied only if
+        the tensor is not C-contiguous or not in host memory."""
 
     def describe(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
-        """Dtype name and shape of a tensor that `readable` takes; no byte of it is looked at.
+        """The dtype name and shape of a tensor that `readable` accepts; its bytes are not read.
 
         Raises:
-            TypeError: it takes no such tensor.
+            TypeError: `readable` does not accept it.
         """
 
     def head(self, tensor: Any, n: int) -> ByteArray:
-        """The bytes of the first `n` elements in C order of a tensor that `readable` takes, or of
-        all if there are fewer."""
+        """The bytes of the first `n` elements in C order, or of all if there are fewer; of a
+        tensor that `readable` accepts."""
 
     def identity(self, tensor: Any) -> object:
-        """What is equal for tensors that are the same elements of the same memory, as long as they
-        live."""
+        """A key that is equal for two tensors if they are the same elements of the same memory.
+        It is valid as long as the tensors live."""
 
     def assign(self, target: Any, source: Any) -> None:
-        """Write a tensor's elements over those of another of the same dtype and shape, whatever
-        strides and device that has.
+        """Copy the elements of `source` to `target`, which has the same dtype and shape, and any
+        strides and device.
 
         Raises:
             ValueError: the target may not be written to.
@@ -85,60 +86,61 @@ class Framework(Protocol):
 
     def memory(self, tensor: Any) -> ByteArray | None:
         """The bytes of a tensor to write to, if they lie in host memory in C order; otherwise
-        `assign` is needed."""
+        None, and the caller needs `assign`."""
 
     def mark_written(self, tensor: Any) -> None:
-        """Say that the bytes of a tensor, from `writable` or `memory`, were written to."""
+        """Tell the framework that a tensor's bytes, from `writable` or `memory`, were written."""
 
     def span(self, tensor: Any) -> tuple[int, int] | None:
-        """The addresses of the first byte of a tensor in host memory and of what is behind its last
-        one; None for an empty one, and for what is none of this framework's."""
+        """The address of a tensor's first byte, and the address after its last byte. None for an
+        empty tensor, one outside of host memory, and one of another framework."""
 
     def decodes_on(self, device: Any) -> bool:
-        """Whether `decode_on` may give tensors for a device."""
+        """Whether `decode_on` may decode frames on a device."""
 
     def decode_on(self, frames: Sequence[Frame], device: Any, threads: int) -> list[Any]:
-        """Tensors of frames that a device decodes itself, and gets packed.
+        """Copy frames to a device and decode them there.
 
         Args:
-            frames: their bytes are only read.
-            device: where the tensors are to be.
-            threads: of the host, to use.
+            frames: the frames; their bytes are only read.
+            device: where the tensors are created.
+            threads: the number of threads of the host.
 
         Returns:
-            A tensor for each frame; None for one that is to be decoded in host memory and copied:
-            where the device has no kernels, or none for such a frame.
+            A tensor for each frame; None for a frame that the device has no kernels for. The
+            caller decodes that one in host memory and copies the tensor.
 
         Raises:
-            CorruptionError: a frame is damaged, as `Frame.decompress_into`.
+            CorruptionError: a frame is damaged, as for `Frame.decompress_into`.
         """
 
 
 def register_framework(*names: str, load: Callable[[], Framework]) -> None:
-    """Say how to come by a framework.
+    """Register a framework.
 
     Args:
-        names: what callers may call it.
-        load: imports it. It is called each time, so it remembers what it found.
+        names: the names that callers may use for it.
+        load: imports and returns it. It runs each time a framework is asked for, so it is fast
+            once the import is done.
     """
     _loaders.update(dict.fromkeys(names, load))
 
 
 def register_decoder(load: Callable[[], FrameDecoder]) -> None:
-    """Say how to come by what decodes frames on a GPU.
+    """Register the decoder of frames on a GPU.
 
     Args:
-        load: imports it; see `Framework.decode_on` for what it takes.
+        load: imports and returns it.
     """
     global _load_decoder
     _load_decoder = load
 
 
 def frame_decoder() -> FrameDecoder:
-    """What decodes frames on a GPU.
+    """The decoder of frames on a GPU.
 
     Raises:
-        ImportError: what it needs is not installed.
+        ImportError: a package that it needs is not installed.
     """
     assert _load_decoder is not None  # the package registers one
     return _load_decoder()
@@ -148,8 +150,8 @@ def resolve_framework(name: str) -> Framework:
     """The framework of a name: "np" (or "numpy") or "pt" (or "torch", "pytorch").
 
     Raises:
-        ValueError: no such framework.
-        MissingBackendError: it is not installed.
+        ValueError: there is no framework of this name.
+        MissingBackendError: the framework is not installed.
     """
     if name not in _loaders:
         known = ", ".join(repr(name) for name in _loaders)
@@ -158,8 +160,8 @@ def resolve_framework(name: str) -> Framework:
 
 
 def framework_of(value: object) -> Framework | None:
-    """The framework that a tensor belongs to; None for what is no tensor. Imports nothing that the
-    tensor's own framework has not imported already."""
+    """The framework that a tensor belongs to; None for any other object. Only the tensor's own
+    framework is imported for this, which the caller has imported already."""
     for kind in type(value).__mro__:
         name = _TENSOR_TYPES.get((kind.__module__, kind.__qualname__))
         if name is not None:
@@ -168,7 +170,7 @@ def framework_of(value: object) -> Framework | None:
 
 
 def to_array(tensor: Any, framework: Framework) -> Any:
-    """A NumPy array of a tensor's elements, of whatever dtype."""
+    """A new NumPy array with the elements of a tensor of any dtype."""
     data, dtype, shape = framework.readable(tensor)
     arrays = resolve_framework("np")
     array = arrays.empty(dtype, shape)

@@ -1,9 +1,9 @@
 """Packhorse for NumPy: the same verbs as `safetensors.numpy`.
 
-`compress` and `decompress` one array, `compress_all` and `decompress_all` many; `save`, `load`,
-`save_file`, `load_file` for a dictionary of arrays. Arrays of bfloat16 and the 8-bit floats have
-the dtypes of ml_dtypes. Input is only read; what comes back is equal bit for bit, NaN payloads and
-signed zeros included.
+`compress` and `decompress` take one array, `compress_all` and `decompress_all` many; `save`,
+`load`, `save_file` and `load_file` take a dictionary of arrays. Arrays of bfloat16 and of 8-bit
+floats have the dtypes of ml_dtypes. The input is only read. The arrays that come back are equal bit
+for bit, including NaN payloads and signed zeros.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
-from numpy.ma import MaskedArray  # NumPy imports it at first use: see late_import.py
+from numpy.ma import MaskedArray  # now, as NumPy would import it at first use: late_import.py
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import BaseLike
@@ -77,11 +77,11 @@ class NumpyFramework:
     name = "np"
 
     def empty(self, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        """A fresh array.
+        """A new array of undefined content.
 
         Raises:
             CompatibilityError: NumPy has no such dtype (the sub-byte floats).
-            MemoryError: there is none for so large an array.
+            MemoryError: there is not enough memory for it.
         """
         if dtype not in _DTYPES:
             raise CompatibilityError(
@@ -94,11 +94,11 @@ class NumpyFramework:
         return tensor.reshape(-1).view(np.uint8)
 
     def check_out(self, out: Any, dtype: str, shape: tuple[int, ...]) -> None:
-        """See that a frame's array can be decoded into another.
+        """Check that a frame's array can be decoded into `out`.
 
         Raises:
-            TypeError: that is no writable C-contiguous array.
-            ValueError: it has another dtype or shape.
+            TypeError: `out` is not a writable C-contiguous array.
+            ValueError: `out` has another dtype or shape.
         """
         if not isinstance(out, np.ndarray) or not out.flags.c_contiguous or not out.flags.writeable:
             raise TypeError("out must be a writable C-contiguous NumPy array")
@@ -106,20 +106,20 @@ class NumpyFramework:
             raise ValueError(f"out is {out.dtype} {out.shape}; the frame holds {dtype} {shape}")
 
     def readable(self, tensor: Any) -> tuple[ByteArray, str, tuple[int, ...]]:
-        """The array's bytes in C order, dtype name and shape.
+        """The array's bytes in C order, its dtype name and its shape.
 
         Raises:
-            TypeError: not an array, or of a dtype that safetensors does not have.
+            TypeError: it is not an array, or safetensors does not have its dtype.
         """
         dtype = _native_dtype(tensor)
         data = np.ascontiguousarray(tensor, dtype=dtype)
         return data.reshape(-1).view(np.uint8), _NAMES[dtype], tensor.shape
 
     def describe(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
-        """Dtype name and shape of an array that `readable` takes.
+        """The dtype name and shape of an array that `readable` accepts.
 
         Raises:
-            TypeError: it takes no such array.
+            TypeError: `readable` does not accept it.
         """
         return _NAMES[_native_dtype(tensor)], tensor.shape
 
@@ -128,35 +128,36 @@ class NumpyFramework:
         return self.readable(tensor.flat[:n])[0]
 
     def identity(self, tensor: np.ndarray[Any, Any]) -> object:
-        """What is equal for arrays that are the same elements of the same memory."""
+        """A key that is equal for arrays that are the same elements of the same memory."""
         if not tensor.size:
             return id(tensor)
         return tensor.ctypes.data, tensor.dtype, tensor.shape, tensor.strides
 
     def assign(self, target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
-        """Write an array's elements over those of another.
+        """Copy the elements of `source` to `target`.
 
         Raises:
-            ValueError: the target is read-only.
+            ValueError: `target` is read-only.
         """
         target[...] = source
 
     def memory(self, tensor: np.ndarray[Any, Any]) -> ByteArray | None:
-        """The bytes of an array to write to, if it is one run of them in native order."""
+        """The bytes of an array to write to, if it is contiguous, writable and in native byte
+        order; otherwise None."""
         plain = tensor.flags.c_contiguous and tensor.flags.writeable and tensor.dtype.isnative
         return self.writable(tensor) if plain else None
 
     def mark_written(self, tensor: np.ndarray[Any, Any]) -> None:
-        """Nothing: nobody else needs to know."""
+        """Does nothing: NumPy keeps no record of writes."""
 
     def span(self, tensor: np.ndarray[Any, Any]) -> tuple[int, int] | None:
-        """The addresses between which an array lies."""
+        """The addresses between which an array lies; None for an empty one or another object."""
         if not isinstance(tensor, np.ndarray) or not tensor.size:
             return None
         return np.lib.array_utils.byte_bounds(tensor)
 
     def decodes_on(self, device: Any) -> bool:
-        """No: NumPy has arrays in host memory only."""
+        """False: NumPy has arrays in host memory only."""
         return False
 
     def decode_on(self, frames: Sequence[Frame], device: Any, threads: int) -> list[None]:
@@ -168,16 +169,16 @@ def _native_dtype(array: Any) -> np.dtype[Any]:
     """The dtype of an array, in this machine's byte order.
 
     Raises:
-        TypeError: not an array, or of a dtype that safetensors does not have.
+        TypeError: it is not an array, or safetensors does not have its dtype.
     """
     if not isinstance(array, np.ndarray):
         raise TypeError(f"a NumPy array is needed, not {type(array).__name__}")
     if isinstance(array, MaskedArray):
-        raise TypeError("a masked array would lose its mask; take its data and its mask")
+        raise TypeError("a masked array would lose its mask; pass its data and its mask instead")
     dtype: np.dtype[Any] = array.dtype
     dtype = dtype if dtype in _NAMES else dtype.newbyteorder("=")
     if dtype not in _NAMES:
-        raise TypeError(f"dtype {array.dtype} has no place in safetensors; convert it first")
+        raise TypeError(f"safetensors has no dtype for {array.dtype}; convert the array first")
     return dtype
 
 
@@ -195,23 +196,23 @@ def compress(
     """Packs one array, without loss.
 
     Args:
-        array: any shape and memory order; only read.
+        array: an array of any shape and memory order; only read.
         level: "fast", "default" or "max".
-        threads: None for the cores of this process, at most 8.
+        threads: the number of threads; None for one per core, at most 8.
         out: memory to build the frame in, at least `packhorse.frame.max_frame_nbytes` bytes.
-        base: another array of as many elements, such as the same one some training steps before;
-            of the same dtype, or the float32 that a bfloat16 or float16 is rounded from. Where that
-            is shorter, the frame holds differences from it; then `frame.base_hash` names it, and
-            `decompress` needs it again.
+        base: another array with the same number of elements, for example the same parameter some
+            training steps earlier. It has the same dtype, or it is the float32 array that a
+            bfloat16 or float16 one was rounded from. If differences from the base are shorter, the
+            frame holds these; then `frame.base_hash` names the base, and `decompress` needs it.
 
     Returns:
         The frame; `bytes(frame.buffer())` or `frame.to_bytes()` are its bytes.
 
     Raises:
-        TypeError: not an array, or of a dtype that safetensors does not have.
-        ValueError: bad level, threads, out or base.
-        ChangedError: somebody has written to the base meanwhile. (To the array itself they may: the
-            frame holds what was read of it, be it old or new.)
+        TypeError: `array` is not an array, or safetensors does not have its dtype.
+        ValueError: `level`, `threads`, `out` or `base` is wrong.
+        ChangedError: the base was written to in the meantime. (If the array itself is written to,
+            no error is raised: the frame holds the bytes that were read, old or new.)
 
     Example:
         >>> import numpy as np
@@ -237,20 +238,20 @@ def decompress(
 
     Args:
         frame: a frame, or the bytes of one.
-        out: a C-contiguous array of the same dtype and shape to decode into; returned.
-        threads: None for the cores of this process, at most 8.
-        max_nbytes: refuse an array of more bytes, before anything is allocated.
-        base: what the frame was packed against, if it has a base (`Frame.base_hash`).
+        out: a C-contiguous array of the same dtype and shape to decode into; it is returned.
+        threads: the number of threads; None for one per core, at most 8.
+        max_nbytes: refuse an array of more bytes, before memory is allocated.
+        base: the array that the frame was packed against, if it has a base (`Frame.base_hash`).
 
     Returns:
         The array; `out`, if that is given.
 
     Raises:
-        BaseMismatchError: the frame has a base, and none was given, or another.
+        BaseMismatchError: the frame has a base, and no base or another one was given.
         CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new.
         TypeError: `out` is not a writable C-contiguous array.
         ValueError: `out` has another dtype or shape.
-        MemoryError: there is none for so large a array.
+        MemoryError: there is not enough memory for the array.
 
     Example:
         >>> import numpy as np
@@ -275,23 +276,23 @@ def compress_all(
     outs: Sequence[Buffer] | None = None,
     bases: Sequence[np.ndarray[Any, Any] | None] | None = None,
 ) -> list[Frame]:
-    """Packs many arrays, as `compress` does one. Threads share the arrays out among them: a small
-    one cannot keep two of them busy.
+    """Packs many arrays, each as `compress` does. Small arrays are packed side by side, one per
+    thread.
 
     Args:
-        arrays: any shapes and memory orders; only read.
+        arrays: arrays of any shapes and memory orders; only read.
         level: "fast", "default" or "max".
-        threads: None for the cores of this process, at most 8.
+        threads: the number of threads; None for one per core, at most 8.
         outs: memory to build each frame in, as `out` of `compress`.
-        bases: an array or None for each, as `base` of `compress`.
+        bases: an array or None for each array, as `base` of `compress`.
 
     Returns:
-        A frame for each, in their order.
+        A frame for each array, in the same order.
 
     Raises:
-        TypeError, ValueError, ChangedError: as `compress`; the message says which array.
-        ValueError: one of `outs` shares memory with another, or with what is read; nothing is
-            written then.
+        TypeError, ValueError, ChangedError: as for `compress`; the message says which array.
+        ValueError: one of `outs` shares memory with another one or with an array that is read;
+            then nothing is written.
 
     Example:
         >>> import numpy as np
@@ -319,24 +320,25 @@ def decompress_all(
     max_nbytes: int | None = None,
     bases: Sequence[np.ndarray[Any, Any] | None] | None = None,
 ) -> list[np.ndarray[Any, Any]]:
-    """Unpacks many arrays, as `decompress` does one. Threads share the arrays out among them.
+    """Unpacks many arrays, each as `decompress` does. Small arrays are unpacked side by side, one
+    per thread.
 
     Args:
         frames: frames, or the bytes of frames.
-        outs: an array for each to decode into, as `out` of `decompress`.
-        threads: None for the cores of this process, at most 8.
-        max_nbytes: refuse arrays of more bytes together, before anything is allocated.
-        bases: an array or None for each, as `base` of `decompress`.
+        outs: an array for each frame to decode into, as `out` of `decompress`.
+        threads: the number of threads; None for one per core, at most 8.
+        max_nbytes: refuse arrays of more bytes in total, before memory is allocated.
+        bases: an array or None for each frame, as `base` of `decompress`.
 
     Returns:
         The arrays, in the order of the frames.
 
     Raises:
-        BaseMismatchError, CorruptionError, TruncationError: as `decompress`; the message says which
-            frame.
+        BaseMismatchError, CorruptionError, TruncationError: as for `decompress`; the message says
+            which frame.
         CompatibilityError, TypeError, MemoryError: likewise.
-        ValueError: as `decompress`; or one of `outs` shares memory with another, or with what is
-            read; nothing is written then.
+        ValueError: as for `decompress`; or one of `outs` shares memory with another one or with a
+            frame or base that is read; then nothing is written.
 
     Example:
         >>> import numpy as np
@@ -364,22 +366,22 @@ def save(
     threads: int | None = None,
     base: BaseLike | None = None,
 ) -> bytes:
-    """A packed file of the arrays, as bytes. Arguments and errors as in `save_file`.
+    """Packs arrays to a packed file in memory. Arguments and errors are those of `save_file`.
 
     Args:
         tensors: arrays by name.
         metadata: strings to keep in the file.
         level: "fast", "default" or "max".
-        threads: None for the cores of this process, at most 8.
+        threads: the number of threads; None for one per core, at most 8.
         base: as for `save_file`.
 
     Returns:
-        The whole file.
+        The bytes of the file.
 
     Raises:
-        TypeError, ValueError: as `save_file`.
+        TypeError, ValueError: as for `save_file`.
         BaseMismatchError, CorruptionError, CompatibilityError: likewise.
-        OSError: a base cannot be read.
+        OSError: the base cannot be read.
 
     Example:
         >>> import numpy as np
@@ -399,22 +401,23 @@ def load(
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """All arrays of a packed file that is in memory.
+    """Unpacks all arrays of a packed file that is in memory.
 
     Args:
-        data: the whole file.
-        threads: None for the cores of this process, at most 8.
-        max_nbytes: refuse a file whose arrays take more bytes together, before any is decoded.
-        base: what the file was packed against, if it was: a file or a folder, or arrays by name.
+        data: the bytes of the file.
+        threads: the number of threads; None for one per core, at most 8.
+        max_nbytes: refuse a file whose arrays take more bytes in total, before any is decoded.
+        base: what the file was packed against, if it has a base: a file, a folder, or arrays by
+            name.
 
     Returns:
         The arrays by name, in the order of their data.
 
     Raises:
-        BaseMismatchError: the file needs a base, and none was given, or another.
+        BaseMismatchError: the file needs a base, and no base or another one was given.
         CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new, or
             exceed the limit.
-        MemoryError: there is none for so large a array.
+        MemoryError: there is not enough memory for an array.
 
     Example:
         >>> from pathlib import Path
@@ -435,25 +438,24 @@ def save_file(
     threads: int | None = None,
     base: BaseLike | None = None,
 ) -> None:
-    """Writes a packed file. An existing file is replaced, at once and only when the new one is
-    complete.
+    """Writes a packed file. An existing file is replaced in one step, when the new one is complete.
 
     Args:
         tensors: arrays by name.
-        path: usually ends in ".ph.safetensors".
+        path: the file to write; its name usually ends in ".ph.safetensors".
         metadata: strings to keep in the file.
         level: "fast", "default" or "max".
-        threads: None for the cores of this process, at most 8.
-        base: older arrays: a safetensors file, packed or not, a folder of them, or arrays by
-            name. Where that is shorter, a tensor is packed as its differences from the one of its
-            name; then `load_file` needs the base again.
+        threads: the number of threads; None for one per core, at most 8.
+        base: older arrays: a safetensors file, packed or not, a folder of such files, or arrays by
+            name. An array is packed as differences from the older one of the same name, if these
+            are shorter; then `load_file` needs the base.
 
     Raises:
-        TypeError: not an array, or of a dtype that safetensors does not have.
-        ValueError: bad level or threads, or `path` is the base.
-        BaseMismatchError: the base is packed against a base itself.
+        TypeError: one of `tensors` is not an array, or safetensors does not have its dtype.
+        ValueError: `level` or `threads` is wrong, or `path` is the base.
+        BaseMismatchError: the base was itself packed against a base.
         CorruptionError, TruncationError, CompatibilityError: the base is bad or too new.
-        OSError: what the file system says.
+        OSError: the file cannot be written, or the base cannot be read.
 
     Example:
         >>> import numpy as np
@@ -475,23 +477,24 @@ def load_file(
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """All arrays of a packed file.
+    """Unpacks all arrays of a packed file.
 
     Args:
         path: the file.
-        threads: None for the cores of this process, at most 8.
-        max_nbytes: refuse a file whose arrays take more bytes together, before any is decoded.
-        base: what the file was packed against, if it was: a file or a folder, or arrays by name.
+        threads: the number of threads; None for one per core, at most 8.
+        max_nbytes: refuse a file whose arrays take more bytes in total, before any is decoded.
+        base: what the file was packed against, if it has a base: a file, a folder, or arrays by
+            name.
 
     Returns:
         The arrays by name, in the order of their names.
 
     Raises:
-        BaseMismatchError: the file needs a base, and none was given, or another.
+        BaseMismatchError: the file needs a base, and no base or another one was given.
         CorruptionError, TruncationError, CompatibilityError: the file is bad or too new, or exceeds
             the limit.
-        MemoryError: there is none for so large an array.
-        OSError: what the file system says.
+        MemoryError: there is not enough memory for an array.
+        OSError: the file cannot be opened or read.
 
     Example:
         >>> from packhorse.numpy import load_file

@@ -1,7 +1,7 @@
-"""Threads of Python for one call: started for it, joined before it returns.
+"""Python threads that start in a call and are joined before it returns.
 
-The core has threads of its own for the chunks of one tensor. These are for what Python has many of:
-the tensors of a model, most of which are no more than a chunk, and chunks coded by Zstandard.
+The core has threads of its own for the chunks of one tensor. The threads here work on many things
+at once: the tensors of a model, most of which are no longer than a chunk, and Zstandard chunks.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ __all__ = ["batches", "in_order", "map_tensors"]
 
 _Result = TypeVar("_Result")
 
-# What a call costs beside the bytes, as bytes that could be coded meanwhile.
+# The fixed cost of a call, as the number of bytes that could be coded in the same time.
 _CALL_NBYTES = 1 << 16
-# Below this a tensor is a chunk or two, and cannot be shared among threads.
+# A smaller tensor has a chunk or two, too few for several threads.
 _MIN_SHARED_NBYTES = 1 << 19
-# Below this the core keeps Python's lock (csrc/bind/gil.hpp): threads would wait for each other.
+# For a smaller tensor the core keeps the GIL (csrc/bind/gil.hpp), and threads would only wait.
 _MIN_PARALLEL_NBYTES = 1 << 16
-# How much longer than the average one thread may work.
+# The busiest thread may work this many times as long as the average.
 _MAX_IMBALANCE = 1.1
-# Taken at once where memory is bounded: many small tensors for every thread.
+# A batch, where memory is bounded: enough for many small tensors in each thread.
 _BATCH_NBYTES = 1 << 25
 
 
 def map_tensors(
     work: Callable[[int, int], _Result], sizes: Sequence[int], threads: int
 ) -> list[_Result]:
-    """Results of one call for each tensor, with threads shared out among calls or inside of them.
+    """Calls a function once for each tensor, and shares the threads out among or inside the calls.
 
-    A tensor so large that the others could not keep all threads busy meanwhile is worked on by all
-    of them; of the others each thread takes one after the other, the largest first.
+    All threads work together on a tensor that is so large that the others could not keep every
+    thread busy in the meantime. Each thread takes the others one by one, the largest first.
 
     Args:
-        work: is called once with each index and a number of threads to use, in no set order and
-            from several threads at once.
-        sizes: bytes of each tensor.
-        threads: how many to use.
+        work: takes the index of a tensor and the number of threads to use. The order of the calls
+            is not fixed, and several threads call it at once.
+        sizes: the size of each tensor in bytes.
+        threads: the number of threads.
 
     Returns:
         The results in the order of the tensors.
 
     Raises:
-        BaseException: what a call raised, of the first tensor if several did; after one has failed,
-            no call is begun.
+        BaseException: the error of a call; that of the first tensor, if several calls failed. No
+            call starts after one has failed.
     """
     results: dict[int, _Result] = {}
     errors: dict[int, BaseException] = {}
 
     def run(indices: Iterator[int], n_threads: int) -> None:
-        for i in indices:  # next() of it is atomic
+        for i in indices:  # several threads may share an iterator of a list: next() is atomic
             if errors:
                 return
             try:
@@ -70,7 +70,7 @@ def map_tensors(
     todo = iter(single)
     helpers = []
     try:
-        with suppress(RuntimeError):  # the system gives no more threads, or Python is at its end
+        with suppress(RuntimeError):  # no more threads can start, or the interpreter is ending
             for _ in range(min(threads, len(single)) - 1):
                 helper = threading.Thread(target=run, args=(todo, 1))
                 helper.start()
@@ -78,7 +78,7 @@ def map_tensors(
         run(todo, 1)
         run(iter(short), 1)
     finally:
-        deque(todo, maxlen=0)  # should this thread be interrupted, nothing more is begun
+        deque(todo, maxlen=0)  # empties it: if this thread is interrupted, no further call starts
         for helper in helpers:
             helper.join()
     if errors:
@@ -87,8 +87,8 @@ def map_tensors(
 
 
 def _share_out(sizes: Sequence[int], threads: int) -> tuple[list[int], list[int], list[int]]:
-    """Indices of tensors for all threads together, of those for one thread each, and of those for
-    the caller's thread."""
+    """The indices of the tensors for all threads together, of those for one thread each, and of
+    those for the caller's thread."""
     if threads == 1 or len(sizes) < 2:
         return list(range(len(sizes))), [], []
     order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
@@ -105,11 +105,12 @@ def _share_out(sizes: Sequence[int], threads: int) -> tuple[list[int], list[int]
 
 
 def batches(sizes: Sequence[int], max_nbytes: int | None = None) -> Iterator[range]:
-    """Runs of consecutive tensors to take at once: of 32 MiB together at most, or of one tensor.
+    """Splits tensors into runs of consecutive ones, of at most 32 MiB; a larger tensor is a run of
+    its own.
 
     Args:
-        sizes: bytes of each tensor.
-        max_nbytes: of a run together, if that is less.
+        sizes: the size of each tensor in bytes.
+        max_nbytes: the size limit of a run, if it is less than 32 MiB.
 
     Yields:
         The indices of the next run.
@@ -129,8 +130,14 @@ def batches(sizes: Sequence[int], max_nbytes: int | None = None) -> Iterator[ran
 def in_order(
     work: Callable[[int], Any], n: int, threads: int, n_ahead: int | None = None
 ) -> Generator[Any, None, None]:
-    """Results of work(0), ..., work(n - 1) in order, with so many ahead: `n_ahead`, or twice as
-    many as threads."""
+    """Yields work(0), ..., work(n - 1) in order, while threads work on the next ones.
+
+    Args:
+        work: takes an index.
+        n: the number of calls.
+        threads: the number of threads.
+        n_ahead: how many calls may be submitted before their turn; None for two per thread.
+    """
     if threads == 1 or n < 2:
         yield from map(work, range(n))
         return
@@ -143,8 +150,8 @@ def in_order(
 
 
 def _submit(pool: ThreadPoolExecutor, work: Callable[[int], Any], i: int) -> Callable[[], Any]:
-    """What waits for work(i), or does it: no thread starts where the system gives none, or once the
-    main thread of the program has ended."""
+    """A function that waits for work(i), or does it itself: no thread starts where the system
+    refuses one, or once the program's main thread has ended."""
     try:
         return pool.submit(work, i).result
     except RuntimeError:

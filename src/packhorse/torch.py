@@ -1,10 +1,10 @@
 """Packhorse for PyTorch: the same verbs as `safetensors.torch`.
 
-`compress` and `decompress` one tensor, `compress_all` and `decompress_all` many; `save_file` and
-`load_file` for tensors by name; `save` and `load` for nested states, in place of `torch.save` and
-`torch.load`. Tensors on a device are copied to the host to be packed; `device=` says where loaded
-ones go, and a GPU with Triton gets them packed. Input is only read; what comes back is equal bit
-for bit.
+`compress` and `decompress` take one tensor, `compress_all` and `decompress_all` many; `save_file`
+and `load_file` take tensors by name; `save` and `load` replace `torch.save` and `torch.load` for
+nested states. Tensors on a device are copied to the host and packed there. `device=` says where
+loaded tensors are placed; a GPU with Triton receives them packed and decodes them. The input is
+only read. The tensors that come back are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class SupportsWrite(Protocol):
     """A binary file to write to."""
 
     def write(self, data: Any, /) -> object:
-        """Write bytes, and tell how many."""
+        """Write bytes, and return how many were written."""
 
 
 class SupportsRead(Protocol):
     """A binary file to read from."""
 
     def read(self) -> bytes:
-        """All bytes from here on."""
+        """All bytes from the current position to the end."""
 
 
 def compress(
@@ -82,23 +82,23 @@ def compress(
     """Packs one tensor, without loss.
 
     Args:
-        tensor: any shape, strides and device; only read.
+        tensor: a tensor of any shape, strides and device; only read.
         level: "fast", "default" or "max".
-        threads: None for the cores of this process, at most 8.
+        threads: the number of threads; None for one per core, at most 8.
         out: memory to build the frame in, at least `packhorse.frame.max_frame_nbytes` bytes.
-        base: another tensor of as many elements, such as the same one some training steps before;
-            of the same dtype, or the float32 that a bfloat16 or float16 is rounded from. Where that
-            is shorter, the frame holds differences from it; then `frame.base_hash` names it, and
-            `decompress` needs it again.
+        base: another tensor with the same number of elements, for example the same parameter some
+            training steps earlier. It has the same dtype, or it is the float32 tensor that a
+            bfloat16 or float16 one was rounded from. If differences from the base are shorter, the
+            frame holds these; then `frame.base_hash` names the base, and `decompress` needs it.
 
     Returns:
         The frame; `frame.to_bytes()` are its bytes.
 
     Raises:
-        TypeError: not a dense tensor, or of a dtype that safetensors does not have.
-        ValueError: bad level, threads, out or base.
-        ChangedError: somebody has written to the base meanwhile. (To the tensor itself they may:
-            the frame holds what was read of it, be it old or new.)
+        TypeError: `tensor` is not a dense tensor, or safetensors does not have its dtype.
+        ValueError: `level`, `threads`, `out` or `base` is wrong.
+        ChangedError: the base was written to in the meantime. (If the tensor itself is written to,
+            no error is raised: the frame holds the bytes that were read, old or new.)
 
     Example:
         >>> import torch
@@ -125,23 +125,23 @@ def decompress(
 
     Args:
         frame: a frame, or the bytes of one.
-        out: a contiguous host tensor of the same dtype and shape to decode into; returned. Its
-            version moves on, as with PyTorch's own writes.
-        threads: None for the cores of this process, at most 8.
-        max_nbytes: refuse a tensor of more bytes, before anything is allocated.
-        base: what the frame was packed against, if it has a base (`Frame.base_hash`).
-        device: where the tensor goes; None for host memory. A GPU with Triton gets the frame packed
-            and decodes it (docs/device.md).
+        out: a contiguous host tensor of the same dtype and shape to decode into; it is returned.
+            Its version counter increases, as with PyTorch's own writes.
+        threads: the number of threads; None for one per core, at most 8.
+        max_nbytes: refuse a tensor of more bytes, before memory is allocated.
+        base: the tensor that the frame was packed against, if it has a base (`Frame.base_hash`).
+        device: where the tensor is placed; None for host memory. A GPU with Triton receives the
+            frame packed and decodes it (docs/device.md).
 
     Returns:
         The tensor, in host memory or on the device; `out`, if that is given.
 
     Raises:
-        BaseMismatchError: the frame has a base, and none was given, or another.
+        BaseMismatchError: the frame has a base, and no base or another one was given.
         CorruptionError, TruncationError, CompatibilityError: the bytes are bad or too new.
         TypeError: `out` is not a contiguous host tensor.
-        ValueError: `out` has another dtype or shape, or is given with a device.
-        MemoryError: there is none for so large a tensor.
+        ValueError: `out` has another dtype or shape, or `device` is given too.
+        MemoryError: there is not enough memory for the tensor.
 
     Example:
         >>> import torch
@@ -152,7 +152,7 @@ def decompress(
         True
     """
     if out is not None and device is not None:
-        raise ValueError("out is host memory, and device another place; give one of them")
+        raise ValueError("out is in host memory, so it cannot be combined with device; give one")
     frame = check_limit(frame, max_nbytes)
     if device is not None:
         tensor = FRAMEWORK.decode_on([frame], device, resolve_threads(threads))[0]
@@ -170,23 +170,23 @@ def compress_all(
     outs: Sequence[Buffer] | None = None,
     bases: Sequence[torch.Tensor | None] | None = None,
 ) -> list[Frame]:
-    """Packs many tensors, as `compress` does one. Threads share the tensors out among them: a small
-    one cannot keep two of them busy.
+    """Packs many tensors, each as `compress` does. Small tensors are packed side by side, one per
+    thread.
 
     Args:
-        tensors: any shapes and memory orders; only read.
+        tensors: tensors of any shapes and memory orders; only read.
         level: "fast", "default" or "max".
-        threads: None for the cores of this process, at most 8.
+        threads: the number of threads; None for one per core, at most 8.
         outs: memory to build each frame in, as `out` of `compress`.
-        bases: a tensor or None for each, as `base` of `compress`.
+        bases: a tensor or None for each tensor, as `base` of `compress`.
 
     Returns:
-        A frame for each, in their order.
+        A frame for each tensor, in the same order.
 
     Raises:
-        TypeError, ValueError, ChangedError: as `compress`; the message says which tensor.
-        ValueError: one of `outs` shares memory with another, or with what is read; nothing is
-            written then.
+        TypeError, ValueError, ChangedError: as for `compress`; the message says which tensor.
+        ValueError: one of `outs` shares memory with another one or with a tensor that is read;
+            then nothing is written.
 
     Example:
         >>> import torch
@@ -214,24 +214,25 @@ def decompress_all(
     max_nbytes: int | None = None,
     bases: Sequence[torch.Tensor | None] | None = None,
 ) -> list[torch.Tensor]:
-    """Unpacks many tensors, as `decompress` does one. Threads share the tensors out among them.
+    """Unpacks many tensors, each as `decompress` does. Small tensors are unpacked side by side, one
+    per thread.
 
     Args:
         frames: frames, or the bytes of frames.
-        outs: a tensor for each to decode into, as `out` of `decompress`.
-        threads: None for the cores of this process, at most 8.
-        max_nbytes: refuse tensors of more bytes together, before anything is allocated.
-        bases: a tensor or None for each, as `base` of `decompress`.
+        outs: a tensor for each frame to decode into, as `out` of `decompress`.
+        threads: the number of threads; None for one per core, at most 8.
+        max_nbytes: refuse tensors of more bytes in total, before memory is allocated.
+        bases: a tensor or None for each frame, as `base` of `decompress`.
 
     Returns:
         The tensors, in the order of the frames.
 
     Raises:
-        BaseMismatchError, CorruptionError, TruncationError: as `decompress`; the message says which
-            frame.
+        BaseMismatchError, CorruptionError, TruncationError: as for `decompress`; the message says
+            which frame.
         CompatibilityError, TypeError, MemoryError: likewise.
-        ValueError: as `decompress`; or one of `outs` shares memory with another, or with what is
-            read; nothing is written then.
+        ValueError: as for `decompress`; or one of `outs` shares memory with another one or with a
+            frame or base that is read; then nothing is written.
 
     Example:
         >>> import torch
@@ -286,27 +287,28 @@ def save(
 ) -> bytes | None:
     """Packs a state dict, in the manner of `torch.save`, without pickle.
 
-    A flat dict of tensors by name becomes the file that `save_file` writes, unless some of them are
-    the same memory, which is stored once; of any other state the file tells the structure, too, for
+    A flat dict of tensors by name becomes the file that `save_file` writes. For any other state,
+    and if tensors share memory, which is stored once, the file also records the structure for
     `load`.
 
     Args:
         state: nested dicts, lists and tuples of tensors, NumPy arrays, strings, numbers, booleans
-            and None, as `state_dict()` of modules, optimizers and schedulers gives.
-        f: a path, where an existing file is replaced at once, or a binary file that is open for
-            writing; None for bytes. (Pairs of metadata, as `safetensors.torch.save` has them here.)
+            and None, as `state_dict()` of modules, optimizers and schedulers returns.
+        f: a path, where an existing file is replaced in one step, or a binary file that is open for
+            writing; None to get bytes. (Also the metadata, for callers of `safetensors.torch.save`,
+            which has it in this position.)
         metadata: strings to keep in the file.
         level: "fast", "default" or "max".
-        threads: None for the cores of this process, at most 8.
-        base: as for `save_file`; or an older state, nested as this one.
+        threads: the number of threads; None for one per core, at most 8.
+        base: as for `save_file`; or an older state, nested in the same way.
 
     Returns:
-        The packed file, if `f` is None.
+        The bytes of the packed file, if `f` is None.
 
     Raises:
-        TypeError: something in the state cannot be kept; the message gives its path.
-        ValueError: bad level or threads, or a state that is nested too deeply.
-        OSError: what the file system says.
+        TypeError: an object in the state cannot be stored; the message gives its path.
+        ValueError: `level` or `threads` is wrong, or the state is nested too deeply.
+        OSError: the file cannot be written, or the base cannot be read.
 
     Example:
         >>> import torch
@@ -332,10 +334,10 @@ def save(
 
 def _write_all(file: SupportsWrite, data: bytes) -> None:
     view = memoryview(data)
-    while view.nbytes:  # one without a buffer may take less than it is given
+    while view.nbytes:  # an unbuffered file may write only a part
         written = file.write(view)
         if written == 0:
-            raise OSError(f"{file!r} takes no more bytes")
+            raise OSError(f"{file!r} accepts no more bytes")
         view = view[written if isinstance(written, int) else view.nbytes :]
 
 
@@ -349,30 +351,31 @@ def load(
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
 ) -> Any:
-    """The state that `save` packed, in the manner of `torch.load`; or all tensors of a packed file,
-    by name.
+    """Unpacks the state that `save` packed, in the manner of `torch.load`; or all tensors of any
+    packed file, by name.
 
     Args:
-        f: a path, a binary file that is open for reading, or the bytes of one.
-        map_location: where tensors go, as `device` of `load_file`; None for host memory. (Devices
-            that they came from are not kept, so there is nothing for functions and dicts to map.)
-        weights_only: as in `torch.load`; makes no difference, for nothing is ever run.
-        mmap: likewise; a file at a path is always mapped.
-        threads: None for the cores of this process, at most 8.
-        max_nbytes: refuse a file whose tensors take more bytes together, before any is decoded.
-        base: what the file was packed against, if it was: a file or a folder, tensors by name, or a
-            nested state.
+        f: a path, a binary file that is open for reading, or the bytes of a file.
+        map_location: where tensors are placed, as `device` of `load_file`; None for host memory.
+            (The file does not record devices, so functions and dicts would have nothing to map.)
+        weights_only: exists for callers of `torch.load`; it has no effect, because loading never
+            runs code.
+        mmap: likewise without effect; a file at a path is always mapped.
+        threads: the number of threads; None for one per core, at most 8.
+        max_nbytes: refuse a file whose tensors take more bytes in total, before any is decoded.
+        base: what the file was packed against, if it has a base: a file, a folder, tensors by name,
+            or a nested state.
 
     Returns:
-        The state. Subclasses of containers come back as the plain ones, parameters as tensors.
+        The state. Subclasses of containers come back as plain containers, parameters as tensors.
 
     Raises:
-        BaseMismatchError: the file needs a base, and none was given, or another.
+        BaseMismatchError: the file needs a base, and no base or another one was given.
         CorruptionError, TruncationError, CompatibilityError: the file is bad or too new, or exceeds
             the limit.
-        TypeError: `map_location` is no device.
-        MemoryError: there is none for so large a tensor.
-        OSError: what the file system says.
+        TypeError: `map_location` is not a device.
+        MemoryError: there is not enough memory for a tensor.
+        OSError: the file cannot be opened or read.
 
     Example:
         >>> import torch
@@ -406,25 +409,24 @@ def save_file(
     threads: int | None = None,
     base: BaseLike | None = None,
 ) -> None:
-    """Writes a packed file. An existing file is replaced, at once and only when the new one is
-    complete.
+    """Writes a packed file. An existing file is replaced in one step, when the new one is complete.
 
     Args:
         tensors: tensors by name, such as a state dict.
-        path: usually ends in ".ph.safetensors".
+        path: the file to write; its name usually ends in ".ph.safetensors".
         metadata: strings to keep in the file.
         level: "fast", "default" or "max".
-        threads: None for the cores of this process, at most 8.
-        base: older tensors: a safetensors file, packed or not, a folder of them, or tensors by
-            name. Where that is shorter, a tensor is packed as its differences from the one of its
-            name; then `load_file` needs the base again.
+        threads: the number of threads; None for one per core, at most 8.
+        base: older tensors: a safetensors file, packed or not, a folder of such files, or tensors
+            by name. A tensor is packed as differences from the older one of the same name, if these
+            are shorter; then `load_file` needs the base.
 
     Raises:
-        TypeError: not a dense tensor, or of a dtype that safetensors does not have.
-        ValueError: bad level or threads, or `path` is the base.
-        BaseMismatchError: the base is packed against a base itself.
+        TypeError: one of `tensors` is not a dense tensor, or safetensors does not have its dtype.
+        ValueError: `level` or `threads` is wrong, or `path` is the base.
+        BaseMismatchError: the base was itself packed against a base.
         CorruptionError, TruncationError, CompatibilityError: the base is bad or too new.
-        OSError: what the file system says.
+        OSError: the file cannot be written, or the base cannot be read.
 
     Example:
         >>> import torch
@@ -447,25 +449,26 @@ def load_file(
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
 ) -> dict[str, torch.Tensor]:
-    """All tensors of a packed file, on `device`.
+    """Unpacks all tensors of a packed file, to `device`.
 
     Args:
         path: the file.
-        device: where the tensors go. A GPU with Triton gets them packed, and decodes them
-            (docs/device.md).
-        threads: None for the cores of this process, at most 8.
-        max_nbytes: refuse a file whose tensors take more bytes together, before any is decoded.
-        base: what the file was packed against, if it was: a file or a folder, or tensors by name.
+        device: where the tensors are placed. A GPU with Triton receives them packed and decodes
+            them (docs/device.md).
+        threads: the number of threads; None for one per core, at most 8.
+        max_nbytes: refuse a file whose tensors take more bytes in total, before any is decoded.
+        base: what the file was packed against, if it has a base: a file, a folder, or tensors by
+            name.
 
     Returns:
         The tensors by name, in the order of their names.
 
     Raises:
-        BaseMismatchError: the file needs a base, and none was given, or another.
+        BaseMismatchError: the file needs a base, and no base or another one was given.
         CorruptionError, TruncationError, CompatibilityError: the file is bad or too new, or exceeds
             the limit.
-        MemoryError: there is none for so large a tensor.
-        OSError: what the file system says.
+        MemoryError: there is not enough memory for a tensor.
+        OSError: the file cannot be opened or read.
 
     Example:
         >>> from packhorse.torch import load_file

@@ -1,8 +1,8 @@
 """PyTorch's dtypes by the names that safetensors gives them.
 
-Below all that makes tensors of PyTorch, so that there is one such table. It needs PyTorch, and
-whoever imports it says so if that is missing. The floats of 4 and 6 bits are left out: PyTorch has
-none.
+This is the only such table; it lies in a low layer because kernels, hops and users need it.
+Importing it needs PyTorch; the module that imports it raises the error if PyTorch is missing.
+PyTorch has no floats of 4 and 6 bits, so they are not here.
 """
 
 import torch

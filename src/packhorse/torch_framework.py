@@ -1,4 +1,4 @@
-"""What hops need to know of PyTorch: the bytes of its tensors, and new ones."""
+"""The `Framework` of PyTorch: how hops read the bytes of its tensors and make new ones."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class TorchFramework:
     """The `Framework` of PyTorch.
 
     Attributes:
-        kernel_devices: types of devices whose kernels decode frames, if Triton is installed.
+        kernel_devices: types of devices on which kernels decode frames, if Triton is installed.
     """
 
     name = "pt"
     kernel_devices: tuple[str, ...] = ("cuda",)
 
     def dtype_name(self, dtype: torch.dtype) -> str | None:
-        """safetensors' name of a dtype; None if it has none."""
+        """The name that safetensors gives a dtype; None if it has none."""
         return NAMES.get(dtype)
 
     def empty(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A fresh tensor in host memory.
+        """A new tensor in host memory, of undefined content.
 
         Raises:
             CompatibilityError: PyTorch has no such dtype (the sub-byte floats).
-            MemoryError: there is none for so large a tensor.
+            MemoryError: there is not enough memory for it.
         """
         if dtype not in TORCH_DTYPES:
             raise CompatibilityError(
@@ -43,7 +43,7 @@ class TorchFramework:
             )
         try:
             return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
-        except RuntimeError as error:  # its allocator's only way to say so
+        except RuntimeError as error:  # PyTorch's allocator raises nothing more specific
             raise MemoryError(f"no memory for {dtype} of shape {list(shape)}: {error}") from error
 
     def writable(self, tensor: torch.Tensor) -> ByteArray:
@@ -51,11 +51,11 @@ class TorchFramework:
         return _bytes_of(tensor.detach())
 
     def check_out(self, out: Any, dtype: str, shape: tuple[int, ...]) -> None:
-        """See that a frame's tensor can be decoded into another.
+        """Check that a frame's tensor can be decoded into `out`.
 
         Raises:
-            TypeError: that is no contiguous tensor in host memory.
-            ValueError: it has another dtype or shape.
+            TypeError: `out` is not a contiguous tensor in host memory.
+            ValueError: `out` has another dtype or shape.
         """
         if not isinstance(out, torch.Tensor) or out.device.type != "cpu" or not out.is_contiguous():
             raise TypeError("out must be a contiguous PyTorch tensor in host memory")
@@ -64,31 +64,33 @@ class TorchFramework:
             raise ValueError(f"out is {out.dtype} {found}; the frame holds {dtype} {shape}")
 
     def readable(self, tensor: Any) -> tuple[ByteArray, str, tuple[int, ...]]:
-        """The tensor's bytes in C order, dtype name and shape; on a device or not contiguous, of a
-        copy.
+        """The tensor's bytes in C order, its dtype name and its shape. The bytes are a copy if the
+        tensor is on a device or not contiguous.
 
         Raises:
-            TypeError: not a dense tensor, or of a dtype that safetensors does not have.
+            TypeError: it is not a dense tensor, or safetensors does not have its dtype.
         """
         dtype, shape = self.describe(tensor)
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         return _bytes_of(plain), dtype, shape
 
     def describe(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
-        """Dtype name and shape of a tensor that `readable` takes.
+        """The dtype name and shape of a tensor that `readable` accepts.
 
         Raises:
-            TypeError: it takes no such tensor.
+            TypeError: `readable` does not accept it.
         """
         words = self.why_unreadable(tensor)
         if words is not None:
             raise TypeError(words)
         if tensor.dtype not in NAMES:
-            raise TypeError(f"dtype {tensor.dtype} has no place in safetensors; convert it first")
+            raise TypeError(
+                f"safetensors has no dtype for {tensor.dtype}; convert the tensor first"
+            )
         return NAMES[tensor.dtype], tuple(tensor.shape)
 
     def why_unreadable(self, tensor: Any) -> str | None:
-        """What keeps something from being read as a tensor, whatever its dtype; None for none."""
+        """Why an object cannot be read as a tensor, whatever its dtype; None if it can."""
         if (
             not isinstance(tensor, torch.Tensor)
             or tensor.layout != torch.strided
@@ -97,13 +99,13 @@ class TorchFramework:
             return f"a dense PyTorch tensor is needed, not {_describe(tensor)}"
         if type(tensor).__name__ == "DTensor":
             return (
-                "a DTensor is spread over processes; take tensor.full_tensor(), or the part of "
-                "this process: tensor.to_local()"
+                "a DTensor is spread over processes; pass tensor.full_tensor(), or only the part "
+                "of this process: tensor.to_local()"
             )
         if torch.nn.parameter.is_lazy(tensor):
-            return "a parameter has no shape yet; run its module once, then take it"
-        # A subclass that answers for PyTorch's operators itself may have no memory, or mean more
-        # than its memory says.
+            return "a lazy parameter has no shape yet; run its module once, and pass it then"
+        # A subclass that implements PyTorch's operators itself may have no memory, or more content
+        # than its memory shows.
         is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         if not is_plain or hasattr(type(tensor), "__tensor_flatten__") or tensor.is_meta:
             return f"{_describe(tensor)} has no memory of its own to read"
@@ -112,7 +114,7 @@ class TorchFramework:
     def head(self, tensor: torch.Tensor, n: int) -> ByteArray:
         """The bytes of the first elements in C order."""
         part = tensor.detach()
-        while part.dim() > 1 and part.numel():  # no more is copied than rows that hold enough
+        while part.dim() > 1 and part.numel():  # copy no more rows than needed
             row = part[0].numel()
             part = part[: -(-n // row)] if row < n else part[0]
             if row < n:
@@ -120,17 +122,17 @@ class TorchFramework:
         return self.readable(part.flatten()[:n])[0]
 
     def identity(self, tensor: torch.Tensor) -> object:
-        """What is equal for tensors that are the same elements of the same memory."""
+        """A key that is equal for tensors that are the same elements of the same memory."""
         if not tensor.numel():
             return id(tensor)
         view = tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
         return *view, tensor.is_conj(), tensor.is_neg()
 
     def assign(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Write a tensor's elements over those of another, on whatever device.
+        """Copy the elements of `source` to `target`, on any device.
 
         Raises:
-            ValueError: the target may not be written to, such as an expanded one.
+            ValueError: the target cannot be written to, for example because it is expanded.
         """
         try:
             target.detach().copy_(source)
@@ -138,18 +140,18 @@ class TorchFramework:
             raise ValueError(f"the tensor cannot be written to: {error}") from error
 
     def memory(self, tensor: torch.Tensor) -> ByteArray | None:
-        """The bytes of a tensor to write to, if it is one run of them in host memory."""
+        """The bytes of a tensor to write to, if it is contiguous in host memory; otherwise None."""
         plain = tensor.detach()
         if plain.device.type != "cpu" or not plain.is_contiguous():
             return None
         return None if plain.is_conj() or plain.is_neg() else _bytes_of(plain)
 
     def mark_written(self, tensor: torch.Tensor) -> None:
-        """Move the tensor's version on, so that autograd notices if it was to be used as it was."""
+        """Increment the tensor's version, so that autograd notices if it needed the old values."""
         torch.autograd.graph.increment_version(tensor)
 
     def span(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """The addresses between which a tensor of host memory lies; None for any other."""
+        """The addresses between which a tensor in host memory lies; None for any other object."""
         if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
             return None
         if self.why_unreadable(tensor) is not None or not tensor.numel():
@@ -159,7 +161,7 @@ class TorchFramework:
         return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
     def decodes_on(self, device: str | int | torch.device | None) -> bool:
-        """Whether it is a GPU that is there; kernels need Triton besides."""
+        """Whether the device is a GPU that is present. (Kernels also need Triton.)"""
         target = torch.device("cpu" if device is None else device)
         is_there = target.type != "cuda" or torch.cuda.is_available()
         return target.type in self.kernel_devices and is_there
@@ -167,19 +169,19 @@ class TorchFramework:
     def decode_on(
         self, frames: Sequence[Frame], device: str | int | torch.device, threads: int
     ) -> list[torch.Tensor | None]:
-        """Tensors of frames that a GPU decodes itself, and gets packed (docs/device.md).
+        """Copy frames to a GPU and decode them there (docs/device.md).
 
         Args:
-            frames: their bytes are only read.
-            device: where the tensors are to be.
-            threads: of the host, that check and plan.
+            frames: the frames; their bytes are only read.
+            device: where the tensors are created.
+            threads: the number of threads of the host, which check and plan.
 
         Returns:
-            A tensor for each frame; None for one to be decoded in host memory: of a kind, or so
-            small, that kernels do not decode it. None for all where there is no GPU, or no Triton.
+            A tensor for each frame; None for a frame that kernels do not decode because of its
+            kind or its small size. None for all frames where there is no GPU or no Triton.
 
         Raises:
-            CorruptionError: a frame is damaged, as `Frame.decompress_into`.
+            CorruptionError: a frame is damaged, as for `Frame.decompress_into`.
         """
         if not frames or not self.decodes_on(device):
             return [None] * len(frames)
@@ -191,7 +193,8 @@ class TorchFramework:
 
 
 def _bytes_of(tensor: torch.Tensor) -> ByteArray:
-    # Not reshape: PyTorch calls a tensor of at most one element contiguous, whatever its strides.
+    # Not reshape(-1): it keeps the strides of a tensor of at most one element, and PyTorch calls
+    # that contiguous whatever they are.
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy()
 

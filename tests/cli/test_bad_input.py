@@ -1,7 +1,7 @@
 """Bad input on the command line.
 
-Each gives one line that names the file and says what to do, the documented exit code, nothing left
-behind, and a source that was not touched.
+Each case prints one line that names the file and says what to do, and ends with the documented exit
+code. Nothing is left behind, and the source is unchanged.
 """
 
 import json
@@ -189,7 +189,7 @@ def test_packed_is_not_packed_again(packed: Path, run: Run):
     done = run("pack", packed, "-o", packed.with_name("twice.ph.safetensors"))
     assert done.code == 2
     assert str(packed) in done.error
-    assert "packed already" in done.error
+    assert "already packed" in done.error
 
 
 @pytest.mark.parametrize("verb", ["unpack", "inspect", "verify"])

@@ -1,4 +1,4 @@
-"""`--base` of every verb, on real files some training steps apart."""
+"""`--base` of every verb, on real files that are some training steps apart."""
 
 import json
 from collections.abc import Callable
@@ -173,7 +173,7 @@ def test_bench_takes_a_base(pair: Pair, run: Run):
 def test_progress_counts_up_to_the_end(
     pair: Pair, packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as if on a terminal
     old, new = pair
     args = ["pack", new, "--base", old, "--force"]
     assert main([str(arg) for arg in args]) == 0

@@ -1,4 +1,4 @@
-"""However a run of the command ends: one line, the documented code, and with --json a document."""
+"""Every run of the command ends with one line and the documented code; with --json, a document."""
 
 import json
 import os
@@ -142,13 +142,13 @@ def test_help_and_version_stay_text(run: Run):
     assert run("--version").out == run("-V").out
 
 
-# Ctrl-C before anything has begun
+# Ctrl-C before any work has started
 
 
 @pytest.mark.parametrize("json_option", [[], ["--json"]], ids=["", "json"])
 @pytest.mark.parametrize("module", ["numpy", "rich.console"])
 def test_ctrl_c_while_packages_are_imported(tmp_path: Path, module: str, json_option: list[str]):
-    """A module that takes long to import asks for the signal at that very moment."""
+    """The signal arrives while a module is imported that takes long."""
     folder = tmp_path.joinpath(*module.split(".")[:-1])
     folder.mkdir(parents=True, exist_ok=True)
     (tmp_path / "sitecustomize.py").write_text(
@@ -168,7 +168,7 @@ def test_ctrl_c_while_packages_are_imported(tmp_path: Path, module: str, json_op
         assert document(done)["errors"][0]["exit_code"] == 130
 
 
-# A signal when all is done, or nearly
+# A signal when the work is done, or nearly
 
 
 KILL = """
@@ -181,13 +181,13 @@ def profile(frame, kind, _):
         os.kill(os.getpid(), int(number))
 sys.setprofile(profile)
 """
-HALF_WAY = "what was finished stays, what was unfinished was removed"
+HALF_WAY = "finished output was kept, unfinished output was removed"
 MOMENTS = {
-    "before the run": ("cli/app.py run call", "nothing was begun", False),
+    "before the run": ("cli/app.py run call", "no work was started", False),
     "written, and not in its place": ("storage/atomic.py _commit_file call", HALF_WAY, False),
     "in its place": ("storage/atomic.py _commit_file return", HALF_WAY, True),
-    "the verb has ended": ("cli/app.py _ended return", "the work had ended before", True),
-    "all is printed": ("cli/app.py _printed return", "the work had ended before", True),
+    "the verb has ended": ("cli/app.py _ended return", "the work was already done", True),
+    "all is printed": ("cli/app.py _printed return", "the work was already done", True),
     "the run has ended": ("cli/app.py run return", "", True),
     "the program ends": ("cli/start.py main return", "", True),
 }
@@ -195,7 +195,7 @@ MOMENTS = {
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_what_is_told_of_a_signal_is_true(tmp_path: Path, model: Path, moment: str):
-    """The process asks for the signal itself, when a function is called or returns."""
+    """The process sends itself the signal when a function is called or returns."""
     where, words, is_there = MOMENTS[moment]
     number = signal.SIGINT if "return" in where else signal.SIGTERM
     (tmp_path / "sitecustomize.py").write_text(KILL)
@@ -206,13 +206,13 @@ def test_what_is_told_of_a_signal_is_true(tmp_path: Path, model: Path, moment: s
     assert model.with_name("model.ph.safetensors").exists() is is_there
     assert not [*tmp_path.glob(".packhorse-*")]
     found = json.loads(done.out)
-    assert len(found["results"]) == (words not in ("nothing was begun", HALF_WAY))
+    assert len(found["results"]) == (words not in ("no work was started", HALF_WAY))
     if moment != "all is printed" and words:
         assert [error["exit_code"] for error in found["errors"]] == [128 + number]
 
 
 def test_a_signal_while_nobody_reads_on(packed: Path):
-    """The pipe is full, and its reader waits for something else."""
+    """The pipe is full, and its reader does not read."""
     with subprocess.Popen(
         [COMMAND, "inspect", "--json", *[packed] * 60], stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, preexec_fn=default_signals,
@@ -223,7 +223,7 @@ def test_a_signal_while_nobody_reads_on(packed: Path):
         process.send_signal(signal.SIGTERM)
         assert (
             process.stderr.read()
-            == b"packhorse: error: stopped by SIGTERM; the work had ended before\n"
+            == b"packhorse: error: stopped by SIGTERM; the work was already done\n"
         )
         assert process.wait(20) == -signal.SIGTERM
 
@@ -232,7 +232,7 @@ def test_a_signal_while_nobody_reads_on(packed: Path):
 
 
 def limited(kilobytes: int, *words: object) -> Ended:
-    """Run the command with so much address space."""
+    """Run the command with this limit on its address space."""
     return sh(f'ulimit -v {kilobytes}; exec "$0" "$@"', *words)
 
 
@@ -248,7 +248,7 @@ def test_too_little_memory_to_start(packed: Path):
 
 
 def test_too_little_memory_to_compile_modules(packed: Path, tmp_path: Path):
-    """Python loses the error in its compiler, and raises another."""
+    """Python's compiler loses the MemoryError and raises another error."""
     words = f'export PYTHONPYCACHEPREFIX={tmp_path}; ulimit -v 150000; exec "$0" "$@"'
     done = sh(words, "verify", packed, "--json")
     (error,) = document(done)["errors"]
@@ -257,7 +257,7 @@ def test_too_little_memory_to_compile_modules(packed: Path, tmp_path: Path):
 
 
 def test_memory_that_ends_after_the_start(packed: Path):
-    """Wherever that is, it is told, and the file named once it was begun."""
+    """Memory may run out anywhere: it is reported, with the file if the file was begun."""
     for kilobytes in (166_000, 174_000):
         done = limited(kilobytes, "verify", packed, "--json", "-t", 1)
         errors = document(done)["errors"]
@@ -293,7 +293,9 @@ def test_threads_that_the_system_refuses(packed: Path, run: Run, monkeypatch: py
     monkeypatch.setattr(actions, "verify_file", verify)
     done = run("verify", packed, packed, "--json")
     assert (done.code, len(document(done)["results"])) == (3, 1)
-    assert done.error.startswith(f"{packed}: the system starts no more threads; use fewer (-t 1)")
+    assert done.error.startswith(
+        f"{packed}: the system refuses to start a thread; use fewer (-t 1)"
+    )
 
 
 ENDS = {
@@ -355,7 +357,7 @@ def sh(words: str, *args: object, **env: str) -> Ended:
 def test_output_that_goes_nowhere(packed: Path, where: str, told: str, words: str):
     done = sh(f'"$0" {words.replace("X", str(packed))} {where}')
     assert done.code == 3
-    assert done.error == f"standard output{told}; print to somewhere else"
+    assert done.error == f"standard output{told}; write it elsewhere"
 
 
 def test_errors_that_go_nowhere(packed: Path):
@@ -368,7 +370,7 @@ def test_nothing_is_printed_where_all_is_closed(model: Path):
     assert sh('"$0" pack "$1" --force >&- 2>&- <&-', model) == Ended(0, "", "")
     assert sh('"$0" inspect "$1" 2>&-', model.with_name("none")) == Ended(3, "", "")
     packed = model.with_name("model.ph.safetensors")
-    assert run_command("verify", packed).code == 0  # nothing was printed into it
+    assert run_command("verify", packed).code == 0  # the output was not printed to it
 
 
 @pytest.mark.parametrize("option", ["", "--json"])
@@ -382,7 +384,7 @@ def test_a_reader_that_has_enough(packed: Path, option: str):
 
 @pytest.mark.parametrize("words", ["-V", "--help", "snapshot"])
 def test_nobody_reads_at_all(packed: Path, words: str):
-    """The reader had gone before anything was printed."""
+    """The reader of the pipe ends before anything is printed."""
     ours, theirs = os.pipe()
     os.close(ours)
     options = {"stdout": theirs, "stderr": subprocess.PIPE, "preexec_fn": default_signals}

@@ -49,7 +49,7 @@ def _read_all(descriptor: int) -> bytes:
     while select.select([descriptor], [], [], 60)[0]:
         try:
             piece = os.read(descriptor, 1 << 16)
-        except OSError:  # Linux's way to say that the other side is gone
+        except OSError:  # Linux's error when the other side is closed
             break
         if not piece:
             break
@@ -106,7 +106,7 @@ def test_signal_in_mid_pack_leaves_nothing_behind(tmp_path: Path, number: signal
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    words = "what was finished stays, what was unfinished was removed"
+    words = "finished output was kept, unfinished output was removed"
     assert err == f"packhorse: error: stopped by {number.name}; {words}\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([packed.name, model.name])
     assert packed.read_bytes() == b"older"
@@ -129,7 +129,7 @@ def test_signal_in_mid_folder_leaves_nothing_behind(tmp_path: Path):
 
 
 def _wait_for_output(folder: Path, process: subprocess.Popen[str]) -> None:
-    """Return as soon as the process has begun to write beside its output."""
+    """Return as soon as the process has begun to write its temporary output."""
     end = time.monotonic() + 60
     while not any(folder.glob(".packhorse-*")):
         assert process.poll() is None, "ended before it could be stopped"

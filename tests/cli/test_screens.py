@@ -1,4 +1,4 @@
-"""What tables look like on terminals of several widths: a line for a row, cut and never folded."""
+"""Tables on terminals of several widths: one line for each row, cut but never folded."""
 
 import json
 import os
@@ -25,7 +25,7 @@ NAMES = [f"model.layers.{i}.self_attn.q_proj.weight" for i in (0, 11)]
 
 
 def screen(columns: int, *args: object) -> list[str]:
-    """The lines that a run leaves on a terminal of so many columns."""
+    """The lines that a run prints on a terminal with this number of columns."""
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
     with subprocess.Popen(
@@ -36,7 +36,7 @@ def screen(columns: int, *args: object) -> list[str]:
         while True:
             try:
                 piece = os.read(ours, 1 << 16)
-            except OSError:  # Linux's way to say that the other side is gone
+            except OSError:  # Linux's error when the other side is closed
                 break
             data += piece
             if not piece:
@@ -81,7 +81,7 @@ def commands(places: dict[str, Path]) -> dict[str, list[object]]:
 
 
 def test_every_table_fits(places: dict[str, Path], run: Run, monkeypatch: pytest.MonkeyPatch):
-    """In this process, with a terminal made by rich's own variables."""
+    """Run in this process, with a terminal that rich's own environment variables describe."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     texts = {}
@@ -89,7 +89,7 @@ def test_every_table_fits(places: dict[str, Path], run: Run, monkeypatch: pytest
         monkeypatch.setenv("COLUMNS", str(width))
         for verb, words in commands(places).items():
             if verb == "tune" and width not in (20, 40):
-                continue  # its imports and predictions take their time
+                continue  # its imports and predictions take long
             text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", run(*words).out)
             lines = texts[verb, width] = text.splitlines()
             assert all(cell_len(line) <= width for line in lines), (verb, width, text)
@@ -100,7 +100,7 @@ def test_every_table_fits(places: dict[str, Path], run: Run, monkeypatch: pytest
 
 
 def test_every_width(places: dict[str, Path]):
-    """No line is wider than the terminal, however narrow that is, and no row is folded or lost."""
+    """Even on a narrow terminal, no line is wider than it, and no row is folded or lost."""
     inspected = actions.inspect(places["packed"])[0]
     for width in range(10, 201):
         for ascii_only in (True, False):

@@ -53,7 +53,7 @@ def store(trained: Path, tmp_path: Path) -> Path:
 
 
 def result(done: Ended) -> Any:
-    """The one result of a run with --json that went well."""
+    """The only result of a successful run with --json."""
     assert done.code == 0, done.err
     document = json.loads(done.out)
     assert document["errors"] == []
@@ -90,7 +90,7 @@ def test_a_fine_tune_costs_its_difference(tmp_path: Path, model: Path, run: Run)
     metadata = SnapshotStore(store).info("tuned").metadata
     assert metadata.items() >= {"loss": 2.5, "tag": "a=b", "x": "NaN"}.items()
     full = ["--base", "none", "--replace", "--level", "fast", "--threads", "1", "--json"]
-    # Equal content is kept once even without a base.
+    # Equal content is stored once even without a base.
     third = result(run("snapshot", "take", store, "tuned", tmp_path / "tuned.safetensors", *full))
     assert third["stored_nbytes"] == 0
 
@@ -309,7 +309,7 @@ def test_prune_keeps_what_it_should(
 
 
 @pytest.mark.parametrize(
-    ("keep", "word"), [(["0"], "nothing"), (["nope"], "no such snapshot"), (["7"], "twice")]
+    ("keep", "word"), [(["0"], "remove all"), (["nope"], "no such snapshot"), (["7"], "repeat it")]
 )
 def test_prune_refuses_what_is_not_clear(
     store: Path, model: Path, run: Run, keep: list[str], word: str
@@ -451,7 +451,7 @@ def test_a_signal_in_mid_take_leaves_no_snapshot(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    words = "what was finished stays, what was unfinished was removed"
+    words = "finished output was kept, unfinished output was removed"
     assert err == f"packhorse: error: stopped by SIGINT; {words}\n"
     after = contents(store)
     assert {name for name in after if name != "writer.lock"} == {

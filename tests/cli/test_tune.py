@@ -40,7 +40,7 @@ def llama(tmp_path: Path) -> Path:
         if shard == 0:
             tensors["model.embed_tokens.weight"] = torch.zeros(200, 64)
         tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
-        tensors[f"{prefix}.wide.weight"] = torch.zeros(77, 64)  # no BF16
+        tensors[f"{prefix}.wide.weight"] = torch.zeros(77, 64)  # not BF16
         save_file(tensors, folder / f"model-{shard}.safetensors")
     return folder
 
@@ -70,7 +70,7 @@ def test_a_packed_model_has_the_same_matrices(run: Run, llama: Path) -> None:
 
 
 def test_a_model_that_was_saved_packed_has_the_same_matrices(run: Run, tmp_path: Path) -> None:
-    """As `save_pretrained` writes it; the columns of padding are counted."""
+    """A model as `save_pretrained` writes it; its columns include padding."""
     for name, n_columns in {"plain": 96, "padded": 90}.items():
         model = torch.nn.Sequential(torch.nn.Linear(n_columns, 128, dtype=torch.bfloat16))
         pack_model_(model, "W12")
@@ -106,13 +106,13 @@ def test_without_a_gpu_the_error_names_the_dry_run(run: Run) -> None:
     ("words", "code", "message"),
     [
         (("--dry-run",), 2, "name a model"),
-        (("--shape", "4096", "--dry-run"), 2, "no shape"),
-        (("--shape", "0x64", "--dry-run"), 2, "no shape"),
+        (("--shape", "4096", "--dry-run"), 2, "not a shape"),
+        (("--shape", "0x64", "--dry-run"), 2, "not a shape"),
         (("--shape", "64x65537", "--dry-run"), 2, "65536 columns"),
         (("--shape", "64x64", "--gpu", "H200"), 2, "--dry-run"),
         (("--shape", "64x64", "--dry-run", "--gpu", "B9000"), 2, "H100"),
-        (("--shape", "64x64", "--dry-run", "--again"), 2, "leave them out"),
-        (("--shape", "64x64", "--dry-run", "--cache", "here"), 2, "leave them out"),
+        (("--shape", "64x64", "--dry-run", "--again"), 2, "exclude --dry-run"),
+        (("--shape", "64x64", "--dry-run", "--cache", "here"), 2, "exclude --dry-run"),
         (("absent.safetensors", "--dry-run"), 3, "absent.safetensors"),
     ],
     ids=str,
@@ -132,7 +132,7 @@ def test_a_model_without_matrices_is_refused(run: Run, tmp_path: Path) -> None:
 
 
 class HostTimer(timing.ProductTimer):
-    """Times that depend on the choice alone, of products that the interpreter does compute."""
+    """Times that depend only on the choice; the interpreter still computes the products."""
 
     def time(self, calls: Any) -> float:
         calls[0]()
@@ -142,7 +142,7 @@ class HostTimer(timing.ProductTimer):
 def test_tuning_is_kept_and_goes_on(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a host that is taken for a GPU, with Triton's interpreter."""
+    """Tunes on the host as if it were a GPU, with Triton's interpreter."""
     for module in (choices, detect, tuning):
         monkeypatch.setattr(module, "identify", lambda _: IDENTITY)
     monkeypatch.setattr(tuning, "find_gpu", lambda: torch.device("cpu"))

@@ -151,7 +151,7 @@ def test_many_tensors_go_to_the_callers_memory():
 
 def test_messages_say_which_of_many_is_wrong():
     tensors = weights(4)
-    with pytest.raises(TypeError, match=r"array 2: dtype complex128 has no place"):
+    with pytest.raises(TypeError, match=r"array 2: safetensors has no dtype for complex128"):
         ph_numpy.compress_all([*tensors[:2], np.zeros(3, np.complex128)], threads=2)
     with pytest.raises(TypeError, match=r"tensor 1: a dense PyTorch tensor is needed, not int"):
         ph_torch.compress_all([torch.zeros(3), 7], threads=2)  # type: ignore[list-item]

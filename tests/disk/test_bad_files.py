@@ -1,4 +1,4 @@
-"""Files that are no safetensors files, or the wrong kind: the documented error and nothing else."""
+"""Files that are not safetensors files, or are of the wrong kind, raise the documented error."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from packhorse.disk import PackedFile, pack_file, plan_file, unpack_file, verify_file
-from packhorse.disk.header import parse_file_header, parse_header
+from packhorse.disk.safetensors_header import parse_file_header, parse_header
 from packhorse.errors import (
     CompatibilityError,
     CorruptionError,
@@ -34,7 +34,7 @@ BAD = {
     "zip": (b"PK\x03\x04" + bytes(99), CorruptionError, "zip archive.*convert"),
     "pickle": (b"\x80\x02}q\x00X\x04\x00\x00", CorruptionError, "pickle.*convert"),
     "gguf": (b"GGUF\x03\x00\x00\x00" + bytes(99), CorruptionError, "GGUF"),
-    "json": (b'{\n  "architectures": [],' + bytes(99), CorruptionError, "give the folder"),
+    "json": (b'{\n  "architectures": [],' + bytes(99), CorruptionError, "name the folder"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\n", CorruptionError, "git lfs pull"),
     "header longer than the file": (file_bytes(b"{}", length=100), TruncationError, "100 bytes"),
     "header longer than allowed": (
@@ -74,7 +74,7 @@ BAD = {
     "duplicate field": (
         file_bytes(f'{{"a":{{"dtype":"U8",{ONE}}}}}'.encode(), b"x"),
         CorruptionError,
-        "'dtype' stands twice",
+        "'dtype' occurs twice",
     ),
     "tensor is a list": (file_bytes({"a": [1, 2]}), CorruptionError, "tensor 'a'.*a list"),
     "no offsets": (
@@ -145,21 +145,21 @@ BAD = {
     "more than the tensors": (
         file_bytes({"a": entry(0, 1)}, b"xyz"),
         CorruptionError,
-        "2 bytes follow",
+        "2 more bytes follow",
     ),
 }
 
-# Here we are stricter than the library, which takes the last of two and skips spaces.
+# Packhorse is stricter than the library, which uses the last of two keys and skips spaces.
 STRICTER = {
     "duplicate tensor": (
         file_bytes(f'{{"a":{{{ONE}}},"a":{{{ONE}}}}}'.encode(), b"x"),
         CorruptionError,
-        "'a' stands twice",
+        "'a' occurs twice",
     ),
     "duplicate metadata": (
         file_bytes(b'{"__metadata__":{"k":"1","k":"2"}}'),
         CorruptionError,
-        "'k' stands twice",
+        "'k' occurs twice",
     ),
     "space before the header": (file_bytes(b" {}"), CorruptionError, "begin with '{'"),
     "many dimensions": (
@@ -170,7 +170,7 @@ STRICTER = {
     "number beyond all floats": (
         file_bytes(b'{"a":{"x":[-1e999],' + ONE.encode() + b"}}", b"x"),
         CorruptionError,
-        "-1e999 is beyond the largest float",
+        "-1e999 is larger than the largest float",
     ),
     "lone surrogate in a list": (
         file_bytes(b'{"a":{"x":[[1,"\\udfff"]],' + ONE.encode() + b"}}", b"x"),
@@ -227,7 +227,7 @@ LONG_WINDED = {
 
 @pytest.mark.parametrize("case", LONG_WINDED)
 def test_a_message_is_short_whatever_the_file_says(tmp_path, case):
-    """Names in it keep their two ends, and control characters are shown, not sent."""
+    """A long name keeps its two ends, and control characters are escaped."""
     with pytest.raises(PackhorseError) as caught:
         parse_file_header(memoryview(file_bytes(LONG_WINDED[case], b"abc")), "test")
     message = str(caught.value)
@@ -295,7 +295,7 @@ def test_arbitrary_bytes_give_a_documented_error_or_a_header(data, declared):
 
 
 def assert_documented(work: Callable[[], object]) -> None:
-    """Either it works or its error names the file."""
+    """The operation either works, or its error names the file."""
     message = "test: "
     try:
         work()
@@ -323,7 +323,7 @@ def test_packed_and_plain_are_not_confused(tmp_path, packed):
     write_sample(plain)
     path.write_bytes(packed)
     for work in (lambda: pack_file(path, tmp_path / "out"), lambda: plan_file(path)):
-        with pytest.raises(ValueError, match=r"packed already; unpack it first"):
+        with pytest.raises(ValueError, match=r"already packed; unpack it first"):
             work()
     for work in (
         lambda: unpack_file(plain, tmp_path / "out"),

@@ -1,4 +1,4 @@
-"""Damaged and lying packed files: the documented error, naming file, tensor and place."""
+"""Damaged and lying packed files raise the documented error, which names file, tensor and place."""
 
 import base64
 import json
@@ -26,8 +26,8 @@ from disk_samples import (
 )
 
 from packhorse.disk import PackedFile, pack_file, unpack_file, verify_file
-from packhorse.disk.header import build_header, read_header
 from packhorse.disk.packed_header import PrefixWriter
+from packhorse.disk.safetensors_header import build_header, read_header
 from packhorse.errors import (
     CompatibilityError,
     CorruptionError,
@@ -45,7 +45,7 @@ def packed(tmp_path_factory) -> bytes:
 
 
 def read_all(path: Path, folder: Path) -> list[str]:
-    """What the readers say of a file: the messages of their documented errors, naming it."""
+    """The messages of all readers about a file: documented errors that name it."""
     told = []
     for work in (read_tensors, lambda p: unpack_file(p, folder / "out", force=True), verified):
         try:
@@ -69,7 +69,7 @@ def verified(path: Path) -> None:
 
 @pytest.mark.parametrize("step", [1, 97])
 def test_every_truncation_is_told(tmp_path, packed, step):
-    """At every length of a tiny file, and at some of a larger one."""
+    """A tiny file is cut at every length, a larger one at some."""
     whole = file_of_samples("rans-carry")[0] if step == 1 else packed
     path = tmp_path / "cut"
     for nbytes in [*range(0, len(whole), step), len(whole) - 1]:
@@ -84,12 +84,12 @@ def test_every_truncation_is_told(tmp_path, packed, step):
 def test_appended_bytes_are_told(tmp_path, packed):
     path = tmp_path / "long"
     path.write_bytes(packed + b"\0")
-    with pytest.raises(CorruptionError, match="1 bytes follow"):
+    with pytest.raises(CorruptionError, match="1 more bytes follow"):
         read_tensors(path)
 
 
 def test_every_flipped_bit_is_told(tmp_path, packed):
-    """Anywhere in the header, and densely in the frames; none gives a wrong file."""
+    """Bits flip anywhere in the header and densely in the frames; none gives a wrong file."""
     header_nbytes = read_header_nbytes(packed)
     places = [*range(0, header_nbytes, 3), *range(header_nbytes, len(packed), 41)]
     path = tmp_path / "flipped"
@@ -133,7 +133,7 @@ def test_a_capital_digit_in_an_escape_is_told_with_the_file(tmp_path):
 
 @contextmanager
 def flipped(path: Path, whole: bytes, place: int, bit: int) -> Iterator[None]:
-    """Turn over one bit of a file, and back again."""
+    """Flip one bit of a file, and flip it back afterwards."""
     with path.open("r+b", buffering=0) as file:
         os.pwrite(file.fileno(), bytes([whole[place] ^ 1 << bit]), place)
         yield
@@ -141,7 +141,7 @@ def flipped(path: Path, whole: bytes, place: int, bit: int) -> Iterator[None]:
 
 
 def verified_or_refused(path: Path) -> list[object]:
-    """What verifying finds; it refuses a file that no longer calls itself packed."""
+    """The problems that verifying finds; it refuses a file that does not call itself packed."""
     try:
         return [*verify_file(path, threads=1)]
     except ValueError as error:
@@ -149,7 +149,7 @@ def verified_or_refused(path: Path) -> list[object]:
 
 
 def test_a_flipped_bit_in_the_recorded_header_is_told(tmp_path):
-    """Of its text, which is compressed anew, so that no checksum tells."""
+    """A lie in the record's text, which is compressed again, so that every checksum is right."""
     whole, original = file_of_samples("rans-carry", "zstd")
     text = original[8 : read_header_nbytes(original)].rstrip()
     for bit in range(8 * len(text)):
@@ -205,7 +205,7 @@ def test_verify_checks_frames_even_if_the_recorded_header_is_bad(tmp_path, packe
 
 
 def test_a_wrong_content_hash_is_found_by_unpacking(tmp_path):
-    """The frame of another tensor of the same dtype and shape, with all its checksums right."""
+    """The frame is that of another tensor of the same dtype and shape, with the right checksums."""
     header = build_header({"a": ("F32", [1000])})
     source, path = tmp_path / "a", tmp_path / "b"
     source.write_bytes(header.prefix() + np.random.default_rng(8).bytes(4000))
@@ -227,7 +227,7 @@ def test_a_wrong_content_hash_is_found_by_unpacking(tmp_path):
 
 
 def test_checksums_are_no_signature(tmp_path):
-    """Whoever can rewrite a file can give it other data; it is a good file, of those data."""
+    """Somebody may rewrite a file with other data; then it is a good file of that data."""
     path = tmp_path / "a"
     for data in (np.arange(100), np.arange(100) + 1):
         save_file({"a": data}, path)
@@ -241,7 +241,7 @@ def test_checksums_are_no_signature(tmp_path):
 
 
 def edit(packed: bytes, change: Callable[[dict[str, Any]], Any]) -> bytes:
-    """A packed file with another record, and everything around it right."""
+    """A packed file with another record; everything else in it is right."""
     nbytes = read_header_nbytes(packed)
     document = json.loads(packed[8:nbytes])
     record = json.loads(document["__metadata__"]["packhorse"])
@@ -259,7 +259,7 @@ def recorded(text: bytes, **options: Any) -> str:
 
 
 def bomb() -> str:
-    """A record of few bytes that declares 2^40."""
+    """A record of a few bytes that declares 2^40 bytes."""
     frame = bytearray(zstandard.ZstdCompressor().compress(bytes(70_000)))
     assert frame[4] >> 6 == 2  # the content size takes four bytes
     frame[4] = frame[4] & 0x3F | 0xC0
@@ -269,7 +269,7 @@ def bomb() -> str:
 
 LIES = {
     "newer version": (lambda r: {**r, "version": 2}, CompatibilityError, "version 2.*upgrade"),
-    "version zero": (lambda r: {**r, "version": 0}, CorruptionError, "from 1, and is 0"),
+    "version zero": (lambda r: {**r, "version": 0}, CorruptionError, "from 1, but is 0"),
     "version text": (lambda r: {**r, "version": "1"}, CorruptionError, "is '1'"),
     "version true": (lambda r: {**r, "version": True}, CorruptionError, "is True"),
     "no version": (lambda r: {"header": r["header"]}, CorruptionError, "is None"),
@@ -297,7 +297,7 @@ LIES = {
     "recorded header lacks tensors": (
         lambda r: {**r, "header": recorded(b"{}")},
         CorruptionError,
-        "'none' has a frame but no place",
+        "'none' has a frame, but is not",
     ),
     "no CRC": (lambda r: {**r, "crc32c": "a lie"}, CorruptionError, "'crc32c' is 'a lie'.*damaged"),
     "record is a list": (lambda r: [r], CorruptionError, "must be a JSON object"),
@@ -348,7 +348,7 @@ def test_metadata_that_differs_from_the_record_is_told(tmp_path, packed):
     path = tmp_path / "lie"
     path.write_bytes(packed.replace(b'"format":"np"', b'"format":"pt"'))
     assert len(read_all(path, tmp_path)) == 3
-    with pytest.raises(CorruptionError, match="'format' is 'pt', and 'np' in the recorded"):
+    with pytest.raises(CorruptionError, match="'format' is 'pt', but 'np' in the recorded"):
         read_tensors(path)
 
 
@@ -363,7 +363,7 @@ def test_a_frame_that_is_no_run_of_bytes_is_told(tmp_path, packed):
 
 
 def test_a_file_resaved_by_the_safetensors_library_still_unpacks(tmp_path, packed):
-    """Another order, another alignment, one more pair of metadata: the frames are what counts."""
+    """The order, the alignment and further metadata may differ: only the frames matter."""
     path, other = tmp_path / "a", tmp_path / "b"
     path.write_bytes(packed)
     with safetensors.safe_open(path, "np") as file:

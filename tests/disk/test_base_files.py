@@ -57,7 +57,7 @@ def packed(pair: Pair) -> Path:
 @pytest.fixture(autouse=True)
 def no_file_stays_open(tmp_path: Path) -> Iterator[None]:
     yield
-    gc.collect()  # an error that was caught holds on to what it is about
+    gc.collect()  # an error that was caught keeps references to the file
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
             assert not descriptor.readlink().is_relative_to(tmp_path)
@@ -369,7 +369,7 @@ def test_a_base_that_changes_between_slices_is_refused(tmp_path, pair, packed):
 
 
 def offsets_of(path: Path) -> dict[str, tuple[int, int]]:
-    from packhorse.disk.header import read_header
+    from packhorse.disk.safetensors_header import read_header
 
     return {entry.name: (entry.start, entry.stop) for entry in read_header(path).entries}
 
@@ -428,7 +428,7 @@ def test_folders_need_not_be_cut_alike(tmp_path, pair, model, kind):
     result = pack_folder(model, tmp_path / "packed", base=base)
     alone = pack_folder(model, tmp_path / "alone")
     based = [t for file in result.files for t in file.tensors if t.base_hash is not None]
-    # In the subfolder the base has a tensor of the name, too; it is not the one further up.
+    # The base has a tensor of this name in the subfolder too, which differs from the one above.
     assert len(based) == N_BASED + 1
     assert result.packed_nbytes < alone.packed_nbytes / 1.5
     assert verify_folder(tmp_path / "packed", base=base) == []
@@ -441,7 +441,7 @@ def test_folders_need_not_be_cut_alike(tmp_path, pair, model, kind):
 
 
 def test_a_file_of_a_name_is_packed_against_the_one_of_that_name(tmp_path, pair):
-    """Weights in two precisions lie in one folder, under the same names."""
+    """One folder has weights in two precisions, under the same names."""
     old, new = checkpoints()
     for suffix, scale in (("", 1), (".ema", 3)):
         folder = tmp_path / "base"
@@ -453,7 +453,7 @@ def test_a_file_of_a_name_is_packed_against_the_one_of_that_name(tmp_path, pair)
         source = tmp_path / f"model{suffix}.safetensors"
         result = pack_file(source, tmp_path / f"any name{suffix}", base=tmp_path / "base")
         assert result.ratio > 4
-        # Unpacking goes by content, whatever the packed file is called by then.
+        # Unpacking finds the base by its content, even if the packed file was renamed.
         unpack_file(tmp_path / f"any name{suffix}", tmp_path / "back", base=tmp_path / "base",
                     force=True)  # fmt: skip
         assert (tmp_path / "back").read_bytes() == source.read_bytes()

@@ -29,7 +29,7 @@ from packhorse.disk import (
     verify_file,
     verify_folder,
 )
-from packhorse.disk.header import read_header
+from packhorse.disk.safetensors_header import read_header
 from packhorse.errors import BaseMismatchError, CorruptionError, PackhorseError, TruncationError
 from packhorse.frame import Frame, compress_buffer, content_hash
 from packhorse.numpy import FRAMEWORK as NUMPY
@@ -53,7 +53,7 @@ def packed(pair: Pair) -> Path:
 
 
 def readers(packed: Path, base: object) -> dict[str, Callable[[], object]]:
-    """All that decodes the tensors of a packed file."""
+    """All ways to decode the tensors of a packed file."""
     data = packed.read_bytes()
 
     def read(name: str, index: object) -> object:
@@ -75,7 +75,7 @@ def changed(tensors: dict[str, torch.Tensor], **changes: torch.Tensor | None) ->
 
 
 def test_a_missing_base_is_told_before_any_output(tmp_path, packed):
-    """With file, tensor, the base's hash, what it was called, and the remedy."""
+    """The message names the file, the tensor, the base's hash and name, and the remedy."""
     with PackedFile(packed, NUMPY) as file:
         hashes = {name: file.frame(name).base_hash for name in file.offset_keys()}
     first = next(name for name in hashes if hashes[name])
@@ -85,9 +85,11 @@ def test_a_missing_base_is_told_before_any_output(tmp_path, packed):
         message = str(told.value)
         name = "ids" if what.startswith("get") else first
         assert message.startswith(f"{packed if what != 'load' else 'the bytes given'}: tensor ")
-        assert re.search(r"a base of \w+ with content hash [0-9a-f]{32}, of 'old\.safe", message)
+        assert re.search(
+            r"a base of \w+ with content hash [0-9a-f]{32}, called 'old\.safe", message
+        )
         assert "--base PATH, in Python base=" in message
-        if what not in ("load_file", "load"):  # several threads: whichever comes first
+        if what not in ("load_file", "load"):  # with several threads, any of these may come first
             assert f"tensor {name!r}" in message
             assert hashes[name].hex() in message
     with pytest.raises(BaseMismatchError, match=rf"\({N_BASED - 1} more tensors"):
@@ -144,10 +146,10 @@ def test_another_base_is_refused(tmp_path, packed, what, is_packed):
     if is_packed:
         pack_file(base, tmp_path / "w")
         (tmp_path / "w").replace(base)
-        words = r"the one in \S+ has [0-9a-f]{32}" if what == "other values" else words
+        words = r"the one in \S+ has content hash [0-9a-f]{32}" if what == "other values" else words
     for name, read in readers(packed, base).items():
         if what == "rounded already" and name.startswith("get"):
-            continue  # what they read has the right base
+            continue  # the tensors that they read have the right base
         with pytest.raises(BaseMismatchError, match=words) as told:
             read()
         assert "content hash" in str(told.value)
@@ -221,15 +223,15 @@ def test_what_is_packed_against_a_base_is_no_base(tmp_path, pair, packed):
     later = {name: tensor + 1 for name, tensor in checkpoints()[1].items() if name == "ids"}
     safetensors.torch.save_file(later, tmp_path / "later")
     with pytest.raises(
-        BaseMismatchError, match=rf"{re.escape(str(packed))}: tensor 'ids' is packed"
+        BaseMismatchError, match=rf"{re.escape(str(packed))}: tensor 'ids' is itself"
     ):
         pack_file(tmp_path / "later", tmp_path / "x", base=packed)
     pack_file(tmp_path / "later", tmp_path / "packed", base=new)
-    with pytest.raises(BaseMismatchError, match=r"'ids'.*is packed against a base itself; unpack"):
+    with pytest.raises(BaseMismatchError, match=r"'ids'.*is itself packed against a base; unpack"):
         unpack_file(tmp_path / "packed", tmp_path / "x", base=packed)
     with pytest.raises(BaseMismatchError):
         decode_file((tmp_path / "packed").read_bytes(), base=packed.read_bytes())
-    # Where a folder has the tensor in full as well, that is taken.
+    # If the folder has the tensor without a base too, that one is used.
     unpack_file(tmp_path / "packed", tmp_path / "x", base=tmp_path)
     assert (tmp_path / "x").read_bytes() == (tmp_path / "later").read_bytes()
 
@@ -249,13 +251,13 @@ def test_the_base_is_not_written_over(tmp_path, pair, packed):
     base, model = (write_folder(tmp_path / name, checkpoints()[0], 2) for name in ("base", "model"))
     pack_folder(model, tmp_path / "packed", base=base)
     for output in (base, tmp_path):
-        with pytest.raises(ValueError, match="the output holds the base"):
+        with pytest.raises(ValueError, match="the base is inside of this output"):
             unpack_folder(tmp_path / "packed", output, base=base, force=True)
     assert old.read_bytes() == before
 
 
 def test_a_model_is_not_its_own_base(tmp_path, pair):
-    """It would pack to nothing, and be lost with the original."""
+    """A file packed against itself would be empty, and lost with the original."""
     _, new = pair
     (tmp_path / "link").symlink_to(new)
     for base in (new, tmp_path / "link"):
@@ -271,7 +273,7 @@ def test_a_model_is_not_its_own_base(tmp_path, pair):
                  lambda: plan_folder(model, base=model / "vae" / "..")):  # fmt: skip
         with pytest.raises(ValueError, match="the base is the folder itself"):
             work()
-    # Beside an older file in one folder, it is left out.
+    # If there is an older file in the same folder, this one is left out.
     result = pack_file(new, tmp_path / "x", base=tmp_path)
     assert sum(tensor.base_hash is not None for tensor in result.tensors) == N_BASED
 
@@ -292,7 +294,7 @@ def test_folders_tell_a_missing_base_before_any_output(tmp_path, monkeypatch):
     for path in base.glob("*.safetensors"):
         (below / path.name).symlink_to(path)
     for wrong, words in (
-        (None, r"packed/model-00001-of-00002.ph.safetensors: tensor '.*of 'base', is needed"),
+        (None, r"packed/model-00001-of-00002.ph.safetensors: tensor '.*called 'base', is needed"),
         (below, r"packed/vae/diffusion.ph.safetensors: .*half/vae has no tensor of that name"),
     ):
         with pytest.raises(BaseMismatchError, match=words):
@@ -315,7 +317,7 @@ def test_a_wrong_base_of_a_folder_leaves_nothing(tmp_path):
     wrong = write_folder(tmp_path / "wrong", changed(old, ids=old["ids"] + 7), 3)
     with pytest.raises(BaseMismatchError, match=r"ph\.safetensors: tensor 'ids'.*wrong/model-0"):
         unpack_folder(tmp_path / "packed", tmp_path / "back", base=wrong)
-    with pytest.raises(ValueError, match=r"no \*\.safetensors file where the model has some"):
+    with pytest.raises(ValueError, match=r"no \*\.safetensors file in any folder where"):
         pack_folder(model, tmp_path / "x", base=tmp_path / "model" / "..")
     assert not leftovers(tmp_path, "base", "model", "packed", "wrong")
 

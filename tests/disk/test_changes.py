@@ -1,4 +1,4 @@
-"""Files that change while they are read: refused by name, and nothing comes of it."""
+"""Files that change while they are read: an error names them, and nothing is written."""
 
 import mmap
 import os
@@ -27,7 +27,7 @@ from packhorse.disk import (
     verify_file,
 )
 from packhorse.disk.base_files import Lender, open_bases
-from packhorse.disk.header import read_header
+from packhorse.disk.safetensors_header import read_header
 from packhorse.errors import BaseMismatchError, ChangedError, CorruptionError
 from packhorse.frame import base as frame_base
 from packhorse.numpy import load_file
@@ -36,7 +36,7 @@ LONG_AGO = 1_600_000_000
 
 
 def age(*paths: Path) -> None:
-    """Changes that follow each other within a tick of the clock cannot be told apart by time."""
+    """Changes within one tick of the clock have the same time."""
     for path in paths:
         os.utime(path, (LONG_AGO, LONG_AGO))
 
@@ -67,7 +67,7 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "longer": (lambda path: os.truncate(path, path.stat().st_size + 1), "its size went from"),
     "shorter": (lambda path: os.truncate(path, 3000), r"its size went from \d+ to 3000 bytes"),
-    "replaced": (replace, "another file took its place"),
+    "replaced": (replace, "it was replaced by another file"),
     "removed": (lambda path: path.unlink(), "it was moved or removed"),
 }
 
@@ -82,7 +82,7 @@ def model(tmp_path, monkeypatch):
 
 
 def once(change: Callable[[Path], None], path: Path) -> Callable[[int], None]:
-    """Progress of a work, at whose first call the file changes."""
+    """A progress function that changes the file at its first call."""
     is_done = False
 
     def progress(nbytes: int) -> None:
@@ -101,7 +101,7 @@ def test_a_file_that_changes_is_not_packed(model, tmp_path, how):
         OSError, match=f"{model}: changed while it was being read .{words}"
     ) as caught:
         pack_file(model, tmp_path / "out", progress=once(change, model))
-    assert "so nothing was written; try again when nobody writes to it" in str(caught.value)
+    assert "so nothing was written; try again when nothing writes to it" in str(caught.value)
     assert not leftovers(tmp_path, "model")
 
 
@@ -169,7 +169,7 @@ def test_verify_tells_of_a_packed_file_that_changes(model, tmp_path):
     age(other)
     problems = verify_file(packed, progress=once(lambda path: other.rename(path), packed))
     assert [problem.message.partition(",")[0] for problem in problems] == [
-        f"{packed}: changed while it was being read (another file took its place)"
+        f"{packed}: changed while it was being read (it was replaced by another file)"
     ]
 
 
@@ -200,13 +200,13 @@ def test_a_folder_that_changes_is_refused(tmp_path, what, work):
         source, run, name = tmp_path / "packed", unpack_folder, name.replace(".s", ".ph.s")
         name = name.replace("m.ph.", "m.")
     age(*(path for path in source.rglob("*") if path.is_file()))
-    with pytest.raises(OSError, match=f"{source / name}: (changed|came or went) while"):
+    with pytest.raises(OSError, match=f"{source / name}: (changed|added or removed) while"):
         run(source, tmp_path / "out", progress=once(change, source / name))
     assert not leftovers(tmp_path, "source", "packed")
 
 
 class Mapping:
-    """A file that somebody writes to through memory. Only the first write to a page moves times."""
+    """A file that is written to through a mapping. Only the first write to a page changes times."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
@@ -222,7 +222,7 @@ class Mapping:
 
 
 def is_right(get: Callable[[], np.ndarray], wanted: np.ndarray) -> bool:
-    """Whether a tensor came; a wrong one never does."""
+    """Whether a tensor was read; it is never a wrong one."""
     try:
         got = get()
     except (BaseMismatchError, ChangedError):
@@ -233,7 +233,7 @@ def is_right(get: Callable[[], np.ndarray], wanted: np.ndarray) -> bool:
 
 @pytest.fixture
 def based(tmp_path):
-    """A tensor, packed against a base that is written to through memory, and the base."""
+    """A tensor packed against a base that is written to through a mapping, and the base."""
     old = {"a": np.random.default_rng(0).standard_normal((500, 100)).astype(np.float32)}
     new = old["a"].copy()
     new[::7] += 1e-3
@@ -256,7 +256,7 @@ def test_a_base_whose_times_do_not_tell_gives_no_wrong_slice(based):
 
 
 def write_once_compared(monkeypatch, mapping: Mapping) -> None:
-    """Write to a base whenever it has just been found to be the right one."""
+    """Write to a base each time right after its hash was checked."""
 
     def compare(data, **options):
         digest = content_hash(data, **options)
@@ -292,7 +292,7 @@ READERS = {
 @pytest.mark.parametrize("read", READERS)
 @pytest.mark.parametrize("kind", ["file", "memory"])
 def test_a_base_that_changes_is_not_told_as_damage(based, monkeypatch, read, kind):
-    """Not even where its times do not tell: it is right only while it is compared."""
+    """The base is right only while it is checked, and its times do not show the change."""
     packed, mapping, _ = based
     memory = load_plain(mapping.path)["a"].copy()
     base = mapping.path if kind == "file" else {"a": memory}

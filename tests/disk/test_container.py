@@ -1,4 +1,4 @@
-"""Packed files: what they are, that they come back byte for byte, and how they are written."""
+"""Packed files: their layout, how they are written, and that unpacking restores every byte."""
 
 import os
 from pathlib import Path
@@ -25,7 +25,7 @@ from packhorse.disk import (
     verify_file,
 )
 from packhorse.disk.container import pack_tensors, write_packed
-from packhorse.disk.header import build_header, read_header
+from packhorse.disk.safetensors_header import build_header, read_header
 from packhorse.layout import DTYPE_BY_NAME, FILE_ALIGNMENT
 from packhorse.numpy import FRAMEWORK as NUMPY
 from packhorse.reference import decode_file
@@ -291,7 +291,7 @@ def test_the_reference_decoder_reads_what_is_packed(tmp_path, level):
 
 
 def test_a_file_built_by_hand_unpacks(tmp_path):
-    """Frames in another order than the data, another JSON layout, more metadata."""
+    """The frames are in another order than the data, with other JSON layout and more metadata."""
     tensors = {"b": ("U8", (7,), b"0123456"), "a": ("I16", (3,), b"abcdef"), "": ("F64", (0,), b"")}
     original = frame_builder.original_file(tensors, {"k": "v"}, padding=5)
     frames = {

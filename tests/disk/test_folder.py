@@ -1,4 +1,4 @@
-"""Model folders: shards, index and all the rest come back exactly, or nothing is there at all."""
+"""Model folders: shards, index and other files are restored exactly, or nothing is written."""
 
 import json
 import os
@@ -32,7 +32,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def make_model(folder: Path) -> Path:
-    """A model as Hugging Face lays it out, with a subfolder, an empty folder and odd names."""
+    """A model in the layout of Hugging Face, with a subfolder, an empty folder and odd names."""
     (folder / "vae" / "deep").mkdir(parents=True)
     (folder / "empty").mkdir()
     (folder / ".cache").mkdir()
@@ -40,7 +40,7 @@ def make_model(folder: Path) -> Path:
     for seed, name in enumerate(SHARDS):
         tensors = write_sample(folder / name, seed)
         weight_map |= {f"{seed}.{tensor}": name for tensor in tensors}
-    # A layout of its own: key order, indent, escapes, no line break at the end.
+    # Unusual JSON: the order of keys, the indent, escapes, no line break at the end.
     index = {"weight_map": weight_map, "metadata": {"total_size": 2530644.0, "é": None}}
     (folder / INDEX).write_text(json.dumps(index, indent=3))
     write_sample(folder / "vae" / "diffusion.safetensors", 5)
@@ -53,7 +53,7 @@ def make_model(folder: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """Every file's bytes, and None for every folder."""
+    """The bytes of every file, and None for every folder."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
@@ -182,7 +182,7 @@ def test_an_empty_folder_is_filled(model, tmp_path):
 def test_force_deletes_no_file_that_would_not_come_back(model, packed, tmp_path):
     (packed / "vae" / "notes.txt").write_text("mine")
     before = contents(packed)
-    with pytest.raises(FileExistsError, match=r"holds vae/notes.txt.*move it away"):
+    with pytest.raises(FileExistsError, match=r"contains vae/notes.txt.*move it away"):
         pack_folder(model, packed, force=True)
     assert contents(packed) == before
     assert not leftovers(tmp_path, "model", "packed")
@@ -191,9 +191,9 @@ def test_force_deletes_no_file_that_would_not_come_back(model, packed, tmp_path)
 def test_folders_may_not_overlap(model, packed, tmp_path):
     (tmp_path / "link").symlink_to(model)
     for output in (model, model / "inside", tmp_path, tmp_path / "link", tmp_path / "link" / "x"):
-        with pytest.raises(ValueError, match="may not be in the input"):
+        with pytest.raises(ValueError, match="must not be inside of each other"):
             pack_folder(model, output, force=True)
-    with pytest.raises(ValueError, match="may not be in the input"):
+    with pytest.raises(ValueError, match="must not be inside of each other"):
         unpack_folder(packed, packed, force=True)
     assert contents(model) == contents(make_model(tmp_path / "same"))
 
@@ -259,9 +259,11 @@ def test_a_folder_without_models_is_refused(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     for work in (pack_folder, unpack_folder):
-        with pytest.raises(ValueError, match=r"no \*\.(ph\.)?safetensors file in it or below"):
+        with pytest.raises(
+            ValueError, match=r"no \*\.(ph\.)?safetensors file in it or its subfolders"
+        ):
             work(tmp_path / "model", tmp_path / "out")
-    with pytest.raises(ValueError, match="no .*in it or below"):  # noqa: RUF043
+    with pytest.raises(ValueError, match="no .*in it or its subfolders"):  # noqa: RUF043
         verify_folder(tmp_path / "model")
     assert not leftovers(tmp_path, "model")
 
@@ -275,7 +277,7 @@ def test_a_folder_of_pickles_is_refused_with_the_way_to_convert(tmp_path):
 
 
 def test_a_folder_that_is_packed_already_is_refused(packed, tmp_path):
-    with pytest.raises(ValueError, match="packed already"):
+    with pytest.raises(ValueError, match="already packed"):
         pack_folder(packed, tmp_path / "out")
     (tmp_path / "half").mkdir()
     shutil.copy(packed / INDEX, tmp_path / "half")
@@ -284,7 +286,7 @@ def test_a_folder_that_is_packed_already_is_refused(packed, tmp_path):
         pack_folder(tmp_path / "half", tmp_path / "out")
     (tmp_path / "half" / INDEX).unlink()
     pack_file(tmp_path / "half" / SHARDS[0], tmp_path / "half" / "misnamed.safetensors")
-    with pytest.raises(ValueError, match=r"misnamed.safetensors: packed already"):
+    with pytest.raises(ValueError, match=r"misnamed.safetensors: already packed"):
         pack_folder(tmp_path / "half", tmp_path / "out")
     assert not leftovers(tmp_path, "model", "packed", "half")
 
@@ -302,10 +304,10 @@ def test_two_files_with_one_name_are_refused(packed, tmp_path):
         ("vae/x.safetensors", b"version https://git-lfs", CorruptionError, "git lfs pull"),
         (INDEX, b"[]", CorruptionError, "index.json must be a JSON object"),
         (INDEX, b"\xff", CorruptionError, "not UTF-8"),
-        (INDEX, b"{}", CorruptionError, "'weight_map' must be an object, and is null"),
+        (INDEX, b"{}", CorruptionError, "'weight_map' must be an object, but is null"),
         (INDEX, b'{"weight_map": {"a": 1}}', CorruptionError, "'a' is a number"),
-        (INDEX, b'{"weight_map": {}, "weight_map": {}}', CorruptionError, "stands twice"),
-        (INDEX, b'{"weight_map": {}, "x": 1e999}', CorruptionError, "beyond the largest float"),
+        (INDEX, b'{"weight_map": {}, "weight_map": {}}', CorruptionError, "occurs twice"),
+        (INDEX, b'{"weight_map": {}, "x": 1e999}', CorruptionError, "the largest float"),
         (INDEX, b'{"weight_map": {}, "x": ["\\ud800"]}', CorruptionError, "not Unicode"),
     ],
 )
@@ -325,7 +327,7 @@ def test_links_that_lead_nowhere_or_in_circles_are_refused(model, tmp_path):
         pack_folder(model, tmp_path / "out")
     (model / "lost").unlink()
     (model / "vae" / "circle").symlink_to(model)
-    with pytest.raises(ValueError, match="a link to a folder that it lies in"):
+    with pytest.raises(ValueError, match="a link to a folder that contains it"):
         pack_folder(model, tmp_path / "out")
     (model / "vae" / "circle").unlink()
     os.mkfifo(model / "pipe")
@@ -335,7 +337,7 @@ def test_links_that_lead_nowhere_or_in_circles_are_refused(model, tmp_path):
 
 
 def test_folders_too_deep_in_each_other_are_refused(model, packed, tmp_path):
-    """Python's own walking and removing would exhaust the stack, and leave a half-built folder."""
+    """Python's own functions would exhaust the stack while removing, and leave a partial folder."""
     for folder in (model, packed):
         folder.joinpath(*["d"] * 101).mkdir(parents=True)
     for work in (
@@ -344,7 +346,7 @@ def test_folders_too_deep_in_each_other_are_refused(model, packed, tmp_path):
         lambda: verify_folder(packed),
         lambda: packed_files(packed),
     ):
-        with pytest.raises(ValueError, match="more than 100 deep in each other"):
+        with pytest.raises(ValueError, match="nested more than 100 deep"):
             work()
     assert not leftovers(tmp_path, "model", "packed")
 
@@ -356,7 +358,7 @@ def test_an_index_of_more_bytes_than_a_header_may_have_is_not_read(model, packed
         lambda: pack_folder(model, tmp_path / "out"),
         lambda: unpack_folder(packed, tmp_path / "out"),
     ):
-        with pytest.raises(CorruptionError, match=f"{INDEX}: an index of 100000001 bytes"):
+        with pytest.raises(CorruptionError, match=f"{INDEX}: the index has 100000001 bytes"):
             work()
     (problem,) = verify_folder(packed)
     assert "at most 100000000" in problem.message
@@ -367,13 +369,15 @@ def test_a_recorded_index_may_not_be_much_longer_than_the_packed_one():
     text = b'{"weight_map": {}}' + b" " * 3_000_000
     packed = pack_index(text, label="test")
     assert unpack_index(packed, label="test") == text
-    with pytest.raises(CorruptionError, match=r"declares 3000018 bytes, and beside \d+ bytes"):
+    with pytest.raises(CorruptionError, match=r"declares 3000018 bytes, but in \d+ bytes"):
         unpack_index(packed.rstrip(), label="test")
 
 
 def test_an_index_with_the_key_of_a_packed_one_is_not_packed():
     text = b'{"weight_map": {"a": "m"}, "packhorse": {"a": "m"}}'
-    with pytest.raises(ValueError, match="here: the index of a packed folder; unpack that one"):
+    with pytest.raises(
+        ValueError, match="here: this is the index of a packed folder; unpack that folder"
+    ):
         pack_index(text, label="here")
 
 

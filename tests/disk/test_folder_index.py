@@ -1,4 +1,4 @@
-"""Indexes of packed folders: what is damaged is never taken for an ordinary file."""
+"""Indexes of packed folders: a damaged index is never taken for an ordinary file."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def damaged(text: bytes) -> list[bytes]:
 
 
 def accepted(text: bytes, has) -> bytes:
-    """What unpacking a folder gives for an index."""
+    """The index that unpacking a folder restores."""
     if is_packed_index(text, label="here", has=has):
         return unpack_index(text, label="here", has=has)
     return text
@@ -110,7 +110,7 @@ def test_a_model_of_which_a_part_was_fetched_comes_back(tmp_path):
 
 
 def test_what_first_releases_packed_of_a_part_of_a_model_comes_back(packed, tmp_path):
-    """They did not record what was missing."""
+    """The first releases did not record missing files."""
     index = json.loads((packed / INDEX).read_text())
     del index["packhorse"]["absent"]
     (packed / INDEX).write_text(json.dumps(index))
@@ -159,7 +159,7 @@ def test_names_that_no_file_can_have_are_missed_as_others(packed, tmp_path):
     assert len(verify_folder(packed)) == 2
 
 
-# The tensors of each shard are those that the index puts in it.
+# Each shard has exactly the tensors that the index names for it.
 
 FOREIGN = (
     "{index}: 'm-1.ph.safetensors' holds other tensors than this index says: it has no tensor "
@@ -169,7 +169,7 @@ FOREIGN = (
 
 
 def refusal(packed: Path, capsys) -> str:
-    """What `verify` and `unpack` say of a folder."""
+    """The messages of `verify` and `unpack` about a folder."""
     out = packed.with_name("back")
     assert main(["verify", str(packed)]) == 1
     (told,) = capsys.readouterr().out.splitlines()
@@ -219,7 +219,7 @@ def test_a_shard_with_more_or_fewer_tensors_is_refused(packed, tmp_path, capsys,
 
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_damage_to_one_shard_hides_no_other_s(packed, is_damaged):
-    """A header that cannot be read says nothing of the names in it."""
+    """If a header cannot be read, its names are not compared."""
     one, two = (packed / name.replace(".s", ".ph.s") for name in SHARDS)
     two.write_bytes(one.read_bytes()[:50] if is_damaged else one.read_bytes())
     paths = {problem.path.name for problem in verify_folder(packed)}
@@ -227,7 +227,7 @@ def test_damage_to_one_shard_hides_no_other_s(packed, is_damaged):
 
 
 def test_a_model_whose_index_was_wrong_before_comes_back(tmp_path):
-    """What is wrong in it is known from when it was packed; other shards are still compared."""
+    """Its fault was recorded when it was packed; other shards are still compared."""
     names = {"m-1.safetensors": SHARDS[0], "lost": SHARDS[0], "m-2.safetensors": SHARDS[1]}
     model = write_shards(tmp_path / "model", {"weight_map": names})
     packed = tmp_path / "packed"
@@ -279,7 +279,7 @@ def test_the_slow_reader_agrees_on_shards(packed, how):
 
 
 def test_files_packed_one_by_one_are_not_compared_with_their_index(tmp_path):
-    """Nobody has said that it was right."""
+    """The record does not say that the file was right."""
     folder = write_shards(tmp_path / "folder", {"weight_map": {"other": SHARDS[0]}})
     pack_file(folder / SHARDS[0], folder / "m-1.ph.safetensors")
     (folder / SHARDS[0]).unlink()

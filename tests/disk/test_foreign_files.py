@@ -1,4 +1,4 @@
-"""Good files of other kinds, and model files that are cut: named for what they are."""
+"""Good files of other kinds, and model files that are cut short: the error says which they are."""
 
 import gzip
 import io
@@ -14,7 +14,7 @@ from cli_samples import Ended, write_model
 from safetensors.numpy import load_file
 
 from packhorse.disk.foreign import PEEK_NBYTES, kind_of_file
-from packhorse.disk.header import read_header
+from packhorse.disk.safetensors_header import read_header
 from packhorse.errors import CorruptionError, TruncationError
 from packhorse.numpy import compress
 
@@ -61,15 +61,15 @@ KINDS: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "onnx": (
         lambda: b"\x08\x08\x12\x07pytorch\x1a\x052.1.0:" + bytes(99), "an ONNX file", "export it",
     ),
-    "gguf": (lambda: b"GGUF\x03\0\0\0" + bytes(99), "a GGUF file", "take the model"),
-    "gzip": (lambda: gzip.compress(b"model" * 99), "a gzip archive", "take out the model"),
-    "tar": (tar, "a tar archive", "take out the model"),
-    "zip": (lambda: zipped("a/b.txt"), "a zip archive", "take out the model"),
+    "gguf": (lambda: b"GGUF\x03\0\0\0" + bytes(99), "a GGUF file", "use the model"),
+    "gzip": (lambda: gzip.compress(b"model" * 99), "a gzip archive", "extract the model"),
+    "tar": (tar, "a tar archive", "extract the model"),
+    "zip": (lambda: zipped("a/b.txt"), "a zip archive", "extract the model"),
     "torch": (torch_file, "a checkpoint of PyTorch", "docs/cli.md"),
     "pickle": (lambda: b"\x80\x04\x95\x10\0\0\0\0\0\0\0}\x94.", "a Python pickle", "docs/cli.md"),
     "text": (lambda: "Liebe Grüße aus Köln!\n".encode() * 40, "text", "name a model"),
     "page": (lambda: b"<!DOCTYPE html><title>404</title>", "a web page", "get the file again"),
-    "json": (lambda: json.dumps({"a": 1}).encode(), "JSON", "give the folder"),
+    "json": (lambda: json.dumps({"a": 1}).encode(), "JSON", "name the folder"),
     "lfs": (lambda: b"version https://git-lfs.github.com/spec/v1\noid x", "LFS", "git lfs pull"),
     "frame": (
         lambda: bytes(compress(np.arange(9999)).to_bytes()), "a single packed tensor", "Frame",
@@ -116,11 +116,11 @@ def test_a_file_that_is_cut_says_so(tmp_path: Path, run: Run, cut: int):
     size = len(whole[:cut])
     header = 8 + int.from_bytes(whole[:8], "little")
     expected = (
-        f"{path}: cut short: the header says {len(whole)} bytes, and the file has {size}; get the "
+        f"{path}: cut short: the header says {len(whole)} bytes, but the file has {size}; get the "
         "file again"
         if size >= header
-        else f"{path}: cut short: bytes 0 to 7 announce {header - 8} bytes of header, and the file "
-        f"has {size}; get the file again"
+        else f"{path}: cut short: bytes 0 to 7 declare a header of {header - 8} bytes, but the "
+        f"file has {size} bytes; get the file again"
     )
     assert str(told.value) == expected
     for verb in ("pack", "bench"):
@@ -131,7 +131,7 @@ def test_a_file_that_is_cut_says_so(tmp_path: Path, run: Run, cut: int):
 def test_a_packed_file_that_is_cut_says_so(packed: Path, run: Run):
     data = packed.read_bytes()
     packed.write_bytes(data[:-1])
-    words = f"{packed}: cut short: the header says {len(data)} bytes, and the file has "
+    words = f"{packed}: cut short: the header says {len(data)} bytes, but the file has "
     for verb in ("inspect", "unpack"):
         done = run(verb, packed, *(["--force"] if verb == "unpack" else []))
         assert (done.code, done.error.startswith(words)) == (1, True)
@@ -171,7 +171,7 @@ def test_a_folder_that_is_not_packed_is_told_to_be(folder: Path, run: Run):
         assert done.error.endswith("its *.safetensors files are not packed, so pack it first")
 
 
-# Names in an index that no file system can hold
+# Names in an index that no file can have
 
 
 def test_verifying_a_folder_goes_on_after_impossible_names(tmp_path: Path, folder: Path, run: Run):
@@ -182,7 +182,7 @@ def test_verifying_a_folder_goes_on_after_impossible_names(tmp_path: Path, folde
     index = {"weight_map": {str(i): name for i, name in enumerate(names)}}
     (folder / "a.safetensors.index.json").write_text(json.dumps(index))
     assert run("pack", folder, "--force").code == 0
-    assert run("verify", packed).code == 0  # nor were they there when the folder was packed
+    assert run("verify", packed).code == 0  # they did not exist either when the folder was packed
     document = json.loads(bad.read_text())
     del document["packhorse"]["absent"]  # as in folders of the first releases
     bad.write_text(json.dumps(document))
@@ -195,5 +195,5 @@ def test_verifying_a_folder_goes_on_after_impossible_names(tmp_path: Path, folde
     data[-100] ^= 1
     (packed / "model-00002-of-00002.ph.safetensors").write_bytes(data)
     done = run("verify", packed)
-    assert len(done.out.splitlines()) == len(names) + 1  # the file after the index is looked at
+    assert len(done.out.splitlines()) == len(names) + 1  # the file after the index is checked
     assert load_file(folder / "model-00001-of-00002.safetensors")

@@ -1,5 +1,5 @@
-"""Files that lose a part while they are mapped: an error names them, where SIGBUS would end a
-process that reads what is gone."""
+"""Files that are cut short while they are mapped: an error names them. Without the core's handler,
+SIGBUS would end a process that reads the missing part."""
 
 import mmap
 import os
@@ -22,7 +22,7 @@ from packhorse.frame import compress_buffer
 from packhorse.storage.local import LocalStorage
 
 PAGE = mmap.PAGESIZE
-LARGE = 6 << 20  # is mapped by itself
+LARGE = 6 << 20  # large enough to be mapped by itself
 LOST = "a part of it could not be read: it was cut short after it was opened"
 
 
@@ -41,7 +41,7 @@ def mapped(path: Path, *places: tuple[int, int]) -> tuple[_core.FileMapper, list
 
 
 def cut_below(path: Path, nbytes: int) -> None:
-    """Cuts a file while whoever opened it before has it mapped."""
+    """Cuts a file that another reader has opened and mapped before."""
     os.truncate(path, nbytes)
 
 
@@ -54,7 +54,7 @@ def test_what_is_gone_is_zeros_and_is_told(tmp_path):
     assert bytes(part) == path.read_bytes()[5000:45_000]
     cut_below(path, 2 * PAGE)
     assert bytes(first) == bytes(range(1, 101))
-    assert not mapper.has_lost  # nobody came to the part that is gone
+    assert not mapper.has_lost  # the missing part was not read
     assert bytes(part) == path.read_bytes()[5000:] + bytes(45_000 - 2 * PAGE)
     assert bytes(whole) == path.read_bytes() + bytes(50_000 - 2 * PAGE)
     assert mapper.has_lost
@@ -97,7 +97,7 @@ def test_a_source_that_is_cut_while_it_is_encoded_is_refused(tmp_path, nbytes):
         os.utime(path, ns=(0, source.stamp.modified_ns))
         with pytest.raises(OSError, match=f"changed while it was|{LOST}"):
             source.check()
-        source.stamp = source.now()  # as if no stamp told: within one tick of the clock
+        source.stamp = source.now()  # as within one tick of the clock
         with pytest.raises(OSError, match=LOST):
             source.check()
     assert len(frame.to_bytes()) > 0
@@ -140,7 +140,7 @@ def test_a_packed_file_that_is_cut_while_it_is_open(model, tmp_path, read):
             TruncationError, match=f"packed: {LOST}.* open it again when it is whol"
         ):
             read(file)
-        with pytest.raises(TruncationError, match=LOST):  # what came before is doubted, too
+        with pytest.raises(TruncationError, match=LOST):  # earlier bytes may be wrong
             file.get_tensor("small0")
     assert before.shape == (64, 64)
 

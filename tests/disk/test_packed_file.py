@@ -1,4 +1,4 @@
-"""Lazy reading of packed files, held against `safetensors.safe_open` and against whole tensors."""
+"""Lazy reading of packed files, compared with `safetensors.safe_open` and with whole tensors."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,7 +46,7 @@ def assert_same(got, expected):
     assert np.array_equal(np.asarray(got), np.asarray(expected), equal_nan=True)
 
 
-# What safetensors 0.8.0 takes for NumPy; for PyTorch it takes whatever torch does.
+# The indices that safetensors 0.8.0 accepts for NumPy; for PyTorch it accepts those of torch.
 BOTH = [0, 7, -1, -300, slice(0, 2), slice(5, 290, 7), slice(None), slice(3, 3), ..., (), (1, 2, 3)]
 BOTH += [
     (..., 0),

@@ -1,4 +1,4 @@
-"""Two at work on the same files: what one has finished, the other does not take away."""
+"""Two writers of the same output: neither removes what the other has finished."""
 
 import os
 import threading
@@ -34,7 +34,7 @@ SYSTEMS = {
 
 @pytest.fixture(params=SYSTEMS)
 def system(request, monkeypatch):
-    """The ways to rename, one after the other."""
+    """Each way to rename in turn."""
     SYSTEMS[request.param](monkeypatch)
 
 
@@ -64,7 +64,7 @@ class Meeting:
 
         def progress(nbytes: int) -> None:
             nonlocal waits
-            if waits:  # all that is asked before any work is done has been asked
+            if waits:  # all checks before the work are done
                 waits = False
                 self.barrier.wait()
 
@@ -75,7 +75,7 @@ def check_one_lost(outcomes: list[object], output: Path) -> None:
     errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     assert len(errors) == 1
     assert isinstance(errors[0], FileExistsError)
-    assert str(errors[0]).startswith(f"{output}: exists already")
+    assert str(errors[0]).startswith(f"{output}: already exists")
     assert "(force, --force) or name another" in str(errors[0])
 
 
@@ -109,7 +109,7 @@ def test_of_two_packs_to_one_folder_one_is_refused(tmp_path, system, is_there):
 
 
 def test_a_folder_to_be_replaced_keeps_what_came_into_it_meanwhile(tmp_path, system):
-    """It was looked through at the beginning, and nobody's file may vanish at the end."""
+    """The folder was checked at the beginning; a file that was added since must not be lost."""
     (tmp_path / "model").mkdir()
     write_sample(tmp_path / "model" / "a.safetensors")
     output = tmp_path / "out"
@@ -119,7 +119,7 @@ def test_a_folder_to_be_replaced_keeps_what_came_into_it_meanwhile(tmp_path, sys
     def write(nbytes: int) -> None:
         (output / "precious").write_text("mine")
 
-    with pytest.raises(FileExistsError, match="out: holds precious, .*move it away"):  # noqa: RUF043
+    with pytest.raises(FileExistsError, match="out: contains precious, .*move it away"):  # noqa: RUF043
         pack_folder(tmp_path / "model", output, force=True, progress=write)
     assert sorted(os.listdir(output)) == ["a.ph.safetensors", "precious"]
     assert (output / "a.ph.safetensors").stat().st_ino == before
@@ -127,7 +127,7 @@ def test_a_folder_to_be_replaced_keeps_what_came_into_it_meanwhile(tmp_path, sys
 
 
 def test_an_object_of_a_store_is_written_once(tmp_path, system):
-    """Two of them at once, neither of which may replace: one is refused."""
+    """Of two writers without `force`, one is refused."""
     storage = LocalStorage(tmp_path)
 
     def write() -> None:
@@ -145,7 +145,7 @@ def test_an_export_of_a_snapshot_replaces_nothing(tmp_path, system):
     output = tmp_path / "out.safetensors"
     with SnapshotStore(tmp_path / "store") as store:
         store.take("one", {"a": np.arange(1000)})
-        with pytest.raises(FileExistsError, match="exists already"):
+        with pytest.raises(FileExistsError, match="already exists"):
             store.restore_file("one", output, progress=lambda nbytes: output.write_text("mine"))
     assert output.read_text() == "mine"
     assert not leftovers(tmp_path, "store", "out.safetensors")
@@ -168,7 +168,7 @@ def test_a_file_system_without_links_leaves_no_claim_behind(tmp_path, monkeypatc
 def test_a_swap_of_folders_that_fails_half_way_leaves_the_old_one(
     tmp_path, system, monkeypatch, call, after
 ):
-    """Whichever of its renames ends in an interrupt or a refusal."""
+    """Any of its renames may be interrupted or refused."""
     (tmp_path / "model").mkdir()
     write_sample(tmp_path / "model" / "a.safetensors")
     output = tmp_path / "out"
@@ -197,7 +197,7 @@ def test_a_swap_of_folders_that_fails_half_way_leaves_the_old_one(
 
 
 def test_threads_pack_small_tensors_side_by_side(tmp_path):
-    """Their mappings come and go beside each other; that once harmed the memory of the process."""
+    """Threads map and unmap at once, which once corrupted the memory of the process."""
     for name in "ab":
         (tmp_path / name).mkdir()
         write_sample(tmp_path / name / "x.safetensors", ord(name))

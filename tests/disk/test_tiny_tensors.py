@@ -1,4 +1,4 @@
-"""Tensors smaller than a frame's header grow when they are packed, and all who pack them say so."""
+"""Tensors smaller than a frame's header grow when they are packed, and every packer reports it."""
 
 import json
 import subprocess
@@ -104,7 +104,7 @@ def scales(n: int = 1100) -> dict[str, np.ndarray]:
 
 
 def taken(store, how, given):
-    """The snapshot, however it is taken."""
+    """The snapshot, for each way to take it."""
     found = getattr(store, how)("a", given)
     return found.result() if how == "take_async" else found
 
@@ -131,7 +131,7 @@ def test_a_take_of_a_model_has_nothing_to_tell(tmp_path):
 
 
 def test_a_step_that_counts_on_has_nothing_to_tell(tmp_path):
-    """All else of the state is known, so the one new tensor is smaller than its frame."""
+    """The store has all other tensors already, and the only new one is smaller than its frame."""
     state = {"w": np.random.default_rng(0).standard_normal((64, 64)), "step": np.array(0)}
     store = SnapshotStore(tmp_path)
     store.take("0", state)

@@ -30,7 +30,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def sample_state() -> dict[str, Any]:
-    """What state dicts of models, optimizers and schedulers are made of."""
+    """Values of all kinds that state dicts of models, optimizers and schedulers contain."""
     tied = torch.randn(40, 30)
     return {
         "model": OrderedDict(
@@ -188,8 +188,8 @@ def test_map_location_is_a_device(is_path: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ({"a": {3: {"b": {1, 2}}}}, r"a\[3\]\.b: set cannot be kept"),
-        ({"a": [Path("x")]}, r"a\[0\]: PosixPath cannot be kept"),
+        ({"a": {3: {"b": {1, 2}}}}, r"a\[3\]\.b: set cannot be stored"),
+        ({"a": [Path("x")]}, r"a\[0\]: PosixPath cannot be stored"),
         ({("x",): 1}, "a key of type tuple"),
         ({"a": [torch.ones(2).to_sparse()]}, r"a\[0\]: .*dense"),
         (torch.ones(3), "a state is a dict, a list or a tuple, not Tensor"),
@@ -222,29 +222,29 @@ def test_bad_arguments(tmp_path: Path) -> None:
         def write(self, data: Any) -> int:
             return 0
 
-    with pytest.raises(OSError, match="takes no more bytes"):
+    with pytest.raises(OSError, match="accepts no more bytes"):
         save({"a": 1}, Full())
 
 
 GOOD = {"version": 1, "state": {"dict": [["a", {"tensor": 0}]]}, "tensors": ["a"]}
 LIES = [
-    ({"version": 2}, CompatibilityError, "version 2, and this release reads up to 1"),
+    ({"version": 2}, CompatibilityError, "version 2, but this release reads up to 1"),
     ({"version": 0}, CorruptionError, "version must be an integer"),
     ({"version": True}, CorruptionError, "version must be an integer"),
     ({"tensors": ["b"]}, CorruptionError, "tensor '[ab]' is not in the (state|file)"),
     ({"tensors": []}, CorruptionError, "tensor 'a' is not in the state"),
     ({"tensors": "a"}, CorruptionError, "must be a list of names"),
-    ({"tensors": ["a", "a"]}, CorruptionError, "2 tensors have names, and 1 stand"),
+    ({"tensors": ["a", "a"]}, CorruptionError, "2 tensors have names, but 1 are"),
     ({"tensors": [1]}, CorruptionError, "must be a list of names"),
-    ({"numpy": [1]}, CorruptionError, "'numpy' must be tensors' numbers"),
-    ({"numpy": 0}, CorruptionError, "'numpy' must be tensors' numbers"),
-    ({"state": {"dict": [["a", {"tensor": 1}]]}}, CorruptionError, "stands in the place of"),
+    ({"numpy": [1]}, CorruptionError, "'numpy' must be a list of tensors' numbers"),
+    ({"numpy": 0}, CorruptionError, "'numpy' must be a list of tensors' numbers"),
+    ({"state": {"dict": [["a", {"tensor": 1}]]}}, CorruptionError, "must come next"),
     (
         {"state": {"dict": [["a", {"tensor": 0}], ["b", {"tensor": 1}]]}},
         CorruptionError,
         "tensor 1 has no name",
     ),
-    ({"state": {"tensor": 0}}, CorruptionError, "no container"),
+    ({"state": {"tensor": 0}}, CorruptionError, "not a container"),
     ({"state": {"dict": [["a", {"code": "x"}]]}}, CorruptionError, "unknown object"),
     ({"state": None}, CorruptionError, "not a container"),
     (
@@ -286,7 +286,7 @@ def test_no_flipped_bit_changes_a_state() -> None:
         data[i // 8] ^= 1 << i % 8
         try:
             assert_same(load(bytes(data)), state)
-            harmless += 1  # a space between the header and the data, say
+            harmless += 1  # for example a space between the header and the data
         except (packhorse.PackhorseError, ValueError):
             pass
         data[i // 8] ^= 1 << i % 8
@@ -317,7 +317,7 @@ def test_plain_pytorch_resumes_to_the_identical_losses(tmp_path: Path) -> None:
     first = Run(seed=1)
     first.train(13)
     save(first.state_dict(), tmp_path / "state.pt")
-    torch.rand(100)  # the process does other things
+    torch.rand(100)  # the process does other work too
     second = Run(seed=2)
     second.load_state_dict(load(tmp_path / "state.pt"))
     second.train(30)

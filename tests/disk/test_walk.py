@@ -1,4 +1,4 @@
-"""Folders that links lead to: each is walked once, whatever the links say."""
+"""Folders that links lead to: each is walked once, however many links there are."""
 
 import os
 import shutil
@@ -20,11 +20,11 @@ from packhorse.disk.walk import walk
 
 Run = Callable[..., Ended]
 
-LEVELS = 40  # each doubles the ways to the last
+LEVELS = 40  # each doubles the paths to the last one
 
 
 def add_dag(folder: Path) -> None:
-    """Folders of two links, both to the next: 2^40 ways to the last one."""
+    """Folders that each have two links to the next one: 2^40 paths lead to the last one."""
     last = folder / f"level{LEVELS}"
     last.mkdir()
     (last / "note.txt").write_text("reached\n")
@@ -55,7 +55,7 @@ def test_a_web_of_links_takes_no_more_time_than_its_folders(tmp_path: Path, run:
 
 
 def test_a_link_within_the_folder_stays_a_link(tmp_path: Path):
-    """Whichever name comes first, what is a folder stays one."""
+    """A real folder stays a folder, even if the name of a link to it comes first."""
     model = write_folder(tmp_path / "llama")
     (model / "a-link").symlink_to("tokenizer")
     (model / "z-link").symlink_to(model / "tokenizer")  # absolute, relative in the output

@@ -1,4 +1,4 @@
-"""Output of the disk hop is whole or absent, and the input is left alone, whatever goes wrong."""
+"""Output of the disk hop is complete or absent, and the input is unchanged, even after errors."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ from packhorse.disk import (
     unpack_file,
 )
 from packhorse.disk.container import write_packed
-from packhorse.disk.header import build_header
+from packhorse.disk.safetensors_header import build_header
 
 
 def test_an_existing_output_is_kept_without_force(sample):
@@ -157,7 +157,7 @@ def test_a_small_file_system_that_fills_up_leaves_nothing(tmp_path, sample):
 
 @pytest.fixture
 def nobody():
-    """A folder that everybody can enter, and no rights beyond those of an ordinary user."""
+    """A folder that everybody can enter, used with the rights of an ordinary user."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     is_root = os.geteuid() == 0

@@ -169,9 +169,11 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("array", UNSUPPORTED.values(), ids=UNSUPPORTED)
 def test_numpy_refuses_what_safetensors_does_not_have(array: np.ndarray, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"dtype .* has no place in safetensors; convert"):
+    with pytest.raises(
+        TypeError, match=r"safetensors has no dtype for .*; convert the (array|tensor)"
+    ):
         ph_numpy.compress(array)
-    with pytest.raises(TypeError, match="has no place"):
+    with pytest.raises(TypeError, match="safetensors has no dtype for"):
         ph_numpy.save_file({"x": array}, tmp_path / "x.ph.safetensors")
     assert not list(tmp_path.iterdir())
 
@@ -183,7 +185,10 @@ def test_numpy_refuses_what_is_no_array(thing: object) -> None:
 
 
 TORCH_REFUSED = {
-    "complex128": (torch.zeros(3, dtype=torch.complex128), "has no place in safetensors"),
+    "complex128": (
+        torch.zeros(3, dtype=torch.complex128),
+        "safetensors has no dtype for torch.complex128",
+    ),
     "sparse": (torch.zeros(3, 3).to_sparse(), "layout torch.sparse_coo"),
     "array": (np.zeros(3), "not ndarray"),
     "None": (None, "not NoneType"),

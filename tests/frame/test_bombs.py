@@ -173,7 +173,7 @@ def test_a_bomb_is_refused_at_once(report: dict, bomb: str, reader: str) -> None
 def test_a_limit_refuses_what_really_expands(report: dict, reader: str) -> None:
     kind, message, seconds = report["zeros.file"][reader]
     assert (kind, seconds < SECONDS) == ("CorruptionError", True)
-    assert f"{HUGE} bytes together, more than max_nbytes = 1048576" in message
+    assert f"{HUGE} bytes in total, more than max_nbytes = 1048576" in message
 
 
 @short_of_memory
@@ -223,7 +223,7 @@ def test_an_open_file_decodes_no_more_at_once_than_its_limit(tmp_path: Path) -> 
     ph_numpy.save_file({name: np.zeros((60, 10), np.uint8) for name in "ab"}, path)
     with open_file(path, max_nbytes=600) as file:
         assert file.get_tensor("a").size == 600
-        with pytest.raises(CorruptionError, match="1200 bytes together"):
+        with pytest.raises(CorruptionError, match="1200 bytes in total"):
             file.get_tensors()
     with open_file(path, max_nbytes=599) as file:
         assert file.get_slice("a")[:59].size == 590
@@ -277,5 +277,5 @@ def test_a_long_header_is_recorded_beside_as_many_spaces_as_it_needs(tmp_path: P
 def test_a_recorded_header_may_be_so_much_longer_and_no_more() -> None:
     free = 1 << 20
     assert ph_numpy.load(recording(b"{}" + b" " * (free - 2))) == {}
-    with pytest.raises(CorruptionError, match=r"declares 2000000 bytes, and beside \d+ bytes of"):
+    with pytest.raises(CorruptionError, match=r"declares 2000000 bytes, but in \d+ bytes of"):
         ph_numpy.load(recording(b"{}" + b" " * 1_999_998))

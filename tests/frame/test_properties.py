@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from packhorse import numpy as ph_numpy
 from packhorse.disk.container import pack_tensors
-from packhorse.disk.header import build_header
+from packhorse.disk.safetensors_header import build_header
 from packhorse.errors import PackhorseError
 from packhorse.frame import Frame, compress_buffer, plan_buffer
 from packhorse.layout import DTYPE_BY_NAME, DTYPES, Level, Split

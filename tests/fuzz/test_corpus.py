@@ -16,7 +16,7 @@ import packhorse.numpy
 from packhorse.codecs.base import decode_plane
 from packhorse.codecs.content import crc32c
 from packhorse.disk import SnapshotStore
-from packhorse.disk.header import parse_file_header
+from packhorse.disk.safetensors_header import parse_file_header
 from packhorse.frame import Frame
 from packhorse.layout import DTYPES, Level, Mode, Split
 from packhorse.numpy import FRAMEWORK as NUMPY

@@ -150,7 +150,7 @@ def test_the_next_call_raises_at_the_latest(store: SnapshotStore, call: Any) -> 
 
 
 def test_what_cannot_be_kept_is_told_at_once(store: SnapshotStore) -> None:
-    with pytest.raises(TypeError, match=r"a\.b: bytes cannot be kept"):
+    with pytest.raises(TypeError, match=r"a\.b: bytes cannot be stored"):
         store.take_async("b", {"a": {"b": b""}})
     store.close()
     assert store.names() == ["a"]

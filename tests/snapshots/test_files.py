@@ -210,7 +210,7 @@ def test_an_output_is_whole_or_not_there(tmp_path: Path) -> None:
     store.take("a", Run().step().state())
     output = tmp_path / "out.safetensors"
     output.write_bytes(b"mine")
-    with pytest.raises(FileExistsError, match="exists already"):
+    with pytest.raises(FileExistsError, match="already exists"):
         store.restore_file("a", output)
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         store.restore_file("a", tmp_path / "nowhere" / "out.safetensors")

@@ -63,7 +63,7 @@ def test_tensors_at_one_path_are_not_mixed_up(tmp_path: Path) -> None:
     store.take("x", state)
     store.take("y", state, base="x")
     assert_same(store.restore("y"), state)
-    with pytest.raises(ValueError, match=r"^snapshot 'x': into: two tensors stand at 'a\.b'"):
+    with pytest.raises(ValueError, match=r"^snapshot 'x': into: two tensors have the path 'a\.b'"):
         store.restore("x", into={"a.b": np.zeros(9), "a": {"b": np.zeros(9)}})
     with pytest.raises(ValueError, match=r"two tensors of the snapshot stand at 'a\.b'"):
         store.restore("x", into={"a": {"b": np.zeros(9)}})
@@ -107,8 +107,8 @@ def odd_tensors() -> dict[str, tuple[Any, str]]:
         "lazy": (lazy, "has no shape yet; run its module once"),
         "sparse": (torch.eye(3).to_sparse(), "not one of layout torch.sparse_coo"),
         "compressed": (compressed, "not one of layout torch.sparse_csr"),
-        "quantized": (quantized, "dtype torch.qint8 has no place in safetensors"),
-        "scalar": (np.int64(3), r"int64 cannot be kept; .*; its item\(\) can be kept"),
+        "quantized": (quantized, "safetensors has no dtype for torch.qint8"),
+        "scalar": (np.int64(3), r"int64 cannot be stored; .*; store its item\(\) instead"),
         "masked array": (np.ma.array([1, 2], mask=[0, 1]), "would lose its mask"),
     }
 

@@ -61,7 +61,7 @@ def options(url: str) -> dict[str, Any]:
 
 @contextmanager
 def sockets(answer: bytes) -> Iterator[str]:
-    """A server that says so much to every request, and closes the connection."""
+    """A server that gives every request the same answer and closes the connection."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve() -> None:
@@ -102,7 +102,7 @@ def broken(kind: str) -> Iterator[str]:
 
 
 def command_env(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tools of AWS read."""
+    """The environment that the tools of AWS read."""
     for name, value in {
         "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y",
         "AWS_MAX_ATTEMPTS": "1", "AWS_EC2_METADATA_DISABLED": "true",
@@ -120,7 +120,7 @@ def command_env(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def counted(*answers: bytes) -> Iterator[tuple[str, list[bytes]]]:
-    """A server that gives each request its answer, the last one for ever, and what it was asked."""
+    """A server that gives the answers in turn, then the last one forever; and its requests."""
     asked: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -149,7 +149,7 @@ def answer(status: str, code: str) -> bytes:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """s3fs as it comes."""
+    """s3fs with its own settings."""
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 5)
 
 
@@ -164,7 +164,7 @@ def test_layers_do_not_multiply_their_attempts() -> None:
 
 @pytest.mark.usefixtures("patient")
 def test_what_is_busy_is_asked_again() -> None:
-    """By s3fs, and by botocore where nobody says anything else."""
+    """The number of attempts of s3fs, and of botocore if the user has not set it."""
     busy, gone = answer("503 Slow Down", "SlowDown"), answer("404 Not Found", "NoSuchKey")
     for kwargs in (ONCE, {}):
         with counted(busy, gone) as (url, asked):
@@ -238,7 +238,7 @@ def test_a_broken_network_is_one_line(kind: str, run: Run, monkeypatch: pytest.M
 
 
 def test_a_connection_that_is_cut_in_mid_read_is_no_bad_data(server: str) -> None:
-    """Between the program and the server stands one that passes on so many bytes."""
+    """A proxy between the program and the server passes on this number of bytes, then closes."""
     left = [10_000]
     target = ("127.0.0.1", int(server.rpartition(":")[2]))
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -280,7 +280,7 @@ def test_a_connection_that_is_cut_in_mid_read_is_no_bad_data(server: str) -> Non
 
 @pytest.fixture
 def locked(server: str) -> Iterator[str]:
-    """The server, which wants to know who asks."""
+    """A server that requires credentials."""
     request(f"{server}/moto-api/reset-auth", "POST", b"0")
     yield server
     request(f"{server}/moto-api/reset-auth", "POST", b"inf")
@@ -310,13 +310,13 @@ def test_credentials_that_are_not_there(server: str, monkeypatch: pytest.MonkeyP
 def test_a_bucket_that_is_not_there_is_not_made(
     server: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a letter that is wrong."""
+    """One letter of it is wrong."""
     command_env(server, monkeypatch)
     for url in ("s3://networkss/run", "s3://networks/other"):
         for words in (["list"], ["show"], ["verify"]):
             done = run("snapshot", *words, url)
             assert (done.code, done.out) == (3, "")
-            assert done.error == f"{url}: there is no such snapshot store; check the path"
+            assert done.error == f"{url}: there is no snapshot store here; check the path"
     with pytest.raises(FileNotFoundError, match=r"s3://networkss/run/.* bucket does not exist"):
         SnapshotStore("s3://networkss/run", storage_options=options(server)).take("a", {})
     with pytest.raises(urllib.error.HTTPError, match="404"):

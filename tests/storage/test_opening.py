@@ -1,4 +1,4 @@
-"""Pipes, sockets, devices and folders in the place of files: refused, and nobody waits for them."""
+"""Pipes, sockets, devices and folders instead of files are refused, without waiting for them."""
 
 import os
 import socket
@@ -141,19 +141,19 @@ def test_functions_of_python_refuse_too(tmp_path: Path):
 
 
 def test_a_folder_where_a_file_is_asked_for(tmp_path: Path, run: Run):
-    with pytest.raises(IsADirectoryError, match="a folder, and a file is needed"):
+    with pytest.raises(IsADirectoryError, match="a folder, but a file is needed"):
         packhorse.open_file(tmp_path)
     done = run("bench", tmp_path)
     assert (done.code, done.error) == (
         2,
-        f"{tmp_path}: a folder, and bench takes a file; name one of its files",
+        f"{tmp_path}: this is a folder, but bench needs a file; name one of its files",
     )
 
 
 def test_a_pipe_that_takes_the_place_of_a_file_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Between the look and the opening."""
+    """A pipe replaces the file after the check and before the opening."""
     path = tmp_path / "x"
     path.write_bytes(b"a file")
     real = os.open

@@ -1,4 +1,4 @@
-"""Where stores and checkpoints lie: URLs and paths, hostile files, what is asked of fsspec."""
+"""Storage of stores and checkpoints: URLs and paths, hostile files, requests to fsspec."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ def test_paths_and_file_urls_need_no_fsspec(
 
 
 def test_a_file_url_of_a_relative_path_is_refused() -> None:
-    """Else `file://runs/7` would be a store at /7, on the host `runs`."""
+    """Otherwise `file://runs/7` would be a store at /7, on the host `runs`."""
     with pytest.raises(ValueError, match=r"file://runs/7: the path must be absolute: file:///runs"):
         open_storage("file://runs/7")
     assert not is_location("file://runs/7")
@@ -48,7 +48,7 @@ def test_a_file_url_of_a_relative_path_is_refused() -> None:
 
 @pytest.mark.parametrize("protocol", ["local", "file"])
 def test_a_local_folder_is_never_left_to_fsspec(tmp_path: Path, protocol: str) -> None:
-    """Which would neither flush what it writes nor rename it into its place."""
+    """fsspec's own file system would neither flush nor rename what it writes."""
     pytest.importorskip("fsspec")
     storage = open_storage(f"{protocol}://{tmp_path}/x")
     assert isinstance(storage, LocalStorage)
@@ -102,7 +102,7 @@ def test_links_are_resolved_before_paths_are(tmp_path: Path) -> None:
 
 
 def test_what_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
-    """Opening a pipe would wait for somebody to write to it."""
+    """Opening a pipe would wait for a writer."""
     storage = LocalStorage(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
@@ -118,7 +118,7 @@ def test_what_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(pack)
     with pytest.raises(CorruptionError, match=r"snapshot 'a': .*not a regular file"):
         store.restore("a")
-    store.take("b", {"w": np.arange(999.0)})  # which is not thought to be there
+    store.take("b", {"w": np.arange(999.0)})  # a listing from a cache would not have it
     assert_same(store.restore("b"), {"w": np.arange(999.0)})
 
 
@@ -146,7 +146,7 @@ def test_a_store_in_a_folder_of_another_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_long_ranges_are_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Else a chain of deltas would keep a frame for each of its packs in memory."""
+    """Otherwise a chain of deltas would keep a frame for each of its packs in memory."""
     pytest.importorskip("fsspec")
     monkeypatch.setattr(remote, "_READ_NBYTES", 100)
     storage: Any = open_storage(f"memory://{tmp_path}")

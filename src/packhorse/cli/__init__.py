@@ -1,16 +1,19 @@
-"""The `packhorse` command: pack, unpack, inspect, verify, bench, and snapshot with its own verbs.
+"""The `packhorse` command: pack, unpack, inspect, verify, bench, tune, and snapshot with its verbs.
 
-This module is the entry point; the installed command comes here by way of `start`, which answers
-Ctrl-C meanwhile. Both import nothing outside the standard library until they are called, so that a
-missing extra is told in one line. The rest of the folder: `app` declares the verbs and `options`
-what several have; `runs` does one source after the other; `jobs` turns the paths of a command line
-into work; `actions` does the work on the disk hop; `measure` times codecs in memory; `render` draws
-tables, bars and progress, `grid` makes tables fit, and `streams` makes standard output safe; `help`
-names types; `failures` holds the exit codes and words every error as one line; `snapshots` has all
-of these for `packhorse snapshot`. Actions never draw, and `render` never touches a file.
+`main` here runs the command line. The installed command begins in `start`, which handles Ctrl-C
+while the imports run. Until they are called, both import only the standard library, so that a
+missing extra can be reported in one line.
 
-What was asked for goes to standard output; progress and errors go to standard error, progress on
-a terminal alone.
+The other modules: `app` declares the verbs, and `options` the options that several verbs have.
+`jobs` turns the paths of a command line into jobs, and `runs` does one job after the other.
+`actions` does the work, by the disk hop; `measure` and `tune` do that of `bench` and `tune`.
+`render` draws tables, bars and progress, `grid` fits tables to the terminal, `standard_streams`
+makes standard output and error safe to write to, and `help` names types in the help.
+`failures` holds the exit codes and words each error as one line. `snapshots` has modules of the
+same names for `packhorse snapshot`. Actions never draw, and `render` never opens a file.
+
+Results go to standard output; progress and errors go to standard error. Progress appears only on a
+terminal.
 """
 
 import json
@@ -25,10 +28,10 @@ def main(args: list[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        args: words of the command line without the program's name; None takes those of the process.
+        args: the words of the command line after the program's name; None for those of the process.
 
     Returns:
-        The exit code; `packhorse --help` lists them.
+        The exit code; `packhorse --help` lists the codes.
     """
     try:
         from packhorse.cli import app
@@ -39,7 +42,8 @@ def main(args: list[str] | None = None) -> int:
     except Exception as error:
         if not is_lack_of_memory(error):
             raise
-        # What was imported half way goes with the traceback; there may be no memory to tell before.
+        # The traceback keeps half-imported modules alive. Freeing them gives back memory, which the
+        # message may need.
         error.__traceback__ = None
         return tell_lack_of_memory(args)
     return app.run(args)
@@ -53,10 +57,10 @@ def _missing(package: str) -> str:
 
 
 def tell_lack_of_memory(args: list[str] | None = None) -> int:
-    """Tell that there is too little memory to import what the program needs.
+    """Report that there is too little memory to import the program's libraries.
 
     Args:
-        args: as of `main`.
+        args: as for `main`.
 
     Returns:
         The exit code.
@@ -65,7 +69,7 @@ def tell_lack_of_memory(args: list[str] | None = None) -> int:
 
 
 def _tell(code: ExitCode, message: str, args: list[str] | None) -> int:
-    """One line, and a JSON document if it is wanted."""
+    """Print one line, and a JSON document if the command line asks for it."""
     sys.stderr.write(f"packhorse: error: {message}\n")
     if "--json" in (sys.argv[1:] if args is None else args):
         row = {"path": "", "exit_code": int(code), "message": message}

@@ -1,7 +1,7 @@
-"""What the verbs do: one source in, one row out. Nothing here draws, prints or exits.
+"""The work of the verbs: each takes a source and returns rows. Nothing here draws, prints or exits.
 
-The disk hop does the work; this module picks its half for files or for folders, takes the time,
-and turns its results into the rows that are shown.
+The disk hop does the work. This module calls its function for files or the one for folders,
+measures the time, and turns the results into rows.
 """
 
 import time
@@ -42,15 +42,16 @@ from packhorse.disk import (
     verify_file,
     verify_folder,
 )
-from packhorse.disk.header import read_header
 from packhorse.disk.packed_header import PrefixWriter, is_packed
 from packhorse.disk.results import notice_of
+from packhorse.disk.safetensors_header import read_header
 from packhorse.errors import PackhorseError
 from packhorse.frame import Frame
 
 __all__ = ["Watch", "bench", "inspect", "pack", "plan", "unpack", "verify"]
 
-# Opens a progress display for a title and a number of bytes; what it yields takes bytes done.
+# Opens a progress display, for a title and a total number of bytes. It yields a function that takes
+# the bytes done since the last call.
 Watch: TypeAlias = Callable[[str, int | None], AbstractContextManager[Callable[[int], None] | None]]
 
 
@@ -105,7 +106,7 @@ def unpack(
 
 
 def plan(job: Job, *, base: Path | None, level: str) -> list[PlannedFile]:
-    """Say what packing would do, from samples; a row for each model file."""
+    """Estimate from samples what packing would do; a row for each model file."""
     if not job.is_folder:
         return [_planned(job.src, job.dst, plan_file(job.src, level=level, base=base))]
     return [
@@ -127,7 +128,7 @@ def verify(
     max_nbytes: int | None,
     watch: Watch,
 ) -> VerifiedFile:
-    """Compare all checksums of a packed file or folder, and go on after a bad one."""
+    """Check all checksums of a packed file or folder, and continue after a bad one."""
     run = verify_folder if path.is_dir() else verify_file
     files = packed_files(path)
     with watch(f"verify {path.name}", _nbytes(path)) as progress:
@@ -150,10 +151,10 @@ def verify(
 def bench(path: Path, base: Path | None, settings: Settings, watch: Watch) -> BenchedFile:
     """Time the codecs on a file's tensors, in memory."""
     if path.is_dir():
-        raise UsageError(f"{path}: a folder, and bench takes a file; name one of its files")
+        raise UsageError(f"{path}: this is a folder, but bench needs a file; name one of its files")
     header = read_header(path)
     if is_packed(header):
-        raise UsageError(f"{path}: packed already, and bench packs what is not; unpack it first")
+        raise UsageError(f"{path}: already packed, but bench needs a plain file; unpack it first")
     with watch(f"bench {path.name}", header.data_nbytes) as progress:
         rows = bench_file(path, settings, progress, base=base)
     return BenchedFile(
@@ -167,7 +168,7 @@ def bench(path: Path, base: Path | None, settings: Settings, watch: Watch) -> Be
 
 
 def _nbytes(path: Path) -> int | None:
-    """What progress counts up to; None where a bad header hides it: the work will report that."""
+    """The total for the progress bar. None if the header is bad, which the work then reports."""
     try:
         return folder_logical_nbytes(path) if path.is_dir() else logical_nbytes(path)
     except PackhorseError:

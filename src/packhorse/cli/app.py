@@ -1,9 +1,8 @@
-"""The verbs and their options, as typer declares them, and how a run of the program ends.
+"""The verbs and their options, declared for typer, and how a run of the program ends.
 
-Every verb takes several sources, goes on after one that fails, and returns the exit code of the
-first failure. Exceptions become one line and an exit code here and nowhere else, and with `--json`
-one document besides. A signal ends the run by way of an exception, so that whatever was being
-written is removed on the way out.
+Every verb takes several sources, continues after one that fails, and returns the exit code of the
+first failure. Only here do exceptions become a line and an exit code, and with `--json` also a
+document. A signal raises an exception, so that unfinished output is removed before the run ends.
 """
 
 import os
@@ -21,7 +20,7 @@ import typer
 
 import packhorse
 from packhorse.arguments import resolve_threads
-from packhorse.cli import actions, render, tuning
+from packhorse.cli import actions, render
 from packhorse.cli.failures import (
     ExitCode,
     Stopped,
@@ -48,18 +47,19 @@ from packhorse.cli.rows import BenchedFile, FileRow, PlannedFile, TunedMatrix, V
 from packhorse.cli.runs import Outcome, Source, each, wants_json
 from packhorse.cli.signals import ENDING, stop_start
 from packhorse.cli.snapshots import snapshot_app
-from packhorse.cli.streams import OutputClosed, safe_streams
+from packhorse.cli.standard_streams import OutputClosed, safe_streams
+from packhorse.cli.tune import TuneJob, check_gpu, measure, predict, tune_jobs
 from packhorse.layout import FRAME_VERSION
 
 __all__ = ["run"]
 
 _EPILOG = """
-Exit codes: 0 all went well; 1 the data is bad, or verify found something; 2 the command line is
-wrong, or an output exists; 3 the system refused (missing file, permissions, full disk, memory);
-4 an optional package is missing; 5 a fault of Packhorse itself; 128 + n ended by signal n.
+Exit codes: 0 success; 1 the data is bad, or verify found a problem; 2 the command line is wrong, or
+an output exists; 3 the system refused (missing file, permissions, full disk, memory); 4 an optional
+package is missing; 5 a fault of Packhorse itself; 128 + n ended by signal n.
 """
 
-_HALF_WAY = "what was finished stays, what was unfinished was removed"
+_HALF_WAY = "finished output was kept, unfinished output was removed"
 
 _app = typer.Typer(
     name="packhorse",
@@ -74,7 +74,7 @@ _app = typer.Typer(
 
 _app.add_typer(snapshot_app, name="snapshot")
 
-# typer's own check of paths (readable) is off: failures.py words what the system says.
+# readable=False turns off typer's own check of paths: failures.py words the system's errors.
 Models = Annotated[
     list[Path],
     typer.Argument(
@@ -96,7 +96,7 @@ def run(args: list[str] | None) -> int:
     """Run the program.
 
     Args:
-        args: words of the command line without the program's name; None takes those of the process.
+        args: the words of the command line after the program's name; None for those of the process.
 
     Returns:
         The exit code.
@@ -117,9 +117,9 @@ def run(args: list[str] | None) -> int:
 
 
 def _ended(words: list[str], outcome: Outcome, json: bool) -> int:
-    """Run a verb, and tell how it ended."""
+    """Run a verb, report an error, and return the exit code."""
     try:
-        # With JSON a mistake in the options is an exception too, and typer draws nothing.
+        # With --json, typer raises even a mistake in the options, and draws nothing.
         ended = _command(args=words, prog_name="packhorse", standalone_mode=not json)
         return ended if isinstance(ended, int) else ExitCode.OK
     except SystemExit as ended:  # how typer ends every run, with its own usage errors as 2
@@ -141,12 +141,12 @@ def _ended(words: list[str], outcome: Outcome, json: bool) -> int:
 
 
 def _prints_text(words: list[str]) -> bool:
-    """Whether text was asked for, and printed."""
+    """Whether the command line asks for help or the version, which are text even with --json."""
     return not {"--help", "-h", "--version", "-V"}.isdisjoint(words)
 
 
 def _printed(outcome: Outcome, code: int, json: bool) -> int:
-    """Print the JSON document if it is wanted, and let all output go while errors can be told."""
+    """Print the JSON document if `json` is set, and flush, while errors can still be reported."""
     try:
         if json:
             text = render.json_text(outcome.rows, outcome.errors)
@@ -160,19 +160,19 @@ def _printed(outcome: Outcome, code: int, json: bool) -> int:
 
 
 def _stopped_late(outcome: Outcome, number: int, json: bool) -> int:
-    """Tell of a signal that came when the work had ended; the next one ends the process."""
+    """Report a signal that arrived after the work; the next one ends the process."""
     name = signal.Signals(number).name
-    outcome.fail("", 128 + number, f"stopped by {name}; the work had ended before")
+    outcome.fail("", 128 + number, f"stopped by {name}; the work was already done")
     if json and not outcome.is_told:
         return _printed(outcome, 128 + number, json)
     return _die_by(number)
 
 
 def _die_by(number: int) -> int:
-    """End as other programs do by a signal: at once, without waiting for the reader of a pipe.
+    """End the process by a signal, as other programs do, without waiting for a pipe's reader.
 
-    SIGPIPE is not left to the system from the start, as it would end the program when a server
-    closes a connection, too.
+    SIGPIPE does not have its default effect from the start, because it would also end the program
+    when a server closes a connection.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(number, signal.SIG_DFL)
@@ -199,7 +199,7 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    # Options of the whole program; the help text is that of the app.
+    # Declares the options of the whole program. The help text is the app's, so no docstring here.
     pass
 
 
@@ -211,18 +211,19 @@ def pack(
     level: Level = LevelName.DEFAULT,
     threads: Threads = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Say what would be done; write nothing.")
+        bool, typer.Option("--dry-run", "-n", help="Show what would be done; write nothing.")
     ] = False,
     force: Force = False,
     json: Json = False,
 ) -> None:
     """Pack model files, or model folders with their shards.
 
-    X.safetensors becomes X.ph.safetensors beside it, and a folder X becomes a folder X.ph:
-    its shards packed, their index rewritten, all other files copied. The source is never changed.
+    X.safetensors is packed to X.ph.safetensors beside it, and a folder X to a folder X.ph, with
+    the shards packed, their index rewritten and all other files copied. The source is never
+    changed.
 
-    With --base, tensors of a fine-tune are packed as differences from those of the model that it
-    was tuned from, where that is shorter. Unpacking then needs that model again.
+    With --base, the tensors of a fine-tune are packed as differences from the model that it was
+    tuned from, if these are shorter. Unpacking then needs that model.
 
     Examples:
 
@@ -268,9 +269,9 @@ def unpack(
     max_nbytes: MaxNbytes = None,
     json: Json = False,
 ) -> None:
-    """Give back the original files or folders, byte for byte.
+    """Restore the original files or folders, byte for byte.
 
-    X.ph.safetensors becomes X.safetensors beside it, and a folder X.ph becomes a folder X.
+    X.ph.safetensors is unpacked to X.safetensors beside it, and a folder X.ph to a folder X.
 
     Examples:
 
@@ -297,7 +298,7 @@ def unpack(
 
 @_app.command(no_args_is_help=True)
 def inspect(src: Packed, json: Json = False) -> None:
-    """Show the tensors of packed files: planes, modes, ratios, and a bar of what each plane takes.
+    """Show the tensors of packed files: planes, modes, ratios, and a bar with each plane's share.
 
     Examples:
 
@@ -315,7 +316,7 @@ def verify(
     max_nbytes: MaxNbytes = None,
     json: Json = False,
 ) -> None:
-    """Check every checksum of packed files or folders; exit with 1 and list whatever is bad.
+    """Check every checksum of packed files or folders; list all problems, and exit with 1 if any.
 
     Examples:
 
@@ -346,20 +347,20 @@ def bench(
     file: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE", readable=False, help="An ordinary safetensors file.", show_default=False
+            metavar="FILE", readable=False, help="A plain safetensors file.", show_default=False
         ),
     ],
     base: Base = None,
     level: Level = LevelName.DEFAULT,
     threads: Threads = None,
     repeat: Annotated[
-        int, typer.Option("--repeat", "-r", min=1, help="Timed runs; the best counts.")
+        int, typer.Option("--repeat", "-r", min=1, help="Timed runs; the best one counts.")
     ] = 3,
     json: Json = False,
 ) -> None:
     """Pack and unpack a file's tensors in memory; show ratio and speed for each dtype.
 
-    Nothing is written. Speeds are uncompressed GB (10^9 bytes) per second between recycled buffers.
+    Nothing is written. Speeds are uncompressed GB (10^9 bytes) per second, in reused memory.
 
     Examples:
 
@@ -392,33 +393,33 @@ def tune(
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            "--shape", "-s", metavar="RxC", help="A matrix: outputs x inputs; repeat it for more."
+            "--shape", "-s", metavar="RxC", help="A matrix: outputs x inputs. May be repeated."
         ),
     ] = None,
     form: Annotated[
         list[FormatName] | None,
-        typer.Option("--format", help="Of packed weights; W12 by default. Give both to try both."),
+        typer.Option("--format", help="Format of packed weights; W12 by default. May be repeated."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "-n", help="Predict instead of measuring; needs no GPU.")
     ] = False,
     gpu: Annotated[
-        str | None, typer.Option("--gpu", help="Which GPU to predict for, such as H200.")
+        str | None, typer.Option("--gpu", help="The GPU to predict for, such as H200.")
     ] = None,
     cache: Annotated[
         Path | None,
-        typer.Option("--cache", readable=False, metavar="DIR", help="Folder for what is measured."),
+        typer.Option("--cache", readable=False, metavar="DIR", help="Folder for measured results."),
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Measure anew what was measured before.")
+        bool, typer.Option("--again", help="Measure again what the cache already has.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Measure which kernel is best for the packed weights of a model, on the GPU that is here.
+    """Measure which kernel is best for a model's packed weights, on this machine's GPU.
 
-    The first matrix takes some minutes, later ones less, as kernels are compiled once. Each is kept
-    when it is done: a run that was stopped goes on where it ended. Without a GPU, --dry-run shows
-    what is chosen untuned, with predicted times.
+    The first matrix takes some minutes and later ones less, because each kernel is compiled once.
+    The result of each matrix is stored when it is done, so a run that was stopped can continue.
+    Without a GPU, --dry-run shows the kernels that are used untuned, with predicted times.
 
     Examples:
 
@@ -427,19 +428,17 @@ def tune(
     - `packhorse tune path/to/model-folder --dry-run --gpu H200`
     """
     if gpu is not None and not dry_run:
-        raise UsageError("--gpu says what to predict for, and so needs --dry-run")
+        raise UsageError("--gpu selects the GPU to predict for, so it needs --dry-run")
     if dry_run and (again or cache is not None):
-        raise UsageError("--cache and --again are for measuring; leave them out with --dry-run")
-    jobs = tuning.tune_jobs(
-        src or [], shape or [], [name.value for name in form or [FormatName.W12]]
-    )
-    tuning.check_gpu(gpu, dry_run=dry_run)
+        raise UsageError("--cache and --again are for measuring, so they exclude --dry-run")
+    jobs = tune_jobs(src or [], shape or [], [name.value for name in form or [FormatName.W12]])
+    check_gpu(gpu, dry_run=dry_run)
 
-    def work(job: tuning.TuneJob) -> list[TunedMatrix]:
+    def work(job: TuneJob) -> list[TunedMatrix]:
         if dry_run:
-            return tuning.predict(job, gpu)
+            return predict(job, gpu)
         with render.waiting(f"tune {job.src}"):
-            return tuning.measure(job, cache, again=again)
+            return measure(job, cache, again=again)
 
     each(jobs, work, render.tune_table, json)
 
@@ -451,10 +450,10 @@ def _check_base(base: Path | None) -> None:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Turn signals that ask a process to end into `Stopped`.
+    """Turn signals that ask the process to end into the exception `Stopped`.
 
-    A signal that the parent process chose to ignore stays ignored. Outside the main thread, where
-    Python allows no handlers, nothing changes.
+    A signal that the parent process set to be ignored stays ignored. Outside the main thread Python
+    allows no handlers, so nothing changes there.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -474,10 +473,11 @@ def _signals() -> Iterator[None]:
     finally:
         is_running = False
         for number, handler in before.items():
-            # What the start of the program says is not true any more.
+            # Not stop_start, which would say that no work was started.
             signal.signal(number, signal.SIG_DFL if handler is stop_start else handler)
 
 
-# typer brings click or a copy of it, by version: this is what its parser raises, whichever it is.
+# Depending on its version, typer uses click or a copy of it. This is the base class of the errors
+# that its parser raises, in either case.
 _UsageFault: type[Any] = typer.BadParameter.__bases__[0]
 _command = plain_types(typer.main.get_command(_app))

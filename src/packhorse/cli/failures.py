@@ -1,8 +1,8 @@
-"""Exit codes, and every failure as one line that names the file, the place and the remedy.
+"""Exit codes, and the line for every failure, which names the file, the place and the remedy.
 
-A failure is wherever an expected exception meets the path it is about. Exceptions that are not
-expected here are bugs: their traceback is printed before the line. Messages of `packhorse.errors`
-already carry the tensor and the byte offset; what the operating system says gets its remedy here.
+An exception of an unexpected type is a bug: its traceback is printed before the line. Messages of
+`packhorse.errors` already name the tensor and the byte offset. To errors of the operating system,
+this module adds a remedy.
 """
 
 import errno
@@ -23,7 +23,8 @@ __all__ = [
 
 
 class ExitCode(IntEnum):
-    """What the process returns; part of the public interface. A signal gives 128 + its number."""
+    """The exit codes of the process, a part of the public interface. After a signal, the code is
+    128 + its number."""
 
     OK = 0
     BAD_DATA = 1
@@ -34,14 +35,14 @@ class ExitCode(IntEnum):
 
 
 class UsageError(ValueError):
-    """The command line asks for something that Packhorse does not do; nothing was started."""
+    """The command line asks for something that Packhorse does not do; no work was started."""
 
 
 class Stopped(BaseException):
-    """The process was asked to end by a signal; like KeyboardInterrupt, only clean-up may catch it.
+    """A signal asked the process to end. As with KeyboardInterrupt, only clean-up may catch it.
 
     Attributes:
-        number: of the signal.
+        number: the signal's number.
     """
 
     def __init__(self, number: int) -> None:
@@ -63,12 +64,12 @@ _REMEDIES = {
 }
 
 
-# Where memory ends, many a module says something else: what Python says where it has lost the
-# error, and what the loader of libraries says.
+# Errors that stand for a lack of memory, though not of the type MemoryError: Python's messages when
+# a C module failed without setting an error, those of the loader of libraries, and OpenSSL's.
 _LOST = ("without setting an exception", "without exception set", "without error")
 _NOT_LOADED = ("failed to map segment", "cannot allocate memory", "cannot apply additional memory")
-_OF_OPENSSL = "malloc failure"  # of a connection that was made
-_NO_TLS = "static tls"  # of which there is little on any machine
+_OF_OPENSSL = "malloc failure"  # while it opens a connection
+_NO_TLS = "static tls"  # thread-local storage, which is scarce on any machine: not a lack of memory
 _MORE_MEMORY = "raise the limit on memory (ulimit -v), or use a machine with more memory"
 _MORE_THREADS = "raise the limits on processes and memory (ulimit -u, ulimit -v)"
 
@@ -79,7 +80,7 @@ def exit_code(error: BaseException) -> ExitCode:
         return ExitCode.IO
     if isinstance(error, MissingBackendError):
         return ExitCode.MISSING_PACKAGE
-    if isinstance(error, ChangedError):  # nothing is wrong with the data but the moment
+    if isinstance(error, ChangedError):  # the data is not bad; it can be read again later
         return ExitCode.IO
     if isinstance(error, PackhorseError):
         return ExitCode.BAD_DATA
@@ -91,8 +92,11 @@ def exit_code(error: BaseException) -> ExitCode:
 
 
 def is_lack_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ended, which few modules written in C say as such: one cannot be loaded, which
-    is an import error like others, or Python loses the error on its way, or another follows it."""
+    """Whether an error was caused by a lack of memory.
+
+    Few modules written in C raise MemoryError then: a library that cannot be loaded raises
+    ImportError, a lost error becomes SystemError, and other errors follow from these.
+    """
     while error is not None:
         words = str(error).lower()
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
@@ -108,18 +112,17 @@ def is_lack_of_memory(error: BaseException | None) -> bool:
 
 
 def _is_lack_of_threads(error: BaseException) -> bool:
-    """Also where a library passes on what Python says."""
+    """Whether Python could not start a thread; a library may raise Python's message as its own."""
     return isinstance(error, RuntimeError | OSError) and "can't start new thread" in str(error)
 
 
 def describe(error: BaseException, path: Path | str | None = None, *, doing: str = "go on") -> str:
-    """One line for a failure.
+    """The line for a failure.
 
     Args:
-        error: what was raised.
-        path: the file or store that was being worked on, named in front unless the message names it
-            already.
-        doing: what there was no memory for, if that is what failed.
+        error: the exception.
+        path: the file or store at fault, which is put in front unless the message names it already.
+        doing: what the program had no memory to do, if memory was the cause.
 
     Returns:
         The line, without the program's name and without a line break.
@@ -130,7 +133,7 @@ def describe(error: BaseException, path: Path | str | None = None, *, doing: str
 
 
 def describe_bug(error: BaseException) -> str:
-    """One line for an exception that nobody expected."""
+    """The line for an exception of an unexpected type."""
     text = " ".join(str(error).split())
     return (
         f"a fault of Packhorse itself: {type(error).__name__}: {text}; please report it, with the "
@@ -142,7 +145,7 @@ def _text(error: BaseException, doing: str) -> str:
     if is_lack_of_memory(error):
         return f"not enough memory to {doing}; {_MORE_MEMORY}"
     if _is_lack_of_threads(error):
-        return f"the system starts no more threads; use fewer (-t 1), or {_MORE_THREADS}"
+        return f"the system refuses to start a thread; use fewer (-t 1), or {_MORE_THREADS}"
     if not isinstance(error, OSError) or error.errno is None:
         return str(error) or type(error).__name__
     remedy = _REMEDIES.get(error.errno)

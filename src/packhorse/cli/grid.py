@@ -1,9 +1,9 @@
-"""Tables that fit: one line for each row, on a terminal of any width and in a pipe.
+"""Tables that fit a terminal of any width, and a pipe: one line for each row.
 
-A pipe gets all columns at full width. On a terminal names are cut in the middle, as both of their
-ends tell them apart; if that is not enough, the columns that matter least are left out. Numbers are
-not cut, unless the terminal is narrower than one of them. What explains a row (planes, a reason)
-stands behind it where there is room, and else in a line of its own below it.
+A pipe gets all columns at full width. On a terminal, names are shortened in the middle, because
+their two ends tell them apart; if that is not enough, the least important columns are left out.
+Numbers are cut only if the terminal is narrower than one of them. The note of a row (its planes, a
+reason) stands behind the row if there is room, otherwise in a line of its own below the row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,10 +16,10 @@ __all__ = ["Grid", "cut", "shorten"]
 
 _GAP = 3  # blanks between columns
 _EDGES = 2  # a blank before the first and after the last
-_MIN_NAME = 24  # cells of a name; before it gets shorter, columns are left out
-_SHORT_NAME = 8  # the same, for columns that matter more
-_INDENT = 4  # of what explains a row, below it
-_MIN_NOTE = 80  # cells that it needs to stand behind the row, if it is so long
+_MIN_NAME = 24  # cells of a name; columns of `drops` are left out before it gets shorter
+_SHORT_NAME = 8  # the same, for columns of `last_drops`
+_INDENT = 4  # of a note below its row
+_MIN_NOTE = 80  # cells that a note of this length or more needs to stand behind its row
 
 
 @dataclass
@@ -27,12 +27,12 @@ class Grid:
     """A table.
 
     Attributes:
-        title: above it.
-        columns: names; those that begin with `>` hold numbers, those that begin with `~` names,
-            which give way.
-        drops: which columns are left out where it is narrow, the first to go first.
-        last_drops: those that go when names have become short, too.
-        note: name of what explains each row, if there is such a thing.
+        title: the line above the table.
+        columns: the columns' names. A column whose name begins with `>` holds numbers; one whose
+            name begins with `~` holds names, which can be shortened.
+        drops: columns that are left out on a narrow terminal, in this order.
+        last_drops: columns that are left out only once names are very short, too.
+        note: heading of the rows' notes; empty if rows have none.
     """
 
     title: str
@@ -43,7 +43,7 @@ class Grid:
     _rows: list[tuple[dict[str, Text], Text]] = field(default_factory=list)
 
     def row(self, *cells: str | Text, note: Text | str = "") -> None:
-        """Add a row of a cell for each column."""
+        """Add a row, with a cell for each column."""
         texts = [cell if isinstance(cell, Text) else Text(cell) for cell in cells]
         named = dict(zip(self.columns, texts, strict=True))
         self._rows.append((named, note if isinstance(note, Text) else Text(note)))
@@ -57,7 +57,7 @@ class Grid:
 
         Args:
             width: cells of the terminal; None for a pipe.
-            mark: stands for what was cut off.
+            mark: replaces text that was cut off.
         """
         for line in self._lines(width, mark):
             yield line if width is None else cut(line, width, mark)
@@ -83,7 +83,7 @@ class Grid:
         yield Text()
 
     def _widths(self, width: int | None) -> dict[str, int]:
-        """The columns that are shown, with their widths."""
+        """The width of each column that is shown."""
         widths = {name: cell_len(name.lstrip(">~")) for name in self.columns}
         for cells, _ in self._rows:
             for name, cell in cells.items():
@@ -104,7 +104,7 @@ class Grid:
         return widths
 
     def _note_room(self, widths: dict[str, int], width: int | None) -> int:
-        """Cells for what explains rows, behind them; 0 if it stands below them."""
+        """The cells for notes behind their rows; 0 if notes stand below."""
         if not self.note:
             return 0
         wanted = max(
@@ -134,7 +134,7 @@ def _total(widths: dict[str, int]) -> int:
 
 
 def cut(text: Text, width: int, mark: str) -> Text:
-    """A text in so many cells: whole, or without its end."""
+    """A text in at most `width` cells: the whole text, or its beginning and the mark."""
     if cell_len(text.plain) <= width:
         return text
     found = text.copy()
@@ -143,7 +143,7 @@ def cut(text: Text, width: int, mark: str) -> Text:
 
 
 def shorten(text: str, width: int, mark: str) -> str:
-    """A name in so many cells: whole, or its two ends."""
+    """A name in at most `width` cells: the whole name, or its two ends with the mark between."""
     if cell_len(text) <= width:
         return text
     room = max(0, width - len(mark))

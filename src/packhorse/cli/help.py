@@ -1,7 +1,8 @@
-"""What the help shows of types and arguments: words for people, not the types of Python.
+"""How the help shows types and arguments: by words such as PATH, not by Python's types.
 
-Versions of typer differ in what they show of an annotation (`<list[Path]>`, `<bool>`); here each
-parameter gets a word of its own. So do brackets: `SRC...` must be there, `[NAME]` may.
+Versions of typer differ in how they show an annotation (`<list[Path]>`, `<bool>`), so this module
+sets the word for each parameter. They differ in brackets too, so it sets these as well: `SRC...` is
+required, `[NAME]` is optional.
 """
 
 from enum import Enum
@@ -16,7 +17,7 @@ _WORDS = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
 def plain_types(command: Any, parent: typer.Context | None = None) -> Any:
-    """The command, with words for the types of all options and arguments of it and below."""
+    """Sets the words for the options and arguments of a command and its subcommands; returns it."""
     context = typer.Context(command, parent=parent, **command.context_settings)
     for parameter in (*command.params, command.get_help_option(context)):
         if parameter is not None:
@@ -29,10 +30,10 @@ def plain_types(command: Any, parent: typer.Context | None = None) -> Any:
 
 def _name_type(parameter: Any) -> None:
     if not hasattr(parameter, "type_descriptor"):
-        return  # an older version, whose own words are plain
+        return  # an older version of typer, which already shows such words
     word = _word(parameter)
     if parameter.param_type_name == "argument":
-        # Its metavar is its name; the type stands beside it, in newer versions.
+        # The metavar is the argument's name; newer versions show the type beside it.
         parameter.display_type_rich = lambda ctx: word
     elif getattr(parameter, "is_flag", False):
         parameter.metavar = ""
@@ -49,7 +50,7 @@ def _show_usage(parameter: Any) -> None:
 
 def _word(parameter: Any) -> str:
     annotation = parameter.type_descriptor.annotation
-    kind = getattr(annotation, "__args__", (annotation,))[0]  # of a list that of its items
+    kind = getattr(annotation, "__args__", (annotation,))[0]  # for a list, the type of its items
     if isinstance(kind, type) and issubclass(kind, Enum):
         return "|".join(str(item.value) for item in kind)
     return _WORDS.get(kind, "TEXT")

@@ -1,10 +1,9 @@
-"""From the paths of a command line to jobs: what is read, and where the result goes.
+"""Turns the paths of a command line into jobs: what is read, and where the result is written.
 
-A source is a file or a model folder. Without `-o` the result stands beside it: `X.safetensors`
-and `X.ph.safetensors`, a folder `X` and `X.ph`. With several sources `-o` names a folder for all
-results. What can be known at once is refused at once, so that the last of ten files does not fail
-after an hour for a reason that was plain at the start; the disk hop checks each again when its
-turn comes.
+A source is a file or a model folder. Without `-o` the result is written beside it: `X.safetensors`
+to `X.ph.safetensors`, a folder `X` to `X.ph`. With several sources, `-o` names a folder for all
+results. All paths are checked before the first job starts, so that the tenth file does not fail
+after an hour for a reason that was known at the start. The disk hop checks each again in its turn.
 """
 
 import errno
@@ -29,9 +28,9 @@ class Job:
     """One source and its output.
 
     Attributes:
-        src: a file or a folder that exists.
-        dst: where the result goes; of the same kind.
-        is_folder: whether both are folders.
+        src: an existing file or folder.
+        dst: where the result is written; a file if `src` is a file, otherwise a folder.
+        is_folder: whether `src` and `dst` are folders.
     """
 
     src: Path
@@ -40,33 +39,33 @@ class Job:
 
 
 def pack_jobs(sources: Iterable[Path], output: Path | None, *, force: bool) -> list[Job]:
-    """Jobs that pack.
+    """The jobs that pack sources.
 
     Args:
         sources: files and folders.
-        output: `-o`, or None for beside each source.
-        force: outputs that exist may be replaced.
+        output: the path of `-o`; None to write each result beside its source.
+        force: whether existing outputs may be replaced.
 
     Returns:
         One job for each source, in order.
 
     Raises:
         OSError: a source is missing, or an output exists and `force` is False.
-        ValueError: an output is not to be written: an input, another source's, or of unclear name.
+        ValueError: an output is an input or the output of another source, or its name is unclear.
     """
     return _jobs(sources, output, _packed_name, force)
 
 
 def unpack_jobs(sources: Iterable[Path], output: Path | None, *, force: bool) -> list[Job]:
-    """Jobs that unpack; like `pack_jobs`."""
+    """The jobs that unpack sources; arguments and errors as for `pack_jobs`."""
     return _jobs(sources, output, _unpacked_name, force)
 
 
 def check_source(path: Path) -> Path:
-    """The path, if a file or folder is there.
+    """Returns the path if it leads to a file or folder.
 
     Raises:
-        FileNotFoundError: nothing is there.
+        FileNotFoundError: nothing exists there.
         UsageError: it is neither a file nor a folder.
     """
     if not path.exists():
@@ -77,10 +76,10 @@ def check_source(path: Path) -> Path:
 
 
 def packed_files(path: Path) -> list[Path]:
-    """The packed files of a source: itself, or all that a folder holds in it and below.
+    """The packed files of a source: the file itself, or all in a folder and its subfolders.
 
     Raises:
-        ValueError: the folder holds none.
+        ValueError: the folder has no packed file.
     """
     return disk.packed_files(path) if path.is_dir() else [path]
 
@@ -101,7 +100,7 @@ def _jobs(
 def _refuse_file_for_many(sources: list[Path], output: Path | None) -> None:
     if len(sources) > 1 and output is not None and not output.is_dir():
         raise UsageError(
-            f"{output}: with several sources -o must be a folder that exists; make it first"
+            f"{output}: with several sources, -o must be an existing folder; create it first"
         )
 
 
@@ -131,6 +130,6 @@ def _refuse_shared_outputs(jobs: list[Job]) -> None:
         other = owners.setdefault(os.path.abspath(job.dst), job.src)
         if other is not job.src:
             raise UsageError(
-                f"{job.dst}: {other} and {job.src} would both be written to it; give each a run of "
-                "its own"
+                f"{job.dst}: {other} and {job.src} would both be written here; pack or unpack them "
+                "one by one"
             )

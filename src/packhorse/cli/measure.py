@@ -1,9 +1,9 @@
-"""Codec speed in memory, tensor by tensor, on the tensors of one file.
+"""Measures the codecs' speed in memory, tensor by tensor, on the tensors of one file.
 
-Each tensor is read once, then compressed and decompressed between recycled buffers, as a training
-loop or a loader would do it, so that neither the disk nor fresh pages are measured. The best of
-the repeats counts: what disturbs a run only ever makes it slower. Bit-exactness is checked on the
-last decoded copy of every tensor, outside the timed part.
+Each tensor is read once, then compressed and decompressed several times in the same memory, as a
+training loop or a loader would do. So neither the disk nor page faults are measured. The fastest
+run counts, because disturbances only make a run slower. Outside the timed part, the last decoded
+copy of each tensor is compared with the original.
 """
 
 import time
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from packhorse.cli.rows import BenchRow, gb_per_s, ratio
 from packhorse.disk.base_files import BaseTensor, open_bases
-from packhorse.disk.header import TensorEntry
+from packhorse.disk.safetensors_header import TensorEntry
 from packhorse.disk.source_file import open_source
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
 
@@ -63,9 +63,9 @@ class Settings:
     """How to measure.
 
     Attributes:
-        level: name of the level.
-        threads: threads for both directions.
-        repeats: timed runs of each direction; the best counts.
+        level: the level's name.
+        threads: the number of threads, to encode and to decode.
+        repeats: how many timed runs; the fastest counts.
     """
 
     level: str
@@ -86,7 +86,7 @@ def bench_file(
         path: the file.
         settings: how to measure.
         advance: called with the bytes of each tensor when it is done.
-        base: what to pack it against, if anything.
+        base: a model file or folder to pack against; None to pack without a base.
 
     Returns:
         A row for each dtype, in the order of the file, then the total.
@@ -130,7 +130,7 @@ def _measure_one(
     settings: Settings,
 ) -> _Sum:
     level, threads = settings.level, settings.threads
-    # A copy: what is mapped would be read from the disk at first.
+    # A copy, because a mapped base would be read from the disk during the first run.
     base = np.array(np.frombuffer(against.read(threads), np.uint8)) if against else None
 
     def encode() -> Frame:

@@ -1,8 +1,8 @@
-"""Whether there is memory for an import; nothing outside the standard library is needed to ask.
+"""Finds out whether there is enough memory for an import; it needs only the standard library.
 
-Where memory ends, Python raises an error, but libraries written in C end the process with words of
-their own (OpenBLAS, which comes with NumPy, does, and so does PyTorch), and no Python is asked. So
-where memory is limited, a child process tries the import first.
+When memory runs out, Python raises an error, but some libraries written in C (OpenBLAS, which comes
+with NumPy, and PyTorch) print a message and end the process. So if memory is limited, a child
+process tries the import first.
 """
 
 import mmap
@@ -13,7 +13,7 @@ from typing import NoReturn
 
 __all__ = ["has_memory_for"]
 
-_MARGIN_NBYTES = 1 << 24  # left by an import: less is of no use to any verb
+_MARGIN_NBYTES = 1 << 24  # must be left after the import: no verb can work with less
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
@@ -21,18 +21,19 @@ def has_memory_for(module: str, nbytes: int) -> bool:
     """Whether a module can be imported without ending the process.
 
     Args:
-        module: its name; imported in a child process, if at all.
-        nbytes: as much address space is more than it takes, and if that is there, nothing is tried.
+        module: the module's name. If it is imported at all, then in a child process.
+        nbytes: address space that is more than enough for the import; if so much is available, the
+            import is not tried.
 
     Returns:
-        True also where the import raises ImportError: that will tell all by itself. Any other error
-        of an import, where memory is limited, is one that Python makes of memory that ended.
+        Whether it can. Also True if the import raises ImportError, which the caller's own import
+        will raise again. Any other error, where memory is limited, means that memory ran out.
     """
     if _is_there(nbytes):
         return True
     try:
         child = os.fork()
-    except OSError:  # nothing can be tried; it may go well
+    except OSError:  # the import cannot be tried, and may succeed
         return True
     if child == 0:
         _import_silently(module)
@@ -40,7 +41,7 @@ def has_memory_for(module: str, nbytes: int) -> bool:
 
 
 def _is_there(nbytes: int) -> bool:
-    """Whether so much memory may be had; none is taken."""
+    """Whether so much address space is available; it is released at once."""
     try:
         mmap.mmap(-1, nbytes, flags=_PRIVATE).close()
     except (OSError, MemoryError):
@@ -49,7 +50,7 @@ def _is_there(nbytes: int) -> bool:
 
 
 def _import_silently(module: str) -> NoReturn:
-    """Import it and end; with 1 if little memory is left."""
+    """Import a module and end the process: with 1 if that failed or little memory is left."""
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)

@@ -41,7 +41,7 @@ Output = Annotated[
         "-o",
         readable=False,
         metavar="DST",
-        help="Where the result goes; with several sources, a folder.",
+        help="Where to write the result; with several sources, a folder.",
         show_default=False,
     ),
 ]
@@ -51,18 +51,18 @@ Base = Annotated[
         "--base",
         readable=False,
         metavar="OLD",
-        help="What differences are taken from: a model file or folder, packed or not.",
+        help="The model to take differences from: a file or folder, packed or not.",
         show_default=False,
     ),
 ]
 Level = Annotated[
     LevelName,
-    typer.Option("--level", "-l", help="Speed against size. Every level is lossless."),
+    typer.Option("--level", "-l", help="Trades speed for size. Every level is lossless."),
 ]
 Threads = Annotated[
     int | None,
     typer.Option(
-        "--threads", "-t", min=1, help="By default one for each core, at most 8.",
+        "--threads", "-t", min=1, help="By default one per core, at most 8.",
         show_default=False,
     ),
 ]  # fmt: skip
@@ -71,9 +71,9 @@ MaxNbytes = Annotated[
     typer.Option(
         "--max-nbytes",
         min=0,
-        help="Refuse a source that unpacks to more bytes.",
+        help="Refuse a source whose tensors take more bytes in total.",
         show_default=False,
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", "-f", help="Replace an output that exists.")]
+Force = Annotated[bool, typer.Option("--force", "-f", help="Replace an existing output.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]

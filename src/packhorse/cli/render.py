@@ -1,8 +1,8 @@
-"""Drawing: tables, bars and progress, from rows to a terminal or a pipe.
+"""Draws rows as tables, bars and progress, on a terminal or to a pipe.
 
-Results go to standard output and progress to standard error. A pipe gets the same tables without
-colour and at full width (`grid.py`), and no progress at all. Names and messages come from files, so
-they are never read as markup, and control characters in them are shown, not sent.
+Results go to standard output, progress to standard error. A pipe gets the same tables at full width
+(`grid.py`) and without colour, and no progress. Names and messages can come from files, so they are
+never read as markup, and control characters in them are escaped.
 """
 
 import json
@@ -66,11 +66,10 @@ __all__ = [
 ]
 
 _BAR_WIDTH = 24
-_PROGRESS_WIDTH = 20  # with the columns beside it, a line of 80 characters keeps a long name
-_PIPE_WIDTH = 100_000  # nothing is folded: what reads a pipe works by lines
-_PIECE_NBYTES = 1 << 15  # of a document that is printed
-# A glyph for each mode, one where there is nothing but ASCII, and a colour; dots are what packing
-# saved.
+_PROGRESS_WIDTH = 20  # leaves room for a long name in a line of 80 characters
+_PIPE_WIDTH = 100_000  # so wide that no line is folded: readers of pipes work by lines
+_PIECE_NBYTES = 1 << 15  # a document is printed in such pieces
+# For each mode a glyph, a glyph in ASCII, and a colour. Dots show what packing saved.
 _SAVED = "saved"
 _STYLES = {
     "stored": ("█", "#", "blue"),
@@ -94,9 +93,9 @@ def json_text(results: Sequence[Any], errors: Sequence[ErrorRow]) -> str:
 
 
 def write(text: str) -> None:
-    """Print a text as it is."""
-    # Where streams have no buffer (PYTHONUNBUFFERED), Python forgets what a pipe did not take of a
-    # piece when its reader ended; the next piece tells.
+    """Print a text as it is, in pieces."""
+    # If the reader of a pipe ends while an unbuffered stream (PYTHONUNBUFFERED) writes, Python
+    # loses the rest of the text without an error. The next piece then raises the error.
     for start in range(0, len(text), _PIECE_NBYTES):
         sys.stdout.write(text[start : start + _PIECE_NBYTES])
 
@@ -107,17 +106,17 @@ def error_line(text: str) -> None:
 
 
 def warning_line(text: str) -> None:
-    """Print one line on standard error about what was done all the same."""
+    """Print one line on standard error about something that did not stop the work."""
     sys.stderr.write(f"packhorse: warning: {printable(text)}\n")
 
 
 def printable(text: str) -> str:
-    """The text with control characters as escapes, as a name may try to steer the terminal."""
+    """The text with control characters escaped: a name may try to control the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def size(nbytes: float) -> str:
-    """A size in decimal units, three digits."""
+    """A size in decimal units, with three digits."""
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if nbytes < 999.5 or unit == "TB":
             break
@@ -126,12 +125,12 @@ def size(nbytes: float) -> str:
 
 
 def packed_line(row: FileRow) -> None:
-    """What packing did, on a terminal alone: in a pipe, success is silent."""
+    """Print what packing did, only on a terminal: in a pipe, success is silent."""
     _file_line(row, row.nbytes, row.packed_nbytes)
 
 
 def growth_warning(row: FileRow | PlannedFile, packed_nbytes: int) -> None:
-    """Why a file grows when it is packed, and what to do; on standard error, also in a pipe."""
+    """Print why a file grows when it is packed and what to do, on standard error, in a pipe too."""
     if packed_nbytes <= row.nbytes:
         return
     words = row.notice or "its data cannot be packed"
@@ -140,7 +139,7 @@ def growth_warning(row: FileRow | PlannedFile, packed_nbytes: int) -> None:
 
 
 def unpacked_line(row: FileRow) -> None:
-    """What unpacking did, on a terminal alone."""
+    """Print what unpacking did, only on a terminal."""
     _file_line(row, row.packed_nbytes, row.nbytes)
 
 
@@ -151,7 +150,7 @@ def _file_line(row: FileRow, before: int, after: int) -> None:
 
 
 def plan_table(planned: PlannedFile) -> None:
-    """What packing would do to each tensor."""
+    """Draw what packing would do to each tensor."""
     grid = Grid(
         printable(f"{planned.src} -> {planned.dst} (dry run, nothing is written)"),
         ("~tensor", "dtype", "shape", ">size", ">estimate", ">ratio", "split"),
@@ -174,7 +173,7 @@ def plan_table(planned: PlannedFile) -> None:
 
 
 def inspect_table(inspected: InspectedFile) -> None:
-    """Tensors with their planes, modes, ratio and bar."""
+    """Draw the tensors with their planes, modes, ratio and bar."""
     grid = Grid(
         printable(inspected.path),
         ("~tensor", "dtype", "shape", ">size", ">packed", ">ratio"),
@@ -208,7 +207,7 @@ def _needed_base(inspected: InspectedFile) -> str:
 
 
 def verify_lines(verified: VerifiedFile) -> None:
-    """One line for a good file or folder, one for each problem of a bad one."""
+    """Print one line for a good file or folder, or one for each problem of a bad one."""
     if verified.ok:
         speed = gb_per_s(verified.packed_nbytes, verified.seconds)
         files = "" if verified.n_files == 1 else f"{verified.n_files} packed files, "
@@ -218,7 +217,7 @@ def verify_lines(verified: VerifiedFile) -> None:
 
 
 def bench_table(benched: BenchedFile) -> None:
-    """Speeds and ratio for each dtype, the last row being the total."""
+    """Draw speeds and ratio for each dtype, and the total in the last row."""
     threads = "1 thread" if benched.threads == 1 else f"{benched.threads} threads"
     grid = Grid(
         printable(f"{benched.path}, level {benched.level}, {threads}, in memory"),
@@ -234,7 +233,7 @@ def bench_table(benched: BenchedFile) -> None:
 
 
 def tune_table(tuned: TunedMatrix) -> None:
-    """What is chosen for each number of tokens, and what that gains."""
+    """Draw the choice for each number of tokens, and its gain."""
     source = f"measured on {tuned.gpu}" if tuned.measured else f"predicted for {tuned.gpu}"
     many = f", {tuned.n_matrices} of them" if tuned.n_matrices else ""
     grid = Grid(
@@ -254,7 +253,7 @@ def tune_table(tuned: TunedMatrix) -> None:
 
 @contextmanager
 def waiting(title: str) -> Iterator[None]:
-    """A line on standard error while the block runs, on a terminal alone."""
+    """A status line on standard error while the block runs, only on a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield
@@ -268,12 +267,12 @@ def progress(title: str, nbytes: int | None) -> Iterator[Callable[[int], None] |
     """A progress bar on standard error while the block runs.
 
     Args:
-        title: what is being worked on.
-        nbytes: bytes of the whole work; None if that is not known.
+        title: what the program is working on.
+        nbytes: the total number of bytes; None if it is not known.
 
     Yields:
-        A function that takes the bytes done since it was called last; None where standard error
-        is no terminal.
+        A function that takes the bytes done since its last call; None if standard error is not a
+        terminal.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -296,7 +295,7 @@ def progress(title: str, nbytes: int | None) -> Iterator[Callable[[int], None] |
 
 
 class _BytesColumn(ProgressColumn):
-    """Bytes done of all, and GB/s since the start."""
+    """Bytes done, of the total, and GB/s since the start."""
 
     def render(self, task: Task) -> Text:
         speed = gb_per_s(int(task.completed), task.elapsed or 0.0)
@@ -305,7 +304,7 @@ class _BytesColumn(ProgressColumn):
 
 
 def _console() -> Console:
-    """Standard output; a pipe is so wide that nothing is folded."""
+    """Standard output; a pipe gets a width at which no line is folded."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
@@ -313,21 +312,21 @@ def _console() -> Console:
 
 
 def on_terminal() -> bool:
-    """Whether somebody looks at standard output."""
+    """Whether standard output is a terminal."""
     return _console().is_terminal
 
 
 def glyphs_are_ascii() -> bool:
-    """Whether standard output takes nothing but ASCII."""
+    """Whether the encoding of standard output has only ASCII characters."""
     return _console().options.ascii_only
 
 
 def draw(what: Grid | Text, *, is_cut: bool = False) -> None:
-    """Draw on standard output; in a pipe without the blanks that fill up lines.
+    """Draw on standard output, without blanks at the ends of lines.
 
     Args:
-        what: a table, or a text that is folded where the terminal is narrower.
-        is_cut: whether the text is cut there instead.
+        what: a table, or a text that is folded on a narrow terminal.
+        is_cut: whether the text is cut there instead of folded.
     """
     console = _console()
     width = console.width if console.is_terminal else None
@@ -341,7 +340,7 @@ def draw(what: Grid | Text, *, is_cut: bool = False) -> None:
 
 
 def line(text: str) -> None:
-    """Print one line, which is folded by the terminal if it is too long, and by nobody else."""
+    """Print one line; only the terminal itself folds it if it is too long."""
     _print(_console(), safe_text(text), soft_wrap=True)
 
 
@@ -354,16 +353,16 @@ def _print(console: Console, *texts: Text, soft_wrap: bool) -> None:
 
 
 def flush() -> None:
-    """Let standard output go.
+    """Flush standard output.
 
     Raises:
-        OSError: it refuses what was printed; a full disk shows only now.
+        OSError: the text cannot be written; a full disk is noticed only here.
     """
     sys.stdout.flush()
 
 
 def safe_text(text: str, style: str = "") -> Text:
-    """Text from outside, never read as markup."""
+    """Text from a file, which must not be read as markup."""
     return Text(printable(text), style=style)
 
 
@@ -391,11 +390,11 @@ def _benched(row: BenchRow) -> list[str | Text]:
 
 
 def _planes(row: TensorRow) -> Text:
-    """Each plane with its modes, and what they gain: `exponent rans 2.66x, mantissa 0 stored`."""
+    """Each plane with its modes and their gain: `exponent rans 2.66x, mantissa 0 stored`."""
     parts = []
     for plane in row.planes:
         modes = "+".join(sorted(plane.modes, key=lambda mode: -plane.modes[mode]))
-        if modes == "delta":  # whole units, whatever the first plane is called
+        if modes == "delta":  # it covers whole units, although it is listed under the first plane
             gain = _gain(ratio(row.nbytes, plane.packed_nbytes))
             parts.append(f"delta {gain}" if plane.packed_nbytes else "equal to its base")
         elif modes == "stored" or "delta" in plane.modes:
@@ -410,7 +409,7 @@ def _gain(gained: float) -> str:
 
 
 def _bar(row: TensorRow) -> Text:
-    """How much of the tensor's bytes each plane still takes, in the glyph of its main mode."""
+    """A bar of each plane's share of the tensor's bytes, in the glyph of its main mode."""
     bar = Text()
     filled = 0.0
     for plane in row.planes:
@@ -432,7 +431,7 @@ def _glyphs(mode: str, n: int) -> Text:
 
 
 def _legend(inspected: InspectedFile) -> Text:
-    """The glyphs that occur."""
+    """The glyphs that occur in the bars, with their modes."""
     planes = [plane for row in inspected.tensors for plane in row.planes if plane.modes]
     shown = {_SAVED, *map(_main_mode, planes)}
     parts = [_glyphs(mode, 1).append(f" {mode}") for mode in _STYLES if mode in shown]

@@ -1,8 +1,7 @@
-"""What the actions hand to the renderer: plain rows, which are also the JSON that `--json`
-prints.
+"""The rows that actions return and the renderer draws; `--json` prints them as they are.
 
-Sizes are bytes, times seconds, ratios original / packed with headers counted, speeds uncompressed
-GB (10^9 bytes) per second.
+Sizes are in bytes, times in seconds, speeds in uncompressed GB (10^9 bytes) per second. A ratio is
+original bytes / packed bytes, headers counted.
 """
 
 from dataclasses import dataclass
@@ -27,12 +26,12 @@ __all__ = [
 
 
 def ratio(nbytes: int, packed_nbytes: int) -> float:
-    """Original / packed; 1 where there is nothing on either side."""
+    """Original / packed; 1 if the packed size is 0."""
     return nbytes / packed_nbytes if packed_nbytes else 1.0
 
 
 def gb_per_s(nbytes: int, seconds: float) -> float:
-    """Speed in 10^9 bytes a second; 0 where no time passed."""
+    """Speed in 10^9 bytes per second; 0 if no time passed."""
     return nbytes / seconds / 1e9 if seconds > 0 else 0.0
 
 
@@ -47,10 +46,10 @@ class ErrorRow:
 
 @dataclass(frozen=True)
 class FileRow:
-    """A file or folder that was packed or unpacked; `nbytes` is the unpacked side of both.
+    """A file or folder that was packed or unpacked; `nbytes` is the unpacked size in both cases.
 
     `n_files` counts model files, `n_copied` the other files of a folder, `n_delta` the tensors that
-    are differences from a base. `notice` is what should be known of tensors too small to be packed.
+    are differences from a base. `notice` is a warning about tensors too small to be packed.
     """
 
     src: str
@@ -108,7 +107,7 @@ class PlaneRow:
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One tensor of a packed file; `base_hash` and `base_dtype` are of its base, if it has one."""
+    """One tensor of a packed file; `base_hash` and `base_dtype` are those of its base, or None."""
 
     name: str
     dtype: str
@@ -127,7 +126,7 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class InspectedFile:
-    """A packed file; `metadata` is the original's, `base_name` what the base was called that
+    """A packed file. `metadata` is the original's; `base_name` is the file name of the base that
     `n_delta` of its tensors need."""
 
     path: str
@@ -142,7 +141,7 @@ class InspectedFile:
 
 @dataclass(frozen=True)
 class ProblemRow:
-    """One thing that is wrong; no tensor where the file as a whole is at fault."""
+    """One problem; `tensor` is None if it concerns the file as a whole."""
 
     path: str
     tensor: str | None
@@ -152,7 +151,7 @@ class ProblemRow:
 
 @dataclass(frozen=True)
 class VerifiedFile:
-    """A packed file or folder after all its checksums were compared."""
+    """A packed file or folder whose checksums were checked."""
 
     path: str
     ok: bool
@@ -190,8 +189,8 @@ class BenchedFile:
 
 @dataclass(frozen=True)
 class TunedBucket:
-    """What is best for up to `n_tokens` tokens; the times are seconds of a product, packed and as
-    BF16."""
+    """The best choice for up to `n_tokens` tokens, with the seconds of a product: packed, and with
+    the plain BF16 matrix."""
 
     n_tokens: int
     strategy: str
@@ -203,7 +202,7 @@ class TunedBucket:
 
 @dataclass(frozen=True)
 class TunedMatrix:
-    """A matrix that was tuned: `measured` on a GPU, and kept in the file `cache`, or predicted."""
+    """The choices for a matrix: `measured` on a GPU and stored in `cache`, or predicted."""
 
     n_rows: int
     n_columns: int

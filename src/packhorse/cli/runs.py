@@ -1,7 +1,7 @@
-"""A run of the program over its sources: one after the other, and on after one that fails.
+"""Runs the jobs of a command line one by one, and continues after one that fails.
 
-What a run has done is kept in its `Outcome`, so that `app.run` can print one JSON document however
-the run ends: at its end, by a signal, or by a mistake in the options.
+An `Outcome` collects what the run has done, so that `app.run` can print one JSON document however
+the run ends: normally, by a signal, or by a mistake in the options.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,12 +21,12 @@ __all__ = ["Outcome", "Source", "each", "wants_json"]
 
 @dataclass
 class Outcome:
-    """What a run has done so far, and what failed.
+    """The results and errors of a run so far.
 
     Attributes:
-        rows: what was done.
-        errors: what failed.
-        is_told: whether printing them as a document has begun.
+        rows: the results.
+        errors: the errors.
+        is_told: whether the program has begun to print them as a document.
     """
 
     rows: list[Any] = field(default_factory=list)
@@ -35,13 +35,13 @@ class Outcome:
 
     @classmethod
     def begin(cls) -> "Outcome":
-        """A new one, which the sources of this run go to."""
+        """A new outcome, to which `each` adds from now on."""
         outcome = cls()
         _CURRENT.set(outcome)
         return outcome
 
     def fail(self, path: str, code: int, message: str) -> None:
-        """Tell an error, on standard error at once."""
+        """Add an error, and print it on standard error at once."""
         self.errors.append(ErrorRow(path, code, message))
         render.error_line(message)
 
@@ -50,7 +50,7 @@ _CURRENT: ContextVar[Outcome] = ContextVar("outcome")
 
 
 def wants_json(words: Sequence[str]) -> bool:
-    """Whether a command line asks for JSON, whatever else is wrong with it."""
+    """Whether a command line asks for JSON, even if it is wrong otherwise."""
     options = words[: words.index("--")] if "--" in words else words
     return "--json" in options
 
@@ -77,10 +77,10 @@ def each(
     show: Callable[[_Row], None],
     json: bool,
 ) -> list[_Row]:
-    """Do the jobs in turn, showing each result at once, unless all are to be one JSON document.
+    """Do the jobs in turn, and show each result at once, unless the results become a JSON document.
 
     Raises:
-        typer.Exit: at least one job failed; the code is that of the first, and all went on.
+        typer.Exit: at least one job failed. All jobs have run; the code is that of the first error.
     """
     outcome = _CURRENT.get()
     rows: list[_Row] = []

@@ -1,4 +1,7 @@
-"""The signals that end a run, and what they do before it has begun; the standard library alone."""
+"""The signals that end a run, and the handler for them while the program starts.
+
+Only the standard library is imported here.
+"""
 
 import json
 import os
@@ -14,8 +17,8 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def stop_start(number: int, frame: FrameType | None) -> NoReturn:
-    """End the program by a signal before it has begun anything."""
-    message = f"stopped by {signal.Signals(number).name}; nothing was begun"
+    """Handle a signal that arrives before any work: print a line and end the process."""
+    message = f"stopped by {signal.Signals(number).name}; no work was started"
     if "--json" in sys.argv:
         error = {"path": "", "exit_code": 128 + number, "message": message}
         _print(1, json.dumps({"results": [], "errors": [error]}, indent=2))
@@ -24,5 +27,5 @@ def stop_start(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _print(descriptor: int, text: str) -> None:
-    with suppress(OSError):  # it is closed, and there is no other place
+    with suppress(OSError):  # the stream is closed, and there is no other place to print
         os.write(descriptor, f"{text}\n".encode())

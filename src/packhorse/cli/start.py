@@ -1,11 +1,11 @@
 """Where the command `packhorse` begins, before anything that takes time or memory is imported.
 
-NumPy and what draws tables take half a second to import, and Ctrl-C in that time would show where
-the import was. Nothing is being written yet, so the program just ends, and tells that in one line.
-It does so, too, where there is not enough memory for them.
+NumPy, typer and rich take half a second to import, and Ctrl-C in that time would print a traceback
+from inside an import. Nothing is being written yet, so the program prints one line and ends. It
+does the same if there is not enough memory for the imports.
 
-What is imported before this, `packhorse`, `packhorse.cli` and how they tell failures, needs the
-standard library alone.
+The modules that are imported before (`packhorse`, `packhorse.cli` and `packhorse.cli.failures`)
+need only the standard library.
 """
 
 import signal
@@ -15,7 +15,7 @@ from packhorse.cli.signals import ENDING, stop_start
 
 __all__ = ["main"]
 
-_ROOM_NBYTES = 1 << 30  # the imports take a fifth of it
+_ROOM_NBYTES = 1 << 30  # the imports need a fifth of it
 
 
 def main() -> int:
@@ -25,7 +25,7 @@ def main() -> int:
         The exit code.
     """
     for number in ENDING:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a job in the background
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored by nohup, or in the background
             signal.signal(number, stop_start)
     try:
         from packhorse.cli import main as run

@@ -1,9 +1,10 @@
-"""The hop to and from disk: packed files, lazy reading of them, model folders, and snapshots.
+"""The hop to and from disk: packed files, reading them lazily, model folders, and snapshots.
 
-`header`, `packed_header` and `folder_index` are text in, text out; `atomic` writes; `container`,
-`verify` and `folder` pack, unpack, plan and verify, with `base_files` where there is a base;
-`packed_file` reads tensors and slices; `snapshots` keeps training states. `dcp` is the storage of
-`torch.distributed.checkpoint`; as the only part that needs PyTorch it is imported at first use.
+`safetensors_header`, `packed_header` and `folder_index` turn text into text. `container`, `verify`
+and `folder` pack, unpack, plan and verify, with `base_files` if there is a base. `packed_file`
+reads tensors and slices. `snapshots` stores training states. `dcp` is a storage for
+`torch.distributed.checkpoint`; it is the only part that needs PyTorch, and is imported at first
+use.
 """
 
 from typing import TYPE_CHECKING, Any

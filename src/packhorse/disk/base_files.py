@@ -1,13 +1,16 @@
 """Bases for whole files: the tensors of another model, found by name (docs/format.md, section 8).
 
-A base is a safetensors file, packed or not, a folder of them, or tensors in memory. Files are
-opened and their headers checked; a tensor is mapped, or decoded if its file is packed, when its
-turn comes, and dropped after it. Folders match folder by folder: for a model file in the subfolder
-`vae` the tensors in `vae` of the base count, in whatever files they are there. Where several files
-of a folder have a tensor of the name, packing takes the one in the file of the same name, else the
-first that fits; unpacking takes the one with the content hash that the frame names.
+A base is a safetensors file, packed or not, a folder of such files, or tensors in memory. Files are
+opened and their headers checked at once. Each tensor is mapped, or decoded if its file is packed,
+only when it is needed, and released afterwards.
 
-Nothing is opened on the word of a packed file: what it calls its base is for messages alone.
+Folders match by subfolder: a model file in the subfolder `vae` is packed against the tensors
+in `vae` of the base, whatever files they are in. If several files of a folder have a tensor of the
+name, packing takes the one in the file of the same name, otherwise the first that fits. Unpacking
+takes the one with the content hash that the frame names.
+
+A packed file records the name of its base, but that name is only used in messages; no file is
+opened because of it.
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ import numpy as np
 
 from packhorse.codecs.content import content_hash
 from packhorse.disk.folder_index import PLAIN_SUFFIX, plain_name
-from packhorse.disk.frames import open_frame
-from packhorse.disk.header import TensorEntry
 from packhorse.disk.model_file import ModelFile
+from packhorse.disk.packed_frames import open_frame
 from packhorse.disk.packed_header import PackedHeader
+from packhorse.disk.safetensors_header import TensorEntry
 from packhorse.disk.source_file import SourceFile, open_source
 from packhorse.errors import BaseMismatchError, ChangedError, CorruptionError, blaming
 from packhorse.frame import Frame
@@ -56,15 +59,15 @@ class BaseTensor:
     """A tensor of a base.
 
     Attributes:
-        where: the file that it is in, for messages.
-        file_name: the plain name of that file; empty for a tensor in memory.
-        dtype: safetensors' name.
+        where: the path of its file, for messages.
+        file_name: the name of its file, as a plain file's; empty for a tensor in memory.
+        dtype: safetensors' name of the dtype.
         shape: the dimensions.
-        content_hash: where it is known without reading the tensor.
-        is_based: whether it cannot be read, as it is packed against a base itself.
-        read: the bytes, with so many threads.
+        content_hash: the content hash if it is known without reading the tensor, otherwise None.
+        is_based: whether it cannot be read, because it is itself packed against a base.
+        read: takes a number of threads and returns the bytes.
         is_shared: whether others may write to the bytes while they are used.
-        stamp: what moves when a file is written to; None if that cannot be told.
+        stamp: returns a value that changes when the file is written to; None if there is none.
     """
 
     where: str
@@ -78,23 +81,23 @@ class BaseTensor:
     stamp: Callable[[], object]
 
     def suits(self, dtype: str, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this dtype and shape may be packed against it."""
+        """Whether a tensor of this dtype and shape can be packed against this one."""
         casts = allowed_casts(DTYPE_BY_NAME[dtype])
         return DTYPE_BY_NAME[self.dtype] in casts and math.prod(self.shape) == math.prod(shape)
 
     def has_hash(self, wanted: bytes) -> bool:
-        """Whether this is its content hash; it is read if need be."""
+        """Whether the tensor has this content hash; the tensor is read if its hash is not known."""
         found = self.content_hash or content_hash(np.frombuffer(self.read(1), np.uint8))
         return found == wanted
 
 
 class Bases:
-    """Tensors of a base, by name.
+    """The tensors of a base, by name.
 
     Attributes:
-        label: what messages call it.
-        name: what files that are packed against it record; None if there is nothing to record.
-        is_empty: whether it is a folder without any model file.
+        label: the name of the base in messages.
+        name: the name that packed files record for it; None to record none.
+        is_empty: whether it is a folder without model files.
     """
 
     def __init__(
@@ -115,17 +118,17 @@ class Bases:
     def for_packing(
         self, entries: Sequence[TensorEntry], source: Path | None, file_name: str = ""
     ) -> dict[str, BaseTensor]:
-        """What the tensors of a file are packed against; those that are left out have nothing.
+        """The bases of a file's tensors, by name. A tensor without a base is left out.
 
         Args:
             entries: the tensors.
-            source: their file, if there is one; it is no base of itself.
-            file_name: the plain name of it, or of the file to be.
+            source: their file, if there is one; a file is never its own base.
+            file_name: the name of the file as a plain file, or of the file that will be written.
 
         Raises:
             ValueError: the base is the source itself.
-            BaseMismatchError: a tensor that would do is packed against a base itself.
-            CorruptionError, CompatibilityError: its frame is bad.
+            BaseMismatchError: a fitting tensor is itself packed against a base.
+            CorruptionError, CompatibilityError: the frame of a tensor of the base is bad.
         """
         files = [base.path for base in self._sources]
         own = {str(file) for file in files if source is not None and file.samefile(source)}
@@ -148,10 +151,10 @@ class Bases:
         return chosen
 
     def for_frame(self, name: str, frame: Frame) -> BaseTensor:
-        """The base of a frame, as far as can be told without reading it.
+        """The base of a frame, as far as this is known without reading the tensor.
 
         Raises:
-            BaseMismatchError: it is not here; the message begins with what is.
+            BaseMismatchError: it is not here; the message begins with what is here instead.
         """
         named = self._find(name)
         if not named:
@@ -170,7 +173,7 @@ class Bases:
         fitting = [base for base in fitting if base.content_hash in (None, wanted)]
         if not fitting:
             raise BaseMismatchError(
-                f"the one in {base.where} has {(base.content_hash or b'').hex()}"
+                f"the one in {base.where} has content hash {(base.content_hash or b'').hex()}"
             )
         usable = [base for base in fitting if not base.is_based]
         if not usable:
@@ -180,7 +183,7 @@ class Bases:
         return next((base for base in usable if base.has_hash(wanted)), usable[0])
 
     def refuse_output(self, output: Path) -> None:
-        """Refuse to write over the base: what is packed against it would be lost.
+        """Refuse to overwrite the base, without which the output could not be unpacked.
 
         Raises:
             ValueError: the output is one of its files.
@@ -189,7 +192,7 @@ class Bases:
             raise ValueError(f"{output}: the output is the base itself; name another output")
 
     def check_unchanged(self) -> None:
-        """See that what is packed against the base can be unpacked with its files.
+        """Check that the files of the base are still those that were read.
 
         Raises:
             OSError: one of them was changed, replaced or removed since it was opened.
@@ -198,9 +201,9 @@ class Bases:
             base.check()
 
 
-_IS_BASED = "is packed against a base itself; unpack that file first, and take the result"
+_IS_BASED = "is itself packed against a base; unpack that file first, and use the result as base"
 
-# What callers may give as a base: a file or folder, tensors by name, or what is open already.
+# A base as callers give it: a file or folder, tensors by name, or a base that is already open.
 BaseLike: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Bases
 
 
@@ -212,10 +215,10 @@ class Loan(NamedTuple):
     """The base of a frame, for `Frame.decompress_into`.
 
     Attributes:
-        data: its bytes; None if the frame needs none.
-        content_hash: where it has been compared already.
-        is_shared: whether others may write to them meanwhile. Then what was decoded is right only
-            if its content hash is.
+        data: the bytes of the base; None if the frame needs no base.
+        content_hash: the base's content hash if it has been checked already, otherwise None.
+        is_shared: whether others may write to the bytes while they are used. Then the decoded
+            tensor can be trusted only if its content hash is right.
     """
 
     data: Buffer | None = None
@@ -225,23 +228,24 @@ class Loan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lender:
-    """Gives the frames of one packed file their bases.
+    """Provides the bases for the frames of one packed file.
 
     Attributes:
-        bases: where they are; None if the caller gave none.
-        recorded: what the file calls its base, if it says so.
+        bases: the tensors of the base; None if the caller gave no base.
+        recorded: the name that the file records for its base, if it does.
     """
 
     bases: Bases | None
     recorded: str | None
-    # The base that was kept last, with its stamp.
+    # At most one tensor's base, by the tensor's name, and its stamp.
     _kept: dict[str, tuple[Buffer, object]] = field(default_factory=dict)
 
     def find(self, name: str, frame: Frame) -> BaseTensor | None:
-        """The base of a frame; None if it needs none.
+        """The base of a frame; None if the frame needs no base.
 
         Raises:
-            BaseMismatchError: it is not there, or another is, as far as that shows unread.
+            BaseMismatchError: the base is missing or, as far as this is known without reading it,
+                the wrong one.
         """
         if frame.base_hash is None:
             return None
@@ -254,26 +258,27 @@ class Lender:
 
     @contextmanager
     def lend(self, name: str, frame: Frame, threads: int, *, keep: bool = False) -> Iterator[Loan]:
-        """The base of a frame for the time of the block, which decodes with it.
+        """Lends the base of a frame to a block, which decodes the frame with it.
 
         Args:
-            name: of the tensor.
-            frame: of that tensor.
-            threads: how many to use.
-            keep: it will be asked for again: hold a copy, in the place of that held before. Its
-                hash holds whatever becomes of the file, whose times do not tell everything.
+            name: the tensor's name.
+            frame: the tensor's frame.
+            threads: the number of threads.
+            keep: whether to keep a copy of the base for the next call, instead of the copy kept
+                before. The copy stays right even if the file changes without changing its times.
 
         Raises:
-            BaseMismatchError: as `find`; one that the block raises gets the base's file.
+            BaseMismatchError: as for `find`; the block's own error gets the name of the base's
+                file.
             CorruptionError, CompatibilityError: the base's own frame is bad.
-            ChangedError: in place of a CorruptionError of the block, where the frame is good and
-                somebody has written to the base after it was compared.
+            ChangedError: the block raised CorruptionError, but the frame is good: the base was
+                written to after its hash was checked.
         """
         base = self.find(name, frame)
         if base is None:
             yield Loan()
             return
-        stamp = base.stamp()  # before the bytes are read, so that no change falls in between
+        stamp = base.stamp()  # before the bytes are read, so that no change is missed
         data, known = self._kept.get(name, (None, None))
         if data is not None and stamp == known:
             yield Loan(data, frame.base_hash)
@@ -283,7 +288,7 @@ class Lender:
             data, is_shared = np.frombuffer(data, np.uint8).copy(), False
         try:
             yield Loan(data, is_shared=is_shared)
-            if keep and stamp is not None:  # the block has compared the hash, or would have failed
+            if keep and stamp is not None:  # the block did not fail, so it has checked the hash
                 self._kept.clear()
                 self._kept[name] = data, stamp
         except BaseMismatchError as error:
@@ -293,7 +298,7 @@ class Lender:
             if is_shared and not _is_damaged(frame, base, threads):
                 raise ChangedError(
                     f"{base.where}: tensor {shown(name)} changed while it was being read as a "
-                    "base, so nothing was written; try again when nobody writes to it"
+                    "base, so nothing was written; try again when nothing writes to it"
                 ) from None
             raise
 
@@ -301,18 +306,18 @@ class Lender:
         """The error for a caller who gave no base.
 
         Args:
-            name: of the first tensor that needs one.
-            frame: of that tensor.
-            n_more: how many tensors need one beside it.
+            name: the first tensor that needs a base.
+            frame: the frame of that tensor.
+            n_more: how many other tensors need a base.
         """
         others = f" ({n_more} more tensors need theirs)" if n_more else ""
         return BaseMismatchError(
-            f"{self._needed(name, frame)}{others}, and none was given; name the file or folder "
+            f"{self._needed(name, frame)}{others}, but none was given; name the file or folder "
             "that it was packed against: --base PATH, in Python base="
         )
 
     def _needed(self, name: str, frame: Frame) -> str:
-        called = f", of {shown(self.recorded)}" if self.recorded else ""
+        called = f", called {shown(self.recorded)}" if self.recorded else ""
         return (
             f"tensor {shown(name)}: a base of {frame.base_dtype} with content hash "
             f"{(frame.base_hash or b'').hex()}{called}, is needed"
@@ -320,11 +325,11 @@ class Lender:
 
 
 def _is_damaged(frame: Frame, base: BaseTensor, threads: int) -> bool:
-    """Whether a frame that could not be decoded is bad itself: its base, now in a copy that nobody
-    writes to, is the right one and does not help."""
+    """Whether a frame that could not be decoded is bad itself: whether it fails again with a copy
+    of its base that has the right content hash."""
     try:
         copy = np.frombuffer(base.read(threads), np.uint8).copy()
-    except CorruptionError:  # cut short meanwhile
+    except CorruptionError:  # the base has been cut short in the meantime
         return False
     if content_hash(copy, threads=threads) != frame.base_hash:
         return False
@@ -336,10 +341,11 @@ def _is_damaged(frame: Frame, base: BaseTensor, threads: int) -> bool:
 
 
 def based_frames(source: SourceFile, packed: PackedHeader) -> Iterator[tuple[str, Frame]]:
-    """The frames of a packed file that say they have a base, by name, their headers checked.
+    """The frames of a packed file that need a base, with their names; their headers are checked.
 
     Raises:
-        CorruptionError, CompatibilityError: one of them is bad. Others are not looked at.
+        CorruptionError, CompatibilityError: one of these headers is bad. Other frames are not
+            opened.
     """
     for entry in packed.original.entries:
         offset, nbytes = packed.frame_offset(entry.name), packed.frames[entry.name].nbytes
@@ -352,16 +358,16 @@ def based_frames(source: SourceFile, packed: PackedHeader) -> Iterator[tuple[str
 
 @contextmanager
 def open_bases(base: BaseLike | None) -> Iterator[Bases | None]:
-    """Open a base for the time of the block; what is open already stays open.
+    """Opens a base for the time of the block; a base that is already open stays open after it.
 
     Args:
-        base: a file or a folder, whose subfolders do not count; tensors by name; or None.
+        base: a file; a folder, whose subfolders are ignored; tensors by name; or None.
 
     Raises:
-        ValueError: a folder without safetensors files.
-        TypeError: not a path, nor tensors by name.
-        CorruptionError, CompatibilityError: a file is not what it should be.
-        OSError: it cannot be read.
+        ValueError: the folder has no safetensors file.
+        TypeError: the base is neither a path nor tensors by name.
+        CorruptionError, CompatibilityError: a file is bad or too new.
+        OSError: a file cannot be read.
     """
     if isinstance(base, Bases):
         yield base
@@ -370,18 +376,19 @@ def open_bases(base: BaseLike | None) -> Iterator[Bases | None]:
         bases = part(Path())
         if bases is not None and bases.is_empty:
             raise ValueError(
-                f"{bases.label}: no {PLAIN_SUFFIX} file in this folder, and the base must have one"
+                f"{bases.label}: this folder has no {PLAIN_SUFFIX} file, so it cannot be the base"
             )
         yield bases
 
 
 @contextmanager
 def open_parts(base: BaseLike | None) -> Iterator[Callable[[Path], Bases | None]]:
-    """`open_bases` for a folder whose subfolders count.
+    """`open_bases` for a model folder, whose subfolders are matched with those of the base.
 
     Yields:
-        What gives the base of the files in a subfolder, by its path relative to the folder; None
-        if there is no base. One that is no folder is that of all.
+        A function that takes a subfolder's path, relative to the model folder, and returns the base
+        of the files in it; None if there is no base. A base that is not a folder is the base of
+        all files.
     """
     if base is None or isinstance(base, Bases):
         yield lambda relative: base
@@ -412,7 +419,7 @@ def open_parts(base: BaseLike | None) -> Iterator[Callable[[Path], Bases | None]
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """The safetensors files directly in a folder: plain ones first, which are cheaper to read."""
+    """The safetensors files directly in a folder; plain files first, as they are faster to read."""
     if not folder.is_dir():
         return []
     files = [path for path in folder.iterdir() if path.name.endswith(PLAIN_SUFFIX)]
@@ -453,7 +460,7 @@ def _in_memory(tensors: Mapping[str, Any], name: str) -> list[BaseTensor]:
 
 
 def _in_file(file: ModelFile, entry: TensorEntry) -> BaseTensor:
-    """A tensor of a file; of a packed one the frame's header is checked."""
+    """A tensor of a file; if the file is packed, the header of the tensor's frame is checked."""
     frame = file.frame(entry)
     return BaseTensor(
         str(file.path), plain_name(file.path.name), entry.dtype, entry.shape,

@@ -1,16 +1,16 @@
 """Packing and unpacking whole safetensors files, tensor by tensor (docs/format.md, section 8).
 
-Tensors are taken in batches of 32 MiB, or one that is larger, and threads share a batch out among
-them (`threads.py`). So memory is bounded by a batch or the largest tensor, never by the file. The
-source is mapped in parts (`source_file.py`), and all frames are built in one buffer, which is used
-again. Packing writes the file from front to back, with room for the header, which is
-filled in at the end. Unpacking decodes to a buffer of 32 MiB, a large tensor window by window.
+Tensors are handled in batches of at most 32 MiB, or one larger tensor, and threads share the
+tensors of a batch (`threads.py`). So the memory needed depends on the largest batch or tensor, not
+on the file. The source is mapped in parts (`source_file.py`), and the frames of every batch are
+built in the same buffer. Packing writes the file from front to back and leaves room for the header,
+which it fills in at the end. Unpacking decodes to a buffer of 32 MiB, a large tensor in windows.
 
-With a base (`base_files.py`), tensors are packed as differences from those of the same name where
-that is shorter. Whether all bases are there is checked before any output; that each is the right
-one, when its turn comes.
+With a base (`base_files.py`), a tensor is packed as differences from the base's tensor of the same
+name if these are shorter. Before any output is written, every base is checked to be there; whether
+it is the right one is checked when it is used.
 
-Output is whole or absent (`atomic.py`), and the source is only ever read.
+Output is complete or absent (`storage/atomic.py`), and the source is only read.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from packhorse.disk.base_files import (
     open_bases,
 )
 from packhorse.disk.folder_index import plain_name
-from packhorse.disk.frames import open_frame
-from packhorse.disk.header import FileHeader, TensorEntry, build_header, read_header
+from packhorse.disk.packed_frames import open_frame
 from packhorse.disk.packed_header import (
     PackedHeader,
     PrefixWriter,
@@ -45,6 +44,7 @@ from packhorse.disk.packed_header import (
     parse_packed_header,
 )
 from packhorse.disk.results import FileResult, Progress, TensorPlan, TensorResult
+from packhorse.disk.safetensors_header import FileHeader, TensorEntry, build_header, read_header
 from packhorse.disk.source_file import SourceFile, open_source
 from packhorse.errors import blaming
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes, plan_buffer
@@ -71,12 +71,12 @@ __all__ = [
     "write_packed",
 ]
 
-# Files that are pickles by their names; what is in them is never looked at.
+# Files that are pickles by their names; Packhorse never opens them.
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 
 
 class _Sink(Protocol):
-    """Where a packed file goes: a file or memory."""
+    """What a packed file is written to: a file or memory."""
 
     def write(self, data: Buffer) -> object: ...
 
@@ -84,7 +84,7 @@ class _Sink(Protocol):
 
 
 class _Memory(io.BytesIO):
-    """A sink in memory; its bytes are handed out without a copy."""
+    """A sink in memory; `getvalue` returns its bytes without a copy."""
 
     def patch(self, offset: int, data: Buffer) -> None:
         self.seek(offset)
@@ -93,10 +93,10 @@ class _Memory(io.BytesIO):
 
 
 def logical_nbytes(src: str | os.PathLike[str]) -> int:
-    """Bytes of all tensors of a file once unpacked: the total that `progress` counts up to.
+    """The size of all tensors of a file once unpacked: the total that `progress` counts up to.
 
     Args:
-        src: a packed file or an ordinary safetensors file; only its header is read.
+        src: a packed or plain safetensors file; only its header is read.
 
     Returns:
         The sum of the tensors' sizes.
@@ -129,26 +129,27 @@ def pack_file(
     """Pack a safetensors file.
 
     Args:
-        src: an ordinary safetensors file.
-        dst: where the packed file goes, usually with the suffix `.ph.safetensors`.
+        src: a plain safetensors file.
+        dst: the packed file to write, usually with the suffix `.ph.safetensors`.
         level: "fast", "default" or "max".
-        threads: how many to use; None for the cores available, at most 8.
-        force: an existing file at `dst` may be replaced.
-        progress: called with the logical bytes done since the last call.
-        base: what the model was tuned from: a safetensors file, packed or not, a folder of them, or
-            tensors by name. A tensor is packed as differences from the one of its name where that
-            is shorter, and then not unpacked without it.
+        threads: the number of threads; None for one per core, at most 8.
+        force: whether an existing file at `dst` may be replaced.
+        progress: called with the number of tensor bytes packed since the last call.
+        base: the model that this one was tuned from: a safetensors file, packed or not, a folder of
+            such files, or tensors by name. A tensor is packed as differences from the base's tensor
+            of the same name if these are shorter; unpacking then needs the base.
 
     Returns:
         Sizes, for the file and for each tensor.
 
     Raises:
-        ValueError: `src` is packed already or a pickle, `dst` is `src` or the base, or an option is
-            wrong.
-        CorruptionError, CompatibilityError: `src` or the base is no safetensors file that can be
-            read.
-        BaseMismatchError: the base is packed against a base itself.
-        OSError: the system refuses; FileExistsError if `dst` exists and `force` is False.
+        ValueError: `src` is already packed or is a pickle, `dst` is `src` or the base, or an option
+            is wrong.
+        CorruptionError, CompatibilityError: `src` or the base is not a safetensors file, is
+            damaged, or is too new.
+        BaseMismatchError: the base was itself packed against a base.
+        OSError: a file cannot be read or written; FileExistsError if `dst` exists and `force` is
+            False.
 
     Example:
         >>> from packhorse.disk import pack_file
@@ -180,26 +181,27 @@ def write_packed(
     source: SourceFile | None = None,
     base: BaseLike | None = None,
 ) -> FileResult:
-    """Write a packed file from tensors that come one after the other.
+    """Write a packed file from an iterable of tensors.
 
     Args:
-        dst: where the file goes.
-        header: of the file that unpacking shall give.
-        buffers: the bytes of each tensor in the order of `header.entries`; they are asked for in
-            batches, and those of one are dropped before the next.
+        dst: the file to write.
+        header: the header of the original file, which unpacking will restore.
+        buffers: the bytes of each tensor, in the order of `header.entries`. They are taken in
+            batches, and each batch is released before the next is taken.
         level: "fast", "default" or "max".
-        threads: how many to use; None for the cores available, at most 8.
-        progress: called with the logical bytes done since the last call.
-        force: an existing file at `dst` may be replaced.
-        source: the file that the tensors come from, if any; it gives the permissions, and may not
-            change before the end.
+        threads: the number of threads; None for one per core, at most 8.
+        progress: called with the number of tensor bytes packed since the last call.
+        force: whether an existing file at `dst` may be replaced.
+        source: the file that the tensors come from, if any. The output gets its permissions, and it
+            must not change before the end.
         base: as for `pack_file`.
 
     Returns:
         Sizes, for the file and for each tensor.
 
     Raises:
-        ValueError, BaseMismatchError, CorruptionError, CompatibilityError, OSError: as `pack_file`.
+        ValueError, BaseMismatchError, CorruptionError, CompatibilityError, OSError: as for
+            `pack_file`.
     """
     path, origin = Path(dst), None if source is None else source.path
     like = None if origin is None else os.stat(origin)
@@ -218,10 +220,12 @@ def write_packed(
 def lay_out(
     tensors: Mapping[str, Any], framework: Framework, metadata: Mapping[str, str] | None
 ) -> tuple[FileHeader, Iterator[ByteArray]]:
-    """The header of a file of these tensors, and their bytes in its order, for the two below.
+    """The header of a file with these tensors, and their bytes in the header's order: the arguments
+    of `write_packed` and `pack_tensors`.
 
     Raises:
-        TypeError: not a tensor of the framework, or of a dtype that safetensors does not have.
+        TypeError: an object is not a tensor of the framework, or safetensors does not have its
+            dtype.
     """
     parts = {name: framework.readable(tensor) for name, tensor in tensors.items()}
     header = build_header({name: part[1:] for name, part in parts.items()}, metadata)
@@ -236,17 +240,17 @@ def pack_tensors(
     threads: int | None = None,
     base: BaseLike | None = None,
 ) -> bytes:
-    """`write_packed` into memory.
+    """`write_packed` to memory.
 
     Args:
-        header: of the file that unpacking shall give.
-        buffers: the bytes of each tensor in the order of `header.entries`.
+        header: the header of the original file, which unpacking will restore.
+        buffers: the bytes of each tensor, in the order of `header.entries`.
         level: "fast", "default" or "max".
-        threads: how many to use; None for the cores available, at most 8.
+        threads: the number of threads; None for one per core, at most 8.
         base: as for `pack_file`.
 
     Returns:
-        The packed file.
+        The bytes of the packed file.
     """
     memory = _Memory()
     coder = _Coder(resolve_level(level), resolve_threads(threads), _ignore)
@@ -267,13 +271,13 @@ class _Coder:
     def against(
         self, bases: Bases, header: FileHeader, source: Path | None, output: Path = Path()
     ) -> _Coder:
-        """This coder with the bases of the tensors of a file."""
+        """This coder, with the bases of a file's tensors."""
         name = plain_name((source or output).name)
         chosen = bases.for_packing(header.entries, source, name)
         return replace(self, bases=chosen, base_name=bases.name)
 
     def base_of(self, entry: TensorEntry, threads: int) -> tuple[Buffer | None, str | None]:
-        """Bytes and dtype of a tensor's base."""
+        """The bytes and the dtype of a tensor's base; None for both if it has no base."""
         base = self.bases.get(entry.name)
         return (None, None) if base is None else (base.read(threads), base.dtype)
 
@@ -285,7 +289,7 @@ def _write_stream(
     sink.write(bytes(prefix.nbytes))
     rooms = [max_frame_nbytes(entry.dtype, entry.shape) for entry in header.entries]
     runs = list(batches([entry.nbytes for entry in header.entries]))
-    # Pages of this are touched only as far as frames reach, so the worst case costs nothing.
+    # Room for the worst case; it costs nothing, because only pages that frames reach are touched.
     out = np.empty(max((sum(rooms[run.start : run.stop]) for run in runs), default=0), np.uint8)
     source = iter(buffers)
     tensors = []
@@ -309,7 +313,7 @@ def _pack_batch(
     out: ByteArray,
     coder: _Coder,
 ) -> list[Frame]:
-    """Frames of the next tensors of `source`, one behind the other's room in `out`."""
+    """Frames of the next tensors of `source`, each in its own room in `out`."""
     buffers = list(islice(source, len(entries)))
     ends = list(accumulate(rooms))
 
@@ -331,10 +335,10 @@ def plan_file(
     level: Level | str = "default",
     base: BaseLike | None = None,
 ) -> list[TensorPlan]:
-    """Say what `pack_file` would do, from a sample of each tensor; nothing is written.
+    """Estimate what `pack_file` would do, from a sample of each tensor; nothing is written.
 
     Args:
-        src: an ordinary safetensors file.
+        src: a plain safetensors file.
         level: "fast", "default" or "max".
         base: as for `pack_file`.
 
@@ -342,7 +346,8 @@ def plan_file(
         One plan for each tensor, in the order of the data.
 
     Raises:
-        ValueError, BaseMismatchError, CorruptionError, CompatibilityError, OSError: as `pack_file`.
+        ValueError, BaseMismatchError, CorruptionError, CompatibilityError, OSError: as for
+            `pack_file`.
 
     Example:
         >>> from packhorse.disk import plan_file
@@ -375,23 +380,25 @@ def unpack_file(
 
     Args:
         src: a packed file.
-        dst: where the original goes.
-        threads: how many to use; None for the cores available, at most 8.
-        force: an existing file at `dst` may be replaced.
-        progress: called with the logical bytes done since the last call.
-        max_nbytes: refuse a file whose tensors take more bytes together; None for no limit.
-        base: what the file was packed against, if it was: a file or a folder, or tensors by name.
+        dst: the file to write.
+        threads: the number of threads; None for one per core, at most 8.
+        force: whether an existing file at `dst` may be replaced.
+        progress: called with the number of tensor bytes unpacked since the last call.
+        max_nbytes: refuse a file whose tensors take more bytes in total; None for no limit.
+        base: what the file was packed against, if it has a base: a file, a folder, or tensors by
+            name.
 
     Returns:
         Sizes, for the file and for each tensor.
 
     Raises:
         ValueError: `src` is not packed, `dst` is `src` or the base, or an option is wrong.
-        CorruptionError, CompatibilityError: `src` or the base is damaged or of a newer version, or
-            `src` exceeds the limit.
-        BaseMismatchError: a tensor needs a base that was not given, or another was.
-        ChangedError: somebody writes to the base.
-        OSError: the system refuses; FileExistsError if `dst` exists and `force` is False.
+        CorruptionError, CompatibilityError: `src` or the base is damaged or too new, or `src`
+            exceeds the limit.
+        BaseMismatchError: a tensor needs a base, and no base or another one was given.
+        ChangedError: the base was written to while it was used.
+        OSError: a file cannot be read or written; FileExistsError if `dst` exists and `force` is
+            False.
 
     Example:
         >>> from pathlib import Path
@@ -427,14 +434,14 @@ def unpack_file(
 
 
 def check_bases(src: str | os.PathLike[str], base: BaseLike | None) -> None:
-    """See that the tensors of a packed file find their bases, as far as that shows unread.
+    """Check that the bases of a packed file's tensors are there, without reading their data.
 
     Args:
-        src: a packed file; headers are read and nothing else.
+        src: a packed file; only headers are read.
         base: as for `unpack_file`.
 
     Raises:
-        BaseMismatchError, ValueError, CorruptionError, CompatibilityError, OSError: as
+        BaseMismatchError, ValueError, CorruptionError, CompatibilityError, OSError: as for
             `unpack_file`.
     """
     path = Path(src)
@@ -453,7 +460,8 @@ def _check_unchanged(source: SourceFile | None, bases: Bases | None) -> None:
 def _find_bases(
     source: SourceFile, packed: PackedHeader, lender: Lender
 ) -> dict[str, bytes | None]:
-    """The tensors of a packed file that have a base, found to be there, with its content hash."""
+    """The tensors of a packed file that need a base, with the base's content hash; each base has
+    been found."""
     found: dict[str, bytes | None] = {}
     first: tuple[str, Frame] | None = None
     for name, frame in based_frames(source, packed):
@@ -470,7 +478,7 @@ def _find_bases(
 
 @dataclass(frozen=True, slots=True)
 class _Unpacker:
-    """Decodes batch after batch, and checks the content hashes."""
+    """Decodes tensors batch by batch, and checks their content hashes."""
 
     source: SourceFile
     packed: PackedHeader
@@ -479,7 +487,7 @@ class _Unpacker:
     window: Window = field(default_factory=Window)
 
     def pieces(self, entries: Sequence[TensorEntry]) -> Iterator[ByteArray]:
-        """The bytes of a batch of tensors, each piece valid until the next is asked for."""
+        """The bytes of a batch of tensors, in pieces; a piece is valid until the next is taken."""
         if len(entries) == 1:
             with blaming(str(self.source.path)):
                 frame = self._open(entries[0])
@@ -520,7 +528,7 @@ def _map_tensors(source: SourceFile, header: FileHeader) -> Iterator[memoryview]
 def _plain_header(source: SourceFile) -> FileHeader:
     header = source.header()
     if is_packed(header):
-        raise ValueError(f"{source.path}: packed already; unpack it first, or use it as it is")
+        raise ValueError(f"{source.path}: already packed; unpack it first, or use it as it is")
     return header
 
 
@@ -530,11 +538,11 @@ def _refuse_pickle(path: Path) -> None:
 
 
 def pickle_advice(path: Path) -> str:
-    """What to tell somebody who wants to pack a pickle checkpoint."""
+    """The message for somebody who wants to pack a pickle checkpoint."""
     target = path.with_suffix(".safetensors").name
     return (
-        f"{path}: a pickle checkpoint can run any code when it is read, so Packhorse does not; "
-        "convert it to safetensors first, in Python: "
+        f"{path}: Packhorse does not read pickle checkpoints, because reading one can run any "
+        "code; convert it to safetensors first, in Python: "
         "`import torch, safetensors.torch; "
         f"tensors = torch.load({path.name!r}, map_location='cpu', weights_only=True); "
         "safetensors.torch.save_file("
@@ -549,4 +557,4 @@ def _result(entry: TensorEntry, packed_nbytes: int, base_hash: bytes | None) -> 
 
 
 def _ignore(nbytes: int) -> None:
-    """Progress that nobody watches."""
+    """The progress function of a caller that gave none."""

@@ -1,18 +1,18 @@
 """Model folders as Hugging Face lays them out: shards, an index of them, and other files.
 
-Each `X.safetensors` becomes `X.ph.safetensors`; each `*.safetensors.index.json` is rewritten to
-name the packed shards, and records its own original text; everything else is copied, in subfolders
-too. Links are followed, because a download cache is a folder of links: the output has files in
-their place. A link to a folder that stands elsewhere in the tree too is one in the output, so that
-each folder is packed once (`walk.py`). Unpacking turns all of that around, so the original folder
-comes back byte for byte.
+Each `X.safetensors` becomes `X.ph.safetensors`. Each `*.safetensors.index.json` is rewritten to
+name the packed shards, and records its own original text. All other files are copied. Subfolders
+are treated in the same way. Links are followed, because a download cache consists of links: the
+output has files instead. A link to a folder that is also elsewhere in the tree becomes a link in
+the output, so that each folder is packed once (`walk.py`). Unpacking restores the original folder
+byte for byte.
 
-A base may be such a folder too: tensors in a subfolder are packed against those in the subfolder of
-the same name, in whatever shards they are there.
+A base can be such a folder too: the tensors in a subfolder are packed against those in the
+subfolder of the same name, whatever shards they are in.
 
 All names, headers and indexes are checked before anything is written. The output is built under a
-temporary name beside its destination and renamed at the end, so there is a whole folder or none;
-work that was cut short leaves nothing and starts anew.
+temporary name beside its destination and renamed at the end, so the folder is complete or absent.
+If the work is interrupted, nothing is left, and the next run starts from the beginning.
 """
 
 import os
@@ -40,10 +40,10 @@ from packhorse.disk.folder_index import (
     plain_name,
 )
 from packhorse.disk.foreign import FOREIGN_SUFFIXES
-from packhorse.disk.header import read_header
 from packhorse.disk.index_file import original_index, packed_index, verify_index
 from packhorse.disk.packed_header import is_packed
 from packhorse.disk.results import FileResult, FolderResult, Problem, Progress, TensorPlan
+from packhorse.disk.safetensors_header import read_header
 from packhorse.disk.source_file import Stamp, check_unchanged
 from packhorse.disk.verify import verify_file
 from packhorse.disk.walk import walk
@@ -65,24 +65,24 @@ _COPY_NBYTES = 1 << 24
 
 
 class _Kind(Enum):
-    MODEL = "a safetensors file, to be packed or unpacked"
-    INDEX = "an index, to be rewritten"
-    OTHER = "anything else, to be copied"
-    FOLDER = "a folder, to be made"
-    LINK = "a link to a folder that stands elsewhere in the tree, to be made again"
+    MODEL = "a safetensors file, which is packed or unpacked"
+    INDEX = "an index, which is rewritten"
+    OTHER = "any other file, which is copied"
+    FOLDER = "a folder, which is created"
+    LINK = "a link to a folder elsewhere in the tree, which is created too"
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One thing in the source folder and what becomes of it.
+    """A file, folder or link of the source folder, and its output.
 
     Attributes:
-        source: where it is.
-        output: where it goes, relative to the output folder.
+        source: its path.
+        output: the path of its output, relative to the output folder.
         kind: what it is.
-        stamp: of the source before it was read; None for a folder.
-        nbytes: what it counts for progress: logical bytes of a model file, else its size.
-        text: an index's new text, or where a link leads.
+        stamp: the stamp of the source before it was read; None for a folder.
+        nbytes: its bytes for progress: those of a model file's tensors, otherwise the file's size.
+        text: the new text of an index, or the target of a link.
     """
 
     source: Path
@@ -106,25 +106,28 @@ def pack_folder(
     """Pack a model folder.
 
     Args:
-        src: a folder with `*.safetensors` files in it or below.
-        dst: the folder to be made; it may exist if it is empty.
+        src: a folder with `*.safetensors` files in it or in its subfolders.
+        dst: the folder to create; an empty folder may exist there.
         level: "fast", "default" or "max".
-        threads: how many to use; None for the cores available, at most 8.
-        force: a folder at `dst` may be replaced, if all its files have counterparts in the new one.
-        progress: called with the bytes done since the last call, `folder_logical_nbytes` in all.
-        base: the model that this one was tuned from, as for `pack_file`. The shards need not be cut
-            alike; a subfolder is packed against the one of its name in a base that is a folder.
+        threads: the number of threads; None for one per core, at most 8.
+        force: whether a folder at `dst` may be replaced, if the new one has a counterpart for each
+            of its files.
+        progress: called with the bytes done since the last call; the total is that of
+            `folder_logical_nbytes`.
+        base: the model that this one was tuned from, as for `pack_file`. The shards of the two may
+            differ. If the base is a folder, a subfolder is packed against the base's subfolder of
+            the same name.
 
     Returns:
         Sizes, for the folder and for each model file.
 
     Raises:
-        ValueError: `src` has no safetensors file, or has packed ones, or the folders overlap, or
-            the base has no safetensors file where `src` has some.
+        ValueError: `src` has no safetensors file or has packed ones, the folders overlap, or the
+            base has no safetensors file in any folder where `src` has one.
         CorruptionError, CompatibilityError: a model file, an index or the base is bad; nothing is
             written.
-        BaseMismatchError: the base is packed against a base itself.
-        OSError: the system refuses; FileExistsError if `dst` may not be replaced.
+        BaseMismatchError: the base was itself packed against a base.
+        OSError: a file cannot be read or written; FileExistsError if `dst` may not be replaced.
 
     Example:
         >>> from packhorse.disk import pack_folder
@@ -159,13 +162,15 @@ def unpack_folder(
     """Restore the model folder that was packed, every file byte for byte.
 
     Args:
-        src: a folder that `pack_folder` made.
-        dst: the folder to be made; it may exist if it is empty.
-        threads: how many to use; None for the cores available, at most 8.
-        force: a folder at `dst` may be replaced, if all its files have counterparts in the new one.
-        progress: called with the bytes done since the last call, `folder_logical_nbytes` in all.
-        max_nbytes: refuse a folder whose tensors take more bytes together; None for no limit.
-        base: what the folder was packed against, if it was.
+        src: a folder that `pack_folder` wrote.
+        dst: the folder to create; an empty folder may exist there.
+        threads: the number of threads; None for one per core, at most 8.
+        force: whether a folder at `dst` may be replaced, if the new one has a counterpart for each
+            of its files.
+        progress: called with the bytes done since the last call; the total is that of
+            `folder_logical_nbytes`.
+        max_nbytes: refuse a folder whose tensors take more bytes in total; None for no limit.
+        base: what the folder was packed against, if it has a base.
 
     Returns:
         Sizes, for the folder and for each model file.
@@ -174,9 +179,9 @@ def unpack_folder(
         ValueError: `src` has no packed file, or the folders overlap.
         CorruptionError, CompatibilityError: a packed file, an index or the base is bad, or the
             folder exceeds the limit.
-        BaseMismatchError: a tensor needs a base that was not given, or another was.
-        ChangedError: somebody writes to the base.
-        OSError: the system refuses; FileExistsError if `dst` may not be replaced.
+        BaseMismatchError: a tensor needs a base, and no base or another one was given.
+        ChangedError: the base was written to while it was used.
+        OSError: a file cannot be read or written; FileExistsError if `dst` may not be replaced.
 
     Example:
         >>> from packhorse.disk import unpack_folder
@@ -201,18 +206,18 @@ def unpack_folder(
 def plan_folder(
     src: str | os.PathLike[str], *, level: Level | str = "default", base: BaseLike | None = None
 ) -> list[tuple[Path, list[TensorPlan]]]:
-    """Say what `pack_folder` would do; nothing is written.
+    """Estimate what `pack_folder` would do; nothing is written.
 
     Args:
-        src: a folder with `*.safetensors` files in it or below.
+        src: a folder with `*.safetensors` files in it or in its subfolders.
         level: "fast", "default" or "max".
         base: as for `pack_folder`.
 
     Returns:
-        For each model file its path relative to `src` and its tensors' plans.
+        The path relative to `src` and the tensors' plans, for each model file.
 
     Raises:
-        ValueError, BaseMismatchError, CorruptionError, CompatibilityError, OSError: as
+        ValueError, BaseMismatchError, CorruptionError, CompatibilityError, OSError: as for
             `pack_folder`.
 
     Example:
@@ -237,23 +242,25 @@ def verify_folder(
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
 ) -> list[Problem]:
-    """Check every packed file and every index of a packed folder, and go on after a bad one.
+    """Check every packed file and every index of a packed folder, and continue after a bad one.
 
     Args:
-        src: a folder that `pack_folder` made.
-        threads: how many to use; None for the cores available, at most 8.
-        progress: called with the bytes done since the last call, `folder_logical_nbytes` in all.
-        max_nbytes: a packed file whose tensors take more bytes together is bad; None for no limit.
-        base: what the folder was packed against, if it was; as for `verify_file`.
+        src: a folder that `pack_folder` wrote.
+        threads: the number of threads; None for one per core, at most 8.
+        progress: called with the bytes done since the last call; the total is that of
+            `folder_logical_nbytes`.
+        max_nbytes: report a packed file whose tensors take more bytes in total; None for no limit.
+        base: what the folder was packed against, if it has a base; as for `verify_file`.
 
     Returns:
-        All that is wrong; nothing if the folder is good. Copied files have no checksums.
+        All problems; an empty list if the folder is good. Copied files have no checksums, so they
+        are not checked.
 
     Raises:
         ValueError: `src` has no packed file, or `threads` is wrong.
-        CorruptionError, CompatibilityError: the base cannot be read.
-        ChangedError: somebody writes to the base.
-        OSError: it cannot be read.
+        CorruptionError, CompatibilityError: the base is bad.
+        ChangedError: the base was written to while it was used.
+        OSError: a file cannot be read.
 
     Example:
         >>> from packhorse.disk import verify_folder
@@ -277,16 +284,16 @@ def verify_folder(
 
 
 def packed_files(src: str | os.PathLike[str]) -> list[Path]:
-    """The packed files of a folder, in it or below.
+    """The packed files of a folder and its subfolders.
 
     Args:
         src: the folder.
 
     Returns:
-        Their paths; none is opened.
+        The paths of the files, which are not opened.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no packed file.
         OSError: the folder cannot be read.
 
     Example:
@@ -303,11 +310,11 @@ def folder_logical_nbytes(src: str | os.PathLike[str]) -> int:
     """The total that `progress` counts up to for a folder, packed or not.
 
     Args:
-        src: the folder; headers are read and nothing else.
+        src: the folder; only headers are read.
 
     Returns:
-        Logical bytes of all model files and the sizes of all others; a file whose header is bad
-        counts nothing.
+        The size of all tensors of model files, plus the size of all other files. A model file with
+        a bad header counts nothing.
 
     Raises:
         OSError: the folder cannot be read.
@@ -342,7 +349,9 @@ def _item_to_pack(path: Path, relative: Path) -> _Item:
     if path.is_dir():
         return _Item(path, relative, _Kind.FOLDER)
     if path.name.endswith(FILE_SUFFIX):
-        raise ValueError(f"{path}: packed already, by its name; unpack the folder or rename it")
+        raise ValueError(
+            f"{path}: already packed, judging by its name; unpack the folder, or rename the file"
+        )
     stamp = Stamp.of(path.stat())
     if path.name.endswith(INDEX_SUFFIX):
         return _Item(path, relative, _Kind.INDEX, stamp, stamp.nbytes, packed_index(path))
@@ -350,7 +359,7 @@ def _item_to_pack(path: Path, relative: Path) -> _Item:
         return _Item(path, relative, _Kind.OTHER, stamp, stamp.nbytes)
     header = read_header(path)
     if is_packed(header):
-        raise ValueError(f"{path}: packed already; unpack it first")
+        raise ValueError(f"{path}: already packed; unpack it first")
     output = relative.with_name(packed_name(relative.name))
     return _Item(path, output, _Kind.MODEL, stamp, header.data_nbytes)
 
@@ -370,7 +379,7 @@ def _items_to_unpack(source: Path) -> list[_Item]:
 
 
 def _links(links: dict[Path, Path], source: Path) -> list[_Item]:
-    """Links to folders that stand elsewhere in the tree: the output has them too."""
+    """Items for links to folders elsewhere in the tree; the output has these links too."""
     return [
         _Item(path, path.relative_to(source), _Kind.LINK,
               text=os.fsencode(os.path.relpath(place, path.parent)))
@@ -382,8 +391,8 @@ def _check_limit(items: list[_Item], max_nbytes: int | None, source: Path) -> No
     nbytes = sum(item.nbytes for item in items if item.kind is _Kind.MODEL)
     if max_nbytes is not None and nbytes > max_nbytes:
         raise CorruptionError(
-            f"{source}: its tensors take {nbytes} bytes together, more than max_nbytes = "
-            f"{max_nbytes}; unpack some of its files, or allow more"
+            f"{source}: its tensors take {nbytes} bytes in total, more than max_nbytes = "
+            f"{max_nbytes}; unpack only some of its files, or allow more"
         )
 
 
@@ -408,7 +417,7 @@ def _models(items: list[_Item]) -> list[Path]:
 def _require_parts(
     items: list[_Item], part: Callable[[Path], Bases | None], source: Path, base: BaseLike | None
 ) -> None:
-    """Refuse a base that has nothing for any of the files, or is the folder itself."""
+    """Refuse a base that has no file for any of the model files, or that is the folder itself."""
     if base is None:
         return
     if isinstance(base, str | os.PathLike) and source.samefile(base):
@@ -416,16 +425,17 @@ def _require_parts(
     parts = [part(item.output.parent) for item in items if item.kind is _Kind.MODEL]
     if all(bases is None or bases.is_empty for bases in parts):
         raise ValueError(
-            f"{base}: no *{PLAIN_SUFFIX} file where the model has some; name a base laid out as it"
+            f"{base}: no *{PLAIN_SUFFIX} file in any folder where the model has one; name a base "
+            "with the same subfolders"
         )
 
 
 def _refuse_base(destination: Path, base: BaseLike | None) -> None:
-    """Refuse an output in whose place the base would be lost."""
+    """Refuse an output that would replace the base."""
     if not isinstance(base, str | os.PathLike) or not destination.exists():
         return
     if Path(base).resolve().is_relative_to(destination.resolve()):
-        raise ValueError(f"{destination}: the output holds the base; name another output")
+        raise ValueError(f"{destination}: the base is inside of this output; name another output")
 
 
 def _require(models: Sized, source: Path, suffix: str, paths: Iterable[Path]) -> None:
@@ -437,8 +447,8 @@ def _require(models: Sized, source: Path, suffix: str, paths: Iterable[Path]) ->
     if suffix != PLAIN_SUFFIX and PLAIN_SUFFIX in found:
         remedy = f"its *{PLAIN_SUFFIX} files are not packed, so pack it first"
     elif kinds:
-        remedy = f"it has files of {', '.join(kinds)}, and Packhorse packs safetensors"
-    raise ValueError(f"{source}: there is no *{suffix} file in it or below; {remedy}")
+        remedy = f"it has files of {', '.join(kinds)}, but Packhorse packs safetensors"
+    raise ValueError(f"{source}: there is no *{suffix} file in it or its subfolders; {remedy}")
 
 
 def _build(
@@ -470,11 +480,11 @@ def _build(
 
 @contextmanager
 def _unchanged(source: Path, items: list[_Item]) -> Iterator[None]:
-    """See that all files of a folder belong together: none was changed, came or went during the
-    block. What fails in it because of that says so.
+    """Check that no file of a folder is changed, added or removed while the block runs. If the
+    block fails because of such a change, the error says so.
 
     Raises:
-        OSError: one did.
+        OSError: a file was changed, added or removed.
     """
     try:
         yield
@@ -492,8 +502,8 @@ def _check_unchanged(source: Path, items: list[_Item]) -> None:
     found = {*walk(source, links)}
     for path in (found | links.keys()) ^ {item.source for item in items}:
         raise OSError(
-            f"{path}: came or went while {source} was being read, so nothing was written; try "
-            "again when nobody writes to that folder, or use a copy"
+            f"{path}: added or removed while {source} was being read, so nothing was written; try "
+            "again when nothing writes to that folder, or use a copy"
         )
 
 
@@ -501,13 +511,13 @@ def _refuse_overlap(source: Path, destination: Path) -> None:
     real, output = source.resolve(), destination.resolve()
     if output.is_relative_to(real) or real.is_relative_to(output):
         raise ValueError(
-            f"{destination}: the output may not be in the input {source}, nor the other way round; "
+            f"{destination}: the output and the input {source} must not be inside of each other; "
             "name another output"
         )
 
 
 def _copy(item: _Item, target: Path, progress: Progress | None) -> None:
-    """Write a file as it is, or an index with its new text."""
+    """Copy a file, or write an index with its new text."""
     status = item.source.stat()
     with atomic_file(target, like=status) as output:
         if item.kind is _Kind.INDEX:
@@ -550,5 +560,5 @@ def _verify_model(
         return verify_file(
             path, threads=threads, progress=progress, max_nbytes=max_nbytes, base=base
         )
-    except ValueError as error:  # it has the name of a packed file and is none
+    except ValueError as error:  # it has the name of a packed file, but it is not one
         return [Problem(path, None, None, str(error))]

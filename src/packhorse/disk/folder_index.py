@@ -1,13 +1,16 @@
 """The index of a sharded model, and its packed form (docs/format.md, section 8).
 
-`*.safetensors.index.json` maps every tensor's name to the file that holds it. Its packed form names
-the packed files instead, keeps everything else, and records the original text byte for byte under
-the key `packhorse`, because JSON can be laid out in many ways. It also records which of the files
-that it names were not there, so that any other that is gone later is missed, and which held other
-tensors than it says, so that any other that does so later has been mistaken for another file.
+`*.safetensors.index.json` maps every tensor's name to the file that holds it. The packed form names
+the packed files instead and keeps everything else. Under the key `packhorse` it records the
+original text byte for byte, because JSON can be laid out in many ways.
 
-What looks at the folder is given: as `has`, whether a file of a name is beside the index, and as
-`tensors`, which tensors it holds, or None if it is not there.
+It also records which of the named files were missing, and which held other tensors than the index
+says, when the folder was packed. So a file that is missing later, or holds other tensors later, is
+noticed: it was lost or replaced.
+
+This module does not look at the folder itself. Callers pass two functions: `has` says whether there
+is a file of a name beside the index, and `tensors` returns the names of the tensors in such a file,
+or None if there is no such file.
 """
 
 import json
@@ -59,21 +62,21 @@ def pack_index(
 
     Args:
         text: the original file.
-        label: what messages call it.
-        has: looks for original files; None records nothing of that.
-        tensors: looks into original files; None records nothing of that.
+        label: the name of the file in messages.
+        has: finds original files; None to record no missing files.
+        tensors: reads the headers of original files; None to record no other tensors.
 
     Returns:
         The text of the packed form.
 
     Raises:
-        CorruptionError: it is no index.
-        ValueError: it is the index of a packed folder, by its key `packhorse`.
+        CorruptionError: the text is not an index.
+        ValueError: it is the index of a packed folder: it has the key `packhorse`.
     """
     original = parse_json(text, label=label)
     document = _rename(original, label)
     if FILE_METADATA_KEY in document:
-        raise ValueError(f"{label}: the index of a packed folder; unpack that one first")
+        raise ValueError(f"{label}: this is the index of a packed folder; unpack that folder first")
     record = document[FILE_METADATA_KEY] = write_record(_RECORD_KEY, text)
     if has is not None:
         names = sorted(set(original[_MAP_KEY].values()))
@@ -92,17 +95,17 @@ def unpack_index(
 
     Args:
         text: the packed form.
-        label: what messages call it.
-        has: looks for packed files; None looks for none.
-        tensors: looks into packed files; None looks into none.
+        label: the name of the file in messages.
+        has: finds packed files; None to not check which files are missing.
+        tensors: reads the headers of packed files; None to not check their tensors.
 
     Returns:
         The original file, byte for byte.
 
     Raises:
-        CorruptionError: the record is damaged, or disagrees with the rest of the packed form, or a
-            file is gone that was there when the folder was packed, or holds other tensors.
-        CompatibilityError: packed by a newer version.
+        CorruptionError: the record is damaged or disagrees with the rest of the packed form; or a
+            file that was right when the folder was packed is missing or holds other tensors.
+        CompatibilityError: it was packed by a newer version.
     """
     document = parse_json(text, label=label)
     record = document.pop(FILE_METADATA_KEY, None)
@@ -111,15 +114,16 @@ def unpack_index(
     if _rename(parse_json(original, label=f"{label}: recorded index"), label) != document:
         raise CorruptionError(f"{label}: the index and the original that it records disagree")
     fault = next(_faults(document, record, where, has, tensors), None)
-    # The first releases did not record what was so from the start: `verify` tells, nothing refuses.
+    # The first releases did not record faults of the original folder, so a fault may be one of
+    # these: then `verify` reports it, but unpacking does not fail.
     if fault is not None and record.get(_ABSENT_KEY) is not None:
         raise CorruptionError(f"{label}: {fault}")
     return original
 
 
 def file_faults(text: bytes, *, label: str, has: _Has, tensors: _Tensors) -> list[str]:
-    """What is wrong with the files that a packed index names, if it is good itself: a line for each
-    that is gone, or holds other tensors than it should."""
+    """The faults of the files that a packed index names, for an index that is good itself: a line
+    for each file that is missing or holds other tensors than it should."""
     document = parse_json(text, label=label)
     record = document[FILE_METADATA_KEY]
     return [f"{label}: {fault}" for fault in _faults(document, record, label, has, tensors)]
@@ -132,7 +136,7 @@ def _faults(
     has: _Has | None,
     tensors: _Tensors | None,
 ) -> Iterator[str]:
-    """What was so of the files when the folder was packed, and is not any more."""
+    """The faults of the named files that they did not have when the folder was packed."""
     absent, inexact = (_names(record, key, label) or [] for key in (_ABSENT_KEY, _INEXACT_KEY))
     files = _by_file(document[_MAP_KEY])
     for file in files:
@@ -156,8 +160,8 @@ def _misfit(file: str, wanted: set[str], found: set[str], places: Mapping[str, s
         faults.append(f"has no tensor {_first(missing)}, which the index puts there")
     if extra := sorted(found - wanted):
         place = places.get(extra[0])
-        told = "does not name" if place is None else f"puts in {shown(place)}"
-        faults.append(f"has tensor {_first(extra)}, which the index {told}")
+        says = "does not name" if place is None else f"puts in {shown(place)}"
+        faults.append(f"has tensor {_first(extra)}, which the index {says}")
     return (
         f"{shown(file)} holds other tensors than this index says: it "
         f"{', and '.join(faults)}; get that file again"
@@ -170,7 +174,7 @@ def _first(names: list[str]) -> str:
 
 
 def _inexact(places: Mapping[str, str], tensors: _Tensors) -> list[str]:
-    """The packed names of the files that hold other tensors than an index says."""
+    """The packed names of the files that hold other tensors than the index says."""
     inexact = []
     for file, wanted in _by_file(places).items():
         found = tensors(file) if file.endswith(PLAIN_SUFFIX) else None
@@ -194,25 +198,24 @@ def _names(record: Any, key: str, label: str) -> list[str] | None:
         return None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CorruptionError(
-            f"{label}: {key!r} must be a list of file names, and is {shown(names)}"
+            f"{label}: {key!r} must be a list of file names, but is {shown(names)}"
         )
     return names
 
 
 def is_packed_index(text: bytes, *, label: str, has: _Has) -> bool:
-    """Whether an index in a folder with packed files is packed itself.
+    """Whether an index in a folder with packed files is itself packed.
 
-    It need not be where files were packed one by one, or only those of other folders. Then it names
-    files by the names that they have when they are not packed. A packed one does not, whatever
-    happened to its key.
+    It can be unpacked if files were packed one by one, or if only other folders were packed. Then
+    it names plain files. A packed index names packed files, even if its key `packhorse` is lost.
 
     Args:
         text: the index.
-        label: what messages call it.
-        has: looks for files.
+        label: the name of the file in messages.
+        has: finds files.
 
     Raises:
-        CorruptionError: it is neither, so it must be damaged.
+        CorruptionError: it is neither, so it is damaged.
     """
     document = parse_json(text, label=label)
     if FILE_METADATA_KEY in document:
@@ -231,18 +234,18 @@ def is_packed_index(text: bytes, *, label: str, has: _Has) -> bool:
 
 
 def weight_map(document: dict[str, Any], label: str) -> dict[str, str]:
-    """Which file holds which tensor.
+    """The map from tensors to files of an index.
 
     Raises:
-        CorruptionError: the index does not say, or not in this form.
+        CorruptionError: the index has no such map, or not one of strings to strings.
     """
     files = document.get(_MAP_KEY)
     if not isinstance(files, dict):
-        raise CorruptionError(f"{label}: {_MAP_KEY!r} must be an object, and is {json_kind(files)}")
+        raise CorruptionError(f"{label}: {_MAP_KEY!r} must be an object, but is {json_kind(files)}")
     for name, file in files.items():
         if not isinstance(file, str):
             found = f"{shown(name)} is {json_kind(file)}"
-            raise CorruptionError(f"{label}: {_MAP_KEY!r} must hold file names, and {found}")
+            raise CorruptionError(f"{label}: {_MAP_KEY!r} must hold file names, but {found}")
     return files
 
 

@@ -1,27 +1,28 @@
-"""What people pass by mistake, told by its first bytes, and what helps.
+"""Recognises files that people pass by mistake, by their first bytes, and says what to do instead.
 
-Files are named for what they are, so that nobody takes a good file of another kind for a bad one.
+An error names the kind of such a file, so that nobody takes a good file of another kind for a
+damaged one.
 """
 
 import re
 
 __all__ = ["FOREIGN_SUFFIXES", "PEEK_NBYTES", "kind_of_file"]
 
-PEEK_NBYTES = 512  # a tar archive says so in byte 257
+PEEK_NBYTES = 512  # the mark of a tar archive is at byte 257
 
 _CONVERT = "export it to safetensors first"
-_UNPACK = "take out the model that is in it"
+_UNPACK = "extract the model from it"
 _KINDS = (
     (
         b"version https://git-lfs",
         "a Git LFS pointer, not the model",
         "fetch it with `git lfs pull`",
     ),
-    (b"GGUF", "a GGUF file", "Packhorse packs safetensors: take the model that it was made from"),
+    (b"GGUF", "a GGUF file", "Packhorse packs safetensors: use the model that it was made from"),
     (b"\x93NUMPY", "an array of NumPy (.npy)", "save it with packhorse.numpy.save_file"),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file", _CONVERT),
-    (b"PAR1", "a Parquet file", "Packhorse packs tensors, no tables"),
-    (b"ARROW1", "an Arrow file", "Packhorse packs tensors, no tables"),
+    (b"PAR1", "a Parquet file", "Packhorse packs tensors, not tables"),
+    (b"ARROW1", "an Arrow file", "Packhorse packs tensors, not tables"),
     (b"\x1f\x8b", "a gzip archive", _UNPACK),
     (b"\x28\xb5\x2f\xfd", "a Zstandard archive", _UNPACK),
     (b"\xfd7zXZ", "an xz archive", _UNPACK),
@@ -35,7 +36,7 @@ _PAGE = re.compile(rb"\s*<(!doctype|html|\?xml)", re.IGNORECASE)
 _JSON = re.compile(rb"\s*[{\[]\s*[\[{\"\]}]")
 _TORCH = "convert it to safetensors first; docs/cli.md says how"
 
-# Files of other kinds by their names, for folders.
+# In folders, files of other kinds are recognised by their names.
 FOREIGN_SUFFIXES = {
     ".gguf": "GGUF",
     ".onnx": "ONNX",
@@ -51,10 +52,10 @@ FOREIGN_SUFFIXES = {
 
 
 def kind_of_file(start: bytes) -> str:
-    """What a file is and what helps, as `NAME: ADVICE`; empty if nobody knows.
+    """The kind of a file and what to do with it, as `NAME: ADVICE`; empty if it is unknown.
 
     Args:
-        start: its first bytes, `PEEK_NBYTES` of them if it has so many.
+        start: the first `PEEK_NBYTES` bytes of the file, or all if there are fewer.
     """
     for magic, name, advice in _KINDS:
         if start.startswith(magic):
@@ -71,7 +72,7 @@ def kind_of_file(start: bytes) -> str:
 
 
 def _zip(start: bytes) -> str:
-    """A zip archive, by the name of its first member."""
+    """The kind of a zip archive, by the name of its first member."""
     nbytes = int.from_bytes(start[26:28], "little")
     member = start[30 : 30 + nbytes]
     if member.endswith((b"/data.pkl", b"/.format_version", b"/byteorder")):
@@ -83,13 +84,13 @@ def _zip(start: bytes) -> str:
 
 def _text(start: bytes) -> str:
     if _JSON.match(start):
-        return "JSON, perhaps a config or an index: give the folder that it is in"
+        return "JSON, perhaps a config or an index: name the folder that it is in"
     if _PAGE.match(start):
-        return "a web page, perhaps an error in the place of a download: get the file again"
+        return "a web page, perhaps an error page of a failed download: get the file again"
     try:
         text = start.decode()
     except UnicodeDecodeError as error:
-        if error.start < len(start) - 3:  # else a letter is cut
+        if error.start < len(start) - 3:  # otherwise the peek ends inside of a letter
             return ""
         text = start[: error.start].decode()
     is_text = text != "" and all(letter.isprintable() or letter in "\n\r\t\f" for letter in text)

@@ -1,7 +1,7 @@
-"""An index where it lies: its text, and the files beside it that it names.
+"""Reads an index in its folder, and looks at the files beside it that it names.
 
-`folder_index.py` says what an index means and asks what is here: whether a file is there, and which
-tensors its header names.
+`folder_index.py` knows what an index means. This module tells it whether a file exists, and which
+tensors the file's header names.
 """
 
 import errno
@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from packhorse.disk.folder_index import file_faults, is_packed_index, pack_index, unpack_index
-from packhorse.disk.header import read_header
 from packhorse.disk.results import Problem
+from packhorse.disk.safetensors_header import read_header
 from packhorse.errors import CorruptionError, PackhorseError
 from packhorse.layout import MAX_FILE_HEADER_NBYTES
 from packhorse.storage.opening import open_regular
@@ -24,20 +24,21 @@ def packed_index(path: Path) -> bytes:
     """The packed form of an index.
 
     Raises:
-        CorruptionError, CompatibilityError: it is none, or a file that it names is bad.
-        ValueError: it is that of a packed folder.
-        OSError: it cannot be read.
+        CorruptionError, CompatibilityError: the file is not an index, or a file that it names is
+            bad.
+        ValueError: it is the index of a packed folder.
+        OSError: a file cannot be read.
     """
     text, tensors = _read(path), tensors_beside(path)
     return pack_index(text, label=str(path), has=_beside(path), tensors=tensors)
 
 
 def original_index(path: Path) -> bytes | None:
-    """The original of an index in a packed folder; None if it is not packed itself.
+    """The original text of an index in a packed folder; None if the index is not packed.
 
     Raises:
-        CorruptionError, CompatibilityError: it is damaged, or a file is not the one that it names.
-        OSError: it cannot be read.
+        CorruptionError, CompatibilityError: it is damaged, or a file does not fit it.
+        OSError: a file cannot be read.
     """
     text, label, has = _read(path), str(path), _beside(path)
     if not is_packed_index(text, label=label, has=has):
@@ -46,8 +47,8 @@ def original_index(path: Path) -> bytes | None:
 
 
 def verify_index(path: Path) -> list[Problem]:
-    """All that is wrong with an index in a packed folder. A file whose header is bad is passed
-    over: verifying the file itself tells that."""
+    """The problems of an index in a packed folder. A file with a bad header is left out: verifying
+    the file itself reports that."""
     known = tensors_beside(path)
 
     def tensors(name: str) -> frozenset[str] | None:
@@ -67,8 +68,8 @@ def verify_index(path: Path) -> list[Problem]:
 
 
 def tensors_beside(index: Path) -> Callable[[str], frozenset[str] | None]:
-    """Which tensors the header of a file in the folder of an index names; None if there is no such
-    file."""
+    """A function that takes the name of a file in the folder of an index and returns the names of
+    its tensors, from its header; None if there is no such file."""
     has = _beside(index)
 
     def tensors(name: str) -> frozenset[str] | None:
@@ -80,14 +81,14 @@ def tensors_beside(index: Path) -> Callable[[str], frozenset[str] | None]:
 
 
 def _beside(index: Path) -> Callable[[str], bool]:
-    """Whether a file of a name is in the folder of an index."""
+    """A function that says whether there is a file of a name in the folder of an index."""
 
     def has(name: str) -> bool:
         if name.startswith("/") or ".." in name.split("/"):
             return False
         try:
             return (index.parent / name).is_file()
-        except ValueError:  # a NUL, or half a surrogate pair, which no file system holds
+        except ValueError:  # a NUL or half a surrogate pair, which file names cannot have
             return False
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
@@ -101,8 +102,8 @@ def _read(path: Path) -> bytes:
     with open_regular(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes > MAX_FILE_HEADER_NBYTES:
-            found = f"an index of {nbytes} bytes"
+            found = f"the index has {nbytes} bytes"
             raise CorruptionError(
-                f"{path}: {found}, and at most {MAX_FILE_HEADER_NBYTES} are allowed"
+                f"{path}: {found}, but at most {MAX_FILE_HEADER_NBYTES} are allowed"
             )
         return file.read(nbytes)

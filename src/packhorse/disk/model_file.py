@@ -1,4 +1,4 @@
-"""One safetensors file, packed or not, open for reading its tensors one by one, as bytes."""
+"""One safetensors file, packed or not, opened to read the bytes of its tensors one by one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
-from packhorse.disk.frames import open_frame
-from packhorse.disk.header import FileHeader, TensorEntry
+from packhorse.disk.packed_frames import open_frame
 from packhorse.disk.packed_header import PackedHeader, is_packed, parse_packed_header
+from packhorse.disk.safetensors_header import FileHeader, TensorEntry
 from packhorse.disk.source_file import SourceFile
 from packhorse.errors import CorruptionError, blaming
 from packhorse.frame import Frame
@@ -19,19 +19,19 @@ __all__ = ["ModelFile"]
 
 
 class ModelFile:
-    """A plain file, whose tensors are mapped, or a packed one, whose tensors are decoded.
+    """A plain file, whose tensors are mapped, or a packed file, whose tensors are decoded.
 
     Attributes:
-        source: the file.
-        path: where it is.
-        original: its header, of a packed file that of the original.
+        source: the open file.
+        path: its path.
+        original: its header; for a packed file, the header of the original.
     """
 
     def __init__(self, source: SourceFile) -> None:
         """Read and check the headers.
 
         Raises:
-            CorruptionError, CompatibilityError: it is not what it should be.
+            CorruptionError, CompatibilityError: the file is bad or too new.
         """
         self.source = source
         self.path = source.path
@@ -43,11 +43,11 @@ class ModelFile:
 
     @property
     def is_packed(self) -> bool:
-        """Whether tensors are decoded to memory of their own."""
+        """Whether the file is packed, so that tensors are decoded to memory of their own."""
         return self._packed is not None
 
     def frame(self, entry: TensorEntry) -> Frame | None:
-        """The frame of a tensor, its header checked; None in a plain file."""
+        """The frame of a tensor, with its header checked; None in a plain file."""
         packed = self._packed
         if packed is None:
             return None
@@ -56,11 +56,11 @@ class ModelFile:
             return open_frame(self.source.map(offset, nbytes), packed, entry)
 
     def read(self, entry: TensorEntry, threads: int) -> ByteArray:
-        """The bytes of a tensor; decoded ones have the content hash that the frame names.
+        """The bytes of a tensor. Decoded bytes are checked against the frame's content hash.
 
         Raises:
-            CorruptionError, CompatibilityError: its frame is bad.
-            BaseMismatchError: it is packed against a base.
+            CorruptionError, CompatibilityError: the tensor's frame is bad.
+            BaseMismatchError: the tensor is packed against a base.
         """
         data, frame = self._decode(entry, entry.nbytes, threads)
         if self._packed is None or frame is None:
@@ -74,7 +74,7 @@ class ModelFile:
         return data
 
     def head(self, entry: TensorEntry, n: int) -> ByteArray:
-        """The bytes of a tensor's first elements; of a packed one its first chunk is decoded."""
+        """The bytes of a tensor's first `n` elements; in a packed file, they are decoded."""
         nbytes = min(n * DTYPE_BY_NAME[entry.dtype].bits // 8, entry.nbytes)
         return self._decode(entry, nbytes, 1)[0]
 

@@ -1,23 +1,26 @@
 """Reading a packed file lazily, in the manner of `safetensors.safe_open`.
 
-Opening checks both headers and maps the file; a tensor's frame is looked at when the tensor is
-asked for. A slice decodes only the chunks that it meets: the index is cut to the smallest run of
-elements that holds all it selects (`slices.py`), that run is decoded, and the framework's own
+Opening checks both headers and maps the file. A tensor's frame is opened when the tensor is asked
+for. A slice decodes only the chunks that it needs: the index is reduced to the smallest run of
+elements that holds all selected ones (`slices.py`), that run is decoded, and the framework's own
 indexing does the rest. So `f.get_slice(name)[i]` equals `f.get_tensor(name)[i]` for every index
 that the framework understands.
 
-A tensor that was packed against a base needs all of that: it is mapped, or decoded if its file is
-packed, and its hash compared. For a slice it is copied first, and held for the next one of the same
-tensor, unless the base's file has changed since; tensors in memory are copied and compared each
-time, since whoever gave them may write to them. Of a whole tensor the result is compared with the
-content hash of its frame instead, which holds even if somebody writes to the base at that moment.
-Of the base's other tensors nothing is read.
+A tensor that was packed against a base needs the base's whole tensor of the same name, and no
+other. That tensor is mapped, or decoded if its file is packed.
 
-For a device the framework is asked first: it may upload whole tensors packed and decode them there.
+- For a slice, the base tensor is copied and its content hash is checked. The copy is kept for the
+  next slice of the same tensor, unless the base's file has changed since. A base tensor in memory
+  is copied and checked each time, because its owner may write to it.
+- For a whole tensor, the decoded tensor is checked against the content hash in its frame instead.
+  This is right even if the base is written to at that moment.
 
-Threads may read from one `PackedFile` at once: what is held is only ever replaced as a whole.
-What is pickled, as for a spawned worker of a data loader, are the arguments it was opened with, and
-what tells the file from others, as another one may lie there by then.
+For a device, the framework is asked first: it may upload whole tensors packed, and decode them
+there.
+
+Several threads may read from one `PackedFile` at once, because what it keeps is only replaced as a
+whole. A pickled `PackedFile`, as for a spawned worker of a data loader, consists of the arguments
+that it was opened with, and of an identity of the file, because the file may be replaced by then.
 """
 
 from __future__ import annotations
@@ -34,15 +37,15 @@ from packhorse import _core
 from packhorse.arguments import resolve_threads
 from packhorse.codecs.content import content_hash
 from packhorse.disk.base_files import BaseLike, Bases, Lender, open_bases
-from packhorse.disk.frames import open_frame
-from packhorse.disk.header import (
+from packhorse.disk.packed_frames import open_frame
+from packhorse.disk.packed_header import parse_packed_header
+from packhorse.disk.safetensors_header import (
     FileHeader,
     TensorEntry,
     parse_file_header,
     read_file_header,
     tensor_nbytes,
 )
-from packhorse.disk.packed_header import parse_packed_header
 from packhorse.disk.slices import Box, cut_index
 from packhorse.errors import ChangedError, CorruptionError, TruncationError, blaming
 from packhorse.frame import Frame
@@ -58,11 +61,11 @@ if TYPE_CHECKING:
 __all__ = ["PackedFile", "PackedSlice", "load_tensors", "load_with_metadata"]
 
 
-_N_TOLD = 256  # frames that a file is known by: to read a page of each of a million takes long
+_N_TOLD = 256  # frames that the file's identity covers: to read a million of them takes too long
 
 
 class _FrameTable:
-    """The frames of a packed file whose bytes are all at hand, and how to decode them."""
+    """The frames of a packed file that is mapped or in memory, and how to decode them."""
 
     def __init__(
         self,
@@ -90,7 +93,8 @@ class _FrameTable:
 
     @contextmanager
     def _blaming(self) -> Iterator[None]:
-        """Errors name the file. If a part of it is gone, nothing that was read counts."""
+        """Makes errors name the file. If a part of the file is lost, what was read is worthless, so
+        that becomes the error."""
         try:
             with blaming(self.label):
                 yield
@@ -99,18 +103,18 @@ class _FrameTable:
                 raise TruncationError(f"{self.label}: {LOST}; open it again when it is whole")
 
     def entry(self, name: str) -> TensorEntry:
-        """The tensor's line in the recorded header."""
+        """The tensor's entry in the recorded header."""
         if not isinstance(name, str):
-            raise TypeError(f"a tensor's name is a string, and {name!r} is none")
+            raise TypeError(f"a tensor's name must be a string, not {name!r}")
         if name not in self._originals:
             raise ValueError(
-                f"{self.label}: no tensor is named {name!r}; keys() lists the "
-                f"{len(self._originals)} there are"
+                f"{self.label}: no tensor is named {name!r}; keys() lists all "
+                f"{len(self._originals)} names"
             )
         return self._originals[name]
 
     def frame(self, name: str) -> Frame:
-        """The tensor's frame, its header checked."""
+        """The tensor's frame, with its header checked."""
         frame = self._frames.get(name)
         if frame is None:
             entry = self.entry(name)
@@ -124,7 +128,7 @@ class _FrameTable:
     def decode(
         self, name: str, shape: Sequence[int], start: int, stop: int, threads: int | None = None
     ) -> Any:
-        """Decode bytes `start` to `stop` of a tensor into a fresh one of this shape, in host
+        """Decode bytes `start` to `stop` of a tensor to a new tensor of this shape, in host
         memory."""
         entry = self.entry(name)
         self._check_limit(name, stop - start)
@@ -135,7 +139,7 @@ class _FrameTable:
         lend = self._lender.lend
         with self._blaming(), lend(name, frame, n_threads, keep=is_part) as loan:
             memory = self.framework.writable(tensor)
-            if loan.is_shared:  # the whole tensor: for a part the base is copied
+            if loan.is_shared:  # a whole tensor, as for a part the base was copied
                 _decode_against(loan.data, frame, memory, name, n_threads)
             else:
                 frame.decompress_into(
@@ -156,29 +160,29 @@ class _FrameTable:
             )
 
     def identity(self) -> tuple[int, str]:
-        """What tells this file from others: its size, and a hash of its header and of what frames
-        all over the file say of their content."""
+        """An identity of this file: its size, and a hash of its header and of the headers of up to
+        `_N_TOLD` frames, which name their content."""
         header, n = self.packed.packed, len(self.packed.packed.entries)
         chosen = {i * (n - 1) // (_N_TOLD - 1) for i in range(_N_TOLD)} if n else set()
         starts = [header.data_offset + header.entries[i].start for i in sorted(chosen)]
         frames = (self._data[start : start + FIXED_HEADER_NBYTES] for start in starts)
-        told = b"".join([header.prefix(), *frames])
-        return header.file_nbytes, content_hash(np.frombuffer(told, np.uint8), threads=1).hex()
+        hashed = b"".join([header.prefix(), *frames])
+        return header.file_nbytes, content_hash(np.frombuffer(hashed, np.uint8), threads=1).hex()
 
     def place(self, tensor: Any) -> Any:
-        """A tensor that was decoded in host memory, on the device."""
+        """Move a tensor that was decoded in host memory to the device."""
         is_torch = self.framework.name == "pt"
         return tensor.to(self._device) if is_torch and self._device is not None else tensor
 
     def tensor(self, name: str) -> Any:
-        """Decode a whole tensor, where it is to be."""
+        """Decode a whole tensor, to its device."""
         self._check_limit(name, self.entry(name).nbytes)
         tensor = self._decode_on_device([name])[0]
         return self.place(self._decode_whole(name, self._threads)) if tensor is None else tensor
 
     def tensors(self) -> dict[str, Any]:
-        """Decode all tensors, in the order of the original data, where they are to be. Of those
-        that are decoded in host memory, some MiB are on their way to the device at a time."""
+        """Decode all tensors to their device, in the order of the original data. Those that are
+        decoded in host memory are moved to the device in batches."""
         self.packed.check_limit(self._max_nbytes, self.label)
         entries = self.packed.original.entries
         names = [entry.name for entry in entries]
@@ -192,7 +196,7 @@ class _FrameTable:
         return tensors
 
     def _decode_on_device(self, names: Sequence[str]) -> list[Any]:
-        """Tensors that the device decodes, and None for the others."""
+        """The tensors that the device decodes, and None for each other tensor."""
         if self._device is None or not self.framework.decodes_on(self._device):
             return [None] * len(names)
         frames = [self.frame(name) for name in names]
@@ -212,8 +216,8 @@ class _FrameTable:
 def _decode_against(
     base: Buffer | None, frame: Frame, dst: Buffer, name: str, threads: int
 ) -> None:
-    """Decode a whole tensor with a base that others may write to at any time. So what comes out is
-    compared, and the base only to tell what is wrong."""
+    """Decode a whole tensor with a base that others may write to at any time. So the result is
+    checked; the base is only checked if the result is wrong, to name the reason."""
 
     def is_right() -> bool:
         return content_hash(np.frombuffer(dst, np.uint8), threads=threads) == frame.content_hash
@@ -225,7 +229,7 @@ def _decode_against(
     frame.decompress_into(dst, threads=threads, base=base)
     if not is_right():
         raise CorruptionError(
-            f"tensor {shown(name)}: the decoded bytes have another content hash than the frame says"
+            f"tensor {shown(name)}: the content hash of the decoded bytes is not that of the frame"
         )
 
 
@@ -240,20 +244,21 @@ def load_tensors(
     """Decode all tensors of a packed file that is in memory.
 
     Args:
-        data: the whole file.
+        data: the bytes of the file.
         framework: makes the tensors.
-        threads: how many to use; None for the cores available, at most 8.
-        max_nbytes: the most that the tensors may take together; None for no limit.
-        base: what the file was packed against, if it was: a file or a folder, or tensors by name.
+        threads: the number of threads; None for one per core, at most 8.
+        max_nbytes: the most bytes that the tensors may take in total; None for no limit.
+        base: what the file was packed against, if it has a base: a file, a folder, or tensors by
+            name.
 
     Returns:
         The tensors by name, in the order of the original data.
 
     Raises:
-        ValueError: the bytes are of an ordinary safetensors file.
-        CorruptionError, CompatibilityError: they are damaged or of a newer version, or the tensors
-            exceed the limit.
-        BaseMismatchError: a tensor needs a base that was not given, or another was.
+        ValueError: the file is a plain safetensors file.
+        CorruptionError, CompatibilityError: the file is damaged or too new, or the tensors exceed
+            the limit.
+        BaseMismatchError: a tensor needs a base, and no base or another one was given.
     """
     return load_with_metadata(data, framework, threads=threads, max_nbytes=max_nbytes, base=base)[0]
 
@@ -267,8 +272,8 @@ def load_with_metadata(
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
 ) -> tuple[dict[str, Any], dict[str, str] | None]:
-    """`load_tensors` to a device, and the pairs of the file's `__metadata__`; None if it has
-    none."""
+    """`load_tensors` to a device; also returns the pairs of the file's `__metadata__`, or None if
+    it has none."""
     view = memoryview(data).cast("B")
     label = "the bytes given"
     header = parse_file_header(view, label)
@@ -278,11 +283,12 @@ def load_with_metadata(
 
 
 class PackedFile:
-    """A packed file, open for reading; `packhorse.open_file` makes one.
+    """A packed file, open for reading; `packhorse.open_file` returns one.
 
-    Use it in a `with` statement, or call `close`. What was handed out stays valid after that.
-    Pickled, it is opened anew by its path: it and its slices may go to workers of a data loader,
-    however those are started. If another file lies there by then, unpickling raises ChangedError.
+    Use it in a `with` statement, or call `close`. Tensors and frames stay valid after that.
+    It can be pickled, and so can its slices: unpickling opens the file again by its path, so they
+    can be passed to workers of a data loader, however these are started. If another file is there
+    by then, unpickling raises ChangedError.
 
     Example:
         >>> import packhorse
@@ -308,22 +314,22 @@ class PackedFile:
         Args:
             path: the file.
             framework: makes the tensors.
-            device: where tensors shall be (PyTorch only); None for the CPU. One with kernels gets
-                whole tensors packed, and decodes them.
-            threads: how many to decode with; None for the cores available, at most 8.
-            max_nbytes: the most that one call may decode: a tensor, the rows that a slice needs, or
-                all tensors together; None for no limit. A base that is decoded does not count.
-            base: what the file was packed against, if it was: a file or a folder, which stay open
-                as long as this; or tensors by name.
+            device: where tensors are placed (PyTorch only); None for the CPU. A device with kernels
+                receives whole tensors packed and decodes them.
+            threads: the number of threads; None for one per core, at most 8.
+            max_nbytes: the most bytes that one call may decode: a tensor, the rows that a slice
+                needs, or all tensors in total; None for no limit. The base does not count.
+            base: what the file was packed against, if it has a base: a file or a folder, which is
+                closed with this object; or tensors by name.
 
         Raises:
-            ValueError: an ordinary safetensors file, or an option is wrong.
-            CorruptionError, CompatibilityError: damaged or of a newer version.
-            OSError: it cannot be read.
+            ValueError: it is a plain safetensors file, or an option is wrong.
+            CorruptionError, CompatibilityError: the file is damaged or too new.
+            OSError: the file cannot be opened or read.
         """
         if device is not None and framework.name != "pt" and str(device) != "cpu":
             raise ValueError(
-                f"device {str(device)!r} needs framework 'pt'; {framework.name!r} knows 'cpu' only"
+                f"device {str(device)!r} needs framework 'pt'; {framework.name!r} has only 'cpu'"
             )
         label = os.fspath(path)
         with open_regular(path) as file:
@@ -364,12 +370,12 @@ class PackedFile:
 
     @property
     def base_name(self) -> str | None:
-        """What the base was called that the file was packed against, if the file says so; nothing
-        proves it."""
+        """The recorded name of the base that the file was packed against, or None. It is only a
+        hint: nothing checks it."""
         return self._table.packed.base_name
 
     def entry(self, name: str) -> TensorEntry:
-        """A tensor's dtype, shape and place in the original file; nothing is decoded.
+        """A tensor's dtype, shape and offsets in the original file; nothing is decoded.
 
         Args:
             name: one of `keys()`.
@@ -383,13 +389,13 @@ class PackedFile:
         return self._table.entry(name)
 
     def frame(self, name: str) -> Frame:
-        """A tensor's frame, looking at the mapped file.
+        """A tensor's frame, which refers to the mapped file.
 
         Args:
             name: one of `keys()`.
 
         Returns:
-            The frame, its header checked.
+            The frame, with its header checked.
 
         Raises:
             ValueError: there is no such tensor.
@@ -404,13 +410,13 @@ class PackedFile:
             name: one of `keys()`.
 
         Returns:
-            A fresh tensor of the framework.
+            A new tensor of the framework.
 
         Raises:
             ValueError: there is no such tensor.
             CorruptionError, CompatibilityError: its frame is bad, or it exceeds `max_nbytes`.
-            BaseMismatchError: it needs a base that was not given, or another was.
-            ChangedError: somebody writes to its base.
+            BaseMismatchError: it needs a base, and no base or another one was given.
+            ChangedError: its base was written to while it was used.
         """
         return self._table.tensor(name)
 
@@ -418,23 +424,23 @@ class PackedFile:
         """Decode all tensors, in the order of their data.
 
         Returns:
-            Fresh tensors by name.
+            New tensors by name.
 
         Raises:
-            CorruptionError, CompatibilityError: a frame is bad, or together they exceed
-                `max_nbytes`.
-            BaseMismatchError: as `get_tensor`.
+            CorruptionError, CompatibilityError: a frame is bad, or the tensors exceed `max_nbytes`
+                in total.
+            BaseMismatchError, ChangedError: as for `get_tensor`.
         """
         return self._table.tensors()
 
     def get_slice(self, name: str) -> PackedSlice:
-        """A tensor to take parts of, as `get_slice(name)[128:256]`.
+        """A tensor of which parts can be decoded, as in `get_slice(name)[128:256]`.
 
         Args:
             name: one of `keys()`.
 
         Returns:
-            The slice object; nothing is decoded before it is indexed.
+            The slice object; nothing is decoded until it is indexed.
 
         Raises:
             ValueError: there is no such tensor.
@@ -442,8 +448,8 @@ class PackedFile:
         return PackedSlice(self, self._table.entry(name))
 
     def close(self) -> None:
-        """Let go of the file. Closing twice is harmless."""
-        # A frame that was handed out still looks at the mapping, which ends with the last of them.
+        """Release the file. Closing twice is harmless."""
+        # Frames that callers still have keep the mapping; it ends with the last of them.
         self._open = None
         self._stack.close()
 
@@ -454,7 +460,7 @@ class PackedFile:
         start = box.start * DTYPE_BY_NAME[entry.dtype].bits // 8
         stop = start + tensor_nbytes(entry.dtype, box.shape)
         part = table.decode(entry.name, box.shape, start, stop)[box.inner]
-        if box.is_view:  # do not keep the whole box in memory for a part of it
+        if box.is_view:  # a copy, so that the part does not keep the whole box in memory
             whole, part = part, table.framework.empty(entry.dtype, tuple(part.shape))
             part[...] = whole
         return table.place(part)
@@ -483,8 +489,8 @@ class PackedFile:
         label, base = self._table.label, self._arguments[-1]
         if isinstance(base, Bases):
             raise TypeError(
-                f"{label}: was opened with a base that is open here alone; to pickle it, open it "
-                "with base= the path of that base"
+                f"{label}: was opened with a base that is already open, which cannot be pickled; "
+                "open the file with the path of the base instead"
             )
         return _reopen, (self._table.identity(), *self._arguments)
 
@@ -495,7 +501,7 @@ class PackedFile:
 
 
 def _findable(base: BaseLike | None) -> BaseLike | None:
-    """A base as it is found from another working folder."""
+    """The base, with an absolute path, for another working folder."""
     return os.path.abspath(base) if isinstance(base, str | os.PathLike) else base
 
 
@@ -508,7 +514,7 @@ def _reopen(
     max_nbytes: int | None,
     base: BaseLike | None,
 ) -> PackedFile:
-    """Open in another process what was pickled in one."""
+    """Unpickle: open the file again, usually in another process."""
     file = PackedFile(
         path, resolve_framework(framework), device=device, threads=threads, max_nbytes=max_nbytes,
         base=base,
@@ -517,13 +523,13 @@ def _reopen(
         return file
     file.close()
     raise ChangedError(
-        f"{path}: is not the file that was pickled: that one, of {identity[0]} bytes, has been "
-        "replaced or written to since; open the file of today and pickle that"
+        f"{path}: is not the file that was pickled: that file, of {identity[0]} bytes, has been "
+        "replaced or written to since; open the new file, and pickle that"
     )
 
 
 class PackedSlice:
-    """A tensor of a packed file that decodes what is taken from it.
+    """A tensor of a packed file; indexing it decodes the needed part.
 
     Example:
         >>> import packhorse
@@ -542,26 +548,26 @@ class PackedSlice:
         return list(self._entry.shape)
 
     def get_dtype(self) -> str:
-        """safetensors' name of the dtype, "BF16"."""
+        """safetensors' name of the dtype, such as "BF16"."""
         return self._entry.dtype
 
     def __getitem__(self, index: Any) -> Any:
         """Decode a part of the tensor.
 
         Args:
-            index: what the framework's tensors take. Integers, slices and `...` decode only the
-                chunks of the rows they select; anything else decodes the whole tensor.
+            index: any index of the framework's tensors. Integers, slices and `...` decode only the
+                chunks of the rows that they select; any other index decodes the whole tensor.
 
         Returns:
-            A fresh tensor, equal to `get_tensor(name)[index]`; never a bare scalar.
+            A new tensor, equal to `get_tensor(name)[index]`; never a bare scalar.
 
         Raises:
             IndexError, TypeError, ValueError: as the framework's own indexing.
             CorruptionError, CompatibilityError: the frame is bad.
-            BaseMismatchError: as `PackedFile.get_tensor`.
+            BaseMismatchError, ChangedError: as for `PackedFile.get_tensor`.
         """
         shape = self._entry.shape
         bits = DTYPE_BY_NAME[self._entry.dtype].bits
-        # Frameworks hold elements smaller than a byte in shapes of their own.
+        # Frameworks store elements smaller than a byte in other shapes.
         box = cut_index(index, shape) if bits % 8 == 0 else Box(0, shape, index, is_view=False)
         return self._file._take(self._entry, box)

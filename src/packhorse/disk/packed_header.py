@@ -1,16 +1,17 @@
 """The header of a packed file (docs/format.md, section 8): how it records the original's header.
 
-A packed file is a safetensors file of frames, so `header.py` does the container's checks. This
-module adds what makes it packed: the key `packhorse` in `__metadata__`, which holds the original
-header's text byte for byte, and the agreement between the two headers.
+A packed file is a safetensors file of frames, so `safetensors_header.py` does the container's
+checks. This module adds what makes it packed: the key `packhorse` in `__metadata__`, which holds
+the original header's text byte for byte, and the agreement between the two headers.
 
 The size of a header depends on the sizes of the frames, which are known only after they have been
-written. `PrefixWriter` therefore reserves the room for the largest frames possible and fills what
-is left with spaces.
+written. So `PrefixWriter` reserves room for the largest possible frames, and fills the rest with
+spaces.
 
-The record is compressed, and JSON takes up to thirty times its size once it is parsed, so a short
-file could ask for gigabytes. A recorded text may therefore not be much longer than the text around
-it, which for the same tensors has about the same length; where it is, an encoder adds spaces.
+The record is compressed, and parsed JSON takes up to thirty times the size of its text, so a short
+file could require gigabytes of memory. Therefore a recorded text may not be much longer than the
+text around it, which describes the same tensors and is usually about as long. If it is too short,
+the encoder adds spaces.
 """
 
 import base64
@@ -23,7 +24,7 @@ import zstandard
 
 from packhorse.codecs.content import crc32c
 from packhorse.codecs.zstd import memory_is_told
-from packhorse.disk.header import (
+from packhorse.disk.safetensors_header import (
     LENGTH_NBYTES,
     METADATA_KEY,
     FileHeader,
@@ -60,14 +61,14 @@ _RECORD_LEVEL = 9  # of zstd; headers are small and compress about tenfold
 
 @dataclass(frozen=True, slots=True)
 class PackedHeader:
-    """Both headers of a packed file, found to agree.
+    """Both headers of a packed file, after checking that they agree.
 
     Attributes:
-        packed: the header as it stands in the file.
+        packed: the header of the file itself.
         original: the recorded header of the file that was packed.
-        frames: where each tensor's frame lies, by name.
-        base_name: what the base was called that the file was packed against, if it says so; for
-            people only, as nothing proves it.
+        frames: the entry of each tensor's frame, by the tensor's name.
+        base_name: the recorded name of the base that the file was packed against, or None; only a
+            hint for people, as nothing checks it.
     """
 
     packed: FileHeader
@@ -80,21 +81,21 @@ class PackedHeader:
         return self.packed.data_offset + self.frames[name].start
 
     def check_limit(self, max_nbytes: int | None, label: str) -> None:
-        """Refuse a file whose tensors take more bytes together than a caller allows.
+        """Refuse a file whose tensors take more bytes in total than the caller allows.
 
         Raises:
-            CorruptionError: they do.
+            CorruptionError: they take more.
         """
         nbytes = self.original.data_nbytes
         if max_nbytes is not None and nbytes > max_nbytes:
             raise CorruptionError(
-                f"{label}: its tensors take {nbytes} bytes together, more than max_nbytes = "
-                f"{max_nbytes}; read some of them, or allow more"
+                f"{label}: its tensors take {nbytes} bytes in total, more than max_nbytes = "
+                f"{max_nbytes}; read only some of them, or allow more"
             )
 
 
 class PrefixWriter:
-    """Writes the bytes before the data section of a packed file, in the room reserved for them.
+    """Reserves room for the bytes before the data section of a packed file, and renders them.
 
     Attributes:
         nbytes: the room; a multiple of 64, and the offset of the data section.
@@ -110,7 +111,7 @@ class PrefixWriter:
         self.nbytes = room + -room % FILE_ALIGNMENT
         if self.nbytes - LENGTH_NBYTES > MAX_FILE_HEADER_NBYTES:
             raise CompatibilityError(
-                f"the packed header would take {self.nbytes} bytes, and at most "
+                f"the packed header would take {self.nbytes} bytes, but at most "
                 f"{MAX_FILE_HEADER_NBYTES} are allowed; split the file into shards"
             )
 
@@ -118,8 +119,8 @@ class PrefixWriter:
         """The prefix for frames of these sizes.
 
         Args:
-            frame_nbytes: bytes of each frame, in the order of the original's entries.
-            base_name: to be recorded; that which room was reserved for, or None.
+            frame_nbytes: the size of each frame, in the order of the original's entries.
+            base_name: the name of the base to record: the one that room was reserved for, or None.
 
         Returns:
             Exactly `nbytes` bytes.
@@ -142,7 +143,7 @@ class PrefixWriter:
 
 
 def min_text_nbytes(recorded_nbytes: int) -> int:
-    """How long a text must be, spaces included, to record one of this length."""
+    """How long a text must be, including spaces, to contain the record of a text of this length."""
     return max(0, -(-(recorded_nbytes - RECORD_FREE_NBYTES) // RECORD_GROWTH))
 
 
@@ -150,8 +151,8 @@ def write_record(key: str, text: bytes) -> dict[str, Any]:
     """A JSON object that records `text` byte for byte.
 
     Args:
-        key: under which name.
-        text: what to record.
+        key: the key of the recorded text in the object.
+        text: the text to record.
 
     Returns:
         `{"version": ..., key: ..., "crc32c": ...}`.
@@ -163,7 +164,8 @@ def write_record(key: str, text: bytes) -> dict[str, Any]:
 
 
 def _crc_digits(blob: bytes) -> str:
-    # Of the text, not of what it decodes to: some bits of a Zstandard frame mean nothing.
+    # The CRC of the base64 text, not of the decoded bytes: a flip of some bits of a Zstandard frame
+    # does not change those.
     return f"{crc32c(blob):08x}"
 
 
@@ -172,27 +174,27 @@ def read_record(record: object, key: str, *, text_nbytes: int, label: str) -> by
 
     Args:
         record: the JSON object.
-        key: under which name.
-        text_nbytes: length of the JSON text that the object stands in.
-        label: what messages call it.
+        key: the key of the recorded text in it.
+        text_nbytes: the length of the JSON text that contains the object.
+        label: the name of the record in messages.
 
     Returns:
         The text.
 
     Raises:
-        CompatibilityError: a newer version.
-        CorruptionError: anything else than what `write_record` writes.
+        CompatibilityError: the record is of a newer version.
+        CorruptionError: the record is not what `write_record` writes.
     """
     if not isinstance(record, dict):
         raise CorruptionError(f"{label} must be a JSON object with 'version' and {key!r}")
     version, blob = record.get("version"), record.get(key)
     if type(version) is not int or version < 1:
         raise CorruptionError(
-            f"{label}: version must be an integer from 1, and is {shown(version)}"
+            f"{label}: version must be an integer from 1, but is {shown(version)}"
         )
     if version > FILE_VERSION:
         raise CompatibilityError(
-            f"{label}: version {shown(version)}, and this release reads up to {FILE_VERSION}; "
+            f"{label}: version {shown(version)}, but this release reads up to {FILE_VERSION}; "
             "upgrade"
         )
     if not isinstance(blob, str):
@@ -200,7 +202,7 @@ def read_record(record: object, key: str, *, text_nbytes: int, label: str) -> by
     crc = record.get(RECORD_CRC_KEY)
     if crc != (found := _crc_digits(blob.encode())):
         raise CorruptionError(
-            f"{label}: {RECORD_CRC_KEY!r} is {shown(crc)}, and {key!r} has the CRC {found!r}; the "
+            f"{label}: {RECORD_CRC_KEY!r} is {shown(crc)}, but {key!r} has the CRC {found!r}; the "
             "file is damaged: fetch or pack it again"
         )
     try:
@@ -214,11 +216,11 @@ def read_record(record: object, key: str, *, text_nbytes: int, label: str) -> by
 
 def _decompress(data: bytes, text_nbytes: int) -> bytes:
     nbytes = zstandard.get_frame_parameters(data).content_size
-    if nbytes > MAX_FILE_HEADER_NBYTES:  # also where none is declared: that reads as the largest
+    if nbytes > MAX_FILE_HEADER_NBYTES:  # also if no size is declared, which reads as the largest
         raise ValueError(f"must declare a size of at most {MAX_FILE_HEADER_NBYTES} bytes")
     if text_nbytes < min_text_nbytes(nbytes):
         raise ValueError(
-            f"declares {nbytes} bytes, and beside {text_nbytes} bytes of JSON at most "
+            f"declares {nbytes} bytes, but in {text_nbytes} bytes of JSON at most "
             f"{RECORD_GROWTH * text_nbytes + RECORD_FREE_NBYTES} are allowed"
         )
     with memory_is_told():
@@ -228,8 +230,8 @@ def _decompress(data: bytes, text_nbytes: int) -> bytes:
 def is_packed(header: FileHeader) -> bool:
     """Whether a safetensors file declares itself packed, rightly or not.
 
-    An ordinary file may have a metadata pair of that name; it is taken for one if the pair is no
-    record and the tensors are no frames.
+    A plain file may have a metadata pair named `packhorse` too. The file counts as plain if the
+    pair is not a record and the tensors are not frames.
     """
     text = (header.metadata or {}).get(FILE_METADATA_KEY)
     if text is None:
@@ -250,20 +252,20 @@ def parse_packed_header(header: FileHeader, *, label: str) -> PackedHeader:
     """Read the recorded header and check that the two agree.
 
     Args:
-        header: of the packed file.
-        label: what messages call the file.
+        header: the header of the packed file.
+        label: the name of the file in messages.
 
     Returns:
-        Both headers. What is inside the frames is not looked at.
+        Both headers. The frames are not opened.
 
     Raises:
-        ValueError: an ordinary safetensors file, not a packed one.
-        CompatibilityError: packed by a newer version.
+        ValueError: the file is a plain safetensors file.
+        CompatibilityError: it was packed by a newer version.
         CorruptionError: the headers are damaged or disagree.
     """
     if not is_packed(header):
         raise ValueError(
-            f"{label}: not a packed file, but an ordinary safetensors file: read it with the "
+            f"{label}: not a packed file, but a plain safetensors file: read it with the "
             "safetensors library, or pack it first"
         )
     pairs = header.metadata or {}
@@ -281,12 +283,12 @@ def parse_packed_header(header: FileHeader, *, label: str) -> PackedHeader:
 def _check_names(frames: dict[str, TensorEntry], original: FileHeader, label: str) -> None:
     names = {entry.name for entry in original.entries}
     for name in sorted(names ^ frames.keys()):
-        fault = "no frame" if name in names else "a frame but no place in the recorded header"
+        fault = "no frame" if name in names else "a frame, but is not in the recorded header"
         raise CorruptionError(f"{label}: tensor {shown(name)} has {fault}")
     for entry in frames.values():
         if not _is_frame(entry):
             raise CorruptionError(
-                f"{label}: tensor {shown(entry.name)}: a frame is U8 of one dimension, and this is "
+                f"{label}: tensor {shown(entry.name)}: a frame is U8 of one dimension, but this is "
                 f"{entry.dtype} of shape {list(entry.shape)}"
             )
 
@@ -295,6 +297,6 @@ def _check_metadata(pairs: dict[str, str], original: FileHeader, label: str) -> 
     for key, value in (original.metadata or {}).items():
         if key != FILE_METADATA_KEY and pairs.get(key) != value:
             raise CorruptionError(
-                f"{label}: {METADATA_KEY} {shown(key)} is {shown(pairs.get(key))}, and "
+                f"{label}: {METADATA_KEY} {shown(key)} is {shown(pairs.get(key))}, but "
                 f"{shown(value)} in the recorded header"
             )

@@ -1,4 +1,4 @@
-"""What the disk hop tells its callers about files: results, plans and problems, and progress."""
+"""What the disk hop returns to its callers about files: results, plans, problems and progress."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ __all__ = [
     "notice_of",
 ]
 
-# Growth is told if it exceeds both: this share of the packed size, and these bytes.
+# Growth is reported if it exceeds both this share of the packed size and this number of bytes.
 _NOTABLE = 0.05
 _NOTABLE_NBYTES = 1 << 14
 
-# Called with the logical bytes that were done since the last call.
+# Called with the number of unpacked bytes that were handled since the last call.
 Progress: TypeAlias = Callable[[int], None]
 
 
@@ -35,8 +35,7 @@ class TensorResult:
         shape: its dimensions.
         nbytes: its size.
         packed_nbytes: the size of its frame.
-        base_hash: content hash of the base that the frame is not unpacked without; None if it needs
-            none.
+        base_hash: content hash of the base that unpacking the frame needs; None if it needs none.
     """
 
     name: str
@@ -54,9 +53,9 @@ class FileResult:
     Attributes:
         source: the file that was read.
         output: the file that was written.
-        original_nbytes: the whole original file, header counted.
-        packed_nbytes: the whole packed file, header counted.
-        tensors: in the order of the original data.
+        original_nbytes: the size of the original file, including its header.
+        packed_nbytes: the size of the packed file, including its header.
+        tensors: the tensors, in the order of the original data.
     """
 
     source: Path
@@ -67,12 +66,12 @@ class FileResult:
 
     @property
     def ratio(self) -> float:
-        """Original by packed size."""
+        """Original size / packed size."""
         return self.original_nbytes / self.packed_nbytes
 
     @property
     def notice(self) -> str | None:
-        """What should be known of tensors too small to be packed; None if they hardly count."""
+        """A warning about tensors too small to be packed; None if they make little difference."""
         return notice_of([(part.nbytes, part.packed_nbytes) for part in self.tensors])
 
 
@@ -96,19 +95,19 @@ class TensorPlan:
 
     @property
     def packed_nbytes(self) -> int:
-        """The size of its frame, header counted, as estimated."""
+        """The estimated size of its frame, including the header."""
         return planned_frame_nbytes(self.plan, self.dtype, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that `verify_file` found.
+    """A problem that `verify_file` found.
 
     Attributes:
         path: the file.
         tensor: the tensor's name; None if the file as a whole is bad.
-        offset: byte offset of the tensor's frame in the file; None like `tensor`.
-        message: what is wrong, complete.
+        offset: byte offset of the tensor's frame in the file; None if `tensor` is.
+        message: the full error message.
     """
 
     path: Path
@@ -124,10 +123,10 @@ class FolderResult:
     Attributes:
         source: the folder that was read.
         output: the folder that was written.
-        original_nbytes: all files of the original folder.
-        packed_nbytes: all files of the packed folder.
+        original_nbytes: the total size of the original folder's files.
+        packed_nbytes: the total size of the packed folder's files.
         files: the model files, in the order of their names.
-        n_copied: files that are the same in both.
+        n_copied: the number of files that were copied.
     """
 
     source: Path
@@ -139,21 +138,21 @@ class FolderResult:
 
     @property
     def ratio(self) -> float:
-        """Original by packed size."""
+        """Original size / packed size."""
         return self.original_nbytes / self.packed_nbytes
 
     @property
     def notice(self) -> str | None:
-        """As that of a file, for all tensors together."""
+        """A warning as for a file, about the tensors of all files."""
         tensors = [part for file in self.files for part in file.tensors]
         return notice_of([(part.nbytes, part.packed_nbytes) for part in tensors])
 
 
 def notice_of(sizes: Sequence[tuple[int, int]]) -> str | None:
-    """What should be known of tensors that packing makes larger; None if they hardly count.
+    """A warning about tensors that packing makes larger; None if they make little difference.
 
     Args:
-        sizes: bytes of each tensor, and of its frame.
+        sizes: the size of each tensor and of its frame, in bytes.
     """
     grown = [(before, after) for before, after in sizes if after > before]
     before, after = (sum(column) for column in zip(*grown, strict=True)) if grown else (0, 0)

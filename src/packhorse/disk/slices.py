@@ -1,9 +1,9 @@
-"""Which bytes of a tensor an index needs, and what is left for the framework's own indexing.
+"""Finds the elements of a tensor that an index needs, and the index that remains to be applied.
 
-An index of integers, slices and `...` is cut to a *box*: the smallest run of consecutive elements
-of the form [i, j, a:b, :, :] that holds all it selects. The box is decoded, and the rest of the
-index is applied to it. Every other index (lists, masks, None) takes the whole tensor as its box, so
-its meaning is the framework's in any case.
+An index of integers, slices and `...` is reduced to a *box*: the smallest run of consecutive
+elements of the form [i, j, a:b, :, :] that holds all selected elements. The box is decoded, and the
+framework applies the remaining index to it. For every other index (lists, masks, None) the box is
+the whole tensor, so that the framework alone decides what the index means.
 """
 
 import math
@@ -21,14 +21,15 @@ _Item: TypeAlias = int | slice
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Consecutive elements of a tensor, and the index to be applied to them.
+    """Consecutive elements of a tensor, and the index to apply to them.
 
     Attributes:
         start: index of the first element, in C order.
         shape: dimensions of the box; their product is the number of elements.
-        inner: index into the box that gives what was asked for.
-        is_view: whether `inner` can give a view of the box that is not all of it in order.
-        is_all: whether it gives all elements of the tensor in order.
+        inner: the index into the box that selects the wanted elements.
+        is_view: whether `inner` may select a view of only some elements of the box, or in another
+            order.
+        is_all: whether the index selects all elements of the tensor in order.
     """
 
     start: int
@@ -39,25 +40,25 @@ class Box:
 
 
 def cut_index(index: Any, shape: tuple[int, ...]) -> Box:
-    """Cut an index to the elements it needs.
+    """Reduce an index to the elements it needs.
 
     Args:
-        index: whatever stands in the brackets.
-        shape: of the whole tensor.
+        index: the object in the brackets.
+        shape: the dimensions of the tensor.
 
     Returns:
-        The box; all of the tensor where nothing less is known to do.
+        The box; the whole tensor if no smaller box is known to be enough.
 
     Raises:
-        IndexError: an integer out of range, or more indices than dimensions.
-        TypeError, ValueError: a slice that Python's own sequences refuse too.
+        IndexError: an integer is out of range, or there are more indices than dimensions.
+        TypeError, ValueError: a slice is wrong, as for Python's own sequences.
     """
     items = _basic_items(index, shape)
     if items is None:
         return Box(0, shape, index, is_view=False)
     start, box, inner, is_view = 0, [], [], False
     stride = math.prod(shape)
-    is_prefix = True  # all axes so far are a single element
+    is_prefix = True  # all axes so far select a single element
     for size, item in zip(shape, items, strict=True):
         stride = stride // size if size else 0
         low, count, rest = _cut_axis(item, size) if is_prefix else (0, size, item)
@@ -72,7 +73,7 @@ def cut_index(index: Any, shape: tuple[int, ...]) -> Box:
 
 
 def _basic_items(index: Any, shape: tuple[int, ...]) -> list[_Item] | None:
-    """The index as one integer or slice for each axis; None if it holds anything else."""
+    """The index as one integer or slice for each axis; None if it contains anything else."""
     parts = index if isinstance(index, tuple) else (index,)
     dots = [place for place, part in enumerate(parts) if isinstance(part, EllipsisType)]
     if len(dots) > 1 or not all(_is_basic(part) for part in parts):
@@ -105,13 +106,13 @@ def _checked(item: Any, size: int, axis: int) -> _Item:
 
 
 def _cut_axis(item: _Item, size: int) -> tuple[int, int, _Item]:
-    """First element needed on an axis, how many, and the index that remains."""
+    """The first element needed on an axis, how many are needed, and the remaining index."""
     if isinstance(item, int):
         return item, 1, 0
     places = range(*item.indices(size))
     if not places:
         return 0, 0, slice(0, 0, places.step)
     low, high = min(places[0], places[-1]), max(places[0], places[-1])
-    # A run backwards ends before element 0, which only None can say.
+    # A backward slice may end before element 0, which only None can express.
     stop = None if places.step < 0 else places[-1] - low + 1
     return low, high - low + 1, slice(places[0] - low, stop, places.step)

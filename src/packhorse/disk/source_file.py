@@ -1,14 +1,15 @@
-"""A file that is read as one: if it changes meanwhile, what was read belongs to no state of it.
+"""Reads a source file, and notices if the file changes in the meantime.
 
-A source is looked at before it is read and once more before anything is made of it: its size, the
-times of its last changes, and whether its name still leads to it. If any of that moved, the work is
-refused, whatever came of it. Two changes escape: writes through a shared mapping to pages that have
-been written to already, which move no time, and those within one tick of the file system's clock,
-some milliseconds. Frames hash what they hold, so even then all that was packed can be unpacked.
+If a file changes while it is read, the bytes that were read may mix two versions of it. So its
+stamp is taken before it is read and compared before the output is complete: its size, the times of
+its last changes, and whether its name still leads to it. If the stamp differs, the work fails. Two
+changes go unnoticed: writes through a shared mapping to pages that were written to before, because
+they change no time, and writes within one tick of the file system's clock, some milliseconds.
+Frames hash the bytes that they hold, so even then everything that was packed can be unpacked.
 
-Bytes are mapped, as a copy of them would cost packing a third of its speed. A process may have some
-65,000 mappings, so small regions are cut from cells of 16 MiB that are mapped as one. Where a file
-is cut short while it is mapped, the core reads zeros; `check` tells (csrc/common/mapping.hpp).
+The file is mapped, because copying would cost packing a third of its speed. A process may have some
+65,000 mappings, so small regions are cut from cells of 16 MiB, each mapped as one. If a file is cut
+short while it is mapped, the core reads zeros and `check` fails (csrc/common/mapping.hpp).
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from packhorse import _core
-from packhorse.disk.header import FileHeader, read_file_header
+from packhorse.disk.safetensors_header import FileHeader, read_file_header
 from packhorse.errors import PackhorseError, TruncationError
 from packhorse.storage.opening import LOST, open_regular
 
 __all__ = ["SourceFile", "Stamp", "check_unchanged", "open_source"]
 
-# Larger regions are mapped by themselves. A batch of tensors (`threads.py`) has eight of them.
+# Larger regions are mapped by themselves; a batch of tensors (`threads.py`) has at most eight.
 _SMALL_NBYTES = 1 << 22
 _CELL_NBYTES = 1 << 24
-_N_CELLS = 3  # of all files together: a model may have hundreds
+_N_CELLS = 3  # of all files in total: a model may have hundreds of files
 
 
 class Stamp(NamedTuple):
-    """What stays the same as long as nobody writes to a file, or puts another in its place."""
+    """Values that stay the same as long as a file is not written to or replaced."""
 
     device: int
     inode: int
@@ -48,9 +49,9 @@ class Stamp(NamedTuple):
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     def difference(self, now: Stamp) -> str:
-        """What happened since, in words; empty if nothing did."""
+        """What happened between this stamp and a later one, in words; empty if nothing did."""
         if (self.device, self.inode) != (now.device, now.inode):
-            return "another file took its place"
+            return "it was replaced by another file"
         if self.nbytes != now.nbytes:
             return f"its size went from {self.nbytes} to {now.nbytes} bytes"
         if self.modified_ns != now.modified_ns:
@@ -59,7 +60,7 @@ class Stamp(NamedTuple):
 
 
 def check_unchanged(path: Path, before: Stamp) -> None:
-    """Compare a file with what it was.
+    """Compare a file with its earlier stamp.
 
     Raises:
         OSError: it was changed, replaced or removed.
@@ -71,16 +72,16 @@ def check_unchanged(path: Path, before: Stamp) -> None:
     if fault:
         raise OSError(
             f"{path}: changed while it was being read ({fault}), so nothing was written; try again "
-            "when nobody writes to it, or use a copy"
+            "when nothing writes to it, or use a copy"
         )
 
 
 class SourceFile:
-    """A file that is open for reading, from the time when it was opened.
+    """A file that is open for reading.
 
     Attributes:
-        path: where it is.
-        stamp: what it was then.
+        path: its path.
+        stamp: its stamp when it was opened.
     """
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
@@ -90,24 +91,25 @@ class SourceFile:
         self.stamp = Stamp.of(os.fstat(file.fileno()))
 
     def header(self) -> FileHeader:
-        """Its header, as that of a safetensors file.
+        """The file's header, read as that of a safetensors file.
 
         Raises:
-            CorruptionError, CompatibilityError: it is none, or of a newer kind.
+            CorruptionError, CompatibilityError: it is not a safetensors file, is damaged, or is too
+                new.
         """
         self._file.seek(0)
         return read_file_header(self._file, str(self.path))
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """A copy of a few bytes; fewer at the end of the file."""
+        """A copy of `nbytes` bytes, or of fewer at the end of the file."""
         return os.pread(self._file.fileno(), nbytes, offset)
 
     def map(self, offset: int, nbytes: int) -> memoryview:
         """A part of the file, read-only, without a copy.
 
         Args:
-            offset: first byte.
-            nbytes: how many.
+            offset: the first byte.
+            nbytes: the number of bytes.
 
         Raises:
             TruncationError: the file has been cut short since its headers were read.
@@ -115,12 +117,12 @@ class SourceFile:
         end = min(os.fstat(self._file.fileno()).st_size, self.stamp.nbytes)
         if offset + nbytes > end:
             raise TruncationError(
-                f"cut short while it was read: bytes {offset} to {offset + nbytes} are needed, and "
-                f"it has {end}; try again when nobody writes to it"
+                f"cut short while it was being read: bytes {offset} to {offset + nbytes} are "
+                f"needed, but it has {end} bytes; try again when nothing writes to it"
             )
         if nbytes > _SMALL_NBYTES:
             return self._map(offset, nbytes)
-        if nbytes == 0:  # the system maps no empty region
+        if nbytes == 0:  # the system cannot map an empty region
             return memoryview(b"")
         number = offset // _CELL_NBYTES
         start = offset - number * _CELL_NBYTES
@@ -137,20 +139,20 @@ class SourceFile:
         return cell
 
     def close(self) -> None:
-        """Let go of what is mapped, but for what was handed out."""
+        """Release the mappings, except those that callers still use."""
         global _cells
         _cells = tuple(item for item in _cells if item[0] is not self)
 
     def _map(self, offset: int, nbytes: int) -> memoryview:
-        """The mapping ends with the last view of it."""
+        """Map a region; the mapping ends with the last view of it."""
         return self._mapper.map(self._file.fileno(), offset, nbytes)
 
     def now(self) -> Stamp:
-        """What the file that was opened is now."""
+        """The current stamp of the file that was opened."""
         return Stamp.of(os.fstat(self._file.fileno()))
 
     def check(self) -> None:
-        """See that all that was read belongs together.
+        """Check that everything that was read belongs to one version of the file.
 
         Raises:
             OSError: the file was changed, replaced or removed since it was opened.
@@ -160,22 +162,24 @@ class SourceFile:
             raise OSError(f"{self.path}: {LOST}; try again when it is whole")
 
 
-# The cells that were mapped last, of any file. Replaced as a whole, for threads; without a lock, as
-# a fork might find that taken, so one may now and then stay until three others have come. It is no
-# attribute of the class: the end of a mapping lets go of Python's lock, and while such an attribute
-# is replaced, Python's cache of them gives its old value, though gone, to other threads (3.11).
+# The cells that were mapped last, of any file. Threads replace the tuple as a whole. There is no
+# lock, because a fork might find it taken; so a closed file's cell may occasionally stay until
+# three others have followed. This is not an attribute of the class: ending a mapping releases the
+# GIL, and while a class attribute is replaced, CPython 3.11 gives other threads the old value from
+# its cache, although that value is freed already.
 _cells: tuple[tuple[SourceFile, int, memoryview], ...] = ()
 
 
 @contextmanager
 def open_source(path: Path) -> Iterator[SourceFile]:
-    """Open a file for the time of the block. What fails there because the file changed says so.
+    """Open a file for the time of the block. If the block fails because the file changed, the error
+    says so.
 
-    Whoever makes anything of it calls `check` before that is there for others.
+    A block that writes output calls `check` before the output becomes visible.
 
     Raises:
-        OSError: the system refuses, or the file changed.
-        ValueError: it is no regular file.
+        OSError: the file cannot be opened or read, or it changed.
+        ValueError: it is not a regular file.
     """
     with open_regular(path) as file:
         source = SourceFile(file, path)
@@ -185,7 +189,7 @@ def open_source(path: Path) -> Iterator[SourceFile]:
             source.check()
             raise
         except OSError as error:
-            if error.errno == errno.EFAULT:  # the system came to a part that was cut off
+            if error.errno == errno.EFAULT:  # a system call read a part that was cut off
                 source.check()
             raise
         finally:

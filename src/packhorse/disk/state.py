@@ -1,9 +1,10 @@
-"""A training state as JSON: nested dicts and lists, with a number in the place of each tensor.
+"""A training state as JSON: nested dicts and lists, with a number instead of each tensor.
 
-What JSON has no word for is an object with one key: {"dict": [[key, value], ...]} keeps the order
-and the types of keys, {"tuple": [...]}, {"float": "7ff0000000000000"} the bits of an infinity or a
-NaN, and {"tensor": 3}. All else stands as it is. Nothing is ever pickled: an object of another type
-is refused by its path, such as `optimizer.state[3].foo`, before anything is written.
+Values that JSON cannot express become an object with one key: {"dict": [[key, value], ...]}, which
+keeps the order and the types of keys; {"tuple": [...]}; {"float": "7ff0000000000000"}, with the
+bits of an infinity or a NaN; and {"tensor": 3}. All other values stay as they are. Nothing is ever
+pickled: an object of another type is refused before anything is written, and the error gives its
+path, such as `optimizer.state[3].foo`.
 
 Subclasses come back as the plain type: an OrderedDict as a dict, a torch.Size as a tuple.
 """
@@ -33,12 +34,12 @@ __all__ = [
     "path_below",
 ]
 
-# Top-level names, dotted paths or a predicate on paths: what a caller wants of a state.
+# Which parts of a state a caller wants: top-level names, dotted paths, or a predicate on paths.
 Keys: TypeAlias = Iterable[str] | Callable[[str], bool]
 
-MAX_DEPTH = 64  # of nested containers; a state that contains itself ends here
+MAX_DEPTH = 64  # of nested containers; it also stops a state that contains itself
 _MAX_INT_BITS = 8192
-_MAX_PATH_LENGTH = 1 << 15  # or a long key above many short ones would take hours to walk
+_MAX_PATH_LENGTH = 1 << 15  # otherwise a long key above many short ones would take hours to walk
 _FLOAT = struct.Struct(">d")
 _ABSENT = object()
 
@@ -48,9 +49,9 @@ class Leaf:
     """A tensor found in a state.
 
     Attributes:
-        path: where it stands, such as `model.layers.0.weight` or `optimizer.state[3].exp_avg`.
+        path: its path, such as `model.layers.0.weight` or `optimizer.state[3].exp_avg`.
         tensor: the tensor itself.
-        framework: that it belongs to.
+        framework: the framework that it belongs to.
         dtype: safetensors' name of the dtype.
         shape: the dimensions.
     """
@@ -69,11 +70,10 @@ def encode_state(state: object) -> tuple[Any, list[Leaf]]:
         state: a dict, a list or a tuple.
 
     Returns:
-        The document, in which tensors are numbered in the order in which they stand, and those
-        tensors.
+        The document, in which the tensors are numbered in order, and the tensors.
 
     Raises:
-        TypeError: something in it cannot be kept; the message gives its path.
+        TypeError: an object in it cannot be stored; the message gives its path.
         ValueError: it is nested too deeply, or a string or number cannot be written.
     """
     if not isinstance(state, dict | list | tuple):
@@ -83,10 +83,10 @@ def encode_state(state: object) -> tuple[Any, list[Leaf]]:
 
 
 def find_tensors(state: object) -> dict[str, Leaf]:
-    """The tensors of a state by their paths; what else is in it does not matter.
+    """The tensors of a state by their paths; other values are ignored.
 
     Raises:
-        TypeError: `state` is no container, or holds a tensor that cannot be kept.
+        TypeError: `state` is not a container, or has a tensor that cannot be stored.
         ValueError: it is nested too deeply, or two tensors have the same path.
     """
     if not isinstance(state, dict | list | tuple):
@@ -96,7 +96,7 @@ def find_tensors(state: object) -> dict[str, Leaf]:
     found: dict[str, Leaf] = {}
     for leaf in leaves:
         if found.setdefault(leaf.path, leaf) is not leaf:
-            raise ValueError(f"two tensors stand at {shortened(leaf.path)!r}")
+            raise ValueError(f"two tensors have the path {shortened(leaf.path)!r}")
     return found
 
 
@@ -136,9 +136,9 @@ def _encode(value: object, path: str, depth: int, leaves: list[Leaf]) -> Any:
     framework = framework_of(value)
     if framework is None:
         raise TypeError(
-            f"{shortened(path)}: {type(value).__name__} cannot be kept; a state holds "
+            f"{shortened(path)}: {type(value).__name__} cannot be stored; a state consists of "
             "tensors, dicts, lists, tuples, strings, numbers, booleans and None"
-            + ("; its item() can be kept" if hasattr(value, "item") else "")
+            + ("; store its item() instead" if hasattr(value, "item") else "")
         )
     leaves.append(_leaf(value, path, framework))
     return {"tensor": len(leaves) - 1}
@@ -158,7 +158,8 @@ def _check_keys(value: dict[Any, Any], path: str) -> None:
 
 
 def _plain(key: object) -> object:
-    """A key as it comes back: the members of an enumeration, for one, have another `repr`."""
+    """A key in the plain type in which it will come back; for example, not as a member of an
+    enumeration, which has another `repr`."""
     if isinstance(key, str):
         return str.__str__(key)
     if isinstance(key, bool) or not isinstance(key, int | float):
@@ -191,10 +192,11 @@ def _real(value: float) -> Any:
 
 
 def check_depth(value: object, depth: int) -> None:
-    """Refuse JSON values that are nested more than `depth` deep: a reader may have less room.
+    """Refuse JSON values that are nested more than `depth` deep, which a reader may not be able to
+    parse.
 
     Raises:
-        ValueError: they are.
+        ValueError: they are nested deeper.
     """
     if isinstance(value, dict | list):
         if depth == 0:
@@ -209,7 +211,7 @@ def _check_depth(path: str, depth: int) -> None:
 
 
 def path_below(path: str, key: object) -> str:
-    """The path of what stands at a key of the container at `path`."""
+    """The path of the value at a key of the container at `path`."""
     if not isinstance(key, str):
         return f"{path}[{key!r}]"
     return f"{path}.{key}" if path else key
@@ -220,7 +222,7 @@ class Selection:
 
     def __init__(self, keys: Keys | None) -> None:
         """Args:
-        keys: paths, each of which stands for all below it; or a predicate on the path of each
+        keys: paths, each of which includes all paths below it; or a predicate on the path of each
             tensor or value; None for everything.
         """
         self._predicate = keys if callable(keys) else None
@@ -229,7 +231,7 @@ class Selection:
             listed = [keys] if isinstance(keys, str) else list(keys)
             for key in listed:
                 if not isinstance(key, str):
-                    raise TypeError(f"keys are paths, and {key!r} is no string")
+                    raise TypeError(f"keys must be paths, but {key!r} is not a string")
             self._prefixes = dict.fromkeys(listed, False)
 
     def wants(self, path: str) -> bool:
@@ -238,7 +240,7 @@ class Selection:
             return bool(self._predicate(path))
         if self._prefixes is None:
             return True
-        # Every prefix of the path that ends where a name does, and the path itself.
+        # Each prefix of the path that ends with a name, and the path itself.
         ends = [i for i, char in enumerate(path) if char in ".["]
         found = [part for end in (*ends, len(path)) if (part := path[:end]) in self._prefixes]
         for part in found:
@@ -246,10 +248,10 @@ class Selection:
         return bool(found)
 
     def check_found(self) -> None:
-        """Refuse keys that stood for nothing, once all paths were asked for.
+        """Refuse keys without any tensor or value, once `wants` was called for all paths.
 
         Raises:
-            ValueError: there is one.
+            ValueError: there is such a key.
         """
         for key, found in (self._prefixes or {}).items():
             if not found:
@@ -271,7 +273,7 @@ class _Decoder:
         if not isinstance(value, dict):
             return value if self._selection.wants(path) else _ABSENT
         if len(value) != 1:
-            raise CorruptionError(f"{shortened(path)}: an object of {len(value)} keys, not 1")
+            raise CorruptionError(f"{shortened(path)}: an object has {len(value)} keys, not 1")
         kind, inner = next(iter(value.items()))
         if kind == "dict" and isinstance(inner, list):
             return self._pairs(inner, path, depth)
@@ -287,8 +289,8 @@ class _Decoder:
     def _numbered(self, index: int, path: str) -> Any:
         if index != self.n_tensors:
             raise CorruptionError(
-                f"{shortened(path)}: tensor {shown(index)} stands in the place of tensor "
-                f"{self.n_tensors}"
+                f"{shortened(path)}: found tensor {shown(index)}, but tensor {self.n_tensors} must "
+                "come next"
             )
         self.n_tensors += 1
         return self._tensor(index, path) if self._selection.wants(path) else _ABSENT
@@ -305,10 +307,10 @@ class _Decoder:
         seen = set()
         for pair in pairs:
             if not isinstance(pair, list) or len(pair) != 2:
-                raise CorruptionError(f"{shortened(path)}: {shown(pair)} is no pair")
+                raise CorruptionError(f"{shortened(path)}: {shown(pair)} is not a pair")
             key = _key(pair[0], path)
             if key in seen:
-                raise CorruptionError(f"{shortened(path)}: the key {shown(key)} stands twice")
+                raise CorruptionError(f"{shortened(path)}: the key {shown(key)} occurs twice")
             seen.add(key)
             below = path_below(path, key)
             if len(below) > _MAX_PATH_LENGTH:
@@ -338,7 +340,7 @@ def _special(value: object, path: str) -> float:
         number: float = _FLOAT.unpack(bytes.fromhex(value))[0]
         if not math.isfinite(number):
             return number
-    raise CorruptionError(f"{shortened(path)}: {shown(value)} is no infinity or NaN in hex")
+    raise CorruptionError(f"{shortened(path)}: {shown(value)} is not an infinity or NaN in hex")
 
 
 def decode_state(
@@ -347,16 +349,16 @@ def decode_state(
     """Build a state from JSON values.
 
     Args:
-        document: as `encode_state` made it; every rule of docs/snapshots.md is checked.
-        tensor: gives the tensor of a number and its path.
-        keys: which parts are wanted; None for all. Members of lists that are not are None.
+        document: the document of `encode_state`; every rule of docs/snapshots.md is checked.
+        tensor: takes the number and the path of a tensor and returns the tensor.
+        keys: which parts are wanted; None for all. Unwanted items of lists become None.
 
     Returns:
         The state, and how many tensors the document has.
 
     Raises:
         CorruptionError: the document breaks a rule.
-        ValueError: a key stands for nothing.
+        ValueError: there is nothing at a key.
     """
     selection = Selection(keys)
     decoder = _Decoder(tensor, selection)
@@ -364,14 +366,14 @@ def decode_state(
         raise CorruptionError(f"the state is {shown(document)}, not a container")
     state = decoder.decode(document, "", 0)
     if not isinstance(state, dict | list | tuple) and state is not _ABSENT:
-        raise CorruptionError("the state is no container")
+        raise CorruptionError("the state is not a container")
     selection.check_found()
     return ({} if state is _ABSENT else state), decoder.n_tensors
 
 
 @dataclass(frozen=True, slots=True)
 class _Numbered:
-    """Stands for a tensor."""
+    """A placeholder for a tensor."""
 
     index: int
 
@@ -384,11 +386,11 @@ def list_state(document: object, keys: Keys | None = None) -> tuple[list[int], d
         keys: which parts are wanted; None for all.
 
     Returns:
-        The numbers of the tensors, and what is no tensor by its path: JSON values as in a
-        document, but for empty containers, which are `{}` and `[]`.
+        The numbers of the tensors, and all other values by their paths: JSON values as in a
+        document, except that empty containers are `{}` and `[]`.
 
     Raises:
-        CorruptionError, ValueError: as `decode_state`.
+        CorruptionError, ValueError: as for `decode_state`.
     """
     selection = Selection(keys)
     state, _ = decode_state(document, lambda index, path: _Numbered(index))

@@ -1,8 +1,8 @@
 """A nested state as one packed file (docs/format.md, section 8.2).
 
-The tensors stand in the file under their paths; a pair of its metadata says how they hang together,
-and keeps all that is no tensor. Tensors that are the same memory, such as tied weights, are stored
-once, and are one tensor again when they are read.
+The names of the tensors in the file are their paths in the state. A metadata pair records the
+structure of the state and all other values. Tensors that are the same memory, such as tied weights,
+are stored once, and become the same tensor again when the state is loaded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import BaseLike
-from packhorse.disk.header import METADATA_KEY, FileHeader, build_header
+from packhorse.disk.safetensors_header import METADATA_KEY, FileHeader, build_header
 from packhorse.disk.state import Leaf, decode_state, encode_state, find_tensors
 from packhorse.errors import CompatibilityError, CorruptionError, blaming
 from packhorse.framework import Framework, to_array
@@ -28,19 +28,21 @@ _VERSION = 1
 def lay_out_state(
     state: object, metadata: Mapping[str, str] | None, framework: Framework
 ) -> tuple[FileHeader, Iterator[ByteArray]]:
-    """The header of a file of a nested state, and the tensors' bytes in its order.
+    """The header of a file with a nested state, and the tensors' bytes in the header's order.
 
     Args:
         state: a dict, a list or a tuple.
         metadata: further pairs for the file.
-        framework: the one whose tensors need no word in the record.
+        framework: the framework whose tensors are the default; the record names those of others.
 
     Raises:
-        TypeError: something in the state cannot be kept; the message gives its path.
-        ValueError: it is nested too deeply, or `metadata` has a key that means more.
+        TypeError: an object in the state cannot be stored; the message gives its path.
+        ValueError: it is nested too deeply, or `metadata` has a reserved key.
     """
     if STATE_KEY in (metadata or {}):
-        raise ValueError(f"metadata has the key {STATE_KEY!r}, which is for the state's structure")
+        raise ValueError(
+            f"metadata has the key {STATE_KEY!r}, which is reserved for the state's structure"
+        )
     document, leaves = encode_state(state)
     names = _names(leaves)
     stored = dict(zip(names, leaves, strict=True))
@@ -62,10 +64,10 @@ def _record(document: Any, names: list[str], leaves: list[Leaf]) -> str:
 
 
 def base_by_name(base: BaseLike | None) -> BaseLike | None:
-    """A base as files have it: of a nested state the tensors, by their paths.
+    """Turns a base that is a nested state into tensors by their paths; returns others unchanged.
 
     Raises:
-        TypeError, ValueError: as `find_tensors`.
+        TypeError, ValueError: as for `find_tensors`.
     """
     if not isinstance(base, Mapping) or not any(map(_is_container, base.values())):
         return base
@@ -77,7 +79,8 @@ def _is_container(value: object) -> bool:
 
 
 def _names(leaves: list[Leaf]) -> list[str]:
-    """A name in the file for each tensor: its path, or that of the same memory before it."""
+    """A name in the file for each tensor: its path, or that of an earlier tensor of the same
+    memory."""
     taken = {METADATA_KEY}
     known: dict[object, str] = {}
     names = []
@@ -101,16 +104,16 @@ def _bytes_of(leaf: Leaf) -> ByteArray:
 def rebuild_state(
     tensors: dict[str, Any], metadata: Mapping[str, str] | None, framework: Framework, label: str
 ) -> Any:
-    """The state of a file.
+    """Rebuilds the state of a file.
 
     Args:
-        tensors: all that are in the file, by name.
-        metadata: of the file.
-        framework: that the tensors belong to.
-        label: what messages call the file.
+        tensors: all tensors of the file, by name.
+        metadata: the metadata of the file.
+        framework: the framework that the tensors belong to.
+        label: the name of the file in messages.
 
     Returns:
-        The state; the tensors as they are, if the file holds no more.
+        The state; `tensors` itself, if the file records no structure.
 
     Raises:
         CorruptionError, CompatibilityError: the record of the structure is bad or too new.
@@ -133,7 +136,7 @@ def rebuild_state(
         state, n_tensors = decode_state(record.get("state"), get)
     if n_tensors != len(names):
         raise CorruptionError(
-            f"{label}: {len(names)} tensors have names, and {n_tensors} stand in the state"
+            f"{label}: {len(names)} tensors have names, but {n_tensors} are in the state"
         )
     return state
 
@@ -141,12 +144,12 @@ def rebuild_state(
 def _check_version(version: object, label: str) -> None:
     if type(version) is not int or version < 1:
         raise CorruptionError(
-            f"{label}: version must be an integer from 1, and is {shown(version)}"
+            f"{label}: version must be an integer from 1, but is {shown(version)}"
         )
     if version > _VERSION:
         raise CompatibilityError(
-            f"{label}: version {shown(version)}, and this release reads up to {_VERSION}; upgrade, "
-            "or read the tensors alone: load_file"
+            f"{label}: version {shown(version)}, but this release reads up to {_VERSION}; upgrade, "
+            "or read only the tensors, with load_file"
         )
 
 
@@ -156,12 +159,14 @@ def _checked(
     """The names of the tensors in the state, and the numbers of those that are NumPy arrays."""
     names, arrays = record.get("tensors"), record.get("numpy", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CorruptionError(f"{label}: 'tensors' must be a list of names, and is {shown(names)}")
+        raise CorruptionError(f"{label}: 'tensors' must be a list of names, but is {shown(names)}")
     for name in set(names) ^ tensors.keys():
         where = "in the state" if name in tensors else "in the file"
         raise CorruptionError(f"{label}: tensor {shown(name)} is not {where}")
     if not isinstance(arrays, list) or not all(
         type(i) is int and 0 <= i < len(names) for i in arrays
     ):
-        raise CorruptionError(f"{label}: 'numpy' must be tensors' numbers, and is {shown(arrays)}")
+        raise CorruptionError(
+            f"{label}: 'numpy' must be a list of tensors' numbers, but is {shown(arrays)}"
+        )
     return names, arrays

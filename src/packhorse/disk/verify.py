@@ -1,6 +1,6 @@
-"""Verifying whole packed files: every checksum and every content hash, and on after a bad tensor.
+"""Verifies whole packed files: every checksum and content hash, also after a bad tensor.
 
-Tensors are decoded batch by batch to a buffer of 32 MiB, a large one window by window.
+Tensors are decoded in batches to a buffer of 32 MiB, a large tensor in windows.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from packhorse.arguments import resolve_threads
 from packhorse.disk.base_files import BaseLike, Lender, open_bases
-from packhorse.disk.frames import check_frame
-from packhorse.disk.header import FileHeader, TensorEntry
+from packhorse.disk.packed_frames import check_frame
 from packhorse.disk.packed_header import parse_packed_header
 from packhorse.disk.results import Problem, Progress
+from packhorse.disk.safetensors_header import FileHeader, TensorEntry
 from packhorse.disk.source_file import SourceFile, open_source
 from packhorse.errors import ChangedError, PackhorseError, blaming
 from packhorse.frame import Frame
@@ -26,8 +26,8 @@ from packhorse.threads import batches, map_tensors
 __all__ = ["verify_file"]
 
 _CAPITAL_ESCAPE = (
-    "a JSON escape in the header has capital digits, which Packhorse does not write; probably a "
-    "bit has flipped, and all else is as it was: unpack the file, and pack it again"
+    "a JSON escape in the header has capital digits, which Packhorse does not write; probably one "
+    "bit has flipped, and the rest is intact: unpack the file, and pack it again"
 )
 
 
@@ -39,24 +39,24 @@ def verify_file(
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
 ) -> list[Problem]:
-    """Check every checksum and every content hash of a packed file, and go on after a bad tensor.
+    """Check every checksum and content hash of a packed file, and continue after a bad tensor.
 
     Args:
         src: a packed file.
-        threads: how many to use; None for the cores available, at most 8.
-        progress: called with the logical bytes done since the last call.
-        max_nbytes: a file whose tensors take more bytes together is bad, and none is decoded; None
-            for no limit. Memory is bounded without it: a limit saves time.
-        base: as for `unpack_file`. Without it, tensors that need one are not decoded, and that is
-            one problem.
+        threads: the number of threads; None for one per core, at most 8.
+        progress: called with the number of tensor bytes checked since the last call.
+        max_nbytes: report a file whose tensors take more bytes in total as bad, without decoding
+            any; None for no limit. The limit saves time; memory is bounded without it.
+        base: as for `unpack_file`. Without it, tensors that need a base are not decoded, and one
+            problem reports them.
 
     Returns:
-        All that is wrong; nothing if the file is good.
+        All problems; an empty list if the file is good.
 
     Raises:
-        ValueError: `src` is an ordinary safetensors file, or `threads` is wrong.
-        CorruptionError, CompatibilityError: the base cannot be read.
-        ChangedError: somebody writes to the base.
+        ValueError: `src` is a plain safetensors file, or `threads` is wrong.
+        CorruptionError, CompatibilityError: the base is bad.
+        ChangedError: the base was written to while it was used.
         OSError: a file cannot be read.
 
     Example:
@@ -108,7 +108,7 @@ def _changes(source: SourceFile) -> list[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class _Verifier:
-    """Checks batch after batch, against the recorded header where there is a good one."""
+    """Checks tensors batch by batch, against the recorded header if that is good."""
 
     source: SourceFile
     header: FileHeader
@@ -116,17 +116,17 @@ class _Verifier:
     max_nbytes: int | None
     lender: Lender
     window: Window = field(default_factory=Window)
-    # Those that need a base where none was given, by offset.
+    # By offset, the tensors that need a base although none was given.
     unlent: dict[int, TensorEntry] = field(default_factory=dict)
 
     def nbytes_of(self, entry: TensorEntry) -> int:
-        """Bytes of a tensor as recorded; of its frame where nothing is."""
+        """The recorded size of a tensor; the size of its frame if there is no record."""
         return self.originals.get(entry.name, entry).nbytes
 
     def batch(self, entries: Sequence[TensorEntry], threads: int) -> list[Problem | None]:
-        """What is wrong with each."""
+        """The problem of each tensor, or None."""
         sizes = [self.nbytes_of(entry) for entry in entries]
-        # What a frame that nothing is recorded of takes, only it knows itself.
+        # Without a record, only a frame itself knows the size of its tensor.
         places = self.window.cut(sizes) if self.originals and len(entries) > 1 else None
 
         def check(i: int, threads: int) -> Problem | None:
@@ -141,7 +141,7 @@ class _Verifier:
                     window = places[i] if places else place
                     with self.lender.lend(entries[i].name, frame, threads) as loan:
                         frame.verify(threads=threads, window=window, base=loan.data)
-            except ChangedError:  # nothing is known of the file then
+            except ChangedError:  # the base changed, so nothing is known about the file
                 raise
             except PackhorseError as error:
                 return Problem(self.source.path, entries[i].name, offset, str(error))
@@ -150,7 +150,7 @@ class _Verifier:
         return map_tensors(check, sizes, threads)
 
     def missing_bases(self) -> list[Problem]:
-        """One problem for all tensors that were not decoded for want of a base."""
+        """One problem for all tensors that were not decoded because there is no base."""
         if not self.unlent:
             return []
         offset = min(self.unlent)

@@ -1,8 +1,9 @@
-"""Walking a model folder: everything in it and below, links followed.
+"""Walks a model folder and its subfolders, and follows links.
 
-Links are followed because a download cache is made of them. A real folder is walked once, however
-many links lead to it: else a few dozen links could stand for more files than there are atoms. Where
-the folder itself lies in the tree, that is where it is walked; the links to it are told apart.
+Links are followed because a download cache consists of links. Each real folder is walked once,
+however many links lead to it; otherwise a few dozen links could stand for more files than there are
+atoms. If the folder itself is in the tree, it is walked there, and the links to it are returned
+separately.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ from packhorse.storage.opening import kind_of
 
 __all__ = ["walk"]
 
-_MAX_DEPTH = 100  # folders in folders; far from where walking or removing them exhausts the stack
+_MAX_DEPTH = 100  # nested folders; few enough to walk or remove them without a stack overflow
 
-_Identity: TypeAlias = tuple[int, int]  # of a folder: its device and its number there
+_Identity: TypeAlias = tuple[int, int]  # the device of a folder, and its number there
 
 
 def walk(folder: Path, links: dict[Path, Path] | None = None) -> Iterator[Path]:
-    """Everything below a folder, each folder before what is in it, and each real folder once.
+    """All paths below a folder, each folder before its content, and each real folder once.
 
     Args:
         folder: where to begin.
-        links: gets, while the iteration runs, each link to a folder that is not followed because
-            that folder stands elsewhere in the tree too: where the link is, and where the folder.
+        links: is filled while the iteration runs: maps each link that is not followed, because its
+            folder is elsewhere in the tree too, to the path of that folder.
 
     Raises:
-        ValueError: a folder lies in itself, or too deep, or holds a pipe, a socket or a device.
+        ValueError: a folder contains itself, is nested too deeply, or contains a pipe, a socket or
+            a device.
         FileNotFoundError: a link leads nowhere.
         OSError: a folder cannot be read.
     """
@@ -43,10 +45,10 @@ class _Walk:
         self._places = dict(_real_folders(root))  # where each folder is walked
 
     def below(self, folder: Path, above: tuple[_Identity, ...]) -> Iterator[Path]:
-        """Everything below a folder that lies in these others."""
+        """All paths below a folder; `above` are the folders that it is in."""
         above = (*above, _identity(folder.stat()))
         if len(above) > _MAX_DEPTH:
-            raise ValueError(f"{folder}: folders lie more than {_MAX_DEPTH} deep in each other")
+            raise ValueError(f"{folder}: folders are nested more than {_MAX_DEPTH} deep")
         for path in sorted(folder.iterdir()):
             _check(path)
             if not path.is_dir():
@@ -58,7 +60,7 @@ class _Walk:
     def _is_walked_here(self, path: Path, above: tuple[_Identity, ...]) -> bool:
         identity = _identity(path.stat())
         if identity in above:
-            raise ValueError(f"{path}: a link to a folder that it lies in; take it away")
+            raise ValueError(f"{path}: a link to a folder that contains it; remove the link")
         place = self._places.setdefault(identity, path)
         if place != path:
             self._links[path] = place
@@ -66,11 +68,11 @@ class _Walk:
 
 
 def _real_folders(folder: Path) -> Iterator[tuple[_Identity, Path]]:
-    """The folders that lie in a folder without any link, by identity."""
+    """The folders below a folder that are reached without a link, with their identities."""
     top = len(folder.parts)
     for parent, names, _ in os.walk(folder, onerror=_raise):
         if len(Path(parent).parts) - top > _MAX_DEPTH:
-            names.clear()  # what is deeper is refused later
+            names.clear()  # `below` refuses deeper folders
         for name in names:
             path = Path(parent, name)
             if not path.is_symlink():
@@ -86,7 +88,7 @@ def _check(path: Path) -> None:
         raise FileNotFoundError(f"{path}: a link to nothing; get the model again")
     if not path.is_dir() and not path.is_file():
         kind = kind_of(path.stat())
-        raise ValueError(f"{path}: {kind}, neither a file nor a folder; take it away")
+        raise ValueError(f"{path}: {kind}, neither a file nor a folder; remove it")
 
 
 def _identity(status: os.stat_result) -> _Identity:

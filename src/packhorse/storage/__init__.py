@@ -1,3 +1,3 @@
-"""Where bytes lie: file systems near and far, output that is whole or absent, careful JSON."""
+"""Local and remote file systems, output that is complete or absent, and careful JSON."""
 
 __all__: list[str] = []

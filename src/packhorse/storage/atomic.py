@@ -1,14 +1,14 @@
-"""Output that is there whole or not at all.
+"""Writes files and folders that are complete or absent.
 
-A file is written under a temporary name beside its destination, flushed to the disk and renamed
-over the destination in one step; then the folder is flushed. Whatever ends the work before that (an
-exception, Ctrl-C, a full disk) removes the temporary file. A folder goes the same way: it is built
-under a temporary name, then renamed.
+A file is written under a temporary name beside its destination, flushed to the disk and renamed to
+the destination in one step; then the folder is flushed. If the work ends before that (by an
+exception, Ctrl-C or a full disk), the temporary file is removed. A folder is treated in the same
+way: it is built under a temporary name, then renamed.
 
-Nothing that exists is overwritten unless the caller says so, and never the input, by whatever link
-it is reached. That is asked before any work is done, and holds again in the last step, as another
-process may have been there meanwhile. A killed process can leave a `.packhorse-*.tmp` behind;
-nothing ever reads it, and it may be deleted.
+Existing output is only replaced if the caller allows it, and the input never, even if it is reached
+by a link. This is checked before any work, and again in the last step, because another process may
+have written there in the meantime. A killed process can leave a `.packhorse-*.tmp` behind; nothing
+ever reads it, and it may be deleted.
 """
 
 from __future__ import annotations
@@ -37,19 +37,18 @@ __all__ = [
     "temporary_beside",
 ]
 
-_WRITE_NBYTES = (
-    1 << 26
-)  # per system call, so that Ctrl-C is answered while a huge tensor is written
+# Bytes per system call; few enough for a quick reaction to Ctrl-C while a huge tensor is written.
+_WRITE_NBYTES = 1 << 26
 _TEMPORARY = (".packhorse-", ".tmp")
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF, errno.EPERM)
 
 
 class OutputFile:
-    """The file being written: append, and patch what was written.
+    """A file that is being written: appends bytes, and overwrites bytes that were appended.
 
     Attributes:
-        nbytes: bytes appended so far.
+        nbytes: the number of bytes appended so far.
     """
 
     def __init__(self, descriptor: int, destination: Path) -> None:
@@ -61,7 +60,7 @@ class OutputFile:
         """Append all of `data`.
 
         Raises:
-            OSError: the system refuses (a full disk, a quota); it names the destination.
+            OSError: the bytes cannot be written (a full disk, a quota); it names the destination.
         """
         self.nbytes += self._write_at(self.nbytes, data)
 
@@ -89,19 +88,19 @@ def check_output_file(
     """Refuse a destination that must not be written, before any work is done.
 
     Args:
-        destination: where the output shall be.
-        source: the input, which must be another file by whatever link.
-        force: an existing file may be replaced.
+        destination: the path of the output.
+        source: the input; the output must not be the same file, not even by a link.
+        force: whether an existing file may be replaced.
 
     Raises:
-        ValueError: the output is the input, or no regular file.
-        FileExistsError: it exists and `force` is False.
-        IsADirectoryError: it is a folder.
-        FileNotFoundError: its folder does not exist.
+        ValueError: the output is the input, or is not a regular file.
+        FileExistsError: the output exists and `force` is False.
+        IsADirectoryError: the output is a folder.
+        FileNotFoundError: the output's folder does not exist.
     """
     if not destination.parent.is_dir():
         raise FileNotFoundError(
-            f"{destination}: there is no folder {destination.parent}; make it, or name another"
+            f"{destination}: there is no folder {destination.parent}; create it, or name another"
         )
     if not os.path.lexists(destination):
         return
@@ -126,16 +125,16 @@ def atomic_file(
     """Write a file that appears under its name only when the block ends without an exception.
 
     Args:
-        destination: where it shall be. A link there is replaced, not followed.
+        destination: the path of the file. A link there is replaced, not followed.
         source: the input, which the destination must not be.
-        force: an existing file may be replaced.
-        like: status of a file whose permission bits are taken over; None for the usual ones.
+        force: whether an existing file may be replaced.
+        like: the status of a file whose permission bits the new file gets; None for the usual ones.
 
     Yields:
         The file to write to.
 
     Raises:
-        OSError, ValueError: as `check_output_file` says, or the system refuses to write.
+        OSError, ValueError: as for `check_output_file`; or the file cannot be written.
     """
     check_output_file(destination, source=source, force=force)
     temporary = temporary_beside(destination)
@@ -171,7 +170,7 @@ def _commit_file(temporary: Path, destination: Path, *, force: bool) -> None:
 
 def _exists(destination: Path, what: str = "") -> FileExistsError:
     return FileExistsError(
-        f"{destination}: exists already{what}; allow replacing it (force, --force) or name another"
+        f"{destination}: already exists{what}; allow replacing it (force, --force) or name another"
     )
 
 
@@ -180,16 +179,16 @@ def atomic_folder(destination: Path, replaceable: Iterable[Path] | None) -> Iter
     """Build a folder that appears under its name only when the block ends without an exception.
 
     Args:
-        destination: where it shall be; nothing, an empty folder, or a folder to be replaced.
-        replaceable: paths below the destination that may vanish with an old folder there; None if
-            an old folder must be empty.
+        destination: the path of the folder. An empty folder may be there, or a folder to replace.
+        replaceable: paths below the destination that may be removed with an old folder; None if an
+            old folder must be empty.
 
     Yields:
         The temporary folder to build in, beside the destination.
 
     Raises:
-        FileExistsError: the destination holds what may not be replaced.
-        OSError: the system refuses.
+        FileExistsError: the destination contains a path that may not be removed.
+        OSError: the folder cannot be written.
     """
     _check_folder(destination, replaceable)
     temporary, built = temporary_beside(destination), None
@@ -203,7 +202,7 @@ def atomic_folder(destination: Path, replaceable: Iterable[Path] | None) -> Iter
             sync_folder(Path(folder))
         _commit_folder(temporary, destination, replaceable)
     except BaseException:
-        if _identity(temporary) in (built, None):  # else it is the old one, which nothing put back
+        if _identity(temporary) in (built, None):  # otherwise it is the old folder, not put back
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_folder(destination.parent)
@@ -212,7 +211,7 @@ def atomic_folder(destination: Path, replaceable: Iterable[Path] | None) -> Iter
 def _check_folder(destination: Path, replaceable: Iterable[Path] | None) -> None:
     if not destination.parent.is_dir():
         raise FileNotFoundError(
-            f"{destination}: there is no folder {destination.parent}; make it, or name another"
+            f"{destination}: there is no folder {destination.parent}; create it, or name another"
         )
     if not os.path.lexists(destination):
         return
@@ -222,7 +221,8 @@ def _check_folder(destination: Path, replaceable: Iterable[Path] | None) -> None
 
 
 def _check_replaceable(folder: Path, destination: Path, replaceable: Iterable[Path] | None) -> None:
-    """Refuse a folder, which is or was at the destination, for what may not vanish with it."""
+    """Refuse to replace a folder, which is or was at the destination, if it has a path that may not
+    be removed."""
     allowed = set(replaceable or ())
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, name).relative_to(folder) for name in names):
@@ -230,7 +230,7 @@ def _check_replaceable(folder: Path, destination: Path, replaceable: Iterable[Pa
                 raise _exists(destination, " and is not empty")
             if path not in allowed:
                 raise FileExistsError(
-                    f"{destination}: holds {path}, which the new folder would not have; move it "
+                    f"{destination}: contains {path}, which the new folder would not have; move it "
                     "away or name another output"
                 )
 
@@ -238,7 +238,7 @@ def _check_replaceable(folder: Path, destination: Path, replaceable: Iterable[Pa
 def _commit_folder(temporary: Path, destination: Path, replaceable: Iterable[Path] | None) -> None:
     with _naming(destination):
         try:
-            os.rename(temporary, destination)  # replaces an empty folder, and nothing else
+            os.rename(temporary, destination)  # replaces only an empty folder
             return
         except OSError as error:
             if error.errno not in _IN_THE_WAY:
@@ -250,8 +250,8 @@ def _commit_folder(temporary: Path, destination: Path, replaceable: Iterable[Pat
 
 
 def _swap(temporary: Path, destination: Path, replaceable: Iterable[Path]) -> None:
-    """Put `temporary` in the place of `destination`. The old one comes back if it has by now what
-    may not vanish, and if anything fails."""
+    """Replace the folder `destination` by `temporary`. The old folder is put back if it has got a
+    path that may not be removed, or if anything fails."""
     built, old = _identity(temporary), temporary_beside(destination)
     try:
         if exchange(temporary, destination):
@@ -266,12 +266,13 @@ def _swap(temporary: Path, destination: Path, replaceable: Iterable[Path]) -> No
     try:
         shutil.rmtree(old)
     except BaseException:
-        shutil.rmtree(old, ignore_errors=True)  # interrupted: once more, and the last time
+        shutil.rmtree(old, ignore_errors=True)  # interrupted: try once more
         raise
 
 
 def _put_back(built: tuple[int, int] | None, temporary: Path, destination: Path, old: Path) -> None:
-    """The old folder to its place, and the new one to `temporary`, however far a swap came."""
+    """Move the old folder back to its place, and the new one to `temporary`, at whatever step the
+    swap failed."""
     if os.path.lexists(old):
         if _identity(destination) == built:
             os.rename(destination, temporary)
@@ -281,7 +282,7 @@ def _put_back(built: tuple[int, int] | None, temporary: Path, destination: Path,
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What tells a folder from any other, by whatever name; None if there is none."""
+    """An identity of a folder that does not depend on its name; None if there is no folder."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -290,17 +291,17 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def temporary_beside(destination: Path) -> Path:
-    """A fresh hidden name in the folder of `destination`."""
+    """A new hidden name in the folder of `destination`."""
     return destination.parent / os.urandom(8).hex().join(_TEMPORARY)
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file has a name that `temporary_beside` gives."""
+    """Whether a name could have come from `temporary_beside`."""
     return name.startswith(_TEMPORARY[0]) and name.endswith(_TEMPORARY[1])
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk, where the file system can do that."""
+    """Flush a folder's entries to the disk, if the file system can do that."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -313,24 +314,24 @@ def sync_folder(folder: Path) -> None:
 
 
 def _mode(like: os.stat_result | None) -> int:
-    """Permissions to create with: private until they are known to be right."""
+    """The permissions to create a file with: private, if others are set when it is complete."""
     return 0o666 if like is None else 0o600
 
 
 @contextmanager
 def _naming(destination: Path) -> Iterator[None]:
-    """Make the system's refusals name the destination, not a temporary file or nothing."""
+    """Make errors of the system name the destination, instead of a temporary file or no file."""
     try:
         yield
     except OSError as error:
-        if error.errno is not None:  # else the message is ours, and names it
+        if error.errno is not None:  # otherwise the message is ours, and names it
             error.filename, error.filename2 = os.fspath(destination), None
         raise
 
 
 @contextmanager
 def _renaming(temporary: Path, destination: Path) -> Iterator[None]:
-    """Make the system's refusals name files by the place they would have had."""
+    """Make errors of the system name files by their final paths."""
     try:
         yield
     except OSError as error:

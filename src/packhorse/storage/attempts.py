@@ -1,14 +1,14 @@
-"""How often a request to S3 is made before it counts as failed.
+"""Limits how often a request to S3 is repeated before it counts as failed.
 
-By default three layers repeat a read: botocore asks five times and waits up to a quarter of a
-minute meanwhile, s3fs does that five times, and where a body is read five times that again. So a
-server that closes every connection is asked 125 times, for minutes, and is refused no better for
-it. Here s3fs repeats everything once, which is what it must do for a body that is cut short and for
-its other special cases, and botocore asks four times. What S3 asks to be repeated (it is too busy,
-or has a fault of its own) still is, for some fifteen seconds.
+By default, three layers repeat a read: botocore tries five times, with pauses of up to a quarter of
+a minute; s3fs does that five times; and when it reads a body, five times again. So it takes 125
+attempts and several minutes to report a server that closes every connection. Here, s3fs tries
+everything twice, which it must do for a body that is cut short and for its other special cases, and
+botocore tries four times. If S3 itself asks for a repetition (it is too busy, or has an internal
+error), that still goes on for some fifteen seconds.
 
-What the user has set stays: the variables and the file of AWS, `config_kwargs`, a session of their
-own, and `S3FileSystem.retries`.
+Settings of the user are kept: the variables and the file of AWS, `config_kwargs`, a session, and
+`S3FileSystem.retries`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from packhorse.late_import import import_late
 
 __all__ = ["with_few_attempts"]
 
-_RETRIES_OF_S3FS = 5  # its default; any other number is somebody's wish
+_RETRIES_OF_S3FS = 5  # its default; any other number was set by the user
 _RETRIES = 2
 _ATTEMPTS = 4
-_MODE = "legacy"  # what botocore does if nobody says; in any other it gives up sooner by itself
+_MODE = "legacy"  # botocore's default; in other modes it gives up sooner anyway
 
 
 def with_few_attempts(fs: Any) -> Any:
-    """A file system that gives up sooner, if this is one of s3fs; else itself.
+    """A file system of s3fs that gives up sooner; any other file system is returned as it is.
 
     Args:
-        fs: a file system of fsspec. It is not changed: others may use it.
+        fs: a file system of fsspec. It is not changed, because others may use it.
     """
     kind: Any = type(fs)
     if kind.__module__ != "s3fs.core" or kind.retries != _RETRIES_OF_S3FS:
@@ -44,12 +44,13 @@ def with_few_attempts(fs: Any) -> Any:
 
 @cache
 def _kind_with_few(kind: Any) -> Any:
-    """The class with another number; its own, as instances are shared with all of a process."""
+    """A subclass with another number of retries. It is a class of its own, because fsspec shares
+    instances of a class with the whole process."""
     return type(kind.__name__, (kind,), {"retries": _RETRIES})
 
 
 def _are_set(options: dict[str, Any]) -> bool:
-    """Whether the user says how often botocore asks."""
+    """Whether the user has set how often botocore tries."""
     session = options.get("session")
     if session is None:
         session = import_late("botocore.session").Session(profile=options.get("profile"))

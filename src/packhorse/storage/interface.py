@@ -1,10 +1,11 @@
-"""What stores and checkpoints ask of a file system.
+"""The interface to a file system, for stores and checkpoints.
 
-Every object is whole or absent. The order of calls is the order in which they survive a loss of
-power. No object that exists is ever changed; small ones may be replaced at once.
+Every object is complete or absent. After a loss of power, the effect of a call is there only if the
+effects of all earlier calls are. An existing object never changes; small objects can be replaced in
+one step.
 
-Paths are relative, parts joined by `/`, and may begin with `..`: a checkpoint names files of
-another so that a folder of both may be moved.
+Paths are relative, with parts joined by `/`. They may begin with `..`: a checkpoint names files of
+another checkpoint like this, so that a folder with both can be moved.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ __all__ = ["Object", "Sink", "Stamp", "Storage", "check_region"]
 
 
 class Stamp(NamedTuple):
-    """By what it is seen that an object may be another than before, without reading it.
+    """Shows whether an object may have been replaced, without reading the object.
 
     Attributes:
-        nbytes: its size.
-        changed: stands for when it was written; from 0 to 2^64 - 1.
+        nbytes: its size in bytes.
+        changed: a number that depends on when it was written, from 0 to 2^64 - 1.
     """
 
     nbytes: int
@@ -35,134 +36,135 @@ class Stamp(NamedTuple):
 
 
 class Sink(Protocol):
-    """An object being written."""
+    """An object that is being written."""
 
     nbytes: int
 
     def write(self, data: Buffer) -> None:
-        """Append."""
+        """Append bytes."""
 
     def patch(self, offset: int, data: Buffer) -> None:
-        """Overwrite what was appended before."""
+        """Overwrite bytes that were appended before."""
 
 
 class Object(Protocol):
-    """An object being read. Threads may share it."""
+    """An object that is open for reading. Several threads may use it at once."""
 
     nbytes: int
 
     def region(self, offset: int, nbytes: int) -> memoryview:
-        """Some of its bytes.
+        """Some of the object's bytes.
 
         Raises:
-            TruncationError: it does not have them.
+            TruncationError: the object ends before.
         """
 
     def sketch(self, offset: int, nbytes: int) -> ByteArray:
-        """The same, but what is remote reads as zeros until `fill` was called.
+        """Like `region`, but the bytes of a remote object are zeros until `fill` reads them.
 
         Raises:
-            TruncationError: it does not have them.
+            TruncationError: the object ends before.
         """
 
     def fill(self, parts: Sequence[tuple[ByteArray, int]]) -> None:
-        """Make parts of a sketch real: memory of it, and its offset in the object."""
+        """Read the bytes of parts of sketches. A part is memory of a sketch, and its offset in the
+        object."""
 
 
 class Storage(Protocol):
     """What a store needs of a file system.
 
     Attributes:
-        is_local: whether it is a folder of this machine, where looking at a byte costs no request.
+        is_local: whether it is a folder of this machine, where reading a byte needs no request.
     """
 
     is_local: bool
 
     def label(self, path: str = "") -> str:
-        """What messages call an object; no other has the same."""
+        """The name of an object in messages; no other object has the same."""
 
     def make(self) -> None:
-        """Make the folder, where there are folders."""
+        """Create the folder, if the file system has folders."""
 
     def names(self, folder: str = "") -> list[str]:
-        """Files and folders directly in a folder; none if it is not there."""
+        """The names of files and folders directly in a folder; none if it does not exist."""
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The files directly in a folder, and how many bytes each has."""
+        """The files directly in a folder, with their sizes in bytes."""
 
     def files(self, folder: str) -> dict[str, Stamp]:
-        """`<folder>/<file>` of all files one level deeper, and their stamps."""
+        """All files one level deeper, as `<subfolder>/<file>`, with their stamps."""
 
     def stamp(self, path: str) -> Stamp:
         """The stamp of an object.
 
         Raises:
-            FileNotFoundError: it is not there.
+            FileNotFoundError: there is no such object.
         """
 
     def exists(self, path: str) -> bool:
         """Whether there is such an object."""
 
     def read(self, path: str, max_nbytes: int) -> bytes:
-        """A small object, whole.
+        """Read a small object as a whole.
 
         Raises:
-            FileNotFoundError: it is not there.
-            CorruptionError: it is longer than that, or no regular file.
+            FileNotFoundError: there is no such object.
+            CorruptionError: it is longer than `max_nbytes`, or is not a regular file.
         """
 
     def open(self, path: str) -> Object:
-        """A large object.
+        """Open a large object for reading.
 
         Raises:
-            FileNotFoundError: it is not there.
-            CorruptionError: it is no regular file.
+            FileNotFoundError: there is no such object.
+            CorruptionError: it is not a regular file.
         """
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
-        """Write a small object in one step; its folder is made if need be.
+        """Write a small object in one step, and create its folder if needed.
 
         Args:
-            path: of the object.
-            data: all of it.
-            replace: there may be one, which is replaced at once.
+            path: the object.
+            data: its bytes.
+            replace: whether an existing object may be replaced, in one step.
         """
 
     def put_cache(self, path: str, data: bytes) -> None:
-        """Write a small object that was not there and can be made again: it appears in one step,
-        but may be lost or cut when the power goes."""
+        """Write a small object that does not exist and can be rebuilt. It appears in one step, but
+        may be lost or cut short if power is lost."""
 
     def create(self, path: str) -> AbstractContextManager[Sink]:
-        """Write a large object that is there when the block ends without an exception."""
+        """Write a large object, which appears when the block ends without an exception."""
 
     def remove(self, path: str) -> None:
-        """Remove an object; it may be gone already."""
+        """Remove an object, if it exists."""
 
     def remove_folder(self, path: str) -> None:
         """Remove a folder if it is empty."""
 
     def flush(self, folder: str) -> None:
-        """Make sure that what was removed from a folder stays removed."""
+        """Make sure that removals from a folder survive a loss of power."""
 
     def remove_temporary(self, folders: Iterable[str]) -> None:
-        """Remove what a killed writer left unfinished; only the one writer may."""
+        """Remove the unfinished files of a killed writer; only the one writer may do this."""
 
     def relative(self, other: Storage, path: str) -> str:
-        """The path of an object of another storage, from this one.
+        """The path of an object of another storage, relative to this one.
 
         Raises:
-            ValueError: the other is on another file system.
+            ValueError: the other storage is on another file system.
         """
 
 
 def check_region(label: str, nbytes: int, offset: int, wanted: int) -> None:
-    """Refuse a region that does not lie in an object.
+    """Refuse a region that is not inside of an object.
 
     Raises:
-        TruncationError: it ends behind it.
+        TruncationError: the region ends after the object.
     """
     if offset + wanted > nbytes:
         raise TruncationError(
-            f"{label}: cut short: bytes {offset} to {offset + wanted} are needed, and it has "
-            f"{nbytes}"
+            f"{label}: cut short: bytes {offset} to {offset + wanted} are needed, but it has "
+            f"{nbytes} bytes"
         )

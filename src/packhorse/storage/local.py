@@ -1,7 +1,8 @@
-"""A folder of this machine as a storage: objects are files, written whole and renamed.
+"""A folder of this machine as a storage: objects are files, which are written and then renamed.
 
-A file is written under a temporary name, flushed, renamed, and its folder flushed (`atomic.py`).
-Paths are resolved by their text, which is why the folder itself is resolved first.
+A file is written under a temporary name, flushed and renamed, and its folder is flushed
+(`atomic.py`). `..` in paths is resolved in the text of the path, so links in the path of the folder
+itself are resolved first.
 """
 
 from __future__ import annotations
@@ -49,26 +50,26 @@ class LocalStorage:
         return Path(self.label(path))
 
     def label(self, path: str = "") -> str:
-        """What messages call an object: its full path."""
+        """The name of an object in messages: its full path."""
         return os.path.normpath(f"{self._text}/{path}")
 
     def make(self) -> None:
-        """Make the folder, so that it stays."""
+        """Create the folder, so that it survives a loss of power."""
         _make_folder(self._root)
 
     def names(self, folder: str = "") -> list[str]:
-        """Files and folders directly in a folder; none if it is not there."""
+        """The names of files and folders directly in a folder; none if it does not exist."""
         try:
             return sorted(os.listdir(self.at(folder)))
         except FileNotFoundError:
             return []
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The files directly in a folder, and how many bytes each has."""
+        """The files directly in a folder, with their sizes in bytes."""
         return {name: stamp.nbytes for name, stamp in _stamps(self.label(folder)).items()}
 
     def files(self, folder: str) -> dict[str, Stamp]:
-        """`<folder>/<file>` of all files one level deeper, and their stamps."""
+        """All files one level deeper, as `<subfolder>/<file>`, with their stamps."""
         found, root = {}, self.label(folder)
         for name in self.names(folder):
             for file, stamp in _stamps(f"{root}/{name}").items():
@@ -84,7 +85,7 @@ class LocalStorage:
         return self.at(path).is_file()
 
     def read(self, path: str, max_nbytes: int) -> bytes:
-        """A small file, whole."""
+        """Read a small file as a whole."""
         with _opened(self.label(path)) as descriptor:
             nbytes = os.fstat(descriptor).st_size
             if nbytes > max_nbytes:
@@ -93,7 +94,7 @@ class LocalStorage:
                 return file.read(nbytes)
 
     def open(self, path: str) -> Object:
-        """A large file, mapped."""
+        """Open a large file, by mapping it."""
         return _MappedFile(self.label(path))
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
@@ -102,7 +103,7 @@ class LocalStorage:
             sink.write(data)
 
     def put_cache(self, path: str, data: bytes) -> None:
-        """Write a small file in one step, and wait for no disk."""
+        """Write a small file in one step, without waiting for the disk."""
         target = self.at(path)
         target.parent.mkdir(exist_ok=True)
         temporary = temporary_beside(target)
@@ -118,7 +119,7 @@ class LocalStorage:
             raise
 
     def create(self, path: str) -> AbstractContextManager[OutputFile]:
-        """Write a file that is there when the block ends without an exception."""
+        """Write a file that appears when the block ends without an exception."""
         return self._writing(path, replace=False)
 
     @contextmanager
@@ -129,7 +130,7 @@ class LocalStorage:
             yield sink
 
     def remove(self, path: str) -> None:
-        """Remove a file; it may be gone already."""
+        """Remove a file, if it exists."""
         self.at(path).unlink(missing_ok=True)
 
     def remove_folder(self, path: str) -> None:
@@ -138,25 +139,25 @@ class LocalStorage:
             self.at(path).rmdir()
 
     def flush(self, folder: str) -> None:
-        """Make sure that what was removed from a folder stays removed."""
+        """Make sure that removals from a folder survive a loss of power."""
         with suppress(FileNotFoundError):
             sync_folder(self.at(folder))
 
     def remove_temporary(self, folders: Iterable[str]) -> None:
-        """Remove what a killed writer left unfinished."""
+        """Remove the unfinished files of a killed writer."""
         for folder in folders:
             for name in filter(is_temporary, _stamps(self.label(folder))):
                 self.remove(f"{folder}/{name}" if folder else name)
 
     def relative(self, other: Storage, path: str) -> str:
-        """The path of a file of another folder, from this one."""
+        """The path of a file of another folder, relative to this one."""
         if not isinstance(other, LocalStorage):
             raise ValueError(f"{other.label()} must be on a local disk, as {self.label()} is")
         return Path(os.path.relpath(other.at(path), self._root)).as_posix()
 
 
 def _stamps(folder: str) -> dict[str, Stamp]:
-    """What lies in a folder but folders, by name; nothing if there is no such folder."""
+    """The stamps of everything in a folder except folders, by name; none if it does not exist."""
     found = {}
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
@@ -168,7 +169,8 @@ def _stamps(folder: str) -> dict[str, Stamp]:
 
 
 def _stamp_of(entry: os.DirEntry[str]) -> Stamp | None:
-    """The stamp of what is no folder; of a link that leads nowhere its own, so that it is seen."""
+    """The stamp of an entry, or None for a folder. A link that leads nowhere has its own stamp, so
+    that it is noticed."""
     try:
         return None if entry.is_dir() else _stamp(entry.stat())
     except OSError:
@@ -182,7 +184,7 @@ def _stamp(status: os.stat_result) -> Stamp:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder and those above it, so that they stay."""
+    """Create a folder and its parents, so that they survive a loss of power."""
     missing = [part for part in (folder, *folder.parents) if not part.is_dir()]
     for part in reversed(missing):
         with suppress(FileExistsError):
@@ -192,7 +194,7 @@ def _make_folder(folder: Path) -> None:
 
 @contextmanager
 def _opened(path: str) -> Iterator[int]:
-    """A descriptor of a regular file; opening a pipe might never end."""
+    """A descriptor of a regular file. Anything else is refused: opening a pipe can wait forever."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -208,7 +210,7 @@ def _opened(path: str) -> Iterator[int]:
 
 
 class _MappedFile:
-    """A file, mapped as a whole; the mapping outlives the file's removal."""
+    """A file that is mapped as a whole; the mapping stays valid if the file is removed."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -216,7 +218,7 @@ class _MappedFile:
             self.nbytes = os.fstat(descriptor).st_size
             self._mapper = _core.FileMapper()
             self._view = memoryview(b"")
-            if self.nbytes:  # the system maps no empty file
+            if self.nbytes:  # the system cannot map an empty file
                 self._view = self._mapper.map(descriptor, 0, self.nbytes)
 
     def region(self, offset: int, nbytes: int) -> memoryview:

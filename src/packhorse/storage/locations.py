@@ -1,4 +1,4 @@
-"""From a path or a URL to the storage that is there: the one place that knows all kinds."""
+"""Opens the storage at a path or URL; the only module that knows all kinds of storage."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ def open_storage(url: str | os.PathLike[str], options: Mapping[str, Any] | None 
 
     Args:
         url: a path, `file://...`, or a URL such as `s3://bucket/run`.
-        options: for the file system of fsspec.
+        options: options for fsspec's file system.
 
     Raises:
-        MissingBackendError: fsspec is not installed, or what it needs for this protocol.
-        OSError: the other side does not answer.
-        TypeError, ValueError: `url` is none, or of an unknown protocol.
+        MissingBackendError: fsspec, or the package that it needs for the protocol, is not
+            installed.
+        OSError: the server does not answer.
+        TypeError, ValueError: `url` is neither a path nor a URL, or its protocol is unknown.
     """
     text = os.fspath(url)
     if not isinstance(text, str):
         raise TypeError(f"url must be a string or a path, not {type(url).__name__}")
     if not text:
-        raise ValueError("url is empty; name a folder, or give a URL")
+        raise ValueError("url is empty; give a folder or a URL")
     if text.startswith(_FILE):
         return LocalStorage(_path_of(text))
     if "://" not in text:
@@ -44,7 +45,7 @@ def open_storage(url: str | os.PathLike[str], options: Mapping[str, Any] | None 
 
 
 def _path_of(url: str) -> str:
-    """The path that a `file://` URL means, as `Path.as_uri` writes it."""
+    """The path of a `file://` URL, as `Path.as_uri` writes it."""
     path = url.removeprefix(_FILE).removeprefix("localhost")
     if not path.startswith("/"):
         raise ValueError(f"{url}: the path must be absolute: {_FILE}/{path}, or give it as a path")
@@ -52,7 +53,7 @@ def _path_of(url: str) -> str:
 
 
 def is_location(url: str | os.PathLike[str]) -> bool:
-    """Whether `open_storage` takes this: a path, or a URL that fsspec understands."""
+    """Whether `open_storage` accepts this: a path, or a URL that fsspec knows."""
     try:
         open_storage(url)
     except (TypeError, ValueError, ImportError):

@@ -1,8 +1,8 @@
-"""Opening files for reading, so that nothing waits: only regular files are opened.
+"""Opens files for reading without ever waiting: only regular files are opened.
 
-To open a pipe waits for somebody who writes to it, and to open a device may set it going. So what
-is named is looked at before it is opened, and again when it is open, as somebody may have put a
-pipe in its place meanwhile; and it is opened in a way that never waits.
+Opening a pipe waits for a writer, and opening a device may start it. So the kind of file is checked
+before it is opened, and again when it is open, because a pipe may have replaced it in the meantime.
+The file is opened in a mode that never waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from io import BufferedReader
 
 __all__ = ["LOST", "kind_of", "naming", "open_regular"]
 
-# What to say of a mapped file when `_core.FileMapper.has_lost`.
+# The message for a mapped file when `_core.FileMapper.has_lost`.
 LOST = "a part of it could not be read: it was cut short after it was opened, or its disk failed"
 
 _KINDS = (
@@ -28,12 +28,12 @@ _KINDS = (
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a regular file for reading, without waiting for anybody.
+    """Open a regular file for reading, without waiting.
 
     Raises:
-        ValueError: it is a pipe, a socket or a device.
-        IsADirectoryError: it is a folder.
-        OSError: it cannot be opened.
+        ValueError: the path leads to a pipe, a socket or a device.
+        IsADirectoryError: it leads to a folder.
+        OSError: the file cannot be opened.
     """
     return open(path, "rb", opener=_open)
 
@@ -54,18 +54,18 @@ def _refuse(path: str, status: os.stat_result) -> None:
         return
     name, kind = os.fsdecode(path), kind_of(status)
     if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(f"{name}: a folder, and a file is needed; name a file in it")
+        raise IsADirectoryError(f"{name}: a folder, but a file is needed; name a file in it")
     raise ValueError(f"{name}: not a regular file, but {kind}; name a model file")
 
 
 def kind_of(status: os.stat_result) -> str:
-    """What something is, in words."""
+    """The kind of a file, in words."""
     return next((words for test, words in _KINDS if test(status.st_mode)), "a file")
 
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Make what the system refuses name a file, where it is asked by a descriptor alone."""
+    """Make errors of the system name a file, for calls that get only its descriptor."""
     try:
         yield
     except OSError as error:

@@ -1,13 +1,12 @@
 """Storage on any file system that fsspec knows: S3, GCS, Azure, memory.
 
-A large object is written to a temporary file of this machine first, because its header is filled in
-last, and then put at once, which is atomic on an object store. Reading asks for ranges of bytes.
-Nothing that was seen before is believed, since another process may have written: listings are not
-taken from a cache.
+A large object is first written to a temporary file of this machine, because its header is filled in
+last, and then uploaded in one call, which is atomic on an object store. Reading requests ranges of
+bytes. Listings are never taken from a cache, because another process may have written since.
 
-Each file system has exceptions of its own for a network that is down, a name that is not known and
-credentials that are refused. Here they all become `OSError` (`_reaching`), with the original as the
-cause: what is no error of Packhorse, of the caller or of the system comes from the other side.
+Each file system has its own exceptions for a network that is down, an unknown name and refused
+credentials. Here they all become `OSError` (`_reaching`), with the original as the cause: an
+exception that is not an error of Packhorse, of the caller or of the system comes from the server.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from packhorse.storage.local import LocalStorage
 __all__ = ["RemoteStorage", "open_remote"]
 
 _OF_EXTRA = ("s3", "s3a")  # protocols whose package the extra `remote` brings
-# Of object stores, which have no folders: to make one would make a bucket.
+# Protocols of object stores without folders: creating one would create a bucket.
 _WITHOUT_FOLDERS = frozenset(("s3", "s3a", "gs", "gcs"))
 _REMEDIES: dict[type, str] = {
     FileNotFoundError: "check the address",
     PermissionError: "check the credentials, and what they allow",
 }
-_READ_NBYTES = 1 << 23  # asked for at once, where frames lie in the order in which they are read
-# Ranges that are this close are fetched as one: a request costs more than the bytes between.
+_READ_NBYTES = 1 << 23  # of a request; frames are often read in the order in which they are stored
+# Ranges this close are fetched as one: a request costs more than the bytes between them.
 _JOIN_NBYTES = 1 << 18
-# By what file systems tell one content of an object from the next.
+# The fields by which file systems show that the content of an object has changed.
 _CHANGE_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
 
 
@@ -52,9 +51,10 @@ def open_remote(url: str, options: dict[str, Any]) -> Storage:
     """The storage at a URL of fsspec.
 
     Raises:
-        MissingBackendError: fsspec is not installed, or what it needs for this protocol.
-        ValueError: it does not know the protocol.
-        OSError: the other side does not answer.
+        MissingBackendError: fsspec, or the package that it needs for the protocol, is not
+            installed.
+        ValueError: fsspec does not know the protocol.
+        OSError: the server does not answer.
     """
     try:
         core: Any = import_late("fsspec.core")
@@ -68,14 +68,14 @@ def open_remote(url: str, options: dict[str, Any]) -> Storage:
             fs, root = core.url_to_fs(url, **options)
         except ImportError as error:
             raise MissingBackendError(f"{url}: {_missing(url, error)}") from error
-    if isinstance(fs, local.LocalFileSystem):  # which would neither flush nor rename
+    if isinstance(fs, local.LocalFileSystem):  # fsspec's own would neither flush nor rename
         return LocalStorage(root)
     with _reaching(url):
         return RemoteStorage(with_few_attempts(fs), root, url)
 
 
 def _missing(url: str, error: ImportError) -> str:
-    """What to install for a protocol; fsspec knows the packages, and the extra has one of them."""
+    """What to install for a protocol. The extra installs s3fs; fsspec names other packages."""
     if url.partition("://")[0] in _OF_EXTRA:
         return "needs s3fs; install it with: pip install 'packhorse[remote]'"
     return f"needs a package that is not installed: {error}"
@@ -83,17 +83,17 @@ def _missing(url: str, error: ImportError) -> str:
 
 @contextmanager
 def _reaching(label: str) -> Iterator[None]:
-    """Raise what goes wrong on the way to an object or on the other side as `OSError`.
+    """Turn errors of the network and of the server into `OSError`.
 
     Args:
-        label: of the object, to be named.
+        label: the name of the object in messages.
     """
     try:
         yield
     except (PackhorseError, MemoryError, TypeError, ValueError, NotImplementedError):
         raise
     except Exception as error:
-        # Of Python's exceptions the nearest: FileNotFoundError, PermissionError, TimeoutError.
+        # The closest exception of Python: FileNotFoundError, PermissionError or TimeoutError.
         kinds = (kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
         kind = next(kind for kind in kinds if issubclass(kind, OSError) or kind is Exception)
         words = " ".join(str(error).split()) or type(error).__name__
@@ -119,26 +119,27 @@ class RemoteStorage:
         return _joined(self._root, path)
 
     def label(self, path: str = "") -> str:
-        """What messages call an object."""
+        """The name of an object in messages."""
         return f"{self._protocol}://{_joined(self._place, path)}"
 
     def make(self) -> None:
-        """Make the folder, where there are folders."""
+        """Create the folder, if the file system has folders."""
         self._make_folder(self._root)
 
     def names(self, folder: str = "") -> list[str]:
-        """Files and folders directly in a folder; none if it is not there."""
+        """The names of files and folders directly in a folder; none if it does not exist."""
         self._fs.invalidate_cache()
         try:
             with _reaching(self.label(folder)):
                 found = self._fs.ls(self.at(folder), detail=False)
         except FileNotFoundError:
             return []
-        paths = {path.rstrip("/") for path in found} - {self.at(folder)}  # which may be an object
+        # A store may have an object with the name of the folder itself.
+        paths = {path.rstrip("/") for path in found} - {self.at(folder)}
         return sorted(path.rpartition("/")[2] for path in paths)
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """The files directly in a folder, and how many bytes each has."""
+        """The files directly in a folder, with their sizes in bytes."""
         found = {path.rpartition("/"): info for path, info in self._find(folder).items()}
         return {
             name: _stamp(info).nbytes
@@ -147,7 +148,7 @@ class RemoteStorage:
         }
 
     def files(self, folder: str) -> dict[str, Stamp]:
-        """`<folder>/<file>` of all files one level deeper, and their stamps."""
+        """All files one level deeper, as `<subfolder>/<file>`, with their stamps."""
         found = {tuple(path.rsplit("/", 2)): info for path, info in self._find(folder).items()}
         return {
             "/".join(part[1:]): _stamp(info)
@@ -156,7 +157,7 @@ class RemoteStorage:
         }
 
     def _find(self, folder: str) -> dict[str, dict[str, Any]]:
-        """All files below a folder; one listing, where there are no folders."""
+        """All files below a folder; in a store without folders, this takes one listing."""
         self._fs.invalidate_cache()
         try:
             with _reaching(self.label(folder)):
@@ -168,7 +169,7 @@ class RemoteStorage:
     def stamp(self, path: str) -> Stamp:
         """The stamp of an object."""
         folder, _, file = path.rpartition("/")
-        found = self._find(folder)  # listings do not write times as `info` does
+        found = self._find(folder)  # not `info`, which writes times differently from listings
         if self.at(path) not in found:
             raise FileNotFoundError(errno.ENOENT, f"there is no {file}", self.label(path))
         return _stamp(found[self.at(path)])
@@ -187,7 +188,7 @@ class RemoteStorage:
         return full
 
     def read(self, path: str, max_nbytes: int) -> bytes:
-        """A small object, whole."""
+        """Read a small object as a whole."""
         with _reaching(self.label(path)):
             data = self._head(self._fresh(path), max_nbytes + 1)
         if len(data) > max_nbytes:
@@ -201,27 +202,27 @@ class RemoteStorage:
         except FileNotFoundError:
             raise
         except (OSError, ValueError):
-            if self._fs.size(full) == 0:  # S3 gives no range of an empty object
+            if self._fs.size(full) == 0:  # S3 refuses a range of an empty object
                 return b""
             raise
         return data
 
     def open(self, path: str) -> Object:
-        """A large object, read in ranges."""
+        """Open a large object, which is read in ranges."""
         return _RemoteObject(self._fs, self._fresh(path), self.label(path))
 
     def put(self, path: str, data: bytes, *, replace: bool = False) -> None:
-        """Write a small object in one step; what is there is replaced in any case."""
+        """Write a small object in one step; an existing one is always replaced."""
         self._make_folder(posixpath.dirname(self.at(path)))
         with _reaching(self.label(path)):
             self._fs.pipe_file(self.at(path), data)
 
     def put_cache(self, path: str, data: bytes) -> None:
-        """The same: an object store answers when it is done."""
+        """As `put`: an object store answers when the object is stored."""
         self.put(path, data)
 
     def put_new(self, path: str, data: bytes) -> bool:
-        """Write a small object if there is none; False if there is one, or if nobody can tell."""
+        """Write a small object if none exists; False if one does, or if the store cannot tell."""
         if self.exists(path):
             return False
         self._make_folder(posixpath.dirname(self.at(path)))
@@ -234,7 +235,7 @@ class RemoteStorage:
 
     @contextmanager
     def create(self, path: str) -> Iterator[OutputFile]:
-        """Write an object that is there when the block ends without an exception."""
+        """Write an object that appears when the block ends without an exception."""
         with tempfile.NamedTemporaryFile(prefix="packhorse-") as file:
             yield OutputFile(file.fileno(), Path(file.name))
             self._make_folder(posixpath.dirname(self.at(path)))
@@ -242,37 +243,37 @@ class RemoteStorage:
                 self._fs.put_file(file.name, self.at(path))
 
     def _make_folder(self, folder: str) -> None:
-        """Make a folder, where there are folders."""
+        """Create a folder, if the file system has folders."""
         protocol = self._fs.protocol
         if _WITHOUT_FOLDERS.isdisjoint((protocol,) if isinstance(protocol, str) else protocol):
             with suppress(FileExistsError, NotImplementedError), _reaching(self.label()):
                 self._fs.makedirs(folder, exist_ok=True)
 
     def remove(self, path: str) -> None:
-        """Remove an object; it may be gone already."""
+        """Remove an object, if it exists."""
         with suppress(FileNotFoundError), _reaching(self.label(path)):
             self._fs.rm_file(self.at(path))
 
     def remove_folder(self, path: str) -> None:
-        """Remove a folder if it is empty, where there are folders."""
+        """Remove a folder if it is empty, if the file system has folders."""
         with suppress(OSError, NotImplementedError), _reaching(self.label(path)):
             self._fs.rmdir(self.at(path))
 
     def flush(self, folder: str) -> None:
-        """Nothing to do: an object store answers when it is done."""
+        """Nothing to do: an object store answers when an object is removed."""
 
     def remove_temporary(self, folders: Iterable[str]) -> None:
         """Nothing to do: temporary files are not in the store."""
 
     def relative(self, other: Storage, path: str) -> str:
-        """The path of an object of another folder, from this one."""
+        """The path of an object of another folder, relative to this one."""
         if not isinstance(other, RemoteStorage) or other._fs != self._fs:
             raise ValueError(f"{other.label()} must be on the file system of {self.label()}")
         return posixpath.relpath(other.at(path), self._root)
 
 
 def _stamp(info: dict[str, Any]) -> Stamp:
-    """The stamp of an object, by what its file system tells of it."""
+    """The stamp of an object, from the fields of its file system."""
     change = next((info[key] for key in _CHANGE_KEYS if info.get(key) is not None), None)
     return Stamp(int(info.get("size") or 0), xxhash.xxh3_64_intdigest(repr(change).encode()))
 
@@ -285,7 +286,7 @@ def _joined(root: str, path: str) -> str:
 
 
 class _RemoteObject:
-    """An object that is read in ranges; the last that was read is kept, if it is short."""
+    """An object that is read in ranges; it keeps the last range, if that is short."""
 
     def __init__(self, fs: Any, path: str, label: str) -> None:
         self._fs, self._path, self._label = fs, path, label
@@ -334,5 +335,5 @@ class _RemoteObject:
     def _check_length(self, data: bytes, start: int, stop: int) -> None:
         if len(data) != stop - start:
             raise TruncationError(
-                f"{self._label}: bytes {start} to {stop} were asked for, and {len(data)} came"
+                f"{self._label}: bytes {start} to {stop} were requested, but {len(data)} bytes came"
             )

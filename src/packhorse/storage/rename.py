@@ -1,9 +1,9 @@
-"""Renames that Python does not have: one that replaces nothing, and one that exchanges.
+"""Two kinds of rename that Python lacks: one that never replaces, and one that exchanges.
 
-Whether a name is free is asked before work begins, and may have changed when the work is done. So
-the last step itself must not replace: Linux has `renameat2` for that. Where the system or its file
-system does not know it, a hard link does the same for files; where there are no links either, an
-empty file is made first, which claims the name.
+A name may be free when the work begins, and taken when the work is done. So the last step itself
+must not replace anything; Linux has `renameat2` for that. If the system or the file system does not
+support it, a hard link does the same for files. If there are no hard links either, an empty file is
+created first, which claims the name.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ __all__ = ["exchange", "rename_new"]
 
 _HERE = -100  # AT_FDCWD: paths are relative to the working folder
 _NOREPLACE, _EXCHANGE = 1, 2
-# The C library, the system, the file system, or a sandbox does not know the call or its flags. What
-# is wrong besides, the other ways will tell.
+# Errors if the C library, the system, the file system or a sandbox does not support the call or its
+# flags. If the reason is another, the fallback will report it.
 _UNKNOWN = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
 _NO_LINKS = (*_UNKNOWN, errno.EACCES, errno.EMLINK)
 
 
 def rename_new(source: Path, destination: Path) -> None:
-    """Give a file another name that nothing has.
+    """Rename a file to a name that is free.
 
     Raises:
-        FileExistsError: something has it; the file keeps its own.
-        OSError: the system refuses.
+        FileExistsError: the name is taken; the file keeps its own name.
+        OSError: the file cannot be renamed.
     """
     if _renameat2(source, destination, _NOREPLACE):
         return
@@ -45,10 +45,10 @@ def rename_new(source: Path, destination: Path) -> None:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Let two files or folders have each other's name, in one step.
+    """Exchange the names of two files or folders in one step.
 
     Returns:
-        Whether it was done; False where the system cannot.
+        Whether it was done; False if the system cannot do it.
     """
     return _renameat2(first, second, _EXCHANGE)
 

@@ -1,10 +1,10 @@
-"""JSON from files, read with more care than `json.loads` takes.
+"""Parses JSON from files more strictly than `json.loads`.
 
-Headers and indexes must be one object; no key may stand twice, because readers differ in which of
-the two they believe; NaN and Infinity are no JSON, and neither may a number be read as one; and a
-string must be Unicode text, which an escaped lone surrogate is not. Whatever is wrong is a
-`CorruptionError` that gives the byte offset if there is one. What messages quote from a file is
-cut to a length for people, because a name in it may have a hundred million characters.
+Headers and indexes must be one object. No key may occur twice, because readers differ in which one
+they use. NaN and Infinity are not JSON, and no number may be so large that it becomes infinite.
+Strings must be Unicode text, so escaped lone surrogates are refused. Every fault is a
+`CorruptionError`, with the byte offset if there is one. Messages shorten what they quote from a
+file, because a name in it may have a hundred million characters.
 """
 
 import json
@@ -32,8 +32,8 @@ _REPR.maxother = 40
 
 
 def has_capital_escape(text: bytes) -> bool:
-    """Whether a string has an escape such as \\u001F. It means what \\u001f means, which is what
-    JSON libraries write, so a single bit of the text has probably flipped."""
+    """Whether the text has an escape with a capital digit, such as \\u001F. It means the same as
+    \\u001f, but JSON libraries write small digits, so a bit of the text has probably flipped."""
     return any(match[1] and match[1] != match[1].lower() for match in _ESCAPE.finditer(text))
 
 
@@ -42,14 +42,14 @@ def parse_json(text: bytes, *, label: str, offset: int = 0) -> dict[str, Any]:
 
     Args:
         text: the JSON.
-        label: what messages call it.
+        label: its name in messages.
         offset: byte offset of `text` in the file, for messages.
 
     Returns:
         The object.
 
     Raises:
-        CorruptionError: it is anything else.
+        CorruptionError: the text is not such JSON.
     """
     try:
         string = text.decode("utf-8")
@@ -73,15 +73,15 @@ def parse_json(text: bytes, *, label: str, offset: int = 0) -> dict[str, Any]:
     except RecursionError as error:
         raise CorruptionError(f"{label} is not allowed: nested too deeply") from error
     if not isinstance(document, dict):
-        raise CorruptionError(f"{label} must be a JSON object, and is {json_kind(document)}")
+        raise CorruptionError(f"{label} must be a JSON object, but is {json_kind(document)}")
     return document
 
 
 def check_text(value: str) -> None:
-    """Refuse a string that holds a lone surrogate: UTF-8 cannot write it.
+    """Refuse a string with a lone surrogate, which UTF-8 cannot encode.
 
     Raises:
-        ValueError: it does.
+        ValueError: the string has one.
     """
     try:
         value.encode("utf-8")
@@ -90,12 +90,12 @@ def check_text(value: str) -> None:
 
 
 def json_kind(value: object) -> str:
-    """What JSON calls a value, with its article."""
+    """The JSON type of a value, with its article."""
     return _KINDS.get(type(value), "a number")
 
 
 def shortened(text: str) -> str:
-    """A name or another string as messages give it: whole, or its two ends."""
+    """A string for a message: the whole string, or its two ends if it is long."""
     if len(text) <= _SHOWN_NCHARS:
         return text
     head = text[: _SHOWN_NCHARS - _SHOWN_TAIL_NCHARS]
@@ -103,7 +103,7 @@ def shortened(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Any JSON value as messages give it: its `repr`, cut to a length for people."""
+    """A JSON value for a message: its `repr`, shortened if it is long."""
     return repr(shortened(value)) if isinstance(value, str) else _REPR.repr(value)
 
 
@@ -111,7 +111,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise ValueError(f"the key {shown(key)} stands twice in one object")
+            raise ValueError(f"the key {shown(key)} occurs twice in one object")
         check_text(key)
         _check_strings(value)
         result[key] = value
@@ -119,7 +119,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_strings(value: object) -> None:
-    """Check a string, or those in a list; objects were checked when they were made."""
+    """Check a string, or the strings in a list; objects were checked when they were parsed."""
     if isinstance(value, str):
         check_text(value)
     elif isinstance(value, list):
@@ -128,11 +128,11 @@ def _check_strings(value: object) -> None:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:
     number = float(text)
     if math.isinf(number):  # it would be written as Infinity
-        raise ValueError(f"the number {shortened(text)} is beyond the largest float")
+        raise ValueError(f"the number {shortened(text)} is larger than the largest float")
     return number

@@ -1,6 +1,6 @@
-"""`packhorse snapshot`: the verbs of the snapshot store, built as those of files are.
+"""`packhorse snapshot`: the verbs for snapshot stores, built like the verbs for files.
 
-`app` declares the verbs, `actions` does the work, `rows` is what it hands to `render`, which draws.
+`app` declares the verbs, `actions` does the work and returns `rows`, and `render` draws them.
 """
 
 from packhorse.cli.snapshots.app import snapshot_app

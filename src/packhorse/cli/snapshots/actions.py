@@ -1,4 +1,7 @@
-"""What the verbs of snapshots do: a store in, a row out. Nothing here draws, prints or exits."""
+"""The work of the verbs for snapshots: each takes a store and returns a row.
+
+Nothing here draws, prints or exits.
+"""
 
 import json
 import re
@@ -48,27 +51,27 @@ __all__ = [
     "verify",
 ]
 
-_MAX_KINDS = 24  # more than a screen's worth is no summary
+_MAX_KINDS = 24  # a summary should fit on a screen
 
 
 def open_store(url: str, **options: Any) -> SnapshotStore:
-    """A store that is there.
+    """Opens an existing store.
 
     Raises:
-        FileNotFoundError: nothing is.
+        FileNotFoundError: there is none.
     """
     is_path = "://" not in url
     store = None if is_path and not Path(url).exists() else SnapshotStore(url, **options)
     if store is None or not (is_path or store.exists()):
-        raise FileNotFoundError(f"{url}: there is no such snapshot store; check the path")
+        raise FileNotFoundError(f"{url}: there is no snapshot store here; check the path")
     return store
 
 
 def read_pairs(words: Iterable[str]) -> dict[str, Any]:
-    """Metadata from `K=V`; a value that is JSON is read as such, any other is a string.
+    """Metadata from words `K=V`. A value that is JSON is parsed; any other is a string.
 
     Raises:
-        UsageError: a word has no `=`, or a key stands twice.
+        UsageError: a word has no `=` or an empty key, or a key occurs twice.
     """
     pairs: dict[str, Any] = {}
     for word in words:
@@ -83,7 +86,7 @@ def read_pairs(words: Iterable[str]) -> dict[str, Any]:
 
 
 def _no_number(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 def take(
@@ -101,7 +104,7 @@ def take(
     files = [file for source in sources for file in model_files(source)]
     total = sum(logical_nbytes(file) for file in files)
     with watch(f"take {name}", total) as progress, warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # the row has what they say
+        warnings.simplefilter("ignore", RuntimeWarning)  # the row's notice says the same
         start = time.perf_counter()
         info = store.take_files(
             name, files, base=base, metadata=metadata, replace=replace, progress=progress
@@ -134,7 +137,7 @@ def _time(time: datetime) -> str:
 
 
 def show(store: SnapshotStore, url: str, name: str) -> ShownSnapshot:
-    """One snapshot, by kinds of tensors."""
+    """One snapshot, with a summary by kinds of tensors."""
     found = store.lineage(name)
     info, stored = found.info, found.new_nbytes
     row = SnapshotRow(
@@ -146,7 +149,7 @@ def show(store: SnapshotStore, url: str, name: str) -> ShownSnapshot:
 
 
 def _new(tensors: Iterable[StoredTensor], known: set[bytes]) -> list[StoredTensor]:
-    """Those whose content is not known; it is from now on."""
+    """The tensors whose content is not in `known`; their content is added to it."""
     new = []
     for tensor in tensors:
         if tensor.content_hash not in known:
@@ -160,8 +163,8 @@ def _ratio(nbytes: int, stored_nbytes: int) -> float | None:
 
 
 def _kinds(info: SnapshotInfo, known: set[bytes]) -> list[KindRow]:
-    """The tensors by kind: by where they belong, what they are and their dtype; less finely where
-    that makes too many."""
+    """The tensors by kind: by the part of the state, their role and their dtype. If that gives too
+    many kinds, by role and dtype, and then by dtype alone."""
     namings: tuple[Callable[[StoredTensor], str], ...] = (_part_and_role, _role, lambda tensor: "")
     for naming in namings:
         groups: dict[tuple[str, str], list[StoredTensor]] = {}
@@ -184,7 +187,7 @@ def _kind(kind: str, dtype: str, tensors: list[StoredTensor], known: set[bytes])
 
 
 def _parts(path: str) -> list[str]:
-    """The names in a path, with a star for whatever counts."""
+    """The names in a path, with a star for each number."""
     return ["*" if part.isdigit() else part for part in re.split(r"[.\[\]]+", path) if part]
 
 
@@ -200,7 +203,7 @@ def _role(tensor: StoredTensor) -> str:
 
 
 def diff(store: SnapshotStore, url: str, old: str, new: str, watch: Watch) -> SnapshotsDiff:
-    """What became of the tensors."""
+    """Compare the tensors of two snapshots."""
     with watch(f"diff {old} {new}", None) as progress:
         tensors = store.diff(old, new, progress=progress)
     counts = Counter(str(tensor.change) for tensor in tensors)
@@ -239,7 +242,7 @@ def restore(
 
 
 def verify(store: SnapshotStore, url: str, names: Sequence[str], watch: Watch) -> VerifiedStore:
-    """Compare all checksums, of some snapshots or of all."""
+    """Check all checksums, of some snapshots or of all."""
     wanted: list[str | None] = [*dict.fromkeys(names)] or [None]
     with watch(f"verify {url}", None) as progress:
         start = time.perf_counter()
@@ -255,33 +258,34 @@ def verify(store: SnapshotStore, url: str, names: Sequence[str], watch: Watch) -
 
 
 def doomed(store: SnapshotStore, keep: Sequence[str]) -> list[str]:
-    """Which snapshots pruning would remove, the oldest first.
+    """The snapshots that pruning would remove, the oldest first.
 
     Args:
         store: the store.
-        keep: one number of the newest, or names.
+        keep: the words of `--keep`: a number, for that many of the newest, or names.
 
     Raises:
-        UsageError: it names what is not there, would leave nothing, or can be read in two ways.
+        UsageError: a snapshot does not exist, none would be left, or the word is both a number and
+            a name.
     """
     names = store.names()
     if len(keep) == 1 and keep[0].isdecimal():
         if keep[0] in names:
             raise UsageError(
-                f"--keep {keep[0]}: this is a number, and also the name of a snapshot; give it "
-                f"twice to mean the name, or write 0{keep[0]} to mean the number"
+                f"--keep {keep[0]}: this is a number and also the name of a snapshot; repeat it if "
+                f"you mean the name, or write 0{keep[0]} if you mean the number"
             )
         if int(keep[0]) < 1:
-            raise UsageError("--keep 0 would leave nothing; delete snapshots by name instead")
+            raise UsageError("--keep 0 would remove all; delete snapshots by name instead")
         return names[: -int(keep[0])]
     for name in keep:
         if name not in names:
-            raise UsageError(f"--keep {name}: there is no such snapshot; `list` shows all")
+            raise UsageError(f"--keep {name}: there is no such snapshot; `list` shows all names")
     return [name for name in names if name not in keep]
 
 
 def prune(store: SnapshotStore, url: str, removed: Sequence[str], *, dry_run: bool) -> PrunedStore:
-    """Remove some snapshots, and move what the others need. One that was taken since is kept."""
+    """Remove snapshots, and move what the others need of them. Newer ones than planned are kept."""
     kept = [name for name in store.names() if name not in removed]
     if dry_run or not removed:
         return PrunedStore(url, dry_run, list(removed), kept, [], None if removed else 0)
@@ -300,7 +304,7 @@ def delete(store: SnapshotStore, url: str, names: Sequence[str], *, dry_run: boo
     there, wanted = store.names(), list(dict.fromkeys(names))
     for name in wanted:
         if name not in there:
-            raise UsageError(f"{url}: there is no snapshot {name!r}; `list` shows all")
+            raise UsageError(f"{url}: there is no snapshot {name!r}; `list` shows all names")
     kept = [name for name in there if name not in wanted]
     freed = None if dry_run else sum(store.delete(name) for name in wanted)
     return PrunedStore(url, dry_run, wanted, kept, [], freed)

@@ -36,7 +36,7 @@ Name = Annotated[
     str, typer.Argument(metavar="NAME", help="Name of the snapshot.", show_default=False)
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", "-n", help="Say what would be removed; remove nothing.")
+    bool, typer.Option("--dry-run", "-n", help="Show what would be removed; remove nothing.")
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")]
 
@@ -45,13 +45,13 @@ _Row = TypeVar("_Row")
 
 @dataclass(frozen=True)
 class _Store:
-    """The store of a command line, as `each` wants it."""
+    """The store of a command line, as a job for `each`."""
 
     src: str
 
 
 def _once(url: str, work: Callable[[], _Row], show: Callable[[_Row], None], json: bool) -> _Row:
-    """Do one thing to one store, with errors and JSON as all verbs have them."""
+    """Do one piece of work on a store, with errors and JSON as for all verbs."""
     return each([_Store(url)], lambda job: [work()], show, json)[0]
 
 
@@ -72,14 +72,14 @@ def take(
         str,
         typer.Option(
             "--base", "-b", metavar="auto|none|NAME",
-            help="What deltas may be made against: the newest snapshot, nothing, or one by name.",
+            help="Make deltas against the newest snapshot, none, or the named one.",
         ),
     ] = "auto",
     metadata: Annotated[
         list[str] | None,
         typer.Option(
             "--metadata", "-m", metavar="K=V",
-            help="Kept with it; V is JSON or a string. Repeat it for more.", show_default=False,
+            help="Metadata to store; V is JSON or a string. May be repeated.", show_default=False,
         ),
     ] = None,
     replace: Annotated[
@@ -89,7 +89,7 @@ def take(
     threads: Threads = None,
     json: Json = False,
 ) -> None:  # fmt: skip
-    """Take a snapshot of the tensors of safetensors files; the first one makes the store.
+    """Take a snapshot of the tensors of safetensors files; the first take creates the store.
 
     Examples:
 
@@ -113,8 +113,7 @@ def take(
 
 @snapshot_app.command("list", no_args_is_help=True)
 def list_(store: Store, json: Json = False) -> None:
-    """List the snapshots of a store, the oldest first: what each added to it, and on which it
-    builds.
+    """List the snapshots of a store, the oldest first: what each added, and what it builds on.
 
     Examples:
 
@@ -133,11 +132,11 @@ def show(
     store: Store,
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="Show this snapshot alone.", show_default=False),
+        typer.Argument(metavar="NAME", help="Show only this snapshot.", show_default=False),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Plot size and ratio by snapshot; or, of one snapshot, show what each kind of tensor cost.
+    """Plot the size and ratio of snapshots; for one snapshot, show what each kind of tensor cost.
 
     Examples:
 
@@ -164,14 +163,14 @@ def show(
 def diff(
     store: Store,
     old: Annotated[
-        str, typer.Argument(metavar="A", help="The snapshot to start from.", show_default=False)
+        str, typer.Argument(metavar="A", help="The older snapshot.", show_default=False)
     ],
     new: Annotated[
         str,
-        typer.Argument(metavar="B", help="The snapshot to compare with it.", show_default=False),
+        typer.Argument(metavar="B", help="The snapshot to compare with A.", show_default=False),
     ],
     limit: Annotated[
-        int, typer.Option("--limit", min=0, help="Show at most so many tensors.")
+        int, typer.Option("--limit", min=0, help="How many tensors to show at most.")
     ] = 50,
     threads: Threads = None,
     json: Json = False,
@@ -206,7 +205,7 @@ def restore(
         list[str] | None,
         typer.Option(
             "--keys", "-k", metavar="PATH", show_default=False,
-            help="Only what stands at a path or below. Repeat it for more.",
+            help="Only the values at this path or below it. May be repeated.",
         ),
     ] = None,
     level: Level = LevelName.DEFAULT,
@@ -215,7 +214,7 @@ def restore(
     max_nbytes: MaxNbytes = None,
     json: Json = False,
 ) -> None:  # fmt: skip
-    """Write a snapshot as a safetensors file: tensors by their paths, all else as metadata.
+    """Write a snapshot as a safetensors file: tensors by their paths, other values as metadata.
 
     Examples:
 
@@ -239,13 +238,13 @@ def verify(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="NAME", help="Snapshots to check; all, if none is named.", show_default=False
+            metavar="NAME", help="Snapshots to check; by default all.", show_default=False
         ),
     ] = None,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Decode everything and check every checksum; exit with 1 and list whatever is bad.
+    """Decode everything and check every checksum; list all problems, and exit with 1 if any.
 
     Examples:
 
@@ -273,7 +272,7 @@ def delete(
     yes: Yes = False,
     json: Json = False,
 ) -> None:
-    """Delete snapshots. What others need of them stays; `prune` frees more.
+    """Delete snapshots. Frames that other snapshots need stay; `prune` frees more space.
 
     Examples:
 
@@ -299,7 +298,7 @@ def prune(
         list[str],
         typer.Option(
             "--keep", "-k", metavar="N|NAME", show_default=False,
-            help="How many of the newest to keep; or a name, repeated for more.",
+            help="How many of the newest to keep; or a name, which may be repeated.",
         ),
     ],
     level: Level = LevelName.DEFAULT,
@@ -308,7 +307,7 @@ def prune(
     yes: Yes = False,
     json: Json = False,
 ) -> None:  # fmt: skip
-    """Remove all snapshots but some, and free what only the removed ones needed.
+    """Remove all snapshots except some, and free the space that only the removed ones needed.
 
     Examples:
 
@@ -327,16 +326,16 @@ def prune(
 
 
 def _ask(names: list[str], yes: bool) -> None:
-    """Ask on the terminal whether snapshots may go.
+    """Ask on the terminal whether to remove snapshots.
 
     Raises:
-        UsageError: nobody can be asked, or the answer is no.
+        UsageError: there is no terminal to ask on, or the answer is no.
     """
     if yes:
         return
     if not sys.stdin.isatty():
         raise UsageError(
-            "this removes snapshots, and there is no terminal to ask on; say yes with --yes"
+            "this removes snapshots, and there is no terminal to ask on; confirm with --yes"
         )
     question = render.removal_line(names)
     try:

@@ -1,4 +1,4 @@
-"""Drawing snapshots: tables, a plot of size and ratio, and lines."""
+"""Draws the rows of snapshots: tables, a plot of size and ratio, and lines."""
 
 import json
 from collections.abc import Sequence
@@ -39,25 +39,25 @@ __all__ = [
 ]
 
 _BAR_WIDTH = 18
-_BLOCKS = " ▏▎▍▌▋▊▉█"  # a cell in eighths
+_BLOCKS = " ▏▎▍▌▋▊▉█"  # a cell, filled from 0 to 8 eighths
 _ALWAYS_SHOWN = 50  # rows of a plot
-_METADATA_LENGTH = 120  # characters of a value; --json has all
+_METADATA_LENGTH = 120  # characters of a value that are shown; --json has all
 
 
 def taken_line(row: TakenSnapshot) -> None:
-    """What taking did, on a terminal alone."""
+    """Print what taking did, only on a terminal."""
     new = f"{size(row.nbytes)} -> {size(row.stored_nbytes)}"
     _on_terminal(f"{row.name}: {new}, ratio {_ratio(row.ratio)}, {row.gb_per_s:.2f} GB/s")
 
 
 def growth_warning(row: TakenSnapshot) -> None:
-    """What became larger, on standard error, also in a pipe."""
+    """Print which data became larger, on standard error, in a pipe too."""
     if row.notice is not None:
         warning_line(f"{row.store}: snapshot {row.name!r}: {row.notice}")
 
 
 def restored_line(row: RestoredSnapshot) -> None:
-    """What restoring did, on a terminal alone."""
+    """Print what restoring did, only on a terminal."""
     _on_terminal(
         f"{row.dst}: {row.n_tensors} tensors, {size(row.file_nbytes)}, {row.gb_per_s:.2f} GB/s"
     )
@@ -69,7 +69,7 @@ def _on_terminal(text: str) -> None:
 
 
 def list_table(listed: ListedStore) -> None:
-    """All snapshots, and what they take together."""
+    """Draw all snapshots, and their total."""
     grid = Grid(
         printable(listed.store),
         (
@@ -98,12 +98,12 @@ def list_table(listed: ListedStore) -> None:
 
 
 def _minute(time: str) -> str:
-    """A time of the standard's form without its seconds and its zone, which is always the same."""
+    """A time without its seconds and its time zone, which is always UTC."""
     return time[:16].replace("T", " ")
 
 
 def show_plot(listed: ListedStore) -> None:
-    """What each of the newest snapshots added to the store, and its ratio, as bars."""
+    """Draw what each of the newest snapshots added to the store, and its ratio, as bars."""
     rows = listed.snapshots[-_ALWAYS_SHOWN:]
     left_out = len(listed.snapshots) - len(rows)
     title = f"{listed.store}: {size(listed.nbytes)} in {size(listed.stored_nbytes)}"
@@ -111,7 +111,7 @@ def show_plot(listed: ListedStore) -> None:
     grid = Grid(
         printable(title),
         ("~snapshot", "stored", "> ", "ratio", ">  "),
-        drops=("ratio", "stored"),  # the bars; where it is narrow, names give way first
+        drops=("ratio", "stored"),  # the bars; names are shortened before
         last_drops=("> ", ">  "),
     )
     is_ascii = glyphs_are_ascii()
@@ -130,7 +130,7 @@ def show_plot(listed: ListedStore) -> None:
 
 
 def _bar(value: float, most: float, is_ascii: bool) -> str:
-    """A bar of at most so many cells, in eighths of a cell where the terminal has them."""
+    """A bar of at most `_BAR_WIDTH` cells, drawn in eighths of a cell unless only ASCII is left."""
     share = value / most if most else 0.0
     if is_ascii:
         return "#" * max(round(share * _BAR_WIDTH), value > 0)
@@ -144,7 +144,7 @@ def _damaged(listed: ListedStore) -> None:
 
 
 def show_table(shown: ShownSnapshot) -> None:
-    """A snapshot: what each kind of tensor cost, and all else that is known of it."""
+    """Draw one snapshot: what each kind of tensor cost, its base, its chains and its metadata."""
     row = shown.snapshot
     grid = Grid(
         printable(f"{row.name}, {row.time}"),
@@ -178,7 +178,7 @@ def show_table(shown: ShownSnapshot) -> None:
 
 
 def diff_table(found: SnapshotsDiff, limit: int) -> None:
-    """The tensors that are not equal, at most so many, and how many there are of each."""
+    """Draw the tensors that changed, at most `limit` of them, and count the tensors by change."""
     rows = [row for row in found.tensors if row.change != "equal"]
     if rows:
         grid = Grid(
@@ -206,7 +206,7 @@ def _diff_row(grid: Grid, row: TensorDiff) -> None:
 
 
 def verify_lines(verified: VerifiedStore) -> None:
-    """One line if all is good, one for each problem if not."""
+    """Print one line for a good store, or one for each problem of a bad one."""
     if verified.ok:
         line(f"{verified.store}: ok, {_counted(verified.snapshots)}")
     for problem in verified.problems:
@@ -214,12 +214,12 @@ def verify_lines(verified: VerifiedStore) -> None:
 
 
 def removal_line(names: Sequence[str]) -> str:
-    """What is going to be removed, for a question."""
+    """The snapshots that will be removed, as a line for a question or a dry run."""
     return printable(f"remove {_counted(names)}: {', '.join(names)}")
 
 
 def pruned_lines(row: PrunedStore) -> None:
-    """What was removed, or would be."""
+    """Print what was removed, or what would be."""
     if row.dry_run or not row.removed:
         would = f"would {removal_line(row.removed)}" if row.removed else "nothing to remove"
         draw(safe_text(f"{row.store}: {would} (kept: {_counted(row.kept)})"))

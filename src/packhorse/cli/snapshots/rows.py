@@ -1,7 +1,7 @@
-"""What the actions on snapshots hand to the renderer, and `--json` prints.
+"""The rows that actions on snapshots return and the renderer draws; `--json` prints them.
 
-Sizes are bytes, times seconds, speeds uncompressed GB (10^9 bytes) per second. A ratio is restored
-bytes / stored bytes; None where nothing was stored because all was there already.
+Sizes are in bytes, times in seconds, speeds in uncompressed GB (10^9 bytes) per second. A ratio is
+restored bytes / stored bytes; None if nothing was stored because the store had everything already.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ __all__ = [
 class SnapshotRow:
     """A snapshot of a store.
 
-    `stored_nbytes` are the frames of tensors that no older snapshot has; `base` is the older one
-    that it shares most with, or has most deltas against.
+    `stored_nbytes` is the size of the frames of tensors that no older snapshot has. `base` is the
+    older snapshot with which it shares most tensors, or against which it has most deltas.
     """
 
     name: str
@@ -44,7 +44,7 @@ class SnapshotRow:
 
 @dataclass(frozen=True)
 class SnapshotProblemRow:
-    """One thing that is wrong; no tensor where a file as a whole is at fault."""
+    """One problem; `tensor` is None if it concerns a file as a whole."""
 
     snapshot: str
     tensor: str | None
@@ -54,9 +54,9 @@ class SnapshotProblemRow:
 
 @dataclass(frozen=True)
 class ListedStore:
-    """All snapshots of a store, the oldest first; `stored_nbytes` is what it takes on the disk.
+    """All snapshots of a store, the oldest first; `stored_nbytes` is the size of the store on disk.
 
-    `damaged` are manifests that cannot be read, also beside a good one of the same snapshot.
+    `damaged` lists manifests that cannot be read, even if the same snapshot has a good one too.
     """
 
     store: str
@@ -69,9 +69,9 @@ class ListedStore:
 
 @dataclass(frozen=True)
 class KindRow:
-    """Tensors that play the same part; `stored_nbytes` is what older snapshots did not have.
+    """Tensors of the same kind; `stored_nbytes` counts the frames that older snapshots do not have.
 
-    `n_full` and `n_delta` count those whose frames are the snapshot's own, `n_shared` the others.
+    `n_full` and `n_delta` count the tensors with such a frame, `n_shared` the others.
     """
 
     kind: str
@@ -87,7 +87,7 @@ class KindRow:
 
 @dataclass(frozen=True)
 class ShownSnapshot:
-    """A snapshot by kinds of tensors; `needed_nbytes` is what restoring it reads."""
+    """A snapshot by kinds of tensors; `needed_nbytes` is how much restoring it reads."""
 
     store: str
     snapshot: SnapshotRow
@@ -98,8 +98,8 @@ class ShownSnapshot:
 
 @dataclass(frozen=True)
 class TakenSnapshot:
-    """A snapshot that was taken; `notice` is what should be known of new tensors that are smaller
-    than their frames."""
+    """A snapshot that was taken; `notice` is a warning about new tensors that are smaller than
+    their frames."""
 
     store: str
     name: str
@@ -139,7 +139,7 @@ class RestoredSnapshot:
 
 @dataclass(frozen=True)
 class VerifiedStore:
-    """Snapshots after all their checksums were compared."""
+    """Snapshots whose checksums were checked."""
 
     store: str
     ok: bool

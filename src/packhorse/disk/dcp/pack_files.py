@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from packhorse.disk.header import METADATA_KEY
+from packhorse.disk.safetensors_header import METADATA_KEY
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.layout import MAX_FILE_HEADER_NBYTES
 from packhorse.storage.frames.pack_store import PackLayout, PackStore

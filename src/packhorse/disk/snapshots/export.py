@@ -15,8 +15,8 @@ from typing import Any
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.container import write_packed
-from packhorse.disk.header import FileHeader, build_header
 from packhorse.disk.results import Progress
+from packhorse.disk.safetensors_header import FileHeader, build_header
 from packhorse.disk.snapshots.catalog import Catalog
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
 from packhorse.disk.snapshots.restore import check_limit, read_newest

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from packhorse.disk.snapshots.names import LOCK_FILE
 from packhorse.errors import CorruptionError, PackhorseError
+from packhorse.process import at_fork
 from packhorse.storage.interface import Storage
 from packhorse.storage.local import LocalStorage
 from packhorse.storage.remote import RemoteStorage
@@ -33,8 +34,7 @@ _RENEW_S = 30.0
 void_after_s = 600.0
 settle_s = 2.0  # for a writer to see that another has written the lease after it
 
-_held: set[int] = set()
-_at_fork_is_set = False
+_held: set[int] = set()  # descriptors of the lock files that this process holds
 
 
 class WriterLock(Protocol):
@@ -117,7 +117,7 @@ class FolderLock:
 
     def acquire(self) -> None:
         """Take it."""
-        _close_in_children()
+        at_fork(in_child=_close_held)
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,15 +165,8 @@ class FolderLock:
         os.close(descriptor)
 
 
-def _close_in_children() -> None:
-    """A forked worker of a data loader must not keep the lock of a parent that was killed."""
-    global _at_fork_is_set
-    if not _at_fork_is_set:
-        _at_fork_is_set = True
-        os.register_at_fork(after_in_child=_close_held)
-
-
 def _close_held() -> None:
+    """A forked worker of a data loader must not keep the lock of a parent that was killed."""
     while _held:
         with suppress(OSError):
             os.close(_held.pop())

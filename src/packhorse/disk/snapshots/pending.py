@@ -6,7 +6,6 @@ before the program ends is told by a warning then, and makes the exit code 1 ins
 
 from __future__ import annotations
 
-import atexit
 import os
 import warnings
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 
 from packhorse._core import fail_at_exit
 from packhorse.disk.snapshots.results import SnapshotInfo
+from packhorse.process import at_exit
 
 __all__ = ["Pending", "ToldFuture"]
 
@@ -57,7 +57,8 @@ class Pending:
         self._pid = os.getpid()
         self.told = ToldFuture()
         self.told.set_running_or_notify_cancel()
-        _watch(self)
+        _unheard.add(self)
+        at_exit(_warn_at_exit)
         future.add_done_callback(self._tell)
 
     def _tell(self, future: Future[SnapshotInfo]) -> None:
@@ -106,16 +107,6 @@ class Pending:
 
 # Those that are being written, and those that failed and whose error nobody has raised.
 _unheard: set[Pending] = set()
-_is_watching = False
-
-
-def _watch(pending: Pending) -> None:
-    """Look at a snapshot once more when the program ends."""
-    global _is_watching
-    _unheard.add(pending)
-    if not _is_watching:
-        _is_watching = True
-        atexit.register(_warn_at_exit)
 
 
 def _warn_at_exit() -> None:

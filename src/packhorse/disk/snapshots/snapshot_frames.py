@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from packhorse.disk.header import LENGTH_NBYTES, parse_header
+from packhorse.disk.safetensors_header import LENGTH_NBYTES, parse_header
 from packhorse.disk.snapshots.finder import Finder
 from packhorse.disk.snapshots.names import new_pack, pack_path
 from packhorse.errors import CorruptionError

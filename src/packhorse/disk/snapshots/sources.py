@@ -15,8 +15,8 @@ from pathlib import Path
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.container import PICKLE_SUFFIXES, pickle_advice
 from packhorse.disk.folder_index import PLAIN_SUFFIX
-from packhorse.disk.header import TensorEntry
 from packhorse.disk.model_file import ModelFile
+from packhorse.disk.safetensors_header import TensorEntry
 from packhorse.disk.snapshots.take import State
 from packhorse.disk.source_file import open_source
 from packhorse.storage.frames.casts import find_casts, packing_order

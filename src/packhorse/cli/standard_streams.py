@@ -1,9 +1,9 @@
-"""Standard output and error as they come: closed, full, read by nobody, or of an encoding without
-our glyphs.
+"""Makes standard output and error safe to write to, even if they are closed or full, if a pipe has
+no reader, or if their encoding lacks our glyphs.
 
-Whoever started the program may have closed them, and then an opened file would get their number.
-What standard output refuses is told apart here from what a source or a server does, whoever writes
-to it: our tables, or the libraries that print help and versions.
+If the program was started with a stream closed, a file that it opens would get the stream's number.
+And an error of standard output must not be mistaken for an error of a source or a server, whether
+our tables caused it or a library that prints help and versions.
 """
 
 import errno
@@ -18,18 +18,18 @@ __all__ = ["OutputClosed", "safe_streams"]
 
 
 class OutputClosed(BaseException):
-    """Nobody reads standard output any more: the reader of the pipe has ended.
+    """The reader of the pipe that is standard output has ended.
 
-    No `OSError`, because libraries have answers of their own to that of a closed pipe.
+    It is not an `OSError`, because some libraries handle BrokenPipeError in their own way.
     """
 
 
 @contextmanager
 def safe_streams() -> Iterator[None]:
-    """Make standard output and error fit to be written to while the block runs.
+    """Make standard output and error safe to write to while the block runs.
 
-    What their encoding cannot write becomes an escape. Standard output that is closed or full is an
-    error that says so; standard error that is has no other place to tell it.
+    Characters that their encoding lacks are escaped. If standard output is closed or full, writing
+    to it raises an error that says so. If standard error is, what is written to it is lost.
     """
     before = sys.stdout, sys.stderr
     errors = [(stream, getattr(stream, "errors", None)) for stream in before]
@@ -53,8 +53,8 @@ def _reconfigure(stream: Any, errors: str | None) -> None:
 
 
 def _occupy_closed_descriptors() -> None:
-    """Open something on the numbers of closed streams, so that no file of ours gets them."""
-    with suppress(OSError):  # no file at all may be opened: the first that is needed tells
+    """Open /dev/null on the descriptors of closed streams, so that no other file gets them."""
+    with suppress(OSError):  # no file can be opened at all: the first source reports that
         while True:
             descriptor = os.open(os.devnull, os.O_RDWR)
             if descriptor > 2:
@@ -63,7 +63,7 @@ def _occupy_closed_descriptors() -> None:
 
 
 class _Output:
-    """Standard output that says what refuses."""
+    """Standard output, whose errors say that it is standard output that failed."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -93,11 +93,11 @@ class _Output:
             reason = (error.strerror or str(error)).lower()
             is_closed = error.errno == errno.EBADF
             found = " is closed" if is_closed else f": {reason}"
-            raise OSError(f"standard output{found}; print to somewhere else") from error
+            raise OSError(f"standard output{found}; write it elsewhere") from error
 
 
 class _Errors(_Output):
-    """Standard error: what it refuses is lost."""
+    """Standard error; text that it refuses is lost."""
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:

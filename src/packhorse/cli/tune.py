@@ -1,7 +1,7 @@
-"""What `packhorse tune` does: the matrices of a command line, and for each a row.
+"""The work of `packhorse tune`: finds the matrices of a command line, and returns a row for each.
 
-The device hop searches and measures; this module finds matrices in the headers of model files,
-without loading them, and turns what was found into rows.
+The device hop searches and measures. This module finds the matrices in the headers of model files,
+without loading the files, and turns the device hop's results into rows.
 """
 
 import re
@@ -17,8 +17,8 @@ from packhorse.cli.memory import has_memory_for
 from packhorse.cli.rows import TunedBucket, TunedMatrix
 from packhorse.codecs.weights import WeightArrays
 from packhorse.disk.folder_index import PLAIN_SUFFIX
-from packhorse.disk.header import FileHeader, read_header
 from packhorse.disk.packed_header import is_packed, parse_packed_header
+from packhorse.disk.safetensors_header import FileHeader, read_header
 from packhorse.disk.walk import walk
 from packhorse.errors import MissingBackendError
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WEIGHT_FORMATS
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TuneJob", "check_gpu", "measure", "predict", "tune_jobs"]
 
-_PACKED_SUFFIX = f"weight.{WeightArrays._fields[0]}"  # with the columns of padding
-_ROOM_NBYTES = 1 << 33  # PyTorch takes an eighth of it, and more with CUDA
-_MIN_ROWS = 64  # smaller matrices are no linear layers worth the time
+_PACKED_SUFFIX = f"weight.{WeightArrays._fields[0]}"  # its columns include padding
+_ROOM_NBYTES = 1 << 33  # PyTorch needs an eighth of it, and more with CUDA
+_MIN_ROWS = 64  # smaller matrices are not worth the time
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class TuneJob:
         n_rows: outputs.
         n_columns: inputs.
         form: name of the format.
-        n_matrices: how many of this shape the models have; 0 if it was given as such.
+        n_matrices: how many matrices of this shape the models have; 0 for a shape of `--shape`.
     """
 
     n_rows: int
@@ -51,24 +51,25 @@ class TuneJob:
 
     @property
     def src(self) -> str:
-        """What messages call it."""
+        """The job's name in messages."""
         return f"{self.n_rows}x{self.n_columns} {self.form}"
 
 
 def tune_jobs(
     sources: Iterable[Path], shapes: Iterable[str], forms: Iterable[str]
 ) -> list[TuneJob]:
-    """The matrices of model files and folders, the largest first, and those that are named.
+    """The named shapes, then the matrices of model files and folders, the largest first.
 
     Args:
         sources: model files and folders, packed or not.
-        shapes: "ROWSxCOLUMNS".
+        shapes: shapes as "ROWSxCOLUMNS".
         forms: names of formats.
 
     Raises:
         OSError: a source is missing.
         PackhorseError: a file is bad.
-        UsageError: a shape is none, a source has no matrices, or nothing is named at all.
+        UsageError: a shape is malformed, a source has no matrices, or there is no source and no
+            shape.
     """
     counts: Counter[tuple[int, int]] = Counter()
     for source in sources:
@@ -88,15 +89,18 @@ def _parse_shape(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([1-9]\d{0,8})[xX]([1-9]\d{0,8})", text)
     if found is None or int(found[2]) > MAX_WEIGHT_COLUMNS:
         raise UsageError(
-            f"{text!r} is no shape; give ROWSxCOLUMNS (outputs x inputs), such as 4096x14336, with "
-            f"at most {MAX_WEIGHT_COLUMNS} columns"
+            f"{text!r} is not a shape; give ROWSxCOLUMNS (outputs x inputs), such as 4096x14336, "
+            f"with at most {MAX_WEIGHT_COLUMNS} columns"
         )
     return int(found[1]), int(found[2])
 
 
 def _matrices(source: Path) -> list[tuple[int, int]]:
-    """Shapes of the BF16 weights of linear layers, packed or not: all matrices called weight but
-    for embeddings; of an embedding if there is no output layer, as it then serves for one."""
+    """Shapes of the BF16 weights of linear layers, packed or not.
+
+    These are all matrices called weight except embeddings. If there is no output layer, the first
+    embedding is added, because it then serves as output layer too.
+    """
     paths = [source]
     if source.is_dir():
         files = [path for path in walk(source) if path.is_file()]
@@ -123,11 +127,11 @@ def _original(path: Path) -> FileHeader:
 
 
 def check_gpu(name: str | None, *, dry_run: bool) -> None:
-    """Checks once what would fail for each matrix.
+    """Checks, before the first matrix, what would fail for every matrix.
 
     Args:
-        name: of a preset to predict for.
-        dry_run: whether nothing is to be measured.
+        name: the preset to predict for.
+        dry_run: whether to predict instead of measuring.
 
     Raises:
         MissingBackendError: PyTorch or Triton is not installed.
@@ -144,11 +148,11 @@ def check_gpu(name: str | None, *, dry_run: bool) -> None:
 
 
 def predict(job: TuneJob, gpu: str | None) -> list[TunedMatrix]:
-    """What the model of time says.
+    """Predicts the choices for a matrix by the model of time.
 
     Args:
         job: the matrix.
-        gpu: name of a preset; None for the GPU that is here, or an H200.
+        gpu: name of a preset; None for this machine's GPU, or an H200 if there is none.
 
     Raises:
         ValueError: there is no such preset.
@@ -161,15 +165,15 @@ def predict(job: TuneJob, gpu: str | None) -> list[TunedMatrix]:
 
 
 def measure(job: TuneJob, folder: Path | None, *, again: bool) -> list[TunedMatrix]:
-    """Tunes a matrix on the GPU that is here, unless that was done.
+    """Tunes a matrix on this machine's GPU, unless the cache has it.
 
     Args:
         job: the matrix.
-        folder: of the cache; None for the usual one.
-        again: whether to measure what was measured before.
+        folder: the folder of the cache; None for the usual one.
+        again: whether to measure again what the cache has.
 
     Raises:
-        OSError: no GPU is here, it has too little memory, or the cache cannot be written.
+        OSError: there is no GPU, it has too little memory, or the cache cannot be written.
     """
     from packhorse.device.tune_cache import TUNE_CACHE
     from packhorse.device.tuning import find_gpu, tune_on_gpu
@@ -178,16 +182,18 @@ def measure(job: TuneJob, folder: Path | None, *, again: bool) -> list[TunedMatr
     gpu, form = find_gpu(), WEIGHT_FORMATS[job.form]
     try:
         found = tune_on_gpu(job.n_rows, job.n_columns, form, gpu, folder=folder, again=again)
-    except MemoryError as error:  # the host's has other remedies
+    except MemoryError as error:  # of the GPU: a lack of host memory has other remedies
         raise OSError(f"{job.src}: {error}; end other programs that use the GPU") from error
     name = identify(gpu).device
     return [_row(job, name, str(TUNE_CACHE.path(name, folder)), found)]
 
 
 def require_backend() -> None:
-    """Raises:
-    MissingBackendError: PyTorch or Triton is not installed.
-    MemoryError: there is too little for them.
+    """Checks that the device hop can be imported.
+
+    Raises:
+        MissingBackendError: PyTorch or Triton is not installed.
+        MemoryError: there is too little memory for them.
     """
     if not has_memory_for("packhorse.device.tuning", _ROOM_NBYTES):
         raise MemoryError

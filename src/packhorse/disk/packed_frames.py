@@ -1,12 +1,12 @@
-"""Finding the frames of a packed file, and checking that each is what the file says it is.
+"""Opens the frames of a packed file, and checks each against the file's header.
 
-Shared by whole-file work (`container.py`), which takes frames one by one and decodes them to memory
-that is used again, and by lazy reading (`packed_file.py`), which maps the file once. Messages give
-names cut to a length for people (`strict_json.py`), so frames are told the short ones.
+`container.py` uses this for whole files, frame by frame, and decodes to memory that it reuses;
+`packed_file.py` uses it for lazy reading, where the file is mapped once. Frames get the tensors'
+names for their messages, shortened (`strict_json.py`).
 """
 
-from packhorse.disk.header import TensorEntry
 from packhorse.disk.packed_header import PackedHeader
+from packhorse.disk.safetensors_header import TensorEntry
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
 from packhorse.storage.strict_json import shortened, shown
@@ -19,11 +19,11 @@ def open_frame(data: memoryview, packed: PackedHeader, original: TensorEntry) ->
 
     Args:
         data: the bytes of the frame.
-        packed: the header of the file it lies in.
-        original: the tensor as recorded.
+        packed: the header of its file.
+        original: the tensor as the recorded header describes it.
 
     Returns:
-        The frame; it looks at `data` and holds no copy.
+        The frame; it refers to `data` without a copy.
 
     Raises:
         CorruptionError, CompatibilityError: the frame is bad or belongs to another tensor.
@@ -35,14 +35,14 @@ def open_frame(data: memoryview, packed: PackedHeader, original: TensorEntry) ->
 
 
 def check_frame(frame: Frame, original: TensorEntry, offset: int) -> None:
-    """Check that a frame holds the tensor that was recorded.
+    """Check that a frame holds the tensor that the recorded header describes.
 
     Raises:
-        CorruptionError: it has another dtype or shape.
+        CorruptionError: the frame has another dtype or shape.
     """
     if (frame.dtype, frame.shape) != (original.dtype, original.shape):
         raise CorruptionError(
             f"tensor {shown(original.name)} at byte {offset}: the frame holds {frame.dtype} of "
-            f"shape {list(frame.shape)}, and the recorded header says {original.dtype} of shape "
+            f"shape {list(frame.shape)}, but the recorded header says {original.dtype} of shape "
             f"{list(original.shape)}"
         )

@@ -1,11 +1,11 @@
-"""The header of a safetensors file: read with distrust, written as the safetensors library does.
+"""The header of a safetensors file: checked when read, written as the safetensors library does.
 
 A file is a u64 length, that many bytes of JSON, and the tensors' bytes. Everything is checked once,
-when a file is opened and before any tensor is touched: the length against the cap and the file, the
-JSON, every tensor's dtype, shape and size, and that the tensors cover the data exactly, without
-overlap or hole. Code that holds a `FileHeader` need not check any of it again.
+when a file is opened and before any tensor is read: the length against the limit and against the
+file, the JSON, every tensor's dtype, shape and size, and that the tensors cover the data without
+overlap or hole. Code that has a `FileHeader` need not check any of it again.
 
-Every message names the file, the place as a byte offset in it, and the remedy if there is one.
+Every message names the file, the byte offset of the fault, and the remedy if there is one.
 """
 
 import json
@@ -39,7 +39,7 @@ METADATA_KEY = "__metadata__"
 _ALIGNMENT = 8  # the library pads the JSON with spaces to a multiple of this
 _FIELDS = ("dtype", "shape", "data_offsets")
 
-# The order in which the library's savers lay tensors out: the last of these first, then by name.
+# The library's savers write the tensors of the last dtype first; within a dtype, by name.
 _SAVE_ORDER = (
     *("BOOL", "F4", "F6_E2M3", "F6_E3M2", "U8", "I8"),
     *("F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
@@ -53,8 +53,8 @@ class TensorEntry:
 
     Attributes:
         name: the tensor's name.
-        dtype: safetensors' name of the dtype, "BF16".
-        shape: outermost dimension first.
+        dtype: safetensors' name of the dtype, such as "BF16".
+        shape: the dimensions, outermost first.
         start: offset of the first byte in the data section.
         stop: offset after the last byte in the data section.
     """
@@ -76,9 +76,9 @@ class FileHeader:
     """A checked header.
 
     Attributes:
-        text: the JSON as it stands in the file, with its padding, without the length before it.
-        entries: the tensors in order of their offsets.
-        metadata: the pairs of `__metadata__`, or None where the file has none.
+        text: the JSON as it is in the file, with its padding, without the length before it.
+        entries: the tensors in the order of their offsets.
+        metadata: the pairs of `__metadata__`; None if the file has none.
     """
 
     text: bytes
@@ -92,12 +92,12 @@ class FileHeader:
 
     @property
     def data_nbytes(self) -> int:
-        """Bytes of all tensors together."""
+        """The total size of all tensors in bytes."""
         return self.entries[-1].stop if self.entries else 0
 
     @property
     def file_nbytes(self) -> int:
-        """Bytes of the whole file."""
+        """The size of the whole file in bytes."""
         return self.data_offset + self.data_nbytes
 
     def prefix(self) -> bytes:
@@ -113,7 +113,7 @@ def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
         shape: the dimensions.
 
     Returns:
-        Bytes, rounded down where the last element does not end on a byte.
+        The size in bytes, rounded down if the last element does not end at a byte.
     """
     return math.prod(shape) * DTYPE_BY_NAME[dtype].bits // 8
 
@@ -130,7 +130,7 @@ def read_header(path: str | os.PathLike[str]) -> FileHeader:
     Raises:
         CorruptionError: the file breaks a rule of the safetensors format.
         TruncationError: the file is shorter than its header says.
-        CompatibilityError: a dtype or a number of dimensions that this release does not know.
+        CompatibilityError: this release does not know a dtype or the number of dimensions.
         OSError: the file cannot be read.
     """
     with open_regular(path) as file:
@@ -138,11 +138,11 @@ def read_header(path: str | os.PathLike[str]) -> FileHeader:
 
 
 def read_file_header(file: BinaryIO, label: str) -> FileHeader:
-    """`read_header` for a file that is open and stands at its beginning.
+    """`read_header` for an open file, from its beginning.
 
     Args:
-        file: an open binary file with a descriptor.
-        label: what messages call the file.
+        file: a binary file with a descriptor, positioned at its beginning.
+        label: the name of the file in messages.
 
     Returns:
         The checked header.
@@ -159,8 +159,8 @@ def parse_file_header(data: memoryview, label: str) -> FileHeader:
     """`read_header` for a file that is in memory.
 
     Args:
-        data: the whole file, as bytes.
-        label: what messages call the file.
+        data: the bytes of the file.
+        label: the name of the file in messages.
 
     Returns:
         The checked header.
@@ -173,19 +173,19 @@ def parse_file_header(data: memoryview, label: str) -> FileHeader:
 
 
 def _header_nbytes(start: bytes, file_nbytes: int, label: str) -> int:
-    """The length that the first bytes of a file declare, checked against the file's."""
+    """The header's length, which the first bytes of a file declare, checked against the file."""
     header_nbytes = int.from_bytes(start[:LENGTH_NBYTES], "little")
     is_allowed = len(start) >= LENGTH_NBYTES and header_nbytes <= MAX_FILE_HEADER_NBYTES
     if is_allowed and LENGTH_NBYTES + header_nbytes <= file_nbytes:
         return header_nbytes
     if is_allowed and start[LENGTH_NBYTES : LENGTH_NBYTES + 1] == b"{":
         raise TruncationError(
-            f"{label}: cut short: bytes 0 to 7 announce {header_nbytes} bytes of header, and the "
-            f"file has {file_nbytes}; get the file again"
+            f"{label}: cut short: bytes 0 to 7 declare a header of {header_nbytes} bytes, but the "
+            f"file has {file_nbytes} bytes; get the file again"
         )
     if len(start) < LENGTH_NBYTES:
         raise TruncationError(
-            f"{label}: not a safetensors file, or cut short: it has {len(start)} bytes, and the "
+            f"{label}: not a safetensors file, or cut short: it has {len(start)} bytes, but the "
             f"length of the header alone takes {LENGTH_NBYTES}"
         )
     if kind := kind_of_file(start):
@@ -193,11 +193,11 @@ def _header_nbytes(start: bytes, file_nbytes: int, label: str) -> int:
     if header_nbytes > MAX_FILE_HEADER_NBYTES:
         raise CorruptionError(
             f"{label}: not a safetensors file: bytes 0 to 7 declare a header of {header_nbytes} "
-            f"bytes, and at most {MAX_FILE_HEADER_NBYTES} are allowed"
+            f"bytes, but at most {MAX_FILE_HEADER_NBYTES} are allowed"
         )
     raise TruncationError(
         f"{label}: not a safetensors file, or cut short: bytes 0 to 7 declare a header of "
-        f"{header_nbytes} bytes, and {file_nbytes - LENGTH_NBYTES} follow; get the file again"
+        f"{header_nbytes} bytes, but {file_nbytes - LENGTH_NBYTES} follow; get the file again"
     )
 
 
@@ -206,9 +206,9 @@ def parse_header(text: bytes, *, data_nbytes: int | None = None, label: str) -> 
 
     Args:
         text: the JSON with its padding.
-        data_nbytes: bytes that follow the header, to be covered exactly; None does not check where
-            the data ends.
-        label: what messages call the file.
+        data_nbytes: how many bytes follow the header; the tensors must cover them exactly. None to
+            not check where the data ends.
+        label: the name of the file in messages.
 
     Returns:
         The header.
@@ -216,12 +216,12 @@ def parse_header(text: bytes, *, data_nbytes: int | None = None, label: str) -> 
     Raises:
         CorruptionError: a rule of the safetensors format is broken.
         TruncationError: `data_nbytes` is less than the tensors need.
-        CompatibilityError: a dtype or a number of dimensions that this release does not know.
+        CompatibilityError: this release does not know a dtype or the number of dimensions.
     """
     if text[:1] != b"{":
         raise CorruptionError(
             f"{label}: not a safetensors file: the header must begin with {'{'!r} at byte "
-            f"{LENGTH_NBYTES}, and has {text[:1]!r} there"
+            f"{LENGTH_NBYTES}, but has {text[:1]!r} there"
         )
     document = parse_json(text, label=f"{label}: header", offset=LENGTH_NBYTES)
     metadata = _metadata(document.pop(METADATA_KEY, None), label)
@@ -241,17 +241,17 @@ def _metadata(value: object, label: str) -> dict[str, str] | None:
         return None
     where = f"{label}: {METADATA_KEY}"
     if not isinstance(value, dict):
-        raise CorruptionError(f"{where} must be an object of strings, and is {json_kind(value)}")
+        raise CorruptionError(f"{where} must be an object of strings, but is {json_kind(value)}")
     for key, item in value.items():
         if not isinstance(item, str):
             found = f"{shown(key)} is {json_kind(item)}"
-            raise CorruptionError(f"{where} may hold nothing but strings, and {found}")
+            raise CorruptionError(f"{where} may hold only strings, but {found}")
     return value
 
 
 def _entry(name: str, info: object, where: str) -> TensorEntry:
     if not isinstance(info, dict):
-        raise CorruptionError(f"{where} must be described by an object, and is {json_kind(info)}")
+        raise CorruptionError(f"{where} must be described by an object, not {json_kind(info)}")
     for field in _FIELDS:
         if field not in info:
             raise CorruptionError(f"{where} has no {field!r}")
@@ -259,7 +259,7 @@ def _entry(name: str, info: object, where: str) -> TensorEntry:
     offsets = _sizes(info["data_offsets"], f"{where}: data_offsets")
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CorruptionError(
-            f"{where}: data_offsets must be [start, stop], start first, and are "
+            f"{where}: data_offsets must be [start, stop] with start <= stop, but are "
             f"{shown(list(offsets))}"
         )
     entry = TensorEntry(name, _dtype(info["dtype"], where), shape, offsets[0], offsets[1])
@@ -269,7 +269,7 @@ def _entry(name: str, info: object, where: str) -> TensorEntry:
 
 def _sizes(value: object, where: str) -> tuple[int, ...]:
     if not isinstance(value, list):
-        raise CorruptionError(f"{where} must be a list of integers, and is {json_kind(value)}")
+        raise CorruptionError(f"{where} must be a list of integers, but is {json_kind(value)}")
     for item in value:
         if type(item) is not int or not 0 <= item < MAX_BITS:
             raise CorruptionError(f"{where}: {shown(item)} is not an integer from 0 to 2^63 - 1")
@@ -278,11 +278,11 @@ def _sizes(value: object, where: str) -> tuple[int, ...]:
 
 def _dtype(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise CorruptionError(f"{where}: dtype must be a string, and is {json_kind(value)}")
+        raise CorruptionError(f"{where}: dtype must be a string, but is {json_kind(value)}")
     if value not in DTYPE_BY_NAME:
         raise CompatibilityError(
             f"{where}: unknown dtype {shown(value)}; this release knows "
-            f"{', '.join(DTYPE_BY_NAME)}; a newer one may know more"
+            f"{', '.join(DTYPE_BY_NAME)}; a newer release may know more"
         )
     return value
 
@@ -290,15 +290,15 @@ def _dtype(value: object, where: str) -> str:
 def _check_size(entry: TensorEntry, where: str) -> None:
     if len(entry.shape) > MAX_DIMS:
         found = f"{len(entry.shape)} dimensions"
-        raise CompatibilityError(f"{where} has {found}, and at most {MAX_DIMS} are supported")
+        raise CompatibilityError(f"{where} has {found}, but at most {MAX_DIMS} are supported")
     bits = DTYPE_BY_NAME[entry.dtype].bits
-    # As in a frame, a dimension of zero must not hide that the others overflow.
+    # Zeros count as one: as in a frame, a dimension of zero must not hide that the others overflow.
     if math.prod(max(size, 1) for size in entry.shape) * bits >= MAX_BITS:
         raise CorruptionError(f"{where}: shape {list(entry.shape)} is larger than any memory")
     numel = math.prod(entry.shape)
     if numel * bits != entry.nbytes * 8:
         raise CorruptionError(
-            f"{where}: {entry.dtype} of shape {list(entry.shape)} takes {numel * bits} bits, and "
+            f"{where}: {entry.dtype} of shape {list(entry.shape)} takes {numel * bits} bits, but "
             f"data_offsets [{entry.start}, {entry.stop}] span {entry.nbytes * 8}"
         )
 
@@ -310,7 +310,7 @@ def _check_cover(header: FileHeader, label: str) -> None:
             fault = "overlaps" if entry.start < end else "leaves a hole after"
             raise CorruptionError(
                 f"{label}: tensor {shown(entry.name)} {fault} {before}: it starts at byte "
-                f"{header.data_offset + entry.start}, and must start at byte "
+                f"{header.data_offset + entry.start}, but must start at byte "
                 f"{header.data_offset + end}"
             )
         end, before = entry.stop, f"tensor {shown(entry.name)}"
@@ -320,13 +320,13 @@ def _check_end(header: FileHeader, data_nbytes: int, label: str) -> None:
     missing = header.data_nbytes - data_nbytes
     if missing > 0:
         raise TruncationError(
-            f"{label}: cut short: the header says {header.file_nbytes} bytes, and the file has "
+            f"{label}: cut short: the header says {header.file_nbytes} bytes, but the file has "
             f"{header.file_nbytes - missing}; get the file again"
         )
     if missing < 0:
         raise CorruptionError(
-            f"{label}: the tensors end at byte {header.file_nbytes}, and {-missing} bytes follow; "
-            "none may"
+            f"{label}: the tensors end at byte {header.file_nbytes}, but {-missing} more bytes "
+            "follow; the file must end there"
         )
 
 
@@ -337,14 +337,14 @@ def build_header(
 
     Args:
         tensors: dtype name and shape by tensor name.
-        metadata: pairs for `__metadata__`, written in this order (the library's own is random).
+        metadata: pairs for `__metadata__`, written in this order (the library's order is random).
 
     Returns:
-        The header; its entries are in the order in which the data must follow.
+        The header; the tensors' data must follow in the order of its entries.
 
     Raises:
-        ValueError: a name or a metadata pair that a safetensors file cannot hold.
-        CompatibilityError: a dtype that safetensors does not have.
+        ValueError: a safetensors file cannot hold a name or a metadata pair.
+        CompatibilityError: safetensors does not have a dtype.
     """
     document: dict[str, Any] = {}
     if metadata is not None:
@@ -358,7 +358,7 @@ def build_header(
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_FILE_HEADER_NBYTES:
         raise ValueError(
-            f"the header would take {len(text)} bytes, and at most {MAX_FILE_HEADER_NBYTES} are "
+            f"the header would take {len(text)} bytes, but at most {MAX_FILE_HEADER_NBYTES} are "
             "allowed: use fewer tensors or shorter metadata"
         )
     return parse_header(text, label="header to be written")
