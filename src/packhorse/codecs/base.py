@@ -1,8 +1,9 @@
-"""What all codecs share: the instruction set of a call, and views of buffers as bytes.
+"""What all codecs share: views of buffers as bytes, streams of single planes, and the names of
+instruction sets.
 
-The core has no state. Every call is told which instruction set to use: the best of this machine,
-unless the environment variable `PACKHORSE_SIMD` names another (`portable`, `avx2`, `avx512` or
-`avx512_vbmi2`), which tests and benchmarks do. All of them write the same bytes.
+The core has no state. Every call of it uses the best instruction set of this machine, unless the
+environment variable `PACKHORSE_SIMD` names another one (`portable`, `avx2`, `avx512` or
+`avx512_vbmi2`), as tests and benchmarks do. All of them write the same bytes.
 """
 
 import re
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packhorse import _core
-from packhorse.errors import CorruptionError, MissingBackendError
+from packhorse.errors import CorruptionError
 from packhorse.layout import MAX_CHUNK_NBYTES, Mode
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ __all__ = [
     "encode_plane",
 ]
 
-ISA_VARIABLE = "PACKHORSE_SIMD"
+ISA_VARIABLE = "PACKHORSE_SIMD"  # the core reads it (csrc/bind/isa.hpp)
 
 ByteArray = NDArray[np.uint8]
 _FIELD_NAME = re.compile(":[^:]*:")  # in a buffer's format, behind the code of the field's type
@@ -46,30 +47,17 @@ class Isa(IntEnum):
     AVX512_VBMI2 = 3
 
 
-_ISAS = tuple(Isa)  # by number
 _UINT8 = np.dtype(np.uint8)
 
 
 def choose_isa() -> Isa:
-    """The instruction set for a call; an operation asks once and hands the answer down.
+    """The instruction set that the core uses for a call, for those who report it.
 
     Raises:
         ValueError: `PACKHORSE_SIMD` is set to an unknown name.
-        MissingBackendError: it names an instruction set that this machine lacks.
+        MissingBackendError: `PACKHORSE_SIMD` names an instruction set that this machine lacks.
     """
-    best = _ISAS[_core.detect_isa()]
-    wanted = _core.environment(ISA_VARIABLE)  # os.environ takes ten times as long
-    if not wanted:
-        return best
-    if wanted.upper() not in Isa.__members__:
-        names = ", ".join(isa.name.lower() for isa in Isa)
-        raise ValueError(f"{ISA_VARIABLE} is {wanted!r}; it must be one of {names}, or unset")
-    isa = Isa[wanted.upper()]
-    if isa > best:
-        raise MissingBackendError(
-            f"{ISA_VARIABLE} asks for {wanted}, but this machine has {best.name.lower()}; unset it"
-        )
-    return isa
+    return Isa(_core.choose_isa())
 
 
 def as_bytes(buffer: "Buffer | Any", what: str = "buffer") -> ByteArray:
@@ -137,7 +125,7 @@ def encode_plane(plane: object, mode: Mode) -> bytes | None:
     """
     data = as_bytes(plane, "plane")
     dst = np.empty(data.size, np.uint8)
-    nbytes = _core.encode_plane(data, int(mode), dst, int(choose_isa()))
+    nbytes = _core.encode_plane(data, int(mode), dst)
     return dst[:nbytes].tobytes() if nbytes else None
 
 
@@ -152,7 +140,7 @@ def decode_plane(stream: object, mode: Mode, n: int) -> ByteArray:
     if not 0 < n <= MAX_CHUNK_NBYTES:
         raise ValueError(f"n is {n}; a plane has 1 to {MAX_CHUNK_NBYTES} bytes")
     dst = np.empty(n, np.uint8)
-    status = _core.decode_plane(as_bytes(stream, "stream"), int(mode), dst, int(choose_isa()))
+    status = _core.decode_plane(as_bytes(stream, "stream"), int(mode), dst)
     if status:
         raise CorruptionError(f"{mode.name.lower()} stream: {STATUS_WORDS[status]}")
     return dst

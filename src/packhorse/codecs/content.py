@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from packhorse import _core
-from packhorse.codecs.base import ByteArray, as_bytes, choose_isa
+from packhorse.codecs.base import ByteArray, as_bytes
 from packhorse.layout import CONTENT_LEAF_NBYTES
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def crc32c(src: "Buffer | Any") -> int:
     Raises:
         TypeError: `src` is not a C-contiguous buffer.
     """
-    return _core.crc32c(as_bytes(src, "src"), int(choose_isa()))
+    return _core.crc32c(as_bytes(src, "src"))
 
 
 def content_hash(src: "Buffer | Any", *, threads: int = 1) -> bytes:
@@ -67,7 +67,7 @@ def content_hash(src: "Buffer | Any", *, threads: int = 1) -> bytes:
 def copy_with_hash(src: ByteArray, dst: ByteArray) -> bytes:
     """Copy bytes, and the content hash of the copy: another thread may write to `src` meanwhile."""
     leaves = empty_leaves(src.size)
-    _core.copy_with_leaves(src, dst, leaves, int(choose_isa()))
+    _core.copy_with_leaves(src, dst, leaves)
     return hash_root(finish_leaves(leaves, src.size))
 
 
@@ -91,7 +91,7 @@ def hash_leaves(data: ByteArray, threads: int = 1) -> ByteArray:
     """The hashes of all leaves of the bytes, 16 bytes each."""
     leaves = empty_leaves(data.size)
     hashes = leaves[:-_SHORT_LEAF_NBYTES]
-    _core.leaf_digests(data, hashes, threads, int(choose_isa()))
+    _core.leaf_digests(data, hashes, threads)
     last = data.size % CONTENT_LEAF_NBYTES
     if 0 < last <= _SHORT_LEAF_NBYTES:
         leaves[hashes.size : hashes.size + last] = data[data.size - last :]

@@ -8,15 +8,15 @@ depend on the number of threads, and it says why.
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from packhorse import _core
+from packhorse._core import Geometry
 from packhorse.codecs import zstd
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.side import NO_SIDE_DATA, SideData, choose_side
+from packhorse.codecs.source import Source, cut
 from packhorse.layout import (
-    CHUNK_NBYTES,
     CLASSED_CHUNK_NBYTES,
     ZSTD_CHUNK_NBYTES,
     DType,
@@ -25,7 +25,7 @@ from packhorse.layout import (
     Split,
 )
 
-__all__ = ["Plan", "choose_plan", "chunk_log_for", "natural_split"]
+__all__ = ["Plan", "choose_plan"]
 
 _SAMPLE_EVERY_NBYTES = 4 << 20  # one run of 4096 units for each 4 MiB
 _MAX_SAMPLES = 16
@@ -41,11 +41,9 @@ class Plan(NamedTuple):
     """How a tensor is packed, and why.
 
     Attributes:
-        split: how units become planes.
+        geometry: how the tensor is cut.
         level: the level asked for.
         zstd: whether chunks are coded by Zstandard instead of plane by plane.
-        chunk_log: log2 of the units of a chunk.
-        nbytes: bytes of the tensor.
         estimated_nbytes: expected encoded bytes, headers not counted; from samples.
         planes: expected mode and bytes of each plane without side data; empty if the tensor is not
             coded plane by plane.
@@ -53,15 +51,28 @@ class Plan(NamedTuple):
         plain_nbytes: what would be expected without a base; 0 where none is used.
     """
 
-    split: Split
+    geometry: Geometry
     level: Level
     zstd: bool
-    chunk_log: int
-    nbytes: int
     estimated_nbytes: int
     planes: tuple[tuple[int, int], ...] = ()
     side: SideData = NO_SIDE_DATA
     plain_nbytes: int = 0
+
+    @property
+    def split(self) -> Split:
+        """How units become planes."""
+        return Split(self.geometry.split)
+
+    @property
+    def chunk_log(self) -> int:
+        """Log2 of the units of a chunk."""
+        return self.geometry.chunk_log
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.geometry.nbytes
 
     @property
     def reason(self) -> str:
@@ -84,65 +95,38 @@ class Plan(NamedTuple):
         return f"Plan({self.level.name}, {self.estimated_nbytes} bytes, {self.reason!r})"
 
 
-def chunk_log_for(unit_nbytes: int, n_units: int, chunk_nbytes: int = CHUNK_NBYTES) -> int:
-    """Log2 of the units of a chunk. A tensor of at most one and a half chunks is one chunk, so that
-    no short rest is left."""
-    log = (chunk_nbytes // unit_nbytes).bit_length() - 1
-    if 1 << log < n_units <= 3 << (log - 1) and chunk_nbytes < ZSTD_CHUNK_NBYTES:
-        return log + 1
-    return log
-
-
-def _chunk_nbytes(level: Level) -> int:
-    return CLASSED_CHUNK_NBYTES if level == Level.MAX else CHUNK_NBYTES
-
-
-def natural_split(dtype: DType) -> Split:
-    """The split that separates what the dtype mixes: its last in the table of docs/format.md."""
-    return dtype.splits[-1]
-
-
-def choose_plan(
-    data: ByteArray,
-    dtype: DType,
-    shape: Sequence[int],
-    level: Level,
-    isa: int,
-    *,
-    with_side: bool = True,
-) -> Plan:
-    """Plans for a tensor's bytes.
+def choose_plan(source: Source, level: Level, *, with_side: bool = True) -> Plan:
+    """Plans for a tensor.
 
     Args:
-        data: all bytes of the tensor, one-dimensional.
-        dtype: its dtype.
-        shape: its shape.
+        source: the tensor.
         level: how hard to try.
-        isa: the number of the instruction set of the call.
         with_side: whether to see if side data pay.
     """
-    split = natural_split(dtype)
-    n_units = data.size // dtype.unit_nbytes
-    chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, _chunk_nbytes(level))
-    if data.size == 0:
-        return Plan(split, level, False, chunk_log, 0, 0)
-    n_samples = min(_MAX_SAMPLES, 1 + data.size // _SAMPLE_EVERY_NBYTES)
-    estimates, is_odd = _core.estimate_planes(data, dtype.unit_nbytes, split, level, n_samples, isa)
+    data, dtype, _, geometry = source
+    nbytes, split = data.size, dtype.splits[-1]
+    if level == Level.MAX:
+        geometry = cut(dtype, split, nbytes, CLASSED_CHUNK_NBYTES)
+    if nbytes == 0:
+        return Plan(geometry, level, False, 0)
+    n_samples = min(_MAX_SAMPLES, 1 + nbytes // _SAMPLE_EVERY_NBYTES)
+    estimates, is_odd = _core.estimate_planes(data, geometry, level, n_samples)
     planes_nbytes = sum([nbytes for _, nbytes in estimates])
-    if _may_repeat(dtype, estimates, is_odd, data.size):
+    if _may_repeat(dtype, estimates, is_odd, nbytes):
         zstd_nbytes = _estimate_zstd(data, level)
         if zstd_nbytes < planes_nbytes * (1 - _ZSTD_MUST_SAVE):
-            chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, ZSTD_CHUNK_NBYTES)
-            return Plan(Split.WHOLE, level, True, chunk_log, data.size, zstd_nbytes)
-    if planes_nbytes > data.size * (1 - _MIN_SAVING):
-        return Plan(Split.WHOLE, level, False, chunk_log, data.size, data.size)
+            geometry = cut(dtype, Split.WHOLE, nbytes, ZSTD_CHUNK_NBYTES)
+            return Plan(geometry, level, True, zstd_nbytes)
+    if planes_nbytes > nbytes * (1 - _MIN_SAVING):
+        whole = Geometry(dtype.unit_nbytes, Split.WHOLE, geometry.chunk_log, nbytes)
+        return Plan(whole, level, False, nbytes)
     side = NO_SIDE_DATA
     if with_side:
-        side = choose_side(data, dtype, shape, level, isa, estimates[0][1])
+        side = choose_side(source, level, estimates[0][1])
     if side.saving:
-        chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, CLASSED_CHUNK_NBYTES)
+        geometry = cut(dtype, split, nbytes, CLASSED_CHUNK_NBYTES)
         planes_nbytes -= side.saving
-    return Plan(split, level, False, chunk_log, data.size, planes_nbytes, tuple(estimates), side)
+    return Plan(geometry, level, False, planes_nbytes, tuple(estimates), side)
 
 
 def _may_repeat(dtype: DType, estimates: list[tuple[int, int]], is_odd: bool, nbytes: int) -> bool:

@@ -12,7 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from packhorse import _core
+from packhorse._core import Side
 from packhorse.codecs.base import ByteArray, as_bytes, decode_plane, encode_plane
+from packhorse.codecs.source import Source
 from packhorse.errors import CorruptionError
 from packhorse.layout import (
     MAX_SIDE_NBYTES,
@@ -54,6 +56,10 @@ class SideData(NamedTuple):
     descriptor: int
     saving: int
 
+    def view(self) -> Side | None:
+        """The values as the core takes them; None for no side data."""
+        return Side(np.frombuffer(self.values, np.uint8), self.n_rows) if self.n_row_dims else None
+
 
 NO_SIDE_DATA = SideData(0, 0, b"", b"", 0, 0)
 
@@ -83,26 +89,22 @@ def _views(dtype: DType, shape: Sequence[int]) -> list[int]:
     return views
 
 
-def choose_side(
-    data: ByteArray, dtype: DType, shape: Sequence[int], level: Level, isa: int, lead_nbytes: int
-) -> SideData:
+def choose_side(source: Source, level: Level, lead_nbytes: int) -> SideData:
     """The side data of a tensor that gains by it, else none.
 
     Args:
-        data: all bytes of the tensor, one-dimensional.
-        dtype: its dtype.
-        shape: its shape.
+        source: the tensor.
         level: how hard to try; `fast` never does.
         lead_nbytes: what plane 0 is expected to take without.
-        isa: the number of the instruction set of the call.
     """
     if level not in _MUST_SAVE:
         return NO_SIDE_DATA
+    data, dtype, shape, geometry = source
     best, best_saving, best_share = 0, 0, 0.0
     for dims in _views(dtype, shape):
         rows, columns = matrix_of(dtype, shape, dims)
         plain, predicted = _core.estimate_side_data(
-            data, dtype.unit_nbytes, rows, _SAMPLE_ROWS[level], _SAMPLE_COLUMNS[level], isa
+            data, geometry, rows, _SAMPLE_ROWS[level], _SAMPLE_COLUMNS[level]
         )
         saving = plain - predicted
         if saving > max(best_saving, plain * _MUST_SAVE[level]):
@@ -111,7 +113,7 @@ def choose_side(
         return NO_SIDE_DATA
     rows, columns = matrix_of(dtype, shape, best)
     values = np.empty(rows + columns, np.uint8)
-    _core.make_side_data(data, dtype.unit_nbytes, rows, values, isa)
+    _core.make_side_data(data, geometry, rows, values)
     mode, stream = _encode(values)
     if len(stream) >= best_saving:
         return NO_SIDE_DATA

@@ -16,45 +16,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from packhorse import _core
+from packhorse._core import Base, EncodedTensor, Side
 from packhorse.arguments import resolve_level, resolve_threads
-from packhorse.codecs.base import (
-    STATUS_WORDS,
-    ByteArray,
-    as_bytes,
-    as_writable_bytes,
-    choose_isa,
-)
+from packhorse.codecs.base import STATUS_WORDS, ByteArray, as_bytes, as_writable_bytes
 from packhorse.codecs.content import content_hash, hash_leaves, hash_root
 from packhorse.codecs.plan import Plan, choose_plan
 from packhorse.codecs.side import decode_side
 from packhorse.errors import BaseMismatchError, ChangedError, CorruptionError
-from packhorse.frame.base import (
-    NO_BASE,
-    Base,
-    BaseName,
-    checked_base,
-    matching_base,
-    plan_delta,
-)
-from packhorse.frame.encode import encode_payload, n_chunks_of
+from packhorse.frame.base import BaseName, checked_base, matching_base, plan_delta
+from packhorse.frame.encode import encode_payload
 from packhorse.frame.header import (
     FrameHeader,
     PlaneSummary,
     frame_header_nbytes,
     label,
-    n_planes_of,
     plane_summaries,
     read_header,
     write_header,
 )
 from packhorse.frame.plan import capacity_of, checked_source
 from packhorse.frame.zstd import ZstdJob
-from packhorse.layout import (
-    STREAM_NBYTES_BITS,
-    Level,
-    Mode,
-    Split,
-)
+from packhorse.layout import STREAM_NBYTES_BITS, DType, Level, Mode, Split
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -119,33 +101,34 @@ def compress_buffer(
         >>> frame.dtype, frame.shape
         ('F32', (1024,))
     """
-    data, row = checked_source(src, dtype, shape)
-    isa = int(choose_isa())
-    base_units, base_row = NO_BASE, None
+    source = checked_source(src, dtype, shape)
+    data, row, shape, natural = source
+    base_units: Base | None = None
+    base_row: DType | None = None
     if base is None:
-        plan = choose_plan(data, row, shape, resolve_level(level), isa)
+        plan = choose_plan(source, resolve_level(level))
     else:
-        base_units, base_row = checked_base(base, base_dtype, row, data.size)
-        plan = plan_delta(data, row, shape, resolve_level(level), base_units, isa)
+        base_units, base_row = checked_base(base, base_dtype, source)
+        plan = plan_delta(source, resolve_level(level), base_units)
         if not plan.plain_nbytes:
-            base_units, base_row = NO_BASE, None
-    capacity = capacity_of(row, data.size, shape)
+            base_units = base_row = None
+    capacity = capacity_of(row, shape, natural)
     memory = np.empty(capacity, np.uint8) if out is None else as_writable_bytes(out, "out")
     if memory.size < capacity:
         raise ValueError(f"out has {memory.size} bytes; a frame of this tensor may take {capacity}")
-    for kind, read in (("src", data), ("base", base_units.data)):
-        if np.may_share_memory(memory, read):
+    for kind, read in (("src", data), ("base", None if base_units is None else base_units.data)):
+        if read is not None and np.may_share_memory(memory, read):
             raise ValueError(
                 f"out and {kind} share memory; it would be overwritten while it is read"
             )
-    side, n_threads = plan.side, resolve_threads(threads)
+    side, geometry, n_threads = plan.side, plan.geometry, resolve_threads(threads)
     header_nbytes = frame_header_nbytes(
-        len(shape), n_chunks_of(data.size, row, plan), n_planes_of(row, plan.split),
-        len(side.stream), has_base=base_row is not None,
+        len(shape), geometry.n_chunks, geometry.n_planes, len(side.stream),
+        has_base=base_row is not None,
     )  # fmt: skip
-    payload = encode_payload(data, row, plan, base_units, memory[header_nbytes:], n_threads, isa)
+    payload = encode_payload(source, plan, base_units, memory[header_nbytes:], n_threads)
     base_name = None
-    if base_row is not None:
+    if base_units is not None and base_row is not None:
         if not payload.has_delta:
             # The samples misled, and nobody should have to keep a base for that.
             return compress_buffer(
@@ -158,11 +141,11 @@ def compress_buffer(
             )
         base_name = BaseName(payload.base_hash, base_row)
     header = FrameHeader(
-        row, tuple(shape), plan.split, int(plan.level), plan.chunk_log, payload.content_hash,
-        header_nbytes, header_nbytes + payload.nbytes, payload.table, side.n_row_dims,
+        row, shape, geometry, int(plan.level), payload.content_hash, header_nbytes,
+        header_nbytes + payload.nbytes, payload.table, side.n_row_dims,
         side.descriptor, side.stream, base_name,
     )  # fmt: skip
-    write_header(header, memory[:header_nbytes], isa)
+    write_header(header, memory[:header_nbytes])
     return Frame(memory[: header.frame_nbytes], header, name, 0, plan)
 
 
@@ -227,7 +210,7 @@ class Frame:
             TypeError: not a C-contiguous buffer.
         """
         data = as_bytes(buffer, "buffer")
-        header = read_header(data, name, offset, max_nbytes, int(choose_isa()))
+        header = read_header(data, name, offset, max_nbytes)
         return cls(data, header, name, offset)
 
     @property
@@ -295,7 +278,7 @@ class Frame:
     @property
     def chunk_nbytes(self) -> int:
         """Decoded bytes of a full chunk."""
-        return self._header.dtype.unit_nbytes << self._header.chunk_log
+        return self._header.geometry.chunk_nbytes
 
     @property
     def ratio(self) -> float:
@@ -370,32 +353,46 @@ class Frame:
             raise ValueError("dst and the frame share memory; decode elsewhere")
         n_threads = resolve_threads(threads)
         units = self._matching_base(base, n_threads, base_hash)
-        if np.may_share_memory(target, units.data):
+        if units is not None and np.may_share_memory(target, units.data):
             raise ValueError("dst and the base share memory; decode elsewhere, or a copy of it")
-        self._decode(target, start, n_threads, units, check=check)
+        self._decode(self._encoded(units), target, start, n_threads, check=check)
 
     def _matching_base(
         self, base: Buffer | None, threads: int, base_hash: bytes | None = None
-    ) -> Base:
+    ) -> Base | None:
         header = self._header
         if header.base is None:
-            return NO_BASE
+            return None
         try:
-            return matching_base(base, header.base, header.dtype, header.nbytes, threads, base_hash)
+            return matching_base(
+                base, header.base, header.dtype, header.geometry, threads, base_hash
+            )
         except BaseMismatchError as error:
             raise BaseMismatchError(f"{label(self._name)}{error}") from None
 
-    def _decode(
-        self, dst: ByteArray, start: int, threads: int, base: Base, *, check: bool = True
-    ) -> None:
-        isa = int(choose_isa())
+    def _encoded(self, base: Base | None) -> EncodedTensor | ZstdJob:
+        """The tensor as the core or Zstandard decodes it."""
+        header = self._header
         if self._has_zstd():
-            job = ZstdJob(
-                self._header, self._data, self._side_values(), base, self._chunk_error, check, isa
-            )
-            job.decode(dst, start, threads)
-        else:
-            self._decode_planes(dst, start, threads, base, check, isa)
+            return ZstdJob(header, self._data, base, self._chunk_error)
+        payload = self._data[header.header_nbytes :]
+        return EncodedTensor(payload, header.table, header.geometry, self._side_data(), base)
+
+    def _decode(
+        self,
+        tensor: EncodedTensor | ZstdJob,
+        dst: ByteArray,
+        start: int,
+        threads: int,
+        *,
+        check: bool = True,
+    ) -> None:
+        if isinstance(tensor, ZstdJob):
+            tensor.decode(dst, start, threads, check=check)
+            return
+        status, chunk = _core.decode_range(tensor, start, dst, check, threads)
+        if status:
+            raise self._chunk_error(chunk, STATUS_WORDS[status])
 
     def payload_range(self, start: int, stop: int) -> tuple[int, int]:
         """Which bytes of the frame `decompress_into` reads for bytes `start` to `stop` of the
@@ -443,13 +440,13 @@ class Frame:
             CorruptionError: the frame is bad; told after all pieces if only the hash is.
         """
         n_threads = resolve_threads(threads)
-        units = self._matching_base(base, n_threads)
+        tensor = self._encoded(self._matching_base(base, n_threads))
         window = np.empty(self.window_nbytes, np.uint8) if window is None else window
         leaves = [np.empty(0, np.uint8)]
         for start in range(0, self.logical_nbytes, _WINDOW_NBYTES):
             stop = min(start + _WINDOW_NBYTES, self.logical_nbytes)
             piece = window[: stop - start]
-            self._decode(piece, start, n_threads, units)
+            self._decode(tensor, piece, start, n_threads)
             leaves.append(hash_leaves(piece, n_threads))
             yield piece
         digest = hash_root(np.concatenate(leaves))
@@ -487,44 +484,19 @@ class Frame:
         for _ in self.pieces(threads=threads, window=window, base=base):
             pass
 
-    def _decode_planes(
-        self, dst: ByteArray, start: int, threads: int, base: Base, check: bool, isa: int
-    ) -> None:
-        header = self._header
-        status, chunk = _core.decode_range(
-            self._data[header.header_nbytes :],
-            header.table,
-            header.dtype.unit_nbytes,
-            header.split,
-            header.chunk_log,
-            header.nbytes,
-            self._side_values(),
-            header.matrix[0],
-            base.data,
-            base.is_float,
-            base.cast,
-            start,
-            dst,
-            check,
-            threads,
-            isa,
-        )
-        if status:
-            raise self._chunk_error(chunk, STATUS_WORDS[status])
-
-    def _side_values(self) -> ByteArray:
+    def _side_data(self) -> Side | None:
         """The side data, decoded at the first call; two threads may both do it."""
+        header = self._header
+        if not header.n_row_dims:
+            return None
+        n_rows, n_columns = header.matrix
         if self._side is None:
-            header = self._header
-            if not header.n_row_dims:
-                self._side = np.empty(0, np.uint8)
-                return self._side
             stream = np.frombuffer(header.side_stream, np.uint8)
             try:
-                self._side = decode_side(header.side_descriptor, stream, sum(header.matrix))
+                self._side = decode_side(header.side_descriptor, stream, n_rows + n_columns)
             except CorruptionError as error:
                 raise self._error(f"side data: {error}", 52) from error
-        return self._side
+        return Side(self._side, n_rows)
 
     def _chunk_error(self, chunk: int, words: str) -> CorruptionError:
         return self._error(

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packhorse import _core
+from packhorse._core import Geometry
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.side import matrix_of
 from packhorse.errors import CompatibilityError, CorruptionError, TruncationError
@@ -75,9 +76,8 @@ class FrameHeader(NamedTuple):
 
     dtype: DType
     shape: tuple[int, ...]
-    split: Split
+    geometry: Geometry
     level: int
-    chunk_log: int
     content_hash: bytes
     header_nbytes: int
     frame_nbytes: int
@@ -88,6 +88,16 @@ class FrameHeader(NamedTuple):
     base: BaseName | None = None
 
     @property
+    def split(self) -> Split:
+        """How units become planes."""
+        return _SPLITS[self.geometry.split]
+
+    @property
+    def chunk_log(self) -> int:
+        """Log2 of the units of a chunk."""
+        return self.geometry.chunk_log
+
+    @property
     def matrix(self) -> tuple[int, int]:
         """Rows and columns that the side data are about; zeros if there are none."""
         return matrix_of(self.dtype, self.shape, self.n_row_dims) if self.n_row_dims else (0, 0)
@@ -95,12 +105,12 @@ class FrameHeader(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the decoded tensor."""
-        return math.prod(self.shape) * self.dtype.bits // 8
+        return self.geometry.nbytes
 
     @property
     def n_planes(self) -> int:
         """Planes of each chunk."""
-        return n_planes_of(self.dtype, self.split)
+        return self.geometry.n_planes
 
     def chunk_offset(self, chunk: int) -> int:
         """Where a chunk begins, in bytes from the start of the frame."""
@@ -160,17 +170,17 @@ def _overflows(shape: Sequence[int], numel: int, dtype: DType) -> bool:
     return (numel or math.prod(max(dim, 1) for dim in shape)) * dtype.bits >= MAX_BITS
 
 
-def write_header(header: FrameHeader, dst: ByteArray, isa: int) -> None:
+def write_header(header: FrameHeader, dst: ByteArray) -> None:
     """Writes a header, its CRC included, to memory of exactly its length."""
     fixed = FIXED_HEADER.pack(
         FRAME_MAGIC,
         FRAME_VERSION,
         header.dtype.code,
         len(header.shape),
-        header.split,
+        header.geometry.split,
         0 if header.base is None else FLAG_BASE,
         header.level,
-        header.chunk_log,
+        header.geometry.chunk_log,
         header.header_nbytes,
         header.frame_nbytes,
         header.content_hash,
@@ -186,7 +196,7 @@ def write_header(header: FrameHeader, dst: ByteArray, isa: int) -> None:
     text += header.table.tobytes() + header.side_stream
     text = text.ljust(header.header_nbytes, b"\0")
     memoryview(dst)[:] = text
-    _CRC.pack_into(dst, HEADER_CRC_OFFSET, _core.crc32c(text, isa))
+    _CRC.pack_into(dst, HEADER_CRC_OFFSET, _core.crc32c(text))
 
 
 def label(name: str | None) -> str:
@@ -195,10 +205,10 @@ def label(name: str | None) -> str:
 
 
 def read_header(
-    data: ByteArray, name: str | None, offset: int, max_nbytes: int | None, isa: int
+    data: ByteArray, name: str | None, offset: int, max_nbytes: int | None
 ) -> FrameHeader:
     """Reads and checks a header; arguments and errors as in `Frame.from_buffer`."""
-    return _Reader(data, name, offset).read(max_nbytes, isa)
+    return _Reader(data, name, offset).read(max_nbytes)
 
 
 class _Reader:
@@ -218,7 +228,7 @@ class _Reader:
             words = f"{what} needs {nbytes} bytes, {self.data.size} are left; the data is cut off"
             raise self.fail(self.data.size, words, TruncationError)
 
-    def read(self, max_nbytes: int | None, isa: int) -> FrameHeader:
+    def read(self, max_nbytes: int | None) -> FrameHeader:
         self.need(FIXED_HEADER_NBYTES, "a frame header")
         fields = FIXED_HEADER.unpack_from(self.data)
         magic, version, code, n_dims, split_code, flags, level, chunk_log = fields[:8]
@@ -251,10 +261,11 @@ class _Reader:
         self.need(header_nbytes, "the header")
         text = self.data[:header_nbytes].tobytes()  # what is checked must not change later
         without_crc = text[:HEADER_CRC_OFFSET] + bytes(4) + text[HEADER_CRC_OFFSET + 4 :]
-        if _core.crc32c(without_crc, isa) != crc:
+        if _core.crc32c(without_crc) != crc:
             raise self.fail(HEADER_CRC_OFFSET, "the header's checksum does not match")
         shape, nbytes = self.read_shape(text, n_dims, dtype)
-        if n_chunks != -(-nbytes // (dtype.unit_nbytes << chunk_log)):
+        geometry = Geometry(dtype.unit_nbytes, split, chunk_log, nbytes)
+        if n_chunks != geometry.n_chunks:
             raise self.fail(40, f"n_chunks is {n_chunks}, which shape {shape} contradicts")
         if max_nbytes is not None and nbytes > max_nbytes:
             words = f"the tensor has {nbytes} bytes, more than max_nbytes = {max_nbytes}"
@@ -275,9 +286,8 @@ class _Reader:
         header = FrameHeader(
             dtype,
             shape,
-            split,
+            geometry,
             level,
-            chunk_log,
             digest,
             header_nbytes,
             frame_nbytes,
@@ -287,7 +297,7 @@ class _Reader:
             text[table_end:side_end],
             base,
         )
-        self.check_length(header, self.check_descriptors(header, nbytes, table_at))
+        self.check_length(header, self.check_descriptors(header, table_at))
         return header
 
     def read_kind(self, code: int, split_code: int) -> tuple[DType, Split]:
@@ -342,15 +352,10 @@ class _Reader:
         ):
             raise self.fail(_SIDE_AT + 4, "mode or length of the side data is not allowed")
 
-    def check_descriptors(self, header: FrameHeader, nbytes: int, table_at: int) -> int:
+    def check_descriptors(self, header: FrameHeader, table_at: int) -> int:
         """Checks mode and length of every stream; returns the length of the payload."""
         what, chunk, plane, payload = _core.check_table(
-            header.table,
-            header.dtype.unit_nbytes,
-            header.split,
-            header.chunk_log,
-            nbytes,
-            header.base is not None,
+            header.table, header.geometry, header.base is not None
         )
         if what:
             at = table_at + 4 * (chunk * (header.n_planes + 1) + 1 + plane)
