@@ -35,7 +35,7 @@ __all__ = [
 ISA_VARIABLE = "PACKHORSE_SIMD"  # the core reads it (csrc/bind/isa.hpp)
 
 ByteArray = NDArray[np.uint8]
-_FIELD_NAME = re.compile(":[^:]*:")  # in a buffer's format, behind the code of the field's type
+_FIELD_NAME = re.compile(":[^:]*:")  # in a buffer's format, after the code of the field's type
 
 
 class Isa(IntEnum):
@@ -51,7 +51,7 @@ _UINT8 = np.dtype(np.uint8)
 
 
 def choose_isa() -> Isa:
-    """The instruction set that the core uses for a call, for those who report it.
+    """Returns the instruction set that the core uses for a call, for reports.
 
     Raises:
         ValueError: `PACKHORSE_SIMD` is set to an unknown name.
@@ -61,15 +61,15 @@ def choose_isa() -> Isa:
 
 
 def as_bytes(buffer: "Buffer | Any", what: str = "buffer") -> ByteArray:
-    """A read-only or writable one-dimensional uint8 view of any C-contiguous buffer; never a copy.
+    """Views any C-contiguous buffer as one-dimensional uint8, read-only or writable; never copies.
 
     Raises:
-        TypeError: the object has no buffer, one that is not C-contiguous, or one of Python objects,
-            which are addresses that no one may overwrite.
+        TypeError: the object has no buffer, or its buffer is not C-contiguous, or it holds Python
+            objects, which are addresses that nobody may overwrite.
     """
     if type(buffer) is np.ndarray and buffer.dtype is _UINT8 and buffer.ndim == 1:
         if buffer.flags.c_contiguous:
-            return buffer.view()  # its own, so that no one reshapes it
+            return buffer.view()  # a view of our own, which nobody else reshapes
         raise TypeError(f"{what} must be C-contiguous; copy it first")
     try:
         view = memoryview(buffer)
@@ -85,7 +85,7 @@ def as_bytes(buffer: "Buffer | Any", what: str = "buffer") -> ByteArray:
 
 
 def as_writable_bytes(buffer: "Buffer | Any", what: str = "buffer") -> ByteArray:
-    """Like `as_bytes`, for a buffer to write to.
+    """Does what `as_bytes` does, for a buffer to write to.
 
     Raises:
         TypeError: not a C-contiguous buffer, or a read-only one.
@@ -96,7 +96,7 @@ def as_writable_bytes(buffer: "Buffer | Any", what: str = "buffer") -> ByteArray
     return view
 
 
-# What the core's Status numbers (csrc/common/layout.hpp) mean to a person.
+# The core's Status numbers (csrc/common/layout.hpp) in words.
 STATUS_WORDS = {
     1: "its checksum does not match",
     2: "a stream is longer or shorter than its own fields say",
@@ -112,16 +112,19 @@ STATUS_WORDS = {
 
 
 def encode_plane(plane: object, mode: Mode) -> bytes | None:
-    """The stream of one plane, from a full histogram and with nothing carried, or None if it would
-    not be smaller than the plane (or, for rANS, if all its values are equal).
+    """Encodes one plane, from a full histogram and with nothing carried.
 
     Args:
         plane: buffer of 1 to 2 Mi bytes.
         mode: `Mode.PALETTE` or `Mode.RANS`.
 
+    Returns:
+        The stream; None if it would not be smaller than the plane, or, for rANS, if all values of
+        the plane are equal.
+
     Raises:
         TypeError: `plane` is not a C-contiguous buffer.
-        ValueError: it is empty or too long, or the mode is another one.
+        ValueError: `plane` is empty or too long, or the mode is another one.
     """
     data = as_bytes(plane, "plane")
     dst = np.empty(data.size, np.uint8)
@@ -130,7 +133,7 @@ def encode_plane(plane: object, mode: Mode) -> bytes | None:
 
 
 def decode_plane(stream: object, mode: Mode, n: int) -> ByteArray:
-    """The `n` bytes of the plane that a stream holds.
+    """Decodes a stream to the `n` bytes of its plane.
 
     Raises:
         CorruptionError: the stream breaks a rule of its mode.

@@ -2,9 +2,9 @@
 chooses a mode for every plane of every chunk.
 
 A plan is made from samples: a few times 4096 units spread over the tensor for the planes, and a few
-pieces for zstd where repetition is likely. What seems to take far less than weights do is looked at
-again, as samples may have missed most of it. It costs well under a tenth of packing, it does not
-depend on the number of threads, and it says why.
+pieces for zstd where repetition is likely. If a tensor seems to take far less than weights do, more
+of it is examined, because samples may have missed most of it. Planning costs well under a tenth of
+packing. A plan does not depend on the number of threads, and it says why it was chosen.
 """
 
 import math
@@ -31,10 +31,10 @@ _SAMPLE_EVERY_NBYTES = 4 << 20  # one run of 4096 units for each 4 MiB
 _MAX_SAMPLES = 16
 _ZSTD_PIECE_NBYTES = 1 << 17
 _MAX_ZSTD_PIECES = 3
-_VERY_REPETITIVE = 1 / 8  # at this share or less pieces are as long as chunks
-_MIN_SAVING = 1 / 256  # below this a tensor is stored as it is, at copy speed
-_ZSTD_MUST_SAVE = 0.02  # of the planes' size: it is slower, so it has to earn its place
-_REPETITIVE = 7 / 8  # a float's last plane at this share of its size or less hints at repetition
+_VERY_REPETITIVE = 1 / 8  # at this share or less, pieces are as long as chunks
+_MIN_SAVING = 1 / 256  # a tensor that saves less is stored as it is, at copy speed
+_ZSTD_MUST_SAVE = 0.02  # of the planes' size, because zstd is slower
+_REPETITIVE = 7 / 8  # a float's last plane that takes this share or less hints at repetition
 
 
 class Plan(NamedTuple):
@@ -44,11 +44,11 @@ class Plan(NamedTuple):
         geometry: how the tensor is cut.
         level: the level asked for.
         zstd: whether chunks are coded by Zstandard instead of plane by plane.
-        estimated_nbytes: expected encoded bytes, headers not counted; from samples.
+        estimated_nbytes: expected bytes of the payload, estimated from samples.
         planes: expected mode and bytes of each plane without side data; empty if the tensor is not
             coded plane by plane.
-        side: what predicts the exponents from row and column; often nothing.
-        plain_nbytes: what would be expected without a base; 0 where none is used.
+        side: the side data, which predict exponents from row and column; often there are none.
+        plain_nbytes: bytes expected without the base; 0 if no base is used.
     """
 
     geometry: Geometry
@@ -76,7 +76,7 @@ class Plan(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """One line for people."""
+        """Why the plan was chosen, in one line."""
         if self.nbytes == 0:
             return "no elements"
         if self.plain_nbytes:
@@ -86,7 +86,7 @@ class Plan(NamedTuple):
             return f"repetitive: zstd takes {self.estimated_nbytes / self.nbytes:.1%} of a sample"
         if not self.planes:
             return "incompressible in a sample: stored"
-        bits = 8 / (self.nbytes // len(self.planes))  # a unit has a byte for each plane
+        bits = 8 / (self.nbytes // len(self.planes))  # a unit has one byte for each plane
         words = ", ".join(f"{Mode(mode).name.lower()} {n * bits:.2f}" for mode, n in self.planes)
         saved = f"; row and column save {self.side.saving * bits:.2f}" if self.side.saving else ""
         return f"planes in bits: {words}{saved}"
@@ -96,12 +96,12 @@ class Plan(NamedTuple):
 
 
 def choose_plan(source: Source, level: Level, *, with_side: bool = True) -> Plan:
-    """Plans for a tensor.
+    """Chooses how a tensor is packed.
 
     Args:
         source: the tensor.
         level: how hard to try.
-        with_side: whether to see if side data pay.
+        with_side: whether to try side data.
     """
     data, dtype, _, geometry = source
     nbytes, split = data.size, dtype.splits[-1]
@@ -130,8 +130,8 @@ def choose_plan(source: Source, level: Level, *, with_side: bool = True) -> Plan
 
 
 def _may_repeat(dtype: DType, estimates: list[tuple[int, int]], is_odd: bool, nbytes: int) -> bool:
-    """Whether a trial of zstd is worth its time. The last plane of real weights is noise; where it
-    is not, or the samples saw less than there is, the data is not weights."""
+    """Whether a trial of zstd is worth its time. The last plane of real weights is noise. If it is
+    not, or if the samples missed much of the tensor, the data is not weights."""
     share = _REPETITIVE if dtype.unit_nbytes > 1 else _REPETITIVE / 2
     is_noise = Split.FLOAT in dtype.splits and estimates[-1][1] * dtype.unit_nbytes > nbytes * share
     if is_noise and not is_odd:
@@ -143,14 +143,14 @@ def _estimate_zstd(data: ByteArray, level: Level) -> int:
     nbytes = _zstd_nbytes(data, level, _ZSTD_PIECE_NBYTES)
     if nbytes > data.size * _VERY_REPETITIVE:
         return nbytes
-    return _zstd_nbytes(data, level, ZSTD_CHUNK_NBYTES)  # it is soon done, and matches are long
+    return _zstd_nbytes(data, level, ZSTD_CHUNK_NBYTES)  # fast here, and matches are long
 
 
 def _zstd_nbytes(data: ByteArray, level: Level, piece_nbytes: int) -> int:
     n_pieces = min(_MAX_ZSTD_PIECES, math.ceil(data.size / piece_nbytes))
     last = max(0, data.size - piece_nbytes)
     starts = [i * last // max(1, n_pieces - 1) for i in range(n_pieces)]
-    # Copies, since a library that nobody wrote for it must not see bytes change.
+    # Copies, because the library is not written for bytes that change while it reads them.
     pieces = [data[start : start + piece_nbytes].copy() for start in starts]
     packed = sum(zstd.estimate_nbytes(piece, level) for piece in pieces)
     return int(packed * (data.size / sum(piece.size for piece in pieces)))

@@ -1,7 +1,8 @@
-"""The base of a frame: another tensor, of which the frame holds differences (docs/format.md, 6.6).
+"""The base of a frame: another tensor, from which the frame holds differences (docs/format.md,
+section 6.6).
 
-The frame names it by content hash. A caller brings it for packing and again for unpacking, and it
-is compared with the name before anything is written.
+A frame names its base by content hash. The caller passes the base for packing and again for
+unpacking, where its hash is compared with the one in the frame before anything is written.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ __all__ = [
     "plan_delta",
 ]
 
-# What a frame may be the cast of, and the core's number for it.
+# A base's dtype and the dtype that its values are rounded to, with the core's number for the cast.
 _CASTS = {("F32", "BF16"): 1, ("F32", "F16"): 2}
-_CAST_NBYTES = 4  # bytes of a unit of the base then
+_CAST_NBYTES = 4  # bytes of a unit of such a base
 _CLEARLY_LESS = 0.7
-_MUST_SAVE = 1 / 64  # of what the tensor takes without its base: to restore it takes both
-_NAME_NBYTES = BASE_BLOCK_NBYTES + FRAME_ALIGNMENT  # what naming a base may add to a frame
+_MUST_SAVE = 1 / 64  # of what the tensor takes without its base, as restoring it then takes both
+_NAME_NBYTES = BASE_BLOCK_NBYTES + FRAME_ALIGNMENT  # the most that naming a base adds to a frame
 
 
 class BaseName(NamedTuple):
-    """What a frame says of its base.
+    """How a frame names its base.
 
     Attributes:
         content_hash: 16 bytes (docs/format.md, section 7).
@@ -58,7 +59,7 @@ class BaseName(NamedTuple):
 
 
 def allowed_casts(dtype: DType) -> list[DType]:
-    """The dtypes that a base of a frame may have."""
+    """Returns the dtypes that the base of a frame may have."""
     sources = [source for source, target in _CASTS if target == dtype.name]
     return [dtype, *(DTYPE_BY_NAME[source] for source in sources)]
 
@@ -68,30 +69,30 @@ def _base(data: ByteArray, dtype: DType, base_dtype: DType) -> Base:
 
 
 def part_of(base: Base, dtype: DType, first: int, n_units: int) -> Base:
-    """The base of units [first, first + n_units) of a frame of a dtype."""
+    """Returns the base of units [first, first + n_units) of a frame of a dtype."""
     unit_nbytes = _CAST_NBYTES if base.cast else dtype.unit_nbytes
     start = first * unit_nbytes
     return Base(base.data[start : start + n_units * unit_nbytes], base.is_float, base.cast)
 
 
 def checked_base(buffer: Buffer, base_dtype: str | None, source: Source) -> tuple[Base, DType]:
-    """A base that a caller gives for a tensor, and its dtype.
+    """Checks a base that a caller gives for a tensor, and returns it with its dtype.
 
     Raises:
         TypeError: not a C-contiguous buffer.
-        ValueError: its dtype does not go with the tensor's, or it has another number of elements.
+        ValueError: its dtype does not fit the tensor's, or it has another number of elements.
     """
     data, dtype = as_bytes(buffer, "base"), source.dtype
     row = dtype if base_dtype is None else DTYPE_BY_NAME.get(base_dtype)
     allowed = allowed_casts(dtype)
     if row not in allowed:
         names = " or ".join(known.name for known in allowed)
-        raise ValueError(f"the base of {dtype.name} must be {names}, and is {base_dtype}")
+        raise ValueError(f"the base of {dtype.name} must be {names}, but is {base_dtype}")
     expected = source.geometry.n_units * row.unit_nbytes
     if data.size != expected:
         raise ValueError(
-            f"the base has {data.size} bytes of {row.name}; as many elements as the tensor take "
-            f"{expected}"
+            f"the base has {data.size} bytes of {row.name}; as many elements as in the tensor take "
+            f"{expected} bytes"
         )
     return _base(data, dtype, row), row
 
@@ -104,18 +105,18 @@ def matching_base(
     threads: int,
     known_hash: bytes | None = None,
 ) -> Base:
-    """The base of a frame for unpacking, once it is known to be the one that the frame names.
+    """Checks that a base is the one that a frame names, and returns it for unpacking.
 
     Args:
         buffer: what the caller gave.
-        name: what the frame says.
-        dtype: of the frame.
+        name: how the frame names its base.
+        dtype: the frame's dtype.
         geometry: how the frame's tensor is cut.
         threads: how many to use.
-        known_hash: of the buffer's content; None to compute it.
+        known_hash: the content hash of the buffer; None to compute it.
 
     Raises:
-        BaseMismatchError: none was given, or another.
+        BaseMismatchError: no base was given, or another one.
         TypeError: not a C-contiguous buffer.
     """
     wanted = f"a base of {name.dtype.name} with content hash {name.content_hash.hex()} is needed"
@@ -132,7 +133,7 @@ def matching_base(
 
 
 def plan_delta(source: Source, level: Level, base: Base) -> Plan:
-    """The plan for a tensor as differences from a base, or without one where that is as good.
+    """Plans a tensor as differences from a base, or without the base where that is as good.
 
     Args:
         source: the tensor.
@@ -147,10 +148,10 @@ def plan_delta(source: Source, level: Level, base: Base) -> Plan:
 
     def estimate() -> int:
         nbytes = _core.estimate_delta(data, geometry, base, plain.estimated_nbytes, level)
-        return max(nbytes, 1)  # equal to its base, a tensor takes nothing but a header
+        return max(nbytes, 1)  # a tensor that equals its base takes a header only
 
     nbytes = estimate()
-    if nbytes >= plain.estimated_nbytes * _CLEARLY_LESS:  # side data might make up for it
+    if nbytes >= plain.estimated_nbytes * _CLEARLY_LESS:  # side data might save as much
         if not plain.zstd:
             plain = choose_plan(source, level)
             nbytes = estimate()

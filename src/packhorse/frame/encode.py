@@ -1,9 +1,9 @@
-"""The payload of a frame, and the hashes of what is in it.
+"""Encoding the payload of a frame, and hashing the bytes that go into it.
 
-A tensor and its base may change while they are packed: another thread trains on, another process
-writes to the file. Each chunk is copied once, and its streams and its leaf of the content hash are
-both made from the copy, so the payload always decodes to the bytes whose hash is given here. Which
-plan was chosen before, and which side data, are a matter of size alone.
+A tensor and its base may change while they are packed: another thread may go on training, another
+process may write to the file. Each chunk is copied once, and its streams and its leaf of the
+content hash are both made from the copy. So the payload always decodes to the bytes whose hash is
+returned. The plan and the side data were chosen before, and matter for the size alone.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["Payload", "encode_payload"]
 
 
 class Payload(NamedTuple):
-    """What became of a tensor.
+    """An encoded tensor.
 
     Attributes:
         table: a row for each chunk.
-        nbytes: how long the chunks are together.
-        content_hash: of the bytes that were encoded.
-        base_hash: of the bytes of the base that the differences were made from; empty for no base.
+        nbytes: bytes of all chunks.
+        content_hash: the content hash of the bytes that were encoded.
+        base_hash: the content hash of the bytes of the base that were used; empty if there is none.
     """
 
     table: Table
@@ -54,8 +54,8 @@ def encode_payload(
     Args:
         source: the tensor.
         plan: what was chosen for it.
-        base: what chunks may be differences from; None for no base.
-        dst: where the chunks go.
+        base: the tensor that chunks may be differences from; None for no base.
+        dst: memory for the chunks.
         threads: how many to use.
     """
     data, geometry = source.data, plan.geometry

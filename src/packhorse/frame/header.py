@@ -1,7 +1,7 @@
 """The header of a frame: written, and read with distrust (docs/format.md, section 2).
 
-`read_header` checks everything before anything is believed, in the order of the document, and never
-looks at the payload. Sizes that follow from others are computed here, once, for both directions.
+`read_header` checks every field before it is used, in the order of the document, and never looks at
+the payload. Sizes that follow from other fields are computed here, for writing and for reading.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _CRC = struct.Struct("<I")
 _SHAPES = tuple(struct.Struct(f"<{n_dims}Q") for n_dims in range(MAX_DIMS + 1))
 _TABLE_DTYPE = np.dtype("<u4")
 _SPLITS = tuple(Split)  # by number
-_SIDE_AT = 48  # of n_row_dims; the descriptor is 4 bytes on
+_SIDE_AT = 48  # offset of n_row_dims; the descriptor is 4 bytes further on
 
 Table = NDArray[np.uint32]  # a row for each chunk: CRC32C, then a descriptor for each plane
 
@@ -99,7 +99,7 @@ class FrameHeader(NamedTuple):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Rows and columns that the side data are about; zeros if there are none."""
+        """Rows and columns of the side data; zeros if there are none."""
         return matrix_of(self.dtype, self.shape, self.n_row_dims) if self.n_row_dims else (0, 0)
 
     @property
@@ -113,35 +113,35 @@ class FrameHeader(NamedTuple):
         return self.geometry.n_planes
 
     def chunk_offset(self, chunk: int) -> int:
-        """Where a chunk begins, in bytes from the start of the frame."""
+        """Returns the offset of a chunk, in bytes from the start of the frame."""
         return self.header_nbytes + payload_nbytes(self.table[:chunk])
 
     def chunk_offsets(self) -> NDArray[np.int64]:
-        """Where each chunk begins, and where the last one ends: for those who ask for many."""
+        """Returns the offset of each chunk, and the end of the last one; for many chunks."""
         ends = np.cumsum(_chunk_nbytes(self.table))
         return self.header_nbytes + np.concatenate([np.zeros(1, np.int64), ends])
 
 
 def n_planes_of(dtype: DType, split: Split) -> int:
-    """Planes that the split makes of a unit."""
+    """Returns the number of planes that a split makes of a unit."""
     return 1 if split == Split.WHOLE else dtype.unit_nbytes
 
 
 def padded(n: int) -> int:
-    """`n` bytes, rounded up to the alignment of a frame."""
+    """Rounds `n` bytes up to the alignment of a frame."""
     return -(-n // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
 
 def frame_header_nbytes(
     n_dims: int, n_chunks: int, n_planes: int, side_nbytes: int, *, has_base: bool
 ) -> int:
-    """Bytes of a header, padding included."""
+    """Returns the bytes of a header, padding included."""
     fields = FIXED_HEADER_NBYTES + 8 * n_dims + BASE_BLOCK_NBYTES * has_base
     return padded(fields + 4 * n_chunks * (1 + n_planes) + side_nbytes)
 
 
 def payload_nbytes(table: Table) -> int:
-    """Bytes of the chunks in a table, padding included."""
+    """Returns the bytes of the chunks in a table, padding included."""
     return int(_chunk_nbytes(table).sum())
 
 
@@ -151,7 +151,7 @@ def _chunk_nbytes(table: Table) -> NDArray[np.int64]:
 
 
 def checked_nbytes(dtype_name: str, shape: Sequence[int]) -> tuple[DType, int]:
-    """The dtype's row and the bytes of a tensor that a caller names."""
+    """Checks dtype and shape that a caller names, and returns the dtype and the tensor's bytes."""
     dtype, numel = DTYPE_BY_NAME.get(dtype_name), math.prod(shape)
     if dtype is None:
         raise ValueError(f"dtype {dtype_name!r} is unknown; known are {', '.join(DTYPE_BY_NAME)}")
@@ -165,13 +165,13 @@ def checked_nbytes(dtype_name: str, shape: Sequence[int]) -> tuple[DType, int]:
 
 
 def _overflows(shape: Sequence[int], numel: int, dtype: DType) -> bool:
-    """Whether the tensor has too many bits; a zero dimension must not hide an overflow of the
-    others."""
+    """Whether a tensor has too many bits. A dimension of zero must not hide that the others
+    overflow."""
     return (numel or math.prod(max(dim, 1) for dim in shape)) * dtype.bits >= MAX_BITS
 
 
 def write_header(header: FrameHeader, dst: ByteArray) -> None:
-    """Writes a header, its CRC included, to memory of exactly its length."""
+    """Writes a header with its CRC to memory of exactly its length."""
     fixed = FIXED_HEADER.pack(
         FRAME_MAGIC,
         FRAME_VERSION,
@@ -200,7 +200,7 @@ def write_header(header: FrameHeader, dst: ByteArray) -> None:
 
 
 def label(name: str | None) -> str:
-    """How messages begin."""
+    """Returns what messages about a tensor begin with."""
     return "" if name is None else f"tensor {name!r}: "
 
 
@@ -212,8 +212,8 @@ def read_header(
 
 
 class _Reader:
-    """Checks a frame's header in the order of docs/format.md, section 2, before anything is
-    believed."""
+    """Checks a frame's header in the order of docs/format.md, section 2, and uses no field before
+    its check."""
 
     def __init__(self, data: ByteArray, name: str | None, offset: int) -> None:
         self.data = data
@@ -257,9 +257,9 @@ class _Reader:
         if header_nbytes != frame_header_nbytes(
             n_dims, n_chunks, n_planes, side_nbytes, has_base=has_base
         ):
-            raise self.fail(12, f"header_nbytes is {header_nbytes}, which its fields contradict")
+            raise self.fail(12, f"header_nbytes is {header_nbytes}, which other fields contradict")
         self.need(header_nbytes, "the header")
-        text = self.data[:header_nbytes].tobytes()  # what is checked must not change later
+        text = self.data[:header_nbytes].tobytes()  # a copy: checked bytes must not change later
         without_crc = text[:HEADER_CRC_OFFSET] + bytes(4) + text[HEADER_CRC_OFFSET + 4 :]
         if _core.crc32c(without_crc) != crc:
             raise self.fail(HEADER_CRC_OFFSET, "the header's checksum does not match")
@@ -334,7 +334,7 @@ class _Reader:
     def check_side(
         self, n_row_dims: int, descriptor: int, dtype: DType, split: Split, shape: tuple[int, ...]
     ) -> None:
-        """Checks what the header says of side data, but not their stream."""
+        """Checks what the header says about side data, but not their stream."""
         if (n_row_dims == 0) != (descriptor == 0):
             raise self.fail(_SIDE_AT, "one of n_row_dims and side descriptor is zero, not both")
         if n_row_dims == 0:
@@ -353,7 +353,7 @@ class _Reader:
             raise self.fail(_SIDE_AT + 4, "mode or length of the side data is not allowed")
 
     def check_descriptors(self, header: FrameHeader, table_at: int) -> int:
-        """Checks mode and length of every stream; returns the length of the payload."""
+        """Checks mode and length of every stream, and returns the length of the payload."""
         what, chunk, plane, payload = _core.check_table(
             header.table, header.geometry, header.base is not None
         )
@@ -378,15 +378,15 @@ class _Reader:
 
 @dataclass(frozen=True)
 class PlaneSummary:
-    """What became of one plane over all chunks of a frame.
+    """How one plane is coded, over all chunks of a frame.
 
     Attributes:
         index: 0 is the exponent, or the most significant byte.
         name: a short name for people.
         nbytes: encoded bytes.
         logical_nbytes: bytes before encoding.
-        modes: how many chunks were coded in which mode; of mode delta, whole units at once, they
-            count for the first plane alone.
+        modes: how many chunks were coded in which mode. A chunk of mode delta, which codes whole
+            units at once, counts for the first plane only.
     """
 
     index: int
@@ -397,10 +397,10 @@ class PlaneSummary:
 
 
 def plane_summaries(header: FrameHeader) -> tuple[PlaneSummary, ...]:
-    """Sizes and modes of each plane over all chunks."""
+    """Sums up each plane over all chunks."""
     lengths = (header.table[:, 1:] & STREAM_NBYTES_MASK).sum(axis=0, dtype=np.int64)
     modes = header.table[:, 1:] >> STREAM_NBYTES_BITS
-    # Differences are of whole units: other planes have no streams there.
+    # Mode delta codes whole units, so the other planes of such a chunk have no streams.
     counted = [modes[:, :1], modes[modes[:, 0] != int(Mode.DELTA), 1:]]
     logical = header.nbytes // header.n_planes
     return tuple(

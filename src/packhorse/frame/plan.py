@@ -1,6 +1,6 @@
-"""What a frame is going to be, before it is made: the plan for a tensor, and sizes.
+"""What a frame will be like, before it is made: the plan for a tensor, and sizes.
 
-Nothing here encodes; plans come from samples of the tensor.
+Nothing here encodes. Plans come from samples of the tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def max_frame_nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """The longest frame that a tensor of this dtype and shape can take, in bytes.
+    """Returns the length of the longest frame of a tensor of this dtype and shape.
 
     Args:
         dtype: safetensors' name, such as "BF16".
@@ -55,8 +55,8 @@ def max_frame_nbytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def capacity_of(row: DType, shape: Sequence[int], natural: Geometry) -> int:
-    """`max_frame_nbytes` of a tensor that was checked. No plan has more chunks or planes than its
-    natural geometry."""
+    """Does what `max_frame_nbytes` does, for a tensor that was checked. No plan has more chunks or
+    planes than its natural geometry."""
     side_nbytes = side_capacity(row, shape)
     header = frame_header_nbytes(
         len(shape), natural.n_chunks, natural.n_planes, side_nbytes, has_base=True
@@ -73,7 +73,7 @@ def plan_buffer(
     base: Buffer | None = None,
     base_dtype: str | None = None,
 ) -> Plan:
-    """What `compress_buffer` would choose for a tensor and a base; nothing is encoded.
+    """Chooses what `compress_buffer` would choose for a tensor and a base, without encoding.
 
     Args:
         src: the tensor's bytes in C order; only read.
@@ -81,10 +81,10 @@ def plan_buffer(
         shape: the tensor's shape.
         level: "fast", "default" or "max".
         base: the bytes of another tensor of as many elements, as for `compress_buffer`.
-        base_dtype: its dtype, if it is another.
+        base_dtype: the base's dtype, if it is another one.
 
     Returns:
-        The plan; `plan.reason` says it in a line.
+        The plan; `plan.reason` is one line about it.
 
     Raises:
         TypeError: a buffer is not C-contiguous.
@@ -104,11 +104,10 @@ def plan_buffer(
 
 
 def planned_frame_nbytes(plan: Plan, dtype: str, shape: Sequence[int]) -> int:
-    """The length of the frame that a plan would make, header and padding counted: an estimate, as
-    that of the plan is.
+    """Estimates the length of the frame that a plan would make, header and padding included.
 
     Args:
-        plan: of `plan_buffer`.
+        plan: from `plan_buffer`.
         dtype: safetensors' name, such as "BF16".
         shape: the tensor's shape.
 
@@ -135,7 +134,7 @@ def planned_frame_nbytes(plan: Plan, dtype: str, shape: Sequence[int]) -> int:
 
 
 def checked_source(src: Buffer, dtype: str, shape: Sequence[int]) -> Source:
-    """The tensor that a caller gives.
+    """Checks a tensor that a caller gives.
 
     Raises:
         TypeError: the buffer is not C-contiguous.

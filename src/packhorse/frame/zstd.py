@@ -1,7 +1,7 @@
 """Chunks of whole units, coded by Zstandard or stored beside those (docs/format.md, section 6).
 
-The zstandard package codes one chunk at a time and lets go of Python's lock meanwhile, so chunks
-are spread over Python's threads here; the core has threads of its own for all other modes.
+The zstandard package codes one chunk at a time and releases Python's lock meanwhile, so threads of
+Python share the chunks here. The core has threads of its own for all other modes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def encode_zstd(
     Args:
         data: all bytes of the tensor.
         plan: what was chosen for it.
-        dst: where the payload goes.
-        table: a row for each chunk, to be filled.
-        leaves: for the content hash (`codecs/content.py`), to be filled.
+        dst: memory for the payload.
+        table: gets a row for each chunk.
+        leaves: get the hashes of the leaves (`codecs/content.py`).
         threads: how many to use.
 
     Returns:
@@ -44,7 +44,7 @@ def encode_zstd(
     """
     chunk_nbytes = plan.geometry.chunk_nbytes
     long_matches = zstd.seeks_long_matches(plan.level, data.size, plan.estimated_nbytes)
-    idle: list[ByteArray] = []  # copies of chunks that are done with
+    idle: list[ByteArray] = []  # memory of chunks that are done
 
     def compress(chunk: int) -> tuple[ByteArray, bytes]:
         start = chunk * chunk_nbytes
@@ -70,13 +70,13 @@ def encode_zstd(
 
 @dataclass(frozen=True)
 class ZstdJob:
-    """Decodes a frame of whole units, of which some chunks are coded by Zstandard.
+    """Decodes a frame of whole units that has chunks coded by Zstandard.
 
     Attributes:
         header: the frame's.
         data: the frame.
         base: its base, if it has one.
-        fail: makes the error for a chunk, from its number and words.
+        fail: makes the error for a chunk, from the chunk's number and what is wrong.
     """
 
     header: FrameHeader
@@ -88,7 +88,7 @@ class ZstdJob:
         """Decodes as many bytes of the tensor as `dst` takes, from byte `start` on.
 
         Args:
-            dst: where they go.
+            dst: memory for them.
             start: the first byte.
             threads: how many to use.
             check: whether to compare each chunk's CRC32C first.
@@ -146,8 +146,8 @@ class ZstdJob:
             self._decode_other_chunk(chunk, offset, dst)
 
     def _decode_other_chunk(self, chunk: int, offset: int, dst: ByteArray) -> None:
-        """A chunk between those of zstd, its checksum compared already: for the core a tensor of
-        its own, so that it does not look at the other chunks."""
+        """Decodes a chunk of another mode, whose checksum was compared. The core gets it as a
+        tensor of its own, so that it does not look at the other chunks."""
         header, geometry, base = self.header, self.header.geometry, self.base
         if base is not None:
             first = chunk << geometry.chunk_log
