@@ -88,14 +88,12 @@ def measure(
 
 def _planner_of(kind: str, n_windows: int) -> Plan:
     """Plans the window of a number."""
-    from packhorse.codecs.base import choose_isa
     from packhorse.frame import compress_buffer
 
-    read_header = _import_first("packhorse.frame.header", "packhorse.frame_header").read_header
     n_units = n_windows * WINDOW_NBYTES // (2 if kind == "BF16" else 4)
     frame = compress_buffer(_weights(kind, n_units), kind, (n_units,))
     buffer = np.frombuffer(frame.to_bytes(), np.uint8)
-    header = read_header(buffer, None, 0, None, int(choose_isa()))
+    header = frame.header
     unit = header.dtype.unit_nbytes
     step = WINDOW_NBYTES // (unit << header.chunk_log)
     offsets = header.chunk_offsets()

@@ -178,7 +178,7 @@ class Side {
         input.take_bytes(given.data(), given.nbytes());
         if (n_rows_ == 0 || geometry.n_units == 0 || geometry.n_units % n_rows_ != 0) return;
         const std::size_t nbytes = n_rows_ + geometry.n_units / n_rows_;
-        if (side_fault(geometry.spec, geometry.n_units, nbytes, n_rows_) != nullptr) return;
+        if (side_fault(geometry, nbytes, n_rows_) != nullptr) return;
         values_ = Buffer(nbytes);
         for (std::size_t i = 0; i < nbytes && given.nbytes() > 0; ++i)
             values_.data()[i] = given.data()[i % given.nbytes()];

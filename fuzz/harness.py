@@ -216,7 +216,7 @@ def _chunks(header: bytearray, table: int, n_chunks: int, n_planes: int) -> list
 
 
 def _crc(data: bytes) -> int:
-    return _core.crc32c(np.frombuffer(data, np.uint8), 0)
+    return _core.crc32c(np.frombuffer(data, np.uint8))
 
 
 def _seal_header(frame: bytearray, header_nbytes: int) -> None:

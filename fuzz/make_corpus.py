@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from packhorse import _core
-from packhorse.codecs.base import ByteArray, choose_isa, encode_plane
+from packhorse._core import Base, EncodeContext, EncodeOutput, Geometry, Side
+from packhorse.codecs.base import ByteArray, encode_plane
 from packhorse.codecs.content import content_hash, empty_leaves
 from packhorse.disk.container import pack_tensors
 from packhorse.disk.safetensors_header import build_header
 from packhorse.frame import Frame, compress_buffer
-from packhorse.frame.base import NO_BASE
 from packhorse.frame.header import (
     FrameHeader,
     frame_header_nbytes,
@@ -101,17 +101,18 @@ def build_frame(
     n_columns = source.size // dtype.unit_nbytes // n_rows if n_rows else 0
     side = np.empty(n_rows + n_columns, np.uint8)
     if n_rows:
-        _core.make_side_data(source, dtype.unit_nbytes, n_rows, side, 0)
+        whole = Geometry(dtype.unit_nbytes, split, chunk_log, source.size)
+        _core.make_side_data(source, whole, n_rows, side)
     step = dtype.unit_nbytes << chunk_log
+    context = EncodeContext(level, Side(side, n_rows) if n_rows else None, None, 0)
     tables, payload = [], b""
     for start in range(0, source.size, step):  # the core wants large chunks, or one
         piece = source[start : start + step]
-        table = np.empty((1, 1 + (dtype.unit_nbytes if split else 1)), np.uint32)
-        dst, leaves = np.empty(padded(piece.size), np.uint8), empty_leaves(piece.size)
-        used = _core.encode_chunks(
-            piece, dtype.unit_nbytes, split, chunk_log, level, side, n_rows, NO_BASE.data, False, 0,
-            0, dst, table, leaves, empty_leaves(0), 1, 0,
-        )  # fmt: skip
+        geometry = Geometry(dtype.unit_nbytes, split, chunk_log, piece.size)
+        table = np.empty((1, 1 + geometry.n_planes), np.uint32)
+        dst = np.empty(padded(piece.size), np.uint8)
+        output = EncodeOutput(dst, table, empty_leaves(piece.size), None)
+        used = _core.encode_chunks(piece, geometry, context, output, 1)
         tables.append(table)
         payload += dst[:used].tobytes()
     return _seal(data, dtype, shape, chunk_log, level, np.concatenate(tables), payload, side)
@@ -132,13 +133,14 @@ def _seal(
     header_nbytes = frame_header_nbytes(
         len(shape), len(table), table.shape[1] - 1, len(text), has_base=False
     )
+    geometry = Geometry(dtype.unit_nbytes, dtype.splits[-1], chunk_log, len(data))
     header = FrameHeader(
-        dtype, shape, dtype.splits[-1], level, chunk_log, content_hash(data), header_nbytes,
+        dtype, shape, geometry, level, content_hash(data), header_nbytes,
         header_nbytes + len(payload), table, int(side.size > 0),
         mode << STREAM_NBYTES_BITS | len(text), text,
     )  # fmt: skip
     packed = np.empty(header.frame_nbytes, np.uint8)
-    write_header(header, packed[:header_nbytes], int(choose_isa()))
+    write_header(header, packed[:header_nbytes])
     packed[header_nbytes:] = np.frombuffer(payload, np.uint8)
     frame = Frame.from_buffer(packed)
     frame.verify()
@@ -191,7 +193,7 @@ def decode_tensor_seeds() -> Seeds:
         if Mode.ZSTD in modes_of(frame) or frame.base_hash is not None:
             continue
         packed = frame.to_bytes()
-        header = read_header(np.frombuffer(packed, np.uint8), None, 0, None, int(choose_isa()))
+        header = read_header(np.frombuffer(packed, np.uint8), None, 0, None)
         bits = header.dtype.unit_nbytes.bit_length() - 1 | header.split << 2
         choices = bytes([number % 3, number % 4, bits, header.chunk_log])
         part = struct.pack("<I", header.nbytes)[:3] + struct.pack("<HH", 1000, 60000)
@@ -201,7 +203,7 @@ def decode_tensor_seeds() -> Seeds:
             data = bytearray(header.nbytes)
             frame.decompress_into(data)
             units = np.frombuffer(data, np.uint8)
-            _core.make_side_data(units, header.dtype.unit_nbytes, n_rows, side, 0)
+            _core.make_side_data(units, header.geometry, n_rows, side)
         part += struct.pack("<HH", n_rows, side.size) + side.tobytes()
         yield name, choices + part + header.table.tobytes() + packed[header.header_nbytes :]
     yield from delta_seeds()
@@ -235,13 +237,14 @@ def delta_seeds() -> Seeds:
         base = fuzz_base(1500, dtype.unit_nbytes)
         data = make_step(base, dtype.unit_nbytes, min(scale, 8.0**dtype.unit_nbytes))
         is_float = Split.FLOAT in dtype.splits
-        table = np.empty((1, 1 + (dtype.unit_nbytes if dtype.splits[-1] else 1)), np.uint32)
-        dst, leaves = np.empty(padded(len(data)), np.uint8), empty_leaves(len(data))
-        used = _core.encode_chunks(
-            np.frombuffer(data, np.uint8), dtype.unit_nbytes, dtype.splits[-1], 11, Level.DEFAULT,
-            b"", 0, np.frombuffer(base, np.uint8), is_float, 0, 4 * len(data), dst, table, leaves,
-            empty_leaves(len(base)), 1, 0,
-        )  # fmt: skip
+        geometry = Geometry(dtype.unit_nbytes, dtype.splits[-1], 11, len(data))
+        table = np.empty((1, 1 + geometry.n_planes), np.uint32)
+        dst = np.empty(padded(len(data)), np.uint8)
+        units = Base(np.frombuffer(base, np.uint8), is_float, 0)
+        context = EncodeContext(Level.DEFAULT, None, units, 4 * len(data))
+        output = EncodeOutput(dst, table, empty_leaves(len(data)), empty_leaves(len(base)))
+        source = np.frombuffer(data, np.uint8)
+        used = _core.encode_chunks(source, geometry, context, output, 1)
         bits = dtype.unit_nbytes.bit_length() - 1 | dtype.splits[-1] << 2 | 1 << 5 | is_float << 6
         head = bytes([number % 4, number % 4, bits, 11]) + struct.pack("<I", len(data))[:3]
         head += struct.pack("<HHHH", 1000, 60000, 0, 0)
@@ -254,7 +257,7 @@ def decode_plane_seeds() -> Seeds:
         plane, dst = make_plane(n, *plane_of), np.empty(n, np.uint8)
         for mode in Mode:
             try:
-                nbytes = _core.encode_plane(plane, int(mode), dst, 0)
+                nbytes = _core.encode_plane(plane, int(mode), dst)
             except ValueError:  # this mode has no stream of its own
                 continue
             head = bytes([number % 3, mode]) + struct.pack("<I", n - 1)[:3]

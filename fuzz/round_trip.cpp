@@ -21,9 +21,9 @@ struct Task {
     Level level;
 
     // A base is worth more than nothing can be: every chunk that can be one of differences is.
-    EncodeContext context(const ContentLeaves& base_leaves) const {
+    EncodeContext context() const {
         const bool has_base = base.view().units != nullptr;
-        return {side.view(), base.view(), base_leaves, has_base ? 4 * src.nbytes() : 0, level};
+        return {level, side.view(), base.view(), has_base ? 4 * src.nbytes() : 0};
     }
 };
 
@@ -49,8 +49,9 @@ struct Encoded {
           table(task.geometry.n_chunks() * task.geometry.row_length()),
           leaves(task.src.nbytes()),
           base_leaves(task.base.values().nbytes()) {
-        nbytes = encode_tensor(task.src.data(), task.geometry, task.context(base_leaves.view()),
-                               payload.data(), table.data(), leaves.view(), threads, isa);
+        const EncodeOutput output{payload.data(), table.data(), leaves.view(), base_leaves.view()};
+        nbytes =
+            encode_tensor(task.src.data(), task.geometry, task.context(), output, threads, isa);
         claim(leaves == leaves_of(task.src), "the hashes are those of the tensor");
         claim(base_leaves == leaves_of(task.base.values()), "the hashes are those of the base");
     }

@@ -64,8 +64,7 @@ struct Tensor {
         base_units.assign(source.data(), source.data() + kNbytes);
         for (std::size_t i = 0; i < kNbytes; ++i)
             base_units[i] ^= static_cast<uint8_t>(i >> 19 == 1 ? i % 8 == 0 : 97 * i >> 3);
-        claim(side_fault(geometry.spec, geometry.n_units, side.size(), kRows) == nullptr,
-              "the side data fit");
+        claim(side_fault(geometry, side.size(), kRows) == nullptr, "the side data fit");
         const std::size_t n_columns = geometry.n_units / kRows;
         if (predicts)
             fill_side({source.data(), kRows, n_columns, 1, n_columns * unit_nbytes}, geometry.spec,
@@ -77,9 +76,7 @@ struct Tensor {
     }
     SideData side_view() const { return view_side(side.data(), side.size(), kRows); }
     Base base() const { return {base_units.data(), true, Cast::kNone}; }
-    EncodeContext context(const ContentLeaves& base_leaves) const {
-        return {side_view(), base(), base_leaves, kNbytes, level};
-    }
+    EncodeContext context() const { return {level, side_view(), base(), kNbytes}; }
 };
 
 struct Packed {
@@ -91,8 +88,9 @@ struct Packed {
 
     Packed(const Tensor& tensor, std::size_t threads, Isa isa)
         : table(tensor.geometry.n_chunks() * tensor.geometry.row_length()) {
-        encode_tensor(tensor.source.data(), tensor.geometry, tensor.context(base_leaves.view()),
-                      payload.data(), table.data(), leaves.view(), threads, isa);
+        const EncodeOutput output{payload.data(), table.data(), leaves.view(), base_leaves.view()};
+        encode_tensor(tensor.source.data(), tensor.geometry, tensor.context(), output, threads,
+                      isa);
         offsets = chunk_offsets(table.data(), tensor.geometry);
     }
 

@@ -343,7 +343,7 @@ def _time_packing(plain: "nn.Module", rounds: int) -> dict[str, float]:
 
 def _plan(scale: Scale) -> dict[str, Any]:
     from packhorse import _core
-    from packhorse.codecs.base import as_bytes, choose_isa
+    from packhorse.codecs.base import as_bytes
     from packhorse.frame.header import read_header
     from packhorse.gpu.plans import Geometry, plan_chunks
     from packhorse.numpy import compress
@@ -351,7 +351,7 @@ def _plan(scale: Scale) -> dict[str, Any]:
     rng = np.random.default_rng(SEED)
     values = (0.02 * rng.standard_normal(scale.plan_units, np.float32)).astype(ml_dtypes.bfloat16)
     frame = as_bytes(compress(values).to_bytes(), "frame")
-    header = read_header(frame, None, 0, None, int(choose_isa()))
+    header = read_header(frame, None, 0, None)
     unit = header.dtype.unit_nbytes
     geometry = Geometry(header.nbytes // unit, unit, header.split, header.chunk_log)
     payload = frame[header.header_nbytes :]
@@ -359,7 +359,7 @@ def _plan(scale: Scale) -> dict[str, Any]:
     best = _best_of(
         {
             "plan": lambda: plan_chunks(payload, header.table, geometry),
-            "crc": lambda: _core.crc32c(payload, int(choose_isa())),
+            "crc": lambda: _core.crc32c(payload),
         },
         10 * scale.rounds,
     )

@@ -1,4 +1,4 @@
-// What all bindings share: checks of arguments.
+// What all bindings share: arrays of bytes, and checks of arguments.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -7,20 +7,19 @@
 #include <stdexcept>
 
 #include "bind/gil.hpp"
-#include "common/dispatch.hpp"
+#include "bind/isa.hpp"
 
 namespace nb = nanobind;
 
 namespace packhorse {
 
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using WritableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Table = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using WritableTable = nb::ndarray<uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
 inline void require(bool condition, const char* message) {
     if (!condition) throw std::invalid_argument(message);
-}
-
-inline Isa checked_isa(int isa) {
-    require(isa >= 0 && isa <= static_cast<int>(detect_isa()),
-            "isa must not be above what detect_isa() returns");
-    return static_cast<Isa>(isa);
 }
 
 }  // namespace packhorse

@@ -16,12 +16,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <memory>
 #include <system_error>
 #include <utility>
 #include <vector>
 
+#include "bind/tensors.hpp"
 #include "bind/weights.hpp"
 #include "common/exit_code.hpp"
 #include "common/mapping.hpp"
@@ -32,43 +32,8 @@
 namespace packhorse {
 namespace {
 
-using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using WritableBytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Table = nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using WritableTable = nb::ndarray<uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
 // To plan a stream takes as long as to go through so many bytes.
 constexpr std::size_t kPlannedStreamNbytes = 1024;
-
-Level checked_level(int level) {
-    require(level >= 1 && level <= 3, "level must be 1, 2 or 3");
-    return static_cast<Level>(level);
-}
-
-Geometry checked_geometry(uint32_t unit_nbytes, int split, uint32_t chunk_log, std::size_t nbytes) {
-    const char* const fault = geometry_fault(unit_nbytes, split, chunk_log, nbytes);
-    require(fault == nullptr, fault);
-    return Geometry(unit_nbytes, split, chunk_log, nbytes);
-}
-
-template <class AnyTable>
-void require_table(const AnyTable& table, const Geometry& geometry) {
-    require(table.shape(0) == geometry.n_chunks() && table.shape(1) == geometry.row_length(),
-            "table must have a row for each chunk and a column more than planes");
-}
-
-// A view of `side`, which may be empty.
-SideData checked_side(const Bytes& side, std::size_t n_rows, const Geometry& geometry) {
-    const char* const fault = side_fault(geometry.spec, geometry.n_units, side.size(), n_rows);
-    require(fault == nullptr, fault);
-    return view_side(side.data(), side.size(), n_rows);
-}
-
-// What os.environ holds, which does not change while Python's lock is held.
-nb::object environment(const char* name) {
-    const char* const value = std::getenv(name);
-    return value == nullptr ? nb::none() : nb::steal(PyUnicode_DecodeFSDefault(value));
-}
 
 // Maps parts of one file, and knows whether any of them was lost.
 class FileMapper {
@@ -98,105 +63,64 @@ class FileMapper {
     std::shared_ptr<Loss> loss_ = std::make_shared<Loss>(false);
 };
 
-// A view of `bytes`, which may be empty: no base.
-Base checked_base(const Bytes& bytes, bool is_float, int cast, const Geometry& geometry) {
-    require(cast >= 0 && cast <= static_cast<int>(Cast::kToFp16), "cast must be 0, 1 or 2");
-    require(cast == 0 || (geometry.spec.unit_nbytes == 2 && is_float),
-            "only floats of two bytes are cast");
-    if (bytes.size() == 0) return {nullptr, is_float, static_cast<Cast>(cast)};
-    require(bytes.size() == geometry.n_units * (cast == 0 ? geometry.spec.unit_nbytes : 4),
-            "the base must have as many units as the tensor");
-    return {bytes.data(), is_float, static_cast<Cast>(cast)};
-}
-
-// Hashes of the leaves of so many bytes, and behind them room for a last leaf that is too short.
-ContentLeaves checked_leaves(const WritableBytes& leaves, std::size_t nbytes) {
-    const std::size_t n_hashes = 16 * n_leaves(nbytes);
-    require(leaves.size() == n_hashes + kXxh3LongMinNbytes - 1,
-            "leaves must have 16 bytes for each leaf, and 240 more");
-    return {leaves.data(), leaves.data() + n_hashes};
-}
-
-std::size_t encode_chunks(Bytes src, uint32_t unit_nbytes, int split, uint32_t chunk_log,
-                          int level_number, Bytes side, std::size_t n_rows, Bytes base,
-                          bool is_float, int cast, std::size_t plain_nbytes, WritableBytes dst,
-                          WritableTable table, WritableBytes leaves, WritableBytes base_leaves,
-                          std::size_t threads, int isa_number) {
-    const Isa isa = checked_isa(isa_number);
-    const Geometry geometry = checked_geometry(unit_nbytes, split, chunk_log, src.size());
-    const Level level = checked_level(level_number);
-    require_table(table, geometry);
+// Returns the length of the payload.
+std::size_t encode_chunks(Bytes src, const Geometry& geometry, const ContextArgument& context,
+                          const OutputArgument& output, std::size_t threads) {
+    const Isa isa = choose_isa();
+    require_tensor(src, geometry);
     require(geometry.chunk_nbytes() % kContentLeafNbytes == 0 || geometry.n_chunks() <= 1,
             "chunks must hold whole leaves");
-    require(dst.size() >= round_up(src.size(), kFrameAlignment), "dst is too small");
-    require(base.size() == 0 || item_nbytes(geometry.spec) == 1,
-            "a tensor with a base is split into bytes");
-    const ContentLeaves content = checked_leaves(leaves, src.size());
-    const EncodeContext context{checked_side(side, n_rows, geometry),
-                                checked_base(base, is_float, cast, geometry),
-                                checked_leaves(base_leaves, base.size()), plain_nbytes, level};
+    const EncodeContext given = context.view(geometry);
+    const EncodeOutput memory = output.view(geometry, context);
     const ReleasedGil released(src.size());
-    return encode_tensor(src.data(), geometry, context, dst.data(), table.data(), content, threads,
-                         isa);
+    return encode_tensor(src.data(), geometry, given, memory, threads, isa);
 }
 
 // Returns (fault, chunk, plane, payload length).
-std::tuple<int, std::size_t, uint32_t, std::size_t> check_table(Table table, uint32_t unit_nbytes,
-                                                                int split, uint32_t chunk_log,
-                                                                std::size_t nbytes, bool has_base) {
-    const Geometry geometry = checked_geometry(unit_nbytes, split, chunk_log, nbytes);
+std::tuple<int, std::size_t, uint32_t, std::size_t> check_table(Table table,
+                                                                const Geometry& geometry,
+                                                                bool has_base) {
     require_table(table, geometry);
     const TableCheck check = check_descriptors(table.data(), geometry, has_base);
     return {static_cast<int>(check.fault), check.chunk, check.plane, check.payload_nbytes};
 }
 
 // Decodes bytes [start, start + dst.size()) of the tensor. Returns (status, chunk).
-std::pair<int, std::size_t> decode_range(Bytes payload, Table table, uint32_t unit_nbytes,
-                                         int split, uint32_t chunk_log, std::size_t nbytes,
-                                         Bytes side, std::size_t n_rows, Bytes base, bool is_float,
-                                         int cast, std::size_t start, WritableBytes dst, bool check,
-                                         std::size_t threads, int isa_number) {
-    const Isa isa = checked_isa(isa_number);
-    const Geometry geometry = checked_geometry(unit_nbytes, split, chunk_log, nbytes);
-    require_table(table, geometry);
+std::pair<int, std::size_t> decode_range(const EncodedArgument& tensor, std::size_t start,
+                                         WritableBytes dst, bool check, std::size_t threads) {
+    const Isa isa = choose_isa();
+    const std::size_t nbytes = tensor.geometry().nbytes();
     require(start <= nbytes && dst.size() <= nbytes - start, "the range is outside of the tensor");
-    if (dst.size() == 0) return {0, 0};
-    const std::vector<std::size_t> offsets = chunk_offsets(table.data(), geometry);
-    require(offsets.back() <= payload.size(), "payload is shorter than the table says");
-    const SideData side_data = checked_side(side, n_rows, geometry);
-    const Base base_units = checked_base(base, is_float, cast, geometry);
     const ReleasedGil released(dst.size());
-    const EncodedTensor tensor{geometry,       side_data,    base_units,
-                               payload.data(), table.data(), offsets};
     const DecodeResult result =
-        decode_tensor(tensor, start, dst.data(), dst.size(), check, threads, isa);
+        decode_tensor(tensor.view(), start, dst.data(), dst.size(), check, threads, isa);
     return {static_cast<int>(result.status), result.chunk};
 }
 
 // Estimated bytes of a tensor if chunks may be differences from a base.
-std::size_t estimate_delta_nbytes(Bytes src, uint32_t unit_nbytes, int split, uint32_t chunk_log,
-                                  Bytes base, bool is_float, int cast, std::size_t plain_nbytes,
-                                  int level_number, int isa_number) {
-    const Isa isa = checked_isa(isa_number);
+std::size_t estimate_delta_nbytes(Bytes src, const Geometry& geometry, const BaseArgument& base,
+                                  std::size_t plain_nbytes, int level_number) {
+    const Isa isa = choose_isa();
     const Level level = checked_level(level_number);
-    const Geometry geometry = checked_geometry(unit_nbytes, split, chunk_log, src.size());
-    require(src.size() > 0 && base.size() > 0, "there must be something to compare");
-    const Base base_units = checked_base(base, is_float, cast, geometry);
-    const ReleasedGil released(std::min(src.size(), kDeltaSampleUnits * unit_nbytes));
-    return estimate_delta_tensor(src.data(), geometry, base_units, plain_nbytes, level, isa);
+    require_tensor(src, geometry);
+    require(src.size() > 0, "there must be something to compare");
+    const Base units = base.view(geometry);
+    const ReleasedGil released(std::min(src.size(), kDeltaSampleUnits * geometry.spec.unit_nbytes));
+    return estimate_delta_tensor(src.data(), geometry, units, plain_nbytes, level, isa);
 }
 
 // Estimated (mode, bytes) of each plane, and whether the tensor was looked at again.
-std::pair<std::vector<std::pair<int, std::size_t>>, bool> estimate_planes(
-    Bytes src, uint32_t unit_nbytes, int split, int level_number, std::size_t n_samples,
-    int isa_number) {
-    const Isa isa = checked_isa(isa_number);
-    const Geometry geometry = checked_geometry(unit_nbytes, split, kMinChunkLog, src.size());
+std::pair<std::vector<std::pair<int, std::size_t>>, bool> estimate_planes(Bytes src,
+                                                                          const Geometry& geometry,
+                                                                          int level_number,
+                                                                          std::size_t n_samples) {
+    const Isa isa = choose_isa();
     const Level level = checked_level(level_number);
+    require_tensor(src, geometry);
     require(item_nbytes(geometry.spec) == 1, "planes of one byte are needed");
     require(src.size() > 0 && n_samples > 0, "there must be something to sample");
-    const ReleasedGil released(
-        std::min(src.size(), std::min(n_samples, src.size()) * kBlockUnits * unit_nbytes));
+    const ReleasedGil released(std::min(
+        src.size(), std::min(n_samples, src.size()) * kBlockUnits * geometry.spec.unit_nbytes));
     const TensorEstimate tensor = estimate_tensor(src.data(), geometry, level, n_samples, isa);
     std::vector<std::pair<int, std::size_t>> estimates;
     for (const PlaneEstimate& plane : tensor.planes)
@@ -204,45 +128,42 @@ std::pair<std::vector<std::pair<int, std::size_t>>, bool> estimate_planes(
     return {estimates, tensor.is_odd};
 }
 
-// The spec of a tensor that side data can be made for, and its columns.
-PlaneSpec checked_matrix(const Bytes& src, uint32_t unit_nbytes, std::size_t n_rows,
-                         std::size_t& n_columns) {
-    const Geometry geometry =
-        checked_geometry(unit_nbytes, static_cast<int>(Split::kFloat), kMinChunkLog, src.size());
+// The columns of a tensor that side data can be made for.
+std::size_t checked_columns(const Bytes& src, const Geometry& geometry, std::size_t n_rows) {
+    require_tensor(src, geometry);
+    require(geometry.spec.rotation > 0, "side data need split 2");
     require(n_rows > 0 && geometry.n_units > 0 && geometry.n_units % n_rows == 0,
             "the tensor must have n_rows rows");
-    n_columns = geometry.n_units / n_rows;
+    const std::size_t n_columns = geometry.n_units / n_rows;
     require(n_rows <= kMaxSideNbytes && n_columns <= kMaxSideNbytes - n_rows,
             "side data have at most 2 Mi bytes");
-    return geometry.spec;
+    return n_columns;
 }
 
 // Estimated bytes of plane 0 as it is and by prediction.
-std::pair<std::size_t, std::size_t> estimate_side_data(Bytes src, uint32_t unit_nbytes,
+std::pair<std::size_t, std::size_t> estimate_side_data(Bytes src, const Geometry& geometry,
                                                        std::size_t n_rows, std::size_t most_rows,
-                                                       std::size_t most_columns, int isa_number) {
-    const Isa isa = checked_isa(isa_number);
-    std::size_t n_columns = 0;
-    const PlaneSpec spec = checked_matrix(src, unit_nbytes, n_rows, n_columns);
+                                                       std::size_t most_columns) {
+    const Isa isa = choose_isa();
+    const std::size_t n_columns = checked_columns(src, geometry, n_rows);
     require(most_rows > 0 && most_columns > 0, "there must be something to sample");
     const ReleasedGil released(src.size());
     const SideEstimate estimate =
-        estimate_side(src.data(), n_rows, n_columns, spec, most_rows, most_columns, isa);
+        estimate_side(src.data(), n_rows, n_columns, geometry.spec, most_rows, most_columns, isa);
     return {estimate.plain_nbytes, estimate.predicted_nbytes};
 }
 
-void make_side_data(Bytes src, uint32_t unit_nbytes, std::size_t n_rows, WritableBytes side,
-                    int isa_number) {
-    const Isa isa = checked_isa(isa_number);
-    std::size_t n_columns = 0;
-    const PlaneSpec spec = checked_matrix(src, unit_nbytes, n_rows, n_columns);
+void make_side_data(Bytes src, const Geometry& geometry, std::size_t n_rows, WritableBytes side) {
+    const Isa isa = choose_isa();
+    const std::size_t n_columns = checked_columns(src, geometry, n_rows);
     require(side.size() == n_rows + n_columns, "side must have a byte for each row and column");
+    const MatrixView whole{src.data(), n_rows, n_columns, 1, n_columns * geometry.spec.unit_nbytes};
     const ReleasedGil released(src.size());
-    fill_side({src.data(), n_rows, n_columns, 1, n_columns * unit_nbytes}, spec, side.data(), isa);
+    fill_side(whole, geometry.spec, side.data(), isa);
 }
 
-std::size_t encode_plane(Bytes src, int mode, WritableBytes dst, int isa_number) {
-    const Isa isa = checked_isa(isa_number);
+std::size_t encode_plane(Bytes src, int mode, WritableBytes dst) {
+    const Isa isa = choose_isa();
     require(mode == static_cast<int>(Mode::kPalette) || mode == static_cast<int>(Mode::kRans),
             "mode must be palette or rans");
     require(src.size() > 0 && src.size() <= kMaxChunkNbytes, "a plane has 1 to 2 Mi units");
@@ -251,8 +172,8 @@ std::size_t encode_plane(Bytes src, int mode, WritableBytes dst, int isa_number)
     return encode_single_plane(src.data(), src.size(), static_cast<Mode>(mode), dst.data(), isa);
 }
 
-int decode_plane(Bytes stream, int mode, WritableBytes dst, int isa_number) {
-    const Isa isa = checked_isa(isa_number);
+int decode_plane(Bytes stream, int mode, WritableBytes dst) {
+    const Isa isa = choose_isa();
     require(stream.size() <= kStreamNbytesMask, "a stream is below 16 MiB");
     require(mode >= 0 && mode <= static_cast<int>(Mode::kRans), "mode must be 0 to 3");
     require(dst.size() > 0 && dst.size() <= kMaxChunkNbytes, "a plane has 1 to 2 Mi units");
@@ -262,10 +183,9 @@ int decode_plane(Bytes stream, int mode, WritableBytes dst, int isa_number) {
 }
 
 // Planes of a tensor, one row of `planes` each, and back.
-void split(Bytes src, uint32_t unit_nbytes, int split_number, WritableBytes planes,
-           int isa_number) {
-    const Isa isa = checked_isa(isa_number);
-    const Geometry geometry = checked_geometry(unit_nbytes, split_number, kMinChunkLog, src.size());
+void split(Bytes src, const Geometry& geometry, WritableBytes planes) {
+    const Isa isa = choose_isa();
+    require_tensor(src, geometry);
     require(geometry.spec.splits(), "split 0 has no planes");
     require(planes.size() == src.size(), "planes must be as long as src");
     uint8_t* rows[kMaxPlanes];
@@ -275,12 +195,11 @@ void split(Bytes src, uint32_t unit_nbytes, int split_number, WritableBytes plan
     split_planes(src.data(), geometry.n_units, geometry.spec, rows, isa);
 }
 
-void merge(Bytes planes, uint32_t unit_nbytes, int split_number, WritableBytes dst,
-           int isa_number) {
-    const Isa isa = checked_isa(isa_number);
-    const Geometry geometry = checked_geometry(unit_nbytes, split_number, kMinChunkLog, dst.size());
+void merge(Bytes planes, const Geometry& geometry, WritableBytes dst) {
+    const Isa isa = choose_isa();
     require(geometry.spec.splits(), "split 0 has no planes");
-    require(planes.size() == dst.size(), "dst must be as long as planes");
+    require(planes.size() == geometry.nbytes() && dst.size() == geometry.nbytes(),
+            "planes and dst must be as long as the geometry says");
     const uint8_t* rows[kMaxPlanes];
     for (uint32_t p = 0; p < geometry.spec.n_planes; ++p)
         rows[p] = planes.data() + p * geometry.n_units;
@@ -288,15 +207,15 @@ void merge(Bytes planes, uint32_t unit_nbytes, int split_number, WritableBytes d
     merge_planes(rows, geometry.n_units, geometry.spec, dst.data(), isa);
 }
 
-uint32_t crc32c_of(Bytes src, int isa_number) {
-    const Isa isa = checked_isa(isa_number);
+uint32_t crc32c_of(Bytes src) {
+    const Isa isa = choose_isa();
     const ReleasedGil released(src.size());
     return crc32c(src.data(), src.size(), isa);
 }
 
 // Digests of all leaves; a last one too short for the long form stays as it was.
-void leaf_digests(Bytes src, WritableBytes digests, std::size_t threads, int isa_number) {
-    const Isa isa = checked_isa(isa_number);
+void leaf_digests(Bytes src, WritableBytes digests, std::size_t threads) {
+    const Isa isa = choose_isa();
     require(digests.size() == 16 * n_leaves(src.size()),
             "digests must have 16 bytes for each leaf");
     const ReleasedGil released(src.size());
@@ -304,8 +223,8 @@ void leaf_digests(Bytes src, WritableBytes digests, std::size_t threads, int isa
 }
 
 // Copies bytes; what the hashes of the leaves are of is the copy, whatever becomes of the source.
-void copy_with_leaves(Bytes src, WritableBytes dst, WritableBytes leaves, int isa_number) {
-    const Isa isa = checked_isa(isa_number);
+void copy_with_leaves(Bytes src, WritableBytes dst, WritableBytes leaves) {
+    const Isa isa = choose_isa();
     require(dst.size() == src.size(), "dst must be as long as src");
     const ContentLeaves content = checked_leaves(leaves, src.size());
     const ReleasedGil released(src.size());
@@ -328,9 +247,7 @@ using Plan = std::tuple<
     std::tuple<std::size_t, std::size_t, std::size_t, std::size_t, uint32_t, std::size_t>>;
 
 // A plan by which kernels decode all chunks.
-Plan plan_chunks(Bytes payload, Table table, uint32_t unit_nbytes, int split, uint32_t chunk_log,
-                 std::size_t nbytes) {
-    const Geometry geometry = checked_geometry(unit_nbytes, split, chunk_log, nbytes);
+Plan plan_chunks(Bytes payload, Table table, const Geometry& geometry) {
     require_table(table, geometry);
     require(item_nbytes(geometry.spec) == 1, "planes of one byte are needed");
     const std::vector<std::size_t> offsets = chunk_offsets(table.data(), geometry);
@@ -370,39 +287,34 @@ NB_MODULE(_core, m) {
         "Packhorse's C++ core: bytes in, bytes out. Private; packhorse.frame and packhorse.codecs "
         "use it.";
     m.def("detect_isa", [] { return static_cast<int>(detect_isa()); });
-    m.def("environment", &environment, "name"_a);
+    m.def("choose_isa", &choose_isa_number, "best"_a = -1);
     m.def("fail_at_exit", &fail_at_exit);
     nb::class_<FileMapper>(m, "FileMapper")
         .def(nb::init<>())
         .def("map", &FileMapper::map, "descriptor"_a, "offset"_a, "nbytes"_a)
         .def_prop_ro("has_lost", &FileMapper::has_lost);
-    m.def("encode_chunks", &encode_chunks, "src"_a, "unit_nbytes"_a, "split"_a, "chunk_log"_a,
-          "level"_a, "side"_a, "n_rows"_a, "base"_a, "is_float"_a, "cast"_a, "plain_nbytes"_a,
-          "dst"_a.noconvert(), "table"_a.noconvert(), "leaves"_a.noconvert(),
-          "base_leaves"_a.noconvert(), "threads"_a, "isa"_a);
-    m.def("decode_range", &decode_range, "payload"_a, "table"_a, "unit_nbytes"_a, "split"_a,
-          "chunk_log"_a, "nbytes"_a, "side"_a, "n_rows"_a, "base"_a, "is_float"_a, "cast"_a,
-          "start"_a, "dst"_a.noconvert(), "check"_a, "threads"_a, "isa"_a);
-    m.def("check_table", &check_table, "table"_a, "unit_nbytes"_a, "split"_a, "chunk_log"_a,
-          "nbytes"_a, "has_base"_a);
-    m.def("estimate_delta", &estimate_delta_nbytes, "src"_a, "unit_nbytes"_a, "split"_a,
-          "chunk_log"_a, "base"_a, "is_float"_a, "cast"_a, "plain_nbytes"_a, "level"_a, "isa"_a);
-    m.def("estimate_planes", &estimate_planes, "src"_a, "unit_nbytes"_a, "split"_a, "level"_a,
-          "n_samples"_a, "isa"_a);
-    m.def("estimate_side_data", &estimate_side_data, "src"_a, "unit_nbytes"_a, "n_rows"_a,
-          "most_rows"_a, "most_columns"_a, "isa"_a);
-    m.def("make_side_data", &make_side_data, "src"_a, "unit_nbytes"_a, "n_rows"_a,
-          "side"_a.noconvert(), "isa"_a);
-    m.def("encode_plane", &encode_plane, "src"_a, "mode"_a, "dst"_a.noconvert(), "isa"_a);
-    m.def("decode_plane", &decode_plane, "stream"_a, "mode"_a, "dst"_a.noconvert(), "isa"_a);
-    m.def("split", &split, "src"_a, "unit_nbytes"_a, "split"_a, "planes"_a.noconvert(), "isa"_a);
-    m.def("merge", &merge, "planes"_a, "unit_nbytes"_a, "split"_a, "dst"_a.noconvert(), "isa"_a);
-    m.def("crc32c", &crc32c_of, "src"_a, "isa"_a);
-    m.def("leaf_digests", &leaf_digests, "src"_a, "digests"_a.noconvert(), "threads"_a, "isa"_a);
+    bind_tensors(m);
+    m.def("encode_chunks", &encode_chunks, "src"_a, "geometry"_a, "context"_a, "output"_a,
+          "threads"_a);
+    m.def("decode_range", &decode_range, "tensor"_a, "start"_a, "dst"_a.noconvert(), "check"_a,
+          "threads"_a);
+    m.def("check_table", &check_table, "table"_a, "geometry"_a, "has_base"_a);
+    m.def("estimate_delta", &estimate_delta_nbytes, "src"_a, "geometry"_a, "base"_a,
+          "plain_nbytes"_a, "level"_a);
+    m.def("estimate_planes", &estimate_planes, "src"_a, "geometry"_a, "level"_a, "n_samples"_a);
+    m.def("estimate_side_data", &estimate_side_data, "src"_a, "geometry"_a, "n_rows"_a,
+          "most_rows"_a, "most_columns"_a);
+    m.def("make_side_data", &make_side_data, "src"_a, "geometry"_a, "n_rows"_a,
+          "side"_a.noconvert());
+    m.def("encode_plane", &encode_plane, "src"_a, "mode"_a, "dst"_a.noconvert());
+    m.def("decode_plane", &decode_plane, "stream"_a, "mode"_a, "dst"_a.noconvert());
+    m.def("split", &split, "src"_a, "geometry"_a, "planes"_a.noconvert());
+    m.def("merge", &merge, "planes"_a, "geometry"_a, "dst"_a.noconvert());
+    m.def("crc32c", &crc32c_of, "src"_a);
+    m.def("leaf_digests", &leaf_digests, "src"_a, "digests"_a.noconvert(), "threads"_a);
     m.def("copy_with_leaves", &copy_with_leaves, "src"_a, "dst"_a.noconvert(),
-          "leaves"_a.noconvert(), "isa"_a);
-    m.def("plan_chunks", &plan_chunks, "payload"_a, "table"_a, "unit_nbytes"_a, "split"_a,
-          "chunk_log"_a, "nbytes"_a);
+          "leaves"_a.noconvert());
+    m.def("plan_chunks", &plan_chunks, "payload"_a, "table"_a, "geometry"_a);
     m.def("zstd_frame_nbytes", &zstd_frame_nbytes_of, "src"_a, "header_nbytes"_a, "has_checksum"_a);
     bind_weights(m);
 }

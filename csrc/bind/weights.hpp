@@ -59,8 +59,8 @@ inline auto join_lists(const std::vector<std::vector<int32_t>>& lists) {
 inline nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> pack_weight_rows(
     Array<const uint16_t, 2> elements, int bits, Array<uint8_t, 2> low_bytes,
     Array<uint8_t, 2> high_bits, Array<uint8_t, 1> first_exponents, Array<int32_t, 1> counts,
-    std::size_t threads, int isa_number) {
-    const Isa isa = checked_isa(isa_number);
+    std::size_t threads) {
+    const Isa isa = choose_isa();
     const std::size_t n_rows = elements.shape(0), n_columns = elements.shape(1);
     require_columns(n_columns);
     require(first_exponents.shape(0) == n_rows && counts.shape(0) == n_rows,
@@ -77,9 +77,8 @@ inline nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> pack_weight_rows(
 
 // Exceptions of rows 0, row_step, 2 row_step ...
 inline std::size_t count_exceptions_of_rows(Array<const uint16_t, 2> elements, int bits,
-                                            std::size_t row_step, std::size_t threads,
-                                            int isa_number) {
-    const Isa isa = checked_isa(isa_number);
+                                            std::size_t row_step, std::size_t threads) {
+    const Isa isa = choose_isa();
     require_columns(elements.shape(1));
     require(row_step > 0, "row_step must be positive");
     return with_form(bits, [&]<class Form>() {
@@ -108,8 +107,8 @@ inline PackedWeights packed_weights(const Planes& low_bytes, const Planes& high_
 inline std::size_t unpack_weight_rows(Planes low_bytes, Planes high_bits, Firsts first_exponents,
                                       Numbers exception_starts, Numbers exceptions, int bits,
                                       std::size_t row_start, Array<uint16_t, 2> dst,
-                                      std::size_t threads, int isa_number) {
-    const Isa isa = checked_isa(isa_number);
+                                      std::size_t threads) {
+    const Isa isa = choose_isa();
     const PackedWeights from =
         packed_weights(low_bytes, high_bits, first_exponents, exception_starts, exceptions);
     const std::size_t n_rows = dst.shape(0), n_columns = dst.shape(1);
@@ -127,8 +126,8 @@ inline std::size_t unpack_weight_rows(Planes low_bytes, Planes high_bits, Firsts
 // Returns (fault, row, place, what was found).
 inline std::tuple<int, std::size_t, int64_t, int64_t> check_weight_rows(
     Planes low_bytes, Planes high_bits, Firsts first_exponents, Numbers exception_starts,
-    Numbers exceptions, int bits, std::size_t n_columns, int isa_number) {
-    const Isa isa = checked_isa(isa_number);
+    Numbers exceptions, int bits, std::size_t n_columns) {
+    const Isa isa = choose_isa();
     const PackedWeights from =
         packed_weights(low_bytes, high_bits, first_exponents, exception_starts, exceptions);
     require_columns(n_columns);
@@ -144,16 +143,16 @@ inline void bind_weights(nb::module_& m) {
     using namespace nb::literals;
     m.def("pack_weights", &pack_weight_rows, "elements"_a.noconvert(), "bits"_a,
           "low_bytes"_a.noconvert(), "high_bits"_a.noconvert(), "first_exponents"_a.noconvert(),
-          "counts"_a.noconvert(), "threads"_a, "isa"_a);
+          "counts"_a.noconvert(), "threads"_a);
     m.def("count_weight_exceptions", &count_exceptions_of_rows, "elements"_a.noconvert(), "bits"_a,
-          "row_step"_a, "threads"_a, "isa"_a);
+          "row_step"_a, "threads"_a);
     m.def("unpack_weights", &unpack_weight_rows, "low_bytes"_a.noconvert(),
           "high_bits"_a.noconvert(), "first_exponents"_a.noconvert(),
           "exception_starts"_a.noconvert(), "exceptions"_a.noconvert(), "bits"_a, "row_start"_a,
-          "dst"_a.noconvert(), "threads"_a, "isa"_a);
+          "dst"_a.noconvert(), "threads"_a);
     m.def("check_weights", &check_weight_rows, "low_bytes"_a.noconvert(), "high_bits"_a.noconvert(),
           "first_exponents"_a.noconvert(), "exception_starts"_a.noconvert(),
-          "exceptions"_a.noconvert(), "bits"_a, "n_columns"_a, "isa"_a);
+          "exceptions"_a.noconvert(), "bits"_a, "n_columns"_a);
 }
 
 }  // namespace packhorse

@@ -80,18 +80,19 @@ inline std::vector<PlaneEstimate> encode_some(const uint8_t* src, const Geometry
         }
         part.n_units += n;
     }
-    EncodeContext context = {};
-    context.base = base;
+    EncodeContext context{
+        level, {}, base, scale_bytes(plain_nbytes, part.n_units, geometry.n_units)};
     if (base.units != nullptr) {
         context.base.units = bases;
         context.base.cast = Cast::kNone;
     }
-    context.plain_nbytes = scale_bytes(plain_nbytes, part.n_units, geometry.n_units);
-    context.level = level;
     uint8_t* const tails = digests + 2 * n_digests;
-    context.base_leaves = {digests + n_digests, tails + kXxh3LongMinNbytes};
     std::vector<uint32_t> table(part.n_chunks() * part.row_length());
-    encode_tensor(units, part, context, bases + row, table.data(), {digests, tails}, 1, isa);
+    const EncodeOutput output{bases + row,
+                              table.data(),
+                              {digests, tails},
+                              {digests + n_digests, tails + kXxh3LongMinNbytes}};
+    encode_tensor(units, part, context, output, 1, isa);
     std::vector<PlaneEstimate> estimates(part.spec.n_planes, {Mode::kConstant, 0});
     std::vector<std::size_t> largest(part.spec.n_planes);
     for (std::size_t chunk = 0; chunk < part.n_chunks(); ++chunk)

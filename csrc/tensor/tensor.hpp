@@ -21,60 +21,9 @@
 #include "common/scratch.hpp"
 #include "delta/decode.hpp"
 #include "delta/encode.hpp"
+#include "tensor/geometry.hpp"
 
 namespace packhorse {
-
-// What is wrong with these numbers as a Geometry, or null.
-inline const char* geometry_fault(uint32_t unit_nbytes, int split, uint32_t chunk_log,
-                                  std::size_t nbytes) {
-    if (unit_nbytes != 1 && unit_nbytes != 2 && unit_nbytes != 4 && unit_nbytes != 8)
-        return "unit_nbytes must be 1, 2, 4 or 8";
-    if (split < 0 || split > 2) return "split must be 0, 1 or 2";
-    if (split == 1 && unit_nbytes == 1) return "one-byte units are not split into bytes";
-    if (chunk_log < kMinChunkLog || chunk_log > kMaxChunkLog) return "chunk_log is out of range";
-    if (nbytes % unit_nbytes != 0) return "the length must be a multiple of unit_nbytes";
-    if ((std::size_t{unit_nbytes} << chunk_log) > kMaxChunkNbytes)
-        return "chunks must not be above 2 MiB";
-    return nullptr;
-}
-
-// Side data given for a geometry, or what is wrong with them. `nbytes` is 0 where there are none.
-inline const char* side_fault(const PlaneSpec& spec, std::size_t n_units, std::size_t nbytes,
-                              std::size_t n_rows) {
-    if (nbytes == 0) return nullptr;
-    if (spec.rotation == 0) return "side data need split 2";
-    if (nbytes > kMaxSideNbytes) return "side data have at most 2 Mi bytes";
-    if (n_rows == 0 || n_rows >= nbytes || n_units % n_rows != 0 ||
-        n_units / n_rows != nbytes - n_rows)
-        return "side data must have a byte for each row and each column";
-    return nullptr;
-}
-
-inline SideData view_side(const uint8_t* side, std::size_t nbytes, std::size_t n_rows) {
-    return nbytes == 0 ? SideData{} : SideData{side, side + n_rows, nbytes - n_rows};
-}
-
-// How a tensor is cut: what all operations on its chunks share. The numbers have no fault.
-struct Geometry {
-    PlaneSpec spec;
-    std::size_t chunk_units;
-    std::size_t n_units;
-
-    Geometry(uint32_t unit_nbytes, int split, uint32_t chunk_log, std::size_t nbytes)
-        : spec(plane_spec(unit_nbytes, static_cast<Split>(split))),
-          chunk_units(std::size_t{1} << chunk_log),
-          n_units(nbytes / unit_nbytes) {}
-
-    std::size_t n_chunks() const { return (n_units + chunk_units - 1) / chunk_units; }
-    std::size_t units_of(std::size_t chunk) const {
-        return std::min(chunk_units, n_units - chunk * chunk_units);
-    }
-    std::size_t chunk_nbytes() const { return chunk_units * spec.unit_nbytes; }
-    std::size_t largest_units() const { return std::min(chunk_units, n_units); }
-    std::size_t nbytes() const { return n_units * spec.unit_nbytes; }
-    // A row of the table: a chunk's CRC32C, then a descriptor for each plane.
-    std::size_t row_length() const { return spec.n_planes + 1; }
-};
 
 // One worker's encode scratch, in one allocation.
 class EncodeWorker {
@@ -177,13 +126,20 @@ inline void hash_leaves_threaded(const uint8_t* src, std::size_t nbytes, uint8_t
                  });
 }
 
-// What a tensor is encoded with beside itself.
+// What the encoder of a tensor is told beside the tensor.
 struct EncodeContext {
-    SideData side;
-    Base base;
-    ContentLeaves base_leaves = {};  // of all bytes of the base, if there is one
-    std::size_t plain_nbytes = 0;    // what the whole tensor would take without the base
     Level level = Level::kDefault;
+    SideData side = {};
+    Base base = {};
+    std::size_t plain_nbytes = 0;  // what the whole tensor would take without the base
+};
+
+// Where the encoder of a tensor writes.
+struct EncodeOutput {
+    uint8_t* payload;  // room for round_up(nbytes, 64) bytes
+    uint32_t* table;   // a row for each chunk
+    ContentLeaves leaves;
+    ContentLeaves base_leaves = {};  // of all bytes of the base, if there is one
 };
 
 // A chunk of a tensor, before it is encoded.
@@ -192,6 +148,7 @@ struct EncodeJob {
     std::size_t n;      // units
     std::size_t first;  // the tensor's unit that it begins with
     ContentLeaves leaves;
+    ContentLeaves base_leaves;  // of the tensor's whole base
 };
 
 // Whether a chunk equals that of the base, to which it has been compared as it was hashed. A look
@@ -214,7 +171,7 @@ inline bool encode_from_base(const EncodeJob& job, const Geometry& geometry,
     const Base& base = context.base;
     const uint32_t unit = geometry.spec.unit_nbytes;
     const std::size_t base_unit = base.cast == Cast::kNone ? unit : 4;
-    const ContentLeaves leaves = context.base_leaves.from(job.first * base_unit);
+    const ContentLeaves leaves = job.base_leaves.from(job.first * base_unit);
     nbytes = 0;
     if (base.cast == Cast::kNone &&
         take_in_same(job, base.at(job.first, unit), job.n * unit, isa)) {
@@ -249,13 +206,13 @@ inline std::size_t encode_any_chunk(const EncodeJob& job, const Geometry& geomet
     return padded;
 }
 
-// Encodes a tensor, which may change meanwhile: what is encoded is what `leaves` get the hashes of.
-// Chunks hold whole leaves unless there is one chunk only; `dst` has room for round_up(nbytes, 64)
-// bytes, `table` a row for each chunk. With a base, planes have one byte. Returns the length of the
-// payload. The bytes do not depend on `threads`.
+// Encodes a tensor, which may change meanwhile: what is encoded is what the leaves get the hashes
+// of. Chunks hold whole leaves unless there is one chunk only. With a base, planes have one byte.
+// Returns the length of the payload. The bytes do not depend on `threads`.
 inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry,
-                                 const EncodeContext& context, uint8_t* dst, uint32_t* table,
-                                 const ContentLeaves& leaves, std::size_t threads, Isa isa) {
+                                 const EncodeContext& context, const EncodeOutput& output,
+                                 std::size_t threads, Isa isa) {
+    uint8_t* const dst = output.payload;
     const Level level = context.level;
     const bool has_base = context.base.units != nullptr;
     const bool classes =
@@ -268,8 +225,8 @@ inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry,
     parallel_for(geometry.n_chunks(), n_workers, [&](std::size_t w, std::size_t chunk) {
         const std::size_t at = chunk * geometry.chunk_nbytes();
         const EncodeJob job{src + at, geometry.units_of(chunk), chunk * geometry.chunk_units,
-                            leaves.from(at)};
-        uint32_t* row = table + chunk * geometry.row_length();
+                            output.leaves.from(at), output.base_leaves};
+        uint32_t* row = output.table + chunk * geometry.row_length();
         // One worker knows where the chunk goes; several must wait until they know the sizes
         // before it.
         uint8_t* to = n_workers == 1 ? dst + ordered.used() : workers[w].output;

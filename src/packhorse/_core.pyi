@@ -1,6 +1,9 @@
-"""Types of the C++ core (csrc/bind/bind.cpp). `isa` is 0 portable, 1 AVX2, 2 AVX-512, 3 with VBMI2;
-arrays are one-dimensional uint8 unless said otherwise. `side` is empty where a frame has no side
-data, `base` where it has no base."""
+"""Types of the C++ core (csrc/bind/). Arrays are one-dimensional uint8 unless said otherwise.
+
+Every function that computes uses the best instruction set of this machine, unless the environment
+variable `PACKHORSE_SIMD` names another one. It raises `ValueError` if that is an unknown name, and
+`MissingBackendError` if this machine lacks it.
+"""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +14,10 @@ _Elements = NDArray[np.uint16]  # (rows, columns)
 _Planes = NDArray[np.uint8]  # (rows, bytes of a row)
 _Numbers = NDArray[np.int32]
 
+# Instruction sets are 0 portable, 1 AVX2, 2 AVX-512, 3 with VBMI2: the best of this machine, and
+# the one that is used. `best` is for tests: what the machine is taken to have.
 def detect_isa() -> int: ...
+def choose_isa(best: int = -1) -> int: ...
 def fail_at_exit() -> None: ...
 
 class FileMapper:
@@ -20,80 +26,104 @@ class FileMapper:
     @property
     def has_lost(self) -> bool: ...
 
-def environment(name: str) -> str | None: ...
+class Geometry:
+    """How a tensor is cut: into units, units into planes, and runs of units into chunks. Geometries
+    are immutable, and equal if their numbers are.
+
+    Raises:
+        ValueError: numbers that do not fit each other.
+    """
+
+    def __init__(self, unit_nbytes: int, split: int, chunk_log: int, nbytes: int) -> None: ...
+    @property
+    def unit_nbytes(self) -> int: ...
+    @property
+    def split(self) -> int: ...  # a `layout.Split`
+    @property
+    def chunk_log(self) -> int: ...  # log2 of the units of a chunk
+    @property
+    def nbytes(self) -> int: ...  # of the tensor
+    @property
+    def n_units(self) -> int: ...
+    @property
+    def n_planes(self) -> int: ...  # of a chunk
+    @property
+    def n_chunks(self) -> int: ...
+    @property
+    def chunk_nbytes(self) -> int: ...  # of a full chunk
+
+class Side:
+    """Side data: a byte for each row, then one for each column."""
+
+    def __init__(self, values: _Bytes, n_rows: int) -> None: ...
+
+class Base:
+    """All bytes of a base.
+
+    `is_float` says whether units are ordered by their values; `cast` is 0 if the base has the
+    tensor's dtype, 1 if the tensor is BF16 rounded from its F32, 2 if it is F16.
+    """
+
+    def __init__(self, data: _Bytes, is_float: bool, cast: int) -> None: ...
+    @property
+    def data(self) -> _Bytes: ...
+    @property
+    def is_float(self) -> bool: ...
+    @property
+    def cast(self) -> int: ...
+
+class EncodeContext:
+    """What the encoder of a tensor is told beside the tensor."""
+
+    def __init__(
+        self, level: int, side: Side | None, base: Base | None, plain_nbytes: int
+    ) -> None: ...
+
+class EncodeOutput:
+    """Where the encoder of a tensor writes."""
+
+    def __init__(
+        self, payload: _Bytes, table: _Table, leaves: _Bytes, base_leaves: _Bytes | None
+    ) -> None: ...
+
+class EncodedTensor:
+    """What a tensor is decoded from; the table must not change meanwhile."""
+
+    def __init__(
+        self,
+        payload: _Bytes,
+        table: _Table,
+        geometry: Geometry,
+        side: Side | None,
+        base: Base | None,
+    ) -> None: ...
+
 def encode_chunks(
-    src: _Bytes,
-    unit_nbytes: int,
-    split: int,
-    chunk_log: int,
-    level: int,
-    side: bytes,
-    n_rows: int,
-    base: _Bytes,
-    is_float: bool,
-    cast: int,
-    plain_nbytes: int,
-    dst: _Bytes,
-    table: _Table,
-    leaves: _Bytes,
-    base_leaves: _Bytes,
-    threads: int,
-    isa: int,
+    src: _Bytes, geometry: Geometry, context: EncodeContext, output: EncodeOutput, threads: int
 ) -> int: ...
 def decode_range(
-    payload: _Bytes,
-    table: _Table,
-    unit_nbytes: int,
-    split: int,
-    chunk_log: int,
-    nbytes: int,
-    side: _Bytes,
-    n_rows: int,
-    base: _Bytes,
-    is_float: bool,
-    cast: int,
-    start: int,
-    dst: _Bytes,
-    check: bool,
-    threads: int,
-    isa: int,
+    tensor: EncodedTensor, start: int, dst: _Bytes, check: bool, threads: int
 ) -> tuple[int, int]: ...
-def check_table(
-    table: _Table, unit_nbytes: int, split: int, chunk_log: int, nbytes: int, has_base: bool
-) -> tuple[int, int, int, int]: ...
+def check_table(table: _Table, geometry: Geometry, has_base: bool) -> tuple[int, int, int, int]: ...
 def estimate_delta(
-    src: _Bytes,
-    unit_nbytes: int,
-    split: int,
-    chunk_log: int,
-    base: _Bytes,
-    is_float: bool,
-    cast: int,
-    plain_nbytes: int,
-    level: int,
-    isa: int,
+    src: _Bytes, geometry: Geometry, base: Base, plain_nbytes: int, level: int
 ) -> int: ...
 def estimate_planes(
-    src: _Bytes, unit_nbytes: int, split: int, level: int, n_samples: int, isa: int
+    src: _Bytes, geometry: Geometry, level: int, n_samples: int
 ) -> tuple[list[tuple[int, int]], bool]: ...
 def estimate_side_data(
-    src: _Bytes, unit_nbytes: int, n_rows: int, most_rows: int, most_columns: int, isa: int
+    src: _Bytes, geometry: Geometry, n_rows: int, most_rows: int, most_columns: int
 ) -> tuple[int, int]: ...
-def make_side_data(src: _Bytes, unit_nbytes: int, n_rows: int, side: _Bytes, isa: int) -> None: ...
-def encode_plane(src: _Bytes, mode: int, dst: _Bytes, isa: int) -> int: ...
-def decode_plane(stream: _Bytes, mode: int, dst: _Bytes, isa: int) -> int: ...
-def split(src: _Bytes, unit_nbytes: int, split: int, planes: _Bytes, isa: int) -> None: ...
-def merge(planes: _Bytes, unit_nbytes: int, split: int, dst: _Bytes, isa: int) -> None: ...
-def crc32c(src: _Bytes | bytes, isa: int) -> int: ...
-def leaf_digests(src: _Bytes, digests: _Bytes, threads: int, isa: int) -> None: ...
-def copy_with_leaves(src: _Bytes, dst: _Bytes, leaves: _Bytes, isa: int) -> None: ...
+def make_side_data(src: _Bytes, geometry: Geometry, n_rows: int, side: _Bytes) -> None: ...
+def encode_plane(src: _Bytes, mode: int, dst: _Bytes) -> int: ...
+def decode_plane(stream: _Bytes, mode: int, dst: _Bytes) -> int: ...
+def split(src: _Bytes, geometry: Geometry, planes: _Bytes) -> None: ...
+def merge(planes: _Bytes, geometry: Geometry, dst: _Bytes) -> None: ...
+def crc32c(src: _Bytes | bytes) -> int: ...
+def leaf_digests(src: _Bytes, digests: _Bytes, threads: int) -> None: ...
+def copy_with_leaves(src: _Bytes, dst: _Bytes, leaves: _Bytes) -> None: ...
 def plan_chunks(
-    payload: _Bytes,
-    table: NDArray[np.uint32],
-    unit_nbytes: int,
-    split: int,
-    chunk_log: int,
-    nbytes: int,
+    payload: _Bytes, table: _Table, geometry: Geometry
 ) -> tuple[tuple[int, int, int, int], _Bytes, tuple[int, int, int, int, int, int]]: ...
 def zstd_frame_nbytes(src: _Bytes, header_nbytes: int, has_checksum: bool) -> int: ...
 def pack_weights(
@@ -104,11 +134,8 @@ def pack_weights(
     first_exponents: _Bytes,
     counts: _Numbers,
     threads: int,
-    isa: int,
 ) -> _Numbers: ...
-def count_weight_exceptions(
-    elements: _Elements, bits: int, row_step: int, threads: int, isa: int
-) -> int: ...
+def count_weight_exceptions(elements: _Elements, bits: int, row_step: int, threads: int) -> int: ...
 def unpack_weights(
     low_bytes: _Planes,
     high_bits: _Planes,
@@ -119,7 +146,6 @@ def unpack_weights(
     row_start: int,
     dst: _Elements,
     threads: int,
-    isa: int,
 ) -> int: ...
 def check_weights(
     low_bytes: _Planes,
@@ -129,5 +155,4 @@ def check_weights(
     exceptions: _Numbers,
     bits: int,
     n_columns: int,
-    isa: int,
 ) -> tuple[int, int, int, int]: ...

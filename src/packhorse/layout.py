@@ -1,7 +1,7 @@
 """Every constant of the format, in the order of docs/format.md, which is normative.
 
-Nothing else in the package writes a literal size, code or limit of the format. The C++ core has the
-same constants in `csrc/common/layout.hpp`; `tests/codecs/test_layout.py` compares the two, and
+No other module of the package writes a literal size, code or limit of the format. The C++ core has
+the same constants in `csrc/common/layout.hpp`. `tests/codecs/test_layout.py` compares the two, and
 checks that every field can hold its maximum.
 """
 
@@ -81,9 +81,7 @@ __all__ = [
 ]
 
 # Section 2: the frame.
-FRAME_MAGIC = (
-    b"\x89PHF"  # the first byte is not ASCII, so a text transfer that strips bit 7 is noticed
-)
+FRAME_MAGIC = b"\x89PHF"  # not ASCII, so that readers notice a transfer that strips bit 7
 FRAME_VERSION = 1
 FRAME_ALIGNMENT = 64  # a cache line, and the width of the widest vector register
 # magic, version, dtype, n_dims, split, flags, level, chunk_log, header_nbytes, frame_nbytes, hash,
@@ -93,7 +91,7 @@ FIXED_HEADER_NBYTES = FIXED_HEADER.size
 CRITICAL_FLAGS_OFFSET = 8
 HEADER_CRC_OFFSET = 44
 FLAG_BASE = 1  # the frame has a base
-CRITICAL_FLAGS = FLAG_BASE  # all that version 1 defines
+CRITICAL_FLAGS = FLAG_BASE  # all flags that version 1 defines
 # The base: content hash, dtype, reserved
 BASE_BLOCK = struct.Struct("<16sB7s")
 BASE_BLOCK_NBYTES = BASE_BLOCK.size
@@ -101,15 +99,15 @@ MAX_DIMS = 64  # NumPy's limit
 MIN_CHUNK_LOG = 6
 MAX_CHUNK_LOG = 21
 MAX_CHUNK_NBYTES = 1 << 21
-MAX_BITS = 1 << 63  # a tensor has fewer; every size in bytes then fits an i64
+MAX_BITS = 1 << 63  # a tensor has fewer, so every size in bytes fits an i64
 STREAM_NBYTES_BITS = 24
 STREAM_NBYTES_MASK = (1 << STREAM_NBYTES_BITS) - 1
 MAX_SIDE_NBYTES = 1 << 21  # bytes of side data, decoded: one for each row and each column
 
-# What this encoder writes (section 5 allows more): 256 KiB stays in L2 together with its output;
+# What this encoder writes (section 5 allows more). 256 KiB stay in L2 together with their output;
 # zstd needs a longer window.
 CHUNK_NBYTES = 1 << 18
-CLASSED_CHUNK_NBYTES = 1 << 20  # where there are classes, with more tables to pay for
+CLASSED_CHUNK_NBYTES = 1 << 20  # with classes, as a chunk then has more tables
 ZSTD_CHUNK_NBYTES = 1 << 21
 
 # Section 6.1: symbols and raw bits.
@@ -136,14 +134,14 @@ MODEL_OFFSET = 8
 CLASSED_MODELS_OFFSET = 16
 MAX_CLASSES = 4
 PREDICTION_CLASSES = 4  # quarters of a step of plane 0
-PREDICTION_BIAS = 128  # keeps what the stream yields away from the ends of a byte
+PREDICTION_BIAS = 128  # keeps the bytes that the stream yields away from 0 and 255
 
 # Section 6.6: delta.
 MAX_DELTA_CLASSES = 8
 DELTA_MODELS_OFFSET = 32
 DELTA_TOKENS = 64
 DELTA_DIRECT_TOKENS = 32  # for the differences around 0
-DELTA_FULL_TOKEN = 63  # for those too long for all others
+DELTA_FULL_TOKEN = 63  # for differences that are too long for all other tokens
 
 # Section 7: the content hash.
 CONTENT_LEAF_NBYTES = 1 << 18
@@ -156,8 +154,9 @@ RECORD_CRC_KEY = "crc32c"
 RECORD_BASE_KEY = "base"
 FILE_ALIGNMENT = 64
 MAX_FILE_HEADER_NBYTES = 100_000_000  # safetensors' own cap
-# A recorded text has at most so many bytes for each byte of the JSON text that records it, and so
-# many more: what people write stays far below, and what is parsed stays in proportion to the file.
+# A recorded text may have RECORD_GROWTH bytes for each byte of the JSON text that records it, and
+# RECORD_FREE_NBYTES more. Real texts stay far below, and what is parsed stays in proportion to the
+# file.
 RECORD_GROWTH = 4
 RECORD_FREE_NBYTES = 1 << 20
 
@@ -170,7 +169,7 @@ WEIGHT_STEP_ALIGNMENT = (
 
 
 class Level(IntEnum):
-    """How hard the encoder tries. One decoder reads all."""
+    """How hard the encoder tries. One decoder reads all levels."""
 
     FAST = 1
     DEFAULT = 2
@@ -276,7 +275,7 @@ def _rows() -> tuple[DType, ...]:
         ("I32", 32, 4, integer),
         ("U64", 64, 8, integer),
         ("I64", 64, 8, integer),
-        None,  # codes 10 to 13 are kept for integers of other widths
+        None,  # codes 10 to 13 are reserved for integers of other widths
         None,
         None,
         None,

@@ -261,9 +261,9 @@ def test_a_base_must_have_a_dtype_and_size_that_fit():
     new, old = steps("BF16", 100)
     with pytest.raises(ValueError, match=r"the base has 198 bytes of BF16; .* take 200"):
         compress_buffer(new, "BF16", (100,), base=old[:-2])
-    with pytest.raises(ValueError, match="the base of BF16 must be BF16 or F32, and is F16"):
+    with pytest.raises(ValueError, match="the base of BF16 must be BF16 or F32, but is F16"):
         compress_buffer(new, "BF16", (100,), base=old, base_dtype="F16")
-    with pytest.raises(ValueError, match="the base of F32 must be F32, and is BF16"):
+    with pytest.raises(ValueError, match="the base of F32 must be F32, but is BF16"):
         compress_buffer(new, "F32", (50,), base=old, base_dtype="BF16")
 
 

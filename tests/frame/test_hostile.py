@@ -19,7 +19,7 @@ from format_page import clauses
 from frame_builder import DELTAS, SMALL, Palette, build_frame, crc32c
 from lying_frames import LIES
 
-from packhorse.codecs.base import choose_isa
+from packhorse._core import Geometry
 from packhorse.errors import BaseMismatchError, CorruptionError, PackhorseError, TruncationError
 from packhorse.frame import Frame, compress_buffer
 from packhorse.frame.header import FrameHeader, frame_header_nbytes, write_header
@@ -198,9 +198,10 @@ def frame_of_chunks(*streams: tuple[Mode, bytes], repeat: int) -> bytes:
     frame_nbytes = header_nbytes + repeat * sum(map(len, chunks))
     shape, dtype = (64 * len(table),), DTYPE_BY_NAME["U8"]
     sizes = (header_nbytes, frame_nbytes)
-    header = FrameHeader(dtype, shape, Split.WHOLE, 2, 6, bytes(16), *sizes, table, 0, 0, b"")
+    geometry = Geometry(1, Split.WHOLE, 6, 64 * len(table))
+    header = FrameHeader(dtype, shape, geometry, 2, bytes(16), *sizes, table, 0, 0, b"")
     memory = np.zeros(header_nbytes, np.uint8)
-    write_header(header, memory, int(choose_isa()))
+    write_header(header, memory)
     return memory.tobytes() + b"".join(chunks) * repeat
 
 

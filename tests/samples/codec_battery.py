@@ -392,7 +392,7 @@ class Sample:
 
 
 def _crc(data: bytearray) -> bytes:
-    return _core.crc32c(np.frombuffer(bytes(data), np.uint8), 0).to_bytes(4, "little")
+    return _core.crc32c(np.frombuffer(bytes(data), np.uint8)).to_bytes(4, "little")
 
 
 @functools.cache

@@ -3,13 +3,12 @@
 import ml_dtypes
 import numpy as np
 
-from packhorse.codecs.base import choose_isa
 from packhorse.frame.header import FrameHeader, read_header
 from packhorse.gpu.plans import ChunkPlan, Geometry, plan_chunks
 
 
 def header_of(data: bytes) -> FrameHeader:
-    return read_header(np.frombuffer(data, np.uint8), None, 0, None, int(choose_isa()))
+    return read_header(np.frombuffer(data, np.uint8), None, 0, None)
 
 
 def plan_of(data: bytes) -> tuple[np.ndarray, ChunkPlan]:

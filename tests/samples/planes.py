@@ -6,8 +6,8 @@ Frames do this inside the core, chunk by chunk.
 import numpy as np
 
 from packhorse import _core
-from packhorse.codecs.base import ByteArray, as_bytes, choose_isa
-from packhorse.layout import Split
+from packhorse.codecs.base import ByteArray, as_bytes
+from packhorse.layout import MIN_CHUNK_LOG, Split
 
 __all__ = ["merge", "split"]
 
@@ -29,7 +29,7 @@ def split(src: object, unit_nbytes: int, how: Split) -> ByteArray:
     """
     data = as_bytes(src, "src")
     planes = np.empty(data.size, np.uint8)
-    _core.split(data, unit_nbytes, int(how), planes, int(choose_isa()))
+    _core.split(data, _geometry(unit_nbytes, how, data.size), planes)
     return planes.reshape(unit_nbytes, -1)
 
 
@@ -44,5 +44,9 @@ def merge(planes: ByteArray, how: Split) -> ByteArray:
         raise ValueError(f"planes must have two dimensions (planes, units), not {planes.ndim}")
     dst = np.empty(planes.size, np.uint8)
     data = as_bytes(planes, "planes")
-    _core.merge(data, planes.shape[0], int(how), dst, int(choose_isa()))
+    _core.merge(data, _geometry(planes.shape[0], how, data.size), dst)
     return dst
+
+
+def _geometry(unit_nbytes: int, how: Split, nbytes: int) -> _core.Geometry:
+    return _core.Geometry(unit_nbytes, how, MIN_CHUNK_LOG, nbytes)

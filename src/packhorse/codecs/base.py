@@ -1,8 +1,9 @@
-"""What all codecs share: the instruction set of a call, and views of buffers as bytes.
+"""What all codecs share: views of buffers as bytes, streams of single planes, and the names of
+instruction sets.
 
-The core has no state. Every call is told which instruction set to use: the best of this machine,
-unless the environment variable `PACKHORSE_SIMD` names another (`portable`, `avx2`, `avx512` or
-`avx512_vbmi2`), which tests and benchmarks do. All of them write the same bytes.
+The core has no state. Every call of it uses the best instruction set of this machine, unless the
+environment variable `PACKHORSE_SIMD` names another one (`portable`, `avx2`, `avx512` or
+`avx512_vbmi2`), as tests and benchmarks do. All of them write the same bytes.
 """
 
 import re
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packhorse import _core
-from packhorse.errors import CorruptionError, MissingBackendError
+from packhorse.errors import CorruptionError
 from packhorse.layout import MAX_CHUNK_NBYTES, Mode
 
 if TYPE_CHECKING:
@@ -31,10 +32,10 @@ __all__ = [
     "encode_plane",
 ]
 
-ISA_VARIABLE = "PACKHORSE_SIMD"
+ISA_VARIABLE = "PACKHORSE_SIMD"  # the core reads it (csrc/bind/isa.hpp)
 
 ByteArray = NDArray[np.uint8]
-_FIELD_NAME = re.compile(":[^:]*:")  # in a buffer's format, behind the code of the field's type
+_FIELD_NAME = re.compile(":[^:]*:")  # in a buffer's format, after the code of the field's type
 
 
 class Isa(IntEnum):
@@ -46,42 +47,29 @@ class Isa(IntEnum):
     AVX512_VBMI2 = 3
 
 
-_ISAS = tuple(Isa)  # by number
 _UINT8 = np.dtype(np.uint8)
 
 
 def choose_isa() -> Isa:
-    """The instruction set for a call; an operation asks once and hands the answer down.
+    """Returns the instruction set that the core uses for a call, for reports.
 
     Raises:
         ValueError: `PACKHORSE_SIMD` is set to an unknown name.
-        MissingBackendError: it names an instruction set that this machine lacks.
+        MissingBackendError: `PACKHORSE_SIMD` names an instruction set that this machine lacks.
     """
-    best = _ISAS[_core.detect_isa()]
-    wanted = _core.environment(ISA_VARIABLE)  # os.environ takes ten times as long
-    if not wanted:
-        return best
-    if wanted.upper() not in Isa.__members__:
-        names = ", ".join(isa.name.lower() for isa in Isa)
-        raise ValueError(f"{ISA_VARIABLE} is {wanted!r}; it must be one of {names}, or unset")
-    isa = Isa[wanted.upper()]
-    if isa > best:
-        raise MissingBackendError(
-            f"{ISA_VARIABLE} asks for {wanted}, but this machine has {best.name.lower()}; unset it"
-        )
-    return isa
+    return Isa(_core.choose_isa())
 
 
 def as_bytes(buffer: "Buffer | Any", what: str = "buffer") -> ByteArray:
-    """A read-only or writable one-dimensional uint8 view of any C-contiguous buffer; never a copy.
+    """Views any C-contiguous buffer as one-dimensional uint8, read-only or writable; never copies.
 
     Raises:
-        TypeError: the object has no buffer, one that is not C-contiguous, or one of Python objects,
-            which are addresses that no one may overwrite.
+        TypeError: the object has no buffer, or its buffer is not C-contiguous, or it holds Python
+            objects, which are addresses that nobody may overwrite.
     """
     if type(buffer) is np.ndarray and buffer.dtype is _UINT8 and buffer.ndim == 1:
         if buffer.flags.c_contiguous:
-            return buffer.view()  # its own, so that no one reshapes it
+            return buffer.view()  # a view of our own, which nobody else reshapes
         raise TypeError(f"{what} must be C-contiguous; copy it first")
     try:
         view = memoryview(buffer)
@@ -97,7 +85,7 @@ def as_bytes(buffer: "Buffer | Any", what: str = "buffer") -> ByteArray:
 
 
 def as_writable_bytes(buffer: "Buffer | Any", what: str = "buffer") -> ByteArray:
-    """Like `as_bytes`, for a buffer to write to.
+    """Does what `as_bytes` does, for a buffer to write to.
 
     Raises:
         TypeError: not a C-contiguous buffer, or a read-only one.
@@ -108,7 +96,7 @@ def as_writable_bytes(buffer: "Buffer | Any", what: str = "buffer") -> ByteArray
     return view
 
 
-# What the core's Status numbers (csrc/common/layout.hpp) mean to a person.
+# The core's Status numbers (csrc/common/layout.hpp) in words.
 STATUS_WORDS = {
     1: "its checksum does not match",
     2: "a stream is longer or shorter than its own fields say",
@@ -124,25 +112,28 @@ STATUS_WORDS = {
 
 
 def encode_plane(plane: object, mode: Mode) -> bytes | None:
-    """The stream of one plane, from a full histogram and with nothing carried, or None if it would
-    not be smaller than the plane (or, for rANS, if all its values are equal).
+    """Encodes one plane, from a full histogram and with nothing carried.
 
     Args:
         plane: buffer of 1 to 2 Mi bytes.
         mode: `Mode.PALETTE` or `Mode.RANS`.
 
+    Returns:
+        The stream; None if it would not be smaller than the plane, or, for rANS, if all values of
+        the plane are equal.
+
     Raises:
         TypeError: `plane` is not a C-contiguous buffer.
-        ValueError: it is empty or too long, or the mode is another one.
+        ValueError: `plane` is empty or too long, or the mode is another one.
     """
     data = as_bytes(plane, "plane")
     dst = np.empty(data.size, np.uint8)
-    nbytes = _core.encode_plane(data, int(mode), dst, int(choose_isa()))
+    nbytes = _core.encode_plane(data, int(mode), dst)
     return dst[:nbytes].tobytes() if nbytes else None
 
 
 def decode_plane(stream: object, mode: Mode, n: int) -> ByteArray:
-    """The `n` bytes of the plane that a stream holds.
+    """Decodes a stream to the `n` bytes of its plane.
 
     Raises:
         CorruptionError: the stream breaks a rule of its mode.
@@ -152,7 +143,7 @@ def decode_plane(stream: object, mode: Mode, n: int) -> ByteArray:
     if not 0 < n <= MAX_CHUNK_NBYTES:
         raise ValueError(f"n is {n}; a plane has 1 to {MAX_CHUNK_NBYTES} bytes")
     dst = np.empty(n, np.uint8)
-    status = _core.decode_plane(as_bytes(stream, "stream"), int(mode), dst, int(choose_isa()))
+    status = _core.decode_plane(as_bytes(stream, "stream"), int(mode), dst)
     if status:
         raise CorruptionError(f"{mode.name.lower()} stream: {STATUS_WORDS[status]}")
     return dst

@@ -1,11 +1,11 @@
 """Checksums: CRC32C, and the content hash of a tensor (docs/format.md, section 7).
 
-The hash is a tree of XXH3-128, so that it can be computed chunk by chunk while the chunk is in the
-cache, and in parallel. The core hashes leaves of more than 240 bytes; the short forms of XXH3,
-which at most the last leaf of a tensor needs, and the root come from the xxhash package.
+The hash is a tree of XXH3-128, so that it can be computed chunk by chunk, while a chunk is in the
+cache, and in parallel. The core hashes leaves of more than 240 bytes. The xxhash package hashes the
+root, and a shorter leaf, which only the last one of a tensor can be.
 
-What is packed may change meanwhile. So whoever packs hashes the copy that it packs: the core fills
-the leaves while it reads, with a short last leaf as it is behind them.
+A tensor may change while it is packed. So the encoder hashes the copy that it packs: the core fills
+in the leaves while it reads, and puts a short last leaf behind them, unhashed.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from packhorse import _core
-from packhorse.codecs.base import ByteArray, as_bytes, choose_isa
+from packhorse.codecs.base import ByteArray, as_bytes
 from packhorse.layout import CONTENT_LEAF_NBYTES
 
 if TYPE_CHECKING:
@@ -35,23 +35,23 @@ _SHORT_LEAF_NBYTES = 240
 
 
 def crc32c(src: "Buffer | Any") -> int:
-    """The Castagnoli CRC of some bytes (docs/format.md, section 1).
+    """Computes the Castagnoli CRC of some bytes (docs/format.md, section 1).
 
     Raises:
         TypeError: `src` is not a C-contiguous buffer.
     """
-    return _core.crc32c(as_bytes(src, "src"), int(choose_isa()))
+    return _core.crc32c(as_bytes(src, "src"))
 
 
 def content_hash(src: "Buffer | Any", *, threads: int = 1) -> bytes:
-    """The content hash of a tensor's bytes: 16 bytes.
+    """Computes the content hash of a tensor's bytes.
 
     Args:
         src: the bytes.
         threads: how many to use.
 
     Returns:
-        The hash.
+        The hash: 16 bytes.
 
     Raises:
         TypeError: `src` is not a C-contiguous buffer.
@@ -65,15 +65,16 @@ def content_hash(src: "Buffer | Any", *, threads: int = 1) -> bytes:
 
 
 def copy_with_hash(src: ByteArray, dst: ByteArray) -> bytes:
-    """Copy bytes, and the content hash of the copy: another thread may write to `src` meanwhile."""
+    """Copies bytes, and returns the content hash of the copy: another thread may write to `src`
+    meanwhile."""
     leaves = empty_leaves(src.size)
-    _core.copy_with_leaves(src, dst, leaves, int(choose_isa()))
+    _core.copy_with_leaves(src, dst, leaves)
     return hash_root(finish_leaves(leaves, src.size))
 
 
 def empty_leaves(nbytes: int) -> ByteArray:
-    """Room for the hashes of the leaves of so many bytes, 16 bytes each, and behind them for a last
-    leaf that the core leaves out."""
+    """Allocates room for the hashes of the leaves of so many bytes, 16 bytes each, and behind them
+    for a last leaf that the core does not hash."""
     return np.zeros(_n_hashed(nbytes) + _SHORT_LEAF_NBYTES, np.uint8)
 
 
@@ -82,16 +83,17 @@ def _n_hashed(nbytes: int) -> int:
 
 
 def leaves_from(leaves: ByteArray, start: int, nbytes: int) -> ByteArray:
-    """The part of `empty_leaves` for a piece that begins at byte `start`, with a leaf."""
+    """Returns the part of `empty_leaves` for a piece that begins at byte `start`, where a leaf
+    begins."""
     first = _n_hashed(start)
     return leaves[first : first + _n_hashed(nbytes) + _SHORT_LEAF_NBYTES]
 
 
 def hash_leaves(data: ByteArray, threads: int = 1) -> ByteArray:
-    """The hashes of all leaves of the bytes, 16 bytes each."""
+    """Hashes all leaves of some bytes, to 16 bytes each."""
     leaves = empty_leaves(data.size)
     hashes = leaves[:-_SHORT_LEAF_NBYTES]
-    _core.leaf_digests(data, hashes, threads, int(choose_isa()))
+    _core.leaf_digests(data, hashes, threads)
     last = data.size % CONTENT_LEAF_NBYTES
     if 0 < last <= _SHORT_LEAF_NBYTES:
         leaves[hashes.size : hashes.size + last] = data[data.size - last :]
@@ -99,7 +101,7 @@ def hash_leaves(data: ByteArray, threads: int = 1) -> ByteArray:
 
 
 def finish_leaves(leaves: ByteArray, nbytes: int) -> ByteArray:
-    """The hashes of all leaves of so many bytes, once the core has filled in what it can."""
+    """Completes the hashes of the leaves of so many bytes, once the core has filled in its part."""
     hashes = leaves[:-_SHORT_LEAF_NBYTES]
     last = nbytes % CONTENT_LEAF_NBYTES
     if 0 < last <= _SHORT_LEAF_NBYTES:
@@ -109,7 +111,7 @@ def finish_leaves(leaves: ByteArray, nbytes: int) -> ByteArray:
 
 
 def hash_root(leaves: ByteArray) -> bytes:
-    """The content hash, given the hashes of all leaves."""
+    """Computes the content hash from the hashes of all leaves."""
     if leaves.size == 16:
         return leaves.tobytes()
     return xxhash.xxh3_128_digest(leaves.tobytes())

@@ -2,7 +2,8 @@
 (docs/format.md, sections 2 and 6.5).
 
 Optimizer states gain most: the size of a gradient follows its row and its column. A sample decides
-whether a tensor gains enough; levels below `max` ask for much, because classed decoding is slower.
+whether a tensor gains enough. Levels below `max` demand a large gain, because classed decoding is
+slower.
 """
 
 import math
@@ -12,7 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from packhorse import _core
+from packhorse._core import Side
 from packhorse.codecs.base import ByteArray, as_bytes, decode_plane, encode_plane
+from packhorse.codecs.source import Source
 from packhorse.errors import CorruptionError
 from packhorse.layout import (
     MAX_SIDE_NBYTES,
@@ -27,9 +30,9 @@ from packhorse.layout import (
 __all__ = ["NO_SIDE_DATA", "SideData", "choose_side", "decode_side", "matrix_of", "side_capacity"]
 
 _MIN_UNITS = 1 << 15
-_MIN_SIDE = 16  # rows, and columns: fewer tell too little
-_UNITS_PER_SIDE_BYTE = 32  # below this many the side data cost too much
-# What plane 0 must lose by prediction, as a share of its size, and how much is sampled for it.
+_MIN_SIDE = 16  # rows, and columns: fewer predict too little
+_UNITS_PER_SIDE_BYTE = 32  # with fewer units, the side data cost too much
+# The share of plane 0 that prediction must save, and how many rows and columns are sampled.
 _MUST_SAVE = {Level.DEFAULT: 1 / 8, Level.MAX: 1 / 128}
 _SAMPLE_ROWS = {Level.DEFAULT: 32, Level.MAX: 128}
 _SAMPLE_COLUMNS = {Level.DEFAULT: 512, Level.MAX: 4096}
@@ -44,7 +47,7 @@ class SideData(NamedTuple):
         values: n_rows + n_columns bytes; empty for no side data.
         stream: the values as they stand in the header.
         descriptor: mode and length of the stream.
-        saving: estimated bytes that plane 0 loses by it.
+        saving: estimated bytes that the side data save in plane 0, less their own.
     """
 
     n_row_dims: int
@@ -54,24 +57,28 @@ class SideData(NamedTuple):
     descriptor: int
     saving: int
 
+    def view(self) -> Side | None:
+        """The values in the form that the core takes; None for no side data."""
+        return Side(np.frombuffer(self.values, np.uint8), self.n_rows) if self.n_row_dims else None
+
 
 NO_SIDE_DATA = SideData(0, 0, b"", b"", 0, 0)
 
 
 def matrix_of(dtype: DType, shape: Sequence[int], n_row_dims: int) -> tuple[int, int]:
-    """Rows and columns, in units, of a tensor of at least one element."""
+    """Returns the rows and columns, in units, of a tensor of at least one element."""
     rows = math.prod(shape[:n_row_dims])
     units = math.prod(shape) * dtype.bits // (8 * dtype.unit_nbytes)
     return rows, units // rows
 
 
 def side_capacity(dtype: DType, shape: Sequence[int]) -> int:
-    """The most bytes that side data of such a tensor can take in its header."""
+    """Returns the most bytes that the side data of such a tensor can take in its header."""
     return max([sum(matrix_of(dtype, shape, dims)) for dims in _views(dtype, shape)], default=0)
 
 
 def _views(dtype: DType, shape: Sequence[int]) -> list[int]:
-    """The `n_row_dims` worth trying: after the first dimension, and before the last."""
+    """Returns the `n_row_dims` that are worth trying: 1, and all dimensions but the last."""
     if len(shape) < 2 or Split.FLOAT not in dtype.splits or math.prod(shape) < _MIN_UNITS:
         return []
     views = []
@@ -83,26 +90,25 @@ def _views(dtype: DType, shape: Sequence[int]) -> list[int]:
     return views
 
 
-def choose_side(
-    data: ByteArray, dtype: DType, shape: Sequence[int], level: Level, isa: int, lead_nbytes: int
-) -> SideData:
-    """The side data of a tensor that gains by it, else none.
+def choose_side(source: Source, level: Level, lead_nbytes: int) -> SideData:
+    """Makes the side data of a tensor, if it gains by them.
 
     Args:
-        data: all bytes of the tensor, one-dimensional.
-        dtype: its dtype.
-        shape: its shape.
-        level: how hard to try; `fast` never does.
-        lead_nbytes: what plane 0 is expected to take without.
-        isa: the number of the instruction set of the call.
+        source: the tensor.
+        level: how hard to try; `fast` never uses side data.
+        lead_nbytes: expected bytes of plane 0 without side data.
+
+    Returns:
+        The side data; `NO_SIDE_DATA` if they do not pay.
     """
     if level not in _MUST_SAVE:
         return NO_SIDE_DATA
+    data, dtype, shape, geometry = source
     best, best_saving, best_share = 0, 0, 0.0
     for dims in _views(dtype, shape):
         rows, columns = matrix_of(dtype, shape, dims)
         plain, predicted = _core.estimate_side_data(
-            data, dtype.unit_nbytes, rows, _SAMPLE_ROWS[level], _SAMPLE_COLUMNS[level], isa
+            data, geometry, rows, _SAMPLE_ROWS[level], _SAMPLE_COLUMNS[level]
         )
         saving = plain - predicted
         if saving > max(best_saving, plain * _MUST_SAVE[level]):
@@ -111,12 +117,12 @@ def choose_side(
         return NO_SIDE_DATA
     rows, columns = matrix_of(dtype, shape, best)
     values = np.empty(rows + columns, np.uint8)
-    _core.make_side_data(data, dtype.unit_nbytes, rows, values, isa)
+    _core.make_side_data(data, geometry, rows, values)
     mode, stream = _encode(values)
     if len(stream) >= best_saving:
         return NO_SIDE_DATA
     descriptor = mode << STREAM_NBYTES_BITS | len(stream)
-    # That was another sample than the plane's, and may have seen more than there is to save.
+    # This sample is not the one that `lead_nbytes` comes from, and may promise more than there is.
     saving = min(best_saving, int(lead_nbytes * best_share)) - len(stream)
     if saving <= 0:
         return NO_SIDE_DATA
@@ -133,12 +139,15 @@ def _encode(values: ByteArray) -> tuple[Mode, bytes]:
 
 
 def decode_side(descriptor: int, stream: ByteArray, nbytes: int) -> ByteArray:
-    """The values of side data.
+    """Decodes side data.
 
     Args:
         descriptor: from the header.
         stream: its bytes.
         nbytes: rows plus columns.
+
+    Returns:
+        The values, a byte for each row and each column.
 
     Raises:
         CorruptionError: the stream breaks a rule of its mode.

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packhorse import _core
-from packhorse.codecs.base import choose_isa
 from packhorse.errors import CorruptionError
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WeightFormat
 
@@ -133,7 +132,6 @@ class WeightPacker:
             self._first_exponents[part],
             self._counts[part],
             self._threads,
-            int(choose_isa()),
         )
         self._n_done = part.stop
         self._exceptions.append(exceptions)
@@ -182,7 +180,7 @@ def count_exceptions(
         raise ValueError(f"max_rows is {max_rows}; it must be positive")
     n_rows = len(elements)
     step = 1 if max_rows is None else max(1, -(-n_rows // max_rows))
-    count = _core.count_weight_exceptions(elements, form.bits, step, threads, int(choose_isa()))
+    count = _core.count_weight_exceptions(elements, form.bits, step, threads)
     n_samples = -(-n_rows // step)
     return count if n_samples == n_rows else round(count * n_rows / n_samples)
 
@@ -233,7 +231,7 @@ def unpack_into(
         raise ValueError(f"dst has shape {dst.shape}; it must be {(stop - row_start, n_columns)}")
     if not dst.flags.writeable:
         raise TypeError("dst is read-only; give a writable array")
-    row = _core.unpack_weights(*arrays, form.bits, row_start, dst, threads, int(choose_isa()))
+    row = _core.unpack_weights(*arrays, form.bits, row_start, dst, threads)
     if row != n_rows:
         raise CorruptionError(f"packed weight: exceptions of row {row} have no place in it")
 
@@ -258,7 +256,7 @@ def check(arrays: WeightArrays, form: WeightFormat, n_columns: int) -> None:
         CorruptionError: a rule is broken; the message names the array, the row and what was found.
     """
     _require_shapes(arrays, form, n_columns)
-    fault, row, place, found = _core.check_weights(*arrays, form.bits, n_columns, int(choose_isa()))
+    fault, row, place, found = _core.check_weights(*arrays, form.bits, n_columns)
     if fault:
         words = _FAULT_WORDS[fault].format(row=row, place=place, found=found)
         raise CorruptionError(f"packed weight: {words}")

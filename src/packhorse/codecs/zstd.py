@@ -1,7 +1,8 @@
 """Zstandard for whole chunks (docs/format.md, mode 4): repetitive integers, ids, masks.
 
-Through the zstandard package, which releases the GIL. Each chunk is a frame of its own that
-declares its content size, so that a decoder knows what it will get before it allocates anything.
+The zstandard package does the work and releases Python's lock meanwhile. Each chunk is a Zstandard
+frame of its own that declares its content size, so that a decoder knows how much it will get before
+it allocates anything.
 """
 
 import threading
@@ -25,24 +26,25 @@ __all__ = [
 
 _LEVELS = {Level.FAST: 1, Level.DEFAULT: 3, Level.MAX: 12}
 _MAX_HEADER_NBYTES = 18
-_MIN_LONG_NBYTES = 1 << 19  # shorter chunks: the ordinary search sees nearly all of them
-_MAX_LONG_RATIO = 32  # above it the ordinary search finds long matches, and faster
+_MIN_LONG_NBYTES = 1 << 19  # of a shorter chunk, the ordinary search sees nearly everything
+_MAX_LONG_RATIO = 32  # above it, the ordinary search finds long matches too, and faster
 
 
 def seeks_long_matches(level: Level, nbytes: int, estimated_nbytes: int) -> bool:
-    """Whether a tensor's chunks are searched for long matches anywhere in them.
+    """Whether to search all of each chunk of a tensor for long matches.
 
     Args:
         level: how hard to try.
         nbytes: length of the tensor.
-        estimated_nbytes: what its streams will take, by a sample.
+        estimated_nbytes: bytes of its streams, estimated from a sample.
     """
     return level == Level.DEFAULT and nbytes < _MAX_LONG_RATIO * estimated_nbytes
 
 
 @contextmanager
 def memory_is_told() -> Iterator[None]:
-    """Raise a lack of memory as such: for the library it is an error like that of bad data.
+    """Raises `MemoryError` where the library reports a lack of memory, as it does bad data, as a
+    `ZstdError`.
 
     Raises:
         MemoryError: there is too little memory.
@@ -56,7 +58,7 @@ def memory_is_told() -> Iterator[None]:
 
 
 class _Trials(threading.local):
-    """Compressors that a thread keeps: to make one takes longer than a trial of a small tensor."""
+    """Compressors that a thread keeps: making one takes longer than a trial of a small tensor."""
 
     def __init__(self) -> None:
         self.compressors: dict[Level, zstandard.ZstdCompressor] = {}
@@ -66,7 +68,7 @@ _trials = _Trials()
 
 
 def estimate_nbytes(piece: ByteArray, level: Level) -> int:
-    """What a short piece takes, as a chunk searched in the ordinary way."""
+    """Returns the length of a short piece once it is compressed by the ordinary search."""
     compressors = _trials.compressors
     if level not in compressors:
         compressors[level] = _compressor(level)
@@ -79,8 +81,8 @@ def _compressor(level: Level) -> zstandard.ZstdCompressor:
 
 
 def compress_chunk(chunk: ByteArray, level: Level, *, long_matches: bool = False) -> bytes:
-    """One Zstandard frame of the chunk's bytes, its content size declared, without a checksum (the
-    chunk has its own)."""
+    """Compresses a chunk to one Zstandard frame that declares its content size and has no checksum,
+    as the chunk has its own."""
     if long_matches and chunk.size >= _MIN_LONG_NBYTES:
         parameters = zstandard.ZstdCompressionParameters.from_level(
             _LEVELS[level],
@@ -100,15 +102,15 @@ def compress_chunk(chunk: ByteArray, level: Level, *, long_matches: bool = False
 
 
 class ChunkDecoder:
-    """Decodes the chunks of one tensor, from several threads at once; memory of the library that a
-    chunk has used serves the next."""
+    """Decodes the chunks of one tensor, from several threads at once. Each chunk reuses memory of
+    the library that an earlier one has used."""
 
     def __init__(self) -> None:
         self._idle: list[zstandard.ZstdDecompressor] = []
 
     def decode(self, stream: ByteArray, dst: ByteArray) -> None:
-        """Decodes a stream into `dst`, which has exactly the chunk's length. After an error its
-        content is undefined.
+        """Decodes a stream into `dst`, which has exactly the chunk's length. After an error, the
+        content of `dst` is undefined.
 
         Raises:
             CorruptionError: not one Zstandard frame that declares and holds `dst.size` bytes.
@@ -118,7 +120,7 @@ class ChunkDecoder:
             decompressor = self._idle.pop() if self._idle else zstandard.ZstdDecompressor()
             with memory_is_told(), decompressor.stream_reader(memoryview(stream)) as reader:
                 n = reader.readinto(memoryview(dst))
-                # One more byte is asked for, or the end of a frame might not have been looked at.
+                # Without asking for one more byte, the end of the frame might not be checked.
                 whole = n == dst.size and not reader.read(1)
         except zstandard.ZstdError as error:
             raise CorruptionError(f"zstd stream cannot be decoded: {error}") from error
@@ -128,8 +130,7 @@ class ChunkDecoder:
 
 
 def _check_frame(stream: ByteArray, nbytes: int) -> None:
-    """Checks what is known without decoding: that a stream is one whole frame, which declares
-    `nbytes`."""
+    """Checks, without decoding, that a stream is one whole frame that declares `nbytes`."""
     head = stream[:_MAX_HEADER_NBYTES].tobytes()
     if not head.startswith(zstandard.FRAME_HEADER):
         raise CorruptionError("zstd stream does not begin with a Zstandard frame's magic")

@@ -1,4 +1,5 @@
-"""One packed tensor: its frame, made, read and decoded (docs/format.md, sections 2 to 7)."""
+"""Frames, each of one packed tensor: making, reading and decoding them (docs/format.md, sections
+2 to 7)."""
 
 from packhorse.frame.frame import (
     Frame,

@@ -1,20 +1,20 @@
-"""The base of a frame: another tensor, of which the frame holds differences (docs/format.md, 6.6).
+"""The base of a frame: another tensor, from which the frame holds differences (docs/format.md,
+section 6.6).
 
-The frame names it by content hash. A caller brings it for packing and again for unpacking, and it
-is compared with the name before anything is written.
+A frame names its base by content hash. The caller passes the base for packing and again for
+unpacking, where its hash is compared with the one in the frame before anything is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from packhorse import _core
+from packhorse._core import Base, Geometry
 from packhorse.codecs.base import ByteArray, as_bytes
 from packhorse.codecs.content import content_hash
-from packhorse.codecs.plan import Plan, choose_plan, chunk_log_for, natural_split
+from packhorse.codecs.plan import Plan, choose_plan
+from packhorse.codecs.source import Source, cut
 from packhorse.errors import BaseMismatchError
 from packhorse.layout import (
     BASE_BLOCK_NBYTES,
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
-    "NO_BASE",
-    "Base",
     "BaseName",
     "allowed_casts",
     "checked_base",
     "matching_base",
+    "part_of",
     "plan_delta",
 ]
 
-# What a frame may be the cast of, and the core's number for it.
+# A base's dtype and the dtype that its values are rounded to, with the core's number for the cast.
 _CASTS = {("F32", "BF16"): 1, ("F32", "F16"): 2}
+_CAST_NBYTES = 4  # bytes of a unit of such a base
 _CLEARLY_LESS = 0.7
-_MUST_SAVE = 1 / 64  # of what the tensor takes without its base: to restore it takes both
-_NAME_NBYTES = BASE_BLOCK_NBYTES + FRAME_ALIGNMENT  # what naming a base may add to a frame
+_MUST_SAVE = 1 / 64  # of what the tensor takes without its base, as restoring it then takes both
+_NAME_NBYTES = BASE_BLOCK_NBYTES + FRAME_ALIGNMENT  # the most that naming a base adds to a frame
 
 
 class BaseName(NamedTuple):
-    """What a frame says of its base.
+    """How a frame names its base.
 
     Attributes:
         content_hash: 16 bytes (docs/format.md, section 7).
@@ -58,65 +58,41 @@ class BaseName(NamedTuple):
     dtype: DType
 
 
-class Base(NamedTuple):
-    """A base at hand, as the core takes it.
-
-    Attributes:
-        data: all bytes of the base; none if there is no base.
-        is_float: whether the frame's units are ordered by their values.
-        cast: which rounding comes before; 0 for none.
-        unit_nbytes: bytes of the base for each unit of the frame.
-    """
-
-    data: ByteArray
-    is_float: bool
-    cast: int
-    unit_nbytes: int
-
-    def part(self, first: int, n_units: int) -> Base:
-        """The base of some units."""
-        start = first * self.unit_nbytes
-        return self._replace(data=self.data[start : start + n_units * self.unit_nbytes])
-
-
-NO_BASE = Base(np.empty(0, np.uint8), False, 0, 0)
-
-
 def allowed_casts(dtype: DType) -> list[DType]:
-    """The dtypes that a base of a frame may have."""
+    """Returns the dtypes that the base of a frame may have."""
     sources = [source for source, target in _CASTS if target == dtype.name]
     return [dtype, *(DTYPE_BY_NAME[source] for source in sources)]
 
 
 def _base(data: ByteArray, dtype: DType, base_dtype: DType) -> Base:
-    return Base(
-        data,
-        Split.FLOAT in dtype.splits,
-        _CASTS.get((base_dtype.name, dtype.name), 0),
-        base_dtype.unit_nbytes,
-    )
+    return Base(data, Split.FLOAT in dtype.splits, _CASTS.get((base_dtype.name, dtype.name), 0))
 
 
-def checked_base(
-    buffer: Buffer, base_dtype: str | None, dtype: DType, nbytes: int
-) -> tuple[Base, DType]:
-    """A base that a caller gives for a tensor of `nbytes` bytes, and its dtype.
+def part_of(base: Base, dtype: DType, first: int, n_units: int) -> Base:
+    """Returns the base of units [first, first + n_units) of a frame of a dtype."""
+    unit_nbytes = _CAST_NBYTES if base.cast else dtype.unit_nbytes
+    start = first * unit_nbytes
+    return Base(base.data[start : start + n_units * unit_nbytes], base.is_float, base.cast)
+
+
+def checked_base(buffer: Buffer, base_dtype: str | None, source: Source) -> tuple[Base, DType]:
+    """Checks a base that a caller gives for a tensor, and returns it with its dtype.
 
     Raises:
         TypeError: not a C-contiguous buffer.
-        ValueError: its dtype does not go with the tensor's, or it has another number of elements.
+        ValueError: its dtype does not fit the tensor's, or it has another number of elements.
     """
-    data = as_bytes(buffer, "base")
+    data, dtype = as_bytes(buffer, "base"), source.dtype
     row = dtype if base_dtype is None else DTYPE_BY_NAME.get(base_dtype)
     allowed = allowed_casts(dtype)
     if row not in allowed:
         names = " or ".join(known.name for known in allowed)
-        raise ValueError(f"the base of {dtype.name} must be {names}, and is {base_dtype}")
-    expected = nbytes // dtype.unit_nbytes * row.unit_nbytes
+        raise ValueError(f"the base of {dtype.name} must be {names}, but is {base_dtype}")
+    expected = source.geometry.n_units * row.unit_nbytes
     if data.size != expected:
         raise ValueError(
-            f"the base has {data.size} bytes of {row.name}; as many elements as the tensor take "
-            f"{expected}"
+            f"the base has {data.size} bytes of {row.name}; as many elements as in the tensor take "
+            f"{expected} bytes"
         )
     return _base(data, dtype, row), row
 
@@ -125,29 +101,29 @@ def matching_base(
     buffer: Buffer | None,
     name: BaseName,
     dtype: DType,
-    nbytes: int,
+    geometry: Geometry,
     threads: int,
     known_hash: bytes | None = None,
 ) -> Base:
-    """The base of a frame for unpacking, once it is known to be the one that the frame names.
+    """Checks that a base is the one that a frame names, and returns it for unpacking.
 
     Args:
         buffer: what the caller gave.
-        name: what the frame says.
-        dtype: of the frame.
-        nbytes: of the frame's tensor.
+        name: how the frame names its base.
+        dtype: the frame's dtype.
+        geometry: how the frame's tensor is cut.
         threads: how many to use.
-        known_hash: of the buffer's content; None to compute it.
+        known_hash: the content hash of the buffer; None to compute it.
 
     Raises:
-        BaseMismatchError: none was given, or another.
+        BaseMismatchError: no base was given, or another one.
         TypeError: not a C-contiguous buffer.
     """
     wanted = f"a base of {name.dtype.name} with content hash {name.content_hash.hex()} is needed"
     if buffer is None:
         raise BaseMismatchError(f"{wanted}, and none was given; pass it as base=")
     data = as_bytes(buffer, "base")
-    expected = nbytes // dtype.unit_nbytes * name.dtype.unit_nbytes
+    expected = geometry.n_units * name.dtype.unit_nbytes
     if data.size != expected:
         raise BaseMismatchError(f"{wanted}, of {expected} bytes; the one given has {data.size}")
     found = content_hash(data, threads=threads) if known_hash is None else known_hash
@@ -156,41 +132,31 @@ def matching_base(
     return _base(data, dtype, name.dtype)
 
 
-def plan_delta(
-    data: ByteArray, dtype: DType, shape: Sequence[int], level: Level, base: Base, isa: int
-) -> Plan:
-    """The plan for a tensor as differences from a base, or without one where that is as good.
+def plan_delta(source: Source, level: Level, base: Base) -> Plan:
+    """Plans a tensor as differences from a base, or without the base where that is as good.
 
     Args:
-        data: all bytes of the tensor.
-        dtype: its dtype.
-        shape: its shape.
+        source: the tensor.
         level: how hard to try.
         base: the base.
-        isa: the number of the instruction set of the call.
     """
+    data, dtype, _, _ = source
     if data.size == 0:
-        return choose_plan(data, dtype, shape, level, isa)
-    split, n_units = natural_split(dtype), data.size // dtype.unit_nbytes
-    chunk_log = chunk_log_for(dtype.unit_nbytes, n_units, CLASSED_CHUNK_NBYTES)
-    plain = choose_plan(data, dtype, shape, level, isa, with_side=False)
+        return choose_plan(source, level)
+    geometry = cut(dtype, dtype.splits[-1], data.size, CLASSED_CHUNK_NBYTES)
+    plain = choose_plan(source, level, with_side=False)
 
     def estimate() -> int:
-        nbytes = _core.estimate_delta(
-            data, dtype.unit_nbytes, split, chunk_log, base.data, base.is_float, base.cast,
-            plain.estimated_nbytes, level, isa,
-        )  # fmt: skip
-        return max(nbytes, 1)  # equal to its base, a tensor takes nothing but a header
+        nbytes = _core.estimate_delta(data, geometry, base, plain.estimated_nbytes, level)
+        return max(nbytes, 1)  # a tensor that equals its base takes a header only
 
     nbytes = estimate()
-    if nbytes >= plain.estimated_nbytes * _CLEARLY_LESS:  # side data might make up for it
+    if nbytes >= plain.estimated_nbytes * _CLEARLY_LESS:  # side data might save as much
         if not plain.zstd:
-            plain = choose_plan(data, dtype, shape, level, isa)
+            plain = choose_plan(source, level)
             nbytes = estimate()
         if nbytes >= plain.estimated_nbytes * (1 - _MUST_SAVE):
             return plain
     if nbytes + _NAME_NBYTES >= plain.estimated_nbytes:
-        return plain if plain.zstd else choose_plan(data, dtype, shape, level, isa)
-    return Plan(
-        split, level, False, chunk_log, data.size, nbytes, plain_nbytes=plain.estimated_nbytes
-    )
+        return plain if plain.zstd else choose_plan(source, level)
+    return Plan(geometry, level, False, nbytes, plain_nbytes=plain.estimated_nbytes)

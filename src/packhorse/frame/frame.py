@@ -1,10 +1,10 @@
 """A frame: the self-described encoding of one tensor (docs/format.md, sections 2 to 7).
 
-`compress_buffer` makes one from a tensor's bytes; `Frame.from_buffer` reads and checks a header
-without touching the payload; `Frame.decompress_into` decodes all of it, or the chunks that a byte
-range meets, into the caller's memory. Everything is sans-IO: buffers in, buffers out. The input is
-never written to, the output does not depend on the number of threads, and nothing is allocated on
-the word of unchecked bytes.
+`compress_buffer` makes a frame from a tensor's bytes. `Frame.from_buffer` reads and checks a header
+without touching the payload. `Frame.decompress_into` decodes the whole payload, or the chunks that
+a byte range meets, into the caller's memory. Everything is sans-IO: buffers in, buffers out. The
+input is never written to, the output does not depend on the number of threads, and no unchecked
+byte decides how much memory is allocated.
 """
 
 from __future__ import annotations
@@ -16,45 +16,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from packhorse import _core
+from packhorse._core import Base, EncodedTensor, Side
 from packhorse.arguments import resolve_level, resolve_threads
-from packhorse.codecs.base import (
-    STATUS_WORDS,
-    ByteArray,
-    as_bytes,
-    as_writable_bytes,
-    choose_isa,
-)
+from packhorse.codecs.base import STATUS_WORDS, ByteArray, as_bytes, as_writable_bytes
 from packhorse.codecs.content import content_hash, hash_leaves, hash_root
 from packhorse.codecs.plan import Plan, choose_plan
 from packhorse.codecs.side import decode_side
 from packhorse.errors import BaseMismatchError, ChangedError, CorruptionError
-from packhorse.frame.base import (
-    NO_BASE,
-    Base,
-    BaseName,
-    checked_base,
-    matching_base,
-    plan_delta,
-)
-from packhorse.frame.encode import encode_payload, n_chunks_of
+from packhorse.frame.base import BaseName, checked_base, matching_base, plan_delta
+from packhorse.frame.encode import encode_payload
 from packhorse.frame.header import (
     FrameHeader,
     PlaneSummary,
     frame_header_nbytes,
     label,
-    n_planes_of,
     plane_summaries,
     read_header,
     write_header,
 )
 from packhorse.frame.plan import capacity_of, checked_source
 from packhorse.frame.zstd import ZstdJob
-from packhorse.layout import (
-    STREAM_NBYTES_BITS,
-    Level,
-    Mode,
-    Split,
-)
+from packhorse.layout import STREAM_NBYTES_BITS, DType, Level, Mode, Split
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -67,8 +49,8 @@ __all__ = [
     "content_hash",
 ]
 
-# Decoded at once where a whole tensor is not wanted: many chunks for every thread, whole chunks and
-# whole leaves of the hash.
+# How much is decoded at once where the whole tensor need not be in memory: many chunks for every
+# thread, and only whole chunks and whole leaves of the hash.
 _WINDOW_NBYTES = 1 << 25
 
 
@@ -88,8 +70,8 @@ def compress_buffer(
     """Packs the bytes of one tensor.
 
     Args:
-        src: the tensor's bytes in C order; only read. If they change meanwhile, the frame holds
-            what was read of them, be it old or new.
+        src: the tensor's bytes in C order; only read. If they change meanwhile, the frame holds the
+            bytes as they were read, old or new.
         dtype: safetensors' name, such as "BF16".
         shape: the tensor's shape.
         level: "fast", "default" or "max".
@@ -97,21 +79,22 @@ def compress_buffer(
         out: writable memory of at least `max_frame_nbytes` bytes to build the frame in; the frame
             is a view of it.
         name: the tensor's name, for messages.
-        base: the bytes of another tensor of as many elements. Where that is shorter, the frame
-            holds differences from it, and is not unpacked without it; `Frame.base_hash` says so.
-        base_dtype: its dtype, if it is another: "F32" for a tensor of "BF16" or "F16", which may
-            be its rounded values.
-        base_hash: the content hash of `base`, from a caller who knows it; else it is computed.
+        base: the bytes of another tensor of as many elements. If that makes the frame shorter, it
+            holds differences from the base and cannot be unpacked without it; `Frame.base_hash`
+            says so.
+        base_dtype: the base's dtype, if it is another one: "F32" for a tensor of "BF16" or "F16",
+            which may be its rounded values.
+        base_hash: the content hash of `base`, if the caller knows it; else it is computed.
 
     Returns:
         The frame.
 
     Raises:
-        ChangedError: the base is not what it was before or is after, or what `base_hash` says, so
-            that the frame could not be unpacked.
+        ChangedError: the base changed while it was used, or is not the one that `base_hash` names,
+            so the frame could not be unpacked.
         TypeError: a buffer is not C-contiguous, or `out` is read-only.
-        ValueError: sizes, dtypes, level or threads that do not fit, or `out` shares memory with
-            `src` or the base.
+        ValueError: sizes, dtypes, level or threads do not fit, or `out` shares memory with `src`
+            or the base.
 
     Example:
         >>> from packhorse.frame import compress_buffer
@@ -119,35 +102,36 @@ def compress_buffer(
         >>> frame.dtype, frame.shape
         ('F32', (1024,))
     """
-    data, row = checked_source(src, dtype, shape)
-    isa = int(choose_isa())
-    base_units, base_row = NO_BASE, None
+    source = checked_source(src, dtype, shape)
+    data, row, shape, natural = source
+    base_units: Base | None = None
+    base_row: DType | None = None
     if base is None:
-        plan = choose_plan(data, row, shape, resolve_level(level), isa)
+        plan = choose_plan(source, resolve_level(level))
     else:
-        base_units, base_row = checked_base(base, base_dtype, row, data.size)
-        plan = plan_delta(data, row, shape, resolve_level(level), base_units, isa)
+        base_units, base_row = checked_base(base, base_dtype, source)
+        plan = plan_delta(source, resolve_level(level), base_units)
         if not plan.plain_nbytes:
-            base_units, base_row = NO_BASE, None
-    capacity = capacity_of(row, data.size, shape)
+            base_units = base_row = None
+    capacity = capacity_of(row, shape, natural)
     memory = np.empty(capacity, np.uint8) if out is None else as_writable_bytes(out, "out")
     if memory.size < capacity:
         raise ValueError(f"out has {memory.size} bytes; a frame of this tensor may take {capacity}")
-    for kind, read in (("src", data), ("base", base_units.data)):
-        if np.may_share_memory(memory, read):
+    for kind, read in (("src", data), ("base", None if base_units is None else base_units.data)):
+        if read is not None and np.may_share_memory(memory, read):
             raise ValueError(
                 f"out and {kind} share memory; it would be overwritten while it is read"
             )
-    side, n_threads = plan.side, resolve_threads(threads)
+    side, geometry, n_threads = plan.side, plan.geometry, resolve_threads(threads)
     header_nbytes = frame_header_nbytes(
-        len(shape), n_chunks_of(data.size, row, plan), n_planes_of(row, plan.split),
-        len(side.stream), has_base=base_row is not None,
+        len(shape), geometry.n_chunks, geometry.n_planes, len(side.stream),
+        has_base=base_row is not None,
     )  # fmt: skip
-    payload = encode_payload(data, row, plan, base_units, memory[header_nbytes:], n_threads, isa)
+    payload = encode_payload(source, plan, base_units, memory[header_nbytes:], n_threads)
     base_name = None
-    if base_row is not None:
+    if base_units is not None and base_row is not None:
         if not payload.has_delta:
-            # The samples misled, and nobody should have to keep a base for that.
+            # The samples misled, and nobody should have to keep a base for nothing.
             return compress_buffer(
                 data, dtype, shape, level=level, threads=threads, out=out, name=name
             )
@@ -158,11 +142,11 @@ def compress_buffer(
             )
         base_name = BaseName(payload.base_hash, base_row)
     header = FrameHeader(
-        row, tuple(shape), plan.split, int(plan.level), plan.chunk_log, payload.content_hash,
-        header_nbytes, header_nbytes + payload.nbytes, payload.table, side.n_row_dims,
+        row, shape, geometry, int(plan.level), payload.content_hash, header_nbytes,
+        header_nbytes + payload.nbytes, payload.table, side.n_row_dims,
         side.descriptor, side.stream, base_name,
     )  # fmt: skip
-    write_header(header, memory[:header_nbytes], isa)
+    write_header(header, memory[:header_nbytes])
     return Frame(memory[: header.frame_nbytes], header, name, 0, plan)
 
 
@@ -170,8 +154,8 @@ class Frame:
     """One packed tensor: a checked header and a view of the bytes.
 
     Make one with `compress_buffer` (or `compress` of `packhorse.numpy` and `packhorse.torch`), or
-    read one with `from_buffer`. It keeps the buffer it looks at alive. Frames are immutable and
-    safe to use from several threads.
+    read one with `from_buffer`. A frame keeps the buffer that it views alive. Frames are immutable
+    and safe to use from several threads.
 
     Example:
         >>> from packhorse.frame import Frame, compress_buffer
@@ -212,9 +196,9 @@ class Frame:
         """Reads and checks the header of a frame; the payload is not touched.
 
         Args:
-            buffer: the frame's bytes, exactly; kept, not copied.
+            buffer: exactly the frame's bytes; kept, not copied.
             name: the tensor's name, for messages.
-            max_nbytes: refuse a tensor of more decoded bytes.
+            max_nbytes: the most decoded bytes that are allowed; None for no limit.
             offset: where the buffer lies in its file, for messages.
 
         Returns:
@@ -223,16 +207,16 @@ class Frame:
         Raises:
             TruncationError: the buffer is shorter than the frame says.
             CorruptionError: a rule of docs/format.md is broken.
-            CompatibilityError: a version, dtype, flag or mode that this release does not know.
+            CompatibilityError: this release does not know a version, dtype, flag or mode.
             TypeError: not a C-contiguous buffer.
         """
         data = as_bytes(buffer, "buffer")
-        header = read_header(data, name, offset, max_nbytes, int(choose_isa()))
+        header = read_header(data, name, offset, max_nbytes)
         return cls(data, header, name, offset)
 
     @property
     def header(self) -> FrameHeader:
-        """The header, as it was checked."""
+        """The checked header."""
         return self._header
 
     @property
@@ -267,8 +251,7 @@ class Frame:
 
     @property
     def base_hash(self) -> bytes | None:
-        """Content hash of the base that the frame is not unpacked without; None if it needs
-        none."""
+        """Content hash of the base that the frame needs for unpacking; None if it needs none."""
         return None if self._header.base is None else self._header.base.content_hash
 
     @property
@@ -283,7 +266,7 @@ class Frame:
 
     @property
     def level(self) -> Level | None:
-        """The level it was packed at, if the frame says so."""
+        """The level that the frame was packed at, if it says so."""
         level = self._header.level
         return Level(level) if level in Level.__members__.values() else None
 
@@ -295,7 +278,7 @@ class Frame:
     @property
     def chunk_nbytes(self) -> int:
         """Decoded bytes of a full chunk."""
-        return self._header.dtype.unit_nbytes << self._header.chunk_log
+        return self._header.geometry.chunk_nbytes
 
     @property
     def ratio(self) -> float:
@@ -304,18 +287,18 @@ class Frame:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan it was packed by; None for a frame that was read."""
+        """The plan that the frame was packed by; None for a frame that was read."""
         return self._plan
 
     def __repr__(self) -> str:
         return f"Frame({self.dtype}, {self.shape}, nbytes={self.nbytes}, ratio={self.ratio:.3f})"
 
     def to_bytes(self) -> bytes:
-        """A copy of the frame's bytes."""
+        """Copies the frame's bytes."""
         return self._data.tobytes()
 
     def buffer(self) -> memoryview:
-        """The frame's bytes, read-only, not copied."""
+        """Views the frame's bytes, read-only."""
         return memoryview(self._data).toreadonly()
 
     def planes(self) -> tuple[PlaneSummary, ...]:
@@ -333,26 +316,26 @@ class Frame:
         base: Buffer | None = None,
         base_hash: bytes | None = None,
     ) -> None:
-        """Decodes bytes `start` to `stop` of the tensor (C order) into the caller's memory; only
-        chunks that the range meets are read.
+        """Decodes bytes `start` to `stop` of the tensor (C order) into the caller's memory. Only
+        the chunks that the range meets are read.
 
         Args:
-            dst: writable buffer of exactly `stop - start` bytes. After an error its content is
+            dst: writable buffer of exactly `stop - start` bytes. After an error, its content is
                 undefined.
             start: first byte.
             stop: one past the last byte; None for the end.
             threads: None for the cores of this process, at most 8.
-            check: compare each chunk's CRC32C first. Without it a damaged payload may decode to
-                wrong data, but never harms.
+            check: compare each chunk's CRC32C first. Without it, a damaged payload may decode to
+                wrong data, but does no other harm.
             base: the bytes of the base, for a frame that has one (`base_hash`).
-            base_hash: the content hash of `base`, from a caller who knows it: it is compared with
-                the one that the frame names, and not computed from all bytes once more. With the
-                hash of something else the output is wrong, or the frame seems to be damaged.
+            base_hash: the content hash of `base`, if the caller knows it. It is compared with the
+                hash in the frame, and not computed from all bytes again. With the hash of anything
+                else, the output is wrong, or the frame seems to be damaged.
 
         Raises:
-            BaseMismatchError: the frame has a base, and none was given, or another.
-            CorruptionError: a checksum does not match or a stream breaks a rule; names tensor,
-                chunk and byte offset.
+            BaseMismatchError: the frame has a base, and none was given, or another one.
+            CorruptionError: a checksum does not match, or a stream breaks a rule. The message names
+                tensor, chunk and byte offset.
             TypeError: `dst` is not a writable C-contiguous buffer.
             ValueError: the range is not inside the tensor, or `dst` does not fit it or shares
                 memory with the frame.
@@ -370,36 +353,50 @@ class Frame:
             raise ValueError("dst and the frame share memory; decode elsewhere")
         n_threads = resolve_threads(threads)
         units = self._matching_base(base, n_threads, base_hash)
-        if np.may_share_memory(target, units.data):
+        if units is not None and np.may_share_memory(target, units.data):
             raise ValueError("dst and the base share memory; decode elsewhere, or a copy of it")
-        self._decode(target, start, n_threads, units, check=check)
+        self._decode(self._encoded(units), target, start, n_threads, check=check)
 
     def _matching_base(
         self, base: Buffer | None, threads: int, base_hash: bytes | None = None
-    ) -> Base:
+    ) -> Base | None:
         header = self._header
         if header.base is None:
-            return NO_BASE
+            return None
         try:
-            return matching_base(base, header.base, header.dtype, header.nbytes, threads, base_hash)
+            return matching_base(
+                base, header.base, header.dtype, header.geometry, threads, base_hash
+            )
         except BaseMismatchError as error:
             raise BaseMismatchError(f"{label(self._name)}{error}") from None
 
-    def _decode(
-        self, dst: ByteArray, start: int, threads: int, base: Base, *, check: bool = True
-    ) -> None:
-        isa = int(choose_isa())
+    def _encoded(self, base: Base | None) -> EncodedTensor | ZstdJob:
+        """What a decoder needs to know: the core's, or the one for chunks of Zstandard."""
+        header = self._header
         if self._has_zstd():
-            job = ZstdJob(
-                self._header, self._data, self._side_values(), base, self._chunk_error, check, isa
-            )
-            job.decode(dst, start, threads)
-        else:
-            self._decode_planes(dst, start, threads, base, check, isa)
+            return ZstdJob(header, self._data, base, self._chunk_error)
+        payload = self._data[header.header_nbytes :]
+        return EncodedTensor(payload, header.table, header.geometry, self._side_data(), base)
+
+    def _decode(
+        self,
+        tensor: EncodedTensor | ZstdJob,
+        dst: ByteArray,
+        start: int,
+        threads: int,
+        *,
+        check: bool = True,
+    ) -> None:
+        if isinstance(tensor, ZstdJob):
+            tensor.decode(dst, start, threads, check=check)
+            return
+        status, chunk = _core.decode_range(tensor, start, dst, check, threads)
+        if status:
+            raise self._chunk_error(chunk, STATUS_WORDS[status])
 
     def payload_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Which bytes of the frame `decompress_into` reads for bytes `start` to `stop` of the
-        tensor, its header aside: those of the chunks that the range meets.
+        """Finds the bytes of the frame that `decompress_into` reads, beside the header, for bytes
+        `start` to `stop` of the tensor: those of the chunks that the range meets.
 
         Args:
             start: first byte.
@@ -415,7 +412,7 @@ class Frame:
         return int(offsets[first]), int(offsets[last + 1])
 
     def _has_zstd(self) -> bool:
-        """Whether any chunk is coded by Zstandard, which only whole units may be."""
+        """Whether any chunk is coded by Zstandard, which is allowed for whole units only."""
         if self._header.split != Split.WHOLE:
             return False
         return bool((self._header.table[:, 1] >> STREAM_NBYTES_BITS == int(Mode.ZSTD)).any())
@@ -427,8 +424,8 @@ class Frame:
         window: ByteArray | None = None,
         base: Buffer | None = None,
     ) -> Iterator[ByteArray]:
-        """Decodes the tensor window by window, so that one of any size takes the same memory, and
-        compares the content hash at its end (docs/format.md, section 7).
+        """Decodes the tensor window by window, in the same memory whatever its size, and compares
+        the content hash at the end (docs/format.md, section 7).
 
         Args:
             threads: how many to use; None for the cores available, at most 8.
@@ -440,16 +437,17 @@ class Frame:
 
         Raises:
             BaseMismatchError: as `decompress_into`.
-            CorruptionError: the frame is bad; told after all pieces if only the hash is.
+            CorruptionError: the frame is damaged; raised after the last piece if only the hash
+                shows it.
         """
         n_threads = resolve_threads(threads)
-        units = self._matching_base(base, n_threads)
+        tensor = self._encoded(self._matching_base(base, n_threads))
         window = np.empty(self.window_nbytes, np.uint8) if window is None else window
         leaves = [np.empty(0, np.uint8)]
         for start in range(0, self.logical_nbytes, _WINDOW_NBYTES):
             stop = min(start + _WINDOW_NBYTES, self.logical_nbytes)
             piece = window[: stop - start]
-            self._decode(piece, start, n_threads, units)
+            self._decode(tensor, piece, start, n_threads)
             leaves.append(hash_leaves(piece, n_threads))
             yield piece
         digest = hash_root(np.concatenate(leaves))
@@ -462,7 +460,7 @@ class Frame:
 
     @property
     def window_nbytes(self) -> int:
-        """How much memory `pieces` needs: 32 MiB, or less if the tensor is smaller."""
+        """Bytes of memory that `pieces` needs: 32 MiB, or less if the tensor is smaller."""
         return min(self.logical_nbytes, _WINDOW_NBYTES)
 
     def verify(
@@ -473,7 +471,7 @@ class Frame:
         base: Buffer | None = None,
     ) -> None:
         """Checks everything: the CRC32C of every chunk, every stream, and the content hash of the
-        decoded tensor. Takes 32 MiB of memory at most.
+        decoded tensor. It takes 32 MiB of memory at most.
 
         Args:
             threads: how many to use; None for the cores available, at most 8.
@@ -487,44 +485,19 @@ class Frame:
         for _ in self.pieces(threads=threads, window=window, base=base):
             pass
 
-    def _decode_planes(
-        self, dst: ByteArray, start: int, threads: int, base: Base, check: bool, isa: int
-    ) -> None:
+    def _side_data(self) -> Side | None:
+        """The side data, decoded at the first call; if two threads make it, both decode."""
         header = self._header
-        status, chunk = _core.decode_range(
-            self._data[header.header_nbytes :],
-            header.table,
-            header.dtype.unit_nbytes,
-            header.split,
-            header.chunk_log,
-            header.nbytes,
-            self._side_values(),
-            header.matrix[0],
-            base.data,
-            base.is_float,
-            base.cast,
-            start,
-            dst,
-            check,
-            threads,
-            isa,
-        )
-        if status:
-            raise self._chunk_error(chunk, STATUS_WORDS[status])
-
-    def _side_values(self) -> ByteArray:
-        """The side data, decoded at the first call; two threads may both do it."""
+        if not header.n_row_dims:
+            return None
+        n_rows, n_columns = header.matrix
         if self._side is None:
-            header = self._header
-            if not header.n_row_dims:
-                self._side = np.empty(0, np.uint8)
-                return self._side
             stream = np.frombuffer(header.side_stream, np.uint8)
             try:
-                self._side = decode_side(header.side_descriptor, stream, sum(header.matrix))
+                self._side = decode_side(header.side_descriptor, stream, n_rows + n_columns)
             except CorruptionError as error:
                 raise self._error(f"side data: {error}", 52) from error
-        return self._side
+        return Side(self._side, n_rows)
 
     def _chunk_error(self, chunk: int, words: str) -> CorruptionError:
         return self._error(

@@ -1,7 +1,7 @@
 """The header of a frame: written, and read with distrust (docs/format.md, section 2).
 
-`read_header` checks everything before anything is believed, in the order of the document, and never
-looks at the payload. Sizes that follow from others are computed here, once, for both directions.
+`read_header` checks every field before it is used, in the order of the document, and never looks at
+the payload. Sizes that follow from other fields are computed here, for writing and for reading.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packhorse import _core
+from packhorse._core import Geometry
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.side import matrix_of
 from packhorse.errors import CompatibilityError, CorruptionError, TruncationError
@@ -65,7 +66,7 @@ _CRC = struct.Struct("<I")
 _SHAPES = tuple(struct.Struct(f"<{n_dims}Q") for n_dims in range(MAX_DIMS + 1))
 _TABLE_DTYPE = np.dtype("<u4")
 _SPLITS = tuple(Split)  # by number
-_SIDE_AT = 48  # of n_row_dims; the descriptor is 4 bytes on
+_SIDE_AT = 48  # offset of n_row_dims; the descriptor is 4 bytes further on
 
 Table = NDArray[np.uint32]  # a row for each chunk: CRC32C, then a descriptor for each plane
 
@@ -75,9 +76,8 @@ class FrameHeader(NamedTuple):
 
     dtype: DType
     shape: tuple[int, ...]
-    split: Split
+    geometry: Geometry
     level: int
-    chunk_log: int
     content_hash: bytes
     header_nbytes: int
     frame_nbytes: int
@@ -88,50 +88,60 @@ class FrameHeader(NamedTuple):
     base: BaseName | None = None
 
     @property
+    def split(self) -> Split:
+        """How units become planes."""
+        return _SPLITS[self.geometry.split]
+
+    @property
+    def chunk_log(self) -> int:
+        """Log2 of the units of a chunk."""
+        return self.geometry.chunk_log
+
+    @property
     def matrix(self) -> tuple[int, int]:
-        """Rows and columns that the side data are about; zeros if there are none."""
+        """Rows and columns of the side data; zeros if there are none."""
         return matrix_of(self.dtype, self.shape, self.n_row_dims) if self.n_row_dims else (0, 0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the decoded tensor."""
-        return math.prod(self.shape) * self.dtype.bits // 8
+        return self.geometry.nbytes
 
     @property
     def n_planes(self) -> int:
         """Planes of each chunk."""
-        return n_planes_of(self.dtype, self.split)
+        return self.geometry.n_planes
 
     def chunk_offset(self, chunk: int) -> int:
-        """Where a chunk begins, in bytes from the start of the frame."""
+        """Returns the offset of a chunk, in bytes from the start of the frame."""
         return self.header_nbytes + payload_nbytes(self.table[:chunk])
 
     def chunk_offsets(self) -> NDArray[np.int64]:
-        """Where each chunk begins, and where the last one ends: for those who ask for many."""
+        """Returns the offset of each chunk, and the end of the last one; for many chunks."""
         ends = np.cumsum(_chunk_nbytes(self.table))
         return self.header_nbytes + np.concatenate([np.zeros(1, np.int64), ends])
 
 
 def n_planes_of(dtype: DType, split: Split) -> int:
-    """Planes that the split makes of a unit."""
+    """Returns the number of planes that a split makes of a unit."""
     return 1 if split == Split.WHOLE else dtype.unit_nbytes
 
 
 def padded(n: int) -> int:
-    """`n` bytes, rounded up to the alignment of a frame."""
+    """Rounds `n` bytes up to the alignment of a frame."""
     return -(-n // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
 
 def frame_header_nbytes(
     n_dims: int, n_chunks: int, n_planes: int, side_nbytes: int, *, has_base: bool
 ) -> int:
-    """Bytes of a header, padding included."""
+    """Returns the bytes of a header, padding included."""
     fields = FIXED_HEADER_NBYTES + 8 * n_dims + BASE_BLOCK_NBYTES * has_base
     return padded(fields + 4 * n_chunks * (1 + n_planes) + side_nbytes)
 
 
 def payload_nbytes(table: Table) -> int:
-    """Bytes of the chunks in a table, padding included."""
+    """Returns the bytes of the chunks in a table, padding included."""
     return int(_chunk_nbytes(table).sum())
 
 
@@ -141,7 +151,7 @@ def _chunk_nbytes(table: Table) -> NDArray[np.int64]:
 
 
 def checked_nbytes(dtype_name: str, shape: Sequence[int]) -> tuple[DType, int]:
-    """The dtype's row and the bytes of a tensor that a caller names."""
+    """Checks dtype and shape that a caller names, and returns the dtype and the tensor's bytes."""
     dtype, numel = DTYPE_BY_NAME.get(dtype_name), math.prod(shape)
     if dtype is None:
         raise ValueError(f"dtype {dtype_name!r} is unknown; known are {', '.join(DTYPE_BY_NAME)}")
@@ -155,22 +165,22 @@ def checked_nbytes(dtype_name: str, shape: Sequence[int]) -> tuple[DType, int]:
 
 
 def _overflows(shape: Sequence[int], numel: int, dtype: DType) -> bool:
-    """Whether the tensor has too many bits; a zero dimension must not hide an overflow of the
-    others."""
+    """Whether a tensor has too many bits. A dimension of zero must not hide that the others
+    overflow."""
     return (numel or math.prod(max(dim, 1) for dim in shape)) * dtype.bits >= MAX_BITS
 
 
-def write_header(header: FrameHeader, dst: ByteArray, isa: int) -> None:
-    """Writes a header, its CRC included, to memory of exactly its length."""
+def write_header(header: FrameHeader, dst: ByteArray) -> None:
+    """Writes a header with its CRC to memory of exactly its length."""
     fixed = FIXED_HEADER.pack(
         FRAME_MAGIC,
         FRAME_VERSION,
         header.dtype.code,
         len(header.shape),
-        header.split,
+        header.geometry.split,
         0 if header.base is None else FLAG_BASE,
         header.level,
-        header.chunk_log,
+        header.geometry.chunk_log,
         header.header_nbytes,
         header.frame_nbytes,
         header.content_hash,
@@ -186,24 +196,24 @@ def write_header(header: FrameHeader, dst: ByteArray, isa: int) -> None:
     text += header.table.tobytes() + header.side_stream
     text = text.ljust(header.header_nbytes, b"\0")
     memoryview(dst)[:] = text
-    _CRC.pack_into(dst, HEADER_CRC_OFFSET, _core.crc32c(text, isa))
+    _CRC.pack_into(dst, HEADER_CRC_OFFSET, _core.crc32c(text))
 
 
 def label(name: str | None) -> str:
-    """How messages begin."""
+    """Returns what messages about a tensor begin with."""
     return "" if name is None else f"tensor {name!r}: "
 
 
 def read_header(
-    data: ByteArray, name: str | None, offset: int, max_nbytes: int | None, isa: int
+    data: ByteArray, name: str | None, offset: int, max_nbytes: int | None
 ) -> FrameHeader:
     """Reads and checks a header; arguments and errors as in `Frame.from_buffer`."""
-    return _Reader(data, name, offset).read(max_nbytes, isa)
+    return _Reader(data, name, offset).read(max_nbytes)
 
 
 class _Reader:
-    """Checks a frame's header in the order of docs/format.md, section 2, before anything is
-    believed."""
+    """Checks a frame's header in the order of docs/format.md, section 2, and uses no field before
+    its check."""
 
     def __init__(self, data: ByteArray, name: str | None, offset: int) -> None:
         self.data = data
@@ -218,7 +228,7 @@ class _Reader:
             words = f"{what} needs {nbytes} bytes, {self.data.size} are left; the data is cut off"
             raise self.fail(self.data.size, words, TruncationError)
 
-    def read(self, max_nbytes: int | None, isa: int) -> FrameHeader:
+    def read(self, max_nbytes: int | None) -> FrameHeader:
         self.need(FIXED_HEADER_NBYTES, "a frame header")
         fields = FIXED_HEADER.unpack_from(self.data)
         magic, version, code, n_dims, split_code, flags, level, chunk_log = fields[:8]
@@ -247,14 +257,15 @@ class _Reader:
         if header_nbytes != frame_header_nbytes(
             n_dims, n_chunks, n_planes, side_nbytes, has_base=has_base
         ):
-            raise self.fail(12, f"header_nbytes is {header_nbytes}, which its fields contradict")
+            raise self.fail(12, f"header_nbytes is {header_nbytes}, which other fields contradict")
         self.need(header_nbytes, "the header")
-        text = self.data[:header_nbytes].tobytes()  # what is checked must not change later
+        text = self.data[:header_nbytes].tobytes()  # a copy: checked bytes must not change later
         without_crc = text[:HEADER_CRC_OFFSET] + bytes(4) + text[HEADER_CRC_OFFSET + 4 :]
-        if _core.crc32c(without_crc, isa) != crc:
+        if _core.crc32c(without_crc) != crc:
             raise self.fail(HEADER_CRC_OFFSET, "the header's checksum does not match")
         shape, nbytes = self.read_shape(text, n_dims, dtype)
-        if n_chunks != -(-nbytes // (dtype.unit_nbytes << chunk_log)):
+        geometry = Geometry(dtype.unit_nbytes, split, chunk_log, nbytes)
+        if n_chunks != geometry.n_chunks:
             raise self.fail(40, f"n_chunks is {n_chunks}, which shape {shape} contradicts")
         if max_nbytes is not None and nbytes > max_nbytes:
             words = f"the tensor has {nbytes} bytes, more than max_nbytes = {max_nbytes}"
@@ -275,9 +286,8 @@ class _Reader:
         header = FrameHeader(
             dtype,
             shape,
-            split,
+            geometry,
             level,
-            chunk_log,
             digest,
             header_nbytes,
             frame_nbytes,
@@ -287,7 +297,7 @@ class _Reader:
             text[table_end:side_end],
             base,
         )
-        self.check_length(header, self.check_descriptors(header, nbytes, table_at))
+        self.check_length(header, self.check_descriptors(header, table_at))
         return header
 
     def read_kind(self, code: int, split_code: int) -> tuple[DType, Split]:
@@ -324,7 +334,7 @@ class _Reader:
     def check_side(
         self, n_row_dims: int, descriptor: int, dtype: DType, split: Split, shape: tuple[int, ...]
     ) -> None:
-        """Checks what the header says of side data, but not their stream."""
+        """Checks what the header says about side data, but not their stream."""
         if (n_row_dims == 0) != (descriptor == 0):
             raise self.fail(_SIDE_AT, "one of n_row_dims and side descriptor is zero, not both")
         if n_row_dims == 0:
@@ -342,15 +352,10 @@ class _Reader:
         ):
             raise self.fail(_SIDE_AT + 4, "mode or length of the side data is not allowed")
 
-    def check_descriptors(self, header: FrameHeader, nbytes: int, table_at: int) -> int:
-        """Checks mode and length of every stream; returns the length of the payload."""
+    def check_descriptors(self, header: FrameHeader, table_at: int) -> int:
+        """Checks mode and length of every stream, and returns the length of the payload."""
         what, chunk, plane, payload = _core.check_table(
-            header.table,
-            header.dtype.unit_nbytes,
-            header.split,
-            header.chunk_log,
-            nbytes,
-            header.base is not None,
+            header.table, header.geometry, header.base is not None
         )
         if what:
             at = table_at + 4 * (chunk * (header.n_planes + 1) + 1 + plane)
@@ -373,15 +378,15 @@ class _Reader:
 
 @dataclass(frozen=True)
 class PlaneSummary:
-    """What became of one plane over all chunks of a frame.
+    """How one plane is coded, over all chunks of a frame.
 
     Attributes:
         index: 0 is the exponent, or the most significant byte.
         name: a short name for people.
         nbytes: encoded bytes.
         logical_nbytes: bytes before encoding.
-        modes: how many chunks were coded in which mode; of mode delta, whole units at once, they
-            count for the first plane alone.
+        modes: how many chunks were coded in which mode. A chunk of mode delta, which codes whole
+            units at once, counts for the first plane only.
     """
 
     index: int
@@ -392,10 +397,10 @@ class PlaneSummary:
 
 
 def plane_summaries(header: FrameHeader) -> tuple[PlaneSummary, ...]:
-    """Sizes and modes of each plane over all chunks."""
+    """Sums up each plane over all chunks."""
     lengths = (header.table[:, 1:] & STREAM_NBYTES_MASK).sum(axis=0, dtype=np.int64)
     modes = header.table[:, 1:] >> STREAM_NBYTES_BITS
-    # Differences are of whole units: other planes have no streams there.
+    # Mode delta codes whole units, so the other planes of such a chunk have no streams.
     counted = [modes[:, :1], modes[modes[:, 0] != int(Mode.DELTA), 1:]]
     logical = header.nbytes // header.n_planes
     return tuple(

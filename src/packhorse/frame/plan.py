@@ -1,6 +1,6 @@
-"""What a frame is going to be, before it is made: the plan for a tensor, and sizes.
+"""What a frame will be like, before it is made: the plan for a tensor, and sizes.
 
-Nothing here encodes; plans come from samples of the tensor.
+Nothing here encodes. Plans come from samples of the tensor.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from packhorse._core import Geometry
 from packhorse.arguments import resolve_level
-from packhorse.codecs.base import ByteArray, as_bytes, choose_isa
-from packhorse.codecs.plan import Plan, choose_plan, chunk_log_for, natural_split
+from packhorse.codecs.base import as_bytes
+from packhorse.codecs.plan import Plan, choose_plan
 from packhorse.codecs.side import side_capacity
+from packhorse.codecs.source import Source, natural_geometry
 from packhorse.frame.base import checked_base, plan_delta
-from packhorse.frame.header import checked_nbytes, frame_header_nbytes, n_planes_of, padded
+from packhorse.frame.header import checked_nbytes, frame_header_nbytes, padded
 from packhorse.layout import DType, Level
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ __all__ = [
 
 
 def max_frame_nbytes(dtype: str, shape: Sequence[int]) -> int:
-    """The longest frame that a tensor of this dtype and shape can take, in bytes.
+    """Returns the length of the longest frame of a tensor of this dtype and shape.
 
     Args:
         dtype: safetensors' name, such as "BF16".
@@ -48,17 +50,18 @@ def max_frame_nbytes(dtype: str, shape: Sequence[int]) -> int:
         >>> frame.nbytes <= len(memory)
         True
     """
-    return capacity_of(*checked_nbytes(dtype, shape), shape)
+    row, nbytes = checked_nbytes(dtype, shape)
+    return capacity_of(row, shape, natural_geometry(row, nbytes))
 
 
-def capacity_of(row: DType, nbytes: int, shape: Sequence[int]) -> int:
-    """The same of a dtype and a size that were checked."""
-    chunk_log = chunk_log_for(row.unit_nbytes, nbytes // row.unit_nbytes)
-    n_chunks = -(-nbytes // (row.unit_nbytes << chunk_log))
-    n_planes = n_planes_of(row, natural_split(row))
+def capacity_of(row: DType, shape: Sequence[int], natural: Geometry) -> int:
+    """Does what `max_frame_nbytes` does, for a tensor that was checked. No plan has more chunks or
+    planes than its natural geometry."""
     side_nbytes = side_capacity(row, shape)
-    header = frame_header_nbytes(len(shape), n_chunks, n_planes, side_nbytes, has_base=True)
-    return header + padded(nbytes)
+    header = frame_header_nbytes(
+        len(shape), natural.n_chunks, natural.n_planes, side_nbytes, has_base=True
+    )
+    return header + padded(natural.nbytes)
 
 
 def plan_buffer(
@@ -70,7 +73,7 @@ def plan_buffer(
     base: Buffer | None = None,
     base_dtype: str | None = None,
 ) -> Plan:
-    """What `compress_buffer` would choose for a tensor and a base; nothing is encoded.
+    """Chooses what `compress_buffer` would choose for a tensor and a base, without encoding.
 
     Args:
         src: the tensor's bytes in C order; only read.
@@ -78,10 +81,10 @@ def plan_buffer(
         shape: the tensor's shape.
         level: "fast", "default" or "max".
         base: the bytes of another tensor of as many elements, as for `compress_buffer`.
-        base_dtype: its dtype, if it is another.
+        base_dtype: the base's dtype, if it is another one.
 
     Returns:
-        The plan; `plan.reason` says it in a line.
+        The plan; `plan.reason` is one line about it.
 
     Raises:
         TypeError: a buffer is not C-contiguous.
@@ -93,19 +96,18 @@ def plan_buffer(
         >>> plan.estimated_nbytes < plan.nbytes
         True
     """
-    data, row = checked_source(src, dtype, shape)
+    source = checked_source(src, dtype, shape)
     if base is None:
-        return choose_plan(data, row, shape, resolve_level(level), int(choose_isa()))
-    units, _ = checked_base(base, base_dtype, row, data.size)
-    return plan_delta(data, row, shape, resolve_level(level), units, int(choose_isa()))
+        return choose_plan(source, resolve_level(level))
+    units, _ = checked_base(base, base_dtype, source)
+    return plan_delta(source, resolve_level(level), units)
 
 
 def planned_frame_nbytes(plan: Plan, dtype: str, shape: Sequence[int]) -> int:
-    """The length of the frame that a plan would make, header and padding counted: an estimate, as
-    that of the plan is.
+    """Estimates the length of the frame that a plan would make, header and padding included.
 
     Args:
-        plan: of `plan_buffer`.
+        plan: from `plan_buffer`.
         dtype: safetensors' name, such as "BF16".
         shape: the tensor's shape.
 
@@ -121,18 +123,18 @@ def planned_frame_nbytes(plan: Plan, dtype: str, shape: Sequence[int]) -> int:
         >>> planned_frame_nbytes(plan, "F32", (1024,)) < 4096
         True
     """
-    row, nbytes = checked_nbytes(dtype, shape)
-    n_chunks = -(-nbytes // (row.unit_nbytes << plan.chunk_log))
+    _, nbytes = checked_nbytes(dtype, shape)
+    n_chunks = plan.geometry.n_chunks
     header_nbytes = frame_header_nbytes(
-        len(shape), n_chunks, n_planes_of(row, plan.split), len(plan.side.stream),
+        len(shape), n_chunks, plan.geometry.n_planes, len(plan.side.stream),
         has_base=plan.plain_nbytes > 0,
     )  # fmt: skip
     payload = max(0, min(plan.estimated_nbytes, nbytes))
     return header_nbytes + n_chunks * padded(-(-payload // max(n_chunks, 1)))
 
 
-def checked_source(src: Buffer, dtype: str, shape: Sequence[int]) -> tuple[ByteArray, DType]:
-    """The bytes of a tensor that a caller gives, and the row of its dtype.
+def checked_source(src: Buffer, dtype: str, shape: Sequence[int]) -> Source:
+    """Checks a tensor that a caller gives.
 
     Raises:
         TypeError: the buffer is not C-contiguous.
@@ -142,4 +144,4 @@ def checked_source(src: Buffer, dtype: str, shape: Sequence[int]) -> tuple[ByteA
     data = as_bytes(src, "src")
     if data.size != nbytes:
         raise ValueError(f"{dtype} of shape {tuple(shape)} has {nbytes} bytes, src {data.size}")
-    return data, row
+    return Source(data, row, tuple(shape), natural_geometry(row, nbytes))

@@ -1,4 +1,4 @@
-"""What `compress`, `decompress` and the same for many tensors share, in all frameworks."""
+"""What `compress` and `decompress`, of one tensor and of many, share in all frameworks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def compress_tensor(
     out: Buffer | None,
     base: Any,
 ) -> Frame:
-    """A tensor's frame; arguments and errors as of `packhorse.numpy.compress`."""
+    """Packs a tensor; arguments and errors as for `packhorse.numpy.compress`."""
     data, dtype, shape = framework.readable(tensor)
     base_data, base_dtype = (None, None) if base is None else framework.readable(base)[:2]
     return compress_buffer(
@@ -49,10 +49,10 @@ def compress_tensor(
 
 
 def check_limit(frame: Frame | Buffer, max_nbytes: int | None) -> Frame:
-    """A frame of itself or of its bytes, whose tensor is no larger than that.
+    """Returns a frame, given as such or as its bytes, whose tensor is not larger than allowed.
 
     Raises:
-        CorruptionError, CompatibilityError: it is bad, or larger.
+        CorruptionError, CompatibilityError: the frame is bad, or its tensor is larger.
     """
     if not isinstance(frame, Frame):
         return Frame.from_buffer(frame, max_nbytes=max_nbytes)
@@ -65,7 +65,7 @@ def check_limit(frame: Frame | Buffer, max_nbytes: int | None) -> Frame:
 def decompress_tensor(
     framework: Framework, frame: Frame, *, out: Any, threads: int | None, base: Any
 ) -> Any:
-    """A frame's tensor in host memory; arguments and errors as of `packhorse.numpy.decompress`."""
+    """Unpacks a frame to host memory; arguments and errors as for `packhorse.numpy.decompress`."""
     if out is not None:
         framework.check_out(out, frame.dtype, frame.shape)
     tensor = framework.empty(frame.dtype, frame.shape) if out is None else out
@@ -87,21 +87,21 @@ def call_for_each(
     what: str,
     framework: Framework,
 ) -> list[_Result]:
-    """Results of a call for each item; threads share the items out among them.
+    """Makes a call for each item, in several threads, and returns the results.
 
     Args:
-        call: gets an item, its memory or None, its base or None, and how many threads to use.
+        call: takes an item, its memory or None, its base or None, and how many threads to use.
         items: tensors or frames.
-        outs: the memory for each, if there is any.
-        bases: the base of each, if there is any.
+        outs: memory for each item; None for new memory.
+        bases: the base of each item; None for no bases.
         threads: None for the cores of this process, at most 8.
-        what: an item, in messages.
-        framework: of tensors.
+        what: the word for an item in messages.
+        framework: of the tensors.
 
     Raises:
         ValueError: there are more or fewer `outs` or `bases` than items, or one of `outs` shares
-            memory with another, with an item or with a base; nothing is written then.
-        Exception: what a call raised; its message says for which item.
+            memory with another, with an item or with a base. Nothing is written then.
+        Exception: what a call raised; its message names the item.
     """
     items = list(items)
     given = {"outs": outs, "bases": bases}
@@ -120,7 +120,7 @@ def call_for_each(
         with blaming(f"{what} {i}", _BLAMED):
             return call(items[i], out, base, n_threads)
 
-    # What has no size is no tensor, and the call says so.
+    # An item without a size is not a tensor; the call refuses it.
     sizes = [
         item.logical_nbytes if isinstance(item, Frame) else getattr(item, "nbytes", 0)
         for item in items
@@ -129,12 +129,12 @@ def call_for_each(
 
 
 class _Span(NamedTuple):
-    """Memory that one call reads or writes while others work.
+    """Memory that one call reads or writes while other calls work.
 
     Attributes:
         start: the address of its first byte.
         stop: the address behind its last byte.
-        name: of what lies there, in messages.
+        name: what messages call the memory.
         is_written: whether it is written to.
     """
 
@@ -147,8 +147,8 @@ class _Span(NamedTuple):
     def of(
         cls, name: str, value: object, framework: Framework, is_written: bool = False
     ) -> _Span | None:
-        """Where something lies; None if nowhere in host memory, or if it is nothing that a call
-        takes: the call itself says so."""
+        """Finds where a value lies. None if it is not in host memory, or if no call takes such a
+        value: the call itself refuses it."""
         found = None if isinstance(value, Frame) else framework.span(value)
         if found is None:
             try:
@@ -160,12 +160,12 @@ class _Span(NamedTuple):
 
 
 def _refuse_overlaps(spans: list[_Span]) -> None:
-    """Refuse to write to memory that is written to or read for something else, too.
+    """Refuses spans that overlap if one of them is written to.
 
     Raises:
-        ValueError: two spans share memory, of which one is written to.
+        ValueError: two spans share memory, and one of them is written to.
     """
-    reaching: dict[bool, _Span] = {}  # the farthest so far of those written to, and of the others
+    reaching: dict[bool, _Span] = {}  # farthest so far, of those written to and of the others
     for span in sorted(spans):
         for is_written, other in reaching.items():
             if span.start < other.stop and (span.is_written or is_written):
@@ -178,11 +178,11 @@ def _refuse_overlaps(spans: list[_Span]) -> None:
 
 
 def read_frames(frames: Iterable[Frame | Buffer], max_nbytes: int | None) -> list[Frame]:
-    """Frames of themselves or of their bytes, the headers checked.
+    """Returns frames, given as such or as their bytes, with their headers checked.
 
     Raises:
-        CorruptionError: bad, or their tensors take more than `max_nbytes` together.
-        CompatibilityError, TypeError: as `Frame.from_buffer`; the message says for which frame.
+        CorruptionError: a frame is bad, or the tensors take more than `max_nbytes` together.
+        CompatibilityError, TypeError: as `Frame.from_buffer`; the message names the frame.
     """
     read = []
     for i, frame in enumerate(frames):

@@ -1,7 +1,7 @@
 """Chunks of whole units, coded by Zstandard or stored beside those (docs/format.md, section 6).
 
-The zstandard package codes one chunk at a time and lets go of Python's lock meanwhile, so chunks
-are spread over Python's threads here; the core has threads of its own for all other modes.
+The zstandard package codes one chunk at a time and releases Python's lock meanwhile, so threads of
+Python share the chunks here. The core has threads of its own for all other modes.
 """
 
 from __future__ import annotations
@@ -12,54 +12,46 @@ from dataclasses import dataclass
 import numpy as np
 
 from packhorse import _core
+from packhorse._core import Base, EncodedTensor, Geometry
 from packhorse.codecs import zstd
 from packhorse.codecs.base import STATUS_WORDS, ByteArray, as_bytes
 from packhorse.codecs.content import leaves_from
 from packhorse.codecs.plan import Plan
 from packhorse.errors import CorruptionError
-from packhorse.frame.base import Base
+from packhorse.frame.base import part_of
 from packhorse.frame.header import FrameHeader, Table, padded
-from packhorse.layout import STREAM_NBYTES_BITS, STREAM_NBYTES_MASK, DType, Mode
+from packhorse.layout import STREAM_NBYTES_BITS, STREAM_NBYTES_MASK, Mode
 from packhorse.threads import in_order
 
 __all__ = ["ZstdJob", "encode_zstd"]
 
 
 def encode_zstd(
-    data: ByteArray,
-    dtype: DType,
-    plan: Plan,
-    dst: ByteArray,
-    table: Table,
-    leaves: ByteArray,
-    threads: int,
-    isa: int,
+    data: ByteArray, plan: Plan, dst: ByteArray, table: Table, leaves: ByteArray, threads: int
 ) -> int:
     """Encodes a tensor in chunks of whole units.
 
     Args:
         data: all bytes of the tensor.
-        dtype: its dtype.
         plan: what was chosen for it.
-        dst: where the payload goes.
-        table: a row for each chunk, to be filled.
-        leaves: for the content hash (`codecs/content.py`), to be filled.
+        dst: memory for the payload.
+        table: gets a row for each chunk.
+        leaves: get the hashes of the leaves (`codecs/content.py`).
         threads: how many to use.
-        isa: the number of the instruction set of the call.
 
     Returns:
         The length of the payload.
     """
-    chunk_nbytes = dtype.unit_nbytes << plan.chunk_log
+    chunk_nbytes = plan.geometry.chunk_nbytes
     long_matches = zstd.seeks_long_matches(plan.level, data.size, plan.estimated_nbytes)
-    idle: list[ByteArray] = []  # copies of chunks that are done with
+    idle: list[ByteArray] = []  # memory of chunks that are done
 
     def compress(chunk: int) -> tuple[ByteArray, bytes]:
         start = chunk * chunk_nbytes
         source = data[start : start + chunk_nbytes]
         memory = idle.pop() if idle else np.empty(min(chunk_nbytes, data.size), np.uint8)
         piece = memory[: source.size]
-        _core.copy_with_leaves(source, piece, leaves_from(leaves, start, source.size), isa)
+        _core.copy_with_leaves(source, piece, leaves_from(leaves, start, source.size))
         return memory, zstd.compress_chunk(piece, plan.level, long_matches=long_matches)
 
     used = 0
@@ -70,7 +62,7 @@ def encode_zstd(
         end = used + padded(stream.size)
         dst[used : used + stream.size] = stream
         dst[used + stream.size : end] = 0
-        table[chunk] = _core.crc32c(dst[used:end], isa), mode << STREAM_NBYTES_BITS | stream.size
+        table[chunk] = _core.crc32c(dst[used:end]), mode << STREAM_NBYTES_BITS | stream.size
         used = end
         idle.append(memory)
     return used
@@ -78,30 +70,31 @@ def encode_zstd(
 
 @dataclass(frozen=True)
 class ZstdJob:
-    """Decodes a frame of whole units, of which some chunks are coded by Zstandard.
+    """Decodes a frame of whole units that has chunks coded by Zstandard.
 
     Attributes:
         header: the frame's.
         data: the frame.
-        side: its side data, decoded.
         base: its base, if it has one.
-        fail: makes the error for a chunk, from its number and words.
-        check: whether to compare each chunk's CRC32C first.
-        isa: the number of the instruction set of the call.
+        fail: makes the error for a chunk, from the chunk's number and what is wrong.
     """
 
     header: FrameHeader
     data: ByteArray
-    side: ByteArray
-    base: Base
+    base: Base | None
     fail: Callable[[int, str], CorruptionError]
-    check: bool
-    isa: int
 
-    def decode(self, dst: ByteArray, start: int, threads: int) -> None:
-        """Decodes as many bytes of the tensor as `dst` takes, from byte `start` on."""
+    def decode(self, dst: ByteArray, start: int, threads: int, *, check: bool) -> None:
+        """Decodes as many bytes of the tensor as `dst` takes, from byte `start` on.
+
+        Args:
+            dst: memory for them.
+            start: the first byte.
+            threads: how many to use.
+            check: whether to compare each chunk's CRC32C first.
+        """
         header = self.header
-        chunk_nbytes = header.dtype.unit_nbytes << header.chunk_log
+        chunk_nbytes = header.geometry.chunk_nbytes
         stop = start + dst.size
         first = start // chunk_nbytes
         n_wanted = -(-stop // chunk_nbytes) - first if dst.size else 0
@@ -113,24 +106,29 @@ class ZstdJob:
             at = chunk * chunk_nbytes
             end = min(at + chunk_nbytes, header.nbytes)
             lo, hi = max(at, start), min(end, stop)
-            if (lo, hi) == (at, end):
-                self._decode_chunk(decoder, chunk, offset, dst[at - start : end - start])
-                return
-            whole = np.empty(end - at, np.uint8)
+            is_whole = (lo, hi) == (at, end)
+            whole = dst[at - start : end - start] if is_whole else np.empty(end - at, np.uint8)
+            if check:
+                self._check_sum(chunk, offset)
             self._decode_chunk(decoder, chunk, offset, whole)
-            dst[lo - start : hi - start] = whole[lo - at : hi - at]
+            if not is_whole:
+                dst[lo - start : hi - start] = whole[lo - at : hi - at]
 
         for _ in in_order(decode_one, n_wanted, threads):
             pass
 
+    def _check_sum(self, chunk: int, offset: int) -> None:
+        crc, descriptor = (int(value) for value in self.header.table[chunk])
+        end = offset + padded(descriptor & STREAM_NBYTES_MASK)
+        if crc != _core.crc32c(self.data[offset:end]):
+            raise self.fail(chunk, STATUS_WORDS[1])
+
     def _decode_chunk(
         self, decoder: zstd.ChunkDecoder, chunk: int, offset: int, dst: ByteArray
     ) -> None:
-        crc, descriptor = (int(value) for value in self.header.table[chunk])
+        descriptor = int(self.header.table[chunk, 1])
         nbytes = descriptor & STREAM_NBYTES_MASK
         end = offset + padded(nbytes)
-        if self.check and crc != _core.crc32c(self.data[offset:end], self.isa):
-            raise self.fail(chunk, STATUS_WORDS[1])
         stream = self.data[offset : offset + nbytes]
         if self.data[offset + nbytes : end].any():
             raise self.fail(chunk, STATUS_WORDS[3])
@@ -148,27 +146,15 @@ class ZstdJob:
             self._decode_other_chunk(chunk, offset, dst)
 
     def _decode_other_chunk(self, chunk: int, offset: int, dst: ByteArray) -> None:
-        """A chunk between those of zstd, its checksum compared already: for the core a tensor of
-        its own, so that it does not look at the other chunks."""
-        header = self.header
-        base = self.base.part(chunk << header.chunk_log, dst.size // header.dtype.unit_nbytes)
-        status, _ = _core.decode_range(
-            self.data[offset:],
-            header.table[chunk : chunk + 1],
-            header.dtype.unit_nbytes,
-            header.split,
-            header.chunk_log,
-            dst.size,
-            self.side,
-            header.matrix[0],
-            base.data,
-            base.is_float,
-            base.cast,
-            0,
-            dst,
-            False,
-            1,
-            self.isa,
-        )
+        """Decodes a chunk of another mode, whose checksum was compared. The core gets it as a
+        tensor of its own, so that it does not look at the other chunks."""
+        header, geometry, base = self.header, self.header.geometry, self.base
+        if base is not None:
+            first = chunk << geometry.chunk_log
+            base = part_of(base, header.dtype, first, dst.size // geometry.unit_nbytes)
+        alone = Geometry(geometry.unit_nbytes, geometry.split, geometry.chunk_log, dst.size)
+        row = header.table[chunk : chunk + 1]
+        tensor = EncodedTensor(self.data[offset:], row, alone, None, base)
+        status, _ = _core.decode_range(tensor, 0, dst, False, 1)
         if status:
             raise self.fail(chunk, STATUS_WORDS[status])

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packhorse import _core
-from packhorse.codecs.base import STATUS_WORDS, ByteArray, as_bytes, choose_isa
+from packhorse.codecs.base import STATUS_WORDS, ByteArray, as_bytes
 from packhorse.errors import CorruptionError, MissingBackendError
 from packhorse.frame import Frame
 from packhorse.frame.header import FrameHeader, label, read_header
@@ -81,7 +81,7 @@ def decode_frame(
         TypeError: not a C-contiguous buffer, or a dtype that PyTorch does not have.
     """
     data = as_bytes(frame, "frame")
-    header = read_header(data, name, 0, None, int(choose_isa()))
+    header = read_header(data, name, 0, None)
     if header.dtype.name not in TORCH_DTYPES:
         raise TypeError(f"{label(name)}PyTorch has no dtype for {header.dtype.name}")
     target = torch.device(device)
@@ -219,9 +219,8 @@ def first_bad_chunk(payload: ByteArray, ends: Sequence[int], sums: Sequence[int]
         ends: where each begins in them, and the last one ends.
         sums: their CRC32C by the table.
     """
-    isa = int(choose_isa())
     for chunk, crc in enumerate(sums):
-        if _core.crc32c(payload[ends[chunk] : ends[chunk + 1]], isa) != crc:
+        if _core.crc32c(payload[ends[chunk] : ends[chunk + 1]]) != crc:
             return chunk
     return None
 

@@ -185,9 +185,8 @@ def plan_chunks(payload: ByteArray, table: Words, geometry: Geometry, origin: in
     if table.shape != (geometry.n_chunks, 1 + geometry.n_planes):
         raise ValueError(f"a table of shape {table.shape} does not fit {geometry}")
     nbytes = geometry.n_units * geometry.unit_nbytes
-    fault, memory, shape = _core.plan_chunks(
-        payload, table, geometry.unit_nbytes, int(geometry.split), geometry.chunk_log, nbytes
-    )
+    cut = _core.Geometry(geometry.unit_nbytes, geometry.split, geometry.chunk_log, nbytes)
+    fault, memory, shape = _core.plan_chunks(payload, table, cut)
     if fault[0]:
         raise _error_of(fault, payload.size, geometry, origin)
     return _view_plan(geometry, memory, *shape)

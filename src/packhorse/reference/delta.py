@@ -1,7 +1,7 @@
 """Section 6.6 of docs/format.md: the units of a chunk as differences from those of a base.
 
-Units are integers here. `round_f32` is the one place of the reader that knows what a value is: a
-base of F32 is rounded to the narrower dtype of its frame.
+Units are integers here. Only `round_f32` knows the values that units stand for: it rounds a base of
+F32 to the narrower dtype of its frame.
 """
 
 import struct
@@ -26,14 +26,14 @@ _MANTISSA_BITS = {"BF16": 7, "F16": 10}
 
 # Base units.
 def base_units(data: bytes, base: DType, dtype: DType) -> list[int]:
-    """The units of the base, as units of the frame's dtype."""
+    """Returns the units of the base, as units of the frame's dtype."""
     size = base.unit_nbytes
     units = [int.from_bytes(data[i : i + size], "little") for i in range(0, len(data), size)]
     return units if base == dtype else [round_f32(unit, dtype.name) for unit in units]
 
 
 def round_f32(x: int, name: str) -> int:
-    """The bits of an F32 as those of the nearest BF16 or F16, ties to even."""
+    """Rounds the bits of an F32 to those of the nearest BF16 or F16, ties to even."""
     mantissa_bits = _MANTISSA_BITS[name]
     infinity = 0x7FFF >> mantissa_bits << mantissa_bits
     sign, exponent, mantissa = x >> 31 << 15, x >> 23 & 0xFF, x & 0x7FFFFF
@@ -52,7 +52,7 @@ def round_f32(x: int, name: str) -> int:
 
 # Differences.
 def _order(x: int, dtype: DType) -> int:
-    """The page's `o`: the place of a unit among all, in the order of their values."""
+    """The page's `o`: the position of a unit among all units, in the order of their values."""
     half = 1 << (8 * dtype.unit_nbytes - 1)
     if Split.FLOAT not in dtype.splits:
         return x
@@ -79,7 +79,7 @@ def _key(b: int, dtype: DType) -> int:
 
 # Tokens.
 class _ExtraBits:
-    """Takes bits, the lowest of a byte first."""
+    """Takes bits, the lowest bit of a byte first."""
 
     def __init__(self, data: bytes, offset: int) -> None:
         self._data, self._offset, self._n_taken = data, offset, 0
@@ -94,7 +94,7 @@ class _ExtraBits:
         return around >> start % 8 & ((1 << n) - 1)
 
     def check_end(self) -> None:
-        """All bytes are used, and no more than bits of the last are left."""
+        """Checks that all bytes are used, and that the bits left over in the last one are zero."""
         used = -(-self._n_taken // 8)
         equal(len(self._data), used, "number of bytes of extra bits", self._offset)
         left = self._data[-1] >> (self._n_taken - 1) % 8 + 1 if used else 0
@@ -102,7 +102,7 @@ class _ExtraBits:
 
 
 def _read_t(token: int, extra: _ExtraBits) -> int:
-    """The `t` of a token and its extra bits."""
+    """Returns the `t` of a token and its extra bits."""
     if token < layout.DELTA_DIRECT_TOKENS:
         return token - layout.DELTA_DIRECT_TOKENS // 2
     if token == layout.DELTA_FULL_TOKEN:
@@ -123,7 +123,7 @@ class _Head(NamedTuple):
 
 
 def decode_delta(reader: Reader, dtype: DType, base: list[int]) -> bytes:
-    """The units of a chunk, of which `base` are the base's, as bytes."""
+    """Decodes a chunk, given the units of its base, to the bytes of its units."""
     return b"".join(
         unit.to_bytes(dtype.unit_nbytes, "little") for unit in _decode_units(reader, dtype, base)
     )
@@ -175,7 +175,7 @@ def _read_head(reader: Reader, w: int) -> _Head:
 
 
 def _read_raw_bits(reader: Reader, n: int, shift: int) -> list[int]:
-    """The raw bits of the `n` units of a class, in the order of decoding."""
+    """Reads the raw bits of the `n` units of a class, in the order of decoding."""
     low = [0] * n
     for j in range(shift // 8):
         plane = reader.take(n, "bytes of raw bits")

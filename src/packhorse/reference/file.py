@@ -1,7 +1,7 @@
-"""Section 8 of docs/format.md: a packed file back to the original safetensors file.
+"""Section 8 of docs/format.md: from a packed file back to the original safetensors file.
 
-Both headers, the file's own and the recorded one, are checked before any frame is decoded. Errors
-of a frame get the name and the place of its tensor.
+Both headers, the file's own and the recorded one, are checked before any frame is decoded. An error
+in a frame names its tensor and where the frame lies.
 """
 
 import base64
@@ -28,20 +28,20 @@ class _Entry(NamedTuple):
 
 
 def decode_file(data: bytes, *, max_nbytes: int | None = None, base: bytes | None = None) -> bytes:
-    """Decode a packed file to the original safetensors file, byte for byte.
+    """Decodes a packed file to the original safetensors file, byte for byte.
 
     Args:
         data: the whole packed file.
-        max_nbytes: refuse a tensor of more decoded bytes than this; None for no limit.
-        base: the whole file that it was packed against, packed or not. Frames with a base get the
-            tensor of their name in it.
+        max_nbytes: the most decoded bytes that a tensor may have; None for no limit.
+        base: the whole file that it was packed against, packed or not. The base of a frame is the
+            tensor of the same name in it.
 
     Returns:
         The original file.
 
     Raises:
-        PackhorseError: as `decode_frame`, with the tensor's name in the message; so for a base that
-            needs a base itself, as there is none for that.
+        PackhorseError: as `decode_frame`, with the tensor's name in the message; also if the base
+            needs a base itself.
     """
     entries, metadata, data_offset = _parse_file(data)
     recorded = _recorded_header(metadata, data_offset - 8)
@@ -61,7 +61,7 @@ def decode_file(data: bytes, *, max_nbytes: int | None = None, base: bytes | Non
 
 
 def _tensors_of(base: bytes) -> dict[str, bytes]:
-    """The tensors of a file, packed or not, by name."""
+    """Returns the tensors of a file, packed or not, by name."""
     entries, metadata, offset = _parse_file(base)
     if layout.FILE_METADATA_KEY in metadata:
         base = decode_file(base)
@@ -70,7 +70,7 @@ def _tensors_of(base: bytes) -> dict[str, bytes]:
 
 
 def _parse_file(data: bytes) -> tuple[list[_Entry], dict[str, str], int]:
-    """The tensors of a safetensors file, its metadata, and where its data starts."""
+    """Returns the tensors of a safetensors file, its metadata, and where its data starts."""
     need(data, 8, "the length of the file's header")
     data_offset = 8 + int.from_bytes(data[:8], "little")
     if data_offset > 8 + layout.MAX_FILE_HEADER_NBYTES:
@@ -84,7 +84,7 @@ def _parse_file(data: bytes) -> tuple[list[_Entry], dict[str, str], int]:
 
 
 def _parse_header(text: bytes, what: str) -> tuple[list[_Entry], dict[str, str]]:
-    """The tensors of a safetensors header in the order of their data, and its metadata."""
+    """Returns the tensors of a safetensors header in the order of their data, and its metadata."""
     if text[:1] != b"{":
         raise CorruptionError(f"{what} starts with {text[:1]!r}, an opening brace is allowed")
     fields = parse_json(text, what)
@@ -101,7 +101,7 @@ def _parse_header(text: bytes, what: str) -> tuple[list[_Entry], dict[str, str]]
 
 
 def parse_json(text: bytes, what: str) -> dict[str, Any]:
-    """A JSON object, as strict as a header."""
+    """Parses a JSON object as strictly as a header."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(pairs)) < len(pairs):
@@ -109,9 +109,9 @@ def parse_json(text: bytes, what: str) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        # Python reads NaN and Infinity, JSON has neither: int() refuses the words.
+        # Python reads NaN and Infinity, which JSON does not have; int() refuses these words.
         fields = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=int)
-        # A lone surrogate is a ValueError, and so is a number that became infinity.
+        # A lone surrogate raises ValueError, and so does a number that became infinity.
         json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{what} is not valid JSON: {error}") from error
@@ -150,7 +150,7 @@ def _recorded_header(metadata: dict[str, str], text_nbytes: int) -> bytes:
 
 
 def recorded_text(fields: dict[str, Any], name: str, text_nbytes: int, what: str) -> bytes:
-    """The original text that a record holds under a name, beside so many bytes of JSON."""
+    """Returns the original text that a record of so many bytes of JSON holds under a name."""
     version, text, crc = (fields.get(key) for key in ("version", name, "crc32c"))
     if type(version) is int and version > layout.FILE_VERSION:
         known = layout.FILE_VERSION

@@ -1,4 +1,4 @@
-"""Section 8.1 of docs/format.md: the index of a packed model folder back to the original one."""
+"""Section 8.1 of docs/format.md: from the index of a packed model folder to the original index."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -15,16 +15,16 @@ _PLAIN, _PACKED = ".safetensors", ".ph.safetensors"
 def decode_index(
     text: bytes, files: Collection[str], tensors: Mapping[str, Collection[str]] | None = None
 ) -> bytes:
-    """Decode an index of a folder in which, or below which, there are packed files.
+    """Decodes the index of a folder that has packed files in it or below it.
 
     Args:
         text: the index, packed or not.
         files: the names of the files beside it.
-        tensors: the names of the tensors in those of them that are packed; None where that is not
-            to be looked at.
+        tensors: the names of the tensors in each packed file among them; None if they are not to be
+            checked.
 
     Returns:
-        The original index, byte for byte; one that is not packed is its own.
+        The original index, byte for byte. An index that is not packed is returned as it is.
 
     Raises:
         PackhorseError: a rule of the section is broken.
@@ -38,7 +38,7 @@ def decode_index(
         return text
     record = document.pop(layout.FILE_METADATA_KEY)
     if type(record) is not dict:
-        raise CorruptionError("the key 'packhorse' of the index is no object")
+        raise CorruptionError("the key 'packhorse' of the index is not an object")
     original = recorded_text(record, "index", len(text), "the key 'packhorse' of the index")
     recorded = parse_json(original, "the recorded index")
     renamed = {key: _packed(name) for key, name in _weight_map(recorded).items()}
@@ -62,14 +62,14 @@ def _list(record: dict[str, Any], key: str) -> list[str] | None:
     if value is not None and (
         type(value) is not list or any(type(name) is not str for name in value)
     ):
-        raise CorruptionError(f"the key {key!r} of the index's record is no list of strings")
+        raise CorruptionError(f"the key {key!r} of the index's record is not a list of strings")
     return value
 
 
 def _weight_map(document: dict[str, Any]) -> dict[str, str]:
     names = document.get("weight_map")
     if type(names) is not dict or any(type(name) is not str for name in names.values()):
-        raise CorruptionError("weight_map of the index is no map of strings")
+        raise CorruptionError("weight_map of the index is not a map of strings")
     return names
 
 

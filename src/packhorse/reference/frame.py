@@ -1,7 +1,7 @@
 """Sections 4, 5 and 7 of docs/format.md: from the chunks of a frame to the tensor's bytes.
 
-A base is checked before the first chunk, the content hash at the end, so what comes out is the
-tensor or an error.
+The base is checked before the first chunk, and the content hash at the end. So the result is the
+tensor, or an error.
 """
 
 from collections.abc import Callable
@@ -32,12 +32,12 @@ class DecodedTensor:
         shape: the dimensions, outermost first.
         data: the tensor's bytes in C order, little-endian.
         content_hash: 16 bytes; `data` was checked against it.
-        level: the level byte as it stands, information only.
+        level: the level byte as it is stored; it is information only.
         split: how units became planes.
-        modes: for each chunk, the mode of each plane; of mode delta it is the only one.
-        side_mode: the mode of the side data; None where there are none.
-        base_hash: the content hash of the base; None where there is none.
-        base_dtype: safetensors' name of the base's dtype; None where there is none.
+        modes: the mode of each plane, for each chunk; a chunk of mode delta has this mode only.
+        side_mode: the mode of the side data; None if there are none.
+        base_hash: the content hash of the base; None if there is none.
+        base_dtype: safetensors' name of the base's dtype; None if there is none.
     """
 
     dtype: str
@@ -55,12 +55,12 @@ class DecodedTensor:
 def decode_frame(
     data: bytes, *, max_nbytes: int | None = None, base: bytes | None = None
 ) -> DecodedTensor:
-    """Decode one frame and check all of it, content hash included.
+    """Decodes one frame and checks all of it, content hash included.
 
     Args:
-        data: the frame, exactly.
-        max_nbytes: refuse a tensor of more decoded bytes than this; None for no limit.
-        base: the bytes of the base, for a frame that has one; others do not look at it.
+        data: exactly the frame.
+        max_nbytes: the most decoded bytes that are allowed; None for no limit.
+        base: the bytes of the base, for a frame that has one; other frames ignore it.
 
     Returns:
         The tensor's dtype, shape and bytes.
@@ -69,7 +69,7 @@ def decode_frame(
         CorruptionError: the bytes break a rule of docs/format.md, or the tensor is over the limit.
         TruncationError: bytes are missing at the end.
         CompatibilityError: the version, a dtype, a flag or a mode is unknown.
-        BaseMismatchError: the frame has a base, and none or another was given.
+        BaseMismatchError: the frame has a base, and none was given, or another one.
     """
     header = read_header(data, max_nbytes)
     _check_base(header.base, base)
@@ -94,7 +94,7 @@ def decode_frame(
 
 
 def _check_base(block: BaseBlock | None, base: bytes | None) -> None:
-    """The base is the one that the frame names."""
+    """Checks that the base is the one that the frame names."""
     if block is None:
         return
     needed = f"of {block.nbytes} bytes {block.dtype.name} with content hash"
@@ -109,7 +109,7 @@ def _check_base(block: BaseBlock | None, base: bytes | None) -> None:
 
 
 def _chunk_base(header: Header, base: bytes, chunk: Chunk) -> list[int]:
-    """The base's units in the place of a chunk's."""
+    """Returns the units of the base that a chunk differs from."""
     assert header.base, "mode delta is allowed beside a base only"
     size = header.base.dtype.unit_nbytes
     start, stop = chunk.first_unit * size, (chunk.first_unit + chunk.n_units) * size
@@ -123,7 +123,7 @@ class _SideData(NamedTuple):
     column: bytes
 
     def predictions(self, first_unit: int, n: int) -> list[int]:
-        """Section 6.5: `q` of each of `n` units."""
+        """Section 6.5: returns `q` of each of `n` units."""
         units = range(first_unit, first_unit + n)
         places = (divmod(unit, len(self.column)) for unit in units)
         return [(self.row[i] + self.column[j]) % 256 for i, j in places]
@@ -181,7 +181,7 @@ def _decode_chunk(
 
 
 def _cut_streams(data: bytes, chunk: Chunk) -> list[Reader]:
-    """The streams in plane order; in the payload those of mode stored come first."""
+    """Returns the streams in the order of planes; in the payload, stored streams come first."""
     offset = chunk.offset
     cut: dict[int, Reader] = {}
     for stored in (True, False):
@@ -194,7 +194,7 @@ def _cut_streams(data: bytes, chunk: Chunk) -> list[Reader]:
 
 
 def _restore_carrier(planes: list[bytes], carried: bytes, plane_nbytes: int, chunk: Chunk) -> None:
-    """Give the last stored plane its end back, where the rANS streams carry it."""
+    """Appends to the last stored plane its end, if the rANS streams carry it."""
     carriers = [plane for plane, (mode, _) in enumerate(chunk.streams) if mode == Mode.STORED]
     if not carriers or len(planes[carriers[-1]]) == plane_nbytes:
         return _check_nothing_carried(carried, "the chunk", chunk.offset)
@@ -211,7 +211,7 @@ def _check_nothing_carried(carried: bytes, what: str, offset: int) -> None:
 
 # Section 7: the content hash.
 def content_hash(data: bytes) -> bytes:
-    """The 16 bytes that identify a tensor's logical bytes (C order, little-endian)."""
+    """Computes the 16 bytes that identify a tensor's logical bytes (C order, little-endian)."""
     if len(data) <= layout.CONTENT_LEAF_NBYTES:
         return xxhash.xxh3_128_digest(data)
     starts = range(0, len(data), layout.CONTENT_LEAF_NBYTES)

@@ -1,7 +1,7 @@
 """Sections 2 and 3 of docs/format.md: the header of a frame, checked whole and in the page's order.
 
-Nothing of the payload is looked at, and nothing is believed before its check: lengths are computed
-from the fields and compared with the lengths that are declared.
+The payload is not read, and no field is used before its check. Lengths are computed from the fields
+and compared with the lengths that the header declares.
 """
 
 import math
@@ -36,7 +36,7 @@ class Units(NamedTuple):
 
 
 class SideStream(NamedTuple):
-    """Where the side data are, and of how many rows and columns."""
+    """The place of the side data, and the rows and columns that they describe."""
 
     n_rows: int
     n_columns: int
@@ -46,11 +46,11 @@ class SideStream(NamedTuple):
 
 
 class BaseBlock(NamedTuple):
-    """What the frame says of its base."""
+    """How the frame describes its base."""
 
     content_hash: bytes
     dtype: DType
-    nbytes: int  # computed
+    nbytes: int  # computed from the frame's shape
 
 
 class Chunk(NamedTuple):
@@ -61,7 +61,7 @@ class Chunk(NamedTuple):
     crc: int
     first_unit: int
     n_units: int
-    streams: list[tuple[Mode, int]]  # mode and bytes, in plane order; of mode delta there is one
+    streams: list[tuple[Mode, int]]  # mode and bytes, in plane order; mode delta has one
 
 
 class Header(NamedTuple):
@@ -77,7 +77,7 @@ class Header(NamedTuple):
 
 
 def read_header(data: bytes, max_nbytes: int | None) -> Header:
-    """Check the header of the frame that `data` is, and the length of all of it."""
+    """Checks the header of a frame, and that `data` has exactly the frame's length."""
     fixed = _read_fixed(data)
     units = _read_units(fixed)
     shape_end = layout.FIXED_HEADER_NBYTES + 8 * fixed.n_dims
@@ -140,7 +140,7 @@ def _check_crc(header: bytes, stored: int) -> None:
 
 
 def _logical_nbytes(dtype: DType, shape: tuple[int, ...]) -> int:
-    """Section 3; a dimension of 0 hides no overflow of the others."""
+    """Section 3. A dimension of 0 must not hide that the others overflow."""
     at = layout.FIXED_HEADER_NBYTES
     if math.prod(max(dim, 1) for dim in shape) * dtype.bits >= layout.MAX_BITS:
         raise CorruptionError(f"shape {shape} at byte offset {at} takes 2^63 bits or more")
@@ -165,7 +165,7 @@ def _read_base(block: bytes, at: int, dtype: DType, n_units: int) -> BaseBlock:
 def _read_side(
     fixed: _Fixed, units: Units, shape: tuple[int, ...], offset: int
 ) -> SideStream | None:
-    """Place, mode and length of the side data; `_read_chunk_table` does the same for chunks."""
+    """Returns place, mode and length of the side data, as `_read_chunk_table` does for chunks."""
     code = fixed.side_descriptor >> layout.STREAM_NBYTES_BITS
     nbytes = fixed.side_descriptor & layout.STREAM_NBYTES_MASK
     present = fixed.n_row_dims > 0
@@ -207,7 +207,7 @@ def _read_chunk_table(
 def _read_descriptors(
     words: list[int], fixed: _Fixed, units: Units, at: int
 ) -> list[tuple[Mode, int]]:
-    """Mode and length of each stream of a chunk."""
+    """Returns mode and length of each stream of a chunk."""
     has_base = fixed.flags & layout.FLAG_BASE > 0
     first = _read_descriptor(words[0], units, has_base, at)
     if first[0] != Mode.DELTA:
@@ -226,7 +226,8 @@ def _read_mode(word: int, at: int) -> Mode:
 
 
 def _read_descriptor(word: int, units: Units, may_differ: bool, at: int) -> tuple[Mode, int]:
-    """One descriptor; `may_differ` from a base only plane 0, where there is one."""
+    """Reads one descriptor; `may_differ` says whether mode delta is allowed: in plane 0, beside a
+    base."""
     mode, nbytes = _read_mode(word, at), word & layout.STREAM_NBYTES_MASK
     if not (may_differ if mode == Mode.DELTA else _allowed(mode, units)):
         what = f"mode {mode.name.lower()} in table row at byte offset {at}"
@@ -246,7 +247,8 @@ def _allowed(mode: Mode, units: Units) -> bool:
 
 
 def _check_stored(streams: list[tuple[Mode, int]], plane_nbytes: int, at: int) -> None:
-    """A stored stream is its whole plane, but for the carrier where there are rANS streams."""
+    """Checks that a stored stream is its whole plane; beside rANS streams, the carrier may be
+    shorter."""
     stored = [nbytes for mode, nbytes in streams if mode == Mode.STORED]
     if stored and any(mode in _RANS_MODES for mode, _ in streams) and stored[-1] < plane_nbytes:
         stored.pop()  # its length is checked when the chunk is decoded

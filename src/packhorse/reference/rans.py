@@ -1,7 +1,7 @@
 """Sections 6.4 and 6.5 of docs/format.md: rANS, with one model or with a model for each class.
 
-The first is the second with a single class, so one loop decodes both: `_decode_classes` gets a
-model and the units of each class, in the order of decoding. `delta` shares its coder.
+One model is the same as a single class, so one loop decodes both: `_decode_classes` takes the model
+and the units of each class, in the order of decoding. `delta` uses the same coder.
 """
 
 import struct
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Place(NamedTuple):
-    """Where a stream stands, and the other data that it may depend on."""
+    """The place of a stream in its chunk, and the other data that the stream may depend on."""
 
     plane: int
     n: int  # units of the plane
@@ -48,7 +48,7 @@ class Decoded(NamedTuple):
 
     plane: bytes
     yielded: bytes  # the same before a prediction is added
-    carried: bytes = b""  # of another plane
+    carried: bytes = b""  # bytes of another plane
 
 
 class _Head(NamedTuple):
@@ -95,7 +95,7 @@ def _read_head(reader: Reader) -> _Head:
 
 
 def _read_classes(reader: Reader) -> tuple[ClassSource, int, tuple[int, ...]]:
-    """Source, number of classes, and the thresholds between them."""
+    """Returns the source, the number of classes, and the thresholds between them."""
     at = reader.offset
     source, n_classes, t, reserved = struct.unpack("<BB3s3s", reader.take(8, "bytes of classes"))
     within(source, ClassSource.PREDICTION, ClassSource.LEAD, "source of the classes", at)
@@ -125,7 +125,7 @@ def _lead(place: Place, offset: int) -> bytes:
 
 
 def check_coder(lanes_log: int, prob_bits: int, at: int) -> None:
-    """The first two bytes of every stream that is range-coded."""
+    """Checks the first two bytes of every stream that rANS codes."""
     within(lanes_log, layout.MIN_LANES_LOG, layout.MAX_LANES_LOG, "lanes_log", at)
     equal(prob_bits, layout.PROB_BITS, "prob_bits", at + 1)
 
@@ -133,7 +133,7 @@ def check_coder(lanes_log: int, prob_bits: int, at: int) -> None:
 def _decode_classes(
     reader: Reader, head: _Head, models: list[Model], units: list[list[int]]
 ) -> tuple[bytes, bytes]:
-    """The bytes that the stream yields in the order of units, and the carried bytes."""
+    """Returns the bytes that the stream yields, in the order of units, and the carried bytes."""
     n = sum(map(len, units))
     states = read_states(reader, head.n_lanes)
     low = read_raw_planes(reader, n, head.raw)
@@ -151,7 +151,7 @@ def _decode_classes(
 
 
 def read_states(reader: Reader, n_lanes: int) -> list[int]:
-    """The state that each lane starts from."""
+    """Reads the state that each lane starts from."""
     at = reader.offset
     states = list(struct.unpack(f"<{n_lanes}I", reader.take(4 * n_lanes, "states")))
     low_states = [state for state in states if state < layout.STATE_LOWER_BOUND]
@@ -162,9 +162,9 @@ def read_states(reader: Reader, n_lanes: int) -> list[int]:
 def decode_words(
     reader: Reader, models: list[Model], sizes: list[int], states: list[int]
 ) -> list[int | None]:
-    """The symbols of class after class, in the order of decoding; the words are all that is left.
+    """Decodes class after class, in the order of decoding. The words are the rest of the stream.
 
-    None stands for an escape. The states are left as they end.
+    Returns the symbols, with None for an escape. `states` receives the last states.
     """
     at = reader.offset
     words = _read_words(reader)
@@ -185,7 +185,7 @@ def _read_words(reader: Reader) -> Iterator[int]:
 def _decode_class(
     model: Model, n: int, states: list[int], words: Iterator[int], at: int
 ) -> list[int | None]:
-    """The symbols of the `n` units of a class; leaves the states as the next class needs them."""
+    """Decodes the `n` units of a class to symbols; `states` becomes what the next class needs."""
     n_lanes, q = len(states), len(states) // 4
     positions = [4 * (lane % q) + lane // q for lane in range(n_lanes)]
     symbols: list[int | None] = [None] * n

@@ -1,4 +1,4 @@
-"""Section 6 of docs/format.md: the stream of one plane, by its mode; palettes and Zstandard."""
+"""Section 6 of docs/format.md: the stream of a plane, decoded by its mode; palettes; Zstandard."""
 
 import struct
 
@@ -22,7 +22,8 @@ __all__ = ["decode_stream", "decode_zstd"]
 
 
 def decode_stream(reader: Reader, mode: Mode, place: Place) -> Decoded:
-    """A plane (all of it but what is carried), and the bytes that this stream carries."""
+    """Decodes a plane, without the end that other streams carry, and the bytes that this stream
+    carries."""
     if mode == Mode.RANS:
         return decode_rans(reader, place.n)
     if mode == Mode.CLASSED_RANS:
@@ -64,13 +65,13 @@ def _decode_palette(reader: Reader, n: int) -> bytes:
 
 
 def decode_zstd(reader: Reader, least: int, most: int) -> bytes:
-    """One Zstandard frame, whose declared content size is checked before it is decoded."""
+    """Decodes one Zstandard frame, after a check of the content size that it declares."""
     frame = reader.rest()
     equal(frame[:4], zstandard.FRAME_HEADER, "Zstandard magic", reader.start)
     try:
         parameters = zstandard.get_frame_parameters(frame)
         equal(parameters.dict_id, 0, "Zstandard dictionary", reader.start)
-        size = parameters.content_size  # where none is declared it reads as 2^64 - 1
+        size = parameters.content_size  # 2^64 - 1 if the frame declares none
         within(size, least, most, "Zstandard content size", reader.start)
         return zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:

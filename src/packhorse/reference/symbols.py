@@ -27,7 +27,7 @@ __all__ = [
 
 
 class RawBits(NamedTuple):
-    """The two fields that say which bits are not coded."""
+    """The two fields that say which bits are stored uncoded."""
 
     n_bits: int
     mask: int
@@ -38,19 +38,20 @@ class RawBits(NamedTuple):
         return 1 << (8 - self.n_bits)
 
     def check(self, most: int, offset: int) -> None:
-        """At most `most` bits, and no mask beyond them; the two fields stand at `offset`."""
+        """Checks that there are at most `most` bits and no mask beyond them. The fields are at
+        `offset`."""
         within(self.n_bits, 0, most, "raw_bits", offset)
         equal(self.mask >> self.n_bits, 0, "raw_mask beyond raw_bits", offset + 1)
 
 
 def read_bit_plane(reader: Reader, n: int, what: str) -> list[int]:
-    """Bit i of the plane, for each of n units; what is behind them is ignored."""
+    """Returns bit i of the plane for each of n units, and ignores the bits behind them."""
     plane = reader.take(8 * -(-n // 64), what)
     return [plane[i // 8] >> i % 8 & 1 for i in range(n)]
 
 
 def read_raw_planes(reader: Reader, n: int, raw: RawBits) -> list[int]:
-    """The lower bits of each of n bytes."""
+    """Returns the lower bits of each of n bytes."""
     low = [0] * n
     for j in range(raw.n_bits):
         if raw.mask >> j & 1:
@@ -60,12 +61,12 @@ def read_raw_planes(reader: Reader, n: int, raw: RawBits) -> list[int]:
 
 
 def join_raw_bits(symbols: Iterable[int], low: list[int], raw: RawBits) -> bytes:
-    """Bytes, from their upper and their lower bits."""
+    """Joins bytes from their upper and their lower bits."""
     return bytes(above << raw.n_bits | below for above, below in zip(symbols, low, strict=True))
 
 
 def read_escapes(reader: Reader, n: int, n_symbols: int) -> bytes:
-    """Symbols without a code of their own, all below `n_symbols`."""
+    """Reads symbols without a code of their own, all below `n_symbols`."""
     at = reader.offset
     escapes = reader.take(n, "escapes")
     for i, symbol in enumerate(escapes):
@@ -74,14 +75,14 @@ def read_escapes(reader: Reader, n: int, n_symbols: int) -> bytes:
 
 
 def resolve_escapes(symbols: list[int | None], escapes: bytes, at: int) -> list[int]:
-    """Each None takes the next escape; there must be as many as are declared at `at`."""
+    """Replaces each None by the next escape; there must be as many as the field at `at` says."""
     equal(len(escapes), symbols.count(None), "n_escapes", at)
     following = iter(escapes)
     return [next(following) if symbol is None else symbol for symbol in symbols]
 
 
 class Model(NamedTuple):
-    """What the slots mean."""
+    """What the slots stand for."""
 
     symbols: list[int | None]  # of each code; None for the escape
     frequencies: tuple[int, ...]  # of each code, none of them 0
@@ -118,7 +119,7 @@ def _read_frequencies(reader: Reader, n: int) -> list[int]:
 
 @lru_cache(maxsize=16)
 def _slots(frequencies: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """The owner and the rank of each slot."""
+    """Returns the owner and the rank of each slot."""
     if len(frequencies) > layout.WIDE_BUCKETS:
         owners = [code for code, frequency in enumerate(frequencies) for _ in range(frequency)]
     else:

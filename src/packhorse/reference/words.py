@@ -1,7 +1,7 @@
-"""Section 1 of docs/format.md: CRC32C, and the few kinds of check that every rule is one of.
+"""Section 1 of docs/format.md: CRC32C, and the few kinds of checks that all rules are made of.
 
 A check names what it found, what is allowed, and the byte offset. `Reader` takes the fields of a
-stream one after the other and never goes beyond its end.
+stream one after the other and never reads beyond its end.
 """
 
 from typing import Any
@@ -13,27 +13,27 @@ __all__ = ["Reader", "crc32c", "equal", "need", "padded", "within", "zero"]
 
 
 def equal(found: Any, allowed: Any, what: str, offset: int) -> None:
-    """The one value that is allowed."""
+    """Checks a field that has only one allowed value."""
     if found != allowed:
         show = [value.hex() if isinstance(value, bytes) else value for value in (found, allowed)]
         raise CorruptionError(f"{what} at byte offset {offset} is {show[0]}, but must be {show[1]}")
 
 
 def zero(found: bytes, what: str, offset: int) -> None:
-    """Reserved bytes."""
+    """Checks bytes that must be zero."""
     if any(found):
         raise CorruptionError(f"{what} at byte offset {offset} are not zero: {found[:16].hex()}")
 
 
 def within(found: int, least: int, most: int, what: str, offset: int) -> None:
-    """A range, both ends of which are allowed."""
+    """Checks a range; both ends are allowed."""
     if not least <= found <= most:
         limits = f"allowed: {least} to {most}"
         raise CorruptionError(f"{what} at byte offset {offset} is {found}, {limits}")
 
 
 def need(data: bytes, nbytes: int, what: str) -> None:
-    """Truncation is this check alone."""
+    """Checks that so many bytes are there; no other check reports truncation."""
     if len(data) < nbytes:
         raise TruncationError(f"{what} ends at byte offset {nbytes}, the data at {len(data)}")
 
@@ -49,7 +49,7 @@ _CRC32C_TABLE = _crc32c_table()
 
 
 def crc32c(data: bytes) -> int:
-    """The Castagnoli CRC."""
+    """Computes the Castagnoli CRC."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = crc >> 8 ^ _CRC32C_TABLE[crc & 0xFF ^ byte]
@@ -57,7 +57,7 @@ def crc32c(data: bytes) -> int:
 
 
 def padded(nbytes: int) -> int:
-    """Rounded up to a multiple of 64 bytes."""
+    """Rounds up to a multiple of 64 bytes."""
     return -(-nbytes // layout.FRAME_ALIGNMENT) * layout.FRAME_ALIGNMENT
 
 
@@ -75,11 +75,11 @@ class Reader:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is left."""
+        """Whether nothing is left."""
         return not self._data
 
     def take(self, nbytes: int, what: str) -> bytes:
-        """The next bytes; too few of them are corruption, because the header gave the length."""
+        """Takes the next bytes; too few of them are corruption, as the header gave the length."""
         if nbytes > len(self._data):
             left = f"the stream has {len(self._data)} left"
             raise CorruptionError(f"{what} at byte offset {self.offset} take {nbytes}, {left}")
@@ -88,5 +88,5 @@ class Reader:
         return taken
 
     def rest(self) -> bytes:
-        """All that is left."""
+        """Takes all that is left."""
         return self.take(len(self._data), "rest")

@@ -1,0 +1,51 @@
+"""A tensor that is to be packed, and how a tensor is cut into chunks.
+
+A call makes the geometry of a tensor once and hands it down. A `Source` has the geometry that
+follows from its dtype and its length alone; a plan has the geometry that was chosen.
+"""
+
+from typing import NamedTuple
+
+from packhorse._core import Geometry
+from packhorse.codecs.base import ByteArray
+from packhorse.layout import CHUNK_NBYTES, ZSTD_CHUNK_NBYTES, DType, Split
+
+__all__ = ["Source", "cut", "natural_geometry"]
+
+
+class Source(NamedTuple):
+    """A tensor that is to be packed.
+
+    Attributes:
+        data: all its bytes, one-dimensional.
+        dtype: its dtype.
+        shape: its shape.
+        geometry: `natural_geometry` of it.
+    """
+
+    data: ByteArray
+    dtype: DType
+    shape: tuple[int, ...]
+    geometry: Geometry
+
+
+def natural_geometry(dtype: DType, nbytes: int) -> Geometry:
+    """Cuts a tensor by its dtype alone: the split that separates what the dtype mixes, which is its
+    last one in the table of docs/format.md, and chunks of the usual size."""
+    return cut(dtype, dtype.splits[-1], nbytes)
+
+
+def cut(dtype: DType, split: Split, nbytes: int, chunk_nbytes: int = CHUNK_NBYTES) -> Geometry:
+    """Cuts a tensor of `nbytes` bytes into chunks of about `chunk_nbytes`."""
+    unit_nbytes = dtype.unit_nbytes
+    chunk_log = _chunk_log_for(unit_nbytes, nbytes // unit_nbytes, chunk_nbytes)
+    return Geometry(unit_nbytes, split, chunk_log, nbytes)
+
+
+def _chunk_log_for(unit_nbytes: int, n_units: int, chunk_nbytes: int) -> int:
+    """Returns log2 of the units of a chunk. A tensor of at most one and a half chunks is cut into a
+    single chunk, so that no short one is left over."""
+    log = (chunk_nbytes // unit_nbytes).bit_length() - 1
+    if 1 << log < n_units <= 3 << (log - 1) and chunk_nbytes < ZSTD_CHUNK_NBYTES:
+        return log + 1
+    return log
