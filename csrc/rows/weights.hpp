@@ -11,11 +11,11 @@
 namespace packhorse {
 
 // How many exponents have a code.
-template <class Form>
-constexpr uint32_t kWindowWidth = (1u << Form::kCodeBits) - Form::kFirstCode;
+template <class Format>
+constexpr uint32_t kWindowWidth = (1u << Format::kCodeBits) - Format::kFirstCode;
 
 // What a row takes, in columns and bytes.
-template <class Form>
+template <class Format>
 struct WeightShape {
     std::size_t n_columns;
     std::size_t n_steps;
@@ -24,9 +24,10 @@ struct WeightShape {
 
     explicit constexpr WeightShape(std::size_t n_columns)
         : n_columns(n_columns),
-          n_steps(round_up((n_columns + Form::kSlices - 1) / Form::kSlices, kWeightStepAlignment)),
-          n_padded(Form::kSlices * n_steps),
-          n_high_bytes(n_padded * (Form::kBits - 8) / 8) {}
+          n_steps(
+              round_up((n_columns + Format::kSlices - 1) / Format::kSlices, kWeightStepAlignment)),
+          n_padded(Format::kSlices * n_steps),
+          n_high_bytes(n_padded * (Format::kBits - 8) / 8) {}
 };
 
 // Rows that one thread works on at a time: what fits L2 with what it becomes.

@@ -9,14 +9,14 @@
 
 namespace packhorse {
 
-template <class Form, uint32_t kSlice>
+template <class Format, uint32_t kSlice>
 inline void unpack_slice(const WeightSlice& slice, Isa isa) {
 #if PACKHORSE_X86
-    if (isa >= Isa::kAvx512) return unpack_slice_avx512<Form, kSlice>(slice);
-    if (isa >= Isa::kAvx2) return unpack_slice_avx2<Form, kSlice>(slice);
+    if (isa >= Isa::kAvx512) return unpack_slice_avx512<Format, kSlice>(slice);
+    if (isa >= Isa::kAvx2) return unpack_slice_avx2<Format, kSlice>(slice);
 #endif
     (void)isa;
-    unpack_slice_portable<Form, kSlice>(slice);
+    unpack_slice_portable<Format, kSlice>(slice);
 }
 
 }  // namespace packhorse

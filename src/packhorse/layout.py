@@ -242,7 +242,7 @@ class WeightFormat:
 
 W12 = WeightFormat("W12", 12, 4, 2, 1, 0, 239)
 W11 = WeightFormat("W11", 11, 3, 8, 0, 1, 247)
-WEIGHT_FORMATS = {form.name: form for form in (W12, W11)}
+WEIGHT_FORMATS = {format.name: format for format in (W12, W11)}
 
 
 @dataclass(frozen=True)

@@ -254,11 +254,11 @@ def test_the_page_states_the_numbers_of_the_sources() -> None:
     assert f"`source`: {words}; otherwise corruption" in section(6)
 
 
-@pytest.mark.parametrize("form", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
-def test_the_core_has_the_same_formats_of_weights(form: layout.WeightFormat) -> None:
-    match = re.search(rf"struct {form.name} {{([^}}]*)}}", CORE)
+@pytest.mark.parametrize("format", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
+def test_the_core_has_the_same_formats_of_weights(format: layout.WeightFormat) -> None:
+    match = re.search(rf"struct {format.name} {{([^}}]*)}}", CORE)
     assert match
     core = {upper(key): int(value) for key, value in re.findall(r"k(\w+) = (\d+)", match[1])}
     names = ("bits", "code_bits", "n_slices", "first_code", "min_first", "max_first")
-    expected = {name.removeprefix("n_").upper(): getattr(form, name) for name in names}
+    expected = {name.removeprefix("n_").upper(): getattr(format, name) for name in names}
     assert core == expected

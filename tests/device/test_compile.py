@@ -81,14 +81,14 @@ def test_layers_are_exported() -> None:
 @FORMATS
 @pytest.mark.parametrize("strategy", [Strategy.FUSED, Strategy.DECODE])
 def test_the_kernels_give_the_products_of_a_gpu(
-    strategy: Strategy, form: str, monkeypatch: pytest.MonkeyPatch
+    strategy: Strategy, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton's interpreter runs them in host memory."""
     monkeypatch.setattr(products, "choose", lambda *_: Choice(strategy))
     monkeypatch.setattr(operators, "_has_kernels", lambda _: True)
     plain = plain_linear(96, 40)
-    packed, x = pack_weight(plain.weight, form), inputs(2, 3, 96)
-    y = products.multiply(x, packed.arrays, packed.form, 96, bias=plain.bias)
+    packed, x = pack_weight(plain.weight, format), inputs(2, 3, 96)
+    y = products.multiply(x, packed.arrays, packed.format, 96, bias=plain.bias)
     assert y.shape == (2, 3, 40)
     exact = F.linear(x.double(), plain.weight.double(), plain.bias.double())
     torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-3)

@@ -263,8 +263,8 @@ def test_arrays_that_do_not_lie_in_order() -> None:
     weight = pack_weight(layers()[0].weight)
     turned = weight.arrays._replace(low_bytes=weight.low_bytes.T.contiguous().T)
     with pytest.raises(ValueError, match=r"^w: low_bytes is not contiguous"):
-        check_arrays(turned, weight.form, 96, name="w")
-    again = pickle.loads(pickle.dumps(PackedWeight(turned, weight.form, 96)))
+        check_arrays(turned, weight.format, 96, name="w")
+    again = pickle.loads(pickle.dumps(PackedWeight(turned, weight.format, 96)))
     state = dict(zip((f"w.{field}" for field in WeightTensors._fields), turned, strict=True))
     for other in (again, join_arrays(state, "w", 96)):
         assert other.low_bytes.is_contiguous()
@@ -320,14 +320,14 @@ def test_packing_twice_reports_what_there_is() -> None:
     assert again.plain_nbytes == again.nbytes == first.nbytes < first.plain_nbytes
 
 
-@pytest.mark.parametrize("form", ["W12", "W11"])
+@pytest.mark.parametrize("format", ["W12", "W11"])
 def test_without_memory_for_the_plain_weight_it_is_decoded_in_the_product(
-    form: str, monkeypatch: pytest.MonkeyPatch
+    format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the kernels, in Triton's interpreter; too little memory on a GPU cannot be had here."""
     weight = layers(n_rows=20)[0].weight.data
     weight[3, 5] = 1e-30
-    packed = pack_weight(weight, form)
+    packed = pack_weight(weight, format)
     x = inputs(3, 96)  # as if they were many
     monkeypatch.setattr(products, "choose", lambda *_: Choice(Strategy.DECODE))
 
@@ -336,7 +336,7 @@ def test_without_memory_for_the_plain_weight_it_is_decoded_in_the_product(
 
     monkeypatch.setattr(products, "decode_weights", refuse)
     with pytest.warns(RuntimeWarning, match="no 0 MiB left for the plain weight of 20 x 96"):
-        y = products.multiply(x, packed.arrays, packed.form, 96)
+        y = products.multiply(x, packed.arrays, packed.format, 96)
     exact = x.double() @ weight.double().T
     assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
 

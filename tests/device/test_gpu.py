@@ -30,14 +30,14 @@ pytestmark = [
         reason="needs a GPU, and TRITON_INTERPRET=0",
     ),
 ]
-FORMATS = pytest.mark.parametrize("form", WEIGHT_FORMATS)
+FORMATS = pytest.mark.parametrize("format", WEIGHT_FORMATS)
 MANY = 3000  # tokens, for which weights are decoded first
 
 
-def layer(n_rows: int, n_columns: int, form: str = "W12") -> PackedLinear:
+def layer(n_rows: int, n_columns: int, format: str = "W12") -> PackedLinear:
     plain = torch.from_numpy(model_rows(n_rows, n_columns)).view(torch.bfloat16)
     bias = torch.arange(n_rows).to(torch.bfloat16)
-    return PackedLinear(pack_weight(plain, form), bias).to("cuda")
+    return PackedLinear(pack_weight(plain, format), bias).to("cuda")
 
 
 def inputs(n_tokens: int, n_columns: int, seed: int = 0) -> Tensor:
@@ -64,18 +64,18 @@ def check_replays(run: Callable[[Tensor], Tensor], n_tokens: int, n_columns: int
 @FORMATS
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("n_tokens", [1, 8, 40, MANY])
-def test_products_in_cuda_graphs(n_tokens: int, ahead: bool, form: str) -> None:
+def test_products_in_cuda_graphs(n_tokens: int, ahead: bool, format: str) -> None:
     """Also inside of `decode_ahead`, which stays out of captures."""
-    packed = layer(512, 768, form)
+    packed = layer(512, 768, format)
     with decode_ahead() if ahead else nullcontext():
         check_replays(packed, n_tokens, 768)
 
 
 @FORMATS
-def test_rows_are_looked_up_in_cuda_graphs(form: str) -> None:
+def test_rows_are_looked_up_in_cuda_graphs(format: str) -> None:
     """And in a batch of another size than the one before, without other machine code."""
     plain = torch.from_numpy(model_rows(300, 256)).view(torch.bfloat16).to("cuda")
-    packed = pack_weight(plain, form)
+    packed = pack_weight(plain, format)
     F.embedding(torch.arange(5, device="cuda"), packed)
     for n in (1, 16, 33):
         ids = torch.zeros(n, dtype=torch.int64, device="cuda")
@@ -99,9 +99,9 @@ def test_inputs_that_are_not_aligned_need_no_other_machine_code() -> None:
 
 
 @FORMATS
-def test_weights_that_are_decoded_ahead_give_the_same(form: str) -> None:
+def test_weights_that_are_decoded_ahead_give_the_same(format: str) -> None:
     sizes = (1024, 512, 2048, 256, 1024)
-    layers = [layer(n, m, form) for m, n in pairwise(sizes)]
+    layers = [layer(n, m, format) for m, n in pairwise(sizes)]
 
     def passes() -> list[Tensor]:
         found = []

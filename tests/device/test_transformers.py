@@ -142,8 +142,10 @@ def test_the_config_is_kept_with_a_version(folders: Callable[[str], Path], tmp_p
     }
     model = load(tmp_path)
     assert model.config.quantization_config.to_dict() == kept
+    assert dict(model.config.quantization_config) == kept
+    assert PackhorseConfig.from_dict(kept).format == "W11"
     report = model.hf_quantizer.report
-    assert {weight.form for weight in report.packed} == {"W11"}
+    assert {weight.format for weight in report.packed} == {"W11"}
     assert [left.name for left in report.left if "embed" not in left.name] == [
         "model.layers.0.self_attn.q_proj",
         "model.layers.1.self_attn.q_proj",
@@ -358,8 +360,8 @@ def test_other_dtypes_are_refused(folders: Callable[[str], Path], dtype: torch.d
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fmt": "W13"}, "fmt is 'W13'"),
-        ({"fmt": ["W12"]}, "fmt is"),
+        ({"format": "W13"}, "format is 'W13'"),
+        ({"format": ["W12"]}, "format is"),
         ({"modules_to_not_convert": "lm_head"}, "a list of names"),
         ({"modules_to_not_convert": [3]}, "no name"),
         ({"lm_head": "yes"}, "lm_head is 'yes'"),

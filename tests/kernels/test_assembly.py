@@ -74,20 +74,20 @@ def twin_kernel(low_ptr, high_ptr, rest_ptr, out_ptr, SLICE: tl.constexpr, BITS:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks/gpu.py compares them as they run")
-@pytest.mark.parametrize(("form", "part"), SLICES, ids=[f"{f.name}-{i}" for f, i in SLICES])
-def test_assembly_and_twin_agree_on_all_bytes(form: WeightFormat, part: int) -> None:
+@pytest.mark.parametrize(("format", "part"), SLICES, ids=[f"{f.name}-{i}" for f, i in SLICES])
+def test_assembly_and_twin_agree_on_all_bytes(format: WeightFormat, part: int) -> None:
     n = 1 << 16
     rng = np.random.default_rng(part)
     low, high = np.arange(n, dtype=np.uint16).view(np.uint8).reshape(n, 2).T.copy()
     rest = rng.integers(0, 256, n, np.uint8)
     out = torch.empty(n, dtype=torch.int16)
     tensors = [torch.from_numpy(array) for array in (low, high, rest)]
-    twin_kernel[(n // 1024,)](*tensors, out, SLICE=part, BITS=form.bits)
+    twin_kernel[(n // 1024,)](*tensors, out, SLICE=part, BITS=format.bits)
 
     words = [array.view(np.uint32) for array in (high, rest, low)]
-    if form is W12:
+    if format is W12:
         del words[1]
-    table = weights._W12_ASSEMBLY if form is W12 else weights._W11_ASSEMBLY
+    table = weights._W12_ASSEMBLY if format is W12 else weights._W11_ASSEMBLY
     assembly = table.value[part]
     first, second = emulate(assembly, words, 2)
     pairs = np.stack([first, second], axis=1).view(np.uint16).reshape(-1)

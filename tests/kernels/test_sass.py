@@ -69,9 +69,9 @@ def test_products_take_the_shared_memory_that_is_expected(counts: list[dict[str,
         if n == "decode":
             continue
         if int(n) <= 32:
-            form = WEIGHT_FORMATS[name]
-            config = default_config(14336, 4096, int(n), form, shared_nbytes=limit)
-            assert row["shared_nbytes"] == shared_nbytes_of(config, form), row
+            format = WEIGHT_FORMATS[name]
+            config = default_config(14336, 4096, int(n), format, shared_nbytes=limit)
+            assert row["shared_nbytes"] == shared_nbytes_of(config, format), row
         else:
             many = default_many_config(14336, 4096, int(n), shared_nbytes=limit)
             assert row["shared_nbytes"] <= many_shared_nbytes(many), row

@@ -11,7 +11,7 @@ from weight_samples import MATRICES, model_rows
 from packhorse.device import PackReport
 from packhorse.layout import WEIGHT_FORMATS
 
-FORMATS = pytest.mark.parametrize("form", WEIGHT_FORMATS)
+FORMATS = pytest.mark.parametrize("format", WEIGHT_FORMATS)
 PROMPT = torch.tensor([[1, 5, 9, 2, 77, 30], [4, 4, 8, 16, 32, 64]])
 
 

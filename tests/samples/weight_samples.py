@@ -59,7 +59,7 @@ MATRICES: dict[str, Callable[[], NDArray[np.uint16]]] = {
 }
 
 
-def broken_arrays(arrays: WeightArrays, form: WeightFormat) -> list[tuple[str, WeightArrays]]:
+def broken_arrays(arrays: WeightArrays, format: WeightFormat) -> list[tuple[str, WeightArrays]]:
     """What is wrong, as a pattern that messages match, and arrays with that fault. The matrix has
     exceptions in its first row, and padding."""
     broken: list[tuple[str, WeightArrays]] = []
@@ -74,9 +74,9 @@ def broken_arrays(arrays: WeightArrays, form: WeightFormat) -> list[tuple[str, W
         shape = "shape|fit"
         broken.append((shape, arrays._replace(**{field: array[:-1]})))
         broken.append((shape, arrays._replace(**{field: array.astype(np.int64)})))
-    change("first exponent", "first_exponents", 1, form.max_first + 1)
-    if form.min_first:
-        change("first exponent", "first_exponents", 0, form.min_first - 1)
+    change("first exponent", "first_exponents", 1, format.max_first + 1)
+    if format.min_first:
+        change("first exponent", "first_exponents", 0, format.min_first - 1)
     change("fit", "exception_starts", 0, 1)
     change("descend", "exception_starts", 2, arrays.exceptions.size + 1)
     change("descend", "exception_starts", 2, -1)
@@ -84,7 +84,7 @@ def broken_arrays(arrays: WeightArrays, form: WeightFormat) -> list[tuple[str, W
     change("column|hole|ascend", "exceptions", 0, 0x7F80FFFF)
     change("hole", "low_bytes", (_row_of(arrays, 0), column), 0x80)
     change("ascend", "exceptions", slice(0, 2), arrays.exceptions[1::-1])
-    if form.first_code:
+    if format.first_code:
         row, column = np.argwhere(arrays.high_bits & 7 == 0)[-1]
         change("mantissa|hole", "low_bytes", (row, column), 0x01)
     change("padding|mantissa", "low_bytes", (0, -1), 1)

@@ -395,7 +395,7 @@ def tune(
             "--shape", "-s", metavar="RxC", help="A matrix: outputs x inputs; repeat it for more."
         ),
     ] = None,
-    form: Annotated[
+    format: Annotated[
         list[FormatName] | None,
         typer.Option("--format", help="Of packed weights; W12 by default. Give both to try both."),
     ] = None,
@@ -431,7 +431,7 @@ def tune(
     if dry_run and (again or cache is not None):
         raise UsageError("--cache and --again are for measuring; leave them out with --dry-run")
     jobs = tuning.tune_jobs(
-        src or [], shape or [], [name.value for name in form or [FormatName.W12]]
+        src or [], shape or [], [name.value for name in format or [FormatName.W12]]
     )
     tuning.check_gpu(gpu, dry_run=dry_run)
 

@@ -57,13 +57,13 @@ class WeightArrays(NamedTuple):
         return sum(array.nbytes for array in self)
 
 
-def pack(elements: _Elements, form: WeightFormat, *, threads: int = 1) -> WeightArrays:
+def pack(elements: _Elements, format: WeightFormat, *, threads: int = 1) -> WeightArrays:
     """Packs a matrix, to the very arrays that the page defines.
 
     Args:
         elements: uint16, (n_rows, n_columns), C-contiguous: the bits of BF16 elements. They are
             only read.
-        form: `layout.W12` or `layout.W11`.
+        format: `layout.W12` or `layout.W11`.
         threads: how many threads of the core work on it.
 
     Raises:
@@ -72,7 +72,7 @@ def pack(elements: _Elements, form: WeightFormat, *, threads: int = 1) -> Weight
     """
     _require_matrix(elements, "elements")
     n_rows, n_columns = elements.shape
-    packer = WeightPacker(n_rows, n_columns, form, threads=threads)
+    packer = WeightPacker(n_rows, n_columns, format, threads=threads)
     packer.add(elements)
     return packer.finish()
 
@@ -86,7 +86,7 @@ class WeightPacker:
     Args:
         n_rows: rows of the matrix.
         n_columns: its columns, 1 to 65,536.
-        form: `layout.W12` or `layout.W11`.
+        format: `layout.W12` or `layout.W11`.
         threads: how many threads of the core work on a block.
 
     Raises:
@@ -94,14 +94,14 @@ class WeightPacker:
     """
 
     def __init__(
-        self, n_rows: int, n_columns: int, form: WeightFormat, *, threads: int = 1
+        self, n_rows: int, n_columns: int, format: WeightFormat, *, threads: int = 1
     ) -> None:
         _require_columns(n_columns)
         if n_rows < 0:
             raise ValueError(f"n_rows is {n_rows}; it must not be negative")
-        self._form, self._n_columns, self._threads = form, n_columns, threads
-        self._low_bytes = np.empty((n_rows, form.n_padded(n_columns)), np.uint8)
-        self._high_bits = np.empty((n_rows, form.n_high_bytes(n_columns)), np.uint8)
+        self._form, self._n_columns, self._threads = format, n_columns, threads
+        self._low_bytes = np.empty((n_rows, format.n_padded(n_columns)), np.uint8)
+        self._high_bits = np.empty((n_rows, format.n_high_bytes(n_columns)), np.uint8)
         self._first_exponents = np.empty(n_rows, np.uint8)
         self._counts = np.empty(n_rows, np.int32)
         self._exceptions: list[NDArray[np.int32]] = []
@@ -162,13 +162,13 @@ class WeightPacker:
 
 
 def count_exceptions(
-    elements: _Elements, form: WeightFormat, *, threads: int = 1, max_rows: int | None = None
+    elements: _Elements, format: WeightFormat, *, threads: int = 1, max_rows: int | None = None
 ) -> int:
     """How many exceptions a matrix would have.
 
     Args:
         elements: as for `pack`.
-        form: as for `pack`.
+        format: as for `pack`.
         threads: as for `pack`.
         max_rows: if given, the number is estimated from at most so many rows, evenly spread.
 
@@ -182,20 +182,20 @@ def count_exceptions(
         raise ValueError(f"max_rows is {max_rows}; it must be positive")
     n_rows = len(elements)
     step = 1 if max_rows is None else max(1, -(-n_rows // max_rows))
-    count = _core.count_weight_exceptions(elements, form.bits, step, threads, int(choose_isa()))
+    count = _core.count_weight_exceptions(elements, format.bits, step, threads, int(choose_isa()))
     n_samples = -(-n_rows // step)
     return count if n_samples == n_rows else round(count * n_rows / n_samples)
 
 
-def packed_nbytes(n_rows: int, n_columns: int, n_exceptions: int, form: WeightFormat) -> int:
+def packed_nbytes(n_rows: int, n_columns: int, n_exceptions: int, format: WeightFormat) -> int:
     """Bytes of all arrays of a packed weight with so many exceptions."""
-    row_nbytes = form.n_padded(n_columns) + form.n_high_bytes(n_columns) + 1 + 4
+    row_nbytes = format.n_padded(n_columns) + format.n_high_bytes(n_columns) + 1 + 4
     return n_rows * row_nbytes + 4 + 4 * n_exceptions
 
 
 def unpack_into(
     arrays: WeightArrays,
-    form: WeightFormat,
+    format: WeightFormat,
     n_columns: int,
     dst: _Elements,
     *,
@@ -209,7 +209,7 @@ def unpack_into(
 
     Args:
         arrays: a packed weight.
-        form: its format.
+        format: its format.
         n_columns: columns of the matrix; padding is not among them.
         dst: uint16, (row_stop - row_start, n_columns), C-contiguous: gets the bits of BF16
             elements. It must not share memory with the arrays.
@@ -223,7 +223,7 @@ def unpack_into(
         TypeError: `dst` is no C-contiguous uint16 matrix, or read-only.
         ValueError: rows that do not exist, or a `dst` of another shape.
     """
-    _require_shapes(arrays, form, n_columns)
+    _require_shapes(arrays, format, n_columns)
     _require_matrix(dst, "dst")
     n_rows = arrays.first_exponents.size
     stop = n_rows if row_stop is None else row_stop
@@ -233,7 +233,7 @@ def unpack_into(
         raise ValueError(f"dst has shape {dst.shape}; it must be {(stop - row_start, n_columns)}")
     if not dst.flags.writeable:
         raise TypeError("dst is read-only; give a writable array")
-    row = _core.unpack_weights(*arrays, form.bits, row_start, dst, threads, int(choose_isa()))
+    row = _core.unpack_weights(*arrays, format.bits, row_start, dst, threads, int(choose_isa()))
     if row != n_rows:
         raise CorruptionError(f"packed weight: exceptions of row {row} have no place in it")
 
@@ -251,25 +251,27 @@ _FAULT_WORDS = {
 }
 
 
-def check(arrays: WeightArrays, form: WeightFormat, n_columns: int) -> None:
+def check(arrays: WeightArrays, format: WeightFormat, n_columns: int) -> None:
     """Holds every rule of the page against arrays from elsewhere.
 
     Raises:
         CorruptionError: a rule is broken; the message names the array, the row and what was found.
     """
-    _require_shapes(arrays, form, n_columns)
-    fault, row, place, found = _core.check_weights(*arrays, form.bits, n_columns, int(choose_isa()))
+    _require_shapes(arrays, format, n_columns)
+    fault, row, place, found = _core.check_weights(
+        *arrays, format.bits, n_columns, int(choose_isa())
+    )
     if fault:
         words = _FAULT_WORDS[fault].format(row=row, place=place, found=found)
         raise CorruptionError(f"packed weight: {words}")
 
 
-def _require_shapes(arrays: WeightArrays, form: WeightFormat, n_columns: int) -> None:
+def _require_shapes(arrays: WeightArrays, format: WeightFormat, n_columns: int) -> None:
     _require_columns(n_columns)
     n_rows = arrays.first_exponents.size
     shapes = [
-        (n_rows, form.n_padded(n_columns)),
-        (n_rows, form.n_high_bytes(n_columns)),
+        (n_rows, format.n_padded(n_columns)),
+        (n_rows, format.n_high_bytes(n_columns)),
         (n_rows,),
         (n_rows + 1,),
         (arrays.exceptions.size,),

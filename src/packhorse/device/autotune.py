@@ -71,13 +71,13 @@ _MANY_FIELDS: Fields = {
 }
 
 
-def predictor(n_rows: int, n_columns: int, form: WeightFormat, device: DeviceModel) -> Measure:
+def predictor(n_rows: int, n_columns: int, format: WeightFormat, device: DeviceModel) -> Measure:
     """The model of time for a matrix, as what a search calls."""
 
     def predict(choice: Choice, n_tokens: int) -> float:
         if choice.config is None:
-            return predict_decode(n_rows, n_columns, n_tokens, form, device)
-        return predict_fused(n_rows, n_columns, n_tokens, form, choice.config, device)
+            return predict_decode(n_rows, n_columns, n_tokens, format, device)
+        return predict_fused(n_rows, n_columns, n_tokens, format, choice.config, device)
 
     return predict
 
@@ -85,7 +85,7 @@ def predictor(n_rows: int, n_columns: int, form: WeightFormat, device: DeviceMod
 def tune(
     n_rows: int,
     n_columns: int,
-    form: WeightFormat,
+    format: WeightFormat,
     device: DeviceModel,
     measure: Measure | None = None,
     *,
@@ -98,7 +98,7 @@ def tune(
     Args:
         n_rows: rows of the matrix.
         n_columns: its columns.
-        form: its format.
+        format: its format.
         device: its model leaves out candidates that are hopeless.
         measure: gives the seconds of a choice; None for the model.
         buckets: numbers of tokens, of `BUCKETS`.
@@ -109,7 +109,7 @@ def tune(
         For each bucket what is best, and its seconds; without those for which nothing ran, or for
         which there was no time.
     """
-    predict = predictor(n_rows, n_columns, form, device)
+    predict = predictor(n_rows, n_columns, format, device)
     tuner = _Tuner(predict, measure or predict, search or Search())
     few = [n for n in sorted(buckets) if n <= INVARIANT_TOKENS]
     many = [n for n in sorted(buckets) if n > INVARIANT_TOKENS]
@@ -121,7 +121,7 @@ def tune(
         for n in many:
             ways = [tuner.decoded(n)]
             if n <= MAX_FUSED_TOKENS:
-                ways.append(tuner.many(n) if form is W12 else tuner.fused(n, None))
+                ways.append(tuner.many(n) if format is W12 else tuner.fused(n, None))
             found[n] = min((way for way in ways if way), key=lambda way: way.seconds, default=None)
     return {n: measured for n, measured in found.items() if measured is not None}
 

@@ -33,7 +33,7 @@ _LOCK = Lock()
 
 
 def choose(
-    n_rows: int, n_columns: int, n_tokens: int, form: WeightFormat, device: torch.device
+    n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, device: torch.device
 ) -> Choice:
     """What to run for a product of a packed weight with some tokens.
 
@@ -44,14 +44,14 @@ def choose(
         n_rows: rows of the weight.
         n_columns: its columns.
         n_tokens: vectors that it is multiplied with.
-        form: its format.
+        format: its format.
         device: the GPU.
     """
-    return expect(n_rows, n_columns, n_tokens, form, device)[0].choice
+    return expect(n_rows, n_columns, n_tokens, format, device)[0].choice
 
 
 def expect(
-    n_rows: int, n_columns: int, n_tokens: int, form: WeightFormat, device: torch.device
+    n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, device: torch.device
 ) -> tuple[Measured, bool]:
     """What a product with a packed weight is expected to take, by what `choose` chooses for it.
 
@@ -59,7 +59,7 @@ def expect(
         n_rows: as for `choose`, and so the others.
         n_columns: columns of the weight.
         n_tokens: vectors.
-        form: format of the weight.
+        format: format of the weight.
         device: the GPU.
 
     Returns:
@@ -67,34 +67,36 @@ def expect(
         measured. Predicted seconds are infinite where the model knows nothing.
     """
     bucket = bucket_of(n_tokens)
-    key = n_rows, n_columns, bucket, form.name, device.type, device.index
+    key = n_rows, n_columns, bucket, format.name, device.type, device.index
     found = _EXPECTED.get(key)
     if found is None:
-        found = _EXPECTED[key] = _expect(n_rows, n_columns, bucket, form, device)
+        found = _EXPECTED[key] = _expect(n_rows, n_columns, bucket, format, device)
     return found
 
 
 def _expect(
-    n_rows: int, n_columns: int, bucket: int, form: WeightFormat, device: torch.device
+    n_rows: int, n_columns: int, bucket: int, format: WeightFormat, device: torch.device
 ) -> tuple[Measured, bool]:
     model = describe_device(device)
-    measured = _entries(device).get(Key(n_rows, n_columns, form.name), {})
+    measured = _entries(device).get(Key(n_rows, n_columns, format.name), {})
     if bucket in measured:
         return measured[bucket], True
     few = [row.choice.config for n, row in measured.items() if n <= INVARIANT_TOKENS]
     order = next((config for config in few if isinstance(config, MatmulConfig)), None)
-    found = tune(n_rows, n_columns, form, model, buckets=[bucket], order=order).get(bucket)
+    found = tune(n_rows, n_columns, format, model, buckets=[bucket], order=order).get(bucket)
     if found is None:
-        found = Measured(_default(n_rows, n_columns, bucket, form, model), math.inf)
+        found = Measured(_default(n_rows, n_columns, bucket, format, model), math.inf)
     return replace(found, plain_seconds=predict_plain(n_rows, n_columns, bucket, model)), False
 
 
-def _default(n_rows: int, n_columns: int, n: int, form: WeightFormat, model: DeviceModel) -> Choice:
+def _default(
+    n_rows: int, n_columns: int, n: int, format: WeightFormat, model: DeviceModel
+) -> Choice:
     """For a GPU that is too small for all divisions that the model knows."""
     if n > INVARIANT_TOKENS:
         return Choice(Strategy.DECODE)
     shared_nbytes = model.shared_nbytes - 1024  # what the system keeps
-    config = default_config(n_rows, n_columns, n, form, model.n_processors, shared_nbytes)
+    config = default_config(n_rows, n_columns, n, format, model.n_processors, shared_nbytes)
     return fused_choice(config)
 
 

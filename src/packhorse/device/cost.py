@@ -68,10 +68,10 @@ _GATHERS_PER_CYCLE = 4  # elements from different lines that L1 gives a multipro
 _DECODE_SHARE = 0.9  # of the bandwidth, as reads and writes mix; assumed
 
 
-def packed_nbytes(n_rows: int, n_columns: int, form: WeightFormat) -> float:
+def packed_nbytes(n_rows: int, n_columns: int, format: WeightFormat) -> float:
     """Bytes of a packed weight with the usual number of exceptions."""
-    exceptions = EXCEPTION_RATES[form.name] * n_columns * 4
-    return n_rows * (form.n_padded(n_columns) * form.bits / 8 + exceptions + 5)
+    exceptions = EXCEPTION_RATES[format.name] * n_columns * 4
+    return n_rows * (format.n_padded(n_columns) * format.bits / 8 + exceptions + 5)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class _Division:
     mma_share: float
 
 
-def _divide(config: "Config", form: WeightFormat, device: DeviceModel) -> _Division:
+def _divide(config: "Config", format: WeightFormat, device: DeviceModel) -> _Division:
     rows, tokens, steps = config.block_rows, config.block_tokens, config.block_steps
     is_hopper = device.capability // 10 == 9
     mma_share = _HOPPER_MMA_SHARE if device.capability >= 90 else 1.0
@@ -116,7 +116,7 @@ def _divide(config: "Config", form: WeightFormat, device: DeviceModel) -> _Divis
         work = max(tokens, _MIN_WGMMA_TOKENS)
         return _Division(rows, work, steps, registers, *tiles, per_weight, share)
     n_tiles = cast("MatmulConfig", config).n_tiles
-    per_weight = INSTRUCTIONS.get((form.name, rows, tokens, steps, n_tiles))
+    per_weight = INSTRUCTIONS.get((format.name, rows, tokens, steps, n_tiles))
     rows *= n_tiles
     turn, registers = steps * config.n_warps, rows * tokens // _WARP
     return _Division(rows, tokens, turn, registers, fetched, fetched, per_weight, mma_share)
@@ -127,20 +127,20 @@ def is_many(config: "Config") -> bool:
     return type(config).__name__ == "ManyConfig"  # its module needs Triton, this one nothing
 
 
-def shared_nbytes(config: "Config", form: WeightFormat, device: DeviceModel) -> int:
+def shared_nbytes(config: "Config", format: WeightFormat, device: DeviceModel) -> int:
     """Shared memory of a program, which holds the tiles on their way; as compiled kernels have
     it."""
-    division = _divide(config, form, device)
-    weights = division.rows * form.n_slices * form.bits // 8 * division.weight_tiles
-    tokens = _BF16_NBYTES * form.n_slices * config.block_tokens * division.token_tiles
+    division = _divide(config, format, device)
+    weights = division.rows * format.n_slices * format.bits // 8 * division.weight_tiles
+    tokens = _BF16_NBYTES * format.n_slices * config.block_tokens * division.token_tiles
     return division.turn * (weights + tokens)
 
 
-def resident_programs(config: "Config", form: WeightFormat, device: DeviceModel) -> int:
+def resident_programs(config: "Config", format: WeightFormat, device: DeviceModel) -> int:
     """Programs that a multiprocessor runs at once; 0 if one is too large."""
-    registers = min(_divide(config, form, device).accumulators + _OTHER_REGISTERS, _MAX_REGISTERS)
+    registers = min(_divide(config, format, device).accumulators + _OTHER_REGISTERS, _MAX_REGISTERS)
     by_registers = _REGISTERS // (registers * _WARP * config.n_warps)
-    nbytes = shared_nbytes(config, form, device) + 1024  # what the system keeps of each
+    nbytes = shared_nbytes(config, format, device) + 1024  # what the system keeps of each
     return min(by_registers, device.shared_nbytes // nbytes, 16)
 
 
@@ -148,7 +148,7 @@ def predict_fused(
     n_rows: int,
     n_columns: int,
     n_tokens: int,
-    form: WeightFormat,
+    format: WeightFormat,
     config: "Config",
     device: DeviceModel,
 ) -> float:
@@ -158,26 +158,26 @@ def predict_fused(
         n_rows: rows of the weight.
         n_columns: its columns.
         n_tokens: vectors that it is multiplied with.
-        form: its format.
+        format: its format.
         config: how the product is divided, for either kernel.
         device: the GPU.
 
     Returns:
         Infinity if nothing is known of such a division.
     """
-    division = _divide(config, form, device)
-    resident = resident_programs(config, form, device)
+    division = _divide(config, format, device)
+    resident = resident_programs(config, format, device)
     if division.per_weight is None or resident == 0:
         return math.inf
     row_blocks = _ceil(n_rows, division.rows)
     token_blocks = _ceil(n_tokens, config.block_tokens)
     programs = row_blocks * token_blocks * config.n_splits
-    n_turns = _ceil(_ceil(form.n_steps(n_columns), division.turn), config.n_splits)
-    columns = n_turns * config.n_splits * division.turn * form.n_slices
+    n_turns = _ceil(_ceil(format.n_steps(n_columns), division.turn), config.n_splits)
+    columns = n_turns * config.n_splits * division.turn * format.n_slices
     weights = row_blocks * division.rows * columns * token_blocks
-    nbytes = packed_nbytes(n_rows, n_columns, form)
+    nbytes = packed_nbytes(n_rows, n_columns, format)
     tokens_nbytes = n_tokens * n_columns * _BF16_NBYTES
-    tile_nbytes = division.rows * division.turn * form.n_slices * form.bits // 8
+    tile_nbytes = division.rows * division.turn * format.n_slices * format.bits // 8
     at_once = min(programs, resident * device.n_processors)
     in_flight = at_once * tile_nbytes * max(config.n_stages - 1, 1)
     balance = _balance(programs, device)
@@ -191,7 +191,7 @@ def predict_fused(
     if is_many(config):
         extra = 2 * tokens_nbytes / device.l2_bandwidth + device.launch
     else:
-        extra = _exceptions(n_rows, n_columns, n_tokens, form, device)
+        extra = _exceptions(n_rows, n_columns, n_tokens, format, device)
     waves = _ceil(programs, resident * device.n_processors)
     return (
         pace
@@ -227,15 +227,17 @@ def _splits(n_rows: int, n_tokens: int, n_splits: int, device: DeviceModel) -> f
 
 
 def _exceptions(
-    n_rows: int, n_columns: int, n_tokens: int, form: WeightFormat, device: DeviceModel
+    n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, device: DeviceModel
 ) -> float:
-    gathers = EXCEPTION_RATES[form.name] * n_rows * n_columns * n_tokens
+    gathers = EXCEPTION_RATES[format.name] * n_rows * n_columns * n_tokens
     return gathers / (device.n_processors * _GATHERS_PER_CYCLE * device.clock)
 
 
-def predict_decoding(n_rows: int, n_columns: int, form: WeightFormat, device: DeviceModel) -> float:
+def predict_decoding(
+    n_rows: int, n_columns: int, format: WeightFormat, device: DeviceModel
+) -> float:
     """Seconds of decoding a packed weight to BF16 in device memory."""
-    moved = packed_nbytes(n_rows, n_columns, form) + n_rows * n_columns * _BF16_NBYTES
+    moved = packed_nbytes(n_rows, n_columns, format) + n_rows * n_columns * _BF16_NBYTES
     return moved / (device.bandwidth * _DECODE_SHARE) + device.launch
 
 
@@ -275,10 +277,10 @@ def _tiled(
 
 
 def predict_decode(
-    n_rows: int, n_columns: int, n_tokens: int, form: WeightFormat, device: DeviceModel
+    n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, device: DeviceModel
 ) -> float:
     """Seconds of decoding a weight, and of the product with what comes out."""
-    decoding = predict_decoding(n_rows, n_columns, form, device)
+    decoding = predict_decoding(n_rows, n_columns, format, device)
     return decoding + predict_plain(n_rows, n_columns, n_tokens, device)
 
 

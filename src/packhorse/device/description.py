@@ -32,11 +32,11 @@ class DescribedWeight(NamedTuple):
     """What a file says of a packed weight.
 
     Attributes:
-        form: its format.
+        format: its format.
         n_columns: columns of the matrix.
     """
 
-    form: WeightFormat
+    format: WeightFormat
     n_columns: int
 
 
@@ -62,7 +62,7 @@ def describe_weights(model: nn.Module, saved: Collection[str] | None = None) -> 
     """
     named = model.named_modules(remove_duplicate=False)
     weights = {
-        f"{name}.weight".lstrip("."): {"form": weight.form.name, "n_columns": weight.shape[1]}
+        f"{name}.weight".lstrip("."): {"form": weight.format.name, "n_columns": weight.shape[1]}
         for name, module in named
         if isinstance(weight := module._parameters.get("weight"), PackedWeight)
     }
@@ -98,12 +98,12 @@ def read_description(metadata: Mapping[str, str] | None) -> dict[str, DescribedW
 
 def _read_weight(name: str, described: Any) -> DescribedWeight:
     known = described if isinstance(described, dict) else {}
-    form, n_columns = known.get("form"), known.get("n_columns")
-    if not isinstance(form, str) or form not in WEIGHT_FORMATS:
-        raise CorruptionError(f"{name}: the format of the packed weight is {form!r}")
+    format, n_columns = known.get("form"), known.get("n_columns")
+    if not isinstance(format, str) or format not in WEIGHT_FORMATS:
+        raise CorruptionError(f"{name}: the format of the packed weight is {format!r}")
     if type(n_columns) is not int or not 1 <= n_columns <= MAX_WEIGHT_COLUMNS:
         raise CorruptionError(f"{name}: the packed weight has {n_columns!r} columns")
-    return DescribedWeight(WEIGHT_FORMATS[form], n_columns)
+    return DescribedWeight(WEIGHT_FORMATS[format], n_columns)
 
 
 def join_weights(
@@ -141,8 +141,8 @@ def join_weights(
         weight = join_arrays(tensors, name, described.n_columns)
         if weight is None:
             raise CorruptionError(f"{name}: the arrays of the packed weight are missing")
-        if weight.form is not described.form:
-            found, said = weight.form.name, described.form.name
+        if weight.format is not described.format:
+            found, said = weight.format.name, described.format.name
             raise CorruptionError(f"{name}: the arrays are {found}, the metadata say {said}")
         for field in WeightTensors._fields:
             del joined[f"{name}.{field}"]

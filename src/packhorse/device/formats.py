@@ -24,7 +24,7 @@ __all__ = [
     "pack_if_smaller",
     "plan_if_smaller",
     "require_speeds",
-    "resolve_fmt",
+    "resolve_format_or_auto",
 ]
 
 MAX_RATIO = 0.9  # packed to plain bytes; above, a layer stays plain
@@ -39,19 +39,19 @@ MAX_FAST_EXCEPTIONS = {"W12": 0.001, "W11": 0.015}
 _SAMPLED_ROWS = 64  # of a weight, to foresee its exceptions
 
 
-def resolve_fmt(fmt: object) -> WeightFormat | None:
-    """The format that `fmt` of `pack_model_` names; None for "auto".
+def resolve_format_or_auto(format: object) -> WeightFormat | None:
+    """The format that `format` of `pack_model_` names; None for "auto".
 
     Raises:
         ValueError: it names none.
     """
-    if fmt == "auto":
+    if format == "auto":
         return None
-    if isinstance(fmt, WeightFormat):
-        return fmt
-    if not isinstance(fmt, str) or fmt not in WEIGHT_FORMATS:
-        raise ValueError(f"fmt is {fmt!r}; it must be auto, {', '.join(WEIGHT_FORMATS)}")
-    return WEIGHT_FORMATS[fmt]
+    if isinstance(format, WeightFormat):
+        return format
+    if not isinstance(format, str) or format not in WEIGHT_FORMATS:
+        raise ValueError(f"format is {format!r}; it must be auto, {', '.join(WEIGHT_FORMATS)}")
+    return WEIGHT_FORMATS[format]
 
 
 def require_speeds(device: torch.device) -> None:
@@ -82,47 +82,47 @@ def check_tokens(for_tokens: int | None) -> None:
 
 
 def pack_if_smaller(
-    weight: Tensor, form: WeightFormat | None, for_tokens: int | None = None
+    weight: Tensor, format: WeightFormat | None, for_tokens: int | None = None
 ) -> PackedWeight | str:
     """Packs a matrix if that saves memory, and no time is lost where time counts; if not, says why.
 
     Args:
         weight: BF16, n_rows x n_columns.
-        form: None to choose as "auto" of `pack_model_` does.
+        format: None to choose as "auto" of `pack_model_` does.
         for_tokens: as there.
 
     Raises:
         MissingBackendError, TypeError, ValueError: as `pack_weight` and `pack_model_`.
     """
     weight = weight.detach()
-    chosen = _choose(weight, form, for_tokens)
+    chosen = _choose(weight, format, for_tokens)
     if isinstance(chosen, str):
         return chosen
     packed = pack_weight(weight, chosen)
-    if _was_misjudged(packed.exceptions.numel(), weight, chosen, form, for_tokens):
+    if _was_misjudged(packed.exceptions.numel(), weight, chosen, format, for_tokens):
         packed = pack_weight(weight, W12)
-    return _why_no_gain(packed.packed_nbytes, weight, packed.form) or packed
+    return _why_no_gain(packed.packed_nbytes, weight, packed.format) or packed
 
 
 def plan_if_smaller(
-    weight: Tensor, form: WeightFormat | None, for_tokens: int | None = None
+    weight: Tensor, format: WeightFormat | None, for_tokens: int | None = None
 ) -> tuple[WeightFormat, int] | str:
     """The format and the bytes of what `pack_if_smaller` would give; or why the matrix stays plain.
 
     Args:
         weight: as there.
-        form: as there.
+        format: as there.
         for_tokens: as there.
 
     Raises:
         MissingBackendError, TypeError, ValueError: as there.
     """
     weight = weight.detach()
-    chosen = _choose(weight, form, for_tokens)
+    chosen = _choose(weight, format, for_tokens)
     if isinstance(chosen, str):
         return chosen
     n_exceptions = count_exceptions(weight, chosen)
-    if _was_misjudged(n_exceptions, weight, chosen, form, for_tokens):
+    if _was_misjudged(n_exceptions, weight, chosen, format, for_tokens):
         chosen, n_exceptions = W12, count_exceptions(weight, W12)
     n_rows, n_columns = weight.shape
     nbytes = weights.packed_nbytes(n_rows, n_columns, n_exceptions, chosen)
@@ -130,29 +130,29 @@ def plan_if_smaller(
 
 
 def _choose(
-    weight: Tensor, form: WeightFormat | None, for_tokens: int | None
+    weight: Tensor, format: WeightFormat | None, for_tokens: int | None
 ) -> WeightFormat | str:
     if for_tokens is not None and weight.numel():
-        return _fastest(weight, form, for_tokens)
-    if form is not None:
-        return form
+        return _fastest(weight, format, for_tokens)
+    if format is not None:
+        return format
     return W11 if _suits_w11(weight) else W12
 
 
 def _was_misjudged(
-    n_exceptions: int, weight: Tensor, chosen: WeightFormat, form: WeightFormat | None,
+    n_exceptions: int, weight: Tensor, chosen: WeightFormat, format: WeightFormat | None,
     for_tokens: int | None,
 ) -> bool:  # fmt: skip
     """Whether "auto" took W11 by a sample that missed the rows that are full of exceptions."""
-    is_auto = form is None and for_tokens is None
+    is_auto = format is None and for_tokens is None
     return is_auto and chosen is W11 and n_exceptions > MAX_W11_EXCEPTIONS * weight.numel()
 
 
-def _why_no_gain(nbytes: int, weight: Tensor, form: WeightFormat) -> str | None:
+def _why_no_gain(nbytes: int, weight: Tensor, format: WeightFormat) -> str | None:
     if nbytes <= MAX_RATIO * weight.nbytes:
         return None
     bits = 8 * nbytes / max(weight.numel(), 1)
-    return f"no gain: {bits:.2f} bits a weight in {form.name}"
+    return f"no gain: {bits:.2f} bits a weight in {format.name}"
 
 
 def _suits_w11(weight: Tensor) -> bool:
@@ -166,28 +166,28 @@ def _suits_w11(weight: Tensor) -> bool:
     )
 
 
-def _exception_share(weight: Tensor, form: WeightFormat) -> float:
+def _exception_share(weight: Tensor, format: WeightFormat) -> float:
     """How many of the weights are exceptions, by a sample of the rows."""
     if not (weight.device.type == "cpu" and weight.is_contiguous()):
         weight = weight[:: max(weight.shape[0] // _SAMPLED_ROWS, 1)].cpu().contiguous()
     bits = weight.view(torch.uint16).numpy()
     n_exceptions = weights.count_exceptions(
-        bits, form, threads=resolve_threads(None), max_rows=_SAMPLED_ROWS
+        bits, format, threads=resolve_threads(None), max_rows=_SAMPLED_ROWS
     )
     return n_exceptions / max(bits.size, 1)
 
 
-def _fastest(weight: Tensor, form: WeightFormat | None, n_tokens: int) -> WeightFormat | str:
+def _fastest(weight: Tensor, format: WeightFormat | None, n_tokens: int) -> WeightFormat | str:
     """The format in which a product is the fastest; in words, why none is fast enough."""
     require_speeds(weight.device)
     from packhorse.device.speed import compare_formats
 
-    forms = WEIGHT_FORMATS.values() if form is None else [form]
+    formats = WEIGHT_FORMATS.values() if format is None else [format]
     n_rows, n_columns = weight.shape
-    for speed in compare_formats(n_rows, n_columns, n_tokens, forms, weight.device):
+    for speed in compare_formats(n_rows, n_columns, n_tokens, formats, weight.device):
         if speed.times < MIN_SPEED:
             return f"slower with for_tokens={n_tokens}: {speed}"
         # Figures are for weights with the usual number of exceptions.
-        if _exception_share(weight, speed.form) <= MAX_FAST_EXCEPTIONS[speed.form.name]:
-            return speed.form
+        if _exception_share(weight, speed.format) <= MAX_FAST_EXCEPTIONS[speed.format.name]:
+            return speed.format
     return f"slower with for_tokens={n_tokens}: too many exceptions"

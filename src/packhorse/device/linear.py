@@ -63,12 +63,12 @@ class PackedLinear(nn.Linear):
         self.register_parameter("bias", bias)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, form: WeightFormat | str = "W12") -> "PackedLinear":
+    def from_linear(cls, linear: nn.Linear, format: WeightFormat | str = "W12") -> "PackedLinear":
         """A packed layer in place of a plain one, which is left alone; they share the bias.
 
         Args:
             linear: its weight is BF16.
-            form: "W12" or "W11".
+            format: "W12" or "W11".
 
         Returns:
             The packed layer, in the mode of the plain one (training or not).
@@ -77,7 +77,7 @@ class PackedLinear(nn.Linear):
             TypeError: its weight is not BF16.
             ValueError: it has too many columns.
         """
-        packed = cls(pack_weight(linear.weight, form), linear.bias)
+        packed = cls(pack_weight(linear.weight, format), linear.bias)
         return packed.train(linear.training)
 
     @classmethod
@@ -85,7 +85,7 @@ class PackedLinear(nn.Linear):
         cls,
         in_features: int,
         out_features: int,
-        form: WeightFormat | str = "W12",
+        format: WeightFormat | str = "W12",
         *,
         bias: bool = True,
         device: torch.device | str | None = None,
@@ -95,7 +95,7 @@ class PackedLinear(nn.Linear):
         Args:
             in_features: columns, 1 to 65536.
             out_features: rows.
-            form: "W12" or "W11"; loading arrays of the other changes it.
+            format: "W12" or "W11"; loading arrays of the other changes it.
             bias: whether it has one.
             device: where it shall be.
 
@@ -105,7 +105,7 @@ class PackedLinear(nn.Linear):
         Raises:
             ValueError: a size or the format is wrong.
         """
-        weight = empty_weight(out_features, in_features, form, device=device)
+        weight = empty_weight(out_features, in_features, format, device=device)
         zeros = torch.zeros(out_features, dtype=torch.bfloat16, device=device) if bias else None
         return cls(weight, zeros)
 
@@ -137,7 +137,7 @@ class PackedLinear(nn.Linear):
             return nn.functional.linear(input, weight, bias)
         # PyTorch's dispatcher would cost as much as the kernel of a small layer.
         assert isinstance(weight, PackedWeight)
-        return operators.multiply(input, weight.arrays, bias, weight.form, weight.shape[1])
+        return operators.multiply(input, weight.arrays, bias, weight.format, weight.shape[1])
 
     def _runs_eagerly(self, x: Tensor) -> bool:
         """Whether nothing watches the operators that run: gradients, tracing, modes."""
@@ -157,8 +157,8 @@ class PackedLinear(nn.Linear):
     def extra_repr(self) -> str:
         """What `print` shows."""
         weight = self.weight
-        form = weight.form.name if isinstance(weight, PackedWeight) else "plain"
-        return f"{super().extra_repr()}, weight={form}"
+        format = weight.format.name if isinstance(weight, PackedWeight) else "plain"
+        return f"{super().extra_repr()}, weight={format}"
 
 
 def change_class(module: nn.Linear, new: type[nn.Linear]) -> None:
@@ -262,7 +262,7 @@ def _read_arrays(
         torch.bfloat16,
         current.shape,
     ):
-        state[name] = _prepared(module, pack_weight(given, current.form))
+        state[name] = _prepared(module, pack_weight(given, current.format))
 
 
 def _prepared(module: nn.Module, weight: PackedWeight) -> PackedWeight:

@@ -18,7 +18,7 @@ from packhorse.device.formats import (
     pack_if_smaller,
     plan_if_smaller,
     require_speeds,
-    resolve_fmt,
+    resolve_format_or_auto,
 )
 from packhorse.device.linear import PackedLinear, change_class, hold_packed, hold_plain
 from packhorse.device.offload import offloaded_weight
@@ -79,7 +79,7 @@ def _groups(model: nn.Module) -> list[_Group]:
 
 def pack_model_(
     model: nn.Module,
-    fmt: WeightFormat | str = "auto",
+    format: WeightFormat | str = "auto",
     *,
     skip: Skip = (),
     embeddings: bool | None = None,
@@ -96,7 +96,7 @@ def pack_model_(
 
     Args:
         model: on any device; may be a layer by itself if that is a `torch.nn.Linear`.
-        fmt: "W12", "W11", or "auto": W11 for weights of which at most one in 200 would be an
+        format: "W12", "W11", or "auto": W11 for weights of which at most one in 200 would be an
             exception of it, otherwise W12.
         skip: names of modules to leave plain, with all that is below them; `*` and `?` stand for
             any characters. Or what says whether to skip, given a name and a module.
@@ -132,7 +132,7 @@ def pack_model_(
         >>> [weight.name for weight in report.packed], [left.name for left in report.left]
         (['0'], ['1'])
     """
-    form = resolve_fmt(fmt)
+    wanted = resolve_format_or_auto(format)
     check_tokens(for_tokens)
     _require_module(model)
     choice = WeightChoice(model, skip=skip, embeddings=embeddings, lm_head=lm_head)
@@ -151,7 +151,7 @@ def pack_model_(
         if reason is not None:
             outcome: WeightReport | LeftWeight = _report_left(group.name, group.weight, reason)
         else:
-            outcome = (_plan_group if dry_run else _pack_group)(group, form, n_tokens)
+            outcome = (_plan_group if dry_run else _pack_group)(group, wanted, n_tokens)
         if isinstance(outcome, WeightReport):
             packed.append(outcome)
         else:
@@ -167,19 +167,19 @@ def _require_module(model: object) -> None:
 
 
 def _pack_group(
-    group: _Group, form: WeightFormat | None, for_tokens: int | None
+    group: _Group, format: WeightFormat | None, for_tokens: int | None
 ) -> WeightReport | LeftWeight:
-    packed = pack_if_smaller(group.weight, form, for_tokens)
+    packed = pack_if_smaller(group.weight, format, for_tokens)
     if isinstance(packed, str):
         return _report_left(group.name, group.weight, packed)
     _replace(group, Parameter(packed, requires_grad=False))
-    return _report_packed(group.name, packed.shape, packed.form, packed.packed_nbytes)
+    return _report_packed(group.name, packed.shape, packed.format, packed.packed_nbytes)
 
 
 def _plan_group(
-    group: _Group, form: WeightFormat | None, for_tokens: int | None
+    group: _Group, format: WeightFormat | None, for_tokens: int | None
 ) -> WeightReport | LeftWeight:
-    planned = plan_if_smaller(group.weight, form, for_tokens)
+    planned = plan_if_smaller(group.weight, format, for_tokens)
     if isinstance(planned, str):
         return _report_left(group.name, group.weight, planned)
     return _report_packed(group.name, group.weight.shape, *planned)
@@ -208,7 +208,7 @@ def report_model(
         weight = group.weight
         seen.add(id(weight))
         if isinstance(weight, PackedWeight):
-            size = weight.shape, weight.form, weight.packed_nbytes
+            size = weight.shape, weight.format, weight.packed_nbytes
             packed.append(_report_packed(group.name, *size))
             continue
         known = [noted[name] for name in group.parameter_names if name in noted]
@@ -231,8 +231,8 @@ def _report_others(model: nn.Module, seen: Container[int]) -> list[LeftWeight]:
     return left
 
 
-def _report_packed(name: str, shape: torch.Size, form: WeightFormat, nbytes: int) -> WeightReport:
-    return WeightReport(name, (shape[0], shape[1]), form.name, nbytes)
+def _report_packed(name: str, shape: torch.Size, format: WeightFormat, nbytes: int) -> WeightReport:
+    return WeightReport(name, (shape[0], shape[1]), format.name, nbytes)
 
 
 def _report_left(name: str, weight: Tensor, reason: str) -> LeftWeight:

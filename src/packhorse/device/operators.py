@@ -43,12 +43,12 @@ _LEAST_TILE_NUMEL = 16 * 16 * 16 + 1
 _SCRATCH = threading.local()
 
 
-def unpack(arrays: WeightTensors, form: WeightFormat, n_columns: int) -> Tensor:
+def unpack(arrays: WeightTensors, format: WeightFormat, n_columns: int) -> Tensor:
     """The matrix itself, decoded where the arrays are.
 
     Args:
         arrays: of a packed weight; trusted, so checked before if they come from elsewhere.
-        form: their format.
+        format: their format.
         n_columns: columns of the matrix.
 
     Returns:
@@ -58,13 +58,13 @@ def unpack(arrays: WeightTensors, form: WeightFormat, n_columns: int) -> Tensor:
         require_kernels()
         from packhorse.kernels.weights import decode_weights
 
-        return decode_weights(arrays, form, n_columns)
+        return decode_weights(arrays, format, n_columns)
     dst = torch.empty(arrays.n_rows, n_columns, dtype=torch.bfloat16, device=arrays.device)
     on_host = arrays.device.type == "cpu"
     step = max(arrays.n_rows, 1) if on_host else n_tile_rows(n_columns, TILE_NBYTES)
     for start in range(0, arrays.n_rows, step):
         stop = min(start + step, arrays.n_rows)
-        unpack_rows(arrays, form, dst[start:stop], start)
+        unpack_rows(arrays, format, dst[start:stop], start)
     return dst
 
 
@@ -88,37 +88,41 @@ def require_kernels() -> None:
         )
 
 
-def unpack_rows(arrays: WeightTensors, form: WeightFormat, dst: Tensor, start: int) -> None:
+def unpack_rows(arrays: WeightTensors, format: WeightFormat, dst: Tensor, start: int) -> None:
     """Decodes the rows from `start` on into a contiguous BF16 tensor on the arrays' device, which
     is no GPU; as many rows as that has."""
     stop = start + dst.shape[0]
     if arrays.device.type == "cpu":
-        _unpack_on_host(arrays, form, dst, start)
+        _unpack_on_host(arrays, format, dst, start)
         return
     rows = torch.arange(start, stop, device=arrays.device)
     counts = arrays.exception_starts[start : stop + 1].diff()
     most = int(counts.max()) if counts.numel() else 0
-    dst.copy_(gather_rows(arrays, form, dst.shape[1], rows, most))
+    dst.copy_(gather_rows(arrays, format, dst.shape[1], rows, most))
 
 
-def _unpack_on_host(arrays: WeightTensors, form: WeightFormat, dst: Tensor, start: int) -> None:
+def _unpack_on_host(arrays: WeightTensors, format: WeightFormat, dst: Tensor, start: int) -> None:
     bits = dst.view(torch.uint16).numpy()
     on_host = weights.WeightArrays(*(array.numpy() for array in arrays))
     weights.unpack_into(
-        on_host, form, dst.shape[1], bits, row_start=start, row_stop=start + dst.shape[0],
+        on_host, format, dst.shape[1], bits, row_start=start, row_stop=start + dst.shape[0],
         threads=torch.get_num_threads(),
     )  # fmt: skip
 
 
 def gather_rows(
-    arrays: WeightTensors, form: WeightFormat, n_columns: int, rows: Tensor, max_row_exceptions: int
+    arrays: WeightTensors,
+    format: WeightFormat,
+    n_columns: int,
+    rows: Tensor,
+    max_row_exceptions: int,
 ) -> Tensor:
     """Some rows of the matrix, by PyTorch's own operations alone: on any device, and in compiled
     graphs.
 
     Args:
         arrays: of a packed weight.
-        form: their format.
+        format: their format.
         n_columns: columns of the matrix.
         rows: int64, one dimension; which rows.
         max_row_exceptions: no row has more exceptions.
@@ -128,31 +132,35 @@ def gather_rows(
     """
     # Not indexing, which would take a negative number for a row counted from the end.
     low_bytes, high_bits, firsts = (array.index_select(0, rows) for array in arrays[:3])
-    packed = _packed_elements(low_bytes, high_bits, form)[:, :n_columns]
-    code = packed >> 7 & (1 << form.code_bits) - 1
+    packed = _packed_elements(low_bytes, high_bits, format)[:, :n_columns]
+    code = packed >> 7 & (1 << format.code_bits) - 1
     exponent = firsts.to(torch.int32)[:, None] + code
-    if form.first_code:
-        exponent = torch.where(code >= form.first_code, exponent, 0)
-    elements = (packed >> form.bits - 1) << 15 | exponent << 7 | packed & 0x7F
+    if format.first_code:
+        exponent = torch.where(code >= format.first_code, exponent, 0)
+    elements = (packed >> format.bits - 1) << 15 | exponent << 7 | packed & 0x7F
     if max_row_exceptions:
         elements = _put_exceptions(arrays, elements, rows, max_row_exceptions)
     return elements.to(torch.int16).view(torch.bfloat16)
 
 
 def look_up(
-    arrays: WeightTensors, form: WeightFormat, n_columns: int, rows: Tensor, max_row_exceptions: int
+    arrays: WeightTensors,
+    format: WeightFormat,
+    n_columns: int,
+    rows: Tensor,
+    max_row_exceptions: int,
 ) -> Tensor:
     """The same as `gather_rows`, by kernels where they run. Transforms of `torch.func` do not see
     through those."""
     if not _has_kernels(rows.device):
-        return gather_rows(arrays, form, n_columns, rows, max_row_exceptions)
-    found: Tensor = torch.ops.packhorse.look_up_rows(*arrays, rows, form.name, n_columns)
+        return gather_rows(arrays, format, n_columns, rows, max_row_exceptions)
+    found: Tensor = torch.ops.packhorse.look_up_rows(*arrays, rows, format.name, n_columns)
     return found
 
 
-def _packed_elements(low_bytes: Tensor, high_bits: Tensor, form: WeightFormat) -> Tensor:
+def _packed_elements(low_bytes: Tensor, high_bits: Tensor, format: WeightFormat) -> Tensor:
     """Packed elements in order, as int32, of rows with their padding."""
-    if form is W12:
+    if format is W12:
         upper = torch.cat([high_bits & 15, high_bits >> 4], dim=1).to(torch.int32)
         return low_bytes.to(torch.int32) | upper << 8
     n_steps = high_bits.shape[1] // 3
@@ -185,7 +193,7 @@ def _least_tile_rows(n_columns: int) -> int:
 
 
 def multiply(
-    x: Tensor, arrays: WeightTensors, bias: Tensor | None, form: WeightFormat, n_columns: int
+    x: Tensor, arrays: WeightTensors, bias: Tensor | None, format: WeightFormat, n_columns: int
 ) -> Tensor:
     """The product of `torch.nn.functional.linear` with a packed weight.
 
@@ -193,7 +201,7 @@ def multiply(
         x: BF16, any dimensions, the last of n_columns.
         arrays: of a packed weight, on the device of x; trusted.
         bias: BF16, n_rows; None for none.
-        form: their format.
+        format: their format.
         n_columns: columns of the matrix.
 
     Returns:
@@ -212,8 +220,8 @@ def multiply(
         require_kernels()
         from packhorse.device import products
 
-        return products.multiply(x, arrays, form, n_columns, bias=bias)
-    return _multiply_in_tiles(x, arrays, bias, form, n_columns, TILE_NBYTES)
+        return products.multiply(x, arrays, format, n_columns, bias=bias)
+    return _multiply_in_tiles(x, arrays, bias, format, n_columns, TILE_NBYTES)
 
 
 def check_operands(x: Tensor, arrays: WeightTensors, bias: Tensor | None, n_columns: int) -> None:
@@ -257,7 +265,7 @@ def _multiply_in_tiles(
     x: Tensor,
     arrays: WeightTensors,
     bias: Tensor | None,
-    form: WeightFormat,
+    format: WeightFormat,
     n_columns: int,
     tile_nbytes: int,
 ) -> Tensor:
@@ -270,7 +278,7 @@ def _multiply_in_tiles(
     y = None if len(stops) == 1 else _empty_product(x, n_rows)
     for start, stop in zip(starts, stops, strict=True):
         tile = scratch[: (stop - start) * n_columns].view(stop - start, n_columns)
-        unpack_rows(arrays, form, tile, start)
+        unpack_rows(arrays, format, tile, start)
         part = F.linear(x, tile, None if bias is None else bias[start:stop])
         if y is None:
             return part
@@ -297,11 +305,11 @@ def _unpack_weight(
     first_exponents: Tensor,
     exception_starts: Tensor,
     exceptions: Tensor,
-    form: str,
+    format: str,
     n_columns: int,
 ) -> Tensor:
     arrays = WeightTensors(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
-    return unpack(arrays, WEIGHT_FORMATS[form], n_columns)
+    return unpack(arrays, WEIGHT_FORMATS[format], n_columns)
 
 
 @_unpack_weight.register_fake
@@ -311,7 +319,7 @@ def _(
     first_exponents: Tensor,
     exception_starts: Tensor,
     exceptions: Tensor,
-    form: str,
+    format: str,
     n_columns: int,
 ) -> Tensor:
     shape = first_exponents.shape[0], n_columns
@@ -327,11 +335,11 @@ def _multiply_weight(
     exception_starts: Tensor,
     exceptions: Tensor,
     bias: Tensor | None,
-    form: str,
+    format: str,
     n_columns: int,
 ) -> Tensor:
     arrays = WeightTensors(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
-    return multiply(x, arrays, bias, WEIGHT_FORMATS[form], n_columns)
+    return multiply(x, arrays, bias, WEIGHT_FORMATS[format], n_columns)
 
 
 @_multiply_weight.register_fake
@@ -343,7 +351,7 @@ def _(
     exception_starts: Tensor,
     exceptions: Tensor,
     bias: Tensor | None,
-    form: str,
+    format: str,
     n_columns: int,
 ) -> Tensor:
     arrays = WeightTensors(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
@@ -359,14 +367,14 @@ def _look_up_rows(
     exception_starts: Tensor,
     exceptions: Tensor,
     rows: Tensor,
-    form: str,
+    format: str,
     n_columns: int,
 ) -> Tensor:
     require_kernels()
     from packhorse.kernels.weights import decode_rows
 
     arrays = WeightTensors(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
-    return decode_rows(arrays, WEIGHT_FORMATS[form], n_columns, rows.contiguous())
+    return decode_rows(arrays, WEIGHT_FORMATS[format], n_columns, rows.contiguous())
 
 
 @_look_up_rows.register_fake
@@ -377,7 +385,7 @@ def _(
     exception_starts: Tensor,
     exceptions: Tensor,
     rows: Tensor,
-    form: str,
+    format: str,
     n_columns: int,
 ) -> Tensor:
     return rows.new_empty((rows.shape[0], n_columns), dtype=torch.bfloat16)

@@ -24,9 +24,9 @@ __all__ = [
     "check_source",
     "count_exceptions",
     "empty_arrays",
-    "form_of",
+    "format_of",
     "pack_arrays",
-    "resolve_form",
+    "resolve_format",
 ]
 
 BLOCK_NBYTES = 16 << 20  # of plain rows that are packed at once
@@ -46,17 +46,17 @@ class RowSource(Protocol):
         """Some rows, as a tensor."""
 
 
-def resolve_form(form: WeightFormat | str) -> WeightFormat:
+def resolve_format(format: WeightFormat | str) -> WeightFormat:
     """A format from itself or its name.
 
     Raises:
         ValueError: no such format.
     """
-    if isinstance(form, WeightFormat):
-        return form
-    if not isinstance(form, str) or form not in WEIGHT_FORMATS:
-        raise ValueError(f"the format is {form!r}; it must be one of {', '.join(WEIGHT_FORMATS)}")
-    return WEIGHT_FORMATS[form]
+    if isinstance(format, WeightFormat):
+        return format
+    if not isinstance(format, str) or format not in WEIGHT_FORMATS:
+        raise ValueError(f"the format is {format!r}; it must be one of {', '.join(WEIGHT_FORMATS)}")
+    return WEIGHT_FORMATS[format]
 
 
 def check_source(source: Tensor | RowSource) -> tuple[int, int]:
@@ -83,14 +83,14 @@ def check_source(source: Tensor | RowSource) -> tuple[int, int]:
 
 def pack_arrays(
     source: Tensor | RowSource,
-    form: WeightFormat,
+    format: WeightFormat,
     device: torch.device | str | None = None,
 ) -> WeightTensors:
     """Packs a matrix; it is only read.
 
     Args:
         source: BF16, n_rows x n_columns: a plain tensor on any device, or a slice of a packed file.
-        form: the format.
+        format: the format.
         device: where the arrays shall be; None for where the tensor is, or the host.
 
     Raises:
@@ -101,9 +101,9 @@ def pack_arrays(
     home = source.device if isinstance(source, Tensor) else torch.device("cpu")
     device = home if device is None else torch.device(device)
     if device.type == "meta" or home.type == "meta":
-        return empty_arrays(n_rows, n_columns, form, device="meta")
+        return empty_arrays(n_rows, n_columns, format, device="meta")
     pack = _pack_on_host if device.type == "cpu" else _pack_to_device
-    return pack(source, n_rows, n_columns, form, device)
+    return pack(source, n_rows, n_columns, format, device)
 
 
 def _blocks(source: Tensor | RowSource, n_rows: int, n_columns: int) -> Iterator[tuple[int, Any]]:
@@ -116,9 +116,9 @@ def _blocks(source: Tensor | RowSource, n_rows: int, n_columns: int) -> Iterator
 
 
 def _pack_on_host(
-    source: Tensor | RowSource, n_rows: int, n_columns: int, form: WeightFormat, _: torch.device
+    source: Tensor | RowSource, n_rows: int, n_columns: int, format: WeightFormat, _: torch.device
 ) -> WeightTensors:
-    packer = weights.WeightPacker(n_rows, n_columns, form, threads=resolve_threads(None))
+    packer = weights.WeightPacker(n_rows, n_columns, format, threads=resolve_threads(None))
     for _start, block in _blocks(source, n_rows, n_columns):
         packer.add(block)
     return WeightTensors(*map(torch.from_numpy, packer.finish()))
@@ -128,15 +128,15 @@ def _pack_to_device(
     source: Tensor | RowSource,
     n_rows: int,
     n_columns: int,
-    form: WeightFormat,
+    format: WeightFormat,
     device: torch.device,
 ) -> WeightTensors:
-    arrays = empty_arrays(n_rows, n_columns, form, device=device)
+    arrays = empty_arrays(n_rows, n_columns, format, device=device)
     exceptions, n_exceptions = [arrays.exceptions], 0
     for start, block in _blocks(source, n_rows, n_columns):
         stop = start + len(block)
         packed = WeightTensors(
-            *map(torch.from_numpy, weights.pack(block, form, threads=resolve_threads(None)))
+            *map(torch.from_numpy, weights.pack(block, format, threads=resolve_threads(None)))
         )
         n_after = n_exceptions + packed.exceptions.numel()
         if n_after > _MAX_EXCEPTIONS:
@@ -151,12 +151,12 @@ def _pack_to_device(
     return arrays._replace(exceptions=torch.cat(exceptions))
 
 
-def count_exceptions(weight: Tensor, form: WeightFormat) -> int:
+def count_exceptions(weight: Tensor, format: WeightFormat) -> int:
     """How many exceptions a matrix has in a format, block by block.
 
     Args:
         weight: BF16, n_rows x n_columns, on any device.
-        form: the format.
+        format: the format.
 
     Raises:
         TypeError, ValueError: as `check_source`.
@@ -164,7 +164,7 @@ def count_exceptions(weight: Tensor, form: WeightFormat) -> int:
     n_rows, n_columns = check_source(weight)
     threads = resolve_threads(None)
     return sum(
-        weights.count_exceptions(block, form, threads=threads)
+        weights.count_exceptions(block, format, threads=threads)
         for _, block in _blocks(weight, n_rows, n_columns)
     )
 
@@ -172,7 +172,7 @@ def count_exceptions(weight: Tensor, form: WeightFormat) -> int:
 def empty_arrays(
     n_rows: int,
     n_columns: int,
-    form: WeightFormat,
+    format: WeightFormat,
     *,
     device: torch.device | str | None = None,
 ) -> WeightTensors:
@@ -181,7 +181,7 @@ def empty_arrays(
     Args:
         n_rows: rows of the matrix.
         n_columns: its columns, 1 to 65536.
-        form: the format.
+        format: the format.
         device: where they shall be; None for the host.
 
     Raises:
@@ -197,32 +197,32 @@ def empty_arrays(
         return torch.zeros(shape, dtype=dtype, device=device)
 
     return WeightTensors(
-        zeros(n_rows, form.n_padded(n_columns)),
-        zeros(n_rows, form.n_high_bytes(n_columns)),
-        zeros(n_rows) + form.min_first,
+        zeros(n_rows, format.n_padded(n_columns)),
+        zeros(n_rows, format.n_high_bytes(n_columns)),
+        zeros(n_rows) + format.min_first,
         zeros(n_rows + 1, dtype=torch.int32),
         zeros(0, dtype=torch.int32),
     )
 
 
-def form_of(arrays: WeightTensors) -> WeightFormat | None:
+def format_of(arrays: WeightTensors) -> WeightFormat | None:
     """The format of arrays, by their widths, which differ between formats; None if they have those
     of no format."""
     if arrays.low_bytes.dim() == arrays.high_bits.dim() == 2:
         n_padded, n_high_bytes = arrays.low_bytes.shape[1], arrays.high_bits.shape[1]
-        for form in WEIGHT_FORMATS.values():
-            if n_padded and n_high_bytes == form.n_high_bytes(n_padded):
-                return form
+        for format in WEIGHT_FORMATS.values():
+            if n_padded and n_high_bytes == format.n_high_bytes(n_padded):
+                return format
     return None
 
 
-def check_arrays(arrays: WeightTensors, form: WeightFormat, n_columns: int, *, name: str) -> None:
+def check_arrays(arrays: WeightTensors, format: WeightFormat, n_columns: int, *, name: str) -> None:
     """Checks every rule of the format; arrays on a device are copied to the host for it, those of
     the meta device have none.
 
     Args:
         arrays: from a file or another process.
-        form: their format.
+        format: their format.
         n_columns: columns of the matrix.
         name: whose weight it is; messages say so.
 
@@ -235,7 +235,7 @@ def check_arrays(arrays: WeightTensors, form: WeightFormat, n_columns: int, *, n
         >>> from packhorse.device import check_arrays, pack_weight
         >>> weight = pack_weight(torch.randn(256, 512, dtype=torch.bfloat16))
 
-        >>> check_arrays(weight.arrays, weight.form, 512, name="layers.0")
+        >>> check_arrays(weight.arrays, weight.format, 512, name="layers.0")
     """
     devices = {array.device for array in arrays}
     if len(devices) > 1:
@@ -250,4 +250,4 @@ def check_arrays(arrays: WeightTensors, form: WeightFormat, n_columns: int, *, n
             if not array.is_contiguous():
                 raise ValueError(f"{name}: {field} is not contiguous; take its contiguous()")
         on_host = (array.detach().cpu().numpy() for array in arrays)
-        weights.check(weights.WeightArrays(*on_host), form, n_columns)
+        weights.check(weights.WeightArrays(*on_host), format, n_columns)

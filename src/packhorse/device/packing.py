@@ -11,9 +11,9 @@ from packhorse.device.packed_arrays import (
     check_arrays,
     check_source,
     empty_arrays,
-    form_of,
+    format_of,
     pack_arrays,
-    resolve_form,
+    resolve_format,
 )
 from packhorse.device.weights import PackedWeight
 from packhorse.errors import CorruptionError
@@ -25,7 +25,7 @@ __all__ = ["empty_weight", "join_arrays", "pack_weight"]
 
 def pack_weight(
     source: Tensor | RowSource,
-    form: WeightFormat | str = "W12",
+    format: WeightFormat | str = "W12",
     *,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
@@ -34,7 +34,7 @@ def pack_weight(
     Args:
         source: BF16, n_rows x n_columns: a tensor on any device, or a slice of a packed file, which
             is decoded block by block.
-        form: "W12" or "W11".
+        format: "W12" or "W11".
         device: where the packed weight shall be; None for where the tensor is, or the host.
 
     Returns:
@@ -55,17 +55,17 @@ def pack_weight(
         >>> torch.equal(weight.unpack(), plain)
         True
     """
-    form = resolve_form(form)
+    format = resolve_format(format)
     if isinstance(source, PackedWeight):
         raise TypeError("the weight is packed already; give its unpack() to pack it anew")
     _, n_columns = check_source(source)
-    return PackedWeight(pack_arrays(source, form, device), form, n_columns)
+    return PackedWeight(pack_arrays(source, format, device), format, n_columns)
 
 
 def empty_weight(
     n_rows: int,
     n_columns: int,
-    form: WeightFormat | str,
+    format: WeightFormat | str,
     *,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
@@ -74,7 +74,7 @@ def empty_weight(
     Args:
         n_rows: rows of the matrix.
         n_columns: its columns, 1 to 65536.
-        form: "W12" or "W11".
+        format: "W12" or "W11".
         device: where it shall be; None for the host.
 
     Returns:
@@ -89,8 +89,8 @@ def empty_weight(
         >>> weight.shape, weight.dtype
         (torch.Size([256, 512]), torch.bfloat16)
     """
-    form = resolve_form(form)
-    return PackedWeight(empty_arrays(n_rows, n_columns, form, device=device), form, n_columns)
+    format = resolve_format(format)
+    return PackedWeight(empty_arrays(n_rows, n_columns, format, device=device), format, n_columns)
 
 
 def join_arrays(state: Mapping[str, Any], name: str, n_columns: int) -> PackedWeight | None:
@@ -133,9 +133,9 @@ def join_arrays(state: Mapping[str, Any], name: str, n_columns: int) -> PackedWe
         if state[key].layout != torch.strided:
             raise CorruptionError(f"{key} is no plain tensor, but {state[key].layout}")
     arrays = WeightTensors(*(array.contiguous() for array in map(state.__getitem__, keys.values())))
-    form = form_of(arrays)
-    if form is None:
+    format = format_of(arrays)
+    if format is None:
         shapes = f"{list(arrays.low_bytes.shape)} and {list(arrays.high_bits.shape)}"
         raise CorruptionError(f"{name}: packed weight: no format has low and high bits of {shapes}")
-    check_arrays(arrays, form, n_columns, name=name)
-    return PackedWeight(arrays, form, n_columns)
+    check_arrays(arrays, format, n_columns, name=name)
+    return PackedWeight(arrays, format, n_columns)

@@ -29,7 +29,7 @@ _ALIGNMENT = 16  # bytes, of what kernels are compiled for
 def multiply(
     x: Tensor,
     weights: WeightTensors,
-    form: WeightFormat,
+    format: WeightFormat,
     n_columns: int,
     *,
     bias: Tensor | None = None,
@@ -40,7 +40,7 @@ def multiply(
     Args:
         x: BF16, any dimensions, the last of n_columns; not empty.
         weights: checked arrays of `n_rows` rows.
-        form: their format.
+        format: their format.
         n_columns: columns of the matrix.
         bias: BF16, n_rows.
         choice: what to run; None for what `packhorse.device.choices.choose` says.
@@ -54,33 +54,33 @@ def multiply(
     """
     n_rows, n_tokens = len(weights.first_exponents), x.numel() // n_columns
     if choice is None:
-        choice = choose(n_rows, n_columns, n_tokens, form, x.device)
+        choice = choose(n_rows, n_columns, n_tokens, format, x.device)
     if choice.strategy is Strategy.DECODE:
         try:
             decoder = current_decoder(x.device)
             if decoder is None:
-                return F.linear(x, decode_weights(weights, form, n_columns), bias)
-            return _multiply_ahead(decoder, x, weights, form, n_columns, bias)
+                return F.linear(x, decode_weights(weights, format, n_columns), bias)
+            return _multiply_ahead(decoder, x, weights, format, n_columns, bias)
         except torch.OutOfMemoryError:
-            choice = _choose_without_memory(n_rows, n_columns, form)
+            choice = _choose_without_memory(n_rows, n_columns, format)
     flat = x.reshape(n_tokens, n_columns).contiguous()
     if flat.data_ptr() % _ALIGNMENT:  # or Triton would compile once more, in a capture perhaps
         flat = flat.clone()
-    if TOO_LARGE and (choice, form.name, x.device) in TOO_LARGE:
+    if TOO_LARGE and (choice, format.name, x.device) in TOO_LARGE:
         choice = Choice(Strategy.DECODE)
     try:
         run = LAUNCHERS[choice.strategy]
-        y = run(flat, weights, form, n_columns, bias=bias, config=choice.config)
+        y = run(flat, weights, format, n_columns, bias=bias, config=choice.config)
     except OutOfResources as error:
-        _note_too_large(choice, form, x.device, error)
-        y = _multiply_decoded(flat, weights, form, n_columns, bias=bias)
+        _note_too_large(choice, format, x.device, error)
+        y = _multiply_decoded(flat, weights, format, n_columns, bias=bias)
     return y.view(*x.shape[:-1], n_rows)
 
 
 def _note_too_large(
-    choice: Choice, form: WeightFormat, device: torch.device, error: OutOfResources
+    choice: Choice, format: WeightFormat, device: torch.device, error: OutOfResources
 ) -> None:
-    TOO_LARGE.add((choice, form.name, device))
+    TOO_LARGE.add((choice, format.name, device))
     warnings.warn(
         f"{choice} does not fit on this GPU ({error}): weights are decoded first instead, which is "
         "slower. Run `packhorse tune` to find what fits",
@@ -93,7 +93,7 @@ def run_choice(
     choice: Choice,
     x: Tensor,
     weights: WeightTensors,
-    form: WeightFormat,
+    format: WeightFormat,
     n_columns: int,
     *,
     bias: Tensor | None = None,
@@ -104,7 +104,7 @@ def run_choice(
         choice: what to run.
         x: BF16, n_tokens x n_columns.
         weights: checked arrays of `n_rows` rows.
-        form: their format.
+        format: their format.
         n_columns: columns of the matrix.
         bias: BF16, n_rows.
 
@@ -117,19 +117,19 @@ def run_choice(
         OutOfResources: of Triton, if a program is too large for the GPU.
     """
     run = LAUNCHERS[choice.strategy]
-    return run(x, weights, form, n_columns, bias=bias, config=choice.config)
+    return run(x, weights, format, n_columns, bias=bias, config=choice.config)
 
 
 def _multiply_decoded(
     x: Tensor,
     weights: WeightTensors,
-    form: WeightFormat,
+    format: WeightFormat,
     n_columns: int,
     *,
     bias: Tensor | None = None,
     config: None = None,
 ) -> Tensor:
-    return F.linear(x, decode_weights(weights, form, n_columns), bias)
+    return F.linear(x, decode_weights(weights, format, n_columns), bias)
 
 
 # What runs a strategy; each is called as `run_choice`, with the division of its choice.
@@ -144,21 +144,21 @@ def _multiply_ahead(
     decoder: AheadDecoder,
     x: Tensor,
     weights: WeightTensors,
-    form: WeightFormat,
+    format: WeightFormat,
     n_columns: int,
     bias: Tensor | None,
 ) -> Tensor:
     """With the weight that was decoded while the product before this one ran."""
-    decode = partial(_decode_to, form=form)
+    decode = partial(_decode_to, format=format)
     with decoder.plain(weights, (weights.n_rows, n_columns), decode) as weight:
         return F.linear(x, weight, bias)
 
 
-def _decode_to(arrays: Sequence[Tensor], dst: Tensor, form: WeightFormat) -> None:
-    decode_weights(WeightTensors(*arrays), form, dst.shape[1], dst)
+def _decode_to(arrays: Sequence[Tensor], dst: Tensor, format: WeightFormat) -> None:
+    decode_weights(WeightTensors(*arrays), format, dst.shape[1], dst)
 
 
-def _choose_without_memory(n_rows: int, n_columns: int, form: WeightFormat) -> Choice:
+def _choose_without_memory(n_rows: int, n_columns: int, format: WeightFormat) -> Choice:
     """What needs no memory for the plain weight."""
     mib = 2 * n_rows * n_columns / 2**20
     warnings.warn(
@@ -168,4 +168,4 @@ def _choose_without_memory(n_rows: int, n_columns: int, form: WeightFormat) -> C
         RuntimeWarning,
         stacklevel=2,
     )
-    return Choice(Strategy.MANY if form is W12 else Strategy.FUSED)
+    return Choice(Strategy.MANY if format is W12 else Strategy.FUSED)

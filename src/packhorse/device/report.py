@@ -14,13 +14,13 @@ class WeightReport:
     Attributes:
         name: of the modules that have it, " = " between them.
         shape: rows and columns.
-        form: name of its format.
+        format: name of its format.
         nbytes: bytes of the packed weight.
     """
 
     name: str
     shape: tuple[int, int]
-    form: str
+    format: str
     nbytes: int
 
     @property
@@ -82,7 +82,7 @@ class PackReport:
         for weight in self.packed:
             bits, before = f"{weight.bits_per_weight:.2f}", _mib(weight.plain_nbytes)
             rows.append(
-                (weight.name, _by(weight.shape), weight.form, bits, before, _mib(weight.nbytes))
+                (weight.name, _by(weight.shape), weight.format, bits, before, _mib(weight.nbytes))
             )
         for left in self.left:
             size = _mib(left.nbytes)

@@ -28,14 +28,14 @@ class ProductTimer:
     """Times products with one matrix; what a search of the autotuner calls.
 
     Attributes:
-        form: the format of the matrix.
+        format: the format of the matrix.
         n_columns: its columns.
     """
 
     def __init__(
         self,
         weights: WeightTensors,
-        form: WeightFormat,
+        format: WeightFormat,
         n_columns: int,
         *,
         chain_nbytes: int = CHAIN_NBYTES,
@@ -45,7 +45,7 @@ class ProductTimer:
 
         Args:
             weights: on the GPU.
-            form: their format.
+            format: their format.
             n_columns: columns of the matrix.
             chain_nbytes: bytes of all copies together, at least.
             n_replays: timed replays of each measurement.
@@ -53,7 +53,7 @@ class ProductTimer:
         Raises:
             torch.OutOfMemoryError: there is too little memory for the copies.
         """
-        self.form = form
+        self.format = format
         self.n_columns = n_columns
         nbytes = sum(tensor.nbytes for tensor in weights)
         n_copies = chain_copies(nbytes, chain_nbytes)
@@ -91,10 +91,10 @@ class ProductTimer:
 
     def decoding(self) -> float:
         """Seconds of decoding the matrix to device memory, each copy to memory of its own."""
-        form, n_columns, plain = self.form, self.n_columns, self._decoded()
+        format, n_columns, plain = self.format, self.n_columns, self._decoded()
         outs = [torch.empty_like(plain) for _ in self._chain]
         pairs = zip(self._chain, outs, strict=True)
-        return self.time([partial(decode_weights, w, form, n_columns, out) for w, out in pairs])
+        return self.time([partial(decode_weights, w, format, n_columns, out) for w, out in pairs])
 
     def tokens(self, n_tokens: int) -> torch.Tensor:
         """Vectors to multiply with, always the same."""
@@ -108,11 +108,11 @@ class ProductTimer:
         return time_chain(calls, n_replays=self._n_replays)
 
     def _multiply(self, x: torch.Tensor, weights: WeightTensors, choice: Choice) -> torch.Tensor:
-        return run_choice(choice, x, weights, self.form, self.n_columns)
+        return run_choice(choice, x, weights, self.format, self.n_columns)
 
     def _decoded(self) -> torch.Tensor:
         if self._plain is None:
-            self._plain = decode_weights(self._chain[0], self.form, self.n_columns)
+            self._plain = decode_weights(self._chain[0], self.format, self.n_columns)
         return self._plain
 
     def _is_right(self, x: torch.Tensor, y: torch.Tensor) -> bool:

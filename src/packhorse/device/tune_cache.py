@@ -60,12 +60,12 @@ class Key:
     Attributes:
         n_rows: its rows.
         n_columns: its columns.
-        form: name of its format.
+        format: name of its format.
     """
 
     n_rows: int
     n_columns: int
-    form: str
+    format: str
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,9 @@ def _dump_entry(key: Key, buckets: dict[int, Measured]) -> dict[str, Any]:
         }
         for n_tokens, measured in sorted(buckets.items())
     ]
-    return asdict(key) | {"buckets": rows}
+    return {
+        "n_rows": key.n_rows, "n_columns": key.n_columns, "form": key.format, "buckets": rows,
+    }  # fmt: skip
 
 
 TUNE_CACHE = FigureCache[Key, dict[int, Measured]](

@@ -71,19 +71,19 @@ def resolve_model(name: str | None) -> DeviceModel:
 
 
 def predict_choices(
-    n_rows: int, n_columns: int, form: WeightFormat, model: DeviceModel
+    n_rows: int, n_columns: int, format: WeightFormat, model: DeviceModel
 ) -> dict[int, Measured]:
     """What is chosen where nothing was tuned, with predicted times.
 
     Args:
         n_rows: rows of the matrix.
         n_columns: its columns.
-        form: its format.
+        format: its format.
         model: the GPU.
     """
     return {
         n: Measured(found.choice, found.seconds, predict_plain(n_rows, n_columns, n, model))
-        for n, found in tune(n_rows, n_columns, form, model).items()
+        for n, found in tune(n_rows, n_columns, format, model).items()
     }
 
 
@@ -109,16 +109,16 @@ def random_weight(n_rows: int, n_columns: int, device: torch.device, seed: int =
     return weight
 
 
-def pack_on(weight: torch.Tensor, form: WeightFormat, *, threads: int = 8) -> WeightTensors:
+def pack_on(weight: torch.Tensor, format: WeightFormat, *, threads: int = 8) -> WeightTensors:
     """A weight, packed by the host, on the device where it was.
 
     Args:
         weight: BF16, n_rows x n_columns.
-        form: the format.
+        format: the format.
         threads: of the host.
     """
     bits = weight.contiguous().view(torch.int16).cpu().view(torch.uint16).numpy()
-    arrays = pack(bits, form, threads=threads)
+    arrays = pack(bits, format, threads=threads)
     return WeightTensors(*(torch.from_numpy(array).to(weight.device) for array in arrays))
 
 
@@ -162,7 +162,7 @@ def _require_folder(folder: Path) -> None:
 def tune_on_gpu(
     n_rows: int,
     n_columns: int,
-    form: WeightFormat,
+    format: WeightFormat,
     device: torch.device,
     *,
     folder: str | PathLike[str] | None = None,
@@ -175,7 +175,7 @@ def tune_on_gpu(
     Args:
         n_rows: rows of the matrix.
         n_columns: its columns.
-        form: its format.
+        format: its format.
         device: the GPU.
         folder: of the cache; None for the usual one.
         again: measure what was measured before, too.
@@ -189,7 +189,7 @@ def tune_on_gpu(
         OSError: the cache cannot be written.
         MemoryError: the copies of the matrix do not fit in the GPU's memory.
     """
-    key = Key(n_rows, n_columns, form.name)
+    key = Key(n_rows, n_columns, format.name)
     before = {} if again else tuned_before(key, device, folder)
     missing = [n for n in buckets if n not in before]
     if not missing:
@@ -198,7 +198,7 @@ def tune_on_gpu(
     path = TUNE_CACHE.path(identity.device, folder)
     _require_folder(path.parent)
     found = measure_choices(
-        n_rows, n_columns, form, device, buckets=missing, order=order_in(before), search=search
+        n_rows, n_columns, format, device, buckets=missing, order=order_in(before), search=search
     )
     both = before | found
     if found:
@@ -210,7 +210,7 @@ def tune_on_gpu(
 def measure_choices(
     n_rows: int,
     n_columns: int,
-    form: WeightFormat,
+    format: WeightFormat,
     device: torch.device,
     *,
     buckets: Iterable[int],
@@ -223,7 +223,7 @@ def measure_choices(
     Args:
         n_rows: rows of the matrix.
         n_columns: its columns.
-        form: its format.
+        format: its format.
         device: where it is multiplied.
         buckets: numbers of tokens.
         order: a division whose order of sums is to be kept.
@@ -237,12 +237,12 @@ def measure_choices(
         MemoryError: the copies of the matrix do not fit in the device's memory.
     """
     try:
-        weights = pack_on(random_weight(n_rows, n_columns, device), form)
-        timer = (make_timer or ProductTimer)(weights, form, n_columns)
+        weights = pack_on(random_weight(n_rows, n_columns, device), format)
+        timer = (make_timer or ProductTimer)(weights, format, n_columns)
     except torch.OutOfMemoryError as error:
         raise MemoryError(f"copies of {n_rows} x {n_columns} do not fit on the GPU") from error
     found = tune(
-        n_rows, n_columns, form, describe_device(device), timer,
+        n_rows, n_columns, format, describe_device(device), timer,
         buckets=list(buckets), order=order, search=search,
     )  # fmt: skip
     return {n: Measured(row.choice, row.seconds, timer.plain(n)) for n, row in found.items()}

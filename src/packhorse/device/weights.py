@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
 from packhorse.device import operators
-from packhorse.device.packed_arrays import check_arrays, empty_arrays, pack_arrays, resolve_form
+from packhorse.device.packed_arrays import check_arrays, empty_arrays, pack_arrays, resolve_format
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WEIGHT_FORMATS, WeightFormat
 
@@ -40,7 +40,7 @@ class _Held:
     """What a packed weight and all that is detached from it share."""
 
     arrays: WeightTensors
-    form: WeightFormat
+    format: WeightFormat
     n_columns: int
     max_row_exceptions: int | None = None  # None: nobody has looked
 
@@ -49,7 +49,7 @@ class PackedWeight(Tensor):
     """A matrix of BF16 elements, packed; `packhorse.device.pack_weight` makes one.
 
     Attributes:
-        form: its format.
+        format: its format.
         low_bytes: u8, n_rows x n_padded.
         high_bits: u8, n_rows x n_high_bytes.
         first_exponents: u8, n_rows.
@@ -61,7 +61,7 @@ class PackedWeight(Tensor):
         >>> from packhorse.device import pack_weight
         >>> weight = pack_weight(torch.randn(256, 512, dtype=torch.bfloat16))
 
-        >>> weight.shape, weight.dtype, weight.form.name
+        >>> weight.shape, weight.dtype, weight.format.name
         (torch.Size([256, 512]), torch.bfloat16, 'W12')
         >>> weight.gather_rows(torch.tensor([7, 7, 0])).shape
         torch.Size([3, 512])
@@ -72,7 +72,7 @@ class PackedWeight(Tensor):
     def __new__(
         cls,
         arrays: "WeightTensors | PackedWeight",
-        form: WeightFormat | str | None = None,
+        format: WeightFormat | str | None = None,
         n_columns: int | None = None,
         requires_grad: bool = False,
     ) -> "PackedWeight":
@@ -83,7 +83,7 @@ class PackedWeight(Tensor):
             arrays: trusted: those from elsewhere go through `packhorse.device.check_arrays`. Or a
                 packed weight, and nothing else: libraries that move parameters, such as accelerate,
                 make new ones by the class of the old.
-            form: their format.
+            format: their format.
             n_columns: columns of the matrix.
             requires_grad: of a parameter; it must not, once it is multiplied.
 
@@ -93,12 +93,12 @@ class PackedWeight(Tensor):
         if isinstance(arrays, PackedWeight):
             parameter: PackedWeight = Parameter(arrays.detach(), requires_grad)  # type: ignore[assignment]
             return parameter
-        if not isinstance(arrays, WeightTensors) or form is None or n_columns is None:
+        if not isinstance(arrays, WeightTensors) or format is None or n_columns is None:
             raise TypeError(
                 f"PackedWeight takes arrays, their format and the number of columns, not "
                 f"{type(arrays).__name__}; packhorse.device.pack_weight packs a plain matrix"
             )
-        return cls._wrap(_Held(arrays, resolve_form(form), n_columns))
+        return cls._wrap(_Held(arrays, resolve_format(format), n_columns))
 
     @classmethod
     def _wrap(cls, held: _Held) -> "PackedWeight":
@@ -115,9 +115,9 @@ class PackedWeight(Tensor):
         return self._held.arrays
 
     @property
-    def form(self) -> WeightFormat:
+    def format(self) -> WeightFormat:
         """The format."""
-        return self._held.form
+        return self._held.format
 
     @property
     def low_bytes(self) -> Tensor:
@@ -157,9 +157,9 @@ class PackedWeight(Tensor):
     def unpack(self) -> Tensor:
         """The plain matrix: BF16, n_rows x n_columns, on the same device, equal bit for bit to
         what was packed."""
-        arrays, form = self._held.arrays, self._held.form
+        arrays, format = self._held.arrays, self._held.format
         unpacked: Tensor = torch.ops.packhorse.unpack_weight(
-            *arrays, form.name, self._held.n_columns
+            *arrays, format.name, self._held.n_columns
         )
         return unpacked
 
@@ -184,7 +184,7 @@ class PackedWeight(Tensor):
             most = min(held.n_columns, held.arrays.exceptions.shape[0])
         flat = rows.reshape(-1).to(torch.int64)
         find = operators.gather_rows if is_transformed() else operators.look_up
-        found = find(held.arrays, held.form, held.n_columns, flat, most)
+        found = find(held.arrays, held.format, held.n_columns, flat, most)
         return found.view(*rows.shape, held.n_columns)
 
     def prepare_gather(self) -> None:
@@ -244,16 +244,15 @@ class PackedWeight(Tensor):
         """What compiled code depends on, for the caches of PyTorch's compilers."""
         held = self._held
         arrays = [(str(a.shape), a.stride(), str(a.device), a.requires_grad) for a in held.arrays]
-        return repr((held.form.name, held.n_columns, held.max_row_exceptions, arrays))
+        return repr((held.format.name, held.n_columns, held.max_row_exceptions, arrays))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         n_rows, n_columns = self.shape
         bits = self.bits_per_weight
         # In a graph that is being traced, the number of exceptions has no value.
         size = f"{bits:.2f} bits a weight, " if isinstance(bits, float) else ""
-        return (
-            f"PackedWeight({self.form.name}, {n_rows} x {n_columns}, {size}device='{self.device}')"
-        )
+        shape = f"{n_rows} x {n_columns}"
+        return f"PackedWeight({self.format.name}, {shape}, {size}device='{self.device}')"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedWeight":
         copied: PackedWeight = _like(self, self.clone())
@@ -263,10 +262,10 @@ class PackedWeight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         held = self._held
         traits = isinstance(self, Parameter), held.max_row_exceptions is not None
-        return _rebuild, (tuple(held.arrays), held.form.name, held.n_columns, *traits)
+        return _rebuild, (tuple(held.arrays), held.format.name, held.n_columns, *traits)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int | None]]:
-        return list(WeightTensors._fields), (self.form.name, self._held.max_row_exceptions)
+        return list(WeightTensors._fields), (self.format.name, self._held.max_row_exceptions)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -300,11 +299,11 @@ def _like(weight: PackedWeight, other: Any) -> Any:
 
 
 def _rebuild(
-    arrays: tuple[Tensor, ...], form: str, n_columns: int, is_parameter: bool, gathers: bool
+    arrays: tuple[Tensor, ...], format: str, n_columns: int, is_parameter: bool, gathers: bool
 ) -> PackedWeight:
     checked = WeightTensors(*(array.contiguous() for array in arrays))
-    check_arrays(checked, resolve_form(form), n_columns, name="pickle")
-    weight = PackedWeight(checked, form, n_columns)
+    check_arrays(checked, resolve_format(format), n_columns, name="pickle")
+    weight = PackedWeight(checked, format, n_columns)
     if gathers:
         weight.prepare_gather()
     return Parameter(weight, requires_grad=False) if is_parameter else weight  # type: ignore[return-value]
@@ -419,7 +418,7 @@ def _run_linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     if not isinstance(weight, PackedWeight) or isinstance(x, PackedWeight):
         raise TypeError("the input of a linear layer must be a plain tensor, not a packed weight")
     product: Tensor = torch.ops.packhorse.multiply_weight(
-        x, *weight.arrays, bias, weight.form.name, weight.shape[1]
+        x, *weight.arrays, bias, weight.format.name, weight.shape[1]
     )
     return product
 
@@ -454,15 +453,15 @@ def _copy_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if name in ("device", "non_blocking", "pin_memory")
     }
     arrays = WeightTensors(*(func(array, **kept) for array in held.arrays))
-    return PackedWeight._wrap(_Held(arrays, held.form, held.n_columns, held.max_row_exceptions))
+    return PackedWeight._wrap(_Held(arrays, held.format, held.n_columns, held.max_row_exceptions))
 
 
 def _make_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("dtype") not in (None, torch.bfloat16):
         return _run_decoded(func, args, kwargs)
     held, device = args[0]._held, kwargs.get("device") or args[0].device
-    arrays = empty_arrays(held.arrays.n_rows, held.n_columns, held.form, device=device)
-    return PackedWeight._wrap(_Held(arrays, held.form, held.n_columns))
+    arrays = empty_arrays(held.arrays.n_rows, held.n_columns, held.format, device=device)
+    return PackedWeight._wrap(_Held(arrays, held.format, held.n_columns))
 
 
 def _assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -476,11 +475,11 @@ def _assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         source = source.unpack() if isinstance(source, PackedWeight) else source
         source = source.expand(target.shape)
     if not isinstance(source, PackedWeight):
-        arrays = pack_arrays(source.to(torch.bfloat16), target.form)
-        source = PackedWeight(arrays, target.form, target.shape[1])
+        arrays = pack_arrays(source.to(torch.bfloat16), target.format)
+        source = PackedWeight(arrays, target.format, target.shape[1])
     moved = WeightTensors(*(array.to(target.device, copy=True) for array in source.arrays))
     held = target._held
-    held.arrays, held.form = moved, source.form
+    held.arrays, held.format = moved, source.format
     was_prepared = held.max_row_exceptions is not None
     held.max_row_exceptions = source._held.max_row_exceptions
     if was_prepared and held.max_row_exceptions is None:

@@ -312,7 +312,7 @@ def default_config(
     n_rows: int,
     n_columns: int,
     n_tokens: int,
-    form: WeightFormat,
+    format: WeightFormat,
     n_processors: int = 132,
     shared_nbytes: int = MIN_SHARED_NBYTES,
 ) -> MatmulConfig:
@@ -326,7 +326,7 @@ def default_config(
         n_rows: rows of the weight.
         n_columns: its columns.
         n_tokens: vectors that it is multiplied with.
-        form: its format.
+        format: its format.
         n_processors: multiprocessors of the GPU.
         shared_nbytes: shared memory that a program may have there.
     """
@@ -334,7 +334,7 @@ def default_config(
     while block_tokens < min(n_tokens, MAX_BLOCK_TOKENS):
         block_tokens *= 2
     block_steps, n_warps = 32, 4
-    n_turns = -(-form.n_steps(n_columns) // (block_steps * n_warps))
+    n_turns = -(-format.n_steps(n_columns) // (block_steps * n_warps))
     n_blocks = -(-n_rows // 32)
     n_splits = 1
     while n_blocks * n_splits * 2 <= n_processors * 2 and n_turns >= 4 * n_splits:
@@ -342,7 +342,7 @@ def default_config(
     # More rows for a program where each reads many tokens again, as long as there are programs for
     # all multiprocessors; fewer stages where registers or shared memory would not do.
     block_rows, n_tiles, n_stages = {8: (32, 1, 4), 16: (64, 2, 3), 32: (32, 3, 3)}[block_tokens]
-    if form is not W12:
+    if format is not W12:
         block_rows, n_tiles, n_stages = 32, 1, 3
     while n_tiles > 1 and -(-n_rows // (n_tiles * block_rows)) * n_splits < n_processors:
         n_tiles -= 1
@@ -350,7 +350,7 @@ def default_config(
         config = MatmulConfig(
             block_rows, block_tokens, block_steps, n_warps, n_splits, n_stages, n_tiles
         )
-        if shared_nbytes_of(config, form) <= shared_nbytes:
+        if shared_nbytes_of(config, format) <= shared_nbytes:
             return config
         if n_stages > 2:
             n_stages -= 1
@@ -358,10 +358,10 @@ def default_config(
             block_tokens //= 2
 
 
-def shared_nbytes_of(config: MatmulConfig, form: WeightFormat) -> int:
+def shared_nbytes_of(config: MatmulConfig, format: WeightFormat) -> int:
     """Shared memory of a program: the tiles of all turns that are on their way."""
-    weights = config.n_tiles * config.block_rows * form.n_slices * form.bits // 8
-    tokens = 2 * form.n_slices * config.block_tokens
+    weights = config.n_tiles * config.block_rows * format.n_slices * format.bits // 8
+    tokens = 2 * format.n_slices * config.block_tokens
     turn = config.block_steps * config.n_warps
     return max(config.n_stages - 1, 1) * turn * (weights + tokens)
 
@@ -369,7 +369,7 @@ def shared_nbytes_of(config: MatmulConfig, form: WeightFormat) -> int:
 def multiply_weights(
     x: torch.Tensor,
     weights: WeightTensors,
-    form: WeightFormat,
+    format: WeightFormat,
     n_columns: int,
     *,
     bias: torch.Tensor | None = None,
@@ -380,7 +380,7 @@ def multiply_weights(
     Args:
         x: BF16, n_tokens x n_columns.
         weights: checked arrays of `n_rows` rows.
-        form: their format.
+        format: their format.
         n_columns: columns of the matrix.
         bias: BF16, n_rows.
         config: how the work is divided.
@@ -393,15 +393,15 @@ def multiply_weights(
         ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
     """
 
-    y = check_product(x, weights, form, n_columns, bias)
+    y = check_product(x, weights, format, n_columns, bias)
     if not y.numel():
         return y
     if config is None:
         limits = limits_of(y.device)
-        config = default_config(y.shape[1], n_columns, len(x), form, *limits)
+        config = default_config(y.shape[1], n_columns, len(x), format, *limits)
     with device_of(x):
         sums = memory_for_sums(y, config.n_splits)
-        _launch(x, weights, form, bias, sums, config)
+        _launch(x, weights, format, bias, sums, config)
         if sums is not y:
             add_splits(sums, y)
     return y
@@ -410,7 +410,7 @@ def multiply_weights(
 def check_product(
     x: torch.Tensor,
     weights: WeightTensors,
-    form: WeightFormat,
+    format: WeightFormat,
     n_columns: int,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -419,7 +419,7 @@ def check_product(
     Args:
         x: BF16, n_tokens x n_columns.
         weights: checked arrays of `n_rows` rows.
-        form: their format.
+        format: their format.
         n_columns: columns of the matrix.
         bias: BF16, n_rows.
 
@@ -430,7 +430,7 @@ def check_product(
         TypeError: a tensor has another dtype.
         ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
     """
-    require_weights(weights, form, n_columns)
+    require_weights(weights, format, n_columns)
     n_rows, device = weights.n_rows, weights.device
     require_tensor(x, "x", torch.bfloat16, (len(x), n_columns), device)
     if bias is not None:
@@ -467,14 +467,14 @@ def add_splits(partial: torch.Tensor, y: torch.Tensor) -> None:
 def _launch(
     x: torch.Tensor,
     weights: WeightTensors,
-    form: WeightFormat,
+    format: WeightFormat,
     bias: torch.Tensor | None,
     y: torch.Tensor,
     config: MatmulConfig,
 ) -> None:
     n_tokens, n_columns = x.shape
     n_rows = weights.n_rows
-    n_steps = form.n_steps(n_columns)
+    n_steps = format.n_steps(n_columns)
     turn = config.block_steps * config.n_warps
     dialect = choose_dialect(x.device)
     n_row_blocks = ceil_div(n_rows, config.n_tiles * config.block_rows)
@@ -488,15 +488,15 @@ def _launch(
         n_rows,
         n_columns,
         n_steps,
-        BITS=form.bits,
-        SLICES=form.n_slices,
+        BITS=format.bits,
+        SLICES=format.n_slices,
         BLOCK_ROWS=config.block_rows,
         BLOCK_TOKENS=config.block_tokens,
         BLOCK_STEPS=config.block_steps,
         PARTS=config.n_warps,
         TILES=config.n_tiles,
         SPLITS=config.n_splits,
-        EVEN=n_steps % turn == 0 and n_columns == form.n_slices * n_steps,
+        EVEN=n_steps % turn == 0 and n_columns == format.n_slices * n_steps,
         HAS_BIAS=bias is not None,
         ASSEMBLY=dialect.assembly,
         UPCAST=dialect.upcast,

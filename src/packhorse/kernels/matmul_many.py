@@ -285,7 +285,7 @@ def many_shared_nbytes(config: ManyConfig) -> int:
 def multiply_many(
     x: torch.Tensor,
     weights: WeightTensors,
-    form: WeightFormat,
+    format: WeightFormat,
     n_columns: int,
     *,
     bias: torch.Tensor | None = None,
@@ -296,7 +296,7 @@ def multiply_many(
     Args:
         x: BF16, n_tokens x n_columns; elements below 2^87 in size.
         weights: checked arrays of `n_rows` rows.
-        form: their format, which must be W12.
+        format: their format, which must be W12.
         n_columns: columns of the matrix.
         bias: BF16, n_rows.
         config: how the work is divided.
@@ -309,9 +309,9 @@ def multiply_many(
         ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
     """
 
-    if form is not W12:
-        raise ValueError(f"products of many tokens take weights of W12, not {form.name}")
-    y = check_product(x, weights, form, n_columns, bias)
+    if format is not W12:
+        raise ValueError(f"products of many tokens take weights of W12, not {format.name}")
+    y = check_product(x, weights, format, n_columns, bias)
     if not y.numel():
         return y
     if config is None:

@@ -66,12 +66,12 @@ class _Checked(NamedTuple):
     """Arrays that fit, so that products of one token do not wait for checks.
 
     Attributes:
-        form: their format.
+        format: their format.
         n_columns: columns of their matrix.
         arrays: weak references to them.
     """
 
-    form: WeightFormat
+    format: WeightFormat
     n_columns: int
     arrays: tuple[ReferenceType[torch.Tensor], ...]
 
@@ -79,7 +79,7 @@ class _Checked(NamedTuple):
 _CHECKED: dict[int, _Checked] = {}  # by the identity of the low bytes
 
 
-def require_weights(weights: WeightTensors, form: WeightFormat, n_columns: int) -> None:
+def require_weights(weights: WeightTensors, format: WeightFormat, n_columns: int) -> None:
     """Checks shapes and dtypes, not the content, which whoever brings it has to check.
 
     Arrays that have passed are known by their identity, and not looked at again.
@@ -90,7 +90,7 @@ def require_weights(weights: WeightTensors, form: WeightFormat, n_columns: int) 
     """
     key = id(weights.low_bytes)
     known = _CHECKED.get(key)
-    if known is not None and known.form is form and known.n_columns == n_columns:
+    if known is not None and known.format is format and known.n_columns == n_columns:
         low, high, first, starts, exceptions = known.arrays
         if (
             low() is weights.low_bytes
@@ -100,18 +100,18 @@ def require_weights(weights: WeightTensors, form: WeightFormat, n_columns: int) 
             and exceptions() is weights.exceptions
         ):
             return
-    _check_weights(weights, form, n_columns)
+    _check_weights(weights, format, n_columns)
     others = map(ref, weights[1:])
     # What is here must not outlive the tensor whose identity it is known by.
     low_bytes = ref(weights.low_bytes, lambda _: _CHECKED.pop(key, None))
-    _CHECKED[key] = _Checked(form, n_columns, (low_bytes, *others))
+    _CHECKED[key] = _Checked(format, n_columns, (low_bytes, *others))
 
 
-def _check_weights(weights: WeightTensors, form: WeightFormat, n_columns: int) -> None:
+def _check_weights(weights: WeightTensors, format: WeightFormat, n_columns: int) -> None:
     n_rows, device = weights.n_rows, weights.device
     shapes = [
-        (torch.uint8, (n_rows, form.n_padded(n_columns))),
-        (torch.uint8, (n_rows, form.n_high_bytes(n_columns))),
+        (torch.uint8, (n_rows, format.n_padded(n_columns))),
+        (torch.uint8, (n_rows, format.n_high_bytes(n_columns))),
         (torch.uint8, (n_rows,)),
         (torch.int32, (n_rows + 1,)),
         (torch.int32, (weights.exceptions.numel(),)),
@@ -244,14 +244,14 @@ def decode_weights_kernel(
 
 
 def decode_weights(
-    weights: WeightTensors, form: WeightFormat, n_columns: int, out: torch.Tensor | None = None
+    weights: WeightTensors, format: WeightFormat, n_columns: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The plain weight, bit for bit.
 
     Args:
         weights: checked arrays of `n_rows` rows; columns of exceptions out of range would be
             written out of range.
-        form: their format.
+        format: their format.
         n_columns: columns of the matrix, 1 to 65536.
         out: BF16, n_rows x n_columns, to be overwritten; by default a new one.
 
@@ -262,23 +262,23 @@ def decode_weights(
         TypeError: a tensor has another dtype.
         ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
     """
-    require_weights(weights, form, n_columns)
+    require_weights(weights, format, n_columns)
     n_rows, device = weights.n_rows, weights.device
     if out is None:
         out = torch.empty((n_rows, n_columns), dtype=torch.bfloat16, device=device)
     require_tensor(out, "out", torch.bfloat16, (n_rows, n_columns), device)
-    _decode(weights, form, None, out)
+    _decode(weights, format, None, out)
     return out
 
 
 def decode_rows(
-    weights: WeightTensors, form: WeightFormat, n_columns: int, rows: torch.Tensor
+    weights: WeightTensors, format: WeightFormat, n_columns: int, rows: torch.Tensor
 ) -> torch.Tensor:
     """Some rows of the plain weight, bit for bit.
 
     Args:
         weights: as for `decode_weights`.
-        form: their format.
+        format: their format.
         n_columns: columns of the matrix.
         rows: int64 (n,), their numbers, in any order.
 
@@ -290,23 +290,23 @@ def decode_rows(
         TypeError: a tensor has another dtype.
         ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
     """
-    require_weights(weights, form, n_columns)
+    require_weights(weights, format, n_columns)
     require_tensor(rows, "rows", torch.int64, (len(rows),), weights.device)
     # PyTorch's look-up stops what comes after it if there is no such row.
     firsts = weights.first_exponents.index_select(0, rows)
     out = torch.empty((len(rows), n_columns), dtype=torch.bfloat16, device=weights.device)
-    _decode(weights._replace(first_exponents=firsts), form, rows, out)
+    _decode(weights._replace(first_exponents=firsts), format, rows, out)
     return out
 
 
 def _decode(
-    weights: WeightTensors, form: WeightFormat, rows: torch.Tensor | None, out: torch.Tensor
+    weights: WeightTensors, format: WeightFormat, rows: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     n_rows, n_columns = out.shape
     if n_rows == 0:
         return
     dialect = choose_dialect(out.device)
-    n_steps = form.n_steps(n_columns)
+    n_steps = format.n_steps(n_columns)
     block_steps = min(triton.next_power_of_2(n_steps), 512)
     block_rows = 2048 // block_steps  # so that each of 128 threads loads 16 bytes at once
     with device_of(out):
@@ -317,8 +317,8 @@ def _decode(
             n_rows,
             n_columns,
             n_steps,
-            BITS=form.bits,
-            SLICES=form.n_slices,
+            BITS=format.bits,
+            SLICES=format.n_slices,
             BLOCK_ROWS=block_rows,
             BLOCK_STEPS=block_steps,
             BLOCK_EXCEPTIONS=8,

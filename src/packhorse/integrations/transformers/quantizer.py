@@ -8,7 +8,7 @@ users import it as `packhorse.transformers`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -19,7 +19,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from packhorse.device.formats import check_tokens, pack_if_smaller, require_speeds, resolve_fmt
+from packhorse.device.formats import (
+    check_tokens,
+    pack_if_smaller,
+    require_speeds,
+    resolve_format_or_auto,
+)
 from packhorse.device.model import (
     WeightChoice,
     hold_packed_weights,
@@ -50,6 +55,7 @@ __all__ = ["METHOD", "VERSION", "PackhorseConfig", "PackhorseQuantizer"]
 
 METHOD = "packhorse"
 VERSION = WEIGHT_VERSION  # of the arrays, and of what config.json says of them
+_STORED_FORMAT = "fmt"  # the key of the format in a config.json
 _PACKED_SHARE = 0.76  # of the bytes of a BF16 weight, at most, for models that gain
 
 
@@ -57,7 +63,7 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """How `from_pretrained` packs a model; it stands in the config.json of a packed one.
 
     Attributes:
-        fmt: "auto", "W12" or "W11", as for `pack_model_`.
+        format: "auto", "W12" or "W11", as for `pack_model_`.
         modules_to_not_convert: names of modules that stay plain, with all below them: whole names
             or their last parts; `*` and `?` stand for any characters.
         lm_head: whether to pack the output layer. An embedding that shares its weight is packed
@@ -81,7 +87,7 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def __init__(
         self,
-        fmt: str = "auto",
+        format: str = "auto",
         modules_to_not_convert: Iterable[str] | None = None,
         lm_head: bool = True,
         embeddings: bool | None = None,
@@ -91,7 +97,7 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
         """Options for loading.
 
         Args:
-            fmt: see above.
+            format: see above.
             modules_to_not_convert: see above.
             lm_head: see above.
             embeddings: see above.
@@ -111,8 +117,8 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
             )
         if stored:
             raise ValueError(f"PackhorseConfig has no option {', '.join(map(repr, stored))}")
-        resolve_fmt(fmt)
-        self.fmt = fmt
+        resolve_format_or_auto(format)
+        self.format = format
         self.modules_to_not_convert = _check_names(modules_to_not_convert)
         if not isinstance(lm_head, bool):
             raise ValueError(f"lm_head is {lm_head!r}; it must be True or False")
@@ -121,6 +127,22 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.lm_head, self.embeddings = lm_head, embeddings
         check_tokens(for_tokens)
         self.for_tokens = for_tokens
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], *args: Any, **others: Any) -> Any:
+        """A config from the dict of a config.json, which has the format under `fmt`."""
+        options = dict(config_dict)
+        if "format" not in options and _STORED_FORMAT in options:
+            options["format"] = options.pop(_STORED_FORMAT)
+        return super().from_dict(options, *args, **others)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What stands in a config.json, with the format under `fmt`."""
+        return {_STORED_FORMAT if k == "format" else k: v for k, v in super().to_dict().items()}
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """The pairs of `to_dict`, for `dict(config)`."""
+        return iter(self.to_dict().items())
 
 
 def _check_names(names: Iterable[str] | None) -> list[str]:
@@ -226,7 +248,7 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
             _require_shape(model.get_parameter(name), name, plain.shape)
             config = self.quantization_config
             for_tokens = config.for_tokens if self._wanted[name] else None
-            packed = pack_if_smaller(plain, resolve_fmt(config.fmt), for_tokens)
+            packed = pack_if_smaller(plain, resolve_format_or_auto(config.format), for_tokens)
         except Exception as error:
             self.note_failure(error)
             return plain
