@@ -18,7 +18,7 @@ from plan_samples import floats, header_of, plan_of
 
 from packhorse.errors import CorruptionError
 from packhorse.gpu.plans import ChunkPlan, Geometry, Unsupported, plan_chunks, why_unsupported
-from packhorse.layout import Mode, Split
+from packhorse.layout import Mode, PlaneField, Split
 from packhorse.reference.symbols import _slots
 
 
@@ -76,7 +76,7 @@ def test_streams_are_grouped_by_their_tables() -> None:
     uploaded = b"".join(array.tobytes() for array in plan.arrays())
     assert plan.memory.tobytes() == uploaded
     assert all(array.nbytes % 16 == 0 for array in plan.arrays()), "as `part_arrays` expects them"
-    assert plan.planes[:, 0, 1].tolist() == [128 * chunk for chunk in range(5)]
+    assert plan.planes[:, 0, PlaneField.OFFSET].tolist() == [128 * chunk for chunk in range(5)]
 
 
 # What is refused.

@@ -10,7 +10,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,8 +30,17 @@ from packhorse.errors import CorruptionError, PackhorseError
 from packhorse.frame import Frame, compress_buffer
 from packhorse.gpu.frames import decode_frame, empty_statuses, run_plan, why_on_host
 from packhorse.gpu.plans import ChunkPlan
-from packhorse.kernels.rans import ESCAPES_DIFFER, WORDS_SHORT, decode_rans, resolve_escapes
-from packhorse.layout import DTYPE_BY_NAME, Level, Mode, Split
+from packhorse.kernels.rans import decode_rans, resolve_escapes
+from packhorse.layout import (
+    DTYPE_BY_NAME,
+    PLAN_FIELDS,
+    EscapedField,
+    Level,
+    Mode,
+    Split,
+    Status,
+    StreamField,
+)
 
 INTERPRETED = bool(knobs.runtime.interpret)
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
@@ -219,7 +228,7 @@ def test_chunks_of_different_modes() -> None:
     frame = by_bytes("BF16", data, codings.__getitem__)
     payload, plan = plan_of(frame)
     rows = np.concatenate([group.streams for group in plan.rans])
-    assert {int(at) % 2 for at in rows[:, 0]} == {0, 1}
+    assert {int(at) % 2 for at in rows[:, StreamField.WORDS_AT]} == {0, 1}
     assert [group.n_buckets for group in plan.rans] == [64]
     assert run_fenced(payload, plan)[0] == data
 
@@ -284,8 +293,10 @@ def test_random_frames_end_as_on_the_host() -> None:
     assert 0 < refused < 20
 
 
-@pytest.mark.parametrize(("cut", "status"), [(True, 6), (False, 7)])
-def test_errors_name_chunk_and_plane(cut: bool, status: int) -> None:
+@pytest.mark.parametrize(
+    ("cut", "status"), [(True, Status.WORDS_EXHAUSTED), (False, Status.WORDS_LEFT)]
+)
+def test_errors_name_chunk_and_plane(cut: bool, status: Status) -> None:
     def edit(chunk: int, plane: int, stream: bytes) -> bytes:
         if (chunk, plane) != (1, 0):
             return stream
@@ -336,6 +347,12 @@ def test_no_payload_leads_a_kernel_out_of_its_memory(name: str) -> None:
             continue
 
 
+def table_of(fields: Mapping[int, int]) -> torch.Tensor:
+    """A plan's table of one row; columns that are not given are 0."""
+    row = [fields.get(column, 0) for column in range(PLAN_FIELDS)]
+    return torch.tensor([row], device=DEVICE)
+
+
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("n_words", [0, 3])
 def test_words_beyond_the_last_are_not_read(offset: int, n_words: int) -> None:
@@ -345,21 +362,33 @@ def test_words_beyond_the_last_are_not_read(offset: int, n_words: int) -> None:
     _, plan = plan_of(frame)
     group = plan.rans[0]
     source = fenced(64 + offset + 2 * n_words)
-    streams = torch.tensor([[64 + offset, n_words, 32, 128, 0, -1, 0, 0]], device=DEVICE)
+    fields = {
+        StreamField.WORDS_AT: 64 + offset,
+        StreamField.N_WORDS: n_words,
+        StreamField.QUARTER: 32,
+        StreamField.N_UNITS: 128,
+        StreamField.CARRIED_AT: -1,
+    }
+    streams = table_of(fields)
     states = torch.full((1, 4, 32), 1 << 16, dtype=torch.uint32, device=DEVICE)
     status = torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
     scratch, tables = fenced(128), torch.from_numpy(group.tables).to(DEVICE)
     decode_rans(source, streams, states, tables, scratch, status, group.n_buckets)
-    assert status.tolist() == [WORDS_SHORT]
+    assert status.tolist() == [Status.WORDS_EXHAUSTED]
 
 
 def test_escapes_beyond_the_last_are_not_read() -> None:
     source, scratch = fenced(3), fenced(128)
     source.copy_(torch.tensor([4, 5, 6]))
     status = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    plane = torch.tensor([[0, 100, 0xA5, 0, 3, 1, 0, 0]], device=DEVICE)
-    resolve_escapes(source, plane, scratch, status)
-    assert status.tolist() == [ESCAPES_DIFFER]
+    fields = {
+        EscapedField.N_UNITS: 100,
+        EscapedField.MARKER: 0xA5,
+        EscapedField.N_ESCAPES: 3,
+        EscapedField.RAW_BITS: 1,
+    }
+    resolve_escapes(source, table_of(fields), scratch, status)
+    assert status.tolist() == [Status.ESCAPE_COUNT]
     assert scratch.tolist() == [8, 10, 12] + [0xA5] * 125
 
 

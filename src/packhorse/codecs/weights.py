@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from packhorse import _core
 from packhorse.codecs.base import choose_isa
 from packhorse.errors import CorruptionError
-from packhorse.layout import MAX_WEIGHT_COLUMNS, WeightFormat
+from packhorse.layout import MAX_WEIGHT_COLUMNS, WeightFault, WeightFormat
 
 __all__ = [
     "WeightArrays",
@@ -239,15 +239,29 @@ def unpack_into(
 
 
 # What the core's WeightFault numbers (csrc/rows/weights_unpack.hpp) mean to a person.
-_FAULT_WORDS = {
-    1: "first_exponents: row {row} has first exponent {found}, which is out of range",
-    2: "exception_starts: number {row} is {found}, which does not fit: it must be {place}",
-    3: "exception_starts: row {row} has {place} to {found}, which descend or lie outside",
-    4: "exceptions: number {place}, of row {row}, has column {found}, which is out of range",
-    5: "exceptions: number {place}, of row {row}, has column {found}; columns must ascend",
-    6: "column {place} of row {row} is an exception and holds {found:#x} in place of a hole",
-    7: "column {place} of row {row} holds {found:#x}: code 0 and a mantissa",
-    8: "column {place} of row {row} is padding and holds {found:#x} in place of 0",
+_FAULT_WORDS: dict[int, str] = {
+    WeightFault.FIRST_EXPONENT: (
+        "first_exponents: row {row} has first exponent {found}, which is out of range"
+    ),
+    WeightFault.ENDS: (
+        "exception_starts: number {row} is {found}, which does not fit: it must be {place}"
+    ),
+    WeightFault.DESCEND: (
+        "exception_starts: row {row} has {place} to {found}, which descend or lie outside"
+    ),
+    WeightFault.COLUMN: (
+        "exceptions: number {place}, of row {row}, has column {found}, which is out of range"
+    ),
+    WeightFault.ASCEND: (
+        "exceptions: number {place}, of row {row}, has column {found}; columns must ascend"
+    ),
+    WeightFault.HOLE: (
+        "column {place} of row {row} is an exception and holds {found:#x} in place of a hole"
+    ),
+    WeightFault.MANTISSA: "column {place} of row {row} holds {found:#x}: code 0 and a mantissa",
+    WeightFault.PADDING: (
+        "column {place} of row {row} is padding and holds {found:#x} in place of 0"
+    ),
 }
 
 
@@ -261,7 +275,7 @@ def check(arrays: WeightArrays, format: WeightFormat, n_columns: int) -> None:
     fault, row, place, found = _core.check_weights(
         *arrays, format.bits, n_columns, int(choose_isa())
     )
-    if fault:
+    if fault != WeightFault.NONE:
         words = _FAULT_WORDS[fault].format(row=row, place=place, found=found)
         raise CorruptionError(f"packed weight: {words}")
 

@@ -19,7 +19,7 @@ from packhorse.codecs.plan import Plan
 from packhorse.frame.base import Base
 from packhorse.frame.header import Table, n_planes_of
 from packhorse.frame.zstd import encode_zstd
-from packhorse.layout import STREAM_NBYTES_BITS, DType, Mode
+from packhorse.layout import FIRST_STREAM, STREAM_NBYTES_BITS, DType, Mode
 
 __all__ = ["Payload", "encode_payload", "n_chunks_of"]
 
@@ -44,7 +44,7 @@ class Payload(NamedTuple):
     @property
     def has_delta(self) -> bool:
         """Whether any chunk needs the base."""
-        return bool(np.any(self.table[:, 1] >> STREAM_NBYTES_BITS == Mode.DELTA))
+        return bool(np.any(self.table[:, FIRST_STREAM] >> STREAM_NBYTES_BITS == Mode.DELTA))
 
 
 def n_chunks_of(nbytes: int, dtype: DType, plan: Plan) -> int:

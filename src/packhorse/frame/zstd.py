@@ -19,7 +19,7 @@ from packhorse.codecs.plan import Plan
 from packhorse.errors import CorruptionError
 from packhorse.frame.base import Base
 from packhorse.frame.header import FrameHeader, Table, padded
-from packhorse.layout import STREAM_NBYTES_BITS, STREAM_NBYTES_MASK, DType, Mode
+from packhorse.layout import STREAM_NBYTES_BITS, STREAM_NBYTES_MASK, DType, Mode, Status
 from packhorse.threads import in_order
 
 __all__ = ["ZstdJob", "encode_zstd"]
@@ -130,10 +130,10 @@ class ZstdJob:
         nbytes = descriptor & STREAM_NBYTES_MASK
         end = offset + padded(nbytes)
         if self.check and crc != _core.crc32c(self.data[offset:end], self.isa):
-            raise self.fail(chunk, STATUS_WORDS[1])
+            raise self.fail(chunk, STATUS_WORDS[Status.CHECKSUM])
         stream = self.data[offset : offset + nbytes]
         if self.data[offset + nbytes : end].any():
-            raise self.fail(chunk, STATUS_WORDS[3])
+            raise self.fail(chunk, STATUS_WORDS[Status.RESERVED])
         mode = descriptor >> STREAM_NBYTES_BITS
         if mode == Mode.ZSTD:
             try:

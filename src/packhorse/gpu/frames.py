@@ -21,6 +21,7 @@ from packhorse.errors import CorruptionError, MissingBackendError
 from packhorse.frame import Frame
 from packhorse.frame.header import FrameHeader, label, read_header
 from packhorse.gpu.plans import ChunkPlan, Geometry, plan_chunks, why_unsupported
+from packhorse.layout import CHUNK_CRC, Status
 
 try:
     import torch
@@ -123,8 +124,7 @@ def run_plan(
         arrays: those of the plan (`ChunkPlan.arrays`), on the device.
         scratch: u8, at least `plan.scratch_nbytes`, aligned to 4 bytes; overwritten.
         out: integers of a unit's size (units,); receives the units.
-        statuses: those of `empty_statuses`; 0 is good, and other numbers are those of
-            `packhorse.codecs.base.STATUS_WORDS`.
+        statuses: those of `empty_statuses`; each number is a `Status`.
     """
     geometry = plan.geometry
     planes, palettes, entries, escaped, *of_groups = arrays
@@ -228,9 +228,9 @@ def first_bad_chunk(payload: ByteArray, ends: Sequence[int], sums: Sequence[int]
 
 def _check_sums(payload: ByteArray, header: FrameHeader, name: str | None) -> None:
     ends = (header.chunk_offsets() - header.header_nbytes).tolist()
-    bad = first_bad_chunk(payload, ends, header.table[:, 0].tolist())
+    bad = first_bad_chunk(payload, ends, header.table[:, CHUNK_CRC].tolist())
     if bad is not None:
-        raise _chunk_error(header, name, bad, STATUS_WORDS[1])
+        raise _chunk_error(header, name, bad, STATUS_WORDS[Status.CHECKSUM])
 
 
 def _chunk_error(header: FrameHeader, name: str | None, chunk: int, words: str) -> CorruptionError:

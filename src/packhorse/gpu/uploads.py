@@ -32,6 +32,7 @@ from packhorse.gpu.frames import (
     why_on_host,
 )
 from packhorse.gpu.plans import ChunkPlan, plan_chunks
+from packhorse.layout import CHUNK_CRC
 from packhorse.threads import in_order
 from packhorse.torch_dtypes import TORCH_DTYPES
 
@@ -137,7 +138,8 @@ def _prepare(window: _Window, device: torch.device) -> _Job | None:
     copy, table = payload.numpy(), header.table[window.first : window.last]
     n_units = (window.stop - window.start) // header.dtype.unit_nbytes
     try:
-        if first_bad_chunk(copy, (ends - ends[0]).tolist(), table[:, 0].tolist()) is not None:
+        sums = table[:, CHUNK_CRC].tolist()
+        if first_bad_chunk(copy, (ends - ends[0]).tolist(), sums) is not None:
             raise CorruptionError("a checksum does not match")
         plan = plan_chunks(copy, table, geometry_of(header)._replace(n_units=n_units))
     except CorruptionError:
