@@ -4,6 +4,8 @@ Memory decides, unless a caller says for how many tokens at once the model is to
 does. Formats are judged by their exceptions, which the core counts in a sample of the rows.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,8 @@ __all__ = [
     "MAX_RATIO",
     "MAX_W11_EXCEPTIONS",
     "MIN_SPEED",
+    "PackingPlan",
+    "StaysPlain",
     "check_tokens",
     "pack_if_smaller",
     "plan_if_smaller",
@@ -37,6 +41,28 @@ MIN_SPEED = 0.97
 # normal distributions, which have 0.03 and 1.3 %.
 MAX_FAST_EXCEPTIONS = {"W12": 0.001, "W11": 0.015}
 _SAMPLED_ROWS = 64  # of a weight, to foresee its exceptions
+
+
+class StaysPlain(NamedTuple):
+    """A weight is not packed.
+
+    Attributes:
+        reason: why, in words for the report.
+    """
+
+    reason: str
+
+
+class PackingPlan(NamedTuple):
+    """What a weight would be packed to.
+
+    Attributes:
+        format: the format.
+        nbytes: bytes of the packed weight.
+    """
+
+    format: WeightFormat
+    nbytes: int
 
 
 def resolve_format_or_auto(format: object) -> WeightFormat | None:
@@ -83,55 +109,63 @@ def check_tokens(for_tokens: int | None) -> None:
 
 def pack_if_smaller(
     weight: Tensor, format: WeightFormat | None, for_tokens: int | None = None
-) -> PackedWeight | str:
-    """Packs a matrix if that saves memory, and no time is lost where time counts; if not, says why.
+) -> PackedWeight | StaysPlain:
+    """Packs a matrix if that saves memory, and no time is lost where time counts.
 
     Args:
         weight: BF16, n_rows x n_columns.
         format: None to choose as "auto" of `pack_model_` does.
         for_tokens: as there.
 
+    Returns:
+        The packed weight, or why the matrix stays plain.
+
     Raises:
         MissingBackendError, TypeError, ValueError: as `pack_weight` and `pack_model_`.
     """
     weight = weight.detach()
     chosen = _choose(weight, format, for_tokens)
-    if isinstance(chosen, str):
+    if isinstance(chosen, StaysPlain):
         return chosen
     packed = pack_weight(weight, chosen)
     if _was_misjudged(packed.exceptions.numel(), weight, chosen, format, for_tokens):
         packed = pack_weight(weight, W12)
-    return _why_no_gain(packed.packed_nbytes, weight, packed.format) or packed
+    reason = _why_no_gain(packed.packed_nbytes, weight, packed.format)
+    return packed if reason is None else StaysPlain(reason)
 
 
 def plan_if_smaller(
     weight: Tensor, format: WeightFormat | None, for_tokens: int | None = None
-) -> tuple[WeightFormat, int] | str:
-    """The format and the bytes of what `pack_if_smaller` would give; or why the matrix stays plain.
+) -> PackingPlan | StaysPlain:
+    """What `pack_if_smaller` would do, without packing.
 
     Args:
         weight: as there.
         format: as there.
         for_tokens: as there.
 
+    Returns:
+        The format and size of the packed weight, or why the matrix stays plain.
+
     Raises:
         MissingBackendError, TypeError, ValueError: as there.
     """
     weight = weight.detach()
     chosen = _choose(weight, format, for_tokens)
-    if isinstance(chosen, str):
+    if isinstance(chosen, StaysPlain):
         return chosen
     n_exceptions = count_exceptions(weight, chosen)
     if _was_misjudged(n_exceptions, weight, chosen, format, for_tokens):
         chosen, n_exceptions = W12, count_exceptions(weight, W12)
     n_rows, n_columns = weight.shape
     nbytes = weights.packed_nbytes(n_rows, n_columns, n_exceptions, chosen)
-    return _why_no_gain(nbytes, weight, chosen) or (chosen, nbytes)
+    reason = _why_no_gain(nbytes, weight, chosen)
+    return PackingPlan(chosen, nbytes) if reason is None else StaysPlain(reason)
 
 
 def _choose(
     weight: Tensor, format: WeightFormat | None, for_tokens: int | None
-) -> WeightFormat | str:
+) -> WeightFormat | StaysPlain:
     if for_tokens is not None and weight.numel():
         return _fastest(weight, format, for_tokens)
     if format is not None:
@@ -177,8 +211,10 @@ def _exception_share(weight: Tensor, format: WeightFormat) -> float:
     return n_exceptions / max(bits.size, 1)
 
 
-def _fastest(weight: Tensor, format: WeightFormat | None, n_tokens: int) -> WeightFormat | str:
-    """The format in which a product is the fastest; in words, why none is fast enough."""
+def _fastest(
+    weight: Tensor, format: WeightFormat | None, n_tokens: int
+) -> WeightFormat | StaysPlain:
+    """The format in which a product is the fastest, or why no format is fast enough."""
     require_speeds(weight.device)
     from packhorse.device.speed import compare_formats
 
@@ -186,8 +222,8 @@ def _fastest(weight: Tensor, format: WeightFormat | None, n_tokens: int) -> Weig
     n_rows, n_columns = weight.shape
     for speed in compare_formats(n_rows, n_columns, n_tokens, formats, weight.device):
         if speed.times < MIN_SPEED:
-            return f"slower with for_tokens={n_tokens}: {speed}"
+            return StaysPlain(f"slower with for_tokens={n_tokens}: {speed}")
         # Figures are for weights with the usual number of exceptions.
         if _exception_share(weight, speed.format) <= MAX_FAST_EXCEPTIONS[speed.format.name]:
             return speed.format
-    return f"slower with for_tokens={n_tokens}: too many exceptions"
+    return StaysPlain(f"slower with for_tokens={n_tokens}: too many exceptions")

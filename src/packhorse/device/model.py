@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from packhorse.device.formats import (
+    StaysPlain,
     check_tokens,
     pack_if_smaller,
     plan_if_smaller,
@@ -170,8 +171,8 @@ def _pack_group(
     group: _Group, format: WeightFormat | None, for_tokens: int | None
 ) -> WeightReport | LeftWeight:
     packed = pack_if_smaller(group.weight, format, for_tokens)
-    if isinstance(packed, str):
-        return _report_left(group.name, group.weight, packed)
+    if isinstance(packed, StaysPlain):
+        return _report_left(group.name, group.weight, packed.reason)
     _replace(group, Parameter(packed, requires_grad=False))
     return _report_packed(group.name, packed.shape, packed.format, packed.packed_nbytes)
 
@@ -180,9 +181,9 @@ def _plan_group(
     group: _Group, format: WeightFormat | None, for_tokens: int | None
 ) -> WeightReport | LeftWeight:
     planned = plan_if_smaller(group.weight, format, for_tokens)
-    if isinstance(planned, str):
-        return _report_left(group.name, group.weight, planned)
-    return _report_packed(group.name, group.weight.shape, *planned)
+    if isinstance(planned, StaysPlain):
+        return _report_left(group.name, group.weight, planned.reason)
+    return _report_packed(group.name, group.weight.shape, planned.format, planned.nbytes)
 
 
 def hold_packed_weights(model: nn.Module) -> None:

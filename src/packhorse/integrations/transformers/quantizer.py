@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from packhorse.device.formats import (
+    StaysPlain,
     check_tokens,
     pack_if_smaller,
     require_speeds,
@@ -252,8 +253,8 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
         except Exception as error:
             self.note_failure(error)
             return plain
-        if isinstance(packed, str):
-            self._reasons[name] = packed
+        if isinstance(packed, StaysPlain):
+            self._reasons[name] = packed.reason
             return plain
         return Parameter(packed, requires_grad=False)
 
