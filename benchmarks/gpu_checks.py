@@ -17,9 +17,9 @@ import packhorse.kernels.matmul as matmul_module
 import packhorse.kernels.matmul_many as many_module
 import packhorse.kernels.weights as weights_module
 from packhorse.device.choices import choose
+from packhorse.device.matrix_tuning import pack_on, random_weight
 from packhorse.device.products import run_choice
 from packhorse.device.strategy import INVARIANT_TOKENS, Choice, Strategy
-from packhorse.device.tuning import pack_on, random_weight
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.launch import Dialect, choose_dialect
 from packhorse.kernels.weights import decode_weights

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packhorse.device.matrix_tuning import pack_on, random_weight
 from packhorse.device.products import multiply
-from packhorse.device.tuning import pack_on, random_weight
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.weights import decode_rows
 from packhorse.layout import W11, W12, WeightFormat

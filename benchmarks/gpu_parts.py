@@ -19,10 +19,7 @@ from gpu_workers import Product, compile_ahead, likely_products
 
 from packhorse.device.choices import choose
 from packhorse.device.cost import predict_decode, predict_decoding, predict_fused, predict_plain
-from packhorse.device.strategy import BUCKETS, Choice, Strategy
-from packhorse.device.timing import ProductTimer
-from packhorse.device.tune_cache import Key, Measured
-from packhorse.device.tuning import (
+from packhorse.device.matrix_tuning import (
     measure_choices,
     order_in,
     pack_on,
@@ -30,6 +27,9 @@ from packhorse.device.tuning import (
     tune_on_gpu,
     tuned_before,
 )
+from packhorse.device.product_timer import ProductTimer
+from packhorse.device.strategy import BUCKETS, Choice, Strategy
+from packhorse.device.tune_cache import Key, Measured
 from packhorse.gpu.detect import describe_device
 from packhorse.gpu.search import Search
 from packhorse.kernels.arrays import WeightTensors

@@ -21,9 +21,9 @@ import torch
 from gpu_model import Shape
 
 from packhorse.device.autotune import predictor, tune
+from packhorse.device.matrix_tuning import pack_on, random_weight
 from packhorse.device.products import run_choice
 from packhorse.device.strategy import Choice, Strategy
-from packhorse.device.tuning import pack_on, random_weight
 from packhorse.gpu.models import DeviceModel
 from packhorse.gpu.search import Search
 from packhorse.kernels.arrays import WeightTensors

@@ -11,11 +11,11 @@ import torch
 from cli_samples import Ended
 from safetensors.torch import save_file
 
-from packhorse.device import autotune, choices, pack_model_, timing, tuning
+from packhorse.device import autotune, choices, matrix_tuning, pack_model_, product_timer
 from packhorse.device.strategy import BUCKETS
 from packhorse.device.tune_cache import TUNE_CACHE, Key
 from packhorse.gpu import detect
-from packhorse.gpu.cache import Identity
+from packhorse.gpu.figure_cache import Identity
 from packhorse.gpu.models import PRESETS
 
 Run = Callable[..., Ended]
@@ -131,7 +131,7 @@ def test_a_model_without_matrices_is_refused(run: Run, tmp_path: Path) -> None:
     assert "--shape" in ended.err
 
 
-class HostTimer(timing.ProductTimer):
+class HostTimer(product_timer.ProductTimer):
     """Times that depend on the choice alone, of products that the interpreter does compute."""
 
     def time(self, calls: Any) -> float:
@@ -143,12 +143,14 @@ def test_tuning_is_kept_and_goes_on(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a host that is taken for a GPU, with Triton's interpreter."""
-    for module in (choices, detect, tuning):
+    for module in (choices, detect, matrix_tuning):
         monkeypatch.setattr(module, "identify", lambda _: IDENTITY)
-    monkeypatch.setattr(tuning, "find_gpu", lambda: torch.device("cpu"))
-    monkeypatch.setattr(tuning, "describe_device", lambda _: PRESETS[0])
-    monkeypatch.setattr(tuning, "ProductTimer", lambda *args: HostTimer(*args, chain_nbytes=1))
-    monkeypatch.setitem(tuning.tune_on_gpu.__kwdefaults__, "buckets", (1, 4096))
+    monkeypatch.setattr(matrix_tuning, "find_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(matrix_tuning, "describe_device", lambda _: PRESETS[0])
+    monkeypatch.setattr(
+        matrix_tuning, "ProductTimer", lambda *args: HostTimer(*args, chain_nbytes=1)
+    )
+    monkeypatch.setitem(matrix_tuning.tune_on_gpu.__kwdefaults__, "buckets", (1, 4096))
     monkeypatch.setattr(
         autotune, "_ORDER_FIELDS", {"block_steps": (32,), "n_warps": (2, 4), "n_splits": (1,)}
     )
@@ -164,5 +166,5 @@ def test_tuning_is_kept_and_goes_on(
     kept = TUNE_CACHE.read(path, IDENTITY)[Key(16, 64, "W12")]
     assert list(kept) == [1, 4096]
     assert kept[1].plain_seconds == 1e-5
-    monkeypatch.setattr(tuning, "ProductTimer", None)  # nothing is measured again
+    monkeypatch.setattr(matrix_tuning, "ProductTimer", None)  # nothing is measured again
     assert results(run(*options)) == [row]

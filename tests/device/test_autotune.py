@@ -17,16 +17,16 @@ import torch
 from triton.runtime.errors import OutOfResources
 from weight_samples import model_rows
 
-from packhorse.device import autotune, choices, products, timing
+from packhorse.device import autotune, choices, product_timer, products
 from packhorse.device.autotune import predictor, tune
 from packhorse.device.choices import choose
 from packhorse.device.cost import predict_decode, predict_plain
+from packhorse.device.product_timer import ProductTimer
 from packhorse.device.strategy import BUCKETS, INVARIANT_TOKENS, Choice, Strategy, bucket_of
-from packhorse.device.timing import ProductTimer
 from packhorse.device.tune_cache import TUNE_CACHE, Key, Measured, check_config, order_of
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.gpu import models
-from packhorse.gpu.cache import Identity
+from packhorse.gpu.figure_cache import Identity
 from packhorse.gpu.models import GENERIC, PRESETS, model_of
 from packhorse.gpu.search import Search
 from packhorse.gpu.timing import chain_copies
@@ -252,7 +252,9 @@ def test_the_timer_runs_and_checks_each_choice(monkeypatch: pytest.MonkeyPatch) 
     timer = WallTimer(weights, W12, 256, chain_nbytes=1)
     assert timer(Choice(Strategy.FUSED, MatmulConfig(16, 8, 32, 2)), 3) == 4e-3
     assert timer(Choice(Strategy.DECODE), 3) == timer.plain(3) == timer.decoding() == 4e-3
-    monkeypatch.setattr(timing, "run_choice", lambda _, x, *__: torch.zeros(len(x), 32).bfloat16())
+    monkeypatch.setattr(
+        product_timer, "run_choice", lambda _, x, *__: torch.zeros(len(x), 32).bfloat16()
+    )
     with pytest.warns(UserWarning, match="wrong product"):
         assert timer(Choice(Strategy.FUSED), 3) == math.inf
 
@@ -263,7 +265,7 @@ def test_what_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("PassManager::run failed")
 
-    monkeypatch.setattr(timing, "run_choice", fail)
+    monkeypatch.setattr(product_timer, "run_choice", fail)
     with pytest.warns(UserWarning, match="fails here and is left out: PassManager"):
         assert WallTimer(weights, W12, 256, chain_nbytes=1)(Choice(Strategy.FUSED), 3) == math.inf
 

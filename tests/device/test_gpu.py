@@ -17,9 +17,9 @@ from weight_samples import model_rows
 
 from packhorse.device import PackedLinear, pack_weight
 from packhorse.device.ahead import current_decoder, decode_ahead
+from packhorse.device.matrix_tuning import pack_on, random_weight
+from packhorse.device.product_timer import ProductTimer
 from packhorse.device.strategy import Choice, Strategy
-from packhorse.device.timing import ProductTimer
-from packhorse.device.tuning import pack_on, random_weight
 from packhorse.kernels.matmul import MatmulConfig
 from packhorse.layout import W12, WEIGHT_FORMATS
 

@@ -13,11 +13,11 @@ from triton import knobs
 from packhorse.device import choices, pack_model_, speed
 from packhorse.device.choices import use_cache
 from packhorse.device.linear import PackedLinear
+from packhorse.device.matrix_tuning import random_weight
 from packhorse.device.speed import Speed, compare_formats
 from packhorse.device.strategy import Choice, Strategy
 from packhorse.device.tune_cache import TUNE_CACHE, Key, Measured
-from packhorse.device.tuning import random_weight
-from packhorse.gpu.cache import Identity
+from packhorse.gpu.figure_cache import Identity
 from packhorse.gpu.models import PRESETS
 from packhorse.integrations.transformers.quantizer import PackhorseConfig, PackhorseQuantizer
 from packhorse.kernels.matmul import MatmulConfig

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from packhorse.errors import CorruptionError
-from packhorse.gpu.cache import FigureCache, Identity, require_keys
+from packhorse.gpu.figure_cache import FigureCache, Identity, require_keys
 from packhorse.gpu.models import GENERIC, PRESETS
 from packhorse.gpu.search import Measurements, Search, expect_best, find_best
 

@@ -28,7 +28,7 @@ from triton import knobs
 from packhorse.codecs.base import STATUS_WORDS
 from packhorse.errors import CorruptionError, PackhorseError
 from packhorse.frame import Frame, compress_buffer
-from packhorse.gpu.frames import decode_frame, empty_statuses, run_plan, why_on_host
+from packhorse.gpu.decode import decode_frame, empty_statuses, run_plan, why_on_host
 from packhorse.gpu.plans import ChunkPlan
 from packhorse.kernels.rans import decode_rans, resolve_escapes
 from packhorse.layout import (

@@ -135,7 +135,7 @@ def check_gpu(name: str | None, *, dry_run: bool) -> None:
         ValueError: there is no such preset.
     """
     require_backend()
-    from packhorse.device.tuning import find_gpu, resolve_model
+    from packhorse.device.matrix_tuning import find_gpu, resolve_model
 
     if dry_run:
         resolve_model(name)
@@ -153,7 +153,7 @@ def predict(job: TuneJob, gpu: str | None) -> list[TunedMatrix]:
     Raises:
         ValueError: there is no such preset.
     """
-    from packhorse.device.tuning import predict_choices, resolve_model
+    from packhorse.device.matrix_tuning import predict_choices, resolve_model
 
     model = resolve_model(gpu)
     found = predict_choices(job.n_rows, job.n_columns, WEIGHT_FORMATS[job.format], model)
@@ -171,8 +171,8 @@ def measure(job: TuneJob, folder: Path | None, *, again: bool) -> list[TunedMatr
     Raises:
         OSError: no GPU is here, it has too little memory, or the cache cannot be written.
     """
+    from packhorse.device.matrix_tuning import find_gpu, tune_on_gpu
     from packhorse.device.tune_cache import TUNE_CACHE
-    from packhorse.device.tuning import find_gpu, tune_on_gpu
     from packhorse.gpu.detect import identify
 
     gpu, format = find_gpu(), WEIGHT_FORMATS[job.format]
@@ -189,10 +189,10 @@ def require_backend() -> None:
     MissingBackendError: PyTorch or Triton is not installed.
     MemoryError: there is too little for them.
     """
-    if not has_memory_for("packhorse.device.tuning", _ROOM_NBYTES):
+    if not has_memory_for("packhorse.device.matrix_tuning", _ROOM_NBYTES):
         raise MemoryError
     try:
-        import packhorse.device.tuning  # noqa: F401
+        import packhorse.device.matrix_tuning  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in {"torch", "triton"}:
             raise

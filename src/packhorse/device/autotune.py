@@ -1,7 +1,7 @@
 """The search for the fastest way to multiply with one matrix, for each number of tokens.
 
-What a search calls for a time is an argument: measurements on a GPU (`packhorse.device.timing`), or
-the model of time, by which it also leaves out what is hopeless.
+What a search calls for a time is an argument: a measurement on a GPU (`product_timer.py`) or the
+model of time. By the model it also leaves out what is hopeless.
 
 Up to 32 tokens all buckets share the fields that the order of sums depends on, which are found for
 1, 8 and 32 tokens together, and all of them are fused: so a token's result is the same in any batch

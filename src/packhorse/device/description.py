@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.packing import join_arrays
-from packhorse.device.weights import PackedWeight
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WEIGHT_FORMATS, WEIGHT_VERSION, WeightFormat

@@ -13,8 +13,8 @@ from packhorse.arguments import resolve_threads
 from packhorse.codecs import weights
 from packhorse.device.operators import require_kernels
 from packhorse.device.packed_arrays import count_exceptions
+from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.packing import pack_weight
-from packhorse.device.weights import PackedWeight
 from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 
 __all__ = [

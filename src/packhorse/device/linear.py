@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from packhorse.device import operators
 from packhorse.device.offload import HOOK, join_offloaded, offloaded_weight
+from packhorse.device.packed_weight import PackedWeight, is_transformed, obey_autocast
 from packhorse.device.packing import empty_weight, join_arrays, pack_weight
-from packhorse.device.weights import PackedWeight, is_transformed, obey_autocast
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WeightFormat
 

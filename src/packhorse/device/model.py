@@ -23,8 +23,8 @@ from packhorse.device.formats import (
 )
 from packhorse.device.linear import PackedLinear, change_class, hold_packed, hold_plain
 from packhorse.device.offload import offloaded_weight
+from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.report import LeftWeight, PackReport, WeightReport
-from packhorse.device.weights import PackedWeight
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WeightFormat
 
 __all__ = [

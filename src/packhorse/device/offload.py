@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.packing import join_arrays
-from packhorse.device.weights import PackedWeight
 from packhorse.kernels.arrays import WeightTensors
 
 __all__ = ["HOOK", "join_offloaded", "offloaded_weight"]

@@ -15,7 +15,7 @@ from packhorse.device.packed_arrays import (
     pack_arrays,
     resolve_format,
 )
-from packhorse.device.weights import PackedWeight
+from packhorse.device.packed_weight import PackedWeight
 from packhorse.errors import CorruptionError
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WeightFormat

@@ -15,7 +15,7 @@ from packhorse.device.strategy import (
     Choice,
     Strategy,
 )
-from packhorse.gpu.cache import FigureCache, require, require_keys
+from packhorse.gpu.figure_cache import FigureCache, require, require_keys
 from packhorse.kernels.matmul import MatmulConfig
 from packhorse.kernels.matmul_many import ManyConfig
 from packhorse.layout import MAX_WEIGHT_COLUMNS, W12, WEIGHT_FORMATS

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from packhorse._version import __version__
-from packhorse.gpu.cache import Identity
+from packhorse.gpu.figure_cache import Identity
 from packhorse.gpu.models import GENERIC, MEMORY_SHARE, DeviceModel, model_of, scale_model
 
 __all__ = ["describe_device", "identify"]

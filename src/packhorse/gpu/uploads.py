@@ -21,7 +21,7 @@ import torch
 
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
-from packhorse.gpu.frames import (
+from packhorse.gpu.decode import (
     UNITS,
     empty_statuses,
     fill_host_memory,

@@ -32,9 +32,9 @@ from packhorse.device.model import (
     report_model,
     unpack_model_,
 )
+from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.packing import join_arrays
 from packhorse.device.report import PackReport
-from packhorse.device.weights import PackedWeight
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WEIGHT_VERSION

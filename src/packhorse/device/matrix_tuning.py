@@ -15,11 +15,11 @@ from packhorse.codecs.weights import pack
 from packhorse.device.autotune import tune
 from packhorse.device.choices import forget_choices
 from packhorse.device.cost import predict_plain
+from packhorse.device.product_timer import ProductTimer
 from packhorse.device.strategy import BUCKETS, Choice, Strategy
-from packhorse.device.timing import ProductTimer
 from packhorse.device.tune_cache import TUNE_CACHE, Key, Measured
-from packhorse.gpu.cache import CACHE_VARIABLE
 from packhorse.gpu.detect import describe_device, identify
+from packhorse.gpu.figure_cache import CACHE_VARIABLE
 from packhorse.gpu.models import PRESETS, DeviceModel
 from packhorse.gpu.search import Search
 from packhorse.kernels.arrays import WeightTensors
