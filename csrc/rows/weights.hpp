@@ -1,8 +1,8 @@
-// Weights in memory (docs/format.md, section 12): what a row takes, and how rows are shared out.
+// Weights in memory (docs/format.md, section 12): the shape of a row, and how threads share rows.
 //
 // Packing and unpacking work row by row, in a few passes over bytes that stay in L1: plain loops
-// that compilers vectorise, one function for each instruction set. An exception is rare, so nothing
-// but its own few instructions knows about it.
+// that compilers vectorise, one function for each instruction set. Exceptions are rare, so a few
+// instructions of their own handle them, and the loops ignore them.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -10,11 +10,11 @@
 
 namespace packhorse {
 
-// How many exponents have a code.
+// The number of exponents that have a code.
 template <class Format>
 constexpr uint32_t kWindowWidth = (1u << Format::kCodeBits) - Format::kFirstCode;
 
-// What a row takes, in columns and bytes.
+// The size of a row, in columns and bytes.
 template <class Format>
 struct WeightShape {
     std::size_t n_columns;
@@ -30,7 +30,7 @@ struct WeightShape {
           n_high_bytes(n_padded * (Format::kBits - 8) / 8) {}
 };
 
-// Rows that one thread works on at a time: what fits L2 with what it becomes.
+// Rows that one thread works on at a time: they fit L2 together with their packed form.
 inline std::size_t weight_rows_at_once(std::size_t n_columns) {
     constexpr std::size_t kElements = 1 << 16;
     return n_columns >= kElements ? 1 : kElements / n_columns;

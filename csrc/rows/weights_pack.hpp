@@ -1,8 +1,8 @@
 // Packs rows of BF16 elements as weights in memory, or counts the exceptions that they would have.
 //
-// A row is split into exponents and the rest, its exponents are counted, its window is
-// chosen, and both become packed elements. Exceptions are collected block by block of rows, since
-// only then is known how many there are; the caller joins them.
+// A row is split into exponents and the rest, its exponents are counted, its window is chosen, and
+// both parts become packed elements. The number of exceptions is unknown before, so each block of
+// rows collects its own; the caller joins them.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace packhorse {
 constexpr uint32_t kNoWindow = ~uint32_t{0};
 constexpr std::size_t kExceptionSlack = 2;
 
-// Where the arrays of some rows go.
+// The output arrays of some rows.
 struct WeightRows {
     uint8_t* low_bytes;
     uint8_t* high_bits;
@@ -28,8 +28,8 @@ struct WeightRows {
     int32_t* counts;  // exceptions of each row
 };
 
-// A row while it is packed. `low_bytes` belong to the output and first hold signs and mantissas;
-// the others are scratch.
+// A row while it is packed. `low_bytes` belong to the output, and first hold signs and mantissas;
+// the other arrays are scratch.
 struct WeightRow {
     uint8_t* low_bytes;
     uint8_t* exponents;  // later the bits above the low byte
@@ -52,9 +52,8 @@ PACKHORSE_INLINE uint32_t count_zeros(const uint8_t* exponents, const uint8_t* r
     return zeros;
 }
 
-// Splits a row and chooses its window: near that of the row before, `first`, if that is one.
-// Returns how many exceptions it leaves. Behind the row, exponents are written up to a multiple
-// of 32.
+// Splits a row and chooses its window: near `first`, the window of the row before, if there is one.
+// Returns the number of exceptions. Exponents are written up to a multiple of 32 behind the row.
 template <class Format>
 PACKHORSE_INLINE uint32_t scan_weights(const uint8_t* src, std::size_t n, const WeightRow& row,
                                        uint32_t& first, Isa isa) {
@@ -75,8 +74,8 @@ PACKHORSE_INLINE uint32_t scan_weights(const uint8_t* src, std::size_t n, const 
     return outside - count_zeros(row.exponents, row.low_bytes, n);
 }
 
-// Makes packed elements: their low bytes in place of signs and mantissas, their high bits in place
-// of exponents. Padding counts as an element that is no exception.
+// Makes packed elements: their low bytes replace signs and mantissas, their high bits replace
+// exponents. Padding is treated as an element that is not an exception.
 template <class Format>
 PACKHORSE_INLINE void code_weights(const WeightShape<Format>& shape, uint8_t first,
                                    uint8_t* __restrict exponents, uint8_t* __restrict rest,
@@ -97,7 +96,7 @@ PACKHORSE_INLINE void code_weights(const WeightShape<Format>& shape, uint8_t fir
     }
 }
 
-// Exceptions while they are listed.
+// Lists the exceptions of a row.
 struct ExceptionList {
     const uint8_t* src;  // the row
     int32_t* end;
@@ -117,9 +116,9 @@ inline void list_marked(const uint8_t* marks, std::size_t start, std::size_t sto
 
 #if PACKHORSE_X86
 
-// For rows of many exceptions: two of 32 columns are put without asking whether there are any,
-// since no processor can guess that. The list has room for two more, and `stop` is a multiple
-// of 32.
+// For rows of many exceptions: of every 32 columns two are written without a branch, because no
+// processor can predict whether they are exceptions. The list has room for two more, and `stop` is
+// a multiple of 32.
 PACKHORSE_AVX2 inline void list_many_avx2(const uint8_t* marks, std::size_t stop,
                                           ExceptionList& list) {
     for (std::size_t i = 0; i < stop; i += 32) {
@@ -135,7 +134,7 @@ PACKHORSE_AVX2 inline void list_many_avx2(const uint8_t* marks, std::size_t stop
 
 #endif
 
-// `dst` has room for kExceptionSlack more than there are.
+// `dst` has room for all exceptions and kExceptionSlack more.
 inline void list_exceptions(const uint8_t* src, const uint8_t* marks, std::size_t n_columns,
                             std::size_t n_padded, bool many, int32_t* dst, Isa isa) {
     ExceptionList list{src, dst};
@@ -173,7 +172,7 @@ PACKHORSE_INLINE void join_high_bits(const WeightShape<W11>& shape, const uint8_
     }
 }
 
-// Packs rows of `src`; their exceptions are put behind `exceptions`.
+// Packs rows of `src`, and appends their exceptions to `exceptions`.
 template <class Format>
 PACKHORSE_INLINE void pack_rows(const uint8_t* src, std::size_t n_rows,
                                 const WeightShape<Format>& shape, const WeightRows& dst,
@@ -198,7 +197,7 @@ PACKHORSE_INLINE void pack_rows(const uint8_t* src, std::size_t n_rows,
     exceptions.resize(n_listed);
 }
 
-// Packs all rows. Exceptions come as one list for each block of rows, in order.
+// Packs all rows. Returns a list of exceptions for each block of rows, in order.
 template <class Format>
 inline std::vector<std::vector<int32_t>> pack_weights(const uint8_t* src, std::size_t n_rows,
                                                       std::size_t n_columns, const WeightRows& dst,
@@ -230,7 +229,7 @@ inline std::vector<std::vector<int32_t>> pack_weights(const uint8_t* src, std::s
     return exceptions;
 }
 
-// Exceptions that rows 0, row_step, 2 row_step ... would have.
+// The number of exceptions that rows 0, row_step, 2 row_step ... would have.
 template <class Format>
 inline std::size_t count_weight_exceptions(const uint8_t* src, std::size_t n_rows,
                                            std::size_t n_columns, std::size_t row_step,

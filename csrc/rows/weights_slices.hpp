@@ -1,6 +1,6 @@
-// One slice of a row of packed weights to BF16 elements, holes as the packed elements 0 that they
-// are. Slices begin at multiples of 16 columns and are padded to such, so whole vectors of 16 may
-// be read wherever one element may.
+// Unpacks one slice of a row to BF16 elements. Holes are unpacked like any other element. Slices
+// begin at multiples of 16 columns and are padded to multiples, so a whole vector of 16 may be read
+// wherever one element may.
 #pragma once
 
 #include "rows/weights_slices_avx2.hpp"

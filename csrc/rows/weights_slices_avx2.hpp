@@ -1,4 +1,4 @@
-// One slice of a row of packed weights to BF16 elements with AVX2, 16 columns to a register.
+// Unpacks one slice of a row to BF16 elements with AVX2, 16 columns to a register.
 #pragma once
 
 #include "common/dispatch.hpp"

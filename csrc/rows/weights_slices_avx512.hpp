@@ -1,4 +1,4 @@
-// One slice of a row of packed weights to BF16 elements with AVX-512, 32 columns to a register.
+// Unpacks one slice of a row to BF16 elements with AVX-512, 32 columns to a register.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -15,7 +15,7 @@ PACKHORSE_AVX512 inline __m512i load_words_avx512(__mmask32 mask, const uint8_t*
 template <class Format, uint32_t kSlice>
 PACKHORSE_AVX512 PACKHORSE_INLINE void unpack_words_avx512(const WeightSlice& slice, std::size_t j,
                                                            __mmask32 mask, __m512i base) {
-    // Of bits a, b, c: a where c is set, else b.
+    // For bits a, b, c: a where c is set, otherwise b.
     constexpr int kSelect = 0xE4;
     const __m512i low = load_words_avx512(mask, slice.low_bytes + j);
     const __m512i bits = load_words_avx512(mask, slice.high_bits + j);

@@ -1,12 +1,11 @@
-// One slice of a row of packed weights to BF16 elements by a plain loop, and what the loops with
-// vectors share.
+// Unpacks one slice of a row to BF16 elements by a plain loop, and has what all such loops share.
 #pragma once
 
 #include "rows/weights.hpp"
 
 namespace packhorse {
 
-// Where the parts of a slice lie.
+// The parts of a slice.
 struct WeightSlice {
     const uint8_t* low_bytes;  // of the slice
     const uint8_t* high_bits;  // of the row
@@ -51,8 +50,8 @@ inline void unpack_slice_portable(const WeightSlice& slice) {
 
 constexpr std::size_t kWeightsAheadNbytes = 4096;
 
-// Fetches what will be read and written, of 64 columns. Of the high bits, each byte is fetched by
-// one of the slices that read it.
+// Prefetches the bytes of 64 columns that will be read and written. Of the slices that read a byte
+// of high bits, only one prefetches it.
 template <class Format, uint32_t kSlice>
 PACKHORSE_INLINE void fetch_weights_ahead(const WeightSlice& slice, std::size_t j) {
     __builtin_prefetch(slice.low_bytes + j + kWeightsAheadNbytes, 0, 2);

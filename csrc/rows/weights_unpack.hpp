@@ -1,8 +1,8 @@
-// Unpacks rows of weights in memory to BF16 elements, and checks arrays that came from elsewhere.
+// Unpacks rows of weights in memory to BF16 elements, and checks arrays from elsewhere.
 //
 // Unpacking is safe for memory whatever the arrays hold, as long as their shapes are right: it
-// looks at each exception's place before it writes there. All other rules of the page are
-// check_weights'.
+// checks each exception's place before it writes there. check_weights checks all other rules of the
+// page.
 #pragma once
 
 #include <algorithm>
@@ -66,7 +66,7 @@ inline void unpack_row(const WeightShape<Format>& shape, const PackedWeights& fr
     (unpack.template operator()<kSlices>(), ...);
 }
 
-// Whether a row's exceptions have their places.
+// Writes a row's exceptions to their places. Returns false if one has no place in the row.
 inline bool fill_holes(const PackedWeights& from, std::size_t row, std::size_t n_columns,
                        uint8_t* dst) {
     const int64_t start = from.start(row), stop = from.start(row + 1);
@@ -80,8 +80,8 @@ inline bool fill_holes(const PackedWeights& from, std::size_t row, std::size_t n
     return true;
 }
 
-// Unpacks rows [row_start, row_stop). Returns the number of rows if all went well, else a row whose
-// exceptions have no place.
+// Unpacks rows [row_start, row_stop). Returns the number of all rows on success, otherwise a row
+// whose exceptions have no place in it.
 template <class Format>
 inline std::size_t unpack_weights(const PackedWeights& from, std::size_t n_columns,
                                   std::size_t row_start, std::size_t row_stop, uint8_t* dst,
@@ -142,7 +142,7 @@ inline WeightCheck check_exceptions(const PackedWeights& from, std::size_t row,
     return {};
 }
 
-// Not 0 if a packed element of a row breaks a rule that is its own, or padding is not zero.
+// Not 0 if a packed element of a row breaks a rule by itself, or if padding is not zero.
 template <class Format>
 PACKHORSE_INLINE uint8_t wrong_bits(const WeightShape<Format>& shape, const PackedRow& packed) {
     const uint8_t* __restrict const low = packed.low;
@@ -158,7 +158,7 @@ PACKHORSE_INLINE uint8_t wrong_bits(const WeightShape<Format>& shape, const Pack
     return wrong;
 }
 
-// Where that is.
+// Finds the first place where wrong_bits() is not 0.
 template <class Format>
 inline WeightCheck find_wrong_bits(const WeightShape<Format>& shape, std::size_t row,
                                    const PackedRow& packed) {
@@ -187,7 +187,7 @@ PACKHORSE_INLINE WeightCheck check_row(const PackedWeights& from, std::size_t ro
     return find_wrong_bits(shape, row, packed);
 }
 
-// The first fault of arrays whose shapes are right.
+// Finds the first fault of arrays whose shapes are right.
 template <class Format>
 inline WeightCheck check_weights(const PackedWeights& from, std::size_t n_columns, Isa isa) {
     const int64_t first = from.start(0), last = from.start(from.n_rows);

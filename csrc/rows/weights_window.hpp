@@ -1,9 +1,9 @@
-// Which window a row of weights gets: of all that leave the fewest exceptions, the lowest.
+// Chooses the window of a row: the lowest of those that leave the fewest exceptions.
 //
-// To count all exponents takes most of the time of packing. But the rows of a matrix are alike: the
-// window is mostly that of the row before, or a step or two away. With AVX2 six windows around it
-// are counted, by comparisons with twelve limits, and the best of them is taken if those counts
-// prove that no other window is better; else all exponents are counted.
+// Counting all exponents takes most of the time of packing. But the rows of a matrix are alike: the
+// window is usually that of the row before, or a step or two away. With AVX2, six windows around it
+// are counted by comparisons with twelve limits. The best of them is used if the counts prove that
+// no other window is better; otherwise all exponents are counted.
 #pragma once
 
 #include "rows/weights.hpp"
@@ -16,8 +16,8 @@ struct Window {
     uint32_t covered;  // elements with an exponent inside
 };
 
-// Four tables in turn, so that equal neighbours do not wait for each other's store. Their 16 bits
-// hold a quarter of the longest row.
+// Uses four tables in turn, so that equal neighbours do not wait for each other's store. Their
+// counters of 16 bits can hold a quarter of the longest row.
 inline void count_exponents(const uint8_t* exponents, std::size_t n, uint32_t* counts) {
     static_assert(kMaxWeightColumns / 4 + 8 < 1 << 16);
     uint16_t tables[4][256] = {};
@@ -50,9 +50,9 @@ inline Window choose_window(const uint8_t* exponents, std::size_t n) {
 #if PACKHORSE_X86
 
 constexpr uint32_t kNearWindows = 6;
-constexpr uint32_t kNearBelow = 3;  // so many of them are below the window of the row before
+constexpr uint32_t kNearBelow = 3;  // the number of these below the window of the row before
 
-// The best window, if it is one near `before` and the counts prove it.
+// Finds the best window if it is near `before` and the counts prove it. Returns whether they do.
 template <class Format>
 PACKHORSE_AVX2 inline bool choose_near_window(const uint8_t* exponents, std::size_t n,
                                               uint32_t before, const uint8_t* ahead, Window& best) {
@@ -72,8 +72,8 @@ PACKHORSE_AVX2 inline bool choose_near_window(const uint8_t* exponents, std::siz
         const uint32_t covered = counts[k] - counts[kNearWindows + k];
         if (covered > best.covered) best = {lowest + k, covered};
     }
-    // A lower window leaves at least what is above the lowest of these; a higher one at least what
-    // is below the highest. Where both leave as many, the lower one is taken.
+    // A lower window leaves at least the exponents above the lowest of these windows; a higher one
+    // leaves at least those below the highest. Of equally good windows the lower one is chosen.
     const auto left = static_cast<uint32_t>(n) - best.covered;
     const auto below_highest = static_cast<uint32_t>(n) - counts[kLast];
     return (lowest == Format::kMinFirst || left < counts[kNearWindows]) &&

@@ -2,7 +2,7 @@
 
 `from_pretrained(..., quantization_config=PackhorseConfig())` keeps a model's weights packed in
 memory, and `load_packed_model` loads folders of `packhorse pack` (docs/device.md).
-`Trainer(callbacks=[PackhorseCallback("runs/7")])` takes snapshots in place of checkpoint folders
+`Trainer(callbacks=[PackhorseCallback("runs/7")])` takes snapshots instead of checkpoint folders
 (docs/training.md).
 """
 

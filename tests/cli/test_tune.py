@@ -98,7 +98,7 @@ def test_without_a_gpu_the_error_names_the_dry_run(run: Run) -> None:
     ended = run("tune", "--shape", "64x64", "--shape", "64x128")
     assert ended.code == 3
     assert ended.err.count("\n") == 1
-    assert "no CUDA GPU is here" in ended.err
+    assert "this machine has no CUDA GPU" in ended.err
     assert "--dry-run" in ended.err
 
 
@@ -158,7 +158,7 @@ def test_tuning_is_kept_and_goes_on(
     (tmp_path / "file").touch()
     ended = run("tune", "--shape", "16x64", "--cache", tmp_path / "file", "--again")
     assert ended.code == 3
-    assert f"{tmp_path}/file: what is measured cannot be kept here" in ended.err
+    assert f"{tmp_path}/file: measurements cannot be kept here" in ended.err
     options = ("tune", "--shape", "16x64", "--cache", tmp_path, "--json")
     (row,) = results(run(*options))
     path = TUNE_CACHE.path(IDENTITY.device, tmp_path)

@@ -1,15 +1,15 @@
-"""Packed weights of earlier releases (docs/format.md, section 12), which every later one must read.
-None is ever edited.
+"""Packed weights of earlier releases (docs/format.md, section 12), which every later release must
+read. Golden files are never edited.
 
 `golden/weights/` has a file of matrices for each format, laid out as the state dict of a packed
-model, and a whole small model as `save_pretrained` leaves it. Its `manifest.json` has the SHA-256
-of each file, and of the BF16 elements of each weight in it. What an encoder writes is defined to
+model, and a whole small model as `save_pretrained` writes it. Its `manifest.json` has the SHA-256
+of each file, and of the BF16 elements of each weight in it. The output of an encoder is defined to
 the bit, so packing the elements again must give the same arrays. After adding a case, write the
-files that are missing with
+missing files with
 
     python tests/codecs/test_golden_weights.py --write-missing
 
-which never touches a file that is there, and refuses to write for an older version of the format.
+which never touches an existing file, and refuses to write for an older version of the format.
 """
 
 import argparse
@@ -118,7 +118,7 @@ def weights_of(path: Path) -> Iterator[tuple[str, WeightFormat, WeightArrays, in
 
 
 def described_by_model(folder: Path) -> dict[str, dict[str, Any]]:
-    """A model's own file says nothing of columns: they are the model's."""
+    """A model's own file does not tell the number of columns; the model's config does."""
     config = json.loads((folder / "config.json").read_text())
     assert config["quantization_config"]["version"] == VERSION
     with safe_open(folder / "model.safetensors", "numpy") as file:
@@ -128,7 +128,7 @@ def described_by_model(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def describe(path: Path) -> dict[str, dict[str, Any]]:
-    """What the manifest says of the weights of a file, by the slow decoder."""
+    """The manifest's lines on the weights of a file, by the slow decoder."""
     lines = {}
     for name, format, arrays, n_columns in weights_of(path):
         elements = decode_weights(arrays, format, n_columns)
@@ -146,7 +146,7 @@ def read_manifest() -> dict[str, Any]:
 
 
 def write_missing() -> list[str]:
-    """Write what is not there yet, and return its names."""
+    """Write missing files, and return their names."""
     if WEIGHT_VERSION != VERSION:
         raise SystemExit(f"these cases are of version {VERSION}; add new ones for {WEIGHT_VERSION}")
     FOLDER.mkdir(exist_ok=True)

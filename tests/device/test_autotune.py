@@ -1,4 +1,4 @@
-"""Which kernel a product gets: the model of time, the search, the cache of what was measured."""
+"""How a product gets its kernel: the model of time, the search, and the cache of measurements."""
 
 import dataclasses
 import json
@@ -106,7 +106,7 @@ def test_default_divisions_are_known_to_the_model(n_tokens: int) -> None:
 
 
 def synthetic(seed: int) -> autotune.Measure:
-    """Times that the model knows nothing of, always the same for the same."""
+    """Times that the model cannot know; equal arguments always give equal times."""
 
     def measure(choice: Choice, n_tokens: int) -> float:
         return random.Random(f"{seed} {choice} {n_tokens}").uniform(1e-6, 1e-5)
@@ -180,7 +180,7 @@ def test_gpus_without_bf16_decode_first() -> None:
     assert {measured.choice.strategy for measured in found.values()} == {Strategy.DECODE}
 
 
-# What layers ask.
+# Choices for layers.
 
 
 @FORMATS
@@ -220,7 +220,7 @@ def test_products_are_right_by_every_choice(n_tokens: int, format: WeightFormat)
 
 
 def test_what_is_too_large_for_a_gpu_is_decoded_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher says so as Triton does; here there is no GPU that could."""
+    """The launcher raises Triton's error, because there is no GPU here that would."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OutOfResources(300_000, 232_448, "shared memory")
@@ -231,7 +231,7 @@ def test_what_is_too_large_for_a_gpu_is_decoded_first(monkeypatch: pytest.Monkey
     monkeypatch.setitem(products.LAUNCHERS, Strategy.FUSED, refuse)
     with pytest.warns(RuntimeWarning, match="packhorse tune"):
         assert torch.equal(products.multiply(x, weights, W12, 256), decoded)
-    monkeypatch.delitem(products.LAUNCHERS, Strategy.FUSED)  # not tried again, and not told
+    monkeypatch.delitem(products.LAUNCHERS, Strategy.FUSED)  # not tried again, and no warning
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(products.multiply(x, weights, W12, 256), decoded)
@@ -241,7 +241,7 @@ def test_what_is_too_large_for_a_gpu_is_decoded_first(monkeypatch: pytest.Monkey
 
 
 class WallTimer(ProductTimer):
-    """The timer with the clock of a host: times are those of the interpreter, and mean nothing."""
+    """The timer with the clock of a host: it times the interpreter, so its times mean nothing."""
 
     def time(self, calls: Any) -> float:
         return 1e-3 * len(calls)
@@ -431,7 +431,7 @@ def test_a_folder_in_place_of_the_cache_is_told(tmp_path: Path) -> None:
 def test_choices_come_from_the_cache_and_keep_its_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the identity of a GPU that is not here."""
+    """With the identity of a GPU that this machine does not have."""
     monkeypatch.setattr(choices, "identify", lambda _: IDENTITY)
     monkeypatch.setattr(choices, "describe_device", lambda _: H200)
     config = MatmulConfig(16, 8, 64, 2, 4, 3)

@@ -1,6 +1,6 @@
-"""What only a GPU can show: CUDA graphs, streams beside each other, compiled layers, measurements.
+"""Tests that only a GPU can run: CUDA graphs, concurrent streams, compiled layers, measurements.
 
-All of it needs a GPU and TRITON_INTERPRET=0.
+All of them need a GPU and TRITON_INTERPRET=0.
 """
 
 import math
@@ -46,7 +46,7 @@ def inputs(n_tokens: int, n_columns: int, seed: int = 0) -> Tensor:
 
 
 def check_replays(run: Callable[[Tensor], Tensor], n_tokens: int, n_columns: int) -> None:
-    """A graph of it gives what it gives alone, for inputs that come later."""
+    """A graph of a function gives the same results as the function, also for later inputs."""
     x = inputs(n_tokens, n_columns)
     run(x)
     graph = torch.cuda.CUDAGraph()
@@ -65,7 +65,7 @@ def check_replays(run: Callable[[Tensor], Tensor], n_tokens: int, n_columns: int
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("n_tokens", [1, 8, 40, MANY])
 def test_products_in_cuda_graphs(n_tokens: int, ahead: bool, format: str) -> None:
-    """Also inside of `decode_ahead`, which stays out of captures."""
+    """Also inside of `decode_ahead`, which does nothing in captures."""
     packed = layer(512, 768, format)
     with decode_ahead() if ahead else nullcontext():
         check_replays(packed, n_tokens, 768)
@@ -73,7 +73,7 @@ def test_products_in_cuda_graphs(n_tokens: int, ahead: bool, format: str) -> Non
 
 @FORMATS
 def test_rows_are_looked_up_in_cuda_graphs(format: str) -> None:
-    """And in a batch of another size than the one before, without other machine code."""
+    """Also in a batch of another size, which uses the same machine code."""
     plain = torch.from_numpy(model_rows(300, 256)).view(torch.bfloat16).to("cuda")
     packed = pack_weight(plain, format)
     F.embedding(torch.arange(5, device="cuda"), packed)
@@ -134,7 +134,7 @@ def test_compiled_layers(mode: str) -> None:
 
 
 def test_what_the_timer_says() -> None:
-    """Times of what runs, infinity for what is too large; and then it goes on."""
+    """Gives times of divisions that run, infinity for one that is too large, and then goes on."""
     weights = pack_on(random_weight(1024, 1024, torch.device("cuda")), W12)
     timer = ProductTimer(weights, W12, 1024, chain_nbytes=10_000_000, n_replays=5)
     too_large = Choice(Strategy.FUSED, MatmulConfig(256, 32, 256, 8, 1, 8))

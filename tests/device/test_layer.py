@@ -1,5 +1,5 @@
-"""Packed weights and layers in PyTorch: equal to the plain ones bit for bit, whatever is done with
-them, and refused where they would not be."""
+"""Packed weights and layers in PyTorch: operations give the same bits as with plain ones, or are
+refused."""
 
 import copy
 import io
@@ -68,7 +68,7 @@ def test_every_matrix_comes_back(name: str, format: str, monkeypatch: pytest.Mon
 @FORMATS
 @pytest.mark.parametrize("name", ["specials", "any patterns, odd rows", "rows of models"])
 def test_plain_pytorch_decodes_as_the_core_does(name: str, format: str) -> None:
-    """What runs on devices that have neither the core nor the kernels."""
+    """The code path for devices that have neither the core nor the kernels."""
     packed = pack_weight(matrix(name), format)
     rows = torch.arange(len(packed))
     most = int(packed.exception_starts.diff().max())
@@ -78,7 +78,7 @@ def test_plain_pytorch_decodes_as_the_core_does(name: str, format: str) -> None:
 
 @FORMATS
 def test_kernels_look_rows_up(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, in Triton's interpreter: eager, compiled, and without running."""
+    """The code path of a GPU, in Triton's interpreter: eager, compiled, and on fake tensors."""
     plain = matrix("specials")
     packed = nn.Parameter(pack_weight(plain, format), requires_grad=False)
     monkeypatch.setattr(operators, "_has_kernels", lambda _: True)
@@ -92,7 +92,7 @@ def test_kernels_look_rows_up(format: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @FORMATS
 def test_a_device_of_its_own_gets_the_same_arrays(format: str) -> None:
-    """Block by block, as to a GPU."""
+    """Arrays go to the device block by block, as to a GPU."""
     plain = matrix("specials")
     expected = pack_weight(plain, format).arrays
     shape, device = tuple(plain.shape), torch.device("cpu")
@@ -106,7 +106,7 @@ def test_a_device_of_its_own_gets_the_same_arrays(format: str) -> None:
 def test_packing_straight_from_a_packed_file(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows are decoded block by block; the whole matrix is never there."""
+    """Rows are decoded block by block; the whole matrix is never in memory."""
     plain, path = model_matrix(700, 256), tmp_path / "m.ph.safetensors"
     packhorse.torch.save_file({"w": plain, "half": plain.half()}, path)
     monkeypatch.setattr(packed_arrays, "BLOCK_NBYTES", 100 * 512)
@@ -172,7 +172,7 @@ def test_writes_are_packed_again_and_seen_by_all_that_share() -> None:
 
 
 def test_views_are_refused() -> None:
-    """A write to what looks like a view would be lost."""
+    """A write to a view would be lost."""
     packed = pack_weight(model_matrix(20, 64))
     for view in (lambda: packed[3], lambda: packed.T, lambda: packed.view(-1)):
         with pytest.raises(NotImplementedError, match=r"weight\.unpack\(\)"):
@@ -208,9 +208,9 @@ def test_what_cannot_be_packed_is_refused() -> None:
             pack_weight(torch.zeros(shape, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="'W13'; it must be one of W12, W11"):
         pack_weight(torch.zeros(2, 2, dtype=torch.bfloat16), "W13")
-    with pytest.raises(TypeError, match=r"is packed already; give its unpack\(\)"):
+    with pytest.raises(TypeError, match=r"is already packed; give its unpack\(\)"):
         pack_weight(pack_weight(torch.zeros(2, 2, dtype=torch.bfloat16)), "W11")
-    with pytest.raises(TypeError, match="this is ndarray"):
+    with pytest.raises(TypeError, match="not ndarray"):
         pack_weight(np.zeros((2, 2)))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the weight is a Tensor, not packed"):
         PackedLinear(torch.zeros(2, 2))  # type: ignore[arg-type]
@@ -288,14 +288,14 @@ def test_infinities_and_nans_multiply_as_they_do() -> None:
 
 
 def test_memory_stays_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peak of what the process holds, while a layer of 64 MiB is multiplied."""
+    """The peak of the process's memory while a layer of 64 MiB is multiplied."""
     packed = PackedLinear(pack_weight(model_matrix(256, 4096).repeat(32, 1)))
     x = inputs(1, 4096)
     monkeypatch.setattr(operators, "TILE_NBYTES", 4 << 20)
     vars(operators._SCRATCH).clear()
     with torch.no_grad():
         small = PackedLinear(pack_weight(model_matrix(64, 4096)))
-        small(x)  # what PyTorch keeps for itself from its first product on
+        small(x)  # memory that PyTorch keeps for itself from its first product on
         vars(operators._SCRATCH).clear()
         assert peak_growth(lambda: packed(x)) < (4 << 20) * 1.5 + (2 << 20)
         assert peak_growth(lambda: packed.weight.unpack()) > 60 << 20
@@ -467,7 +467,7 @@ def test_arrays_that_break_the_format_are_refused(format: str) -> None:
         loading("has dtype", **{field: array.to(torch.int64)})
         loading("shape|fit|descend", **{field: array[:-1]})
     loading("", low_bytes=None, high_bits=None)
-    with pytest.raises(CorruptionError, match=r"0\.weight\.exceptions is no tensor, but list"):
+    with pytest.raises(CorruptionError, match=r"0\.weight\.exceptions is not a tensor, but list"):
         packed.load_state_dict(state | {"0.weight.exceptions": []})
     with pytest.raises(ValueError, match=r"0\.weight: arrays .* are on \['cpu', 'meta'\]"):
         packed.load_state_dict(state | {"0.weight.exceptions": torch.zeros(2, device="meta")})

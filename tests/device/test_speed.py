@@ -1,5 +1,5 @@
-"""Packing where speed counts: formats compared by what was measured or predicted, and layers that
-stay plain because they would be slower."""
+"""Packing where speed counts: formats compared by measured or predicted times, and layers that stay
+plain because they would be slower."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -25,13 +25,13 @@ from packhorse.layout import W11, W12, WEIGHT_FORMATS
 
 H200 = PRESETS[0]
 IDENTITY = Identity("NVIDIA H200", 132, "3.6.0", "0.1")
-CUDA = torch.device("cuda")  # nothing is run there
+CUDA = torch.device("cuda")  # nothing runs there
 FORMATS = tuple(WEIGHT_FORMATS.values())
 
 
 @pytest.fixture
 def on_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """As if this machine had one; gives the path of its cache."""
+    """Pretends that this machine has a GPU; gives the path of its cache."""
     monkeypatch.setattr(choices, "identify", lambda _: IDENTITY)
     monkeypatch.setattr(choices, "describe_device", lambda _: H200)
     monkeypatch.setattr(speed, "describe_device", lambda _: H200)
@@ -73,7 +73,7 @@ def test_a_layer_that_would_be_slower_stays_plain() -> None:
     assert type(many[0]) is nn.Linear
     assert not report.packed
     assert report.left[0].reason.startswith("slower with for_tokens=4096: 0.")
-    assert "predicted for a GPU that is not known" in report.left[0].reason
+    assert "predicted for an unknown GPU" in report.left[0].reason
 
 
 def test_a_layer_that_is_faster_packed_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_speed_on_the_host_is_not_known() -> None:
     quantizer = partial(PackhorseQuantizer, PackhorseConfig(for_tokens=8))
     with knobs.runtime.scope():
         knobs.runtime.interpret = False
-        with pytest.raises(ValueError, match="it is on cpu: move it there first"):
+        with pytest.raises(ValueError, match="it is on cpu: move it to a GPU first"):
             pack_model_(layer, for_tokens=8)
         with pytest.raises(ValueError, match='pass device_map="cuda" to from_pretrained'):
             quantizer(pre_quantized=False).validate_environment(device_map={"": "cpu"})

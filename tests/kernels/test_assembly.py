@@ -1,5 +1,8 @@
-"""The inline PTX of the kernels does what their twins in plain Triton do, by an emulator of the few
-instructions that occur: CI has no GPU to run them on, and the interpreter runs the twins."""
+"""The inline PTX of the kernels computes the same as the twins in plain Triton.
+
+An emulator runs the few instructions that occur, because CI has no GPU; Triton's interpreter runs
+the twins.
+"""
 
 import re
 
@@ -18,7 +21,7 @@ SLICES = [(W12, i) for i in range(W12.n_slices)] + [(W11, i) for i in range(W11.
 
 
 def emulate(assembly: str, inputs: list[Words], n_outputs: int) -> list[Words]:
-    """Runs a block of PTX on words. Operands are numbered outputs first, as the compiler does."""
+    """Runs a block of PTX on words. Operands are numbered as by the compiler, outputs first."""
     values: dict[str, Words] = {f"${n_outputs + i}": word for i, word in enumerate(inputs)}
 
     def value(name: str) -> Words:
@@ -34,7 +37,7 @@ def emulate(assembly: str, inputs: list[Words], n_outputs: int) -> list[Words]:
 
 
 def lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
-    """Any function of three bits: bit 4a + 2b + c of the table."""
+    """Applies any function of three bits: bit 4a + 2b + c of the table."""
     result = np.zeros_like(a)
     for case in range(8):
         if table[0] >> case & 1:
@@ -46,7 +49,7 @@ def lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
 
 
 def prmt(a: Words, b: Words, selector: Words) -> Words:
-    """Four bytes of eight; the selector's nibbles name them, the lowest first."""
+    """Picks four bytes of eight; the selector's nibbles name them, the lowest first."""
     bytes_in = [word >> 8 * i & 255 for word in (a, b) for i in range(4)]
     picks = [int(selector[0]) >> 4 * i & 7 for i in range(4)]
     return sum(
@@ -96,7 +99,7 @@ def test_assembly_and_twin_agree_on_all_bytes(format: WeightFormat, part: int) -
 
 
 def test_elements_have_the_code_in_place_of_the_exponent() -> None:
-    """What the twin means, by arithmetic: sign, code, mantissa."""
+    """The result of the twin by arithmetic: sign, code, mantissa."""
     packed = np.arange(1 << 12, dtype=np.uint16)
     low, high = (packed & 255).astype(np.uint8), (packed >> 8).astype(np.uint8)
     out = torch.empty(1 << 12, dtype=torch.int16)

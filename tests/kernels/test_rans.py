@@ -2,7 +2,7 @@
 
 The interpreter takes some 15 ms for a round of rANS, so most frames here have few rounds. Where
 memory matters, the payload, the scratch memory and the output end at pages that nobody may touch.
-With TRITON_INTERPRET=0 all of it runs on a GPU, where only what is written beside memory is seen.
+With TRITON_INTERPRET=0 all tests run on a GPU, where they notice only writes beside the memory.
 """
 
 import json
@@ -63,14 +63,14 @@ def fenced(nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 
 def check_fence(tensor: torch.Tensor) -> None:
-    """On a GPU, that nothing was written beside memory."""
+    """Checks on a GPU that nothing was written beside the memory."""
     if DEVICE != "cpu":
         memory = torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(tensor.untyped_storage())
         assert bool((memory[:_MARGIN] == 0xA5).all() & (memory[-_MARGIN:] == 0xA5).all())
 
 
 def run_fenced(payload: np.ndarray, plan: ChunkPlan) -> tuple[bytes, list[int]]:
-    """The units, and what the kernels say."""
+    """The units, and the statuses of the kernels."""
     source = fenced(payload.size)
     source.copy_(torch.from_numpy(payload.copy()))
     geometry = plan.geometry
@@ -86,7 +86,7 @@ def run_fenced(payload: np.ndarray, plan: ChunkPlan) -> tuple[bytes, list[int]]:
     return out.cpu().numpy().tobytes(), torch.cat(statuses).tolist()
 
 
-# What the encoder writes.
+# Output of the encoder.
 
 
 def model_rows(n: int) -> np.ndarray:
@@ -134,7 +134,7 @@ def test_an_empty_tensor() -> None:
     assert decode_frame(frame.buffer(), "cpu").shape == (3, 0)
 
 
-# What the format allows.
+# All that the format allows.
 
 
 def by_bytes(kind: str, data: bytes, codings: Sequence[Coding], **how: object) -> bytes:
@@ -167,7 +167,7 @@ SIZES = (1, 63, 64, 65, 130)
 
 @pytest.mark.parametrize("name", PLANES)
 def test_modes_of_planes(name: str) -> None:
-    """In chunks of 64 units, of which the last is shorter."""
+    """A frame with chunks of 64 units, the last of which is shorter."""
     for n in SIZES:
         data = floats(n, "BF16", n)
         units, statuses = run_fenced(*plan_of(by_bytes("BF16", data, PLANES[name])))
@@ -277,7 +277,7 @@ def draw_frame(rng: random.Random) -> fb.BuiltFrame:
 
 
 def test_random_frames_end_as_on_the_host() -> None:
-    """Good ones, and streams with a bit flipped and the checksums made right."""
+    """Good frames, and frames with a flipped bit in a stream and corrected checksums."""
     rng = random.Random(5)
     refused = 0
     for _ in range(12):
@@ -329,7 +329,7 @@ DAMAGED: dict[str, list[Coding]] = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_no_payload_leads_a_kernel_out_of_its_memory(name: str) -> None:
-    """Bytes that change behind the host's back, and bytes that were bad before it looked."""
+    """Bytes that change after the host's checks, and bytes that were bad before."""
     rng = np.random.default_rng(7)
     data = fb.units_of_values(128, 2, 9, 3)
     built = build_frame(data, "BF16", codings=DAMAGED[name], split=2)
@@ -356,7 +356,7 @@ def table_of(fields: Mapping[int, int]) -> torch.Tensor:
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("n_words", [0, 3])
 def test_words_beyond_the_last_are_not_read(offset: int, n_words: int) -> None:
-    """The words end where memory does; bytes of zeros ask for as many as there can be."""
+    """The words end where memory does; the zeros in the stream ask for the most words possible."""
     data = fb.units_of_values(128, 1, 200, 3)
     frame = bytes(build_frame(data, codings=[Rans(7, mapped=tuple(range(60)))], chunk_log=7))
     _, plan = plan_of(frame)
@@ -392,7 +392,7 @@ def test_escapes_beyond_the_last_are_not_read() -> None:
     assert scratch.tolist() == [8, 10, 12] + [0xA5] * 125
 
 
-# What kernels do not decode.
+# Frames that kernels do not decode.
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ def test_large_tensors_on_a_gpu(kind: str) -> None:
 
 
 def test_kernels_compile_to_few_instructions(tmp_path: Path) -> None:
-    """Offline, for two architectures, in a process where Triton compiles."""
+    """Compiles offline, for two architectures, in a process without the interpreter."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     script = Path(__file__).parents[1] / "samples" / "rans_sass.py"
     done = subprocess.run(

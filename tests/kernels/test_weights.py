@@ -35,7 +35,7 @@ from packhorse.reference.weights import encode_weights
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 FORMATS = pytest.mark.parametrize("format", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
-MANY = {"one column", "rows of models"}  # interpreting takes long
+MANY = {"one column", "rows of models"}  # the interpreter is slow
 
 
 def pack(elements: NDArray[np.uint16], format: WeightFormat) -> WeightTensors:
@@ -72,7 +72,7 @@ def test_decoding_gives_every_bit(name: str, format: WeightFormat) -> None:
 
 @FORMATS
 def test_rows_are_looked_up(format: WeightFormat) -> None:
-    """In any order and number, again and again; with exceptions of every kind."""
+    """In any order and number, with repetitions, and with exceptions of every kind."""
     elements = MATRICES["specials"]()
     weights, n_rows = pack(elements, format), len(elements)
     for rows in ([0], [n_rows - 1, 0, 0], list(range(n_rows - 1, -1, -1)) * 2, []):
@@ -119,14 +119,14 @@ def check_product(
 def check_sums(
     y: torch.Tensor, elements: NDArray[np.uint16], x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:
-    """Within the rounding to BF16, and what sums in FP32 lose, of FP64."""
+    """Compares with FP64, within the rounding to BF16 and the loss of sums in FP32."""
     weight = plain(elements).double()
     exact = torch.nn.functional.linear(x.double(), weight, None if bias is None else bias.double())
     sizes = torch.nn.functional.linear(x.double().abs(), weight.abs())
     assert y.shape == exact.shape
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.isfinite(), exact.isfinite())
-    lost = 2**-20 if INTERPRETED else 2**-18  # tensor cores do not round, but cut off
+    lost = 2**-20 if INTERPRETED else 2**-18  # tensor cores truncate instead of rounding
     bound = exact.abs() * 2**-8 + sizes * lost + 2.0**-133
     finite = exact.isfinite()
     assert bool(((y.double() - exact).abs() <= bound)[finite].all())
@@ -191,7 +191,7 @@ def test_products_of_many_tokens(n_rows: int, n_columns: int, n_splits: int) -> 
 def test_many_tokens_on_gpus_that_are_not_hopper(
     n_columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens are in another order there."""
+    """Tokens are in another order on these GPUs."""
     dialect = choose_dialect(torch.device(DEVICE))._replace(hopper=False)
     monkeypatch.setattr(matmul_many, "choose_dialect", lambda _: dialect)
     elements, x = model_rows(63, n_columns), tokens(20, n_columns)
@@ -212,7 +212,7 @@ def test_many_tokens_meet_exceptions_of_every_kind_but_the_infinite() -> None:
 @FORMATS
 def test_exceptions_of_every_kind_but_the_infinite_count(format: WeightFormat) -> None:
     elements = MATRICES["specials"]().copy()
-    elements[(elements & 0x7F80) >= 0x7F00] = 0x5A33  # large, and the sums stay finite
+    elements[(elements & 0x7F80) >= 0x7F00] = 0x5A33  # large, but the sums stay finite
     assert len(pack(elements, format).exceptions) > 600
     check_product(elements, tokens(3, elements.shape[1]), format)
 
@@ -235,7 +235,7 @@ def test_infinite_weights_make_infinite_sums(format: WeightFormat) -> None:
 @FORMATS
 @pytest.mark.parametrize("shift", [-118, -60, -20, 0, 40, 60])
 def test_rows_and_tokens_of_any_size(shift: int, format: WeightFormat) -> None:
-    """From weights that are nearly subnormal to those that nearly overflow."""
+    """Weights from nearly subnormal ones to those that nearly overflow."""
     exponents = (model_rows(16, 128) >> 7 & 0xFF).astype(np.int64)
     moved = np.clip(exponents + shift, 1, 230)
     elements = (model_rows(16, 128) & 0x807F | moved << 7).astype(np.uint16)
@@ -255,7 +255,7 @@ def test_a_token_does_not_depend_on_its_batch(format: WeightFormat) -> None:
 
 @FORMATS
 def test_sums_do_not_depend_on_the_block_of_rows(format: WeightFormat) -> None:
-    """Where exceptions are many: they are shared out by their place in the whole weight."""
+    """Matters with many exceptions: their place in the whole weight assigns them to parts."""
     elements = MATRICES["specials"]().copy()
     elements[(elements & 0x7F80) >= 0x7F00] = 0x5A33
     elements = np.tile(elements, (8, 1))
@@ -298,7 +298,7 @@ def test_nothing_is_multiplied_by_nothing() -> None:
     assert multiply_weights(tokens(3, 40), none, W12, 40).shape == (3, 0)
 
 
-# What is refused.
+# Refusals.
 
 
 def test_checks_are_for_once_and_for_these_arrays_only() -> None:
@@ -308,7 +308,8 @@ def test_checks_are_for_once_and_for_these_arrays_only() -> None:
     require_weights(weights, W12, 40)
     require_weights(weights, W12, 40)
     assert len(kept) == n_known + 1
-    for name in weights._fields[1:]:  # the low bytes are known, the other is not
+    # The low bytes have passed the checks, the other array has not.
+    for name in weights._fields[1:]:
         shorter = weights._replace(**{name: getattr(weights, name)[:0, None]})
         with pytest.raises(ValueError, match="has shape"):
             require_weights(shorter, W12, 40)
@@ -325,7 +326,7 @@ def test_what_does_not_fit_is_named() -> None:
     weights = pack(model_rows(4, 40), W12)
     with pytest.raises(ValueError, match=r"x has shape \(2, 41\); it must have \(2, 40\)"):
         multiply_weights(tokens(2, 41), weights, W12, 40)
-    with pytest.raises(TypeError, match=r"x is of torch\.float32; it must be of torch\.bfloat16"):
+    with pytest.raises(TypeError, match=r"x has dtype torch\.float32; it must have torch"):
         multiply_weights(tokens(2, 40).float(), weights, W12, 40)
     with pytest.raises(ValueError, match="x must be contiguous"):
         multiply_weights(tokens(40, 2).T, weights, W12, 40)
@@ -335,7 +336,7 @@ def test_what_does_not_fit_is_named() -> None:
         decode_weights(weights, W12, 90)
     with pytest.raises(ValueError, match="high_bits has shape"):
         decode_weights(weights._replace(high_bits=weights.high_bits[:2]), W12, 40)
-    with pytest.raises(TypeError, match=r"exceptions is of torch\.int64"):
+    with pytest.raises(TypeError, match=r"exceptions has dtype torch\.int64"):
         decode_weights(weights._replace(exceptions=weights.exceptions.long()), W12, 40)
     with pytest.raises(ValueError, match=r"out has shape \(4, 41\)"):
         decode_weights(weights, W12, 40, torch.empty(4, 41, dtype=torch.bfloat16, device=DEVICE))

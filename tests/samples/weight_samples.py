@@ -13,7 +13,7 @@ __all__ = ["MATRICES", "broken_arrays", "model_rows"]
 
 
 def model_rows(n_rows: int, n_columns: int, seed: int = 7) -> NDArray[np.uint16]:
-    """Normal rows whose sizes are log-normal, as in the linear layers of language models."""
+    """Normal rows with log-normal scales, as in the linear layers of language models."""
     rng = np.random.default_rng(seed)
     scale = 0.02 * np.exp(0.4 * rng.standard_normal((n_rows, 1)))
     values = (scale * rng.standard_normal((n_rows, n_columns))).astype(ml_dtypes.bfloat16)
@@ -21,7 +21,7 @@ def model_rows(n_rows: int, n_columns: int, seed: int = 7) -> NDArray[np.uint16]
 
 
 def _with_specials() -> NDArray[np.uint16]:
-    """Rows of models with a few of everything that no window holds."""
+    """Rows of models with a few elements of every kind that no window holds."""
     elements = model_rows(9, 611).copy()
     rng = np.random.default_rng(3)
     specials = [0x0000, 0x8000, 0x0001, 0x807F, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x7F7F, 0x0080]
@@ -39,7 +39,7 @@ def _any_patterns(n_rows: int, n_columns: int) -> NDArray[np.uint16]:
 
 
 def _near_the_ends() -> NDArray[np.uint16]:
-    """Exponents at both ends of what there is."""
+    """Rows with exponents at both ends of their range."""
     exponents = np.array([[0, 1, 2, 15, 16], [254, 253, 240, 239, 255], [254, 254, 247, 246, 1]])
     return np.repeat(exponents << 7 | 0x55, 7, axis=1).astype(np.uint16)
 
@@ -60,7 +60,7 @@ MATRICES: dict[str, Callable[[], NDArray[np.uint16]]] = {
 
 
 def broken_arrays(arrays: WeightArrays, format: WeightFormat) -> list[tuple[str, WeightArrays]]:
-    """What is wrong, as a pattern that messages match, and arrays with that fault. The matrix has
+    """Arrays with faults, each with a pattern that the message must match. The matrix must have
     exceptions in its first row, and padding."""
     broken: list[tuple[str, WeightArrays]] = []
 

@@ -1,8 +1,8 @@
-"""What a product runs: what was measured for its matrix, or else what the model of time expects to
-be the fastest.
+"""The choice that a product runs: the one measured for its matrix, or else the one that the model
+of time expects to be the fastest.
 
-The first product of a matrix reads the cache or asks the model, and all others look up what it has
-found. All that this process remembers of that is here.
+The first product of a matrix reads the cache or asks the model; all later ones look up its result.
+This module holds all that the process remembers of these results.
 """
 
 import math
@@ -23,11 +23,11 @@ from packhorse.layout import WeightFormat
 
 __all__ = ["TOO_LARGE", "choose", "expect", "forget_choices", "use_cache"]
 
-# What did not fit on a GPU, for which format.
+# Choices that did not fit on a GPU, with their format.
 TOO_LARGE: set[tuple[Choice, str, torch.device]] = set()
 
 _EXPECTED: dict[tuple[int, int, int, str, str, int | None], tuple[Measured, bool]] = {}
-_ENTRIES: dict[str, Entries] = {}  # of each GPU by its name; read once
+_ENTRIES: dict[str, Entries] = {}  # of each GPU, by its name; read once
 _FOLDERS: list[str | os.PathLike[str] | None] = [None]
 _LOCK = Lock()
 
@@ -37,8 +37,8 @@ def choose(
 ) -> Choice:
     """What to run for a product of a packed weight with some tokens.
 
-    Cheap, but for the first product of a shape. Nothing on the device is read, and nothing waits
-    for it.
+    Cheap, except for the first product of a shape. It neither reads from the device nor waits for
+    it.
 
     Args:
         n_rows: rows of the weight.
@@ -92,7 +92,7 @@ def _expect(
 def _default(
     n_rows: int, n_columns: int, n: int, format: WeightFormat, model: DeviceModel
 ) -> Choice:
-    """For a GPU that is too small for all divisions that the model knows."""
+    """The choice for a GPU that is too small for all divisions that the model knows."""
     if n > INVARIANT_TOKENS:
         return Choice(Strategy.DECODE)
     shared_nbytes = model.shared_nbytes - 1024  # what the system keeps
@@ -122,7 +122,7 @@ def use_cache(folder: str | os.PathLike[str] | None) -> None:
 
 
 def forget_choices() -> None:
-    """Makes the next products look into the cache again, after it was written."""
+    """Makes the next products read the cache again, after it was written."""
     with _LOCK:
         _ENTRIES.clear()
     _EXPECTED.clear()

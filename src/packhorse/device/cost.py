@@ -1,16 +1,16 @@
 """A model of time: what a product with a weight takes on a GPU, from bytes, instructions, tensor
 throughput and launches.
 
-It serves where nothing was measured: it orders the candidates of the autotuner, and chooses for who
-has not tuned. What it says are predictions. Each of its figures has its source beside it; those
-called "assumed" have none but arithmetic, and await measurements. What a GPU can do is told by
-`packhorse.gpu.models`.
+The model is used where nothing was measured: it orders the candidates of the autotuner, and chooses
+for users who have not tuned. Its results are predictions. Each figure has its source beside it;
+figures called "assumed" follow from arithmetic alone, and await measurements.
+`packhorse.gpu.models` says what each GPU can do.
 
-The time of a fused product is a launch, the start and end of its programs, and the longest of what
-goes on at once: reading weights from device memory, moving weights and tokens from L2 to the
-multiprocessors, issuing instructions, multiplying. Fetching the tokens of exceptions comes on top,
-and arranging the tokens for the kernel of many. A plain product is seen in the same way: as the
-best division of a kernel that decodes nothing.
+The time of a fused product is a launch, the start and end of its programs, and the slowest of four
+things that go on at once: reading weights from device memory, moving weights and tokens from L2 to
+the multiprocessors, issuing instructions, and multiplying. Fetching the tokens of exceptions is
+added to that; so is arranging the tokens for the kernel of many tokens. A plain product is modelled
+in the same way, as the best division of a kernel that decodes nothing.
 """
 
 import math
@@ -46,12 +46,12 @@ _ISSUE_LANES = 128  # instructions of threads that a multiprocessor issues a cyc
 EXCEPTION_RATES = {"W12": 0.0003, "W11": 0.013}
 _BF16_NBYTES = 2
 # Of the rate at which cuBLAS multiplies: mma.sync reaches 63 % of what Hopper's own instructions
-# do (Luo et al., "Dissecting the NVIDIA Hopper architecture", 2024); on Ampere it is all there is.
+# do (Luo et al., "Dissecting the NVIDIA Hopper architecture", 2024). Ampere has nothing faster.
 _HOPPER_MMA_SHARE = 0.63
-# Hopper's own instruction with a weight from registers. The loop decodes the next elements while it
-# is under way; where four warps have more than 64 rows, Triton 3.6 waits for each at once (both are
-# seen in the machine code). Assumed; FlashAttention-3 reaches 0.86 of its best without warps that
-# do nothing but fetch (Shah et al., 2024, ablation).
+# Hopper's own instruction with a weight from registers. The loop decodes the next elements while
+# the instruction runs. Where four warps have more than 64 rows, Triton 3.6 waits for each
+# instruction at once (the machine code shows both). The shares are assumed; FlashAttention-3
+# reaches 0.86 of its best without warps that only fetch (Shah et al., 2024, ablation).
 _WGMMA_SHARE = 0.85
 _WAITING_SHARE = 0.6
 _MIN_WGMMA_TOKENS = 32  # with fewer it takes as long; assumed
@@ -76,17 +76,17 @@ def packed_nbytes(n_rows: int, n_columns: int, format: WeightFormat) -> float:
 
 @dataclass(frozen=True)
 class _Division:
-    """What the model needs to know of a config of either kernel.
+    """What the model needs to know about a config of either kernel.
 
     Attributes:
         rows: rows of a program.
-        tokens: its tokens, and at least as many as it takes as long for.
+        tokens: tokens of a program, or of one instruction if that takes more.
         turn: columns of a slice that a program takes at once.
         accumulators: registers of a thread for sums.
-        weight_tiles: of a turn's weights in shared memory, at most.
-        token_tiles: of its tokens.
+        weight_tiles: tiles of a turn's weights that shared memory holds, at most.
+        token_tiles: the same of its tokens.
         per_weight: instructions for each weight; None if they were not counted.
-        mma_share: of the tensor cores' rate.
+        mma_share: the share of the tensor cores' rate that is reached.
     """
 
     rows: int
@@ -110,7 +110,7 @@ def _divide(config: "Config", format: WeightFormat, device: DeviceModel) -> _Div
         if not is_hopper:
             tiles = fetched + 1, fetched + 1
             return _Division(rows, tokens, steps, registers, *tiles, per_weight, mma_share)
-        # The tokens of the product that is under way are still needed.
+        # The product that is running still needs its tokens.
         tiles = fetched if rows <= 128 else fetched + 1, fetched + 1
         share = _WGMMA_SHARE if rows <= 16 * config.n_warps else _WAITING_SHARE
         work = max(tokens, _MIN_WGMMA_TOKENS)
@@ -128,8 +128,8 @@ def is_many(config: "Config") -> bool:
 
 
 def shared_nbytes(config: "Config", format: WeightFormat, device: DeviceModel) -> int:
-    """Shared memory of a program, which holds the tiles on their way; as compiled kernels have
-    it."""
+    """Bytes of shared memory of a program, which holds the tiles on their way. Compiled kernels
+    have the same."""
     division = _divide(config, format, device)
     weights = division.rows * format.n_slices * format.bits // 8 * division.weight_tiles
     tokens = _BF16_NBYTES * format.n_slices * config.block_tokens * division.token_tiles
@@ -163,7 +163,7 @@ def predict_fused(
         device: the GPU.
 
     Returns:
-        Infinity if nothing is known of such a division.
+        The seconds; infinity if the model knows nothing about such a division.
     """
     division = _divide(config, format, device)
     resident = resident_programs(config, format, device)
@@ -203,24 +203,25 @@ def predict_fused(
 
 
 def _balance(programs: int, device: DeviceModel) -> float:
-    """The busiest multiprocessor sets the pace of what each does for itself."""
+    """The share of the multiprocessors that is busy, as the busiest one sets the pace."""
     return programs / (device.n_processors * _ceil(programs, device.n_processors))
 
 
 def _from_l2(nbytes: float, balance: float, device: DeviceModel) -> float:
-    """Seconds by the bandwidth of L2, which all share, and by that of the busiest port."""
+    """Seconds to read from L2: by its bandwidth, which all share, or by that of the busiest
+    port."""
     ports = device.n_processors * _PORT_NBYTES * device.clock
     return nbytes / min(device.l2_bandwidth, ports * balance)
 
 
 def _bandwidth(in_flight: float, device: DeviceModel) -> float:
-    """By Little's law, bytes on their way divided by the time that they take; near the limit of
-    the memory they wait for each other."""
+    """Bandwidth that is reached: by Little's law, the bytes in flight divided by the time that they
+    take. Near the limit of the memory they wait for each other."""
     return device.bandwidth * -math.expm1(-2 * in_flight / (device.latency * device.bandwidth))
 
 
 def _splits(n_rows: int, n_tokens: int, n_splits: int, device: DeviceModel) -> float:
-    """Of the second kernel, which adds what programs of the same rows found."""
+    """Seconds of the second kernel, which adds the sums of programs with the same rows."""
     if n_splits == 1:
         return 0.0
     return 8 * n_splits * n_tokens * n_rows / device.l2_bandwidth + device.launch
@@ -244,8 +245,7 @@ def predict_decoding(
 def predict_plain(n_rows: int, n_columns: int, n_tokens: int, device: DeviceModel) -> float:
     """Seconds of a product with a BF16 weight, by the best of cuBLAS's tiles.
 
-    With splits that cost what they move, and no launch; with all the bytes in flight that the
-    memory can use.
+    Splits cost what they move, and no launch. As many bytes are in flight as the memory can use.
     """
     elements = n_rows * n_columns + n_tokens * (n_rows + n_columns)
     memory = elements * _BF16_NBYTES / device.bandwidth
@@ -263,7 +263,7 @@ def _tiled(
     division: tuple[int, int, int],
     device: DeviceModel,
 ) -> float:
-    """Seconds of a plain product by tiles of some rows and tokens and by splits, but for memory."""
+    """Seconds of a plain product by rows and tokens of a tile and by splits, memory left out."""
     rows, tokens, n_splits = division
     row_blocks, token_blocks = _ceil(n_rows, rows), _ceil(n_tokens, tokens)
     balance = _balance(row_blocks * token_blocks * n_splits, device)
@@ -279,7 +279,7 @@ def _tiled(
 def predict_decode(
     n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, device: DeviceModel
 ) -> float:
-    """Seconds of decoding a weight, and of the product with what comes out."""
+    """Seconds of decoding a weight to memory and multiplying with it."""
     decoding = predict_decoding(n_rows, n_columns, format, device)
     return decoding + predict_plain(n_rows, n_columns, n_tokens, device)
 

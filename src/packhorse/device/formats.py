@@ -1,7 +1,8 @@
-"""Which format a weight is packed in, and whether it is packed at all.
+"""Decides in which format a weight is packed, and whether it is packed at all.
 
-Memory decides, unless a caller says for how many tokens at once the model is to be fast: then speed
-does. Formats are judged by their exceptions, which the core counts in a sample of the rows.
+Memory decides by default. If a caller gives the number of tokens for which the model should be
+fast, speed decides. Formats are judged by their exceptions, which the core counts in a sample of
+rows.
 """
 
 from typing import NamedTuple
@@ -32,15 +33,15 @@ __all__ = [
 ]
 
 MAX_RATIO = 0.9  # packed to plain bytes; above, a layer stays plain
-# Exceptions of W11 to a weight, up to which "auto" prefers it. Each fetches an input of its own: at
-# the 1.2 % of normal rows that takes about as long as reading the bits that W11 saves.
+# Exceptions for each element up to which "auto" prefers W11. Each exception fetches an input of its
+# own; with the 1.2 % of normal rows, that takes about as long as reading the bits that W11 saves.
 MAX_W11_EXCEPTIONS = 1 / 200
-# Packed to plain speed, at least, where speed is what counts; clocks of GPUs vary that much.
+# Least speed, as a share of the plain weight's, where speed decides; clocks of GPUs vary that much.
 MIN_SPEED = 0.97
-# Exceptions to a weight, up to which figures of speed hold: they were found with rows like those of
-# normal distributions, which have 0.03 and 1.3 %.
+# Exceptions for each element up to which figures of speed hold: they were measured with rows of
+# normal distributions, which have 0.03 % and 1.3 %.
 MAX_FAST_EXCEPTIONS = {"W12": 0.001, "W11": 0.015}
-_SAMPLED_ROWS = 64  # of a weight, to foresee its exceptions
+_SAMPLED_ROWS = 64  # of a weight, to estimate its exceptions
 
 
 class StaysPlain(NamedTuple):
@@ -66,10 +67,10 @@ class PackingPlan(NamedTuple):
 
 
 def resolve_format_or_auto(format: object) -> WeightFormat | None:
-    """The format that `format` of `pack_model_` names; None for "auto".
+    """The format that the argument of `pack_model_` names; None for "auto".
 
     Raises:
-        ValueError: it names none.
+        ValueError: there is no such format.
     """
     if format == "auto":
         return None
@@ -81,24 +82,24 @@ def resolve_format_or_auto(format: object) -> WeightFormat | None:
 
 
 def require_speeds(device: torch.device) -> None:
-    """Checks that the speed of packed weights is known for a device, as `for_tokens` needs it.
+    """Checks that the speed of packed weights on a device is known, which `for_tokens` needs.
 
     Raises:
         MissingBackendError: Triton is not installed.
-        ValueError: it is no GPU.
+        ValueError: the device is not a GPU.
     """
     require_kernels()
     from packhorse.kernels.launch import runs_on
 
     if not runs_on(device):
         raise ValueError(
-            f"for_tokens needs the model on a GPU, and it is on {device}: move it there first, or "
-            "leave out for_tokens"
+            f"for_tokens needs the model on a GPU, but it is on {device}: move it to a GPU first, "
+            "or leave out for_tokens"
         )
 
 
 def check_tokens(for_tokens: int | None) -> None:
-    """Checks that option of `pack_model_`.
+    """Checks the option `for_tokens` of `pack_model_`.
 
     Raises:
         ValueError: it is neither None nor a positive number.
@@ -110,7 +111,7 @@ def check_tokens(for_tokens: int | None) -> None:
 def pack_if_smaller(
     weight: Tensor, format: WeightFormat | None, for_tokens: int | None = None
 ) -> PackedWeight | StaysPlain:
-    """Packs a matrix if that saves memory, and no time is lost where time counts.
+    """Packs a matrix if that saves memory, and if it costs no speed where speed counts.
 
     Args:
         weight: BF16, n_rows x n_columns.
@@ -177,7 +178,7 @@ def _was_misjudged(
     n_exceptions: int, weight: Tensor, chosen: WeightFormat, format: WeightFormat | None,
     for_tokens: int | None,
 ) -> bool:  # fmt: skip
-    """Whether "auto" took W11 by a sample that missed the rows that are full of exceptions."""
+    """Whether "auto" chose W11 because the sample missed the rows with many exceptions."""
     is_auto = format is None and for_tokens is None
     return is_auto and chosen is W11 and n_exceptions > MAX_W11_EXCEPTIONS * weight.numel()
 
@@ -190,7 +191,7 @@ def _why_no_gain(nbytes: int, weight: Tensor, format: WeightFormat) -> str | Non
 
 
 def _suits_w11(weight: Tensor) -> bool:
-    """Whether W11 has few exceptions and is smaller than W12, by a sample of the rows."""
+    """Whether W11 has few exceptions and is smaller than W12, judged by a sample of rows."""
     share = _exception_share(weight, W11)
     n_rows, n_columns = weight.shape
     # Padding to 128 columns instead of 32 may cost more than a bit saves.
@@ -201,7 +202,7 @@ def _suits_w11(weight: Tensor) -> bool:
 
 
 def _exception_share(weight: Tensor, format: WeightFormat) -> float:
-    """How many of the weights are exceptions, by a sample of the rows."""
+    """The share of elements that are exceptions, in a sample of rows."""
     if not (weight.device.type == "cpu" and weight.is_contiguous()):
         weight = weight[:: max(weight.shape[0] // _SAMPLED_ROWS, 1)].cpu().contiguous()
     bits = weight.view(torch.uint16).numpy()

@@ -1,11 +1,12 @@
 """PyTorch's operators on packed weights: `unpack_weight` and `multiply_weight`.
 
-They take the arrays of docs/format.md, section 12, as plain tensors, know their shapes without
-running (`register_fake`), read nothing on the host that lies on a device, and choose what to run
-inside: so compiled graphs and CUDA graphs take them as they are. On a GPU the kernels of
-`packhorse.kernels` do the work; in host memory the decoder of the core, a tile of rows at a time
-within a memory budget; on any other device, a GPU without BF16 among them, plain PyTorch, as slowly
-as that is.
+They take the arrays of docs/format.md, section 12, as plain tensors. Compiled graphs and CUDA
+graphs can contain them, because they know the shapes of their results without running
+(`register_fake`), never copy anything from a device to the host, and choose inside what to run.
+
+On a GPU, the kernels of `packhorse.kernels` do the work. In host memory the core decodes a tile of
+rows at a time, within a memory budget. Any other device, such as a GPU without BF16, uses plain
+PyTorch, which is slow.
 """
 
 import threading
@@ -33,11 +34,11 @@ __all__ = [
     "unpack_rows",
 ]
 
-# Decoded weights of a multiplication in host memory, for each calling thread: what stays in a cache
-# until it is multiplied.
+# Decoded weights of a multiplication in host memory, for each calling thread: small enough to stay
+# in a cache until they are multiplied.
 TILE_NBYTES = 4 << 20
-# PyTorch's product of a tile is that of the whole matrix to the bit from some 64 rows on, and if
-# the tile has more than 16 * 16 * 16 elements: below, PyTorch does not ask oneDNN (Matmul.cpp).
+# PyTorch's product with a tile equals that with the whole matrix to the bit if the tile has some 64
+# rows and more than 16 * 16 * 16 elements: with fewer, PyTorch does not use oneDNN (Matmul.cpp).
 _TILE_ALIGNMENT = 64
 _LEAST_TILE_NUMEL = 16 * 16 * 16 + 1
 _SCRATCH = threading.local()
@@ -47,7 +48,7 @@ def unpack(arrays: WeightTensors, format: WeightFormat, n_columns: int) -> Tenso
     """The matrix itself, decoded where the arrays are.
 
     Args:
-        arrays: of a packed weight; trusted, so checked before if they come from elsewhere.
+        arrays: of a packed weight; trusted, so the caller checks those that come from elsewhere.
         format: their format.
         n_columns: columns of the matrix.
 
@@ -70,7 +71,7 @@ def unpack(arrays: WeightTensors, format: WeightFormat, n_columns: int) -> Tenso
 
 @cache
 def _has_kernels(device: torch.device) -> bool:
-    """Whether the kernels run there: on GPUs that multiply BF16. Others decode in plain PyTorch."""
+    """Whether the kernels run on a device: a GPU that multiplies BF16. Others use plain PyTorch."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -89,8 +90,8 @@ def require_kernels() -> None:
 
 
 def unpack_rows(arrays: WeightTensors, format: WeightFormat, dst: Tensor, start: int) -> None:
-    """Decodes the rows from `start` on into a contiguous BF16 tensor on the arrays' device, which
-    is no GPU; as many rows as that has."""
+    """Decodes the rows from `start` on into a contiguous BF16 tensor, as many as it has. It is on
+    the arrays' device, where kernels do not run."""
     stop = start + dst.shape[0]
     if arrays.device.type == "cpu":
         _unpack_on_host(arrays, format, dst, start)
@@ -117,20 +118,20 @@ def gather_rows(
     rows: Tensor,
     max_row_exceptions: int,
 ) -> Tensor:
-    """Some rows of the matrix, by PyTorch's own operations alone: on any device, and in compiled
-    graphs.
+    """Some rows of the matrix, by PyTorch's own operations alone, which work on any device and in
+    compiled graphs.
 
     Args:
         arrays: of a packed weight.
         format: their format.
         n_columns: columns of the matrix.
-        rows: int64, one dimension; which rows.
+        rows: int64, one dimension; the numbers of the rows.
         max_row_exceptions: no row has more exceptions.
 
     Returns:
-        BF16, as many rows x n_columns.
+        BF16, a row of n_columns for each number.
     """
-    # Not indexing, which would take a negative number for a row counted from the end.
+    # Indexing would take a negative number for a row counted from the end.
     low_bytes, high_bits, firsts = (array.index_select(0, rows) for array in arrays[:3])
     packed = _packed_elements(low_bytes, high_bits, format)[:, :n_columns]
     code = packed >> 7 & (1 << format.code_bits) - 1
@@ -150,8 +151,8 @@ def look_up(
     rows: Tensor,
     max_row_exceptions: int,
 ) -> Tensor:
-    """The same as `gather_rows`, by kernels where they run. Transforms of `torch.func` do not see
-    through those."""
+    """The same as `gather_rows`, by kernels where they run. Transforms of `torch.func` cannot look
+    into kernels."""
     if not _has_kernels(rows.device):
         return gather_rows(arrays, format, n_columns, rows, max_row_exceptions)
     found: Tensor = torch.ops.packhorse.look_up_rows(*arrays, rows, format.name, n_columns)
@@ -159,7 +160,7 @@ def look_up(
 
 
 def _packed_elements(low_bytes: Tensor, high_bits: Tensor, format: WeightFormat) -> Tensor:
-    """Packed elements in order, as int32, of rows with their padding."""
+    """Packed elements of rows, in order and with their padding, as int32."""
     if format is W12:
         upper = torch.cat([high_bits & 15, high_bits >> 4], dim=1).to(torch.int32)
         return low_bytes.to(torch.int32) | upper << 8
@@ -174,21 +175,21 @@ def _put_exceptions(arrays: WeightTensors, elements: Tensor, rows: Tensor, most:
     index = arrays.exception_starts[rows][:, None] + torch.arange(most, device=rows.device)
     present = index < arrays.exception_starts[rows + 1][:, None]
     entries = arrays.exceptions[index.clamp(max=arrays.exceptions.shape[0] - 1)]
-    # Rows with fewer exceptions write to one column more, which is dropped.
+    # Rows with fewer exceptions write to an extra column, which is dropped.
     columns = torch.where(present, entries & 0xFFFF, n_columns).to(torch.int64)
     wider = F.pad(elements, (0, 1)).scatter(1, columns, entries >> 16 & 0xFFFF)
     return wider[:, :n_columns]
 
 
 def n_tile_rows(n_columns: int, tile_nbytes: int) -> int:
-    """Rows of BF16 that a tile of a memory budget holds, a multiple of 64; at least as many as
-    `_least_tile_rows`."""
+    """Rows of BF16 in a tile of a memory budget: a multiple of 64, and at least as many as
+    `_least_tile_rows` says."""
     n_rows = max(tile_nbytes // (2 * n_columns), _least_tile_rows(n_columns) + _TILE_ALIGNMENT - 1)
     return n_rows // _TILE_ALIGNMENT * _TILE_ALIGNMENT
 
 
 def _least_tile_rows(n_columns: int) -> int:
-    """Fewer rows PyTorch may multiply in another way than a whole matrix."""
+    """The least number of rows that PyTorch surely multiplies as it does a whole matrix."""
     return max(_TILE_ALIGNMENT, -(-_LEAST_TILE_NUMEL // n_columns))
 
 
@@ -205,9 +206,9 @@ def multiply(
         n_columns: columns of the matrix.
 
     Returns:
-        BF16, the dimensions of x but for the last, which is n_rows. In host memory equal to the
-        bit to the product with the plain weight, as long as PyTorch multiplies a tile of at least
-        64 rows as it does the whole.
+        BF16, the dimensions of x except for the last, which is n_rows. In host memory it equals the
+        product with the plain weight to the bit, as long as PyTorch multiplies a tile of at least
+        64 rows as it does the whole matrix.
 
     Raises:
         TypeError: x or the bias is not BF16.
@@ -225,10 +226,10 @@ def multiply(
 
 
 def check_operands(x: Tensor, arrays: WeightTensors, bias: Tensor | None, n_columns: int) -> None:
-    """What `multiply` demands.
+    """Checks the operands of `multiply`.
 
     Raises:
-        TypeError, ValueError: as there.
+        TypeError, ValueError: as `multiply`.
     """
     if x.dtype != torch.bfloat16:
         raise TypeError(
@@ -271,7 +272,7 @@ def _multiply_in_tiles(
 ) -> Tensor:
     n_rows = arrays.n_rows
     step = n_tile_rows(n_columns, tile_nbytes)
-    # A rest that is too small for a tile of its own goes with the tile before it.
+    # If the rest is too small for a tile of its own, it joins the tile before it.
     stops = [*range(step, n_rows - _least_tile_rows(n_columns) + 1, step), n_rows]
     starts = [0, *stops[:-1]]
     scratch = _scratch(max(n_rows - starts[-1], stops[0]) * n_columns, x.device)
@@ -288,12 +289,12 @@ def _multiply_in_tiles(
 
 
 def _scratch(numel: int, device: torch.device) -> Tensor:
-    """Memory for a tile that this thread uses again: fresh pages cost more than decoding."""
+    """Memory for a tile, which this thread reuses: fresh pages cost more than decoding."""
     if device.type != "cpu":
         return torch.empty(numel, dtype=torch.bfloat16, device=device)
     held: Tensor | None = getattr(_SCRATCH, "tile", None)
     if held is None or held.numel() < numel:
-        # Not where `with torch.device(...)` or set_default_device would put it.
+        # The device is explicit: `with torch.device(...)` or set_default_device may name another.
         held = _SCRATCH.tile = torch.empty(numel, dtype=torch.bfloat16, device=device)
     return held
 

@@ -1,8 +1,8 @@
 """Packs matrices to the arrays of packed weights, a block of rows at a time, and checks arrays that
 come from elsewhere.
 
-A block is packed on the host by the core, and its arrays go to their device at once. So beside the
-packed weight itself only a block is there: never a second matrix, packed or plain.
+The core packs a block on the host, and the block's arrays go to their device at once. So memory
+holds only one block beside the packed weight, and never a second matrix, packed or plain.
 """
 
 from collections.abc import Iterator
@@ -29,12 +29,12 @@ __all__ = [
     "resolve_format",
 ]
 
-BLOCK_NBYTES = 16 << 20  # of plain rows that are packed at once
+BLOCK_NBYTES = 16 << 20  # plain rows that are packed at once
 _MAX_EXCEPTIONS = (1 << 31) - 1
 
 
 class RowSource(Protocol):
-    """What `packhorse.open_file(..., framework="pt").get_slice(name)` gives."""
+    """The slices that `packhorse.open_file(..., framework="pt").get_slice(name)` gives."""
 
     def get_shape(self) -> list[int]:
         """Dimensions of the whole tensor."""
@@ -47,10 +47,10 @@ class RowSource(Protocol):
 
 
 def resolve_format(format: WeightFormat | str) -> WeightFormat:
-    """A format from itself or its name.
+    """The format that an argument names; formats themselves are returned as they are.
 
     Raises:
-        ValueError: no such format.
+        ValueError: there is no such format.
     """
     if isinstance(format, WeightFormat):
         return format
@@ -63,13 +63,13 @@ def check_source(source: Tensor | RowSource) -> tuple[int, int]:
     """Rows and columns of a matrix that can be packed.
 
     Raises:
-        TypeError: it is neither a tensor nor a slice, or not BF16.
-        ValueError: it is no matrix of 1 to 65536 columns.
+        TypeError: the source is neither a tensor nor a slice, or not BF16.
+        ValueError: the source is not a matrix of 1 to 65536 columns.
     """
     is_tensor = isinstance(source, Tensor)
     if not is_tensor and not hasattr(source, "get_shape"):
         what = type(source).__name__
-        raise TypeError(f"a tensor, or a slice of a packed file, is packed; this is {what}")
+        raise TypeError(f"only a tensor or a slice of a packed file can be packed, not {what}")
     shape = list(source.shape) if is_tensor else source.get_shape()  # type: ignore[union-attr]
     dtype = source.dtype if isinstance(source, Tensor) else source.get_dtype()
     if dtype not in (torch.bfloat16, "BF16"):
@@ -91,11 +91,11 @@ def pack_arrays(
     Args:
         source: BF16, n_rows x n_columns: a plain tensor on any device, or a slice of a packed file.
         format: the format.
-        device: where the arrays shall be; None for where the tensor is, or the host.
+        device: where to put the arrays; None for the tensor's device, or for the host.
 
     Raises:
-        TypeError, ValueError: as `check_source`; or it has too many exceptions to count.
-        CorruptionError, CompatibilityError: of the file.
+        TypeError, ValueError: as `check_source`; or the matrix has too many exceptions to count.
+        CorruptionError, CompatibilityError: as for reading the file.
     """
     n_rows, n_columns = check_source(source)
     home = source.device if isinstance(source, Tensor) else torch.device("cpu")
@@ -152,7 +152,7 @@ def _pack_to_device(
 
 
 def count_exceptions(weight: Tensor, format: WeightFormat) -> int:
-    """How many exceptions a matrix has in a format, block by block.
+    """The number of exceptions that a matrix has in a format, counted block by block.
 
     Args:
         weight: BF16, n_rows x n_columns, on any device.
@@ -176,21 +176,21 @@ def empty_arrays(
     *,
     device: torch.device | str | None = None,
 ) -> WeightTensors:
-    """Valid arrays without exceptions, to be written over.
+    """Valid arrays without exceptions, for the caller to overwrite.
 
     Args:
         n_rows: rows of the matrix.
         n_columns: its columns, 1 to 65536.
         format: the format.
-        device: where they shall be; None for the host.
+        device: where to put them; None for the host.
 
     Raises:
-        ValueError: a size is wrong.
+        ValueError: a size is out of range.
     """
     if n_rows < 0 or not 1 <= n_columns <= MAX_WEIGHT_COLUMNS:
         raise ValueError(
-            f"a packed weight has 1 to {MAX_WEIGHT_COLUMNS} columns; {n_columns} and {n_rows} rows "
-            "are asked for"
+            f"a packed weight has 1 to {MAX_WEIGHT_COLUMNS} columns, and no negative number of "
+            f"rows; asked for {n_rows} x {n_columns}"
         )
 
     def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -206,8 +206,7 @@ def empty_arrays(
 
 
 def format_of(arrays: WeightTensors) -> WeightFormat | None:
-    """The format of arrays, by their widths, which differ between formats; None if they have those
-    of no format."""
+    """The format of arrays, which their widths tell; None if the widths fit no format."""
     if arrays.low_bytes.dim() == arrays.high_bits.dim() == 2:
         n_padded, n_high_bytes = arrays.low_bytes.shape[1], arrays.high_bits.shape[1]
         for format in WEIGHT_FORMATS.values():
@@ -217,18 +216,19 @@ def format_of(arrays: WeightTensors) -> WeightFormat | None:
 
 
 def check_arrays(arrays: WeightTensors, format: WeightFormat, n_columns: int, *, name: str) -> None:
-    """Checks every rule of the format; arrays on a device are copied to the host for it, those of
-    the meta device have none.
+    """Checks arrays against every rule of the format.
+
+    Arrays on a device are copied to the host for this. Arrays on the meta device are not checked.
 
     Args:
         arrays: from a file or another process.
         format: their format.
         n_columns: columns of the matrix.
-        name: whose weight it is; messages say so.
+        name: the weight's name, for messages.
 
     Raises:
         CorruptionError: a rule is broken.
-        ValueError: they are on several devices, or not contiguous.
+        ValueError: the arrays are on several devices, or not contiguous.
 
     Example:
         >>> import torch
@@ -246,7 +246,7 @@ def check_arrays(arrays: WeightTensors, format: WeightFormat, n_columns: int, *,
         for field, array in zip(WeightTensors._fields, arrays, strict=True):
             if array.dtype not in (torch.uint8, torch.int32):
                 raise CorruptionError(f"packed weight: {field} has dtype {array.dtype}")
-            # Kernels read them as they lie.
+            # Kernels ignore strides.
             if not array.is_contiguous():
                 raise ValueError(f"{name}: {field} is not contiguous; take its contiguous()")
         on_host = (array.detach().cpu().numpy() for array in arrays)

@@ -1,6 +1,7 @@
-"""Products with packed weights on a GPU: the way from a layer to a kernel, which every token of a
-model takes. It is kept short, six calls from the layer at most: nothing is searched, read or
-compiled here after the first product of a shape.
+"""Products with packed weights on a GPU: the path from a layer to a kernel.
+
+Every token of a model takes this path, so it is short: six calls from the layer at most. After the
+first product of a shape, nothing here is searched, read or compiled.
 """
 
 import warnings
@@ -23,7 +24,7 @@ from packhorse.layout import W12, WeightFormat
 
 __all__ = ["LAUNCHERS", "multiply", "run_choice"]
 
-_ALIGNMENT = 16  # bytes, of what kernels are compiled for
+_ALIGNMENT = 16  # bytes; kernels are compiled for inputs that are aligned so
 
 
 def multiply(
@@ -35,7 +36,7 @@ def multiply(
     bias: Tensor | None = None,
     choice: Choice | None = None,
 ) -> Tensor:
-    """A product by a choice; if the GPU is too small for that, a warning once, and by decoding.
+    """A product by a choice. If the GPU is too small for it, warns once and decodes instead.
 
     Args:
         x: BF16, any dimensions, the last of n_columns; not empty.
@@ -43,14 +44,14 @@ def multiply(
         format: their format.
         n_columns: columns of the matrix.
         bias: BF16, n_rows.
-        choice: what to run; None for what `packhorse.device.choices.choose` says.
+        choice: what to run; None for the result of `packhorse.device.choices.choose`.
 
     Returns:
-        BF16, the dimensions of x but for the last, which is n_rows.
+        BF16, the dimensions of x except for the last, which is n_rows.
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: a tensor has another shape, or is elsewhere.
+        ValueError: a tensor has another shape, or is on another device.
     """
     n_rows, n_tokens = len(weights.first_exponents), x.numel() // n_columns
     if choice is None:
@@ -64,7 +65,7 @@ def multiply(
         except torch.OutOfMemoryError:
             choice = _choose_without_memory(n_rows, n_columns, format)
     flat = x.reshape(n_tokens, n_columns).contiguous()
-    if flat.data_ptr() % _ALIGNMENT:  # or Triton would compile once more, in a capture perhaps
+    if flat.data_ptr() % _ALIGNMENT:  # Triton would compile once more, perhaps in a capture
         flat = flat.clone()
     if TOO_LARGE and (choice, format.name, x.device) in TOO_LARGE:
         choice = Choice(Strategy.DECODE)
@@ -98,7 +99,7 @@ def run_choice(
     *,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The same by a given choice, and by no other.
+    """A product by a given choice, and by no other.
 
     Args:
         choice: what to run.
@@ -113,8 +114,8 @@ def run_choice(
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
-        OutOfResources: of Triton, if a program is too large for the GPU.
+        ValueError: a tensor has another shape, is on another device, or is not contiguous.
+        OutOfResources: Triton's error if a program is too large for the GPU.
     """
     run = LAUNCHERS[choice.strategy]
     return run(x, weights, format, n_columns, bias=bias, config=choice.config)
@@ -132,7 +133,7 @@ def _multiply_decoded(
     return F.linear(x, decode_weights(weights, format, n_columns), bias)
 
 
-# What runs a strategy; each is called as `run_choice`, with the division of its choice.
+# The function of each strategy, called as `run_choice` is, with the division of the choice.
 LAUNCHERS: dict[Strategy, Callable[..., Tensor]] = {
     Strategy.FUSED: multiply_weights,
     Strategy.MANY: multiply_many,
@@ -148,7 +149,7 @@ def _multiply_ahead(
     n_columns: int,
     bias: Tensor | None,
 ) -> Tensor:
-    """With the weight that was decoded while the product before this one ran."""
+    """A product with the weight that was decoded while the previous product ran."""
     decode = partial(_decode_to, format=format)
     with decoder.plain(weights, (weights.n_rows, n_columns), decode) as weight:
         return F.linear(x, weight, bias)
@@ -159,11 +160,11 @@ def _decode_to(arrays: Sequence[Tensor], dst: Tensor, format: WeightFormat) -> N
 
 
 def _choose_without_memory(n_rows: int, n_columns: int, format: WeightFormat) -> Choice:
-    """What needs no memory for the plain weight."""
+    """The choice that needs no memory for the plain weight."""
     mib = 2 * n_rows * n_columns / 2**20
     warnings.warn(
         f"the GPU has no {mib:.0f} MiB left for the plain weight of {n_rows} x {n_columns}: "
-        "it is decoded inside the product, which is slower with many tokens; give the GPU fewer "
+        "the product decodes it inside, which is slower with many tokens; give the GPU fewer "
         "tokens at once, or a smaller cache",
         RuntimeWarning,
         stacklevel=2,

@@ -1,4 +1,4 @@
-"""What packing a model did, weight by weight."""
+"""Reports on packing a model, weight by weight."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class WeightReport:
     """A weight that was packed.
 
     Attributes:
-        name: of the modules that have it, " = " between them.
+        name: the modules that have it, with " = " between them.
         shape: rows and columns.
         format: name of its format.
         nbytes: bytes of the packed weight.
@@ -39,9 +39,9 @@ class LeftWeight:
     """A weight that stays as it was.
 
     Attributes:
-        name: of the modules that have it, " = " between them.
-        shape: rows and columns; of a parameter that is no matrix, all its dimensions.
-        dtype: PyTorch's name of it.
+        name: the modules that have it, with " = " between them.
+        shape: rows and columns; all dimensions of a parameter that is not a matrix.
+        dtype: PyTorch's name of its dtype.
         nbytes: its bytes.
         reason: why it stays.
     """
@@ -55,12 +55,12 @@ class LeftWeight:
 
 @dataclass(frozen=True)
 class PackReport:
-    """What `pack_model_` did; as text, a table.
+    """What `pack_model_` did; `str` gives a table.
 
     Attributes:
         packed: the weights that were packed, in the order of the modules.
         left: matrices that stay as they were.
-        plain_nbytes: bytes of all parameters and buffers of the model before.
+        plain_nbytes: bytes of all parameters and buffers of the model before packing.
     """
 
     packed: tuple[WeightReport, ...]
@@ -74,7 +74,7 @@ class PackReport:
 
     @property
     def ratio(self) -> float:
-        """Bytes before to bytes now; 1 for a model of none."""
+        """Bytes before packing to bytes now; 1 for a model without bytes."""
         return self.plain_nbytes / self.nbytes if self.nbytes else 1.0
 
     def __str__(self) -> str:

@@ -1,5 +1,7 @@
-"""Whether a packed weight is as fast as the plain one on a GPU, and in which format it is fastest:
-by what `packhorse tune` has measured, or else by the model of time."""
+"""Compares the speed of a packed weight in each format with the plain one on a GPU.
+
+The figures are those that `packhorse tune` has measured, or else those of the model of time.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ class Speed:
     Attributes:
         format: the format.
         times: how many times as fast as with the BF16 weight.
-        source: "measured", or for which GPU it is predicted.
+        source: "measured", or the GPU for which the speed is predicted.
     """
 
     format: WeightFormat
@@ -46,11 +48,11 @@ def compare_formats(
         n_columns: its columns.
         n_tokens: vectors that it is multiplied with.
         formats: the formats.
-        device: the GPU. What was measured on it counts alone, if anything was for this matrix:
-            predictions are no match for it.
+        device: the GPU. If anything was measured on it for this matrix, only measured formats are
+            compared, because predictions are less certain.
     """
     name = describe_device(device).name
-    gpu = "a GPU that is not known" if name == GENERIC.name else f"{name}"
+    gpu = "an unknown GPU" if name == GENERIC.name else f"{name}"
     found = []
     for format in formats:
         figures, is_measured = expect(n_rows, n_columns, n_tokens, format, device)

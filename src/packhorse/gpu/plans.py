@@ -1,11 +1,11 @@
 """Plans by which kernels decode the chunks of a frame, made by the core.
 
-`plan_chunks` takes the payload as bytes and the chunk table, believes nothing, and returns small
-arrays of numbers: for every plane of every chunk where its bytes come from, and for every coded
-stream where its parts lie, with lane states and tables. A kernel that follows them reads only
-inside the payload and writes only inside its outputs, whatever the payload says, even if it changes
-later. What only decoding shows (words, last states, the number of escapes) is left to the kernels,
-which write a status number for each stream.
+`plan_chunks` takes the payload as bytes and the chunk table, and trusts neither. It returns small
+arrays of numbers: for every plane of every chunk, where its bytes come from; for every coded
+stream, where its parts lie, with lane states and tables. A kernel that follows these arrays reads
+only inside the payload and writes only inside its outputs, whatever the payload says, even if it
+changes later. Only decoding can check words, last states and the number of escapes, so the kernels
+do that, and write a status for each stream.
 
 The arrays lie one behind the other in one piece of memory, which is uploaded as it is.
 """
@@ -50,7 +50,7 @@ _LAST_MODE = int(Mode.RANS)  # stored, constant and palette come before
 
 
 class Geometry(NamedTuple):
-    """How a tensor is cut.
+    """How a tensor is cut into chunks and planes.
 
     Attributes:
         n_units: units of the tensor, at least 1.
@@ -76,14 +76,14 @@ class Geometry(NamedTuple):
 
     @property
     def rotation(self) -> int:
-        """Bits by which the first planes are rotated to the right to be the top of a unit."""
+        """Bits by which the first planes are rotated to the right to become the top of a unit."""
         if self.split != Split.FLOAT:
             return 0
         return 4 if self.unit_nbytes == 8 else 1
 
 
 class Unsupported(Exception):
-    """No kernel decodes this frame; the decoder of the host does."""
+    """Kernels cannot decode this frame, but the host can."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class RansGroup:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """All that kernels must know to decode a payload.
+    """All that kernels need to decode a payload.
 
     Attributes:
         geometry: how the tensor is cut.
@@ -136,8 +136,8 @@ class ChunkPlan:
     memory: ByteArray
 
     def arrays(self) -> list[NDArray[Any]]:
-        """What kernels read beside the payload: planes, palettes, entries, escaped; then streams,
-        states and tables of each group."""
+        """The arrays that kernels read beside the payload: planes, palettes, entries, escaped; then
+        streams, states and tables of each group."""
         arrays: list[NDArray[Any]] = [self.planes, self.palettes, self.entries, self.escaped]
         for group in self.rans:
             arrays += (group.streams, group.states, group.tables)
@@ -145,7 +145,7 @@ class ChunkPlan:
 
 
 def why_unsupported(table: Words, geometry: Geometry) -> str | None:
-    """What in a frame no kernel decodes, in words; None if all can be.
+    """Why kernels cannot decode a frame; None if they can.
 
     Args:
         table: the chunk table, as `packhorse.frame.header` reads it: u32 (chunks, 1 + planes).
@@ -162,7 +162,7 @@ def why_unsupported(table: Words, geometry: Geometry) -> str | None:
 
 
 def plan_chunks(payload: ByteArray, table: Words, geometry: Geometry, origin: int = 0) -> ChunkPlan:
-    """Reads every stream's fields, without Python's lock.
+    """Plans the chunks of a payload. Reads every stream's fields, without Python's lock.
 
     Args:
         payload: all chunks, u8, contiguous; only read.
@@ -172,7 +172,7 @@ def plan_chunks(payload: ByteArray, table: Words, geometry: Geometry, origin: in
 
     Raises:
         CorruptionError: a rule of the format is broken; names chunk, plane and byte.
-        Unsupported: `why_unsupported` says more than None.
+        Unsupported: kernels cannot decode the frame, as `why_unsupported` says.
     """
     reason = why_unsupported(table, geometry)
     if reason is not None:
@@ -216,10 +216,10 @@ def _error_of(fault: _Fault, nbytes: int, geometry: Geometry, origin: int) -> Co
 
 
 class _Reader:
-    """Arrays that lie one behind the other.
+    """Takes arrays that lie one behind the other.
 
     Attributes:
-        at: where the next one begins.
+        at: offset of the next array.
     """
 
     def __init__(self, memory: ByteArray) -> None:

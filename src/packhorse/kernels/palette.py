@@ -1,7 +1,7 @@
-"""Palettes decoded on the GPU (docs/format.md, section 6.3): codes of some bits to bytes.
+"""Decodes palettes on the GPU (docs/format.md, section 6.3): codes of some bits become bytes.
 
-Escapes leave a mark, a byte that is in no entry; `resolve_escapes` replaces it. Raw bits are left
-to the merging of planes.
+Escapes leave a mark, a byte that no entry has; `resolve_escapes` replaces it. Raw bits are put back
+when planes are merged.
 """
 
 import torch

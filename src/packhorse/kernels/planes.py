@@ -1,8 +1,8 @@
-"""Planes of bytes to units on the GPU (docs/format.md, sections 4, 5 and 6.1).
+"""Merges planes of bytes into units on the GPU (docs/format.md, sections 4, 5 and 6.1).
 
-A byte comes from the payload, from scratch memory that other kernels have filled, or is constant;
-the end of a stored plane may be carried by rANS states, and then lies in scratch memory too. Raw
-bits are put back here. Every unit is independent of all others.
+A byte comes from the payload, from scratch memory that other kernels have filled, or is constant.
+If rANS states carry the end of a stored plane, that lies in scratch memory, too. Raw bits are put
+back here. Every unit is independent of all others.
 """
 
 import torch
@@ -30,7 +30,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _is_plain(row, end):
-    """Whether a plane's bytes before unit `end` of a chunk can be loaded many at a time."""
+    """Whether a plane's bytes before unit `end` of a chunk can be loaded as vectors."""
     source, offset = tl.load(row + PLANE_SOURCE), tl.load(row + PLANE_OFFSET)
     there = (offset % 16 == 0) & (tl.load(row + PLANE_N_THERE) >= end)
     return (there | (source == CONSTANT_SOURCE)) & (tl.load(row + PLANE_RAW_BITS) == 0)
@@ -125,9 +125,9 @@ def merge_planes(
     chunk_log: int,
     rotation: int,
 ) -> None:
-    """Makes units of planes.
+    """Merges planes into units.
 
-    The tensors are on one device and, but for `planes`, aligned to 16 bytes; nothing in them is
+    The tensors are on one device and, except for `planes`, aligned to 16 bytes. Nothing in them is
     checked here.
 
     Args:

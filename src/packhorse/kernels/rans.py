@@ -4,12 +4,14 @@ The lanes of a round are served in ascending order from one sequence of words, a
 unit `4 * (l mod q) + l div q`. So thread `t` of a warp has the lanes `t`, `q + t`, `2 q + t` and
 `3 q + t`: the four vectors `x0` to `x3` here. They yield four neighbouring bytes, stored at once.
 
-Which word a lane takes follows from how many lanes before it need one. A sum of different bits over
-the warp is the set of those that do, one instruction on the GPU, and its ones are counted; a scan
-of five dependent shuffles would take longer. The tables of 32 or 64 buckets lie one or two entries
-a thread in registers; `tl.gather` is then a shuffle. States and tables come from the core's planner
-(csrc/tensor/plan.hpp), which has checked whatever could lead a kernel out of its memory; words that
-are not there are not read. A second kernel replaces the marks that escapes leave.
+The word that a lane takes follows from the number of lanes before it that need one. The set of
+lanes that need one is a sum of different bits over the warp, which is one instruction on the GPU;
+its ones are then counted. A scan of five dependent shuffles would take longer. Tables of 32 or 64
+buckets lie in registers, one or two entries a thread; `tl.gather` is then a shuffle.
+
+States and tables come from the core's planner (csrc/tensor/plan.hpp), which has checked everything
+that could lead a kernel out of its memory. Kernels never read words beyond the last one. A second
+kernel replaces the marks that escapes leave.
 """
 
 import torch
@@ -79,13 +81,13 @@ def _look_up(x, threshold, first, second, table_ptr, BUCKETS: tl.constexpr):
 
 @triton.jit
 def _advance(x, entry):
-    """States behind a symbol, before they take a word."""
+    """States after a symbol, before they take a word."""
     return (entry & _SLOT_MASK) * (x >> _PROB_BITS) + ((x + (entry >> _RANK)) & _SLOT_MASK)
 
 
 @triton.jit
 def _count_ones(x):
-    """Ones in each u32; the compiler knows this sequence and makes one instruction of it."""
+    """Ones in each u32; the compiler turns this sequence into one instruction."""
     x -= x >> 1 & 0x55555555
     x = (x & 0x33333333) + (x >> 2 & 0x33333333)
     return ((x + (x >> 4) & 0x0F0F0F0F) * 0x01010101) >> 24
@@ -93,7 +95,7 @@ def _count_ones(x):
 
 @triton.jit
 def _refill(x, need, n_before, words_ptr, n_words, ALIGNED: tl.constexpr, CHECKED: tl.constexpr):
-    """States of a quarter with the words they need, and how many words that and the last took."""
+    """The states of a quarter after they took words, and the words taken so far in the round."""
     t = tl.arange(0, _WARP)
     # A sum of different bits is their union, and one instruction over the warp.
     needing = tl.sum(need.to(tl.uint32) << t, 0)
@@ -113,9 +115,9 @@ def _round(
     x0, x1, x2, x3, n_words, words_ptr, dst_ptr, n, q, threshold, first, second, table_ptr,
     BUCKETS: tl.constexpr, ALIGNED: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """One round; `n` units and `n_words` words are left if CHECKED, else enough of both.
+    """One round. If CHECKED, only `n` units and `n_words` words are left; otherwise enough of both.
 
-    Returns the states, and the number of words that were taken or, if CHECKED, asked for.
+    Returns the states, and the number of words taken, or wanted if CHECKED.
     """
     t = tl.arange(0, _WARP)
     live = t < q
@@ -231,7 +233,7 @@ def resolve_escapes_kernel(
     status_ptr,  # i32 [planes]
     BLOCK: tl.constexpr,
 ):
-    """One plane: units that are marked take the escapes in order."""
+    """One plane: marked units are replaced by the escapes, in order."""
     plane = tl.program_id(0).to(tl.int64)
     row = planes_ptr + plane * FIELDS
     units_ptr = scratch_ptr + tl.load(row + ESCAPED_PLANE_AT)
