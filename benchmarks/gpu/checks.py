@@ -18,9 +18,9 @@ import packhorse.kernels.matmul_many as many_module
 import packhorse.kernels.weights as weights_module
 from benchmarks.gpu.workers import Failure, spread
 from packhorse.device.choices import choose
+from packhorse.device.matrix_tuning import pack_on, random_weight
 from packhorse.device.products import run_choice
 from packhorse.device.strategy import INVARIANT_TOKENS, Choice, Strategy
-from packhorse.device.tuning import pack_on, random_weight
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.launch import Dialect, choose_dialect
 from packhorse.kernels.weights import decode_weights
@@ -47,12 +47,12 @@ class Case(NamedTuple):
     """One case: what one process checks at a time.
 
     Attributes:
-        form: name of a format.
+        format: name of a format.
         weight: one of `PATTERNS`, or rows and columns.
         smoke: on a tiny scale, on the CPU.
     """
 
-    form: str
+    format: str
     weight: str
     smoke: bool
 
@@ -66,17 +66,17 @@ def check(run: "Run") -> list[dict[str, Any]]:
     """
     sizes = CHECKED_SMALL if run.smoke else CHECKED
     names = [*PATTERNS, *(f"{n_rows} x {n_columns}" for n_rows, n_columns in sizes)]
-    cases = [Case(form, name, run.smoke) for form in WEIGHT_FORMATS for name in names]
+    cases = [Case(format, name, run.smoke) for format in WEIGHT_FORMATS for name in names]
     rows: list[dict[str, Any]] = []
     failed: list[str] = []
     for case, found in spread(run, check_case, cases):
-        row = {"weight": case.weight, "form": case.form}
+        row = {"weight": case.weight, "form": case.format}
         if isinstance(found, Failure):
-            print(f"{case.weight}, {case.form}: {found.trace}", flush=True)
-            failed.append(f"{case.weight}, {case.form}: {found.error}")
+            print(f"{case.weight}, {case.format}: {found.trace}", flush=True)
+            failed.append(f"{case.weight}, {case.format}: {found.error}")
             rows.append(row | {"failed": found.error})
         else:
-            print(f"{case.weight}, {case.form}: every bit, {found} products", flush=True)
+            print(f"{case.weight}, {case.format}: every bit, {found} products", flush=True)
             rows.append(row | {"n_products": found})
         run.keep(rows)
     if any(WrongError.__name__ in error for error in failed):
@@ -94,13 +94,13 @@ def check_case(case: Case) -> int:
     Raises:
         WrongError: a result is wrong.
     """
-    form = WEIGHT_FORMATS[case.form]
+    format = WEIGHT_FORMATS[case.format]
     weight = _make_weight(case.weight, case.smoke)
     sizes = CHECKED_TOKENS_SMALL if case.smoke else CHECKED_TOKENS
-    name, weights = f"{case.weight}, {case.form}", pack_on(weight, form)
-    check_decoding(name, weight, weights, form)
+    name, weights = f"{case.weight}, {case.format}", pack_on(weight, format)
+    check_decoding(name, weight, weights, format)
     finite = bool(weight.isfinite().all())
-    return check_products(name, weight, weights, form, sizes) if finite else 0
+    return check_products(name, weight, weights, format, sizes) if finite else 0
 
 
 def _make_weight(name: str, smoke: bool) -> torch.Tensor:
@@ -118,13 +118,13 @@ def _make_weight(name: str, smoke: bool) -> torch.Tensor:
 
 
 def check_decoding(
-    name: str, weight: torch.Tensor, weights: WeightTensors, form: WeightFormat
+    name: str, weight: torch.Tensor, weights: WeightTensors, format: WeightFormat
 ) -> None:
     """Compare decoding bit for bit, with inline assembly and without."""
     plain, n_columns = bits_of(weight), weight.shape[1]
-    decoded = decode_weights(weights, form, n_columns)
+    decoded = decode_weights(weights, format, n_columns)
     require(torch.equal(bits_of(decoded), plain), f"{name}: decoding")
-    decoded = with_twin(partial(decode_weights, weights, form, n_columns))
+    decoded = with_twin(partial(decode_weights, weights, format, n_columns))
     require(torch.equal(bits_of(decoded), plain), f"{name}: decoding without assembly")
 
 
@@ -132,7 +132,7 @@ def check_products(
     name: str,
     weight: torch.Tensor,
     weights: WeightTensors,
-    form: WeightFormat,
+    format: WeightFormat,
     sizes: Sequence[int],
 ) -> int:
     """Check products of so many tokens, by all ways; returns how many there are."""
@@ -143,14 +143,14 @@ def check_products(
     n_products, first = 0, None
     for n_tokens in sizes:
         x, what = tokens[:n_tokens].contiguous(), f"{name}, {n_tokens} tokens"
-        chosen = choose(n_rows, n_columns, n_tokens, form, weight.device)
-        own = launchers_own(form) if n_tokens in sizes[1::2] else []
+        chosen = choose(n_rows, n_columns, n_tokens, format, weight.device)
+        own = launchers_own(format) if n_tokens in sizes[1::2] else []
         for choice in {chosen, Choice(Strategy.DECODE), *own}:
-            y = run_choice(choice, x, weights, form, n_columns)
+            y = run_choice(choice, x, weights, format, n_columns)
             check_product(f"{what}, {choice}", choice, y, x, weight)
             n_products += 1
-        y = run_choice(chosen, x, weights, form, n_columns)
-        twin = with_twin(partial(run_choice, chosen, x, weights, form, n_columns))
+        y = run_choice(chosen, x, weights, format, n_columns)
+        twin = with_twin(partial(run_choice, chosen, x, weights, format, n_columns))
         check_product(f"{what}, without assembly", chosen, twin, x, weight)
         if n_tokens <= INVARIANT_TOKENS:
             first = y[0] if first is None else first
@@ -163,9 +163,9 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16)
 
 
-def launchers_own(form: WeightFormat) -> list[Choice]:
+def launchers_own(format: WeightFormat) -> list[Choice]:
     """The products that the launchers make without a config."""
-    return [Choice(Strategy.FUSED), *([Choice(Strategy.MANY)] if form is W12 else [])]
+    return [Choice(Strategy.FUSED), *([Choice(Strategy.MANY)] if format is W12 else [])]
 
 
 def check_product(

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from packhorse.device.tuning import random_weight
+from packhorse.device.matrix_tuning import random_weight
 from packhorse.frame import compress_buffer
-from packhorse.gpu.frames import decode_frame
+from packhorse.gpu.decode import decode_frame
 from packhorse.gpu.timing import time_chain
 
 if TYPE_CHECKING:

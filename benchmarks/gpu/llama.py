@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packhorse.device.matrix_tuning import pack_on, random_weight
 from packhorse.device.products import multiply
-from packhorse.device.tuning import pack_on, random_weight
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.weights import decode_rows
 from packhorse.layout import W11, W12, WeightFormat
@@ -76,10 +76,10 @@ Linear = Callable[[Tensor], Tensor]
 
 
 class Model:
-    """The weights of a model, plain (`form` is None) or packed, and what a step needs."""
+    """The weights of a model, plain (`format` is None) or packed, and what a step needs."""
 
-    def __init__(self, size: Size, form: WeightFormat | None, device: torch.device) -> None:
-        self.size, self.form = size, form
+    def __init__(self, size: Size, format: WeightFormat | None, device: torch.device) -> None:
+        self.size, self.format = size, format
         self.layers: list[dict[str, Linear]] = [{} for _ in range(size.n_layers)]
         for seed, (name, shape) in enumerate(size.shapes.items()):
             made = self._copies(random_weight(*shape, device, seed), size.n_layers)
@@ -91,18 +91,18 @@ class Model:
 
     def _copies(self, weight: Tensor, n: int) -> list[Linear]:
         """Linear maps with memory of their own."""
-        if self.form is None:
+        if self.format is None:
             return [_plain(weight.clone()) for _ in range(n)]
-        packed, n_columns = pack_on(weight, self.form), weight.shape[1]
+        packed, n_columns = pack_on(weight, self.format), weight.shape[1]
         arrays = (WeightTensors(*(array.clone() for array in packed)) for _ in range(n))
-        return [_packed(each, self.form, n_columns) for each in arrays]
+        return [_packed(each, self.format, n_columns) for each in arrays]
 
     def _embedding(self, weight: Tensor) -> Linear:
         """The rows of words."""
-        if self.form is None:
+        if self.format is None:
             return lambda words: weight[words]
-        packed, form, n_columns = pack_on(weight, self.form), self.form, weight.shape[1]
-        return lambda words: decode_rows(packed, form, n_columns, words)
+        packed, format, n_columns = pack_on(weight, self.format), self.format, weight.shape[1]
+        return lambda words: decode_rows(packed, format, n_columns, words)
 
     def step(self, words: Tensor, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Logits of the next words, batch x n_words."""
@@ -144,8 +144,8 @@ def _plain(weight: Tensor) -> Linear:
     return lambda x: F.linear(x, weight)
 
 
-def _packed(arrays: WeightTensors, form: WeightFormat, n_columns: int) -> Linear:
-    return lambda x: multiply(x.contiguous(), arrays, form, n_columns)
+def _packed(arrays: WeightTensors, format: WeightFormat, n_columns: int) -> Linear:
+    return lambda x: multiply(x.contiguous(), arrays, format, n_columns)
 
 
 def measure(run: "Run", device: torch.device) -> list[dict[str, Any]]:
@@ -158,17 +158,17 @@ def measure(run: "Run", device: torch.device) -> list[dict[str, Any]]:
         "| weights | batch | ms a step | tokens/s | times BF16 | weights GiB | peak GiB | logits |"
     )
     print("|---|---|---|---|---|---|---|---|", flush=True)
-    for form in (None, W12, W11):
+    for format in (None, W12, W11):
         if run.is_late():
             break
-        model = Model(size, form, device)
+        model = Model(size, format, device)
         weights_gib = _allocated(run)
         for batch in BATCHES[: 1 if run.smoke else None]:
             seconds, found = _time_steps(run, model, batch, context)
             plain.setdefault(batch, seconds)
             same = _agreement(found, logits.setdefault(batch, found))
             row = {
-                "weights": form.name if form else "BF16", "batch": batch, "seconds": seconds,
+                "weights": format.name if format else "BF16", "batch": batch, "seconds": seconds,
                 "tokens_per_s": batch / seconds, "speedup": plain[batch] / seconds,
                 "weights_gib": weights_gib, "peak_gib": _peak(run), "agreement": same,
             }  # fmt: skip

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import packhorse.torch as ph
-from packhorse.device.tuning import random_weight
+from packhorse.device.matrix_tuning import random_weight
 from packhorse.gpu import uploads
 
 if TYPE_CHECKING:

@@ -20,10 +20,7 @@ from benchmarks.gpu.predictions import MODELS, TOKENS, Shape
 from benchmarks.gpu.workers import Product, compile_ahead, likely_products
 from packhorse.device.choices import choose
 from packhorse.device.cost import predict_decode, predict_decoding, predict_fused, predict_plain
-from packhorse.device.strategy import BUCKETS, Choice, Strategy
-from packhorse.device.timing import ProductTimer
-from packhorse.device.tune_cache import Key, Measured
-from packhorse.device.tuning import (
+from packhorse.device.matrix_tuning import (
     measure_choices,
     order_in,
     pack_on,
@@ -31,6 +28,9 @@ from packhorse.device.tuning import (
     tune_on_gpu,
     tuned_before,
 )
+from packhorse.device.product_timer import ProductTimer
+from packhorse.device.strategy import BUCKETS, Choice, Strategy
+from packhorse.device.tune_cache import Key, Measured
 from packhorse.gpu.detect import describe_device
 from packhorse.gpu.search import Search
 from packhorse.kernels.arrays import WeightTensors
@@ -56,10 +56,10 @@ def shapes_of(run: "Run") -> tuple[Shape, ...]:
     return SMALL if run.smoke else tuple(shape for model in MODELS for shape in model.shapes)
 
 
-def tokens_of(run: "Run", form: WeightFormat | None = None) -> tuple[int, ...]:
+def tokens_of(run: "Run", format: WeightFormat | None = None) -> tuple[int, ...]:
     """The numbers of tokens that are measured."""
     tokens = SMALL_TOKENS if run.smoke else TOKENS
-    return tuple(n for n in tokens if n <= MAX_W11_TOKENS) if form is W11 else tokens
+    return tuple(n for n in tokens if n <= MAX_W11_TOKENS) if format is W11 else tokens
 
 
 class HostTimer(ProductTimer):
@@ -72,12 +72,12 @@ class HostTimer(ProductTimer):
 
 
 def timer_of(
-    run: "Run", weights: WeightTensors, form: WeightFormat, n_columns: int
+    run: "Run", weights: WeightTensors, format: WeightFormat, n_columns: int
 ) -> ProductTimer:
     """A timer of products with a matrix."""
     if run.smoke:
-        return HostTimer(weights, form, n_columns, chain_nbytes=1)
-    return ProductTimer(weights, form, n_columns)
+        return HostTimer(weights, format, n_columns, chain_nbytes=1)
+    return ProductTimer(weights, format, n_columns)
 
 
 # Speed.
@@ -87,20 +87,20 @@ def decode(run: "Run") -> list[dict[str, Any]]:
     """The card's ceilings, decoding alone (bytes read and written a second), and a frame."""
     rows = ceilings(run)
     print_head("matrix", "format", "us", "predicted", "GB/s moved", "bits a weight")
-    for shape, form in itertools.product(shapes_of(run), WEIGHT_FORMATS.values()):
+    for shape, format in itertools.product(shapes_of(run), WEIGHT_FORMATS.values()):
         if run.is_late():
             break
         size = shape.n_rows, shape.n_columns
-        weights = pack_on(random_weight(*size, device_of(run)), form)
+        weights = pack_on(random_weight(*size, device_of(run)), format)
         nbytes = sum(tensor.nbytes for tensor in weights)
-        seconds = timer_of(run, weights, form, shape.n_columns).decoding()
-        predicted = predict_decoding(*size, form, describe_device(device_of(run)))
+        seconds = timer_of(run, weights, format, shape.n_columns).decoding()
+        predicted = predict_decoding(*size, format, describe_device(device_of(run)))
         moved = nbytes + 2 * math.prod(size)
-        row = {"shape": name_of(shape), "form": form.name, "seconds": seconds}
+        row = {"shape": name_of(shape), "form": format.name, "seconds": seconds}
         row |= {"predicted": predicted, "moved_nbytes": moved, "bits": 8 * nbytes / math.prod(size)}
         rows.append(row)
         print_row(
-            name_of(shape), form.name, us(seconds), us(predicted), f"{moved / seconds / 1e9:.0f}",
+            name_of(shape), format.name, us(seconds), us(predicted), f"{moved / seconds / 1e9:.0f}",
             f"{row['bits']:.2f}",
         )  # fmt: skip
         run.keep(rows)
@@ -118,47 +118,51 @@ def tune(run: "Run") -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     compile_ahead(run, products_to_tune(run))
     print_head("matrix", "format", "tokens", "choice", "us", "predicted", "times BF16")
-    for form, shape in itertools.product(WEIGHT_FORMATS.values(), shapes_of(run)):
+    for format, shape in itertools.product(WEIGHT_FORMATS.values(), shapes_of(run)):
         limit = limited_search(run)
         if run.is_late():
-            found = before_of(run, shape, form)
+            found = before_of(run, shape, format)
         else:
-            found = tune_shape(run, shape, form, limit)
-        rows += [tuned_row(shape, form, n, measured, device) for n, measured in found.items()]
+            found = tune_shape(run, shape, format, limit)
+        rows += [tuned_row(shape, format, n, measured, device) for n, measured in found.items()]
         print(f"({limit.n_measured} measurements)", flush=True)
         run.keep(rows)
         release(run)
     return rows
 
 
-def buckets_of(run: "Run", form: WeightFormat) -> list[int]:
+def buckets_of(run: "Run", format: WeightFormat) -> list[int]:
     """Numbers of tokens that are tuned."""
-    buckets = [n for n in BUCKETS if form is W12 or n <= MAX_W11_TOKENS]
-    return [n for n in buckets if n in tokens_of(run, form)] if run.smoke else buckets
+    buckets = [n for n in BUCKETS if format is W12 or n <= MAX_W11_TOKENS]
+    return [n for n in buckets if n in tokens_of(run, format)] if run.smoke else buckets
 
 
 def products_to_tune(run: "Run") -> Iterator[Product]:
     """What tuning is likely to measure."""
-    for form, shape in itertools.product(WEIGHT_FORMATS.values(), shapes_of(run)):
-        before = {} if run.again else before_of(run, shape, form)
-        buckets = [n for n in buckets_of(run, form) if n not in before]
+    for format, shape in itertools.product(WEIGHT_FORMATS.values(), shapes_of(run)):
+        before = {} if run.again else before_of(run, shape, format)
+        buckets = [n for n in buckets_of(run, format) if n not in before]
         if buckets:
-            yield from likely_products(shape, form, model_of(run), buckets, order_in(before))
+            yield from likely_products(shape, format, model_of(run), buckets, order_in(before))
 
 
-def before_of(run: "Run", shape: Shape, form: WeightFormat) -> dict[int, Measured]:
+def before_of(run: "Run", shape: Shape, format: WeightFormat) -> dict[int, Measured]:
     """What earlier calls have measured."""
-    key = Key(shape.n_rows, shape.n_columns, form.name)
+    key = Key(shape.n_rows, shape.n_columns, format.name)
     return {} if run.smoke else tuned_before(key, device_of(run), run.cache)
 
 
-def tune_shape(run: "Run", shape: Shape, form: WeightFormat, limit: Search) -> dict[int, Measured]:
-    device, size, buckets = device_of(run), (shape.n_rows, shape.n_columns), buckets_of(run, form)
+def tune_shape(
+    run: "Run", shape: Shape, format: WeightFormat, limit: Search
+) -> dict[int, Measured]:
+    device, size, buckets = device_of(run), (shape.n_rows, shape.n_columns), buckets_of(run, format)
     if run.smoke:
         timer = partial(timer_of, run)
-        return measure_choices(*size, form, device, buckets=buckets, search=limit, make_timer=timer)
+        return measure_choices(
+            *size, format, device, buckets=buckets, search=limit, make_timer=timer
+        )
     return tune_on_gpu(
-        *size, form, device, folder=run.cache, again=run.again, buckets=buckets, search=limit
+        *size, format, device, folder=run.cache, again=run.again, buckets=buckets, search=limit
     )
 
 
@@ -171,17 +175,17 @@ def limited_search(run: "Run") -> Search:
 
 
 def tuned_row(
-    shape: Shape, form: WeightFormat, n_tokens: int, measured: Measured, device: torch.device
+    shape: Shape, format: WeightFormat, n_tokens: int, measured: Measured, device: torch.device
 ) -> dict[str, Any]:
-    predicted = predict(shape, n_tokens, form, measured.choice, device)
+    predicted = predict(shape, n_tokens, format, measured.choice, device)
     plain = measured.plain_seconds or math.nan
     print_row(
-        name_of(shape), form.name, str(n_tokens), describe_choice(measured.choice),
+        name_of(shape), format.name, str(n_tokens), describe_choice(measured.choice),
         us(measured.seconds), us(predicted), f"{plain / measured.seconds:.2f}",
     )  # fmt: skip
     return {
         "shape": name_of(shape),
-        "form": form.name,
+        "form": format.name,
         "n_tokens": n_tokens,
         "choice": describe_choice(measured.choice),
         "seconds": measured.seconds,
@@ -198,17 +202,17 @@ def table(run: "Run") -> list[dict[str, Any]]:
     for shape in shapes_of(run):
         weight = random_weight(shape.n_rows, shape.n_columns, device_of(run))
         plain: dict[int, float] = {}
-        for form in WEIGHT_FORMATS.values():
-            weights = pack_on(weight, form)
-            timer = timer_of(run, weights, form, shape.n_columns)
-            for n in tokens_of(run, form):
+        for format in WEIGHT_FORMATS.values():
+            weights = pack_on(weight, format)
+            timer = timer_of(run, weights, format, shape.n_columns)
+            for n in tokens_of(run, format):
                 if run.is_late():
                     return rows
                 if n not in plain:
                     plain[n] = timer.plain(n)
                     predicted = predict_plain(shape.n_rows, shape.n_columns, n, model_of(run))
                     rows.append(table_row(shape, n, "BF16", "", plain[n], predicted, plain[n], 2.0))
-                rows += product_rows(run, shape, form, n, timer, plain[n])
+                rows += product_rows(run, shape, format, n, timer, plain[n])
             run.keep(rows)
             del weights, timer
             release(run)
@@ -223,25 +227,25 @@ def chosen_products(
 ) -> Iterator[Product]:
     """Products as they are chosen."""
     device = device_of(run)
-    for form, shape in itertools.product(WEIGHT_FORMATS.values(), shapes):
-        for n in tokens(run, form):
-            choice = choose(shape.n_rows, shape.n_columns, n, form, device)
-            yield Product(choice, form.name, shape.n_columns, n)
+    for format, shape in itertools.product(WEIGHT_FORMATS.values(), shapes):
+        for n in tokens(run, format):
+            choice = choose(shape.n_rows, shape.n_columns, n, format, device)
+            yield Product(choice, format.name, shape.n_columns, n)
 
 
 def product_rows(
-    run: "Run", shape: Shape, form: WeightFormat, n: int, timer: ProductTimer, plain: float
+    run: "Run", shape: Shape, format: WeightFormat, n: int, timer: ProductTimer, plain: float
 ) -> list[dict[str, Any]]:
     device = device_of(run)
-    chosen = choose(shape.n_rows, shape.n_columns, n, form, device)
-    ways = [(form.name, chosen)]
-    if form is W12 and chosen.strategy is not Strategy.DECODE:
+    chosen = choose(shape.n_rows, shape.n_columns, n, format, device)
+    ways = [(format.name, chosen)]
+    if format is W12 and chosen.strategy is not Strategy.DECODE:
         ways.append(("W12 decoded first", Choice(Strategy.DECODE)))
     rows = []
     for way, choice in ways:
-        seconds, predicted = timer(choice, n), predict(shape, n, form, choice, device)
+        seconds, predicted = timer(choice, n), predict(shape, n, format, choice, device)
         text = describe_choice(choice)
-        rows.append(table_row(shape, n, way, text, seconds, predicted, plain, form.bits / 8))
+        rows.append(table_row(shape, n, way, text, seconds, predicted, plain, format.bits / 8))
     return rows
 
 
@@ -314,15 +318,15 @@ def model_of(run: "Run") -> Any:
 
 
 def predict(
-    shape: Shape, n_tokens: int, form: WeightFormat, choice: Choice, device: torch.device
+    shape: Shape, n_tokens: int, format: WeightFormat, choice: Choice, device: torch.device
 ) -> float:
     """What the model of time predicts for a choice; infinity where it cannot."""
     model, size = describe_device(device), (shape.n_rows, shape.n_columns)
     if choice.strategy is Strategy.DECODE:
-        return predict_decode(*size, n_tokens, form, model)
+        return predict_decode(*size, n_tokens, format, model)
     if choice.config is None:
         return math.inf
-    return predict_fused(*size, n_tokens, form, choice.config, model)
+    return predict_fused(*size, n_tokens, format, choice.config, model)
 
 
 def describe_choice(choice: Choice) -> str:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packhorse.device.tuning import random_weight
+from packhorse.device.matrix_tuning import random_weight
 from packhorse.gpu.timing import chain_copies
 
 __all__ = ["PEERS", "SHAPE", "dfloat11_arrays", "measure"]

@@ -92,8 +92,10 @@ HEADS = ("BF16", "W12", "W11", "W12 decoded first")
 
 
 @cache
-def _tuned(n_rows: int, n_columns: int, form: WeightFormat, device: DeviceModel) -> dict[int, Any]:
-    return dict(tune(n_rows, n_columns, form, device))
+def _tuned(
+    n_rows: int, n_columns: int, format: WeightFormat, device: DeviceModel
+) -> dict[int, Any]:
+    return dict(tune(n_rows, n_columns, format, device))
 
 
 def predict_row(shape: Shape, n_tokens: int, device: DeviceModel = H200) -> dict[str, float]:
@@ -234,16 +236,16 @@ def print_counts() -> None:
     from packhorse.kernels.matmul import MatmulConfig
     from packhorse.kernels.matmul_many import ManyConfig
 
-    for form in (W12, W11):
+    for format in (W12, W11):
         for (tiles, rows), tokens, steps in product(_TILES, (8, 16, 32), (16, 32, 64, 128)):
             if rows * max(tiles * tokens, steps) > 4096 or (tiles > 1 and steps not in (32, 64)):
                 continue
-            if form is W11 and tiles > 2:  # too much shared memory
+            if format is W11 and tiles > 2:  # too much shared memory
                 continue
-            found = sass.count_matmul(form, MatmulConfig(rows, tokens, steps, 4, 1, 3, tiles), 90)
+            found = sass.count_matmul(format, MatmulConfig(rows, tokens, steps, 4, 1, 3, tiles), 90)
             # Beyond 8, loads of single bytes.
             if _hardly_spills(found) and found.instructions < 8:
-                key = f'("{form.name}", {rows}, {tokens}, {steps}, {tiles})'
+                key = f'("{format.name}", {rows}, {tokens}, {steps}, {tiles})'
                 print(f"    {key}: {round(found.instructions, 2)},", flush=True)
     for rows, tokens, steps, warps in product((64, 128, 256), (16, 32, 64, 128), (32, 64), (4, 8)):
         if rows * tokens > 1 << 15 or warps == 8 > rows // 16:

@@ -158,11 +158,11 @@ def count(name: str, compiled: object, architecture: int, n_weights: int, n_warp
 
 
 def count_matmul(
-    form: WeightFormat, config: MatmulConfig, architecture: int, *, even: bool = True
+    format: WeightFormat, config: MatmulConfig, architecture: int, *, even: bool = True
 ) -> Count:
     constants = {
-        "BITS": form.bits,
-        "SLICES": form.n_slices,
+        "BITS": format.bits,
+        "SLICES": format.n_slices,
         "BLOCK_ROWS": config.block_rows,
         "BLOCK_TOKENS": config.block_tokens,
         "BLOCK_STEPS": config.block_steps,
@@ -178,8 +178,8 @@ def count_matmul(
         multiply_weights_kernel, constants, architecture, config.n_warps, config.n_stages
     )
     n_rows = config.n_tiles * config.block_rows
-    n_weights = n_rows * config.block_steps * config.n_warps * form.n_slices
-    name = f"{form.name} N={config.block_tokens}" + ("" if even else " odd columns")
+    n_weights = n_rows * config.block_steps * config.n_warps * format.n_slices
+    name = f"{format.name} N={config.block_tokens}" + ("" if even else " odd columns")
     return count(name, compiled, architecture, n_weights, config.n_warps)
 
 
@@ -202,10 +202,10 @@ def count_many(config: ManyConfig, architecture: int) -> Count:
     return count(f"W12 N={config.block_tokens}", compiled, architecture, n_weights, config.n_warps)
 
 
-def count_decode(form: WeightFormat, architecture: int) -> Count:
+def count_decode(format: WeightFormat, architecture: int) -> Count:
     constants = {
-        "BITS": form.bits,
-        "SLICES": form.n_slices,
+        "BITS": format.bits,
+        "SLICES": format.n_slices,
         "BLOCK_ROWS": 4,
         "BLOCK_STEPS": 512,
         "BLOCK_EXCEPTIONS": 8,
@@ -217,7 +217,7 @@ def count_decode(form: WeightFormat, architecture: int) -> Count:
         compile_kernel(decode_weights_kernel, constants, architecture, 4, 3, fuse=fuse)
         for fuse in (True, False)
     )
-    found = count(f"{form.name} decode", fused, architecture, 4 * 512 * form.n_slices, 4)
+    found = count(f"{format.name} decode", fused, architecture, 4 * 512 * format.n_slices, 4)
     return replace(found, unfused=_is_same(fused, unfused))
 
 
@@ -229,20 +229,20 @@ def counts(*, brief: bool) -> Iterator[Count]:
     """Count all kernels; if brief, only a few for older GPUs."""
     for architecture in ARCHITECTURES:
         shared = SHARED_NBYTES[architecture]
-        for form in WEIGHT_FORMATS.values():
-            sizes = (8, 16, 32) if form is W12 else (8, 16)
+        for format in WEIGHT_FORMATS.values():
+            sizes = (8, 16, 32) if format is W12 else (8, 16)
             for n in sizes[:1] if brief and architecture < 90 else sizes:
-                config = default_config(14336, 4096, n, form, shared_nbytes=shared)
-                yield count_matmul(form, config, architecture)
+                config = default_config(14336, 4096, n, format, shared_nbytes=shared)
+                yield count_matmul(format, config, architecture)
             if not brief or architecture == 90:
-                yield count_decode(form, architecture)
+                yield count_decode(format, architecture)
         for n in (64, 128):
             config = default_many_config(14336, 4096, n, shared_nbytes=shared)
             yield count_many(config, architecture)
         if not brief or architecture == 90:
-            for form in WEIGHT_FORMATS.values():
-                config = default_config(14336, 4096, 8, form, shared_nbytes=shared)
-                yield count_matmul(form, config, architecture, even=False)
+            for format in WEIGHT_FORMATS.values():
+                config = default_config(14336, 4096, 8, format, shared_nbytes=shared)
+                yield count_matmul(format, config, architecture, even=False)
 
 
 def main(argv: list[str]) -> int:

@@ -21,9 +21,9 @@ import torch
 
 from benchmarks.gpu.predictions import Shape
 from packhorse.device.autotune import predictor, tune
+from packhorse.device.matrix_tuning import pack_on, random_weight
 from packhorse.device.products import run_choice
 from packhorse.device.strategy import Choice, Strategy
-from packhorse.device.tuning import pack_on, random_weight
 from packhorse.gpu.models import DeviceModel
 from packhorse.gpu.search import Search
 from packhorse.kernels.arrays import WeightTensors
@@ -104,14 +104,14 @@ class Product:
 
     Attributes:
         choice: how.
-        form: name of the weight's format.
+        format: name of the weight's format.
         n_columns: its columns.
         n_tokens: vectors that it is multiplied with.
         on_host: whether in Triton's interpreter.
     """
 
     choice: Choice
-    form: str
+    format: str
     n_columns: int
     n_tokens: int
     on_host: bool = False
@@ -120,11 +120,11 @@ class Product:
     def code(self) -> tuple[object, ...]:
         """All that its machine code depends on, if its numbers of rows and columns are multiples of
         16, as those of models are."""
-        steps, config = WEIGHT_FORMATS[self.form].n_steps(self.n_columns), self.choice.config
+        steps, config = WEIGHT_FORMATS[self.format].n_steps(self.n_columns), self.choice.config
         if config is None:
-            return self.form, self.choice, steps >= 512 or steps
+            return self.format, self.choice, steps >= 512 or steps
         by_warps = config.n_warps if self.choice.strategy is Strategy.FUSED else 1
-        return self.form, self.choice, steps % (config.block_steps * by_warps) == 0
+        return self.format, self.choice, steps % (config.block_steps * by_warps) == 0
 
 
 def compile_ahead(run: "Run", products: Iterable[Product]) -> int:
@@ -144,26 +144,29 @@ def compile_ahead(run: "Run", products: Iterable[Product]) -> int:
 
 def run_once(product: Product) -> None:
     """Run a product with a few rows."""
-    device, form = torch.device("cpu" if product.on_host else "cuda"), WEIGHT_FORMATS[product.form]
+    device, format = (
+        torch.device("cpu" if product.on_host else "cuda"),
+        WEIGHT_FORMATS[product.format],
+    )
     x = torch.ones(product.n_tokens, product.n_columns, dtype=torch.bfloat16, device=device)
-    weights = _few_rows(form, product.n_columns, device)
-    run_choice(product.choice, x, weights, form, product.n_columns)
+    weights = _few_rows(format, product.n_columns, device)
+    run_choice(product.choice, x, weights, format, product.n_columns)
 
 
 @cache
-def _few_rows(form: WeightFormat, n_columns: int, device: torch.device) -> WeightTensors:
-    return pack_on(random_weight(_ROWS, n_columns, device), form, threads=1)
+def _few_rows(format: WeightFormat, n_columns: int, device: torch.device) -> WeightTensors:
+    return pack_on(random_weight(_ROWS, n_columns, device), format, threads=1)
 
 
 def likely_products(
     shape: Shape,
-    form: WeightFormat,
+    format: WeightFormat,
     model: DeviceModel,
     buckets: Sequence[int],
     order: "MatmulConfig | None",
 ) -> Iterator[Product]:
     """Products that a search may measure, found by searches with times around the predicted."""
-    predict = predictor(shape.n_rows, shape.n_columns, form, model)
+    predict = predictor(shape.n_rows, shape.n_columns, format, model)
     for seed in range(_N_SEARCHES):
         taken: set[tuple[Choice, int]] = set()
 
@@ -176,6 +179,6 @@ def likely_products(
 
         size = shape.n_rows, shape.n_columns
         search = Search(on_measured=note)
-        tune(*size, form, model, measure, buckets=buckets, order=order, search=search)
+        tune(*size, format, model, measure, buckets=buckets, order=order, search=search)
         for choice, n_tokens in taken:
-            yield Product(choice, form.name, shape.n_columns, n_tokens)
+            yield Product(choice, format.name, shape.n_columns, n_tokens)

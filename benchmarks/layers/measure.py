@@ -252,7 +252,7 @@ def _tiled(x: "Tensor", weight: Any, tile_mib: int) -> Work:
         before = operators.TILE_NBYTES
         operators.TILE_NBYTES = tile_mib * MIB
         try:
-            return operators.multiply(x, weight.arrays, None, weight.form, weight.shape[1])
+            return operators.multiply(x, weight.arrays, None, weight.format, weight.shape[1])
         finally:
             operators.TILE_NBYTES = before
 

@@ -71,7 +71,7 @@ def _products(rows: list[dict[str, Any]]) -> str:
         times = [f"{_ms(s)} ({s / plain:.2f})" for s in row["tiles"].values()]
         lines.append([*cells, _ms(plain), *times])
     bits = {row["form"]: f"{row['bits']:.2f}" for row in rows}
-    words = ", ".join(f"{form} takes {number} bits a weight" for form, number in bits.items())
+    words = ", ".join(f"{format} takes {number} bits a weight" for format, number in bits.items())
     note = (
         f"In brackets: of the plain layer's time. The library decodes into tiles of 4 MiB; {words}."
     )

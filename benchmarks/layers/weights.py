@@ -64,8 +64,8 @@ def _measure(name: str, rounds: int) -> bool:
     ]
     nbytes = sum(matrix.nbytes for matrix in matrices)
     work, bits = _copies(matrices), {}
-    for form in ("W12", "W11"):
-        bits[form], more = _operations(matrices, form)
+    for format in ("W12", "W11"):
+        bits[format], more = _operations(matrices, format)
         work |= more
     best = dict.fromkeys(work, float("inf"))
     with cores(1):
@@ -103,13 +103,13 @@ def _operations(matrices: list[Matrix], name: str) -> tuple[float, dict[str, Wor
     from packhorse.codecs import weights
     from packhorse.layout import WEIGHT_FORMATS
 
-    form = WEIGHT_FORMATS[name]
-    packed = [weights.pack(matrix, form) for matrix in matrices]
+    format = WEIGHT_FORMATS[name]
+    packed = [weights.pack(matrix, format) for matrix in matrices]
     targets = [np.empty_like(matrix) for matrix in matrices]
 
     def unpack(_: Any) -> None:
         for arrays, target in zip(packed, targets, strict=True):
-            weights.unpack_into(arrays, form, target.shape[1], target)
+            weights.unpack_into(arrays, format, target.shape[1], target)
 
     def unpack_tiles(_: Any) -> None:
         for arrays, target in zip(packed, targets, strict=True):
@@ -119,7 +119,7 @@ def _operations(matrices: list[Matrix], name: str) -> tuple[float, dict[str, Wor
             for start in range(0, n_rows, step):
                 stop = min(start + step, n_rows)
                 part = tile[: stop - start]
-                weights.unpack_into(arrays, form, n_columns, part, row_start=start, row_stop=stop)
+                weights.unpack_into(arrays, format, n_columns, part, row_start=start, row_stop=stop)
 
     unpack(None)
     for matrix, target in zip(matrices, targets, strict=True):
@@ -127,12 +127,12 @@ def _operations(matrices: list[Matrix], name: str) -> tuple[float, dict[str, Wor
             raise RuntimeError(f"a matrix does not come back from {name} bit for bit")
     nbytes = sum(arrays.nbytes for arrays in packed)
     return round(8 * nbytes / sum(matrix.size for matrix in matrices), 3), {
-        f"{name} pack": lambda _: [weights.pack(matrix, form) for matrix in matrices],
+        f"{name} pack": lambda _: [weights.pack(matrix, format) for matrix in matrices],
         f"{name} count exceptions": lambda _: [
-            weights.count_exceptions(matrix, form) for matrix in matrices
+            weights.count_exceptions(matrix, format) for matrix in matrices
         ],
         f"{name} check": lambda _: [
-            weights.check(arrays, form, matrix.shape[1])
+            weights.check(arrays, format, matrix.shape[1])
             for arrays, matrix in zip(packed, matrices, strict=True)
         ],
         f"{name} unpack": unpack,

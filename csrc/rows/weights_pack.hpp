@@ -1,8 +1,8 @@
 // Packs rows of BF16 elements as weights in memory, or counts the exceptions that they would have.
 //
-// A row is split into exponents and the rest, its exponents are counted, its window is
-// chosen, and both become packed elements. Exceptions are collected block by block of rows, since
-// only then is known how many there are; the caller joins them.
+// A row is split into exponents and the rest, its exponents are counted, its window is chosen, and
+// both parts become packed elements. The number of exceptions is unknown before, so each block of
+// rows collects its own; the caller joins them.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace packhorse {
 constexpr uint32_t kNoWindow = ~uint32_t{0};
 constexpr std::size_t kExceptionSlack = 2;
 
-// Where the arrays of some rows go.
+// The output arrays of some rows.
 struct WeightRows {
     uint8_t* low_bytes;
     uint8_t* high_bits;
@@ -28,8 +28,8 @@ struct WeightRows {
     int32_t* counts;  // exceptions of each row
 };
 
-// A row while it is packed. `low_bytes` belong to the output and first hold signs and mantissas;
-// the others are scratch.
+// A row while it is packed. `low_bytes` belong to the output, and first hold signs and mantissas;
+// the other arrays are scratch.
 struct WeightRow {
     uint8_t* low_bytes;
     uint8_t* exponents;  // later the bits above the low byte
@@ -52,10 +52,9 @@ PACKHORSE_INLINE uint32_t count_zeros(const uint8_t* exponents, const uint8_t* r
     return zeros;
 }
 
-// Splits a row and chooses its window: near that of the row before, `first`, if that is one.
-// Returns how many exceptions it leaves. Behind the row, exponents are written up to a multiple
-// of 32.
-template <class Form>
+// Splits a row and chooses its window: near `first`, the window of the row before, if there is one.
+// Returns the number of exceptions. Exponents are written up to a multiple of 32 behind the row.
+template <class Format>
 PACKHORSE_INLINE uint32_t scan_weights(const uint8_t* src, std::size_t n, const WeightRow& row,
                                        uint32_t& first, Isa isa) {
     split_weights(src, n, row.exponents, row.low_bytes);
@@ -64,40 +63,40 @@ PACKHORSE_INLINE uint32_t scan_weights(const uint8_t* src, std::size_t n, const 
 #if PACKHORSE_X86
     if (isa >= Isa::kAvx2 && first != kNoWindow) {
         std::memset(row.exponents + n, 0, round_up(n, 32) - n);
-        chosen = choose_near_window<Form>(row.exponents, n, first, src + 2 * n, window);
+        chosen = choose_near_window<Format>(row.exponents, n, first, src + 2 * n, window);
     }
 #endif
     (void)isa;
-    if (!chosen) window = choose_window<Form>(row.exponents, n);
+    if (!chosen) window = choose_window<Format>(row.exponents, n);
     first = window.first;
     const auto outside = static_cast<uint32_t>(n) - window.covered;
-    if (Form::kFirstCode == 0 || outside == 0) return outside;
+    if (Format::kFirstCode == 0 || outside == 0) return outside;
     return outside - count_zeros(row.exponents, row.low_bytes, n);
 }
 
-// Makes packed elements: their low bytes in place of signs and mantissas, their high bits in place
-// of exponents. Padding counts as an element that is no exception.
-template <class Form>
-PACKHORSE_INLINE void code_weights(const WeightShape<Form>& shape, uint8_t first,
+// Makes packed elements: their low bytes replace signs and mantissas, their high bits replace
+// exponents. Padding is treated as an element that is not an exception.
+template <class Format>
+PACKHORSE_INLINE void code_weights(const WeightShape<Format>& shape, uint8_t first,
                                    uint8_t* __restrict exponents, uint8_t* __restrict rest,
                                    uint8_t* __restrict marks) {
     const std::size_t n = shape.n_columns, n_padded = shape.n_padded;
-    std::memset(exponents + n, Form::kFirstCode == 0 ? first : 0, n_padded - n);
+    std::memset(exponents + n, Format::kFirstCode == 0 ? first : 0, n_padded - n);
     std::memset(rest + n, 0, n_padded - n);
     for (std::size_t i = 0; i < n_padded; ++i) {
         const uint8_t exponent = exponents[i], sign = rest[i] & 0x80, mantissa = rest[i] & 0x7F;
-        const auto place = static_cast<uint8_t>(exponent - first - Form::kFirstCode);
-        const bool inside = place < kWindowWidth<Form>;
-        const bool zero = Form::kFirstCode != 0 && (exponent | mantissa) == 0;
+        const auto place = static_cast<uint8_t>(exponent - first - Format::kFirstCode);
+        const bool inside = place < kWindowWidth<Format>;
+        const bool zero = Format::kFirstCode != 0 && (exponent | mantissa) == 0;
         const uint8_t code = inside ? static_cast<uint8_t>(exponent - first) : uint8_t{0};
         const uint8_t keep = (inside | zero) ? 0xFF : 0;
         rest[i] = static_cast<uint8_t>((mantissa | code << 7) & keep);
-        exponents[i] = static_cast<uint8_t>((sign >> (16 - Form::kBits) | code >> 1) & keep);
+        exponents[i] = static_cast<uint8_t>((sign >> (16 - Format::kBits) | code >> 1) & keep);
         marks[i] = static_cast<uint8_t>(~keep & 1);
     }
 }
 
-// Exceptions while they are listed.
+// Lists the exceptions of a row.
 struct ExceptionList {
     const uint8_t* src;  // the row
     int32_t* end;
@@ -117,9 +116,9 @@ inline void list_marked(const uint8_t* marks, std::size_t start, std::size_t sto
 
 #if PACKHORSE_X86
 
-// For rows of many exceptions: two of 32 columns are put without asking whether there are any,
-// since no processor can guess that. The list has room for two more, and `stop` is a multiple
-// of 32.
+// For rows of many exceptions: of every 32 columns two are written without a branch, because no
+// processor can predict whether they are exceptions. The list has room for two more, and `stop` is
+// a multiple of 32.
 PACKHORSE_AVX2 inline void list_many_avx2(const uint8_t* marks, std::size_t stop,
                                           ExceptionList& list) {
     for (std::size_t i = 0; i < stop; i += 32) {
@@ -135,7 +134,7 @@ PACKHORSE_AVX2 inline void list_many_avx2(const uint8_t* marks, std::size_t stop
 
 #endif
 
-// `dst` has room for kExceptionSlack more than there are.
+// `dst` has room for all exceptions and kExceptionSlack more.
 inline void list_exceptions(const uint8_t* src, const uint8_t* marks, std::size_t n_columns,
                             std::size_t n_padded, bool many, int32_t* dst, Isa isa) {
     ExceptionList list{src, dst};
@@ -173,10 +172,10 @@ PACKHORSE_INLINE void join_high_bits(const WeightShape<W11>& shape, const uint8_
     }
 }
 
-// Packs rows of `src`; their exceptions are put behind `exceptions`.
-template <class Form>
+// Packs rows of `src`, and appends their exceptions to `exceptions`.
+template <class Format>
 PACKHORSE_INLINE void pack_rows(const uint8_t* src, std::size_t n_rows,
-                                const WeightShape<Form>& shape, const WeightRows& dst,
+                                const WeightShape<Format>& shape, const WeightRows& dst,
                                 uint8_t* scratch, std::vector<int32_t>& exceptions, Isa isa) {
     const std::size_t n = shape.n_columns;
     std::size_t n_listed = 0;
@@ -184,7 +183,7 @@ PACKHORSE_INLINE void pack_rows(const uint8_t* src, std::size_t n_rows,
     for (std::size_t r = 0; r < n_rows; ++r) {
         const uint8_t* const elements = src + 2 * r * n;
         const WeightRow row{dst.low_bytes + r * shape.n_padded, scratch, scratch + shape.n_padded};
-        const uint32_t n_exceptions = scan_weights<Form>(elements, n, row, first, isa);
+        const uint32_t n_exceptions = scan_weights<Format>(elements, n, row, first, isa);
         code_weights(shape, static_cast<uint8_t>(first), row.exponents, row.low_bytes, row.marks);
         join_high_bits(shape, row.exponents, dst.high_bits + r * shape.n_high_bytes);
         dst.first_exponents[r] = static_cast<uint8_t>(first);
@@ -198,12 +197,12 @@ PACKHORSE_INLINE void pack_rows(const uint8_t* src, std::size_t n_rows,
     exceptions.resize(n_listed);
 }
 
-// Packs all rows. Exceptions come as one list for each block of rows, in order.
-template <class Form>
+// Packs all rows. Returns a list of exceptions for each block of rows, in order.
+template <class Format>
 inline std::vector<std::vector<int32_t>> pack_weights(const uint8_t* src, std::size_t n_rows,
                                                       std::size_t n_columns, const WeightRows& dst,
                                                       std::size_t threads, Isa isa) {
-    const WeightShape<Form> shape(n_columns);
+    const WeightShape<Format> shape(n_columns);
     const std::size_t at_once = weight_rows_at_once(n_columns);
     const std::size_t n_blocks = (n_rows + at_once - 1) / at_once;
     const std::size_t n_workers = std::max<std::size_t>(1, std::min(threads, n_blocks));
@@ -220,7 +219,7 @@ inline std::vector<std::vector<int32_t>> pack_weights(const uint8_t* src, std::s
         std::vector<int32_t>& list = exceptions[block];
         try {
             vectorised_wide(isa, [=, &list]() PACKHORSE_VECTORISED {
-                pack_rows<Form>(src + 2 * row * shape.n_columns, n, shape, to, room, list, isa);
+                pack_rows<Format>(src + 2 * row * shape.n_columns, n, shape, to, room, list, isa);
             });
         } catch (const std::bad_alloc&) {
             out_of_memory = true;
@@ -230,8 +229,8 @@ inline std::vector<std::vector<int32_t>> pack_weights(const uint8_t* src, std::s
     return exceptions;
 }
 
-// Exceptions that rows 0, row_step, 2 row_step ... would have.
-template <class Form>
+// The number of exceptions that rows 0, row_step, 2 row_step ... would have.
+template <class Format>
 inline std::size_t count_weight_exceptions(const uint8_t* src, std::size_t n_rows,
                                            std::size_t n_columns, std::size_t row_step,
                                            std::size_t threads, Isa isa) {
@@ -249,8 +248,8 @@ inline std::size_t count_weight_exceptions(const uint8_t* src, std::size_t n_row
         vectorised_wide(isa, [=, &total]() PACKHORSE_VECTORISED {
             uint32_t first = kNoWindow;
             for (std::size_t sample = start; sample < stop; ++sample)
-                total += scan_weights<Form>(src + 2 * sample * row_step * n_columns, n_columns, row,
-                                            first, isa);
+                total += scan_weights<Format>(src + 2 * sample * row_step * n_columns, n_columns,
+                                              row, first, isa);
         });
     });
     return total;

@@ -1,6 +1,6 @@
-// One slice of a row of packed weights to BF16 elements, holes as the packed elements 0 that they
-// are. Slices begin at multiples of 16 columns and are padded to such, so whole vectors of 16 may
-// be read wherever one element may.
+// Unpacks one slice of a row to BF16 elements. Holes are unpacked like any other element. Slices
+// begin at multiples of 16 columns and are padded to multiples, so a whole vector of 16 may be read
+// wherever one element may.
 #pragma once
 
 #include "rows/weights_slices_avx2.hpp"
@@ -9,14 +9,14 @@
 
 namespace packhorse {
 
-template <class Form, uint32_t kSlice>
+template <class Format, uint32_t kSlice>
 inline void unpack_slice(const WeightSlice& slice, Isa isa) {
 #if PACKHORSE_X86
-    if (isa >= Isa::kAvx512) return unpack_slice_avx512<Form, kSlice>(slice);
-    if (isa >= Isa::kAvx2) return unpack_slice_avx2<Form, kSlice>(slice);
+    if (isa >= Isa::kAvx512) return unpack_slice_avx512<Format, kSlice>(slice);
+    if (isa >= Isa::kAvx2) return unpack_slice_avx2<Format, kSlice>(slice);
 #endif
     (void)isa;
-    unpack_slice_portable<Form, kSlice>(slice);
+    unpack_slice_portable<Format, kSlice>(slice);
 }
 
 }  // namespace packhorse

@@ -1,4 +1,4 @@
-// One slice of a row of packed weights to BF16 elements with AVX2, 16 columns to a register.
+// Unpacks one slice of a row to BF16 elements with AVX2, 16 columns to a register.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -13,13 +13,13 @@ PACKHORSE_AVX2 inline __m256i load_words_avx2(const uint8_t* src) {
 }
 
 // The elements of 16 columns from column `j` of the slice on.
-template <class Form, uint32_t kSlice>
+template <class Format, uint32_t kSlice>
 PACKHORSE_AVX2 inline __m256i unpack_words_avx2(const WeightSlice& slice, std::size_t j,
                                                 __m256i base) {
     const __m256i low = load_words_avx2(slice.low_bytes + j);
     const __m256i bits = load_words_avx2(slice.high_bits + j);
     const __m256i sign_bit = _mm256_set1_epi16(-0x8000);
-    if constexpr (Form::kBits == 12) {
+    if constexpr (Format::kBits == 12) {
         const __m256i high = _mm256_slli_epi16(bits, 8 - 4 * kSlice);  // sign in bit 11
         const __m256i sign = _mm256_and_si256(_mm256_slli_epi16(high, 4), sign_bit);
         const __m256i magnitude =
@@ -36,17 +36,17 @@ PACKHORSE_AVX2 inline __m256i unpack_words_avx2(const WeightSlice& slice, std::s
     }
 }
 
-template <class Form, uint32_t kSlice>
+template <class Format, uint32_t kSlice>
 PACKHORSE_AVX2 inline void unpack_slice_avx2(const WeightSlice& slice) {
     const __m256i base = _mm256_set1_epi16(static_cast<int16_t>(slice.first << 7));
     std::size_t j = 0;
     for (; j + 16 <= slice.n; j += 16) {
-        if (j % 64 == 0) fetch_weights_ahead<Form, kSlice>(slice, j);
+        if (j % 64 == 0) fetch_weights_ahead<Format, kSlice>(slice, j);
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(slice.dst + 2 * j),
-                            unpack_words_avx2<Form, kSlice>(slice, j, base));
+                            unpack_words_avx2<Format, kSlice>(slice, j, base));
     }
     if (j == slice.n) return;
-    const __m256i last = unpack_words_avx2<Form, kSlice>(slice, j, base);
+    const __m256i last = unpack_words_avx2<Format, kSlice>(slice, j, base);
     std::memcpy(slice.dst + 2 * j, &last, 2 * (slice.n - j));
 }
 

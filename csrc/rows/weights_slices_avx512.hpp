@@ -1,4 +1,4 @@
-// One slice of a row of packed weights to BF16 elements with AVX-512, 32 columns to a register.
+// Unpacks one slice of a row to BF16 elements with AVX-512, 32 columns to a register.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -12,16 +12,16 @@ PACKHORSE_AVX512 inline __m512i load_words_avx512(__mmask32 mask, const uint8_t*
     return _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, src));
 }
 
-template <class Form, uint32_t kSlice>
+template <class Format, uint32_t kSlice>
 PACKHORSE_AVX512 PACKHORSE_INLINE void unpack_words_avx512(const WeightSlice& slice, std::size_t j,
                                                            __mmask32 mask, __m512i base) {
-    // Of bits a, b, c: a where c is set, else b.
+    // For bits a, b, c: a where c is set, otherwise b.
     constexpr int kSelect = 0xE4;
     const __m512i low = load_words_avx512(mask, slice.low_bytes + j);
     const __m512i bits = load_words_avx512(mask, slice.high_bits + j);
     const __m512i sign_bit = _mm512_set1_epi16(-0x8000);
     __m512i sign, moved;
-    if constexpr (Form::kBits == 12) {
+    if constexpr (Format::kBits == 12) {
         const __m512i high = _mm512_slli_epi16(bits, 8 - 4 * kSlice);
         sign = _mm512_slli_epi16(high, 4);
         const __m512i magnitude =
@@ -40,16 +40,16 @@ PACKHORSE_AVX512 PACKHORSE_INLINE void unpack_words_avx512(const WeightSlice& sl
                              _mm512_ternarylogic_epi32(sign, moved, sign_bit, kSelect));
 }
 
-template <class Form, uint32_t kSlice>
+template <class Format, uint32_t kSlice>
 PACKHORSE_AVX512 inline void unpack_slice_avx512(const WeightSlice& slice) {
     const __m512i base = _mm512_set1_epi16(static_cast<int16_t>(slice.first << 7));
     std::size_t j = 0;
     for (; j + 32 <= slice.n; j += 32) {
-        if (j % 64 == 0) fetch_weights_ahead<Form, kSlice>(slice, j);
-        unpack_words_avx512<Form, kSlice>(slice, j, ~__mmask32{0}, base);
+        if (j % 64 == 0) fetch_weights_ahead<Format, kSlice>(slice, j);
+        unpack_words_avx512<Format, kSlice>(slice, j, ~__mmask32{0}, base);
     }
     if (j < slice.n)
-        unpack_words_avx512<Form, kSlice>(slice, j, (__mmask32{1} << (slice.n - j)) - 1, base);
+        unpack_words_avx512<Format, kSlice>(slice, j, (__mmask32{1} << (slice.n - j)) - 1, base);
 }
 
 #endif

@@ -1,8 +1,8 @@
-// Unpacks rows of weights in memory to BF16 elements, and checks arrays that came from elsewhere.
+// Unpacks rows of weights in memory to BF16 elements, and checks arrays from elsewhere.
 //
 // Unpacking is safe for memory whatever the arrays hold, as long as their shapes are right: it
-// looks at each exception's place before it writes there. All other rules of the page are
-// check_weights'.
+// checks each exception's place before it writes there. check_weights checks all other rules of the
+// page.
 #pragma once
 
 #include <algorithm>
@@ -49,8 +49,8 @@ struct WeightCheck {
     int64_t found = 0;
 };
 
-template <class Form, uint32_t... kSlices>
-inline void unpack_row(const WeightShape<Form>& shape, const PackedWeights& from, std::size_t row,
+template <class Format, uint32_t... kSlices>
+inline void unpack_row(const WeightShape<Format>& shape, const PackedWeights& from, std::size_t row,
                        uint8_t* dst, Isa isa, std::integer_sequence<uint32_t, kSlices...>) {
     const std::size_t n_steps = shape.n_steps;
     const uint8_t* const low = from.low_bytes + row * shape.n_padded;
@@ -58,7 +58,7 @@ inline void unpack_row(const WeightShape<Form>& shape, const PackedWeights& from
     const auto unpack = [&]<uint32_t kSlice>() {
         const std::size_t start = kSlice * n_steps;
         if (start >= shape.n_columns) return;
-        unpack_slice<Form, kSlice>(
+        unpack_slice<Format, kSlice>(
             {low + start, high, n_steps, std::min(n_steps, shape.n_columns - start),
              from.first_exponents[row], dst + 2 * start},
             isa);
@@ -66,7 +66,7 @@ inline void unpack_row(const WeightShape<Form>& shape, const PackedWeights& from
     (unpack.template operator()<kSlices>(), ...);
 }
 
-// Whether a row's exceptions have their places.
+// Writes a row's exceptions to their places. Returns false if one has no place in the row.
 inline bool fill_holes(const PackedWeights& from, std::size_t row, std::size_t n_columns,
                        uint8_t* dst) {
     const int64_t start = from.start(row), stop = from.start(row + 1);
@@ -80,13 +80,13 @@ inline bool fill_holes(const PackedWeights& from, std::size_t row, std::size_t n
     return true;
 }
 
-// Unpacks rows [row_start, row_stop). Returns the number of rows if all went well, else a row whose
-// exceptions have no place.
-template <class Form>
+// Unpacks rows [row_start, row_stop). Returns the number of all rows on success, otherwise a row
+// whose exceptions have no place in it.
+template <class Format>
 inline std::size_t unpack_weights(const PackedWeights& from, std::size_t n_columns,
                                   std::size_t row_start, std::size_t row_stop, uint8_t* dst,
                                   std::size_t threads, Isa isa) {
-    const WeightShape<Form> shape(n_columns);
+    const WeightShape<Format> shape(n_columns);
     const std::size_t n_rows = row_stop - row_start, at_once = weight_rows_at_once(n_columns);
     std::atomic<std::size_t> bad{from.n_rows};
     parallel_for((n_rows + at_once - 1) / at_once, threads, [&](std::size_t, std::size_t block) {
@@ -95,21 +95,22 @@ inline std::size_t unpack_weights(const PackedWeights& from, std::size_t n_colum
         uint8_t* const to = dst + 2 * (start - row_start) * n_columns;
         for (std::size_t row = start; row < stop; ++row) {
             uint8_t* const elements = to + 2 * (row - start) * n_columns;
-            unpack_row<Form>(shape, from, row, elements, isa,
-                             std::make_integer_sequence<uint32_t, Form::kSlices>());
+            unpack_row<Format>(shape, from, row, elements, isa,
+                               std::make_integer_sequence<uint32_t, Format::kSlices>());
             if (!fill_holes(from, row, n_columns, elements)) bad = row;
         }
     });
     return bad;
 }
 
-template <class Form, uint32_t... kSlices>
-PACKHORSE_INLINE void part_high_bits(const WeightShape<Form>& shape, const uint8_t* __restrict bits,
-                                     uint8_t* __restrict dst,
+template <class Format, uint32_t... kSlices>
+PACKHORSE_INLINE void part_high_bits(const WeightShape<Format>& shape,
+                                     const uint8_t* __restrict bits, uint8_t* __restrict dst,
                                      std::integer_sequence<uint32_t, kSlices...>) {
     const auto part = [&]<uint32_t kSlice>() PACKHORSE_VECTORISED {
         for (std::size_t j = 0; j < shape.n_steps; ++j)
-            dst[kSlice * shape.n_steps + j] = take_high_bits<Form, kSlice>(bits, shape.n_steps, j);
+            dst[kSlice * shape.n_steps + j] =
+                take_high_bits<Format, kSlice>(bits, shape.n_steps, j);
     };
     (part.template operator()<kSlices>(), ...);
 }
@@ -141,13 +142,13 @@ inline WeightCheck check_exceptions(const PackedWeights& from, std::size_t row,
     return {};
 }
 
-// Not 0 if a packed element of a row breaks a rule that is its own, or padding is not zero.
-template <class Form>
-PACKHORSE_INLINE uint8_t wrong_bits(const WeightShape<Form>& shape, const PackedRow& packed) {
+// Not 0 if a packed element of a row breaks a rule by itself, or if padding is not zero.
+template <class Format>
+PACKHORSE_INLINE uint8_t wrong_bits(const WeightShape<Format>& shape, const PackedRow& packed) {
     const uint8_t* __restrict const low = packed.low;
     const uint8_t* __restrict const high = packed.high;
     uint8_t wrong = 0;
-    if (Form::kFirstCode != 0)
+    if (Format::kFirstCode != 0)
         for (std::size_t i = 0; i < shape.n_columns; ++i) {
             const bool coded = ((high[i] & 7) | (low[i] & 0x80)) != 0;
             wrong = static_cast<uint8_t>(wrong | (coded ? 0 : low[i]));
@@ -157,43 +158,43 @@ PACKHORSE_INLINE uint8_t wrong_bits(const WeightShape<Form>& shape, const Packed
     return wrong;
 }
 
-// Where that is.
-template <class Form>
-inline WeightCheck find_wrong_bits(const WeightShape<Form>& shape, std::size_t row,
+// Finds the first place where wrong_bits() is not 0.
+template <class Format>
+inline WeightCheck find_wrong_bits(const WeightShape<Format>& shape, std::size_t row,
                                    const PackedRow& packed) {
     for (std::size_t i = 0; i < shape.n_padded; ++i) {
         const auto place = static_cast<int64_t>(i);
         const int64_t element = packed[i], magnitude = element & 0x7FF;
         if (i >= shape.n_columns && element != 0)
             return {WeightFault::kPadding, row, place, element};
-        if (Form::kFirstCode != 0 && magnitude > 0 && magnitude < 0x80)
+        if (Format::kFirstCode != 0 && magnitude > 0 && magnitude < 0x80)
             return {WeightFault::kMantissa, row, place, element};
     }
     return {};
 }
 
-template <class Form>
+template <class Format>
 PACKHORSE_INLINE WeightCheck check_row(const PackedWeights& from, std::size_t row,
-                                       const WeightShape<Form>& shape, uint8_t* scratch) {
+                                       const WeightShape<Format>& shape, uint8_t* scratch) {
     const uint8_t first = from.first_exponents[row];
-    if (first < Form::kMinFirst || first > Form::kMaxFirst)
+    if (first < Format::kMinFirst || first > Format::kMaxFirst)
         return {WeightFault::kFirstExponent, row, 0, first};
     const PackedRow packed{from.low_bytes + row * shape.n_padded, scratch};
-    part_high_bits<Form>(shape, from.high_bits + row * shape.n_high_bytes, scratch,
-                         std::make_integer_sequence<uint32_t, Form::kSlices>());
+    part_high_bits<Format>(shape, from.high_bits + row * shape.n_high_bytes, scratch,
+                           std::make_integer_sequence<uint32_t, Format::kSlices>());
     const WeightCheck check = check_exceptions(from, row, shape.n_columns, packed);
     if (check.fault != WeightFault::kNone || wrong_bits(shape, packed) == 0) return check;
     return find_wrong_bits(shape, row, packed);
 }
 
-// The first fault of arrays whose shapes are right.
-template <class Form>
+// Finds the first fault of arrays whose shapes are right.
+template <class Format>
 inline WeightCheck check_weights(const PackedWeights& from, std::size_t n_columns, Isa isa) {
     const int64_t first = from.start(0), last = from.start(from.n_rows);
     if (first != 0) return {WeightFault::kEnds, 0, 0, first};
     if (last != static_cast<int64_t>(from.n_exceptions))
         return {WeightFault::kEnds, from.n_rows, static_cast<int64_t>(from.n_exceptions), last};
-    const WeightShape<Form> shape(n_columns);
+    const WeightShape<Format> shape(n_columns);
     const Scratch scratch(shape.n_padded);
     uint8_t* const high = scratch.get();
     WeightCheck check;

@@ -1,9 +1,9 @@
-// Which window a row of weights gets: of all that leave the fewest exceptions, the lowest.
+// Chooses the window of a row: the lowest of those that leave the fewest exceptions.
 //
-// To count all exponents takes most of the time of packing. But the rows of a matrix are alike: the
-// window is mostly that of the row before, or a step or two away. With AVX2 six windows around it
-// are counted, by comparisons with twelve limits, and the best of them is taken if those counts
-// prove that no other window is better; else all exponents are counted.
+// Counting all exponents takes most of the time of packing. But the rows of a matrix are alike: the
+// window is usually that of the row before, or a step or two away. With AVX2, six windows around it
+// are counted by comparisons with twelve limits. The best of them is used if the counts prove that
+// no other window is better; otherwise all exponents are counted.
 #pragma once
 
 #include "rows/weights.hpp"
@@ -16,8 +16,8 @@ struct Window {
     uint32_t covered;  // elements with an exponent inside
 };
 
-// Four tables in turn, so that equal neighbours do not wait for each other's store. Their 16 bits
-// hold a quarter of the longest row.
+// Uses four tables in turn, so that equal neighbours do not wait for each other's store. Their
+// counters of 16 bits can hold a quarter of the longest row.
 inline void count_exponents(const uint8_t* exponents, std::size_t n, uint32_t* counts) {
     static_assert(kMaxWeightColumns / 4 + 8 < 1 << 16);
     uint16_t tables[4][256] = {};
@@ -31,17 +31,17 @@ inline void count_exponents(const uint8_t* exponents, std::size_t n, uint32_t* c
         counts[v] = uint32_t{tables[0][v]} + tables[1][v] + tables[2][v] + tables[3][v];
 }
 
-template <class Form>
+template <class Format>
 inline Window choose_window(const uint8_t* exponents, std::size_t n) {
     uint32_t counts[256];
     count_exponents(exponents, n, counts);
     uint32_t covered = 0;
-    for (uint32_t code = Form::kFirstCode; code < 1u << Form::kCodeBits; ++code)
-        covered += counts[Form::kMinFirst + code];
-    Window best{Form::kMinFirst, covered};
-    for (uint32_t first = Form::kMinFirst + 1; first <= Form::kMaxFirst; ++first) {
-        const uint32_t lowest = first + Form::kFirstCode;
-        covered += counts[lowest + kWindowWidth<Form> - 1] - counts[lowest - 1];
+    for (uint32_t code = Format::kFirstCode; code < 1u << Format::kCodeBits; ++code)
+        covered += counts[Format::kMinFirst + code];
+    Window best{Format::kMinFirst, covered};
+    for (uint32_t first = Format::kMinFirst + 1; first <= Format::kMaxFirst; ++first) {
+        const uint32_t lowest = first + Format::kFirstCode;
+        covered += counts[lowest + kWindowWidth<Format> - 1] - counts[lowest - 1];
         if (covered > best.covered) best = {first, covered};
     }
     return best;
@@ -50,21 +50,21 @@ inline Window choose_window(const uint8_t* exponents, std::size_t n) {
 #if PACKHORSE_X86
 
 constexpr uint32_t kNearWindows = 6;
-constexpr uint32_t kNearBelow = 3;  // so many of them are below the window of the row before
+constexpr uint32_t kNearBelow = 3;  // the number of these below the window of the row before
 
-// The best window, if it is one near `before` and the counts prove it.
-template <class Form>
+// Finds the best window if it is near `before` and the counts prove it. Returns whether they do.
+template <class Format>
 PACKHORSE_AVX2 inline bool choose_near_window(const uint8_t* exponents, std::size_t n,
                                               uint32_t before, const uint8_t* ahead, Window& best) {
     constexpr uint32_t kLast = kNearWindows - 1;
     const uint32_t below =
-        before < Form::kMinFirst + kNearBelow ? before - Form::kMinFirst : kNearBelow;
+        before < Format::kMinFirst + kNearBelow ? before - Format::kMinFirst : kNearBelow;
     const uint32_t lowest =
-        before - below > Form::kMaxFirst - kLast ? Form::kMaxFirst - kLast : before - below;
+        before - below > Format::kMaxFirst - kLast ? Format::kMaxFirst - kLast : before - below;
     uint32_t limits[2 * kNearWindows], counts[2 * kNearWindows];
     for (uint32_t k = 0; k < kNearWindows; ++k) {
-        limits[k] = lowest + k + Form::kFirstCode;
-        limits[kNearWindows + k] = lowest + k + (1u << Form::kCodeBits);
+        limits[k] = lowest + k + Format::kFirstCode;
+        limits[kNearWindows + k] = lowest + k + (1u << Format::kCodeBits);
     }
     count_from<2 * kNearWindows>(exponents, n, limits, ahead, counts);
     best = {lowest, counts[0] - counts[kNearWindows]};
@@ -72,12 +72,12 @@ PACKHORSE_AVX2 inline bool choose_near_window(const uint8_t* exponents, std::siz
         const uint32_t covered = counts[k] - counts[kNearWindows + k];
         if (covered > best.covered) best = {lowest + k, covered};
     }
-    // A lower window leaves at least what is above the lowest of these; a higher one at least what
-    // is below the highest. Where both leave as many, the lower one is taken.
+    // A lower window leaves at least the exponents above the lowest of these windows; a higher one
+    // leaves at least those below the highest. Of equally good windows the lower one is chosen.
     const auto left = static_cast<uint32_t>(n) - best.covered;
     const auto below_highest = static_cast<uint32_t>(n) - counts[kLast];
-    return (lowest == Form::kMinFirst || left < counts[kNearWindows]) &&
-           (lowest == Form::kMaxFirst - kLast || left <= below_highest);
+    return (lowest == Format::kMinFirst || left < counts[kNearWindows]) &&
+           (lowest == Format::kMaxFirst - kLast || left <= below_highest);
 }
 
 #endif

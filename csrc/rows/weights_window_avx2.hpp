@@ -1,4 +1,4 @@
-// Counting with AVX2 how many exponents of a row reach each of some limits.
+// Counts with AVX2 how many exponents of a row reach each of some limits.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -8,13 +8,13 @@ namespace packhorse {
 
 #if PACKHORSE_X86
 
-// How many exponents are at least as large as each of some limits, which are not 0. `exponents` has
-// zeros up to a multiple of 32. Fetches the same number of elements from `ahead` on.
+// Counts the exponents that are at least as large as each of some limits, which are not 0.
+// `exponents` has zeros up to a multiple of 32. Prefetches as many elements from `ahead` on.
 template <uint32_t kLimits>
 PACKHORSE_AVX2 inline void count_from(const uint8_t* exponents, std::size_t n,
                                       const uint32_t* limits, const uint8_t* ahead,
                                       uint32_t* counts) {
-    constexpr std::size_t kMaxVectors = 255;  // until a byte is full
+    constexpr std::size_t kMaxVectors = 255;  // more would overflow a byte
     const __m256i flip = _mm256_set1_epi8(-128), zero = _mm256_setzero_si256();
     __m256i below[kLimits];
     for (uint32_t k = 0; k < kLimits; ++k) {

@@ -24,6 +24,7 @@ constexpr std::size_t kPlanAlignment = kMaxLanes;  // of scratch memory of a pla
 enum class PlaneSource : int64_t { kPayload = 0, kScratch = 1, kConstant = 2 };
 
 // Rows of 64 bytes, as kernels read them; offsets are of the payload or of the scratch memory.
+// src/packhorse/layout.py names their fields, and tests/codecs/test_layout.py compares the two.
 struct PlaneRow {
     int64_t source;
     int64_t offset;      // or the constant

@@ -2,7 +2,9 @@
 
 No other module of the package writes a literal size, code or limit of the format. The C++ core has
 the same constants in `csrc/common/layout.hpp`. `tests/codecs/test_layout.py` compares the two, and
-checks that every field can hold its maximum.
+checks that every field can hold its maximum. At the end are the
+numbers that the core and Python exchange in memory: what a decoder found wrong, and the rows of
+plans for GPUs.
 """
 
 import struct
@@ -12,6 +14,7 @@ from enum import IntEnum
 __all__ = [
     "BASE_BLOCK",
     "BASE_BLOCK_NBYTES",
+    "CHUNK_CRC",
     "CHUNK_NBYTES",
     "CLASSED_CHUNK_NBYTES",
     "CLASSED_MODELS_OFFSET",
@@ -25,10 +28,13 @@ __all__ = [
     "DTYPES",
     "DTYPE_BY_CODE",
     "DTYPE_BY_NAME",
+    "ENTRY_RANK_SHIFT",
+    "ENTRY_VALUE_SHIFT",
     "FILE_ALIGNMENT",
     "FILE_METADATA_KEY",
     "FILE_SUFFIX",
     "FILE_VERSION",
+    "FIRST_STREAM",
     "FIXED_HEADER",
     "FIXED_HEADER_NBYTES",
     "FLAG_BASE",
@@ -54,6 +60,7 @@ __all__ = [
     "MODEL_OFFSET",
     "NARROW_BUCKETS",
     "PALETTE_HEADER_NBYTES",
+    "PLAN_FIELDS",
     "PREDICTION_BIAS",
     "PREDICTION_CLASSES",
     "PROB_BITS",
@@ -71,12 +78,20 @@ __all__ = [
     "WEIGHT_STEP_ALIGNMENT",
     "WEIGHT_VERSION",
     "WIDE_BUCKETS",
+    "WORD_BITS",
     "ZSTD_CHUNK_NBYTES",
     "ClassSource",
     "DType",
+    "EscapedField",
     "Level",
     "Mode",
+    "PaletteField",
+    "PlaneField",
+    "PlaneSource",
     "Split",
+    "Status",
+    "StreamField",
+    "WeightFault",
     "WeightFormat",
 ]
 
@@ -102,6 +117,8 @@ MAX_CHUNK_NBYTES = 1 << 21
 MAX_BITS = 1 << 63  # a tensor has fewer, so every size in bytes fits an i64
 STREAM_NBYTES_BITS = 24
 STREAM_NBYTES_MASK = (1 << STREAM_NBYTES_BITS) - 1
+CHUNK_CRC = 0  # the first column of the chunk table
+FIRST_STREAM = 1  # the second; this and all behind it are descriptors of streams
 MAX_SIDE_NBYTES = 1 << 21  # bytes of side data, decoded: one for each row and each column
 
 # What this encoder writes (section 5 allows more). 256 KiB stay in L2 together with their output;
@@ -128,6 +145,7 @@ PALETTE_HEADER_NBYTES = 24
 MIN_LANES_LOG = 2
 MAX_LANES_LOG = 7
 STATE_LOWER_BOUND = 1 << 16
+WORD_BITS = 16  # that a state takes at once
 MODEL_OFFSET = 8
 
 # Section 6.5: classed rANS.
@@ -241,7 +259,7 @@ class WeightFormat:
 
 W12 = WeightFormat("W12", 12, 4, 2, 1, 0, 239)
 W11 = WeightFormat("W11", 11, 3, 8, 0, 1, 247)
-WEIGHT_FORMATS = {form.name: form for form in (W12, W11)}
+WEIGHT_FORMATS = {format.name: format for format in (W12, W11)}
 
 
 @dataclass(frozen=True)
@@ -301,3 +319,98 @@ def _rows() -> tuple[DType, ...]:
 DTYPES = _rows()
 DTYPE_BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 DTYPE_BY_CODE = {dtype.code: dtype for dtype in DTYPES}
+
+
+# What the core and Python exchange in memory, and no file holds.
+
+
+class Status(IntEnum):
+    """What a decoder found wrong; `codecs.base.STATUS_WORDS` has the words."""
+
+    OK = 0
+    CHECKSUM = 1
+    STREAM_LENGTH = 2
+    RESERVED = 3
+    BAD_FIELD = 4
+    FREQUENCIES = 5
+    WORDS_EXHAUSTED = 6
+    WORDS_LEFT = 7
+    FINAL_STATE = 8
+    ESCAPE_COUNT = 9
+    EXTRA_BITS = 10
+
+
+class WeightFault(IntEnum):
+    """What is wrong with the arrays of a packed weight (csrc/rows/weights_unpack.hpp)."""
+
+    NONE = 0
+    FIRST_EXPONENT = 1
+    ENDS = 2
+    DESCEND = 3
+    COLUMN = 4
+    ASCEND = 5
+    HOLE = 6
+    MANTISSA = 7
+    PADDING = 8
+
+
+# Plans for GPUs (csrc/tensor/plan.hpp): tables of i64, with so many columns each. The enums name
+# the columns; those that no enum names are not used. Offsets are bytes.
+PLAN_FIELDS = 8
+
+
+class PlaneSource(IntEnum):
+    """Where the bytes of a plane come from."""
+
+    PAYLOAD = 0
+    SCRATCH = 1
+    CONSTANT = 2
+
+
+class PlaneField(IntEnum):
+    """A plane of a chunk: what units are merged from."""
+
+    SOURCE = 0  # a `PlaneSource`
+    OFFSET = 1  # in the source; or the constant
+    N_THERE = 2  # units in the source; rANS states carry the rest
+    CARRIED_AT = 3  # offset of these in the scratch memory
+    RAW_BITS = 4
+    RAW_MASK = 5
+    RAW_AT = 6  # offset of the bit planes of raw bits in the payload
+
+
+class PaletteField(IntEnum):
+    """A stream of mode palette."""
+
+    CODES_AT = 0  # offset of the bit planes of codes in the payload
+    CODE_BITS = 1
+    N_UNITS = 2
+    PLANE_AT = 3  # offset of the plane in the scratch memory
+
+
+class StreamField(IntEnum):
+    """A stream of mode rANS."""
+
+    WORDS_AT = 0  # offset in the payload
+    N_WORDS = 1
+    QUARTER = 2  # of the lanes
+    N_UNITS = 3
+    PLANE_AT = 4  # offset of the plane in the scratch memory
+    CARRIED_AT = 5  # offset of the carried bytes there; -1 if nothing may be carried
+
+
+class EscapedField(IntEnum):
+    """A plane in the scratch memory that has marks in the place of escapes."""
+
+    PLANE_AT = 0  # offset in the scratch memory
+    N_UNITS = 1
+    MARKER = 2  # the byte that stands for an escape
+    ESCAPES_AT = 3  # offset in the payload
+    N_ESCAPES = 4
+    RAW_BITS = 5
+
+
+# An entry of an rANS table in a plan, u32: the frequency, below; then the rank of a slot less the
+# slot, modulo `PROB_SUM`; then the value.
+ENTRY_RANK_SHIFT = PROB_BITS
+ENTRY_VALUE_SHIFT = 2 * PROB_BITS

@@ -37,10 +37,10 @@ def test_every_part_runs_on_a_tiny_scale(tmp_path: Path) -> None:
     assert kept["card"].endswith("times mean nothing")
     assert set(kept["parts"]) == {"check", "decode", "load", "tune", "table", "model"}
     assert all(kept["parts"].values())
-    forms = {row["form"] for row in kept["parts"]["check"]}
+    formats = {row["form"] for row in kept["parts"]["check"]}
     ways = {row["way"] for row in kept["parts"]["table"]}
     weights = [row["weights"] for row in kept["parts"]["model"]]
-    assert forms == {"W12", "W11"}
+    assert formats == {"W12", "W11"}
     assert ways == {"BF16", "W12", "W11", "W12 decoded first"}
     assert weights == ["BF16", "W12", "W11"]
     assert [row["way"] for row in kept["parts"]["load"]] == [
@@ -81,7 +81,7 @@ def test_what_a_search_measures_was_likely() -> None:
 
 def test_what_is_wrong_ends_a_run_and_what_fails_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(case: Any) -> None:
-        raise (checks.WrongError if case.form in wrong else OSError)("a sum")
+        raise (checks.WrongError if case.format in wrong else OSError)("a sum")
 
     run = SimpleNamespace(smoke=True, keep=lambda rows: None)
     monkeypatch.setattr(checks, "check_case", refuse)

@@ -11,11 +11,11 @@ import torch
 from cli_samples import Ended
 from safetensors.torch import save_file
 
-from packhorse.device import autotune, choices, pack_model_, timing, tuning
+from packhorse.device import autotune, choices, matrix_tuning, pack_model_, product_timer
 from packhorse.device.strategy import BUCKETS
 from packhorse.device.tune_cache import TUNE_CACHE, Key
 from packhorse.gpu import detect
-from packhorse.gpu.cache import Identity
+from packhorse.gpu.figure_cache import Identity
 from packhorse.gpu.models import PRESETS
 
 Run = Callable[..., Ended]
@@ -98,7 +98,7 @@ def test_without_a_gpu_the_error_names_the_dry_run(run: Run) -> None:
     ended = run("tune", "--shape", "64x64", "--shape", "64x128")
     assert ended.code == 3
     assert ended.err.count("\n") == 1
-    assert "no CUDA GPU is here" in ended.err
+    assert "this machine has no CUDA GPU" in ended.err
     assert "--dry-run" in ended.err
 
 
@@ -131,7 +131,7 @@ def test_a_model_without_matrices_is_refused(run: Run, tmp_path: Path) -> None:
     assert "--shape" in ended.err
 
 
-class HostTimer(timing.ProductTimer):
+class HostTimer(product_timer.ProductTimer):
     """Times that depend only on the choice; the interpreter still computes the products."""
 
     def time(self, calls: Any) -> float:
@@ -143,12 +143,14 @@ def test_tuning_is_kept_and_goes_on(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tunes on the host as if it were a GPU, with Triton's interpreter."""
-    for module in (choices, detect, tuning):
+    for module in (choices, detect, matrix_tuning):
         monkeypatch.setattr(module, "identify", lambda _: IDENTITY)
-    monkeypatch.setattr(tuning, "find_gpu", lambda: torch.device("cpu"))
-    monkeypatch.setattr(tuning, "describe_device", lambda _: PRESETS[0])
-    monkeypatch.setattr(tuning, "ProductTimer", lambda *args: HostTimer(*args, chain_nbytes=1))
-    monkeypatch.setitem(tuning.tune_on_gpu.__kwdefaults__, "buckets", (1, 4096))
+    monkeypatch.setattr(matrix_tuning, "find_gpu", lambda: torch.device("cpu"))
+    monkeypatch.setattr(matrix_tuning, "describe_device", lambda _: PRESETS[0])
+    monkeypatch.setattr(
+        matrix_tuning, "ProductTimer", lambda *args: HostTimer(*args, chain_nbytes=1)
+    )
+    monkeypatch.setitem(matrix_tuning.tune_on_gpu.__kwdefaults__, "buckets", (1, 4096))
     monkeypatch.setattr(
         autotune, "_ORDER_FIELDS", {"block_steps": (32,), "n_warps": (2, 4), "n_splits": (1,)}
     )
@@ -156,7 +158,7 @@ def test_tuning_is_kept_and_goes_on(
     (tmp_path / "file").touch()
     ended = run("tune", "--shape", "16x64", "--cache", tmp_path / "file", "--again")
     assert ended.code == 3
-    assert f"{tmp_path}/file: what is measured cannot be kept here" in ended.err
+    assert f"{tmp_path}/file: measurements cannot be kept here" in ended.err
     options = ("tune", "--shape", "16x64", "--cache", tmp_path, "--json")
     (row,) = results(run(*options))
     path = TUNE_CACHE.path(IDENTITY.device, tmp_path)
@@ -164,5 +166,5 @@ def test_tuning_is_kept_and_goes_on(
     kept = TUNE_CACHE.read(path, IDENTITY)[Key(16, 64, "W12")]
     assert list(kept) == [1, 4096]
     assert kept[1].plain_seconds == 1e-5
-    monkeypatch.setattr(tuning, "ProductTimer", None)  # nothing is measured again
+    monkeypatch.setattr(matrix_tuning, "ProductTimer", None)  # nothing is measured again
     assert results(run(*options)) == [row]

@@ -1,15 +1,15 @@
-"""Packed weights of earlier releases (docs/format.md, section 12), which every later one must read.
-None is ever edited.
+"""Packed weights of earlier releases (docs/format.md, section 12), which every later release must
+read. Golden files are never edited.
 
 `golden/weights/` has a file of matrices for each format, laid out as the state dict of a packed
-model, and a whole small model as `save_pretrained` leaves it. Its `manifest.json` has the SHA-256
-of each file, and of the BF16 elements of each weight in it. What an encoder writes is defined to
+model, and a whole small model as `save_pretrained` writes it. Its `manifest.json` has the SHA-256
+of each file, and of the BF16 elements of each weight in it. The output of an encoder is defined to
 the bit, so packing the elements again must give the same arrays. After adding a case, write the
-files that are missing with
+missing files with
 
     python tests/codecs/test_golden_weights.py --write-missing
 
-which never touches a file that is there, and refuses to write for an older version of the format.
+which never touches an existing file, and refuses to write for an older version of the format.
 """
 
 import argparse
@@ -49,7 +49,7 @@ CASES = {
     "noise": lambda: MATRICES["any patterns, odd rows"]()[:6],
 }
 OTHER_WINDOWS = "other windows"  # valid, though not those that the encoder chooses
-FILES = {f"{form}.safetensors": form for form in WEIGHT_FORMATS}
+FILES = {f"{format}.safetensors": format for format in WEIGHT_FORMATS}
 MODEL = "model"
 MODEL_FILE = f"{MODEL}/model.safetensors"
 
@@ -64,22 +64,22 @@ def elements_with_other_windows() -> Elements:
     return model_rows(4, 150)
 
 
-def encode_cases(form: WeightFormat) -> dict[str, WeightArrays]:
-    packed = {name: encode_weights(make(), form) for name, make in CASES.items()}
-    firsts = iter((form.min_first, form.max_first, 109, 117))
+def encode_cases(format: WeightFormat) -> dict[str, WeightArrays]:
+    packed = {name: encode_weights(make(), format) for name, make in CASES.items()}
+    firsts = iter((format.min_first, format.max_first, 109, 117))
     with patch("packhorse.reference.weights._choose_first", lambda *_: next(firsts)):
-        packed[OTHER_WINDOWS] = encode_weights(elements_with_other_windows(), form)
+        packed[OTHER_WINDOWS] = encode_weights(elements_with_other_windows(), format)
     return packed
 
 
-def write_file(path: Path, form: WeightFormat) -> None:
+def write_file(path: Path, format: WeightFormat) -> None:
     """As `save_file(model.state_dict(), path, describe_weights(model))` would for such a model."""
     tensors, described = {}, {}
     columns = {name: make().shape[1] for name, make in CASES.items()}
     columns[OTHER_WINDOWS] = elements_with_other_windows().shape[1]
-    for name, arrays in encode_cases(form).items():
+    for name, arrays in encode_cases(format).items():
         weight = f"{name}.weight"
-        described[weight] = {"form": form.name, "n_columns": columns[name]}
+        described[weight] = {"form": format.name, "n_columns": columns[name]}
         tensors |= {f"{weight}.{field}": array for field, array in arrays._asdict().items()}
     record = json.dumps({"version": VERSION, "weights": described})
     save_file(tensors, path, {DESCRIPTION: record})
@@ -118,7 +118,7 @@ def weights_of(path: Path) -> Iterator[tuple[str, WeightFormat, WeightArrays, in
 
 
 def described_by_model(folder: Path) -> dict[str, dict[str, Any]]:
-    """A model's own file says nothing of columns: they are the model's."""
+    """A model's own file does not tell the number of columns; the model's config does."""
     config = json.loads((folder / "config.json").read_text())
     assert config["quantization_config"]["version"] == VERSION
     with safe_open(folder / "model.safetensors", "numpy") as file:
@@ -128,12 +128,12 @@ def described_by_model(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def describe(path: Path) -> dict[str, dict[str, Any]]:
-    """What the manifest says of the weights of a file, by the slow decoder."""
+    """The manifest's lines on the weights of a file, by the slow decoder."""
     lines = {}
-    for name, form, arrays, n_columns in weights_of(path):
-        elements = decode_weights(arrays, form, n_columns)
+    for name, format, arrays, n_columns in weights_of(path):
+        elements = decode_weights(arrays, format, n_columns)
         lines[name] = {
-            "form": form.name,
+            "form": format.name,
             "shape": list(elements.shape),
             "n_exceptions": arrays.exceptions.size,
             "decoded_sha256": sha256(elements.tobytes()),
@@ -146,14 +146,14 @@ def read_manifest() -> dict[str, Any]:
 
 
 def write_missing() -> list[str]:
-    """Write what is not there yet, and return its names."""
+    """Write missing files, and return their names."""
     if WEIGHT_VERSION != VERSION:
         raise SystemExit(f"these cases are of version {VERSION}; add new ones for {WEIGHT_VERSION}")
     FOLDER.mkdir(exist_ok=True)
     manifest, written = read_manifest(), []
-    for name, form in FILES.items():
+    for name, format in FILES.items():
         if name not in manifest["files"] and not (FOLDER / name).exists():
-            write_file(FOLDER / name, WEIGHT_FORMATS[form])
+            write_file(FOLDER / name, WEIGHT_FORMATS[format])
             written.append(name)
     if MODEL_FILE not in manifest["files"] and not (FOLDER / MODEL).exists():
         write_model(FOLDER / MODEL)
@@ -182,12 +182,12 @@ def test_no_golden_file_is_missing_changed_or_unknown() -> None:
 
 
 def test_golden_weights_cover_the_format() -> None:
-    for file, form in FILES.items():
+    for file, format in FILES.items():
         assert {f"{name}.weight" for name in (*CASES, OTHER_WINDOWS)} <= {*WEIGHTS[file]}
         kinds = set()
         for _, _, arrays, _ in weights_of(FOLDER / file):
             kinds |= {kind_of(int(e) >> 16) for e in arrays.exceptions.view(np.uint32)}
-        zeros = set() if form == "W12" else {"zero", "negative zero"}
+        zeros = set() if format == "W12" else {"zero", "negative zero"}
         assert kinds == zeros | {"subnormal", "infinity", "NaN", "normal"}
 
 
@@ -203,24 +203,24 @@ def kind_of(element: int) -> str:
 @EACH_FILE
 def test_golden_weights_decode_in_every_decoder(name: str) -> None:
     assert describe(FOLDER / name) == WEIGHTS[name]
-    for weight, form, arrays, n_columns in weights_of(FOLDER / name):
+    for weight, format, arrays, n_columns in weights_of(FOLDER / name):
         held = weights.WeightArrays(*arrays)
         for isa in ISAS:
             with forced(isa):
-                weights.check(held, form, n_columns)
+                weights.check(held, format, n_columns)
                 elements = np.full(WEIGHTS[name][weight]["shape"], 0xA5A5, np.uint16)
-                weights.unpack_into(held, form, n_columns, elements)
+                weights.unpack_into(held, format, n_columns, elements)
             assert sha256(elements.tobytes()) == WEIGHTS[name][weight]["decoded_sha256"], weight
 
 
 @EACH_FILE
 def test_todays_encoders_write_the_same_arrays(name: str) -> None:
-    for weight, form, arrays, n_columns in weights_of(FOLDER / name):
-        elements = decode_weights(arrays, form, n_columns)
-        packed = [encode_weights(elements, form)]
+    for weight, format, arrays, n_columns in weights_of(FOLDER / name):
+        elements = decode_weights(arrays, format, n_columns)
+        packed = [encode_weights(elements, format)]
         for isa in ISAS:
             with forced(isa):
-                packed.append(WeightArrays(*weights.pack(elements, form)))
+                packed.append(WeightArrays(*weights.pack(elements, format)))
         if OTHER_WINDOWS in weight:
             assert all(sha256(each[2].tobytes()) != sha256(arrays[2].tobytes()) for each in packed)
             continue
@@ -247,7 +247,7 @@ def test_golden_files_load_as_packed_layers(name: str) -> None:
         fields = {f: tensors[f"{weight}.{f}"] for f in WeightArrays._fields}
         layer.load_state_dict({f"weight.{field}": array for field, array in fields.items()})
         for held in (joined[weight], layer.weight):
-            assert held.form.name == line["form"]
+            assert held.format.name == line["form"]
             plain = held.unpack().view(torch.uint16).numpy()
             assert sha256(plain.tobytes()) == line["decoded_sha256"], weight
 

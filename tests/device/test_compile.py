@@ -1,4 +1,4 @@
-"""Packed weights under PyTorch's compilers, and what a GPU would run, in Triton's interpreter."""
+"""Packed weights under PyTorch's compilers, and a GPU's code path in Triton's interpreter."""
 
 import warnings
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def test_embeddings_compile_without_breaks() -> None:
 
 
 def test_blocks_share_a_graph_where_shapes_of_parameters_may_vary() -> None:
-    """The number of exceptions is another in each layer."""
+    """Each layer has another number of exceptions."""
     blocks = [PackedLinear.from_linear(plain_linear(256, 256)) for _ in range(12)]
     for i, block in enumerate(blocks):
         block.weight.data = model_matrix(256, 256) * (i + 1)
@@ -75,20 +75,20 @@ def test_layers_are_exported() -> None:
     assert any("packhorse" in target for target in targets)
 
 
-# What a GPU would run.
+# The code path of a GPU.
 
 
 @FORMATS
 @pytest.mark.parametrize("strategy", [Strategy.FUSED, Strategy.DECODE])
 def test_the_kernels_give_the_products_of_a_gpu(
-    strategy: Strategy, form: str, monkeypatch: pytest.MonkeyPatch
+    strategy: Strategy, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton's interpreter runs them in host memory."""
+    """Triton's interpreter runs the kernels in host memory."""
     monkeypatch.setattr(products, "choose", lambda *_: Choice(strategy))
     monkeypatch.setattr(operators, "_has_kernels", lambda _: True)
     plain = plain_linear(96, 40)
-    packed, x = pack_weight(plain.weight, form), inputs(2, 3, 96)
-    y = products.multiply(x, packed.arrays, packed.form, 96, bias=plain.bias)
+    packed, x = pack_weight(plain.weight, format), inputs(2, 3, 96)
+    y = products.multiply(x, packed.arrays, packed.format, 96, bias=plain.bias)
     assert y.shape == (2, 3, 40)
     exact = F.linear(x.double(), plain.weight.double(), plain.bias.double())
     torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-3)

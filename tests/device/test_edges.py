@@ -80,7 +80,7 @@ def test_gradients_of_gradients() -> None:
 
 
 def test_saved_tensors_may_come_back_plain() -> None:
-    """As those that `torch.autograd.graph.save_on_cpu` keeps in pinned memory."""
+    """`torch.autograd.graph.save_on_cpu` keeps such tensors in pinned memory."""
     found = []
     for layer in layers():
         x = inputs(2, 96).requires_grad_()
@@ -129,7 +129,7 @@ def test_transforms_see_the_product(name: str, watched: bool) -> None:
 
 
 def views_are_batched() -> bool:
-    """Whether PyTorch's `vmap` knows views as another dtype: 2.11 does not yet."""
+    """Whether PyTorch's `vmap` supports views as another dtype; 2.11 does not."""
     try:
         torch.func.vmap(lambda bits: bits.view(torch.bfloat16))(torch.zeros(2, dtype=torch.int16))
     except RuntimeError:
@@ -154,7 +154,7 @@ def test_transforms_see_looked_up_rows() -> None:
 def test_the_first_product_of_a_thread_in_a_mode(
     mode: Callable[[], AbstractContextManager[object]],
 ) -> None:
-    """The tile that is kept for later products is in host memory, wherever new tensors go."""
+    """The tile that later products reuse is in host memory, whatever the default device."""
     (plain, packed), x = layers(), inputs(2, 96)
 
     def run() -> bool:
@@ -191,7 +191,7 @@ def test_autocast_converts_all_operands() -> None:
 def test_a_rest_of_few_rows_is_no_tile_of_its_own(
     rest: int, n_columns: int, n_tokens: int, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch multiplies few rows by other kernels, which round otherwise."""
+    """PyTorch multiplies few rows by other kernels, which round in another way."""
     (plain, packed), x = layers(n_columns, 2 * step + rest), inputs(n_tokens, n_columns)
     heights, unpack_rows = [], operators.unpack_rows
     monkeypatch.setattr(operators, "TILE_NBYTES", step * 2 * n_columns)
@@ -207,8 +207,8 @@ def test_a_rest_of_few_rows_is_no_tile_of_its_own(
 def test_tiles_of_few_columns_have_more_rows(
     n_columns: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A product of at most 4096 elements PyTorch computes in another way: of one in 400 with random
-    numbers some bits differ."""
+    """PyTorch computes a product of at most 4096 elements in another way: with random numbers, one
+    in 400 such products differs in some bits."""
     monkeypatch.setattr(operators, "TILE_NBYTES", 1)
     step = operators.n_tile_rows(n_columns, 1)
     assert step == -(-least // 64) * 64
@@ -251,7 +251,7 @@ def test_rows_are_integers(dtype: torch.dtype) -> None:
 
 
 def test_data_of_another_shape_is_refused() -> None:
-    """It would be spread over all rows."""
+    """It would be broadcast over all rows."""
     plain, packed = layers()
     with pytest.raises(ValueError, match=r"shape \[70, 96\] cannot become \[1, 96\]"):
         packed.weight.data = torch.zeros(1, 96).bfloat16()
@@ -259,23 +259,23 @@ def test_data_of_another_shape_is_refused() -> None:
 
 
 def test_arrays_that_do_not_lie_in_order() -> None:
-    """Kernels read arrays as if they did."""
+    """Kernels read arrays as if they were contiguous."""
     weight = pack_weight(layers()[0].weight)
     turned = weight.arrays._replace(low_bytes=weight.low_bytes.T.contiguous().T)
     with pytest.raises(ValueError, match=r"^w: low_bytes is not contiguous"):
-        check_arrays(turned, weight.form, 96, name="w")
-    again = pickle.loads(pickle.dumps(PackedWeight(turned, weight.form, 96)))
+        check_arrays(turned, weight.format, 96, name="w")
+    again = pickle.loads(pickle.dumps(PackedWeight(turned, weight.format, 96)))
     state = dict(zip((f"w.{field}" for field in WeightTensors._fields), turned, strict=True))
     for other in (again, join_arrays(state, "w", 96)):
         assert other.low_bytes.is_contiguous()
         assert same_bits(other.unpack(), weight.unpack())
-    with pytest.raises(CorruptionError, match=r"w\.low_bytes is no plain tensor, but torch.sparse"):
+    with pytest.raises(CorruptionError, match=r"w\.low_bytes is not a plain tensor, but torch\.s"):
         join_arrays(state | {"w.low_bytes": weight.low_bytes.to_sparse()}, "w", 96)
 
 
 def test_a_state_with_a_weight_packed_and_plain_is_refused() -> None:
     plain, packed = layers()
-    with pytest.raises(CorruptionError, match="weight: is there packed and plain"):
+    with pytest.raises(CorruptionError, match="weight: is both packed and plain"):
         packed.load_state_dict(packed.state_dict() | {"weight": plain.weight})
 
 
@@ -295,7 +295,7 @@ def table() -> nn.Embedding:
 
 @pytest.mark.parametrize("is_plain", [False, True])
 def test_embeddings_are_prepared_when_they_are_loaded(is_plain: bool) -> None:
-    """Else each look-up allows for a row of exceptions."""
+    """Otherwise each look-up would allow for a row full of exceptions."""
     plain, packed, rows = table(), table(), torch.tensor([3, 49, 0])
     packed.load_state_dict(plain.state_dict())
     pack_model_(packed, embeddings=True)
@@ -320,14 +320,14 @@ def test_packing_twice_reports_what_there_is() -> None:
     assert again.plain_nbytes == again.nbytes == first.nbytes < first.plain_nbytes
 
 
-@pytest.mark.parametrize("form", ["W12", "W11"])
+@pytest.mark.parametrize("format", ["W12", "W11"])
 def test_without_memory_for_the_plain_weight_it_is_decoded_in_the_product(
-    form: str, monkeypatch: pytest.MonkeyPatch
+    format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the kernels, in Triton's interpreter; too little memory on a GPU cannot be had here."""
+    """By the kernels, in Triton's interpreter; a test without a GPU cannot exhaust its memory."""
     weight = layers(n_rows=20)[0].weight.data
     weight[3, 5] = 1e-30
-    packed = pack_weight(weight, form)
+    packed = pack_weight(weight, format)
     x = inputs(3, 96)  # as if they were many
     monkeypatch.setattr(products, "choose", lambda *_: Choice(Strategy.DECODE))
 
@@ -336,7 +336,7 @@ def test_without_memory_for_the_plain_weight_it_is_decoded_in_the_product(
 
     monkeypatch.setattr(products, "decode_weights", refuse)
     with pytest.warns(RuntimeWarning, match="no 0 MiB left for the plain weight of 20 x 96"):
-        y = products.multiply(x, packed.arrays, packed.form, 96)
+        y = products.multiply(x, packed.arrays, packed.format, 96)
     exact = x.double() @ weight.double().T
     assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
 
@@ -346,7 +346,7 @@ def test_without_memory_for_the_plain_weight_it_is_decoded_in_the_product(
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    """One process, alone."""
+    """A group of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""What only a GPU can show: CUDA graphs, streams beside each other, compiled layers, measurements.
+"""Tests that only a GPU can run: CUDA graphs, concurrent streams, compiled layers, measurements.
 
-All of it needs a GPU and TRITON_INTERPRET=0.
+All of them need a GPU and TRITON_INTERPRET=0.
 """
 
 import math
@@ -17,9 +17,9 @@ from weight_samples import model_rows
 
 from packhorse.device import PackedLinear, pack_weight
 from packhorse.device.ahead import current_decoder, decode_ahead
+from packhorse.device.matrix_tuning import pack_on, random_weight
+from packhorse.device.product_timer import ProductTimer
 from packhorse.device.strategy import Choice, Strategy
-from packhorse.device.timing import ProductTimer
-from packhorse.device.tuning import pack_on, random_weight
 from packhorse.kernels.matmul import MatmulConfig
 from packhorse.layout import W12, WEIGHT_FORMATS
 
@@ -30,14 +30,14 @@ pytestmark = [
         reason="needs a GPU, and TRITON_INTERPRET=0",
     ),
 ]
-FORMATS = pytest.mark.parametrize("form", WEIGHT_FORMATS)
+FORMATS = pytest.mark.parametrize("format", WEIGHT_FORMATS)
 MANY = 3000  # tokens, for which weights are decoded first
 
 
-def layer(n_rows: int, n_columns: int, form: str = "W12") -> PackedLinear:
+def layer(n_rows: int, n_columns: int, format: str = "W12") -> PackedLinear:
     plain = torch.from_numpy(model_rows(n_rows, n_columns)).view(torch.bfloat16)
     bias = torch.arange(n_rows).to(torch.bfloat16)
-    return PackedLinear(pack_weight(plain, form), bias).to("cuda")
+    return PackedLinear(pack_weight(plain, format), bias).to("cuda")
 
 
 def inputs(n_tokens: int, n_columns: int, seed: int = 0) -> Tensor:
@@ -46,7 +46,7 @@ def inputs(n_tokens: int, n_columns: int, seed: int = 0) -> Tensor:
 
 
 def check_replays(run: Callable[[Tensor], Tensor], n_tokens: int, n_columns: int) -> None:
-    """A graph of it gives what it gives alone, for inputs that come later."""
+    """A graph of a function gives the same results as the function, also for later inputs."""
     x = inputs(n_tokens, n_columns)
     run(x)
     graph = torch.cuda.CUDAGraph()
@@ -64,18 +64,18 @@ def check_replays(run: Callable[[Tensor], Tensor], n_tokens: int, n_columns: int
 @FORMATS
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("n_tokens", [1, 8, 40, MANY])
-def test_products_in_cuda_graphs(n_tokens: int, ahead: bool, form: str) -> None:
-    """Also inside of `decode_ahead`, which stays out of captures."""
-    packed = layer(512, 768, form)
+def test_products_in_cuda_graphs(n_tokens: int, ahead: bool, format: str) -> None:
+    """Also inside of `decode_ahead`, which does nothing in captures."""
+    packed = layer(512, 768, format)
     with decode_ahead() if ahead else nullcontext():
         check_replays(packed, n_tokens, 768)
 
 
 @FORMATS
-def test_rows_are_looked_up_in_cuda_graphs(form: str) -> None:
-    """And in a batch of another size than the one before, without other machine code."""
+def test_rows_are_looked_up_in_cuda_graphs(format: str) -> None:
+    """Also in a batch of another size, which uses the same machine code."""
     plain = torch.from_numpy(model_rows(300, 256)).view(torch.bfloat16).to("cuda")
-    packed = pack_weight(plain, form)
+    packed = pack_weight(plain, format)
     F.embedding(torch.arange(5, device="cuda"), packed)
     for n in (1, 16, 33):
         ids = torch.zeros(n, dtype=torch.int64, device="cuda")
@@ -99,9 +99,9 @@ def test_inputs_that_are_not_aligned_need_no_other_machine_code() -> None:
 
 
 @FORMATS
-def test_weights_that_are_decoded_ahead_give_the_same(form: str) -> None:
+def test_weights_that_are_decoded_ahead_give_the_same(format: str) -> None:
     sizes = (1024, 512, 2048, 256, 1024)
-    layers = [layer(n, m, form) for m, n in pairwise(sizes)]
+    layers = [layer(n, m, format) for m, n in pairwise(sizes)]
 
     def passes() -> list[Tensor]:
         found = []
@@ -134,7 +134,7 @@ def test_compiled_layers(mode: str) -> None:
 
 
 def test_what_the_timer_says() -> None:
-    """Times of what runs, infinity for what is too large; and then it goes on."""
+    """Gives times of divisions that run, infinity for one that is too large, and then goes on."""
     weights = pack_on(random_weight(1024, 1024, torch.device("cuda")), W12)
     timer = ProductTimer(weights, W12, 1024, chain_nbytes=10_000_000, n_replays=5)
     too_large = Choice(Strategy.FUSED, MatmulConfig(256, 32, 256, 8, 1, 8))

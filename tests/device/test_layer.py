@@ -1,5 +1,5 @@
-"""Packed weights and layers in PyTorch: equal to the plain ones bit for bit, whatever is done with
-them, and refused where they would not be."""
+"""Packed weights and layers in PyTorch: operations give the same bits as with plain ones, or are
+refused."""
 
 import copy
 import io
@@ -45,15 +45,15 @@ from packhorse.layout import W11, W12, WEIGHT_FORMATS
 
 @FORMATS
 @pytest.mark.parametrize("name", MATRICES)
-def test_every_matrix_comes_back(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_matrix_comes_back(name: str, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_arrays, "BLOCK_NBYTES", 5000)  # several blocks
     plain = matrix(name)
     before = plain.clone()
-    packed = pack_weight(plain, form)
+    packed = pack_weight(plain, format)
     assert same_bits(packed.unpack(), plain)
     assert same_bits(plain, before)
     assert (packed.shape, packed.dtype, packed.device) == (plain.shape, plain.dtype, plain.device)
-    assert packed.form is WEIGHT_FORMATS[form]
+    assert packed.format is WEIGHT_FORMATS[format]
     if len(plain):
         rows = torch.randint(len(plain), (3, 4))
         assert same_bits(packed.gather_rows(rows), plain[rows])
@@ -67,20 +67,20 @@ def test_every_matrix_comes_back(name: str, form: str, monkeypatch: pytest.Monke
 
 @FORMATS
 @pytest.mark.parametrize("name", ["specials", "any patterns, odd rows", "rows of models"])
-def test_plain_pytorch_decodes_as_the_core_does(name: str, form: str) -> None:
-    """What runs on devices that have neither the core nor the kernels."""
-    packed = pack_weight(matrix(name), form)
+def test_plain_pytorch_decodes_as_the_core_does(name: str, format: str) -> None:
+    """The code path for devices that have neither the core nor the kernels."""
+    packed = pack_weight(matrix(name), format)
     rows = torch.arange(len(packed))
     most = int(packed.exception_starts.diff().max())
-    found = operators.gather_rows(packed.arrays, packed.form, packed.shape[1], rows, most)
+    found = operators.gather_rows(packed.arrays, packed.format, packed.shape[1], rows, most)
     assert same_bits(found, packed.unpack())
 
 
 @FORMATS
-def test_kernels_look_rows_up(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, in Triton's interpreter: eager, compiled, and without running."""
+def test_kernels_look_rows_up(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code path of a GPU, in Triton's interpreter: eager, compiled, and on fake tensors."""
     plain = matrix("specials")
-    packed = nn.Parameter(pack_weight(plain, form), requires_grad=False)
+    packed = nn.Parameter(pack_weight(plain, format), requires_grad=False)
     monkeypatch.setattr(operators, "_has_kernels", lambda _: True)
     ids = torch.randint(len(plain), (2, 3))
     assert same_bits(F.embedding(ids, packed), plain[ids])
@@ -91,12 +91,12 @@ def test_kernels_look_rows_up(form: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @FORMATS
-def test_a_device_of_its_own_gets_the_same_arrays(form: str) -> None:
-    """Block by block, as to a GPU."""
+def test_a_device_of_its_own_gets_the_same_arrays(format: str) -> None:
+    """Arrays go to the device block by block, as to a GPU."""
     plain = matrix("specials")
-    expected = pack_weight(plain, form).arrays
+    expected = pack_weight(plain, format).arrays
     shape, device = tuple(plain.shape), torch.device("cpu")
-    arrays = packed_arrays._pack_to_device(plain, *shape, WEIGHT_FORMATS[form], device)
+    arrays = packed_arrays._pack_to_device(plain, *shape, WEIGHT_FORMATS[format], device)
     for one, other in zip(arrays, expected, strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one, other)
@@ -104,9 +104,9 @@ def test_a_device_of_its_own_gets_the_same_arrays(form: str) -> None:
 
 @FORMATS
 def test_packing_straight_from_a_packed_file(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows are decoded block by block; the whole matrix is never there."""
+    """Rows are decoded block by block; the whole matrix is never in memory."""
     plain, path = model_matrix(700, 256), tmp_path / "m.ph.safetensors"
     packhorse.torch.save_file({"w": plain, "half": plain.half()}, path)
     monkeypatch.setattr(packed_arrays, "BLOCK_NBYTES", 100 * 512)
@@ -119,9 +119,9 @@ def test_packing_straight_from_a_packed_file(
             "__getitem__",
             lambda s, i: (sizes.append(i.stop - i.start), take(s, i))[1],
         )
-        packed = pack_weight(source, form)
+        packed = pack_weight(source, format)
         with pytest.raises(TypeError, match="BF16, not F16"):
-            pack_weight(file.get_slice("half"), form)
+            pack_weight(file.get_slice("half"), format)
     assert same_bits(packed.unpack(), plain)
     assert sizes == [100] * 7
 
@@ -172,7 +172,7 @@ def test_writes_are_packed_again_and_seen_by_all_that_share() -> None:
 
 
 def test_views_are_refused() -> None:
-    """A write to what looks like a view would be lost."""
+    """A write to a view would be lost."""
     packed = pack_weight(model_matrix(20, 64))
     for view in (lambda: packed[3], lambda: packed.T, lambda: packed.view(-1)):
         with pytest.raises(NotImplementedError, match=r"weight\.unpack\(\)"):
@@ -208,9 +208,9 @@ def test_what_cannot_be_packed_is_refused() -> None:
             pack_weight(torch.zeros(shape, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="'W13'; it must be one of W12, W11"):
         pack_weight(torch.zeros(2, 2, dtype=torch.bfloat16), "W13")
-    with pytest.raises(TypeError, match=r"is packed already; give its unpack\(\)"):
+    with pytest.raises(TypeError, match=r"is already packed; give its unpack\(\)"):
         pack_weight(pack_weight(torch.zeros(2, 2, dtype=torch.bfloat16)), "W11")
-    with pytest.raises(TypeError, match="this is ndarray"):
+    with pytest.raises(TypeError, match="not ndarray"):
         pack_weight(np.zeros((2, 2)))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the weight is a Tensor, not packed"):
         PackedLinear(torch.zeros(2, 2))  # type: ignore[arg-type]
@@ -227,10 +227,10 @@ def test_what_cannot_be_packed_is_refused() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(300,), (1, 300), (7, 300), (2, 3, 300), (0, 300), (2, 0, 300)])
 def test_products_are_those_of_the_plain_layer(
-    shape: tuple[int, ...], bias: bool, form: str
+    shape: tuple[int, ...], bias: bool, format: str
 ) -> None:
     plain = plain_linear(bias=bias)
-    packed = PackedLinear.from_linear(plain, form)
+    packed = PackedLinear.from_linear(plain, format)
     x = inputs(*shape)
     with torch.no_grad():
         assert same_bits(packed(x), plain(x))
@@ -246,10 +246,10 @@ def test_products_are_those_of_the_plain_layer(
 @FORMATS
 @pytest.mark.parametrize("n_tokens", [1, 3, 40])
 def test_products_of_tiles_are_those_of_the_whole(
-    n_tokens: int, form: str, monkeypatch: pytest.MonkeyPatch
+    n_tokens: int, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = plain_linear(1000, 1111)
-    packed = PackedLinear.from_linear(plain, form)
+    packed = PackedLinear.from_linear(plain, format)
     x, calls = inputs(n_tokens, 1000), []
     unpack_rows = operators.unpack_rows
     monkeypatch.setattr(
@@ -288,14 +288,14 @@ def test_infinities_and_nans_multiply_as_they_do() -> None:
 
 
 def test_memory_stays_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peak of what the process holds, while a layer of 64 MiB is multiplied."""
+    """The peak of the process's memory while a layer of 64 MiB is multiplied."""
     packed = PackedLinear(pack_weight(model_matrix(256, 4096).repeat(32, 1)))
     x = inputs(1, 4096)
     monkeypatch.setattr(operators, "TILE_NBYTES", 4 << 20)
     vars(operators._SCRATCH).clear()
     with torch.no_grad():
         small = PackedLinear(pack_weight(model_matrix(64, 4096)))
-        small(x)  # what PyTorch keeps for itself from its first product on
+        small(x)  # memory that PyTorch keeps for itself from its first product on
         vars(operators._SCRATCH).clear()
         assert peak_growth(lambda: packed(x)) < (4 << 20) * 1.5 + (2 << 20)
         assert peak_growth(lambda: packed.weight.unpack()) > 60 << 20
@@ -394,9 +394,9 @@ def saved(layer: object) -> object:
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved], ids=range(3)
 )
-def test_copies_and_pickles(copied: object, form: str) -> None:
+def test_copies_and_pickles(copied: object, format: str) -> None:
     plain = plain_linear()
-    packed = PackedLinear.from_linear(plain, form)
+    packed = PackedLinear.from_linear(plain, format)
     other = copied(packed)  # type: ignore[operator]
     assert isinstance(other.weight, nn.Parameter)
     assert isinstance(other.weight, PackedWeight)
@@ -417,9 +417,9 @@ def test_a_pickle_with_broken_arrays_is_refused() -> None:
 
 
 @FORMATS
-def test_state_dicts_are_plain_tensors_in_both_directions(form: str, tmp_path: Path) -> None:
+def test_state_dicts_are_plain_tensors_in_both_directions(format: str, tmp_path: Path) -> None:
     plain = plain_linear()
-    packed = PackedLinear.from_linear(plain, form)
+    packed = PackedLinear.from_linear(plain, format)
     state = packed.state_dict()
     assert set(state) == {"bias", *(f"weight.{field}" for field in WeightTensors._fields)}
     assert all(type(tensor) is Tensor for tensor in state.values())
@@ -433,12 +433,12 @@ def test_state_dicts_are_plain_tensors_in_both_directions(form: str, tmp_path: P
     ]
     for given in states:
         names = list(given)
-        for layer in (PackedLinear.empty(300, 200), PackedLinear.empty(300, 200, form)):
+        for layer in (PackedLinear.empty(300, 200), PackedLinear.empty(300, 200, format)):
             assert str(layer.load_state_dict(given)) == "<All keys matched successfully>"
             assert list(given) == names, "the caller's dict is left alone"
             assert isinstance(layer.weight, PackedWeight)
             assert same_bits(layer(inputs(3, 300)), plain(inputs(3, 300)))
-        bare = PackedLinear.empty(300, 200, form, device="meta")
+        bare = PackedLinear.empty(300, 200, format, device="meta")
         bare.load_state_dict(given, assign=True)
         assert isinstance(bare.weight, PackedWeight)
         assert same_bits(bare(inputs(3, 300)), plain(inputs(3, 300)))
@@ -449,9 +449,9 @@ def test_state_dicts_are_plain_tensors_in_both_directions(form: str, tmp_path: P
 
 
 @FORMATS
-def test_arrays_that_break_the_format_are_refused(form: str) -> None:
+def test_arrays_that_break_the_format_are_refused(format: str) -> None:
     plain = plain_linear()
-    packed, state = nn.Sequential(PackedLinear.from_linear(plain, form)), {}
+    packed, state = nn.Sequential(PackedLinear.from_linear(plain, format)), {}
     for key, tensor in packed.state_dict().items():
         state[key] = tensor.clone()
 
@@ -467,7 +467,7 @@ def test_arrays_that_break_the_format_are_refused(form: str) -> None:
         loading("has dtype", **{field: array.to(torch.int64)})
         loading("shape|fit|descend", **{field: array[:-1]})
     loading("", low_bytes=None, high_bits=None)
-    with pytest.raises(CorruptionError, match=r"0\.weight\.exceptions is no tensor, but list"):
+    with pytest.raises(CorruptionError, match=r"0\.weight\.exceptions is not a tensor, but list"):
         packed.load_state_dict(state | {"0.weight.exceptions": []})
     with pytest.raises(ValueError, match=r"0\.weight: arrays .* are on \['cpu', 'meta'\]"):
         packed.load_state_dict(state | {"0.weight.exceptions": torch.zeros(2, device="meta")})

@@ -1,5 +1,5 @@
-"""Adapters of PEFT on packed weights: trained, merged and taken out as on plain ones, and plain
-themselves."""
+"""Adapters of PEFT on packed weights: they train, merge and are removed as on plain weights, and
+are plain themselves."""
 
 import copy
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from packhorse.device import PackedLinear, pack_model_
 
-# PEFT asks transformers by a name of an earlier release.
+# PEFT looks for a name of an earlier release in transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is:FutureWarning")
 
 

@@ -1,5 +1,5 @@
-"""Whole models packed in place: what is packed and what is not, tokens as before, state dicts in
-both directions, shared weights, and the way back."""
+"""Whole models packed in place: which weights are packed, tokens as before, state dicts in both
+directions, shared weights, and unpacking."""
 
 import copy
 import importlib.util
@@ -64,7 +64,7 @@ def gemma() -> PreTrainedModel:
 
 
 def gpt2() -> PreTrainedModel:
-    """Most of its layers are no linear layers of PyTorch."""
+    """A model most of whose layers are not linear layers of PyTorch."""
     torch.manual_seed(0)
     config = GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=500, bos_token_id=1)
     config.eos_token_id = None
@@ -106,12 +106,12 @@ def linear(n_rows: int = 64, n_columns: int = 256) -> nn.Linear:
 
 
 @pytest.mark.parametrize("make", [llama, gemma, gpt2], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("fmt", ["auto", "W11"])
-def test_generation_is_token_identical(make: object, fmt: str) -> None:
-    """And so are the logits, to the bit."""
+@pytest.mark.parametrize("format", ["auto", "W11"])
+def test_generation_is_token_identical(make: object, format: str) -> None:
+    """The logits are identical, too, to the bit."""
     plain = make()  # type: ignore[operator]
     packed = copy.deepcopy(plain)
-    report = pack_model_(packed, fmt)
+    report = pack_model_(packed, format)
     assert report.packed
     assert torch.equal(generate(packed), generate(plain))
 
@@ -121,7 +121,7 @@ def test_a_trained_model_gives_the_same_output_in_three_quarters_of_the_memory()
     packed = copy.deepcopy(plain)
     report = pack_model_(packed, embeddings=True)
     assert len(report.packed) == 6 * 6 + 1 + 3
-    assert {weight.form for weight in report.packed} == {"W12"}
+    assert {weight.format for weight in report.packed} == {"W12"}
     assert all(12 < weight.bits_per_weight < 12.2 for weight in report.packed)
     assert 1.3 < report.ratio < 1.34
     assert not report.left
@@ -190,7 +190,7 @@ def test_output_layer_and_embeddings_are_optional() -> None:
 
 
 def test_of_embeddings_that_of_the_input_is_packed() -> None:
-    """Others are small, and code of models looks into them."""
+    """Other embeddings are small, and code of models reads them directly."""
     config = BertConfig(
         hidden_size=128, num_hidden_layers=1, num_attention_heads=2, intermediate_size=256,
         vocab_size=300,
@@ -204,7 +204,7 @@ def test_of_embeddings_that_of_the_input_is_packed() -> None:
     assert isinstance(model.embeddings.word_embeddings.weight, PackedWeight)
     assert torch.equal(model(PROMPT).last_hidden_state, plain(PROMPT).last_hidden_state)
     alone = stack(nn.Embedding(64, 128, dtype=torch.bfloat16))
-    assert reasons(pack_model_(alone)) == {"0": "embeddings=None packs that of the input alone"}
+    assert reasons(pack_model_(alone)) == {"0": "embeddings=None packs the input embedding only"}
     assert pack_model_(alone, embeddings=True).packed
 
 
@@ -213,17 +213,17 @@ def test_formats() -> None:
     torch.manual_seed(0)
     even = linear(512, 1024)
     even.weight.data.uniform_(-0.1, 0.1)
-    assert [w.form for w in pack_model_(stack(linear(), copy.deepcopy(even))).packed] == [
+    assert [w.format for w in pack_model_(stack(linear(), copy.deepcopy(even))).packed] == [
         "W12",
         "W11",
     ]
-    for fmt in ("W12", "W11"):
-        report = pack_model_(stack(linear(), copy.deepcopy(even)), fmt)
-        assert {weight.form for weight in report.packed} == {fmt}
+    for format in ("W12", "W11"):
+        report = pack_model_(stack(linear(), copy.deepcopy(even)), format)
+        assert {weight.format for weight in report.packed} == {format}
     # Rows of W11 are padded to 128 columns.
     narrow = linear(512, 200)
     narrow.weight.data.uniform_(-0.1, 0.1)
-    assert [weight.form for weight in pack_model_(narrow).packed] == ["W12"]
+    assert [weight.format for weight in pack_model_(narrow).packed] == ["W12"]
     with pytest.raises(ValueError, match="'fp8'; it must be auto, W12, W11"):
         pack_model_(stack(linear()), "fp8")
 
@@ -248,18 +248,18 @@ def test_what_is_skipped() -> None:
     assert packed_with(["*.0"]) == {"a.1"}
     assert packed_with([]) == {"a.0", "a.1", "b.0"}
     assert packed_with(lambda name, module: name[0] == "b") == {"a.0", "a.1"}
-    with pytest.raises(ValueError, match="skip names 'c', which no module"):
+    with pytest.raises(ValueError, match="skip names 'c', but the model has no"):
         packed_with(["a", "c"])
 
 
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"fmt": "w12"}, ValueError, "fmt is 'w12'; it must be auto, W12, W11"),
-        ({"fmt": ["W12"]}, ValueError, "fmt is"),
-        ({"fmt": None}, ValueError, "fmt is None"),
+        ({"format": "w12"}, ValueError, "format is 'w12'; it must be auto, W12, W11"),
+        ({"format": ["W12"]}, ValueError, "format is"),
+        ({"format": None}, ValueError, "format is None"),
         ({"skip": None}, TypeError, "skip is None"),
-        ({"skip": [0]}, TypeError, "skip has 0, which is no name"),
+        ({"skip": [0]}, TypeError, "skip has 0, which is not the name"),
         ({"skip": ""}, ValueError, "skip names ''"),
     ],
     ids=str,
@@ -310,7 +310,7 @@ def test_what_stays_plain_and_why() -> None:
         "wide": "65537 columns; at most 65536 can be packed",
         "meta": "has no data: it is on the meta device",
         "sizes": "max_norm changes it",
-        "bilinear": "ParameterDict is no torch.nn.Linear",
+        "bilinear": "ParameterDict is not a torch.nn.Linear",
         "packed": "is packed already",
         "conv.weight": "3 dimensions; only matrices of layers are packed",
         "experts.up": "3 dimensions; only matrices of layers are packed",
@@ -339,24 +339,24 @@ def test_progress_counts_plain_bytes() -> None:
     assert done == [2 * 64 * 256, 2 * 8 * 8, 2 * 3 * 256]
 
 
-@pytest.mark.parametrize("fmt", ["auto", "W12", "W11"])
-def test_a_dry_run_says_what_packing_gives_and_changes_nothing(fmt: str) -> None:
+@pytest.mark.parametrize("format", ["auto", "W12", "W11"])
+def test_a_dry_run_says_what_packing_gives_and_changes_nothing(format: str) -> None:
     model = stack(linear(), linear(3, 8))
-    misjudged = linear(192, 128)  # the rows that are sampled have no exceptions of W11
+    misjudged = linear(192, 128)  # the sampled rows have no exceptions of W11
     misjudged.weight.data.fill_(0.5)
     misjudged.weight.data[1::3, :4] = 1e-30
     model.extend([misjudged, linear().half(), nn.Embedding(64, 128, dtype=torch.bfloat16)])
     before = copy.deepcopy(model)
     counts: list[int] = []
-    planned = pack_model_(model, fmt, dry_run=True, progress=counts.append)
+    planned = pack_model_(model, format, dry_run=True, progress=counts.append)
     assert all(type(each) is type(other) for each, other in zip(model, before, strict=True))
     assert all(
         same_bits(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True)
     )
     assert sum(counts) == sum(each.nbytes for each in before.parameters() if each.dim() == 2)
-    assert planned == pack_model_(model, fmt)
-    form = "W11" if fmt == "W11" else "W12"
-    assert [weight.form for weight in planned.packed] == [form, form]
+    assert planned == pack_model_(model, format)
+    format = "W11" if format == "W11" else "W12"
+    assert [weight.format for weight in planned.packed] == [format, format]
 
 
 def test_modules_keep_their_hooks_and_modes() -> None:

@@ -1,5 +1,5 @@
 """Packed weights under the hooks of the real accelerate: kept in host memory, brought for a
-product, saved, taken back. The host stands in for the GPU: hooks do the same for any device."""
+product, saved, unpacked. The host stands in for the GPU: hooks do the same for any device."""
 
 import copy
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_disk_offload(tmp_path: Path) -> None:
 
 
 def test_shared_weights_are_told_from_others() -> None:
-    """`dispatch_model` knows shared weights by their addresses."""
+    """`dispatch_model` recognises shared weights by their addresses."""
     model = packed(tied=True)
     whole = dict(model.named_parameters(remove_duplicate=False))
     shared: dict[int, dict[object, Tensor]] = {model.lm_head.weight.data_ptr(): {}}

@@ -1,5 +1,5 @@
-"""Packing where speed counts: formats compared by what was measured or predicted, and layers that
-stay plain because they would be slower."""
+"""Packing where speed counts: formats compared by measured or predicted times, and layers that stay
+plain because they would be slower."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -13,11 +13,11 @@ from triton import knobs
 from packhorse.device import choices, pack_model_, speed
 from packhorse.device.choices import use_cache
 from packhorse.device.linear import PackedLinear
+from packhorse.device.matrix_tuning import random_weight
 from packhorse.device.speed import Speed, compare_formats
 from packhorse.device.strategy import Choice, Strategy
 from packhorse.device.tune_cache import TUNE_CACHE, Key, Measured
-from packhorse.device.tuning import random_weight
-from packhorse.gpu.cache import Identity
+from packhorse.gpu.figure_cache import Identity
 from packhorse.gpu.models import PRESETS
 from packhorse.integrations.transformers.quantizer import PackhorseConfig, PackhorseQuantizer
 from packhorse.kernels.matmul import MatmulConfig
@@ -25,13 +25,13 @@ from packhorse.layout import W11, W12, WEIGHT_FORMATS
 
 H200 = PRESETS[0]
 IDENTITY = Identity("NVIDIA H200", 132, "3.6.0", "0.1")
-CUDA = torch.device("cuda")  # nothing is run there
-FORMS = tuple(WEIGHT_FORMATS.values())
+CUDA = torch.device("cuda")  # nothing runs there
+FORMATS = tuple(WEIGHT_FORMATS.values())
 
 
 @pytest.fixture
 def on_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """As if this machine had one; gives the path of its cache."""
+    """Pretends that this machine has a GPU; gives the path of its cache."""
     monkeypatch.setattr(choices, "identify", lambda _: IDENTITY)
     monkeypatch.setattr(choices, "describe_device", lambda _: H200)
     monkeypatch.setattr(speed, "describe_device", lambda _: H200)
@@ -48,11 +48,11 @@ def linear(n_rows: int, n_columns: int, weight: torch.Tensor | None = None) -> n
 
 
 def test_what_is_predicted_names_the_gpu_and_the_fastest_is_first(on_h200: Path) -> None:
-    speeds = compare_formats(28672, 4096, 1, FORMS, CUDA)
-    assert {speed.form for speed in speeds} == {W11, W12}
+    speeds = compare_formats(28672, 4096, 1, FORMATS, CUDA)
+    assert {speed.format for speed in speeds} == {W11, W12}
     assert speeds[0].times >= speeds[1].times > 1
     assert str(speeds[0]).endswith("predicted for H200")
-    assert [each.form for each in compare_formats(28672, 4096, 8, [W12], CUDA)] == [W12]
+    assert [each.format for each in compare_formats(28672, 4096, 8, [W12], CUDA)] == [W12]
 
 
 def test_what_was_measured_counts_alone(on_h200: Path) -> None:
@@ -60,9 +60,9 @@ def test_what_was_measured_counts_alone(on_h200: Path) -> None:
     figures = {8: Measured(fused, 50e-6, 60e-6), 16: Measured(fused, 50e-6, 40e-6)}
     TUNE_CACHE.write(on_h200, IDENTITY, {Key(28672, 4096, "W12"): figures})
     choices.forget_choices()
-    assert compare_formats(28672, 4096, 5, FORMS, CUDA) == [Speed(W12, 60e-6 / 50e-6, "measured")]
-    assert compare_formats(28672, 4096, 16, FORMS, CUDA)[0].times == pytest.approx(0.8)
-    predicted = compare_formats(28672, 4096, 1, FORMS, CUDA)
+    assert compare_formats(28672, 4096, 5, FORMATS, CUDA) == [Speed(W12, 60e-6 / 50e-6, "measured")]
+    assert compare_formats(28672, 4096, 16, FORMATS, CUDA)[0].times == pytest.approx(0.8)
+    predicted = compare_formats(28672, 4096, 1, FORMATS, CUDA)
     assert len(predicted) == 2, "nothing was measured for one token"
 
 
@@ -73,7 +73,7 @@ def test_a_layer_that_would_be_slower_stays_plain() -> None:
     assert type(many[0]) is nn.Linear
     assert not report.packed
     assert report.left[0].reason.startswith("slower with for_tokens=4096: 0.")
-    assert "predicted for a GPU that is not known" in report.left[0].reason
+    assert "predicted for an unknown GPU" in report.left[0].reason
 
 
 def test_a_layer_that_is_faster_packed_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_a_layer_that_is_faster_packed_is_packed(monkeypatch: pytest.MonkeyPatch
     model = nn.Sequential(linear(4096, 4096), linear(64, 4096))
     report = pack_model_(model, "W12", for_tokens=1)
     assert isinstance(model[0], PackedLinear)
-    assert report.packed[0].form == "W12"
+    assert report.packed[0].format == "W12"
     assert not isinstance(model[1], PackedLinear), "a launch takes as long as so small a product"
     assert report.left[0].reason.startswith("slower with for_tokens=1: 0.")
 
@@ -113,7 +113,7 @@ def test_speed_on_the_host_is_not_known() -> None:
     quantizer = partial(PackhorseQuantizer, PackhorseConfig(for_tokens=8))
     with knobs.runtime.scope():
         knobs.runtime.interpret = False
-        with pytest.raises(ValueError, match="it is on cpu: move it there first"):
+        with pytest.raises(ValueError, match="it is on cpu: move it to a GPU first"):
             pack_model_(layer, for_tokens=8)
         with pytest.raises(ValueError, match='pass device_map="cuda" to from_pretrained'):
             quantizer(pre_quantized=False).validate_environment(device_map={"": "cpu"})

@@ -1,4 +1,4 @@
-"""Tensors in memory that the host cannot read: copied to the host, and back into their places."""
+"""Tensors in memory that the host cannot read: they are copied to the host, and back in place."""
 
 import subprocess
 import sys

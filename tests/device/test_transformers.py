@@ -1,5 +1,5 @@
-"""`PackhorseConfig` in the real transformers: packed as it loads, saved, loaded again, damaged,
-unpacked and trained on top; tokens are those of the plain model."""
+"""`PackhorseConfig` in the real transformers: models are packed while they load, saved, loaded
+again, damaged, unpacked and trained with adapters; their tokens are those of the plain model."""
 
 import json
 import threading
@@ -52,7 +52,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folders of plain BF16 models of some shards, made when they are asked for."""
+    """Folders of plain BF16 models with several shards, made at first use."""
     transformers.logging.disable_progress_bar()
     made: dict[str, Path] = {}
 
@@ -142,8 +142,10 @@ def test_the_config_is_kept_with_a_version(folders: Callable[[str], Path], tmp_p
     }
     model = load(tmp_path)
     assert model.config.quantization_config.to_dict() == kept
+    assert dict(model.config.quantization_config) == kept
+    assert PackhorseConfig.from_dict(kept).format == "W11"
     report = model.hf_quantizer.report
-    assert {weight.form for weight in report.packed} == {"W11"}
+    assert {weight.format for weight in report.packed} == {"W11"}
     assert [left.name for left in report.left if "embed" not in left.name] == [
         "model.layers.0.self_attn.q_proj",
         "model.layers.1.self_attn.q_proj",
@@ -183,7 +185,7 @@ def test_experts_stay_plain_and_are_reported(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(transformers, "HrmTextConfig"), reason="no such model here")
 def test_weights_that_a_checkpoint_has_in_one_piece(tmp_path: Path) -> None:
-    """transformers cuts them while it loads, and joins them when it saves plain ones."""
+    """transformers splits such weights while it loads, and joins them when it saves plain ones."""
     make_model("HrmText").save_pretrained(tmp_path / "plain")
     assert any("gate_up_proj" in name for name in load_file(tmp_path / "plain/model.safetensors"))
     model = packed(tmp_path / "plain")
@@ -218,9 +220,9 @@ def test_weights_without_exceptions_and_without_gain(tmp_path: Path) -> None:
 def test_the_plain_model_is_never_whole_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From FP32 files, which are converted: BF16 files are mapped, so that their pages would be
-    counted, too."""
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # its threads read ahead as they like
+    """Loads FP32 files, which are converted. BF16 files are mapped, so their pages would count,
+    too."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # its threads read ahead at random times
     options = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     plain = make_model("Llama", **options)
     nbytes = sum(2 * parameter.numel() for parameter in plain.parameters())
@@ -234,7 +236,7 @@ def test_the_plain_model_is_never_whole_in_memory(
 
 
 def anonymous_growth(call: Callable[[], object]) -> int:
-    """Bytes by which memory that is no file grows at most during a call, seen each millisecond."""
+    """The growth of memory without files at its peak during a call, sampled each millisecond."""
 
     def read() -> int:
         text = Path("/proc/self/status").read_text()
@@ -285,14 +287,14 @@ def test_folders_of_packed_files(folders: Callable[[str], Path], tmp_path: Path)
     model.save_pretrained(tmp_path / "arrays")
     pack_folder(tmp_path / "arrays", tmp_path / "both")
     assert same_tokens(load_packed_model(tmp_path / "both"), plain)
-    with pytest.raises(FileNotFoundError, match=r"00001.*\.safetensors is no packed file"):
+    with pytest.raises(FileNotFoundError, match=r"00001.*\.safetensors is not a packed file"):
         load_packed_model(source)
 
 
 def test_packed_tensors_go_to_the_one_gpu_of_a_plain_model(
     folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host stands for the GPU; these tensors are too small for its kernels."""
+    """The host stands in for the GPU; these tensors are too small for its kernels."""
     pack_folder(folders("Llama"), tmp_path / "files")
     plain, decode_on, asked = load(folders("Llama")), TorchFramework.decode_on, []
 
@@ -315,7 +317,7 @@ def test_packed_tensors_go_to_the_one_gpu_of_a_plain_model(
 def test_an_index_that_is_not_kept_is_refused(
     folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """transformers would start what is missing with random numbers."""
+    """transformers would fill missing tensors with random numbers."""
     pack_folder(folders("Llama"), tmp_path / "files")
     (index,) = (tmp_path / "files").glob("*.index.json")
     packed, original = (
@@ -327,7 +329,7 @@ def test_an_index_that_is_not_kept_is_refused(
     for text, message in (
         (json.dumps(packed).encode(), "disagree"),
         (pack_index(json.dumps(original).encode(), label="index"), "no file has 'more'"),
-        (json.dumps(packed | {"weight_map": {}}).encode(), "no tensor"),
+        (json.dumps(packed | {"weight_map": {}}).encode(), "no tensors"),
     ):
         index.write_bytes(text)
         with pytest.raises(CorruptionError, match=message):
@@ -358,10 +360,10 @@ def test_other_dtypes_are_refused(folders: Callable[[str], Path], dtype: torch.d
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fmt": "W13"}, "fmt is 'W13'"),
-        ({"fmt": ["W12"]}, "fmt is"),
+        ({"format": "W13"}, "format is 'W13'"),
+        ({"format": ["W12"]}, "format is"),
         ({"modules_to_not_convert": "lm_head"}, "a list of names"),
-        ({"modules_to_not_convert": [3]}, "no name"),
+        ({"modules_to_not_convert": [3]}, "has 3, which is not a name"),
         ({"lm_head": "yes"}, "lm_head is 'yes'"),
         ({"bits": 4}, "no option 'bits'"),
     ],
@@ -372,7 +374,7 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_modules_that_are_not_there(folders: Callable[[str], Path]) -> None:
-    with pytest.raises(ValueError, match="'query', which no module"):
+    with pytest.raises(ValueError, match="'query', but the model has no such"):
         load(folders("Llama"), PackhorseConfig(modules_to_not_convert=["query"]))
 
 
@@ -406,7 +408,7 @@ def test_unknown_versions_are_refused(saved: Path, key: str, value: object) -> N
 
 
 def test_arrays_that_the_config_does_not_name(saved: Path) -> None:
-    """As `save_pretrained` writes them of a model that `pack_model_` has packed."""
+    """`save_pretrained` writes such folders for a model that `pack_model_` has packed."""
     plain = load(saved)
     path = saved / "config.json"
     config = json.loads(path.read_text())
@@ -463,7 +465,7 @@ def test_arrays_in_place_of_what_is_no_matrix(saved: Path) -> None:
         load(saved)
 
 
-# What a packed model does.
+# Use of a packed model.
 
 
 def test_dequantize_gives_the_plain_model(folders: Callable[[str], Path], tmp_path: Path) -> None:
@@ -498,7 +500,7 @@ def test_devices_and_hooks(folders: Callable[[str], Path]) -> None:
 
 
 def test_lora_trains_on_top(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    """Losses and gradients are those of LoRA on the frozen plain model."""
+    """Losses and gradients equal those of LoRA on the frozen plain model."""
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], r=4)
 
     def adapted(base: PreTrainedModel) -> PeftModel:

@@ -1,7 +1,8 @@
-"""Packed files whose tensors kernels decode, interpreted by Triton: by every verb, as on the host.
+"""Packed files whose tensors kernels decode, in Triton's interpreter: every verb gives the same
+tensors as the host.
 
-Kernels decode for GPUs only; here the host is told to be one. The interpreter takes some 15 ms for
-a round of rANS, which yields 4 to 128 units, so most tensors are of level fast, which has none.
+Kernels decode for GPUs only; here the host pretends to be one. The interpreter takes some 15 ms for
+a round of rANS, which yields 4 to 128 units, so most tensors are of level fast, which has no rANS.
 """
 
 import subprocess
@@ -36,7 +37,7 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def kernels_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host has kernels, and no tensor is too small for them."""
+    """Lets kernels run on the host, and makes no tensor too small for them."""
     if not knobs.runtime.interpret and request.node.get_closest_marker("gpu") is None:
         pytest.skip("needs TRITON_INTERPRET=1")
     monkeypatch.setattr(ph.TorchFramework, "kernel_devices", ("cpu",))
@@ -45,7 +46,7 @@ def kernels_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of what kernels decode from now on."""
+    """The shapes of tensors that kernels decode from now on."""
     shapes: list[tuple[int, ...]] = []
     decode = uploads.decode_frames
 
@@ -59,7 +60,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def on_host(path: Path) -> Tensors:
-    """What the host decodes: a framework without kernels."""
+    """The host's result, by a framework without kernels."""
     framework = ph.TorchFramework()
     framework.kernel_devices = ()
     with PackedFile(path, framework, device="cpu") as file:
@@ -67,7 +68,7 @@ def on_host(path: Path) -> Tensors:
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Of equal dtype, shape and bits."""
+    """Checks that dtype, shape and bits are equal."""
     if (found.dtype, found.shape) != (expected.dtype, expected.shape):
         return False
     bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (found, expected)]
@@ -79,7 +80,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def tensors_of_all_kinds() -> Tensors:
-    """Every dtype; and shapes and contents for which the encoder takes every mode."""
+    """Tensors of every dtype, with shapes and contents for which the encoder uses every mode."""
     plain = normal(9, 70)
     tensors = {"weight": normal(40, 30).bfloat16(), "half": normal(700).half(), "float": plain}
     tensors |= {"double": plain.double(), "complex": torch.complex(plain, plain + 1)}
@@ -96,7 +97,7 @@ def tensors_of_all_kinds() -> Tensors:
     return tensors
 
 
-# What comes out.
+# Results.
 
 
 def test_all_kinds_of_tensors(tmp_path: Path, decoded: list[tuple[int, ...]]) -> None:
@@ -248,7 +249,7 @@ def test_small_tensors_are_decoded_on_the_host(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Lane:
-    """What the launcher asks of a stream of a GPU, written down."""
+    """A stream that logs what the launcher asks of it."""
 
     log: list[str]
     names: Iterator[str]
@@ -265,8 +266,9 @@ class Lane:
 
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_what_waits_for_what_on_a_gpu(is_damaged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows take turns on three streams, which wait for the caller's before they use its memory;
-    the host waits for a stream before it is used again, and the caller's for all in the end."""
+    """Windows take turns on three streams, which wait for the caller's stream before they use its
+    memory. The host waits for a stream before it is used again, and the caller's stream waits for
+    all in the end."""
     Lane.log, Lane.names = [], iter(["a", "b", "c"])
     home = Lane.__new__(Lane)
     home.name = "home"
@@ -300,7 +302,7 @@ def test_what_waits_for_what_on_a_gpu(is_damaged: bool, monkeypatch: pytest.Monk
     assert Lane.log == [step.format(lane) for lane in lanes for step in steps] + ends
 
 
-# What is bad.
+# Damaged files.
 
 
 def outcome(call: object) -> str:
@@ -338,8 +340,8 @@ def test_a_damaged_chunk_is_named_as_by_the_host(name: str, tmp_path: Path) -> N
 def test_whatever_is_wrong_is_told_as_by_the_host(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the second of five chunks; of the fields, words and sums that the planner, the kernels and
-    nobody but the sums can see."""
+    """Faults in the second of five chunks: in fields, which the planner finds, in words, which the
+    kernels find, and elsewhere, which only the checksums find."""
     monkeypatch.setattr(uploads, "WINDOW_NBYTES", 128)
 
     def edit(chunk: int, plane: int, stream: bytes) -> bytes:
@@ -361,7 +363,7 @@ def test_whatever_is_wrong_is_told_as_by_the_host(
 
 
 def test_lies_are_told_as_by_the_host() -> None:
-    """All but those about rANS, which take the interpreter long."""
+    """All except those about rANS, for which the interpreter is slow."""
     for name, lie in LIES.items():
         if lie.max_nbytes or lie.clause == "D10" or "rans" in name or "carried" in name:
             continue
@@ -407,7 +409,7 @@ def usable_again() -> object:
 def test_kernels_that_do_not_start_are_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As without a C compiler, which Triton needs."""
+    """The error of a system without a C compiler, which Triton needs."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("Failed to find C compiler")
@@ -425,7 +427,7 @@ def test_kernels_that_do_not_start_are_told_once(
 def test_where_only_kernels_find_something_wrong_the_host_decides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As if a kernel had met a stream that it does not decode, and the host does."""
+    """Pretends that a kernel has met a stream that it cannot decode but the host can."""
     run, calls = uploads.run_plan, []
 
     def complain(*args: Any) -> None:

@@ -291,9 +291,9 @@ def test_a_packed_file_holds_what_its_hashes_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("form", WEIGHT_FORMATS.values(), ids=lambda form: form.name)
+@pytest.mark.parametrize("format", WEIGHT_FORMATS.values(), ids=lambda format: format.name)
 def test_weights_that_change_while_they_are_packed_are_weights(
-    form: WeightFormat, isa: str
+    format: WeightFormat, isa: str
 ) -> None:
     """There is no hash to compare: old and new weights may stand side by side, in good arrays."""
     first = model_rows(64, 4000)
@@ -302,10 +302,10 @@ def test_weights_that_change_while_they_are_packed_are_weights(
     n_mixed = 0
     with forced(isa), disturbed(memory.reshape(-1).view(np.uint8), *map(bytes, (first, second))):
         for number in rounds():
-            arrays = weights.pack(memory, form, threads=1 + number % 2)
-            weights.check(arrays, form, 4000)
+            arrays = weights.pack(memory, format, threads=1 + number % 2)
+            weights.check(arrays, format, 4000)
             back = np.empty_like(memory)
-            weights.unpack_into(arrays, form, 4000, back)
+            weights.unpack_into(arrays, format, 4000, back)
             n_mixed += not np.array_equal(back, first) and not np.array_equal(back, second)
             if n_mixed == _ENOUGH:
                 break

@@ -1,6 +1,6 @@
-"""Plans of chunks for kernels: tables, groups, what is refused and where, and Python's lock.
+"""Plans of chunks for kernels: tables, groups, refusals and their places, and Python's lock.
 
-That what kernels decode by them is right is in `test_kernels_rans.py`.
+`tests/kernels/test_rans.py` tests that kernels decode the right units by these plans.
 """
 
 import random
@@ -18,7 +18,7 @@ from plan_samples import floats, header_of, plan_of
 
 from packhorse.errors import CorruptionError
 from packhorse.gpu.plans import ChunkPlan, Geometry, Unsupported, plan_chunks, why_unsupported
-from packhorse.layout import Mode, Split
+from packhorse.layout import Mode, PlaneField, Split
 from packhorse.reference.symbols import _slots
 
 
@@ -41,7 +41,7 @@ def bare_stream(frequencies: Sequence[int]) -> bytes:
 
 
 def plan_streams(streams: Sequence[bytes]) -> ChunkPlan:
-    """Of units of a byte, a chunk of 64 for each stream."""
+    """A plan of units of one byte, with a chunk of 64 units for each stream."""
     table = np.array([[0, Mode.RANS << 24 | len(stream)] for stream in streams], np.uint32)
     payload = b"".join(stream.ljust(-(-len(stream) // 64) * 64, b"\0") for stream in streams)
     geometry = Geometry(64 * len(streams), 1, Split.WHOLE, 6)
@@ -67,7 +67,8 @@ def test_tables_mean_what_the_slow_decoder_reads(sizes: tuple[int, ...]) -> None
 
 
 def test_streams_are_grouped_by_their_tables() -> None:
-    """Each group in the order of chunks; what is uploaded has all arrays at aligned places."""
+    """Each group is in the order of chunks; the uploaded memory has all arrays at aligned
+    places."""
     rng = random.Random(9)
     sizes = (70, 3, 40, 256, 2)
     plan = plan_streams([bare_stream(random_frequencies(rng, n)) for n in sizes])
@@ -76,10 +77,10 @@ def test_streams_are_grouped_by_their_tables() -> None:
     uploaded = b"".join(array.tobytes() for array in plan.arrays())
     assert plan.memory.tobytes() == uploaded
     assert all(array.nbytes % 16 == 0 for array in plan.arrays()), "as `part_arrays` expects them"
-    assert plan.planes[:, 0, 1].tolist() == [128 * chunk for chunk in range(5)]
+    assert plan.planes[:, 0, PlaneField.OFFSET].tolist() == [128 * chunk for chunk in range(5)]
 
 
-# What is refused.
+# Refusals.
 
 
 def test_the_planner_says_what_it_does_not_know() -> None:
@@ -137,7 +138,7 @@ def test_padding_and_length_of_a_payload_are_checked() -> None:
 
 
 def test_the_planner_reads_nothing_behind_the_payload() -> None:
-    """Which ends at a page that nobody may touch; with good and with damaged fields."""
+    """The payload ends at a page that nobody may touch; its fields are good or damaged."""
     rng = random.Random(11)
     refused = 0
     for name in (name for name in fb.SMALL if name not in fb.DELTAS):
@@ -160,7 +161,7 @@ def test_the_planner_reads_nothing_behind_the_payload() -> None:
 
 
 def test_plans_are_made_without_the_lock_of_python() -> None:
-    """Python is told never to take the lock away: another thread runs only where it is let go."""
+    """Python never takes the lock away here, so another thread runs only where it is released."""
     model = random_frequencies(random.Random(2), 200)
     streams = [bare_stream(model)] * 1000
     waiting, ran = threading.Lock(), threading.Event()

@@ -1,4 +1,4 @@
-"""The search and the cache that hops share, with choices and keys of no hop; and links of GPUs."""
+"""The search and the cache that hops share, with made-up choices and keys; and links of GPUs."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from packhorse.errors import CorruptionError
-from packhorse.gpu.cache import FigureCache, Identity, require_keys
+from packhorse.gpu.figure_cache import FigureCache, Identity, require_keys
 from packhorse.gpu.models import GENERIC, PRESETS
 from packhorse.gpu.search import Measurements, Search, expect_best, find_best
 
@@ -17,7 +17,7 @@ IDENTITY = Identity("a GPU", 2, "1", "2")
 
 @dataclass(frozen=True)
 class Gather:
-    """How rows are fetched."""
+    """A way to fetch rows."""
 
     n_rows: int
     n_warps: int
@@ -31,7 +31,7 @@ def predict(choice: Gather, table: str) -> float:
 
 
 def search_for(measured: dict[Gather, float], table: str) -> tuple[Gather, float] | None:
-    """The best of some that run, for the rows of a table."""
+    """The best of several choices that run, for the rows of a table."""
     start = expect_best(Gather, FIELDS, lambda config: predict(config, table))
     assert start == Gather(4, 1)
     search: Search[Gather, str] = Search()

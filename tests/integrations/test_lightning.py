@@ -40,7 +40,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class Model(L.LightningModule):
-    """A regression with dropout; keeps the random state itself, as Lightning does not."""
+    """A regression with dropout. It keeps the random state itself, because Lightning does not."""
 
     def __init__(self, width: int = 32, tag: Any = None) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Model(L.LightningModule):
 
 
 def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Training data whose order Lightning decides by the epoch, and data to validate with."""
+    """Training data, which Lightning shuffles by the epoch, and data for validation."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(32, 8, generator=generator)
     data = TensorDataset(x, x.sum(1, keepdim=True))
@@ -94,7 +94,7 @@ def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 
 def fit(folder: Path, io: Any, n_epochs: int, resume: str | None = None, **options: Any) -> Model:
-    """Train; everything but the checkpoint is new."""
+    """Train; everything except the checkpoint is new."""
     L.seed_everything(1 if resume is None else 99, verbose=False)
     options = {"monitor": "score", "save_top_k": 2, "save_last": True} | options
     model = Model()
@@ -114,7 +114,7 @@ def fit(folder: Path, io: Any, n_epochs: int, resume: str | None = None, **optio
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of a run that nothing stops, with Lightning's own checkpoints."""
+    """The losses of an uninterrupted run, with Lightning's own checkpoints."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return fit(tmp_path_factory.mktemp("whole"), None, 5).losses
@@ -244,7 +244,7 @@ def test_remote_paths(tmp_path: Path) -> None:
     for io in (file, store):
         io.save_checkpoint(CHECKPOINT, "memory://lightning/a/b.ckpt")
         assert io.load_checkpoint("memory://lightning/a/b.ckpt")["global_step"] == 3
-    with pytest.raises(ValueError, match=r"make a PackhorseCheckpointIO\(store=\.\.\.\) of that"):
+    with pytest.raises(ValueError, match=r"read it with a PackhorseCheckpointIO\(store="):
         file.load_checkpoint("memory://lightning/a/b.ckpt")
     store.remove_checkpoint("memory://lightning/a/b.ckpt")
     assert SnapshotStore("memory://lightning-store").names() == []
@@ -264,7 +264,7 @@ def test_bad_arguments_and_files(tmp_path: Path) -> None:
         io.save_checkpoint(CHECKPOINT, tmp_path / "a.ckpt", {})
     with pytest.raises(FileNotFoundError):
         io.load_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(TypeError, match="max_chain: an option of the store"):
+    with pytest.raises(TypeError, match="max_chain: only a store has such options"):
         PackhorseCheckpointIO(max_chain=3)
     with pytest.raises(ValueError, match="max_chain is 99"):
         PackhorseCheckpointIO(tmp_path, max_chain=99)
@@ -279,7 +279,7 @@ def test_bad_arguments_and_files(tmp_path: Path) -> None:
         ({"version": 2}, packhorse.CompatibilityError, "pointer of version 2"),
         ({"snapshot": 3}, packhorse.CorruptionError, "'snapshot' must be a string"),
         ({"snapshot": "gone"}, ValueError, "no snapshot is named 'gone'"),
-        ({"store": "../nowhere"}, ValueError, "nowhere, which is not there"),
+        ({"store": "../nowhere"}, ValueError, "nowhere, which does not exist"),
         ({"store": "s3://elsewhere"}, ValueError, "is in the store 's3://elsewhere'"),
         ({"file": "x" * 99999}, packhorse.CorruptionError, "is not JSON"),
     ],

@@ -36,7 +36,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The log of a run that nothing stops, with the Trainer's own checkpoints."""
+    """The log of an uninterrupted run, with the Trainer's own checkpoints."""
     trainer = make_trainer(tmp_path_factory.mktemp("whole"), [])
     trainer.train()
     assert len({entry.get("loss") for entry in history(trainer)}) > 15
@@ -172,7 +172,7 @@ def test_an_empty_store_starts_from_the_beginning(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'checkpoint-1': the snapshot has nothing at"):
         callback.checkpoint()
     callback.store.take("checkpoint-1", {"model": {}, "trainer_state": 1}, replace=True)
-    with pytest.raises(packhorse.CorruptionError, match="'checkpoint-1' is not one of a Trainer"):
+    with pytest.raises(packhorse.CorruptionError, match="'checkpoint-1' is not of a Trainer"):
         restore_checkpoint(callback.store, tmp_path / "folder")
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
     (tmp_path / "full").mkdir()

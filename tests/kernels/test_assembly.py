@@ -1,5 +1,8 @@
-"""The inline PTX of the kernels does what their twins in plain Triton do, by an emulator of the few
-instructions that occur: CI has no GPU to run them on, and the interpreter runs the twins."""
+"""The inline PTX of the kernels computes the same as the twins in plain Triton.
+
+An emulator runs the few instructions that occur, because CI has no GPU; Triton's interpreter runs
+the twins.
+"""
 
 import re
 
@@ -18,7 +21,7 @@ SLICES = [(W12, i) for i in range(W12.n_slices)] + [(W11, i) for i in range(W11.
 
 
 def emulate(assembly: str, inputs: list[Words], n_outputs: int) -> list[Words]:
-    """Runs a block of PTX on words. Operands are numbered outputs first, as the compiler does."""
+    """Runs a block of PTX on words. Operands are numbered as by the compiler, outputs first."""
     values: dict[str, Words] = {f"${n_outputs + i}": word for i, word in enumerate(inputs)}
 
     def value(name: str) -> Words:
@@ -34,7 +37,7 @@ def emulate(assembly: str, inputs: list[Words], n_outputs: int) -> list[Words]:
 
 
 def lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
-    """Any function of three bits: bit 4a + 2b + c of the table."""
+    """Applies any function of three bits: bit 4a + 2b + c of the table."""
     result = np.zeros_like(a)
     for case in range(8):
         if table[0] >> case & 1:
@@ -46,7 +49,7 @@ def lop3(a: Words, b: Words, c: Words, table: Words) -> Words:
 
 
 def prmt(a: Words, b: Words, selector: Words) -> Words:
-    """Four bytes of eight; the selector's nibbles name them, the lowest first."""
+    """Picks four bytes of eight; the selector's nibbles name them, the lowest first."""
     bytes_in = [word >> 8 * i & 255 for word in (a, b) for i in range(4)]
     picks = [int(selector[0]) >> 4 * i & 7 for i in range(4)]
     return sum(
@@ -74,20 +77,20 @@ def twin_kernel(low_ptr, high_ptr, rest_ptr, out_ptr, SLICE: tl.constexpr, BITS:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="benchmarks/gpu.py compares them as they run")
-@pytest.mark.parametrize(("form", "part"), SLICES, ids=[f"{f.name}-{i}" for f, i in SLICES])
-def test_assembly_and_twin_agree_on_all_bytes(form: WeightFormat, part: int) -> None:
+@pytest.mark.parametrize(("format", "part"), SLICES, ids=[f"{f.name}-{i}" for f, i in SLICES])
+def test_assembly_and_twin_agree_on_all_bytes(format: WeightFormat, part: int) -> None:
     n = 1 << 16
     rng = np.random.default_rng(part)
     low, high = np.arange(n, dtype=np.uint16).view(np.uint8).reshape(n, 2).T.copy()
     rest = rng.integers(0, 256, n, np.uint8)
     out = torch.empty(n, dtype=torch.int16)
     tensors = [torch.from_numpy(array) for array in (low, high, rest)]
-    twin_kernel[(n // 1024,)](*tensors, out, SLICE=part, BITS=form.bits)
+    twin_kernel[(n // 1024,)](*tensors, out, SLICE=part, BITS=format.bits)
 
     words = [array.view(np.uint32) for array in (high, rest, low)]
-    if form is W12:
+    if format is W12:
         del words[1]
-    table = weights._W12_ASSEMBLY if form is W12 else weights._W11_ASSEMBLY
+    table = weights._W12_ASSEMBLY if format is W12 else weights._W11_ASSEMBLY
     assembly = table.value[part]
     first, second = emulate(assembly, words, 2)
     pairs = np.stack([first, second], axis=1).view(np.uint16).reshape(-1)
@@ -96,7 +99,7 @@ def test_assembly_and_twin_agree_on_all_bytes(form: WeightFormat, part: int) -> 
 
 
 def test_elements_have_the_code_in_place_of_the_exponent() -> None:
-    """What the twin means, by arithmetic: sign, code, mantissa."""
+    """The result of the twin by arithmetic: sign, code, mantissa."""
     packed = np.arange(1 << 12, dtype=np.uint16)
     low, high = (packed & 255).astype(np.uint8), (packed >> 8).astype(np.uint8)
     out = torch.empty(1 << 12, dtype=torch.int16)

@@ -2,7 +2,7 @@
 
 The interpreter takes some 15 ms for a round of rANS, so most frames here have few rounds. Where
 memory matters, the payload, the scratch memory and the output end at pages that nobody may touch.
-With TRITON_INTERPRET=0 all of it runs on a GPU, where only what is written beside memory is seen.
+With TRITON_INTERPRET=0 all tests run on a GPU, where they notice only writes beside the memory.
 """
 
 import json
@@ -10,7 +10,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,10 +28,19 @@ from triton import knobs
 from packhorse.codecs.base import STATUS_WORDS
 from packhorse.errors import CorruptionError, PackhorseError
 from packhorse.frame import Frame, compress_buffer
-from packhorse.gpu.frames import decode_frame, empty_statuses, run_plan, why_on_host
+from packhorse.gpu.decode import decode_frame, empty_statuses, run_plan, why_on_host
 from packhorse.gpu.plans import ChunkPlan
-from packhorse.kernels.rans import ESCAPES_DIFFER, WORDS_SHORT, decode_rans, resolve_escapes
-from packhorse.layout import DTYPE_BY_NAME, Level, Mode, Split
+from packhorse.kernels.rans import decode_rans, resolve_escapes
+from packhorse.layout import (
+    DTYPE_BY_NAME,
+    PLAN_FIELDS,
+    EscapedField,
+    Level,
+    Mode,
+    Split,
+    Status,
+    StreamField,
+)
 
 INTERPRETED = bool(knobs.runtime.interpret)
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
@@ -54,14 +63,14 @@ def fenced(nbytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 
 def check_fence(tensor: torch.Tensor) -> None:
-    """On a GPU, that nothing was written beside memory."""
+    """Checks on a GPU that nothing was written beside the memory."""
     if DEVICE != "cpu":
         memory = torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(tensor.untyped_storage())
         assert bool((memory[:_MARGIN] == 0xA5).all() & (memory[-_MARGIN:] == 0xA5).all())
 
 
 def run_fenced(payload: np.ndarray, plan: ChunkPlan) -> tuple[bytes, list[int]]:
-    """The units, and what the kernels say."""
+    """The units, and the statuses of the kernels."""
     source = fenced(payload.size)
     source.copy_(torch.from_numpy(payload.copy()))
     geometry = plan.geometry
@@ -77,7 +86,7 @@ def run_fenced(payload: np.ndarray, plan: ChunkPlan) -> tuple[bytes, list[int]]:
     return out.cpu().numpy().tobytes(), torch.cat(statuses).tolist()
 
 
-# What the encoder writes.
+# Output of the encoder.
 
 
 def model_rows(n: int) -> np.ndarray:
@@ -125,7 +134,7 @@ def test_an_empty_tensor() -> None:
     assert decode_frame(frame.buffer(), "cpu").shape == (3, 0)
 
 
-# What the format allows.
+# All that the format allows.
 
 
 def by_bytes(kind: str, data: bytes, codings: Sequence[Coding], **how: object) -> bytes:
@@ -158,7 +167,7 @@ SIZES = (1, 63, 64, 65, 130)
 
 @pytest.mark.parametrize("name", PLANES)
 def test_modes_of_planes(name: str) -> None:
-    """In chunks of 64 units, of which the last is shorter."""
+    """A frame with chunks of 64 units, the last of which is shorter."""
     for n in SIZES:
         data = floats(n, "BF16", n)
         units, statuses = run_fenced(*plan_of(by_bytes("BF16", data, PLANES[name])))
@@ -219,7 +228,7 @@ def test_chunks_of_different_modes() -> None:
     frame = by_bytes("BF16", data, codings.__getitem__)
     payload, plan = plan_of(frame)
     rows = np.concatenate([group.streams for group in plan.rans])
-    assert {int(at) % 2 for at in rows[:, 0]} == {0, 1}
+    assert {int(at) % 2 for at in rows[:, StreamField.WORDS_AT]} == {0, 1}
     assert [group.n_buckets for group in plan.rans] == [64]
     assert run_fenced(payload, plan)[0] == data
 
@@ -268,7 +277,7 @@ def draw_frame(rng: random.Random) -> fb.BuiltFrame:
 
 
 def test_random_frames_end_as_on_the_host() -> None:
-    """Good ones, and streams with a bit flipped and the checksums made right."""
+    """Good frames, and frames with a flipped bit in a stream and corrected checksums."""
     rng = random.Random(5)
     refused = 0
     for _ in range(12):
@@ -284,8 +293,10 @@ def test_random_frames_end_as_on_the_host() -> None:
     assert 0 < refused < 20
 
 
-@pytest.mark.parametrize(("cut", "status"), [(True, 6), (False, 7)])
-def test_errors_name_chunk_and_plane(cut: bool, status: int) -> None:
+@pytest.mark.parametrize(
+    ("cut", "status"), [(True, Status.WORDS_EXHAUSTED), (False, Status.WORDS_LEFT)]
+)
+def test_errors_name_chunk_and_plane(cut: bool, status: Status) -> None:
     def edit(chunk: int, plane: int, stream: bytes) -> bytes:
         if (chunk, plane) != (1, 0):
             return stream
@@ -318,7 +329,7 @@ DAMAGED: dict[str, list[Coding]] = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_no_payload_leads_a_kernel_out_of_its_memory(name: str) -> None:
-    """Bytes that change behind the host's back, and bytes that were bad before it looked."""
+    """Bytes that change after the host's checks, and bytes that were bad before."""
     rng = np.random.default_rng(7)
     data = fb.units_of_values(128, 2, 9, 3)
     built = build_frame(data, "BF16", codings=DAMAGED[name], split=2)
@@ -336,34 +347,52 @@ def test_no_payload_leads_a_kernel_out_of_its_memory(name: str) -> None:
             continue
 
 
+def table_of(fields: Mapping[int, int]) -> torch.Tensor:
+    """A plan's table of one row; columns that are not given are 0."""
+    row = [fields.get(column, 0) for column in range(PLAN_FIELDS)]
+    return torch.tensor([row], device=DEVICE)
+
+
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("n_words", [0, 3])
 def test_words_beyond_the_last_are_not_read(offset: int, n_words: int) -> None:
-    """The words end where memory does; bytes of zeros ask for as many as there can be."""
+    """The words end where memory does; the zeros in the stream ask for the most words possible."""
     data = fb.units_of_values(128, 1, 200, 3)
     frame = bytes(build_frame(data, codings=[Rans(7, mapped=tuple(range(60)))], chunk_log=7))
     _, plan = plan_of(frame)
     group = plan.rans[0]
     source = fenced(64 + offset + 2 * n_words)
-    streams = torch.tensor([[64 + offset, n_words, 32, 128, 0, -1, 0, 0]], device=DEVICE)
+    fields = {
+        StreamField.WORDS_AT: 64 + offset,
+        StreamField.N_WORDS: n_words,
+        StreamField.QUARTER: 32,
+        StreamField.N_UNITS: 128,
+        StreamField.CARRIED_AT: -1,
+    }
+    streams = table_of(fields)
     states = torch.full((1, 4, 32), 1 << 16, dtype=torch.uint32, device=DEVICE)
     status = torch.full((1,), -1, dtype=torch.int32, device=DEVICE)
     scratch, tables = fenced(128), torch.from_numpy(group.tables).to(DEVICE)
     decode_rans(source, streams, states, tables, scratch, status, group.n_buckets)
-    assert status.tolist() == [WORDS_SHORT]
+    assert status.tolist() == [Status.WORDS_EXHAUSTED]
 
 
 def test_escapes_beyond_the_last_are_not_read() -> None:
     source, scratch = fenced(3), fenced(128)
     source.copy_(torch.tensor([4, 5, 6]))
     status = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    plane = torch.tensor([[0, 100, 0xA5, 0, 3, 1, 0, 0]], device=DEVICE)
-    resolve_escapes(source, plane, scratch, status)
-    assert status.tolist() == [ESCAPES_DIFFER]
+    fields = {
+        EscapedField.N_UNITS: 100,
+        EscapedField.MARKER: 0xA5,
+        EscapedField.N_ESCAPES: 3,
+        EscapedField.RAW_BITS: 1,
+    }
+    resolve_escapes(source, table_of(fields), scratch, status)
+    assert status.tolist() == [Status.ESCAPE_COUNT]
     assert scratch.tolist() == [8, 10, 12] + [0xA5] * 125
 
 
-# What kernels do not decode.
+# Frames that kernels do not decode.
 
 
 @pytest.mark.parametrize(
@@ -397,7 +426,7 @@ def test_large_tensors_on_a_gpu(kind: str) -> None:
 
 
 def test_kernels_compile_to_few_instructions(tmp_path: Path) -> None:
-    """Offline, for two architectures, in a process where Triton compiles."""
+    """Compiles offline, for two architectures, in a process without the interpreter."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     script = Path(__file__).parents[1] / "samples" / "rans_sass.py"
     done = subprocess.run(

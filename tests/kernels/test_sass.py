@@ -1,7 +1,7 @@
 """The machine code of the kernels: few instructions for each weight, the tensor cores, no spills.
 
-Compiled offline by the assembler that Triton carries, in a process of its own, as Triton's
-interpreter is on in this one. docs/decisions.md has the budget that the limits come from.
+The assembler that Triton carries compiles them offline, in another process, because Triton's
+interpreter is on in this one. docs/decisions.md has the budget from which the limits follow.
 """
 
 import json
@@ -62,16 +62,16 @@ def test_nothing_spills_and_all_fits(counts: list[dict[str, Any]]) -> None:
 
 
 def test_products_take_the_shared_memory_that_is_expected(counts: list[dict[str, Any]]) -> None:
-    """Or launches would fail where the divisions were thought to fit."""
+    """Otherwise launches would fail although the divisions seem to fit."""
     for row in counts:
         name, n = row["kernel"].split()[0], row["kernel"].split()[1].removeprefix("N=")
         limit = SHARED_NBYTES[row["architecture"]]
         if n == "decode":
             continue
         if int(n) <= 32:
-            form = WEIGHT_FORMATS[name]
-            config = default_config(14336, 4096, int(n), form, shared_nbytes=limit)
-            assert row["shared_nbytes"] == shared_nbytes_of(config, form), row
+            format = WEIGHT_FORMATS[name]
+            config = default_config(14336, 4096, int(n), format, shared_nbytes=limit)
+            assert row["shared_nbytes"] == shared_nbytes_of(config, format), row
         else:
             many = default_many_config(14336, 4096, int(n), shared_nbytes=limit)
             assert row["shared_nbytes"] <= many_shared_nbytes(many), row
@@ -81,7 +81,7 @@ def test_products_take_the_shared_memory_that_is_expected(counts: list[dict[str,
 
 
 def test_decoding_does_not_depend_on_fused_arithmetic(counts: list[dict[str, Any]]) -> None:
-    """Which TRITON_DEFAULT_FP_FUSION decides: products with powers of two are exact either way."""
+    """TRITON_DEFAULT_FP_FUSION makes no difference: products with powers of two are exact."""
     decoders = [row for row in counts if "decode" in row["kernel"]]
     assert len(decoders) == 2
     assert all(row["unfused"] for row in decoders)

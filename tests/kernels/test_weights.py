@@ -34,12 +34,12 @@ from packhorse.reference.weights import encode_weights
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
-FORMATS = pytest.mark.parametrize("form", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
-MANY = {"one column", "rows of models"}  # interpreting takes long
+FORMATS = pytest.mark.parametrize("format", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
+MANY = {"one column", "rows of models"}  # the interpreter is slow
 
 
-def pack(elements: NDArray[np.uint16], form: WeightFormat) -> WeightTensors:
-    arrays = encode_weights(elements, form)
+def pack(elements: NDArray[np.uint16], format: WeightFormat) -> WeightTensors:
+    arrays = encode_weights(elements, format)
     return WeightTensors(*(torch.from_numpy(array).to(DEVICE) for array in arrays))
 
 
@@ -63,21 +63,21 @@ def tokens(n: int, n_columns: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize(
     "name", [name for name in MATRICES if name not in MANY | {"all patterns in a row"}]
 )
-def test_decoding_gives_every_bit(name: str, form: WeightFormat) -> None:
+def test_decoding_gives_every_bit(name: str, format: WeightFormat) -> None:
     elements = MATRICES[name]()
     poisoned = torch.full(elements.shape, math.nan, dtype=torch.bfloat16, device=DEVICE)
-    decode_weights(pack(elements, form), form, elements.shape[1], poisoned)
+    decode_weights(pack(elements, format), format, elements.shape[1], poisoned)
     np.testing.assert_array_equal(bits(poisoned), elements.view(np.int16))
 
 
 @FORMATS
-def test_rows_are_looked_up(form: WeightFormat) -> None:
-    """In any order and number, again and again; with exceptions of every kind."""
+def test_rows_are_looked_up(format: WeightFormat) -> None:
+    """In any order and number, with repetitions, and with exceptions of every kind."""
     elements = MATRICES["specials"]()
-    weights, n_rows = pack(elements, form), len(elements)
+    weights, n_rows = pack(elements, format), len(elements)
     for rows in ([0], [n_rows - 1, 0, 0], list(range(n_rows - 1, -1, -1)) * 2, []):
         wanted = torch.tensor(rows, dtype=torch.int64, device=DEVICE)
-        found = decode_rows(weights, form, elements.shape[1], wanted)
+        found = decode_rows(weights, format, elements.shape[1], wanted)
         np.testing.assert_array_equal(bits(found), elements.view(np.int16)[rows])
 
 
@@ -105,11 +105,13 @@ def test_decoding_large_matrices_gives_every_bit(name: str) -> None:
 def check_product(
     elements: NDArray[np.uint16],
     x: torch.Tensor,
-    form: WeightFormat,
+    format: WeightFormat,
     config: MatmulConfig | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    y = multiply_weights(x, pack(elements, form), form, elements.shape[1], bias=bias, config=config)
+    y = multiply_weights(
+        x, pack(elements, format), format, elements.shape[1], bias=bias, config=config
+    )
     check_sums(y, elements, x, bias)
     return y
 
@@ -117,14 +119,14 @@ def check_product(
 def check_sums(
     y: torch.Tensor, elements: NDArray[np.uint16], x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:
-    """Within the rounding to BF16, and what sums in FP32 lose, of FP64."""
+    """Compares with FP64, within the rounding to BF16 and the loss of sums in FP32."""
     weight = plain(elements).double()
     exact = torch.nn.functional.linear(x.double(), weight, None if bias is None else bias.double())
     sizes = torch.nn.functional.linear(x.double().abs(), weight.abs())
     assert y.shape == exact.shape
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.isfinite(), exact.isfinite())
-    lost = 2**-20 if INTERPRETED else 2**-18  # tensor cores do not round, but cut off
+    lost = 2**-20 if INTERPRETED else 2**-18  # tensor cores truncate instead of rounding
     bound = exact.abs() * 2**-8 + sizes * lost + 2.0**-133
     finite = exact.isfinite()
     assert bool(((y.double() - exact).abs() <= bound)[finite].all())
@@ -139,14 +141,14 @@ SMALL = MatmulConfig(16, 8, 16, 2, 1, 2)  # many turns
     ("n_rows", "n_columns"), [(1, 333), (63, 1000), (40, 1), (17, 2048), (130, 96)]
 )
 def test_products_of_odd_shapes(
-    n_rows: int, n_columns: int, n_splits: int, form: WeightFormat
+    n_rows: int, n_columns: int, n_splits: int, format: WeightFormat
 ) -> None:
     elements = model_rows(n_rows, n_columns)
     bias = tokens(1, n_rows, seed=5)[0]
     for n_tokens in (1, 17):
-        config = default_config(n_rows, n_columns, n_tokens, form)
+        config = default_config(n_rows, n_columns, n_tokens, format)
         config = dataclasses.replace(config, n_splits=n_splits)
-        check_product(elements, tokens(n_tokens, n_columns), form, config, bias)
+        check_product(elements, tokens(n_tokens, n_columns), format, config, bias)
 
 
 def test_products_of_a_thousand_rows() -> None:
@@ -164,8 +166,8 @@ def test_products_of_a_thousand_rows() -> None:
     ],
     ids=str,
 )
-def test_products_by_any_division(config: MatmulConfig, form: WeightFormat) -> None:
-    check_product(model_rows(70, 600), tokens(35, 600), form, config)
+def test_products_by_any_division(config: MatmulConfig, format: WeightFormat) -> None:
+    check_product(model_rows(70, 600), tokens(35, 600), format, config)
 
 
 def test_products_by_the_default_divisions() -> None:
@@ -189,7 +191,7 @@ def test_products_of_many_tokens(n_rows: int, n_columns: int, n_splits: int) -> 
 def test_many_tokens_on_gpus_that_are_not_hopper(
     n_columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens are in another order there."""
+    """Tokens are in another order on these GPUs."""
     dialect = choose_dialect(torch.device(DEVICE))._replace(hopper=False)
     monkeypatch.setattr(matmul_many, "choose_dialect", lambda _: dialect)
     elements, x = model_rows(63, n_columns), tokens(20, n_columns)
@@ -208,20 +210,20 @@ def test_many_tokens_meet_exceptions_of_every_kind_but_the_infinite() -> None:
 
 
 @FORMATS
-def test_exceptions_of_every_kind_but_the_infinite_count(form: WeightFormat) -> None:
+def test_exceptions_of_every_kind_but_the_infinite_count(format: WeightFormat) -> None:
     elements = MATRICES["specials"]().copy()
-    elements[(elements & 0x7F80) >= 0x7F00] = 0x5A33  # large, and the sums stay finite
-    assert len(pack(elements, form).exceptions) > 600
-    check_product(elements, tokens(3, elements.shape[1]), form)
+    elements[(elements & 0x7F80) >= 0x7F00] = 0x5A33  # large, but the sums stay finite
+    assert len(pack(elements, format).exceptions) > 600
+    check_product(elements, tokens(3, elements.shape[1]), format)
 
 
 @FORMATS
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # 0 x infinity, not stored
-def test_infinite_weights_make_infinite_sums(form: WeightFormat) -> None:
+def test_infinite_weights_make_infinite_sums(format: WeightFormat) -> None:
     elements = model_rows(18, 200).copy()
     elements[3, 7], elements[4, 8], elements[5, 9] = 0x7F80, 0xFF80, 0x7FC0
     x = tokens(2, 200).abs() + 1
-    y = multiply_weights(x, pack(elements, form), form, 200)
+    y = multiply_weights(x, pack(elements, format), format, 200)
     assert (y[:, 3] == math.inf).all()
     assert (y[:, 4] == -math.inf).all()
     assert y[:, 5].isnan().all()
@@ -232,36 +234,36 @@ def test_infinite_weights_make_infinite_sums(form: WeightFormat) -> None:
 
 @FORMATS
 @pytest.mark.parametrize("shift", [-118, -60, -20, 0, 40, 60])
-def test_rows_and_tokens_of_any_size(shift: int, form: WeightFormat) -> None:
-    """From weights that are nearly subnormal to those that nearly overflow."""
+def test_rows_and_tokens_of_any_size(shift: int, format: WeightFormat) -> None:
+    """Weights from nearly subnormal ones to those that nearly overflow."""
     exponents = (model_rows(16, 128) >> 7 & 0xFF).astype(np.int64)
     moved = np.clip(exponents + shift, 1, 230)
     elements = (model_rows(16, 128) & 0x807F | moved << 7).astype(np.uint16)
     for size in (2.0**-30, 1.0, 2.0**30):
-        check_product(elements, tokens(2, 128) * size, form, SMALL)
+        check_product(elements, tokens(2, 128) * size, format, SMALL)
 
 
 @FORMATS
-def test_a_token_does_not_depend_on_its_batch(form: WeightFormat) -> None:
+def test_a_token_does_not_depend_on_its_batch(format: WeightFormat) -> None:
     elements, x = model_rows(40, 512), tokens(33, 512)
-    weights = pack(elements, form)
-    together = multiply_weights(x, weights, form, 512)
+    weights = pack(elements, format)
+    together = multiply_weights(x, weights, format, 512)
     for n in (1, 2, 8, 16):
-        some = multiply_weights(x[:n].contiguous(), weights, form, 512)
+        some = multiply_weights(x[:n].contiguous(), weights, format, 512)
         np.testing.assert_array_equal(bits(some), bits(together[:n]))
 
 
 @FORMATS
-def test_sums_do_not_depend_on_the_block_of_rows(form: WeightFormat) -> None:
-    """Where exceptions are many: they are shared out by their place in the whole weight."""
+def test_sums_do_not_depend_on_the_block_of_rows(format: WeightFormat) -> None:
+    """Matters with many exceptions: their place in the whole weight assigns them to parts."""
     elements = MATRICES["specials"]().copy()
     elements[(elements & 0x7F80) >= 0x7F00] = 0x5A33
     elements = np.tile(elements, (8, 1))
-    weights, x = pack(elements, form), tokens(3, elements.shape[1])
+    weights, x = pack(elements, format), tokens(3, elements.shape[1])
     divisions = [MatmulConfig(rows, 8, 32, 4, 2, 2) for rows in (16, 32, 128)]
     divisions.append(MatmulConfig(16, 8, 32, 4, 2, 2, 3))
     products = [
-        bits(multiply_weights(x, weights, form, elements.shape[1], config=division))
+        bits(multiply_weights(x, weights, format, elements.shape[1], config=division))
         for division in divisions
     ]
     for product in products[1:]:
@@ -271,15 +273,15 @@ def test_sums_do_not_depend_on_the_block_of_rows(form: WeightFormat) -> None:
 @FORMATS
 @pytest.mark.parametrize("shared_nbytes", [MIN_SHARED_NBYTES, 163 << 10, 227 << 10])
 def test_default_divisions_keep_the_order_of_sums_and_fit(
-    shared_nbytes: int, form: WeightFormat
+    shared_nbytes: int, format: WeightFormat
 ) -> None:
     for n_rows, n_columns in [(1024, 4096), (4096, 14336), (28672, 4096), (128256, 8192), (7, 9)]:
         configs = [
-            default_config(n_rows, n_columns, n, form, shared_nbytes=shared_nbytes)
+            default_config(n_rows, n_columns, n, format, shared_nbytes=shared_nbytes)
             for n in (1, 8, 16, 32, 200)
         ]
         assert len({(c.block_steps, c.n_warps, c.n_splits) for c in configs}) == 1
-        assert max(shared_nbytes_of(c, form) for c in configs) <= shared_nbytes
+        assert max(shared_nbytes_of(c, format) for c in configs) <= shared_nbytes
 
 
 @pytest.mark.parametrize("n_tokens", [16, 64, 128, 300])
@@ -296,7 +298,7 @@ def test_nothing_is_multiplied_by_nothing() -> None:
     assert multiply_weights(tokens(3, 40), none, W12, 40).shape == (3, 0)
 
 
-# What is refused.
+# Refusals.
 
 
 def test_checks_are_for_once_and_for_these_arrays_only() -> None:
@@ -306,7 +308,8 @@ def test_checks_are_for_once_and_for_these_arrays_only() -> None:
     require_weights(weights, W12, 40)
     require_weights(weights, W12, 40)
     assert len(kept) == n_known + 1
-    for name in weights._fields[1:]:  # the low bytes are known, the other is not
+    # The low bytes have passed the checks, the other array has not.
+    for name in weights._fields[1:]:
         shorter = weights._replace(**{name: getattr(weights, name)[:0, None]})
         with pytest.raises(ValueError, match="has shape"):
             require_weights(shorter, W12, 40)
@@ -323,7 +326,7 @@ def test_what_does_not_fit_is_named() -> None:
     weights = pack(model_rows(4, 40), W12)
     with pytest.raises(ValueError, match=r"x has shape \(2, 41\); it must have \(2, 40\)"):
         multiply_weights(tokens(2, 41), weights, W12, 40)
-    with pytest.raises(TypeError, match=r"x is of torch\.float32; it must be of torch\.bfloat16"):
+    with pytest.raises(TypeError, match=r"x has dtype torch\.float32; it must have torch"):
         multiply_weights(tokens(2, 40).float(), weights, W12, 40)
     with pytest.raises(ValueError, match="x must be contiguous"):
         multiply_weights(tokens(40, 2).T, weights, W12, 40)
@@ -333,7 +336,7 @@ def test_what_does_not_fit_is_named() -> None:
         decode_weights(weights, W12, 90)
     with pytest.raises(ValueError, match="high_bits has shape"):
         decode_weights(weights._replace(high_bits=weights.high_bits[:2]), W12, 40)
-    with pytest.raises(TypeError, match=r"exceptions is of torch\.int64"):
+    with pytest.raises(TypeError, match=r"exceptions has dtype torch\.int64"):
         decode_weights(weights._replace(exceptions=weights.exceptions.long()), W12, 40)
     with pytest.raises(ValueError, match=r"out has shape \(4, 41\)"):
         decode_weights(weights, W12, 40, torch.empty(4, 41, dtype=torch.bfloat16, device=DEVICE))

@@ -8,23 +8,23 @@ from packhorse.errors import CorruptionError
 from packhorse.layout import WEIGHT_FORMATS, WeightFormat
 from packhorse.reference.weights import decode_weights, encode_weights
 
-FORMATS = pytest.mark.parametrize("form", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
+FORMATS = pytest.mark.parametrize("format", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
 
 
 @FORMATS
 @pytest.mark.parametrize("name", MATRICES)
-def test_every_element_comes_back(name: str, form: WeightFormat) -> None:
+def test_every_element_comes_back(name: str, format: WeightFormat) -> None:
     elements = MATRICES[name]()
-    arrays = encode_weights(elements, form)
-    decoded = decode_weights(arrays, form, elements.shape[1])
+    arrays = encode_weights(elements, format)
+    decoded = decode_weights(arrays, format, elements.shape[1])
     np.testing.assert_array_equal(decoded, elements)
 
 
 def test_the_size_is_what_the_page_promises() -> None:
     """12.02 and about 11.4 bits for rows as they are in models."""
     elements = MATRICES["rows of models"]()
-    for form, low, high in zip(WEIGHT_FORMATS.values(), (12.0, 11.3), (12.06, 11.6), strict=True):
-        nbytes = sum(array.nbytes for array in encode_weights(elements, form))
+    for format, low, high in zip(WEIGHT_FORMATS.values(), (12.0, 11.3), (12.06, 11.6), strict=True):
+        nbytes = sum(array.nbytes for array in encode_weights(elements, format))
         assert low < 8 * nbytes / elements.size < high
 
 
@@ -36,9 +36,9 @@ def test_zeros_are_no_exceptions_of_w12() -> None:
 
 
 @FORMATS
-def test_broken_arrays_are_refused(form: WeightFormat) -> None:
+def test_broken_arrays_are_refused(format: WeightFormat) -> None:
     elements = MATRICES["specials"]()
-    broken = broken_arrays(encode_weights(elements, form), form)
+    broken = broken_arrays(encode_weights(elements, format), format)
     for what, wrong in broken:
         with pytest.raises(CorruptionError, match=what):
-            decode_weights(wrong, form, elements.shape[1])
+            decode_weights(wrong, format, elements.shape[1])

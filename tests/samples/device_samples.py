@@ -11,7 +11,7 @@ from weight_samples import MATRICES, model_rows
 from packhorse.device import PackReport
 from packhorse.layout import WEIGHT_FORMATS
 
-FORMATS = pytest.mark.parametrize("form", WEIGHT_FORMATS)
+FORMATS = pytest.mark.parametrize("format", WEIGHT_FORMATS)
 PROMPT = torch.tensor([[1, 5, 9, 2, 77, 30], [4, 4, 8, 16, 32, 64]])
 
 
@@ -39,7 +39,7 @@ def inputs(*shape: int) -> Tensor:
 
 
 def peak_growth(call: object) -> int:
-    """Bytes by which the resident memory of this process grows at most during a call."""
+    """The growth of this process's resident memory at its peak during a call, in bytes."""
     status = Path("/proc/self/status")
 
     def read(name: str) -> int:
@@ -47,7 +47,7 @@ def peak_growth(call: object) -> int:
         return int(line.split()[1]) << 10
 
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     except OSError as error:
         pytest.skip(f"this kernel does not forget the peak of a process: {error}")
     before = read("VmRSS:")

@@ -1,6 +1,6 @@
 """Data sets whose items are packed, for the workers of a data loader.
 
-A module of its own, because a worker that is spawned imports what it needs by name.
+They have a module of their own, because a spawned worker imports what it needs by name.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ __all__ = ["OpenRows", "PackedRows", "PackedTensors"]
 
 
 class PackedRows(Dataset):
-    """Keeps its items packed in memory, and unpacks one when it is asked for."""
+    """Keeps its items packed in memory, and unpacks one at each access."""
 
     def __init__(self, n_items: int) -> None:
         self.frames = [
@@ -50,7 +50,7 @@ class PackedTensors(Dataset):
 
 
 class OpenRows(Dataset):
-    """Reads its items from a file that was opened before, from a slice of it, and from a store."""
+    """Reads its items from a file that is already open, from a slice of it, and from a store."""
 
     def __init__(self, file: PackedFile, name: str, store: SnapshotStore) -> None:
         self.file = file

@@ -20,7 +20,7 @@ def plan_of(data: bytes) -> tuple[np.ndarray, ChunkPlan]:
 
 
 def floats(n: int, dtype: str, seed: int = 0) -> bytes:
-    """Numbers as in a layer's weights, with a few of all kinds that stand out."""
+    """Numbers like a layer's weights, with a few outliers of all kinds."""
     rng = np.random.default_rng(seed)
     values = 0.02 * rng.standard_normal(n)
     values[rng.random(n) < 0.02] = rng.choice([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, 3e4])

@@ -13,7 +13,7 @@ __all__ = ["MATRICES", "broken_arrays", "model_rows"]
 
 
 def model_rows(n_rows: int, n_columns: int, seed: int = 7) -> NDArray[np.uint16]:
-    """Normal rows whose sizes are log-normal, as in the linear layers of language models."""
+    """Normal rows with log-normal scales, as in the linear layers of language models."""
     rng = np.random.default_rng(seed)
     scale = 0.02 * np.exp(0.4 * rng.standard_normal((n_rows, 1)))
     values = (scale * rng.standard_normal((n_rows, n_columns))).astype(ml_dtypes.bfloat16)
@@ -21,7 +21,7 @@ def model_rows(n_rows: int, n_columns: int, seed: int = 7) -> NDArray[np.uint16]
 
 
 def _with_specials() -> NDArray[np.uint16]:
-    """Rows of models with a few of everything that no window holds."""
+    """Rows of models with a few elements of every kind that no window holds."""
     elements = model_rows(9, 611).copy()
     rng = np.random.default_rng(3)
     specials = [0x0000, 0x8000, 0x0001, 0x807F, 0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x7F7F, 0x0080]
@@ -39,7 +39,7 @@ def _any_patterns(n_rows: int, n_columns: int) -> NDArray[np.uint16]:
 
 
 def _near_the_ends() -> NDArray[np.uint16]:
-    """Exponents at both ends of what there is."""
+    """Rows with exponents at both ends of their range."""
     exponents = np.array([[0, 1, 2, 15, 16], [254, 253, 240, 239, 255], [254, 254, 247, 246, 1]])
     return np.repeat(exponents << 7 | 0x55, 7, axis=1).astype(np.uint16)
 
@@ -59,8 +59,8 @@ MATRICES: dict[str, Callable[[], NDArray[np.uint16]]] = {
 }
 
 
-def broken_arrays(arrays: WeightArrays, form: WeightFormat) -> list[tuple[str, WeightArrays]]:
-    """What is wrong, as a pattern that messages match, and arrays with that fault. The matrix has
+def broken_arrays(arrays: WeightArrays, format: WeightFormat) -> list[tuple[str, WeightArrays]]:
+    """Arrays with faults, each with a pattern that the message must match. The matrix must have
     exceptions in its first row, and padding."""
     broken: list[tuple[str, WeightArrays]] = []
 
@@ -74,9 +74,9 @@ def broken_arrays(arrays: WeightArrays, form: WeightFormat) -> list[tuple[str, W
         shape = "shape|fit"
         broken.append((shape, arrays._replace(**{field: array[:-1]})))
         broken.append((shape, arrays._replace(**{field: array.astype(np.int64)})))
-    change("first exponent", "first_exponents", 1, form.max_first + 1)
-    if form.min_first:
-        change("first exponent", "first_exponents", 0, form.min_first - 1)
+    change("first exponent", "first_exponents", 1, format.max_first + 1)
+    if format.min_first:
+        change("first exponent", "first_exponents", 0, format.min_first - 1)
     change("fit", "exception_starts", 0, 1)
     change("descend", "exception_starts", 2, arrays.exceptions.size + 1)
     change("descend", "exception_starts", 2, -1)
@@ -84,7 +84,7 @@ def broken_arrays(arrays: WeightArrays, form: WeightFormat) -> list[tuple[str, W
     change("column|hole|ascend", "exceptions", 0, 0x7F80FFFF)
     change("hole", "low_bytes", (_row_of(arrays, 0), column), 0x80)
     change("ascend", "exceptions", slice(0, 2), arrays.exceptions[1::-1])
-    if form.first_code:
+    if format.first_code:
         row, column = np.argwhere(arrays.high_bits & 7 == 0)[-1]
         change("mantissa|hole", "low_bytes", (row, column), 0x01)
     change("padding|mantissa", "low_bytes", (0, -1), 1)

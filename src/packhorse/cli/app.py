@@ -396,7 +396,7 @@ def tune(
             "--shape", "-s", metavar="RxC", help="A matrix: outputs x inputs. May be repeated."
         ),
     ] = None,
-    form: Annotated[
+    format: Annotated[
         list[FormatName] | None,
         typer.Option("--format", help="Format of packed weights; W12 by default. May be repeated."),
     ] = None,
@@ -431,7 +431,7 @@ def tune(
         raise UsageError("--gpu selects the GPU to predict for, so it needs --dry-run")
     if dry_run and (again or cache is not None):
         raise UsageError("--cache and --again are for measuring, so they exclude --dry-run")
-    jobs = tune_jobs(src or [], shape or [], [name.value for name in form or [FormatName.W12]])
+    jobs = tune_jobs(src or [], shape or [], [name.value for name in format or [FormatName.W12]])
     check_gpu(gpu, dry_run=dry_run)
 
     def work(job: TuneJob) -> list[TunedMatrix]:

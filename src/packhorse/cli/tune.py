@@ -40,30 +40,30 @@ class TuneJob:
     Attributes:
         n_rows: outputs.
         n_columns: inputs.
-        form: name of the format.
+        format: name of the format.
         n_matrices: how many matrices of this shape the models have; 0 for a shape of `--shape`.
     """
 
     n_rows: int
     n_columns: int
-    form: str
+    format: str
     n_matrices: int
 
     @property
     def src(self) -> str:
         """The job's name in messages."""
-        return f"{self.n_rows}x{self.n_columns} {self.form}"
+        return f"{self.n_rows}x{self.n_columns} {self.format}"
 
 
 def tune_jobs(
-    sources: Iterable[Path], shapes: Iterable[str], forms: Iterable[str]
+    sources: Iterable[Path], shapes: Iterable[str], formats: Iterable[str]
 ) -> list[TuneJob]:
     """The named shapes, then the matrices of model files and folders, the largest first.
 
     Args:
         sources: model files and folders, packed or not.
         shapes: shapes as "ROWSxCOLUMNS".
-        forms: names of formats.
+        formats: names of formats.
 
     Raises:
         OSError: a source is missing.
@@ -82,7 +82,7 @@ def tune_jobs(
         raise UsageError("nothing to tune; name a model, or a matrix with --shape ROWSxCOLUMNS")
     order = sorted(counts, key=lambda shape: -counts[shape] * shape[0] * shape[1])
     every = dict.fromkeys([*named, *order])
-    return [TuneJob(*shape, form, counts[shape]) for shape in every for form in forms]
+    return [TuneJob(*shape, format, counts[shape]) for shape in every for format in formats]
 
 
 def _parse_shape(text: str) -> tuple[int, int]:
@@ -139,7 +139,7 @@ def check_gpu(name: str | None, *, dry_run: bool) -> None:
         ValueError: there is no such preset.
     """
     require_backend()
-    from packhorse.device.tuning import find_gpu, resolve_model
+    from packhorse.device.matrix_tuning import find_gpu, resolve_model
 
     if dry_run:
         resolve_model(name)
@@ -157,10 +157,10 @@ def predict(job: TuneJob, gpu: str | None) -> list[TunedMatrix]:
     Raises:
         ValueError: there is no such preset.
     """
-    from packhorse.device.tuning import predict_choices, resolve_model
+    from packhorse.device.matrix_tuning import predict_choices, resolve_model
 
     model = resolve_model(gpu)
-    found = predict_choices(job.n_rows, job.n_columns, WEIGHT_FORMATS[job.form], model)
+    found = predict_choices(job.n_rows, job.n_columns, WEIGHT_FORMATS[job.format], model)
     return [_row(job, model.name, None, found)]
 
 
@@ -175,13 +175,13 @@ def measure(job: TuneJob, folder: Path | None, *, again: bool) -> list[TunedMatr
     Raises:
         OSError: there is no GPU, it has too little memory, or the cache cannot be written.
     """
+    from packhorse.device.matrix_tuning import find_gpu, tune_on_gpu
     from packhorse.device.tune_cache import TUNE_CACHE
-    from packhorse.device.tuning import find_gpu, tune_on_gpu
     from packhorse.gpu.detect import identify
 
-    gpu, form = find_gpu(), WEIGHT_FORMATS[job.form]
+    gpu, format = find_gpu(), WEIGHT_FORMATS[job.format]
     try:
-        found = tune_on_gpu(job.n_rows, job.n_columns, form, gpu, folder=folder, again=again)
+        found = tune_on_gpu(job.n_rows, job.n_columns, format, gpu, folder=folder, again=again)
     except MemoryError as error:  # of the GPU: a lack of host memory has other remedies
         raise OSError(f"{job.src}: {error}; end other programs that use the GPU") from error
     name = identify(gpu).device
@@ -195,10 +195,10 @@ def require_backend() -> None:
         MissingBackendError: PyTorch or Triton is not installed.
         MemoryError: there is too little memory for them.
     """
-    if not has_memory_for("packhorse.device.tuning", _ROOM_NBYTES):
+    if not has_memory_for("packhorse.device.matrix_tuning", _ROOM_NBYTES):
         raise MemoryError
     try:
-        import packhorse.device.tuning  # noqa: F401
+        import packhorse.device.matrix_tuning  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in {"torch", "triton"}:
             raise
@@ -225,7 +225,7 @@ def _row(job: TuneJob, gpu: str, cache: str | None, found: "dict[int, Measured]"
     return TunedMatrix(
         n_rows=job.n_rows,
         n_columns=job.n_columns,
-        format=job.form,
+        format=job.format,
         n_matrices=job.n_matrices,
         gpu=gpu,
         measured=cache is not None,

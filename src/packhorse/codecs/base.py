@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from packhorse import _core
 from packhorse.errors import CorruptionError
-from packhorse.layout import MAX_CHUNK_NBYTES, Mode
+from packhorse.layout import MAX_CHUNK_NBYTES, Mode, Status
 
 if TYPE_CHECKING:
     from collections.abc import Buffer  # Python 3.12; the name is for readers and type checkers
@@ -96,18 +96,18 @@ def as_writable_bytes(buffer: "Buffer | Any", what: str = "buffer") -> ByteArray
     return view
 
 
-# The core's Status numbers (csrc/common/layout.hpp) in words.
-STATUS_WORDS = {
-    1: "its checksum does not match",
-    2: "a stream is longer or shorter than its own fields say",
-    3: "a reserved field is not zero",
-    4: "a field is outside of its range",
-    5: "the frequencies are zero somewhere or do not sum to 4096",
-    6: "the rANS coder ran out of words",
-    7: "rANS words are left over at the end",
-    8: "an rANS lane ends in a state that no encoder leaves",
-    9: "the number of escapes is not the one declared",
-    10: "the number of extra bits is not the one declared",
+# What the core's Status numbers (csrc/common/layout.hpp) mean to a person.
+STATUS_WORDS: dict[int, str] = {
+    Status.CHECKSUM: "its checksum does not match",
+    Status.STREAM_LENGTH: "a stream is longer or shorter than its own fields say",
+    Status.RESERVED: "a reserved field is not zero",
+    Status.BAD_FIELD: "a field is outside of its range",
+    Status.FREQUENCIES: "the frequencies are zero somewhere or do not sum to 4096",
+    Status.WORDS_EXHAUSTED: "the rANS coder ran out of words",
+    Status.WORDS_LEFT: "rANS words are left over at the end",
+    Status.FINAL_STATE: "an rANS lane ends in a state that no encoder leaves",
+    Status.ESCAPE_COUNT: "the number of escapes is not the one declared",
+    Status.EXTRA_BITS: "the number of extra bits is not the one declared",
 }
 
 

@@ -2,8 +2,8 @@
 
 `pack_model_` packs the linear layers of a model in place, `unpack_model_` takes them back;
 `PackedWeight` is the packed matrix as a tensor, `PackedLinear` the layer. `operators` are PyTorch's
-operators on its arrays, and `strategy` chooses between the kernels. `frames` and `uploads` decode
-frames where they are needed. PyTorch is imported at first use.
+operators on its arrays, and `strategy` chooses between the kernels. PyTorch is imported at first
+use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from packhorse.device.linear import PackedLinear
     from packhorse.device.model import pack_model_, unpack_model_
     from packhorse.device.packed_arrays import check_arrays
+    from packhorse.device.packed_weight import PackedWeight
     from packhorse.device.packing import empty_weight, join_arrays, pack_weight
     from packhorse.device.report import LeftWeight, PackReport, WeightReport
-    from packhorse.device.weights import PackedWeight
     from packhorse.kernels.arrays import WeightTensors
 
 __all__ = [
@@ -44,7 +44,7 @@ _MODULES = {
     "LeftWeight": "report",
     "PackReport": "report",
     "PackedLinear": "linear",
-    "PackedWeight": "weights",
+    "PackedWeight": "packed_weight",
     "WeightReport": "report",
     "WeightTensors": "operators",
     "check_arrays": "packed_arrays",

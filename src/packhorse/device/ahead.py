@@ -2,12 +2,12 @@
 
 A product of many tokens decodes the weight to memory first, which takes the memory's time, and then
 multiplies, which takes the tensor cores'. Models run their layers in the same order again and
-again: the weight that followed this one the last time is decoded beside the product, on a stream of
-its own, into the other of two buffers. A guess that fails costs a decoding for nothing, never a
-result.
+again: so while a product runs, the weight that followed it last time is decoded on a stream of its
+own, into the other of two buffers. A wrong guess wastes one decoding, and never changes a result.
 
-That is for who asks for it, by `decode_ahead`: in a CUDA graph, what is on the other stream at the
-end could not be joined, and memory that outlives a pass has no place.
+Callers ask for this with `decode_ahead`. It is not the default because a CUDA graph could not join
+the work that is still on the other stream at its end, and has no place for memory that outlives a
+pass.
 """
 
 import threading
@@ -28,17 +28,17 @@ Mark = Any  # of a lane: an event of a GPU
 
 
 class Lane(Protocol):
-    """Where work is done beside the caller's, and how the two wait for each other."""
+    """A place where work runs beside the caller's work, and how the two wait for each other."""
 
     def mark(self) -> Mark:
-        """A mark behind all that the caller has asked for so far."""
+        """A mark behind all work that the caller has asked for so far."""
 
     def run_after(self, mark: Mark, work: Callable[[], object], uses: Sequence[Tensor]) -> Mark:
-        """Does work on the lane, after a mark of the caller, with tensors that must not be given
-        to others before it is done; returns a mark of the lane."""
+        """Does work on the lane, after a mark of the caller; returns a mark of the lane. The memory
+        of the tensors that it uses is not given to others before the work is done."""
 
     def wait(self, mark: Mark) -> None:
-        """What the caller asks for from now on is done after a mark of the lane."""
+        """Makes all that the caller asks for from now on wait for a mark of the lane."""
 
 
 class _StreamLane:
@@ -93,8 +93,8 @@ class _Buffer:
     Attributes:
         memory: BF16, one dimension, as long as the longest weight so far.
         holds: the weight that is being decoded to it ahead.
-        ready: the lane's mark behind that.
-        used: the caller's mark behind the last product with it.
+        ready: the lane's mark behind that decoding.
+        used: the caller's mark behind the last product that read the memory.
     """
 
     memory: Tensor
@@ -108,13 +108,13 @@ class _Buffer:
 
 
 class AheadDecoder:
-    """Gives plain weights for products, decoded before they are asked for where the order is known.
+    """Gives plain weights for products, and decodes them ahead where their order is known.
 
-    One for each stream that multiplies: it is not for several threads at once.
+    Each stream that multiplies has its own decoder. A decoder is not safe for several threads.
 
     Attributes:
         n_hits: weights that were decoded ahead and used.
-        n_misses: weights that were decoded when they were asked for.
+        n_misses: weights that were decoded only when they were needed.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -134,16 +134,15 @@ class AheadDecoder:
     def plain(
         self, arrays: Sequence[Tensor], shape: tuple[int, int], decode: Decode
     ) -> Iterator[Tensor]:
-        """A plain weight, for as long as products with it are being asked for.
+        """A plain weight, while the caller asks for products with it.
 
         Args:
-            arrays: of a packed weight, which are not written to as long as they live; the first
-                names it.
+            arrays: of a packed weight; nobody writes to them. The first one identifies the weight.
             shape: rows and columns of the weight.
             decode: how to decode them.
 
         Yields:
-            BF16 of the shape, to be read only; other weights will be decoded to its memory.
+            BF16 of the shape, to be read only; later, other weights are decoded to its memory.
         """
         weight = self._remember(arrays, shape, decode)
         buffer = next((buffer for buffer in self._buffers if buffer.holds is weight), None)
@@ -159,7 +158,7 @@ class AheadDecoder:
             yield buffer.view(shape)
         finally:
             buffer.used = self._lane.mark()
-        # The other buffer is taken next.
+        # The next weight goes to the other buffer.
         self._buffers.sort(key=lambda other: other is buffer)
         self._decode_ahead(weight.next)
 
@@ -176,7 +175,7 @@ class AheadDecoder:
         return weight
 
     def _take(self, weight: _Weight, device: torch.device) -> _Buffer:
-        """The first buffer, for the caller to write to."""
+        """The first buffer, which the caller may write to."""
         while len(self._buffers) < 2:
             self._buffers.append(_Buffer(torch.empty(0, dtype=torch.bfloat16, device=device)))
         buffer = self._buffers[0]
@@ -197,7 +196,7 @@ class AheadDecoder:
             return
         buffer = self._take(weight, arrays[0].device)
         target, decode = buffer.view(weight.shape), weight.decode
-        # New memory may have been another's: then all that was asked for comes first.
+        # Pending work may still use new memory for something else; then that work comes first.
         mark = self._lane.mark() if buffer.used is None else buffer.used
         uses = [*arrays, buffer.memory]
         buffer.ready = self._lane.run_after(mark, lambda: decode(arrays, target), uses)
@@ -209,11 +208,11 @@ _ACTIVE = threading.local()
 
 @contextmanager
 def decode_ahead() -> Iterator[None]:
-    """While it lasts, products of many tokens with packed weights on a GPU decode ahead.
+    """Inside the block, products of many tokens with packed weights on a GPU decode ahead.
 
-    For passes over many tokens (a long prompt, scoring, training on top), outside of CUDA graphs
-    and of code that is compiled to them. Takes memory for the two longest plain weights, until it
-    ends, and is for the calling thread only.
+    Use it for passes over many tokens (a long prompt, scoring, training on top), outside of CUDA
+    graphs and of code that is compiled to them. It takes memory for the two longest plain weights
+    until the block ends, and affects the calling thread only.
 
     Yields:
         Nothing; the block runs.
@@ -235,8 +234,8 @@ def decode_ahead() -> Iterator[None]:
 
 
 def current_decoder(device: torch.device) -> AheadDecoder | None:
-    """The decoder for the current stream of a GPU, inside of `decode_ahead` and outside of a
-    capture; otherwise None."""
+    """The decoder for the current stream of a GPU; None outside of `decode_ahead`, and in the
+    capture of a CUDA graph."""
     decoders: dict[tuple[int, int], AheadDecoder] | None = getattr(_ACTIVE, "decoders", None)
     if decoders is None or torch.cuda.is_current_stream_capturing():
         return None

@@ -1,11 +1,11 @@
 """The search for the fastest way to multiply with one matrix, for each number of tokens.
 
-What a search calls for a time is an argument: measurements on a GPU (`packhorse.device.timing`), or
-the model of time, by which it also leaves out what is hopeless.
+What a search calls for a time is an argument: a measurement on a GPU (`product_timer.py`) or the
+model of time. The model also rules out hopeless candidates before they are measured.
 
-Up to 32 tokens all buckets share the fields that the order of sums depends on, which are found for
-1, 8 and 32 tokens together, and all of them are fused: so a token's result is the same in any batch
-of up to 32. Beyond, each bucket takes what is fastest.
+Up to 32 tokens, all products are fused and share the fields that the order of sums depends on, so
+that a token's result is the same in any batch of up to 32. These fields are chosen for 1, 8 and 32
+tokens together. Above 32, each bucket takes whatever is fastest.
 """
 
 import math
@@ -39,18 +39,18 @@ __all__ = [
     "tune",
 ]
 
-# Seconds of a product of so many tokens by a choice; infinity if it does not run.
 Config: TypeAlias = MatmulConfig | ManyConfig
 _AnyConfig = TypeVar("_AnyConfig", MatmulConfig, ManyConfig)
+# Seconds of a product of so many tokens by a choice; infinity if it does not run.
 Measure: TypeAlias = Callable[[Choice, int], float]
 
 MIN_CAPABILITY = 80  # of tensor cores that take BF16
 TOKEN_SIZES = tuple(n for n in (8, 16, 32, 64, 128, 256) if n <= MAX_BLOCK_TOKENS)
-# What the order of sums is found for, together, and how much each counts: decoding for few users is
-# what packed weights are for.
+# Numbers of tokens for which the order of sums is chosen, and their weights: decoding for few users
+# is what packed weights are for.
 _ORDER_TOKENS = {1: 3, 8: 2, 32: 1}
-# What is tried. Each combination that the model does not know (it spills, or is too large) is left
-# out before anything is measured.
+# The values to try. Combinations that the model does not know, because they spill or are too large,
+# are left out before anything is measured.
 _ORDER_FIELDS: Fields = {
     "block_steps": (32, 64, 128),
     "n_warps": (2, 4, 8),
@@ -71,13 +71,13 @@ _MANY_FIELDS: Fields = {
 }
 
 
-def predictor(n_rows: int, n_columns: int, form: WeightFormat, device: DeviceModel) -> Measure:
+def predictor(n_rows: int, n_columns: int, format: WeightFormat, device: DeviceModel) -> Measure:
     """The model of time for a matrix, as what a search calls."""
 
     def predict(choice: Choice, n_tokens: int) -> float:
         if choice.config is None:
-            return predict_decode(n_rows, n_columns, n_tokens, form, device)
-        return predict_fused(n_rows, n_columns, n_tokens, form, choice.config, device)
+            return predict_decode(n_rows, n_columns, n_tokens, format, device)
+        return predict_fused(n_rows, n_columns, n_tokens, format, choice.config, device)
 
     return predict
 
@@ -85,7 +85,7 @@ def predictor(n_rows: int, n_columns: int, form: WeightFormat, device: DeviceMod
 def tune(
     n_rows: int,
     n_columns: int,
-    form: WeightFormat,
+    format: WeightFormat,
     device: DeviceModel,
     measure: Measure | None = None,
     *,
@@ -98,18 +98,18 @@ def tune(
     Args:
         n_rows: rows of the matrix.
         n_columns: its columns.
-        form: its format.
-        device: its model leaves out candidates that are hopeless.
-        measure: gives the seconds of a choice; None for the model.
+        format: its format.
+        device: the GPU; its model rules out hopeless candidates.
+        measure: gives the seconds of a choice; None for the model's prediction.
         buckets: numbers of tokens, of `BUCKETS`.
-        order: a division with the order of sums to keep up to 32 tokens; None to find one.
-        search: its limits.
+        order: a division whose order of sums is kept for up to 32 tokens; None to find one.
+        search: limits of the search.
 
     Returns:
-        For each bucket what is best, and its seconds; without those for which nothing ran, or for
-        which there was no time.
+        The best choice for each bucket, and its seconds. A bucket is missing if nothing ran for it,
+        or if time ran out.
     """
-    predict = predictor(n_rows, n_columns, form, device)
+    predict = predictor(n_rows, n_columns, format, device)
     tuner = _Tuner(predict, measure or predict, search or Search())
     few = [n for n in sorted(buckets) if n <= INVARIANT_TOKENS]
     many = [n for n in sorted(buckets) if n > INVARIANT_TOKENS]
@@ -121,7 +121,7 @@ def tune(
         for n in many:
             ways = [tuner.decoded(n)]
             if n <= MAX_FUSED_TOKENS:
-                ways.append(tuner.many(n) if form is W12 else tuner.fused(n, None))
+                ways.append(tuner.many(n) if format is W12 else tuner.fused(n, None))
             found[n] = min((way for way in ways if way), key=lambda way: way.seconds, default=None)
     return {n: measured for n, measured in found.items() if measured is not None}
 
@@ -134,7 +134,7 @@ class _Tuner:
         self._times = Measurements(predict, measure, search)
 
     def find_order(self) -> MatmulConfig | None:
-        """A division whose order of sums is the best for few tokens together."""
+        """A division whose order of sums is the best for small numbers of tokens together."""
         fields = {**_ORDER_FIELDS, **_FREE_FIELDS, "block_tokens": (0,)}  # as many as there are
         start = expect_best(MatmulConfig, fields, self._expected_of_few)
         if start is None:
@@ -194,26 +194,27 @@ class _Tuner:
         return None if found is None else Measured(fused_choice(found[0]), found[1])
 
     def decoded(self, n_tokens: int) -> Measured | None:
-        """Decoding, and a plain product."""
+        """Decoding to memory, and a plain product."""
         choice = Choice(Strategy.DECODE)
         seconds = self._times.take_always(choice, n_tokens)
         return Measured(choice, seconds) if seconds < math.inf else None
 
 
 def fused_choice(config: Config) -> Choice:
-    """A product that is divided so, by the kernel that takes such divisions."""
+    """The choice of a division, with the kernel that takes such divisions."""
     strategy = Strategy.MANY if isinstance(config, ManyConfig) else Strategy.FUSED
     return Choice(strategy, config)
 
 
 def _for_tokens(config: MatmulConfig, n_tokens: int) -> MatmulConfig:
-    """With blocks that hold all of a few tokens; as it is if the size of a block was chosen."""
+    """The division with blocks that hold all of a few tokens, unless it has a size of blocks."""
     return (
         config if config.block_tokens else replace(config, block_tokens=_token_sizes(n_tokens)[0])
     )
 
 
 def _token_sizes(n_tokens: int) -> tuple[int, ...]:
-    """Sizes of a block of tokens that may be best: what holds all, and what is not half empty."""
+    """Sizes of a block of tokens that may be best: the least that holds all, and those below it
+    that are at least a quarter of it."""
     least = next((size for size in TOKEN_SIZES if size >= n_tokens), TOKEN_SIZES[-1])
     return (least, *(size for size in TOKEN_SIZES if size < least and size * 4 >= least))

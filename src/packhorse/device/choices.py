@@ -1,8 +1,8 @@
-"""What a product runs: what was measured for its matrix, or else what the model of time expects to
-be the fastest.
+"""The choice that a product runs: the one measured for its matrix, or else the one that the model
+of time expects to be the fastest.
 
-The first product of a matrix reads the cache or asks the model, and all others look up what it has
-found. All that this process remembers of that is here.
+The first product of a matrix reads the cache or asks the model; all later ones look up its result.
+This module holds all that the process remembers of these results.
 """
 
 import math
@@ -23,35 +23,35 @@ from packhorse.layout import WeightFormat
 
 __all__ = ["TOO_LARGE", "choose", "expect", "forget_choices", "use_cache"]
 
-# What did not fit on a GPU, for which format.
+# Choices that did not fit on a GPU, with their format.
 TOO_LARGE: set[tuple[Choice, str, torch.device]] = set()
 
 _EXPECTED: dict[tuple[int, int, int, str, str, int | None], tuple[Measured, bool]] = {}
-_ENTRIES: dict[str, Entries] = {}  # of each GPU by its name; read once
+_ENTRIES: dict[str, Entries] = {}  # of each GPU, by its name; read once
 _FOLDERS: list[str | os.PathLike[str] | None] = [None]
 _LOCK = Lock()
 
 
 def choose(
-    n_rows: int, n_columns: int, n_tokens: int, form: WeightFormat, device: torch.device
+    n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, device: torch.device
 ) -> Choice:
     """What to run for a product of a packed weight with some tokens.
 
-    Cheap, but for the first product of a shape. Nothing on the device is read, and nothing waits
-    for it.
+    Cheap, except for the first product of a shape. It neither reads from the device nor waits for
+    it.
 
     Args:
         n_rows: rows of the weight.
         n_columns: its columns.
         n_tokens: vectors that it is multiplied with.
-        form: its format.
+        format: its format.
         device: the GPU.
     """
-    return expect(n_rows, n_columns, n_tokens, form, device)[0].choice
+    return expect(n_rows, n_columns, n_tokens, format, device)[0].choice
 
 
 def expect(
-    n_rows: int, n_columns: int, n_tokens: int, form: WeightFormat, device: torch.device
+    n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, device: torch.device
 ) -> tuple[Measured, bool]:
     """What a product with a packed weight is expected to take, by what `choose` chooses for it.
 
@@ -59,7 +59,7 @@ def expect(
         n_rows: as for `choose`, and so the others.
         n_columns: columns of the weight.
         n_tokens: vectors.
-        form: format of the weight.
+        format: format of the weight.
         device: the GPU.
 
     Returns:
@@ -67,34 +67,36 @@ def expect(
         measured. Predicted seconds are infinite where the model knows nothing.
     """
     bucket = bucket_of(n_tokens)
-    key = n_rows, n_columns, bucket, form.name, device.type, device.index
+    key = n_rows, n_columns, bucket, format.name, device.type, device.index
     found = _EXPECTED.get(key)
     if found is None:
-        found = _EXPECTED[key] = _expect(n_rows, n_columns, bucket, form, device)
+        found = _EXPECTED[key] = _expect(n_rows, n_columns, bucket, format, device)
     return found
 
 
 def _expect(
-    n_rows: int, n_columns: int, bucket: int, form: WeightFormat, device: torch.device
+    n_rows: int, n_columns: int, bucket: int, format: WeightFormat, device: torch.device
 ) -> tuple[Measured, bool]:
     model = describe_device(device)
-    measured = _entries(device).get(Key(n_rows, n_columns, form.name), {})
+    measured = _entries(device).get(Key(n_rows, n_columns, format.name), {})
     if bucket in measured:
         return measured[bucket], True
     few = [row.choice.config for n, row in measured.items() if n <= INVARIANT_TOKENS]
     order = next((config for config in few if isinstance(config, MatmulConfig)), None)
-    found = tune(n_rows, n_columns, form, model, buckets=[bucket], order=order).get(bucket)
+    found = tune(n_rows, n_columns, format, model, buckets=[bucket], order=order).get(bucket)
     if found is None:
-        found = Measured(_default(n_rows, n_columns, bucket, form, model), math.inf)
+        found = Measured(_default(n_rows, n_columns, bucket, format, model), math.inf)
     return replace(found, plain_seconds=predict_plain(n_rows, n_columns, bucket, model)), False
 
 
-def _default(n_rows: int, n_columns: int, n: int, form: WeightFormat, model: DeviceModel) -> Choice:
-    """For a GPU that is too small for all divisions that the model knows."""
+def _default(
+    n_rows: int, n_columns: int, n: int, format: WeightFormat, model: DeviceModel
+) -> Choice:
+    """The choice for a GPU that is too small for all divisions that the model knows."""
     if n > INVARIANT_TOKENS:
         return Choice(Strategy.DECODE)
     shared_nbytes = model.shared_nbytes - 1024  # what the system keeps
-    config = default_config(n_rows, n_columns, n, form, model.n_processors, shared_nbytes)
+    config = default_config(n_rows, n_columns, n, format, model.n_processors, shared_nbytes)
     return fused_choice(config)
 
 
@@ -120,7 +122,7 @@ def use_cache(folder: str | os.PathLike[str] | None) -> None:
 
 
 def forget_choices() -> None:
-    """Makes the next products look into the cache again, after it was written."""
+    """Makes the next products read the cache again, after it was written."""
     with _LOCK:
         _ENTRIES.clear()
     _EXPECTED.clear()

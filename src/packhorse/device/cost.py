@@ -1,16 +1,16 @@
 """A model of time: what a product with a weight takes on a GPU, from bytes, instructions, tensor
 throughput and launches.
 
-It serves where nothing was measured: it orders the candidates of the autotuner, and chooses for who
-has not tuned. What it says are predictions. Each of its figures has its source beside it; those
-called "assumed" have none but arithmetic, and await measurements. What a GPU can do is told by
-`packhorse.gpu.models`.
+The model is used where nothing was measured: it orders the candidates of the autotuner, and chooses
+for users who have not tuned. Its results are predictions. Each figure has its source beside it;
+figures called "assumed" follow from arithmetic alone, and await measurements.
+`packhorse.gpu.models` says what each GPU can do.
 
-The time of a fused product is a launch, the start and end of its programs, and the longest of what
-goes on at once: reading weights from device memory, moving weights and tokens from L2 to the
-multiprocessors, issuing instructions, multiplying. Fetching the tokens of exceptions comes on top,
-and arranging the tokens for the kernel of many. A plain product is seen in the same way: as the
-best division of a kernel that decodes nothing.
+The time of a fused product is a launch, the start and end of its programs, and the slowest of four
+things that go on at once: reading weights from device memory, moving weights and tokens from L2 to
+the multiprocessors, issuing instructions, and multiplying. Fetching the tokens of exceptions is
+added to that; so is arranging the tokens for the kernel of many tokens. A plain product is modelled
+in the same way, as the best division of a kernel that decodes nothing.
 """
 
 import math
@@ -46,12 +46,12 @@ _ISSUE_LANES = 128  # instructions of threads that a multiprocessor issues a cyc
 EXCEPTION_RATES = {"W12": 0.0003, "W11": 0.013}
 _BF16_NBYTES = 2
 # Of the rate at which cuBLAS multiplies: mma.sync reaches 63 % of what Hopper's own instructions
-# do (Luo et al., "Dissecting the NVIDIA Hopper architecture", 2024); on Ampere it is all there is.
+# do (Luo et al., "Dissecting the NVIDIA Hopper architecture", 2024). Ampere has nothing faster.
 _HOPPER_MMA_SHARE = 0.63
-# Hopper's own instruction with a weight from registers. The loop decodes the next elements while it
-# is under way; where four warps have more than 64 rows, Triton 3.6 waits for each at once (both are
-# seen in the machine code). Assumed; FlashAttention-3 reaches 0.86 of its best without warps that
-# do nothing but fetch (Shah et al., 2024, ablation).
+# Hopper's own instruction with a weight from registers. The loop decodes the next elements while
+# the instruction runs. Where four warps have more than 64 rows, Triton 3.6 waits for each
+# instruction at once (the machine code shows both). The shares are assumed; FlashAttention-3
+# reaches 0.86 of its best without warps that only fetch (Shah et al., 2024, ablation).
 _WGMMA_SHARE = 0.85
 _WAITING_SHARE = 0.6
 _MIN_WGMMA_TOKENS = 32  # with fewer it takes as long; assumed
@@ -68,25 +68,25 @@ _GATHERS_PER_CYCLE = 4  # elements from different lines that L1 gives a multipro
 _DECODE_SHARE = 0.9  # of the bandwidth, as reads and writes mix; assumed
 
 
-def packed_nbytes(n_rows: int, n_columns: int, form: WeightFormat) -> float:
+def packed_nbytes(n_rows: int, n_columns: int, format: WeightFormat) -> float:
     """Bytes of a packed weight with the usual number of exceptions."""
-    exceptions = EXCEPTION_RATES[form.name] * n_columns * 4
-    return n_rows * (form.n_padded(n_columns) * form.bits / 8 + exceptions + 5)
+    exceptions = EXCEPTION_RATES[format.name] * n_columns * 4
+    return n_rows * (format.n_padded(n_columns) * format.bits / 8 + exceptions + 5)
 
 
 @dataclass(frozen=True)
 class _Division:
-    """What the model needs to know of a config of either kernel.
+    """What the model needs to know about a config of either kernel.
 
     Attributes:
         rows: rows of a program.
-        tokens: its tokens, and at least as many as it takes as long for.
+        tokens: tokens of a program, or of one instruction if that takes more.
         turn: columns of a slice that a program takes at once.
         accumulators: registers of a thread for sums.
-        weight_tiles: of a turn's weights in shared memory, at most.
-        token_tiles: of its tokens.
+        weight_tiles: tiles of a turn's weights that shared memory holds, at most.
+        token_tiles: the same of its tokens.
         per_weight: instructions for each weight; None if they were not counted.
-        mma_share: of the tensor cores' rate.
+        mma_share: the share of the tensor cores' rate that is reached.
     """
 
     rows: int
@@ -99,7 +99,7 @@ class _Division:
     mma_share: float
 
 
-def _divide(config: "Config", form: WeightFormat, device: DeviceModel) -> _Division:
+def _divide(config: "Config", format: WeightFormat, device: DeviceModel) -> _Division:
     rows, tokens, steps = config.block_rows, config.block_tokens, config.block_steps
     is_hopper = device.capability // 10 == 9
     mma_share = _HOPPER_MMA_SHARE if device.capability >= 90 else 1.0
@@ -110,13 +110,13 @@ def _divide(config: "Config", form: WeightFormat, device: DeviceModel) -> _Divis
         if not is_hopper:
             tiles = fetched + 1, fetched + 1
             return _Division(rows, tokens, steps, registers, *tiles, per_weight, mma_share)
-        # The tokens of the product that is under way are still needed.
+        # The product that is running still needs its tokens.
         tiles = fetched if rows <= 128 else fetched + 1, fetched + 1
         share = _WGMMA_SHARE if rows <= 16 * config.n_warps else _WAITING_SHARE
         work = max(tokens, _MIN_WGMMA_TOKENS)
         return _Division(rows, work, steps, registers, *tiles, per_weight, share)
     n_tiles = cast("MatmulConfig", config).n_tiles
-    per_weight = INSTRUCTIONS.get((form.name, rows, tokens, steps, n_tiles))
+    per_weight = INSTRUCTIONS.get((format.name, rows, tokens, steps, n_tiles))
     rows *= n_tiles
     turn, registers = steps * config.n_warps, rows * tokens // _WARP
     return _Division(rows, tokens, turn, registers, fetched, fetched, per_weight, mma_share)
@@ -127,20 +127,20 @@ def is_many(config: "Config") -> bool:
     return type(config).__name__ == "ManyConfig"  # its module needs Triton, this one nothing
 
 
-def shared_nbytes(config: "Config", form: WeightFormat, device: DeviceModel) -> int:
-    """Shared memory of a program, which holds the tiles on their way; as compiled kernels have
-    it."""
-    division = _divide(config, form, device)
-    weights = division.rows * form.n_slices * form.bits // 8 * division.weight_tiles
-    tokens = _BF16_NBYTES * form.n_slices * config.block_tokens * division.token_tiles
+def shared_nbytes(config: "Config", format: WeightFormat, device: DeviceModel) -> int:
+    """Bytes of shared memory of a program, which holds the tiles on their way. Compiled kernels
+    have the same."""
+    division = _divide(config, format, device)
+    weights = division.rows * format.n_slices * format.bits // 8 * division.weight_tiles
+    tokens = _BF16_NBYTES * format.n_slices * config.block_tokens * division.token_tiles
     return division.turn * (weights + tokens)
 
 
-def resident_programs(config: "Config", form: WeightFormat, device: DeviceModel) -> int:
+def resident_programs(config: "Config", format: WeightFormat, device: DeviceModel) -> int:
     """Programs that a multiprocessor runs at once; 0 if one is too large."""
-    registers = min(_divide(config, form, device).accumulators + _OTHER_REGISTERS, _MAX_REGISTERS)
+    registers = min(_divide(config, format, device).accumulators + _OTHER_REGISTERS, _MAX_REGISTERS)
     by_registers = _REGISTERS // (registers * _WARP * config.n_warps)
-    nbytes = shared_nbytes(config, form, device) + 1024  # what the system keeps of each
+    nbytes = shared_nbytes(config, format, device) + 1024  # what the system keeps of each
     return min(by_registers, device.shared_nbytes // nbytes, 16)
 
 
@@ -148,7 +148,7 @@ def predict_fused(
     n_rows: int,
     n_columns: int,
     n_tokens: int,
-    form: WeightFormat,
+    format: WeightFormat,
     config: "Config",
     device: DeviceModel,
 ) -> float:
@@ -158,26 +158,26 @@ def predict_fused(
         n_rows: rows of the weight.
         n_columns: its columns.
         n_tokens: vectors that it is multiplied with.
-        form: its format.
+        format: its format.
         config: how the product is divided, for either kernel.
         device: the GPU.
 
     Returns:
-        Infinity if nothing is known of such a division.
+        The seconds; infinity if the model knows nothing about such a division.
     """
-    division = _divide(config, form, device)
-    resident = resident_programs(config, form, device)
+    division = _divide(config, format, device)
+    resident = resident_programs(config, format, device)
     if division.per_weight is None or resident == 0:
         return math.inf
     row_blocks = _ceil(n_rows, division.rows)
     token_blocks = _ceil(n_tokens, config.block_tokens)
     programs = row_blocks * token_blocks * config.n_splits
-    n_turns = _ceil(_ceil(form.n_steps(n_columns), division.turn), config.n_splits)
-    columns = n_turns * config.n_splits * division.turn * form.n_slices
+    n_turns = _ceil(_ceil(format.n_steps(n_columns), division.turn), config.n_splits)
+    columns = n_turns * config.n_splits * division.turn * format.n_slices
     weights = row_blocks * division.rows * columns * token_blocks
-    nbytes = packed_nbytes(n_rows, n_columns, form)
+    nbytes = packed_nbytes(n_rows, n_columns, format)
     tokens_nbytes = n_tokens * n_columns * _BF16_NBYTES
-    tile_nbytes = division.rows * division.turn * form.n_slices * form.bits // 8
+    tile_nbytes = division.rows * division.turn * format.n_slices * format.bits // 8
     at_once = min(programs, resident * device.n_processors)
     in_flight = at_once * tile_nbytes * max(config.n_stages - 1, 1)
     balance = _balance(programs, device)
@@ -191,7 +191,7 @@ def predict_fused(
     if is_many(config):
         extra = 2 * tokens_nbytes / device.l2_bandwidth + device.launch
     else:
-        extra = _exceptions(n_rows, n_columns, n_tokens, form, device)
+        extra = _exceptions(n_rows, n_columns, n_tokens, format, device)
     waves = _ceil(programs, resident * device.n_processors)
     return (
         pace
@@ -203,47 +203,49 @@ def predict_fused(
 
 
 def _balance(programs: int, device: DeviceModel) -> float:
-    """The busiest multiprocessor sets the pace of what each does for itself."""
+    """The share of the multiprocessors that is busy, as the busiest one sets the pace."""
     return programs / (device.n_processors * _ceil(programs, device.n_processors))
 
 
 def _from_l2(nbytes: float, balance: float, device: DeviceModel) -> float:
-    """Seconds by the bandwidth of L2, which all share, and by that of the busiest port."""
+    """Seconds to read from L2: by its bandwidth, which all share, or by that of the busiest
+    port."""
     ports = device.n_processors * _PORT_NBYTES * device.clock
     return nbytes / min(device.l2_bandwidth, ports * balance)
 
 
 def _bandwidth(in_flight: float, device: DeviceModel) -> float:
-    """By Little's law, bytes on their way divided by the time that they take; near the limit of
-    the memory they wait for each other."""
+    """Bandwidth that is reached: by Little's law, the bytes in flight divided by the time that they
+    take. Near the limit of the memory they wait for each other."""
     return device.bandwidth * -math.expm1(-2 * in_flight / (device.latency * device.bandwidth))
 
 
 def _splits(n_rows: int, n_tokens: int, n_splits: int, device: DeviceModel) -> float:
-    """Of the second kernel, which adds what programs of the same rows found."""
+    """Seconds of the second kernel, which adds the sums of programs with the same rows."""
     if n_splits == 1:
         return 0.0
     return 8 * n_splits * n_tokens * n_rows / device.l2_bandwidth + device.launch
 
 
 def _exceptions(
-    n_rows: int, n_columns: int, n_tokens: int, form: WeightFormat, device: DeviceModel
+    n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, device: DeviceModel
 ) -> float:
-    gathers = EXCEPTION_RATES[form.name] * n_rows * n_columns * n_tokens
+    gathers = EXCEPTION_RATES[format.name] * n_rows * n_columns * n_tokens
     return gathers / (device.n_processors * _GATHERS_PER_CYCLE * device.clock)
 
 
-def predict_decoding(n_rows: int, n_columns: int, form: WeightFormat, device: DeviceModel) -> float:
+def predict_decoding(
+    n_rows: int, n_columns: int, format: WeightFormat, device: DeviceModel
+) -> float:
     """Seconds of decoding a packed weight to BF16 in device memory."""
-    moved = packed_nbytes(n_rows, n_columns, form) + n_rows * n_columns * _BF16_NBYTES
+    moved = packed_nbytes(n_rows, n_columns, format) + n_rows * n_columns * _BF16_NBYTES
     return moved / (device.bandwidth * _DECODE_SHARE) + device.launch
 
 
 def predict_plain(n_rows: int, n_columns: int, n_tokens: int, device: DeviceModel) -> float:
     """Seconds of a product with a BF16 weight, by the best of cuBLAS's tiles.
 
-    With splits that cost what they move, and no launch; with all the bytes in flight that the
-    memory can use.
+    Splits cost what they move, and no launch. As many bytes are in flight as the memory can use.
     """
     elements = n_rows * n_columns + n_tokens * (n_rows + n_columns)
     memory = elements * _BF16_NBYTES / device.bandwidth
@@ -261,7 +263,7 @@ def _tiled(
     division: tuple[int, int, int],
     device: DeviceModel,
 ) -> float:
-    """Seconds of a plain product by tiles of some rows and tokens and by splits, but for memory."""
+    """Seconds of a plain product by rows and tokens of a tile and by splits, memory left out."""
     rows, tokens, n_splits = division
     row_blocks, token_blocks = _ceil(n_rows, rows), _ceil(n_tokens, tokens)
     balance = _balance(row_blocks * token_blocks * n_splits, device)
@@ -275,10 +277,10 @@ def _tiled(
 
 
 def predict_decode(
-    n_rows: int, n_columns: int, n_tokens: int, form: WeightFormat, device: DeviceModel
+    n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, device: DeviceModel
 ) -> float:
-    """Seconds of decoding a weight, and of the product with what comes out."""
-    decoding = predict_decoding(n_rows, n_columns, form, device)
+    """Seconds of decoding a weight to memory and multiplying with it."""
+    decoding = predict_decoding(n_rows, n_columns, format, device)
     return decoding + predict_plain(n_rows, n_columns, n_tokens, device)
 
 

@@ -1,9 +1,9 @@
 """Instructions for each weight in the main loop of fused products, counted in machine code.
 
-By `benchmarks/gpu.py predict --counts`, which compiles the kernel for sm_90 with four warps and
-three stages, and prints this table (this one: Triton 3.6). Left out is what spills in the loop, or
-more than 64 registers' worth beside it, which is once for a program. The model of time knows
-nothing else, so only divisions that are here are ever chosen or measured.
+`benchmarks/gpu.py predict --counts` compiles the kernel for sm_90 with four warps and three stages,
+and prints this table (Triton 3.6 made this one). It leaves out divisions that spill registers in
+the loop, or more than 64 of them outside of it, once for a program. The model of time knows no
+other divisions, so only those in the table are ever chosen or measured.
 """
 
 __all__ = ["INSTRUCTIONS", "MANY_INSTRUCTIONS"]

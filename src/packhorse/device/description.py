@@ -1,8 +1,8 @@
-"""What a file says of the packed weights in it: a pair of safetensors' metadata.
+"""The description of a file's packed weights: a pair in the metadata of safetensors.
 
-The arrays tell everything but the number of columns without padding, and that is why they are
-there. The pair names them, with the version of the format, so that a reader need not know the model
-and a later format is refused instead of misread.
+The arrays themselves do not tell which tensors belong together, or how many columns are not
+padding. The pair says both, with the version of the format, so that a reader need not know the
+model, and refuses a later format instead of misreading it.
 """
 
 import json
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.packing import join_arrays
-from packhorse.device.weights import PackedWeight
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WEIGHT_FORMATS, WEIGHT_VERSION, WeightFormat
@@ -29,27 +29,27 @@ METADATA_KEY = "packhorse.weights"
 
 
 class DescribedWeight(NamedTuple):
-    """What a file says of a packed weight.
+    """What a file says about a packed weight.
 
     Attributes:
-        form: its format.
+        format: its format.
         n_columns: columns of the matrix.
     """
 
-    form: WeightFormat
+    format: WeightFormat
     n_columns: int
 
 
 def describe_weights(model: nn.Module, saved: Collection[str] | None = None) -> dict[str, str]:
-    """The pair of metadata for a file with a model's state dict; none if nothing is packed.
+    """The metadata that describe a model's packed weights, for a file with its state dict.
 
     Args:
         model: with packed weights or without.
-        saved: names of the tensors in the file, if they are not all: of modules that share a
-            weight, one is enough.
+        saved: names of the tensors in the file, if it does not have all: the file may have only one
+            of the modules that share a weight.
 
     Returns:
-        One pair, or none.
+        One pair, or none if nothing is packed.
 
     Example:
         >>> import torch
@@ -62,7 +62,7 @@ def describe_weights(model: nn.Module, saved: Collection[str] | None = None) -> 
     """
     named = model.named_modules(remove_duplicate=False)
     weights = {
-        f"{name}.weight".lstrip("."): {"form": weight.form.name, "n_columns": weight.shape[1]}
+        f"{name}.weight".lstrip("."): {"form": weight.format.name, "n_columns": weight.shape[1]}
         for name, module in named
         if isinstance(weight := module._parameters.get("weight"), PackedWeight)
     }
@@ -77,8 +77,8 @@ def read_description(metadata: Mapping[str, str] | None) -> dict[str, DescribedW
     """The packed weights that a file's metadata name; none if there is no such pair.
 
     Raises:
-        CorruptionError: the pair is not what `describe_weights` writes.
-        CompatibilityError: it is of a later version.
+        CorruptionError: the pair is not one that `describe_weights` writes.
+        CompatibilityError: the pair is of a later version.
     """
     text = (metadata or {}).get(METADATA_KEY)
     if text is None:
@@ -98,28 +98,28 @@ def read_description(metadata: Mapping[str, str] | None) -> dict[str, DescribedW
 
 def _read_weight(name: str, described: Any) -> DescribedWeight:
     known = described if isinstance(described, dict) else {}
-    form, n_columns = known.get("form"), known.get("n_columns")
-    if not isinstance(form, str) or form not in WEIGHT_FORMATS:
-        raise CorruptionError(f"{name}: the format of the packed weight is {form!r}")
+    format, n_columns = known.get("form"), known.get("n_columns")
+    if not isinstance(format, str) or format not in WEIGHT_FORMATS:
+        raise CorruptionError(f"{name}: the format of the packed weight is {format!r}")
     if type(n_columns) is not int or not 1 <= n_columns <= MAX_WEIGHT_COLUMNS:
         raise CorruptionError(f"{name}: the packed weight has {n_columns!r} columns")
-    return DescribedWeight(WEIGHT_FORMATS[form], n_columns)
+    return DescribedWeight(WEIGHT_FORMATS[format], n_columns)
 
 
 def join_weights(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
 ) -> dict[str, Tensor]:
-    """The tensors of a file, packed weights in place of their arrays.
+    """The tensors of a file, with packed weights instead of their arrays.
 
     Args:
         tensors: all tensors of the file by name.
         metadata: of the file.
 
     Returns:
-        Plain tensors as they are, and a `PackedWeight` for each that the metadata name; checked.
+        Plain tensors as they are, and a checked `PackedWeight` for each name in the metadata.
 
     Raises:
-        CorruptionError: arrays are missing, break the format, or are not as the metadata say.
+        CorruptionError: arrays are missing, break the format, or differ from the metadata.
         CompatibilityError: the file is of a later version.
 
     Example:
@@ -141,8 +141,8 @@ def join_weights(
         weight = join_arrays(tensors, name, described.n_columns)
         if weight is None:
             raise CorruptionError(f"{name}: the arrays of the packed weight are missing")
-        if weight.form is not described.form:
-            found, said = weight.form.name, described.form.name
+        if weight.format is not described.format:
+            found, said = weight.format.name, described.format.name
             raise CorruptionError(f"{name}: the arrays are {found}, the metadata say {said}")
         for field in WeightTensors._fields:
             del joined[f"{name}.{field}"]

@@ -1,8 +1,11 @@
-"""Which format a weight is packed in, and whether it is packed at all.
+"""Decides in which format a weight is packed, and whether it is packed at all.
 
-Memory decides, unless a caller says for how many tokens at once the model is to be fast: then speed
-does. Formats are judged by their exceptions, which the core counts in a sample of the rows.
+Memory decides by default. If a caller gives the number of tokens for which the model should be
+fast, speed decides. Formats are judged by their exceptions, which the core counts in a sample of
+rows.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +14,8 @@ from packhorse.arguments import resolve_threads
 from packhorse.codecs import weights
 from packhorse.device.operators import require_kernels
 from packhorse.device.packed_arrays import count_exceptions
+from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.packing import pack_weight
-from packhorse.device.weights import PackedWeight
 from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 
 __all__ = [
@@ -20,59 +23,83 @@ __all__ = [
     "MAX_RATIO",
     "MAX_W11_EXCEPTIONS",
     "MIN_SPEED",
+    "PackingPlan",
+    "StaysPlain",
     "check_tokens",
     "pack_if_smaller",
     "plan_if_smaller",
     "require_speeds",
-    "resolve_fmt",
+    "resolve_format_or_auto",
 ]
 
 MAX_RATIO = 0.9  # packed to plain bytes; above, a layer stays plain
-# Exceptions of W11 to a weight, up to which "auto" prefers it. Each fetches an input of its own: at
-# the 1.2 % of normal rows that takes about as long as reading the bits that W11 saves.
+# Exceptions for each element up to which "auto" prefers W11. Each exception fetches an input of its
+# own; with the 1.2 % of normal rows, that takes about as long as reading the bits that W11 saves.
 MAX_W11_EXCEPTIONS = 1 / 200
-# Packed to plain speed, at least, where speed is what counts; clocks of GPUs vary that much.
+# Least speed, as a share of the plain weight's, where speed decides; clocks of GPUs vary that much.
 MIN_SPEED = 0.97
-# Exceptions to a weight, up to which figures of speed hold: they were found with rows like those of
-# normal distributions, which have 0.03 and 1.3 %.
+# Exceptions for each element up to which figures of speed hold: they were measured with rows of
+# normal distributions, which have 0.03 % and 1.3 %.
 MAX_FAST_EXCEPTIONS = {"W12": 0.001, "W11": 0.015}
-_SAMPLED_ROWS = 64  # of a weight, to foresee its exceptions
+_SAMPLED_ROWS = 64  # of a weight, to estimate its exceptions
 
 
-def resolve_fmt(fmt: object) -> WeightFormat | None:
-    """The format that `fmt` of `pack_model_` names; None for "auto".
+class StaysPlain(NamedTuple):
+    """A weight is not packed.
+
+    Attributes:
+        reason: why, in words for the report.
+    """
+
+    reason: str
+
+
+class PackingPlan(NamedTuple):
+    """What a weight would be packed to.
+
+    Attributes:
+        format: the format.
+        nbytes: bytes of the packed weight.
+    """
+
+    format: WeightFormat
+    nbytes: int
+
+
+def resolve_format_or_auto(format: object) -> WeightFormat | None:
+    """The format that the argument of `pack_model_` names; None for "auto".
 
     Raises:
-        ValueError: it names none.
+        ValueError: there is no such format.
     """
-    if fmt == "auto":
+    if format == "auto":
         return None
-    if isinstance(fmt, WeightFormat):
-        return fmt
-    if not isinstance(fmt, str) or fmt not in WEIGHT_FORMATS:
-        raise ValueError(f"fmt is {fmt!r}; it must be auto, {', '.join(WEIGHT_FORMATS)}")
-    return WEIGHT_FORMATS[fmt]
+    if isinstance(format, WeightFormat):
+        return format
+    if not isinstance(format, str) or format not in WEIGHT_FORMATS:
+        raise ValueError(f"format is {format!r}; it must be auto, {', '.join(WEIGHT_FORMATS)}")
+    return WEIGHT_FORMATS[format]
 
 
 def require_speeds(device: torch.device) -> None:
-    """Checks that the speed of packed weights is known for a device, as `for_tokens` needs it.
+    """Checks that the speed of packed weights on a device is known, which `for_tokens` needs.
 
     Raises:
         MissingBackendError: Triton is not installed.
-        ValueError: it is no GPU.
+        ValueError: the device is not a GPU.
     """
     require_kernels()
     from packhorse.kernels.launch import runs_on
 
     if not runs_on(device):
         raise ValueError(
-            f"for_tokens needs the model on a GPU, and it is on {device}: move it there first, or "
-            "leave out for_tokens"
+            f"for_tokens needs the model on a GPU, but it is on {device}: move it to a GPU first, "
+            "or leave out for_tokens"
         )
 
 
 def check_tokens(for_tokens: int | None) -> None:
-    """Checks that option of `pack_model_`.
+    """Checks the option `for_tokens` of `pack_model_`.
 
     Raises:
         ValueError: it is neither None nor a positive number.
@@ -82,81 +109,89 @@ def check_tokens(for_tokens: int | None) -> None:
 
 
 def pack_if_smaller(
-    weight: Tensor, form: WeightFormat | None, for_tokens: int | None = None
-) -> PackedWeight | str:
-    """Packs a matrix if that saves memory, and no time is lost where time counts; if not, says why.
+    weight: Tensor, format: WeightFormat | None, for_tokens: int | None = None
+) -> PackedWeight | StaysPlain:
+    """Packs a matrix if that saves memory, and if it costs no speed where speed counts.
 
     Args:
         weight: BF16, n_rows x n_columns.
-        form: None to choose as "auto" of `pack_model_` does.
+        format: None to choose as "auto" of `pack_model_` does.
         for_tokens: as there.
+
+    Returns:
+        The packed weight, or why the matrix stays plain.
 
     Raises:
         MissingBackendError, TypeError, ValueError: as `pack_weight` and `pack_model_`.
     """
     weight = weight.detach()
-    chosen = _choose(weight, form, for_tokens)
-    if isinstance(chosen, str):
+    chosen = _choose(weight, format, for_tokens)
+    if isinstance(chosen, StaysPlain):
         return chosen
     packed = pack_weight(weight, chosen)
-    if _was_misjudged(packed.exceptions.numel(), weight, chosen, form, for_tokens):
+    if _was_misjudged(packed.exceptions.numel(), weight, chosen, format, for_tokens):
         packed = pack_weight(weight, W12)
-    return _why_no_gain(packed.packed_nbytes, weight, packed.form) or packed
+    reason = _why_no_gain(packed.packed_nbytes, weight, packed.format)
+    return packed if reason is None else StaysPlain(reason)
 
 
 def plan_if_smaller(
-    weight: Tensor, form: WeightFormat | None, for_tokens: int | None = None
-) -> tuple[WeightFormat, int] | str:
-    """The format and the bytes of what `pack_if_smaller` would give; or why the matrix stays plain.
+    weight: Tensor, format: WeightFormat | None, for_tokens: int | None = None
+) -> PackingPlan | StaysPlain:
+    """What `pack_if_smaller` would do, without packing.
 
     Args:
         weight: as there.
-        form: as there.
+        format: as there.
         for_tokens: as there.
+
+    Returns:
+        The format and size of the packed weight, or why the matrix stays plain.
 
     Raises:
         MissingBackendError, TypeError, ValueError: as there.
     """
     weight = weight.detach()
-    chosen = _choose(weight, form, for_tokens)
-    if isinstance(chosen, str):
+    chosen = _choose(weight, format, for_tokens)
+    if isinstance(chosen, StaysPlain):
         return chosen
     n_exceptions = count_exceptions(weight, chosen)
-    if _was_misjudged(n_exceptions, weight, chosen, form, for_tokens):
+    if _was_misjudged(n_exceptions, weight, chosen, format, for_tokens):
         chosen, n_exceptions = W12, count_exceptions(weight, W12)
     n_rows, n_columns = weight.shape
     nbytes = weights.packed_nbytes(n_rows, n_columns, n_exceptions, chosen)
-    return _why_no_gain(nbytes, weight, chosen) or (chosen, nbytes)
+    reason = _why_no_gain(nbytes, weight, chosen)
+    return PackingPlan(chosen, nbytes) if reason is None else StaysPlain(reason)
 
 
 def _choose(
-    weight: Tensor, form: WeightFormat | None, for_tokens: int | None
-) -> WeightFormat | str:
+    weight: Tensor, format: WeightFormat | None, for_tokens: int | None
+) -> WeightFormat | StaysPlain:
     if for_tokens is not None and weight.numel():
-        return _fastest(weight, form, for_tokens)
-    if form is not None:
-        return form
+        return _fastest(weight, format, for_tokens)
+    if format is not None:
+        return format
     return W11 if _suits_w11(weight) else W12
 
 
 def _was_misjudged(
-    n_exceptions: int, weight: Tensor, chosen: WeightFormat, form: WeightFormat | None,
+    n_exceptions: int, weight: Tensor, chosen: WeightFormat, format: WeightFormat | None,
     for_tokens: int | None,
 ) -> bool:  # fmt: skip
-    """Whether "auto" took W11 by a sample that missed the rows that are full of exceptions."""
-    is_auto = form is None and for_tokens is None
+    """Whether "auto" chose W11 because the sample missed the rows with many exceptions."""
+    is_auto = format is None and for_tokens is None
     return is_auto and chosen is W11 and n_exceptions > MAX_W11_EXCEPTIONS * weight.numel()
 
 
-def _why_no_gain(nbytes: int, weight: Tensor, form: WeightFormat) -> str | None:
+def _why_no_gain(nbytes: int, weight: Tensor, format: WeightFormat) -> str | None:
     if nbytes <= MAX_RATIO * weight.nbytes:
         return None
     bits = 8 * nbytes / max(weight.numel(), 1)
-    return f"no gain: {bits:.2f} bits a weight in {form.name}"
+    return f"no gain: {bits:.2f} bits a weight in {format.name}"
 
 
 def _suits_w11(weight: Tensor) -> bool:
-    """Whether W11 has few exceptions and is smaller than W12, by a sample of the rows."""
+    """Whether W11 has few exceptions and is smaller than W12, judged by a sample of rows."""
     share = _exception_share(weight, W11)
     n_rows, n_columns = weight.shape
     # Padding to 128 columns instead of 32 may cost more than a bit saves.
@@ -166,28 +201,30 @@ def _suits_w11(weight: Tensor) -> bool:
     )
 
 
-def _exception_share(weight: Tensor, form: WeightFormat) -> float:
-    """How many of the weights are exceptions, by a sample of the rows."""
+def _exception_share(weight: Tensor, format: WeightFormat) -> float:
+    """The share of elements that are exceptions, in a sample of rows."""
     if not (weight.device.type == "cpu" and weight.is_contiguous()):
         weight = weight[:: max(weight.shape[0] // _SAMPLED_ROWS, 1)].cpu().contiguous()
     bits = weight.view(torch.uint16).numpy()
     n_exceptions = weights.count_exceptions(
-        bits, form, threads=resolve_threads(None), max_rows=_SAMPLED_ROWS
+        bits, format, threads=resolve_threads(None), max_rows=_SAMPLED_ROWS
     )
     return n_exceptions / max(bits.size, 1)
 
 
-def _fastest(weight: Tensor, form: WeightFormat | None, n_tokens: int) -> WeightFormat | str:
-    """The format in which a product is the fastest; in words, why none is fast enough."""
+def _fastest(
+    weight: Tensor, format: WeightFormat | None, n_tokens: int
+) -> WeightFormat | StaysPlain:
+    """The format in which a product is the fastest, or why no format is fast enough."""
     require_speeds(weight.device)
     from packhorse.device.speed import compare_formats
 
-    forms = WEIGHT_FORMATS.values() if form is None else [form]
+    formats = WEIGHT_FORMATS.values() if format is None else [format]
     n_rows, n_columns = weight.shape
-    for speed in compare_formats(n_rows, n_columns, n_tokens, forms, weight.device):
+    for speed in compare_formats(n_rows, n_columns, n_tokens, formats, weight.device):
         if speed.times < MIN_SPEED:
-            return f"slower with for_tokens={n_tokens}: {speed}"
+            return StaysPlain(f"slower with for_tokens={n_tokens}: {speed}")
         # Figures are for weights with the usual number of exceptions.
-        if _exception_share(weight, speed.form) <= MAX_FAST_EXCEPTIONS[speed.form.name]:
-            return speed.form
-    return f"slower with for_tokens={n_tokens}: too many exceptions"
+        if _exception_share(weight, speed.format) <= MAX_FAST_EXCEPTIONS[speed.format.name]:
+            return speed.format
+    return StaysPlain(f"slower with for_tokens={n_tokens}: too many exceptions")

@@ -1,10 +1,10 @@
 """`PackedLinear`, and what modules with packed weights put into state dicts.
 
-A module whose weight is packed has five entries in a state dict in place of `weight`, all of them
-plain tensors: `weight.low_bytes` and so on. So state dicts go through safetensors, checkpoints and
-`torch.load(weights_only=True)` as any. Loading takes them back, checked, or a plain `weight`, which
-is packed. Embeddings need no class of their own: any module that calls
-`torch.nn.functional.embedding` works with a packed weight.
+A module whose weight is packed has five entries in a state dict instead of `weight`, all of them
+plain tensors: `weight.low_bytes` and so on. So safetensors, checkpoints and
+`torch.load(weights_only=True)` handle these state dicts like all others. Loading checks the arrays
+and takes them back; it also takes a plain `weight`, and packs it. Embeddings need no class of their
+own: any module that calls `torch.nn.functional.embedding` works with a packed weight.
 """
 
 from types import MethodType
@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from packhorse.device import operators
 from packhorse.device.offload import HOOK, join_offloaded, offloaded_weight
+from packhorse.device.packed_weight import PackedWeight, is_transformed, obey_autocast
 from packhorse.device.packing import empty_weight, join_arrays, pack_weight
-from packhorse.device.weights import PackedWeight, is_transformed, obey_autocast
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WeightFormat
 
@@ -39,7 +39,7 @@ class PackedLinear(nn.Linear):
     """
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None = None) -> None:
-        """A layer with a weight that is packed already.
+        """A layer around a weight that is already packed.
 
         Args:
             weight: n_rows outputs x n_columns inputs.
@@ -63,12 +63,13 @@ class PackedLinear(nn.Linear):
         self.register_parameter("bias", bias)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, form: WeightFormat | str = "W12") -> "PackedLinear":
-        """A packed layer in place of a plain one, which is left alone; they share the bias.
+    def from_linear(cls, linear: nn.Linear, format: WeightFormat | str = "W12") -> "PackedLinear":
+        """A packed layer with the weight of a plain one. The plain layer is left as it is; both
+        share the bias.
 
         Args:
             linear: its weight is BF16.
-            form: "W12" or "W11".
+            format: "W12" or "W11".
 
         Returns:
             The packed layer, in the mode of the plain one (training or not).
@@ -77,7 +78,7 @@ class PackedLinear(nn.Linear):
             TypeError: its weight is not BF16.
             ValueError: it has too many columns.
         """
-        packed = cls(pack_weight(linear.weight, form), linear.bias)
+        packed = cls(pack_weight(linear.weight, format), linear.bias)
         return packed.train(linear.training)
 
     @classmethod
@@ -85,19 +86,19 @@ class PackedLinear(nn.Linear):
         cls,
         in_features: int,
         out_features: int,
-        form: WeightFormat | str = "W12",
+        format: WeightFormat | str = "W12",
         *,
         bias: bool = True,
         device: torch.device | str | None = None,
     ) -> "PackedLinear":
-        """A layer to load a state dict into, however many exceptions that will have.
+        """A layer to load a state dict into, whatever number of exceptions that has.
 
         Args:
             in_features: columns, 1 to 65536.
             out_features: rows.
-            form: "W12" or "W11"; loading arrays of the other changes it.
-            bias: whether it has one.
-            device: where it shall be.
+            format: "W12" or "W11"; loading arrays of the other format changes it.
+            bias: whether the layer has a bias.
+            device: where the layer is made.
 
         Returns:
             The layer; its weights and its bias are zeros.
@@ -105,7 +106,7 @@ class PackedLinear(nn.Linear):
         Raises:
             ValueError: a size or the format is wrong.
         """
-        weight = empty_weight(out_features, in_features, form, device=device)
+        weight = empty_weight(out_features, in_features, format, device=device)
         zeros = torch.zeros(out_features, dtype=torch.bfloat16, device=device) if bias else None
         return cls(weight, zeros)
 
@@ -137,10 +138,10 @@ class PackedLinear(nn.Linear):
             return nn.functional.linear(input, weight, bias)
         # PyTorch's dispatcher would cost as much as the kernel of a small layer.
         assert isinstance(weight, PackedWeight)
-        return operators.multiply(input, weight.arrays, bias, weight.form, weight.shape[1])
+        return operators.multiply(input, weight.arrays, bias, weight.format, weight.shape[1])
 
     def _runs_eagerly(self, x: Tensor) -> bool:
-        """Whether nothing watches the operators that run: gradients, tracing, modes."""
+        """Whether nothing observes the operators that run: no gradients, tracing or modes."""
         bias = self.bias
         if type(x) is not Tensor or x.is_meta or not isinstance(self.weight, PackedWeight):
             return False
@@ -157,16 +158,16 @@ class PackedLinear(nn.Linear):
     def extra_repr(self) -> str:
         """What `print` shows."""
         weight = self.weight
-        form = weight.form.name if isinstance(weight, PackedWeight) else "plain"
-        return f"{super().extra_repr()}, weight={form}"
+        format = weight.format.name if isinstance(weight, PackedWeight) else "plain"
+        return f"{super().extra_repr()}, weight={format}"
 
 
 def change_class(module: nn.Linear, new: type[nn.Linear]) -> None:
     """Makes a plain layer a packed one, or the other way round.
 
     Args:
-        module: keeps its attributes. Its own `forward`, which accelerate's hooks put there and
-            leave behind, follows if it is that of its class.
+        module: keeps its attributes. Hooks of accelerate give a module a `forward` of its own and
+            leave it behind; it is replaced too if it is that of the old class.
         new: the other class.
     """
     before = type(module).forward
@@ -184,8 +185,9 @@ def hold_packed(module: nn.Module, weight: PackedWeight | Parameter) -> None:
     """Makes a packed weight the parameter `weight` of a module, and its state dicts plain.
 
     Args:
-        module: of whatever class.
-        weight: a parameter stays itself, so that several modules may share it.
+        module: of any class.
+        weight: if it is a parameter, that very object is used, so that several modules may share
+            it.
     """
     if not isinstance(weight, Parameter):
         weight = Parameter(weight, requires_grad=False)
@@ -195,13 +197,13 @@ def hold_packed(module: nn.Module, weight: PackedWeight | Parameter) -> None:
     if _write_arrays not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_write_arrays)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(_read_arrays)  # type: ignore[no-untyped-call]
-        # Before accelerate's hook, which is a part of `forward`. Linear layers do without.
+        # Runs before accelerate's hook, which is a part of `forward`. Linear layers do not need it.
         if not isinstance(module, PackedLinear):
             module.register_forward_pre_hook(_join_before)
 
 
 def hold_plain(module: nn.Module, weight: Parameter) -> None:
-    """The way back from `hold_packed`, with the weight unpacked by the caller."""
+    """Undoes `hold_packed`; the caller has unpacked the weight."""
     module.weight = weight
     hooks, pre_hooks = module._state_dict_hooks, module._load_state_dict_pre_hooks
     for key in [key for key, hook in hooks.items() if hook is _write_arrays]:
@@ -214,7 +216,7 @@ def hold_plain(module: nn.Module, weight: Parameter) -> None:
 
 
 def _with_data(module: nn.Module, weight: PackedWeight) -> PackedWeight:
-    """The weight itself, or what accelerate keeps of it in host memory."""
+    """The weight itself, or the copy that accelerate keeps in host memory."""
     stored = offloaded_weight(module) if weight.is_meta else None
     return weight if stored is None else stored
 
@@ -225,7 +227,7 @@ def _join_before(module: nn.Module, args: Any) -> None:
 
 
 def _write_arrays(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """WeightTensors in place of the weight."""
+    """Writes the arrays instead of the weight."""
     weight = state.get(f"{prefix}weight")
     if isinstance(weight, PackedWeight):
         del state[f"{prefix}weight"]
@@ -243,7 +245,7 @@ def _read_arrays(
     missing_keys: list[str],
     *others: Any,
 ) -> None:
-    """A packed weight in place of arrays, or of a plain weight if the module's is packed."""
+    """Puts a packed weight where the arrays are, or a plain weight if the module's is packed."""
     name, current = f"{prefix}weight", module.weight
     assert isinstance(current, Tensor)
     joined = join_arrays(state, name, current.shape[1])
@@ -255,18 +257,18 @@ def _read_arrays(
         return
     given = state.get(name)
     if given is None:
-        # Under the names that `state_dict` gives; the weight stays as it is.
+        # Reported under the names that `state_dict` gives; the weight stays as it is.
         missing_keys.extend(f"{name}.{field}" for field in WeightTensors._fields)
         state[name] = current
     elif type(given) is not PackedWeight and (given.dtype, given.shape) == (
         torch.bfloat16,
         current.shape,
     ):
-        state[name] = _prepared(module, pack_weight(given, current.form))
+        state[name] = _prepared(module, pack_weight(given, current.format))
 
 
 def _prepared(module: nn.Module, weight: PackedWeight) -> PackedWeight:
-    """For look-ups, if that is what the module does."""
+    """The weight, prepared for look-ups if the module is an embedding."""
     if isinstance(module, nn.Embedding):
         weight.prepare_gather()
     return weight

@@ -1,8 +1,9 @@
 """Packs the linear layers of a model in place, and unpacks them.
 
-A weight is packed, put into all modules that share it, and let go of before the next is looked at:
-the peak is the model and one layer. Modules stay the objects that they are, with their hooks and
-their places in the model; a linear layer becomes a `PackedLinear` by its class alone.
+Weights are packed one after the other. Each is put into all modules that share it, and the plain
+one is released before the next weight, so the peak of memory is the model and one layer. Modules
+stay the same objects, with their hooks and their places in the model; a linear layer becomes a
+`PackedLinear` only by a change of its class.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -14,16 +15,17 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from packhorse.device.formats import (
+    StaysPlain,
     check_tokens,
     pack_if_smaller,
     plan_if_smaller,
     require_speeds,
-    resolve_fmt,
+    resolve_format_or_auto,
 )
 from packhorse.device.linear import PackedLinear, change_class, hold_packed, hold_plain
 from packhorse.device.offload import offloaded_weight
+from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.report import LeftWeight, PackReport, WeightReport
-from packhorse.device.weights import PackedWeight
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WeightFormat
 
 __all__ = [
@@ -41,8 +43,8 @@ Progress = Callable[[int], object]
 
 
 class _Group:
-    """The modules that share a weight, by name. It keeps no reference to the weight itself: that is
-    freed when the last module has another."""
+    """The modules that share a weight, by name. The group holds no reference to the weight, so that
+    it is freed as soon as the last module has another one."""
 
     def __init__(self) -> None:
         self.modules: dict[str, nn.Module] = {}
@@ -53,12 +55,12 @@ class _Group:
 
     @property
     def is_multiplied(self) -> bool:
-        """Whether the weight is that of a linear layer, among others or alone."""
+        """Whether a linear layer is among the modules."""
         return any(isinstance(module, nn.Linear) for module in self.modules.values())
 
     @property
     def parameter_names(self) -> list[str]:
-        """What the weight is called in the model."""
+        """The names of the weight in the model."""
         return [f"{name}.weight" if name else "weight" for name in self.modules]
 
     @property
@@ -79,7 +81,7 @@ def _groups(model: nn.Module) -> list[_Group]:
 
 def pack_model_(
     model: nn.Module,
-    fmt: WeightFormat | str = "auto",
+    format: WeightFormat | str = "auto",
     *,
     skip: Skip = (),
     embeddings: bool | None = None,
@@ -90,35 +92,37 @@ def pack_model_(
 ) -> PackReport:
     """Packs the BF16 weights of linear layers in place, where that saves memory.
 
-    Exact `torch.nn.Linear` layers are packed; subclasses of it compute as they like, and stay
-    plain. Packed weights are frozen; in a model that is partly frozen, what is trained stays plain.
-    Modules that share a weight share the packed one.
+    Layers whose class is exactly `torch.nn.Linear` are packed. Subclasses may compute in other
+    ways, and stay plain. Packed weights are frozen; in a model that is partly frozen, trained
+    weights stay plain. Modules that share a weight share the packed one.
 
     Args:
-        model: on any device; may be a layer by itself if that is a `torch.nn.Linear`.
-        fmt: "W12", "W11", or "auto": W11 for weights of which at most one in 200 would be an
-            exception of it, otherwise W12.
-        skip: names of modules to leave plain, with all that is below them; `*` and `?` stand for
-            any characters. Or what says whether to skip, given a name and a module.
-        embeddings: whether to pack embeddings; None for that of the input alone, which is what
-            `get_input_embeddings` of a transformers model gives. One whose weight is that of a
-            packed output layer is packed with it.
-        lm_head: whether to pack the output layer: what `get_output_embeddings` gives, or is called
-            `lm_head`.
-        for_tokens: if speed is what counts: how many tokens are multiplied at once, as a rule; when
-            text is generated, that is the batch. Each layer gets the format that is the fastest for
-            so many on its GPU, as `packhorse tune` has measured or else as predicted, and stays
+        model: on any device; a single layer is possible if it is a `torch.nn.Linear`.
+        format: "W12", "W11", or "auto": W11 for weights with at most one exception of W11 in 200
+            elements, otherwise W12.
+        skip: names of modules to leave plain, with all modules below them; `*` and `?` stand for
+            any characters. Or a function that gets a name and a module, and says whether to skip
+            it.
+        embeddings: whether to pack embeddings; None for only the input embedding, which
+            `get_input_embeddings` of a transformers model gives. An embedding that shares its
+            weight with a packed output layer is packed with it.
+        lm_head: whether to pack the output layer: the one that `get_output_embeddings` gives, or
+            that is called `lm_head`.
+        for_tokens: to aim for speed: the usual number of tokens that are multiplied at once, which
+            is the batch when text is generated. Each layer gets the format that is the fastest for
+            this number on its GPU, as `packhorse tune` has measured or else as predicted, and stays
             plain if it would be slower packed.
         dry_run: only count what packing would give, and leave the model as it is.
         progress: called with the bytes of plain weights done since the last call.
 
     Returns:
-        What was packed, or would be, what was not and why; `print` shows it as a table.
+        The weights that were (or would be) packed, and those that were not, with reasons; `print`
+        shows a table.
 
     Raises:
-        TypeError: the model is no module, or `skip` is neither names nor a function.
-        ValueError: no such format, no module has a name that is to be skipped, or `for_tokens` is
-            not positive or is given for a model that is on no GPU.
+        TypeError: the model is not a module, or `skip` is neither names nor a function.
+        ValueError: the format does not exist, `skip` names a module that the model lacks, or
+            `for_tokens` is not positive or is given for a model that is not on a GPU.
         MissingBackendError: `for_tokens` is given, and Triton is not installed.
 
     Example:
@@ -132,7 +136,7 @@ def pack_model_(
         >>> [weight.name for weight in report.packed], [left.name for left in report.left]
         (['0'], ['1'])
     """
-    form = resolve_fmt(fmt)
+    wanted = resolve_format_or_auto(format)
     check_tokens(for_tokens)
     _require_module(model)
     choice = WeightChoice(model, skip=skip, embeddings=embeddings, lm_head=lm_head)
@@ -151,7 +155,7 @@ def pack_model_(
         if reason is not None:
             outcome: WeightReport | LeftWeight = _report_left(group.name, group.weight, reason)
         else:
-            outcome = (_plan_group if dry_run else _pack_group)(group, form, n_tokens)
+            outcome = (_plan_group if dry_run else _pack_group)(group, wanted, n_tokens)
         if isinstance(outcome, WeightReport):
             packed.append(outcome)
         else:
@@ -167,26 +171,26 @@ def _require_module(model: object) -> None:
 
 
 def _pack_group(
-    group: _Group, form: WeightFormat | None, for_tokens: int | None
+    group: _Group, format: WeightFormat | None, for_tokens: int | None
 ) -> WeightReport | LeftWeight:
-    packed = pack_if_smaller(group.weight, form, for_tokens)
-    if isinstance(packed, str):
-        return _report_left(group.name, group.weight, packed)
+    packed = pack_if_smaller(group.weight, format, for_tokens)
+    if isinstance(packed, StaysPlain):
+        return _report_left(group.name, group.weight, packed.reason)
     _replace(group, Parameter(packed, requires_grad=False))
-    return _report_packed(group.name, packed.shape, packed.form, packed.packed_nbytes)
+    return _report_packed(group.name, packed.shape, packed.format, packed.packed_nbytes)
 
 
 def _plan_group(
-    group: _Group, form: WeightFormat | None, for_tokens: int | None
+    group: _Group, format: WeightFormat | None, for_tokens: int | None
 ) -> WeightReport | LeftWeight:
-    planned = plan_if_smaller(group.weight, form, for_tokens)
-    if isinstance(planned, str):
-        return _report_left(group.name, group.weight, planned)
-    return _report_packed(group.name, group.weight.shape, *planned)
+    planned = plan_if_smaller(group.weight, format, for_tokens)
+    if isinstance(planned, StaysPlain):
+        return _report_left(group.name, group.weight, planned.reason)
+    return _report_packed(group.name, group.weight.shape, planned.format, planned.nbytes)
 
 
 def hold_packed_weights(model: nn.Module) -> None:
-    """Makes modules into which packed weights were put by hand what `pack_model_` makes of them."""
+    """Finishes modules that were given packed weights directly, as `pack_model_` would have."""
     for group in _groups(model):
         if isinstance(group.weight, PackedWeight):
             _replace(group, group.weight)
@@ -195,32 +199,32 @@ def hold_packed_weights(model: nn.Module) -> None:
 def report_model(
     model: nn.Module, choice: "WeightChoice", noted: Mapping[str, str], otherwise: str
 ) -> PackReport:
-    """What is packed in a model that was loaded, and what is not.
+    """A report on a model that was loaded.
 
     Args:
         model: with packed weights or without.
-        choice: which weights were wanted.
-        noted: why others are plain, by the names of their parameters.
-        otherwise: why all others are.
+        choice: which weights were to be packed.
+        noted: why weights are plain, by the names of their parameters.
+        otherwise: the reason for all other plain weights.
     """
     packed, left, seen = [], [], set()
     for group in _groups(model):
         weight = group.weight
         seen.add(id(weight))
         if isinstance(weight, PackedWeight):
-            size = weight.shape, weight.form, weight.packed_nbytes
+            size = weight.shape, weight.format, weight.packed_nbytes
             packed.append(_report_packed(group.name, *size))
             continue
         known = [noted[name] for name in group.parameter_names if name in noted]
         reason = choice.why_left(group) or (known[0] if known else otherwise)
         left.append(_report_left(group.name, weight, reason))
-    # As if none was packed.
+    # A packed weight's `nbytes` is that of the plain matrix.
     total = sum(tensor.nbytes for tensor in _tensors_of(model))
     return PackReport(tuple(packed), (*left, *_report_others(model, seen)), total)
 
 
 def _report_others(model: nn.Module, seen: Container[int]) -> list[LeftWeight]:
-    """Parameters of two dimensions or more that are not among those of some identities."""
+    """Parameters of two or more dimensions whose `id` is not in `seen`."""
     left = []
     for name, parameter in model.named_parameters():
         if id(parameter) not in seen and parameter.dim() > 1:
@@ -231,8 +235,8 @@ def _report_others(model: nn.Module, seen: Container[int]) -> list[LeftWeight]:
     return left
 
 
-def _report_packed(name: str, shape: torch.Size, form: WeightFormat, nbytes: int) -> WeightReport:
-    return WeightReport(name, (shape[0], shape[1]), form.name, nbytes)
+def _report_packed(name: str, shape: torch.Size, format: WeightFormat, nbytes: int) -> WeightReport:
+    return WeightReport(name, (shape[0], shape[1]), format.name, nbytes)
 
 
 def _report_left(name: str, weight: Tensor, reason: str) -> LeftWeight:
@@ -258,7 +262,7 @@ def _held_nbytes(tensor: Tensor) -> int:
 
 
 class WeightChoice:
-    """Which weights of a model a caller wants to be packed, and which can be.
+    """Which weights of a model a caller wants to pack, and which of these can be packed.
 
     Args:
         model: on any device, the meta device too.
@@ -288,11 +292,13 @@ class WeightChoice:
         self._partly_frozen = any(trains) and not all(trains)
 
     def wanted_names(self, tied: Mapping[str, str]) -> dict[str, bool]:
-        """The weights to pack as they come from a checkpoint, by the names of their parameters, and
-        whether a linear layer multiplies with them.
+        """The weights to pack when they come from a checkpoint.
 
         Args:
-            tied: pairs of parameters, by name, that are going to share the weight of the second.
+            tied: pairs of parameters, by name, that will share the weight of the second.
+
+        Returns:
+            By the name of a parameter, whether a linear layer multiplies with it.
         """
         groups: dict[str, _Group] = {}
         for group in _groups(self._model):
@@ -322,7 +328,7 @@ class WeightChoice:
                 return "max_norm changes it"
         elif type(module) is not nn.Linear:
             is_linear = isinstance(module, nn.Linear)
-            what = "a subclass of" if is_linear else "no"
+            what = "a subclass of" if is_linear else "not a"
             return f"{type(module).__name__} is {what} torch.nn.Linear"
         names = self._names[id(module)]
         return "skipped" if any(self._skips(name, module) for name in names) else None
@@ -336,14 +342,14 @@ class WeightChoice:
             return None if self._embeddings and len(linears) < len(modules) else "lm_head=False"
         if self._embeddings is None:
             is_input = any(id(module) in self._inputs for module in modules)
-            return None if is_input else "embeddings=None packs that of the input alone"
+            return None if is_input else "embeddings=None packs the input embedding only"
         return None if self._embeddings else "embeddings=False"
 
     def _why_weight_left(self, weight: Tensor) -> str | None:
         if weight.dtype != torch.bfloat16:
             return f"packed weights are BF16, not {str(weight.dtype).removeprefix('torch.')}"
         if type(weight) is not Parameter or weight.layout != torch.strided:
-            return f"{type(weight).__name__} is no plain tensor"
+            return f"{type(weight).__name__} is not a plain tensor"
         if weight.is_meta:
             return "has no data: it is on the meta device"
         if not 1 <= weight.shape[1] <= MAX_WEIGHT_COLUMNS:
@@ -361,9 +367,9 @@ def _matcher(model: nn.Module, skip: str | Iterable[str]) -> Callable[[str, nn.M
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise TypeError(f"skip has {pattern!r}, which is no name of a module")
+            raise TypeError(f"skip has {pattern!r}, which is not the name of a module")
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"skip names {pattern!r}, which no module of the model is called")
+            raise ValueError(f"skip names {pattern!r}, but the model has no such module")
 
     def skips(name: str, module: nn.Module) -> bool:
         parts = name.split(".")
@@ -379,11 +385,11 @@ def _output_layers(model: nn.Module) -> set[int]:
 
 
 def _called(model: nn.Module, getter_name: str) -> set[int]:
-    """What a method of transformers gives, if the model has it."""
+    """The module that a method of transformers gives, if the model has the method."""
     getter = getattr(model, getter_name, None)
     try:
         module = getter() if callable(getter) else None
-    except NotImplementedError:  # of models that have several, or none
+    except NotImplementedError:  # raised by models that have several, or none
         module = None
     return set() if module is None else {id(module)}
 
@@ -398,14 +404,14 @@ def _count_holders(model: nn.Module) -> dict[int, int]:
 
 
 def unpack_model_(model: nn.Module) -> None:
-    """Gives a model its plain weights back, bit for bit, one after the other; they stay frozen.
+    """Unpacks the weights of a model in place, bit for bit, one after the other; they stay frozen.
 
     Args:
         model: with packed weights or without, on any device.
 
     Raises:
-        TypeError: it is no module.
-        ValueError: accelerate keeps weights in host memory; nothing was unpacked then.
+        TypeError: the model is not a module.
+        ValueError: accelerate keeps weights in host memory; nothing is unpacked then.
 
     Example:
         >>> import torch

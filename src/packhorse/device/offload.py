@@ -1,9 +1,9 @@
 """Packed weights under the hooks of Hugging Face accelerate, which keep weights in host memory and
 bring each to its device while its module runs.
 
-A hook finds weights by their names in a state dict, where packed ones are five arrays: so it is
-given the weight as a whole beside them. Nothing is copied, and accelerate itself is not needed
-here: the hook is `module._hf_hook`, and has a mapping `weights_map`.
+A hook finds weights by their names in a state dict, where a packed weight is five arrays. So this
+module gives the hook the packed weight as a whole beside its arrays. Nothing is copied, and
+accelerate need not be installed: the hook is `module._hf_hook`, and has a mapping `weights_map`.
 """
 
 from collections import ChainMap
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.packing import join_arrays
-from packhorse.device.weights import PackedWeight
 from packhorse.kernels.arrays import WeightTensors
 
 __all__ = ["HOOK", "join_offloaded", "offloaded_weight"]
@@ -32,10 +32,10 @@ def _hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def join_offloaded(module: nn.Module) -> None:
-    """Gives hooks the packed weight in place of its arrays, checked.
+    """Gives hooks the packed weight instead of its arrays, which are checked.
 
     Args:
-        module: whose weight is packed, whether it has hooks or not.
+        module: a module with a packed weight, with hooks or without.
 
     Raises:
         CorruptionError: the arrays that a hook has break the format.

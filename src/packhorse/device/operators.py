@@ -1,11 +1,12 @@
 """PyTorch's operators on packed weights: `unpack_weight` and `multiply_weight`.
 
-They take the arrays of docs/format.md, section 12, as plain tensors, know their shapes without
-running (`register_fake`), read nothing on the host that lies on a device, and choose what to run
-inside: so compiled graphs and CUDA graphs take them as they are. On a GPU the kernels of
-`packhorse.kernels` do the work; in host memory the decoder of the core, a tile of rows at a time
-within a memory budget; on any other device, a GPU without BF16 among them, plain PyTorch, as slowly
-as that is.
+They take the arrays of docs/format.md, section 12, as plain tensors. Compiled graphs and CUDA
+graphs can contain them, because they know the shapes of their results without running
+(`register_fake`), never copy anything from a device to the host, and choose inside what to run.
+
+On a GPU, the kernels of `packhorse.kernels` do the work. In host memory the core decodes a tile of
+rows at a time, within a memory budget. Any other device, such as a GPU without BF16, uses plain
+PyTorch, which is slow.
 """
 
 import threading
@@ -33,22 +34,22 @@ __all__ = [
     "unpack_rows",
 ]
 
-# Decoded weights of a multiplication in host memory, for each calling thread: what stays in a cache
-# until it is multiplied.
+# Decoded weights of a multiplication in host memory, for each calling thread: small enough to stay
+# in a cache until they are multiplied.
 TILE_NBYTES = 4 << 20
-# PyTorch's product of a tile is that of the whole matrix to the bit from some 64 rows on, and if
-# the tile has more than 16 * 16 * 16 elements: below, PyTorch does not ask oneDNN (Matmul.cpp).
+# PyTorch's product with a tile equals that with the whole matrix to the bit if the tile has some 64
+# rows and more than 16 * 16 * 16 elements: with fewer, PyTorch does not use oneDNN (Matmul.cpp).
 _TILE_ALIGNMENT = 64
 _LEAST_TILE_NUMEL = 16 * 16 * 16 + 1
 _SCRATCH = threading.local()
 
 
-def unpack(arrays: WeightTensors, form: WeightFormat, n_columns: int) -> Tensor:
+def unpack(arrays: WeightTensors, format: WeightFormat, n_columns: int) -> Tensor:
     """The matrix itself, decoded where the arrays are.
 
     Args:
-        arrays: of a packed weight; trusted, so checked before if they come from elsewhere.
-        form: their format.
+        arrays: of a packed weight; trusted, so the caller checks those that come from elsewhere.
+        format: their format.
         n_columns: columns of the matrix.
 
     Returns:
@@ -58,19 +59,19 @@ def unpack(arrays: WeightTensors, form: WeightFormat, n_columns: int) -> Tensor:
         require_kernels()
         from packhorse.kernels.weights import decode_weights
 
-        return decode_weights(arrays, form, n_columns)
+        return decode_weights(arrays, format, n_columns)
     dst = torch.empty(arrays.n_rows, n_columns, dtype=torch.bfloat16, device=arrays.device)
     on_host = arrays.device.type == "cpu"
     step = max(arrays.n_rows, 1) if on_host else n_tile_rows(n_columns, TILE_NBYTES)
     for start in range(0, arrays.n_rows, step):
         stop = min(start + step, arrays.n_rows)
-        unpack_rows(arrays, form, dst[start:stop], start)
+        unpack_rows(arrays, format, dst[start:stop], start)
     return dst
 
 
 @cache
 def _has_kernels(device: torch.device) -> bool:
-    """Whether the kernels run there: on GPUs that multiply BF16. Others decode in plain PyTorch."""
+    """Whether the kernels run on a device: a GPU that multiplies BF16. Others use plain PyTorch."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -88,71 +89,79 @@ def require_kernels() -> None:
         )
 
 
-def unpack_rows(arrays: WeightTensors, form: WeightFormat, dst: Tensor, start: int) -> None:
-    """Decodes the rows from `start` on into a contiguous BF16 tensor on the arrays' device, which
-    is no GPU; as many rows as that has."""
+def unpack_rows(arrays: WeightTensors, format: WeightFormat, dst: Tensor, start: int) -> None:
+    """Decodes the rows from `start` on into a contiguous BF16 tensor, as many as it has. It is on
+    the arrays' device, where kernels do not run."""
     stop = start + dst.shape[0]
     if arrays.device.type == "cpu":
-        _unpack_on_host(arrays, form, dst, start)
+        _unpack_on_host(arrays, format, dst, start)
         return
     rows = torch.arange(start, stop, device=arrays.device)
     counts = arrays.exception_starts[start : stop + 1].diff()
     most = int(counts.max()) if counts.numel() else 0
-    dst.copy_(gather_rows(arrays, form, dst.shape[1], rows, most))
+    dst.copy_(gather_rows(arrays, format, dst.shape[1], rows, most))
 
 
-def _unpack_on_host(arrays: WeightTensors, form: WeightFormat, dst: Tensor, start: int) -> None:
+def _unpack_on_host(arrays: WeightTensors, format: WeightFormat, dst: Tensor, start: int) -> None:
     bits = dst.view(torch.uint16).numpy()
     on_host = weights.WeightArrays(*(array.numpy() for array in arrays))
     weights.unpack_into(
-        on_host, form, dst.shape[1], bits, row_start=start, row_stop=start + dst.shape[0],
+        on_host, format, dst.shape[1], bits, row_start=start, row_stop=start + dst.shape[0],
         threads=torch.get_num_threads(),
     )  # fmt: skip
 
 
 def gather_rows(
-    arrays: WeightTensors, form: WeightFormat, n_columns: int, rows: Tensor, max_row_exceptions: int
+    arrays: WeightTensors,
+    format: WeightFormat,
+    n_columns: int,
+    rows: Tensor,
+    max_row_exceptions: int,
 ) -> Tensor:
-    """Some rows of the matrix, by PyTorch's own operations alone: on any device, and in compiled
-    graphs.
+    """Some rows of the matrix, by PyTorch's own operations alone, which work on any device and in
+    compiled graphs.
 
     Args:
         arrays: of a packed weight.
-        form: their format.
+        format: their format.
         n_columns: columns of the matrix.
-        rows: int64, one dimension; which rows.
+        rows: int64, one dimension; the numbers of the rows.
         max_row_exceptions: no row has more exceptions.
 
     Returns:
-        BF16, as many rows x n_columns.
+        BF16, a row of n_columns for each number.
     """
-    # Not indexing, which would take a negative number for a row counted from the end.
+    # Indexing would take a negative number for a row counted from the end.
     low_bytes, high_bits, firsts = (array.index_select(0, rows) for array in arrays[:3])
-    packed = _packed_elements(low_bytes, high_bits, form)[:, :n_columns]
-    code = packed >> 7 & (1 << form.code_bits) - 1
+    packed = _packed_elements(low_bytes, high_bits, format)[:, :n_columns]
+    code = packed >> 7 & (1 << format.code_bits) - 1
     exponent = firsts.to(torch.int32)[:, None] + code
-    if form.first_code:
-        exponent = torch.where(code >= form.first_code, exponent, 0)
-    elements = (packed >> form.bits - 1) << 15 | exponent << 7 | packed & 0x7F
+    if format.first_code:
+        exponent = torch.where(code >= format.first_code, exponent, 0)
+    elements = (packed >> format.bits - 1) << 15 | exponent << 7 | packed & 0x7F
     if max_row_exceptions:
         elements = _put_exceptions(arrays, elements, rows, max_row_exceptions)
     return elements.to(torch.int16).view(torch.bfloat16)
 
 
 def look_up(
-    arrays: WeightTensors, form: WeightFormat, n_columns: int, rows: Tensor, max_row_exceptions: int
+    arrays: WeightTensors,
+    format: WeightFormat,
+    n_columns: int,
+    rows: Tensor,
+    max_row_exceptions: int,
 ) -> Tensor:
-    """The same as `gather_rows`, by kernels where they run. Transforms of `torch.func` do not see
-    through those."""
+    """The same as `gather_rows`, by kernels where they run. Transforms of `torch.func` cannot look
+    into kernels."""
     if not _has_kernels(rows.device):
-        return gather_rows(arrays, form, n_columns, rows, max_row_exceptions)
-    found: Tensor = torch.ops.packhorse.look_up_rows(*arrays, rows, form.name, n_columns)
+        return gather_rows(arrays, format, n_columns, rows, max_row_exceptions)
+    found: Tensor = torch.ops.packhorse.look_up_rows(*arrays, rows, format.name, n_columns)
     return found
 
 
-def _packed_elements(low_bytes: Tensor, high_bits: Tensor, form: WeightFormat) -> Tensor:
-    """Packed elements in order, as int32, of rows with their padding."""
-    if form is W12:
+def _packed_elements(low_bytes: Tensor, high_bits: Tensor, format: WeightFormat) -> Tensor:
+    """Packed elements of rows, in order and with their padding, as int32."""
+    if format is W12:
         upper = torch.cat([high_bits & 15, high_bits >> 4], dim=1).to(torch.int32)
         return low_bytes.to(torch.int32) | upper << 8
     n_steps = high_bits.shape[1] // 3
@@ -166,26 +175,26 @@ def _put_exceptions(arrays: WeightTensors, elements: Tensor, rows: Tensor, most:
     index = arrays.exception_starts[rows][:, None] + torch.arange(most, device=rows.device)
     present = index < arrays.exception_starts[rows + 1][:, None]
     entries = arrays.exceptions[index.clamp(max=arrays.exceptions.shape[0] - 1)]
-    # Rows with fewer exceptions write to one column more, which is dropped.
+    # Rows with fewer exceptions write to an extra column, which is dropped.
     columns = torch.where(present, entries & 0xFFFF, n_columns).to(torch.int64)
     wider = F.pad(elements, (0, 1)).scatter(1, columns, entries >> 16 & 0xFFFF)
     return wider[:, :n_columns]
 
 
 def n_tile_rows(n_columns: int, tile_nbytes: int) -> int:
-    """Rows of BF16 that a tile of a memory budget holds, a multiple of 64; at least as many as
-    `_least_tile_rows`."""
+    """Rows of BF16 in a tile of a memory budget: a multiple of 64, and at least as many as
+    `_least_tile_rows` says."""
     n_rows = max(tile_nbytes // (2 * n_columns), _least_tile_rows(n_columns) + _TILE_ALIGNMENT - 1)
     return n_rows // _TILE_ALIGNMENT * _TILE_ALIGNMENT
 
 
 def _least_tile_rows(n_columns: int) -> int:
-    """Fewer rows PyTorch may multiply in another way than a whole matrix."""
+    """The least number of rows that PyTorch surely multiplies as it does a whole matrix."""
     return max(_TILE_ALIGNMENT, -(-_LEAST_TILE_NUMEL // n_columns))
 
 
 def multiply(
-    x: Tensor, arrays: WeightTensors, bias: Tensor | None, form: WeightFormat, n_columns: int
+    x: Tensor, arrays: WeightTensors, bias: Tensor | None, format: WeightFormat, n_columns: int
 ) -> Tensor:
     """The product of `torch.nn.functional.linear` with a packed weight.
 
@@ -193,13 +202,13 @@ def multiply(
         x: BF16, any dimensions, the last of n_columns.
         arrays: of a packed weight, on the device of x; trusted.
         bias: BF16, n_rows; None for none.
-        form: their format.
+        format: their format.
         n_columns: columns of the matrix.
 
     Returns:
-        BF16, the dimensions of x but for the last, which is n_rows. In host memory equal to the
-        bit to the product with the plain weight, as long as PyTorch multiplies a tile of at least
-        64 rows as it does the whole.
+        BF16, the dimensions of x except for the last, which is n_rows. In host memory it equals the
+        product with the plain weight to the bit, as long as PyTorch multiplies a tile of at least
+        64 rows as it does the whole matrix.
 
     Raises:
         TypeError: x or the bias is not BF16.
@@ -212,15 +221,15 @@ def multiply(
         require_kernels()
         from packhorse.device import products
 
-        return products.multiply(x, arrays, form, n_columns, bias=bias)
-    return _multiply_in_tiles(x, arrays, bias, form, n_columns, TILE_NBYTES)
+        return products.multiply(x, arrays, format, n_columns, bias=bias)
+    return _multiply_in_tiles(x, arrays, bias, format, n_columns, TILE_NBYTES)
 
 
 def check_operands(x: Tensor, arrays: WeightTensors, bias: Tensor | None, n_columns: int) -> None:
-    """What `multiply` demands.
+    """Checks the operands of `multiply`.
 
     Raises:
-        TypeError, ValueError: as there.
+        TypeError, ValueError: as `multiply`.
     """
     if x.dtype != torch.bfloat16:
         raise TypeError(
@@ -257,20 +266,20 @@ def _multiply_in_tiles(
     x: Tensor,
     arrays: WeightTensors,
     bias: Tensor | None,
-    form: WeightFormat,
+    format: WeightFormat,
     n_columns: int,
     tile_nbytes: int,
 ) -> Tensor:
     n_rows = arrays.n_rows
     step = n_tile_rows(n_columns, tile_nbytes)
-    # A rest that is too small for a tile of its own goes with the tile before it.
+    # If the rest is too small for a tile of its own, it joins the tile before it.
     stops = [*range(step, n_rows - _least_tile_rows(n_columns) + 1, step), n_rows]
     starts = [0, *stops[:-1]]
     scratch = _scratch(max(n_rows - starts[-1], stops[0]) * n_columns, x.device)
     y = None if len(stops) == 1 else _empty_product(x, n_rows)
     for start, stop in zip(starts, stops, strict=True):
         tile = scratch[: (stop - start) * n_columns].view(stop - start, n_columns)
-        unpack_rows(arrays, form, tile, start)
+        unpack_rows(arrays, format, tile, start)
         part = F.linear(x, tile, None if bias is None else bias[start:stop])
         if y is None:
             return part
@@ -280,12 +289,12 @@ def _multiply_in_tiles(
 
 
 def _scratch(numel: int, device: torch.device) -> Tensor:
-    """Memory for a tile that this thread uses again: fresh pages cost more than decoding."""
+    """Memory for a tile, which this thread reuses: fresh pages cost more than decoding."""
     if device.type != "cpu":
         return torch.empty(numel, dtype=torch.bfloat16, device=device)
     held: Tensor | None = getattr(_SCRATCH, "tile", None)
     if held is None or held.numel() < numel:
-        # Not where `with torch.device(...)` or set_default_device would put it.
+        # The device is explicit: `with torch.device(...)` or set_default_device may name another.
         held = _SCRATCH.tile = torch.empty(numel, dtype=torch.bfloat16, device=device)
     return held
 
@@ -297,11 +306,11 @@ def _unpack_weight(
     first_exponents: Tensor,
     exception_starts: Tensor,
     exceptions: Tensor,
-    form: str,
+    format: str,
     n_columns: int,
 ) -> Tensor:
     arrays = WeightTensors(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
-    return unpack(arrays, WEIGHT_FORMATS[form], n_columns)
+    return unpack(arrays, WEIGHT_FORMATS[format], n_columns)
 
 
 @_unpack_weight.register_fake
@@ -311,7 +320,7 @@ def _(
     first_exponents: Tensor,
     exception_starts: Tensor,
     exceptions: Tensor,
-    form: str,
+    format: str,
     n_columns: int,
 ) -> Tensor:
     shape = first_exponents.shape[0], n_columns
@@ -327,11 +336,11 @@ def _multiply_weight(
     exception_starts: Tensor,
     exceptions: Tensor,
     bias: Tensor | None,
-    form: str,
+    format: str,
     n_columns: int,
 ) -> Tensor:
     arrays = WeightTensors(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
-    return multiply(x, arrays, bias, WEIGHT_FORMATS[form], n_columns)
+    return multiply(x, arrays, bias, WEIGHT_FORMATS[format], n_columns)
 
 
 @_multiply_weight.register_fake
@@ -343,7 +352,7 @@ def _(
     exception_starts: Tensor,
     exceptions: Tensor,
     bias: Tensor | None,
-    form: str,
+    format: str,
     n_columns: int,
 ) -> Tensor:
     arrays = WeightTensors(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
@@ -359,14 +368,14 @@ def _look_up_rows(
     exception_starts: Tensor,
     exceptions: Tensor,
     rows: Tensor,
-    form: str,
+    format: str,
     n_columns: int,
 ) -> Tensor:
     require_kernels()
     from packhorse.kernels.weights import decode_rows
 
     arrays = WeightTensors(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
-    return decode_rows(arrays, WEIGHT_FORMATS[form], n_columns, rows.contiguous())
+    return decode_rows(arrays, WEIGHT_FORMATS[format], n_columns, rows.contiguous())
 
 
 @_look_up_rows.register_fake
@@ -377,7 +386,7 @@ def _(
     exception_starts: Tensor,
     exceptions: Tensor,
     rows: Tensor,
-    form: str,
+    format: str,
     n_columns: int,
 ) -> Tensor:
     return rows.new_empty((rows.shape[0], n_columns), dtype=torch.bfloat16)

@@ -1,8 +1,8 @@
 """Packs matrices to the arrays of packed weights, a block of rows at a time, and checks arrays that
 come from elsewhere.
 
-A block is packed on the host by the core, and its arrays go to their device at once. So beside the
-packed weight itself only a block is there: never a second matrix, packed or plain.
+The core packs a block on the host, and the block's arrays go to their device at once. So memory
+holds only one block beside the packed weight, and never a second matrix, packed or plain.
 """
 
 from collections.abc import Iterator
@@ -24,17 +24,17 @@ __all__ = [
     "check_source",
     "count_exceptions",
     "empty_arrays",
-    "form_of",
+    "format_of",
     "pack_arrays",
-    "resolve_form",
+    "resolve_format",
 ]
 
-BLOCK_NBYTES = 16 << 20  # of plain rows that are packed at once
+BLOCK_NBYTES = 16 << 20  # plain rows that are packed at once
 _MAX_EXCEPTIONS = (1 << 31) - 1
 
 
 class RowSource(Protocol):
-    """What `packhorse.open_file(..., framework="pt").get_slice(name)` gives."""
+    """The slices that `packhorse.open_file(..., framework="pt").get_slice(name)` gives."""
 
     def get_shape(self) -> list[int]:
         """Dimensions of the whole tensor."""
@@ -46,30 +46,30 @@ class RowSource(Protocol):
         """Some rows, as a tensor."""
 
 
-def resolve_form(form: WeightFormat | str) -> WeightFormat:
-    """A format from itself or its name.
+def resolve_format(format: WeightFormat | str) -> WeightFormat:
+    """The format that an argument names; formats themselves are returned as they are.
 
     Raises:
-        ValueError: no such format.
+        ValueError: there is no such format.
     """
-    if isinstance(form, WeightFormat):
-        return form
-    if not isinstance(form, str) or form not in WEIGHT_FORMATS:
-        raise ValueError(f"the format is {form!r}; it must be one of {', '.join(WEIGHT_FORMATS)}")
-    return WEIGHT_FORMATS[form]
+    if isinstance(format, WeightFormat):
+        return format
+    if not isinstance(format, str) or format not in WEIGHT_FORMATS:
+        raise ValueError(f"the format is {format!r}; it must be one of {', '.join(WEIGHT_FORMATS)}")
+    return WEIGHT_FORMATS[format]
 
 
 def check_source(source: Tensor | RowSource) -> tuple[int, int]:
     """Rows and columns of a matrix that can be packed.
 
     Raises:
-        TypeError: it is neither a tensor nor a slice, or not BF16.
-        ValueError: it is no matrix of 1 to 65536 columns.
+        TypeError: the source is neither a tensor nor a slice, or not BF16.
+        ValueError: the source is not a matrix of 1 to 65536 columns.
     """
     is_tensor = isinstance(source, Tensor)
     if not is_tensor and not hasattr(source, "get_shape"):
         what = type(source).__name__
-        raise TypeError(f"a tensor, or a slice of a packed file, is packed; this is {what}")
+        raise TypeError(f"only a tensor or a slice of a packed file can be packed, not {what}")
     shape = list(source.shape) if is_tensor else source.get_shape()  # type: ignore[union-attr]
     dtype = source.dtype if isinstance(source, Tensor) else source.get_dtype()
     if dtype not in (torch.bfloat16, "BF16"):
@@ -83,27 +83,27 @@ def check_source(source: Tensor | RowSource) -> tuple[int, int]:
 
 def pack_arrays(
     source: Tensor | RowSource,
-    form: WeightFormat,
+    format: WeightFormat,
     device: torch.device | str | None = None,
 ) -> WeightTensors:
     """Packs a matrix; it is only read.
 
     Args:
         source: BF16, n_rows x n_columns: a plain tensor on any device, or a slice of a packed file.
-        form: the format.
-        device: where the arrays shall be; None for where the tensor is, or the host.
+        format: the format.
+        device: where to put the arrays; None for the tensor's device, or for the host.
 
     Raises:
-        TypeError, ValueError: as `check_source`; or it has too many exceptions to count.
-        CorruptionError, CompatibilityError: of the file.
+        TypeError, ValueError: as `check_source`; or the matrix has too many exceptions to count.
+        CorruptionError, CompatibilityError: as for reading the file.
     """
     n_rows, n_columns = check_source(source)
     home = source.device if isinstance(source, Tensor) else torch.device("cpu")
     device = home if device is None else torch.device(device)
     if device.type == "meta" or home.type == "meta":
-        return empty_arrays(n_rows, n_columns, form, device="meta")
+        return empty_arrays(n_rows, n_columns, format, device="meta")
     pack = _pack_on_host if device.type == "cpu" else _pack_to_device
-    return pack(source, n_rows, n_columns, form, device)
+    return pack(source, n_rows, n_columns, format, device)
 
 
 def _blocks(source: Tensor | RowSource, n_rows: int, n_columns: int) -> Iterator[tuple[int, Any]]:
@@ -116,9 +116,9 @@ def _blocks(source: Tensor | RowSource, n_rows: int, n_columns: int) -> Iterator
 
 
 def _pack_on_host(
-    source: Tensor | RowSource, n_rows: int, n_columns: int, form: WeightFormat, _: torch.device
+    source: Tensor | RowSource, n_rows: int, n_columns: int, format: WeightFormat, _: torch.device
 ) -> WeightTensors:
-    packer = weights.WeightPacker(n_rows, n_columns, form, threads=resolve_threads(None))
+    packer = weights.WeightPacker(n_rows, n_columns, format, threads=resolve_threads(None))
     for _start, block in _blocks(source, n_rows, n_columns):
         packer.add(block)
     return WeightTensors(*map(torch.from_numpy, packer.finish()))
@@ -128,15 +128,15 @@ def _pack_to_device(
     source: Tensor | RowSource,
     n_rows: int,
     n_columns: int,
-    form: WeightFormat,
+    format: WeightFormat,
     device: torch.device,
 ) -> WeightTensors:
-    arrays = empty_arrays(n_rows, n_columns, form, device=device)
+    arrays = empty_arrays(n_rows, n_columns, format, device=device)
     exceptions, n_exceptions = [arrays.exceptions], 0
     for start, block in _blocks(source, n_rows, n_columns):
         stop = start + len(block)
         packed = WeightTensors(
-            *map(torch.from_numpy, weights.pack(block, form, threads=resolve_threads(None)))
+            *map(torch.from_numpy, weights.pack(block, format, threads=resolve_threads(None)))
         )
         n_after = n_exceptions + packed.exceptions.numel()
         if n_after > _MAX_EXCEPTIONS:
@@ -151,12 +151,12 @@ def _pack_to_device(
     return arrays._replace(exceptions=torch.cat(exceptions))
 
 
-def count_exceptions(weight: Tensor, form: WeightFormat) -> int:
-    """How many exceptions a matrix has in a format, block by block.
+def count_exceptions(weight: Tensor, format: WeightFormat) -> int:
+    """The number of exceptions that a matrix has in a format, counted block by block.
 
     Args:
         weight: BF16, n_rows x n_columns, on any device.
-        form: the format.
+        format: the format.
 
     Raises:
         TypeError, ValueError: as `check_source`.
@@ -164,7 +164,7 @@ def count_exceptions(weight: Tensor, form: WeightFormat) -> int:
     n_rows, n_columns = check_source(weight)
     threads = resolve_threads(None)
     return sum(
-        weights.count_exceptions(block, form, threads=threads)
+        weights.count_exceptions(block, format, threads=threads)
         for _, block in _blocks(weight, n_rows, n_columns)
     )
 
@@ -172,70 +172,70 @@ def count_exceptions(weight: Tensor, form: WeightFormat) -> int:
 def empty_arrays(
     n_rows: int,
     n_columns: int,
-    form: WeightFormat,
+    format: WeightFormat,
     *,
     device: torch.device | str | None = None,
 ) -> WeightTensors:
-    """Valid arrays without exceptions, to be written over.
+    """Valid arrays without exceptions, for the caller to overwrite.
 
     Args:
         n_rows: rows of the matrix.
         n_columns: its columns, 1 to 65536.
-        form: the format.
-        device: where they shall be; None for the host.
+        format: the format.
+        device: where to put them; None for the host.
 
     Raises:
-        ValueError: a size is wrong.
+        ValueError: a size is out of range.
     """
     if n_rows < 0 or not 1 <= n_columns <= MAX_WEIGHT_COLUMNS:
         raise ValueError(
-            f"a packed weight has 1 to {MAX_WEIGHT_COLUMNS} columns; {n_columns} and {n_rows} rows "
-            "are asked for"
+            f"a packed weight has 1 to {MAX_WEIGHT_COLUMNS} columns, and no negative number of "
+            f"rows; asked for {n_rows} x {n_columns}"
         )
 
     def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     return WeightTensors(
-        zeros(n_rows, form.n_padded(n_columns)),
-        zeros(n_rows, form.n_high_bytes(n_columns)),
-        zeros(n_rows) + form.min_first,
+        zeros(n_rows, format.n_padded(n_columns)),
+        zeros(n_rows, format.n_high_bytes(n_columns)),
+        zeros(n_rows) + format.min_first,
         zeros(n_rows + 1, dtype=torch.int32),
         zeros(0, dtype=torch.int32),
     )
 
 
-def form_of(arrays: WeightTensors) -> WeightFormat | None:
-    """The format of arrays, by their widths, which differ between formats; None if they have those
-    of no format."""
+def format_of(arrays: WeightTensors) -> WeightFormat | None:
+    """The format of arrays, which their widths tell; None if the widths fit no format."""
     if arrays.low_bytes.dim() == arrays.high_bits.dim() == 2:
         n_padded, n_high_bytes = arrays.low_bytes.shape[1], arrays.high_bits.shape[1]
-        for form in WEIGHT_FORMATS.values():
-            if n_padded and n_high_bytes == form.n_high_bytes(n_padded):
-                return form
+        for format in WEIGHT_FORMATS.values():
+            if n_padded and n_high_bytes == format.n_high_bytes(n_padded):
+                return format
     return None
 
 
-def check_arrays(arrays: WeightTensors, form: WeightFormat, n_columns: int, *, name: str) -> None:
-    """Checks every rule of the format; arrays on a device are copied to the host for it, those of
-    the meta device have none.
+def check_arrays(arrays: WeightTensors, format: WeightFormat, n_columns: int, *, name: str) -> None:
+    """Checks arrays against every rule of the format.
+
+    Arrays on a device are copied to the host for this. Arrays on the meta device are not checked.
 
     Args:
         arrays: from a file or another process.
-        form: their format.
+        format: their format.
         n_columns: columns of the matrix.
-        name: whose weight it is; messages say so.
+        name: the weight's name, for messages.
 
     Raises:
         CorruptionError: a rule is broken.
-        ValueError: they are on several devices, or not contiguous.
+        ValueError: the arrays are on several devices, or not contiguous.
 
     Example:
         >>> import torch
         >>> from packhorse.device import check_arrays, pack_weight
         >>> weight = pack_weight(torch.randn(256, 512, dtype=torch.bfloat16))
 
-        >>> check_arrays(weight.arrays, weight.form, 512, name="layers.0")
+        >>> check_arrays(weight.arrays, weight.format, 512, name="layers.0")
     """
     devices = {array.device for array in arrays}
     if len(devices) > 1:
@@ -246,8 +246,8 @@ def check_arrays(arrays: WeightTensors, form: WeightFormat, n_columns: int, *, n
         for field, array in zip(WeightTensors._fields, arrays, strict=True):
             if array.dtype not in (torch.uint8, torch.int32):
                 raise CorruptionError(f"packed weight: {field} has dtype {array.dtype}")
-            # Kernels read them as they lie.
+            # Kernels ignore strides.
             if not array.is_contiguous():
                 raise ValueError(f"{name}: {field} is not contiguous; take its contiguous()")
         on_host = (array.detach().cpu().numpy() for array in arrays)
-        weights.check(weights.WeightArrays(*on_host), form, n_columns)
+        weights.check(weights.WeightArrays(*on_host), format, n_columns)

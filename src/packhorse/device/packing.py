@@ -1,4 +1,4 @@
-"""Packs weights from memory or from packed files, and joins the arrays of state dicts."""
+"""Packs weights from memory or packed files, and makes packed weights of a state dict's arrays."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,11 +11,11 @@ from packhorse.device.packed_arrays import (
     check_arrays,
     check_source,
     empty_arrays,
-    form_of,
+    format_of,
     pack_arrays,
-    resolve_form,
+    resolve_format,
 )
-from packhorse.device.weights import PackedWeight
+from packhorse.device.packed_weight import PackedWeight
 from packhorse.errors import CorruptionError
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WeightFormat
@@ -25,7 +25,7 @@ __all__ = ["empty_weight", "join_arrays", "pack_weight"]
 
 def pack_weight(
     source: Tensor | RowSource,
-    form: WeightFormat | str = "W12",
+    format: WeightFormat | str = "W12",
     *,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
@@ -34,16 +34,17 @@ def pack_weight(
     Args:
         source: BF16, n_rows x n_columns: a tensor on any device, or a slice of a packed file, which
             is decoded block by block.
-        form: "W12" or "W11".
-        device: where the packed weight shall be; None for where the tensor is, or the host.
+        format: "W12" or "W11".
+        device: where to put the packed weight; None for the tensor's device, or for the host.
 
     Returns:
         The packed weight, which unpacks to the source bit for bit.
 
     Raises:
-        TypeError: the source is neither a tensor nor a slice, is not BF16, or is packed already.
-        ValueError: it is no matrix of 1 to 65536 columns, or has too many exceptions to count.
-        CorruptionError, CompatibilityError: of the file.
+        TypeError: the source is neither a tensor nor a slice, is not BF16, or is already packed.
+        ValueError: the source is not a matrix of 1 to 65536 columns, or has too many exceptions to
+            count.
+        CorruptionError, CompatibilityError: as for reading the file.
 
     Example:
         >>> import torch
@@ -55,27 +56,27 @@ def pack_weight(
         >>> torch.equal(weight.unpack(), plain)
         True
     """
-    form = resolve_form(form)
+    format = resolve_format(format)
     if isinstance(source, PackedWeight):
-        raise TypeError("the weight is packed already; give its unpack() to pack it anew")
+        raise TypeError("the weight is already packed; give its unpack() to pack it anew")
     _, n_columns = check_source(source)
-    return PackedWeight(pack_arrays(source, form, device), form, n_columns)
+    return PackedWeight(pack_arrays(source, format, device), format, n_columns)
 
 
 def empty_weight(
     n_rows: int,
     n_columns: int,
-    form: WeightFormat | str,
+    format: WeightFormat | str,
     *,
     device: torch.device | str | None = None,
 ) -> PackedWeight:
-    """A valid packed weight without exceptions, to be written over.
+    """A valid packed weight without exceptions, for the caller to overwrite.
 
     Args:
         n_rows: rows of the matrix.
         n_columns: its columns, 1 to 65536.
-        form: "W12" or "W11".
-        device: where it shall be; None for the host.
+        format: "W12" or "W11".
+        device: where to put it; None for the host.
 
     Returns:
         The packed weight.
@@ -89,12 +90,12 @@ def empty_weight(
         >>> weight.shape, weight.dtype
         (torch.Size([256, 512]), torch.bfloat16)
     """
-    form = resolve_form(form)
-    return PackedWeight(empty_arrays(n_rows, n_columns, form, device=device), form, n_columns)
+    format = resolve_format(format)
+    return PackedWeight(empty_arrays(n_rows, n_columns, format, device=device), format, n_columns)
 
 
 def join_arrays(state: Mapping[str, Any], name: str, n_columns: int) -> PackedWeight | None:
-    """The packed weight that a state dict or a file holds as arrays, checked.
+    """The packed weight that a state dict or a file holds as arrays, which are checked.
 
     Args:
         state: tensors by name; `NAME.low_bytes` and the other four belong together.
@@ -102,11 +103,11 @@ def join_arrays(state: Mapping[str, Any], name: str, n_columns: int) -> PackedWe
         n_columns: columns of the matrix.
 
     Returns:
-        The weight, around the tensors of the state; None if there is none of its arrays.
+        The weight, which uses the tensors of the state; None if the state has none of its arrays.
 
     Raises:
-        CorruptionError: some arrays are missing, they break a rule of the format, or there is a
-            plain weight beside them.
+        CorruptionError: some arrays are missing, they break a rule of the format, or the state also
+            has a plain weight.
 
     Example:
         >>> import torch
@@ -126,16 +127,16 @@ def join_arrays(state: Mapping[str, Any], name: str, n_columns: int) -> PackedWe
     if missing:
         raise CorruptionError(f"{name}: packed weight: {', '.join(missing)} is missing")
     if name in state:
-        raise CorruptionError(f"{name}: is there packed and plain; take one of them out")
+        raise CorruptionError(f"{name}: is both packed and plain here; remove one of the two")
     for key in keys.values():
         if not isinstance(state[key], Tensor):
-            raise CorruptionError(f"{key} is no tensor, but {type(state[key]).__name__}")
+            raise CorruptionError(f"{key} is not a tensor, but {type(state[key]).__name__}")
         if state[key].layout != torch.strided:
-            raise CorruptionError(f"{key} is no plain tensor, but {state[key].layout}")
+            raise CorruptionError(f"{key} is not a plain tensor, but {state[key].layout}")
     arrays = WeightTensors(*(array.contiguous() for array in map(state.__getitem__, keys.values())))
-    form = form_of(arrays)
-    if form is None:
+    format = format_of(arrays)
+    if format is None:
         shapes = f"{list(arrays.low_bytes.shape)} and {list(arrays.high_bits.shape)}"
         raise CorruptionError(f"{name}: packed weight: no format has low and high bits of {shapes}")
-    check_arrays(arrays, form, n_columns, name=name)
-    return PackedWeight(arrays, form, n_columns)
+    check_arrays(arrays, format, n_columns, name=name)
+    return PackedWeight(arrays, format, n_columns)

@@ -1,6 +1,7 @@
-"""Products with packed weights on a GPU: the way from a layer to a kernel, which every token of a
-model takes. It is kept short, six calls from the layer at most: nothing is searched, read or
-compiled here after the first product of a shape.
+"""Products with packed weights on a GPU: the path from a layer to a kernel.
+
+Every token of a model takes this path, so it is short: six calls from the layer at most. After the
+first product of a shape, nothing here is searched, read or compiled.
 """
 
 import warnings
@@ -23,64 +24,64 @@ from packhorse.layout import W12, WeightFormat
 
 __all__ = ["LAUNCHERS", "multiply", "run_choice"]
 
-_ALIGNMENT = 16  # bytes, of what kernels are compiled for
+_ALIGNMENT = 16  # bytes; kernels are compiled for inputs that are aligned so
 
 
 def multiply(
     x: Tensor,
     weights: WeightTensors,
-    form: WeightFormat,
+    format: WeightFormat,
     n_columns: int,
     *,
     bias: Tensor | None = None,
     choice: Choice | None = None,
 ) -> Tensor:
-    """A product by a choice; if the GPU is too small for that, a warning once, and by decoding.
+    """A product by a choice. If the GPU is too small for it, warns once and decodes instead.
 
     Args:
         x: BF16, any dimensions, the last of n_columns; not empty.
         weights: checked arrays of `n_rows` rows.
-        form: their format.
+        format: their format.
         n_columns: columns of the matrix.
         bias: BF16, n_rows.
-        choice: what to run; None for what `packhorse.device.choices.choose` says.
+        choice: what to run; None for the result of `packhorse.device.choices.choose`.
 
     Returns:
-        BF16, the dimensions of x but for the last, which is n_rows.
+        BF16, the dimensions of x except for the last, which is n_rows.
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: a tensor has another shape, or is elsewhere.
+        ValueError: a tensor has another shape, or is on another device.
     """
     n_rows, n_tokens = len(weights.first_exponents), x.numel() // n_columns
     if choice is None:
-        choice = choose(n_rows, n_columns, n_tokens, form, x.device)
+        choice = choose(n_rows, n_columns, n_tokens, format, x.device)
     if choice.strategy is Strategy.DECODE:
         try:
             decoder = current_decoder(x.device)
             if decoder is None:
-                return F.linear(x, decode_weights(weights, form, n_columns), bias)
-            return _multiply_ahead(decoder, x, weights, form, n_columns, bias)
+                return F.linear(x, decode_weights(weights, format, n_columns), bias)
+            return _multiply_ahead(decoder, x, weights, format, n_columns, bias)
         except torch.OutOfMemoryError:
-            choice = _choose_without_memory(n_rows, n_columns, form)
+            choice = _choose_without_memory(n_rows, n_columns, format)
     flat = x.reshape(n_tokens, n_columns).contiguous()
-    if flat.data_ptr() % _ALIGNMENT:  # or Triton would compile once more, in a capture perhaps
+    if flat.data_ptr() % _ALIGNMENT:  # Triton would compile once more, perhaps in a capture
         flat = flat.clone()
-    if TOO_LARGE and (choice, form.name, x.device) in TOO_LARGE:
+    if TOO_LARGE and (choice, format.name, x.device) in TOO_LARGE:
         choice = Choice(Strategy.DECODE)
     try:
         run = LAUNCHERS[choice.strategy]
-        y = run(flat, weights, form, n_columns, bias=bias, config=choice.config)
+        y = run(flat, weights, format, n_columns, bias=bias, config=choice.config)
     except OutOfResources as error:
-        _note_too_large(choice, form, x.device, error)
-        y = _multiply_decoded(flat, weights, form, n_columns, bias=bias)
+        _note_too_large(choice, format, x.device, error)
+        y = _multiply_decoded(flat, weights, format, n_columns, bias=bias)
     return y.view(*x.shape[:-1], n_rows)
 
 
 def _note_too_large(
-    choice: Choice, form: WeightFormat, device: torch.device, error: OutOfResources
+    choice: Choice, format: WeightFormat, device: torch.device, error: OutOfResources
 ) -> None:
-    TOO_LARGE.add((choice, form.name, device))
+    TOO_LARGE.add((choice, format.name, device))
     warnings.warn(
         f"{choice} does not fit on this GPU ({error}): weights are decoded first instead, which is "
         "slower. Run `packhorse tune` to find what fits",
@@ -93,18 +94,18 @@ def run_choice(
     choice: Choice,
     x: Tensor,
     weights: WeightTensors,
-    form: WeightFormat,
+    format: WeightFormat,
     n_columns: int,
     *,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The same by a given choice, and by no other.
+    """A product by a given choice, and by no other.
 
     Args:
         choice: what to run.
         x: BF16, n_tokens x n_columns.
         weights: checked arrays of `n_rows` rows.
-        form: their format.
+        format: their format.
         n_columns: columns of the matrix.
         bias: BF16, n_rows.
 
@@ -113,26 +114,26 @@ def run_choice(
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
-        OutOfResources: of Triton, if a program is too large for the GPU.
+        ValueError: a tensor has another shape, is on another device, or is not contiguous.
+        OutOfResources: Triton's error if a program is too large for the GPU.
     """
     run = LAUNCHERS[choice.strategy]
-    return run(x, weights, form, n_columns, bias=bias, config=choice.config)
+    return run(x, weights, format, n_columns, bias=bias, config=choice.config)
 
 
 def _multiply_decoded(
     x: Tensor,
     weights: WeightTensors,
-    form: WeightFormat,
+    format: WeightFormat,
     n_columns: int,
     *,
     bias: Tensor | None = None,
     config: None = None,
 ) -> Tensor:
-    return F.linear(x, decode_weights(weights, form, n_columns), bias)
+    return F.linear(x, decode_weights(weights, format, n_columns), bias)
 
 
-# What runs a strategy; each is called as `run_choice`, with the division of its choice.
+# The function of each strategy, called as `run_choice` is, with the division of the choice.
 LAUNCHERS: dict[Strategy, Callable[..., Tensor]] = {
     Strategy.FUSED: multiply_weights,
     Strategy.MANY: multiply_many,
@@ -144,28 +145,28 @@ def _multiply_ahead(
     decoder: AheadDecoder,
     x: Tensor,
     weights: WeightTensors,
-    form: WeightFormat,
+    format: WeightFormat,
     n_columns: int,
     bias: Tensor | None,
 ) -> Tensor:
-    """With the weight that was decoded while the product before this one ran."""
-    decode = partial(_decode_to, form=form)
+    """A product with the weight that was decoded while the previous product ran."""
+    decode = partial(_decode_to, format=format)
     with decoder.plain(weights, (weights.n_rows, n_columns), decode) as weight:
         return F.linear(x, weight, bias)
 
 
-def _decode_to(arrays: Sequence[Tensor], dst: Tensor, form: WeightFormat) -> None:
-    decode_weights(WeightTensors(*arrays), form, dst.shape[1], dst)
+def _decode_to(arrays: Sequence[Tensor], dst: Tensor, format: WeightFormat) -> None:
+    decode_weights(WeightTensors(*arrays), format, dst.shape[1], dst)
 
 
-def _choose_without_memory(n_rows: int, n_columns: int, form: WeightFormat) -> Choice:
-    """What needs no memory for the plain weight."""
+def _choose_without_memory(n_rows: int, n_columns: int, format: WeightFormat) -> Choice:
+    """The choice that needs no memory for the plain weight."""
     mib = 2 * n_rows * n_columns / 2**20
     warnings.warn(
         f"the GPU has no {mib:.0f} MiB left for the plain weight of {n_rows} x {n_columns}: "
-        "it is decoded inside the product, which is slower with many tokens; give the GPU fewer "
+        "the product decodes it inside, which is slower with many tokens; give the GPU fewer "
         "tokens at once, or a smaller cache",
         RuntimeWarning,
         stacklevel=2,
     )
-    return Choice(Strategy.MANY if form is W12 else Strategy.FUSED)
+    return Choice(Strategy.MANY if format is W12 else Strategy.FUSED)

@@ -1,4 +1,4 @@
-"""What packing a model did, weight by weight."""
+"""Reports on packing a model, weight by weight."""
 
 from dataclasses import dataclass
 
@@ -12,15 +12,15 @@ class WeightReport:
     """A weight that was packed.
 
     Attributes:
-        name: of the modules that have it, " = " between them.
+        name: the modules that have it, with " = " between them.
         shape: rows and columns.
-        form: name of its format.
+        format: name of its format.
         nbytes: bytes of the packed weight.
     """
 
     name: str
     shape: tuple[int, int]
-    form: str
+    format: str
     nbytes: int
 
     @property
@@ -39,9 +39,9 @@ class LeftWeight:
     """A weight that stays as it was.
 
     Attributes:
-        name: of the modules that have it, " = " between them.
-        shape: rows and columns; of a parameter that is no matrix, all its dimensions.
-        dtype: PyTorch's name of it.
+        name: the modules that have it, with " = " between them.
+        shape: rows and columns; all dimensions of a parameter that is not a matrix.
+        dtype: PyTorch's name of its dtype.
         nbytes: its bytes.
         reason: why it stays.
     """
@@ -55,12 +55,12 @@ class LeftWeight:
 
 @dataclass(frozen=True)
 class PackReport:
-    """What `pack_model_` did; as text, a table.
+    """What `pack_model_` did; `str` gives a table.
 
     Attributes:
         packed: the weights that were packed, in the order of the modules.
         left: matrices that stay as they were.
-        plain_nbytes: bytes of all parameters and buffers of the model before.
+        plain_nbytes: bytes of all parameters and buffers of the model before packing.
     """
 
     packed: tuple[WeightReport, ...]
@@ -74,7 +74,7 @@ class PackReport:
 
     @property
     def ratio(self) -> float:
-        """Bytes before to bytes now; 1 for a model of none."""
+        """Bytes before packing to bytes now; 1 for a model without bytes."""
         return self.plain_nbytes / self.nbytes if self.nbytes else 1.0
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class PackReport:
         for weight in self.packed:
             bits, before = f"{weight.bits_per_weight:.2f}", _mib(weight.plain_nbytes)
             rows.append(
-                (weight.name, _by(weight.shape), weight.form, bits, before, _mib(weight.nbytes))
+                (weight.name, _by(weight.shape), weight.format, bits, before, _mib(weight.nbytes))
             )
         for left in self.left:
             size = _mib(left.nbytes)

@@ -1,5 +1,7 @@
-"""Whether a packed weight is as fast as the plain one on a GPU, and in which format it is fastest:
-by what `packhorse tune` has measured, or else by the model of time."""
+"""Compares the speed of a packed weight in each format with the plain one on a GPU.
+
+The figures are those that `packhorse tune` has measured, or else those of the model of time.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,24 +21,24 @@ class Speed:
     """How fast a product with a packed weight is.
 
     Attributes:
-        form: the format.
+        format: the format.
         times: how many times as fast as with the BF16 weight.
-        source: "measured", or for which GPU it is predicted.
+        source: "measured", or the GPU for which the speed is predicted.
     """
 
-    form: WeightFormat
+    format: WeightFormat
     times: float
     source: str
 
     def __str__(self) -> str:
-        return f"{self.times:.2f} times as fast as BF16 in {self.form.name}, {self.source}"
+        return f"{self.times:.2f} times as fast as BF16 in {self.format.name}, {self.source}"
 
 
 def compare_formats(
     n_rows: int,
     n_columns: int,
     n_tokens: int,
-    forms: Iterable[WeightFormat],
+    formats: Iterable[WeightFormat],
     device: torch.device,
 ) -> list[Speed]:
     """The speed of each format, the fastest first.
@@ -45,17 +47,17 @@ def compare_formats(
         n_rows: rows of the weight.
         n_columns: its columns.
         n_tokens: vectors that it is multiplied with.
-        forms: the formats.
-        device: the GPU. What was measured on it counts alone, if anything was for this matrix:
-            predictions are no match for it.
+        formats: the formats.
+        device: the GPU. If anything was measured on it for this matrix, only measured formats are
+            compared, because predictions are less certain.
     """
     name = describe_device(device).name
-    gpu = "a GPU that is not known" if name == GENERIC.name else f"{name}"
+    gpu = "an unknown GPU" if name == GENERIC.name else f"{name}"
     found = []
-    for form in forms:
-        figures, is_measured = expect(n_rows, n_columns, n_tokens, form, device)
+    for format in formats:
+        figures, is_measured = expect(n_rows, n_columns, n_tokens, format, device)
         if figures.plain_seconds is not None:
             source = "measured" if is_measured else f"predicted for {gpu}"
-            found.append(Speed(form, figures.plain_seconds / figures.seconds, source))
+            found.append(Speed(format, figures.plain_seconds / figures.seconds, source))
     measured = [speed for speed in found if speed.source == "measured"]
     return sorted(measured or found, key=lambda speed: -speed.times)

@@ -1,4 +1,4 @@
-"""What can be run for a product with a packed weight on a GPU."""
+"""The ways to run a product with a packed weight on a GPU."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -18,31 +18,30 @@ __all__ = [
     "bucket_of",
 ]
 
-MAX_FUSED_TOKENS = (
-    1024  # above, the product is bound by arithmetic, and decoding first costs little
-)
-# Up to so many tokens the order of sums is one and the same, so that a token's result does not
-# depend on the batch that it is in.
+# Above this number of tokens arithmetic limits the product, and decoding first costs little.
+MAX_FUSED_TOKENS = 1024
+# Up to this number of tokens the order of sums is always the same, so that a token's result does
+# not depend on the batch that it is in.
 INVARIANT_TOKENS = 32
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
 
 class Strategy(Enum):
-    """What is run for a product."""
+    """What runs for a product."""
 
-    FUSED = "fused"  # weights are decoded in registers, inside the product, for few tokens
-    MANY = "many"  # the same for more tokens than the weight should be read again for (W12)
-    DECODE = "decode"  # weights are decoded to memory, then multiplied by PyTorch
+    FUSED = "fused"  # the product decodes weights in registers; for few tokens
+    MANY = "many"  # the same for more tokens, without reading the weight again (W12 only)
+    DECODE = "decode"  # weights are decoded to memory, then PyTorch multiplies
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is run for a product, and how it is divided.
+    """What runs for a product, and how the product is divided.
 
     Attributes:
-        strategy: what is run.
+        strategy: what runs.
         config: the division of a fused product, a `ManyConfig` for `MANY`; None for the launcher's
-            own, and for `DECODE`.
+            default, and for `DECODE`.
     """
 
     strategy: Strategy
@@ -50,5 +49,5 @@ class Choice:
 
 
 def bucket_of(n_tokens: int) -> int:
-    """The number of tokens that stands for `n_tokens` in what is chosen and measured."""
+    """The number of tokens that stands for `n_tokens` in choices and measurements."""
     return BUCKETS[min(bisect_left(BUCKETS, n_tokens), len(BUCKETS) - 1)]

@@ -1,7 +1,7 @@
-"""What was measured of products with packed weights, for the cache of a GPU: which matrix, which
-numbers of tokens, and what is fastest for each.
+"""The cache of measured products with packed weights on a GPU: for each matrix and number of
+tokens, the fastest choice.
 
-Each entry is read with distrust: it must be one that this release could have written.
+Every entry is checked when it is read: it must be one that this release could have written.
 """
 
 import math
@@ -15,7 +15,7 @@ from packhorse.device.strategy import (
     Choice,
     Strategy,
 )
-from packhorse.gpu.cache import FigureCache, require, require_keys
+from packhorse.gpu.figure_cache import FigureCache, require, require_keys
 from packhorse.kernels.matmul import MatmulConfig
 from packhorse.kernels.matmul_many import ManyConfig
 from packhorse.layout import MAX_WEIGHT_COLUMNS, W12, WEIGHT_FORMATS
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _MAX_ROWS = 1 << 31
-# What each field of a division may be; the launchers take these, some are too large for any GPU.
+# The values that each field of a division may have. The launchers accept all; some fit on no GPU.
 CONFIG_VALUES: dict[type, dict[str, tuple[int, ...]]] = {
     MatmulConfig: {
         "block_rows": (16, 32, 64, 128, 256),
@@ -60,22 +60,22 @@ class Key:
     Attributes:
         n_rows: its rows.
         n_columns: its columns.
-        form: name of its format.
+        format: name of its format.
     """
 
     n_rows: int
     n_columns: int
-    form: str
+    format: str
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What is best for a number of tokens.
+    """The best choice for a number of tokens.
 
     Attributes:
         choice: what to run.
-        seconds: what that takes.
-        plain_seconds: what a product with the BF16 weight takes; None if that was not measured.
+        seconds: the time of the choice.
+        plain_seconds: the time of a product with the BF16 weight; None if it was not measured.
     """
 
     choice: Choice
@@ -87,7 +87,7 @@ Entries: TypeAlias = dict[Key, dict[int, Measured]]
 
 
 def order_of(config: MatmulConfig) -> tuple[int, int, int]:
-    """What the order of sums depends on."""
+    """The fields of a division that the order of sums depends on."""
     return config.block_steps, config.n_warps, config.n_splits
 
 
@@ -110,14 +110,14 @@ def _parse_entry(entry: Any) -> tuple[Key, dict[int, Measured]]:
     require(
         type(n_columns) is int and 0 < n_columns <= MAX_WEIGHT_COLUMNS, "n_columns is out of range"
     )
-    require(type(entry["form"]) is str and entry["form"] in WEIGHT_FORMATS, "no such format")
-    require(type(entry["buckets"]) is list, "buckets are no list")
+    require(type(entry["form"]) is str and entry["form"] in WEIGHT_FORMATS, "the format is unknown")
+    require(type(entry["buckets"]) is list, "buckets is not a list")
     parsed = [_parse_measured(row) for row in entry["buckets"]]
     numbers = [n_tokens for n_tokens, _ in parsed]
     require(numbers == sorted(set(numbers)), "buckets do not ascend")
     found = dict(parsed)
     is_many = any(measured.choice.strategy is Strategy.MANY for measured in found.values())
-    require(not is_many or entry["form"] == W12.name, f"{W12.name} alone has such a product")
+    require(not is_many or entry["form"] == W12.name, f"only {W12.name} has such a product")
     orders = {_order(measured) for n, measured in parsed if n <= INVARIANT_TOKENS}
     require(len(orders) <= 1, "the order of sums depends on the number of tokens")
     return Key(n_rows, n_columns, entry["form"]), found
@@ -132,16 +132,22 @@ def _parse_measured(row: Any) -> tuple[int, Measured]:
     names = {"n_tokens", "strategy", "config", "seconds", "plain_seconds"}
     require_keys(row, names, "a bucket")
     n_tokens, strategy, config = row["n_tokens"], row["strategy"], row["config"]
-    require(type(n_tokens) is int and n_tokens in BUCKETS, "no such number of tokens")
-    require(strategy in [s.value for s in Strategy], "no such strategy")
+    require(type(n_tokens) is int and n_tokens in BUCKETS, "the number of tokens is not a bucket")
+    require(strategy in [s.value for s in Strategy], "the strategy is unknown")
     times = [row["seconds"]] + ([row["plain_seconds"]] if row["plain_seconds"] is not None else [])
-    require(all(type(time) is float and 0 < time < math.inf for time in times), "a time is no time")
+    require(
+        all(type(time) is float and 0 < time < math.inf for time in times),
+        "a time is not a positive number",
+    )
     if strategy == Strategy.DECODE.value:
-        require(config is None, "a division of what is not divided")
+        require(config is None, "a strategy without a division has one")
         choice = Choice(Strategy.DECODE)
     else:
         kind = MatmulConfig if strategy == Strategy.FUSED.value else ManyConfig
-        require(kind is MatmulConfig or n_tokens > INVARIANT_TOKENS, "too few tokens")
+        require(
+            kind is MatmulConfig or n_tokens > INVARIANT_TOKENS,
+            "too few tokens for the kernel of many",
+        )
         require(n_tokens <= MAX_FUSED_TOKENS, "too many tokens for a fused product")
         require_keys(config, {field.name for field in fields(kind)}, "a division")
         parsed = kind(**config)
@@ -161,7 +167,9 @@ def _dump_entry(key: Key, buckets: dict[int, Measured]) -> dict[str, Any]:
         }
         for n_tokens, measured in sorted(buckets.items())
     ]
-    return asdict(key) | {"buckets": rows}
+    return {
+        "n_rows": key.n_rows, "n_columns": key.n_columns, "form": key.format, "buckets": rows,
+    }  # fmt: skip
 
 
 TUNE_CACHE = FigureCache[Key, dict[int, Measured]](
@@ -170,7 +178,7 @@ TUNE_CACHE = FigureCache[Key, dict[int, Measured]](
     parse=_parse_entry,
     dump=_dump_entry,
     remedy=(
-        "measured choices are not used: {}; kernels are chosen by predictions instead. Run "
+        "measured choices are not used: {}; predictions choose the kernels instead. Run "
         "`packhorse tune` to measure again"
     ),
 )

@@ -20,7 +20,7 @@ from packhorse.codecs.plan import Plan
 from packhorse.codecs.source import Source
 from packhorse.frame.header import Table
 from packhorse.frame.zstd import encode_zstd
-from packhorse.layout import STREAM_NBYTES_BITS, Mode
+from packhorse.layout import FIRST_STREAM, STREAM_NBYTES_BITS, Mode
 
 __all__ = ["Payload", "encode_payload"]
 
@@ -43,7 +43,7 @@ class Payload(NamedTuple):
     @property
     def has_delta(self) -> bool:
         """Whether any chunk needs the base."""
-        return bool(np.any(self.table[:, 1] >> STREAM_NBYTES_BITS == Mode.DELTA))
+        return bool(np.any(self.table[:, FIRST_STREAM] >> STREAM_NBYTES_BITS == Mode.DELTA))
 
 
 def encode_payload(

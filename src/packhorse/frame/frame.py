@@ -36,7 +36,7 @@ from packhorse.frame.header import (
 )
 from packhorse.frame.plan import capacity_of, checked_source
 from packhorse.frame.zstd import ZstdJob
-from packhorse.layout import STREAM_NBYTES_BITS, DType, Level, Mode, Split
+from packhorse.layout import FIRST_STREAM, STREAM_NBYTES_BITS, DType, Level, Mode, Split
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -415,7 +415,9 @@ class Frame:
         """Whether any chunk is coded by Zstandard, which is allowed for whole units only."""
         if self._header.split != Split.WHOLE:
             return False
-        return bool((self._header.table[:, 1] >> STREAM_NBYTES_BITS == int(Mode.ZSTD)).any())
+        return bool(
+            (self._header.table[:, FIRST_STREAM] >> STREAM_NBYTES_BITS == int(Mode.ZSTD)).any()
+        )
 
     def pieces(
         self,

@@ -27,6 +27,7 @@ from packhorse.layout import (
     CRITICAL_FLAGS,
     DTYPE_BY_CODE,
     DTYPE_BY_NAME,
+    FIRST_STREAM,
     FIXED_HEADER,
     FIXED_HEADER_NBYTES,
     FLAG_BASE,
@@ -146,7 +147,9 @@ def payload_nbytes(table: Table) -> int:
 
 
 def _chunk_nbytes(table: Table) -> NDArray[np.int64]:
-    lengths: NDArray[np.int64] = (table[:, 1:] & STREAM_NBYTES_MASK).sum(axis=1, dtype=np.int64)
+    lengths: NDArray[np.int64] = (table[:, FIRST_STREAM:] & STREAM_NBYTES_MASK).sum(
+        axis=1, dtype=np.int64
+    )
     return -(-lengths // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
 
@@ -398,8 +401,8 @@ class PlaneSummary:
 
 def plane_summaries(header: FrameHeader) -> tuple[PlaneSummary, ...]:
     """Sums up each plane over all chunks."""
-    lengths = (header.table[:, 1:] & STREAM_NBYTES_MASK).sum(axis=0, dtype=np.int64)
-    modes = header.table[:, 1:] >> STREAM_NBYTES_BITS
+    lengths = (header.table[:, FIRST_STREAM:] & STREAM_NBYTES_MASK).sum(axis=0, dtype=np.int64)
+    modes = header.table[:, FIRST_STREAM:] >> STREAM_NBYTES_BITS
     # Mode delta codes whole units, so the other planes of such a chunk have no streams.
     counted = [modes[:, :1], modes[modes[:, 0] != int(Mode.DELTA), 1:]]
     logical = header.nbytes // header.n_planes

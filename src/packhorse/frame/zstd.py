@@ -20,7 +20,7 @@ from packhorse.codecs.plan import Plan
 from packhorse.errors import CorruptionError
 from packhorse.frame.base import part_of
 from packhorse.frame.header import FrameHeader, Table, padded
-from packhorse.layout import STREAM_NBYTES_BITS, STREAM_NBYTES_MASK, Mode
+from packhorse.layout import STREAM_NBYTES_BITS, STREAM_NBYTES_MASK, Mode, Status
 from packhorse.threads import in_order
 
 __all__ = ["ZstdJob", "encode_zstd"]
@@ -121,7 +121,7 @@ class ZstdJob:
         crc, descriptor = (int(value) for value in self.header.table[chunk])
         end = offset + padded(descriptor & STREAM_NBYTES_MASK)
         if crc != _core.crc32c(self.data[offset:end]):
-            raise self.fail(chunk, STATUS_WORDS[1])
+            raise self.fail(chunk, STATUS_WORDS[Status.CHECKSUM])
 
     def _decode_chunk(
         self, decoder: zstd.ChunkDecoder, chunk: int, offset: int, dst: ByteArray
@@ -131,7 +131,7 @@ class ZstdJob:
         end = offset + padded(nbytes)
         stream = self.data[offset : offset + nbytes]
         if self.data[offset + nbytes : end].any():
-            raise self.fail(chunk, STATUS_WORDS[3])
+            raise self.fail(chunk, STATUS_WORDS[Status.RESERVED])
         mode = descriptor >> STREAM_NBYTES_BITS
         if mode == Mode.ZSTD:
             try:

@@ -1,8 +1,8 @@
-"""What hops share on GPUs: frames that are decoded there, models of devices and of their links, the
-timing of kernels, and a search for the fastest way with a cache of what was found.
+"""What hops share on GPUs: decoding of frames, models of devices and their links, timing of
+kernels, and a search for the fastest choice with a cache of its results.
 
-Each module is imported by its own name. `models` and `search` need nothing but Python, `cache` no
-PyTorch either; all others ask for PyTorch and Triton.
+Each module is imported by its own name. `models`, `search` and `figure_cache` need neither PyTorch
+nor Triton; `plans` needs the core; all others need PyTorch and Triton.
 """
 
 __all__: list[str] = []

@@ -1,5 +1,5 @@
-"""What PyTorch tells of the GPU that is here: its model, and what figures measured on it hold
-for."""
+"""What PyTorch reports about a GPU of this machine: its model, and the identity under which its
+figures are kept."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,20 +8,20 @@ import torch
 import triton
 
 from packhorse._version import __version__
-from packhorse.gpu.cache import Identity
+from packhorse.gpu.figure_cache import Identity
 from packhorse.gpu.models import GENERIC, MEMORY_SHARE, DeviceModel, model_of, scale_model
 
 __all__ = ["describe_device", "identify"]
 
 
 def identify(device: torch.device) -> Identity:
-    """What figures of this GPU hold for."""
+    """The GPU and versions for which figures measured on it hold."""
     found = torch.cuda.get_device_properties(device)
     return Identity(found.name, found.multi_processor_count, triton.__version__, __version__)
 
 
 def describe_device(device: torch.device) -> DeviceModel:
-    """What a GPU can do, by the presets, or else by what its driver tells."""
+    """What a GPU can do, by the presets, or else by what its driver reports."""
     if device.type != "cuda":
         return GENERIC
     found = torch.cuda.get_device_properties(device)
@@ -31,10 +31,10 @@ def describe_device(device: torch.device) -> DeviceModel:
         model = replace(
             model, shared_nbytes=shared, l2_nbytes=getattr(found, "L2_cache_size", model.l2_nbytes)
         )
-    return scale_model(model, found.multi_processor_count, _told_bandwidth(found))
+    return scale_model(model, found.multi_processor_count, _reported_bandwidth(found))
 
 
-def _told_bandwidth(found: Any) -> float | None:
-    """Bytes a second by the clock and width of the memory, where PyTorch tells them."""
+def _reported_bandwidth(found: Any) -> float | None:
+    """Bytes a second by the clock and width of the memory, where PyTorch reports them."""
     clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
     return 2 * clock * 1e3 * width / 8 * MEMORY_SHARE or None

@@ -1,7 +1,7 @@
-"""What GPUs and the links to them can do: the figures that models of time are made of.
+"""What GPUs and the links to them can do: the figures that models of time use.
 
-Each figure has its source beside it. Those called "assumed" have none but arithmetic, and await
-measurements.
+Each figure has its source beside it. Figures called "assumed" follow from arithmetic alone, and
+await measurements.
 """
 
 from dataclasses import dataclass, replace
@@ -24,10 +24,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Link:
-    """A way between a GPU and the host, or between two GPUs.
+    """A connection between a GPU and the host, or between two GPUs.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         peak: bytes a second in each direction, by its specification; transfers reach less.
     """
 
@@ -50,7 +50,7 @@ class DeviceModel:
     """What a GPU can do.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         capability: its compute capability: 90 for 9.0.
         n_processors: multiprocessors.
         clock: cycles a second, under load.
@@ -58,9 +58,9 @@ class DeviceModel:
         l2_nbytes: size of the L2 cache.
         l2_bandwidth: bytes a second from L2.
         bf16_rate: BF16 operations a second that cuBLAS reaches on large matrices.
-        shared_nbytes: shared memory of a multiprocessor; a program may use it but for 1 KiB.
-        host_link: the way to the host.
-        peer_link: the way to another GPU of the same machine; None if that is the host's.
+        shared_nbytes: shared memory of a multiprocessor; a program may use all but 1 KiB of it.
+        host_link: the connection to the host.
+        peer_link: the connection to another GPU of the same machine; None if it is the host's.
         latency: seconds from a load to its data, under load.
         launch: seconds that a kernel takes in a CUDA graph beside its work.
     """
@@ -80,12 +80,12 @@ class DeviceModel:
     launch: float = 2.5e-6
 
 
-# Multiprocessors, caches and peaks are those of NVIDIA's datasheets and architecture papers. What
-# is reached of them, where it was measured: copies on an H200 ran at 4.3 of 4.8 TB/s, large BF16
-# products at 790 of 989 TFLOP/s. The same shares, 0.9 and 0.8, are assumed of the others. Clocks
-# are those held under load, below the boost. Bandwidths of L2: microbenchmarks by Chips and Cheese,
-# some 5.5 TB/s for H100, 4 for A100. Launches: 2.5 us between dependent kernels of a graph, and
-# loads 0.8 us under load; both assumed. Links: the datasheets.
+# Multiprocessors, caches and peaks are those of NVIDIA's datasheets and architecture papers.
+# Measured shares of the peaks: copies on an H200 ran at 4.3 of 4.8 TB/s, large BF16 products at 790
+# of 989 TFLOP/s. The same shares, 0.9 and 0.8, are assumed for the other GPUs. Clocks are those
+# under load, below the boost. Bandwidths of L2: microbenchmarks by Chips and Cheese, some 5.5 TB/s
+# for H100, 4 for A100. A launch takes 2.5 us between dependent kernels of a graph, and a load 0.8
+# us under load; both are assumed. Links: the datasheets.
 _H200 = DeviceModel("H200", 90, 132, 1.755e9, 4.3e12, 60 << 20, 5.7e12, 790e12, 228 << 10)
 _H100_NVL = DeviceModel("H100 NVL", 90, 132, 1.6e9, 3.5e12, 60 << 20, 5.2e12, 640e12, 228 << 10)
 _H100_PCIE = DeviceModel("H100 PCIe", 90, 114, 1.5e9, 1.8e12, 50 << 20, 4.5e12, 520e12, 228 << 10)
@@ -102,12 +102,12 @@ PRESETS = (
     replace(_A100_SXM, name="A100", bandwidth=1.83e12, peer_link=NVLINK3),
 )
 MEMORY_SHARE = 0.9  # of the peak bandwidth of device memory that kernels reach
-# For a GPU of which nothing is known: as an A100 in proportion to its multiprocessors.
+# For an unknown GPU: an A100, in proportion to the number of multiprocessors.
 GENERIC = DeviceModel("generic", 80, 108, 1.35e9, 1.4e12, 40 << 20, 4.0e12, 220e12, 100 << 10)
 
 
 def model_of(name: str) -> DeviceModel:
-    """The preset for a GPU by its name, as the driver tells it; `GENERIC` if there is none."""
+    """The preset for a GPU by its name, as the driver reports it; `GENERIC` if there is none."""
     words = name.lower()
     return next((model for model in PRESETS if model.name.lower() in words), GENERIC)
 
@@ -115,12 +115,12 @@ def model_of(name: str) -> DeviceModel:
 def scale_model(
     model: DeviceModel, n_processors: int, bandwidth: float | None = None
 ) -> DeviceModel:
-    """A GPU with another number of multiprocessors: a slice of one, or one of its kin.
+    """The model of a GPU with another number of multiprocessors: a slice, or a related GPU.
 
     Args:
-        model: what is known.
-        n_processors: multiprocessors there are.
-        bandwidth: bytes a second of device memory, for `GENERIC`; None if that is not known.
+        model: the known GPU.
+        n_processors: multiprocessors of the other one.
+        bandwidth: bytes a second of device memory, for `GENERIC`; None if it is unknown.
     """
     share = n_processors / model.n_processors
     own = bandwidth if model.name == GENERIC.name else None

@@ -1,11 +1,11 @@
 """Plans by which kernels decode the chunks of a frame, made by the core.
 
-`plan_chunks` takes the payload as bytes and the chunk table, believes nothing, and returns small
-arrays of numbers: for every plane of every chunk where its bytes come from, and for every coded
-stream where its parts lie, with lane states and tables. A kernel that follows them reads only
-inside the payload and writes only inside its outputs, whatever the payload says, even if it changes
-later. What only decoding shows (words, last states, the number of escapes) is left to the kernels,
-which write a status number for each stream.
+`plan_chunks` takes the payload as bytes and the chunk table, and trusts neither. It returns small
+arrays of numbers: for every plane of every chunk, where its bytes come from; for every coded
+stream, where its parts lie, with lane states and tables. A kernel that follows these arrays reads
+only inside the payload and writes only inside its outputs, whatever the payload says, even if it
+changes later. Only decoding can check words, last states and the number of escapes, so the kernels
+do that, and write a status for each stream.
 
 The arrays lie one behind the other in one piece of memory, which is uploaded as it is.
 """
@@ -20,16 +20,18 @@ from packhorse import _core
 from packhorse.codecs.base import STATUS_WORDS, ByteArray
 from packhorse.errors import CorruptionError
 from packhorse.layout import (
+    FIRST_STREAM,
     MAX_CODE_BITS,
     MAX_LANES_LOG,
+    PLAN_FIELDS,
     PROB_SUM,
     STREAM_NBYTES_BITS,
     Mode,
     Split,
+    Status,
 )
 
 __all__ = [
-    "N_FIELDS",
     "ChunkPlan",
     "Geometry",
     "Ints",
@@ -43,13 +45,12 @@ __all__ = [
 Ints: TypeAlias = NDArray[np.int64]
 Words: TypeAlias = NDArray[np.uint32]
 
-N_FIELDS = 8  # numbers of a row that describes a plane or a stream to a kernel
 _N_LANES = 1 << MAX_LANES_LOG
 _LAST_MODE = int(Mode.RANS)  # stored, constant and palette come before
 
 
 class Geometry(NamedTuple):
-    """How a tensor is cut.
+    """How a tensor is cut into chunks and planes.
 
     Attributes:
         n_units: units of the tensor, at least 1.
@@ -75,14 +76,14 @@ class Geometry(NamedTuple):
 
     @property
     def rotation(self) -> int:
-        """Bits by which the first planes are rotated to the right to be the top of a unit."""
+        """Bits by which the first planes are rotated to the right to become the top of a unit."""
         if self.split != Split.FLOAT:
             return 0
         return 4 if self.unit_nbytes == 8 else 1
 
 
 class Unsupported(Exception):
-    """No kernel decodes this frame; the decoder of the host does."""
+    """Kernels cannot decode this frame, but the host can."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +92,12 @@ class RansGroup:
 
     Attributes:
         n_buckets: 32 or 64 of the alias layout, or 4096, a table of all slots.
-        streams: i64 (S, 8): offset of the words in the payload; number of words; a quarter of the
-            lanes; units; offset of the plane in the scratch memory; offset of the carried bytes
-            there, or -1 if nothing may be carried; and two numbers that are not used.
+        streams: i64 (S, 8): `layout.StreamField` names the columns.
         states: u32 (S, 4, 32): those of the lanes `g * quarter + t` at `[g, t]`.
         tables: u32 (S, 3, `n_buckets`): the slot at which the second part of a bucket begins, the
             entry of its first part, that of its second; or u32 (S, 4096): the entry of each slot.
-            An entry has the frequency in bits 0 to 11, the rank of a slot less the slot (modulo
-            4096) in bits 12 to 23, and the value in bits 24 to 31.
+            An entry has the frequency in its lowest bits, the rank of a slot less the slot (modulo
+            4096) from `ENTRY_RANK_SHIFT` on, and the value from `ENTRY_VALUE_SHIFT` on.
         places: i64 (S, 2): chunk and plane, for messages.
     """
 
@@ -111,20 +110,16 @@ class RansGroup:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """All that kernels must know to decode a payload.
+    """All that kernels need to decode a payload.
 
     Attributes:
         geometry: how the tensor is cut.
-        planes: i64 (chunks, planes, 8): source; offset there, or the constant; units that are
-            there; offset in the scratch memory of those that are carried; raw bits; raw mask;
-            offset of the raw bit planes in the payload; and a number that is not used.
+        planes: i64 (chunks, planes, 8): `layout.PlaneField` names the columns.
         rans: the streams of mode rANS.
-        palettes: i64 (P, 8): offset of the bit planes of codes in the payload; bits of a code;
-            units; offset of the plane in the scratch memory; and four numbers that are not used.
+        palettes: i64 (P, 8): `layout.PaletteField` names the columns.
         entries: u8 (P, 16): the byte of each code, the marker for the escape.
-        escaped: i64 (E, 8): planes in the scratch memory with escapes: their offset; units; the
-            marker; offset of the escapes in the payload; their number; raw bits; and two numbers
-            that are not used.
+        escaped: i64 (E, 8): planes in the scratch memory with escapes; `layout.EscapedField` names
+            the columns.
         escaped_places: i64 (E, 2): chunk and plane, for messages.
         scratch_nbytes: bytes of the scratch memory, a multiple of 128.
         memory: u8, all `arrays` one behind the other, as they are uploaded.
@@ -141,8 +136,8 @@ class ChunkPlan:
     memory: ByteArray
 
     def arrays(self) -> list[NDArray[Any]]:
-        """What kernels read beside the payload: planes, palettes, entries, escaped; then streams,
-        states and tables of each group."""
+        """The arrays that kernels read beside the payload: planes, palettes, entries, escaped; then
+        streams, states and tables of each group."""
         arrays: list[NDArray[Any]] = [self.planes, self.palettes, self.entries, self.escaped]
         for group in self.rans:
             arrays += (group.streams, group.states, group.tables)
@@ -150,7 +145,7 @@ class ChunkPlan:
 
 
 def why_unsupported(table: Words, geometry: Geometry) -> str | None:
-    """What in a frame no kernel decodes, in words; None if all can be.
+    """Why kernels cannot decode a frame; None if they can.
 
     Args:
         table: the chunk table, as `packhorse.frame.header` reads it: u32 (chunks, 1 + planes).
@@ -158,7 +153,7 @@ def why_unsupported(table: Words, geometry: Geometry) -> str | None:
     """
     if geometry.split == Split.WHOLE and geometry.unit_nbytes > 1:
         return f"units of {geometry.unit_nbytes} bytes that are not split into planes"
-    modes = table[:, 1:] >> STREAM_NBYTES_BITS
+    modes = table[:, FIRST_STREAM:] >> STREAM_NBYTES_BITS
     if modes.max() <= _LAST_MODE:
         return None
     others = sorted({int(mode) for mode in np.unique(modes)} - set(range(_LAST_MODE + 1)))
@@ -167,7 +162,7 @@ def why_unsupported(table: Words, geometry: Geometry) -> str | None:
 
 
 def plan_chunks(payload: ByteArray, table: Words, geometry: Geometry, origin: int = 0) -> ChunkPlan:
-    """Reads every stream's fields, without Python's lock.
+    """Plans the chunks of a payload. Reads every stream's fields, without Python's lock.
 
     Args:
         payload: all chunks, u8, contiguous; only read.
@@ -177,38 +172,53 @@ def plan_chunks(payload: ByteArray, table: Words, geometry: Geometry, origin: in
 
     Raises:
         CorruptionError: a rule of the format is broken; names chunk, plane and byte.
-        Unsupported: `why_unsupported` says more than None.
+        Unsupported: kernels cannot decode the frame, as `why_unsupported` says.
     """
     reason = why_unsupported(table, geometry)
     if reason is not None:
         raise Unsupported(reason)
-    if table.shape != (geometry.n_chunks, 1 + geometry.n_planes):
+    if table.shape != (geometry.n_chunks, FIRST_STREAM + geometry.n_planes):
         raise ValueError(f"a table of shape {table.shape} does not fit {geometry}")
     nbytes = geometry.n_units * geometry.unit_nbytes
     cut = _core.Geometry(geometry.unit_nbytes, geometry.split, geometry.chunk_log, nbytes)
-    fault, memory, shape = _core.plan_chunks(payload, table, cut)
-    if fault[0]:
+    found, memory, shape = _core.plan_chunks(payload, table, cut)
+    fault = _Fault(*found)
+    if fault.status != Status.OK:
         raise _error_of(fault, payload.size, geometry, origin)
     return _view_plan(geometry, memory, *shape)
 
 
-def _error_of(
-    fault: tuple[int, int, int, int], nbytes: int, geometry: Geometry, origin: int
-) -> CorruptionError:
-    status, chunk, plane, at = fault
-    if chunk == geometry.n_chunks:
-        return CorruptionError(f"byte {origin}: the payload has {nbytes} bytes, its chunks {at}")
-    where = f"byte {origin + at}: chunk {chunk} of {geometry.n_chunks}"
-    if plane == geometry.n_planes:
+class _Fault(NamedTuple):
+    """The first thing that the core found wrong with a payload.
+
+    Attributes:
+        status: a `Status`.
+        chunk: its number; the number of chunks if the length of the payload is wrong.
+        plane: its number; the number of planes if the padding behind them is wrong.
+        at: offset in the payload; the length of all chunks if that of the payload is wrong.
+    """
+
+    status: int
+    chunk: int
+    plane: int
+    at: int
+
+
+def _error_of(fault: _Fault, nbytes: int, geometry: Geometry, origin: int) -> CorruptionError:
+    if fault.chunk == geometry.n_chunks:
+        lengths = f"the payload has {nbytes} bytes, its chunks {fault.at}"
+        return CorruptionError(f"byte {origin}: {lengths}")
+    where = f"byte {origin + fault.at}: chunk {fault.chunk} of {geometry.n_chunks}"
+    if fault.plane == geometry.n_planes:
         return CorruptionError(f"{where}: the padding behind its streams is not zero")
-    return CorruptionError(f"{where}: plane {plane}: {STATUS_WORDS[status]}")
+    return CorruptionError(f"{where}: plane {fault.plane}: {STATUS_WORDS[fault.status]}")
 
 
 class _Reader:
-    """Arrays that lie one behind the other.
+    """Takes arrays that lie one behind the other.
 
     Attributes:
-        at: where the next one begins.
+        at: offset of the next array.
     """
 
     def __init__(self, memory: ByteArray) -> None:
@@ -230,17 +240,17 @@ def _view_plan(
     n_buckets: int,
     scratch_nbytes: int,
 ) -> ChunkPlan:
-    """The arrays of a plan, in the order in which csrc/plan.hpp writes them."""
+    """The arrays of a plan, in the order in which csrc/tensor/plan.hpp writes them."""
     reader = _Reader(memory)
-    planes = reader.take(np.int64, geometry.n_chunks, geometry.n_planes, N_FIELDS)
-    palettes = reader.take(np.int64, n_palettes, N_FIELDS)
+    planes = reader.take(np.int64, geometry.n_chunks, geometry.n_planes, PLAN_FIELDS)
+    palettes = reader.take(np.int64, n_palettes, PLAN_FIELDS)
     entries = reader.take(np.uint8, n_palettes, 1 << MAX_CODE_BITS)
-    escaped = reader.take(np.int64, n_escaped, N_FIELDS)
+    escaped = reader.take(np.int64, n_escaped, PLAN_FIELDS)
     kinds = [(n_bucketed, n_buckets, (3, n_buckets)), (n_plain, PROB_SUM, (PROB_SUM,))]
     groups = [
         (
             width,
-            reader.take(np.int64, n, N_FIELDS),
+            reader.take(np.int64, n, PLAN_FIELDS),
             reader.take(np.uint32, n, 4, _N_LANES // 4),
             reader.take(np.uint32, n, *table),
         )

@@ -1,13 +1,12 @@
-"""A search for the fastest way to do something on a GPU, whatever that is.
+"""A search for the fastest way to do something on a GPU.
 
-A way is described by a `Config`, a frozen dataclass of integers: how a kernel divides its work. The
+A `Config`, a frozen dataclass of integers, describes a way: how a kernel divides its work. The
 search begins with the config that a model of time expects to be the best, and changes one field
-after the other for as long as that makes it faster. What the model expects to be far slower than
-the best is not measured.
+after the other as long as that makes it faster. Configs that the model expects to be far slower
+than the best are not measured.
 
-What is measured is a `Choice`, hashable, for a `Key`, such as a number of tokens: `Measurements`
-takes each once, within the limits of a `Search`. It knows neither what the two are nor how a
-measurement is made.
+`Measurements` measures a `Choice` for a `Key`, such as a number of tokens, once each and within the
+limits of a `Search`. Choices and keys are any hashable objects of the caller, who also measures.
 """
 
 import math
@@ -19,7 +18,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 __all__ = ["Fields", "Measurements", "Search", "expect_best", "find_best"]
 
-# A candidate that the model expects to take so many times as long as the best is not measured.
+# A candidate is not measured if the model expects it to take this many times as long as the best.
 _HOPELESS = 1.5
 
 
@@ -30,7 +29,7 @@ class _Dataclass(Protocol):
 _Choice = TypeVar("_Choice", bound=Hashable)
 _Key = TypeVar("_Key", bound=Hashable)
 _Config = TypeVar("_Config", bound=_Dataclass)
-Fields: TypeAlias = Mapping[str, Sequence[int]]  # of a config, with the values that are tried
+Fields: TypeAlias = Mapping[str, Sequence[int]]  # of a config, with the values to try
 
 
 @dataclass
@@ -38,8 +37,8 @@ class Search(Generic[_Choice, _Key]):
     """How a search is limited, and what it has cost.
 
     Attributes:
-        is_late: called before each measurement; True ends the search with what it has found.
-        on_measured: called after each with what was measured.
+        is_late: called before each measurement; True ends the search with the results so far.
+        on_measured: called after each measurement with its choice, key and seconds.
         n_measured: measurements so far.
     """
 
@@ -57,7 +56,7 @@ def _ignore(*_: object) -> None:
 
 
 class Measurements(Generic[_Choice, _Key]):
-    """Seconds of choices, each measured once; infinity for what cannot run, or has no hope."""
+    """Seconds of choices, each measured once; infinity for one that cannot run, or is hopeless."""
 
     def __init__(
         self,
@@ -68,8 +67,8 @@ class Measurements(Generic[_Choice, _Key]):
         """Nothing is measured yet.
 
         Args:
-            predict: the seconds of a choice by a model of time, which costs little.
-            measure: its seconds; infinity if it does not run.
+            predict: gives the seconds of a choice by a model of time, which is cheap.
+            measure: measures the seconds; infinity if the choice does not run.
             search: the limits.
         """
         self._predict = predict
@@ -78,14 +77,15 @@ class Measurements(Generic[_Choice, _Key]):
         self._known: dict[tuple[_Choice, _Key], float] = {}
 
     def take(self, choice: _Choice, key: _Key, limit: float = math.inf) -> float:
-        """Seconds of a choice; infinity if the model expects more than the limit, or nothing."""
+        """Seconds of a choice; infinity if the model expects more than the limit, or does not know
+        it."""
         predicted = self._predict(choice, key)
         if predicted > limit or predicted == math.inf:
             return math.inf
         return self.take_always(choice, key)
 
     def take_always(self, choice: _Choice, key: _Key) -> float:
-        """The same, whatever the model expects."""
+        """Seconds of a choice, whatever the model expects."""
         at = choice, key
         if at not in self._known:
             if self._search.is_late():
@@ -103,8 +103,8 @@ def expect_best(
 
     Args:
         kind: makes a config of its fields.
-        fields: their values.
-        cost: of a model, which costs little itself.
+        fields: the fields and their values.
+        cost: of a model; must be cheap to call.
     """
     best, least = None, math.inf
     for config in _grid(kind, fields):
@@ -124,14 +124,15 @@ def find_best(
 ) -> tuple[_Config, float] | None:
     """Descends from a config to one with no better neighbour.
 
-    What the model favours may not run, nor what differs from it in one field: then the search
-    begins again without leaving anything out, and then from the config that takes the least memory.
+    The config that the model favours may not run, and neither may those that differ from it in one
+    field. Then the search begins again without leaving out any config, and at last once more from
+    the config that takes the least memory.
 
     Args:
-        start: what the model expects to be the best.
-        fields: the values that are tried of each field.
-        cost: of a config; infinite for one that the model expects to take more than so many times
-            as long as the best, the second argument.
+        start: the config that the model expects to be the best.
+        fields: the values to try for each field.
+        cost: of a config. Its second argument is a limit: the cost is infinite if the model expects
+            the config to take more than that many times as long as the best.
 
     Returns:
         The config and its cost; None if nothing ran.
@@ -151,7 +152,7 @@ def _with_limit(cost: Callable[[_Config, float], float], limit: float, config: _
 def _descend(
     start: _Config, fields: Fields, cost: Callable[[_Config], float]
 ) -> tuple[_Config, float]:
-    """Coordinate descent: field after field the best value, until none gets better."""
+    """Coordinate descent: takes the best value of field after field, until nothing improves."""
     best, least = start, cost(start)
     improved = True
     while improved:

@@ -1,8 +1,8 @@
 """Times kernels on a GPU.
 
-What is timed is a CUDA graph of one call on each of several copies of its data, together more than
-the L2 cache holds, so that each call finds its data in device memory, as it does in a model. The
-graph is replayed, and the median of its times counts.
+A measurement replays a CUDA graph of several calls, each with its own copy of the data, and takes
+the median of the times. The copies together are more than the L2 cache holds, so that each call
+finds its data in device memory, as it does in a model.
 """
 
 import statistics
@@ -16,27 +16,27 @@ __all__ = ["CANNOT_RUN", "CHAIN_NBYTES", "N_REPLAYS", "chain_copies", "time_chai
 
 CHAIN_NBYTES = 240_000_000  # four times the largest L2 cache
 N_REPLAYS = 30
-# What a kernel raises that is too large for a GPU, or not known to its compiler.
+# Errors of a kernel that is too large for a GPU, or that the compiler cannot translate.
 CANNOT_RUN = (OutOfResources, PTXASError, CompilationError, torch.OutOfMemoryError)
 _MIN_COPIES = 4
 _WARM_REPLAYS = 3
 
 
 def chain_copies(nbytes: int, chain_nbytes: int = CHAIN_NBYTES) -> int:
-    """Copies of so many bytes that are more than the caches hold; at least four."""
+    """How many copies of some bytes are more than the caches hold; at least four."""
     return max(_MIN_COPIES, -(-chain_nbytes // max(nbytes, 1)))
 
 
 def time_chain(calls: Sequence[Callable[[], object]], *, n_replays: int = N_REPLAYS) -> float:
-    """Seconds of a call, the median over replays of a CUDA graph of all of them, one after the
-    other.
+    """Seconds of one call: the median over replays of a CUDA graph that has all calls in order.
 
     Args:
-        calls: each works on memory of its own. They were called before, so nothing is compiled.
+        calls: each works on memory of its own, and has been called before, so that nothing is
+            compiled now.
         n_replays: timed replays.
     """
     graph = torch.cuda.CUDAGraph()
-    # On the stream of all captures: each stream of its own would keep a workspace of cuBLAS.
+    # Uses the one stream of all captures: every new stream would keep a workspace of cuBLAS.
     with torch.cuda.graph(graph):
         for call in calls:
             call()

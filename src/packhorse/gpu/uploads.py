@@ -1,12 +1,12 @@
-"""Tensors of many frames decoded on a GPU, which gets them packed.
+"""Decodes many frames on a GPU; they are uploaded packed.
 
 Frames are cut into windows of some chunks. Threads of the host copy a window to pinned memory,
 check its sums there and plan; one thread uploads it and launches its kernels. Windows take turns on
 three streams, so that one is uploaded while another is decoded; before a stream is used again, the
 host waits for it. So the device holds the tensors, and three windows with their scratch memory.
 
-Whatever the kernels cannot do is left to the host, frame by frame, and so is finding words for a
-damaged one: a window whose checksum, fields or streams are bad is decoded there once more.
+Frames that kernels cannot decode are left to the host. The host also decodes every window once more
+whose checksum, fields or streams are bad, to raise an error with the right words.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
-from packhorse.gpu.frames import (
+from packhorse.gpu.decode import (
     UNITS,
     empty_statuses,
     fill_host_memory,
@@ -32,17 +32,18 @@ from packhorse.gpu.frames import (
     why_on_host,
 )
 from packhorse.gpu.plans import ChunkPlan, plan_chunks
+from packhorse.layout import CHUNK_CRC
 from packhorse.threads import in_order
 from packhorse.torch_dtypes import TORCH_DTYPES
 
 __all__ = ["MIN_NBYTES", "N_LANES", "WINDOW_NBYTES", "decode_frames"]
 
 WINDOW_NBYTES = 1 << 24  # decoded bytes of a window: some 64 chunks, which fill half of a large GPU
-# Below this one core decodes a tensor in less time than a plan takes.
+# One core of the host decodes a smaller tensor in less time than a plan takes.
 MIN_NBYTES = 1 << 21
 N_LANES = 3  # windows on the device: one is uploaded, one decoded, and one waits
 
-_unusable: set[torch.device] = set()  # where kernels have failed to start
+_unusable: set[torch.device] = set()  # devices on which kernels have failed to start
 
 
 class _Window(NamedTuple):
@@ -65,30 +66,30 @@ class _Window(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """A window to be uploaded: its chunks and the arrays of its plan, in host memory."""
+    """A window to upload: its chunks and the arrays of its plan, in host memory."""
 
     payload: torch.Tensor
     arrays: torch.Tensor
     plan: ChunkPlan
 
     def on_host(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is to be uploaded."""
+        """The memory to upload."""
         return self.payload, self.arrays
 
 
 def decode_frames(
     frames: Sequence[Frame], device: torch.device | str, *, threads: int
 ) -> list[torch.Tensor | None]:
-    """Tensors of frames, decoded on a device by its kernels; waits until all are there.
+    """Tensors of frames, decoded by a device's kernels. Waits until all of them are complete.
 
     Args:
         frames: their bytes are only read.
-        device: a GPU; the host too, in Triton's interpreter.
-        threads: of the host, that copy, check and plan.
+        device: a GPU; with Triton's interpreter the host, too.
+        threads: threads of the host that copy, check and plan.
 
     Returns:
-        A tensor on the device for each frame; None for one that kernels do not decode, or that is
-        of less than `MIN_NBYTES`.
+        A tensor on the device for each frame; None for a frame that kernels do not decode, or that
+        has less than `MIN_NBYTES`.
 
     Raises:
         CorruptionError: a frame is damaged, as `Frame.decompress_into`.
@@ -102,7 +103,7 @@ def decode_frames(
         if _suits(frame, target)
         for window in _cut(i, frame)
     ]
-    # No more wait in pinned memory than threads need to have one each.
+    # Pinned memory holds one window more than there are threads, so that none of them waits.
     prepared = in_order(lambda i: _prepare(windows[i], target), len(windows), threads, threads + 1)
     with _Launcher(target) as launcher, closing(prepared) as jobs:
         for window, job in zip(windows, jobs, strict=True):
@@ -126,9 +127,9 @@ def _cut(index: int, frame: Frame) -> Iterator[_Window]:
 
 
 def _prepare(window: _Window, device: torch.device) -> _Job | None:
-    """None if the host can decode what the planner has refused.
+    """The job of a window; None if the planner has refused it but the host can decode it.
 
-    What is checked is the copy: nobody can write to that any more.
+    The checks run on the copy, which nobody else can write to.
     """
     frame, header = window.frame, window.frame.header
     ends = header.chunk_offsets()[window.first : window.last + 1]
@@ -137,7 +138,8 @@ def _prepare(window: _Window, device: torch.device) -> _Job | None:
     copy, table = payload.numpy(), header.table[window.first : window.last]
     n_units = (window.stop - window.start) // header.dtype.unit_nbytes
     try:
-        if first_bad_chunk(copy, (ends - ends[0]).tolist(), table[:, 0].tolist()) is not None:
+        sums = table[:, CHUNK_CRC].tolist()
+        if first_bad_chunk(copy, (ends - ends[0]).tolist(), sums) is not None:
             raise CorruptionError("a checksum does not match")
         plan = plan_chunks(copy, table, geometry_of(header)._replace(n_units=n_units))
     except CorruptionError:
@@ -147,20 +149,20 @@ def _prepare(window: _Window, device: torch.device) -> _Job | None:
 
 
 def _let_the_host_say(window: _Window) -> None:
-    """Decodes a window on the host, whose error says what is wrong with it, and where."""
+    """Decodes a window on the host, whose error says what is wrong and where."""
     memory = np.empty(window.stop - window.start, np.uint8)
     window.frame.decompress_into(memory, start=window.start, stop=window.stop, threads=1)
 
 
 class _Lane:
-    """A stream of the device, and the memory that its work needs; on the host there is none."""
+    """A stream of the device, and the memory that its work uses. The host has no stream."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self._held: tuple[object, ...] = ()
 
     def wait(self) -> None:
-        """Waits until it has nothing to do; then others may use its memory."""
+        """Waits until the stream is idle; then others may use its memory."""
         if self.stream is not None:
             self.stream.synchronize()
         self._held = ()
@@ -171,10 +173,10 @@ class _Lane:
 
 
 class _Launcher:
-    """Uploads windows, launches their kernels, and sees at the end what these say.
+    """Uploads windows, launches their kernels, and reads their statuses at the end.
 
-    All memory is of the caller's stream, which the lanes wait for before they use it, and which
-    waits for them at the end: so what they had is the caller's again.
+    All memory belongs to the caller's stream. Lanes wait for that stream before they use memory,
+    and it waits for the lanes at the end, so that the caller can use the memory again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -192,7 +194,7 @@ class _Launcher:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Also after an error: what is freed then must not be used again while kernels write to it.
+        # Also after an error: memory that is freed must not be reused while kernels write to it.
         for lane in self._lanes:
             if self._home is not None and lane.stream is not None:
                 self._home.wait_stream(lane.stream)
@@ -207,7 +209,7 @@ class _Launcher:
             self._run(window, job)
         except torch.cuda.OutOfMemoryError:
             self._left.add(window.owner)
-        except Exception as error:  # Triton finds no compiler, or does not know the GPU
+        except Exception as error:  # such as: Triton finds no compiler, or does not know the GPU
             self.has_failed = True
             self._left.update((window.owner, *self._frames))
             _unusable.add(self._device)
@@ -227,7 +229,7 @@ class _Launcher:
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         lane.hold(payload, memory, scratch)
         if lane.stream is not None:
-            lane.stream.wait_stream(self._home)  # what had the memory before may still be at work
+            lane.stream.wait_stream(self._home)  # earlier work may still use the memory
         with nullcontext() if lane.stream is None else torch.cuda.stream(lane.stream):
             for target, host in zip((payload, memory), job.on_host(), strict=True):
                 target.copy_(host, non_blocking=True)
@@ -246,7 +248,7 @@ class _Launcher:
         return self._units[window.owner][window.start // size : window.stop // size]
 
     def _next_lane(self) -> _Lane:
-        """The lane whose turn it is, with nothing to do."""
+        """The lane whose turn it is, idle."""
         number, self._n_launched = self._n_launched % N_LANES, self._n_launched + 1
         if number == len(self._lanes):
             make: Any = torch.cuda.Stream  # PyTorch gives it no types
@@ -255,7 +257,7 @@ class _Launcher:
         return self._lanes[number]
 
     def finish(self) -> dict[int, torch.Tensor]:
-        """Waits for the kernels; the tensors that they have made, by the index of the frame.
+        """Waits for the kernels, and returns their tensors by the index of the frame.
 
         Raises:
             CorruptionError: a frame is damaged.
@@ -266,7 +268,7 @@ class _Launcher:
             bad = np.repeat(np.arange(len(sizes)), sizes)[found != 0]
             for i in dict.fromkeys(bad.tolist()):
                 _let_the_host_say(self._statuses[i][0])
-                # It finds nothing wrong: then its tensor is the one to take.
+                # If the host finds no fault, the tensor that the host decodes is used.
                 self._left.add(self._statuses[i][0].owner)
         return {
             i: units.view(TORCH_DTYPES[self._frames[i].dtype]).reshape(self._frames[i].shape)

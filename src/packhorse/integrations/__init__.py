@@ -1,3 +1,3 @@
-"""Packhorse in other people's frameworks, one module or folder for each."""
+"""Packhorse plugged into other frameworks: one module or folder for each."""
 
 __all__: list[str] = []

@@ -1,8 +1,8 @@
 """Packhorse for Lightning: `Trainer(plugins=[PackhorseCheckpointIO()])`.
 
-A checkpoint becomes one packed file, or, with `store=`, a snapshot in a `SnapshotStore`, which is
-mostly its difference from the checkpoint before; then the file that Lightning sees is a pointer, a
-line of JSON that names the snapshot. Neither is a pickle, so reading one runs nothing.
+A checkpoint becomes one packed file. With `store=` it becomes a snapshot in a `SnapshotStore`,
+which mostly holds differences from the previous checkpoint; the file that Lightning sees is then a
+pointer, a line of JSON that names the snapshot. Neither is a pickle, so reading one runs no code.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from packhorse.storage.strict_json import parse_json, shown
 
 __all__ = ["PackhorseCheckpointIO"]
 
-_PACKAGES = ("lightning.fabric", "lightning_fabric")  # the second is that of pytorch_lightning
+_PACKAGES = ("lightning.fabric", "lightning_fabric")  # the second belongs to pytorch_lightning
 
 
 def _interface() -> Any:
-    """Lightning's `CheckpointIO`: of the package that is in use, or else of one that is there."""
+    """Lightning's `CheckpointIO`, from the package that is in use, or else an installed one."""
     for name in sorted(_PACKAGES, key=lambda name: name not in sys.modules):
         try:
             import_module(name.partition(".")[0])
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 else:
     CheckpointIO = _interface()
 
-import torch  # noqa: E402 - Lightning, which brings it, is looked for first
+import torch  # noqa: E402 - Lightning brings PyTorch, so its absence is reported first
 
 from packhorse.torch import FRAMEWORK, load, save  # noqa: E402
 
-_MARK = b'{"packhorse":'  # no safetensors file begins so: it would be a length beyond all limits
+_MARK = b'{"packhorse":'  # in a safetensors file this would be a length beyond all limits
 _VERSION = 1
 _MAX_POINTER_NBYTES = 1 << 16
 _SUFFIX = ".ckpt"
@@ -85,40 +85,41 @@ class PackhorseCheckpointIO(CheckpointIO):  # type: ignore[misc]
         """Nothing is read or written yet.
 
         Args:
-            store: where a `SnapshotStore` is to keep the checkpoints; None for a packed file each.
+            store: where a `SnapshotStore` keeps the checkpoints; None to write each one as a packed
+                file.
             level: "fast", "default" or "max".
             threads: None for the cores of this process, at most 8.
-            **options: further ones of `SnapshotStore`, such as `max_chain=`.
+            **options: other options of `SnapshotStore`, such as `max_chain=`.
 
         Raises:
             ValueError, TypeError: an option is wrong.
         """
         if store is None and options:
-            raise TypeError(f"{', '.join(options)}: an option of the store, and there is none")
+            raise TypeError(f"{', '.join(options)}: only a store has such options; give store=")
         self._url = None if store is None else _lasting(os.fspath(store))
         self._options = {"level": level, "threads": threads, **options}
         self._opened: SnapshotStore | None = None
         if self._url is not None:
-            SnapshotStore(self._url, **self._options)  # wrong options are told now
-        for name in _PACKAGES:  # a trainer of the other package shall take this one too
+            SnapshotStore(self._url, **self._options)  # reports wrong options now
+        for name in _PACKAGES:  # so that a trainer of either package accepts this object
             if name in sys.modules:
                 import_module(f"{name}.plugins").CheckpointIO.register(type(self))
 
     def save_checkpoint(
         self, checkpoint: Mapping[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint; when this returns, it is on the disk. An older one at that path is
-        replaced at once.
+        """Write a checkpoint. When this returns, it is on the disk. An older checkpoint at the path
+        is replaced in one step.
 
         Args:
-            checkpoint: what Lightning gives.
+            checkpoint: the checkpoint that Lightning gives.
             path: of the file; any URL that fsspec knows.
-            storage_options: not supported, as in Lightning's own.
+            storage_options: not supported, as in Lightning's own plugin.
 
         Raises:
-            TypeError: something in it cannot be kept; the message gives its path in the checkpoint.
+            TypeError: a value cannot be kept; the message gives its path in the checkpoint.
             BlockingIOError: another process writes to the store.
-            OSError: what the file system says.
+            OSError: an error of the file system.
         """
         if storage_options is not None:
             raise TypeError("storage_options are not supported; give them to the store")
@@ -146,17 +147,17 @@ class PackhorseCheckpointIO(CheckpointIO):  # type: ignore[misc]
         map_location: str | int | torch.device | None = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint, of either kind.
+        """Read a checkpoint, from a packed file or a pointer.
 
         Args:
             path: of the file.
             map_location: where tensors go; None for host memory.
-            weights_only: makes no difference, for nothing is ever run.
+            weights_only: ignored, because reading never runs code.
 
         Raises:
-            FileNotFoundError: there is none.
-            CorruptionError, CompatibilityError: it is damaged, something else, or too new.
-            ValueError: its snapshot is gone, or in a store that this object does not know.
+            FileNotFoundError: the file does not exist.
+            CorruptionError, CompatibilityError: the file is damaged, not a checkpoint, or too new.
+            ValueError: the snapshot is gone, or in a store that this object does not know.
         """
         fs, place = _find(path)
         pointer = _read_pointer(fs, place)
@@ -169,14 +170,14 @@ class PackhorseCheckpointIO(CheckpointIO):  # type: ignore[misc]
             arrays = store.info(name).metadata.get("numpy", [])
             state = _placed(state, "", set(arrays), map_location)
         if not isinstance(state, dict):
-            raise CorruptionError(f"{path}: holds a {type(state).__name__}, and no checkpoint")
+            raise CorruptionError(f"{path}: holds a {type(state).__name__}, not a checkpoint")
         return state
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove a checkpoint, and its snapshot, if it is in this object's store.
+        """Remove a checkpoint, and its snapshot if that is in this object's store.
 
         Args:
-            path: of the file; nothing happens if there is none.
+            path: of the file; nothing happens if it does not exist.
         """
         fs, place = _find(path)
         if not fs.lexists(place):
@@ -187,7 +188,7 @@ class PackhorseCheckpointIO(CheckpointIO):  # type: ignore[misc]
             self._store().delete(ours)
 
     def teardown(self) -> None:
-        """Let the store's memory go; it is opened again when it is needed."""
+        """Release the store's memory; the store is opened again when it is needed."""
         if self._opened is not None:
             self._opened.close()
 
@@ -205,7 +206,7 @@ class PackhorseCheckpointIO(CheckpointIO):  # type: ignore[misc]
         return pointer | {"snapshot": name, "file": posixpath.basename(place)}
 
     def _where(self, fs: Any, place: str) -> str | None:
-        """How a pointer at a place calls the store: by a relative path, so that both may be moved
+        """How a pointer at a place names the store: by a relative path, so that both can be moved
         together, or by its URL."""
         if self._url is None or "://" in self._url or not _is_local(fs):
             return self._url
@@ -217,19 +218,20 @@ class PackhorseCheckpointIO(CheckpointIO):  # type: ignore[misc]
             return self._store()
         if "://" in where or not _is_local(fs):
             raise ValueError(
-                f"{place}: this checkpoint is in the store {shown(where)}; make a "
-                "PackhorseCheckpointIO(store=...) of that to read it"
+                f"{place}: this checkpoint is in the store {shown(where)}; read it with a "
+                "PackhorseCheckpointIO(store=...) of that store"
             )
         found = os.path.normpath(os.path.join(_folder(place), where))
         if not os.path.isdir(found):
             raise ValueError(
-                f"{place}: this checkpoint is in the store {found}, which is not there; the file "
+                f"{place}: this checkpoint is in the store {found}, which does not exist; the file "
                 "only names a snapshot, and must be moved together with the store"
             )
         return SnapshotStore(found, threads=self._options["threads"])
 
     def _owned(self, fs: Any, place: str) -> str | None:
-        """The snapshot that goes with the file at a place: not, if that is a link or a copy."""
+        """The snapshot that belongs to the file at a place; None if the file is a link or a
+        copy."""
         if self._url is None or not fs.isfile(place) or (_is_local(fs) and os.path.islink(place)):
             return None
         try:
@@ -243,8 +245,8 @@ class PackhorseCheckpointIO(CheckpointIO):  # type: ignore[misc]
         return name if is_ours and name in self._store().names() else None
 
     def _name_for(self, fs: Any, place: str) -> tuple[str, bool]:
-        """What the snapshot of a checkpoint is called, and whether it is that of an older one at
-        the same place."""
+        """The name for the snapshot of a checkpoint, and whether it replaces the snapshot of an
+        older checkpoint at the same place."""
         owned = self._owned(fs, place)
         if owned is not None:
             return owned, True
@@ -258,12 +260,12 @@ class PackhorseCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
 
 def _lasting(url: str) -> str:
-    """A store's URL, or a path that is the same when the working directory changes."""
+    """A store's URL, or a path that stays valid when the working directory changes."""
     return url if "://" in url else os.path.abspath(url)
 
 
 def _find(path: str | Path) -> tuple[Any, str]:
-    """The file system of fsspec that a path is in, and the path there."""
+    """The file system of fsspec that has a path, and the path in it."""
     fs, place = import_module("fsspec.core").url_to_fs(str(path))
     return fs, place
 
@@ -277,7 +279,8 @@ def _folder(place: str) -> str:
 
 
 def _describe(checkpoint: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Metadata of a snapshot: what people want to know, and which tensors are NumPy arrays."""
+    """Metadata of a snapshot: step, epoch and file for people, and which tensors are NumPy
+    arrays."""
     names = {"step": "global_step", "epoch": "epoch"}
     found = {key: checkpoint.get(name) for key, name in names.items()}
     described: dict[str, Any] = {k: v for k, v in found.items() if type(v) is int}
@@ -288,7 +291,7 @@ def _describe(checkpoint: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _placed(value: Any, path: str, arrays: set[str], device: Any) -> Any:
-    """A state with its tensors on a device, and those that were NumPy arrays as such."""
+    """A state with its tensors on a device; tensors that were NumPy arrays become arrays again."""
     if isinstance(value, dict):
         return {k: _placed(v, path_below(path, k), arrays, device) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -315,7 +318,7 @@ def _read_pointer(fs: Any, place: str) -> dict[str, Any] | None:
     """The pointer at a place; None if the file there is something else.
 
     Raises:
-        CorruptionError, CompatibilityError: it is damaged or too new.
+        CorruptionError, CompatibilityError: the pointer is damaged or too new.
         FileNotFoundError: there is no file.
     """
     with fs.open(place, "rb") as file:
@@ -326,8 +329,8 @@ def _read_pointer(fs: Any, place: str) -> dict[str, Any] | None:
     version = pointer.get("version")
     if type(version) is int and version > _VERSION:
         raise CompatibilityError(
-            f"{place}: a pointer of version {shown(version)}, and this release reads up to "
-            f"{_VERSION}; upgrade"
+            f"{place}: a pointer of version {shown(version)}; this release reads versions up to "
+            f"{_VERSION}: upgrade packhorse"
         )
     for key in ("store", "snapshot", "file"):
         if not isinstance(pointer.get(key), str):
@@ -337,11 +340,12 @@ def _read_pointer(fs: Any, place: str) -> dict[str, Any] | None:
 
 @contextmanager
 def _advising() -> Iterator[None]:
-    """Say what to do about what cannot be kept."""
+    """Adds advice to the error for a value that cannot be kept."""
     try:
         yield
     except TypeError as error:
         raise TypeError(
-            f"{error}. Leave it out of the checkpoint, as by save_hyperparameters(ignore=[...]), "
-            "or make it one of these in on_save_checkpoint"
+            f"{error}. Leave it out of the checkpoint, such as by "
+            "save_hyperparameters(ignore=[...]), or convert it to one of these in "
+            "on_save_checkpoint"
         ) from error

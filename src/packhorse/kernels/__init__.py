@@ -1,9 +1,9 @@
 """Kernels for GPUs, in Triton: tensors and numbers in, tensors out.
 
-Each module has kernels and one launcher for each. Kernels never check; their launchers do, allocate
-and choose the grid. Where inline assembly pays, a twin in plain Triton computes the same bits: for
-the interpreter, which has none, and for GPUs of other makers. Without a GPU, TRITON_INTERPRET=1 in
-the environment, set before Triton is imported, runs all of them on the CPU, slowly.
+Each module has kernels and one launcher for each. Kernels check nothing; their launchers check,
+allocate and choose the grid. Where inline assembly pays, a twin in plain Triton computes the same
+bits, for Triton's interpreter and for GPUs of other makers. Without a GPU, TRITON_INTERPRET=1 in
+the environment, set before Triton is imported, runs all kernels on the CPU, slowly.
 """
 
 __all__: list[str] = []

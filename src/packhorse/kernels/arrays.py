@@ -1,5 +1,7 @@
-"""The arrays of a packed weight as tensors: what its kernels take, and what layers hold. Needs no
-Triton, so that layers work without."""
+"""The arrays of a packed weight as tensors, which kernels take and layers hold.
+
+This module does not need Triton, so that layers work without it.
+"""
 
 from typing import NamedTuple
 
@@ -32,5 +34,5 @@ class WeightTensors(NamedTuple):
 
     @property
     def device(self) -> device:
-        """Where they are."""
+        """The device of the arrays."""
         return self.low_bytes.device

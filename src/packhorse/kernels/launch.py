@@ -1,7 +1,7 @@
-"""What all launchers share: how kernels are run, and checks of what they are given.
+"""What all launchers share: how kernels run, and checks of their arguments.
 
-Triton's interpreter has no inline assembly, and its products of BF16 are wrong, for it multiplies
-the bits: kernels take both facts as constants (`ASSEMBLY`, `UPCAST`).
+Triton's interpreter has no inline assembly, and its products of BF16 are wrong, because it
+multiplies the bits. Kernels take both facts as constants (`ASSEMBLY`, `UPCAST`).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -23,8 +23,8 @@ __all__ = [
     "runs_on",
 ]
 
-# Shared memory that a program may have, on each GPU whose tensor cores take BF16: the least of
-# NVIDIA's tables.
+# Shared memory that a program may have on every GPU whose tensor cores take BF16: the least value
+# in NVIDIA's tables.
 MIN_SHARED_NBYTES = 99 << 10
 _NOWHERE = nullcontext()
 
@@ -35,7 +35,8 @@ class Dialect(NamedTuple):
     Attributes:
         assembly: inline PTX may be used.
         upcast: BF16 must become FP32 before it is multiplied.
-        hopper: products of four warps and more use the tensor cores as only Hopper has them.
+        hopper: products of four or more warps use instructions of the tensor cores that only Hopper
+            has.
     """
 
     assembly: bool
@@ -44,7 +45,7 @@ class Dialect(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """How large a GPU is.
+    """The size of a GPU.
 
     Attributes:
         n_processors: multiprocessors.
@@ -56,14 +57,14 @@ class Limits(NamedTuple):
 
 
 def ceil_div(a: int, b: int) -> int:
-    """The quotient rounded up; Triton's own takes microseconds, which every launch would wait."""
+    """The quotient rounded up. Triton's own function would cost every launch microseconds."""
     return -(-a // b)
 
 
 def choose_dialect(device: torch.device) -> Dialect:
-    """The dialect of kernels that are launched on a device."""
+    """The dialect for kernels that are launched on a device."""
     if knobs.runtime.interpret:
-        return Dialect(assembly=False, upcast=True, hopper=True)  # so that its order is tested
+        return Dialect(assembly=False, upcast=True, hopper=True)  # tests its order
     return _dialect_of(device)
 
 
@@ -76,7 +77,7 @@ def _dialect_of(device: torch.device) -> Dialect:
 
 @cache
 def limits_of(device: torch.device) -> Limits:
-    """How large a GPU is; of one that does not tell, or of the host, what is safe."""
+    """The size of a GPU; safe values for the host, and where PyTorch does not report it."""
     if device.type != "cuda":
         return Limits(132, MIN_SHARED_NBYTES)
     found = torch.cuda.get_device_properties(device)
@@ -85,14 +86,14 @@ def limits_of(device: torch.device) -> Limits:
 
 
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Makes the tensor's GPU the current one, as launches go to that."""
+    """Makes the tensor's GPU the current one, where launches go."""
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return _NOWHERE
     return torch.cuda.device(tensor.device)
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether kernels can run there: on a GPU, or anywhere in Triton's interpreter."""
+    """Whether kernels can run on a device: on a GPU, or on any in Triton's interpreter."""
     return device.type == "cuda" or bool(knobs.runtime.interpret)
 
 
@@ -106,11 +107,11 @@ def require_tensor(
     """Checks an argument of a launcher.
 
     Raises:
-        TypeError: another dtype.
-        ValueError: another shape or device, or not contiguous.
+        TypeError: the tensor has another dtype.
+        ValueError: it has another shape, is on another device, or is not contiguous.
     """
     if tensor.dtype != dtype:
-        raise TypeError(f"{name} is of {tensor.dtype}; it must be of {dtype}")
+        raise TypeError(f"{name} has dtype {tensor.dtype}; it must have {dtype}")
     if tensor.shape != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must have {shape}")
     if tensor.device != device:

@@ -1,22 +1,21 @@
 """Products of a few tokens with a packed weight, which is decoded in registers on its way to the
 tensor cores (docs/format.md, section 12): y = x W^T + bias.
 
-A program owns a block of tokens and some tiles of rows of the weight, between which the tokens stay
-where they are: to fetch them again for every few rows would take longer than the weight does. Its
-warps share the columns out among themselves, in turns of `block_steps`, each with accumulators of
-its own (a product of three dimensions, the first of which is the warp): so that even a small matrix
-keeps all multiprocessors busy, and so that no decoded element ever leaves its thread. Where there
-are still too few programs, `n_splits` of them share a block, and a second kernel adds what they
-found.
+A program owns a block of tokens and some tiles of rows of the weight. The tokens stay in place from
+tile to tile: fetching them again for every few rows would take longer than fetching the weight. The
+warps of a program divide the columns among themselves, in turns of `block_steps`, and each warp has
+accumulators of its own (a product of three dimensions, the first of which is the warp). So even a
+small matrix keeps all multiprocessors busy, and no decoded element ever leaves its thread. If there
+are still too few programs, `n_splits` of them share a block, and a second kernel adds their sums.
 
-Sums are in FP32, in an order that depends on `block_steps`, `n_warps` and `n_splits` and on nothing
-else: with the same three, a token's result is the same in a batch of any size.
+Sums are in FP32, in an order that depends only on `block_steps`, `n_warps` and `n_splits`: with the
+same three, a token's result is the same in a batch of any size.
 
 The exponents of a row are relative to its first one; the sums are multiplied by a power of two at
-the end. For W12, whose smallest window values are the smallest normal numbers, tokens are
-multiplied by 2^40 before: their elements must be below 2^87 in size, or the result is not finite.
-Exceptions are added in FP32. Where a token holds infinities or NaNs, results are NaN in some
-places where a plain product has infinities.
+the end. The smallest window values of W12 are the smallest normal numbers, so for W12 tokens are
+multiplied by 2^40 first: their elements must be below 2^87 in size, or the result is not finite.
+Exceptions are added in FP32. Where a token holds infinities or NaNs, some results are NaN where a
+plain product has infinities.
 """
 
 from dataclasses import dataclass
@@ -59,9 +58,9 @@ __all__ = [
     "shift_tokens",
 ]
 
-_TOKEN_SHIFT = tl.constexpr(40)  # W12: log2 of what tokens are multiplied by
+_TOKEN_SHIFT = tl.constexpr(40)  # W12: log2 of the factor that tokens are multiplied by
 MAX_BLOCK_TOKENS = 32
-_MIN_BLOCK_TOKENS = 8  # the least that a tensor core takes
+_MIN_BLOCK_TOKENS = 8  # the least number that a tensor core takes
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,9 @@ class MatmulConfig:
         block_steps: columns of a slice that a warp takes at once; a power of two, at least 16.
         n_warps: warps of a program: 1, 2, 4 or 8.
         n_splits: programs that share a block of rows.
-        n_stages: how many turns ahead the weights are fetched, and one.
-        n_tiles: tiles of rows for a program, which it works on one after the other in each turn,
-            with the same tokens.
+        n_stages: one more than the number of turns that weights are fetched ahead.
+        n_tiles: tiles of rows for a program; in each turn it multiplies one after the other with
+            the same tokens.
     """
 
     block_rows: int = 32
@@ -90,17 +89,17 @@ class MatmulConfig:
 
 @triton.jit
 def shift_tokens(tile):
-    """W12: tokens as they are multiplied with elements of the window."""
+    """W12: tokens, scaled to be multiplied with elements of the window."""
     return tile * tl.full((), 2.0**_TOKEN_SHIFT, tile.dtype)
 
 
 @triton.jit
 def scale_rows(total, first, BITS: tl.constexpr):
-    """Sums over elements of the window become those of the row; `first` is its first exponent."""
+    """Scales sums over elements of the window to those of the row, with its first exponent."""
     shift = first.to(tl.int32) - window_bias(BITS)
     if BITS == 12:
         shift -= _TOKEN_SHIFT
-    # 2^199 is no FP32 number; in two steps nothing overflows that the result does not.
+    # 2^199 does not fit FP32. In two steps nothing overflows unless the result does.
     return total * power_of_two(tl.minimum(shift, 127)) * power_of_two(tl.maximum(shift - 127, 0))
 
 
@@ -114,8 +113,8 @@ def _add_exceptions(
     rows,  # 1 x BLOCK_ROWS x 1, int64
     tokens,  # 1 x 1 x BLOCK_TOKENS, int64
     mask_tokens,
-    holes,  # 1 x BLOCK_ROWS x 1, FP32: what stands where an exception was
-    part,  # PARTS x 1 x 1, of N_PARTS in all programs
+    holes,  # 1 x BLOCK_ROWS x 1, FP32: the value of a hole, the packed element of an exception
+    part,  # PARTS x 1 x 1: number of the part, of N_PARTS in all programs
     n_rows,
     n_columns,
     BLOCK_ROWS: tl.constexpr,
@@ -123,9 +122,9 @@ def _add_exceptions(
     HOLES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Adds the products of exceptions: a small matrix with a column for each of them, times the
-    tokens' columns that they belong to. Parts take them in turns, counted from the first of the
-    whole weight, so that the order of sums does not depend on the block of rows."""
+    """Adds the products of exceptions: a small matrix with a column for each exception, times the
+    elements of the tokens in these columns. Parts take exceptions in turns, counted from the first
+    one of the whole weight, so that the order of sums does not depend on the block of rows."""
     BLOCK: tl.constexpr = 16
     starts = tl.load(starts_ptr + rows)
     ends = tl.load(starts_ptr + rows + 1)
@@ -157,14 +156,14 @@ def _add_exceptions(
 
 @triton.jit
 def _rows_of(first_row, n_rows, BLOCK_ROWS: tl.constexpr):
-    """Those of a tile. Rows beyond the last are computed like the last one, and not stored."""
+    """Rows of a tile. Rows beyond the last are computed like the last one, and not stored."""
     rows = first_row + tl.arange(0, BLOCK_ROWS)
     return tl.minimum(rows, n_rows - 1).to(tl.int64)[None, :, None]
 
 
 @triton.jit
 def _load_bits(high, n_steps, mask, other, BITS: tl.constexpr):
-    """The high bits of a turn: of W11 the signs, and the others of even and of odd slices."""
+    """The high bits of a turn; for W11 the signs, and the other bits of even and of odd slices."""
     bits = tl.load(high, mask=mask, other=other)
     if BITS == 12:
         return bits, bits, bits
@@ -175,7 +174,7 @@ def _load_bits(high, n_steps, mask, other, BITS: tl.constexpr):
 
 @triton.jit
 def _none():
-    """A tuple of tiles, to be added to."""
+    """An empty tuple of tiles, to which tiles are added."""
     return ()
 
 
@@ -187,7 +186,7 @@ def _advance(pointers, step: tl.constexpr, TILES: tl.constexpr):
     return moved
 
 
-# One machine code for a batch of one, of 16 and of any other size.
+# All batch sizes use the same machine code.
 @triton.jit(do_not_specialize=["n_tokens"])
 def multiply_weights_kernel(
     x_ptr,  # n_tokens x n_columns, BF16
@@ -303,7 +302,7 @@ def add_splits_kernel(
     mask = offsets < n
     total = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
     for _ in tl.static_range(1, SPLITS):
-        partial_ptr += n  # a multiple of n may be no int32
+        partial_ptr += n  # a multiple of n may not fit int32
         total += tl.load(partial_ptr + offsets, mask=mask, other=0.0)
     tl.store(y_ptr + offsets, round_to_bf16(total, UPCAST), mask=mask)
 
@@ -312,37 +311,37 @@ def default_config(
     n_rows: int,
     n_columns: int,
     n_tokens: int,
-    form: WeightFormat,
+    format: WeightFormat,
     n_processors: int = 132,
     shared_nbytes: int = MIN_SHARED_NBYTES,
 ) -> MatmulConfig:
-    """A sensible division, for who has not measured: some warps for every multiprocessor, by
-    smaller blocks of rows first and by splits then; as many stages as there is memory for, and a
-    smaller block of tokens where there is none for two.
+    """A sensible division where nothing was measured.
 
-    The order of sums depends on the matrix and the GPU only, not on the tokens.
+    Every multiprocessor gets some warps, by smaller blocks of rows first and by splits then. There
+    are as many stages as fit in memory; if two do not fit, the block of tokens gets smaller. The
+    order of sums depends only on the matrix and the GPU, not on the tokens.
 
     Args:
         n_rows: rows of the weight.
         n_columns: its columns.
         n_tokens: vectors that it is multiplied with.
-        form: its format.
+        format: its format.
         n_processors: multiprocessors of the GPU.
-        shared_nbytes: shared memory that a program may have there.
+        shared_nbytes: shared memory that a program may have on it.
     """
     block_tokens = _MIN_BLOCK_TOKENS
     while block_tokens < min(n_tokens, MAX_BLOCK_TOKENS):
         block_tokens *= 2
     block_steps, n_warps = 32, 4
-    n_turns = -(-form.n_steps(n_columns) // (block_steps * n_warps))
+    n_turns = -(-format.n_steps(n_columns) // (block_steps * n_warps))
     n_blocks = -(-n_rows // 32)
     n_splits = 1
     while n_blocks * n_splits * 2 <= n_processors * 2 and n_turns >= 4 * n_splits:
         n_splits *= 2
-    # More rows for a program where each reads many tokens again, as long as there are programs for
-    # all multiprocessors; fewer stages where registers or shared memory would not do.
+    # With many tokens, which every program reads again, a program gets more rows, as long as there
+    # are programs for all multiprocessors. Fewer stages save registers and shared memory.
     block_rows, n_tiles, n_stages = {8: (32, 1, 4), 16: (64, 2, 3), 32: (32, 3, 3)}[block_tokens]
-    if form is not W12:
+    if format is not W12:
         block_rows, n_tiles, n_stages = 32, 1, 3
     while n_tiles > 1 and -(-n_rows // (n_tiles * block_rows)) * n_splits < n_processors:
         n_tiles -= 1
@@ -350,7 +349,7 @@ def default_config(
         config = MatmulConfig(
             block_rows, block_tokens, block_steps, n_warps, n_splits, n_stages, n_tiles
         )
-        if shared_nbytes_of(config, form) <= shared_nbytes:
+        if shared_nbytes_of(config, format) <= shared_nbytes:
             return config
         if n_stages > 2:
             n_stages -= 1
@@ -358,10 +357,10 @@ def default_config(
             block_tokens //= 2
 
 
-def shared_nbytes_of(config: MatmulConfig, form: WeightFormat) -> int:
-    """Shared memory of a program: the tiles of all turns that are on their way."""
-    weights = config.n_tiles * config.block_rows * form.n_slices * form.bits // 8
-    tokens = 2 * form.n_slices * config.block_tokens
+def shared_nbytes_of(config: MatmulConfig, format: WeightFormat) -> int:
+    """Shared memory of a program: the tiles of all turns that are being fetched."""
+    weights = config.n_tiles * config.block_rows * format.n_slices * format.bits // 8
+    tokens = 2 * format.n_slices * config.block_tokens
     turn = config.block_steps * config.n_warps
     return max(config.n_stages - 1, 1) * turn * (weights + tokens)
 
@@ -369,18 +368,18 @@ def shared_nbytes_of(config: MatmulConfig, form: WeightFormat) -> int:
 def multiply_weights(
     x: torch.Tensor,
     weights: WeightTensors,
-    form: WeightFormat,
+    format: WeightFormat,
     n_columns: int,
     *,
     bias: torch.Tensor | None = None,
     config: MatmulConfig | None = None,
 ) -> torch.Tensor:
-    """y = x W^T + bias, as `torch.nn.functional.linear` has it, with a packed weight.
+    """y = x W^T + bias with a packed weight, as `torch.nn.functional.linear` computes it.
 
     Args:
         x: BF16, n_tokens x n_columns.
         weights: checked arrays of `n_rows` rows.
-        form: their format.
+        format: their format.
         n_columns: columns of the matrix.
         bias: BF16, n_rows.
         config: how the work is divided.
@@ -390,18 +389,18 @@ def multiply_weights(
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
+        ValueError: a tensor has another shape, is on another device, or is not contiguous.
     """
 
-    y = check_product(x, weights, form, n_columns, bias)
+    y = check_product(x, weights, format, n_columns, bias)
     if not y.numel():
         return y
     if config is None:
         limits = limits_of(y.device)
-        config = default_config(y.shape[1], n_columns, len(x), form, *limits)
+        config = default_config(y.shape[1], n_columns, len(x), format, *limits)
     with device_of(x):
         sums = memory_for_sums(y, config.n_splits)
-        _launch(x, weights, form, bias, sums, config)
+        _launch(x, weights, format, bias, sums, config)
         if sums is not y:
             add_splits(sums, y)
     return y
@@ -410,7 +409,7 @@ def multiply_weights(
 def check_product(
     x: torch.Tensor,
     weights: WeightTensors,
-    form: WeightFormat,
+    format: WeightFormat,
     n_columns: int,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -419,7 +418,7 @@ def check_product(
     Args:
         x: BF16, n_tokens x n_columns.
         weights: checked arrays of `n_rows` rows.
-        form: their format.
+        format: their format.
         n_columns: columns of the matrix.
         bias: BF16, n_rows.
 
@@ -428,9 +427,9 @@ def check_product(
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
+        ValueError: a tensor has another shape, is on another device, or is not contiguous.
     """
-    require_weights(weights, form, n_columns)
+    require_weights(weights, format, n_columns)
     n_rows, device = weights.n_rows, weights.device
     require_tensor(x, "x", torch.bfloat16, (len(x), n_columns), device)
     if bias is not None:
@@ -439,18 +438,18 @@ def check_product(
 
 
 def memory_for_sums(y: torch.Tensor, n_splits: int) -> torch.Tensor:
-    """Where a kernel writes a product: `y` itself, or FP32, n_splits x y, for `add_splits`."""
+    """The tensor that a kernel writes: `y` itself, or FP32, n_splits x y, for `add_splits`."""
     if n_splits == 1:
         return y
     return torch.empty((n_splits, *y.shape), dtype=torch.float32, device=y.device)
 
 
 def add_splits(partial: torch.Tensor, y: torch.Tensor) -> None:
-    """Sums of several programs, added in their order and rounded.
+    """Adds the sums of several programs in their order, and rounds the result.
 
     Args:
         partial: FP32, n_splits x n_tokens x n_rows.
-        y: BF16, n_tokens x n_rows, to be overwritten.
+        y: BF16, n_tokens x n_rows; receives the result.
     """
     block = 256
     add_splits_kernel[(ceil_div(y.numel(), block),)](
@@ -467,14 +466,14 @@ def add_splits(partial: torch.Tensor, y: torch.Tensor) -> None:
 def _launch(
     x: torch.Tensor,
     weights: WeightTensors,
-    form: WeightFormat,
+    format: WeightFormat,
     bias: torch.Tensor | None,
     y: torch.Tensor,
     config: MatmulConfig,
 ) -> None:
     n_tokens, n_columns = x.shape
     n_rows = weights.n_rows
-    n_steps = form.n_steps(n_columns)
+    n_steps = format.n_steps(n_columns)
     turn = config.block_steps * config.n_warps
     dialect = choose_dialect(x.device)
     n_row_blocks = ceil_div(n_rows, config.n_tiles * config.block_rows)
@@ -488,15 +487,15 @@ def _launch(
         n_rows,
         n_columns,
         n_steps,
-        BITS=form.bits,
-        SLICES=form.n_slices,
+        BITS=format.bits,
+        SLICES=format.n_slices,
         BLOCK_ROWS=config.block_rows,
         BLOCK_TOKENS=config.block_tokens,
         BLOCK_STEPS=config.block_steps,
         PARTS=config.n_warps,
         TILES=config.n_tiles,
         SPLITS=config.n_splits,
-        EVEN=n_steps % turn == 0 and n_columns == form.n_slices * n_steps,
+        EVEN=n_steps % turn == 0 and n_columns == format.n_slices * n_steps,
         HAS_BIAS=bias is not None,
         ASSEMBLY=dialect.assembly,
         UPCAST=dialect.upcast,

@@ -1,16 +1,16 @@
 """Products of many tokens with a packed weight of format W12, which is decoded in registers on its
-way to the tensor cores: for as many as `matmul` would read the weight several times for.
+way to the tensor cores. They are for so many tokens that `matmul` would read the weight again.
 
 A program owns a block of rows and a block of tokens, and all its warps work on the same columns, as
-in a product of plain matrices. On Hopper, the tensor cores want an element of the weight in another
-thread than the one that loads and decodes it, within groups of 16 columns. A sum does not care for
-the order of columns: so the elements stay where they are, and the tokens are put into the same
-order once, by a kernel before (`arrange_tokens_kernel`). So they go from memory to the tensor cores
-without passing through registers, both halves of the columns are one product, and that is under way
-while the next elements are decoded.
+in a product of plain matrices. On Hopper, the tensor cores expect an element of the weight in
+another thread than the one that loads and decodes it, within groups of 16 columns. A sum does not
+depend on the order of columns. So the elements stay where they are, and an earlier kernel
+(`arrange_tokens_kernel`) puts the tokens into the same order once. Then tokens go from memory to
+the tensor cores without passing through registers, both halves of the columns are one product, and
+that product runs while the next elements are decoded.
 
-Exceptions of a block of rows follow each other in memory: they are a small matrix of their own,
-with a column for each, whose product with the gathered columns of the tokens is added.
+Exceptions of a block of rows follow each other in memory. They are a small matrix of their own,
+with a column for each exception; its product with the gathered columns of the tokens is added.
 """
 
 from dataclasses import dataclass, replace
@@ -61,10 +61,10 @@ class ManyConfig:
     Attributes:
         block_rows: rows of the weight for a program; a power of two, at least 64.
         block_tokens: tokens for a program; a power of two, at least 16.
-        block_steps: columns of each half that are taken at once; a power of two, at least 16.
+        block_steps: columns of each half in a turn; a power of two, at least 16.
         n_warps: warps of a program: 4 or 8.
         n_splits: programs that share a block.
-        n_stages: how many turns ahead the weights are fetched, and one.
+        n_stages: one more than the number of turns that weights are fetched ahead.
     """
 
     block_rows: int = 128
@@ -77,8 +77,8 @@ class ManyConfig:
 
 @triton.jit
 def _place_of(position, REORDER: tl.constexpr):
-    """Where, of 16 columns, the one lies that the tensor cores look for at a position: at
-    4t + 2h + i for 8h + 2t + i."""
+    """The place, among 16 columns, of the column that the tensor cores expect at a position:
+    4t + 2h + i for position 8h + 2t + i."""
     if REORDER:
         return ((position >> 1) & 3) * 4 + (position >> 3) * 2 + (position & 1)
     return position
@@ -94,8 +94,8 @@ def arrange_tokens_kernel(
     REORDER: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Tokens as products take them: 16 columns of either half in turns. On Hopper, they go to the
-    tensor cores as they are then, so their order in the 16 and the factor are made here, too."""
+    """Arranges tokens for products: 16 columns of either half in turns. On Hopper, tokens then go
+    to the tensor cores unchanged, so this kernel also orders each 16 columns and scales them."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     half = (place >> 4) & 1
@@ -136,7 +136,7 @@ def _multiply_exceptions(
     end,
     UPCAST: tl.constexpr,
 ):
-    """Adds the product with exceptions `begin` to `end`, which are those of the rows or a part."""
+    """Adds the product with exceptions `begin` to `end`: all of the rows' exceptions, or a part."""
     BLOCK: tl.constexpr = 32
     first = tl.load(starts_ptr + rows)[:, None]
     last = tl.load(starts_ptr + rows + 1)[:, None]
@@ -157,7 +157,7 @@ def _multiply_exceptions(
     return total
 
 
-# One machine code for a batch of one, of 16 and of any other size.
+# All batch sizes use the same machine code.
 @triton.jit(do_not_specialize=["n_tokens"])
 def multiply_many_kernel(
     x_ptr,  # n_tokens x n_columns, BF16
@@ -220,14 +220,14 @@ def multiply_many_kernel(
             w_tile = widen(w_tile, True)
         if not REORDER:
             x_tile = shift_tokens(x_tile)
-        # One product a turn: the tensor cores work on it while the next is decoded.
+        # One product a turn: the tensor cores compute it while the next elements are decoded.
         total = tl.dot(w_tile, x_tile, total)
         low += BLOCK_STEPS
         high += BLOCK_STEPS
         x += 2 * BLOCK_STEPS
 
     total = scale_rows(total, tl.load(first_ptr + rows)[:, None], 12)
-    if split == 0:  # few: not worth sharing out
+    if split == 0:  # exceptions are too few to divide among the splits
         last_row = tl.minimum((row_block + 1) * BLOCK_ROWS, n_rows)
         total = _multiply_exceptions(
             total, x_ptr, starts_ptr, exceptions_ptr, rows, tokens, mask_tokens, n_columns,
@@ -235,7 +235,7 @@ def multiply_many_kernel(
         )  # fmt: skip
         if HAS_BIAS:
             total += widen(tl.load(bias_ptr + rows)[:, None], UPCAST)
-    # From the block's first element on offsets are small: pointers would take twice the registers.
+    # Offsets from the block's first element are small; pointers would take twice the registers.
     first_token = token_block.to(tl.int64) * BLOCK_TOKENS
     first_row = row_block * BLOCK_ROWS
     y = y_ptr + (split.to(tl.int64) * n_tokens + first_token) * n_rows + first_row
@@ -253,14 +253,14 @@ def default_many_config(
     n_processors: int = 132,
     shared_nbytes: int = MIN_SHARED_NBYTES,
 ) -> ManyConfig:
-    """A sensible division, for who has not measured.
+    """A sensible division where nothing was measured.
 
     Args:
         n_rows: rows of the weight.
         n_columns: its columns.
         n_tokens: vectors that it is multiplied with.
         n_processors: multiprocessors of the GPU.
-        shared_nbytes: shared memory that a program may have there; at least 60 KiB.
+        shared_nbytes: shared memory that a program may have on it; at least 60 KiB.
     """
     block_tokens = 64 if n_tokens <= 64 else 128
     n_blocks = -(-n_rows // 128) * -(-n_tokens // block_tokens)
@@ -276,8 +276,8 @@ def default_many_config(
 
 
 def many_shared_nbytes(config: ManyConfig) -> int:
-    """Shared memory of a program, at most: the tiles of all turns that are on their way, and of the
-    one that is being multiplied (Hopper needs less)."""
+    """The most shared memory of a program: the tiles of all turns that are being fetched, and of
+    the one that is being multiplied (Hopper needs less)."""
     turn = config.block_steps * (3 * config.block_rows + 4 * config.block_tokens)
     return max(config.n_stages, 2) * turn
 
@@ -285,18 +285,18 @@ def many_shared_nbytes(config: ManyConfig) -> int:
 def multiply_many(
     x: torch.Tensor,
     weights: WeightTensors,
-    form: WeightFormat,
+    format: WeightFormat,
     n_columns: int,
     *,
     bias: torch.Tensor | None = None,
     config: ManyConfig | None = None,
 ) -> torch.Tensor:
-    """y = x W^T + bias, as `torch.nn.functional.linear` has it, with a packed weight of format W12.
+    """y = x W^T + bias with a packed weight of W12, as `torch.nn.functional.linear` computes it.
 
     Args:
         x: BF16, n_tokens x n_columns; elements below 2^87 in size.
         weights: checked arrays of `n_rows` rows.
-        form: their format, which must be W12.
+        format: their format, which must be W12.
         n_columns: columns of the matrix.
         bias: BF16, n_rows.
         config: how the work is divided.
@@ -306,12 +306,12 @@ def multiply_many(
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
+        ValueError: a tensor has another shape, is on another device, or is not contiguous.
     """
 
-    if form is not W12:
-        raise ValueError(f"products of many tokens take weights of W12, not {form.name}")
-    y = check_product(x, weights, form, n_columns, bias)
+    if format is not W12:
+        raise ValueError(f"products of many tokens need weights of W12, not {format.name}")
+    y = check_product(x, weights, format, n_columns, bias)
     if not y.numel():
         return y
     if config is None:

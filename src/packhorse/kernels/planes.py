@@ -1,8 +1,8 @@
-"""Planes of bytes to units on the GPU (docs/format.md, sections 4, 5 and 6.1).
+"""Merges planes of bytes into units on the GPU (docs/format.md, sections 4, 5 and 6.1).
 
-A byte comes from the payload, from scratch memory that other kernels have filled, or is constant;
-the end of a stored plane may be carried by rANS states, and then lies in scratch memory too. Raw
-bits are put back here. Every unit is independent of all others.
+A byte comes from the payload, from scratch memory that other kernels have filled, or is constant.
+If rANS states carry the end of a stored plane, that lies in scratch memory, too. Raw bits are put
+back here. Every unit is independent of all others.
 """
 
 import torch
@@ -10,41 +10,52 @@ import triton
 import triton.language as tl
 
 from packhorse.kernels.launch import device_of
+from packhorse.kernels.plan_fields import (
+    CONSTANT_SOURCE,
+    FIELDS,
+    PLANE_CARRIED_AT,
+    PLANE_N_THERE,
+    PLANE_OFFSET,
+    PLANE_RAW_AT,
+    PLANE_RAW_BITS,
+    PLANE_RAW_MASK,
+    PLANE_SOURCE,
+    SCRATCH_SOURCE,
+)
 
 __all__ = ["merge_planes", "merge_planes_kernel"]
 
-_FIELDS = tl.constexpr(8)  # numbers of a row
-_SCRATCH, _CONSTANT = tl.constexpr(1), tl.constexpr(2)  # sources; 0 is the payload (csrc/plan.hpp)
 _BLOCK = 1024
 
 
 @triton.jit
 def _is_plain(row, end):
-    """Whether a plane's bytes before unit `end` of a chunk can be loaded many at a time."""
-    source, offset = tl.load(row), tl.load(row + 1)
-    there = (offset % 16 == 0) & (tl.load(row + 2) >= end)
-    return (there | (source == _CONSTANT)) & (tl.load(row + 4) == 0)
+    """Whether a plane's bytes before unit `end` of a chunk can be loaded as vectors."""
+    source, offset = tl.load(row + PLANE_SOURCE), tl.load(row + PLANE_OFFSET)
+    there = (offset % 16 == 0) & (tl.load(row + PLANE_N_THERE) >= end)
+    return (there | (source == CONSTANT_SOURCE)) & (tl.load(row + PLANE_RAW_BITS) == 0)
 
 
 @triton.jit
 def _plane_bytes(payload_ptr, scratch_ptr, row, u, n, PLAIN: tl.constexpr):
     """Bytes of a plane for the units `u` of a chunk of `n`, as i32."""
-    source, offset = tl.load(row), tl.load(row + 1)
-    constant = tl.where(source == _CONSTANT, offset, 0).to(tl.int32)
-    offset = tl.where(source == _CONSTANT, 0, offset)
-    base_ptr = tl.where(source == _SCRATCH, scratch_ptr, payload_ptr)
+    source, offset = tl.load(row + PLANE_SOURCE), tl.load(row + PLANE_OFFSET)
+    constant = tl.where(source == CONSTANT_SOURCE, offset, 0).to(tl.int32)
+    offset = tl.where(source == CONSTANT_SOURCE, 0, offset)
+    base_ptr = tl.where(source == SCRATCH_SOURCE, scratch_ptr, payload_ptr)
     if PLAIN:
         byte = constant + u * 0
-        if source != _CONSTANT:
+        if source != CONSTANT_SOURCE:
             byte = tl.load(base_ptr + tl.multiple_of(offset, 16) + u).to(tl.int32)
         return byte
-    n_there = tl.load(row + 2).to(tl.int32)
-    carried_ptr = scratch_ptr + tl.load(row + 3) + (u - n_there)
+    n_there = tl.load(row + PLANE_N_THERE).to(tl.int32)
+    carried_ptr = scratch_ptr + tl.load(row + PLANE_CARRIED_AT) + (u - n_there)
     byte_ptr = tl.where(u < n_there, base_ptr + offset + u, carried_ptr)
-    there = u < tl.where(source == _CONSTANT, 0, n)
+    there = u < tl.where(source == CONSTANT_SOURCE, 0, n)
     byte = constant | tl.load(byte_ptr, mask=there, other=0).to(tl.int32)
-    raw_bits, raw_mask = tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32)
-    raw_ptr = payload_ptr + tl.load(row + 6)
+    raw_bits = tl.load(row + PLANE_RAW_BITS).to(tl.int32)
+    raw_mask = tl.load(row + PLANE_RAW_MASK).to(tl.int32)
+    raw_ptr = payload_ptr + tl.load(row + PLANE_RAW_AT)
     j = raw_bits * 0
     while j < raw_bits:
         is_kept = raw_mask >> j & 1
@@ -63,14 +74,14 @@ def _units(
     """Units `u` of a chunk, as i32 or i64."""
     top = _plane_bytes(payload_ptr, scratch_ptr, row, u, n, PLAIN)
     if N_PLANES > 1:
-        below = _plane_bytes(payload_ptr, scratch_ptr, row + _FIELDS, u, n, PLAIN)
+        below = _plane_bytes(payload_ptr, scratch_ptr, row + FIELDS, u, n, PLAIN)
         top = top << 8 | below
         top = (top >> ROTATION | top << (16 - ROTATION)) & 0xFFFF
     else:
         top = (top >> ROTATION | top << (8 - ROTATION)) & 0xFF
     unit = top.to(tl.int64) if N_PLANES > 4 else top
     for p in tl.static_range(2, N_PLANES):
-        below = _plane_bytes(payload_ptr, scratch_ptr, row + p * _FIELDS, u, n, PLAIN)
+        below = _plane_bytes(payload_ptr, scratch_ptr, row + p * FIELDS, u, n, PLAIN)
         unit = unit << 8 | below.to(unit.dtype)
     return unit
 
@@ -78,7 +89,7 @@ def _units(
 @triton.jit
 def merge_planes_kernel(
     payload_ptr,  # u8, aligned to 16 bytes
-    planes_ptr,  # i64 [chunks, N_PLANES, 8]
+    planes_ptr,  # i64 [chunks, N_PLANES, FIELDS]
     scratch_ptr,  # u8, aligned to 16 bytes
     out_ptr,  # integers of a unit's size [n_units]
     n_units,
@@ -93,10 +104,10 @@ def merge_planes_kernel(
     n = tl.minimum(n_units - first, 1 << CHUNK_LOG).to(tl.int32)
     start = tl.program_id(1) * BLOCK
     u = start + tl.arange(0, BLOCK)
-    row = planes_ptr + chunk * (N_PLANES * _FIELDS)
+    row = planes_ptr + chunk * (N_PLANES * FIELDS)
     plain = start + BLOCK <= n
     for p in tl.static_range(N_PLANES):
-        plain &= _is_plain(row + p * _FIELDS, start + BLOCK)
+        plain &= _is_plain(row + p * FIELDS, start + BLOCK)
     dst_ptr = out_ptr + first + u
     if plain:
         unit = _units(payload_ptr, scratch_ptr, row, u, n, N_PLANES, ROTATION, True)
@@ -114,14 +125,14 @@ def merge_planes(
     chunk_log: int,
     rotation: int,
 ) -> None:
-    """Makes units of planes.
+    """Merges planes into units.
 
-    The tensors are on one device and, but for `planes`, aligned to 16 bytes; nothing in them is
+    The tensors are on one device and, except for `planes`, aligned to 16 bytes. Nothing in them is
     checked here.
 
     Args:
         payload: u8, all chunks; only read.
-        planes: i64 (chunks, planes, 8), as in csrc/plan.hpp.
+        planes: i64 (chunks, planes, 8); `layout.PlaneField` names the columns.
         scratch: u8, decoded planes and carried bytes; only read.
         out: u8, i16, i32 or i64 (units,), one byte for each plane; receives the units.
         chunk_log: log2 of the units of a full chunk.

@@ -4,12 +4,14 @@ The lanes of a round are served in ascending order from one sequence of words, a
 unit `4 * (l mod q) + l div q`. So thread `t` of a warp has the lanes `t`, `q + t`, `2 q + t` and
 `3 q + t`: the four vectors `x0` to `x3` here. They yield four neighbouring bytes, stored at once.
 
-Which word a lane takes follows from how many lanes before it need one. A sum of different bits over
-the warp is the set of those that do, one instruction on the GPU, and its ones are counted; a scan
-of five dependent shuffles would take longer. The tables of 32 or 64 buckets lie one or two entries
-a thread in registers; `tl.gather` is then a shuffle. States and tables come from the core's planner
-(csrc/plan.hpp), which has checked whatever could lead a kernel out of its memory; words that are
-not there are not read. A second kernel replaces the marks that escapes leave.
+The word that a lane takes follows from the number of lanes before it that need one. The set of
+lanes that need one is a sum of different bits over the warp, which is one instruction on the GPU;
+its ones are then counted. A scan of five dependent shuffles would take longer. Tables of 32 or 64
+buckets lie in registers, one or two entries a thread; `tl.gather` is then a shuffle.
+
+States and tables come from the core's planner (csrc/tensor/plan.hpp), which has checked everything
+that could lead a kernel out of its memory. Kernels never read words beyond the last one. A second
+kernel replaces the marks that escapes leave.
 """
 
 import torch
@@ -17,27 +19,52 @@ import triton
 import triton.language as tl
 
 from packhorse.kernels.launch import device_of
+from packhorse.kernels.plan_fields import (
+    ESCAPED_ESCAPES_AT,
+    ESCAPED_MARKER,
+    ESCAPED_N_ESCAPES,
+    ESCAPED_N_UNITS,
+    ESCAPED_PLANE_AT,
+    ESCAPED_RAW_BITS,
+    FIELDS,
+    STREAM_CARRIED_AT,
+    STREAM_N_UNITS,
+    STREAM_N_WORDS,
+    STREAM_PLANE_AT,
+    STREAM_QUARTER,
+    STREAM_WORDS_AT,
+)
+from packhorse.layout import (
+    ENTRY_RANK_SHIFT,
+    ENTRY_VALUE_SHIFT,
+    MAX_LANES_LOG,
+    PROB_BITS,
+    PROB_SUM,
+    STATE_LOWER_BOUND,
+    WORD_BITS,
+    Status,
+)
 
 __all__ = [
-    "ESCAPES_DIFFER",
-    "STATE_TOO_LARGE",
-    "WORDS_LEFT",
-    "WORDS_SHORT",
     "decode_rans",
     "decode_rans_kernel",
     "resolve_escapes",
     "resolve_escapes_kernel",
 ]
 
-# What a kernel finds; the numbers of the core (csrc/common/layout.hpp).
-WORDS_SHORT, WORDS_LEFT, STATE_TOO_LARGE, ESCAPES_DIFFER = 6, 7, 8, 9
-
-_SHORT, _LEFT = tl.constexpr(WORDS_SHORT), tl.constexpr(WORDS_LEFT)
-_TOO_LARGE, _DIFFER = tl.constexpr(STATE_TOO_LARGE), tl.constexpr(ESCAPES_DIFFER)
-_FIELDS = tl.constexpr(8)  # numbers of a row
-_SLOT_MASK = tl.constexpr(4095)
-_PLAIN = tl.constexpr(4096)
-_LOWER_BOUND = tl.constexpr(65536)
+_SHORT = tl.constexpr(int(Status.WORDS_EXHAUSTED))
+_LEFT = tl.constexpr(int(Status.WORDS_LEFT))
+_TOO_LARGE = tl.constexpr(int(Status.FINAL_STATE))
+_DIFFER = tl.constexpr(int(Status.ESCAPE_COUNT))
+_WARP = tl.constexpr(32)
+_N_LANES = tl.constexpr(1 << MAX_LANES_LOG)  # of the widest stream: four for each thread
+_PROB_BITS = tl.constexpr(PROB_BITS)
+_SLOT_MASK = tl.constexpr(PROB_SUM - 1)
+_PLAIN = tl.constexpr(PROB_SUM)  # buckets of a table that has an entry for each slot
+_RANK = tl.constexpr(ENTRY_RANK_SHIFT)
+_VALUE = tl.constexpr(ENTRY_VALUE_SHIFT)
+_LOWER_BOUND = tl.constexpr(STATE_LOWER_BOUND)
+_WORD_BITS = tl.constexpr(WORD_BITS)
 _ESCAPE_BLOCK = 1024
 
 
@@ -47,20 +74,20 @@ def _look_up(x, threshold, first, second, table_ptr, BUCKETS: tl.constexpr):
     slot = (x & _SLOT_MASK).to(tl.int32)
     if BUCKETS == _PLAIN:
         return tl.load(table_ptr + slot)
-    bucket = slot // (4096 // BUCKETS)
+    bucket = slot // (_PLAIN // BUCKETS)
     in_first = slot < tl.gather(threshold, bucket, 0)
     return tl.where(in_first, tl.gather(first, bucket, 0), tl.gather(second, bucket, 0))
 
 
 @triton.jit
 def _advance(x, entry):
-    """States behind a symbol, before they take a word."""
-    return (entry & _SLOT_MASK) * (x >> 12) + ((x + (entry >> 12)) & _SLOT_MASK)
+    """States after a symbol, before they take a word."""
+    return (entry & _SLOT_MASK) * (x >> _PROB_BITS) + ((x + (entry >> _RANK)) & _SLOT_MASK)
 
 
 @triton.jit
 def _count_ones(x):
-    """Ones in each u32; the compiler knows this sequence and makes one instruction of it."""
+    """Ones in each u32; the compiler turns this sequence into one instruction."""
     x -= x >> 1 & 0x55555555
     x = (x & 0x33333333) + (x >> 2 & 0x33333333)
     return ((x + (x >> 4) & 0x0F0F0F0F) * 0x01010101) >> 24
@@ -68,8 +95,8 @@ def _count_ones(x):
 
 @triton.jit
 def _refill(x, need, n_before, words_ptr, n_words, ALIGNED: tl.constexpr, CHECKED: tl.constexpr):
-    """States of a quarter with the words they need, and how many words that and the last took."""
-    t = tl.arange(0, 32)
+    """The states of a quarter after they took words, and the words taken so far in the round."""
+    t = tl.arange(0, _WARP)
     # A sum of different bits is their union, and one instruction over the warp.
     needing = tl.sum(need.to(tl.uint32) << t, 0)
     place = (n_before + _count_ones(needing & ((1 << t) - 1))).to(tl.int32)
@@ -80,7 +107,7 @@ def _refill(x, need, n_before, words_ptr, n_words, ALIGNED: tl.constexpr, CHECKE
     else:
         high = tl.load(words_ptr + 2 * place + 1, mask=need).to(tl.uint32)
         word = high << 8 | tl.load(words_ptr + 2 * place, mask=need).to(tl.uint32)
-    return tl.where(need, x << 16 | word, x), n_before + _count_ones(needing)
+    return tl.where(need, x << _WORD_BITS | word, x), n_before + _count_ones(needing)
 
 
 @triton.jit
@@ -88,11 +115,11 @@ def _round(
     x0, x1, x2, x3, n_words, words_ptr, dst_ptr, n, q, threshold, first, second, table_ptr,
     BUCKETS: tl.constexpr, ALIGNED: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """One round; `n` units and `n_words` words are left if CHECKED, else enough of both.
+    """One round. If CHECKED, only `n` units and `n_words` words are left; otherwise enough of both.
 
-    Returns the states, and the number of words that were taken or, if CHECKED, asked for.
+    Returns the states, and the number of words taken, or wanted if CHECKED.
     """
-    t = tl.arange(0, 32)
+    t = tl.arange(0, _WARP)
     live = t < q
     e0 = _look_up(x0, threshold, first, second, table_ptr, BUCKETS)
     e1 = _look_up(x1, threshold, first, second, table_ptr, BUCKETS)
@@ -110,7 +137,7 @@ def _round(
     y1, taken = _refill(y1, need1, taken, words_ptr, n_words, ALIGNED, CHECKED)
     y2, taken = _refill(y2, need2, taken, words_ptr, n_words, ALIGNED, CHECKED)
     y3, taken = _refill(y3, need3, taken, words_ptr, n_words, ALIGNED, CHECKED)
-    units = e0 >> 24 | e1 >> 24 << 8 | e2 >> 24 << 16 | e3 >> 24 << 24
+    units = e0 >> _VALUE | e1 >> _VALUE << 8 | e2 >> _VALUE << 16 | e3 >> _VALUE << 24
     tl.store(dst_ptr + t, units, mask=live)
     return y0, y1, y2, y3, taken.to(tl.int32)
 
@@ -121,7 +148,7 @@ def _rounds(
     BUCKETS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """All rounds; returns states and the number of words left, below 0 if there were too few."""
-    while (n >= 4 * q) & (n_words >= 128):
+    while (n >= 4 * q) & (n_words >= _N_LANES):
         x0, x1, x2, x3, taken = _round(
             x0, x1, x2, x3, n_words, words_ptr, dst_ptr, n, q, threshold, first, second,
             table_ptr, BUCKETS, ALIGNED, False,
@@ -145,7 +172,7 @@ def _rounds(
 @triton.jit
 def decode_rans_kernel(
     payload_ptr,  # u8, aligned to 2 bytes
-    streams_ptr,  # i64 [streams, 8]
+    streams_ptr,  # i64 [streams, FIELDS]
     states_ptr,  # u32 [streams, 4, 32]
     tables_ptr,  # u32 [streams, 3, BUCKETS] or [streams, 4096]
     scratch_ptr,  # u8, aligned to 4 bytes
@@ -154,18 +181,18 @@ def decode_rans_kernel(
 ):
     """One stream, by one warp."""
     stream = tl.program_id(0).to(tl.int64)
-    row = streams_ptr + stream * _FIELDS
-    words_at = tl.load(row)
+    row = streams_ptr + stream * FIELDS
+    words_at = tl.load(row + STREAM_WORDS_AT)
     words_ptr = payload_ptr + words_at
-    n_words = tl.load(row + 1).to(tl.int32)
-    q = tl.load(row + 2).to(tl.int32)
-    n = tl.load(row + 3).to(tl.int32)
-    dst_ptr = (scratch_ptr + tl.load(row + 4)).to(tl.pointer_type(tl.uint32))
-    carried_at = tl.load(row + 5)
-    t = tl.arange(0, 32)
-    lanes_ptr = states_ptr + stream * 128 + t
-    x0, x1 = tl.load(lanes_ptr), tl.load(lanes_ptr + 32)
-    x2, x3 = tl.load(lanes_ptr + 64), tl.load(lanes_ptr + 96)
+    n_words = tl.load(row + STREAM_N_WORDS).to(tl.int32)
+    q = tl.load(row + STREAM_QUARTER).to(tl.int32)
+    n = tl.load(row + STREAM_N_UNITS).to(tl.int32)
+    dst_ptr = (scratch_ptr + tl.load(row + STREAM_PLANE_AT)).to(tl.pointer_type(tl.uint32))
+    carried_at = tl.load(row + STREAM_CARRIED_AT)
+    t = tl.arange(0, _WARP)
+    lanes_ptr = states_ptr + stream * _N_LANES + t
+    x0, x1 = tl.load(lanes_ptr), tl.load(lanes_ptr + _WARP)
+    x2, x3 = tl.load(lanes_ptr + 2 * _WARP), tl.load(lanes_ptr + 3 * _WARP)
     if BUCKETS == _PLAIN:
         table_ptr = tables_ptr + stream * _PLAIN
         threshold, first, second = t, x0, x0  # not used
@@ -201,20 +228,20 @@ def decode_rans_kernel(
 @triton.jit
 def resolve_escapes_kernel(
     payload_ptr,  # u8
-    planes_ptr,  # i64 [planes, 8]
+    planes_ptr,  # i64 [planes, FIELDS]
     scratch_ptr,  # u8
     status_ptr,  # i32 [planes]
     BLOCK: tl.constexpr,
 ):
-    """One plane: units that are marked take the escapes in order."""
+    """One plane: marked units are replaced by the escapes, in order."""
     plane = tl.program_id(0).to(tl.int64)
-    row = planes_ptr + plane * _FIELDS
-    units_ptr = scratch_ptr + tl.load(row)
-    n = tl.load(row + 1).to(tl.int32)
-    marker = tl.load(row + 2).to(tl.int32)
-    escapes_ptr = payload_ptr + tl.load(row + 3)
-    n_escapes = tl.load(row + 4).to(tl.int32)
-    raw_bits = tl.load(row + 5).to(tl.int32)
+    row = planes_ptr + plane * FIELDS
+    units_ptr = scratch_ptr + tl.load(row + ESCAPED_PLANE_AT)
+    n = tl.load(row + ESCAPED_N_UNITS).to(tl.int32)
+    marker = tl.load(row + ESCAPED_MARKER).to(tl.int32)
+    escapes_ptr = payload_ptr + tl.load(row + ESCAPED_ESCAPES_AT)
+    n_escapes = tl.load(row + ESCAPED_N_ESCAPES).to(tl.int32)
+    raw_bits = tl.load(row + ESCAPED_RAW_BITS).to(tl.int32)
     taken = n * 0
     start = n * 0
     while start < n:
@@ -243,16 +270,18 @@ def decode_rans(
 ) -> None:
     """Decodes rANS streams; escapes leave marks, and raw bits are zero.
 
-    The tensors are those of a plan (csrc/plan.hpp), on one device; nothing in them is checked here.
+    The tensors are those of a plan (csrc/tensor/plan.hpp), on one device. Nothing in them is
+    checked here.
 
     Args:
         payload: u8, all chunks; only read.
-        streams: i64 (S, 8).
+        streams: i64 (S, 8); `layout.StreamField` names the columns.
         states: u32 (S, 4, 32).
         tables: u32 (S, 3, `n_buckets`), or (S, 4096) if `n_buckets` is 4096.
         scratch: u8, the scratch memory of a plan, aligned to 4 bytes; receives planes and
             carried bytes.
-        status: i32 (S,); receives 0, `WORDS_SHORT`, `WORDS_LEFT` or `STATE_TOO_LARGE` for each.
+        status: i32 (S,); receives a `layout.Status` for each: `OK`, `WORDS_EXHAUSTED`, `WORDS_LEFT`
+            or `FINAL_STATE`.
         n_buckets: 32, 64 or 4096.
     """
     if len(streams):
@@ -269,9 +298,9 @@ def resolve_escapes(
 
     Args:
         payload: u8, all chunks; only read.
-        planes: i64 (E, 8), as in csrc/plan.hpp.
+        planes: i64 (E, 8); `layout.EscapedField` names the columns.
         scratch: u8, with the planes.
-        status: i32 (E,); receives 0 or `ESCAPES_DIFFER` for each.
+        status: i32 (E,); receives a `layout.Status` for each: `OK` or `ESCAPE_COUNT`.
     """
     if len(planes):
         with device_of(payload):

@@ -1,11 +1,11 @@
 """Packed weights to BF16 (docs/format.md, section 12), and the steps that products share.
 
 A tile of low bytes and a tile of high bits become a tile of BF16 elements in registers, without
-tables or branches: the low byte of an element is there already, its upper byte takes two shifts or
-masks for four elements, and two byte permutes interleave them. What comes out has the code where
-the exponent belongs (`W12`), or 112 + code (`W11`, whose code 0 must not become a subnormal): the
-row's true exponents follow by a multiplication with a power of two, which is exact. A product does
-that once for a row, here it is done for each element.
+tables or branches: the low byte of an element needs no work, the upper bytes of four elements take
+two shifts or masks, and two byte permutes interleave them. The results have the code in place of
+the exponent (`W12`), or 112 + code (`W11`, whose code 0 must not become a subnormal). An exact
+multiplication with a power of two then gives the row's true exponents. A product does that once for
+a row; decoding does it for each element.
 """
 
 from typing import NamedTuple
@@ -59,19 +59,19 @@ _W11_ASSEMBLY = tl.constexpr(
         for i in range(8)
     )
 )
-_W11_BIAS = tl.constexpr(112)  # what a code is raised by
+_W11_BIAS = tl.constexpr(112)  # is added to a code
 
 
 class _Checked(NamedTuple):
-    """Arrays that fit, so that products of one token do not wait for checks.
+    """Arrays that have passed the checks, so that products of one token need not repeat them.
 
     Attributes:
-        form: their format.
+        format: their format.
         n_columns: columns of their matrix.
         arrays: weak references to them.
     """
 
-    form: WeightFormat
+    format: WeightFormat
     n_columns: int
     arrays: tuple[ReferenceType[torch.Tensor], ...]
 
@@ -79,18 +79,18 @@ class _Checked(NamedTuple):
 _CHECKED: dict[int, _Checked] = {}  # by the identity of the low bytes
 
 
-def require_weights(weights: WeightTensors, form: WeightFormat, n_columns: int) -> None:
-    """Checks shapes and dtypes, not the content, which whoever brings it has to check.
+def require_weights(weights: WeightTensors, format: WeightFormat, n_columns: int) -> None:
+    """Checks shapes and dtypes. The caller has checked the content.
 
-    Arrays that have passed are known by their identity, and not looked at again.
+    Arrays that have passed are remembered by their identity, and not checked again.
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
+        ValueError: a tensor has another shape, is on another device, or is not contiguous.
     """
     key = id(weights.low_bytes)
     known = _CHECKED.get(key)
-    if known is not None and known.form is form and known.n_columns == n_columns:
+    if known is not None and known.format is format and known.n_columns == n_columns:
         low, high, first, starts, exceptions = known.arrays
         if (
             low() is weights.low_bytes
@@ -100,18 +100,18 @@ def require_weights(weights: WeightTensors, form: WeightFormat, n_columns: int) 
             and exceptions() is weights.exceptions
         ):
             return
-    _check_weights(weights, form, n_columns)
+    _check_weights(weights, format, n_columns)
     others = map(ref, weights[1:])
-    # What is here must not outlive the tensor whose identity it is known by.
+    # An entry must not outlive the tensor whose identity is its key.
     low_bytes = ref(weights.low_bytes, lambda _: _CHECKED.pop(key, None))
-    _CHECKED[key] = _Checked(form, n_columns, (low_bytes, *others))
+    _CHECKED[key] = _Checked(format, n_columns, (low_bytes, *others))
 
 
-def _check_weights(weights: WeightTensors, form: WeightFormat, n_columns: int) -> None:
+def _check_weights(weights: WeightTensors, format: WeightFormat, n_columns: int) -> None:
     n_rows, device = weights.n_rows, weights.device
     shapes = [
-        (torch.uint8, (n_rows, form.n_padded(n_columns))),
-        (torch.uint8, (n_rows, form.n_high_bytes(n_columns))),
+        (torch.uint8, (n_rows, format.n_padded(n_columns))),
+        (torch.uint8, (n_rows, format.n_high_bytes(n_columns))),
         (torch.uint8, (n_rows,)),
         (torch.int32, (n_rows + 1,)),
         (torch.int32, (weights.exceptions.numel(),)),
@@ -124,9 +124,9 @@ def _check_weights(weights: WeightTensors, form: WeightFormat, n_columns: int) -
 def window_elements(
     low, high, rest, SLICE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr
 ):
-    """BF16 elements of a slice, with the window in place of the exponents.
+    """BF16 elements of a slice, with codes of the window instead of exponents.
 
-    `low` are its low bytes; `high` the high bits (W12) or signs (W11); `rest` the two bits besides
+    `low` are the low bytes; `high` the high bits (W12) or signs (W11); `rest` the two bits besides
     the signs (W11; unused in W12).
     """
     if ASSEMBLY:
@@ -149,7 +149,7 @@ def window_elements(
 
 @triton.jit
 def window_bias(BITS: tl.constexpr):
-    """The exponent field of what `window_elements` gives for code 0."""
+    """The exponent field that `window_elements` gives code 0."""
     return 0 if BITS == 12 else _W11_BIAS
 
 
@@ -161,7 +161,7 @@ def power_of_two(exponent):
 
 @triton.jit
 def round_to_bf16(values, UPCAST: tl.constexpr):
-    """FP32 to the nearest BF16, ties to even; by bits where conversions are not to be trusted."""
+    """FP32 to the nearest BF16, ties to even; by bits where conversions are unreliable."""
     if not UPCAST:
         return values.to(tl.bfloat16)
     bits = values.to(tl.uint32, bitcast=True)
@@ -173,14 +173,14 @@ def round_to_bf16(values, UPCAST: tl.constexpr):
 
 @triton.jit
 def widen(values, UPCAST: tl.constexpr):
-    """BF16 to FP32, by bits where conversions are not to be trusted."""
+    """BF16 to FP32, by bits where conversions are unreliable."""
     if not UPCAST:
         return values.to(tl.float32)
     bits = values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
     return bits.to(tl.float32, bitcast=True)
 
 
-# One machine code for any number of rows, which are as many as tokens where they are looked up.
+# All numbers of rows use the same machine code: in a look-up there are as many rows as tokens.
 @triton.jit(do_not_specialize=["n_rows"])
 def decode_weights_kernel(
     low_ptr,  # rows x SLICES * n_steps
@@ -188,7 +188,7 @@ def decode_weights_kernel(
     first_ptr,  # n_rows
     starts_ptr,
     exceptions_ptr,
-    rows_ptr,  # n_rows, int64: which rows; read if GATHER
+    rows_ptr,  # n_rows, int64: numbers of the rows; read if GATHER
     out_ptr,  # n_rows x n_columns
     n_rows,
     n_columns,
@@ -207,7 +207,7 @@ def decode_weights_kernel(
     out_rows = tl.where(mask_rows, out_rows, 0).to(tl.int64)
     rows = tl.load(rows_ptr + out_rows) if GATHER else out_rows
     first = tl.load(first_ptr + out_rows).to(tl.int32) - window_bias(BITS)
-    # 2^239 is no BF16 number, the product of two is; each step is exact.
+    # 2^239 does not fit BF16, so there are two factors; each step is exact.
     factor = power_of_two(tl.minimum(first, 127)).to(tl.bfloat16)[:, None]
     second = power_of_two(tl.maximum(first - 127, 0)).to(tl.bfloat16)[:, None]
     low = low_ptr + rows[:, None] * (SLICES * n_steps)
@@ -244,71 +244,71 @@ def decode_weights_kernel(
 
 
 def decode_weights(
-    weights: WeightTensors, form: WeightFormat, n_columns: int, out: torch.Tensor | None = None
+    weights: WeightTensors, format: WeightFormat, n_columns: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The plain weight, bit for bit.
 
     Args:
-        weights: checked arrays of `n_rows` rows; columns of exceptions out of range would be
-            written out of range.
-        form: their format.
+        weights: checked arrays of `n_rows` rows. Exceptions with columns out of range would be
+            written outside of the output.
+        format: their format.
         n_columns: columns of the matrix, 1 to 65536.
-        out: BF16, n_rows x n_columns, to be overwritten; by default a new one.
+        out: BF16, n_rows x n_columns; receives the weight. By default a new tensor.
 
     Returns:
         BF16, n_rows x n_columns.
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
+        ValueError: a tensor has another shape, is on another device, or is not contiguous.
     """
-    require_weights(weights, form, n_columns)
+    require_weights(weights, format, n_columns)
     n_rows, device = weights.n_rows, weights.device
     if out is None:
         out = torch.empty((n_rows, n_columns), dtype=torch.bfloat16, device=device)
     require_tensor(out, "out", torch.bfloat16, (n_rows, n_columns), device)
-    _decode(weights, form, None, out)
+    _decode(weights, format, None, out)
     return out
 
 
 def decode_rows(
-    weights: WeightTensors, form: WeightFormat, n_columns: int, rows: torch.Tensor
+    weights: WeightTensors, format: WeightFormat, n_columns: int, rows: torch.Tensor
 ) -> torch.Tensor:
     """Some rows of the plain weight, bit for bit.
 
     Args:
         weights: as for `decode_weights`.
-        form: their format.
+        format: their format.
         n_columns: columns of the matrix.
-        rows: int64 (n,), their numbers, in any order.
+        rows: int64 (n,), numbers of the rows, in any order.
 
     Returns:
         BF16, n x n_columns.
 
     Raises:
-        IndexError: there is no such row; on a GPU, what PyTorch's own look-up does then.
+        IndexError: there is no such row. On a GPU, PyTorch's own behaviour for such look-ups.
         TypeError: a tensor has another dtype.
-        ValueError: a tensor has another shape, is elsewhere, or is not contiguous.
+        ValueError: a tensor has another shape, is on another device, or is not contiguous.
     """
-    require_weights(weights, form, n_columns)
+    require_weights(weights, format, n_columns)
     require_tensor(rows, "rows", torch.int64, (len(rows),), weights.device)
-    # PyTorch's look-up stops what comes after it if there is no such row.
+    # If there is no such row, PyTorch's look-up stops all that follows.
     firsts = weights.first_exponents.index_select(0, rows)
     out = torch.empty((len(rows), n_columns), dtype=torch.bfloat16, device=weights.device)
-    _decode(weights._replace(first_exponents=firsts), form, rows, out)
+    _decode(weights._replace(first_exponents=firsts), format, rows, out)
     return out
 
 
 def _decode(
-    weights: WeightTensors, form: WeightFormat, rows: torch.Tensor | None, out: torch.Tensor
+    weights: WeightTensors, format: WeightFormat, rows: torch.Tensor | None, out: torch.Tensor
 ) -> None:
     n_rows, n_columns = out.shape
     if n_rows == 0:
         return
     dialect = choose_dialect(out.device)
-    n_steps = form.n_steps(n_columns)
+    n_steps = format.n_steps(n_columns)
     block_steps = min(triton.next_power_of_2(n_steps), 512)
-    block_rows = 2048 // block_steps  # so that each of 128 threads loads 16 bytes at once
+    block_rows = 2048 // block_steps  # each of 128 threads loads 16 bytes at once
     with device_of(out):
         decode_weights_kernel[(ceil_div(n_rows, block_rows),)](
             *weights,
@@ -317,8 +317,8 @@ def _decode(
             n_rows,
             n_columns,
             n_steps,
-            BITS=form.bits,
-            SLICES=form.n_slices,
+            BITS=format.bits,
+            SLICES=format.n_slices,
             BLOCK_ROWS=block_rows,
             BLOCK_STEPS=block_steps,
             BLOCK_EXCEPTIONS=8,

@@ -29,45 +29,50 @@ class WeightArrays(NamedTuple):
     exceptions: NDArray[np.int32]
 
 
-def encode_weights(elements: NDArray[np.uint16], form: WeightFormat) -> WeightArrays:
+def encode_weights(elements: NDArray[np.uint16], format: WeightFormat) -> WeightArrays:
     """The arrays of a matrix, given as the bits of its BF16 elements."""
     n_rows, n_columns = elements.shape
     exponents = (elements >> _MANTISSA_BITS & 0xFF).astype(np.int64)
-    zeros = (elements & 0x7FFF == 0) if form.first_code else np.zeros(elements.shape, bool)
+    zeros = (elements & 0x7FFF == 0) if format.first_code else np.zeros(elements.shape, bool)
     firsts = np.array(
-        [_choose_first(row[~is_zero], form) for row, is_zero in zip(exponents, zeros, strict=True)],
+        [
+            _choose_first(row[~is_zero], format)
+            for row, is_zero in zip(exponents, zeros, strict=True)
+        ],
         np.int64,
     )
     codes = exponents - firsts[:, None]
-    inside = (codes >= form.first_code) & (codes < 1 << form.code_bits)
+    inside = (codes >= format.first_code) & (codes < 1 << format.code_bits)
     exceptional = ~inside & ~zeros
     signs = (elements >> 15).astype(np.int64)
-    packed = signs << form.bits - 1 | np.where(inside, codes, 0) << _MANTISSA_BITS | elements & 0x7F
+    packed = (
+        signs << format.bits - 1 | np.where(inside, codes, 0) << _MANTISSA_BITS | elements & 0x7F
+    )
     packed[exceptional] = 0
-    packed = np.pad(packed, ((0, 0), (0, form.n_padded(n_columns) - n_columns)))
+    packed = np.pad(packed, ((0, 0), (0, format.n_padded(n_columns) - n_columns)))
     rows, columns = np.nonzero(exceptional)
     entries = elements[rows, columns].astype(np.uint32) << 16 | columns.astype(np.uint32)
     counts = np.bincount(rows, minlength=n_rows)
     return WeightArrays(
         (packed & 0xFF).astype(np.uint8),
-        _join_high_bits(packed >> 8, form),
+        _join_high_bits(packed >> 8, format),
         firsts.astype(np.uint8),
         np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
         entries.astype(np.uint32).view(np.int32),
     )
 
 
-def _choose_first(exponents: NDArray[np.int64], form: WeightFormat) -> int:
+def _choose_first(exponents: NDArray[np.int64], format: WeightFormat) -> int:
     """Of all windows that leave the fewest exceptions, the lowest."""
     counts = np.bincount(exponents, minlength=_SPECIAL_EXPONENT + 1)
-    firsts = range(form.min_first, form.max_first + 1)
-    covered = [counts[f + form.first_code : f + (1 << form.code_bits)].sum() for f in firsts]
-    return form.min_first + int(np.argmax(covered))
+    firsts = range(format.min_first, format.max_first + 1)
+    covered = [counts[f + format.first_code : f + (1 << format.code_bits)].sum() for f in firsts]
+    return format.min_first + int(np.argmax(covered))
 
 
-def _join_high_bits(high: NDArray[np.int64], form: WeightFormat) -> NDArray[np.uint8]:
-    slices = np.split(high, form.n_slices, axis=1)
-    if form is layout.W12:
+def _join_high_bits(high: NDArray[np.int64], format: WeightFormat) -> NDArray[np.uint8]:
+    slices = np.split(high, format.n_slices, axis=1)
+    if format is layout.W12:
         return (slices[0] | slices[1] << 4).astype(np.uint8)
     signs = np.bitwise_or.reduce([(part >> 2) << i for i, part in enumerate(slices)])
     # Slices 2i and 2i + 1 side by side are a slice of the bits below.
@@ -76,10 +81,10 @@ def _join_high_bits(high: NDArray[np.int64], form: WeightFormat) -> NDArray[np.u
     return np.concatenate([signs, rest], axis=1).astype(np.uint8)
 
 
-def _packed_elements(arrays: WeightArrays, form: WeightFormat) -> NDArray[np.uint16]:
+def _packed_elements(arrays: WeightArrays, format: WeightFormat) -> NDArray[np.uint16]:
     """n_rows x n_padded of them."""
     bits = arrays.high_bits
-    if form is layout.W12:
+    if format is layout.W12:
         high = np.concatenate([bits & 15, bits >> 4], axis=1)
     else:
         n_steps = bits.shape[1] // 3
@@ -90,19 +95,21 @@ def _packed_elements(arrays: WeightArrays, form: WeightFormat) -> NDArray[np.uin
     return packed
 
 
-def decode_weights(arrays: WeightArrays, form: WeightFormat, n_columns: int) -> NDArray[np.uint16]:
+def decode_weights(
+    arrays: WeightArrays, format: WeightFormat, n_columns: int
+) -> NDArray[np.uint16]:
     """The bits of the BF16 elements, n_rows x n_columns.
 
     Raises:
         CorruptionError: the arrays break a rule of the page.
     """
-    check_weights(arrays, form, n_columns)
-    packed = _packed_elements(arrays, form)
-    codes = packed >> _MANTISSA_BITS & (1 << form.code_bits) - 1
+    check_weights(arrays, format, n_columns)
+    packed = _packed_elements(arrays, format)
+    codes = packed >> _MANTISSA_BITS & (1 << format.code_bits) - 1
     exponents = np.where(
-        codes >= form.first_code, arrays.first_exponents[:, None] + codes, np.uint16(0)
+        codes >= format.first_code, arrays.first_exponents[:, None] + codes, np.uint16(0)
     )
-    signs = packed >> form.bits - 1
+    signs = packed >> format.bits - 1
     elements = signs << 15 | exponents << _MANTISSA_BITS | packed & 0x7F
     rows, columns, values = _exceptions(arrays)
     elements[rows, columns] = values
@@ -119,7 +126,7 @@ def _exceptions(
     return rows, (entries & 0xFFFF).astype(np.int64), (entries >> 16).astype(np.uint16)
 
 
-def check_weights(arrays: WeightArrays, form: WeightFormat, n_columns: int) -> None:
+def check_weights(arrays: WeightArrays, format: WeightFormat, n_columns: int) -> None:
     """Every rule of the page for arrays from elsewhere.
 
     Raises:
@@ -127,8 +134,8 @@ def check_weights(arrays: WeightArrays, form: WeightFormat, n_columns: int) -> N
     """
     n_rows = arrays.first_exponents.size
     shapes = [
-        (n_rows, form.n_padded(n_columns)),
-        (n_rows, form.n_high_bytes(n_columns)),
+        (n_rows, format.n_padded(n_columns)),
+        (n_rows, format.n_high_bytes(n_columns)),
         (n_rows,),
         (n_rows + 1,),
         (arrays.exceptions.size,),
@@ -138,7 +145,7 @@ def check_weights(arrays: WeightArrays, form: WeightFormat, n_columns: int) -> N
     for name, array, dtype, shape in zip(WeightArrays._fields, held, dtypes, shapes, strict=True):
         _require(array.dtype == dtype and array.shape == shape, f"{name} has another shape")
     firsts = arrays.first_exponents
-    in_range = (firsts >= form.min_first) & (firsts <= form.max_first)
+    in_range = (firsts >= format.min_first) & (firsts <= format.max_first)
     _require(bool(in_range.all()), "a first exponent is out of range")
     starts = arrays.exception_starts.astype(np.int64)
     _require(starts[0] == 0 and starts[-1] == arrays.exceptions.size, "the starts do not fit")
@@ -147,10 +154,10 @@ def check_weights(arrays: WeightArrays, form: WeightFormat, n_columns: int) -> N
     _require(bool((columns < n_columns).all()), "a column is out of range")
     same_row = rows[1:] == rows[:-1]
     _require(bool((columns[1:] > columns[:-1])[same_row].all()), "columns do not ascend")
-    packed = _packed_elements(arrays, form)
+    packed = _packed_elements(arrays, format)
     _require(bool((packed[rows, columns] == 0).all()), "an exception has no hole")
-    if form.first_code:
-        magnitudes = packed & (1 << form.bits - 1) - 1
+    if format.first_code:
+        magnitudes = packed & (1 << format.bits - 1) - 1
         _require(
             bool((magnitudes[magnitudes < 1 << _MANTISSA_BITS] == 0).all()), "code 0 has a mantissa"
         )

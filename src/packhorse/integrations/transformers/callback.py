@@ -1,8 +1,8 @@
-"""Snapshots in place of the checkpoint folders of the Trainer of Hugging Face transformers.
+"""Snapshots instead of the checkpoint folders of the Trainer of Hugging Face transformers.
 
-`Trainer(callbacks=[PackhorseCallback("runs/7")])`: whenever the Trainer would write a checkpoint
-folder, the callback takes a snapshot instead: model, optimizer, schedule, random states and the
-Trainer's own state. To resume, a snapshot is written as such a folder again, since the Trainer
+With `Trainer(callbacks=[PackhorseCallback("runs/7")])`, the callback takes a snapshot whenever the
+Trainer would write a checkpoint folder: of model, optimizer, schedule, random states and the
+Trainer's own state. To resume, a snapshot is written as such a folder again, because the Trainer
 reads nothing else.
 """
 
@@ -42,15 +42,16 @@ __all__ = ["PackhorseCallback", "restore_checkpoint"]
 
 _NAME = re.compile(r"checkpoint-[0-9]+")
 _SHARDED = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
-# What the Trainer calls the files of a checkpoint.
+# The Trainer's names for the files of a checkpoint.
 _FILES = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
 
 
 class PackhorseCallback(TrainerCallback):  # type: ignore[misc]
     """Takes a snapshot wherever the Trainer's `save_strategy` asks for a checkpoint.
 
-    Snapshots are called `checkpoint-<step>`, as the folders would be; give each run a store of its
-    own. `save_total_limit` holds for them. All processes of a run need the callback; one writes.
+    Snapshots are called `checkpoint-<step>`, as the folders would be, so give each run a store of
+    its own. `save_total_limit` applies to them. All processes of a run need the callback; one of
+    them writes.
 
     Attributes:
         store: the store.
@@ -76,8 +77,8 @@ class PackhorseCallback(TrainerCallback):  # type: ignore[misc]
         """Nothing is read or written yet.
 
         Args:
-            store: a store, or where one is to be.
-            background: whether training goes on while a snapshot is written, of a copy.
+            store: a store, or the place for one.
+            background: whether training goes on while a copy of the state is written.
             folders: whether the Trainer writes its own folders, too.
 
         Raises:
@@ -88,19 +89,19 @@ class PackhorseCallback(TrainerCallback):  # type: ignore[misc]
         self._folders = folders
         self._output: str | None = None
         self._resuming: weakref.finalize[..., Any] | None = None
-        self._due: list[dict[str, Any]] | None = None  # random states, if a snapshot is to be taken
+        self._due: list[dict[str, Any]] | None = None  # random states of a snapshot that is due
         self._last_step = -1
 
     def checkpoint(self, name: str | None = None) -> str | None:
-        """A snapshot as a folder, for `trainer.train(resume_from_checkpoint=...)`. The callback
-        removes the folder after the first step.
+        """Write a snapshot as a folder for `trainer.train(resume_from_checkpoint=...)`. The
+        callback removes the folder after the first step.
 
         Args:
             name: of the snapshot; None for the newest.
 
         Returns:
-            The folder; None if the store has no snapshot of a Trainer yet, so that training starts
-            from the beginning.
+            The folder; None if the store has no snapshot of a Trainer yet, which makes training
+            start from the beginning.
 
         Raises:
             ValueError, CorruptionError, CompatibilityError: as `restore_checkpoint`.
@@ -120,15 +121,15 @@ class PackhorseCallback(TrainerCallback):  # type: ignore[misc]
             self._drop_folder()
             raise
 
-    # What the Trainer calls. A snapshot that is due is taken once the step has been logged and
-    # evaluated, because that changes the Trainer's state: at once, at the log, or before all else.
+    # The Trainer calls these methods. A snapshot that is due is taken after the step was logged and
+    # evaluated, because both change the Trainer's state: at once, at the log, or at the next event.
 
     def on_init_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Learn where the Trainer's output goes."""
+        """Note where the Trainer's output goes."""
         self._output = args.output_dir
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Refuse what snapshots cannot do.
+        """Refuse settings that snapshots do not support.
 
         Raises:
             ValueError: the model is sharded, or an argument needs the Trainer's own folders.
@@ -148,45 +149,46 @@ class PackhorseCallback(TrainerCallback):  # type: ignore[misc]
         self._due, self._last_step = None, -1
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Take what is due."""
+        """Take a snapshot that is due."""
         self._finish(args, state, parts)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """See whether a checkpoint is asked for."""
+        """Check whether the Trainer wants a checkpoint."""
         self._drop_folder()
         self._begin(args, state, control, parts)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Take what is due."""
+        """Take a snapshot that is due."""
         self._finish(args, state, parts)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Take what is due, and see whether a checkpoint is asked for."""
+        """Take a snapshot that is due, and check whether the Trainer wants a checkpoint."""
         self._finish(args, state, parts)
         self._begin(args, state, control, parts)
 
     def on_log(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Take what is due, unless there is more to come."""
+        """Take a snapshot that is due, unless an evaluation follows."""
         if not control.should_evaluate:
             self._finish(args, state, parts)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """See the random states that the evaluation has left."""
+        """Update the random states, which the evaluation has changed."""
         if self._due is not None:
             self._due = _random_states(args)
 
     def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Take a snapshot of a step that the Trainer has chosen after it told its callbacks, as it
-        does with `save_strategy="best"`; it has then written its own folder, too."""
+        """Take a snapshot of a step that the Trainer chooses only after it has called its
+        callbacks, as with `save_strategy="best"`. The Trainer has then also written its own
+        folder."""
         if self._due is None and self._last_step != state.global_step:
             self._due = _random_states(args)
             self._finish(args, state, parts)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Take what is due, and wait until it is on the disk.
+        """Take a snapshot that is due, and wait until it is on the disk.
 
         Raises:
-            Exception: what the last snapshot failed with.
+            Exception: the error of the last snapshot, if it failed.
         """
         self._finish(args, state, parts)
         if state.is_world_process_zero:
@@ -221,7 +223,7 @@ class PackhorseCallback(TrainerCallback):  # type: ignore[misc]
         )  # fmt: skip
 
     def _prune(self, args: Any) -> None:
-        """Remove the snapshots that are too many, of those that the callback has taken."""
+        """Remove the oldest of the callback's snapshots that exceed `save_total_limit`."""
         limit = args.save_total_limit
         gone = set() if not limit or limit < 0 else set(_checkpoints(self.store)[:-limit])
         if gone:
@@ -233,11 +235,11 @@ def restore_checkpoint(
     folder: str | os.PathLike[str],
     name: str | None = None,
 ) -> Path:
-    """Write a snapshot of `PackhorseCallback` as a folder that `trainer.train` resumes from.
+    """Write a snapshot of `PackhorseCallback` as a folder from which `trainer.train` resumes.
 
     Args:
-        store: the store, or where it is.
-        folder: where to write; it must not be there yet, or be empty.
+        store: the store, or its place.
+        folder: where to write; it must be empty or not exist.
         name: of the snapshot; None for the newest.
 
     Returns:
@@ -246,7 +248,7 @@ def restore_checkpoint(
     Raises:
         ValueError: there is no such snapshot, or it is not one of a Trainer.
         CorruptionError, CompatibilityError: as `SnapshotStore.restore`.
-        OSError: the system refuses; FileExistsError if the folder holds something.
+        OSError: the system refuses; FileExistsError if the folder is not empty.
 
     Example:
         >>> from transformers import Trainer
@@ -280,7 +282,7 @@ def _write_folder(store: SnapshotStore, name: str, target: Path) -> None:
         text = bytes(to_array(rest["trainer_state"], FRAMEWORK))
         states = [_numpy_state(rng) for rng in rest["rng"]]
     except (KeyError, TypeError, AttributeError) as error:
-        raise CorruptionError(f"snapshot {name!r} is not one of a Trainer: {error!r}") from error
+        raise CorruptionError(f"snapshot {name!r} is not of a Trainer: {error!r}") from error
     import_module("safetensors.torch").save_file(
         model, target / "model.safetensors", metadata={"format": "pt"}
     )
@@ -293,7 +295,7 @@ def _write_folder(store: SnapshotStore, name: str, target: Path) -> None:
 
 
 def _numpy_state(rng: dict[str, Any]) -> dict[str, Any]:
-    """Random states with NumPy's as NumPy wants it."""
+    """Random states, with NumPy's as an array again."""
     kind, keys, *more = rng["numpy"]
     return rng | {"numpy": (kind, to_array(keys, FRAMEWORK), *more)}
 
@@ -308,8 +310,9 @@ def _newest(store: SnapshotStore) -> str | None:
 
 
 def _state_of(state: Any, rng: Sequence[dict[str, Any]], parts: dict[str, Any]) -> dict[str, Any]:
-    """All that decides how training goes on."""
-    # As text: it has a line for each log so far, which a manifest would keep uncompressed.
+    """All that determines how training continues."""
+    # The Trainer's state is kept as a tensor of text: it has a line for each log so far, which a
+    # manifest would keep uncompressed.
     text = json.dumps(asdict(state), indent=2, sort_keys=True) + "\n"
     taken = {
         "model": parts["model"].state_dict(),
@@ -323,7 +326,7 @@ def _state_of(state: Any, rng: Sequence[dict[str, Any]], parts: dict[str, Any]) 
 
 
 def _describe(state: Any) -> dict[str, Any]:
-    """Metadata of a snapshot: what people want to know."""
+    """Metadata of a snapshot for people: step, epoch and loss."""
     found = {"step": state.global_step, "epoch": state.epoch}
     for entry in reversed(state.log_history):
         if "loss" in entry:
@@ -333,7 +336,7 @@ def _describe(state: Any) -> dict[str, Any]:
 
 
 def _random_states(args: Any) -> list[dict[str, Any]]:
-    """The random states of all processes, as the Trainer itself keeps them."""
+    """The random states of all processes, in the Trainer's own layout."""
     own: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),

@@ -1,4 +1,5 @@
-"""Language models from folders of `packhorse pack`, with weights that stay packed."""
+"""Loads language models from folders of `packhorse pack`, plain or with weights that stay
+packed."""
 
 from __future__ import annotations
 
@@ -28,13 +29,15 @@ _hf: Any = import_module("transformers")
 def load_packed_model(
     folder: str | os.PathLike[str], model_class: Any = None, **options: Any
 ) -> Any:
-    """Load a model from a folder that `packhorse pack` has written; tensors are decoded one by one,
-    those of a plain model on the GPU that it goes to, if it is one (docs/device.md).
+    """Load a model from a folder that `packhorse pack` has written.
+
+    Tensors are decoded one by one. If a plain model goes to one GPU, the GPU decodes them
+    (docs/device.md).
 
     Args:
-        folder: config.json, and packed files with their index if there are several.
-        model_class: a class of model of transformers, none of its `Auto` classes; None for the one
-            that config.json names.
+        folder: a folder with config.json and packed files, and their index if there are several.
+        model_class: a model class of transformers, but not an `Auto` class; None for the class that
+            config.json names.
         options: for its `from_pretrained`, such as `dtype` and `quantization_config`.
 
     Returns:
@@ -42,8 +45,8 @@ def load_packed_model(
 
     Raises:
         FileNotFoundError: there is no packed model in the folder.
-        ValueError: config.json names no class of transformers.
-        CorruptionError, CompatibilityError: of a packed file, or of the index.
+        ValueError: config.json does not name a model class of transformers.
+        CorruptionError, CompatibilityError: as for reading the packed files or their index.
         OSError: as `from_pretrained`.
 
     Example:
@@ -61,7 +64,7 @@ def load_packed_model(
     with ExitStack() as stack:
         opened = [stack.enter_context(PackedFile(file, FRAMEWORK, device=device)) for file in files]
         slices = {name: file.get_slice(name) for file in opened for name in file}
-        # transformers would start what is missing with random numbers.
+        # transformers would fill missing tensors with random numbers.
         for name in promised:
             if name not in slices:
                 raise CorruptionError(f"{place}: no file has {name!r}, which the index names")
@@ -73,8 +76,8 @@ def load_packed_model(
 
 
 def _single_gpu(config: Any, options: Mapping[str, Any]) -> torch.device | None:
-    """The GPU that all tensors of a plain model go to; None if it is not that simple. (Weights that
-    stay packed are made from rows in host memory.)"""
+    """The GPU that all tensors of a plain model go to; None if there is no single one, or if
+    weights stay packed, because these are made from rows in host memory."""
     place = options.get("device_map")
     if isinstance(place, dict) and set(place) == {""}:
         place = place[""]
@@ -94,13 +97,13 @@ def _named_class(config: Any) -> Any:
         if isinstance(found, type) and issubclass(found, _hf.PreTrainedModel):
             return found
     raise ValueError(
-        f"config.json names {config.architectures}, which is no class of model of transformers; "
+        f"config.json names {config.architectures}, which is not a model class of transformers; "
         "give load_packed_model a model_class"
     )
 
 
 def _packed_shards(folder: Path) -> tuple[list[Path], list[str]]:
-    """The packed files of a model, as its index names them, and the tensors that it promises."""
+    """The packed files of a model, and the names of the tensors that its index lists."""
     index = folder / f"model{INDEX_SUFFIX}"
     names, promised = {f"model{FILE_SUFFIX}"}, []
     if index.exists():
@@ -111,12 +114,12 @@ def _packed_shards(folder: Path) -> tuple[list[Path], list[str]]:
             unpack_index(text, label=str(index), tensors=tensors_beside(index))
         names, promised = set(files.values()), list(files)
         if not names:
-            raise CorruptionError(f"{index}: names no tensor; pack the model again")
+            raise CorruptionError(f"{index}: names no tensors; pack the model again")
     for name in sorted(names):
         is_name = name.endswith(FILE_SUFFIX) and name == os.path.basename(name)
         if not is_name or not (folder / name).is_file():
             raise FileNotFoundError(
-                f"{folder}: no packed model is there: {name} is no packed file; give the "
+                f"{folder}: has no packed model: {name} is not a packed file there; give the "
                 "folder that `packhorse pack` has written, or use from_pretrained for a plain one"
             )
     return sorted(folder / name for name in names), promised

@@ -1,14 +1,14 @@
 """Packed weights as a quantization method of Hugging Face transformers, called "packhorse".
 
-`from_pretrained(..., quantization_config=PackhorseConfig())` packs each weight as it comes from the
-checkpoint, before the next is read. `save_pretrained` writes the arrays (docs/format.md, section
-12), and a folder with them loads as it is, checked. Importing this module registers the method;
-users import it as `packhorse.transformers`.
+`from_pretrained(..., quantization_config=PackhorseConfig())` packs each weight of the checkpoint
+before it reads the next. `save_pretrained` writes the arrays (docs/format.md, section 12), and a
+folder with arrays is checked and loaded as it is. Importing this module registers the method; users
+import it as `packhorse.transformers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -19,21 +19,27 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from packhorse.device.formats import check_tokens, pack_if_smaller, require_speeds, resolve_fmt
+from packhorse.device.formats import (
+    StaysPlain,
+    check_tokens,
+    pack_if_smaller,
+    require_speeds,
+    resolve_format_or_auto,
+)
 from packhorse.device.model import (
     WeightChoice,
     hold_packed_weights,
     report_model,
     unpack_model_,
 )
+from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.packing import join_arrays
 from packhorse.device.report import PackReport
-from packhorse.device.weights import PackedWeight
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WEIGHT_VERSION
 
-# Where a name stands differs between releases, and none of them is typed.
+# The modules of these names differ between releases, and none of them has types.
 _auto: Any = import_module("transformers.quantizers.auto")
 _loading: Any = import_module("transformers.core_model_loading")
 
@@ -49,22 +55,23 @@ else:
 __all__ = ["METHOD", "VERSION", "PackhorseConfig", "PackhorseQuantizer"]
 
 METHOD = "packhorse"
-VERSION = WEIGHT_VERSION  # of the arrays, and of what config.json says of them
+VERSION = WEIGHT_VERSION  # of the arrays and of their description in config.json
+_STORED_FORMAT = "fmt"  # the key of the format in a config.json
 _PACKED_SHARE = 0.76  # of the bytes of a BF16 weight, at most, for models that gain
 
 
 class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """How `from_pretrained` packs a model; it stands in the config.json of a packed one.
+    """How `from_pretrained` packs a model. The config.json of a packed model holds it.
 
     Attributes:
-        fmt: "auto", "W12" or "W11", as for `pack_model_`.
+        format: "auto", "W12" or "W11", as for `pack_model_`.
         modules_to_not_convert: names of modules that stay plain, with all below them: whole names
             or their last parts; `*` and `?` stand for any characters.
         lm_head: whether to pack the output layer. An embedding that shares its weight is packed
             with it.
-        embeddings: whether to pack embeddings; None for that of the input alone.
-        for_tokens: None, or how many tokens are multiplied at once, as a rule: then a layer is
-            packed where its GPU is as fast with it, as for `pack_model_`.
+        embeddings: whether to pack embeddings; None for only the input embedding.
+        for_tokens: None, or the usual number of tokens that are multiplied at once. Then a layer is
+            packed only if its GPU is as fast with the packed weight, as for `pack_model_`.
         version: of the format.
 
     Example:
@@ -81,7 +88,7 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     def __init__(
         self,
-        fmt: str = "auto",
+        format: str = "auto",
         modules_to_not_convert: Iterable[str] | None = None,
         lm_head: bool = True,
         embeddings: bool | None = None,
@@ -91,7 +98,7 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
         """Options for loading.
 
         Args:
-            fmt: see above.
+            format: see above.
             modules_to_not_convert: see above.
             lm_head: see above.
             embeddings: see above.
@@ -99,8 +106,8 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
             stored: `quant_method` and `version` of a config.json.
 
         Raises:
-            ValueError: an option that is unknown, or has a wrong value.
-            CompatibilityError: a model that a later release has packed.
+            ValueError: an option is unknown, or has a wrong value.
+            CompatibilityError: a later release has packed the model.
         """
         self.quant_method = stored.pop("quant_method", METHOD)
         self.version = stored.pop("version", VERSION)
@@ -111,8 +118,8 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
             )
         if stored:
             raise ValueError(f"PackhorseConfig has no option {', '.join(map(repr, stored))}")
-        resolve_fmt(fmt)
-        self.fmt = fmt
+        resolve_format_or_auto(format)
+        self.format = format
         self.modules_to_not_convert = _check_names(modules_to_not_convert)
         if not isinstance(lm_head, bool):
             raise ValueError(f"lm_head is {lm_head!r}; it must be True or False")
@@ -122,6 +129,22 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
         check_tokens(for_tokens)
         self.for_tokens = for_tokens
 
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], *args: Any, **others: Any) -> Any:
+        """A config from the dict of a config.json, which has the format under `fmt`."""
+        options = dict(config_dict)
+        if "format" not in options and _STORED_FORMAT in options:
+            options["format"] = options.pop(_STORED_FORMAT)
+        return super().from_dict(options, *args, **others)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What stands in a config.json, with the format under `fmt`."""
+        return {_STORED_FORMAT if k == "format" else k: v for k, v in super().to_dict().items()}
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """The pairs of `to_dict`, for `dict(config)`."""
+        return iter(self.to_dict().items())
+
 
 def _check_names(names: Iterable[str] | None) -> list[str]:
     if isinstance(names, str):
@@ -129,21 +152,21 @@ def _check_names(names: Iterable[str] | None) -> list[str]:
     listed = list(names or ())
     for name in listed:
         if not isinstance(name, str):
-            raise ValueError(f"modules_to_not_convert has {name!r}, which is no name")
+            raise ValueError(f"modules_to_not_convert has {name!r}, which is not a name")
     return listed
 
 
 class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
-    """What transformers asks while it loads, saves and unpacks a model; `model.hf_quantizer`.
+    """Does the packing when transformers loads, saves and unpacks a model; `model.hf_quantizer`.
 
     Attributes:
-        report: what is packed, what is not and why; None before the model is loaded.
+        report: what is packed, what is not, and why; None before the model is loaded.
     """
 
     requires_calibration = False
 
     def __init__(self, quantization_config: PackhorseConfig, **options: Any) -> None:
-        """Made by transformers."""
+        """transformers makes it."""
         super().__init__(quantization_config, **options)
         self.report: PackReport | None = None
         self._wanted: dict[str, bool] = {}  # by name: whether a layer multiplies with it
@@ -153,12 +176,12 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
     # Before loading.
 
     def validate_environment(self, *args: Any, device_map: Any = None, **others: Any) -> None:
-        """Refuse what would fail when all weights are read.
+        """Refuse early what would fail only after all weights are read.
 
         Raises:
-            MissingBackendError: `for_tokens` is given, and Triton is not installed.
-            ValueError: the device map leaves weights on the disk, or on the host where the speed of
-                packed weights is not known.
+            MissingBackendError: `for_tokens` is given, but Triton is not installed.
+            ValueError: the device map leaves weights on the disk; or, with `for_tokens`, on the
+                host, where the speed of packed weights is unknown.
         """
         if isinstance(device_map, dict):
             _refuse_disk(device_map)
@@ -176,18 +199,18 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
         """
         if dtype != torch.bfloat16:
             raise ValueError(
-                f"packed weights are BF16, and the model would be {dtype}; pass "
+                f"packed weights are BF16, but the model would be {dtype}; pass "
                 "dtype=torch.bfloat16 to from_pretrained"
             )
         return dtype
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
-        """Bytes that an element is going to take."""
+        """Bytes that an element will take."""
         share = _PACKED_SHARE if self.param_needs_quantization(model, param_name) else 1.0
         return share * param.element_size()
 
     def param_needs_quantization(self, model: Any, param_name: str, **others: Any) -> bool:
-        """Whether a parameter is to be packed."""
+        """Whether a parameter will be packed."""
         return param_name in self._wanted
 
     def _process_model_before_weight_loading(
@@ -213,35 +236,36 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
         return _Pack(self)
 
     def get_weight_conversions(self) -> list[Any]:
-        """Joins the arrays of packed weights. A checkpoint whose config.json knows of none gets
-        this, too: else transformers would start layers with random numbers in their place."""
+        """Joins the arrays of packed weights. This also applies to checkpoints whose config.json
+        does not mention them: transformers would otherwise fill these layers with random
+        numbers."""
         names = [f"weight.{field}" for field in WeightTensors._fields]
         return [_loading.WeightConverter(names, "weight", operations=[_Join(self)])]
 
     def pack(self, model: nn.Module, name: str, plain: Tensor) -> Tensor:
-        """A weight that comes from a checkpoint, packed if that is wanted and saves memory."""
+        """A weight of a checkpoint, packed if the config wants that and it saves memory."""
         if name not in self._wanted or plain.dtype != torch.bfloat16 or self._failure:
             return plain
         try:
             _require_shape(model.get_parameter(name), name, plain.shape)
             config = self.quantization_config
             for_tokens = config.for_tokens if self._wanted[name] else None
-            packed = pack_if_smaller(plain, resolve_fmt(config.fmt), for_tokens)
+            packed = pack_if_smaller(plain, resolve_format_or_auto(config.format), for_tokens)
         except Exception as error:
             self.note_failure(error)
             return plain
-        if isinstance(packed, str):
-            self._reasons[name] = packed
+        if isinstance(packed, StaysPlain):
+            self._reasons[name] = packed.reason
             return plain
         return Parameter(packed, requires_grad=False)
 
     def join(self, model: nn.Module, name: str, arrays: Mapping[str, list[Tensor]]) -> Tensor:
-        """A packed weight from arrays of a checkpoint, checked."""
+        """A packed weight from the arrays of a checkpoint, which are checked."""
         expected = model.get_parameter(name)
         try:
             if not self.pre_quantized:  # transformers takes the arrays for plain numbers
                 raise CompatibilityError(
-                    f"{name}: is packed in this folder, and its config.json does not say so: add "
+                    f"{name}: is packed in this folder, but its config.json does not say so: add "
                     f'"quantization_config": {{"quant_method": "{METHOD}"}} there'
                 )
             _require_shape(expected, name, expected.shape)
@@ -251,8 +275,8 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
             return torch.empty_like(expected, device="cpu", requires_grad=False)
 
     def note_failure(self, error: Exception) -> None:
-        """Keep the first error until the model is loaded. Before, transformers would log it and go
-        on, with random numbers in the layer's place."""
+        """Keep the first error until the model is loaded. If it were raised before, transformers
+        would log it and go on with random numbers."""
         self._failure = self._failure or error
 
     def _process_model_after_weight_loading(self, model: Any, **others: Any) -> Any:
@@ -260,7 +284,7 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
             raise self._failure
         _refuse_disk(getattr(model, "hf_device_map", {}))
         hold_packed_weights(model)
-        # What is new, such as the head of a classifier, is to be trained.
+        # New layers, such as the head of a classifier, are for training.
         otherwise = "plain in the checkpoint" if self.pre_quantized else "not in the checkpoint"
         self.report = report_model(model, self._choose(model), self._reasons, otherwise)
         _keep_names_in_files(model)
@@ -272,11 +296,11 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
         plain = [each for each in model.parameters() if not isinstance(each, PackedWeight)]
         names = [n for n, each in model.named_parameters() if isinstance(each, PackedWeight)]
         unpack_model_(model)
-        # As `from_pretrained` leaves them; but a model that is partly frozen stays so.
+        # `from_pretrained` leaves weights trainable; but a partly frozen model stays so.
         if all(parameter.requires_grad for parameter in plain):
             for name in names:
                 model.get_parameter(name).requires_grad_(True)
-        # transformers passes on what the config says, by name if the model was saved.
+        # transformers passes the dtype of the config, which is a name if the model was saved.
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         return model if dtype in (None, torch.bfloat16) else nn.Module.to(model, dtype)
 
@@ -286,7 +310,7 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Gradients reach inputs and biases, so that adapters train."""
+        """Gradients reach inputs and biases, so that adapters can train."""
         return True
 
     @property
@@ -296,10 +320,10 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _refuse_doubles(files: Iterable[str]) -> None:
-    """transformers would take the one that it comes upon last, without a word.
+    """Refuses files with two forms of a weight: transformers would silently take the last one.
 
     Raises:
-        CorruptionError: a weight is there packed and plain.
+        CorruptionError: a weight is both packed and plain.
     """
     names: set[str] = set()
     for file in files:
@@ -309,7 +333,7 @@ def _refuse_doubles(files: Iterable[str]) -> None:
     suffix = f".{WeightTensors._fields[0]}"
     for name in sorted(each.removesuffix(suffix) for each in names if each.endswith(suffix)):
         if name in names:
-            raise CorruptionError(f"{name}: is there packed and plain; take one of them out")
+            raise CorruptionError(f"{name}: is both packed and plain here; remove one of the two")
 
 
 def _require_gpu() -> None:
@@ -331,7 +355,11 @@ def _refuse_disk(device_map: Mapping[str, Any]) -> None:
 
 
 def _matching(model: nn.Module, names: list[str]) -> list[str]:
-    """Patterns of whole names."""
+    """Patterns for the whole names of modules.
+
+    Raises:
+        ValueError: no module has one of the names.
+    """
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     found = []
     for name in names:
@@ -342,7 +370,7 @@ def _matching(model: nn.Module, names: list[str]) -> list[str]:
         ]
         if not patterns:
             raise ValueError(
-                f"modules_to_not_convert names {name!r}, which no module of the model is called"
+                f"modules_to_not_convert names {name!r}, but the model has no such module"
             )
         found += patterns
     return found
@@ -351,22 +379,22 @@ def _matching(model: nn.Module, names: list[str]) -> list[str]:
 def _require_shape(parameter: Tensor, name: str, shape: torch.Size) -> None:
     if hasattr(parameter, "_local_tensor"):
         raise ValueError(
-            f"{name}: packed weights cannot be cut for several GPUs; load the model without tp_plan"
+            f"{name}: packed weights cannot be split over GPUs; load the model without tp_plan"
         )
     if parameter.shape != shape:
         raise ValueError(
-            f"{name}: has shape {list(shape)} in the checkpoint, and {list(parameter.shape)} in "
-            "the model; the config is that of another model"
+            f"{name}: has shape {list(shape)} in the checkpoint, but {list(parameter.shape)} in "
+            "the model; the config belongs to another model"
         )
 
 
 def _join(name: str, arrays: Mapping[str, list[Tensor]], shape: torch.Size) -> PackedWeight:
     if len(shape) != 2:
-        raise CorruptionError(f"{name}: packed weight: the model has shape {list(shape)} there")
+        raise CorruptionError(f"{name}: packed weight: its shape in the model is {list(shape)}")
     state = {}
     for key, tensors in arrays.items():
         if len(tensors) != 1:
-            raise CorruptionError(f"{name}: packed weight: {key} is there {len(tensors)} times")
+            raise CorruptionError(f"{name}: packed weight: there are {len(tensors)} of {key}")
         state[f"{name}.{key.rpartition('.')[2]}"] = tensors[0]
     joined = join_arrays(state, name, shape[1])
     if joined is None or joined.shape != shape:
@@ -376,8 +404,8 @@ def _join(name: str, arrays: Mapping[str, list[Tensor]], shape: torch.Size) -> P
 
 
 def _keep_names_in_files(model: Any) -> None:
-    """Forget conversions that `save_pretrained` would do backwards on arrays of packed weights; the
-    file then has the names that the model has."""
+    """Forget conversions that `save_pretrained` would reverse on the arrays of packed weights.
+    Files then have the names of the model."""
     conversions = getattr(model, "_weight_conversions", None) or []
     packed = [n for n, each in model.named_parameters() if isinstance(each, PackedWeight)]
     kept = []
@@ -396,20 +424,20 @@ def _would_convert(conversion: Any, names: list[str]) -> bool:
 
 
 class _Operation(ConversionOps):  # type: ignore[misc]
-    """A conversion of the quantizer, whose copies report to that very one."""
+    """A conversion of the quantizer. Copies are the same object, and so keep the quantizer."""
 
     def __init__(self, quantizer: PackhorseQuantizer) -> None:
-        self.hf_quantizer = quantizer  # by this name, transformers leaves dtypes alone
+        self.hf_quantizer = quantizer  # because of this name, transformers leaves dtypes alone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Operation:
         return self
 
 
 class _Pack(_Operation):
-    """Packs what was read."""
+    """Packs weights as they are read."""
 
     def convert(self, input_dict: dict[str, Any], *, model: Any, **others: Any) -> dict[str, Any]:
-        """Names and tensors as the model is to have them."""
+        """The names and tensors for the model."""
         packed = {}
         for name, value in input_dict.items():
             plain = value[0] if isinstance(value, list) else value
@@ -418,7 +446,7 @@ class _Pack(_Operation):
 
 
 class _Join(_Operation):
-    """Makes a packed weight of its arrays."""
+    """Makes packed weights of their arrays."""
 
     def convert(
         self, input_dict: dict[str, Any], *, model: Any, full_layer_name: str, **others: Any

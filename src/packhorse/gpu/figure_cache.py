@@ -1,11 +1,11 @@
-"""Figures that were measured, kept as a JSON file for each kind of GPU; what they are about is the
-caller's.
+"""Measured figures, kept in a JSON file for each kind of GPU; the caller defines what they are.
 
-A file names the GPU, its multiprocessors and the versions of Triton and Packhorse that its figures
-hold for. It is read with distrust: each entry must be one that this release could have written, and
-whatever is wrong makes the whole file void. A void file is told once, by a warning, and then it is
-as if nothing had been measured: so a bad cache may cost time, and never gives a wrong result.
-It is written under another name and renamed, so a reader sees an old or a new file and no part.
+A file names the GPU, its multiprocessors and the versions of Triton and Packhorse for which its
+figures hold. Every entry is checked when the file is read: it must be one that this release could
+have written, and a single fault makes the whole file void. A void file gives one warning, and is
+then treated as if nothing had been measured. So a bad cache may cost time, but never gives a wrong
+result. A file is written under another name and renamed, so a reader sees the old file or the new
+one, and never a part.
 """
 
 import json
@@ -32,10 +32,10 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Identity:
-    """What figures hold for.
+    """The GPU and the versions for which figures hold.
 
     Attributes:
-        device: name of the GPU, as the driver tells it.
+        device: name of the GPU, as the driver reports it.
         n_processors: its multiprocessors; a slice of a GPU has fewer.
         triton: version of the compiler.
         packhorse: version of the kernels.
@@ -48,17 +48,17 @@ class Identity:
 
 
 def require(condition: bool, text: str) -> None:
-    """What an entry must be.
+    """Checks a condition that an entry must fulfil.
 
     Raises:
-        CorruptionError: it is not.
+        CorruptionError: the condition is false; `text` is the message.
     """
     if not condition:
         raise CorruptionError(text)
 
 
 def require_keys(value: Any, keys: set[str], what: str) -> None:
-    """An object of JSON with these keys and no others.
+    """Checks that a value is a JSON object with exactly these keys.
 
     Raises:
         CorruptionError: it is not.
@@ -71,12 +71,12 @@ class FigureCache(Generic[_Key, _Value]):
     """Files of figures of one kind.
 
     Attributes:
-        stem: what the names of its files begin with.
+        stem: the beginning of the names of its files.
         version: of its entries.
-        parse: an entry from JSON; raises CorruptionError, ValueError or TypeError for one that this
-            release does not write.
-        dump: an entry for JSON.
-        remedy: what a file that cannot be used means, and what to do.
+        parse: makes an entry of JSON; raises CorruptionError, ValueError or TypeError for one that
+            this release does not write.
+        dump: makes JSON of an entry.
+        remedy: the warning for a file that cannot be used: what that means, and what to do.
     """
 
     stem: str
@@ -86,10 +86,10 @@ class FigureCache(Generic[_Key, _Value]):
     remedy: str
 
     def path(self, device: str, folder: str | os.PathLike[str] | None = None) -> Path:
-        """Where the figures of a GPU lie.
+        """The path of the file for a GPU.
 
         Args:
-            device: its name.
+            device: the GPU's name.
             folder: by default the one that PACKHORSE_CACHE_DIR names, or `packhorse` in
                 XDG_CACHE_HOME, or in ~/.cache.
         """
@@ -102,8 +102,8 @@ class FigureCache(Generic[_Key, _Value]):
         return Path(folder) / f"{self.stem}-{name[:80]}.json"
 
     def load(self, path: Path, identity: Identity) -> dict[_Key, _Value]:
-        """The entries of a file; none if there is no file, and none and a warning if it is no
-        good."""
+        """The entries of a file. Without a file there are none; a file that cannot be used gives
+        none, and a warning."""
         try:
             return self.read(path, identity)
         except FileNotFoundError:
@@ -116,9 +116,9 @@ class FigureCache(Generic[_Key, _Value]):
         """The entries of a file.
 
         Raises:
-            CompatibilityError: they hold for another GPU or version.
-            CorruptionError: the file is not as this release writes it.
-            OSError: it cannot be read.
+            CompatibilityError: the entries hold for another GPU or version.
+            CorruptionError: the file is not one that this release writes.
+            OSError: the file cannot be read.
         """
         document = _read_document(path)
         version = document.get("version")
@@ -126,19 +126,19 @@ class FigureCache(Generic[_Key, _Value]):
             raise CompatibilityError(f"its version is {version!r:.40}, not {self.version}")
         require_keys(document, {"version", "identity", "entries"}, "it")
         _check_identity(document["identity"], identity)
-        require(type(document["entries"]) is list, "its entries are no list")
+        require(type(document["entries"]) is list, "its entries are not a list")
         entries: dict[_Key, _Value] = {}
         for number, entry in enumerate(document["entries"]):
             try:
                 key, value = self.parse(entry)
             except (CorruptionError, ValueError, TypeError) as error:
                 raise CorruptionError(f"entry {number}: {error}") from error
-            require(key not in entries, f"entry {number} stands there twice")
+            require(key not in entries, f"entry {number} repeats an earlier one")
             entries[key] = value
         return entries
 
     def write(self, path: Path, identity: Identity, entries: Mapping[_Key, _Value]) -> None:
-        """Replaces a file, in one step.
+        """Replaces a file in one step.
 
         Raises:
             OSError: the system refuses.
@@ -153,8 +153,8 @@ class FigureCache(Generic[_Key, _Value]):
             file.write(json.dumps(document, indent=1).encode() + b"\n")
 
     def update(self, path: Path, identity: Identity, entries: Mapping[_Key, _Value]) -> None:
-        """Adds entries to a file, or replaces those of the same keys. A file that cannot be used is
-        replaced as a whole.
+        """Adds entries to a file, and replaces those with the same keys. A file that cannot be used
+        is replaced as a whole.
 
         Raises:
             OSError: the system refuses.
@@ -178,5 +178,5 @@ def _check_identity(found: Any, own: Identity) -> None:
     require_keys(found, set(expected), "its identity")
     for name, value in expected.items():
         if type(found[name]) is not type(value) or found[name] != value:
-            text = f"it was measured with {name} {found[name]!r:.80}, and this is {value!r:.80}"
+            text = f"it was measured with {name} {found[name]!r:.80}, but this is {value!r:.80}"
             raise CompatibilityError(text)

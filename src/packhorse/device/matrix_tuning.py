@@ -1,7 +1,7 @@
-"""Tunes the products of a matrix on the GPU that is here, and keeps what was found.
+"""Tunes the products of a matrix on this machine's GPU, and keeps the results.
 
-Weights are synthetic: normal rows whose scales are log-normal have the exponents, and so the
-exceptions, of trained ones; nothing else about weights makes a difference to times.
+The weights are synthetic: normal rows with log-normal scales have the exponents of trained weights,
+and so as many exceptions. Nothing else about weights affects the times.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,11 +15,11 @@ from packhorse.codecs.weights import pack
 from packhorse.device.autotune import tune
 from packhorse.device.choices import forget_choices
 from packhorse.device.cost import predict_plain
+from packhorse.device.product_timer import ProductTimer
 from packhorse.device.strategy import BUCKETS, Choice, Strategy
-from packhorse.device.timing import ProductTimer
 from packhorse.device.tune_cache import TUNE_CACHE, Key, Measured
-from packhorse.gpu.cache import CACHE_VARIABLE
 from packhorse.gpu.detect import describe_device, identify
+from packhorse.gpu.figure_cache import CACHE_VARIABLE
 from packhorse.gpu.models import PRESETS, DeviceModel
 from packhorse.gpu.search import Search
 from packhorse.kernels.arrays import WeightTensors
@@ -48,7 +48,7 @@ def find_gpu() -> torch.device:
         OSError: there is none.
     """
     if not torch.cuda.is_available():
-        raise OSError("no CUDA GPU is here to measure on; --dry-run shows what is predicted")
+        raise OSError("this machine has no CUDA GPU to measure on; --dry-run shows predictions")
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -56,7 +56,7 @@ def resolve_model(name: str | None) -> DeviceModel:
     """What is known of a GPU.
 
     Args:
-        name: of a preset; None for the GPU that is here, or an H200 if there is none.
+        name: of a preset; None for this machine's GPU, or an H200 if there is none.
 
     Raises:
         ValueError: there is no such preset.
@@ -71,29 +71,29 @@ def resolve_model(name: str | None) -> DeviceModel:
 
 
 def predict_choices(
-    n_rows: int, n_columns: int, form: WeightFormat, model: DeviceModel
+    n_rows: int, n_columns: int, format: WeightFormat, model: DeviceModel
 ) -> dict[int, Measured]:
-    """What is chosen where nothing was tuned, with predicted times.
+    """The choices for an untuned matrix, with predicted times.
 
     Args:
         n_rows: rows of the matrix.
         n_columns: its columns.
-        form: its format.
+        format: its format.
         model: the GPU.
     """
     return {
         n: Measured(found.choice, found.seconds, predict_plain(n_rows, n_columns, n, model))
-        for n, found in tune(n_rows, n_columns, form, model).items()
+        for n, found in tune(n_rows, n_columns, format, model).items()
     }
 
 
 def random_weight(n_rows: int, n_columns: int, device: torch.device, seed: int = 0) -> torch.Tensor:
-    """Rows as trained ones have them: normal, with scales that are log-normal.
+    """A matrix like a trained one: normal rows with log-normal scales.
 
     Args:
         n_rows: rows.
         n_columns: columns.
-        device: where they are made.
+        device: where the matrix is made.
         seed: of the random numbers.
 
     Returns:
@@ -109,23 +109,23 @@ def random_weight(n_rows: int, n_columns: int, device: torch.device, seed: int =
     return weight
 
 
-def pack_on(weight: torch.Tensor, form: WeightFormat, *, threads: int = 8) -> WeightTensors:
-    """A weight, packed by the host, on the device where it was.
+def pack_on(weight: torch.Tensor, format: WeightFormat, *, threads: int = 8) -> WeightTensors:
+    """Packs a weight on the host, and puts the arrays on the weight's device.
 
     Args:
         weight: BF16, n_rows x n_columns.
-        form: the format.
+        format: the format.
         threads: of the host.
     """
     bits = weight.contiguous().view(torch.int16).cpu().view(torch.uint16).numpy()
-    arrays = pack(bits, form, threads=threads)
+    arrays = pack(bits, format, threads=threads)
     return WeightTensors(*(torch.from_numpy(array).to(weight.device) for array in arrays))
 
 
 def tuned_before(
     key: Key, device: torch.device, folder: str | PathLike[str] | None = None
 ) -> dict[int, Measured]:
-    """What the cache has of a matrix.
+    """What the cache holds for a matrix.
 
     Args:
         key: the matrix.
@@ -137,7 +137,7 @@ def tuned_before(
 
 
 def order_in(before: dict[int, Measured]) -> MatmulConfig | None:
-    """A division with the order of sums that was found before, which is to be kept."""
+    """A division with the order of sums that an earlier run has found and this one must keep."""
     configs = (row.choice.config for row in before.values() if row.choice.strategy is _FUSED)
     return next((config for config in configs if isinstance(config, MatmulConfig)), None)
 
@@ -146,7 +146,7 @@ _FUSED = Strategy.FUSED
 
 
 def _require_folder(folder: Path) -> None:
-    """Fails before minutes are spent on what could not be kept."""
+    """Fails early if the results could not be kept, before minutes are spent on measurements."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -154,7 +154,7 @@ def _require_folder(folder: Path) -> None:
     except OSError as error:
         reason = (error.strerror or "the system refused").lower()
         raise OSError(
-            f"{folder}: what is measured cannot be kept here: {reason}; name another folder with "
+            f"{folder}: measurements cannot be kept here: {reason}; name another folder with "
             f"--cache, or in the variable {CACHE_VARIABLE}"
         ) from error
 
@@ -162,7 +162,7 @@ def _require_folder(folder: Path) -> None:
 def tune_on_gpu(
     n_rows: int,
     n_columns: int,
-    form: WeightFormat,
+    format: WeightFormat,
     device: torch.device,
     *,
     folder: str | PathLike[str] | None = None,
@@ -170,26 +170,26 @@ def tune_on_gpu(
     buckets: Iterable[int] = BUCKETS,
     search: Search[Choice, int] | None = None,
 ) -> dict[int, Measured]:
-    """Measures what was not measured before, writes it to the cache, and uses it from now on.
+    """Measures what the cache lacks, writes it there, and uses it from now on.
 
     Args:
         n_rows: rows of the matrix.
         n_columns: its columns.
-        form: its format.
+        format: its format.
         device: the GPU.
         folder: of the cache; None for the usual one.
-        again: measure what was measured before, too.
+        again: also measure what the cache already has.
         buckets: numbers of tokens.
-        search: limits of the search; those that it had no time for are left out.
+        search: limits of the search; buckets for which time ran out are left out.
 
     Returns:
-        For each number of tokens what is best, old figures and new.
+        The best choice for each number of tokens, from earlier runs and from this one.
 
     Raises:
         OSError: the cache cannot be written.
         MemoryError: the copies of the matrix do not fit in the GPU's memory.
     """
-    key = Key(n_rows, n_columns, form.name)
+    key = Key(n_rows, n_columns, format.name)
     before = {} if again else tuned_before(key, device, folder)
     missing = [n for n in buckets if n not in before]
     if not missing:
@@ -198,7 +198,7 @@ def tune_on_gpu(
     path = TUNE_CACHE.path(identity.device, folder)
     _require_folder(path.parent)
     found = measure_choices(
-        n_rows, n_columns, form, device, buckets=missing, order=order_in(before), search=search
+        n_rows, n_columns, format, device, buckets=missing, order=order_in(before), search=search
     )
     both = before | found
     if found:
@@ -210,7 +210,7 @@ def tune_on_gpu(
 def measure_choices(
     n_rows: int,
     n_columns: int,
-    form: WeightFormat,
+    format: WeightFormat,
     device: torch.device,
     *,
     buckets: Iterable[int],
@@ -218,31 +218,32 @@ def measure_choices(
     search: Search[Choice, int] | None = None,
     make_timer: Callable[[WeightTensors, WeightFormat, int], ProductTimer] | None = None,
 ) -> dict[int, Measured]:
-    """Measures a matrix, and neither reads nor writes the cache.
+    """Measures a matrix without the cache.
 
     Args:
         n_rows: rows of the matrix.
         n_columns: its columns.
-        form: its format.
+        format: its format.
         device: where it is multiplied.
         buckets: numbers of tokens.
-        order: a division whose order of sums is to be kept.
+        order: a division whose order of sums is kept.
         search: limits of the search.
-        make_timer: makes what times products with packed arrays; None for that of GPUs.
+        make_timer: makes the object that times products with packed arrays; None for a
+            `ProductTimer`.
 
     Returns:
-        For each number of tokens that there was time for, what is best.
+        The best choice for each number of tokens for which there was time.
 
     Raises:
         MemoryError: the copies of the matrix do not fit in the device's memory.
     """
     try:
-        weights = pack_on(random_weight(n_rows, n_columns, device), form)
-        timer = (make_timer or ProductTimer)(weights, form, n_columns)
+        weights = pack_on(random_weight(n_rows, n_columns, device), format)
+        timer = (make_timer or ProductTimer)(weights, format, n_columns)
     except torch.OutOfMemoryError as error:
         raise MemoryError(f"copies of {n_rows} x {n_columns} do not fit on the GPU") from error
     found = tune(
-        n_rows, n_columns, form, describe_device(device), timer,
+        n_rows, n_columns, format, describe_device(device), timer,
         buckets=list(buckets), order=order, search=search,
     )  # fmt: skip
     return {n: Measured(row.choice, row.seconds, timer.plain(n)) for n, row in found.items()}

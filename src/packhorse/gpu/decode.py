@@ -1,8 +1,8 @@
-"""Frames decoded on a GPU: uploaded packed, with a plan of a few KiB that the host made of them.
+"""Decodes frames on a GPU: they are uploaded packed, with a plan of a few KiB that the host makes.
 
 The host reads and checks the header, the chunk table and the fields of every stream; kernels do the
-rest. What no kernel decodes (classed rANS, differences from a base, Zstandard) is decoded on the
-host and then uploaded; so is everything where there is no GPU.
+rest. Frames that no kernel decodes (classed rANS, differences from a base, Zstandard) are decoded
+on the host and then uploaded; so are all frames where there is no GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from packhorse.errors import CorruptionError, MissingBackendError
 from packhorse.frame import Frame
 from packhorse.frame.header import FrameHeader, label, read_header
 from packhorse.gpu.plans import ChunkPlan, Geometry, plan_chunks, why_unsupported
+from packhorse.layout import CHUNK_CRC, Status
 
 try:
     import torch
@@ -50,7 +51,7 @@ __all__ = [
     "why_on_host",
 ]
 
-# What kernels write, by the bytes of a unit.
+# The dtype that kernels write, by the bytes of a unit.
 UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -65,20 +66,20 @@ def decode_frame(
 
     Args:
         frame: the frame's bytes, exactly; only read.
-        device: where the tensor is to be.
+        device: where to put the tensor.
         name: the tensor's name, for messages.
-        check: compare each chunk's CRC32C before the upload, and wait for the kernels to see
-            whether a stream was bad. Without it nothing waits, and a damaged payload may decode to
-            wrong data, but never harms.
+        check: compare each chunk's CRC32C before the upload, and wait for the kernels to report bad
+            streams. Without it nothing waits, and a damaged payload may decode to wrong data, but
+            never does harm.
 
     Returns:
         The tensor, of the frame's dtype and shape.
 
     Raises:
         BaseMismatchError: the frame needs a base.
-        CompatibilityError: a version, dtype, flag or mode that this release does not know.
+        CompatibilityError: a version, dtype, flag or mode is unknown to this release.
         CorruptionError: a rule of docs/format.md is broken; names tensor, chunk and byte offset.
-        TypeError: not a C-contiguous buffer, or a dtype that PyTorch does not have.
+        TypeError: the frame is not a C-contiguous buffer, or PyTorch lacks the dtype.
     """
     data = as_bytes(frame, "frame")
     header = read_header(data, name, 0, None)
@@ -114,17 +115,16 @@ def run_plan(
     out: torch.Tensor,
     statuses: Sequence[torch.Tensor],
 ) -> None:
-    """Launches the kernels that a plan needs, on the payload's device; waits for none.
+    """Launches the kernels that a plan needs on the payload's device, and does not wait for them.
 
     Args:
         payload: u8, the bytes that the plan was made of; only read. Other bytes of the same length
             make wrong units, but lead no kernel out of its memory.
-        plan: what the host read in them.
+        plan: of the payload.
         arrays: those of the plan (`ChunkPlan.arrays`), on the device.
         scratch: u8, at least `plan.scratch_nbytes`, aligned to 4 bytes; overwritten.
         out: integers of a unit's size (units,); receives the units.
-        statuses: those of `empty_statuses`; 0 is good, and other numbers are those of
-            `packhorse.codecs.base.STATUS_WORDS`.
+        statuses: those of `empty_statuses`; each number is a `Status`.
     """
     geometry = plan.geometry
     planes, palettes, entries, escaped, *of_groups = arrays
@@ -138,8 +138,8 @@ def run_plan(
 
 
 def empty_statuses(plan: ChunkPlan, device: torch.device) -> list[torch.Tensor]:
-    """Memory for what kernels say of streams, i32: for each group of rANS streams, and for planes
-    with escapes."""
+    """Memory for the statuses that kernels write, i32: one tensor for each group of rANS streams,
+    and one for planes with escapes."""
     lengths = (*(len(group.streams) for group in plan.rans), len(plan.escaped))
     return [torch.empty(n, dtype=torch.int32, device=device) for n in lengths]
 
@@ -149,7 +149,8 @@ def fill_host_memory(arrays: Sequence[NDArray[Any]], device: torch.device) -> to
 
     Args:
         arrays: C-contiguous; only read.
-        device: where the copy will go: a GPU takes it without the host if it is in pinned memory.
+        device: where the copy will go. For a GPU the copy lies in pinned memory, from which the GPU
+            fetches it without the host.
 
     Returns:
         u8, one-dimensional.
@@ -163,8 +164,8 @@ def fill_host_memory(arrays: Sequence[NDArray[Any]], device: torch.device) -> to
 
 
 def part_arrays(memory: torch.Tensor, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-    """Tensors of the dtypes and shapes of arrays, which look at a copy of what `fill_host_memory`
-    has made of these."""
+    """Views of a copy of the memory that `fill_host_memory` made, with the dtypes and shapes of the
+    arrays."""
     parts = []
     for array, start in zip(arrays, _places(arrays)[0], strict=True):
         dtype = getattr(torch, array.dtype.name)
@@ -174,14 +175,14 @@ def part_arrays(memory: torch.Tensor, arrays: Sequence[NDArray[Any]]) -> list[to
 
 
 def _places(arrays: Sequence[NDArray[Any]]) -> tuple[list[int], int]:
-    """Where arrays begin, and where the last ends."""
+    """Where the arrays begin, and where the last one ends."""
     *starts, end = accumulate((-(-array.nbytes // 16) * 16 for array in arrays), initial=0)
     return starts, end
 
 
 def _host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
-        # The system may have no pages to pin, and PyTorch has no error of its own for that.
+        # The system may have no pages to pin; PyTorch raises no special error for that.
         with suppress(RuntimeError):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -212,12 +213,12 @@ def _decode_on_host(
 
 
 def first_bad_chunk(payload: ByteArray, ends: Sequence[int], sums: Sequence[int]) -> int | None:
-    """The first chunk whose bytes have another CRC32C than the chunk table says; None if none has.
+    """The first chunk whose CRC32C differs from the chunk table's; None if all are equal.
 
     Args:
         payload: the bytes of all these chunks.
-        ends: where each begins in them, and the last one ends.
-        sums: their CRC32C by the table.
+        ends: where each chunk begins in the payload, and where the last one ends.
+        sums: the CRC32C of each chunk by the table.
     """
     for chunk, crc in enumerate(sums):
         if _core.crc32c(payload[ends[chunk] : ends[chunk + 1]]) != crc:
@@ -227,9 +228,9 @@ def first_bad_chunk(payload: ByteArray, ends: Sequence[int], sums: Sequence[int]
 
 def _check_sums(payload: ByteArray, header: FrameHeader, name: str | None) -> None:
     ends = (header.chunk_offsets() - header.header_nbytes).tolist()
-    bad = first_bad_chunk(payload, ends, header.table[:, 0].tolist())
+    bad = first_bad_chunk(payload, ends, header.table[:, CHUNK_CRC].tolist())
     if bad is not None:
-        raise _chunk_error(header, name, bad, STATUS_WORDS[1])
+        raise _chunk_error(header, name, bad, STATUS_WORDS[Status.CHECKSUM])
 
 
 def _chunk_error(header: FrameHeader, name: str | None, chunk: int, words: str) -> CorruptionError:
@@ -240,7 +241,7 @@ def _chunk_error(header: FrameHeader, name: str | None, chunk: int, words: str) 
 def _check_statuses(
     statuses: list[torch.Tensor], plan: ChunkPlan, header: FrameHeader, name: str | None
 ) -> None:
-    """Waits for the kernels."""
+    """Waits for the kernels, and raises the first error that they report."""
     found = torch.cat(statuses).cpu().numpy()
     if not found.any():
         return

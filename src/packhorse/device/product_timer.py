@@ -1,8 +1,8 @@
 """Measures products on a GPU, for the autotuner and the benchmarks.
 
-A product is timed with each of several copies of a matrix, which together are more than the caches
-hold (`packhorse.gpu.timing`). A division that the GPU cannot run, or that gives other numbers than
-decoding does, takes infinitely long.
+A product is timed with several copies of a matrix, one after the other; together they are more than
+the caches hold (`packhorse.gpu.timing`). A division that the GPU cannot run, or whose product
+differs from that of the decoded matrix, counts as infinitely slow.
 """
 
 import math
@@ -25,27 +25,27 @@ _CHECKED_TOKENS = 64
 
 
 class ProductTimer:
-    """Times products with one matrix; what a search of the autotuner calls.
+    """Times products with one matrix; a search of the autotuner calls it.
 
     Attributes:
-        form: the format of the matrix.
+        format: the format of the matrix.
         n_columns: its columns.
     """
 
     def __init__(
         self,
         weights: WeightTensors,
-        form: WeightFormat,
+        format: WeightFormat,
         n_columns: int,
         *,
         chain_nbytes: int = CHAIN_NBYTES,
         n_replays: int = N_REPLAYS,
     ) -> None:
-        """Copies the matrix as often as the chain needs it.
+        """Copies the matrix as often as a chain needs it.
 
         Args:
             weights: on the GPU.
-            form: their format.
+            format: their format.
             n_columns: columns of the matrix.
             chain_nbytes: bytes of all copies together, at least.
             n_replays: timed replays of each measurement.
@@ -53,7 +53,7 @@ class ProductTimer:
         Raises:
             torch.OutOfMemoryError: there is too little memory for the copies.
         """
-        self.form = form
+        self.format = format
         self.n_columns = n_columns
         nbytes = sum(tensor.nbytes for tensor in weights)
         n_copies = chain_copies(nbytes, chain_nbytes)
@@ -64,7 +64,7 @@ class ProductTimer:
         self._plain: torch.Tensor | None = None
 
     def __call__(self, choice: Choice, n_tokens: int) -> float:
-        """Seconds of a product; infinity if it cannot be run, or is wrong."""
+        """Seconds of a product; infinity if it cannot run or is wrong."""
         x = self.tokens(n_tokens)
         try:
             y = self._multiply(x, self._chain[0], choice)
@@ -90,11 +90,11 @@ class ProductTimer:
         return self.time([partial(torch.nn.functional.linear, x, w) for w in chain])
 
     def decoding(self) -> float:
-        """Seconds of decoding the matrix to device memory, each copy to memory of its own."""
-        form, n_columns, plain = self.form, self.n_columns, self._decoded()
+        """Seconds of decoding the matrix to device memory; each copy has an output of its own."""
+        format, n_columns, plain = self.format, self.n_columns, self._decoded()
         outs = [torch.empty_like(plain) for _ in self._chain]
         pairs = zip(self._chain, outs, strict=True)
-        return self.time([partial(decode_weights, w, form, n_columns, out) for w, out in pairs])
+        return self.time([partial(decode_weights, w, format, n_columns, out) for w, out in pairs])
 
     def tokens(self, n_tokens: int) -> torch.Tensor:
         """Vectors to multiply with, always the same."""
@@ -104,20 +104,20 @@ class ProductTimer:
         return x.to(torch.bfloat16)
 
     def time(self, calls: Sequence[Callable[[], object]]) -> float:
-        """Seconds of a call of a chain; the clock of another device goes here."""
+        """Seconds of one call of a chain; subclasses put the clock of another device here."""
         return time_chain(calls, n_replays=self._n_replays)
 
     def _multiply(self, x: torch.Tensor, weights: WeightTensors, choice: Choice) -> torch.Tensor:
-        return run_choice(choice, x, weights, self.form, self.n_columns)
+        return run_choice(choice, x, weights, self.format, self.n_columns)
 
     def _decoded(self) -> torch.Tensor:
         if self._plain is None:
-            self._plain = decode_weights(self._chain[0], self.form, self.n_columns)
+            self._plain = decode_weights(self._chain[0], self.format, self.n_columns)
         return self._plain
 
     def _is_right(self, x: torch.Tensor, y: torch.Tensor) -> bool:
-        """Whether a product is that of the decoded matrix, but for the rounding of sums; of some
-        tokens."""
+        """Whether the product of the first tokens is that of the decoded matrix, up to the rounding
+        of sums."""
         x, y = x[:_CHECKED_TOKENS], y[:_CHECKED_TOKENS]
         exact = torch.nn.functional.linear(x.float(), self._decoded().float())
         error = (y.float() - exact).abs().amax()

@@ -1,15 +1,15 @@
 """`PackedWeight`: a matrix of BF16 weights as a tensor that stays packed.
 
-It says of itself what the plain matrix would say (shape, dtype, device) and holds the five arrays
-of docs/format.md, section 12. It may be the weight of a module as any parameter may: it moves,
-copies, pickles and compiles as PyTorch's tensors do, and modules that share it share it packed.
+It has the shape, dtype and device of the plain matrix, and holds the five arrays of docs/format.md,
+section 12. It can be the weight of a module like any other parameter: it moves, copies, pickles and
+compiles as PyTorch's tensors do, and several modules can share it.
 
-- `linear` and `embedding` of `torch.nn.functional` work on what is packed.
+- `linear` and `embedding` of `torch.nn.functional` work on the packed arrays.
 - Every other operation runs on the decoded matrix; one that writes packs the result again.
-- Operations that give a view are refused: a write to the view would be lost.
-- It is frozen: no gradient is computed for it; those of inputs are.
+- Operations that return a view are refused, because a write to the view would be lost.
+- It is frozen: inputs get gradients, the weight gets none.
 
-What is detached shares its arrays with the original, so a write to either is seen by both.
+A detached weight shares its arrays with the original, so each sees what is written to the other.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
 from packhorse.device import operators
-from packhorse.device.packed_arrays import check_arrays, empty_arrays, pack_arrays, resolve_form
+from packhorse.device.packed_arrays import check_arrays, empty_arrays, pack_arrays, resolve_format
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WEIGHT_FORMATS, WeightFormat
 
@@ -37,19 +37,19 @@ _NO_ADDRESS = 1 << 63  # neither a host nor a GPU has memory there
 
 @dataclass(slots=True)
 class _Held:
-    """What a packed weight and all that is detached from it share."""
+    """What a packed weight shares with all weights that are detached from it."""
 
     arrays: WeightTensors
-    form: WeightFormat
+    format: WeightFormat
     n_columns: int
-    max_row_exceptions: int | None = None  # None: nobody has looked
+    max_row_exceptions: int | None = None  # None: not counted yet
 
 
 class PackedWeight(Tensor):
-    """A matrix of BF16 elements, packed; `packhorse.device.pack_weight` makes one.
+    """A packed matrix of BF16 elements; `packhorse.device.pack_weight` makes one.
 
     Attributes:
-        form: its format.
+        format: its format.
         low_bytes: u8, n_rows x n_padded.
         high_bits: u8, n_rows x n_high_bytes.
         first_exponents: u8, n_rows.
@@ -61,7 +61,7 @@ class PackedWeight(Tensor):
         >>> from packhorse.device import pack_weight
         >>> weight = pack_weight(torch.randn(256, 512, dtype=torch.bfloat16))
 
-        >>> weight.shape, weight.dtype, weight.form.name
+        >>> weight.shape, weight.dtype, weight.format.name
         (torch.Size([256, 512]), torch.bfloat16, 'W12')
         >>> weight.gather_rows(torch.tensor([7, 7, 0])).shape
         torch.Size([3, 512])
@@ -72,7 +72,7 @@ class PackedWeight(Tensor):
     def __new__(
         cls,
         arrays: "WeightTensors | PackedWeight",
-        form: WeightFormat | str | None = None,
+        format: WeightFormat | str | None = None,
         n_columns: int | None = None,
         requires_grad: bool = False,
     ) -> "PackedWeight":
@@ -80,25 +80,25 @@ class PackedWeight(Tensor):
         nothing is copied.
 
         Args:
-            arrays: trusted: those from elsewhere go through `packhorse.device.check_arrays`. Or a
-                packed weight, and nothing else: libraries that move parameters, such as accelerate,
-                make new ones by the class of the old.
-            form: their format.
+            arrays: trusted arrays; `packhorse.device.check_arrays` checks those from elsewhere. Or
+                a packed weight, without the other arguments: libraries that move parameters, such
+                as accelerate, make new ones by calling the class of the old.
+            format: their format.
             n_columns: columns of the matrix.
-            requires_grad: of a parameter; it must not, once it is multiplied.
+            requires_grad: of a parameter; multiplying with it raises an error if it is True.
 
         Raises:
-            TypeError: neither of the two.
+            TypeError: the arguments are neither arrays with format and columns nor a packed weight.
         """
         if isinstance(arrays, PackedWeight):
             parameter: PackedWeight = Parameter(arrays.detach(), requires_grad)  # type: ignore[assignment]
             return parameter
-        if not isinstance(arrays, WeightTensors) or form is None or n_columns is None:
+        if not isinstance(arrays, WeightTensors) or format is None or n_columns is None:
             raise TypeError(
                 f"PackedWeight takes arrays, their format and the number of columns, not "
                 f"{type(arrays).__name__}; packhorse.device.pack_weight packs a plain matrix"
             )
-        return cls._wrap(_Held(arrays, resolve_form(form), n_columns))
+        return cls._wrap(_Held(arrays, resolve_format(format), n_columns))
 
     @classmethod
     def _wrap(cls, held: _Held) -> "PackedWeight":
@@ -111,13 +111,13 @@ class PackedWeight(Tensor):
 
     @property
     def arrays(self) -> WeightTensors:
-        """The arrays themselves; they are not to be written to."""
+        """The arrays themselves; do not write to them."""
         return self._held.arrays
 
     @property
-    def form(self) -> WeightFormat:
+    def format(self) -> WeightFormat:
         """The format."""
-        return self._held.form
+        return self._held.format
 
     @property
     def low_bytes(self) -> Tensor:
@@ -126,12 +126,12 @@ class PackedWeight(Tensor):
 
     @property
     def high_bits(self) -> Tensor:
-        """The bits above."""
+        """The bits of the packed elements above bit 7."""
         return self._held.arrays.high_bits
 
     @property
     def first_exponents(self) -> Tensor:
-        """Of each row's window."""
+        """The first exponent of each row's window."""
         return self._held.arrays.first_exponents
 
     @property
@@ -146,20 +146,20 @@ class PackedWeight(Tensor):
 
     @property
     def packed_nbytes(self) -> int:
-        """Bytes of all arrays; `nbytes` are those of the plain matrix."""
+        """Bytes of all arrays; `nbytes` is that of the plain matrix."""
         return sum(array.numel() * array.element_size() for array in self._held.arrays)
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits that an element takes, exceptions and padding counted; 0 for a matrix of none."""
+        """Bits that an element takes, with exceptions and padding; 0 for an empty matrix."""
         return 8 * self.packed_nbytes / max(self.numel(), 1)
 
     def unpack(self) -> Tensor:
         """The plain matrix: BF16, n_rows x n_columns, on the same device, equal bit for bit to
         what was packed."""
-        arrays, form = self._held.arrays, self._held.form
+        arrays, format = self._held.arrays, self._held.format
         unpacked: Tensor = torch.ops.packhorse.unpack_weight(
-            *arrays, form.name, self._held.n_columns
+            *arrays, format.name, self._held.n_columns
         )
         return unpacked
 
@@ -174,7 +174,7 @@ class PackedWeight(Tensor):
 
         Raises:
             TypeError: `rows` has another dtype.
-            IndexError: there is no such row; on a GPU, what PyTorch's own look-up does then.
+            IndexError: there is no such row. On a GPU, PyTorch's own behaviour for such look-ups.
         """
         if rows.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"rows are {rows.dtype}; they must be torch.int32 or torch.int64")
@@ -184,21 +184,21 @@ class PackedWeight(Tensor):
             most = min(held.n_columns, held.arrays.exceptions.shape[0])
         flat = rows.reshape(-1).to(torch.int64)
         find = operators.gather_rows if is_transformed() else operators.look_up
-        found = find(held.arrays, held.form, held.n_columns, flat, most)
+        found = find(held.arrays, held.format, held.n_columns, flat, most)
         return found.view(*rows.shape, held.n_columns)
 
     def prepare_gather(self) -> None:
-        """Looks how many exceptions the fullest row has, so that `gather_rows` need not allow for
-        the worst. Reads from the device; done for the weights of embeddings when they are packed
-        or loaded."""
+        """Counts the exceptions of the fullest row, so that `gather_rows` need not allow for the
+        worst case. It reads from the device, and runs when weights of embeddings are packed or
+        loaded."""
         held = self._held
         if self.device.type != "meta":
             held.max_row_exceptions = max(held.arrays.exception_starts.diff().tolist(), default=0)
 
-    # A module's parameter is written to through its data, by PEFT for one.
+    # PEFT, for one, writes to a module's parameter through its data.
     @property
     def data(self) -> Tensor:
-        """The same weight, detached; what is assigned is packed."""
+        """The same weight, detached; values that are assigned to it are packed."""
         return self.detach()
 
     @data.setter
@@ -206,25 +206,25 @@ class PackedWeight(Tensor):
         if value.dtype != torch.bfloat16 or value.device != self.device:
             found, own = f"{value.dtype} on {value.device}", f"torch.bfloat16 on {self.device}"
             raise TypeError(
-                f"a packed weight, {own}, cannot become {found}; take the plain weight back first, "
+                f"a packed weight, {own}, cannot become {found}; first take the plain weight back "
                 "with unpack_model_"
             )
         if value.shape != self.shape:
             raise ValueError(
                 f"a packed weight of shape {list(self.shape)} cannot become {list(value.shape)}; "
-                "take the plain weight back first, with unpack_model_, or assign another parameter"
+                "first take the plain weight back with unpack_model_, or assign another parameter"
             )
         with torch.no_grad():
             self.copy_(value)
 
-    # PyTorch's own would be 0 for each, and whoever compares weights by it, as accelerate does for
-    # those that are shared, would take all for one.
+    # PyTorch's own method would return 0 for all packed weights. Accelerate finds shared weights by
+    # this number, and would take all of them for one.
     def data_ptr(self) -> int:
-        """What tells packed weights apart: a number that aliases share, and no address; 0 on the
-        meta device."""
+        """A number that tells packed weights apart and that aliases share. It is not an address; on
+        the meta device it is 0."""
         return 0 if self.is_meta else _NO_ADDRESS | id(self._held)
 
-    # PyTorch's own would look at memory that is not there.
+    # PyTorch's own method would look at memory that does not exist.
     def share_memory_(self) -> "PackedWeight":
         """Moves the arrays to shared memory, for other processes; returns the weight itself."""
         for array in self._held.arrays:
@@ -241,19 +241,18 @@ class PackedWeight(Tensor):
         )
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled code depends on, for the caches of PyTorch's compilers."""
+        """A text of all that compiled code depends on, for the caches of PyTorch's compilers."""
         held = self._held
         arrays = [(str(a.shape), a.stride(), str(a.device), a.requires_grad) for a in held.arrays]
-        return repr((held.form.name, held.n_columns, held.max_row_exceptions, arrays))
+        return repr((held.format.name, held.n_columns, held.max_row_exceptions, arrays))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         n_rows, n_columns = self.shape
         bits = self.bits_per_weight
-        # In a graph that is being traced, the number of exceptions has no value.
+        # While a graph is traced, the number of exceptions has no value.
         size = f"{bits:.2f} bits a weight, " if isinstance(bits, float) else ""
-        return (
-            f"PackedWeight({self.form.name}, {n_rows} x {n_columns}, {size}device='{self.device}')"
-        )
+        shape = f"{n_rows} x {n_columns}"
+        return f"PackedWeight({self.format.name}, {shape}, {size}device='{self.device}')"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedWeight":
         copied: PackedWeight = _like(self, self.clone())
@@ -263,10 +262,10 @@ class PackedWeight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         held = self._held
         traits = isinstance(self, Parameter), held.max_row_exceptions is not None
-        return _rebuild, (tuple(held.arrays), held.form.name, held.n_columns, *traits)
+        return _rebuild, (tuple(held.arrays), held.format.name, held.n_columns, *traits)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int | None]]:
-        return list(WeightTensors._fields), (self.form.name, self._held.max_row_exceptions)
+        return list(WeightTensors._fields), (self.format.name, self._held.max_row_exceptions)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -295,31 +294,31 @@ class PackedWeight(Tensor):
 
 
 def _like(weight: PackedWeight, other: Any) -> Any:
-    """As parameter, if the weight is one."""
+    """The other tensor, as a parameter if the weight is one."""
     return Parameter(other, requires_grad=False) if isinstance(weight, Parameter) else other
 
 
 def _rebuild(
-    arrays: tuple[Tensor, ...], form: str, n_columns: int, is_parameter: bool, gathers: bool
+    arrays: tuple[Tensor, ...], format: str, n_columns: int, is_parameter: bool, gathers: bool
 ) -> PackedWeight:
     checked = WeightTensors(*(array.contiguous() for array in arrays))
-    check_arrays(checked, resolve_form(form), n_columns, name="pickle")
-    weight = PackedWeight(checked, form, n_columns)
+    check_arrays(checked, resolve_format(format), n_columns, name="pickle")
+    weight = PackedWeight(checked, format, n_columns)
     if gathers:
         weight.prepare_gather()
     return Parameter(weight, requires_grad=False) if is_parameter else weight  # type: ignore[return-value]
 
 
 def is_transformed() -> bool:
-    """Whether a transform of `torch.func` or forward-mode differentiation watches what runs: they
-    do not see through operators of our own."""
+    """Whether a transform of `torch.func` or forward-mode differentiation is active. These cannot
+    look into operators of our own."""
     if torch.compiler.is_compiling():
         return False
     return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
 
 
 def obey_autocast(input: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Operands of a product as `torch.autocast` has them, which converts all floats but FP64."""
+    """Operands of a product, converted as `torch.autocast` does: all floats except FP64."""
     device_type = input.device.type
     if input.is_meta or not torch.is_autocast_enabled(device_type):
         return input, bias
@@ -333,7 +332,7 @@ def obey_autocast(input: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | 
 
 
 def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`; under a transform, with the decoded matrix."""
+    """`torch.nn.functional.linear`; under a transform it uses the decoded matrix."""
     input, bias = obey_autocast(input, bias)
     if isinstance(weight, PackedWeight) and is_transformed():
         with torch._C._DisableFuncTorch():
@@ -352,10 +351,10 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.embedding`; what concerns gradients alone does not matter."""
+    """`torch.nn.functional.embedding`; arguments that only affect gradients are ignored."""
     if max_norm is not None:
         raise NotImplementedError(
-            "max_norm changes the weight at each look-up; a packed weight is frozen: take the "
+            "max_norm changes the weight at each look-up, but a packed weight is frozen: take the "
             "plain one back with unpack_model_"
         )
     if isinstance(weight, PackedWeight) and is_transformed():
@@ -364,8 +363,8 @@ def _embedding(
     return found
 
 
-# Operators on the packed weight as a whole. PackedWeight answers for them; with a plain weight they
-# are PyTorch's own. Gradients are told here, above the arrays.
+# Operators on the packed weight as a whole. PackedWeight handles them; with a plain weight they are
+# PyTorch's own. Gradients are defined here, because autograd does not see the arrays.
 
 
 @torch.library.custom_op("packhorse::linear", mutates_args=())
@@ -390,10 +389,10 @@ def _keep_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
     (weight,) = ctx.saved_tensors
-    # Hooks on what is saved, such as save_on_cpu, may give back the plain matrix.
+    # Hooks on saved tensors, such as save_on_cpu, may return the plain matrix.
     plain = weight.unpack if isinstance(weight, PackedWeight) else lambda: weight
     to_input = grad @ plain() if ctx.needs_input_grad[0] else None
-    # PyTorch leaves out what has its default.
+    # PyTorch leaves out arguments that have their default value.
     needs_bias = len(ctx.needs_input_grad) > 2 and ctx.needs_input_grad[2]
     return to_input, None, grad[None].flatten(0, -2).sum(0) if needs_bias else None
 
@@ -411,7 +410,7 @@ def _(input: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(input, weight)
 
 
-# What a packed weight does with each operator; `_run_decoded` for all others.
+# How a packed weight handles operators; all that are not listed go to `_run_decoded`.
 
 
 def _run_linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -419,7 +418,7 @@ def _run_linear(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     if not isinstance(weight, PackedWeight) or isinstance(x, PackedWeight):
         raise TypeError("the input of a linear layer must be a plain tensor, not a packed weight")
     product: Tensor = torch.ops.packhorse.multiply_weight(
-        x, *weight.arrays, bias, weight.form.name, weight.shape[1]
+        x, *weight.arrays, bias, weight.format.name, weight.shape[1]
     )
     return product
 
@@ -454,15 +453,15 @@ def _copy_arrays(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         if name in ("device", "non_blocking", "pin_memory")
     }
     arrays = WeightTensors(*(func(array, **kept) for array in held.arrays))
-    return PackedWeight._wrap(_Held(arrays, held.form, held.n_columns, held.max_row_exceptions))
+    return PackedWeight._wrap(_Held(arrays, held.format, held.n_columns, held.max_row_exceptions))
 
 
 def _make_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("dtype") not in (None, torch.bfloat16):
         return _run_decoded(func, args, kwargs)
     held, device = args[0]._held, kwargs.get("device") or args[0].device
-    arrays = empty_arrays(held.arrays.n_rows, held.n_columns, held.form, device=device)
-    return PackedWeight._wrap(_Held(arrays, held.form, held.n_columns))
+    arrays = empty_arrays(held.arrays.n_rows, held.n_columns, held.format, device=device)
+    return PackedWeight._wrap(_Held(arrays, held.format, held.n_columns))
 
 
 def _assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -476,11 +475,11 @@ def _assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         source = source.unpack() if isinstance(source, PackedWeight) else source
         source = source.expand(target.shape)
     if not isinstance(source, PackedWeight):
-        arrays = pack_arrays(source.to(torch.bfloat16), target.form)
-        source = PackedWeight(arrays, target.form, target.shape[1])
+        arrays = pack_arrays(source.to(torch.bfloat16), target.format)
+        source = PackedWeight(arrays, target.format, target.shape[1])
     moved = WeightTensors(*(array.to(target.device, copy=True) for array in source.arrays))
     held = target._held
-    held.arrays, held.form = moved, source.form
+    held.arrays, held.format = moved, source.format
     was_prepared = held.max_row_exceptions is not None
     held.max_row_exceptions = source._held.max_row_exceptions
     if was_prepared and held.max_row_exceptions is None:
@@ -489,7 +488,7 @@ def _assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _run_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Any other operator: on plain matrices, which are packed again if they were written to."""
+    """Runs any other operator on plain matrices, and packs those again that it has written to."""
     schema = func._schema
     if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
         _refuse_view(func)
@@ -518,10 +517,10 @@ def _run_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _refuse_view(func: Any) -> NoReturn:
     raise NotImplementedError(
-        f"{func} would be a view of a packed weight, which has no plain memory to look at; take "
+        f"{func} would return a view of a packed weight, which has no plain memory; use "
         "weight.unpack() for the plain matrix, weight.gather_rows(rows) for rows, or F.linear(x, "
-        "weight) in place of x @ weight.T. In parallel, give DistributedDataParallel "
-        "init_sync=False, and fully_shard packed weights as ignored_params"
+        "weight) instead of x @ weight.T. For parallel training, give DistributedDataParallel "
+        "init_sync=False, and give fully_shard packed weights as ignored_params"
     )
 
 
