@@ -63,8 +63,8 @@ class Tensor {
     void encode(Isa isa) {
         EncodeContext context;
         context.level = level_;
-        nbytes_ = encode_tensor(source_.data(), geometry_, context, payload_.data(), table_.data(),
-                                {digests_.data(), tail_.data()}, 1, isa);
+        const EncodeOutput output{payload_.data(), table_.data(), {digests_.data(), tail_.data()}};
+        nbytes_ = encode_tensor(source_.data(), geometry_, context, output, 1, isa);
         offsets_ = chunk_offsets(table_.data(), geometry_);
     }
 

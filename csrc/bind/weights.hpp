@@ -22,9 +22,9 @@ const uint8_t* bytes_of(const T& array) {
     return reinterpret_cast<const uint8_t*>(array.data());
 }
 
-// Calls work.operator()<Form>() for the format whose packed elements have so many bits.
+// Calls work.operator()<Format>() for the format whose packed elements have so many bits.
 template <class Work>
-auto with_form(int bits, const Work& work) {
+auto with_format(int bits, const Work& work) {
     require(bits == 11 || bits == 12, "bits must be 11 or 12");
     return bits == 12 ? work.template operator()<W12>() : work.template operator()<W11>();
 }
@@ -33,10 +33,10 @@ inline void require_columns(std::size_t n_columns) {
     require(n_columns >= 1 && n_columns <= kMaxWeightColumns, "n_columns must be 1 to 65536");
 }
 
-template <class Form, class Planes>
+template <class Format, class Planes>
 void require_planes(const Planes& low_bytes, const Planes& high_bits, std::size_t n_rows,
                     std::size_t n_columns) {
-    const WeightShape<Form> shape(n_columns);
+    const WeightShape<Format> shape(n_columns);
     require(low_bytes.shape(0) == n_rows && low_bytes.shape(1) == shape.n_padded,
             "low_bytes have another shape");
     require(high_bits.shape(0) == n_rows && high_bits.shape(1) == shape.n_high_bytes,
@@ -65,12 +65,12 @@ inline nb::ndarray<nb::numpy, int32_t, nb::ndim<1>> pack_weight_rows(
     require_columns(n_columns);
     require(first_exponents.shape(0) == n_rows && counts.shape(0) == n_rows,
             "there must be a first exponent and a count for each row");
-    const auto exceptions = with_form(bits, [&]<class Form>() {
-        require_planes<Form>(low_bytes, high_bits, n_rows, n_columns);
+    const auto exceptions = with_format(bits, [&]<class Format>() {
+        require_planes<Format>(low_bytes, high_bits, n_rows, n_columns);
         const WeightRows dst{low_bytes.data(), high_bits.data(), first_exponents.data(),
                              counts.data()};
         const ReleasedGil released(elements.nbytes());
-        return pack_weights<Form>(bytes_of(elements), n_rows, n_columns, dst, threads, isa);
+        return pack_weights<Format>(bytes_of(elements), n_rows, n_columns, dst, threads, isa);
     });
     return join_lists(exceptions);
 }
@@ -81,10 +81,10 @@ inline std::size_t count_exceptions_of_rows(Array<const uint16_t, 2> elements, i
     const Isa isa = choose_isa();
     require_columns(elements.shape(1));
     require(row_step > 0, "row_step must be positive");
-    return with_form(bits, [&]<class Form>() {
+    return with_format(bits, [&]<class Format>() {
         const ReleasedGil released(elements.nbytes() / row_step);
-        return count_weight_exceptions<Form>(bytes_of(elements), elements.shape(0),
-                                             elements.shape(1), row_step, threads, isa);
+        return count_weight_exceptions<Format>(bytes_of(elements), elements.shape(0),
+                                               elements.shape(1), row_step, threads, isa);
     });
 }
 
@@ -115,11 +115,11 @@ inline std::size_t unpack_weight_rows(Planes low_bytes, Planes high_bits, Firsts
     require_columns(n_columns);
     require(row_start <= from.n_rows && n_rows <= from.n_rows - row_start,
             "the rows are outside of the matrix");
-    return with_form(bits, [&]<class Form>() {
-        require_planes<Form>(low_bytes, high_bits, from.n_rows, n_columns);
+    return with_format(bits, [&]<class Format>() {
+        require_planes<Format>(low_bytes, high_bits, from.n_rows, n_columns);
         const ReleasedGil released(dst.nbytes());
-        return unpack_weights<Form>(from, n_columns, row_start, row_start + n_rows,
-                                    reinterpret_cast<uint8_t*>(dst.data()), threads, isa);
+        return unpack_weights<Format>(from, n_columns, row_start, row_start + n_rows,
+                                      reinterpret_cast<uint8_t*>(dst.data()), threads, isa);
     });
 }
 
@@ -131,10 +131,10 @@ inline std::tuple<int, std::size_t, int64_t, int64_t> check_weight_rows(
     const PackedWeights from =
         packed_weights(low_bytes, high_bits, first_exponents, exception_starts, exceptions);
     require_columns(n_columns);
-    const WeightCheck check = with_form(bits, [&]<class Form>() {
-        require_planes<Form>(low_bytes, high_bits, from.n_rows, n_columns);
+    const WeightCheck check = with_format(bits, [&]<class Format>() {
+        require_planes<Format>(low_bytes, high_bits, from.n_rows, n_columns);
         const ReleasedGil released(low_bytes.nbytes());
-        return check_weights<Form>(from, n_columns, isa);
+        return check_weights<Format>(from, n_columns, isa);
     });
     return {static_cast<int>(check.fault), check.row, check.place, check.found};
 }
