@@ -163,6 +163,24 @@ def test_a_file_system_without_links_leaves_no_claim_behind(tmp_path, monkeypatc
     assert not os.listdir(tmp_path)
 
 
+def test_an_interrupt_right_after_a_folder_is_made_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, n_calls = Path.mkdir, 0
+
+    def mkdir(path: Path) -> None:
+        nonlocal n_calls
+        n_calls += 1
+        real(path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(KeyboardInterrupt), atomic.atomic_folder(tmp_path / "out", None):
+        pass
+    assert n_calls == 1
+    assert not os.listdir(tmp_path)
+
+
 @pytest.mark.parametrize("call", [1, 2], ids=["first", "second"])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_swap_of_folders_that_fails_half_way_leaves_the_old_one(

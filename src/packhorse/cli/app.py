@@ -316,7 +316,7 @@ def verify(
     max_nbytes: MaxNbytes = None,
     json: Json = False,
 ) -> None:
-    """Check every checksum of packed files or folders; list all problems, and exit with 1 if any.
+    """Check every checksum of packed files or folders, and list all problems (exit code 1).
 
     Examples:
 

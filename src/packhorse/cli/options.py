@@ -51,7 +51,7 @@ Base = Annotated[
         "--base",
         readable=False,
         metavar="OLD",
-        help="The model to take differences from: a file or folder, packed or not.",
+        help="The base model of a fine-tune: a file or folder, packed or not.",
         show_default=False,
     ),
 ]
@@ -62,7 +62,7 @@ Level = Annotated[
 Threads = Annotated[
     int | None,
     typer.Option(
-        "--threads", "-t", min=1, help="By default one per core, at most 8.",
+        "--threads", "-t", min=1, help="Number of threads; by default one per core, at most 8.",
         show_default=False,
     ),
 ]  # fmt: skip
@@ -71,7 +71,7 @@ MaxNbytes = Annotated[
     typer.Option(
         "--max-nbytes",
         min=0,
-        help="Refuse a source whose tensors take more bytes in total.",
+        help="Refuse a source whose tensors take more bytes than this.",
         show_default=False,
     ),
 ]

@@ -202,7 +202,8 @@ def atomic_folder(destination: Path, replaceable: Iterable[Path] | None) -> Iter
             sync_folder(Path(folder))
         _commit_folder(temporary, destination, replaceable)
     except BaseException:
-        if _identity(temporary) in (built, None):  # otherwise it is the old folder, not put back
+        # Unless this is the old folder, which a failed swap did not put back.
+        if built is None or _identity(temporary) in (built, None):
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_folder(destination.parent)

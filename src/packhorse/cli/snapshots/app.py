@@ -72,7 +72,7 @@ def take(
         str,
         typer.Option(
             "--base", "-b", metavar="auto|none|NAME",
-            help="Make deltas against the newest snapshot, none, or the named one.",
+            help="The snapshot to make deltas against: the newest (auto), none, or NAME.",
         ),
     ] = "auto",
     metadata: Annotated[
@@ -83,7 +83,7 @@ def take(
         ),
     ] = None,
     replace: Annotated[
-        bool, typer.Option("--replace", help="Replace a snapshot of that name, in one step.")
+        bool, typer.Option("--replace", help="Replace a snapshot of this name, in one step.")
     ] = False,
     level: Level = LevelName.DEFAULT,
     threads: Threads = None,
@@ -244,7 +244,7 @@ def verify(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Decode everything and check every checksum; list all problems, and exit with 1 if any.
+    """Decode everything, check every checksum, and list all problems (exit code 1).
 
     Examples:
 
@@ -298,7 +298,7 @@ def prune(
         list[str],
         typer.Option(
             "--keep", "-k", metavar="N|NAME", show_default=False,
-            help="How many of the newest to keep; or a name, which may be repeated.",
+            help="How many of the newest to keep, or the name of one; may be repeated.",
         ),
     ],
     level: Level = LevelName.DEFAULT,
