@@ -4,6 +4,7 @@ refused."""
 import copy
 import io
 import pickle
+import pickletools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -407,6 +408,12 @@ def test_copies_and_pickles(copied: object, format: str) -> None:
     again = copy.deepcopy(other.state_dict())
     packed.load_state_dict(again)
     assert same_bits(packed.weight.unpack(), plain.weight)
+
+
+def test_pickles_name_nothing_that_may_move() -> None:
+    stream = pickletools.genops(pickle.dumps(pack_weight(model_matrix(20, 64))))
+    words = {word for _, word, _ in stream if isinstance(word, str)}
+    assert {word for word in words if word.startswith("packhorse")} == {"packhorse.device"}
 
 
 def test_a_pickle_with_broken_arrays_is_refused() -> None:

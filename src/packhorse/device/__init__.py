@@ -55,6 +55,7 @@ _MODULES = {
     "join_weights": "description",
     "pack_model_": "model",
     "pack_weight": "packing",
+    "rebuild_weight": "packed_weight",  # for pickles alone
     "unpack_model_": "model",
 }
 

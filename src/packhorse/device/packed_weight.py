@@ -262,7 +262,7 @@ class PackedWeight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         held = self._held
         traits = isinstance(self, Parameter), held.max_row_exceptions is not None
-        return _rebuild, (tuple(held.arrays), held.format.name, held.n_columns, *traits)
+        return rebuild_weight, (tuple(held.arrays), held.format.name, held.n_columns, *traits)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int | None]]:
         return list(WeightTensors._fields), (self.format.name, self._held.max_row_exceptions)
@@ -298,15 +298,19 @@ def _like(weight: PackedWeight, other: Any) -> Any:
     return Parameter(other, requires_grad=False) if isinstance(weight, Parameter) else other
 
 
-def _rebuild(
+def rebuild_weight(
     arrays: tuple[Tensor, ...], format: str, n_columns: int, is_parameter: bool, gathers: bool
 ) -> PackedWeight:
+    """What a pickle of a packed matrix calls."""
     checked = WeightTensors(*(array.contiguous() for array in arrays))
     check_arrays(checked, resolve_format(format), n_columns, name="pickle")
     weight = PackedWeight(checked, format, n_columns)
     if gathers:
         weight.prepare_gather()
     return Parameter(weight, requires_grad=False) if is_parameter else weight  # type: ignore[return-value]
+
+
+rebuild_weight.__module__ = "packhorse.device"  # pickles outlive the names of our files
 
 
 def is_transformed() -> bool:
