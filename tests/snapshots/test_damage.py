@@ -340,7 +340,7 @@ def test_a_newer_store_is_refused_with_the_release_that_reads_it(store: Path) ->
     for call in (other.names, lambda: other.take("x", {}), lambda: other.restore("old")):
         with pytest.raises(
             CompatibilityError,
-            match=r"store\.json: version 2; .* reads up to 1\. It needs packhorse '0\.7\.0'",
+            match=r"store\.json: version 2; .* up to 1; upgrade to packhorse '0\.7\.0'",
         ):
             call()
     assert sorted(store.rglob("*")) == before
@@ -353,7 +353,7 @@ def test_a_newer_manifest_is_refused_with_the_release_that_reads_it(store: Path)
     change_manifest(store, lambda document: document.update(version=3, reader="1.2.0"))
     check_refused(
         store,
-        r"version 3; this release reads up to 1\. It needs packhorse '1\.2\.0'",
+        r"version 3; this release reads versions up to 1; upgrade to packhorse '1\.2\.0'",
         CompatibilityError,
     )
     SnapshotStore(store).take("next", NEW)  # another can be taken, and nothing goes
