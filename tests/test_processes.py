@@ -297,7 +297,7 @@ def test_a_failure_in_the_background_that_nobody_saw_is_told_as_the_program_ends
     ended = run_script(LATE, tmp_path, "unasked", code)
     assert ended.returncode == (code or 1)
     assert "RuntimeWarning" in ended.stderr
-    assert "snapshot 'a' was not taken, and nobody called result() on its future" in ended.stderr
+    assert "snapshot 'a' was not taken, and result() of its future was never called" in ended.stderr
     assert "FileExistsError" in ended.stderr
 
 

@@ -408,7 +408,7 @@ def test_a_folder_that_is_no_store(tmp_path: Path, model: Path, run: Run) -> Non
     before = contents(tmp_path)
     for words in (["list"], ["take", "x", model]):
         done = run("snapshot", words[0], tmp_path, *words[1:])
-        assert (done.code, "no snapshot store" in done.error) == (2, True)
+        assert (done.code, "not a snapshot store" in done.error) == (2, True)
     assert contents(tmp_path) == before
 
 

@@ -200,7 +200,7 @@ def test_a_pipe_is_no_file(damaged: Path) -> None:
 
 def test_a_newer_manifest_is_refused(damaged: Path) -> None:
     data = rewritten(damaged, lambda m: m.update(version=2))
-    with pytest.raises(CompatibilityError, match="version 2; this release reads up to 1"):
+    with pytest.raises(CompatibilityError, match="version 2; this release reads versions up to 1"):
         parse_manifest(data, "m")
 
 

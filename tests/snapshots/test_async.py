@@ -119,7 +119,7 @@ def store(tmp_path: Path) -> SnapshotStore:
 
 
 def test_the_future_raises(store: SnapshotStore) -> None:
-    with pytest.raises(FileExistsError, match="there is a snapshot 'a' already"):
+    with pytest.raises(FileExistsError, match="there is already a snapshot 'a'"):
         store.take_async("a", {}).result(60)
     store.take("b", {})  # it was told once
     store.close()
@@ -142,7 +142,7 @@ def test_the_future_raises(store: SnapshotStore) -> None:
 )
 def test_the_next_call_raises_at_the_latest(store: SnapshotStore, call: Any) -> None:
     failing(store)
-    with pytest.raises(FileExistsError, match="there is a snapshot 'a' already"):
+    with pytest.raises(FileExistsError, match="there is already a snapshot 'a'"):
         call(store)
     assert store.names() == ["a"]  # once
     call(store)

@@ -185,10 +185,10 @@ def test_a_manifest_under_another_name_is_refused(store: Path) -> None:
     path = manifest_of(store, "old")
     (store / "snapshots" / "copy").mkdir()
     shutil.copy(path, store / "snapshots" / "copy" / path.name)
-    with pytest.raises(CorruptionError, match="name is 'old', and the file's name says 'copy'"):
+    with pytest.raises(CorruptionError, match="name is 'old', but the file's name says 'copy'"):
         SnapshotStore(store).restore("copy")
     path.rename(path.with_name("000000000009" + path.name[12:]))
-    with pytest.raises(CorruptionError, match="order is 1, and the file's name says 9"):
+    with pytest.raises(CorruptionError, match="order is 1, but the file's name says 9"):
         SnapshotStore(store).restore("old")
 
 
@@ -225,9 +225,9 @@ LIES = [
     (setter("metadata", []), "metadata must be of type dict"),
     (setter("stored_nbytes", -1), "stored_nbytes is -1"),
     (setter("stored_nbytes", "1"), "stored_nbytes must be of type int"),
-    (setter("packs", 0, "../../../../etc/passwd"), "no name of a pack"),
-    (setter("packs", 0, 7), "no name of a pack"),
-    (setter("packs", ["0" * 32] * 2), "one stands twice"),
+    (setter("packs", 0, "../../../../etc/passwd"), "not the name of a pack"),
+    (setter("packs", 0, 7), "not the name of a pack"),
+    (setter("packs", ["0" * 32] * 2), "a name occurs twice"),
     (setter("packs", {}), "packs must be of type list"),
     (setter("frames", None), "frames must be of type list"),
     (setter("frames", 0, None), "frame 0 is None"),
@@ -247,15 +247,15 @@ LIES = [
     (setter("frames", 0, 4, []), "dtype must be a string"),
     (setter("frames", 0, 5, 1 << 80), "frame 0: numel"),
     (setter("frames", 0, 5, 1.0), "frame 0: numel"),
-    (setter("frames", 0, 5, 4999), "and its frame holds 4999"),
+    (setter("frames", 0, 5, 4999), "but its frame holds 4999"),
     (setter("frames", 0, 6, 0), "frame 0: base is 0"),
     (setter("frames", 1, 6, 0), "frame 1: base is 0"),
     (setter("frames", 0, 6, 2), "frame 0: base is 2"),
     (setter("frames", 0, 6, 1), "its base has 70 elements"),
     (setter("frames", 0, 6, "1"), "frame 0: base is '1'"),
-    (lambda d: d["frames"].append(d["frames"][0]), "another stands at the same place"),
-    (lambda d: setter("frames", 1, 1, d["frames"][0][1])(d), "another stands at the same place"),
-    (setter("tensors", 0, 0, "model.v"), "tensor 0 is listed otherwise"),
+    (lambda d: d["frames"].append(d["frames"][0]), "another frame is at the same place"),
+    (lambda d: setter("frames", 1, 1, d["frames"][0][1])(d), "another frame is at the same place"),
+    (setter("tensors", 0, 0, "model.v"), "tensor 0 does not have this path"),
     (setter("tensors", 0, 0, 7), "tensor 0 is"),
     (setter("tensors", 0, []), "tensor 0 is"),
     (setter("tensors", 0, 1, "F32"), "its frame holds"),
@@ -267,9 +267,9 @@ LIES = [
     (setter("tensors", 0, 2, "5000"), "shape must be"),
     (setter("tensors", 0, 3, 2), "frame is 2"),
     (setter("tensors", 0, 3, 1), "its frame holds"),
-    (lambda d: d["tensors"].pop(), "tensor 1 is listed otherwise"),
-    (lambda d: d["tensors"].append(d["tensors"][0]), "2 tensors, and 3 are listed"),
-    (lambda d: d["tensors"].reverse(), "tensor 0 is listed otherwise"),
+    (lambda d: d["tensors"].pop(), "tensor 1 does not have this path"),
+    (lambda d: d["tensors"].append(d["tensors"][0]), "2 tensors, but 3 are listed"),
+    (lambda d: d["tensors"].reverse(), "tensor 0 does not have this path"),
     (setter("state", None), "the state is None"),
     (setter("state", 5), "the state is 5"),
     (setter("state", {"float": "7ff0000000000000"}), "not a container"),
@@ -343,7 +343,7 @@ def test_a_newer_store_is_refused_with_the_release_that_reads_it(store: Path) ->
     for call in (other.names, lambda: other.take("x", {}), lambda: other.restore("old")):
         with pytest.raises(
             CompatibilityError,
-            match=r"store\.json: version 2; .* reads up to 1\. It needs packhorse '0\.7\.0'",
+            match=r"store\.json: version 2; .* up to 1; upgrade to packhorse '0\.7\.0'",
         ):
             call()
     assert sorted(store.rglob("*")) == before
@@ -356,7 +356,7 @@ def test_a_newer_manifest_is_refused_with_the_release_that_reads_it(store: Path)
     change_manifest(store, lambda document: document.update(version=3, reader="1.2.0"))
     check_refused(
         store,
-        r"version 3; this release reads up to 1\. It needs packhorse '1\.2\.0'",
+        r"version 3; this release reads versions up to 1; upgrade to packhorse '1\.2\.0'",
         CompatibilityError,
     )
     SnapshotStore(store).take("next", NEW)  # another can be taken, and nothing goes

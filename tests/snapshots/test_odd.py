@@ -65,7 +65,7 @@ def test_tensors_at_one_path_are_not_mixed_up(tmp_path: Path) -> None:
     assert_same(store.restore("y"), state)
     with pytest.raises(ValueError, match=r"^snapshot 'x': into: two tensors have the path 'a\.b'"):
         store.restore("x", into={"a.b": np.zeros(9), "a": {"b": np.zeros(9)}})
-    with pytest.raises(ValueError, match=r"two tensors of the snapshot stand at 'a\.b'"):
+    with pytest.raises(ValueError, match=r"two tensors of the snapshot have the path 'a\.b'"):
         store.restore("x", into={"a": {"b": np.zeros(9)}})
 
 
@@ -145,7 +145,7 @@ def test_metadata_is_copied_and_not_too_deep(tmp_path: Path) -> None:
     deep: Any = 1
     for _ in range(64):
         deep = [deep]
-    with pytest.raises(ValueError, match="metadata must be JSON values: nested more than 64 deep"):
+    with pytest.raises(ValueError, match="consist of JSON values: nested more than 64 deep"):
         SnapshotStore(tmp_path).take("b", {}, metadata={"deep": deep})
     SnapshotStore(tmp_path).take("b", {}, metadata={"deep": deep[0]})
     assert SnapshotStore(tmp_path).info("b").metadata == {"deep": deep[0]}

@@ -117,9 +117,9 @@ def test_pruning_frees_what_only_removed_snapshots_need(tmp_path: Path) -> None:
     [
         (0, "keep at least 1"),
         (True, "keep at least 1"),
-        ([], "leaves no snapshot"),
+        ([], "would leave no snapshot"),
         (["s0", "s9"], "names 's9'"),
-        (lambda info: False, "leaves no snapshot"),
+        (lambda info: False, "would leave no snapshot"),
     ],
 )
 def test_pruning_refuses_what_is_probably_a_mistake(tmp_path: Path, keep: Any, words: str) -> None:
@@ -251,7 +251,7 @@ def test_pruning_says_which_pack_is_lost(tmp_path: Path) -> None:
     lost = min((tmp_path / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
     lost.unlink()
     with pytest.raises(
-        CorruptionError, match=rf"snapshot 'a': .*{lost.name}: the pack does not exist; delete"
+        CorruptionError, match=rf"snapshot 'a': .*{lost.name}: the pack does not exist; first"
     ):
         store.prune(keep=2)
     store.delete("a")

@@ -196,7 +196,7 @@ def test_a_name_is_taken_once_unless_it_may_be_replaced(url: str) -> None:
     store = SnapshotStore(url)
     store.take("last", {"a": np.arange(1000)})
     store.take("other", {"a": np.arange(9)})
-    with pytest.raises(FileExistsError, match="there is a snapshot 'last' already"):
+    with pytest.raises(FileExistsError, match="there is already a snapshot 'last'"):
         store.take("last", {"a": np.arange(5)})
     assert len(store.restore("last")["a"]) == 1000
     store.take("last", {"a": np.arange(2000, 3000)}, replace=True)
@@ -313,7 +313,7 @@ def test_what_does_not_fit_in_place_is_named(taken: tuple[SnapshotStore, dict[st
             store.restore("x", into=into)
         assert_same(into, before)
     with pytest.raises(
-        ValueError, match=r"extra: `into` has this tensor, and the snapshot has not"
+        ValueError, match=r"extra: `into` has this tensor, but the snapshot does not"
     ):
         store.restore("x", into={"extra": torch.ones(3)})
     read_only = np.zeros(16, np.uint8)
@@ -524,7 +524,7 @@ def test_a_folder_that_is_no_store_is_left_alone(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path)
     for call in (store.names, lambda: store.take("a", {}), store.verify):
         with pytest.raises(
-            ValueError, match=r"no snapshot store: it holds 'model\.bin' and no store"
+            ValueError, match=r"not a snapshot store: it holds 'model\.bin', but no store"
         ):
             call()
     assert [path.name for path in tmp_path.iterdir()] == ["model.bin"]

@@ -1,8 +1,8 @@
-"""Manifests of stores: JSON documents with a checksum, read as if an enemy had written them.
+"""Manifests of stores: JSON documents with a checksum, read as if an attacker had written them.
 
-A document says what its store holds. Whatever is wrong with one is a `CorruptionError` that names
-the document, the place in it, what was found and what is allowed; a dtype or a version that this
-release does not know is a `CompatibilityError`.
+A document lists what its store holds. A fault in it raises a `CorruptionError` that names the
+document, the place in it, what was found and what is allowed. A dtype or a version that this
+release does not know raises a `CompatibilityError`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def compact_json(value: object) -> bytes:
 
 
 def sign(document: dict[str, Any]) -> bytes:
-    """A document as JSON whose first key is the CRC-32C of the whole text, computed with zeros
-    where the checksum stands."""
+    """A document as JSON. Its first key is the CRC-32C of the whole text, which is computed with
+    zeros in place of the checksum."""
     text = compact_json({"crc32c": "0" * 8, **document})
     return text[:_CRC_AT] + f"{_crc_of(text):08x}".encode() + text[CRC_END:]
 
@@ -49,7 +49,7 @@ def _crc_of(text: bytes) -> int:
 
 
 def read_checksum(text: bytes, label: str) -> int:
-    """The checksum of a document that `sign` made, after it was compared with the text.
+    """The checksum of a document that `sign` made, after comparing it with the text.
 
     Args:
         text: all bytes of the document.
@@ -60,7 +60,9 @@ def read_checksum(text: bytes, label: str) -> int:
     """
     match = _CRC.match(text)
     if match is None:
-        raise CorruptionError(f"{label}: does not begin with a checksum; it is damaged or foreign")
+        raise CorruptionError(
+            f"{label}: does not begin with a checksum; it is damaged, or not from packhorse"
+        )
     found = int(match[1], 16)
     if _crc_of(text) != found:
         raise CorruptionError(f"{label}: the checksum does not match: it is damaged or cut short")
@@ -73,9 +75,9 @@ class Document:
     def __init__(self, text: bytes, label: str, offset: int = 0) -> None:
         """
         Args:
-            text: the JSON, its checksum compared.
+            text: the JSON, whose checksum the caller has compared.
             label: what messages call the document.
-            offset: of the text in the file, for messages.
+            offset: where the text begins in the file, for messages.
 
         Raises:
             CorruptionError: it is not a JSON object.
@@ -84,16 +86,16 @@ class Document:
         self.label = label
 
     def check_kind(self, key: str, kind: str, version: int) -> None:
-        """Check what kind of document it is.
+        """Check the kind and the version of the document.
 
         Args:
-            key: the key that says so.
-            kind: what it must say.
-            version: the newest that this release reads.
+            key: the key of the kind.
+            kind: the kind that is expected.
+            version: the newest version that this release reads.
 
         Raises:
-            CorruptionError: it is another kind, or has no version.
-            CompatibilityError: it is of a newer version.
+            CorruptionError: the document is of another kind, or has no version.
+            CompatibilityError: the document has a newer version.
         """
         if self.get(key) != kind:
             raise self.fail(f"{key} is {shown(self.get(key))}, not {kind!r}")
@@ -104,8 +106,8 @@ class Document:
             needed = self.get("reader")
             release = f"packhorse {shown(needed)} or later" if needed else "a later packhorse"
             raise CompatibilityError(
-                f"{self.label}: version {found}; this release reads up to {version}. It needs "
-                f"{release}: upgrade"
+                f"{self.label}: version {found}; this release reads versions up to {version}; "
+                f"upgrade to {release}"
             )
 
     def fail(self, words: str) -> CorruptionError:
@@ -113,45 +115,45 @@ class Document:
         return CorruptionError(f"{self.label}: {words}")
 
     def get(self, key: str) -> Any:
-        """A field, unchecked; None if there is none."""
+        """A field, not checked; None if it is missing."""
         return self._fields.get(key)
 
     def require(self, key: str) -> Any:
-        """A field, unchecked, that must be there."""
+        """A field that must be there, otherwise not checked."""
         if key not in self._fields:
             raise self.fail(f"{key} is missing")
         return self._fields[key]
 
     def field(self, key: str, kind: type) -> Any:
-        """A field of a type."""
+        """A field that must be of this type."""
         value = self.get(key)
         if type(value) is not kind:
-            raise self.fail(f"{key} must be of type {kind.__name__}, and is {json_kind(value)}")
+            raise self.fail(f"{key} must be of type {kind.__name__}, but is {json_kind(value)}")
         return value
 
     def count(self, key: str) -> int:
-        """A field that counts something."""
+        """A field that must be a count: an integer that is not negative."""
         return self.integer(self.field(key, int), 0, MAX_BITS - 1, key)
 
     def integer(self, value: object, low: int, high: int, where: str) -> int:
-        """A number, after it was checked that it is an integer from `low` to `high`."""
+        """A value that must be an integer from `low` to `high`."""
         if type(value) is not int or not low <= value <= high:
-            raise self.fail(f"{where} is {shown(value)}, and must be from {low} to {high}")
+            raise self.fail(f"{where} is {shown(value)}, but must be from {low} to {high}")
         return value
 
     def shape(self, value: object, where: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """A value that must be the shape of a tensor."""
         if not isinstance(value, list) or len(value) > MAX_DIMS:
             raise self.fail(f"{where}: shape must be a list of at most {MAX_DIMS} sizes")
         sizes = tuple(self.integer(size, 0, MAX_BITS - 1, f"{where}: a size") for size in value)
         if math.prod(max(size, 1) for size in sizes) >= MAX_BITS:
-            raise self.fail(f"{where}: shape {shown(value)} has more elements than any memory")
+            raise self.fail(f"{where}: shape {shown(value)} holds more elements than any memory")
         return sizes
 
     def dtype(self, value: object, where: str) -> str:
-        """The name of a dtype that frames have."""
+        """A value that must be the name of a dtype that frames can have."""
         if not isinstance(value, str):
-            raise self.fail(f"{where}: dtype must be a string, and is {json_kind(value)}")
+            raise self.fail(f"{where}: dtype must be a string, but is {json_kind(value)}")
         if value not in DTYPE_BY_NAME:
             raise CompatibilityError(
                 f"{self.label}: {where}: unknown dtype {shown(value)}; a newer release may know it"
@@ -159,7 +161,7 @@ class Document:
         return value
 
     def digest(self, value: object, where: str) -> bytes:
-        """A content hash."""
+        """A value that must be a content hash in hex."""
         if not isinstance(value, str) or not _HASH.fullmatch(value):
             raise self.fail(f"{where}: {shown(value)} is not a content hash")
         return bytes.fromhex(value)

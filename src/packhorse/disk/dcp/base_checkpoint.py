@@ -1,4 +1,4 @@
-"""An earlier checkpoint that a new one builds upon."""
+"""An earlier checkpoint that a new one builds on."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["BaseCheckpoint"]
 
 
 class BaseCheckpoint:
-    """The shards of an earlier checkpoint, as the new one refers to them."""
+    """Finds the shards of an earlier checkpoint, with paths as the new checkpoint needs them."""
 
     def __init__(self, base: Storage, new: Storage, manifest: str) -> None:
         """
         Args:
             base: where the earlier checkpoint is.
-            new: where the new one will be.
-            manifest: the name of the earlier one's manifest.
+            new: where the new checkpoint will be.
+            manifest: the name of the earlier checkpoint's manifest.
 
         Raises:
             CorruptionError, CompatibilityError: the manifest is damaged, or too new.
-            FileNotFoundError: there is none.
-            ValueError: the two are on different file systems.
+            FileNotFoundError: there is no such manifest.
+            ValueError: the two checkpoints are on different file systems.
         """
         metadata = read_manifest(base, manifest)
         self._shards: dict[MetadataIndex, StoredShard] = metadata.storage_data
@@ -39,7 +39,7 @@ class BaseCheckpoint:
     def find(
         self, index: MetadataIndex, dtype: torch.dtype | None, shape: tuple[int, ...]
     ) -> FrameRef | None:
-        """The frame of the same shard, of the same dtype and shape, if there is one."""
+        """The frame of the same shard if it has the same dtype and shape, otherwise None."""
         shard = self._shards.get(index)
         name = None if dtype is None else dtype_name(dtype)
         if shard is None or (shard.dtype, shard.shape) != (name, shape):
@@ -47,6 +47,6 @@ class BaseCheckpoint:
         return self._moved(shard.frame)
 
     def _moved(self, ref: FrameRef) -> FrameRef:
-        """A frame, and those that it builds upon, with paths from the new checkpoint."""
+        """A frame and its bases, with paths relative to the new checkpoint."""
         base = None if ref.base is None else self._moved(ref.base)
         return replace(ref, pack=self._new.relative(self._base, ref.pack), base=base)

@@ -1,4 +1,4 @@
-"""Which shards of one rank are rounded copies of others, and the order of packing that follows."""
+"""Finds the shards of a rank that are rounded copies of others, and the order of packing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["plan_casts"]
 def plan_casts(
     items: Sequence[WriteItem], planner: SavePlanner
 ) -> tuple[list[list[int]], dict[int, int]]:
-    """Groups of items to be packed together, each copy behind its master, and the master of each
-    copy. The planner is asked twice for the shards that are looked at, which it must allow.
+    """Groups of items that must be packed together, each copy after its master, and the master of
+    each copy. The planner must allow that it is asked twice for the same shard.
 
     Args:
-        items: what the plan gives this rank.
-        planner: the save's.
+        items: the items that the plan gives this rank.
+        planner: the planner of the save.
     """
     specs = [_spec(item) for item in items]
     casts = find_casts(specs, lambda i, n: _head(planner, items[i], specs[i], n))
@@ -39,8 +39,8 @@ def _spec(item: WriteItem) -> TensorSpec:
 
 
 def _head(planner: SavePlanner, item: WriteItem, spec: TensorSpec, n: int) -> ByteArray:
-    """The bytes of the first elements. Zeros, which are nobody's copy, where the planner gives
-    something else than it has announced: that is told when all of it is read."""
+    """The bytes of the first elements. If the planner does not give what it has announced, the
+    result is zeros, which match no master; the error is raised when all of the item is read."""
     value = planner.resolve_data(item)
     if (
         isinstance(value, torch.Tensor)

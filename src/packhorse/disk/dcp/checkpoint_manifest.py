@@ -1,13 +1,13 @@
-"""The manifest: the one file that makes a checkpoint of pack files. JSON, with its own checksum.
+"""The manifest, the one file that turns pack files into a checkpoint. JSON, with its own checksum.
 
-The file is `{"crc32c":"xxxxxxxx","manifest":{...}}` and a line break, so it is JSON as a whole and
-the checksum stands before what it covers: the bytes of the inner object. It holds PyTorch's
-`Metadata`, a table of files, a table of frames, and which frame each shard is. A frame that is a
-delta names its base by its place in the table, which must come before it, so chains end; the base
-may lie in the same checkpoint, if it is the master of a rounded copy.
+The file is `{"crc32c":"xxxxxxxx","manifest":{...}}` and a line break. So it is JSON as a whole, and
+the checksum comes before the bytes that it covers, those of the inner object. That object holds
+PyTorch's `Metadata`, a table of files, a table of frames, and the frame of each shard. A delta
+names its base by an index into the table of frames. The base must come before the delta, so chains
+end. It is in the same checkpoint if it is the master of a rounded copy.
 
-Nothing in it is a pickle. What PyTorch's own planners write has a form here; what another planner
-adds may not, and is refused when the checkpoint is saved.
+Nothing in the manifest is a pickle. It can hold everything that PyTorch's own planners write. If
+another planner adds anything else, the save fails.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ __all__ = [
     "render_manifest",
 ]
 
-MAX_DELTAS = 8  # frames to decode before the one that is wanted
+MAX_DELTAS = 8  # so many frames are decoded before the wanted one
 _MAX_NBYTES = 1 << 30
-_MAX_LIST = 1 << 24  # members of a list, which PyTorch fills up to the highest index it is given
+_MAX_LIST = 1 << 24  # members of a list, which PyTorch fills up to the highest index in a path
 _VERSION = 1
 _FORMAT = "packhorse.dcp"
 _HEAD = b'{"crc32c":"%08x","manifest":'
@@ -72,10 +72,10 @@ _MEMORY_FORMATS = {
 
 
 def manifest_name(rank: int | None = None) -> str:
-    """The file's name.
+    """The name of a manifest's file.
 
     Args:
-        rank: of the process, where each writes a checkpoint of its own; None for a common one.
+        rank: the rank whose own checkpoint it is; None for a checkpoint of all ranks.
     """
     return "packhorse.json" if rank is None else f"packhorse-{rank}.json"
 
@@ -86,10 +86,10 @@ def is_rank_manifest(name: str) -> bool:
 
 
 def render_manifest(metadata: Metadata) -> bytes:
-    """A manifest, as it stands in its file.
+    """The bytes of a manifest's file.
 
     Args:
-        metadata: with a `StoredShard` for each index as `storage_data`.
+        metadata: PyTorch's metadata; `storage_data` has a `StoredShard` for each index.
 
     Raises:
         TypeError: a planner added something that a manifest cannot hold.
@@ -114,7 +114,7 @@ def _document(metadata: Metadata) -> dict[str, Any]:
     stored = {(index.fqn, index.offset) for index in metadata.storage_data}
     for fqn, offsets in _wanted(metadata):
         if (fqn, offsets) not in stored:
-            raise ValueError(f"no rank has written {fqn!r} at {offsets}")
+            raise ValueError(f"no rank has written the shard of {fqn!r} at offsets {offsets}")
     return {
         "format": _FORMAT,
         "version": _VERSION,
@@ -131,7 +131,7 @@ def _document(metadata: Metadata) -> dict[str, Any]:
 
 
 class _Tables:
-    """The tables of files and frames, without repetition."""
+    """The tables of files and frames, without duplicates."""
 
     def __init__(self) -> None:
         self.files: dict[tuple[str, int], int] = {}
@@ -157,7 +157,7 @@ class _Tables:
 
 
 def _wanted(metadata: Metadata) -> Iterator[tuple[str, torch.Size | None]]:
-    """What the metadata say is stored."""
+    """The shards that the metadata lists: names and offsets."""
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
             yield fqn, None
@@ -179,7 +179,7 @@ def _render_entry(fqn: str, entry: TensorStorageMetadata | BytesStorageMetadata)
     formats = {value: name for name, value in _MEMORY_FORMATS.items()}
     if properties.layout not in layouts or properties.memory_format not in formats:
         raise TypeError(
-            f"{fqn!r} is of layout {properties.layout} and {properties.memory_format}; only dense "
+            f"{fqn!r} has layout {properties.layout} and {properties.memory_format}; only dense "
             "tensors can be stored"
         )
     return {
@@ -195,17 +195,19 @@ def _render_entry(fqn: str, entry: TensorStorageMetadata | BytesStorageMetadata)
 
 
 def _render_planner_data(data: Any) -> dict[str, list[str | int]] | None:
-    """Paths in the state dict by flat name, which is what PyTorch's planners keep."""
+    """The path in the state dict for each flat name, which is what PyTorch's planners keep."""
     if data is None:
         return None
     if not isinstance(data, Mapping):
-        raise TypeError(f"planner_data is {type(data).__name__}; a manifest holds dicts of paths")
+        raise TypeError(
+            f"planner_data is a {type(data).__name__}; a manifest can only hold a dict of paths"
+        )
     for key, path in data.items():
         parts = path if isinstance(path, tuple) else ()
         if type(key) is not str or not parts or any(type(part) not in (str, int) for part in parts):
             raise TypeError(
-                f"planner_data[{key!r}] is {path!r}; a manifest holds names with tuples of names "
-                "and numbers"
+                f"planner_data[{key!r}] is {path!r}; a manifest can only hold strings as keys, and "
+                "tuples of strings and integers as values"
             )
         for text in (key, *parts):
             check_text(str(text))
@@ -220,34 +222,35 @@ def _render_storage_meta(meta: StorageMeta | None) -> dict[str, Any] | None:
 
 
 def read_manifest(storage: Storage, name: str) -> Metadata:
-    """The manifest of this name, checked.
+    """Read the manifest of this name, and check all of it.
 
     Raises:
-        CorruptionError, CompatibilityError: as `parse_manifest`.
-        FileNotFoundError: there is none.
+        CorruptionError, CompatibilityError: as for `parse_manifest`.
+        FileNotFoundError: there is no such manifest.
     """
     return parse_manifest(storage.read(name, _MAX_NBYTES), storage.label(name))
 
 
 def parse_manifest(data: bytes, label: str) -> Metadata:
-    """Read a manifest, and check all of it.
+    """Parse a manifest, and check all of it.
 
     Args:
-        data: the file.
-        label: what messages call it.
+        data: all bytes of the file.
+        label: what messages call the manifest.
 
     Returns:
-        The metadata, with a `StoredShard` for each index as `storage_data`.
+        PyTorch's metadata; `storage_data` has a `StoredShard` for each index.
 
     Raises:
         CorruptionError: the checksum does not match, or a rule of docs/dcp.md is broken.
-        CompatibilityError: a newer version, or a dtype that this PyTorch does not have.
+        CompatibilityError: the manifest has a newer version, or a dtype that this PyTorch does not
+            have.
     """
     body = data[_HEAD_NBYTES : -len(_TAIL)]
     if not data.endswith(_TAIL) or data[:_HEAD_NBYTES] != _HEAD % crc32c(body):
         raise CorruptionError(
-            f"{label}: damaged: its checksum does not match its {len(data)} bytes, or it is no "
-            "manifest of a checkpoint; get it again, or use an older checkpoint"
+            f"{label}: damaged: the checksum does not match the {len(data)} bytes, or it is not a "
+            "checkpoint's manifest; get it again, or use an older checkpoint"
         )
     document = Document(body, label, _HEAD_NBYTES)
     document.check_kind("format", _FORMAT, _VERSION)
@@ -259,7 +262,7 @@ def parse_manifest(data: bytes, label: str) -> Metadata:
 
 @dataclass(frozen=True, slots=True)
 class _Parser:
-    """Takes the document apart. A part of another structure raises one of the errors that
+    """Takes the document apart. A part with the wrong structure raises one of the errors that
     `parse_manifest` turns into a `CorruptionError`."""
 
     document: Document
@@ -299,11 +302,11 @@ class _Parser:
         pack, pack_nbytes = files[self._size(row["file"], where)]
         offset, nbytes = self._size(row["offset"], where), self._size(row["nbytes"], where)
         if offset + nbytes > pack_nbytes:
-            raise ValueError(f"{where} ends beyond its file {pack!r}")
+            raise ValueError(f"{where} ends after the end of its file {pack!r}")
         if base is not None and not _may_build_upon(content, base.content):
-            raise ValueError(f"{where} builds upon one of another dtype or shape")
+            raise ValueError(f"{where} has a base of another dtype or shape")
         if n_deltas > MAX_DELTAS:
-            raise ValueError(f"{where} needs more than {MAX_DELTAS} deltas")
+            raise ValueError(f"{where} has a chain of more than {MAX_DELTAS} deltas")
         return FrameRef(pack, offset, nbytes, content, base, n_deltas, pack_nbytes)
 
     def _size(self, value: Any, where: str) -> int:
@@ -321,7 +324,7 @@ class _Parser:
         frame = frames[self._size(row["frame"], where)]
         shard = StoredShard(name, self._shape(row["shape"], where), frame)
         if frame_kind(dtype, shard.shape) != (shard.frame.content.dtype, shard.frame.content.shape):
-            raise ValueError(f"the frame of {shown(fqn)} is of another dtype or shape")
+            raise ValueError(f"the frame of {shown(fqn)} has another dtype or shape")
         offsets = None if row["offsets"] is None else self._shape(row["offsets"], where)
         return MetadataIndex(fqn, offsets), shard
 
@@ -329,8 +332,8 @@ class _Parser:
         dtype = torch_dtype(name)
         if dtype is None:
             raise CompatibilityError(
-                f"{self.document.label}: {shown(fqn)} is of dtype {shown(name)}, and this PyTorch "
-                f"({torch.__version__}) does not have that dtype"
+                f"{self.document.label}: {shown(fqn)} has dtype {shown(name)}, which this PyTorch "
+                f"({torch.__version__}) does not have"
             )
         return dtype
 
@@ -338,7 +341,9 @@ class _Parser:
         if row["kind"] == "bytes":
             return BytesStorageMetadata()
         if row["kind"] != "tensor":
-            raise ValueError(f"{shown(fqn)} is of kind {shown(row['kind'])}")
+            raise ValueError(
+                f"{shown(fqn)} is of kind {shown(row['kind'])}; 'tensor' and 'bytes' are allowed"
+            )
         size = self._shape(row["size"], shown(fqn))
         chunks = []
         for pair in row["chunks"]:
@@ -347,7 +352,7 @@ class _Parser:
         for chunk in chunks:
             ends = [a + b for a, b in zip(chunk.offsets, chunk.sizes, strict=True)]
             if len(ends) != len(size) or any(e > s for e, s in zip(ends, size, strict=True)):
-                raise ValueError(f"a shard of {shown(fqn)} lies outside of it")
+                raise ValueError(f"a shard of {shown(fqn)} extends beyond the tensor")
         properties = TensorProperties(
             self._dtype(row["dtype"], fqn),
             _LAYOUTS[row["layout"]],
@@ -358,7 +363,7 @@ class _Parser:
         return TensorStorageMetadata(properties, torch.Size(size), chunks)
 
     def _check_complete(self, metadata: Metadata) -> None:
-        """Every shard is there, and has the size that the metadata say."""
+        """Check that every shard is there, and has the size that the metadata gives."""
         for fqn, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, BytesStorageMetadata):
                 self._check_shard(metadata, MetadataIndex(fqn), None)
@@ -371,13 +376,16 @@ class _Parser:
     ) -> None:
         shard = metadata.storage_data.get(index)
         if shard is None or (shard.dtype is None) != (sizes is None):
-            raise ValueError(f"nothing is stored of {shown(index.fqn)} at {index.offset}")
+            raise ValueError(f"no shard of {shown(index.fqn)} is stored at offsets {index.offset}")
         if sizes is not None and shard.shape != tuple(sizes):
-            raise ValueError(f"{shown(index.fqn)} at {index.offset} is stored with another shape")
+            raise ValueError(
+                f"the shard of {shown(index.fqn)} at offsets {index.offset} has shape "
+                f"{list(shard.shape)}, not {list(sizes)}"
+            )
 
 
 def _may_build_upon(content: Content, base: Content) -> bool:
-    """A base has the same shape, and the same dtype or wider numbers that are to be rounded."""
+    """Whether a base has the same shape, and the same dtype or the wider one of a master."""
     is_cast = base.dtype == "F32" and content.dtype in ("BF16", "F16")
     return content.shape == base.shape and (is_cast or content.dtype == base.dtype)
 
@@ -406,9 +414,9 @@ def _planner_data(data: Any) -> dict[str, tuple[str | int, ...]] | None:
         return None
     for path in data.values():
         if not path or any(type(part) not in (str, int) for part in path):
-            raise ValueError(f"planner_data has {shown(path)}")
+            raise ValueError(f"planner_data has {shown(path)}, not a path of strings and integers")
         if any(type(part) is int and not 0 <= part < _MAX_LIST for part in path):
-            raise ValueError(f"planner_data has {shown(path)}")
+            raise ValueError(f"planner_data has {shown(path)}; an index must be below {_MAX_LIST}")
     return {key: tuple(path) for key, path in data.items()}
 
 

@@ -1,4 +1,4 @@
-"""The frames that a load decodes: opened, checked and fetched."""
+"""Opens, checks and fetches the frames that a load decodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["OpenFrames"]
 
 
 class OpenFrames:
-    """The open frames of a checkpoint, and of those that it builds upon."""
+    """The open frames of a checkpoint, and of the checkpoints that it builds on."""
 
     def __init__(self, storage: Storage) -> None:
         self._store = CheckpointFrames(storage)
@@ -26,13 +26,13 @@ class OpenFrames:
         self._scratch = Scratch()
 
     def open(self, wanted: Mapping[FrameRef, str]) -> int:
-        """Open frames, and those that they are deltas against.
+        """Open frames and their bases.
 
         Args:
-            wanted: for each frame, the name of a tensor in it.
+            wanted: for each frame, the name of a tensor that it restores.
 
         Returns:
-            How many were opened now.
+            How many frames this call has opened.
 
         Raises:
             CorruptionError, CompatibilityError: a file or a frame is not what the manifest says.
@@ -40,7 +40,7 @@ class OpenFrames:
         new = {
             at: name for ref, name in wanted.items() for at in ref.chain if at not in self._frames
         }
-        # A frame may be wanted itself and be the base of another.
+        # A frame may be wanted itself, and be the base of another one too.
         new.update((ref, name) for ref, name in wanted.items() if ref in new)
         self._store.peek(new)
         for ref, name in new.items():
@@ -52,14 +52,15 @@ class OpenFrames:
         return self._frames[ref]
 
     def logical_nbytes(self, refs: Iterable[FrameRef]) -> int:
-        """Decoded bytes of frames, and of all that they build upon."""
+        """Decoded bytes of frames and of all their bases, each counted once."""
         return sum(at.logical_nbytes for at in {at for ref in refs for at in ref.chain})
 
     def fetch(self, parts: Iterable[tuple[FrameRef, int, int]]) -> None:
-        """Get what the decoding of some ranges of bytes will read.
+        """Get the bytes of frames that decoding some parts of tensors will read.
 
         Args:
-            parts: frame, first byte and the byte after the last, of the decoded tensor.
+            parts: for each part, the frame, the first byte in the decoded tensor, and one past the
+                last.
         """
         self._store.fetch_parts(
             (ref, *self[ref].payload_range(start, stop)) for ref, start, stop in parts
@@ -78,13 +79,13 @@ class OpenFrames:
         """Decode bytes `start` to `stop` of a tensor.
 
         Args:
-            ref: the frame.
-            dst: where they go.
+            ref: the frame of the tensor.
+            dst: where the bytes go.
             start: first byte.
-            stop: one past the last.
-            base: all bytes of the tensor that the frame is a delta against, if it is one. Their
-                hash was compared, or the hash of the result is going to be.
-            threads: how many to use.
+            stop: one past the last byte.
+            base: all bytes of the base's tensor; None for a full frame. Either their hash has been
+                compared, or the hash of the result will be.
+            threads: how many threads to use.
         """
         base_hash = None if ref.base is None else ref.base.content.digest
         with blaming(self._store.label(ref.pack)):
@@ -93,17 +94,18 @@ class OpenFrames:
             )
 
     def whole(self, ref: FrameRef, threads: int) -> ByteArray:
-        """All bytes of a tensor, after those of the tensors that it builds upon.
+        """Decode all bytes of a tensor, and all of its bases first.
 
         Raises:
-            CorruptionError: a frame of the chain is damaged, or holds something else than it says.
+            CorruptionError: a frame of the chain is damaged, or does not hold what its header
+                claims.
         """
         frames = [self[link] for link in ref.chain]
         labels = [self._store.label(link.pack) for link in ref.chain]
         return Chain(ref, frames, labels, self._names[ref]).decode(threads, self._scratch)
 
     def drop(self, refs: Iterable[FrameRef]) -> None:
-        """Forget frames that will not be needed again, and what was fetched of them."""
+        """Forget frames that will not be needed again, and the bytes that were fetched for them."""
         for ref in refs:
             self._frames.pop(ref, None)
             self._store.forget(ref)

@@ -1,4 +1,4 @@
-"""The pack files of a checkpoint (docs/dcp.md): names, layout, and how many there are."""
+"""The pack files of a checkpoint (docs/dcp.md): their names, layout and sizes."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ __all__ = ["CheckpointFrames", "is_pack_name", "max_file_nbytes", "split_volumes
 
 _NAME = re.compile(r"shards-[0-9a-f]{16}-(\d+)-\d+\.safetensors")
 _METADATA = {"format": "packhorse.dcp"}
-# What a row of the header takes besides the name: fixed words, and three numbers below 2^63.
+# The bytes of a header's entry without the name: fixed words, and three numbers below 2^63.
 _ROW_NBYTES = len(',:{"dtype":"U8","shape":[],"data_offsets":[,]}') + 3 * 19
-# A file of more tensors would have an unwieldy header, far below safetensors' own limit.
+# More tensors would make the header unwieldy, though safetensors' own limit is far above.
 _MAX_ENTRIES = 50_000
 _MAX_LOCAL_NBYTES = 1 << 36
 _MAX_REMOTE_NBYTES = 1 << 28  # several files are uploaded at the same time
 
 
 def is_pack_name(name: str, rank: int | None = None) -> bool:
-    """Whether a file in the folder of a checkpoint is a pack file, and of this rank if given."""
+    """Whether a file in a checkpoint's folder is a pack file. If `rank` is given, the file must be
+    of that rank."""
     match = _NAME.fullmatch(name)
     return match is not None and (rank is None or int(match[1]) == rank)
 
 
 def max_file_nbytes(storage: Storage) -> int:
-    """How many bytes of tensors go to one file."""
+    """How many bytes of tensors one file is for."""
     return _MAX_LOCAL_NBYTES if storage.is_local else _MAX_REMOTE_NBYTES
 
 
 def split_volumes(groups: Sequence[Sequence[int]], max_nbytes: int) -> Iterator[range]:
-    """Runs of groups of tensors that go to a file each.
+    """Divide groups of tensors into runs, one for each file.
 
     Args:
-        groups: bytes of each tensor, for each group that must not be parted.
-        max_nbytes: of a run of more than one group.
+        groups: for each group, which stays together, the bytes of each tensor.
+        max_nbytes: the most bytes of a run of more than one group.
 
     Yields:
         The indices of the groups of the next run.
@@ -63,16 +64,16 @@ def split_volumes(groups: Sequence[Sequence[int]], max_nbytes: int) -> Iterator[
 
 
 class CheckpointFrames(PackStore):
-    """The frames of a checkpoint, and those of other checkpoints that it builds upon.
+    """The frames of a checkpoint, and those of other checkpoints that it builds on.
 
-    The names of packs are paths, relative to the folder of the checkpoint.
+    The name of a pack is its path, relative to the folder of the checkpoint.
     """
 
     def __init__(self, storage: Storage, rank: int = 0) -> None:
         """
         Args:
             storage: the folder of the checkpoint.
-            rank: of this process, for people who look into the folder.
+            rank: the rank of this process, for people who look into the folder.
         """
         numbers = count()
 
@@ -84,11 +85,11 @@ class CheckpointFrames(PackStore):
         self._known: dict[Content, FrameRef] = {}
 
     def know(self, ref: FrameRef) -> None:
-        """From now on, this frame serves for every tensor of the same content."""
+        """Let `find` return this frame for its content from now on."""
         self._known[ref.content] = ref
 
     def find(self, contents: Sequence[Content]) -> dict[Content, FrameRef]:
-        """Frames that `know` was called with."""
+        """The frames of these contents among those that `know` was called with."""
         return {content: self._known[content] for content in contents if content in self._known}
 
     def file(self, pack: str, nbytes: int = 0) -> Object:
@@ -96,31 +97,31 @@ class CheckpointFrames(PackStore):
 
         Args:
             pack: its path.
-            nbytes: its length, if that is known.
+            nbytes: its length; 0 if it is not known.
 
         Raises:
-            CorruptionError: it does not exist.
-            TruncationError: its length is another one.
+            CorruptionError: the file does not exist.
+            TruncationError: the file has another length.
         """
         try:
             return super().file(pack, nbytes)
         except FileNotFoundError as error:
             raise CorruptionError(
-                f"{self.label(pack)}: the file does not exist, and the checkpoint "
+                f"{self.label(pack)}: the file does not exist, but the checkpoint "
                 f"{self.storage.label()} needs it"
             ) from error
 
 
 def _header_nbytes(names: Sequence[str], nbytes: int) -> int:
-    """The longest header that a file of tensors of these names may have."""
+    """The most bytes that the header of a file can take, given the names of its tensors."""
     for name in names:
         check_text(name)
     text = len(_json({METADATA_KEY: _METADATA})) + len(_json(list(names)))
     room = text + _ROW_NBYTES * len(names)
     if room > MAX_FILE_HEADER_NBYTES:
         raise CompatibilityError(
-            f"the names of {len(names)} tensors would make a header of {room} bytes, and at most "
-            f"{MAX_FILE_HEADER_NBYTES} are allowed"
+            f"the names of {len(names)} tensors would make a header of {room} bytes, but at most "
+            f"{MAX_FILE_HEADER_NBYTES} are allowed; use shorter names"
         )
     return room
 

@@ -1,15 +1,15 @@
-"""Reading a checkpoint of torch.distributed.checkpoint.
+"""Reads a checkpoint of torch.distributed.checkpoint.
 
 In the planning step, before any rank touches a tensor, every rank opens the frames that it will
-need: the files must have their lengths, and each frame's header must be what the manifest says. A
-damaged header therefore fails on all ranks at once. Then boxes of shards are decoded: chunk by
-chunk, each checked, and only the chunks that a box meets. A box that is a run of elements goes
-straight to the tensor that wants it; any other is decoded beside it and copied.
+need. It checks the lengths of the files, and compares the header of each frame with the manifest.
+So a damaged header makes all ranks fail together. Then each rank decodes boxes of shards: only the
+chunks that a box overlaps, and each chunk is checked. A box whose elements are contiguous is
+decoded straight into the tensor that asked for it. Any other box is decoded to a buffer and copied.
 
 Values that are not tensors were serialized by the planner of the save, and the planner of the load
-deserializes them; with PyTorch's own that is `torch.load(..., weights_only=False)`, which runs
-whatever a pickle says. So a value is handed over only if `weights_only=True` would load it too,
-unless the caller trusts the checkpoint.
+deserializes them. PyTorch's own planners use `torch.load(..., weights_only=False)`, which runs
+whatever a pickle tells it to. So a value is only handed over if `weights_only=True` would load it
+too, unless the caller trusts the checkpoint.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from packhorse.torch_framework import FRAMEWORK
 __all__ = ["PackhorseReader", "ReadStats"]
 
 
-# Decoded beside the tensor that wants it: many chunks, so that few are decoded twice.
+# The largest buffer for a box that is copied: many chunks, so that few chunks are decoded twice.
 _MAX_RUN_NBYTES = 1 << 25
 
 
@@ -55,9 +55,9 @@ class ReadStats:
     """What one load has cost this rank.
 
     Attributes:
-        n_frames: frames opened.
-        n_chunks: chunks decoded.
-        decoded_nbytes: bytes of tensors in those parts of chunks that were kept.
+        n_frames: how many frames were opened.
+        n_chunks: how many chunks were decoded.
+        decoded_nbytes: bytes of tensors in the parts of chunks that were kept.
     """
 
     n_frames: int = 0
@@ -66,7 +66,7 @@ class ReadStats:
 
 
 class PackhorseReader(StorageReader):
-    """A `StorageReader` of what `PackhorseWriter` has written, for `dcp.load`.
+    """A `StorageReader` of checkpoints that `PackhorseWriter` has written, for `dcp.load`.
 
     Attributes:
         stats: what the last load has cost this rank.
@@ -96,12 +96,12 @@ class PackhorseReader(StorageReader):
         """
         Args:
             url: the folder or URL of the checkpoint.
-            threads: of each rank; None for the cores of its process, at most 8.
-            trusted: hand values that are not tensors to the planner without a look, though it may
-                run code that is in them.
+            threads: how many threads each rank uses; None for the cores of its process, at most 8.
+            trusted: hand values that are not tensors to the planner unchecked, though it may run
+                code that is in them.
             max_nbytes: refuse a load for which one rank would have to decode more bytes; None for
                 no limit. A small file may hold a large tensor of zeros.
-            storage_options: for fsspec's file system.
+            storage_options: options for fsspec's file system.
 
         Raises:
             ValueError, TypeError: bad threads.
@@ -119,7 +119,7 @@ class PackhorseReader(StorageReader):
         self.stats = ReadStats()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Another load begins, from `checkpoint_id` if one is given."""
+        """Begin another load, from `checkpoint_id` if one is given."""
         if checkpoint_id is not None:
             self._url = os.fspath(checkpoint_id)
         self._load_id = str(uuid.uuid4())
@@ -127,14 +127,14 @@ class PackhorseReader(StorageReader):
         self._frames = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The manifest, checked.
+        """Read and check the manifest.
 
         Args:
-            args: nothing.
-            kwargs: `rank`, where each rank has saved a checkpoint of its own.
+            args: not used.
+            kwargs: `rank`, if each rank has saved a checkpoint of its own.
 
         Raises:
-            CorruptionError, CompatibilityError: it is damaged, or too new.
+            CorruptionError, CompatibilityError: the manifest is damaged, or too new.
             FileNotFoundError: there is no checkpoint.
         """
         metadata = read_manifest(self._storage(), manifest_name(kwargs.get("rank")))
@@ -145,31 +145,31 @@ class PackhorseReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """PyTorch hands back the metadata, which the planner may have looked at."""
+        """Take the metadata back from PyTorch, whose planner may have changed it."""
         self._shards = metadata.storage_data
         self._frames = OpenFrames(self._storage())
         self.stats = ReadStats()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Opens and checks all frames that this rank will need.
+        """Open and check all frames that this rank will need.
 
         Raises:
             CorruptionError, CompatibilityError: a file or a frame is not what the manifest says, or
-                the frames exceed the limit.
+                the frames would exceed `max_nbytes`.
         """
         self._open(plan.items)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Changes nothing."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Decodes what the plan asks for.
+        """Decode everything that the plan asks for.
 
         Raises:
             CorruptionError: a chunk is damaged; the message names file, tensor and byte offset. The
-                tensor that it belongs to is then undefined.
+                content of the tensor that was being read is then undefined.
             CompatibilityError: a value that is not a tensor might run code when it is loaded.
         """
         frames = self._open(plan.items)
@@ -183,7 +183,7 @@ class PackhorseReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """Where the checkpoint is."""
+        """The folder or URL of the checkpoint."""
         return self._url
 
     @classmethod
@@ -205,8 +205,8 @@ class PackhorseReader(StorageReader):
         nbytes = frames.logical_nbytes(wanted)
         if self._max_nbytes is not None and nbytes > self._max_nbytes:
             raise CorruptionError(
-                f"{self._url}: the frames to be decoded hold {nbytes} bytes together, more than "
-                f"max_nbytes = {self._max_nbytes}"
+                f"{self._url}: this load would decode {nbytes} bytes, more than max_nbytes = "
+                f"{self._max_nbytes}"
             )
         self._frames = frames
         return frames
@@ -217,7 +217,7 @@ def _of_type(items: Iterable[ReadItem], kind: LoadItemType) -> list[ReadItem]:
 
 
 def _check_item(item: ReadItem, shard: StoredShard) -> None:
-    """A plan reads what is stored, and no more of it than there is."""
+    """Check that a plan asks for a stored part of a shard."""
     is_tensor = item.type == LoadItemType.TENSOR
     fits = is_tensor != (shard.dtype is None)
     if fits and is_tensor:
@@ -229,14 +229,14 @@ def _check_item(item: ReadItem, shard: StoredShard) -> None:
         )
     if not fits:
         raise ValueError(
-            f"{item.storage_index.fqn!r}: the plan asks for {list(item.lengths)} from "
-            f"{list(item.storage_offsets)}, and what is stored has shape {list(shard.shape)}"
+            f"{item.storage_index.fqn!r}: the plan asks for shape {list(item.lengths)} at offsets "
+            f"{list(item.storage_offsets)}, but the stored shard has shape {list(shard.shape)}"
         )
 
 
 @dataclass(slots=True)
 class _Use:
-    """A piece of a shard, and the tensor that wants it."""
+    """A piece of a shard, and the item of the plan that asks for it."""
 
     item: ReadItem
     shard: StoredShard
@@ -245,7 +245,7 @@ class _Use:
 
 @dataclass(slots=True)
 class _Run:
-    """Bytes of one frame, to be decoded at once for all who need any of them."""
+    """A range of bytes of one frame, decoded once for all pieces that need any of them."""
 
     ref: FrameRef
     start: int
@@ -272,7 +272,7 @@ class _Load:
     _bases: dict[FrameRef, ByteArray] = field(default_factory=dict)  # whole, for the runs at hand
 
     def values(self, items: Sequence[ReadItem], *, trusted: bool) -> None:
-        """Decodes values that are not tensors, looks at all of them, and hands them over."""
+        """Decode values that are not tensors, check all of them, and hand them to the planner."""
         refs = [self.shards[item.storage_index].frame for item in items]
         runs = [_Run(ref, 0, self.frames[ref].logical_nbytes, []) for ref in dict.fromkeys(refs)]
         for run in runs:
@@ -286,7 +286,7 @@ class _Load:
             self.planner.load_bytes(item, io.BytesIO(found[ref]))
 
     def tensors(self, items: Sequence[ReadItem]) -> None:
-        """Decodes boxes of tensors, in batches of bounded memory."""
+        """Decode boxes of tensors, in batches of bounded memory."""
         by_frame: dict[FrameRef, list[_Use]] = {}
         n_left: Counter[int] = Counter()
         for item in items:
@@ -294,7 +294,7 @@ class _Load:
             uses = [_Use(item, shard, piece) for piece in self._pieces(item, shard)]
             n_left[id(item)] = len(uses)
             by_frame.setdefault(shard.frame, []).extend(uses)
-            if not uses:  # an empty tensor, of which the planner is told nevertheless
+            if not uses:  # the planner must hear of an empty tensor too
                 self._commit(item)
         runs = [run for ref, uses in by_frame.items() for run in self._runs(ref, uses)]
         runs.sort(key=lambda run: (run.ref.pack, run.ref.offset, run.start))
@@ -319,7 +319,7 @@ class _Load:
         return cut_box(shard.shape, item.storage_offsets, item.lengths, chunk_numel, max_numel)
 
     def _runs(self, ref: FrameRef, uses: list[_Use]) -> Iterator[_Run]:
-        """The pieces of one frame, those together that need the same chunk."""
+        """The pieces of one frame as runs. Pieces that need the same chunk share a run."""
         chunk_nbytes = self.frames[ref].chunk_nbytes
         run: _Run | None = None
         # Tensors of different dtypes may have the same bytes, and then share a frame.
@@ -338,7 +338,8 @@ class _Load:
             yield run
 
     def _take_memory(self, runs: Sequence[_Run]) -> None:
-        """Where each run goes: to the tensor itself if it is all that is wanted, in order."""
+        """Choose where each run is decoded to: straight into the tensor if it wants all elements of
+        the run, in their order; otherwise a buffer."""
         for run in runs:
             use = run.uses[0]
             target = self._target(use)
@@ -348,11 +349,11 @@ class _Load:
             )
 
     def _decode(self, runs: Sequence[_Run], following: FrameRef | None = None) -> None:
-        """Decodes runs, and before them what they are deltas to.
+        """Decode runs, and their bases first.
 
         Args:
-            runs: of the batch.
-            following: what the next batch will need first.
+            runs: the runs of the batch.
+            following: the base that the next batch will need first; None for none.
         """
         todo, needed = self._split(runs, following)
         order = [base for base in needed if base not in self._bases]
@@ -385,13 +386,13 @@ class _Load:
     def _split(
         self, runs: Sequence[_Run], following: FrameRef | None
     ) -> tuple[list[_Run], dict[FrameRef, None]]:
-        """Which runs are to be decoded, and which frames whole because others build upon them. A
-        run of such a frame is copied from there."""
+        """Choose which runs are decoded on their own, and which frames are decoded as a whole
+        because they are bases. A run of such a frame is copied from the base."""
         needed = dict.fromkeys(self._bases)
         if following is not None and any(run.ref == following for run in runs):
             needed[following] = None
         todo = []
-        for run in sorted(runs, key=lambda run: -run.ref.n_deltas):  # before what they build upon
+        for run in sorted(runs, key=lambda run: -run.ref.n_deltas):  # deltas before their bases
             if run.ref in needed:
                 continue
             todo.append(run)
@@ -413,7 +414,7 @@ class _Load:
             self.stats.decoded_nbytes += stop - start
 
     def _copied(self, runs: Sequence[_Run]) -> Iterator[_Use]:
-        """Copies what was not decoded in its place, and yields whatever is there now."""
+        """Copy buffers to their tensors, and yield each use that is complete."""
         for run in runs:
             for use in run.uses:
                 if run.is_direct:
@@ -424,7 +425,7 @@ class _Load:
             run.dst = np.empty(0, np.uint8)
 
     def _target(self, use: _Use) -> torch.Tensor:
-        """The part of a tensor that a piece goes to; the planner is asked once for each item."""
+        """The part of a tensor that a piece goes to. The planner is asked once for each item."""
         key = id(use.item)
         if key not in self._targets:
             self._targets[key] = self._resolve(use.item)
@@ -440,7 +441,7 @@ class _Load:
         if target.shape != item.lengths:
             raise ValueError(
                 f"{item.storage_index.fqn!r}: the planner gave a tensor of shape "
-                f"{list(target.shape)} for {list(item.lengths)}"
+                f"{list(target.shape)} for a part of shape {list(item.lengths)}"
             )
         return target
 
@@ -456,12 +457,12 @@ def _itemsize(shard: StoredShard) -> int:
 def _dtype_of(shard: StoredShard) -> torch.dtype:
     dtype = torch_dtype(shard.dtype)
     if dtype is None:
-        raise CompatibilityError(f"this PyTorch has no dtype {shown(shard.dtype)}")
+        raise CompatibilityError(f"this PyTorch does not have dtype {shown(shard.dtype)}")
     return dtype
 
 
 def _is_plain(target: torch.Tensor, shard: StoredShard) -> bool:
-    """Whether the bytes of a tensor are those that are stored."""
+    """Whether the bytes of a shard can be decoded straight into a tensor."""
     return (
         type(target) is torch.Tensor
         and target.device.type == "cpu"
@@ -474,7 +475,7 @@ def _is_plain(target: torch.Tensor, shard: StoredShard) -> bool:
 
 
 def _view(use: _Use, run: _Run) -> torch.Tensor:
-    """A piece in the bytes of its run, as a tensor."""
+    """A piece as a tensor, which shares the memory of its run."""
     dtype = _dtype_of(use.shard)
     first = use.piece.start - run.start // dtype.itemsize
     flat = torch.from_numpy(run.dst).view(dtype)
@@ -482,16 +483,16 @@ def _view(use: _Use, run: _Run) -> torch.Tensor:
 
 
 def _check_harmless(fqn: str, data: bytes) -> None:
-    """Refuses a value that PyTorch would not load without running code of the checkpoint."""
+    """Refuse a value that PyTorch would only load by running code of the checkpoint."""
     try:
         torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except MemoryError:
         raise
-    except Exception as error:  # what PyTorch raises for bytes that somebody chose is not known
-        if "DefaultCPUAllocator" in str(error):  # its only way to say so
-            raise MemoryError(f"no memory for the value of {shown(fqn)}") from error
+    except Exception as error:  # PyTorch may raise anything for hostile bytes
+        if "DefaultCPUAllocator" in str(error):  # PyTorch's only sign that memory ran out
+            raise MemoryError(f"not enough memory for the value of {shown(fqn)}") from error
         raise CompatibilityError(
             f"{shown(fqn)} is a Python object that PyTorch does not load with weights_only=True, "
-            "and loading it may run code: if you trust where the checkpoint comes from, pass "
+            "so loading it may run code; if you trust the source of the checkpoint, pass "
             f"trusted=True to PackhorseReader ({shown(str(error))})"
         ) from error

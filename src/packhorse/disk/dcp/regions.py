@@ -1,11 +1,10 @@
-"""Which bytes of a stored shard a box of its elements needs.
+"""Finds the bytes of a stored shard that a box of its elements needs.
 
-A box that is not a run of consecutive elements is covered by pieces, each a run. Between two
-elements of a piece there is never a whole chunk that the box does not need, and a chunk is what a
-frame can decode on its own; so taking finer pieces would not decode less. Pieces that are no runs
-of wanted elements alone take memory, so long ones are cut once more, at the price of decoding the
-chunk twice in which the cut lies. A piece is looked at through the strides of the shard, and
-nothing is gathered element by element.
+A box whose elements are not contiguous is covered by pieces, and each piece is decoded as a run of
+elements. A run never contains a whole chunk that the box does not need. A frame decodes whole
+chunks, so finer pieces would not decode less. A run that also contains unwanted elements takes
+memory, so a long one is cut once more; the chunk at the cut is then decoded twice. A piece is
+viewed through the strides of the shard, and no elements are gathered one by one.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ __all__ = ["Piece", "cut_box", "strides_of"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a box, and the run of elements that holds it.
+    """A part of a box, and the run of elements that contains it.
 
     Attributes:
-        offsets: of the part, from the beginning of the box.
-        lengths: of the part.
-        start: index of its first element in the shard, in C order.
-        stop: one past its last element.
+        offsets: where the part begins, relative to the box.
+        lengths: the lengths of the part.
+        start: index of the part's first element in the shard, in C order.
+        stop: one past the index of its last element.
     """
 
     offsets: tuple[int, ...]
@@ -36,12 +35,12 @@ class Piece:
 
     @property
     def is_run(self) -> bool:
-        """Whether the run holds nothing else."""
+        """Whether the run contains only elements of the part."""
         return self.stop - self.start == math.prod(self.lengths)
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Elements from one place on an axis to the next, in C order."""
+    """The strides of a shape in elements, in C order."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
@@ -55,25 +54,26 @@ def cut_box(
     """Cover a box with runs.
 
     Args:
-        shape: of the shard.
-        offsets: of the box in it; with `lengths` inside of `shape`.
-        lengths: of the box.
+        shape: the shape of the shard.
+        offsets: where the box begins in the shard. The box must be inside the shard.
+        lengths: the lengths of the box.
         chunk_numel: elements of a chunk.
-        max_numel: elements of a run that holds unwanted ones too, as far as rows allow.
+        max_numel: the most elements of a run that also contains unwanted ones. A run of one row may
+            be longer.
 
     Returns:
-        The pieces, in the order of the elements; none if the box is empty.
+        The pieces, in the order of their elements; none if the box is empty.
     """
     if 0 in lengths:
         return []
     n_dims = len(shape)
     strides = strides_of(shape)
     first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-    # Elements from the first to the last of the box on the axes from each one on.
+    # spans[axis]: elements from the first to the last of the box, on this axis and those after it.
     spans = [1] * (n_dims + 1)
     for axis in reversed(range(n_dims)):
         spans[axis] = (lengths[axis] - 1) * strides[axis] + spans[axis + 1]
-    # Further out the gaps between runs only grow.
+    # Gaps between runs only grow towards the outer axes.
     n_cut = 0
     while n_cut < n_dims and strides[n_cut] - spans[n_cut + 1] >= chunk_numel:
         n_cut += 1

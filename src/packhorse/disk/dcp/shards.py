@@ -1,7 +1,8 @@
-"""What the writer tells the manifest of each shard, and how PyTorch's dtypes are stored in frames.
+"""What a manifest records of each shard, and how PyTorch's dtypes are stored in frames.
 
-A shard of a dtype that safetensors has is a frame of that dtype and shape. Any other dtype is a
-frame of bytes, and so is what a planner has serialized; the manifest says what they mean.
+A shard whose dtype safetensors has becomes a frame of that dtype and shape. A shard of any other
+dtype becomes a frame of bytes, and so does a value that a planner has serialized. The manifest
+records the dtype.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class StoredShard:
 
     Attributes:
         dtype: PyTorch's name of the dtype, such as "float32"; None for bytes.
-        shape: of the shard; of bytes, how many.
-        frame: where they are.
+        shape: the shape of the shard; for bytes, how many there are.
+        frame: the frame that holds them.
     """
 
     dtype: str | None
@@ -46,7 +47,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @lru_cache(64)
 def torch_dtype(name: Any) -> torch.dtype | None:
-    """The dtype of this name; None if this PyTorch has none."""
+    """The dtype of this name; None if this PyTorch does not have it."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         return None
     found = getattr(torch, name, None)
@@ -54,11 +55,11 @@ def torch_dtype(name: Any) -> torch.dtype | None:
 
 
 def frame_kind(dtype: torch.dtype | None, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """Dtype and shape of the frame of a shard.
+    """The dtype and the shape of a shard's frame.
 
     Args:
-        dtype: of the shard; None for bytes.
-        shape: of the shard.
+        dtype: the dtype of the shard; None for bytes.
+        shape: the shape of the shard.
     """
     if dtype is None:
         return "U8", shape
@@ -67,19 +68,19 @@ def frame_kind(dtype: torch.dtype | None, shape: tuple[int, ...]) -> tuple[str, 
 
 
 def readable(value: Any, name: str) -> tuple[ByteArray, torch.dtype | None, tuple[int, ...]]:
-    """The bytes of what a planner gives, its dtype (None for bytes) and its shape.
+    """The bytes of a value that a planner gave, its dtype (None for bytes) and its shape.
 
     Args:
         value: a tensor, or a `BytesIO`.
-        name: for messages.
+        name: what messages call it.
 
     Raises:
-        TypeError: neither a dense tensor nor a `BytesIO`.
+        TypeError: the value is neither a dense tensor nor a `BytesIO`.
     """
     if not isinstance(value, torch.Tensor):
         if not hasattr(value, "getbuffer"):
             found = type(value).__name__
-            raise TypeError(f"{name!r}: a planner gave {found}, not a tensor or BytesIO")
+            raise TypeError(f"{name!r}: the planner gave a {found}, not a tensor or a BytesIO")
         data = np.frombuffer(value.getbuffer(), np.uint8)
         return data, None, (data.size,)
     what = FRAMEWORK.why_unreadable(value)

@@ -1,12 +1,12 @@
-"""Writing a checkpoint of torch.distributed.checkpoint.
+"""Writes a checkpoint of torch.distributed.checkpoint.
 
-Every rank packs what the plan gives it into pack files with new names; when all have done so, the
-coordinator writes the manifest, at once and in the place of an older one. Until then a reader sees
-the older checkpoint, or none; after it, files that no manifest needs any more are removed.
+Every rank packs its part of the plan into pack files with new names. When all ranks are done, the
+coordinator writes the manifest in one step, and replaces an older one. Until then a reader sees the
+older checkpoint, or none. Then the coordinator removes files that the manifest does not need.
 
-Nothing is kept between saves but what the caller has said: PyTorch may skip `reset`, hands a plan
-of an earlier save to `write_data` when it caches plans (so no name may come from a plan), and sends
-the writer to another process for `async_save`.
+The writer keeps only the caller's options between saves, because PyTorch may skip `reset`, may hand
+the plan of an earlier save to `write_data` when it caches plans (so no name may come from a plan),
+and sends the writer to another process for `async_save`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ from packhorse.threads import batches
 
 __all__ = ["PackhorseWriter"]
 
-_DCP_VERSION = "1.0.0"  # of PyTorch's metadata, as its own writer says
-_BYTES_NBYTES = 1 << 16  # what a value that is not a tensor is taken to need, before it is known
+_DCP_VERSION = "1.0.0"  # the version of PyTorch's metadata that its own writer gives
+_BYTES_NBYTES = 1 << 16  # the assumed size of a value that is not a tensor, before it is known
 
 
 class PackhorseWriter(StorageWriter):
@@ -89,14 +89,14 @@ class PackhorseWriter(StorageWriter):
         """
         Args:
             url: a folder, or a URL that fsspec understands ("s3://bucket/run/step-100").
-            base: an earlier checkpoint that this one may build upon: shards that have not changed
-                stay where they are, others are stored as deltas where that is shorter. Its files
-                must stay as long as this checkpoint is wanted.
+            base: an earlier checkpoint that this one may build on. Shards that have not changed are
+                not written again, and others are stored as deltas where that is shorter. The files
+                of the base must stay as long as this checkpoint is wanted.
             level: "fast", "default" or "max".
-            threads: of each rank; None for the cores of its process, at most 8.
-            overwrite: a checkpoint that is there already may be replaced. It stays whole until the
-                new one is.
-            storage_options: for fsspec's file system.
+            threads: how many threads each rank uses; None for the cores of its process, at most 8.
+            overwrite: replace a checkpoint that is already there. It stays whole until the new one
+                is complete.
+            storage_options: options for fsspec's file system.
 
         Raises:
             ValueError, TypeError: bad level or threads.
@@ -117,22 +117,22 @@ class PackhorseWriter(StorageWriter):
         self._base: BaseCheckpoint | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new checkpoint begins, at `checkpoint_id` if one is given."""
+        """Begin a new checkpoint, at `checkpoint_id` if one is given."""
         if checkpoint_id is not None:
             self._url = os.fspath(checkpoint_id)
         self._save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """PyTorch says who this rank is."""
+        """Learn from PyTorch which rank this is, and whether it is the coordinator."""
         self._is_coordinator = is_coordinator
         self._rank = kwargs.get("rank") or 0
         self._own_manifest = not kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Makes the folder, and refuses to replace a checkpoint unless that is allowed.
+        """Make the folder, and refuse to replace a checkpoint unless that is allowed.
 
         Raises:
-            FileExistsError: there is a checkpoint, and `overwrite` is False.
+            FileExistsError: there is already a checkpoint, and `overwrite` is False.
             FileNotFoundError: there is no checkpoint at `base`.
             CorruptionError, CompatibilityError: the manifest of `base` is damaged, or too new.
             ValueError: `base` is on another file system.
@@ -142,13 +142,13 @@ class PackhorseWriter(StorageWriter):
         decides = self._is_coordinator or self._own_manifest
         if decides and not self._overwrite and storage.exists(self._manifest_name()):
             raise FileExistsError(
-                f"{storage.label()}: there is a checkpoint already; allow replacing it "
-                "(overwrite=True) or name another"
+                f"{storage.label()}: there is already a checkpoint; allow replacing it "
+                "(overwrite=True), or choose another place"
             )
         if self._own_manifest and storage.exists(manifest_name()):
             raise FileExistsError(
-                f"{storage.label()}: holds a checkpoint of all ranks, which would hide those of "
-                "single ones (use_collectives=False); name another"
+                f"{storage.label()}: holds a checkpoint of all ranks, which would hide the "
+                "checkpoints of single ranks (use_collectives=False); choose another place"
             )
         self._base = None
         if self._base_url is not None:
@@ -157,16 +157,16 @@ class PackhorseWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Changes nothing; takes note of the files that are there before any rank writes."""
+        """Return the plans unchanged, and note which files are there before any rank writes."""
         self._older = frozenset(self._storage().names())
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Packs and writes what the plan gives this rank.
+        """Pack and write this rank's part of the plan.
 
         Raises:
-            TypeError: a tensor that is not dense.
-            OSError: what the file system says. Nothing that this rank wrote is left then.
+            TypeError: a tensor is not dense.
+            OSError: the file system failed. No file that this rank wrote is left behind.
         """
         storage = self._storage()
         base, self._base = self._base, None
@@ -182,11 +182,12 @@ class PackhorseWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the manifest, which makes the checkpoint, and removes what it has replaced.
+        """Write the manifest, which completes the checkpoint, and remove the files that it no
+        longer needs.
 
         Raises:
             TypeError: the planner added something that a manifest cannot hold.
-            OSError: what the file system says.
+            OSError: the file system failed.
         """
         storage = self._storage()
         metadata.version = _DCP_VERSION
@@ -202,7 +203,7 @@ class PackhorseWriter(StorageWriter):
             _remove(storage, [n for n in needed if is_pack_name(n) and n not in self._older])
             raise
         storage.put(self._manifest_name(), manifest, replace=True)
-        with suppress(OSError):  # the checkpoint is there; the next save tries again
+        with suppress(OSError):  # the checkpoint is complete; the next save tries again
             _remove(storage, [n for n in storage.names() if self._is_old(n) and n not in needed])
 
     def _is_old(self, name: str) -> bool:
@@ -217,7 +218,7 @@ class PackhorseWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """Where the checkpoint goes."""
+        """The folder or URL of the checkpoint."""
         return self._url
 
     @classmethod
@@ -234,13 +235,13 @@ class PackhorseWriter(StorageWriter):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What is to be stored of one item of the plan.
+    """An item of the plan with the data to be stored.
 
     Attributes:
-        item: of the plan.
-        dtype: of the shard; None for a value that is not a tensor.
-        shape: of the shard.
-        packed: what its frame is made of.
+        item: the item.
+        dtype: the dtype of the shard; None for a value that is not a tensor.
+        shape: the shape of the shard.
+        packed: what the packer makes its frame from.
     """
 
     item: WriteItem
@@ -249,7 +250,7 @@ class _Part:
     packed: Item
 
     def stored(self, frame: FrameRef) -> StoredShard:
-        """How the manifest refers to it."""
+        """The shard as the manifest records it."""
         return StoredShard(
             None if self.dtype is None else dtype_name(self.dtype), self.shape, frame
         )
@@ -259,7 +260,7 @@ class _Job:
     """One rank's part of one save.
 
     Attributes:
-        written: the files that it has written.
+        written: the files that this rank has written.
     """
 
     def __init__(
@@ -275,7 +276,8 @@ class _Job:
         self._store = CheckpointFrames(storage, rank)
         self._planner = planner
         self._base = base
-        # A save that cannot read its base fails: what it leaves as it is builds upon it, too.
+        # A save that cannot read its base fails, because unchanged shards are not written again and
+        # would depend on the damaged base, too.
         options = PackOptions(
             level, threads, MAX_DELTAS, MAX_DELTAS, BaseCache(0),
             is_strict=False, keeps_shapes=True, skips_bad_bases=False,
@@ -283,7 +285,7 @@ class _Job:
         self._packer = FramePacker(self._store, options)
 
     def volumes(self, items: Sequence[WriteItem]) -> Iterator[list[WriteResult]]:
-        """Writes one pack file after the other, and yields what is in each."""
+        """Write one pack file after the other, and yield the results of each."""
         groups, casts = plan_casts(items, self._planner)
         sizes = [[_expected_nbytes(items[i]) for i in group] for group in groups]
         for volume in split_volumes(sizes, max_file_nbytes(self._store.storage)):
@@ -309,12 +311,12 @@ class _Job:
     def _write(
         self, pack: PackWriter, items: Sequence[WriteItem], masters: Mapping[int, int]
     ) -> list[tuple[_Part, FrameRef]]:
-        """Resolves a group of items, packs and writes them.
+        """Resolve a group of items, pack them and write them.
 
         Args:
-            pack: where to.
-            items: of the plan.
-            masters: for each that seems to be a rounded copy, the number of its master.
+            pack: the pack that the frames go to.
+            items: items of the plan.
+            masters: the number of the master for each item that seems to be a rounded copy.
         """
         parts = [self._resolve(item) for item in items]
         packed = [part.packed for part in parts]
@@ -342,7 +344,7 @@ class _Job:
 
 
 def _whole(ref: FrameRef, pack: PackWriter) -> FrameRef:
-    """A frame with the length of its file, which is known only when the file is written."""
+    """A frame with the length of its file, which is only known when the file is complete."""
     if ref.pack != pack.pack or ref.pack_nbytes == pack.nbytes:
         return ref
     base = None if ref.base is None else _whole(ref.base, pack)
@@ -350,7 +352,7 @@ def _whole(ref: FrameRef, pack: PackWriter) -> FrameRef:
 
 
 def _may_be_copy(copy: TensorSpec, master: TensorSpec) -> bool:
-    """Whether the planner has given what it had announced."""
+    """Whether the planner gave the dtypes and shapes of a copy and its master, as announced."""
     return copy.dtype in ("BF16", "F16") and master.dtype == "F32" and copy.shape == master.shape
 
 
@@ -366,7 +368,7 @@ def _expected_nbytes(item: WriteItem) -> int:
 
 
 def _remove(storage: Storage, names: Sequence[str]) -> None:
-    """Removes files, as far as that can be done."""
+    """Remove files, and ignore those that cannot be removed."""
     for name in names:
         with suppress(OSError):
             storage.remove(name)

@@ -1,10 +1,10 @@
 """Snapshots of training states: `SnapshotStore` (docs/snapshots.md).
 
-`store` is what callers see. `take`, `restore`, `check`, `compare`, `prune` and `staging` do the
-work, `sources` and `export` for files. `session` is the one writer and `lock` keeps out others.
-`state`, `names` and `manifest` turn text into values and back. `catalog` knows which snapshots
-there are; `records` and `index` keep what manifests say without parsing them, for `finder` and
-`overview`. Frames are the business of `snapshot_frames` and, below it, `storage/frames/`.
+`store` is the public class. `take`, `restore`, `check`, `compare`, `prune` and `staging` do its
+work, and `sources` and `export` do it for files. `session` is the one writer, and `lock` keeps
+other writers out. `state`, `names` and `manifest` turn text into values and back. `catalog` finds
+the manifests. `records` and `index` cache their contents, so that `finder` and `overview` need not
+parse them. `snapshot_frames` handles frames, on top of `storage/frames/`.
 """
 
 from packhorse.disk.snapshots.results import (

@@ -1,7 +1,7 @@
-"""What a store holds: which snapshots, by which manifests.
+"""Finds the snapshots of a store, and reads their manifests.
 
-Manifests never change and their names are never used twice, so what was read of one stays true for
-as long as its file is there.
+A manifest never changes, and its name is never used twice. So a manifest that was read stays valid
+for as long as its file exists.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Catalog:
         self._is_checked = False
 
     def is_there(self) -> bool:
-        """Whether there is a store; False for nothing or an empty folder.
+        """Whether there is a store; False if there is no folder, or if it is empty.
 
         Raises:
-            CorruptionError, CompatibilityError: it is damaged, or of a newer version.
-            ValueError: the folder is something else.
+            CorruptionError, CompatibilityError: the store is damaged, or of a newer version.
+            ValueError: the folder has files, but is not a store.
         """
         if self._is_checked:
             return True
@@ -65,8 +65,8 @@ class Catalog:
             text = self._store_file()  # a writer may have made the store in between
             if text is None:
                 raise ValueError(
-                    f"{self._storage.label()}: no snapshot store: it holds {others[0]!r} and no "
-                    f"{STORE_FILE}; name another folder, or bring that file back"
+                    f"{self._storage.label()}: not a snapshot store: it holds {others[0]!r}, but "
+                    f"no {STORE_FILE}; name another folder, or restore that file"
                 )
         parse_store_file(text, self._storage.label(STORE_FILE))
         self._is_checked = True
@@ -79,17 +79,18 @@ class Catalog:
             return None
 
     def make(self) -> None:
-        """Make the store if there is none; somebody may have removed it since it was seen."""
+        """Make the store if there is none. It is looked for again, because someone may have removed
+        it."""
         self._is_checked = False
         if not self.is_there():
             self._storage.put(STORE_FILE, render_store_file())
 
     def listing(self) -> Listing:
-        """All manifests that there are, good or damaged."""
+        """All manifests in the store, good or damaged."""
         return self.listing_of(self._storage.files(SNAPSHOTS)) if self.is_there() else {}
 
     def listing_of(self, stamps: Mapping[str, Stamp]) -> Listing:
-        """The same of the files that were found already."""
+        """`listing`, given the files in the folder of snapshots and their stamps."""
         files = [parse_manifest_file(path, stamp) for path, stamp in stamps.items()]
         found: Listing = {}
         for file in sorted((file for file in files if file is not None), key=_from_newest):
@@ -98,8 +99,8 @@ class Catalog:
         return {name: found[name] for name in reversed(counted)}
 
     def _counted(self, files: list[ManifestFile]) -> ManifestFile:
-        """The manifest that says where its snapshot stands among all. What cannot be read says
-        nothing, but where there is no other nobody knows better."""
+        """The manifest that gives a snapshot its place in the order: the newest that can be read,
+        or the newest if none can."""
         if len({file.order for file in files}) > 1:
             for file in files:
                 try:
@@ -109,7 +110,7 @@ class Catalog:
         return files[0]
 
     def stored_nbytes(self) -> int:
-        """Bytes of all packs and manifests, and of the catalogue."""
+        """Bytes of all packs, of all manifests and of the catalogue."""
         if not self.is_there():
             return 0
         stamps = self._storage.files(SNAPSHOTS).values()
@@ -121,7 +122,7 @@ class Catalog:
 
         Raises:
             ValueError: there is no such snapshot.
-            CorruptionError, CompatibilityError: no manifest of it can be read.
+            CorruptionError, CompatibilityError: none of its manifests can be read.
         """
         quote_name(name)
         for _ in range(3):  # a manifest may be replaced between listing and reading
@@ -134,14 +135,14 @@ class Catalog:
                 continue
         raise ValueError(
             f"{self._storage.label()}: no snapshot is named {name!r}; names() lists the "
-            f"{len(self.listing())} there are"
+            f"{len(self.listing())} in the store"
         )
 
     def load_first(self, files: Iterable[ManifestFile]) -> Manifest:
-        """The first good one of some manifests of a snapshot.
+        """The first of some manifests of a snapshot that can be read.
 
         Raises:
-            CorruptionError, CompatibilityError: what is wrong with the newest.
+            CorruptionError, CompatibilityError: none can be read; the error is that of the first.
         """
         failure: PackhorseError | None = None
         for file in files:
@@ -155,25 +156,25 @@ class Catalog:
     def load_file(
         self, file: ManifestFile, intern: Callable[[FrameRef], FrameRef] = lambda frame: frame
     ) -> Manifest:
-        """One manifest.
+        """Read a manifest, unless it is remembered.
 
         Args:
             file: its name.
-            intern: gives an equal frame that is known already, so that manifests share them.
+            intern: returns an equal frame that is known already, so that manifests share frames.
 
         Raises:
-            CorruptionError, CompatibilityError: it cannot be read.
-            FileNotFoundError: it is gone.
+            CorruptionError, CompatibilityError: the manifest is damaged, or too new.
+            FileNotFoundError: the manifest no longer exists.
         """
         known = self._kept.get(file.path)
         return known if known is not None else self.parse(file, self.read(file), intern)
 
     def read(self, file: ManifestFile) -> bytes:
-        """The text of a manifest, as it is now.
+        """The text of a manifest, always read from the storage.
 
         Raises:
-            CorruptionError: it is too long, or no regular file.
-            FileNotFoundError: it is gone.
+            CorruptionError: it is too long, or not a regular file.
+            FileNotFoundError: the manifest no longer exists.
         """
         with blaming(f"snapshot {file.snapshot!r}"):
             return self._storage.read(file.path, MAX_MANIFEST_NBYTES)
@@ -184,10 +185,10 @@ class Catalog:
         text: bytes,
         intern: Callable[[FrameRef], FrameRef] = lambda frame: frame,
     ) -> Manifest:
-        """A manifest that was read.
+        """Parse the text of a manifest, check it, and remember the manifest.
 
         Raises:
-            CorruptionError, CompatibilityError: it is not as it must be.
+            CorruptionError, CompatibilityError: the manifest is damaged, or too new.
         """
         return self.keep(parse_manifest(text, file, self.label(file), intern))
 
@@ -196,14 +197,14 @@ class Catalog:
         return f"snapshot {file.snapshot!r}: {self._storage.label(file.path)}"
 
     def keep(self, manifest: Manifest) -> Manifest:
-        """Remember a manifest, in the place of one that was remembered for longer."""
+        """Remember a manifest, and forget the oldest one if there are too many."""
         self._kept[manifest.file.path] = manifest
         if len(self._kept) > _KEPT:
             self._kept.popitem(last=False)
         return manifest
 
     def let_go(self) -> None:
-        """Remember none."""
+        """Forget all manifests."""
         self._kept.clear()
 
 

@@ -1,8 +1,8 @@
-"""Verifying snapshots: every manifest, every pack and every frame that they need.
+"""Verifies snapshots: every manifest, every pack and every frame that they need.
 
-A chain is decoded from its full frame up and each link's content hash is compared, so one pass over
-the longest chains proves all frames. A pack that is not there is a fault of the store; what the
-system refuses otherwise (memory, open files, permissions) says nothing about the store, and is
+A chain is decoded from its full frame up, and the content hash of each frame is compared, so one
+pass over the longest chains proves all frames. A missing pack is a fault of the store. Other
+failures of the system (memory, open files, permissions) say nothing about the store, and are
 raised.
 """
 
@@ -34,20 +34,20 @@ _MAX_TRIES = 5
 def verify_snapshots(
     storage: Storage, name: str | None, threads: int, progress: Progress | None
 ) -> list[SnapshotProblem]:
-    """All that is wrong with one snapshot, or with all.
+    """Find everything that is wrong with one snapshot, or with all.
 
     Args:
-        storage: of the store.
-        name: of the snapshot; None for all.
-        threads: how many to use.
+        storage: the storage of the store.
+        name: the name of the snapshot; None for all.
+        threads: how many threads to use.
         progress: called with the logical bytes done since the last call.
 
     Raises:
         ValueError: there is no such snapshot.
-        OSError, MemoryError: the system refuses to read it.
+        OSError, MemoryError: the system failed to read the store.
     """
     for _ in range(_MAX_TRIES):
-        catalog = Catalog(storage)  # that remembers nothing
+        catalog = Catalog(storage)  # a new one, which remembers nothing
         intern = sharing()
         listing = catalog.listing()
         if name is not None and name not in listing:
@@ -63,7 +63,7 @@ def verify_snapshots(
         bad = {problem.snapshot for problem in problems}
         now = catalog.listing() if bad else {}
         if all(now.get(snapshot) == listing[snapshot] for snapshot in bad):
-            break  # else a writer has removed or moved what was read
+            break  # otherwise a writer has removed or moved what was read
     return problems
 
 
@@ -74,7 +74,7 @@ def _read(
     manifests: list[Manifest],
     intern: Callable[[FrameRef], FrameRef],
 ) -> Iterator[SnapshotProblem]:
-    """Read all manifests of a snapshot; the first good one counts."""
+    """Read all manifests of a snapshot, and append the first good one to `manifests`."""
     is_found = False
     for file in files:
         try:
@@ -106,7 +106,7 @@ class _Checker:
         self._scratch = Scratch()
 
     def packs(self) -> list[SnapshotProblem]:
-        """What is wrong with packs as files, told for each snapshot that needs them."""
+        """What is wrong with packs as files, once for each snapshot that needs the pack."""
         frames: dict[str, dict[_Key, FrameRef]] = {}
         for manifest in self._manifests:
             for frame in manifest.frames():
@@ -138,7 +138,7 @@ class _Checker:
         return None
 
     def frames(self) -> list[SnapshotProblem]:
-        """What is wrong with frames, told for each tensor that needs them."""
+        """What is wrong with frames, once for each tensor that needs the frame."""
         heads = {
             _key(tensor.frame): tensor.frame
             for manifest in self._manifests
@@ -168,7 +168,7 @@ class _Checker:
                 yield SnapshotProblem(name, tensor.path, file, words)
 
     def _decode(self, frames: list[FrameRef]) -> list[str | None]:
-        """What is wrong with each chain."""
+        """What is wrong with each chain; None for a good one."""
         sizes = [frame.logical_nbytes for frame in frames]
         messages: list[str | None] = []
         for run in batches(sizes):
@@ -192,7 +192,8 @@ def _key(frame: FrameRef) -> _Key:
 
 
 def _uncovered(frames: list[FrameRef]) -> list[FrameRef]:
-    """Frames whose chains cover all others, given the longest first."""
+    """Frames whose chains cover all the others. The frames must be given with the longest chain
+    first."""
     covered: set[_Key] = set()
     chosen = []
     for frame in frames:

@@ -1,7 +1,7 @@
-"""What changed between two snapshots, tensor by tensor.
+"""Compares two snapshots, tensor by tensor.
 
-Content hashes tell equal tensors without a byte of them being read. The others are decoded, two at
-a time, and compared in windows that bound the memory beside them.
+Equal tensors are recognised by their content hashes, and not read. Changed tensors are decoded,
+two at a time, and compared in windows, so that the comparison itself takes little memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from packhorse.threads import map_tensors
 
 __all__ = ["compare_snapshots"]
 
-_WINDOW_NBYTES = 3 << 18  # whole elements of every dtype, those of 6 bits too
+_WINDOW_NBYTES = 3 << 18  # whole elements of every dtype, even of those with 6 bits
 
 
 def compare_snapshots(
@@ -39,10 +39,11 @@ def compare_snapshots(
     threads: int,
     progress: Progress | None,
 ) -> list[TensorDiff]:
-    """What became of each tensor; those of the second first, in its order, then what is gone.
+    """What happened to each tensor: first the tensors of the second snapshot in its order, then
+    those that only the first one has.
 
     Raises:
-        ValueError, CorruptionError, CompatibilityError: as `SnapshotStore.diff` says.
+        ValueError, CorruptionError, CompatibilityError: as for `SnapshotStore.diff`.
     """
 
     def work(old: Manifest, new: Manifest) -> list[TensorDiff]:
@@ -71,7 +72,7 @@ def _pairs(old: Manifest, new: Manifest) -> Iterator[tuple[TensorRef | None, Ten
 
 
 def _work_nbytes(old: TensorRef | None, new: TensorRef | None) -> int:
-    """Bytes that are decoded of each: none unless values are compared."""
+    """Bytes that are decoded of each of the two: none unless values are compared."""
     return new.frame.logical_nbytes if new and _change(old, new) is Change.CHANGED else 0
 
 
@@ -106,7 +107,7 @@ def _decode(store: FrameStore, tensor: TensorRef, threads: int) -> ByteArray:
 
 @dataclass(slots=True)
 class _Sums:
-    """Of the differences between two tensors."""
+    """Sums over the differences between two tensors."""
 
     n_changed: int | None
     largest: float | None = None
@@ -127,7 +128,7 @@ def _compare(old: ByteArray, new: ByteArray, dtype: str) -> _Sums:
 
 
 def _differ(old: ByteArray, new: ByteArray, bits: int) -> np.ndarray[tuple[int], np.dtype[np.bool]]:
-    """Which elements have other bits."""
+    """Which elements differ in their bits."""
     if bits % 8 == 0:
         unit = np.dtype(f"u{bits // 8}")
         return np.asarray(old.view(unit) != new.view(unit))
@@ -139,12 +140,12 @@ def _add(
     sums: _Sums, old: ByteArray, new: ByteArray, places: np.ndarray[tuple[int], np.dtype[np.intp]],
     dtype: str,
 ) -> None:  # fmt: skip
-    """Count the differences at some places in."""
+    """Add the differences at some places to the sums."""
     framework = resolve_framework("np")
     numel = old.size * 8 // DTYPE_BY_NAME[dtype].bits
     try:
         before, after = framework.empty(dtype, (numel,)), framework.empty(dtype, (numel,))
-    except CompatibilityError:  # nobody knows its numbers
+    except CompatibilityError:  # NumPy lacks the dtype, so there are no numbers to compare
         return
     framework.writable(before)[:] = old
     framework.writable(after)[:] = new

@@ -1,8 +1,8 @@
-"""A snapshot as a safetensors file, plain or packed.
+"""Writes a snapshot as a safetensors file, plain or packed.
 
-Tensors stand under their paths. What else is in the state goes into the file's metadata, as JSON
-under one key, and so does the snapshot's own metadata, each pair under its own. Tensors are decoded
-batch after batch, so the state is never in memory as a whole.
+Each tensor is stored under its path. Everything else in the state goes into the file's metadata, as
+JSON under one key. Each pair of the snapshot's own metadata goes there under its own key. Tensors
+are decoded batch by batch, so the state is never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from packhorse.threads import batches, map_tensors
 
 __all__ = ["VALUES_KEY", "Exporting", "export_snapshot"]
 
-VALUES_KEY = "packhorse.values"  # of the metadata: what is no tensor, by its path
+VALUES_KEY = "packhorse.values"  # in the metadata: all values that are not tensors, by path
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class Exporting:
 
     Attributes:
         keys: which parts; None for all.
-        level: of a packed file.
-        threads: how many to use.
-        force: an existing file may be replaced.
-        max_nbytes: refuse tensors of more bytes together.
+        level: the level of a packed file.
+        threads: how many threads to use.
+        force: whether an existing file may be replaced.
+        max_nbytes: the most bytes that the tensors may have together; None for no limit.
         progress: called with the logical bytes done since the last call.
     """
 
@@ -61,11 +61,11 @@ class Exporting:
 def export_snapshot(
     storage: Storage, catalog: Catalog, name: str, target: Path, wanted: Exporting
 ) -> RestoredFile:
-    """Write a snapshot to a file; packed, if its name ends as those of packed files do.
+    """Write a snapshot to a file, which is packed if its name ends in `.ph.safetensors`.
 
     Raises:
-        ValueError, OSError, CorruptionError, CompatibilityError: as `SnapshotStore.restore_file`
-            says.
+        ValueError, OSError, CorruptionError, CompatibilityError: as for
+            `SnapshotStore.restore_file`.
     """
     check_output_file(target, force=wanted.force)
     return read_newest(catalog, [name], lambda manifest: _export(storage, manifest, target, wanted))
@@ -86,7 +86,7 @@ def _export(storage: Storage, manifest: Manifest, target: Path, wanted: Exportin
 def _write(
     target: Path, header: FileHeader, buffers: Iterator[ByteArray], wanted: Exporting
 ) -> int:
-    """Write the file, and tell its size."""
+    """Write the file, and return its size."""
     if target.name.endswith(FILE_SUFFIX):
         return write_packed(
             target, header, buffers, level=wanted.level, threads=wanted.threads,
@@ -102,25 +102,25 @@ def _write(
 
 
 def _lay_out(manifest: Manifest, keys: Keys | None) -> tuple[dict[str, TensorRef], FileHeader]:
-    """The wanted tensors by path, and the header of a file of them."""
+    """The wanted tensors by path, and the header of a file that holds them."""
     indices, values = list_state(manifest.state, keys)
     chosen: dict[str, TensorRef] = {}
     for index in indices:
         ref = manifest.tensors[index]
         if chosen.setdefault(ref.path, ref) is not ref:
             raise ValueError(
-                f"two tensors stand at {shortened(ref.path)!r}, and a file can have one of a "
-                "name; restore it in Python"
+                f"two tensors have the path {shortened(ref.path)!r}, but names in a file must be "
+                "unique; restore the snapshot in Python"
             )
     described = {path: (ref.dtype, ref.shape) for path, ref in chosen.items()}
     return chosen, build_header(described, _metadata(manifest.metadata, values))
 
 
 def _metadata(given: dict[str, Any], values: dict[str, Any]) -> dict[str, str] | None:
-    """Metadata of the file: the snapshot's own, and the values of the state."""
+    """The metadata of the file: the snapshot's own, and the values of the state."""
     for key in (FILE_METADATA_KEY, *((VALUES_KEY,) if values else ())):
         if key in given:
-            raise ValueError(f"its metadata has the key {key!r}, which means more in a file")
+            raise ValueError(f"its metadata has the key {key!r}, which is reserved in files")
     pairs = {key: value if isinstance(value, str) else _json(value) for key, value in given.items()}
     if values:
         pairs[VALUES_KEY] = _json(values)

@@ -1,7 +1,8 @@
-"""Finding tensors that the store has already, among those of all its snapshots.
+"""Finds tensors that the store has already, in any of its snapshots.
 
-The newest manifest is looked at first. What it does not have is looked for by fingerprint, and what
-those find is read in the manifest itself, so that nothing is built on the word of the catalogue.
+The newest manifest is searched first. Tensors that it does not have are looked for by their
+fingerprints in the catalogue. A match is then looked up in the manifest itself, because the
+catalogue is not trusted.
 """
 
 from __future__ import annotations
@@ -26,35 +27,39 @@ _FILTER_NBITS = 16
 
 
 class _Hits(NamedTuple):
-    """What a manifest seems to have of what is wanted."""
+    """The wanted contents that a manifest seems to have."""
 
-    wanted: Column  # numbers
+    wanted: Column  # the numbers of the contents
     n_deltas: Column
 
 
 class _Turns:
-    """Which manifest is to be read next: the one that has most of what is still wanted with the
-    fewest deltas there are; the newest of several.
+    """Chooses which manifest is read next.
 
-    What is wanted only gets less, so a manifest is counted anew when its turn seems to have come,
-    and no sooner. What its turn did not bring (the catalogue was wrong) is looked for again when
-    all others had theirs.
+    A content is best taken from a manifest in which it has the shortest chain. The next manifest is
+    the one that is best for most of the contents that are still wanted, and the newest if there
+    are several.
+
+    Contents only ever stop being wanted, so the count of a manifest never grows, and is updated
+    only when the manifest comes to the front of the queue. If the catalogue was wrong and a
+    manifest does not have a content, the other manifests are searched once the queue is empty.
     """
 
     def __init__(self, hits: dict[str, _Hits], paths: Sequence[str], n_wanted: int) -> None:
         """Args:
-        hits: what each manifest seems to have.
-        paths: of the manifests, the oldest first.
+        hits: the contents that each manifest seems to have.
+        paths: the paths of the manifests, the oldest first.
         n_wanted: how many contents are wanted.
         """
         self._hits = hits
         self._ages = {path: age for age, path in enumerate(reversed(paths))}
         self._is_open = np.ones(n_wanted, bool)
         self._fewest = np.empty(n_wanted, np.uint8)
-        self._queue: list[tuple[int, int, str]] = []  # how many at most, less than 0; age; path
+        self._queue: list[tuple[int, int, str]] = []  # minus how many at most; age; path
 
     def next(self) -> tuple[str, Column] | None:
-        """A manifest that had no turn before, and the numbers of what it is to bring."""
+        """A manifest that was not chosen before, and the numbers of the contents to look up in
+        it; None if no manifest is left."""
         while self._queue or self._fill():
             count, age, path = heapq.heappop(self._queue)
             best = self._best(path)
@@ -66,11 +71,11 @@ class _Turns:
         return None
 
     def close(self, numbers: Sequence[int]) -> None:
-        """These are wanted no more."""
+        """Mark contents as no longer wanted, by their numbers."""
         self._is_open[numbers] = False
 
     def _fill(self) -> bool:
-        """Put all in the queue that had no turn; whether there is any."""
+        """Put all manifests that were not chosen yet into the queue; whether there is any."""
         self._fewest.fill(255)
         for path, found in list(self._hits.items()):
             if self._is_open[found.wanted].any():
@@ -90,7 +95,7 @@ class _Turns:
 
 
 class Finder:
-    """Finds frames by content, for one session of the writer."""
+    """Finds frames by content, during one session of the writer."""
 
     def __init__(
         self, catalog: Catalog, index: Index, listing: Listing, newest: Manifest | None
@@ -99,21 +104,21 @@ class Finder:
         self._index = index
         self._files = {file.path: file for files in listing.values() for file in files}
         self._found: dict[Content, FrameRef | None] = {}
-        if newest is not None:  # the frame with the fewest deltas comes last
+        if newest is not None:  # the frame with the fewest deltas comes last, and replaces others
             self._found.update((frame.content, frame) for frame in newest.frames())
 
     def find(self, content: Content) -> FrameRef | None:
-        """A frame that decodes to this content, with as few deltas as any."""
+        """A frame of this content; None if there is none."""
         if content not in self._found:
             self.look_up([content])
         return self._found[content]
 
     def drop(self, content: Content) -> None:
-        """Offer this content no more: its frame turned out to be bad."""
+        """Stop finding this content, because its frame turned out to be bad."""
         self._found[content] = None
 
     def look_up(self, contents: Iterable[Content]) -> None:
-        """Find many at once, which takes no longer than one."""
+        """Look up many contents at once, which takes no longer than one."""
         new = [content for content in dict.fromkeys(contents) if content not in self._found]
         if not new:
             return
@@ -128,7 +133,7 @@ class Finder:
             turns.close(found)
 
     def _hits(self, prints: Sequence[int]) -> dict[str, _Hits]:
-        """What has these fingerprints, by path of the manifest."""
+        """For each manifest that has some of these fingerprints, by path, which it has."""
         wanted = np.array(prints, np.uint64)
         order = np.argsort(wanted)
         hits = {}
@@ -146,20 +151,20 @@ class Finder:
 
 
 def distinct(prints: Column) -> Column:
-    """Fingerprints in order, each once."""
+    """The fingerprints in order, each once."""
     # Not np.unique, which imports more of NumPy at its first call.
     ordered = np.sort(prints)
     return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if prints.size else prints
 
 
 def match(prints: Column, wanted: Column) -> tuple[Column, Column]:
-    """Which of some fingerprints are among those wanted, and where there.
+    """The rows of `prints` whose fingerprint is wanted, and the place of each in `wanted`.
 
     Args:
-        prints: any.
-        wanted: in order.
+        prints: any fingerprints.
+        wanted: the wanted fingerprints, in order.
     """
-    # Few are wanted as a rule, and their low bits tell nearly all others from them.
+    # Usually few are wanted, and a look at the low bits rules out nearly all others.
     may_be = np.zeros(1 << _FILTER_NBITS, bool)
     may_be[wanted & ((1 << _FILTER_NBITS) - 1)] = True
     rows = np.flatnonzero(may_be[prints & ((1 << _FILTER_NBITS) - 1)])

@@ -1,7 +1,8 @@
-"""What all manifests of a store name: by the catalogue, and by those that it does not know.
+"""Knows the contents and the packs that all manifests of a store name.
 
-The catalogue is believed where nothing can be lost by it, and a manifest that changed since is read
-again. Before anything is removed, `confirm` reads what is kept.
+Most of this comes from the catalogue; only manifests that it does not know, or whose files have
+changed, are read. The catalogue is trusted only where a wrong entry can do no harm. Before anything
+is removed, `confirm` reads the manifests that stay.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ from packhorse.storage.interface import Stamp, Storage
 __all__ = ["Index"]
 
 _MAX_TRIES = 3
-_MAX_READ = 4  # pages, of which each mostly has snapshots that follow one another
+_MAX_READ = 4  # pages; snapshots that follow one another are mostly in the same page
 _PACK_NBYTES = 16
 
 
 class _Place(NamedTuple):
-    """A record in a page."""
+    """The place of a record: its page, and its number there."""
 
     page: Page
     i: int
 
 
 class Index:
-    """What the manifests of a listing name.
+    """The contents and the packs that the manifests of a listing name.
 
     Attributes:
-        damaged: what is wrong with those that cannot be read, by path.
+        damaged: the error of each manifest that cannot be read, by path.
     """
 
     def __init__(self, storage: Storage, catalog: Catalog) -> None:
@@ -62,10 +63,10 @@ class Index:
         """Keep nothing in memory; the next use reads the catalogue again."""
         self._pages: dict[str, Page] = {}  # by path
         self._bad: list[str] = []  # paths of pages that cannot be read
-        # By path of the manifest, as all below.
+        # By path of the manifest, like all dicts below.
         self._places: dict[str, _Place] = {}
-        self._loose: dict[str, Record] = {}
-        self._stamps: dict[str, Stamp] = {}  # younger ones than pages have
+        self._loose: dict[str, Record] = {}  # not in any page yet
+        self._stamps: dict[str, Stamp] = {}  # newer ones than in the pages
         self._confirmed: dict[str, tuple[Stamp | None, bytes]] = {}  # and the packs it names
         self.damaged: dict[str, PackhorseError] = {}
 
@@ -73,7 +74,7 @@ class Index:
         return self._places, self._loose, self._stamps, self._confirmed, self.damaged
 
     def refresh(self, listing: Listing) -> None:
-        """Read what is new, and forget what is gone."""
+        """Read manifests that are new, and forget those that are gone."""
         self._load_pages()
         files = {file.path: file for files in listing.values() for file in files}
         self.damaged = {}
@@ -86,7 +87,8 @@ class Index:
                 self._admit(file)
 
     def _load_pages(self) -> None:
-        """Read the pages that are new; one may vanish for another that is there already."""
+        """Read the pages that are new. If one has vanished, a writer has replaced it, and the pages
+        are listed again."""
         found: list[tuple[str, Page | None]] = []
         for _ in range(_MAX_TRIES):
             self._bad = []
@@ -96,7 +98,7 @@ class Index:
                 break
             except FileNotFoundError:
                 continue
-            except OSError:  # it does well without
+            except OSError:  # the catalogue is only a cache
                 break
         self._set_pages({path: page for path, page in found if page is not None})
 
@@ -123,14 +125,14 @@ class Index:
                 del self._loose[path]
 
     def _stamp(self, path: str) -> Stamp | None:
-        """The stamp of a manifest when it was read."""
+        """The stamp that a manifest's file had when it was read; None if it was not read."""
         if path in self._loose:
             return self._loose[path].stamp
         place = self._places.get(path)
         return self._stamps.get(path) or (place and place.page.stamp(place.i))
 
     def _admit(self, file: ManifestFile) -> None:
-        """Read a manifest; one that is what it was when it was read before is not parsed."""
+        """Read a manifest. It is parsed only if it differs from the recorded one."""
         path = file.path
         try:
             text = self._catalog.read(file)
@@ -148,9 +150,9 @@ class Index:
             self.damaged[path] = error
 
     def add(self, manifest: Manifest, text: bytes) -> None:
-        """Take in a manifest that was just written."""
+        """Add a manifest that was just written."""
         path = manifest.file.path
-        with suppress(OSError):  # else it is read when it is needed
+        with suppress(OSError):  # without a record, it is read when it is needed
             stamp = self._storage.stamp(path)
             self._loose[path] = make_record(manifest, read_checksum(text, path), stamp)
 
@@ -161,7 +163,7 @@ class Index:
                 known.pop(path, None)
 
     def records(self, paths: Iterable[str]) -> Iterator[Record]:
-        """What is known of some manifests, in their order; few pages are in memory at a time."""
+        """The records of some manifests, in their order. Few pages are in memory at a time."""
         read: OrderedDict[Page, list[Record]] = OrderedDict()
         for path in paths:
             if path in self._loose:
@@ -175,7 +177,7 @@ class Index:
             yield read[page][i]
 
     def contents(self) -> Iterator[tuple[str, Contents]]:
-        """The contents that each manifest names, by its path; one page is in memory at a time."""
+        """The contents that each manifest names, with its path. One page is in memory at a time."""
         for page in self._pages.values():
             if any(self._is_here(path, page) for path in page.paths):
                 pairs = zip(page.paths, page.contents(), strict=True)
@@ -187,11 +189,11 @@ class Index:
         return place is not None and place.page is page and path not in self._loose
 
     def has(self, path: str) -> bool:
-        """Whether the manifest at a path was read, or is in the catalogue."""
+        """Whether the manifest at a path has a record, in the catalogue or because it was read."""
         return path in self._places or path in self._loose
 
     def packs(self) -> set[str]:
-        """All packs that some manifest needs."""
+        """The names of all packs that any manifest needs."""
         joined = []
         for page in self._pages.values():
             live = [i for i, path in enumerate(page.paths) if self._is_here(path, page)]
@@ -203,16 +205,16 @@ class Index:
         return set(chain.from_iterable(_digits(packs) for packs in joined))
 
     def confirm(self, files: Iterable[ManifestFile]) -> set[str]:
-        """Read manifests anew, and mark as damaged what is.
+        """Read manifests again, and mark the bad ones as damaged.
 
-        In a folder each is read now. Elsewhere, where that is a request for each, what this object
-        has confirmed before is good as long as its stamp is the same.
+        In a folder, every manifest is read. Elsewhere each read would be a request, so a manifest
+        that this object has confirmed before is not read again while its stamp is the same.
 
         Returns:
-            All packs that the good ones need, by their own words.
+            All packs that the good manifests need, according to the manifests themselves.
 
         Raises:
-            OSError: one cannot be read, for reasons of the system.
+            OSError: the system failed to read a manifest.
         """
         needed: set[str] = set()
         for file in files:
@@ -230,7 +232,7 @@ class Index:
         text = self._catalog.read(file)
         is_known = read_checksum(text, self._catalog.label(file)) == crc
         digits = find_packs(text) if is_known else None
-        if digits is None:  # not what was read before, or not written by us
+        if digits is None:  # changed since it was read, or not in the form that we write
             names = dict.fromkeys(frame.pack for frame in self._catalog.parse(file, text).frames())
             return bytes.fromhex("".join(names))
         packs = bytes.fromhex(digits.decode())
@@ -238,7 +240,7 @@ class Index:
         return packs
 
     def _expected(self, path: str) -> int | None:
-        """The checksum of a manifest, by what is known of it."""
+        """The recorded checksum of a manifest; None if it has no record."""
         if path in self._loose:
             return self._loose[path].crc
         if path in self._places:
@@ -247,10 +249,10 @@ class Index:
         return None
 
     def save(self) -> None:
-        """Write to the catalogue what is not in it, and remove from it what is of no use any more.
+        """Write new records to the catalogue, and remove pages that are mostly out of date.
 
-        Pages are never changed: new ones are put, and then old ones go. Should that end in
-        between, manifests are in two pages or in none, and both does no harm.
+        Pages are never changed: new pages are written, then old ones are removed. If that is
+        interrupted, manifests are in two pages or in none, and neither does any harm.
         """
         open_ones = [path for path, page in self._pages.items() if not self._is_settled(page)]
         is_whole = len(open_ones) <= 1 and all(map(self._is_exact, open_ones))
@@ -273,13 +275,13 @@ class Index:
         self._set_pages(pages)
 
     def _is_settled(self, page: Page) -> bool:
-        """Whether a page is full, and most of it of use."""
+        """Whether a page is full, and most of its records are still valid."""
         n_live = sum(self._is_here(path, page) for path in page.paths)
         is_dated = any(path in self._stamps for path in page.paths)
         return page.is_full and 2 * n_live > len(page.paths) and not is_dated
 
     def _is_exact(self, path: str) -> bool:
-        """Whether all that a page says is so."""
+        """Whether all records of a page are valid, with their stamps."""
         page = self._pages[path]
         return all(self._is_here(p, page) and p not in self._stamps for p in page.paths)
 
@@ -291,13 +293,13 @@ class Index:
 
 
 def _digits(packs: bytes) -> list[str]:
-    """The names of packs, of 16 bytes each."""
+    """The names of packs in hex, given 16 bytes for each."""
     digits = packs.hex()
     return [digits[at : at + 2 * _PACK_NBYTES] for at in range(0, len(digits), 2 * _PACK_NBYTES)]
 
 
 def _runs(records: list[Record]) -> Iterator[list[Record]]:
-    """Records in runs that make a page each."""
+    """Divide records into runs, one for each page."""
     run: list[Record] = []
     n_rows = 0
     for record in records:

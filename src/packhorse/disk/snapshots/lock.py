@@ -1,8 +1,8 @@
-"""One writer at a time.
+"""The lock of a store, which allows one writer at a time.
 
-In a folder the lock is the system's own: `flock`, which ends with the process that holds it, so
-that a killed writer never blocks the next. Elsewhere it is a lease: an object that names the writer
-and is written anew while it works; a lease that has not been renewed for some minutes is void.
+In a folder the lock is the system's `flock`. It ends with the process that holds it, so a killed
+writer never blocks the next one. Elsewhere the lock is a lease: an object that names the writer,
+and that the writer renews while it works. A lease that was not renewed for ten minutes is void.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from packhorse.storage.strict_json import parse_json, shown
 
 __all__ = ["FolderLock", "Lease", "WriterLock", "open_lock", "settle_s", "void_after_s"]
 
-_MAX_NBYTES = 4096  # of what a writer says of itself
+_MAX_NBYTES = 4096  # of the description that a writer leaves of itself
 _RENEW_S = 30.0
 void_after_s = 600.0
-settle_s = 2.0  # for a writer to see that another has written the lease after it
+settle_s = 2.0  # after which a writer can see that another one has overwritten its lease
 
 _held: set[int] = set()  # descriptors of the lock files that this process holds
 
@@ -41,27 +41,28 @@ class WriterLock(Protocol):
     """The lock of the one writer.
 
     Attributes:
-        was_left: whether the writer before did not release it, so that it may have left more.
+        was_left: whether the previous writer did not release the lock, and so may have left
+            unfinished work.
     """
 
     was_left: bool
 
     def acquire(self) -> None:
-        """Take it.
+        """Take the lock.
 
         Raises:
-            BlockingIOError: another writer has it; the message says which.
+            BlockingIOError: another writer holds the lock; the message names it.
         """
 
     def check(self) -> None:
-        """Make sure that it is still held, before something is committed.
+        """Make sure that the lock is still held, before something is committed.
 
         Raises:
-            BlockingIOError: it is not.
+            BlockingIOError: the lock was lost.
         """
 
     def release(self) -> None:
-        """Let it go."""
+        """Release the lock."""
 
 
 def _describe_self() -> dict[str, Any]:
@@ -97,17 +98,17 @@ def _refusal(words: str, path: str) -> BlockingIOError:
 
 
 def open_lock(storage: Storage) -> WriterLock:
-    """The lock of the one writer of a store, not yet taken."""
+    """The lock of a store's one writer, not taken yet."""
     if isinstance(storage, LocalStorage):
         storage.make()
         return FolderLock(storage.at(LOCK_FILE), storage.label())
     if isinstance(storage, RemoteStorage):
         return Lease(storage)
-    raise TypeError(f"{storage.label()}: nobody knows how to lock a {type(storage).__name__}")
+    raise TypeError(f"{storage.label()}: cannot lock a {type(storage).__name__}")
 
 
 class FolderLock:
-    """The lock of a folder of this machine."""
+    """The lock of a folder on this machine."""
 
     def __init__(self, path: Path, label: str) -> None:
         self._path = path
@@ -116,7 +117,11 @@ class FolderLock:
         self.was_left = False
 
     def acquire(self) -> None:
-        """Take it."""
+        """Take the lock.
+
+        Raises:
+            BlockingIOError: another writer holds the lock; the message names it.
+        """
         at_fork(in_child=_close_held)
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -135,12 +140,16 @@ class FolderLock:
         _held.add(descriptor)
         self._descriptor = descriptor
         self.was_left = os.fstat(descriptor).st_size > 0
-        with suppress(OSError):  # a full disk: the lock is held all the same
+        with suppress(OSError):  # the disk may be full, but the lock is held
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(_describe_self()).encode(), 0)
 
     def check(self) -> None:
-        """The system keeps it, unless somebody has removed the file: then it locks nothing."""
+        """Make sure that the lock file still exists. If someone has removed it, the lock is void.
+
+        Raises:
+            BlockingIOError: the file was removed, or replaced.
+        """
         try:
             there = os.stat(self._path)
         except FileNotFoundError:
@@ -148,13 +157,13 @@ class FolderLock:
         mine = os.fstat(self._descriptor)
         if there is None or (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
             raise _refusal(
-                f"{self._path.name} was removed while this process was writing, so another may be "
-                "writing too; nothing was committed: take it again",
+                f"{self._path.name} was removed while this process was writing, so another process "
+                "may be writing too; nothing was committed; try again",
                 self._label,
             )
 
     def release(self) -> None:
-        """Let it go, in children of this process too."""
+        """Release the lock, even if forked children have inherited it."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
@@ -175,10 +184,10 @@ def _close_held() -> None:
 class Lease:
     """The lock of an object store.
 
-    It is as good as the store: where an object can be created only if it is absent, two writers
-    never both begin; elsewhere, and when a lease is void, the last to write it wins, and waits so
-    long that the others notice before they do anything. A writer whose lease was taken away,
-    because it did not run for minutes or a clock is wrong, notices at the next `check`.
+    It is as good as the store allows. If the store can create an object only if it is absent, two
+    writers never both begin. Otherwise, and when a lease is void, the last writer of the lease
+    wins, and waits long enough that the others notice before they do anything. A writer can lose
+    its lease if it did not run for minutes, or if a clock is wrong. It notices at the next `check`.
     """
 
     def __init__(self, storage: RemoteStorage) -> None:
@@ -190,7 +199,11 @@ class Lease:
         self.was_left = False
 
     def acquire(self) -> None:
-        """Take it, from a writer that has not renewed it for minutes too."""
+        """Take the lease, even from another writer if that one has not renewed it for ten minutes.
+
+        Raises:
+            BlockingIOError: another writer holds the lease; the message names it.
+        """
         try:
             if not self._storage.put_new(LOCK_FILE, self._text()):
                 self._check_void(self._holder())
@@ -208,28 +221,33 @@ class Lease:
     def _check_void(self, holder: dict[str, Any]) -> None:
         timestamp = holder.get("timestamp")
         if not isinstance(timestamp, int | float):
-            return  # damaged: nobody's
+            return  # damaged, so nobody holds it
         age = datetime.now(UTC).timestamp() - timestamp
         if age < void_after_s:
             raise _refusal(
-                f"the snapshot store is being written by {_words(holder)}; one writer at a time. "
-                f"If that one is dead, its lease ends in {void_after_s - age:.0f} s, or when its "
-                "writer.lock is removed",
+                f"the snapshot store is being written by {_words(holder)}; one writer at a time: "
+                "wait until it is done. If that writer is dead, its lease ends in "
+                f"{void_after_s - age:.0f} s; removing {LOCK_FILE} ends it now",
                 self._label,
             )
 
     def check(self) -> None:
-        """Make sure that the lease is this writer's."""
+        """Make sure that this writer holds the lease.
+
+        Raises:
+            BlockingIOError: another writer holds it, or nobody does.
+        """
         holder = self._holder()
         if holder.get("owner") != self._owner:
             words = _words(holder) if holder else "nobody"
             raise _refusal(
-                f"the snapshot store is now being written by {words}; nothing was committed",
+                f"this writer has lost its lease, and {words} holds it now; nothing was committed; "
+                "try again",
                 self._label,
             )
 
     def _holder(self) -> dict[str, Any]:
-        """What the lease says; nothing if there is none."""
+        """The content of the lease; empty if there is no lease, or if it cannot be read."""
         try:
             return _parse(self._storage.read(LOCK_FILE, _MAX_NBYTES))
         except (FileNotFoundError, CorruptionError):
@@ -237,16 +255,16 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._stop.wait(_RENEW_S):
-            with suppress(Exception):  # `check` tells, before anything is committed
+            with suppress(Exception):  # the next `check` raises it, before anything is committed
                 self.check()
                 self._storage.put(LOCK_FILE, self._text(), replace=True)
 
     def release(self) -> None:
-        """Let it go; should the store not answer, it ends by itself."""
+        """Release the lease. If the store does not answer, the lease ends by itself."""
         self._stop.set()
         if self._renewer is not None:
             self._renewer.join()
-        with suppress(Exception):  # what was committed is committed
+        with suppress(Exception):  # the work is committed, and the lease ends by itself
             self.check()
             self._storage.remove(LOCK_FILE)
 

@@ -1,8 +1,8 @@
-"""Manifests and the store's own file: text in, text out (docs/snapshots.md).
+"""Reads and writes manifests and the store's own file (docs/snapshots.md).
 
-A manifest says what a snapshot holds: the state as JSON, its tensors, and the frames that restore
-them, with where each lies and which other it needs. It is read as if an enemy had written it. The
-first key is the checksum of all other bytes, so a flipped bit is told from a rule that is broken.
+A manifest lists what a snapshot holds: the state as JSON, its tensors, and the frames that restore
+them, with the place and the base of each frame. It is read as if an attacker had written it. The
+first key is the checksum of all other bytes, so a flipped bit is distinguished from a broken rule.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ __all__ = [
 ]
 
 MAX_MANIFEST_NBYTES = 1 << 28
-MAX_CHAIN = 64  # deltas before a full frame; a reader takes no more on anyone's word
+MAX_CHAIN = 64  # deltas in a chain; a reader refuses longer chains
 
 _VERSION = 1
-_FIRST_RELEASE = "0.1.0"  # of Packhorse that reads this version
+_FIRST_RELEASE = "0.1.0"  # the first release of Packhorse that reads this version
 _STORE_KIND = "packhorse snapshot store"
 _KIND = "packhorse snapshot"
-# Not strptime, whose first call imports a module: a child that another thread forks meanwhile waits
-# for that import for ever.
+# Not strptime, whose first call imports a module: a child that another thread forks meanwhile would
+# wait for that import forever.
 _TIME = re.compile(
     r"([0-9]{4})-([0-9]{2})-([0-9]{2})T([0-9]{2}):([0-9]{2}):([0-9]{2})\.([0-9]{1,6})Z"
 )
@@ -58,10 +58,10 @@ class TensorRef:
     """A tensor of a snapshot.
 
     Attributes:
-        path: where it stands in the state.
+        path: its path in the state.
         dtype: safetensors' name of the dtype.
         shape: the dimensions.
-        frame: what restores it.
+        frame: the frame that restores it.
     """
 
     path: str
@@ -77,10 +77,10 @@ class Manifest:
     Attributes:
         file: its name.
         time: when the snapshot was taken, in UTC.
-        metadata: what the caller gave, JSON values.
+        metadata: the caller's metadata, as JSON values.
         stored_nbytes: bytes of the pack that was written when it was taken.
         state: the state as JSON values.
-        tensors: in the order of the state.
+        tensors: its tensors, in the order of the state.
     """
 
     file: ManifestFile
@@ -105,7 +105,8 @@ class Manifest:
 
 
 def sharing() -> Callable[[FrameRef], FrameRef]:
-    """Gives an equal frame that it was called with before, so that manifests share them."""
+    """A function that returns an equal frame that it was called with before, so that manifests
+    share frames."""
     known: dict[tuple[str, int], FrameRef] = {}
 
     def share(frame: FrameRef) -> FrameRef:
@@ -124,8 +125,8 @@ def parse_store_file(text: bytes, label: str) -> None:
     """Check the text of `store.json`.
 
     Raises:
-        CorruptionError: it is damaged.
-        CompatibilityError: the store is of a newer version.
+        CorruptionError: the file is damaged.
+        CompatibilityError: the store has a newer version.
     """
     read_checksum(text, label)
     Document(text, label).check_kind("kind", _STORE_KIND, _VERSION)
@@ -174,8 +175,8 @@ def render_manifest(manifest: Manifest) -> bytes:
     )
     if len(text) > MAX_MANIFEST_NBYTES:
         raise ValueError(
-            f"the manifest would take {len(text)} bytes, and {MAX_MANIFEST_NBYTES} are allowed: "
-            "keep large lists of numbers as tensors"
+            f"the manifest would take {len(text)} bytes, but at most {MAX_MANIFEST_NBYTES} are "
+            "allowed; keep large lists of numbers as tensors"
         )
     return text
 
@@ -186,17 +187,17 @@ def parse_manifest(
     label: str,
     intern: Callable[[FrameRef], FrameRef] = lambda frame: frame,
 ) -> Manifest:
-    """Check a manifest.
+    """Parse and check a manifest.
 
     Args:
-        text: of the file.
+        text: all bytes of the file.
         file: the name that it was found under.
         label: what messages call it.
-        intern: gives an equal frame that is known already, so that manifests share them.
+        intern: returns an equal frame that is known already, so that manifests share frames.
 
     Raises:
-        CorruptionError: a rule is broken.
-        CompatibilityError: it is of a newer version, or has an unknown dtype.
+        CorruptionError: a rule of docs/snapshots.md is broken.
+        CompatibilityError: the manifest has a newer version, or an unknown dtype.
     """
     read_checksum(text, label)
     reader = _Reader(text, label)
@@ -209,7 +210,7 @@ def parse_manifest(
         found = reader.field(key, type(value))
         if found != value:
             raise CorruptionError(
-                f"{label}: {key} is {shown(found)}, and the file's name says {shown(value)}"
+                f"{label}: {key} is {shown(found)}, but the file's name says {shown(value)}"
             )
     frames = reader.frames(reader.packs(), intern)
     manifest = Manifest(
@@ -225,17 +226,18 @@ def parse_manifest(
 
 
 def find_packs(text: bytes) -> bytes | None:
-    """The digits of all packs that a manifest names, by its text alone.
+    """Find the names of all packs in the text of a manifest, without parsing it.
 
     Args:
-        text: of a manifest that is good, and written as `render_manifest` does, packs last.
+        text: the text of a good manifest.
 
     Returns:
-        32 digits for each, in order; None if the text begins or ends otherwise. No string can look
-        so from outside: a quotation mark in it has a backslash before it.
+        32 digits for each pack, in order. None if the text does not begin and end as
+        `render_manifest` writes it, with the packs last. No string in a manifest can look like the
+        list of packs, because each quotation mark in a string has a backslash before it.
     """
     start = text.rfind(_PACKS_KEY) + len(_PACKS_KEY)
-    is_ours = text.startswith(_HEAD, CRC_END)  # a newer version may name packs elsewhere, too
+    is_ours = text.startswith(_HEAD, CRC_END)  # a newer version may also name packs elsewhere
     if not is_ours or start < len(_PACKS_KEY) or not text.endswith(b"]}"):
         return None
     packs = text[start:-2]
@@ -248,38 +250,40 @@ def _check_state(manifest: Manifest, label: str) -> None:
 
     def check(index: int, path: str) -> None:
         if index >= len(tensors) or tensors[index].path != path:
-            raise CorruptionError(f"{shortened(path)}: tensor {index} is listed otherwise")
+            raise CorruptionError(
+                f"{shortened(path)}: tensor {index} does not have this path in the list of tensors"
+            )
 
     try:
         _, n_tensors = decode_state(manifest.state, check)
         if n_tensors != len(tensors):
-            raise CorruptionError(f"it has {n_tensors} tensors, and {len(tensors)} are listed")
+            raise CorruptionError(f"it has {n_tensors} tensors, but {len(tensors)} are listed")
     except CorruptionError as error:
         raise CorruptionError(f"{label}: state: {error}") from error
 
 
 class _Reader(Document):
-    """Takes the fields of a manifest, and checks each."""
+    """Reads and checks the fields of a manifest."""
 
     def time(self) -> datetime:
         text = self.field("time", str)
         match = _TIME.fullmatch(text)
         try:
             if match is None:
-                raise ValueError("another form")
+                raise ValueError("the form does not match")
             year, month, day, hour, minute, second = map(int, match.groups()[:6])
             fraction = int(match[7].ljust(6, "0"))
             return datetime(year, month, day, hour, minute, second, fraction, UTC)
         except ValueError as error:
-            raise self.fail(f"time is {shown(text)}, not a time as {_TIME_WORDS}") from error
+            raise self.fail(f"time is {shown(text)}, not a valid {_TIME_WORDS}") from error
 
     def packs(self) -> list[str]:
         packs: list[str] = self.field("packs", list)
         for pack in packs:
             if not is_pack(pack):
-                raise self.fail(f"packs: {shown(pack)} is no name of a pack")
+                raise self.fail(f"packs: {shown(pack)} is not the name of a pack")
         if len(set(packs)) != len(packs):
-            raise self.fail("packs: one stands twice")
+            raise self.fail("packs: a name occurs twice")
         return packs
 
     def frames(
@@ -288,10 +292,10 @@ class _Reader(Document):
         rows = self.field("frames", list)
         frames: list[FrameRef | None] = [None] * len(rows)
         places: set[tuple[str, int]] = set()
-        for i in reversed(range(len(rows))):  # a base comes after what needs it
+        for i in reversed(range(len(rows))):  # a base comes after the frames that need it
             frames[i] = frame = intern(self._frame(i, rows[i], packs, frames))
             if (frame.pack, frame.offset) in places:
-                raise self.fail(f"frame {i}: another stands at the same place")
+                raise self.fail(f"frame {i}: another frame is at the same place")
             places.add((frame.pack, frame.offset))
         return [frame for frame in frames if frame is not None]
 
@@ -310,7 +314,7 @@ class _Reader(Document):
         bits = DTYPE_BY_NAME[self.dtype(dtype, where)].bits
         self.integer(numel, 0, MAX_BITS // bits - 1, f"{where}: numel")
         if numel * bits % 8:
-            raise self.fail(f"{where}: {numel} elements of {dtype} are no whole number of bytes")
+            raise self.fail(f"{where}: {numel} elements of {dtype} do not fill whole bytes")
         content = Content(self.digest(digest, where), dtype, numel)
         if base is None:
             return FrameRef(packs[pack], offset, nbytes, content, None, 0)
@@ -318,9 +322,9 @@ class _Reader(Document):
         below = frames[base]
         assert below is not None
         if below.content.numel != numel:
-            raise self.fail(f"{where}: its base has {below.content.numel} elements, it {numel}")
+            raise self.fail(f"{where}: its base has {below.content.numel} elements, not {numel}")
         if below.n_deltas >= MAX_CHAIN:
-            raise self.fail(f"{where}: a chain of more than {MAX_CHAIN} deltas")
+            raise self.fail(f"{where}: it has a chain of more than {MAX_CHAIN} deltas")
         return FrameRef(packs[pack], offset, nbytes, content, below, below.n_deltas + 1)
 
     def tensors(self, frames: Sequence[FrameRef]) -> tuple[TensorRef, ...]:
@@ -336,7 +340,7 @@ class _Reader(Document):
         frame = frames[self.integer(place, 0, len(frames) - 1, f"{where}: frame")]
         if (dtype, math.prod(shape)) != frame.content[1:3]:
             raise self.fail(
-                f"{where}: {shown(dtype)} of shape {shown(sizes)}, and its frame holds "
-                f"{frame.content.numel} elements of {frame.content.dtype}"
+                f"{where}: it has dtype {shown(dtype)} and shape {shown(sizes)}, but its frame "
+                f"holds {frame.content.numel} elements of {frame.content.dtype}"
             )
         return TensorRef(path, dtype, shape, frame)

@@ -1,7 +1,4 @@
-"""What callers give to be kept: a state in memory, as it is taken, and metadata, as they are kept.
-
-`sources.py` does the same for files.
-"""
+"""Prepares a state in memory and its metadata for a take. `sources.py` does the same for files."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ __all__ = ["checked_metadata", "state_in_memory"]
 
 
 def state_in_memory(state: Any) -> State:
-    """A state whose tensors are read when they are fetched.
+    """Prepare a state in memory. Its tensors are read only when they are fetched.
 
     Raises:
-        TypeError, ValueError: something in it cannot be kept; the message gives its path.
+        TypeError, ValueError: something in the state cannot be kept; the message gives its path.
     """
     document, leaves = encode_state(state)
     specs = [TensorSpec(leaf.path, leaf.dtype, leaf.shape) for leaf in leaves]
@@ -34,19 +31,19 @@ def state_in_memory(state: Any) -> State:
 
 
 def checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy of the metadata.
+    """Check metadata, and return a copy.
 
     Raises:
-        ValueError: they are no JSON values.
+        ValueError: the metadata is not made of JSON values.
     """
     given = dict(metadata or {})
     try:
         text = json.dumps(given, allow_nan=False, ensure_ascii=False)
         copy: dict[str, Any] = json.loads(text)
         if copy != given:
-            raise ValueError("keys must be strings, and lists no tuples")
+            raise ValueError("keys must be strings, and tuples must be lists")
         text.encode()
         check_depth(copy, MAX_DEPTH)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"metadata must be JSON values: {error}") from error
+        raise ValueError(f"metadata must consist of JSON values: {error}") from error
     return copy

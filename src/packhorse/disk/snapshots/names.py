@@ -1,6 +1,6 @@
-"""What the objects of a store are called (docs/snapshots.md, "The store on disk").
+"""The names of the objects in a store (docs/snapshots.md, "The store on disk").
 
-No name that stands in a file is ever used as a path before it has been checked here.
+A name that was read from a file is always checked here before it is used as a path.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ SNAPSHOTS = "snapshots"
 
 MAX_ORDER = 10**12 - 1
 
-_MAX_QUOTED_NBYTES = 240  # file systems end at 255
-_N_QUOTED = 1 << 12  # names that are kept quoted: a listing asks for each twice
+_MAX_QUOTED_NBYTES = 240  # file systems allow 255
+_N_QUOTED = 1 << 12  # quoted names that are kept, because a listing asks for each one twice
 _MAX_GENERATION = 10**6 - 1
 _PACK = re.compile(r"[0-9a-f]{32}")
 _PAGE = re.compile(r"[0-9a-f]{16}\.bin")
@@ -50,15 +50,15 @@ _MANIFEST = re.compile(r"([0-9]{12})-([0-9]{6})-([0-9a-f]{16})\.json")
 
 @dataclass(frozen=True, slots=True)
 class ManifestFile:
-    """The name of a manifest, which says most about it.
+    """The name of a manifest, which identifies it and its snapshot.
 
     Attributes:
         snapshot: the snapshot's name.
         order: the place among all snapshots that were ever taken; larger is newer.
-        generation: how often it was written anew since; larger is newer.
+        generation: how often the snapshot's manifest was rewritten; larger is newer.
         unique: random digits, so that no name is ever used twice.
-        stamp: of the file, where it was found in a listing.
-        path: where it lies in the store.
+        stamp: the stamp of the file if it was found in a listing, otherwise None.
+        path: the path in the store.
     """
 
     snapshot: str
@@ -79,14 +79,14 @@ class ManifestFile:
 
 
 def quote_name(name: str) -> str:
-    """A snapshot's name as the name of a folder.
+    """The name of a snapshot's folder.
 
     Raises:
-        TypeError: not a string.
-        ValueError: empty, too long or not Unicode text.
+        TypeError: the name is not a string.
+        ValueError: the name is empty, too long or not Unicode text.
     """
     if not isinstance(name, str):
-        raise TypeError(f"a snapshot's name is a string, and {name!r} is none")
+        raise TypeError(f"a snapshot's name must be a string, not {name!r}")
     return _quote(name)
 
 
@@ -110,18 +110,19 @@ def manifest_file(snapshot: str, order: int, generation: int) -> ManifestFile:
     """A name for a new manifest.
 
     Raises:
-        ValueError: no number is left.
+        ValueError: the order or the generation is too large.
     """
     if order > MAX_ORDER or generation > _MAX_GENERATION:
         raise ValueError(
-            f"snapshot {snapshot!r}: no number is left for another manifest; take it again under "
-            "another name, and delete it"
+            f"snapshot {snapshot!r}: no number is left for another manifest; take the state again "
+            "under another name, and delete this snapshot"
         )
     return ManifestFile(snapshot, order, generation, os.urandom(8).hex())
 
 
 def parse_manifest_file(path: str, stamp: Stamp | None = None) -> ManifestFile | None:
-    """Read `<folder>/<file>` below the folder of snapshots; None if it is no manifest."""
+    """Parse a path below the folder of snapshots, `<folder>/<file>`; None if it does not name a
+    manifest."""
     folder, _, file = path.partition("/")
     match = _MANIFEST.fullmatch(file)
     try:
@@ -149,10 +150,10 @@ def new_page() -> str:
 
 
 def is_page(file: str) -> bool:
-    """Whether a file in the catalogue's folder is called as a page."""
+    """Whether a file in the catalogue's folder has the name of a page."""
     return _PAGE.fullmatch(file) is not None
 
 
 def pack_path(name: str) -> str:
-    """Where a pack lies in the store."""
+    """The path of a pack in the store."""
     return f"{PACKS}/{name}{FILE_SUFFIX}"

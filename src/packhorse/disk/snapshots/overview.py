@@ -1,9 +1,9 @@
-"""What snapshots added to a store, and what they have from older ones: for `list` and `show`.
+"""Finds what each snapshot added to a store, and what it shares with older ones.
 
-All of it follows from fingerprints of contents and from sizes. The catalogue has both, so that no
-manifest is parsed but those that it does not know. A snapshot builds on the older one that it has
-most from: tensors of the same content, or bases of its deltas; of a content that several have, it
-is the newest's.
+`list` and `show` print this. It follows from fingerprints of contents and from sizes, which the
+catalogue has, so only manifests that the catalogue lacks are parsed. A snapshot builds on the older
+snapshot that it has most bytes from: tensors of the same content, or bases of its deltas. If
+several older snapshots have a content, the newest of them counts.
 """
 
 from __future__ import annotations
@@ -43,27 +43,28 @@ def look_over(storage: Storage, catalog: Catalog) -> StoreOverview:
 def _choose(
     storage: Storage, listing: Listing, index: Index
 ) -> tuple[list[ManifestFile], list[SnapshotProblem]]:
-    """The manifest that counts of each snapshot, and all that cannot be read: one beside a good one
-    harms no snapshot, but while it is there nothing is pruned."""
+    """The valid manifest of each snapshot, and all manifests that cannot be read. A bad manifest
+    beside a good one harms no snapshot, but nothing is pruned while it exists."""
     chosen, problems = [], []
     for name, files in listing.items():
         chosen += [file for file in files if index.has(file.path)][:1]
         for file in files:
-            if file.path in index.damaged:  # what is neither was removed since it was listed
+            if file.path in index.damaged:  # a file in neither was removed since it was listed
                 words = str(index.damaged[file.path])
                 problems.append(SnapshotProblem(name, None, storage.label(file.path), words))
     return chosen, problems
 
 
 class _Change(NamedTuple):
-    """What a snapshot has that the one before has not in the same place.
+    """How a snapshot differs from the previous one, tensor by tensor in their order.
 
     Attributes:
-        record: of the snapshot.
-        prints: fingerprints of all its tensors.
-        rows: which of them are others than in the snapshot before.
-        bases: fingerprints of what those are deltas against.
-        is_near: whether that is the tensor of the snapshot before in the same place.
+        record: the record of the snapshot.
+        prints: the fingerprints of all its tensors.
+        rows: the numbers of the tensors that differ from the previous snapshot.
+        bases: for each of these, the fingerprint of its base, or 0.
+        is_near: for each of these, whether its base is the tensor of the same number in the
+            previous snapshot.
     """
 
     record: Record
@@ -86,11 +87,11 @@ def _changes(records: Iterable[Record]) -> Iterator[_Change]:
 
 
 def _summaries(files: list[ManifestFile], index: Index) -> list[SnapshotSummary]:
-    """Each snapshot, the oldest first."""
+    """A summary of each snapshot, the oldest first."""
     paths = [file.path for file in files]
     known = _looked_for(_changes(index.records(paths)))
-    owners = np.full(known.size + 1, _NOBODY)  # and one more for what is not known
-    numbers = np.empty(0, np.intp)  # of each tensor's content among those; else the last
+    owners = np.full(known.size + 1, _NOBODY)  # the last one is for contents that are not known
+    numbers = np.empty(0, np.intp)  # the place of each tensor's content in `owners`
     found = []
     for i, change in enumerate(_changes(index.records(paths))):
         n_tensors, rows, record = change.prints.size, change.rows, change.record
@@ -102,7 +103,7 @@ def _summaries(files: list[ManifestFile], index: Index) -> list[SnapshotSummary]
         named[rows] = np.where(own == _NOBODY, bases, own)
         base = _most(named, record)
         new = rows[own == _NOBODY]
-        is_once = numbers[new] == known.size  # as most are, so the rest is soon put in order
+        is_once = numbers[new] == known.size  # true of most, so that few are left to sort
         new_nbytes = int(record.sizes.packed_nbytes[new[is_once]].sum())
         new_nbytes += _added(change.prints, new[~is_once], record)
         owners[numbers], owners[-1] = i, _NOBODY
@@ -118,8 +119,8 @@ def _summaries(files: list[ManifestFile], index: Index) -> list[SnapshotSummary]
 
 
 def _looked_for(changes: Iterable[_Change]) -> Column:
-    """The contents that must be looked for, in order: those that come more than once, and bases
-    that are not in the snapshot before. Of a training run they are few."""
+    """The contents that must be looked up, in order: those that occur more than once, and bases
+    that are not in the previous snapshot. In a training run there are few."""
     parts, others = [np.empty(0, np.uint64)], [np.empty(0, np.uint64)]
     for change in changes:
         parts.append(change.prints[change.rows])
@@ -130,7 +131,7 @@ def _looked_for(changes: Iterable[_Change]) -> Column:
 
 
 def _numbers(known: Column, prints: Column) -> Column:
-    """Where fingerprints stand among those known; the number of those for what is not."""
+    """The place of each fingerprint in `known`; `known.size` if it is not there."""
     if not known.size:
         return np.zeros(prints.size, np.intp)
     at = np.minimum(np.searchsorted(known, prints), known.size - 1)
@@ -138,7 +139,7 @@ def _numbers(known: Column, prints: Column) -> Column:
 
 
 def _added(contents: Column, new: Column, record: Record) -> int:
-    """Bytes of the frames of new tensors, each content once."""
+    """Bytes of the frames of new tensors, with each content counted once."""
     order = new[np.argsort(contents[new], kind="stable")]
     is_first = np.ones(order.size, bool)
     is_first[1:] = contents[order[1:]] != contents[order[:-1]]
@@ -146,8 +147,8 @@ def _added(contents: Column, new: Column, record: Record) -> int:
 
 
 def _most(named: Column, record: Record) -> int | None:
-    """Whom a snapshot has most bytes from, given whom it has each tensor from; of several who have
-    as much, the one that comes first."""
+    """The snapshot that most bytes come from, given the snapshot that each tensor comes from. If
+    several are equal, the first one is chosen."""
     voters = np.flatnonzero(named != _NOBODY)
     if not voters.size:
         return None
@@ -156,10 +157,10 @@ def _most(named: Column, record: Record) -> int | None:
 
 
 def trace(storage: Storage, catalog: Catalog, name: str) -> Lineage:
-    """One snapshot, and what it has from older ones.
+    """One snapshot, and what it shares with older ones.
 
     Raises:
-        ValueError, CorruptionError, CompatibilityError: as `SnapshotStore.info` says.
+        ValueError, CorruptionError, CompatibilityError: as for `SnapshotStore.info`.
     """
     manifest = catalog.load(name)
     listing, index = catalog.listing(), Index(storage, catalog)
@@ -182,7 +183,8 @@ def trace(storage: Storage, catalog: Catalog, name: str) -> Lineage:
 
 
 def _find_owners(wanted: list[Column], files: list[ManifestFile], index: Index) -> list[Column]:
-    """The newest snapshot that has a tensor of each content, for some columns of fingerprints."""
+    """For each fingerprint of some columns, the newest snapshot that has a tensor of that
+    content."""
     places = {file.path: i for i, file in enumerate(files)}
     joined = np.concatenate(wanted)
     known = distinct(joined)

@@ -1,7 +1,7 @@
-"""A snapshot that is being written in the background, and who has heard of its failure.
+"""A snapshot that is being written in the background, and whether its failure was reported.
 
-A failure is told by the future, or by the next call of the store. One that nobody was told of
-before the program ends is told by a warning then, and makes the exit code 1 instead of 0.
+The future reports a failure, or else the next call of the store does. If neither has done so when
+the program ends, a warning reports it, and the exit code is 1 instead of 0.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class ToldFuture(Future[SnapshotInfo]):
     was_asked = False
 
     def result(self, timeout: float | None = None) -> SnapshotInfo:
-        """The snapshot."""
+        """The snapshot that was written."""
         with self._asking():
             return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What it failed with, or None."""
+        """The error that it failed with; None if it did not fail."""
         with self._asking():
             return super().exception(timeout)
 
@@ -38,7 +38,7 @@ class ToldFuture(Future[SnapshotInfo]):
     def _asking(self) -> Iterator[None]:
         try:
             yield
-        except BaseException as error:  # that time is up tells nothing
+        except BaseException as error:  # a timeout does not report the failure
             self.was_asked = self.was_asked or error is self._exception
             raise
         self.was_asked = True
@@ -49,7 +49,7 @@ class Pending:
 
     def __init__(self, future: Future[SnapshotInfo], label: str) -> None:
         """Args:
-        future: of the thread that writes.
+        future: the future of the thread that writes.
         label: what messages call the snapshot.
         """
         self._future = future
@@ -78,7 +78,7 @@ class Pending:
         self._future.exception()
 
     def forget(self) -> None:
-        """The caller knows what became of it."""
+        """Stop watching it, because the caller knows the result."""
         _unheard.discard(self)
 
     def raise_unseen(self) -> None:
@@ -89,30 +89,30 @@ class Pending:
             raise error
 
     def unseen(self) -> BaseException | None:
-        """An error that the caller has not seen. In a forked child there is none: what its parent
-        writes is not its own."""
+        """The error that the caller has not seen; None if there is none. A forked child has none,
+        because the snapshot is its parent's."""
         if self._pid != os.getpid() or not self.is_done() or self.told.was_asked:
             return None
         return self._future.exception()
 
     def warn(self, error: BaseException) -> None:
-        """Tell the error of a snapshot that nobody has asked for."""
+        """Warn of an error that nobody has seen."""
         warnings.warn(
-            f"{self._label} was not taken, and nobody called result() on its future: "
+            f"{self._label} was not taken, and result() of its future was never called: "
             f"{type(error).__name__}: {error}; call result(), or close the store",
             RuntimeWarning,
             stacklevel=1,
         )
 
 
-# Those that are being written, and those that failed and whose error nobody has raised.
+# Snapshots that are being written, and those that failed and whose error nobody has seen.
 _unheard: set[Pending] = set()
 
 
 def _warn_at_exit() -> None:
-    """By now the threads that write have ended."""
+    """Report failures at the end of the program, when the writing threads have ended."""
     for pending in _unheard:
         error = pending.unseen()
         if error is not None:
-            fail_at_exit()  # before the warning, which may be made an error
+            fail_at_exit()  # before the warning, which may be turned into an error
             pending.warn(error)

@@ -1,9 +1,10 @@
-"""Removing snapshots, and moving what others still need out of packs that are mostly dead.
+"""Removes snapshots, and moves frames that others still need out of packs that are mostly unneeded.
 
-A kept snapshot may need frames in the packs of removed ones: bases of its deltas, or tensors that
-were equal. Frames that are tensors of kept snapshots are moved as they are; a delta whose base goes
-becomes a delta against the nearest base that stays, or a full frame. First all kept snapshots get
-new manifests, then the others go, then the packs: whenever the work ends, every snapshot is whole.
+A kept snapshot may need frames in the packs of removed ones: bases of its deltas, or equal tensors.
+Frames that restore tensors of kept snapshots are moved as they are. A delta whose base is removed
+becomes a delta against the nearest base that stays, or a full frame. First the kept snapshots get
+new manifests, then the other snapshots are removed, then the packs. So every snapshot is whole at
+any moment, even if the work is interrupted.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from packhorse.storage.frames.scratch import Scratch
 
 __all__ = ["Keep", "delete_snapshot", "prune_snapshots"]
 
-# How many of the newest, which names, or a predicate.
+# How many of the newest snapshots to keep, or their names, or a predicate.
 Keep: TypeAlias = int | Iterable[str] | Callable[[SnapshotInfo], bool]
 
-_MIN_LIVE = 0.75  # of a pack's bytes; what is needed of a pack that has less is moved
+_MIN_LIVE = 0.75  # if less of a pack's bytes is needed, the needed frames are moved
 
 
 def delete_snapshot(session: Session, name: str) -> int:
@@ -49,10 +50,10 @@ def delete_snapshot(session: Session, name: str) -> int:
 def prune_snapshots(
     session: Session, keep: Keep | None, remove: Iterable[str] | None, options: PackOptions
 ) -> PruneResult:
-    """Remove all snapshots but some, and move what those need.
+    """Remove some snapshots, and move frames that the kept ones need.
 
     Raises:
-        ValueError: `keep` names what is not there, or nothing is left.
+        ValueError: `keep` names a snapshot that does not exist, or no snapshot would be left.
         CorruptionError, CompatibilityError: a manifest is damaged; nothing was done.
     """
     _check_all(session)
@@ -75,8 +76,8 @@ def prune_snapshots(
 
 
 def _check_all(session: Session) -> None:
-    """Refuse to remove anything while a manifest is damaged: which snapshots are the newest, and
-    what they need, only manifests say that can be read."""
+    """Refuse to remove anything while a manifest is damaged, because nobody knows which frames it
+    needs, or whether its snapshot is among the newest."""
     session.index.confirm(session.files())
     for path, error in session.index.damaged.items():
         name, files = next(
@@ -87,14 +88,14 @@ def _check_all(session: Session) -> None:
         remedy = f"delete snapshot {name!r} first"
         if len(files) > 1:
             remedy = f"remove {session.storage.label(path)}, or {remedy}"
-        raise type(error)(f"{error}. Nothing is pruned while a manifest cannot be read: {remedy}")
+        raise type(error)(f"{error}; nothing is pruned while a manifest cannot be read: {remedy}")
 
 
 def _kept_names(keep: Keep, session: Session) -> set[str]:
     names = list(session.listing)
     if isinstance(keep, int):
         if isinstance(keep, bool) or keep < 1:
-            raise ValueError(f"keep is {keep!r}; keep at least 1, or delete snapshots by name")
+            raise ValueError(f"keep is {keep!r}; keep at least 1, or delete all snapshots by name")
         _check_order(session, keep)
         return set(names[-keep:])
     if callable(keep):
@@ -103,33 +104,36 @@ def _kept_names(keep: Keep, session: Session) -> set[str]:
     else:
         kept = _checked(keep, session)
     if names and not kept:
-        raise ValueError("keep leaves no snapshot; delete them by name if that is meant")
+        raise ValueError(
+            "keep would leave no snapshot; if you want that, delete the snapshots by name"
+        )
     return kept
 
 
 def _checked(given: Iterable[str], session: Session) -> set[str]:
     names = {given} if isinstance(given, str) else set(given)
     for name in names - session.listing.keys():
-        raise ValueError(f"keep names {name!r}, and there is no such snapshot")
+        raise ValueError(f"keep names {name!r}, but there is no such snapshot")
     return names
 
 
 def _check_order(session: Session, keep: int) -> None:
-    """Refuse to choose between two snapshots of which nobody knows which is the newer."""
+    """Refuse to choose between two snapshots if their numbers do not tell which one is newer."""
     around = list(session.listing.values())[-keep - 1 :][:2]
     if keep < len(session.listing) and around[0][0].order == around[1][0].order:
         first, second = (files[0].snapshot for files in around)
         raise ValueError(
-            f"keep is {keep}, and the snapshots {first!r} and {second!r} have the same number "
-            f"{around[0][0].order}: keep snapshots by their names, or delete one of the two"
+            f"keep is {keep}, but the snapshots {first!r} and {second!r} have the same number "
+            f"{around[0][0].order}, so neither is newer; keep snapshots by name, or delete one of "
+            "the two"
         )
 
 
 def _choose_heads(
     session: Session, kept: Sequence[Manifest], threads: int
 ) -> dict[Content, FrameRef]:
-    """For each content that kept snapshots want, the frame that shall serve them all: the first, or
-    where there are several, the first that is good. Another one may be there because that one is
+    """For each content of the kept snapshots, the one frame that all of them will use. If there are
+    several frames, it is the first good one: there may be a second one because the first is
     damaged."""
     heads: dict[Content, FrameRef] = {}
     several: dict[Content, list[FrameRef]] = {}
@@ -154,7 +158,7 @@ def _is_good(frame: FrameRef, store: FrameStore, threads: int) -> bool:
 
 
 class _Mover:
-    """Gives kept snapshots chains that stay."""
+    """Moves frames, so that kept snapshots only need packs that stay."""
 
     def __init__(self, session: Session, kept: Sequence[Manifest], options: PackOptions) -> None:
         self._session = session
@@ -167,7 +171,7 @@ class _Mover:
         self._moving: set[Content] = set()
 
     def _doom_packs(self) -> None:
-        """Doom packs until all others hold mostly what kept snapshots go on needing."""
+        """Choose the packs to remove, until every other pack is mostly needed by kept snapshots."""
         packs = {pack for manifest in self._kept for pack in manifest.packs()}
         there = self._session.storage.sizes(PACKS)
         sizes = {pack: self._size(there, pack) for pack in packs}
@@ -189,7 +193,7 @@ class _Mover:
         harmed = next(m.file.snapshot for m in self._kept if pack in m.packs())
         raise CorruptionError(
             f"snapshot {harmed!r}: {self._session.storage.label(path)}: the pack does not exist; "
-            "delete what needs it first (verify lists that)"
+            "first delete the snapshots that need it (verify lists them)"
         )
 
     def _keeps_its_place(self, frame: FrameRef) -> bool:
@@ -198,18 +202,18 @@ class _Mover:
         return not self._is_doomed(frame) or self._wants_base(frame)
 
     def _wants_base(self, frame: FrameRef) -> bool:
-        """Whether some kept snapshot wants what a frame is a delta against."""
+        """Whether a frame needs no base, or a kept snapshot has the content of its base."""
         return frame.base is None or frame.base.content in self._heads
 
     def move(self) -> tuple[list[str], int]:
-        """Write new manifests where they are needed.
+        """Write new manifests for the snapshots that need frames in packs to be removed.
 
         Returns:
-            The names of those snapshots, and the bytes that were written.
+            The names of these snapshots, and the bytes of the packs that were written.
         """
         rewritten, written = [], 0
         todo = [m for m in self._kept if any(self._is_doomed(t.frame) for t in m.tensors)]
-        # None is begun if one has no number left.
+        # All names are made first, so that nothing is written if a number has run out.
         new = [manifest_file(m.file.snapshot, m.file.order, m.file.generation + 1) for m in todo]
         for manifest, file in zip(todo, new, strict=True):
             name = manifest.file.snapshot
@@ -226,14 +230,15 @@ class _Mover:
         return rewritten, written
 
     def _room(self, manifest: Manifest) -> tuple[list[str], int]:
-        """The names of the frames that may have to move for a snapshot, and their bytes at most."""
+        """The names of the frames that may have to move for a snapshot, and the most bytes that
+        they may take together."""
         links: dict[tuple[str, int], FrameRef] = {}
         todo = [self._heads[tensor.frame.content] for tensor in manifest.tensors]
         while todo:
             link = todo.pop()
             if (link.pack, link.offset) not in links:
                 links[link.pack, link.offset] = link
-                # The head of a content may be another frame than the one below.
+                # The head of a content may be a different frame from the one in this chain.
                 below = link.chain[1:]
                 todo += [*below, *(self._heads[at.content] for at in below if self._is_head(at))]
         contents = [ref.content for ref in links.values()]
@@ -248,15 +253,16 @@ class _Mover:
         return any(link.pack in self._doomed for link in frame.chain)
 
     def _stay(self, frame: FrameRef, way: _Way) -> FrameRef:
-        """A frame of the same content whose whole chain stays."""
+        """A frame of the same content whose whole chain stays, after moving what must move."""
         frame = self._heads[frame.content]
         if not self._is_doomed(frame):
             return frame
         known = self._moved.get(frame.content)
         if known is not None:
             return known
-        # The nearest content down the chain that some kept snapshot wants anyway. That is moved
-        # first; what is being moved is none, should manifests lead in a circle.
+        # The new base is the nearest frame down the chain whose content a kept snapshot has anyway.
+        # It is moved first. Frames that are being moved are skipped, in case manifests lead in a
+        # circle.
         self._moving.add(frame.content)
         below = next((link for link in frame.chain[1:] if self._is_wanted(link)), None)
         base = None if below is None else self._stay(below, way)
@@ -274,7 +280,7 @@ class _Mover:
         return self._is_head(frame) and frame.content not in self._moving
 
     def _as_it_is(self, frame: FrameRef, base: FrameRef | None, way: _Way) -> FrameRef:
-        """The same frame: in its place if its pack stays, or moved byte for byte."""
+        """Keep the same frame: in its place if its pack stays, otherwise copied byte for byte."""
         n_deltas = 0 if base is None else base.n_deltas + 1
         if frame.pack not in self._doomed:
             return replace(frame, base=base, n_deltas=n_deltas)
@@ -282,7 +288,7 @@ class _Mover:
         return way.pack.put([NewFrame(data, frame.content, base, frame.name)])[0]
 
     def _anew(self, frame: FrameRef, base: FrameRef | None, way: _Way) -> FrameRef:
-        """Another frame of the same content, against a base that stays."""
+        """Make another frame of the same content, as a delta against a base that stays."""
         store = self._session.frames
         data = store.chain(frame).decode(self._options.threads, Scratch())
         spec = TensorSpec(frame.name, frame.content.dtype, store.open(frame).shape)
@@ -290,7 +296,7 @@ class _Mover:
 
 
 class _Way(NamedTuple):
-    """Where frames go that have to move: as they are, or packed anew."""
+    """Where frames are moved to: `pack` takes frames as they are, `packer` packs tensors again."""
 
     pack: FrameBatch
     packer: FramePacker

@@ -1,9 +1,9 @@
-"""The catalogue's pages: bytes in, bytes out (docs/snapshots.md, "The catalogue").
+"""Reads and writes the pages of the catalogue (docs/snapshots.md, "The catalogue").
 
-A record says of one manifest what `list` shows and what a writer looks for, so that the manifest
-need not be parsed: sizes, packs, and a fingerprint of each content. Some dozens of records make a
-page, whose columns are compressed. All of it can be made again from the manifests, so whatever is
-odd about a page is reason enough to make it again; it is read as if an enemy had written it.
+A record has what `list` shows of a manifest and what a writer looks for, so that the manifest need
+not be parsed: sizes, packs, and a fingerprint of each content. A page holds some dozens of records
+as compressed columns. It is read as if an attacker had written it. A page that breaks any rule is
+made again from the manifests.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ __all__ = [
     "make_record",
 ]
 
-MAX_RECORDS = 64  # of a page that is full: what one take writes anew, and one request fetches
-MAX_ROWS = 1 << 17  # of a page that is full by its length
-MAX_PAGE_NBYTES = 1 << 25  # of a file, and of its columns; longer ones are not written
+MAX_RECORDS = 64  # of a page: one take rewrites a page, and one request fetches it
+MAX_ROWS = 1 << 17  # a page with so many contents gets no more records
+MAX_PAGE_NBYTES = 1 << 25  # of a file, and of the columns of a part; longer pages are not written
 
 _HEAD = struct.Struct("<4s11I")
 _MAGIC = b"\x89PHC"
 _VERSION = 1
-_CRC_END = 12  # the checksum is of all bytes from here on
+_CRC_END = 12  # the checksum covers all bytes from here on
 _LEVEL = 3
 _PACK_NBYTES = 16
-# What a tensor, a frame or a pack takes in a manifest at least: so a catalogue asks for no more
-# memory than the manifests that it describes.
+# The fewest bytes that a tensor, a frame or a pack takes in a manifest. This limit keeps a false
+# catalogue from taking more memory than the manifests that it describes.
 _MIN_ROW_NBYTES = 16
-_MAX_SIZE = 1 << 53  # of a tensor or a pack; sums stay far from where numbers end
+_MAX_SIZE = 1 << 53  # of a tensor or a pack; sums of such sizes cannot overflow
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 _FIRST = (datetime.min.replace(tzinfo=UTC) - _EPOCH) // _MICROSECOND
@@ -69,12 +69,12 @@ Column: TypeAlias = np.ndarray[tuple[int], np.dtype[Any]]
 
 
 class Contents(NamedTuple):
-    """What frames decode to: first a row for each tensor, then one for each frame that is but a
-    base of others.
+    """The contents of frames: first a row for each tensor, then one for each frame that is only a
+    base.
 
     Attributes:
-        prints: fingerprints, of 64 bits.
-        n_deltas: of the chain that begins there.
+        prints: the fingerprints, of 64 bits.
+        n_deltas: how many deltas are in the chain of each frame.
         n_tensors: how many of the rows are tensors.
     """
 
@@ -84,12 +84,12 @@ class Contents(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """More of each tensor.
+    """The base and the sizes of each tensor.
 
     Attributes:
-        bases: fingerprint of what its frame is a delta against; 0 for none.
-        nbytes: of the tensor.
-        packed_nbytes: of its frame.
+        bases: the fingerprint of its frame's base; 0 for none.
+        nbytes: bytes of the tensor.
+        packed_nbytes: bytes of its frame.
     """
 
     bases: Column
@@ -99,17 +99,17 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the catalogue says of a manifest.
+    """The catalogue's entry for a manifest.
 
     Attributes:
-        path: of the manifest in the store.
-        stamp: of its file.
+        path: the path of the manifest in the store.
+        stamp: the stamp of its file.
         crc: the checksum that it begins with.
         time: when the snapshot was taken.
-        stored_nbytes: by how much the store grew then.
+        stored_nbytes: bytes of the pack that was written when it was taken.
         packs: the 16 bytes of each pack's name, in the manifest's order.
-        contents: of its frames.
-        sizes: of its tensors.
+        contents: the contents of its frames.
+        sizes: the bases and sizes of its tensors.
     """
 
     path: str
@@ -123,7 +123,7 @@ class Record:
 
     @property
     def n_rows(self) -> int:
-        """How many contents it has."""
+        """How many contents the record has."""
         return len(self.contents.prints)
 
 
@@ -161,11 +161,11 @@ def _contents(frames: Sequence[FrameRef], n_tensors: int) -> Contents:
 
 
 class Page:
-    """Records that are kept together, their columns compressed until they are asked for.
+    """Some records in one file. Their columns stay compressed until they are needed.
 
     Attributes:
-        paths: of the manifests.
-        is_full: whether it is to get no more.
+        paths: the paths of the manifests.
+        is_full: whether the page gets no more records.
     """
 
     def __init__(self, about: dict[str, Column], paths: list[str], parts: list[bytes]) -> None:
@@ -177,7 +177,7 @@ class Page:
 
     @property
     def n_rows(self) -> int:
-        """How many contents it has."""
+        """How many contents the page has."""
         return int(self._starts["n_rows"][-1])
 
     def stamp(self, i: int) -> Stamp:
@@ -193,17 +193,17 @@ class Page:
         return _EPOCH + int(self._about["time"][i]) * _MICROSECOND
 
     def stored_nbytes(self, i: int) -> int:
-        """By how much the store grew then."""
+        """Bytes of the pack that was written when a snapshot was taken."""
         return int(self._about["stored"][i])
 
     def packs(self, i: int) -> bytes:
-        """The names of a manifest's packs, 16 bytes each, in its order."""
+        """The names of a manifest's packs, 16 bytes each, in the manifest's order."""
         starts = self._starts["n_refs"]
         refs = self._about["refs"][starts[i] : starts[i + 1]]
         return self._about["packs"].reshape(-1, _PACK_NBYTES)[refs].tobytes()
 
     def all_packs(self) -> bytes:
-        """The names of the packs of all its manifests."""
+        """The names of the packs of all manifests, 16 bytes each."""
         return self._about["packs"].tobytes()
 
     def contents(self) -> list[Contents]:
@@ -223,7 +223,7 @@ class Page:
         return [Sizes(*(column[part] for column in columns.values())) for part in _slices(starts)]
 
     def records(self) -> list[Record]:
-        """All that it holds."""
+        """All records of the page."""
         return [
             Record(
                 path, self.stamp(i), self.crc(i), self.time(i), self.stored_nbytes(i),
@@ -236,8 +236,8 @@ class Page:
 
 
 def fits(record: Record) -> bool:
-    """Whether a record keeps the rules of a page. A manifest may be good and odd: then it is
-    parsed whenever it is needed."""
+    """Whether a record keeps the rules of a page. The record of an unusual but good manifest may
+    not; then the manifest is parsed whenever it is needed."""
     n_most = max(record.n_rows, len(record.packs) // _PACK_NBYTES)
     largest = max(int(column.max(initial=0)) for column in record.sizes[1:])
     is_small = max(largest, record.stored_nbytes) < _MAX_SIZE
@@ -245,7 +245,7 @@ def fits(record: Record) -> bool:
 
 
 def encode_page(records: Sequence[Record]) -> bytes | None:
-    """A page as it is written, of records that fit; None if it would be too long to be read."""
+    """The bytes of a page, given records that fit; None if the page would be too long."""
     packs, refs = _packs_of(records)
     names = "\n".join(record.path for record in records).encode()
     about = [
@@ -280,7 +280,7 @@ def _column(values: Sequence[int], dtype: str) -> Column:
 
 
 def _packs_of(records: Sequence[Record]) -> tuple[bytes, list[Column]]:
-    """The names of all packs, each once, and the places of each manifest's among them."""
+    """The names of all packs, each once, and for each record the indices of its packs in them."""
     places: dict[bytes, int] = {}
     refs = []
     for record in records:
@@ -291,23 +291,25 @@ def _packs_of(records: Sequence[Record]) -> tuple[bytes, list[Column]]:
 
 
 def decode_page(data: bytes) -> Page:
-    """Check a page.
+    """Parse and check a page.
 
     Raises:
-        CorruptionError: it breaks a rule; it can be made again.
+        CorruptionError: the page breaks a rule. It can be made again.
     """
     if len(data) < _HEAD.size or len(data) > MAX_PAGE_NBYTES:
-        raise CorruptionError(f"a page of {len(data)} bytes")
+        raise CorruptionError(f"the page has {len(data)} bytes")
     magic, version, crc, *counts, first, second, third = _HEAD.unpack_from(data)
     if (magic, version) != (_MAGIC, _VERSION) or crc != crc32c(data[_CRC_END:]):
-        raise CorruptionError("another magic, version or checksum")
+        raise CorruptionError("the magic, the version or the checksum does not match")
     if _HEAD.size + first + second + third != len(data):
-        raise CorruptionError(f"parts of {first}, {second} and {third} bytes in {len(data)}")
+        raise CorruptionError(
+            f"parts of {first}, {second} and {third} bytes do not make a page of {len(data)}"
+        )
     cuts = (_HEAD.size, _HEAD.size + first, _HEAD.size + first + second, len(data))
     parts = [data[start:end] for start, end in pairwise(cuts)]
     n_records, n_packs, n_refs, n_tensors, n_rows, names_nbytes = counts
     if n_records > MAX_RECORDS:
-        raise CorruptionError(f"{n_records} records")
+        raise CorruptionError(f"{n_records} records; a page has at most {MAX_RECORDS}")
     about = _decompress(
         parts[0], _about_layout(n_records, n_packs, n_refs, names_nbytes), "records"
     )
@@ -322,26 +324,28 @@ def decode_page(data: bytes) -> Page:
 
 
 def _check_about(about: dict[str, Column], n_packs: int, totals: dict[str, int]) -> list[str]:
-    """Check what is said of the manifests; their paths."""
+    """Check the columns of the first part, and return the paths of the manifests."""
     try:
         paths = about.pop("names").tobytes().decode("ascii").split("\n")
     except UnicodeDecodeError as error:
-        raise CorruptionError("paths that are no ASCII") from error
+        raise CorruptionError("the paths are not ASCII") from error
     if len(paths) != len(about["crc"]) or len(set(paths)) != len(paths):
-        raise CorruptionError(f"{len(paths)} paths for {len(about['crc'])} manifests, or one twice")
+        raise CorruptionError(
+            f"{len(paths)} paths for {len(about['crc'])} manifests, or a path occurs twice"
+        )
     for key, total in totals.items():
         if int(about[key].sum(dtype="u8")) != total:
-            raise CorruptionError(f"{key} do not add up to {total}")
+            raise CorruptionError(f"{key}: the values do not add up to {total}")
     if (about["n_tensors"] > about["n_rows"]).any():
-        raise CorruptionError("more tensors than contents")
+        raise CorruptionError("a record has more tensors than contents")
     for key in ("n_rows", "n_refs"):
         if (about[key] * np.uint64(_MIN_ROW_NBYTES) > about["nbytes"]).any():
-            raise CorruptionError(f"more {key} than a manifest of that size has")
+            raise CorruptionError(f"{key}: too many for a manifest of that size")
     _check_below(about["refs"], n_packs, "refs")
     _check_below(about["nbytes"], MAX_MANIFEST_NBYTES + 1, "nbytes")
     _check_below(about["stored"], _MAX_SIZE, "stored")
     if not ((about["time"] >= _FIRST) & (about["time"] <= _LAST)).all():
-        raise CorruptionError("a time out of range")
+        raise CorruptionError("time: a value is out of range")
     return paths
 
 
@@ -371,17 +375,17 @@ def _sizes_layout(n_tensors: int) -> _Layout:
 
 
 def _decompress(part: bytes, layout: _Layout, what: str) -> dict[str, Column]:
-    """The columns of a part; no memory is taken before its declared size is what it must be."""
+    """The columns of a part. Its declared size is checked before any memory is taken."""
     nbytes = sum(np.dtype(dtype).itemsize * n for _, dtype, n in layout)
     try:
         declared = zstandard.get_frame_parameters(part).content_size
         if declared != nbytes or nbytes > MAX_PAGE_NBYTES:
-            raise CorruptionError(f"{what}: {declared} bytes are declared, and {nbytes} belong")
+            raise CorruptionError(f"{what}: {declared} bytes are declared, but must be {nbytes}")
         raw = zstandard.ZstdDecompressor().decompress(part, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptionError(f"{what}: {error}") from error
     if len(raw) != nbytes:
-        raise CorruptionError(f"{what}: {len(raw)} bytes came, and {nbytes} belong")
+        raise CorruptionError(f"{what}: {len(raw)} bytes were decoded, but must be {nbytes}")
     columns, at = {}, 0
     for key, dtype, n in layout:
         columns[key] = np.frombuffer(raw, dtype, n, at)
@@ -390,7 +394,7 @@ def _decompress(part: bytes, layout: _Layout, what: str) -> dict[str, Column]:
 
 
 def _starts(counts: Column) -> Column:
-    """Where each of some runs begins, and where the last ends."""
+    """Where each of some runs begins, given their lengths, and where the last one ends."""
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 

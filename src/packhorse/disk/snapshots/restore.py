@@ -1,7 +1,7 @@
-"""Restoring a snapshot, whole or in part, into new tensors or those of the caller.
+"""Restores a snapshot, whole or in part, into new tensors or into those of the caller.
 
-A reader takes no lock. Should a writer remove what is being read, the newest manifest says where
-things are now, and the reader begins anew.
+A reader takes no lock. If a writer removes a file that is being read, the reader starts again from
+the snapshot's newest manifest.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Restoring:
     """What is to be restored, and how.
 
     Attributes:
-        framework: of new tensors.
+        framework: the framework of new tensors.
         keys: which parts; None for all.
         into: a state whose tensors are written in place; None to make new ones.
-        threads: how many to use.
-        max_nbytes: refuse tensors of more bytes together.
+        threads: how many threads to use.
+        max_nbytes: the most bytes that the tensors may have together; None for no limit.
         progress: called with the logical bytes done since the last call.
     """
 
@@ -53,31 +53,36 @@ class Restoring:
 
 
 class _Target(NamedTuple):
-    """A tensor of the caller's."""
+    """A tensor of the caller."""
 
     leaf: Leaf
-    memory: ByteArray | None  # to decode into; None if it takes a copy
+    memory: ByteArray | None  # its memory; None if it cannot be decoded into, only copied to
 
 
 def restore_state(storage: Storage, catalog: Catalog, name: str, wanted: Restoring) -> Any:
     """The state of a snapshot.
 
     Raises:
-        ValueError, CorruptionError, CompatibilityError: as `SnapshotStore.restore` says.
+        ValueError, CorruptionError, CompatibilityError: as for `SnapshotStore.restore`.
     """
     return read_newest(catalog, [name], lambda manifest: _restore(storage, manifest, wanted))
 
 
 def read_newest(catalog: Catalog, names: Sequence[str], work: Callable[..., _Result]) -> _Result:
-    """What a reader makes of the manifests of some snapshots, once they stay while it reads.
+    """Read some snapshots, and start again if a writer has replaced a manifest meanwhile.
 
     Args:
-        catalog: of the store.
-        names: of the snapshots.
-        work: gets their manifests; it is called again if a file is gone and one of them is newer.
+        catalog: the catalog of the store.
+        names: the names of the snapshots.
+        work: reads the snapshots, given their manifests. It is called again if a file no longer
+            exists and a snapshot has a newer manifest.
+
+    Returns:
+        What `work` returned.
 
     Raises:
-        ValueError, CorruptionError, CompatibilityError: there is no such snapshot, or it is bad.
+        ValueError, CorruptionError, CompatibilityError: there is no such snapshot, or it is
+            damaged.
     """
     manifests = [catalog.load(name) for name in names]
     label = " or ".join(repr(name) for name in names)
@@ -101,7 +106,7 @@ def _restore(storage: Storage, manifest: Manifest, wanted: Restoring) -> Any:
         return len(chosen) - 1
 
     with blaming(f"snapshot {name!r}", (ValueError,)):
-        # Once to see what is wanted, and once more when it is there.
+        # This finds the wanted tensors; a second pass below puts them into the state.
         decode_state(manifest.state, choose, wanted.keys)
         targets = _targets(chosen, wanted.into)
     check_limit(chosen, name, wanted.max_nbytes)
@@ -122,10 +127,10 @@ def _restore(storage: Storage, manifest: Manifest, wanted: Restoring) -> Any:
 
 
 def _groups(n_tensors: int, targets: dict[int, _Target]) -> list[list[int]]:
-    """The numbers of tensors, those that threads may work on at once together.
+    """The numbers of the tensors, in groups that threads may work on at the same time.
 
-    Tied weights are one tensor under two names. A chain of deltas passes through the memory that it
-    is decoded to, so two of them must not at the same time.
+    Tied weights are one tensor under two names. Decoding a chain of deltas uses the tensor's memory
+    for its bases too, so two chains must not be decoded to the same memory at the same time.
     """
     spans = sorted(
         (target.memory.ctypes.data, target.memory.ctypes.data + target.memory.size, k)
@@ -145,24 +150,24 @@ def _groups(n_tensors: int, targets: dict[int, _Target]) -> list[list[int]]:
 
 
 def check_limit(chosen: Sequence[TensorRef], name: str, max_nbytes: int | None) -> None:
-    """Refuse to decode tensors of more bytes together.
+    """Refuse to decode tensors that are too large together.
 
     Raises:
-        CorruptionError: they have more.
+        CorruptionError: the tensors have more than `max_nbytes` bytes together.
     """
     nbytes = sum(ref.frame.logical_nbytes for ref in chosen)
     if max_nbytes is not None and nbytes > max_nbytes:
         raise CorruptionError(
             f"snapshot {name!r}: {nbytes} bytes would be decoded, more than max_nbytes = "
-            f"{max_nbytes}; restore parts of it (keys), or allow more"
+            f"{max_nbytes}; restore parts of the snapshot (keys), or allow more"
         )
 
 
 def _targets(chosen: Sequence[TensorRef], into: object) -> dict[int, _Target]:
-    """The caller's tensors, by their number among those chosen; all of them fit.
+    """The caller's tensors, by the numbers of the chosen tensors, after checking that they fit.
 
     Raises:
-        ValueError: one does not fit, or the snapshot does not have it.
+        ValueError: a tensor does not fit, or the snapshot does not have it.
     """
     if into is None:
         return {}
@@ -173,8 +178,8 @@ def _targets(chosen: Sequence[TensorRef], into: object) -> dict[int, _Target]:
     for k, ref in enumerate(chosen):
         if ref.path in done:
             raise ValueError(
-                f"two tensors of the snapshot stand at {shortened(ref.path)!r}, and `into` has one "
-                "there; restore into new tensors"
+                f"two tensors of the snapshot have the path {shortened(ref.path)!r}, but `into` "
+                "has one there; restore into new tensors"
             )
         leaf = leaves.pop(ref.path, None)
         if leaf is None:
@@ -183,11 +188,11 @@ def _targets(chosen: Sequence[TensorRef], into: object) -> dict[int, _Target]:
         if (leaf.dtype, leaf.shape) != (ref.dtype, ref.shape):
             raise ValueError(
                 f"{shortened(ref.path)}: the snapshot has {ref.dtype} of shape {list(ref.shape)}, "
-                f"and `into` has {leaf.dtype} of shape {list(leaf.shape)}"
+                f"but `into` has {leaf.dtype} of shape {list(leaf.shape)}"
             )
         targets[k] = _Target(leaf, leaf.framework.memory(leaf.tensor))
     for path in leaves:
-        raise ValueError(f"{shortened(path)}: `into` has this tensor, and the snapshot has not")
+        raise ValueError(f"{shortened(path)}: `into` has this tensor, but the snapshot does not")
     return targets
 
 
@@ -199,10 +204,10 @@ def _tensor(
     threads: int,
     scratch: Scratch,
 ) -> Any:
-    """One tensor: a new one, or the caller's."""
+    """Restore one tensor: a new one, or the caller's."""
     try:
         chain = store.chain(ref.frame, ref.path)
-    except FileNotFoundError as error:  # pruned meanwhile, perhaps
+    except FileNotFoundError as error:  # it may have been pruned meanwhile
         raise FileNotFoundError(f"tensor {shortened(ref.path)!r}: {error}") from error
     framework = wanted.framework if target is None else target.leaf.framework
     memory = None if target is None else target.memory

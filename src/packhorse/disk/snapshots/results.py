@@ -1,4 +1,4 @@
-"""What a store tells its callers: about a snapshot, about what is wrong, about what was pruned."""
+"""The results of a store's calls: about snapshots, problems, and what was pruned or changed."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class StoredTensor:
     """A tensor of a snapshot.
 
     Attributes:
-        path: where it stands in the state.
+        path: its path in the state.
         dtype: safetensors' name of the dtype.
         shape: the dimensions.
         nbytes: its size.
         packed_nbytes: the size of its frame, which other tensors and snapshots may share.
         n_deltas: how many deltas are decoded to restore it.
-        content_hash: names its bytes; equal tensors of all snapshots share one frame.
-        base_hash: names the bytes of the tensor that its frame is a delta against, if it is one.
+        content_hash: identifies its bytes; equal tensors of all snapshots share one frame.
+        base_hash: identifies the bytes of the base if its frame is a delta, otherwise None.
     """
 
     path: str
@@ -56,15 +56,15 @@ class SnapshotInfo:
 
     Attributes:
         name: the snapshot's name.
-        order: its place among all that were taken; larger is newer.
+        order: its place among all snapshots that were taken; larger is newer.
         time: when it was taken, in UTC.
-        metadata: what the caller gave.
+        metadata: the caller's metadata.
         nbytes: bytes of all tensors, restored.
-        stored_nbytes: by how much the store grew when it was taken, the manifest not counted.
-        needed_nbytes: bytes of all frames that restoring it reads, shared ones counted too.
-        tensors: in the order of the state.
-        notice: of one that was just taken, what should be known of new tensors that are smaller
-            than their frames; None if they hardly count.
+        stored_nbytes: how much the store grew when it was taken, without the manifest.
+        needed_nbytes: bytes of all frames that restoring it reads, including shared ones.
+        tensors: its tensors, in the order of the state.
+        notice: the text of the warning if it was just taken and new tensors that are smaller than
+            their frames cost much space; None otherwise.
     """
 
     name: str
@@ -89,15 +89,15 @@ class SnapshotSummary:
 
     Attributes:
         name: the snapshot's name.
-        order: its place among all that were taken; larger is newer.
+        order: its place among all snapshots that were taken; larger is newer.
         time: when it was taken, in UTC.
         n_tensors: how many tensors it has.
         nbytes: bytes of all tensors, restored.
-        stored_nbytes: by how much the store grew when it was taken, the manifest not counted.
+        stored_nbytes: how much the store grew when it was taken, without the manifest.
         new_nbytes: bytes of the frames of tensors that no older snapshot has.
         max_deltas: the longest chain of deltas that restoring it decodes.
-        base: the older snapshot that it has most from, equal tensors or bases of deltas; None if it
-            has nothing from any.
+        base: the older snapshot that it shares most bytes with, as equal tensors or as bases of
+            deltas; None if it shares nothing.
     """
 
     name: str
@@ -113,11 +113,11 @@ class SnapshotSummary:
 
 @dataclass(frozen=True, slots=True)
 class StoreOverview:
-    """What `SnapshotStore.overview` tells.
+    """The result of `SnapshotStore.overview`.
 
     Attributes:
-        snapshots: the oldest first.
-        damaged: manifests that cannot be read, also where a snapshot has a good one beside it.
+        snapshots: the snapshots, the oldest first.
+        damaged: manifests that cannot be read, even if the snapshot also has a good one.
     """
 
     snapshots: list[SnapshotSummary]
@@ -126,14 +126,14 @@ class StoreOverview:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """A snapshot, and what it has from older ones.
+    """A snapshot, and what it shares with older ones.
 
     Attributes:
-        info: of the snapshot.
+        info: the snapshot with its tensors.
         new_nbytes: bytes of the frames of its tensors that no older snapshot has.
-        base: the older snapshot that it has most from, equal tensors or bases of deltas; None if it
-            has nothing from any.
-        inherited: content hashes of those of its tensors that an older snapshot has, too.
+        base: the older snapshot that it shares most bytes with, as equal tensors or as bases of
+            deltas; None if it shares nothing.
+        inherited: content hashes of its tensors that an older snapshot has too.
     """
 
     info: SnapshotInfo
@@ -144,15 +144,15 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotProblem:
-    """Something that `SnapshotStore.verify` found.
+    """A problem that `SnapshotStore.verify` found.
 
     Attributes:
-        snapshot: name of a snapshot that is not good; a shared frame can harm others too. If it is
-            another manifest of the snapshot that is bad, the snapshot itself may be good.
-        tensor: path of the first tensor that cannot be restored; None if the manifest or a pack
-            as a whole is bad.
-        file: what is damaged.
-        message: what is wrong, complete.
+        snapshot: name of the snapshot that is harmed. If the problem is an older manifest of the
+            snapshot, the snapshot itself may be good.
+        tensor: path of the tensor that cannot be restored; None if a manifest or a whole pack is
+            bad.
+        file: the damaged file.
+        message: the complete description.
     """
 
     snapshot: str
@@ -166,9 +166,9 @@ class PruneResult:
     """What `SnapshotStore.prune` did.
 
     Attributes:
-        removed: names of the snapshots that are gone.
-        rewritten: names of those that have a new manifest, because frames had to move.
-        freed_nbytes: bytes of the packs that were removed, less those that were written.
+        removed: names of the snapshots that were removed.
+        rewritten: names of the snapshots that got a new manifest, because frames had to move.
+        freed_nbytes: bytes of the packs that were removed, minus those that were written.
     """
 
     removed: tuple[str, ...]
@@ -182,8 +182,8 @@ class RestoredFile:
 
     Attributes:
         output: the file.
-        n_tensors: how many it holds.
-        nbytes: bytes of them, restored.
+        n_tensors: how many tensors it holds.
+        nbytes: bytes of the tensors, restored.
         file_nbytes: the size of the file.
     """
 
@@ -194,7 +194,7 @@ class RestoredFile:
 
 
 class Change(StrEnum):
-    """What became of a tensor from one snapshot to another."""
+    """What happened to a tensor from one snapshot to another."""
 
     EQUAL = "equal"
     CHANGED = "changed"  # the same dtype and shape, other values
@@ -208,16 +208,18 @@ class TensorDiff:
     """A tensor in two snapshots.
 
     Attributes:
-        path: where it stands in the states.
-        change: what became of it.
-        dtype: safetensors' name, in the second snapshot, or in the first if it was removed.
-        shape: the dimensions, likewise.
-        nbytes: its size, likewise.
-        n_values: how many elements it has.
-        n_changed: how many of them have other bits; None if that cannot be compared.
-        max_change: the largest absolute difference of changed values, of those that are finite;
-            None if there is none, or if nobody knows the numbers of that dtype.
-        mean_change: the mean of the same differences.
+        path: its path in the states.
+        change: what happened to it.
+        dtype: safetensors' name of its dtype in the second snapshot, or in the first if it was
+            removed.
+        shape: the dimensions there.
+        nbytes: its size there.
+        n_values: how many elements it has there.
+        n_changed: how many elements differ in their bits; None if the two cannot be compared.
+        max_change: the largest finite absolute difference; None if there is none, or if NumPy
+            cannot compute with the dtype.
+        mean_change: the mean of the finite absolute differences of changed elements; None as for
+            `max_change`.
     """
 
     path: str
@@ -232,7 +234,7 @@ class TensorDiff:
 
 
 def describe(manifest: Manifest, notice: str | None = None) -> SnapshotInfo:
-    """What a manifest says, for callers; and what there is to say of its tensors."""
+    """The information about a snapshot, from its manifest and the notice of a take."""
     tensors = tuple(
         StoredTensor(
             tensor.path,

@@ -1,8 +1,8 @@
 """The one writer of a store: what it does under the lock, and in which order.
 
-A pack is written before the manifest that names it; a manifest is removed, for good, before a pack
-that only it named. So whenever the work ends, every manifest finds its packs, and what is left over
-is named by none: the next writer removes it.
+A pack is written before the manifest that names it. A manifest is removed, and the removal flushed,
+before the packs that only it named. So every manifest finds its packs at any moment, even if the
+work is interrupted. Leftover packs are named by no manifest, and the next writer removes them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Session", "Writer"]
 
 
 class Writer:
-    """Makes sessions, one at a time."""
+    """Opens sessions, one at a time."""
 
     def __init__(self, storage: Storage, catalog: Catalog) -> None:
         self._storage = storage
@@ -42,18 +42,19 @@ class Writer:
         self._is_clean = False
 
     def let_go(self) -> None:
-        """Keep nothing of the store in memory."""
+        """Release the memory that caches the store."""
         self._index.let_go()
 
     @contextmanager
     def session(self) -> Iterator[Session]:
-        """The right to write, until the block ends.
+        """Hold the lock until the block ends.
 
         Raises:
-            BlockingIOError: another writer has it.
-            CorruptionError, CompatibilityError, ValueError: there is no store that can be written.
+            BlockingIOError: another writer holds the lock.
+            CorruptionError, CompatibilityError, ValueError: the store is damaged or too new, or the
+                folder is not a store.
         """
-        self._catalog.is_there()  # before a lock is put into a folder that is none
+        self._catalog.is_there()  # raises before a lock is put into a folder that is not a store
         lock = open_lock(self._storage)
         lock.acquire()
         try:
@@ -66,9 +67,9 @@ class Writer:
                 with session.frames:
                     yield session
             except FileNotFoundError:
-                lock.check()  # another writer may have removed what this one worked on
+                lock.check()  # if the lock was lost, another writer may have removed the file
                 raise
-            with suppress(Exception):  # what is committed is committed, and the next saves
+            with suppress(Exception):  # the work is committed; the next session saves the index
                 self._index.save()
             self._is_clean = True
         finally:
@@ -76,12 +77,12 @@ class Writer:
 
 
 class Session:
-    """A writer at work.
+    """The work of a writer while it holds the lock.
 
     Attributes:
-        listing: the manifests that there are.
-        index: what they name.
-        frames: the store's frames.
+        listing: the manifests in the store.
+        index: what the manifests name.
+        frames: the frames of the store.
     """
 
     def __init__(self, storage: Storage, catalog: Catalog, index: Index, lock: WriterLock) -> None:
@@ -97,17 +98,17 @@ class Session:
 
     @property
     def finder(self) -> Finder:
-        """Finds frames of tensors that are there."""
+        """Finds tensors that the store has already."""
         if self._finder is None:
             self._finder = Finder(self.catalog, self.index, self.listing, self.newest())
         return self._finder
 
     def next_order(self) -> int:
-        """The number of a new snapshot: above those of all manifests that can be read, and no
-        other's.
+        """The number of a new snapshot: above those of all manifests that can be read, and one that
+        no manifest has.
 
         Raises:
-            ValueError: there is none.
+            ValueError: no number is left.
         """
         files = self.files()
         good = [file for file in files if file.path not in self.index.damaged]
@@ -119,8 +120,8 @@ class Session:
         if order > MAX_ORDER:
             name = None if newest is None else newest.snapshot
             raise ValueError(
-                f"{self.storage.label()}: no number is left for a newer snapshot than {name!r}, "
-                f"which has {order - 1}: delete that one first"
+                f"{self.storage.label()}: no number is left for a snapshot newer than {name!r}, "
+                f"which has {order - 1}; delete that snapshot first"
             )
         return order
 
@@ -138,7 +139,7 @@ class Session:
         return None
 
     def commit(self, manifest: Manifest) -> None:
-        """Make a snapshot that there is from now on, and remove its older manifests.
+        """Write a manifest, with which its snapshot exists, and remove the older ones.
 
         Raises:
             BlockingIOError: the lock was lost; nothing was committed.
@@ -149,8 +150,8 @@ class Session:
         try:
             self._lock.check()
         except BaseException:
-            # Another writer may have come before it could see the manifest, and have taken the
-            # packs that it names for leftovers.
+            # Another writer may have begun before it could see the manifest, and taken the packs
+            # that it names for leftovers.
             self.storage.remove(manifest.file.path)
             raise
         self.catalog.keep(manifest)
@@ -180,9 +181,9 @@ class Session:
         self.index.forget(file.path for file in files)
 
     def clean(self) -> None:
-        """Remove what writers left that were killed, and what no snapshot needs.
+        """Remove what killed writers left behind, and packs that no snapshot needs.
 
-        While a manifest is damaged nobody knows which packs it needs, so none is removed then.
+        While a manifest is damaged, nobody knows which packs it needs, so no pack is removed.
         """
         pairs = [path.split("/") for path in self._found]
         folders = {f"{SNAPSHOTS}/{name}" for name, file in pairs if is_temporary(file)}
@@ -206,7 +207,7 @@ class Session:
         """Remove packs that no manifest needs.
 
         Returns:
-            How many bytes they had.
+            How many bytes the packs had.
 
         Raises:
             BlockingIOError: the lock was lost; nothing was removed.
@@ -219,10 +220,10 @@ class Session:
             if file.endswith(FILE_SUFFIX) and is_pack(file.removesuffix(FILE_SUFFIX))
         }
         unneeded = sizes.keys() - self.index.packs()
-        if unneeded:  # by the catalogue; now by the manifests themselves
+        if unneeded:  # according to the catalogue; the manifests themselves decide
             unneeded -= self.index.confirm(self.files())
         if unneeded:
-            self._lock.check()  # so none of those that were listed is another writer's
+            self._lock.check()  # so no listed pack is another writer's
         if self.index.damaged:
             return 0
         self.frames.delete(sorted(unneeded))

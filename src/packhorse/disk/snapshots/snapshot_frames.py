@@ -1,4 +1,4 @@
-"""The packs of a snapshot store (docs/snapshots.md): how they are laid out, and finding frames."""
+"""The packs of a snapshot store (docs/snapshots.md): their layout, and finding frames in them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from packhorse.storage.interface import Storage
 
 __all__ = ["SnapshotFrames"]
 
-_ROW_NBYTES = 92  # of the header for each frame, at most, without its three numbers: see `_room`
+_ROW_NBYTES = 92  # the most bytes of a header's entry without its three numbers: see `_room`
 
 
 class SnapshotFrames(PackStore):
@@ -24,14 +24,14 @@ class SnapshotFrames(PackStore):
     def __init__(self, storage: Storage, finder: Callable[[], Finder] | None = None) -> None:
         """
         Args:
-            storage: of the store.
-            finder: gives what finds frames by content; None for a reader, which need not find any.
+            storage: the storage of the store.
+            finder: returns a `Finder`; None for a reader, which does not look for contents.
         """
         super().__init__(storage, _LAYOUT)
         self._finder = finder
 
     def find(self, contents: Sequence[Content]) -> dict[Content, FrameRef]:
-        """Frames of these contents that some snapshot has, and that can be read."""
+        """Frames of these contents that a snapshot has and that can be read."""
         if self._finder is None:
             return {}
         finder, found = self._finder(), {}
@@ -48,14 +48,17 @@ class SnapshotFrames(PackStore):
         """Check that a pack is a safetensors file that has these frames.
 
         Raises:
-            CorruptionError: it is not.
+            CorruptionError: the pack is not such a file.
             FileNotFoundError: there is no such pack.
         """
         label = self.label(pack)
         whole = self.file(pack)
         length = int.from_bytes(whole.region(0, LENGTH_NBYTES), "little")
         if length > MAX_FILE_HEADER_NBYTES:
-            raise CorruptionError(f"{label}: a header of {length} bytes is declared")
+            raise CorruptionError(
+                f"{label}: declares a header of {length} bytes; at most {MAX_FILE_HEADER_NBYTES} "
+                "are allowed"
+            )
         text = bytes(whole.region(LENGTH_NBYTES, length))
         rest = whole.nbytes - LENGTH_NBYTES - length
         header = parse_header(text, data_nbytes=rest, label=label)
@@ -71,11 +74,13 @@ class SnapshotFrames(PackStore):
 
 
 def _room(names: Sequence[str], nbytes: int) -> int:
-    """The longest header of a pack: for each frame at most 44 bytes of name, three numbers, and 48
+    """The most bytes of a pack's header: for each frame 44 bytes of name, three numbers, and 48
     bytes around them."""
     room = 2 + len(names) * (_ROW_NBYTES + 3 * len(str(nbytes)))
     if room > MAX_FILE_HEADER_NBYTES:
-        raise ValueError(f"{len(names)} tensors are too many for one pack")
+        raise ValueError(
+            f"{len(names)} tensors are too many for one pack; join small tensors into larger ones"
+        )
     return room
 
 

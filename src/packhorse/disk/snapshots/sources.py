@@ -1,7 +1,7 @@
-"""Safetensors files as a state: what `SnapshotStore.take_files` takes.
+"""Reads safetensors files as a state, for `SnapshotStore.take_files`.
 
-The tensors of all files make one dict by their names. Plain files are mapped, tensor by tensor;
-packed ones are decoded, a batch at a time. No framework is needed, so any dtype will do.
+The state is one dict of the tensors of all files, by name. Plain files are mapped, tensor by
+tensor; packed files are decoded, a batch at a time. No framework is needed, so any dtype works.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class FileState:
     """The state that some files hold.
 
     Attributes:
-        state: their tensors, by name.
-        metadata: what all files say in `__metadata__`; the first that has a key counts.
+        state: the tensors of the files, by name.
+        metadata: the `__metadata__` of all files. If several files have a key, the first one's
+            value is used.
     """
 
     state: State
@@ -40,16 +41,16 @@ class FileState:
 
 
 def model_files(source: str | os.PathLike[str]) -> list[Path]:
-    """The safetensors files of a source: itself, or those directly in a folder, by name.
+    """The safetensors files of a source: the file itself, or those directly in a folder, by name.
 
     Args:
         source: a file or a folder.
 
     Returns:
-        Their paths; none is opened.
+        The paths of the files, which are not opened.
 
     Raises:
-        ValueError: it is a pickle, or a folder without safetensors files.
+        ValueError: the source is a pickle, or a folder without safetensors files.
 
     Example:
         >>> from packhorse.disk import model_files
@@ -64,7 +65,9 @@ def model_files(source: str | os.PathLike[str]) -> list[Path]:
     models = [file for file in files if file.name.endswith(PLAIN_SUFFIX)]
     if not models:
         _refuse_pickles(files)
-        raise ValueError(f"{path}: no {PLAIN_SUFFIX} file in this folder; name one that has some")
+        raise ValueError(
+            f"{path}: no {PLAIN_SUFFIX} file in this folder; name a folder that has some"
+        )
     return models
 
 
@@ -76,16 +79,16 @@ def _refuse_pickles(files: Iterable[Path]) -> None:
 
 @contextmanager
 def open_sources(files: Sequence[Path], threads: int) -> Iterator[FileState]:
-    """Open files for the time of the block.
+    """Open files until the block ends.
 
     Args:
         files: plain or packed safetensors files.
-        threads: how many to use for decoding.
+        threads: how many threads to use for decoding.
 
     Raises:
-        ValueError: two of them have a tensor of the same name.
-        CorruptionError, CompatibilityError: one is not what it should be.
-        OSError: one cannot be read; `State.check` raises one if any was changed meanwhile.
+        ValueError: two files have a tensor of the same name.
+        CorruptionError, CompatibilityError: a file is damaged, or too new.
+        OSError: a file cannot be read. `State.check` raises it if a file was changed meanwhile.
     """
     with ExitStack() as stack:
         opened = [ModelFile(stack.enter_context(open_source(path))) for path in files]
@@ -116,7 +119,7 @@ def _refuse_same_names(places: Sequence[tuple[ModelFile, TensorEntry]]) -> None:
     for file, entry in places:
         if entry.name in owners:
             raise ValueError(
-                f"{file.path}: the tensor {shortened(entry.name)!r} is in {owners[entry.name]} "
-                "too; take files of one model, each once"
+                f"{file.path}: the tensor {shortened(entry.name)!r} is also in "
+                f"{owners[entry.name]}; take the files of one model, each once"
             )
         owners[entry.name] = file.path

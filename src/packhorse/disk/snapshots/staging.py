@@ -1,8 +1,8 @@
-"""Copies of tensors on their way from the thread that trains to the thread that packs.
+"""Hands copies of tensors from the thread that trains to the thread that packs.
 
-The memory is bounded: when so much is waiting, the caller's thread waits too. It is kept from one
-snapshot to the next, which has tensors of the same sizes, because fresh memory costs more than the
-copy.
+The copies take a bounded amount of memory; the thread that trains waits for room. The memory is
+kept for the next snapshot, whose tensors have the same sizes, because fresh memory costs more than
+the copy.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ __all__ = ["Staging"]
 
 
 class Staging:
-    """A queue of copies, of bounded size, between two threads."""
+    """A queue of copies between two threads, with a bounded size."""
 
     def __init__(self, max_nbytes: int | None) -> None:
         """Args:
-        max_nbytes: of all copies together, or of one group if that is larger; None for no bound.
+        max_nbytes: the most bytes of all copies together, unless one group alone is larger; None
+            for no bound.
         """
         self.max_nbytes = max_nbytes
         self._changed = threading.Condition()
@@ -37,12 +38,13 @@ class Staging:
         self._is_given_up = False
 
     def begin(self, group_nbytes: int, state_nbytes: int) -> None:
-        """Forget what is left of a snapshot before, but for its memory.
+        """Begin a snapshot: drop the copies of the previous one, and keep their memory.
 
         Args:
-            group_nbytes: of the largest group of tensors that are packed together, for which there
-                is room in any case.
-            state_nbytes: of all tensors; no more memory is kept, used and spare together.
+            group_nbytes: bytes of the largest group of tensors that are packed together. There is
+                always room for it.
+            state_nbytes: bytes of all tensors. Without a bound, used and spare memory together stay
+                below this.
         """
         with self._changed:
             self._group_nbytes = group_nbytes
@@ -54,7 +56,7 @@ class Staging:
             self._is_given_up = False
 
     def put(self, data: ByteArray) -> None:
-        """Copy a tensor's bytes, once there is room; the thread that trains calls it."""
+        """Copy a tensor's bytes once there is room. The thread that trains calls this."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_given_up or self._has_room(data.size))
             if self._is_given_up:
@@ -66,13 +68,13 @@ class Staging:
             self._changed.notify_all()
 
     def fail(self, failure: BaseException) -> None:
-        """No more will come; the other thread is told why."""
+        """Say that no more copies will come, and why. The other thread then raises the reason."""
         with self._changed:
             self._failure = failure
             self._changed.notify_all()
 
     def get(self) -> ByteArray:
-        """The next copy; the thread that packs calls it. It stays good until `release`."""
+        """The next copy, which is valid until `release`. The thread that packs calls this."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._ready) or self._failure is not None)
             if not self._ready:
@@ -82,20 +84,20 @@ class Staging:
             return memory
 
     def release(self) -> None:
-        """All that was got so far may be written over."""
+        """Let the memory of all copies that `get` returned be used again."""
         with self._changed:
             self._keep(self._taken)
             self._taken.clear()
             self._changed.notify_all()
 
     def give_up(self) -> None:
-        """The thread that packs has failed: nobody waits for room any more."""
+        """Stop waiting for room, because the thread that packs has failed."""
         with self._changed:
             self._is_given_up = True
             self._changed.notify_all()
 
     def drop(self) -> None:
-        """Let the memory go."""
+        """Release the spare memory."""
         with self._changed:
             self._spare.clear()
             self._spare_nbytes = 0

@@ -1,4 +1,4 @@
-"""`SnapshotStore`: training states as snapshots, each a small increment (docs/snapshots.md)."""
+"""`SnapshotStore` keeps training states as snapshots, small increments (docs/snapshots.md)."""
 
 from __future__ import annotations
 
@@ -54,12 +54,13 @@ class SnapshotStore:
 
     A snapshot is a name and a state: nested dicts, lists and tuples of PyTorch tensors, NumPy
     arrays, strings, numbers, booleans and None, as `state_dict()` of models and optimizers gives.
-    A tensor that the store has already costs nothing; one that changed is stored as its difference
-    from the snapshot before where that is smaller.
+    A tensor that the store has already costs nothing. A tensor that changed is stored as its
+    difference from the snapshot before, if that is smaller.
 
-    One writer at a time, any number of readers, who need no lock. Whatever ends a writer, every
-    snapshot that was reported as taken can be restored bit for bit. Threads may share a store; what
-    they write goes in one after the other. Pickled, a store is its place and its options.
+    There is one writer at a time, and any number of readers, which need no lock. Even if a writer
+    is killed, every snapshot that was reported as taken can be restored bit for bit. Threads may
+    share a store; their snapshots are written one after the other. A pickled store holds only its
+    place and its options.
 
     Example:
         >>> import numpy as np
@@ -85,18 +86,19 @@ class SnapshotStore:
         cache_nbytes: int = 0,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Nothing is read or written yet; the first `take` makes the store.
+        """Open a store. Nothing is read or written yet; the first `take` creates the store.
 
         Args:
             url: a path, or a URL such as "s3://bucket/run" (needs the extra `remote`).
             level: "fast", "default" or "max".
-            threads: how many to use; None for the cores available, at most 8.
-            max_chain: after so many deltas on one another comes a full frame; at most 63.
-            staging_nbytes: how much memory the copies of `take_async` may take; None for as much
-                as the state.
-            cache_nbytes: how much memory may keep the tensors of the newest snapshot, so that the
-                next `take` of this object need not decode them to make deltas.
-            storage_options: for the file system of fsspec.
+            threads: how many threads to use; None for the cores available, at most 8.
+            max_chain: how many deltas may build on one another before a tensor is stored in full;
+                at most 63.
+            staging_nbytes: how many bytes the copies of `take_async` may take; None for as many as
+                the state.
+            cache_nbytes: how many bytes of the newest snapshot's tensors are kept in memory, so
+                that the next `take` of this object need not decode them to make deltas.
+            storage_options: options for fsspec's file system.
 
         Raises:
             ValueError, TypeError: an option is wrong.
@@ -124,10 +126,10 @@ class SnapshotStore:
         self._begin()
 
     def _begin(self) -> None:
-        """With nothing in the background: at first, and in a process that was forked."""
+        """Begin with nothing in the background: in a new store, and in a forked process."""
         self._pid = os.getpid()
         self._staging = Staging(self._staging_nbytes)
-        self._lock = threading.RLock()  # of this object; the store has its own
+        self._lock = threading.RLock()  # guards this object; the store has its own lock
         self._pool: ThreadPoolExecutor | None = None
         self._pending: Pending | None = None
 
@@ -144,27 +146,27 @@ class SnapshotStore:
         """Write a snapshot; when this returns, it is on the disk.
 
         Args:
-            name: any text; the name of a folder in the store, so not too long.
-            state: what to keep; only read, and never copied as a whole.
+            name: any text. It becomes the name of a folder, so it must not be too long.
+            state: the state to keep. It is only read, and never copied as a whole.
             base: "auto" stores tensors as differences from those at the same path in the newest
-                snapshot, where that pays; the name of another snapshot takes that one; None stores
-                them in full.
-            metadata: JSON values to keep with it.
-            replace: a snapshot of this name may be replaced, in one step.
+                snapshot, where that is smaller; the name of another snapshot uses that one; None
+                stores all tensors in full.
+            metadata: JSON values to keep with the snapshot.
+            replace: whether a snapshot of this name may be replaced, in one step.
             progress: called with the logical bytes done since the last call.
 
         Returns:
-            What was written. A `RuntimeWarning` tells of new tensors that are smaller than their
-            frames, where those count; made an error, it leaves nothing taken.
+            What was written. A `RuntimeWarning` is issued if new tensors that are smaller than
+            their frames cost much space. If the warning is turned into an error, nothing is taken.
 
         Raises:
             FileExistsError: there is a snapshot of this name, and `replace` is False.
-            BlockingIOError: another process or store is writing; the message says which.
+            BlockingIOError: another process or store is writing; the message names it.
             TypeError: something in the state cannot be kept; the message gives its path.
             ValueError: a bad name, base or metadata.
-            CorruptionError, CompatibilityError: the store, or the base that was asked for, is
-                damaged or of a newer version.
-            OSError: the file system refuses; nothing was taken.
+            CorruptionError, CompatibilityError: the store, or a base that was named, is damaged or
+                has a newer version.
+            OSError: the file system failed; nothing was taken.
         """
         with self._writing():
             quote_name(name)
@@ -182,13 +184,13 @@ class SnapshotStore:
         replace: bool = False,
         progress: Progress | None = None,
     ) -> SnapshotInfo:
-        """`take` of safetensors files: their tensors, by name, are one dict.
+        """Write a snapshot of safetensors files, whose tensors become one dict by name.
 
         Args:
-            name: as for `take`, and so are all others.
-            sources: plain or packed files, or folders of them (shards); subfolders are left out.
+            name: as for `take`.
+            sources: plain or packed files, or folders of them (shards). Subfolders are ignored.
             base: as for `take`.
-            metadata: as for `take`, beside that of the files.
+            metadata: as for `take`. It is added to the metadata of the files.
             replace: as for `take`.
             progress: as for `take`.
 
@@ -196,9 +198,10 @@ class SnapshotStore:
             What was written.
 
         Raises:
-            ValueError: a pickle, a folder without safetensors files, or a tensor in two of them.
-            CorruptionError, CompatibilityError: a file is not what it should be.
-            Exception: as `take`.
+            ValueError: a source is a pickle, or a folder without safetensors files, or two files
+                have a tensor of the same name.
+            CorruptionError, CompatibilityError: a file is damaged, or too new.
+            Exception: as for `take`.
         """
         with self._writing():
             quote_name(name)
@@ -217,25 +220,26 @@ class SnapshotStore:
         metadata: Mapping[str, Any] | None = None,
         replace: bool = False,
     ) -> Future[SnapshotInfo]:
-        """Copy a state and write it in the background: the state may change when this returns.
+        """Copy a state, and write the copy in the background. The state may change when this
+        returns.
 
-        One snapshot is written at a time: the call waits for the one before. An error is raised by
-        the future; one that nobody has asked it for is raised by the next call of the store. If the
-        program ends before that, it ends with a warning and, under glibc, with exit code 1.
+        One snapshot is written at a time, so the call waits for the previous one. The future raises
+        any error. If nobody asks the future, the next call of the store raises the error. If the
+        program ends before that, it ends with a warning and, with glibc, with exit code 1.
 
         Args:
-            name: as for `take`, and so are all others.
-            state: what to keep.
+            name: as for `take`.
+            state: the state to keep.
             base: as for `take`.
             metadata: as for `take`.
             replace: as for `take`.
 
         Returns:
-            The snapshot, when it is on the disk.
+            A future, which gives the snapshot once it is on the disk.
 
         Raises:
-            TypeError, ValueError: as `take`.
-            Exception: what the snapshot before failed with, unless its future was asked.
+            TypeError, ValueError: as for `take`.
+            Exception: the error of the previous snapshot, unless its future was asked.
         """
         with self._writing():
             quote_name(name)
@@ -260,7 +264,7 @@ class SnapshotStore:
             except BaseException as error:
                 staging.fail(error)
                 if self._pending is not None:
-                    self._pending.wait()  # should this be interrupted too, the next call waits
+                    self._pending.wait()  # if this is interrupted too, the next call waits
                     self._pending.forget()
                     self._pending = None
                 raise
@@ -287,30 +291,31 @@ class SnapshotStore:
         max_nbytes: int | None = None,
         progress: Progress | None = None,
     ) -> Any:
-        """The state of a snapshot, bit for bit.
+        """Restore the state of a snapshot, bit for bit.
 
         Args:
-            name: of the snapshot.
-            framework: of the tensors: "np" (or "numpy") or "pt" (or "torch", "pytorch"), in host
-                memory.
+            name: the name of the snapshot.
+            framework: the framework of the tensors, which are in host memory: "np" (or "numpy"), or
+                "pt" (or "torch", "pytorch").
             keys: which parts to restore: a path such as "model" or "optimizer.state[3]", which
-                stands for all below it, or several; or a predicate on the path of each tensor and
-                value. Dicts then have only those, and other members of lists are None.
-            into: a state whose tensors are written in place, on whatever device and with whatever
-                strides they are; each must be in the snapshot with the same dtype and shape. They
-                stand in the result, and new tensors where `into` has none. After an error their
-                content is undefined.
-            max_nbytes: refuse tensors of more bytes together, before any is decoded.
+                selects everything below it, or several paths, or a predicate on the path of each
+                tensor and value. Dicts then have only the selected parts, and the other members of
+                lists are None.
+            into: a state whose tensors are written in place, on any device and with any strides.
+                Each must be in the snapshot with the same dtype and shape. The result holds these
+                tensors, and new ones where `into` has none. After an error their content is
+                undefined.
+            max_nbytes: refuse to restore tensors of more bytes together; None for no limit.
             progress: called with the logical bytes done since the last call, from several threads.
 
         Returns:
-            The state. Subclasses of containers come back as the plain ones.
+            The state. Subclasses of containers come back as the plain type.
 
         Raises:
-            ValueError: no such snapshot, a key that stands for nothing, or a tensor of `into` that
-                does not fit.
-            CorruptionError, CompatibilityError: what is needed is damaged or too new; the message
-                names snapshot, tensor and file.
+            ValueError: there is no such snapshot, a key selects nothing, or a tensor of `into` does
+                not fit.
+            CorruptionError, CompatibilityError: something that is needed is damaged or too new; the
+                message names snapshot, tensor and file. Or the tensors exceed `max_nbytes`.
             MissingBackendError: the framework is not installed.
         """
         self._glance()
@@ -329,14 +334,15 @@ class SnapshotStore:
         max_nbytes: int | None = None,
         progress: Progress | None = None,
     ) -> RestoredFile:
-        """Write a snapshot, or parts of it, as a safetensors file: tensors under their paths, all
-        else as metadata (docs/snapshots.md). It is there whole or not at all.
+        """Write a snapshot, or parts of it, as a safetensors file (docs/snapshots.md). Tensors are
+        stored under their paths, and everything else becomes metadata. The file is written whole or
+        not at all.
 
         Args:
-            name: of the snapshot.
-            output: the file; packed, if its name ends in `.ph.safetensors`.
+            name: the name of the snapshot.
+            output: the file, which is packed if its name ends in `.ph.safetensors`.
             keys: as for `restore`.
-            force: an existing file may be replaced.
+            force: whether an existing file may be replaced.
             max_nbytes: as for `restore`.
             progress: as for `restore`.
 
@@ -344,9 +350,10 @@ class SnapshotStore:
             What was written.
 
         Raises:
-            ValueError: no such snapshot, a key that stands for nothing, or what no file can hold.
-            CorruptionError, CompatibilityError: as `restore`.
-            OSError: the system refuses; FileExistsError if `output` exists and `force` is False.
+            ValueError: there is no such snapshot, a key selects nothing, or a file cannot hold the
+                snapshot.
+            CorruptionError, CompatibilityError: as for `restore`.
+            OSError: the system failed; FileExistsError if `output` exists and `force` is False.
         """
         self._glance()
         options = self._options
@@ -354,35 +361,35 @@ class SnapshotStore:
         return export_snapshot(self._storage, self._catalog, name, Path(output), wanted)
 
     def diff(self, old: str, new: str, *, progress: Progress | None = None) -> list[TensorDiff]:
-        """What became of each tensor from one snapshot to another.
+        """Compare two snapshots, tensor by tensor.
 
         Args:
-            old: name of a snapshot.
-            new: name of another.
+            old: the name of a snapshot.
+            new: the name of another snapshot.
             progress: called with the logical bytes done since the last call, from several threads.
 
         Returns:
-            The tensors of `new` in its order, then those that it does not have.
+            The tensors of `new` in its order, then those that only `old` has.
 
         Raises:
             ValueError: there is no such snapshot.
-            CorruptionError, CompatibilityError: as `restore`.
+            CorruptionError, CompatibilityError: as for `restore`.
         """
         self._glance()
         names, threads = (old, new), self._options.threads
         return compare_snapshots(self._storage, self._catalog, names, threads, progress)
 
     def stored_nbytes(self) -> int:
-        """Bytes of the whole store: of all packs and manifests, and of the catalogue."""
+        """Bytes of the whole store: of all packs, of all manifests and of the catalogue."""
         self._glance()
         return self._catalog.stored_nbytes()
 
     def exists(self) -> bool:
-        """Whether there is a store; False for nothing and for an empty folder.
+        """Whether there is a store; False if there is no folder, or if it is empty.
 
         Raises:
-            CorruptionError, CompatibilityError: it is damaged or of a newer version.
-            ValueError: the folder is something else.
+            CorruptionError, CompatibilityError: the store is damaged, or of a newer version.
+            ValueError: the folder has files, but is not a store.
         """
         self._glance()
         return self._catalog.is_there()
@@ -391,19 +398,19 @@ class SnapshotStore:
         """The names of all snapshots, the oldest first; none if there is no store yet.
 
         Raises:
-            CorruptionError, CompatibilityError, ValueError: as `exists`.
+            CorruptionError, CompatibilityError, ValueError: as for `exists`.
         """
         self._glance()
         return list(self._catalog.listing())
 
     def info(self, name: str) -> SnapshotInfo:
-        """What a snapshot holds; only its manifest is read.
+        """What a snapshot holds. Only its manifest is read.
 
         Args:
-            name: of the snapshot.
+            name: the name of the snapshot.
 
         Returns:
-            Its tensors, what they cost, and what was kept with it.
+            Its tensors, what they cost, and its metadata.
 
         Raises:
             ValueError: there is no such snapshot.
@@ -416,22 +423,22 @@ class SnapshotStore:
         """All snapshots without their tensors; none if there is no store yet.
 
         Raises:
-            CorruptionError, CompatibilityError, ValueError: as `exists`.
+            CorruptionError, CompatibilityError, ValueError: as for `exists`.
         """
         self._glance()
         return look_over(self._storage, self._catalog)
 
     def lineage(self, name: str) -> Lineage:
-        """What a snapshot holds, and what of it older ones have.
+        """What a snapshot holds, and what it shares with older ones.
 
         Args:
-            name: of the snapshot.
+            name: the name of the snapshot.
 
         Returns:
-            Each tensor, with the snapshots that it builds on.
+            Its tensors, which of them an older snapshot has, and the snapshot that it builds on.
 
         Raises:
-            ValueError, CorruptionError, CompatibilityError: as `info`.
+            ValueError, CorruptionError, CompatibilityError: as for `info`.
         """
         self._glance()
         return trace(self._storage, self._catalog, name)
@@ -439,30 +446,31 @@ class SnapshotStore:
     def verify(
         self, name: str | None = None, *, progress: Progress | None = None
     ) -> list[SnapshotProblem]:
-        """Decode everything, compare all checksums and hashes, and go on after what is bad.
+        """Decode everything, and compare all checksums and hashes. A problem does not end the
+        check.
 
         Args:
-            name: of a snapshot; None for all.
+            name: the name of a snapshot; None for all.
             progress: called with the logical bytes done since the last call.
 
         Returns:
-            All that is wrong; nothing if all is good.
+            All problems; none if everything is good.
 
         Raises:
             ValueError: there is no such snapshot.
-            OSError, MemoryError: the system refuses to read it.
+            OSError, MemoryError: the system failed to read the store.
         """
         self._glance()
         return verify_snapshots(self._storage, name, self._options.threads, progress)
 
     def delete(self, name: str) -> int:
-        """Remove a snapshot. What others need of it stays: `prune` moves that.
+        """Remove a snapshot. Packs that others need stay; `prune` moves frames to free them, too.
 
         Args:
-            name: of the snapshot; a damaged one can be removed too.
+            name: the name of the snapshot, which may be damaged.
 
         Returns:
-            How many bytes became free.
+            How many bytes were freed.
 
         Raises:
             ValueError: there is no such snapshot.
@@ -478,24 +486,24 @@ class SnapshotStore:
     def prune(
         self, *, keep: Keep | None = None, remove: Iterable[str] | None = None
     ) -> PruneResult:
-        """Remove all snapshots but some, and free what only the removed ones needed.
+        """Remove some snapshots, and free what only they needed.
 
-        Kept snapshots that need frames of removed ones are written anew, first; so this takes room
-        until it is done.
+        Frames of removed snapshots that kept ones need are first written to new packs, so this
+        takes extra room until it is done.
 
         Args:
-            keep: how many of the newest; or their names; or a predicate that gets the
-                `SnapshotInfo` of each.
-            remove: the names of those that go, in place of `keep`; all others stay, also one that
-                another process takes meanwhile. Those that are gone already are no mistake.
+            keep: the snapshots to keep: how many of the newest, or their names, or a predicate
+                that gets the `SnapshotInfo` of each.
+            remove: instead of `keep`, the names of the snapshots to remove. All others stay, even
+                one that another process takes meanwhile. Names that do not exist are ignored.
 
         Returns:
             What was done.
 
         Raises:
-            TypeError: neither or both of the two are given.
-            ValueError: `keep` names what is not there, or nothing would be left.
-            CorruptionError, CompatibilityError: a manifest is damaged: delete that snapshot first.
+            TypeError: neither `keep` nor `remove` is given, or both are.
+            ValueError: `keep` names a snapshot that does not exist, or no snapshot would be left.
+            CorruptionError, CompatibilityError: a manifest is damaged; delete its snapshot first.
             BlockingIOError: another process or store is writing.
         """
         if (keep is None) == (remove is None):
@@ -507,10 +515,10 @@ class SnapshotStore:
                 return prune_snapshots(session, keep, remove, self._options)
 
     def close(self) -> None:
-        """Wait for what is written in the background, and let its memory go.
+        """Wait for the snapshot that is written in the background, and release all memory.
 
         Raises:
-            Exception: what it failed with, unless its future was asked.
+            Exception: the error of that snapshot, unless its future was asked.
         """
         if os.getpid() != self._pid:
             self._begin()
@@ -542,7 +550,7 @@ class SnapshotStore:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """What writes begins when the snapshot before is written; other threads wait."""
+        """Begin to write: wait for the previous snapshot, and keep other threads waiting."""
         if os.getpid() != self._pid:
             self._begin()
         with self._lock:
@@ -553,12 +561,13 @@ class SnapshotStore:
         """Wait for the snapshot that is being written, and raise its error if nobody saw it."""
         pending = self._pending
         if pending is not None:
-            pending.wait()  # Ctrl-C may end this, and then it is still being written
+            pending.wait()  # after Ctrl-C here, the snapshot is still pending
             self._pending = None
             pending.raise_unseen()
 
     def _glance(self) -> None:
-        """The same for those who only read: they do not wait, nor for a thread that writes."""
+        """Begin to read: raise an error of a finished snapshot that nobody saw. A reader never
+        waits, neither for the snapshot nor for a thread that writes."""
         if os.getpid() == self._pid and self._lock.acquire(blocking=False):
             try:
                 if self._pending is not None and self._pending.is_done():
@@ -568,5 +577,5 @@ class SnapshotStore:
 
 
 def _reopen(arguments: dict[str, Any]) -> SnapshotStore:
-    """In another process, the store that was pickled: the same place and options, nothing else."""
+    """Make a store from its pickle: the same place and options, nothing else."""
     return SnapshotStore(**arguments)

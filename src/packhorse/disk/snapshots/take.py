@@ -1,4 +1,4 @@
-"""Taking a snapshot: batch after batch of tensors, of which only what is new becomes frames."""
+"""Takes a snapshot, batch by batch. Only contents that the store lacks become frames."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from packhorse.threads import batches
 
 __all__ = ["State", "Taking", "take_snapshot"]
 
-_CALLER = 4  # levels of the stack: behind `take_snapshot`, `SnapshotStore._take` and `take`
+_CALLER = 4  # levels of the stack: `take_snapshot`, `SnapshotStore._take`, `take`, and its caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,15 @@ class State:
     Attributes:
         document: the state as JSON values.
         specs: its tensors.
-        groups: their numbers in the order of packing; those of a group are taken at once.
-        casts: the master, in the same group and before it, of each tensor that is a rounded copy.
-        fetch: gives the bytes of each tensor; it is called once for each, in that order.
-        release: is called when all tensors that were fetched are packed.
-        max_nbytes: of the tensors that may be fetched before that, unless it is one group.
-        check: is called when all are packed; raises if they do not belong together.
+        groups: the numbers of the tensors in the order of packing. The tensors of a group are
+            packed together.
+        casts: for each tensor that is a rounded copy, the number of its master, which comes before
+            it in the same group.
+        fetch: returns the bytes of a tensor. It is called once for each, in the order of packing.
+        release: called when all tensors that were fetched are packed.
+        max_nbytes: the most bytes that may be fetched between two calls of `release`, unless one
+            group is larger; None for the default.
+        check: called when all tensors are packed; raises if their source has changed meanwhile.
     """
 
     document: Any
@@ -59,11 +62,11 @@ class Taking:
     """A snapshot to be taken.
 
     Attributes:
-        name: of the snapshot.
-        state: what to take.
+        name: the name of the snapshot.
+        state: the state to take.
         base: "auto", the name of the snapshot to make deltas against, or None for none.
         metadata: JSON values to keep.
-        replace: whether an older one of this name is replaced.
+        replace: whether a snapshot of this name may be replaced.
         progress: called with the logical bytes done since the last call.
     """
 
@@ -92,21 +95,21 @@ def take_snapshot(
     """Write a snapshot.
 
     Args:
-        session: the writer's.
+        session: the session of the writer.
         taking: what to take.
         options: how to pack.
 
     Returns:
-        The manifest, committed, and what should be known of tensors that grew; that is a warning,
-        too, which comes before anything is committed, as it may be made an error.
+        The committed manifest, and the text of the warning if tensors grew too much. The warning is
+        issued before anything is committed, because it may be turned into an error.
 
     Raises:
-        FileExistsError: there is a snapshot of this name, and it is not to be replaced.
+        FileExistsError: there is a snapshot of this name, and it must not be replaced.
     """
     if taking.name in session.listing and not taking.replace:
         raise FileExistsError(
-            f"{session.storage.label()}: there is a snapshot {taking.name!r} already; allow "
-            "replacing it (replace=True, --replace), or name another"
+            f"{session.storage.label()}: there is already a snapshot {taking.name!r}; allow "
+            "replacing it (replace=True, --replace), or choose another name"
         )
     state, older = taking.state, _older(session, taking.base)
     order = session.next_order()
@@ -153,7 +156,7 @@ def _older(session: Session, base: str | None) -> Manifest | None:
 
 
 def _base(bases: Mapping[str, TensorRef], spec: TensorSpec) -> FrameRef | None:
-    """The frame of the tensor that stood at the same path, if it had the same dtype and shape."""
+    """The frame of the base's tensor at the same path, if it has the same dtype and shape."""
     known = bases.get(spec.name)
     if known is None or (known.dtype, known.shape) != (spec.dtype, spec.shape):
         return None

@@ -1,7 +1,7 @@
-"""Tensors that were packed last, kept in memory as bases for the next ones.
+"""The tensors that were packed most recently, kept in memory as bases for the next ones.
 
-Without the cache a base is decoded along its whole chain. Its memory is bounded, and the memory of
-a tensor that is dropped serves for the next one of the same size.
+Without this cache, every base is decoded along its whole chain. The cache takes a bounded amount of
+memory, and reuses the memory of a dropped tensor for the next one of the same size.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["BaseCache"]
 
 
 class BaseCache:
-    """Copies of tensors by content. The oldest are dropped first. One thread may put while several
-    get."""
+    """Copies of tensors, found by content. The oldest are dropped first. One thread may call `put`
+    while several call `get`."""
 
     def __init__(self, max_nbytes: int) -> None:
         """Args:
-        max_nbytes: of all copies together; 0 keeps none.
+        max_nbytes: how many bytes all copies together may take; 0 keeps none.
         """
         self._max_nbytes = max_nbytes
         self._kept: dict[Content, ByteArray] = {}
@@ -32,8 +32,8 @@ class BaseCache:
         return self._kept.get(content)
 
     def put(self, content: Content, data: ByteArray) -> None:
-        """Keep a copy of a tensor's bytes as the newest, unless another thread has changed them, so
-        that they no longer match the content."""
+        """Keep a copy of a tensor's bytes as the newest. Bytes that another thread has changed, so
+        that they no longer match the content, are not kept."""
         known = self._kept.pop(content, None)
         if known is not None:
             self._kept[content] = known

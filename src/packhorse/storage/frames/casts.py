@@ -1,8 +1,8 @@
-"""Finding tensors that are rounded copies: the bfloat16 weights of float32 masters.
+"""Finds tensors that are rounded copies of others, such as bfloat16 weights of float32 masters.
 
-Such a copy is packed as a delta against its master and then takes next to no space. Which tensor
-is a copy of which is guessed from their first elements. The encoder then compares all elements, so
-a wrong guess costs no byte.
+A copy is packed as a delta against its master, and then takes next to no space. The first elements
+of the tensors decide which one is taken for a copy of which. The encoder then compares all
+elements, so a wrong guess costs no bytes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _SAMPLE = 64  # elements
 def find_casts(
     specs: Sequence[TensorSpec], head: Callable[[int, int], ByteArray]
 ) -> dict[int, int]:
-    """The number of the master for each tensor that seems to be a rounded copy.
+    """For each tensor that seems to be a rounded copy, the number of its master.
 
     Args:
         specs: the tensors.
-        head: gives the bytes of the first elements of a tensor, called with its number and how many
-            elements. It is called for few elements, and only for tensors whose shape occurs in both
-            widths.
+        head: returns the bytes of a tensor's first elements, given the tensor's number and how many
+            elements are wanted. It is called for few elements, and only for tensors whose shape
+            occurs in both widths.
     """
     large = [i for i, spec in enumerate(specs) if math.prod(spec.shape) >= _MIN_NUMEL]
     copies = [i for i in large if specs[i].dtype in ("BF16", "F16")]
@@ -47,13 +47,14 @@ def find_casts(
         if specs[i].shape in shapes:
             sample = head(i, _SAMPLE).view(np.uint16)
             master = masters.get((specs[i].dtype, specs[i].shape, sample.tobytes()))
-            if master is not None and (sample != sample[0]).any():  # zeros are a copy of any zeros
+            # A constant matches every tensor of the same constant, so it says nothing.
+            if master is not None and (sample != sample[0]).any():
                 casts[i] = master
     return casts
 
 
 def _rounded(values: np.ndarray[tuple[int], np.dtype[np.float32]], dtype: str) -> bytes:
-    """Numbers rounded to nearest, ties to even. NaN may become anything."""
+    """The numbers, rounded to nearest, ties to even. NaN may become anything."""
     if dtype == "F16":
         with np.errstate(all="ignore"):
             return values.astype(np.float16).tobytes()
@@ -62,8 +63,8 @@ def _rounded(values: np.ndarray[tuple[int], np.dtype[np.float32]], dtype: str) -
 
 
 def packing_order(n_tensors: int, casts: dict[int, int]) -> list[list[int]]:
-    """The numbers of tensors in the order in which they are packed: groups of a tensor and its
-    copies, which must be packed together."""
+    """The numbers of the tensors in the order in which they are packed. Each group is a tensor and
+    its copies, which must be packed together."""
     copies: dict[int, list[int]] = {}
     for i, j in casts.items():
         copies.setdefault(j, []).append(i)

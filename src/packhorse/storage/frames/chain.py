@@ -1,4 +1,4 @@
-"""From the frames of a chain of deltas back to the tensor."""
+"""Decodes a chain of deltas back to the tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Chain"]
 
 
 class Chain:
-    """The frames that restore a tensor: its own, the base of that, and so on to a full frame."""
+    """The frames that restore a tensor: its own, its base, and so on down to a full frame."""
 
     def __init__(
         self, ref: FrameRef, frames: Sequence[Frame], labels: Sequence[str], name: str | None
@@ -25,10 +25,9 @@ class Chain:
         """
         Args:
             ref: the tensor's own frame.
-            frames: it and those that it needs, in the order of `ref.chain`, each checked against
-                its link.
-            labels: what messages call the pack of each.
-            name: of the tensor, for messages.
+            frames: the frames in the order of `ref.chain`, each checked against its link.
+            labels: what messages call the pack of each frame.
+            name: the name of the tensor, for messages.
         """
         self._links = ref.chain
         self._frames = frames
@@ -37,10 +36,10 @@ class Chain:
 
     def verify(self, threads: int, scratch: Scratch) -> None:
         """Decode the tensor, and compare all checksums and the content hash of each frame. A full
-        frame takes one window of memory, not as much as the tensor.
+        frame is decoded piece by piece, and does not take as much memory as the tensor.
 
         Raises:
-            CorruptionError: what is wrong.
+            CorruptionError: a checksum or a content hash does not match.
         """
         if len(self._frames) == 1:
             with blaming(self._labels[0]):
@@ -51,7 +50,7 @@ class Chain:
             self._check_hash(dst, threads)
 
     def decode(self, threads: int, scratch: Scratch) -> ByteArray:
-        """The bytes of the tensor, in memory of their own; errors as of `decode_into`."""
+        """The bytes of the tensor, in new memory. Raises what `decode_into` raises."""
         data = np.empty(self._links[0].logical_nbytes, np.uint8)
         self.decode_into(data, threads, scratch)
         return data
@@ -60,14 +59,15 @@ class Chain:
         """Decode the tensor.
 
         Args:
-            dst: memory of exactly its size. Every second frame of the chain is decoded to it, too.
-            threads: how many to use.
+            dst: memory of exactly the tensor's size. Every second frame of the chain is decoded
+                into it, too.
+            threads: how many threads to use.
             scratch: memory for the other frames.
 
         Raises:
             CorruptionError: a frame is damaged, or the tensor is not the one that `ref` names.
         """
-        # The content hash of the tensor proves the whole chain, so the bases are not hashed.
+        # The tensor's content hash proves the whole chain, so the bases are not hashed.
         try:
             self._decode_links(dst, threads, scratch, check=False)
             self._check_hash(dst, threads)
@@ -91,7 +91,7 @@ class Chain:
         if digest != wanted:
             raise CorruptionError(
                 f"{self._labels[0]}: {self._name}the content hash of the decoded bytes is "
-                f"{digest.hex()}, and the manifest says {wanted.hex()}"
+                f"{digest.hex()}, but the manifest says {wanted.hex()}"
             )
 
 
@@ -100,5 +100,5 @@ def _decode(
 ) -> None:
     try:
         frame.decompress_into(dst, threads=threads, base=base, base_hash=base_hash)
-    except BaseMismatchError as error:  # the frame below does not hold what it claims
+    except BaseMismatchError as error:  # the base frame does not hold what its header claims
         raise CorruptionError(str(error)) from error

@@ -1,17 +1,17 @@
-"""What snapshots, checkpoints and the Shelf ask of a store of frames.
+"""The interface of a frame store, which snapshots, checkpoints and the Shelf use.
 
-A store has frames and documents. Frames are found by what they decode to; documents (manifests)
-say which frames are needed, so a frame that no document needs is garbage. The order of the calls
-is the order in which their effects survive a loss of power:
+A store holds frames and documents. A frame is found by the tensor that it decodes to. A document (a
+manifest) lists the frames that it needs; a frame that no document needs is garbage. A writer makes
+these calls in this order, and a loss of power never keeps a later one without the earlier ones:
 
-1. `batch` writes frames. They are all there when its block ends without an exception.
+1. `batch` writes frames. All of them are stored once its block ends without an exception.
 2. `commit` writes the document that needs them, in one step.
 3. `delete` removes packs that no document needs any more.
 
-So every document finds its frames at any moment, and an interrupted writer leaves only garbage.
+So every document always finds its frames, and an interrupted writer leaves only garbage behind.
 
-`packs.PackStore` is the store of files, on a disk or in a bucket. Another engine (LMDB) implements
-the same calls; what `FrameRef.pack` and `FrameRef.offset` mean is the engine's own business.
+`pack_store.PackStore` keeps frames in files, on a disk or in a bucket. Another engine (such as
+LMDB) implements the same calls, and gives `FrameRef.pack` and `FrameRef.offset` its own meaning.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class NewFrame(NamedTuple):
 
     Attributes:
         data: the bytes of the frame.
-        content: what it decodes to.
+        content: the tensor that it decodes to.
         base: the stored frame that it is a delta against; None for a full frame.
-        name: of the tensor, for people who look into the store.
+        name: the name of the tensor, for people who look into the store.
     """
 
     data: memoryview
@@ -44,63 +44,65 @@ class NewFrame(NamedTuple):
 
 
 class FrameBatch(Protocol):
-    """Frames being written together."""
+    """Frames that are written together."""
 
     def put(self, frames: Sequence[NewFrame]) -> list[FrameRef]:
         """Append frames.
 
         Returns:
-            Where each one lies now. A later frame of the batch may be a delta against it.
+            Where each frame is stored. A later frame of the batch may be a delta against it.
         """
 
 
 class FrameStore(Protocol):
-    """Frames by content, and the documents that need them."""
+    """Frames, found by content, and the documents that need them."""
 
     def find(self, contents: Sequence[Content]) -> dict[Content, FrameRef]:
-        """Stored frames of these contents, for as many of them as there are any.
+        """A stored frame for each of these contents that has one.
 
-        Every frame that is returned, and its chain, can be read, as far as that is cheap to check.
+        Every returned frame can be read, with its chain, as far as a cheap check can tell.
         """
 
     def open(self, ref: FrameRef, name: str | None = None) -> Frame:
-        """A stored frame, its header checked against `ref`.
+        """A stored frame, with its header checked against `ref`.
 
         Args:
-            ref: where it lies, and what it must hold.
-            name: of the tensor that it is read for, for messages.
+            ref: where the frame is stored, and what it must hold.
+            name: the name of the tensor that it is read for, for messages.
 
         Raises:
-            CorruptionError, CompatibilityError: the frame is damaged, or is another one.
+            CorruptionError, CompatibilityError: the frame is damaged, or is not the one that `ref`
+                names.
             FileNotFoundError: its pack does not exist.
         """
 
     def chain(self, ref: FrameRef, name: str | None = None) -> Chain:
-        """A stored frame with all frames that it needs; arguments and errors as of `open`."""
+        """A stored frame with all frames that it needs. Takes and raises the same as `open`."""
 
     def fetch(self, refs: Iterable[FrameRef]) -> None:
-        """Get the bytes of frames and of their chains in few requests, where each request to the
-        store takes long. `release` drops them again."""
+        """Get the bytes of frames and of their chains in few requests. Only a store whose requests
+        are slow does something here. `release` drops the bytes again."""
 
     def release(self, refs: Iterable[FrameRef]) -> None:
-        """Drop what `fetch` got for these frames and their chains."""
+        """Drop the bytes that `fetch` got for these frames and their chains."""
 
     def batch(self, names: Sequence[str], nbytes: int) -> AbstractContextManager[FrameBatch]:
-        """Write frames. They are all stored when the block ends, and none is if it raises.
+        """Write frames in a `with` block. All of them are stored when the block ends; none is
+        stored if it raises.
 
         Args:
-            names: of all tensors that may come.
-            nbytes: of their frames together, at most.
+            names: the names of all tensors that the batch may get.
+            nbytes: the most bytes that their frames may take together.
         """
 
     def commit(self, name: str, document: bytes, *, replace: bool = False) -> None:
         """Write a document in one step.
 
         Args:
-            name: of the document.
+            name: the name of the document.
             document: all of its bytes.
             replace: whether it may replace a document of the same name.
         """
 
     def delete(self, packs: Iterable[str]) -> None:
-        """Remove packs with all of their frames. Those that are gone already are skipped."""
+        """Remove packs with all of their frames. Packs that do not exist are skipped."""

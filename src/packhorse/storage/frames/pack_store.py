@@ -1,10 +1,11 @@
-"""The frame store of files. A pack is a safetensors file whose tensors are frames.
+"""A frame store that keeps frames in packs. A pack is a safetensors file whose tensors are frames.
 
-A pack gets a new name and is written once, front to back, with room for the header, which is
-filled in at the end. So no file that exists is ever touched, and every frame begins at a multiple
-of 64 bytes. A pack that would hold no frame is not made.
+Each pack has a new name and is written once, from front to back. Room is left for its header, which
+is filled in at the end. So an existing file is never changed, and every frame begins at a multiple
+of 64 bytes. A pack without frames is not created.
 
-A reader trusts no manifest: a frame must lie where the manifest says, and hold what it says.
+A reader does not trust a manifest: it checks that each frame is where the manifest says, and holds
+the tensor that the manifest says.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from packhorse.storage.strict_json import shortened
 
 __all__ = ["PackLayout", "PackStore", "PackWriter"]
 
-_LENGTH_NBYTES = 8  # of a safetensors file: the u64 before its header
+_LENGTH_NBYTES = 8  # the u64 before the header of a safetensors file
 _MAX_OPEN = 256  # packs at a time
-_PEEK_NBYTES = 1 << 16  # fetched first of a remote frame: a small one whole, or most headers
+_PEEK_NBYTES = 1 << 16  # fetched first of a remote frame: all of a small frame, or most headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,14 @@ class PackLayout:
     """How a store lays out its packs.
 
     Attributes:
-        new_pack: makes the name of a new pack, which no other pack has.
-        path_of: the path of a pack in the storage, by its name.
-        header_nbytes: how many bytes a header takes at most, given the names of all tensors that
-            may come and the bytes of their frames together. It raises if a header may not be so
-            long.
-        name_of: what the header calls a frame, given where it lies and the name of its tensor.
-        metadata: of the safetensors file; None for none.
+        new_pack: returns a name for a new pack, which no other pack has.
+        path_of: returns the path of a pack in the storage, given its name.
+        header_nbytes: returns the most bytes that a header can take, given the names of all tensors
+            that the pack may get and the bytes of their frames together. It raises if a header
+            must not be that long.
+        name_of: returns the name of a frame in the header, given where the frame is stored and the
+            name of its tensor.
+        metadata: the metadata of the safetensors file; None for none.
     """
 
     new_pack: Callable[[], str]
@@ -57,12 +59,12 @@ class PackLayout:
 
 
 class PackWriter:
-    """A `FrameBatch` that writes one pack, as soon as there is a frame to write. A context manager:
-    the pack exists only when the block has ended without an exception.
+    """A `FrameBatch` that writes one pack, once there is a frame to write. It is a context manager,
+    and the pack exists only after its block has ended without an exception.
 
     Attributes:
         pack: name of the pack.
-        nbytes: length of the pack so far; 0 while there is none.
+        nbytes: length of the pack so far; 0 before the first frame.
     """
 
     def __init__(
@@ -71,9 +73,9 @@ class PackWriter:
         """
         Args:
             storage: where the pack goes.
-            layout: of the store.
-            names: of all tensors that may come.
-            nbytes: of their frames together, at most.
+            layout: how the store lays out its packs.
+            names: the names of all tensors that the pack may get.
+            nbytes: the most bytes that their frames may take together.
         """
         self.pack = layout.new_pack()
         self.nbytes = 0
@@ -86,7 +88,7 @@ class PackWriter:
         self._sink: Sink | None = None
 
     def put(self, frames: Sequence[NewFrame]) -> list[FrameRef]:
-        """Append frames, and say where each one lies."""
+        """Append frames, and return where each one is stored."""
         return [self._put(frame) for frame in frames]
 
     def _put(self, new: NewFrame) -> FrameRef:
@@ -134,7 +136,7 @@ class PackWriter:
 
 
 def _row(name: str, start: int, nbytes: int) -> str:
-    """What the header says of a frame."""
+    """The entry of a frame in the header."""
     offsets = f"[{start},{start + nbytes}]"
     return f'{_json(name)}:{{"dtype":"U8","shape":[{nbytes}],"data_offsets":{offsets}}}'
 
@@ -143,7 +145,7 @@ _json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 class PackStore:
-    """A `FrameStore` of packs. It keeps some of them open; threads may share it."""
+    """A `FrameStore` of packs. It keeps some packs open, and threads may share it."""
 
     def __init__(self, storage: Storage, layout: PackLayout) -> None:
         self.storage = storage
@@ -159,7 +161,7 @@ class PackStore:
         return self.storage.label(self._layout.path_of(pack))
 
     def find(self, contents: Sequence[Content]) -> dict[Content, FrameRef]:
-        """No frame; stores that can look for contents say otherwise."""
+        """Always finds nothing. A subclass that can look up contents overrides this."""
         return {}
 
     def open(self, ref: FrameRef, name: str | None = None) -> Frame:
@@ -186,7 +188,7 @@ class PackStore:
         return Chain(ref, frames, [self.label(link.pack) for link in links], name)
 
     def is_there(self, ref: FrameRef) -> bool:
-        """Whether a frame and its chain can be read, as far as that is cheap to check."""
+        """Whether a frame and its chain can be read, as far as a cheap check can tell."""
         try:
             for link in ref.chain:
                 if self.storage.is_local:
@@ -198,7 +200,8 @@ class PackStore:
         return True
 
     def fetch(self, refs: Iterable[FrameRef]) -> None:
-        """Get the bytes of remote frames and of their chains in few requests."""
+        """Get the bytes of remote frames and of their chains in few requests. Local frames need no
+        requests, and nothing is done for them."""
         if self.storage.is_local:
             return
         links = {link: None for ref in refs for link in ref.chain}
@@ -206,21 +209,21 @@ class PackStore:
             self.peek(links)
             self.fetch_parts((link, 0, link.nbytes) for link in links)
         except BaseException:
-            self.release(links)  # parts of them would read as zeros
+            self.release(links)  # the parts that were not fetched would read as zeros
             raise
 
     def release(self, refs: Iterable[FrameRef]) -> None:
-        """Drop what `fetch` got for these frames and their chains."""
+        """Drop the bytes that `fetch` got for these frames and their chains."""
         for ref in refs:
             for link in ref.chain:
                 self.forget(link)
 
     def forget(self, ref: FrameRef) -> None:
-        """Drop what `peek` and `fetch_parts` got of one frame."""
+        """Drop the bytes that `peek` and `fetch_parts` got of one frame."""
         self._fetched.pop((ref.pack, ref.offset), None)
 
     def peek(self, refs: Iterable[FrameRef]) -> None:
-        """Get the headers of frames in few requests. Of a remote frame the rest reads as zeros
+        """Get the headers of frames in few requests. The rest of a remote frame reads as zeros
         until `fetch_parts` gets it."""
         new = [ref for ref in refs if (ref.pack, ref.offset) not in self._fetched]
         for ref in new:
@@ -231,10 +234,10 @@ class PackStore:
         self.fetch_parts(part for part in longer if _PEEK_NBYTES < part[2] <= part[0].nbytes)
 
     def fetch_parts(self, parts: Iterable[tuple[FrameRef, int, int]]) -> None:
-        """Get parts of frames that `peek` was called with.
+        """Get parts of frames that `peek` was called for.
 
         Args:
-            parts: the frame, the first byte of the part in it, and the byte after its last.
+            parts: for each part, the frame, the first byte in the frame, and one past the last.
         """
         by_pack: dict[str, list[tuple[ByteArray, int]]] = {}
         for ref, start, stop in parts:
@@ -256,20 +259,20 @@ class PackStore:
 
         Args:
             pack: its name.
-            nbytes: its length, if that is known.
+            nbytes: its length; 0 if it is not known.
 
         Raises:
             FileNotFoundError: there is no such pack.
-            TruncationError: its length is another one.
+            TruncationError: the file has another length.
         """
         with self._lock:
             found = self._open.pop(pack, None) or self._opened(pack)
             self._open[pack] = found
             if len(self._open) > _MAX_OPEN:
-                self._open.popitem(last=False)  # whoever still reads from it keeps it
+                self._open.popitem(last=False)  # a reader that still uses it keeps it open
         if nbytes and found.nbytes != nbytes:
             raise TruncationError(
-                f"{self.label(pack)}: has {found.nbytes} bytes, and the manifest says {nbytes}; "
+                f"{self.label(pack)}: has {found.nbytes} bytes, but the manifest says {nbytes}; "
                 "get the file again"
             )
         return found
@@ -303,7 +306,7 @@ class PackStore:
         self.storage.put(name, document, replace=replace)
 
     def delete(self, packs: Iterable[str]) -> None:
-        """Remove packs. Those that are gone already are skipped."""
+        """Remove packs. Packs that do not exist are skipped."""
         for pack in packs:
             self.storage.remove(self._layout.path_of(pack))
 
@@ -319,14 +322,14 @@ def _check(frame: Frame, ref: FrameRef, tensor: str) -> None:
     if Content(frame.content_hash, frame.dtype, frame.numel, shape) != wanted:
         raise CorruptionError(
             f"{tensor}at byte {ref.offset}: the frame holds {frame.dtype} of shape "
-            f"{list(frame.shape)} with content hash {frame.content_hash.hex()}, and the manifest "
-            f"says {_described(wanted)} with {wanted.digest.hex()}"
+            f"{list(frame.shape)} with content hash {frame.content_hash.hex()}, but the manifest "
+            f"says {_described(wanted)} with content hash {wanted.digest.hex()}"
         )
     base = None if ref.base is None else ref.base.content
     if (frame.base_hash, frame.base_dtype) != ((None, None) if base is None else base[:2]):
         raise CorruptionError(
             f"{tensor}at byte {ref.offset}: the frame is a delta against {_hex(frame.base_hash)}, "
-            f"and the manifest says {_hex(base and base.digest)}"
+            f"but the manifest says {_hex(base and base.digest)}"
         )
 
 

@@ -1,8 +1,8 @@
-"""Tensors in, stored frames out: each content once, as a delta where that is shorter.
+"""Turns tensors into stored frames: each content once, and as a delta where that is shorter.
 
-What a group of tensors needs besides memory is decided here alone: which of them the store has
-already, which are equal to each other, which may be deltas against a stored frame, and which are
-rounded copies of another tensor of the group.
+For each tensor of a group, the packer decides whether the store has it already, whether another
+tensor of the group is equal to it, whether it may be a delta against a stored frame, and whether it
+is packed as a rounded copy of another tensor of the group.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class PackOptions:
     """How tensors are packed.
 
     Attributes:
-        level: how hard to try.
-        threads: how many to use.
-        max_chain: no frame becomes a delta against a frame that has so many deltas below it.
-        max_deltas: the most deltas that readers accept in a chain, where a rounded copy counts.
-        cache: of tensors that may be bases.
+        level: how hard the encoder tries.
+        threads: how many threads to use.
+        max_chain: a frame with this many deltas in its chain is not used as a base.
+        max_deltas: the most deltas that readers accept in a chain; a rounded copy counts as one.
+        cache: tensors that may be bases.
         is_strict: whether all tensors are hashed before they are packed. Then a tensor that the
-            store has already is never packed, and one that changes meanwhile is an error. Without
-            it only tensors that have a base are hashed before.
-        keeps_shapes: whether frames of different shapes may not replace each other.
-        skips_bad_bases: whether a damaged base is passed over, and a full frame made instead.
+            store has already is never packed, and a tensor that changes meanwhile is an error.
+            Otherwise only tensors with a base are hashed first.
+        keeps_shapes: whether a frame can only replace another one of the same shape.
+        skips_bad_bases: whether a damaged base is skipped, and a full frame is made instead.
     """
 
     level: Level
@@ -57,12 +57,13 @@ class Item(NamedTuple):
     """A tensor to be packed.
 
     Attributes:
-        spec: what it is.
+        spec: its name, dtype and shape.
         data: its bytes.
         base: a stored frame that it may be a delta against; None for none.
         master: the number, in the same group, of the tensor that it is a rounded copy of; None for
-            none. A master stands before its copies and has none itself.
-        is_whole: whether only a full frame will do. The base then serves as it is, or not at all.
+            none. A master comes before its copies, and is not a copy itself.
+        is_whole: whether it must not become a delta. The base is then only used if it holds the
+            same content.
     """
 
     spec: TensorSpec
@@ -76,7 +77,7 @@ class FramePacker:
     """Packs groups of tensors for one store.
 
     Attributes:
-        new: the frames that were written, by content.
+        new: the frames that this packer has written, by content.
     """
 
     def __init__(self, store: FrameStore, options: PackOptions) -> None:
@@ -89,19 +90,19 @@ class FramePacker:
     def add(
         self, batch: FrameBatch, items: Sequence[Item], *, share: bool = True
     ) -> list[FrameRef]:
-        """Stored frames of some tensors: those that the store has already, and new ones.
+        """Store tensors, and return their frames: those that the store has already, and new ones.
 
         Args:
             batch: where new frames go.
             items: the tensors.
-            share: whether frames that were stored before may serve.
+            share: whether frames that were stored before may be used again.
 
         Returns:
             The frame of each tensor.
 
         Raises:
             ChangedError: a tensor was written to meanwhile.
-            CorruptionError: a base is damaged, and that is not passed over.
+            CorruptionError: a base is damaged, and damaged bases are not skipped.
         """
         contents = self._hash(items)
         known = self._find(contents.values(), share)
@@ -112,7 +113,7 @@ class FramePacker:
                 contents[k] = content = self._content(spec, frame.content_hash)
             elif content.digest != frame.content_hash:
                 raise ChangedError(
-                    f"{spec.name}: the tensor changed while it was packed; pack it when nothing "
+                    f"{spec.name}: the tensor changed while it was packed; pack it while nothing "
                     "writes to it"
                 )
             if content not in self.new:
@@ -127,7 +128,7 @@ class FramePacker:
         return [known[contents[k]] for k in range(len(items))]
 
     def _find(self, contents: Iterable[Content], share: bool) -> dict[Content, FrameRef]:
-        """Frames that were written already, in this batch or before it."""
+        """Frames that were written before, in this batch or in an earlier one."""
         wanted = set(contents)
         known = {content: self.new[content] for content in wanted & self.new.keys()}
         if share:
@@ -135,7 +136,7 @@ class FramePacker:
         return known
 
     def _hash(self, items: Sequence[Item]) -> dict[int, Content]:
-        """What tensors hold, by their numbers: those that are hashed before they are packed."""
+        """The contents of the tensors that are hashed before they are packed, by their numbers."""
         chosen = [k for k, item in enumerate(items) if self._options.is_strict or item.base]
         digests = map_tensors(
             lambda i, threads: content_hash(items[chosen[i]].data, threads=threads),
@@ -177,7 +178,7 @@ class FramePacker:
     def _compress(
         self, items: Sequence[Item], jobs: Mapping[int, _Job], contents: Mapping[int, Content]
     ) -> dict[int, Frame]:
-        """The frames, by the numbers of their tensors, in the order of those."""
+        """The frames, by the numbers of their tensors and in that order."""
         specs = {k: job.item.spec for k, job in jobs.items()}
         sizes = [max_frame_nbytes(spec.dtype, spec.shape) for spec in specs.values()]
         rooms = dict(zip(jobs, self._window.cut(sizes), strict=True))
@@ -191,7 +192,7 @@ class FramePacker:
                 base_hash=base.digest,
             )  # fmt: skip
 
-        # A copy can be packed only when the hash of its master is known.
+        # A copy can only be packed once the hash of its master is known.
         late = [
             k for k, job in jobs.items() if job.master is not None and job.master not in digests
         ]
@@ -212,7 +213,7 @@ class FramePacker:
     def _base(
         self, job: _Job, items: Sequence[Item], digests: Mapping[int, bytes], threads: int
     ) -> _Base:
-        """What a frame may be a delta against."""
+        """The tensor that a frame may be a delta against."""
         if job.master is not None:
             master = items[job.master]
             return _Base(master.data, master.spec.dtype, digests[job.master])
@@ -226,17 +227,17 @@ class FramePacker:
         try:
             self._store.fetch([b for b in bases if self._options.cache.get(b.content) is None])
         except (PackhorseError, FileNotFoundError):
-            if not self._options.skips_bad_bases:  # else `_decode` finds which it is
+            if not self._options.skips_bad_bases:  # otherwise `_decode` finds the bad base
                 raise
 
     def _decode(self, base: FrameRef, threads: int) -> ByteArray | None:
-        """The bytes of a stored base; None if it is damaged and that is passed over."""
+        """The bytes of a stored base; None if it is damaged and damaged bases are skipped."""
         kept = self._options.cache.get(base.content)
         if kept is not None:
             return kept
         try:
             chain = self._store.chain(base)
-            data = self._scratch.take(2, base.logical_nbytes)  # good until this thread's next call
+            data = self._scratch.take(2, base.logical_nbytes)  # valid until this thread's next call
             chain.decode_into(data, threads, self._scratch)
         except (PackhorseError, FileNotFoundError):
             if self._options.skips_bad_bases:
@@ -249,9 +250,10 @@ class _Job(NamedTuple):
     """A frame to be made.
 
     Attributes:
-        item: of what.
-        base: a stored frame that it may be a delta against.
-        master: instead, the number of the tensor that it is a rounded copy of.
+        item: the tensor.
+        base: a stored frame that it may be a delta against; None for none.
+        master: the number of the tensor that it is a rounded copy of; None for none. A job with a
+            master has no base.
     """
 
     item: Item
@@ -260,7 +262,7 @@ class _Job(NamedTuple):
 
 
 class _Base(NamedTuple):
-    """The bytes that differences are made from, with their dtype and content hash."""
+    """The bytes of a base, with their dtype and content hash; all None for no base."""
 
     data: ByteArray | None
     dtype: str | None
@@ -268,7 +270,7 @@ class _Base(NamedTuple):
 
 
 def _new_of(n_items: int, contents: Mapping[int, Content], known: Container[Content]) -> list[int]:
-    """The numbers of tensors that need a frame: of equal ones, the first."""
+    """The numbers of the tensors that need a new frame. Of equal tensors only the first does."""
     seen: set[Content] = set()
     new = []
     for k in range(n_items):

@@ -1,4 +1,4 @@
-"""What names a frame: the tensor that it decodes to, and the place where it lies."""
+"""References to frames: the tensor that a frame decodes to, and the place where it is stored."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Content", "FrameRef", "TensorSpec"]
 
 
 class Content(NamedTuple):
-    """The bytes of a tensor, by name. Two frames of the same content are interchangeable.
+    """Identifies the bytes of a tensor. Frames of the same content can replace each other.
 
     Attributes:
         digest: the content hash of the bytes.
         dtype: safetensors' name of the dtype.
         numel: number of elements.
-        shape: the dimensions of the frame, in stores where frames of different shapes may not
-            replace each other; None in all other stores.
+        shape: the shape of the frame, in stores where only a frame of the same shape can replace
+            another; None in all other stores.
     """
 
     digest: bytes
@@ -33,10 +33,10 @@ class FrameRef:
     """A frame in a store, and the frames that it needs.
 
     Attributes:
-        pack: name of the pack (the file, or whatever the store has instead) that the frame lies in.
-        offset: first byte in the pack.
+        pack: name of the pack (the file, or whatever the store has instead) that holds the frame.
+        offset: the frame's first byte in the pack.
         nbytes: length of the frame.
-        content: what it decodes to.
+        content: the tensor that the frame decodes to.
         base: the frame that this one is a delta against; None for a full frame.
         n_deltas: how many frames of the chain that begins here need a base.
         pack_nbytes: length of the pack, in stores whose manifests record it; 0 in all other stores.
@@ -52,7 +52,7 @@ class FrameRef:
 
     @property
     def chain(self) -> tuple[FrameRef, ...]:
-        """This frame, its base, the base of that one, and so on down to a full frame."""
+        """This frame, its base, the base of its base, and so on down to a full frame."""
         links = [self]
         while links[-1].base is not None:
             links.append(links[-1].base)
@@ -60,7 +60,7 @@ class FrameRef:
 
     @property
     def name(self) -> str:
-        """What the frame is called in its pack, unless the store gives it another name."""
+        """The name of the frame in its pack, unless the store gives it another one."""
         return f"{self.content.digest.hex()}.{self.content.dtype}"
 
     @property
