@@ -23,7 +23,7 @@ inline void claim(bool holds, const char* what) {
     std::abort();
 }
 
-// Takes little-endian fields from the front of the input; zeros when it has ended.
+// Takes little-endian fields from the front of the input; zeros once it has ended.
 class Input {
   public:
     Input(const uint8_t* data, std::size_t nbytes) : data_(data), nbytes_(nbytes) {}
@@ -52,8 +52,9 @@ class Input {
     std::size_t nbytes_;
 };
 
-// Exactly as many bytes as asked for, on the heap, so that AddressSanitizer sees a step beyond
-// them; full of `poison`, so that two decoders that leave a byte unwritten disagree about it.
+// Exactly as many bytes as asked for, on the heap, so that AddressSanitizer reports any access
+// beyond them. They are filled with `poison`, so that two decoders that leave a byte unwritten
+// disagree about it.
 class Buffer {
   public:
     explicit Buffer(std::size_t nbytes, uint8_t poison = 0, std::size_t misalign = 0)
@@ -99,8 +100,7 @@ class Leaves {
     std::vector<uint8_t> tail_;
 };
 
-// How a tensor is cut and what its base is like, as the input says; the caller asks
-// geometry_fault() about it.
+// How a tensor is cut and what its base is like, as the input says. The caller checks fault().
 struct Cut {
     uint32_t unit_nbytes;
     int split;
@@ -136,8 +136,8 @@ inline uint64_t next_noise(uint64_t& state) {
     return state;
 }
 
-// A base for a tensor: its own units, where they are known, with noise in the bits of a mask in one
-// of `stride` units; or none.
+// A base for a tensor, or none: the tensor's own units, if they are known, with noise in the bits
+// of a mask in one of `stride` units.
 class BaseUnits {
   public:
     BaseUnits(const Cut& cut, const Geometry& geometry, const uint8_t* units, uint64_t mask,
@@ -149,7 +149,7 @@ class BaseUnits {
         uint64_t state = 0x2545F4914F6CDD1D;
         for (std::size_t i = 0; i < geometry.n_units; ++i) {
             uint8_t bytes[8] = {};
-            // Of a cast, a BF16 is the upper half.
+            // For a cast, the BF16 is the upper half of the F32.
             if (units != nullptr)
                 std::memcpy(bytes + (unit - cut.unit_nbytes), units + i * cut.unit_nbytes,
                             cut.unit_nbytes);

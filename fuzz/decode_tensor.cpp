@@ -1,9 +1,9 @@
-// Decodes a table and a payload that an adversary chose: no fault, whatever they are; and all
-// instruction sets, numbers of threads and ranges give the same bytes or all refuse.
+// Decodes a table and a payload that an adversary chose: nothing crashes, and all instruction sets,
+// numbers of threads and ranges give the same bytes or all refuse.
 //
 // Input: choices (2 bytes), Cut (2), length of the tensor (3), start and end of a range (2 each),
-// Side (4 or more), the table, the payload. Checksums are made right unless the choices say
-// otherwise, or nothing would get behind them; the payload is cut or filled with zeros to the
+// Side (4 or more), the table, the payload. Checksums are corrected unless the choices say
+// otherwise, because few inputs would get past them; the payload is cut or filled with zeros to the
 // length that the table declares.
 #include "common.hpp"
 
@@ -18,7 +18,7 @@ struct Choices {
     std::size_t threads;
     bool keep_crc;      // the checksums of the input, which will be wrong
     bool keep_padding;  // the padding of the input, which will not be zero
-    bool skip_crc;      // decode as a caller does who asks for no check
+    bool skip_crc;      // decode without the check, as a caller may ask for
     std::size_t misalign;
 
     explicit Choices(Input& input) {

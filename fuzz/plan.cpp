@@ -1,8 +1,8 @@
-// Plans a table and a payload that an adversary chose, as for kernels on a GPU: no fault, no row
-// leads out of the payload or of the scratch memory, the planner refuses nothing that the decoder
-// takes, and takes nothing whose fields the decoder refuses.
+// Plans a table and a payload that an adversary chose, as for kernels on a GPU: nothing
+// crashes, no row points outside of the payload or of the scratch memory, and the planner refuses a
+// payload if and only if the decoder refuses its fields.
 //
-// Input: that of decode_tensor, whose seeds it shares; what only decoding needs is passed over.
+// Input: that of decode_tensor, whose seeds it shares; fields that only decoding needs are ignored.
 #include "tensor/plan.hpp"
 
 #include "common.hpp"

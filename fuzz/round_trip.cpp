@@ -20,14 +20,15 @@ struct Task {
     BaseUnits base;
     Level level;
 
-    // A base is worth more than nothing can be: every chunk that can be one of differences is.
+    // The tensor seems to be so large without its base that every chunk becomes differences if it
+    // can.
     EncodeContext context() const {
         const bool has_base = base.view().units != nullptr;
         return {level, side.view(), base.view(), has_base ? 4 * src.nbytes() : 0};
     }
 };
 
-// By the way that a tensor is hashed alone.
+// Hashes the leaves as for a tensor that is only hashed.
 Leaves leaves_of(const Buffer& src) {
     Leaves leaves(src.nbytes());
     const std::size_t last = src.nbytes() % kContentLeafNbytes;
@@ -114,7 +115,7 @@ void round_trip_tensor(const Task& task, std::size_t threads, Isa isa) {
     decode_back(other, task, threads, isa);
 }
 
-// What the planner asks the core: the same answers from every code path.
+// Compares the estimates that the planner asks for: they are the same on every code path.
 void compare_estimates(const Task& task, std::size_t n_samples, Isa isa) {
     const auto estimate = [&](Isa of) {
         return estimate_tensor(task.src.data(), task.geometry, task.level, n_samples, of).planes;
@@ -169,9 +170,9 @@ void run(Input input) {
     nbytes -= nbytes % cut.unit_nbytes;
     if (cut.fault(nbytes) != nullptr) return;
     const Geometry geometry = cut.geometry(nbytes);
-    // As the binding demands of its caller.
+    // The binding demands this of its caller.
     if (geometry.chunk_nbytes() % kContentLeafNbytes != 0 && geometry.n_chunks() > 1) return;
-    // As the planner splits a tensor with a base.
+    // The planner splits every tensor with a base.
     if (cut.has_base && item_nbytes(geometry.spec) > 1) return;
     Side side(input, geometry);
     const Noise noise(input);

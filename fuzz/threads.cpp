@@ -1,6 +1,6 @@
-// Many threads pack and unpack at once, each call with threads of its own, from memory that all
-// share and none may write to; built with ThreadSanitizer by `make tsan`. Every result is compared
-// with what one thread made before.
+// Many threads pack and unpack at once, each call with threads of its own, from shared memory that
+// none may write to. `make tsan` builds this with ThreadSanitizer. Every result is compared with
+// the result of a single thread.
 //
 // Usage: threads [seconds]
 #include <sys/mman.h>
@@ -18,7 +18,7 @@ constexpr std::size_t kNbytes = 5 * kContentLeafNbytes + 1024;  // five chunks a
 constexpr std::size_t kCallers = 6;
 constexpr std::size_t kMaxThreads = 8;
 
-// Memory that turns read-only, so that a write to the input is a fault.
+// Memory that becomes read-only, so that a write to the input is a fault.
 class SharedSource {
   public:
     explicit SharedSource(uint32_t seed) {
@@ -60,7 +60,8 @@ struct Tensor {
           level(level),
           side(predicts ? kRows + geometry.n_units / kRows : 0) {
         claim(geometry.n_chunks() > 4, "there are chunks for several threads");
-        // A step away in the middle, far off elsewhere: chunks of both kinds.
+        // Near the tensor in the middle and far off elsewhere, for chunks with and without the
+        // base.
         base_units.assign(source.data(), source.data() + kNbytes);
         for (std::size_t i = 0; i < kNbytes; ++i)
             base_units[i] ^= static_cast<uint8_t>(i >> 19 == 1 ? i % 8 == 0 : 97 * i >> 3);

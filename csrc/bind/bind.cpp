@@ -1,6 +1,7 @@
-// The Python module packhorse._core. This folder knows nanobind, and no other does. It checks
-// arguments and releases the GIL; tensor/tensor.hpp and the headers below it compute. Data errors
-// come back as (status, chunk), for which codecs/base.py has the words; caller mistakes raise.
+// The Python module packhorse._core. Only this folder knows nanobind. It checks arguments and
+// releases Python's lock; tensor/tensor.hpp and the headers below it compute. Bad data comes back
+// as (status, chunk), which codecs/base.py puts into words; mistakes of the caller raise an
+// exception.
 #if defined(__GNUC__) && !defined(__clang__)
 // GCC's own AVX-512 headers start some results from an "undefined" register and then warn about it
 // (GCC bug 105593).
@@ -32,10 +33,10 @@
 namespace packhorse {
 namespace {
 
-// To plan a stream takes as long as to go through so many bytes.
+// Planning a stream takes as long as coding so many bytes.
 constexpr std::size_t kPlannedStreamNbytes = 1024;
 
-// Maps parts of one file, and knows whether any of them was lost.
+// Maps parts of one file, and remembers whether any of them was lost.
 class FileMapper {
   public:
     using View = nb::ndarray<nb::memview, const uint8_t, nb::ndim<1>>;
@@ -97,7 +98,7 @@ std::pair<int, std::size_t> decode_range(const EncodedArgument& tensor, std::siz
     return {static_cast<int>(result.status), result.chunk};
 }
 
-// Estimated bytes of a tensor if chunks may be differences from a base.
+// Estimates the bytes of a tensor if its chunks may be differences from a base.
 std::size_t estimate_delta_nbytes(Bytes src, const Geometry& geometry, const BaseArgument& base,
                                   std::size_t plain_nbytes, int level_number) {
     const Isa isa = choose_isa();
@@ -109,7 +110,7 @@ std::size_t estimate_delta_nbytes(Bytes src, const Geometry& geometry, const Bas
     return estimate_delta_tensor(src.data(), geometry, units, plain_nbytes, level, isa);
 }
 
-// Estimated (mode, bytes) of each plane, and whether the tensor was looked at again.
+// Estimates (mode, bytes) of each plane. Also returns whether the tensor was examined again.
 std::pair<std::vector<std::pair<int, std::size_t>>, bool> estimate_planes(Bytes src,
                                                                           const Geometry& geometry,
                                                                           int level_number,
@@ -128,7 +129,7 @@ std::pair<std::vector<std::pair<int, std::size_t>>, bool> estimate_planes(Bytes 
     return {estimates, tensor.is_odd};
 }
 
-// The columns of a tensor that side data can be made for.
+// Returns the columns of a tensor that side data can be made for.
 std::size_t checked_columns(const Bytes& src, const Geometry& geometry, std::size_t n_rows) {
     require_tensor(src, geometry);
     require(geometry.spec.rotation > 0, "side data need split 2");
@@ -140,7 +141,7 @@ std::size_t checked_columns(const Bytes& src, const Geometry& geometry, std::siz
     return n_columns;
 }
 
-// Estimated bytes of plane 0 as it is and by prediction.
+// Estimates the bytes of plane 0 as it is and by prediction.
 std::pair<std::size_t, std::size_t> estimate_side_data(Bytes src, const Geometry& geometry,
                                                        std::size_t n_rows, std::size_t most_rows,
                                                        std::size_t most_columns) {
@@ -182,7 +183,7 @@ int decode_plane(Bytes stream, int mode, WritableBytes dst) {
         stream.data(), stream.size(), static_cast<Mode>(mode), dst.data(), dst.size(), isa));
 }
 
-// Planes of a tensor, one row of `planes` each, and back.
+// Splits a tensor into planes, each of them a row of `planes`, and back.
 void split(Bytes src, const Geometry& geometry, WritableBytes planes) {
     const Isa isa = choose_isa();
     require_tensor(src, geometry);
@@ -213,7 +214,8 @@ uint32_t crc32c_of(Bytes src) {
     return crc32c(src.data(), src.size(), isa);
 }
 
-// Digests of all leaves; a last one too short for the long form stays as it was.
+// Computes the digests of all leaves. The digest of a last leaf that is too short for the long form
+// stays as it was.
 void leaf_digests(Bytes src, WritableBytes digests, std::size_t threads) {
     const Isa isa = choose_isa();
     require(digests.size() == 16 * n_leaves(src.size()),
@@ -222,7 +224,7 @@ void leaf_digests(Bytes src, WritableBytes digests, std::size_t threads) {
     hash_leaves_threaded(src.data(), src.size(), digests.data(), threads, isa);
 }
 
-// Copies bytes; what the hashes of the leaves are of is the copy, whatever becomes of the source.
+// Copies bytes, and hashes the leaves of the copy: the source may change meanwhile.
 void copy_with_leaves(Bytes src, WritableBytes dst, WritableBytes leaves) {
     const Isa isa = choose_isa();
     require(dst.size() == src.size(), "dst must be as long as src");
@@ -238,15 +240,16 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> own(std::unique_ptr<uint8_t[]> byte
     return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(memory, {n}, owner);
 }
 
-// What is wrong as (status, chunk, plane, byte of the payload), a chunk too many and the bytes of
-// all chunks if the payload has another length; the plan; and its shape as (number of palettes,
-// escaped planes, rANS streams with buckets, those without, buckets, bytes of scratch memory).
+// The first fault as (status, chunk, plane, byte of the payload); the plan; and its shape as
+// (number of palettes, escaped planes, rANS streams with buckets, those without, buckets, bytes of
+// scratch memory). If the payload has the wrong length, the chunk of the fault is the number of
+// chunks, and its byte is their length.
 using Plan = std::tuple<
     std::tuple<int, std::size_t, uint32_t, std::size_t>,
     nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>,
     std::tuple<std::size_t, std::size_t, std::size_t, std::size_t, uint32_t, std::size_t>>;
 
-// A plan by which kernels decode all chunks.
+// Makes a plan by which kernels decode all chunks.
 Plan plan_chunks(Bytes payload, Table table, const Geometry& geometry) {
     require_table(table, geometry);
     require(item_nbytes(geometry.spec) == 1, "planes of one byte are needed");
@@ -281,7 +284,7 @@ std::size_t zstd_frame_nbytes_of(Bytes src, std::size_t header_nbytes, bool has_
 NB_MODULE(_core, m) {
     using namespace packhorse;
     using namespace nb::literals;
-    // A program may end while a file is open; that is no business of whoever reads its output.
+    // A program may end while a file is open, and its output should not report that.
     nb::set_leak_warnings(false);
     m.doc() =
         "Packhorse's C++ core: bytes in, bytes out. Private; packhorse.frame and packhorse.codecs "

@@ -1,10 +1,10 @@
-// Lets go of Python's lock while a kernel works, and takes it back afterwards. For a short piece of
-// work it is kept: to take it back from another thread means to be woken, which takes as long.
+// Releases Python's lock while a kernel works, and takes it back afterwards. Short work keeps the
+// lock: taking it back from another thread means waiting to be woken, which takes as long.
 //
-// Unlike nanobind's own guard it survives the end of the interpreter. A daemon thread that asks for
-// the lock then is ended by Python with pthread_exit (up to 3.13; later it is put to sleep). That
-// unwinds C++ frames, of which some must not throw, and the process would abort instead of exiting.
-// So the thread stays asleep here until the process is gone.
+// Unlike nanobind's own guard, this one survives the end of the interpreter. Up to 3.13, Python
+// then ends a daemon thread that asks for the lock with pthread_exit; later versions put it to
+// sleep. pthread_exit unwinds C++ frames, some of which must not throw, and the process would abort
+// instead of exiting. So the thread sleeps here until the process has ended.
 #pragma once
 
 #include <Python.h>
@@ -14,12 +14,12 @@
 
 namespace packhorse {
 
-// What takes some 20 microseconds.
+// Going through so many bytes takes some 20 microseconds.
 constexpr std::size_t kMinReleasedNbytes = 1 << 16;
 
 class ReleasedGil {
   public:
-    // `nbytes` that the work goes through.
+    // `nbytes`: how many bytes the work goes through.
     explicit ReleasedGil(std::size_t nbytes)
         : state_(nbytes >= kMinReleasedNbytes ? PyEval_SaveThread() : nullptr) {}
     ReleasedGil(const ReleasedGil&) = delete;
@@ -29,7 +29,7 @@ class ReleasedGil {
         if (state_ == nullptr) return;
         try {
             PyEval_RestoreThread(state_);
-        } catch (...) {  // C code throws nothing: this is pthread_exit
+        } catch (...) {  // C code throws nothing, so this is pthread_exit
             for (;;) pause();
         }
     }

@@ -20,7 +20,8 @@ namespace packhorse {
 constexpr const char* kIsaVariable = "PACKHORSE_SIMD";
 constexpr const char* kIsaNames[] = {"portable", "avx2", "avx512", "avx512_vbmi2"};  // by number
 
-// Whether two names are equal, whatever the case of their ASCII letters; no locale is asked.
+// Whether two names are equal, whatever the case of their ASCII letters. Does not depend on the
+// locale.
 inline bool is_same_name(const char* a, const char* b) {
     const auto lower = [](char c) { return 'A' <= c && c <= 'Z' ? c + ('a' - 'A') : c; };
     while (*a != '\0' && lower(*a) == lower(*b)) ++a, ++b;
@@ -44,7 +45,8 @@ inline bool is_same_name(const char* a, const char* b) {
     throw nb::python_error();
 }
 
-// Python's lock keeps the environment as it is meanwhile. `best` is what the machine has.
+// The environment does not change meanwhile, because the caller holds Python's lock. `best` is the
+// best instruction set of the machine.
 inline Isa choose_isa(Isa best = detect_isa()) {
     const char* const wanted = std::getenv(kIsaVariable);
     if (wanted == nullptr || *wanted == '\0') return best;
@@ -57,7 +59,8 @@ inline Isa choose_isa(Isa best = detect_isa()) {
     refuse_isa_name(wanted);
 }
 
-// For Python: the number of the instruction set. `best` is -1, or what a test pretends to have.
+// Returns the number of the instruction set to Python. `best` is -1, or what a test pretends to
+// have.
 inline int choose_isa_number(int best) {
     const int detected = static_cast<int>(detect_isa());
     if (best < -1 || best > detected)

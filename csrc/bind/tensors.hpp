@@ -1,6 +1,6 @@
 // The classes of packhorse._core that describe a tensor and what belongs to it. Python makes each
 // object once in a call and hands it to every function, instead of a dozen numbers and arrays. The
-// objects keep the arrays alive that they were made of.
+// objects keep their arrays alive.
 //
 // Only a Geometry and an EncodedTensor are checked when they are made. Side data, a base and the
 // memory for an encoder are checked against the geometry of the tensor that they are used with.
@@ -42,8 +42,8 @@ void require_table(const AnyTable& table, const Geometry& geometry) {
             "table must have a row for each chunk and a column more than planes");
 }
 
-// Room for the hashes of the leaves of so many bytes, and behind them for a last leaf that is too
-// short.
+// Returns a view of `leaves`: room for the hashes of the leaves of so many bytes, and behind them
+// for a last leaf that is too short.
 inline ContentLeaves checked_leaves(const WritableBytes& leaves, std::size_t nbytes) {
     const std::size_t n_hashes = 16 * n_leaves(nbytes);
     require(leaves.size() == n_hashes + kXxh3LongMinNbytes - 1,
@@ -63,7 +63,7 @@ struct SideArgument {
     }
 };
 
-// The base of a tensor: as many units, or as many F32 if the tensor is a cast.
+// The base of a tensor. It has as many units as the tensor, or as many F32 if the tensor is a cast.
 struct BaseArgument {
     Bytes data;
     bool is_float;
@@ -124,7 +124,7 @@ struct OutputArgument {
     }
 };
 
-// The table must not change: where chunks lie is computed once.
+// The table must not change, because the places of chunks are computed once.
 class EncodedArgument {
   public:
     EncodedArgument(Bytes payload, Table table, const Geometry& geometry,
@@ -158,7 +158,7 @@ class EncodedArgument {
     Base base_units_;
 };
 
-// What makes a Geometry again: for pickle, repr() and hash().
+// The numbers that a Geometry is made from, for pickle, repr() and hash().
 using GeometryState = std::tuple<uint32_t, int, uint32_t, std::size_t>;
 
 inline GeometryState state_of(const Geometry& geometry) {

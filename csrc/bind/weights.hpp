@@ -1,5 +1,5 @@
-// Bindings of weights in memory. Shapes are checked here; what arrays from elsewhere hold is found
-// by the core and put into words by codecs/weights.py.
+// Bindings of weights in memory. Shapes are checked here. The core checks the content of arrays
+// from elsewhere, and codecs/weights.py puts faults into words.
 #pragma once
 
 #include <nanobind/stl/tuple.h>

@@ -1,5 +1,5 @@
-// Which mode each plane of a chunk is coded in: by cost, estimated from samples, under the budget
-// of the level. All in integers, so that every machine chooses the same.
+// Chooses the mode of each plane of a chunk by its cost, which is estimated from samples within the
+// limits of the level. All arithmetic is in integers, so that every machine makes the same choices.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@ enum class Level : int { kFast = 1, kDefault = 2, kMax = 3 };
 
 struct LevelSpec {
     bool entropy;               // rANS allowed
-    uint32_t sample_units;      // units looked at for a model
-    uint32_t min_saving_log;    // a plane is coded if that saves more than 1 in 2^this
+    uint32_t sample_units;      // units that a model is made from
+    uint32_t min_saving_log;    // a plane is coded if that saves more than 1 part in 2^this
     uint32_t lead_saving_log;   // the same for letting plane 0 lead plane 1
     uint32_t palette_raw_bits;  // raw bits tried for palettes
 };
@@ -33,7 +33,7 @@ constexpr LevelSpec level_spec(Level level) {
     }
 }
 
-// More lanes decode faster; fewer cost less in a small plane (about a byte each).
+// More lanes decode faster; fewer lanes cost less in a small plane (about a byte for each).
 constexpr uint32_t choose_lanes_log(std::size_t n) {
     return n >= 8192 ? 7 : n >= 1024 ? 4 : 2;
 }
@@ -60,15 +60,15 @@ inline std::size_t palette_estimate(const Histogram& histogram, std::size_t n,
 // Estimated bytes of an rANS stream, or `limit` if it cannot be shorter than that.
 inline std::size_t rans_estimate(const Histogram& histogram, std::size_t n, std::size_t limit,
                                  RansModel& model) {
-    // What no model can beat.
+    // No model can beat this.
     if (scale_cost(entropy_cost(histogram), histogram.total, n) >= limit) return limit;
     const std::size_t nbytes = choose_model(histogram, n, model);
     if (nbytes >= limit) return limit;
     return kModelOffset + (std::size_t{3} << choose_lanes_log(n)) + nbytes;
 }
 
-// Chooses a mode for a plane of `n` units of which `n_there` are at hand: all of them, or a sample.
-// Returns the estimated bytes; `n` if the best is to store it.
+// Chooses a mode for a plane of `n` units, of which `n_there` are given: all of them, or a sample.
+// Returns the estimated bytes, or `n` if storing the plane is best.
 inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::size_t n,
                                Level level, PlaneChoice& choice) {
     choice.mode = Mode::kConstant;
@@ -96,7 +96,7 @@ inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::s
         choice.mode = Mode::kPalette;
     }
     if (spec.entropy) {
-        // A palette decodes several times faster: prefer it at about the same size.
+        // A palette decodes several times faster, so it is preferred at about the same size.
         const std::size_t margin = choice.mode == Mode::kPalette ? best / 64 : 0;
         const std::size_t rans_nbytes = rans_estimate(histogram, n, best, choice.models[0]);
         if (rans_nbytes + margin < best) {
@@ -107,9 +107,9 @@ inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::s
     return choice.mode == Mode::kStored ? n : best;
 }
 
-// The model of one class: narrow, or for as many codes as fit registers. A class without units, or
-// with a single symbol, gets a model that costs next to nothing; symbols are below `n_symbols`.
-// Returns the estimated bytes.
+// Chooses the model of one class: narrow, or with as many codes as fit registers. A class without
+// units, or with a single symbol, gets a model that costs next to nothing. Symbols are below
+// `n_symbols`. Returns the estimated bytes.
 inline std::size_t choose_class_model(const uint8_t* units, std::size_t n, uint32_t sample_units,
                                       uint32_t raw_bits, uint32_t n_symbols, RansModel& model) {
     Histogram histogram;
@@ -138,7 +138,7 @@ inline std::size_t choose_class_model(const uint8_t* units, std::size_t n, uint3
     return model_nbytes(2) + n * raw_bits / 8;
 }
 
-// The models of all classes of a sorted plane; returns the estimated bytes of the stream.
+// Chooses the models of all classes of a sorted plane. Returns the estimated bytes of the stream.
 inline std::size_t choose_class_models(const uint8_t* sorted, const ClassStarts& starts,
                                        uint32_t sample_units, uint32_t raw_bits,
                                        PlaneChoice& choice) {
@@ -151,19 +151,19 @@ inline std::size_t choose_class_models(const uint8_t* sorted, const ClassStarts&
     return nbytes;
 }
 
-// Symbols of a plane that another leads keep their upper bits: noise begins below.
+// Symbols of a plane that another plane leads keep their upper bits; the bits below are noise.
 constexpr uint32_t kLedRawBits = 4;
 constexpr uint32_t kLedSymbols = 256u >> kLedRawBits;
 constexpr uint32_t kMaxLeadGroups = 48;
 
-// How often each symbol of a plane goes with each group of neighbouring values of the lead.
+// How often each symbol of a plane occurs with each group of neighbouring values of the lead.
 struct JointHistogram {
     uint32_t n_groups = 0;
     uint8_t first[kMaxLeadGroups];  // smallest value of the lead in a group
     uint32_t counts[kMaxLeadGroups][kLedSymbols];
 };
 
-// Groups hold at least one in 512 of all units, except for the last. Two tables in turn, so that
+// Every group but the last has at least one in 512 of all units. Two tables take turns, so that
 // equal neighbours do not wait for each other's store.
 inline void count_jointly(const uint8_t* lead, const uint8_t* plane, std::size_t n,
                           JointHistogram& joint) {
@@ -194,7 +194,7 @@ inline void count_jointly(const uint8_t* lead, const uint8_t* plane, std::size_t
     }
 }
 
-// Cost of the groups [begin, end) as one class, in 2^-16 bits.
+// Computes the cost of the groups [begin, end) as one class, in 2^-16 bits.
 inline uint64_t joint_cost(const JointHistogram& joint, uint32_t begin, uint32_t end) {
     uint64_t total = 0, cost = 0;
     uint64_t sums[kLedSymbols] = {};
@@ -209,8 +209,8 @@ inline uint64_t joint_cost(const JointHistogram& joint, uint32_t begin, uint32_t
     return cost;
 }
 
-// The thresholds that cut the lead's values into at most four classes of least cost, by dynamic
-// programming over the groups.
+// Finds the thresholds that cut the lead's values into at most four classes of least cost, by
+// dynamic programming over the groups.
 inline void choose_thresholds(const JointHistogram& joint, ClassRule& rule) {
     const uint32_t n = joint.n_groups;
     rule.source = ClassSource::kLead;

@@ -1,8 +1,8 @@
-// Decoding a chunk (docs/format.md, section 5), in blocks small enough for L1: each plane yields
-// its next bytes, the block is merged, and so on; stored planes are merged straight from the
-// source. Only the end of the chunk waits, because the last bytes of the carrier come out of the
-// lanes' final states. A chunk with classed planes is decoded plane by plane instead, since their
-// units come out of order.
+// Decoding a chunk (docs/format.md, section 5), in blocks that are small enough for L1: each plane
+// yields its next bytes, then the block is merged. Stored planes are merged straight from the
+// source. Only the end of the chunk has to wait, because the last bytes of the carrier come from
+// the lanes' last states. A chunk with classed planes is decoded plane by plane instead, because
+// their units come out of order.
 #pragma once
 
 #include <algorithm>
@@ -38,8 +38,8 @@ constexpr std::size_t classed_row_nbytes(std::size_t n) {
     return round_up(n, 64) + kClassSlack;
 }
 
-// Memory for a chunk with classed planes: plane 0, and each other plane in the order by class.
-// Plane 0 is in that order in the place of plane 1, before that.
+// Bytes of memory for a chunk with classed planes: plane 0, and each other plane in the order by
+// class. While plane 0 is in that order, it takes the memory of plane 1.
 constexpr std::size_t classed_scratch_nbytes(std::size_t n, uint32_t n_planes) {
     return std::max(n_planes, 2u) * classed_row_nbytes(n);
 }
@@ -89,8 +89,8 @@ inline Status open_plane(const uint8_t* stream, std::size_t n, PlaneDecoder& pla
     }
 }
 
-// Finds the streams in the chunk and opens them; sets the carrier (kMaxPlanes for none) and the
-// bytes carried.
+// Finds the streams in the chunk and opens them. Sets the carrier (kMaxPlanes for none) and the
+// number of carried bytes.
 inline Status open_planes(const uint8_t* src, const uint32_t* descriptors, std::size_t n,
                           const PlaneSpec& spec, PlaneDecoder* planes, uint32_t& carrier,
                           std::size_t& n_carried, Isa isa) {
@@ -123,7 +123,7 @@ inline Status open_planes(const uint8_t* src, const uint32_t* descriptors, std::
     return fits ? Status::kOk : Status::kStreamLength;
 }
 
-// Units [first, first + n) of a plane that is not classed, decoded into its buffer or into
+// Decodes units [first, first + n) of a plane that is not classed, into its buffer or into
 // `direct`.
 inline Status next_units(PlaneDecoder& plane, std::size_t first, std::size_t n, uint8_t* direct,
                          const uint8_t*& out, Ahead& ahead, Isa isa) {
@@ -158,7 +158,7 @@ inline Status next_block(PlaneDecoder* planes, std::size_t first, std::size_t n,
     return Status::kOk;
 }
 
-// Closes the streams; the carried bytes go to `carried`, in plane order.
+// Closes the streams. `carried` receives the carried bytes, in the order of planes.
 inline Status close_planes(PlaneDecoder* planes, const PlaneSpec& spec, bool carries,
                            uint8_t* carried) {
     for (uint32_t p = 0; p < spec.n_planes; ++p) {
@@ -173,7 +173,7 @@ inline Status close_planes(PlaneDecoder* planes, const PlaneSpec& spec, bool car
     return Status::kOk;
 }
 
-// While the computing planes of this chunk decode, fetch the next chunk's bytes, and the memory
+// While the coded planes of this chunk are decoded, fetches the next chunk's bytes and the memory
 // that merging will write soon.
 inline Ahead decode_ahead(const uint8_t* next_encoded, const PlaneDecoder* planes, std::size_t n,
                           const PlaneSpec& spec, uint8_t* dst) {
@@ -225,7 +225,7 @@ inline Status decode_by_blocks(PlaneDecoder* planes, std::size_t n, uint32_t car
     return Status::kOk;
 }
 
-// A classed plane while a chunk is decoded: its units in the order by class, what cuts them into
+// A classed plane while a chunk is decoded: its units in the order by class, the cuts of its
 // classes, and how far each class has been put back.
 struct SortedPlane {
     uint8_t* units;
@@ -233,8 +233,8 @@ struct SortedPlane {
     const uint8_t* next[kMaxClasses];
 };
 
-// Units of a block, of which the first is unit `first` of the tensor, and what their classes follow
-// from.
+// The units of a block, of which the first is unit `first` of the tensor, and the source of their
+// classes.
 struct ClassBlock {
     std::size_t first;
     std::size_t n;
@@ -242,7 +242,7 @@ struct ClassBlock {
     const uint8_t* lead;
 };
 
-// The keys of a block; those of a prediction go to `memory`.
+// Returns the keys of a block. `memory` receives the keys of a prediction.
 inline const uint8_t* block_keys(const ClassBlock& block, const ClassRule& rule, uint8_t* memory,
                                  Isa isa) {
     if (rule.source != ClassSource::kPrediction) return block.lead;
@@ -250,7 +250,7 @@ inline const uint8_t* block_keys(const ClassBlock& block, const ClassRule& rule,
     return memory;
 }
 
-// All units of a classed plane, class by class.
+// Decodes all units of a classed plane, class by class.
 inline Status decode_sorted(PlaneDecoder& plane, const ClassStarts& starts, SortedPlane& sorted,
                             Ahead& ahead, Isa isa) {
     for (uint32_t c = 0; c < plane.rule.n_classes; ++c) {
@@ -264,7 +264,7 @@ inline Status decode_sorted(PlaneDecoder& plane, const ClassStarts& starts, Sort
     return Status::kOk;
 }
 
-// A block of a classed plane in the order of units, as its stream yields it.
+// Puts a block of a classed plane in the order of units, as its stream yields it.
 inline void unsort_block(PlaneDecoder& plane, SortedPlane& sorted, const ClassBlock& block,
                          std::size_t at, uint8_t* dst, Isa isa) {
     alignas(64) uint8_t memory[kBlockUnits];
@@ -273,15 +273,16 @@ inline void unsort_block(PlaneDecoder& plane, SortedPlane& sorted, const ClassBl
     add_raw_bits(plane.rans.raw, at, block.n, dst, isa);
 }
 
-// Whether a classed plane stands where its source is at hand.
+// Whether the source of its classes is known where a classed plane stands.
 inline bool class_source_is_there(const PlaneDecoder* planes, uint32_t p, const SideData& side) {
     if (planes[p].rule.source == ClassSource::kPrediction) return p == 0 && side.rows != nullptr;
     return p > 0 && planes[0].mode != Mode::kStored;
 }
 
-// A chunk with classed planes. Classes have to be counted before they can be decoded, so plane 0,
-// which may lead others, is decoded as a whole; then classed planes are, each in its own order;
-// then block by block all planes are put in order and merged.
+// Decodes a chunk with classed planes. The units of each class must be counted before they can be
+// decoded. So plane 0, which may lead others, is decoded as a whole first. Then each classed plane
+// is decoded in the order of its classes. At last all planes are put in order and merged, block by
+// block.
 class ClassedChunk {
   public:
     ClassedChunk(DecodeScratch& scratch, std::size_t n_units, std::size_t first_unit,
@@ -315,7 +316,7 @@ class ClassedChunk {
     }
 
   private:
-    // Plane 0 to `lead_`, as its stream yields it.
+    // Decodes plane 0 to `lead_`, as its stream yields it.
     Status decode_lead(Ahead& ahead) {
         if (planes_[0].mode == Mode::kStored) return Status::kOk;
         if (planes_[0].mode != Mode::kClassedRans) return decode_plain(0, lead_, ahead);
@@ -344,7 +345,7 @@ class ClassedChunk {
         return {first_ + at, std::min(kBlockUnits, n_ - at), side_, lead_ + at};
     }
 
-    // Stored planes are merged from the source, except for the one that lacks its end.
+    // Stored planes are merged from the source, except the one that lacks its end.
     void complete_carrier(uint32_t carrier, const uint8_t* carried, std::size_t n_carried) {
         uint8_t* const whole = carrier == 0 ? lead_ : sorted_[carrier].units;
         std::memcpy(whole, planes_[carrier].stored, n_ - n_carried);
@@ -394,8 +395,8 @@ inline Status decode_planes(const uint8_t* src, const uint32_t* descriptors, std
                             isa);
 }
 
-// `n` items that all equal the one at `item`. Long runs of one byte are faster than anything that
-// reads.
+// Writes `n` items that all equal the one at `item`. Long runs of one byte are faster than anything
+// that reads.
 inline void fill_items(const uint8_t* item, std::size_t item_nbytes, std::size_t n, uint8_t* dst) {
     if (is_constant(item, item_nbytes, 1)) {
         std::memset(dst, item[0], n * item_nbytes);
@@ -409,7 +410,7 @@ inline void fill_items(const uint8_t* item, std::size_t item_nbytes, std::size_t
         std::memcpy(dst + at, pattern, std::min(sizeof pattern, nbytes - at));
 }
 
-// A chunk whose planes are all constant: one unit, again and again.
+// Decodes a chunk whose planes are all constant: one unit, again and again.
 inline Status decode_constant(const uint8_t* src, const uint32_t* descriptors, std::size_t n,
                               const PlaneSpec& spec, uint8_t* dst, Isa isa) {
     const uint8_t* planes[kMaxPlanes];
@@ -442,8 +443,9 @@ inline Status decode_whole(const uint8_t* src, uint32_t descriptor, std::size_t 
     return Status::kOk;
 }
 
-// Decodes a chunk of `n` >= 1 units, of which the first is unit `first` of the tensor. `src` holds
-// the sum of the descriptors' lengths (the caller has checked); writes n * unit_nbytes bytes.
+// Decodes a chunk of `n` >= 1 units, of which the first is unit `first` of the tensor. `src` has as
+// many bytes as the descriptors' lengths sum up to, which the caller has checked. Writes n *
+// unit_nbytes bytes.
 inline Status decode_chunk(const uint8_t* src, const uint32_t* descriptors, std::size_t n,
                            std::size_t first, const PlaneSpec& spec, const SideData& side,
                            DecodeScratch& scratch, uint8_t* dst, Isa isa) {

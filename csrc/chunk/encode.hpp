@@ -1,9 +1,10 @@
-// Encoding a chunk (docs/format.md, section 5): split it into planes (scratch that stays in L2),
-// pick a mode for each from a sample, and write the streams. Split 0 with units of more than a byte
-// knows stored and constant alone; zstd chunks never get here (codecs/zstd.py has them).
+// Encoding a chunk (docs/format.md, section 5): splits it into planes (scratch memory that stays in
+// L2), chooses a mode for each from a sample, and writes the streams. Under split 0, units of more
+// than one byte are only stored or constant. Chunks of zstd never get here: codecs/zstd.py codes
+// them.
 //
-// The source is read once (chunk/intake.hpp). A look at it before serves for choices that hold for
-// any bytes.
+// The source is read once (chunk/intake.hpp). Bytes that are read before that only serve for
+// choices that are valid for any bytes.
 #pragma once
 
 #include <algorithm>
@@ -15,15 +16,15 @@
 
 namespace packhorse {
 
-// One worker's memory; `classes`, `yielded` and `sorted` may be null where nothing is classed.
+// One worker's memory. `classes`, `yielded` and `sorted` may be null if nothing is classed.
 struct EncodeScratch {
     uint8_t* planes[kMaxPlanes];  // chunk units + kPlaneSlack each
     uint8_t* escapes;             // chunk units
-    uint8_t* words;               // two bytes a chunk unit + kPlaneSlack
+    uint8_t* words;               // two bytes for each chunk unit + kPlaneSlack
     uint8_t* classes;             // chunk units
     uint8_t* yielded;             // chunk units: plane 0 less its prediction
     uint8_t* sorted[2];           // chunk units each: planes 0 and 1 in the order by class
-    uint8_t* units;               // the chunk itself, where it is not split
+    uint8_t* units;               // the chunk itself, if it is not split
     ClassStarts starts[2];
     RansEncodeTables* tables;
     PlaneChoice choices[kMaxPlanes];
@@ -32,8 +33,8 @@ struct EncodeScratch {
     bool others_stored = true;  // whether all planes but the first were stored in the last chunk
 };
 
-// What an rANS stream is made from: a plane in the order of units, for its raw bits, and in the
-// order of coding.
+// What an rANS stream is made from: a plane in the order of units, for its raw bits, and the same
+// in the order of coding.
 struct RansSource {
     const uint8_t* plane;
     const uint8_t* units;
@@ -44,7 +45,7 @@ inline RansSource plain_source(const uint8_t* plane, std::size_t n) {
     return {plane, plane, {{0, n, n, n, n}}};
 }
 
-// Writes the fields before the states; returns the end.
+// Writes the fields before the states. Returns their end.
 inline uint8_t* write_rans_header(const PlaneChoice& choice, const RawBits& raw, uint32_t lanes_log,
                                   std::size_t n_escapes, uint8_t* dst) {
     dst[0] = static_cast<uint8_t>(lanes_log);
@@ -68,8 +69,8 @@ inline std::size_t rans_header_nbytes(const PlaneChoice& choice) {
     return nbytes;
 }
 
-// Writes an rANS stream, plain or classed, of at most `capacity` bytes; `carried` are 2 * n_lanes
-// bytes to hide in the states, or null. 0 if it does not fit.
+// Writes an rANS stream, plain or classed, of at most `capacity` bytes. `carried` points at 2 *
+// n_lanes bytes for the states to carry, or is null. Returns 0 if the stream does not fit.
 inline std::size_t write_rans(const RansSource& source, const PlaneChoice& choice,
                               const uint8_t* carried, EncodeScratch& scratch, uint8_t* dst,
                               std::size_t capacity, Ahead& ahead, Isa isa) {
@@ -106,7 +107,8 @@ inline std::size_t write_rans(const RansSource& source, const PlaneChoice& choic
     return nbytes;
 }
 
-// One stream that is not stored, or 0 if it would not be smaller than the plane. `p` is its number.
+// Writes the stream of plane `p`, which is not stored. Returns 0 if it would not be smaller than
+// the plane.
 inline std::size_t write_stream(const uint8_t* plane, std::size_t n, uint32_t p,
                                 const uint8_t* carried, EncodeScratch& scratch, uint8_t* dst,
                                 Ahead& ahead, Isa isa) {
@@ -124,15 +126,16 @@ inline std::size_t write_stream(const uint8_t* plane, std::size_t n, uint32_t p,
     return write_rans(source, choice, carried, scratch, dst, n, ahead, isa);
 }
 
-// Stores a plane whose stream does not pay, and every plane that plane 0 leads if it is plane 0.
+// Marks a plane as stored because its stream does not pay. If it is plane 0, also marks every plane
+// that it leads.
 inline void drop_choice(uint32_t plane, EncodeScratch& scratch) {
     scratch.choices[plane].mode = Mode::kStored;
     if (plane == 0 && scratch.choices[1].mode == Mode::kClassedRans)
         scratch.choices[1].mode = Mode::kStored;
 }
 
-// Writes all streams for the choices made; on a stream that does not pay, turns its choice to
-// stored and returns 0. A plane may be in `dst` if that is where it will be stored.
+// Writes all streams as chosen. If a stream does not pay, changes its choice to stored and returns
+// 0. A plane may lie in `dst` already, at the place where it will be stored.
 inline std::size_t write_streams(const uint8_t* const* planes, std::size_t n, const PlaneSpec& spec,
                                  EncodeScratch& scratch, uint8_t* dst, uint32_t* descriptors,
                                  Isa isa) {
@@ -154,12 +157,13 @@ inline std::size_t write_streams(const uint8_t* const* planes, std::size_t n, co
         used += nbytes;
     }
     const std::size_t stored_nbytes = used;
-    // Aside, as the end of a plane that is in its place lies where the next stream goes.
+    // Copied to other memory, because the end of a plane that is in its place lies where the next
+    // stream goes.
     uint8_t end_of_carrier[kMaxPlanes * 2 * kMaxLanes];
     const uint8_t* carried = carries ? &end_of_carrier[0] : nullptr;
     if (carries) std::memcpy(end_of_carrier, planes[carrier] + n - n_carried, n_carried);
-    // While rANS computes, fetch the next chunk's units, and the places where this chunk's streams
-    // and behind them the next one's stored planes will probably go.
+    // While rANS computes, fetches the next chunk's units, and the places where this chunk's
+    // streams, and behind them the next chunk's stored planes, will probably go.
     Ahead ahead;
     if (n_rans > 0 && scratch.next_src != nullptr) {
         ahead.read = reinterpret_cast<uintptr_t>(scratch.next_src);
@@ -197,7 +201,7 @@ inline std::size_t encode_whole(const ChunkSource& source, std::size_t n, std::s
     return nbytes;
 }
 
-// A chunk of equal units, of which `unit` is one: their planes are constant.
+// Encodes a chunk of units that all equal `unit`: their planes are constant.
 inline std::size_t encode_constant(const uint8_t* unit, const PlaneSpec& spec,
                                    uint8_t* const* planes, uint8_t* dst, uint32_t* descriptors,
                                    Isa isa) {
@@ -209,7 +213,7 @@ inline std::size_t encode_constant(const uint8_t* unit, const PlaneSpec& spec,
     return spec.n_planes;
 }
 
-// Turns plane 0 to classed rANS by prediction if that is estimated to be shorter than `nbytes`.
+// Changes plane 0 to classed rANS by prediction if that is estimated to be shorter than `nbytes`.
 inline void try_prediction(const uint8_t* plane, std::size_t n, std::size_t first,
                            const SideData& side, Level level, std::size_t nbytes,
                            EncodeScratch& scratch, Isa isa) {
@@ -227,8 +231,8 @@ inline void try_prediction(const uint8_t* plane, std::size_t n, std::size_t firs
     if (estimate < nbytes) scratch.choices[0] = candidate;
 }
 
-// Turns plane 1 to classed rANS led by plane 0, whose stream yields `lead`, if that is estimated to
-// be shorter than `nbytes`.
+// Changes plane 1 to classed rANS led by plane 0, whose stream yields `lead`, if that is estimated
+// to be shorter than `nbytes`.
 inline void try_lead(const uint8_t* lead, const uint8_t* plane, std::size_t n, Level level,
                      std::size_t nbytes, EncodeScratch& scratch, Isa isa) {
     JointHistogram joint;
@@ -256,7 +260,8 @@ inline void choose_modes(const uint8_t* const* planes, std::size_t n, std::size_
     PlaneChoice& leading = scratch.choices[0];
     if (side.rows != nullptr && leading.mode != Mode::kConstant)
         try_prediction(planes[0], n, first, side, level, nbytes[0], scratch, isa);
-    // Decoding by classes takes time: below `max` only where prediction has slowed it already.
+    // Decoding by classes takes time, so below `max` it is used only where prediction has slowed
+    // decoding already.
     if (spec.n_planes == 1 || (level != Level::kMax && leading.mode != Mode::kClassedRans)) return;
     if (is_rans(leading.mode) || leading.mode == Mode::kPalette)
         try_lead(leading.mode == Mode::kClassedRans ? scratch.yielded : planes[0], planes[1], n,
@@ -271,7 +276,7 @@ inline bool is_stored_whole(const uint8_t* src, std::size_t n, const PlaneSpec& 
     return choose_mode(src, n, n, level, choice) >= n;
 }
 
-// Moves planes that were split to the output to their scratch.
+// Moves planes that were split into the output to their scratch memory.
 inline void set_aside(uint8_t** planes, std::size_t n, const PlaneSpec& spec,
                       const EncodeScratch& scratch) {
     for (uint32_t p = 1; p < spec.n_planes; ++p) {
@@ -281,9 +286,9 @@ inline void set_aside(uint8_t** planes, std::size_t n, const PlaneSpec& spec,
     }
 }
 
-// Encodes units that are split. Where mantissas are noise, all planes but the first are stored,
-// side by side at the beginning of the chunk: they are split to that place at once if it was so in
-// the chunk before.
+// Encodes units that are split. If mantissas are noise, all planes but the first are stored, side
+// by side at the beginning of the chunk. If that was so in the previous chunk, they are split
+// straight to that place.
 inline std::size_t encode_split(const ChunkSource& source, std::size_t n, std::size_t first,
                                 const PlaneSpec& spec, const SideData& side, Level level,
                                 EncodeScratch& scratch, uint8_t* dst, uint32_t* descriptors,
@@ -305,7 +310,7 @@ inline std::size_t encode_split(const ChunkSource& source, std::size_t n, std::s
     return used;
 }
 
-// Units of one byte that are not split.
+// Encodes units of one byte that are not split.
 inline std::size_t encode_bytes(const ChunkSource& source, std::size_t n, const PlaneSpec& spec,
                                 Level level, EncodeScratch& scratch, uint8_t* dst,
                                 uint32_t* descriptors, Isa isa) {
@@ -320,13 +325,14 @@ inline std::size_t encode_bytes(const ChunkSource& source, std::size_t n, const 
     return used;
 }
 
-// Writes `n` bytes, of which each is the one `unit` bytes before.
+// Writes `n` bytes, each equal to the one `unit` bytes before it.
 inline void repeat_unit(const uint8_t* from, std::size_t unit, uint8_t* dst, std::size_t n) {
     for (std::size_t at = 0; at < n; at += unit) std::memcpy(dst + at, from, unit);
 }
 
-// Units that are split, and seem to be equal: to see that is faster than splitting them for a look
-// at each plane. Once one is not, they go to the output, which has room for them.
+// Encodes units that are split and seem to be equal: comparing them is faster than splitting them
+// and checking each plane. As soon as one differs, they are copied to the output, which has room
+// for them.
 inline std::size_t encode_likely_constant(const ChunkSource& source, std::size_t n,
                                           std::size_t first, const PlaneSpec& spec,
                                           const SideData& side, Level level, EncodeScratch& scratch,
@@ -344,16 +350,16 @@ inline std::size_t encode_likely_constant(const ChunkSource& source, std::size_t
         std::memcpy(dst + at, piece, nbytes);
     });
     if (constant) return encode_constant(value, spec, scratch.planes, dst, descriptors, isa);
-    scratch.others_stored = false;  // planes are not split to the place that they come from
+    scratch.others_stored = false;  // planes are not split into the memory that they come from
     return encode_split({dst, nullptr}, n, first, spec, side, level, scratch, dst, descriptors,
                         isa);
 }
 
-// So many units are enough to guess that a chunk is constant.
+// So many equal units suggest that a chunk is constant.
 constexpr std::size_t kConstantGlance = 1024;
 
 // Encodes `n` >= 1 units, of which the first is unit `first` of the tensor. `dst` has room for
-// round_up(n * unit_nbytes, 64) bytes; returns the padded length of the chunk.
+// round_up(n * unit_nbytes, 64) bytes. Returns the padded length of the chunk.
 inline std::size_t encode_chunk(const ChunkSource& source, std::size_t n, std::size_t first,
                                 const PlaneSpec& spec, const SideData& side, Level level,
                                 EncodeScratch& scratch, uint8_t* dst, uint32_t* descriptors,

@@ -1,6 +1,6 @@
-// Taking in what is encoded: every byte of a source is read once, into memory of the encoder's own,
-// and the content hash and the streams are both made from that copy. So whatever somebody writes to
-// the source meanwhile, a frame decodes to the bytes that its hash names.
+// Reading a source: every byte is read once, into the encoder's own memory, and the content hash
+// and the streams are both made from that copy. So a frame decodes to the bytes that its hash
+// names, whatever is written to the source meanwhile.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,11 @@
 
 namespace packhorse {
 
-// What is not yet in L1 is hashed, split or cast so much at a time.
+// So many bytes at a time are hashed, split or cast, so that they stay in L1.
 constexpr std::size_t kIntakeNbytes = 4 * kXxh3BlockNbytes;
 
 // Where the hashes of a tensor's leaves go, 16 bytes each. A last leaf that is too short for the
-// long form of XXH3 goes to `tail` as it is, which has room for it: its hash is the caller's.
+// long form of XXH3 is copied to `tail`, which has room for it, and the caller hashes it.
 struct ContentLeaves {
     uint8_t* digests;
     uint8_t* tail;
@@ -27,7 +27,7 @@ struct ContentLeaves {
     }
 };
 
-// The hashes of `nbytes` bytes, for others that are equal.
+// Copies the hashes of `nbytes` bytes, for equal bytes elsewhere.
 inline void copy_leaves(const ContentLeaves& from, std::size_t nbytes, const ContentLeaves& to) {
     const std::size_t last = nbytes % kContentLeafNbytes;
     std::memcpy(to.digests, from.digests,
@@ -35,7 +35,7 @@ inline void copy_leaves(const ContentLeaves& from, std::size_t nbytes, const Con
     if (0 < last && last < kXxh3LongMinNbytes) std::memcpy(to.tail, from.tail, last);
 }
 
-// Copies blocks and adds them to a hash; what is hashed is what was copied.
+// Copies blocks and adds the copy to a hash.
 inline void take_blocks_portable(const uint8_t* src, std::size_t n_blocks, uint8_t* dst,
                                  Xxh3Accumulator& acc) {
     for (std::size_t at = 0; at < n_blocks * kXxh3BlockNbytes; at += kXxh3BlockNbytes) {
@@ -55,8 +55,8 @@ inline void take_blocks(const uint8_t* src, std::size_t n_blocks, uint8_t* dst,
     take_blocks_portable(src, n_blocks, dst, acc);
 }
 
-// Copies and hashes pieces that come one behind the other, leaf after leaf. A piece does not cross
-// the end of a leaf, and all but the last of a leaf are whole blocks.
+// Copies and hashes consecutive pieces, leaf after leaf. A piece does not cross the end of a leaf,
+// and every piece but the last of a leaf has whole blocks.
 class LeafHasher {
   public:
     LeafHasher(const ContentLeaves& leaves, std::size_t nbytes, Isa isa)
@@ -64,7 +64,7 @@ class LeafHasher {
         begin_leaf();
     }
 
-    // The next piece; before `dst`, up to 64 bytes of the copy before are at hand.
+    // Takes the next piece. Up to 64 bytes of the previous copy lie in front of `dst`.
     void take(const uint8_t* src, std::size_t nbytes, uint8_t* dst) {
         const std::size_t n_blocks =
             std::min(nbytes / kXxh3BlockNbytes, (in_leaf_ - 1) / kXxh3BlockNbytes);
@@ -103,8 +103,8 @@ class LeafHasher {
     std::size_t in_leaf_ = 0;
 };
 
-// Brings bytes into the cache. The hardware that fetches what comes next follows a plain run of
-// reads; it loses the thread where much is written in between.
+// Brings bytes into the cache. The hardware prefetcher follows a plain run of reads, but loses
+// track if much is written in between.
 inline void touch(const uint8_t* src, std::size_t nbytes) {
     uint32_t sum = 0;
     for (std::size_t at = 0; at < nbytes; at += 64) sum += src[at];
@@ -112,7 +112,7 @@ inline void touch(const uint8_t* src, std::size_t nbytes) {
 }
 
 // Calls visit(piece, at, nbytes) for all bytes of a source that begins with a leaf, piece by piece
-// and in order. A piece is a copy, good for the time of the call.
+// and in order. A piece is a copy that is valid during the call.
 template <class Visit>
 inline void visit_source(const uint8_t* src, std::size_t nbytes, const ContentLeaves& leaves,
                          Isa isa, const Visit& visit) {
@@ -128,7 +128,7 @@ inline void visit_source(const uint8_t* src, std::size_t nbytes, const ContentLe
     }
 }
 
-// Splits units to a place in planes.
+// Splits units into planes, from a given place on.
 inline void split_planes_at(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
                             uint8_t* const* planes, std::size_t first, Isa isa) {
     uint8_t* to[kMaxPlanes];
@@ -138,10 +138,11 @@ inline void split_planes_at(const uint8_t* src, std::size_t n, const PlaneSpec& 
 
 #if PACKHORSE_X86
 
-// Splits a leaf that is long enough to be hashed; its first unit goes to place `first` of planes.
+// Splits a leaf that is long enough to be hashed. Its first unit goes to place `first` of the
+// planes.
 inline void split_leaf_avx512(const uint8_t* src, std::size_t nbytes, const PlaneSpec& spec,
                               uint8_t* const* planes, std::size_t first, uint8_t* digest, Isa isa) {
-    // What is behind the blocks, and before it the last line of them.
+    // The bytes behind the blocks, and in front of them the last line of the blocks.
     alignas(64) uint8_t memory[kXxh3StripeNbytes + kXxh3BlockNbytes];
     uint8_t* const rest = memory + kXxh3StripeNbytes;
     Xxh3Accumulator acc;
@@ -166,12 +167,12 @@ inline void take_in(const uint8_t* src, std::size_t nbytes, uint8_t* dst,
         hasher.take(src + at, std::min(kContentLeafNbytes, nbytes - at), dst + at);
 }
 
-// The units of a chunk, which begins with a leaf of its tensor.
+// The units of a chunk. A chunk begins where a leaf of its tensor begins.
 struct ChunkSource {
     const uint8_t* units;
     const ContentLeaves* leaves;  // null for a copy that was hashed already
 
-    // All units, in memory of the caller's.
+    // Copies all units to memory of the caller.
     void copy_to(uint8_t* dst, std::size_t nbytes, Isa isa) const {
         if (leaves == nullptr)
             std::memcpy(dst, units, nbytes);
@@ -190,7 +191,7 @@ struct ChunkSource {
                      });
     }
 
-    // `n` units to planes, as split_planes().
+    // Splits `n` units into planes, as split_planes() does.
     void split_to(std::size_t n, const PlaneSpec& spec, uint8_t* const* planes, Isa isa) const {
         const std::size_t unit = spec.unit_nbytes, nbytes = n * unit;
         std::size_t done = 0;

@@ -24,7 +24,8 @@ PACKHORSE_AVX512 inline void take_blocks_avx512(const uint8_t* src, std::size_t 
     }
 }
 
-// Splits and hashes blocks in one pass, each line read once. The last line goes to `last`, too.
+// Splits and hashes blocks in one pass, and reads each line once. The last line is also copied to
+// `last`.
 template <uint32_t kUnitNbytes, bool kFloat>
 PACKHORSE_AVX512 inline void split_blocks_hashed(const uint8_t* src, std::size_t n_blocks,
                                                  uint8_t* const* planes, Xxh3Accumulator& acc,

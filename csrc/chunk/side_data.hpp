@@ -1,10 +1,10 @@
 // Side data of a frame (docs/format.md, 2 and 6.5): a byte for each row and each column of a tensor
-// read as a matrix, which together predict plane 0. The logarithm of |value| is, for optimizer
-// states and to a degree for weights, a number for the row plus a number for the column plus noise;
-// the exponent is that logarithm rounded down, so the means of rows and columns predict it.
+// read as a matrix, which together predict plane 0. For optimizer states, and to a degree for
+// weights, the logarithm of |value| is a number for the row plus a number for the column plus
+// noise. The exponent is that logarithm rounded down, so the means of rows and columns predict it.
 //
-// Zeros (plane 0 is 0) say nothing about size and are left out of the means. All in integers: the
-// side data, and so the frame, are the same on every machine.
+// Zeros (plane 0 is 0) say nothing about size and are left out of the means. All arithmetic is in
+// integers, so the side data, and with them the frame, are the same on every machine.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 
 namespace packhorse {
 
-// Plane 0 of `n` units.
+// Extracts plane 0 of `n` units.
 PACKHORSE_INLINE void lead_bytes(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
                                  uint8_t* __restrict dst) {
     const std::size_t unit = spec.unit_nbytes;
@@ -34,7 +34,7 @@ PACKHORSE_INLINE void lead_bytes(const uint8_t* src, std::size_t n, const PlaneS
             dst[i] = static_cast<uint8_t>(load<uint16_t>(top + 8 * i) >> shift);
 }
 
-// Sums over bytes that are not zero, and how many they are.
+// The sum of bytes that are not zero, and their number.
 struct ByteSums {
     uint32_t sum = 0;
     uint32_t count = 0;
@@ -62,8 +62,8 @@ PACKHORSE_AVX2 inline ByteSums read_row_avx2(const uint8_t* src, std::size_t n,
 }
 #endif
 
-// Adds a piece of a row to the sums of its columns; returns the sums of the piece. `row` is
-// scratch.
+// Adds a piece of a row to the sums of its columns. Returns the sums of the piece. `row` is scratch
+// memory.
 inline ByteSums read_row(const uint8_t* src, std::size_t n, const PlaneSpec& spec, uint8_t* row,
                          uint32_t* sums, uint32_t* counts, Isa isa) {
 #if PACKHORSE_X86
@@ -74,12 +74,13 @@ inline ByteSums read_row(const uint8_t* src, std::size_t n, const PlaneSpec& spe
     return add_row(row, n, sums, counts);
 }
 
-// Four times the mean, in 2^-16; `otherwise` where there is nothing.
+// Four times the mean, in 2^-16, or `otherwise` if there is nothing to average.
 constexpr int64_t quarters(uint64_t sum, uint64_t count, int64_t otherwise) {
     return count == 0 ? otherwise : static_cast<int64_t>((sum << 18) / count);
 }
 
-// The least of the numbers becomes 0; all are rounded to whole quarters and fit a byte.
+// Writes numbers as bytes: moved so that the least becomes 0, rounded to whole quarters, and at
+// most 255.
 inline void write_quarters(const std::vector<int64_t>& numbers, uint8_t* dst) {
     const int64_t least = *std::min_element(numbers.begin(), numbers.end());
     for (std::size_t i = 0; i < numbers.size(); ++i)
@@ -87,7 +88,7 @@ inline void write_quarters(const std::vector<int64_t>& numbers, uint8_t* dst) {
             static_cast<uint8_t>(std::min<int64_t>(255, (numbers[i] - least + (1 << 15)) >> 16));
 }
 
-// Part of a matrix: every `row_step`-th row, of each the first `n_columns` units.
+// Part of a matrix: the first `n_columns` units of every `row_step`-th row.
 struct MatrixView {
     const uint8_t* src;
     std::size_t n_rows;
@@ -96,9 +97,10 @@ struct MatrixView {
     std::size_t row_nbytes;  // of a row of the whole matrix
 };
 
-// The side data of a view, n_rows + n_columns bytes.
+// Computes the side data of a view, n_rows + n_columns bytes.
 inline void fill_side(const MatrixView& view, const PlaneSpec& spec, uint8_t* side, Isa isa) {
-    constexpr std::size_t kPiece = 8192;  // units of a row at a time, so that scratch stays in L1
+    constexpr std::size_t kPiece =
+        8192;  // units of a row at a time, so that scratch memory stays in L1
     std::vector<uint32_t> sums(view.n_columns), counts(view.n_columns);
     std::vector<ByteSums> rows(view.n_rows);
     std::vector<uint8_t> row(std::min(kPiece, view.n_columns));
@@ -141,7 +143,7 @@ inline std::size_t entropy_nbytes(const uint8_t* units, std::size_t n) {
     return scale_cost(entropy_cost(histogram), histogram.total, n);
 }
 
-// From a sample of at most `most_rows` rows and `most_columns` columns.
+// Estimates from a sample of at most `most_rows` rows and `most_columns` columns.
 inline SideEstimate estimate_side(const uint8_t* src, std::size_t n_rows, std::size_t n_columns,
                                   const PlaneSpec& spec, std::size_t most_rows,
                                   std::size_t most_columns, Isa isa) {

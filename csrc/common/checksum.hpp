@@ -2,11 +2,11 @@
 //
 // CRC32C: the SSE4.2 instruction has a latency of three cycles and a throughput of one, so three
 // streams run side by side and are joined by the linear operator "append L zero bytes", held as
-// four tables of 256 (one for each byte of the register). Without the instruction two do. Where
-// there are carry-less products of vectors, 256 bytes are folded into the next 256 instead, twice
-// as fast. XXH3: only inputs above 240 bytes; the short forms are left to the caller (Python's
-// xxhash), who meets at most one a tensor. Source: the XXH3 specification, doc/xxhash_spec.md of
-// the xxHash project.
+// four tables of 256 (one for each byte of the register). Without the instruction, two streams run
+// side by side. Processors with carry-less products of vectors fold 256 bytes into the next 256
+// instead, which is twice as fast. XXH3: only inputs above 240 bytes. The caller hashes shorter
+// ones with Python's xxhash; a tensor has at most one. Source: the XXH3 specification,
+// doc/xxhash_spec.md of the xxHash project.
 //
 // The loops are in common/checksum_avx512.hpp, common/checksum_avx2.hpp and
 // common/checksum_portable.hpp.
@@ -19,7 +19,7 @@
 
 namespace packhorse {
 
-// Continues a CRC register, which begins as ~0 and whose complement is the CRC.
+// Continues a CRC register. It begins as ~0, and its complement is the CRC.
 inline uint32_t crc32c_continue(uint32_t crc, const uint8_t* src, std::size_t nbytes, Isa isa) {
 #if PACKHORSE_X86
     if (isa >= Isa::kAvx512 && nbytes >= kCrcFoldMinNbytes && has_vpclmulqdq())
@@ -56,7 +56,7 @@ inline uint64_t xxh3_merge(const Xxh3Accumulator& acc, const uint8_t* secret, ui
     return sum ^ sum >> 32;
 }
 
-// Full blocks; the last block of an input is never one of them.
+// Hashes full blocks, of which the last block of an input is never one.
 inline void xxh3_blocks(Xxh3Accumulator& acc, const uint8_t* src, std::size_t n_blocks, Isa isa) {
     for (std::size_t block = 0; block < n_blocks; ++block) {
         xxh3_stripes(acc, src + block * kXxh3BlockNbytes, kXxh3StripesPerBlock, isa);
@@ -68,8 +68,8 @@ constexpr std::size_t xxh3_n_blocks(std::size_t nbytes) {
     return (nbytes - 1) / kXxh3BlockNbytes;
 }
 
-// The 16 canonical bytes of `nbytes` bytes that end at `end`, after all full blocks of them; only
-// what is behind those, and the last 64 bytes, are looked at.
+// Finishes the hash of `nbytes` bytes that end at `end`, once all full blocks are hashed, as its 16
+// canonical bytes. Only the bytes behind the full blocks and the last 64 bytes are read.
 inline void xxh3_finish(Xxh3Accumulator& acc, const uint8_t* end, std::size_t nbytes, uint8_t* dst,
                         Isa isa) {
     const std::size_t rest = nbytes - xxh3_n_blocks(nbytes) * kXxh3BlockNbytes;
@@ -83,7 +83,7 @@ inline void xxh3_finish(Xxh3Accumulator& acc, const uint8_t* end, std::size_t nb
     store(dst + 8, __builtin_bswap64(low));
 }
 
-// XXH3-128 of `nbytes` >= kXxh3LongMinNbytes bytes, as its 16 canonical bytes.
+// Computes XXH3-128 of `nbytes` >= kXxh3LongMinNbytes bytes, as its 16 canonical bytes.
 inline void xxh3_128_long(const uint8_t* src, std::size_t nbytes, uint8_t* dst, Isa isa) {
     Xxh3Accumulator acc;
     xxh3_blocks(acc, src, xxh3_n_blocks(nbytes), isa);

@@ -1,5 +1,5 @@
-// CRC32C and XXH3-128 without instruction sets beyond the baseline, and the tables and numbers that
-// every path uses.
+// CRC32C and XXH3-128 with the baseline's instructions, and the tables and numbers that all paths
+// use.
 #pragma once
 
 #include <array>
@@ -58,7 +58,7 @@ constexpr CrcShift make_crc_shift(std::size_t nbytes) {
 }
 
 constexpr std::size_t kCrcLongNbytes = 4096;
-constexpr std::size_t kCrcShortNbytes = 336;  // three of them: all of 1 KiB but 16 bytes
+constexpr std::size_t kCrcShortNbytes = 336;  // three of them are 1 KiB less 16 bytes
 inline constexpr CrcShift kCrcLongShift = make_crc_shift(kCrcLongNbytes);
 inline constexpr CrcShift kCrcShortShift = make_crc_shift(kCrcShortNbytes);
 
@@ -67,7 +67,7 @@ inline uint32_t shift_crc(const CrcShift& shift, uint32_t crc) {
            shift[3][crc >> 24];
 }
 
-// Slicing by eight: eight independent look-ups for each eight bytes.
+// Slicing by eight: eight independent look-ups for every eight bytes.
 PACKHORSE_INLINE uint32_t crc32c_eight(uint32_t crc, const uint8_t* src) {
     const uint32_t a = load<uint32_t>(src) ^ crc, b = load<uint32_t>(src + 4);
     return kCrcTable[7][a & 0xFF] ^ kCrcTable[6][a >> 8 & 0xFF] ^ kCrcTable[5][a >> 16 & 0xFF] ^
@@ -75,7 +75,7 @@ PACKHORSE_INLINE uint32_t crc32c_eight(uint32_t crc, const uint8_t* src) {
            kCrcTable[1][b >> 16 & 0xFF] ^ kCrcTable[0][b >> 24];
 }
 
-// Two streams: the look-ups of one wait for its register of before.
+// Two streams, because the look-ups of one stream wait for its previous register.
 inline uint32_t crc32c_portable(uint32_t crc, const uint8_t* src, std::size_t nbytes) {
     constexpr std::size_t run = kCrcLongNbytes;
     for (; nbytes >= 2 * run; src += 2 * run, nbytes -= 2 * run) {

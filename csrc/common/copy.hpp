@@ -1,12 +1,12 @@
 // Copying with checksums: a stored chunk is hashed, checked and copied in one pass.
 //
-// One block of XXH3 at a time: it is in L1 for all that is done with it, and in the same loop the
-// memory behind it is fetched. A large output is written past the cache: it would not stay there,
-// and lines that are written whole need not be read before. docs/decisions.md, section 6, has the
-// figures.
+// The loops take one block of XXH3 at a time: it stays in L1 for everything that is done with it,
+// and the same loop fetches the memory behind it. A large output is written past the cache, because
+// it would not stay there, and because lines that are written whole need not be read first.
+// docs/decisions.md, section 6, has the figures.
 //
-// What is hashed may be written to by others meanwhile. So it is read once: a line into a register,
-// or a block into memory of our own, from which hash, CRC and copy are all made.
+// Others may write to the source meanwhile. So it is read once, a line into a register or a block
+// into memory of our own, and hash, CRC and copy are all made from that.
 #pragma once
 
 #include "common/checksum.hpp"
@@ -16,8 +16,8 @@
 
 namespace packhorse {
 
-// An output of so many bytes is written past the cache. A constant, since a virtual machine need
-// not tell the size of its cache.
+// An output of at least so many bytes is written past the cache. This is a constant because a
+// virtual machine need not report the size of its cache.
 constexpr std::size_t kPastCacheMinNbytes = 12 << 20;
 
 template <bool kPastCache>
@@ -55,12 +55,12 @@ inline void copy_with_crc(const uint8_t* src, std::size_t nbytes, uint8_t* dst, 
     std::size_t done = 0;
 #if PACKHORSE_X86
     if (past_cache && isa >= Isa::kAvx2 && n_blocks > 1) {
-        // The last block is left: copied further on, it would end behind the others' end.
+        // The last block is left out: copied further on, it would end behind the end of the output.
         const std::size_t shift = -reinterpret_cast<uintptr_t>(dst) % 64;
         done = n_blocks - 1;
         std::memcpy(dst, src, shift);
         copy_blocks<true>({src, dst, done, shift}, crc, isa);
-        _mm_sfence();  // so that threads that are told of the output see it
+        _mm_sfence();  // so that other threads see the output
     }
 #else
     (void)past_cache;
@@ -73,7 +73,7 @@ inline void copy_with_crc(const uint8_t* src, std::size_t nbytes, uint8_t* dst, 
 
 template <bool kPastCache>
 inline void hashed_copy_each(const HashedCopy& copy, uint32_t& crc, Isa isa) {
-    // A block, and before it the end of the block before.
+    // A block, and in front of it the end of the previous block.
     alignas(64) uint8_t tile[kXxh3StripeNbytes + kXxh3BlockNbytes];
     std::memset(tile + kXxh3BlockNbytes, 0, kXxh3StripeNbytes);
     if (kPastCache)
@@ -105,8 +105,8 @@ inline void hashed_copy(const HashedCopy& copy, uint32_t& crc, Isa isa) {
     hashed_copy_each<kPastCache>(copy, crc, isa);
 }
 
-// As copy_with_crc(), for at least kXxh3LongMinNbytes bytes that may change meanwhile; the XXH3-128
-// of the copy goes to `digest`.
+// Does what copy_with_crc() does, for at least kXxh3LongMinNbytes bytes that may change meanwhile.
+// `digest` receives the XXH3-128 of the copy.
 inline void copy_with_digest(const uint8_t* src, std::size_t nbytes, uint8_t* dst, uint8_t* digest,
                              uint32_t& crc, bool past_cache, Isa isa) {
     Xxh3Accumulator acc;
@@ -115,7 +115,7 @@ inline void copy_with_digest(const uint8_t* src, std::size_t nbytes, uint8_t* ds
 #if PACKHORSE_X86
     const std::size_t back = reinterpret_cast<uintptr_t>(dst) % 64;
     if (past_cache && isa >= Isa::kAvx2 && n_blocks > 1 && back % 4 == 0) {
-        // The first block is written where it lies: before it is nothing of ours.
+        // The first block is written where it belongs: the memory in front of it is not ours.
         constexpr std::size_t first = kXxh3BlockNbytes;
         hashed_copy<false>({src, dst, 1, 0, acc}, crc, isa);
         hashed_copy<true>({src + first, dst + first, n_blocks - 1, back, acc}, crc, isa);

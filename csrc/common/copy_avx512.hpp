@@ -1,5 +1,5 @@
-// Blocks copied with AVX-512, a line of 64 bytes to a register; CRC and hash are made from the
-// registers as they pass.
+// Blocks copied with AVX-512, a line of 64 bytes to a register; CRC and hash are made from the same
+// registers.
 #pragma once
 
 #include "common/checksum_avx512.hpp"
@@ -10,7 +10,7 @@ namespace packhorse {
 
 #if PACKHORSE_X86
 
-// A line that the compiler may not read again, as it might for a second use.
+// Loads a line. The compiler may not load it again for a second use.
 PACKHORSE_AVX512 PACKHORSE_INLINE __m512i load_once_avx512(const uint8_t* src) {
     __m512i line = _mm512_loadu_si512(src);
     asm("" : "+v"(line));
@@ -31,7 +31,7 @@ PACKHORSE_AVX512 inline void copy_block_avx512(const uint8_t* src, uint8_t* dst)
         copy_line_avx512<kPastCache>(src + at, dst + at);
 }
 
-// Copy and CRC line by line: no step waits for another, and only memory is left to wait for.
+// Copies and adds to the CRC line by line: no step waits for another one, only for memory.
 template <bool kPastCache>
 PACKHORSE_VPCLMULQDQ inline void copy_blocks_folding(const BlockCopy& copy, uint32_t& crc) {
     CrcFold fold = crc_fold_start(crc);
@@ -50,12 +50,12 @@ PACKHORSE_VPCLMULQDQ inline void copy_blocks_folding(const BlockCopy& copy, uint
     crc = crc_fold_finish(fold);
 }
 
-// Line by line, as copy_blocks_folding().
+// Does what copy_blocks_folding() does, line by line.
 template <bool kPastCache>
 PACKHORSE_VPCLMULQDQ inline void hashed_copy_folding(const HashedCopy& copy, uint32_t& crc) {
     CrcFold fold = crc_fold_start(crc);
     const __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const auto n_kept = static_cast<int>(16 - copy.back / 4);  // numbers of the line before
+    const auto n_kept = static_cast<int>(16 - copy.back / 4);  // numbers of the previous line
     const __m512i order = _mm512_add_epi32(places, _mm512_set1_epi32(n_kept));
     __m512i before =
         kPastCache ? _mm512_loadu_si512(copy.dst - kXxh3StripeNbytes) : _mm512_setzero_si512();

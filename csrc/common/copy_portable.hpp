@@ -1,5 +1,5 @@
 // What the loops that copy blocks of XXH3 share: how far ahead they fetch, what they copy, and the
-// block of the baseline.
+// loop of the baseline for one block.
 #pragma once
 
 #include "common/checksum.hpp"
@@ -9,7 +9,8 @@ namespace packhorse {
 
 constexpr std::size_t kCopyAheadNbytes = 3072;
 
-// Fetches what will be read, and what will be written unless that goes past the cache.
+// Fetches the memory that will be read, and the memory that will be written unless that goes past
+// the cache.
 template <bool kPastCache>
 PACKHORSE_INLINE void fetch_line_ahead(const uint8_t* src, const uint8_t* dst) {
     __builtin_prefetch(src + kCopyAheadNbytes, 0, 3);
@@ -20,8 +21,8 @@ inline void copy_block_portable(const uint8_t* src, uint8_t* dst) {
     std::memcpy(dst, src, kXxh3BlockNbytes);
 }
 
-// Copies blocks `shift` bytes further on than they are checked, so that addresses written past the
-// cache are multiples of 64.
+// Blocks are copied `shift` bytes further on than they are checked, so that addresses that are
+// written past the cache are multiples of 64.
 struct BlockCopy {
     const uint8_t* src;
     uint8_t* dst;
@@ -29,13 +30,13 @@ struct BlockCopy {
     std::size_t shift;
 };
 
-// Keeps the compiler from reading the source of a copy once more in the place of the copy.
+// Keeps the compiler from reading the source of a copy again instead of the copy.
 PACKHORSE_INLINE void seal(const uint8_t* copy) {
     asm volatile("" : : "r"(copy) : "memory");
 }
 
-// Copies blocks and hashes them. Past the cache, what is written are multiples of 64: `back` bytes
-// before each line, a multiple of 4, where the end of the line before goes, too.
+// Copies blocks and hashes them. Past the cache, lines are written at multiples of 64: `back`
+// bytes, a multiple of 4, before each line, together with the end of the previous line.
 struct HashedCopy {
     const uint8_t* src;
     uint8_t* dst;

@@ -1,12 +1,12 @@
-// Which instruction set a call uses. The choice is an argument of every operation: there is no
-// global state, and a caller can force a path. A function marked PACKHORSE_AVX2 or PACKHORSE_AVX512
-// may be called only if detect_isa() is at least that.
+// The instruction sets. Every operation takes an Isa as an argument: there is no global state, and
+// a caller can force a path. A function marked PACKHORSE_AVX2 or PACKHORSE_AVX512 may be called
+// only if detect_isa() returns at least that.
 //
 // kAvx512 needs F, BW, DQ and VL (Skylake-X and later). kAvx512Vbmi2 needs VBMI2 as well (Ice Lake,
-// Zen 4 and later), whose expanding and compressing of bytes puts units in the order by class and
-// back; all else is as with kAvx512. VBMI is not asked for: the two-register permutes of 32-bit
-// elements that the rANS decoder keeps its tables in are AVX-512F, and nothing else gained from
-// byte permutes.
+// Zen 4 and later): it expands and compresses bytes, which puts units in the order by class and
+// back. Everything else is as with kAvx512. VBMI is not needed: the rANS decoder looks its tables
+// up with two-register permutes of 32-bit elements, which are AVX-512F, and nothing else gained
+// from byte permutes.
 #pragma once
 
 #if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -25,7 +25,7 @@
     __attribute__((                                                                              \
         target("avx512vbmi2,avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
                "2")))
-// For functions that has_vpclmulqdq() allows besides.
+// For functions that need has_vpclmulqdq() as well.
 #define PACKHORSE_VPCLMULQDQ                                                         \
     __attribute__((                                                                  \
         target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi,bmi2,lzcnt,popcnt,sse4." \
@@ -41,10 +41,10 @@
 
 namespace packhorse {
 
-// What will be needed next: memory to read and memory to write, to be fetched into L2 a little at a
-// time while a slow loop computes. Coding takes about as long as the memory traffic of a chunk;
-// without this the two follow each other, with it they overlap (docs/decisions.md). Addresses are
-// never dereferenced and may lie outside of any buffer.
+// Memory that will be read and written next, to be fetched into L2 a little at a time while a slow
+// loop computes. Coding a chunk takes about as long as its memory traffic: with this the two
+// overlap, without it they follow each other (docs/decisions.md). Addresses are never dereferenced
+// and may lie outside of any buffer.
 struct Ahead {
     uintptr_t read = 0;
     uintptr_t write = 0;
@@ -61,7 +61,7 @@ struct Ahead {
 
 enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vbmi2 = 3 };
 
-// Each path may do what those below it may, so ask by >=.
+// Each path may use the instructions of those below it, so compare with >=.
 bool operator==(Isa, Isa) = delete;
 
 inline Isa detect_isa() {
@@ -79,8 +79,8 @@ inline Isa detect_isa() {
     return Isa::kPortable;
 }
 
-// Carry-less products of whole vectors, which the first processors with AVX-512 lack (Cascade Lake;
-// Ice Lake and Zen 4 have them).
+// Whether there are carry-less products of whole vectors. The first processors with AVX-512 lack
+// them (Cascade Lake); Ice Lake and Zen 4 have them.
 inline bool has_vpclmulqdq() {
 #if PACKHORSE_X86
     return __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("pclmul");
@@ -90,9 +90,9 @@ inline bool has_vpclmulqdq() {
 }
 
 // Runs a loop that compilers vectorise, with AVX2 where it is allowed. `work` is a lambda marked
-// PACKHORSE_VECTORISED, so that it is compiled into its caller and for its caller's instructions;
-// it and its captures are values, or stores to bytes might change them and nothing would be
-// vectorised.
+// PACKHORSE_VECTORISED, so that it is inlined into its caller and compiled for the caller's
+// instructions. The lambda and its captures must be values: otherwise stores to bytes might change
+// them, and nothing would be vectorised.
 #define PACKHORSE_VECTORISED __attribute__((always_inline))
 
 #if PACKHORSE_X86
@@ -116,7 +116,7 @@ inline void vectorised(Isa isa, Work work) {
     work();
 }
 
-// The same with AVX-512 where it is allowed, for loops that gain by it.
+// Does the same with AVX-512 where it is allowed, for loops that gain from it.
 template <class Work>
 inline void vectorised_wide(Isa isa, Work work) {
 #if PACKHORSE_X86
@@ -126,7 +126,7 @@ inline void vectorised_wide(Isa isa, Work work) {
 }
 
 // Keeps the compiler from replacing a store and narrower loads of `value` by shuffles, which are
-// slower: one port does them all.
+// slower because one port does them all.
 template <class T>
 PACKHORSE_INLINE void keep_in_memory(T& value) {
     asm("" : "+m"(value));

@@ -1,5 +1,5 @@
 // Constants of the format (docs/format.md), the C++ side of src/packhorse/layout.py.
-// tests/codecs/test_layout.py holds the two together.
+// tests/codecs/test_layout.py checks that the two agree.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ constexpr std::size_t kFrameAlignment = 64;
 constexpr std::size_t kContentLeafNbytes = 262144;
 constexpr std::size_t kMaxChunkNbytes = 2097152;
 constexpr std::size_t kChunkNbytes = 262144;          // what the encoder usually writes
-constexpr std::size_t kClassedChunkNbytes = 1048576;  // and what it writes at level max
+constexpr std::size_t kClassedChunkNbytes = 1048576;  // what it writes at level max
 constexpr uint32_t kMinChunkLog = 6;
 constexpr uint32_t kMaxChunkLog = 21;
 constexpr uint32_t kMaxPlanes = 8;
@@ -90,8 +90,8 @@ struct W11 {
     static constexpr uint32_t kMaxFirst = 247;
 };
 
-// What a decoder found wrong; bind/bind.cpp hands the number to Python, where codecs/base.py has
-// the words.
+// What a decoder found wrong. bind/bind.cpp passes the number to Python, where codecs/base.py puts
+// it into words.
 enum class Status : int {
     kOk = 0,
     kChecksum = 1,        // the chunk's CRC32C does not match
@@ -102,7 +102,7 @@ enum class Status : int {
     kWordsExhausted = 6,  // the coder asked for a word and none was left
     kWordsLeft = 7,       // words were left over at the end
     kFinalState = 8,      // a lane ended in a state that no encoder leaves
-    kEscapeCount = 9,     // escapes met and escapes declared differ
+    kEscapeCount = 9,     // the number of escapes is not the declared one
     kExtraBits = 10,      // fewer or more extra bits than declared
 };
 

@@ -1,12 +1,11 @@
-// Maps files so that losing a part of one does not end the process. A page of a mapped file that
-// somebody cuts off, or that its disk fails to give, is no memory any more: whoever reads it gets
-// the signal SIGBUS, which kills. Here such a page, and those behind it in the mapping, become
-// zeros, and the file's `Loss` says so from then on. Whoever reads a mapped file asks for that
-// afterwards.
+// Maps files so that losing a part of one does not end the process. If a mapped file is cut off, or
+// its disk fails, pages of it are gone: reading one raises the signal SIGBUS, which kills the
+// process. The handler here turns such a page, and those behind it in the mapping, into zeros, and
+// sets the file's `Loss`. A caller that has read a mapped file checks its `Loss` afterwards.
 //
-// The handler is put in when a file is mapped, if it is not there already. A fault that is not in a
-// mapping from here goes to the handler that was there before, and ours is gone until the next file
-// is mapped.
+// The handler is installed when a file is mapped, if it is not installed already. A fault outside
+// of our mappings goes to the handler that was installed before, and ours stays away until the next
+// file is mapped.
 #pragma once
 
 #include <signal.h>
@@ -25,11 +24,11 @@ namespace packhorse {
 // Whether a part of a file was lost while it was mapped.
 using Loss = std::atomic<bool>;
 
-// What the handler knows of a mapping. A record is used again, and never freed: the handler may be
-// at work in another thread.
+// What the handler knows about a mapping. Records are reused and never freed, because the handler
+// may be running in another thread.
 struct MappedRange {
     std::atomic<bool> is_taken{true};
-    std::atomic<uintptr_t> start{0};  // 0 while there is none
+    std::atomic<uintptr_t> start{0};  // 0 while the record is free
     std::atomic<std::size_t> nbytes{0};
     std::atomic<Loss*> loss{nullptr};
     MappedRange* next = nullptr;
@@ -50,7 +49,7 @@ class MappedRanges {
         range->is_taken = false;
     }
 
-    // The mapping that an address lies in. A signal handler may call this.
+    // Finds the mapping that an address lies in. A signal handler may call this.
     MappedRange* find(uintptr_t address) const {
         for (MappedRange* range = first_; range != nullptr; range = range->next) {
             const uintptr_t start = range->start;
@@ -61,7 +60,7 @@ class MappedRanges {
     }
 
   private:
-    // No lock: a process may fork at any time.
+    // There is no lock, because a process may fork at any time.
     MappedRange* take() {
         for (MappedRange* range = first_; range != nullptr; range = range->next)
             if (!range->is_taken.exchange(true)) return range;
@@ -83,9 +82,10 @@ inline std::size_t page_nbytes() {
     return static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
 }
 
-// Puts zeros where the fault was and behind. mmap is a plain system call, as safe here as write is.
+// Maps zeros from the fault to the end of the mapping. mmap is a plain system call, as safe in a
+// signal handler as write is.
 inline bool replace_lost(const siginfo_t* info) {
-    if (info->si_code <= 0) return false;  // sent by somebody: there is no address
+    if (info->si_code <= 0) return false;  // sent by a process: there is no address
 #ifdef BUS_MCEERR_AR
     if (info->si_code == BUS_MCEERR_AR) return false;  // broken memory, not a file
 #endif
@@ -99,9 +99,9 @@ inline bool replace_lost(const siginfo_t* info) {
                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED;
 }
 
-// Leaves a fault that is none of ours to the handler before. The instruction at fault runs again
-// when this returns; a signal that was sent is sent again. Some handlers (Python's faulthandler)
-// put in what was there before them, which is ours, and send the signal anew: then it ends here.
+// Leaves a fault that is not ours to the previous handler. When this returns, the instruction at
+// fault runs again; a signal that was sent is sent again. Some handlers (Python's faulthandler)
+// install the handler before them, which is ours, and send the signal again: then it ends here.
 inline void pass_on(const siginfo_t* info) {
     struct sigaction end = {};
     end.sa_handler = SIG_DFL;
@@ -115,7 +115,7 @@ inline void on_lost_page(int, siginfo_t* info, void*) {
     errno = error;
 }
 
-// Called with Python's lock held, so by one thread at a time.
+// Callers hold Python's lock, so only one thread at a time runs this.
 inline void handle_lost_pages() {
     struct sigaction now = {};
     sigaction(SIGBUS, nullptr, &now);
@@ -129,7 +129,7 @@ inline void handle_lost_pages() {
     sigaction(SIGBUS, &ours, nullptr);
 }
 
-// A part of a file in memory, read-only, for as long as this lives.
+// A part of a file in memory, read-only, as long as this object lives.
 class Mapping {
   public:
     // Throws std::system_error.

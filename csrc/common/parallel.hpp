@@ -1,6 +1,6 @@
-// Threads for one call: they are started for it and joined before it returns. Nothing outlives the
-// call, so nothing breaks after fork or at interpreter shutdown, and concurrent calls do not meet.
-// Starting a thread costs about as much as coding a tenth of a chunk.
+// Threads for one call, started for it and joined before it returns. Nothing outlives the call, so
+// nothing breaks after a fork or when the interpreter shuts down, and concurrent calls share
+// nothing. Starting a thread costs about as much as coding a tenth of a chunk.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace packhorse {
 
-// Calls work(worker, item) once for every item, items in ascending order of start; work must not
+// Calls work(worker, item) once for every item. Items start in ascending order. `work` must not
 // throw.
 template <class Work>
 void parallel_for(std::size_t n_items, std::size_t n_workers, const Work& work) {
@@ -29,19 +29,19 @@ void parallel_for(std::size_t n_items, std::size_t n_workers, const Work& work) 
         for (std::size_t worker = 1; worker < n_workers && worker < n_items; ++worker)
             threads.emplace_back(run, worker);
     } catch (const std::exception&) {
-        // The system gives no more threads, or no memory for one: those that run, and this one, do
+        // The system gives no more threads, or no memory for one. Those that run, and this one, do
         // all the work.
     }
     run(0);
     for (std::thread& thread : threads) thread.join();
 }
 
-// Gives each chunk its place in the output, in chunk order whatever the order of finishing, so that
-// the bytes do not depend on the number of threads.
+// Gives each chunk its place in the output in the order of chunks, whichever finishes first, so
+// that the bytes do not depend on the number of threads.
 class OrderedOutput {
   public:
-    // Blocks until all earlier chunks have their place. Workers take chunks in order, so the first
-    // unplaced one is always being worked on.
+    // Blocks until all earlier chunks have their places. Workers take chunks in order, so one of
+    // them is always working on the first chunk without a place.
     std::size_t reserve(std::size_t chunk, std::size_t nbytes) {
         std::unique_lock lock(mutex_);
         turn_.wait(lock, [&] { return next_ == chunk; });

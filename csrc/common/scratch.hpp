@@ -1,8 +1,8 @@
 // Scratch memory that outlives the call it was taken for.
 //
-// A thread that takes new memory pays a page fault for every page of it, in a virtual machine some
-// ten microseconds each. So blocks that calls have used wait for the next calls: at most eight of
-// 2 MiB. Nothing here is locked, so no fork can find a lock taken.
+// New memory costs a page fault for every page, which takes some ten microseconds in a virtual
+// machine. So up to eight blocks of 2 MiB that calls have used are kept for later calls. Nothing
+// here is locked, so a fork never finds a lock taken.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace packhorse {
 
-// Memory of undefined content on a multiple of 64, for one call.
+// Memory for one call, of undefined content, aligned to 64 bytes.
 class Scratch {
   public:
     Scratch() = default;
@@ -49,7 +49,7 @@ class Scratch {
     static constexpr std::align_val_t kAlignment{64};
     static constexpr std::size_t kBlockNbytes = 2 << 20;
     static constexpr std::size_t kMaxIdle = 8;
-    // Memory checkers want each piece to end where it ends.
+    // With memory checkers, each piece has exactly its own length.
 #if defined(__SANITIZE_ADDRESS__) || defined(PACKHORSE_EXACT_SCRATCH)
     static constexpr bool kKeeps = false;
 #else

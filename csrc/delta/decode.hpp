@@ -1,6 +1,6 @@
-// Decoding a chunk of differences (docs/format.md, 6.6): all tokens class by class, then the
-// differences in the order by class, then block by block back into the order of units and onto the
-// base.
+// Decoding a chunk of differences (docs/format.md, 6.6): first all tokens, class by class; then the
+// differences in the order by class; then, block by block, the differences are put back in the
+// order of units and added to the base.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,13 @@
 
 namespace packhorse {
 
-// Fields of up to 64 bits, from bit 0 of the first byte on.
+// Reads fields of up to 64 bits, from bit 0 of the first byte on.
 class BitReader {
   public:
     BitReader() = default;
     BitReader(const uint8_t* src, std::size_t nbytes) : src_(src), n_bits_(8 * nbytes) {}
 
-    // The next `n` bits, at most 64; zero and a fault if there are fewer.
+    // Takes the next `n` bits, at most 64. Gives zero and a fault if there are fewer.
     uint64_t take(uint32_t n) {
         if (n > n_bits_ - at_) {
             is_short_ = true;
@@ -32,7 +32,7 @@ class BitReader {
         return take_slowly(n);
     }
 
-    // Whether the last byte was reached and not passed, and its other bits are zero.
+    // Whether the last byte was reached but not passed, and its unused bits are zero.
     Status finish() const {
         if (is_short_ || n_bits_ - at_ >= 8) return Status::kExtraBits;
         if (at_ % 8 != 0 && src_[at_ / 8] >> (at_ % 8) != 0) return Status::kReserved;
@@ -71,12 +71,13 @@ constexpr std::size_t delta_row_nbytes(std::size_t nbytes) {
     return round_up(nbytes, 64) + kDeltaSlackNbytes;
 }
 
-// Memory for a chunk: keys, tokens, differences in the order by class, and a base that is cast.
+// Bytes of memory for a chunk: keys, tokens, differences in the order by class, and the base if it
+// is cast.
 constexpr std::size_t delta_scratch_nbytes(std::size_t n, uint32_t unit_nbytes) {
     return 2 * delta_row_nbytes(n) + delta_row_nbytes(n * unit_nbytes) + delta_row_nbytes(2 * n);
 }
 
-// Finds everything behind the header; `src` is the stream.
+// Finds everything behind the header. `src` is the stream.
 inline Status open_delta_body(const uint8_t* src, std::size_t nbytes, const DeltaStarts& starts,
                               DeltaDecoder& out) {
     const DeltaRule& rule = out.header.rule;
@@ -114,17 +115,17 @@ inline Status open_delta_body(const uint8_t* src, std::size_t nbytes, const Delt
     return (rans.words_end - rans.words) % 2 == 0 ? Status::kOk : Status::kStreamLength;
 }
 
-// t of section 6.6 where the token is not direct.
+// Reads t of section 6.6 for a token that is not direct.
 inline uint64_t take_long_token(uint32_t token, BitReader& extra) {
     if (token == kDeltaFullToken) return extra.take(kFullTokenBits);
     const uint32_t length = token - kTokenLengthBias;
-    const uint64_t bits = extra.take(length);  // the sign, then all of m but its highest bit
+    const uint64_t bits = extra.take(length);  // the sign, then m without its highest bit
     const uint64_t m = bits >> 1 | uint64_t{1} << (length - 1);
     return (bits & 1) != 0 ? ~m : m;
 }
 
-// Differences of at most kSegment units of a class of `count` units, from unit `at` of it on. The
-// raw bits begin at `raw`.
+// Computes the differences of at most kSegment units of a class of `count` units, from its unit
+// `at` on. The raw bits begin at `raw`.
 template <class Unit>
 inline void join_raw_bits(const uint8_t* tokens, std::size_t n, uint32_t shift, const uint8_t* raw,
                           std::size_t count, std::size_t at, Unit* __restrict out, Isa isa) {
@@ -164,7 +165,7 @@ inline void take_long_tokens(const uint8_t* tokens, std::size_t n, uint32_t shif
     });
 }
 
-// All differences of a class.
+// Computes all differences of a class.
 template <class Unit>
 inline void build_differences(const uint8_t* tokens, std::size_t count, uint32_t shift,
                               DeltaDecoder& decoder, Unit* out, Isa isa) {
@@ -176,7 +177,7 @@ inline void build_differences(const uint8_t* tokens, std::size_t count, uint32_t
     decoder.raw += delta_raw_nbytes(count, shift);
 }
 
-// The differences of a narrow class whose tokens are not direct, side by side.
+// Computes the differences of a narrow class whose tokens are not direct, one after the other.
 template <class Unit>
 inline void list_long_tokens(const uint8_t* tokens, std::size_t n, BitReader& extra, Unit* out,
                              Isa isa) {
@@ -197,7 +198,7 @@ inline void add_differences(const uint8_t* base, const Unit* differences, std::s
     });
 }
 
-// The steps of a chunk's decoding; memory is that of delta_scratch_nbytes().
+// The steps of decoding a chunk. `memory` has delta_scratch_nbytes().
 template <class Unit, bool kFloat>
 class DeltaChunkDecoder {
   public:
@@ -266,7 +267,7 @@ class DeltaChunkDecoder {
             const std::size_t n = std::min(kDeltaBlockUnits, n_ - at);
             const uint8_t* const keys = keys_ + at;
             if (moves.bytes.first < rule.n_classes) {
-                if (moves.units.last > 0) std::memset(tokens, 0, n);  // no mark of another block
+                if (moves.units.last > 0) std::memset(tokens, 0, n);  // no marks of another block
                 unsort_tokens(next_tokens, keys, n, rule, moves.bytes, classes, tokens, isa_);
                 widen_tokens(tokens, n, block);
             }
@@ -280,7 +281,7 @@ class DeltaChunkDecoder {
         }
     }
 
-    // Differences of direct tokens without raw bits.
+    // Computes the differences of direct tokens without raw bits.
     void widen_tokens(const uint8_t* tokens, std::size_t n, Unit* __restrict out) {
         vectorised(isa_, [=]() PACKHORSE_VECTORISED {
             for (std::size_t i = 0; i < n; ++i)
@@ -296,7 +297,7 @@ class DeltaChunkDecoder {
     Unit* differences_;
 };
 
-// Decodes a chunk of `n` >= 1 units, of which the first is unit `first` of the tensor; `memory` has
+// Decodes a chunk of `n` >= 1 units, of which the first is unit `first` of the tensor. `memory` has
 // delta_scratch_nbytes().
 inline Status decode_delta(const uint8_t* stream, std::size_t nbytes, std::size_t n,
                            std::size_t first, uint32_t unit_nbytes, const Base& base,

@@ -1,6 +1,6 @@
-// Differences from a base (docs/format.md, 6.6): what encoding and decoding share. A unit's
-// difference from the base's is a count of representable values; the base's unit alone says which
-// class, and so which model and which shift, the difference falls into.
+// Differences from a base (docs/format.md, 6.6): what encoding and decoding share. The difference
+// of a unit from its base is a number of representable values. The unit of the base alone decides
+// the class of the difference, and so its model and its shift.
 #pragma once
 
 #include <bit>
@@ -18,10 +18,11 @@ enum class Cast : int { kNone = 0, kToBf16 = 1, kToFp16 = 2 };
 // The base of a frame; `units` is null for a frame without.
 struct Base {
     const uint8_t* units = nullptr;  // of the whole tensor
-    bool is_float = false;           // the frame's units are floats, ordered by their values
-    Cast cast = Cast::kNone;         // other than none: the base's units are F32
+    bool is_float =
+        false;  // whether the frame's units are floats, which are ordered by their values
+    Cast cast = Cast::kNone;  // if not kNone, the base's units are F32
 
-    // Where the base of the tensor's unit `first` lies.
+    // The address of the base's unit for the tensor's unit `first`.
     const uint8_t* at(std::size_t first, uint32_t unit_nbytes) const {
         return units + first * (cast == Cast::kNone ? unit_nbytes : 4);
     }
@@ -30,7 +31,7 @@ struct Base {
 template <class Unit>
 constexpr uint32_t kUnitBits = 8 * sizeof(Unit);
 
-// What a unit is shifted as, so that no bit is lost in an int.
+// The type in which a unit is shifted, so that no bit is lost in an int.
 template <class Unit>
 using Wide = std::conditional_t<sizeof(Unit) == 8, uint64_t, uint32_t>;
 
@@ -73,7 +74,7 @@ inline void fill_keys(const uint8_t* base, std::size_t n, uint8_t* __restrict ke
     });
 }
 
-// F32 rounded to the nearest, ties to even.
+// Rounds F32 to the nearest value, ties to even.
 PACKHORSE_INLINE uint16_t round_to_bf16(uint32_t x) {
     const bool is_nan = (x & 0x7FFFFFFF) > 0x7F800000;
     const auto rounded = static_cast<uint16_t>((x + 0x7FFF + (x >> 16 & 1)) >> 16);
@@ -84,8 +85,8 @@ PACKHORSE_INLINE uint16_t round_to_fp16(uint32_t x) {
     const uint32_t sign = x >> 16 & 0x8000, magnitude = x & 0x7FFFFFFF;
     if (magnitude > 0x7F800000)
         return static_cast<uint16_t>(sign | 0x7E00 | (magnitude >> 13 & 0x1FF));
-    if (magnitude >= 0x477FF000) return static_cast<uint16_t>(sign | 0x7C00);  // 65520 and more
-    // Of the mantissa with its leading one, so many bits fall off.
+    if (magnitude >= 0x477FF000) return static_cast<uint16_t>(sign | 0x7C00);  // 65520 or more
+    // So many bits of the mantissa with its leading one are dropped.
     const uint32_t exponent = magnitude >> 23;
     const bool is_normal = exponent >= 113;
     const uint32_t drop = is_normal ? 13 : 126 - exponent;
@@ -107,7 +108,7 @@ inline void cast_units(const uint8_t* src, std::size_t n, Cast cast, uint16_t* _
     });
 }
 
-// The base's units of a chunk: as they are, or cast into `memory`.
+// Returns the base's units for a chunk: as they are, or cast into `memory`.
 inline const uint8_t* chunk_base(const Base& base, std::size_t first, std::size_t n,
                                  uint32_t unit_nbytes, uint8_t* memory, Isa isa) {
     const uint8_t* const units = base.at(first, unit_nbytes);
@@ -116,7 +117,7 @@ inline const uint8_t* chunk_base(const Base& base, std::size_t first, std::size_
     return memory;
 }
 
-// What stands before the models of a delta stream.
+// The fields before the models of a delta stream.
 struct DeltaRule {
     uint32_t n_classes = 1;
     uint8_t thresholds[kMaxDeltaClasses - 1] = {};
@@ -171,7 +172,7 @@ inline Status read_delta_header(const uint8_t* src, std::size_t nbytes, uint32_t
     return read_delta_rule(src, unit_bits, header.rule);
 }
 
-// A model of tokens: as one of symbols with two raw bits, of which there are 64 as well.
+// Reads a model of tokens, as a model of symbols with two raw bits: there are 64 of these as well.
 inline Status read_token_model(const uint8_t* src, std::size_t nbytes, RansModel& model,
                                std::size_t& used) {
     const Status status = read_model(src, nbytes, 2, model, used);
@@ -185,7 +186,7 @@ constexpr std::size_t delta_raw_nbytes(std::size_t n, uint32_t shift) {
 }
 
 constexpr int kTokenBias = kDeltaDirectTokens / 2;
-// A token that is not direct is known by a bit of it.
+// Tokens that are not direct have this bit set.
 constexpr uint8_t kLongBit = kDeltaDirectTokens;
 static_assert(kDeltaTokens == 2 * kDeltaDirectTokens);
 constexpr uint32_t kTokenLengthBias = 27;  // token - this: bits of m

@@ -1,6 +1,6 @@
-// Encoding a chunk as differences from a base (docs/format.md, 6.6): from a sample the classes, the
-// shift of each and what all would take; then differences, sorted by class, cut into tokens, raw
-// bits and extra bits; then the tokens by rANS.
+// Encoding a chunk as differences from a base (docs/format.md, 6.6): a sample gives the classes,
+// the shift of each and the size of the stream; then the differences are sorted by class and cut
+// into tokens, raw bits and extra bits; then rANS codes the tokens.
 #pragma once
 
 #include <algorithm>
@@ -16,16 +16,16 @@
 
 namespace packhorse {
 
-// Runs of so many units, so many in all, are looked at to choose classes and shifts.
+// The sample for choosing classes and shifts: the units of a run, and of all runs.
 constexpr std::size_t kDeltaSampleRun = 64;
 constexpr std::size_t kDeltaSampleUnits = 8192;
 constexpr std::size_t kLeastDeltaSample = 2048;
-constexpr std::size_t kShiftSample = 1024;  // of these, so many to choose shifts by
-// Keys are put together in at most so many groups before they are cut into classes.
+constexpr std::size_t kShiftSample = 1024;  // so many of these for choosing shifts
+// Keys are joined to at most so many groups before they are cut into classes.
 constexpr uint32_t kMaxDeltaGroups = 20;
 constexpr uint32_t kLengthBins = 65;  // bits of the size of a difference of up to 64 bits
 
-// Differences of a sample, by the key of their base.
+// The differences of a sample, with the keys of their bases.
 struct DeltaSample {
     std::size_t n = 0;
     uint8_t keys[kDeltaSampleUnits];
@@ -40,7 +40,7 @@ PACKHORSE_INLINE uint64_t difference_of(const uint8_t* unit, const uint8_t* base
     return static_cast<uint64_t>(static_cast<int64_t>(static_cast<std::make_signed_t<Unit>>(d)));
 }
 
-// At most `n_units` in runs that are spread evenly.
+// Takes at most `n_units` in runs that are spread evenly.
 template <class Unit, bool kFloat>
 inline void take_delta_sample(const uint8_t* src, const uint8_t* base, std::size_t n,
                               DeltaSample& sample) {
@@ -51,7 +51,7 @@ inline void take_delta_sample(const uint8_t* src, const uint8_t* base, std::size
     sample.n = 0;
     for (std::size_t r = 0; r < n_runs; ++r) {
         const std::size_t first = r * gap;
-        // Runs lie apart, so no hardware fetches the next ones.
+        // Runs lie apart, so the hardware does not fetch the next ones.
         __builtin_prefetch(src + (first + 4 * gap) * sizeof(Unit));
         __builtin_prefetch(base + (first + 4 * gap) * sizeof(Unit));
         for (std::size_t i = first; i < first + run; ++i, ++sample.n) {
@@ -65,12 +65,12 @@ inline void take_delta_sample(const uint8_t* src, const uint8_t* base, std::size
 PACKHORSE_INLINE uint32_t length_of(uint64_t difference) {
     const uint64_t sign = spread_sign(difference);
     const uint64_t size = (difference ^ sign) - sign;
-    // Zero, which nobody can foresee, is no branch so.
+    // This way zero, which no predictor can guess, takes no branch.
     return static_cast<uint32_t>(std::bit_width(size | 1)) - (size == 0 ? 1 : 0);
 }
 
-// Groups of neighbouring keys, and how often each length occurs in them, as sums from the first
-// group on.
+// Groups of neighbouring keys, and how often each length occurs in them, as running sums from the
+// first group on.
 struct DeltaGroups {
     uint32_t n = 0;
     uint32_t n_bins = 0;             // lengths that can occur
@@ -108,7 +108,7 @@ constexpr std::array<uint64_t, kDeltaSampleUnits + 1> make_count_costs() {
 
 inline constexpr std::array<uint64_t, kDeltaSampleUnits + 1> kCountCosts = make_count_costs();
 
-// What counts of a sample cost at their entropy, in 2^-16 bits.
+// Computes what the counts of a sample cost at their entropy, in 2^-16 bits.
 inline uint64_t cost_of_counts(const uint32_t* counts, uint32_t n_counts) {
     uint32_t total = 0;
     uint64_t saved = 0;
@@ -119,8 +119,8 @@ inline uint64_t cost_of_counts(const uint32_t* counts, uint32_t n_counts) {
     return kCountCosts[total] - saved;
 }
 
-// Cost of the groups [begin, end) as one class, but for the bits below the length's, which are the
-// same in every class.
+// Computes the cost of the groups [begin, end) as one class, without the bits below the top bit of
+// each difference, which cost the same in every class.
 inline uint64_t groups_cost(const DeltaGroups& groups, uint32_t begin, uint32_t end) {
     uint32_t counts[kLengthBins];
     for (uint32_t b = 0; b < groups.n_bins; ++b)
@@ -128,8 +128,8 @@ inline uint64_t groups_cost(const DeltaGroups& groups, uint32_t begin, uint32_t 
     return cost_of_counts(counts, groups.n_bins);
 }
 
-// The thresholds that cut the keys into classes of least cost, by dynamic programming over the
-// groups; `class_cost` is what another class costs.
+// Finds the thresholds that cut the keys into classes of least cost, by dynamic programming over
+// the groups. `class_cost` is the cost of one more class.
 inline void choose_delta_thresholds(const DeltaGroups& groups, uint64_t class_cost,
                                     DeltaRule& rule) {
     constexpr uint64_t kNever = ~uint64_t{0};
@@ -165,7 +165,7 @@ PACKHORSE_INLINE uint32_t token_of(int64_t t) {
     return std::min(length + kTokenLengthBias, kDeltaFullToken);
 }
 
-// Cost of a class of a sample under a shift, in 2^-16 bits.
+// Computes the cost of a class of a sample under a shift, in 2^-16 bits.
 inline uint64_t shift_cost(const uint64_t* differences, std::size_t n, uint32_t shift) {
     uint32_t counts[kDeltaTokens] = {};
     for (std::size_t i = 0; i < n; ++i)
@@ -176,7 +176,8 @@ inline uint64_t shift_cost(const uint64_t* differences, std::size_t n, uint32_t 
     return cost_of_counts(counts, kDeltaTokens) + (bits << kCostBits);
 }
 
-// The best shift of a class, near the one under which nine in ten are direct; returns its cost.
+// Finds the best shift of a class, near the one under which nine in ten differences are direct.
+// Returns its cost.
 inline uint64_t choose_shift(const uint64_t* differences, std::size_t n, uint32_t unit_bits,
                              uint8_t& shift) {
     shift = 0;
@@ -199,8 +200,8 @@ inline uint64_t choose_shift(const uint64_t* differences, std::size_t n, uint32_
     return best;
 }
 
-// Some of the differences, class after class; `starts` says where each class begins, and the last
-// one ends.
+// Collects some of the differences, class after class. `starts` receives where each class begins
+// and the last one ends.
 inline void sort_sample(const DeltaRule& rule, DeltaSample& sample, std::size_t* starts) {
     uint8_t class_of[256] = {};
     for (uint32_t key = 0; key < 256; ++key)
@@ -215,7 +216,7 @@ inline void sort_sample(const DeltaRule& rule, DeltaSample& sample, std::size_t*
         sample.by_class[next[class_of[sample.keys[i]]]++] = sample.differences[i];
 }
 
-// The rule for a sample, and the estimated bytes of a stream for `n` units.
+// Chooses the rule for a sample. Returns the estimated bytes of a stream for `n` units.
 inline std::size_t choose_delta_rule(DeltaSample& sample, std::size_t n, uint32_t unit_bits,
                                      DeltaRule& rule) {
     constexpr uint64_t kClassBits = 8 * 40;  // a model, and a round that is not full
@@ -234,7 +235,7 @@ inline std::size_t choose_delta_rule(DeltaSample& sample, std::size_t n, uint32_
            scale_cost(cost, static_cast<uint32_t>(starts[kMaxDeltaClasses]), n);
 }
 
-// Writes fields of up to 64 bits from bit 0 on, into memory that grows.
+// Writes fields of up to 64 bits, from bit 0 on, into memory that grows.
 class BitWriter {
   public:
     void put(uint64_t value, uint32_t n) {
@@ -250,7 +251,7 @@ class BitWriter {
         n_pending_ -= 32;
     }
 
-    // After the last field: all bytes.
+    // Returns all bytes, after the last field.
     const std::vector<uint8_t>& finish() {
         flush((n_pending_ + 7) / 8);
         bytes_.resize(used_);
@@ -277,9 +278,9 @@ inline void put_long_token(int64_t t, uint32_t token, BitWriter& extra) {
     extra.put((bits ^ sign) << 1 | (sign & 1), token - kTokenLengthBias);
 }
 
-constexpr uint8_t kLongMark = 0x80;  // a bit that no token has, for one that is not direct
+constexpr uint8_t kLongMark = 0x80;  // marks a token that is not direct; no token has this bit
 
-// Tokens of a class, and the extra bits of those that are not direct.
+// Makes the tokens of a class, and the extra bits of those that are not direct.
 template <class Unit>
 inline void make_tokens(const Unit* differences, std::size_t n, uint32_t shift,
                         uint8_t* __restrict tokens, BitWriter& extra, Isa isa) {
@@ -298,7 +299,8 @@ inline void make_tokens(const Unit* differences, std::size_t n, uint32_t shift,
     });
 }
 
-// Replaces the marks of a class without raw bits; `long_ones` are the differences they stand for.
+// Replaces the marks of a class without raw bits by tokens. `long_ones` are the differences that
+// they stand for.
 template <class Unit>
 inline void complete_tokens(const Unit* long_ones, std::size_t n, uint8_t* tokens, BitWriter& extra,
                             Isa isa) {
@@ -310,7 +312,7 @@ inline void complete_tokens(const Unit* long_ones, std::size_t n, uint8_t* token
     });
 }
 
-// Writes the raw bits of a class; `part` has room for a byte each. Returns the end.
+// Writes the raw bits of a class. `part` has room for a byte for each unit. Returns their end.
 template <class Unit>
 inline uint8_t* write_delta_raw(const Unit* differences, std::size_t n, uint32_t shift,
                                 uint8_t* part, uint8_t* dst, Isa isa) {
@@ -326,19 +328,19 @@ inline uint8_t* write_delta_raw(const Unit* differences, std::size_t n, uint32_t
     return write_raw_bits(part, n, {shift % 8, (1u << shift % 8) - 1}, dst, isa);
 }
 
-// One worker's memory; rows of kDeltaSlackNbytes more than they need.
+// One worker's memory. Every row has kDeltaSlackNbytes more than it needs.
 struct DeltaScratch {
     uint8_t* keys;         // chunk units
     uint8_t* tokens;       // chunk units, in the order by class, and slack behind each class
     uint8_t* part;         // chunk units
     uint8_t* differences;  // chunk units, in the order by class, and slack behind each class
     uint8_t* source;       // chunk units, as they were taken in
-    uint8_t* base;         // the same of the base, cast
+    uint8_t* base;         // the units of the base, cast
     DeltaSample* sample;
     RansModel models[kMaxDeltaClasses];
 };
 
-// Memory that the rows and the sample take.
+// Bytes that the rows and the sample take.
 constexpr std::size_t delta_encode_nbytes(std::size_t n, uint32_t unit_nbytes) {
     const auto row = [](std::size_t nbytes) { return round_up(nbytes, 64) + kDeltaSlackNbytes; };
     const std::size_t slack = kMaxDeltaClasses * kDeltaSlackNbytes;
@@ -364,7 +366,7 @@ inline DeltaScratch place_delta_scratch(uint8_t* at, std::size_t n, uint32_t uni
     return scratch;
 }
 
-// A chunk while it is encoded as differences.
+// A chunk that is being encoded as differences.
 template <class Unit, bool kFloat>
 class DeltaChunkEncoder {
   public:
@@ -380,8 +382,8 @@ class DeltaChunkEncoder {
         header_.lanes_log = choose_lanes_log(n);
     }
 
-    // Writes the stream, of fewer than `capacity` bytes; 0 if it would be longer. `words` has room
-    // for two bytes a unit, `escapes` for one.
+    // Writes the stream, of fewer than `capacity` bytes. Returns 0 if it would be longer. `words`
+    // has room for two bytes for each unit, `escapes` for one.
     std::size_t encode(const uint8_t* src, const uint8_t* base, Level level, uint8_t* words_end,
                        uint8_t* escapes_end, RansEncodeTables& tables, uint8_t* dst,
                        std::size_t capacity) {
@@ -407,8 +409,8 @@ class DeltaChunkEncoder {
     }
 
   private:
-    // Where the differences of a class are, or the long ones of a narrow class. Between classes
-    // there is room for whole registers.
+    // The differences of a class, or the long ones of a narrow class. Between classes there is room
+    // for whole registers.
     Unit* place(uint32_t c) const {
         return differences_ + starts_.at[c] + c * (kDeltaSlackNbytes / sizeof(Unit));
     }
@@ -417,7 +419,7 @@ class DeltaChunkEncoder {
         return scratch_.tokens + starts_.at[c] + c * kDeltaSlackNbytes;
     }
 
-    // Tokens of narrow classes, and differences of the others, in the order by class.
+    // Puts the tokens of narrow classes, and the differences of the others, in the order by class.
     void sort(const uint8_t* src, const uint8_t* base) {
         const DeltaRule& rule = header_.rule;
         fill_keys<Unit, kFloat>(base, n_, scratch_.keys, isa_);
@@ -440,7 +442,7 @@ class DeltaChunkEncoder {
         }
     }
 
-    // Tokens of a block, and the differences of those that are marked.
+    // Makes the tokens of a block, and the differences of those that are marked.
     void sort_block(const Unit* block, const uint8_t* keys, std::size_t n, Unit** to,
                     uint8_t** tokens_to) {
         const DeltaRule& rule = header_.rule;
@@ -473,7 +475,7 @@ class DeltaChunkEncoder {
         });
     }
 
-    // Tokens, extra bits and models; returns the bytes before the raw bits.
+    // Makes tokens, extra bits and models. Returns the bytes before the raw bits.
     std::size_t choose_models(Level level) {
         std::size_t at = kDeltaModelsOffset + (std::size_t{4} << header_.lanes_log);
         for (uint32_t c = 0; c < header_.rule.n_classes; ++c) {
@@ -505,7 +507,7 @@ class DeltaChunkEncoder {
         return encoded;
     }
 
-    // Writes all that stands before the extra bits; returns the end.
+    // Writes everything before the extra bits. Returns the end.
     uint8_t* write_front(const RansEncoded& encoded, uint8_t* dst) {
         write_delta_header(header_, dst);
         dst += kDeltaModelsOffset;
@@ -522,7 +524,7 @@ class DeltaChunkEncoder {
     DeltaScratch& scratch_;
     std::size_t n_;
     Isa isa_;
-    uint32_t n_wide_;  // they are the first ones
+    uint32_t n_wide_;  // wide classes come first
     DeltaMoves moves_;
     ClassOfKey classes_;
     Unit* differences_;
@@ -531,7 +533,8 @@ class DeltaChunkEncoder {
     BitWriter extra_;
 };
 
-// What a delta stream of `n` >= 1 units would take, from a sample; `rule` is for its encoding.
+// Estimates the bytes of a delta stream of `n` >= 1 units from a sample. `rule` receives the rule
+// for encoding it.
 inline std::size_t estimate_delta(const uint8_t* src, const uint8_t* base, std::size_t n,
                                   uint32_t unit_nbytes, bool is_float, DeltaSample& sample,
                                   DeltaRule& rule) {
@@ -541,7 +544,7 @@ inline std::size_t estimate_delta(const uint8_t* src, const uint8_t* base, std::
     return choose_delta_rule(sample, n, 8 * unit_nbytes, rule);
 }
 
-// Takes in the base's units of a chunk, cast.
+// Reads the base's units for a chunk, and casts them.
 inline void take_in_base(const Base& base, std::size_t first, std::size_t n, uint32_t unit_nbytes,
                          uint8_t* dst, const ContentLeaves& leaves, Isa isa) {
     const uint8_t* const from = base.at(first, unit_nbytes);
@@ -553,9 +556,10 @@ inline void take_in_base(const Base& base, std::size_t first, std::size_t n, uin
                  });
 }
 
-// Encodes a chunk of `n` >= 1 units as differences from as many of a base, if that takes less than
-// about `plain_nbytes`. Whether it did; then `nbytes` is the length of the stream, and `words` had
-// room for two bytes a unit and kPlaneSlack, `escapes` for one.
+// Encodes a chunk of `n` >= 1 units as differences from as many units of a base, if that takes less
+// than about `plain_nbytes`. Returns whether it did; `nbytes` is then the length of the stream.
+// `words` has room for two bytes for each unit and kPlaneSlack, `escapes` for one byte for each
+// unit.
 inline bool encode_delta(const uint8_t* src, const uint8_t* base, std::size_t n,
                          uint32_t unit_nbytes, bool is_float, std::size_t plain_nbytes, Level level,
                          DeltaScratch& scratch, uint8_t* words, uint8_t* escapes,

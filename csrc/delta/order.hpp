@@ -1,10 +1,11 @@
 // Whole units, and tokens of a byte, in the order by class and back, for up to eight classes
 // (docs/format.md, 6.6). A unit's class is the number of cuts that are at most its key.
 //
-// AVX-512 with VBMI2 compresses and expands 64 tokens at a time, or 32 units of two bytes; all else
-// goes 16 at a time as elements of 32 bits (8 of 64), which is all that AVX-512 itself has. AVX2
-// moves tokens as planes/class_order.hpp does, and the baseline one by one; units, of which few are
-// left then, both one by one. The loops are in delta/order_avx512.hpp and delta/order_avx2.hpp.
+// AVX-512 with VBMI2 compresses and expands 64 tokens at a time, or 32 units of two bytes;
+// everything else is moved 16 at a time as elements of 32 bits (8 of 64), which AVX-512 alone can
+// do. AVX2 moves tokens as planes/class_order.hpp does, and the baseline moves them one by one.
+// Both move units one by one, of which there are then few. The loops are in delta/order_avx512.hpp
+// and delta/order_avx2.hpp.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +17,7 @@
 
 namespace packhorse {
 
-constexpr std::size_t kDeltaBlockUnits = 2048;  // their tokens and differences stay in L1
+constexpr std::size_t kDeltaBlockUnits = 2048;  // whose tokens and differences stay in L1
 constexpr std::size_t kDeltaSlackNbytes = 64;   // that may be read or written behind a class
 
 // Where each class begins in the order by class.
@@ -37,32 +38,33 @@ struct ClassOfKey {
     }
 };
 
-// Classes side by side: first, first + 1, ..., last - 1.
+// Consecutive classes: first, first + 1, ..., last - 1.
 struct ClassRange {
     uint32_t first, last;
 };
 
-// Classes without raw bits that no class with raw bits follows. Their tokens are their differences,
-// but for the long ones, so that bytes are moved and not units. The other classes are wide.
+// Narrow classes have no raw bits, and no class with raw bits follows them. Except for the long
+// ones, their differences are their tokens, so that bytes are moved and not units. The other
+// classes are wide.
 inline uint32_t first_narrow_class(const DeltaRule& rule) {
     uint32_t first = rule.n_classes;
     while (first > 0 && rule.shifts[first - 1] == 0) --first;
     return first;
 }
 
-// How the units of a chunk are moved: bytes for the classes of `bytes`, for which a mark stands
-// where a difference does not fit one; whole units for those of `units`, and one by one those that
-// are marked.
+// How the units of a chunk are moved. For the classes of `bytes`, bytes are moved, with a mark
+// where a difference does not fit a byte. For the classes of `units`, whole units are moved. Marked
+// units are moved one by one.
 struct DeltaMoves {
     ClassRange bytes, units;
 
-    // Where units are moved one by one anyway, those of wide classes are marked, too.
+    // If units are moved one by one anyway, those of wide classes are marked, too.
     DeltaMoves(const DeltaRule& rule, Isa isa)
         : bytes{isa >= Isa::kAvx512 ? first_narrow_class(rule) : 0, rule.n_classes},
           units{0, bytes.first} {}
 };
 
-// Calls work.template operator()<n_classes>(), so that all that is kept of each class can be in
+// Calls work.template operator()<n_classes>(), so that the state of each class can stay in
 // registers.
 template <class Work>
 inline auto with_classes(uint32_t n_classes, const Work& work) {
@@ -111,9 +113,9 @@ inline DeltaStarts count_delta_classes(const uint8_t* keys, std::size_t n, const
     return starts;
 }
 
-// At most kDeltaBlockUnits units of some classes in the order of units, over `dst`, whose other
-// units stay or are undefined; `from` points at the next of each class and is moved on.
-// kDeltaSlackNbytes behind each class may be read.
+// Puts at most kDeltaBlockUnits units of some classes in the order of units, into `dst`, whose
+// other units stay or become undefined. `from` points at the next unit of each class and is moved
+// on. Up to kDeltaSlackNbytes behind each class may be read.
 template <class Unit>
 inline void unsort_units(const Unit** from, const uint8_t* keys, std::size_t n,
                          const DeltaRule& rule, ClassRange range, const ClassOfKey& classes,
@@ -137,8 +139,8 @@ inline void unsort_units(const Unit** from, const uint8_t* keys, std::size_t n,
     }
 }
 
-// At most kDeltaBlockUnits units of some classes to the places that `to` points at, which is moved
-// on; kDeltaSlackNbytes behind each class may be written.
+// Moves at most kDeltaBlockUnits units of some classes to the places that `to` points at. `to` is
+// moved on. Up to kDeltaSlackNbytes behind each class may be written.
 template <class Unit>
 inline void sort_units(const Unit* src, const uint8_t* keys, std::size_t n, const DeltaRule& rule,
                        ClassRange range, const ClassOfKey& classes, Unit** to, Isa isa) {
@@ -176,11 +178,11 @@ inline void move_one_by_one(Unit** at, const uint8_t* keys, std::size_t n, const
     }
 }
 
-// As unsort_units(), for tokens; the order of units of all classes where they move one by one.
+// Does what unsort_units() does, for tokens; for those of all classes if they move one by one.
 inline void unsort_tokens(const uint8_t** from, const uint8_t* keys, std::size_t n,
                           const DeltaRule& rule, ClassRange range, const ClassOfKey& classes,
                           uint8_t* __restrict dst, Isa isa) {
-    // Ranks move 32 tokens in less time than two registers of 16 are expanded.
+    // Moving 32 tokens by their ranks is faster than expanding two registers of 16.
     const bool by_ranks = isa < Isa::kAvx512Vbmi2 && range.first == 0;
     if (isa >= Isa::kAvx512 && !by_ranks)
         return unsort_units(from, keys, n, rule, range, classes, dst, isa);
@@ -195,7 +197,7 @@ inline void unsort_tokens(const uint8_t** from, const uint8_t* keys, std::size_t
                     [=](const uint8_t& token, std::size_t i) { dst[done + i] = token; });
 }
 
-// As sort_units(), for tokens; those of all classes where they move one by one.
+// Does what sort_units() does, for tokens; for those of all classes if they move one by one.
 inline void sort_tokens(const uint8_t* __restrict src, const uint8_t* keys, std::size_t n,
                         const DeltaRule& rule, ClassRange range, const ClassOfKey& classes,
                         uint8_t** to, Isa isa) {

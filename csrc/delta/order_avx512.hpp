@@ -1,5 +1,5 @@
 // Units and tokens in the order by class and back with AVX-512, for up to eight classes: with VBMI2
-// as elements of their own length, else widened to 32 bits.
+// as elements of their own length, without it widened to 32 bits.
 #pragma once
 
 #include <type_traits>
@@ -112,8 +112,7 @@ struct UnitsVbmi2<uint16_t> {
     }
 };
 
-// Units of the classes from `first` on, kClasses of them: put in order over `dst`, whose other
-// units stay.
+// Puts the units of kClasses classes from `first` on in order into `dst`, whose other units stay.
 template <class Unit, uint32_t kClasses>
 PACKHORSE_AVX512 inline std::size_t unsort_units_avx512(const Unit** from, const uint8_t* keys,
                                                         std::size_t n, const DeltaRule& rule,

@@ -1,8 +1,8 @@
 // The order by class and back (docs/format.md, 6.5). A unit's class is the number of cuts that are
-// at most its key, a byte that is at hand before the unit is.
+// at most its key. The key is a byte that is known before the unit is decoded.
 //
 // Every path works on blocks of units. Both directions move the next units of each class between
-// places side by side, in the order by class, and the places that a set of bits names:
+// adjacent places, in the order by class, and the places that a set of bits names:
 // - AVX-512 with VBMI2 has instructions for that, 64 units at a time;
 // - AVX2 computes the rank of each unit in its class for one direction, 32 units at a time; for the
 //   other it looks up byte shuffles, for each of the 256 sets of eight places;
@@ -22,7 +22,7 @@ namespace packhorse {
 // Keys that are the classes.
 inline constexpr ClassCuts kCutsOfClasses{{1, 2, 3}, {~0ull, ~0ull, ~0ull}};
 
-// `n` keys, how many of them are in each class.
+// Counts how many of `n` keys are in each class.
 inline ClassStarts count_classes(const uint8_t* keys, std::size_t n, const ClassCuts& cuts,
                                  Isa isa) {
     std::size_t above[kMaxClasses - 1] = {};
@@ -57,7 +57,7 @@ inline void sort_block(const uint8_t* plane, const uint8_t* keys, std::size_t n,
     sort_few(plane + done, steps, n - done, to);
 }
 
-// The units in the order by class. A block at a time is sorted aside, where whole registers can be
+// Puts units in the order by class. Blocks are sorted in other memory, where whole registers can be
 // stored.
 inline void sort_by_class(const uint8_t* plane, const uint8_t* keys, std::size_t n,
                           const ClassCuts& cuts, const ClassStarts& starts, uint8_t* sorted,
@@ -76,8 +76,8 @@ inline void sort_by_class(const uint8_t* plane, const uint8_t* keys, std::size_t
     }
 }
 
-// The next `n` units in the order of units; `from` points at the next of each class and is moved
-// on. What is behind the last unit can be read for kClassSlack bytes.
+// Puts the next `n` units back in the order of units. `from` points at the next unit of each class
+// and is moved on. Up to kClassSlack bytes behind the last unit may be read.
 inline void unsort_by_class(const uint8_t** from, const uint8_t* keys, std::size_t n,
                             const ClassCuts& cuts, uint8_t* dst, Isa isa) {
     std::size_t done = 0;

@@ -1,5 +1,5 @@
-// Units in the order by class and back with AVX2: by the rank of each unit in its class, and by
-// look-ups of byte shuffles.
+// Units in the order by class and back with AVX2: one way by byte shuffles that are looked up, the
+// other by the rank of each unit in its class.
 #pragma once
 
 #include <algorithm>
@@ -55,8 +55,8 @@ PACKHORSE_AVX2 PACKHORSE_INLINE ClassSets class_sets_avx2(const uint8_t* keys,
     return class_sets(above);
 }
 
-// For each of the 256 sets of eight places, a byte shuffle that moves the bytes at the places side
-// by side.
+// For each of the 256 sets of eight places, a byte shuffle that moves the bytes at these places
+// together.
 struct alignas(64) PlaceShuffles {
     uint8_t compress[256][8];
 };
@@ -91,7 +91,7 @@ struct CutsAvx2 {
     }
 };
 
-// For each byte, the sum of those before it, in each half.
+// For each byte, the sum of the bytes before it in its half.
 PACKHORSE_AVX2 PACKHORSE_INLINE __m256i sums_before_avx2(__m256i bytes) {
     __m256i sums = _mm256_slli_si256(bytes, 1);
     sums = _mm256_add_epi8(sums, _mm256_slli_si256(sums, 1));
@@ -100,7 +100,7 @@ PACKHORSE_AVX2 PACKHORSE_INLINE __m256i sums_before_avx2(__m256i bytes) {
     return _mm256_add_epi8(sums, _mm256_slli_si256(sums, 8));
 }
 
-// How many units of a block of 32 are at or above each cut: in the first half, and in all.
+// How many units of a block of 32 are at or above each cut, in the first half and in all.
 struct CountsAbove {
     std::size_t half[kMaxClasses - 1];
     std::size_t all[kMaxClasses - 1];
@@ -113,14 +113,14 @@ struct CountsAbove {
         }
     }
 
-    // Units of a class, of the `n` that were counted.
+    // Units of a class among the `n` that were counted.
     static PACKHORSE_INLINE std::size_t of(const std::size_t* counts, std::size_t n, uint32_t c) {
         return (c == 0 ? n : counts[c - 1]) - (c + 1 == kMaxClasses ? 0 : counts[c]);
     }
 };
 
-// 32 units, each from its class's next ones: by its rank, how many of the class are before it in
-// its half of the block. Ranks are below 16, so one byte counts for two classes.
+// Fetches 32 units, each from the next ones of its class by its rank: how many units of the class
+// are before it in its half of the block. Ranks are below 16, so one byte counts for two classes.
 PACKHORSE_AVX2 PACKHORSE_INLINE void unsort_block_avx2(const uint8_t** next, const uint8_t* keys,
                                                        const CutsAvx2& cuts, uint8_t* dst) {
     const __m256i key = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys));

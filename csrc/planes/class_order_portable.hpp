@@ -1,4 +1,4 @@
-// Units in the order by class and back one by one, and what every path shares.
+// Units in the order by class and back, one by one, and what all paths share.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace packhorse {
 
 struct ClassCuts {
     uint8_t at[kMaxClasses - 1] = {};
-    uint64_t used[kMaxClasses - 1] = {};  // all ones, or zero for a cut that is not there
+    uint64_t used[kMaxClasses - 1] = {};  // all ones, or zero if there is no such cut
 
     uint32_t count() const {
         uint32_t n = 0;
@@ -34,17 +34,17 @@ struct ClassSets {
     uint64_t of[kMaxClasses];
 };
 
-// From the units that are at or above each cut.
+// Made from the units that are at or above each cut.
 PACKHORSE_INLINE ClassSets class_sets(const uint64_t* above) {
     return {{~above[0], above[0] & ~above[1], above[1] & ~above[2], above[2]}};
 }
 
-// How many keys are at or above a cut.
+// Counts the keys that are at or above a cut.
 PACKHORSE_INLINE std::size_t count_above(const uint8_t* keys, std::size_t n, uint8_t cut) {
     std::size_t count = 0;
     for (std::size_t at = 0; at < n; at += 128) {
         const std::size_t end = std::min(n, at + 128);
-        uint8_t few = 0;  // no more than fits a byte, so that a register counts in all of its bytes
+        uint8_t few = 0;  // fits a byte, so that a register counts in all of its bytes
         for (std::size_t i = at; i < end; ++i)
             few = static_cast<uint8_t>(few + (keys[i] >= cut ? 1 : 0));
         count += few;
@@ -52,17 +52,18 @@ PACKHORSE_INLINE std::size_t count_above(const uint8_t* keys, std::size_t n, uin
     return count;
 }
 
-// Rounds in which no byte of a register overflows that counts one a round.
+// So many rounds overflow no byte of a register that counts one a round.
 constexpr std::size_t kCountRounds = 255;
 
-// Where the next unit of each of kClasses classes is, while units move one by one. How many of each
-// class have moved is kept side by side in one number: with counters in memory each unit would wait
-// for the one before. Entries of the tables are kStep apart, so that the same number is an index
-// and a shift.
+// Finds the next unit of each of kClasses classes while units move one by one. One number holds,
+// side by side, how many units of each class have moved: with counters in memory, each unit would
+// wait for the one before. Entries of the tables are kStep apart, so that one number serves as an
+// index and as a shift.
 template <class Unit, uint32_t kClasses>
 struct Moving {
     static constexpr uint32_t kStep = 64 / kClasses;
-    static constexpr std::size_t kMaxUnits = (std::size_t{1} << kStep) - 1;  // that may move
+    static constexpr std::size_t kMaxUnits =
+        (std::size_t{1} << kStep) - 1;  // the most that may move
 
     Unit* first[64];
     uint64_t one[64];
@@ -75,7 +76,7 @@ struct Moving {
         }
     }
 
-    // The place of the next unit of the class that `step` is kStep times.
+    // Returns the place of the next unit of a class; `step` is kStep times its number.
     PACKHORSE_INLINE Unit& next(uint32_t step) {
         Unit& place = first[step][moved >> step & kMaxUnits];
         moved += one[step];
@@ -89,7 +90,8 @@ struct Moving {
 
 constexpr uint32_t kClassStep = Moving<uint8_t, kMaxClasses>::kStep;
 
-// Classes of `n` units, each the number of cuts that are at most its key, times `step`.
+// Writes the classes of `n` units, times `step`. A class is the number of cuts that are at most the
+// unit's key.
 inline void fill_steps(const uint8_t* keys, std::size_t n, const uint8_t* cuts, uint32_t n_cuts,
                        uint32_t step, uint8_t* __restrict steps, Isa isa) {
     std::memset(steps, 0, n);

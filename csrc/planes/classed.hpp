@@ -1,6 +1,7 @@
 // Units in classes (docs/format.md, 6.5): which class each unit of a chunk falls into. Classes come
-// from side data (a prediction from row and column) or from the plane that leads; never from what
-// the stream itself yields, so every class decodes by the same loops as a plain rANS stream.
+// from side data (a prediction from row and column) or from the plane that leads. They never come
+// from what the stream itself yields, so every class decodes with the same loops as a plain rANS
+// stream.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +12,7 @@
 
 namespace packhorse {
 
-// What a frame knows of its rows and columns; `rows` is null for a frame without side data.
+// The side data of a frame; `rows` is null for a frame without.
 struct SideData {
     const uint8_t* rows = nullptr;
     const uint8_t* columns = nullptr;
@@ -24,8 +25,8 @@ struct ClassRule {
     uint8_t thresholds[kMaxClasses - 1] = {};
 };
 
-// Calls visit(base, columns, n, at) for the part of each row in the `n` units from `first` on, of
-// which it begins with unit `at`: q of section 6.5 is base + columns[i].
+// Calls visit(base, columns, n, at) for the part of each row in the `n` units from `first` on. The
+// part begins with unit `at` of them, and q of section 6.5 is base + columns[i].
 template <class Visit>
 PACKHORSE_INLINE void for_each_row(const SideData& side, std::size_t first, std::size_t n,
                                    Visit visit) {
@@ -38,7 +39,7 @@ PACKHORSE_INLINE void for_each_row(const SideData& side, std::size_t first, std:
     }
 }
 
-// q, and the classes of a prediction, which are their own keys.
+// Computes q and the classes of a prediction, which are their own keys.
 inline void predict_classes(const SideData& side, std::size_t first, std::size_t n,
                             uint8_t* __restrict q, uint8_t* __restrict classes, Isa isa) {
     vectorised(isa, [=]() PACKHORSE_VECTORISED {
@@ -52,7 +53,7 @@ inline void predict_classes(const SideData& side, std::size_t first, std::size_t
     });
 }
 
-// The classes alone.
+// Computes the classes alone.
 inline void predict_keys(const SideData& side, std::size_t first, std::size_t n,
                          uint8_t* __restrict classes, Isa isa) {
     vectorised(isa, [=]() PACKHORSE_VECTORISED {
@@ -91,7 +92,7 @@ inline void add_prediction(const SideData& side, std::size_t first, std::size_t 
     });
 }
 
-// What cuts the keys into classes: classes as they are, or what plane 0 yields.
+// What cuts keys into classes. Keys are the classes themselves, or what plane 0 yields.
 inline ClassCuts class_cuts(const ClassRule& rule) {
     if (rule.source == ClassSource::kPrediction) return kCutsOfClasses;
     ClassCuts cuts;
@@ -102,7 +103,7 @@ inline ClassCuts class_cuts(const ClassRule& rule) {
     return cuts;
 }
 
-// How many of the columns fall into each class, in a row of number 0.
+// Counts the columns in each class, for a row whose number is 0.
 inline ClassStarts count_columns(const uint8_t* columns, std::size_t n, Isa isa) {
     constexpr std::size_t kBlock = 2048;
     ClassStarts starts{};
@@ -116,8 +117,8 @@ inline ClassStarts count_columns(const uint8_t* columns, std::size_t n, Isa isa)
     return starts;
 }
 
-// How many of `n` units from `first` on fall into each class of a prediction. A row's number moves
-// all of its columns on by as many classes, so whole rows need no look at their units.
+// Counts how many of `n` units from `first` on fall into each class of a prediction. A row's number
+// moves all of its columns on by as many classes, so the units of whole rows need not be read.
 inline ClassStarts count_predicted(const SideData& side, std::size_t first, std::size_t n,
                                    Isa isa) {
     ClassStarts whole{};
@@ -136,7 +137,7 @@ inline ClassStarts count_predicted(const SideData& side, std::size_t first, std:
     return starts;
 }
 
-// Reads the fields behind the common header of a classed stream.
+// Reads the fields of a classed stream that follow the common header.
 inline Status read_class_rule(const uint8_t* src, std::size_t nbytes, ClassRule& rule) {
     if (nbytes < kClassedModelsOffset) return Status::kStreamLength;
     const uint32_t source = src[8], n_classes = src[9];

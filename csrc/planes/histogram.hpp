@@ -1,8 +1,8 @@
-// How often each byte value occurs in a plane, counted in full or from a sample, and what coding it
-// would cost.
+// Histograms: how often each byte value occurs in a plane, in all of it or in a sample, and what
+// coding the plane would cost.
 //
-// A full count takes as long as coding, so by default one run of 64 bytes in eight is looked at.
-// Everything here is integer arithmetic: the encoder's choices, and so its output, are the same on
+// A full count takes as long as coding, so by default one run of 64 bytes in eight is counted. All
+// arithmetic is in integers, so the encoder's choices, and with them its output, are the same on
 // every machine.
 #pragma once
 
@@ -17,12 +17,12 @@ namespace packhorse {
 struct Histogram {
     uint32_t counts[256];
     uint32_t total;
-    bool sampled;  // values may exist that were not seen
+    bool sampled;  // the plane may have values that were not counted
 };
 
 constexpr std::size_t kSampleRun = 64;
 
-// Four tables in turn, so that equal neighbours do not wait for each other's store.
+// Four tables take turns, so that equal neighbours do not wait for each other's store.
 inline void count_bytes(const uint8_t* plane, std::size_t n, uint32_t sample_log, Histogram& out) {
     uint32_t tables[4][256] = {};
     const std::size_t step = kSampleRun << sample_log;
@@ -30,7 +30,7 @@ inline void count_bytes(const uint8_t* plane, std::size_t n, uint32_t sample_log
     for (std::size_t at = 0; at < n; at += step) {
         const std::size_t run = n - at < kSampleRun ? n - at : kSampleRun;
         const uint8_t* src = plane + at;
-        // A sample's runs lie apart, so no hardware fetches the next ones.
+        // The runs of a sample lie apart, so the hardware does not fetch the next ones.
         __builtin_prefetch(src + 16 * step);
         std::size_t i = 0;
         for (; i + 8 <= run; i += 8) {
@@ -48,8 +48,8 @@ inline void count_bytes(const uint8_t* plane, std::size_t n, uint32_t sample_log
 
 constexpr uint32_t kCostBits = 16;  // costs are in 2^-16 bits
 
-// log2(x) * 2^16, rounded down, for x in 1..4096: integer part by position, then one bit a
-// squaring.
+// log2(x) * 2^16, rounded down, for x in 1..4096. The position of the top bit gives the integer
+// part, and each squaring gives one bit more.
 constexpr uint32_t log2_fixed(uint32_t x) {
     const auto whole = static_cast<uint32_t>(std::bit_width(x) - 1);
     uint64_t mantissa = uint64_t{x} << (31 - whole);
@@ -73,8 +73,8 @@ constexpr std::array<uint32_t, kProbSum + 1> make_cost_table() {
 // kSymbolCost[f]: the cost of a symbol of frequency f of 4096.
 inline constexpr std::array<uint32_t, kProbSum + 1> kSymbolCost = make_cost_table();
 
-// Counts symbols: bytes without their `raw_bits` low bits. Returns how many of those bits are set
-// in any byte seen.
+// Counts symbols, which are bytes without their `raw_bits` low bits. Returns how many of those bits
+// are set in any byte.
 inline uint32_t fold(const Histogram& bytes, uint32_t raw_bits, Histogram& symbols) {
     symbols = {};
     uint32_t used = 0;
@@ -87,8 +87,8 @@ inline uint32_t fold(const Histogram& bytes, uint32_t raw_bits, Histogram& symbo
     return static_cast<uint32_t>(std::popcount(used & ((1u << raw_bits) - 1)));
 }
 
-// Cost of the histogram's values at the plane's entropy, 2^-16 bits. A sample shows too few values
-// as too often; the Miller-Madow term, (values - 1) / (2 ln 2) bits, makes up for it.
+// Cost of the histogram's values at the plane's entropy, in 2^-16 bits. A sample underestimates the
+// entropy; the Miller-Madow term, (values - 1) / (2 ln 2) bits, makes up for it.
 inline uint64_t entropy_cost(const Histogram& histogram) {
     constexpr uint64_t kBiasCost = 47274;
     uint64_t cost = 0;

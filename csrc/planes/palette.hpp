@@ -1,9 +1,10 @@
-// Palette coding (docs/format.md, 6.3): codes of up to 4 bits as bit planes, a symbol outside of
-// the palette as an escape; and raw bits, which alone (no code bits) drop bits that are always
-// zero.
+// Palette coding (docs/format.md, 6.3): codes of up to 4 bits as bit planes, an escape for each
+// symbol outside of the palette, and raw bits. With raw bits and no code bits, a palette just drops
+// bits that are always zero.
 //
-// Bit planes are what SIMD compares produce and masked operations consume: 64 units are `code_bits`
-// words of 64 bits. Escapes are few by choice of the encoder and are handled one by one.
+// Bit planes are what SIMD comparisons produce and masked operations consume: 64 units are
+// `code_bits` words of 64 bits. The encoder chooses palettes with few escapes, which are handled
+// one by one.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +24,8 @@ constexpr std::size_t palette_planes_nbytes(uint32_t code_bits, std::size_t n) {
     return code_bits * bit_plane_nbytes(n);
 }
 
-// Gives codes that are left over to values outside of the palette, so that loops over it have a
-// fixed length.
+// Gives unused codes to values outside of the palette, so that loops over the palette have a fixed
+// length.
 inline void fill_palette(PaletteModel& model) {
     const uint32_t n_codes = (1u << model.code_bits) - (model.has_escape ? 1 : 0);
     for (uint32_t value = 0; model.n_values < n_codes; ++value) {
@@ -34,8 +35,8 @@ inline void fill_palette(PaletteModel& model) {
     }
 }
 
-// The cheapest palette of symbols with so many raw bits, if it costs less than `best`, which is
-// updated: bits for the histogram's units.
+// Finds the cheapest palette of symbols with so many raw bits. If it costs less than `best`, in
+// bits for the histogram's units, `best` is updated.
 inline void try_palette(const Histogram& histogram, uint32_t raw_bits, uint64_t& best,
                         PaletteModel& model) {
     Histogram symbols;
@@ -70,7 +71,7 @@ inline void try_palette(const Histogram& histogram, uint32_t raw_bits, uint64_t&
     }
 }
 
-// The bits that are used at all, as they are, if that costs less than `best`.
+// Tries to store only the bits that are ever set, as they are, if that costs less than `best`.
 inline void try_used_bits(const Histogram& histogram, uint64_t& best, PaletteModel& model) {
     Histogram none;
     const uint64_t cost = uint64_t{histogram.total} * fold(histogram, 8, none);
@@ -79,12 +80,12 @@ inline void try_used_bits(const Histogram& histogram, uint64_t& best, PaletteMod
     model = {0, false, 8, 1, {}};
 }
 
-// The cheapest palette for a histogram of bytes; symbols have up to `most_raw_bits` raw bits.
-// Returns its estimated bits for the histogram's units.
+// Finds the cheapest palette for a histogram of bytes, of symbols with up to `most_raw_bits` raw
+// bits. Returns its estimated bits for the histogram's units.
 inline uint64_t choose_palette(const Histogram& histogram, uint32_t most_raw_bits,
                                PaletteModel& model) {
     uint64_t best = ~uint64_t{0};
-    // Each raw bit costs one: more of them than the best palette has bits cannot win.
+    // Each raw bit costs one bit, so more of them than the best palette takes cannot win.
     for (uint32_t raw_bits = 0; raw_bits <= most_raw_bits && raw_bits * histogram.total < best;
          ++raw_bits)
         try_palette(histogram, raw_bits, best, model);
@@ -130,7 +131,7 @@ uint8_t* palette_encode_units(const uint8_t* src, std::size_t n, const PaletteMo
                                        codes + 8 * n_blocks, plane_stride, escapes);
 }
 
-// The codes of all units, for any number of code bits; as palette_encode_units.
+// Codes all units for any number of code bits, as palette_encode_units() does.
 inline uint8_t* palette_encode_codes(const uint8_t* src, std::size_t n, const PaletteModel& model,
                                      uint8_t* codes, uint8_t* escapes, const uint8_t* limit,
                                      Isa isa) {
@@ -149,8 +150,8 @@ inline uint8_t* palette_encode_codes(const uint8_t* src, std::size_t n, const Pa
     }
 }
 
-// Writes the stream of `n` units to `dst`; returns its length, or 0 if it may not be shorter than
-// `capacity` (a block of 64 bytes is kept clear for escapes).
+// Writes the stream of `n` units to `dst`. Returns its length, or 0 if it might not be shorter than
+// `capacity` (a block of 64 bytes is kept free for escapes).
 inline std::size_t palette_encode(const uint8_t* src, std::size_t n, const PaletteModel& model,
                                   uint8_t* dst, std::size_t capacity, Isa isa) {
     const uint32_t raw_mask = (1u << model.raw_bits) - 1;
@@ -256,8 +257,8 @@ inline Status palette_decode_codes(PaletteDecoder& decoder, std::size_t first, s
     }
 }
 
-// The `n` units from `first` on; `first` is a multiple of 64, and so is `n` except at the end of
-// the plane.
+// Decodes the `n` units from `first` on. `first` is a multiple of 64, and so is `n` except at the
+// end of the plane.
 inline Status palette_decode(PaletteDecoder& decoder, std::size_t first, std::size_t n,
                              uint8_t* dst, Ahead& ahead, Isa isa) {
     const Status status = palette_decode_codes(decoder, first, n, dst, ahead, isa);

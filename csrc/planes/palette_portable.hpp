@@ -1,5 +1,5 @@
-// Blocks of 64 units to palette codes and back without instruction sets beyond the baseline, and
-// what every path shares.
+// Blocks of 64 units to palette codes and back with the baseline's instructions, and what all paths
+// share.
 #pragma once
 
 #include <bit>
@@ -20,15 +20,15 @@ struct PaletteModel {
     uint8_t symbol_mask() const { return static_cast<uint8_t>(0xFFu << raw_bits); }
 };
 
-// Sets code c's bits in the bit planes wherever `mask` says.
+// Sets the bits of code c in the bit planes, for the units of `mask`.
 template <uint32_t kBits>
 PACKHORSE_INLINE void add_code(uint64_t mask, uint32_t c, uint64_t* planes) {
     for (uint32_t j = 0; j < kBits; ++j)
         if (c >> j & 1) planes[j] |= mask;
 }
 
-// Writes the bit planes of one block of units, given for each code but the last the set of units
-// that have it; returns the escaped set.
+// Writes the bit planes of one block, given the set of units of each code but the last. Returns the
+// set of escaped units.
 template <uint32_t kBits>
 PACKHORSE_INLINE uint64_t write_codes(const uint64_t* masks, uint64_t all, bool has_escape,
                                       uint8_t* dst, std::size_t plane_stride) {
@@ -39,17 +39,17 @@ PACKHORSE_INLINE uint64_t write_codes(const uint64_t* masks, uint64_t all, bool 
         matched |= masks[c];
         add_code<kBits>(masks[c], c, planes);
     }
-    // The last code is a value's or the escape's; either way its bits are all ones.
+    // The last code is that of a value or of the escape. Either way its bits are all ones.
     const uint64_t last = ~matched & all;
     for (uint32_t j = 0; j < kBits; ++j) store(dst + j * plane_stride, planes[j] | last);
     return has_escape ? last : 0;
 }
 
-// How many escapes a block of 64 units has is not to be predicted. Few have more than these, which
-// are handled without a branch on each.
+// No branch predictor guesses how many escapes a block of 64 units has. Few blocks have more than
+// these, which are handled without a branch for each.
 constexpr int kFewEscapes = 4;
 
-// Appends the escaped units of a block; `dst` has room for 64.
+// Appends the escaped units of a block. `dst` has room for 64.
 PACKHORSE_INLINE uint8_t* append_escapes(const uint8_t* src, uint64_t escaped, uint32_t raw_bits,
                                          uint8_t* dst) {
     for (int i = 0; i < kFewEscapes; ++i, escaped &= escaped - 1) {
@@ -61,7 +61,7 @@ PACKHORSE_INLINE uint8_t* append_escapes(const uint8_t* src, uint64_t escaped, u
     return dst;
 }
 
-// The units of a block that equal `value` in the bits of `mask`.
+// Finds the units of a block that equal `value` in the bits of `mask`.
 PACKHORSE_INLINE uint64_t equal_mask_portable(const uint8_t* src, uint8_t mask, uint8_t value) {
     uint64_t equal = 0;
 #if PACKHORSE_X86
@@ -95,8 +95,8 @@ PACKHORSE_INLINE uint8_t* palette_encode_block(const uint8_t* src, uint64_t all,
     return append_escapes(src, escaped, model.raw_bits, escapes);
 }
 
-// Codes full blocks of 64 units, as long as `escapes` stays clear of `escapes_end` by a block;
-// returns how many blocks were coded.
+// Codes full blocks of 64 units as long as a block of room is left between `escapes` and
+// `escapes_end`. Returns how many blocks were coded.
 template <uint32_t kBits>
 std::size_t palette_encode_blocks_portable(const uint8_t* src, std::size_t n_blocks,
                                            const PaletteModel& model, uint8_t* codes,
@@ -121,7 +121,8 @@ struct alignas(64) PaletteDecoder {
     RawPlanes raw;
 };
 
-// Values of 64 units from their bit planes; an escape gets what its code finds in the palette.
+// Looks up the values of 64 units by their bit planes. An escape gets whatever the palette has for
+// its code.
 template <uint32_t kBits>
 PACKHORSE_INLINE void palette_values_portable(const uint64_t* planes, const uint8_t* values,
                                               uint8_t* dst) {
@@ -168,7 +169,7 @@ PACKHORSE_INLINE uint64_t load_codes(const PaletteDecoder& decoder, std::size_t 
     return escaped;
 }
 
-// Full blocks of 64 units from `first` on, while the escapes last; returns how many were decoded.
+// Decodes full blocks of 64 units from `first` on, as long as there are escapes. Returns how many.
 template <uint32_t kBits>
 std::size_t palette_decode_blocks_portable(PaletteDecoder& decoder, std::size_t first,
                                            std::size_t n_blocks, uint8_t* dst) {

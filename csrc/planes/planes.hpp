@@ -1,10 +1,9 @@
-// Split units into one-byte planes and merge them again (docs/format.md, section 4).
+// Splits units into one-byte planes and merges them again (docs/format.md, section 4).
 //
-// Everything works on a block that fits in L1 or a chunk that fits in L2. The loops are plain C++
-// that compilers vectorise well; they are forced inline into one function for each instruction set.
-// Only where that was slower than copying did we write intrinsics: 16-bit units with AVX-512, and
-// 32-bit units with everything (planes/planes_avx512.hpp, planes/planes_avx2.hpp,
-// planes/planes_sse2.hpp).
+// The loops work on a block that fits in L1 or a chunk that fits in L2. They are plain C++ that
+// compilers vectorise well, inlined into one function for each instruction set. Intrinsics are used
+// only where that was slower than copying: for 16-bit units with AVX-512, and for 32-bit units with
+// every instruction set (planes/planes_avx512.hpp, planes/planes_avx2.hpp, planes/planes_sse2.hpp).
 #pragma once
 
 #include "planes/planes_avx2.hpp"
@@ -13,7 +12,7 @@
 
 namespace packhorse {
 
-// `n` units at `src` to `spec.n_planes` planes of `n` bytes; for a spec that splits.
+// Splits `n` units at `src` into `spec.n_planes` planes of `n` bytes, for a spec that splits.
 inline void split_planes(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
                          uint8_t* const* planes, Isa isa) {
 #if PACKHORSE_X86

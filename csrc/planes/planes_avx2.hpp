@@ -1,5 +1,5 @@
-// Units of 32 bits to planes and back with AVX2, in the steps of planes/planes_sse2.hpp; of other
-// units compilers make good loops.
+// Units of 32 bits to planes and back with AVX2, in the steps of planes/planes_sse2.hpp. For other
+// units, compilers make good loops.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -10,7 +10,7 @@ namespace packhorse {
 
 #if PACKHORSE_X86
 
-// In each half of a register AVX2 does what SSE2 does: the lower halves make units 0 to 15, the
+// AVX2 does in each half of a register what SSE2 does: the lower halves hold units 0 to 15, the
 // upper ones 16 to 31.
 template <uint32_t kRotation>
 PACKHORSE_AVX2 PACKHORSE_INLINE void merge32_block_avx2(const uint8_t* const* planes,

@@ -9,7 +9,7 @@ namespace packhorse {
 
 #if PACKHORSE_X86
 
-// 64 units of 16 bits, rotated by 1: two packs and two permutes a register pair.
+// 64 units of 16 bits, rotated by 1: two packs and two permutes for each pair of registers.
 PACKHORSE_AVX512 PACKHORSE_INLINE void split16_lines_avx512(const __m512i* lines, uint8_t* plane0,
                                                             uint8_t* plane1) {
     const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
@@ -45,7 +45,7 @@ PACKHORSE_AVX512 inline void merge16_block_avx512(const uint8_t* plane0, const u
                                                           _mm512_slli_epi16(rotated[h], 15)));
 }
 
-// Bytes of 16 units of 32 bits to four runs of 16 bytes, most significant first.
+// The bytes of 16 units of 32 bits as four runs of 16 bytes, most significant first.
 PACKHORSE_AVX512 inline __m512i gather_bytes32_avx512(__m512i units) {
     const __m512i in_lane =
         _mm512_broadcast_i32x4(_mm_setr_epi8(3, 7, 11, 15, 2, 6, 10, 14, 1, 5, 9, 13, 0, 4, 8, 12));
@@ -60,7 +60,7 @@ PACKHORSE_AVX512 inline __m512i scatter_bytes32_avx512(__m512i runs) {
     return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(across, runs), in_lane);
 }
 
-// Four registers of four 128-bit runs each: transpose the 4 x 4 runs. Its own inverse.
+// Transposes the 4 x 4 runs of 128 bits in four registers. It is its own inverse.
 PACKHORSE_AVX512 inline void transpose_runs_avx512(__m512i* rows) {
     const __m512i a = _mm512_shuffle_i32x4(rows[0], rows[1], 0x44);
     const __m512i b = _mm512_shuffle_i32x4(rows[0], rows[1], 0xEE);
@@ -72,8 +72,8 @@ PACKHORSE_AVX512 inline void transpose_runs_avx512(__m512i* rows) {
     rows[3] = _mm512_shuffle_i32x4(b, d, 0xDD);
 }
 
-// Top two bytes as they lie (sign and exponent, exponent and mantissa) to planes 0 and 1, and back:
-// each byte gives its top bit to the other's low end.
+// The top two bytes as they lie (sign and exponent, exponent and mantissa) to planes 0 and 1, and
+// back: the top bit of each byte becomes the lowest bit of the other.
 PACKHORSE_AVX512 inline void rotate_pair_avx512(__m512i& byte0, __m512i& byte1) {
     const __m512i one = _mm512_set1_epi8(0x01);
     const __m512i top0 = _mm512_srli_epi16(byte0, 7);
@@ -118,7 +118,7 @@ PACKHORSE_AVX512 inline void merge32_block_avx512(const uint8_t* const* planes, 
     for (int r = 0; r < 4; ++r) _mm512_storeu_si512(dst + 64 * r, scatter_bytes32_avx512(rows[r]));
 }
 
-// Returns how many units, a multiple of 64, the intrinsics have done.
+// Returns how many units, a multiple of 64, the intrinsics have processed.
 PACKHORSE_AVX512 inline std::size_t split_blocks_avx512(const uint8_t* src, std::size_t n,
                                                         const PlaneSpec& spec,
                                                         uint8_t* const* planes) {

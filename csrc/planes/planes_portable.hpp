@@ -1,5 +1,5 @@
-// Units to planes and back by plain loops, for any unit. What else splits and merges leaves the
-// units behind its last full block to them.
+// Units to planes and back by plain loops, for any unit. The loops with intrinsics leave the units
+// behind their last full block to these.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -8,8 +8,8 @@
 
 namespace packhorse {
 
-// How far the top 16 bits of a unit (8 for one-byte units) are rotated left: r of section 4. 0
-// means bytes as they are.
+// By how many bits the top 16 bits of a unit (8 for one-byte units) are rotated left: r of section
+// 4. 0 leaves bytes as they are.
 constexpr uint32_t rotation_of(uint32_t unit_nbytes, Split split) {
     if (split != Split::kFloat) return 0;
     return unit_nbytes == 8 ? 4 : 1;
@@ -89,7 +89,7 @@ PACKHORSE_INLINE void merge_any(const uint8_t* const* planes, std::size_t n, con
     if (spec.unit_nbytes == 8 && spec.rotation == 4) merge_units<uint64_t, 4>(planes, n, dst);
 }
 
-// The units from `done` on, where blocks of others have done what is before.
+// Processes the units from `done` on; other loops have processed the units before.
 PACKHORSE_INLINE void split_rest(const uint8_t* src, std::size_t n, const PlaneSpec& spec,
                                  std::size_t done, uint8_t* const* planes) {
     uint8_t* rest[kMaxPlanes];

@@ -1,6 +1,6 @@
-// Units of 32 bits to four planes and back with SSE2, the baseline of x86-64: compilers make scalar
-// loops of it. Units are taken apart, and put together, by way of two halves of 16 bits; the upper
-// ones are rotated (docs/format.md, section 4).
+// Units of 32 bits to four planes and back with SSE2, the baseline of x86-64, where compilers make
+// scalar loops. Units are split into two halves of 16 bits first, and the upper halves are rotated
+// (docs/format.md, section 4); merging takes the same way back.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -58,7 +58,7 @@ PACKHORSE_INLINE void split32_block_sse2(const uint8_t* src, std::size_t at,
     store_bytes(2, lower);
 }
 
-// All full blocks; returns how many units those are.
+// Processes all full blocks. Returns how many units they have.
 template <uint32_t kRotation>
 inline std::size_t split32_blocks_sse2(const uint8_t* src, std::size_t n, uint8_t* const* planes) {
     std::size_t at = 0;

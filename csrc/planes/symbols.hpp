@@ -1,8 +1,8 @@
-// Symbols and raw bits (docs/format.md, 6.1): a coder sees the upper bits of a plane's bytes; the
-// lower ones, if they are noise, go into bit planes as they are.
+// Symbols and raw bits (docs/format.md, 6.1): a coder codes the upper bits of a plane's bytes. The
+// lower ones, if they are noise, are stored in bit planes as they are.
 //
-// Coders work on bytes whose raw bits are cleared, so a symbol is carried shifted to its place and
-// the raw bits are simply added when it is decoded.
+// Coders work on bytes whose raw bits are cleared. So a symbol stays shifted to its place, and its
+// raw bits are simply added when it is decoded.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ constexpr std::size_t raw_nbytes(const RawBits& raw, std::size_t n) {
     return static_cast<std::size_t>(__builtin_popcount(raw.mask)) * bit_plane_nbytes(n);
 }
 
-// Which of the bits of `mask` are set anywhere in a plane. A block is mostly enough to tell.
+// Finds the bits of `mask` that are set anywhere in a plane. Mostly one block shows them all.
 inline uint32_t used_bits(const uint8_t* plane, std::size_t n, uint32_t mask) {
     constexpr std::size_t kBlock = 1024;
     uint32_t used = 0;
@@ -42,7 +42,7 @@ inline std::size_t write_raw_blocks(const uint8_t* plane, std::size_t n_blocks, 
     return write_raw_blocks_portable(plane, n_blocks, j, dst);
 }
 
-// Writes the raw bit planes of `n` bytes; returns the end.
+// Writes the raw bit planes of `n` bytes. Returns their end.
 inline uint8_t* write_raw_bits(const uint8_t* plane, std::size_t n, const RawBits& raw,
                                uint8_t* dst, Isa isa) {
     for (uint32_t j = 0; j < raw.n_bits; ++j) {
@@ -63,7 +63,7 @@ inline Status parse_raw_bits(uint8_t n_bits, uint8_t mask, uint32_t limit, RawBi
     return Status::kOk;
 }
 
-// Whether listed symbols are as small as the raw bits demand.
+// Whether the listed symbols are as small as the raw bits demand.
 inline bool symbols_fit(const uint8_t* symbols, std::size_t n, const RawBits& raw) {
     if (raw.n_bits == 0) return true;
     for (std::size_t i = 0; i < n; ++i)
@@ -80,7 +80,8 @@ inline RawPlanes find_raw_planes(const RawBits& raw, const uint8_t* planes, std:
     return found;
 }
 
-// Adds the raw bits of `n` units from `first` on, a multiple of 64, to their decoded symbols.
+// Adds the raw bits of `n` units from `first` on to their decoded symbols. `first` is a multiple of
+// 64.
 inline void add_raw_bits(const RawPlanes& raw, std::size_t first, std::size_t n, uint8_t* dst,
                          Isa isa) {
     if (raw.n == 0) return;

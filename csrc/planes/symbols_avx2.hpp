@@ -1,4 +1,4 @@
-// Blocks of raw bits out of planes and back with AVX2, 32 bytes to a register.
+// Moves raw bits out of planes and back, block by block, with AVX2: 32 bytes to a register.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -23,7 +23,7 @@ PACKHORSE_AVX2 inline std::size_t write_raw_blocks_avx2(const uint8_t* plane, st
     return n_blocks;
 }
 
-// All ones for each bit that is set, of 32.
+// Widens 32 bits to bytes: all ones for each bit that is set.
 PACKHORSE_AVX2 PACKHORSE_INLINE __m256i bytes_of_bits_avx2(uint32_t bits) {
     const __m256i byte_of_bit =
         _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);

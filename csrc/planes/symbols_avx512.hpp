@@ -1,4 +1,4 @@
-// Blocks of raw bits out of planes and back with AVX-512, 64 bytes to a register.
+// Moves raw bits out of planes and back, block by block, with AVX-512: 64 bytes to a register.
 #pragma once
 
 #include "common/dispatch.hpp"

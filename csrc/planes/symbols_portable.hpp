@@ -1,5 +1,4 @@
-// What symbols and raw bits are, and blocks of raw bits without instruction sets beyond the
-// baseline.
+// Raw bits of a stream, and moving them out of planes and back with the baseline's instructions.
 #pragma once
 
 #include <array>
@@ -11,7 +10,7 @@ namespace packhorse {
 
 struct RawBits {
     uint32_t n_bits = 0;  // low bits of a byte that are not coded
-    uint32_t mask = 0;    // those that are not zero throughout, and so have a bit plane
+    uint32_t mask = 0;    // those that are not always zero, which have a bit plane each
 
     uint8_t symbol_mask() const { return static_cast<uint8_t>(0xFFu << n_bits); }
     uint32_t n_symbols() const { return 256u >> n_bits; }
@@ -64,11 +63,11 @@ inline void add_raw_block_portable(const uint64_t* words, const uint8_t* bits, u
     }
 }
 
-// Where a stream keeps its raw bit planes.
+// The raw bit planes of a stream.
 struct RawPlanes {
     uint32_t n = 0;
-    uint8_t bits[8];                  // which bit each holds
-    const uint8_t* planes = nullptr;  // the first
+    uint8_t bits[8];                  // the bit that each one holds
+    const uint8_t* planes = nullptr;  // the first one
     std::size_t stride = 0;
 };
 

@@ -1,15 +1,15 @@
-// Tables of the alias layout as kernels for GPUs read them.
+// Tables of the alias layout, in the form that kernels for GPUs read.
 //
-// A table is three rows: the slot at which the second part of a bucket begins, the entry of its
-// first part, and that of its second. All tables have as many buckets: those of a narrower layout
-// are cut, which leaves thresholds and entries as they are.
+// A table has three rows: the slot at which the second part of a bucket begins, the entry of its
+// first part, and the entry of its second part. All tables have equally many buckets: the buckets
+// of a narrower layout are cut in pieces, which keep their thresholds and entries.
 #pragma once
 
 #include "rans/model.hpp"
 
 namespace packhorse {
 
-// Writes 3 * n_buckets numbers; n_buckets is 32 or 64, and no less than the model's.
+// Writes 3 * n_buckets numbers. n_buckets is 32 or 64, and not less than the model's.
 inline void write_bucket_table(const RansModel& model, uint32_t n_buckets, uint32_t* table) {
     AliasTables tables;
     BucketEntries entries;

@@ -1,16 +1,16 @@
 // rANS decoding (docs/format.md, 6.4).
 //
 // A RansDecoder is set up once for a stream (rans_open) and then yields units in order, any number
-// of rounds at a time, so that a chunk can be decoded and merged block by block in L1. Several
-// inner loops read the same stream:
+// of rounds at a time, so that a chunk can be decoded and merged block by block in L1. There are
+// several inner loops for the same stream:
 // - AVX-512, at most 64 codes: the alias tables live in registers
 // (rans/decode_buckets_avx512.hpp);
 // - others, 128 lanes: one load a lane from a table of 4096 entries (16 KiB, in L1), with AVX-512,
 // AVX2 or the baseline (rans/decode_avx512.hpp, rans/decode_avx2.hpp, rans/decode_portable.hpp);
-// - fewer lanes: the same table, one lane at a time.
-// Vector loops read whole registers of words. Near the end of the stream they run on a zero-padded
-// copy of its last bytes, so that nothing beyond the stream is read, and check after every round
-// that no more words were taken than there were.
+// - fewer lanes: the same table, one lane at a time. Vector loops read whole registers of words.
+// Near the end of the stream they run on a zero-padded copy of its last bytes, so that nothing
+// beyond the stream is read. There they check after every round that they took no more words than
+// there were.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -22,14 +22,14 @@
 
 namespace packhorse {
 
-// The entry of a slot, from the buckets.
+// Finds the entry of a slot in the buckets.
 PACKHORSE_INLINE uint32_t entry_in_buckets(const RansDecoder& decoder, uint32_t slot) {
     const uint32_t bucket = slot * decoder.model.n_buckets() / kProbSum;
     const bool in_second = slot >= decoder.alias.threshold[bucket];
     return in_second ? decoder.buckets.second[bucket] : decoder.buckets.first[bucket];
 }
 
-// A round of `n` <= n_lanes units, for any number of lanes, every word checked.
+// Decodes a round of `n` <= n_lanes units, for any number of lanes. Checks every word.
 template <bool kHasTable>
 inline Status decode_round(RansDecoder& decoder, std::size_t n, uint8_t* dst) {
     const uint32_t quarter_log = decoder.lanes_log - 2;
@@ -53,8 +53,8 @@ inline Status decode_round(RansDecoder& decoder, std::size_t n, uint8_t* dst) {
     return Status::kOk;
 }
 
-// Full rounds without a check, for a caller that knows n_rounds * n_lanes words to be there.
-// Branch-free: whether a lane needs a word is a coin toss that no predictor wins.
+// Decodes full rounds without a check, for a caller that knows that there are n_rounds * n_lanes
+// words. The loop has no branches, because no predictor can guess whether a lane needs a word.
 PACKHORSE_INLINE void decode_rounds_unchecked(RansDecoder& decoder, std::size_t n_rounds,
                                               uint8_t* dst) {
     const uint32_t quarter = 1u << (decoder.lanes_log - 2);
@@ -124,7 +124,7 @@ inline void decode_rounds(RansDecoder& decoder, std::size_t n_rounds, uint8_t* d
     decode_rounds_portable(decoder, n_rounds, dst, ahead);
 }
 
-// Moves to a zero-padded copy of the stream's last words.
+// Continues on a zero-padded copy of the stream's last words.
 inline void pad_words(RansDecoder& decoder) {
     const auto left = static_cast<std::size_t>(decoder.words_end - decoder.words);
     std::memset(decoder.padded, 0, sizeof decoder.padded);
@@ -134,7 +134,7 @@ inline void pad_words(RansDecoder& decoder) {
     decoder.on_padded_copy = true;
 }
 
-// `n_rounds` full rounds with as few checks as the words left allow.
+// Decodes `n_rounds` full rounds with as few checks as the number of words left allows.
 inline Status decode_full_rounds(RansDecoder& decoder, std::size_t n_rounds, uint8_t* dst,
                                  Ahead& ahead, Isa isa) {
     const std::size_t n_lanes = std::size_t{1} << decoder.lanes_log;
@@ -157,7 +157,7 @@ inline Status decode_full_rounds(RansDecoder& decoder, std::size_t n_rounds, uin
     return Status::kOk;
 }
 
-// Gives the next escapes to the units that decoded to the stand-in value.
+// Replaces the units that decoded to the stand-in value by the next escapes.
 inline Status patch_escapes(RansDecoder& decoder, uint8_t* dst, std::size_t n) {
     if (!decoder.model.has_escape()) return Status::kOk;
     uint8_t* const end = dst + n;
@@ -171,8 +171,8 @@ inline Status patch_escapes(RansDecoder& decoder, uint8_t* dst, std::size_t n) {
     return Status::kOk;
 }
 
-// The next `n` units, without their raw bits; a multiple of n_lanes, except for the last call of a
-// stream or class.
+// Decodes the next `n` units, without their raw bits. `n` is a multiple of n_lanes, except in the
+// last call for a stream or class.
 inline Status rans_decode(RansDecoder& decoder, std::size_t n, uint8_t* dst, Ahead& ahead,
                           Isa isa) {
     const std::size_t n_rounds = n >> decoder.lanes_log;
@@ -184,8 +184,9 @@ inline Status rans_decode(RansDecoder& decoder, std::size_t n, uint8_t* dst, Ahe
     return status == Status::kOk ? patch_escapes(decoder, dst, n) : status;
 }
 
-// After the last unit: everything used, and every lane in a state an encoder can have started from.
-// Writes the 2 * n_lanes carried bytes, which must be zero if nothing is carried.
+// Checks, after the last unit, that everything was used and that every lane is in a state that an
+// encoder can start from. Writes the 2 * n_lanes carried bytes, which must be zero if nothing is
+// carried.
 inline Status rans_close(const RansDecoder& decoder, bool carries, uint8_t* carried) {
     if (decoder.words != decoder.words_end) return Status::kWordsLeft;
     if (decoder.escapes != decoder.escapes_end) return Status::kEscapeCount;

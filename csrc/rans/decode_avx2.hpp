@@ -1,12 +1,13 @@
 // Decoding rounds of 128 lanes with AVX2 (docs/format.md, 6.4).
 //
-// Eight lanes to a register; their entries are loaded one by one. A gather instruction would do the
-// same; where this was measured it is so slow that decoding took more than twice as long
+// A register holds eight lanes, whose entries are loaded one by one. A gather instruction would do
+// the same, but on the machine of the measurements it made decoding take more than twice as long
 // (docs/decisions.md, section 4).
 //
 // A step has a long chain of dependent instructions (slot, entry, product, set of lanes that need a
 // word, words), more than a processor can look ahead. So the chain is cut: slots are stored as soon
-// as they are known, and the words of a group are filled in two groups after its product.
+// as they are known, and the words of a group are filled in two groups later than its product is
+// computed.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -17,8 +18,8 @@ namespace packhorse {
 
 #if PACKHORSE_X86
 
-// For each of the 256 sets of lanes that need a word: the bytes of the next words in their lanes'
-// places, as a byte shuffle that leaves zero in the others.
+// For each of the 256 sets of lanes that need a word: a byte shuffle that moves the next words to
+// these lanes and leaves zero in the others.
 struct alignas(64) WordOrder {
     uint8_t byte_of_place[256][16];
 };
@@ -40,7 +41,7 @@ constexpr WordOrder make_word_order() {
 
 inline constexpr WordOrder kWordOrder = make_word_order();
 
-// The states of 128 lanes, and their slots, which the next look-ups load one by one.
+// The states of 128 lanes, and the slots that the next look-ups load one by one.
 struct alignas(64) LanesAvx2 {
     uint32_t state[kMaxLanes];
     uint32_t slot[kMaxLanes];
@@ -53,7 +54,7 @@ PACKHORSE_AVX2 PACKHORSE_INLINE __m128i load_four(const uint32_t* table, const u
     return _mm_insert_epi32(entries, static_cast<int>(table[slot[3]]), 3);
 }
 
-// New states of eight lanes, before words.
+// Computes the new states of eight lanes, before words are filled in.
 PACKHORSE_AVX2 PACKHORSE_INLINE __m256i step_avx2(const LanesAvx2& lanes, std::size_t lane,
                                                   const uint32_t* table, __m256i& entry) {
     const uint32_t* slot = lanes.slot + lane;
@@ -114,7 +115,8 @@ PACKHORSE_AVX2 PACKHORSE_INLINE void decode_round_avx2(LanesAvx2& lanes, const u
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + 32 * h), units[h]);
 }
 
-// Rounds of 128 lanes, for a caller that knows 128 words a round to be there, and a register more.
+// Decodes rounds of 128 lanes, for a caller that knows that there are 128 words for each round, and
+// a register more.
 PACKHORSE_AVX2 inline void decode_rounds_wide_avx2(uint32_t* states, const uint32_t* table,
                                                    std::size_t n_rounds, const uint8_t*& words_at,
                                                    uint8_t* dst, Ahead& ahead) {

@@ -9,7 +9,7 @@ namespace packhorse {
 
 #if PACKHORSE_X86
 
-// Loads to all elements and blends: unlike insertions these are not bound to one port.
+// Broadcasting loads and blends: unlike insertions, these are not bound to one port.
 PACKHORSE_AVX512 PACKHORSE_INLINE __m256i load_eight(const uint32_t* table, const uint32_t* slot) {
     __m256i entry[8];
     for (int i = 0; i < 8; ++i) entry[i] = _mm256_set1_epi32(static_cast<int>(table[slot[i]]));
@@ -20,7 +20,7 @@ PACKHORSE_AVX512 PACKHORSE_INLINE __m256i load_eight(const uint32_t* table, cons
     return _mm256_blend_epi32(low, high, 0xF0);
 }
 
-// New states of 16 lanes, before words.
+// Computes the new states of 16 lanes, before words are filled in.
 PACKHORSE_AVX512 PACKHORSE_INLINE __m512i step_avx512(const LanesAvx2& lanes, std::size_t lane,
                                                       const uint32_t* table, __m512i& entry) {
     const __m512i low = _mm512_castsi256_si512(load_eight(table, lanes.slot + lane));
@@ -56,8 +56,8 @@ PACKHORSE_AVX512 PACKHORSE_INLINE __m512i add_units_avx512(__m512i units, __m512
     return _mm512_ternarylogic_epi32(units, value, mask, 0xF8);  // units | (value & mask)
 }
 
-// Rounds of 128 lanes, for a caller that knows 128 words a round to be there, and a register more.
-// The words of a group are filled in one group behind its product.
+// Decodes rounds of 128 lanes, for a caller that knows that there are 128 words for each round, and
+// a register more. The words of a group are filled in one group later than its product is computed.
 PACKHORSE_AVX512 inline void decode_rounds_large_avx512(uint32_t* states, const uint32_t* table,
                                                         std::size_t n_rounds,
                                                         const uint8_t*& words_at, uint8_t* dst,

@@ -1,5 +1,5 @@
 // Decoding rounds of 128 lanes with AVX-512 and at most 64 codes (docs/format.md, 6.4): the alias
-// tables live in six or ten registers, nothing is looked up in memory.
+// tables live in six or ten registers, so nothing is looked up in memory.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -57,7 +57,7 @@ struct WideBucketsAvx512 {
     }
 };
 
-// 16 lanes, whose entries are known.
+// Decodes 16 lanes whose entries are known.
 PACKHORSE_AVX512 PACKHORSE_INLINE void decode_step_avx512(__m512i& state, __m512i entry,
                                                           const uint8_t*& words) {
     const __m512i slot_mask = _mm512_set1_epi32(kProbSum - 1);
@@ -75,7 +75,7 @@ PACKHORSE_AVX512 PACKHORSE_INLINE void decode_step_avx512(__m512i& state, __m512
     words += 2 * static_cast<std::size_t>(__builtin_popcount(need));
 }
 
-// 32 lanes; the top bytes of the entries are the units.
+// Decodes 32 lanes. The top bytes of the entries are the units.
 template <class Buckets>
 PACKHORSE_AVX512 PACKHORSE_INLINE void decode_pair_avx512(__m512i* states, const Buckets& buckets,
                                                           const uint8_t*& words, __m512i* entries) {
@@ -86,7 +86,7 @@ PACKHORSE_AVX512 PACKHORSE_INLINE void decode_pair_avx512(__m512i* states, const
     for (int i = 0; i < 2; ++i) decode_step_avx512(states[i], entries[i], words);
 }
 
-// The top bytes of four registers, side by side in one.
+// Collects the top bytes of four registers in one.
 PACKHORSE_AVX512 inline __m512i pack_top_bytes_avx512(__m512i a, __m512i b, __m512i c, __m512i d) {
     const __m512i low_half =
         _mm512_or_si512(_mm512_srli_epi32(a, 24),

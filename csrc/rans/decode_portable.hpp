@@ -1,14 +1,14 @@
-// Decoding rounds of 128 lanes without instruction sets beyond the baseline (docs/format.md, 6.4).
+// Decoding rounds of 128 lanes with the baseline's instructions (docs/format.md, 6.4).
 //
-// Two things make a plain loop slow: a branch on "needs a word" is a coin toss that no predictor
-// wins, and without it every lane waits for the word pointer. So a step computes the new states of
-// a group of lanes first, and the words that they need are filled in later.
+// Two things make a plain loop slow: no predictor can guess a branch on "needs a word", and without
+// the branch every lane waits for the word pointer. So a step first computes the new states of a
+// group of lanes, and the words that they need are filled in later.
 //
 // On x86-64 the baseline has SSE2. A state is kept as two halves of 16 bits, `high` and `low`, so
 // that a register holds eight lanes and the products are 16-bit ones: with f16 = 16 * freq,
 //     freq * (x >> 12) + rank = f16 * high + (f16 * (low & 0xF000) >> 16) + rank,
 // where the last two terms are below 2^16, so their sum with the low half of the product carries at
-// most once. Elsewhere a plain loop notes the lanes that need a word in a list.
+// most once. On other machines, a plain loop lists the lanes that need a word.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -19,8 +19,8 @@ namespace packhorse {
 #if PACKHORSE_X86
 
 // For each of the 256 sets of lanes that need a word: where to load the words of lanes 0 and 1, 2
-// and 3, and so on, in bytes, so that each lane that needs one finds its own in its place. If only
-// the second of a pair needs a word, that is one word earlier.
+// and 3, and so on, in bytes, so that each lane that needs a word gets its own. If only the second
+// lane of a pair needs a word, its pair is loaded one word earlier.
 struct alignas(64) PairOffsets {
     int8_t offset[256][4];
     uint8_t nbytes[256];  // of all words taken
@@ -51,9 +51,9 @@ PACKHORSE_INLINE void store_sse2(uint16_t* dst, __m128i value) {
     _mm_store_si128(reinterpret_cast<__m128i*>(dst), value);
 }
 
-// The states of 128 lanes, and their slots, which the next look-ups load one by one. The words of a
-// group are filled in while the next group is computed; a group of zeros stands before the first so
-// that it has one before it too.
+// The states of 128 lanes, and the slots that the next look-ups load one by one. The words of a
+// group are filled in while the next group is computed. A group of zeros in front of the first one
+// serves as its predecessor.
 constexpr std::size_t kGroupLanes = 16;
 
 struct alignas(64) LaneHalves {
@@ -77,13 +77,14 @@ struct alignas(64) LaneHalves {
     }
 };
 
-// New states of eight lanes, before words: `need` is all ones where high is zero.
+// Computes the new states of eight lanes, before words are filled in. `need` is all ones where high
+// is zero.
 struct Stepped {
     __m128i high, low, need;
 };
 
-// Entries of eight slots; the lower halves (freq, low bits of bias) in one register, the upper
-// halves (rest of bias, value) in another.
+// Loads the entries of eight slots: the lower halves (freq, low bits of bias) to one register, the
+// upper halves (rest of bias, value) to another.
 PACKHORSE_INLINE void look_up_sse2(const uint32_t* table, const uint16_t* slot, __m128i& lower,
                                    __m128i& upper) {
     __m128i four[2];
@@ -98,7 +99,7 @@ PACKHORSE_INLINE void look_up_sse2(const uint32_t* table, const uint16_t* slot, 
     upper = _mm_unpackhi_epi64(four[0], four[1]);
 }
 
-// `lane` counts from the group before the first. The units come as eight 16-bit elements.
+// `lane` counts from the group before the first. Returns the units as eight 16-bit elements.
 PACKHORSE_INLINE Stepped step_sse2(const LaneHalves& lanes, std::size_t lane, const uint32_t* table,
                                    __m128i& units) {
     __m128i lower, upper;
@@ -109,8 +110,8 @@ PACKHORSE_INLINE Stepped step_sse2(const LaneHalves& lanes, std::size_t lane, co
     const __m128i f16 = _mm_slli_epi16(lower, 4);
     const __m128i bias =
         _mm_or_si128(_mm_srli_epi16(lower, kProbBits), _mm_srli_epi16(_mm_slli_epi16(upper, 8), 4));
-    // Sums are compared as signed numbers to find the carry, so they have their top bit inverted;
-    // rank brings that in.
+    // The carry is found by comparing sums as signed numbers, so their top bit is inverted: `rank`
+    // has it inverted already.
     const __m128i top_bit = _mm_set1_epi16(static_cast<short>(0x8000));
     const __m128i rank = _mm_or_si128(
         _mm_and_si128(_mm_add_epi16(low, bias), _mm_set1_epi16(kProbSum - 1)), top_bit);
@@ -141,7 +142,7 @@ PACKHORSE_INLINE void refill_sse2(const Stepped& next, uint32_t mask, const uint
     store_sse2(lanes.slot + lane, _mm_and_si128(low, _mm_set1_epi16(kProbSum - 1)));
 }
 
-// Units in lane order to their positions: lane l is unit 4 (l mod 32) + l div 32.
+// Moves units from the order of lanes to their positions: lane l is unit 4 (l mod 32) + l div 32.
 PACKHORSE_INLINE void order_units_sse2(const uint16_t* by_lane, uint8_t* dst) {
     for (int h = 0; h < 2; ++h, by_lane += 8, dst += 64) {
         const __m128i a = load_sse2(by_lane), b = load_sse2(by_lane + 16);
@@ -156,7 +157,8 @@ PACKHORSE_INLINE void order_units_sse2(const uint16_t* by_lane, uint8_t* dst) {
     }
 }
 
-// Rounds of 128 lanes, for a caller that knows 128 words a round to be there, and a word before.
+// Decodes rounds of 128 lanes, for a caller that knows that there are 128 words for each round, and
+// one word before them.
 inline void decode_rounds_wide_portable(uint32_t* states, const uint32_t* table,
                                         std::size_t n_rounds, const uint8_t*& words_at,
                                         uint8_t* dst, Ahead& ahead) {
@@ -194,7 +196,7 @@ inline void decode_rounds_wide_portable(uint32_t* states, const uint32_t* table,
 
 #else
 
-// Rounds of 128 lanes, for a caller that knows 128 words a round to be there.
+// Decodes rounds of 128 lanes, for a caller that knows that there are 128 words for each round.
 inline void decode_rounds_wide_portable(uint32_t* states, const uint32_t* table,
                                         std::size_t n_rounds, const uint8_t*& words_at,
                                         uint8_t* dst, Ahead& ahead) {

@@ -1,4 +1,4 @@
-// A decoder of one stream: its state, and how it is set up from what the stream holds before its
+// A decoder of one stream: its state, and setting it up from the fields of the stream before its
 // words (docs/format.md, 6.4).
 #pragma once
 
@@ -9,10 +9,11 @@
 
 namespace packhorse {
 
-constexpr std::size_t kRoundWordsNbytes = 2 * kMaxLanes;  // a round takes at most one word a lane
-constexpr std::size_t kVectorLoadNbytes = 32;             // words are loaded 16 at a time
+constexpr std::size_t kRoundWordsNbytes =
+    2 * kMaxLanes;                             // a round takes at most one word for each lane
+constexpr std::size_t kVectorLoadNbytes = 32;  // words are loaded 16 at a time
 constexpr std::size_t kWordsMargin = kRoundWordsNbytes + kVectorLoadNbytes;
-constexpr std::size_t kWordsLead = 2;  // the portable path may load the word before
+constexpr std::size_t kWordsLead = 2;  // the portable path may load one word before its own
 
 struct alignas(64) RansDecoder {
     uint32_t states[kMaxLanes];
@@ -21,7 +22,7 @@ struct alignas(64) RansDecoder {
     BucketHalves halves;  // of 64 buckets
     AliasTables alias;
     RansModel model;
-    bool has_table;  // or else its entries are found in the buckets
+    bool has_table;  // if not, entries are found in the buckets
     RawPlanes raw;
     uint32_t lanes_log;
     const uint8_t* words;
@@ -32,7 +33,7 @@ struct alignas(64) RansDecoder {
     uint8_t padded[kWordsLead + 2 * kWordsMargin];
 };
 
-// What the fields before the model say.
+// The fields before the model.
 struct RansHeader {
     RawBits raw;
     std::size_t n_escapes;
@@ -48,7 +49,7 @@ inline Status read_rans_header(const uint8_t* src, std::size_t nbytes, RansHeade
     return parse_raw_bits(src[2], src[3], kMaxRansRawBits, header.raw);
 }
 
-// Finds states, raw bit planes, escapes and words in what follows the models, at `src`.
+// Finds states, raw bit planes, escapes and words, which follow the models, at `src`.
 inline Status read_rans_body(const uint8_t* src, std::size_t nbytes, std::size_t n,
                              const RansHeader& header, RansDecoder& out) {
     const std::size_t n_lanes = std::size_t{1} << out.lanes_log;
@@ -69,7 +70,7 @@ inline Status read_rans_body(const uint8_t* src, std::size_t nbytes, std::size_t
     return (out.words_end - out.words) % 2 == 0 ? Status::kOk : Status::kStreamLength;
 }
 
-// Builds the tables of `decoder.model`, those that `isa` needs.
+// Builds the tables of `decoder.model` that `isa` needs.
 inline void build_rans_tables(RansDecoder& decoder, Isa isa) {
     if (decoder.model.n_buckets() > 0) {
         build_alias(decoder.model, decoder.alias);
@@ -85,7 +86,7 @@ inline void build_rans_tables(RansDecoder& decoder, Isa isa) {
     decoder.has_table = true;
 }
 
-// Parses and checks a whole stream of a plane of `n` units, and builds no tables.
+// Parses and checks the stream of a plane of `n` units, without building tables.
 inline Status rans_read(const uint8_t* src, std::size_t nbytes, std::size_t n, RansDecoder& out) {
     RansHeader header;
     Status status = read_rans_header(src, nbytes, header, out);
@@ -99,7 +100,7 @@ inline Status rans_read(const uint8_t* src, std::size_t nbytes, std::size_t n, R
     return read_rans_body(src + at, nbytes - at, n, header, out);
 }
 
-// The same, ready to decode.
+// Does the same and makes the decoder ready.
 inline Status rans_open(const uint8_t* src, std::size_t nbytes, std::size_t n, Isa isa,
                         RansDecoder& out) {
     const Status status = rans_read(src, nbytes, n, out);

@@ -1,14 +1,14 @@
-// rANS encoding (docs/format.md, 6.4). Runs backwards: last round first, last lane first, words
-// written downwards.
+// rANS encoding (docs/format.md, 6.4). It runs backwards: the last round and the last lane come
+// first, and words are written downwards.
 //
-// Byte values are mapped to codes first, a segment at a time, so that the loops below see small
-// dense numbers in L1. All paths come to the exact quotient x / freq, so all write the same bytes:
-// scalar ones by an exact reciprocal, vector ones by an estimate that is right or one too small and
-// then corrected. The loops for 128 lanes are in rans/encode_avx512.hpp, rans/encode_avx2.hpp and
-// rans/encode_portable.hpp.
+// Byte values are mapped to codes first, a segment at a time, so that the loops below read small
+// dense numbers in L1. All paths compute the exact quotient x / freq, so all write the same bytes.
+// Scalar paths use an exact reciprocal; vector paths use an estimate that is exact or one too
+// small, and correct it. The loops for 128 lanes are in rans/encode_avx512.hpp,
+// rans/encode_avx2.hpp and rans/encode_portable.hpp.
 //
-// Preconditions: every code in `codes` is below model.n_codes; the words buffer has room for one
-// word a unit.
+// Preconditions: every code in `codes` is below model.n_codes, and the buffer of words has room for
+// one word for each unit.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -50,7 +50,7 @@ inline void fill_encode_tables(const RansModel& model, RansEncodeTables& tables)
     if (model.n_buckets() == kNarrowBuckets) spread_slots(model, alias, tables.spread);
 }
 
-// How bytes become codes. Consecutive symbols map by a subtraction, others through a table.
+// Maps bytes to codes: consecutive symbols by a subtraction, others by a table.
 struct CodeMap {
     bool consecutive;
     uint32_t raw_bits;
@@ -73,7 +73,7 @@ inline void fill_code_map(const RansModel& model, CodeMap& map) {
         std::memset(map.code_of + model.symbols[c] * n_bytes, static_cast<int>(c), n_bytes);
 }
 
-// Eight bytes at a time: a vector has no shift of bytes.
+// Shifts eight bytes at a time, because vectors cannot shift bytes.
 PACKHORSE_INLINE void shift_bytes(const uint8_t* src, std::size_t n, uint32_t right,
                                   uint8_t* __restrict dst) {
     const uint64_t mask = 0x0101010101010101 * (0xFFu >> right);
@@ -104,8 +104,8 @@ inline void map_units(const uint8_t* plane, std::size_t n, const CodeMap& map, u
     });
 }
 
-// Codes of `n` bytes; symbols without a code are written downwards from `escapes`, last first.
-// Returns the first of them.
+// Maps `n` bytes to codes. Symbols without a code are written downwards from `escapes`, the last
+// one first. Returns the address of the first.
 inline uint8_t* map_codes(const uint8_t* plane, std::size_t n, const CodeMap& map, uint8_t* codes,
                           uint8_t* escapes, Isa isa) {
     map_units(plane, n, map, codes, isa);
@@ -119,13 +119,13 @@ inline uint8_t* map_codes(const uint8_t* plane, std::size_t n, const CodeMap& ma
     return escapes;
 }
 
-// One unit: emits a word below `words` if the state is too large for it, then takes the unit in.
+// Encodes one unit: emits a word below `words` if the state is too large, then adds the unit to it.
 PACKHORSE_INLINE void encode_step(uint32_t& state, uint32_t code, const RansEncodeTables& tables,
                                   uint8_t*& words) {
     const uint32_t freq = tables.freq_start[code] & (kProbSum - 1);
     const uint32_t start = tables.freq_start[code] >> kProbBits;
     store(words - 2, static_cast<uint16_t>(state));  // kept only if the pointer moves
-    // Arithmetic instead of branches: no predictor guesses these.
+    // Arithmetic instead of branches, which no predictor can guess.
     const uint32_t emit = state >> kRenormShift >= freq;
     words -= 2 * emit;
     state >>= 16 * emit;
@@ -134,7 +134,7 @@ PACKHORSE_INLINE void encode_step(uint32_t& state, uint32_t code, const RansEnco
     state = quotient << kProbBits | tables.slots[start + state - quotient * freq];
 }
 
-// A round of `n` <= n_lanes units, for any number of lanes.
+// Encodes a round of `n` <= n_lanes units, for any number of lanes.
 PACKHORSE_INLINE void encode_round(const uint8_t* codes, std::size_t n, uint32_t lanes_log,
                                    const RansEncodeTables& tables, uint32_t* states,
                                    uint8_t*& words) {
@@ -176,7 +176,7 @@ PACKHORSE_AVX2 inline uint8_t* encode_rounds_avx2(const uint8_t* codes, std::siz
     return encode_rounds(codes, n_rounds, lanes_log, tables, states, words);
 }
 
-// Rounds of 128 lanes.
+// Encodes rounds of 128 lanes.
 inline uint8_t* encode_rounds_avx512_any(const uint8_t* codes, std::size_t n_rounds,
                                          const RansModel& model, const RansEncodeTables& tables,
                                          uint32_t* states, uint8_t* words, Ahead& ahead) {
@@ -213,15 +213,15 @@ inline uint8_t* encode_full_rounds(const uint8_t* codes, std::size_t n_rounds,
 
 constexpr std::size_t kSegmentUnits = 4096;  // codes of a segment stay in L1
 
-// What rans_encode wrote, both downwards: words and escapes, and the final states.
+// What rans_encode() has written: words and escapes, both downwards, and the last states.
 struct RansEncoded {
     uint32_t states[kMaxLanes];
     uint8_t* words;
     uint8_t* escapes;
 };
 
-// Encodes a plane, segment by segment from its end. `encoded` comes with the start states of the
-// lanes and the ends of two buffers, with room for a word and a byte a unit.
+// Encodes a plane, segment by segment from its end. The caller sets `encoded` to the start states
+// of the lanes and to the ends of two buffers, which have room for a word and a byte for each unit.
 inline void rans_encode(const uint8_t* plane, std::size_t n, const RansModel& model,
                         const RansEncodeTables& tables, uint32_t lanes_log, RansEncoded& encoded,
                         Ahead& ahead, Isa isa) {

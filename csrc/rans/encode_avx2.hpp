@@ -33,7 +33,7 @@ constexpr EmitOrder make_emit_order() {
 
 inline constexpr EmitOrder kEmitOrder = make_emit_order();
 
-// As LanesSse2.
+// Like LanesSse2.
 struct alignas(64) EncodeLanesAvx2 {
     uint32_t state[8];
     uint32_t position[8];
@@ -55,7 +55,8 @@ PACKHORSE_AVX2 PACKHORSE_INLINE DivisorsAvx2 load_divisors_avx2(const uint64_t* 
             _mm256_shuffle_ps(even, odd, 0xDD)};
 }
 
-// Writes the words of the lanes not in the set `keeps`; what is below them in a register is junk.
+// Writes the words of the lanes that are not in the set `keeps`. The bytes below them in the
+// register are junk.
 PACKHORSE_AVX2 PACKHORSE_INLINE uint8_t* emit_avx2(__m256i state, uint32_t keeps, uint8_t* words) {
     const __m256i low_halves = _mm256_setr_epi64x(0x0D0C090805040100, -1, 0x0D0C090805040100, -1);
     const __m256i halves = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(state, low_halves), 0x08);
@@ -67,7 +68,8 @@ PACKHORSE_AVX2 PACKHORSE_INLINE uint8_t* emit_avx2(__m256i state, uint32_t keeps
     return words + 2 * static_cast<std::size_t>(__builtin_popcount(keeps));
 }
 
-// Eight lanes, up to the position in the slot table; returns the upper part of the new states.
+// Encodes eight lanes up to the position in the slot table. Returns the upper part of the new
+// states.
 PACKHORSE_AVX2 PACKHORSE_INLINE __m256i divide_avx2(EncodeLanesAvx2& lanes, const DivisorsAvx2& by,
                                                     uint8_t*& words) {
     const __m256i state = _mm256_load_si256(reinterpret_cast<const __m256i*>(lanes.state));
@@ -105,15 +107,16 @@ PACKHORSE_AVX2 PACKHORSE_INLINE void finish_avx2(EncodeLanesAvx2& lanes, const u
                        _mm256_add_epi32(upper, _mm256_and_si256(eight, _mm256_set1_epi32(0xFFFF))));
 }
 
-// Rounds of 128 lanes, a quarter of them at a time. The divisors of a group are loaded one group
-// ahead, its slots one group behind.
+// Encodes rounds of 128 lanes, a quarter of them at a time. The divisors of a group are loaded one
+// group ahead, and its slots one group behind.
 PACKHORSE_AVX2 inline uint8_t* encode_rounds_wide_avx2(const uint8_t* codes, std::size_t n_rounds,
                                                        const RansVectorTables& tables,
                                                        uint32_t* states, uint8_t* words,
                                                        Ahead& ahead) {
     if (n_rounds == 0) return words;
     constexpr std::size_t kGroups = kMaxLanes / 8;
-    EncodeLanesAvx2 groups[kGroups + 1] = {};  // behind the last stands one for the first to finish
+    EncodeLanesAvx2 groups[kGroups + 1] =
+        {};  // one more, so that the first has a predecessor to finish
     for (std::size_t g = 0; g < kGroups; ++g)
         std::memcpy(groups[g].state, states + 8 * g, sizeof groups[g].state);
     DivisorsAvx2 by =

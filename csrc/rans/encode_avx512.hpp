@@ -1,9 +1,10 @@
-// Encoding rounds of 128 lanes with AVX-512 and at most 64 codes (docs/format.md, 6.4); 16 lanes to
-// a register. With more codes the divisors would be loaded, and AVX2 does that no slower.
+// Encoding rounds of 128 lanes with AVX-512 and at most 64 codes (docs/format.md, 6.4); a register
+// holds 16 lanes. With more codes, the divisors would have to be loaded, and AVX2 is as fast at
+// that.
 //
-// Where a SpreadMap was found, everything is looked up in registers, with two thirds of the
-// instructions of the other loop. That one takes the steps of rans/encode_portable.hpp, with its
-// table of slots; only what divides is in registers.
+// If there is a SpreadMap, everything is looked up in registers, with two thirds of the
+// instructions of the other loop. The other loop takes the steps of rans/encode_portable.hpp with
+// its table of slots, and has only the divisors in registers.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -54,8 +55,8 @@ struct Divided {
     __m512i quotient, position;
 };
 
-// 16 lanes, one unit each, up to the position in the map; `codes` holds one code in each 32-bit
-// element.
+// Encodes one unit in each of 16 lanes, up to the position in the map. `codes` has one code in each
+// 32-bit element.
 PACKHORSE_AVX512 PACKHORSE_INLINE Divided divide_spread_avx512(
     __m512i state, __m512i codes, const SpreadRegistersAvx512& registers, uint8_t*& words) {
     constexpr int kTowardZero = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC;
@@ -77,7 +78,7 @@ PACKHORSE_AVX512 PACKHORSE_INLINE Divided divide_spread_avx512(
             _mm512_add_epi32(start, _mm512_mask_sub_epi32(remainder, low, remainder, freq))};
 }
 
-// 32 lanes: positions and slots have 16 bits, so both halves look theirs up together.
+// Encodes 32 lanes: positions and slots have 16 bits, so both halves look theirs up at once.
 PACKHORSE_AVX512 PACKHORSE_INLINE void encode_pair_avx512(__m512i* states, const __m512i* codes,
                                                           const SpreadRegistersAvx512& registers,
                                                           uint8_t*& words) {
@@ -91,8 +92,8 @@ PACKHORSE_AVX512 PACKHORSE_INLINE void encode_pair_avx512(__m512i* states, const
         _mm512_or_si512(_mm512_slli_epi32(upper.quotient, kProbBits), _mm512_srli_epi32(slots, 16));
 }
 
-// Rounds of 128 lanes: eight registers of states, two of codes (each 32-bit element has four
-// neighbouring units).
+// Encodes rounds of 128 lanes, with eight registers of states and two of codes (a 32-bit element
+// has four neighbouring units).
 PACKHORSE_AVX512 inline uint8_t* encode_rounds_spread_avx512(const uint8_t* codes,
                                                              std::size_t n_rounds,
                                                              const SpreadMap& map, uint32_t* states,
@@ -119,7 +120,7 @@ PACKHORSE_AVX512 inline uint8_t* encode_rounds_spread_avx512(const uint8_t* code
     return words;
 }
 
-// As LanesSse2.
+// Like LanesSse2.
 struct alignas(64) EncodeLanesAvx512 {
     uint32_t state[16];
     uint32_t position[16];
@@ -127,7 +128,7 @@ struct alignas(64) EncodeLanesAvx512 {
 
 struct DivisorsAvx512 {
     __m512i freq_start;
-    __m512 reciprocal;  // of freq itself: AVX-512 converts unsigned numbers, nothing is halved
+    __m512 reciprocal;  // of freq itself: AVX-512 converts unsigned numbers, so nothing is halved
 };
 
 // The divisors of 16 codes from `first` on.
@@ -142,7 +143,7 @@ PACKHORSE_AVX512 PACKHORSE_INLINE DivisorsAvx512 load_divisors_avx512(const uint
             _mm512_mul_ps(halved, _mm512_set1_ps(0.5f))};
 }
 
-// 32 or 64 codes. Named members: an array would be kept in memory.
+// For 32 or 64 codes. The members have names, because an array would be kept in memory.
 template <bool kWide>
 struct DivisorTableAvx512 {
     DivisorsAvx512 a, b, c, d;
@@ -168,7 +169,7 @@ struct DivisorTableAvx512 {
     }
 };
 
-// 16 lanes, up to the position in the slot table; returns the upper part of the new states.
+// Encodes 16 lanes up to the position in the slot table. Returns the upper part of the new states.
 PACKHORSE_AVX512 PACKHORSE_INLINE __m512i divide_avx512(EncodeLanesAvx512& lanes,
                                                         const DivisorsAvx512& by, uint8_t*& words) {
     const __m512i state = _mm512_load_si512(lanes.state);
@@ -199,8 +200,8 @@ PACKHORSE_AVX512 PACKHORSE_INLINE void finish_avx512(EncodeLanesAvx512& lanes,
                        _mm512_add_epi32(upper, _mm512_and_si512(slot, _mm512_set1_epi32(0xFFFF))));
 }
 
-// Rounds of 128 lanes. Each 32-bit element of codes has one of each quarter of the lanes. The
-// divisors of a group are looked up one group ahead, its slots two groups behind.
+// Encodes rounds of 128 lanes. A 32-bit element of codes has one code of each quarter of the lanes.
+// The divisors of a group are looked up one group ahead, and its slots two groups behind.
 template <bool kWide>
 PACKHORSE_AVX512 inline uint8_t* encode_rounds_wide_avx512(const uint8_t* codes,
                                                            std::size_t n_rounds,
@@ -210,7 +211,8 @@ PACKHORSE_AVX512 inline uint8_t* encode_rounds_wide_avx512(const uint8_t* codes,
     if (n_rounds == 0) return words;
     const DivisorTableAvx512<kWide> divisors(tables.divisors);
     Ahead ahead = shared_ahead;
-    EncodeLanesAvx512 groups[8 + 2] = {};  // behind the last stand two for the first to finish
+    EncodeLanesAvx512 groups[8 + 2] =
+        {};  // two more, so that the first have predecessors to finish
     for (int g = 0; g < 8; ++g)
         _mm512_store_si512(groups[g].state, _mm512_loadu_si512(states + 16 * g));
     const __m512i byte = _mm512_set1_epi32(0xFF);
@@ -224,7 +226,7 @@ PACKHORSE_AVX512 inline uint8_t* encode_rounds_wide_avx512(const uint8_t* codes,
 #pragma GCC unroll 8
         for (int k = 7; k >= 0; --k) {
             const __m512i upper = divide_avx512(groups[k], by, words);
-            if (k == 0) {  // what follows is the round before, or this one once more
+            if (k == 0) {  // the previous round follows, or this one again
                 at -= r > 0 ? kMaxLanes : 0;
                 units[0] = _mm512_loadu_si512(at);
                 units[1] = _mm512_loadu_si512(at + 64);

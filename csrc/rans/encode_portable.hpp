@@ -1,9 +1,9 @@
-// Encoding rounds of 128 lanes without instruction sets beyond the baseline (docs/format.md, 6.4):
-// SSE2 on x86-64. It also has what the AVX2 path shares: the tables.
+// Encoding rounds of 128 lanes with the baseline's instructions (docs/format.md, 6.4), which is
+// SSE2 on x86-64, and the tables that the AVX2 path shares.
 //
-// A vector cannot divide. The quotient of a state by its frequency is estimated in floating point,
-// right or one too small, and nothing corrects it: a table takes the remainder, which is then below
-// 2 * freq, to the slot, plus 4096 where the quotient was too small.
+// A vector cannot divide. So the quotient of a state by its frequency is estimated in floating
+// point. It is exact or one too small, and needs no correction: the remainder is then below 2 *
+// freq, and a table maps it to the slot, plus 4096 where the quotient was too small.
 #pragma once
 
 #include <array>
@@ -38,7 +38,7 @@ inline uint32_t half_reciprocal_below(uint32_t freq) {
     return static_cast<double>(nearest) <= limit ? bits : bits - 1;
 }
 
-// `slots` takes start + rank to the slot.
+// `slots` maps start + rank to the slot.
 inline void fill_vector_tables(const RansModel& model, const uint16_t* slots,
                                RansVectorTables& tables) {
     uint32_t start = 0;
@@ -57,8 +57,8 @@ inline void fill_vector_tables(const RansModel& model, const uint16_t* slots,
 #if PACKHORSE_X86
 
 // How the words of four lanes are written below a pointer, those of the higher lanes first. Words
-// go in pairs, a pair's first one as junk if only the second is due; if only the first is due it is
-// copied into the second's place. Junk is overwritten by what follows.
+// are written in pairs. If only the second word of a pair is due, the first one is junk; if only
+// the first is due, it is copied to the place of the second. Later words overwrite junk.
 struct alignas(64) WordPairs {
     uint16_t in_place[8];       // bits of the four words that stay where they are,
     uint16_t from_first[8];     // and of those that come from the first of the pair
@@ -66,7 +66,7 @@ struct alignas(64) WordPairs {
     std::ptrdiff_t nbytes;      // of the words written
 };
 
-// By the set of lanes that keep their words.
+// Indexed by the set of lanes that keep their words.
 constexpr std::array<WordPairs, 16> make_word_pairs() {
     std::array<WordPairs, 16> by_set{};
     for (uint32_t keeps = 0; keeps < 16; ++keeps) {
@@ -86,14 +86,14 @@ constexpr std::array<WordPairs, 16> make_word_pairs() {
 
 inline constexpr std::array<WordPairs, 16> kWordPairs = make_word_pairs();
 
-// The states of four lanes and, while they are between two states, their positions in the slot
-// table.
+// The states of four lanes, and their positions in the slot table while they are between two
+// states.
 struct alignas(32) LanesSse2 {
     uint32_t state[4];
     uint32_t position[4];
 };
 
-// What divides four lanes: freq and 2 * start, and the reciprocals.
+// The divisors of four lanes: freq, 2 * start, and the reciprocals.
 struct DivisorsSse2 {
     __m128i freq_start;
     __m128 reciprocal;
@@ -111,7 +111,7 @@ PACKHORSE_INLINE DivisorsSse2 load_divisors_sse2(const uint64_t* divisors, const
     return {_mm_castps_si128(_mm_shuffle_ps(low, high, 0x88)), _mm_shuffle_ps(low, high, 0xDD)};
 }
 
-// Writes the words of the lanes not in the set `keeps`.
+// Writes the words of the lanes that are not in the set `keeps`.
 PACKHORSE_INLINE uint8_t* emit_sse2(__m128i state, std::size_t keeps, uint8_t* words) {
     const WordPairs& order = kWordPairs[keeps];
     const auto bits = [](const uint16_t* mask) {
@@ -127,7 +127,8 @@ PACKHORSE_INLINE uint8_t* emit_sse2(__m128i state, std::size_t keeps, uint8_t* w
     return words - order.nbytes;
 }
 
-// Four lanes, up to the position in the slot table; returns the upper part of the new states.
+// Encodes four lanes up to the position in the slot table. Returns the upper part of the new
+// states.
 PACKHORSE_INLINE __m128i divide_sse2(LanesSse2& lanes, const DivisorsSse2& by, uint8_t*& words) {
     const __m128i state = _mm_load_si128(reinterpret_cast<const __m128i*>(lanes.state));
     // A state below freq * 2^20 keeps its words.
@@ -158,14 +159,15 @@ PACKHORSE_INLINE void finish_sse2(LanesSse2& lanes, const uint16_t* slots, __m12
                     _mm_add_epi32(upper, _mm_and_si128(four, _mm_set1_epi32(0xFFFF))));
 }
 
-// Rounds of 128 lanes. The divisors of a group are loaded one group ahead, and its slots two groups
-// behind: one after the other these steps take longer than a processor can look ahead.
+// Encodes rounds of 128 lanes. The divisors of a group are loaded one group ahead, and its slots
+// two groups behind: without that, the chain of these steps is longer than a processor can look
+// ahead.
 inline uint8_t* encode_rounds_wide_portable(const uint8_t* codes, std::size_t n_rounds,
                                             const RansVectorTables& tables, uint32_t* states,
                                             uint8_t* words, Ahead& ahead) {
     if (n_rounds == 0) return words;
     constexpr std::size_t kGroups = kMaxLanes / 4;
-    LanesSse2 groups[kGroups + 2] = {};  // behind the last stand two for the first to finish
+    LanesSse2 groups[kGroups + 2] = {};  // two more, so that the first have predecessors to finish
     for (std::size_t g = 0; g < kGroups; ++g)
         std::memcpy(groups[g].state, states + 4 * g, sizeof groups[g].state);
     DivisorsSse2 by =

@@ -1,15 +1,15 @@
-// The model of an rANS stream: which symbols have codes, their frequencies, and who owns which slot
-// (docs/format.md, 6.2).
+// The model of an rANS stream: which symbols have codes, their frequencies, and which code owns
+// each slot (docs/format.md, 6.2).
 //
-// One RansModel serves both directions. The encoder chooses it from a histogram; the decoder parses
-// and checks it. From it come
+// A RansModel serves both directions. The encoder chooses it from a histogram; the decoder parses
+// and checks it. Two forms are made from it:
 // - AliasTables: 32 or 64 buckets, small enough for registers (at most as many codes);
 // - a decode table of 4096 entries, for either layout, for decoders that look up.
 // An entry is freq (bits 0-11), bias = rank - slot mod 4096 (12-23), byte value (24-31): one step
 // of decoding is
 //     x = freq * (x >> 12) + ((x + bias) & 4095).
-// The byte value is the symbol shifted to its place, raw bits zero. The escape's entry carries a
-// byte value that no symbol has, so that the units to patch can be found by it.
+// The byte value is the symbol shifted to its place, with raw bits of zero. The entry of the escape
+// has a byte value that no symbol has, by which the units to patch are found.
 #pragma once
 
 #include <algorithm>
@@ -49,8 +49,8 @@ inline void set_escape_byte(RansModel& model) {
     model.escape_byte = static_cast<uint8_t>(model.raw_bits > 0 ? 1 : free_value);
 }
 
-// Scales `counts` of the model's codes to frequencies of at least 1 with sum 4096: round, then move
-// single slots where they cost least.
+// Scales `counts` of the model's codes to frequencies of at least 1 whose sum is 4096: rounds them,
+// then moves single slots where that costs least.
 inline void normalise(const uint32_t* counts, RansModel& model) {
     uint64_t total = 0;
     for (uint32_t c = 0; c < model.n_codes; ++c) total += counts[c];
@@ -62,8 +62,8 @@ inline void normalise(const uint32_t* counts, RansModel& model) {
     }
     while (excess != 0) {
         const int32_t step = excess > 0 ? -1 : 1;
-        // Taking a slot from f costs about count / (f - 1/2), giving one saves count / (f + 1/2):
-        // compare as products.
+        // Taking a slot from f costs about count / (f - 1/2), giving one saves count / (f + 1/2).
+        // Both are compared as products.
         uint32_t best = kProbSum;
         for (uint32_t c = 0; c < model.n_codes; ++c) {
             if (step < 0 ? model.freqs[c] == 1 : model.freqs[c] == kProbSum - 1) continue;
@@ -79,9 +79,8 @@ inline void normalise(const uint32_t* counts, RansModel& model) {
     }
 }
 
-// If the symbols in `order` (ascending) lie within `limit` of each other, lists the gaps between
-// them too: consecutive symbols map to codes by a subtraction, and an unseen one costs a single
-// slot.
+// If the symbols in `order` (ascending) lie within `limit` of each other, adds the gaps between
+// them: consecutive symbols map to codes by a subtraction, and an unseen one costs a single slot.
 inline uint32_t fill_gaps(uint8_t* order, uint32_t n_seen, uint32_t limit) {
     if (n_seen == 0) return 0;
     const uint32_t lowest = order[0];
@@ -91,13 +90,13 @@ inline uint32_t fill_gaps(uint8_t* order, uint32_t n_seen, uint32_t limit) {
     return span;
 }
 
-// Gives codes to the `limit` commonest symbols; the rest, and what a sample did not see, escape.
-// `histogram` counts symbols. Returns their cost in 2^-16 bits, or 0 if there is nothing to model
-// (fewer than two codes).
+// Gives codes to the `limit` commonest symbols. Other symbols, and those that a sample missed,
+// become escapes. `histogram` counts symbols. Returns their cost in 2^-16 bits, or 0 if there is
+// nothing to model (fewer than two codes).
 inline uint64_t choose_codes(const Histogram& histogram, uint32_t limit, uint32_t raw_bits,
                              RansModel& model) {
     const uint32_t n_possible = 256u >> raw_bits;
-    uint8_t order[257];  // GCC 12 believes that the last is reached
+    uint8_t order[257];  // GCC 12 believes that the last element is used
     uint32_t n_seen = 0;
     for (uint32_t v = 0; v < n_possible; ++v)
         if (histogram.counts[v] > 0) order[n_seen++] = static_cast<uint8_t>(v);
@@ -131,7 +130,7 @@ inline uint64_t choose_codes(const Histogram& histogram, uint32_t limit, uint32_
     return cost;
 }
 
-// Symbols of a plane with so many raw bits, and the bits of the plane that no model can save.
+// The symbols of a plane with so many raw bits, and the bytes that no model can save.
 struct FoldedPlane {
     Histogram symbols;
     std::size_t raw_nbytes;
@@ -146,8 +145,8 @@ inline FoldedPlane fold_plane(const Histogram& histogram, std::size_t n, uint32_
     return folded;
 }
 
-// Estimated bytes of the model, the words, the escapes and the raw bits of a plane of `n` units;
-// ~0 if there is nothing to model.
+// Estimates the bytes of the model, the words, the escapes and the raw bits of a plane of `n`
+// units. ~0 if there is nothing to model.
 inline std::size_t try_codes(const FoldedPlane& folded, std::size_t n, uint32_t limit,
                              uint32_t raw_bits, RansModel& model) {
     const uint64_t cost = choose_codes(folded.symbols, limit, raw_bits, model);
@@ -158,10 +157,10 @@ inline std::size_t try_codes(const FoldedPlane& folded, std::size_t n, uint32_t 
 
 constexpr uint32_t kMostRawBitsTried = 4;
 
-// The model for a histogram of bytes and the estimated bytes of a stream without its states; ~0 if
-// there is nothing to model. At most 31 symbols and an escape decode fastest, then 63; so those
-// forms win unless a larger alphabet saves 1 in 1024 or, where tables do not fit registers at all,
-// 1 in 256.
+// Chooses the model for a histogram of bytes. Returns the estimated bytes of a stream without its
+// states, or ~0 if there is nothing to model. At most 31 symbols and an escape decode fastest, then
+// 63. So a larger alphabet must save 1 in 1024, or 1 in 256 if its tables do not fit registers at
+// all.
 inline std::size_t choose_model(const Histogram& histogram, std::size_t n, RansModel& model) {
     const FoldedPlane bytes = fold_plane(histogram, n, 0);
     std::size_t best = try_codes(bytes, n, kNarrowBuckets - 1, 0, model);
@@ -187,7 +186,7 @@ inline std::size_t choose_model(const Histogram& histogram, std::size_t n, RansM
     return best;
 }
 
-// Writes a model; returns the end.
+// Writes a model. Returns its end.
 inline uint8_t* write_model(const RansModel& model, uint8_t* dst) {
     const uint32_t n_in_range = model.n_in_range();
     const std::size_t nbytes = model_nbytes(n_in_range);
@@ -209,7 +208,7 @@ inline uint8_t* write_model(const RansModel& model, uint8_t* dst) {
     return dst + nbytes;
 }
 
-// Parses a model from the `nbytes` at `src`; `used` is set to its length.
+// Parses a model from the `nbytes` at `src`, and sets `used` to its length.
 inline Status read_model(const uint8_t* src, std::size_t nbytes, uint32_t raw_bits,
                          RansModel& model, std::size_t& used) {
     if (nbytes < 2) return Status::kStreamLength;
@@ -237,7 +236,7 @@ inline Status read_model(const uint8_t* src, std::size_t nbytes, uint32_t raw_bi
     return Status::kOk;
 }
 
-// Each bucket has two parts; where the second begins, and whose the parts are.
+// Each bucket has two parts: where the second begins, and which codes own the parts.
 struct AliasTables {
     uint32_t threshold[kWideBuckets];  // first slot (0..4096) of the second part
     uint8_t first[kWideBuckets];
@@ -276,8 +275,8 @@ inline void build_alias(const RansModel& model, AliasTables& tables) {
     }
 }
 
-// Calls visit(code, first_slot, n_slots, first_rank) for every run of slots of one code, in slot
-// order. In the alias layout there are two runs a bucket, either of which may be empty.
+// Calls visit(code, first_slot, n_slots, first_rank) for every run of slots of one code, in the
+// order of slots. In the alias layout each bucket has two runs, either of which may be empty.
 template <class Visit>
 PACKHORSE_INLINE void for_each_run(const RansModel& model, const AliasTables& tables, Visit visit) {
     uint32_t n_before[257] = {};
@@ -326,7 +325,7 @@ inline void fill_bucket_entries(const RansModel& model, const AliasTables& table
     });
 }
 
-// The tables of 64 buckets, numbers cut into halves of 16 bits.
+// The tables of 64 buckets, with their numbers cut into halves of 16 bits.
 struct BucketHalves {
     alignas(64) uint16_t threshold[kWideBuckets];
     alignas(64) uint16_t first_lower[kWideBuckets];
@@ -352,8 +351,8 @@ inline void fill_decode_table(const RansModel& model, const AliasTables& tables,
     });
 }
 
-// position -> slot, for the encoder: slots[start[code] + rank]; start is the sum of the frequencies
-// of smaller codes.
+// Fills the encoder's table from position to slot, slots[start[code] + rank]. `start` is the sum of
+// the frequencies of smaller codes.
 inline void fill_slot_table(const RansModel& model, const AliasTables& tables, uint16_t* slots) {
     uint32_t start[257];
     for (uint32_t c = 0, sum = 0; c < model.n_codes; sum += model.freqs[c], ++c) start[c] = sum;

@@ -1,9 +1,9 @@
 // The encoder's map from position to slot, small enough for registers (at most 32 codes).
 //
 // A position is the start of a code plus a rank. The map has up to 63 linear runs. To look it up
-// without a table of 4096 entries, positions are spread over 64 buckets of 128 such that no bucket
-// has more than two runs: codes may start anywhere, and gaps do not matter. Where some code finds
-// no place, there is no such map.
+// without a table of 4096 entries, positions are spread over 64 buckets of 128 so that no bucket
+// has more than two runs: codes may start anywhere, and gaps do not matter. If a code finds no
+// place, there is no such map.
 #pragma once
 
 #include <bit>
@@ -27,8 +27,8 @@ struct SpreadMap {
     alignas(64) uint32_t reciprocal[kNarrowBuckets];
 };
 
-// Largest float not above 1 / freq; the product's rounding decides, and float * int fits a double
-// exactly.
+// The largest float that is not above 1 / freq. The rounding of the product decides, and float *
+// int fits a double exactly.
 inline uint32_t reciprocal_below(uint32_t freq) {
     const float nearest = 1.0f / static_cast<float>(freq);
     const auto bits = std::bit_cast<uint32_t>(nearest);
@@ -42,7 +42,7 @@ struct CodeRuns {
     uint32_t n_slots[kNarrowBuckets];
 };
 
-// The runs of each code; runs that meet are one.
+// The runs of each code. Adjacent runs are joined.
 inline void collect_runs(const RansModel& model, const AliasTables& alias, CodeRuns* runs) {
     for (uint32_t c = 0; c < model.n_codes; ++c) runs[c].n = 0;
     for_each_run(model, alias, [&](uint32_t code, uint32_t first, uint32_t n, uint32_t) {
@@ -57,7 +57,7 @@ inline void collect_runs(const RansModel& model, const AliasTables& alias, CodeR
     });
 }
 
-// Whether a code can start here without giving any bucket a third run; `n_before` runs are in the
+// Whether a code can start here without giving any bucket a third run. `n_before` runs are in the
 // first bucket already.
 inline bool runs_fit(const CodeRuns& runs, uint32_t start, uint32_t n_before) {
     uint32_t bucket = start >> kSpreadLog;
@@ -66,7 +66,7 @@ inline bool runs_fit(const CodeRuns& runs, uint32_t start, uint32_t n_before) {
     for (uint32_t i = 0; i < runs.n; ++i) {
         if (at >> kSpreadLog != bucket) {
             bucket = at >> kSpreadLog;
-            // The run before reaches into this bucket, unless it ended at the edge.
+            // The previous run reaches into this bucket, unless it ended at the edge.
             n_in_bucket = i > 0 && (at & (kSpreadSize - 1)) != 0 ? 1 : 0;
         }
         if (++n_in_bucket > 2) return false;
@@ -75,8 +75,8 @@ inline bool runs_fit(const CodeRuns& runs, uint32_t start, uint32_t n_before) {
     return true;
 }
 
-// The first place at or after `cursor` where a code fits, or the end of all places. `n_before` runs
-// are in the bucket of `cursor`.
+// Finds the first place at or after `cursor` where a code fits, or the end of all places.
+// `n_before` runs are in the bucket of `cursor`.
 inline uint32_t place_runs(const CodeRuns& runs, uint32_t cursor, uint32_t n_before) {
     const uint32_t shared = cursor >> kSpreadLog;
     for (uint32_t start = cursor; start < cursor + 2 * kSpreadSize; ++start)
@@ -84,7 +84,7 @@ inline uint32_t place_runs(const CodeRuns& runs, uint32_t cursor, uint32_t n_bef
     return kSpreadBuckets * kSpreadSize;
 }
 
-// Fills the entries of the buckets that a run covers; `n_runs` counts the runs of each bucket.
+// Fills the entries of the buckets that a run covers. `n_runs` counts the runs of each bucket.
 inline void spread_run(uint32_t start, uint32_t first_slot, uint32_t n_slots, SpreadMap& map,
                        uint8_t* n_runs) {
     const auto delta = static_cast<uint16_t>((first_slot - start) & (kProbSum - 1));

@@ -1,5 +1,5 @@
-// Tables small enough for two registers of AVX-512, looked up for a whole vector by one permute. Of
-// an index the permutes use as many bits as the table needs, so those above need not be cleared.
+// Tables that fit two registers of AVX-512, where one permute looks up a whole vector. The permutes
+// use only as many bits of an index as the table needs, so the bits above need not be cleared.
 #pragma once
 
 #include "common/dispatch.hpp"

@@ -1,8 +1,10 @@
-// What a tensor would take, from samples of it: for the plan (codecs/plan.py), which nothing but
-// the ratio hangs on. A source that changes meanwhile gives another estimate and no harm.
+// Estimates the bytes that a tensor would take, from samples of it, for its plan (codecs/plan.py).
+// Only the ratio depends on a plan: if the source changes meanwhile, the estimate is another one,
+// without harm.
 //
-// Weights are alike everywhere, so few samples tell what they take. What seems to take much less is
-// something else, of which samples may have seen anything: that is looked at again, chunk by chunk.
+// Weights are alike everywhere, so a few samples show how much they take. A tensor that seems to
+// take much less is something else, and samples may have missed most of it: such a tensor is
+// examined again, chunk by chunk.
 #pragma once
 
 #include <algorithm>
@@ -18,14 +20,14 @@ struct PlaneEstimate {
     std::size_t nbytes;
 };
 
-// Runs of a sample. Where runs begin follows no rule, or periods might hide from them.
+// The runs of a sample. Their places are irregular, or periodic data might escape them.
 class SampleRuns {
   public:
-    // `n_runs` >= 1 of `run` units of [0, n), which do not overlap.
+    // `n_runs` >= 1 runs of `run` units in [0, n), which do not overlap.
     SampleRuns(std::size_t n, std::size_t run, std::size_t n_runs)
         : gap_(n / n_runs), room_(gap_ - run) {}
 
-    // Where run `r` begins.
+    // Returns where run `r` begins.
     std::size_t operator()(std::size_t r) const {
         const uint64_t mixed = (r + 1) * 0x9E3779B97F4A7C15;
         return r * gap_ + static_cast<std::size_t>((mixed >> 40) * (room_ + 1) >> 24);
@@ -38,7 +40,7 @@ class SampleRuns {
 
 constexpr std::size_t kPlaneSampleRun = 512;
 
-// Splits units, or copies those that are not split; rows of planes are `stride` bytes apart.
+// Splits units, or copies units that are not split. Planes are `stride` bytes apart.
 inline void sample_planes(const uint8_t* from, std::size_t n, const Geometry& geometry,
                           uint8_t* rows, std::size_t stride, Isa isa) {
     uint8_t* planes[kMaxPlanes];
@@ -49,8 +51,8 @@ inline void sample_planes(const uint8_t* from, std::size_t n, const Geometry& ge
         std::memcpy(planes[0], from, n);
 }
 
-// What each plane would be and take, by some whole chunks of the tensor, evenly spread, which are
-// encoded. Differences from a base count as plane 0.
+// Estimates the mode and the bytes of each plane by encoding some whole chunks of the tensor, which
+// are evenly spread. Differences from a base count as plane 0.
 inline std::vector<PlaneEstimate> encode_some(const uint8_t* src, const Geometry& geometry,
                                               const Base& base, std::size_t plain_nbytes,
                                               Level level, Isa isa) {
@@ -60,7 +62,7 @@ inline std::vector<PlaneEstimate> encode_some(const uint8_t* src, const Geometry
     const std::size_t n_trials = std::min(geometry.n_chunks(), most);
     Geometry part = geometry;
     part.n_units = std::min(geometry.n_units, n_trials * geometry.chunk_units);
-    // A copy, which nobody changes; base, output and hashes behind it.
+    // A copy, which nobody changes, and behind it base, output and hashes.
     const std::size_t row = round_up(part.nbytes(), kFrameAlignment) + kPlaneSlack;
     const std::size_t n_digests = 16 * (n_leaves(part.nbytes()) + 1);
     const Scratch memory(3 * row + 2 * n_digests + 2 * kXxh3LongMinNbytes);
@@ -111,11 +113,11 @@ inline std::vector<PlaneEstimate> encode_some(const uint8_t* src, const Geometry
 
 struct TensorEstimate {
     std::vector<PlaneEstimate> planes;
-    bool is_odd;  // whether it was looked at again
+    bool is_odd;  // whether it was examined again
 };
 
-// What each plane of a tensor of at least one unit, with items of one byte, would be and take, from
-// at most `n_samples` >= 1 times 4096 units.
+// Estimates the mode and the bytes of each plane of a tensor from at most `n_samples` >= 1 times
+// 4096 units. The tensor has at least one unit, and items of one byte.
 inline TensorEstimate estimate_tensor(const uint8_t* src, const Geometry& geometry, Level level,
                                       std::size_t n_samples, Isa isa) {
     const std::size_t run = std::min(geometry.n_units, kPlaneSampleRun);
@@ -128,7 +130,7 @@ inline TensorEstimate estimate_tensor(const uint8_t* src, const Geometry& geomet
     for (std::size_t r = 0; r < n_runs; ++r)
         sample_planes(src + runs(r) * geometry.spec.unit_nbytes, run, geometry,
                       rows.get() + r * run, stride, isa);
-    // Headers count once a chunk, so the estimate is for a chunk.
+    // Each chunk has headers of its own, so the estimate is for one chunk.
     const std::size_t chunk_units =
         std::min(geometry.n_units, kChunkNbytes / geometry.spec.unit_nbytes);
     const auto n_chunks = static_cast<double>(geometry.n_units) / static_cast<double>(chunk_units);
@@ -150,11 +152,12 @@ inline TensorEstimate estimate_tensor(const uint8_t* src, const Geometry& geomet
 }
 
 constexpr std::size_t kDeltaSections = 4;
-// In a training step more of bf16 weights change than one in so many; where fewer do, samples may
-// have seen any number of them.
+// In a training step, more than one in so many bf16 weights change. If fewer do, samples may have
+// met any number of them.
 constexpr std::size_t kFewDiffer = 16;
 
-// What units [first, first + n) of a tensor would take as differences from a base, in chunks.
+// Estimates the bytes of units [first, first + n) of a tensor as differences from a base, in
+// chunks.
 inline std::size_t estimate_delta_section(const uint8_t* src, const Geometry& geometry,
                                           const Base& base, std::size_t first, std::size_t n,
                                           DeltaSample& sample, Isa isa) {
@@ -181,8 +184,8 @@ inline std::size_t estimate_delta_section(const uint8_t* src, const Geometry& ge
     return scale_bytes(choose_delta_rule(sample, chunk_units, 8 * unit, rule), n, chunk_units);
 }
 
-// What a tensor of at least one unit would take if chunks chose between differences from a base and
-// `plain_nbytes` for all of them; 0 if it equals the base.
+// Estimates the bytes of a tensor of at least one unit if each chunk may be differences from a
+// base. Without the base, the tensor takes `plain_nbytes`. Returns 0 if it equals the base.
 inline std::size_t estimate_delta_tensor(const uint8_t* src, const Geometry& geometry,
                                          const Base& base, std::size_t plain_nbytes, Level level,
                                          Isa isa) {
@@ -199,7 +202,7 @@ inline std::size_t estimate_delta_tensor(const uint8_t* src, const Geometry& geo
         n_equal += static_cast<std::size_t>(
             std::count(sample->differences, sample->differences + sample->n, uint64_t{0}));
     }
-    // Where the plain tensor takes so little, its sections may differ in what they take of it.
+    // If the plain tensor takes very little, its sections may take very different shares of that.
     if (kFewDiffer * (n_seen - n_equal) >= n_seen && 2 * plain_nbytes >= geometry.nbytes())
         return sum;
     sum = 0;

@@ -1,14 +1,14 @@
-// Plans of chunks for kernels on GPUs: where the parts of every coded stream lie, with lane states
-// and tables (src/packhorse/gpu/plans.py says what kernels do with them).
+// Plans by which kernels on GPUs decode chunks: the places of all parts of every coded stream, with
+// lane states and tables (src/packhorse/gpu/plans.py says what kernels do with them).
 //
-// A ChunkPlanner reads the payload by the parsers of the decoder and believes nothing else. A
+// A ChunkPlanner reads the payload with the parsers of the decoder and trusts nothing in it. A
 // kernel that follows a plan reads only inside the payload and writes only inside its outputs,
-// whatever the payload says, even if it changes later. What only decoding shows (words, last
-// states, the number of escapes) is left to kernels.
+// whatever the payload holds, even if it changes later. Kernels check what only decoding shows:
+// words, last states, and the number of escapes.
 //
-// A plan is one piece of memory, which goes to the GPU as it is; its parts follow each other:
-// planes, palettes, entries, escaped planes; then streams, states and tables of the rANS streams
-// with buckets, and of those without. The places of streams, for messages, come last.
+// A plan is one piece of memory, which is uploaded as it is. Its parts follow each other: planes,
+// palettes, entries, escaped planes; then streams, states and tables of the rANS streams with
+// buckets, and of those without. The places of streams, for messages, come last.
 #pragma once
 
 #include <memory>
@@ -19,11 +19,12 @@
 
 namespace packhorse {
 
-constexpr std::size_t kPlanAlignment = kMaxLanes;  // of scratch memory of a plane: a longest round
+constexpr std::size_t kPlanAlignment =
+    kMaxLanes;  // of the scratch memory of a plane: the longest round
 
 enum class PlaneSource : int64_t { kPayload = 0, kScratch = 1, kConstant = 2 };
 
-// Rows of 64 bytes, as kernels read them; offsets are of the payload or of the scratch memory.
+// Rows of 64 bytes, as kernels read them. Offsets are in the payload or in the scratch memory.
 // src/packhorse/layout.py names their fields, and tests/codecs/test_layout.py compares the two.
 struct PlaneRow {
     int64_t source;
@@ -73,15 +74,15 @@ constexpr std::size_t kPlanRowNbytes = 64;
 static_assert(sizeof(PlaneRow) == kPlanRowNbytes && sizeof(PaletteRow) == kPlanRowNbytes &&
               sizeof(StreamRow) == kPlanRowNbytes && sizeof(EscapedRow) == kPlanRowNbytes);
 
-// The first thing that is wrong with a payload.
+// The first fault in a payload.
 struct PlanFault {
     Status status = Status::kOk;
     std::size_t chunk = 0;
-    uint32_t plane = 0;  // the number of planes if it is the padding behind them
+    uint32_t plane = 0;  // the number of planes if the padding behind them is wrong
     std::size_t at = 0;  // in the payload
 };
 
-// What a plan has.
+// The numbers of parts of a plan, and its sizes.
 struct PlanShape {
     std::size_t n_palettes;
     std::size_t n_escaped;
@@ -94,8 +95,8 @@ struct PlanShape {
 
 class ChunkPlanner {
   public:
-    // The chunks' streams are of one byte an item, and `offsets` (chunk_offsets()) ends where the
-    // payload does.
+    // The tensor has items of one byte, and its offsets (chunk_offsets()) end where the payload
+    // does.
     ChunkPlanner(const EncodedTensor& tensor)
         : tensor_(tensor),
           n_planes_(tensor.geometry.spec.n_planes),
@@ -114,7 +115,7 @@ class ChunkPlanner {
         return fault;
     }
 
-    // Once all streams were read.
+    // Call this once all streams were read.
     PlanShape shape() const {
         const std::size_t n_bucketed = streams_.size() - n_plain_;
         const std::size_t table = 3 * sizeof(uint32_t) * n_buckets_;
@@ -265,7 +266,7 @@ class ChunkPlanner {
         }
     }
 
-    // A plane in the scratch memory; where it lies there is known when all streams were read.
+    // Notes a plane in the scratch memory. Its place there is known once all streams were read.
     void note_plane(const PlanPlace& place, std::size_t n, uint32_t raw_bits, uint32_t raw_mask,
                     const uint8_t* raw_planes) {
         plane_row(place) = {static_cast<int64_t>(PlaneSource::kScratch),
@@ -305,7 +306,7 @@ class ChunkPlanner {
         return Status::kOk;
     }
 
-    // A byte that no code yields: values have no raw bits, so one with some is free.
+    // Returns a byte that no code yields. Values have no raw bits, so a byte with raw bits is free.
     static uint8_t free_value(const PaletteDecoder& palette) {
         if (palette.raw_bits > 0) return 1;
         uint32_t value = 0;
@@ -357,7 +358,7 @@ class ChunkPlanner {
         return Status::kOk;
     }
 
-    // Hands out scratch memory: to palettes, to streams, and to what these carry.
+    // Assigns scratch memory to palettes, to streams, and to the bytes that streams carry.
     void place() {
         for (Palette& palette : palettes_) palette.row.plane_at = take_plane(palette.place);
         for (Stream& stream : streams_) stream.row.plane_at = take_plane(stream.place);
@@ -388,7 +389,8 @@ class ChunkPlanner {
         return row.offset;
     }
 
-    // Tells the stored planes of a chunk where the rest of them is; whether one needs it.
+    // Tells the stored planes of a chunk where carried bytes lie. Returns whether one of them needs
+    // these.
     bool place_carried(std::size_t chunk, int64_t carried_at) {
         bool lends = false;
         for (uint32_t p = 0; p < n_planes_; ++p) {

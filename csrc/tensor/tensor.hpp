@@ -1,9 +1,11 @@
-// A whole tensor: cut into chunks, chunks handed out to threads, the table of descriptors checked.
+// A whole tensor: cuts it into chunks, shares chunks out among threads, and checks the table of
+// descriptors.
 //
-// This is the core as a library: plain pointers and sizes, nothing of Python. bind/bind.cpp binds
-// it; fuzz targets and thread tests link it directly. Callers check arguments first
-// (geometry_fault() helps) and keep all buffers alive; scratch is allocated here, once a call, so
-// std::bad_alloc is the only exception. What data got wrong comes back as a status and a chunk.
+// This is the core as a library: plain pointers and sizes, and no Python. bind/bind.cpp binds it;
+// fuzz targets and thread tests use it directly. Callers check arguments first (with
+// geometry_fault()) and keep all buffers alive. Scratch memory is allocated here, once for each
+// call, so std::bad_alloc is the only exception. Bad data comes back as a status and the number of
+// a chunk.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +27,7 @@
 
 namespace packhorse {
 
-// One worker's encode scratch, in one allocation.
+// One worker's memory for encoding, in one allocation.
 class EncodeWorker {
   public:
     EncodeWorker(const Geometry& geometry, bool classes, bool has_base, bool owns_output) {
@@ -82,8 +84,8 @@ inline std::size_t n_leaves(std::size_t nbytes) {
     return (nbytes + kContentLeafNbytes - 1) / kContentLeafNbytes;
 }
 
-// Hashes of the leaves that start in [src, src + nbytes); a last leaf too short for the long form
-// is left as it was.
+// Hashes the leaves that start in [src, src + nbytes). The digest of a last leaf that is too short
+// for the long form stays as it was.
 inline void hash_leaves(const uint8_t* src, std::size_t nbytes, uint8_t* digests, Isa isa) {
     for (std::size_t at = 0; at < nbytes; at += kContentLeafNbytes, digests += 16) {
         const std::size_t leaf = std::min(kContentLeafNbytes, nbytes - at);
@@ -91,8 +93,8 @@ inline void hash_leaves(const uint8_t* src, std::size_t nbytes, uint8_t* digests
     }
 }
 
-// Stores a chunk as it is: copy, hashes of the leaves and CRC of the padded chunk in one pass.
-// Returns its padded length.
+// Stores a chunk as it is: one pass copies it, hashes its leaves and computes the CRC of the padded
+// chunk. Returns the padded length.
 inline std::size_t store_chunk(const uint8_t* src, std::size_t nbytes, uint8_t* dst,
                                const ContentLeaves& leaves, uint32_t* row, bool past_cache,
                                Isa isa) {
@@ -126,12 +128,12 @@ inline void hash_leaves_threaded(const uint8_t* src, std::size_t nbytes, uint8_t
                  });
 }
 
-// What the encoder of a tensor is told beside the tensor.
+// What the encoder of a tensor takes beside the tensor.
 struct EncodeContext {
     Level level = Level::kDefault;
     SideData side = {};
     Base base = {};
-    std::size_t plain_nbytes = 0;  // what the whole tensor would take without the base
+    std::size_t plain_nbytes = 0;  // bytes of the whole tensor without the base
 };
 
 // Where the encoder of a tensor writes.
@@ -151,8 +153,8 @@ struct EncodeJob {
     ContentLeaves base_leaves;  // of the tensor's whole base
 };
 
-// Whether a chunk equals that of the base, to which it has been compared as it was hashed. A look
-// at its beginning tells of most that they do not.
+// Hashes a chunk and compares it with that of the base. Returns whether they are equal. The first
+// bytes of most unequal chunks differ, so these are compared before anything is hashed.
 inline bool take_in_same(const EncodeJob& job, const uint8_t* base, std::size_t nbytes, Isa isa) {
     if (std::memcmp(job.src, base, std::min(nbytes, kIntakeNbytes)) != 0) return false;
     bool same = true;
@@ -163,8 +165,9 @@ inline bool take_in_same(const EncodeJob& job, const uint8_t* base, std::size_t 
     return same;
 }
 
-// Whether a chunk became differences from the base, of `nbytes` bytes; else its units are in the
-// worker's memory. Either way those of the base have their hashes.
+// Tries to encode a chunk as differences from the base. Returns whether that paid: then `nbytes` is
+// the length of the stream, else the chunk's units are in the worker's memory. Either way the
+// leaves of the base are hashed.
 inline bool encode_from_base(const EncodeJob& job, const Geometry& geometry,
                              const EncodeContext& context, EncodeWorker& worker, uint8_t* to,
                              std::size_t& nbytes, Isa isa) {
@@ -187,7 +190,7 @@ inline bool encode_from_base(const EncodeJob& job, const Geometry& geometry,
                         *worker.scratch.tables, to, nbytes, isa);
 }
 
-// A chunk to `to`, its descriptors to `descriptors`; returns its padded length.
+// Encodes a chunk to `to` and its descriptors to `descriptors`. Returns the padded length.
 inline std::size_t encode_any_chunk(const EncodeJob& job, const Geometry& geometry,
                                     const EncodeContext& context, EncodeWorker& worker, uint8_t* to,
                                     uint32_t* descriptors, Isa isa) {
@@ -206,9 +209,9 @@ inline std::size_t encode_any_chunk(const EncodeJob& job, const Geometry& geomet
     return padded;
 }
 
-// Encodes a tensor, which may change meanwhile: what is encoded is what the leaves get the hashes
-// of. Chunks hold whole leaves unless there is one chunk only. With a base, planes have one byte.
-// Returns the length of the payload. The bytes do not depend on `threads`.
+// Encodes a tensor, which may change meanwhile: the leaves get the hashes of the bytes that are
+// encoded. Chunks hold whole leaves unless there is only one chunk. With a base, planes have one
+// byte. Returns the length of the payload. The bytes do not depend on `threads`.
 inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry,
                                  const EncodeContext& context, const EncodeOutput& output,
                                  std::size_t threads, Isa isa) {
@@ -227,12 +230,12 @@ inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry,
         const EncodeJob job{src + at, geometry.units_of(chunk), chunk * geometry.chunk_units,
                             output.leaves.from(at), output.base_leaves};
         uint32_t* row = output.table + chunk * geometry.row_length();
-        // One worker knows where the chunk goes; several must wait until they know the sizes
-        // before it.
+        // A single worker knows where the chunk goes. Several workers must wait until they know the
+        // sizes of the chunks before it.
         uint8_t* to = n_workers == 1 ? dst + ordered.used() : workers[w].output;
         if (!has_base && is_stored_whole(job.src, job.n, geometry.spec, level)) {
             const std::size_t nbytes = job.n * geometry.spec.unit_nbytes;
-            // Its length is known beforehand: no worker needs a copy.
+            // Its length is known beforehand, so no worker needs a copy.
             const std::size_t offset = ordered.reserve(chunk, round_up(nbytes, kFrameAlignment));
             store_chunk(job.src, nbytes, dst + offset, job.leaves, row,
                         geometry.nbytes() >= kPastCacheMinNbytes, isa);
@@ -262,8 +265,8 @@ inline std::size_t stream_sum(const uint32_t* descriptors, uint32_t n_planes) {
     return sum;
 }
 
-// Whether a stored stream may lack the bytes that rANS streams carry: the last stored one of a
-// chunk with such streams.
+// Whether a stored stream may lack the bytes that rANS streams carry. Only the last stored one of a
+// chunk with rANS streams may.
 inline bool may_carry(const uint32_t* descriptors, uint32_t n_planes, uint32_t plane) {
     bool has_rans = false, is_last = true;
     for (uint32_t p = 0; p < n_planes; ++p) {
@@ -273,7 +276,7 @@ inline bool may_carry(const uint32_t* descriptors, uint32_t n_planes, uint32_t p
     return has_rans && is_last;
 }
 
-// Whether mode and length of a descriptor are allowed where it stands; `n` units in the chunk.
+// Whether mode and length of a descriptor are allowed in its place. The chunk has `n` units.
 inline bool descriptor_is_allowed(const uint32_t* descriptors, const PlaneSpec& spec,
                                   uint32_t plane, std::size_t n) {
     const std::size_t item = item_nbytes(spec);
@@ -296,8 +299,8 @@ inline bool descriptor_is_allowed(const uint32_t* descriptors, const PlaneSpec& 
     }
 }
 
-// The first plane of a chunk of mode delta whose descriptor is not allowed; n_planes if there is
-// none.
+// Finds the first plane of a chunk of mode delta whose descriptor is not allowed. Returns n_planes
+// if there is none.
 inline uint32_t misplaced_beside_delta(const uint32_t* descriptors, uint32_t n_planes,
                                        bool has_base) {
     if (!has_base) return 0;
@@ -315,7 +318,7 @@ struct TableCheck {
     std::size_t payload_nbytes;  // 0 if there is a fault
 };
 
-// Checks all descriptors (docs/format.md, section 9); reads nothing but the table.
+// Checks all descriptors (docs/format.md, section 9). Reads only the table.
 inline TableCheck check_descriptors(const uint32_t* table, const Geometry& geometry,
                                     bool has_base) {
     const uint32_t n_planes = geometry.spec.n_planes;
@@ -341,7 +344,7 @@ inline TableCheck check_descriptors(const uint32_t* table, const Geometry& geome
     return {TableFault::kNone, 0, 0, payload};
 }
 
-// Where each chunk starts in the payload, and at the end the payload's length.
+// Returns where each chunk starts in the payload, and at the end the length of the payload.
 inline std::vector<std::size_t> chunk_offsets(const uint32_t* table, const Geometry& geometry) {
     std::vector<std::size_t> offsets(geometry.n_chunks() + 1, 0);
     for (std::size_t chunk = 0; chunk < geometry.n_chunks(); ++chunk) {
@@ -353,7 +356,7 @@ inline std::vector<std::size_t> chunk_offsets(const uint32_t* table, const Geome
     return offsets;
 }
 
-// A tensor as it was encoded; `payload` has offsets.back() bytes.
+// An encoded tensor. `payload` has offsets.back() bytes.
 struct EncodedTensor {
     const Geometry& geometry;
     SideData side;
@@ -367,7 +370,7 @@ struct EncodedTensor {
     std::size_t nbytes_of(std::size_t chunk) const { return offsets[chunk + 1] - offsets[chunk]; }
 };
 
-// One worker's decode scratch; `partial` receives a chunk of which only a part is wanted.
+// One worker's memory for decoding. `partial` receives a chunk of which only a part is wanted.
 struct DecodeWorker {
     DecodeWorker(const Geometry& geometry, bool classes, bool deltas)
         : planes(new PlaneDecoder[item_nbytes(geometry.spec) == 1 ? geometry.spec.n_planes : 1]),
@@ -386,7 +389,7 @@ struct DecodeWorker {
     std::vector<uint8_t> partial;
 };
 
-// Decodes chunk `index` to `dst` once its bytes outside of the streams have been checked.
+// Checks the bytes of chunk `index` that are outside of its streams, then decodes it to `dst`.
 inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, bool check_crc,
                              bool past_cache, DecodeScratch& scratch, DecodeWorker& worker,
                              uint8_t* dst, Isa isa) {
@@ -397,7 +400,7 @@ inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, boo
     const uint32_t stored =
         make_descriptor(Mode::kStored, tensor.geometry.units_of(index) * spec.unit_nbytes);
     if (check_crc && !spec.splits() && row[1] == stored && descriptor_nbytes(stored) == nbytes) {
-        uint32_t crc = ~0u;  // no padding to look at
+        uint32_t crc = ~0u;  // there is no padding to check
         copy_with_crc(chunk, nbytes, dst, crc, past_cache, isa);
         return ~crc == row[0] ? Status::kOk : Status::kChecksum;
     }
@@ -413,7 +416,7 @@ inline Status decode_checked(const EncodedTensor& tensor, std::size_t index, boo
     return decode_chunk(chunk, row + 1, n, first, spec, tensor.side, scratch, dst, isa);
 }
 
-// The first bad chunk that workers met.
+// The first bad chunk that the workers have met.
 class FirstFault {
   public:
     bool is_before(std::size_t chunk) const {
@@ -437,11 +440,11 @@ class FirstFault {
 
 struct DecodeResult {
     Status status;
-    std::size_t chunk;  // the first bad one that was met, 0 if none
+    std::size_t chunk;  // the first bad one, or 0 if there is none
 };
 
-// Decodes bytes [start, start + nbytes) of a tensor, which lie inside of it, to `dst`. The table
-// need not have been checked; zstd chunks are an error here.
+// Decodes bytes [start, start + nbytes) of a tensor to `dst`. The range lies inside the tensor. The
+// table need not have been checked. Chunks of zstd are an error here.
 inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start, uint8_t* dst,
                                   std::size_t nbytes, bool check_crc, std::size_t threads,
                                   Isa isa) {
@@ -491,8 +494,9 @@ inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start
     return {fault.status(), fault.chunk()};
 }
 
-// The stream of one plane of 1 to 2 Mi units in the given mode (palette or rANS), nothing carried;
-// `dst` has room for `n` bytes. 0 if it would not be smaller than the plane.
+// Encodes one plane of 1 to 2 Mi units in the given mode (palette or rANS), with nothing carried.
+// `dst` has room for `n` bytes. Returns the length of the stream, or 0 if it would not be smaller
+// than the plane.
 inline std::size_t encode_single_plane(const uint8_t* src, std::size_t n, Mode mode, uint8_t* dst,
                                        Isa isa) {
     EncodeWorker worker(Geometry(1, 0, kMaxChunkLog, n), false, false, false);
