@@ -172,7 +172,9 @@ class SnapshotStore:
             quote_name(name)
             values = checked_metadata(metadata)
             given = state_in_memory(state)
-            return self._take(Taking(name, given, base, values, replace, progress))
+            taking = Taking(name, given, base, values, replace, progress)
+            with self._writer.session() as session:
+                return take_snapshot(session, taking, self._options)
 
     def take_files(
         self,
@@ -209,7 +211,8 @@ class SnapshotStore:
             with open_sources(files, self._options.threads) as opened:
                 values = opened.metadata | checked_metadata(metadata)
                 taking = Taking(name, opened.state, base, values, replace, progress)
-                return self._take(taking)
+                with self._writer.session() as session:
+                    return take_snapshot(session, taking, self._options)
 
     def take_async(
         self,
@@ -272,14 +275,11 @@ class SnapshotStore:
 
     def _take_staged(self, taking: Taking) -> SnapshotInfo:
         try:
-            return self._take(taking)
+            with self._writer.session() as session:
+                return take_snapshot(session, taking, self._options)
         except BaseException:
             self._staging.give_up()
             raise
-
-    def _take(self, taking: Taking) -> SnapshotInfo:
-        with self._writer.session() as session:
-            return describe(*take_snapshot(session, taking, self._options))
 
     def restore(
         self,

@@ -13,6 +13,7 @@ from packhorse.codecs.base import ByteArray
 from packhorse.disk.results import Progress, notice_of
 from packhorse.disk.snapshots.manifest import Manifest, TensorRef
 from packhorse.disk.snapshots.names import manifest_file
+from packhorse.disk.snapshots.results import SnapshotInfo, describe
 from packhorse.disk.snapshots.session import Session
 from packhorse.errors import PackhorseError
 from packhorse.frame import max_frame_nbytes
@@ -22,7 +23,7 @@ from packhorse.threads import batches
 
 __all__ = ["State", "Taking", "take_snapshot"]
 
-_CALLER = 4  # levels of the stack: `take_snapshot`, `SnapshotStore._take`, `take`, and its caller
+_CALLER = 3  # levels of the stack: above `take_snapshot` and `SnapshotStore.take`
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,7 @@ class _Progress:
             self.report(sum(ref.logical_nbytes for ref in refs))
 
 
-def take_snapshot(
-    session: Session, taking: Taking, options: PackOptions
-) -> tuple[Manifest, str | None]:
+def take_snapshot(session: Session, taking: Taking, options: PackOptions) -> SnapshotInfo:
     """Write a snapshot.
 
     Args:
@@ -100,8 +99,8 @@ def take_snapshot(
         options: how to pack.
 
     Returns:
-        The committed manifest, and the text of the warning if tensors grew too much. The warning is
-        issued before anything is committed, because it may be turned into an error.
+        What was taken. If tensors grew too much, it says so, and a warning was issued before
+        anything was committed, because a warning may be turned into an error.
 
     Raises:
         FileExistsError: there is a snapshot of this name, and it must not be replaced.
@@ -141,7 +140,7 @@ def take_snapshot(
     session.commit(manifest)
     if taking.replace:
         session.collect()
-    return manifest, notice
+    return describe(manifest, notice)
 
 
 def _older(session: Session, base: str | None) -> Manifest | None:

@@ -183,9 +183,11 @@ class PackStore:
 
     def chain(self, ref: FrameRef, name: str | None = None) -> Chain:
         """A stored frame with all frames that it needs; see `FrameStore.chain`."""
-        links = ref.chain
-        frames = [self.open(link, name) for link in links]
-        return Chain(ref, frames, [self.label(link.pack) for link in links], name)
+        frames, labels = [], []
+        for link in ref.chain:
+            frames.append(self.open(link, name))
+            labels.append(self.label(link.pack))
+        return Chain(ref, frames, labels, name)
 
     def is_there(self, ref: FrameRef) -> bool:
         """Whether a frame and its chain can be read, as far as a cheap check can tell."""

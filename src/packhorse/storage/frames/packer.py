@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from packhorse.codecs.base import ByteArray
@@ -107,18 +108,19 @@ class FramePacker:
         contents = self._hash(items)
         known = self._find(contents.values(), share)
         jobs = self._plan(items, contents, known)
-        for k, frame in self._compress(items, jobs, contents).items():
-            spec, content = items[k].spec, contents.get(k)
+        frames = self._compress(items, jobs, contents)
+        for job in jobs:
+            k, frame, spec = job.number, frames[job.number], items[job.number].spec
+            content = contents.get(k)
             if content is None:
                 contents[k] = content = self._content(spec, frame.content_hash)
             elif content.digest != frame.content_hash:
                 raise ChangedError(
-                    f"{spec.name}: the tensor changed while it was packed; pack it while nothing "
+                    f"{spec.name}: the tensor changed while it was packed; pack it when nothing "
                     "writes to it"
                 )
             if content not in self.new:
-                master = jobs[k].master
-                base = jobs[k].base if master is None else known[contents[master]]
+                base = job.base if job.master is None else known[contents[job.master]]
                 base = base if frame.base_hash else None
                 new = NewFrame(frame.buffer(), content, base, spec.name)
                 (self.new[content],) = batch.put([new])
@@ -153,7 +155,7 @@ class FramePacker:
     def _plan(
         self, items: Sequence[Item], contents: Mapping[int, Content],
         known: Mapping[Content, FrameRef],
-    ) -> dict[int, _Job]:  # fmt: skip
+    ) -> list[_Job]:  # fmt: skip
         """The frames to be made, by the numbers of their tensors."""
         new = _new_of(len(items), contents, known)
         max_deltas = self._options.max_deltas
@@ -165,62 +167,58 @@ class FramePacker:
             stored = known.get(contents[master]) if master in contents else None
             if stored is None or stored.n_deltas < max_deltas:
                 masters[k] = master
-        leaders, jobs = set(masters.values()), {}
-        for k in new:
+        specs = [items[k].spec for k in new]
+        rooms = self._window.cut([max_frame_nbytes(spec.dtype, spec.shape) for spec in specs])
+        leaders, jobs = set(masters.values()), []
+        for k, room in zip(new, rooms, strict=True):
             # A master leaves room in its chain for its copies.
             limit = min(self._options.max_chain, max_deltas - (k in leaders))
             base = None if items[k].is_whole else items[k].base
             if base is not None and (k in masters or base.n_deltas >= limit):
                 base = None
-            jobs[k] = _Job(items[k], base, masters.get(k))
+            jobs.append(_Job(k, base, masters.get(k), room))
         return jobs
 
     def _compress(
-        self, items: Sequence[Item], jobs: Mapping[int, _Job], contents: Mapping[int, Content]
+        self, items: Sequence[Item], jobs: Sequence[_Job], contents: Mapping[int, Content]
     ) -> dict[int, Frame]:
-        """The frames, by the numbers of their tensors and in that order."""
-        specs = {k: job.item.spec for k, job in jobs.items()}
-        sizes = [max_frame_nbytes(spec.dtype, spec.shape) for spec in specs.values()]
-        rooms = dict(zip(jobs, self._window.cut(sizes), strict=True))
+        """The frames, by the numbers of their tensors."""
         digests = {k: content.digest for k, content in contents.items()}
-
-        def make(k: int, threads: int) -> Frame:
-            spec, base = specs[k], self._base(jobs[k], items, digests, threads)
-            return compress_buffer(
-                items[k].data, spec.dtype, spec.shape, level=self._options.level, threads=threads,
-                out=rooms[k], name=shortened(spec.name), base=base.data, base_dtype=base.dtype,
-                base_hash=base.digest,
-            )  # fmt: skip
-
         # A copy can only be packed once the hash of its master is known.
-        late = [
-            k for k, job in jobs.items() if job.master is not None and job.master not in digests
-        ]
-        bases = [job.base for job in jobs.values() if job.base is not None]
+        late = [job for job in jobs if job.master is not None and job.master not in digests]
+        numbers = {job.number for job in late}
+        bases = [job.base for job in jobs if job.base is not None]
         frames: dict[int, Frame] = {}
         self._fetch(bases)
-        for chosen in (sorted(jobs.keys() - set(late)), late):
-            made = map_tensors(
-                lambda i, threads, chosen=chosen: make(chosen[i], threads),  # type: ignore[misc]
-                [items[k].data.size for k in chosen],
-                self._options.threads,
-            )
-            frames.update(zip(chosen, made, strict=True))
-            digests.update((k, frames[k].content_hash) for k in chosen)
+        for part in ([job for job in jobs if job.number not in numbers], late):
+            sizes = [items[job.number].data.size for job in part]
+            work = partial(self._frame, items, part, digests)
+            for job, frame in zip(
+                part, map_tensors(work, sizes, self._options.threads), strict=True
+            ):
+                frames[job.number] = frame
+                digests[job.number] = frame.content_hash
         self._store.release(bases)
-        return {k: frames[k] for k in jobs}
+        return frames
 
-    def _base(
-        self, job: _Job, items: Sequence[Item], digests: Mapping[int, bytes], threads: int
-    ) -> _Base:
-        """The tensor that a frame may be a delta against."""
+    def _frame(
+        self, items: Sequence[Item], jobs: Sequence[_Job], digests: Mapping[int, bytes],
+        i: int, threads: int,
+    ) -> Frame:  # fmt: skip
+        """The frame of one tensor, as a delta if there is a base and that is shorter."""
+        job = jobs[i]
+        spec, data, _, _, _ = items[job.number]
+        base = dtype = digest = None
         if job.master is not None:
-            master = items[job.master]
-            return _Base(master.data, master.spec.dtype, digests[job.master])
-        data = None if job.base is None else self._decode(job.base, threads)
-        if job.base is None or data is None:
-            return _Base(None, None, None)
-        return _Base(data, job.base.content.dtype, job.base.content.digest)
+            base, dtype = items[job.master].data, items[job.master].spec.dtype
+            digest = digests[job.master]
+        elif job.base is not None:
+            base = self._decode(job.base, threads)
+            digest, dtype = job.base.content[:2] if base is not None else (None, None)
+        return compress_buffer(
+            data, spec.dtype, spec.shape, level=self._options.level, threads=threads, out=job.room,
+            name=shortened(spec.name), base=base, base_dtype=dtype, base_hash=digest,
+        )  # fmt: skip
 
     def _fetch(self, bases: Sequence[FrameRef]) -> None:
         """Get the bytes of stored bases that are not in the cache."""
@@ -250,23 +248,16 @@ class _Job(NamedTuple):
     """A frame to be made.
 
     Attributes:
-        item: the tensor.
-        base: a stored frame that it may be a delta against; None for none.
-        master: the number of the tensor that it is a rounded copy of; None for none. A job with a
-            master has no base.
+        number: the number of its tensor.
+        base: a stored frame that it may be a delta against.
+        master: instead of a base, the number of the tensor that this one is a rounded copy of.
+        room: memory for the frame.
     """
 
-    item: Item
+    number: int
     base: FrameRef | None
     master: int | None
-
-
-class _Base(NamedTuple):
-    """The bytes of a base, with their dtype and content hash; all None for no base."""
-
-    data: ByteArray | None
-    dtype: str | None
-    digest: bytes | None
+    room: ByteArray
 
 
 def _new_of(n_items: int, contents: Mapping[int, Content], known: Container[Content]) -> list[int]:
