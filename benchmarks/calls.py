@@ -1,10 +1,11 @@
 """Compare whole calls of two installations: `python benchmarks/calls.py BEFORE AFTER`.
 
 BEFORE and AFTER are interpreters that have Packhorse, such as `.venv/bin/python` of two checkouts.
-In each round each of them runs `compress_buffer` and `decompress_into` on the same made-up tensors
-in a new process, because processes differ from each other by more than most changes bring.
-The command prints medians of processor time in GB/s, and the median over the rounds of AFTER's
-speed over BEFORE's. It exits 1 if the two do not decode to the same bytes.
+In each round each of them runs the same calls on the same made-up tensors in a new process, because
+processes differ from each other by more than most changes bring: `compress_buffer` and
+`decompress_into`, or with `--stores` snapshots and checkpoints of PyTorch in shared memory. The
+command prints medians of processor time in GB/s, and the median over the rounds of AFTER's speed
+over BEFORE's. It exits 1 if the two do not decode to the same bytes.
 """
 
 import argparse
@@ -56,6 +57,61 @@ for name, (data, dtype, options) in cases.items():
 print(json.dumps(found))
 """
 
+# A state of mixed precision: masters, rounded copies, moments, and many small tensors.
+STORES = """
+import json, sys, tempfile, time, warnings
+import torch
+import torch.distributed.checkpoint as dcp
+from packhorse.codecs.content import content_hash
+from packhorse.disk import PackhorseReader, PackhorseWriter, SnapshotStore
+
+warnings.simplefilter("ignore")
+n = int(sys.argv[1]) // 4
+
+def state_at(step):
+    draw = torch.Generator().manual_seed(0)
+    state = {}
+    for i in range(6):
+        weights = torch.randn(n, generator=draw) * 0.02
+        for _ in range(step):
+            weights = weights + torch.randn(n, generator=draw) * 1e-4
+        state |= {f"master.{i}": weights, f"model.{i}": weights.bfloat16()}
+        state[f"moment.{i}"] = torch.randn(n, generator=draw) * 1e-3
+    return state | {f"small.{i}": torch.randn(64, generator=draw) for i in range(300)}
+
+def timed(work, *args, **kwargs):
+    begun = time.process_time()
+    result = work(*args, **kwargs)
+    return nbytes / (time.process_time() - begun) / 1e9, result
+
+def digest(state):
+    return [content_hash(t.view(-1).view(torch.uint8).numpy()).hex() for t in state.values()]
+
+first, second = state_at(0), state_at(1)
+nbytes = sum(tensor.nbytes for tensor in first.values())
+speeds = {}
+
+def note(name, speed):
+    speeds[name] = max(speed, speeds.get(name, 0))
+
+with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    for i in range(4):
+        with SnapshotStore(f"{folder}/s{i}", threads=1) as store:
+            note("take", timed(store.take, "0", first)[0])
+            note("take of a delta", timed(store.take, "1", second)[0])
+            speed, restored = timed(store.restore, "1", framework="pt")
+            note("restore", speed)
+        writer = PackhorseWriter(f"{folder}/a{i}", threads=1)
+        note("save", timed(dcp.save, first, storage_writer=writer, no_dist=True)[0])
+        writer = PackhorseWriter(f"{folder}/b{i}", threads=1, base=f"{folder}/a{i}")
+        note("save of a delta", timed(dcp.save, second, storage_writer=writer, no_dist=True)[0])
+        loaded = {name: torch.empty_like(tensor) for name, tensor in second.items()}
+        reader = PackhorseReader(f"{folder}/b{i}", threads=1)
+        note("load", timed(dcp.load, loaded, storage_reader=reader, no_dist=True)[0])
+hashes = digest(restored) + digest(loaded)
+print(json.dumps({name: [speed, *hashes] for name, speed in speeds.items()}))
+"""
+
 
 def main(argv: list[str]) -> int:
     """Measure and print.
@@ -71,20 +127,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("after", help="another one")
     parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N")
     parser.add_argument("--elements", type=int, default=1 << 22, metavar="N", help="of each tensor")
+    parser.add_argument("--stores", action="store_true", help="snapshots and checkpoints")
     args = parser.parse_args(argv)
+    child, ways = (STORES, ("",)) if args.stores else (CHILD, (", encode", ", decode"))
     pythons = [args.before, args.after]
-    rounds = [[_run(python, args.elements) for python in pythons] for _ in range(args.rounds)]
+    rounds = [
+        [_run(python, child, args.elements) for python in pythons] for _ in range(args.rounds)
+    ]
     for name in rounds[0][0]:
-        for i, what in enumerate(("encode", "decode")):
-            print(
-                f"{name}, {what}: {_compare([[run[name][i] for run in pair] for pair in rounds])}"
-            )
-    hashes = [{name: run[name][2] for name in run} for pair in rounds for run in pair]
+        for i, way in enumerate(ways):
+            print(f"{name}{way}: {_compare([[run[name][i] for run in pair] for pair in rounds])}")
+    hashes = [
+        {name: found[len(ways) :] for name, found in run.items()} for pair in rounds for run in pair
+    ]
     return int(any(found != hashes[0] for found in hashes))
 
 
-def _run(python: str, n_elements: int) -> dict[str, list]:
-    command = [python, "-c", CHILD, str(n_elements)]
+def _run(python: str, child: str, n_elements: int) -> dict[str, list]:
+    command = [python, "-c", child, str(n_elements)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, list] = json.loads(done.stdout)
     return found
