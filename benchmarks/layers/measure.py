@@ -11,14 +11,16 @@ in turn, round after round, on one core and by its processor time; the best roun
 memory is fresh, as it is for users.
 
 With `--write` the figures are kept in `benchmarks/results/layers.json` and make
-`docs/benchmarks_layers.md`; `--render` only makes the document again. `--smoke` runs everything on
-a tiny scale, and its times mean nothing.
+`docs/benchmarks_layers.md`. With `--part` as well, the other parts keep their figures, and the page
+says when and under which load each part was measured by itself. `--render` only makes the document
+again. `--smoke` runs everything on a tiny scale, and its times mean nothing.
 """
 
 import argparse
 import itertools
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -117,9 +119,21 @@ def main(argv: list[str]) -> int:
     result = _measure(args, SMOKE if args.smoke else WHOLE)
     keep(result, args.json)
     if args.write:
-        keep(result, RESULT)
-        _write_document(result)
+        whole = result if args.part is PARTS else _merged(json.loads(RESULT.read_text()), result)
+        keep(whole, RESULT)
+        _write_document(whole)
     return 0
+
+
+def _merged(kept: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """The kept figures with the parts of a later run, and that run's conditions beside them."""
+    load = max(result["load_before"], result["load_after"])
+    apart = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "load": load}
+    conditions = {name: apart | {"cpu": result["machine"]["cpu"]} for name in result["parts"]}
+    return kept | {
+        "parts": kept["parts"] | result["parts"],
+        "apart": kept.get("apart", {}) | conditions,
+    }
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -134,8 +148,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--write", action="store_true", help="keep figures, write the document")
     parser.add_argument("--render", action="store_true", help="only write the document again")
     args = parser.parse_args(argv)
-    if args.write and (args.smoke or args.rounds or args.simd or args.part is not PARTS):
-        parser.error("--write needs a whole run")
+    if args.write and (args.smoke or args.rounds or args.simd):
+        parser.error("--write needs a whole run, or whole parts")
     return args
 
 

@@ -42,7 +42,17 @@ def section(name: str, result: Result) -> str:
     part = result["parts"].get(name)
     why = result["absent"].get(name, "not in this run")
     text = f"Not measured: {why}." if part is None else _SECTIONS[name](part)
-    return f"## {HEADINGS[name]}\n\n{text}"
+    return f"## {HEADINGS[name]}\n\n{text}{_apart(result.get('apart', {}).get(name))}"
+
+
+def _apart(conditions: dict[str, Any] | None) -> str:
+    """When and where a part was measured, if not in the run of the others."""
+    if conditions is None:
+        return ""
+    return (
+        f"\n\nMeasured by itself on {conditions['date']}: {conditions['cpu']}, load "
+        f"{conditions['load']:.1f}."
+    )
 
 
 def document(result: Result) -> str:
@@ -100,7 +110,7 @@ def _plan(part: dict[str, Any]) -> str:
     return (
         f"What the host reads before kernels decode a frame: a BF16 tensor of "
         f"{part['nbytes'] / MIB:.0f} MiB in {chunks} chunks takes {_ms(seconds)} ms, "
-        f"{seconds / chunks * 1e6:.0f} us a chunk and {part['packed_nbytes'] / seconds / 1e9:.1f} "
+        f"{seconds / chunks * 1e6:.1f} us a chunk and {part['packed_nbytes'] / seconds / 1e9:.1f} "
         f"GB/s of packed bytes; the plan has {part['plan_nbytes'] / chunks / 1024:.1f} KiB a "
         f"chunk. CRC32C runs at {part['packed_nbytes'] / part['crc_seconds'] / 1e9:.1f} GB/s."
     )

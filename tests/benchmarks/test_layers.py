@@ -87,6 +87,24 @@ def test_figures_are_kept_of_a_whole_run_only(
     assert "needs a whole run" in capsys.readouterr().err
 
 
+def test_a_part_that_is_measured_by_itself_says_so(
+    scripts: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    layers, kept = (
+        scripts["layers.measure"],
+        json.loads((FOLDER / "results/layers.json").read_text()),
+    )
+    part = kept["parts"]["plan"] | {"seconds": 0.001}
+    run = {"load_before": 0.5, "load_after": 3.25, "machine": {"cpu": "a CPU"}, "rounds": 30}
+    whole = layers._merged(kept, run | {"parts": {"plan": part}})
+    assert whole["parts"] == kept["parts"] | {"plan": part}
+    assert whole["load_before"] == kept["load_before"]
+    section = scripts["layers.report"].section
+    assert "takes 1.00 ms" in section("plan", whole)
+    assert section("plan", whole).endswith(": a CPU, load 3.2.")
+    assert section("memory", whole) == section("memory", kept)
+
+
 def test_plans_are_timed_with_any_number_of_threads(scripts: dict[str, ModuleType]) -> None:
     found = scripts["plans"].measure([1, 2], seconds=0.01, n_windows=1)
     assert list(found) == [f"{kind} with {n} threads" for kind in ("BF16", "F32") for n in (1, 2)]
