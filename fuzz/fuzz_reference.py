@@ -2,7 +2,7 @@
 documented error of the same kind.
 
 `reference.py` follows docs/format.md rule by rule, and the fuzzer sees which of its lines an input
-reaches; so the inputs found here cover the page. An input is a control byte and a frame.
+reaches, so the inputs that are found here cover the page. An input is a control byte and a frame.
 """
 
 from collections.abc import Callable

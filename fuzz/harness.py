@@ -1,13 +1,12 @@
 """What the fuzz targets in Python share.
 
 The format is full of checksums, and a fuzzer does not guess one. So a target does not take a frame
-as the input has it: `repair` first writes the sizes that follow from other fields, and `seal` every
-checksum, unless the first byte of the input says not to. Both go by the header alone and know
-nothing of how a stream is laid out.
+as it is in the input: `repair` first writes the sizes that follow from other fields, and `seal`
+every checksum, unless the first byte of the input says not to. Both use only the header and know
+nothing about the layout of a stream.
 
-A target lets only the documented errors through. Whatever else leaves it ends the run, and atheris
-keeps the input. A target that is imported and not run needs no atheris: the soak (`soak.py`) asks
-it for its checks.
+A target allows only the documented errors. Any other exception ends the run, and atheris keeps the
+input. A target that is only imported needs no atheris: the soak (`soak.py`) uses its checks.
 """
 
 import math

@@ -1,10 +1,10 @@
 """Makes the seeds of the fuzz targets: `python fuzz/make_corpus.py FOLDER`.
 
 `run.py` does this before it fuzzes. The seeds are frames and files of every dtype, level, split and
-mode, small ones, because a fuzzer mutates small inputs best. What comes before the data in each
-seed is what the target's own head says. Nothing here knows how a stream is laid out; frames that no
-encoder makes, legal ones and liars, come from the tests. Inputs that broke something once are kept
-in `fuzz/corpus/TARGET/found-WHAT`.
+mode. They are small, because a fuzzer mutates small inputs best. The bytes before the data of each
+seed are those that the head of the target describes. Nothing here knows how a stream is laid out;
+frames that no encoder makes, valid ones and lies, come from the tests. Inputs that once broke
+something are kept in `fuzz/corpus/TARGET/found-WHAT`.
 """
 
 import json
