@@ -1,6 +1,6 @@
-// Plans a table and a payload that an adversary chose, as for kernels on a GPU: nothing
-// crashes, no row points outside of the payload or of the scratch memory, and the planner refuses a
-// payload if and only if the decoder refuses its fields.
+// Plans a table and a payload that an adversary chose, as for kernels on a GPU. Nothing crashes, no
+// row points outside of the payload or of the scratch memory, and the planner refuses a payload if
+// and only if the decoder refuses its fields.
 //
 // Input: that of decode_tensor, whose seeds it shares; fields that only decoding needs are ignored.
 #include "tensor/plan.hpp"

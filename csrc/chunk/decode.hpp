@@ -1,4 +1,4 @@
-// Decoding a chunk (docs/format.md, section 5), in blocks that are small enough for L1: each plane
+// Decoding a chunk (docs/format.md, section 5), in blocks that are small enough for L1. Each plane
 // yields its next bytes, then the block is merged. Stored planes are merged straight from the
 // source. Only the end of the chunk has to wait, because the last bytes of the carrier come from
 // the lanes' last states. A chunk with classed planes is decoded plane by plane instead, because

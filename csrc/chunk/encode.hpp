@@ -1,7 +1,7 @@
-// Encoding a chunk (docs/format.md, section 5): splits it into planes (scratch memory that stays in
-// L2), chooses a mode for each from a sample, and writes the streams. Under split 0, units of more
-// than one byte are only stored or constant. Chunks of zstd never get here: codecs/zstd.py codes
-// them.
+// Encoding a chunk (docs/format.md, section 5): splitting it into planes (scratch memory that stays
+// in L2), choosing a mode for each from a sample, and writing the streams. Under split 0, units of
+// more than one byte are only stored or constant. Chunks of zstd never get here: codecs/zstd.py
+// codes them.
 //
 // The source is read once (chunk/intake.hpp). Bytes that are read before that only serve for
 // choices that are valid for any bytes.

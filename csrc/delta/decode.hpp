@@ -1,6 +1,6 @@
-// Decoding a chunk of differences (docs/format.md, 6.6): first all tokens, class by class; then the
-// differences in the order by class; then, block by block, the differences are put back in the
-// order of units and added to the base.
+// Decoding a chunk of differences (docs/format.md, 6.6). All tokens are decoded first, class by
+// class, and turned into differences in the order by class. Then, block by block, the differences
+// are put back in the order of units and added to the base.
 #pragma once
 
 #include <algorithm>

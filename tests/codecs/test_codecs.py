@@ -1,4 +1,4 @@
-"""Every codec on every dtype, size, kind of data, level and code path; and each on its own."""
+"""Every codec on every dtype, size, kind of data, level and code path, and each codec alone."""
 
 import random
 import subprocess
@@ -48,10 +48,10 @@ PLANE_SIZES = (1, 63, 64, 65, 127, 129, 1000, 8191, 8192, 8193, 40_000)
 
 @pytest.mark.parametrize(("dtype", "kind"), CASES)
 def test_battery(dtype: str, kind: str) -> None:
-    """Every second small size, and in every third case one around the chunk; all levels in turn.
+    """Every second small size, one around a chunk in every third case, and the levels in turn.
 
-    The step from a dtype to the next is prime to the numbers of levels and of large sizes, so that
-    each kind meets each of them at some dtype.
+    The step from one dtype to the next is prime to the numbers of levels and of large sizes, so
+    that each kind meets each of them with some dtype.
     """
     shift = 7 * NAMES.index(dtype) + list(KINDS).index(kind)
     for i, n in enumerate(SMALL[shift % 2 :: 2]):
@@ -84,7 +84,7 @@ def test_battery_around_a_chunk(dtype: str, size: str, level: str) -> None:
 def test_the_battery_meets_every_mode(
     dtype: str, kind: str, level: str, expected: set[Mode]
 ) -> None:
-    """The first plane is coded as one expects; else the battery would test less than it says."""
+    """The first plane is coded as expected, or the battery would test less than it says."""
     data = make_data(kind, dtype, large_sizes(dtype)["chunk"])
     frame = check_tensor(data, dtype, level=level)
     assert set(frame.planes()[0].modes) == expected
@@ -118,7 +118,7 @@ def test_the_plan_does_not_depend_on_the_code_path() -> None:
 
 
 def split_slowly(data: bytes, unit_nbytes: int, how: Split) -> list[bytes]:
-    """Section 4 of docs/format.md, as the builder of test frames understands it."""
+    """Splits by section 4 of docs/format.md, as the builder of test frames reads it."""
     dtype = {2: "BF16", 4: "F32", 8: "F64"}[unit_nbytes]
     return fb.split_planes(data, DTYPE_BY_NAME[dtype], how)
 
@@ -240,7 +240,7 @@ def test_coders_refuse_what_is_no_plane(mode: Mode) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("mode", CODED, ids=lambda mode: mode.name.lower())
 def test_a_damaged_stream_is_refused_or_decodes_to_something(mode: Mode, isa: str) -> None:
-    """Nothing else can happen: the guard pages end the run on an access out of bounds."""
+    """An access out of bounds would end the run, because of the guard pages."""
     plane = symbols(1000, 20)
     whole = bytearray(encode_plane(plane, mode) or b"")
     assert whole
@@ -275,7 +275,7 @@ def test_zstd_round_trips(level: Level) -> None:
 
 
 def test_zstd_finds_what_repeats_far_behind() -> None:
-    """The ordinary search has forgotten it by then."""
+    """The ordinary search does not look that far behind."""
     rng = np.random.default_rng(3)
     pieces = rng.integers(0, 256, (100, 1000)).astype(np.uint8)
     between = rng.integers(0, 9, 1_500_000).astype(np.uint8)
@@ -316,7 +316,7 @@ BAD_ZSTD = {
 
 
 def test_a_hand_made_zstd_stream_is_read() -> None:
-    """What the bad ones below differ from; empty blocks are allowed."""
+    """The bad streams below differ from this one. Empty blocks are allowed."""
     for block in ("210300", "000000" * 5 + "210300"):
         dst = np.empty(len(CHUNK), np.uint8)
         stream = ZSTD_HEADER + bytes.fromhex(block) + CHUNK
@@ -344,7 +344,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("code", FAULTS.values(), ids=FAULTS)
 def test_guarded_memory_is_guarded(code: str) -> None:
-    """The battery leans on it: a kernel that strays must end the process."""
+    """The battery relies on it: a kernel that leaves its memory must end the process."""
     prepare = "import codec_battery; region = codec_battery.guarded(b'12345').obj; end = 8192; "
     done = subprocess.run(
         [sys.executable, "-c", f"{prepare}{code}; print('survived')"],

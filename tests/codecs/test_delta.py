@@ -21,7 +21,7 @@ RNG = np.random.default_rng(11)
 
 
 def steps(dtype: str, n: int, *, share: float = 0.3, size: float = 1e-3) -> tuple[bytes, bytes]:
-    """A tensor of floats, and the same after an optimizer's step that changes a share of it."""
+    """A tensor of floats, before and after an optimizer's step that changes a share of it."""
     old = RNG.standard_normal(n) * np.exp(RNG.standard_normal(n)) * 0.02
     new = old + np.where(RNG.random(n) < share, RNG.standard_normal(n) * size, 0)
     kind = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64,
@@ -30,7 +30,7 @@ def steps(dtype: str, n: int, *, share: float = 0.3, size: float = 1e-3) -> tupl
 
 
 def pack(new: bytes, old: bytes, dtype: str, *, threads: int = 2, **options: str) -> Frame:
-    """The frame of a tensor against a base, read back from its bytes."""
+    """Packs a tensor against a base, and reads the frame back from its bytes."""
     bits = {row.name: row.bits for row in DTYPES}[dtype]
     frame = compress_buffer(
         new, dtype, (len(new) * 8 // bits,), base=old, threads=threads, **options
@@ -152,7 +152,7 @@ def test_a_base_that_helps_only_where_the_plan_looks_is_not_needed():
 
 
 def mixed_steps(n: int, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """BF16 values of as many exponents as there are sizes, and differences of those sizes."""
+    """BF16 values with one exponent for each size, and differences of these sizes."""
     which = RNG.integers(0, len(sizes), n)
     old = ((100 + 3 * which) << 7 | RNG.integers(0, 128, n)).astype(np.int64)
     change = (RNG.standard_normal(n) * np.array(sizes)[which]).astype(np.int64)
@@ -366,7 +366,7 @@ SMALL_FRAME = pack(SMALL_NEW, SMALL_OLD, "BF16").to_bytes()
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_a_damaged_stream_never_harms(data):
-    """Without the chunks' checksums the stream itself has to be sound."""
+    """Without the chunks' checksums, the checks of the stream must suffice."""
     frame = bytearray(SMALL_FRAME)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(128, len(frame) - 1))

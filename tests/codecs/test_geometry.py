@@ -1,4 +1,4 @@
-"""How a tensor is cut is one object, made once for a call; what does not fit it is refused."""
+"""The geometry of a tensor: its numbers, equality and pickling, and what does not fit it."""
 
 import pickle
 
@@ -80,7 +80,7 @@ SIZE = 1 << 12
 
 
 def encode(**changes: object) -> int:
-    """Encodes BF16 of a base, with one thing changed."""
+    """Encodes BF16 against a base, with some arguments changed."""
     src = np.zeros(SIZE, np.uint8)
     base = _core.Base(np.zeros(SIZE, np.uint8), True, 0)
     leaves = np.zeros(16 + 240, np.uint8)

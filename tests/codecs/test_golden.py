@@ -1,12 +1,12 @@
 """Frames and files of earlier releases, which every later one must read. None is ever edited.
 
-`golden/manifest.json` has for each file its SHA-256, that of what it decodes to, and what is in it.
-An encoder is free, so nothing here asks that today's bytes are the same; only that today's frames
-of the same tensors decode to them. After adding a case, write the files that are missing with
+`golden/manifest.json` has the SHA-256 of each file and of what it decodes to, and says what is in
+it. Encoders are free to write other bytes, so nothing here compares those; today's frames of the
+same tensors must decode to the same tensors. After adding a case, write the missing files with
 
     python tests/codecs/test_golden.py --write-missing
 
-which never touches a file that is there, and refuses to write for an older version of the format.
+which never touches an existing file, and refuses to write for an older version of the format.
 """
 
 import argparse
@@ -75,7 +75,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Delta:
-    """A tensor some steps from the golden tensor that is its base."""
+    """A tensor some training steps away from the golden tensor that is its base."""
 
     base: str
     dtype: str
@@ -166,7 +166,7 @@ def original_file() -> bytes:
 
 
 def original_based_file() -> bytes:
-    """The file above some steps later, with a tensor that it does not have."""
+    """The file above after some training steps, with one tensor more."""
     weights = np.frombuffer(make_data("weights", "BF16", 1200), "<u2")
     steps = np.rint(np.random.default_rng(4).normal(0, 2, weights.size)).astype("<i2")
     tensors = {
@@ -190,12 +190,12 @@ def sha256(data: bytes) -> str:
 
 
 def base_of(name: str) -> bytes | None:
-    """The bytes of the tensor that a golden frame is a difference from."""
+    """The bytes of a golden frame's base."""
     return decode_frame(golden(DELTAS[name].base)).data if name in DELTAS else None
 
 
 def describe(frame: bytes, base: bytes | None = None) -> dict[str, Any]:
-    """A line of the manifest, by the slow decoder."""
+    """Makes a line of the manifest with the slow decoder."""
     decoded = decode_frame(frame, base=base)
     return {
         "dtype": decoded.dtype,
@@ -212,7 +212,7 @@ def read_manifest() -> dict[str, dict[str, Any]]:
 
 
 def write_missing() -> list[str]:
-    """Write what is not there yet, and return its names."""
+    """Writes the missing files, and returns their names."""
     if FRAME_VERSION != VERSION:
         raise SystemExit(f"these cases are of version {VERSION}; add new ones for {FRAME_VERSION}")
     FOLDER.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The constants of the format agree with the page, with the C++ core and with their own fields."""
+"""The constants of the format agree with the page and with the C++ core, and fit their fields."""
 
 import ast
 import re
@@ -138,7 +138,7 @@ def test_the_dtype_table_of_the_page_is_the_one_of_the_code() -> None:
 
 
 def check_fields(rows: list[list[str]], fields: struct.Struct) -> None:
-    """Offsets and sizes of a table are those of a struct."""
+    """Compares the offsets and sizes of a table with those of a struct."""
     offset, sizes = 0, []
     for row in rows:
         assert int(row[0]) == offset, row
@@ -187,7 +187,7 @@ def upper(camel: str) -> str:
 
 
 def evaluate(expression: str) -> int:
-    """The value of sums, products and shifts of integers, as C++ and Python both read them."""
+    """Evaluates sums, products and shifts of integers, which C++ and Python read alike."""
     tree = ast.parse(expression, mode="eval")
     allowed = (ast.Expression, ast.BinOp, ast.operator, ast.Constant)
     assert all(isinstance(node, allowed) for node in ast.walk(tree)), expression

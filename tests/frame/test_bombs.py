@@ -1,8 +1,8 @@
-"""Short input that asks for much: refused at once, and before memory is taken on its word.
+"""Short input that claims to be large is refused at once, before memory is allocated for it.
 
-The bombs are read in a process whose address space may hardly grow (`bomb_child.py`). Where one
-asks for more than that, a reader that believes it ends with a MemoryError instead of its documented
-error. What really expands is refused by the caller's limit.
+The bombs are read in a process whose address space can hardly grow (`bomb_child.py`). A reader that
+believes a bomb there ends with a MemoryError instead of its documented error. Input that really
+expands is refused by the caller's limit.
 """
 
 import base64
@@ -125,7 +125,7 @@ short_of_memory = pytest.mark.skipif(SANITIZED, reason="the sanitizer does not a
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tuple]]:
-    """How every bomb ended in every reader."""
+    """What every reader did with every bomb."""
     folder = tmp_path_factory.mktemp("bombs")
     bombs = {
         **{f"{name}.frame": make() for name, make in FRAMES.items()},
@@ -154,7 +154,7 @@ CASES = [
 @short_of_memory
 @pytest.mark.parametrize(("bomb", "reader"), CASES)
 def test_a_bomb_is_refused_at_once(report: dict, bomb: str, reader: str) -> None:
-    """With an error of ours, a message for people, little time, and hardly any memory."""
+    """With an error of ours and a readable message, in little time and hardly any memory."""
     kind, message, seconds = report[bomb][reader]
     if kind is None:  # headers alone tell nothing of frames
         assert (bomb, reader) in {
@@ -184,7 +184,7 @@ def test_without_a_limit_the_system_refuses(report: dict, reader: str) -> None:
 
 @short_of_memory
 def test_verifying_takes_the_memory_of_a_window(report: dict) -> None:
-    """A tensor of four times the memory there is."""
+    """The tensor is four times as large as the memory."""
     assert report["zeros.file"]["verify"][0] is None
     assert report["zeros.file"]["logical_nbytes"][0] is None
     assert report["zeros.frame"]["read_frame"][0].endswith("MemoryError")
@@ -264,7 +264,7 @@ def test_the_command_line_refuses_a_bomb(tmp_path: Path, run: Callable[..., Ende
 
 
 def test_a_long_header_is_recorded_beside_as_many_spaces_as_it_needs(tmp_path: Path) -> None:
-    """So any file can be packed, and what reading takes stays in proportion to the packed one."""
+    """So any file can be packed, and reading takes memory in proportion to the packed file."""
     source = tmp_path / "a"
     text = json.dumps({"a": entry(0, 5)}).encode() + b" " * 9_000_000
     source.write_bytes(file_bytes(text, b"12345"))

@@ -1,4 +1,4 @@
-"""The Frame: what it tells, whole and partial decoding, the caller's memory and mistakes."""
+"""The Frame: its properties, whole and partial decoding, the caller's memory and mistakes."""
 
 import mmap
 from functools import cache
@@ -22,7 +22,7 @@ from packhorse.reference import decode_frame
 
 @cache
 def tensor(kind: str) -> tuple[bytes, Frame]:
-    """A tensor of several chunks, and its frame: every way to decode a chunk is there."""
+    """A tensor of several chunks and its frame, which needs every way of decoding a chunk."""
     how = {
         "planes": ("BF16", "weights", 700_001),
         "whole": ("F32", "noise", 300_001),
@@ -69,7 +69,7 @@ def test_chunks_have_the_length_that_the_frame_says(kind: str) -> None:
 
 
 def decode_modes(frame: Frame) -> list[tuple[Mode, ...]]:
-    """Modes straight from the chunk table's bytes."""
+    """Reads the modes straight from the bytes of the chunk table."""
     n_planes, at = len(frame.planes()), FIXED_HEADER_NBYTES + 8 * len(frame.shape)
     table = np.frombuffer(frame.to_bytes(), "<u4", frame.n_chunks * (1 + n_planes), at)
     return [tuple(Mode(int(d) >> 24) for d in row[1:]) for row in table.reshape(-1, 1 + n_planes)]

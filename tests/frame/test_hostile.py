@@ -1,7 +1,8 @@
-"""Frames whose bytes are chosen by an adversary: the documented error, and nothing else.
+"""Frames whose bytes an adversary chooses give the documented error, and nothing else.
 
-Lies are those that the slow decoder is tested with; here every code path must refuse them for the
-same kind of reason. Random damage runs in guarded memory, so an access out of bounds ends the run.
+The lies are those that the slow decoder is tested with. Here every code path must refuse them for
+the same kind of reason. Random damage runs in guarded memory, so an access out of bounds ends the
+run.
 """
 
 import random
@@ -87,7 +88,7 @@ def test_every_truncation_is_reported(name: str) -> None:
 
 
 def bits_of(name: str, n_real: int) -> Iterable[int]:
-    """All bits of a small frame; of a real one some, half of them in its first 256 bytes."""
+    """All bits of a small frame; some bits of a real one, half of them in its first 256 bytes."""
     n_bits = 8 * len(sample(name).frame)
     if name not in REAL:
         return range(n_bits)
@@ -107,7 +108,7 @@ def test_every_flipped_bit_is_noticed(name: str) -> None:
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_flipped_bit_under_new_checksums_is_refused_or_told_by_the_hash(name: str) -> None:
-    """What is behind the CRC: other data at worst, in bounds, and then the content hash tells."""
+    """Behind the CRC, damage gives other data at worst, in bounds; the content hash shows it."""
     good, n_tried, n_refused = sample(name), 0, 0
     damaged = guarded_output(len(good.frame))
     for bit in bits_of(name, 400):
@@ -129,7 +130,7 @@ output = cache(guarded_output)
 
 
 def decoded(data: memoryview, limit: int, base: bytes | None) -> bytes | None:
-    """What a frame decodes to; None if it is refused, as it must be if it takes more than that."""
+    """Decodes a frame. None if it is refused, as it must be if the tensor is too large."""
     try:
         frame = Frame.from_buffer(data, max_nbytes=limit)
         target = output(frame.logical_nbytes)
@@ -172,7 +173,7 @@ def test_unchecked_damage_is_refused_or_decodes_to_something(name: str, isa: str
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", [*SMALL, *DELTAS, "real rans of several planes", "real zstd"])
 def test_damaged_headers_under_a_new_checksum_are_refused_or_harmless(name: str, isa: str) -> None:
-    """The header's fields lie at random, with a CRC to match; nothing large may be allocated."""
+    """Fields of the header are random, with a matching CRC; nothing large may be allocated."""
     good, rng = sample(name), random.Random(name)
     with forced(isa):
         for _ in range(300):

@@ -1,4 +1,4 @@
-"""What holds for every input: any tensor comes back, and any bytes give a documented error."""
+"""Properties of every input: any tensor comes back, and any bytes give a documented error."""
 
 import io
 import math
@@ -40,7 +40,7 @@ def shapes(draw: st.DrawFn, dtype: str) -> tuple[int, ...]:
 
 @st.composite
 def contents(draw: st.DrawFn, nbytes: int) -> bytes:
-    """Bytes that hypothesis shrinks, or that follow some law, with or without a blemish."""
+    """Bytes that hypothesis shrinks, or that have a pattern, with or without a blemish."""
     seed = draw(st.integers(0, 1 << 16))
     rng = np.random.default_rng(seed)
     period, n_values = draw(st.integers(1, 40)), draw(st.sampled_from([1, 2, 16, 33, 256]))

@@ -101,7 +101,7 @@ def test_workers_of_a_data_loader_unpack(how: str, tmp_path: Path) -> None:
 
 
 def run_script(script: str, *args: str, **options: object) -> subprocess.CompletedProcess[str]:
-    """A Python of its own, which must end by itself."""
+    """Runs a script in another Python, which must end by itself."""
     command = [sys.executable, "-c", script, *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
 
@@ -134,7 +134,7 @@ def work(rounds):
 @pytest.mark.parametrize("kind", ["rans", "zstd", "file"])
 @pytest.mark.parametrize("n", [30, 400_000])
 def test_the_interpreter_may_end_while_daemon_threads_pack(kind: str, n: int) -> None:
-    """Neither a crash nor a hang; what the threads were at is lost."""
+    """There is neither a crash nor a hang; the work of the threads is lost."""
     script = (
         BUSY
         + """

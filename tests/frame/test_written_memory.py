@@ -1,4 +1,4 @@
-"""Memory of the caller's that is written to: PyTorch learns of it, and no two calls share it."""
+"""Memory of the caller that is written to: PyTorch learns about it, and no two calls share it."""
 
 import time
 from collections.abc import Callable
@@ -112,7 +112,7 @@ def test_outs_that_share_memory_are_refused(module: Any) -> None:
 
 @pytest.mark.parametrize("module", [ph_numpy, ph_torch], ids=["numpy", "torch"])
 def test_an_out_over_what_another_call_reads_is_refused(module: Any) -> None:
-    """A base, a frame and a tensor; which of the two comes first depends on their addresses."""
+    """For a base, a frame and a tensor; the message names both, ordered by their addresses."""
     n = 30_000
     values = [memory(module, n) + i for i in range(2)]
     bases = [value + 1e-3 for value in values]
@@ -145,7 +145,7 @@ def test_inputs_may_share_memory() -> None:
 
 
 def test_overlaps_are_looked_for_in_reasonable_time() -> None:
-    """A look at all pairs of so many would take a minute."""
+    """Comparing all pairs of so many would take a minute."""
     n = 10_000
     whole = np.zeros(n, np.float32)
     frame = ph_numpy.compress(np.ones(1, np.float32))

@@ -40,7 +40,7 @@ def seeds(target: str) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def frames() -> list[Frame]:
-    """The frames that the library made; a control byte stands before each."""
+    """The frames that the library made, each behind a control byte."""
     return [
         Frame.from_buffer(seed[1:], name=name)
         for name, seed in seeds("frame").items()

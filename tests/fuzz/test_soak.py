@@ -1,7 +1,7 @@
-"""The soak: each part runs, and finds what is broken on purpose; what it found once stays mended.
+"""The soak: each part runs and finds faults that are made on purpose, and old findings stay mended.
 
-A finding of `make soak` that is mended becomes a test by its file: move it from `build/soak/` to
-`tests/soak_cases/`, under a name that says what it was.
+A finding of `make soak` becomes a test once it is mended: move its file from `build/soak/` to
+`tests/fuzz/soak_cases/`, and name the file after the fault.
 """
 
 import json
@@ -81,7 +81,7 @@ def soak() -> Iterator[ModuleType]:
 def try_case(
     soak: ModuleType, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., Any]]:
-    """What is seen of a case: None where nothing is found."""
+    """Runs a case. Returns the finding, or None if there is none."""
     scratch, workers = tmp_path_factory.mktemp("soak"), {}
 
     def run(part: str, case: Any, fault: str | None = None, limit_s: float | None = None) -> Any:
@@ -95,7 +95,7 @@ def try_case(
 
 
 def first_cases(soak: ModuleType, part: str, n: int) -> Iterator[Any]:
-    """Those that are drawn first."""
+    """The cases that are drawn first."""
     return (soak.draw_case(soak.PARTS[part], 1, number) for number in range(1, n + 1))
 
 
