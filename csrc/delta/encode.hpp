@@ -1,7 +1,8 @@
 // Encoding a chunk as differences from a base (docs/format.md, 6.6).
 //
 // A sample gives the classes, the shift of each class and the size of the stream. Then the
-// differences are sorted by class and cut into tokens, raw bits and extra bits. rANS codes the tokens.
+// differences are sorted by class and cut into tokens, raw bits and extra bits. rANS codes the
+// tokens.
 #pragma once
 
 #include <algorithm>
