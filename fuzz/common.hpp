@@ -1,9 +1,9 @@
-// What the fuzz targets of the core share: fields taken from the input, memory that the sanitizers
-// can guard, and claims.
+// Code that the fuzz targets of the core share: fields taken from the input, memory that the
+// sanitizers can guard, and claims.
 //
 // An input is a few bytes of choices (instruction set, threads, how a tensor is cut) and then data.
-// Nothing here knows how a stream is laid out, so the targets outlive changes of the format; their
-// seeds come from make_corpus.py, which asks the library.
+// Nothing here depends on the layout of a stream, so the targets survive changes of the format.
+// make_corpus.py makes their seeds with the library.
 #pragma once
 
 #include <algorithm>
@@ -16,14 +16,14 @@
 
 namespace packhorse::fuzz {
 
-// A claim that must hold for any input; not assert(), which a build may leave out.
+// Checks a claim that must hold for any input. It replaces assert(), which a build may leave out.
 inline void claim(bool holds, const char* what) {
     if (holds) return;
     std::fprintf(stderr, "claim broken: %s\n", what);
     std::abort();
 }
 
-// Takes little-endian fields from the front of the input; zeros once it has ended.
+// Takes little-endian fields from the front of the input. Gives zeros once the input has ended.
 class Input {
   public:
     Input(const uint8_t* data, std::size_t nbytes) : data_(data), nbytes_(nbytes) {}
@@ -52,9 +52,9 @@ class Input {
     std::size_t nbytes_;
 };
 
-// Exactly as many bytes as asked for, on the heap, so that AddressSanitizer reports any access
-// beyond them. They are filled with `poison`, so that two decoders that leave a byte unwritten
-// disagree about it.
+// A buffer on the heap of exactly the length that was requested, so that AddressSanitizer reports
+// any access beyond it. It is filled with `poison`: two buffers with different poison show if a
+// decoder leaves a byte unwritten.
 class Buffer {
   public:
     explicit Buffer(std::size_t nbytes, uint8_t poison = 0, std::size_t misalign = 0)
@@ -81,7 +81,7 @@ class Buffer {
     std::size_t nbytes_;
 };
 
-// One of the instruction sets of this machine, each of which has loops of its own.
+// Chooses one of the instruction sets of this machine. Each of them has its own loops.
 inline Isa choose_isa(uint32_t choice) {
     return static_cast<Isa>(choice % (static_cast<uint32_t>(detect_isa()) + 1));
 }
@@ -100,7 +100,7 @@ class Leaves {
     std::vector<uint8_t> tail_;
 };
 
-// How a tensor is cut and what its base is like, as the input says. The caller checks fault().
+// How the input cuts a tensor, and what kind of base it has. The caller checks fault().
 struct Cut {
     uint32_t unit_nbytes;
     int split;
@@ -136,8 +136,8 @@ inline uint64_t next_noise(uint64_t& state) {
     return state;
 }
 
-// A base for a tensor, or none: the tensor's own units, if they are known, with noise in the bits
-// of a mask in one of `stride` units.
+// A base for a tensor, or none. If the tensor's units are known, the base has these units, with
+// noise in the bits of a mask in one of every `stride` units.
 class BaseUnits {
   public:
     BaseUnits(const Cut& cut, const Geometry& geometry, const uint8_t* units, uint64_t mask,
@@ -169,8 +169,8 @@ class BaseUnits {
     Buffer values_;
 };
 
-// Side data for a tensor, or none: rows (2 bytes), how many values follow (2), the values, which
-// are repeated where they are too few.
+// Side data for a tensor, or none: rows (2 bytes), the number of values that follow (2), the
+// values. If there are too few values, they are repeated.
 class Side {
   public:
     Side(Input& input, const Geometry& geometry) : n_rows_(input.take(2)), values_(0) {

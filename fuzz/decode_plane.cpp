@@ -1,5 +1,5 @@
-// Decodes a stream of any mode that an adversary chose: nothing crashes, and all instruction sets
-// give the same bytes or all refuse.
+// Decodes a stream of any mode, chosen by an adversary. Nothing may crash, and all instruction sets
+// must give the same bytes, or all refuse.
 //
 // Input: instruction set (1 byte), mode (1), length of the plane (3), the stream.
 #include "common.hpp"

@@ -1,10 +1,10 @@
-// Decodes a table and a payload that an adversary chose: nothing crashes, and all instruction sets,
-// numbers of threads and ranges give the same bytes or all refuse.
+// Decodes a table and a payload that an adversary chose. Nothing may crash, and all instruction
+// sets, numbers of threads and ranges must give the same bytes, or all refuse.
 //
 // Input: choices (2 bytes), Cut (2), length of the tensor (3), start and end of a range (2 each),
 // Side (4 or more), the table, the payload. Checksums are corrected unless the choices say
-// otherwise, because few inputs would get past them; the payload is cut or filled with zeros to the
-// length that the table declares.
+// otherwise, because few inputs would have correct ones. The payload is cut, or filled with zeros,
+// to the length that the table declares.
 #include "common.hpp"
 
 namespace packhorse::fuzz {

@@ -13,7 +13,7 @@ from packhorse.codecs.content import crc32c
 __all__ = ["edit_json", "edit_pairs", "sealed", "sealed_checkpoint"]
 
 _CHECKSUM = b'{"crc32c":"%08x",'
-# New values: numbers at bounds, names that have a meaning, wrong types, deep nesting.
+# New values: numbers at limits, names that have a meaning, wrong types, deep nesting.
 _VALUES: tuple[Any, ...] = (
     *(0, 1, -1, 2, 7, 63, 64, 128, 2**31, 2**53, 2**63 - 1, 2**63, 2**64, 10**400),
     *(0.5, -0.0, 1e308, True, False, None, "", "F32", "F16", "I64", "U8", "F4", "BF16", "C64"),
@@ -41,8 +41,8 @@ def sealed_checkpoint(text: bytes) -> bytes:
 
 
 def edit_pairs(data: bytes, rng: random.Random) -> bytes:
-    """The input with one pair of its objects doubled, dropped, or given the value of another pair.
-    The length before the text is corrected."""
+    """Duplicates or drops one pair of the input's objects, or gives it the value of another pair.
+    Corrects the length before the text."""
     width = 2 if data[:1] and data[0] & 3 else 8  # form 0 has a u64 and one text
     at = 1
     texts = []
@@ -63,7 +63,7 @@ def edit_pairs(data: bytes, rng: random.Random) -> bytes:
 
 
 def edit_json(document: Any, rng: random.Random) -> bytes:
-    """The document with a value doubled, dropped, swapped or replaced by another."""
+    """Duplicates, drops, swaps or replaces one value of the document."""
     places: list[tuple[Any, Any]] = []
     _collect(document, places)
     for _ in range(rng.choice((1, 1, 2, 4)) if places else 0):

@@ -1,18 +1,18 @@
-"""Fuzz the readers of packed files and of packed indexes: lazy, whole, to disk and by `verify`,
-all of them against the slow decoder.
+"""Fuzz the readers of packed files and of packed indexes: lazy, whole, to disk and by `verify`. All
+of them are compared with the slow decoder.
 
 The header of a packed file is JSON that holds a compressed record as base64, and lengths and
-offsets around it must agree. So an input only has the parts, and the target builds the file. The
-two low bits of the first byte choose the form:
+offsets around it must agree. So an input contains only the parts, and the target builds the file.
+The two low bits of the first byte choose the form:
 
 0. the file as it is;
-1. u16 length and text of the original header, then frames one after the other; names, offsets and
-   the header of the packed file are made from these;
+1. u16 length and text of the original header, then frames one after the other, from which the
+   target makes names, offsets and the header of the packed file;
 2. u16 length and text of the original header, u16 length and text of the packed file's header, in
    which `@RECORD@` stands for the record, then the data;
 3. u16 length and text of an original index, then the packed index, with `@RECORD@` as above.
 
-Where frames have a base, all readers get a file of the bases that `harness.py` makes.
+If frames have a base, all readers get a file with the bases that `harness.py` makes.
 """
 
 import json
@@ -43,7 +43,7 @@ _PLACEHOLDER = b"@RECORD@"
 _INDEXES: tuple[Any, ...] = (
     (), 0, -1, slice(3, None), slice(None, None, -2), (..., 0), (slice(1, 9), -1), (None, slice(1))
 )  # fmt: skip
-# Messages that a ValueError may have: the bytes are of another kind than the call expects.
+# Messages that a ValueError may have if the bytes are of another kind than the call expects.
 _OTHER_KIND = ("not a packed file", "the index of a packed folder")
 _SHARE_OF_JSON = 0.4  # of all mutations
 _MAX_NBYTES = (
@@ -207,8 +207,8 @@ def check_index(original: bytes, packed: bytes) -> None:
 
 
 def outcome(work: Callable[[], Any]) -> Any:
-    """What a call returns, or None for a documented error. A ValueError is documented only where
-    the bytes are of another kind."""
+    """The result of a call, or None for a documented error. A ValueError is documented only for
+    bytes of another kind."""
     try:
         return work()
     except PackhorseError:

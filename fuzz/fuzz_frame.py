@@ -1,6 +1,6 @@
 """Fuzz `Frame`: any header and payload must give a tensor or a documented error.
 
-The result must be the same in every code path, for the whole and for its parts.
+The result must be the same on every code path, for the whole tensor and for its parts.
 
 An input is a control byte (see `main`) and a frame.
 """

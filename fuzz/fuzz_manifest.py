@@ -12,8 +12,9 @@ Bit 2 says that the input is the whole file, with its checksum. Bit 3 makes it a
 the lengths of two parts, and three parts, which the target compresses and seals. The page lies in
 a store of good manifests, whose snapshots must be restored whatever the page says.
 
-A file that is refused gives a documented error. One that is accepted has the same content when it
-is written and read again, and no reader allocates memory only because a manifest asks for it.
+A file that is refused must give a documented error. A file that is accepted must have the same
+content when it is written and read again. No reader may allocate memory only because a manifest
+asks for it.
 """
 
 import json
@@ -93,7 +94,7 @@ def check_page(data: bytes) -> None:
     page = outcome(lambda: decode_page(data))
     if page is not None:
         again = encode_page(page.records())
-        assert again is not None, "what was read cannot be written"
+        assert again is not None, "a page that was read cannot be written"
         assert encode_page(decode_page(again).records()) == again, "it changes with each writing"
     for path in (_WHOLE / "catalog").iterdir():
         path.unlink()
@@ -120,7 +121,7 @@ def check_snapshot(text: bytes) -> None:
 
 
 def file_of(text: bytes) -> ManifestFile:
-    """The name that a manifest says it has, if a file can have it."""
+    """The name that a manifest gives itself, if a file can have that name."""
     try:
         document = json.loads(text)
         name, order, generation = (document[key] for key in ("name", "order", "generation"))
@@ -142,7 +143,7 @@ def use_store(name: str, *, is_good: bool) -> None:
     problems = outcome(lambda: store.verify(name))
     if problems == []:
         small = info.nbytes <= harness.MAX_NBYTES
-        assert state is not None or not small, "what is verified cannot be restored"
+        assert state is not None or not small, "a snapshot that was verified cannot be restored"
     outcome(lambda: store.diff(name, name))
 
 
@@ -155,7 +156,7 @@ def check_checkpoint(text: bytes) -> None:
 
 
 def outcome(work: Callable[[], Any]) -> Any:
-    """What a call returns, or None for a documented error."""
+    """The result of a call, or None for a documented error."""
     try:
         return work()
     except PackhorseError:

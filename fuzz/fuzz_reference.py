@@ -1,8 +1,9 @@
 """Fuzz the slow decoder against the fast one: both must give the same tensor, or both a documented
 error of the same kind.
 
-`reference/` follows docs/format.md rule by rule, and the fuzzer sees which of its lines an input
-reaches. So the inputs that it finds cover the page. An input is a control byte and a frame.
+`reference/` follows docs/format.md rule by rule, and the fuzzer sees which lines of it an input
+reaches. So the inputs that the fuzzer finds cover all rules of the page. An input is a control byte
+and a frame.
 """
 
 from collections.abc import Callable

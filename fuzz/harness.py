@@ -84,7 +84,7 @@ def fuzz(target: Callable[[bytes], None], mutator: Mutator | None = None) -> NoR
 
 
 def mutate_bytes(data: bytes, max_nbytes: int) -> bytes:
-    """The input as libFuzzer changes it."""
+    """Changes the input as libFuzzer does."""
     import atheris
 
     mutated: bytes = atheris.Mutate(data, max_nbytes)
@@ -104,8 +104,8 @@ def choose_isa(choice: int) -> None:
 
 
 def repair(frame: bytes) -> bytes:
-    """The frame with the counts and sizes that follow from its shape and its table, cut or filled
-    with zeros to its length; unchanged where that makes no sense."""
+    """Gives a frame the counts and sizes that follow from its shape and its table, and cuts it, or
+    fills it with zeros, to its length. Returns the frame unchanged if that makes no sense."""
     plan = _read_kind(frame)
     if plan is None:
         return frame
@@ -136,7 +136,7 @@ def repair(frame: bytes) -> bytes:
 
 
 def seal(frame: bytes) -> bytes:
-    """The frame with correct checksums. It also gets the right content hash if it can be decoded,
+    """Gives a frame correct checksums. It also gets the right content hash if it can be decoded,
     and names `base_of` as its base if it has one."""
     plan = _read_kind(frame)
     if plan is None:
@@ -165,8 +165,8 @@ def seal(frame: bytes) -> bytes:
 
 
 def base_of(frame: bytes) -> bytes | None:
-    """The base that every target uses for a frame: numbers that count up, as many as the frame's
-    dtypes and shape ask for. None where that makes no sense."""
+    """The base that every target uses for a frame: ascending numbers, as many as the frame's dtypes
+    and shape need. None if that makes no sense."""
     plan = _read_kind(frame)
     if plan is None or not _has_base(frame):
         return None
@@ -208,7 +208,7 @@ def _read_kind(frame: bytes) -> tuple[layout.DType, int, int] | None:
 
 
 def _chunks(header: bytearray, table: int, n_chunks: int, n_planes: int) -> list[tuple[int, int]]:
-    """Where the CRC of each chunk stands, and the chunk's bytes with its padding."""
+    """For each chunk, the place of its CRC, and its bytes with their padding."""
     rows = [table + 4 * (1 + n_planes) * chunk for chunk in range(n_chunks)]
     words = [struct.unpack_from(f"<{n_planes}I", header, row + 4) for row in rows]
     sizes = [padded(sum(word & layout.STREAM_NBYTES_MASK for word in row)) for row in words]

@@ -2,9 +2,9 @@
 
 `run.py` does this before it fuzzes. The seeds are frames and files of every dtype, level, split and
 mode. They are small, because a fuzzer mutates small inputs best. The bytes before the data in each
-seed are described at the top of the target's file. Nothing here knows the layout of streams; frames
-that no encoder makes, valid ones and lying ones, come from the tests. Inputs that broke something
-once are kept in `fuzz/corpus/TARGET/found-WHAT`.
+seed are described at the top of the target's file. Nothing here depends on the layout of streams.
+Frames that no encoder makes, both valid and lying ones, come from the tests. Inputs that once broke
+something are kept in `fuzz/corpus/TARGET/found-WHAT`.
 """
 
 import json
@@ -71,7 +71,7 @@ def make_matrix(dtype: DType, n_rows: int, n_columns: int) -> bytes:
     rng = np.random.default_rng([dtype.code, n_rows, n_columns])
     logs = rng.normal(0, 4, (n_rows, 1)) + rng.normal(0, 4, n_columns)
     logs = logs + rng.normal(0, 0.3, (n_rows, n_columns))
-    # Small values are powers of two, so that the exponent says something about the mantissa.
+    # Small values are powers of two, so that the exponent predicts something about the mantissa.
     values = rng.choice([-1, 1], logs.shape) * np.exp2(np.where(logs > 0, logs, np.floor(logs)))
     if dtype.unit_nbytes == 1:
         exponents = np.clip(logs / 6 + 16, 0, 31).astype(np.uint8)
@@ -81,7 +81,7 @@ def make_matrix(dtype: DType, n_rows: int, n_columns: int) -> bytes:
     return units.astype(f"<u{dtype.unit_nbytes}").tobytes()
 
 
-# How many values a plane has, and how much their frequencies differ.
+# The number of values of a plane, and how much their frequencies differ.
 PLANES = ((2, 0.9), (5, 0.5), (20, 0.2), (50, 0.06), (200, 0.02), (256, 0.1))
 
 
@@ -106,7 +106,7 @@ def build_frame(
     step = dtype.unit_nbytes << chunk_log
     context = EncodeContext(level, Side(side, n_rows) if n_rows else None, None, 0)
     tables, payload = [], b""
-    for start in range(0, source.size, step):  # the core wants large chunks, or one
+    for start in range(0, source.size, step):  # the core needs large chunks, or only one
         piece = source[start : start + step]
         geometry = Geometry(dtype.unit_nbytes, split, chunk_log, piece.size)
         table = np.empty((1, 1 + geometry.n_planes), np.uint32)
@@ -221,7 +221,7 @@ def fuzz_base(n_units: int, unit_nbytes: int) -> bytes:
 
 
 def make_step(base: bytes, unit_nbytes: int, scale: float) -> bytes:
-    """Units that are some steps away from those of a base, a few of them far away."""
+    """Units that are a few steps away from those of a base; some of them are far away."""
     units = np.frombuffer(base, f"<u{unit_nbytes}")
     rng = np.random.default_rng([unit_nbytes, units.size])
     away = rng.normal(0, scale, units.size).astype(np.int64).view(np.uint64)

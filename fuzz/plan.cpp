@@ -19,7 +19,7 @@ bool is_planned(const uint32_t* descriptors, uint32_t n_planes) {
     return true;
 }
 
-// Takes rows from a plan, in the order in which it has them.
+// Takes rows from a plan, in their order.
 class Rows {
   public:
     explicit Rows(const uint8_t* plan) : at_(plan) {}
@@ -70,36 +70,36 @@ class Checker {
         const std::size_t capacity = scratch ? shape_.scratch_nbytes : payload_;
         claim(constant ? row.offset >= 0 && row.offset < 256
                        : lies_in(row.offset, row.n_there, capacity),
-              "the bytes of a plane are there");
+              "the bytes of a plane are in the payload");
         claim(row.n_there == n || lies_in(row.carried_at, n - row.n_there, shape_.scratch_nbytes),
-              "so is what is carried");
+              "the carried bytes of a plane are in memory");
         const int n_raw = __builtin_popcount(static_cast<uint32_t>(row.raw_mask));
         claim(n_raw == 0 || lies_in(row.raw_at, bits_nbytes(n_raw, n), payload_),
-              "so are raw bits");
-        claim(row.raw_mask >> row.raw_bits == 0, "there are as many as are said");
+              "raw bits are in the payload");
+        claim(row.raw_mask >> row.raw_bits == 0, "the mask fits the number of raw bits");
     }
 
     void check_palette(const PaletteRow& row) const {
         claim(lies_in(row.codes_at, bits_nbytes(row.code_bits, row.n_units), payload_),
-              "codes are there");
-        claim(row.code_bits <= int64_t{kMaxCodeBits}, "and find an entry");
+              "codes are in the payload");
+        claim(row.code_bits <= int64_t{kMaxCodeBits}, "every code has an entry");
         check_scratch(row.plane_at, row.n_units);
     }
 
     void check_escaped(const EscapedRow& row) const {
-        claim(lies_in(row.escapes_at, row.n_escapes, payload_), "escapes are there");
+        claim(lies_in(row.escapes_at, row.n_escapes, payload_), "escapes are in the payload");
         check_scratch(row.plane_at, row.n_units);
     }
 
     void check_streams(Rows& rows, std::size_t n, std::size_t n_entries) const {
         for (std::size_t i = 0; i < n; ++i) {
             const auto row = rows.take<StreamRow>();
-            claim(lies_in(row.words_at, 2 * row.n_words, payload_), "words are there");
+            claim(lies_in(row.words_at, 2 * row.n_words, payload_), "words are in the payload");
             claim(row.quarter >= 1 && row.quarter <= int64_t{kMaxLanes / 4}, "and lanes");
             check_scratch(row.plane_at, row.n_units);
             claim(row.carried_at == -1 ||
                       lies_in(row.carried_at, 8 * row.quarter, shape_.scratch_nbytes),
-                  "there is room for what is carried");
+                  "there is room for carried bytes");
         }
         for (std::size_t i = 0; i < n * kMaxLanes; ++i)
             claim(rows.take<uint32_t>() >= kStateLowerBound, "states are in their range");
@@ -119,7 +119,7 @@ class Checker {
     std::size_t payload_;
 };
 
-// Whether decoding may find what planning does not.
+// Whether only decoding, and not planning, can find a fault.
 bool is_found_by_decoding(Status status) {
     return status == Status::kOk || status == Status::kWordsExhausted ||
            status == Status::kWordsLeft || status == Status::kFinalState ||
@@ -157,7 +157,8 @@ void run(Input input) {
     claim(fault.status == Status::kOk ||
               (fault.chunk < geometry.n_chunks() && fault.at <= payload.nbytes()),
           "the bad stream exists");
-    claim(all_planned || fault.status != Status::kOk, "what kernels do not decode is refused");
+    claim(all_planned || fault.status != Status::kOk,
+          "payloads that kernels cannot decode are refused");
     if (fault.status == Status::kOk) {
         const PlanShape shape = planner.shape();
         Buffer plan(shape.nbytes, 0xA5);
@@ -170,7 +171,7 @@ void run(Input input) {
         decode_tensor(tensor, 0, units.data(), nbytes, false, 1, Isa::kPortable);
     claim(fault.status == Status::kOk ? is_found_by_decoding(decoded.status)
                                       : decoded.status != Status::kOk,
-          "the planner refuses what the decoder refuses, and nothing else");
+          "the planner refuses the same payloads as the decoder");
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
-// Encodes arbitrary bytes as a tensor of arbitrary cut, at any level, and decodes them: every
-// instruction set and number of threads writes the same bytes, they are what the decoder's own
-// checks allow, and the tensor comes back.
+// Encodes arbitrary bytes as a tensor with an arbitrary cut, at any level, and decodes them. All
+// instruction sets and numbers of threads must write the same bytes, the decoder's own checks must
+// accept these bytes, and decoding must restore the tensor.
 //
 // Input: choices (2 bytes), Cut (2), length (3), Side (4 or more), mask and stride of the noise (8
-// and 2), the pattern. The tensor repeats the pattern and adds noise where the mask says, because a
-// few hundred bytes alone never fill the lanes and blocks that large chunks have.
+// and 2), the pattern. The tensor repeats the pattern and adds noise in the bits of the mask,
+// because a few hundred bytes alone never fill the lanes and blocks of large chunks.
 #include "common.hpp"
 
 namespace packhorse::fuzz {
@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::size_t kMaxNbytes = 2 * kContentLeafNbytes + 4096;
 
-// What is encoded, and how.
+// The data to encode, and the options.
 struct Task {
     Geometry geometry;
     Side side;
@@ -20,15 +20,15 @@ struct Task {
     BaseUnits base;
     Level level;
 
-    // The tensor seems to be so large without its base that every chunk becomes differences if it
-    // can.
+    // Pretends that the tensor takes many bytes without its base, so that every chunk becomes
+    // differences if it can.
     EncodeContext context() const {
         const bool has_base = base.view().units != nullptr;
         return {level, side.view(), base.view(), has_base ? 4 * src.nbytes() : 0};
     }
 };
 
-// Hashes the leaves as for a tensor that is only hashed.
+// Hashes the leaves of a tensor that is not encoded.
 Leaves leaves_of(const Buffer& src) {
     Leaves leaves(src.nbytes());
     const std::size_t last = src.nbytes() % kContentLeafNbytes;
@@ -91,7 +91,7 @@ Buffer make_tensor(Input& input, std::size_t nbytes, uint32_t unit_nbytes, const
 
 void decode_back(const Encoded& encoded, const Task& task, std::size_t threads, Isa isa) {
     const std::vector<std::size_t> offsets = chunk_offsets(encoded.table.data(), task.geometry);
-    claim(offsets.back() == encoded.nbytes, "the table says how long the payload is");
+    claim(offsets.back() == encoded.nbytes, "the table gives the length of the payload");
     Buffer payload(encoded.nbytes);
     std::copy(encoded.payload.data(), encoded.payload.data() + encoded.nbytes, payload.data());
     const EncodedTensor tensor{task.geometry,  task.side.view(),     task.base.view(),
@@ -99,15 +99,15 @@ void decode_back(const Encoded& encoded, const Task& task, std::size_t threads, 
     Buffer decoded(task.src.nbytes(), 0x5A);
     const DecodeResult result =
         decode_tensor(tensor, 0, decoded.data(), decoded.nbytes(), true, threads, isa);
-    claim(result.status == Status::kOk, "what was encoded can be decoded");
-    claim(decoded.equals(task.src), "what was decoded is what was encoded");
+    claim(result.status == Status::kOk, "an encoded tensor can be decoded");
+    claim(decoded.equals(task.src), "the decoded tensor equals the encoded one");
 }
 
 void round_trip_tensor(const Task& task, std::size_t threads, Isa isa) {
     const Encoded plain(task, 1, Isa::kPortable);
     const bool has_base = task.base.view().units != nullptr;
     const TableCheck check = check_descriptors(plain.table.data(), task.geometry, has_base);
-    claim(check.fault == TableFault::kNone, "the encoder writes what the table's check allows");
+    claim(check.fault == TableFault::kNone, "the encoder writes a table that passes the check");
     claim(plain.nbytes <= round_up(task.src.nbytes(), kFrameAlignment), "nothing grows");
     const Encoded other(task, threads, isa);
     claim(plain.equals(other), "all code paths and numbers of threads write the same bytes");
@@ -115,7 +115,7 @@ void round_trip_tensor(const Task& task, std::size_t threads, Isa isa) {
     decode_back(other, task, threads, isa);
 }
 
-// Compares the estimates that the planner asks for: they are the same on every code path.
+// Compares the estimates that the planner uses. They must be the same on every code path.
 void compare_estimates(const Task& task, std::size_t n_samples, Isa isa) {
     const auto estimate = [&](Isa of) {
         return estimate_tensor(task.src.data(), task.geometry, task.level, n_samples, of).planes;
@@ -157,7 +157,7 @@ void round_trip_plane(const Buffer& src, Mode mode, Isa isa) {
     std::copy(stream.data(), stream.data() + nbytes, exact.data());
     const Status status =
         decode_single_plane(exact.data(), nbytes, mode, decoded.data(), decoded.nbytes(), isa);
-    claim(status == Status::kOk && decoded.equals(src), "a plane comes back");
+    claim(status == Status::kOk && decoded.equals(src), "decoding restores a plane");
 }
 
 void run(Input input) {
@@ -170,7 +170,7 @@ void run(Input input) {
     nbytes -= nbytes % cut.unit_nbytes;
     if (cut.fault(nbytes) != nullptr) return;
     const Geometry geometry = cut.geometry(nbytes);
-    // The binding demands this of its caller.
+    // The binding requires this from its caller.
     if (geometry.chunk_nbytes() % kContentLeafNbytes != 0 && geometry.n_chunks() > 1) return;
     // The planner splits every tensor with a base.
     if (cut.has_base && item_nbytes(geometry.spec) > 1) return;

@@ -2,9 +2,9 @@
 
 Targets of the core are C++ for libFuzzer, built by clang with AddressSanitizer and
 UndefinedBehaviorSanitizer; those of the Python side run under atheris. Each starts from the seeds
-of `make_corpus.py`, from `fuzz/corpus/`, and from the inputs that earlier runs found. These are
-kept in `build/fuzz/`, with the logs and with every input that broke something. The exit status is 1
-if one did.
+of `make_corpus.py`, from `fuzz/corpus/`, and from the inputs that earlier runs found. Found inputs
+are kept in `build/fuzz/`, with the logs and with every input that broke something. The exit status
+is 1 if an input did.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Target:
     """A fuzz target.
 
     Attributes:
-        name: what the command line and the folders call it.
+        name: its name on the command line and in folders.
         source: its file.
         seeds: name of the target whose seeds it uses.
         options: further options of libFuzzer, in addition to the limits.
@@ -65,7 +65,7 @@ class Target:
         return self.source.endswith(".py")
 
 
-# Those that need the longest to build come first.
+# Targets that take longest to build come first.
 TARGETS = (
     Target("round_trip", "round_trip.cpp", "round_trip"),
     Target("decode_tensor", "decode_tensor.cpp", "decode_tensor"),
@@ -81,7 +81,7 @@ _printing = threading.Lock()
 
 
 def main(argv: list[str]) -> int:
-    """Run the targets that are asked for.
+    """Run the targets that the arguments name.
 
     Args:
         argv: the arguments, without the program's name.
@@ -93,8 +93,8 @@ def main(argv: list[str]) -> int:
     names = [target.name for target in TARGETS]
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(names)}")
     parser.add_argument("--time", type=int, default=60, metavar="S", help="seconds for each")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="0: another every run")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="how many at once")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="0: a new one every run")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="targets to run at once")
     parser.add_argument(
         "--build", action="store_true", help="only compile the targets that are not compiled yet"
     )
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> int:
 
 
 def make_seeds() -> None:
-    """Make the seeds of all targets by the installed library."""
+    """Make the seeds of all targets with the installed library."""
     shutil.rmtree(BUILD / "seeds", ignore_errors=True)
     command = [sys.executable, str(FUZZ / "make_corpus.py"), str(BUILD / "seeds")]
     subprocess.run(command, check=True)
@@ -149,7 +149,8 @@ def fuzz(target: Target, seconds: int, seed: int) -> bool:
 
 
 def build(target: Target) -> list[str] | None:
-    """Compile a target unless it is newer than all sources; its command, or None if that fails."""
+    """Compile a target unless it is newer than all sources. Returns its command, or None if
+    compiling fails."""
     program = BUILD / target.name
     program.parent.mkdir(parents=True, exist_ok=True)
     sources = (FUZZ / target.source, *FUZZ.glob("*.hpp"), *(ROOT / "csrc").rglob("*.hpp"))

@@ -52,7 +52,7 @@ def build_store(folder: Path) -> None:
     store = SnapshotStore(folder, threads=1)
     with (
         mock.patch("os.urandom", lambda n: next(numbers).to_bytes(n, "big")),
-        mock.patch.object(Index, "save"),  # its names are drawn, too, and seeds have the packs'
+        mock.patch.object(Index, "save"),  # its names would take random numbers, too
     ):
         for i in range(3):
             store.take(f"step-{i}", _state(i), metadata={"loss": [1.5, None], "step": i})

@@ -1,9 +1,9 @@
-"""The soak: try everything that is promised at random, for as long as you like: `make soak`.
+"""The soak: tries every promise of the package at random, for as long as you like: `make soak`.
 
 Parts (`--list`) draw cases from a seed and run them in processes that are watched. An undocumented
 error is a finding, and so are wrong bytes, a crash, a hang, and too much memory. Each finding is
 kept as a file in `build/soak/`, which `--replay FILE` runs again; the exit status is 1 if there is
-one. Findings that are mended go to `tests/fuzz/soak_cases/`, where a test runs them.
+one. When a finding is fixed, its file goes to `tests/fuzz/soak_cases/`, where a test runs it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Soak", "draw_case", "main", "replay"]
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "soak"
 _JOBS = 2
-_MAX_ALIKE = 3  # files that are kept of one fault
+_MAX_ALIKE = 3  # files that are kept for one fault
 _TIMES = 20  # how often a case is run again if its outcome depends on timing
 _LIVE_S = 0.5  # seconds between lines on a terminal
 
@@ -46,11 +46,11 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit status.
     """
-    parser = argparse.ArgumentParser(description="Try at random all that is promised.")
+    parser = argparse.ArgumentParser(description="Try all promises of the package at random.")
     parser.add_argument("--minutes", type=float, default=10, metavar="M", help="how long")
-    parser.add_argument("--seed", type=int, metavar="N", help="of all cases; drawn unless given")
+    parser.add_argument("--seed", type=int, metavar="N", help="of all cases; random by default")
     parser.add_argument("--parts", nargs="+", metavar="PART", help=f"of {', '.join(PARTS)}")
-    parser.add_argument("--list", action="store_true", help="say what the parts try")
+    parser.add_argument("--list", action="store_true", help="list the parts and what they try")
     parser.add_argument("--replay", type=Path, metavar="FILE", help="run a finding again")
     args = parser.parse_args(argv)
     if unknown := set(args.parts or ()) - PARTS.keys():
@@ -122,10 +122,10 @@ class Soak:
     ) -> None:
         """
         Args:
-            parts: which.
-            seed: of all cases.
+            parts: the parts to run.
+            seed: the seed of all cases.
             folder: where findings go.
-            breaks: breaks operations, for a test.
+            breaks: a function that breaks operations, for a test.
         """
         self._parts = parts
         self._seed = seed
@@ -138,7 +138,7 @@ class Soak:
         self._until = 0.0
 
     def run(self, seconds: float) -> None:
-        """Run for this long; a case that has begun is waited for."""
+        """Run for this long, and wait for cases that have begun."""
         self._until = time.monotonic() + seconds
         scratch = Path(tempfile.mkdtemp(prefix="packhorse-soak-", dir=_memory()))
         try:

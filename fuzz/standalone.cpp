@@ -1,5 +1,5 @@
-// Runs a fuzz target on files, without a fuzzer: `make arm` runs the seeds this way, where there is
-// no fuzzer. Each input lies in memory of exactly its own size.
+// Runs a fuzz target on files, without a fuzzer. `make arm` runs the seeds this way, because it has
+// no fuzzer. Each input is in memory of exactly its own size.
 #include <cstdint>
 #include <cstdio>
 #include <fstream>

@@ -1,5 +1,5 @@
-// Many threads pack and unpack at once, each call with threads of its own, from shared memory that
-// none may write to. `make tsan` builds this with ThreadSanitizer. Every result is compared with
+// Many threads pack and unpack at once, from shared memory that is read-only; each call starts
+// threads of its own. `make tsan` builds this with ThreadSanitizer. Every result is compared with
 // the result of a single thread.
 //
 // Usage: threads [seconds]
@@ -46,7 +46,7 @@ class SharedSource {
 
 constexpr std::size_t kRows = 256;
 
-// What all callers work on.
+// The data that all callers share.
 struct Tensor {
     SharedSource source;
     Geometry geometry;
@@ -60,8 +60,8 @@ struct Tensor {
           level(level),
           side(predicts ? kRows + geometry.n_units / kRows : 0) {
         claim(geometry.n_chunks() > 4, "there are chunks for several threads");
-        // Near the tensor in the middle and far off elsewhere, for chunks with and without the
-        // base.
+        // The base is near the tensor in the middle and far from it elsewhere, so that some chunks
+        // use the base and some do not.
         base_units.assign(source.data(), source.data() + kNbytes);
         for (std::size_t i = 0; i < kNbytes; ++i)
             base_units[i] ^= static_cast<uint8_t>(i >> 19 == 1 ? i % 8 == 0 : 97 * i >> 3);
@@ -133,18 +133,18 @@ void call_once(const Job& job, std::size_t threads, Isa isa) {
     Buffer whole(kNbytes), part(kNbytes / 2);
     claim(decode(job, job.packed, 0, whole, threads, isa).status == Status::kOk &&
               std::equal(whole.data(), whole.data() + kNbytes, job.tensor.source.data()),
-          "the tensor comes back");
+          "decoding restores the tensor");
     const std::size_t start = kNbytes / 3;
     claim(
         decode(job, job.packed, start, part, threads, isa).status == Status::kOk &&
             std::equal(part.data(), part.data() + part.nbytes(), job.tensor.source.data() + start),
-        "a part comes back");
+        "decoding restores a part");
     const DecodeResult bad = decode(job, job.damaged, 0, whole, threads, isa);
     claim(bad.status == Status::kChecksum && (bad.chunk == 1 || bad.chunk == 3),
           "a damaged chunk is found");
 }
 
-// Returns how many rounds all callers made.
+// Returns the number of rounds of all callers together.
 std::size_t run(std::chrono::seconds limit) {
     std::vector<std::unique_ptr<Job>> jobs;
     jobs.push_back(std::make_unique<Job>(1, 2, 2, Level::kDefault, false));

@@ -1,5 +1,5 @@
-// Packs any matrix, breaks the arrays as the input says, checks and unpacks them: no fault, all
-// instruction sets agree, and what was not broken comes back.
+// Packs any matrix, damages the arrays as the input says, checks them and unpacks them. Nothing may
+// crash, all instruction sets must agree, and arrays without damage must give the matrix.
 //
 // Input: instruction set (1 byte), format and threads (1), columns (2), the number of breaks (1),
 // then for each break array (1), place (2) and difference (1); then the elements.
@@ -55,14 +55,14 @@ Arrays pack(const Matrix& matrix, std::size_t threads, Isa isa) {
     if (!listed.empty()) std::memcpy(exceptions.data(), listed.data(), exceptions.nbytes());
     claim(count_weight_exceptions<Form>(matrix.elements.data(), n, matrix.n_columns, 1, threads,
                                         isa) == listed.size(),
-          "as many exceptions as were counted");
+          "the number of exceptions equals the count");
     Arrays arrays{{}, n};
     for (Buffer* buffer : {&low, &high, &firsts, &starts, &exceptions})
         arrays.buffers.push_back(std::move(*buffer));
     return arrays;
 }
 
-// Changes bytes; whether any were.
+// Changes bytes. Returns whether any byte was changed.
 bool break_arrays(Input& breaks, Arrays& arrays) {
     bool broken = false;
     while (breaks.nbytes() > 0) {
@@ -92,10 +92,10 @@ void run_form(const Matrix& matrix, Input breaks, std::size_t threads, Isa isa) 
         unpack_weights<Form>(arrays.view(), n_columns, 0, n_rows, whole.data(), threads, isa);
     const std::size_t again_row =
         unpack_weights<Form>(arrays.view(), n_columns, 0, n_rows, again.data(), 1, Isa::kPortable);
-    claim((row == n_rows) == (again_row == n_rows), "all code paths unpack, or none does");
-    if (check.fault != WeightFault::kNone) return claim(broken, "what was packed is right");
-    claim(row == n_rows && whole.equals(again), "what is right is unpacked by all code paths");
-    claim(broken || whole.equals(matrix.elements), "what was not broken comes back");
+    claim((row == n_rows) == (again_row == n_rows), "all code paths unpack, or all refuse");
+    if (check.fault != WeightFault::kNone) return claim(broken, "packed arrays pass the check");
+    claim(row == n_rows && whole.equals(again), "all code paths unpack arrays that pass the check");
+    claim(broken || whole.equals(matrix.elements), "undamaged arrays give the matrix");
 }
 
 void run(Input input) {

@@ -1,4 +1,4 @@
-// What all bindings share: arrays of bytes, and checks of arguments.
+// Code that all bindings share: arrays of bytes, and checks of arguments.
 #pragma once
 
 #include <nanobind/nanobind.h>

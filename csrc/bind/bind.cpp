@@ -1,7 +1,7 @@
-// The Python module packhorse._core. Only this folder knows nanobind. It checks arguments and
-// releases Python's lock; tensor/tensor.hpp and the headers below it compute. Bad data comes back
-// as (status, chunk), which codecs/base.py puts into words; mistakes of the caller raise an
-// exception.
+// The Python module packhorse._core. Only this folder uses nanobind. It checks arguments and
+// releases Python's lock; tensor/tensor.hpp and the headers below it do the work. Bad data is
+// returned as (status, chunk), which codecs/base.py puts into words; mistakes of the caller raise
+// an exception.
 #if defined(__GNUC__) && !defined(__clang__)
 // GCC's own AVX-512 headers start some results from an "undefined" register and then warn about it
 // (GCC bug 105593).
@@ -33,7 +33,7 @@
 namespace packhorse {
 namespace {
 
-// Planning a stream takes as long as coding so many bytes.
+// Planning a stream takes as long as coding this number of bytes.
 constexpr std::size_t kPlannedStreamNbytes = 1024;
 
 // Maps parts of one file, and remembers whether any of them was lost.
@@ -214,8 +214,8 @@ uint32_t crc32c_of(Bytes src) {
     return crc32c(src.data(), src.size(), isa);
 }
 
-// Computes the digests of all leaves. The digest of a last leaf that is too short for the long form
-// stays as it was.
+// Computes the digests of all leaves. If the last leaf is too short for the long form, its digest
+// is left unchanged.
 void leaf_digests(Bytes src, WritableBytes digests, std::size_t threads) {
     const Isa isa = choose_isa();
     require(digests.size() == 16 * n_leaves(src.size()),
@@ -224,7 +224,7 @@ void leaf_digests(Bytes src, WritableBytes digests, std::size_t threads) {
     hash_leaves_threaded(src.data(), src.size(), digests.data(), threads, isa);
 }
 
-// Copies bytes, and hashes the leaves of the copy: the source may change meanwhile.
+// Copies bytes, and hashes the leaves of the copy, because the source may change meanwhile.
 void copy_with_leaves(Bytes src, WritableBytes dst, WritableBytes leaves) {
     const Isa isa = choose_isa();
     require(dst.size() == src.size(), "dst must be as long as src");
@@ -241,15 +241,15 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> own(std::unique_ptr<uint8_t[]> byte
 }
 
 // The first fault as (status, chunk, plane, byte of the payload); the plan; and its shape as
-// (number of palettes, escaped planes, rANS streams with buckets, those without, buckets, bytes of
-// scratch memory). If the payload has the wrong length, the chunk of the fault is the number of
-// chunks, and its byte is their length.
+// (number of palettes, escaped planes, rANS streams with buckets, rANS streams without, buckets,
+// bytes of scratch memory). If the payload has the wrong length, the fault's chunk is the number of
+// chunks, and its byte is the length of all chunks.
 using Plan = std::tuple<
     std::tuple<int, std::size_t, uint32_t, std::size_t>,
     nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>,
     std::tuple<std::size_t, std::size_t, std::size_t, std::size_t, uint32_t, std::size_t>>;
 
-// Makes a plan by which kernels decode all chunks.
+// Makes a plan that tells kernels how to decode all chunks.
 Plan plan_chunks(Bytes payload, Table table, const Geometry& geometry) {
     require_table(table, geometry);
     require(item_nbytes(geometry.spec) == 1, "planes of one byte are needed");
@@ -284,7 +284,7 @@ std::size_t zstd_frame_nbytes_of(Bytes src, std::size_t header_nbytes, bool has_
 NB_MODULE(_core, m) {
     using namespace packhorse;
     using namespace nb::literals;
-    // A program may end while a file is open, and its output should not report that.
+    // A program may end while a file is open, which is not worth a warning.
     nb::set_leak_warnings(false);
     m.doc() =
         "Packhorse's C++ core: bytes in, bytes out. Private; packhorse.frame and packhorse.codecs "

@@ -1,10 +1,11 @@
-// Releases Python's lock while a kernel works, and takes it back afterwards. Short work keeps the
-// lock: taking it back from another thread means waiting to be woken, which takes as long.
-//
-// Unlike nanobind's own guard, this one survives the end of the interpreter. Up to 3.13, Python
-// then ends a daemon thread that asks for the lock with pthread_exit; later versions put it to
-// sleep. pthread_exit unwinds C++ frames, some of which must not throw, and the process would abort
-// instead of exiting. So the thread sleeps here until the process has ended.
+// Releases Python's lock while a kernel works, and takes it back afterwards. The lock is kept
+// during short work: to take it back from another thread, this thread must wait to be woken, which
+// takes as long as the work.
+// Unlike nanobind's own guard, this one survives the end of the interpreter. When a daemon thread
+// asks for the lock after that, Python up to 3.13 ends the thread with pthread_exit; later versions
+// put it to sleep. pthread_exit unwinds C++ frames, some of which must not throw, so the process
+// would abort instead of exiting. To prevent that, the thread sleeps here until the process has
+// ended.
 #pragma once
 
 #include <Python.h>
@@ -14,12 +15,12 @@
 
 namespace packhorse {
 
-// Going through so many bytes takes some 20 microseconds.
+// Processing this number of bytes takes about 20 microseconds.
 constexpr std::size_t kMinReleasedNbytes = 1 << 16;
 
 class ReleasedGil {
   public:
-    // `nbytes`: how many bytes the work goes through.
+    // `nbytes`: the number of bytes that the work processes.
     explicit ReleasedGil(std::size_t nbytes)
         : state_(nbytes >= kMinReleasedNbytes ? PyEval_SaveThread() : nullptr) {}
     ReleasedGil(const ReleasedGil&) = delete;

@@ -1,6 +1,7 @@
 // The instruction set of a call: the best of this machine, unless the environment variable
-// PACKHORSE_SIMD names another, as tests and benchmarks do. Every binding that computes asks here
-// before it releases Python's lock; the core itself never reads the environment.
+// PACKHORSE_SIMD names another one. Tests and benchmarks set that variable. Every binding that
+// computes calls choose_isa() before it releases Python's lock; the core itself never reads the
+// environment.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -59,8 +60,8 @@ inline Isa choose_isa(Isa best = detect_isa()) {
     refuse_isa_name(wanted);
 }
 
-// Returns the number of the instruction set to Python. `best` is -1, or what a test pretends to
-// have.
+// Returns the number of the instruction set to Python. `best` is -1, or the instruction set of a
+// machine that a test simulates.
 inline int choose_isa_number(int best) {
     const int detected = static_cast<int>(detect_isa());
     if (best < -1 || best > detected)

@@ -1,6 +1,6 @@
-// The classes of packhorse._core that describe a tensor and what belongs to it. Python makes each
-// object once in a call and hands it to every function, instead of a dozen numbers and arrays. The
-// objects keep their arrays alive.
+// The classes of packhorse._core that describe a tensor, its side data, its base and its encoded
+// form. Python makes each object once in a call and passes it to every function, instead of a dozen
+// numbers and arrays. The objects keep their arrays alive.
 //
 // Only a Geometry and an EncodedTensor are checked when they are made. Side data, a base and the
 // memory for an encoder are checked against the geometry of the tensor that they are used with.
@@ -42,8 +42,8 @@ void require_table(const AnyTable& table, const Geometry& geometry) {
             "table must have a row for each chunk and a column more than planes");
 }
 
-// Returns a view of `leaves`: room for the hashes of the leaves of so many bytes, and behind them
-// for a last leaf that is too short.
+// Returns a view of `leaves`, which has room for the hashes of the leaves of `nbytes` bytes, and
+// after them for a last leaf that is too short to be hashed.
 inline ContentLeaves checked_leaves(const WritableBytes& leaves, std::size_t nbytes) {
     const std::size_t n_hashes = 16 * n_leaves(nbytes);
     require(leaves.size() == n_hashes + kXxh3LongMinNbytes - 1,

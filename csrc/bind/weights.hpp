@@ -22,7 +22,7 @@ const uint8_t* bytes_of(const T& array) {
     return reinterpret_cast<const uint8_t*>(array.data());
 }
 
-// Calls work.operator()<Format>() for the format whose packed elements have so many bits.
+// Calls work.operator()<Format>() for the format whose packed elements have `bits` bits.
 template <class Work>
 auto with_format(int bits, const Work& work) {
     require(bits == 11 || bits == 12, "bits must be 11 or 12");
@@ -43,7 +43,7 @@ void require_planes(const Planes& low_bytes, const Planes& high_bits, std::size_
             "high_bits have another shape");
 }
 
-// Lists one behind the other, in an array that Python owns.
+// Joins lists, one after the other, in an array that Python owns.
 inline auto join_lists(const std::vector<std::vector<int32_t>>& lists) {
     std::size_t n = 0;
     for (const std::vector<int32_t>& list : lists) n += list.size();
@@ -102,8 +102,8 @@ inline PackedWeights packed_weights(const Planes& low_bytes, const Planes& high_
             exceptions.shape(0)};
 }
 
-// Unpacks rows [row_start, row_start + dst.shape(0)). Returns the number of rows if all went well,
-// else a row whose exceptions have no place.
+// Unpacks rows [row_start, row_start + dst.shape(0)). Returns the number of rows on success,
+// otherwise a row that has an exception outside of it.
 inline std::size_t unpack_weight_rows(Planes low_bytes, Planes high_bits, Firsts first_exponents,
                                       Numbers exception_starts, Numbers exceptions, int bits,
                                       std::size_t row_start, Array<uint16_t, 2> dst,

@@ -57,7 +57,7 @@ inline std::size_t palette_estimate(const Histogram& histogram, std::size_t n,
     return kPaletteHeaderNbytes + 8 + bits * n / histogram.total / 8;
 }
 
-// Estimated bytes of an rANS stream, or `limit` if it cannot be shorter than that.
+// Estimates the bytes of an rANS stream. Returns `limit` if the stream cannot be shorter than that.
 inline std::size_t rans_estimate(const Histogram& histogram, std::size_t n, std::size_t limit,
                                  RansModel& model) {
     // No model can beat this.
@@ -67,7 +67,7 @@ inline std::size_t rans_estimate(const Histogram& histogram, std::size_t n, std:
     return kModelOffset + (std::size_t{3} << choose_lanes_log(n)) + nbytes;
 }
 
-// Chooses a mode for a plane of `n` units, of which `n_there` are given: all of them, or a sample.
+// Chooses a mode for a plane of `n` units. The caller gives `n_there` of them: all, or a sample.
 // Returns the estimated bytes, or `n` if storing the plane is best.
 inline std::size_t choose_mode(const uint8_t* plane, std::size_t n_there, std::size_t n,
                                Level level, PlaneChoice& choice) {
@@ -151,7 +151,7 @@ inline std::size_t choose_class_models(const uint8_t* sorted, const ClassStarts&
     return nbytes;
 }
 
-// Symbols of a plane that another plane leads keep their upper bits; the bits below are noise.
+// If another plane leads a plane, its symbols consist of its upper bits; the bits below are noise.
 constexpr uint32_t kLedRawBits = 4;
 constexpr uint32_t kLedSymbols = 256u >> kLedRawBits;
 constexpr uint32_t kMaxLeadGroups = 48;
@@ -163,8 +163,8 @@ struct JointHistogram {
     uint32_t counts[kMaxLeadGroups][kLedSymbols];
 };
 
-// Every group but the last has at least one in 512 of all units. Two tables take turns, so that
-// equal neighbours do not wait for each other's store.
+// Every group but the last has at least 1/512 of all units. Two tables take turns, so that equal
+// neighbours do not wait for each other's store.
 inline void count_jointly(const uint8_t* lead, const uint8_t* plane, std::size_t n,
                           JointHistogram& joint) {
     uint32_t counts[256][kLedSymbols] = {}, odd_counts[256][kLedSymbols] = {};

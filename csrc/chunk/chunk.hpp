@@ -1,4 +1,4 @@
-// What encoding and decoding of a chunk share (docs/format.md, section 5).
+// Functions that encoding and decoding of a chunk share (docs/format.md, section 5).
 #pragma once
 
 #include "common/layout.hpp"
@@ -8,7 +8,7 @@ namespace packhorse {
 
 constexpr std::size_t kPlaneSlack = 64;
 
-// The planes that a chunk of this unit and split has.
+// The planes of a chunk with this unit and this split.
 inline PlaneSpec plane_spec(uint32_t unit_nbytes, Split split) {
     const uint32_t n_planes = split == Split::kWhole ? 1 : unit_nbytes;
     return {unit_nbytes, n_planes, rotation_of(unit_nbytes, split)};

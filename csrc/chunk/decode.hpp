@@ -39,7 +39,7 @@ constexpr std::size_t classed_row_nbytes(std::size_t n) {
 }
 
 // Bytes of memory for a chunk with classed planes: plane 0, and each other plane in the order by
-// class. While plane 0 is in that order, it takes the memory of plane 1.
+// class. While plane 0 itself is in that order, it uses the memory of plane 1.
 constexpr std::size_t classed_scratch_nbytes(std::size_t n, uint32_t n_planes) {
     return std::max(n_planes, 2u) * classed_row_nbytes(n);
 }
@@ -50,7 +50,7 @@ inline bool is_classed(const uint32_t* descriptors, uint32_t n_planes) {
     return false;
 }
 
-// Parses and checks a classed stream of a plane of `n` units.
+// Parses and checks the classed stream of a plane with `n` units.
 inline Status classed_open(const uint8_t* src, std::size_t n, PlaneDecoder& plane) {
     RansHeader header;
     Status status = read_rans_header(src, plane.nbytes, header, plane.rans);
@@ -89,8 +89,8 @@ inline Status open_plane(const uint8_t* stream, std::size_t n, PlaneDecoder& pla
     }
 }
 
-// Finds the streams in the chunk and opens them. Sets the carrier (kMaxPlanes for none) and the
-// number of carried bytes.
+// Finds the streams in the chunk and opens them. Sets the carrier (kMaxPlanes if there is none) and
+// the number of carried bytes.
 inline Status open_planes(const uint8_t* src, const uint32_t* descriptors, std::size_t n,
                           const PlaneSpec& spec, PlaneDecoder* planes, uint32_t& carrier,
                           std::size_t& n_carried, Isa isa) {
@@ -226,14 +226,14 @@ inline Status decode_by_blocks(PlaneDecoder* planes, std::size_t n, uint32_t car
 }
 
 // A classed plane while a chunk is decoded: its units in the order by class, the cuts of its
-// classes, and how far each class has been put back.
+// classes, and the next unit of each class to put back in order.
 struct SortedPlane {
     uint8_t* units;
     ClassCuts cuts;
     const uint8_t* next[kMaxClasses];
 };
 
-// The units of a block, of which the first is unit `first` of the tensor, and the source of their
+// The units of a block, which begins at unit `first` of the tensor, and the source of their
 // classes.
 struct ClassBlock {
     std::size_t first;
@@ -273,15 +273,15 @@ inline void unsort_block(PlaneDecoder& plane, SortedPlane& sorted, const ClassBl
     add_raw_bits(plane.rans.raw, at, block.n, dst, isa);
 }
 
-// Whether the source of its classes is known where a classed plane stands.
+// Whether the source of a classed plane's classes is known when that plane is decoded.
 inline bool class_source_is_there(const PlaneDecoder* planes, uint32_t p, const SideData& side) {
     if (planes[p].rule.source == ClassSource::kPrediction) return p == 0 && side.rows != nullptr;
     return p > 0 && planes[0].mode != Mode::kStored;
 }
 
 // Decodes a chunk with classed planes. The units of each class must be counted before they can be
-// decoded. So plane 0, which may lead others, is decoded as a whole first. Then each classed plane
-// is decoded in the order of its classes. At last all planes are put in order and merged, block by
+// decoded. So plane 0, which may lead others, is first decoded as a whole. Then each classed plane
+// is decoded in the order of its classes. Finally, all planes are put in order and merged, block by
 // block.
 class ClassedChunk {
   public:
@@ -345,7 +345,7 @@ class ClassedChunk {
         return {first_ + at, std::min(kBlockUnits, n_ - at), side_, lead_ + at};
     }
 
-    // Stored planes are merged from the source, except the one that lacks its end.
+    // Stored planes are merged from the source, except the carrier, which lacks its end there.
     void complete_carrier(uint32_t carrier, const uint8_t* carried, std::size_t n_carried) {
         uint8_t* const whole = carrier == 0 ? lead_ : sorted_[carrier].units;
         std::memcpy(whole, planes_[carrier].stored, n_ - n_carried);
@@ -395,8 +395,8 @@ inline Status decode_planes(const uint8_t* src, const uint32_t* descriptors, std
                             isa);
 }
 
-// Writes `n` items that all equal the one at `item`. Long runs of one byte are faster than anything
-// that reads.
+// Writes `n` items that all equal the one at `item`. Writing long runs of one byte is faster than
+// any way that reads memory.
 inline void fill_items(const uint8_t* item, std::size_t item_nbytes, std::size_t n, uint8_t* dst) {
     if (is_constant(item, item_nbytes, 1)) {
         std::memset(dst, item[0], n * item_nbytes);
@@ -443,8 +443,8 @@ inline Status decode_whole(const uint8_t* src, uint32_t descriptor, std::size_t 
     return Status::kOk;
 }
 
-// Decodes a chunk of `n` >= 1 units, of which the first is unit `first` of the tensor. `src` has as
-// many bytes as the descriptors' lengths sum up to, which the caller has checked. Writes n *
+// Decodes a chunk of `n` >= 1 units, which begins at unit `first` of the tensor. The length of
+// `src` is the sum of the lengths in the descriptors; the caller has checked this. Writes n *
 // unit_nbytes bytes.
 inline Status decode_chunk(const uint8_t* src, const uint32_t* descriptors, std::size_t n,
                            std::size_t first, const PlaneSpec& spec, const SideData& side,

@@ -33,7 +33,7 @@ struct EncodeScratch {
     bool others_stored = true;  // whether all planes but the first were stored in the last chunk
 };
 
-// What an rANS stream is made from: a plane in the order of units, for its raw bits, and the same
+// The source of an rANS stream: a plane in the order of units, for its raw bits, and the same plane
 // in the order of coding.
 struct RansSource {
     const uint8_t* plane;
@@ -135,7 +135,7 @@ inline void drop_choice(uint32_t plane, EncodeScratch& scratch) {
 }
 
 // Writes all streams as chosen. If a stream does not pay, changes its choice to stored and returns
-// 0. A plane may lie in `dst` already, at the place where it will be stored.
+// 0. A plane may already be in `dst`, at the place where it will be stored.
 inline std::size_t write_streams(const uint8_t* const* planes, std::size_t n, const PlaneSpec& spec,
                                  EncodeScratch& scratch, uint8_t* dst, uint32_t* descriptors,
                                  Isa isa) {
@@ -157,13 +157,13 @@ inline std::size_t write_streams(const uint8_t* const* planes, std::size_t n, co
         used += nbytes;
     }
     const std::size_t stored_nbytes = used;
-    // Copied to other memory, because the end of a plane that is in its place lies where the next
-    // stream goes.
+    // A copy in other memory: if a plane is in `dst` already, its end is where the next stream
+    // goes.
     uint8_t end_of_carrier[kMaxPlanes * 2 * kMaxLanes];
     const uint8_t* carried = carries ? &end_of_carrier[0] : nullptr;
     if (carries) std::memcpy(end_of_carrier, planes[carrier] + n - n_carried, n_carried);
-    // While rANS computes, fetches the next chunk's units, and the places where this chunk's
-    // streams, and behind them the next chunk's stored planes, will probably go.
+    // While rANS computes, fetches the next chunk's units and the memory of the output: the places
+    // where this chunk's streams, and after them the next chunk's stored planes, will probably go.
     Ahead ahead;
     if (n_rans > 0 && scratch.next_src != nullptr) {
         ahead.read = reinterpret_cast<uintptr_t>(scratch.next_src);
@@ -287,8 +287,8 @@ inline void set_aside(uint8_t** planes, std::size_t n, const PlaneSpec& spec,
 }
 
 // Encodes units that are split. If mantissas are noise, all planes but the first are stored, side
-// by side at the beginning of the chunk. If that was so in the previous chunk, they are split
-// straight to that place.
+// by side at the beginning of the chunk. If they were stored in the previous chunk, the planes of
+// this chunk are split directly into that place.
 inline std::size_t encode_split(const ChunkSource& source, std::size_t n, std::size_t first,
                                 const PlaneSpec& spec, const SideData& side, Level level,
                                 EncodeScratch& scratch, uint8_t* dst, uint32_t* descriptors,
@@ -350,16 +350,17 @@ inline std::size_t encode_likely_constant(const ChunkSource& source, std::size_t
         std::memcpy(dst + at, piece, nbytes);
     });
     if (constant) return encode_constant(value, spec, scratch.planes, dst, descriptors, isa);
-    scratch.others_stored = false;  // planes are not split into the memory that they come from
+    scratch.others_stored =
+        false;  // planes must not be split into the memory that holds their units
     return encode_split({dst, nullptr}, n, first, spec, side, level, scratch, dst, descriptors,
                         isa);
 }
 
-// So many equal units suggest that a chunk is constant.
+// This number of equal units suggests that a chunk is constant.
 constexpr std::size_t kConstantGlance = 1024;
 
-// Encodes `n` >= 1 units, of which the first is unit `first` of the tensor. `dst` has room for
-// round_up(n * unit_nbytes, 64) bytes. Returns the padded length of the chunk.
+// Encodes `n` >= 1 units, which begin at unit `first` of the tensor. `dst` has room for round_up(n
+// * unit_nbytes, 64) bytes. Returns the padded length of the chunk.
 inline std::size_t encode_chunk(const ChunkSource& source, std::size_t n, std::size_t first,
                                 const PlaneSpec& spec, const SideData& side, Level level,
                                 EncodeScratch& scratch, uint8_t* dst, uint32_t* descriptors,

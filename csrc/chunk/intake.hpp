@@ -1,6 +1,6 @@
-// Reading a source: every byte is read once, into the encoder's own memory, and the content hash
-// and the streams are both made from that copy. So a frame decodes to the bytes that its hash
-// names, whatever is written to the source meanwhile.
+// Reads a source. Every byte is read once, into the encoder's own memory, and the content hash and
+// the streams are both made from that copy. So a frame always decodes to the bytes that its hash
+// identifies, even if the source is written to meanwhile.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace packhorse {
 
-// So many bytes at a time are hashed, split or cast, so that they stay in L1.
+// The number of bytes that are hashed, split or cast at a time, so that they stay in L1.
 constexpr std::size_t kIntakeNbytes = 4 * kXxh3BlockNbytes;
 
 // Where the hashes of a tensor's leaves go, 16 bytes each. A last leaf that is too short for the
@@ -21,13 +21,13 @@ struct ContentLeaves {
     uint8_t* digests;
     uint8_t* tail;
 
-    // From byte `at` on, where a leaf begins.
+    // The rest of the leaves, from byte `at` on, where a leaf begins.
     ContentLeaves from(std::size_t at) const {
         return {digests + at / kContentLeafNbytes * 16, tail};
     }
 };
 
-// Copies the hashes of `nbytes` bytes, for equal bytes elsewhere.
+// Copies the hashes of `nbytes` bytes, to use them for equal bytes elsewhere.
 inline void copy_leaves(const ContentLeaves& from, std::size_t nbytes, const ContentLeaves& to) {
     const std::size_t last = nbytes % kContentLeafNbytes;
     std::memcpy(to.digests, from.digests,
@@ -64,7 +64,7 @@ class LeafHasher {
         begin_leaf();
     }
 
-    // Takes the next piece. Up to 64 bytes of the previous copy lie in front of `dst`.
+    // Takes the next piece. Up to 64 bytes of the previous copy are in front of `dst`.
     void take(const uint8_t* src, std::size_t nbytes, uint8_t* dst) {
         const std::size_t n_blocks =
             std::min(nbytes / kXxh3BlockNbytes, (in_leaf_ - 1) / kXxh3BlockNbytes);
@@ -142,7 +142,7 @@ inline void split_planes_at(const uint8_t* src, std::size_t n, const PlaneSpec& 
 // planes.
 inline void split_leaf_avx512(const uint8_t* src, std::size_t nbytes, const PlaneSpec& spec,
                               uint8_t* const* planes, std::size_t first, uint8_t* digest, Isa isa) {
-    // The bytes behind the blocks, and in front of them the last line of the blocks.
+    // The last line of the blocks, and after it the bytes behind the blocks.
     alignas(64) uint8_t memory[kXxh3StripeNbytes + kXxh3BlockNbytes];
     uint8_t* const rest = memory + kXxh3StripeNbytes;
     Xxh3Accumulator acc;

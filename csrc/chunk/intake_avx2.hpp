@@ -1,4 +1,4 @@
-// Blocks of a source copied and hashed with AVX2, each register read once.
+// Copies and hashes blocks of a source with AVX2; each register is read once.
 #pragma once
 
 #include "common/copy.hpp"

@@ -1,4 +1,4 @@
-// Blocks of a source copied and hashed with AVX-512, or split and hashed, each line read once.
+// Copies and hashes, or splits and hashes, blocks of a source with AVX-512; each line is read once.
 #pragma once
 
 #include "common/copy.hpp"

@@ -1,7 +1,8 @@
-// Side data of a frame (docs/format.md, 2 and 6.5): a byte for each row and each column of a tensor
-// read as a matrix, which together predict plane 0. For optimizer states, and to a degree for
-// weights, the logarithm of |value| is a number for the row plus a number for the column plus
-// noise. The exponent is that logarithm rounded down, so the means of rows and columns predict it.
+// Side data of a frame (docs/format.md, 2 and 6.5): the tensor is read as a matrix, and has a byte
+// for each row and each column, which together predict plane 0. In optimizer states, and to a
+// degree in weights, the logarithm of |value| is a number for the row plus a number for the column
+// plus noise. The exponent is that logarithm rounded down, so the means of rows and columns predict
+// it.
 //
 // Zeros (plane 0 is 0) say nothing about size and are left out of the means. All arithmetic is in
 // integers, so the side data, and with them the frame, are the same on every machine.
@@ -79,8 +80,8 @@ constexpr int64_t quarters(uint64_t sum, uint64_t count, int64_t otherwise) {
     return count == 0 ? otherwise : static_cast<int64_t>((sum << 18) / count);
 }
 
-// Writes numbers as bytes: moved so that the least becomes 0, rounded to whole quarters, and at
-// most 255.
+// Writes numbers as bytes: shifts them so that the smallest becomes 0, rounds them to whole
+// quarters, and limits them to 255.
 inline void write_quarters(const std::vector<int64_t>& numbers, uint8_t* dst) {
     const int64_t least = *std::min_element(numbers.begin(), numbers.end());
     for (std::size_t i = 0; i < numbers.size(); ++i)
@@ -130,7 +131,7 @@ inline void fill_side(const MatrixView& view, const PlaneSpec& spec, uint8_t* si
     write_quarters(numbers, side + view.n_rows);
 }
 
-// Estimated bytes of plane 0 of a matrix, as it is and by prediction.
+// The estimated bytes of plane 0 of a matrix, without and with prediction.
 struct SideEstimate {
     std::size_t plain_nbytes;
     std::size_t predicted_nbytes;

@@ -4,9 +4,9 @@
 // streams run side by side and are joined by the linear operator "append L zero bytes", held as
 // four tables of 256 (one for each byte of the register). Without the instruction, two streams run
 // side by side. Processors with carry-less products of vectors fold 256 bytes into the next 256
-// instead, which is twice as fast. XXH3: only inputs above 240 bytes. The caller hashes shorter
-// ones with Python's xxhash; a tensor has at most one. Source: the XXH3 specification,
-// doc/xxhash_spec.md of the xxHash project.
+// instead, which is twice as fast. XXH3: only inputs above 240 bytes are hashed here. The caller
+// hashes a shorter leaf with Python's xxhash; a tensor has at most one. Source: the XXH3
+// specification, doc/xxhash_spec.md of the xxHash project.
 //
 // The loops are in common/checksum_avx512.hpp, common/checksum_avx2.hpp and
 // common/checksum_portable.hpp.
@@ -56,7 +56,7 @@ inline uint64_t xxh3_merge(const Xxh3Accumulator& acc, const uint8_t* secret, ui
     return sum ^ sum >> 32;
 }
 
-// Hashes full blocks, of which the last block of an input is never one.
+// Hashes full blocks. The last block of an input never counts as full.
 inline void xxh3_blocks(Xxh3Accumulator& acc, const uint8_t* src, std::size_t n_blocks, Isa isa) {
     for (std::size_t block = 0; block < n_blocks; ++block) {
         xxh3_stripes(acc, src + block * kXxh3BlockNbytes, kXxh3StripesPerBlock, isa);
@@ -68,8 +68,8 @@ constexpr std::size_t xxh3_n_blocks(std::size_t nbytes) {
     return (nbytes - 1) / kXxh3BlockNbytes;
 }
 
-// Finishes the hash of `nbytes` bytes that end at `end`, once all full blocks are hashed, as its 16
-// canonical bytes. Only the bytes behind the full blocks and the last 64 bytes are read.
+// Finishes the hash of `nbytes` bytes that end at `end`, after all full blocks are hashed. Writes
+// its 16 canonical bytes. Reads only the bytes behind the full blocks and the last 64 bytes.
 inline void xxh3_finish(Xxh3Accumulator& acc, const uint8_t* end, std::size_t nbytes, uint8_t* dst,
                         Isa isa) {
     const std::size_t rest = nbytes - xxh3_n_blocks(nbytes) * kXxh3BlockNbytes;

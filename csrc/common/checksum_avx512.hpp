@@ -10,8 +10,9 @@ namespace packhorse {
 
 #if PACKHORSE_X86
 
-// x^n modulo the polynomial, as a factor of a 64-bit carry-less product. The lowest bit is the
-// highest power, so a product has one factor x too many, and n is one less than the wanted power.
+// x^n modulo the polynomial, as a factor of a 64-bit carry-less product. The lowest bit stands for
+// the highest power, so a product has one factor x too many. Therefore n is one less than the
+// wanted power.
 constexpr uint64_t crc_fold_factor(std::size_t n) {
     uint32_t power = 0x80000000;
     for (std::size_t i = 0; i < n; ++i) power = power >> 1 ^ (power & 1 ? kCrc32cPolynomial : 0);
@@ -23,8 +24,8 @@ constexpr std::size_t kCrcFoldMinNbytes = 4 * kCrcFoldNbytes;  // below this, fo
 inline constexpr uint64_t kCrcFoldLow = crc_fold_factor(8 * kCrcFoldNbytes + 63);
 inline constexpr uint64_t kCrcFoldHigh = crc_fold_factor(8 * kCrcFoldNbytes - 1);
 
-// 256 bytes whose CRC register, started at 0, is that of all bytes so far. Each of the four vectors
-// takes every fourth line, so that four chains of products run side by side.
+// 256 bytes that give the same CRC register, started at 0, as all bytes so far. Each of the four
+// vectors takes every fourth line, so that four chains of products run side by side.
 struct CrcFold {
     __m512i vectors[4];
     __m512i seed;  // the register to add to the next line, until the vectors contain it
@@ -35,7 +36,7 @@ PACKHORSE_VPCLMULQDQ inline CrcFold crc_fold_start(uint32_t crc) {
     return {{zero, zero, zero, zero}, _mm512_maskz_set1_epi32(1, static_cast<int>(crc))};
 }
 
-// Moves a vector ahead by 256 bytes and adds the line that lies there.
+// Moves a vector ahead by 256 bytes and adds the line at that place.
 PACKHORSE_VPCLMULQDQ PACKHORSE_INLINE __m512i crc_fold_line(__m512i vector, __m512i line) {
     const __m512i factors = _mm512_broadcast_i64x2(_mm_set_epi64x(kCrcFoldHigh, kCrcFoldLow));
     const __m512i low = _mm512_clmulepi64_epi128(vector, factors, 0x00);

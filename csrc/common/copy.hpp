@@ -1,12 +1,10 @@
 // Copying with checksums: a stored chunk is hashed, checked and copied in one pass.
-//
-// The loops take one block of XXH3 at a time: it stays in L1 for everything that is done with it,
-// and the same loop fetches the memory behind it. A large output is written past the cache, because
+// The loops take one block of XXH3 at a time: the block stays in L1 for all steps, and the same
+// loop prefetches the memory behind it. A large output is written past the cache, because
 // it would not stay there, and because lines that are written whole need not be read first.
 // docs/decisions.md, section 6, has the figures.
-//
-// Others may write to the source meanwhile. So it is read once, a line into a register or a block
-// into memory of our own, and hash, CRC and copy are all made from that.
+// Other threads may write to the source meanwhile. So it is read once, a line into a register or a
+// block into private memory, and hash, CRC and copy are all made from that.
 #pragma once
 
 #include "common/checksum.hpp"
@@ -16,8 +14,8 @@
 
 namespace packhorse {
 
-// An output of at least so many bytes is written past the cache. This is a constant because a
-// virtual machine need not report the size of its cache.
+// An output of at least this number of bytes is written past the cache. This is a constant because
+// a virtual machine may not report the size of its cache.
 constexpr std::size_t kPastCacheMinNbytes = 12 << 20;
 
 template <bool kPastCache>
@@ -55,7 +53,8 @@ inline void copy_with_crc(const uint8_t* src, std::size_t nbytes, uint8_t* dst, 
     std::size_t done = 0;
 #if PACKHORSE_X86
     if (past_cache && isa >= Isa::kAvx2 && n_blocks > 1) {
-        // The last block is left out: copied further on, it would end behind the end of the output.
+        // The last block is left out, because with the shift its copy would go beyond the end of
+        // the output.
         const std::size_t shift = -reinterpret_cast<uintptr_t>(dst) % 64;
         done = n_blocks - 1;
         std::memcpy(dst, src, shift);
@@ -73,7 +72,7 @@ inline void copy_with_crc(const uint8_t* src, std::size_t nbytes, uint8_t* dst, 
 
 template <bool kPastCache>
 inline void hashed_copy_each(const HashedCopy& copy, uint32_t& crc, Isa isa) {
-    // A block, and in front of it the end of the previous block.
+    // The end of the previous block, and then a block.
     alignas(64) uint8_t tile[kXxh3StripeNbytes + kXxh3BlockNbytes];
     std::memset(tile + kXxh3BlockNbytes, 0, kXxh3StripeNbytes);
     if (kPastCache)
@@ -115,7 +114,8 @@ inline void copy_with_digest(const uint8_t* src, std::size_t nbytes, uint8_t* ds
 #if PACKHORSE_X86
     const std::size_t back = reinterpret_cast<uintptr_t>(dst) % 64;
     if (past_cache && isa >= Isa::kAvx2 && n_blocks > 1 && back % 4 == 0) {
-        // The first block is written where it belongs: the memory in front of it is not ours.
+        // The first block is written without a shift back, because the memory in front of it is not
+        // part of the output.
         constexpr std::size_t first = kXxh3BlockNbytes;
         hashed_copy<false>({src, dst, 1, 0, acc}, crc, isa);
         hashed_copy<true>({src + first, dst + first, n_blocks - 1, back, acc}, crc, isa);

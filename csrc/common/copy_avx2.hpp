@@ -1,4 +1,4 @@
-// A block copied with AVX2, through the cache or past it.
+// Copies a block with AVX2, through the cache or past it.
 #pragma once
 
 #include "common/copy_portable.hpp"

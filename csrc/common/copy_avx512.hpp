@@ -1,4 +1,4 @@
-// Blocks copied with AVX-512, a line of 64 bytes to a register; CRC and hash are made from the same
+// Copies blocks with AVX-512, a line of 64 bytes to a register. CRC and hash are made from the same
 // registers.
 #pragma once
 

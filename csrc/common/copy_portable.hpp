@@ -1,5 +1,5 @@
-// What the loops that copy blocks of XXH3 share: how far ahead they fetch, what they copy, and the
-// loop of the baseline for one block.
+// Code shared by the loops that copy blocks of XXH3: how far ahead they fetch, what they copy, and
+// the baseline's loop for one block.
 #pragma once
 
 #include "common/checksum.hpp"
@@ -21,7 +21,7 @@ inline void copy_block_portable(const uint8_t* src, uint8_t* dst) {
     std::memcpy(dst, src, kXxh3BlockNbytes);
 }
 
-// Blocks are copied `shift` bytes further on than they are checked, so that addresses that are
+// The range that is copied lies `shift` bytes behind the range that is checked, so that addresses
 // written past the cache are multiples of 64.
 struct BlockCopy {
     const uint8_t* src;

@@ -61,7 +61,7 @@ struct Ahead {
 
 enum class Isa : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Vbmi2 = 3 };
 
-// Each path may use the instructions of those below it, so compare with >=.
+// Each path may use the instructions of all lower paths, so compare with >=.
 bool operator==(Isa, Isa) = delete;
 
 inline Isa detect_isa() {

@@ -12,7 +12,7 @@ constexpr std::size_t kFrameAlignment = 64;
 constexpr std::size_t kContentLeafNbytes = 262144;
 constexpr std::size_t kMaxChunkNbytes = 2097152;
 constexpr std::size_t kChunkNbytes = 262144;          // what the encoder usually writes
-constexpr std::size_t kClassedChunkNbytes = 1048576;  // what it writes at level max
+constexpr std::size_t kClassedChunkNbytes = 1048576;  // what the encoder writes at level max
 constexpr uint32_t kMinChunkLog = 6;
 constexpr uint32_t kMaxChunkLog = 21;
 constexpr uint32_t kMaxPlanes = 8;
@@ -101,8 +101,8 @@ enum class Status : int {
     kFrequencies = 5,     // frequencies are zero, or do not sum to 4096
     kWordsExhausted = 6,  // the coder asked for a word and none was left
     kWordsLeft = 7,       // words were left over at the end
-    kFinalState = 8,      // a lane ended in a state that no encoder leaves
-    kEscapeCount = 9,     // the number of escapes is not the declared one
+    kFinalState = 8,      // a lane ended in a state that no encoder starts from
+    kEscapeCount = 9,     // the number of escapes differs from the declared one
     kExtraBits = 10,      // fewer or more extra bits than declared
 };
 

@@ -1,11 +1,11 @@
-// Maps files so that losing a part of one does not end the process. If a mapped file is cut off, or
-// its disk fails, pages of it are gone: reading one raises the signal SIGBUS, which kills the
-// process. The handler here turns such a page, and those behind it in the mapping, into zeros, and
-// sets the file's `Loss`. A caller that has read a mapped file checks its `Loss` afterwards.
-//
+// Maps files so that losing a part of one does not end the process. If a mapped file is truncated,
+// or its disk fails, pages of it are gone: reading such a page raises the signal SIGBUS, which
+// kills the process. The handler in this file turns the page, and all later pages of the mapping,
+// into zeros, and sets the file's `Loss`. A caller that has read a mapped file checks its `Loss`
+// afterwards.
 // The handler is installed when a file is mapped, if it is not installed already. A fault outside
-// of our mappings goes to the handler that was installed before, and ours stays away until the next
-// file is mapped.
+// of our mappings goes to the handler that was installed before; then our handler stays uninstalled
+// until the next file is mapped.
 #pragma once
 
 #include <signal.h>
@@ -99,9 +99,10 @@ inline bool replace_lost(const siginfo_t* info) {
                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) != MAP_FAILED;
 }
 
-// Leaves a fault that is not ours to the previous handler. When this returns, the instruction at
-// fault runs again; a signal that was sent is sent again. Some handlers (Python's faulthandler)
-// install the handler before them, which is ours, and send the signal again: then it ends here.
+// Leaves a fault outside of our mappings to the previous handler. When this returns, the
+// instruction at fault runs again; a signal that a process has sent is sent again. Some handlers,
+// such as Python's faulthandler, install the handler before them, which is ours, and send the
+// signal again. Then this function installs the default action, which ends the process.
 inline void pass_on(const siginfo_t* info) {
     struct sigaction end = {};
     end.sa_handler = SIG_DFL;

@@ -1,6 +1,7 @@
-// Threads for one call, started for it and joined before it returns. Nothing outlives the call, so
-// nothing breaks after a fork or when the interpreter shuts down, and concurrent calls share
-// nothing. Starting a thread costs about as much as coding a tenth of a chunk.
+// Threads for one call: they are started for the call and joined before it returns. No thread
+// outlives its call, so nothing breaks after a fork or when the interpreter shuts down, and
+// concurrent calls share nothing. Starting a thread costs about as much as coding a tenth of a
+// chunk.
 #pragma once
 
 #include <atomic>
@@ -29,15 +30,15 @@ void parallel_for(std::size_t n_items, std::size_t n_workers, const Work& work) 
         for (std::size_t worker = 1; worker < n_workers && worker < n_items; ++worker)
             threads.emplace_back(run, worker);
     } catch (const std::exception&) {
-        // The system gives no more threads, or no memory for one. Those that run, and this one, do
-        // all the work.
+        // The system gives no more threads, or no memory for one. The threads that already run, and
+        // this one, do all the work.
     }
     run(0);
     for (std::thread& thread : threads) thread.join();
 }
 
-// Gives each chunk its place in the output in the order of chunks, whichever finishes first, so
-// that the bytes do not depend on the number of threads.
+// Assigns places in the output in the order of chunks, even if a later chunk is finished first. So
+// the bytes do not depend on the number of threads.
 class OrderedOutput {
   public:
     // Blocks until all earlier chunks have their places. Workers take chunks in order, so one of

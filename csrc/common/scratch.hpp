@@ -1,6 +1,5 @@
 // Scratch memory that outlives the call it was taken for.
-//
-// New memory costs a page fault for every page, which takes some ten microseconds in a virtual
+// New memory costs a page fault for every page, which takes about ten microseconds in a virtual
 // machine. So up to eight blocks of 2 MiB that calls have used are kept for later calls. Nothing
 // here is locked, so a fork never finds a lock taken.
 #pragma once

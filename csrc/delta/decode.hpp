@@ -32,7 +32,7 @@ class BitReader {
         return take_slowly(n);
     }
 
-    // Whether the last byte was reached but not passed, and its unused bits are zero.
+    // Checks that the last byte was reached but not passed, and that its unused bits are zero.
     Status finish() const {
         if (is_short_ || n_bits_ - at_ >= 8) return Status::kExtraBits;
         if (at_ % 8 != 0 && src_[at_ / 8] >> (at_ % 8) != 0) return Status::kReserved;
@@ -124,8 +124,8 @@ inline uint64_t take_long_token(uint32_t token, BitReader& extra) {
     return (bits & 1) != 0 ? ~m : m;
 }
 
-// Computes the differences of at most kSegment units of a class of `count` units, from its unit
-// `at` on. The raw bits begin at `raw`.
+// Computes the differences of at most kSegment units, from unit `at` on, of a class that has
+// `count` units. The raw bits begin at `raw`.
 template <class Unit>
 inline void join_raw_bits(const uint8_t* tokens, std::size_t n, uint32_t shift, const uint8_t* raw,
                           std::size_t count, std::size_t at, Unit* __restrict out, Isa isa) {
@@ -297,7 +297,7 @@ class DeltaChunkDecoder {
     Unit* differences_;
 };
 
-// Decodes a chunk of `n` >= 1 units, of which the first is unit `first` of the tensor. `memory` has
+// Decodes a chunk of `n` >= 1 units, which begins at unit `first` of the tensor. `memory` has
 // delta_scratch_nbytes().
 inline Status decode_delta(const uint8_t* stream, std::size_t nbytes, std::size_t n,
                            std::size_t first, uint32_t unit_nbytes, const Base& base,

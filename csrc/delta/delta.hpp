@@ -1,6 +1,6 @@
-// Differences from a base (docs/format.md, 6.6): what encoding and decoding share. The difference
-// of a unit from its base is a number of representable values. The unit of the base alone decides
-// the class of the difference, and so its model and its shift.
+// Differences from a base (docs/format.md, 6.6): code that encoding and decoding share. The
+// difference of a unit from its base is the number of representable values between them. The unit
+// of the base alone decides the class of the difference, and so its model and its shift.
 #pragma once
 
 #include <bit>
@@ -15,7 +15,7 @@ namespace packhorse {
 
 enum class Cast : int { kNone = 0, kToBf16 = 1, kToFp16 = 2 };
 
-// The base of a frame; `units` is null for a frame without.
+// The base of a frame; `units` is null for a frame without a base.
 struct Base {
     const uint8_t* units = nullptr;  // of the whole tensor
     bool is_float =
@@ -86,7 +86,7 @@ PACKHORSE_INLINE uint16_t round_to_fp16(uint32_t x) {
     if (magnitude > 0x7F800000)
         return static_cast<uint16_t>(sign | 0x7E00 | (magnitude >> 13 & 0x1FF));
     if (magnitude >= 0x477FF000) return static_cast<uint16_t>(sign | 0x7C00);  // 65520 or more
-    // So many bits of the mantissa with its leading one are dropped.
+    // The number of bits that the mantissa, with its leading one, loses.
     const uint32_t exponent = magnitude >> 23;
     const bool is_normal = exponent >= 113;
     const uint32_t drop = is_normal ? 13 : 126 - exponent;
@@ -172,7 +172,7 @@ inline Status read_delta_header(const uint8_t* src, std::size_t nbytes, uint32_t
     return read_delta_rule(src, unit_bits, header.rule);
 }
 
-// Reads a model of tokens, as a model of symbols with two raw bits: there are 64 of these as well.
+// Reads a model of tokens as a model of symbols with two raw bits, because there are 64 of either.
 inline Status read_token_model(const uint8_t* src, std::size_t nbytes, RansModel& model,
                                std::size_t& used) {
     const Status status = read_model(src, nbytes, 2, model, used);

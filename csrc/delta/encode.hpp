@@ -20,8 +20,8 @@ namespace packhorse {
 constexpr std::size_t kDeltaSampleRun = 64;
 constexpr std::size_t kDeltaSampleUnits = 8192;
 constexpr std::size_t kLeastDeltaSample = 2048;
-constexpr std::size_t kShiftSample = 1024;  // so many of these for choosing shifts
-// Keys are joined to at most so many groups before they are cut into classes.
+constexpr std::size_t kShiftSample = 1024;  // units of the sample for choosing shifts
+// Keys are joined to at most this number of groups before they are cut into classes.
 constexpr uint32_t kMaxDeltaGroups = 20;
 constexpr uint32_t kLengthBins = 65;  // bits of the size of a difference of up to 64 bits
 
@@ -40,7 +40,7 @@ PACKHORSE_INLINE uint64_t difference_of(const uint8_t* unit, const uint8_t* base
     return static_cast<uint64_t>(static_cast<int64_t>(static_cast<std::make_signed_t<Unit>>(d)));
 }
 
-// Takes at most `n_units` in runs that are spread evenly.
+// Takes at most `n_units` units, in runs that are spread evenly.
 template <class Unit, bool kFloat>
 inline void take_delta_sample(const uint8_t* src, const uint8_t* base, std::size_t n,
                               DeltaSample& sample) {
@@ -51,7 +51,7 @@ inline void take_delta_sample(const uint8_t* src, const uint8_t* base, std::size
     sample.n = 0;
     for (std::size_t r = 0; r < n_runs; ++r) {
         const std::size_t first = r * gap;
-        // Runs lie apart, so the hardware does not fetch the next ones.
+        // The runs are far apart, so the hardware does not prefetch them.
         __builtin_prefetch(src + (first + 4 * gap) * sizeof(Unit));
         __builtin_prefetch(base + (first + 4 * gap) * sizeof(Unit));
         for (std::size_t i = first; i < first + run; ++i, ++sample.n) {
@@ -65,7 +65,7 @@ inline void take_delta_sample(const uint8_t* src, const uint8_t* base, std::size
 PACKHORSE_INLINE uint32_t length_of(uint64_t difference) {
     const uint64_t sign = spread_sign(difference);
     const uint64_t size = (difference ^ sign) - sign;
-    // This way zero, which no predictor can guess, takes no branch.
+    // Without a branch for zero, which no predictor could guess.
     return static_cast<uint32_t>(std::bit_width(size | 1)) - (size == 0 ? 1 : 0);
 }
 
@@ -176,7 +176,7 @@ inline uint64_t shift_cost(const uint64_t* differences, std::size_t n, uint32_t 
     return cost_of_counts(counts, kDeltaTokens) + (bits << kCostBits);
 }
 
-// Finds the best shift of a class, near the one under which nine in ten differences are direct.
+// Finds the best shift of a class, near the shift that makes nine in ten differences direct.
 // Returns its cost.
 inline uint64_t choose_shift(const uint64_t* differences, std::size_t n, uint32_t unit_bits,
                              uint8_t& shift) {
@@ -200,8 +200,8 @@ inline uint64_t choose_shift(const uint64_t* differences, std::size_t n, uint32_
     return best;
 }
 
-// Collects some of the differences, class after class. `starts` receives where each class begins
-// and the last one ends.
+// Collects some of the differences, class after class. `starts` receives the places where each
+// class begins and where the last one ends.
 inline void sort_sample(const DeltaRule& rule, DeltaSample& sample, std::size_t* starts) {
     uint8_t class_of[256] = {};
     for (uint32_t key = 0; key < 256; ++key)
@@ -299,8 +299,8 @@ inline void make_tokens(const Unit* differences, std::size_t n, uint32_t shift,
     });
 }
 
-// Replaces the marks of a class without raw bits by tokens. `long_ones` are the differences that
-// they stand for.
+// Replaces the marks of a class without raw bits with tokens. `long_ones` are the differences that
+// the marks stand for.
 template <class Unit>
 inline void complete_tokens(const Unit* long_ones, std::size_t n, uint8_t* tokens, BitWriter& extra,
                             Isa isa) {
@@ -334,7 +334,7 @@ struct DeltaScratch {
     uint8_t* tokens;       // chunk units, in the order by class, and slack behind each class
     uint8_t* part;         // chunk units
     uint8_t* differences;  // chunk units, in the order by class, and slack behind each class
-    uint8_t* source;       // chunk units, as they were taken in
+    uint8_t* source;       // chunk units, copied from the source
     uint8_t* base;         // the units of the base, cast
     DeltaSample* sample;
     RansModel models[kMaxDeltaClasses];
@@ -442,7 +442,7 @@ class DeltaChunkEncoder {
         }
     }
 
-    // Makes the tokens of a block, and the differences of those that are marked.
+    // Makes the tokens of a block, and the differences of the marked units.
     void sort_block(const Unit* block, const uint8_t* keys, std::size_t n, Unit** to,
                     uint8_t** tokens_to) {
         const DeltaRule& rule = header_.rule;

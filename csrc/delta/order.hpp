@@ -1,10 +1,10 @@
-// Whole units, and tokens of a byte, in the order by class and back, for up to eight classes
+// Moves whole units, and tokens of a byte, to the order by class and back, for up to eight classes
 // (docs/format.md, 6.6). A unit's class is the number of cuts that are at most its key.
-//
-// AVX-512 with VBMI2 compresses and expands 64 tokens at a time, or 32 units of two bytes;
-// everything else is moved 16 at a time as elements of 32 bits (8 of 64), which AVX-512 alone can
-// do. AVX2 moves tokens as planes/class_order.hpp does, and the baseline moves them one by one.
-// Both move units one by one, of which there are then few. The loops are in delta/order_avx512.hpp
+// AVX-512 with VBMI2 compresses and expands 64 tokens at a time, or 32 units of two bytes.
+// Everything else is moved 16 at a time as elements of 32 bits (or 8 at a time as elements of 64
+// bits), for which AVX-512 without VBMI2 is enough. AVX2 moves tokens as planes/class_order.hpp
+// does, and the baseline moves them one by one. Both move units one by one, because then only few
+// units are moved. The loops are in delta/order_avx512.hpp
 // and delta/order_avx2.hpp.
 #pragma once
 
@@ -17,8 +17,8 @@
 
 namespace packhorse {
 
-constexpr std::size_t kDeltaBlockUnits = 2048;  // whose tokens and differences stay in L1
-constexpr std::size_t kDeltaSlackNbytes = 64;   // that may be read or written behind a class
+constexpr std::size_t kDeltaBlockUnits = 2048;  // their tokens and differences stay in L1
+constexpr std::size_t kDeltaSlackNbytes = 64;   // may be read or written behind a class
 
 // Where each class begins in the order by class.
 struct DeltaStarts {
@@ -43,8 +43,8 @@ struct ClassRange {
     uint32_t first, last;
 };
 
-// Narrow classes have no raw bits, and no class with raw bits follows them. Except for the long
-// ones, their differences are their tokens, so that bytes are moved and not units. The other
+// Narrow classes have no raw bits, and no class with raw bits follows them. Except for long
+// differences, their differences are their tokens, so bytes are moved instead of units. The other
 // classes are wide.
 inline uint32_t first_narrow_class(const DeltaRule& rule) {
     uint32_t first = rule.n_classes;
@@ -113,9 +113,9 @@ inline DeltaStarts count_delta_classes(const uint8_t* keys, std::size_t n, const
     return starts;
 }
 
-// Puts at most kDeltaBlockUnits units of some classes in the order of units, into `dst`, whose
-// other units stay or become undefined. `from` points at the next unit of each class and is moved
-// on. Up to kDeltaSlackNbytes behind each class may be read.
+// Puts at most kDeltaBlockUnits units of some classes in the order of units, into `dst`. The other
+// units of `dst` stay or become undefined. `from` points at the next unit of each class and is
+// moved on. Up to kDeltaSlackNbytes behind each class may be read.
 template <class Unit>
 inline void unsort_units(const Unit** from, const uint8_t* keys, std::size_t n,
                          const DeltaRule& rule, ClassRange range, const ClassOfKey& classes,
@@ -178,7 +178,7 @@ inline void move_one_by_one(Unit** at, const uint8_t* keys, std::size_t n, const
     }
 }
 
-// Does what unsort_units() does, for tokens; for those of all classes if they move one by one.
+// Does what unsort_units() does, for tokens. If tokens move one by one, moves those of all classes.
 inline void unsort_tokens(const uint8_t** from, const uint8_t* keys, std::size_t n,
                           const DeltaRule& rule, ClassRange range, const ClassOfKey& classes,
                           uint8_t* __restrict dst, Isa isa) {
@@ -197,7 +197,7 @@ inline void unsort_tokens(const uint8_t** from, const uint8_t* keys, std::size_t
                     [=](const uint8_t& token, std::size_t i) { dst[done + i] = token; });
 }
 
-// Does what sort_units() does, for tokens; for those of all classes if they move one by one.
+// Does what sort_units() does, for tokens. If tokens move one by one, moves those of all classes.
 inline void sort_tokens(const uint8_t* __restrict src, const uint8_t* keys, std::size_t n,
                         const DeltaRule& rule, ClassRange range, const ClassOfKey& classes,
                         uint8_t** to, Isa isa) {

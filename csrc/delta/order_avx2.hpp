@@ -1,5 +1,5 @@
-// Tokens in the order by class and back with AVX2, for up to eight classes, in the steps of
-// planes/class_order_avx2.hpp.
+// Moves tokens to the order by class and back with AVX2, for up to eight classes, in the same steps
+// as planes/class_order_avx2.hpp.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -10,8 +10,9 @@ namespace packhorse {
 
 #if PACKHORSE_X86
 
-// Fetches 32 tokens, each from the next ones of its class by its rank: how many of the class are
-// before it in its half of the block (see unsort_block_avx2()). Two classes share a byte of ranks.
+// Fetches 32 tokens, each from the next tokens of its class, by its rank. The rank is the number of
+// tokens of the class before it in its half of the block (see unsort_block_avx2()). Two classes
+// share a byte of ranks.
 template <uint32_t kClasses>
 PACKHORSE_AVX2 inline std::size_t unsort_tokens_avx2(const uint8_t** from, const uint8_t* keys,
                                                      std::size_t n, const DeltaRule& rule,
@@ -22,7 +23,7 @@ PACKHORSE_AVX2 inline std::size_t unsort_tokens_avx2(const uint8_t** from, const
     std::size_t i = 0;
     for (; i + 32 <= n; i += 32) {
         const __m256i key = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys + i));
-        // The tokens of class c and above; there are none behind the last class.
+        // The tokens of class c and above; none for numbers above the last class.
         __m256i from_class[kClasses + 2];
         uint32_t half[kClasses + 1], all[kClasses + 1];
 #pragma GCC unroll 10
@@ -62,7 +63,7 @@ PACKHORSE_AVX2 inline std::size_t unsort_tokens_avx2(const uint8_t** from, const
     return i;
 }
 
-// Moves eight tokens at a time, by a look-up of the places of a class's tokens.
+// Moves eight tokens at a time, by a table indexed by the set of places of a class's tokens.
 template <uint32_t kClasses>
 PACKHORSE_AVX2 inline std::size_t sort_tokens_avx2(const uint8_t* src, const uint8_t* keys,
                                                    std::size_t n, const DeltaRule& rule,

@@ -1,5 +1,5 @@
-// Units and tokens in the order by class and back with AVX-512, for up to eight classes: with VBMI2
-// as elements of their own length, without it widened to 32 bits.
+// Moves units and tokens to the order by class and back with AVX-512, for up to eight classes. With
+// VBMI2 they keep their own length; without it they are widened to 32 bits.
 #pragma once
 
 #include <type_traits>
@@ -112,7 +112,8 @@ struct UnitsVbmi2<uint16_t> {
     }
 };
 
-// Puts the units of kClasses classes from `first` on in order into `dst`, whose other units stay.
+// Puts the units of kClasses classes, from class `first` on, in order into `dst`. The other units
+// of `dst` stay.
 template <class Unit, uint32_t kClasses>
 PACKHORSE_AVX512 inline std::size_t unsort_units_avx512(const Unit** from, const uint8_t* keys,
                                                         std::size_t n, const DeltaRule& rule,

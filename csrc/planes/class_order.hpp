@@ -1,11 +1,11 @@
 // The order by class and back (docs/format.md, 6.5). A unit's class is the number of cuts that are
 // at most its key. The key is a byte that is known before the unit is decoded.
-//
-// Every path works on blocks of units. Both directions move the next units of each class between
-// adjacent places, in the order by class, and the places that a set of bits names:
+// Every path works on blocks of units. The next units of each class are adjacent in the order by
+// class, and a set of bits gives their places in the order of units. Both directions move units
+// between these two:
 // - AVX-512 with VBMI2 has instructions for that, 64 units at a time;
 // - AVX2 computes the rank of each unit in its class for one direction, 32 units at a time; for the
-//   other it looks up byte shuffles, for each of the 256 sets of eight places;
+// other it looks up a byte shuffle for each of the 256 sets of eight places;
 // - the baseline moves unit by unit.
 #pragma once
 

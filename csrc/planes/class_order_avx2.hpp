@@ -1,5 +1,5 @@
-// Units in the order by class and back with AVX2: one way by byte shuffles that are looked up, the
-// other by the rank of each unit in its class.
+// Moves units to the order by class and back with AVX2: in one direction by byte shuffles from a
+// table, in the other by the rank of each unit in its class.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace packhorse {
 
 #if PACKHORSE_X86
 
-// Adds the keys of `n_blocks` blocks of 32 that are at or above each cut.
+// Counts the keys at or above each cut in `n_blocks` blocks of 32.
 template <uint32_t kCuts>
 PACKHORSE_AVX2 inline void count_cuts_avx2(const uint8_t* keys, std::size_t n_blocks,
                                            const uint8_t* cuts, std::size_t* above) {
@@ -119,8 +119,8 @@ struct CountsAbove {
     }
 };
 
-// Fetches 32 units, each from the next ones of its class by its rank: how many units of the class
-// are before it in its half of the block. Ranks are below 16, so one byte counts for two classes.
+// Fetches 32 units, each from the next units of its class, by its rank: the number of units of the
+// class before it in its half of the block. Ranks are below 16, so one byte counts for two classes.
 PACKHORSE_AVX2 PACKHORSE_INLINE void unsort_block_avx2(const uint8_t** next, const uint8_t* keys,
                                                        const CutsAvx2& cuts, uint8_t* dst) {
     const __m256i key = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys));

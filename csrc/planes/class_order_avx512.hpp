@@ -1,5 +1,5 @@
-// Units in the order by class and back with AVX-512 and VBMI2, which compresses and expands 64 of
-// them at a time.
+// Moves units to the order by class and back with AVX-512 and VBMI2, which compresses and expands
+// 64 units at a time.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace packhorse {
 
 #if PACKHORSE_X86
 
-// Adds the keys of `n_blocks` blocks of 64 that are at or above each cut.
+// Counts the keys at or above each cut in `n_blocks` blocks of 64.
 template <uint32_t kCuts>
 PACKHORSE_AVX512 inline void count_cuts_avx512(const uint8_t* keys, std::size_t n_blocks,
                                                const uint8_t* cuts, std::size_t* above) {
@@ -35,7 +35,7 @@ PACKHORSE_AVX512 inline void count_cuts_avx512(const uint8_t* keys, std::size_t 
     }
 }
 
-// Units at or above each cut, of 64.
+// Which of 64 units are at or above each cut.
 PACKHORSE_AVX512 PACKHORSE_INLINE ClassSets class_sets_avx512(const uint8_t* keys,
                                                               const ClassCuts& cuts) {
     const __m512i key = _mm512_loadu_si512(keys);

@@ -1,4 +1,4 @@
-// Units in the order by class and back, one by one, and what all paths share.
+// Moves units to the order by class and back, one by one; also has the code that all paths share.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,7 @@ struct ClassStarts {
 constexpr std::size_t kClassSlack = 64;  // bytes that unsorting may read past the end
 constexpr std::size_t kSortUnits = 2048;
 
-// The bytes of each class in a block, or of a block, as sets of bits.
+// The bytes of each class in a block, as sets of bits.
 struct ClassSets {
     uint64_t of[kMaxClasses];
 };
@@ -44,7 +44,7 @@ PACKHORSE_INLINE std::size_t count_above(const uint8_t* keys, std::size_t n, uin
     std::size_t count = 0;
     for (std::size_t at = 0; at < n; at += 128) {
         const std::size_t end = std::min(n, at + 128);
-        uint8_t few = 0;  // fits a byte, so that a register counts in all of its bytes
+        uint8_t few = 0;  // a byte, so that each byte of a register is a counter
         for (std::size_t i = at; i < end; ++i)
             few = static_cast<uint8_t>(few + (keys[i] >= cut ? 1 : 0));
         count += few;
@@ -52,12 +52,12 @@ PACKHORSE_INLINE std::size_t count_above(const uint8_t* keys, std::size_t n, uin
     return count;
 }
 
-// So many rounds overflow no byte of a register that counts one a round.
+// The most rounds after which no byte of a register, which counts up to one a round, overflows.
 constexpr std::size_t kCountRounds = 255;
 
 // Finds the next unit of each of kClasses classes while units move one by one. One number holds,
-// side by side, how many units of each class have moved: with counters in memory, each unit would
-// wait for the one before. Entries of the tables are kStep apart, so that one number serves as an
+// side by side, the counts of moved units of all classes: with counters in memory, each unit would
+// wait for the unit before. Entries of the tables are kStep apart, so that one number serves as an
 // index and as a shift.
 template <class Unit, uint32_t kClasses>
 struct Moving {

@@ -1,7 +1,6 @@
-// Units in classes (docs/format.md, 6.5): which class each unit of a chunk falls into. Classes come
-// from side data (a prediction from row and column) or from the plane that leads. They never come
-// from what the stream itself yields, so every class decodes with the same loops as a plain rANS
-// stream.
+// Finds the class of each unit of a chunk (docs/format.md, 6.5). Classes come from side data (a
+// prediction from row and column) or from the plane that leads. They never depend on the stream
+// itself, so every class decodes with the same loops as a plain rANS stream.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +11,7 @@
 
 namespace packhorse {
 
-// The side data of a frame; `rows` is null for a frame without.
+// The side data of a frame; `rows` is null for a frame without side data.
 struct SideData {
     const uint8_t* rows = nullptr;
     const uint8_t* columns = nullptr;
@@ -25,8 +24,8 @@ struct ClassRule {
     uint8_t thresholds[kMaxClasses - 1] = {};
 };
 
-// Calls visit(base, columns, n, at) for the part of each row in the `n` units from `first` on. The
-// part begins with unit `at` of them, and q of section 6.5 is base + columns[i].
+// Calls visit(base, columns, n, at) for the part of each row among the `n` units from `first` on.
+// The part begins at unit `at` of these, and q of section 6.5 is base + columns[i].
 template <class Visit>
 PACKHORSE_INLINE void for_each_row(const SideData& side, std::size_t first, std::size_t n,
                                    Visit visit) {
@@ -39,7 +38,7 @@ PACKHORSE_INLINE void for_each_row(const SideData& side, std::size_t first, std:
     }
 }
 
-// Computes q and the classes of a prediction, which are their own keys.
+// Computes q and the classes of a prediction. These classes serve as keys.
 inline void predict_classes(const SideData& side, std::size_t first, std::size_t n,
                             uint8_t* __restrict q, uint8_t* __restrict classes, Isa isa) {
     vectorised(isa, [=]() PACKHORSE_VECTORISED {
@@ -53,7 +52,7 @@ inline void predict_classes(const SideData& side, std::size_t first, std::size_t
     });
 }
 
-// Computes the classes alone.
+// Computes only the classes.
 inline void predict_keys(const SideData& side, std::size_t first, std::size_t n,
                          uint8_t* __restrict classes, Isa isa) {
     vectorised(isa, [=]() PACKHORSE_VECTORISED {
@@ -76,7 +75,7 @@ inline void subtract_prediction(const uint8_t* plane, const uint8_t* q, std::siz
     });
 }
 
-// Turns what plane 0's stream yields into plane 0.
+// Turns the bytes that plane 0's stream yields into plane 0.
 inline void add_prediction(const SideData& side, std::size_t first, std::size_t n,
                            uint8_t* __restrict plane, Isa isa) {
     vectorised(isa, [=]() PACKHORSE_VECTORISED {
@@ -92,7 +91,8 @@ inline void add_prediction(const SideData& side, std::size_t first, std::size_t 
     });
 }
 
-// What cuts keys into classes. Keys are the classes themselves, or what plane 0 yields.
+// The cuts that divide keys into classes. Keys are the classes themselves, or the bytes that plane
+// 0 yields.
 inline ClassCuts class_cuts(const ClassRule& rule) {
     if (rule.source == ClassSource::kPrediction) return kCutsOfClasses;
     ClassCuts cuts;
@@ -103,7 +103,7 @@ inline ClassCuts class_cuts(const ClassRule& rule) {
     return cuts;
 }
 
-// Counts the columns in each class, for a row whose number is 0.
+// Counts the columns in each class, for a row whose byte of side data is 0.
 inline ClassStarts count_columns(const uint8_t* columns, std::size_t n, Isa isa) {
     constexpr std::size_t kBlock = 2048;
     ClassStarts starts{};
@@ -117,8 +117,9 @@ inline ClassStarts count_columns(const uint8_t* columns, std::size_t n, Isa isa)
     return starts;
 }
 
-// Counts how many of `n` units from `first` on fall into each class of a prediction. A row's number
-// moves all of its columns on by as many classes, so the units of whole rows need not be read.
+// Counts how many of `n` units, from `first` on, fall into each class of a prediction. A row's byte
+// of side data shifts the classes of all its columns equally, so the units of whole rows need not
+// be read.
 inline ClassStarts count_predicted(const SideData& side, std::size_t first, std::size_t n,
                                    Isa isa) {
     ClassStarts whole{};

@@ -30,7 +30,7 @@ inline void count_bytes(const uint8_t* plane, std::size_t n, uint32_t sample_log
     for (std::size_t at = 0; at < n; at += step) {
         const std::size_t run = n - at < kSampleRun ? n - at : kSampleRun;
         const uint8_t* src = plane + at;
-        // The runs of a sample lie apart, so the hardware does not fetch the next ones.
+        // The runs of a sample are far apart, so the hardware does not prefetch them.
         __builtin_prefetch(src + 16 * step);
         std::size_t i = 0;
         for (; i + 8 <= run; i += 8) {
@@ -70,7 +70,7 @@ constexpr std::array<uint32_t, kProbSum + 1> make_cost_table() {
     return table;
 }
 
-// kSymbolCost[f]: the cost of a symbol of frequency f of 4096.
+// kSymbolCost[f]: the cost of a symbol that has the frequency f of 4096.
 inline constexpr std::array<uint32_t, kProbSum + 1> kSymbolCost = make_cost_table();
 
 // Counts symbols, which are bytes without their `raw_bits` low bits. Returns how many of those bits

@@ -1,9 +1,9 @@
 // Palette coding (docs/format.md, 6.3): codes of up to 4 bits as bit planes, an escape for each
 // symbol outside of the palette, and raw bits. With raw bits and no code bits, a palette just drops
 // bits that are always zero.
-//
-// Bit planes are what SIMD comparisons produce and masked operations consume: 64 units are
-// `code_bits` words of 64 bits. The encoder chooses palettes with few escapes, which are handled
+// SIMD comparisons produce bit planes, and masked operations consume them: the codes of 64 units
+// are `code_bits` words of 64 bits. The encoder chooses palettes with few escapes, which are
+// handled
 // one by one.
 #pragma once
 
@@ -35,8 +35,8 @@ inline void fill_palette(PaletteModel& model) {
     }
 }
 
-// Finds the cheapest palette of symbols with so many raw bits. If it costs less than `best`, in
-// bits for the histogram's units, `best` is updated.
+// Finds the cheapest palette of symbols with `raw_bits` raw bits. If it costs less than `best`, in
+// bits for the histogram's units, updates `best`.
 inline void try_palette(const Histogram& histogram, uint32_t raw_bits, uint64_t& best,
                         PaletteModel& model) {
     Histogram symbols;
@@ -71,7 +71,8 @@ inline void try_palette(const Histogram& histogram, uint32_t raw_bits, uint64_t&
     }
 }
 
-// Tries to store only the bits that are ever set, as they are, if that costs less than `best`.
+// Tries a palette that only stores, as they are, the bits that are ever set. Uses it if it costs
+// less than `best`.
 inline void try_used_bits(const Histogram& histogram, uint64_t& best, PaletteModel& model) {
     Histogram none;
     const uint64_t cost = uint64_t{histogram.total} * fold(histogram, 8, none);
@@ -85,7 +86,8 @@ inline void try_used_bits(const Histogram& histogram, uint64_t& best, PaletteMod
 inline uint64_t choose_palette(const Histogram& histogram, uint32_t most_raw_bits,
                                PaletteModel& model) {
     uint64_t best = ~uint64_t{0};
-    // Each raw bit costs one bit, so more of them than the best palette takes cannot win.
+    // Each raw bit costs one bit a unit, so a palette with more raw bits than the best cost cannot
+    // win.
     for (uint32_t raw_bits = 0; raw_bits <= most_raw_bits && raw_bits * histogram.total < best;
          ++raw_bits)
         try_palette(histogram, raw_bits, best, model);

@@ -1,4 +1,4 @@
-// Blocks of 64 units to palette codes and back with AVX2, two registers to a block.
+// Turns blocks of 64 units into palette codes and back with AVX2, two registers to a block.
 #pragma once
 
 #include "common/dispatch.hpp"

@@ -1,5 +1,5 @@
-// Blocks of 64 units to palette codes and back with AVX-512, one register to a block: a bit plane's
-// word is a mask.
+// Turns blocks of 64 units into palette codes and back with AVX-512, one register to a block. A
+// word of a bit plane is a mask.
 #pragma once
 
 #include "common/dispatch.hpp"

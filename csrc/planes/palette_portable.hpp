@@ -1,5 +1,5 @@
-// Blocks of 64 units to palette codes and back with the baseline's instructions, and what all paths
-// share.
+// Turns blocks of 64 units into palette codes and back with the baseline's instructions; also has
+// the code that all paths share.
 #pragma once
 
 #include <bit>
@@ -45,8 +45,8 @@ PACKHORSE_INLINE uint64_t write_codes(const uint64_t* masks, uint64_t all, bool 
     return has_escape ? last : 0;
 }
 
-// No branch predictor guesses how many escapes a block of 64 units has. Few blocks have more than
-// these, which are handled without a branch for each.
+// No branch predictor guesses how many escapes a block of 64 units has. So this number of escapes
+// is handled without a branch for each; few blocks have more.
 constexpr int kFewEscapes = 4;
 
 // Appends the escaped units of a block. `dst` has room for 64.
@@ -133,7 +133,7 @@ PACKHORSE_INLINE void palette_values_portable(const uint64_t* planes, const uint
         store(codes + 8 * k, eight);
     }
 #if PACKHORSE_X86
-    // SSE2 cannot look up bytes, but compares 16 of them with each code in turn.
+    // SSE2 cannot look up bytes, so 16 of them at a time are compared with each code in turn.
     for (uint32_t k = 0; k < 4; ++k) {
         const __m128i code = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes) + k);
         __m128i found = _mm_setzero_si128();

@@ -2,8 +2,9 @@
 //
 // The loops work on a block that fits in L1 or a chunk that fits in L2. They are plain C++ that
 // compilers vectorise well, inlined into one function for each instruction set. Intrinsics are used
-// only where that was slower than copying: for 16-bit units with AVX-512, and for 32-bit units with
-// every instruction set (planes/planes_avx512.hpp, planes/planes_avx2.hpp, planes/planes_sse2.hpp).
+// only where plain loops were slower than copying: for 16-bit units with AVX-512, and for 32-bit
+// units with every instruction set (planes/planes_avx512.hpp, planes/planes_avx2.hpp,
+// planes/planes_sse2.hpp).
 #pragma once
 
 #include "planes/planes_avx2.hpp"

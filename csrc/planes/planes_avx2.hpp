@@ -1,5 +1,5 @@
-// Units of 32 bits to planes and back with AVX2, in the steps of planes/planes_sse2.hpp. For other
-// units, compilers make good loops.
+// Turns units of 32 bits into planes and back with AVX2, in the same steps as
+// planes/planes_sse2.hpp. For other units, compilers make good loops.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -39,7 +39,7 @@ PACKHORSE_AVX2 PACKHORSE_INLINE void split32_block_avx2(const uint8_t* src, std:
                                                         uint8_t* const* planes) {
     const auto* from = reinterpret_cast<const __m256i*>(src);
     const __m256i zero = _mm256_setzero_si256();
-    __m256i halves[2][2];  // of the units: upper and lower
+    __m256i halves[2][2];  // upper and lower halves of the units
     for (int h = 0; h < 2; ++h) {
         const __m256i a = _mm256_loadu_si256(from + 2 * h);
         const __m256i b = _mm256_loadu_si256(from + 2 * h + 1);

@@ -1,4 +1,4 @@
-// Units of 16 and 32 bits to planes and back with AVX-512, 64 units at a time.
+// Turns units of 16 and 32 bits into planes and back with AVX-512, 64 units at a time.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -72,8 +72,8 @@ PACKHORSE_AVX512 inline void transpose_runs_avx512(__m512i* rows) {
     rows[3] = _mm512_shuffle_i32x4(b, d, 0xDD);
 }
 
-// The top two bytes as they lie (sign and exponent, exponent and mantissa) to planes 0 and 1, and
-// back: the top bit of each byte becomes the lowest bit of the other.
+// Turns the top two bytes of units (sign and exponent, exponent and mantissa) into planes 0 and 1,
+// or back: the top bit of each byte becomes the lowest bit of the other.
 PACKHORSE_AVX512 inline void rotate_pair_avx512(__m512i& byte0, __m512i& byte1) {
     const __m512i one = _mm512_set1_epi8(0x01);
     const __m512i top0 = _mm512_srli_epi16(byte0, 7);

@@ -1,5 +1,5 @@
-// Units to planes and back by plain loops, for any unit. The loops with intrinsics leave the units
-// behind their last full block to these.
+// Turns units into planes and back by plain loops, for any unit. The loops with intrinsics leave
+// the units after their last full block to these.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -8,8 +8,8 @@
 
 namespace packhorse {
 
-// By how many bits the top 16 bits of a unit (8 for one-byte units) are rotated left: r of section
-// 4. 0 leaves bytes as they are.
+// The number of bits by which the top 16 bits of a unit (8 for one-byte units) are rotated left: r
+// of section 4. 0 leaves bytes as they are.
 constexpr uint32_t rotation_of(uint32_t unit_nbytes, Split split) {
     if (split != Split::kFloat) return 0;
     return unit_nbytes == 8 ? 4 : 1;
@@ -20,7 +20,7 @@ struct PlaneSpec {
     uint32_t n_planes;
     uint32_t rotation;  // rotation_of()
 
-    // Whether planes differ from the units as they lie in memory.
+    // Whether planes differ from the units in memory.
     bool splits() const { return n_planes > 1 || rotation > 0; }
 };
 

@@ -1,6 +1,6 @@
-// Units of 32 bits to four planes and back with SSE2, the baseline of x86-64, where compilers make
-// scalar loops. Units are split into two halves of 16 bits first, and the upper halves are rotated
-// (docs/format.md, section 4); merging takes the same way back.
+// Turns units of 32 bits into four planes and back with SSE2, the baseline of x86-64, for which
+// compilers make scalar loops. Units are first split into two halves of 16 bits, and the upper
+// halves are rotated (docs/format.md, section 4). Merging takes the same steps in reverse.
 #pragma once
 
 #include "common/dispatch.hpp"

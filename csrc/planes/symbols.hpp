@@ -1,5 +1,5 @@
-// Symbols and raw bits (docs/format.md, 6.1): a coder codes the upper bits of a plane's bytes. The
-// lower ones, if they are noise, are stored in bit planes as they are.
+// Symbols and raw bits (docs/format.md, 6.1). A coder codes the upper bits of a plane's bytes. If
+// the lower bits are noise, they are stored in bit planes as they are.
 //
 // Coders work on bytes whose raw bits are cleared. So a symbol stays shifted to its place, and its
 // raw bits are simply added when it is decoded.
@@ -19,7 +19,7 @@ constexpr std::size_t raw_nbytes(const RawBits& raw, std::size_t n) {
     return static_cast<std::size_t>(__builtin_popcount(raw.mask)) * bit_plane_nbytes(n);
 }
 
-// Finds the bits of `mask` that are set anywhere in a plane. Mostly one block shows them all.
+// Finds the bits of `mask` that are set anywhere in a plane. Usually the first block has them all.
 inline uint32_t used_bits(const uint8_t* plane, std::size_t n, uint32_t mask) {
     constexpr std::size_t kBlock = 1024;
     uint32_t used = 0;
@@ -63,7 +63,7 @@ inline Status parse_raw_bits(uint8_t n_bits, uint8_t mask, uint32_t limit, RawBi
     return Status::kOk;
 }
 
-// Whether the listed symbols are as small as the raw bits demand.
+// Whether the listed symbols are small enough to leave room for the raw bits.
 inline bool symbols_fit(const uint8_t* symbols, std::size_t n, const RawBits& raw) {
     if (raw.n_bits == 0) return true;
     for (std::size_t i = 0; i < n; ++i)

@@ -1,4 +1,5 @@
-// Raw bits of a stream, and moving them out of planes and back with the baseline's instructions.
+// The raw bits of a stream, and functions that move them out of planes and back with the baseline's
+// instructions.
 #pragma once
 
 #include <array>
@@ -10,7 +11,7 @@ namespace packhorse {
 
 struct RawBits {
     uint32_t n_bits = 0;  // low bits of a byte that are not coded
-    uint32_t mask = 0;    // those that are not always zero, which have a bit plane each
+    uint32_t mask = 0;    // those low bits that are not always zero; each has a bit plane
 
     uint8_t symbol_mask() const { return static_cast<uint8_t>(0xFFu << n_bits); }
     uint32_t n_symbols() const { return 256u >> n_bits; }

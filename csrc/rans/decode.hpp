@@ -7,10 +7,11 @@
 // (rans/decode_buckets_avx512.hpp);
 // - others, 128 lanes: one load a lane from a table of 4096 entries (16 KiB, in L1), with AVX-512,
 // AVX2 or the baseline (rans/decode_avx512.hpp, rans/decode_avx2.hpp, rans/decode_portable.hpp);
-// - fewer lanes: the same table, one lane at a time. Vector loops read whole registers of words.
-// Near the end of the stream they run on a zero-padded copy of its last bytes, so that nothing
-// beyond the stream is read. There they check after every round that they took no more words than
-// there were.
+// - fewer lanes: the same table, one lane at a time.
+//
+// Vector loops read whole registers of words. Near the end of the stream they run on a zero-padded
+// copy of its last bytes, so that nothing beyond the stream is read. There they check after every
+// round that they took no more words than there were.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -53,8 +54,8 @@ inline Status decode_round(RansDecoder& decoder, std::size_t n, uint8_t* dst) {
     return Status::kOk;
 }
 
-// Decodes full rounds without a check, for a caller that knows that there are n_rounds * n_lanes
-// words. The loop has no branches, because no predictor can guess whether a lane needs a word.
+// Decodes full rounds without a check; the caller knows that there are n_rounds * n_lanes words.
+// The loop has no branches, because no predictor can guess whether a lane needs a word.
 PACKHORSE_INLINE void decode_rounds_unchecked(RansDecoder& decoder, std::size_t n_rounds,
                                               uint8_t* dst) {
     const uint32_t quarter = 1u << (decoder.lanes_log - 2);
@@ -184,9 +185,9 @@ inline Status rans_decode(RansDecoder& decoder, std::size_t n, uint8_t* dst, Ahe
     return status == Status::kOk ? patch_escapes(decoder, dst, n) : status;
 }
 
-// Checks, after the last unit, that everything was used and that every lane is in a state that an
-// encoder can start from. Writes the 2 * n_lanes carried bytes, which must be zero if nothing is
-// carried.
+// Called after the last unit. Checks that everything was used and that every lane is in a state
+// that an encoder can start from. Writes the 2 * n_lanes carried bytes, which must be zero if
+// nothing is carried.
 inline Status rans_close(const RansDecoder& decoder, bool carries, uint8_t* carried) {
     if (decoder.words != decoder.words_end) return Status::kWordsLeft;
     if (decoder.escapes != decoder.escapes_end) return Status::kEscapeCount;

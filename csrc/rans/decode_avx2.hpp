@@ -1,12 +1,11 @@
 // Decoding rounds of 128 lanes with AVX2 (docs/format.md, 6.4).
-//
 // A register holds eight lanes, whose entries are loaded one by one. A gather instruction would do
-// the same, but on the machine of the measurements it made decoding take more than twice as long
-// (docs/decisions.md, section 4).
+// the same, but on the machine that was measured it more than doubled the time of decoding
+//(docs/decisions.md, section 4).
 //
 // A step has a long chain of dependent instructions (slot, entry, product, set of lanes that need a
 // word, words), more than a processor can look ahead. So the chain is cut: slots are stored as soon
-// as they are known, and the words of a group are filled in two groups later than its product is
+// as they are known, and the words of a group are filled in two groups after its product is
 // computed.
 #pragma once
 
@@ -115,8 +114,8 @@ PACKHORSE_AVX2 PACKHORSE_INLINE void decode_round_avx2(LanesAvx2& lanes, const u
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + 32 * h), units[h]);
 }
 
-// Decodes rounds of 128 lanes, for a caller that knows that there are 128 words for each round, and
-// a register more.
+// Decodes rounds of 128 lanes. The caller knows that there are 128 words for each round, and one
+// register of words more.
 PACKHORSE_AVX2 inline void decode_rounds_wide_avx2(uint32_t* states, const uint32_t* table,
                                                    std::size_t n_rounds, const uint8_t*& words_at,
                                                    uint8_t* dst, Ahead& ahead) {

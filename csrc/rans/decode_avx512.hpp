@@ -1,5 +1,5 @@
-// Decoding rounds of 128 lanes with AVX-512 where the alphabet is too large for registers
-// (docs/format.md, 6.4): in the steps of rans/decode_avx2.hpp, 16 lanes to a register.
+// Decodes rounds of 128 lanes with AVX-512 if the alphabet is too large for registers
+// (docs/format.md, 6.4), in the same steps as rans/decode_avx2.hpp, 16 lanes to a register.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -9,7 +9,7 @@ namespace packhorse {
 
 #if PACKHORSE_X86
 
-// Broadcasting loads and blends: unlike insertions, these are not bound to one port.
+// Uses broadcasting loads and blends, which are not bound to one port, as insertions are.
 PACKHORSE_AVX512 PACKHORSE_INLINE __m256i load_eight(const uint32_t* table, const uint32_t* slot) {
     __m256i entry[8];
     for (int i = 0; i < 8; ++i) entry[i] = _mm256_set1_epi32(static_cast<int>(table[slot[i]]));
@@ -56,8 +56,9 @@ PACKHORSE_AVX512 PACKHORSE_INLINE __m512i add_units_avx512(__m512i units, __m512
     return _mm512_ternarylogic_epi32(units, value, mask, 0xF8);  // units | (value & mask)
 }
 
-// Decodes rounds of 128 lanes, for a caller that knows that there are 128 words for each round, and
-// a register more. The words of a group are filled in one group later than its product is computed.
+// Decodes rounds of 128 lanes. The caller knows that there are 128 words for each round, and one
+// register of words more. The words of a group are filled in one group after its product is
+// computed.
 PACKHORSE_AVX512 inline void decode_rounds_large_avx512(uint32_t* states, const uint32_t* table,
                                                         std::size_t n_rounds,
                                                         const uint8_t*& words_at, uint8_t* dst,

@@ -68,8 +68,8 @@ PACKHORSE_AVX512 PACKHORSE_INLINE void decode_step_avx512(__m512i& state, __m512
     const __mmask16 need = _mm512_cmplt_epu32_mask(state, _mm512_set1_epi32(kStateLowerBound));
     const __m512i fresh =
         _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(words)));
-    // The low half of a shifted state is zero, so expanding the words over it under the mask
-    // completes the state.
+    // The low half of a shifted state is zero, so the state is complete when words are expanded
+    // over that half under the mask.
     const __m512i shifted = _mm512_slli_epi32(state, 16);
     state = _mm512_mask_or_epi32(state, need, shifted, _mm512_maskz_expand_epi32(need, fresh));
     words += 2 * static_cast<std::size_t>(__builtin_popcount(need));

@@ -83,8 +83,8 @@ struct Stepped {
     __m128i high, low, need;
 };
 
-// Loads the entries of eight slots: the lower halves (freq, low bits of bias) to one register, the
-// upper halves (rest of bias, value) to another.
+// Loads the entries of eight slots: the lower halves (freq, low bits of bias) go to one register,
+// the upper halves (rest of bias, value) to another.
 PACKHORSE_INLINE void look_up_sse2(const uint32_t* table, const uint16_t* slot, __m128i& lower,
                                    __m128i& upper) {
     __m128i four[2];
@@ -99,7 +99,8 @@ PACKHORSE_INLINE void look_up_sse2(const uint32_t* table, const uint16_t* slot, 
     upper = _mm_unpackhi_epi64(four[0], four[1]);
 }
 
-// `lane` counts from the group before the first. Returns the units as eight 16-bit elements.
+// `lane` is counted from the start of the group of zeros. Returns the units as eight 16-bit
+// elements.
 PACKHORSE_INLINE Stepped step_sse2(const LaneHalves& lanes, std::size_t lane, const uint32_t* table,
                                    __m128i& units) {
     __m128i lower, upper;
@@ -110,8 +111,8 @@ PACKHORSE_INLINE Stepped step_sse2(const LaneHalves& lanes, std::size_t lane, co
     const __m128i f16 = _mm_slli_epi16(lower, 4);
     const __m128i bias =
         _mm_or_si128(_mm_srli_epi16(lower, kProbBits), _mm_srli_epi16(_mm_slli_epi16(upper, 8), 4));
-    // The carry is found by comparing sums as signed numbers, so their top bit is inverted: `rank`
-    // has it inverted already.
+    // The carry is found by comparing sums as signed numbers, so their top bit must be inverted. In
+    // `rank` it is inverted already.
     const __m128i top_bit = _mm_set1_epi16(static_cast<short>(0x8000));
     const __m128i rank = _mm_or_si128(
         _mm_and_si128(_mm_add_epi16(low, bias), _mm_set1_epi16(kProbSum - 1)), top_bit);
@@ -157,8 +158,8 @@ PACKHORSE_INLINE void order_units_sse2(const uint16_t* by_lane, uint8_t* dst) {
     }
 }
 
-// Decodes rounds of 128 lanes, for a caller that knows that there are 128 words for each round, and
-// one word before them.
+// Decodes rounds of 128 lanes. The caller knows that there are 128 words for each round, and one
+// word before them.
 inline void decode_rounds_wide_portable(uint32_t* states, const uint32_t* table,
                                         std::size_t n_rounds, const uint8_t*& words_at,
                                         uint8_t* dst, Ahead& ahead) {
@@ -196,7 +197,7 @@ inline void decode_rounds_wide_portable(uint32_t* states, const uint32_t* table,
 
 #else
 
-// Decodes rounds of 128 lanes, for a caller that knows that there are 128 words for each round.
+// Decodes rounds of 128 lanes. The caller knows that there are 128 words for each round.
 inline void decode_rounds_wide_portable(uint32_t* states, const uint32_t* table,
                                         std::size_t n_rounds, const uint8_t*& words_at,
                                         uint8_t* dst, Ahead& ahead) {

@@ -3,8 +3,8 @@
 //
 // Byte values are mapped to codes first, a segment at a time, so that the loops below read small
 // dense numbers in L1. All paths compute the exact quotient x / freq, so all write the same bytes.
-// Scalar paths use an exact reciprocal; vector paths use an estimate that is exact or one too
-// small, and correct it. The loops for 128 lanes are in rans/encode_avx512.hpp,
+// Scalar paths use an exact reciprocal; vector paths use an estimate that is either exact or too
+// small by one, and correct it. The loops for 128 lanes are in rans/encode_avx512.hpp,
 // rans/encode_avx2.hpp and rans/encode_portable.hpp.
 //
 // Preconditions: every code in `codes` is below model.n_codes, and the buffer of words has room for
@@ -22,8 +22,9 @@ namespace packhorse {
 
 constexpr uint32_t kRenormShift = 32 - kProbBits;  // a state >= freq << 20 would leave 32 bits
 
-// A state x < freq * 2^20 times 2^44 / freq, rounded up, is at most x * 2^44 / freq + x: too much
-// by less than freq * 2^20 < 2^44 / freq, so x / freq is exact, and the product stays below 2^64.
+// A state x < freq * 2^20 is multiplied by 2^44 / freq, rounded up. The product is at most x * 2^44
+// / freq + x, which is too large by less than freq * 2^20 < 2^44 / freq. So x / freq is exact, and
+// the product stays below 2^64.
 constexpr uint32_t kInverseBits = 44;
 
 struct alignas(64) RansEncodeTables {
@@ -213,7 +214,7 @@ inline uint8_t* encode_full_rounds(const uint8_t* codes, std::size_t n_rounds,
 
 constexpr std::size_t kSegmentUnits = 4096;  // codes of a segment stay in L1
 
-// What rans_encode() has written: words and escapes, both downwards, and the last states.
+// The output of rans_encode(): words and escapes, both written downwards, and the last states.
 struct RansEncoded {
     uint32_t states[kMaxLanes];
     uint8_t* words;

@@ -11,7 +11,7 @@ namespace packhorse {
 #if PACKHORSE_X86
 
 // For each of the 256 sets of lanes that keep their words: a byte shuffle that moves the words of
-// the others to the top.
+// the other lanes to the top.
 struct alignas(64) EmitOrder {
     uint8_t byte_at[256][16];
 };
@@ -33,7 +33,7 @@ constexpr EmitOrder make_emit_order() {
 
 inline constexpr EmitOrder kEmitOrder = make_emit_order();
 
-// Like LanesSse2.
+// As LanesSse2, for eight lanes.
 struct alignas(64) EncodeLanesAvx2 {
     uint32_t state[8];
     uint32_t position[8];
@@ -116,7 +116,7 @@ PACKHORSE_AVX2 inline uint8_t* encode_rounds_wide_avx2(const uint8_t* codes, std
     if (n_rounds == 0) return words;
     constexpr std::size_t kGroups = kMaxLanes / 8;
     EncodeLanesAvx2 groups[kGroups + 1] =
-        {};  // one more, so that the first has a predecessor to finish
+        {};  // one more, so that the first group has a predecessor to finish
     for (std::size_t g = 0; g < kGroups; ++g)
         std::memcpy(groups[g].state, states + 8 * g, sizeof groups[g].state);
     DivisorsAvx2 by =

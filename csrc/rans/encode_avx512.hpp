@@ -1,10 +1,9 @@
 // Encoding rounds of 128 lanes with AVX-512 and at most 64 codes (docs/format.md, 6.4); a register
-// holds 16 lanes. With more codes, the divisors would have to be loaded, and AVX2 is as fast at
-// that.
-//
-// If there is a SpreadMap, everything is looked up in registers, with two thirds of the
-// instructions of the other loop. The other loop takes the steps of rans/encode_portable.hpp with
-// its table of slots, and has only the divisors in registers.
+// holds 16 lanes. With more codes, the divisors would have to be loaded from memory, which AVX2
+// does just as fast.
+// If there is a SpreadMap, the first loop looks everything up in registers, and needs two thirds of
+// the instructions of the second. The second loop takes the same steps as rans/encode_portable.hpp,
+// with its table of slots, and has only the divisors in registers.
 #pragma once
 
 #include "common/dispatch.hpp"
@@ -78,7 +77,8 @@ PACKHORSE_AVX512 PACKHORSE_INLINE Divided divide_spread_avx512(
             _mm512_add_epi32(start, _mm512_mask_sub_epi32(remainder, low, remainder, freq))};
 }
 
-// Encodes 32 lanes: positions and slots have 16 bits, so both halves look theirs up at once.
+// Encodes 32 lanes. Positions and slots have 16 bits, so the slots of both halves are looked up at
+// once.
 PACKHORSE_AVX512 PACKHORSE_INLINE void encode_pair_avx512(__m512i* states, const __m512i* codes,
                                                           const SpreadRegistersAvx512& registers,
                                                           uint8_t*& words) {
@@ -120,7 +120,7 @@ PACKHORSE_AVX512 inline uint8_t* encode_rounds_spread_avx512(const uint8_t* code
     return words;
 }
 
-// Like LanesSse2.
+// As LanesSse2, for 16 lanes.
 struct alignas(64) EncodeLanesAvx512 {
     uint32_t state[16];
     uint32_t position[16];
@@ -226,7 +226,7 @@ PACKHORSE_AVX512 inline uint8_t* encode_rounds_wide_avx512(const uint8_t* codes,
 #pragma GCC unroll 8
         for (int k = 7; k >= 0; --k) {
             const __m512i upper = divide_avx512(groups[k], by, words);
-            if (k == 0) {  // the previous round follows, or this one again
+            if (k == 0) {  // the previous round follows; if there is none, this one is loaded again
                 at -= r > 0 ? kMaxLanes : 0;
                 units[0] = _mm512_loadu_si512(at);
                 units[1] = _mm512_loadu_si512(at + 64);

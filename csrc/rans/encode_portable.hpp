@@ -1,9 +1,9 @@
 // Encoding rounds of 128 lanes with the baseline's instructions (docs/format.md, 6.4), which is
 // SSE2 on x86-64, and the tables that the AVX2 path shares.
-//
-// A vector cannot divide. So the quotient of a state by its frequency is estimated in floating
-// point. It is exact or one too small, and needs no correction: the remainder is then below 2 *
-// freq, and a table maps it to the slot, plus 4096 where the quotient was too small.
+// Vectors of integers cannot be divided. So the quotient of a state by its frequency is estimated
+// in floating point. The estimate is either exact or too small by one, and needs no correction: the
+// remainder is below 2 * freq, and a table maps it to the slot, plus 4096 if the quotient was too
+// small.
 #pragma once
 
 #include <array>
@@ -27,9 +27,9 @@ struct alignas(64) RansVectorTables {
 //
 // For a state x < freq * 2^20, let y be x / 2 rounded down. float(y) and the product are each off
 // by less than 2^-23 in proportion, however the processor rounds, so the estimate float(y) * r is
-// never above x / freq. Below, it lacks at most 5 * 2^-23 of x / freq < 2^20, and 1 / freq for the
-// bit that halving drops: less than 1 in sum from freq 3 on. For 1 and 2 floats are exact, as
-// y < 2^20.
+// never above x / freq. It is below x / freq by at most 5 * 2^-23 of x / freq < 2^20, plus 1 / freq
+// for the bit that halving drops. From freq 3 on, that is less than 1 in total. For freq 1 and 2,
+// floats are exact, because y < 2^20.
 inline uint32_t half_reciprocal_below(uint32_t freq) {
     if (freq <= 2) return std::bit_cast<uint32_t>(2.0f / static_cast<float>(freq));
     const double limit = 2.0 / freq * (1.0 - 0x1p-22);
@@ -86,7 +86,7 @@ constexpr std::array<WordPairs, 16> make_word_pairs() {
 
 inline constexpr std::array<WordPairs, 16> kWordPairs = make_word_pairs();
 
-// The states of four lanes, and their positions in the slot table while they are between two
+// The states of four lanes, and their positions in the slot table while a lane is between two
 // states.
 struct alignas(32) LanesSse2 {
     uint32_t state[4];

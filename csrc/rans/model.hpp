@@ -4,12 +4,12 @@
 // A RansModel serves both directions. The encoder chooses it from a histogram; the decoder parses
 // and checks it. Two forms are made from it:
 // - AliasTables: 32 or 64 buckets, small enough for registers (at most as many codes);
-// - a decode table of 4096 entries, for either layout, for decoders that look up.
+// - a decode table of 4096 entries, for either layout, for decoders that look up entries in memory.
 // An entry is freq (bits 0-11), bias = rank - slot mod 4096 (12-23), byte value (24-31): one step
 // of decoding is
 //     x = freq * (x >> 12) + ((x + bias) & 4095).
 // The byte value is the symbol shifted to its place, with raw bits of zero. The entry of the escape
-// has a byte value that no symbol has, by which the units to patch are found.
+// has a byte value that no symbol has, so that the units to patch can be found.
 #pragma once
 
 #include <algorithm>
@@ -90,13 +90,13 @@ inline uint32_t fill_gaps(uint8_t* order, uint32_t n_seen, uint32_t limit) {
     return span;
 }
 
-// Gives codes to the `limit` commonest symbols. Other symbols, and those that a sample missed,
+// Gives codes to the `limit` most common symbols. Other symbols, and symbols that a sample missed,
 // become escapes. `histogram` counts symbols. Returns their cost in 2^-16 bits, or 0 if there is
 // nothing to model (fewer than two codes).
 inline uint64_t choose_codes(const Histogram& histogram, uint32_t limit, uint32_t raw_bits,
                              RansModel& model) {
     const uint32_t n_possible = 256u >> raw_bits;
-    uint8_t order[257];  // GCC 12 believes that the last element is used
+    uint8_t order[257];  // GCC 12 wrongly assumes that the last element is used
     uint32_t n_seen = 0;
     for (uint32_t v = 0; v < n_possible; ++v)
         if (histogram.counts[v] > 0) order[n_seen++] = static_cast<uint8_t>(v);
@@ -130,7 +130,7 @@ inline uint64_t choose_codes(const Histogram& histogram, uint32_t limit, uint32_
     return cost;
 }
 
-// The symbols of a plane with so many raw bits, and the bytes that no model can save.
+// The symbols of a plane with a given number of raw bits, and the bytes that no model can save.
 struct FoldedPlane {
     Histogram symbols;
     std::size_t raw_nbytes;
@@ -146,7 +146,7 @@ inline FoldedPlane fold_plane(const Histogram& histogram, std::size_t n, uint32_
 }
 
 // Estimates the bytes of the model, the words, the escapes and the raw bits of a plane of `n`
-// units. ~0 if there is nothing to model.
+// units. Returns ~0 if there is nothing to model.
 inline std::size_t try_codes(const FoldedPlane& folded, std::size_t n, uint32_t limit,
                              uint32_t raw_bits, RansModel& model) {
     const uint64_t cost = choose_codes(folded.symbols, limit, raw_bits, model);
@@ -158,9 +158,9 @@ inline std::size_t try_codes(const FoldedPlane& folded, std::size_t n, uint32_t 
 constexpr uint32_t kMostRawBitsTried = 4;
 
 // Chooses the model for a histogram of bytes. Returns the estimated bytes of a stream without its
-// states, or ~0 if there is nothing to model. At most 31 symbols and an escape decode fastest, then
-// 63. So a larger alphabet must save 1 in 1024, or 1 in 256 if its tables do not fit registers at
-// all.
+// states, or ~0 if there is nothing to model. Streams of at most 31 symbols and an escape decode
+// fastest, and streams of at most 63 come next. So a larger alphabet must save 1 in 1024 bytes, or
+// 1 in 256 if its tables do not fit registers at all.
 inline std::size_t choose_model(const Histogram& histogram, std::size_t n, RansModel& model) {
     const FoldedPlane bytes = fold_plane(histogram, n, 0);
     std::size_t best = try_codes(bytes, n, kNarrowBuckets - 1, 0, model);
@@ -243,7 +243,7 @@ struct AliasTables {
     uint8_t second[kWideBuckets];
 };
 
-// The construction of section 6.2, word for word.
+// Follows section 6.2 step by step.
 inline void build_alias(const RansModel& model, AliasTables& tables) {
     const uint32_t n_buckets = model.n_buckets();
     const uint32_t n_slots = kProbSum / n_buckets;

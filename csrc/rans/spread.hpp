@@ -1,9 +1,8 @@
 // The encoder's map from position to slot, small enough for registers (at most 32 codes).
-//
 // A position is the start of a code plus a rank. The map has up to 63 linear runs. To look it up
 // without a table of 4096 entries, positions are spread over 64 buckets of 128 so that no bucket
-// has more than two runs: codes may start anywhere, and gaps do not matter. If a code finds no
-// place, there is no such map.
+// has more than two runs. Codes may start anywhere, and gaps do not matter. If there is no place
+// for a code, there is no map.
 #pragma once
 
 #include <bit>
@@ -18,7 +17,8 @@ constexpr uint32_t kSpreadSize = 1u << kSpreadLog;
 
 struct SpreadMap {
     bool found;
-    // By bucket: where in it the second run begins, and slot - position mod 4096 of both runs.
+    // For each bucket: where in it the second run begins, and slot - position mod 4096 of both
+    // runs.
     alignas(64) uint16_t edge[kSpreadBuckets];
     alignas(64) uint16_t first_delta[kSpreadBuckets];
     alignas(64) uint16_t second_delta[kSpreadBuckets];
@@ -57,8 +57,8 @@ inline void collect_runs(const RansModel& model, const AliasTables& alias, CodeR
     });
 }
 
-// Whether a code can start here without giving any bucket a third run. `n_before` runs are in the
-// first bucket already.
+// Whether a code can start here without giving any bucket a third run. `n_before` is the number of
+// runs that are in the first bucket already.
 inline bool runs_fit(const CodeRuns& runs, uint32_t start, uint32_t n_before) {
     uint32_t bucket = start >> kSpreadLog;
     uint32_t n_in_bucket = n_before;
@@ -91,7 +91,7 @@ inline void spread_run(uint32_t start, uint32_t first_slot, uint32_t n_slots, Sp
     const uint32_t last = (start + n_slots - 1) >> kSpreadLog;
     for (uint32_t bucket = start >> kSpreadLog; bucket <= last; ++bucket) {
         if (n_runs[bucket]++ == 0) {
-            map.edge[bucket] = kSpreadSize;  // no offset reaches it
+            map.edge[bucket] = kSpreadSize;  // above all offsets
             map.first_delta[bucket] = delta;
             map.second_delta[bucket] = 0;
         } else {

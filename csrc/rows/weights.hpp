@@ -1,8 +1,8 @@
 // Weights in memory (docs/format.md, section 12): the shape of a row, and how threads share rows.
 //
 // Packing and unpacking work row by row, in a few passes over bytes that stay in L1: plain loops
-// that compilers vectorise, one function for each instruction set. Exceptions are rare, so a few
-// instructions of their own handle them, and the loops ignore them.
+// that compilers vectorise, one function for each instruction set. Exceptions are rare, so the
+// loops ignore them, and separate code handles them.
 #pragma once
 
 #include "common/dispatch.hpp"

@@ -1,8 +1,7 @@
 // Packs rows of BF16 elements as weights in memory, or counts the exceptions that they would have.
-//
 // A row is split into exponents and the rest, its exponents are counted, its window is chosen, and
-// both parts become packed elements. The number of exceptions is unknown before, so each block of
-// rows collects its own; the caller joins them.
+// both parts become packed elements. The number of exceptions is not known beforehand, so each
+// block of rows collects its own list; the caller joins the lists.
 #pragma once
 
 #include <algorithm>
@@ -116,9 +115,9 @@ inline void list_marked(const uint8_t* marks, std::size_t start, std::size_t sto
 
 #if PACKHORSE_X86
 
-// For rows of many exceptions: of every 32 columns two are written without a branch, because no
-// processor can predict whether they are exceptions. The list has room for two more, and `stop` is
-// a multiple of 32.
+// For rows with many exceptions. Among every 32 columns, two are written without a branch, because
+// no processor can predict whether they are exceptions. The list has room for two more, and `stop`
+// is a multiple of 32.
 PACKHORSE_AVX2 inline void list_many_avx2(const uint8_t* marks, std::size_t stop,
                                           ExceptionList& list) {
     for (std::size_t i = 0; i < stop; i += 32) {
@@ -229,7 +228,7 @@ inline std::vector<std::vector<int32_t>> pack_weights(const uint8_t* src, std::s
     return exceptions;
 }
 
-// The number of exceptions that rows 0, row_step, 2 row_step ... would have.
+// Counts the exceptions that rows 0, row_step, 2 row_step ... would have.
 template <class Format>
 inline std::size_t count_weight_exceptions(const uint8_t* src, std::size_t n_rows,
                                            std::size_t n_columns, std::size_t row_step,

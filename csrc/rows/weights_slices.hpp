@@ -1,6 +1,6 @@
 // Unpacks one slice of a row to BF16 elements. Holes are unpacked like any other element. Slices
-// begin at multiples of 16 columns and are padded to multiples, so a whole vector of 16 may be read
-// wherever one element may.
+// begin at multiples of 16 columns and are padded to such multiples. So wherever one element may be
+// read, a whole vector of 16 may be read.
 #pragma once
 
 #include "rows/weights_slices_avx2.hpp"

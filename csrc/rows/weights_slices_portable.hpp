@@ -1,4 +1,5 @@
-// Unpacks one slice of a row to BF16 elements by a plain loop, and has what all such loops share.
+// Unpacks one slice of a row to BF16 elements by a plain loop; also has the code that all such
+// loops share.
 #pragma once
 
 #include "rows/weights.hpp"
@@ -50,8 +51,8 @@ inline void unpack_slice_portable(const WeightSlice& slice) {
 
 constexpr std::size_t kWeightsAheadNbytes = 4096;
 
-// Prefetches the bytes of 64 columns that will be read and written. Of the slices that read a byte
-// of high bits, only one prefetches it.
+// Prefetches the bytes of 64 columns that will be read and written. Several slices read the same
+// byte of high bits, but only one of them prefetches it.
 template <class Format, uint32_t kSlice>
 PACKHORSE_INLINE void fetch_weights_ahead(const WeightSlice& slice, std::size_t j) {
     __builtin_prefetch(slice.low_bytes + j + kWeightsAheadNbytes, 0, 2);

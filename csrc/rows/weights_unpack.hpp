@@ -1,8 +1,7 @@
 // Unpacks rows of weights in memory to BF16 elements, and checks arrays from elsewhere.
-//
-// Unpacking is safe for memory whatever the arrays hold, as long as their shapes are right: it
-// checks each exception's place before it writes there. check_weights checks all other rules of the
-// page.
+// Unpacking never accesses memory outside of the arrays, whatever they hold, as long as their
+// shapes are right: it checks each exception's place before it writes there. check_weights checks
+// all other rules of section 12.
 #pragma once
 
 #include <algorithm>
@@ -32,13 +31,13 @@ struct PackedWeights {
 enum class WeightFault : int {
     kNone = 0,
     kFirstExponent = 1,  // out of range
-    kEnds = 2,           // the starts do not begin with 0, or end with another number
-    kDescend = 3,        // they descend
-    kColumn = 4,         // an exception's column is out of range
-    kAscend = 5,         // columns do not ascend
-    kHole = 6,           // an exception has a packed element
-    kMantissa = 7,       // code 0 has a mantissa
-    kPadding = 8,        // padding is not zero
+    kEnds = 2,      // the starts do not begin with 0, or do not end with the number of exceptions
+    kDescend = 3,   // the starts descend
+    kColumn = 4,    // an exception's column is out of range
+    kAscend = 5,    // columns do not ascend
+    kHole = 6,      // an exception has a packed element
+    kMantissa = 7,  // code 0 has a mantissa
+    kPadding = 8,   // padding is not zero
 };
 
 // A fault, where it is, and what was found there.
@@ -66,7 +65,8 @@ inline void unpack_row(const WeightShape<Format>& shape, const PackedWeights& fr
     (unpack.template operator()<kSlices>(), ...);
 }
 
-// Writes a row's exceptions to their places. Returns false if one has no place in the row.
+// Writes a row's exceptions to their places. Returns false if an exception's place is outside of
+// the row.
 inline bool fill_holes(const PackedWeights& from, std::size_t row, std::size_t n_columns,
                        uint8_t* dst) {
     const int64_t start = from.start(row), stop = from.start(row + 1);
@@ -81,7 +81,7 @@ inline bool fill_holes(const PackedWeights& from, std::size_t row, std::size_t n
 }
 
 // Unpacks rows [row_start, row_stop). Returns the number of all rows on success, otherwise a row
-// whose exceptions have no place in it.
+// that has an exception outside of it.
 template <class Format>
 inline std::size_t unpack_weights(const PackedWeights& from, std::size_t n_columns,
                                   std::size_t row_start, std::size_t row_stop, uint8_t* dst,
@@ -142,7 +142,8 @@ inline WeightCheck check_exceptions(const PackedWeights& from, std::size_t row,
     return {};
 }
 
-// Not 0 if a packed element of a row breaks a rule by itself, or if padding is not zero.
+// Returns a number other than 0 if a single packed element of a row breaks a rule, or if padding is
+// not zero.
 template <class Format>
 PACKHORSE_INLINE uint8_t wrong_bits(const WeightShape<Format>& shape, const PackedRow& packed) {
     const uint8_t* __restrict const low = packed.low;

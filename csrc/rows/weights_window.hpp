@@ -1,7 +1,7 @@
 // Chooses the window of a row: the lowest of those that leave the fewest exceptions.
-//
 // Counting all exponents takes most of the time of packing. But the rows of a matrix are alike: the
-// window is usually that of the row before, or a step or two away. With AVX2, six windows around it
+// window is usually the same as that of the row before, or only a step or two away. With AVX2, six
+// windows around it
 // are counted by comparisons with twelve limits. The best of them is used if the counts prove that
 // no other window is better; otherwise all exponents are counted.
 #pragma once
@@ -50,9 +50,10 @@ inline Window choose_window(const uint8_t* exponents, std::size_t n) {
 #if PACKHORSE_X86
 
 constexpr uint32_t kNearWindows = 6;
-constexpr uint32_t kNearBelow = 3;  // the number of these below the window of the row before
+constexpr uint32_t kNearBelow = 3;  // the number of these windows below that of the row before
 
-// Finds the best window if it is near `before` and the counts prove it. Returns whether they do.
+// Finds the best window, if it is near `before` and the counts prove that it is the best. Returns
+// whether they do.
 template <class Format>
 PACKHORSE_AVX2 inline bool choose_near_window(const uint8_t* exponents, std::size_t n,
                                               uint32_t before, const uint8_t* ahead, Window& best) {
@@ -73,7 +74,8 @@ PACKHORSE_AVX2 inline bool choose_near_window(const uint8_t* exponents, std::siz
         if (covered > best.covered) best = {lowest + k, covered};
     }
     // A lower window leaves at least the exponents above the lowest of these windows; a higher one
-    // leaves at least those below the highest. Of equally good windows the lower one is chosen.
+    // leaves at least those below the highest. If windows are equally good, the lower one is
+    // chosen.
     const auto left = static_cast<uint32_t>(n) - best.covered;
     const auto below_highest = static_cast<uint32_t>(n) - counts[kLast];
     return (lowest == Format::kMinFirst || left < counts[kNearWindows]) &&

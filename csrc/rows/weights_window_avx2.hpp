@@ -9,7 +9,8 @@ namespace packhorse {
 #if PACKHORSE_X86
 
 // Counts the exponents that are at least as large as each of some limits, which are not 0.
-// `exponents` has zeros up to a multiple of 32. Prefetches as many elements from `ahead` on.
+// `exponents` is padded with zeros to a multiple of 32. Prefetches the same number of elements from
+// `ahead` on.
 template <uint32_t kLimits>
 PACKHORSE_AVX2 inline void count_from(const uint8_t* exponents, std::size_t n,
                                       const uint32_t* limits, const uint8_t* ahead,

@@ -1,10 +1,9 @@
 // Estimates the bytes that a tensor would take, from samples of it, for its plan (codecs/plan.py).
-// Only the ratio depends on a plan: if the source changes meanwhile, the estimate is another one,
-// without harm.
-//
-// Weights are alike everywhere, so a few samples show how much they take. A tensor that seems to
-// take much less is something else, and samples may have missed most of it: such a tensor is
-// examined again, chunk by chunk.
+// Only the ratio depends on a plan, so it does no harm if the source changes meanwhile and the
+// estimate is wrong.
+// Weights are alike everywhere in a tensor, so a few samples show how many bytes they take. A
+// tensor that seems to take far fewer bytes does not hold ordinary weights, and samples may have
+// missed most of its content. So it is examined again, chunk by chunk.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +19,8 @@ struct PlaneEstimate {
     std::size_t nbytes;
 };
 
-// The runs of a sample. Their places are irregular, or periodic data might escape them.
+// The runs of a sample. Their places are irregular, because regular places might miss parts of
+// periodic data.
 class SampleRuns {
   public:
     // `n_runs` >= 1 runs of `run` units in [0, n), which do not overlap.
@@ -62,7 +62,7 @@ inline std::vector<PlaneEstimate> encode_some(const uint8_t* src, const Geometry
     const std::size_t n_trials = std::min(geometry.n_chunks(), most);
     Geometry part = geometry;
     part.n_units = std::min(geometry.n_units, n_trials * geometry.chunk_units);
-    // A copy, which nobody changes, and behind it base, output and hashes.
+    // A copy of the source, which nobody changes, and after it base, output and hashes.
     const std::size_t row = round_up(part.nbytes(), kFrameAlignment) + kPlaneSlack;
     const std::size_t n_digests = 16 * (n_leaves(part.nbytes()) + 1);
     const Scratch memory(3 * row + 2 * n_digests + 2 * kXxh3LongMinNbytes);
@@ -152,8 +152,8 @@ inline TensorEstimate estimate_tensor(const uint8_t* src, const Geometry& geomet
 }
 
 constexpr std::size_t kDeltaSections = 4;
-// In a training step, more than one in so many bf16 weights change. If fewer do, samples may have
-// met any number of them.
+// In a training step, more than one in kFewDiffer bf16 weights changes. If fewer change, a sample
+// may contain any number of them.
 constexpr std::size_t kFewDiffer = 16;
 
 // Estimates the bytes of units [first, first + n) of a tensor as differences from a base, in
@@ -202,7 +202,8 @@ inline std::size_t estimate_delta_tensor(const uint8_t* src, const Geometry& geo
         n_equal += static_cast<std::size_t>(
             std::count(sample->differences, sample->differences + sample->n, uint64_t{0}));
     }
-    // If the plain tensor takes very little, its sections may take very different shares of that.
+    // If the plain tensor takes very few bytes, its sections may have very different shares of
+    // them.
     if (kFewDiffer * (n_seen - n_equal) >= n_seen && 2 * plain_nbytes >= geometry.nbytes())
         return sum;
     sum = 0;

@@ -1,5 +1,5 @@
-// How a tensor is cut: into units, units into planes, and runs of units into chunks. Every
-// operation on a tensor takes a Geometry, which the caller makes once.
+// How a tensor is cut: the tensor into units, units into planes, and runs of units into chunks.
+// Every operation on a tensor takes a Geometry, which the caller makes once.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace packhorse {
 
-// Returns what is wrong with these numbers for a Geometry, or null.
+// Returns why a Geometry cannot be made from these numbers, or null if it can.
 inline const char* geometry_fault(uint32_t unit_nbytes, int split, uint32_t chunk_log,
                                   std::size_t nbytes) {
     if (unit_nbytes != 1 && unit_nbytes != 2 && unit_nbytes != 4 && unit_nbytes != 8)
@@ -24,7 +24,7 @@ inline const char* geometry_fault(uint32_t unit_nbytes, int split, uint32_t chun
     return nullptr;
 }
 
-// Made from numbers without a geometry_fault().
+// Make it only from numbers for which geometry_fault() returns null.
 struct Geometry {
     PlaneSpec spec;
     Split split;
@@ -54,8 +54,8 @@ struct Geometry {
     std::size_t row_length() const { return spec.n_planes + 1; }
 };
 
-// Returns what is wrong with side data of this length for a tensor, or null. `nbytes` is 0 if there
-// are no side data.
+// Returns why a tensor cannot have side data of this length, or null if it can. `nbytes` is 0 if
+// there are no side data.
 inline const char* side_fault(const Geometry& geometry, std::size_t nbytes, std::size_t n_rows) {
     if (nbytes == 0) return nullptr;
     if (geometry.spec.rotation == 0) return "side data need split 2";

@@ -1,14 +1,14 @@
-// Plans by which kernels on GPUs decode chunks: the places of all parts of every coded stream, with
-// lane states and tables (src/packhorse/gpu/plans.py says what kernels do with them).
+// Plans that tell kernels on GPUs how to decode chunks: the places of all parts of every coded
+// stream, with lane states and tables (src/packhorse/gpu/plans.py says how kernels use them).
 //
 // A ChunkPlanner reads the payload with the parsers of the decoder and trusts nothing in it. A
 // kernel that follows a plan reads only inside the payload and writes only inside its outputs,
-// whatever the payload holds, even if it changes later. Kernels check what only decoding shows:
-// words, last states, and the number of escapes.
+// whatever the payload holds, even if it changes later. Kernels check the properties that only
+// decoding shows: words, last states, and the number of escapes.
 //
 // A plan is one piece of memory, which is uploaded as it is. Its parts follow each other: planes,
 // palettes, entries, escaped planes; then streams, states and tables of the rANS streams with
-// buckets, and of those without. The places of streams, for messages, come last.
+// buckets, and then of the rANS streams without. The places of streams, for messages, come last.
 #pragma once
 
 #include <memory>
@@ -129,7 +129,7 @@ class ChunkPlanner {
                 n_buckets_,       scratch_nbytes_, nbytes};
     }
 
-    // Writes shape().nbytes, to memory that is aligned to 8 bytes.
+    // Writes shape().nbytes bytes to memory that is aligned to 8 bytes.
     void write(uint8_t* dst) const {
         Writer out{dst};
         out.add(planes_);
@@ -266,7 +266,8 @@ class ChunkPlanner {
         }
     }
 
-    // Notes a plane in the scratch memory. Its place there is known once all streams were read.
+    // Notes a plane in the scratch memory. Its place there is known only after all streams were
+    // read.
     void note_plane(const PlanPlace& place, std::size_t n, uint32_t raw_bits, uint32_t raw_mask,
                     const uint8_t* raw_planes) {
         plane_row(place) = {static_cast<int64_t>(PlaneSource::kScratch),
@@ -306,7 +307,8 @@ class ChunkPlanner {
         return Status::kOk;
     }
 
-    // Returns a byte that no code yields. Values have no raw bits, so a byte with raw bits is free.
+    // Returns a byte that no code stands for. Values have no raw bits, so a byte with raw bits is
+    // free.
     static uint8_t free_value(const PaletteDecoder& palette) {
         if (palette.raw_bits > 0) return 1;
         uint32_t value = 0;
@@ -389,8 +391,8 @@ class ChunkPlanner {
         return row.offset;
     }
 
-    // Tells the stored planes of a chunk where carried bytes lie. Returns whether one of them needs
-    // these.
+    // Notes in the stored planes of a chunk where the carried bytes are. Returns whether a plane
+    // needs these bytes.
     bool place_carried(std::size_t chunk, int64_t carried_at) {
         bool lends = false;
         for (uint32_t p = 0; p < n_planes_; ++p) {

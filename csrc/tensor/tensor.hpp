@@ -1,5 +1,5 @@
-// A whole tensor: cuts it into chunks, shares chunks out among threads, and checks the table of
-// descriptors.
+// Encodes and decodes whole tensors: cuts a tensor into chunks, distributes the chunks among
+// threads, and checks the table of descriptors.
 //
 // This is the core as a library: plain pointers and sizes, and no Python. bind/bind.cpp binds it;
 // fuzz targets and thread tests use it directly. Callers check arguments first (with
@@ -84,8 +84,8 @@ inline std::size_t n_leaves(std::size_t nbytes) {
     return (nbytes + kContentLeafNbytes - 1) / kContentLeafNbytes;
 }
 
-// Hashes the leaves that start in [src, src + nbytes). The digest of a last leaf that is too short
-// for the long form stays as it was.
+// Hashes the leaves that start in [src, src + nbytes). If the last leaf is too short for the long
+// form, its digest is left unchanged.
 inline void hash_leaves(const uint8_t* src, std::size_t nbytes, uint8_t* digests, Isa isa) {
     for (std::size_t at = 0; at < nbytes; at += kContentLeafNbytes, digests += 16) {
         const std::size_t leaf = std::min(kContentLeafNbytes, nbytes - at);
@@ -128,7 +128,7 @@ inline void hash_leaves_threaded(const uint8_t* src, std::size_t nbytes, uint8_t
                  });
 }
 
-// What the encoder of a tensor takes beside the tensor.
+// The inputs of a tensor's encoder besides the tensor.
 struct EncodeContext {
     Level level = Level::kDefault;
     SideData side = {};
@@ -148,13 +148,13 @@ struct EncodeOutput {
 struct EncodeJob {
     const uint8_t* src;
     std::size_t n;      // units
-    std::size_t first;  // the tensor's unit that it begins with
+    std::size_t first;  // the tensor's unit at which it begins
     ContentLeaves leaves;
     ContentLeaves base_leaves;  // of the tensor's whole base
 };
 
-// Hashes a chunk and compares it with that of the base. Returns whether they are equal. The first
-// bytes of most unequal chunks differ, so these are compared before anything is hashed.
+// Hashes a chunk and compares it with the same chunk of the base. Returns whether they are equal.
+// The first bytes of most unequal chunks differ, so these are compared before anything is hashed.
 inline bool take_in_same(const EncodeJob& job, const uint8_t* base, std::size_t nbytes, Isa isa) {
     if (std::memcmp(job.src, base, std::min(nbytes, kIntakeNbytes)) != 0) return false;
     bool same = true;
@@ -165,9 +165,9 @@ inline bool take_in_same(const EncodeJob& job, const uint8_t* base, std::size_t 
     return same;
 }
 
-// Tries to encode a chunk as differences from the base. Returns whether that paid: then `nbytes` is
-// the length of the stream, else the chunk's units are in the worker's memory. Either way the
-// leaves of the base are hashed.
+// Tries to encode a chunk as differences from the base. Returns whether that saved bytes. If it
+// did, `nbytes` is the length of the stream, otherwise the chunk's units are in the worker's
+// memory. Either way, the leaves of the base are hashed.
 inline bool encode_from_base(const EncodeJob& job, const Geometry& geometry,
                              const EncodeContext& context, EncodeWorker& worker, uint8_t* to,
                              std::size_t& nbytes, Isa isa) {
@@ -235,7 +235,7 @@ inline std::size_t encode_tensor(const uint8_t* src, const Geometry& geometry,
         uint8_t* to = n_workers == 1 ? dst + ordered.used() : workers[w].output;
         if (!has_base && is_stored_whole(job.src, job.n, geometry.spec, level)) {
             const std::size_t nbytes = job.n * geometry.spec.unit_nbytes;
-            // Its length is known beforehand, so no worker needs a copy.
+            // The length of a stored chunk is known beforehand, so no worker needs a copy.
             const std::size_t offset = ordered.reserve(chunk, round_up(nbytes, kFrameAlignment));
             store_chunk(job.src, nbytes, dst + offset, job.leaves, row,
                         geometry.nbytes() >= kPastCacheMinNbytes, isa);
@@ -265,8 +265,8 @@ inline std::size_t stream_sum(const uint32_t* descriptors, uint32_t n_planes) {
     return sum;
 }
 
-// Whether a stored stream may lack the bytes that rANS streams carry. Only the last stored one of a
-// chunk with rANS streams may.
+// Whether a stored stream may lack the bytes that rANS streams carry. Only the last stored stream
+// of a chunk may, and only if the chunk has rANS streams.
 inline bool may_carry(const uint32_t* descriptors, uint32_t n_planes, uint32_t plane) {
     bool has_rans = false, is_last = true;
     for (uint32_t p = 0; p < n_planes; ++p) {
@@ -276,7 +276,8 @@ inline bool may_carry(const uint32_t* descriptors, uint32_t n_planes, uint32_t p
     return has_rans && is_last;
 }
 
-// Whether mode and length of a descriptor are allowed in its place. The chunk has `n` units.
+// Whether the mode and the length of a descriptor are allowed at its place in the chunk, which has
+// `n` units.
 inline bool descriptor_is_allowed(const uint32_t* descriptors, const PlaneSpec& spec,
                                   uint32_t plane, std::size_t n) {
     const std::size_t item = item_nbytes(spec);
@@ -370,7 +371,7 @@ struct EncodedTensor {
     std::size_t nbytes_of(std::size_t chunk) const { return offsets[chunk + 1] - offsets[chunk]; }
 };
 
-// One worker's memory for decoding. `partial` receives a chunk of which only a part is wanted.
+// One worker's memory for decoding. `partial` receives a chunk if only a part of it is wanted.
 struct DecodeWorker {
     DecodeWorker(const Geometry& geometry, bool classes, bool deltas)
         : planes(new PlaneDecoder[item_nbytes(geometry.spec) == 1 ? geometry.spec.n_planes : 1]),
@@ -428,7 +429,7 @@ class FirstFault {
         chunk_ = chunk;
         status_ = status;
     }
-    // After all workers are done.
+    // Call this after all workers are done.
     Status status() const { return status_; }
     std::size_t chunk() const { return status_ == Status::kOk ? 0 : chunk_.load(); }
 
@@ -443,8 +444,8 @@ struct DecodeResult {
     std::size_t chunk;  // the first bad one, or 0 if there is none
 };
 
-// Decodes bytes [start, start + nbytes) of a tensor to `dst`. The range lies inside the tensor. The
-// table need not have been checked. Chunks of zstd are an error here.
+// Decodes bytes [start, start + nbytes) of a tensor to `dst`. The range must be inside the tensor.
+// The table may be unchecked. Chunks of mode zstd are an error here.
 inline DecodeResult decode_tensor(const EncodedTensor& tensor, std::size_t start, uint8_t* dst,
                                   std::size_t nbytes, bool check_crc, std::size_t threads,
                                   Isa isa) {

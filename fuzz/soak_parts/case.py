@@ -1,8 +1,8 @@
 """Parts of the soak, their cases, and findings.
 
 A part draws cases from a seed and runs them. A case is small and can be written as JSON, so that
-a file can keep it to be run again. A case ends well or raises: `Finding` where a claim does not
-hold; and any exception that is not documented is a finding, too.
+a file can keep it to be run again. A case ends well or raises an exception: `Finding` if a claim
+does not hold. Any undocumented exception is a finding, too.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def claim(holds: object, words: str, trace: str = "") -> None:
 
 
 def is_documented(error: BaseException) -> bool:
-    """Whether any reader or writer may raise this error. Subclasses of `ValueError` are not
-    documented: somebody forgot to catch them."""
+    """Whether a reader or writer may raise this error. Subclasses of `ValueError` are not
+    documented: they mean that somebody forgot to catch them."""
     return isinstance(error, PackhorseError | OSError) or type(error) in (ValueError, TypeError)
 
 
@@ -73,7 +73,7 @@ class Place:
         self.tally["killed"] += 1
 
     def outcome(self, work: Callable[[], Any], *more: type[BaseException]) -> Any:
-        """What a call returns, or the documented error that it raises.
+        """The result of a call, or the documented error that it raises.
 
         Args:
             work: the call.
@@ -99,9 +99,10 @@ class Part:
         title: what it tries, in a line.
         draw: makes a case.
         run: runs one.
-        limit_s: how long one may take; more is a hang.
-        memory_nbytes: how much memory one may take in addition to that of its process at the start.
-        is_exact: whether a case does the same each time that it runs; others depend on timing, and
+        limit_s: how long a case may take; if it takes longer, it hangs.
+        memory_nbytes: how much memory a case may take in addition to that of its process at the
+            start.
+        is_exact: whether a case does the same each time it runs. Other cases depend on timing, and
             are run again several times.
         share: its share of the time, relative to those of other parts.
     """

@@ -63,7 +63,7 @@ def run(case: Case, place: Place) -> None:
         return
     ended = run_child(lambda: _file(case, place), place.folder, limit_s=_LIMIT_S)
     if ended.code == -signal.SIGBUS and case["how"] in ("cut", "replace"):
-        place.kill()  # a file that is cut while it is mapped ends every reader so
+        place.kill()  # a signal like this ends any reader whose mapped file is cut
         return
     words = f"{case['verb']} of a file that changes ({case['how']}): {ended.last_line}"
     claim(ended.code in (0, 1), words, ended.err)
@@ -95,7 +95,7 @@ def _memory(case: Case, place: Place) -> None:
             frame.verify(threads=1)
             place.operations.decompress(frame)
     elif verb == "save_file":
-        claim(verify_file(folder / "out") == [], "what was saved cannot be read")
+        claim(verify_file(folder / "out") == [], "a file that was saved cannot be read")
         packhorse_numpy.load_file(folder / "out")
     else:
         reader = SnapshotStore(folder / "store")
@@ -164,11 +164,11 @@ def _changing(case: Case, places: list[Any], seconds: float = math.inf) -> _Chan
     return _Changer(change, case, seconds)
 
 
-# Files. In a child, as one that is cut may end it.
+# Files. These cases run in a child, because a file that is cut may end the process.
 
 
 def _file(case: Case, place: Place) -> int:
-    """The exit code: 0 where the outcome is whole, 1 where the change was reported."""
+    """The exit code: 0 if the outcome is whole, 1 if the change was reported."""
     folder = place.folder / "source"
     folder.mkdir()
     source, base = folder / "a.safetensors", folder / "base.safetensors"
@@ -192,7 +192,7 @@ def _file(case: Case, place: Place) -> int:
         _check_packed(case, place)
     else:
         left = [path.name for path in place.folder.iterdir() if path.name.startswith("out")]
-        claim(not left, f"what was refused was written: {left}")
+        claim(not left, f"a source was refused, but an output was written: {left}")
     return int(code != 0)
 
 
@@ -228,8 +228,8 @@ def _check_packed(case: Case, place: Place) -> None:
 
 
 def _check_based(place: Place, bases: list[Path], is_quiet: bool) -> None:
-    """Check that a file packed against a changing base can be unpacked with the base as it was or
-    as it is, unless the base has changed again since."""
+    """Check that a file packed against a changing base can be unpacked with the base before or
+    after the change, unless the base has changed again since."""
     out, back = place.folder / "out.ph.safetensors", place.folder / "back"
     problems: list[Any] = []
     for base in bases:
@@ -240,7 +240,7 @@ def _check_based(place: Place, bases: list[Path], is_quiet: bool) -> None:
         if not problems:
             place.operations.unpack_file(out, back, base=base)
             return
-    claim(not is_quiet, f"no base that there was unpacks it: {problems}")
+    claim(not is_quiet, f"no version of the base unpacks it: {problems}")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Processes that a case starts. They are forked, which is fast, and watched, and some are ended.
 
-A child may end itself at a certain call of the operating system. Unlike a point in time, that is
-the same each time that the case runs.
+A child may end itself at a certain call of the operating system. Unlike a point in time, this call
+is the same each time that the case runs.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Ended:
     """How a child ended.
 
     Attributes:
-        code: its exit code; that of a signal is negative.
+        code: its exit code; negative if a signal ended it.
         out: what it printed.
-        err: what it complained about.
+        err: what it printed as errors.
     """
 
     code: int
@@ -55,7 +55,7 @@ class Ended:
 
     @property
     def last_line(self) -> str:
-        """The last line of its errors; of a traceback that is the exception."""
+        """The last line of its errors, which is the exception if there is a traceback."""
         return next((line for line in reversed(self.err.splitlines()) if line.strip()), "")
 
 
@@ -176,7 +176,7 @@ def end_at_call(number: int, signal_number: int, *, after: bool, naming: bool) -
         number: which call, from 0.
         signal_number: the signal.
         after: whether the call is done first.
-        naming: whether only calls count that change names.
+        naming: whether only calls that change names are counted.
     """
     left = number
 

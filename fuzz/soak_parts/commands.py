@@ -9,13 +9,13 @@ from soak_parts.children import Ended, run_child
 
 __all__ = ["run_command"]
 
-_CODES = (0, 1, 2, 3)  # that are documented for sources of any kind
+_CODES = (0, 1, 2, 3)  # exit codes documented for sources of any kind
 _LIMIT_S = 20.0
 
 
 def run_command(place: Place, args: list[str]) -> Ended:
-    """Run the command, which must end in time, with a documented code, without a traceback, and
-    with one document if that is asked for."""
+    """Run the command. It must end in time, with a documented code, without a traceback, and print
+    one document if the arguments ask for JSON."""
     ended = run_child(lambda: place.operations.command(args), place.folder, limit_s=_LIMIT_S)
     claim("Traceback" not in ended.err, f"a traceback of {args}: {ended.last_line}", ended.err)
     claim(ended.code in _CODES, f"exit code {ended.code} of {args}: {ended.last_line}", ended.err)

@@ -66,7 +66,8 @@ def _draw_outputs(rng: Random) -> Case:
 
 
 def _outputs(case: Case, place: Place) -> None:
-    """Several processes write one output: one wins, the others get an error that it exists."""
+    """Several processes write one output: one wins, and the others get an error that the output
+    exists."""
     sources = [_make_source(case, i, place) for i in range(case["n"])]
     name = "out" if case["verb"] == "unpack" or case["folder"] else "out.ph.safetensors"
     output = place.folder / "place" / name
@@ -139,7 +140,8 @@ def _draw_writers(rng: Random) -> Case:
 
 
 def _writers(case: Case, place: Place) -> None:
-    """Writers of one store: each takes its snapshot, or gets an error that another writes."""
+    """Writers of one store: each takes its snapshot, or gets an error that another process is
+    writing."""
     folder, log = place.folder / "store", place.folder / "taken"
     log.mkdir()
     place.operations.take(SnapshotStore(folder, threads=1), "first", make_state(0))

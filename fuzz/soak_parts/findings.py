@@ -21,11 +21,11 @@ class Found:
     """A finding and where it comes from.
 
     Attributes:
-        part: whose case it is.
-        seed: of the run.
-        number: of the case in its part.
-        case: what was run.
-        seen: what was seen.
+        part: the part that the case belongs to.
+        seed: the seed of the run.
+        number: the number of the case in its part.
+        case: the case that was run.
+        seen: the outcome.
     """
 
     part: str
@@ -60,7 +60,7 @@ def load_finding(path: Path) -> Found:
         fields = {key: document[key] for key in ("part", "seed", "number", "case")}
         return Found(**fields, seen=Seen(**document["seen"]))
     except (TypeError, KeyError) as error:
-        raise ValueError(f"{path}: no finding of the soak: {error}") from error
+        raise ValueError(f"{path}: not a finding of the soak: {error}") from error
 
 
 def signature(found: Found) -> str:

@@ -1,8 +1,8 @@
 """Forks while threads work, and forks that hand open files and stores to workers.
 
-A child that is forked in the middle of work does work of its own, and must end in time. In a parent
-that has just started, threads still import modules at first use, and a child that inherited the
-lock of an import would wait forever; so some parents are new processes.
+A child that is forked while threads work does its own work, and must end in time. In a parent that
+has just started, threads still import modules at first use, and a child that inherited the lock of
+an import would wait forever. To test that, some parents are new processes.
 """
 
 from __future__ import annotations
@@ -122,13 +122,15 @@ def _fork_beside(case: Case, place: Place) -> None:
         done.set()
         for child in children:
             child.end(signal.SIGKILL)
-        # Not left to the end of Python, which PyTorch's own calls do not survive in other threads.
+        # Do not leave this to the end of Python: PyTorch's own calls in other threads do not
+        # survive that.
         for thread in threads:
             thread.join(case.get("limit_s", _LIMIT_S))
 
 
 def _make_inputs(folder: Path) -> None:
-    """Make what tasks read; in a child, so that the process that forks has used nothing yet."""
+    """Make the files that tasks read. This happens in a child, so that the process that forks has
+    not used anything yet."""
 
     def make() -> None:
         packhorse_numpy.save_file({"x": _array()}, folder / "in.ph.safetensors")
@@ -145,7 +147,7 @@ def _array() -> np.ndarray:
 
 
 def _do(task: str, inputs: Path, own: Path, operations: Operations | None = None) -> None:
-    """A task: a little work, with what it needs in two folders."""
+    """Do a task: a little work on the files in two folders."""
     operations = operations or Operations()
     array = _array()
     if task == "compress":

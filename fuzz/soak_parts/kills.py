@@ -1,8 +1,8 @@
 """Processes that are ended while they write: a store, a checkpoint, the output of the command.
 
-They end themselves at a call that changes files, or are ended at some moment. Everything that was
-acknowledged can be read, no half-written file has its final name, the source is unchanged, and
-the next run succeeds.
+They end themselves at a call that changes files, or are ended at some moment. Afterwards,
+everything that was acknowledged must be readable, no half-written file may have its final name, the
+source must be unchanged, and the next run must succeed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["PART"]
 
 _SIGNALS = ("SIGKILL", "SIGKILL", "SIGKILL", "SIGTERM", "SIGINT")
 _LIMIT_S = 30.0
-_CHILD_FAILED = 1  # what Python ends with after an exception
+_CHILD_FAILED = 1  # Python's exit code after an exception
 _VERBS = ("pack", "pack", "unpack", "take", "prune", "restore")
 
 
@@ -86,7 +86,7 @@ def _draw_store(rng: Random) -> Case:
 
 
 def _store(case: Case, place: Place) -> None:
-    """Writers that are ended one after the other, then one that is not."""
+    """Writers that are ended one after the other, then a writer that is not ended."""
     folder, log, ledger = place.folder / "store", place.folder / "log", Ledger()
     for i, end in enumerate(case["ends"]):
         names, seed = list(ledger.seeds), case["seed"] + i
@@ -96,7 +96,7 @@ def _store(case: Case, place: Place) -> None:
             write_until_killed(str(folder), str(log), seed, names)
 
         ended = _run_until_ended(write, end, place)
-        claim(ended.code, "a writer that was to be ended is done")
+        claim(ended.code, "a writer ended normally that should have been killed")
         ledger.read(log.read_text().split("\n")[:-1])
         ledger.check(SnapshotStore(folder), place.operations.restore)
     writer = SnapshotStore(folder)
@@ -116,7 +116,8 @@ def _draw_checkpoint(rng: Random) -> Case:
 
 
 def _checkpoint(case: Case, place: Place) -> None:
-    """Saves over the last checkpoint that are ended: the old one is intact, or the new one is."""
+    """Saves over the last checkpoint, which are ended: either the old checkpoint is intact, or the
+    new one is."""
     from dcp_samples import save
 
     folder, reports = place.folder / "run", place.folder / "reports"
@@ -133,7 +134,7 @@ def _checkpoint(case: Case, place: Place) -> None:
                 (reports / f"{number}").mkdir()
 
         ended = _run_until_ended(save_on, end, place)
-        claim(ended.code, "a process that was to be ended is done")
+        claim(ended.code, "a process ended normally that should have been killed")
         reported = max(last, *(int(path.name) for path in reports.iterdir()))
         found = _load(folder)
         n = found["n"]
@@ -194,7 +195,7 @@ def _command(case: Case, place: Place) -> None:
         check()
         return
     if old is not None:
-        claim(output.exists(), f"{args}: what was to be replaced is gone")
+        claim(output.exists(), f"{args}: the output that was to be replaced is gone")
         if digest(output) != old:
             check()
     elif output.exists() and case["verb"] not in ("take", "prune"):
@@ -207,7 +208,7 @@ def _command(case: Case, place: Place) -> None:
 
 
 def _is_done_before(case: Case, ended: Ended) -> bool:
-    """Whether a snapshot was taken by the run that was ended behind its last step."""
+    """Whether the run took its snapshot, because it was ended only after its last step."""
     return case["verb"] == "take" and "already" in ended.err
 
 
@@ -289,7 +290,7 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-# The command as a program, ended at any moment, also while it starts.
+# The command as a program, ended at any moment, even while it starts.
 
 
 def _draw_process(rng: Random) -> Case:
@@ -298,7 +299,8 @@ def _draw_process(rng: Random) -> Case:
 
 
 def _process(case: Case, place: Place) -> None:
-    """One line or none, the documented code, and no output or a whole one."""
+    """The program prints one line or none, ends with the documented code, and leaves no output or a
+    whole one."""
     source, output = place.folder / "a.safetensors", place.folder / "out.ph.safetensors"
     write_file(source, case["tensors"])
     args = [str(COMMAND), "pack", str(source), "-o", str(output)]
@@ -309,7 +311,7 @@ def _process(case: Case, place: Place) -> None:
     place.kill()
     err = ended.err
     if "Traceback" in err and f"{os.sep}packhorse{os.sep}" not in err:
-        return  # Python was starting, and had not come to the package
+        return  # Python was still starting, and had not imported the package
     claim(len(err.splitlines()) <= 1, f"after {case['seconds']:.3f} s: {ended.last_line}", err)
     _check_end(ended, case)
     if output.exists():

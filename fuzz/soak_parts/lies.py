@@ -1,4 +1,4 @@
-"""Lying frames, files, indexes and manifests with correct checksums; sources that are no files.
+"""Lying frames, files, indexes and manifests with correct checksums; sources that are not files.
 
 The checks of the fuzz targets read frames, files and manifests: every reader gives the same bytes
 as the slow decoder or a documented error, within bounds. This module adds the command and whole
@@ -69,7 +69,7 @@ def _mutated(rng: Random, target: str, data: bytes) -> bytes:
         return _edited(rng, target, data)
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        at = int(rng.random() ** 2 * len(out))  # most near the start, where sizes stand
+        at = int(rng.random() ** 2 * len(out))  # mostly near the start, where sizes are stored
         width = rng.choice((1, 1, 1, 2, 4, 8))
         what = rng.randrange(6)
         if what == 0:
@@ -131,7 +131,7 @@ def _index(case: Case, place: Place) -> None:
     else:
         claim(not back.exists(), "a folder that was refused was written")
     problems = place.outcome(lambda: verify_folder(packed, threads=1))
-    claim(problems or is_done, "verify finds nothing in what unpack refuses")
+    claim(problems or is_done, "verify finds nothing in a folder that unpack refuses")
 
 
 def _damaged(data: bytes, case: Case) -> bytes:

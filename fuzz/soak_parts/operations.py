@@ -1,4 +1,5 @@
-"""The operations that the soak tries; tests replace them by broken ones, which it must find."""
+"""The operations that the soak tries. Tests replace them with broken ones, which the soak must
+find."""
 
 from __future__ import annotations
 

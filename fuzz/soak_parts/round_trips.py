@@ -1,4 +1,4 @@
-"""Round trips: whatever goes in comes out, bit for bit, by every verb.
+"""Round trips: every verb restores its input bit for bit.
 
 The input is unchanged, the slow decoder agrees, and the bytes do not depend on the number of
 threads.
@@ -170,7 +170,9 @@ def _frames(case: Case, place: Place) -> None:
     for i, frame in enumerate(frames):
         base = None if not given else given[i]
         alone = packhorse.numpy.compress(arrays[i], level=case["level"], base=base)
-        claim(frame.to_bytes() == alone.to_bytes(), f"frame {i} is another than alone")
+        claim(
+            frame.to_bytes() == alone.to_bytes(), f"frame {i} differs from that of the tensor alone"
+        )
     found = packhorse.numpy.decompress_all(frames, bases=given, threads=case["threads"])
     for spec, array in zip(specs, found, strict=True):
         claim(array.tobytes() == make_bytes(spec), "decompress_all gives other bits")
@@ -234,7 +236,7 @@ def _draw_saved(rng: Random) -> Case:
 
 
 def _saved(case: Case, place: Place) -> None:
-    """`save_file` and `load_file`, then the same against that as a base."""
+    """`save_file` and `load_file`, then the same with that file as the base."""
     verbs, old, new = _verbs(case["in"]), place.folder / "old", place.folder / "new"
     tensors = {f"t{i}": make_array(spec, case["in"]) for i, spec in enumerate(case["tensors"])}
     how = {"threads": case["threads"]}
@@ -314,7 +316,7 @@ def _draw_outs(rng: Random) -> Case:
 
 
 def _outs(case: Case, place: Place) -> None:
-    """Memory for two tensors that overlaps is refused."""
+    """Overlapping memory for two tensors must be refused."""
     array = make_array(case["tensors"][0])
     frames = packhorse.numpy.compress_all([array, array], threads=case["threads"])
     room = np.zeros(2 * array.nbytes + case["shift"] + 1, np.uint8)
@@ -328,7 +330,7 @@ def _outs(case: Case, place: Place) -> None:
         packhorse.numpy.decompress_all(frames, outs=outs, threads=case["threads"])
     except ValueError:
         return
-    claim(False, "two tensors were decoded to memory that overlaps")
+    claim(False, "two tensors were decoded to overlapping memory")
 
 
 def _draw_store(rng: Random) -> Case:
@@ -340,7 +342,7 @@ def _draw_store(rng: Random) -> Case:
 
 
 def _store(case: Case, place: Place) -> None:
-    """A store in which much is done, then read in all ways."""
+    """A store that goes through many operations and is then read in all ways."""
     folder, ledger, names = place.folder / "store", Ledger(), []
     rng = Random(case["seed"])
     how = {"threads": case["threads"], "level": case["level"], "cache_nbytes": case["cache"]}

@@ -1,4 +1,4 @@
-"""Tensors and files of cases: drawn as a few numbers, and made from these.
+"""The tensors and files of cases. A case draws a few numbers, from which the data are made.
 
 Some data are like those of models, and some are unexpected: NaN payloads, constants, values that
 follow from row and column, values one step of training away from others, no bytes at all.
@@ -49,7 +49,7 @@ def draw_tensor(rng: Random, *, most: int = 300_000, in_file: bool = False) -> S
 
     Args:
         rng: to draw with.
-        most: elements it may have.
+        most: the most elements that it may have.
         in_file: allow dtypes that no framework has.
     """
     names = [row.name for row in DTYPES if in_file or row.name not in _ONLY_IN_FILES]
@@ -71,7 +71,7 @@ def _draw_shape(rng: Random, most: int) -> list[int]:
 
 
 def draw_tensors(rng: Random, n: int, *, most: int = 30_000, in_file: bool = False) -> list[Spec]:
-    """Some tensors that lie in one file or state."""
+    """Some tensors for one file or state."""
     return [draw_tensor(rng, most=most, in_file=in_file) for _ in range(n)]
 
 
@@ -132,7 +132,8 @@ def write_file(path: Path, specs: list[Spec], metadata: dict[str, str] | None = 
 
 
 def write_folder(case: dict[str, Any], folder: Path) -> None:
-    """A model folder of some shards (`shards`), with an index and a folder below, if so."""
+    """A model folder of some shards (`shards`), with an index and a subfolder if the case says
+    so."""
     (folder / "below").mkdir(parents=True)
     names = [f"model-{i + 1:05}.safetensors" for i in range(len(case["shards"]))]
     for name, specs in zip(names, case["shards"], strict=True):

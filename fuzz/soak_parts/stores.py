@@ -78,9 +78,9 @@ class _Edited:
     Attributes:
         folder: of the store.
         manifests: the original manifest of each snapshot, by name, the oldest first.
-        packs: the packs that each needs, in the order in which they were written.
+        packs: the packs that each snapshot needs, in the order in which they were written.
         touched: files that have changed.
-        may_lie: whether a readable file may say something false.
+        may_lie: whether a readable file may contain something false.
     """
 
     folder: Path
@@ -94,11 +94,12 @@ class _Edited:
         return [name for name, path in self.manifests.items() if path not in self.touched]
 
     def good(self) -> list[str]:
-        """Those of them that are not damaged."""
+        """The snapshots that have their manifest and are not damaged."""
         return [name for name in self.named() if not self.touched & {*self.packs[name]}]
 
     def files(self, what: str) -> list[Path]:
-        """The manifests or packs that there are, not by their names, which are drawn at random."""
+        """The manifests or packs that exist, in an order that does not depend on their random
+        names."""
         if what.endswith("pack"):
             found = [pack for name in self.manifests for pack in self.packs[name]]
         else:
@@ -107,7 +108,8 @@ class _Edited:
         return [path for path in dict.fromkeys(found) if path.is_file() and path.stat().st_size]
 
     def forget(self, gone: set[str]) -> None:
-        """Account for a prune, which writes again what it keeps. Damaged snapshots stay damaged."""
+        """Account for a prune, which rewrites the snapshots that it keeps. Damaged snapshots stay
+        damaged."""
         for name in self.manifests.keys() & gone:
             del self.manifests[name]
         good = self.good()
@@ -189,7 +191,7 @@ def _lie(edit: Case, path: Path) -> None:
     try:
         document = json.loads(_SEAL[:1] + path.read_bytes()[len(_SEAL) :])
         text = edit_json(document, Random(edit["seed"]))
-    except ValueError:  # an earlier edit has broken it, or this one makes a circle
+    except ValueError:  # an earlier edit has broken the file, or this one makes a circle
         return
     path.write_bytes(sealed(text))
 
@@ -218,7 +220,8 @@ def _read_all(edited: _Edited, place: Place) -> None:
         try:
             state = place.operations.restore(store, name)
         except PackhorseError:
-            # Another manifest of its name, which can be read and lies, may stand before its own.
+            # A readable manifest that lies may have the same name, and come before the snapshot's
+            # own.
             claim(edited.may_lie, f"{name} is not damaged, and is not restored")
             continue
         claim(state["seed"] == int(name[1:]) or edited.may_lie, f"{name} is another")
@@ -239,7 +242,7 @@ def _take_one(edited: _Edited, place: Place) -> None:
     try:
         place.operations.take(store, f"n{n}", make_state(n))
     except (PackhorseError, ValueError, OSError):
-        # A number that can be read may be the last.
+        # A file may already have the last possible number.
         claim(edited.may_lie or _has_last_number(edited), "nothing can be taken any more")
         place.refuse()
         return
@@ -260,7 +263,7 @@ def _has_last_number(edited: _Edited) -> bool:
 
 
 def _prune(case: Case, edited: _Edited, place: Place) -> None:
-    """Pruning keeps the newest snapshots, or says why it does not prune."""
+    """Pruning must keep the newest snapshots, or say why it does not prune."""
     store = SnapshotStore(edited.folder, threads=1)
     newest, there = edited.named()[-case["keep"] :], set(edited.manifests)
     result = place.outcome(lambda: place.operations.prune(store, keep=case["keep"]))
@@ -275,7 +278,7 @@ def _prune(case: Case, edited: _Edited, place: Place) -> None:
 
 
 def _by_command(case: Case, edited: _Edited, place: Place) -> None:
-    """The same by the command, which reports in one line."""
+    """The same with the command, which must report in one line."""
     store = str(edited.folder)
     for args in (["list", store], ["show", store], ["verify", store], ["list", store, "--json"]):
         run_command(place, ["snapshot", *args])
@@ -297,7 +300,8 @@ def _draw_checkpoint(rng: Random) -> Case:
 
 
 def _checkpoint(case: Case, place: Place) -> None:
-    """Checkpoints that build on one another, edited: each is loaded, or refused as documented."""
+    """Edited checkpoints that build on one another: each must be loaded, or refused with a
+    documented error."""
     from dcp_samples import MANIFEST, save
 
     folders = [place.folder / f"{n}" for n in range(case["n"])]
@@ -366,13 +370,13 @@ def _load(n: int, folder: Path, place: Place) -> bool:
 
 
 def _caught(work: Callable[[], Any], place: Place) -> bool:
-    """Whether a save or load is done; if not, every rank says so with a documented error."""
+    """Whether a save or load succeeds; if not, every rank must report a documented error."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     result = place.outcome(work, CheckpointException)
     if isinstance(result, CheckpointException):
         for error, _ in result.failures.values():
-            kinds = (PackhorseError, OSError, AssertionError)  # PyTorch makes the last
+            kinds = (PackhorseError, OSError, AssertionError)  # PyTorch raises the last one
             claim(
                 isinstance(error, kinds) or type(error) in (ValueError, RuntimeError),
                 f"a rank fails with {type(error).__name__}: {error}",

@@ -2,7 +2,7 @@
 
 Modules are imported once, in a process from which workers are forked; so a worker starts at once,
 and a new one is needed only after a finding. A worker that is silent for too long is asked for its
-traceback, then ended with all processes that it has started.
+traceback, and then killed with all processes that it has started.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Seen:
     """A finding.
 
     Attributes:
-        kind: "wrong" where a claim does not hold, "exception", "crash", "hang" or "memory".
-        text: a line.
-        trace: where.
+        kind: "wrong" if a claim does not hold, "exception", "crash", "hang" or "memory".
+        text: one line that describes it.
+        trace: where it happened.
     """
 
     kind: str
@@ -73,9 +73,9 @@ class Worker:
     def __init__(self, part: Part, scratch: Path, breaks: Breaks | None = None) -> None:
         """
         Args:
-            part: whose cases it gets.
+            part: the part that its cases belong to.
             scratch: an existing folder, for folders of its own.
-            breaks: breaks operations, for a test.
+            breaks: a function that breaks operations, for a test.
         """
         self._part = part
         self._scratch = scratch
@@ -147,7 +147,8 @@ class Worker:
 
 @cache
 def _preload() -> None:
-    """Start the process that workers are forked from. It finds modules by the environment."""
+    """Start the process from which workers are forked. It finds modules by an environment
+    variable."""
     ours = [path for path in sys.path if Path(path).name in ("fuzz", "samples")]
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([*ours, *([before] if before else [])])
@@ -217,5 +218,5 @@ def _line_of(error: BaseException) -> str:
     words = " ".join(str(error).split())[:500]
     if isinstance(error, Finding):
         return words
-    documented = " (a documented error, where none is due)" if is_documented(error) else ""
+    documented = " (a documented error, where no error is due)" if is_documented(error) else ""
     return f"{type(error).__name__}: {words}{documented}"

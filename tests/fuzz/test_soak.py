@@ -163,5 +163,5 @@ def test_a_finding_is_kept_and_runs_again(
 def test_a_file_that_is_no_finding_is_refused(soak: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"part": "lies"}')
-    with pytest.raises(ValueError, match="no finding of the soak"):
+    with pytest.raises(ValueError, match="not a finding of the soak"):
         soak.replay(path)

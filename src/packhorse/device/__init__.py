@@ -1,9 +1,9 @@
 """The hop to the compute units: weights that stay packed in the memory of a GPU, or of the host.
 
-`pack_model_` packs the linear layers of a model in place, `unpack_model_` takes them back;
-`PackedWeight` is the packed matrix as a tensor, `PackedLinear` the layer. `operators` are PyTorch's
-operators on its arrays, and `strategy` chooses between the kernels. PyTorch is imported at first
-use.
+`pack_model_` packs the linear layers of a model in place, and `unpack_model_` unpacks them.
+`PackedWeight` is the packed matrix as a tensor, and `PackedLinear` is the layer. `operators` holds
+the PyTorch operators on the arrays of packed weights, and `strategy` names the ways to run a
+product. PyTorch is imported at first use.
 """
 
 from typing import TYPE_CHECKING, Any

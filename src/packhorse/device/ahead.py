@@ -1,13 +1,14 @@
 """Decoding the weight of the next product while this one is multiplied.
 
-A product of many tokens decodes the weight to memory first, which takes the memory's time, and then
-multiplies, which takes the tensor cores'. Models run their layers in the same order again and
-again: so while a product runs, the weight that followed it last time is decoded on a stream of its
-own, into the other of two buffers. A wrong guess wastes one decoding, and never changes a result.
+A product of many tokens first decodes the weight to memory, which keeps the memory busy, and then
+multiplies, which keeps the tensor cores busy. Models run their layers in the same order again and
+again. So while a product runs, the weight that followed it last time is decoded on a separate
+stream, into the other of two buffers. A wrong guess wastes one decoding, and never changes a
+result.
 
-Callers ask for this with `decode_ahead`. It is not the default because a CUDA graph could not join
-the work that is still on the other stream at its end, and has no place for memory that outlives a
-pass.
+Callers ask for this with `decode_ahead`. It is not the default because a CUDA graph cannot join
+work that is still running on the other stream when the graph ends, and has no place for memory that
+outlives a pass.
 """
 
 import threading
@@ -24,25 +25,25 @@ __all__ = ["AheadDecoder", "Decode", "Lane", "Mark", "current_decoder", "decode_
 
 # Decodes arrays to a BF16 tensor of rows and columns. It must keep no array alive.
 Decode = Callable[[Sequence[Tensor], Tensor], object]
-Mark = Any  # of a lane: an event of a GPU
+Mark = Any  # a point in the order of work; on a GPU, an event
 
 
 class Lane(Protocol):
-    """A place where work runs beside the caller's work, and how the two wait for each other."""
+    """Runs work beside the caller's work, and lets each of the two wait for the other."""
 
     def mark(self) -> Mark:
-        """A mark behind all work that the caller has asked for so far."""
+        """Returns a mark after all work that the caller has requested so far."""
 
     def run_after(self, mark: Mark, work: Callable[[], object], uses: Sequence[Tensor]) -> Mark:
-        """Does work on the lane, after a mark of the caller; returns a mark of the lane. The memory
-        of the tensors that it uses is not given to others before the work is done."""
+        """Runs work on the lane after a mark of the caller, and returns a mark of the lane. The
+        memory of the tensors that the work uses is not reused before the work is done."""
 
     def wait(self, mark: Mark) -> None:
-        """Makes all that the caller asks for from now on wait for a mark of the lane."""
+        """Makes all later work of the caller wait for a mark of the lane."""
 
 
 class _StreamLane:
-    """A stream of a GPU, beside the one that is current."""
+    """A second stream of a GPU, beside the current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -92,9 +93,9 @@ class _Buffer:
 
     Attributes:
         memory: BF16, one dimension, as long as the longest weight so far.
-        holds: the weight that is being decoded to it ahead.
-        ready: the lane's mark behind that decoding.
-        used: the caller's mark behind the last product that read the memory.
+        holds: the weight that is being decoded into the memory ahead of its product.
+        ready: the lane's mark after that decoding.
+        used: the caller's mark after the last product that read the memory.
     """
 
     memory: Tensor
@@ -137,12 +138,14 @@ class AheadDecoder:
         """A plain weight, while the caller asks for products with it.
 
         Args:
-            arrays: of a packed weight; nobody writes to them. The first one identifies the weight.
+            arrays: the arrays of a packed weight, which must not change. The first one identifies
+                the weight.
             shape: rows and columns of the weight.
             decode: how to decode them.
 
         Yields:
-            BF16 of the shape, to be read only; later, other weights are decoded to its memory.
+            A BF16 tensor of the shape. Do not write to it; later, other weights are decoded to its
+            memory.
         """
         weight = self._remember(arrays, shape, decode)
         buffer = next((buffer for buffer in self._buffers if buffer.holds is weight), None)
@@ -196,7 +199,8 @@ class AheadDecoder:
             return
         buffer = self._take(weight, arrays[0].device)
         target, decode = buffer.view(weight.shape), weight.decode
-        # Pending work may still use new memory for something else; then that work comes first.
+        # Pending work may still use new memory for another purpose; decoding then waits for that
+        # work.
         mark = self._lane.mark() if buffer.used is None else buffer.used
         uses = [*arrays, buffer.memory]
         buffer.ready = self._lane.run_after(mark, lambda: decode(arrays, target), uses)
@@ -210,9 +214,9 @@ _ACTIVE = threading.local()
 def decode_ahead() -> Iterator[None]:
     """Inside the block, products of many tokens with packed weights on a GPU decode ahead.
 
-    Use it for passes over many tokens (a long prompt, scoring, training on top), outside of CUDA
-    graphs and of code that is compiled to them. It takes memory for the two longest plain weights
-    until the block ends, and affects the calling thread only.
+    Use it for passes over many tokens (a long prompt, scoring, training on top), but not in CUDA
+    graphs, nor in code that is compiled to them. It takes memory for the two longest plain weights
+    until the block ends, and affects only the calling thread.
 
     Yields:
         Nothing; the block runs.
@@ -234,8 +238,8 @@ def decode_ahead() -> Iterator[None]:
 
 
 def current_decoder(device: torch.device) -> AheadDecoder | None:
-    """The decoder for the current stream of a GPU; None outside of `decode_ahead`, and in the
-    capture of a CUDA graph."""
+    """The decoder for the current stream of a GPU; None outside of `decode_ahead`, and while a CUDA
+    graph is captured."""
     decoders: dict[tuple[int, int], AheadDecoder] | None = getattr(_ACTIVE, "decoders", None)
     if decoders is None or torch.cuda.is_current_stream_capturing():
         return None

@@ -1,7 +1,8 @@
 """The search for the fastest way to multiply with one matrix, for each number of tokens.
 
-What a search calls for a time is an argument: a measurement on a GPU (`product_timer.py`) or the
-model of time. The model also rules out hopeless candidates before they are measured.
+The caller gives the search a function that returns the time of a candidate: a measurement on a GPU
+(`product_timer.py`) or the model of time. The model also rules out hopeless candidates before they
+are measured.
 
 Up to 32 tokens, all products are fused and share the fields that the order of sums depends on, so
 that a token's result is the same in any batch of up to 32. These fields are chosen for 1, 8 and 32
@@ -41,13 +42,14 @@ __all__ = [
 
 Config: TypeAlias = MatmulConfig | ManyConfig
 _AnyConfig = TypeVar("_AnyConfig", MatmulConfig, ManyConfig)
-# Seconds of a product of so many tokens by a choice; infinity if it does not run.
+# Takes a choice and a number of tokens, and returns the seconds of the product; infinity if it does
+# not run.
 Measure: TypeAlias = Callable[[Choice, int], float]
 
 MIN_CAPABILITY = 80  # of tensor cores that take BF16
 TOKEN_SIZES = tuple(n for n in (8, 16, 32, 64, 128, 256) if n <= MAX_BLOCK_TOKENS)
-# Numbers of tokens for which the order of sums is chosen, and their weights: decoding for few users
-# is what packed weights are for.
+# Numbers of tokens for which the order of sums is chosen, and how much each counts: packed weights
+# are mainly for generating text for few users.
 _ORDER_TOKENS = {1: 3, 8: 2, 32: 1}
 # The values to try. Combinations that the model does not know, because they spill or are too large,
 # are left out before anything is measured.
@@ -72,7 +74,7 @@ _MANY_FIELDS: Fields = {
 
 
 def predictor(n_rows: int, n_columns: int, format: WeightFormat, device: DeviceModel) -> Measure:
-    """The model of time for a matrix, as what a search calls."""
+    """The model of time for a matrix, as a function that a search can call."""
 
     def predict(choice: Choice, n_tokens: int) -> float:
         if choice.config is None:
@@ -102,7 +104,7 @@ def tune(
         device: the GPU; its model rules out hopeless candidates.
         measure: gives the seconds of a choice; None for the model's prediction.
         buckets: numbers of tokens, of `BUCKETS`.
-        order: a division whose order of sums is kept for up to 32 tokens; None to find one.
+        order: a division; its order of sums is kept for up to 32 tokens. None to find one.
         search: limits of the search.
 
     Returns:
@@ -134,7 +136,8 @@ class _Tuner:
         self._times = Measurements(predict, measure, search)
 
     def find_order(self) -> MatmulConfig | None:
-        """A division whose order of sums is the best for small numbers of tokens together."""
+        """Finds the division whose order of sums is best for all small numbers of tokens
+        together."""
         fields = {**_ORDER_FIELDS, **_FREE_FIELDS, "block_tokens": (0,)}  # as many as there are
         start = expect_best(MatmulConfig, fields, self._expected_of_few)
         if start is None:
@@ -164,7 +167,8 @@ class _Tuner:
         ]
 
     def fused(self, n_tokens: int, order: MatmulConfig | None) -> Measured | None:
-        """The best division for a number of tokens, with a given order of sums or any."""
+        """Finds the best division for a number of tokens, with the given order of sums, or with any
+        order if that is None."""
         fields = {**_FREE_FIELDS, "block_tokens": _token_sizes(n_tokens)}
         if order is None:
             return self._find(MatmulConfig, {**fields, **_ORDER_FIELDS}, n_tokens)
@@ -201,7 +205,7 @@ class _Tuner:
 
 
 def fused_choice(config: Config) -> Choice:
-    """The choice of a division, with the kernel that takes such divisions."""
+    """The choice that runs a division, with the kernel that takes such divisions."""
     strategy = Strategy.MANY if isinstance(config, ManyConfig) else Strategy.FUSED
     return Choice(strategy, config)
 
@@ -214,7 +218,7 @@ def _for_tokens(config: MatmulConfig, n_tokens: int) -> MatmulConfig:
 
 
 def _token_sizes(n_tokens: int) -> tuple[int, ...]:
-    """Sizes of a block of tokens that may be best: the least that holds all, and those below it
-    that are at least a quarter of it."""
+    """Sizes of a block of tokens that may be best: the smallest size that holds all tokens, and
+    smaller ones down to a quarter of it."""
     least = next((size for size in TOKEN_SIZES if size >= n_tokens), TOKEN_SIZES[-1])
     return (least, *(size for size in TOKEN_SIZES if size < least and size * 4 >= least))

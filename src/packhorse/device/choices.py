@@ -2,7 +2,7 @@
 of time expects to be the fastest.
 
 The first product of a matrix reads the cache or asks the model; all later ones look up its result.
-This module holds all that the process remembers of these results.
+This module holds everything that the process remembers about these results.
 """
 
 import math
@@ -53,18 +53,19 @@ def choose(
 def expect(
     n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, device: torch.device
 ) -> tuple[Measured, bool]:
-    """What a product with a packed weight is expected to take, by what `choose` chooses for it.
+    """The expected time of a product with a packed weight, when it runs the choice that `choose`
+    makes.
 
     Args:
-        n_rows: as for `choose`, and so the others.
+        n_rows: rows of the weight.
         n_columns: columns of the weight.
         n_tokens: vectors.
         format: format of the weight.
         device: the GPU.
 
     Returns:
-        The figures, with those of the plain product where they are known; and whether they were
-        measured. Predicted seconds are infinite where the model knows nothing.
+        The figures, which include the plain product's time where it is known, and whether they were
+        measured. Predicted seconds are infinite if the model does not know the division.
     """
     bucket = bucket_of(n_tokens)
     key = n_rows, n_columns, bucket, format.name, device.type, device.index

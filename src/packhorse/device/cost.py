@@ -1,16 +1,16 @@
 """A model of time: what a product with a weight takes on a GPU, from bytes, instructions, tensor
 throughput and launches.
 
-The model is used where nothing was measured: it orders the candidates of the autotuner, and chooses
-for users who have not tuned. Its results are predictions. Each figure has its source beside it;
-figures called "assumed" follow from arithmetic alone, and await measurements.
+The model is used where nothing was measured: it orders the autotuner's candidates, and chooses
+kernels for users who have not tuned. Its results are predictions. Each figure has its source beside
+it; figures called "assumed" follow from arithmetic alone, and await measurements.
 `packhorse.gpu.models` says what each GPU can do.
 
 The time of a fused product is a launch, the start and end of its programs, and the slowest of four
 things that go on at once: reading weights from device memory, moving weights and tokens from L2 to
-the multiprocessors, issuing instructions, and multiplying. Fetching the tokens of exceptions is
-added to that; so is arranging the tokens for the kernel of many tokens. A plain product is modelled
-in the same way, as the best division of a kernel that decodes nothing.
+the multiprocessors, issuing instructions, and multiplying. Two more times are added: fetching the
+tokens of exceptions, and arranging the tokens for the kernel for many tokens. A plain product is
+modelled in the same way, as the best division of a kernel that decodes nothing.
 """
 
 import math
@@ -45,8 +45,9 @@ _ISSUE_LANES = 128  # instructions of threads that a multiprocessor issues a cyc
 # Measured on synthetic rows with log-normal scales, windows by row: docs/decisions.md.
 EXCEPTION_RATES = {"W12": 0.0003, "W11": 0.013}
 _BF16_NBYTES = 2
-# Of the rate at which cuBLAS multiplies: mma.sync reaches 63 % of what Hopper's own instructions
-# do (Luo et al., "Dissecting the NVIDIA Hopper architecture", 2024). Ampere has nothing faster.
+# Shares of the rate at which cuBLAS multiplies: mma.sync reaches 63 % of the rate of Hopper's own
+# instructions (Luo et al., "Dissecting the NVIDIA Hopper architecture", 2024). Ampere has no faster
+# instruction.
 _HOPPER_MMA_SHARE = 0.63
 # Hopper's own instruction with a weight from registers. The loop decodes the next elements while
 # the instruction runs. Where four warps have more than 64 rows, Triton 3.6 waits for each
@@ -55,7 +56,7 @@ _HOPPER_MMA_SHARE = 0.63
 _WGMMA_SHARE = 0.85
 _WAITING_SHARE = 0.6
 _MIN_WGMMA_TOKENS = 32  # with fewer it takes as long; assumed
-_PORT_NBYTES = 64  # from L2 to a multiprocessor, a cycle; assumed of all
+_PORT_NBYTES = 64  # from L2 to a multiprocessor, a cycle; assumed for all GPUs
 _PLAIN_ROWS = (64, 128, 256)  # of cuBLAS's tiles, and their tokens
 _PLAIN_TOKENS = (16, 32, 64, 128, 256)
 _PLAIN_SPLITS = (1, 2, 4, 8)
@@ -80,9 +81,9 @@ class _Division:
 
     Attributes:
         rows: rows of a program.
-        tokens: tokens of a program, or of one instruction if that takes more.
+        tokens: tokens of a program, or of one instruction if an instruction takes more.
         turn: columns of a slice that a program takes at once.
-        accumulators: registers of a thread for sums.
+        accumulators: registers for sums, in each thread.
         weight_tiles: tiles of a turn's weights that shared memory holds, at most.
         token_tiles: the same of its tokens.
         per_weight: instructions for each weight; None if they were not counted.
@@ -110,7 +111,7 @@ def _divide(config: "Config", format: WeightFormat, device: DeviceModel) -> _Div
         if not is_hopper:
             tiles = fetched + 1, fetched + 1
             return _Division(rows, tokens, steps, registers, *tiles, per_weight, mma_share)
-        # The product that is running still needs its tokens.
+        # The product that is still running needs its tokens.
         tiles = fetched if rows <= 128 else fetched + 1, fetched + 1
         share = _WGMMA_SHARE if rows <= 16 * config.n_warps else _WAITING_SHARE
         work = max(tokens, _MIN_WGMMA_TOKENS)
@@ -124,12 +125,12 @@ def _divide(config: "Config", format: WeightFormat, device: DeviceModel) -> _Div
 
 def is_many(config: "Config") -> bool:
     """Whether a division is one of the kernel for many tokens."""
-    return type(config).__name__ == "ManyConfig"  # its module needs Triton, this one nothing
+    return type(config).__name__ == "ManyConfig"  # its module needs Triton; this one does not
 
 
 def shared_nbytes(config: "Config", format: WeightFormat, device: DeviceModel) -> int:
-    """Bytes of shared memory of a program, which holds the tiles on their way. Compiled kernels
-    have the same."""
+    """Bytes of shared memory that a program needs for the tiles in flight. Compiled kernels need
+    exactly as much."""
     division = _divide(config, format, device)
     weights = division.rows * format.n_slices * format.bits // 8 * division.weight_tiles
     tokens = _BF16_NBYTES * format.n_slices * config.block_tokens * division.token_tiles
@@ -140,7 +141,7 @@ def resident_programs(config: "Config", format: WeightFormat, device: DeviceMode
     """Programs that a multiprocessor runs at once; 0 if one is too large."""
     registers = min(_divide(config, format, device).accumulators + _OTHER_REGISTERS, _MAX_REGISTERS)
     by_registers = _REGISTERS // (registers * _WARP * config.n_warps)
-    nbytes = shared_nbytes(config, format, device) + 1024  # what the system keeps of each
+    nbytes = shared_nbytes(config, format, device) + 1024  # which the system keeps for each program
     return min(by_registers, device.shared_nbytes // nbytes, 16)
 
 
@@ -163,7 +164,7 @@ def predict_fused(
         device: the GPU.
 
     Returns:
-        The seconds; infinity if the model knows nothing about such a division.
+        The seconds; infinity if the model does not know the division.
     """
     division = _divide(config, format, device)
     resident = resident_programs(config, format, device)
@@ -208,15 +209,15 @@ def _balance(programs: int, device: DeviceModel) -> float:
 
 
 def _from_l2(nbytes: float, balance: float, device: DeviceModel) -> float:
-    """Seconds to read from L2: by its bandwidth, which all share, or by that of the busiest
-    port."""
+    """Seconds to read from L2, limited by its bandwidth, which all multiprocessors share, or by the
+    busiest port."""
     ports = device.n_processors * _PORT_NBYTES * device.clock
     return nbytes / min(device.l2_bandwidth, ports * balance)
 
 
 def _bandwidth(in_flight: float, device: DeviceModel) -> float:
-    """Bandwidth that is reached: by Little's law, the bytes in flight divided by the time that they
-    take. Near the limit of the memory they wait for each other."""
+    """The bandwidth that is reached. By Little's law, it is the bytes in flight divided by the time
+    that they take. Near the limit of the memory, requests wait for each other."""
     return device.bandwidth * -math.expm1(-2 * in_flight / (device.latency * device.bandwidth))
 
 
@@ -245,7 +246,8 @@ def predict_decoding(
 def predict_plain(n_rows: int, n_columns: int, n_tokens: int, device: DeviceModel) -> float:
     """Seconds of a product with a BF16 weight, by the best of cuBLAS's tiles.
 
-    Splits cost what they move, and no launch. As many bytes are in flight as the memory can use.
+    Splits cost the time to move their sums, but no launch. The model assumes enough bytes in flight
+    to keep the memory busy.
     """
     elements = n_rows * n_columns + n_tokens * (n_rows + n_columns)
     memory = elements * _BF16_NBYTES / device.bandwidth
@@ -263,7 +265,7 @@ def _tiled(
     division: tuple[int, int, int],
     device: DeviceModel,
 ) -> float:
-    """Seconds of a plain product by rows and tokens of a tile and by splits, memory left out."""
+    """Seconds of a plain product with given tiles and splits, without the time of the memory."""
     rows, tokens, n_splits = division
     row_blocks, token_blocks = _ceil(n_rows, rows), _ceil(n_tokens, tokens)
     balance = _balance(row_blocks * token_blocks * n_splits, device)

@@ -2,8 +2,8 @@
 
 `benchmarks/gpu.py predict --counts` compiles the kernel for sm_90 with four warps and three stages,
 and prints this table (Triton 3.6 made this one). It leaves out divisions that spill registers in
-the loop, or more than 64 of them outside of it, once for a program. The model of time knows no
-other divisions, so only those in the table are ever chosen or measured.
+the loop, or that spill more than 64 registers outside of it, which happens once in each program.
+The model of time knows only the divisions in the table, so no others are ever chosen or measured.
 """
 
 __all__ = ["INSTRUCTIONS", "MANY_INSTRUCTIONS"]

@@ -1,8 +1,8 @@
 """The description of a file's packed weights: a pair in the metadata of safetensors.
 
-The arrays themselves do not tell which tensors belong together, or how many columns are not
-padding. The pair says both, with the version of the format, so that a reader need not know the
-model, and refuses a later format instead of misreading it.
+The arrays themselves do not show which tensors belong together, or how many columns are not
+padding. The pair says both, and gives the version of the format. So a reader need not know the
+model, and it refuses a later format instead of misreading it.
 """
 
 import json
@@ -44,9 +44,9 @@ def describe_weights(model: nn.Module, saved: Collection[str] | None = None) -> 
     """The metadata that describe a model's packed weights, for a file with its state dict.
 
     Args:
-        model: with packed weights or without.
-        saved: names of the tensors in the file, if it does not have all: the file may have only one
-            of the modules that share a weight.
+        model: a model with or without packed weights.
+        saved: names of the tensors in the file, if it does not hold all of them. If modules share a
+            weight, the file may hold it for only one of them.
 
     Returns:
         One pair, or none if nothing is packed.
@@ -113,7 +113,7 @@ def join_weights(
 
     Args:
         tensors: all tensors of the file by name.
-        metadata: of the file.
+        metadata: the metadata of the file.
 
     Returns:
         Plain tensors as they are, and a checked `PackedWeight` for each name in the metadata.

@@ -33,13 +33,15 @@ __all__ = [
 ]
 
 MAX_RATIO = 0.9  # packed to plain bytes; above, a layer stays plain
-# Exceptions for each element up to which "auto" prefers W11. Each exception fetches an input of its
-# own; with the 1.2 % of normal rows, that takes about as long as reading the bits that W11 saves.
+# The share of exceptions up to which "auto" prefers W11. Each exception fetches an input of its
+# own. With normal rows, 1.2 % of the elements are exceptions, and fetching their inputs takes about
+# as long as reading the bits that W11 saves.
 MAX_W11_EXCEPTIONS = 1 / 200
-# Least speed, as a share of the plain weight's, where speed decides; clocks of GPUs vary that much.
+# The lowest speed, as a share of the plain weight's, where speed decides. It is below 1 because the
+# clocks of GPUs vary that much.
 MIN_SPEED = 0.97
-# Exceptions for each element up to which figures of speed hold: they were measured with rows of
-# normal distributions, which have 0.03 % and 1.3 %.
+# The share of exceptions up to which measured and predicted speeds hold: they were measured with
+# rows of normal distributions, where 0.03 % and 1.3 % of the elements are exceptions.
 MAX_FAST_EXCEPTIONS = {"W12": 0.001, "W11": 0.015}
 _SAMPLED_ROWS = 64  # of a weight, to estimate its exceptions
 
@@ -55,7 +57,7 @@ class StaysPlain(NamedTuple):
 
 
 class PackingPlan(NamedTuple):
-    """What a weight would be packed to.
+    """The format and size that a weight would have when packed.
 
     Attributes:
         format: the format.

@@ -2,9 +2,10 @@
 
 A module whose weight is packed has five entries in a state dict instead of `weight`, all of them
 plain tensors: `weight.low_bytes` and so on. So safetensors, checkpoints and
-`torch.load(weights_only=True)` handle these state dicts like all others. Loading checks the arrays
-and takes them back; it also takes a plain `weight`, and packs it. Embeddings need no class of their
-own: any module that calls `torch.nn.functional.embedding` works with a packed weight.
+`torch.load(weights_only=True)` handle these state dicts like any other. Loading a state dict checks
+the arrays and uses them; if it has a plain `weight` instead, loading packs that. Embeddings need no
+class of their own: any module that calls `torch.nn.functional.embedding` works with a packed
+weight.
 """
 
 from types import MethodType
@@ -91,7 +92,7 @@ class PackedLinear(nn.Linear):
         bias: bool = True,
         device: torch.device | str | None = None,
     ) -> "PackedLinear":
-        """A layer to load a state dict into, whatever number of exceptions that has.
+        """A layer to load a state dict into; the state dict may have any number of exceptions.
 
         Args:
             in_features: columns, 1 to 65536.
@@ -163,11 +164,12 @@ class PackedLinear(nn.Linear):
 
 
 def change_class(module: nn.Linear, new: type[nn.Linear]) -> None:
-    """Makes a plain layer a packed one, or the other way round.
+    """Turns a plain layer into a packed one, or a packed one into a plain one.
 
     Args:
-        module: keeps its attributes. Hooks of accelerate give a module a `forward` of its own and
-            leave it behind; it is replaced too if it is that of the old class.
+        module: the layer; it keeps its attributes. Hooks of accelerate give a module its own
+            `forward` and leave it there when they are removed. It is replaced too if it is the old
+            class's method.
         new: the other class.
     """
     before = type(module).forward
@@ -182,10 +184,11 @@ def _plain(weight: Tensor) -> Tensor:
 
 
 def hold_packed(module: nn.Module, weight: PackedWeight | Parameter) -> None:
-    """Makes a packed weight the parameter `weight` of a module, and its state dicts plain.
+    """Makes a packed weight the parameter `weight` of a module, and writes plain arrays to the
+    module's state dicts.
 
     Args:
-        module: of any class.
+        module: a module of any class.
         weight: if it is a parameter, that very object is used, so that several modules may share
             it.
     """
@@ -197,7 +200,8 @@ def hold_packed(module: nn.Module, weight: PackedWeight | Parameter) -> None:
     if _write_arrays not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_write_arrays)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(_read_arrays)  # type: ignore[no-untyped-call]
-        # Runs before accelerate's hook, which is a part of `forward`. Linear layers do not need it.
+        # This hook runs before accelerate's, which is part of `forward`. Linear layers do not need
+        # it.
         if not isinstance(module, PackedLinear):
             module.register_forward_pre_hook(_join_before)
 
@@ -245,7 +249,7 @@ def _read_arrays(
     missing_keys: list[str],
     *others: Any,
 ) -> None:
-    """Puts a packed weight where the arrays are, or a plain weight if the module's is packed."""
+    """Loads a weight from its arrays, or packs a plain weight if the module's is packed."""
     name, current = f"{prefix}weight", module.weight
     assert isinstance(current, Tensor)
     joined = join_arrays(state, name, current.shape[1])

@@ -1,7 +1,8 @@
 """Tunes the products of a matrix on this machine's GPU, and keeps the results.
 
-The weights are synthetic: normal rows with log-normal scales have the exponents of trained weights,
-and so as many exceptions. Nothing else about weights affects the times.
+The weights are synthetic. Normal rows with log-normal scales have the same distribution of
+exponents as trained weights, and so the same share of exceptions. No other property of weights
+affects the times.
 """
 
 from collections.abc import Callable, Iterable
@@ -53,10 +54,10 @@ def find_gpu() -> torch.device:
 
 
 def resolve_model(name: str | None) -> DeviceModel:
-    """What is known of a GPU.
+    """The model of a GPU.
 
     Args:
-        name: of a preset; None for this machine's GPU, or an H200 if there is none.
+        name: name of a preset; None for this machine's GPU, or for an H200 if it has no GPU.
 
     Raises:
         ValueError: there is no such preset.
@@ -94,7 +95,7 @@ def random_weight(n_rows: int, n_columns: int, device: torch.device, seed: int =
         n_rows: rows.
         n_columns: columns.
         device: where the matrix is made.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
 
     Returns:
         BF16, n_rows x n_columns.
@@ -115,7 +116,7 @@ def pack_on(weight: torch.Tensor, format: WeightFormat, *, threads: int = 8) -> 
     Args:
         weight: BF16, n_rows x n_columns.
         format: the format.
-        threads: of the host.
+        threads: number of threads on the host.
     """
     bits = weight.contiguous().view(torch.int16).cpu().view(torch.uint16).numpy()
     arrays = pack(bits, format, threads=threads)
@@ -125,7 +126,7 @@ def pack_on(weight: torch.Tensor, format: WeightFormat, *, threads: int = 8) -> 
 def tuned_before(
     key: Key, device: torch.device, folder: str | PathLike[str] | None = None
 ) -> dict[int, Measured]:
-    """What the cache holds for a matrix.
+    """The choices that the cache holds for a matrix.
 
     Args:
         key: the matrix.
@@ -146,7 +147,7 @@ _FUSED = Strategy.FUSED
 
 
 def _require_folder(folder: Path) -> None:
-    """Fails early if the results could not be kept, before minutes are spent on measurements."""
+    """Fails before minutes are spent on measurements if the results could not be kept."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
@@ -226,7 +227,7 @@ def measure_choices(
         format: its format.
         device: where it is multiplied.
         buckets: numbers of tokens.
-        order: a division whose order of sums is kept.
+        order: a division; its order of sums is kept.
         search: limits of the search.
         make_timer: makes the object that times products with packed arrays; None for a
             `ProductTimer`.

@@ -1,9 +1,9 @@
 """Packs the linear layers of a model in place, and unpacks them.
 
-Weights are packed one after the other. Each is put into all modules that share it, and the plain
-one is released before the next weight, so the peak of memory is the model and one layer. Modules
-stay the same objects, with their hooks and their places in the model; a linear layer becomes a
-`PackedLinear` only by a change of its class.
+Weights are packed one after the other. Each packed weight is put into all modules that share it,
+and the plain weight is released before the next one is packed. So at its peak, memory holds the
+model and one layer. Modules stay the same objects, with their hooks and their places in the model;
+a linear layer becomes a `PackedLinear` only by a change of its class.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -43,8 +43,8 @@ Progress = Callable[[int], object]
 
 
 class _Group:
-    """The modules that share a weight, by name. The group holds no reference to the weight, so that
-    it is freed as soon as the last module has another one."""
+    """The modules that share a weight, by name. The group holds no reference to the weight, so the
+    weight is freed as soon as no module holds it."""
 
     def __init__(self) -> None:
         self.modules: dict[str, nn.Module] = {}
@@ -97,21 +97,21 @@ def pack_model_(
     weights stay plain. Modules that share a weight share the packed one.
 
     Args:
-        model: on any device; a single layer is possible if it is a `torch.nn.Linear`.
+        model: the model, on any device; it may be a single layer if that is a `torch.nn.Linear`.
         format: "W12", "W11", or "auto": W11 for weights with at most one exception of W11 in 200
             elements, otherwise W12.
         skip: names of modules to leave plain, with all modules below them; `*` and `?` stand for
-            any characters. Or a function that gets a name and a module, and says whether to skip
+            any characters. Or a function that gets a name and a module, and returns whether to skip
             it.
         embeddings: whether to pack embeddings; None for only the input embedding, which
             `get_input_embeddings` of a transformers model gives. An embedding that shares its
             weight with a packed output layer is packed with it.
         lm_head: whether to pack the output layer: the one that `get_output_embeddings` gives, or
             that is called `lm_head`.
-        for_tokens: to aim for speed: the usual number of tokens that are multiplied at once, which
-            is the batch when text is generated. Each layer gets the format that is the fastest for
-            this number on its GPU, as `packhorse tune` has measured or else as predicted, and stays
-            plain if it would be slower packed.
+        for_tokens: give this to aim for speed: the usual number of tokens that are multiplied at
+            once, which is the batch size when text is generated. Each layer gets the fastest format
+            for this number on its GPU, as `packhorse tune` has measured or else as predicted, and
+            stays plain if it would be slower when packed.
         dry_run: only count what packing would give, and leave the model as it is.
         progress: called with the bytes of plain weights done since the last call.
 
@@ -190,7 +190,8 @@ def _plan_group(
 
 
 def hold_packed_weights(model: nn.Module) -> None:
-    """Finishes modules that were given packed weights directly, as `pack_model_` would have."""
+    """Does the rest of the work of `pack_model_` for modules that were given packed weights
+    directly."""
     for group in _groups(model):
         if isinstance(group.weight, PackedWeight):
             _replace(group, group.weight)
@@ -265,7 +266,7 @@ class WeightChoice:
     """Which weights of a model a caller wants to pack, and which of these can be packed.
 
     Args:
-        model: on any device, the meta device too.
+        model: the model, on any device, including the meta device.
         skip: as for `pack_model_`.
         embeddings: as for `pack_model_`.
         lm_head: as for `pack_model_`.
@@ -298,7 +299,7 @@ class WeightChoice:
             tied: pairs of parameters, by name, that will share the weight of the second.
 
         Returns:
-            By the name of a parameter, whether a linear layer multiplies with it.
+            For the name of each such parameter: whether a linear layer multiplies with it.
         """
         groups: dict[str, _Group] = {}
         for group in _groups(self._model):
@@ -385,11 +386,11 @@ def _output_layers(model: nn.Module) -> set[int]:
 
 
 def _called(model: nn.Module, getter_name: str) -> set[int]:
-    """The module that a method of transformers gives, if the model has the method."""
+    """The `id` of the module that a method of transformers returns, if the model has the method."""
     getter = getattr(model, getter_name, None)
     try:
         module = getter() if callable(getter) else None
-    except NotImplementedError:  # raised by models that have several, or none
+    except NotImplementedError:  # raised by models with several such modules, or with none
         module = None
     return set() if module is None else {id(module)}
 
@@ -407,7 +408,7 @@ def unpack_model_(model: nn.Module) -> None:
     """Unpacks the weights of a model in place, bit for bit, one after the other; they stay frozen.
 
     Args:
-        model: with packed weights or without, on any device.
+        model: a model with or without packed weights, on any device.
 
     Raises:
         TypeError: the model is not a module.

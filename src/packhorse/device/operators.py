@@ -1,11 +1,12 @@
 """PyTorch's operators on packed weights: `unpack_weight` and `multiply_weight`.
 
 They take the arrays of docs/format.md, section 12, as plain tensors. Compiled graphs and CUDA
-graphs can contain them, because they know the shapes of their results without running
-(`register_fake`), never copy anything from a device to the host, and choose inside what to run.
+graphs can contain these operators: PyTorch can find the shapes of their results without running
+them (`register_fake`), they never copy anything from a device to the host, and the choice of a
+kernel is made inside of them.
 
-On a GPU, the kernels of `packhorse.kernels` do the work. In host memory the core decodes a tile of
-rows at a time, within a memory budget. Any other device, such as a GPU without BF16, uses plain
+On a GPU, the kernels of `packhorse.kernels` do the work. In host memory, the core decodes one tile
+of rows at a time, within a memory budget. Any other device, such as a GPU without BF16, uses plain
 PyTorch, which is slow.
 """
 
@@ -34,11 +35,12 @@ __all__ = [
     "unpack_rows",
 ]
 
-# Decoded weights of a multiplication in host memory, for each calling thread: small enough to stay
-# in a cache until they are multiplied.
+# Bytes of decoded weights at a time in host memory, for each calling thread: few enough to stay in
+# a cache until they are multiplied.
 TILE_NBYTES = 4 << 20
-# PyTorch's product with a tile equals that with the whole matrix to the bit if the tile has some 64
-# rows and more than 16 * 16 * 16 elements: with fewer, PyTorch does not use oneDNN (Matmul.cpp).
+# PyTorch's product with a tile equals its product with the whole matrix bit for bit if the tile has
+# about 64 rows and more than 16 * 16 * 16 elements. With fewer elements, PyTorch does not use
+# oneDNN (Matmul.cpp).
 _TILE_ALIGNMENT = 64
 _LEAST_TILE_NUMEL = 16 * 16 * 16 + 1
 _SCRATCH = threading.local()
@@ -48,7 +50,8 @@ def unpack(arrays: WeightTensors, format: WeightFormat, n_columns: int) -> Tenso
     """The matrix itself, decoded where the arrays are.
 
     Args:
-        arrays: of a packed weight; trusted, so the caller checks those that come from elsewhere.
+        arrays: the arrays of a packed weight. They are trusted, so the caller must check arrays
+            from elsewhere.
         format: their format.
         n_columns: columns of the matrix.
 
@@ -90,8 +93,8 @@ def require_kernels() -> None:
 
 
 def unpack_rows(arrays: WeightTensors, format: WeightFormat, dst: Tensor, start: int) -> None:
-    """Decodes the rows from `start` on into a contiguous BF16 tensor, as many as it has. It is on
-    the arrays' device, where kernels do not run."""
+    """Decodes rows, from row `start` on, until a contiguous BF16 tensor is full. The tensor is on
+    the arrays' device, on which kernels do not run."""
     stop = start + dst.shape[0]
     if arrays.device.type == "cpu":
         _unpack_on_host(arrays, format, dst, start)
@@ -118,7 +121,7 @@ def gather_rows(
     rows: Tensor,
     max_row_exceptions: int,
 ) -> Tensor:
-    """Some rows of the matrix, by PyTorch's own operations alone, which work on any device and in
+    """Some rows of the matrix. Uses only PyTorch's own operations, which work on any device and in
     compiled graphs.
 
     Args:
@@ -126,7 +129,7 @@ def gather_rows(
         format: their format.
         n_columns: columns of the matrix.
         rows: int64, one dimension; the numbers of the rows.
-        max_row_exceptions: no row has more exceptions.
+        max_row_exceptions: an upper limit of the exceptions of a row.
 
     Returns:
         BF16, a row of n_columns for each number.
@@ -151,8 +154,8 @@ def look_up(
     rows: Tensor,
     max_row_exceptions: int,
 ) -> Tensor:
-    """The same as `gather_rows`, by kernels where they run. Transforms of `torch.func` cannot look
-    into kernels."""
+    """The same as `gather_rows`, but with kernels where they run. Transforms of `torch.func` cannot
+    differentiate or batch kernels."""
     if not _has_kernels(rows.device):
         return gather_rows(arrays, format, n_columns, rows, max_row_exceptions)
     found: Tensor = torch.ops.packhorse.look_up_rows(*arrays, rows, format.name, n_columns)
@@ -182,14 +185,15 @@ def _put_exceptions(arrays: WeightTensors, elements: Tensor, rows: Tensor, most:
 
 
 def n_tile_rows(n_columns: int, tile_nbytes: int) -> int:
-    """Rows of BF16 in a tile of a memory budget: a multiple of 64, and at least as many as
-    `_least_tile_rows` says."""
+    """The number of BF16 rows in a tile that keeps to a memory budget: a multiple of 64, and at
+    least what `_least_tile_rows` returns."""
     n_rows = max(tile_nbytes // (2 * n_columns), _least_tile_rows(n_columns) + _TILE_ALIGNMENT - 1)
     return n_rows // _TILE_ALIGNMENT * _TILE_ALIGNMENT
 
 
 def _least_tile_rows(n_columns: int) -> int:
-    """The least number of rows that PyTorch surely multiplies as it does a whole matrix."""
+    """The smallest number of rows that PyTorch certainly multiplies in the same way as a whole
+    matrix."""
     return max(_TILE_ALIGNMENT, -(-_LEAST_TILE_NUMEL // n_columns))
 
 
@@ -207,8 +211,8 @@ def multiply(
 
     Returns:
         BF16, the dimensions of x except for the last, which is n_rows. In host memory it equals the
-        product with the plain weight to the bit, as long as PyTorch multiplies a tile of at least
-        64 rows as it does the whole matrix.
+        product with the plain weight bit for bit, as long as PyTorch multiplies a tile of at least
+        64 rows in the same way as the whole matrix.
 
     Raises:
         TypeError: x or the bias is not BF16.

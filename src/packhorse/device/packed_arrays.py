@@ -34,7 +34,8 @@ _MAX_EXCEPTIONS = (1 << 31) - 1
 
 
 class RowSource(Protocol):
-    """The slices that `packhorse.open_file(..., framework="pt").get_slice(name)` gives."""
+    """A slice of a packed file, as `packhorse.open_file(..., framework="pt").get_slice(name)`
+    returns it."""
 
     def get_shape(self) -> list[int]:
         """Dimensions of the whole tensor."""
@@ -47,7 +48,7 @@ class RowSource(Protocol):
 
 
 def resolve_format(format: WeightFormat | str) -> WeightFormat:
-    """The format that an argument names; formats themselves are returned as they are.
+    """The format that an argument names; an argument that is a format is returned as it is.
 
     Raises:
         ValueError: there is no such format.
@@ -206,7 +207,7 @@ def empty_arrays(
 
 
 def format_of(arrays: WeightTensors) -> WeightFormat | None:
-    """The format of arrays, which their widths tell; None if the widths fit no format."""
+    """The format of arrays, found from their widths; None if the widths fit no format."""
     if arrays.low_bytes.dim() == arrays.high_bits.dim() == 2:
         n_padded, n_high_bytes = arrays.low_bytes.shape[1], arrays.high_bits.shape[1]
         for format in WEIGHT_FORMATS.values():

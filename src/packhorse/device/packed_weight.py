@@ -5,7 +5,7 @@ section 12. It can be the weight of a module like any other parameter: it moves,
 compiles as PyTorch's tensors do, and several modules can share it.
 
 - `linear` and `embedding` of `torch.nn.functional` work on the packed arrays.
-- Every other operation runs on the decoded matrix; one that writes packs the result again.
+- Every other operation runs on the decoded matrix; if it writes, the result is packed again.
 - Operations that return a view are refused, because a write to the view would be lost.
 - It is frozen: inputs get gradients, the weight gets none.
 
@@ -32,12 +32,12 @@ from packhorse.layout import WEIGHT_FORMATS, WeightFormat
 __all__ = ["PackedWeight", "is_transformed", "obey_autocast"]
 
 _aten = torch.ops.aten
-_NO_ADDRESS = 1 << 63  # neither a host nor a GPU has memory there
+_NO_ADDRESS = 1 << 63  # neither the host nor a GPU has memory at such addresses
 
 
 @dataclass(slots=True)
 class _Held:
-    """What a packed weight shares with all weights that are detached from it."""
+    """The data that a packed weight shares with all weights detached from it."""
 
     arrays: WeightTensors
     format: WeightFormat
@@ -80,12 +80,13 @@ class PackedWeight(Tensor):
         nothing is copied.
 
         Args:
-            arrays: trusted arrays; `packhorse.device.check_arrays` checks those from elsewhere. Or
+            arrays: trusted arrays; `packhorse.device.check_arrays` checks arrays from elsewhere. Or
                 a packed weight, without the other arguments: libraries that move parameters, such
-                as accelerate, make new ones by calling the class of the old.
+                as accelerate, make a new parameter by calling the class of the old one.
             format: their format.
             n_columns: columns of the matrix.
-            requires_grad: of a parameter; multiplying with it raises an error if it is True.
+            requires_grad: as for `torch.nn.Parameter`; if it is True, multiplying with the weight
+                raises an error.
 
         Raises:
             TypeError: the arguments are neither arrays with format and columns nor a packed weight.
@@ -188,14 +189,14 @@ class PackedWeight(Tensor):
         return found.view(*rows.shape, held.n_columns)
 
     def prepare_gather(self) -> None:
-        """Counts the exceptions of the fullest row, so that `gather_rows` need not allow for the
-        worst case. It reads from the device, and runs when weights of embeddings are packed or
-        loaded."""
+        """Finds how many exceptions the row with the most has, so that `gather_rows` need not allow
+        for the worst case. This reads from the device, so it is done when weights of embeddings are
+        packed or loaded."""
         held = self._held
         if self.device.type != "meta":
             held.max_row_exceptions = max(held.arrays.exception_starts.diff().tolist(), default=0)
 
-    # PEFT, for one, writes to a module's parameter through its data.
+    # Some libraries, such as PEFT, write to a parameter through its `data`.
     @property
     def data(self) -> Tensor:
         """The same weight, detached; values that are assigned to it are packed."""
@@ -217,14 +218,14 @@ class PackedWeight(Tensor):
         with torch.no_grad():
             self.copy_(value)
 
-    # PyTorch's own method would return 0 for all packed weights. Accelerate finds shared weights by
-    # this number, and would take all of them for one.
+    # PyTorch's own method would return 0 for all packed weights. Accelerate uses this number to
+    # find shared weights, and would take all packed weights for the same one.
     def data_ptr(self) -> int:
-        """A number that tells packed weights apart and that aliases share. It is not an address; on
-        the meta device it is 0."""
+        """A number that differs between packed weights and is the same for aliases. It is not an
+        address; on the meta device it is 0."""
         return 0 if self.is_meta else _NO_ADDRESS | id(self._held)
 
-    # PyTorch's own method would look at memory that does not exist.
+    # PyTorch's own method would access memory that does not exist.
     def share_memory_(self) -> "PackedWeight":
         """Moves the arrays to shared memory, for other processes; returns the weight itself."""
         for array in self._held.arrays:
@@ -241,7 +242,8 @@ class PackedWeight(Tensor):
         )
 
     def _stable_hash_for_caching(self) -> str:
-        """A text of all that compiled code depends on, for the caches of PyTorch's compilers."""
+        """A text with everything that compiled code depends on, for the caches of PyTorch's
+        compilers."""
         held = self._held
         arrays = [(str(a.shape), a.stride(), str(a.device), a.requires_grad) for a in held.arrays]
         return repr((held.format.name, held.n_columns, held.max_row_exceptions, arrays))
@@ -301,7 +303,7 @@ def _like(weight: PackedWeight, other: Any) -> Any:
 def rebuild_weight(
     arrays: tuple[Tensor, ...], format: str, n_columns: int, is_parameter: bool, gathers: bool
 ) -> PackedWeight:
-    """What a pickle of a packed matrix calls."""
+    """Rebuilds a packed matrix from a pickle."""
     checked = WeightTensors(*(array.contiguous() for array in arrays))
     check_arrays(checked, resolve_format(format), n_columns, name="pickle")
     weight = PackedWeight(checked, format, n_columns)
@@ -310,19 +312,20 @@ def rebuild_weight(
     return Parameter(weight, requires_grad=False) if is_parameter else weight  # type: ignore[return-value]
 
 
-rebuild_weight.__module__ = "packhorse.device"  # pickles outlive the names of our files
+rebuild_weight.__module__ = "packhorse.device"  # pickles must not name a file that may move
 
 
 def is_transformed() -> bool:
     """Whether a transform of `torch.func` or forward-mode differentiation is active. These cannot
-    look into operators of our own."""
+    differentiate or batch custom operators."""
     if torch.compiler.is_compiling():
         return False
     return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
 
 
 def obey_autocast(input: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Operands of a product, converted as `torch.autocast` does: all floats except FP64."""
+    """The operands of a product, converted as `torch.autocast` converts them: all floats except
+    FP64."""
     device_type = input.device.type
     if input.is_meta or not torch.is_autocast_enabled(device_type):
         return input, bias
@@ -492,7 +495,8 @@ def _assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _run_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs any other operator on plain matrices, and packs those again that it has written to."""
+    """Runs any other operator on plain matrices, and packs the matrices that it has written to
+    again."""
     schema = func._schema
     if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
         _refuse_view(func)

@@ -1,4 +1,5 @@
-"""Packs weights from memory or packed files, and makes packed weights of a state dict's arrays."""
+"""Packs weights from memory or packed files, and builds packed weights from a state dict's
+arrays."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -99,11 +100,11 @@ def join_arrays(state: Mapping[str, Any], name: str, n_columns: int) -> PackedWe
 
     Args:
         state: tensors by name; `NAME.low_bytes` and the other four belong together.
-        name: of the weight.
+        name: name of the weight.
         n_columns: columns of the matrix.
 
     Returns:
-        The weight, which uses the tensors of the state; None if the state has none of its arrays.
+        The weight, which shares the tensors of the state; None if the state has none of its arrays.
 
     Raises:
         CorruptionError: some arrays are missing, they break a rule of the format, or the state also

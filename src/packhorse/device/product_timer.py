@@ -1,8 +1,8 @@
 """Measures products on a GPU, for the autotuner and the benchmarks.
 
-A product is timed with several copies of a matrix, one after the other; together they are more than
-the caches hold (`packhorse.gpu.timing`). A division that the GPU cannot run, or whose product
-differs from that of the decoded matrix, counts as infinitely slow.
+A product is timed with several copies of a matrix, one after the other. Together, the copies are
+larger than the caches (`packhorse.gpu.timing`). A division that the GPU cannot run, or whose
+product differs from that of the decoded matrix, counts as infinitely slow.
 """
 
 import math
@@ -41,13 +41,13 @@ class ProductTimer:
         chain_nbytes: int = CHAIN_NBYTES,
         n_replays: int = N_REPLAYS,
     ) -> None:
-        """Copies the matrix as often as a chain needs it.
+        """Makes as many copies of the matrix as a chain needs.
 
         Args:
-            weights: on the GPU.
+            weights: the packed matrix, on the GPU.
             format: their format.
             n_columns: columns of the matrix.
-            chain_nbytes: bytes of all copies together, at least.
+            chain_nbytes: the least number of bytes of all copies together.
             n_replays: timed replays of each measurement.
 
         Raises:
@@ -74,7 +74,7 @@ class ProductTimer:
         except RuntimeError as error:  # of Triton's passes, or of the driver
             warnings.warn(f"{choice} fails here and is left out: {error}", stacklevel=2)
             if x.is_cuda:
-                torch.cuda.synchronize()  # raises if the GPU is lost to this process
+                torch.cuda.synchronize()  # raises if this process can no longer use the GPU
             return math.inf
         if not is_right:
             warnings.warn(f"{choice} gives a wrong product here and is left out", stacklevel=2)
@@ -104,7 +104,7 @@ class ProductTimer:
         return x.to(torch.bfloat16)
 
     def time(self, calls: Sequence[Callable[[], object]]) -> float:
-        """Seconds of one call of a chain; subclasses put the clock of another device here."""
+        """Seconds of one call of a chain; a subclass for another device replaces this clock."""
         return time_chain(calls, n_replays=self._n_replays)
 
     def _multiply(self, x: torch.Tensor, weights: WeightTensors, choice: Choice) -> torch.Tensor:

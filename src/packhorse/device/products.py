@@ -24,7 +24,7 @@ from packhorse.layout import W12, WeightFormat
 
 __all__ = ["LAUNCHERS", "multiply", "run_choice"]
 
-_ALIGNMENT = 16  # bytes; kernels are compiled for inputs that are aligned so
+_ALIGNMENT = 16  # bytes; kernels are compiled for inputs with this alignment
 
 
 def multiply(
@@ -36,7 +36,8 @@ def multiply(
     bias: Tensor | None = None,
     choice: Choice | None = None,
 ) -> Tensor:
-    """A product by a choice. If the GPU is too small for it, warns once and decodes instead.
+    """Runs a product by a choice. If the GPU is too small for it, warns once and decodes the weight
+    first instead.
 
     Args:
         x: BF16, any dimensions, the last of n_columns; not empty.
@@ -99,7 +100,7 @@ def run_choice(
     *,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """A product by a given choice, and by no other.
+    """Runs a product by the given choice, and never by another.
 
     Args:
         choice: what to run.
@@ -133,7 +134,8 @@ def _multiply_decoded(
     return F.linear(x, decode_weights(weights, format, n_columns), bias)
 
 
-# The function of each strategy, called as `run_choice` is, with the division of the choice.
+# The function for each strategy. It takes the arguments of `run_choice`, with the division instead
+# of the choice.
 LAUNCHERS: dict[Strategy, Callable[..., Tensor]] = {
     Strategy.FUSED: multiply_weights,
     Strategy.MANY: multiply_many,
@@ -164,7 +166,7 @@ def _choose_without_memory(n_rows: int, n_columns: int, format: WeightFormat) ->
     mib = 2 * n_rows * n_columns / 2**20
     warnings.warn(
         f"the GPU has no {mib:.0f} MiB left for the plain weight of {n_rows} x {n_columns}: "
-        "the product decodes it inside, which is slower with many tokens; give the GPU fewer "
+        "the product decodes it in registers, which is slower with many tokens; give the GPU fewer "
         "tokens at once, or a smaller cache",
         RuntimeWarning,
         stacklevel=2,

@@ -12,7 +12,7 @@ class WeightReport:
     """A weight that was packed.
 
     Attributes:
-        name: the modules that have it, with " = " between them.
+        name: names of the modules that have it, joined by " = ".
         shape: rows and columns.
         format: name of its format.
         nbytes: bytes of the packed weight.
@@ -30,20 +30,20 @@ class WeightReport:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits that an element takes, of 16."""
+        """Bits that an element takes; 16 when plain."""
         return 8 * self.nbytes / (self.shape[0] * self.shape[1])
 
 
 @dataclass(frozen=True)
 class LeftWeight:
-    """A weight that stays as it was.
+    """A weight that was not packed.
 
     Attributes:
         name: the modules that have it, with " = " between them.
         shape: rows and columns; all dimensions of a parameter that is not a matrix.
         dtype: PyTorch's name of its dtype.
         nbytes: its bytes.
-        reason: why it stays.
+        reason: why it was not packed.
     """
 
     name: str
@@ -55,11 +55,11 @@ class LeftWeight:
 
 @dataclass(frozen=True)
 class PackReport:
-    """What `pack_model_` did; `str` gives a table.
+    """The result of `pack_model_`; `str` makes a table of it.
 
     Attributes:
         packed: the weights that were packed, in the order of the modules.
-        left: matrices that stay as they were.
+        left: weights that were not packed.
         plain_nbytes: bytes of all parameters and buffers of the model before packing.
     """
 

@@ -1,4 +1,4 @@
-"""Compares the speed of a packed weight in each format with the plain one on a GPU.
+"""Compares the speed of a packed weight, in each format, with that of the plain weight on a GPU.
 
 The figures are those that `packhorse tune` has measured, or else those of the model of time.
 """
@@ -22,7 +22,7 @@ class Speed:
 
     Attributes:
         format: the format.
-        times: how many times as fast as with the BF16 weight.
+        times: how many times as fast the product is as with the BF16 weight.
         source: "measured", or the GPU for which the speed is predicted.
     """
 

@@ -18,16 +18,17 @@ __all__ = [
     "bucket_of",
 ]
 
-# Above this number of tokens arithmetic limits the product, and decoding first costs little.
+# Above this number of tokens, arithmetic limits the product, and decoding the weight first costs
+# little.
 MAX_FUSED_TOKENS = 1024
-# Up to this number of tokens the order of sums is always the same, so that a token's result does
-# not depend on the batch that it is in.
+# Up to this number of tokens, the order of sums is always the same, so a token's result does not
+# depend on the batch that it is in.
 INVARIANT_TOKENS = 32
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
 
 class Strategy(Enum):
-    """What runs for a product."""
+    """How a product is run."""
 
     FUSED = "fused"  # the product decodes weights in registers; for few tokens
     MANY = "many"  # the same for more tokens, without reading the weight again (W12 only)
@@ -36,12 +37,12 @@ class Strategy(Enum):
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs for a product, and how the product is divided.
+    """How a product is run, and how it is divided.
 
     Attributes:
-        strategy: what runs.
-        config: the division of a fused product, a `ManyConfig` for `MANY`; None for the launcher's
-            default, and for `DECODE`.
+        strategy: the way to run it.
+        config: the division of a fused product; a `ManyConfig` for `MANY`. None means the
+            launcher's default, and is the only value for `DECODE`.
     """
 
     strategy: Strategy

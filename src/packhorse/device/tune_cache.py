@@ -31,7 +31,8 @@ __all__ = [
 ]
 
 _MAX_ROWS = 1 << 31
-# The values that each field of a division may have. The launchers accept all; some fit on no GPU.
+# The values that each field of a division may have. The launchers accept all of them; some fit on
+# no GPU.
 CONFIG_VALUES: dict[type, dict[str, tuple[int, ...]]] = {
     MatmulConfig: {
         "block_rows": (16, 32, 64, 128, 256),
@@ -73,7 +74,7 @@ class Measured:
     """The best choice for a number of tokens.
 
     Attributes:
-        choice: what to run.
+        choice: the best choice.
         seconds: the time of the choice.
         plain_seconds: the time of a product with the BF16 weight; None if it was not measured.
     """

@@ -1,4 +1,4 @@
-"""What hops share on GPUs: decoding of frames, models of devices and their links, timing of
+"""GPU code that the hops share: decoding of frames, models of devices and their links, timing of
 kernels, and a search for the fastest choice with a cache of its results.
 
 Each module is imported by its own name. `models`, `search` and `figure_cache` need neither PyTorch

@@ -1,8 +1,9 @@
-"""Decodes frames on a GPU: they are uploaded packed, with a plan of a few KiB that the host makes.
+"""Decodes frames on a GPU. Frames are uploaded packed, with a plan of a few KiB that the host
+makes.
 
 The host reads and checks the header, the chunk table and the fields of every stream; kernels do the
 rest. Frames that no kernel decodes (classed rANS, differences from a base, Zstandard) are decoded
-on the host and then uploaded; so are all frames where there is no GPU.
+on the host and then uploaded. Without a GPU, all frames are decoded on the host.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ __all__ = [
     "why_on_host",
 ]
 
-# The dtype that kernels write, by the bytes of a unit.
+# The dtype that kernels write, for each size of a unit in bytes.
 UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -65,12 +66,12 @@ def decode_frame(
     """The tensor of a frame, on a device.
 
     Args:
-        frame: the frame's bytes, exactly; only read.
+        frame: exactly the frame's bytes; only read.
         device: where to put the tensor.
         name: the tensor's name, for messages.
         check: compare each chunk's CRC32C before the upload, and wait for the kernels to report bad
-            streams. Without it nothing waits, and a damaged payload may decode to wrong data, but
-            never does harm.
+            streams. Without it, the call does not wait, and a damaged payload may decode to wrong
+            data, but can never make a kernel access foreign memory.
 
     Returns:
         The tensor, of the frame's dtype and shape.
@@ -118,9 +119,9 @@ def run_plan(
     """Launches the kernels that a plan needs on the payload's device, and does not wait for them.
 
     Args:
-        payload: u8, the bytes that the plan was made of; only read. Other bytes of the same length
-            make wrong units, but lead no kernel out of its memory.
-        plan: of the payload.
+        payload: u8, the bytes from which the plan was made; only read. Other bytes of the same
+            length give wrong units, but never make a kernel access other memory.
+        plan: the plan of the payload.
         arrays: those of the plan (`ChunkPlan.arrays`), on the device.
         scratch: u8, at least `plan.scratch_nbytes`, aligned to 4 bytes; overwritten.
         out: integers of a unit's size (units,); receives the units.
@@ -145,12 +146,12 @@ def empty_statuses(plan: ChunkPlan, device: torch.device) -> list[torch.Tensor]:
 
 
 def fill_host_memory(arrays: Sequence[NDArray[Any]], device: torch.device) -> torch.Tensor:
-    """A copy of arrays in host memory, one after the other, each aligned to 16 bytes.
+    """Copies arrays to host memory, one after the other, each aligned to 16 bytes.
 
     Args:
         arrays: C-contiguous; only read.
-        device: where the copy will go. For a GPU the copy lies in pinned memory, from which the GPU
-            fetches it without the host.
+        device: where the copy will be uploaded. For a GPU, the copy is in pinned memory, which the
+            GPU reads without the host's help.
 
     Returns:
         u8, one-dimensional.
@@ -164,8 +165,8 @@ def fill_host_memory(arrays: Sequence[NDArray[Any]], device: torch.device) -> to
 
 
 def part_arrays(memory: torch.Tensor, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-    """Views of a copy of the memory that `fill_host_memory` made, with the dtypes and shapes of the
-    arrays."""
+    """The arrays in memory that `fill_host_memory` has filled, or in a copy of it, as views with
+    their dtypes and shapes."""
     parts = []
     for array, start in zip(arrays, _places(arrays)[0], strict=True):
         dtype = getattr(torch, array.dtype.name)
@@ -182,14 +183,14 @@ def _places(arrays: Sequence[NDArray[Any]]) -> tuple[list[int], int]:
 
 def _host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
-        # The system may have no pages to pin; PyTorch raises no special error for that.
+        # The system may be unable to pin pages; PyTorch has no specific error for that.
         with suppress(RuntimeError):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def why_on_host(header: FrameHeader, device: torch.device) -> str | None:
-    """Why a frame is decoded on the host, in words; None if kernels decode it."""
+    """The reason why a frame is decoded on the host; None if kernels decode it."""
     if not runs_on(device):
         return f"kernels do not run on {device}"
     if header.base is not None or header.n_row_dims:
@@ -213,7 +214,7 @@ def _decode_on_host(
 
 
 def first_bad_chunk(payload: ByteArray, ends: Sequence[int], sums: Sequence[int]) -> int | None:
-    """The first chunk whose CRC32C differs from the chunk table's; None if all are equal.
+    """The first chunk whose CRC32C differs from the one in the chunk table; None if all are equal.
 
     Args:
         payload: the bytes of all these chunks.

@@ -15,13 +15,13 @@ __all__ = ["describe_device", "identify"]
 
 
 def identify(device: torch.device) -> Identity:
-    """The GPU and versions for which figures measured on it hold."""
+    """The GPU's identity and the versions for which figures measured on it are valid."""
     found = torch.cuda.get_device_properties(device)
     return Identity(found.name, found.multi_processor_count, triton.__version__, __version__)
 
 
 def describe_device(device: torch.device) -> DeviceModel:
-    """What a GPU can do, by the presets, or else by what its driver reports."""
+    """The model of a GPU, from the presets, or else from what its driver reports."""
     if device.type != "cuda":
         return GENERIC
     found = torch.cuda.get_device_properties(device)
@@ -35,6 +35,7 @@ def describe_device(device: torch.device) -> DeviceModel:
 
 
 def _reported_bandwidth(found: Any) -> float | None:
-    """Bytes a second by the clock and width of the memory, where PyTorch reports them."""
+    """Bytes a second, computed from the clock and width of the memory; None if PyTorch does not
+    report them."""
     clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
     return 2 * clock * 1e3 * width / 8 * MEMORY_SHARE or None

@@ -1,11 +1,11 @@
-"""Measured figures, kept in a JSON file for each kind of GPU; the caller defines what they are.
+"""Keeps measured figures in a JSON file for each kind of GPU. The caller defines the figures.
 
-A file names the GPU, its multiprocessors and the versions of Triton and Packhorse for which its
-figures hold. Every entry is checked when the file is read: it must be one that this release could
-have written, and a single fault makes the whole file void. A void file gives one warning, and is
-then treated as if nothing had been measured. So a bad cache may cost time, but never gives a wrong
-result. A file is written under another name and renamed, so a reader sees the old file or the new
-one, and never a part.
+A file names the GPU, its number of multiprocessors, and the versions of Triton and Packhorse for
+which its figures are valid. Every entry is checked when the file is read: it must be one that this
+release could have written, and a single fault makes the whole file invalid. An invalid file causes
+one warning, and is then treated as if nothing had been measured. So a bad cache may cost time, but
+never gives a wrong result. A file is written under another name and then renamed, so a reader sees
+either the old file or the new one, never a part of one.
 """
 
 import json
@@ -32,11 +32,11 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class Identity:
-    """The GPU and the versions for which figures hold.
+    """The GPU and the versions for which figures are valid.
 
     Attributes:
         device: name of the GPU, as the driver reports it.
-        n_processors: its multiprocessors; a slice of a GPU has fewer.
+        n_processors: its number of multiprocessors; a slice of a GPU has fewer.
         triton: version of the compiler.
         packhorse: version of the kernels.
     """
@@ -72,11 +72,11 @@ class FigureCache(Generic[_Key, _Value]):
 
     Attributes:
         stem: the beginning of the names of its files.
-        version: of its entries.
-        parse: makes an entry of JSON; raises CorruptionError, ValueError or TypeError for one that
-            this release does not write.
-        dump: makes JSON of an entry.
-        remedy: the warning for a file that cannot be used: what that means, and what to do.
+        version: version of its entries.
+        parse: makes an entry from JSON; raises CorruptionError, ValueError or TypeError for an
+            entry that this release does not write.
+        dump: makes JSON from an entry.
+        remedy: the warning for a file that cannot be used; it says what that means, and what to do.
     """
 
     stem: str
@@ -102,8 +102,8 @@ class FigureCache(Generic[_Key, _Value]):
         return Path(folder) / f"{self.stem}-{name[:80]}.json"
 
     def load(self, path: Path, identity: Identity) -> dict[_Key, _Value]:
-        """The entries of a file. Without a file there are none; a file that cannot be used gives
-        none, and a warning."""
+        """The entries of a file; none if there is no file. If the file cannot be used, warns and
+        returns none."""
         try:
             return self.read(path, identity)
         except FileNotFoundError:
@@ -116,7 +116,7 @@ class FigureCache(Generic[_Key, _Value]):
         """The entries of a file.
 
         Raises:
-            CompatibilityError: the entries hold for another GPU or version.
+            CompatibilityError: the entries are for another GPU or version.
             CorruptionError: the file is not one that this release writes.
             OSError: the file cannot be read.
         """

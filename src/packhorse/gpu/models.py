@@ -61,8 +61,8 @@ class DeviceModel:
         shared_nbytes: shared memory of a multiprocessor; a program may use all but 1 KiB of it.
         host_link: the connection to the host.
         peer_link: the connection to another GPU of the same machine; None if it is the host's.
-        latency: seconds from a load to its data, under load.
-        launch: seconds that a kernel takes in a CUDA graph beside its work.
+        latency: seconds from a load instruction to its data, when the memory is busy.
+        launch: seconds that a kernel in a CUDA graph takes in addition to its work.
     """
 
     name: str
@@ -83,9 +83,9 @@ class DeviceModel:
 # Multiprocessors, caches and peaks are those of NVIDIA's datasheets and architecture papers.
 # Measured shares of the peaks: copies on an H200 ran at 4.3 of 4.8 TB/s, large BF16 products at 790
 # of 989 TFLOP/s. The same shares, 0.9 and 0.8, are assumed for the other GPUs. Clocks are those
-# under load, below the boost. Bandwidths of L2: microbenchmarks by Chips and Cheese, some 5.5 TB/s
-# for H100, 4 for A100. A launch takes 2.5 us between dependent kernels of a graph, and a load 0.8
-# us under load; both are assumed. Links: the datasheets.
+# under load, which are below the boost clock. Bandwidths of L2 come from microbenchmarks by Chips
+# and Cheese: about 5.5 TB/s for H100, 4 TB/s for A100. A launch takes 2.5 us between dependent
+# kernels of a graph, and a load 0.8 us under load; both are assumed. Links: the datasheets.
 _H200 = DeviceModel("H200", 90, 132, 1.755e9, 4.3e12, 60 << 20, 5.7e12, 790e12, 228 << 10)
 _H100_NVL = DeviceModel("H100 NVL", 90, 132, 1.6e9, 3.5e12, 60 << 20, 5.2e12, 640e12, 228 << 10)
 _H100_PCIE = DeviceModel("H100 PCIe", 90, 114, 1.5e9, 1.8e12, 50 << 20, 4.5e12, 520e12, 228 << 10)

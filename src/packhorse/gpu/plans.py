@@ -1,13 +1,13 @@
-"""Plans by which kernels decode the chunks of a frame, made by the core.
+"""Plans that tell kernels how to decode the chunks of a frame; the core makes them.
 
 `plan_chunks` takes the payload as bytes and the chunk table, and trusts neither. It returns small
-arrays of numbers: for every plane of every chunk, where its bytes come from; for every coded
-stream, where its parts lie, with lane states and tables. A kernel that follows these arrays reads
-only inside the payload and writes only inside its outputs, whatever the payload says, even if it
-changes later. Only decoding can check words, last states and the number of escapes, so the kernels
-do that, and write a status for each stream.
+arrays of numbers. They say where the bytes of every plane of every chunk come from, and where the
+parts of every coded stream are, with lane states and tables. A kernel that follows these arrays
+reads only inside the payload and writes only inside its outputs, whatever the payload says, even if
+it changes later. Only decoding can check words, last states and the number of escapes, so the
+kernels do that, and write a status for each stream.
 
-The arrays lie one behind the other in one piece of memory, which is uploaded as it is.
+The arrays are stored one after the other in one piece of memory, which is uploaded as it is.
 """
 
 from dataclasses import dataclass
@@ -91,13 +91,14 @@ class RansGroup:
     """Streams of mode rANS that one launch decodes.
 
     Attributes:
-        n_buckets: 32 or 64 of the alias layout, or 4096, a table of all slots.
+        n_buckets: 32 or 64 for the alias layout, or 4096 for a table of all slots.
         streams: i64 (S, 8): `layout.StreamField` names the columns.
         states: u32 (S, 4, 32): those of the lanes `g * quarter + t` at `[g, t]`.
-        tables: u32 (S, 3, `n_buckets`): the slot at which the second part of a bucket begins, the
-            entry of its first part, that of its second; or u32 (S, 4096): the entry of each slot.
-            An entry has the frequency in its lowest bits, the rank of a slot less the slot (modulo
-            4096) from `ENTRY_RANK_SHIFT` on, and the value from `ENTRY_VALUE_SHIFT` on.
+        tables: u32 (S, 3, `n_buckets`): for each bucket, the slot at which its second part begins,
+            the entry of its first part, and the entry of its second part. Or u32 (S, 4096): the
+            entry of each slot. An entry has the frequency in its lowest bits, the rank of a slot
+            minus the slot (modulo 4096) from `ENTRY_RANK_SHIFT` on, and the value from
+            `ENTRY_VALUE_SHIFT` on.
         places: i64 (S, 2): chunk and plane, for messages.
     """
 
@@ -110,7 +111,7 @@ class RansGroup:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """All that kernels need to decode a payload.
+    """Everything that kernels need to decode a payload.
 
     Attributes:
         geometry: how the tensor is cut.
@@ -122,7 +123,7 @@ class ChunkPlan:
             the columns.
         escaped_places: i64 (E, 2): chunk and plane, for messages.
         scratch_nbytes: bytes of the scratch memory, a multiple of 128.
-        memory: u8, all `arrays` one behind the other, as they are uploaded.
+        memory: u8, all `arrays` one after the other, as they are uploaded.
     """
 
     geometry: Geometry
@@ -215,7 +216,7 @@ def _error_of(fault: _Fault, nbytes: int, geometry: Geometry, origin: int) -> Co
 
 
 class _Reader:
-    """Takes arrays that lie one behind the other.
+    """Reads arrays that are stored one after the other.
 
     Attributes:
         at: offset of the next array.

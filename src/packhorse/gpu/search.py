@@ -1,12 +1,13 @@
 """A search for the fastest way to do something on a GPU.
 
-A `Config`, a frozen dataclass of integers, describes a way: how a kernel divides its work. The
-search begins with the config that a model of time expects to be the best, and changes one field
-after the other as long as that makes it faster. Configs that the model expects to be far slower
-than the best are not measured.
+A `Config`, which is a frozen dataclass of integers, says how a kernel divides its work. The search
+begins with the config that a model of time expects to be the best, and changes one field after the
+other as long as that makes the kernel faster. Configs that the model expects to be far slower than
+the best are not measured.
 
-`Measurements` measures a `Choice` for a `Key`, such as a number of tokens, once each and within the
-limits of a `Search`. Choices and keys are any hashable objects of the caller, who also measures.
+`Measurements` measures each `Choice` for a `Key`, such as a number of tokens, only once and within
+the limits of a `Search`. Choices and keys are any hashable objects of the caller. The caller also
+gives the function that measures.
 """
 
 import math
@@ -99,12 +100,12 @@ class Measurements(Generic[_Choice, _Key]):
 def expect_best(
     kind: Callable[..., _Config], fields: Fields, cost: Callable[[_Config], float]
 ) -> _Config | None:
-    """The config of the least cost, of all combinations; None if all costs are infinite.
+    """Among all combinations, the config with the least cost; None if all costs are infinite.
 
     Args:
-        kind: makes a config of its fields.
+        kind: makes a config from its fields.
         fields: the fields and their values.
-        cost: of a model; must be cheap to call.
+        cost: gives the cost that a model expects; it must be cheap to call.
     """
     best, least = None, math.inf
     for config in _grid(kind, fields):
@@ -124,15 +125,15 @@ def find_best(
 ) -> tuple[_Config, float] | None:
     """Descends from a config to one with no better neighbour.
 
-    The config that the model favours may not run, and neither may those that differ from it in one
-    field. Then the search begins again without leaving out any config, and at last once more from
-    the config that takes the least memory.
+    Perhaps neither the config that the model favours nor any config that differs from it in one
+    field runs. Then the search begins again without leaving out any config. If that fails too, it
+    begins once more from the config that takes the least memory.
 
     Args:
         start: the config that the model expects to be the best.
         fields: the values to try for each field.
-        cost: of a config. Its second argument is a limit: the cost is infinite if the model expects
-            the config to take more than that many times as long as the best.
+        cost: gives the cost of a config. Its second argument is a limit: the cost is infinite if
+            the model expects the config to take more than that many times as long as the best.
 
     Returns:
         The config and its cost; None if nothing ran.

@@ -1,8 +1,8 @@
 """Times kernels on a GPU.
 
 A measurement replays a CUDA graph of several calls, each with its own copy of the data, and takes
-the median of the times. The copies together are more than the L2 cache holds, so that each call
-finds its data in device memory, as it does in a model.
+the median of the times. Together, the copies are larger than the L2 cache, so each call finds its
+data in device memory, as it would in a model.
 """
 
 import statistics
@@ -23,7 +23,7 @@ _WARM_REPLAYS = 3
 
 
 def chain_copies(nbytes: int, chain_nbytes: int = CHAIN_NBYTES) -> int:
-    """How many copies of some bytes are more than the caches hold; at least four."""
+    """How many copies of some bytes are larger than the caches together; at least four."""
     return max(_MIN_COPIES, -(-chain_nbytes // max(nbytes, 1)))
 
 
@@ -31,12 +31,12 @@ def time_chain(calls: Sequence[Callable[[], object]], *, n_replays: int = N_REPL
     """Seconds of one call: the median over replays of a CUDA graph that has all calls in order.
 
     Args:
-        calls: each works on memory of its own, and has been called before, so that nothing is
-            compiled now.
+        calls: each call has its own memory, and was made once before, so that nothing is compiled
+            now.
         n_replays: timed replays.
     """
     graph = torch.cuda.CUDAGraph()
-    # Uses the one stream of all captures: every new stream would keep a workspace of cuBLAS.
+    # All captures share one stream, because every new stream would keep a workspace of cuBLAS.
     with torch.cuda.graph(graph):
         for call in calls:
             call()

@@ -1,12 +1,13 @@
-"""Decodes many frames on a GPU; they are uploaded packed.
+"""Decodes many frames on a GPU; the frames are uploaded packed.
 
 Frames are cut into windows of some chunks. Threads of the host copy a window to pinned memory,
-check its sums there and plan; one thread uploads it and launches its kernels. Windows take turns on
-three streams, so that one is uploaded while another is decoded; before a stream is used again, the
-host waits for it. So the device holds the tensors, and three windows with their scratch memory.
+check its checksums there and plan its decoding; one thread uploads the window and launches its
+kernels. Windows take turns on three streams, so that one is uploaded while another is decoded;
+before a stream is used again, the host waits for it. So the device holds the tensors, and three
+windows with their scratch memory.
 
-Frames that kernels cannot decode are left to the host. The host also decodes every window once more
-whose checksum, fields or streams are bad, to raise an error with the right words.
+Frames that kernels cannot decode are left to the host. If a window has a bad checksum, field or
+stream, the host decodes it again, to raise an error with the right words.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from packhorse.torch_dtypes import TORCH_DTYPES
 
 __all__ = ["MIN_NBYTES", "N_LANES", "WINDOW_NBYTES", "decode_frames"]
 
-WINDOW_NBYTES = 1 << 24  # decoded bytes of a window: some 64 chunks, which fill half of a large GPU
-# One core of the host decodes a smaller tensor in less time than a plan takes.
+WINDOW_NBYTES = 1 << 24  # decoded bytes of a window: 64 chunks fill half of a large GPU
+# One core of the host decodes a smaller tensor in less time than it takes to make a plan.
 MIN_NBYTES = 1 << 21
 N_LANES = 3  # windows on the device: one is uploaded, one decoded, and one waits
 
@@ -80,16 +81,16 @@ class _Job(NamedTuple):
 def decode_frames(
     frames: Sequence[Frame], device: torch.device | str, *, threads: int
 ) -> list[torch.Tensor | None]:
-    """Tensors of frames, decoded by a device's kernels. Waits until all of them are complete.
+    """Decodes frames with a device's kernels. Waits until all tensors are complete.
 
     Args:
         frames: their bytes are only read.
-        device: a GPU; with Triton's interpreter the host, too.
+        device: a GPU; with Triton's interpreter, it may also be the host.
         threads: threads of the host that copy, check and plan.
 
     Returns:
-        A tensor on the device for each frame; None for a frame that kernels do not decode, or that
-        has less than `MIN_NBYTES`.
+        For each frame, a tensor on the device; None for a frame that kernels do not decode, or that
+        has fewer bytes than `MIN_NBYTES`.
 
     Raises:
         CorruptionError: a frame is damaged, as `Frame.decompress_into`.
@@ -103,7 +104,8 @@ def decode_frames(
         if _suits(frame, target)
         for window in _cut(i, frame)
     ]
-    # Pinned memory holds one window more than there are threads, so that none of them waits.
+    # Pinned memory holds one window more than there are threads, so that no thread waits for
+    # memory.
     prepared = in_order(lambda i: _prepare(windows[i], target), len(windows), threads, threads + 1)
     with _Launcher(target) as launcher, closing(prepared) as jobs:
         for window, job in zip(windows, jobs, strict=True):
@@ -129,7 +131,7 @@ def _cut(index: int, frame: Frame) -> Iterator[_Window]:
 def _prepare(window: _Window, device: torch.device) -> _Job | None:
     """The job of a window; None if the planner has refused it but the host can decode it.
 
-    The checks run on the copy, which nobody else can write to.
+    The checks run on the copy, because nobody else can write to it.
     """
     frame, header = window.frame, window.frame.header
     ends = header.chunk_offsets()[window.first : window.last + 1]
@@ -162,13 +164,13 @@ class _Lane:
         self._held: tuple[object, ...] = ()
 
     def wait(self) -> None:
-        """Waits until the stream is idle; then others may use its memory."""
+        """Waits until the stream is idle; after that, other work may use its memory."""
         if self.stream is not None:
             self.stream.synchronize()
         self._held = ()
 
     def hold(self, *memory: object) -> None:
-        """Keeps memory until `wait`."""
+        """Keeps memory alive until `wait` is called."""
         self._held = memory
 
 
@@ -194,7 +196,7 @@ class _Launcher:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Also after an error: memory that is freed must not be reused while kernels write to it.
+        # Wait also after an error: freed memory must not be reused while kernels still write to it.
         for lane in self._lanes:
             if self._home is not None and lane.stream is not None:
                 self._home.wait_stream(lane.stream)
@@ -209,7 +211,7 @@ class _Launcher:
             self._run(window, job)
         except torch.cuda.OutOfMemoryError:
             self._left.add(window.owner)
-        except Exception as error:  # such as: Triton finds no compiler, or does not know the GPU
+        except Exception as error:  # e.g. Triton finds no compiler, or does not know the GPU
             self.has_failed = True
             self._left.update((window.owner, *self._frames))
             _unusable.add(self._device)
@@ -251,7 +253,7 @@ class _Launcher:
         """The lane whose turn it is, idle."""
         number, self._n_launched = self._n_launched % N_LANES, self._n_launched + 1
         if number == len(self._lanes):
-            make: Any = torch.cuda.Stream  # PyTorch gives it no types
+            make: Any = torch.cuda.Stream  # PyTorch has no type hints for it
             self._lanes.append(_Lane(None if self._home is None else make(self._device)))
         self._lanes[number].wait()
         return self._lanes[number]

@@ -1,7 +1,8 @@
-"""What all launchers share: how kernels run, and checks of their arguments.
+"""Functions that all launchers share: they find how kernels run on a device, and check arguments.
 
 Triton's interpreter has no inline assembly, and its products of BF16 are wrong, because it
-multiplies the bits. Kernels take both facts as constants (`ASSEMBLY`, `UPCAST`).
+multiplies the bit patterns as integers. Kernels take two constants, `ASSEMBLY` and `UPCAST`, that
+say whether this applies.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +24,7 @@ __all__ = [
     "runs_on",
 ]
 
-# Shared memory that a program may have on every GPU whose tensor cores take BF16: the least value
+# Shared memory that a program may have on any GPU whose tensor cores take BF16: the smallest value
 # in NVIDIA's tables.
 MIN_SHARED_NBYTES = 99 << 10
 _NOWHERE = nullcontext()
@@ -35,8 +36,7 @@ class Dialect(NamedTuple):
     Attributes:
         assembly: inline PTX may be used.
         upcast: BF16 must become FP32 before it is multiplied.
-        hopper: products of four or more warps use instructions of the tensor cores that only Hopper
-            has.
+        hopper: products of four or more warps use tensor core instructions that only Hopper has.
     """
 
     assembly: bool
@@ -64,7 +64,7 @@ def ceil_div(a: int, b: int) -> int:
 def choose_dialect(device: torch.device) -> Dialect:
     """The dialect for kernels that are launched on a device."""
     if knobs.runtime.interpret:
-        return Dialect(assembly=False, upcast=True, hopper=True)  # tests its order
+        return Dialect(assembly=False, upcast=True, hopper=True)  # so that tests cover it
     return _dialect_of(device)
 
 
@@ -77,7 +77,8 @@ def _dialect_of(device: torch.device) -> Dialect:
 
 @cache
 def limits_of(device: torch.device) -> Limits:
-    """The size of a GPU; safe values for the host, and where PyTorch does not report it."""
+    """The size of a GPU. For the host, and for a size that PyTorch does not report, the values are
+    safe ones."""
     if device.type != "cuda":
         return Limits(132, MIN_SHARED_NBYTES)
     found = torch.cuda.get_device_properties(device)
@@ -86,14 +87,15 @@ def limits_of(device: torch.device) -> Limits:
 
 
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Makes the tensor's GPU the current one, where launches go."""
+    """Makes the tensor's GPU the current one, on which kernels are launched."""
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return _NOWHERE
     return torch.cuda.device(tensor.device)
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether kernels can run on a device: on a GPU, or on any in Triton's interpreter."""
+    """Whether kernels can run on a device: it must be a GPU, unless Triton's interpreter is
+    used."""
     return device.type == "cuda" or bool(knobs.runtime.interpret)
 
 
