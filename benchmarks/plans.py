@@ -98,7 +98,7 @@ def _planner_of(kind: str, n_windows: int) -> Plan:
     step = WINDOW_NBYTES // (unit << header.chunk_log)
     offsets = header.chunk_offsets()
     plans = _import_first("packhorse.gpu.plans", "packhorse.kernels.streams")
-    geometry = plans.Geometry(WINDOW_NBYTES // unit, unit, header.split, header.chunk_log)
+    geometry = _geometry(plans, unit, header)
 
     def plan(number: int) -> object:
         first = number % n_windows * step
@@ -106,6 +106,16 @@ def _planner_of(kind: str, n_windows: int) -> Plan:
         return plans.plan_chunks(payload, header.table[first : first + step], geometry)
 
     return plan
+
+
+def _geometry(plans: Any, unit_nbytes: int, header: Any) -> Any:
+    """How a window is cut, as the planner of this installation wants it."""
+    from packhorse import _core
+
+    if hasattr(_core, "Geometry"):
+        return _core.Geometry(unit_nbytes, int(header.split), header.chunk_log, WINDOW_NBYTES)
+    n_units = WINDOW_NBYTES // unit_nbytes
+    return plans.Geometry(n_units, unit_nbytes, header.split, header.chunk_log)
 
 
 def _import_first(now: str, before: str) -> Any:

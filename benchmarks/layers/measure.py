@@ -359,20 +359,18 @@ def _plan(scale: Scale) -> dict[str, Any]:
     from packhorse import _core
     from packhorse.codecs.base import as_bytes
     from packhorse.frame.header import read_header
-    from packhorse.gpu.plans import Geometry, plan_chunks
+    from packhorse.gpu.plans import plan_chunks
     from packhorse.numpy import compress
 
     rng = np.random.default_rng(SEED)
     values = (0.02 * rng.standard_normal(scale.plan_units, np.float32)).astype(ml_dtypes.bfloat16)
     frame = as_bytes(compress(values).to_bytes(), "frame")
     header = read_header(frame, None, 0, None)
-    unit = header.dtype.unit_nbytes
-    geometry = Geometry(header.nbytes // unit, unit, header.split, header.chunk_log)
     payload = frame[header.header_nbytes :]
-    plan = plan_chunks(payload, header.table, geometry)
+    plan = plan_chunks(payload, header.table, header.geometry)
     best = _best_of(
         {
-            "plan": lambda: plan_chunks(payload, header.table, geometry),
+            "plan": lambda: plan_chunks(payload, header.table, header.geometry),
             "crc": lambda: _core.crc32c(payload),
         },
         10 * scale.rounds,

@@ -16,8 +16,9 @@ from codec_battery import guarded
 from frame_builder import Palette, Rans, Stored, build_frame
 from plan_samples import floats, header_of, plan_of
 
+from packhorse._core import Geometry
 from packhorse.errors import CorruptionError
-from packhorse.gpu.plans import ChunkPlan, Geometry, Unsupported, plan_chunks, why_unsupported
+from packhorse.gpu.plans import ChunkPlan, Unsupported, plan_chunks, why_unsupported
 from packhorse.layout import Mode, PlaneField, Split
 from packhorse.reference.symbols import _slots
 
@@ -44,7 +45,7 @@ def plan_streams(streams: Sequence[bytes]) -> ChunkPlan:
     """A plan of units of one byte, with a chunk of 64 units for each stream."""
     table = np.array([[0, Mode.RANS << 24 | len(stream)] for stream in streams], np.uint32)
     payload = b"".join(stream.ljust(-(-len(stream) // 64) * 64, b"\0") for stream in streams)
-    geometry = Geometry(64 * len(streams), 1, Split.WHOLE, 6)
+    geometry = Geometry(1, Split.WHOLE, 6, 64 * len(streams))
     return plan_chunks(np.frombuffer(payload, np.uint8), table, geometry)
 
 
@@ -90,7 +91,7 @@ def test_the_planner_says_what_it_does_not_know() -> None:
 
 def test_a_table_that_does_not_fit_is_a_mistake() -> None:
     header = header_of(bytes(fb.SMALL["rans"]()))
-    geometry = Geometry(900, 2, Split.FLOAT, 6)
+    geometry = Geometry(2, Split.FLOAT, 6, 1800)
     with pytest.raises(ValueError, match="does not fit"):
         plan_chunks(np.zeros(64, np.uint8), header.table, geometry)
 
@@ -144,8 +145,7 @@ def test_the_planner_reads_nothing_behind_the_payload() -> None:
     for name in (name for name in fb.SMALL if name not in fb.DELTAS):
         built = fb.SMALL[name]()
         header = header_of(bytes(built))
-        unit = header.dtype.unit_nbytes
-        geometry = Geometry(header.nbytes // unit, unit, header.split, header.chunk_log)
+        geometry = header.geometry
         if header.n_row_dims or why_unsupported(header.table, geometry) is not None:
             continue
         for _ in range(20):

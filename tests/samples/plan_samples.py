@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 
 from packhorse.frame.header import FrameHeader, read_header
-from packhorse.gpu.plans import ChunkPlan, Geometry, plan_chunks
+from packhorse.gpu.plans import ChunkPlan, plan_chunks
 
 
 def header_of(data: bytes) -> FrameHeader:
@@ -14,9 +14,7 @@ def header_of(data: bytes) -> FrameHeader:
 def plan_of(data: bytes) -> tuple[np.ndarray, ChunkPlan]:
     header = header_of(data)
     payload = np.frombuffer(data, np.uint8)[header.header_nbytes :]
-    unit_nbytes = header.dtype.unit_nbytes
-    geometry = Geometry(header.nbytes // unit_nbytes, unit_nbytes, header.split, header.chunk_log)
-    return payload, plan_chunks(payload, header.table, geometry, header.header_nbytes)
+    return payload, plan_chunks(payload, header.table, header.geometry, header.header_nbytes)
 
 
 def floats(n: int, dtype: str, seed: int = 0) -> bytes:

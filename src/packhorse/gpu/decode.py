@@ -21,8 +21,8 @@ from packhorse.codecs.base import STATUS_WORDS, ByteArray, as_bytes
 from packhorse.errors import CorruptionError, MissingBackendError
 from packhorse.frame import Frame
 from packhorse.frame.header import FrameHeader, label, read_header
-from packhorse.gpu.plans import ChunkPlan, Geometry, plan_chunks, why_unsupported
-from packhorse.layout import CHUNK_CRC, Status
+from packhorse.gpu.plans import ChunkPlan, plan_chunks, why_unsupported
+from packhorse.layout import CHUNK_CRC, Split, Status
 
 try:
     import torch
@@ -46,7 +46,6 @@ __all__ = [
     "empty_statuses",
     "fill_host_memory",
     "first_bad_chunk",
-    "geometry_of",
     "part_arrays",
     "run_plan",
     "why_on_host",
@@ -93,7 +92,7 @@ def decode_frame(
     if check:
         _check_sums(payload, header, name)
     try:
-        plan = plan_chunks(payload, header.table, geometry_of(header), header.header_nbytes)
+        plan = plan_chunks(payload, header.table, header.geometry, header.header_nbytes)
     except CorruptionError as error:
         raise CorruptionError(f"{label(name)}{error}") from None
     scratch = torch.empty(max(plan.scratch_nbytes, 1), dtype=torch.uint8, device=target)
@@ -128,6 +127,9 @@ def run_plan(
         statuses: those of `empty_statuses`; each number is a `Status`.
     """
     geometry = plan.geometry
+    rotation = 0  # bits by which the first planes are rotated to become the top of a unit
+    if geometry.split == Split.FLOAT:
+        rotation = 4 if geometry.unit_nbytes == 8 else 1
     planes, palettes, entries, escaped, *of_groups = arrays
     longest = min(1 << geometry.chunk_log, geometry.n_units)
     decode_palettes(payload, palettes, entries, scratch, longest)
@@ -135,7 +137,7 @@ def run_plan(
         streams, states, tables = of_groups[3 * i : 3 * i + 3]
         decode_rans(payload, streams, states, tables, scratch, status, group.n_buckets)
     resolve_escapes(payload, escaped, scratch, statuses[-1])
-    merge_planes(payload, planes, scratch, out, geometry.chunk_log, geometry.rotation)
+    merge_planes(payload, planes, scratch, out, geometry.chunk_log, rotation)
 
 
 def empty_statuses(plan: ChunkPlan, device: torch.device) -> list[torch.Tensor]:
@@ -195,13 +197,7 @@ def why_on_host(header: FrameHeader, device: torch.device) -> str | None:
         return f"kernels do not run on {device}"
     if header.base is not None or header.n_row_dims:
         return "a base" if header.base is not None else "side data"
-    return why_unsupported(header.table, geometry_of(header))
-
-
-def geometry_of(header: FrameHeader) -> Geometry:
-    """How the tensor of a frame is cut."""
-    unit_nbytes = header.dtype.unit_nbytes
-    return Geometry(header.nbytes // unit_nbytes, unit_nbytes, header.split, header.chunk_log)
+    return why_unsupported(header.table, header.geometry)
 
 
 def _decode_on_host(

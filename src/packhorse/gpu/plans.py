@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packhorse import _core
+from packhorse._core import Geometry
 from packhorse.codecs.base import STATUS_WORDS, ByteArray
 from packhorse.errors import CorruptionError
 from packhorse.layout import (
@@ -33,7 +34,6 @@ from packhorse.layout import (
 
 __all__ = [
     "ChunkPlan",
-    "Geometry",
     "Ints",
     "RansGroup",
     "Unsupported",
@@ -47,39 +47,6 @@ Words: TypeAlias = NDArray[np.uint32]
 
 _N_LANES = 1 << MAX_LANES_LOG
 _LAST_MODE = int(Mode.RANS)  # stored, constant and palette come before
-
-
-class Geometry(NamedTuple):
-    """How a tensor is cut into chunks and planes.
-
-    Attributes:
-        n_units: units of the tensor, at least 1.
-        unit_nbytes: 1, 2, 4 or 8.
-        split: section 4 of docs/format.md.
-        chunk_log: log2 of the units of a chunk.
-    """
-
-    n_units: int
-    unit_nbytes: int
-    split: Split
-    chunk_log: int
-
-    @property
-    def n_planes(self) -> int:
-        """Planes of a chunk."""
-        return 1 if self.split == Split.WHOLE else self.unit_nbytes
-
-    @property
-    def n_chunks(self) -> int:
-        """Chunks of the tensor."""
-        return -(-self.n_units >> self.chunk_log)
-
-    @property
-    def rotation(self) -> int:
-        """Bits by which the first planes are rotated to the right to become the top of a unit."""
-        if self.split != Split.FLOAT:
-            return 0
-        return 4 if self.unit_nbytes == 8 else 1
 
 
 class Unsupported(Exception):
@@ -180,9 +147,7 @@ def plan_chunks(payload: ByteArray, table: Words, geometry: Geometry, origin: in
         raise Unsupported(reason)
     if table.shape != (geometry.n_chunks, FIRST_STREAM + geometry.n_planes):
         raise ValueError(f"a table of shape {table.shape} does not fit {geometry}")
-    nbytes = geometry.n_units * geometry.unit_nbytes
-    cut = _core.Geometry(geometry.unit_nbytes, geometry.split, geometry.chunk_log, nbytes)
-    found, memory, shape = _core.plan_chunks(payload, table, cut)
+    found, memory, shape = _core.plan_chunks(payload, table, geometry)
     fault = _Fault(*found)
     if fault.status != Status.OK:
         raise _error_of(fault, payload.size, geometry, origin)

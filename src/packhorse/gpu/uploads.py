@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 
+from packhorse._core import Geometry
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
 from packhorse.gpu.decode import (
@@ -27,7 +28,6 @@ from packhorse.gpu.decode import (
     empty_statuses,
     fill_host_memory,
     first_bad_chunk,
-    geometry_of,
     part_arrays,
     run_plan,
     why_on_host,
@@ -138,12 +138,13 @@ def _prepare(window: _Window, device: torch.device) -> _Job | None:
     data = np.frombuffer(frame.buffer(), np.uint8)[int(ends[0]) : int(ends[-1])]
     payload = fill_host_memory([data], device)
     copy, table = payload.numpy(), header.table[window.first : window.last]
-    n_units = (window.stop - window.start) // header.dtype.unit_nbytes
     try:
         sums = table[:, CHUNK_CRC].tolist()
         if first_bad_chunk(copy, (ends - ends[0]).tolist(), sums) is not None:
             raise CorruptionError("a checksum does not match")
-        plan = plan_chunks(copy, table, geometry_of(header)._replace(n_units=n_units))
+        cut = header.geometry
+        part = Geometry(cut.unit_nbytes, cut.split, cut.chunk_log, window.stop - window.start)
+        plan = plan_chunks(copy, table, part)
     except CorruptionError:
         _let_the_host_say(window)
         return None
