@@ -108,7 +108,7 @@ class Finder:
             self._found.update((frame.content, frame) for frame in newest.frames())
 
     def find(self, content: Content) -> FrameRef | None:
-        """A frame of this content; None if there is none."""
+        """A frame of this content, with few deltas if there is a choice; None if there is none."""
         self.look_up([content])
         return self._found[content]
 
