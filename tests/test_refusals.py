@@ -124,7 +124,7 @@ def test_a_file_that_is_lost_is_bad_data(store: Path):
     file.unlink()
     done = run_command("snapshot", "verify", store)
     assert (done.code, done.err) == (1, "")
-    assert f"{file}: the pack is not there" in done.out
+    assert f"{file}: the pack does not exist" in done.out
 
 
 def test_what_is_no_file_is_bad_data(store: Path):

@@ -65,7 +65,7 @@ def read_checksum(text: bytes, label: str) -> int:
         )
     found = int(match[1], 16)
     if _crc_of(text) != found:
-        raise CorruptionError(f"{label}: the checksum does not match: it is damaged or cut short")
+        raise CorruptionError(f"{label}: the checksum does not match: damaged or cut short")
     return found
 
 
@@ -101,7 +101,7 @@ class Document:
             raise self.fail(f"{key} is {shown(self.get(key))}, not {kind!r}")
         found = self.get("version")
         if type(found) is not int or found < 1:
-            raise self.fail(f"version is {shown(found)}")
+            raise self.fail(f"version is {shown(found)}, not a positive integer")
         if found > version:
             needed = self.get("reader")
             release = f"packhorse {shown(needed)} or later" if needed else "a later packhorse"
@@ -119,7 +119,7 @@ class Document:
         return self._fields.get(key)
 
     def require(self, key: str) -> Any:
-        """A field that must be there, otherwise not checked."""
+        """A field that must be there. Its value is not checked."""
         if key not in self._fields:
             raise self.fail(f"{key} is missing")
         return self._fields[key]

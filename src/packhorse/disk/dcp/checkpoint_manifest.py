@@ -54,7 +54,7 @@ __all__ = [
     "render_manifest",
 ]
 
-MAX_DELTAS = 8  # so many frames are decoded before the wanted one
+MAX_DELTAS = 8  # the most frames that are decoded before the wanted one
 _MAX_NBYTES = 1 << 30
 _MAX_LIST = 1 << 24  # members of a list, which PyTorch fills up to the highest index in a path
 _VERSION = 1
@@ -324,7 +324,7 @@ class _Parser:
         frame = frames[self._size(row["frame"], where)]
         shard = StoredShard(name, self._shape(row["shape"], where), frame)
         if frame_kind(dtype, shard.shape) != (shard.frame.content.dtype, shard.frame.content.shape):
-            raise ValueError(f"the frame of {shown(fqn)} has another dtype or shape")
+            raise ValueError(f"the frame of a shard of {shown(fqn)} has another dtype or shape")
         offsets = None if row["offsets"] is None else self._shape(row["offsets"], where)
         return MetadataIndex(fqn, offsets), shard
 

@@ -145,7 +145,7 @@ class PackhorseReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Take the metadata back from PyTorch, whose planner may have changed it."""
+        """Take the metadata back from PyTorch, after the planner has seen it."""
         self._shards = metadata.storage_data
         self._frames = OpenFrames(self._storage())
         self.stats = ReadStats()
@@ -269,7 +269,7 @@ class _Load:
     threads: int
     stats: ReadStats
     _targets: dict[int, torch.Tensor] = field(default_factory=dict)
-    _bases: dict[FrameRef, ByteArray] = field(default_factory=dict)  # whole, for the runs at hand
+    _bases: dict[FrameRef, ByteArray] = field(default_factory=dict)  # whole, for these runs
 
     def values(self, items: Sequence[ReadItem], *, trusted: bool) -> None:
         """Decode values that are not tensors, check all of them, and hand them to the planner."""

@@ -36,7 +36,7 @@ __all__ = ["Catalog", "Listing"]
 _KEPT = 4  # parsed manifests
 _MAX_STORE_FILE_NBYTES = 1 << 16
 
-# Manifests of each snapshot, the newest first; snapshots in the order in which they were taken.
+# The manifests of each snapshot, the newest first. The snapshots are in the order of taking.
 Listing = dict[str, list[ManifestFile]]
 
 

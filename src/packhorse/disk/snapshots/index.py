@@ -67,7 +67,7 @@ class Index:
         self._places: dict[str, _Place] = {}
         self._loose: dict[str, Record] = {}  # not in any page yet
         self._stamps: dict[str, Stamp] = {}  # newer ones than in the pages
-        self._confirmed: dict[str, tuple[Stamp | None, bytes]] = {}  # and the packs it names
+        self._confirmed: dict[str, tuple[Stamp | None, bytes]] = {}  # with the packs' names
         self.damaged: dict[str, PackhorseError] = {}
 
     def _known(self) -> tuple[dict[str, Any], ...]:
@@ -249,7 +249,7 @@ class Index:
         return None
 
     def save(self) -> None:
-        """Write new records to the catalogue, and remove pages that are mostly out of date.
+        """Write new records to the catalogue, and rewrite pages that are not full or out of date.
 
         Pages are never changed: new pages are written, then old ones are removed. If that is
         interrupted, manifests are in two pages or in none, and neither does any harm.

@@ -32,7 +32,7 @@ __all__ = ["FolderLock", "Lease", "WriterLock", "open_lock", "settle_s", "void_a
 _MAX_NBYTES = 4096  # of the description that a writer leaves of itself
 _RENEW_S = 30.0
 void_after_s = 600.0
-settle_s = 2.0  # after which a writer can see that another one has overwritten its lease
+settle_s = 2.0  # until a writer can see that another one has overwritten its lease
 
 _held: set[int] = set()  # descriptors of the lock files that this process holds
 

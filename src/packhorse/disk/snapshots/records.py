@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 MAX_RECORDS = 64  # of a page: one take rewrites a page, and one request fetches it
-MAX_ROWS = 1 << 17  # a page with so many contents gets no more records
+MAX_ROWS = 1 << 17  # a page with this many contents gets no more records
 MAX_PAGE_NBYTES = 1 << 25  # of a file, and of the columns of a part; longer pages are not written
 
 _HEAD = struct.Struct("<4s11I")
@@ -63,7 +63,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 _FIRST = (datetime.min.replace(tzinfo=UTC) - _EPOCH) // _MICROSECOND
 _LAST = (datetime.max.replace(tzinfo=UTC) - _EPOCH) // _MICROSECOND
-_MIX = 0x9E3779B97F4A7C15  # odd, with bits all over
+_MIX = 0x9E3779B97F4A7C15  # odd, and its set bits are spread over all 64
 
 Column: TypeAlias = np.ndarray[tuple[int], np.dtype[Any]]
 
@@ -380,12 +380,12 @@ def _decompress(part: bytes, layout: _Layout, what: str) -> dict[str, Column]:
     try:
         declared = zstandard.get_frame_parameters(part).content_size
         if declared != nbytes or nbytes > MAX_PAGE_NBYTES:
-            raise CorruptionError(f"{what}: {declared} bytes are declared, but must be {nbytes}")
+            raise CorruptionError(f"{what}: {declared} bytes are declared, not {nbytes}")
         raw = zstandard.ZstdDecompressor().decompress(part, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptionError(f"{what}: {error}") from error
     if len(raw) != nbytes:
-        raise CorruptionError(f"{what}: {len(raw)} bytes were decoded, but must be {nbytes}")
+        raise CorruptionError(f"{what}: {len(raw)} bytes were decoded, not {nbytes}")
     columns, at = {}, 0
     for key, dtype, n in layout:
         columns[key] = np.frombuffer(raw, dtype, n, at)

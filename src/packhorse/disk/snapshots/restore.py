@@ -94,7 +94,7 @@ def read_newest(catalog: Catalog, names: Sequence[str], work: Callable[..., _Res
             if [new.file for new in newest] == [old.file for old in manifests]:
                 raise CorruptionError(f"snapshot {label}: {error}") from error
             manifests = newest
-    raise CorruptionError(f"snapshot {label} changes faster than it can be read")
+    raise CorruptionError(f"snapshot {label} changes faster than it can be read; try again")
 
 
 def _restore(storage: Storage, manifest: Manifest, wanted: Restoring) -> Any:

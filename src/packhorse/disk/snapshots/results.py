@@ -147,8 +147,8 @@ class SnapshotProblem:
     """A problem that `SnapshotStore.verify` found.
 
     Attributes:
-        snapshot: name of the snapshot that is harmed. If the problem is an older manifest of the
-            snapshot, the snapshot itself may be good.
+        snapshot: name of the snapshot that is harmed. If the problem is one of several manifests
+            of the snapshot, the snapshot itself may be good.
         tensor: path of the tensor that cannot be restored; None if a manifest or a whole pack is
             bad.
         file: the damaged file.

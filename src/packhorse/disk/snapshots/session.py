@@ -158,7 +158,7 @@ class Session:
         self.index.add(manifest, text)
         older = self.listing.get(manifest.file.snapshot, [])
         if older and older[0].order != manifest.file.order:
-            del self.listing[manifest.file.snapshot]  # it is the newest now
+            del self.listing[manifest.file.snapshot]  # inserted again below, as the newest
         self.listing[manifest.file.snapshot] = [manifest.file]
         self.remove_manifests(older)
 

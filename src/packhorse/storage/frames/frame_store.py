@@ -2,7 +2,7 @@
 
 A store holds frames and documents. A frame is found by the tensor that it decodes to. A document (a
 manifest) lists the frames that it needs; a frame that no document needs is garbage. A writer makes
-these calls in this order, and a loss of power never keeps a later one without the earlier ones:
+these calls in this order, and their effects reach the disk in the same order, even if power fails:
 
 1. `batch` writes frames. All of them are stored once its block ends without an exception.
 2. `commit` writes the document that needs them, in one step.
@@ -80,8 +80,8 @@ class FrameStore(Protocol):
         """A stored frame with all frames that it needs. Takes and raises the same as `open`."""
 
     def fetch(self, refs: Iterable[FrameRef]) -> None:
-        """Get the bytes of frames and of their chains in few requests. Only a store whose requests
-        are slow does something here. `release` drops the bytes again."""
+        """Get the bytes of frames and of their chains in few requests; `release` drops them again.
+        A store whose requests are fast may do nothing."""
 
     def release(self, refs: Iterable[FrameRef]) -> None:
         """Drop the bytes that `fetch` got for these frames and their chains."""

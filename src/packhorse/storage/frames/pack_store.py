@@ -202,8 +202,8 @@ class PackStore:
         return True
 
     def fetch(self, refs: Iterable[FrameRef]) -> None:
-        """Get the bytes of remote frames and of their chains in few requests. Local frames need no
-        requests, and nothing is done for them."""
+        """Get the bytes of remote frames and of their chains in few requests. Does nothing if the
+        storage is local."""
         if self.storage.is_local:
             return
         links = {link: None for ref in refs for link in ref.chain}
