@@ -27,5 +27,5 @@ def test_an_attack_names_tests_that_are_there(row: list[str]) -> None:
 
 def test_the_page_has_every_part() -> None:
     assert len(ROWS) > 40
-    for heading in ("Damage", "Lies", "Bombs", "Memory", "Threads and processes"):
+    for heading in ("Damage", "False headers", "Bombs", "Memory", "Threads and processes"):
         assert f"## {heading}\n" in PAGE.read_text()

@@ -67,7 +67,7 @@ def test_the_guide_to_packed_weights_runs(
     inputs: dict[str, Any] = {"input_ids": torch.tensor([[1, 5, 9]]), "max_new_tokens": 8}
     names: dict[str, Any] = {"model": model, "inputs": inputs, "path": "model"}
     page = (EXAMPLES.parent / "docs" / "device.md").read_text()
-    guide = page.partition("## Packed files go to a GPU")[0]
+    guide = page.partition("## Uploading packed files to a GPU")[0]
     blocks = re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 4
     for block in blocks:
