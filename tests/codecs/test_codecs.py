@@ -1,4 +1,4 @@
-"""Every codec on every dtype, size, kind of data, level and code path; and each on its own."""
+"""Every codec on every dtype, size, kind of data, level and code path; and each codec by itself."""
 
 import random
 import subprocess
@@ -84,7 +84,8 @@ def test_battery_around_a_chunk(dtype: str, size: str, level: str) -> None:
 def test_the_battery_meets_every_mode(
     dtype: str, kind: str, level: str, expected: set[Mode]
 ) -> None:
-    """The first plane is coded as one expects; else the battery would test less than it says."""
+    """The first plane is coded in the expected mode; otherwise the battery would test less than it
+    claims."""
     data = make_data(kind, dtype, large_sizes(dtype)["chunk"])
     frame = check_tensor(data, dtype, level=level)
     assert set(frame.planes()[0].modes) == expected
@@ -240,7 +241,7 @@ def test_coders_refuse_what_is_no_plane(mode: Mode) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("mode", CODED, ids=lambda mode: mode.name.lower())
 def test_a_damaged_stream_is_refused_or_decodes_to_something(mode: Mode, isa: str) -> None:
-    """Nothing else can happen: the guard pages end the run on an access out of bounds."""
+    """There is no third outcome: the guard pages end the run on an access out of bounds."""
     plane = symbols(1000, 20)
     whole = bytearray(encode_plane(plane, mode) or b"")
     assert whole
@@ -275,7 +276,7 @@ def test_zstd_round_trips(level: Level) -> None:
 
 
 def test_zstd_finds_what_repeats_far_behind() -> None:
-    """The ordinary search has forgotten it by then."""
+    """The ordinary search would have forgotten the repeated bytes by then."""
     rng = np.random.default_rng(3)
     pieces = rng.integers(0, 256, (100, 1000)).astype(np.uint8)
     between = rng.integers(0, 9, 1_500_000).astype(np.uint8)
@@ -316,7 +317,7 @@ BAD_ZSTD = {
 
 
 def test_a_hand_made_zstd_stream_is_read() -> None:
-    """What the bad ones below differ from; empty blocks are allowed."""
+    """The good stream from which the bad ones below are made; empty blocks are allowed."""
     for block in ("210300", "000000" * 5 + "210300"):
         dst = np.empty(len(CHUNK), np.uint8)
         stream = ZSTD_HEADER + bytes.fromhex(block) + CHUNK
@@ -330,7 +331,7 @@ def test_zstd_refuses_a_stream_that_lies(stream: bytes) -> None:
         zstd.ChunkDecoder().decode(as_bytes(stream), np.empty(len(CHUNK), np.uint8))
 
 
-# What all share.
+# Properties of all codecs.
 
 
 FAULTS = {
@@ -344,7 +345,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("code", FAULTS.values(), ids=FAULTS)
 def test_guarded_memory_is_guarded(code: str) -> None:
-    """The battery leans on it: a kernel that strays must end the process."""
+    """The battery depends on this: a kernel that leaves its memory must end the process."""
     prepare = "import codec_battery; region = codec_battery.guarded(b'12345').obj; end = 8192; "
     done = subprocess.run(
         [sys.executable, "-c", f"{prepare}{code}; print('survived')"],
@@ -352,7 +353,7 @@ def test_guarded_memory_is_guarded(code: str) -> None:
         capture_output=True,
         check=False,
     )
-    # Under a sanitizer the fault ends the process in another way than by the signal.
+    # Under a sanitizer, the fault does not end the process by the signal, but in another way.
     assert done.returncode != 0
     assert b"survived" not in done.stdout
 

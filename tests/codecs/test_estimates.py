@@ -1,5 +1,5 @@
-"""What a plan expects comes from samples and may be wrong. It is never less than nothing, nor more
-than the tensor, and packing does not stumble over it."""
+"""Estimates of plans come from samples and may be wrong. They are never negative nor above the
+tensor's size, and packing works whatever they are."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ LEVELS = ["fast", "default", "max"]
 
 
 def steps() -> np.ndarray:
-    """What the samples of planes see is all the same, and what is seen by row and column is not."""
+    """A tensor that looks constant to the samples of planes, but not to the samples of rows and
+    columns."""
     return np.floor(np.arange(1 << 20) / 5120).astype(ml_dtypes.bfloat16).reshape(1024, 1024)
 
 
@@ -54,7 +55,7 @@ def test_files_and_snapshots_of_such_tensors(tmp_path: Path) -> None:
 
 
 def make_units(recipe: str, n: int, seed: int, dtype: np.dtype) -> np.ndarray:
-    """Units by laws that samples of runs see little of."""
+    """Units that follow laws of which samples of runs show little."""
     rng, top = np.random.default_rng(seed), np.iinfo(dtype).max
     places = np.arange(n, dtype=np.uint64)
     if recipe == "steps":
@@ -72,7 +73,7 @@ def make_units(recipe: str, n: int, seed: int, dtype: np.dtype) -> np.ndarray:
 
 
 def make_structure(recipe: str, rng: np.random.Generator) -> np.ndarray:
-    """A matrix that is nearly everywhere the same, or the same again and again."""
+    """A matrix that is nearly constant, or repeats itself."""
     flat, found = np.arange(SIDE * SIDE), np.zeros((SIDE, SIDE))
     length = int(np.exp(rng.uniform(0, np.log(flat.size))))
     if recipe == "steps":
@@ -100,7 +101,7 @@ STRUCTURES = ["steps", "ramp", "period", "blocks", "one row", "one column", "fir
 
 
 def check_estimate(array: np.ndarray, dtype: str, level: str, base: np.ndarray | None) -> float:
-    """How many times as large as the frame its estimate is, where either is large enough."""
+    """The estimate divided by the size of the frame, if either is large enough to compare."""
     data, shape = array.tobytes(), array.shape
     against = None if base is None else base.tobytes()
     plan = plan_buffer(data, dtype, shape, level=level, base=against)
@@ -117,7 +118,7 @@ def check_estimate(array: np.ndarray, dtype: str, level: str, base: np.ndarray |
 def test_estimates_of_what_is_no_weights_are_not_far_off(
     structure: str, dtype: str, level: str, base: str, seed: int
 ) -> None:
-    """By no more than `BOUND` times, but for a two hundredth of the tensor."""
+    """The estimate is wrong by a factor of at most `BOUND`, apart from 1/200 of the tensor."""
     rng = np.random.default_rng(seed)
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "BF16" else np.float32)
     array, weights = make_structure(structure, rng), rng.standard_normal((SIDE, SIDE)) * 0.02
@@ -145,7 +146,7 @@ def test_estimates_of_steps_are_near(level: str, with_base: bool, length: int) -
 @pytest.mark.parametrize("place", [np.s_[-1], np.s_[500], np.s_[:, 70], np.s_[:, -1]])
 @pytest.mark.parametrize("with_base", [False, True])
 def test_what_samples_do_not_see_is_packed_well(place: Any, with_base: bool) -> None:
-    """A model of what was seen must not make the rest be stored as it is."""
+    """A model of the sampled units must not cause the rest to be stored without coding."""
     array = np.zeros((1024, 1024), ml_dtypes.bfloat16)
     array[place] = np.random.default_rng(0).standard_normal(1024)
     base = np.zeros_like(array) if with_base else None

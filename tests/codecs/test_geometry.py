@@ -1,4 +1,5 @@
-"""How a tensor is cut is one object, made once for a call; what does not fit it is refused."""
+"""A geometry says how a tensor is cut, and is made once for a call; arguments that do not fit it
+are refused."""
 
 import pickle
 

@@ -1,12 +1,13 @@
-"""Frames and files of earlier releases, which every later one must read. None is ever edited.
+"""Frames and files of earlier releases, which every later release must read. None is ever edited.
 
-`golden/manifest.json` has for each file its SHA-256, that of what it decodes to, and what is in it.
-An encoder is free, so nothing here asks that today's bytes are the same; only that today's frames
-of the same tensors decode to them. After adding a case, write the files that are missing with
+`golden/manifest.json` has, for each file, its SHA-256, the SHA-256 of the decoded data, and a
+description of its content. An encoder may change, so today's frames of the same tensors need not
+have the same bytes; they only have to decode to the same tensors. After adding a case, write the
+missing files with
 
     python tests/codecs/test_golden.py --write-missing
 
-which never touches a file that is there, and refuses to write for an older version of the format.
+which never touches an existing file, and refuses to write for an older version of the format.
 """
 
 import argparse
@@ -61,7 +62,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Moments:
-    """An optimizer's second moment, whose size follows row and column."""
+    """An optimizer's second moment, whose values depend on row and column."""
 
     dtype: str
     level: Level
@@ -131,7 +132,7 @@ CASES: dict[str, Callable[[], bytes]] = {
     "U16-255-values": Case("U16", "255 values", 8193, "max").write,
     **{f"built-{name}": (lambda build=build: bytes(build())) for name, build in fb.SMALL.items()},
 }
-# Beside them the golden frame whose tensor is the base.
+# For each, the golden frame whose tensor is the base.
 DELTAS: dict[str, Delta] = {
     "BF16-delta": Delta("BF16-weights-default", "BF16", 3),
     "BF16-delta-far-max": Delta("BF16-weights-default", "BF16", 90, level=Level.MAX),
@@ -166,7 +167,7 @@ def original_file() -> bytes:
 
 
 def original_based_file() -> bytes:
-    """The file above some steps later, with a tensor that it does not have."""
+    """The file above, a few steps later, with one more tensor."""
     weights = np.frombuffer(make_data("weights", "BF16", 1200), "<u2")
     steps = np.rint(np.random.default_rng(4).normal(0, 2, weights.size)).astype("<i2")
     tensors = {
@@ -212,7 +213,7 @@ def read_manifest() -> dict[str, dict[str, Any]]:
 
 
 def write_missing() -> list[str]:
-    """Write what is not there yet, and return its names."""
+    """Write missing files, and return their names."""
     if FRAME_VERSION != VERSION:
         raise SystemExit(f"these cases are of version {VERSION}; add new ones for {FRAME_VERSION}")
     FOLDER.mkdir(exist_ok=True)

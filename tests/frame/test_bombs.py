@@ -1,8 +1,8 @@
-"""Short input that asks for much: refused at once, and before memory is taken on its word.
+"""Short input that claims to be large: it is refused at once, before memory is allocated.
 
-The bombs are read in a process whose address space may hardly grow (`bomb_child.py`). Where one
-asks for more than that, a reader that believes it ends with a MemoryError instead of its documented
-error. What really expands is refused by the caller's limit.
+The bombs are read in a process whose address space may hardly grow (`bomb_child.py`). If a reader
+believed a bomb, it would end with a MemoryError instead of the documented error. Input that really
+expands is refused because of the caller's limit.
 """
 
 import base64
@@ -38,12 +38,12 @@ SECONDS = 2.0  # of the processor, on a slow one
 
 
 def frame_of(nbytes: int) -> fb.BuiltFrame:
-    """A frame of one stored chunk whose shape says `nbytes`."""
+    """A frame of one stored chunk whose shape claims `nbytes`."""
     return build_frame(b"", "U8", (nbytes,), codings=[Stored()])
 
 
 def as_file(frame: bytes, nbytes: int) -> bytes:
-    """A packed file of one frame whose recorded header says `nbytes`."""
+    """A packed file of one frame whose recorded header claims `nbytes`."""
     header = file_bytes({"a": entry(0, nbytes)})
     return build_file(header, {"a": frame})
 
@@ -70,7 +70,7 @@ def zstd_frame(nbytes: int) -> bytes:
 
 @cache
 def zeros(nbytes: int) -> bytes:
-    """A good frame of so many zeros."""
+    """A good frame of this many zeros."""
     return compress_buffer(np.zeros(nbytes, np.uint8), "U8", (nbytes,)).to_bytes()
 
 
@@ -154,7 +154,8 @@ CASES = [
 @short_of_memory
 @pytest.mark.parametrize(("bomb", "reader"), CASES)
 def test_a_bomb_is_refused_at_once(report: dict, bomb: str, reader: str) -> None:
-    """With an error of ours, a message for people, little time, and hardly any memory."""
+    """Each bomb gives one of our errors, with a readable message, in little time, with hardly any
+    memory."""
     kind, message, seconds = report[bomb][reader]
     if kind is None:  # headers alone tell nothing of frames
         assert (bomb, reader) in {
@@ -184,7 +185,7 @@ def test_without_a_limit_the_system_refuses(report: dict, reader: str) -> None:
 
 @short_of_memory
 def test_verifying_takes_the_memory_of_a_window(report: dict) -> None:
-    """A tensor of four times the memory there is."""
+    """A tensor four times as large as the memory of the machine."""
     assert report["zeros.file"]["verify"][0] is None
     assert report["zeros.file"]["logical_nbytes"][0] is None
     assert report["zeros.frame"]["read_frame"][0].endswith("MemoryError")
@@ -264,7 +265,7 @@ def test_the_command_line_refuses_a_bomb(tmp_path: Path, run: Callable[..., Ende
 
 
 def test_a_long_header_is_recorded_beside_as_many_spaces_as_it_needs(tmp_path: Path) -> None:
-    """So any file can be packed, and what reading takes stays in proportion to the packed one."""
+    """So any file can be packed, and the cost of reading stays in proportion to the packed file."""
     source = tmp_path / "a"
     text = json.dumps({"a": entry(0, 5)}).encode() + b" " * 9_000_000
     source.write_bytes(file_bytes(text, b"12345"))

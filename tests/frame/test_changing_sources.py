@@ -1,8 +1,8 @@
-"""Another thread writes to a tensor while it is packed, or to its base: what comes of it holds what
-its hash names, or nothing comes of it and the message says which tensor it was.
+"""Another thread writes to a tensor, or to its base, while the tensor is packed. Either the output
+holds the bytes that its hash names, or an error names the tensor.
 
-Each test goes on until a write has provably fallen into a call, which is seen by content that the
-tensor never had, or by the refusal.
+Each test goes on until a write has provably happened during a call. The proof is content that the
+tensor never had at any one time, or an error.
 """
 
 import threading
@@ -38,7 +38,7 @@ _ENOUGH = 10  # writes that fell into a call
 
 @contextmanager
 def disturbed(memory: ByteArray, *states: bytes) -> Iterator[None]:
-    """For the time of the block a thread writes one state after the other, piece by piece."""
+    """During the block, a thread writes one state after the other, piece by piece."""
     done = threading.Event()
     sources = [np.frombuffer(state, np.uint8) for state in states]
     piece = max(1, memory.size // 5)
@@ -68,20 +68,20 @@ def rounds() -> Iterator[int]:
 
 
 def need_overlap(n_overlaps: int) -> None:
-    """Skips a test in which nothing happened at the same time, and so nothing was shown."""
+    """Skips a test in which nothing happened at the same time, because it proved nothing."""
     if not n_overlaps:
         pytest.skip("no write fell into a call")
 
 
 def attempt(call: Callable[[], _Result]) -> tuple[_Result | None, str]:
-    """What a call returns, and how it refuses."""
+    """The result of a call, and its error."""
     try:
         return call(), ""
     except RuntimeError as error:
         return None, str(error)
 
 
-# Dtype, level and two kinds of data, one of which is often not what the other would be coded as.
+# Dtype, level and two kinds of data, which are often coded in different modes.
 CASES = [
     ("BF16", "default", "weights", "noise"),
     ("BF16", "default", "constant", "weights"),
@@ -108,7 +108,7 @@ def states_of(dtype: str, *kinds: str) -> list[bytes]:
 
 
 def check_frame(frame: Frame, base: bytes | None = None) -> bytes:
-    """A frame, in which every checksum and the hash are right; returns its content."""
+    """Checks that every checksum and the hash of a frame are right; returns its content."""
     frame.verify(base=base, threads=1)
     return frame.content_hash
 
@@ -155,7 +155,8 @@ def test_a_frame_holds_what_its_hash_names_with_a_base(dtype: str, isa: str) -> 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("base_dtype", ["BF16", "F32"])
 def test_a_base_that_changes_is_refused(base_dtype: str, isa: str) -> None:
-    """A frame names a base that there was, whole; or the message names the tensor."""
+    """Either the frame names a state that the base had as a whole, or the message names the
+    tensor."""
     first = make_data("weights", base_dtype, 300_077)
     second = np.frombuffer(first, np.uint8).copy()
     second[:: 2 * len(first) // 300_077] ^= 1
@@ -242,7 +243,7 @@ def test_a_copy_that_is_taken_with_its_master_can_be_restored(tmp_path: Path) ->
 
 
 def test_what_is_kept_as_a_base_is_what_it_is_called() -> None:
-    """It has changed since it was hashed."""
+    """The tensor has changed since it was hashed."""
     data = np.arange(100_000, dtype=np.uint8)
     cache = BaseCache(1 << 20)
     content = (content_hash(data), "U8", data.size)
@@ -295,7 +296,7 @@ def test_a_packed_file_holds_what_its_hashes_name(tmp_path: Path) -> None:
 def test_weights_that_change_while_they_are_packed_are_weights(
     format: WeightFormat, isa: str
 ) -> None:
-    """There is no hash to compare: old and new weights may stand side by side, in good arrays."""
+    """There is no hash to compare, so arrays may mix old and new weights, but they are valid."""
     first = model_rows(64, 4000)
     second = np.random.default_rng(1).integers(0, 1 << 16, first.shape, np.uint16)
     memory = first.copy()

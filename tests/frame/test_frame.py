@@ -1,4 +1,5 @@
-"""The Frame: what it tells, whole and partial decoding, the caller's memory and mistakes."""
+"""The Frame: its properties, whole and partial decoding, the caller's memory and the caller's
+mistakes."""
 
 import mmap
 from functools import cache
@@ -22,7 +23,7 @@ from packhorse.reference import decode_frame
 
 @cache
 def tensor(kind: str) -> tuple[bytes, Frame]:
-    """A tensor of several chunks, and its frame: every way to decode a chunk is there."""
+    """A tensor of several chunks and its frame, which needs every way to decode a chunk."""
     how = {
         "planes": ("BF16", "weights", 700_001),
         "whole": ("F32", "noise", 300_001),

@@ -1,9 +1,10 @@
-"""Input is only read, and neither input nor output is overrun: read-only pages and unmapped ones.
+"""Input is only read, and no access goes beyond input or output: tests with read-only and unmapped
+pages.
 
 A write to the input, or an access beyond a buffer, ends the test run with a fault
 (`test_guarded_memory_is_guarded`). The battery in `codecs/test_codecs.py` does this for every kind
-of data and size; here are all dtypes at all levels, parts of tensors, odd addresses, and what users
-call.
+of data and size. This file tests all dtypes at all levels, parts of tensors, odd addresses, and the
+functions that users call.
 """
 
 import mmap
@@ -42,7 +43,7 @@ LEVELS = ("fast", "default", "max")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [dtype.name for dtype in DTYPES])
 def test_packing_and_unpacking_stay_in_bounds(dtype: str, level: str) -> None:
-    """In every code path; sizes that end within, at and behind a vector and a block."""
+    """Runs every code path, with sizes that end within, at and behind a vector and a block."""
     for n in (3, 64, 4097, 12_345):
         data = make_data("weights", dtype, n)
         frame = check_tensor(data, dtype, level=level)
@@ -100,7 +101,7 @@ def test_large_outputs_that_go_past_the_cache_are_written_where_they_belong(isa:
 
 
 def test_output_over_the_input_is_refused() -> None:
-    """It would be overwritten while it is read."""
+    """The input would be overwritten while it is read."""
     good = sample("rans")
     memory = bytearray(1000)
     memory[: len(good.frame)] = good.frame

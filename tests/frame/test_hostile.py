@@ -1,7 +1,8 @@
 """Frames whose bytes are chosen by an adversary: the documented error, and nothing else.
 
-Lies are those that the slow decoder is tested with; here every code path must refuse them for the
-same kind of reason. Random damage runs in guarded memory, so an access out of bounds ends the run.
+The lies are the same as in the tests of the slow decoder; here every code path must refuse them
+with the same kind of error. Frames with random damage are decoded in guarded memory, so an access
+out of bounds ends the run.
 """
 
 import random
@@ -87,7 +88,8 @@ def test_every_truncation_is_reported(name: str) -> None:
 
 
 def bits_of(name: str, n_real: int) -> Iterable[int]:
-    """All bits of a small frame; of a real one some, half of them in its first 256 bytes."""
+    """All bits of a small frame; for a real frame only some bits, half of them in its first 256
+    bytes."""
     n_bits = 8 * len(sample(name).frame)
     if name not in REAL:
         return range(n_bits)
@@ -107,7 +109,8 @@ def test_every_flipped_bit_is_noticed(name: str) -> None:
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_flipped_bit_under_new_checksums_is_refused_or_told_by_the_hash(name: str) -> None:
-    """What is behind the CRC: other data at worst, in bounds, and then the content hash tells."""
+    """Without the CRC, damage gives other data at worst, without an access out of bounds, and the
+    content hash detects it."""
     good, n_tried, n_refused = sample(name), 0, 0
     damaged = guarded_output(len(good.frame))
     for bit in bits_of(name, 400):
@@ -129,7 +132,8 @@ output = cache(guarded_output)
 
 
 def decoded(data: memoryview, limit: int, base: bytes | None) -> bytes | None:
-    """What a frame decodes to; None if it is refused, as it must be if it takes more than that."""
+    """The decoded bytes of a frame; None if it is refused, which must happen if it exceeds the
+    limit."""
     try:
         frame = Frame.from_buffer(data, max_nbytes=limit)
         target = output(frame.logical_nbytes)
@@ -206,7 +210,8 @@ def frame_of_chunks(*streams: tuple[Mode, bytes], repeat: int) -> bytes:
 
 
 def test_many_small_chunks_take_time_in_proportion() -> None:
-    """39,000 chunks; this took minutes when each looked for its place from the start."""
+    """There are 39,000 chunks. Decoding would take minutes if each chunk searched for its place
+    from the start."""
     plane = bytes([1, 2] * 32)
     built = build_frame(plane, codings=[Palette(1, has_escape=False)])
     at, nbytes = built.streams[0, 0]

@@ -1,4 +1,5 @@
-"""What holds for every input: any tensor comes back, and any bytes give a documented error."""
+"""Properties of all inputs: any tensor is restored, and any bytes give a tensor or a documented
+error."""
 
 import io
 import math
@@ -40,7 +41,8 @@ def shapes(draw: st.DrawFn, dtype: str) -> tuple[int, ...]:
 
 @st.composite
 def contents(draw: st.DrawFn, nbytes: int) -> bytes:
-    """Bytes that hypothesis shrinks, or that follow some law, with or without a blemish."""
+    """Bytes that hypothesis can shrink, or bytes that follow some law, with or without an exception
+    to it."""
     seed = draw(st.integers(0, 1 << 16))
     rng = np.random.default_rng(seed)
     period, n_values = draw(st.integers(1, 40)), draw(st.sampled_from([1, 2, 16, 33, 256]))
@@ -139,7 +141,7 @@ GOOD = compress_buffer(np.arange(600, dtype=np.float32), "F32", (20, 30)).to_byt
 @settings(SETTINGS, max_examples=400)
 @given(st.data())
 def test_an_edited_header_gives_a_documented_error(draw: st.DataObject) -> None:
-    """Fields are drawn whole, and the CRC is made to match."""
+    """Whole fields are drawn, and the CRC is corrected."""
     data, header_nbytes = bytearray(GOOD), int.from_bytes(GOOD[12:16], "little")
     for _ in range(draw.draw(st.integers(1, 3))):
         size = draw.draw(st.sampled_from([1, 2, 4, 8]))

@@ -1,4 +1,4 @@
-"""Frames in several threads, after a fork, in workers of a data loader, and as Python ends."""
+"""Frames in several threads, after a fork, in workers of a data loader, and while Python exits."""
 
 import os
 import resource
@@ -101,7 +101,7 @@ def test_workers_of_a_data_loader_unpack(how: str, tmp_path: Path) -> None:
 
 
 def run_script(script: str, *args: str, **options: object) -> subprocess.CompletedProcess[str]:
-    """A Python of its own, which must end by itself."""
+    """Runs a separate Python process, which must end by itself."""
     command = [sys.executable, "-c", script, *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
 
@@ -134,7 +134,7 @@ def work(rounds):
 @pytest.mark.parametrize("kind", ["rans", "zstd", "file"])
 @pytest.mark.parametrize("n", [30, 400_000])
 def test_the_interpreter_may_end_while_daemon_threads_pack(kind: str, n: int) -> None:
-    """Neither a crash nor a hang; what the threads were at is lost."""
+    """There must be neither a crash nor a hang; the threads' work is lost."""
     script = (
         BUSY
         + """

@@ -1,4 +1,4 @@
-"""Memory of the caller's that is written to: PyTorch learns of it, and no two calls share it."""
+"""Writes to the caller's memory: PyTorch is notified of them, and two outputs must not overlap."""
 
 import time
 from collections.abc import Callable
@@ -145,7 +145,7 @@ def test_inputs_may_share_memory() -> None:
 
 
 def test_overlaps_are_looked_for_in_reasonable_time() -> None:
-    """A look at all pairs of so many would take a minute."""
+    """Comparing all pairs of this many outputs would take a minute."""
     n = 10_000
     whole = np.zeros(n, np.float32)
     frame = ph_numpy.compress(np.ones(1, np.float32))

@@ -1,7 +1,8 @@
-"""The soak: each part runs, and finds what is broken on purpose; what it found once stays mended.
+"""The soak: each part runs, and finds operations that are broken on purpose; old findings stay
+fixed.
 
-A finding of `make soak` that is mended becomes a test by its file: move it from `build/soak/` to
-`tests/soak_cases/`, under a name that says what it was.
+When a finding of `make soak` is fixed, its file becomes a test: move it from `build/soak/` to
+`tests/fuzz/soak_cases/`, under a name that says what was wrong.
 """
 
 import json
@@ -81,7 +82,7 @@ def soak() -> Iterator[ModuleType]:
 def try_case(
     soak: ModuleType, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., Any]]:
-    """What is seen of a case: None where nothing is found."""
+    """The finding of a case; None if nothing is found."""
     scratch, workers = tmp_path_factory.mktemp("soak"), {}
 
     def run(part: str, case: Any, fault: str | None = None, limit_s: float | None = None) -> Any:
@@ -95,7 +96,7 @@ def try_case(
 
 
 def first_cases(soak: ModuleType, part: str, n: int) -> Iterator[Any]:
-    """Those that are drawn first."""
+    """The cases that are drawn first."""
     return (soak.draw_case(soak.PARTS[part], 1, number) for number in range(1, n + 1))
 
 
@@ -122,7 +123,7 @@ def test_a_part_finds_nothing(part: str, soak: ModuleType, try_case: Callable[..
         assert seen is None, f"{case}\n{seen.text}\n{seen.trace}"
 
 
-# What is broken on purpose.
+# Operations that are broken on purpose.
 
 
 @pytest.mark.parametrize("part", PARTS)
