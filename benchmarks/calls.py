@@ -1,10 +1,10 @@
 """Compare whole calls of two installations: `python benchmarks/calls.py BEFORE AFTER`.
 
 BEFORE and AFTER are interpreters that have Packhorse, such as `.venv/bin/python` of two checkouts.
-In each round each of them runs `compress_buffer` and `decompress_into` on the same made-up tensors
-in a new process, because processes differ from each other by more than most changes bring.
-The command prints medians of processor time in GB/s, and the median over the rounds of AFTER's
-speed over BEFORE's. It exits 1 if the two do not decode to the same bytes.
+In each round, each of them runs `compress_buffer` and `decompress_into` on the same synthetic
+tensors in a new process, because the differences between processes are larger than the effects of
+most changes. The command prints medians of processor time in GB/s, and the median over the rounds
+of AFTER's speed over BEFORE's. It exits 1 if the two do not decode to the same bytes.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
         argv: the arguments, without the program's name.
 
     Returns:
-        The exit status: 1 if what is decoded differs.
+        The exit status: 1 if the decoded bytes differ.
     """
     parser = argparse.ArgumentParser(description="Whole calls of two installations, in turn.")
     parser.add_argument("before", help="a Python that has packhorse")

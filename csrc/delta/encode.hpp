@@ -1,6 +1,6 @@
-// Encoding a chunk as differences from a base (docs/format.md, 6.6): a sample gives the classes,
-// the shift of each and the size of the stream; then the differences are sorted by class and cut
-// into tokens, raw bits and extra bits; then rANS codes the tokens.
+// Encodes a chunk as differences from a base (docs/format.md, 6.6). A sample gives the classes, the
+// shift of each and the size of the stream. Then the differences are sorted by class and cut into
+// tokens, raw bits and extra bits, and rANS codes the tokens.
 #pragma once
 
 #include <algorithm>

@@ -261,7 +261,7 @@ def test_codec_that_is_not_lossless_is_never_timed(
     monkeypatch.setitem(peers.CODECS, "bad", peers.Entry(codec, ""))
     array = np.arange(1, 1001, dtype=np.uint8)
     dataset = benchmarks["data.sets"].DataSet("bytes", "U8", array, "", "")
-    with pytest.raises(RuntimeError, match="bad does not give back bytes bit for bit"):
+    with pytest.raises(RuntimeError, match="bad does not restore bytes bit for bit"):
         benchmarks["codecs.measure"].enter("bad", dataset, benchmarks["codecs.peers"].Setup())
 
 
