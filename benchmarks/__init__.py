@@ -1,4 +1,4 @@
-"""Measurements of Packhorse: commands here, and what they are made of in folders.
+"""Measurements of Packhorse: commands in this folder, and their parts in subfolders.
 
 A command is run as `python benchmarks/NAME.py`, from any folder, and needs no installation of its
 own. Imports use full names, such as `benchmarks.codecs.peers`. `common/` and `data/` import

@@ -120,7 +120,7 @@ def main(argv: list[str]) -> int:
         argv: the arguments, without the program's name.
 
     Returns:
-        The exit status: 1 if what is decoded differs.
+        The exit status: 1 if the decoded bytes differ.
     """
     parser = argparse.ArgumentParser(description="Whole calls of two installations, in turn.")
     parser.add_argument("before", help="a Python that has packhorse")

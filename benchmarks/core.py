@@ -5,16 +5,16 @@ CMakeLists.txt and run on a data set, which it packs as one tensor: one thread, 
 processor time, from memory and to memory. It checks every round trip first, bit for bit and against
 the bytes of the portable loops. `docs/decisions.md` calls its figures *core*.
 
-Printed are the medians and the best of the rounds, in GB/s of elements:
+The command prints the medians and the best of the rounds, in GB/s of elements:
 
-- **encode** has the content hash and the CRC32C in it, **decode** the CRC32C;
+- **encode** includes the content hash and the CRC32C, **decode** the CRC32C;
 - **decode-unchecked**, **hash** and **crc** are parts of these, and **copy** is memcpy;
 - **plane-encode** and **plane-decode** are rANS on plane 0 of one chunk, from the middle of
   the data, which stays in the cache; `docs/decisions.md` calls these figures *loop*.
 
-`--chunk-log` and `--level` show what a choice costs. Chunks that are smaller than the leaves of
-the content hash, 256 KiB, are each hashed by themselves. To compare variants of the code, run
-the command in two checkouts, in turn.
+`--chunk-log` and `--level` show the cost of a choice. Chunks that are smaller than the leaves of
+the content hash, 256 KiB, are hashed one by one. To compare variants of the code, run the command
+in two checkouts, in turn.
 """
 
 import argparse
@@ -90,7 +90,7 @@ class Isa(IntEnum):
 
 
 class Timing(NamedTuple):
-    """What was measured of one thing.
+    """The measurements of one operation.
 
     Attributes:
         nbytes: of elements, each round.
@@ -217,16 +217,16 @@ def measure(
     """Run the program.
 
     Args:
-        program: what `build` made.
+        program: the result of `build`.
         array: floats, which are packed as one tensor.
         unit_nbytes: bytes of one of them.
         chunk_log: log2 of the elements of a chunk.
         level: how hard the core tries.
         isa: the code path.
-        rounds: how often each thing is timed.
+        rounds: how often each operation is timed.
 
     Returns:
-        The packed bytes, and what was measured by name.
+        The packed bytes, and the measurements by name.
 
     Raises:
         subprocess.CalledProcessError: the program refuses its arguments or a round trip fails;

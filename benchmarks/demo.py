@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         argv: a file, a folder, an empty string, or nothing.
 
     Returns:
-        The exit status: 1 if something did not come back bit for bit, 2 if a model cannot be read.
+        The exit status: 1 if something was not restored bit for bit, 2 if a model cannot be read.
     """
     named = [Path(argument) for argument in argv if argument]
     with tempfile.TemporaryDirectory(prefix="packhorse-demo-") as folder:

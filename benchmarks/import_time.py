@@ -1,4 +1,4 @@
-"""Measure what `import packhorse` costs: `python benchmarks/import_time.py`.
+"""Measure the cost of `import packhorse`: `python benchmarks/import_time.py`.
 
 Fresh processes run in turn, one that imports NumPy and one that imports Packhorse. Each is timed
 as a whole by the wall clock, and the figure is the difference of the medians. The command exits 1
@@ -52,7 +52,8 @@ def main(argv: list[str]) -> int:
 
 
 def _above_numpy(rounds: int) -> float:
-    """Difference of the medians in seconds; the runs alternate so that a disturbance meets both."""
+    """Difference of the medians in seconds. The runs alternate, so that a disturbance affects
+    both."""
     seconds: dict[str, list[float]] = {NUMPY: [], PACKHORSE: []}
     for _ in range(rounds):
         for code, taken in seconds.items():

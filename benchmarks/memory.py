@@ -1,9 +1,8 @@
 """Measure peak memory of packing and unpacking a large file: `python benchmarks/memory.py`.
 
-A file of sixteen tensors of 256 MiB is packed and unpacked, each in a process of its own. The
-figure is the greatest resident set of that process, including mapped pages of the files, above that
-of a process that only imports the package. The command exits 1 if the figure reaches
-`LIMIT_NBYTES`.
+A file of sixteen tensors of 256 MiB is packed in one process and unpacked in another. The figure is
+the largest resident set of that process, including mapped pages of the files, minus that of a
+process that only imports the package. The command exits 1 if the figure reaches `LIMIT_NBYTES`.
 """
 
 import argparse
@@ -78,7 +77,7 @@ def _measure(folder: Path, n_tensors: int, tensor_nbytes: int) -> dict[str, int]
         "unpack_above_nbytes": _peak("unpack", packed, back) - idle,
     }
     if not filecmp.cmp(source, back, shallow=False):
-        raise RuntimeError(f"{source.name} does not come back byte for byte")
+        raise RuntimeError(f"{source.name} is not restored byte for byte")
     return result
 
 

@@ -1,4 +1,4 @@
-"""Measure what the host does before kernels decode frames: `python benchmarks/plans.py`.
+"""Measure the host's work before kernels decode frames: `python benchmarks/plans.py`.
 
 Weights of BF16 and FP32 are planned in windows of 64 chunks, as they are uploaded. Speeds are GB/s
 of decoded elements. Each thread plans windows of its own, so a planner that holds Python's lock
@@ -6,8 +6,8 @@ is no faster with two threads than with one.
 
     python benchmarks/plans.py --python OLD/bin/python NEW/bin/python
 
-compares builds: each runs in a process of its own, in turn, and its best round counts. Older
-builds, which planned in NumPy, are measured by the module that they had for it.
+compares builds: each runs in a separate process, in turn, and its best round counts. Older builds
+planned in NumPy, and are measured with their module for that.
 """
 
 import argparse
@@ -26,7 +26,7 @@ __all__ = ["main", "measure"]
 
 WINDOW_NBYTES = 1 << 24  # as packhorse.gpu.uploads has it
 N_WINDOWS = 8
-SECONDS = 1.0  # that a measurement takes
+SECONDS = 1.0  # the time of a measurement
 KINDS = ("BF16", "F32")
 Plan = Callable[[int], object]
 
@@ -74,7 +74,7 @@ def measure(
 
     Args:
         threads: numbers of them.
-        seconds: that each measurement takes, at least.
+        seconds: the least time of each measurement.
         n_windows: different ones.
     """
     found = {}
@@ -87,7 +87,7 @@ def measure(
 
 
 def _planner_of(kind: str, n_windows: int) -> Plan:
-    """Plans the window of a number."""
+    """Returns a function that plans the window with a given number."""
     from packhorse.frame import compress_buffer
 
     n_units = n_windows * WINDOW_NBYTES // (2 if kind == "BF16" else 4)

@@ -1,12 +1,12 @@
 """Measure Packhorse against its rivals: `python benchmarks/run.py`.
 
 Every codec proves its round trip before it is timed. All codecs run interleaved in one process on
-the same named data, and the printed table has our losses too. The short form measures the real
-weights and takes some minutes; `--full` measures all data and all codecs in more rounds.
-`--full --write` also runs the variants (fresh memory, forced code paths), keeps the figures in
-`benchmarks/results/`, and makes `docs/benchmarks.md`, its picture and the table in `README.md` from
-all figures there. Two forms time nothing: `--render` only makes those documents, and `--check`
-exits 1 unless the ratios that the project promises hold.
+the same named data, and the printed table also shows where rivals are ahead. The short form
+measures the real weights and takes a few minutes; `--full` measures all data and all codecs in more
+rounds. `--full --write` also runs the variants (fresh memory, forced code paths), keeps the figures
+in `benchmarks/results/`, and makes `docs/benchmarks.md`, its picture and the table in `README.md`
+from all figures there. Two forms time nothing: `--render` only makes these documents, and `--check`
+exits 1 if a ratio is below the one that the project promises.
 
 `run.py snapshots` measures pairs of training checkpoints instead, and has a document of its own:
 see snapshots/measure.py. `run.py weights` measures weights in memory: see layers/weights.py;
@@ -45,15 +45,15 @@ DOCUMENT = HERE.parent / "docs" / "benchmarks.md"
 PICTURE = HERE.parent / "docs" / report.PICTURE
 README = HERE.parent / "README.md"
 SIMD_NAMES = ["portable", "avx2", "avx512", "avx512_vbmi2"]
-# The beginning of a set as a set of its own, because other figures are known for that part alone.
+# The beginning of a set as a separate set, because other figures are known only for that part.
 BEGINNINGS = {targets.FIRST_48_MB: ("model_fp32", 48_000_000)}
 NAMES = (*sets.NAMES, *BEGINNINGS)
 SHORT_DATA = ("model_bf16", "model_fp32", "model_fp16", "fp8_e4m3")
 SHORT_ROUNDS, VARIANT_ROUNDS, FULL_ROUNDS = 3, 5, 7
 THREADS = [1, 2]
 OWN_CODECS = tuple(name for name in peers.CODECS if name.startswith("packhorse"))
-# What the project promises for the default level: ratios of the whole model as a file, and of the
-# two extremes.
+# The ratios that the project promises for the default level: those of the whole model as a file,
+# and of the two extremes.
 FILE_RATIOS = {"bf16": 1.505, "fp32": 1.215, "fp16": 1.180}
 ARRAY_RATIOS = {"zeros_bf16": 1000.0, "random_u8": 0.9995}
 
@@ -230,7 +230,7 @@ def _packed_files() -> list[dict[str, Any]]:
             unpack_file(packed, back)
             seconds = middle - begun, time.perf_counter() - middle
             if back.read_bytes() != source.read_bytes():
-                raise RuntimeError(f"the {kind} model file does not come back byte for byte")
+                raise RuntimeError(f"the {kind} model file is not restored byte for byte")
             rows.append(_file_row(kind, source, packed, seconds))
     return rows
 

@@ -1,10 +1,10 @@
-"""Measure what files of very many tiny tensors cost: `python benchmarks/tiny_tensors.py`.
+"""Measure the cost of files with very many tiny tensors: `python benchmarks/tiny_tensors.py`.
 
 A file of 100,000 tensors of 256 bytes is packed, verified, unpacked, loaded and taken as a
 snapshot, each in fresh processes in turn, which may open `LIMIT_FILES` files. The command prints
 the medians of wall and processor time, imports not counted, the peak of memory above that of
 a process that only imports the package, and the most files that were open, by samples. It exits 1
-if a verb fails, or if the file does not come back byte for byte.
+if a verb fails, or if the file is not restored byte for byte.
 
 `--python` measures another installation on the same files.
 """
@@ -66,13 +66,13 @@ VERBS = ("pack", "verify", "unpack", "load", "take")
 
 
 class Figure(NamedTuple):
-    """What a verb took.
+    """The time and memory that a verb took.
 
     Attributes:
-        wall_s: by the clock on the wall.
-        own_s: of the processor.
+        wall_s: seconds by the wall clock.
+        own_s: seconds of the processor.
         peak_nbytes: the largest resident memory of the process.
-        n_open: the most files that were open, the three of a terminal among them.
+        n_open: the most files that were open, including the three standard streams.
     """
 
     wall_s: float
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
         argv: the arguments, without the program's name.
 
     Returns:
-        The exit status: 1 if the file does not come back.
+        The exit status: 1 if the file is not restored.
     """
     args = _parse(argv)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
@@ -105,12 +105,12 @@ def main(argv: list[str]) -> int:
     for verb, figures in found.items():
         _print(verb, _median(figures), idle, args.tensors)
     if not is_exact:
-        print("the file does not come back byte for byte")
+        print("the file is not restored byte for byte")
     return int(not is_exact)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="What very many tiny tensors cost.")
+    parser = argparse.ArgumentParser(description="The cost of very many tiny tensors.")
     parser.add_argument("--tensors", type=int, default=100_000, metavar="N")
     parser.add_argument("--nbytes", type=int, default=256, metavar="N", help="of each, of float32")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")

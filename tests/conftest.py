@@ -1,8 +1,8 @@
 """Fixtures that several test files share, and Triton's interpreter for all kernels.
 
-Triton decides when it is imported whether kernels are interpreted, so that is said before anything
-else here can import it. On a machine with a GPU, TRITON_INTERPRET=0 runs them there. Compiling
-offline needs a child process without the variable.
+Triton decides when it is imported whether kernels are interpreted, so this file sets the variable
+before anything else can import Triton. On a machine with a GPU, TRITON_INTERPRET=0 runs the kernels
+there. Tests that compile offline need a child process without the variable.
 """
 
 import os

@@ -4,8 +4,8 @@
     python tests/house.py --paths   # and how deep the calls of three verbs go
     python tests/house.py --write   # writes the tables of files in docs/architecture.md
 
-An import counts wherever it stands in a file: at the top, in a function, or as a string that is the
-full name of a module of ours, from which somebody imports it later.
+An import counts wherever it is in a file: at the top, in a function, or as a string with the full
+name of one of our modules, by which it is imported later.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def imports_of(path: Path, *, types: bool = True) -> Iterator[str]:
 
     Args:
         path: the file.
-        types: whether what only type checkers import counts.
+        types: whether imports that only type checkers see count.
     """
     tree = ast.parse(path.read_text())
     skipped = set() if types else {id(node) for node in _for_checkers(tree)}
@@ -76,7 +76,7 @@ def _is_loaded_by_name(node: ast.AST) -> bool:
 
 
 def ours(name: str) -> str | None:
-    """The module of ours that an imported name is or lies in."""
+    """The module of ours that has an imported name, or is it."""
     if name.split(".")[0] != "packhorse":
         return None
     if name.startswith("packhorse._core"):
@@ -125,7 +125,7 @@ def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
 
 
 def upward() -> list[tuple[str, str]]:
-    """Arrows to a layer above: who, and whom."""
+    """Imports from a higher layer: the importing module, and the imported one."""
     return sorted(
         (name, other)
         for name, others in arrows().items()
@@ -190,7 +190,7 @@ def between_hops() -> list[tuple[str, str]]:
     )
 
 
-# State of the process: names in modules whose value changes, and results that functions keep.
+# State of the process: names in modules whose values change, and results that functions keep.
 
 _STATE_TYPES = {
     *("set", "deque", "defaultdict", "Counter", "WeakSet", "WeakKeyDictionary"),
@@ -199,8 +199,8 @@ _STATE_TYPES = {
 
 
 def process_state() -> list[str]:
-    """What outlives a call: `late_import._importing` for a variable, `storage.rename._system_call`
-    for a function that keeps its results."""
+    """State that outlives a call: `late_import._importing` is an example of a variable,
+    `storage.rename._system_call` of a function that keeps its results."""
     found = set()
     for module, path in MODULES.items():
         tree = ast.parse(path.read_text())
@@ -246,7 +246,7 @@ def _last_name(node: ast.expr) -> str:
 
 
 def registrars() -> list[str]:
-    """Modules that have Python call them when the process forks or ends."""
+    """Modules that ask Python to call them when the process forks or ends."""
     wanted = ("os.register_at_fork", "atexit.register", "atexit")
     return [name for name, path in MODULES.items() if set(wanted) & set(_uses(path))]
 
@@ -265,7 +265,8 @@ _INCLUDE = re.compile(r'^#include "([a-z_0-9]+)/', re.M)
 
 
 def core_upward() -> list[tuple[str, str]]:
-    """Files of the core that include from a folder behind their own, and that folder."""
+    """Files of the core that include from a folder after their own in the order, and that
+    folder."""
     return sorted(
         (str(path.relative_to(ROOT)), other)
         for path in files_below(ROOT / "csrc")
@@ -275,7 +276,7 @@ def core_upward() -> list[tuple[str, str]]:
 
 
 def misnamed_avx512() -> list[str]:
-    """Files of the core that have loops of AVX-512 and are not named so."""
+    """Files of the core that have loops of AVX-512 but no name that says so."""
     return [
         str(path.relative_to(ROOT))
         for path in files_below(ROOT / "csrc")
@@ -384,7 +385,7 @@ def measured_paths() -> dict[str, list[str]]:
 
 
 def counts() -> dict[str, int]:
-    """The house in numbers."""
+    """The structure of the package in numbers."""
     return {
         "modules": len(MODULES),
         "lines of Python": sum(len(path.read_text().splitlines()) for path in FILES),

@@ -1,7 +1,7 @@
-"""What an installed wheel must do with nothing but its own dependencies: `python tests/smoke.py`.
+"""Checks an installed wheel that has nothing but its own dependencies: `python tests/smoke.py`.
 
 `.ci/wheel` runs this in new environments, away from the checkout. It needs no pytest, no PyTorch
-and none of the extras, and says in one line what it found.
+and none of the extras, and prints its result in one line.
 """
 
 import json
@@ -75,7 +75,7 @@ def check_store(folder: Path) -> None:
 
 
 def check_what_is_missing() -> None:
-    """Extras that are not installed are told by name."""
+    """Errors name extras that are not installed."""
     words = ""
     try:
         import_module("packhorse.torch")
@@ -89,7 +89,7 @@ def check_what_is_missing() -> None:
 
 
 def check_package() -> None:
-    """The files that belong to it, and nothing of a checkout."""
+    """The wheel has its own files, and nothing else of a checkout."""
     assert metadata.version("packhorse") == packhorse.__version__
     assert resources.files("packhorse").joinpath("py.typed").is_file()
     place = Path(packhorse.__file__).resolve()

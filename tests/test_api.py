@@ -1,4 +1,5 @@
-"""The surface: exported names, who imports whom, what an import costs, and the README's code."""
+"""The public surface: exported names, imports between modules, the cost of an import, and the
+README's code."""
 
 import ast
 import importlib
@@ -41,7 +42,7 @@ def test_all_names_what_is_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", LIBRARY)
 def test_all_is_complete(name: str) -> None:
-    """Of the library; the command is a program, and imported by nobody."""
+    """This holds for the library; the command is a program, and nobody imports it."""
     module = importlib.import_module(name)
     forgotten = {d for d in defined_names(module) if not d.startswith("_")} - set(module.__all__)
     assert not forgotten
@@ -107,7 +108,7 @@ def documented(thing: object) -> bool:
     return bool(text.strip()) and not automatic
 
 
-# What an import costs.
+# The cost of an import.
 
 
 def run_python(code: str) -> list[str]:

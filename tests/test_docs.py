@@ -1,4 +1,4 @@
-"""The documents of the API: what docstrings say, that their examples run, and the site's pages."""
+"""The documentation of the API: the content of docstrings, their examples, and the site's pages."""
 
 import ast
 import builtins
@@ -49,14 +49,14 @@ class Documented(NamedTuple):
 
     @property
     def function(self) -> Callable[..., Any]:
-        """What is called, without what is wrapped around it."""
+        """The function itself, without its wrappers."""
         value = self.thing
         value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         return inspect.unwrap(value)
 
     @property
     def doc(self) -> str:
-        """The docstring; of a class with that of its `__init__`."""
+        """The docstring; for a class, together with that of its `__init__`."""
         own = inspect.cleandoc(self.thing.__doc__ or "")
         if inspect.isclass(self.thing) and "__init__" in vars(self.thing):
             own += "\n\n" + inspect.cleandoc(self.thing.__init__.__doc__ or "")
@@ -80,12 +80,12 @@ def is_method(value: object) -> bool:
 
 @cache
 def everything() -> dict[str, Documented]:
-    """All that is public, once."""
+    """All public things, each once."""
     return {item.name: item for module in MODULES for item in things_of(module)}
 
 
 def sections(doc: str) -> dict[str, str]:
-    """What stands below each heading of a docstring."""
+    """The text below each heading of a docstring."""
     parts = re.split(r"^(Args|Attributes|Returns|Yields|Raises|Example):\n", doc, flags=re.M)
     ends = (re.split(r"^(?=\S)", text, maxsplit=1, flags=re.M)[0] for text in parts[2::2])
     return dict(zip(parts[1::2], ends, strict=True))
@@ -98,7 +98,8 @@ def entries(text: str) -> list[str]:
 
 
 def is_given(thing: object) -> bool:
-    """A class that callers do not make: results, errors, choices, and what connects a framework."""
+    """Whether callers never make objects of a class: results, errors, choices, and connections to
+    frameworks."""
     return inspect.isclass(thing) and (
         is_record(thing)
         or issubclass(thing, BaseException | enum.Enum)
@@ -112,7 +113,7 @@ def is_record(thing: type) -> bool:
 
 
 def says_its_class(item: Documented) -> bool:
-    """Whether a method does what the class of somebody else, or what a protocol, says it does."""
+    """Whether a method is defined by a class of another package, or by a protocol."""
     if item.owner is None:
         return False
     foreign = [base for base in item.owner.__mro__[1:] if base is not object]
@@ -124,7 +125,8 @@ def parameters(function: Callable[..., Any]) -> list[str]:
 
 
 def wanted_parameters(item: Documented) -> list[str]:
-    """Those that have to be documented; a class without words on `__init__` is not for callers."""
+    """The parameters that must be documented; a class whose `__init__` has no docstring is not for
+    callers."""
     if isinstance(item.thing, property) or says_its_class(item) or is_given(item.thing):
         return []
     if not inspect.isclass(item.thing):
@@ -134,7 +136,7 @@ def wanted_parameters(item: Documented) -> list[str]:
 
 
 def test_parameters_are_documented() -> None:
-    """All of them, in order, and none that is not there."""
+    """All parameters are documented, in order, and no others."""
     for name, item in everything().items():
         said = entries(sections(item.doc).get("Args", ""))
         function = item.thing.__init__ if inspect.isclass(item.thing) else item.function
@@ -154,7 +156,7 @@ def test_what_is_given_back_is_documented() -> None:
 
 
 def test_what_is_raised_is_documented() -> None:
-    """As far as the function itself raises it."""
+    """Only exceptions that the function itself raises are checked."""
     for name, item in everything().items():
         if inspect.isclass(item.thing):
             continue
@@ -225,7 +227,7 @@ def test_verbs_have_an_example() -> None:
 
 
 def write_files(folder: Path, text: str) -> None:
-    """What examples find in the folder they run in, under the names that they say."""
+    """The files that examples find in their folder, under the names that they use."""
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((512, 64), np.float32)
     for name, tensor in {"model": weight, "tuned": weight * np.float32(1.001)}.items():
@@ -239,7 +241,8 @@ def write_files(folder: Path, text: str) -> None:
 
 
 def names_for(folder: Path, text: str) -> dict[str, object]:
-    """What examples take from the program around them: a model, and what trains it."""
+    """The objects that examples take from the program around them: a model, and objects that train
+    it."""
     if "Trainer(model" not in text:
         return {}
     trainer = make_trainer(folder / "out", [], max_steps=2, logging_strategy="no")
@@ -249,7 +252,7 @@ def names_for(folder: Path, text: str) -> dict[str, object]:
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they are pasted: into a program that has nothing yet, in a folder of its own."""
+    """Runs examples as if they were pasted into an empty program, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     text = sections(everything()[name].doc)["Example"]
     assert "+SKIP" not in text

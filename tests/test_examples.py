@@ -23,7 +23,8 @@ EXAMPLE = EXAMPLES / "train_with_snapshots.py"
 
 
 def train(store: Path, *options: object) -> tuple[int, str, dict[int, str]]:
-    """Run the example: its exit code, its first line, and the loss of each step as it stands."""
+    """Run the example. Returns its exit code, its first line, and the loss of each step as
+    printed."""
     done = subprocess.run(
         [sys.executable, EXAMPLE, store, *map(str, options)],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
@@ -57,7 +58,7 @@ def test_a_killed_run_goes_on_to_the_identical_losses(tmp_path: Path) -> None:
 def test_the_guide_to_packed_weights_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its blocks of code as they are printed, on the host."""
+    """Runs the page's blocks of code as they are printed, on the host."""
     monkeypatch.chdir(tmp_path)
     make_tiny_model = runpy.run_path(str(EXAMPLES / "serve_packed.py"))["make_tiny_model"]
     make_tiny_model(tmp_path / "model")

@@ -1,4 +1,5 @@
-"""The house: who imports whom, what comes from outside, and whether the page about it is true."""
+"""The structure of the package: who imports whom, imports from outside, and whether the page about
+it is true."""
 
 import ast
 import re
@@ -49,7 +50,8 @@ THIRD_PARTY = {
 
 
 def allowed(module: str) -> set[str]:
-    """What a module may import from outside: as said of it, or of the package it lies in."""
+    """The packages that a module may import from outside, as listed for the module or for its
+    package."""
     name = module.removeprefix("packhorse").removeprefix(".")
     while name not in THIRD_PARTY and name:
         name = name.rpartition(".")[0]

@@ -53,7 +53,7 @@ def test_what_was_opened_before_goes_to_workers_of_a_data_loader(how: str, tmp_p
 
 
 def test_a_pickled_file_keeps_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is found from another folder, with its base."""
+    """It is also found from another folder, with its base."""
     rng = np.random.default_rng(0)
     old = {"x": rng.standard_normal(50_000).astype(np.float32)}
     new = {"x": np.nextafter(old["x"], np.float32(9))}
@@ -159,8 +159,8 @@ def test_a_pickled_store_keeps_its_place_and_options(
 
 # Forks.
 
-# What a thread uses for the first time is imported then. The child must not wait for that import,
-# which nobody ends there.
+# A thread imports a module when it first uses it. The forked child must not wait for that import,
+# because in the child nobody finishes it.
 FORK = """
 import faulthandler, os, sys, threading, time, warnings
 import numpy as np
@@ -204,7 +204,8 @@ def test_a_fork_while_a_thread_imports_what_it_needs(
 def test_an_import_that_waits_for_another_thread_s_does_not_keep_that_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plug-in imports late while it is imported; what is imported late needs the plug-in."""
+    """A plug-in imports a module late, while it is imported itself; that module needs the
+    plug-in."""
     (tmp_path / "slow_plugin.py").write_text(
         "import threading, time\nimport plugin_state\nplugin_state.begun.set()\n"
         "plugin_state.other_begun.wait(10)\ntime.sleep(0.2)\n"

@@ -1,6 +1,6 @@
-"""What the system refuses (memory, open files, permissions) is never told as bad data.
+"""Refusals of the system (memory, open files, permissions) are never reported as bad data.
 
-A verification that says "damaged" of a good store makes people throw it away.
+If a verification calls a good store damaged, people throw it away.
 """
 
 import json
@@ -72,7 +72,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def verify_with_limit(store: Path, n_files: int) -> subprocess.CompletedProcess[str]:
-    """Verifies a store with so many open files, once all that is needed is imported."""
+    """Verifies a store, after all imports, with this limit on open files."""
     code = (
         "import resource, sys; from packhorse.cli import main\n"
         "words = ['snapshot', 'verify', sys.argv[1]]\n"
@@ -84,7 +84,7 @@ def verify_with_limit(store: Path, n_files: int) -> subprocess.CompletedProcess[
 
 
 def test_one_open_file_at_a_time_is_enough(store: Path):
-    """Beside the three that every program has: a pack that is mapped needs none."""
+    """One file in addition to the three that every program has: a mapped pack needs none."""
     done = verify_with_limit(store, 4)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -119,7 +119,7 @@ def test_a_file_that_may_not_be_read(store: Path, what: str):
 
 
 def test_a_file_that_is_lost_is_bad_data(store: Path):
-    """Unlike one that is refused: nobody will ever read it."""
+    """Unlike a file that the system refuses to open, a lost file can never be read again."""
     file = sorted((store / "packs").iterdir())[0]
     file.unlink()
     done = run_command("snapshot", "verify", store)
@@ -157,8 +157,8 @@ def large(tmp_path: Path) -> dict[str, Path]:
 
 
 def test_too_little_memory(large: dict[str, Path], tmp_path: Path):
-    """Each verb on 48 MB with room for 28: no code but 3, and not a word of damage. With much less
-    Python itself goes to pieces."""
+    """Runs each verb on 48 MB with room for 28. The exit code must be 3, and no message may mention
+    damage. With much less room, Python itself fails."""
     runs = (
         ["verify", large["packed"]],
         ["unpack", large["packed"], "-o", tmp_path / "back.safetensors"],

@@ -1,12 +1,12 @@
-// Times the C++ core alone, without Python: what `benchmarks/core.py` compiles and runs.
+// Times the C++ core alone, without Python; `benchmarks/core.py` compiles and runs this program.
 //
 //     core SOURCE PLANE UNIT_NBYTES SPLIT CHUNK_LOG LEVEL ISA ROUNDS
 //
 // SOURCE is a file of elements, which are encoded as one tensor; PLANE is a file of bytes, one
 // plane of one chunk, which stays in the cache. Every round trip is checked bit for bit, and
-// against the portable loops, before it is timed. Printed is a line for each thing that was timed:
-// its name, the bytes that a second is counted in, and the processor seconds of each round. One
-// thread runs.
+// against the portable loops, before it is timed. The program prints a line for each operation that
+// it timed: its name, the number of bytes to compute speeds from, and the processor seconds of each
+// round. It runs one thread.
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
@@ -47,7 +47,7 @@ void time_rounds(const char* name, std::size_t nbytes, int rounds, Work work) {
     std::printf("\n");
 }
 
-// A tensor and what it becomes: everything that this program asks of the core about tensors.
+// A tensor and its encoded form, with everything that this program needs from the core for tensors.
 class Tensor {
   public:
     Tensor(const std::vector<uint8_t>& source, const Geometry& geometry, Level level)
@@ -72,7 +72,7 @@ class Tensor {
         const EncodedTensor tensor{geometry_, {}, {}, payload_.data(), table_.data(), offsets_};
         const DecodeResult result =
             decode_tensor(tensor, 0, decoded_.data(), decoded_.size(), check_crc, 1, isa);
-        if (result.status != Status::kOk) fail("what was encoded is refused");
+        if (result.status != Status::kOk) fail("the encoded tensor is refused");
     }
 
     void hash(Isa isa) { hash_leaves(source_.data(), source_.size(), digests_.data(), isa); }
@@ -96,7 +96,7 @@ class Tensor {
             !std::equal(payload.begin(), payload.end(), payload_.begin()))
             fail("the code paths write different bytes");
         decode(true, isa);
-        if (decoded_ != source_) fail("what is decoded is not what was encoded");
+        if (decoded_ != source_) fail("the decoded tensor differs from the encoded one");
     }
 
     std::size_t packed_nbytes() const { return nbytes_ + 4 * table_.size(); }
@@ -120,11 +120,11 @@ void time_tensor(Tensor& tensor, std::size_t nbytes, int rounds, Isa isa) {
     time_rounds("decode", nbytes, rounds, [&] { tensor.decode(true, isa); });
     time_rounds("decode-unchecked", nbytes, rounds, [&] { tensor.decode(false, isa); });
     time_rounds("hash", nbytes, rounds, [&] { tensor.hash(isa); });
-    volatile uint32_t kept = 0;  // or the sum would not be computed
+    volatile uint32_t kept = 0;  // otherwise the compiler would not compute the sum
     time_rounds("crc", nbytes, rounds, [&] { kept = tensor.sum(isa); });
 }
 
-// A round is this many calls, as one takes hardly more than a tick of the clock.
+// A round is this many calls, because one call takes hardly more than a tick of the clock.
 constexpr int kCalls = 20;
 
 void time_plane(const std::vector<uint8_t>& plane, int rounds, Isa isa) {
@@ -139,7 +139,7 @@ void time_plane(const std::vector<uint8_t>& plane, int rounds, Isa isa) {
     encode();
     if (nbytes == 0) return;  // noise, which rANS does not make smaller
     decode();
-    if (back != plane) fail("a plane does not come back");
+    if (back != plane) fail("a decoded plane differs from the plane");
     const auto often = [](const auto& call) {
         return [&call] {
             for (int i = 0; i < kCalls; ++i) call();

@@ -1,9 +1,9 @@
-"""Time codecs on one data set, once their round trips are proved.
+"""Time codecs on one data set, after their round trips are proved.
 
 Every codec proves its round trip bit for bit before anything is timed. Each round runs all codecs
 in turn, so that a disturbance of the machine meets all of them. One thread is pinned to a core and
-timed by the processor time of the process; more threads are timed by the clock on the wall. Both
-clocks are kept, because the gain from a second thread must be measured on one and the same clock.
+timed by the processor time of the process; more threads are timed by the wall clock. Both clocks
+are kept, because the gain from a second thread must be measured with the same clock.
 
 A slow codec would take hours: it proves its round trip and its ratio on all of the data, but is
 timed on a part from the middle, in every third round.
@@ -45,14 +45,14 @@ Seconds = tuple[float, float]
 
 @dataclass
 class Contender:
-    """A codec that takes part, and what was measured of it.
+    """A codec that takes part, and its measurements.
 
     Attributes:
         name: its name in the tables.
         setup: threads and memory.
         codec: the adapter.
         slow: whether it is timed less often, on a part.
-        timed: what it is timed on: the data set, or a part of it.
+        timed: the data on which it is timed: the data set, or a part of it.
         ratio: of the whole data set.
         encode: (processor seconds, wall seconds) of each round.
         decode: the same for decoding.
@@ -81,7 +81,7 @@ class Row:
         decode: the same for decoding.
         encode_wall: median speed by the wall clock, whatever the number of threads.
         decode_wall: the same for decoding.
-        timed_nbytes: size of what was timed; less than the set for a slow codec.
+        timed_nbytes: size of the data that were timed; less than the set for a slow codec.
         rounds: how often it was timed.
     """
 
@@ -104,7 +104,7 @@ def enter(
 
     Args:
         name: a key of `entries`.
-        data: what it is to pack.
+        data: the data to pack.
         setup: threads and memory.
         entries: the codecs that there are.
 
@@ -112,7 +112,7 @@ def enter(
         The contender, or one line that says why it cannot take part.
 
     Raises:
-        RuntimeError: what comes back differs from what went in, or the input was changed.
+        RuntimeError: the unpacked data differ from the original, or the input was changed.
     """
     try:
         codec = build(name, data, setup, entries)
@@ -141,7 +141,7 @@ def _prove(name: str, codec: Codec, data: DataSet) -> int:
         offset += part.nbytes
     if offset != original.nbytes:
         raise RuntimeError(
-            f"{name} does not give back {data.name} bit for bit: there is a difference after byte "
+            f"{name} does not restore {data.name} bit for bit: there is a difference after byte "
             f"{offset} of {original.nbytes}"
         )
     return packed_nbytes
@@ -152,7 +152,7 @@ def compete(contenders: list[Contender], data: DataSet, rounds: int) -> list[Row
 
     Args:
         contenders: from `enter`, for the same data.
-        data: what they pack.
+        data: the data that they pack.
         rounds: how often each is timed; a slow one less often.
 
     Returns:
@@ -187,7 +187,7 @@ def _time_once(contender: Contender) -> None:
 
 
 def time_call(call: Callable[[Any], Any], argument: Any) -> tuple[Any, Seconds]:
-    """What a call returns, and the processor and wall seconds that it took."""
+    """The result of a call, and the processor and wall seconds that it took."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = call(argument)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
@@ -235,7 +235,7 @@ def keep(result: dict[str, Any], place: Path | None) -> None:
 
     Args:
         result: the figures.
-        place: the file; None if none was asked for.
+        place: the file; None to write nothing.
     """
     if place is not None:
         place.write_text(json.dumps(result, indent=1) + "\n")

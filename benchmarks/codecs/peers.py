@@ -1,12 +1,12 @@
 """One small adapter for each codec, ours and the rivals', behind one interface.
 
 Every adapter gets the same data set. A rival that offers several settings runs with the best one
-that its Python API allows for the dtype, because beating a bad setting proves nothing. What a rival
-needs but a user would not time (a scratch copy for one that overwrites its input) is made
-in `prepare`, outside the timed part. Decoding goes into memory that already exists, wherever the
-API allows it, except in runs that show what fresh memory costs: there every output is new.
+that its Python API allows for the dtype, because beating a bad setting proves nothing. Things that
+a rival needs but a user would not time, such as a scratch copy for a rival that overwrites its
+input, are made in `prepare`, outside the timed part. Decoding goes into existing memory wherever
+the API allows it, except in runs that show the cost of fresh memory: there, every output is new.
 
-`CODECS` says in one line how each of them is run; the report prints those lines.
+`CODECS` says in one line how each codec is run; the report prints these lines.
 """
 
 import bz2
@@ -79,20 +79,20 @@ class Setup:
 
 
 class Codec(Protocol):
-    """What run.py measures. One object serves one data set and one setup."""
+    """The interface that run.py measures. One object serves one data set and one setup."""
 
     def prepare(self, data: DataSet) -> Any:
-        """Make what `encode` needs, outside the timed part; by default the array itself."""
+        """Make the source for `encode`, outside the timed part; by default the array itself."""
 
     def encode(self, source: Any) -> Packed:
-        """The packed bytes of what `prepare` returned, in one piece or in several."""
+        """Packs the result of `prepare`; returns the packed bytes in one piece or in several."""
 
     def decode(self, packed: Packed) -> Packed:
         """The original bytes, valid until the next call."""
 
 
 def parts(packed: Packed) -> list[memoryview]:
-    """The pieces of what `encode` or `decode` returned."""
+    """The pieces of a result of `encode` or `decode`."""
     return [memoryview(piece) for piece in (packed if isinstance(packed, list) else [packed])]
 
 
@@ -110,7 +110,7 @@ class _Memory:
 
     def __init__(self, nbytes: int, setup: Setup) -> None:
         self._nbytes = nbytes
-        # A pattern, so that the pages exist and a byte that is not written shows.
+        # A pattern, so that the pages exist and unwritten bytes are noticed.
         self._kept = None if setup.fresh else np.full(nbytes, POISON, np.uint8)
 
     def take(self) -> Bytes:
@@ -123,7 +123,7 @@ def _single(setup: Setup, who: str) -> None:
 
 
 class CopyCodec:
-    """np.copyto into memory that exists: the ceiling of every codec that writes its output once."""
+    """np.copyto into existing memory: the ceiling for every codec that writes its output once."""
 
     def __init__(self, data: DataSet, setup: Setup) -> None:
         _single(setup, "np.copyto")
@@ -145,7 +145,7 @@ class CopyCodec:
 
 
 class PackhorseCodec:
-    """packhorse.numpy, all tensors in one call, encoding and decoding into the caller's memory."""
+    """packhorse.numpy: all tensors in one call, encoded and decoded into the caller's memory."""
 
     def __init__(self, data: DataSet, setup: Setup, *, level: str) -> None:
         self._ph = importlib.import_module("packhorse.numpy")
@@ -184,7 +184,7 @@ def carve(sizes: list[int]) -> list[Bytes]:
 
 
 class ZipnnCodec:
-    """zipnn. It rewrites its input in place, so each encoding gets a copy of its own."""
+    """zipnn. It rewrites its input in place, so each encoding gets its own copy."""
 
     def __init__(self, data: DataSet, setup: Setup) -> None:
         # zipnn takes only floats, so a user can pass anything else only as the bytes of bf16.
@@ -261,7 +261,7 @@ def _has_dense_mantissas(array: Array) -> bool:
 
 
 class PcodecCodec:
-    """pcodec on numbers: fp32 and fp16 as what they are, all else as unsigned integers."""
+    """pcodec on numbers: fp32 and fp16 as floats, all other dtypes as unsigned integers."""
 
     def __init__(self, data: DataSet, setup: Setup, *, level: int) -> None:
         _single(setup, "pcodec's Python API")
@@ -289,7 +289,7 @@ class PcodecCodec:
 
 
 class BytesCodec:
-    """A codec of bytes that has a function for each way and nothing else."""
+    """A codec of bytes that consists of one function to encode and one to decode."""
 
     def __init__(
         self,
@@ -378,7 +378,7 @@ def _lz4(data: DataSet, setup: Setup) -> Codec:
 
 
 class _Kept(io.BytesIO):
-    """A stream that survives its writer, which closes what it writes to."""
+    """A stream that stays open when its writer closes it."""
 
     def close(self) -> None:
         pass
@@ -451,7 +451,7 @@ class Entry:
     Attributes:
         make: its adapter for a data set and a setup.
         how: how it is run, for the report.
-        slow: it is timed on a part of the data and in fewer rounds; see codecs/measure.py.
+        slow: whether it is timed on a part of the data and in fewer rounds; see codecs/measure.py.
     """
 
     make: Callable[[DataSet, Setup], Codec]
@@ -524,13 +524,13 @@ def build(
 
     Args:
         name: a key of `entries`.
-        data: what it will meet; adapters take the dtype and the sizes from it.
+        data: the data that it will pack; adapters take the dtype and the sizes from it.
         setup: threads and memory.
-        entries: the codecs that there are; by default `CODECS`.
+        entries: the codecs to choose from; by default `CODECS`.
 
     Raises:
         ValueError: there is no such codec.
-        UnsupportedError: it cannot do this.
+        UnsupportedError: the codec cannot take this data or setup.
         ImportError: its package is not installed.
     """
     known = CODECS if entries is None else entries

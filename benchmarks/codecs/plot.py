@@ -1,7 +1,7 @@
 """Draw ratio against decoding speed as an SVG, with a point for each codec.
 
-No plotting library is used, so the file is small and its text stays text. It has middle tones on
-a transparent ground, so that it is readable on white and on black. The axis of speed is
+No plotting library is used, so the file is small and its text stays text. It has middle tones on a
+transparent background, so that it is readable on white and on black. The axis of speed is
 logarithmic, because rivals are far apart. A codec slower than `SLOWEST` is an arrow at the left
 end, with its speed in words. Each label takes the nearest free place to its point, ours first and
 then those in crowds; a thin line connects a label that lies far from its point.
@@ -24,7 +24,7 @@ RATIO_STEP = 0.1
 RATIO_MARGIN = 0.045  # above the highest and below the lowest point
 SLOWEST = 0.2  # GB/s; the axis may begin later
 FONT_SIZE = 14
-# Of a letter over the font's size: on the wide side, because the reader's font is unknown.
+# Width of a letter divided by the font's size: a large value, because the reader's font is unknown.
 LETTER_WIDTH, LETTER_HEIGHT = 0.61, 1.0
 RADIUS = {True: 7, False: 5}
 GAP = 5  # between a point and its label
@@ -105,7 +105,7 @@ class _Point:
 
 
 class _Axes:
-    """From figures to places in the picture."""
+    """Maps figures to places in the picture."""
 
     def __init__(self, rows: list[Row]) -> None:
         speeds = [max(row["decode"][0], SLOWEST) for row in rows]
@@ -200,7 +200,7 @@ def _ceiling(points: list[_Point]) -> list[str]:
 
 
 def _marks(points: list[_Point]) -> list[str]:
-    """Ours above the rivals', as larger discs; an arrow for what is off the axis."""
+    """The marks of all points: ours on top, as larger discs; arrows for points off the axis."""
     return [f"  {_mark(point)}" for point in sorted(points, key=lambda p: p.is_ours)]
 
 
@@ -246,7 +246,7 @@ def _crowd(point: _Point, points: list[_Point]) -> int:
 
 
 def _place(point: _Point, taken: list[_Box]) -> _Box:
-    """The nearest free place for a label, or the nearest at all if none is free."""
+    """The nearest free place for a label, or just the nearest if none is free."""
     frame = _Box(LEFT, TOP - 20, RIGHT - LEFT, BOTTOM - TOP + 16)
     candidates = [box for box in _around(point) if box.inside(frame)]
     free = (box for box in candidates if not any(box.meets(other) for other in taken))

@@ -44,7 +44,7 @@ CEILING = "np.copyto"
 Row = dict[str, Any]
 Result = dict[str, Any]
 
-# What the README shows of the main run: few codecs on few data sets, one thread.
+# The part of the main run that the README shows: few codecs on few data sets, one thread.
 README_BEGIN = "<!-- benchmarks: begin -->"
 README_END = "<!-- benchmarks: end -->"
 README_DATA = {
@@ -104,8 +104,8 @@ def section(dataset: Row, rows: list[Row], rival: str = RIVAL) -> str:
     """The heading and the table of one data set, one line for each codec and number of threads.
 
     Args:
-        dataset: what a run keeps of the set.
-        rows: those of the set, in the order of the table.
+        dataset: the entry of the set in a run's figures.
+        rows: the rows of the set, in the order of the table.
         rival: whose speed ours is compared with.
     """
     lines = [
@@ -234,7 +234,7 @@ def losses(result: Result) -> str:
 
 
 def _ahead(rival: Row, ours: Row) -> list[str]:
-    """Lines for what is better and also looks better at the precision of the tables."""
+    """Lines for figures that are better and also look better at the precision of the tables."""
     ratio = written_ratio(rival["ratio"])
     pairs = [("ratio", rival["ratio"], ours["ratio"], written_ratio)]
     for way in ("encode", "decode"):
@@ -248,11 +248,11 @@ def _ahead(rival: Row, ours: Row) -> list[str]:
 
 
 def targets(run: Result, *, gaps: bool = True) -> str:
-    """What is to be reached and whether it is, as a sentence and a table.
+    """The targets and whether they are met, as a sentence and a table.
 
     Args:
         run: what run.py keeps of a run.
-        gaps: also show what the run has no figures for.
+        gaps: also show targets for which the run has no figures.
     """
     verdicts = judge(run["rows"], forced=run["simd"] != "auto")
     if not gaps:
@@ -314,14 +314,14 @@ def document(results: Path) -> str:
 
 
 def readme(text: str, results: Path) -> str:
-    """README.md with the table between its two markers made anew from the main run.
+    """README.md with the table between its two markers made again from the main run.
 
     Args:
         text: README.md as it is.
         results: the folder of JSON files that `--write` keeps.
 
     Returns:
-        The new text; the same where there is no main run yet.
+        The new text; the same text if there is no main run yet.
 
     Raises:
         ValueError: a marker is missing.

@@ -37,9 +37,9 @@ class Verdict:
         target: the kind of data.
         data: name of the data set.
         codec: our level.
-        figure: what is compared.
-        bar: what it must be.
-        measured: what it is, or why there is no figure.
+        figure: the figure that is compared.
+        bar: the value that it must reach.
+        measured: its value, or why there is no figure.
         met: whether that is enough; None without a figure.
     """
 
@@ -61,10 +61,10 @@ class Check(Protocol):
 
     @property
     def demand(self) -> str:
-        """What it must be, in words that need no figures."""
+        """The demand, in words that need no figures."""
 
     def compare(self, ours: Row, rows: list[Row]) -> tuple[float, float, str] | None:
-        """What we have, what we need at least, in words; None if a rival is missing."""
+        """Our figure, the least figure needed, and both in words; None if a rival is missing."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Smaller:
 
 @dataclass(frozen=True)
 class Denser:
-    """A ratio against a rival's; `within` of it is enough."""
+    """A ratio against a rival's, which it may miss by a factor of `within`."""
 
     rival: str
     within: float = 0.0
@@ -209,7 +209,7 @@ class FastestAbove:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a second thread brings, both measured by the clock on the wall."""
+    """The gain from a second thread, with both measured by the wall clock."""
 
     way: str
     factor: float
@@ -237,7 +237,7 @@ class Target:
     Attributes:
         name: the kind of data, and the level if it is not the default one.
         data: names of data sets.
-        checks: what is demanded on each of them.
+        checks: the demands on each of them.
         codec: our level.
         forced_only: whether only runs on a forced code path must reach it.
     """
@@ -345,9 +345,9 @@ def judge(
     """Every demand, in order; one line for data that the run does not have.
 
     Args:
-        rows: those of one run.
+        rows: the rows of one run.
         forced: whether the run was on a forced code path.
-        targets: what is demanded.
+        targets: the targets to check.
     """
     kept = list(rows)
     out = []

@@ -1,1 +1,2 @@
-"""What every measurement needs: the machine in words, and the environment of its process."""
+"""Code that every measurement needs: a description of the machine, and the environment of its
+process."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 __all__ = ["core_scaling", "describe"]
 
-# What codecs may use; the rest of the processor's list does not matter for these figures.
+# Instruction sets that codecs may use; the rest of the processor's list does not matter here.
 RELEVANT_FLAGS = (
     *("ssse3", "sse4_1", "sse4_2", "avx2", "bmi2", "gfni"),
     *("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512_vbmi", "avx512_vbmi2"),
@@ -38,7 +38,7 @@ def describe() -> dict[str, str | int | list[str]]:
 
 
 def core_scaling(rounds: int = 7) -> float:
-    """How much more two threads do than one, on work that memory does not limit: SHA-256 in the
+    """How much more work two threads do than one, if memory does not limit them: SHA-256 in the
     cache.
 
     2.0 means that the machine gives two cores. Near 1 it gives only one, because the two are

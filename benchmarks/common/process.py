@@ -21,7 +21,7 @@ def restart(*, recycle: bool, simd: str | None = None) -> None:
     """Start the same command again under the environment that the measurement needs, once.
 
     Args:
-        recycle: whether malloc keeps what is freed.
+        recycle: whether malloc keeps freed memory.
         simd: the code path to force.
     """
     wanted = {k: v for k, v in os.environ.items() if k not in RECYCLING_MALLOC}

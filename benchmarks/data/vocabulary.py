@@ -3,8 +3,8 @@
 The first 256 ids are the bytes; the others are the most frequent words of two bytes or more. A word
 that is not in the vocabulary is cut from its left into the longest pieces that are. So every text
 has ids, the ids follow Zipf's law as those of a real tokenizer do, and the same text gives the same
-vocabulary everywhere. A word takes the space in front of it along; a line break takes the
-indentation that follows it.
+vocabulary everywhere. A word includes the space in front of it; a line break includes the
+indentation after it.
 """
 
 import re
@@ -41,10 +41,10 @@ class Vocabulary:
 
     @classmethod
     def of(cls, texts: Iterable[bytes], size: int) -> "Vocabulary":
-        """The most frequent words of the texts; words as frequent as each other in byte order.
+        """The most frequent words of the texts; equally frequent words are in byte order.
 
         Args:
-            texts: what is counted.
+            texts: the texts in which words are counted.
             size: number of ids; at least 256.
         """
         counts: Counter[bytes] = Counter()

@@ -1,1 +1,1 @@
-"""Packed weights on GPUs: what `gpu.py` measures on one, predicts, and counts without one."""
+"""Packed weights on GPUs: the measurements, predictions and instruction counts of `gpu.py`."""

@@ -1,8 +1,8 @@
-"""Prove that kernels are right on this GPU before any is timed: part `check` of gpu.py.
+"""Prove that kernels are right on this GPU before any kernel is timed: part `check` of gpu.py.
 
 - Decoding is compared bit for bit, with all 65,536 patterns among the decoded values.
 - Products are compared with FP64, by the chosen divisions and by the launchers' own.
-- The inline assembly is compared with its twin.
+- The inline assembly is compared with its version in plain Triton.
 - Up to 32 tokens, the first token's result in each batch must equal its result alone.
 """
 
@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
 
 def check(run: "Run") -> list[dict[str, Any]]:
-    """Check all cases, even if some fail, shared out among several processes.
+    """Check all cases in several processes, even if some cases fail.
 
     Raises:
         WrongError: a result is wrong.
@@ -135,7 +135,7 @@ def check_products(
     format: WeightFormat,
     sizes: Sequence[int],
 ) -> int:
-    """Check products of so many tokens, by all ways; returns how many there are."""
+    """Check products of a number of tokens, in all ways; returns the number of products."""
     n_rows, n_columns = weight.shape
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randn(sizes[-1], n_columns, generator=generator)
@@ -171,7 +171,7 @@ def launchers_own(format: WeightFormat) -> list[Choice]:
 def check_product(
     name: str, choice: Choice, y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
 ) -> None:
-    """Compare some rows with FP64, up to the rounding to BF16 and what sums in FP32 lose.
+    """Compare some rows with FP64, up to the rounding to BF16 and the loss of sums in FP32.
     PyTorch's own product may round parts of sums to BF16."""
     some = slice(0, 512)
     exact = x.double() @ weight[some].double().T

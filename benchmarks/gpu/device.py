@@ -6,9 +6,9 @@ assembly against its twin. Times are medians over CUDA graphs of products with a
 distinct copies of a matrix, which together are larger than the caches. Weights are synthetic:
 normal rows with log-normal scales, which have exponents like those of trained weights.
 
-A run of all parts takes less than nine minutes. A part that runs alone has that time for itself,
-and tuning goes on where it ended. Figures go to `benchmarks/results/gpu/`, or to --out, together
-with what the model of time predicts. `--smoke` runs everything on a tiny scale in Triton's
+A run of all parts takes less than nine minutes. A part that runs alone has all that time, and
+tuning continues where it ended. Figures go to `benchmarks/results/gpu/`, or to --out, together with
+the predictions of the model of time. `--smoke` runs everything on a tiny scale in Triton's
 interpreter, without a GPU; its times mean nothing.
 """
 
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_parts(args: argparse.Namespace, started: float) -> dict[str, Any]:
-    """Run the parts that are asked for; one that fails or is wrong gives a dict instead of rows."""
+    """Run the requested parts; a part that fails or is wrong gives a dict instead of rows."""
     from benchmarks.gpu import parts as gpu_parts
 
     parts: dict[str, Any] = {}
@@ -145,8 +145,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def keep(args: argparse.Namespace, parts: dict[str, Any]) -> None:
-    """Write the figures, those of a smoke run only to --out; parts that were not run keep the
-    figures that are there."""
+    """Write the figures. Those of a smoke run go only to --out, and parts that were not run keep
+    their old figures."""
     folder = args.out or (None if args.smoke else RESULTS)
     if folder is None:
         return
@@ -162,7 +162,7 @@ def keep(args: argparse.Namespace, parts: dict[str, Any]) -> None:
 
 @cache
 def describe(smoke: bool) -> dict[str, Any]:
-    """What a reader must know to compare the figures."""
+    """The facts that a reader needs to compare the figures."""
     import torch
     import triton
 

@@ -1,8 +1,8 @@
 """The card's ceilings, and frames decoded on it: the rest of part `decode` of gpu.py.
 
-The ceilings are those of a large copy and a large product on this card, with which all other
-figures should be compared. A frame is uploaded packed: the whole way is timed by the host's clock,
-and the kernels alone by PyTorch's profiler.
+The ceilings are the speeds of a large copy and a large product on this card; compare all other
+figures with them. A frame is uploaded packed: its whole decoding is timed by the host's clock, and
+the kernels alone by PyTorch's profiler.
 """
 
 import time

@@ -76,7 +76,7 @@ Linear = Callable[[Tensor], Tensor]
 
 
 class Model:
-    """The weights of a model, plain (`format` is None) or packed, and what a step needs."""
+    """The weights of a model, plain (`format` is None) or packed, and the code of a step."""
 
     def __init__(self, size: Size, format: WeightFormat | None, device: torch.device) -> None:
         self.size, self.format = size, format
@@ -117,8 +117,8 @@ class Model:
         return F.rms_norm(x, (self.size.width,), self.gain, 1e-5)
 
     def _attend(self, qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Over the whole cache, the last place of which is the new token's. Positions are left out:
-        rotating queries and keys takes hardly any time."""
+        """Attend over the whole cache; its last place belongs to the new token. Positions are left
+        out, because rotating queries and keys takes hardly any time."""
         size, batch = self.size, qkv.shape[0]
         n_kv = size.n_groups * size.head
         query, key, value = qkv.split([size.width, n_kv, n_kv], dim=-1)
@@ -184,7 +184,7 @@ def measure(run: "Run", device: torch.device) -> list[dict[str, Any]]:
 
 
 def _agreement(found: Tensor, expected: Tensor) -> str:
-    """How far logits are from those of the plain model, relative to the largest."""
+    """The distance of logits from those of the plain model, relative to the largest logit."""
     error = (found.float() - expected.float()).abs().max() / expected.float().abs().max()
     n_same = int((found.argmax(-1) == expected.argmax(-1)).sum())
     return f"within {error:.4f}, {n_same} of {len(found)} tokens the same"

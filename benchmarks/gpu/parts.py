@@ -63,7 +63,7 @@ def tokens_of(run: "Run", format: WeightFormat | None = None) -> tuple[int, ...]
 
 
 class HostTimer(ProductTimer):
-    """The timer of a smoke run: a call of each, by the clock of the host."""
+    """The timer of a smoke run: it makes each call once, and uses the host's clock."""
 
     def time(self, calls: Any) -> float:
         start = time.perf_counter()
@@ -113,7 +113,7 @@ def decode(run: "Run") -> list[dict[str, Any]]:
 
 
 def tune(run: "Run") -> list[dict[str, Any]]:
-    """Tune all matrices and keep what was found; tuned matrices are not measured again."""
+    """Tune all matrices and keep the results; tuned matrices are not measured again."""
     device = device_of(run)
     rows: list[dict[str, Any]] = []
     compile_ahead(run, products_to_tune(run))
@@ -138,7 +138,7 @@ def buckets_of(run: "Run", format: WeightFormat) -> list[int]:
 
 
 def products_to_tune(run: "Run") -> Iterator[Product]:
-    """What tuning is likely to measure."""
+    """The products that tuning is likely to measure."""
     for format, shape in itertools.product(WEIGHT_FORMATS.values(), shapes_of(run)):
         before = {} if run.again else before_of(run, shape, format)
         buckets = [n for n in buckets_of(run, format) if n not in before]
@@ -147,7 +147,7 @@ def products_to_tune(run: "Run") -> Iterator[Product]:
 
 
 def before_of(run: "Run", shape: Shape, format: WeightFormat) -> dict[int, Measured]:
-    """What earlier calls have measured."""
+    """The choices that earlier calls have measured."""
     key = Key(shape.n_rows, shape.n_columns, format.name)
     return {} if run.smoke else tuned_before(key, device_of(run), run.cache)
 
@@ -167,7 +167,7 @@ def tune_shape(
 
 
 def limited_search(run: "Run") -> Search:
-    """A search that ends when the part has to, or soon after."""
+    """A search that ends when the part has to end, or soon after."""
     search = Search(is_late=run.is_late)
     if run.smoke:
         search.is_late = lambda: search.n_measured >= 3
@@ -225,7 +225,7 @@ def chosen_products(
     shapes: Iterable[Shape],
     tokens: Callable[["Run", WeightFormat], Sequence[int]],
 ) -> Iterator[Product]:
-    """Products as they are chosen."""
+    """The products with their chosen kernels."""
     device = device_of(run)
     for format, shape in itertools.product(WEIGHT_FORMATS.values(), shapes):
         for n in tokens(run, format):
@@ -320,7 +320,7 @@ def model_of(run: "Run") -> Any:
 def predict(
     shape: Shape, n_tokens: int, format: WeightFormat, choice: Choice, device: torch.device
 ) -> float:
-    """What the model of time predicts for a choice; infinity where it cannot."""
+    """The seconds that the model of time predicts for a choice; infinity if it cannot."""
     model, size = describe_device(device), (shape.n_rows, shape.n_columns)
     if choice.strategy is Strategy.DECODE:
         return predict_decode(*size, n_tokens, format, model)

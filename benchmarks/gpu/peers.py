@@ -1,10 +1,10 @@
 """Rivals in the table of gpu.py, where they are installed: DFloat11 and nvCOMP's ANS.
 
-Both decode a whole matrix to device memory, and PyTorch then multiplies with it. Timed are decoding
-alone, and decoding with the product of one token. Their calls go through Python and cannot be
-captured in a graph. So several copies of the matrix, more than the caches hold, are decoded one
-after the other between two events; the matrix is so large that the GPU takes most of the time.
-Each rival must give back every bit first.
+Both decode a whole matrix to device memory, and PyTorch then multiplies with it. Two times are
+measured: decoding alone, and decoding with the product of one token. The rivals' calls go through
+Python and cannot be captured in a graph. So several copies of the matrix, which together are larger
+than the caches, are decoded one after the other between two events; the matrix is so large that the
+GPU takes most of the time. Each rival must first restore every bit.
 
     pip install nvidia-nvcomp-cu13 dfloat11 dahuffman cupy-cuda13x
 """
@@ -41,7 +41,7 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
     reason why it was not measured.
 
     Args:
-        name: of the rival, one of `PEERS`.
+        name: name of the rival, one of `PEERS`.
         device: the GPU.
     """
     n_rows, n_columns = SHAPE
@@ -51,7 +51,7 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
         nbytes, decodes = PEERS[name](weight, chain_copies(weight.nbytes))
         for decode in decodes:
             if not torch.equal(decode().view(torch.int16), weight.view(torch.int16)):
-                raise ValueError("what it decodes is not the matrix")
+                raise ValueError("the decoded matrix differs")
         x = torch.randn(1, n_columns, device=device).to(torch.bfloat16)
         products = [lambda d=decode: F.linear(x, d()) for decode in decodes]
         row |= {"bits": 8 * nbytes / weight.numel(), "decoding": time_calls(decodes)}
@@ -63,7 +63,7 @@ def measure(name: str, device: torch.device) -> dict[str, Any]:
 
 
 def time_calls(calls: Sequence[Callable[[], object]]) -> float:
-    """Seconds of a call: the median over runs through all of them."""
+    """Seconds of one call: the median over runs through all calls."""
     times = []
     for _ in range(1 + N_RUNS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -77,8 +77,8 @@ def time_calls(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def nvcomp_ans(weight: Tensor, n_copies: int) -> tuple[int, list[Decode]]:
-    """nvCOMP's ANS for numbers of two bytes. Without a config made before, decoding waits for the
-    GPU, as its users' calls do."""
+    """nvCOMP's ANS for numbers of two bytes. No decoding config is made beforehand, so decoding
+    waits for the GPU, as it does in calls of users."""
     from nvidia import nvcomp
 
     codec = nvcomp.Codec(algorithm="ANS", data_type="<f2")

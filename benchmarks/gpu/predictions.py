@@ -2,7 +2,7 @@
 
 Every printed figure is a prediction by `packhorse.device.cost`, from bytes, counted instructions
 and assumptions; nothing is measured here. `gpu.py device` measures, and compares. `--counts`
-compiles the kernels and prints the table of instructions that the model rests on.
+compiles the kernels and prints the table of instructions on which the model is based.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Shape:
     """A matrix of a model.
 
     Attributes:
-        name: what it does.
+        name: its role in the model.
         n_rows: outputs.
         n_columns: inputs.
         count: how many of them a model has.
@@ -99,7 +99,7 @@ def _tuned(
 
 
 def predict_row(shape: Shape, n_tokens: int, device: DeviceModel = H200) -> dict[str, float]:
-    """Seconds of a product by each way; packed ones as they are chosen without tuning."""
+    """Seconds of a product in each way; packed products run as they are chosen without tuning."""
     size = shape.n_rows, shape.n_columns
     bucket = bucket_of(n_tokens)
     return {
@@ -230,8 +230,8 @@ _TILES = [(1, rows) for rows in (16, 32, 64, 128)] + list(product((2, 3, 4), (32
 
 
 def print_counts() -> None:
-    """Print the tables of `device/counts.py`: kernels that spill nothing in the loop and little
-    elsewhere."""
+    """Print the tables of `device/counts.py`, which have kernels that spill nothing in the loop and
+    little elsewhere."""
     from benchmarks.gpu import sass
     from packhorse.kernels.matmul import MatmulConfig
     from packhorse.kernels.matmul_many import ManyConfig

@@ -1,9 +1,10 @@
 """Count the instructions of GPU kernels, without a GPU: `python benchmarks/gpu.py sass`.
 
-Kernels are compiled for an architecture with the assembler that Triton carries, and disassembled.
-Only the loop over the weights counts: its instructions for each weight, over all threads; those
-for the pipe of integers; whether the tensor cores are used; and whether registers spill to memory.
-The counts are exact, but times do not follow from them exactly: see docs/decisions.md, section 19.
+Kernels are compiled for an architecture with the assembler that Triton includes, and disassembled.
+Only the loop over the weights counts: its instructions for each weight, over all threads; its
+instructions of the integer pipe; whether it uses the tensor cores; and whether registers spill to
+memory. The counts are exact, but times do not follow from them exactly: see docs/decisions.md,
+section 19.
 """
 
 import argparse
@@ -62,15 +63,15 @@ class Count:
     """Instructions of the loop of a kernel.
 
     Attributes:
-        kernel, architecture: what was compiled, and for what.
+        kernel, architecture: the kernel, and the architecture that it was compiled for.
         instructions: of all kinds, for a weight.
         integer: those of the integer pipe.
         tensor: instructions of the tensor cores in the loop.
         spills: accesses to local memory in the whole kernel.
         loop_spills: those in the loop.
         shared_nbytes: shared memory of a program.
-        unfused: whether the machine code is the same where products and sums may not be fused; None
-            if that was not asked.
+        unfused: whether the machine code is the same if products and sums may not be fused; None if
+            this was not checked.
         top: the most frequent instructions of the loop.
     """
 

@@ -1,9 +1,9 @@
-"""Share out work of gpu.py among processes: work of the host, never anything that is timed.
+"""Distribute work of gpu.py among processes: work of the host, but never anything that is timed.
 
-Compiling a kernel takes a second or two, and a run needs hundreds. So checks are shared out among
-processes, each with a context of its own on the GPU, where a fault ends only that process.
-The divisions that a search is likely to measure are run once on a few rows before it begins:
-Triton keeps compiled kernels on disk, where the process that measures finds them.
+Compiling a kernel takes a second or two, and a run needs hundreds. So checks are distributed among
+processes, each with its own context on the GPU, so that a fault ends only that process. The
+divisions that a search is likely to measure are run once on a few rows before it begins: Triton
+keeps compiled kernels on disk, where the process that measures finds them.
 """
 
 import math
@@ -43,7 +43,7 @@ _N_SEARCHES = 4
 _PATIENCE = 45.0  # seconds that starting and compiling take at most
 
 
-# What is done at once.
+# Work in parallel.
 
 
 class Failure(NamedTuple):
@@ -118,8 +118,8 @@ class Product:
 
     @property
     def code(self) -> tuple[object, ...]:
-        """All that its machine code depends on, if its numbers of rows and columns are multiples of
-        16, as those of models are."""
+        """Everything that its machine code depends on, if its numbers of rows and columns are
+        multiples of 16, as in models."""
         steps, config = WEIGHT_FORMATS[self.format].n_steps(self.n_columns), self.choice.config
         if config is None:
             return self.format, self.choice, steps >= 512 or steps
@@ -135,7 +135,7 @@ def compile_ahead(run: "Run", products: Iterable[Product]) -> int:
     start = time.monotonic()
     found = [result for _, result in spread(run, run_once, own, _PATIENCE)]
     failures = [result.error for result in found if isinstance(result, Failure)]
-    for error in failures[:3]:  # the measurement will meet the same error
+    for error in failures[:3]:  # the measurement will raise the same error
         print(f"(not compiled: {error[:200]})")
     n_compiled, seconds = len(found) - len(failures), time.monotonic() - start
     print(f"({n_compiled} of {len(own)} kernels compiled in {seconds:.0f} s)", flush=True)

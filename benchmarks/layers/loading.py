@@ -1,6 +1,6 @@
 """Peak memory of loading models whose weights stay packed: a part of `run.py layers`.
 
-Each way of loading runs in a process of its own, which looks at its own memory every millisecond.
+Each way of loading runs in a separate process, which samples its own memory every millisecond.
 Pages that are resident and not shared have no file behind them. Mapped pages of files, which the
 system can drop at any time, are counted separately. The figures are the growth since just before
 loading.
@@ -26,7 +26,7 @@ SECONDS_BETWEEN = 0.001
 
 
 class Sizes(NamedTuple):
-    """Sizes of what is loaded.
+    """Sizes of the files and models that are loaded.
 
     Attributes:
         n_matrices: in a packed file.
@@ -73,8 +73,9 @@ def measure(sizes: Sizes, ways: Iterable[str]) -> list[dict[str, Any]]:
     """Measure the peak memory of each way of loading.
 
     Args:
-        sizes: of what is loaded.
-        ways: keys of `LOADERS`; those of models are left out where transformers is not installed.
+        sizes: sizes of the files and models.
+        ways: keys of `LOADERS`; ways that load models are left out if transformers is not
+            installed.
 
     Returns:
         A row for each: its name, bytes of the plain weights, and the peak of memory while it loads.
@@ -137,7 +138,7 @@ class Watch:
         self._look()
 
 
-# What is loaded.
+# Files and models to load.
 
 
 def _make_file(folder: Path, sizes: Sizes) -> None:
@@ -232,7 +233,7 @@ LOADERS: dict[str, Callable[[Path], Any]] = FILE_LOADERS | {
 
 
 def _held_nbytes(loaded: Any) -> tuple[int, int]:
-    """Bytes of all tensors: decoded, and as they lie in memory."""
+    """Bytes of all tensors: decoded, and as they are in memory."""
     from packhorse.device import PackedWeight
 
     tensors = list(loaded.values() if isinstance(loaded, dict) else loaded.parameters())

@@ -3,8 +3,8 @@
 - **products**: packed layers against the plain one, by shape, tokens, format and size of the tiles;
 - **packing**: `pack_weight`, the choice of "auto", and `unpack`;
 - **model**: a trained model as a whole, plain and packed, and packing it;
-- **plan**: what the host reads in a frame before kernels can decode it;
-- **memory**: the peak while models are loaded, each in a process of its own.
+- **plan**: the host's work on a frame before kernels can decode it;
+- **memory**: the peak while models are loaded, each in a separate process.
 
 Every result is compared with the plain one bit for bit first. Then everything in one table runs
 in turn, round after round, on one core and by its processor time; the best round counts. All
@@ -352,7 +352,7 @@ def _time_packing(plain: "nn.Module", rounds: int) -> dict[str, float]:
     return best
 
 
-# What the host does for frames that kernels decode.
+# The host's work for frames that kernels decode.
 
 
 def _plan(scale: Scale) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Measure weights in memory on the CPU: `python benchmarks/run.py weights`.
 
 Each matrix of a data set is packed as W12 and as W11, checked, unpacked whole, and unpacked by
-tiles into one small buffer, as a linear layer does it. Every round trip is proved first. Then all
+tiles into one small buffer, as in a linear layer. Every round trip is proved first. Then all
 operations run in turn with plain copies by NumPy and PyTorch, round after round, on one core and by
 its processor time. The best round counts, because only the machine makes these loops slower.
 
@@ -124,7 +124,7 @@ def _operations(matrices: list[Matrix], name: str) -> tuple[float, dict[str, Wor
     unpack(None)
     for matrix, target in zip(matrices, targets, strict=True):
         if not np.array_equal(matrix, target):
-            raise RuntimeError(f"a matrix does not come back from {name} bit for bit")
+            raise RuntimeError(f"{name} does not restore a matrix bit for bit")
     nbytes = sum(arrays.nbytes for arrays in packed)
     return round(8 * nbytes / sum(matrix.size for matrix in matrices), 3), {
         f"{name} pack": lambda _: [weights.pack(matrix, format) for matrix in matrices],

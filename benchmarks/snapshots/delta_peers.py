@@ -1,11 +1,11 @@
 """Codecs of pairs of checkpoints, ours and the rivals', behind the interface of
 codecs/peers.py.
 
-Of the rivals only zipnn has bases of its own. The others get the XOR of the two, which NumPy makes
-inside the timed part, both ways, into memory that exists. BitX is that with byte planes and zstd.
-Where a pair is a whole state, each part is packed by itself, because users save tensors and not
-their concatenation. A rival then uses the base of a part only if that is shorter; finding this out
-is not timed.
+Among the rivals, only zipnn supports bases itself. The others get the XOR of the two checkpoints,
+which NumPy makes inside the timed part, in both directions, into existing memory. BitX is such a
+XOR with byte planes and zstd. If a pair is a whole state, each part is packed by itself, because
+users save tensors and not their concatenation. A rival then uses the base of a part only if the
+result is shorter; finding this out is not timed.
 """
 
 import importlib
@@ -54,8 +54,8 @@ def _as_bytes(array: Any) -> memoryview:
 class PackhorseDeltaCodec:
     """packhorse.numpy with bases, all tensors in one call, into the caller's memory.
 
-    In a state the bases of masters and moments are their older values. The base of the bf16 copy
-    are the masters of its own step, which have just been decoded.
+    In a state the bases of masters and moments are their older values. The base of the bf16 copy is
+    the masters of its own step, which have just been decoded.
     """
 
     def __init__(self, data: Pair, setup: Setup) -> None:
@@ -95,7 +95,7 @@ class PackhorseDeltaCodec:
 
     def decode(self, packed: Packed) -> Packed:
         bases = self._bases(self._dst)
-        # First the tensors whose bases are not decoded here.
+        # First come the tensors whose bases are not decoded in this call.
         for casts in (False, True):
             runs = [
                 run
@@ -133,11 +133,12 @@ class ZipnnDeltaCodec:
 
 
 class XorCodec:
-    """A codec without bases, on the XOR of the two; with `integers` it sees integers."""
+    """A codec without bases, on the XOR of the two arrays; with `integers` it gets them as
+    integers."""
 
     def __init__(self, data: Pair, setup: Setup, *, make: Make, integers: bool = False) -> None:
         self._base = _as_uint(data.base)
-        self._xor = _as_uint(data.array) ^ self._base  # adapters may look at what they will meet
+        self._xor = _as_uint(data.array) ^ self._base  # adapters may examine their data
         self._dst = np.zeros_like(self._xor)
         seen = self._xor if integers else self._xor.view(data.array.dtype)
         dtype = f"U{8 * seen.itemsize}" if integers else data.dtype
@@ -291,7 +292,7 @@ CODECS: dict[str, Entry] = {
         "a base and without the pickling",
     ),
 }
-# Where they say something that is not known anyway.
+# Codecs that take part only in pairs where their result is not known already.
 ONLY_ON = {"index+value": ("bf16_sparse",), "dcp-zstd": (STATE,)}
 
 

@@ -1,4 +1,4 @@
-"""What a history of checkpoints costs in each store: bytes, time to take, time to restore.
+"""The cost of a history of checkpoints in each store: bytes, time to take, time to restore.
 
 The checkpoints are whole states of the training run, a few steps apart: fp32 masters, their bf16
 copy and both moments (training.py). They pass one after the other through the same tensors in
@@ -41,8 +41,8 @@ def measure_history() -> dict[str, Any]:
         The figures from which history_report.py makes the table and the picture.
 
     Raises:
-        FileNotFoundError: the training run has no history, or is not there.
-        RuntimeError: a store does not give back what it took.
+        FileNotFoundError: the training run has no history, or does not exist.
+        RuntimeError: a store does not restore a checkpoint exactly.
     """
     steps, digest = _history()
     live = Live(steps[0])
@@ -104,7 +104,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Contender:
-    """A store and what was measured of it.
+    """A store and its measurements.
 
     Attributes:
         row: bytes of all files after each checkpoint, and the processor and wall seconds of each

@@ -40,7 +40,7 @@ def section(history: History) -> str:
     """The text below the heading in docs/benchmarks_snapshots.md.
 
     Args:
-        history: what history.py returns.
+        history: the figures that history.py returns.
     """
     chain = min(history["max_deltas"], len(history["steps"])) - 1
     rounds = len(history["rows"][0]["restore"]["newest"])
@@ -106,7 +106,7 @@ def picture(result: Result) -> str:
     """The SVG of docs/: how each store grows.
 
     Args:
-        result: what `run.py snapshots` keeps of a run, with a history.
+        result: the figures of a run of `run.py snapshots`, with a history.
     """
     history = result["history"]
     rows = [row for row in history["rows"] if row["store"] not in UNDRAWN]

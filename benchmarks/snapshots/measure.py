@@ -3,8 +3,8 @@
 Pairs of neighbouring checkpoints of the training run (see pairs.py) are packed by Packhorse with a
 base, and by its rivals (see delta_peers.py), on one thread. Each round trip is proved first, and
 all codecs run interleaved in one process. Then a history of twelve checkpoints goes through whole
-stores (see history.py). `--part history` measures only that, in some 4 minutes and with 20 GB of
-temporary files; `--part pairs` leaves it out, and so does a choice of pairs or codecs.
+stores (see history.py). `--part history` measures only the history, in about 4 minutes and with 20
+GB of temporary files. `--part pairs` leaves it out; so does a choice of pairs or codecs.
 
 With `--write` the figures are kept in `benchmarks/results/snapshots.json` and make
 `docs/benchmarks_snapshots.md` and its picture; `--render` only makes the documents again.
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         argv: the arguments after the mode.
 
     Returns:
-        The exit status: 1 if the training run is not there.
+        The exit status: 1 if the training run does not exist.
     """
     args = _parse(argv)
     if args.render:

@@ -1,13 +1,13 @@
 """Pairs of neighbouring checkpoints of the training run, as data sets with bases.
 
 Everything comes from the files that `benchmarks/training.py` leaves. A pair is a data set with a
-base of the same dtype and size. Steps are counted from the last step of the run with fp32 masters,
-and only steps whose files are kept are offered.
+base of the same dtype and size. Steps are counted from the last step of the run with fp32 masters.
+Only steps whose files are kept are available.
 
-In `bf16_sparse` 1 % of the values have changed, about as many as in a step of reinforcement
-learning: a fixed choice among those that one step changes. `state_128` is a whole state in four
-parts, and the base of each is the same part of the older state. The bf16 copy also equals
-the rounded masters of its own step, which are in the same checkpoint.
+In `bf16_sparse`, 1 % of the values have changed, about as many as in a step of reinforcement
+learning: they are a fixed choice among the values that one step changes. `state_128` is a whole
+state in four parts, and the base of each is the same part of the older state. The bf16 copy also
+equals the rounded masters of its own step, which are in the same checkpoint.
 """
 
 import json
@@ -28,7 +28,8 @@ __all__ = ["DTYPES", "NAMES", "STATE", "STATE_KINDS", "Array", "Pair", "make"]
 STATE = "state_128"
 CHANGED_SHARE = 0.01
 DTYPES = {"16": ("BF16", ml_dtypes.bfloat16), "32": ("F32", np.float32)}
-# Kinds of files, in the order of a state's parts; the copy follows the masters that it is made of.
+# Kinds of files, in the order of a state's parts; the copy follows the masters that it is made
+# from.
 MASTERS, COPY = "w32", "w16"
 STATE_KINDS = (MASTERS, COPY, "m32", "v32")
 STATE_GAP = 128
@@ -41,10 +42,10 @@ def _nothing() -> Array:
 
 @dataclass(frozen=True)
 class Pair(DataSet):
-    """A data set, and its values some steps before.
+    """A data set, and its values a few steps before.
 
     Attributes:
-        base: as `array`, of the older checkpoint.
+        base: the values of the older checkpoint, in the same form as `array`.
         base_sha256: of the bytes of the base.
         parts: the sets that a whole state consists of, in the order of its bytes; empty for others.
         cast_of: for a part of a state, the index of the part whose rounded values it equals.

@@ -38,7 +38,7 @@ def section(pair: Row, rows: list[Row]) -> str:
     """The heading and the table of one pair.
 
     Args:
-        pair: what a run keeps of it.
+        pair: its entry in a run's figures.
         rows: those of the pair, in the order of the table.
     """
     return report.section(pair, rows, RIVAL)

@@ -1,10 +1,10 @@
 """Stores of a run's checkpoints, ours and the rivals', behind one interface.
 
-All take the tensors that a run has in memory, and restore them to that memory. A rival that is
-a codec and not a store gets the store that a user would write around it: each kind of tensor is
-packed as one array, which suits it best, and a checkpoint is one safetensors file of the packed
-bytes. As in Packhorse, a full checkpoint comes after every `MAX_DELTAS` differences. The previous
-checkpoint is kept in memory, so that it need not be read for the next.
+All stores take the tensors that a run has in memory, and restore them to that memory. If a rival is
+a codec and not a store, it gets the store that a user would write around it: each kind of tensor is
+packed as one array, which suits the codec best, and a checkpoint is one safetensors file of the
+packed bytes. As in Packhorse, a full checkpoint comes after every `MAX_DELTAS` differences. The
+previous checkpoint is kept in memory, so that it need not be read for the next.
 """
 
 from collections.abc import Callable
@@ -72,7 +72,7 @@ class Live:
         return [part.array.view(np.uint8).copy() for part in self.parts]
 
     def check(self, wanted: list[Array], who: str) -> None:
-        """Compare the tensors bit for bit with what they were.
+        """Compare the tensors bit for bit with earlier values.
 
         Raises:
             RuntimeError: they differ; the message names `who`.
@@ -82,7 +82,7 @@ class Live:
                 raise RuntimeError(f"{who}: the tensors {part.name} are not as they were")
 
     def poison(self) -> None:
-        """Write over all tensors."""
+        """Overwrite all tensors."""
         for part in self.parts:
             part.array.view(np.uint8).fill(0xA5)
 
@@ -97,7 +97,8 @@ def _part(kind: str, step: int) -> Pair:
 
 
 def _tensor(array: Array) -> torch.Tensor:
-    """The array's memory. PyTorch has no bfloat16 from NumPy, but a view of integers."""
+    """A tensor on the array's memory. PyTorch cannot take bfloat16 from NumPy, so the tensor is a
+    view of integers."""
     if array.itemsize == 2:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
@@ -149,7 +150,7 @@ class DcpStore(Store):
 
 
 class CodecStore(Store):
-    """A codec with a base around which a user has written a store."""
+    """A codec with a base, and a store that a user would write around it."""
 
     def __init__(self, folder: Path, live: Live, *, full: Make, delta: Make) -> None:
         self._folder = folder
@@ -199,7 +200,7 @@ class _Kind:
         return range(i - i % (MAX_DELTAS + 1) if self._pays else i, i + 1)
 
     def pack(self, i: int) -> list[memoryview]:
-        """The packed bytes of checkpoint `i`, good until the next."""
+        """The packed bytes of checkpoint `i`, valid until the next call."""
         codec = self._codec(i)
         packed = codec.encode(codec.prepare(self._pair))
         if self._pays:
@@ -208,7 +209,7 @@ class _Kind:
 
     def unpack(self, pieces: list[Array], link: int, i: int) -> None:
         """Decode checkpoint `link` on the way to `i`; the one before was decoded last."""
-        # A codec on planes has several pieces, the others have one.
+        # A codec on planes has several pieces, other codecs have one.
         out = self._codec(link).decode(pieces if len(pieces) > 1 else pieces[0])
         (piece,) = parts(out)
         np.copyto(self._live if link == i else self._older, np.frombuffer(piece, np.uint8))
@@ -238,7 +239,7 @@ class PackhorseStore(Store):
         return {kind: nbytes / packed for kind, (nbytes, packed) in sizes.items()}
 
     def restore(self, i: int) -> None:
-        # A new one, as in a run that begins again.
+        # A new store object, as in a run that is restarted.
         SnapshotStore(self._folder, threads=1).restore(f"{i}", framework="pt", into=self._state)
 
 

@@ -1,4 +1,4 @@
-// Reads a source. Every byte is read once, into the encoder's own memory, and the content hash and
+// Reads a source into the encoder's own memory. Every byte is read once, and the content hash and
 // the streams are both made from that copy. So a frame always decodes to the bytes that its hash
 // identifies, even if the source is written to meanwhile.
 #pragma once

@@ -1,4 +1,4 @@
-"""The measurement of the core alone, on a tiny tensor, and that of entropies."""
+"""The benchmark of the core alone, on a tiny tensor, and the benchmark of entropies."""
 
 import subprocess
 from pathlib import Path
@@ -15,7 +15,7 @@ ON_A_PLANE = {"plane-encode", "plane-decode"}
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program, which nobody times here, so the compiler need not optimise."""
+    """The compiled program. Nobody times it here, so the compiler need not optimise."""
     compiler = core.find_compiler()
     if compiler is None:
         pytest.skip("needs a C++ compiler: g++, clang++ or what CXX names")

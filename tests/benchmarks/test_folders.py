@@ -1,4 +1,4 @@
-"""The folders of benchmarks/: which may import which, and that nothing goes round in circles."""
+"""The folders of benchmarks/: which folder may import which, without circles."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ import pytest
 from house import circles, imports_of
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a folder may import beside itself; "" are the commands, which nothing imports.
+# The folders that a folder may import besides itself. "" stands for the commands, which nothing
+# imports.
 ALLOWED = {
     "common": set(),
     "data": set(),

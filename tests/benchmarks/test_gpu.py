@@ -1,4 +1,4 @@
-"""The benchmarks on GPUs: the whole command on a tiny scale, what it says without a GPU, and the
+"""The benchmarks on GPUs: the whole command on a tiny scale, its message without a GPU, and the
 page of predictions."""
 
 import json

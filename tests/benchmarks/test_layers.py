@@ -20,7 +20,7 @@ MODULES = ("run", "layers.measure", "layers.loading", "layers.report", "plans")
 
 @pytest.fixture
 def scripts() -> Iterator[dict[str, ModuleType]]:
-    """The modules of `benchmarks` that take part."""
+    """The modules of `benchmarks` that these tests use."""
     with import_afresh(*MODULES) as modules:
         yield modules
 

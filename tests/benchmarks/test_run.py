@@ -1,4 +1,5 @@
-"""The benchmarks: their data, what they refuse, and the documents made from their figures."""
+"""The benchmarks: their data, the errors that they raise, and the documents made from their
+figures."""
 
 import json
 import os
@@ -45,14 +46,14 @@ DTYPES = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
-# What zipnn imports uses it.
+# A package that zipnn imports uses it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture
 def benchmarks() -> Iterator[dict[str, ModuleType]]:
-    """The modules of `benchmarks` that take part."""
+    """The modules of `benchmarks` that these tests use."""
     with import_afresh(*MODULES) as modules:
         yield modules
 
@@ -160,7 +161,7 @@ def _weights(benchmarks: dict[str, ModuleType], dtype: str, size: int = 6000) ->
 
 
 def _enter(benchmarks: dict[str, ModuleType], codec: str, dataset: Any, **setup: Any) -> Any:
-    """What `enter` gives; a test on a codec that is not installed is skipped."""
+    """The result of `enter`; skips the test if the codec is not installed."""
     chosen = benchmarks["codecs.peers"].Setup(**setup)
     try:
         benchmarks["codecs.peers"].build(codec, dataset, chosen)
@@ -244,7 +245,7 @@ class _Forgetful:
 
 
 class _Vandal(_Forgetful):
-    """A codec that is exact, and writes to its input afterwards."""
+    """A codec that is exact, but writes to its input afterwards."""
 
     def encode(self, source: np.ndarray) -> bytes:
         payload = source.tobytes()
@@ -260,7 +261,7 @@ def test_codec_that_is_not_lossless_is_never_timed(
     monkeypatch.setitem(peers.CODECS, "bad", peers.Entry(codec, ""))
     array = np.arange(1, 1001, dtype=np.uint8)
     dataset = benchmarks["data.sets"].DataSet("bytes", "U8", array, "", "")
-    with pytest.raises(RuntimeError, match="bad does not give back bytes bit for bit"):
+    with pytest.raises(RuntimeError, match="bad does not restore bytes bit for bit"):
         benchmarks["codecs.measure"].enter("bad", dataset, benchmarks["codecs.peers"].Setup())
 
 
@@ -302,7 +303,7 @@ def _small_run() -> str:
 
 @pytest.fixture
 def small_run() -> dict[str, Any]:
-    """A run of some codecs on little data, ours to change."""
+    """A run of some codecs on little data, which a test may change."""
     return json.loads(_small_run())
 
 
@@ -340,7 +341,7 @@ def test_document_names_codecs_machine_and_losses(
 
 
 def _box(text: ElementTree.Element) -> tuple[float, float, float, float]:
-    """About where a label stands: left, right, top, bottom."""
+    """The approximate edges of a label: left, right, top, bottom."""
     x, y = float(text.attrib["x"]), float(text.attrib["y"])
     width = 7.7 * len(text.text or "")
     left = x - {"start": 0, "middle": width / 2, "end": width}[text.attrib["text-anchor"]]
@@ -375,7 +376,7 @@ def _row(codec: str, ratio: float, speed: float, **changes: Any) -> dict[str, An
 
 
 def _met(benchmarks: dict[str, ModuleType], rows: list[dict[str, Any]]) -> dict[str, bool | None]:
-    """Whether the demands on the default level are met, by their words."""
+    """Whether each demand on the default level is met, by the demand's text."""
     verdicts = benchmarks["codecs.targets"].judge(rows, forced=False)
     return {
         f"{v.figure} {v.bar}": v.met
@@ -444,7 +445,8 @@ def test_demo_shows_what_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_many_tiny_tensors_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    """With few, where times mean nothing, but more than files may be open."""
+    """Uses only a few tensors, so times mean nothing, but more than the number of files that may be
+    open."""
     tiny = import_module("benchmarks.tiny_tensors")
     assert tiny.main(["--tensors", "100", "--rounds", "1"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()

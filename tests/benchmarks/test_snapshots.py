@@ -1,6 +1,7 @@
 """The benchmarks of checkpoints: the pairs, the codecs with bases, the document of their figures.
 
-The files are those of a training run in names, types and manifest, with a few thousand values.
+The files have the names, types and manifest of those of a training run, but only a few thousand
+values.
 """
 
 import hashlib
@@ -39,7 +40,7 @@ STORES = (
 )
 SHAPES = {"embed.weight": (96, 50), "norm.weight": (50,), "proj.weight": (50, 70)}
 PAIRS = ("bf16_1", "bf16_8", "bf16_128", "pure_bf16_1", "fp32_1", "bf16_sparse", "state_128")
-# What zipnn imports uses it.
+# A package that zipnn imports uses it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 
 
@@ -85,7 +86,7 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> Iterator[dict[str, ModuleType]]:
-    """The modules of `benchmarks` that take part, with the small run as their data."""
+    """The modules of `benchmarks` that these tests use, with the small run as their data."""
     monkeypatch.setenv("PACKHORSE_BENCH_DATA", str(cache_folder))
     with import_afresh(*MODULES) as modules:
         yield modules
@@ -217,7 +218,7 @@ def test_slow_codec_is_timed_on_the_middle_of_both(
 
 
 class _Vandal:
-    """A codec that is exact, and writes to its base in the rounds that are timed."""
+    """A codec that is exact, but writes to its base in the rounds that are timed."""
 
     def __init__(self, data: Any, setup: Any) -> None:
         self.base, self.calls = data.base.view(np.uint8), 0
@@ -454,7 +455,7 @@ def test_parts_that_do_not_go_together_are_refused(
 def test_the_growth_of_a_store_is_measured(
     scripts: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a tiny store, where times mean nothing."""
+    """Uses a tiny store, so times mean nothing."""
     growth = import_module("benchmarks.growth")
     url = str(tmp_path / "store")
     options = ["--snapshots", "4", "--tensors", "6", "--rounds", "1", "--store", url]

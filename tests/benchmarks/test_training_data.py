@@ -37,7 +37,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def modules(cache: Path) -> Iterator[dict[str, ModuleType]]:
-    """The modules of `benchmarks` that take part, with a cache folder of their own."""
+    """The modules of `benchmarks` that these tests use, with their own cache folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PACKHORSE_BENCH_DATA", str(cache))
         with import_afresh(*MODULES) as found:
@@ -133,7 +133,8 @@ def test_tail_goes_on_in_bf16_from_the_last_full_step(run: Path) -> None:
     masters, tail = _load(run, "w16", LAST), _load(run, "p16", LAST + 8)
     name = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(masters[name], tail[name])
-    # Eight steps of the least rate: near each other, and some values too large to move in bf16.
+    # Eight steps at the lowest rate: the values are near each other, and some are too large to
+    # change in bf16.
     torch.testing.assert_close(masters[name], tail[name], rtol=0, atol=0.02)
     assert all((t >= 0).all() for t in _load(run, "pv16", LAST + 8).values())
 
@@ -146,7 +147,7 @@ def test_history_is_the_run_going_on(run: Path) -> None:
         for name, tensor in _load(run, "w16", step).items():
             assert torch.equal(tensor, after[name].bfloat16())
             assert not torch.equal(after[name], before[name])
-            # Eight steps of AdamW go no farther than some times the rate each.
+            # Each step of AdamW changes a value by no more than a few times the rate.
             torch.testing.assert_close(after[name], before[name], rtol=0, atol=8 * 3 * 5e-4)
         last = step
 

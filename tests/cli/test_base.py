@@ -1,4 +1,4 @@
-"""`--base` of every verb, on real files that are some training steps apart."""
+"""`--base` with every verb, on real files that are a few training steps apart."""
 
 import json
 from collections.abc import Callable

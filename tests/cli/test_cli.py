@@ -1,7 +1,7 @@
 """The command line: every verb on real model files, in this process if that is enough.
 
-Tests that need a process of their own (signals, terminals, limits, permissions) are in
-`cli/test_process.py`, those of bad input in `cli/test_bad_input.py`.
+Tests that need a separate process (signals, terminals, limits, permissions) are in
+`cli/test_process.py`, tests of bad input in `cli/test_bad_input.py`.
 """
 
 import json

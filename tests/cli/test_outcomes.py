@@ -148,7 +148,7 @@ def test_help_and_version_stay_text(run: Run):
 @pytest.mark.parametrize("json_option", [[], ["--json"]], ids=["", "json"])
 @pytest.mark.parametrize("module", ["numpy", "rich.console"])
 def test_ctrl_c_while_packages_are_imported(tmp_path: Path, module: str, json_option: list[str]):
-    """The signal arrives while a module is imported that takes long."""
+    """The signal arrives during the import of a module that takes long."""
     folder = tmp_path.joinpath(*module.split(".")[:-1])
     folder.mkdir(parents=True, exist_ok=True)
     (tmp_path / "sitecustomize.py").write_text(
@@ -237,8 +237,8 @@ def limited(kilobytes: int, *words: object) -> Ended:
 
 
 def test_too_little_memory_to_start(packed: Path):
-    """From where Python itself can start to where all is imported; some libraries of C end the
-    process there."""
+    """Covers limits from the least with which Python can start to one that allows all imports. Some
+    C libraries end the process in that range."""
     words = "not enough memory to start; raise the limit on memory (ulimit -v), or use a machine "
     for kilobytes in (30_000, 60_000, 130_000):
         done = limited(kilobytes, "verify", packed, "--json")
@@ -248,7 +248,7 @@ def test_too_little_memory_to_start(packed: Path):
 
 
 def test_too_little_memory_to_compile_modules(packed: Path, tmp_path: Path):
-    """Python's compiler loses the MemoryError and raises another error."""
+    """Python's compiler may replace a MemoryError by another error."""
     words = f'export PYTHONPYCACHEPREFIX={tmp_path}; ulimit -v 150000; exec "$0" "$@"'
     done = sh(words, "verify", packed, "--json")
     (error,) = document(done)["errors"]
@@ -257,7 +257,7 @@ def test_too_little_memory_to_compile_modules(packed: Path, tmp_path: Path):
 
 
 def test_memory_that_ends_after_the_start(packed: Path):
-    """Memory may run out anywhere: it is reported, with the file if the file was begun."""
+    """Memory may run out anywhere. This must be reported, with the file if work on it has begun."""
     for kilobytes in (166_000, 174_000):
         done = limited(kilobytes, "verify", packed, "--json", "-t", 1)
         errors = document(done)["errors"]
@@ -384,7 +384,7 @@ def test_a_reader_that_has_enough(packed: Path, option: str):
 
 @pytest.mark.parametrize("words", ["-V", "--help", "snapshot"])
 def test_nobody_reads_at_all(packed: Path, words: str):
-    """The reader of the pipe ends before anything is printed."""
+    """The reader of the pipe exits before anything is printed."""
     ours, theirs = os.pipe()
     os.close(ours)
     options = {"stdout": theirs, "stderr": subprocess.PIPE, "preexec_fn": default_signals}
@@ -449,7 +449,7 @@ USAGES = {
 
 
 def test_help_names_arguments_as_they_are(run: Run):
-    """What is said of SRC is said where there is a SRC."""
+    """A help text that mentions SRC belongs to a verb that has a SRC."""
     for verb, text in helps(run).items():
         if verb not in USAGES:
             continue

@@ -37,7 +37,7 @@ Run = Callable[..., Ended]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of four snapshots of a training run, and one more of the last state."""
+    """A store with four snapshots of a training run, and a second one of the last state."""
     folder = tmp_path_factory.mktemp("trained") / "runs"
     store, run = SnapshotStore(folder), Training(width=512)
     for _ in range(4):

@@ -1,5 +1,4 @@
-"""`packhorse tune`: matrices of real model files, what is predicted, and what it says without a
-GPU."""
+"""`packhorse tune`: matrices of real model files, predictions, and the message without a GPU."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""Every bit pattern is an ordinary value: all of 8 and 16 bits, and the odd ones of wide floats."""
+"""Every bit pattern is an ordinary value: all patterns of 8 and 16 bits, and unusual patterns of
+wide floats."""
 
 import struct
 

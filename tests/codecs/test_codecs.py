@@ -330,7 +330,7 @@ def test_zstd_refuses_a_stream_that_lies(stream: bytes) -> None:
         zstd.ChunkDecoder().decode(as_bytes(stream), np.empty(len(CHUNK), np.uint8))
 
 
-# What all share.
+# Properties of all codecs.
 
 
 FAULTS = {
@@ -352,7 +352,7 @@ def test_guarded_memory_is_guarded(code: str) -> None:
         capture_output=True,
         check=False,
     )
-    # Under a sanitizer the fault ends the process in another way than by the signal.
+    # Under a sanitizer, the fault does not end the process by the signal, but in another way.
     assert done.returncode != 0
     assert b"survived" not in done.stdout
 

@@ -1,5 +1,5 @@
-"""Differences from a base: round trips, sizes, the base's name, casts, and what a frame without one
-must not do."""
+"""Differences from a base: round trips, sizes, the base's name, casts, and frames without a
+base."""
 
 from contextlib import suppress
 
@@ -185,7 +185,7 @@ def test_any_mix_of_classes_with_raw_bits_and_without(sizes, n):
 
 
 def test_chunks_choose_for_themselves():
-    """A tensor whose second half has nothing to do with its base."""
+    """A tensor whose second half is unrelated to its base."""
     new, old = steps("BF16", 2_000_000, share=0.05)
     half = len(new) // 2
     noise = (RNG.standard_normal(half // 2) * 0.02).astype(ml_dtypes.bfloat16).tobytes()
@@ -294,8 +294,8 @@ def test_a_rounded_copy_takes_a_few_bytes():
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_casts_round_as_the_frameworks_do(isa):
-    """Ties, subnormals, overflow, infinities, from a sweep of all exponents; NaNs as this processor
-    and the format have them."""
+    """Ties, subnormals, overflow and infinities, in a sweep of all exponents; NaNs as this
+    processor and the format define them."""
     top = np.repeat(np.arange(65536, dtype=np.uint32) << 16, 12)
     low = [0, 1, 0x1000, 0x0FFF, 0x1001, 0x7FFF, 0x8000, 0x8001, 0x2000, 0x3000, 0xEFFF, 0xFFFF]
     values = RNG.permutation(top | np.tile(np.array(low, np.uint32), 65536)).view(np.float32)

@@ -1,4 +1,4 @@
-"""Frames and files of earlier releases, which every later one must read. None is ever edited.
+"""Frames and files of earlier releases, which every later release must read. None is ever edited.
 
 `golden/manifest.json` has the SHA-256 of each file and of what it decodes to, and says what is in
 it. Encoders are free to write other bytes, so nothing here compares those; today's frames of the
@@ -61,7 +61,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Moments:
-    """An optimizer's second moment, whose size follows row and column."""
+    """An optimizer's second moment, whose values depend on row and column."""
 
     dtype: str
     level: Level
@@ -131,7 +131,7 @@ CASES: dict[str, Callable[[], bytes]] = {
     "U16-255-values": Case("U16", "255 values", 8193, "max").write,
     **{f"built-{name}": (lambda build=build: bytes(build())) for name, build in fb.SMALL.items()},
 }
-# Beside them the golden frame whose tensor is the base.
+# For each, the golden frame whose tensor is the base.
 DELTAS: dict[str, Delta] = {
     "BF16-delta": Delta("BF16-weights-default", "BF16", 3),
     "BF16-delta-far-max": Delta("BF16-weights-default", "BF16", 90, level=Level.MAX),

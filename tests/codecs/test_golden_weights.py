@@ -118,7 +118,7 @@ def weights_of(path: Path) -> Iterator[tuple[str, WeightFormat, WeightArrays, in
 
 
 def described_by_model(folder: Path) -> dict[str, dict[str, Any]]:
-    """A model's own file does not tell the number of columns; the model's config does."""
+    """A model's file does not contain the number of columns; the model's config does."""
     config = json.loads((folder / "config.json").read_text())
     assert config["quantization_config"]["version"] == VERSION
     with safe_open(folder / "model.safetensors", "numpy") as file:

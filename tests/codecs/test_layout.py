@@ -64,14 +64,15 @@ def test_a_descriptor_holds_the_longest_stream_and_the_last_mode() -> None:
     bits = layout.STREAM_NBYTES_BITS
     assert (1 << bits) - 1 == layout.STREAM_NBYTES_MASK
     assert max(Mode) < 1 << (32 - bits)
-    # The worst stream: for every unit 12 bits, all raw bits and an escape; four models, the states.
+    # The longest stream: 12 bits, all raw bits and an escape for every unit; four models, and the
+    # states.
     n = layout.MAX_CHUNK_NBYTES
     model = 2 + -(-257 * 3 // 2)
     fixed = layout.CLASSED_MODELS_OFFSET + layout.MAX_CLASSES * model + 4 * 128
     per_unit = n * layout.PROB_BITS // 8 + n * layout.MAX_RANS_RAW_BITS // 8 + n
     assert fixed + per_unit <= layout.STREAM_NBYTES_MASK
-    # The worst of mode delta: 12 bits, an escape, and as many raw and extra bits as a unit has; of
-    # 64 bits it may be 64 extra bits above 27 raw ones.
+    # The longest stream of mode delta: 12 bits, an escape, and as many raw and extra bits as a unit
+    # has. A unit of 64 bits may have 64 extra bits above 27 raw ones.
     model = 2 + -(-3 * (layout.DELTA_TOKENS + 1) // 2)
     fixed = layout.DELTA_MODELS_OFFSET + layout.MAX_DELTA_CLASSES * (model + 64) + 4 * 128
     for bits, most_bits in ((8, 8), (16, 16), (32, 32), (64, 91)):

@@ -1,4 +1,4 @@
-"""How a call's threads are shared out: who gets which tensor, and what happens when one fails."""
+"""How tensors are distributed among a call's threads, and what happens when a tensor fails."""
 
 import threading
 import time

@@ -1,5 +1,5 @@
-"""The fast coder of packed weights: equal to the slow one to the bit; rows come back, and errors
-name faults."""
+"""The fast coder of packed weights: it equals the slow coder bit for bit, restores rows, and names
+faults in errors."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -154,7 +154,7 @@ def test_packing_and_unpacking_stay_in_bounds(
 @FORMATS
 @pytest.mark.parametrize("isa", ISAS)
 def test_unchecked_arrays_do_no_harm(format: WeightFormat, isa: str) -> None:
-    """Whatever arrays hold, they give elements or an error, and nothing outside of the output."""
+    """Any arrays give elements or an error, and nothing is written outside of the output."""
     rng = np.random.default_rng(5)
     good = weights.pack(MATRICES["specials"](), format)
     n_columns = 611
@@ -182,7 +182,7 @@ def test_unchecked_arrays_do_no_harm(format: WeightFormat, isa: str) -> None:
 
 
 def rows_of_few_exponents(n_columns: int) -> Iterator[NDArray[np.uint16]]:
-    """Rows whose windows tie, end at the ends, or hold all or nothing."""
+    """Rows whose best windows tie, are at the ends of the range, or hold all elements or none."""
     for exponents in ([1, 16], [1, 15], [5, 20, 30], [254, 239], [254, 240], [0, 255], [7] * 3):
         row = np.resize(np.array(exponents, np.uint16) << 7, n_columns)
         yield np.stack([row, row | 0x8001, row[::-1]])

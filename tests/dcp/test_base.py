@@ -1,4 +1,4 @@
-"""Checkpoints that build upon earlier ones: unchanged shards stay, others may be deltas."""
+"""Checkpoints based on earlier ones: unchanged shards are reused, others may be deltas."""
 
 import json
 import shutil
@@ -106,7 +106,7 @@ def test_paths_through_links_lead_to_the_base(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_may_build_upon_the_one_that_it_replaces(tmp_path: Path) -> None:
-    """What the new one needs stays; after eight deltas the old files go."""
+    """Files that the new checkpoint needs stay; after eight deltas, the old files are removed."""
     n_files = []
     for number in range(MAX_DELTAS + 2):
         base = tmp_path if number else None
@@ -128,7 +128,7 @@ def test_other_dtypes_shapes_and_names_are_stored_in_full(tmp_path: Path) -> Non
 
 
 def test_only_part_of_a_delta_is_decoded(tmp_path: Path) -> None:
-    """Of the base all is, because its hash must be right."""
+    """The base is decoded as a whole, because its hash must be checked."""
     old = weights(1024, 1024)
     new = old + weights(1024, 1024, seed=1) * 1e-6
     save({"w": old}, tmp_path / "0", level="fast")
@@ -208,7 +208,7 @@ def test_async_saves_build_upon_each_other(tmp_path: Path) -> None:
 
 
 def test_a_base_that_lies_about_its_content_is_not_built_upon(tmp_path: Path) -> None:
-    """Else the new checkpoint would name a base that nobody finds."""
+    """Otherwise the new checkpoint would name a base that does not exist."""
     save(step(0), tmp_path / "0")
     old, pack = frames_of(tmp_path / "0")["moving"], pack_file(tmp_path / "0")
     truth = old.content.digest
@@ -266,7 +266,7 @@ def test_rounded_copies_build_upon_their_masters(
 
 
 def test_copies_and_masters_in_batches_of_their_own(tmp_path: Path) -> None:
-    """Tensors larger than a batch, of which the master is not decoded twice either."""
+    """Even if tensors are larger than a batch, the master is decoded only once."""
     state = mixed(0, 3000, 3000)
     save(state, tmp_path, level="fast")
     assert_is_cast(tmp_path)
@@ -286,7 +286,7 @@ def test_only_part_of_a_copy_is_decoded(tmp_path: Path) -> None:
 
 
 def test_copies_follow_their_masters_along_a_chain(tmp_path: Path) -> None:
-    """The master's chain is one shorter, so that the copy's is as long as may be."""
+    """The master's chain is shorter by one, so that the copy's chain keeps to the limit."""
     n_deltas = []
     for number in range(MAX_DELTAS + 2):
         base = tmp_path / str(number - 1) if number else None
@@ -337,7 +337,7 @@ def test_equal_copies_are_stored_once(tmp_path: Path) -> None:
 
 
 def test_what_is_no_copy_is_not_taken_for_one(tmp_path: Path) -> None:
-    """The same at its beginning, of another shape, small, or all the same."""
+    """Tensors that only begin like a copy, have another shape, are small, or are constant."""
     master, other = weights(100, 100), weights(100, 100)
     other[10:] = weights(90, 100, seed=1)
     small = weights(20)
@@ -411,7 +411,7 @@ def test_a_damaged_master_is_named(tmp_path: Path) -> None:
 def test_a_master_that_changes_meanwhile_spoils_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy would name a base that nobody finds."""
+    """The copy would name a base that does not exist."""
     state = mixed(0)
     compress = packer.compress_buffer
 

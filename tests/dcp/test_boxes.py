@@ -1,4 +1,4 @@
-"""Reading parts of checkpoints: which bytes a box needs, and that no others are decoded."""
+"""Reading parts of checkpoints: only the bytes that a box needs are decoded."""
 
 import itertools
 import math
@@ -64,7 +64,8 @@ def test_only_chunks_that_a_box_meets_are_decoded(
     lengths: tuple[int, ...],
     n_chunks: int,
 ) -> None:
-    """Counted, and shown: all other chunks are damaged, and nobody notices."""
+    """The chunks are counted. All other chunks are damaged, which is not noticed, so they are not
+    decoded."""
     whole = weights(*shape)
     save({"w": whole}, tmp_path, level="fast")
     (shard,) = shards_of(tmp_path).values()

@@ -1,4 +1,5 @@
-"""Damaged and hostile checkpoints: found out, by name, and before a tensor is touched."""
+"""Damaged and hostile checkpoints are detected before a tensor is touched, and the error names
+them."""
 
 import json
 import os
@@ -103,7 +104,7 @@ def test_a_short_and_a_missing_file_are_found(damaged: Path) -> None:
 
 
 def rewritten(folder: Path, change: Callable[[dict[str, Any]], Any]) -> bytes:
-    """The manifest with a change and a good checksum, as somebody hostile would write it."""
+    """The manifest with a change and a correct checksum, as an attacker would write it."""
     from packhorse.codecs.content import crc32c
 
     document = json.loads((folder / MANIFEST).read_bytes())["manifest"]
@@ -165,7 +166,7 @@ def places_in(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 
 def test_a_manifest_with_junk_anywhere_is_refused_or_still_whole(damaged: Path) -> None:
-    """Each member, at any depth, in the place of each kind of junk."""
+    """Replaces each member, at any depth, by each kind of junk."""
     document = json.loads((damaged / MANIFEST).read_bytes())["manifest"]
     refused, n_whole = [], 0
     for *path, last in list(places_in(document)):
@@ -205,7 +206,7 @@ def test_a_newer_manifest_is_refused(damaged: Path) -> None:
 
 
 class Hostile:
-    """Runs code when it is loaded."""
+    """An object that runs code when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, (os.environ["PACKHORSE_TEST_MARK"],)

@@ -96,7 +96,8 @@ def test_checkpoint_id_names_the_folder(tmp_path: Path) -> None:
 
 
 def test_pytorchs_own_tools_can_read_it(tmp_path: Path) -> None:
-    """What needs no state dict: the converter's planner makes one of the manifest."""
+    """Tools that need no state dict: the converter's planner makes a state dict from the
+    manifest."""
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
     save({"m": {"w": weights(9), "l": [weights(2), weights(3)]}, "n": 4}, tmp_path)
@@ -139,7 +140,7 @@ def test_equal_shards_are_stored_once(tmp_path: Path) -> None:
 
 
 def test_tensors_of_other_dtypes_may_share_a_frame(tmp_path: Path) -> None:
-    """A dtype that safetensors lacks is stored as bytes, and so may meet others of the kind."""
+    """A dtype that safetensors lacks is stored as bytes, and may share a frame with equal bytes."""
     wide = torch.complex(weights(3, 50), weights(3, 50, seed=1)).to(torch.complex128)
     state = {"wide": wide, "bytes": wide.view(torch.uint8).flatten()}
     save(state, tmp_path)
@@ -196,7 +197,7 @@ def test_bad_arguments() -> None:
     assert not PackhorseWriter.validate_checkpoint_id("nonsense://x")
 
 
-# What is there already.
+# Files that exist already.
 
 
 def test_an_older_checkpoint_is_replaced_only_if_allowed(tmp_path: Path) -> None:
@@ -220,7 +221,7 @@ def test_an_older_checkpoint_is_replaced_only_if_allowed(tmp_path: Path) -> None
 
 
 class BrokenPlanner(DefaultSavePlanner):
-    """Fails at one tensor, or adds what a manifest cannot hold."""
+    """Fails at one tensor, or adds a value that a manifest cannot hold."""
 
     def __init__(self, what: str) -> None:
         super().__init__()

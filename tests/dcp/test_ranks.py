@@ -59,7 +59,7 @@ def test_fsdp2_with_adamw_goes_from_4_ranks_to_2_to_1_and_back(
             assert found == before
             assert later == pytest.approx(losses, rel=1e-4)
     assert len(list((tmp_path / "4").glob("shards-*"))) == 4
-    # Plain values, which all ranks have, are stored by one of them.
+    # All ranks have the plain values; one rank stores them.
     assert sum(index.fqn == "epoch" for index in shards_of(tmp_path / "4")) == 1
 
 
@@ -129,7 +129,7 @@ def test_a_rank_that_fails_fails_all_and_the_older_checkpoint_stays(
     whole = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
     for found, _ in ranks.run(2, load_tensor, str(tmp_path), (64, 32), (2,), "0"):
         assert found == digest(whole)
-    # What the other rank had written is removed by the next save.
+    # The next save removes the files that the other rank had written.
     assert len(files_of(tmp_path)) == 4
     ranks.run(2, save_tensor_again, str(tmp_path))
     assert len(files_of(tmp_path)) == 3
@@ -189,8 +189,8 @@ def test_ranks_build_upon_their_shards_and_are_resharded(ranks: Ranks, tmp_path:
 
 
 def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    """Saves follow each other in a process that is killed at a random moment; what it had reported
-    last, or the one after it, is there."""
+    """A process that saves again and again is killed at a random moment. The checkpoint that it
+    reported last, or the next one, must be there."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["packhorse.disk.dcp", "torch.distributed.fsdp"])
     save(numbered_state(0), tmp_path)

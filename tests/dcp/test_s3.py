@@ -1,4 +1,4 @@
-"""Checkpoints on S3: s3fs against a server of that protocol in another process."""
+"""Checkpoints on S3: s3fs with an S3 server in another process."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def options() -> Iterator[dict[str, Any]]:
-    """Where the server is, with an empty bucket."""
+    """The URL of the server, which has an empty bucket."""
     import socket
 
     with socket.socket() as probe:
@@ -49,7 +49,7 @@ def options() -> Iterator[dict[str, Any]]:
 
 
 def test_checkpoints_on_s3(options: dict[str, Any]) -> None:
-    """Saved, built upon, replaced, read in part, and refused when damaged."""
+    """A checkpoint is saved, used as a base, replaced, read in part, and refused when damaged."""
     state = {"w": weights(1500, 400), "v": weights(9), "n": 3}
     save(state, "s3://bucket/run/0", storage_options=options)
     moved = {**state, "v": weights(9, seed=1)}

@@ -1,7 +1,8 @@
-"""Weights that are decoded ahead: the right bits whatever the order, and no weight kept alive.
+"""Weights that are decoded ahead: the bits are right in any order, and no weight is kept alive.
 
-The lane of these tests is a thread, which runs late on purpose: code that does not wait for it, or
-that it does not wait for, reads or writes the wrong weight. On a GPU the lane is a stream.
+The lane of these tests is a thread that runs late on purpose. If code does not wait for the lane,
+or the lane does not wait for code, one of them reads or writes the wrong weight. On a GPU, the lane
+is a stream.
 """
 
 import gc
@@ -22,7 +23,7 @@ from packhorse.layout import W12
 
 
 class ThreadLane:
-    """Does work in a thread, in order, each piece a little late."""
+    """Runs work in a thread, in order, each piece a little late."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()

@@ -75,7 +75,7 @@ def test_a_plain_product_takes_as_long_as_its_bytes_or_its_operations() -> None:
     few, many = (predict_plain(28672, 4096, n, H200) for n in (1, 8192))
     assert few == pytest.approx(28672 * 4096 * 2 / H200.bandwidth, rel=0.1)
     assert many == pytest.approx(2 * 28672 * 4096 * 8192 / H200.bf16_rate, rel=0.05)
-    # Its tiles read tokens from L2 again, too, and the last wave is not full.
+    # The tiles of a plain product read tokens from L2 again, too, and the last wave is not full.
     assert predict_plain(28672, 4096, 256, H200) > 2 * 28672 * 4096 * 256 / H200.bf16_rate * 1.1
 
 
@@ -220,7 +220,8 @@ def test_products_are_right_by_every_choice(n_tokens: int, format: WeightFormat)
 
 
 def test_what_is_too_large_for_a_gpu_is_decoded_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher raises Triton's error, because there is no GPU here that would."""
+    """The test's launcher raises Triton's error, because there is no GPU here that would raise
+    it."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OutOfResources(300_000, 232_448, "shared memory")
@@ -431,7 +432,7 @@ def test_a_folder_in_place_of_the_cache_is_told(tmp_path: Path) -> None:
 def test_choices_come_from_the_cache_and_keep_its_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the identity of a GPU that this machine does not have."""
+    """Uses the identity of a GPU that this machine does not have."""
     monkeypatch.setattr(choices, "identify", lambda _: IDENTITY)
     monkeypatch.setattr(choices, "describe_device", lambda _: H200)
     config = MatmulConfig(16, 8, 64, 2, 4, 3)

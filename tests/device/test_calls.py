@@ -54,7 +54,7 @@ def longest_path(call: Callable[[], object]) -> list[str]:
 def test_a_product_is_six_calls_from_its_layer(
     strategy: Strategy | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Holds from the second product of a shape on, for the choice and for each kernel."""
+    """The limit holds from the second product of a shape on, for the choice and for each kernel."""
     monkeypatch.setattr(operators, "_has_kernels", lambda _: True)
     if strategy is not None:
         monkeypatch.setattr(products, "choose", lambda *_: Choice(strategy))

@@ -1,6 +1,6 @@
 """Packed layers where PyTorch is used in unusual ways: transforms, hooks, default devices, inputs
-of one dimension, rests of tiles, several processes. Each is equal to the plain layer, or is
-refused."""
+of one dimension, rests of tiles, several processes. Each gives the same result as the plain layer,
+or is refused."""
 
 import pickle
 from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ def test_gradients_of_all_shapes(shape: tuple[int, ...]) -> None:
         layer.bias.grad = None
         layer(x).sum().backward()
         found.append((x.grad, layer.bias.grad))
-    # Both layers have the same bias, and each its own gradient of it.
+    # Both layers share the bias, but each computes its own gradient.
     assert all(same_bits(*pair) for pair in zip(*found, strict=True))
 
 
@@ -121,7 +121,7 @@ TRANSFORMS: dict[str, Callable[[Layer, Tensor], Tensor]] = {
 @pytest.mark.parametrize("watched", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_see_the_product(name: str, watched: bool) -> None:
-    """Operators of our own would drop tangents."""
+    """Custom operators would drop tangents."""
     with torch.set_grad_enabled(watched):
         one, other = (TRANSFORMS[name](layer, inputs(2, 96)) for layer in layers())
     assert one.count_nonzero()
@@ -191,7 +191,7 @@ def test_autocast_converts_all_operands() -> None:
 def test_a_rest_of_few_rows_is_no_tile_of_its_own(
     rest: int, n_columns: int, n_tokens: int, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch multiplies few rows by other kernels, which round in another way."""
+    """PyTorch multiplies few rows with other kernels, which round differently."""
     (plain, packed), x = layers(n_columns, 2 * step + rest), inputs(n_tokens, n_columns)
     heights, unpack_rows = [], operators.unpack_rows
     monkeypatch.setattr(operators, "TILE_NBYTES", step * 2 * n_columns)
@@ -207,8 +207,8 @@ def test_a_rest_of_few_rows_is_no_tile_of_its_own(
 def test_tiles_of_few_columns_have_more_rows(
     n_columns: int, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch computes a product of at most 4096 elements in another way: with random numbers, one
-    in 400 such products differs in some bits."""
+    """PyTorch computes a product of at most 4096 elements differently: with random numbers, one in
+    400 such products differs in some bits."""
     monkeypatch.setattr(operators, "TILE_NBYTES", 1)
     step = operators.n_tile_rows(n_columns, 1)
     assert step == -(-least // 64) * 64
@@ -232,7 +232,7 @@ def test_tiles_of_few_columns_have_more_rows(
         assert len(heights) == n_tiles
 
 
-# What is refused.
+# Operations that are refused.
 
 
 def test_a_bias_of_another_shape_or_device_is_refused() -> None:
@@ -251,7 +251,7 @@ def test_rows_are_integers(dtype: torch.dtype) -> None:
 
 
 def test_data_of_another_shape_is_refused() -> None:
-    """It would be broadcast over all rows."""
+    """The data would be broadcast over all rows."""
     plain, packed = layers()
     with pytest.raises(ValueError, match=r"shape \[70, 96\] cannot become \[1, 96\]"):
         packed.weight.data = torch.zeros(1, 96).bfloat16()
@@ -324,7 +324,8 @@ def test_packing_twice_reports_what_there_is() -> None:
 def test_without_memory_for_the_plain_weight_it_is_decoded_in_the_product(
     format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the kernels, in Triton's interpreter; a test without a GPU cannot exhaust its memory."""
+    """The kernels run in Triton's interpreter; a test without a GPU cannot exhaust a GPU's
+    memory."""
     weight = layers(n_rows=20)[0].weight.data
     weight[3, 5] = 1e-30
     packed = pack_weight(weight, format)

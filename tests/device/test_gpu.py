@@ -46,7 +46,7 @@ def inputs(n_tokens: int, n_columns: int, seed: int = 0) -> Tensor:
 
 
 def check_replays(run: Callable[[Tensor], Tensor], n_tokens: int, n_columns: int) -> None:
-    """A graph of a function gives the same results as the function, also for later inputs."""
+    """A graph of a function gives the same results as the function, even for later inputs."""
     x = inputs(n_tokens, n_columns)
     run(x)
     graph = torch.cuda.CUDAGraph()
@@ -65,7 +65,7 @@ def check_replays(run: Callable[[Tensor], Tensor], n_tokens: int, n_columns: int
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("n_tokens", [1, 8, 40, MANY])
 def test_products_in_cuda_graphs(n_tokens: int, ahead: bool, format: str) -> None:
-    """Also inside of `decode_ahead`, which does nothing in captures."""
+    """This holds inside of `decode_ahead` too, which does nothing in captures."""
     packed = layer(512, 768, format)
     with decode_ahead() if ahead else nullcontext():
         check_replays(packed, n_tokens, 768)
@@ -73,7 +73,7 @@ def test_products_in_cuda_graphs(n_tokens: int, ahead: bool, format: str) -> Non
 
 @FORMATS
 def test_rows_are_looked_up_in_cuda_graphs(format: str) -> None:
-    """Also in a batch of another size, which uses the same machine code."""
+    """This holds in a batch of another size too, which uses the same machine code."""
     plain = torch.from_numpy(model_rows(300, 256)).view(torch.bfloat16).to("cuda")
     packed = pack_weight(plain, format)
     F.embedding(torch.arange(5, device="cuda"), packed)

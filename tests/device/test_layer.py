@@ -93,7 +93,7 @@ def test_kernels_look_rows_up(format: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @FORMATS
 def test_a_device_of_its_own_gets_the_same_arrays(format: str) -> None:
-    """Arrays go to the device block by block, as to a GPU."""
+    """Arrays go to the device block by block, as they would to a GPU."""
     plain = matrix("specials")
     expected = pack_weight(plain, format).arrays
     shape, device = tuple(plain.shape), torch.device("cpu")

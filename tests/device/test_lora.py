@@ -1,5 +1,5 @@
 """Adapters of PEFT on packed weights: they train, merge and are removed as on plain weights, and
-are plain themselves."""
+their own weights are plain."""
 
 import copy
 

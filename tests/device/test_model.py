@@ -108,7 +108,7 @@ def linear(n_rows: int = 64, n_columns: int = 256) -> nn.Linear:
 @pytest.mark.parametrize("make", [llama, gemma, gpt2], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("format", ["auto", "W11"])
 def test_generation_is_token_identical(make: object, format: str) -> None:
-    """The logits are identical, too, to the bit."""
+    """The logits are identical too, bit for bit."""
     plain = make()  # type: ignore[operator]
     packed = copy.deepcopy(plain)
     report = pack_model_(packed, format)
@@ -190,7 +190,7 @@ def test_output_layer_and_embeddings_are_optional() -> None:
 
 
 def test_of_embeddings_that_of_the_input_is_packed() -> None:
-    """Other embeddings are small, and code of models reads them directly."""
+    """Other embeddings are small, and the code of models reads them directly."""
     config = BertConfig(
         hidden_size=128, num_hidden_layers=1, num_attention_heads=2, intermediate_size=256,
         vocab_size=300,
@@ -209,7 +209,7 @@ def test_of_embeddings_that_of_the_input_is_packed() -> None:
 
 
 def test_formats() -> None:
-    """Normal rows have too many exceptions for W11, even ones have few."""
+    """Rows of normal numbers have too many exceptions for W11; rows of uniform numbers have few."""
     torch.manual_seed(0)
     even = linear(512, 1024)
     even.weight.data.uniform_(-0.1, 0.1)

@@ -341,7 +341,7 @@ def test_a_shard_in_the_place_of_another_is_refused(
 ) -> None:
     pack_folder(folders("Llama"), tmp_path / "files")
     one, two, *_ = sorted((tmp_path / "files").glob("*.ph.safetensors"))
-    # All names are there, but one of them with what it was in another state of the model.
+    # All names are there, but one tensor has its value from another state of the model.
     tensors = {**packhorse.torch.load_file(one), **packhorse.torch.load_file(two)}
     packhorse.torch.save_file(tensors, two)
     with pytest.raises(CorruptionError, match=f"'{two.name}' holds other tensors than this index"):

@@ -1,8 +1,9 @@
 """Packed files whose tensors kernels decode, in Triton's interpreter: every verb gives the same
 tensors as the host.
 
-Kernels decode for GPUs only; here the host pretends to be one. The interpreter takes some 15 ms for
-a round of rANS, which yields 4 to 128 units, so most tensors are of level fast, which has no rANS.
+Kernels decode only for GPUs; here the host pretends to be a GPU. The interpreter takes about 15 ms
+for a round of rANS, which yields 4 to 128 units, so most tensors are packed with level fast, which
+has no rANS.
 """
 
 import subprocess
@@ -363,7 +364,7 @@ def test_whatever_is_wrong_is_told_as_by_the_host(
 
 
 def test_lies_are_told_as_by_the_host() -> None:
-    """All except those about rANS, for which the interpreter is slow."""
+    """All faults except those of rANS, for which the interpreter is slow."""
     for name, lie in LIES.items():
         if lie.max_nbytes or lie.clause == "D10" or "rans" in name or "carried" in name:
             continue
@@ -444,7 +445,7 @@ def test_where_only_kernels_find_something_wrong_the_host_decides(
 
 
 def test_too_little_memory_for_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first tensor has no room for its packed form beside it; the second has."""
+    """The first tensor has no room for its packed form; the second has."""
     run, calls = uploads.run_plan, []
 
     def fail(*args: object) -> None:

@@ -26,7 +26,7 @@ from packhorse.numpy import save_file
 
 ONE = '"dtype":"U8","shape":[1],"data_offsets":[0,1]'
 
-# header or whole file, data, error, what the message must say; `safetensors` refuses each as well
+# header or whole file, data, error, text of the message; `safetensors` refuses each of them as well
 BAD = {
     "empty": (b"", TruncationError, "0 bytes"),
     "short": (b"abc", TruncationError, "3 bytes"),
@@ -149,7 +149,7 @@ BAD = {
     ),
 }
 
-# Packhorse is stricter than the library, which uses the last of two keys and skips spaces.
+# Packhorse is stricter than the library, which uses the last of two equal keys and skips spaces.
 STRICTER = {
     "duplicate tensor": (
         file_bytes(f'{{"a":{{{ONE}}},"a":{{{ONE}}}}}'.encode(), b"x"),

@@ -108,8 +108,8 @@ def test_every_flipped_bit_is_told(tmp_path, packed):
     ids=["every bit of one frame", "a bit of each byte, every mode"],
 )
 def test_verify_finds_every_flipped_bit(tmp_path, names, bits):
-    """Header, record, spaces, frames and padding; also bits that change nothing, as some of a
-    Zstandard frame and the case of digits in a JSON escape."""
+    """Flips bits of the header, record, spaces, frames and padding. Some flips change nothing, such
+    as some bits of a Zstandard frame, or the case of digits in a JSON escape."""
     whole, _ = file_of_samples(*names)
     path, missed = tmp_path / "flipped", []
     path.write_bytes(whole)
@@ -141,7 +141,7 @@ def flipped(path: Path, whole: bytes, place: int, bit: int) -> Iterator[None]:
 
 
 def verified_or_refused(path: Path) -> list[object]:
-    """The problems that verifying finds; it refuses a file that does not call itself packed."""
+    """The problems that verifying finds. A file that is not marked as packed is refused."""
     try:
         return [*verify_file(path, threads=1)]
     except ValueError as error:
@@ -205,7 +205,7 @@ def test_verify_checks_frames_even_if_the_recorded_header_is_bad(tmp_path, packe
 
 
 def test_a_wrong_content_hash_is_found_by_unpacking(tmp_path):
-    """The frame is that of another tensor of the same dtype and shape, with the right checksums."""
+    """The frame belongs to another tensor of the same dtype and shape, with the right checksums."""
     header = build_header({"a": ("F32", [1000])})
     source, path = tmp_path / "a", tmp_path / "b"
     source.write_bytes(header.prefix() + np.random.default_rng(8).bytes(4000))

@@ -1,5 +1,5 @@
-"""Whole files and folders with a base: real models some training steps apart, whatever holds the
-base, and how lazy reading uses it. What is wrong on purpose is in `disk/test_base_hostile.py`."""
+"""Whole files and folders with a base: real models a few training steps apart, bases in any kind of
+file, and lazy reading. Tests with wrong bases are in `disk/test_base_hostile.py`."""
 
 import gc
 import os

@@ -1,5 +1,6 @@
-"""Bases that are missing, wrong, damaged or in the way, and packed files that lie about theirs: the
-documented error, which names file, tensor and base; and nothing is left behind."""
+"""Bases that are missing, wrong, damaged or in the way, and packed files that lie about their
+bases. Each gives the documented error, which names file, tensor and base, and nothing is left
+behind."""
 
 import json
 import os
@@ -231,7 +232,7 @@ def test_what_is_packed_against_a_base_is_no_base(tmp_path, pair, packed):
         unpack_file(tmp_path / "packed", tmp_path / "x", base=packed)
     with pytest.raises(BaseMismatchError):
         decode_file((tmp_path / "packed").read_bytes(), base=packed.read_bytes())
-    # If the folder has the tensor without a base too, that one is used.
+    # If the folder also has the tensor in a frame without a base, that frame is used.
     unpack_file(tmp_path / "packed", tmp_path / "x", base=tmp_path)
     assert (tmp_path / "x").read_bytes() == (tmp_path / "later").read_bytes()
 
@@ -273,7 +274,7 @@ def test_a_model_is_not_its_own_base(tmp_path, pair):
                  lambda: plan_folder(model, base=model / "vae" / "..")):  # fmt: skip
         with pytest.raises(ValueError, match="the base is the folder itself"):
             work()
-    # If there is an older file in the same folder, this one is left out.
+    # If the folder also has an older file, only the file itself is left out.
     result = pack_file(new, tmp_path / "x", base=tmp_path)
     assert sum(tensor.base_hash is not None for tensor in result.tensors) == N_BASED
 

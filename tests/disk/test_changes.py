@@ -36,7 +36,7 @@ LONG_AGO = 1_600_000_000
 
 
 def age(*paths: Path) -> None:
-    """Changes within one tick of the clock have the same time."""
+    """Changes within one tick of the clock get the same timestamp."""
     for path in paths:
         os.utime(path, (LONG_AGO, LONG_AGO))
 
@@ -222,7 +222,7 @@ class Mapping:
 
 
 def is_right(get: Callable[[], np.ndarray], wanted: np.ndarray) -> bool:
-    """Whether a tensor was read; it is never a wrong one."""
+    """Whether a tensor was read; if it was, it must be right."""
     try:
         got = get()
     except (BaseMismatchError, ChangedError):

@@ -99,7 +99,7 @@ def test_every_dtype_of_the_format_comes_back(tmp_path, dtype):
 
 
 def test_headers_that_the_library_would_not_write_come_back(tmp_path):
-    # Unsorted, with spaces, an unknown field, escapes, an empty name, padding of line breaks.
+    # Unsorted, with spaces, an unknown field, escapes, an empty name, and line breaks as padding.
     text = (
         b'{ "b\\u00e9" : {"dtype":"U8", "shape":[2],"data_offsets":[1,3], "note":"x"},\n'
         b'"":{"shape":[],"dtype":"I8","data_offsets":[0,1]},'

@@ -227,7 +227,8 @@ def test_damage_to_one_shard_hides_no_other_s(packed, is_damaged):
 
 
 def test_a_model_whose_index_was_wrong_before_comes_back(tmp_path):
-    """Its fault was recorded when it was packed; other shards are still compared."""
+    """The shard's fault was recorded when the folder was packed; other shards are still
+    compared."""
     names = {"m-1.safetensors": SHARDS[0], "lost": SHARDS[0], "m-2.safetensors": SHARDS[1]}
     model = write_shards(tmp_path / "model", {"weight_map": names})
     packed = tmp_path / "packed"
@@ -279,7 +280,7 @@ def test_the_slow_reader_agrees_on_shards(packed, how):
 
 
 def test_files_packed_one_by_one_are_not_compared_with_their_index(tmp_path):
-    """The record does not say that the file was right."""
+    """The record of such a file does not say that it matched the index."""
     folder = write_shards(tmp_path / "folder", {"weight_map": {"other": SHARDS[0]}})
     pack_file(folder / SHARDS[0], folder / "m-1.ph.safetensors")
     (folder / SHARDS[0]).unlink()

@@ -1,4 +1,5 @@
-"""Good files of other kinds, and model files that are cut short: the error says which they are."""
+"""Good files of other kinds, and model files that are cut short: the error says what kind of file
+it is."""
 
 import gzip
 import io

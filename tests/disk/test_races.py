@@ -1,4 +1,4 @@
-"""Two writers of the same output: neither removes what the other has finished."""
+"""Two writers of the same output: neither removes the other's finished output."""
 
 import os
 import threading
@@ -39,7 +39,8 @@ def system(request, monkeypatch):
 
 
 class Meeting:
-    """Two threads that pack, each held at its last call of progress until the other is there."""
+    """Two threads that pack; each waits at its last call of progress until the other arrives
+    there."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(2, timeout=60)

@@ -104,7 +104,7 @@ def scales(n: int = 1100) -> dict[str, np.ndarray]:
 
 
 def taken(store, how, given):
-    """The snapshot, for each way to take it."""
+    """Takes a snapshot, in each possible way."""
     found = getattr(store, how)("a", given)
     return found.result() if how == "take_async" else found
 

@@ -1,5 +1,5 @@
-"""`packhorse.torch.save` and `load` in place of `torch.save` and `torch.load`, and plain PyTorch
-that resumes from them."""
+"""`packhorse.torch.save` and `load` instead of `torch.save` and `torch.load`, and plain PyTorch
+that resumes from their files."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Folders that links lead to: each is walked once, however many links there are."""
+"""Folders behind links: each folder is walked once, however many links lead to it."""
 
 import os
 import shutil

@@ -226,7 +226,7 @@ def test_torch_takes_any_layout(layout: str) -> None:
 def test_torch_takes_odd_strides_of_one_element_or_none(
     size: tuple[int, ...], stride: tuple[int, ...]
 ) -> None:
-    """PyTorch calls them contiguous, but will not view them as bytes."""
+    """PyTorch calls these tensors contiguous, but cannot view them as bytes."""
     tensor = torch.empty_strided(size, stride).fill_(2.5)
     frame = ph_torch.compress(tensor)
     assert ph_torch.decompress(frame).tolist() == tensor.tolist()
@@ -336,7 +336,7 @@ FRAMEWORKS = {
 
 
 def known_to(library, tensors: dict) -> dict:
-    """Without the dtypes that this release of the safetensors library cannot write."""
+    """Leaves out the dtypes that this release of the safetensors library cannot write."""
     kept = {}
     for name, tensor in tensors.items():
         try:

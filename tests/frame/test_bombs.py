@@ -38,12 +38,12 @@ SECONDS = 2.0  # of the processor, on a slow one
 
 
 def frame_of(nbytes: int) -> fb.BuiltFrame:
-    """A frame of one stored chunk whose shape says `nbytes`."""
+    """A frame of one stored chunk whose shape claims `nbytes`."""
     return build_frame(b"", "U8", (nbytes,), codings=[Stored()])
 
 
 def as_file(frame: bytes, nbytes: int) -> bytes:
-    """A packed file of one frame whose recorded header says `nbytes`."""
+    """A packed file of one frame whose recorded header claims `nbytes`."""
     header = file_bytes({"a": entry(0, nbytes)})
     return build_file(header, {"a": frame})
 
@@ -70,7 +70,7 @@ def zstd_frame(nbytes: int) -> bytes:
 
 @cache
 def zeros(nbytes: int) -> bytes:
-    """A good frame of so many zeros."""
+    """A good frame of this many zeros."""
     return compress_buffer(np.zeros(nbytes, np.uint8), "U8", (nbytes,)).to_bytes()
 
 

@@ -81,7 +81,7 @@ def attempt(call: Callable[[], _Result]) -> tuple[_Result | None, str]:
         return None, str(error)
 
 
-# Dtype, level and two kinds of data, one of which is often not what the other would be coded as.
+# Dtype, level and two kinds of data, which are often coded in different modes.
 CASES = [
     ("BF16", "default", "weights", "noise"),
     ("BF16", "default", "constant", "weights"),

@@ -207,7 +207,8 @@ def frame_of_chunks(*streams: tuple[Mode, bytes], repeat: int) -> bytes:
 
 
 def test_many_small_chunks_take_time_in_proportion() -> None:
-    """39,000 chunks; this took minutes when each looked for its place from the start."""
+    """There are 39,000 chunks. Decoding would take minutes if each chunk searched for its place
+    from the start."""
     plane = bytes([1, 2] * 32)
     built = build_frame(plane, codings=[Palette(1, has_escape=False)])
     at, nbytes = built.streams[0, 0]

@@ -139,7 +139,7 @@ GOOD = compress_buffer(np.arange(600, dtype=np.float32), "F32", (20, 30)).to_byt
 @settings(SETTINGS, max_examples=400)
 @given(st.data())
 def test_an_edited_header_gives_a_documented_error(draw: st.DataObject) -> None:
-    """Fields are drawn whole, and the CRC is made to match."""
+    """Whole fields are drawn, and the CRC is corrected."""
     data, header_nbytes = bytearray(GOOD), int.from_bytes(GOOD[12:16], "little")
     for _ in range(draw.draw(st.integers(1, 3))):
         size = draw.draw(st.sampled_from([1, 2, 4, 8]))

@@ -1,4 +1,4 @@
-"""Frames in several threads, after a fork, in workers of a data loader, and as Python ends."""
+"""Frames in several threads, after a fork, in workers of a data loader, and while Python exits."""
 
 import os
 import resource

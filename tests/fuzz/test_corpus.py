@@ -1,5 +1,5 @@
-"""The seeds of the fuzz targets fit the format: a fuzzer that starts from refused inputs finds
-nothing."""
+"""The seeds of the fuzz targets fit the format, because a fuzzer that starts from refused inputs
+finds nothing."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def frames() -> list[Frame]:
 def test_every_seed_of_a_frame_is_good(frames: list[Frame]) -> None:
     for frame in frames:
         bits = {row.name: row.bits for row in DTYPES}[frame.base_dtype or "U8"]
-        # What harness.py takes for every base.
+        # The base that harness.py uses for every frame.
         base = (0x3C00 + 3 * np.arange(frame.numel * bits // 16 + 1)).astype("<u2").tobytes()
         frame.verify(threads=1, base=base[: frame.numel * bits // 8])
 

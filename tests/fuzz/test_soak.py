@@ -122,7 +122,7 @@ def test_a_part_finds_nothing(part: str, soak: ModuleType, try_case: Callable[..
         assert seen is None, f"{case}\n{seen.text}\n{seen.trace}"
 
 
-# What is broken on purpose.
+# Operations that are broken on purpose.
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -161,7 +161,8 @@ def test_the_planner_reads_nothing_behind_the_payload() -> None:
 
 
 def test_plans_are_made_without_the_lock_of_python() -> None:
-    """Python never takes the lock away here, so another thread runs only where it is released."""
+    """Here Python never switches threads by itself, so another thread runs only if the planner
+    releases the lock."""
     model = random_frequencies(random.Random(2), 200)
     streams = [bare_stream(model)] * 1000
     waiting, ran = threading.Lock(), threading.Event()

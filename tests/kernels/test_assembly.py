@@ -1,4 +1,4 @@
-"""The inline PTX of the kernels computes the same as the twins in plain Triton.
+"""The inline PTX of the kernels computes the same as the versions in plain Triton.
 
 An emulator runs the few instructions that occur, because CI has no GPU; Triton's interpreter runs
 the twins.

@@ -1,6 +1,7 @@
-"""Frames decoded by the kernels, in Triton's interpreter: exact, and never out of their memory.
+"""Frames decoded by the kernels, in Triton's interpreter: the units are exact, and no access is out
+of bounds.
 
-The interpreter takes some 15 ms for a round of rANS, so most frames here have few rounds. Where
+The interpreter takes about 15 ms for a round of rANS, so most frames here have few rounds. Where
 memory matters, the payload, the scratch memory and the output end at pages that nobody may touch.
 With TRITON_INTERPRET=0 all tests run on a GPU, where they notice only writes beside the memory.
 """

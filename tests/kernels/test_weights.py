@@ -72,7 +72,8 @@ def test_decoding_gives_every_bit(name: str, format: WeightFormat) -> None:
 
 @FORMATS
 def test_rows_are_looked_up(format: WeightFormat) -> None:
-    """In any order and number, with repetitions, and with exceptions of every kind."""
+    """Rows are looked up in any order and number, with repetitions, and with exceptions of every
+    kind."""
     elements = MATRICES["specials"]()
     weights, n_rows = pack(elements, format), len(elements)
     for rows in ([0], [n_rows - 1, 0, 0], list(range(n_rows - 1, -1, -1)) * 2, []):
@@ -255,7 +256,8 @@ def test_a_token_does_not_depend_on_its_batch(format: WeightFormat) -> None:
 
 @FORMATS
 def test_sums_do_not_depend_on_the_block_of_rows(format: WeightFormat) -> None:
-    """Matters with many exceptions: their place in the whole weight assigns them to parts."""
+    """This matters with many exceptions, because their index in the whole weight assigns them to
+    parts."""
     elements = MATRICES["specials"]().copy()
     elements[(elements & 0x7F80) >= 0x7F00] = 0x5A33
     elements = np.tile(elements, (8, 1))

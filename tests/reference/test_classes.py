@@ -91,7 +91,7 @@ def test_rows_are_the_first_dimensions(shape: tuple[int, ...], n_row_dims: int) 
 
 
 def test_a_prediction_is_in_quarters_and_wraps() -> None:
-    """One row, no noise: the stream yields 128 wherever plane 0 is the prediction."""
+    """One row without noise: the stream yields 128 wherever plane 0 equals the prediction."""
     rows, columns = bytes([250]), bytes(range(0, 64, 2))
     predicted = [((250 + column) % 256) // 4 for column in columns]
     data = bytes((byte >> 1 | byte << 7) & 0xFF for byte in predicted)

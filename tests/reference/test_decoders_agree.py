@@ -1,7 +1,7 @@
 """Random legal frames, and damaged ones: every decoder gives the same bytes or the same error.
 
-The frames are built by hand, so they hold what the encoder never writes: any mode in any plane, odd
-models, raw bits that are all zero, side data that predict nothing.
+The frames are built by hand, so they contain things that the encoder never writes: any mode in any
+plane, odd models, raw bits that are all zero, side data that predict nothing.
 """
 
 import random
@@ -45,7 +45,7 @@ def random_rans(rng: random.Random, kind: type[Rans] = Rans, **kwargs: object) -
 
 
 def random_coding(rng: random.Random, before: list[Coding], side: Side | None) -> Coding:
-    """Of the next plane, behind those that are there."""
+    """A random coding of the next plane, after the planes that are there."""
     kinds = ["stored", "rans", "palette"]
     if before and before[0].mode != Mode.STORED:
         kinds.append("lead")
@@ -82,7 +82,7 @@ def random_frame(rng: random.Random) -> fb.BuiltFrame:
 
 
 def by_core(frame: bytes, base: bytes | None = None) -> bytes | str:
-    """What the fast decoder makes of it: the bytes, or the name of the error."""
+    """The result of the fast decoder: the bytes, or the name of the error."""
     given = None if base is None else guarded(base)
     try:
         opened = Frame.from_buffer(guarded(frame), max_nbytes=MAX_NBYTES)
@@ -102,7 +102,8 @@ def by_reference(frame: bytes, base: bytes | None = None) -> bytes | str:
 
 
 def damage(rng: random.Random, built: fb.BuiltFrame) -> bytes:
-    """A byte of the header, or one of the payload and then mostly near its start; sealed again."""
+    """Damages a byte of the header, or a byte of the payload, mostly near its start; seals the
+    frame again."""
     first = rng.choice((4, built.header_nbytes))
     built.patch(
         first + int(rng.random() ** 3 * (len(built.data) - first)),
@@ -112,7 +113,7 @@ def damage(rng: random.Random, built: fb.BuiltFrame) -> bytes:
 
 
 def check_agreement(rng: random.Random, built: fb.BuiltFrame) -> None:
-    """On a frame, and on what is left of it after some damage."""
+    """Checks that decoders agree on a frame, and on damaged versions of it."""
     whole, base = bytes(built), built.base
     assert by_reference(whole, base) == built.source
     for isa in ISAS:

@@ -1,4 +1,4 @@
-"""The slow decoder on deltas: whatever the base, the units come back, and no other base will do."""
+"""The slow decoder on deltas: units are restored with any base, and another base is refused."""
 
 import random
 import re
@@ -94,7 +94,8 @@ def test_lanes_and_classes(lanes_log: int, n_classes: int) -> None:
 
 @pytest.mark.parametrize("w", [8, 16, 32, 64])
 def test_every_shift(w: int) -> None:
-    """Both ends, what is around 0, and powers of two, from bases at both ends."""
+    """Differences at both ends of the range, around 0, and powers of two, from bases at both
+    ends."""
     edges = {sign * (1 << k) + e for k in range(w) for sign in (1, -1) for e in (-1, 0, 1)}
     data = integers([*sorted(edges)] * 2, w)
     base = integers([0] * len(edges) + [1 << (w - 1)] * len(edges), w)
@@ -104,7 +105,7 @@ def test_every_shift(w: int) -> None:
 
 
 def test_every_token_at_its_ends() -> None:
-    """The first and the last difference that each stands for."""
+    """The first and the last difference that each token stands for."""
     ends = [t for t in range(-17, 18)]
     for length in range(5, 64):
         ends += [1 << (length - 1), (1 << length) - 1, -1 << (length - 1), -(1 << length)]
@@ -143,7 +144,8 @@ NARROW = [
 
 @pytest.mark.parametrize(("name", "narrow"), NARROW)
 def test_neighbours_differ_by_one(name: str, narrow: type) -> None:
-    """From minus to plus infinity each value is one step above the one before, zeros included."""
+    """From minus to plus infinity, each value is one step above the value before, zeros
+    included."""
     patterns = np.arange(1 << 16, dtype=np.uint16)
     numbers = patterns[(patterns & 0x7FFF) <= (0x7F80 if name == "BF16" else 0x7C00)].view(narrow)
     ascending = numbers[np.lexsort((~np.signbit(numbers), numbers.astype(np.float32)))]
@@ -210,7 +212,7 @@ def test_a_base_of_f32_is_rounded_first(name: str, split: int, patterns: np.ndar
     check(near, name, Delta(5, (90, 128), (0, 1)), base, "F32", split=split, chunk_log=12)
 
 
-# What the page leaves to the encoder, and what a decoder must not look at.
+# Choices that the page leaves to the encoder, and bits that a decoder must ignore.
 @pytest.mark.parametrize("turns", [-1, 0, 1, 3])
 @pytest.mark.parametrize("w", [8, 16, 32, 64])
 def test_differences_wrap(w: int, turns: int) -> None:

@@ -1,4 +1,4 @@
-"""The slow decoder restores packed files byte for byte and refuses every other."""
+"""The slow decoder restores packed files byte for byte and refuses all other files."""
 
 import base64
 import json

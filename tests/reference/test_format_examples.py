@@ -1,4 +1,4 @@
-"""The frames printed in docs/format.md decode to what the page says, in every decoder."""
+"""Every decoder decodes the frames printed in docs/format.md to the values that the page gives."""
 
 import re
 from dataclasses import dataclass

@@ -87,7 +87,8 @@ def test_the_first_broken_rule_is_reported(first: str, second: str) -> None:
 
 
 def after_the_last_unit(chunk: int, plane: int, stream: bytes) -> bytes:
-    """Sets bits of the first raw plane of "rans-raw", behind model and states."""
+    """Sets bits behind the last unit in the first raw plane of "rans-raw", which follows model and
+    states."""
     raw_plane = 8 + 2 + -(-3 * (stream[9] + 2) // 2) + 16
     return stream[: raw_plane + 7] + b"\xff" + stream[raw_plane + 8 :]
 

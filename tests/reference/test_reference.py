@@ -48,7 +48,8 @@ BYTE_CODINGS = {
 }
 ALL_SMALL = {**fb.SMALL, **fb.DELTAS}
 DTYPE_SPLITS = [(row.name, int(split)) for row in DTYPES for split in row.splits]
-# A coding sees bytes alone: all of them for one dtype of each way to split, some for each other.
+# A coding depends only on bytes. So all codings are tested with one dtype for each way to split,
+# and some codings with each other dtype.
 ALL_CODINGS_FOR = {("U8", 0), ("BF16", 2), ("F8_E4M3", 2), ("U32", 1)}
 SOME_CODINGS = (
     "stored",
@@ -253,7 +254,7 @@ def test_every_flipped_bit_is_noticed(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL_SMALL)
 def test_a_flipped_bit_under_new_checksums_is_refused_or_harmless(name: str) -> None:
-    """The content hash still tells the truth, so what decodes at all must be the same bytes."""
+    """The content hash is still right, so a frame that decodes at all must give the same bytes."""
     whole = ALL_SMALL[name]()
     for bit in range(8 * len(whole.data)):
         damaged = replace(whole, data=bytearray(whole.data))

@@ -1,4 +1,4 @@
-"""Packed weights by the slow coder: every pattern comes back, and what is broken is refused."""
+"""Packed weights by the slow coder: every pattern is restored, and broken arrays are refused."""
 
 import numpy as np
 import pytest

@@ -11,13 +11,14 @@ from snapshot_samples import Run
 __all__ = ["N_BASED", "checkpoints", "write_checkpoints", "write_folder"]
 
 Tensors = dict[str, torch.Tensor]
-# Of the tensors below, those that are packed against their base.
+# The tensors below that are packed against their base.
 N_BASED = 12
 
 
 @cache
 def checkpoints() -> tuple[Tensors, Tensors]:
-    """An older and a newer state of a model with its optimizer, and what else may be in a file."""
+    """An older and a newer state of a model with its optimizer, and other tensors that a file may
+    have."""
     run = Run(width=160).step(30)
     old = _tensors(run)
     new = _tensors(run.step())
@@ -55,7 +56,7 @@ def _tensors(run: Run) -> Tensors:
 
 
 def write_checkpoints(folder: Path) -> tuple[Path, Path]:
-    """Both as files."""
+    """Both states as files."""
     paths = folder / "old.safetensors", folder / "new.safetensors"
     for tensors, path in zip(checkpoints(), paths, strict=True):
         safetensors.torch.save_file(tensors, path, {"format": "pt"})

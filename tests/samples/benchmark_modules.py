@@ -1,4 +1,4 @@
-"""Modules of `benchmarks`, imported for one test, as some read the environment when imported."""
+"""Modules of `benchmarks`, imported for one test, because some read the environment on import."""
 
 import sys
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ __all__ = ["import_afresh"]
 
 @contextmanager
 def import_afresh(*names: str) -> Iterator[dict[str, ModuleType]]:
-    """Import modules of `benchmarks` again, and put back afterwards those that were there.
+    """Import modules of `benchmarks` again, and restore the earlier modules afterwards.
 
     Args:
         names: their names below `benchmarks`, such as "codecs.peers".

@@ -1,7 +1,7 @@
-"""A process for frame/test_bombs.py: reads files with little memory, and says how it ended.
+"""A process for frame/test_bombs.py: reads files with little memory, and reports the outcomes.
 
-The arguments are paths, those that end in `.frame` of frames and the others of packed files. Once
-all is imported the address space may grow by no more than `ROOM`. One JSON object goes to standard
+The arguments are paths: names that end in `.frame` are frames, all others are packed files. After
+all imports, the address space may grow by no more than `ROOM`. One JSON object goes to standard
 output: for each path and reader the error's type and message (null if there was none), and the
 seconds of processor time.
 """

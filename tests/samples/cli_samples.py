@@ -31,7 +31,7 @@ class Ended:
 
     @property
     def error(self) -> str:
-        """The one line that a failed run must say."""
+        """The one line that a failed run must print."""
         lines = self.err.splitlines()
         assert len(lines) == 1, self.err
         assert lines[0].startswith("packhorse: error: "), self.err
@@ -47,7 +47,7 @@ def run_command(*args: object, **options: object) -> Ended:
 
 
 def tensors(seed: int = 0, rows: int = 256) -> dict[str, np.ndarray]:
-    """Tensors such as a model has, and the shapes that are easily forgotten."""
+    """Tensors like those of a model, and shapes that are easily forgotten."""
     rng = np.random.default_rng(seed)
     weight = rng.normal(0, 0.02, (rows, 256)).astype(np.float32)
     return {
@@ -67,7 +67,7 @@ def write_model(path: Path, seed: int = 0, rows: int = 256) -> Path:
 
 
 def write_large_model(path: Path, nbytes: int) -> Path:
-    """A file of one large bf16 tensor; made by repetition, which chunks do not see."""
+    """A file of one large bf16 tensor: repetitions of a piece that is longer than a chunk."""
     piece = np.random.default_rng(1).normal(0, 0.02, 1 << 20).astype(ml_dtypes.bfloat16)
     save_file({"large": np.tile(piece, nbytes // piece.nbytes)}, path)
     return path
@@ -98,7 +98,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 def write_header(path: Path, header: str | bytes, data: bytes = b"") -> Path:
-    """A file with any text in the place of a safetensors header."""
+    """A file with any text instead of a safetensors header."""
     text = header.encode() if isinstance(header, str) else header
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
     return path

@@ -2,13 +2,13 @@
 
 Tensors are handed over in guarded memory: read-only pages, with an unmapped page right behind the
 last byte and another before the first page. A write to the input, a read behind its end, or a write
-behind the end of the output ends the test run with a fault. `check_tensor` is the whole contract of
-a frame in one call: exact round trip, the same bytes from every code path and number of threads,
-and the slow decoder agrees.
+behind the end of the output ends the test run with a fault. `check_tensor` checks the whole
+contract of a frame in one call: the round trip is exact, every code path and number of threads
+gives the same bytes, and the slow decoder agrees.
 
 `SAMPLES` are the frames that the tests of hostile input damage: one built by hand for each mode,
-and those that the encoder makes. A mode joins all of them by a line in `frame_builder.SMALL`, and
-one in `REAL` if the encoder chooses it.
+and some made by the encoder. To add a mode to all these tests, add a line to `frame_builder.SMALL`,
+and one to `REAL` if the encoder chooses the mode.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ SMALL = (0, 1, 63, 64, 65, 127, 128, 129, 1000, 8191, 8192, 8193)  # units
 LARGE = ("chunk-1", "chunk", "chunk+1", "1.5 chunks", "3 chunks+17")
 REFERENCE_NBYTES = 8000  # above this the slow decoder would take all the time
 
-# The address sanitizer takes an address space of its own, and treats lack of memory as a fault.
+# The address sanitizer reserves a large address space, and treats lack of memory as a fault.
 SANITIZED = "asan" in os.environ.get("LD_PRELOAD", "")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -277,7 +277,7 @@ def check_tensor(data: bytes, dtype: str, *, level: str = "default") -> Frame:
 
 
 def scaled(n_rows: int, n_columns: int) -> bytes:
-    """BF16 numbers whose sizes follow their rows and columns, as those of optimizers do."""
+    """BF16 numbers whose sizes depend on their rows and columns, as in optimizers."""
     rng = np.random.default_rng(n_rows)
     sizes = np.exp(2 * rng.standard_normal((n_rows, 1)) + 2 * rng.standard_normal(n_columns))
     return (rng.standard_normal((n_rows, n_columns)) * sizes).astype(ml_dtypes.bfloat16).tobytes()
@@ -362,7 +362,7 @@ class Sample:
 
     @functools.cached_property
     def _chunks(self) -> list[tuple[int, int, int]]:
-        """Where the checksum of each chunk stands, and where the chunk begins and ends."""
+        """The place of each chunk's checksum, and where the chunk begins and ends."""
         header = Frame.from_buffer(self.frame)._header
         n_chunks, n_columns = header.table.shape
         table = FIXED_HEADER_NBYTES + 8 * len(header.shape)
@@ -373,13 +373,13 @@ class Sample:
         return list(zip(places, starts, ends, strict=False))  # no chunk, and yet an end
 
     def flipped(self, bit: int) -> bytearray:
-        """The frame with one bit turned over."""
+        """The frame with one bit flipped."""
         damaged = bytearray(self.frame)
         damaged[bit // 8] ^= 1 << bit % 8
         return damaged
 
     def sealed(self, damaged: bytearray) -> bytes:
-        """A damaged copy of the frame with the checksums of chunks and header made right.
+        """A damaged copy of the frame with corrected checksums of chunks and header.
 
         The places of chunks and checksums are those of the good frame.
         """

@@ -1,8 +1,8 @@
 """Real process groups for the tests of checkpoints: four processes, started once.
 
-A job is the name of a function of this module. For each job the processes that take part form a
-process group of their own, over gloo, and the others rest. What a rank returns or raises goes back
-to the test as text or plain data.
+A job is the name of a function of this module. For each job, the processes that take part form a
+process group over gloo, and the others wait. The result or error of a rank goes back to the test as
+text or plain data.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Ranks:
             process.start()
 
     def run(self, world: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-        """What each of `world` ranks returns; a rank's error as an `AssertionError`."""
+        """The result of each of `world` ranks; a rank's error becomes an `AssertionError`."""
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world):
                 self.jobs[rank].put((job.__name__, world, f"{folder}/store", args))
@@ -194,7 +194,7 @@ def save_tensor_again(url: str) -> None:
 
 
 def load_tensor(url: str, shape: tuple[int, ...], mesh: tuple[int, ...], how: str) -> Any:
-    """The digest of what is loaded, and what it cost this rank."""
+    """The digest of the loaded state, and the cost of loading it on this rank."""
     state = {"x": sharded(shape, mesh, how, 99), "plain": torch.zeros(9), "n": 0}
     reader = PackhorseReader(url, threads=1)
     dcp.load(state, storage_reader=reader)
@@ -230,7 +230,7 @@ def save_mixed(url: str, base: str | None, number: int) -> None:
 
 
 def load_mixed(url: str, number: int) -> bool:
-    """Whether what is loaded is the state of this step."""
+    """Whether the loaded state is that of this step."""
     found = mixed_step(number + 1)
     dcp.load(found, storage_reader=PackhorseReader(url, threads=1))
     wanted = mixed_step(number)
@@ -250,7 +250,8 @@ def save_async(url: str) -> None:
 
 
 def save_async_in_process(url: str) -> None:
-    """A program of its own: PyTorch starts another process, which a daemon may not."""
+    """Runs in a separate program, because PyTorch starts another process, which a daemon may not
+    do."""
     os.environ.update(MASTER_ADDR="localhost", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
@@ -288,7 +289,7 @@ def load_damaged(url: str) -> Any:
 
 
 def save_and_load_alone(url: str) -> Any:
-    """Each rank a checkpoint of its own, in one folder, without talking to the others."""
+    """Each rank saves its own checkpoint in one folder, without communication."""
     rank = dist.get_rank()
     state = {"x": torch.full((100,), float(rank)), "rank": rank}
     for _ in range(2):
@@ -304,7 +305,7 @@ def save_and_load_alone(url: str) -> Any:
 
 
 def save_until_killed(url: str, reports: Any, first: int) -> None:
-    """Saves one state after the other over the last, and reports each that is saved."""
+    """Saves one state after the other over the previous one, and reports each save."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for number in range(first, first + 1000):

@@ -1,4 +1,5 @@
-"""What the tests of checkpoints share: small states, and saving and loading them in one process."""
+"""Helpers for the tests of checkpoints: small states, and saving and loading them in one
+process."""
 
 import math
 from pathlib import Path

@@ -37,13 +37,14 @@ def file_bytes(
 def entry(
     start: int, stop: int, dtype: str = "U8", shape: list[int] | None = None
 ) -> dict[str, Any]:
-    """One tensor's line of a header; a run of bytes unless told otherwise."""
+    """One tensor's entry of a header; by default, the tensor is a run of bytes."""
     shape = [stop - start] if shape is None else shape
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
 
 
 def sample_tensors(seed: int = 0) -> dict[str, np.ndarray]:
-    """Some of everything: weights of several chunks, a scalar, nothing, odd sizes, constants."""
+    """Tensors of all kinds: weights of several chunks, a scalar, an empty tensor, odd sizes,
+    constants."""
     rng = np.random.default_rng(seed)
     return {
         "layers.0.weight": rng.standard_normal((300, 20, 50)).astype(np.float32) * 0.02,

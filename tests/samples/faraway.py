@@ -1,5 +1,6 @@
-"""A device whose memory the host cannot read, as a GPU's: PyTorch's key for backends of others,
-implemented in Python. It stands for the whole process, so tests use it in one of their own."""
+"""A device whose memory the host cannot read, like a GPU's. It implements PyTorch's key for other
+backends in Python. It is registered for the whole process, so tests use it in a separate
+process."""
 
 from typing import Any
 
@@ -13,7 +14,7 @@ _LIBRARY = torch.library.Library("aten", "IMPL")
 
 
 class Far(torch.Tensor):
-    """A tensor on the device `faraway`; `host` has what it holds."""
+    """A tensor on the device `faraway`; `host` holds its data."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     host: torch.Tensor

@@ -1,4 +1,5 @@
-"""Everything that reads files, on one of many small tensors, where few files may be open."""
+"""Runs every reader of files on a file of many small tensors, in a process that may open few
+files."""
 
 import resource
 import sys
@@ -32,7 +33,7 @@ def check(got: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
 
 
 def main(folder: Path) -> None:
-    """In a folder that is there."""
+    """Run all readers in an existing folder."""
     rng = np.random.default_rng(0)
     tensors = {f"{i}.scale": rng.standard_normal(64).astype(np.float32) for i in range(N_TENSORS)}
     copies = {f"{name}.copy": tensor.astype(np.float16) for name, tensor in tensors.items()}

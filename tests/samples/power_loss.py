@@ -1,8 +1,8 @@
-"""What a folder may look like after the power went: every operation on it is recorded, and replayed
-without what was not flushed.
+"""The states that a folder may have after a power loss. Every operation on it is recorded, and
+replayed without data that were not flushed.
 
 POSIX promises little: bytes are safe after `fsync` of the file, names after `fsync` of the folder.
-Of what was done since, any part may be there and any part may not.
+Any part of later changes may be there or not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Recorder", "Told"]
 
 @dataclass(frozen=True)
 class Told:
-    """A mark in the record: what the caller knew from then on."""
+    """A mark in the record; it says what the caller knew from then on."""
 
     what: Any
 
@@ -51,7 +51,7 @@ class _Disk:
 
 
 class Recorder:
-    """Records what is done below a folder by `os` of this process."""
+    """Records the operations that this process does below a folder by `os`."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -148,15 +148,15 @@ class Recorder:
     _note_rmdir = _note_unlink
 
     def replay(self, n_ops: int, survives: Callable[[int], bool], folder: Path) -> list[Any]:
-        """Make a folder as it may be when the power goes after some operations.
+        """Make a folder as it may be after a power loss that follows some operations.
 
         Args:
-            n_ops: how many were done.
-            survives: whether an operation that was not flushed is there all the same.
+            n_ops: the number of operations before the power loss.
+            survives: whether an operation that was not flushed has survived.
             folder: an empty folder to make it in.
 
         Returns:
-            What the caller had been told until then.
+            The marks of the record until then.
         """
         done = self.ops[:n_ops]
         synced = {}

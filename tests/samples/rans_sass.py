@@ -1,6 +1,6 @@
 """Compiles the kernels that decode frames, offline, and counts their instructions: JSON to stdout.
 
-A program of its own, as Triton's interpreter is on in the tests' process.
+This is a separate program, because Triton's interpreter is on in the tests' process.
 """
 
 import json
@@ -58,7 +58,7 @@ def compile_for(architecture: int, kernel: object, n_warps: int, constants: dict
 
 
 def instructions(cubin: bytes) -> tuple[list[str], dict[str, int]]:
-    """All instructions, and where labels stand among them."""
+    """All instructions, and the places of labels among them."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

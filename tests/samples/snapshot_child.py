@@ -1,5 +1,5 @@
-"""A writer that is going to be killed: it takes, prunes and deletes at random, and writes a line of
-JSON to a file before each step (`begin`) and after it (`end`)."""
+"""A writer that will be killed. It takes, prunes and deletes at random, and writes a line of JSON
+to a file before each step (`begin`) and after it (`end`)."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def make_state(seed: int) -> dict[str, Any]:
 
 
 def steps(rng: random.Random, names: list[str]) -> Iterator[tuple[str, Any]]:
-    """What to do next, with what is there."""
+    """Chooses the next step, given the snapshots that exist."""
     while True:
         kind = rng.choice(["take"] * 5 + ["replace"] * 2 + ["prune"] * 4 + ["delete"] * 3)
         if kind == "take":
@@ -59,9 +59,9 @@ def write_until_killed(folder: str, log: str, seed: int, names: list[str]) -> No
 
     Args:
         folder: of the store.
-        log: the file that says what was done.
-        seed: of what is done.
-        names: of the snapshots that are there.
+        log: the file to which steps are written.
+        seed: the seed of the random steps.
+        names: the snapshots that exist.
     """
     report = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     store = SnapshotStore(folder, threads=1, max_chain=3)

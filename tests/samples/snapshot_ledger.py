@@ -1,4 +1,4 @@
-"""What a store must hold after its writers were killed, by what they said on their way."""
+"""The content that a store must have after its writers were killed, according to their logs."""
 
 import json
 from collections.abc import Callable
@@ -13,11 +13,11 @@ __all__ = ["Ledger"]
 
 
 class Ledger:
-    """What must be in the store, by what writers said on their way.
+    """The snapshots that must be in the store, according to the writers' logs.
 
     Attributes:
         seeds: of the states that must be there, by name.
-        either: what may be there, or another state, or nothing (None).
+        either: for names that are uncertain, the possible states; None stands for no snapshot.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Ledger:
         self.either: dict[str, set[int | None]] = {}
 
     def read(self, lines: list[str]) -> str | None:
-        """Follow what a writer said; the kind of step that it was killed in, if any."""
+        """Follow a writer's log. Returns the kind of step in which it was killed, if any."""
         running = None
         for line in lines:
             event, kind, what = json.loads(line)
@@ -60,7 +60,7 @@ class Ledger:
     def check(
         self, store: SnapshotStore, restore: Callable[..., Any] = SnapshotStore.restore
     ) -> None:
-        """Compare with what is there, which from now on must stay."""
+        """Compare with the store. Everything that is there now must stay."""
         found = {}
         for name in store.names():
             state = restore(store, name)

@@ -66,7 +66,7 @@ def copied(value: Any) -> Any:
 
 
 def odd_state() -> dict[str, Any]:
-    """A state of everything that may be in one."""
+    """A state with every kind of value that a state may have."""
     rng = np.random.default_rng(3)
     shared = torch.arange(12, dtype=torch.float64)
     return {
@@ -142,7 +142,7 @@ def every_tensor(state: Any, visit: Callable[[Any], None]) -> None:
 
 
 def signed(document: dict[str, Any]) -> bytes:
-    """The text of a manifest whose checksum is right, whatever it says."""
+    """The text of a manifest with any content and the right checksum."""
     document = {"crc32c": "0" * 8, **{k: v for k, v in document.items() if k != "crc32c"}}
     text = json.dumps(document, separators=(",", ":"))
     return text.replace("0" * 8, f"{crc32c(text.encode()):08x}", 1).encode()

@@ -17,7 +17,7 @@ __all__ = ["crash", "explode", "flip", "forget_force", "hang", "lose", "tear"]
 
 
 def flip(operations: Operations) -> Operations:
-    """One bit of what is decoded or restored is another."""
+    """One bit of the decoded or restored data is wrong."""
 
     def decompress(*args: Any, **kwargs: Any) -> Any:
         return _flipped(operations.decompress(*args, **kwargs))
@@ -66,7 +66,7 @@ def lose(operations: Operations) -> Operations:
 
 
 def forget_force(operations: Operations) -> Operations:
-    """What exists is replaced."""
+    """Existing outputs are replaced."""
     return replace(operations, command=lambda args: operations.command([*args, "--force"]))
 
 
@@ -81,7 +81,7 @@ def crash(operations: Operations) -> Operations:
 
 
 def explode(operations: Operations) -> Operations:
-    """Decoding takes all the memory there is."""
+    """Decoding takes all memory."""
     return _decoding(operations, lambda: bytearray(1 << 40))
 
 

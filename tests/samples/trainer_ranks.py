@@ -1,5 +1,6 @@
-"""What each of several processes does that train together: a run without a stop, one that is
-stopped, and one that goes on. The first process writes down the logs of the first and last run."""
+"""The program of each of several processes that train together: a run without a stop, a run that is
+stopped, and a run that resumes it. The first process writes the logs of the first and last run to
+files."""
 
 import json
 import os

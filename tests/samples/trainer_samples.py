@@ -58,7 +58,7 @@ def make_trainer(folder: Path, callbacks: list[Any], seed: int = 3, **options: A
 
 
 def history(trainer: Trainer) -> list[dict[str, Any]]:
-    """What was logged, but for times."""
+    """The log without times."""
     timed = ("runtime", "per_second", "total_flos", "train_loss")
     return [
         {key: value for key, value in entry.items() if not any(word in key for word in timed)}

@@ -13,8 +13,8 @@ from torch import nn
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """PyTorch with one thread: of several that wait for a busy core, so small a model gains
-    nothing."""
+    """PyTorch with one thread: a model this small gains nothing from several threads that wait for
+    a busy core."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -22,7 +22,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Run:
-    """The run; `state_dict` is all that decides how it goes on."""
+    """The run; `state_dict` has everything that decides how it continues."""
 
     def __init__(self, seed: int) -> None:
         random.seed(seed)
@@ -40,7 +40,7 @@ class Run:
         self.losses: list[float] = []
 
     def train(self, until: int) -> None:
-        """Go on to a step."""
+        """Continue until a step."""
         while self.step < until:
             if not self.order.numel():
                 self.order = torch.randperm(len(self.x))
@@ -55,7 +55,7 @@ class Run:
             self.losses.append(loss.item())
 
     def state_dict(self) -> dict[str, Any]:
-        """What to save."""
+        """The state to save."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -66,7 +66,7 @@ class Run:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What was saved."""
+        """Restores a saved state."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])

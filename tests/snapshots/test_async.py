@@ -240,7 +240,7 @@ def raise_interrupt(*_: object) -> None:
 
 
 def test_an_interrupted_wait_does_not_mix_snapshots(tmp_path: Path) -> None:
-    """Ctrl-C while a call waits for the snapshot before, and then one more snapshot."""
+    """Ctrl-C while a call waits for the previous snapshot, and then one more snapshot."""
     states = [
         {str(i): np.random.default_rng(i).standard_normal(50_000) * k for i in range(20)}
         for k in (1, 2)
@@ -290,7 +290,7 @@ def test_a_thread_that_reads_does_not_wait_for_one_that_writes(tmp_path: Path) -
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
 def test_a_forked_child_has_no_snapshot_in_the_background(tmp_path: Path) -> None:
-    """Nor the thread that writes it, for which it would wait for ever."""
+    """It does not have the thread that writes it either, for which it would wait forever."""
     state = {"x": np.arange(5000.0)}
     with SnapshotStore(tmp_path / "parent") as store, SnapshotStore(tmp_path / "more") as more:
         more.take_async("a", state).result(60)  # its thread is idle, and not in the child

@@ -1,4 +1,4 @@
-"""The catalogue: by it a store opens without parsing its manifests, and it may say anything."""
+"""The catalogue: a store opens without parsing its manifests; a wrong catalogue does no harm."""
 
 import gc
 import json
@@ -61,14 +61,14 @@ def pages_of(folder: Path) -> list[Path]:
 
 
 def look(folder: Path) -> Any:
-    """All that is told of a store."""
+    """Everything that a store reports."""
     store = SnapshotStore(folder, threads=1)
     lineages = [store.lineage(each.name) for each in store.overview().snapshots]
     return store.names(), store.overview(), lineages
 
 
 def look_without(folder: Path, to: Path) -> Any:
-    """The same of a copy that has no catalogue."""
+    """The same for a copy that has no catalogue."""
     ignore = shutil.ignore_patterns("catalog", "writer.lock")
     shutil.copytree(folder, to, ignore=ignore)
     found = look(to)
@@ -233,7 +233,7 @@ def test_what_snapshots_add_and_build_on_is_told(tmp_path: Path) -> None:
 
 
 def told(infos: list[Any]) -> list[tuple[int, str | None]]:
-    """What each of some snapshots added, and which older one it builds on."""
+    """The data that each of some snapshots added, and the older snapshot that it is based on."""
     owners: dict[tuple[bytes, str], str] = {}
     found = []
     for info in infos:
@@ -269,8 +269,8 @@ def test_reading_writes_nothing(folder: Path) -> None:
 
 
 def test_an_older_catalogue_is_as_good(folder: Path, tmp_path: Path) -> None:
-    """As a store is that an older release wrote to: some manifests it does not know, some are
-    gone."""
+    """A catalogue after an older release has written to the store: it lacks some manifests, and
+    lists some that are gone."""
     old = shutil.copytree(folder / "catalog", tmp_path / "old")
     writer = SnapshotStore(folder)
     writer.take("s12", state_of(12))
@@ -429,7 +429,7 @@ def test_nothing_is_removed_on_the_word_of_the_catalogue(folder: Path, lie: str)
 
 
 def test_a_page_that_lies_after_its_manifest_was_confirmed_removes_nothing(tmp_path: Path) -> None:
-    """In a remote store, where a manifest is not read each time."""
+    """This happens in a remote store, where a manifest is not read each time."""
     url = f"memory://{tmp_path.name}/store"
     store = SnapshotStore(url)
     for i in range(3):
@@ -463,7 +463,7 @@ def test_a_good_manifest_that_fits_no_page_is_parsed_each_time(
 
 
 def test_a_manifest_of_a_newer_release_is_not_cleared_by_the_catalogue(folder: Path) -> None:
-    """Which that release has written, and by which the manifest is good."""
+    """The newer release has written the catalogue, according to which the manifest is good."""
     (path,) = (folder / "snapshots" / "s5").iterdir()
     (page,) = pages_of(folder)
     document = {**json.loads(path.read_text()), "version": 2, "crc32c": "0" * 8}
@@ -485,7 +485,7 @@ def test_a_manifest_of_a_newer_release_is_not_cleared_by_the_catalogue(folder: P
 
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_becomes_of_it_the_store_is_the_same(tmp_path: Path, seed: int) -> None:
-    """Two stores live the same life; the catalogue of one is lost, damaged or rolled back."""
+    """Two stores go the same way; the catalogue of one is lost, damaged or rolled back."""
     rng = random.Random(seed)
     plain, hurt = tmp_path / "plain", tmp_path / "hurt"
     kept: list[dict[str, bytes]] = [{}]
@@ -502,7 +502,7 @@ def test_whatever_becomes_of_it_the_store_is_the_same(tmp_path: Path, seed: int)
 
 
 def live(folder: Path, rng: random.Random, step: int) -> list[str]:
-    """One step of a life; the names that there are then."""
+    """Does one step; returns the names that exist afterwards."""
     store = SnapshotStore(folder, threads=1)
     names, what = store.names(), rng.randrange(8)
     state = state_of(rng.randrange(30))
@@ -555,7 +555,7 @@ def test_a_catalogue_that_cannot_be_written_does_no_harm(folder: Path) -> None:
 def test_a_page_that_vanishes_is_replaced_by_another(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer puts a better one while a reader has listed the old."""
+    """A writer replaces a page by a better one after a reader has listed the old one."""
     reader = SnapshotStore(folder)
     real, todo = reader._storage.read, [lambda: SnapshotStore(folder).take("next", state_of(12))]
 
@@ -572,7 +572,7 @@ def test_a_page_that_vanishes_is_replaced_by_another(
 
 
 def test_reading_a_manifest_imports_nothing(folder: Path) -> None:
-    """A child that is forked while another thread imports waits for that import for ever."""
+    """A child that is forked while another thread imports would wait for that import forever."""
     code = (
         "import sys; from packhorse.disk import SnapshotStore\n"
         "before = set(sys.modules); store = SnapshotStore(sys.argv[1])\n"

@@ -59,7 +59,7 @@ def change_manifest(store: Path, change: Callable[[dict[str, Any]], object]) -> 
 def check_refused(
     store: Path, words: str, kind: type[PackhorseError] = CorruptionError
 ) -> PackhorseError:
-    """The snapshot "new" is refused with these words, and "old" is as it was."""
+    """The snapshot "new" is refused with this message, and "old" is unchanged."""
     reader = SnapshotStore(store)
     assert reader.names() == ["old", "new"]
     with pytest.raises(kind, match=rf"(?s)snapshot 'new'.*{words}") as caught:
@@ -87,7 +87,7 @@ def test_a_flipped_bit_is_told_with_tensor_and_file(store: Path) -> None:
     assert str(pack) in str(error)
     (problem,) = SnapshotStore(store).verify("new")
     assert (problem.tensor, problem.file) == ("model.w", str(pack))
-    # What is not damaged can still be had.
+    # Undamaged parts can still be read.
     assert_same(
         SnapshotStore(store).restore("new", keys=["model.b", "n"]),
         {"model": {"b": NEW["model"]["b"]}, "n": 2},
@@ -365,7 +365,7 @@ def test_a_newer_manifest_is_refused_with_the_release_that_reads_it(store: Path)
     assert pack_of(store, "new").exists()
 
 
-# What the system refuses.
+# Errors of the system.
 
 
 def test_a_full_disk_leaves_the_store_as_it_was(store: Path) -> None:
@@ -439,7 +439,7 @@ def test_lost_permission_is_told(store: Path) -> None:
 
 
 def test_verifying_raises_what_the_system_refuses(store: Path) -> None:
-    """Permission lost, a disk that fails: that says nothing about what is stored."""
+    """Lost permissions or a failing disk say nothing about the stored data."""
     reader = SnapshotStore(store)
     names = reader.names()
     own = {frame.pack for frame in reader._catalog.load(names[-1]).frames()}
@@ -511,7 +511,7 @@ def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
 
 
 def test_random_edits_of_a_manifest_are_refused_or_harmless(tmp_path: Path) -> None:
-    """Whatever a manifest says under a right checksum, nothing but the documented errors comes."""
+    """Any manifest with a right checksum causes no errors but the documented ones."""
     store = SnapshotStore(tmp_path)
     for i in range(3):
         store.take(

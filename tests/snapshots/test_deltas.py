@@ -1,4 +1,4 @@
-"""Chains of deltas: how long they get, what they are against, and that each link is checked."""
+"""Chains of deltas: their length, their bases, and the check of each link."""
 
 import json
 from pathlib import Path
@@ -109,7 +109,7 @@ def rows_of(store: Path, name: str) -> list[list[Any]]:
 
 
 def test_a_link_that_holds_something_else_is_noticed(tmp_path: Path) -> None:
-    """The hash of the tensor proves its chain; if it is another, each link's is looked at."""
+    """The hash of the tensor proves its chain; if it differs, the hash of each link is checked."""
     store = SnapshotStore(tmp_path)
     for i in range(3):
         store.take(str(i), {"w": drifted(i)})

@@ -114,7 +114,7 @@ def test_rounded_copies_are_found_in_other_files(tmp_path: Path, kind: str, dtyp
 
 
 def test_of_a_packed_file_only_beginnings_are_looked_at(tmp_path: Path) -> None:
-    """A guess decodes a chunk, and only where there are two tensors of one shape to compare."""
+    """A guess decodes one chunk, and only if there are two tensors of the same shape to compare."""
     from packhorse.disk.snapshots.sources import open_sources
 
     array = np.random.default_rng(0).standard_normal(1 << 19).astype(np.float32)
@@ -291,7 +291,7 @@ def test_every_kind_of_change_is_told(tmp_path: Path) -> None:
         store.diff("a", "c")
 
 
-# What a store takes.
+# Files that a store accepts.
 
 
 def test_stored_bytes_are_those_of_the_files(tmp_path: Path) -> None:

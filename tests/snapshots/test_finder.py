@@ -10,7 +10,7 @@ from packhorse.disk.snapshots import finder
 
 
 class CountedHits(dict[str, Any]):
-    """What manifests seem to have, and how often that was looked at."""
+    """The contents that manifests seem to have, and how often they were looked up."""
 
     n_reads = 0
 
@@ -20,7 +20,7 @@ class CountedHits(dict[str, Any]):
 
 
 def hits_of(rows: dict[str, list[tuple[int, int]]]) -> CountedHits:
-    """By path, which numbers are there and with how many deltas."""
+    """For each path, the numbers of its contents, and how many deltas each has."""
     return CountedHits(
         {
             path: finder._Hits(np.array([k for k, _ in row]), np.array([n for _, n in row], "u1"))

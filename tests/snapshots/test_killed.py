@@ -1,6 +1,6 @@
-"""Whatever ends a writer, what was reported as taken is whole, and the store goes on.
+"""However a writer ends, the snapshots that it reported are whole, and the store keeps working.
 
-`PACKHORSE_KILLS=500 pytest tests/snapshots/test_killed.py` kills as many writers as that.
+`PACKHORSE_KILLS=500 pytest tests/snapshots/test_killed.py` kills 500 writers.
 """
 
 import json
@@ -24,7 +24,7 @@ N_KILLS = int(os.environ.get("PACKHORSE_KILLS", "30"))
 
 
 def run_and_kill(folder: Path, log: Path, seed: int, names: list[str], after_s: float) -> list[str]:
-    """Start a writer, kill it some time after it has begun to write; what it said."""
+    """Start a writer, and kill it some time after it has begun to write. Returns its log."""
     log.unlink(missing_ok=True)
     child = PROCESSES.Process(target=write_until_killed, args=(str(folder), str(log), seed, names))
     child.start()
@@ -65,14 +65,14 @@ def test_killed_writers_lose_nothing(tmp_path: Path) -> None:
 
 
 def check_catalogue(folder: Path, to: Path) -> None:
-    """It says what the manifests say."""
+    """The catalogue agrees with the manifests."""
     shutil.copytree(folder, to, ignore=shutil.ignore_patterns("catalog", "writer.lock"))
     assert SnapshotStore(folder).overview() == SnapshotStore(to).overview()
     shutil.rmtree(to)
 
 
 def check_no_leftovers(folder: Path, store: SnapshotStore) -> None:
-    """Nothing lies in the store but what its snapshots need."""
+    """The store has only files that its snapshots need."""
     manifests = list(folder.glob("snapshots/*/*"))
     assert len(manifests) == len(store.names())
     needed = {pack for path in manifests for pack in json.loads(path.read_text())["packs"]}

@@ -1,4 +1,4 @@
-"""The one writer: what it does when its lock or lease was taken away, at the worst of moments."""
+"""The single writer: its lock or lease is taken away at the worst moments."""
 
 import json
 import os
@@ -29,7 +29,8 @@ def url(tmp_path: Path) -> Iterator[str]:
 
 
 def before(target: Any, name: str, action: Callable[[], None], *, match: str = "") -> None:
-    """Do something once, before the first call of a method with an argument that has a word."""
+    """Do something once, before the first call of a method with an argument that contains a
+    word."""
     real = getattr(target, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -42,7 +43,7 @@ def before(target: Any, name: str, action: Callable[[], None], *, match: str = "
 
 
 def take_over(url: str, monkeypatch: pytest.MonkeyPatch, name: str, state: Any) -> None:
-    """Another writer that finds the lease void, as if this one had not run for minutes."""
+    """Another writer that finds the lease expired, as if this writer had not run for minutes."""
     monkeypatch.setattr(lock, "void_after_s", 0.0)
     monkeypatch.setattr(lock, "settle_s", 0.0)
     SnapshotStore(url).take(name, state)

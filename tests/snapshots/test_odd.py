@@ -1,4 +1,5 @@
-"""Snapshots of odd states: keys that are not what they seem, tied tensors, ones without bytes."""
+"""Snapshots of odd states: keys that are not what they seem, tied tensors, tensors without
+bytes."""
 
 import enum
 import shutil
@@ -125,7 +126,7 @@ def test_tensors_without_bytes_are_named(tmp_path: Path, kind: str) -> None:
 
 
 class Wrapped(torch.Tensor):
-    """A subclass that only adds to what a tensor does."""
+    """A subclass that only adds methods to a tensor."""
 
 
 def test_a_plain_subclass_is_a_tensor(tmp_path: Path) -> None:

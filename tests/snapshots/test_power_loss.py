@@ -1,4 +1,4 @@
-"""When the power goes at any moment, every snapshot that was reported as taken is there."""
+"""After a power loss at any moment, every snapshot that was reported as taken is there."""
 
 import random
 import shutil
@@ -21,7 +21,8 @@ def state_of(seed: int) -> dict[str, Any]:
 
 
 def work(store: SnapshotStore, recorder: Recorder) -> None:
-    """A life of a store; marks are (names that must be there, names that may be), with seeds."""
+    """A sequence of steps of a store; marks are (names that must exist, names that may exist), with
+    seeds."""
     sure: dict[str, int] = {}
     for name, seed, replace in [("a", 1, False), ("b", 2, False), ("a", 3, True), ("c", 4, False)]:
         before = {name: sure.pop(name, None)}
@@ -39,7 +40,7 @@ def work(store: SnapshotStore, recorder: Recorder) -> None:
 
 @pytest.fixture(scope="module")
 def recorder(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
-    """The record of that life."""
+    """The record of these steps."""
     folder = tmp_path_factory.mktemp("recorded")
     recorder = Recorder(folder)
     with recorder.recording():
@@ -93,7 +94,7 @@ def check(store: SnapshotStore, sure: dict[str, int], maybe: dict[str, set[int |
 
 
 def test_the_record_has_the_catalogue(recorder: Recorder) -> None:
-    """Which is never flushed, so it may be torn at any moment of those above."""
+    """The catalogue is never flushed, so it may be torn at any of the moments above."""
     folders = {str(op.key) for op in recorder.ops if getattr(op, "kind", "") == "name"}
     synced = {str(op.key) for op in recorder.ops if getattr(op, "kind", "") == "sync_folder"}
     assert "catalog" in folders

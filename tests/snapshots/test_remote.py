@@ -1,4 +1,4 @@
-"""Snapshots on a file system of fsspec: the lease of the one writer, and reading in ranges."""
+"""Snapshots on a file system of fsspec: the lease of the single writer, and reading in ranges."""
 
 import json
 import threading

@@ -1,4 +1,5 @@
-"""Deleting and pruning: what goes is gone, what stays is whole, and leftovers are found."""
+"""Deleting and pruning: removed snapshots are gone, the others are whole, and leftovers are
+found."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def bytes_of(folder: Path) -> int:
 
 @pytest.fixture(params=["folder", "memory"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where a store may be made."""
+    """A place for a store."""
     if request.param == "folder":
         return str(tmp_path / "snapshots")
     pytest.importorskip("fsspec")
@@ -149,7 +150,7 @@ def test_pruning_refuses_a_damaged_manifest(tmp_path: Path) -> None:
     with pytest.raises(packhorse.CorruptionError, match=r"snapshot 's1': .*checksum"):
         fresh.prune(keep=1)
     assert files_of(tmp_path) == before
-    # Nobody knows which packs it needs, so none goes until it goes itself.
+    # Nobody knows which packs this snapshot needs, so no pack is removed before the snapshot is.
     fresh.delete("s0")
     assert files_of(tmp_path / "packs") == {Path(f).name for f in before if f.startswith("packs")}
     fresh.delete("s1")
@@ -158,7 +159,7 @@ def test_pruning_refuses_a_damaged_manifest(tmp_path: Path) -> None:
     assert len(files_of(tmp_path / "packs")) == 1
 
 
-# What killed writers leave.
+# Files that killed writers leave.
 
 
 def test_leftovers_are_removed_by_the_next_writer(tmp_path: Path) -> None:
@@ -226,7 +227,7 @@ def test_another_process_s_changes_are_seen(tmp_path: Path) -> None:
 
 
 def test_verifying_while_snapshots_are_removed_finds_nothing_wrong(tmp_path: Path) -> None:
-    """What was read is gone: that is no damage, but another listing is needed."""
+    """A listed snapshot is gone. That is not damage, but a reason to list again."""
     store, writer = SnapshotStore(tmp_path), SnapshotStore(tmp_path)
     run = Run()
     for i in range(3):

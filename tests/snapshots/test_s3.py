@@ -112,7 +112,7 @@ def test_a_killed_writer_and_a_reader_at_work(
 
 
 def test_objects_that_stand_for_folders_and_empty_ones(options: dict[str, Any]) -> None:
-    """A console of S3 makes an empty object for each folder."""
+    """The S3 console makes an empty object for each folder."""
     import s3fs
 
     fs = s3fs.S3FileSystem(**options, skip_instance_cache=True)

@@ -1,4 +1,4 @@
-"""Snapshots: what is taken comes back, whole, in part and in place; equal tensors are kept once."""
+"""Snapshots are restored whole, in part and in place; equal tensors are stored once."""
 
 import collections
 import json
@@ -23,7 +23,7 @@ from packhorse.frame import Frame
 
 @pytest.fixture(params=["folder", "memory"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where a store may be made: in a folder, or in memory through fsspec."""
+    """A place for a store: a folder, or memory through fsspec."""
     if request.param == "folder":
         return str(tmp_path / "run" / "snapshots")
     pytest.importorskip("fsspec")
@@ -34,7 +34,7 @@ def packs_of(store: Path) -> list[Path]:
     return sorted((store / "packs").glob("*"))
 
 
-# What comes back.
+# Restored states.
 
 
 def test_a_training_run_comes_back_step_by_step(url: str) -> None:
@@ -342,7 +342,7 @@ def test_progress_counts_all_bytes(tmp_path: Path) -> None:
         assert 0 < sum(done) <= info.nbytes
 
 
-# What is kept, and where.
+# Stored data and their places.
 
 
 def test_equal_tensors_are_kept_once(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Manifests that nobody can read, or whose numbers are odd: they never say what is newest, and
-nothing is pruned while one lies there."""
+"""Manifests that nobody can read, or whose numbers are odd. They never decide which snapshot is the
+newest, and nothing is pruned while such a manifest exists."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def refuse_to_prune(folder: Path, words: str, kind: type[Exception] = Corruption
     assert files_of(folder) == before
 
 
-# What cannot be read.
+# Manifests that cannot be read.
 
 
 def test_a_stray_manifest_neither_counts_nor_lets_anything_be_pruned(folder: Path) -> None:
@@ -112,7 +112,8 @@ def test_a_stray_beside_a_good_manifest_does_not_make_it_the_newest(folder: Path
 def test_list_verify_and_prune_tell_of_the_same_manifest(
     folder: Path, name: str, order: int
 ) -> None:
-    """With a good one beside it or alone, and after the catalogue was written again."""
+    """This holds with or without a good manifest beside it, and after the catalogue was written
+    again."""
     stray = put_stray(folder, name, order)
     for _ in range(2):
         found = [*SnapshotStore(folder).overview().damaged, *SnapshotStore(folder).verify()]
@@ -141,7 +142,7 @@ def test_the_command_tells_of_a_manifest_beside_a_good_one(folder: Path) -> None
 def test_a_link_that_leads_nowhere_is_told_and_harms_nothing_else(
     folder: Path, target: str
 ) -> None:
-    """Not as if it were not there: whatever it led to may need packs."""
+    """It must not be treated as missing, because the snapshots behind it may need packs."""
     stray = put_stray(folder, "s1", 7)
     stray.unlink()
     stray.symlink_to("nowhere" if target == "nowhere" else stray.name)
@@ -174,7 +175,7 @@ def test_messages_of_verify_name_no_tensor_that_is_none(folder: Path) -> None:
 
 
 def test_what_a_writer_did_not_get_to_remove_is_no_damage(folder: Path) -> None:
-    """A good manifest that another replaced."""
+    """A good manifest that was replaced by another."""
     store = SnapshotStore(folder)
     old = manifest_of(folder, "s1")
     text = old.read_bytes()
@@ -194,7 +195,7 @@ def test_a_manifest_of_a_newer_release_stops_a_prune_too(folder: Path) -> None:
 
 
 def test_a_damaged_manifest_keeps_its_number_to_itself(folder: Path) -> None:
-    """Should somebody mend it, no other snapshot has the same."""
+    """If somebody repairs it, no other snapshot has the same number."""
     path = manifest_of(folder, "s2")
     good = path.read_bytes()
     path.write_bytes(good[:-3])
@@ -277,7 +278,7 @@ def test_removing_by_name_keeps_what_comes_meanwhile(folder: Path) -> None:
 
 
 def test_a_copy_of_a_store_is_as_good(folder: Path, tmp_path: Path) -> None:
-    """Its files have other times than the catalogue says."""
+    """The copy's files have other times than the catalogue records."""
     other = tmp_path / "copy"
     shutil.copytree(folder, other, copy_function=shutil.copyfile)
     store = SnapshotStore(other)

@@ -1,5 +1,6 @@
-"""What every frame store must do, tried on packs in a folder, packs on a remote file system, and an
-engine of another kind: frames as values of a dictionary, as a key-value store would keep them."""
+"""The duties of every frame store, tested with packs in a folder, packs on a remote file system,
+and another kind of engine: frames as values of a dictionary, as a key-value store would keep
+them."""
 
 from __future__ import annotations
 
@@ -237,7 +238,7 @@ def test_a_tensor_that_changes_meanwhile_is_refused(
 
 
 def test_a_base_is_another(store: FrameStore) -> None:
-    """The hash of the tensor proves its chain; the frame that has the wrong base is named."""
+    """The hash of the tensor proves its chain; the error names the frame with the wrong base."""
     full, other = add(store, [item("a", floats(0)), item("b", floats(5) * 3)])
     (delta,) = add(store, [item("a", floats(1), base=full)])
     frames = [store.open(delta), store.open(other)]

@@ -1,4 +1,5 @@
-"""A network that fails: one line, exit code 3, `OSError` in Python; real servers and sockets.
+"""A failing network gives one line and exit code 3, or `OSError` in Python. The servers and sockets
+are real.
 
 Needs moto's server and s3fs.
 """
@@ -310,7 +311,7 @@ def test_credentials_that_are_not_there(server: str, monkeypatch: pytest.MonkeyP
 def test_a_bucket_that_is_not_there_is_not_made(
     server: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One letter of it is wrong."""
+    """One letter of the key is wrong."""
     command_env(server, monkeypatch)
     for url in ("s3://networkss/run", "s3://networks/other"):
         for words in (["list"], ["show"], ["verify"]):

@@ -182,7 +182,8 @@ def test_an_open_file_is_as_any_other(tmp_path: Path):
 
 
 def test_input_from_the_shell_is_named(tmp_path: Path):
-    """`packhorse inspect /dev/stdin < file` has a file, and `cat file |` a pipe."""
+    """`packhorse inspect /dev/stdin < file` gets a file, and `cat file | packhorse ...` gets a
+    pipe."""
     model = write_model(tmp_path / "model.safetensors")
     packed = tmp_path / "model.ph.safetensors"
     assert run_command("pack", model).code == 0

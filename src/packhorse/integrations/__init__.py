@@ -1,3 +1,3 @@
-"""Packhorse plugged into other frameworks: one module or folder for each."""
+"""Connects Packhorse to other frameworks; each framework has a module or a folder."""
 
 __all__: list[str] = []

@@ -2,7 +2,8 @@
 
 A checkpoint becomes one packed file. With `store=` it becomes a snapshot in a `SnapshotStore`,
 which mostly holds differences from the previous checkpoint; the file that Lightning sees is then a
-pointer, a line of JSON that names the snapshot. Neither is a pickle, so reading one runs no code.
+pointer, a line of JSON that names the snapshot. Neither file is a pickle, so reading one runs no
+code.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ import torch  # noqa: E402 - Lightning brings PyTorch, so its absence is reporte
 
 from packhorse.torch import FRAMEWORK, load, save  # noqa: E402
 
-_MARK = b'{"packhorse":'  # in a safetensors file this would be a length beyond all limits
+_MARK = b'{"packhorse":'  # as the start of a safetensors file, this would be an invalid length
 _VERSION = 1
 _MAX_POINTER_NBYTES = 1 << 16
 _SUFFIX = ".ckpt"
@@ -188,7 +189,7 @@ class PackhorseCheckpointIO(CheckpointIO):  # type: ignore[misc]
             self._store().delete(ours)
 
     def teardown(self) -> None:
-        """Release the store's memory; the store is opened again when it is needed."""
+        """Release the store's memory. The store is opened again when it is next needed."""
         if self._opened is not None:
             self._opened.close()
 
@@ -206,8 +207,8 @@ class PackhorseCheckpointIO(CheckpointIO):  # type: ignore[misc]
         return pointer | {"snapshot": name, "file": posixpath.basename(place)}
 
     def _where(self, fs: Any, place: str) -> str | None:
-        """How a pointer at a place names the store: by a relative path, so that both can be moved
-        together, or by its URL."""
+        """The store's name in a pointer at a place: a relative path, so that both can be moved
+        together, or its URL."""
         if self._url is None or "://" in self._url or not _is_local(fs):
             return self._url
         return os.path.relpath(os.path.realpath(self._url), _folder(place))
@@ -245,8 +246,8 @@ class PackhorseCheckpointIO(CheckpointIO):  # type: ignore[misc]
         return name if is_ours and name in self._store().names() else None
 
     def _name_for(self, fs: Any, place: str) -> tuple[str, bool]:
-        """The name for the snapshot of a checkpoint, and whether it replaces the snapshot of an
-        older checkpoint at the same place."""
+        """The name for a checkpoint's snapshot, and whether this snapshot replaces that of an older
+        checkpoint at the same place."""
         owned = self._owned(fs, place)
         if owned is not None:
             return owned, True
@@ -265,7 +266,7 @@ def _lasting(url: str) -> str:
 
 
 def _find(path: str | Path) -> tuple[Any, str]:
-    """The file system of fsspec that has a path, and the path in it."""
+    """The fsspec file system of a path, and the path within it."""
     fs, place = import_module("fsspec.core").url_to_fs(str(path))
     return fs, place
 

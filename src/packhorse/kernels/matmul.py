@@ -95,7 +95,8 @@ def shift_tokens(tile):
 
 @triton.jit
 def scale_rows(total, first, BITS: tl.constexpr):
-    """Scales sums over elements of the window to those of the row, with its first exponent."""
+    """Scales sums over window elements to sums over the row's elements, by the row's first
+    exponent."""
     shift = first.to(tl.int32) - window_bias(BITS)
     if BITS == 12:
         shift -= _TOKEN_SHIFT
@@ -156,7 +157,8 @@ def _add_exceptions(
 
 @triton.jit
 def _rows_of(first_row, n_rows, BLOCK_ROWS: tl.constexpr):
-    """Rows of a tile. Rows beyond the last are computed like the last one, and not stored."""
+    """Rows of a tile. Rows beyond the last are computed as copies of the last row, and not
+    stored."""
     rows = first_row + tl.arange(0, BLOCK_ROWS)
     return tl.minimum(rows, n_rows - 1).to(tl.int64)[None, :, None]
 
@@ -315,11 +317,11 @@ def default_config(
     n_processors: int = 132,
     shared_nbytes: int = MIN_SHARED_NBYTES,
 ) -> MatmulConfig:
-    """A sensible division where nothing was measured.
+    """A sensible division for products that were not measured.
 
-    Every multiprocessor gets some warps, by smaller blocks of rows first and by splits then. There
-    are as many stages as fit in memory; if two do not fit, the block of tokens gets smaller. The
-    order of sums depends only on the matrix and the GPU, not on the tokens.
+    Every multiprocessor gets some warps: first blocks of rows are made smaller, then splits are
+    added. There are as many stages as fit in memory; if two do not fit, the block of tokens is made
+    smaller. The order of sums depends only on the matrix and the GPU, not on the tokens.
 
     Args:
         n_rows: rows of the weight.
@@ -338,8 +340,8 @@ def default_config(
     n_splits = 1
     while n_blocks * n_splits * 2 <= n_processors * 2 and n_turns >= 4 * n_splits:
         n_splits *= 2
-    # With many tokens, which every program reads again, a program gets more rows, as long as there
-    # are programs for all multiprocessors. Fewer stages save registers and shared memory.
+    # Every program reads all tokens again. So with many tokens, a program gets more rows, as long
+    # as there are programs for all multiprocessors. Fewer stages save registers and shared memory.
     block_rows, n_tiles, n_stages = {8: (32, 1, 4), 16: (64, 2, 3), 32: (32, 3, 3)}[block_tokens]
     if format is not W12:
         block_rows, n_tiles, n_stages = 32, 1, 3

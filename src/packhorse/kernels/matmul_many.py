@@ -1,16 +1,17 @@
 """Products of many tokens with a packed weight of format W12, which is decoded in registers on its
-way to the tensor cores. They are for so many tokens that `matmul` would read the weight again.
+way to the tensor cores. They are for numbers of tokens with which `matmul` would read the weight
+more than once.
 
 A program owns a block of rows and a block of tokens, and all its warps work on the same columns, as
-in a product of plain matrices. On Hopper, the tensor cores expect an element of the weight in
-another thread than the one that loads and decodes it, within groups of 16 columns. A sum does not
-depend on the order of columns. So the elements stay where they are, and an earlier kernel
+in a product of plain matrices. On Hopper, the tensor cores do not expect an element of the weight
+in the thread that loads and decodes it, but in another one, within groups of 16 columns. A sum does
+not depend on the order of columns. So the elements stay where they are, and an earlier kernel
 (`arrange_tokens_kernel`) puts the tokens into the same order once. Then tokens go from memory to
 the tensor cores without passing through registers, both halves of the columns are one product, and
 that product runs while the next elements are decoded.
 
-Exceptions of a block of rows follow each other in memory. They are a small matrix of their own,
-with a column for each exception; its product with the gathered columns of the tokens is added.
+Exceptions of a block of rows are adjacent in memory. They form a small matrix, with a column for
+each exception; its product with the gathered columns of the tokens is added.
 """
 
 from dataclasses import dataclass, replace
@@ -220,7 +221,7 @@ def multiply_many_kernel(
             w_tile = widen(w_tile, True)
         if not REORDER:
             x_tile = shift_tokens(x_tile)
-        # One product a turn: the tensor cores compute it while the next elements are decoded.
+        # One product in each turn: the tensor cores compute it while the next elements are decoded.
         total = tl.dot(w_tile, x_tile, total)
         low += BLOCK_STEPS
         high += BLOCK_STEPS
@@ -253,7 +254,7 @@ def default_many_config(
     n_processors: int = 132,
     shared_nbytes: int = MIN_SHARED_NBYTES,
 ) -> ManyConfig:
-    """A sensible division where nothing was measured.
+    """A sensible division for products that were not measured.
 
     Args:
         n_rows: rows of the weight.

@@ -1,6 +1,6 @@
 """The columns of a plan's tables as kernels read them: constants of `layout.py` that Triton knows.
 
-A kernel may use a global variable only if it is a `constexpr`, and no member of an enum.
+A kernel may use a global variable only if it is a `constexpr`; it cannot use members of an enum.
 """
 
 import triton.language as tl

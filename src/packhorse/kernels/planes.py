@@ -1,8 +1,8 @@
 """Merges planes of bytes into units on the GPU (docs/format.md, sections 4, 5 and 6.1).
 
 A byte comes from the payload, from scratch memory that other kernels have filled, or is constant.
-If rANS states carry the end of a stored plane, that lies in scratch memory, too. Raw bits are put
-back here. Every unit is independent of all others.
+If rANS states carry the end of a stored plane, these bytes are in scratch memory, too. Raw bits are
+added here. Every unit is independent of all others.
 """
 
 import torch

@@ -7,10 +7,10 @@ unit `4 * (l mod q) + l div q`. So thread `t` of a warp has the lanes `t`, `q + 
 The word that a lane takes follows from the number of lanes before it that need one. The set of
 lanes that need one is a sum of different bits over the warp, which is one instruction on the GPU;
 its ones are then counted. A scan of five dependent shuffles would take longer. Tables of 32 or 64
-buckets lie in registers, one or two entries a thread; `tl.gather` is then a shuffle.
+buckets are kept in registers, one or two entries in each thread; `tl.gather` is then a shuffle.
 
 States and tables come from the core's planner (csrc/tensor/plan.hpp), which has checked everything
-that could lead a kernel out of its memory. Kernels never read words beyond the last one. A second
+that could make a kernel access other memory. Kernels never read words beyond the last one. A second
 kernel replaces the marks that escapes leave.
 """
 

@@ -1,11 +1,12 @@
-"""Packed weights to BF16 (docs/format.md, section 12), and the steps that products share.
+"""Decodes packed weights to BF16 (docs/format.md, section 12), and has the steps that products
+share.
 
 A tile of low bytes and a tile of high bits become a tile of BF16 elements in registers, without
 tables or branches: the low byte of an element needs no work, the upper bytes of four elements take
 two shifts or masks, and two byte permutes interleave them. The results have the code in place of
 the exponent (`W12`), or 112 + code (`W11`, whose code 0 must not become a subnormal). An exact
-multiplication with a power of two then gives the row's true exponents. A product does that once for
-a row; decoding does it for each element.
+multiplication with a power of two then gives the row's true exponents. A product does this
+multiplication once for a row; decoding does it for each element.
 """
 
 from typing import NamedTuple

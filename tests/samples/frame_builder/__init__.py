@@ -1,9 +1,10 @@
 """A slow encoder that builds any legal frame by hand, and any illegal one.
 
-A test states how each plane is to be coded; nothing is chosen for it. No code is shared with the
-package's encoder nor with `packhorse.reference`: there are only docs/format.md and the constants of
-`packhorse.layout`. An `edit` hook changes a stream before lengths and checksums are made, so that a
-lie survives every CRC; `lie` and `patch` change a finished frame and seal it again, or not.
+A test states how each plane is coded; the builder chooses nothing. It shares no code with the
+package's encoder or with `packhorse.reference`: it is based only on docs/format.md and the
+constants of `packhorse.layout`. An `edit` hook changes a stream before lengths and checksums are
+made, so that every CRC is right although the stream lies. `lie` and `patch` change a finished
+frame, and can seal it again.
 """
 
 from frame_builder.codings import (

@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Around:
-    """What a stream depends on beside its plane."""
+    """The things that a stream depends on besides its plane."""
 
     item_nbytes: int = 1
     carried: bytes = b""  # the bytes it is to carry
@@ -47,7 +47,7 @@ class Coding:
         raise NotImplementedError
 
     def yields(self, plane: bytes, around: Around) -> bytes:
-        """What a decoder gets from the stream before it adds a prediction."""
+        """The bytes that a decoder gets from the stream before it adds a prediction."""
         return plane
 
 
@@ -133,7 +133,7 @@ class Rans(Coding):
     """Attributes:
     lanes_log: log2 of the lanes.
     mapped: the symbols with codes of their own; None for all that occur.
-    escape_frequency: None for 0 where no escape is needed, else about what is.
+    escape_frequency: None to choose it: 0 without escapes, else about their number.
     frequencies: of the mapped symbols and the escape; None for about the counts.
     first_state: what every lane starts from (and a decoder ends in), without its carried bytes.
     raw_bits, raw_mask: section 6.1; a mask of None leaves out what is zero.

@@ -63,7 +63,7 @@ class Delta(Coding):
     shifts: of class after class; those that are missing are 0.
     mapped, escape_frequency, frequencies, margin: as in Rans, for the tokens of every class.
     first_state: what every lane starts from.
-    always_full: token 63 wherever no direct one will do.
+    always_full: use token 63 for every difference without a direct token.
     turns: how many times 2^w is added to each difference; a decoder must not notice.
     edit_extra: gets the extra bits as 0s and 1s, and returns those to write instead.
     edit_escapes: gets the escapes, and returns those to write instead.
@@ -131,7 +131,7 @@ class Delta(Coding):
 
 
 def keys(base: bytes, row: DType) -> Sequence[int]:
-    """What the classes of the base's units follow from."""
+    """The keys of the base's units, which decide the classes."""
     if Split.FLOAT in row.splits:
         return split_planes(base, row, Split.FLOAT)[0]
     return [max(b, ~b).bit_length() for b in integers(base, row, signed=True)]

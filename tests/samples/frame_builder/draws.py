@@ -1,4 +1,4 @@
-"""Random frames with a base: what the encoder makes, and far more of what it never would."""
+"""Random frames with a base: some that the encoder could make, and many that it never would."""
 
 import random
 import struct
@@ -16,7 +16,7 @@ N_UNITS = (0, 1, 2, 30, 63, 64, 65, 100, 128, 200)
 
 
 def odd_floats(rng: random.Random, n: int) -> bytes:
-    """F32: NaNs, infinities, subnormals of all three dtypes, ties, and what is next to them."""
+    """F32: NaNs, infinities, subnormals of all three dtypes, ties, and their neighbours."""
     exponents = (0, 1, 101, 102, 103, 112, 113, 127, 141, 142, 143, 254, 255)
     low = (0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
     high = (0, 1, 0x3F, 0x40, 0x7E, 0x7F)
@@ -71,7 +71,7 @@ def _changed(rng: random.Random, data: bytes, size: int) -> bytes:
 
 
 def _draw_codings(rng: random.Random, row: DType, split: int, equal: bool) -> list[Coding]:
-    """Of one chunk."""
+    """The codings of one chunk."""
     if equal and rng.random() < 0.7:
         return [DeltaEqual()]
     if rng.random() < 0.8:

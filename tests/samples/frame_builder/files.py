@@ -39,8 +39,8 @@ def build_file(
     edit_text: Callable[[bytes], bytes] | None = None,
     edit_original: Callable[[bytes], bytes] | None = None,
 ) -> bytes:
-    """A packed file of ready frames; the hooks lie in the record, the header or their
-    texts. Its CRC is right unless the record has one already."""
+    """A packed file of ready frames; the hooks put lies into the record, the header or their texts.
+    The CRC is right unless the record has one already."""
     text = original[8 : 8 + struct.unpack_from("<Q", original)[0]]
     text = edit_original(text) if edit_original else text
     zipped = zstandard.ZstdCompressor(write_checksum=True).compress(text)

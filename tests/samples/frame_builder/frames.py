@@ -73,7 +73,7 @@ Edit = Callable[[int, int, bytes], bytes]
 
 @dataclass
 class BuiltFrame:
-    """A frame's bytes and where things lie in it."""
+    """A frame's bytes and the places of its parts."""
 
     data: bytearray
     header_nbytes: int
@@ -200,14 +200,14 @@ def build_frame(
         data: the tensor's bytes.
         dtype: safetensors' name.
         shape: one dimension if None.
-        codings: one for each plane, used in every chunk, or what gives them for a chunk's number;
-            mode delta stands alone.
+        codings: one for each plane, used in every chunk, or a function that gives them for a
+            chunk's number; mode delta is the only one of its chunk.
         split: section 4.
         chunk_log: log2 of the units of a chunk.
         level: the level byte.
         carry: let the rANS streams carry the end of the last stored plane, if it is long enough.
         side: side data; the predictions of all units follow from them.
-        base: what the chunks of mode delta differ from.
+        base: the base of chunks of mode delta.
         edit: gets chunk, plane and stream, and returns the stream to write instead.
 
     Returns:
@@ -262,7 +262,7 @@ def _assemble(
     base: Base | None,
     edit: Edit,
 ) -> BuiltFrame:
-    """The parts behind one another; of the fixed part only what is about the side data."""
+    """The parts joined; of the fixed part, only the fields about the side data."""
     stream, fixed, block = b"", bytes(56), b""
     if base:
         code = DTYPE_BY_NAME[base.dtype].code

@@ -1,7 +1,7 @@
 """Models of section 6.2, and the inverse of the rANS decoder.
 
-A model is fitted to symbols, or given number by number. Encoding lists who is served in which order
-and then walks the list backwards.
+A model is fitted to symbols, or given number by number. Encoding lists the lanes in the order in
+which the decoder serves them, and then walks the list backwards.
 """
 
 import math

@@ -1,6 +1,6 @@
 """One small frame for each mode, for the tests that damage them, and data to make more.
 
-Those of `DELTAS` have a base, which the frame that is built keeps.
+The samples of `DELTAS` have a base, which the built frame keeps.
 """
 
 import random
@@ -66,7 +66,7 @@ SMALL: dict[str, Callable[..., BuiltFrame]] = {
 
 
 def _near(data: bytes, unit_nbytes: int, seed: int = 0) -> bytes:
-    """Units at most a little away from those of `data`, but for a few that are far."""
+    """Units close to those of `data`, except for a few that are far away."""
     rng = random.Random(seed)
     units = [data[i : i + unit_nbytes] for i in range(0, len(data), unit_nbytes)]
     most = 1 << 8 * unit_nbytes
@@ -86,7 +86,7 @@ def _delta(dtype: str, *, split: int, n: int = 30, **given: object) -> Callable[
 
 
 def _of_f32(dtype: str) -> Callable[..., BuiltFrame]:
-    """Thirty values, and an F32 base that they were once near."""
+    """Thirty values, and an F32 base near them."""
     rng = random.Random(1)
     base = struct.pack("<30f", *[rng.gauss(0, 1) for _ in range(30)])
     data = _near(Base(base, "F32").units(dtype), 2)

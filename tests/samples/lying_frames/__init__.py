@@ -1,8 +1,8 @@
 """Frames that lie: each breaks one clause of docs/format.md, section 9.1, and no other before it.
 
-Every checksum is right unless the lie is about it, so that the check which a row names is the one
-that must catch it. The rows are for every decoder; the fragment is of the slow one's message. Each
-is to be decoded with its base, `Lie.base()`, which most do not have.
+Every checksum is right unless the lie is about it, so only the check that a row names can catch the
+lie. The rows are for every decoder; the fragment is part of the slow decoder's message. Each frame
+must be decoded with its base, `Lie.base()`; most frames have none.
 """
 
 from lying_frames import deltas, headers, streams

@@ -1,4 +1,4 @@
-"""Lies of frames with a base: the clauses B and E, and those of others that hold for mode delta."""
+"""Lies of frames with a base: the clauses B and E, and other clauses that apply to mode delta."""
 
 import struct
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def delta(edit: Edit | None = None, **kwargs: object) -> BuiltFrame:
 
 
 def of_base(name: str, dtype: int) -> BuiltFrame:
-    """Another dtype of the base."""
+    """Gives the base another dtype."""
     built = DELTAS[name]()
     return built.patch(built.base_offset + 16, bytes([dtype]))
 
@@ -167,7 +167,7 @@ def cut_behind_models(nbytes: int) -> Edit:
 
 
 def cut_in_escapes(chunk: int, plane: int, stream: bytes) -> bytes:
-    """Of a stream without raw bits."""
+    """Cuts a stream without raw bits in its escapes."""
     extra_nbytes = int.from_bytes(stream[4:8], "little")
     return stream[: models_end(stream) + (4 << stream[0]) + extra_nbytes + 1]
 

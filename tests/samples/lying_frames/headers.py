@@ -1,4 +1,4 @@
-"""Lies of headers and of places: the clauses H, S1 to S7 and D."""
+"""Lies in headers and about places: the clauses H, S1 to S7 and D."""
 
 import frame_builder as fb
 from frame_builder import (
@@ -96,7 +96,7 @@ def with_side(side: Side, dtype: str = "BF16", split: int = 2, **kwargs: object)
 
 
 def too_many_rows() -> BuiltFrame:
-    """2^21 columns and a row, in a frame that is right but for them."""
+    """2^21 columns and a row, in a frame that is right otherwise."""
     n, side = 1 << 21, Side(b"", b"", coding=Raw(Mode.PALETTE, b"?"))
     kwargs = {"split": 2, "codings": [Constant()], "chunk_log": 21, "side": side}
     return build_frame(bytes(n), "F8_E4M3", (1, n), **kwargs)

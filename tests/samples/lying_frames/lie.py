@@ -1,4 +1,4 @@
-"""What a lie is, the list of all of them, and edits of streams."""
+"""The definition of a lie, the list of all lies, and edits of streams."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Lie:
     Attributes:
         clause: the number of the clause that it breaks.
         build: makes the frame.
-        fragment: what the slow decoder says.
+        fragment: a part of the slow decoder's message.
         max_nbytes: the caller's limit.
     """
 
@@ -31,7 +31,7 @@ class Lie:
         return bytes(self.build())
 
     def base(self) -> bytes | None:
-        """What the frame is to be decoded with."""
+        """The base with which the frame must be decoded."""
         built = self.build()
         return built.base if isinstance(built, BuiltFrame) else None
 

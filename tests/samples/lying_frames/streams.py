@@ -1,4 +1,5 @@
-"""Lies inside streams: the clauses P, M, R, K, S8 and Z, and what only decoding shows of D."""
+"""Lies inside streams: the clauses P, M, R, K, S8 and Z, and the cases of D that only decoding
+shows."""
 
 import frame_builder as fb
 import zstandard
@@ -184,7 +185,7 @@ def prediction(edit: Edit | None = None) -> BuiltFrame:
 
 
 def stream_of(built: BuiltFrame, plane: int) -> Coding:
-    """A classed stream as it stands in a good frame, to be put where it is not allowed."""
+    """A classed stream of a good frame, to be put where it is not allowed."""
     offset, nbytes = built.streams[0, plane]
     return Raw(Mode.CLASSED_RANS, bytes(built.data[offset : offset + nbytes]))
 
@@ -270,7 +271,7 @@ for name, (clause, build, fragment) in CLASSED_LIES.items():
 
 
 def used_side(coding: Coding, edit: Edit | None = None) -> BuiltFrame:
-    """The side data are of this coding, and plane 0 uses them."""
+    """A frame whose side data have this coding, and whose plane 0 uses them."""
     return SMALL["prediction"](side=fb.side_of(5, 6, coding=coding), edit=edit)
 
 

@@ -94,7 +94,7 @@ class PackhorseCallback(TrainerCallback):  # type: ignore[misc]
 
     def checkpoint(self, name: str | None = None) -> str | None:
         """Write a snapshot as a folder for `trainer.train(resume_from_checkpoint=...)`. The
-        callback removes the folder after the first step.
+        callback removes the folder after the first step of training.
 
         Args:
             name: of the snapshot; None for the newest.
@@ -121,11 +121,12 @@ class PackhorseCallback(TrainerCallback):  # type: ignore[misc]
             self._drop_folder()
             raise
 
-    # The Trainer calls these methods. A snapshot that is due is taken after the step was logged and
-    # evaluated, because both change the Trainer's state: at once, at the log, or at the next event.
+    # The Trainer calls these methods. A snapshot that is due is taken only after the step was
+    # logged and evaluated, because both change the Trainer's state. So it is taken at once, at the
+    # log, or at the next event.
 
     def on_init_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Note where the Trainer's output goes."""
+        """Remember the folder of the Trainer's output."""
         self._output = args.output_dir
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
@@ -310,7 +311,7 @@ def _newest(store: SnapshotStore) -> str | None:
 
 
 def _state_of(state: Any, rng: Sequence[dict[str, Any]], parts: dict[str, Any]) -> dict[str, Any]:
-    """All that determines how training continues."""
+    """Everything that determines how training continues."""
     # The Trainer's state is kept as a tensor of text: it has a line for each log so far, which a
     # manifest would keep uncompressed.
     text = json.dumps(asdict(state), indent=2, sort_keys=True) + "\n"

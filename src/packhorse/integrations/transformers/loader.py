@@ -1,5 +1,5 @@
-"""Loads language models from folders of `packhorse pack`, plain or with weights that stay
-packed."""
+"""Loads language models from folders that `packhorse pack` has written, as plain models or with
+weights that stay packed."""
 
 from __future__ import annotations
 

@@ -131,14 +131,14 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], *args: Any, **others: Any) -> Any:
-        """A config from the dict of a config.json, which has the format under `fmt`."""
+        """A config from the dict of a config.json, in which the key of the format is `fmt`."""
         options = dict(config_dict)
         if "format" not in options and _STORED_FORMAT in options:
             options["format"] = options.pop(_STORED_FORMAT)
         return super().from_dict(options, *args, **others)
 
     def to_dict(self) -> dict[str, Any]:
-        """What stands in a config.json, with the format under `fmt`."""
+        """The dict for a config.json, in which the key of the format is `fmt`."""
         return {_STORED_FORMAT if k == "format" else k: v for k, v in super().to_dict().items()}
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -160,7 +160,7 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
     """Does the packing when transformers loads, saves and unpacks a model; `model.hf_quantizer`.
 
     Attributes:
-        report: what is packed, what is not, and why; None before the model is loaded.
+        report: the packed and the plain weights, with reasons; None before the model is loaded.
     """
 
     requires_calibration = False
@@ -169,14 +169,14 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
         """transformers makes it."""
         super().__init__(quantization_config, **options)
         self.report: PackReport | None = None
-        self._wanted: dict[str, bool] = {}  # by name: whether a layer multiplies with it
+        self._wanted: dict[str, bool] = {}  # by parameter name: whether a layer multiplies
         self._reasons: dict[str, str] = {}
         self._failure: Exception | None = None
 
     # Before loading.
 
     def validate_environment(self, *args: Any, device_map: Any = None, **others: Any) -> None:
-        """Refuse early what would fail only after all weights are read.
+        """Raises early the errors that would otherwise occur only after all weights are read.
 
         Raises:
             MissingBackendError: `for_tokens` is given, but Triton is not installed.
@@ -263,7 +263,7 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
         """A packed weight from the arrays of a checkpoint, which are checked."""
         expected = model.get_parameter(name)
         try:
-            if not self.pre_quantized:  # transformers takes the arrays for plain numbers
+            if not self.pre_quantized:  # transformers treats the arrays as plain numbers
                 raise CompatibilityError(
                     f"{name}: is packed in this folder, but its config.json does not say so: add "
                     f'"quantization_config": {{"quant_method": "{METHOD}"}} there'
@@ -275,8 +275,8 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
             return torch.empty_like(expected, device="cpu", requires_grad=False)
 
     def note_failure(self, error: Exception) -> None:
-        """Keep the first error until the model is loaded. If it were raised before, transformers
-        would log it and go on with random numbers."""
+        """Keep the first error until the model is loaded. If it were raised earlier, transformers
+        would log it and continue with random numbers."""
         self._failure = self._failure or error
 
     def _process_model_after_weight_loading(self, model: Any, **others: Any) -> Any:
@@ -296,7 +296,7 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
         plain = [each for each in model.parameters() if not isinstance(each, PackedWeight)]
         names = [n for n, each in model.named_parameters() if isinstance(each, PackedWeight)]
         unpack_model_(model)
-        # `from_pretrained` leaves weights trainable; but a partly frozen model stays so.
+        # `from_pretrained` leaves weights trainable, but a partly frozen model stays partly frozen.
         if all(parameter.requires_grad for parameter in plain):
             for name in names:
                 model.get_parameter(name).requires_grad_(True)
@@ -320,7 +320,8 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _refuse_doubles(files: Iterable[str]) -> None:
-    """Refuses files with two forms of a weight: transformers would silently take the last one.
+    """Refuses files with two forms of a weight, because transformers would silently use the last
+    one.
 
     Raises:
         CorruptionError: a weight is both packed and plain.
@@ -424,7 +425,8 @@ def _would_convert(conversion: Any, names: list[str]) -> bool:
 
 
 class _Operation(ConversionOps):  # type: ignore[misc]
-    """A conversion of the quantizer. Copies are the same object, and so keep the quantizer."""
+    """A conversion of the quantizer. Copying it returns the same object, so that it keeps the
+    quantizer."""
 
     def __init__(self, quantizer: PackhorseQuantizer) -> None:
         self.hf_quantizer = quantizer  # because of this name, transformers leaves dtypes alone
@@ -446,7 +448,7 @@ class _Pack(_Operation):
 
 
 class _Join(_Operation):
-    """Makes packed weights of their arrays."""
+    """Makes packed weights from their arrays."""
 
     def convert(
         self, input_dict: dict[str, Any], *, model: Any, full_layer_name: str, **others: Any
