@@ -310,8 +310,8 @@ def _process(case: Case, place: Place) -> None:
     ended = child.wait(_LIMIT_S)
     place.kill()
     err = ended.err
-    if "Traceback" in err and f"{os.sep}packhorse{os.sep}" not in err:
-        return  # Python was still starting, and had not imported the package
+    if "Traceback" in err and f'{os.sep}start.py", line' not in err:
+        return  # Python was still starting or importing the package: `main` had not begun
     claim(len(err.splitlines()) <= 1, f"after {case['seconds']:.3f} s: {ended.last_line}", err)
     _check_end(ended, case)
     if output.exists():
