@@ -52,7 +52,7 @@ PACKHORSE_INLINE std::size_t count_above(const uint8_t* keys, std::size_t n, uin
     return count;
 }
 
-// The most rounds after which no byte of a register, which counts up to one a round, overflows.
+// The most rounds that a byte counter, which adds up to one a round, takes without overflow.
 constexpr std::size_t kCountRounds = 255;
 
 // Finds the next unit of each of kClasses classes while units move one by one. One number holds,

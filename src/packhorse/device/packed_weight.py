@@ -189,8 +189,8 @@ class PackedWeight(Tensor):
         return found.view(*rows.shape, held.n_columns)
 
     def prepare_gather(self) -> None:
-        """Finds how many exceptions the row with the most has, so that `gather_rows` need not allow
-        for the worst case. This reads from the device, so it is done when weights of embeddings are
+        """Finds the largest number of exceptions in a row, so that `gather_rows` need not allow for
+        the worst case. This reads from the device, so it is done when weights of embeddings are
         packed or loaded."""
         held = self._held
         if self.device.type != "meta":

@@ -70,7 +70,7 @@ def decode_frame(
         name: the tensor's name, for messages.
         check: compare each chunk's CRC32C before the upload, and wait for the kernels to report bad
             streams. Without it, the call does not wait, and a damaged payload may decode to wrong
-            data, but can never make a kernel access foreign memory.
+            data, but never makes a kernel access memory outside of its buffers.
 
     Returns:
         The tensor, of the frame's dtype and shape.
@@ -119,7 +119,7 @@ def run_plan(
 
     Args:
         payload: u8, the bytes from which the plan was made; only read. Other bytes of the same
-            length give wrong units, but never make a kernel access other memory.
+            length give wrong units, but never make a kernel access memory outside of its buffers.
         plan: the plan of the payload.
         arrays: those of the plan (`ChunkPlan.arrays`), on the device.
         scratch: u8, at least `plan.scratch_nbytes`, aligned to 4 bytes; overwritten.
