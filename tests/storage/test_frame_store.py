@@ -188,6 +188,25 @@ def test_copies_build_upon_masters_and_masters_leave_room(store: FrameStore, str
         assert decoded(store, ref) == rounded(floats(step)).tobytes()
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("has_base", [True, False])
+def test_a_master_that_equals_the_end_of_a_long_chain(
+    store: FrameStore, strict: bool, has_base: bool
+) -> None:
+    made = options(max_chain=2, max_deltas=2, is_strict=strict)
+    refs: list[FrameRef] = []
+    for step in range(2):
+        refs += add(store, [item("x", floats(step), base=refs[-1] if refs else None)], made)
+    last = item("x", floats(2), base=refs[-1])
+    master = item("m", floats(2), base=refs[0] if has_base else None)
+    copy = item("c", rounded(floats(2)), "BF16", master=1)
+    end, same, ref = add(store, [last, master, copy], made)
+    assert end.n_deltas == 2
+    assert same == end
+    assert ref.base is None
+    assert decoded(store, ref) == rounded(floats(2)).tobytes()
+
+
 def test_only_whole_frames_where_only_those_will_do(store: FrameStore) -> None:
     (base,) = add(store, [item("x", floats(0))])
     (ref,) = add(store, [item("x", floats(1), base=base, is_whole=True)])

@@ -121,6 +121,10 @@ class FramePacker:
                 )
             if content not in self.new:
                 base = job.base if job.master is None else known[contents[job.master]]
+                if base is not None and base.n_deltas >= self._options.max_deltas:
+                    # The master turned out to equal a tensor at the end of a long chain.
+                    whole = job._replace(base=None, master=None)
+                    frame = self._frame(items, [whole], {}, 0, self._options.threads)
                 base = base if frame.base_hash else None
                 new = NewFrame(frame.buffer(), content, base, spec.name)
                 (self.new[content],) = batch.put([new])
