@@ -256,7 +256,7 @@ SENTENCES = {
     "MAX_PALETTE_RAW_BITS": r"`raw_bits` is at most {} for a palette",
     "MAX_RANS_RAW_BITS": r"\(then every symbol is 0\) and at most {} otherwise",
     "PROB_BITS": r"\| 1 \| 1 \| `prob_bits`: {}, otherwise",
-    "PROB_SUM": r"Their sum is {};",
+    "PROB_SUM": r"The sum of the frequencies is {};",
     "NARROW_BUCKETS": r"`B` = {0} if `n_codes <= {0}`",
     "WIDE_BUCKETS": r"If `n_codes <= {0}`, the \*alias layout\*: .* and {0} otherwise",
     "MAX_CODE_BITS": r"`code_bits`: 0 to {};",

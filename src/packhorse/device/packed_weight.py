@@ -29,7 +29,7 @@ from packhorse.device.packed_arrays import check_arrays, empty_arrays, pack_arra
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WEIGHT_FORMATS, WeightFormat
 
-__all__ = ["PackedWeight", "is_transformed", "obey_autocast"]
+__all__ = ["PackedWeight", "is_transformed", "obey_autocast", "rebuild_weight"]
 
 _aten = torch.ops.aten
 _NO_ADDRESS = 1 << 63  # neither the host nor a GPU has memory at such addresses
