@@ -1,7 +1,7 @@
 """Packhorse packs tensors without loss, so that fewer bytes travel on every hop.
 
-Importing this package starts no thread, probes no device and does not import PyTorch. NumPy and
-the C++ core are imported with the first name that needs them. Each framework has a module of its
+Importing this package starts no thread, probes no device and does not import PyTorch. NumPy and the
+C++ core are imported when a name that needs them is first used. Each framework has a module of its
 own, `packhorse.numpy` and `packhorse.torch`, with the same verbs.
 """
 

@@ -9,7 +9,7 @@ from packhorse.layout import Level
 __all__ = ["resolve_level", "resolve_threads"]
 
 _MAX_DEFAULT_THREADS = 8
-# More do not help, and memory for all is allocated before it is known how many can start.
+# More threads do not help, and memory for all of them is allocated before any has started.
 _MAX_THREADS = 1024
 _LEVELS = dict(Level.__members__)  # by name
 
@@ -34,8 +34,8 @@ def resolve_threads(threads: int | None) -> int:
     """The number of threads to use.
 
     Args:
-        threads: the number that the caller asks for; more than 1024 count as 1024. None for one
-            thread per core that this process may use, at most 8.
+        threads: the number that the caller asks for; a number above 1024 counts as
+            1024. None for one thread per core that this process may use, at most 8.
 
     Raises:
         ValueError: the number is below 1.

@@ -4,7 +4,7 @@
     ├── CorruptionError          the bytes break a rule of docs/format.md
     │   └── TruncationError      ... because some are missing at the end
     ├── CompatibilityError       perhaps valid, but of a version or kind this release cannot read
-    ├── BaseMismatchError        a delta frame was given a base other than its own
+    ├── BaseMismatchError        a delta frame was given no base, or the wrong one
     ├── ChangedError             a tensor, base or file was written to while it was used
     └── MissingBackendError      an optional package or a CPU feature is missing
 
@@ -46,7 +46,7 @@ class CompatibilityError(PackhorseError):
 
 
 class BaseMismatchError(PackhorseError):
-    """A delta frame names its base by content hash, and no base or another one was given."""
+    """A delta frame was given no base, or a base without the content hash that the frame names."""
 
 
 class ChangedError(PackhorseError, RuntimeError):
@@ -74,7 +74,7 @@ def blaming(culprit: str, kinds: tuple[type[Exception], ...] = _OF_DATA) -> Iter
         Nothing; the block runs.
 
     Raises:
-        Exception: the block's error; one of `kinds` is raised anew, with the name in its message.
+        Exception: the block's error; one of `kinds` is raised again with the name in its message.
 
     Example:
         >>> from packhorse.errors import CorruptionError, blaming

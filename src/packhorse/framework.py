@@ -24,7 +24,7 @@ __all__ = [
     "to_array",
 ]
 
-# Takes frames, a device and `threads=`; returns a tensor or None for each frame, as
+# Takes frames, a device and `threads=`; returns a tensor or None for each frame, like
 # `Framework.decode_on`.
 FrameDecoder: TypeAlias = Callable[..., list[Any]]
 
@@ -34,8 +34,8 @@ _load_decoder: Callable[[], FrameDecoder] | None = None
 
 
 class Framework(Protocol):
-    """What a hop does with tensors of NumPy or PyTorch. numpy.py and torch_framework.py have one
-    object each that implements it."""
+    """The operations that hops need on tensors of NumPy or PyTorch. numpy.py and torch_framework.py
+    each have one object that implements them."""
 
     name: str
 
@@ -69,12 +69,12 @@ class Framework(Protocol):
         """
 
     def head(self, tensor: Any, n: int) -> ByteArray:
-        """The bytes of the first `n` elements in C order, or of all if there are fewer; of a
-        tensor that `readable` accepts."""
+        """The bytes of the first `n` elements in C order, or of all elements if there are
+        fewer. The tensor must be one that `readable` accepts."""
 
     def identity(self, tensor: Any) -> object:
         """A key that is equal for two tensors if they are the same elements of the same memory.
-        It is valid as long as the tensors live."""
+        The key is valid as long as the tensors live."""
 
     def assign(self, target: Any, source: Any) -> None:
         """Copy the elements of `source` to `target`, which has the same dtype and shape, and any
@@ -85,15 +85,15 @@ class Framework(Protocol):
         """
 
     def memory(self, tensor: Any) -> ByteArray | None:
-        """The bytes of a tensor to write to, if they lie in host memory in C order; otherwise
-        None, and the caller needs `assign`."""
+        """A tensor's bytes, for writing, if they lie in host memory in C order. Otherwise None, and
+        the caller must use `assign`."""
 
     def mark_written(self, tensor: Any) -> None:
         """Tell the framework that a tensor's bytes, from `writable` or `memory`, were written."""
 
     def span(self, tensor: Any) -> tuple[int, int] | None:
         """The address of a tensor's first byte, and the address after its last byte. None for an
-        empty tensor, one outside of host memory, and one of another framework."""
+        empty tensor, one outside host memory, and one of another framework."""
 
     def decodes_on(self, device: Any) -> bool:
         """Whether `decode_on` may decode frames on a device."""
@@ -160,8 +160,8 @@ def resolve_framework(name: str) -> Framework:
 
 
 def framework_of(value: object) -> Framework | None:
-    """The framework that a tensor belongs to; None for any other object. Only the tensor's own
-    framework is imported for this, which the caller has imported already."""
+    """The framework that a tensor belongs to; None for any other object. This imports
+    only the tensor's own framework, which the caller has already imported."""
     for kind in type(value).__mro__:
         name = _TENSOR_TYPES.get((kind.__module__, kind.__qualname__))
         if name is not None:

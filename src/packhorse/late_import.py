@@ -1,7 +1,7 @@
-"""Imports at first use, which a fork does not interrupt.
+"""Imports modules at first use, and makes a fork wait until such imports are done.
 
 If one thread imports a module while another thread forks, the module stays locked in the child
-forever, and the child hangs when it needs that module. So a fork waits until such imports are done.
+forever, and the child hangs when it needs that module.
 Imports do not wait for each other, because one may need a module that another thread is importing.
 """
 
@@ -41,7 +41,7 @@ def import_late(name: str) -> ModuleType:
         return module
     thread = threading.get_ident()
     with _changed:
-        # Not when this module is imported: importing does nothing.
+        # Registered here, because importing this module must do nothing.
         at_fork(before=_before_fork, in_parent=_changed.release, in_child=_in_child)
         _importing[thread] += 1
     try:

@@ -2,9 +2,8 @@
 
 No other module of the package writes a literal size, code or limit of the format. The C++ core has
 the same constants in `csrc/common/layout.hpp`. `tests/codecs/test_layout.py` compares the two, and
-checks that every field can hold its maximum. At the end are the
-numbers that the core and Python exchange in memory: what a decoder found wrong, and the rows of
-plans for GPUs.
+checks that every field can hold its maximum. At the end are the numbers that the core and Python
+exchange in memory: the faults that a decoder reports, and the rows of plans for GPUs.
 """
 
 import struct
@@ -118,13 +117,13 @@ MAX_BITS = 1 << 63  # a tensor has fewer, so every size in bytes fits an i64
 STREAM_NBYTES_BITS = 24
 STREAM_NBYTES_MASK = (1 << STREAM_NBYTES_BITS) - 1
 CHUNK_CRC = 0  # the first column of the chunk table
-FIRST_STREAM = 1  # the second; this and all behind it are descriptors of streams
+FIRST_STREAM = 1  # the second column; it and all later ones describe streams
 MAX_SIDE_NBYTES = 1 << 21  # bytes of side data, decoded: one for each row and each column
 
 # What this encoder writes (section 5 allows more). 256 KiB stay in L2 together with their output;
 # zstd needs a longer window.
 CHUNK_NBYTES = 1 << 18
-CLASSED_CHUNK_NBYTES = 1 << 20  # with classes, as a chunk then has more tables
+CLASSED_CHUNK_NBYTES = 1 << 20  # for chunks with classes, which have more tables
 ZSTD_CHUNK_NBYTES = 1 << 21
 
 # Section 6.1: symbols and raw bits.
@@ -134,7 +133,7 @@ MAX_PALETTE_RAW_BITS = 8  # then every symbol is 0
 # Section 6.2: models.
 PROB_BITS = 12
 PROB_SUM = 1 << PROB_BITS
-NARROW_BUCKETS = 32  # of the alias layout, for at most as many codes
+NARROW_BUCKETS = 32  # of the alias layout, if there are no more codes than this
 WIDE_BUCKETS = 64
 
 # Section 6.3: palettes.
@@ -145,7 +144,7 @@ PALETTE_HEADER_NBYTES = 24
 MIN_LANES_LOG = 2
 MAX_LANES_LOG = 7
 STATE_LOWER_BOUND = 1 << 16
-WORD_BITS = 16  # that a state takes at once
+WORD_BITS = 16  # of a word, which a state takes as a whole
 MODEL_OFFSET = 8
 
 # Section 6.5: classed rANS.
@@ -231,8 +230,8 @@ class WeightFormat:
         code_bits: bits of a code.
         n_slices: runs of consecutive columns that one vector of high bits serves.
         first_code: the lowest code that stands for an exponent.
-        min_first: least first exponent of a row.
-        max_first: greatest one; its last code still has a finite exponent.
+        min_first: the lowest first exponent that a row may have.
+        max_first: the highest one; the window's last code then still stands for a finite exponent.
     """
 
     name: str
@@ -321,11 +320,11 @@ DTYPE_BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 DTYPE_BY_CODE = {dtype.code: dtype for dtype in DTYPES}
 
 
-# What the core and Python exchange in memory, and no file holds.
+# Values that the core and Python exchange in memory. No file holds them.
 
 
 class Status(IntEnum):
-    """What a decoder found wrong; `codecs.base.STATUS_WORDS` has the words."""
+    """The faults that a decoder reports; `codecs.base.STATUS_WORDS` has the words."""
 
     OK = 0
     CHECKSUM = 1
@@ -354,8 +353,8 @@ class WeightFault(IntEnum):
     PADDING = 8
 
 
-# Plans for GPUs (csrc/tensor/plan.hpp): tables of i64, with so many columns each. The enums name
-# the columns; those that no enum names are not used. Offsets are bytes.
+# Plans for GPUs (csrc/tensor/plan.hpp): tables of i64, each with `PLAN_FIELDS` columns. The enums
+# name the columns; columns without a name are not used. Offsets are bytes.
 PLAN_FIELDS = 8
 
 
@@ -368,12 +367,12 @@ class PlaneSource(IntEnum):
 
 
 class PlaneField(IntEnum):
-    """A plane of a chunk: what units are merged from."""
+    """A plane of a chunk, from which units are merged."""
 
     SOURCE = 0  # a `PlaneSource`
     OFFSET = 1  # in the source; or the constant
     N_THERE = 2  # units in the source; rANS states carry the rest
-    CARRIED_AT = 3  # offset of these in the scratch memory
+    CARRIED_AT = 3  # offset of these carried units in the scratch memory
     RAW_BITS = 4
     RAW_MASK = 5
     RAW_AT = 6  # offset of the bit planes of raw bits in the payload
@@ -393,14 +392,14 @@ class StreamField(IntEnum):
 
     WORDS_AT = 0  # offset in the payload
     N_WORDS = 1
-    QUARTER = 2  # of the lanes
+    QUARTER = 2  # a quarter of the number of lanes
     N_UNITS = 3
     PLANE_AT = 4  # offset of the plane in the scratch memory
     CARRIED_AT = 5  # offset of the carried bytes there; -1 if nothing may be carried
 
 
 class EscapedField(IntEnum):
-    """A plane in the scratch memory that has marks in the place of escapes."""
+    """A plane in the scratch memory that has markers instead of escapes."""
 
     PLANE_AT = 0  # offset in the scratch memory
     N_UNITS = 1
@@ -410,7 +409,7 @@ class EscapedField(IntEnum):
     RAW_BITS = 5
 
 
-# An entry of an rANS table in a plan, u32: the frequency, below; then the rank of a slot less the
-# slot, modulo `PROB_SUM`; then the value.
+# An entry of an rANS table in a plan, u32: from the low bits up, the frequency; the rank of a slot
+# minus the slot, modulo `PROB_SUM`; and the value.
 ENTRY_RANK_SHIFT = PROB_BITS
 ENTRY_VALUE_SHIFT = 2 * PROB_BITS

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
-from numpy.ma import MaskedArray  # now, as NumPy would import it at first use: late_import.py
+from numpy.ma import MaskedArray  # now, because NumPy would import it late (late_import.py)
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import BaseLike

@@ -24,7 +24,7 @@ _Handler: TypeAlias = Callable[[], object]
 
 
 class _AtFork(NamedTuple):
-    """Handlers for a fork, as of `os.register_at_fork`."""
+    """Handlers for a fork, like those of `os.register_at_fork`."""
 
     before: _Handler | None
     in_parent: _Handler | None
@@ -45,7 +45,7 @@ def at_fork(
     """Run handlers at every fork from now on.
 
     Args:
-        before: runs before the fork, the handler that was registered last first.
+        before: runs before the fork; the handler that was registered last runs first.
         in_parent: runs after the fork in the parent, in the order of registration.
         in_child: runs after the fork in the child, in the order of registration.
     """
@@ -64,7 +64,7 @@ def at_exit(handler: _Handler) -> None:
     """Run a handler when the program ends; the handler that was registered last runs first.
 
     Args:
-        handler: runs after the program's threads have ended, unless they are daemons.
+        handler: runs after all threads of the program except daemon threads have ended.
     """
     with _lock:
         if handler in _at_exit:

@@ -35,10 +35,10 @@ _BATCH_NBYTES = 1 << 25
 def map_tensors(
     work: Callable[[int, int], _Result], sizes: Sequence[int], threads: int
 ) -> list[_Result]:
-    """Calls a function once for each tensor, and shares the threads out among or inside the calls.
+    """Calls a function once for each tensor, and divides the threads between or inside the calls.
 
-    All threads work together on a tensor that is so large that the others could not keep every
-    thread busy in the meantime. Each thread takes the others one by one, the largest first.
+    If a tensor is so large that the other tensors could not keep the other threads busy meanwhile,
+    all threads work on it together. Each other tensor is handled by one thread, the largest first.
 
     Args:
         work: takes the index of a tensor and the number of threads to use. The order of the calls
@@ -150,8 +150,8 @@ def in_order(
 
 
 def _submit(pool: ThreadPoolExecutor, work: Callable[[int], Any], i: int) -> Callable[[], Any]:
-    """A function that waits for work(i), or does it itself: no thread starts where the system
-    refuses one, or once the program's main thread has ended."""
+    """A function that waits for work(i). It does the work itself if no thread can start: because
+    the system refuses one, or because the program's main thread has ended."""
     try:
         return pool.submit(work, i).result
     except RuntimeError:

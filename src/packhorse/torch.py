@@ -288,15 +288,15 @@ def save(
     """Packs a state dict, in the manner of `torch.save`, without pickle.
 
     A flat dict of tensors by name becomes the file that `save_file` writes. For any other state,
-    and if tensors share memory, which is stored once, the file also records the structure for
-    `load`.
+    the file also records the structure, so that `load` can restore it. It does so too if tensors
+    share memory, which is stored once.
 
     Args:
         state: nested dicts, lists and tuples of tensors, NumPy arrays, strings, numbers, booleans
             and None, as `state_dict()` of modules, optimizers and schedulers returns.
         f: a path, where an existing file is replaced in one step, or a binary file that is open for
-            writing; None to get bytes. (Also the metadata, for callers of `safetensors.torch.save`,
-            which has it in this position.)
+            writing; None to get bytes. (A dict in this position is the metadata, as in
+            `safetensors.torch.save`.)
         metadata: strings to keep in the file.
         level: "fast", "default" or "max".
         threads: the number of threads; None for one per core, at most 8.
@@ -360,7 +360,7 @@ def load(
             (The file does not record devices, so functions and dicts would have nothing to map.)
         weights_only: exists for callers of `torch.load`; it has no effect, because loading never
             runs code.
-        mmap: likewise without effect; a file at a path is always mapped.
+        mmap: has no effect either; a file at a path is always mapped.
         threads: the number of threads; None for one per core, at most 8.
         max_nbytes: refuse a file whose tensors take more bytes in total, before any is decoded.
         base: what the file was packed against, if it has a base: a file, a folder, tensors by name,

@@ -174,7 +174,7 @@ class TorchFramework:
         Args:
             frames: the frames; their bytes are only read.
             device: where the tensors are created.
-            threads: the number of threads of the host, which check and plan.
+            threads: the number of host threads that check frames and plan their decoding.
 
         Returns:
             A tensor for each frame; None for a frame that kernels do not decode because of its
@@ -193,8 +193,8 @@ class TorchFramework:
 
 
 def _bytes_of(tensor: torch.Tensor) -> ByteArray:
-    # Not reshape(-1): it keeps the strides of a tensor of at most one element, and PyTorch calls
-    # that contiguous whatever they are.
+    # Not reshape(-1), which keeps the strides of a tensor of at most one element: PyTorch calls
+    # such a tensor contiguous, whatever its strides are.
     flat = tensor.as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy()
 

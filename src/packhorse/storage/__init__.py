@@ -1,3 +1,3 @@
-"""Local and remote file systems, output that is complete or absent, and careful JSON."""
+"""Local and remote file systems, output that is complete or absent, and strict JSON."""
 
 __all__: list[str] = []

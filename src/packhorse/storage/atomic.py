@@ -5,10 +5,10 @@ the destination in one step; then the folder is flushed. If the work ends before
 exception, Ctrl-C or a full disk), the temporary file is removed. A folder is treated in the same
 way: it is built under a temporary name, then renamed.
 
-Existing output is only replaced if the caller allows it, and the input never, even if it is reached
-by a link. This is checked before any work, and again in the last step, because another process may
-have written there in the meantime. A killed process can leave a `.packhorse-*.tmp` behind; nothing
-ever reads it, and it may be deleted.
+Existing output is replaced only if the caller allows it. The input is never replaced, even if the
+output's path leads to it by a link. This is checked before any work, and again in the last step,
+because another process may have written there in the meantime. A killed process can leave a
+`.packhorse-*.tmp` behind; nothing ever reads it, and it may be deleted.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def atomic_folder(destination: Path, replaceable: Iterable[Path] | None) -> Iter
             sync_folder(Path(folder))
         _commit_folder(temporary, destination, replaceable)
     except BaseException:
-        # Unless this is the old folder, which a failed swap did not put back.
+        # Not if this is the old folder, which a failed swap did not put back.
         if built is None or _identity(temporary) in (built, None):
             shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -251,8 +251,8 @@ def _commit_folder(temporary: Path, destination: Path, replaceable: Iterable[Pat
 
 
 def _swap(temporary: Path, destination: Path, replaceable: Iterable[Path]) -> None:
-    """Replace the folder `destination` by `temporary`. The old folder is put back if it has got a
-    path that may not be removed, or if anything fails."""
+    """Replace the folder `destination` by `temporary`. The old folder is put back if it has gained
+    a path that may not be removed, or if anything fails."""
     built, old = _identity(temporary), temporary_beside(destination)
     try:
         if exchange(temporary, destination):
@@ -315,13 +315,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def _mode(like: os.stat_result | None) -> int:
-    """The permissions to create a file with: private, if others are set when it is complete."""
+    """The permissions to create a file with: private if `like` sets others when it is complete."""
     return 0o666 if like is None else 0o600
 
 
 @contextmanager
 def _naming(destination: Path) -> Iterator[None]:
-    """Make errors of the system name the destination, instead of a temporary file or no file."""
+    """Make the system's errors name the destination instead of a temporary file or no file."""
     try:
         yield
     except OSError as error:
@@ -332,7 +332,7 @@ def _naming(destination: Path) -> Iterator[None]:
 
 @contextmanager
 def _renaming(temporary: Path, destination: Path) -> Iterator[None]:
-    """Make errors of the system name files by their final paths."""
+    """Make the system's errors name files by their final paths."""
     try:
         yield
     except OSError as error:

@@ -1,11 +1,11 @@
 """Limits how often a request to S3 is repeated before it counts as failed.
 
 By default, three layers repeat a read: botocore tries five times, with pauses of up to a quarter of
-a minute; s3fs does that five times; and when it reads a body, five times again. So it takes 125
-attempts and several minutes to report a server that closes every connection. Here, s3fs tries
-everything twice, which it must do for a body that is cut short and for its other special cases, and
-botocore tries four times. If S3 itself asks for a repetition (it is too busy, or has an internal
-error), that still goes on for some fifteen seconds.
+a minute; s3fs repeats that five times; and when s3fs reads a body, it repeats all of this five
+times. So it takes 125 attempts and several minutes to report a server that closes every connection.
+Here, s3fs tries everything twice, which it must do for a body that is cut short and for its other
+special cases, and botocore tries four times. If S3 itself asks for another attempt (because it is
+too busy, or has an internal error), attempts still continue for about fifteen seconds.
 
 Settings of the user are kept: the variables and the file of AWS, `config_kwargs`, a session, and
 `S3FileSystem.retries`.

@@ -56,7 +56,7 @@ def read_checksum(text: bytes, label: str) -> int:
         label: what messages call it.
 
     Raises:
-        CorruptionError: there is none, or it does not match.
+        CorruptionError: the checksum is missing or does not match.
     """
     match = _CRC.match(text)
     if match is None:
@@ -75,7 +75,7 @@ class Document:
     def __init__(self, text: bytes, label: str, offset: int = 0) -> None:
         """
         Args:
-            text: the JSON, whose checksum the caller has compared.
+            text: the JSON; the caller has verified its checksum.
             label: what messages call the document.
             offset: where the text begins in the file, for messages.
 
@@ -111,7 +111,7 @@ class Document:
             )
 
     def fail(self, words: str) -> CorruptionError:
-        """The error that says what is wrong."""
+        """An error with the name of the document and these words."""
         return CorruptionError(f"{self.label}: {words}")
 
     def get(self, key: str) -> Any:
@@ -147,7 +147,7 @@ class Document:
             raise self.fail(f"{where}: shape must be a list of at most {MAX_DIMS} sizes")
         sizes = tuple(self.integer(size, 0, MAX_BITS - 1, f"{where}: a size") for size in value)
         if math.prod(max(size, 1) for size in sizes) >= MAX_BITS:
-            raise self.fail(f"{where}: shape {shown(value)} holds more elements than any memory")
+            raise self.fail(f"{where}: shape {shown(value)} has more elements than any memory")
         return sizes
 
     def dtype(self, value: object, where: str) -> str:

@@ -1,7 +1,7 @@
 """The interface to a file system, for stores and checkpoints.
 
-Every object is complete or absent. After a loss of power, the effect of a call is there only if the
-effects of all earlier calls are. An existing object never changes; small objects can be replaced in
+Every object is complete or absent. If power is lost, the effect of a call survives only if the
+effects of all earlier calls do. An existing object never changes; small objects can be replaced in
 one step.
 
 Paths are relative, with parts joined by `/`. They may begin with `..`: a checkpoint names files of
@@ -67,8 +67,8 @@ class Object(Protocol):
         """
 
     def fill(self, parts: Sequence[tuple[ByteArray, int]]) -> None:
-        """Read the bytes of parts of sketches. A part is memory of a sketch, and its offset in the
-        object."""
+        """Read the bytes of parts of sketches. A part is a piece of a sketch's memory, with the
+        offset of its bytes in the object."""
 
 
 class Storage(Protocol):
@@ -81,7 +81,7 @@ class Storage(Protocol):
     is_local: bool
 
     def label(self, path: str = "") -> str:
-        """The name of an object in messages; no other object has the same."""
+        """The name of an object in messages; no two objects have the same name."""
 
     def make(self) -> None:
         """Create the folder, if the file system has folders."""
@@ -147,7 +147,8 @@ class Storage(Protocol):
         """Make sure that removals from a folder survive a loss of power."""
 
     def remove_temporary(self, folders: Iterable[str]) -> None:
-        """Remove the unfinished files of a killed writer; only the one writer may do this."""
+        """Remove the unfinished files of a killed writer; only the store's single writer may call
+        this."""
 
     def relative(self, other: Storage, path: str) -> str:
         """The path of an object of another storage, relative to this one.
@@ -158,10 +159,10 @@ class Storage(Protocol):
 
 
 def check_region(label: str, nbytes: int, offset: int, wanted: int) -> None:
-    """Refuse a region that is not inside of an object.
+    """Refuse a region that is not inside an object.
 
     Raises:
-        TruncationError: the region ends after the object.
+        TruncationError: the region ends after the object does.
     """
     if offset + wanted > nbytes:
         raise TruncationError(

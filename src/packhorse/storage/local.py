@@ -169,8 +169,8 @@ def _stamps(folder: str) -> dict[str, Stamp]:
 
 
 def _stamp_of(entry: os.DirEntry[str]) -> Stamp | None:
-    """The stamp of an entry, or None for a folder. A link that leads nowhere has its own stamp, so
-    that it is noticed."""
+    """The stamp of an entry, or None for a folder. A link that leads nowhere gets its own stamp,
+    so that it is noticed."""
     try:
         return None if entry.is_dir() else _stamp(entry.stat())
     except OSError:

@@ -1,8 +1,8 @@
 """Opens files for reading without ever waiting: only regular files are opened.
 
-Opening a pipe waits for a writer, and opening a device may start it. So the kind of file is checked
-before it is opened, and again when it is open, because a pipe may have replaced it in the meantime.
-The file is opened in a mode that never waits.
+Opening a pipe waits for a writer, and opening a device may start it. So the kind of a file is
+checked before the file is opened, and again when it is open, because a pipe may have replaced it in
+the meantime. The file is opened in a mode that never waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from io import BufferedReader
 
 __all__ = ["LOST", "kind_of", "naming", "open_regular"]
 
-# The message for a mapped file when `_core.FileMapper.has_lost`.
+# The message for a mapped file when `_core.FileMapper.has_lost` is true.
 LOST = "a part of it could not be read: it was cut short after it was opened, or its disk failed"
 
 _KINDS = (

@@ -5,8 +5,9 @@ last, and then uploaded in one call, which is atomic on an object store. Reading
 bytes. Listings are never taken from a cache, because another process may have written since.
 
 Each file system has its own exceptions for a network that is down, an unknown name and refused
-credentials. Here they all become `OSError` (`_reaching`), with the original as the cause: an
-exception that is not an error of Packhorse, of the caller or of the system comes from the server.
+credentials. `_reaching` turns all of these into `OSError`, with the original as the cause. It
+treats an exception as the server's unless it is an error of Packhorse, of the caller or of the
+system.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from packhorse.storage.local import LocalStorage
 
 __all__ = ["RemoteStorage", "open_remote"]
 
-_OF_EXTRA = ("s3", "s3a")  # protocols whose package the extra `remote` brings
+_OF_EXTRA = ("s3", "s3a")  # protocols whose package the extra `remote` installs
 # Protocols of object stores without folders: creating one would create a bucket.
 _WITHOUT_FOLDERS = frozenset(("s3", "s3a", "gs", "gcs"))
 _REMEDIES: dict[type, str] = {
     FileNotFoundError: "check the address",
     PermissionError: "check the credentials, and what they allow",
 }
-_READ_NBYTES = 1 << 23  # of a request; frames are often read in the order in which they are stored
+_READ_NBYTES = 1 << 23  # bytes per request; frames are often read in the order in which they lie
 # Ranges this close are fetched as one: a request costs more than the bytes between them.
 _JOIN_NBYTES = 1 << 18
 # The fields by which file systems show that the content of an object has changed.
@@ -68,7 +69,7 @@ def open_remote(url: str, options: dict[str, Any]) -> Storage:
             fs, root = core.url_to_fs(url, **options)
         except ImportError as error:
             raise MissingBackendError(f"{url}: {_missing(url, error)}") from error
-    if isinstance(fs, local.LocalFileSystem):  # fsspec's own would neither flush nor rename
+    if isinstance(fs, local.LocalFileSystem):  # fsspec's class neither flushes nor renames
         return LocalStorage(root)
     with _reaching(url):
         return RemoteStorage(with_few_attempts(fs), root, url)
@@ -218,7 +219,7 @@ class RemoteStorage:
             self._fs.pipe_file(self.at(path), data)
 
     def put_cache(self, path: str, data: bytes) -> None:
-        """As `put`: an object store answers when the object is stored."""
+        """Like `put`: an object store answers only when the object is stored."""
         self.put(path, data)
 
     def put_new(self, path: str, data: bytes) -> bool:
@@ -260,7 +261,7 @@ class RemoteStorage:
             self._fs.rmdir(self.at(path))
 
     def flush(self, folder: str) -> None:
-        """Nothing to do: an object store answers when an object is removed."""
+        """Nothing to do: an object store answers only when an object is removed."""
 
     def remove_temporary(self, folders: Iterable[str]) -> None:
         """Nothing to do: temporary files are not in the store."""

@@ -20,7 +20,7 @@ __all__ = ["exchange", "rename_new"]
 _HERE = -100  # AT_FDCWD: paths are relative to the working folder
 _NOREPLACE, _EXCHANGE = 1, 2
 # Errors if the C library, the system, the file system or a sandbox does not support the call or its
-# flags. If the reason is another, the fallback will report it.
+# flags. If the cause is something else, the fallback reports it.
 _UNKNOWN = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
 _NO_LINKS = (*_UNKNOWN, errno.EACCES, errno.EMLINK)
 

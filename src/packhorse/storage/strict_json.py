@@ -4,7 +4,7 @@ Headers and indexes must be one object. No key may occur twice, because readers 
 they use. NaN and Infinity are not JSON, and no number may be so large that it becomes infinite.
 Strings must be Unicode text, so escaped lone surrogates are refused. Every fault is a
 `CorruptionError`, with the byte offset if there is one. Messages shorten what they quote from a
-file, because a name in it may have a hundred million characters.
+file, because a name there may have a hundred million characters.
 """
 
 import json
@@ -32,8 +32,8 @@ _REPR.maxother = 40
 
 
 def has_capital_escape(text: bytes) -> bool:
-    """Whether the text has an escape with a capital digit, such as \\u001F. It means the same as
-    \\u001f, but JSON libraries write small digits, so a bit of the text has probably flipped."""
+    """Whether the text has an escape with an upper-case hex digit, such as \\u001F. It means the
+    same as \\u001f, but JSON libraries write lower case, so a bit of it has probably flipped."""
     return any(match[1] and match[1] != match[1].lower() for match in _ESCAPE.finditer(text))
 
 
