@@ -252,7 +252,7 @@ def test_the_base_is_not_written_over(tmp_path, pair, packed):
     base, model = (write_folder(tmp_path / name, checkpoints()[0], 2) for name in ("base", "model"))
     pack_folder(model, tmp_path / "packed", base=base)
     for output in (base, tmp_path):
-        with pytest.raises(ValueError, match="the base is inside of this output"):
+        with pytest.raises(ValueError, match="the base is inside this output"):
             unpack_folder(tmp_path / "packed", output, base=base, force=True)
     assert old.read_bytes() == before
 

@@ -191,9 +191,9 @@ def test_force_deletes_no_file_that_would_not_come_back(model, packed, tmp_path)
 def test_folders_may_not_overlap(model, packed, tmp_path):
     (tmp_path / "link").symlink_to(model)
     for output in (model, model / "inside", tmp_path, tmp_path / "link", tmp_path / "link" / "x"):
-        with pytest.raises(ValueError, match="must not be inside of each other"):
+        with pytest.raises(ValueError, match="must not contain each other"):
             pack_folder(model, output, force=True)
-    with pytest.raises(ValueError, match="must not be inside of each other"):
+    with pytest.raises(ValueError, match="must not contain each other"):
         unpack_folder(packed, packed, force=True)
     assert contents(model) == contents(make_model(tmp_path / "same"))
 

@@ -103,7 +103,7 @@ FAULTS = {
         0,
         10,
         b"\xff\xff\xff",
-        "plane 0: the frequencies are zero somewhere or do not",
+        "plane 0: a frequency is zero, or the frequencies do not",
     ),
     "a code": (1, 0, b"\x05", "chunk 1 of 3: plane 1: a field is outside of its range"),
     "escapes": (1, 4, b"\x01", "chunk 1 of 3: plane 1: a stream is longer or shorter than its own"),

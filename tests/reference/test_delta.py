@@ -305,7 +305,7 @@ def test_another_base_is_refused_by_name() -> None:
     ):
         with pytest.raises(BaseMismatchError) as caught:
             decode_frame(bytes(built), base=base)
-        assert f"60 bytes BF16 with content hash {wanted}, {words}" in str(caught.value)
+        assert f"60 bytes BF16 with content hash {wanted}, but {words}" in str(caught.value)
 
 
 def test_the_base_is_asked_for_before_a_chunk_is_looked_at() -> None:

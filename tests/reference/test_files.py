@@ -58,7 +58,7 @@ def test_tensors_are_restored_in_the_order_of_the_original_data() -> None:
 
 def test_the_limit_of_the_caller_names_the_tensor() -> None:
     assert decode_file(packed(), max_nbytes=60) == ORIGINAL
-    with pytest.raises(CorruptionError, match=r"'layer\.a'.*takes 60 bytes, the caller allows 59"):
+    with pytest.raises(CorruptionError, match=r"'layer\.a'.*takes 60 bytes; the caller allows 59"):
         decode_file(packed(), max_nbytes=59)
 
 
@@ -163,7 +163,7 @@ FILE_LIES = {  # clause of section 9.1, arguments of `packed`, what the message 
     "record is a list": (
         "F11",
         {"edit_header": swapped_metadata({"packhorse": "[]"})},
-        "is a list, an object",
+        "is a list, but must be an object",
     ),
     "version 0": ("F11", {"edit_record": record(version=0)}, "lacks version 1"),
     "version true": ("F11", {"edit_record": record(version=True)}, "lacks version 1"),

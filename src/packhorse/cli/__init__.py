@@ -1,16 +1,16 @@
 """The `packhorse` command: pack, unpack, inspect, verify, bench, tune, and snapshot with its verbs.
 
 `main` here runs the command line. The installed command begins in `start`, which handles Ctrl-C
-while the imports run. Until they are called, both import only the standard library, so that a
-missing extra can be reported in one line.
+while the imports run. Until their `main` is called, both modules import only the standard library,
+so that a missing extra can be reported in one line.
 
 The other modules: `app` declares the verbs, and `options` the options that several verbs have.
 `jobs` turns the paths of a command line into jobs, and `runs` does one job after the other.
-`actions` does the work, by the disk hop; `measure` and `tune` do that of `bench` and `tune`.
-`render` draws tables, bars and progress, `grid` fits tables to the terminal, `standard_streams`
-makes standard output and error safe to write to, and `help` names types in the help.
-`failures` holds the exit codes and words each error as one line. `snapshots` has modules of the
-same names for `packhorse snapshot`. Actions never draw, and `render` never opens a file.
+`actions` does the work through the disk hop; `measure` does the work of `bench`, and `tune` its
+own. `render` draws tables, bars and progress, `grid` fits tables to the terminal,
+`standard_streams` makes standard output and error safe to write to, and `help` names types in the
+help. `failures` holds the exit codes and words each error as one line. `snapshots` has modules of
+the same names for `packhorse snapshot`. Actions never draw, and `render` never opens a file.
 
 Results go to standard output; progress and errors go to standard error. Progress appears only on a
 terminal.

@@ -1,7 +1,7 @@
 """The verbs and their options, declared for typer, and how a run of the program ends.
 
 Every verb takes several sources, continues after one that fails, and returns the exit code of the
-first failure. Only here do exceptions become a line and an exit code, and with `--json` also a
+first failure. Exceptions become a line and an exit code only here, and with `--json` also a
 document. A signal raises an exception, so that unfinished output is removed before the run ends.
 """
 
@@ -119,7 +119,7 @@ def run(args: list[str] | None) -> int:
 def _ended(words: list[str], outcome: Outcome, json: bool) -> int:
     """Run a verb, report an error, and return the exit code."""
     try:
-        # With --json, typer raises even a mistake in the options, and draws nothing.
+        # With --json, typer raises mistakes in the options instead of drawing them.
         ended = _command(args=words, prog_name="packhorse", standalone_mode=not json)
         return ended if isinstance(ended, int) else ExitCode.OK
     except SystemExit as ended:  # how typer ends every run, with its own usage errors as 2
@@ -171,8 +171,8 @@ def _stopped_late(outcome: Outcome, number: int, json: bool) -> int:
 def _die_by(number: int) -> int:
     """End the process by a signal, as other programs do, without waiting for a pipe's reader.
 
-    SIGPIPE does not have its default effect from the start, because it would also end the program
-    when a server closes a connection.
+    SIGPIPE gets its default effect only here. Earlier it would also end the program when a server
+    closes a connection.
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(number, signal.SIG_DFL)
@@ -473,7 +473,7 @@ def _signals() -> Iterator[None]:
     finally:
         is_running = False
         for number, handler in before.items():
-            # Not stop_start, which would say that no work was started.
+            # Do not restore stop_start, which would say that no work was started.
             signal.signal(number, signal.SIG_DFL if handler is stop_start else handler)
 
 

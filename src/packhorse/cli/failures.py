@@ -1,8 +1,8 @@
 """Exit codes, and the line for every failure, which names the file, the place and the remedy.
 
 An exception of an unexpected type is a bug: its traceback is printed before the line. Messages of
-`packhorse.errors` already name the tensor and the byte offset. To errors of the operating system,
-this module adds a remedy.
+`packhorse.errors` already name the tensor and the byte offset. This module adds a remedy
+to errors of the operating system.
 """
 
 import errno
@@ -64,8 +64,8 @@ _REMEDIES = {
 }
 
 
-# Errors that stand for a lack of memory, though not of the type MemoryError: Python's messages when
-# a C module failed without setting an error, those of the loader of libraries, and OpenSSL's.
+# Messages of errors that mean a lack of memory but are not a MemoryError: Python's, when a C module
+# failed without setting an error; the library loader's; and OpenSSL's.
 _LOST = ("without setting an exception", "without exception set", "without error")
 _NOT_LOADED = ("failed to map segment", "cannot allocate memory", "cannot apply additional memory")
 _OF_OPENSSL = "malloc failure"  # while it opens a connection

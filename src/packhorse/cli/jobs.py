@@ -3,7 +3,8 @@
 A source is a file or a model folder. Without `-o` the result is written beside it: `X.safetensors`
 to `X.ph.safetensors`, a folder `X` to `X.ph`. With several sources, `-o` names a folder for all
 results. All paths are checked before the first job starts, so that the tenth file does not fail
-after an hour for a reason that was known at the start. The disk hop checks each again in its turn.
+after an hour for a reason that was known at the start. The disk hop checks each path again when the
+job starts.
 """
 
 import errno

@@ -21,13 +21,14 @@ def has_memory_for(module: str, nbytes: int) -> bool:
     """Whether a module can be imported without ending the process.
 
     Args:
-        module: the module's name. If it is imported at all, then in a child process.
-        nbytes: address space that is more than enough for the import; if so much is available, the
-            import is not tried.
+        module: the module's name. It is imported only in a child process, if at all.
+        nbytes: address space that is more than enough for the import; if that much is available,
+            the import is not tried.
 
     Returns:
-        Whether it can. Also True if the import raises ImportError, which the caller's own import
-        will raise again. Any other error, where memory is limited, means that memory ran out.
+        Whether the module can be imported. Also True if the import raises ImportError, which the
+        caller's own import will raise again. If memory is limited, any other error means that
+        memory ran out.
     """
     if _is_there(nbytes):
         return True
@@ -41,7 +42,7 @@ def has_memory_for(module: str, nbytes: int) -> bool:
 
 
 def _is_there(nbytes: int) -> bool:
-    """Whether so much address space is available; it is released at once."""
+    """Whether this much address space is available; it is released immediately."""
     try:
         mmap.mmap(-1, nbytes, flags=_PRIVATE).close()
     except (OSError, MemoryError):

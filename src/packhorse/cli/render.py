@@ -68,7 +68,7 @@ __all__ = [
 _BAR_WIDTH = 24
 _PROGRESS_WIDTH = 20  # leaves room for a long name in a line of 80 characters
 _PIPE_WIDTH = 100_000  # so wide that no line is folded: readers of pipes work by lines
-_PIECE_NBYTES = 1 << 15  # a document is printed in such pieces
+_PIECE_NBYTES = 1 << 15  # a document is printed in pieces of this size
 # For each mode a glyph, a glyph in ASCII, and a colour. Dots show what packing saved.
 _SAVED = "saved"
 _STYLES = {
@@ -130,7 +130,7 @@ def packed_line(row: FileRow) -> None:
 
 
 def growth_warning(row: FileRow | PlannedFile, packed_nbytes: int) -> None:
-    """Print why a file grows when it is packed and what to do, on standard error, in a pipe too."""
+    """Warn on standard error that a file grows when it is packed: why, and what to do."""
     if packed_nbytes <= row.nbytes:
         return
     words = row.notice or "its data cannot be packed"

@@ -2,8 +2,8 @@
 no reader, or if their encoding lacks our glyphs.
 
 If the program was started with a stream closed, a file that it opens would get the stream's number.
-And an error of standard output must not be mistaken for an error of a source or a server, whether
-our tables caused it or a library that prints help and versions.
+An error of standard output must not be mistaken for an error of a source or a server, no matter
+whether our tables are printed or a library prints help and versions.
 """
 
 import errno
@@ -29,7 +29,7 @@ def safe_streams() -> Iterator[None]:
     """Make standard output and error safe to write to while the block runs.
 
     Characters that their encoding lacks are escaped. If standard output is closed or full, writing
-    to it raises an error that says so. If standard error is, what is written to it is lost.
+    to it raises an error that says so. If standard error is, the text is lost.
     """
     before = sys.stdout, sys.stderr
     errors = [(stream, getattr(stream, "errors", None)) for stream in before]

@@ -4,8 +4,8 @@ NumPy, typer and rich take half a second to import, and Ctrl-C in that time woul
 from inside an import. Nothing is being written yet, so the program prints one line and ends. It
 does the same if there is not enough memory for the imports.
 
-The modules that are imported before (`packhorse`, `packhorse.cli` and `packhorse.cli.failures`)
-need only the standard library.
+Modules that are imported earlier (`packhorse`, `packhorse.cli` and `packhorse.cli.failures`) need
+only the standard library.
 """
 
 import signal

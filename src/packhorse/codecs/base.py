@@ -102,7 +102,7 @@ STATUS_WORDS: dict[int, str] = {
     Status.STREAM_LENGTH: "a stream is longer or shorter than its own fields say",
     Status.RESERVED: "a reserved field is not zero",
     Status.BAD_FIELD: "a field is outside of its range",
-    Status.FREQUENCIES: "the frequencies are zero somewhere or do not sum to 4096",
+    Status.FREQUENCIES: "a frequency is zero, or the frequencies do not sum to 4096",
     Status.WORDS_EXHAUSTED: "the rANS coder ran out of words",
     Status.WORDS_LEFT: "rANS words are left over at the end",
     Status.FINAL_STATE: "an rANS lane ends in a state that no encoder leaves",

@@ -2,10 +2,10 @@
 
 The hash is a tree of XXH3-128, so that it can be computed chunk by chunk, while a chunk is in the
 cache, and in parallel. The core hashes leaves of more than 240 bytes. The xxhash package hashes the
-root, and a shorter leaf, which only the last one of a tensor can be.
+root and a shorter leaf; only the last leaf of a tensor can be that short.
 
 A tensor may change while it is packed. So the encoder hashes the copy that it packs: the core fills
-in the leaves while it reads, and puts a short last leaf behind them, unhashed.
+in the hashes while it reads, and puts the bytes of a short last leaf behind them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -73,8 +73,8 @@ def copy_with_hash(src: ByteArray, dst: ByteArray) -> bytes:
 
 
 def empty_leaves(nbytes: int) -> ByteArray:
-    """Allocates room for the hashes of the leaves of so many bytes, 16 bytes each, and behind them
-    for a last leaf that the core does not hash."""
+    """Allocates room for the leaf hashes of `nbytes` bytes, 16 bytes each, followed by room for a
+    last leaf that the core does not hash."""
     return np.zeros(_n_hashed(nbytes) + _SHORT_LEAF_NBYTES, np.uint8)
 
 
@@ -83,8 +83,8 @@ def _n_hashed(nbytes: int) -> int:
 
 
 def leaves_from(leaves: ByteArray, start: int, nbytes: int) -> ByteArray:
-    """Returns the part of `empty_leaves` for a piece that begins at byte `start`, where a leaf
-    begins."""
+    """Returns the part of `empty_leaves` for a piece that begins at byte `start`; a leaf must
+    begin there."""
     first = _n_hashed(start)
     return leaves[first : first + _n_hashed(nbytes) + _SHORT_LEAF_NBYTES]
 
@@ -101,7 +101,7 @@ def hash_leaves(data: ByteArray, threads: int = 1) -> ByteArray:
 
 
 def finish_leaves(leaves: ByteArray, nbytes: int) -> ByteArray:
-    """Completes the hashes of the leaves of so many bytes, once the core has filled in its part."""
+    """Completes the leaf hashes of `nbytes` bytes, once the core has filled in its part."""
     hashes = leaves[:-_SHORT_LEAF_NBYTES]
     last = nbytes % CONTENT_LEAF_NBYTES
     if 0 < last <= _SHORT_LEAF_NBYTES:

@@ -1,4 +1,4 @@
-"""Choosing how to pack a tensor: which split, which chunk size, planes or zstd. The core then
+"""Chooses how to pack a tensor: its split, its chunk size, and planes or zstd. The core then
 chooses a mode for every plane of every chunk.
 
 A plan is made from samples: a few times 4096 units spread over the tensor for the planes, and a few
@@ -143,7 +143,7 @@ def _estimate_zstd(data: ByteArray, level: Level) -> int:
     nbytes = _zstd_nbytes(data, level, _ZSTD_PIECE_NBYTES)
     if nbytes > data.size * _VERY_REPETITIVE:
         return nbytes
-    return _zstd_nbytes(data, level, ZSTD_CHUNK_NBYTES)  # fast here, and matches are long
+    return _zstd_nbytes(data, level, ZSTD_CHUNK_NBYTES)  # fast on such data, and matches are long
 
 
 def _zstd_nbytes(data: ByteArray, level: Level, piece_nbytes: int) -> int:

@@ -47,7 +47,7 @@ class SideData(NamedTuple):
         values: n_rows + n_columns bytes; empty for no side data.
         stream: the values as they stand in the header.
         descriptor: mode and length of the stream.
-        saving: estimated bytes that the side data save in plane 0, less their own.
+        saving: estimated bytes that the side data save in plane 0, minus their own size.
     """
 
     n_row_dims: int
@@ -91,7 +91,7 @@ def _views(dtype: DType, shape: Sequence[int]) -> list[int]:
 
 
 def choose_side(source: Source, level: Level, lead_nbytes: int) -> SideData:
-    """Makes the side data of a tensor, if it gains by them.
+    """Makes the side data of a tensor, if they pay off.
 
     Args:
         source: the tensor.
@@ -99,7 +99,7 @@ def choose_side(source: Source, level: Level, lead_nbytes: int) -> SideData:
         lead_nbytes: expected bytes of plane 0 without side data.
 
     Returns:
-        The side data; `NO_SIDE_DATA` if they do not pay.
+        The side data; `NO_SIDE_DATA` if they do not pay off.
     """
     if level not in _MUST_SAVE:
         return NO_SIDE_DATA
@@ -122,7 +122,7 @@ def choose_side(source: Source, level: Level, lead_nbytes: int) -> SideData:
     if len(stream) >= best_saving:
         return NO_SIDE_DATA
     descriptor = mode << STREAM_NBYTES_BITS | len(stream)
-    # This sample is not the one that `lead_nbytes` comes from, and may promise more than there is.
+    # `lead_nbytes` comes from another sample, so the saving by this sample may exceed it.
     saving = min(best_saving, int(lead_nbytes * best_share)) - len(stream)
     if saving <= 0:
         return NO_SIDE_DATA

@@ -30,8 +30,8 @@ class Source(NamedTuple):
 
 
 def natural_geometry(dtype: DType, nbytes: int) -> Geometry:
-    """Cuts a tensor by its dtype alone: the split that separates what the dtype mixes, which is its
-    last one in the table of docs/format.md, and chunks of the usual size."""
+    """Cuts a tensor by its dtype alone: into chunks of the usual size, by the split that separates
+    the parts of its elements best. This is the last split of the dtype's row in docs/format.md."""
     return cut(dtype, dtype.splits[-1], nbytes)
 
 
@@ -44,7 +44,7 @@ def cut(dtype: DType, split: Split, nbytes: int, chunk_nbytes: int = CHUNK_NBYTE
 
 def _chunk_log_for(unit_nbytes: int, n_units: int, chunk_nbytes: int) -> int:
     """Returns log2 of the units of a chunk. A tensor of at most one and a half chunks is cut into a
-    single chunk, so that no short one is left over."""
+    single chunk, so that no short chunk is left over."""
     log = (chunk_nbytes // unit_nbytes).bit_length() - 1
     if 1 << log < n_units <= 3 << (log - 1) and chunk_nbytes < ZSTD_CHUNK_NBYTES:
         return log + 1

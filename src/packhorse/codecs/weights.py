@@ -1,12 +1,12 @@
 """Packs weights in memory (docs/format.md, section 12), unpacks them by rows, and checks them.
 
-A matrix has BF16 elements as their bits, uint16, rows first. `pack` takes a whole matrix.
+A matrix holds the bits of BF16 elements as uint16, row by row. `pack` takes a whole matrix.
 `WeightPacker` takes blocks of rows, so that a matrix from a packed file never lies in memory as a
-whole. `count_exceptions` and `packed_nbytes` tell the size in a format without packing.
+whole. `count_exceptions` and `packed_nbytes` give the size in a format without packing.
 
-`check` checks arrays from elsewhere against every rule of the page. `unpack_into` never reads or
-writes outside of an array, even if nothing was checked. But arrays that break other rules unpack
-to wrong elements, silently. So check arrays from elsewhere once, before use.
+`check` checks arrays from elsewhere against every rule of that section. `unpack_into` never reads
+or writes outside of an array, even if nothing was checked. But arrays that break other rules unpack
+to wrong elements without an error. So check arrays from elsewhere once, before use.
 """
 
 from typing import Any, NamedTuple
@@ -56,7 +56,7 @@ class WeightArrays(NamedTuple):
 
 
 def pack(elements: _Elements, format: WeightFormat, *, threads: int = 1) -> WeightArrays:
-    """Packs a matrix to the arrays that the page defines.
+    """Packs a matrix to the arrays that docs/format.md defines.
 
     Args:
         elements: uint16, (n_rows, n_columns), C-contiguous: the bits of BF16 elements. They are
@@ -167,7 +167,7 @@ def count_exceptions(
         elements: as for `pack`.
         format: as for `pack`.
         threads: as for `pack`.
-        max_rows: if given, the number is estimated from at most so many rows, evenly spread.
+        max_rows: if given, the number is estimated from at most this many rows, evenly spread.
 
     Raises:
         TypeError: `elements` is not a C-contiguous uint16 matrix.
@@ -215,7 +215,7 @@ def unpack_into(
         threads: how many threads of the core work on it.
 
     Raises:
-        CorruptionError: the arrays have other shapes or dtypes than the page demands, or exceptions
+        CorruptionError: the shapes or dtypes of the arrays break the rules, or exceptions
             of these rows lie outside of the matrix. The content of `dst` is then undefined.
         TypeError: `dst` is not a C-contiguous uint16 matrix, or is read-only.
         ValueError: the rows do not exist, or `dst` has another shape.
@@ -263,7 +263,7 @@ _FAULT_WORDS: dict[int, str] = {
 
 
 def check(arrays: WeightArrays, format: WeightFormat, n_columns: int) -> None:
-    """Checks arrays from elsewhere against every rule of the page.
+    """Checks arrays from elsewhere against every rule of docs/format.md, section 12.
 
     Raises:
         CorruptionError: a rule is broken; the message names the array, the row and what was found.

@@ -1,6 +1,6 @@
 """Zstandard for whole chunks (docs/format.md, mode 4): repetitive integers, ids, masks.
 
-The zstandard package does the work and releases Python's lock meanwhile. Each chunk is a Zstandard
+The zstandard package does the work and releases the GIL meanwhile. Each chunk is a Zstandard
 frame of its own that declares its content size, so that a decoder knows how much it will get before
 it allocates anything.
 """
@@ -26,7 +26,7 @@ __all__ = [
 
 _LEVELS = {Level.FAST: 1, Level.DEFAULT: 3, Level.MAX: 12}
 _MAX_HEADER_NBYTES = 18
-_MIN_LONG_NBYTES = 1 << 19  # of a shorter chunk, the ordinary search sees nearly everything
+_MIN_LONG_NBYTES = 1 << 19  # in a shorter chunk, the ordinary search sees nearly everything
 _MAX_LONG_RATIO = 32  # above it, the ordinary search finds long matches too, and faster
 
 
@@ -43,8 +43,8 @@ def seeks_long_matches(level: Level, nbytes: int, estimated_nbytes: int) -> bool
 
 @contextmanager
 def memory_is_told() -> Iterator[None]:
-    """Raises `MemoryError` where the library reports a lack of memory, as it does bad data, as a
-    `ZstdError`.
+    """Raises `MemoryError` if the library runs out of memory. The library itself raises `ZstdError`
+    for that, as for bad data.
 
     Raises:
         MemoryError: there is too little memory.

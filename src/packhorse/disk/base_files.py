@@ -1,13 +1,13 @@
 """Bases for whole files: the tensors of another model, found by name (docs/format.md, section 8).
 
 A base is a safetensors file, packed or not, a folder of such files, or tensors in memory. Files are
-opened and their headers checked at once. Each tensor is mapped, or decoded if its file is packed,
-only when it is needed, and released afterwards.
+opened and their headers checked immediately. Each tensor is mapped, or decoded if its file is
+packed, only when it is needed, and released afterwards.
 
 Folders match by subfolder: a model file in the subfolder `vae` is packed against the tensors
-in `vae` of the base, whatever files they are in. If several files of a folder have a tensor of the
-name, packing takes the one in the file of the same name, otherwise the first that fits. Unpacking
-takes the one with the content hash that the frame names.
+in `vae` of the base, whatever files they are in. If several files of a folder have a tensor of
+that name, packing takes the tensor from the file of the same name, otherwise the first tensor that
+fits. Unpacking takes the tensor with the content hash that the frame names.
 
 A packed file records the name of its base, but that name is only used in messages; no file is
 opened because of it.
@@ -60,7 +60,7 @@ class BaseTensor:
 
     Attributes:
         where: the path of its file, for messages.
-        file_name: the name of its file, as a plain file's; empty for a tensor in memory.
+        file_name: the name that its file has when unpacked; empty for a tensor in memory.
         dtype: safetensors' name of the dtype.
         shape: the dimensions.
         content_hash: the content hash if it is known without reading the tensor, otherwise None.
@@ -151,10 +151,10 @@ class Bases:
         return chosen
 
     def for_frame(self, name: str, frame: Frame) -> BaseTensor:
-        """The base of a frame, as far as this is known without reading the tensor.
+        """The base of a frame, or the likely one if only reading the tensor could tell.
 
         Raises:
-            BaseMismatchError: it is not here; the message begins with what is here instead.
+            BaseMismatchError: the base is not here; the message says what is here instead.
         """
         named = self._find(name)
         if not named:
@@ -232,7 +232,7 @@ class Lender:
 
     Attributes:
         bases: the tensors of the base; None if the caller gave no base.
-        recorded: the name that the file records for its base, if it does.
+        recorded: the name that the file records for its base, if it records one.
     """
 
     bases: Bases | None
@@ -244,8 +244,8 @@ class Lender:
         """The base of a frame; None if the frame needs no base.
 
         Raises:
-            BaseMismatchError: the base is missing or, as far as this is known without reading it,
-                the wrong one.
+            BaseMismatchError: the base is missing, or is known to be the wrong one without being
+                read.
         """
         if frame.base_hash is None:
             return None
@@ -265,7 +265,7 @@ class Lender:
             frame: the tensor's frame.
             threads: the number of threads.
             keep: whether to keep a copy of the base for the next call, instead of the copy kept
-                before. The copy stays right even if the file changes without changing its times.
+                before. The copy stays correct even if the file changes but its times do not.
 
         Raises:
             BaseMismatchError: as for `find`; the block's own error gets the name of the base's
@@ -325,7 +325,7 @@ class Lender:
 
 
 def _is_damaged(frame: Frame, base: BaseTensor, threads: int) -> bool:
-    """Whether a frame that could not be decoded is bad itself: whether it fails again with a copy
+    """Whether a frame that could not be decoded is itself bad. It is if it fails again with a copy
     of its base that has the right content hash."""
     try:
         copy = np.frombuffer(base.read(threads), np.uint8).copy()

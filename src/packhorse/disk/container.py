@@ -4,11 +4,12 @@ Tensors are handled in batches of at most 32 MiB, or one larger tensor, and thre
 tensors of a batch (`threads.py`). So the memory needed depends on the largest batch or tensor, not
 on the file. The source is mapped in parts (`source_file.py`), and the frames of every batch are
 built in the same buffer. Packing writes the file from front to back and leaves room for the header,
-which it fills in at the end. Unpacking decodes to a buffer of 32 MiB, a large tensor in windows.
+which it fills in at the end. Unpacking decodes to a buffer of 32 MiB, and a large tensor window by
+window.
 
 With a base (`base_files.py`), a tensor is packed as differences from the base's tensor of the same
-name if these are shorter. Before any output is written, every base is checked to be there; whether
-it is the right one is checked when it is used.
+name if these are shorter. Every base is looked up before any output is written. Its
+content hash is checked when it is used.
 
 Output is complete or absent (`storage/atomic.py`), and the source is only read.
 """
@@ -71,7 +72,7 @@ __all__ = [
     "write_packed",
 ]
 
-# Files that are pickles by their names; Packhorse never opens them.
+# Suffixes of pickle files; Packhorse never opens such files.
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 
 
@@ -192,8 +193,8 @@ def write_packed(
         threads: the number of threads; None for one per core, at most 8.
         progress: called with the number of tensor bytes packed since the last call.
         force: whether an existing file at `dst` may be replaced.
-        source: the file that the tensors come from, if any. The output gets its permissions, and it
-            must not change before the end.
+        source: the file that the tensors come from, if any. The output gets its permissions. The
+            source must not change before the end.
         base: as for `pack_file`.
 
     Returns:
@@ -460,8 +461,8 @@ def _check_unchanged(source: SourceFile | None, bases: Bases | None) -> None:
 def _find_bases(
     source: SourceFile, packed: PackedHeader, lender: Lender
 ) -> dict[str, bytes | None]:
-    """The tensors of a packed file that need a base, with the base's content hash; each base has
-    been found."""
+    """Find the bases of a packed file's tensors, and return the content hash of each base by the
+    name of its tensor."""
     found: dict[str, bytes | None] = {}
     first: tuple[str, Frame] | None = None
     for name, frame in based_frames(source, packed):
@@ -557,4 +558,4 @@ def _result(entry: TensorEntry, packed_nbytes: int, base_hash: bytes | None) -> 
 
 
 def _ignore(nbytes: int) -> None:
-    """The progress function of a caller that gave none."""
+    """The progress function if the caller gave none."""

@@ -81,7 +81,8 @@ class _Item:
         output: the path of its output, relative to the output folder.
         kind: what it is.
         stamp: the stamp of the source before it was read; None for a folder.
-        nbytes: its bytes for progress: those of a model file's tensors, otherwise the file's size.
+        nbytes: the bytes that it adds to progress: the size of all tensors of a model file, or the
+            size of any other file.
         text: the new text of an index, or the target of a link.
     """
 
@@ -314,7 +315,7 @@ def folder_logical_nbytes(src: str | os.PathLike[str]) -> int:
 
     Returns:
         The size of all tensors of model files, plus the size of all other files. A model file with
-        a bad header counts nothing.
+        a bad header counts as 0.
 
     Raises:
         OSError: the folder cannot be read.
@@ -435,7 +436,7 @@ def _refuse_base(destination: Path, base: BaseLike | None) -> None:
     if not isinstance(base, str | os.PathLike) or not destination.exists():
         return
     if Path(base).resolve().is_relative_to(destination.resolve()):
-        raise ValueError(f"{destination}: the base is inside of this output; name another output")
+        raise ValueError(f"{destination}: the base is inside this output; name another output")
 
 
 def _require(models: Sized, source: Path, suffix: str, paths: Iterable[Path]) -> None:
@@ -511,7 +512,7 @@ def _refuse_overlap(source: Path, destination: Path) -> None:
     real, output = source.resolve(), destination.resolve()
     if output.is_relative_to(real) or real.is_relative_to(output):
         raise ValueError(
-            f"{destination}: the output and the input {source} must not be inside of each other; "
+            f"{destination}: the output and the input {source} must not contain each other; "
             "name another output"
         )
 

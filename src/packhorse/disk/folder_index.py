@@ -4,9 +4,8 @@
 the packed files instead and keeps everything else. Under the key `packhorse` it records the
 original text byte for byte, because JSON can be laid out in many ways.
 
-It also records which of the named files were missing, and which held other tensors than the index
-says, when the folder was packed. So a file that is missing later, or holds other tensors later, is
-noticed: it was lost or replaced.
+It also records which of the named files were missing when the folder was packed, and which held
+other tensors than the index says. So readers notice a file that is lost or replaced later.
 
 This module does not look at the folder itself. Callers pass two functions: `has` says whether there
 is a file of a name beside the index, and `tensors` returns the names of the tensors in such a file,
@@ -63,7 +62,7 @@ def pack_index(
     Args:
         text: the original file.
         label: the name of the file in messages.
-        has: finds original files; None to record no missing files.
+        has: says whether an original file exists; None to record no missing files.
         tensors: reads the headers of original files; None to record no other tensors.
 
     Returns:
@@ -96,8 +95,8 @@ def unpack_index(
     Args:
         text: the packed form.
         label: the name of the file in messages.
-        has: finds packed files; None to not check which files are missing.
-        tensors: reads the headers of packed files; None to not check their tensors.
+        has: says whether a packed file exists; None to skip the check for missing files.
+        tensors: reads the headers of packed files; None to skip the check of their tensors.
 
     Returns:
         The original file, byte for byte.
@@ -114,8 +113,8 @@ def unpack_index(
     if _rename(parse_json(original, label=f"{label}: recorded index"), label) != document:
         raise CorruptionError(f"{label}: the index and the original that it records disagree")
     fault = next(_faults(document, record, where, has, tensors), None)
-    # The first releases did not record faults of the original folder, so a fault may be one of
-    # these: then `verify` reports it, but unpacking does not fail.
+    # The first releases did not record the faults of the original folder. In their folders, a
+    # fault may be one of those, so `verify` reports it, but unpacking does not fail.
     if fault is not None and record.get(_ABSENT_KEY) is not None:
         raise CorruptionError(f"{label}: {fault}")
     return original
@@ -136,7 +135,7 @@ def _faults(
     has: _Has | None,
     tensors: _Tensors | None,
 ) -> Iterator[str]:
-    """The faults of the named files that they did not have when the folder was packed."""
+    """The faults of the named files that are new since the folder was packed."""
     absent, inexact = (_names(record, key, label) or [] for key in (_ABSENT_KEY, _INEXACT_KEY))
     files = _by_file(document[_MAP_KEY])
     for file in files:
@@ -206,16 +205,16 @@ def _names(record: Any, key: str, label: str) -> list[str] | None:
 def is_packed_index(text: bytes, *, label: str, has: _Has) -> bool:
     """Whether an index in a folder with packed files is itself packed.
 
-    It can be unpacked if files were packed one by one, or if only other folders were packed. Then
-    it names plain files. A packed index names packed files, even if its key `packhorse` is lost.
+    It is plain if the files were packed one by one, or if only other folders were packed; then it
+    names plain files. A packed index names packed files, even if its key `packhorse` is lost.
 
     Args:
         text: the index.
         label: the name of the file in messages.
-        has: finds files.
+        has: says whether a file exists.
 
     Raises:
-        CorruptionError: it is neither, so it is damaged.
+        CorruptionError: the index is neither packed nor plain, so it is damaged.
     """
     document = parse_json(text, label=label)
     if FILE_METADATA_KEY in document:
@@ -237,7 +236,7 @@ def weight_map(document: dict[str, Any], label: str) -> dict[str, str]:
     """The map from tensors to files of an index.
 
     Raises:
-        CorruptionError: the index has no such map, or not one of strings to strings.
+        CorruptionError: the index has no such map, or the map is not from strings to strings.
     """
     files = document.get(_MAP_KEY)
     if not isinstance(files, dict):

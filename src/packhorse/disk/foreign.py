@@ -90,7 +90,7 @@ def _text(start: bytes) -> str:
     try:
         text = start.decode()
     except UnicodeDecodeError as error:
-        if error.start < len(start) - 3:  # otherwise the peek ends inside of a letter
+        if error.start < len(start) - 3:  # otherwise the peek ends inside a character
             return ""
         text = start[: error.start].decode()
     is_text = text != "" and all(letter.isprintable() or letter in "\n\r\t\f" for letter in text)

@@ -13,14 +13,15 @@ other. That tensor is mapped, or decoded if its file is packed.
   next slice of the same tensor, unless the base's file has changed since. A base tensor in memory
   is copied and checked each time, because its owner may write to it.
 - For a whole tensor, the decoded tensor is checked against the content hash in its frame instead.
-  This is right even if the base is written to at that moment.
+  This check holds even if the base is written to at that moment.
 
 For a device, the framework is asked first: it may upload whole tensors packed, and decode them
 there.
 
-Several threads may read from one `PackedFile` at once, because what it keeps is only replaced as a
-whole. A pickled `PackedFile`, as for a spawned worker of a data loader, consists of the arguments
-that it was opened with, and of an identity of the file, because the file may be replaced by then.
+Several threads may read from one `PackedFile` at once, because each value that it keeps is only
+replaced as a whole. A pickled `PackedFile`, for example for a spawned worker of a data loader,
+consists of the arguments that it was opened with and an identity of the file, because the file may
+be replaced before it is opened again.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
 __all__ = ["PackedFile", "PackedSlice", "load_tensors", "load_with_metadata"]
 
 
-_N_TOLD = 256  # frames that the file's identity covers: to read a million of them takes too long
+_N_TOLD = 256  # frames that the file's identity covers: reading a million would take too long
 
 
 class _FrameTable:
@@ -93,8 +94,8 @@ class _FrameTable:
 
     @contextmanager
     def _blaming(self) -> Iterator[None]:
-        """Makes errors name the file. If a part of the file is lost, what was read is worthless, so
-        that becomes the error."""
+        """Makes errors name the file. If a part of the file is lost, everything that was read is
+        worthless, so the error reports the loss."""
         try:
             with blaming(self.label):
                 yield
@@ -139,7 +140,7 @@ class _FrameTable:
         lend = self._lender.lend
         with self._blaming(), lend(name, frame, n_threads, keep=is_part) as loan:
             memory = self.framework.writable(tensor)
-            if loan.is_shared:  # a whole tensor, as for a part the base was copied
+            if loan.is_shared:  # a whole tensor; for a part, the base was copied
                 _decode_against(loan.data, frame, memory, name, n_threads)
             else:
                 frame.decompress_into(
@@ -434,7 +435,7 @@ class PackedFile:
         return self._table.tensors()
 
     def get_slice(self, name: str) -> PackedSlice:
-        """A tensor of which parts can be decoded, as in `get_slice(name)[128:256]`.
+        """An object that decodes parts of a tensor, as in `get_slice(name)[128:256]`.
 
         Args:
             name: one of `keys()`.
@@ -501,7 +502,7 @@ class PackedFile:
 
 
 def _findable(base: BaseLike | None) -> BaseLike | None:
-    """The base, with an absolute path, for another working folder."""
+    """The base, with an absolute path, so that it is found from another working folder."""
     return os.path.abspath(base) if isinstance(base, str | os.PathLike) else base
 
 

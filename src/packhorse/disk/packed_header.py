@@ -2,7 +2,7 @@
 
 A packed file is a safetensors file of frames, so `safetensors_header.py` does the container's
 checks. This module adds what makes it packed: the key `packhorse` in `__metadata__`, which holds
-the original header's text byte for byte, and the agreement between the two headers.
+the original header's text byte for byte, and the check that the two headers agree.
 
 The size of a header depends on the sizes of the frames, which are known only after they have been
 written. So `PrefixWriter` reserves room for the largest possible frames, and fills the rest with
@@ -164,8 +164,8 @@ def write_record(key: str, text: bytes) -> dict[str, Any]:
 
 
 def _crc_digits(blob: bytes) -> str:
-    # The CRC of the base64 text, not of the decoded bytes: a flip of some bits of a Zstandard frame
-    # does not change those.
+    # The CRC covers the base64 text and not the decoded bytes, because some bits of a Zstandard
+    # frame can flip without changing the decoded bytes.
     return f"{crc32c(blob):08x}"
 
 
@@ -216,7 +216,7 @@ def read_record(record: object, key: str, *, text_nbytes: int, label: str) -> by
 
 def _decompress(data: bytes, text_nbytes: int) -> bytes:
     nbytes = zstandard.get_frame_parameters(data).content_size
-    if nbytes > MAX_FILE_HEADER_NBYTES:  # also if no size is declared, which reads as the largest
+    if nbytes > MAX_FILE_HEADER_NBYTES:  # an undeclared size reads as the largest number
         raise ValueError(f"must declare a size of at most {MAX_FILE_HEADER_NBYTES} bytes")
     if text_nbytes < min_text_nbytes(nbytes):
         raise ValueError(

@@ -3,7 +3,7 @@
 A file is a u64 length, that many bytes of JSON, and the tensors' bytes. Everything is checked once,
 when a file is opened and before any tensor is read: the length against the limit and against the
 file, the JSON, every tensor's dtype, shape and size, and that the tensors cover the data without
-overlap or hole. Code that has a `FileHeader` need not check any of it again.
+overlaps or holes. Code that has a `FileHeader` need not check any of this again.
 
 Every message names the file, the byte offset of the fault, and the remedy if there is one.
 """
@@ -207,7 +207,7 @@ def parse_header(text: bytes, *, data_nbytes: int | None = None, label: str) -> 
     Args:
         text: the JSON with its padding.
         data_nbytes: how many bytes follow the header; the tensors must cover them exactly. None to
-            not check where the data ends.
+            skip the check where the data ends.
         label: the name of the file in messages.
 
     Returns:
@@ -333,7 +333,7 @@ def _check_end(header: FileHeader, data_nbytes: int, label: str) -> None:
 def build_header(
     tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> FileHeader:
-    """Lay tensors out as the savers of the safetensors library do: order, JSON and padding.
+    """Lay out tensors as the safetensors library does when it saves: order, JSON and padding.
 
     Args:
         tensors: dtype name and shape by tensor name.

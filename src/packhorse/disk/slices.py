@@ -27,8 +27,8 @@ class Box:
         start: index of the first element, in C order.
         shape: dimensions of the box; their product is the number of elements.
         inner: the index into the box that selects the wanted elements.
-        is_view: whether `inner` may select a view of only some elements of the box, or in another
-            order.
+        is_view: whether `inner` may select a view: only some elements of the box, or its elements
+            in another order.
         is_all: whether the index selects all elements of the tensor in order.
     """
 

@@ -1,11 +1,12 @@
 """Reads a source file, and notices if the file changes in the meantime.
 
-If a file changes while it is read, the bytes that were read may mix two versions of it. So its
-stamp is taken before it is read and compared before the output is complete: its size, the times of
-its last changes, and whether its name still leads to it. If the stamp differs, the work fails. Two
-changes go unnoticed: writes through a shared mapping to pages that were written to before, because
-they change no time, and writes within one tick of the file system's clock, some milliseconds.
-Frames hash the bytes that they hold, so even then everything that was packed can be unpacked.
+If a file changes while it is read, the bytes that were read may mix two versions of it. So a stamp
+is taken before the file is read, and compared before the output is complete. The stamp consists of
+the identity of the file that the name leads to, the file's size, and the times of its last changes.
+If the stamp differs, the work fails. Two changes go unnoticed: writes through a shared mapping to
+pages that were written to before, because they change no time, and writes within one tick of the
+file system's clock, some milliseconds. Frames hash the bytes that they hold, so even then
+everything that was packed can be unpacked.
 
 The file is mapped, because copying would cost packing a third of its speed. A process may have some
 65,000 mappings, so small regions are cut from cells of 16 MiB, each mapped as one. If a file is cut

@@ -158,8 +158,8 @@ def _check_keys(value: dict[Any, Any], path: str) -> None:
 
 
 def _plain(key: object) -> object:
-    """A key in the plain type in which it will come back; for example, not as a member of an
-    enumeration, which has another `repr`."""
+    """A key as the plain type that it comes back as. A member of an enumeration, for example,
+    becomes its plain value, because its `repr` differs."""
     if isinstance(key, str):
         return str.__str__(key)
     if isinstance(key, bool) or not isinstance(key, int | float):
@@ -248,7 +248,7 @@ class Selection:
         return bool(found)
 
     def check_found(self) -> None:
-        """Refuse keys without any tensor or value, once `wants` was called for all paths.
+        """Refuse keys without any tensor or value, once `wants` has been called for all paths.
 
         Raises:
             ValueError: there is such a key.

@@ -33,7 +33,7 @@ def lay_out_state(
     Args:
         state: a dict, a list or a tuple.
         metadata: further pairs for the file.
-        framework: the framework whose tensors are the default; the record names those of others.
+        framework: the framework of tensors by default; the record lists the tensors of others.
 
     Raises:
         TypeError: an object in the state cannot be stored; the message gives its path.

@@ -1,6 +1,6 @@
-"""Verifies whole packed files: every checksum and content hash, also after a bad tensor.
+"""Verifies whole packed files: every checksum and content hash, even after a bad tensor.
 
-Tensors are decoded in batches to a buffer of 32 MiB, a large tensor in windows.
+Tensors are decoded in batches to a buffer of 32 MiB, and a large tensor window by window.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from packhorse.threads import batches, map_tensors
 __all__ = ["verify_file"]
 
 _CAPITAL_ESCAPE = (
-    "a JSON escape in the header has capital digits, which Packhorse does not write; probably one "
-    "bit has flipped, and the rest is intact: unpack the file, and pack it again"
+    "a JSON escape in the header has upper-case digits, which Packhorse does not write; probably "
+    "one bit has flipped, and the rest is intact: unpack the file, and pack it again"
 )
 
 
@@ -116,7 +116,7 @@ class _Verifier:
     max_nbytes: int | None
     lender: Lender
     window: Window = field(default_factory=Window)
-    # By offset, the tensors that need a base although none was given.
+    # The tensors that need a base although none was given, by offset.
     unlent: dict[int, TensorEntry] = field(default_factory=dict)
 
     def nbytes_of(self, entry: TensorEntry) -> int:

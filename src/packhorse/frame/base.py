@@ -42,7 +42,7 @@ __all__ = [
 _CASTS = {("F32", "BF16"): 1, ("F32", "F16"): 2}
 _CAST_NBYTES = 4  # bytes of a unit of such a base
 _CLEARLY_LESS = 0.7
-_MUST_SAVE = 1 / 64  # of what the tensor takes without its base, as restoring it then takes both
+_MUST_SAVE = 1 / 64  # of the size without the base, because restoring then takes the base too
 _NAME_NBYTES = BASE_BLOCK_NBYTES + FRAME_ALIGNMENT  # the most that naming a base adds to a frame
 
 
@@ -133,7 +133,7 @@ def matching_base(
 
 
 def plan_delta(source: Source, level: Level, base: Base) -> Plan:
-    """Plans a tensor as differences from a base, or without the base where that is as good.
+    """Plans a tensor as differences from a base, or without the base if that is as good.
 
     Args:
         source: the tensor.
@@ -148,7 +148,7 @@ def plan_delta(source: Source, level: Level, base: Base) -> Plan:
 
     def estimate() -> int:
         nbytes = _core.estimate_delta(data, geometry, base, plain.estimated_nbytes, level)
-        return max(nbytes, 1)  # a tensor that equals its base takes a header only
+        return max(nbytes, 1)  # a tensor that equals its base takes only a header
 
     nbytes = estimate()
     if nbytes >= plain.estimated_nbytes * _CLEARLY_LESS:  # side data might save as much

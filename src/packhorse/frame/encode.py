@@ -1,9 +1,9 @@
 """Encoding the payload of a frame, and hashing the bytes that go into it.
 
-A tensor and its base may change while they are packed: another thread may go on training, another
-process may write to the file. Each chunk is copied once, and its streams and its leaf of the
-content hash are both made from the copy. So the payload always decodes to the bytes whose hash is
-returned. The plan and the side data were chosen before, and matter for the size alone.
+A tensor and its base may change while they are packed: another thread may continue training, or
+another process may write to the file. Each chunk is copied once, and its streams and its leaf of
+the content hash are both made from the copy. So the payload always decodes to the bytes whose hash
+is returned. The plan and the side data are chosen before that, and affect only the size.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `compress_buffer` makes a frame from a tensor's bytes. `Frame.from_buffer` reads and checks a header
 without touching the payload. `Frame.decompress_into` decodes the whole payload, or the chunks that
-a byte range meets, into the caller's memory. Everything is sans-IO: buffers in, buffers out. The
+a byte range touches, into the caller's memory. Everything is sans-IO: buffers in, buffers out. The
 input is never written to, the output does not depend on the number of threads, and no unchecked
 byte decides how much memory is allocated.
 """
@@ -49,8 +49,8 @@ __all__ = [
     "content_hash",
 ]
 
-# How much is decoded at once where the whole tensor need not be in memory: many chunks for every
-# thread, and only whole chunks and whole leaves of the hash.
+# How much is decoded at once if the whole tensor need not be in memory. It has many chunks for
+# every thread, and only whole chunks and whole leaves of the hash.
 _WINDOW_NBYTES = 1 << 25
 
 
@@ -71,20 +71,20 @@ def compress_buffer(
 
     Args:
         src: the tensor's bytes in C order; only read. If they change meanwhile, the frame holds the
-            bytes as they were read, old or new.
+            bytes that were read, old or new.
         dtype: safetensors' name, such as "BF16".
         shape: the tensor's shape.
         level: "fast", "default" or "max".
-        threads: None for the cores of this process, at most 8.
+        threads: the number of threads; None for one per core, at most 8.
         out: writable memory of at least `max_frame_nbytes` bytes to build the frame in; the frame
             is a view of it.
         name: the tensor's name, for messages.
         base: the bytes of another tensor of as many elements. If that makes the frame shorter, it
             holds differences from the base and cannot be unpacked without it; `Frame.base_hash`
             says so.
-        base_dtype: the base's dtype, if it is another one: "F32" for a tensor of "BF16" or "F16",
-            which may be its rounded values.
-        base_hash: the content hash of `base`, if the caller knows it; else it is computed.
+        base_dtype: the base's dtype, if it differs: "F32" for a tensor of "BF16" or "F16", which
+            may hold the base's values, rounded.
+        base_hash: the content hash of `base`, if the caller knows it; otherwise it is computed.
 
     Returns:
         The frame.
@@ -266,7 +266,7 @@ class Frame:
 
     @property
     def level(self) -> Level | None:
-        """The level that the frame was packed at, if it says so."""
+        """The level that the frame was packed at; None if the frame names no known level."""
         level = self._header.level
         return Level(level) if level in Level.__members__.values() else None
 
@@ -317,20 +317,20 @@ class Frame:
         base_hash: bytes | None = None,
     ) -> None:
         """Decodes bytes `start` to `stop` of the tensor (C order) into the caller's memory. Only
-        the chunks that the range meets are read.
+        the chunks that the range touches are read.
 
         Args:
             dst: writable buffer of exactly `stop - start` bytes. After an error, its content is
                 undefined.
             start: first byte.
             stop: one past the last byte; None for the end.
-            threads: None for the cores of this process, at most 8.
+            threads: the number of threads; None for one per core, at most 8.
             check: compare each chunk's CRC32C first. Without it, a damaged payload may decode to
                 wrong data, but does no other harm.
             base: the bytes of the base, for a frame that has one (`base_hash`).
             base_hash: the content hash of `base`, if the caller knows it. It is compared with the
-                hash in the frame, and not computed from all bytes again. With the hash of anything
-                else, the output is wrong, or the frame seems to be damaged.
+                hash in the frame, and not computed from all bytes again. If it is the hash of other
+                bytes, the output is wrong, or the frame seems to be damaged.
 
         Raises:
             BaseMismatchError: the frame has a base, and none was given, or another one.
@@ -371,7 +371,7 @@ class Frame:
             raise BaseMismatchError(f"{label(self._name)}{error}") from None
 
     def _encoded(self, base: Base | None) -> EncodedTensor | ZstdJob:
-        """What a decoder needs to know: the core's, or the one for chunks of Zstandard."""
+        """The frame in the form that its decoder takes: the core's, or `ZstdJob` for Zstandard."""
         header = self._header
         if self._has_zstd():
             return ZstdJob(header, self._data, base, self._chunk_error)
@@ -395,8 +395,8 @@ class Frame:
             raise self._chunk_error(chunk, STATUS_WORDS[status])
 
     def payload_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Finds the bytes of the frame that `decompress_into` reads, beside the header, for bytes
-        `start` to `stop` of the tensor: those of the chunks that the range meets.
+        """Finds the bytes of the frame that `decompress_into` reads besides the header, for bytes
+        `start` to `stop` of the tensor. They are the bytes of the chunks that the range touches.
 
         Args:
             start: first byte.
@@ -430,12 +430,12 @@ class Frame:
         the content hash at the end (docs/format.md, section 7).
 
         Args:
-            threads: how many to use; None for the cores available, at most 8.
+            threads: the number of threads; None for one per core, at most 8.
             window: memory to decode to, of `window_nbytes`; None to take new memory.
             base: as for `decompress_into`.
 
         Yields:
-            The next bytes of the tensor, each valid until the next is asked for.
+            The next bytes of the tensor, each valid until the next is requested.
 
         Raises:
             BaseMismatchError: as `decompress_into`.
@@ -476,7 +476,7 @@ class Frame:
         decoded tensor. It takes 32 MiB of memory at most.
 
         Args:
-            threads: how many to use; None for the cores available, at most 8.
+            threads: the number of threads; None for one per core, at most 8.
             window: memory to decode to, of `window_nbytes`; None to take new memory.
             base: as for `decompress_into`.
 
@@ -488,7 +488,7 @@ class Frame:
             pass
 
     def _side_data(self) -> Side | None:
-        """The side data, decoded at the first call; if two threads make it, both decode."""
+        """The side data, decoded at the first call; if two threads make that call, both decode."""
         header = self._header
         if not header.n_row_dims:
             return None

@@ -154,7 +154,7 @@ def _chunk_nbytes(table: Table) -> NDArray[np.int64]:
 
 
 def checked_nbytes(dtype_name: str, shape: Sequence[int]) -> tuple[DType, int]:
-    """Checks dtype and shape that a caller names, and returns the dtype and the tensor's bytes."""
+    """Checks a dtype and a shape from a caller, and returns the dtype and the tensor's bytes."""
     dtype, numel = DTYPE_BY_NAME.get(dtype_name), math.prod(shape)
     if dtype is None:
         raise ValueError(f"dtype {dtype_name!r} is unknown; known are {', '.join(DTYPE_BY_NAME)}")
@@ -203,7 +203,7 @@ def write_header(header: FrameHeader, dst: ByteArray) -> None:
 
 
 def label(name: str | None) -> str:
-    """Returns what messages about a tensor begin with."""
+    """Returns the beginning of messages about a tensor."""
     return "" if name is None else f"tensor {name!r}: "
 
 
@@ -339,7 +339,7 @@ class _Reader:
     ) -> None:
         """Checks what the header says about side data, but not their stream."""
         if (n_row_dims == 0) != (descriptor == 0):
-            raise self.fail(_SIDE_AT, "one of n_row_dims and side descriptor is zero, not both")
+            raise self.fail(_SIDE_AT, "only one of n_row_dims and side descriptor is zero")
         if n_row_dims == 0:
             return
         if split != Split.FLOAT or n_row_dims >= len(shape) or 0 in shape:
@@ -371,7 +371,7 @@ class _Reader:
 
     def check_length(self, header: FrameHeader, payload: int) -> None:
         if header.frame_nbytes != header.header_nbytes + payload:
-            words = f"frame_nbytes is {header.frame_nbytes}, its chunks make it"
+            words = f"frame_nbytes is {header.frame_nbytes}, but its chunks make it"
             raise self.fail(16, f"{words} {header.header_nbytes + payload}")
         self.need(header.frame_nbytes, "the frame")
         if self.data.size > header.frame_nbytes:

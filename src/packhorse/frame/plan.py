@@ -1,4 +1,4 @@
-"""What a frame will be like, before it is made: the plan for a tensor, and sizes.
+"""Predicts a frame before it is made: the plan for a tensor, and sizes.
 
 Nothing here encodes. Plans come from samples of the tensor.
 """
@@ -55,7 +55,7 @@ def max_frame_nbytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def capacity_of(row: DType, shape: Sequence[int], natural: Geometry) -> int:
-    """Does what `max_frame_nbytes` does, for a tensor that was checked. No plan has more chunks or
+    """Like `max_frame_nbytes`, for a tensor that has been checked. No plan has more chunks or
     planes than its natural geometry."""
     side_nbytes = side_capacity(row, shape)
     header = frame_header_nbytes(
@@ -81,7 +81,7 @@ def plan_buffer(
         shape: the tensor's shape.
         level: "fast", "default" or "max".
         base: the bytes of another tensor of as many elements, as for `compress_buffer`.
-        base_dtype: the base's dtype, if it is another one.
+        base_dtype: the base's dtype, if it differs.
 
     Returns:
         The plan; `plan.reason` is one line about it.

@@ -1,4 +1,4 @@
-"""What `compress` and `decompress`, of one tensor and of many, share in all frameworks."""
+"""The code of `compress` and `decompress`, for one tensor or many, that all frameworks share."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def call_for_each(
         items: tensors or frames.
         outs: memory for each item; None for new memory.
         bases: the base of each item; None for no bases.
-        threads: None for the cores of this process, at most 8.
+        threads: the number of threads; None for one per core, at most 8.
         what: the word for an item in messages.
-        framework: of the tensors.
+        framework: the framework of the tensors.
 
     Raises:
         ValueError: there are more or fewer `outs` or `bases` than items, or one of `outs` shares
@@ -133,7 +133,7 @@ class _Span(NamedTuple):
 
     Attributes:
         start: the address of its first byte.
-        stop: the address behind its last byte.
+        stop: the address after its last byte.
         name: what messages call the memory.
         is_written: whether it is written to.
     """
@@ -165,7 +165,7 @@ def _refuse_overlaps(spans: list[_Span]) -> None:
     Raises:
         ValueError: two spans share memory, and one of them is written to.
     """
-    reaching: dict[bool, _Span] = {}  # farthest so far, of those written to and of the others
+    reaching: dict[bool, _Span] = {}  # the one that ends last so far, by `is_written`
     for span in sorted(spans):
         for is_written, other in reaching.items():
             if span.start < other.stop and (span.is_written or is_written):

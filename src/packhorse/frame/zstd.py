@@ -1,7 +1,8 @@
-"""Chunks of whole units, coded by Zstandard or stored beside those (docs/format.md, section 6).
+"""Encodes and decodes frames whose chunks are whole units, coded by Zstandard or stored
+(docs/format.md, section 6).
 
-The zstandard package codes one chunk at a time and releases Python's lock meanwhile, so threads of
-Python share the chunks here. The core has threads of its own for all other modes.
+The zstandard package codes one chunk at a time and releases the GIL meanwhile, so Python threads
+share the chunks here. The core has threads of its own for all other modes.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class ZstdJob:
     """Decodes a frame of whole units that has chunks coded by Zstandard.
 
     Attributes:
-        header: the frame's.
+        header: the header of the frame.
         data: the frame.
         base: its base, if it has one.
         fail: makes the error for a chunk, from the chunk's number and what is wrong.
@@ -85,7 +86,7 @@ class ZstdJob:
     fail: Callable[[int, str], CorruptionError]
 
     def decode(self, dst: ByteArray, start: int, threads: int, *, check: bool) -> None:
-        """Decodes as many bytes of the tensor as `dst` takes, from byte `start` on.
+        """Fills `dst` with decoded bytes of the tensor, from byte `start` on.
 
         Args:
             dst: memory for them.

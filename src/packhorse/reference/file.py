@@ -74,7 +74,7 @@ def _parse_file(data: bytes) -> tuple[list[_Entry], dict[str, str], int]:
     need(data, 8, "the length of the file's header")
     data_offset = 8 + int.from_bytes(data[:8], "little")
     if data_offset > 8 + layout.MAX_FILE_HEADER_NBYTES:
-        raise CorruptionError(f"file header takes {data_offset - 8} bytes, allowed are 100,000,000")
+        raise CorruptionError(f"file header takes {data_offset - 8} bytes, more than 100,000,000")
     need(data, data_offset, "the file's header")
     entries, metadata = _parse_header(data[8:data_offset], "the file's header")
     end = data_offset + max((entry.stop for entry in entries), default=0)
@@ -86,7 +86,7 @@ def _parse_file(data: bytes) -> tuple[list[_Entry], dict[str, str], int]:
 def _parse_header(text: bytes, what: str) -> tuple[list[_Entry], dict[str, str]]:
     """Returns the tensors of a safetensors header in the order of their data, and its metadata."""
     if text[:1] != b"{":
-        raise CorruptionError(f"{what} starts with {text[:1]!r}, an opening brace is allowed")
+        raise CorruptionError(f"{what} starts with {text[:1]!r}, not with an opening brace")
     fields = parse_json(text, what)
     metadata = {} if fields.get("__metadata__") is None else fields["__metadata__"]
     fields.pop("__metadata__", None)
@@ -116,7 +116,7 @@ def parse_json(text: bytes, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{what} is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise CorruptionError(f"{what} is a {type(fields).__name__}, an object is allowed")
+        raise CorruptionError(f"{what} is a {type(fields).__name__}, but must be an object")
     return fields
 
 
@@ -150,7 +150,8 @@ def _recorded_header(metadata: dict[str, str], text_nbytes: int) -> bytes:
 
 
 def recorded_text(fields: dict[str, Any], name: str, text_nbytes: int, what: str) -> bytes:
-    """Returns the original text that a record of so many bytes of JSON holds under a name."""
+    """Returns the original text that a record holds under a name. The JSON text that contains the
+    record has `text_nbytes` bytes."""
     version, text, crc = (fields.get(key) for key in ("version", name, "crc32c"))
     if type(version) is int and version > layout.FILE_VERSION:
         known = layout.FILE_VERSION

@@ -34,7 +34,7 @@ def decode_index(
     if layout.FILE_METADATA_KEY not in document:
         plain = {name for name in names.values() if name != _packed(name) and not _is_packed(name)}
         if not any(name in files or _packed(name) in files for name in plain):
-            raise CorruptionError("the index has no key 'packhorse', and names no file unpacked")
+            raise CorruptionError("the index has no key 'packhorse', and names no plain file")
         return text
     record = document.pop(layout.FILE_METADATA_KEY)
     if type(record) is not dict:

@@ -100,12 +100,12 @@ def _check_base(block: BaseBlock | None, base: bytes | None) -> None:
     needed = f"of {block.nbytes} bytes {block.dtype.name} with content hash"
     needed = f"the frame needs the base {needed} {block.content_hash.hex()}"
     if base is None:
-        raise BaseMismatchError(f"{needed}, none was given")
+        raise BaseMismatchError(f"{needed}, but none was given")
     if len(base) != block.nbytes:
-        raise BaseMismatchError(f"{needed}, the one given has {len(base)} bytes")
+        raise BaseMismatchError(f"{needed}, but the one given has {len(base)} bytes")
     found = content_hash(base)
     if found != block.content_hash:
-        raise BaseMismatchError(f"{needed}, the one given has {found.hex()}")
+        raise BaseMismatchError(f"{needed}, but the one given has {found.hex()}")
 
 
 def _chunk_base(header: Header, base: bytes, chunk: Chunk) -> list[int]:
@@ -194,7 +194,7 @@ def _cut_streams(data: bytes, chunk: Chunk) -> list[Reader]:
 
 
 def _restore_carrier(planes: list[bytes], carried: bytes, plane_nbytes: int, chunk: Chunk) -> None:
-    """Appends to the last stored plane its end, if the rANS streams carry it."""
+    """Appends the end of the last stored plane to it, if the rANS streams carry that end."""
     carriers = [plane for plane, (mode, _) in enumerate(chunk.streams) if mode == Mode.STORED]
     if not carriers or len(planes[carriers[-1]]) == plane_nbytes:
         return _check_nothing_carried(carried, "the chunk", chunk.offset)

@@ -65,7 +65,7 @@ class Chunk(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A header whose every field is checked."""
+    """A header, after all its fields were checked."""
 
     content_hash: bytes
     level: int
@@ -92,7 +92,7 @@ def read_header(data: bytes, max_nbytes: int | None) -> Header:
     n_units = nbytes // units.dtype.unit_nbytes
     equal(fixed.n_chunks, -(-n_units // (1 << fixed.chunk_log)), "n_chunks", 40)
     if max_nbytes is not None and nbytes > max_nbytes:
-        raise CorruptionError(f"the tensor takes {nbytes} bytes, the caller allows {max_nbytes}")
+        raise CorruptionError(f"the tensor takes {nbytes} bytes; the caller allows {max_nbytes}")
     zero(fixed.reserved, "reserved bytes", 49)
     base = None
     if fixed.flags & layout.FLAG_BASE:

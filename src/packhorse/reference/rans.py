@@ -185,7 +185,7 @@ def _read_words(reader: Reader) -> Iterator[int]:
 def _decode_class(
     model: Model, n: int, states: list[int], words: Iterator[int], at: int
 ) -> list[int | None]:
-    """Decodes the `n` units of a class to symbols; `states` becomes what the next class needs."""
+    """Decodes the `n` units of a class to symbols; `states` is updated for the next class."""
     n_lanes, q = len(states), len(states) // 4
     positions = [4 * (lane % q) + lane // q for lane in range(n_lanes)]
     symbols: list[int | None] = [None] * n

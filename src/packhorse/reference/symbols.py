@@ -34,7 +34,7 @@ class RawBits(NamedTuple):
 
     @property
     def n_symbols(self) -> int:
-        """Symbols are below this."""
+        """The number of symbols; each is below this."""
         return 1 << (8 - self.n_bits)
 
     def check(self, most: int, offset: int) -> None:

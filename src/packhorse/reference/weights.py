@@ -1,7 +1,7 @@
 """Section 12 of docs/format.md: weights in memory, encoded and decoded the slow way, with NumPy.
 
-Written from the page alone: the C++ packer and the kernels are tested against it. What the encoder
-of the page writes is defined to the bit, so it is here too.
+This module is written from the page alone; the C++ packer and the kernels are tested against it.
+The page defines every bit that an encoder writes, so an encoder is here too.
 """
 
 from typing import Any, NamedTuple
@@ -63,7 +63,7 @@ def encode_weights(elements: NDArray[np.uint16], format: WeightFormat) -> Weight
 
 
 def _choose_first(exponents: NDArray[np.int64], format: WeightFormat) -> int:
-    """Of all windows that leave the fewest exceptions, the lowest."""
+    """The lowest of the windows that leave the fewest exceptions."""
     counts = np.bincount(exponents, minlength=_SPECIAL_EXPONENT + 1)
     firsts = range(format.min_first, format.max_first + 1)
     covered = [counts[f + format.first_code : f + (1 << format.code_bits)].sum() for f in firsts]
@@ -82,7 +82,7 @@ def _join_high_bits(high: NDArray[np.int64], format: WeightFormat) -> NDArray[np
 
 
 def _packed_elements(arrays: WeightArrays, format: WeightFormat) -> NDArray[np.uint16]:
-    """n_rows x n_padded of them."""
+    """The packed elements, n_rows x n_padded."""
     bits = arrays.high_bits
     if format is layout.W12:
         high = np.concatenate([bits & 15, bits >> 4], axis=1)
@@ -119,7 +119,7 @@ def decode_weights(
 def _exceptions(
     arrays: WeightArrays,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint16]]:
-    """Row, column and element of each."""
+    """The row, column and element of each exception."""
     entries = arrays.exceptions.view(np.uint32)
     counts = np.diff(arrays.exception_starts)
     rows = np.repeat(np.arange(counts.size), counts)
@@ -127,7 +127,7 @@ def _exceptions(
 
 
 def check_weights(arrays: WeightArrays, format: WeightFormat, n_columns: int) -> None:
-    """Every rule of the page for arrays from elsewhere.
+    """Checks arrays from elsewhere against every rule of the page.
 
     Raises:
         CorruptionError: a rule is broken.

@@ -1,4 +1,4 @@
-"""Section 1 of docs/format.md: CRC32C, and the few kinds of checks that all rules are made of.
+"""Section 1 of docs/format.md: CRC32C, and the few checks that all rules consist of.
 
 A check names what it found, what is allowed, and the byte offset. `Reader` takes the fields of a
 stream one after the other and never reads beyond its end.
@@ -33,9 +33,9 @@ def within(found: int, least: int, most: int, what: str, offset: int) -> None:
 
 
 def need(data: bytes, nbytes: int, what: str) -> None:
-    """Checks that so many bytes are there; no other check reports truncation."""
+    """Checks that there are at least `nbytes` bytes; no other check reports truncation."""
     if len(data) < nbytes:
-        raise TruncationError(f"{what} ends at byte offset {nbytes}, the data at {len(data)}")
+        raise TruncationError(f"{what} ends at byte offset {nbytes}, but the data at {len(data)}")
 
 
 def _crc32c_table() -> list[int]:
@@ -79,9 +79,9 @@ class Reader:
         return not self._data
 
     def take(self, nbytes: int, what: str) -> bytes:
-        """Takes the next bytes; too few of them are corruption, as the header gave the length."""
+        """Takes the next bytes. Too few bytes are corruption: the header declared the length."""
         if nbytes > len(self._data):
-            left = f"the stream has {len(self._data)} left"
+            left = f"but the stream has {len(self._data)} left"
             raise CorruptionError(f"{what} at byte offset {self.offset} take {nbytes}, {left}")
         taken, self._data = self._data[:nbytes], self._data[nbytes:]
         self.offset += nbytes

@@ -95,7 +95,7 @@ BASE_LIES = {
     "no base of a tensor without elements": (
         "B4",
         lambda: given(nothing(Base(b"", "BF16")), lambda base: None),
-        "the base of 0 bytes BF16 with content hash 99aa06d3014798d86001c324468d497f, none was",
+        "the base of 0 bytes BF16 with content hash 99aa06d3014798d86001c324468d497f, but none was",
     ),
     "too long a base of a tensor without elements": ("B4", nothing, "given has 60 bytes"),
     "a base without its last byte": (

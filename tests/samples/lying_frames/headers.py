@@ -43,7 +43,7 @@ HEADER_LIES = {
     "a table beyond the end": (
         "H1",
         {"n_chunks": 1 << 20, "header_nbytes": (1 << 23) + 128},
-        "the header ends at byte offset 8388736, the data at 192",
+        "the header ends at byte offset 8388736, but the data at 192",
     ),
     "no chunks": ("H14", {"n_chunks": 0}, "n_chunks at byte offset 40 is 0, but must be 1"),
     "2 chunks": ("H14", {"n_chunks": 2}, "is 2, but must be 1"),
@@ -284,6 +284,6 @@ for name, (clause, build, fragment) in PLACE_LIES.items():
 LIES["over the limit of the caller"] = Lie(
     "H15",
     lambda: SMALL["stored"]().patch(150, b"another chunk CRC", seal=False),
-    "takes 60 bytes, the caller allows 59",
+    "takes 60 bytes; the caller allows 59",
     max_nbytes=59,
 )
