@@ -41,6 +41,7 @@ __all__ = [
     "FRAME_MAGIC",
     "FRAME_VERSION",
     "HEADER_CRC_OFFSET",
+    "LENGTH_NBYTES",
     "MAX_BITS",
     "MAX_CHUNK_LOG",
     "MAX_CHUNK_NBYTES",
@@ -54,6 +55,7 @@ __all__ = [
     "MAX_RANS_RAW_BITS",
     "MAX_SIDE_NBYTES",
     "MAX_WEIGHT_COLUMNS",
+    "METADATA_KEY",
     "MIN_CHUNK_LOG",
     "MIN_LANES_LOG",
     "MODEL_OFFSET",
@@ -170,6 +172,8 @@ FILE_METADATA_KEY = "packhorse"
 RECORD_CRC_KEY = "crc32c"
 RECORD_BASE_KEY = "base"
 FILE_ALIGNMENT = 64
+LENGTH_NBYTES = 8  # of a safetensors file: the u64 before its header
+METADATA_KEY = "__metadata__"  # of safetensors
 MAX_FILE_HEADER_NBYTES = 100_000_000  # safetensors' own cap
 # A recorded text may have RECORD_GROWTH bytes for each byte of the JSON text that records it, and
 # RECORD_FREE_NBYTES more. Real texts stay far below, and what is parsed stays in proportion to the

@@ -25,8 +25,6 @@ import zstandard
 from packhorse.codecs.content import crc32c
 from packhorse.codecs.zstd import memory_is_told
 from packhorse.disk.safetensors_header import (
-    LENGTH_NBYTES,
-    METADATA_KEY,
     FileHeader,
     TensorEntry,
     parse_header,
@@ -37,7 +35,9 @@ from packhorse.layout import (
     FILE_ALIGNMENT,
     FILE_METADATA_KEY,
     FILE_VERSION,
+    LENGTH_NBYTES,
     MAX_FILE_HEADER_NBYTES,
+    METADATA_KEY,
     RECORD_BASE_KEY,
     RECORD_CRC_KEY,
     RECORD_FREE_NBYTES,

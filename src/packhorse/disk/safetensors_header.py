@@ -17,13 +17,18 @@ from typing import Any, BinaryIO
 
 from packhorse.disk.foreign import PEEK_NBYTES, kind_of_file
 from packhorse.errors import CompatibilityError, CorruptionError, TruncationError
-from packhorse.layout import DTYPE_BY_NAME, MAX_BITS, MAX_DIMS, MAX_FILE_HEADER_NBYTES
+from packhorse.layout import (
+    DTYPE_BY_NAME,
+    LENGTH_NBYTES,
+    MAX_BITS,
+    MAX_DIMS,
+    MAX_FILE_HEADER_NBYTES,
+    METADATA_KEY,
+)
 from packhorse.storage.opening import open_regular
 from packhorse.storage.strict_json import check_text, json_kind, parse_json, shown
 
 __all__ = [
-    "LENGTH_NBYTES",
-    "METADATA_KEY",
     "FileHeader",
     "TensorEntry",
     "build_header",
@@ -34,8 +39,6 @@ __all__ = [
     "tensor_nbytes",
 ]
 
-LENGTH_NBYTES = 8  # the u64 before the JSON
-METADATA_KEY = "__metadata__"
 _ALIGNMENT = 8  # the library pads the JSON with spaces to a multiple of this
 _FIELDS = ("dtype", "shape", "data_offsets")
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from packhorse.disk.safetensors_header import METADATA_KEY
 from packhorse.errors import CompatibilityError, CorruptionError
-from packhorse.layout import MAX_FILE_HEADER_NBYTES
+from packhorse.layout import MAX_FILE_HEADER_NBYTES, METADATA_KEY
+from packhorse.storage.documents import compact_json
 from packhorse.storage.frames.pack_store import PackLayout, PackStore
 from packhorse.storage.frames.refs import Content, FrameRef
 from packhorse.storage.interface import Object, Storage
@@ -116,7 +115,7 @@ def _header_nbytes(names: Sequence[str], nbytes: int) -> int:
     """The most bytes that the header of a file can take, given the names of its tensors."""
     for name in names:
         check_text(name)
-    text = len(_json({METADATA_KEY: _METADATA})) + len(_json(list(names)))
+    text = len(compact_json({METADATA_KEY: _METADATA})) + len(compact_json(list(names)))
     room = text + _ROW_NBYTES * len(names)
     if room > MAX_FILE_HEADER_NBYTES:
         raise CompatibilityError(
@@ -124,7 +123,3 @@ def _header_nbytes(names: Sequence[str], nbytes: int) -> int:
             f"{MAX_FILE_HEADER_NBYTES} are allowed; use shorter names"
         )
     return room
-
-
-def _json(document: object) -> bytes:
-    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()

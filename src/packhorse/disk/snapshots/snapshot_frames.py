@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from packhorse.disk.safetensors_header import LENGTH_NBYTES, parse_header
+from packhorse.disk.safetensors_header import parse_header
 from packhorse.disk.snapshots.finder import Finder
 from packhorse.disk.snapshots.names import new_pack, pack_path
 from packhorse.errors import CorruptionError
-from packhorse.layout import MAX_FILE_HEADER_NBYTES
+from packhorse.layout import LENGTH_NBYTES, MAX_FILE_HEADER_NBYTES
 from packhorse.storage.frames.pack_store import PackLayout, PackStore
 from packhorse.storage.frames.refs import Content, FrameRef
 from packhorse.storage.interface import Storage

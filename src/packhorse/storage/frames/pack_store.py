@@ -22,7 +22,13 @@ from typing import Self
 from packhorse.codecs.base import ByteArray
 from packhorse.errors import CorruptionError, PackhorseError, TruncationError, blaming
 from packhorse.frame import Frame
-from packhorse.layout import FIXED_HEADER, FIXED_HEADER_NBYTES, FRAME_ALIGNMENT
+from packhorse.layout import (
+    FIXED_HEADER,
+    FIXED_HEADER_NBYTES,
+    FRAME_ALIGNMENT,
+    LENGTH_NBYTES,
+    METADATA_KEY,
+)
 from packhorse.storage.frames.chain import Chain
 from packhorse.storage.frames.frame_store import NewFrame
 from packhorse.storage.frames.refs import Content, FrameRef
@@ -31,7 +37,6 @@ from packhorse.storage.strict_json import shortened
 
 __all__ = ["PackLayout", "PackStore", "PackWriter"]
 
-_LENGTH_NBYTES = 8  # the u64 before the header of a safetensors file
 _MAX_OPEN = 256  # packs at a time
 _PEEK_NBYTES = 1 << 16  # fetched first of a remote frame: all of a small frame, or most headers
 
@@ -81,7 +86,7 @@ class PackWriter:
         self.nbytes = 0
         self._storage = storage
         self._layout = layout
-        room = _LENGTH_NBYTES + layout.header_nbytes(names, nbytes)
+        room = LENGTH_NBYTES + layout.header_nbytes(names, nbytes)
         self._data_offset = -(-room // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
         self._rows: dict[str, str] = {}
         self._context: AbstractContextManager[Sink] | None = None
@@ -127,10 +132,10 @@ class PackWriter:
 
     def _header(self) -> bytes:
         metadata = self._layout.metadata
-        first = [] if metadata is None else [f'"__metadata__":{_json(metadata)}']
+        first = [] if metadata is None else [f"{_json(METADATA_KEY)}:{_json(metadata)}"]
         text = "{" + ",".join([*first, *self._rows.values()]) + "}"
-        room = self._data_offset - _LENGTH_NBYTES
-        header = room.to_bytes(_LENGTH_NBYTES, "little") + text.encode().ljust(room)
+        room = self._data_offset - LENGTH_NBYTES
+        header = room.to_bytes(LENGTH_NBYTES, "little") + text.encode().ljust(room)
         assert len(header) == self._data_offset
         return header
 
