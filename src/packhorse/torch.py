@@ -352,7 +352,7 @@ def load(
     base: BaseLike | None = None,
 ) -> Any:
     """Unpacks the state that `save` packed, in the manner of `torch.load`; or all tensors of any
-    packed file, by name.
+    packed or plain safetensors file, by name.
 
     Args:
         f: a path, a binary file that is open for reading, or the bytes of a file.
@@ -373,7 +373,10 @@ def load(
         BaseMismatchError: the file needs a base, and no base or another one was given.
         CorruptionError, TruncationError, CompatibilityError: the file is bad or too new, or exceeds
             the limit.
+        MissingBackendError: `f` is a path of a plain file, and the safetensors library is not
+            installed.
         TypeError: `map_location` is not a device.
+        ValueError: there is no such device.
         MemoryError: there is not enough memory for a tensor.
         OSError: the file cannot be opened or read.
 
@@ -402,7 +405,7 @@ def load(
 
 def save_file(
     tensors: Mapping[str, torch.Tensor],
-    path: str | os.PathLike[str],
+    filename: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
     *,
     level: Level | str = "default",
@@ -413,7 +416,7 @@ def save_file(
 
     Args:
         tensors: tensors by name, such as a state dict.
-        path: the file to write; its name usually ends in ".ph.safetensors".
+        filename: the file to write; its name usually ends in ".ph.safetensors".
         metadata: strings to keep in the file.
         level: "fast", "default" or "max".
         threads: the number of threads; None for one per core, at most 8.
@@ -423,7 +426,7 @@ def save_file(
 
     Raises:
         TypeError: one of `tensors` is not a dense tensor, or safetensors does not have its dtype.
-        ValueError: `level` or `threads` is wrong, or `path` is the base.
+        ValueError: `level` or `threads` is wrong, or `filename` is the base.
         BaseMismatchError: the base was itself packed against a base.
         CorruptionError, TruncationError, CompatibilityError: the base is bad or too new.
         OSError: the file cannot be written, or the base cannot be read.
@@ -438,27 +441,30 @@ def save_file(
         4096
     """
     header, buffers = lay_out(tensors, FRAMEWORK, metadata)
-    write_packed(path, header, buffers, level=level, threads=threads, force=True, base=base)
+    write_packed(filename, header, buffers, level=level, threads=threads, force=True, base=base)
 
 
 def load_file(
-    path: str | os.PathLike[str],
+    filename: str | os.PathLike[str],
     device: str | int | torch.device = "cpu",
     *,
     threads: int | None = None,
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
+    backend: str = "mmap",
 ) -> dict[str, torch.Tensor]:
-    """Unpacks all tensors of a packed file, to `device`.
+    """Unpacks all tensors of a packed or plain safetensors file, to `device`.
 
     Args:
-        path: the file.
+        filename: the file, packed or plain.
         device: where the tensors are placed. A GPU with Triton receives them packed and decodes
             them (docs/device.md).
         threads: the number of threads; None for one per core, at most 8.
         max_nbytes: refuse a file whose tensors take more bytes in total, before any is decoded.
         base: what the file was packed against, if it has a base: a file, a folder, or tensors by
             name.
+        backend: how the safetensors library reads a plain file, "mmap" or "pread". A packed file is
+            always mapped.
 
     Returns:
         The tensors by name, in the order of their names.
@@ -467,8 +473,10 @@ def load_file(
         BaseMismatchError: the file needs a base, and no base or another one was given.
         CorruptionError, TruncationError, CompatibilityError: the file is bad or too new, or exceeds
             the limit.
+        MissingBackendError: the file is plain, and the safetensors library is not installed.
         MemoryError: there is not enough memory for a tensor.
         OSError: the file cannot be opened or read.
+        ValueError: there is no such device.
 
     Example:
         >>> from packhorse.torch import load_file
@@ -477,7 +485,13 @@ def load_file(
         torch.Size([512, 64])
     """
     with PackedFile(
-        path, FRAMEWORK, device=device, threads=threads, max_nbytes=max_nbytes, base=base
+        filename,
+        FRAMEWORK,
+        device=device,
+        threads=threads,
+        max_nbytes=max_nbytes,
+        base=base,
+        backend=backend,
     ) as file:
         tensors = file.get_tensors()
         return {name: tensors[name] for name in file.keys()}  # noqa: SIM118 - not a dict

@@ -42,7 +42,8 @@ class TorchFramework:
                 f"PyTorch has no dtype for {dtype}; read its bytes with Frame.decompress_into"
             )
         try:
-            return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+            # The device is named, because the caller may have made another one the default.
+            return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cpu")
         except RuntimeError as error:  # PyTorch's allocator raises nothing more specific
             raise MemoryError(f"no memory for {dtype} of shape {list(shape)}: {error}") from error
 
@@ -160,6 +161,31 @@ class TorchFramework:
         last = sum((size - 1) * stride for size, stride in pairs)
         return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
+    def check_device(self, device: Any) -> None:
+        """Refuse a device that is not here.
+
+        Raises:
+            TypeError: it is not a device, its name or its number.
+            ValueError: PyTorch does not know it, or it is not in this machine.
+        """
+        if device is None or str(device) == "cpu":
+            return
+        if not isinstance(device, str | int | torch.device) or isinstance(device, bool):
+            raise TypeError(f"device is {device!r}; it must be a device or the name of one")
+        try:
+            target = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"device {device!r} is unknown to PyTorch: {_first(error)}") from error
+        if target.type == "cuda":  # counted, because making a tensor would start CUDA
+            found = torch.cuda.device_count()
+            if (target.index or 0) >= found:
+                raise ValueError(f"device {device!r} is not here: PyTorch finds {found} CUDA GPUs")
+            return
+        try:
+            torch.empty(0, device=target)
+        except (RuntimeError, AssertionError, ImportError) as error:
+            raise ValueError(f"device {device!r} cannot be used: {_first(error)}") from error
+
     def decodes_on(self, device: str | int | torch.device | None) -> bool:
         """Whether the device is a GPU that is present. (Kernels also need Triton.)"""
         target = torch.device("cpu" if device is None else device)
@@ -190,6 +216,11 @@ class TorchFramework:
         except ImportError:  # Triton is not installed, or not for this system
             return [None] * len(frames)
         return list(decode(frames, torch.device(device), threads=threads))
+
+
+def _first(error: Exception) -> str:
+    """The first line of a message; PyTorch's go on for pages."""
+    return str(error).partition("\n")[0][:200]
 
 
 def _bytes_of(tensor: torch.Tensor) -> ByteArray:

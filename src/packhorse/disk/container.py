@@ -412,7 +412,7 @@ def unpack_file(
     coder = _Coder(Level.DEFAULT, resolve_threads(threads), progress or _ignore)
     with open_source(path) as source, open_bases(base) as bases:
         packed = parse_packed_header(source.header(), label=str(path))
-        packed.check_limit(max_nbytes, str(path))
+        packed.original.check_limit(max_nbytes, str(path))
         if bases is not None:
             bases.refuse_output(target)
         lender = Lender(bases, packed.base_name)

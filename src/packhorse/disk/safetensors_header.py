@@ -107,6 +107,19 @@ class FileHeader:
         """The bytes of the file before the data section."""
         return len(self.text).to_bytes(LENGTH_NBYTES, "little") + self.text
 
+    def check_limit(self, max_nbytes: int | None, label: str) -> None:
+        """Refuse a file whose tensors take more bytes in total than the caller allows.
+
+        Raises:
+            CorruptionError: they take more.
+        """
+        nbytes = self.data_nbytes
+        if max_nbytes is not None and nbytes > max_nbytes:
+            raise CorruptionError(
+                f"{label}: its tensors take {nbytes} bytes in total, more than max_nbytes = "
+                f"{max_nbytes}; read only some of them, or allow more"
+            )
+
 
 def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
     """Size of a tensor in bytes.
