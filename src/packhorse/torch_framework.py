@@ -13,7 +13,7 @@ from packhorse.frame import Frame
 from packhorse.framework import frame_decoder
 from packhorse.torch_dtypes import NAMES, TORCH_DTYPES
 
-__all__ = ["FRAMEWORK", "TorchFramework"]
+__all__ = ["FRAMEWORK", "TorchFramework", "extent_of"]
 
 
 class TorchFramework:
@@ -157,9 +157,7 @@ class TorchFramework:
             return None
         if self.why_unreadable(tensor) is not None or not tensor.numel():
             return None
-        pairs = zip(tensor.shape, tensor.stride(), strict=True)
-        last = sum((size - 1) * stride for size, stride in pairs)
-        return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+        return extent_of(tensor)
 
     def check_device(self, device: Any) -> None:
         """Refuse a device that is not here.
@@ -216,6 +214,13 @@ class TorchFramework:
         except ImportError:  # Triton is not installed, or not for this system
             return [None] * len(frames)
         return list(decode(frames, torch.device(device), threads=threads))
+
+
+def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of a tensor with elements, and after its last byte."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in pairs)
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _first(error: Exception) -> str:
