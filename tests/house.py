@@ -162,6 +162,7 @@ LAYERS = {
     "integrations": 6,
     "numpy": 6,
     "torch": 6,
+    "torch_models": 6,
     "lightning": 6,
     "transformers": 6,
     "": 6,

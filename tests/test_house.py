@@ -43,6 +43,7 @@ THIRD_PARTY = {
     "torch": {"torch"},
     "torch_dtypes": {"torch"},
     "torch_framework": {"torch"},
+    "torch_models": {"torch"},
     "integrations": {"torch"},
     "integrations.transformers": {"accelerate", "numpy", "safetensors", "torch", "transformers"},
     "cli": {"numpy", "rich", "typer"},

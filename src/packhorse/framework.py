@@ -95,6 +95,14 @@ class Framework(Protocol):
         """The address of a tensor's first byte, and the address after its last byte. None for an
         empty tensor, one outside host memory, and one of another framework."""
 
+    def check_device(self, device: Any) -> None:
+        """Refuse a device that tensors cannot be placed on; None is host memory.
+
+        Raises:
+            TypeError: it is not a device.
+            ValueError: there is no such device.
+        """
+
     def decodes_on(self, device: Any) -> bool:
         """Whether `decode_on` may decode frames on a device."""
 

@@ -156,6 +156,15 @@ class NumpyFramework:
             return None
         return np.lib.array_utils.byte_bounds(tensor)
 
+    def check_device(self, device: Any) -> None:
+        """Refuse all devices but the CPU.
+
+        Raises:
+            ValueError: it is another device.
+        """
+        if device is not None and str(device) != "cpu":
+            raise ValueError(f"device {str(device)!r} needs framework 'pt'; 'np' has only 'cpu'")
+
     def decodes_on(self, device: Any) -> bool:
         """False: NumPy has arrays in host memory only."""
         return False
@@ -359,7 +368,7 @@ def decompress_all(
 
 
 def save(
-    tensors: Mapping[str, np.ndarray[Any, Any]],
+    tensor_dict: Mapping[str, np.ndarray[Any, Any]],
     metadata: Mapping[str, str] | None = None,
     *,
     level: Level | str = "default",
@@ -369,7 +378,7 @@ def save(
     """Packs arrays to a packed file in memory. Arguments and errors are those of `save_file`.
 
     Args:
-        tensors: arrays by name.
+        tensor_dict: arrays by name.
         metadata: strings to keep in the file.
         level: "fast", "default" or "max".
         threads: the number of threads; None for one per core, at most 8.
@@ -390,7 +399,7 @@ def save(
         >>> load(data)["weight"].shape
         (256, 256)
     """
-    header, buffers = lay_out(tensors, FRAMEWORK, metadata)
+    header, buffers = lay_out(tensor_dict, FRAMEWORK, metadata)
     return pack_tensors(header, buffers, level=level, threads=threads, base=base)
 
 
@@ -401,7 +410,7 @@ def load(
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Unpacks all arrays of a packed file that is in memory.
+    """Unpacks all arrays of a packed or plain file that is in memory.
 
     Args:
         data: the bytes of the file.
@@ -430,8 +439,8 @@ def load(
 
 
 def save_file(
-    tensors: Mapping[str, np.ndarray[Any, Any]],
-    path: str | os.PathLike[str],
+    tensor_dict: Mapping[str, np.ndarray[Any, Any]],
+    filename: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
     *,
     level: Level | str = "default",
@@ -441,8 +450,8 @@ def save_file(
     """Writes a packed file. An existing file is replaced in one step, when the new one is complete.
 
     Args:
-        tensors: arrays by name.
-        path: the file to write; its name usually ends in ".ph.safetensors".
+        tensor_dict: arrays by name.
+        filename: the file to write; its name usually ends in ".ph.safetensors".
         metadata: strings to keep in the file.
         level: "fast", "default" or "max".
         threads: the number of threads; None for one per core, at most 8.
@@ -451,8 +460,8 @@ def save_file(
             are shorter; then `load_file` needs the base.
 
     Raises:
-        TypeError: one of `tensors` is not an array, or safetensors does not have its dtype.
-        ValueError: `level` or `threads` is wrong, or `path` is the base.
+        TypeError: one of `tensor_dict` is not an array, or safetensors does not have its dtype.
+        ValueError: `level` or `threads` is wrong, or `filename` is the base.
         BaseMismatchError: the base was itself packed against a base.
         CorruptionError, TruncationError, CompatibilityError: the base is bad or too new.
         OSError: the file cannot be written, or the base cannot be read.
@@ -466,25 +475,28 @@ def save_file(
         >>> len(load_file("new.ph.safetensors", base="old.ph.safetensors")["weight"])
         4096
     """
-    header, buffers = lay_out(tensors, FRAMEWORK, metadata)
-    write_packed(path, header, buffers, level=level, threads=threads, force=True, base=base)
+    header, buffers = lay_out(tensor_dict, FRAMEWORK, metadata)
+    write_packed(filename, header, buffers, level=level, threads=threads, force=True, base=base)
 
 
 def load_file(
-    path: str | os.PathLike[str],
+    filename: str | os.PathLike[str],
     *,
     threads: int | None = None,
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
+    backend: str = "mmap",
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Unpacks all arrays of a packed file.
+    """Unpacks all arrays of a packed or plain safetensors file.
 
     Args:
-        path: the file.
+        filename: the file, packed or plain.
         threads: the number of threads; None for one per core, at most 8.
         max_nbytes: refuse a file whose arrays take more bytes in total, before any is decoded.
         base: what the file was packed against, if it has a base: a file, a folder, or arrays by
             name.
+        backend: how the safetensors library reads a plain file, "mmap" or "pread". A packed file is
+            always mapped.
 
     Returns:
         The arrays by name, in the order of their names.
@@ -493,6 +505,7 @@ def load_file(
         BaseMismatchError: the file needs a base, and no base or another one was given.
         CorruptionError, TruncationError, CompatibilityError: the file is bad or too new, or exceeds
             the limit.
+        MissingBackendError: the file is plain, and the safetensors library is not installed.
         MemoryError: there is not enough memory for an array.
         OSError: the file cannot be opened or read.
 
@@ -502,6 +515,8 @@ def load_file(
         >>> arrays["weight"].shape
         (512, 64)
     """
-    with PackedFile(path, FRAMEWORK, threads=threads, max_nbytes=max_nbytes, base=base) as file:
+    with PackedFile(
+        filename, FRAMEWORK, threads=threads, max_nbytes=max_nbytes, base=base, backend=backend
+    ) as file:
         tensors = file.get_tensors()
         return {name: tensors[name] for name in file.keys()}  # noqa: SIM118 - not a dict

@@ -13,7 +13,7 @@ from packhorse.frame import Frame
 from packhorse.framework import frame_decoder
 from packhorse.torch_dtypes import NAMES, TORCH_DTYPES
 
-__all__ = ["FRAMEWORK", "TorchFramework"]
+__all__ = ["FRAMEWORK", "TorchFramework", "extent_of"]
 
 
 class TorchFramework:
@@ -42,7 +42,8 @@ class TorchFramework:
                 f"PyTorch has no dtype for {dtype}; read its bytes with Frame.decompress_into"
             )
         try:
-            return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+            # The device is named, because the caller may have made another one the default.
+            return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cpu")
         except RuntimeError as error:  # PyTorch's allocator raises nothing more specific
             raise MemoryError(f"no memory for {dtype} of shape {list(shape)}: {error}") from error
 
@@ -156,9 +157,32 @@ class TorchFramework:
             return None
         if self.why_unreadable(tensor) is not None or not tensor.numel():
             return None
-        pairs = zip(tensor.shape, tensor.stride(), strict=True)
-        last = sum((size - 1) * stride for size, stride in pairs)
-        return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+        return extent_of(tensor)
+
+    def check_device(self, device: Any) -> None:
+        """Refuse a device that is not here.
+
+        Raises:
+            TypeError: it is not a device, its name or its number.
+            ValueError: PyTorch does not know it, or it is not in this machine.
+        """
+        if device is None or str(device) == "cpu":
+            return
+        if not isinstance(device, str | int | torch.device) or isinstance(device, bool):
+            raise TypeError(f"device is {device!r}; it must be a device or the name of one")
+        try:
+            target = torch.device(device)
+        except RuntimeError as error:
+            raise ValueError(f"device {device!r} is unknown to PyTorch: {_first(error)}") from error
+        if target.type == "cuda":  # counted, because making a tensor would start CUDA
+            found = torch.cuda.device_count()
+            if (target.index or 0) >= found:
+                raise ValueError(f"device {device!r} is not here: PyTorch finds {found} CUDA GPUs")
+            return
+        try:
+            torch.empty(0, device=target)
+        except (RuntimeError, AssertionError, ImportError) as error:
+            raise ValueError(f"device {device!r} cannot be used: {_first(error)}") from error
 
     def decodes_on(self, device: str | int | torch.device | None) -> bool:
         """Whether the device is a GPU that is present. (Kernels also need Triton.)"""
@@ -190,6 +214,18 @@ class TorchFramework:
         except ImportError:  # Triton is not installed, or not for this system
             return [None] * len(frames)
         return list(decode(frames, torch.device(device), threads=threads))
+
+
+def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of a tensor with elements, and after its last byte."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in pairs)
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _first(error: Exception) -> str:
+    """The first line of a message; PyTorch's go on for pages."""
+    return str(error).partition("\n")[0][:200]
 
 
 def _bytes_of(tensor: torch.Tensor) -> ByteArray:

@@ -427,23 +427,31 @@ def test_bad_arguments_of_save(framework: str, tmp_path: Path) -> None:
         ours.save_file(one, path, level="best")
     with pytest.raises(ValueError, match="threads is 0"):
         ours.save_file(one, path, threads=0)
-    with pytest.raises(ValueError, match="metadata must map strings to strings"):
+    with pytest.raises(TypeError, match="metadata must map strings to strings"):
         ours.save_file(one, path, {"k": 1})
-    with pytest.raises(ValueError, match="name must be a string"):
+    with pytest.raises(TypeError, match="metadata must be a dict of strings, not list"):
+        ours.save_file(one, path, ["k"])
+    with pytest.raises(ValueError, match="no tensor can have the name '__metadata__'"):
         ours.save_file({"__metadata__": one["x"]}, path)
+    for tensors, words in (
+        ([one["x"]], "a dict of tensors by name is needed, not list"),
+        ({1: one["x"]}, "name must be a string, not 1"),
+        ({**one, "wrong": [1.0]}, r"^tensor 'wrong': .* needed, not list"),
+        ({**one, "wrong": None}, r"^tensor 'wrong': .* needed, not NoneType"),
+    ):
+        for save in (ours.save_file, lambda tensors, path: ours.save(tensors)):
+            if save is ours.save_file or framework == "numpy":
+                with pytest.raises(TypeError, match=words):
+                    save(tensors, path)
     with pytest.raises(FileNotFoundError):
         ours.save_file(one, tmp_path / "absent" / "m.ph.safetensors")
     assert not list(tmp_path.iterdir())
 
 
-def test_loading_an_ordinary_file_says_what_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "m.safetensors"
-    safetensors.numpy.save_file({"x": np.zeros(3)}, path)
+def test_a_file_that_is_absent_is_told(tmp_path: Path) -> None:
     for load in (ph_numpy.load_file, ph_torch.load_file):
-        with pytest.raises(ValueError, match=r"m\.safetensors"):
-            load(path)
-    with pytest.raises(FileNotFoundError):
-        ph_numpy.load_file(tmp_path / "absent.ph.safetensors")
+        with pytest.raises(FileNotFoundError, match=r"absent\.ph\.safetensors"):
+            load(tmp_path / "absent.ph.safetensors")
 
 
 def test_devices_are_for_torch(tmp_path: Path) -> None:
