@@ -39,6 +39,7 @@ THIRD_PARTY = {
     "storage": {"numpy", "xxhash"},
     "disk": {"numpy", "xxhash", "zstandard"},
     "disk.dcp": {"fsspec", "numpy", "torch"},
+    "disk.dcp.values": {"ml_dtypes", "numpy", "torch"},
     "numpy": {"numpy", "ml_dtypes"},
     "torch": {"torch"},
     "torch_dtypes": {"torch"},
