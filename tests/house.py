@@ -163,7 +163,9 @@ LAYERS = {
     "numpy": 6,
     "torch": 6,
     "lightning": 6,
+    "numcodecs": 6,
     "transformers": 6,
+    "zarr": 6,
     "": 6,
     "__main__": 6,
 }

@@ -44,7 +44,10 @@ THIRD_PARTY = {
     "torch_dtypes": {"torch"},
     "torch_framework": {"torch"},
     "integrations": {"torch"},
+    "integrations.elements": {"ml_dtypes", "numpy"},
+    "integrations.numcodecs": {"numcodecs", "numpy"},
     "integrations.transformers": {"accelerate", "numpy", "safetensors", "torch", "transformers"},
+    "integrations.zarr": {"numpy", "zarr"},
     "cli": {"numpy", "rich", "typer"},
 }
 
