@@ -46,7 +46,10 @@ THIRD_PARTY = {
     "torch_framework": {"torch"},
     "torch_models": {"torch"},
     "integrations": {"torch"},
+    "integrations.elements": {"ml_dtypes", "numpy"},
+    "integrations.numcodecs": {"numcodecs", "numpy"},
     "integrations.transformers": {"accelerate", "numpy", "safetensors", "torch", "transformers"},
+    "integrations.zarr": {"numpy", "zarr"},
     "cli": {"numpy", "rich", "typer"},
 }
 
