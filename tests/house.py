@@ -165,7 +165,9 @@ LAYERS = {
     "torch": 6,
     "torch_models": 6,
     "lightning": 6,
+    "numcodecs": 6,
     "transformers": 6,
+    "zarr": 6,
     "": 6,
     "__main__": 6,
 }
