@@ -144,6 +144,7 @@ LAYERS = {
     "process": 0,
     "threads": 0,
     "_core": 1,
+    "bits": 2,
     "codecs": 2,
     "kernels": 2,
     "arguments": 3,

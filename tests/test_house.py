@@ -30,6 +30,7 @@ from house import (
 )
 
 THIRD_PARTY = {
+    "bits": {"numpy"},
     "codecs": {"numpy", "xxhash", "zstandard"},
     "kernels": {"numpy", "torch", "triton"},
     "device": {"torch", "triton"},

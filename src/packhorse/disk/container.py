@@ -225,13 +225,14 @@ def check_tensors(tensors: Mapping[str, Any], framework: Framework) -> None:
     Raises:
         TypeError: it is not a mapping, a name is not a string, an object is not a tensor of the
             framework, or safetensors does not have its dtype. The message names the tensor.
+        ValueError: its elements do not take a whole number of bytes.
     """
     if not isinstance(tensors, Mapping):
         raise TypeError(f"a dict of tensors by name is needed, not {type(tensors).__name__}")
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise TypeError(f"a tensor's name must be a string, not {name!r}")
-        with blaming(f"tensor {shown(name)}", (TypeError,)):
+        with blaming(f"tensor {shown(name)}", (TypeError, ValueError)):
             framework.describe(tensor)
 
 

@@ -36,6 +36,7 @@ import numpy as np
 
 from packhorse import _core
 from packhorse.arguments import resolve_threads
+from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
 from packhorse.disk.base_files import BaseLike, Bases, Lender, open_bases
 from packhorse.disk.packed_frames import open_frame
@@ -111,11 +112,12 @@ class _FrameTable(TensorTable):
         n_threads = threads or self._threads
         is_part = stop - start < entry.nbytes
         lend = self._lender.lend
-        with self.blaming(), lend(name, frame, n_threads, keep=is_part) as loan:
-            memory = self.framework.writable(tensor)
-            if loan.is_shared:  # a whole tensor; for a part, the base was copied
-                _decode_against(loan.data, frame, memory, name, n_threads)
-            else:
+
+        def write(memory: ByteArray) -> None:
+            with lend(name, frame, n_threads, keep=is_part) as loan:
+                if loan.is_shared:  # a whole tensor; for a part, the base was copied
+                    _decode_against(loan.data, frame, memory, name, n_threads)
+                    return
                 frame.decompress_into(
                     memory,
                     start=start,
@@ -124,6 +126,9 @@ class _FrameTable(TensorTable):
                     base=loan.data,
                     base_hash=loan.content_hash,
                 )
+
+        with self.blaming():
+            self.framework.fill(tensor, write)
         return tensor
 
     def identity(self) -> tuple[int, str]:

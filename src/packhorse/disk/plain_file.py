@@ -107,7 +107,7 @@ class PlainTable(TensorTable):
         tensor = self.framework.empty(entry.dtype, tuple(shape))
         with self.blaming():
             source = np.frombuffer(self._data[first + start : first + stop], np.uint8)
-            self.framework.writable(tensor)[:] = source
+            self.framework.fill(tensor, lambda memory: np.copyto(memory, source))
         return tensor
 
     def tensor(self, name: str) -> Any:
