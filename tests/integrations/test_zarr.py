@@ -146,6 +146,15 @@ def test_shards_transposed_chunks_and_checksums_around_the_codec(tmp_path: Path)
         assert array[...].sum() == pytest.approx(data.sum() - data[7:50, 30:70].sum() + 43 * 40)
 
 
+@pytest.mark.filterwarnings("ignore::zarr.errors.ZarrUserWarning")  # of numcodecs in format 3
+def test_a_filter_may_hand_over_the_bits_of_floats_as_integers() -> None:
+    data = RNG.normal(0, 1, (16, 16)).astype("f4")
+    rounded = zarr.codecs.numcodecs.BitRound(keepbits=3)
+    ours = create({}, data, (16, 16), filters=[rounded])
+    theirs = create({}, data, (16, 16), filters=[rounded], codec=zarr.codecs.BytesCodec())
+    assert ours[...].tobytes() == theirs[...].tobytes()
+
+
 class Ledger(MemoryStore):
     """A store that writes down what is read of the chunks."""
 

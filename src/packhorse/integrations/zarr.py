@@ -132,7 +132,9 @@ class PackhorseCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
 
     def _encode_sync(self, chunk_data: NDBuffer, chunk_spec: ArraySpec) -> Buffer:
         layout = self._layout_of(chunk_spec)
-        data = np.ascontiguousarray(chunk_data.as_numpy_array(), dtype=layout.stored)
+        array = chunk_data.as_numpy_array()
+        # Not the array's dtype: filters such as numcodecs' BitRound hand over the bits as integers.
+        data = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
         frame = compress_buffer(bytes_of(data), layout.name, layout.shape, level=self.level)
         return chunk_spec.prototype.buffer.from_bytes(frame.to_bytes())
 
