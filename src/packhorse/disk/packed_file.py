@@ -108,7 +108,7 @@ class _FrameTable(TensorTable):
         entry = self.entry(name)
         self.check_limit(name, stop - start)
         frame = self.frame(name)
-        tensor = self.framework.empty(entry.dtype, tuple(shape))
+        tensor = self.new_tensor(entry, shape)
         n_threads = threads or self._threads
         is_part = stop - start < entry.nbytes
         lend = self._lender.lend

@@ -104,7 +104,7 @@ class PlainTable(TensorTable):
         entry = self.entry(name)
         self.check_limit(name, stop - start)
         first = self.original.data_offset + entry.start
-        tensor = self.framework.empty(entry.dtype, tuple(shape))
+        tensor = self.new_tensor(entry, shape)
         with self.blaming():
             source = np.frombuffer(self._data[first + start : first + stop], np.uint8)
             self.framework.fill(tensor, lambda memory: np.copyto(memory, source))
