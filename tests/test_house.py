@@ -30,6 +30,7 @@ from house import (
 )
 
 THIRD_PARTY = {
+    "bits": {"numpy"},
     "codecs": {"numpy", "xxhash", "zstandard"},
     "kernels": {"numpy", "torch", "triton"},
     "device": {"torch", "triton"},
@@ -44,8 +45,12 @@ THIRD_PARTY = {
     "torch": {"torch"},
     "torch_dtypes": {"torch"},
     "torch_framework": {"torch"},
+    "torch_models": {"torch"},
     "integrations": {"torch"},
+    "integrations.elements": {"ml_dtypes", "numpy"},
+    "integrations.numcodecs": {"numcodecs", "numpy"},
     "integrations.transformers": {"accelerate", "numpy", "safetensors", "torch", "transformers"},
+    "integrations.zarr": {"numpy", "zarr"},
     "cli": {"numpy", "rich", "typer"},
 }
 
