@@ -1,4 +1,5 @@
-"""The benchmark of arrays: its document, and its codecs on small data."""
+"""The benchmarks of arrays and of hubs: their documents, and their codecs and clients on small
+data."""
 
 import json
 from collections.abc import Iterator
@@ -16,11 +17,11 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture
 def benchmarks() -> Iterator[dict[str, ModuleType]]:
-    with import_afresh("arrays", "codecs.measure", "codecs.peers", "data.sets") as modules:
+    with import_afresh("arrays", "hub", "codecs.measure", "codecs.peers", "data.sets") as modules:
         yield modules
 
 
-@pytest.mark.parametrize("name", ["arrays"])
+@pytest.mark.parametrize("name", ["arrays", "hub"])
 def test_documents_are_what_the_kept_figures_give(
     benchmarks: dict[str, ModuleType], name: str
 ) -> None:
@@ -48,3 +49,21 @@ def test_codecs_of_chunks_prove_their_round_trips(
             assert entered.ratio > 0.1
             n_chunks = len(entered.codec.prepare(data))
             assert n_chunks > 2 or codec == "np.copyto"
+
+
+def test_the_client_of_the_hub_uploads_what_changed(
+    benchmarks: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = benchmarks["hub"]
+    old = {name: RNG.normal(0, 1, (512, 512)).astype("f4") for name in "ab"}
+    new = old | {"b": old["b"] + np.float32(1e-6)}
+    monkeypatch.setitem(hub.CASES, "small", lambda: (old, new))
+    rows = {row["form"]: row for row in hub.measure(["small"])["rows"]}
+    assert list(rows) == list(hub.FORMS)
+    plain, packed, delta = rows.values()
+    assert 0.4 < plain["known"] / plain["nbytes"] < 0.6
+    assert 0.4 < packed["known"] / packed["nbytes"] < 0.6
+    assert delta["second"] < packed["second"] < plain["second"]
+    assert "| small | packed |" in hub.document(
+        {"date": "", "machine": {"cpu": "", "system": ""}, "versions": {}, "rows": rows.values()}
+    )
