@@ -14,6 +14,7 @@ from packhorse._version import __version__
 from packhorse.errors import (
     BaseMismatchError,
     ChangedError,
+    ClosedError,
     CompatibilityError,
     CorruptionError,
     MissingBackendError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BaseMismatchError",
     "ChangedError",
+    "ClosedError",
     "CompatibilityError",
     "CorruptionError",
     "Frame",
@@ -80,18 +82,20 @@ def __dir__() -> list[str]:
 
 
 def open_file(
-    path: str | os.PathLike[str],
+    filename: str | os.PathLike[str],
     framework: str = "np",
-    *,
     device: Any = None,
+    *,
     threads: int | None = None,
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
+    backend: str = "mmap",
 ) -> PackedFile:
-    """Opens a packed file lazily, in the manner of `safetensors.safe_open`.
+    """Opens a file lazily, in the manner of `safetensors.safe_open`.
 
     Args:
-        path: a `.ph.safetensors` file.
+        filename: a `.ph.safetensors` file, or a plain safetensors file, which the safetensors
+            library reads.
         framework: "np" (or "numpy") or "pt" (or "torch", "pytorch").
         device: where tensors are placed; PyTorch only. A GPU with Triton decodes whole tensors
             itself (docs/device.md).
@@ -99,6 +103,8 @@ def open_file(
         max_nbytes: refuse a tensor that takes more bytes once it is decoded.
         base: what the file was packed against, if it has a base: a safetensors file, packed or
             not, a folder of such files, or tensors by name.
+        backend: how the safetensors library reads a plain file, "mmap" or "pread". A packed file is
+            always mapped.
 
     Returns:
         A `PackedFile`, with `keys()`, `metadata()`, `get_tensor(name)` and `get_slice(name)`; a
@@ -106,9 +112,11 @@ def open_file(
 
     Raises:
         CorruptionError, TruncationError, CompatibilityError: the file is bad or too new.
-        MissingBackendError: the framework is not installed.
+        MissingBackendError: the framework is not installed; or the file is plain, and the
+            safetensors library is not installed.
         OSError: the file cannot be opened or read.
-        ValueError: the framework is unknown, or `device` was given for NumPy.
+        ValueError: the framework or the device is unknown, the device is not in this machine,
+            or `device` was given for NumPy.
 
     Example:
         >>> import packhorse
@@ -119,6 +127,12 @@ def open_file(
     """
     adapter = _resolve(framework)
     file: PackedFile = import_late("packhorse.disk.packed_file").PackedFile(
-        path, adapter, device=device, threads=threads, max_nbytes=max_nbytes, base=base
+        filename,
+        adapter,
+        device=device,
+        threads=threads,
+        max_nbytes=max_nbytes,
+        base=base,
+        backend=backend,
     )
     return file

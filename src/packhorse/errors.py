@@ -6,6 +6,7 @@
     ├── CompatibilityError       perhaps valid, but of a version or kind this release cannot read
     ├── BaseMismatchError        a delta frame was given no base, or the wrong one
     ├── ChangedError             a tensor, base or file was written to while it was used
+    ├── ClosedError              a file was used after it was closed
     └── MissingBackendError      an optional package or a CPU feature is missing
 
 Packhorse raises these for bad data, for data that changes while it is used, and for a missing
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 __all__ = [
     "BaseMismatchError",
     "ChangedError",
+    "ClosedError",
     "CompatibilityError",
     "CorruptionError",
     "MissingBackendError",
@@ -52,6 +54,10 @@ class BaseMismatchError(PackhorseError):
 class ChangedError(PackhorseError, RuntimeError):
     """A tensor was written to while it was packed, a base was written to while it was used, or a
     file was replaced. Try again when nothing writes to it."""
+
+
+class ClosedError(PackhorseError, ValueError):
+    """A file was used after it was closed."""
 
 
 class MissingBackendError(PackhorseError, ImportError):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from packhorse.arguments import resolve_threads
 from packhorse.disk.base_files import BaseLike
-from packhorse.disk.container import lay_out, pack_tensors, write_packed
+from packhorse.disk.container import check_tensors, lay_out, pack_tensors, write_packed
 from packhorse.disk.packed_file import PackedFile, load_with_metadata
 from packhorse.disk.state_file import base_by_name, lay_out_state, rebuild_state
 from packhorse.errors import MissingBackendError
@@ -33,6 +33,7 @@ try:
     import torch
 
     from packhorse.torch_framework import FRAMEWORK, TorchFramework
+    from packhorse.torch_models import load_model, refuse_shared, save_model
 except ModuleNotFoundError as error:
     raise MissingBackendError(
         "packhorse.torch needs PyTorch; install it with: pip install 'packhorse[torch]'"
@@ -52,8 +53,10 @@ __all__ = [
     "decompress_all",
     "load",
     "load_file",
+    "load_model",
     "save",
     "save_file",
+    "save_model",
 ]
 
 
@@ -352,7 +355,7 @@ def load(
     base: BaseLike | None = None,
 ) -> Any:
     """Unpacks the state that `save` packed, in the manner of `torch.load`; or all tensors of any
-    packed file, by name.
+    packed or plain safetensors file, by name.
 
     Args:
         f: a path, a binary file that is open for reading, or the bytes of a file.
@@ -373,7 +376,10 @@ def load(
         BaseMismatchError: the file needs a base, and no base or another one was given.
         CorruptionError, TruncationError, CompatibilityError: the file is bad or too new, or exceeds
             the limit.
+        MissingBackendError: `f` is a path of a plain file, and the safetensors library is not
+            installed.
         TypeError: `map_location` is not a device.
+        ValueError: there is no such device.
         MemoryError: there is not enough memory for a tensor.
         OSError: the file cannot be opened or read.
 
@@ -402,7 +408,7 @@ def load(
 
 def save_file(
     tensors: Mapping[str, torch.Tensor],
-    path: str | os.PathLike[str],
+    filename: str | os.PathLike[str],
     metadata: Mapping[str, str] | None = None,
     *,
     level: Level | str = "default",
@@ -412,8 +418,9 @@ def save_file(
     """Writes a packed file. An existing file is replaced in one step, when the new one is complete.
 
     Args:
-        tensors: tensors by name, such as a state dict.
-        path: the file to write; its name usually ends in ".ph.safetensors".
+        tensors: tensors by name, such as a state dict. A tensor that is not contiguous is stored in
+            C order.
+        filename: the file to write; its name usually ends in ".ph.safetensors".
         metadata: strings to keep in the file.
         level: "fast", "default" or "max".
         threads: the number of threads; None for one per core, at most 8.
@@ -422,8 +429,11 @@ def save_file(
             are shorter; then `load_file` needs the base.
 
     Raises:
-        TypeError: one of `tensors` is not a dense tensor, or safetensors does not have its dtype.
-        ValueError: `level` or `threads` is wrong, or `path` is the base.
+        RuntimeError: tensors share memory, which a file of tensors cannot say; use `save_model` for
+            a module with tied weights.
+        TypeError: one of `tensors` is not a dense tensor, or safetensors does not have its dtype;
+            the message names it. Or `metadata` has a value that is not a string.
+        ValueError: `level` or `threads` is wrong, or `filename` is the base.
         BaseMismatchError: the base was itself packed against a base.
         CorruptionError, TruncationError, CompatibilityError: the base is bad or too new.
         OSError: the file cannot be written, or the base cannot be read.
@@ -437,28 +447,33 @@ def save_file(
         >>> len(load_file("new.ph.safetensors", base="old.ph.safetensors")["weight"])
         4096
     """
+    check_tensors(tensors, FRAMEWORK)
+    refuse_shared(tensors)
     header, buffers = lay_out(tensors, FRAMEWORK, metadata)
-    write_packed(path, header, buffers, level=level, threads=threads, force=True, base=base)
+    write_packed(filename, header, buffers, level=level, threads=threads, force=True, base=base)
 
 
 def load_file(
-    path: str | os.PathLike[str],
+    filename: str | os.PathLike[str],
     device: str | int | torch.device = "cpu",
     *,
     threads: int | None = None,
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
+    backend: str = "mmap",
 ) -> dict[str, torch.Tensor]:
-    """Unpacks all tensors of a packed file, to `device`.
+    """Unpacks all tensors of a packed or plain safetensors file, to `device`.
 
     Args:
-        path: the file.
+        filename: the file, packed or plain.
         device: where the tensors are placed. A GPU with Triton receives them packed and decodes
             them (docs/device.md).
         threads: the number of threads; None for one per core, at most 8.
         max_nbytes: refuse a file whose tensors take more bytes in total, before any is decoded.
         base: what the file was packed against, if it has a base: a file, a folder, or tensors by
             name.
+        backend: how the safetensors library reads a plain file, "mmap" or "pread". A packed file is
+            always mapped.
 
     Returns:
         The tensors by name, in the order of their names.
@@ -467,8 +482,10 @@ def load_file(
         BaseMismatchError: the file needs a base, and no base or another one was given.
         CorruptionError, TruncationError, CompatibilityError: the file is bad or too new, or exceeds
             the limit.
+        MissingBackendError: the file is plain, and the safetensors library is not installed.
         MemoryError: there is not enough memory for a tensor.
         OSError: the file cannot be opened or read.
+        ValueError: there is no such device.
 
     Example:
         >>> from packhorse.torch import load_file
@@ -477,7 +494,13 @@ def load_file(
         torch.Size([512, 64])
     """
     with PackedFile(
-        path, FRAMEWORK, device=device, threads=threads, max_nbytes=max_nbytes, base=base
+        filename,
+        FRAMEWORK,
+        device=device,
+        threads=threads,
+        max_nbytes=max_nbytes,
+        base=base,
+        backend=backend,
     ) as file:
         tensors = file.get_tensors()
         return {name: tensors[name] for name in file.keys()}  # noqa: SIM118 - not a dict

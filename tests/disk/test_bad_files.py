@@ -325,11 +325,7 @@ def test_packed_and_plain_are_not_confused(tmp_path, packed):
     for work in (lambda: pack_file(path, tmp_path / "out"), lambda: plan_file(path)):
         with pytest.raises(ValueError, match=r"already packed; unpack it first"):
             work()
-    for work in (
-        lambda: unpack_file(plain, tmp_path / "out"),
-        lambda: verify_file(plain),
-        lambda: PackedFile(plain, NUMPY),
-    ):
+    for work in (lambda: unpack_file(plain, tmp_path / "out"), lambda: verify_file(plain)):
         with pytest.raises(ValueError, match=r"not a packed file.*pack it first"):
             work()
     assert not leftovers(tmp_path, plain.name, path.name)

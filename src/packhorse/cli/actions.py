@@ -224,6 +224,10 @@ def _plan_row(item: TensorPlan) -> PlanRow:
 
 def _inspect_file(path: Path) -> InspectedFile:
     with packhorse.open_file(path, framework="np") as file:
+        if not file.is_packed:
+            raise ValueError(
+                f"{path}: not a packed file, but a plain safetensors file: pack it first"
+            )
         tensors = [_tensor_row(name, file.frame(name)) for name in file.offset_keys()]
         metadata, base_name = file.metadata(), file.base_name
     nbytes = sum(tensor.nbytes for tensor in tensors)

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -36,10 +36,12 @@ import numpy as np
 
 from packhorse import _core
 from packhorse.arguments import resolve_threads
+from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
 from packhorse.disk.base_files import BaseLike, Bases, Lender, open_bases
 from packhorse.disk.packed_frames import open_frame
-from packhorse.disk.packed_header import parse_packed_header
+from packhorse.disk.packed_header import is_packed, parse_packed_header
+from packhorse.disk.plain_file import BACKENDS, PlainTable, check_backend
 from packhorse.disk.safetensors_header import (
     FileHeader,
     TensorEntry,
@@ -48,11 +50,12 @@ from packhorse.disk.safetensors_header import (
     tensor_nbytes,
 )
 from packhorse.disk.slices import Box, cut_index
-from packhorse.errors import ChangedError, CorruptionError, TruncationError, blaming
+from packhorse.disk.tensor_table import TensorTable, identity_of
+from packhorse.errors import ChangedError, ClosedError, CorruptionError
 from packhorse.frame import Frame
 from packhorse.framework import Framework, resolve_framework
-from packhorse.layout import DTYPE_BY_NAME, FIXED_HEADER_NBYTES
-from packhorse.storage.opening import LOST, open_regular
+from packhorse.layout import DTYPE_BY_NAME
+from packhorse.storage.opening import open_regular
 from packhorse.storage.strict_json import shown
 from packhorse.threads import batches, map_tensors
 
@@ -62,10 +65,7 @@ if TYPE_CHECKING:
 __all__ = ["PackedFile", "PackedSlice", "load_tensors", "load_with_metadata"]
 
 
-_N_TOLD = 256  # frames that the file's identity covers: reading a million would take too long
-
-
-class _FrameTable:
+class _FrameTable(TensorTable):
     """The frames of a packed file that is mapped or in memory, and how to decode them."""
 
     def __init__(
@@ -81,38 +81,12 @@ class _FrameTable:
         mapper: _core.FileMapper | None = None,
     ) -> None:
         self.packed = parse_packed_header(header, label=label)
-        self._lender = Lender(bases, self.packed.base_name)
-        self.label = label
-        self.framework = framework
+        super().__init__(self.packed.original, label, framework, device, max_nbytes, mapper)
+        self.base_name = self.packed.base_name
+        self._lender = Lender(bases, self.base_name)
         self._data = data
         self._threads = resolve_threads(threads)
-        self._max_nbytes = max_nbytes
-        self._device = device
-        self._mapper = mapper
-        self._originals = {entry.name: entry for entry in self.packed.original.entries}
         self._frames: dict[str, Frame] = {}
-
-    @contextmanager
-    def _blaming(self) -> Iterator[None]:
-        """Makes errors name the file. If a part of the file is lost, everything that was read is
-        worthless, so the error reports the loss."""
-        try:
-            with blaming(self.label):
-                yield
-        finally:
-            if self._mapper is not None and self._mapper.has_lost:
-                raise TruncationError(f"{self.label}: {LOST}; open it again when it is whole")
-
-    def entry(self, name: str) -> TensorEntry:
-        """The tensor's entry in the recorded header."""
-        if not isinstance(name, str):
-            raise TypeError(f"a tensor's name must be a string, not {name!r}")
-        if name not in self._originals:
-            raise ValueError(
-                f"{self.label}: no tensor is named {name!r}; keys() lists all "
-                f"{len(self._originals)} names"
-            )
-        return self._originals[name]
 
     def frame(self, name: str) -> Frame:
         """The tensor's frame, with its header checked."""
@@ -121,7 +95,7 @@ class _FrameTable:
             entry = self.entry(name)
             start = self.packed.frame_offset(name)
             data = self._data[start : start + self.packed.frames[name].nbytes]
-            with self._blaming():
+            with self.blaming():
                 frame = open_frame(data, self.packed, entry)
             self._frames[name] = frame  # two threads may both come here, with equal frames
         return frame
@@ -132,17 +106,18 @@ class _FrameTable:
         """Decode bytes `start` to `stop` of a tensor to a new tensor of this shape, in host
         memory."""
         entry = self.entry(name)
-        self._check_limit(name, stop - start)
+        self.check_limit(name, stop - start)
         frame = self.frame(name)
-        tensor = self.framework.empty(entry.dtype, tuple(shape))
+        tensor = self.new_tensor(entry, shape)
         n_threads = threads or self._threads
         is_part = stop - start < entry.nbytes
         lend = self._lender.lend
-        with self._blaming(), lend(name, frame, n_threads, keep=is_part) as loan:
-            memory = self.framework.writable(tensor)
-            if loan.is_shared:  # a whole tensor; for a part, the base was copied
-                _decode_against(loan.data, frame, memory, name, n_threads)
-            else:
+
+        def write(memory: ByteArray) -> None:
+            with lend(name, frame, n_threads, keep=is_part) as loan:
+                if loan.is_shared:  # a whole tensor; for a part, the base was copied
+                    _decode_against(loan.data, frame, memory, name, n_threads)
+                    return
                 frame.decompress_into(
                     memory,
                     start=start,
@@ -151,46 +126,31 @@ class _FrameTable:
                     base=loan.data,
                     base_hash=loan.content_hash,
                 )
+
+        with self.blaming():
+            self.framework.fill(tensor, write)
         return tensor
 
-    def _check_limit(self, name: str, nbytes: int) -> None:
-        if self._max_nbytes is not None and nbytes > self._max_nbytes:
-            raise CorruptionError(
-                f"{self.label}: tensor {shown(name)}: {nbytes} bytes would be decoded, more than "
-                f"max_nbytes = {self._max_nbytes}; read slices, or allow more"
-            )
-
     def identity(self) -> tuple[int, str]:
-        """An identity of this file: its size, and a hash of its header and of the headers of up to
-        `_N_TOLD` frames, which name their content."""
-        header, n = self.packed.packed, len(self.packed.packed.entries)
-        chosen = {i * (n - 1) // (_N_TOLD - 1) for i in range(_N_TOLD)} if n else set()
-        starts = [header.data_offset + header.entries[i].start for i in sorted(chosen)]
-        frames = (self._data[start : start + FIXED_HEADER_NBYTES] for start in starts)
-        hashed = b"".join([header.prefix(), *frames])
-        return header.file_nbytes, content_hash(np.frombuffer(hashed, np.uint8), threads=1).hex()
-
-    def place(self, tensor: Any) -> Any:
-        """Move a tensor that was decoded in host memory to the device."""
-        is_torch = self.framework.name == "pt"
-        return tensor.to(self._device) if is_torch and self._device is not None else tensor
+        """An identity of this file."""
+        return identity_of(self.packed.packed, self._data)
 
     def tensor(self, name: str) -> Any:
         """Decode a whole tensor, to its device."""
-        self._check_limit(name, self.entry(name).nbytes)
+        self.check_limit(name, self.entry(name).nbytes)
         tensor = self._decode_on_device([name])[0]
         return self.place(self._decode_whole(name, self._threads)) if tensor is None else tensor
 
     def tensors(self) -> dict[str, Any]:
         """Decode all tensors to their device, in the order of the original data. Those that are
         decoded in host memory are moved to the device in batches."""
-        self.packed.check_limit(self._max_nbytes, self.label)
-        entries = self.packed.original.entries
+        self.original.check_limit(self.max_nbytes, self.label)
+        entries = self.original.entries
         names = [entry.name for entry in entries]
         tensors = dict(zip(names, self._decode_on_device(names), strict=True))
         rest = [entry for entry in entries if tensors[entry.name] is None]
         sizes = [entry.nbytes for entry in rest]
-        for run in [range(len(rest))] if self._device is None else batches(sizes):
+        for run in [range(len(rest))] if self.device is None else batches(sizes):
             names = [rest[i].name for i in run]
             decoded = self._decode_all(names, sizes[run.start : run.stop])
             tensors.update(zip(names, map(self.place, decoded), strict=True))
@@ -198,11 +158,11 @@ class _FrameTable:
 
     def _decode_on_device(self, names: Sequence[str]) -> list[Any]:
         """The tensors that the device decodes, and None for each other tensor."""
-        if self._device is None or not self.framework.decodes_on(self._device):
+        if self.device is None or not self.framework.decodes_on(self.device):
             return [None] * len(names)
         frames = [self.frame(name) for name in names]
-        with self._blaming():
-            return self.framework.decode_on(frames, self._device, self._threads)
+        with self.blaming():
+            return self.framework.decode_on(frames, self.device, self._threads)
 
     def _decode_whole(self, name: str, threads: int) -> Any:
         entry = self.entry(name)
@@ -242,7 +202,7 @@ def load_tensors(
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
 ) -> dict[str, Any]:
-    """Decode all tensors of a packed file that is in memory.
+    """Decode all tensors of a packed or plain file that is in memory.
 
     Args:
         data: the bytes of the file.
@@ -256,7 +216,6 @@ def load_tensors(
         The tensors by name, in the order of the original data.
 
     Raises:
-        ValueError: the file is a plain safetensors file.
         CorruptionError, CompatibilityError: the file is damaged or too new, or the tensors exceed
             the limit.
         BaseMismatchError: a tensor needs a base, and no base or another one was given.
@@ -275,16 +234,23 @@ def load_with_metadata(
 ) -> tuple[dict[str, Any], dict[str, str] | None]:
     """`load_tensors` to a device; also returns the pairs of the file's `__metadata__`, or None if
     it has none."""
+    framework.check_device(device)
     view = memoryview(data).cast("B")
     label = "the bytes given"
     header = parse_file_header(view, label)
+    table: _FrameTable | PlainTable
     with open_bases(base) as bases:
-        table = _FrameTable(header, view, label, framework, threads, max_nbytes, bases, device)
-        return table.tensors(), table.packed.original.metadata
+        if is_packed(header):
+            table = _FrameTable(header, view, label, framework, threads, max_nbytes, bases, device)
+        else:
+            table = PlainTable(header, view, label, framework, device, max_nbytes)
+        return table.tensors(), table.original.metadata
 
 
 class PackedFile:
     """A packed file, open for reading; `packhorse.open_file` returns one.
+
+    A plain safetensors file can be read in the same way, so callers need not tell the two apart.
 
     Use it in a `with` statement, or call `close`. Tensors and frames stay valid after that.
     It can be pickled, and so can its slices: unpickling opens the file again by its path, so they
@@ -309,8 +275,9 @@ class PackedFile:
         threads: int | None = None,
         max_nbytes: int | None = None,
         base: BaseLike | None = None,
+        backend: str = BACKENDS[0],
     ) -> None:
-        """Open a packed file and check its headers.
+        """Open a packed or plain file and check its headers.
 
         Args:
             path: the file.
@@ -322,38 +289,48 @@ class PackedFile:
                 needs, or all tensors in total; None for no limit. The base does not count.
             base: what the file was packed against, if it has a base: a file or a folder, which is
                 closed with this object; or tensors by name.
+            backend: how the safetensors library reads a plain file, "mmap" or "pread"; a packed
+                file is always mapped.
 
         Raises:
-            ValueError: it is a plain safetensors file, or an option is wrong.
+            ValueError: an option is wrong, or there is no such device.
             CorruptionError, CompatibilityError: the file is damaged or too new.
+            MissingBackendError: the file is plain, and the safetensors library is not installed.
             OSError: the file cannot be opened or read.
         """
-        if device is not None and framework.name != "pt" and str(device) != "cpu":
-            raise ValueError(
-                f"device {str(device)!r} needs framework 'pt'; {framework.name!r} has only 'cpu'"
-            )
+        framework.check_device(device)
+        check_backend(backend)
         label = os.fspath(path)
         with open_regular(path) as file:
             header = read_file_header(file, label)
             mapper = _core.FileMapper()
             view = mapper.map(file.fileno(), 0, header.file_nbytes)
         self._arguments = (
-            os.path.abspath(label), framework.name, device, threads, max_nbytes, _findable(base)
+            os.path.abspath(label), framework.name, device, threads, max_nbytes, backend,
+            _findable(base),
         )  # fmt: skip
         self._stack = ExitStack()
+        self._open: _FrameTable | PlainTable | None = None
         try:
             bases = self._stack.enter_context(open_bases(base))
-            self._open: _FrameTable | None = _FrameTable(
-                header, view, label, framework, threads, max_nbytes, bases, device, mapper
-            )
+            if is_packed(header):
+                self._open = _FrameTable(
+                    header, view, label, framework, threads, max_nbytes, bases, device, mapper
+                )
+            else:
+                resolve_threads(threads)  # plain files need none, but the argument is checked
+                self._open = PlainTable(
+                    header, view, label, framework, device, max_nbytes,
+                    path=label, backend=backend, mapper=mapper,
+                )  # fmt: skip
         except BaseException:
             self._stack.close()
             raise
 
     @property
-    def _table(self) -> _FrameTable:
+    def _table(self) -> _FrameTable | PlainTable:
         if self._open is None:
-            raise ValueError("the packed file is closed")
+            raise ClosedError("the file is closed")
         return self._open
 
     def keys(self) -> list[str]:
@@ -362,18 +339,23 @@ class PackedFile:
 
     def offset_keys(self) -> list[str]:
         """The tensors' names in the order of their data."""
-        return [entry.name for entry in self._table.packed.original.entries]
+        return [entry.name for entry in self._table.original.entries]
 
     def metadata(self) -> dict[str, str] | None:
         """The pairs of the original file's `__metadata__`; None if it had none."""
-        pairs = self._table.packed.original.metadata
+        pairs = self._table.original.metadata
         return None if pairs is None else dict(pairs)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the file is packed; False for a plain safetensors file."""
+        return isinstance(self._table, _FrameTable)
 
     @property
     def base_name(self) -> str | None:
         """The recorded name of the base that the file was packed against, or None. It is only a
         hint: nothing checks it."""
-        return self._table.packed.base_name
+        return self._table.base_name
 
     def entry(self, name: str) -> TensorEntry:
         """A tensor's dtype, shape and offsets in the original file; nothing is decoded.
@@ -399,7 +381,7 @@ class PackedFile:
             The frame, with its header checked.
 
         Raises:
-            ValueError: there is no such tensor.
+            ValueError: there is no such tensor, or the file is plain and has no frames.
             CorruptionError, CompatibilityError: its header is bad.
         """
         return self._table.frame(name)
@@ -478,13 +460,13 @@ class PackedFile:
         self.close()
 
     def __contains__(self, name: object) -> bool:
-        return name in self._table.packed.frames
+        return name in self._table.entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
     def __len__(self) -> int:
-        return len(self._table.packed.frames)
+        return len(self._table.entries)
 
     def __reduce__(self) -> tuple[Callable[..., PackedFile], tuple[Any, ...]]:
         label, base = self._table.label, self._arguments[-1]
@@ -513,12 +495,13 @@ def _reopen(
     device: Any,
     threads: int | None,
     max_nbytes: int | None,
+    backend: str,
     base: BaseLike | None,
 ) -> PackedFile:
     """Unpickle: open the file again, usually in another process."""
     file = PackedFile(
         path, resolve_framework(framework), device=device, threads=threads, max_nbytes=max_nbytes,
-        base=base,
+        backend=backend, base=base,
     )  # fmt: skip
     if file._table.identity() == identity:
         return file

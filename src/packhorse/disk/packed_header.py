@@ -80,19 +80,6 @@ class PackedHeader:
         """Offset of a tensor's frame in the file."""
         return self.packed.data_offset + self.frames[name].start
 
-    def check_limit(self, max_nbytes: int | None, label: str) -> None:
-        """Refuse a file whose tensors take more bytes in total than the caller allows.
-
-        Raises:
-            CorruptionError: they take more.
-        """
-        nbytes = self.original.data_nbytes
-        if max_nbytes is not None and nbytes > max_nbytes:
-            raise CorruptionError(
-                f"{label}: its tensors take {nbytes} bytes in total, more than max_nbytes = "
-                f"{max_nbytes}; read only some of them, or allow more"
-            )
-
 
 class PrefixWriter:
     """Reserves room for the bytes before the data section of a packed file, and renders them.

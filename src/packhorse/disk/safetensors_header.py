@@ -107,6 +107,19 @@ class FileHeader:
         """The bytes of the file before the data section."""
         return len(self.text).to_bytes(LENGTH_NBYTES, "little") + self.text
 
+    def check_limit(self, max_nbytes: int | None, label: str) -> None:
+        """Refuse a file whose tensors take more bytes in total than the caller allows.
+
+        Raises:
+            CorruptionError: they take more.
+        """
+        nbytes = self.data_nbytes
+        if max_nbytes is not None and nbytes > max_nbytes:
+            raise CorruptionError(
+                f"{label}: its tensors take {nbytes} bytes in total, more than max_nbytes = "
+                f"{max_nbytes}; read only some of them, or allow more"
+            )
+
 
 def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
     """Size of a tensor in bytes.
@@ -346,6 +359,7 @@ def build_header(
         The header; the tensors' data must follow in the order of its entries.
 
     Raises:
+        TypeError: a name is not a string, or `metadata` is not a mapping of strings to strings.
         ValueError: a safetensors file cannot hold a name or a metadata pair.
         CompatibilityError: safetensors does not have a dtype.
     """
@@ -368,8 +382,10 @@ def build_header(
 
 
 def _save_key(name: str, dtype: str) -> tuple[int, bytes]:
-    if not isinstance(name, str) or name == METADATA_KEY:
-        raise ValueError(f"a tensor's name must be a string, not {METADATA_KEY!r}; got {name!r}")
+    if not isinstance(name, str):
+        raise TypeError(f"a tensor's name must be a string, not {name!r}")
+    if name == METADATA_KEY:
+        raise ValueError(f"no tensor can have the name {METADATA_KEY!r}; safetensors reserves it")
     check_text(name)
     if dtype not in _SAVE_ORDER:
         raise CompatibilityError(f"tensor {name!r}: safetensors has no dtype {dtype!r}")
@@ -377,9 +393,14 @@ def _save_key(name: str, dtype: str) -> tuple[int, bytes]:
 
 
 def _checked_pairs(metadata: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata must be a dict of strings, not {type(metadata).__name__}")
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise ValueError(f"metadata must map strings to strings; got {key!r}: {value!r}")
+            raise TypeError(
+                f"metadata must map strings to strings, but has {key!r}: {value!r}; store other "
+                "values as text, for example with json.dumps"
+            )
         check_text(key)
         check_text(value)
     return dict(metadata)

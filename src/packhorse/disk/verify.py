@@ -83,7 +83,7 @@ def verify_file(
             problems.append(Problem(path, None, None, str(error)))
         else:
             try:
-                packed.check_limit(max_nbytes, str(path))
+                packed.original.check_limit(max_nbytes, str(path))
             except PackhorseError as error:
                 return [Problem(path, None, None, str(error))]
             originals = {entry.name: entry for entry in packed.original.entries}
