@@ -5,6 +5,9 @@ safetensors library: for PyTorch it maps the file and copies nothing, and it has
 devices. Parts of tensors are copied from the mapped file, so every index works and a part does not
 keep the whole in memory. So are tensors of dtypes that the library does not make for a framework,
 and tensors of a file that is in memory.
+
+If a file is cut short while PyTorch uses the mapped tensors of the library, the process ends, as
+with the library itself. The backend "pread" copies tensors instead.
 """
 
 from __future__ import annotations
