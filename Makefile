@@ -29,7 +29,7 @@ TIME ?= 60
 # Minutes for the soak: make soak MINUTES=60 ARGS="--seed 7 --parts kills forks"
 MINUTES ?= 10
 
-.PHONY: help venv demo test lint format docs docs-serve bench training sanitize fuzz soak tsan compile arm wheel clean
+.PHONY: help venv demo test lint format docs docs-serve bench compat training sanitize fuzz soak tsan compile arm wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -64,6 +64,9 @@ docs-serve: .venv/.docs ## show the site at http://127.0.0.1:8000, and build it 
 
 bench: .venv/.bench .venv/.model ## time Packhorse and its rivals (all data: make bench ARGS=--full)
 	@$(PY) benchmarks/run.py $(ARGS)
+
+compat: .venv/.test ## run the Python tests of safetensors against Packhorse; pip fetches them
+	@$(PY) tests/compat/safetensors_suite.py $(ARGS)
 
 training: .venv/.bench ## make the training run of the benchmark data (17 minutes; make training ARGS=--resume goes on)
 	@$(PY) benchmarks/training.py $(ARGS)

@@ -337,7 +337,7 @@ def _based_seeds() -> Seeds:
         unit_nbytes = DTYPE_BY_NAME[dtype].unit_nbytes
         base = (0x3C00 + 3 * np.arange(400 * unit_nbytes // 2)).astype("<u2").tobytes()
         data, held = make_step(base, unit_nbytes, 3), NUMPY.empty(dtype, (400,))
-        NUMPY.writable(held)[:] = np.frombuffer(base, np.uint8)
+        NUMPY.fill(held, lambda memory, base=base: np.copyto(memory, np.frombuffer(base, np.uint8)))
         shapes = {"a": (dtype, (20, 20)), "b": ("U8", (4,))}
         original = build_header(shapes)
         buffers = [{"a": data, "b": b"\0\1\1\1"}[entry.name] for entry in original.entries]

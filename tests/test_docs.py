@@ -35,7 +35,9 @@ MODULES = [
     "packhorse.disk.dcp",
     "packhorse.device",
     "packhorse.lightning",
+    "packhorse.numcodecs",
     "packhorse.transformers",
+    "packhorse.zarr",
     "packhorse.errors",
 ]
 

@@ -30,6 +30,7 @@ from house import (
 )
 
 THIRD_PARTY = {
+    "bits": {"numpy"},
     "codecs": {"numpy", "xxhash", "zstandard"},
     "kernels": {"numpy", "torch", "triton"},
     "device": {"torch", "triton"},
@@ -39,12 +40,17 @@ THIRD_PARTY = {
     "storage": {"numpy", "xxhash"},
     "disk": {"numpy", "xxhash", "zstandard"},
     "disk.dcp": {"fsspec", "numpy", "torch"},
+    "disk.dcp.values": {"ml_dtypes", "numpy", "torch"},
     "numpy": {"numpy", "ml_dtypes"},
     "torch": {"torch"},
     "torch_dtypes": {"torch"},
     "torch_framework": {"torch"},
+    "torch_models": {"torch"},
     "integrations": {"torch"},
+    "integrations.elements": {"ml_dtypes", "numpy"},
+    "integrations.numcodecs": {"numcodecs", "numpy"},
     "integrations.transformers": {"accelerate", "numpy", "safetensors", "torch", "transformers"},
+    "integrations.zarr": {"numpy", "zarr"},
     "cli": {"numpy", "rich", "typer"},
 }
 

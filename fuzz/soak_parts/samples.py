@@ -50,7 +50,7 @@ def draw_tensor(rng: Random, *, most: int = 300_000, in_file: bool = False) -> S
     Args:
         rng: to draw with.
         most: the most elements that it may have.
-        in_file: allow dtypes that no framework has.
+        in_file: allow dtypes that PyTorch lacks or has in other shapes.
     """
     names = [row.name for row in DTYPES if in_file or row.name not in _ONLY_IN_FILES]
     dtype = rng.choice(_COMMON if rng.random() < 0.5 else names)
@@ -101,7 +101,7 @@ def array_of(data: bytes, dtype: str, shape: list[int], framework: str = "np") -
     """A tensor of bytes."""
     adapter = resolve_framework(framework)
     tensor = adapter.empty(dtype, tuple(shape))
-    adapter.writable(tensor)[:] = np.frombuffer(data, np.uint8)
+    adapter.fill(tensor, lambda memory: np.copyto(memory, np.frombuffer(data, np.uint8)))
     return tensor
 
 

@@ -39,15 +39,28 @@ class Framework(Protocol):
 
     name: str
 
+    def check_form(self, dtype: str, shape: tuple[int, ...]) -> None:
+        """Check that the framework has tensors of a dtype and shape of safetensors.
+
+        Raises:
+            CompatibilityError: it has none.
+        """
+
     def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
         """A new tensor in host memory, of undefined content.
 
         Raises:
-            CompatibilityError: the framework has no such dtype.
+            CompatibilityError: as for `check_form`.
         """
 
-    def writable(self, tensor: Any) -> ByteArray:
-        """The bytes of a C-contiguous tensor, as a one-dimensional array to write to."""
+    def fill(self, tensor: Any, write: Callable[[ByteArray], object]) -> None:
+        """Let `write` write the bytes of a tensor.
+
+        Args:
+            tensor: a C-contiguous tensor in host memory.
+            write: called once, with a one-dimensional array for the bytes as safetensors stores
+                them.
+        """
 
     def check_out(self, out: Any, dtype: str, shape: tuple[int, ...]) -> None:
         """Check that a tensor of this dtype and shape can be decoded into `out`.
@@ -89,7 +102,7 @@ class Framework(Protocol):
         the caller must use `assign`."""
 
     def mark_written(self, tensor: Any) -> None:
-        """Tell the framework that a tensor's bytes, from `writable` or `memory`, were written."""
+        """Tell the framework that a tensor's bytes, from `memory`, were written."""
 
     def span(self, tensor: Any) -> tuple[int, int] | None:
         """The address of a tensor's first byte, and the address after its last byte. None for an
@@ -182,5 +195,9 @@ def to_array(tensor: Any, framework: Framework) -> Any:
     data, dtype, shape = framework.readable(tensor)
     arrays = resolve_framework("np")
     array = arrays.empty(dtype, shape)
-    arrays.writable(array)[:] = data
+
+    def write(memory: ByteArray) -> None:
+        memory[:] = data
+
+    arrays.fill(array, write)
     return array

@@ -1,26 +1,26 @@
 """Packhorse for NumPy: the same verbs as `safetensors.numpy`.
 
 `compress` and `decompress` take one array, `compress_all` and `decompress_all` many; `save`,
-`load`, `save_file` and `load_file` take a dictionary of arrays. Arrays of bfloat16 and of 8-bit
-floats have the dtypes of ml_dtypes. The input is only read. The arrays that come back are equal bit
-for bit, including NaN payloads and signed zeros.
+`load`, `save_file` and `load_file` take a dictionary of arrays. Arrays of bfloat16 and of floats
+of 8, 6 and 4 bits have the dtypes of ml_dtypes. The input is only read. The arrays that come back
+are equal bit for bit, including NaN payloads and signed zeros.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 from numpy.ma import MaskedArray  # now, because NumPy would import it late (late_import.py)
 
+from packhorse.bits import pack_bits, unpack_bits_into
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.base_files import BaseLike
 from packhorse.disk.container import lay_out, pack_tensors, write_packed
 from packhorse.disk.packed_file import PackedFile, load_tensors
-from packhorse.errors import CompatibilityError
 from packhorse.frame import Frame
 from packhorse.frame.verbs import (
     call_for_each,
@@ -29,7 +29,7 @@ from packhorse.frame.verbs import (
     decompress_tensor,
     read_frames,
 )
-from packhorse.layout import Level
+from packhorse.layout import DTYPE_BY_NAME, Level
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -67,8 +67,17 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
     "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "F4": np.dtype(ml_dtypes.float4_e2m1fn),
+    "F6_E2M3": np.dtype(ml_dtypes.float6_e2m3fn),
+    "F6_E3M2": np.dtype(ml_dtypes.float6_e3m2fn),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# Elements of which NumPy holds one in each byte, and safetensors several.
+_SUB_BYTE = {
+    dtype: DTYPE_BY_NAME[name].bits
+    for name, dtype in _DTYPES.items()
+    if DTYPE_BY_NAME[name].bits < 8
+}
 
 
 class NumpyFramework:
@@ -76,22 +85,27 @@ class NumpyFramework:
 
     name = "np"
 
+    def check_form(self, dtype: str, shape: tuple[int, ...]) -> None:
+        """Does nothing: there are arrays of every dtype and shape."""
+
     def empty(self, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         """A new array of undefined content.
 
         Raises:
-            CompatibilityError: NumPy has no such dtype (the sub-byte floats).
             MemoryError: there is not enough memory for it.
         """
-        if dtype not in _DTYPES:
-            raise CompatibilityError(
-                f"NumPy has no dtype for {dtype}; read its bytes with Frame.decompress_into"
-            )
         return np.empty(shape, _DTYPES[dtype])
 
-    def writable(self, tensor: np.ndarray[Any, Any]) -> ByteArray:
-        """The array's bytes, to write to."""
-        return tensor.reshape(-1).view(np.uint8)
+    def fill(self, tensor: np.ndarray[Any, Any], write: Callable[[ByteArray], object]) -> None:
+        """Call `write` with the memory for the bytes of a C-contiguous array. Elements of 4 and 6
+        bits are written without gaps, to other memory, and get bytes of their own afterwards."""
+        flat, bits = tensor.reshape(-1).view(np.uint8), _SUB_BYTE.get(tensor.dtype)
+        if bits is None:
+            write(flat)
+            return
+        packed = np.empty(flat.size * bits // 8, np.uint8)
+        write(packed)
+        unpack_bits_into(packed, bits, flat)
 
     def check_out(self, out: Any, dtype: str, shape: tuple[int, ...]) -> None:
         """Check that a frame's array can be decoded into `out`.
@@ -106,26 +120,39 @@ class NumpyFramework:
             raise ValueError(f"out is {out.dtype} {out.shape}; the frame holds {dtype} {shape}")
 
     def readable(self, tensor: Any) -> tuple[ByteArray, str, tuple[int, ...]]:
-        """The array's bytes in C order, its dtype name and its shape.
+        """The array's bytes in C order, without gaps between elements, its dtype name and its
+        shape.
 
         Raises:
-            TypeError: it is not an array, or safetensors does not have its dtype.
+            TypeError, ValueError: as for `describe`.
         """
-        dtype = _native_dtype(tensor)
-        data = np.ascontiguousarray(tensor, dtype=dtype)
-        return data.reshape(-1).view(np.uint8), _NAMES[dtype], tensor.shape
+        name, shape = self.describe(tensor)
+        dtype = _DTYPES[name]
+        data = np.ascontiguousarray(tensor, dtype=dtype).reshape(-1).view(np.uint8)
+        bits = _SUB_BYTE.get(dtype)
+        return data if bits is None else pack_bits(data, bits), name, shape
 
     def describe(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
         """The dtype name and shape of an array that `readable` accepts.
 
         Raises:
-            TypeError: `readable` does not accept it.
+            TypeError: it is not an array, or safetensors does not have its dtype.
+            ValueError: its elements do not take a whole number of bytes.
         """
-        return _NAMES[_native_dtype(tensor)], tensor.shape
+        dtype = _native_dtype(tensor)
+        bits = _SUB_BYTE.get(dtype, 8)
+        if tensor.size * bits % 8:
+            raise ValueError(
+                f"{tensor.size} elements of {bits} bits do not end at a byte, which safetensors "
+                "requires; add elements"
+            )
+        return _NAMES[dtype], tensor.shape
 
     def head(self, tensor: np.ndarray[Any, Any], n: int) -> ByteArray:
         """The bytes of the first elements in C order."""
-        return self.readable(tensor.flat[:n])[0]
+        bits = _SUB_BYTE.get(tensor.dtype, 8)
+        whole = n + -n % 8 if bits < 8 else n  # elements that end at a byte
+        return self.readable(tensor.flat[:whole])[0][: -(-n * tensor.itemsize * bits // 8)]
 
     def identity(self, tensor: np.ndarray[Any, Any]) -> object:
         """A key that is equal for arrays that are the same elements of the same memory."""
@@ -142,10 +169,11 @@ class NumpyFramework:
         target[...] = source
 
     def memory(self, tensor: np.ndarray[Any, Any]) -> ByteArray | None:
-        """The bytes of an array to write to, if it is contiguous, writable and in native byte
-        order; otherwise None."""
+        """The bytes of an array to write to, if it is contiguous, writable, in native byte order
+        and without gaps between elements; otherwise None."""
         plain = tensor.flags.c_contiguous and tensor.flags.writeable and tensor.dtype.isnative
-        return self.writable(tensor) if plain else None
+        is_plain = plain and tensor.dtype not in _SUB_BYTE
+        return tensor.reshape(-1).view(np.uint8) if is_plain else None
 
     def mark_written(self, tensor: np.ndarray[Any, Any]) -> None:
         """Does nothing: NumPy keeps no record of writes."""
@@ -187,8 +215,17 @@ def _native_dtype(array: Any) -> np.dtype[Any]:
     dtype: np.dtype[Any] = array.dtype
     dtype = dtype if dtype in _NAMES else dtype.newbyteorder("=")
     if dtype not in _NAMES:
-        raise TypeError(f"safetensors has no dtype for {array.dtype}; convert the array first")
+        raise TypeError(
+            f"safetensors has no dtype for {array.dtype}; convert the array first{_advice(dtype)}"
+        )
     return dtype
+
+
+def _advice(dtype: np.dtype[Any]) -> str:
+    """How to store an array of a dtype that safetensors lacks, without loss."""
+    if dtype.name.lstrip("u").startswith("int"):  # of fewer than 8 bits
+        return f", with array.astype('{'u' * (dtype.name[0] == 'u')}int8')"
+    return ", with array.view('uint8')" if dtype.kind == "V" and dtype.itemsize == 1 else ""
 
 
 FRAMEWORK = NumpyFramework()

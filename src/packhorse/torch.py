@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from packhorse.arguments import resolve_threads
 from packhorse.disk.base_files import BaseLike
-from packhorse.disk.container import lay_out, pack_tensors, write_packed
+from packhorse.disk.container import check_tensors, lay_out, pack_tensors, write_packed
 from packhorse.disk.packed_file import PackedFile, load_with_metadata
 from packhorse.disk.state_file import base_by_name, lay_out_state, rebuild_state
 from packhorse.errors import MissingBackendError
@@ -33,6 +33,7 @@ try:
     import torch
 
     from packhorse.torch_framework import FRAMEWORK, TorchFramework
+    from packhorse.torch_models import load_model, refuse_shared, save_model
 except ModuleNotFoundError as error:
     raise MissingBackendError(
         "packhorse.torch needs PyTorch; install it with: pip install 'packhorse[torch]'"
@@ -52,8 +53,10 @@ __all__ = [
     "decompress_all",
     "load",
     "load_file",
+    "load_model",
     "save",
     "save_file",
+    "save_model",
 ]
 
 
@@ -437,7 +440,8 @@ def save_file(
     """Writes a packed file. An existing file is replaced in one step, when the new one is complete.
 
     Args:
-        tensors: tensors by name, such as a state dict.
+        tensors: tensors by name, such as a state dict. A tensor that is not contiguous is stored in
+            C order.
         filename: the file to write, whose name usually ends in ".ph.safetensors"; a path, or a URL
             of fsspec. A file at a URL is written to a temporary file first, and uploaded as a
             whole.
@@ -450,7 +454,10 @@ def save_file(
         storage_options: options for the file systems of all URLs of this call, as in fsspec.
 
     Raises:
-        TypeError: one of `tensors` is not a dense tensor, or safetensors does not have its dtype.
+        RuntimeError: tensors share memory, which a file of tensors cannot say; use `save_model` for
+            a module with tied weights.
+        TypeError: one of `tensors` is not a dense tensor, or safetensors does not have its dtype;
+            the message names it. Or `metadata` has a value that is not a string.
         ValueError: `level` or `threads` is wrong, or `filename` is the base.
         BaseMismatchError: the base was itself packed against a base.
         CorruptionError, TruncationError, CompatibilityError: the base is bad or too new.
@@ -465,6 +472,8 @@ def save_file(
         >>> len(load_file("new.ph.safetensors", base="old.ph.safetensors")["weight"])
         4096
     """
+    check_tensors(tensors, FRAMEWORK)
+    refuse_shared(tensors)
     header, buffers = lay_out(tensors, FRAMEWORK, metadata)
     write_packed(
         filename,

@@ -2,12 +2,13 @@
 
 This is the only such table; it lies in a low layer because kernels, hops and users need it.
 Importing it needs PyTorch; the module that imports it raises the error if PyTorch is missing.
-PyTorch has no floats of 4 and 6 bits, so they are not here.
+PyTorch has no floats of 6 bits. An item of its dtype for floats of 4 bits is a pair of elements,
+so that dtype stands apart; PyTorch has it from 2.8.
 """
 
 import torch
 
-__all__ = ["NAMES", "TORCH_DTYPES"]
+__all__ = ["NAMES", "PAIR_DTYPES", "TORCH_DTYPES"]
 
 TORCH_DTYPES = {
     "BOOL": torch.bool,
@@ -31,3 +32,6 @@ TORCH_DTYPES = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+_PAIR: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
+PAIR_DTYPES = {} if _PAIR is None else {"F4": _PAIR}

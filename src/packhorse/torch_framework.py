@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from packhorse.codecs.base import ByteArray
 from packhorse.errors import CompatibilityError
 from packhorse.frame import Frame
 from packhorse.framework import frame_decoder
-from packhorse.torch_dtypes import NAMES, TORCH_DTYPES
+from packhorse.torch_dtypes import NAMES, PAIR_DTYPES, TORCH_DTYPES
 
-__all__ = ["FRAMEWORK", "TorchFramework"]
+__all__ = ["FRAMEWORK", "TorchFramework", "extent_of"]
 
 
 class TorchFramework:
@@ -30,26 +30,38 @@ class TorchFramework:
         """The name that safetensors gives a dtype; None if it has none."""
         return NAMES.get(dtype)
 
+    def check_form(self, dtype: str, shape: tuple[int, ...]) -> None:
+        """Check that PyTorch has tensors of a dtype and shape.
+
+        Raises:
+            CompatibilityError: it has none.
+        """
+        _form(dtype, shape)
+
     def empty(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A new tensor in host memory, of undefined content.
 
         Raises:
-            CompatibilityError: PyTorch has no such dtype (the sub-byte floats).
+            CompatibilityError: PyTorch has no such dtype, or no tensors of this dtype and shape.
             MemoryError: there is not enough memory for it.
         """
-        if dtype not in TORCH_DTYPES:
-            raise CompatibilityError(
-                f"PyTorch has no dtype for {dtype}; read its bytes with Frame.decompress_into"
-            )
+        torch_dtype, torch_shape = _form(dtype, shape)
         try:
             # The device is named, because the caller may have made another one the default.
-            return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cpu")
+            return torch.empty(torch_shape, dtype=torch_dtype, device="cpu")
         except RuntimeError as error:  # PyTorch's allocator raises nothing more specific
             raise MemoryError(f"no memory for {dtype} of shape {list(shape)}: {error}") from error
 
     def writable(self, tensor: torch.Tensor) -> ByteArray:
         """The bytes of a contiguous host tensor, to write to."""
         return _bytes_of(tensor.detach())
+
+    def fill(self, tensor: torch.Tensor, write: Callable[[ByteArray], object]) -> None:
+        """Call `write` with the bytes of a contiguous host tensor, and count that as a write."""
+        try:
+            write(self.writable(tensor))
+        finally:
+            self.mark_written(tensor)
 
     def check_out(self, out: Any, dtype: str, shape: tuple[int, ...]) -> None:
         """Check that a frame's tensor can be decoded into `out`.
@@ -60,35 +72,46 @@ class TorchFramework:
         """
         if not isinstance(out, torch.Tensor) or out.device.type != "cpu" or not out.is_contiguous():
             raise TypeError("out must be a contiguous PyTorch tensor in host memory")
-        found = tuple(out.shape)
-        if NAMES.get(out.dtype) != dtype or found != shape:
-            raise ValueError(f"out is {out.dtype} {found}; the frame holds {dtype} {shape}")
+        needed = _form(dtype, shape)
+        if (out.dtype, tuple(out.shape)) != needed:
+            raise ValueError(
+                f"out is {out.dtype} {tuple(out.shape)}; the frame holds {dtype} {shape}, which "
+                f"needs {needed[0]} {needed[1]}"
+            )
 
     def readable(self, tensor: Any) -> tuple[ByteArray, str, tuple[int, ...]]:
         """The tensor's bytes in C order, its dtype name and its shape. The bytes are a copy if the
         tensor is on a device or not contiguous.
 
         Raises:
-            TypeError: it is not a dense tensor, or safetensors does not have its dtype.
+            TypeError, ValueError: as for `describe`.
         """
         dtype, shape = self.describe(tensor)
         plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         return _bytes_of(plain), dtype, shape
 
     def describe(self, tensor: Any) -> tuple[str, tuple[int, ...]]:
-        """The dtype name and shape of a tensor that `readable` accepts.
+        """The dtype name and shape of a tensor that `readable` accepts, as safetensors has them.
+        (The last dimension of a tensor of pairs is twice as long.)
 
         Raises:
             TypeError: `readable` does not accept it.
+            ValueError: it is a pair without a dimension.
         """
         words = self.why_unreadable(tensor)
         if words is not None:
             raise TypeError(words)
+        shape = tuple(tensor.shape)
+        for name, pair in PAIR_DTYPES.items():
+            if tensor.dtype == pair and shape:
+                return name, (*shape[:-1], 2 * shape[-1])
+            if tensor.dtype == pair:
+                raise ValueError(f"{pair} holds two elements and needs a dimension; use unsqueeze")
         if tensor.dtype not in NAMES:
             raise TypeError(
                 f"safetensors has no dtype for {tensor.dtype}; convert the tensor first"
             )
-        return NAMES[tensor.dtype], tuple(tensor.shape)
+        return NAMES[tensor.dtype], shape
 
     def why_unreadable(self, tensor: Any) -> str | None:
         """Why an object cannot be read as a tensor, whatever its dtype; None if it can."""
@@ -115,6 +138,7 @@ class TorchFramework:
     def head(self, tensor: torch.Tensor, n: int) -> ByteArray:
         """The bytes of the first elements in C order."""
         part = tensor.detach()
+        n = -(-n // 2) if tensor.dtype in PAIR_DTYPES.values() else n
         while part.dim() > 1 and part.numel():  # copy no more rows than needed
             row = part[0].numel()
             part = part[: -(-n // row)] if row < n else part[0]
@@ -157,9 +181,7 @@ class TorchFramework:
             return None
         if self.why_unreadable(tensor) is not None or not tensor.numel():
             return None
-        pairs = zip(tensor.shape, tensor.stride(), strict=True)
-        last = sum((size - 1) * stride for size, stride in pairs)
-        return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+        return extent_of(tensor)
 
     def check_device(self, device: Any) -> None:
         """Refuse a device that is not here.
@@ -218,9 +240,37 @@ class TorchFramework:
         return list(decode(frames, torch.device(device), threads=threads))
 
 
+def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of a tensor with elements, and after its last byte."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in pairs)
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
 def _first(error: Exception) -> str:
     """The first line of a message; PyTorch's go on for pages."""
     return str(error).partition("\n")[0][:200]
+
+
+def _form(dtype: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and shape of a tensor of PyTorch that holds one of safetensors.
+
+    Raises:
+        CompatibilityError: there is none.
+    """
+    if dtype in TORCH_DTYPES:
+        return TORCH_DTYPES[dtype], shape
+    if dtype not in PAIR_DTYPES:
+        raise CompatibilityError(
+            f"PyTorch {torch.__version__} has no dtype for {dtype}; read the tensor with NumPy, or "
+            "its bytes with Frame.decompress_into"
+        )
+    if not shape or shape[-1] % 2:
+        raise CompatibilityError(
+            f"{PAIR_DTYPES[dtype]} holds pairs of elements, so the last dimension of {list(shape)} "
+            "must be even; read the tensor with NumPy"
+        )
+    return PAIR_DTYPES[dtype], (*shape[:-1], shape[-1] // 2)
 
 
 def _bytes_of(tensor: torch.Tensor) -> ByteArray:

@@ -18,7 +18,7 @@ FOLDER = ROOT / "benchmarks"
 MODULES = ("run", "layers.measure", "layers.loading", "layers.report", "plans")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def scripts() -> Iterator[dict[str, ModuleType]]:
     """The modules of `benchmarks` that these tests use."""
     with import_afresh(*MODULES) as modules:

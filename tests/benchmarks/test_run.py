@@ -51,7 +51,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWa
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def benchmarks() -> Iterator[dict[str, ModuleType]]:
     """The modules of `benchmarks` that these tests use."""
     with import_afresh(*MODULES) as modules:

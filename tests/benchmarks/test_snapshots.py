@@ -84,12 +84,13 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> Iterator[dict[str, ModuleType]]:
+@pytest.fixture(scope="module")
+def scripts(cache_folder: Path) -> Iterator[dict[str, ModuleType]]:
     """The modules of `benchmarks` that these tests use, with the small run as their data."""
-    monkeypatch.setenv("PACKHORSE_BENCH_DATA", str(cache_folder))
-    with import_afresh(*MODULES) as modules:
-        yield modules
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PACKHORSE_BENCH_DATA", str(cache_folder))
+        with import_afresh(*MODULES) as modules:
+            yield modules
 
 
 def test_document_is_what_the_kept_figures_give(scripts: dict[str, ModuleType]) -> None:

@@ -120,7 +120,13 @@ def test_errors_name_the_url(s3: Server, run: Run, verb: str):
 
 def test_missing_credentials_are_told(s3: Server):
     env = {key: value for key, value in os.environ.items() if key not in s3.environment}
-    env |= {"AWS_ENDPOINT_URL": s3.url, "AWS_EC2_METADATA_DISABLED": "true", "AWS_MAX_ATTEMPTS": "1"}
+    env |= {
+        "AWS_ENDPOINT_URL": s3.url,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_MAX_ATTEMPTS": "1",
+    }
     done = run_command("pack", "s3://bucket/x.safetensors", env={**env, "HOME": "/nowhere"})
     assert done.code == 3
-    assert done.error.startswith("s3://bucket/x.safetensors: Unable to locate credentials; check the")
+    assert done.error.startswith(
+        "s3://bucket/x.safetensors: Unable to locate credentials; check the"
+    )

@@ -2,10 +2,11 @@
 read. Golden files are never edited.
 
 `golden/weights/` has a file of matrices for each format, laid out as the state dict of a packed
-model, and a whole small model as `save_pretrained` writes it. Its `manifest.json` has the SHA-256
-of each file, and of the BF16 elements of each weight in it. The output of an encoder is defined to
-the bit, so packing the elements again must give the same arrays. After adding a case, write the
-missing files with
+model, and a whole small model as `save_pretrained` writes it. Those called `named` have the high
+bits under the name of the weight, as state dicts have now; the others are older, and have them as
+`high_bits`. `manifest.json` has the SHA-256 of each file, and of the BF16 elements of each weight
+in it. The output of an encoder is defined to the bit, so packing the elements again must give the
+same arrays. After adding a case, write the missing files with
 
     python tests/codecs/test_golden_weights.py --write-missing
 
@@ -49,9 +50,10 @@ CASES = {
     "noise": lambda: MATRICES["any patterns, odd rows"]()[:6],
 }
 OTHER_WINDOWS = "other windows"  # valid, though not those that the encoder chooses
-FILES = {f"{format}.safetensors": format for format in WEIGHT_FORMATS}
-MODEL = "model"
-MODEL_FILE = f"{MODEL}/model.safetensors"
+FILES = {"W12.safetensors": "W12", "W11.safetensors": "W11", "W12-named.safetensors": "W12"}
+MODELS = ("model", "model-named")
+MODEL_FILES = [f"{model}/model.safetensors" for model in MODELS]
+FORMER_KEY = "high_bits"
 
 Elements = NDArray[np.uint16]
 
@@ -80,7 +82,9 @@ def write_file(path: Path, format: WeightFormat) -> None:
     for name, arrays in encode_cases(format).items():
         weight = f"{name}.weight"
         described[weight] = {"form": format.name, "n_columns": columns[name]}
-        tensors |= {f"{weight}.{field}": array for field, array in arrays._asdict().items()}
+        fields = arrays._asdict()
+        tensors[weight] = fields.pop("high_bits")[..., None]
+        tensors |= {f"{weight}.{field}": array for field, array in fields.items()}
     record = json.dumps({"version": VERSION, "weights": described})
     save_file(tensors, path, {DESCRIPTION: record})
 
@@ -113,8 +117,14 @@ def weights_of(path: Path) -> Iterator[tuple[str, WeightFormat, WeightArrays, in
         record = (file.metadata() or {}).get(DESCRIPTION)
         described = json.loads(record)["weights"] if record else described_by_model(path.parent)
         for name, said in described.items():
-            arrays = (file.get_tensor(f"{name}.{field}") for field in WeightArrays._fields)
-            yield name, WEIGHT_FORMATS[said["form"]], WeightArrays(*arrays), said["n_columns"]
+            fields = {field: f"{name}.{field}" for field in WeightArrays._fields}
+            is_former = fields[FORMER_KEY] in file.keys()  # noqa: SIM118
+            if not is_former:
+                fields[FORMER_KEY] = name
+            arrays = {field: file.get_tensor(key) for field, key in fields.items()}
+            if not is_former:
+                arrays[FORMER_KEY] = np.ascontiguousarray(arrays[FORMER_KEY][..., 0])
+            yield name, WEIGHT_FORMATS[said["form"]], WeightArrays(**arrays), said["n_columns"]
 
 
 def described_by_model(folder: Path) -> dict[str, dict[str, Any]]:
@@ -155,9 +165,10 @@ def write_missing() -> list[str]:
         if name not in manifest["files"] and not (FOLDER / name).exists():
             write_file(FOLDER / name, WEIGHT_FORMATS[format])
             written.append(name)
-    if MODEL_FILE not in manifest["files"] and not (FOLDER / MODEL).exists():
-        write_model(FOLDER / MODEL)
-        written += [f"{MODEL}/{path.name}" for path in sorted((FOLDER / MODEL).iterdir())]
+    for model, file in zip(MODELS, MODEL_FILES, strict=True):
+        if file not in manifest["files"] and not (FOLDER / model).exists():
+            write_model(FOLDER / model)
+            written += [f"{model}/{path.name}" for path in sorted((FOLDER / model).iterdir())]
     for name in written:
         manifest["files"][name] = sha256((FOLDER / name).read_bytes())
         if name.endswith(".safetensors"):
@@ -175,7 +186,7 @@ def test_no_golden_file_is_missing_changed_or_unknown() -> None:
     files = {path for path in FOLDER.rglob("*") if path.is_file()}
     found = {str(path.relative_to(FOLDER)) for path in files}
     assert found == {*GOLDEN["files"], MANIFEST.name}, "see the first lines of this file"
-    assert {*FILES, MODEL_FILE} <= found, "write the missing ones as this file's first lines say"
+    assert {*FILES, *MODEL_FILES} <= found, "write the missing ones as this file's first lines say"
     for name, digest in GOLDEN["files"].items():
         assert sha256((FOLDER / name).read_bytes()) == digest, f"{name} was edited"
     assert sum(path.stat().st_size for path in files) < 1 << 18
@@ -244,21 +255,24 @@ def test_golden_files_load_as_packed_layers(name: str) -> None:
     for weight, line in WEIGHTS[name].items():
         n_rows, n_columns = line["shape"]
         layer = PackedLinear.empty(n_columns, n_rows, bias=False)
-        fields = {f: tensors[f"{weight}.{f}"] for f in WeightArrays._fields}
-        layer.load_state_dict({f"weight.{field}": array for field, array in fields.items()})
+        stored = {key for key in tensors if key == weight or key.startswith(f"{weight}.")}
+        assert len(stored) == len(WeightArrays._fields)
+        own = weight.removesuffix("weight")
+        layer.load_state_dict({key.removeprefix(own): tensors[key] for key in stored})
         for held in (joined[weight], layer.weight):
             assert held.format.name == line["form"]
             plain = held.unpack().view(torch.uint16).numpy()
             assert sha256(plain.tobytes()) == line["decoded_sha256"], weight
 
 
-def test_golden_model_loads_in_transformers() -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_golden_models_load_in_transformers(name: str) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     import packhorse.transformers  # noqa: F401  (registers the method)
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER / MODEL)
-    lines = WEIGHTS[MODEL_FILE]
+    model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER / name)
+    lines = WEIGHTS[f"{name}/model.safetensors"]
     report = model.hf_quantizer.report
     assert len(report.packed) == len(lines)
     assert [left.name for left in report.left] == ["model.layers.0.mlp.down_proj"]
@@ -266,9 +280,9 @@ def test_golden_model_loads_in_transformers() -> None:
     logits = model(ids).logits
     model = model.dequantize()
     assert torch.equal(model(ids).logits, logits)
-    for name, line in lines.items():
-        plain = model.get_parameter(name).detach().view(torch.uint16).numpy()
-        assert sha256(plain.tobytes()) == line["decoded_sha256"], name
+    for weight, line in lines.items():
+        plain = model.get_parameter(weight).detach().view(torch.uint16).numpy()
+        assert sha256(plain.tobytes()) == line["decoded_sha256"], weight
 
 
 if __name__ == "__main__":

@@ -250,14 +250,6 @@ def test_rows_are_integers(dtype: torch.dtype) -> None:
         F.embedding(torch.ones(2, dtype=dtype), layers()[1].weight)
 
 
-def test_data_of_another_shape_is_refused() -> None:
-    """The data would be broadcast over all rows."""
-    plain, packed = layers()
-    with pytest.raises(ValueError, match=r"shape \[70, 96\] cannot become \[1, 96\]"):
-        packed.weight.data = torch.zeros(1, 96).bfloat16()
-    assert same_bits(packed.weight.unpack(), plain.weight)
-
-
 def test_arrays_that_do_not_lie_in_order() -> None:
     """Kernels read arrays as if they were contiguous."""
     weight = pack_weight(layers()[0].weight)

@@ -38,6 +38,7 @@ from packhorse.device import (
     packed_arrays,
 )
 from packhorse.device import linear as linear_module
+from packhorse.device.packing import array_names
 from packhorse.errors import CorruptionError
 from packhorse.layout import W11, W12, WEIGHT_FORMATS
 
@@ -175,7 +176,7 @@ def test_writes_are_packed_again_and_seen_by_all_that_share() -> None:
 def test_views_are_refused() -> None:
     """A write to a view would be lost."""
     packed = pack_weight(model_matrix(20, 64))
-    for view in (lambda: packed[3], lambda: packed.T, lambda: packed.view(-1)):
+    for view in (lambda: packed[None], lambda: packed.T, lambda: packed.view(-1)):
         with pytest.raises(NotImplementedError, match=r"weight\.unpack\(\)"):
             view()
     with pytest.raises(NotImplementedError, match="list of packed weights"):
@@ -311,9 +312,10 @@ def test_gradients_of_inputs_are_those_of_the_plain_layer() -> None:
         layer(x).float().square().sum().backward()
     assert same_bits(xs[0].grad, xs[1].grad)
     assert same_bits(plain.bias.grad, packed.bias.grad)
-    packed.weight.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="has no gradient; freeze it"):
-        packed(xs[1])
+    packed.weight = nn.Parameter(packed.weight, requires_grad=True)
+    for use in (lambda: packed(xs[1]), lambda: packed.weight[3:]):
+        with pytest.raises(RuntimeError, match="has no gradient; freeze it"):
+            use()
 
 
 def test_wrong_inputs_are_named() -> None:
@@ -428,14 +430,19 @@ def test_state_dicts_are_plain_tensors_in_both_directions(format: str, tmp_path:
     plain = plain_linear()
     packed = PackedLinear.from_linear(plain, format)
     state = packed.state_dict()
-    assert set(state) == {"bias", *(f"weight.{field}" for field in WeightTensors._fields)}
+    fields = [field for field in WeightTensors._fields if field != "high_bits"]
+    assert set(state) == {"bias", "weight", *(f"weight.{field}" for field in fields)}
     assert all(type(tensor) is Tensor for tensor in state.values())
+    assert state["weight"].shape == (*packed.weight.high_bits.shape, 1)
+    former = {key: value for key, value in state.items() if key != "weight"}
+    former["weight.high_bits"] = state["weight"][..., 0]
     save_file(dict(state), tmp_path / "m.safetensors")
     torch.save(state, tmp_path / "m.pt")
     states = [
         state,
         load_file(tmp_path / "m.safetensors"),
         torch.load(tmp_path / "m.pt", weights_only=True),
+        former,
         plain.state_dict(),
     ]
     for given in states:
@@ -449,8 +456,9 @@ def test_state_dicts_are_plain_tensors_in_both_directions(format: str, tmp_path:
         bare.load_state_dict(given, assign=True)
         assert isinstance(bare.weight, PackedWeight)
         assert same_bits(bare(inputs(3, 300)), plain(inputs(3, 300)))
-    with pytest.raises(RuntimeError, match=r'Unexpected key.*"weight.low_bytes"'):
-        plain.load_state_dict(state)
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match="size mismatch for weight"):
+            plain_linear().load_state_dict(state, strict=strict)
     assert same_bits(packed.to_linear().weight, plain.weight)
     assert type(packed.to_linear()) is nn.Linear
 
@@ -463,14 +471,15 @@ def test_arrays_that_break_the_format_are_refused(format: str) -> None:
         state[key] = tensor.clone()
 
     def loading(match: str, **changed: Tensor | None) -> None:
-        broken = state | {f"0.weight.{field}": tensor for field, tensor in changed.items()}
+        keys = array_names("0.weight")
+        broken = state | {keys[field]: tensor for field, tensor in changed.items()}
         broken = {key: tensor for key, tensor in broken.items() if tensor is not None}
         with pytest.raises(CorruptionError, match=rf"^0\.weight: .*{match}"):
             packed.load_state_dict(broken)
 
     for field in WeightTensors._fields:
         loading(f"{field} is missing", **{field: None})
-        array = state[f"0.weight.{field}"]
+        array = state[array_names("0.weight")[field]]
         loading("has dtype", **{field: array.to(torch.int64)})
         loading("shape|fit|descend", **{field: array[:-1]})
     loading("", low_bytes=None, high_bits=None)
@@ -480,6 +489,12 @@ def test_arrays_that_break_the_format_are_refused(format: str) -> None:
         packed.load_state_dict(state | {"0.weight.exceptions": torch.zeros(2, device="meta")})
     loading("format|shape", low_bytes=state["0.weight.low_bytes"][:, :-1])
     loading("no format", low_bytes=state["0.weight.low_bytes"][0])
+    loading("is missing", **dict.fromkeys(set(WeightTensors._fields) - {"high_bits"}))
+    loading("three dimensions", high_bits=state["0.weight"].expand(-1, -1, 2))
+    loading("both packed and plain", high_bits=state["0.weight"][..., 0])
+    twice = state | {"0.weight.high_bits": state["0.weight"][..., 0]}
+    with pytest.raises(CorruptionError, match="both packed and plain"):
+        packed.load_state_dict(twice)
     loading("exception_starts", exception_starts=state["0.weight.exception_starts"] + 1)
     loading("first exponent", first_exponents=state["0.weight.first_exponents"] | 255)
     loading("column|hole", exceptions=state["0.weight.exceptions"] | 0xFFFF)

@@ -110,7 +110,7 @@ def test_seeds_of_files_with_a_base_unpack() -> None:
         frame = Frame.from_buffer(data[header.data_offset + entry.start :][: entry.nbytes])
         base = NUMPY.empty(frame.dtype, frame.shape)
         raw = (0x3C00 + 3 * np.arange(frame.logical_nbytes // 2)).astype("<u2").tobytes()
-        NUMPY.writable(base)[:] = np.frombuffer(raw, np.uint8)
+        NUMPY.fill(base, lambda memory, raw=raw: np.copyto(memory, np.frombuffer(raw, np.uint8)))
         assert packhorse.numpy.load(data, base={"a": base}).keys() == {"a", "b"}
 
 

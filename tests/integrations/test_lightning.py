@@ -268,9 +268,10 @@ def test_bad_arguments_and_files(tmp_path: Path) -> None:
         PackhorseCheckpointIO(max_chain=3)
     with pytest.raises(ValueError, match="max_chain is 99"):
         PackhorseCheckpointIO(tmp_path, max_chain=99)
-    torch.save(CHECKPOINT, tmp_path / "theirs.ckpt")
-    with pytest.raises(packhorse.CorruptionError, match="a checkpoint of PyTorch"):
-        io.load_checkpoint(tmp_path / "theirs.ckpt")
+    for zipped in (False, True):
+        torch.save(CHECKPOINT, tmp_path / "t.ckpt", _use_new_zipfile_serialization=zipped)
+        with pytest.raises(packhorse.CompatibilityError, match=r"torch\.save has written"):
+            io.load_checkpoint(tmp_path / "t.ckpt")
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_a_folder_is_what_the_trainer_writes(tmp_path: Path) -> None:
     for state in (expected, found):  # the Trainer counts these when it writes a folder
         del state["total_flos"], state["stateful_callbacks"]
     assert found == expected
-    assert {path.name for path in ours.iterdir()} < {path.name for path in theirs.iterdir()}
+    assert {path.name for path in ours.iterdir()} == {path.name for path in theirs.iterdir()}
 
 
 def test_save_total_limit_holds_for_snapshots(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_an_empty_store_starts_from_the_beginning(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no snapshot of a Trainer"):
         restore_checkpoint(callback.store, tmp_path / "folder")
     callback.store.take("checkpoint-1", {"a": 1})
-    with pytest.raises(ValueError, match="'checkpoint-1': the snapshot has nothing at"):
+    with pytest.raises(ValueError, match="'checkpoint-1' is not of a Trainer"):
         callback.checkpoint()
     callback.store.take("checkpoint-1", {"model": {}, "trainer_state": 1}, replace=True)
     with pytest.raises(packhorse.CorruptionError, match="'checkpoint-1' is not of a Trainer"):

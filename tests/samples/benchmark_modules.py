@@ -1,4 +1,5 @@
-"""Modules of `benchmarks`, imported for one test, because some read the environment on import."""
+"""Modules of `benchmarks`, imported for one file of tests, because some read the environment on
+import."""
 
 import sys
 from collections.abc import Iterator

@@ -1,5 +1,6 @@
 """A small run of the Trainer of Hugging Face."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ def dataset() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in tokens]
 
 
+def small_model() -> GPT2LMHeadModel:
+    chosen = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "n_positions": 16}
+    return GPT2LMHeadModel(GPT2Config(**chosen, bos_token_id=0, eos_token_id=0))
+
+
 class Stop(TrainerCallback):
     """Ends the run in the middle, as a crash does."""
 
@@ -31,11 +37,16 @@ class Stop(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def make_trainer(folder: Path, callbacks: list[Any], seed: int = 3, **options: Any) -> Trainer:
-    """A trainer of a small language model with dropout and tied weights."""
+def make_trainer(
+    folder: Path,
+    callbacks: list[Any],
+    seed: int = 3,
+    model: Callable[[], Any] | None = None,
+    tokenizer: Any = None,
+    **options: Any,
+) -> Trainer:
+    """A trainer of a small language model, by default one with dropout and tied weights."""
     transformers.set_seed(seed)
-    chosen = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "n_positions": 16}
-    model = GPT2LMHeadModel(GPT2Config(**chosen, bos_token_id=0, eos_token_id=0))
     defaults = {
         "output_dir": str(folder),
         "num_train_epochs": 3,
@@ -53,8 +64,9 @@ def make_trainer(folder: Path, callbacks: list[Any], seed: int = 3, **options: A
     }
     args = TrainingArguments(**(defaults | options))
     return Trainer(
-        model, args, train_dataset=dataset(), eval_dataset=dataset()[:6], callbacks=callbacks
-    )
+        (model or small_model)(), args, train_dataset=dataset(), eval_dataset=dataset()[:6],
+        callbacks=callbacks, processing_class=tokenizer,
+    )  # fmt: skip
 
 
 def history(trainer: Trainer) -> list[dict[str, Any]]:

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from packhorse.device.packed_weight import PackedWeight
-from packhorse.device.packing import join_arrays
+from packhorse.device.packing import drop_arrays, join_arrays
 from packhorse.errors import CompatibilityError, CorruptionError
-from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WEIGHT_FORMATS, WEIGHT_VERSION, WeightFormat
 
 __all__ = [
@@ -144,7 +143,6 @@ def join_weights(
         if weight.format is not described.format:
             found, said = weight.format.name, described.format.name
             raise CorruptionError(f"{name}: the arrays are {found}, the metadata say {said}")
-        for field in WeightTensors._fields:
-            del joined[f"{name}.{field}"]
+        drop_arrays(joined, name)
         joined[name] = weight
     return joined

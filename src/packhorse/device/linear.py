@@ -1,7 +1,7 @@
 """`PackedLinear`, and what modules with packed weights put into state dicts.
 
-A module whose weight is packed has five entries in a state dict instead of `weight`, all of them
-plain tensors: `weight.low_bytes` and so on. So safetensors, checkpoints and
+A module whose weight is packed has five plain tensors in a state dict: `weight`, which has the high
+bits, `weight.low_bytes` and so on (`packing.array_names`). So safetensors, checkpoints and
 `torch.load(weights_only=True)` handle these state dicts like any other. Loading a state dict checks
 the arrays and uses them; if it has a plain `weight` instead, loading packs that. Embeddings need no
 class of their own: any module that calls `torch.nn.functional.embedding` works with a packed
@@ -18,9 +18,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from packhorse.device import operators
 from packhorse.device.offload import HOOK, join_offloaded, offloaded_weight
-from packhorse.device.packed_weight import PackedWeight, is_transformed, obey_autocast
-from packhorse.device.packing import empty_weight, join_arrays, pack_weight
-from packhorse.kernels.arrays import WeightTensors
+from packhorse.device.operators import is_transformed, obey_autocast
+from packhorse.device.packed_weight import PackedWeight
+from packhorse.device.packing import (
+    array_names,
+    drop_arrays,
+    empty_weight,
+    join_arrays,
+    pack_weight,
+    split_weight,
+)
 from packhorse.layout import WeightFormat
 
 __all__ = ["PackedLinear", "change_class", "hold_packed", "hold_plain"]
@@ -234,10 +241,7 @@ def _write_arrays(module: nn.Module, state: dict[str, Any], prefix: str, metadat
     """Writes the arrays instead of the weight."""
     weight = state.get(f"{prefix}weight")
     if isinstance(weight, PackedWeight):
-        del state[f"{prefix}weight"]
-        arrays = _with_data(module, weight).arrays
-        for field, array in zip(WeightTensors._fields, arrays, strict=True):
-            state[f"{prefix}weight.{field}"] = array
+        state |= split_weight(_with_data(module, weight), f"{prefix}weight")
 
 
 def _read_arrays(
@@ -254,15 +258,14 @@ def _read_arrays(
     assert isinstance(current, Tensor)
     joined = join_arrays(state, name, current.shape[1])
     if joined is not None:
-        for field in WeightTensors._fields:
-            del state[f"{name}.{field}"]
+        drop_arrays(state, name)
         state[name] = _prepared(module, joined)
     if not isinstance(current, PackedWeight):
         return
     given = state.get(name)
     if given is None:
         # Reported under the names that `state_dict` gives; the weight stays as it is.
-        missing_keys.extend(f"{name}.{field}" for field in WeightTensors._fields)
+        missing_keys.extend(array_names(name).values())
         state[name] = current
     elif type(given) is not PackedWeight and (given.dtype, given.shape) == (
         torch.bfloat16,

@@ -23,6 +23,7 @@ from packhorse.device.formats import (
     resolve_format_or_auto,
 )
 from packhorse.device.linear import PackedLinear, change_class, hold_packed, hold_plain
+from packhorse.device.model_config import forget_method, name_method
 from packhorse.device.offload import offloaded_weight
 from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.report import LeftWeight, PackReport, WeightReport
@@ -94,7 +95,9 @@ def pack_model_(
 
     Layers whose class is exactly `torch.nn.Linear` are packed. Subclasses may compute in other
     ways, and stay plain. Packed weights are frozen; in a model that is partly frozen, trained
-    weights stay plain. Modules that share a weight share the packed one.
+    weights stay plain. Modules that share a weight share the packed one. The config of a
+    transformers model then names the method "packhorse", so that a folder that `save_pretrained`
+    writes loads as a packed model.
 
     Args:
         model: the model, on any device; it may be a single layer if that is a `torch.nn.Linear`.
@@ -162,6 +165,8 @@ def pack_model_(
             left.append(outcome)
         if progress is not None:
             progress(nbytes)
+    if not dry_run:
+        name_method(model)
     return PackReport(tuple(packed), (*left, *others), total)
 
 
@@ -406,6 +411,7 @@ def _count_holders(model: nn.Module) -> dict[int, int]:
 
 def unpack_model_(model: nn.Module) -> None:
     """Unpacks the weights of a model in place, bit for bit, one after the other; they stay frozen.
+    The config of a transformers model no longer names the method "packhorse".
 
     Args:
         model: a model with or without packed weights, on any device.
@@ -425,7 +431,7 @@ def unpack_model_(model: nn.Module) -> None:
         True
     """
     _require_module(model)
-    groups = [group for group in _groups(model) if isinstance(group.weight, PackedWeight)]
+    groups = [group for group in _groups(model) if _was_packed(group)]
     for name, module in ((n, m) for group in groups for n, m in group.modules.items()):
         if offloaded_weight(module) is not None:
             raise ValueError(
@@ -433,10 +439,17 @@ def unpack_model_(model: nn.Module) -> None:
                 "accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
             )
     for group in groups:
-        weight = group.weight
-        assert isinstance(weight, PackedWeight)
-        plain = Parameter(weight.unpack(), requires_grad=False)
+        plain: Any = group.weight
+        if isinstance(plain, PackedWeight):
+            plain = Parameter(plain.unpack(), requires_grad=False)
         for module in group.modules.values():
             if type(module) is PackedLinear:
                 change_class(module, nn.Linear)
             hold_plain(module, plain)
+    forget_method(model)
+
+
+def _was_packed(group: _Group) -> bool:
+    """Whether the weight is packed, or was packed until it was to be trained."""
+    is_layer = any(type(module) is PackedLinear for module in group.modules.values())
+    return is_layer or isinstance(group.weight, PackedWeight)

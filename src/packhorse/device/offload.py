@@ -14,13 +14,12 @@ import torch
 from torch import nn
 
 from packhorse.device.packed_weight import PackedWeight
-from packhorse.device.packing import join_arrays
-from packhorse.kernels.arrays import WeightTensors
+from packhorse.device.packing import array_names, join_arrays
 
 __all__ = ["HOOK", "join_offloaded", "offloaded_weight"]
 
 HOOK = "_hf_hook"
-_ARRAYS = [f"weight.{field}" for field in WeightTensors._fields]
+_ARRAYS = array_names("weight").values()
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
@@ -42,7 +41,9 @@ def join_offloaded(module: nn.Module) -> None:
     """
     for hook in _hooks(module):
         stored = hook.weights_map
-        if "weight" in stored or not all(name in stored for name in _ARRAYS):
+        if isinstance(stored.get("weight"), PackedWeight):
+            continue
+        if not all(name in stored for name in _ARRAYS):
             continue
         arrays = {name: stored[name] for name in _ARRAYS}
         shape = module.weight.shape

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from packhorse.codecs import weights
 from packhorse.errors import MissingBackendError
@@ -27,11 +28,14 @@ __all__ = [
     "TILE_NBYTES",
     "check_operands",
     "gather_rows",
+    "is_transformed",
     "look_up",
     "multiply",
     "n_tile_rows",
+    "obey_autocast",
     "require_kernels",
     "unpack",
+    "unpack_range",
     "unpack_rows",
 ]
 
@@ -103,6 +107,28 @@ def unpack_rows(arrays: WeightTensors, format: WeightFormat, dst: Tensor, start:
     counts = arrays.exception_starts[start : stop + 1].diff()
     most = int(counts.max()) if counts.numel() else 0
     dst.copy_(gather_rows(arrays, format, dst.shape[1], rows, most))
+
+
+def unpack_range(
+    arrays: WeightTensors, format: WeightFormat, n_columns: int, rows: range
+) -> Tensor:
+    """Consecutive rows of the matrix, decoded where the arrays are.
+
+    Args:
+        arrays: of a packed weight; trusted.
+        format: their format.
+        n_columns: columns of the matrix.
+        rows: numbers of rows that exist, with step 1.
+
+    Returns:
+        BF16, a row of n_columns for each number.
+    """
+    if _has_kernels(arrays.device):
+        numbers = torch.arange(rows.start, rows.stop, device=arrays.device)
+        return look_up(arrays, format, n_columns, numbers, n_columns)
+    dst = torch.empty(len(rows), n_columns, dtype=torch.bfloat16, device=arrays.device)
+    unpack_rows(arrays, format, dst, rows.start)
+    return dst
 
 
 def _unpack_on_host(arrays: WeightTensors, format: WeightFormat, dst: Tensor, start: int) -> None:
@@ -301,6 +327,29 @@ def _scratch(numel: int, device: torch.device) -> Tensor:
         # The device is explicit: `with torch.device(...)` or set_default_device may name another.
         held = _SCRATCH.tile = torch.empty(numel, dtype=torch.bfloat16, device=device)
     return held
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` or forward-mode differentiation is active. These cannot
+    differentiate or batch custom operators."""
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
+
+
+def obey_autocast(input: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The operands of a product, converted as `torch.autocast` converts them: all floats except
+    FP64."""
+    device_type = input.device.type
+    if input.is_meta or not torch.is_autocast_enabled(device_type):
+        return input, bias
+    dtype = torch.get_autocast_dtype(device_type)
+
+    def convert(operand: Tensor) -> Tensor:
+        converts = operand.is_floating_point() and operand.dtype != torch.float64
+        return operand.to(dtype) if converts else operand
+
+    return convert(input), None if bias is None else convert(bias)
 
 
 @torch.library.custom_op("packhorse::unpack_weight", mutates_args=())

@@ -6,7 +6,9 @@ compiles as PyTorch's tensors do, and several modules can share it.
 
 - `linear` and `embedding` of `torch.nn.functional` work on the packed arrays.
 - Every other operation runs on the decoded matrix; if it writes, the result is packed again.
-- Operations that return a view are refused, because a write to the view would be lost.
+- Rows, `weight[3]` or `weight[3:9]`, are decoded to a read-only copy; assigning to them packs the
+  weight again.
+- Other operations that return a view are refused, because a write to the view would be lost.
 - It is frozen: inputs get gradients, the weight gets none.
 
 A detached weight shares its arrays with the original, so each sees what is written to the other.
@@ -19,17 +21,18 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
 from packhorse.device import operators
+from packhorse.device.decoded_rows import assign_rows, decode_rows, require_frozen
+from packhorse.device.operators import is_transformed, obey_autocast
 from packhorse.device.packed_arrays import check_arrays, empty_arrays, pack_arrays, resolve_format
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WEIGHT_FORMATS, WeightFormat
 
-__all__ = ["PackedWeight", "is_transformed", "obey_autocast", "rebuild_weight"]
+__all__ = ["PackedWeight", "rebuild_weight"]
 
 _aten = torch.ops.aten
 _NO_ADDRESS = 1 << 63  # neither the host nor a GPU has memory at such addresses
@@ -199,7 +202,8 @@ class PackedWeight(Tensor):
     # Some libraries, such as PEFT, write to a parameter through its `data`.
     @property
     def data(self) -> Tensor:
-        """The same weight, detached; values that are assigned to it are packed."""
+        """The same weight, detached; values that are assigned to it are packed. They may have
+        another number of rows or columns."""
         return self.detach()
 
     @data.setter
@@ -210,13 +214,30 @@ class PackedWeight(Tensor):
                 f"a packed weight, {own}, cannot become {found}; first take the plain weight back "
                 "with unpack_model_"
             )
-        if value.shape != self.shape:
+        if value.dim() != 2:
             raise ValueError(
                 f"a packed weight of shape {list(self.shape)} cannot become {list(value.shape)}; "
                 "first take the plain weight back with unpack_model_, or assign another parameter"
             )
-        with torch.no_grad():
-            self.copy_(value)
+        if value.shape == self.shape:
+            with torch.no_grad():
+                self.copy_(value)
+            return
+        arrays = pack_arrays(value.detach(), self.format)
+        resized = PackedWeight(arrays, self.format, value.shape[1])
+        if self._held.max_row_exceptions is not None:
+            resized.prepare_gather()
+        _become(self, _like(self, resized))
+
+    # Libraries ask for gradients when they want to train a weight, or a copy of one, as PEFT does
+    # for `modules_to_save`. They hold the parameter already, so that very object becomes plain.
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """Asks for gradients, or for none. A parameter that is to get gradients is unpacked in
+        place: it becomes a plain parameter, for all modules that share it."""
+        if requires_grad and isinstance(self, Parameter):
+            _become(self, Parameter(self.unpack(), requires_grad=True))
+            return self
+        return super().requires_grad_(requires_grad)
 
     # PyTorch's own method would return 0 for all packed weights. Accelerate uses this number to
     # find shared weights, and would take all packed weights for the same one.
@@ -284,6 +305,14 @@ class PackedWeight(Tensor):
             return _multiply(*args, **(kwargs or {}))
         if func is F.embedding:
             return _embedding(*args, **(kwargs or {}))
+        if func is Tensor.__getitem__ and isinstance(args[0], PackedWeight):
+            found = decode_rows(*args)
+            if found is not None:
+                return found
+        if func is Tensor.__setitem__ and isinstance(args[0], PackedWeight):
+            return assign_rows(*args)
+        if func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
+            return args[0].requires_grad_(args[1])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -300,6 +329,17 @@ def _like(weight: PackedWeight, other: Any) -> Any:
     return Parameter(other, requires_grad=False) if isinstance(weight, Parameter) else other
 
 
+def _become(weight: PackedWeight, other: Tensor) -> None:
+    """Makes another tensor of the object that modules and libraries hold."""
+    try:
+        torch.utils.swap_tensors(weight, other)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise RuntimeError(
+            "a packed weight cannot change its shape, or become plain to get gradients, while "
+            "compiled code or a graph refers to it: do this first, or call unpack_model_"
+        ) from error
+
+
 def rebuild_weight(
     arrays: tuple[Tensor, ...], format: str, n_columns: int, is_parameter: bool, gathers: bool
 ) -> PackedWeight:
@@ -313,29 +353,6 @@ def rebuild_weight(
 
 
 rebuild_weight.__module__ = "packhorse.device"  # pickles must not name a file that may move
-
-
-def is_transformed() -> bool:
-    """Whether a transform of `torch.func` or forward-mode differentiation is active. These cannot
-    differentiate or batch custom operators."""
-    if torch.compiler.is_compiling():
-        return False
-    return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
-
-
-def obey_autocast(input: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The operands of a product, converted as `torch.autocast` converts them: all floats except
-    FP64."""
-    device_type = input.device.type
-    if input.is_meta or not torch.is_autocast_enabled(device_type):
-        return input, bias
-    dtype = torch.get_autocast_dtype(device_type)
-
-    def convert(operand: Tensor) -> Tensor:
-        converts = operand.is_floating_point() and operand.dtype != torch.float64
-        return operand.to(dtype) if converts else operand
-
-    return convert(input), None if bias is None else convert(bias)
 
 
 def _multiply(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -386,11 +403,7 @@ def _(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _keep_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     weight = inputs[1]
-    if weight.requires_grad:
-        raise RuntimeError(
-            "a packed weight has no gradient; freeze it with requires_grad_(False), or take the "
-            "plain one back with unpack_model_"
-        )
+    require_frozen(weight)
     ctx.save_for_backward(weight)
 
 

@@ -1,7 +1,7 @@
 """Packs weights from memory or packed files, and builds packed weights from a state dict's
 arrays."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -21,7 +21,16 @@ from packhorse.errors import CorruptionError
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.layout import WeightFormat
 
-__all__ = ["empty_weight", "join_arrays", "pack_weight"]
+__all__ = [
+    "array_names",
+    "drop_arrays",
+    "empty_weight",
+    "join_arrays",
+    "pack_weight",
+    "split_weight",
+]
+
+_HIGH_BITS = "high_bits"
 
 
 def pack_weight(
@@ -95,11 +104,40 @@ def empty_weight(
     return PackedWeight(empty_arrays(n_rows, n_columns, format, device=device), format, n_columns)
 
 
+def array_names(name: str) -> dict[str, str]:
+    """The names of a packed weight's arrays in state dicts and files, by field.
+
+    The high bits have the name of the weight itself. Programs that do not know packed weights look
+    for the plain matrix there, find a tensor of another shape, and fail. Without such a tensor,
+    some of them would only warn, and start the weight with random numbers.
+    """
+    return {f: name if f == _HIGH_BITS else f"{name}.{f}" for f in WeightTensors._fields}
+
+
+def _former_name(name: str) -> str:
+    """The name of the high bits in older state dicts and files."""
+    return f"{name}.{_HIGH_BITS}"
+
+
+def split_weight(weight: PackedWeight, name: str) -> dict[str, Tensor]:
+    """The arrays of a packed weight as plain tensors for a state dict, by name; nothing is copied.
+    The high bits get a third dimension, so that their shape is never that of the matrix."""
+    arrays = weight.arrays._asdict() | {_HIGH_BITS: weight.high_bits[..., None]}
+    return {key: arrays[field] for field, key in array_names(name).items()}
+
+
+def drop_arrays(state: MutableMapping[str, Any], name: str) -> None:
+    """Removes the arrays of a packed weight from a state dict."""
+    for key in (*array_names(name).values(), _former_name(name)):
+        state.pop(key, None)
+
+
 def join_arrays(state: Mapping[str, Any], name: str, n_columns: int) -> PackedWeight | None:
     """The packed weight that a state dict or a file holds as arrays, which are checked.
 
     Args:
-        state: tensors by name; `NAME.low_bytes` and the other four belong together.
+        state: tensors by name: `NAME` with the high bits, and `NAME.low_bytes` and the other three.
+            Older files have the high bits as `NAME.high_bits`, in two dimensions.
         name: name of the weight.
         n_columns: columns of the matrix.
 
@@ -116,28 +154,44 @@ def join_arrays(state: Mapping[str, Any], name: str, n_columns: int) -> PackedWe
         >>> weight = pack_weight(torch.randn(256, 512, dtype=torch.bfloat16))
 
         >>> state = PackedLinear(weight).state_dict()
-        >>> sorted(state)[:2]
-        ['weight.exception_starts', 'weight.exceptions']
+        >>> sorted(state)[:3]
+        ['weight', 'weight.exception_starts', 'weight.exceptions']
         >>> torch.equal(join_arrays(state, "weight", 512).unpack(), weight.unpack())
         True
     """
-    keys = {field: f"{name}.{field}" for field in WeightTensors._fields}
+    keys, held = array_names(name), state.get(name)
+    is_plain = isinstance(held, Tensor) and held.dim() != 3
+    is_former = _former_name(name) in state
+    if is_former or is_plain:
+        keys[_HIGH_BITS] = _former_name(name)
     missing = [field for field, key in keys.items() if key not in state]
     if len(missing) == len(keys):
         return None
+    if is_plain or (is_former and held is not None):
+        raise CorruptionError(f"{name}: is both packed and plain here; remove one of the two")
     if missing:
         raise CorruptionError(f"{name}: packed weight: {', '.join(missing)} is missing")
-    if name in state:
-        raise CorruptionError(f"{name}: is both packed and plain here; remove one of the two")
     for key in keys.values():
         if not isinstance(state[key], Tensor):
             raise CorruptionError(f"{key} is not a tensor, but {type(state[key]).__name__}")
         if state[key].layout != torch.strided:
             raise CorruptionError(f"{key} is not a plain tensor, but {state[key].layout}")
-    arrays = WeightTensors(*(array.contiguous() for array in map(state.__getitem__, keys.values())))
+    tensors = {field: state[key] for field, key in keys.items()}
+    if not is_former:
+        tensors[_HIGH_BITS] = _without_third_dimension(tensors[_HIGH_BITS], name)
+    arrays = WeightTensors(**{field: array.contiguous() for field, array in tensors.items()})
     format = format_of(arrays)
     if format is None:
         shapes = f"{list(arrays.low_bytes.shape)} and {list(arrays.high_bits.shape)}"
         raise CorruptionError(f"{name}: packed weight: no format has low and high bits of {shapes}")
     check_arrays(arrays, format, n_columns, name=name)
     return PackedWeight(arrays, format, n_columns)
+
+
+def _without_third_dimension(high_bits: Tensor, name: str) -> Tensor:
+    if high_bits.dim() != 3 or high_bits.shape[2] != 1:
+        raise CorruptionError(
+            f"{name}: packed weight: {_HIGH_BITS} has shape {list(high_bits.shape)}; it must have "
+            "three dimensions, the last of them 1"
+        )
+    return high_bits[..., 0]

@@ -45,11 +45,12 @@ from packhorse.disk.results import FileResult, Progress, TensorPlan, TensorResul
 from packhorse.disk.safetensors_header import FileHeader, TensorEntry, build_header
 from packhorse.disk.source import header_at, open_source
 from packhorse.disk.source_file import Source
+from packhorse.errors import blaming
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes, plan_buffer
 from packhorse.framework import Framework
 from packhorse.layout import Level
 from packhorse.storage.locations import Place, open_place, writing
-from packhorse.storage.strict_json import shortened
+from packhorse.storage.strict_json import shortened, shown
 from packhorse.threads import batches, map_tensors
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PICKLE_SUFFIXES",
+    "check_tensors",
     "lay_out",
     "logical_nbytes",
     "pack_file",
@@ -220,6 +222,23 @@ def write_packed(
     return FileResult(origin or path, path, header.file_nbytes, packed_nbytes, tensors)
 
 
+def check_tensors(tensors: Mapping[str, Any], framework: Framework) -> None:
+    """Refuse what is not a mapping of strings to tensors that can be stored.
+
+    Raises:
+        TypeError: it is not a mapping, a name is not a string, an object is not a tensor of the
+            framework, or safetensors does not have its dtype. The message names the tensor.
+        ValueError: its elements do not take a whole number of bytes.
+    """
+    if not isinstance(tensors, Mapping):
+        raise TypeError(f"a dict of tensors by name is needed, not {type(tensors).__name__}")
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise TypeError(f"a tensor's name must be a string, not {name!r}")
+        with blaming(f"tensor {shown(name)}", (TypeError, ValueError)):
+            framework.describe(tensor)
+
+
 def lay_out(
     tensors: Mapping[str, Any], framework: Framework, metadata: Mapping[str, str] | None
 ) -> tuple[FileHeader, Iterator[ByteArray]]:
@@ -227,9 +246,9 @@ def lay_out(
     of `write_packed` and `pack_tensors`.
 
     Raises:
-        TypeError: an object is not a tensor of the framework, or safetensors does not have its
-            dtype.
+        TypeError: as for `check_tensors`, or `metadata` is not a mapping of strings to strings.
     """
+    check_tensors(tensors, framework)
     parts = {name: framework.readable(tensor) for name, tensor in tensors.items()}
     header = build_header({name: part[1:] for name, part in parts.items()}, metadata)
     return header, (parts[entry.name][0] for entry in header.entries)

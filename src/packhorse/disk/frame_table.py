@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from packhorse.arguments import resolve_threads
+from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
 from packhorse.disk.base_files import Bases, Lender
 from packhorse.disk.lazy_bytes import MappedBytes, RemoteBytes
@@ -108,14 +109,15 @@ class FrameTable(TensorTable):
         is_part = stop - start < entry.nbytes
         lend = self._lender.lend
         with self.blaming():
-            frame = frame or self._frames.part(entry, start, stop)
+            opened = frame or self._frames.part(entry, start, stop)
             tensor = self.framework.empty(entry.dtype, tuple(shape))
-            with lend(name, frame, n_threads, keep=is_part) as loan:
-                memory = self.framework.writable(tensor)
-                if loan.is_shared:  # a whole tensor; for a part, the base was copied
-                    _decode_against(loan.data, frame, memory, name, n_threads)
-                else:
-                    frame.decompress_into(
+
+            def write(memory: ByteArray) -> None:
+                with lend(name, opened, n_threads, keep=is_part) as loan:
+                    if loan.is_shared:  # a whole tensor; for a part, the base was copied
+                        _decode_against(loan.data, opened, memory, name, n_threads)
+                        return
+                    opened.decompress_into(
                         memory,
                         start=start,
                         stop=stop,
@@ -123,6 +125,8 @@ class FrameTable(TensorTable):
                         base=loan.data,
                         base_hash=loan.content_hash,
                     )
+
+            self.framework.fill(tensor, write)
         return tensor
 
     def tensor(self, name: str) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from packhorse.codecs.base import ByteArray
 from packhorse.disk.lazy_bytes import LazyBytes
 from packhorse.disk.safetensors_header import FileHeader, TensorEntry
 from packhorse.disk.tensor_table import TensorTable
@@ -119,7 +120,7 @@ class PlainTable(TensorTable):
         first = self.original.data_offset + entry.start
         tensor = self.framework.empty(entry.dtype, tuple(shape))
         with self.blaming():
-            self.content.fill([(self.framework.writable(tensor), first + start)])
+            self.framework.fill(tensor, lambda memory: self.content.fill([(memory, first + start)]))
         return tensor
 
     def tensor(self, name: str) -> Any:
@@ -145,14 +146,18 @@ class PlainTable(TensorTable):
 
     def _tensors(self, entries: Sequence[TensorEntry]) -> dict[str, Any]:
         """Some tensors. Those that the library does not read are read together."""
-        if self._library is not None:
+        if self._library is not None or len(entries) == 1:
             return {entry.name: self.tensor(entry.name) for entry in entries}
-        made = {entry.name: self.framework.empty(entry.dtype, entry.shape) for entry in entries}
+        parts = [np.empty(entry.nbytes, np.uint8) for entry in entries]
         starts = [self.original.data_offset + entry.start for entry in entries]
-        memories = [self.framework.writable(tensor) for tensor in made.values()]
         with self.blaming():
-            self.content.fill(list(zip(memories, starts, strict=True)))
-        return {name: self.place(tensor) for name, tensor in made.items()}
+            self.content.fill(list(zip(parts, starts, strict=True)))
+        return {e.name: self._made(e, part) for e, part in zip(entries, parts, strict=True)}
+
+    def _made(self, entry: TensorEntry, data: ByteArray) -> Any:
+        tensor = self.framework.empty(entry.dtype, entry.shape)
+        self.framework.fill(tensor, lambda memory: np.copyto(memory, data))
+        return self.place(tensor)
 
 
 def _has_frames(header: FileHeader, content: LazyBytes) -> bool:

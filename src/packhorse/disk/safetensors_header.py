@@ -369,6 +369,7 @@ def build_header(
         The header; the tensors' data must follow in the order of its entries.
 
     Raises:
+        TypeError: a name is not a string, or `metadata` is not a mapping of strings to strings.
         ValueError: a safetensors file cannot hold a name or a metadata pair.
         CompatibilityError: safetensors does not have a dtype.
     """
@@ -391,8 +392,10 @@ def build_header(
 
 
 def _save_key(name: str, dtype: str) -> tuple[int, bytes]:
-    if not isinstance(name, str) or name == METADATA_KEY:
-        raise ValueError(f"a tensor's name must be a string, not {METADATA_KEY!r}; got {name!r}")
+    if not isinstance(name, str):
+        raise TypeError(f"a tensor's name must be a string, not {name!r}")
+    if name == METADATA_KEY:
+        raise ValueError(f"no tensor can have the name {METADATA_KEY!r}; safetensors reserves it")
     check_text(name)
     if dtype not in _SAVE_ORDER:
         raise CompatibilityError(f"tensor {name!r}: safetensors has no dtype {dtype!r}")
@@ -400,9 +403,14 @@ def _save_key(name: str, dtype: str) -> tuple[int, bytes]:
 
 
 def _checked_pairs(metadata: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata must be a dict of strings, not {type(metadata).__name__}")
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise ValueError(f"metadata must map strings to strings; got {key!r}: {value!r}")
+            raise TypeError(
+                f"metadata must map strings to strings, but has {key!r}: {value!r}; store other "
+                "values as text, for example with json.dumps"
+            )
         check_text(key)
         check_text(value)
     return dict(metadata)

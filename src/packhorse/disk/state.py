@@ -111,7 +111,7 @@ def _find(value: object, path: str, depth: int, leaves: list[Leaf]) -> None:
 
 
 def _leaf(tensor: object, path: str, framework: Framework) -> Leaf:
-    with blaming(shortened(path), (TypeError,)):
+    with blaming(shortened(path), (TypeError, ValueError)):
         dtype, shape = framework.describe(tensor)
     return Leaf(path, tensor, framework, dtype, shape)
 

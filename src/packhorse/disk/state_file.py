@@ -18,7 +18,7 @@ from packhorse.disk.state import Leaf, decode_state, encode_state, find_tensors
 from packhorse.errors import CompatibilityError, CorruptionError, blaming
 from packhorse.framework import Framework, to_array
 from packhorse.layout import METADATA_KEY
-from packhorse.storage.strict_json import parse_json, shown
+from packhorse.storage.strict_json import parse_json, shortened, shown
 
 __all__ = ["STATE_KEY", "base_by_name", "lay_out_state", "rebuild_state"]
 
@@ -45,6 +45,8 @@ def lay_out_state(
             f"metadata has the key {STATE_KEY!r}, which is reserved for the state's structure"
         )
     document, leaves = encode_state(state)
+    for leaf in leaves:
+        _check_readable(leaf, framework)
     names = _names(leaves)
     stored = dict(zip(names, leaves, strict=True))
     is_flat = isinstance(state, dict) and list(state) == names
@@ -54,6 +56,19 @@ def lay_out_state(
         {name: (leaf.dtype, leaf.shape) for name, leaf in stored.items()}, metadata
     )
     return header, (_bytes_of(stored[entry.name]) for entry in header.entries)
+
+
+def _check_readable(leaf: Leaf, framework: Framework) -> None:
+    """Refuse an array that could not be loaded again: all tensors of a file are loaded by one
+    framework before arrays are made of some.
+
+    Raises:
+        TypeError: the framework has no such dtype.
+    """
+    try:
+        framework.check_form(leaf.dtype, leaf.shape)
+    except CompatibilityError as error:
+        raise TypeError(f"{shortened(leaf.path)}: cannot be stored in a state: {error}") from error
 
 
 def _record(document: Any, names: list[str], leaves: list[Leaf]) -> str:

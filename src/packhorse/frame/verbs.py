@@ -70,10 +70,9 @@ def decompress_tensor(
         framework.check_out(out, frame.dtype, frame.shape)
     tensor = framework.empty(frame.dtype, frame.shape) if out is None else out
     base_data = None if base is None else framework.readable(base)[0]
-    try:
-        frame.decompress_into(framework.writable(tensor), threads=threads, base=base_data)
-    finally:
-        framework.mark_written(tensor)
+    framework.fill(
+        tensor, lambda memory: frame.decompress_into(memory, threads=threads, base=base_data)
+    )
     return tensor
 
 

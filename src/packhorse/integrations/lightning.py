@@ -4,10 +4,14 @@ A checkpoint becomes one packed file. With `store=` it becomes a snapshot in a `
 which mostly holds differences from the previous checkpoint; the file that Lightning sees is then a
 pointer, a line of JSON that names the snapshot. Neither file is a pickle, so reading one runs no
 code.
+
+Lightning's own `load_from_checkpoint` reads pickles, from a file or from an open file. So
+`load_from_checkpoint` here gives it a pickle in memory, and everything else stays Lightning's.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import posixpath
@@ -16,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from packhorse.disk.snapshots import SnapshotStore
 from packhorse.disk.state import find_tensors, path_below
@@ -26,7 +30,7 @@ from packhorse.layout import Level
 from packhorse.storage.atomic import atomic_file
 from packhorse.storage.strict_json import parse_json, shown
 
-__all__ = ["PackhorseCheckpointIO"]
+__all__ = ["PackhorseCheckpointIO", "PackhorseLoading", "load_from_checkpoint"]
 
 _PACKAGES = ("lightning.fabric", "lightning_fabric")  # the second belongs to pytorch_lightning
 
@@ -57,6 +61,10 @@ _MARK = b'{"packhorse":'  # as the start of a safetensors file, this would be an
 _VERSION = 1
 _MAX_POINTER_NBYTES = 1 << 16
 _SUFFIX = ".ckpt"
+_Loaded = TypeVar("_Loaded")
+# How files of torch.save start: a zip archive, or the older form. As the length of a safetensors
+# header, with which our files start, both would be too large or absurd.
+_PICKLES = (b"PK\x03\x04", b"\x80\x02\x8a\n")
 
 
 class PackhorseCheckpointIO(CheckpointIO):  # type: ignore[misc]
@@ -157,10 +165,13 @@ class PackhorseCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
         Raises:
             FileNotFoundError: the file does not exist.
-            CorruptionError, CompatibilityError: the file is damaged, not a checkpoint, or too new.
+            CorruptionError: the file is damaged, or not a checkpoint.
+            CompatibilityError: the file is too new, or torch.save has written it.
             ValueError: the snapshot is gone, or in a store that this object does not know.
         """
         fs, place = _find(path)
+        if _is_pickle(fs, place):
+            raise CompatibilityError(_how_to_convert(str(path)))
         pointer = _read_pointer(fs, place)
         if pointer is None:
             source = place if _is_local(fs) else fs.cat_file(place)
@@ -258,6 +269,103 @@ class PackhorseCheckpointIO(CheckpointIO):  # type: ignore[misc]
             n += 1
             name = f"{stem} ({n})"
         return name, False
+
+
+def load_from_checkpoint(
+    module_class: type[_Loaded], checkpoint_path: Any, *args: Any, **kwargs: Any
+) -> _Loaded:
+    """Make a module from a checkpoint, as `module_class.load_from_checkpoint` does.
+
+    Args:
+        module_class: a subclass of `LightningModule` or `LightningDataModule`.
+        checkpoint_path: a checkpoint that `PackhorseCheckpointIO` has written, or anything that
+            Lightning itself reads.
+        *args: as for `module_class.load_from_checkpoint`.
+        **kwargs: likewise, with hyperparameters in place of those in the checkpoint. Without
+            `map_location=`, tensors of our checkpoints go to host memory.
+
+    Returns:
+        The module.
+
+    Raises:
+        FileNotFoundError, CorruptionError, CompatibilityError, ValueError: as
+            `PackhorseCheckpointIO.load_checkpoint`.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> from packhorse.lightning import PackhorseCheckpointIO, load_from_checkpoint
+        >>> quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+        >>> io = PackhorseCheckpointIO()
+        >>> trainer = Trainer(plugins=[io], max_steps=2, accelerator="cpu", **quiet)
+        >>> trainer.fit(BoringModel())
+        >>> trainer.save_checkpoint("step-2.ckpt")
+        >>> model = load_from_checkpoint(BoringModel, "step-2.ckpt")
+    """
+    load = module_class.load_from_checkpoint  # type: ignore[attr-defined]
+    found: _Loaded = _load(load, checkpoint_path, args, kwargs)
+    return found
+
+
+class PackhorseLoading:
+    """A base class whose `load_from_checkpoint` also reads checkpoints of `PackhorseCheckpointIO`.
+
+    Name it before Lightning's class.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> from packhorse.lightning import PackhorseCheckpointIO, PackhorseLoading
+        >>> class Model(PackhorseLoading, BoringModel):
+        ...     pass
+
+        >>> checkpoint = {"state_dict": Model().state_dict(), "pytorch-lightning_version": "2.6.0"}
+        >>> PackhorseCheckpointIO().save_checkpoint(checkpoint, "best.ckpt")
+        >>> model = Model.load_from_checkpoint("best.ckpt")
+    """
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make a module from a checkpoint, as the function `load_from_checkpoint` does.
+
+        Args:
+            checkpoint_path: as for the function.
+            *args: as for the function.
+            **kwargs: as for the function.
+
+        Returns:
+            The module.
+        """
+        load = super().load_from_checkpoint  # type: ignore[misc]
+        return _load(load, checkpoint_path, args, kwargs)
+
+
+def _load(load: Any, source: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call Lightning's `load_from_checkpoint`, with a pickle in memory if the source is ours."""
+    if isinstance(source, str | os.PathLike) and not str(source).startswith("http"):
+        fs, place = _find(os.fspath(source))
+        if fs.isfile(place) and not _is_pickle(fs, place):
+            checkpoint = PackhorseCheckpointIO().load_checkpoint(os.fspath(source))
+            source = io.BytesIO()
+            torch.save(checkpoint, source)
+            source.seek(0)
+            kwargs = kwargs | {"weights_only": False}  # True would refuse NumPy's arrays
+    return load(source, *args, **kwargs)
+
+
+def _is_pickle(fs: Any, place: str) -> bool:
+    """Whether torch.save has written a file."""
+    with fs.open(place, "rb") as file:
+        return bool(file.read(4).startswith(_PICKLES))
+
+
+def _how_to_convert(path: str) -> str:
+    """A message with the line of code that turns a pickle into a checkpoint of ours."""
+    new = path.removesuffix(_SUFFIX) + ".packhorse" + _SUFFIX
+    return (
+        f"{path}: torch.save has written this checkpoint; convert it once, and resume from the new "
+        f"file: PackhorseCheckpointIO().save_checkpoint(torch.load({path!r}, map_location='cpu', "
+        f"weights_only=True), {new!r})"
+    )
 
 
 def _lasting(url: str) -> str:

@@ -5,11 +5,6 @@ need. It checks the lengths of the files, and compares the header of each frame 
 So a damaged header makes all ranks fail together. Then each rank decodes boxes of shards: only the
 chunks that a box overlaps, and each chunk is checked. A box whose elements are contiguous is
 decoded straight into the tensor that asked for it. Any other box is decoded to a buffer and copied.
-
-Values that are not tensors were serialized by the planner of the save, and the planner of the load
-deserializes them. PyTorch's own planners use `torch.load(..., weights_only=False)`, which runs
-whatever a pickle tells it to. So a value is only handed over if `weights_only=True` would load it
-too, unless the caller trusts the checkpoint.
 """
 
 from __future__ import annotations
@@ -33,8 +28,10 @@ from packhorse.arguments import resolve_threads
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.dcp.checkpoint_manifest import manifest_name, read_manifest
 from packhorse.disk.dcp.open_frames import OpenFrames
+from packhorse.disk.dcp.other_formats import explain_absence
 from packhorse.disk.dcp.regions import Piece, cut_box, strides_of
 from packhorse.disk.dcp.shards import StoredShard, torch_dtype
+from packhorse.disk.dcp.values import check_value
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.storage.frames.refs import FrameRef
 from packhorse.storage.interface import Storage
@@ -134,10 +131,13 @@ class PackhorseReader(StorageReader):
             kwargs: `rank`, if each rank has saved a checkpoint of its own.
 
         Raises:
-            CorruptionError, CompatibilityError: the manifest is damaged, or too new.
+            CorruptionError, CompatibilityError: the manifest is damaged or too new, or there is a
+                checkpoint of another format.
             FileNotFoundError: there is no checkpoint.
         """
-        metadata = read_manifest(self._storage(), manifest_name(kwargs.get("rank")))
+        storage = self._storage()
+        with explain_absence(storage):
+            metadata = read_manifest(storage, manifest_name(kwargs.get("rank")))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self._load_id
         return metadata
@@ -279,11 +279,12 @@ class _Load:
             run.dst = np.empty(run.nbytes, np.uint8)
         self._decode(runs)
         found = {run.ref: run.dst.tobytes() for run in runs}
-        if not trusted:
-            for item, ref in zip(items, refs, strict=True):
-                _check_harmless(item.storage_index.fqn, found[ref])
-        for item, ref in zip(items, refs, strict=True):
-            self.planner.load_bytes(item, io.BytesIO(found[ref]))
+        checked = [
+            check_value(item.storage_index.fqn, found[ref], trusted=trusted)
+            for item, ref in zip(items, refs, strict=True)
+        ]
+        for item, data in zip(items, checked, strict=True):
+            self.planner.load_bytes(item, io.BytesIO(data))
 
     def tensors(self, items: Sequence[ReadItem]) -> None:
         """Decode boxes of tensors, in batches of bounded memory."""
@@ -480,19 +481,3 @@ def _view(use: _Use, run: _Run) -> torch.Tensor:
     first = use.piece.start - run.start // dtype.itemsize
     flat = torch.from_numpy(run.dst).view(dtype)
     return flat.as_strided(use.piece.lengths, strides_of(use.shard.shape), first)
-
-
-def _check_harmless(fqn: str, data: bytes) -> None:
-    """Refuse a value that PyTorch would only load by running code of the checkpoint."""
-    try:
-        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except MemoryError:
-        raise
-    except Exception as error:  # PyTorch may raise anything for hostile bytes
-        if "DefaultCPUAllocator" in str(error):  # PyTorch's only sign that memory ran out
-            raise MemoryError(f"not enough memory for the value of {shown(fqn)}") from error
-        raise CompatibilityError(
-            f"{shown(fqn)} is a Python object that PyTorch does not load with weights_only=True, "
-            "so loading it may run code; if you trust the source of the checkpoint, pass "
-            f"trusted=True to PackhorseReader ({shown(str(error))})"
-        ) from error

@@ -11,6 +11,7 @@ and sends the writer to another process for `async_save`.
 
 from __future__ import annotations
 
+import io
 import os
 import posixpath
 import uuid
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -34,6 +35,7 @@ from packhorse.disk.dcp.checkpoint_manifest import (
     manifest_name,
     render_manifest,
 )
+from packhorse.disk.dcp.other_formats import check_place
 from packhorse.disk.dcp.pack_files import (
     CheckpointFrames,
     is_pack_name,
@@ -41,6 +43,7 @@ from packhorse.disk.dcp.pack_files import (
     split_volumes,
 )
 from packhorse.disk.dcp.shards import StoredShard, dtype_name, frame_kind, readable
+from packhorse.disk.dcp.values import storable_value
 from packhorse.layout import Level
 from packhorse.storage.atomic import is_temporary
 from packhorse.storage.frames.base_cache import BaseCache
@@ -84,6 +87,7 @@ class PackhorseWriter(StorageWriter):
         level: Level | str = "default",
         threads: int | None = None,
         overwrite: bool = False,
+        trusted: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """
@@ -96,6 +100,8 @@ class PackhorseWriter(StorageWriter):
             threads: how many threads each rank uses; None for the cores of its process, at most 8.
             overwrite: replace a checkpoint that is already there. It stays whole until the new one
                 is complete.
+            trusted: also save values that `PackhorseReader` loads only with `trusted=True`, because
+                loading them may run code.
             storage_options: options for fsspec's file system.
 
         Raises:
@@ -108,6 +114,7 @@ class PackhorseWriter(StorageWriter):
         self._level = resolve_level(level)
         self._threads = threads
         self._overwrite = overwrite
+        self._trusted = trusted
         self._options = dict(storage_options or {})
         self._save_id = str(uuid.uuid4())
         self._rank = 0
@@ -132,12 +139,14 @@ class PackhorseWriter(StorageWriter):
         """Make the folder, and refuse to replace a checkpoint unless that is allowed.
 
         Raises:
-            FileExistsError: there is already a checkpoint, and `overwrite` is False.
+            FileExistsError: there is already a checkpoint, and `overwrite` is False, or there is a
+                checkpoint of another format.
             FileNotFoundError: there is no checkpoint at `base`.
             CorruptionError, CompatibilityError: the manifest of `base` is damaged, or too new.
             ValueError: `base` is on another file system.
         """
         storage = self._storage()
+        check_place(storage)
         storage.make()
         decides = self._is_coordinator or self._own_manifest
         if decides and not self._overwrite and storage.exists(self._manifest_name()):
@@ -165,7 +174,8 @@ class PackhorseWriter(StorageWriter):
         """Pack and write this rank's part of the plan.
 
         Raises:
-            TypeError: a tensor is not dense.
+            TypeError: a tensor is not dense, or a value that is not a tensor cannot be loaded
+                without running code.
             OSError: the file system failed. No file that this rank wrote is left behind.
         """
         storage = self._storage()
@@ -173,6 +183,7 @@ class PackhorseWriter(StorageWriter):
         threads = resolve_threads(self._threads)
         job = _Job(storage, planner, base, self._level, threads, self._rank)
         try:
+            job.prepare_values(plan.items, trusted=self._trusted)
             results = [result for volume in job.volumes(plan.items) for result in volume]
         except BaseException:
             _remove(storage, job.written)
@@ -276,6 +287,7 @@ class _Job:
         self._store = CheckpointFrames(storage, rank)
         self._planner = planner
         self._base = base
+        self._values: dict[MetadataIndex, Any] = {}
         # A save that cannot read its base fails, because unchanged shards are not written again and
         # would depend on the damaged base, too.
         options = PackOptions(
@@ -283,6 +295,25 @@ class _Job:
             is_strict=False, keeps_shapes=True, skips_bad_bases=False,
         )  # fmt: skip
         self._packer = FramePacker(self._store, options)
+
+    def prepare_values(self, items: Sequence[WriteItem], *, trusted: bool) -> None:
+        """Take the values that are not tensors from the planner before anything is written, so that
+        a value that is refused costs no time.
+
+        Args:
+            items: the items of the plan.
+            trusted: also take values whose loading may run code.
+
+        Raises:
+            TypeError: loading a value might run code.
+        """
+        for item in items:
+            if item.tensor_data is None:
+                value = self._planner.resolve_data(item)
+                if isinstance(value, io.BytesIO):
+                    data = storable_value(item.index.fqn, value.getvalue(), trusted=trusted)
+                    value = io.BytesIO(data)
+                self._values[item.index] = value
 
     def volumes(self, items: Sequence[WriteItem]) -> Iterator[list[WriteResult]]:
         """Write one pack file after the other, and yield the results of each."""
@@ -329,7 +360,9 @@ class _Job:
         return list(zip(parts, self._packer.add(pack, packed), strict=True))
 
     def _resolve(self, item: WriteItem) -> _Part:
-        data, dtype, shape = readable(self._planner.resolve_data(item), shortened(item.index.fqn))
+        is_value = item.tensor_data is None
+        value = self._values[item.index] if is_value else self._planner.resolve_data(item)
+        data, dtype, shape = readable(value, shortened(item.index.fqn))
         wanted = None if item.tensor_data is None else tuple(item.tensor_data.chunk.sizes)
         if wanted is not None and (dtype is None or shape != wanted):
             raise ValueError(

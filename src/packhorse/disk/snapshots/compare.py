@@ -19,7 +19,7 @@ from packhorse.disk.snapshots.manifest import Manifest, TensorRef
 from packhorse.disk.snapshots.restore import read_newest
 from packhorse.disk.snapshots.results import Change, TensorDiff
 from packhorse.disk.snapshots.snapshot_frames import SnapshotFrames
-from packhorse.errors import CompatibilityError, blaming
+from packhorse.errors import blaming
 from packhorse.framework import resolve_framework
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.storage.frames.frame_store import FrameStore
@@ -143,12 +143,9 @@ def _add(
     """Add the differences at some places to the sums."""
     framework = resolve_framework("np")
     numel = old.size * 8 // DTYPE_BY_NAME[dtype].bits
-    try:
-        before, after = framework.empty(dtype, (numel,)), framework.empty(dtype, (numel,))
-    except CompatibilityError:  # NumPy lacks the dtype, so there are no numbers to compare
-        return
-    framework.writable(before)[:] = old
-    framework.writable(after)[:] = new
+    before, after = framework.empty(dtype, (numel,)), framework.empty(dtype, (numel,))
+    framework.fill(before, lambda memory: np.copyto(memory, old))
+    framework.fill(after, lambda memory: np.copyto(memory, new))
     wide = np.complex128 if dtype == "C64" else np.float64
     with np.errstate(all="ignore"):
         change = np.abs(after[places].astype(wide) - before[places].astype(wide))

@@ -210,19 +210,19 @@ def _tensor(
     except FileNotFoundError as error:  # it may have been pruned meanwhile
         raise FileNotFoundError(f"tensor {shortened(ref.path)!r}: {error}") from error
     framework = wanted.framework if target is None else target.leaf.framework
-    memory = None if target is None else target.memory
-    fresh = None
-    if memory is None:
-        fresh = framework.empty(ref.dtype, ref.shape)
-        memory = framework.writable(fresh)
-    try:
-        chain.decode_into(memory, threads, scratch)
-    finally:
-        if target is not None and fresh is None:
-            framework.mark_written(target.leaf.tensor)
-    if target is not None and fresh is not None:
-        with blaming(shortened(ref.path), (ValueError,)):
-            framework.assign(target.leaf.tensor, fresh)
+    if target is not None and target.memory is not None:
+        tensor = target.leaf.tensor
+        try:
+            chain.decode_into(target.memory, threads, scratch)
+        finally:
+            framework.mark_written(tensor)
+    else:
+        tensor = framework.empty(ref.dtype, ref.shape)
+        framework.fill(tensor, lambda memory: chain.decode_into(memory, threads, scratch))
+        if target is not None:
+            with blaming(shortened(ref.path), (ValueError,)):
+                framework.assign(target.leaf.tensor, tensor)
+            tensor = target.leaf.tensor
     if wanted.progress is not None:
         wanted.progress(ref.frame.logical_nbytes)
-    return fresh if target is None else target.leaf.tensor
+    return tensor

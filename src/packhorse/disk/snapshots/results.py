@@ -216,8 +216,7 @@ class TensorDiff:
         nbytes: its size there.
         n_values: how many elements it has there.
         n_changed: how many elements differ in their bits; None if the two cannot be compared.
-        max_change: the largest finite absolute difference; None if there is none, or if NumPy
-            cannot compute with the dtype.
+        max_change: the largest finite absolute difference; None if there is none.
         mean_change: the mean of the finite absolute differences of changed elements; None as for
             `max_change`.
     """

@@ -6,7 +6,8 @@ Users import it as `packhorse.transformers`.
 from packhorse.errors import MissingBackendError
 
 try:
-    from packhorse.integrations.transformers.callback import PackhorseCallback, restore_checkpoint
+    from packhorse.integrations.transformers.callback import PackhorseCallback
+    from packhorse.integrations.transformers.checkpoint_folder import restore_checkpoint
     from packhorse.integrations.transformers.loader import load_packed_model
     from packhorse.integrations.transformers.quantizer import PackhorseConfig
 except ModuleNotFoundError as error:

@@ -1,9 +1,9 @@
 """Snapshots instead of the checkpoint folders of the Trainer of Hugging Face transformers.
 
 With `Trainer(callbacks=[PackhorseCallback("runs/7")])`, the callback takes a snapshot whenever the
-Trainer would write a checkpoint folder: of model, optimizer, schedule, random states and the
-Trainer's own state. To resume, a snapshot is written as such a folder again, because the Trainer
-reads nothing else.
+Trainer would write a checkpoint folder: of the files of the model, and of optimizer, schedule,
+random states and the Trainer's own state. To resume, a snapshot is written as such a folder again,
+because the Trainer reads nothing else.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import json
 import math
 import os
 import random
-import re
 import shutil
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -26,9 +26,12 @@ import numpy as np
 import torch
 
 from packhorse.disk.snapshots import SnapshotStore
-from packhorse.errors import CorruptionError
-from packhorse.framework import to_array
-from packhorse.torch_framework import FRAMEWORK
+from packhorse.integrations.transformers.checkpoint_folder import (
+    checkpoint_names,
+    newest,
+    restore_checkpoint,
+)
+from packhorse.integrations.transformers.checkpoint_parts import model_parts
 
 _trainer: Any = import_module("transformers.trainer_callback")
 _accelerate: Any = import_module("accelerate.state")
@@ -38,20 +41,20 @@ if TYPE_CHECKING:
 else:
     TrainerCallback = _trainer.TrainerCallback
 
-__all__ = ["PackhorseCallback", "restore_checkpoint"]
+__all__ = ["PackhorseCallback"]
 
-_NAME = re.compile(r"checkpoint-[0-9]+")
 _SHARDED = ("DEEPSPEED", "FSDP", "MEGATRON_LM")
-# The Trainer's names for the files of a checkpoint.
-_FILES = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
+_FOLDERS = (
+    "allow the Trainer's own folders beside the snapshots: PackhorseCallback(..., folders=True)"
+)
 
 
 class PackhorseCallback(TrainerCallback):  # type: ignore[misc]
     """Takes a snapshot wherever the Trainer's `save_strategy` asks for a checkpoint.
 
     Snapshots are called `checkpoint-<step>`, as the folders would be, so give each run a store of
-    its own. `save_total_limit` applies to them. All processes of a run need the callback; one of
-    them writes.
+    its own. `save_total_limit` and `save_only_model` apply to them. All processes of a run need the
+    callback; one of them writes.
 
     Attributes:
         store: the store.
@@ -106,7 +109,7 @@ class PackhorseCallback(TrainerCallback):  # type: ignore[misc]
         Raises:
             ValueError, CorruptionError, CompatibilityError: as `restore_checkpoint`.
         """
-        name = name or _newest(self.store)
+        name = name or newest(self.store)
         if name is None:
             return None
         if self._output is not None:
@@ -114,7 +117,7 @@ class PackhorseCallback(TrainerCallback):  # type: ignore[misc]
         self._drop_folder()
         folder = mkdtemp(prefix=".packhorse-resume-", dir=self._output)
         self._resuming = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        place = name if _NAME.fullmatch(name) else "checkpoint"
+        place = name if name in checkpoint_names(self.store) else "checkpoint"
         try:
             return str(restore_checkpoint(self.store, Path(folder) / place, name))
         except BaseException:
@@ -143,10 +146,9 @@ class PackhorseCallback(TrainerCallback):  # type: ignore[misc]
             )
         for name in ("load_best_model_at_end", "restore_callback_states_from_checkpoint"):
             if getattr(args, name, False) and not self._folders:
-                raise ValueError(
-                    f"{name}=True needs the Trainer's own checkpoints; allow them beside the "
-                    "snapshots: PackhorseCallback(..., folders=True)"
-                )
+                raise ValueError(f"{name}=True needs checkpoints that are folders; {_FOLDERS}")
+        if not self._folders:
+            _warn(args)
         self._due, self._last_step = None, -1
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
@@ -194,7 +196,7 @@ class PackhorseCallback(TrainerCallback):  # type: ignore[misc]
         self._finish(args, state, parts)
         if state.is_world_process_zero:
             self.store.close()
-            self._prune(args)
+            self._prune(args, state)
 
     def _drop_folder(self) -> None:
         if self._resuming is not None:
@@ -216,112 +218,54 @@ class PackhorseCallback(TrainerCallback):  # type: ignore[misc]
         self._last_step = state.global_step
         if not state.is_world_process_zero:
             return
-        self._prune(args)
+        self._prune(args, state)
         take = self.store.take_async if self._background else self.store.take
         take(
-            f"checkpoint-{state.global_step}", _state_of(state, rng, parts),
+            f"checkpoint-{state.global_step}", _state_of(args, state, rng, parts),
             metadata=_describe(state), replace=True,
         )  # fmt: skip
 
-    def _prune(self, args: Any) -> None:
-        """Remove the oldest of the callback's snapshots that exceed `save_total_limit`."""
-        limit = args.save_total_limit
-        gone = set() if not limit or limit < 0 else set(_checkpoints(self.store)[:-limit])
+    def _prune(self, args: Any, state: Any) -> None:
+        """Remove the oldest of the callback's snapshots that exceed `save_total_limit`, but neither
+        the newest nor the best."""
+        limit, names = args.save_total_limit, checkpoint_names(self.store)
+        if not limit or limit < 0 or len(names) <= limit:
+            return
+        kept = {names[-1], f"checkpoint-{state.best_global_step}"} & set(names)
+        n_gone = len(names) - max(limit, len(kept))
+        gone = [name for name in names if name not in kept][:n_gone]
         if gone:
             self.store.prune(remove=gone)
 
 
-def restore_checkpoint(
-    store: SnapshotStore | str | os.PathLike[str],
-    folder: str | os.PathLike[str],
-    name: str | None = None,
-) -> Path:
-    """Write a snapshot of `PackhorseCallback` as a folder from which `trainer.train` resumes.
-
-    Args:
-        store: the store, or its place.
-        folder: where to write; it must be empty or not exist.
-        name: of the snapshot; None for the newest.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ValueError: there is no such snapshot, or it is not one of a Trainer.
-        CorruptionError, CompatibilityError: as `SnapshotStore.restore`.
-        OSError: the system refuses; FileExistsError if the folder is not empty.
-
-    Example:
-        >>> from transformers import Trainer
-        >>> from packhorse.transformers import PackhorseCallback, restore_checkpoint
-        >>> callbacks = [PackhorseCallback("runs/7")]
-        >>> outcome = Trainer(model, args, train_dataset=data, callbacks=callbacks).train()
-        {'train_runtime': ...}
-        >>> sorted(path.name for path in restore_checkpoint("runs/7", "resumed").iterdir())[0]
-        'model.safetensors'
-    """
-    opened = store if isinstance(store, SnapshotStore) else SnapshotStore(store)
-    name = name or _newest(opened)
-    if name is None:
-        raise ValueError(f"{store}: the store has no snapshot of a Trainer")
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    if any(target.iterdir()):
-        raise FileExistsError(f"{target}: is not empty; name another folder")
-    try:
-        _write_folder(opened, name, target)
-    except BaseException:
-        shutil.rmtree(target, ignore_errors=True)
-        raise
-    return target
+def _warn(args: Any) -> None:
+    """Warn about arguments that have no effect on snapshots."""
+    if args.push_to_hub and args.hub_strategy != "end":
+        warnings.warn(
+            f"hub_strategy={args.hub_strategy.value!r} pushes folders, which snapshots are not: "
+            f"only trainer.push_to_hub() pushes. To push checkpoints, {_FOLDERS}",
+            stacklevel=2,
+        )
+    if args.save_on_each_node:
+        warnings.warn(
+            "save_on_each_node has no effect on snapshots, which one process writes", stacklevel=2
+        )
 
 
-def _write_folder(store: SnapshotStore, name: str, target: Path) -> None:
-    try:
-        model = store.restore(name, framework="pt", keys="model")["model"]
-        rest = store.restore(name, framework="pt", keys=lambda path: not path.startswith("model."))
-        text = bytes(to_array(rest["trainer_state"], FRAMEWORK))
-        states = [_numpy_state(rng) for rng in rest["rng"]]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CorruptionError(f"snapshot {name!r} is not of a Trainer: {error!r}") from error
-    import_module("safetensors.torch").save_file(
-        model, target / "model.safetensors", metadata={"format": "pt"}
-    )
-    for key, file in _FILES.items():
-        if key in rest:
-            torch.save(rest[key], target / file)
-    for i, state in enumerate(states):
-        torch.save(state, target / (f"rng_state_{i}.pth" if len(states) > 1 else "rng_state.pth"))
-    (target / "trainer_state.json").write_bytes(text)
-
-
-def _numpy_state(rng: dict[str, Any]) -> dict[str, Any]:
-    """Random states, with NumPy's as an array again."""
-    kind, keys, *more = rng["numpy"]
-    return rng | {"numpy": (kind, to_array(keys, FRAMEWORK), *more)}
-
-
-def _checkpoints(store: SnapshotStore) -> list[str]:
-    """The snapshots of a Trainer, the oldest first."""
-    return [name for name in store.names() if _NAME.fullmatch(name)]
-
-
-def _newest(store: SnapshotStore) -> str | None:
-    return next(reversed(_checkpoints(store)), None)
-
-
-def _state_of(state: Any, rng: Sequence[dict[str, Any]], parts: dict[str, Any]) -> dict[str, Any]:
-    """Everything that determines how training continues."""
+def _state_of(
+    args: Any, state: Any, rng: Sequence[dict[str, Any]], parts: dict[str, Any]
+) -> dict[str, Any]:
+    """What the Trainer would write: the model, and all that determines how training continues."""
     # The Trainer's state is kept as a tensor of text: it has a line for each log so far, which a
     # manifest would keep uncompressed.
     text = json.dumps(asdict(state), indent=2, sort_keys=True) + "\n"
-    taken = {
-        "model": parts["model"].state_dict(),
-        "optimizer": parts["optimizer"].state_dict(),
-        "scheduler": parts["lr_scheduler"].state_dict(),
-        "rng": list(rng),
-        "trainer_state": np.frombuffer(text.encode(), np.uint8),
-    }
+    taken = model_parts(args, parts)
+    taken["trainer_state"] = np.frombuffer(text.encode(), np.uint8)
+    if args.save_only_model:
+        return taken
+    taken["optimizer"] = parts["optimizer"].state_dict()
+    taken["scheduler"] = parts["lr_scheduler"].state_dict()
+    taken["rng"] = list(rng)
     scaler = getattr(parts["optimizer"], "scaler", None)
     return taken if scaler is None else taken | {"scaler": scaler.state_dict()}
 

@@ -1,9 +1,10 @@
-"""Loads language models from folders that `packhorse pack` has written, as plain models or with
-weights that stay packed."""
+"""Loads language models from folders that `packhorse pack` has written, on this machine or on
+a hub, as plain models or with weights that stay packed."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from importlib import import_module
@@ -24,6 +25,9 @@ from packhorse.torch_framework import FRAMEWORK
 __all__ = ["load_packed_model"]
 
 _hf: Any = import_module("transformers")
+# Options of `from_pretrained` that say how a folder is fetched from a hub.
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "force_download", "local_files_only")
+_REPO = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def load_packed_model(
@@ -35,10 +39,12 @@ def load_packed_model(
     (docs/device.md).
 
     Args:
-        folder: a folder with config.json and packed files, and their index if there are several.
+        folder: a folder with config.json and packed files, and their index if there are several;
+            or the name of such a folder on a hub, "user/model".
         model_class: a model class of transformers, but not an `Auto` class; None for the class that
             config.json names.
-        options: for its `from_pretrained`, such as `dtype` and `quantization_config`.
+        options: for its `from_pretrained`, such as `dtype`, `quantization_config`, and for a folder
+            on a hub `revision`.
 
     Returns:
         The model.
@@ -56,7 +62,7 @@ def load_packed_model(
         >>> len(model.hf_quantizer.report.packed)  # and these stay packed
         16
     """
-    place = Path(folder)
+    place = _fetched(folder, options)
     files, promised = _packed_shards(place)
     config = options.pop("config", None) or _hf.AutoConfig.from_pretrained(place)
     model_class = model_class or _named_class(config)
@@ -71,8 +77,18 @@ def load_packed_model(
         model = model_class.from_pretrained(None, config=config, state_dict=slices, **options)
     if model.can_generate() and (place / "generation_config.json").exists():
         model.generation_config = _hf.GenerationConfig.from_pretrained(place)
-    model.config.name_or_path = model.name_or_path = str(place)
+    model.config.name_or_path = model.name_or_path = str(folder)
     return model
+
+
+def _fetched(folder: str | os.PathLike[str], options: dict[str, Any]) -> Path:
+    """The folder, downloaded if it is on a hub. Its options are taken out of `options`."""
+    how = {name: options.pop(name) for name in _HUB_OPTIONS if name in options}
+    if os.path.isdir(folder) or not _REPO.fullmatch(os.fspath(folder)):
+        return Path(folder)
+    hub = import_module("huggingface_hub")  # transformers needs it
+    patterns = ["*.json", f"*{FILE_SUFFIX}"]
+    return Path(hub.snapshot_download(os.fspath(folder), allow_patterns=patterns, **how))
 
 
 def _single_gpu(config: Any, options: Mapping[str, Any]) -> torch.device | None:

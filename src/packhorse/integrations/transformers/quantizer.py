@@ -8,8 +8,8 @@ import it as `packhorse.transformers`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from copy import deepcopy
 from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from packhorse.device.model import (
     report_model,
     unpack_model_,
 )
+from packhorse.device.model_config import METHOD, keep_names_in_files
 from packhorse.device.packed_weight import PackedWeight
 from packhorse.device.packing import join_arrays
 from packhorse.device.report import PackReport
@@ -52,12 +53,14 @@ else:
     HfQuantizer = _auto.HfQuantizer
     ConversionOps = _loading.ConversionOps
 
-__all__ = ["METHOD", "VERSION", "PackhorseConfig", "PackhorseQuantizer"]
+__all__ = ["VERSION", "PackhorseConfig", "PackhorseQuantizer"]
 
-METHOD = "packhorse"
 VERSION = WEIGHT_VERSION  # of the arrays and of their description in config.json
 _STORED_FORMAT = "fmt"  # the key of the format in a config.json
+_OPTIONS = {"format", "modules_to_not_convert", "lm_head", "embeddings", "for_tokens"}
+_OPTIONS |= {"quant_method", "version"}  # in a config.json alone
 _PACKED_SHARE = 0.76  # of the bytes of a BF16 weight, at most, for models that gain
+_WEIGHT = "weight$"  # a pattern for names of plain weights, and of high bits of packed ones
 
 
 class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -130,12 +133,32 @@ class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.for_tokens = for_tokens
 
     @classmethod
-    def from_dict(cls, config_dict: Mapping[str, Any], *args: Any, **others: Any) -> Any:
-        """A config from the dict of a config.json, in which the key of the format is `fmt`."""
+    def from_dict(
+        cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **others: Any
+    ) -> Any:
+        """A config from the dict of a config.json, in which the key of the format is `fmt`.
+
+        Args:
+            config_dict: options by name.
+            return_unused_kwargs: whether to return what is not an option, too.
+            others: further options, which win over the dict.
+
+        Returns:
+            The config; or the config and a dict of what is not an option.
+
+        Raises:
+            ValueError: an option has a wrong value, or the dict has an unknown one, which would not
+                be returned.
+            CompatibilityError: a later release has packed the model.
+        """
         options = dict(config_dict)
         if "format" not in options and _STORED_FORMAT in options:
             options["format"] = options.pop(_STORED_FORMAT)
-        return super().from_dict(options, *args, **others)
+        options |= {name: others.pop(name) for name in _OPTIONS if name in others}
+        if not return_unused_kwargs:
+            return cls(**options)
+        unknown = {name: options.pop(name) for name in [*options] if name not in _OPTIONS}
+        return cls(**options), unknown | others
 
     def to_dict(self) -> dict[str, Any]:
         """The dict for a config.json, in which the key of the format is `fmt`."""
@@ -170,6 +193,7 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
         super().__init__(quantization_config, **options)
         self.report: PackReport | None = None
         self._wanted: dict[str, bool] = {}  # by parameter name: whether a layer multiplies
+        self._shapes: dict[str, torch.Size] = {}
         self._reasons: dict[str, str] = {}
         self._failure: Exception | None = None
 
@@ -206,18 +230,27 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes that an element will take."""
-        share = _PACKED_SHARE if self.param_needs_quantization(model, param_name) else 1.0
+        share = _PACKED_SHARE if param_name in self._wanted else 1.0
         return share * param.element_size()
 
     def param_needs_quantization(self, model: Any, param_name: str, **others: Any) -> bool:
-        """Whether a parameter will be packed."""
-        return param_name in self._wanted
+        """Whether a plain parameter will be packed. For all others, transformers compares the
+        shapes of the checkpoint and of the model."""
+        return not self.pre_quantized and param_name in self._wanted
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        """The dtype to which transformers converts a tensor of a packed checkpoint: `dtype` if it
+        has floats, and None, which means no conversion, for arrays of packed weights."""
+        if hasattr(param, "get_dtype"):  # a slice of a file
+            return dtype if param.get_dtype().startswith(("F", "BF")) else None
+        return dtype if param.is_floating_point() else None
 
     def _process_model_before_weight_loading(
         self, model: Any, *, checkpoint_files: Iterable[str] | None = None, **others: Any
     ) -> Any:
         _refuse_doubles(checkpoint_files or ())
         self._wanted = self._choose(model).wanted_names(model.all_tied_weights_keys)
+        self._shapes = {name: each.shape for name, each in model.named_parameters()}
         return model
 
     def _choose(self, model: nn.Module) -> WeightChoice:
@@ -239,15 +272,18 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
         """Joins the arrays of packed weights. This also applies to checkpoints whose config.json
         does not mention them: transformers would otherwise fill these layers with random
         numbers."""
-        names = [f"weight.{field}" for field in WeightTensors._fields]
-        return [_loading.WeightConverter(names, "weight", operations=[_Join(self)])]
+        fields = [f"weight.{field}" for field in WeightTensors._fields]
+        return [_loading.WeightConverter([*fields, _WEIGHT], "weight", operations=[_Join(self)])]
 
     def pack(self, model: nn.Module, name: str, plain: Tensor) -> Tensor:
         """A weight of a checkpoint, packed if the config wants that and it saves memory."""
         if name not in self._wanted or plain.dtype != torch.bfloat16 or self._failure:
             return plain
         try:
-            _require_shape(model.get_parameter(name), name, plain.shape)
+            expected = model.get_parameter(name)
+            _refuse_split(expected, name)
+            if plain.shape != expected.shape:
+                return self._mismatched(name, plain)
             config = self.quantization_config
             for_tokens = config.for_tokens if self._wanted[name] else None
             packed = pack_if_smaller(plain, resolve_format_or_auto(config.format), for_tokens)
@@ -268,11 +304,21 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
                     f"{name}: is packed in this folder, but its config.json does not say so: add "
                     f'"quantization_config": {{"quant_method": "{METHOD}"}} there'
                 )
-            _require_shape(expected, name, expected.shape)
-            return Parameter(_join(name, arrays, expected.shape), requires_grad=False)
+            _refuse_split(expected, name)
+            joined = _join(name, arrays, expected.shape)
+            if joined.shape != expected.shape:
+                return self._mismatched(name, torch.empty(joined.shape, dtype=joined.dtype))
+            return Parameter(joined, requires_grad=False)
         except Exception as error:
             self.note_failure(error)
             return torch.empty_like(expected, device="cpu", requires_grad=False)
+
+    def _mismatched(self, name: str, found: Tensor) -> Tensor:
+        """Leaves a tensor of another shape than in the model to transformers, which raises an
+        error, or starts the weight anew if `ignore_mismatched_sizes` is given."""
+        self._wanted.pop(name, None)
+        self._reasons[name] = "has another shape in the checkpoint"
+        return found
 
     def note_failure(self, error: Exception) -> None:
         """Keep the first error until the model is loaded. If it were raised earlier, transformers
@@ -282,12 +328,14 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **others: Any) -> Any:
         if self._failure is not None:
             raise self._failure
+        _require_shapes(model, self._shapes)
         _refuse_disk(getattr(model, "hf_device_map", {}))
         hold_packed_weights(model)
         # New layers, such as the head of a classifier, are for training.
         otherwise = "plain in the checkpoint" if self.pre_quantized else "not in the checkpoint"
         self.report = report_model(model, self._choose(model), self._reasons, otherwise)
-        _keep_names_in_files(model)
+        _forget_own_conversions(model)
+        keep_names_in_files(model)
         return model
 
     # Afterwards.
@@ -326,14 +374,14 @@ def _refuse_doubles(files: Iterable[str]) -> None:
     Raises:
         CorruptionError: a weight is both packed and plain.
     """
-    names: set[str] = set()
+    counts: Counter[str] = Counter()
     for file in files:
         if str(file).endswith(".safetensors"):
             with safe_open(file, framework="pt") as opened:
-                names.update(opened.keys())
+                counts.update(opened.keys())
     suffix = f".{WeightTensors._fields[0]}"
-    for name in sorted(each.removesuffix(suffix) for each in names if each.endswith(suffix)):
-        if name in names:
+    for name in sorted(each.removesuffix(suffix) for each in counts if each.endswith(suffix)):
+        if counts[name] + counts[f"{name}.high_bits"] > 1:
             raise CorruptionError(f"{name}: is both packed and plain here; remove one of the two")
 
 
@@ -377,16 +425,22 @@ def _matching(model: nn.Module, names: list[str]) -> list[str]:
     return found
 
 
-def _require_shape(parameter: Tensor, name: str, shape: torch.Size) -> None:
+def _refuse_split(parameter: Tensor, name: str) -> None:
     if hasattr(parameter, "_local_tensor"):
         raise ValueError(
             f"{name}: packed weights cannot be split over GPUs; load the model without tp_plan"
         )
-    if parameter.shape != shape:
-        raise ValueError(
-            f"{name}: has shape {list(shape)} in the checkpoint, but {list(parameter.shape)} in "
-            "the model; the config belongs to another model"
-        )
+
+
+def _require_shapes(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
+    """transformers 5.0 does not compare shapes if there is a quantizer."""
+    for name, parameter in model.named_parameters():
+        expected = shapes.get(name, parameter.shape)
+        if parameter.shape != expected:
+            raise ValueError(
+                f"{name}: has shape {list(parameter.shape)} in the checkpoint, but "
+                f"{list(expected)} in the model; the config belongs to another model"
+            )
 
 
 def _join(name: str, arrays: Mapping[str, list[Tensor]], shape: torch.Size) -> PackedWeight:
@@ -396,32 +450,25 @@ def _join(name: str, arrays: Mapping[str, list[Tensor]], shape: torch.Size) -> P
     for key, tensors in arrays.items():
         if len(tensors) != 1:
             raise CorruptionError(f"{name}: packed weight: there are {len(tensors)} of {key}")
-        state[f"{name}.{key.rpartition('.')[2]}"] = tensors[0]
+        (array,) = tensors
+        if key != _WEIGHT:
+            state[f"{name}.{key.rpartition('.')[2]}"] = array
+        elif array.dim() == 3 and array.is_floating_point():
+            state[name] = array.to(torch.uint8)  # transformers 5.0 has made BF16 of these bytes
+        else:
+            state[name] = array
     joined = join_arrays(state, name, shape[1])
-    if joined is None or joined.shape != shape:
-        found = None if joined is None else list(joined.shape)
-        raise CorruptionError(f"{name}: packed weight: has shape {found}, not {list(shape)}")
+    assert joined is not None, "transformers has found some of the arrays"
     return joined
 
 
-def _keep_names_in_files(model: Any) -> None:
-    """Forget conversions that `save_pretrained` would reverse on the arrays of packed weights.
-    Files then have the names of the model."""
-    conversions = getattr(model, "_weight_conversions", None) or []
-    packed = [n for n, each in model.named_parameters() if isinstance(each, PackedWeight)]
-    kept = []
-    for conversion in conversions:
-        operations = getattr(conversion, "operations", [])
-        is_ours = any(isinstance(operation, _Join) for operation in operations)
-        if not is_ours and not (operations and _would_convert(conversion, packed)):
-            kept.append(conversion)
-    model._weight_conversions = kept
-
-
-def _would_convert(conversion: Any, names: list[str]) -> bool:
-    backwards = deepcopy(conversion).reverse_transform()
-    field = WeightTensors._fields[0]
-    return any(backwards.rename_source_key(f"{name}.{field}")[1] is not None for name in names)
+def _forget_own_conversions(model: Any) -> None:
+    """Saving must not undo what `_Join` has done: state dicts have arrays already."""
+    model._weight_conversions = [
+        conversion
+        for conversion in getattr(model, "_weight_conversions", None) or []
+        if not any(isinstance(each, _Join) for each in getattr(conversion, "operations", []))
+    ]
 
 
 class _Operation(ConversionOps):  # type: ignore[misc]
@@ -448,12 +495,14 @@ class _Pack(_Operation):
 
 
 class _Join(_Operation):
-    """Makes packed weights from their arrays."""
+    """Makes packed weights from their arrays, and passes plain weights on."""
 
     def convert(
         self, input_dict: dict[str, Any], *, model: Any, full_layer_name: str, **others: Any
     ) -> dict[str, Any]:
         """The name of the weight, and the weight."""
+        if list(input_dict) == [_WEIGHT] and input_dict[_WEIGHT][0].dtype != torch.uint8:
+            return {full_layer_name: input_dict[_WEIGHT]}
         return {full_layer_name: self.hf_quantizer.join(model, full_layer_name, input_dict)}
 
 

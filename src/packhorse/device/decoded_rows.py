@@ -1,0 +1,136 @@
+"""Rows that were taken out of a packed weight by an index, decoded.
+
+Code that multiplies with a weight part by part, such as a loss over chunks of the vocabulary, reads
+`weight[start:stop]`. For a plain tensor that is a view, but rows of a packed weight have to be
+decoded, so they are a copy, and a write to them would be lost. Therefore they are read-only.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packhorse.device import operators
+
+__all__ = ["DecodedRows", "assign_rows", "decode_rows", "require_frozen"]
+
+_OPERATORS = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift"
+_WRITING_OPERATORS = {f"__i{name}__" for name in _OPERATORS.split()}
+_HARMLESS = {"requires_grad_", "detach_", "share_memory_", "rename_"}
+
+
+class DecodedRows(Tensor):
+    """A copy of rows of a packed weight: a plain tensor, except that writes to the copy, and to
+    views of it, are errors."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _writes_to_rows(getattr(func, "__name__", ""), args, kwargs):
+            raise RuntimeError(
+                "rows taken out of a packed weight are a copy, so a write to them would be lost: "
+                "write weight[rows] = values, which packs them, or clone() the rows first"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            return _guard(result, [each for each in args if isinstance(each, DecodedRows)])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = copied = self.clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _writes_to_rows(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if isinstance(kwargs.get("out"), DecodedRows):
+        return True
+    is_method = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
+    if not is_method and name != "__setitem__" and name not in _WRITING_OPERATORS:
+        return False
+    targets = args[0] if name.startswith("_foreach") else args[:1] or kwargs.values()
+    return any(isinstance(target, DecodedRows) for target in targets)
+
+
+def _guard(result: Any, rows: list[DecodedRows]) -> Any:
+    """The result of an operation, read-only as far as it shares the memory of rows."""
+    if isinstance(result, (list, tuple)):
+        return type(result)([_guard(each, rows) for each in result])
+    if type(result) is not Tensor:
+        return result
+    memory = result.untyped_storage()._cdata
+    shares = any(each.untyped_storage()._cdata == memory for each in rows)
+    return result.as_subclass(DecodedRows) if shares else result
+
+
+def require_frozen(weight: Tensor) -> None:
+    """Raises an error for a packed weight that asks for gradients."""
+    if weight.requires_grad:
+        raise RuntimeError(
+            "a packed weight has no gradient; freeze it with requires_grad_(False), or take the "
+            "plain one back with unpack_model_"
+        )
+
+
+def decode_rows(weight: Any, index: Any) -> Tensor | None:
+    """`weight[index]`, if the index consists of numbers and slices."""
+    parts = _split_index(index, weight.shape[0])
+    if parts is None:
+        return None
+    require_frozen(weight)
+    if torch.compiler.is_compiling() or weight.is_meta or type(weight.low_bytes) is not Tensor:
+        return weight.unpack()[index]  # type: ignore[no-any-return]
+    if operators.is_transformed():
+        with torch._C._DisableFuncTorch():
+            return weight.unpack()[index]  # type: ignore[no-any-return]
+    rows, rest = parts
+    plain = operators.unpack_range(weight.arrays, weight.format, weight.shape[1], rows)
+    return plain[rest].as_subclass(DecodedRows)
+
+
+def assign_rows(weight: Any, index: Any, value: Any) -> None:
+    """`weight[index] = value`."""
+    require_frozen(weight)
+    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("a packed weight has no gradient; assign value.detach()")
+    plain = weight.unpack()
+    plain[index] = value
+    with torch.no_grad():
+        weight.copy_(plain)
+
+
+def _split_index(index: Any, n_rows: int) -> tuple[range, tuple[Any, ...]] | None:
+    """Splits an index of a matrix, such as `2:5` or `(3, slice(None, 7))`, into the rows that it
+    needs and an index into these rows.
+
+    Args:
+        index: what stands between the brackets.
+        n_rows: rows of the matrix.
+
+    Returns:
+        Consecutive rows and the index; None unless the index consists of numbers and slices.
+
+    Raises:
+        IndexError: there is no such row.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    if not 1 <= len(parts) <= 2 or not all(_is_basic(part) for part in parts):
+        return None
+    first = parts[0]
+    if isinstance(first, slice):
+        start, stop, step = first.indices(n_rows)
+        if step < 1:
+            return None  # PyTorch's error names the step
+        return range(start, max(start, stop)), (slice(None, None, step), *parts[1:])
+    if not -n_rows <= first < n_rows:
+        raise IndexError(f"row {first} of a packed weight of {n_rows} rows")
+    row = first % n_rows
+    return range(row, row + 1), (0, *parts[1:])
+
+
+def _is_basic(part: Any) -> bool:
+    return isinstance(part, slice) or (isinstance(part, int) and not isinstance(part, bool))
