@@ -12,6 +12,7 @@ import pytest
 
 from packhorse.frame import Frame
 from packhorse.h5py import FILTER_ID, Packhorse
+from packhorse.layout import Mode
 
 RNG = np.random.default_rng(0)
 STRUCTURED = np.dtype([("a", "<f4"), ("b", ">i2"), ("c", "S3")])
@@ -82,6 +83,20 @@ def test_other_filters_around_it(path: Path) -> None:
         space = h5py.h5s.create_simple(data.shape)
         h5py.h5d.create(file.id, b"x", h5py.h5t.IEEE_F32BE, space, plist)
         file["x"][...] = data
+    assert read(path).tobytes() == data.tobytes()
+
+
+def test_the_filter_waits_for_no_thread_of_python(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a thread might release an object of h5py, for which it needs h5py's lock."""
+    data = np.tile(RNG.integers(0, 1 << 60, 1000), 1000)
+    monkeypatch.setattr("packhorse.threads.ThreadPoolExecutor", None)
+    write(path, data, chunks=data.shape)
+    with h5py.File(path) as file:
+        frame = Frame.from_buffer(file["x"].id.read_direct_chunk((0,))[1])
+    assert Mode.ZSTD in frame.planes()[0].modes
+    assert frame.n_chunks > 1
     assert read(path).tobytes() == data.tobytes()
 
 

@@ -40,6 +40,9 @@ FILTER_ID = 480
 _VERSION = 1  # of the parameters in a file: version, level, dtype, swap, and the shape of a frame
 _REVERSE = 0x100  # of the flags of a call: decode
 _FAILURE = -1
+# h5py holds its lock while HDF5 calls the filter. If the filter waited for a thread of Python, and
+# the garbage collector released an object of h5py there, that thread would wait for the lock.
+_THREADS = 1
 
 _hid = ctypes.c_int64
 _Values = ctypes.POINTER(ctypes.c_uint)
@@ -190,17 +193,18 @@ def _run(flags: int, n_values: int, values: Any, nbytes: int, capacity: Any, mem
 
 def _encoded(data: ByteArray, layout: _Layout) -> ByteArray:
     if data.size != layout.nbytes:  # a filter before this one has changed the size
-        frame = compress_buffer(data, "U8", (data.size,), level=layout.level)
+        frame = compress_buffer(data, "U8", (data.size,), level=layout.level, threads=_THREADS)
     else:
         data = layout.swapped(data)
-        frame = compress_buffer(data, layout.dtype.name, layout.shape, level=layout.level)
+        name, shape = layout.dtype.name, layout.shape
+        frame = compress_buffer(data, name, shape, level=layout.level, threads=_THREADS)
     return as_bytes(frame.buffer())
 
 
 def _decoded(data: ByteArray, layout: _Layout) -> ByteArray:
     frame = Frame.from_buffer(data)
     result = np.empty(frame.logical_nbytes, np.uint8)
-    frame.decompress_into(result)
+    frame.decompress_into(result, threads=_THREADS)
     is_ours = (frame.dtype, frame.shape) == (layout.dtype.name, layout.shape)
     return layout.swapped(result) if is_ours else result
 
