@@ -12,7 +12,14 @@ from device_samples import FORMATS, inputs, matrix, model_matrix, plain_linear, 
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from packhorse.device import PackedLinear, PackedWeight, pack_model_, pack_weight, unpack_model_
+from packhorse.device import (
+    PackedLinear,
+    PackedWeight,
+    operators,
+    pack_model_,
+    pack_weight,
+    unpack_model_,
+)
 
 INDICES: list[Any] = [
     slice(3, 9), slice(None), slice(-5, None), slice(0, 999), slice(9, 3), slice(1, 40, 7),
@@ -33,6 +40,16 @@ def test_rows_are_those_of_the_plain_matrix(format: str, index: Any) -> None:
         assert same_bits(rows, plain[index])
         assert rows.shape == plain[index].shape
         assert same_bits(parameter(plain, format).data[index], plain[index])
+
+
+@FORMATS
+def test_rows_are_decoded_by_kernels(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, which stands in for a GPU."""
+    plain = model_matrix(100, 70)
+    packed = parameter(plain, format)
+    monkeypatch.setattr(operators, "_has_kernels", lambda _: True)
+    for index in (slice(3, 9), slice(9, 3), -1):
+        assert same_bits(packed[index], plain[index])
 
 
 def test_rows_that_are_not_there() -> None:
@@ -181,7 +198,7 @@ def test_freezing_leaves_weights_packed() -> None:
 def test_a_weight_in_a_graph_stays_packed() -> None:
     packed = PackedLinear.from_linear(plain_linear())
     product = packed(inputs(3, 300).requires_grad_())
-    with pytest.raises(RuntimeError, match="do this first, or call unpack_model_"):
+    with pytest.raises(RuntimeError, match=r"do this first.* lm_head=False, embeddings=False"):
         packed.weight.requires_grad_(True)
     product.sum().backward()
     assert isinstance(packed.weight, PackedWeight)

@@ -339,7 +339,8 @@ def _become(weight: PackedWeight, other: Tensor) -> None:
     except RuntimeError as error:
         raise RuntimeError(
             "a packed weight cannot change its shape, or become plain to get gradients, while "
-            "compiled code or a graph refers to it: do this first, or call unpack_model_"
+            "compiled code or a graph refers to it: do this first, or leave the layer plain: "
+            "PackhorseConfig takes lm_head=False, embeddings=False and modules_to_not_convert"
         ) from error
 
 
@@ -543,8 +544,10 @@ def _refuse_view(func: Any) -> NoReturn:
     raise NotImplementedError(
         f"{func} would return a view of a packed weight, which has no plain memory; use "
         "weight.unpack() for the plain matrix, weight.gather_rows(rows) for rows, or F.linear(x, "
-        "weight) instead of x @ weight.T. For parallel training, give DistributedDataParallel "
-        "init_sync=False, and give fully_shard packed weights as ignored_params"
+        "weight) instead of x @ weight.T; or leave the layer plain: PackhorseConfig takes "
+        "lm_head=False, embeddings=False and modules_to_not_convert, pack_model_ takes skip. For "
+        "parallel training, give DistributedDataParallel init_sync=False, and give fully_shard "
+        "packed weights as ignored_params"
     )
 
 
