@@ -164,6 +164,7 @@ LAYERS = {
     "numpy": 6,
     "torch": 6,
     "torch_models": 6,
+    "h5py": 6,
     "lightning": 6,
     "numcodecs": 6,
     "transformers": 6,

@@ -15,6 +15,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import safetensors
 
 import packhorse
 
@@ -76,9 +77,37 @@ def test_frameworks_have_the_same_verbs(framework: str) -> None:
     module = importlib.import_module(f"packhorse.{framework}")
     own = {"compress", "compress_all", "decompress", "decompress_all"}
     verbs = own | {"load", "load_file", "save", "save_file"}
+    verbs |= {"load_model", "save_model"} if framework == "torch" else set()
     assert verbs < set(module.__all__)
     ours = importlib.import_module(f"safetensors.{framework}")
     assert {verb for verb in verbs if hasattr(ours, verb)} == verbs - own
+
+
+# `packhorse.torch.save` and `load` take the place of PyTorch's too. The first has other names, and
+# takes metadata in the place of the file; the second has another name for the bytes.
+OTHER_NAMES = {("save", "tensors"), ("save", "metadata"), ("load", "data")}
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_verbs_take_the_arguments_of_safetensors(framework: str) -> None:
+    """With the same names, in the same order, and with the same defaults."""
+    module = importlib.import_module(f"packhorse.{framework}")
+    library = importlib.import_module(f"safetensors.{framework}")
+    pairs = [
+        (getattr(library, name), getattr(module, name))
+        for name in module.__all__
+        if hasattr(library, name)
+    ]
+    for theirs, ours in [*pairs, (safetensors.safe_open, packhorse.open_file)]:
+        have = [*inspect.signature(ours).parameters.values()]
+        for i, wanted in enumerate(inspect.signature(theirs).parameters.values()):
+            at_place = have[i] if wanted.kind is not wanted.KEYWORD_ONLY else None
+            found = at_place or next(item for item in have if item.name == wanted.name)
+            if framework == "numpy" or (theirs.__name__, wanted.name) not in OTHER_NAMES:
+                assert found.name == wanted.name, theirs
+            if wanted.default not in (wanted.empty, ...):
+                assert found.default == wanted.default, (theirs, wanted)
+            assert (found.default is found.empty) <= (wanted.default is wanted.empty)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -34,6 +34,7 @@ MODULES = [
     "packhorse.disk",
     "packhorse.disk.dcp",
     "packhorse.device",
+    "packhorse.h5py",
     "packhorse.lightning",
     "packhorse.numcodecs",
     "packhorse.transformers",

@@ -48,6 +48,7 @@ THIRD_PARTY = {
     "torch_models": {"torch"},
     "integrations": {"torch"},
     "integrations.elements": {"ml_dtypes", "numpy"},
+    "integrations.hdf5": {"h5py", "numpy"},
     "integrations.numcodecs": {"numcodecs", "numpy"},
     "integrations.transformers": {"accelerate", "numpy", "safetensors", "torch", "transformers"},
     "integrations.zarr": {"numpy", "zarr"},

@@ -124,7 +124,7 @@ def test_assigned_rows_are_packed(format: str) -> None:
 def test_a_parameter_that_gets_gradients_becomes_plain(by_method: bool) -> None:
     plain = plain_linear()
     packed = PackedLinear.from_linear(plain)
-    trained, weight = copy.deepcopy(packed), packed.weight
+    (trained,), weight = copy.deepcopy([packed]), packed.weight
     held = trained.weight
     other = nn.Linear(300, 200, bias=False)
     other.weight = held
@@ -151,6 +151,23 @@ def test_a_parameter_that_gets_gradients_becomes_plain(by_method: bool) -> None:
     assert type(trained) is nn.Linear
     assert trained.weight is held
     assert held.requires_grad
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Embedding])
+def test_a_copy_of_one_layer_alone_is_plain(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(kind(200, 300, dtype=torch.bfloat16))
+    pack_model_(model, embeddings=True)
+    weight = model[0].weight
+    assert isinstance(weight, PackedWeight)
+    copied = copy.deepcopy(model[0])
+    assert type(copied.weight) is Parameter
+    assert same_bits(copied.weight, weight.unpack())
+    assert not copied.weight.requires_grad
+    assert set(copied.state_dict()) == {name for name, _ in kind(2, 3).named_parameters()}
+    model[0].load_state_dict(copied.state_dict())
+    for packed in (model[0].weight, copy.deepcopy(model)[0].weight, copy.deepcopy(weight)):
+        assert isinstance(packed, PackedWeight)
+        assert same_bits(packed.unpack(), copied.weight)
 
 
 def test_freezing_leaves_weights_packed() -> None:

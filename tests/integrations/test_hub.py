@@ -1,12 +1,14 @@
-"""Packed models on a hub: the real client of Hugging Face uploads and downloads them."""
+"""Packed models on a hub: the real client of Hugging Face uploads and downloads them, and the code
+of docs/arrays.md runs as it is printed."""
 
 import json
-import os
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+from entry_points import environment_of
 from hub_server import running_hub
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +31,14 @@ def note(name, model):
     n_packed = len(model.hf_quantizer.report.packed) if hasattr(model, "hf_quantizer") else 0
     said[name] = [torch.equal(model(ids).logits, plain(ids).logits), n_packed, model.name_or_path]
 
+page = {}  # the names of docs/arrays.md
+for block in json.loads(sys.argv[1]):
+    exec(block, page)
+said["page"] = [bool((page["rows"] == page["weights"][100:110]).all())]
+for name in ("array", "old", "back"):
+    said["page"].append(bool((page[name][...] == page["weights"]).all()))
+note("page's model", page["model"])
+
 packhorse.disk.pack_folder("llama", "llama.ph")
 HfApi().create_repo("user/llama")
 for words in ("one", "two"):
@@ -46,7 +56,8 @@ model = AutoModelForCausalLM.from_pretrained(
 )
 model.push_to_hub("user/packed")
 note("pushed", AutoModelForCausalLM.from_pretrained("user/packed", dtype="auto"))
-for name, error in {"user/nobody": RepositoryNotFoundError, "../nobody": FileNotFoundError}.items():
+wrong = {"user/nobody": RepositoryNotFoundError, "../nobody": FileNotFoundError}
+for name, error in wrong.items():
     try:
         load_packed_model(name)
     except error as problem:
@@ -62,13 +73,18 @@ def test_packed_models_go_to_a_hub_and_come_back(tmp_path: Path) -> None:
     with running_hub() as hub:
         settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_x"}
         settings |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        settings |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        page = (ROOT / "docs" / "arrays.md").read_text()
+        blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT], env=os.environ | settings, cwd=tmp_path, timeout=240,
+            [sys.executable, "-c", SCRIPT, json.dumps(blocks)],
+            env=environment_of(tmp_path / "installed") | settings, cwd=tmp_path, timeout=240,
             capture_output=True, text=True,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
+    assert len(blocks) == 4
+    assert all(said["page"])
+    assert said["page's model"] == [True, 0, "user/llama-packed"]
     assert said["plain"] == said["revision"] == [True, 0, "user/llama"]
     assert said["packed"] == [True, 16, "user/llama"]
     assert said["pushed"] == [True, 16, "user/packed"]

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import zarr
 from entry_points import environment_of
+from fsspec.implementations.reference import ReferenceFileSystem
 from numcodecs.tests import common
+from zarr.storage import FsspecStore
 
 import packhorse
 from packhorse.frame import Frame, compress_buffer
@@ -145,6 +147,21 @@ def test_zarr_format_2(dtype: str, order: str, tmp_path: Path) -> None:
     assert again.compressors == (codec,)
     np.testing.assert_array_equal(again[:], data)
     np.testing.assert_array_equal(again[5:31, 7], data[5:31, 7])
+
+
+def test_references_to_chunks_in_other_files(tmp_path: Path) -> None:
+    """As kerchunk writes them."""
+    data, codec = RNG.normal(0, 1, (50, 40)).astype("f4"), Packhorse()
+    encoded = codec.encode(data)
+    (tmp_path / "blob").write_bytes(b"before" + encoded + b"after")
+    metadata = {"zarr_format": 2, "shape": [50, 40], "chunks": [50, 40], "dtype": "<f4"}
+    metadata |= {"compressor": codec.get_config(), "fill_value": 0, "order": "C", "filters": None}
+    references = {
+        ".zarray": json.dumps(metadata), "0.0": [str(tmp_path / "blob"), 6, len(encoded)]
+    }  # fmt: skip
+    files = ReferenceFileSystem(references, remote_protocol="file", asynchronous=True)
+    array = zarr.open_array(FsspecStore(files, read_only=True, path=""), mode="r", zarr_format=2)
+    np.testing.assert_array_equal(array[3:5, 7], data[3:5, 7])
 
 
 def test_a_process_that_knows_only_numcodecs_finds_the_codec(tmp_path: Path) -> None:

@@ -110,22 +110,23 @@ class FrameTable(TensorTable):
         lend = self._lender.lend
         with self.blaming():
             opened = frame or self._frames.part(entry, start, stop)
-            tensor = self.framework.empty(entry.dtype, tuple(shape))
+        tensor = self.new_tensor(entry, shape)
 
-            def write(memory: ByteArray) -> None:
-                with lend(name, opened, n_threads, keep=is_part) as loan:
-                    if loan.is_shared:  # a whole tensor; for a part, the base was copied
-                        _decode_against(loan.data, opened, memory, name, n_threads)
-                        return
-                    opened.decompress_into(
-                        memory,
-                        start=start,
-                        stop=stop,
-                        threads=n_threads,
-                        base=loan.data,
-                        base_hash=loan.content_hash,
-                    )
+        def write(memory: ByteArray) -> None:
+            with lend(name, opened, n_threads, keep=is_part) as loan:
+                if loan.is_shared:  # a whole tensor; for a part, the base was copied
+                    _decode_against(loan.data, opened, memory, name, n_threads)
+                    return
+                opened.decompress_into(
+                    memory,
+                    start=start,
+                    stop=stop,
+                    threads=n_threads,
+                    base=loan.data,
+                    base_hash=loan.content_hash,
+                )
 
+        with self.blaming():
             self.framework.fill(tensor, write)
         return tensor
 

@@ -5,6 +5,9 @@ safetensors library: for PyTorch it maps the file and copies nothing, and it has
 devices. Parts of tensors are copied from the mapped file, so every index works and a part does not
 keep the whole in memory. So are tensors of dtypes that the library does not make for a framework,
 and tensors of a file that is in memory or at a URL.
+
+If a file is cut short while PyTorch uses the mapped tensors of the library, the process ends, as
+with the library itself. The backend "pread" copies tensors instead.
 """
 
 from __future__ import annotations
@@ -118,7 +121,7 @@ class PlainTable(TensorTable):
         entry = self.entry(name)
         self.check_limit(name, stop - start)
         first = self.original.data_offset + entry.start
-        tensor = self.framework.empty(entry.dtype, tuple(shape))
+        tensor = self.new_tensor(entry, shape)
         with self.blaming():
             self.framework.fill(tensor, lambda memory: self.content.fill([(memory, first + start)]))
         return tensor
@@ -155,7 +158,7 @@ class PlainTable(TensorTable):
         return {e.name: self._made(e, part) for e, part in zip(entries, parts, strict=True)}
 
     def _made(self, entry: TensorEntry, data: ByteArray) -> Any:
-        tensor = self.framework.empty(entry.dtype, entry.shape)
+        tensor = self.new_tensor(entry, entry.shape)
         self.framework.fill(tensor, lambda memory: np.copyto(memory, data))
         return self.place(tensor)
 

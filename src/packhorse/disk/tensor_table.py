@@ -6,7 +6,7 @@ of a plain safetensors file. `PackedFile` reads from either, so it does not need
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,6 +84,15 @@ class TensorTable:
                 f"{self.label}: tensor {shown(name)}: {nbytes} bytes would be decoded, more than "
                 f"max_nbytes = {self.max_nbytes}; read slices, or allow more"
             )
+
+    def new_tensor(self, entry: TensorEntry, shape: Sequence[int]) -> Any:
+        """A tensor of this shape for elements of another tensor, in host memory.
+
+        Raises:
+            CompatibilityError: the framework has no such tensor.
+        """
+        with blaming(self.label), blaming(f"tensor {shown(entry.name)}"):
+            return self.framework.empty(entry.dtype, tuple(shape))
 
     def place(self, tensor: Any) -> Any:
         """Move a tensor that was made in host memory to the device."""

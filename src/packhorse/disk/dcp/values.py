@@ -56,10 +56,10 @@ def storable_value(fqn: str, data: bytes, *, trusted: bool) -> bytes:
     Raises:
         TypeError: loading the value might run code.
     """
-    if _is_harmless(data):
+    if _is_harmless(fqn, data):
         return data
     plain = _with_stand_ins(data)
-    if plain is not None and _is_harmless(plain):
+    if plain is not None and _is_harmless(fqn, plain):
         return plain
     if trusted:
         return data
@@ -85,7 +85,7 @@ def check_value(fqn: str, data: bytes, *, trusted: bool) -> bytes:
         CorruptionError: a stand-in is damaged.
         MemoryError: there is not enough memory for the value.
     """
-    if not trusted and not _is_harmless(data):
+    if not trusted and not _is_harmless(fqn, data):
         raise CompatibilityError(
             f"{shown(fqn)} {_what(data)}, which PyTorch does not load with weights_only=True, so "
             "loading it may run code; if you trust the source of the checkpoint, allow the class "
@@ -93,7 +93,7 @@ def check_value(fqn: str, data: bytes, *, trusted: bool) -> bytes:
         )
     if _MARK.encode() not in data:  # torch.save does not compress
         return data
-    value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=not trusted)
+    value = torch.load(io.BytesIO(data), weights_only=not trusted)  # on the devices of the save
     try:
         return _pickled(value, _original_of)
     except (ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
@@ -102,7 +102,7 @@ def check_value(fqn: str, data: bytes, *, trusted: bool) -> bytes:
         ) from error
 
 
-def _is_harmless(data: bytes) -> bool:
+def _is_harmless(fqn: str, data: bytes) -> bool:
     """Whether PyTorch loads bytes without running code that they name."""
     try:
         torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -110,7 +110,7 @@ def _is_harmless(data: bytes) -> bool:
         raise
     except Exception as error:  # PyTorch may raise anything for hostile bytes
         if "DefaultCPUAllocator" in str(error):  # PyTorch's only sign that memory ran out
-            raise MemoryError("not enough memory for a value that is not a tensor") from error
+            raise MemoryError(f"not enough memory for the value of {shown(fqn)}") from error
         return False
     return True
 
