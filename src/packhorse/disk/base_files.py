@@ -361,6 +361,8 @@ def based_frames(source: Source, packed: PackedHeader) -> Iterator[tuple[str, Fr
 
 def place_base(base: BaseLike | None, storage_options: Mapping[str, Any] | None) -> BaseLike | None:
     """A base with its path or URL opened, if it is one; any other base as it is."""
+    if base is None:  # what most callers give
+        return None
     return open_place(base, storage_options) if isinstance(base, str | os.PathLike) else base
 
 

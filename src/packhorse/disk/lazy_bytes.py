@@ -65,7 +65,7 @@ def open_bytes(place: Place) -> tuple[FileHeader, MappedBytes | RemoteBytes]:
     if not isinstance(place, Path):
         file = place.open()
         return read_remote_header(file, label), RemoteBytes(place, file)
-    with open_regular(place) as opened:
+    with open_regular(label) as opened:
         header = read_file_header(opened, label)
         mapper = _core.FileMapper()
         view = mapper.map(opened.fileno(), 0, header.file_nbytes)

@@ -95,7 +95,7 @@ def open_place(path: PathLike, options: Mapping[str, Any] | None = None) -> Plac
         OSError: the server does not answer.
         ValueError: the protocol is unknown.
     """
-    if isinstance(path, Path | RemotePath):
+    if isinstance(path, (Path, RemotePath)):
         return path
     text = os.fspath(path)
     if not isinstance(text, str) or "://" not in text:

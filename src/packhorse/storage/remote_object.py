@@ -51,9 +51,10 @@ class RemoteObject:
             )
         self.stamp = remote_stamp(info)
         self.nbytes = self.stamp.nbytes
-        self._start = 0
-        self._data = b""
-        self._lock = threading.Lock()
+        # The range that was read last: its first byte, and its bytes. It is replaced as a whole, so
+        # readers need no lock, which a fork might find taken.
+        self._kept = (0, b"")
+        self._lock = threading.Lock()  # lets threads of `region` wait for each other's read-ahead
 
     def region(self, offset: int, nbytes: int) -> memoryview:
         """Some of the object's bytes. If they are few, those that follow are read too."""
@@ -63,30 +64,26 @@ class RemoteObject:
             self.fill([(memory, offset)])
             return memoryview(memory).toreadonly()
         with self._lock:
-            start, data = self._start, self._data
+            start, data = self._kept
             if not start <= offset <= offset + nbytes <= start + len(data):
-                start = offset
-                stop = min(self.nbytes, offset + max(nbytes, _READ_NBYTES))
-                with reaching(self._label):
-                    data = self._client.fs.cat_file(self._path, start=start, end=stop)
-                self._check_length(data, start, stop)
-                self._start, self._data = start, data
+                start, stop = offset, min(self.nbytes, offset + max(nbytes, _READ_NBYTES))
+                data = self._read(start, stop)
+                self._kept = start, data
         return memoryview(data)[offset - start : offset - start + nbytes]
 
     def head(self, nbytes: int) -> memoryview:
         """The first bytes, or all if there are fewer. They are kept for later reads."""
         stop = min(nbytes, self.nbytes)
-        with self._lock:
-            if self._start or len(self._data) < stop:
-                self._start, self._data = 0, self._first(stop)
-            return memoryview(self._data)[:stop]
+        start, data = self._kept
+        if start or len(data) < stop:
+            data = self._read(0, stop)
+            self._kept = 0, data
+        return memoryview(data)[:stop]
 
-    def _first(self, stop: int) -> bytes:
-        if not stop:  # S3 refuses a range of an empty object
-            return b""
+    def _read(self, start: int, stop: int) -> bytes:
         with reaching(self._label):
-            data: bytes = self._client.fs.cat_file(self._path, start=0, end=stop)
-        self._check_length(data, 0, stop)
+            data: bytes = self._client.fs.cat_file(self._path, start=start, end=stop)
+        self._check_length(data, start, stop)
         return data
 
     def sketch(self, offset: int, nbytes: int) -> ByteArray:
@@ -108,8 +105,7 @@ class RemoteObject:
                 _copy(data, piece)
 
     def _fill_from_kept(self, memory: ByteArray, offset: int) -> bool:
-        with self._lock:
-            start, data = self._start, self._data
+        start, data = self._kept
         if not start <= offset <= offset + memory.size <= start + len(data):
             return False
         memory[:] = np.frombuffer(data, np.uint8)[offset - start :][: memory.size]
