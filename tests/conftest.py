@@ -6,7 +6,7 @@ there. Tests that compile offline need a child process without the variable.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -14,6 +14,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 from cli_samples import Ended, write_folder, write_model
 from disk_samples import write_sample
+from s3_server import Server
 
 
 @pytest.fixture
@@ -58,3 +59,26 @@ def sample(tmp_path: Path) -> tuple[Path, Path]:
     write_sample(source, metadata={"format": "np"})
     pack_file(source, packed)
     return source, packed
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[Server]:
+    """A server of S3; one for all tests of a process."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto.server")
+    from s3_server import serving
+
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """The server with an empty bucket, which the environment names."""
+    s3_server.before = None
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    s3_server.forget()
+    yield s3_server
+    s3_server.before = None
+    s3_server.empty()

@@ -30,6 +30,8 @@ from packhorse.late_import import import_late
 from packhorse.layout import Level
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from packhorse.disk.base_files import BaseLike
     from packhorse.disk.packed_file import PackedFile
     from packhorse.frame import Frame, Plan
@@ -90,12 +92,15 @@ def open_file(
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
     backend: str = "mmap",
+    storage_options: Mapping[str, Any] | None = None,
 ) -> PackedFile:
     """Opens a file lazily, in the manner of `safetensors.safe_open`.
 
     Args:
         filename: a `.ph.safetensors` file, or a plain safetensors file, which the safetensors
-            library reads.
+            library reads; or the URL of one, such as `s3://bucket/model.ph.safetensors`, for any
+            file system of fsspec. From a URL, only the header and the chunks that a call needs are
+            read.
         framework: "np" (or "numpy") or "pt" (or "torch", "pytorch").
         device: where tensors are placed; PyTorch only. A GPU with Triton decodes whole tensors
             itself (docs/device.md).
@@ -104,7 +109,8 @@ def open_file(
         base: what the file was packed against, if it has a base: a safetensors file, packed or
             not, a folder of such files, or tensors by name.
         backend: how the safetensors library reads a plain file, "mmap" or "pread". A packed file is
-            always mapped.
+            always mapped, and a file at a URL read in ranges.
+        storage_options: options for the file systems of all URLs of this call, as in fsspec.
 
     Returns:
         A `PackedFile`, with `keys()`, `metadata()`, `get_tensor(name)` and `get_slice(name)`; a
@@ -134,5 +140,6 @@ def open_file(
         max_nbytes=max_nbytes,
         base=base,
         backend=backend,
+        storage_options=storage_options,
     )
     return file

@@ -483,18 +483,22 @@ def save_file(
     level: Level | str = "default",
     threads: int | None = None,
     base: BaseLike | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a packed file. An existing file is replaced in one step, when the new one is complete.
 
     Args:
         tensor_dict: arrays by name.
-        filename: the file to write; its name usually ends in ".ph.safetensors".
+        filename: the file to write, whose name usually ends in ".ph.safetensors"; a path, or a URL
+            of fsspec. A file at a URL is written to a temporary file first, and uploaded as a
+            whole.
         metadata: strings to keep in the file.
         level: "fast", "default" or "max".
         threads: the number of threads; None for one per core, at most 8.
         base: older arrays: a safetensors file, packed or not, a folder of such files, or arrays by
             name. An array is packed as differences from the older one of the same name, if these
             are shorter; then `load_file` needs the base.
+        storage_options: options for the file systems of all URLs of this call, as in fsspec.
 
     Raises:
         TypeError: one of `tensor_dict` is not an array, or safetensors does not have its dtype.
@@ -513,7 +517,16 @@ def save_file(
         4096
     """
     header, buffers = lay_out(tensor_dict, FRAMEWORK, metadata)
-    write_packed(filename, header, buffers, level=level, threads=threads, force=True, base=base)
+    write_packed(
+        filename,
+        header,
+        buffers,
+        level=level,
+        threads=threads,
+        force=True,
+        base=base,
+        storage_options=storage_options,
+    )
 
 
 def load_file(
@@ -523,17 +536,19 @@ def load_file(
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
     backend: str = "mmap",
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Unpacks all arrays of a packed or plain safetensors file.
 
     Args:
-        filename: the file, packed or plain.
+        filename: the file, packed or plain; a path, or a URL of fsspec, such as `s3://bucket/model`.
         threads: the number of threads; None for one per core, at most 8.
         max_nbytes: refuse a file whose arrays take more bytes in total, before any is decoded.
         base: what the file was packed against, if it has a base: a file, a folder, or arrays by
             name.
         backend: how the safetensors library reads a plain file, "mmap" or "pread". A packed file is
             always mapped.
+        storage_options: options for the file systems of all URLs of this call, as in fsspec.
 
     Returns:
         The arrays by name, in the order of their names.
@@ -553,7 +568,13 @@ def load_file(
         (512, 64)
     """
     with PackedFile(
-        filename, FRAMEWORK, threads=threads, max_nbytes=max_nbytes, base=base, backend=backend
+        filename,
+        FRAMEWORK,
+        threads=threads,
+        max_nbytes=max_nbytes,
+        base=base,
+        backend=backend,
+        storage_options=storage_options,
     ) as file:
         tensors = file.get_tensors()
         return {name: tensors[name] for name in file.keys()}  # noqa: SIM118 - not a dict

@@ -264,6 +264,7 @@ def save(
     level: Level | str = "default",
     threads: int | None = None,
     base: BaseLike | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> bytes: ...
 
 
@@ -276,6 +277,7 @@ def save(
     level: Level | str = "default",
     threads: int | None = None,
     base: BaseLike | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> None: ...
 
 
@@ -287,6 +289,7 @@ def save(
     level: Level | str = "default",
     threads: int | None = None,
     base: BaseLike | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> bytes | None:
     """Packs a state dict, in the manner of `torch.save`, without pickle.
 
@@ -297,13 +300,14 @@ def save(
     Args:
         state: nested dicts, lists and tuples of tensors, NumPy arrays, strings, numbers, booleans
             and None, as `state_dict()` of modules, optimizers and schedulers returns.
-        f: a path, where an existing file is replaced in one step, or a binary file that is open for
-            writing; None to get bytes. (A dict in this position is the metadata, as in
+        f: a path or a URL, where an existing file is replaced in one step, or a binary file that is
+            open for writing; None to get bytes. (A dict in this position is the metadata, as in
             `safetensors.torch.save`.)
         metadata: strings to keep in the file.
         level: "fast", "default" or "max".
         threads: the number of threads; None for one per core, at most 8.
         base: as for `save_file`; or an older state, nested in the same way.
+        storage_options: options for the file systems of all URLs of this call, as in fsspec.
 
     Returns:
         The bytes of the packed file, if `f` is None.
@@ -326,7 +330,16 @@ def save(
     header, buffers = lay_out_state(plain, metadata, FRAMEWORK)
     base = base_by_name(base)
     if isinstance(f, str | os.PathLike):
-        write_packed(f, header, buffers, level=level, threads=threads, force=True, base=base)
+        write_packed(
+            f,
+            header,
+            buffers,
+            level=level,
+            threads=threads,
+            force=True,
+            base=base,
+            storage_options=storage_options,
+        )
         return None
     data = pack_tensors(header, buffers, level=level, threads=threads, base=base)
     if f is None:
@@ -353,12 +366,13 @@ def load(
     threads: int | None = None,
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Unpacks the state that `save` packed, in the manner of `torch.load`; or all tensors of any
     packed or plain safetensors file, by name.
 
     Args:
-        f: a path, a binary file that is open for reading, or the bytes of a file.
+        f: a path, a URL of fsspec, a binary file that is open for reading, or the bytes of a file.
         map_location: where tensors are placed, as `device` of `load_file`; None for host memory.
             (The file does not record devices, so functions and dicts would have nothing to map.)
         weights_only: exists for callers of `torch.load`; it has no effect, because loading never
@@ -368,6 +382,7 @@ def load(
         max_nbytes: refuse a file whose tensors take more bytes in total, before any is decoded.
         base: what the file was packed against, if it has a base: a file, a folder, tensors by name,
             or a nested state.
+        storage_options: options for the file systems of all URLs of this call, as in fsspec.
 
     Returns:
         The state. Subclasses of containers come back as plain containers, parameters as tensors.
@@ -396,7 +411,13 @@ def load(
     base = base_by_name(base)
     if isinstance(f, str | os.PathLike):
         with PackedFile(
-            f, FRAMEWORK, device=map_location, threads=threads, max_nbytes=max_nbytes, base=base
+            f,
+            FRAMEWORK,
+            device=map_location,
+            threads=threads,
+            max_nbytes=max_nbytes,
+            base=base,
+            storage_options=storage_options,
         ) as file:
             return rebuild_state(file.get_tensors(), file.metadata(), FRAMEWORK, os.fspath(f))
     data = f.read() if hasattr(f, "read") else f
@@ -414,19 +435,23 @@ def save_file(
     level: Level | str = "default",
     threads: int | None = None,
     base: BaseLike | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes a packed file. An existing file is replaced in one step, when the new one is complete.
 
     Args:
         tensors: tensors by name, such as a state dict. A tensor that is not contiguous is stored in
             C order.
-        filename: the file to write; its name usually ends in ".ph.safetensors".
+        filename: the file to write, whose name usually ends in ".ph.safetensors"; a path, or a URL
+            of fsspec. A file at a URL is written to a temporary file first, and uploaded as a
+            whole.
         metadata: strings to keep in the file.
         level: "fast", "default" or "max".
         threads: the number of threads; None for one per core, at most 8.
         base: older tensors: a safetensors file, packed or not, a folder of such files, or tensors
             by name. A tensor is packed as differences from the older one of the same name, if these
             are shorter; then `load_file` needs the base.
+        storage_options: options for the file systems of all URLs of this call, as in fsspec.
 
     Raises:
         RuntimeError: tensors share memory, which a file of tensors cannot say; use `save_model` for
@@ -450,7 +475,16 @@ def save_file(
     check_tensors(tensors, FRAMEWORK)
     refuse_shared(tensors)
     header, buffers = lay_out(tensors, FRAMEWORK, metadata)
-    write_packed(filename, header, buffers, level=level, threads=threads, force=True, base=base)
+    write_packed(
+        filename,
+        header,
+        buffers,
+        level=level,
+        threads=threads,
+        force=True,
+        base=base,
+        storage_options=storage_options,
+    )
 
 
 def load_file(
@@ -461,11 +495,12 @@ def load_file(
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
     backend: str = "mmap",
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Unpacks all tensors of a packed or plain safetensors file, to `device`.
 
     Args:
-        filename: the file, packed or plain.
+        filename: the file, packed or plain; a path, or a URL of fsspec, such as `s3://bucket/model`.
         device: where the tensors are placed. A GPU with Triton receives them packed and decodes
             them (docs/device.md).
         threads: the number of threads; None for one per core, at most 8.
@@ -474,6 +509,7 @@ def load_file(
             name.
         backend: how the safetensors library reads a plain file, "mmap" or "pread". A packed file is
             always mapped.
+        storage_options: options for the file systems of all URLs of this call, as in fsspec.
 
     Returns:
         The tensors by name, in the order of their names.
@@ -501,6 +537,7 @@ def load_file(
         max_nbytes=max_nbytes,
         base=base,
         backend=backend,
+        storage_options=storage_options,
     ) as file:
         tensors = file.get_tensors()
         return {name: tensors[name] for name in file.keys()}  # noqa: SIM118 - not a dict

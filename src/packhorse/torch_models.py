@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping
 from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -36,6 +37,7 @@ def save_model(
     level: Level | str = "default",
     threads: int | None = None,
     base: BaseLike | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes the state of a module to a packed file, in the manner of
     `safetensors.torch.save_model`. Tensors that share memory, such as tied weights, are stored
@@ -43,8 +45,9 @@ def save_model(
 
     Args:
         model: the module; only read.
-        filename: the file to write; its name usually ends in ".ph.safetensors". An existing file is
-            replaced in one step, when the new one is complete.
+        filename: the file to write, at a path or a URL; its name usually ends in
+            ".ph.safetensors". An existing file is replaced in one step, when the new one is
+            complete.
         metadata: strings to keep in the file. Each name that is not stored is added, with the name
             that is stored for it, unless `metadata` has such a key already.
         force_contiguous: whether a tensor that is not contiguous is stored in C order; if False,
@@ -52,6 +55,7 @@ def save_model(
         level: "fast", "default" or "max".
         threads: the number of threads; None for one per core, at most 8.
         base: as for `save_file`.
+        storage_options: as for `save_file`.
 
     Raises:
         RuntimeError: tensors share memory, and none of them covers it all.
@@ -83,7 +87,16 @@ def save_model(
                 )
     pairs = {**dropped, **(metadata or {})} if dropped else metadata
     header, buffers = lay_out(tensors, FRAMEWORK, pairs)
-    write_packed(filename, header, buffers, level=level, threads=threads, force=True, base=base)
+    write_packed(
+        filename,
+        header,
+        buffers,
+        level=level,
+        threads=threads,
+        force=True,
+        base=base,
+        storage_options=storage_options,
+    )
 
 
 def load_model(
@@ -96,18 +109,20 @@ def load_model(
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
     backend: str = "mmap",
+    storage_options: Mapping[str, Any] | None = None,
 ) -> tuple[list[str], list[str]]:
     """Reads a packed or plain file into a module, in the manner of `safetensors.torch.load_model`.
 
     Args:
         model: the module; its tensors are overwritten.
-        filename: the file.
+        filename: the file, at a path or a URL.
         strict: whether missing and unexpected names are an error.
         device: where tensors are decoded before they are copied to the module.
         threads: the number of threads; None for one per core, at most 8.
         max_nbytes: refuse a file whose tensors take more bytes in total, before any is decoded.
         base: as for `load_file`.
         backend: as for `load_file`.
+        storage_options: as for `load_file`.
 
     Returns:
         The names of the module's tensors that the file did not set, and the names of the file that
@@ -133,6 +148,7 @@ def load_model(
         max_nbytes=max_nbytes,
         base=base,
         backend=backend,
+        storage_options=storage_options,
     ) as file:
         tensors = file.get_tensors()
     state = model.state_dict().items()

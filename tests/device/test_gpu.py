@@ -87,6 +87,16 @@ def test_rows_are_looked_up_in_cuda_graphs(format: str) -> None:
         assert torch.equal(found, plain[ids])
 
 
+@FORMATS
+def test_rows_are_taken_by_index(format: str) -> None:
+    plain = torch.from_numpy(model_rows(300, 257)).view(torch.bfloat16).to("cuda")
+    packed = pack_weight(plain, format)
+    for index in (slice(37, 250), slice(9, 3), slice(None, None, 7), -1, (5, slice(2, 9))):
+        assert torch.equal(packed[index], plain[index])
+    packed[250:] = plain[0]
+    assert torch.equal(packed[299], plain[0])
+
+
 def test_inputs_that_are_not_aligned_need_no_other_machine_code() -> None:
     packed, x = layer(512, 769), inputs(1, 8 * 769 + 1)[0]
     expected = packed(x[1:].clone().view(8, 769))

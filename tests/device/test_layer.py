@@ -306,7 +306,7 @@ def test_memory_stays_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_gradients_of_inputs_are_those_of_the_plain_layer() -> None:
     plain = plain_linear()
-    packed = copy.deepcopy(PackedLinear.from_linear(plain))
+    packed = copied_in_model(PackedLinear.from_linear(plain))
     xs = [inputs(2, 5, 300).requires_grad_() for _ in range(2)]
     for layer, x in zip((plain, packed), xs, strict=True):
         layer(x).float().square().sum().backward()
@@ -365,7 +365,7 @@ def test_layers_move_as_layers_do() -> None:
     with pytest.raises(TypeError, match=r"cannot become torch\.float16.*unpack_model_"):
         packed.half()
     assert same_bits(packed.weight.unpack(), plain.weight)
-    packed = copy.deepcopy(packed).to("meta")
+    packed = copied_in_model(packed).to("meta")
     assert isinstance(packed.weight, PackedWeight)
     assert packed.weight.device.type == "meta"
     assert packed(inputs(2, 300).to("meta")).shape == (2, 200)
@@ -387,6 +387,12 @@ def test_fake_tensors_have_the_right_shapes() -> None:
     assert fake.shape == (200, 300)
 
 
+def copied_in_model(layer: PackedLinear) -> PackedLinear:
+    """A copy of a layer alone would be plain."""
+    copied: PackedLinear = copy.deepcopy(nn.Sequential(layer))[0]
+    return copied
+
+
 def saved(layer: object) -> object:
     buffer = io.BytesIO()
     torch.save(layer, buffer)
@@ -395,7 +401,7 @@ def saved(layer: object) -> object:
 
 @FORMATS
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved], ids=range(3)
+    "copied", [copied_in_model, lambda m: pickle.loads(pickle.dumps(m)), saved], ids=range(3)
 )
 def test_copies_and_pickles(copied: object, format: str) -> None:
     plain = plain_linear()

@@ -12,7 +12,14 @@ from device_samples import FORMATS, inputs, matrix, model_matrix, plain_linear, 
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from packhorse.device import PackedLinear, PackedWeight, pack_model_, pack_weight, unpack_model_
+from packhorse.device import (
+    PackedLinear,
+    PackedWeight,
+    operators,
+    pack_model_,
+    pack_weight,
+    unpack_model_,
+)
 
 INDICES: list[Any] = [
     slice(3, 9), slice(None), slice(-5, None), slice(0, 999), slice(9, 3), slice(1, 40, 7),
@@ -33,6 +40,16 @@ def test_rows_are_those_of_the_plain_matrix(format: str, index: Any) -> None:
         assert same_bits(rows, plain[index])
         assert rows.shape == plain[index].shape
         assert same_bits(parameter(plain, format).data[index], plain[index])
+
+
+@FORMATS
+def test_rows_are_decoded_by_kernels(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, which stands in for a GPU."""
+    plain = model_matrix(100, 70)
+    packed = parameter(plain, format)
+    monkeypatch.setattr(operators, "_has_kernels", lambda _: True)
+    for index in (slice(3, 9), slice(9, 3), -1):
+        assert same_bits(packed[index], plain[index])
 
 
 def test_rows_that_are_not_there() -> None:
@@ -124,7 +141,7 @@ def test_assigned_rows_are_packed(format: str) -> None:
 def test_a_parameter_that_gets_gradients_becomes_plain(by_method: bool) -> None:
     plain = plain_linear()
     packed = PackedLinear.from_linear(plain)
-    trained, weight = copy.deepcopy(packed), packed.weight
+    (trained,), weight = copy.deepcopy([packed]), packed.weight
     held = trained.weight
     other = nn.Linear(300, 200, bias=False)
     other.weight = held
@@ -153,6 +170,23 @@ def test_a_parameter_that_gets_gradients_becomes_plain(by_method: bool) -> None:
     assert held.requires_grad
 
 
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Embedding])
+def test_a_copy_of_one_layer_alone_is_plain(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(kind(200, 300, dtype=torch.bfloat16))
+    pack_model_(model, embeddings=True)
+    weight = model[0].weight
+    assert isinstance(weight, PackedWeight)
+    copied = copy.deepcopy(model[0])
+    assert type(copied.weight) is Parameter
+    assert same_bits(copied.weight, weight.unpack())
+    assert not copied.weight.requires_grad
+    assert set(copied.state_dict()) == {name for name, _ in kind(2, 3).named_parameters()}
+    model[0].load_state_dict(copied.state_dict())
+    for packed in (model[0].weight, copy.deepcopy(model)[0].weight, copy.deepcopy(weight)):
+        assert isinstance(packed, PackedWeight)
+        assert same_bits(packed.unpack(), copied.weight)
+
+
 def test_freezing_leaves_weights_packed() -> None:
     model = nn.Sequential(plain_linear())
     pack_model_(model)
@@ -164,7 +198,7 @@ def test_freezing_leaves_weights_packed() -> None:
 def test_a_weight_in_a_graph_stays_packed() -> None:
     packed = PackedLinear.from_linear(plain_linear())
     product = packed(inputs(3, 300).requires_grad_())
-    with pytest.raises(RuntimeError, match="do this first, or call unpack_model_"):
+    with pytest.raises(RuntimeError, match=r"do this first.* lm_head=False, embeddings=False"):
         packed.weight.requires_grad_(True)
     product.sum().backward()
     assert isinstance(packed.weight, PackedWeight)

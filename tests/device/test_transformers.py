@@ -373,6 +373,24 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
         PackhorseConfig(**options)
 
 
+def test_configs_from_dicts() -> None:
+    """As in the base class of transformers; but a wrong value is an error here as well."""
+    stored = PackhorseConfig("W11").to_dict() | {"from_the_dict": 1}
+    config, unused = PackhorseConfig.from_dict(
+        stored, return_unused_kwargs=True, lm_head=False, more=2
+    )
+    assert (config.format, config.lm_head) == ("W11", False)
+    assert unused == {"from_the_dict": 1, "more": 2}
+    assert stored["from_the_dict"] == 1, "the caller's dict is left alone"
+    assert PackhorseConfig.from_dict({"format": "W12"}, more=2).to_dict()["fmt"] == "W12"
+    own = PackhorseConfig()
+    assert PackhorseConfig.from_dict(own.to_dict(), True)[1] == {}
+    with pytest.raises(ValueError, match="no option 'from_the_dict'"):
+        PackhorseConfig.from_dict(stored)
+    with pytest.raises(ValueError, match="lm_head is 'yes'"):
+        PackhorseConfig.from_dict({}, lm_head="yes")
+
+
 def test_modules_that_are_not_there(folders: Callable[[str], Path]) -> None:
     with pytest.raises(ValueError, match="'query', but the model has no such"):
         load(folders("Llama"), PackhorseConfig(modules_to_not_convert=["query"]))
@@ -445,6 +463,13 @@ def test_damage_is_an_error_that_names_the_layer(
     save_file(state, saved / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CorruptionError, match=UP):
         load(saved)
+
+
+def test_plain_weights_of_a_packed_folder_get_the_dtype(saved: Path) -> None:
+    state = load_file(saved / "model.safetensors")
+    state["model.norm.weight"] = state["model.norm.weight"].float()
+    save_file(state, saved / "model.safetensors", metadata={"format": "pt"})
+    assert load(saved).model.norm.weight.dtype == torch.bfloat16
 
 
 def test_arrays_in_place_of_what_is_no_matrix(saved: Path) -> None:

@@ -288,7 +288,7 @@ def test_folders_tell_a_missing_base_before_any_output(tmp_path, monkeypatch):
     packed = tmp_path / "packed"
     pack_folder(model, packed, base=base)
     monkeypatch.setattr(
-        "packhorse.disk.folder.atomic_folder", lambda *args: pytest.fail("output was begun")
+        "packhorse.disk.folder_output.atomic_folder", lambda *args: pytest.fail("output was begun")
     )
     below = tmp_path / "half"
     below.mkdir()

@@ -16,7 +16,7 @@ import packhorse
 from packhorse import _core
 from packhorse.disk import pack_file
 from packhorse.disk.packed_file import PackedFile
-from packhorse.disk.source_file import open_source
+from packhorse.disk.source import open_source
 from packhorse.errors import TruncationError
 from packhorse.frame import compress_buffer
 from packhorse.storage.local import LocalStorage

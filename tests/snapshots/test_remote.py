@@ -103,9 +103,9 @@ def test_a_lease_is_renewed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranges_are_read_and_not_packs(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from packhorse.storage import remote
+    from packhorse.storage import remote_object
 
-    monkeypatch.setattr(remote, "_READ_NBYTES", 1 << 12)
+    monkeypatch.setattr(remote_object, "_READ_NBYTES", 1 << 12)
     arrays = {
         str(i): np.random.default_rng(i).integers(0, 256, 10_000, np.uint8) for i in range(30)
     }

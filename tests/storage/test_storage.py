@@ -12,7 +12,7 @@ from snapshot_samples import assert_same
 
 from packhorse.disk import SnapshotStore
 from packhorse.errors import CorruptionError
-from packhorse.storage import remote
+from packhorse.storage import remote_object
 from packhorse.storage.local import LocalStorage
 from packhorse.storage.locations import is_location, open_storage
 from packhorse.storage.remote import RemoteStorage
@@ -148,16 +148,16 @@ def test_a_store_in_a_folder_of_another_is_left_alone(tmp_path: Path) -> None:
 def test_long_ranges_are_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Otherwise a chain of deltas would keep a frame for each of its packs in memory."""
     pytest.importorskip("fsspec")
-    monkeypatch.setattr(remote, "_READ_NBYTES", 100)
+    monkeypatch.setattr(remote_object, "_READ_NBYTES", 100)
     storage: Any = open_storage(f"memory://{tmp_path}")
     assert isinstance(storage, RemoteStorage)
     data = np.random.default_rng(0).integers(0, 256, 1000, np.uint8).tobytes()
     storage.put("x", data)
     opened: Any = storage.open("x")
     assert bytes(opened.region(100, 500)) == data[100:600]
-    assert opened._data == b""
+    assert opened._kept[1] == b""
     assert bytes(opened.region(600, 10)) == data[600:610]
-    assert opened._data == data[600:700]
+    assert opened._kept[1] == data[600:700]
     assert bytes(opened.region(650, 50)) == data[650:700]
     memory = opened.sketch(0, 1000)
     assert not memory.any()

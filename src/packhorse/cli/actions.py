@@ -7,7 +7,6 @@ measures the time, and turns the results into rows.
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TypeAlias
 
 import packhorse
@@ -44,9 +43,11 @@ from packhorse.disk import (
 )
 from packhorse.disk.packed_header import PrefixWriter, is_packed
 from packhorse.disk.results import notice_of
-from packhorse.disk.safetensors_header import read_header
+from packhorse.disk.source import header_at
+from packhorse.disk.source_file import stamp_of
 from packhorse.errors import PackhorseError
 from packhorse.frame import Frame
+from packhorse.storage.locations import Place
 
 __all__ = ["Watch", "bench", "inspect", "pack", "plan", "unpack", "verify"]
 
@@ -58,7 +59,7 @@ Watch: TypeAlias = Callable[[str, int | None], AbstractContextManager[Callable[[
 def pack(
     job: Job,
     *,
-    base: Path | None,
+    base: Place | None,
     level: str,
     threads: int | None,
     force: bool,
@@ -83,7 +84,7 @@ def pack(
 def unpack(
     job: Job,
     *,
-    base: Path | None,
+    base: Place | None,
     threads: int | None,
     force: bool,
     max_nbytes: int | None,
@@ -105,7 +106,7 @@ def unpack(
         return _file_row(result, time.perf_counter() - start)
 
 
-def plan(job: Job, *, base: Path | None, level: str) -> list[PlannedFile]:
+def plan(job: Job, *, base: Place | None, level: str) -> list[PlannedFile]:
     """Estimate from samples what packing would do; a row for each model file."""
     if not job.is_folder:
         return [_planned(job.src, job.dst, plan_file(job.src, level=level, base=base))]
@@ -115,15 +116,15 @@ def plan(job: Job, *, base: Path | None, level: str) -> list[PlannedFile]:
     ]
 
 
-def inspect(path: Path) -> list[InspectedFile]:
+def inspect(path: Place) -> list[InspectedFile]:
     """Describe a packed file, or every packed file of a folder; no tensor is decoded."""
     return [_inspect_file(file) for file in packed_files(path)]
 
 
 def verify(
-    path: Path,
+    path: Place,
     *,
-    base: Path | None,
+    base: Place | None,
     threads: int | None,
     max_nbytes: int | None,
     watch: Watch,
@@ -139,7 +140,7 @@ def verify(
         path=str(path),
         ok=not problems,
         n_files=len(files),
-        packed_nbytes=sum(file.stat().st_size for file in files),
+        packed_nbytes=sum(stamp_of(file).nbytes for file in files),
         seconds=seconds,
         problems=[
             ProblemRow(str(problem.path), problem.tensor, problem.offset, problem.message)
@@ -148,11 +149,11 @@ def verify(
     )
 
 
-def bench(path: Path, base: Path | None, settings: Settings, watch: Watch) -> BenchedFile:
+def bench(path: Place, base: Place | None, settings: Settings, watch: Watch) -> BenchedFile:
     """Time the codecs on a file's tensors, in memory."""
     if path.is_dir():
         raise UsageError(f"{path}: this is a folder, but bench needs a file; name one of its files")
-    header = read_header(path)
+    header = header_at(path)
     if is_packed(header):
         raise UsageError(f"{path}: already packed, but bench needs a plain file; unpack it first")
     with watch(f"bench {path.name}", header.data_nbytes) as progress:
@@ -167,7 +168,7 @@ def bench(path: Path, base: Path | None, settings: Settings, watch: Watch) -> Be
     )
 
 
-def _nbytes(path: Path) -> int | None:
+def _nbytes(path: Place) -> int | None:
     """The total for the progress bar. None if the header is bad, which the work then reports."""
     try:
         return folder_logical_nbytes(path) if path.is_dir() else logical_nbytes(path)
@@ -193,8 +194,8 @@ def _file_row(result: FileResult | FolderResult, seconds: float) -> FileRow:
     )
 
 
-def _planned(src: Path, dst: Path, plans: list[TensorPlan]) -> PlannedFile:
-    header = read_header(src)
+def _planned(src: Place, dst: Place, plans: list[TensorPlan]) -> PlannedFile:
+    header = header_at(src)
     prefix_nbytes = PrefixWriter(header).nbytes
     estimated = prefix_nbytes + sum(item.packed_nbytes for item in plans)
     return PlannedFile(
@@ -222,16 +223,16 @@ def _plan_row(item: TensorPlan) -> PlanRow:
     )
 
 
-def _inspect_file(path: Path) -> InspectedFile:
+def _inspect_file(path: Place) -> InspectedFile:
     with packhorse.open_file(path, framework="np") as file:
         if not file.is_packed:
             raise ValueError(
                 f"{path}: not a packed file, but a plain safetensors file: pack it first"
             )
-        tensors = [_tensor_row(name, file.frame(name)) for name in file.offset_keys()]
+        tensors = [_tensor_row(name, frame) for name, frame in file.outlines()]
         metadata, base_name = file.metadata(), file.base_name
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    packed_nbytes = path.stat().st_size
+    packed_nbytes = stamp_of(path).nbytes
     return InspectedFile(
         path=str(path),
         nbytes=nbytes,

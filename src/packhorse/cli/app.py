@@ -50,6 +50,7 @@ from packhorse.cli.snapshots import snapshot_app
 from packhorse.cli.standard_streams import OutputClosed, safe_streams
 from packhorse.cli.tune import TuneJob, check_gpu, measure, predict, tune_jobs
 from packhorse.layout import FRAME_VERSION
+from packhorse.storage.locations import Place, open_place
 
 __all__ = ["run"]
 
@@ -76,18 +77,17 @@ _app.add_typer(snapshot_app, name="snapshot")
 
 # readable=False turns off typer's own check of paths: failures.py words the system's errors.
 Models = Annotated[
-    list[Path],
+    list[str],
     typer.Argument(
         metavar="SRC",
-        readable=False,
-        help="Safetensors files or model folders.",
+        help="Safetensors files or model folders: paths or URLs.",
         show_default=False,
     ),
 ]
 Packed = Annotated[
-    list[Path],
+    list[str],
     typer.Argument(
-        metavar="SRC", readable=False, help="Packed files or folders.", show_default=False
+        metavar="SRC", help="Packed files or folders: paths or URLs.", show_default=False
     ),
 ]
 
@@ -220,7 +220,8 @@ def pack(
 
     X.safetensors is packed to X.ph.safetensors beside it, and a folder X to a folder X.ph, with
     the shards packed, their index rewritten and all other files copied. The source is never
-    changed.
+    changed. All of them may be URLs of fsspec. If writing a folder to a URL is interrupted, the
+    same command goes on with the files that are missing.
 
     With --base, the tensors of a fine-tune are packed as differences from the model that it was
     tuned from, if these are shorter. Unpacking then needs that model.
@@ -231,12 +232,13 @@ def pack(
     - `packhorse pack model.safetensors -o small.ph.safetensors --level max`
     - `packhorse pack path/to/model-folder --dry-run`
     - `packhorse pack tuned.safetensors --base original.safetensors`
+    - `packhorse pack s3://bucket/llama -o s3://bucket/llama.ph`
     """
 
     def work(job: Job) -> list[FileRow]:
         row = actions.pack(
             job,
-            base=base,
+            base=old,
             level=level.value,
             threads=threads,
             force=force,
@@ -246,13 +248,13 @@ def pack(
         return [row]
 
     def plan(job: Job) -> list[PlannedFile]:
-        rows = actions.plan(job, base=base, level=level.value)
+        rows = actions.plan(job, base=old, level=level.value)
         for row in rows:
             render.growth_warning(row, row.estimated_nbytes)
         return rows
 
     jobs = pack_jobs(src, output, force=force or dry_run)
-    _check_base(base)
+    old = _base_of(base)
     if dry_run:
         each(jobs, plan, render.plan_table, json)
     else:
@@ -284,7 +286,7 @@ def unpack(
         return [
             actions.unpack(
                 job,
-                base=base,
+                base=old,
                 threads=threads,
                 force=force,
                 max_nbytes=max_nbytes,
@@ -292,7 +294,7 @@ def unpack(
             )
         ]
 
-    _check_base(base)
+    old = _base_of(base)
     each(unpack_jobs(src, output, force=force), work, render.unpacked_line, json)
 
 
@@ -304,8 +306,14 @@ def inspect(src: Packed, json: Json = False) -> None:
 
     - `packhorse inspect model.ph.safetensors`
     - `packhorse inspect model-folder.ph --json`
+    - `packhorse inspect s3://bucket/model.ph.safetensors`
     """
-    each(map(Source, src), lambda job: actions.inspect(job.src), render.inspect_table, json)
+    each(
+        map(Source.of, src),
+        lambda job: actions.inspect(open_place(job.src)),
+        render.inspect_table,
+        json,
+    )
 
 
 @_app.command(no_args_is_help=True)
@@ -328,16 +336,16 @@ def verify(
     def work(job: Source) -> list[VerifiedFile]:
         return [
             actions.verify(
-                job.src,
-                base=base,
+                open_place(job.src),
+                base=old,
                 threads=threads,
                 max_nbytes=max_nbytes,
                 watch=render.progress,
             )
         ]
 
-    _check_base(base)
-    rows = each(map(Source, src), work, render.verify_lines, json)
+    old = _base_of(base)
+    rows = each(map(Source.of, src), work, render.verify_lines, json)
     if not all(row.ok for row in rows):
         raise typer.Exit(ExitCode.BAD_DATA)
 
@@ -345,10 +353,8 @@ def verify(
 @_app.command(no_args_is_help=True)
 def bench(
     file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", readable=False, help="A plain safetensors file.", show_default=False
-        ),
+        str,
+        typer.Argument(metavar="FILE", help="A plain safetensors file.", show_default=False),
     ],
     base: Base = None,
     level: Level = LevelName.DEFAULT,
@@ -368,13 +374,13 @@ def bench(
     - `packhorse bench model.safetensors --level fast --threads 1`
     - `packhorse bench tuned.safetensors --base original.safetensors`
     """
-    _check_base(base)
+    old = _base_of(base)
     settings = Settings(level.value, resolve_threads(threads), repeat)
 
     def work(job: Source) -> list[BenchedFile]:
-        return [actions.bench(job.src, base, settings, render.progress)]
+        return [actions.bench(open_place(job.src), old, settings, render.progress)]
 
-    rows = each([Source(file)], work, render.bench_table, json)
+    rows = each([Source.of(file)], work, render.bench_table, json)
     if not all(row.bit_exact for row in rows):
         raise typer.Exit(ExitCode.BAD_DATA)
 
@@ -382,11 +388,10 @@ def bench(
 @_app.command(no_args_is_help=True)
 def tune(
     src: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Argument(
             metavar="SRC",
-            readable=False,
-            help="Model files or folders, packed or not; only their headers are read.",
+            help="Model files or folders, packed or not, or URLs; only their headers are read.",
             show_default=False,
         ),
     ] = None,
@@ -443,9 +448,8 @@ def tune(
     each(jobs, work, render.tune_table, json)
 
 
-def _check_base(base: Path | None) -> None:
-    if base is not None:
-        check_source(base)
+def _base_of(base: str | None) -> Place | None:
+    return None if base is None else check_source(base)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ to errors of the operating system.
 
 import errno
 from enum import IntEnum
-from pathlib import Path
 
 from packhorse.errors import ChangedError, MissingBackendError, PackhorseError
 
@@ -116,7 +115,7 @@ def _is_lack_of_threads(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError) and "can't start new thread" in str(error)
 
 
-def describe(error: BaseException, path: Path | str | None = None, *, doing: str = "go on") -> str:
+def describe(error: BaseException, path: object = None, *, doing: str = "go on") -> str:
     """The line for a failure.
 
     Args:

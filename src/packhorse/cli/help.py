@@ -14,6 +14,8 @@ import typer
 __all__ = ["plain_types"]
 
 _WORDS = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
+# Arguments that are paths or URLs; typer gets them as text, because Path would shorten `//`.
+_PLACES = ("SRC", "FILE")
 
 
 def plain_types(command: Any, parent: typer.Context | None = None) -> Any:
@@ -53,4 +55,4 @@ def _word(parameter: Any) -> str:
     kind = getattr(annotation, "__args__", (annotation,))[0]  # for a list, the type of its items
     if isinstance(kind, type) and issubclass(kind, Enum):
         return "|".join(str(item.value) for item in kind)
-    return _WORDS.get(kind, "TEXT")
+    return "PATH" if parameter.metavar in _PLACES else _WORDS.get(kind, "TEXT")

@@ -1,15 +1,16 @@
 """Turns the paths of a command line into jobs: what is read, and where the result is written.
 
-A source is a file or a model folder. Without `-o` the result is written beside it: `X.safetensors`
-to `X.ph.safetensors`, a folder `X` to `X.ph`. With several sources, `-o` names a folder for all
-results. All paths are checked before the first job starts, so that the tenth file does not fail
+A source is a file or a model folder, on this machine or at a URL. Without `-o` the result is
+written beside it: `X.safetensors` to `X.ph.safetensors`, a folder `X` to `X.ph`. With several
+sources, `-o` names a folder for all results.
+All paths are checked before the first job starts, so that the tenth file does not fail
 after an hour for a reason that was known at the start. The disk hop checks each path again when the
 job starts.
 """
 
 import errno
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from packhorse import disk
 from packhorse.cli.failures import UsageError
 from packhorse.disk.folder_index import packed_name, plain_name
 from packhorse.layout import FILE_SUFFIX
-from packhorse.storage.atomic import check_output_file
+from packhorse.storage.locations import Place, check_output, open_place
 
 __all__ = ["Job", "check_source", "pack_jobs", "packed_files", "unpack_jobs"]
 
@@ -34,12 +35,12 @@ class Job:
         is_folder: whether `src` and `dst` are folders.
     """
 
-    src: Path
-    dst: Path
+    src: Place
+    dst: Place
     is_folder: bool
 
 
-def pack_jobs(sources: Iterable[Path], output: Path | None, *, force: bool) -> list[Job]:
+def pack_jobs(sources: Iterable[str], output: str | None, *, force: bool) -> list[Job]:
     """The jobs that pack sources.
 
     Args:
@@ -57,78 +58,94 @@ def pack_jobs(sources: Iterable[Path], output: Path | None, *, force: bool) -> l
     return _jobs(sources, output, _packed_name, force)
 
 
-def unpack_jobs(sources: Iterable[Path], output: Path | None, *, force: bool) -> list[Job]:
+def unpack_jobs(sources: Iterable[str], output: str | None, *, force: bool) -> list[Job]:
     """The jobs that unpack sources; arguments and errors as for `pack_jobs`."""
     return _jobs(sources, output, _unpacked_name, force)
 
 
-def check_source(path: Path) -> Path:
-    """Returns the path if it leads to a file or folder.
+def check_source(path: str | os.PathLike[str]) -> Place:
+    """The place of a path or URL that leads to a file or folder.
 
     Raises:
         FileNotFoundError: nothing exists there.
         UsageError: it is neither a file nor a folder.
+        MissingBackendError, OSError, ValueError: as for `open_place`.
     """
-    if not path.exists():
-        raise FileNotFoundError(errno.ENOENT, "no such file or folder", str(path))
-    if not path.is_file() and not path.is_dir():
-        raise UsageError(f"{path}: neither a file nor a folder; name a model file or model folder")
-    return path
+    place = open_place(path)
+    if not place.exists():
+        raise FileNotFoundError(errno.ENOENT, "no such file or folder", str(place))
+    if isinstance(place, Path) and not place.is_file() and not place.is_dir():
+        raise UsageError(f"{place}: neither a file nor a folder; name a model file or model folder")
+    return place
 
 
-def packed_files(path: Path) -> list[Path]:
+def packed_files(place: Place) -> Sequence[Place]:
     """The packed files of a source: the file itself, or all in a folder and its subfolders.
 
     Raises:
         ValueError: the folder has no packed file.
     """
-    return disk.packed_files(path) if path.is_dir() else [path]
+    return disk.packed_files(place) if place.is_dir() else [place]
 
 
 def _jobs(
-    sources: Iterable[Path], output: Path | None, rename: Callable[[Path], str], force: bool
+    sources: Iterable[str], output: str | None, rename: Callable[[Place, bool], str], force: bool
 ) -> list[Job]:
-    paths = [check_source(path) for path in sources]
-    _refuse_file_for_many(paths, output)
-    jobs = [_job(path, output, rename, is_alone=len(paths) == 1) for path in paths]
+    places = [check_source(path) for path in sources]
+    into = None if output is None else open_place(output)
+    is_folder = into is not None and _is_folder(into)
+    if len(places) > 1 and into is not None and not is_folder:
+        remedy = "create it first" if isinstance(into, Path) else "end the URL with a slash"
+        raise UsageError(f"{into}: with several sources, -o must be an existing folder; {remedy}")
+    jobs = [
+        _job(place, into, rename, is_alone=len(places) == 1, is_into=is_folder) for place in places
+    ]
     _refuse_shared_outputs(jobs)
     for job in jobs:
         if not job.is_folder:
-            check_output_file(job.dst, source=job.src, force=force)
+            check_output(job.dst, source=job.src, force=force)
     return jobs
 
 
-def _refuse_file_for_many(sources: list[Path], output: Path | None) -> None:
-    if len(sources) > 1 and output is not None and not output.is_dir():
-        raise UsageError(
-            f"{output}: with several sources, -o must be an existing folder; create it first"
-        )
+def _is_folder(place: Place) -> bool:
+    """Whether results are written into a place. A URL that ends in a slash need not exist."""
+    return (not isinstance(place, Path) and place.is_called_folder) or place.is_dir()
 
 
-def _job(src: Path, output: Path | None, rename: Callable[[Path], str], *, is_alone: bool) -> Job:
+def _job(
+    src: Place,
+    output: Place | None,
+    rename: Callable[[Place, bool], str],
+    *,
+    is_alone: bool,
+    is_into: bool,
+) -> Job:
     is_folder = src.is_dir()
-    named = src.resolve() if src.name in {"", ".."} else src  # `.` and `..` have no name to change
+    named = src
+    if isinstance(src, Path) and src.name in {"", ".."}:
+        named = src.resolve()  # `.` and `..` have no name to change
     if output is None:
-        return Job(src, named.with_name(rename(named)), is_folder)
-    into = output.is_dir() and not (is_alone and is_folder)
-    return Job(src, output / rename(named) if into else output, is_folder)
+        return Job(src, named.with_name(rename(named, is_folder)), is_folder)
+    is_into = is_into and not (is_alone and is_folder)
+    return Job(src, output / rename(named, is_folder) if is_into else output, is_folder)
 
 
-def _packed_name(src: Path) -> str:
-    return src.name + _FOLDER_SUFFIX if src.is_dir() else packed_name(src.name)
+def _packed_name(src: Place, is_folder: bool) -> str:
+    return src.name + _FOLDER_SUFFIX if is_folder else packed_name(src.name)
 
 
-def _unpacked_name(src: Path) -> str:
-    suffix = _FOLDER_SUFFIX if src.is_dir() else FILE_SUFFIX
+def _unpacked_name(src: Place, is_folder: bool) -> str:
+    suffix = _FOLDER_SUFFIX if is_folder else FILE_SUFFIX
     if not src.name.endswith(suffix) or src.name == suffix:
         raise UsageError(f"{src}: does not end in {suffix}; name the output with -o")
-    return src.name.removesuffix(suffix) if src.is_dir() else plain_name(src.name)
+    return src.name.removesuffix(suffix) if is_folder else plain_name(src.name)
 
 
 def _refuse_shared_outputs(jobs: list[Job]) -> None:
-    owners: dict[str, Path] = {}
+    owners: dict[str, Place] = {}
     for job in jobs:
-        other = owners.setdefault(os.path.abspath(job.dst), job.src)
+        dst = os.path.abspath(job.dst) if isinstance(job.dst, Path) else str(job.dst)
+        other = owners.setdefault(dst, job.src)
         if other is not job.src:
             raise UsageError(
                 f"{job.dst}: {other} and {job.src} would both be written here; pack or unpack them "

@@ -9,7 +9,6 @@ copy of each tensor is compared with the original.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +16,9 @@ from numpy.typing import NDArray
 from packhorse.cli.rows import BenchRow, gb_per_s, ratio
 from packhorse.disk.base_files import BaseTensor, open_bases
 from packhorse.disk.safetensors_header import TensorEntry
-from packhorse.disk.source_file import open_source
+from packhorse.disk.source import open_source
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes
+from packhorse.storage.locations import Place
 
 __all__ = ["Settings", "bench_file"]
 
@@ -74,11 +74,11 @@ class Settings:
 
 
 def bench_file(
-    path: Path,
+    path: Place,
     settings: Settings,
     advance: Callable[[int], None] | None = None,
     *,
-    base: Path | None = None,
+    base: Place | None = None,
 ) -> list[BenchRow]:
     """Time every tensor of a safetensors file.
 
@@ -102,7 +102,7 @@ def bench_file(
 
 
 def _measure(
-    path: Path, base: Path | None, settings: Settings
+    path: Place, base: Place | None, settings: Settings
 ) -> Iterator[tuple[TensorEntry, _Sum]]:
     with open_source(path) as source, open_bases(base) as opened:
         header = source.header()

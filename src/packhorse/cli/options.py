@@ -1,7 +1,6 @@
 """Options that several verbs have."""
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,23 +34,21 @@ class FormatName(StrEnum):
 
 
 Output = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--output",
         "-o",
-        readable=False,
         metavar="DST",
-        help="Where to write the result; with several sources, a folder.",
+        help="Where to write the result: a path or a URL; with several sources, a folder.",
         show_default=False,
     ),
 ]
 Base = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--base",
-        readable=False,
         metavar="OLD",
-        help="The base model of a fine-tune: a file or folder, packed or not.",
+        help="The base model of a fine-tune: a file or folder, packed or not, or its URL.",
         show_default=False,
     ),
 ]

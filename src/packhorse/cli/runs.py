@@ -15,6 +15,7 @@ import typer
 from packhorse.cli import render
 from packhorse.cli.failures import ExitCode, describe, exit_code
 from packhorse.cli.rows import ErrorRow
+from packhorse.storage.locations import Place
 
 __all__ = ["Outcome", "Source", "each", "wants_json"]
 
@@ -57,14 +58,19 @@ def wants_json(words: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Source:
-    """A source without an output."""
+    """A source without an output: a path or URL."""
 
-    src: Path
+    src: str
+
+    @classmethod
+    def of(cls, text: str) -> "Source":
+        """The source of a word of the command line; messages show a path as `Path` writes it."""
+        return cls(text if "://" in text else str(Path(text)))
 
 
 class _HasSource(Protocol):
     @property
-    def src(self) -> Path | str: ...
+    def src(self) -> Place | str: ...
 
 
 _Job = TypeVar("_Job", bound=_HasSource)

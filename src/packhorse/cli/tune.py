@@ -17,14 +17,16 @@ from packhorse.cli.memory import has_memory_for
 from packhorse.cli.rows import TunedBucket, TunedMatrix
 from packhorse.codecs.weights import WeightArrays
 from packhorse.disk.folder_index import PLAIN_SUFFIX
+from packhorse.disk.folder_items import files_in
 from packhorse.disk.packed_header import is_packed, parse_packed_header
-from packhorse.disk.safetensors_header import FileHeader, read_header
-from packhorse.disk.walk import walk
+from packhorse.disk.safetensors_header import FileHeader
+from packhorse.disk.source import header_at
 from packhorse.errors import MissingBackendError
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WEIGHT_FORMATS
 
 if TYPE_CHECKING:
     from packhorse.device.tune_cache import Measured
+from packhorse.storage.locations import Place
 
 __all__ = ["TuneJob", "check_gpu", "measure", "predict", "tune_jobs"]
 
@@ -56,7 +58,7 @@ class TuneJob:
 
 
 def tune_jobs(
-    sources: Iterable[Path], shapes: Iterable[str], formats: Iterable[str]
+    sources: Iterable[str], shapes: Iterable[str], formats: Iterable[str]
 ) -> list[TuneJob]:
     """The named shapes, then the matrices of model files and folders, the largest first.
 
@@ -95,7 +97,7 @@ def _parse_shape(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _matrices(source: Path) -> list[tuple[int, int]]:
+def _matrices(source: Place) -> list[tuple[int, int]]:
     """Shapes of the BF16 weights of linear layers, packed or not.
 
     These are all matrices called weight except embeddings. If there is no output layer, the first
@@ -103,8 +105,7 @@ def _matrices(source: Path) -> list[tuple[int, int]]:
     """
     paths = [source]
     if source.is_dir():
-        files = [path for path in walk(source) if path.is_file()]
-        paths = [path for path in files if path.name.endswith(PLAIN_SUFFIX)]
+        paths = [place for place, path, _ in files_in(source) if path.name.endswith(PLAIN_SUFFIX)]
     weights, embeddings, has_head = [], [], False
     for path in paths:
         for entry in _original(path).entries:
@@ -121,8 +122,8 @@ def _matrices(source: Path) -> list[tuple[int, int]]:
     return weights + ([] if has_head else embeddings[:1])
 
 
-def _original(path: Path) -> FileHeader:
-    header = read_header(path)
+def _original(path: Place) -> FileHeader:
+    header = header_at(path)
     return parse_packed_header(header, label=str(path)).original if is_packed(header) else header
 
 

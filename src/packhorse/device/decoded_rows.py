@@ -72,7 +72,8 @@ def require_frozen(weight: Tensor) -> None:
     if weight.requires_grad:
         raise RuntimeError(
             "a packed weight has no gradient; freeze it with requires_grad_(False), or take the "
-            "plain one back with unpack_model_"
+            "plain one back with unpack_model_, or leave it plain from the start: PackhorseConfig "
+            "takes lm_head=False, embeddings=False and modules_to_not_convert"
         )
 
 

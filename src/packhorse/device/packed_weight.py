@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
@@ -277,10 +277,13 @@ class PackedWeight(Tensor):
         shape = f"{n_rows} x {n_columns}"
         return f"PackedWeight({self.format.name}, {shape}, {size}device='{self.device}')"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedWeight":
-        copied: PackedWeight = _like(self, self.clone())
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        # PEFT copies a single layer to train the copy, or to load trained values into it.
+        root = next(iter(memo.values()), None)  # the copy of what `deepcopy` was called with
+        is_alone = isinstance(root, (nn.Linear, nn.Embedding)) and not self.is_meta
+        copied = _like(self, self.unpack() if is_alone else self.clone())
         memo[id(self)] = copied
-        return copied
+        return copied  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         held = self._held
@@ -336,7 +339,8 @@ def _become(weight: PackedWeight, other: Tensor) -> None:
     except RuntimeError as error:
         raise RuntimeError(
             "a packed weight cannot change its shape, or become plain to get gradients, while "
-            "compiled code or a graph refers to it: do this first, or call unpack_model_"
+            "compiled code or a graph refers to it: do this first, or leave the layer plain: "
+            "PackhorseConfig takes lm_head=False, embeddings=False and modules_to_not_convert"
         ) from error
 
 
@@ -540,8 +544,10 @@ def _refuse_view(func: Any) -> NoReturn:
     raise NotImplementedError(
         f"{func} would return a view of a packed weight, which has no plain memory; use "
         "weight.unpack() for the plain matrix, weight.gather_rows(rows) for rows, or F.linear(x, "
-        "weight) instead of x @ weight.T. For parallel training, give DistributedDataParallel "
-        "init_sync=False, and give fully_shard packed weights as ignored_params"
+        "weight) instead of x @ weight.T; or leave the layer plain: PackhorseConfig takes "
+        "lm_head=False, embeddings=False and modules_to_not_convert, pack_model_ takes skip. For "
+        "parallel training, give DistributedDataParallel init_sync=False, and give fully_shard "
+        "packed weights as ignored_params"
     )
 
 

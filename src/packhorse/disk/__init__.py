@@ -13,7 +13,6 @@ from packhorse.disk.container import (
     logical_nbytes,
     pack_file,
     plan_file,
-    unpack_file,
 )
 from packhorse.disk.folder import (
     folder_logical_nbytes,
@@ -39,6 +38,7 @@ from packhorse.disk.snapshots import (
     TensorDiff,
     model_files,
 )
+from packhorse.disk.unpack import unpack_file
 from packhorse.disk.verify import verify_file
 from packhorse.late_import import import_late
 

@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,15 +28,17 @@ import numpy as np
 from packhorse.codecs.content import content_hash
 from packhorse.disk.folder_index import PLAIN_SUFFIX, plain_name
 from packhorse.disk.model_file import ModelFile
-from packhorse.disk.packed_frames import open_frame
+from packhorse.disk.packed_frames import based_entries, open_frame, sketch_frames
 from packhorse.disk.packed_header import PackedHeader
 from packhorse.disk.safetensors_header import TensorEntry
-from packhorse.disk.source_file import SourceFile, open_source
+from packhorse.disk.source import open_source
+from packhorse.disk.source_file import Source
 from packhorse.errors import BaseMismatchError, ChangedError, CorruptionError, blaming
 from packhorse.frame import Frame
 from packhorse.frame.base import allowed_casts
 from packhorse.framework import framework_of
-from packhorse.layout import CRITICAL_FLAGS_OFFSET, DTYPE_BY_NAME, FLAG_BASE
+from packhorse.layout import DTYPE_BY_NAME
+from packhorse.storage.locations import Place, is_same_file, open_place
 from packhorse.storage.strict_json import shown
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ __all__ = [
     "based_frames",
     "open_bases",
     "open_parts",
+    "place_base",
 ]
 
 
@@ -105,7 +108,7 @@ class Bases:
         label: str,
         name: str | None,
         find: Callable[[str], Sequence[BaseTensor]],
-        sources: Sequence[SourceFile] = (),
+        sources: Sequence[Source] = (),
         *,
         is_empty: bool = False,
     ) -> None:
@@ -116,7 +119,7 @@ class Bases:
         self._sources = sources
 
     def for_packing(
-        self, entries: Sequence[TensorEntry], source: Path | None, file_name: str = ""
+        self, entries: Sequence[TensorEntry], source: Place | None, file_name: str = ""
     ) -> dict[str, BaseTensor]:
         """The bases of a file's tensors, by name. A tensor without a base is left out.
 
@@ -131,7 +134,7 @@ class Bases:
             CorruptionError, CompatibilityError: the frame of a tensor of the base is bad.
         """
         files = [base.path for base in self._sources]
-        own = {str(file) for file in files if source is not None and file.samefile(source)}
+        own = {str(file) for file in files if source is not None and is_same_file(file, source)}
         if own and len(own) == len(files):
             raise ValueError(f"{source}: the base is the file itself; name the older model")
         chosen = {}
@@ -182,13 +185,15 @@ class Bases:
             return usable[0]
         return next((base for base in usable if base.has_hash(wanted)), usable[0])
 
-    def refuse_output(self, output: Path) -> None:
+    def refuse_output(self, output: Place) -> None:
         """Refuse to overwrite the base, without which the output could not be unpacked.
 
         Raises:
             ValueError: the output is one of its files.
         """
-        if output.exists() and any(output.samefile(base.path) for base in self._sources):
+        files = [base.path for base in self._sources]
+        is_there = any(type(file) is type(output) for file in files) and output.exists()
+        if is_there and any(is_same_file(output, file) for file in files):
             raise ValueError(f"{output}: the output is the base itself; name another output")
 
     def check_unchanged(self) -> None:
@@ -340,20 +345,25 @@ def _is_damaged(frame: Frame, base: BaseTensor, threads: int) -> bool:
     return False
 
 
-def based_frames(source: SourceFile, packed: PackedHeader) -> Iterator[tuple[str, Frame]]:
-    """The frames of a packed file that need a base, with their names; their headers are checked.
+def based_frames(source: Source, packed: PackedHeader) -> Iterator[tuple[str, Frame]]:
+    """The outlines of the frames that need a base, with their names; their headers are checked.
 
     Raises:
         CorruptionError, CompatibilityError: one of these headers is bad. Other frames are not
             opened.
     """
-    for entry in packed.original.entries:
-        offset, nbytes = packed.frame_offset(entry.name), packed.frames[entry.name].nbytes
-        flags = source.read(offset + CRITICAL_FLAGS_OFFSET, 1)
-        if flags and flags[0] & FLAG_BASE:
-            with blaming(str(source.path)):
-                frame = open_frame(source.map(offset, nbytes), packed, entry)
-            yield entry.name, frame
+    entries = based_entries(source, packed)
+    for entry, data in zip(entries, sketch_frames(source, packed, entries), strict=True):
+        with blaming(str(source.path)):
+            frame = open_frame(data, packed, entry)
+        yield entry.name, frame
+
+
+def place_base(base: BaseLike | None, storage_options: Mapping[str, Any] | None) -> BaseLike | None:
+    """A base with its path or URL opened, if it is one; any other base as it is."""
+    if base is None:  # what most callers give
+        return None
+    return open_place(base, storage_options) if isinstance(base, str | os.PathLike) else base
 
 
 @contextmanager
@@ -382,7 +392,7 @@ def open_bases(base: BaseLike | None) -> Iterator[Bases | None]:
 
 
 @contextmanager
-def open_parts(base: BaseLike | None) -> Iterator[Callable[[Path], Bases | None]]:
+def open_parts(base: BaseLike | None) -> Iterator[Callable[[PurePath], Bases | None]]:
     """`open_bases` for a model folder, whose subfolders are matched with those of the base.
 
     Yields:
@@ -399,17 +409,17 @@ def open_parts(base: BaseLike | None) -> Iterator[Callable[[Path], Bases | None]
         return
     if not isinstance(base, str | os.PathLike):
         raise TypeError(f"a base is a path or tensors by name, not {type(base).__name__}")
-    path = Path(base)
-    name = (path if path.name not in ("", "..") else path.resolve()).name
+    path = open_place(base)
+    name = (path if path.name not in ("", "..") else Path(path).resolve()).name
     hint = name.encode(errors="replace").decode()
     with ExitStack() as stack:
         if not path.is_dir():
             alone = _open_files([path], hint, str(path), stack)
             yield lambda relative: alone
             return
-        parts: dict[Path, Bases] = {}
+        parts: dict[PurePath, Bases] = {}
 
-        def part(relative: Path) -> Bases:
+        def part(relative: PurePath) -> Bases:
             if relative not in parts:
                 folder = path / relative
                 parts[relative] = _open_files(_files_in(folder), hint, str(folder), stack)
@@ -418,7 +428,7 @@ def open_parts(base: BaseLike | None) -> Iterator[Callable[[Path], Bases | None]
         yield part
 
 
-def _files_in(folder: Path) -> list[Path]:
+def _files_in(folder: Place) -> list[Place]:
     """The safetensors files directly in a folder; plain files first, as they are faster to read."""
     if not folder.is_dir():
         return []
@@ -429,7 +439,7 @@ def _files_in(folder: Path) -> list[Path]:
     )
 
 
-def _open_files(paths: Sequence[Path], hint: str, label: str, stack: ExitStack) -> Bases:
+def _open_files(paths: Sequence[Place], hint: str, label: str, stack: ExitStack) -> Bases:
     files = [ModelFile(stack.enter_context(open_source(path))) for path in paths]
     places: dict[str, list[tuple[ModelFile, TensorEntry]]] = {}
     for file in files:
@@ -461,9 +471,10 @@ def _in_memory(tensors: Mapping[str, Any], name: str) -> list[BaseTensor]:
 
 def _in_file(file: ModelFile, entry: TensorEntry) -> BaseTensor:
     """A tensor of a file; if the file is packed, the header of the tensor's frame is checked."""
-    frame = file.frame(entry)
+    content, is_based = file.content_of(entry)
     return BaseTensor(
         str(file.path), plain_name(file.path.name), entry.dtype, entry.shape,
-        frame.content_hash if frame else None, frame is not None and frame.base_hash is not None,
-        lambda threads: file.read(entry, threads), not file.is_packed, file.source.now,
+        content, is_based,
+        lambda threads: file.read(entry, threads),
+        not (file.is_packed or file.source.is_private), file.source.now,
     )  # fmt: skip

@@ -1,17 +1,17 @@
-"""Packing and unpacking whole safetensors files, tensor by tensor (docs/format.md, section 8).
+"""Packing whole safetensors files, tensor by tensor (docs/format.md, section 8).
 
 Tensors are handled in batches of at most 32 MiB, or one larger tensor, and threads share the
 tensors of a batch (`threads.py`). So the memory needed depends on the largest batch or tensor, not
-on the file. The source is mapped in parts (`source_file.py`), and the frames of every batch are
-built in the same buffer. Packing writes the file from front to back and leaves room for the header,
-which it fills in at the end. Unpacking decodes to a buffer of 32 MiB, and a large tensor window by
-window.
+on the file. The source is mapped in parts (`source_file.py`), or read ahead if it is at a URL
+(`remote_source.py`), and the frames of every batch are built in the same buffer. The file is
+written from front to back. Room is left for its header, which is filled in at the end; so a file at
+a URL is written to a temporary file of this machine first (`storage/upload.py`).
 
 With a base (`base_files.py`), a tensor is packed as differences from the base's tensor of the same
 name if these are shorter. Every base is looked up before any output is written. Its
 content hash is checked when it is used.
 
-Output is complete or absent (`storage/atomic.py`), and the source is only read.
+Output is complete or absent, and the source is only read.
 """
 
 from __future__ import annotations
@@ -32,27 +32,24 @@ from packhorse.disk.base_files import (
     BaseLike,
     Bases,
     BaseTensor,
-    Lender,
-    based_frames,
     open_bases,
+    place_base,
 )
 from packhorse.disk.folder_index import plain_name
-from packhorse.disk.packed_frames import open_frame
 from packhorse.disk.packed_header import (
-    PackedHeader,
     PrefixWriter,
     is_packed,
     parse_packed_header,
 )
 from packhorse.disk.results import FileResult, Progress, TensorPlan, TensorResult
-from packhorse.disk.safetensors_header import FileHeader, TensorEntry, build_header, read_header
-from packhorse.disk.source_file import SourceFile, open_source
+from packhorse.disk.safetensors_header import FileHeader, TensorEntry, build_header
+from packhorse.disk.source import header_at, open_source
+from packhorse.disk.source_file import Source
 from packhorse.errors import blaming
 from packhorse.frame import Frame, compress_buffer, max_frame_nbytes, plan_buffer
 from packhorse.framework import Framework
 from packhorse.layout import Level
-from packhorse.storage.atomic import atomic_file
-from packhorse.storage.frames.scratch import Window
+from packhorse.storage.locations import Place, open_place, writing
 from packhorse.storage.strict_json import shortened, shown
 from packhorse.threads import batches, map_tensors
 
@@ -61,7 +58,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PICKLE_SUFFIXES",
-    "check_bases",
     "check_tensors",
     "lay_out",
     "logical_nbytes",
@@ -69,7 +65,7 @@ __all__ = [
     "pack_tensors",
     "pickle_advice",
     "plan_file",
-    "unpack_file",
+    "tensor_result",
     "write_packed",
 ]
 
@@ -94,11 +90,14 @@ class _Memory(io.BytesIO):
         self.seek(0, os.SEEK_END)
 
 
-def logical_nbytes(src: str | os.PathLike[str]) -> int:
+def logical_nbytes(
+    src: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> int:
     """The size of all tensors of a file once unpacked: the total that `progress` counts up to.
 
     Args:
-        src: a packed or plain safetensors file; only its header is read.
+        src: a packed or plain safetensors file, at a path or a URL; only its header is read.
+        storage_options: options for the file systems of all URLs of this call, as in fsspec.
 
     Returns:
         The sum of the tensors' sizes.
@@ -111,8 +110,8 @@ def logical_nbytes(src: str | os.PathLike[str]) -> int:
         >>> logical_nbytes("model.safetensors"), logical_nbytes("model.ph.safetensors")
         (67584, 67584)
     """
-    path = Path(src)
-    header = read_header(path)
+    path = open_place(src, storage_options)
+    header = header_at(path)
     if not is_packed(header):
         return header.data_nbytes
     return parse_packed_header(header, label=str(path)).original.data_nbytes
@@ -127,12 +126,14 @@ def pack_file(
     force: bool = False,
     progress: Progress | None = None,
     base: BaseLike | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> FileResult:
     """Pack a safetensors file.
 
     Args:
-        src: a plain safetensors file.
-        dst: the packed file to write, usually with the suffix `.ph.safetensors`.
+        src: a plain safetensors file, at a path or a URL of fsspec, such as `s3://bucket/model`.
+        dst: the packed file to write, usually with the suffix `.ph.safetensors`; a path or a URL.
+            A file at a URL is written to a temporary file first, and uploaded as a whole.
         level: "fast", "default" or "max".
         threads: the number of threads; None for one per core, at most 8.
         force: whether an existing file at `dst` may be replaced.
@@ -140,6 +141,7 @@ def pack_file(
         base: the model that this one was tuned from: a safetensors file, packed or not, a folder of
             such files, or tensors by name. A tensor is packed as differences from the base's tensor
             of the same name if these are shorter; unpacking then needs the base.
+        storage_options: options for the file systems of all URLs of this call, as in fsspec.
 
     Returns:
         Sizes, for the file and for each tensor.
@@ -160,14 +162,14 @@ def pack_file(
         >>> tuned.packed_nbytes < packed.packed_nbytes < packed.original_nbytes
         True
     """
-    path = Path(src)
+    path = open_place(src, storage_options)
     _refuse_pickle(path)
     with open_source(path) as source:
         header = _plain_header(source)
         buffers = _map_tensors(source, header)
         return write_packed(
             dst, header, buffers, level=level, threads=threads, progress=progress, force=force,
-            source=source, base=base,
+            source=source, base=base, storage_options=storage_options,
         )  # fmt: skip
 
 
@@ -180,13 +182,14 @@ def write_packed(
     threads: int | None = None,
     progress: Progress | None = None,
     force: bool = False,
-    source: SourceFile | None = None,
+    source: Source | None = None,
     base: BaseLike | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> FileResult:
     """Write a packed file from an iterable of tensors.
 
     Args:
-        dst: the file to write.
+        dst: the file to write, at a path or a URL.
         header: the header of the original file, which unpacking will restore.
         buffers: the bytes of each tensor, in the order of `header.entries`. They are taken in
             batches, and each batch is released before the next is taken.
@@ -197,6 +200,7 @@ def write_packed(
         source: the file that the tensors come from, if any. The output gets its permissions. The
             source must not change before the end.
         base: as for `pack_file`.
+        storage_options: as for `pack_file`.
 
     Returns:
         Sizes, for the file and for each tensor.
@@ -205,14 +209,13 @@ def write_packed(
         ValueError, BaseMismatchError, CorruptionError, CompatibilityError, OSError: as for
             `pack_file`.
     """
-    path, origin = Path(dst), None if source is None else source.path
-    like = None if origin is None else os.stat(origin)
+    path, origin = open_place(dst, storage_options), None if source is None else source.path
     coder = _Coder(resolve_level(level), resolve_threads(threads), progress or _ignore)
-    with open_bases(base) as bases:
+    with open_bases(place_base(base, storage_options)) as bases:
         if bases is not None:
             bases.refuse_output(path)
             coder = coder.against(bases, header, origin, path)
-        with atomic_file(path, source=origin, force=force, like=like) as output:
+        with writing(path, source=origin, force=force) as output:
             tensors = _write_stream(output, header, buffers, coder)
             packed_nbytes = output.nbytes
             _check_unchanged(source, bases)
@@ -288,7 +291,7 @@ class _Coder:
     base_name: str | None = None
 
     def against(
-        self, bases: Bases, header: FileHeader, source: Path | None, output: Path = Path()
+        self, bases: Bases, header: FileHeader, source: Place | None, output: Place = Path()
     ) -> _Coder:
         """This coder, with the bases of a file's tensors."""
         name = plain_name((source or output).name)
@@ -317,7 +320,7 @@ def _write_stream(
         frames = _pack_batch(entries, rooms[run.start : run.stop], source, out, coder)
         for entry, frame in zip(entries, frames, strict=True):
             sink.write(frame.buffer())
-            tensors.append(_result(entry, frame.nbytes, frame.base_hash))
+            tensors.append(tensor_result(entry, frame.nbytes, frame.base_hash))
             coder.progress(entry.nbytes)
     is_based = any(tensor.base_hash for tensor in tensors)
     sizes = [tensor.packed_nbytes for tensor in tensors]
@@ -353,13 +356,15 @@ def plan_file(
     *,
     level: Level | str = "default",
     base: BaseLike | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> list[TensorPlan]:
     """Estimate what `pack_file` would do, from a sample of each tensor; nothing is written.
 
     Args:
-        src: a plain safetensors file.
+        src: a plain safetensors file, at a path or a URL; it is read as a whole from a URL.
         level: "fast", "default" or "max".
         base: as for `pack_file`.
+        storage_options: as for `pack_file`.
 
     Returns:
         One plan for each tensor, in the order of the data.
@@ -373,10 +378,10 @@ def plan_file(
         >>> [(tensor.name, tensor.dtype) for tensor in plan_file("model.safetensors", level="max")]
         [('bias', 'F32'), ('weight', 'BF16')]
     """
-    path = Path(src)
+    path = open_place(src, storage_options)
     _refuse_pickle(path)
     coder = _Coder(resolve_level(level), resolve_threads(None), _ignore)
-    with open_source(path) as source, open_bases(base) as bases:
+    with open_source(path) as source, open_bases(place_base(base, storage_options)) as bases:
         header = _plain_header(source)
         coder = coder if bases is None else coder.against(bases, header, path)
         pairs = zip(header.entries, _map_tensors(source, header), strict=True)
@@ -385,150 +390,11 @@ def plan_file(
         return plans
 
 
-def unpack_file(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
-    *,
-    threads: int | None = None,
-    force: bool = False,
-    progress: Progress | None = None,
-    max_nbytes: int | None = None,
-    base: BaseLike | None = None,
-) -> FileResult:
-    """Restore the file that was packed, byte for byte.
-
-    Args:
-        src: a packed file.
-        dst: the file to write.
-        threads: the number of threads; None for one per core, at most 8.
-        force: whether an existing file at `dst` may be replaced.
-        progress: called with the number of tensor bytes unpacked since the last call.
-        max_nbytes: refuse a file whose tensors take more bytes in total; None for no limit.
-        base: what the file was packed against, if it has a base: a file, a folder, or tensors by
-            name.
-
-    Returns:
-        Sizes, for the file and for each tensor.
-
-    Raises:
-        ValueError: `src` is not packed, `dst` is `src` or the base, or an option is wrong.
-        CorruptionError, CompatibilityError: `src` or the base is damaged or too new, or `src`
-            exceeds the limit.
-        BaseMismatchError: a tensor needs a base, and no base or another one was given.
-        ChangedError: the base was written to while it was used.
-        OSError: a file cannot be read or written; FileExistsError if `dst` exists and `force` is
-            False.
-
-    Example:
-        >>> from pathlib import Path
-        >>> from packhorse.disk import unpack_file
-        >>> result = unpack_file("model.ph.safetensors", "same.safetensors")
-        >>> Path("same.safetensors").read_bytes() == Path("model.safetensors").read_bytes()
-        True
-    """
-    path, target = Path(src), Path(dst)
-    coder = _Coder(Level.DEFAULT, resolve_threads(threads), progress or _ignore)
-    with open_source(path) as source, open_bases(base) as bases:
-        packed = parse_packed_header(source.header(), label=str(path))
-        packed.original.check_limit(max_nbytes, str(path))
-        if bases is not None:
-            bases.refuse_output(target)
-        lender = Lender(bases, packed.base_name)
-        based = _find_bases(source, packed, lender)
-        like = os.stat(path)
-        with atomic_file(target, source=path, force=force, like=like) as output:
-            output.write(packed.original.prefix())
-            unpacker = _Unpacker(source, packed, coder.threads, lender)
-            entries = packed.original.entries
-            for run in batches([entry.nbytes for entry in entries]):
-                for piece in unpacker.pieces(entries[run.start : run.stop]):
-                    output.write(piece)
-                    coder.progress(piece.nbytes)
-            source.check()
-    tensors = tuple(
-        _result(entry, packed.frames[entry.name].nbytes, based.get(entry.name)) for entry in entries
-    )
-    original = packed.original.file_nbytes
-    return FileResult(path, target, original, packed.packed.file_nbytes, tensors)
-
-
-def check_bases(src: str | os.PathLike[str], base: BaseLike | None) -> None:
-    """Check that the bases of a packed file's tensors are there, without reading their data.
-
-    Args:
-        src: a packed file; only headers are read.
-        base: as for `unpack_file`.
-
-    Raises:
-        BaseMismatchError, ValueError, CorruptionError, CompatibilityError, OSError: as for
-            `unpack_file`.
-    """
-    path = Path(src)
-    with open_source(path) as source, open_bases(base) as bases:
-        packed = parse_packed_header(source.header(), label=str(path))
-        _find_bases(source, packed, Lender(bases, packed.base_name))
-
-
-def _check_unchanged(source: SourceFile | None, bases: Bases | None) -> None:
+def _check_unchanged(source: Source | None, bases: Bases | None) -> None:
     if source is not None:
         source.check()
     if bases is not None:
         bases.check_unchanged()
-
-
-def _find_bases(
-    source: SourceFile, packed: PackedHeader, lender: Lender
-) -> dict[str, bytes | None]:
-    """Find the bases of a packed file's tensors, and return the content hash of each base by the
-    name of its tensor."""
-    found: dict[str, bytes | None] = {}
-    first: tuple[str, Frame] | None = None
-    for name, frame in based_frames(source, packed):
-        first = first or (name, frame)
-        if lender.bases is not None:
-            with blaming(str(source.path)):
-                lender.find(name, frame)
-        found[name] = frame.base_hash
-    if first is not None and lender.bases is None:
-        with blaming(str(source.path)):
-            raise lender.missing(*first, n_more=len(found) - 1)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Unpacker:
-    """Decodes tensors batch by batch, and checks their content hashes."""
-
-    source: SourceFile
-    packed: PackedHeader
-    threads: int
-    lender: Lender
-    window: Window = field(default_factory=Window)
-
-    def pieces(self, entries: Sequence[TensorEntry]) -> Iterator[ByteArray]:
-        """The bytes of a batch of tensors, in pieces; a piece is valid until the next is taken."""
-        if len(entries) == 1:
-            with blaming(str(self.source.path)):
-                frame = self._open(entries[0])
-                window = self.window.take(frame.window_nbytes)
-                with self.lender.lend(entries[0].name, frame, self.threads) as loan:
-                    yield from frame.pieces(threads=self.threads, window=window, base=loan.data)
-            return
-        sizes = [entry.nbytes for entry in entries]
-        places = self.window.cut(sizes)
-
-        def unpack(i: int, threads: int) -> None:
-            with blaming(str(self.source.path)):
-                frame = self._open(entries[i])
-                with self.lender.lend(entries[i].name, frame, threads) as loan:
-                    frame.verify(threads=threads, window=places[i], base=loan.data)
-
-        map_tensors(unpack, sizes, self.threads)
-        yield from places
-
-    def _open(self, entry: TensorEntry) -> Frame:
-        nbytes, offset = self.packed.frames[entry.name].nbytes, self.packed.frame_offset(entry.name)
-        return open_frame(self.source.map(offset, nbytes), self.packed, entry)
 
 
 def _plan(entry: TensorEntry, buffer: memoryview, coder: _Coder) -> TensorPlan:
@@ -539,26 +405,26 @@ def _plan(entry: TensorEntry, buffer: memoryview, coder: _Coder) -> TensorPlan:
     return TensorPlan(entry.name, entry.dtype, entry.shape, entry.nbytes, plan)
 
 
-def _map_tensors(source: SourceFile, header: FileHeader) -> Iterator[memoryview]:
+def _map_tensors(source: Source, header: FileHeader) -> Iterator[memoryview]:
     for entry in header.entries:
         yield source.map(header.data_offset + entry.start, entry.nbytes)
 
 
-def _plain_header(source: SourceFile) -> FileHeader:
+def _plain_header(source: Source) -> FileHeader:
     header = source.header()
     if is_packed(header):
         raise ValueError(f"{source.path}: already packed; unpack it first, or use it as it is")
     return header
 
 
-def _refuse_pickle(path: Path) -> None:
+def _refuse_pickle(path: Place) -> None:
     if path.suffix.lower() in PICKLE_SUFFIXES:
         raise ValueError(pickle_advice(path))
 
 
-def pickle_advice(path: Path) -> str:
+def pickle_advice(path: Place) -> str:
     """The message for somebody who wants to pack a pickle checkpoint."""
-    target = path.with_suffix(".safetensors").name
+    target = f"{path.name.removesuffix(path.suffix)}.safetensors"
     return (
         f"{path}: Packhorse does not read pickle checkpoints, because reading one can run any "
         "code; convert it to safetensors first, in Python: "
@@ -569,7 +435,8 @@ def pickle_advice(path: Path) -> str:
     )
 
 
-def _result(entry: TensorEntry, packed_nbytes: int, base_hash: bytes | None) -> TensorResult:
+def tensor_result(entry: TensorEntry, packed_nbytes: int, base_hash: bytes | None) -> TensorResult:
+    """The result of packing or unpacking a tensor."""
     return TensorResult(
         entry.name, entry.dtype, entry.shape, entry.nbytes, packed_nbytes, base_hash
     )

@@ -12,15 +12,16 @@ from pathlib import Path
 
 from packhorse.disk.folder_index import file_faults, is_packed_index, pack_index, unpack_index
 from packhorse.disk.results import Problem
-from packhorse.disk.safetensors_header import read_header
+from packhorse.disk.source import header_at
 from packhorse.errors import CorruptionError, PackhorseError
 from packhorse.layout import MAX_FILE_HEADER_NBYTES
+from packhorse.storage.locations import Place
 from packhorse.storage.opening import open_regular
 
 __all__ = ["original_index", "packed_index", "tensors_beside", "verify_index"]
 
 
-def packed_index(path: Path) -> bytes:
+def packed_index(path: Place) -> bytes:
     """The packed form of an index.
 
     Raises:
@@ -33,7 +34,7 @@ def packed_index(path: Path) -> bytes:
     return pack_index(text, label=str(path), has=_beside(path), tensors=tensors)
 
 
-def original_index(path: Path) -> bytes | None:
+def original_index(path: Place) -> bytes | None:
     """The original text of an index in a packed folder; None if the index is not packed.
 
     Raises:
@@ -46,7 +47,7 @@ def original_index(path: Path) -> bytes | None:
     return unpack_index(text, label=label, has=has, tensors=tensors_beside(path))
 
 
-def verify_index(path: Path) -> list[Problem]:
+def verify_index(path: Place) -> list[Problem]:
     """The problems of an index in a packed folder. A file with a bad header is left out: verifying
     the file itself reports that."""
     known = tensors_beside(path)
@@ -67,7 +68,7 @@ def verify_index(path: Path) -> list[Problem]:
     return [Problem(path, None, None, message) for message in words]
 
 
-def tensors_beside(index: Path) -> Callable[[str], frozenset[str] | None]:
+def tensors_beside(index: Place) -> Callable[[str], frozenset[str] | None]:
     """A function that takes the name of a file in the folder of an index and returns the names of
     its tensors, from its header; None if there is no such file."""
     has = _beside(index)
@@ -75,19 +76,24 @@ def tensors_beside(index: Path) -> Callable[[str], frozenset[str] | None]:
     def tensors(name: str) -> frozenset[str] | None:
         if not has(name):
             return None
-        return frozenset(entry.name for entry in read_header(index.parent / name).entries)
+        return frozenset(entry.name for entry in header_at(index.parent / name).entries)
 
     return tensors
 
 
-def _beside(index: Path) -> Callable[[str], bool]:
+def _beside(index: Place) -> Callable[[str], bool]:
     """A function that says whether there is a file of a name in the folder of an index."""
+
+    if not isinstance(index, Path):
+        names = {str(path) for path in index.parent.files()}
+        return names.__contains__
+    folder = index.parent
 
     def has(name: str) -> bool:
         if name.startswith("/") or ".." in name.split("/"):
             return False
         try:
-            return (index.parent / name).is_file()
+            return (folder / name).is_file()
         except ValueError:  # a NUL or half a surrogate pair, which file names cannot have
             return False
         except OSError as error:
@@ -98,12 +104,20 @@ def _beside(index: Path) -> Callable[[str], bool]:
     return has
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Place) -> bytes:
+    if not isinstance(path, Path):
+        opened = path.open()
+        _check_length(path, opened.nbytes)
+        return bytes(opened.head(opened.nbytes))
     with open_regular(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
-        if nbytes > MAX_FILE_HEADER_NBYTES:
-            found = f"the index has {nbytes} bytes"
-            raise CorruptionError(
-                f"{path}: {found}, but at most {MAX_FILE_HEADER_NBYTES} are allowed"
-            )
+        _check_length(path, nbytes)
         return file.read(nbytes)
+
+
+def _check_length(path: Place, nbytes: int) -> None:
+    if nbytes > MAX_FILE_HEADER_NBYTES:
+        raise CorruptionError(
+            f"{path}: the index has {nbytes} bytes, but at most {MAX_FILE_HEADER_NBYTES} are "
+            "allowed"
+        )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from packhorse.codecs.base import ByteArray
 from packhorse.codecs.content import content_hash
-from packhorse.disk.packed_frames import open_frame
+from packhorse.disk.packed_frames import open_frame, sketch_frames
 from packhorse.disk.packed_header import PackedHeader, is_packed, parse_packed_header
 from packhorse.disk.safetensors_header import FileHeader, TensorEntry
-from packhorse.disk.source_file import SourceFile
+from packhorse.disk.source_file import Source
 from packhorse.errors import CorruptionError, blaming
 from packhorse.frame import Frame
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.storage.strict_json import shown
+from packhorse.threads import batches
 
 __all__ = ["ModelFile"]
 
@@ -27,7 +30,7 @@ class ModelFile:
         original: its header; for a packed file, the header of the original.
     """
 
-    def __init__(self, source: SourceFile) -> None:
+    def __init__(self, source: Source) -> None:
         """Read and check the headers.
 
         Raises:
@@ -40,11 +43,30 @@ class ModelFile:
         if is_packed(self.original):
             self._packed = parse_packed_header(self.original, label=str(self.path))
             self.original = self._packed.original
+        self._known: dict[str, tuple[bytes, bool]] = {}
 
     @property
     def is_packed(self) -> bool:
         """Whether the file is packed, so that tensors are decoded to memory of their own."""
         return self._packed is not None
+
+    def content_of(self, entry: TensorEntry) -> tuple[bytes | None, bool]:
+        """The content hash of a tensor if its frame says it, otherwise None; and whether the frame
+        needs a base. The headers of a file at a URL are read together, and then known."""
+        if self._packed is None:
+            return None, False
+        if not self.source.is_private:
+            self._learn([entry], self._packed)  # again: the file may have changed
+        elif not self._known:
+            for run in batches([found.nbytes for found in self._packed.frames.values()]):
+                self._learn(self.original.entries[run.start : run.stop], self._packed)
+        return self._known[entry.name]
+
+    def _learn(self, entries: Sequence[TensorEntry], packed: PackedHeader) -> None:
+        for entry, data in zip(entries, sketch_frames(self.source, packed, entries), strict=True):
+            with blaming(str(self.path)):
+                frame = open_frame(data, packed, entry)
+            self._known[entry.name] = frame.content_hash, frame.base_hash is not None
 
     def frame(self, entry: TensorEntry) -> Frame | None:
         """The frame of a tensor, with its header checked; None in a plain file."""

@@ -1,22 +1,11 @@
 """Reading a packed file lazily, in the manner of `safetensors.safe_open`.
 
-Opening checks both headers and maps the file. A tensor's frame is opened when the tensor is asked
-for. A slice decodes only the chunks that it needs: the index is reduced to the smallest run of
-elements that holds all selected ones (`slices.py`), that run is decoded, and the framework's own
+Opening checks both headers and maps the file. Of an object at a URL, only the bytes that a call
+needs are read (`lazy_frames.py`). A tensor's frame is opened when the tensor is asked for. A slice
+decodes only the chunks that it needs: the index is reduced to the smallest run of elements that
+holds all selected ones (`slices.py`), that run is decoded, and the framework's own
 indexing does the rest. So `f.get_slice(name)[i]` equals `f.get_tensor(name)[i]` for every index
 that the framework understands.
-
-A tensor that was packed against a base needs the base's whole tensor of the same name, and no
-other. That tensor is mapped, or decoded if its file is packed.
-
-- For a slice, the base tensor is copied and its content hash is checked. The copy is kept for the
-  next slice of the same tensor, unless the base's file has changed since. A base tensor in memory
-  is copied and checked each time, because its owner may write to it.
-- For a whole tensor, the decoded tensor is checked against the content hash in its frame instead.
-  This check holds even if the base is written to at that moment.
-
-For a device, the framework is asked first: it may upload whole tensors packed, and decode them
-there.
 
 Several threads may read from one `PackedFile` at once, because each value that it keeps is only
 replaced as a whole. A pickled `PackedFile`, for example for a spawned worker of a data loader,
@@ -27,171 +16,35 @@ be replaced before it is opened again.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
-from packhorse import _core
 from packhorse.arguments import resolve_threads
-from packhorse.codecs.base import ByteArray
-from packhorse.codecs.content import content_hash
-from packhorse.disk.base_files import BaseLike, Bases, Lender, open_bases
-from packhorse.disk.packed_frames import open_frame
+from packhorse.disk.base_files import BaseLike, Bases, open_bases, place_base
+from packhorse.disk.frame_table import FrameTable
+from packhorse.disk.lazy_bytes import MappedBytes, RemoteBytes, open_bytes
 from packhorse.disk.packed_header import is_packed, parse_packed_header
 from packhorse.disk.plain_file import BACKENDS, PlainTable, check_backend
 from packhorse.disk.safetensors_header import (
     FileHeader,
     TensorEntry,
     parse_file_header,
-    read_file_header,
     tensor_nbytes,
 )
 from packhorse.disk.slices import Box, cut_index
-from packhorse.disk.tensor_table import TensorTable, identity_of
-from packhorse.errors import ChangedError, ClosedError, CorruptionError
+from packhorse.errors import ChangedError, ClosedError
 from packhorse.frame import Frame
 from packhorse.framework import Framework, resolve_framework
 from packhorse.layout import DTYPE_BY_NAME
-from packhorse.storage.opening import open_regular
-from packhorse.storage.strict_json import shown
-from packhorse.threads import batches, map_tensors
+from packhorse.storage.locations import Place, open_place
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = ["PackedFile", "PackedSlice", "load_tensors", "load_with_metadata"]
-
-
-class _FrameTable(TensorTable):
-    """The frames of a packed file that is mapped or in memory, and how to decode them."""
-
-    def __init__(
-        self,
-        header: FileHeader,
-        data: memoryview,
-        label: str,
-        framework: Framework,
-        threads: int | None,
-        max_nbytes: int | None,
-        bases: Bases | None,
-        device: Any,
-        mapper: _core.FileMapper | None = None,
-    ) -> None:
-        self.packed = parse_packed_header(header, label=label)
-        super().__init__(self.packed.original, label, framework, device, max_nbytes, mapper)
-        self.base_name = self.packed.base_name
-        self._lender = Lender(bases, self.base_name)
-        self._data = data
-        self._threads = resolve_threads(threads)
-        self._frames: dict[str, Frame] = {}
-
-    def frame(self, name: str) -> Frame:
-        """The tensor's frame, with its header checked."""
-        frame = self._frames.get(name)
-        if frame is None:
-            entry = self.entry(name)
-            start = self.packed.frame_offset(name)
-            data = self._data[start : start + self.packed.frames[name].nbytes]
-            with self.blaming():
-                frame = open_frame(data, self.packed, entry)
-            self._frames[name] = frame  # two threads may both come here, with equal frames
-        return frame
-
-    def decode(
-        self, name: str, shape: Sequence[int], start: int, stop: int, threads: int | None = None
-    ) -> Any:
-        """Decode bytes `start` to `stop` of a tensor to a new tensor of this shape, in host
-        memory."""
-        entry = self.entry(name)
-        self.check_limit(name, stop - start)
-        frame = self.frame(name)
-        tensor = self.new_tensor(entry, shape)
-        n_threads = threads or self._threads
-        is_part = stop - start < entry.nbytes
-        lend = self._lender.lend
-
-        def write(memory: ByteArray) -> None:
-            with lend(name, frame, n_threads, keep=is_part) as loan:
-                if loan.is_shared:  # a whole tensor; for a part, the base was copied
-                    _decode_against(loan.data, frame, memory, name, n_threads)
-                    return
-                frame.decompress_into(
-                    memory,
-                    start=start,
-                    stop=stop,
-                    threads=n_threads,
-                    base=loan.data,
-                    base_hash=loan.content_hash,
-                )
-
-        with self.blaming():
-            self.framework.fill(tensor, write)
-        return tensor
-
-    def identity(self) -> tuple[int, str]:
-        """An identity of this file."""
-        return identity_of(self.packed.packed, self._data)
-
-    def tensor(self, name: str) -> Any:
-        """Decode a whole tensor, to its device."""
-        self.check_limit(name, self.entry(name).nbytes)
-        tensor = self._decode_on_device([name])[0]
-        return self.place(self._decode_whole(name, self._threads)) if tensor is None else tensor
-
-    def tensors(self) -> dict[str, Any]:
-        """Decode all tensors to their device, in the order of the original data. Those that are
-        decoded in host memory are moved to the device in batches."""
-        self.original.check_limit(self.max_nbytes, self.label)
-        entries = self.original.entries
-        names = [entry.name for entry in entries]
-        tensors = dict(zip(names, self._decode_on_device(names), strict=True))
-        rest = [entry for entry in entries if tensors[entry.name] is None]
-        sizes = [entry.nbytes for entry in rest]
-        for run in [range(len(rest))] if self.device is None else batches(sizes):
-            names = [rest[i].name for i in run]
-            decoded = self._decode_all(names, sizes[run.start : run.stop])
-            tensors.update(zip(names, map(self.place, decoded), strict=True))
-        return tensors
-
-    def _decode_on_device(self, names: Sequence[str]) -> list[Any]:
-        """The tensors that the device decodes, and None for each other tensor."""
-        if self.device is None or not self.framework.decodes_on(self.device):
-            return [None] * len(names)
-        frames = [self.frame(name) for name in names]
-        with self.blaming():
-            return self.framework.decode_on(frames, self.device, self._threads)
-
-    def _decode_whole(self, name: str, threads: int) -> Any:
-        entry = self.entry(name)
-        return self.decode(name, entry.shape, 0, entry.nbytes, threads)
-
-    def _decode_all(self, names: Sequence[str], sizes: Sequence[int]) -> list[Any]:
-        return map_tensors(
-            lambda i, threads: self._decode_whole(names[i], threads), sizes, self._threads
-        )
-
-
-def _decode_against(
-    base: Buffer | None, frame: Frame, dst: Buffer, name: str, threads: int
-) -> None:
-    """Decode a whole tensor with a base that others may write to at any time. So the result is
-    checked; the base is only checked if the result is wrong, to name the reason."""
-
-    def is_right() -> bool:
-        return content_hash(np.frombuffer(dst, np.uint8), threads=threads) == frame.content_hash
-
-    with suppress(CorruptionError):
-        frame.decompress_into(dst, threads=threads, base=base, base_hash=frame.base_hash)
-        if is_right():
-            return
-    frame.decompress_into(dst, threads=threads, base=base)
-    if not is_right():
-        raise CorruptionError(
-            f"tensor {shown(name)}: the content hash of the decoded bytes is not that of the frame"
-        )
 
 
 def load_tensors(
@@ -238,13 +91,22 @@ def load_with_metadata(
     view = memoryview(data).cast("B")
     label = "the bytes given"
     header = parse_file_header(view, label)
-    table: _FrameTable | PlainTable
+    content = MappedBytes(view, label)
+    table: FrameTable | PlainTable
     with open_bases(base) as bases:
         if is_packed(header):
-            table = _FrameTable(header, view, label, framework, threads, max_nbytes, bases, device)
+            table = _packed_table(
+                header, content, label, framework, threads, max_nbytes, bases, device
+            )
         else:
-            table = PlainTable(header, view, label, framework, device, max_nbytes)
+            table = PlainTable(header, content, label, framework, device, max_nbytes)
         return table.tensors(), table.original.metadata
+
+
+def _packed_table(
+    header: FileHeader, content: MappedBytes | RemoteBytes, label: str, *others: Any
+) -> FrameTable:
+    return FrameTable(parse_packed_header(header, label=label), content, label, *others)
 
 
 class PackedFile:
@@ -276,11 +138,12 @@ class PackedFile:
         max_nbytes: int | None = None,
         base: BaseLike | None = None,
         backend: str = BACKENDS[0],
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Open a packed or plain file and check its headers.
 
         Args:
-            path: the file.
+            path: the file, at a path or a URL of fsspec.
             framework: makes the tensors.
             device: where tensors are placed (PyTorch only); None for the CPU. A device with kernels
                 receives whole tensors packed and decodes them.
@@ -290,7 +153,8 @@ class PackedFile:
             base: what the file was packed against, if it has a base: a file or a folder, which is
                 closed with this object; or tensors by name.
             backend: how the safetensors library reads a plain file, "mmap" or "pread"; a packed
-                file is always mapped.
+                file is always mapped, and a file at a URL read in ranges.
+            storage_options: options for the file systems of all URLs of this call, as in fsspec.
 
         Raises:
             ValueError: an option is wrong, or there is no such device.
@@ -300,35 +164,31 @@ class PackedFile:
         """
         framework.check_device(device)
         check_backend(backend)
-        label = os.fspath(path)
-        with open_regular(path) as file:
-            header = read_file_header(file, label)
-            mapper = _core.FileMapper()
-            view = mapper.map(file.fileno(), 0, header.file_nbytes)
+        place, base = open_place(path, storage_options), place_base(base, storage_options)
+        header, content = open_bytes(place)
         self._arguments = (
-            os.path.abspath(label), framework.name, device, threads, max_nbytes, backend,
-            _findable(base),
+            _findable(place), framework.name, device, threads, max_nbytes, backend, _findable(base)
         )  # fmt: skip
         self._stack = ExitStack()
-        self._open: _FrameTable | PlainTable | None = None
+        self._open: FrameTable | PlainTable | None = None
         try:
             bases = self._stack.enter_context(open_bases(base))
             if is_packed(header):
-                self._open = _FrameTable(
-                    header, view, label, framework, threads, max_nbytes, bases, device, mapper
+                self._open = _packed_table(
+                    header, content, str(place), framework, threads, max_nbytes, bases, device
                 )
             else:
                 resolve_threads(threads)  # plain files need none, but the argument is checked
                 self._open = PlainTable(
-                    header, view, label, framework, device, max_nbytes,
-                    path=label, backend=backend, mapper=mapper,
+                    header, content, str(place), framework, device, max_nbytes,
+                    path=str(place) if isinstance(place, Path) else None, backend=backend,
                 )  # fmt: skip
         except BaseException:
             self._stack.close()
             raise
 
     @property
-    def _table(self) -> _FrameTable | PlainTable:
+    def _table(self) -> FrameTable | PlainTable:
         if self._open is None:
             raise ClosedError("the file is closed")
         return self._open
@@ -349,7 +209,7 @@ class PackedFile:
     @property
     def is_packed(self) -> bool:
         """Whether the file is packed; False for a plain safetensors file."""
-        return isinstance(self._table, _FrameTable)
+        return isinstance(self._table, FrameTable)
 
     @property
     def base_name(self) -> str | None:
@@ -372,7 +232,7 @@ class PackedFile:
         return self._table.entry(name)
 
     def frame(self, name: str) -> Frame:
-        """A tensor's frame, which refers to the mapped file.
+        """A tensor's frame, which refers to the mapped file. From a URL, the whole frame is read.
 
         Args:
             name: one of `keys()`.
@@ -385,6 +245,19 @@ class PackedFile:
             CorruptionError, CompatibilityError: its header is bad.
         """
         return self._table.frame(name)
+
+    def outlines(self) -> Iterator[tuple[str, Frame]]:
+        """The names and frames of all tensors, in the order of their data, for looking at their
+        headers: from a URL, only headers are read, and the payload of these frames is zeros.
+
+        Yields:
+            A name, and the frame, with its header checked.
+
+        Raises:
+            ValueError: the file is plain and has no frames.
+            CorruptionError, CompatibilityError: the header of a frame is bad.
+        """
+        return self._table.outlines()
 
     def get_tensor(self, name: str) -> Any:
         """Decode a tensor.
@@ -483,14 +356,15 @@ class PackedFile:
         return f"<PackedFile {self._open.label!r}, {len(self)} tensors>"
 
 
-def _findable(base: BaseLike | None) -> BaseLike | None:
-    """The base, with an absolute path, so that it is found from another working folder."""
-    return os.path.abspath(base) if isinstance(base, str | os.PathLike) else base
+def _findable(place: Any) -> Any:
+    """A path as an absolute path, so that it is found from another working folder; anything else
+    as it is."""
+    return os.path.abspath(place) if isinstance(place, Path) else place
 
 
 def _reopen(
     identity: tuple[int, str],
-    path: str,
+    path: Place,
     framework: str,
     device: Any,
     threads: int | None,

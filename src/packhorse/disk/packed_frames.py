@@ -1,20 +1,87 @@
 """Opens the frames of a packed file, and checks each against the file's header.
 
-`container.py` uses this for whole files, frame by frame, and decodes to memory that it reuses;
-`packed_file.py` uses it for lazy reading, where the file is mapped once. Frames get the tensors'
-names for their messages, shortened (`strict_json.py`).
+`unpack.py` uses this for whole files, frame by frame, and decodes to memory that it reuses;
+`packed_file.py` uses it for lazy reading, where the file is mapped once or read in ranges. Frames
+get the tensors' names for their messages, shortened (`strict_json.py`).
+
+The outline of a frame is a frame whose payload may be zeros: of a file at a URL, only the headers
+of frames are read, those of many frames at once.
 """
 
+from collections.abc import Sequence
+from typing import Protocol
+
+from packhorse.codecs.base import ByteArray
 from packhorse.disk.packed_header import PackedHeader
 from packhorse.disk.safetensors_header import TensorEntry
 from packhorse.errors import CorruptionError
 from packhorse.frame import Frame
+from packhorse.frame.plan import max_header_nbytes
+from packhorse.layout import CRITICAL_FLAGS_OFFSET, FIXED_HEADER, FIXED_HEADER_NBYTES, FLAG_BASE
 from packhorse.storage.strict_json import shortened, shown
 
-__all__ = ["check_frame", "open_frame"]
+__all__ = ["Sketches", "based_entries", "check_frame", "open_frame", "peek_nbytes", "sketch_frames"]
+
+_PEEK_NBYTES = 1 << 16  # a shorter frame is read as a whole
 
 
-def open_frame(data: memoryview, packed: PackedHeader, original: TensorEntry) -> Frame:
+class Sketches(Protocol):
+    """A file whose bytes are requested part by part; see `storage.interface.Object`."""
+
+    def sketch(self, offset: int, nbytes: int) -> ByteArray:
+        """Memory for some bytes of the file."""
+
+    def fill(self, parts: Sequence[tuple[ByteArray, int]]) -> None:
+        """Read the bytes of parts of sketches."""
+
+
+def sketch_frames(
+    file: Sketches, packed: PackedHeader, entries: Sequence[TensorEntry]
+) -> list[ByteArray]:
+    """Memory for frames, with the bytes of their headers.
+
+    Args:
+        file: the file.
+        packed: its header.
+        entries: the tensors, as the recorded header describes them.
+    """
+    places = [(packed.frame_offset(e.name), packed.frames[e.name].nbytes) for e in entries]
+    sketches = [file.sketch(offset, nbytes) for offset, nbytes in places]
+    peeked = [peek_nbytes(entry) for entry in entries]
+    frames = list(zip(sketches, places, peeked, strict=True))
+    file.fill([(sketch[:nbytes], place[0]) for sketch, place, nbytes in frames])
+    file.fill([  # other encoders may make longer headers
+        (sketch[nbytes : _declared(sketch)], place[0] + nbytes)
+        for sketch, place, nbytes in frames
+        if nbytes < _declared(sketch) <= sketch.size
+    ])  # fmt: skip
+    return sketches
+
+
+def peek_nbytes(entry: TensorEntry) -> int:
+    """How many bytes of a frame are read first: a small frame, or the header of a large one."""
+    return max(_PEEK_NBYTES, max_header_nbytes(entry.dtype, entry.shape))
+
+
+def _declared(frame: ByteArray) -> int:
+    """How long the header of a frame claims to be; 0 if the frame is too short to say so."""
+    if frame.size < FIXED_HEADER_NBYTES:
+        return 0
+    nbytes: int = FIXED_HEADER.unpack(frame[:FIXED_HEADER_NBYTES].tobytes())[8]
+    return nbytes
+
+
+def based_entries(file: Sketches, packed: PackedHeader) -> list[TensorEntry]:
+    """The tensors whose frames need a base, according to one byte of each frame."""
+    at = CRITICAL_FLAGS_OFFSET
+    entries = [e for e in packed.original.entries if packed.frames[e.name].nbytes > at]
+    offsets = [packed.frame_offset(entry.name) + at for entry in entries]
+    flags = [file.sketch(offset, 1) for offset in offsets]
+    file.fill(list(zip(flags, offsets, strict=True)))
+    return [e for e, flag in zip(entries, flags, strict=True) if flag[0] & FLAG_BASE]
+
+
+def open_frame(data: memoryview | ByteArray, packed: PackedHeader, original: TensorEntry) -> Frame:
     """Read a frame's header and check it against the recorded one.
 
     Args:

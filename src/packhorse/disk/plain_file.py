@@ -4,26 +4,31 @@ The header is checked as for any file that Packhorse reads. Whole tensors then c
 safetensors library: for PyTorch it maps the file and copies nothing, and it has fast ways to
 devices. Parts of tensors are copied from the mapped file, so every index works and a part does not
 keep the whole in memory. So are tensors of dtypes that the library does not make for a framework,
-and tensors of a file that is in memory.
+and tensors of a file that is in memory or at a URL.
+
+If a file is cut short while PyTorch uses the mapped tensors of the library, the process ends, as
+with the library itself. The backend "pread" copies tensors instead.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from packhorse import _core
+from packhorse.codecs.base import ByteArray
+from packhorse.disk.lazy_bytes import LazyBytes
 from packhorse.disk.safetensors_header import FileHeader, TensorEntry
-from packhorse.disk.tensor_table import TensorTable, identity_of
+from packhorse.disk.tensor_table import TensorTable
 from packhorse.errors import CompatibilityError, CorruptionError, MissingBackendError
 from packhorse.frame import Frame
 from packhorse.framework import Framework
 from packhorse.late_import import import_late
 from packhorse.layout import FRAME_MAGIC
 from packhorse.storage.strict_json import shown
+from packhorse.threads import batches
 
 __all__ = ["BACKENDS", "PlainTable", "check_backend"]
 
@@ -51,12 +56,12 @@ def check_backend(backend: str) -> None:
 
 
 class PlainTable(TensorTable):
-    """The tensors of a plain safetensors file that is mapped or in memory."""
+    """The tensors of a plain safetensors file."""
 
     def __init__(
         self,
         header: FileHeader,
-        data: memoryview,
+        content: LazyBytes,
         label: str,
         framework: Framework,
         device: Any,
@@ -64,27 +69,31 @@ class PlainTable(TensorTable):
         *,
         path: str | None = None,
         backend: str = BACKENDS[0],
-        mapper: _core.FileMapper | None = None,
     ) -> None:
         """Args:
         header: the checked header of the file.
-        data: the bytes of the file.
+        content: the bytes of the file.
         label: the name of the file in messages.
         framework: makes the tensors.
         device: where tensors are placed (PyTorch only); None for host memory.
         max_nbytes: the most bytes that one call may make; None for no limit.
         path: the file; None if it is not a local file.
         backend: how the library reads the file, "mmap" or "pread".
-        mapper: has mapped `data`; None if `data` is memory of the caller.
         """
-        super().__init__(header, label, framework, device, max_nbytes, mapper)
-        self._data = data
-        _refuse_frames(header, data, label)
+        super().__init__(content, header, label, framework, device, max_nbytes)
+        with self.blaming():
+            has_frames = _has_frames(header, content)
+        if has_frames:
+            raise CorruptionError(
+                f"{label}: its tensors are frames, but the file does not record what was packed: "
+                "it is a damaged packed file, which must be fetched or packed again, or a pack of "
+                "a store, which is read through the store"
+            )
         self._library = None if path is None else _open(path, self, backend)
 
     def identity(self) -> tuple[int, str]:
         """An identity of this file."""
-        return identity_of(self.original, self._data)
+        return self.content.identity(self.original)
 
     def frame(self, name: str) -> Frame:
         """A plain file has no frames.
@@ -98,6 +107,14 @@ class PlainTable(TensorTable):
             "pack it first, or read the tensor with get_tensor"
         )
 
+    def outlines(self) -> Iterator[tuple[str, Frame]]:
+        """A plain file has no frames.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"{self.label}: not a packed file, but a plain safetensors file")
+
     def decode(self, name: str, shape: Sequence[int], start: int, stop: int) -> Any:
         """Copy bytes `start` to `stop` of a tensor to a new tensor of this shape, in host
         memory."""
@@ -106,8 +123,7 @@ class PlainTable(TensorTable):
         first = self.original.data_offset + entry.start
         tensor = self.new_tensor(entry, shape)
         with self.blaming():
-            source = np.frombuffer(self._data[first + start : first + stop], np.uint8)
-            self.framework.fill(tensor, lambda memory: np.copyto(memory, source))
+            self.framework.fill(tensor, lambda memory: self.content.fill([(memory, first + start)]))
         return tensor
 
     def tensor(self, name: str) -> Any:
@@ -126,28 +142,42 @@ class PlainTable(TensorTable):
     def tensors(self) -> dict[str, Any]:
         """All tensors on their device, in the order of their data."""
         self.original.check_limit(self.max_nbytes, self.label)
-        return {entry.name: self.tensor(entry.name) for entry in self.original.entries}
+        entries, tensors = self.original.entries, {}
+        for run in batches([entry.nbytes for entry in entries]):
+            tensors.update(self._tensors(entries[run.start : run.stop]))
+        return tensors
+
+    def _tensors(self, entries: Sequence[TensorEntry]) -> dict[str, Any]:
+        """Some tensors. Those that the library does not read are read together."""
+        if self._library is not None or len(entries) == 1:
+            return {entry.name: self.tensor(entry.name) for entry in entries}
+        parts = [np.empty(entry.nbytes, np.uint8) for entry in entries]
+        starts = [self.original.data_offset + entry.start for entry in entries]
+        with self.blaming():
+            self.content.fill(list(zip(parts, starts, strict=True)))
+        return {e.name: self._made(e, part) for e, part in zip(entries, parts, strict=True)}
+
+    def _made(self, entry: TensorEntry, data: ByteArray) -> Any:
+        tensor = self.new_tensor(entry, entry.shape)
+        self.framework.fill(tensor, lambda memory: np.copyto(memory, data))
+        return self.place(tensor)
 
 
-def _refuse_frames(header: FileHeader, data: memoryview, label: str) -> None:
-    """A packed file that has lost its record would be read as tensors of bytes, without an error.
-
-    Raises:
-        CorruptionError: all tensors of the file are frames.
-    """
-    if header.entries and all(_is_frame(entry, header, data) for entry in header.entries):
-        raise CorruptionError(
-            f"{label}: its tensors are frames, but the file does not record what was packed: it is "
-            "a damaged packed file, which must be fetched or packed again, or a pack of a store, "
-            "which is read through the store"
-        )
-
-
-def _is_frame(entry: TensorEntry, header: FileHeader, data: memoryview) -> bool:
-    if entry.dtype != "U8" or len(entry.shape) != 1:
+def _has_frames(header: FileHeader, content: LazyBytes) -> bool:
+    """Whether all tensors of a file are frames. A packed file that has lost its record would be
+    read as tensors of bytes, without an error."""
+    entries = header.entries
+    if not entries or not all(_may_be_frame(entry) for entry in entries):
         return False
-    start = header.data_offset + entry.start
-    return bytes(data[start : start + len(FRAME_MAGIC)]) == FRAME_MAGIC
+    starts = [np.empty(len(FRAME_MAGIC), np.uint8) for _ in entries]
+    places = [header.data_offset + entry.start for entry in entries]
+    content.fill(list(zip(starts, places, strict=True)))
+    return all(start.tobytes() == FRAME_MAGIC for start in starts)
+
+
+def _may_be_frame(entry: TensorEntry) -> bool:
+    is_bytes = entry.dtype == "U8" and len(entry.shape) == 1
+    return is_bytes and entry.nbytes >= len(FRAME_MAGIC)
 
 
 def _open(path: str, table: TensorTable, backend: str) -> Any:

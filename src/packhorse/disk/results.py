@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
 from packhorse.frame import Plan, planned_frame_nbytes
+from packhorse.storage.locations import Place
 
 __all__ = [
     "FileResult",
@@ -58,8 +58,8 @@ class FileResult:
         tensors: the tensors, in the order of the original data.
     """
 
-    source: Path
-    output: Path
+    source: Place
+    output: Place
     original_nbytes: int
     packed_nbytes: int
     tensors: tuple[TensorResult, ...]
@@ -110,7 +110,7 @@ class Problem:
         message: the full error message.
     """
 
-    path: Path
+    path: Place
     tensor: str | None
     offset: int | None
     message: str
@@ -129,8 +129,8 @@ class FolderResult:
         n_copied: the number of files that were copied.
     """
 
-    source: Path
-    output: Path
+    source: Place
+    output: Place
     original_nbytes: int
     packed_nbytes: int
     files: tuple[FileResult, ...]

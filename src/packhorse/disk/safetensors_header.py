@@ -32,6 +32,7 @@ __all__ = [
     "FileHeader",
     "TensorEntry",
     "build_header",
+    "declared_nbytes",
     "parse_file_header",
     "parse_header",
     "read_file_header",
@@ -165,7 +166,7 @@ def read_file_header(file: BinaryIO, label: str) -> FileHeader:
     """
     file_nbytes = os.fstat(file.fileno()).st_size
     start = file.read(PEEK_NBYTES)
-    header_nbytes = _header_nbytes(start, file_nbytes, label)
+    header_nbytes = declared_nbytes(start, file_nbytes, label)
     file.seek(LENGTH_NBYTES)
     text = file.read(header_nbytes)
     return parse_header(text, data_nbytes=file_nbytes - LENGTH_NBYTES - len(text), label=label)
@@ -181,15 +182,24 @@ def parse_file_header(data: memoryview, label: str) -> FileHeader:
     Returns:
         The checked header.
     """
-    header_nbytes = _header_nbytes(bytes(data[:PEEK_NBYTES]), data.nbytes, label)
+    header_nbytes = declared_nbytes(bytes(data[:PEEK_NBYTES]), data.nbytes, label)
     stop = LENGTH_NBYTES + header_nbytes
     return parse_header(
         bytes(data[LENGTH_NBYTES:stop]), data_nbytes=data.nbytes - stop, label=label
     )
 
 
-def _header_nbytes(start: bytes, file_nbytes: int, label: str) -> int:
-    """The header's length, which the first bytes of a file declare, checked against the file."""
+def declared_nbytes(start: bytes, file_nbytes: int, label: str) -> int:
+    """The header's length, which the first bytes of a file declare, checked against the file.
+
+    Args:
+        start: the first `PEEK_NBYTES` bytes, or more; all if there are fewer.
+        file_nbytes: the size of the file.
+        label: the name of the file in messages.
+
+    Raises:
+        CorruptionError: it is not a safetensors file, or is cut short.
+    """
     header_nbytes = int.from_bytes(start[:LENGTH_NBYTES], "little")
     is_allowed = len(start) >= LENGTH_NBYTES and header_nbytes <= MAX_FILE_HEADER_NBYTES
     if is_allowed and LENGTH_NBYTES + header_nbytes <= file_nbytes:

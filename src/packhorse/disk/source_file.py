@@ -1,4 +1,6 @@
-"""Reads a source file, and notices if the file changes in the meantime.
+"""Reads a source file of this machine, and notices if the file changes in the meantime.
+
+`Source` is what the disk hop needs of a file; `remote_source.py` has the same for a file at a URL.
 
 If a file changes while it is read, the bytes that were read may mix two versions of it. So a stamp
 is taken before the file is read, and compared before the output is complete. The stamp consists of
@@ -17,17 +19,25 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, Protocol
+
+import numpy as np
 
 from packhorse import _core
+from packhorse.codecs.base import ByteArray
 from packhorse.disk.safetensors_header import FileHeader, read_file_header
 from packhorse.errors import PackhorseError, TruncationError
+from packhorse.storage import interface
+from packhorse.storage.locations import Place
 from packhorse.storage.opening import LOST, open_regular
 
-__all__ = ["SourceFile", "Stamp", "check_unchanged", "open_source"]
+__all__ = [
+    "AnyStamp", "Source", "SourceFile", "Stamp", "check_unchanged", "difference", "open_local",
+    "refuse_change", "stamp_of",
+]  # fmt: skip
 
 # Larger regions are mapped by themselves; a batch of tensors (`threads.py`) has at most eight.
 _SMALL_NBYTES = 1 << 22
@@ -60,16 +70,39 @@ class Stamp(NamedTuple):
         return "" if self == now else "its content, name, links or permissions were changed"
 
 
-def check_unchanged(path: Path, before: Stamp) -> None:
+AnyStamp = Stamp | interface.Stamp
+
+
+def stamp_of(place: Place) -> AnyStamp:
+    """The stamp of a file or a folder of this machine, or of a file at a URL."""
+    return Stamp.of(place.stat()) if isinstance(place, Path) else place.stamp()
+
+
+def difference(before: AnyStamp, now: AnyStamp) -> str:
+    """What happened between two stamps of one file, in words; empty if nothing did."""
+    return before.difference(now)  # type: ignore[arg-type]
+
+
+def check_unchanged(path: Place, before: AnyStamp) -> None:
     """Compare a file with its earlier stamp.
 
     Raises:
         OSError: it was changed, replaced or removed.
     """
     try:
-        fault = before.difference(Stamp.of(path.stat()))
+        now = stamp_of(path)
     except (FileNotFoundError, NotADirectoryError):
-        fault = "it was moved or removed"
+        refuse_change(path, "it was moved or removed")
+    else:
+        refuse_change(path, difference(before, now))
+
+
+def refuse_change(path: Place, fault: str) -> None:
+    """Report what happened to a file that was being read; nothing, if `fault` is empty.
+
+    Raises:
+        OSError: `fault` is not empty.
+    """
     if fault:
         raise OSError(
             f"{path}: changed while it was being read ({fault}), so nothing was written; try again "
@@ -77,8 +110,52 @@ def check_unchanged(path: Path, before: Stamp) -> None:
         )
 
 
+class Source(Protocol):
+    """A file that is open for reading, until the end of a block."""
+
+    @property
+    def path(self) -> Place:
+        """Its place."""
+
+    @property
+    def is_private(self) -> bool:
+        """Whether the bytes that `map` returns cannot change any more."""
+
+    def header(self) -> FileHeader:
+        """The file's header, read as that of a safetensors file.
+
+        Raises:
+            CorruptionError, CompatibilityError: it is not a safetensors file, is damaged, or is too
+                new.
+        """
+
+    def map(self, offset: int, nbytes: int) -> memoryview:
+        """A part of the file, read-only. Parts that are asked for in order are read ahead.
+
+        Raises:
+            TruncationError: the file has been cut short since its headers were read.
+        """
+
+    def sketch(self, offset: int, nbytes: int) -> ByteArray:
+        """Like `map`, but the bytes of a file at a URL are zeros until `fill` reads them."""
+
+    def fill(self, parts: Sequence[tuple[ByteArray, int]]) -> None:
+        """Read the bytes of parts of sketches, in few requests. A part is a piece of a sketch's
+        memory, with the offset of its bytes in the file."""
+
+    def now(self) -> object:
+        """A value that changes when bytes that were read may no longer be those of the file."""
+
+    def check(self) -> None:
+        """Check that everything that was read belongs to one version of the file.
+
+        Raises:
+            OSError: the file was changed, replaced or removed since it was opened.
+        """
+
+
 class SourceFile:
-    """A file that is open for reading.
+    """A file of this machine that is open for reading.
 
     Attributes:
         path: its path.
@@ -91,19 +168,12 @@ class SourceFile:
         self.path = path
         self.stamp = Stamp.of(os.fstat(file.fileno()))
 
-    def header(self) -> FileHeader:
-        """The file's header, read as that of a safetensors file.
+    is_private = False
 
-        Raises:
-            CorruptionError, CompatibilityError: it is not a safetensors file, is damaged, or is too
-                new.
-        """
+    def header(self) -> FileHeader:
+        """The file's header, read as that of a safetensors file."""
         self._file.seek(0)
         return read_file_header(self._file, str(self.path))
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """A copy of `nbytes` bytes, or of fewer at the end of the file."""
-        return os.pread(self._file.fileno(), nbytes, offset)
 
     def map(self, offset: int, nbytes: int) -> memoryview:
         """A part of the file, read-only, without a copy.
@@ -128,6 +198,13 @@ class SourceFile:
         number = offset // _CELL_NBYTES
         start = offset - number * _CELL_NBYTES
         return self._cell(number)[start : start + nbytes]
+
+    def sketch(self, offset: int, nbytes: int) -> ByteArray:
+        """The same as `map`."""
+        return np.frombuffer(self.map(offset, nbytes), np.uint8)
+
+    def fill(self, parts: Sequence[tuple[ByteArray, int]]) -> None:
+        """Nothing: the bytes of a mapped file are there."""
 
     def _cell(self, number: int) -> memoryview:
         global _cells
@@ -172,11 +249,9 @@ _cells: tuple[tuple[SourceFile, int, memoryview], ...] = ()
 
 
 @contextmanager
-def open_source(path: Path) -> Iterator[SourceFile]:
-    """Open a file for the time of the block. If the block fails because the file changed, the error
-    says so.
-
-    A block that writes output calls `check` before the output becomes visible.
+def open_local(path: Path) -> Iterator[SourceFile]:
+    """Open a file of this machine for the time of the block. If the block fails because the file
+    changed, the error says so.
 
     Raises:
         OSError: the file cannot be opened or read, or it changed.

@@ -1,35 +1,29 @@
 """What tables of tensors share: a table finds the tensors of one file by name and makes them.
 
-`packed_file.py` has the table of a packed file, whose tensors are decoded, and `plain_file.py` that
+`frame_table.py` has the table of a packed file, whose tensors are decoded, and `plain_file.py` that
 of a plain safetensors file. `PackedFile` reads from either, so it does not need to know which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
-from packhorse import _core
-from packhorse.codecs.content import content_hash
+from packhorse.disk.lazy_bytes import LazyBytes
 from packhorse.disk.safetensors_header import FileHeader, TensorEntry
-from packhorse.errors import CorruptionError, TruncationError, blaming
+from packhorse.errors import CorruptionError, blaming
 from packhorse.framework import Framework
-from packhorse.layout import FIXED_HEADER_NBYTES
-from packhorse.storage.opening import LOST
 from packhorse.storage.strict_json import shown
 
-__all__ = ["TensorTable", "identity_of"]
-
-_N_TOLD = 256  # tensors that the file's identity covers: reading a million would take too long
+__all__ = ["TensorTable"]
 
 
 class TensorTable:
-    """The tensors of a file that is mapped or in memory.
+    """The tensors of a file that is mapped, in memory or at a URL.
 
     Attributes:
+        content: the bytes of the file.
         original: the header that describes the tensors as callers see them.
         label: the name of the file in messages.
         framework: makes the tensors.
@@ -41,31 +35,32 @@ class TensorTable:
 
     def __init__(
         self,
+        content: LazyBytes,
         original: FileHeader,
         label: str,
         framework: Framework,
         device: Any,
         max_nbytes: int | None,
-        mapper: _core.FileMapper | None,
     ) -> None:
+        self.content = content
         self.original = original
         self.label = label
         self.framework = framework
         self.device = device
         self.max_nbytes = max_nbytes
-        self._mapper = mapper
         self.entries = {entry.name: entry for entry in original.entries}
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
-        """Makes errors name the file. If a part of the file is lost, everything that was read is
-        worthless, so the error reports the loss."""
+        """Makes errors name the file. If a part of the file is lost, or the file was replaced, what
+        was read is worthless, so the error reports that."""
+        has_failed = True
         try:
             with blaming(self.label):
                 yield
+            has_failed = False
         finally:
-            if self._mapper is not None and self._mapper.has_lost:
-                raise TruncationError(f"{self.label}: {LOST}; open it again when it is whole")
+            self.content.settle(has_failed=has_failed)
 
     def entry(self, name: str) -> TensorEntry:
         """The tensor's entry in the header."""
@@ -103,23 +98,3 @@ class TensorTable:
         """Move a tensor that was made in host memory to the device."""
         is_torch = self.framework.name == "pt"
         return tensor.to(self.device) if is_torch and self.device is not None else tensor
-
-
-def identity_of(header: FileHeader, data: memoryview) -> tuple[int, str]:
-    """An identity of a file: its size, and a hash of its header and of the first bytes of up to
-    `_N_TOLD` tensors. In a packed file, these are the headers of frames, which name their content.
-
-    Args:
-        header: the header of the file itself.
-        data: the bytes of the file.
-    """
-    hashed = b"".join([header.prefix(), *_starts(header, data)])
-    return header.file_nbytes, content_hash(np.frombuffer(hashed, np.uint8), threads=1).hex()
-
-
-def _starts(header: FileHeader, data: memoryview) -> Iterable[memoryview]:
-    n = len(header.entries)
-    chosen = {i * (n - 1) // (_N_TOLD - 1) for i in range(_N_TOLD)} if n else set()
-    for entry in (header.entries[i] for i in sorted(chosen)):
-        start = header.data_offset + entry.start
-        yield data[start : start + min(FIXED_HEADER_NBYTES, entry.nbytes)]

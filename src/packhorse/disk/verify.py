@@ -8,18 +8,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 from packhorse.arguments import resolve_threads
-from packhorse.disk.base_files import BaseLike, Lender, open_bases
+from packhorse.disk.base_files import BaseLike, Lender, open_bases, place_base
 from packhorse.disk.packed_frames import check_frame
 from packhorse.disk.packed_header import parse_packed_header
 from packhorse.disk.results import Problem, Progress
 from packhorse.disk.safetensors_header import FileHeader, TensorEntry
-from packhorse.disk.source_file import SourceFile, open_source
+from packhorse.disk.source import open_source
+from packhorse.disk.source_file import Source
 from packhorse.errors import ChangedError, PackhorseError, blaming
 from packhorse.frame import Frame
 from packhorse.storage.frames.scratch import Window
+from packhorse.storage.locations import open_place
 from packhorse.storage.strict_json import has_capital_escape, shortened
 from packhorse.threads import batches, map_tensors
 
@@ -38,17 +40,19 @@ def verify_file(
     progress: Progress | None = None,
     max_nbytes: int | None = None,
     base: BaseLike | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> list[Problem]:
     """Check every checksum and content hash of a packed file, and continue after a bad tensor.
 
     Args:
-        src: a packed file.
+        src: a packed file, at a path or a URL of fsspec.
         threads: the number of threads; None for one per core, at most 8.
         progress: called with the number of tensor bytes checked since the last call.
         max_nbytes: report a file whose tensors take more bytes in total as bad, without decoding
             any; None for no limit. The limit saves time; memory is bounded without it.
         base: as for `unpack_file`. Without it, tensors that need a base are not decoded, and one
             problem reports them.
+        storage_options: options for the file systems of all URLs of this call, as in fsspec.
 
     Returns:
         All problems; an empty list if the file is good.
@@ -64,9 +68,9 @@ def verify_file(
         >>> verify_file("model.ph.safetensors")
         []
     """
-    path = Path(src)
+    path = open_place(src, storage_options)
     n_threads = resolve_threads(threads)
-    with open_source(path) as source, open_bases(base) as bases:
+    with open_source(path) as source, open_bases(place_base(base, storage_options)) as bases:
         try:
             header = source.header()
         except PackhorseError as error:
@@ -98,7 +102,7 @@ def verify_file(
         return problems + verifier.missing_bases() + _changes(source)
 
 
-def _changes(source: SourceFile) -> list[Problem]:
+def _changes(source: Source) -> list[Problem]:
     try:
         source.check()
     except OSError as error:
@@ -110,7 +114,7 @@ def _changes(source: SourceFile) -> list[Problem]:
 class _Verifier:
     """Checks tensors batch by batch, against the recorded header if that is good."""
 
-    source: SourceFile
+    source: Source
     header: FileHeader
     originals: Mapping[str, TensorEntry]
     max_nbytes: int | None

@@ -25,6 +25,7 @@ __all__ = [
     "capacity_of",
     "checked_source",
     "max_frame_nbytes",
+    "max_header_nbytes",
     "plan_buffer",
     "planned_frame_nbytes",
 ]
@@ -54,14 +55,24 @@ def max_frame_nbytes(dtype: str, shape: Sequence[int]) -> int:
     return capacity_of(row, shape, natural_geometry(row, nbytes))
 
 
+def max_header_nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """Returns the length of the longest header of a frame of a tensor of this dtype and shape, for
+    frames that this release makes."""
+    row, nbytes = checked_nbytes(dtype, shape)
+    return _header_capacity(row, shape, natural_geometry(row, nbytes))
+
+
 def capacity_of(row: DType, shape: Sequence[int], natural: Geometry) -> int:
     """Like `max_frame_nbytes`, for a tensor that has been checked. No plan has more chunks or
     planes than its natural geometry."""
+    return _header_capacity(row, shape, natural) + padded(natural.nbytes)
+
+
+def _header_capacity(row: DType, shape: Sequence[int], natural: Geometry) -> int:
     side_nbytes = side_capacity(row, shape)
-    header = frame_header_nbytes(
+    return frame_header_nbytes(
         len(shape), natural.n_chunks, natural.n_planes, side_nbytes, has_base=True
     )
-    return header + padded(natural.nbytes)
 
 
 def plan_buffer(

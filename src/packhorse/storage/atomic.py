@@ -51,7 +51,7 @@ class OutputFile:
         nbytes: the number of bytes appended so far.
     """
 
-    def __init__(self, descriptor: int, destination: Path) -> None:
+    def __init__(self, descriptor: int, destination: Path | str) -> None:
         self._descriptor = descriptor
         self._destination = destination
         self.nbytes = 0
@@ -320,7 +320,7 @@ def _mode(like: os.stat_result | None) -> int:
 
 
 @contextmanager
-def _naming(destination: Path) -> Iterator[None]:
+def _naming(destination: Path | str) -> Iterator[None]:
     """Make the system's errors name the destination instead of a temporary file or no file."""
     try:
         yield

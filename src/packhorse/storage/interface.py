@@ -34,6 +34,12 @@ class Stamp(NamedTuple):
     nbytes: int
     changed: int
 
+    def difference(self, now: Stamp) -> str:
+        """What happened between this stamp and a later one, in words; empty if nothing did."""
+        if self.nbytes != now.nbytes:
+            return f"its size went from {self.nbytes} to {now.nbytes} bytes"
+        return "" if self == now else "it was replaced"
+
 
 class Sink(Protocol):
     """An object that is being written."""

@@ -93,7 +93,7 @@ def take(
     store: SnapshotStore,
     url: str,
     name: str,
-    sources: Sequence[Path],
+    sources: Sequence[str],
     *,
     base: str | None,
     metadata: dict[str, Any],
@@ -220,7 +220,7 @@ def restore(
     store: SnapshotStore,
     url: str,
     name: str,
-    output: Path,
+    output: str,
     *,
     keys: Sequence[str] | None,
     force: bool,
@@ -236,7 +236,7 @@ def restore(
         )
         seconds = time.perf_counter() - start
     return RestoredSnapshot(
-        url, name, str(output), done.n_tensors, done.nbytes, done.file_nbytes, seconds,
+        url, name, str(done.output), done.n_tensors, done.nbytes, done.file_nbytes, seconds,
         gb_per_s(done.nbytes, seconds),
     )  # fmt: skip
 

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -60,11 +59,10 @@ def take(
     store: Store,
     name: Name,
     files: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(
             metavar="FILE",
-            readable=False,
-            help="Safetensors files, packed or plain, or folders of shards.",
+            help="Safetensors files, packed or plain, or folders of shards: paths or URLs.",
             show_default=False,
         ),
     ],
@@ -195,10 +193,10 @@ def restore(
     store: Store,
     name: Name,
     output: Annotated[
-        Path,
+        str,
         typer.Option(
-            "--output", "-o", readable=False, metavar="DST", show_default=False,
-            help="The file to write; packed if it ends in .ph.safetensors.",
+            "--output", "-o", metavar="DST", show_default=False,
+            help="The file to write, at a path or a URL; packed if it ends in .ph.safetensors.",
         ),
     ],
     keys: Annotated[

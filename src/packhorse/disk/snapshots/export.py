@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from packhorse.codecs.base import ByteArray
@@ -25,10 +24,10 @@ from packhorse.disk.snapshots.snapshot_frames import SnapshotFrames
 from packhorse.disk.state import Keys, list_state
 from packhorse.errors import blaming
 from packhorse.layout import FILE_METADATA_KEY, FILE_SUFFIX, Level
-from packhorse.storage.atomic import atomic_file, check_output_file
 from packhorse.storage.frames.frame_store import FrameStore
 from packhorse.storage.frames.scratch import Scratch
 from packhorse.storage.interface import Storage
+from packhorse.storage.locations import Place, check_output, writing
 from packhorse.storage.strict_json import shortened
 from packhorse.threads import batches, map_tensors
 
@@ -59,7 +58,7 @@ class Exporting:
 
 
 def export_snapshot(
-    storage: Storage, catalog: Catalog, name: str, target: Path, wanted: Exporting
+    storage: Storage, catalog: Catalog, name: str, target: Place, wanted: Exporting
 ) -> RestoredFile:
     """Write a snapshot to a file, which is packed if its name ends in `.ph.safetensors`.
 
@@ -67,11 +66,11 @@ def export_snapshot(
         ValueError, OSError, CorruptionError, CompatibilityError: as for
             `SnapshotStore.restore_file`.
     """
-    check_output_file(target, force=wanted.force)
+    check_output(target, force=wanted.force)
     return read_newest(catalog, [name], lambda manifest: _export(storage, manifest, target, wanted))
 
 
-def _export(storage: Storage, manifest: Manifest, target: Path, wanted: Exporting) -> RestoredFile:
+def _export(storage: Storage, manifest: Manifest, target: Place, wanted: Exporting) -> RestoredFile:
     label = f"snapshot {manifest.file.snapshot!r}"
     with blaming(label, (ValueError,)):
         chosen, header = _lay_out(manifest, wanted.keys)
@@ -84,7 +83,7 @@ def _export(storage: Storage, manifest: Manifest, target: Path, wanted: Exportin
 
 
 def _write(
-    target: Path, header: FileHeader, buffers: Iterator[ByteArray], wanted: Exporting
+    target: Place, header: FileHeader, buffers: Iterator[ByteArray], wanted: Exporting
 ) -> int:
     """Write the file, and return its size."""
     if target.name.endswith(FILE_SUFFIX):
@@ -92,7 +91,7 @@ def _write(
             target, header, buffers, level=wanted.level, threads=wanted.threads,
             progress=wanted.progress, force=wanted.force,
         ).packed_nbytes  # fmt: skip
-    with atomic_file(target, force=wanted.force) as output:
+    with writing(target, force=wanted.force) as output:
         output.write(header.prefix())
         for data in buffers:
             output.write(data)

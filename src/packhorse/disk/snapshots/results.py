@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from packhorse.disk.snapshots.manifest import Manifest
+from packhorse.storage.locations import Place
 
 __all__ = [
     "Change",
@@ -187,7 +187,7 @@ class RestoredFile:
         file_nbytes: the size of the file.
     """
 
-    output: Path
+    output: Place
     n_tensors: int
     nbytes: int
     file_nbytes: int

@@ -1,16 +1,18 @@
 """Reads safetensors files as a state, for `SnapshotStore.take_files`.
 
 The state is one dict of the tensors of all files, by name. Plain files are mapped, tensor by
-tensor; packed files are decoded, a batch at a time. No framework is needed, so any dtype works.
+tensor; packed files are decoded, a batch at a time; files at URLs are read ahead. No framework is
+needed, so any dtype works.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.container import PICKLE_SUFFIXES, pickle_advice
@@ -18,9 +20,10 @@ from packhorse.disk.folder_index import PLAIN_SUFFIX
 from packhorse.disk.model_file import ModelFile
 from packhorse.disk.safetensors_header import TensorEntry
 from packhorse.disk.snapshots.take import State
-from packhorse.disk.source_file import open_source
+from packhorse.disk.source import open_source
 from packhorse.storage.frames.casts import find_casts, packing_order
 from packhorse.storage.frames.refs import TensorSpec
+from packhorse.storage.locations import Place, open_place
 from packhorse.storage.strict_json import shortened
 
 __all__ = ["FileState", "model_files", "open_sources"]
@@ -40,11 +43,14 @@ class FileState:
     metadata: dict[str, str]
 
 
-def model_files(source: str | os.PathLike[str]) -> list[Path]:
+def model_files(
+    source: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> list[Place]:
     """The safetensors files of a source: the file itself, or those directly in a folder, by name.
 
     Args:
-        source: a file or a folder.
+        source: a file or a folder, at a path or a URL.
+        storage_options: options for the file system of a URL, as in fsspec.
 
     Returns:
         The paths of the files, which are not opened.
@@ -57,11 +63,11 @@ def model_files(source: str | os.PathLike[str]) -> list[Path]:
         >>> [str(path) for path in model_files("llama")]
         ['llama/model.safetensors']
     """
-    path = Path(source)
+    path = open_place(source, storage_options)
     if not path.is_dir():
         _refuse_pickles([path])
         return [path]
-    files = sorted(item for item in path.iterdir() if not item.is_dir())
+    files = _files_in(path)
     models = [file for file in files if file.name.endswith(PLAIN_SUFFIX)]
     if not models:
         _refuse_pickles(files)
@@ -71,14 +77,20 @@ def model_files(source: str | os.PathLike[str]) -> list[Path]:
     return models
 
 
-def _refuse_pickles(files: Iterable[Path]) -> None:
+def _files_in(folder: Place) -> Sequence[Place]:
+    if isinstance(folder, Path):
+        return sorted(item for item in folder.iterdir() if not item.is_dir())
+    return [folder / path for path in folder.files() if len(path.parts) == 1]
+
+
+def _refuse_pickles(files: Iterable[Place]) -> None:
     for file in files:
         if file.suffix.lower() in PICKLE_SUFFIXES:
             raise ValueError(pickle_advice(file))
 
 
 @contextmanager
-def open_sources(files: Sequence[Path], threads: int) -> Iterator[FileState]:
+def open_sources(files: Sequence[Place], threads: int) -> Iterator[FileState]:
     """Open files until the block ends.
 
     Args:
@@ -115,7 +127,7 @@ def open_sources(files: Sequence[Path], threads: int) -> Iterator[FileState]:
 
 
 def _refuse_same_names(places: Sequence[tuple[ModelFile, TensorEntry]]) -> None:
-    owners: dict[str, Path] = {}
+    owners: dict[str, Place] = {}
     for file, entry in places:
         if entry.name in owners:
             raise ValueError(

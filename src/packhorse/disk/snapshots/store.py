@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -44,7 +43,7 @@ from packhorse.framework import resolve_framework
 from packhorse.layout import Level
 from packhorse.storage.frames.base_cache import BaseCache
 from packhorse.storage.frames.packer import PackOptions
-from packhorse.storage.locations import open_storage
+from packhorse.storage.locations import Place, open_place, open_storage, shared_options
 
 __all__ = ["SnapshotStore"]
 
@@ -116,6 +115,7 @@ class SnapshotStore:
         )  # fmt: skip
         self._staging_nbytes = staging_nbytes
         self._storage = open_storage(url, storage_options)
+        self._origin = url, storage_options
         self._arguments = {
             "url": url if "://" in os.fspath(url) else os.path.abspath(url), "level": level,
             "threads": threads, "max_chain": max_chain, "staging_nbytes": staging_nbytes,
@@ -185,16 +185,20 @@ class SnapshotStore:
         metadata: Mapping[str, Any] | None = None,
         replace: bool = False,
         progress: Progress | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> SnapshotInfo:
         """Write a snapshot of safetensors files, whose tensors become one dict by name.
 
         Args:
             name: as for `take`.
-            sources: plain or packed files, or folders of them (shards). Subfolders are ignored.
+            sources: plain or packed files, or folders of them (shards), at paths or URLs.
+                Subfolders are ignored.
             base: as for `take`.
             metadata: as for `take`. It is added to the metadata of the files.
             replace: as for `take`.
             progress: as for `take`.
+            storage_options: options for the file systems of `sources`, as in fsspec; None for those
+                of the store.
 
         Returns:
             What was written.
@@ -207,7 +211,11 @@ class SnapshotStore:
         """
         with self._writing():
             quote_name(name)
-            files = [file for source in sources for file in model_files(source)]
+            files = [
+                file
+                for source in sources
+                for file in model_files(self._place(source, storage_options))
+            ]
             with open_sources(files, self._options.threads) as opened:
                 values = opened.metadata | checked_metadata(metadata)
                 taking = Taking(name, opened.state, base, values, replace, progress)
@@ -333,6 +341,7 @@ class SnapshotStore:
         force: bool = False,
         max_nbytes: int | None = None,
         progress: Progress | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> RestoredFile:
         """Write a snapshot, or parts of it, as a safetensors file (docs/snapshots.md). Tensors are
         stored under their paths, and everything else becomes metadata. The file is written whole or
@@ -340,11 +349,14 @@ class SnapshotStore:
 
         Args:
             name: the name of the snapshot.
-            output: the file, which is packed if its name ends in `.ph.safetensors`.
+            output: the file, at a path or a URL, which is packed if its name ends in
+                `.ph.safetensors`.
             keys: as for `restore`.
             force: whether an existing file may be replaced.
             max_nbytes: as for `restore`.
             progress: as for `restore`.
+            storage_options: options for the file system of `output`, as in fsspec; None for those
+                of the store.
 
         Returns:
             What was written.
@@ -358,7 +370,13 @@ class SnapshotStore:
         self._glance()
         options = self._options
         wanted = Exporting(keys, options.level, options.threads, force, max_nbytes, progress)
-        return export_snapshot(self._storage, self._catalog, name, Path(output), wanted)
+        place = self._place(output, storage_options)
+        return export_snapshot(self._storage, self._catalog, name, place, wanted)
+
+    def _place(self, path: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Place:
+        if options is None:
+            options = shared_options(path, *self._origin)
+        return open_place(path, options)
 
     def diff(self, old: str, new: str, *, progress: Progress | None = None) -> list[TensorDiff]:
         """Compare two snapshots, tensor by tensor.

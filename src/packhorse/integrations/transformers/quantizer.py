@@ -439,7 +439,8 @@ def _require_shapes(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
         if parameter.shape != expected:
             raise ValueError(
                 f"{name}: has shape {list(parameter.shape)} in the checkpoint, but "
-                f"{list(expected)} in the model; the config belongs to another model"
+                f"{list(expected)} in the model: the config belongs to another model, or "
+                "ignore_mismatched_sizes needs a later release of transformers"
             )
 
 

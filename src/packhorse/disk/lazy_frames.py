@@ -1,0 +1,116 @@
+"""The frames of a packed file that is open for lazy reading.
+
+Of a file at a URL, the header of a frame is read once and kept; a part of a tensor then takes one
+request for the chunks that it needs, whose checksums are in that header. All tensors together are
+read from front to back (`remote_source.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from packhorse.disk.lazy_bytes import MappedBytes, RemoteBytes
+from packhorse.disk.packed_frames import open_frame, peek_nbytes, sketch_frames
+from packhorse.disk.packed_header import PackedHeader
+from packhorse.disk.remote_source import Blocks
+from packhorse.disk.safetensors_header import TensorEntry
+from packhorse.frame import Frame
+from packhorse.threads import batches
+
+__all__ = ["LazyFrames", "Run", "lazy_frames"]
+
+Run: TypeAlias = tuple[Sequence[TensorEntry], Mapping[str, Frame]]
+
+
+class LazyFrames(Protocol):
+    """The frames of an open packed file."""
+
+    def part(self, entry: TensorEntry, start: int, stop: int) -> Frame:
+        """The frame of a tensor, with all bytes that decoding bytes `start` to `stop` of the tensor
+        needs. Its header is checked."""
+
+    def outlines(self, entries: Sequence[TensorEntry]) -> Iterator[Frame]:
+        """The frames of tensors, with their headers checked; their payload may be zeros."""
+
+    def runs(self, entries: Sequence[TensorEntry]) -> Generator[Run, None, None]:
+        """All tensors, in runs that fit into memory together with their frames.
+
+        Yields:
+            The tensors of the next run, and their frames, by name, as far as they had to be read.
+        """
+
+
+def lazy_frames(packed: PackedHeader, content: MappedBytes | RemoteBytes) -> LazyFrames:
+    """The frames of a packed file."""
+    if isinstance(content, RemoteBytes):
+        return _RemoteFrames(packed, content)
+    return _MappedFrames(packed, content)
+
+
+class _MappedFrames:
+    def __init__(self, packed: PackedHeader, content: MappedBytes) -> None:
+        self._packed = packed
+        self._data = content.data
+        self._frames: dict[str, Frame] = {}
+
+    def part(self, entry: TensorEntry, start: int, stop: int) -> Frame:
+        frame = self._frames.get(entry.name)
+        if frame is None:
+            at = self._packed.frame_offset(entry.name)
+            data = self._data[at : at + self._packed.frames[entry.name].nbytes]
+            frame = open_frame(data, self._packed, entry)
+            self._frames[entry.name] = frame  # two threads may both come here, with equal frames
+        return frame
+
+    def outlines(self, entries: Sequence[TensorEntry]) -> Iterator[Frame]:
+        return (self.part(entry, 0, 0) for entry in entries)
+
+    def runs(self, entries: Sequence[TensorEntry]) -> Generator[Run, None, None]:
+        yield entries, {}  # all at once: their frames are pages of the file
+
+
+class _RemoteFrames:
+    def __init__(self, packed: PackedHeader, content: RemoteBytes) -> None:
+        self._packed = packed
+        self._content = content
+        self._headers: dict[str, bytes] = {}
+
+    def part(self, entry: TensorEntry, start: int, stop: int) -> Frame:
+        header, n_known = self._headers.get(entry.name), peek_nbytes(entry)
+        offset, nbytes = self._place(entry)
+        if header is None:
+            (data,) = sketch_frames(self._content, self._packed, [entry])
+        else:
+            data, n_known = self._content.sketch(offset, nbytes), len(header)
+            data[:n_known] = np.frombuffer(header, np.uint8)
+        frame = open_frame(data, self._packed, entry)
+        low, high = frame.payload_range(start, stop)
+        low = max(low, n_known)
+        if low < high:
+            self._content.fill_checked(data[low:high], offset + low)
+        if header is None:
+            self._headers[entry.name] = data[: frame.header.header_nbytes].tobytes()
+        return frame
+
+    def _place(self, entry: TensorEntry) -> tuple[int, int]:
+        return self._packed.frame_offset(entry.name), self._packed.frames[entry.name].nbytes
+
+    def outlines(self, entries: Sequence[TensorEntry]) -> Iterator[Frame]:
+        for run in batches([self._place(entry)[1] for entry in entries]):
+            part = entries[run.start : run.stop]
+            sketches = sketch_frames(self._content, self._packed, part)
+            for entry, data in zip(part, sketches, strict=True):
+                yield open_frame(data, self._packed, entry)
+
+    def runs(self, entries: Sequence[TensorEntry]) -> Generator[Run, None, None]:
+        with self._content.blocks() as blocks:
+            for run in batches([self._place(entry)[1] for entry in entries]):
+                part = entries[run.start : run.stop]
+                yield part, {entry.name: self._read(entry, blocks) for entry in part}
+        self._content.doubt()
+
+    def _read(self, entry: TensorEntry, blocks: Blocks) -> Frame:
+        return open_frame(blocks.read(*self._place(entry)), self._packed, entry)
