@@ -262,7 +262,7 @@ def test_bad_arguments_and_files(tmp_path: Path) -> None:
     io = PackhorseCheckpointIO()
     with pytest.raises(TypeError, match="storage_options"):
         io.save_checkpoint(CHECKPOINT, tmp_path / "a.ckpt", {})
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
         io.load_checkpoint(tmp_path / "a.ckpt")
     with pytest.raises(TypeError, match="max_chain: only a store has such options"):
         PackhorseCheckpointIO(max_chain=3)

@@ -170,6 +170,8 @@ class PackhorseCheckpointIO(CheckpointIO):  # type: ignore[misc]
             ValueError: the snapshot is gone, or in a store that this object does not know.
         """
         fs, place = _find(path)
+        if not fs.exists(place):  # in Lightning's words
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
         if _is_pickle(fs, place):
             raise CompatibilityError(_how_to_convert(str(path)))
         pointer = _read_pointer(fs, place)
