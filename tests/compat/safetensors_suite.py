@@ -30,6 +30,7 @@ __all__ = [
     "differences",
     "fetch",
     "substitute",
+    "table",
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,6 +159,20 @@ def fetch(release: str, folder: Path) -> Path:
                 "distribution could not be fetched ***"
             )
     return archive
+
+
+def table() -> str:
+    """The tests that fail, by reason, as a table for docs/compatibility.md."""
+    lines = ["| reason | tests |", "|---|---|"]
+    for reason in Reason:
+        names = [name for name, found in EXPECTED.items() if found is reason]
+        files = sorted({name.partition("::")[0] for name in names})
+        cells = []
+        for file in files:
+            own = (name.rpartition("::")[2] for name in names if name.startswith(f"{file}::"))
+            cells.append(f"`{file}`: {', '.join(f'`{test}`' for test in own)}")
+        lines.append(f"| {reason} | {'; '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _write_tests(archive: Path, folder: Path) -> None:

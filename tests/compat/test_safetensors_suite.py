@@ -11,6 +11,7 @@ from compat.safetensors_suite import (
     differences,
     fetch,
     substitute,
+    table,
 )
 
 
@@ -60,3 +61,9 @@ def test_continuous_integration_runs_them():
 
 def test_the_table_names_tests_of_ours_only():
     assert not [name for name in EXPECTED if name.partition("::")[0] in OTHER_FRAMEWORKS]
+
+
+def test_the_page_lists_every_failure():
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    assert table() in page
+    assert f"these {len(EXPECTED)} fail" in page
