@@ -168,6 +168,7 @@ def measure(names: list[str], rounds: int) -> dict[str, Any]:
     """Time all codecs on the data sets of these names; prints a table of each."""
     numcodecs.blosc.set_nthreads(1)
     result: dict[str, Any] = {
+        "kind": "arrays",
         "date": time.strftime("%Y-%m-%d"),
         "path": code_path(),
         "rounds": rounds,

@@ -125,6 +125,7 @@ class Store:
 def measure(names: list[str]) -> dict[str, Any]:
     """Upload both versions of each case in each form; prints a line for each."""
     result: dict[str, Any] = {
+        "kind": "hub",
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine.describe(),
         "versions": {name: version(name) for name in ("hf_xet", "safetensors")},
