@@ -95,8 +95,8 @@ def require_speeds(device: torch.device) -> None:
 
     if not runs_on(device):
         raise ValueError(
-            f"for_tokens needs the model on an NVIDIA GPU, but it is on {device}: move it to one "
-            "first, or leave out for_tokens"
+            f"for_tokens needs the model on an NVIDIA GPU, but it is on {device}: move it to a "
+            "GPU first, or leave out for_tokens"
         )
 
 
