@@ -99,7 +99,7 @@ def compile_kernel(
     """Compile a kernel for pointers and sizes that are multiples of 16, as in launches."""
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
-    loose = {"n_rows", "n_tokens"}  # may be any number
+    loose = {"n_rows", "n_tokens", "rows_ptr"}  # may be any number, or begin anywhere
     attributes = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)

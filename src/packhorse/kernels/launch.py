@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from triton import knobs
 
+from packhorse.kernels.vendor import is_nvidia
+
 __all__ = [
     "MIN_SHARED_NBYTES",
     "Dialect",
@@ -70,9 +72,8 @@ def choose_dialect(device: torch.device) -> Dialect:
 
 @cache  # asking the driver takes as long as a launch
 def _dialect_of(device: torch.device) -> Dialect:
-    is_cuda = torch.version.hip is None
-    is_hopper = is_cuda and torch.cuda.get_device_capability(device)[0] == 9
-    return Dialect(assembly=is_cuda, upcast=False, hopper=is_hopper)
+    is_hopper = is_nvidia() and torch.cuda.get_device_capability(device)[0] == 9
+    return Dialect(assembly=is_nvidia(), upcast=False, hopper=is_hopper)
 
 
 @cache
@@ -94,9 +95,9 @@ def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether kernels can run on a device: it must be a GPU, unless Triton's interpreter is
+    """Whether kernels can run on a device: it must be an NVIDIA GPU, unless Triton's interpreter is
     used."""
-    return device.type == "cuda" or bool(knobs.runtime.interpret)
+    return (device.type == "cuda" and is_nvidia()) or bool(knobs.runtime.interpret)
 
 
 def require_tensor(
