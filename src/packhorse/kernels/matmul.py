@@ -182,9 +182,13 @@ def multiply_weights_kernel(
     found = first_exceptions(
         starts_ptr, exceptions_ptr, first_row, end_row, split * PARTS + part, SPLITS * PARTS
     )
-    low, high, totals = no_tiles(), no_tiles(), no_tiles()
+    # Larger sums leave no registers for what is needed only at the end.
+    AHEAD: tl.constexpr = TILES * BLOCK_TOKENS <= 32
+    low, high, totals, firsts = no_tiles(), no_tiles(), no_tiles(), no_tiles()
     for tile in tl.static_range(TILES):
         rows = _rows_of(first_row + tile * BLOCK_ROWS, n_rows, BLOCK_ROWS)
+        if AHEAD:
+            firsts += (tl.load(first_ptr + rows),)
         low += (low_ptr + rows * (SLICES * n_steps) + steps_w,)
         high += (high_ptr + rows * (SLICES * n_steps * (BITS - 8) // 8) + steps_w,)
         totals += (tl.zeros((PARTS, BLOCK_ROWS, BLOCK_TOKENS), tl.float32),)
@@ -221,7 +225,7 @@ def multiply_weights_kernel(
     rows, holes, sums = no_tiles(), no_tiles(), no_tiles()
     for tile in tl.static_range(TILES):
         tile_rows = _rows_of(first_row + tile * BLOCK_ROWS, n_rows, BLOCK_ROWS)
-        first = tl.load(first_ptr + tile_rows)
+        first = firsts[tile] if AHEAD else tl.load(first_ptr + tile_rows)
         rows += (tile_rows,)
         sums += (scale_rows(totals[tile], first, BITS),)
         holes += (power_of_two(first.to(tl.int32) - 127) if BITS == 11 else 0,)
