@@ -10,9 +10,6 @@ section 19.
 import argparse
 import json
 import os
-import re
-import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.gpu.machine_code import disassemble, read_kernel
 from packhorse.kernels.matmul import MatmulConfig, default_config, multiply_weights_kernel
 from packhorse.kernels.matmul_many import ManyConfig, default_many_config, multiply_many_kernel
 from packhorse.kernels.weights import decode_weights_kernel
@@ -53,9 +51,6 @@ POINTERS = {
     "out_ptr": "*bf16",
     "rows_ptr": "*i64",
 }
-INSTRUCTION = re.compile(
-    r"\s+/\*[0-9a-f]{4,}\*/\s+(?:\{ )?(?:@!?U?P\w+ )?\s*([A-Z][A-Z0-9_.a-z]*)(.*)"
-)
 
 
 @dataclass(frozen=True)
@@ -110,40 +105,16 @@ def compile_kernel(
     return triton.compile(source, target=GPUTarget("cuda", architecture, WARP), options=options)
 
 
-def disassemble(binary: bytes) -> str:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        command = [str(tool), "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def read_loops(listing: str) -> tuple[list[str], list[list[str]]]:
-    """The operations of a kernel, and those of each of its loops, longest first."""
-    operations: list[str] = []
-    labels: dict[str, int] = {}
-    loops: list[tuple[int, int]] = []
-    for line in listing.splitlines():
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = len(operations)
-        elif found := INSTRUCTION.match(line):
-            operations.append(found[1].split(".")[0])
-            target = re.search(r"\.L_x_\d+", found[2]) if found[1].startswith("BRA") else None
-            if target and labels.get(target[0], len(operations)) < len(operations) - 1:
-                loops.append((labels[target[0]], len(operations)))
-    bodies = [operations[start:end] for start, end in loops]
-    return operations, sorted(bodies, key=len, reverse=True)
-
-
 def n_tensor(body: Counter[str]) -> int:
     return sum(body[op] for op in TENSOR_OPS)
 
 
 def count(name: str, compiled: object, architecture: int, n_weights: int, n_warps: int) -> Count:
     """The operations of the loop that uses the tensor cores most, or of the longest one."""
-    operations, loops = read_loops(disassemble(compiled.asm["cubin"]))
-    tally = max(map(Counter, loops), key=lambda body: (n_tensor(body), body.total()))
+    code = read_kernel(compiled.asm["cubin"])
+    operations = [x.operation for x in code.instructions]
+    bodies = (Counter(operations[start:end]) for start, end in code.loops)
+    tally = max(bodies, key=lambda body: (n_tensor(body), body.total()))
     threads = WARP * n_warps
     return Count(
         name,
@@ -151,7 +122,7 @@ def count(name: str, compiled: object, architecture: int, n_weights: int, n_warp
         tally.total() * threads / n_weights,
         sum(tally[op] for op in INTEGER_OPS) * threads / n_weights,
         n_tensor(tally),
-        sum(op in SPILL_OPS for op in operations),
+        code.count(SPILL_OPS),
         sum(tally[op] for op in SPILL_OPS),
         compiled.metadata.shared,
         dict(tally.most_common(8)),
