@@ -10,6 +10,7 @@ section 19.
 import argparse
 import json
 import os
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +33,8 @@ SHARED_NBYTES = {90: 227 << 10, 80: 163 << 10}  # of a program, by NVIDIA's tabl
 WARP = 32
 TENSOR_OPS = ("HMMA", "HGMMA")
 SPILL_OPS = ("LDL", "STL")
+_ATTRIBUTES = 0x70000000  # the kind of a section of an ELF file
+_REGISTER_COUNT = bytes((0x04, 0x2F, 8, 0))  # an attribute of eight bytes
 # Operations of the pipe of integers and logic, which has half the rate of the others.
 INTEGER_OPS = {
     *("LOP3", "SHF", "PRMT", "IADD3", "ISETP", "SEL", "LEA", "VIADD", "IMNMX", "VIMNMX", "IABS"),
@@ -93,6 +96,8 @@ def compile_kernel(
 ) -> "triton.compiler.CompiledKernel":
     """Compile a kernel for pointers and sizes that are multiples of 16, as in launches."""
     names = kernel.arg_names
+    optional = (p for p in kernel.params if p.is_constexpr and p.has_default)
+    constants = {p.name: p.default for p in optional} | constants
     signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
     loose = {"n_rows", "n_tokens"}  # may be any number
     attributes = {
@@ -129,9 +134,23 @@ def count(name: str, compiled: object, architecture: int, n_weights: int, n_warp
     )
 
 
-def count_matmul(
-    format: WeightFormat, config: MatmulConfig, architecture: int, *, even: bool = True
-) -> Count:
+def compile_matmul(
+    format: WeightFormat,
+    config: MatmulConfig,
+    architecture: int,
+    *,
+    even: bool = True,
+    early: bool = False,
+) -> "triton.compiler.CompiledKernel":
+    """Compile a product of a few tokens.
+
+    Args:
+        format: of the weight.
+        config: the division; more than one split is the same machine code for all numbers.
+        architecture: 90 for Hopper.
+        even: whether the division fits the matrix.
+        early: whether the kernel starts before the one before it ends.
+    """
     constants = {
         "BITS": format.bits,
         "SLICES": format.n_slices,
@@ -145,10 +164,30 @@ def count_matmul(
         "HAS_BIAS": not even,
         "ASSEMBLY": True,
         "UPCAST": False,
+        "EARLY": max(config.n_stages - 1, 1) if early else 0,
     }
-    compiled = compile_kernel(
-        multiply_weights_kernel, constants, architecture, config.n_warps, config.n_stages
-    )
+    warps, stages = config.n_warps, config.n_stages
+    return compile_kernel(multiply_weights_kernel, constants, architecture, warps, stages)
+
+
+def count_registers(binary: bytes) -> int:
+    """Registers of a thread, from the attributes of the only kernel in a binary (ELF)."""
+    (table,) = struct.unpack_from("<Q", binary, 0x28)
+    size, number = struct.unpack_from("<HH", binary, 0x3A)
+    for at in range(table, table + size * number, size):
+        (kind,) = struct.unpack_from("<I", binary, at + 4)
+        start, length = struct.unpack_from("<QQ", binary, at + 24)
+        found = binary.find(_REGISTER_COUNT, start, start + length) if kind == _ATTRIBUTES else -1
+        if found >= 0:
+            (n_registers,) = struct.unpack_from("<I", binary, found + 8)  # behind a symbol's number
+            return int(n_registers)
+    raise ValueError("the binary has no attributes of a kernel")
+
+
+def count_matmul(
+    format: WeightFormat, config: MatmulConfig, architecture: int, *, even: bool = True
+) -> Count:
+    compiled = compile_matmul(format, config, architecture, even=even)
     n_rows = config.n_tiles * config.block_rows
     n_weights = n_rows * config.block_steps * config.n_warps * format.n_slices
     name = f"{format.name} N={config.block_tokens}" + ("" if even else " odd columns")

@@ -25,6 +25,7 @@ import triton
 from triton import language as tl
 
 from packhorse.kernels.arrays import WeightTensors
+from packhorse.kernels.early_launch import launch_options, prefetch_weights, wait_for_others
 from packhorse.kernels.exception_sums import add_exceptions, first_exceptions, no_tiles
 from packhorse.kernels.launch import (
     MIN_SHARED_NBYTES,
@@ -159,6 +160,7 @@ def multiply_weights_kernel(
     HAS_BIAS: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     UPCAST: tl.constexpr,
+    EARLY: tl.constexpr = 0,  # turns to fetch before waiting for the kernel before; 0: started late
 ):
     # Programs of the same rows are neighbours, so that the second finds the weights in L2.
     n_token_blocks = tl.cdiv(n_tokens, BLOCK_TOKENS)
@@ -175,6 +177,12 @@ def multiply_weights_kernel(
     per_split = tl.cdiv(tl.cdiv(n_steps, TURN), SPLITS) * TURN
     begin = split * per_split
     end = tl.minimum(begin + per_split, n_steps)
+    if EARLY > 0:
+        prefetch_weights(
+            low_ptr, high_ptr, first_row, n_rows, n_steps, begin, end, BITS, SLICES,
+            TILES * BLOCK_ROWS, EARLY * TURN, 32 * PARTS,
+        )  # fmt: skip
+        wait_for_others()
     steps_w = begin + part * BLOCK_STEPS + within[None, None, :]  # along the weight's rows
     steps_x = begin + part * BLOCK_STEPS + within[None, :, None]  # along the tokens
     x = x_ptr + tokens * n_columns + steps_x
@@ -252,7 +260,10 @@ def add_splits_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     UPCAST: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
+    if EARLY:
+        wait_for_others()
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
     total = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
@@ -407,14 +418,17 @@ def add_splits(partial: torch.Tensor, y: torch.Tensor) -> None:
         y: BF16, n_tokens x n_rows; receives the result.
     """
     block = 256
+    dialect = choose_dialect(y.device)
     add_splits_kernel[(ceil_div(y.numel(), block),)](
         partial,
         y,
         y.numel(),
         SPLITS=len(partial),
         BLOCK=block,
-        UPCAST=choose_dialect(y.device).upcast,
+        UPCAST=dialect.upcast,
+        EARLY=dialect.early,
         num_warps=4,
+        **launch_options(dialect.early),
     )
 
 
@@ -431,6 +445,8 @@ def _launch(
     n_steps = format.n_steps(n_columns)
     turn = config.block_steps * config.n_warps
     dialect = choose_dialect(x.device)
+    is_even = n_steps % turn == 0 and n_columns == format.n_slices * n_steps
+    early = dialect.early and is_even
     n_row_blocks = ceil_div(n_rows, config.n_tiles * config.block_rows)
     n_blocks = n_row_blocks * ceil_div(n_tokens, config.block_tokens)
     multiply_weights_kernel[(n_blocks, config.n_splits)](
@@ -450,10 +466,12 @@ def _launch(
         PARTS=config.n_warps,
         TILES=config.n_tiles,
         SPLITS=config.n_splits,
-        EVEN=n_steps % turn == 0 and n_columns == format.n_slices * n_steps,
+        EVEN=is_even,
         HAS_BIAS=bias is not None,
         ASSEMBLY=dialect.assembly,
         UPCAST=dialect.upcast,
+        EARLY=max(config.n_stages - 1, 1) if early else 0,
         num_warps=config.n_warps,
         num_stages=config.n_stages,
+        **launch_options(early),
     )
