@@ -99,7 +99,7 @@ def compile_kernel(
     optional = (p for p in kernel.params if p.is_constexpr and p.has_default)
     constants = {p.name: p.default for p in optional} | constants
     signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
-    loose = {"n_rows", "n_tokens"}  # may be any number
+    loose = {"n_rows", "n_tokens", "rows_ptr"}  # may be any number, or begin anywhere
     attributes = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)

@@ -60,6 +60,12 @@ def test_presets_are_found_by_the_names_of_drivers() -> None:
         "NVIDIA A100-SXM4-80GB": "A100",
         "NVIDIA A100-SXM4-40GB": "A100-SXM4-40GB",
         "NVIDIA GeForce RTX 4090": "generic",
+        "NVIDIA H200 NVL": "H200",
+        "NVIDIA H100 80GB HBM3 MIG 3g.40gb": "H100",
+        # Their names contain those of other cards.
+        "NVIDIA GH200 480GB": "generic",
+        "NVIDIA RTX A1000": "generic",
+        "NVIDIA A100X": "generic",
     }
     assert {name: model_of(name).name for name in names} == names
 
@@ -199,6 +205,30 @@ def test_a_choice_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(640, 640, 8, W12, CPU) is first
 
 
+def test_another_batch_of_a_known_matrix_is_chosen_without_a_new_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The order of sums, which all small batches share, is found once for a matrix."""
+    n_predictions = 0
+    predict = autotune.predict_fused
+
+    def count(*args: Any) -> float:
+        nonlocal n_predictions
+        n_predictions += 1
+        return predict(*args)
+
+    monkeypatch.setattr(autotune, "predict_fused", count)
+    choices._order_of.cache_clear()
+    taken, found = [], []
+    for n in (8, 1, 4, 32):
+        before = n_predictions
+        found.append(choose(704, 1408, n, W12, CPU))
+        taken.append(n_predictions - before)
+    assert max(taken[1:]) < taken[0] / 10
+    alone = tune(704, 1408, W12, choices.describe_device(CPU), buckets=[1, 4, 8, 32])
+    assert found == [alone[n].choice for n in (8, 1, 4, 32)]
+
+
 def test_tokens_fall_into_buckets() -> None:
     pairs = [(1, 1), (3, 4), (32, 32), (33, 64), (1025, 4096), (10**6, 4096)]
     assert [bucket_of(n) for n, _ in pairs] == [bucket for _, bucket in pairs]
@@ -239,6 +269,42 @@ def test_what_is_too_large_for_a_gpu_is_decoded_first(monkeypatch: pytest.Monkey
     monkeypatch.setitem(products.LAUNCHERS, Strategy.FUSED, refuse)
     timer = WallTimer(weights, W12, 256, chain_nbytes=1)
     assert timer(Choice(Strategy.FUSED), 2) == math.inf
+
+
+def without_memory(monkeypatch: pytest.MonkeyPatch) -> tuple[WeightTensors, torch.Tensor]:
+    """A weight and tokens, where there is no memory for a plain weight."""
+
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 KiB")
+
+    monkeypatch.setattr(products, "decode_weights", refuse)
+    weights = WeightTensors(*map(torch.from_numpy, encode_weights(model_rows(32, 256), W12)))
+    return weights, torch.ones(2, 256).bfloat16()
+
+
+def test_without_memory_for_the_plain_weight_products_go_on_and_say_so_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights, x = without_memory(monkeypatch)
+    expected = products.multiply(x, weights, W12, 256, choice=Choice(Strategy.MANY))
+    with pytest.warns(RuntimeWarning, match="0 MiB left for the plain weight of 32 x 256") as told:
+        found = [
+            products.multiply(x, weights, W12, 256, choice=Choice(Strategy.DECODE))
+            for _ in range(3)
+        ]
+    assert len(told) == 1
+    assert all(torch.equal(y, expected) for y in found)
+
+
+def test_without_memory_a_capture_ends_with_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Captures need a GPU, so here one only seems to be under way."""
+    weights, x = without_memory(monkeypatch)
+    monkeypatch.setattr(products, "_is_capturing", lambda _: True)
+    monkeypatch.setattr(products, "LAUNCHERS", {})  # another product would be a second error
+    with pytest.raises(torch.OutOfMemoryError, match=r"captured.*batches of fewer tokens"):
+        products.multiply(x, weights, W12, 256, choice=Choice(Strategy.DECODE))
 
 
 class WallTimer(ProductTimer):

@@ -35,6 +35,7 @@ __all__ = [
     "TOKEN_SIZES",
     "Config",
     "Measure",
+    "expect_order",
     "fused_choice",
     "predictor",
     "tune",
@@ -126,6 +127,22 @@ def tune(
                 ways.append(tuner.many(n) if format is W12 else tuner.fused(n, None))
             found[n] = min((way for way in ways if way), key=lambda way: way.seconds, default=None)
     return {n: measured for n, measured in found.items() if measured is not None}
+
+
+def expect_order(
+    n_rows: int, n_columns: int, format: WeightFormat, device: DeviceModel
+) -> MatmulConfig | None:
+    """The division whose order of sums the model of time expects to be the best, for `tune`; None
+    if the model knows none.
+
+    Args:
+        n_rows: rows of the matrix.
+        n_columns: its columns.
+        format: its format.
+        device: the GPU.
+    """
+    predict = predictor(n_rows, n_columns, format, device)
+    return _Tuner(predict, predict, Search()).find_order()
 
 
 class _Tuner:

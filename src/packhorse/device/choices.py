@@ -8,11 +8,12 @@ This module holds everything that the process remembers about these results.
 import math
 import os
 from dataclasses import replace
+from functools import cache
 from threading import Lock
 
 import torch
 
-from packhorse.device.autotune import fused_choice, tune
+from packhorse.device.autotune import expect_order, fused_choice, tune
 from packhorse.device.cost import predict_plain
 from packhorse.device.strategy import INVARIANT_TOKENS, Choice, Strategy, bucket_of
 from packhorse.device.tune_cache import TUNE_CACHE, Entries, Key, Measured
@@ -21,10 +22,12 @@ from packhorse.gpu.models import DeviceModel
 from packhorse.kernels.matmul import MatmulConfig, default_config
 from packhorse.layout import WeightFormat
 
-__all__ = ["TOO_LARGE", "choose", "expect", "forget_choices", "use_cache"]
+__all__ = ["SHORT_OF_MEMORY", "TOO_LARGE", "choose", "expect", "forget_choices", "use_cache"]
 
 # Choices that did not fit on a GPU, with their format.
 TOO_LARGE: set[tuple[Choice, str, torch.device]] = set()
+# Matrices (rows and columns) whose plain weight once did not fit on a GPU.
+SHORT_OF_MEMORY: set[tuple[int, int, torch.device]] = set()
 
 _EXPECTED: dict[tuple[int, int, int, str, str, int | None], tuple[Measured, bool]] = {}
 _ENTRIES: dict[str, Entries] = {}  # of each GPU, by its name; read once
@@ -84,10 +87,19 @@ def _expect(
         return measured[bucket], True
     few = [row.choice.config for n, row in measured.items() if n <= INVARIANT_TOKENS]
     order = next((config for config in few if isinstance(config, MatmulConfig)), None)
+    if order is None and bucket <= INVARIANT_TOKENS:
+        order = _order_of(n_rows, n_columns, format, model)
     found = tune(n_rows, n_columns, format, model, buckets=[bucket], order=order).get(bucket)
     if found is None:
         found = Measured(_default(n_rows, n_columns, bucket, format, model), math.inf)
     return replace(found, plain_seconds=predict_plain(n_rows, n_columns, bucket, model)), False
+
+
+@cache  # all small batches share it, and finding it takes far longer than the rest of a choice
+def _order_of(
+    n_rows: int, n_columns: int, format: WeightFormat, model: DeviceModel
+) -> MatmulConfig | None:
+    return expect_order(n_rows, n_columns, format, model)
 
 
 def _default(
@@ -128,3 +140,4 @@ def forget_choices() -> None:
         _ENTRIES.clear()
     _EXPECTED.clear()
     TOO_LARGE.clear()
+    SHORT_OF_MEMORY.clear()

@@ -49,12 +49,10 @@ _BF16_NBYTES = 2
 # instructions (Luo et al., "Dissecting the NVIDIA Hopper architecture", 2024). Ampere has no faster
 # instruction.
 _HOPPER_MMA_SHARE = 0.63
-# Hopper's own instruction with a weight from registers. The loop decodes the next elements while
-# the instruction runs. Where four warps have more than 64 rows, Triton 3.6 waits for each
-# instruction at once (the machine code shows both). The shares are assumed; FlashAttention-3
-# reaches 0.86 of its best without warps that only fetch (Shah et al., 2024, ablation).
-_WGMMA_SHARE = 0.85
-_WAITING_SHARE = 0.6
+# Hopper's own instruction with a weight from registers: the kernel waits for each product before it
+# decodes the next elements, and only another program of the multiprocessor decodes meanwhile.
+# Assumed.
+_WGMMA_SHARE = 0.6
 _MIN_WGMMA_TOKENS = 32  # with fewer it takes as long; assumed
 _PORT_NBYTES = 64  # from L2 to a multiprocessor, a cycle; assumed for all GPUs
 _PLAIN_ROWS = (64, 128, 256)  # of cuBLAS's tiles, and their tokens
@@ -113,9 +111,8 @@ def _divide(config: "Config", format: WeightFormat, device: DeviceModel) -> _Div
             return _Division(rows, tokens, steps, registers, *tiles, per_weight, mma_share)
         # The product that is still running needs its tokens.
         tiles = fetched if rows <= 128 else fetched + 1, fetched + 1
-        share = _WGMMA_SHARE if rows <= 16 * config.n_warps else _WAITING_SHARE
         work = max(tokens, _MIN_WGMMA_TOKENS)
-        return _Division(rows, work, steps, registers, *tiles, per_weight, share)
+        return _Division(rows, work, steps, registers, *tiles, per_weight, _WGMMA_SHARE)
     n_tiles = cast("MatmulConfig", config).n_tiles
     per_weight = INSTRUCTIONS.get((format.name, rows, tokens, steps, n_tiles))
     rows *= n_tiles

@@ -88,15 +88,15 @@ def require_speeds(device: torch.device) -> None:
 
     Raises:
         MissingBackendError: Triton is not installed.
-        ValueError: the device is not a GPU.
+        ValueError: the device is not an NVIDIA GPU.
     """
     require_kernels()
     from packhorse.kernels.launch import runs_on
 
     if not runs_on(device):
         raise ValueError(
-            f"for_tokens needs the model on a GPU, but it is on {device}: move it to a GPU first, "
-            "or leave out for_tokens"
+            f"for_tokens needs the model on an NVIDIA GPU, but it is on {device}: move it to a "
+            "GPU first, or leave out for_tokens"
         )
 
 

@@ -25,6 +25,7 @@ from packhorse.gpu.models import PRESETS, DeviceModel
 from packhorse.gpu.search import Search
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.matmul import MatmulConfig
+from packhorse.kernels.vendor import is_nvidia
 from packhorse.layout import WeightFormat
 
 __all__ = [
@@ -46,10 +47,12 @@ def find_gpu() -> torch.device:
     """The current GPU.
 
     Raises:
-        OSError: there is none.
+        OSError: there is none, or it is not NVIDIA's.
     """
     if not torch.cuda.is_available():
         raise OSError("this machine has no CUDA GPU to measure on; --dry-run shows predictions")
+    if not is_nvidia():
+        raise OSError("the kernels run on NVIDIA GPUs, and this PyTorch is for ROCm (AMD GPUs)")
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -11,21 +11,25 @@ PyTorch, which is slow.
 """
 
 import threading
+import warnings
 from functools import cache
 from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from packhorse.codecs import weights
 from packhorse.errors import MissingBackendError
 from packhorse.kernels.arrays import WeightTensors
+from packhorse.kernels.vendor import why_no_kernels
 from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
 
 __all__ = [
     "TILE_NBYTES",
+    "align",
     "check_operands",
     "gather_rows",
     "is_transformed",
@@ -78,8 +82,31 @@ def unpack(arrays: WeightTensors, format: WeightFormat, n_columns: int) -> Tenso
 
 @cache
 def _has_kernels(device: torch.device) -> bool:
-    """Whether the kernels run on a device: a GPU that multiplies BF16. Others use plain PyTorch."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    """Whether the kernels run on a device. Other devices use plain PyTorch; for a GPU, a warning
+    says so once."""
+    if device.type != "cuda":
+        return False
+    reason = why_no_kernels(device)
+    if reason is not None:
+        warnings.warn(
+            f"{reason}: plain PyTorch decodes packed weights there, which is exact but slow; take "
+            "the plain weights back with unpack_model_, or move the model to the host",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return reason is None
+
+
+def align(arrays: WeightTensors) -> WeightTensors:
+    """The arrays. On a GPU, those that do not begin at a multiple of 16 bytes are copied to memory
+    of their own, because kernels would load them a few bytes at a time.
+
+    Args:
+        arrays: of a packed weight.
+    """
+    if isinstance(arrays.low_bytes, FakeTensor) or not _has_kernels(arrays.device):
+        return arrays
+    return arrays._replace(**{name: getattr(arrays, name).clone() for name in arrays.misaligned()})
 
 
 @cache

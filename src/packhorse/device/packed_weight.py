@@ -79,8 +79,10 @@ class PackedWeight(Tensor):
         n_columns: int | None = None,
         requires_grad: bool = False,
     ) -> "PackedWeight":
-        """Wraps arrays, or makes a parameter of a packed weight as `torch.nn.Parameter` does;
-        nothing is copied.
+        """Wraps arrays, or makes a parameter of a packed weight as `torch.nn.Parameter` does.
+
+        Nothing is copied, except arrays on a GPU that do not begin at a multiple of 16 bytes, such
+        as views of a loader's buffer: kernels would load them a few bytes at a time.
 
         Args:
             arrays: trusted arrays; `packhorse.device.check_arrays` checks arrays from elsewhere. Or
@@ -102,7 +104,8 @@ class PackedWeight(Tensor):
                 f"PackedWeight takes arrays, their format and the number of columns, not "
                 f"{type(arrays).__name__}; packhorse.device.pack_weight packs a plain matrix"
             )
-        return cls._wrap(_Held(arrays, resolve_format(format), n_columns))
+        held = operators.align(arrays)
+        return cls._wrap(_Held(held, resolve_format(format), n_columns))
 
     @classmethod
     def _wrap(cls, held: _Held) -> "PackedWeight":

@@ -14,17 +14,15 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from packhorse.device.ahead import AheadDecoder, current_decoder
-from packhorse.device.choices import TOO_LARGE, choose
+from packhorse.device.choices import SHORT_OF_MEMORY, TOO_LARGE, choose
 from packhorse.device.strategy import Choice, Strategy
-from packhorse.kernels.arrays import WeightTensors
+from packhorse.kernels.arrays import ALIGNMENT, WeightTensors
 from packhorse.kernels.matmul import multiply_weights
 from packhorse.kernels.matmul_many import multiply_many
 from packhorse.kernels.weights import decode_weights
 from packhorse.layout import W12, WeightFormat
 
 __all__ = ["LAUNCHERS", "multiply", "run_choice"]
-
-_ALIGNMENT = 16  # bytes; kernels are compiled for inputs with this alignment
 
 
 def multiply(
@@ -53,6 +51,8 @@ def multiply(
     Raises:
         TypeError: a tensor has another dtype.
         ValueError: a tensor has another shape, or is on another device.
+        torch.OutOfMemoryError: a CUDA graph is captured, and there is no memory for the plain
+            weight.
     """
     n_rows, n_tokens = len(weights.first_exponents), x.numel() // n_columns
     if choice is None:
@@ -63,10 +63,12 @@ def multiply(
             if decoder is None:
                 return F.linear(x, decode_weights(weights, format, n_columns), bias)
             return _multiply_ahead(decoder, x, weights, format, n_columns, bias)
-        except torch.OutOfMemoryError:
-            choice = _choose_without_memory(n_rows, n_columns, format)
+        except torch.OutOfMemoryError as error:
+            if _is_capturing(x.device):  # the capture is void: nothing can go on
+                raise torch.OutOfMemoryError(_capture_failed(n_rows, n_columns)) from error
+            choice = _choose_without_memory(n_rows, n_columns, format, x.device)
     flat = x.reshape(n_tokens, n_columns).contiguous()
-    if flat.data_ptr() % _ALIGNMENT:  # Triton would compile once more, perhaps in a capture
+    if flat.data_ptr() % ALIGNMENT:  # Triton would compile once more, perhaps in a capture
         flat = flat.clone()
     if TOO_LARGE and (choice, format.name, x.device) in TOO_LARGE:
         choice = Choice(Strategy.DECODE)
@@ -161,14 +163,33 @@ def _decode_to(arrays: Sequence[Tensor], dst: Tensor, format: WeightFormat) -> N
     decode_weights(WeightTensors(*arrays), format, dst.shape[1], dst)
 
 
-def _choose_without_memory(n_rows: int, n_columns: int, format: WeightFormat) -> Choice:
-    """The choice that needs no memory for the plain weight."""
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _lacks_memory(n_rows: int, n_columns: int) -> str:
     mib = 2 * n_rows * n_columns / 2**20
-    warnings.warn(
-        f"the GPU has no {mib:.0f} MiB left for the plain weight of {n_rows} x {n_columns}: "
-        "the product decodes it in registers, which is slower with many tokens; give the GPU fewer "
-        "tokens at once, or a smaller cache",
-        RuntimeWarning,
-        stacklevel=2,
+    return f"the GPU has no {mib:.0f} MiB left for the plain weight of {n_rows} x {n_columns}"
+
+
+def _capture_failed(n_rows: int, n_columns: int) -> str:
+    return (
+        f"{_lacks_memory(n_rows, n_columns)}, and a CUDA graph is being captured, which this ends: "
+        "capture batches of fewer tokens, or leave the GPU more memory (a smaller cache of keys "
+        "and values), and capture again"
     )
+
+
+def _choose_without_memory(
+    n_rows: int, n_columns: int, format: WeightFormat, device: torch.device
+) -> Choice:
+    """The choice that needs no memory for the plain weight; a warning says so once for a shape."""
+    if (n_rows, n_columns, device) not in SHORT_OF_MEMORY:
+        SHORT_OF_MEMORY.add((n_rows, n_columns, device))
+        warnings.warn(
+            f"{_lacks_memory(n_rows, n_columns)}: the product decodes it in registers, which is "
+            "slower with many tokens; give the GPU fewer tokens at once, or a smaller cache",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     return Choice(Strategy.MANY if format is W12 else Strategy.FUSED)

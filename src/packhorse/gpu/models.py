@@ -4,6 +4,7 @@ Each figure has its source beside it. Figures called "assumed" follow from arith
 await measurements.
 """
 
+import re
 from dataclasses import dataclass, replace
 
 __all__ = [
@@ -107,9 +108,18 @@ GENERIC = DeviceModel("generic", 80, 108, 1.35e9, 1.4e12, 40 << 20, 4.0e12, 220e
 
 
 def model_of(name: str) -> DeviceModel:
-    """The preset for a GPU by its name, as the driver reports it; `GENERIC` if there is none."""
-    words = name.lower()
-    return next((model for model in PRESETS if model.name.lower() in words), GENERIC)
+    """The preset for a GPU; `GENERIC` if there is none.
+
+    Args:
+        name: as the driver reports it. A preset's name must be whole words of it: "GH200" and
+            "RTX A1000" are other cards than H200 and A100.
+    """
+    return next((model for model in PRESETS if _has_words(name, model.name)), GENERIC)
+
+
+def _has_words(name: str, words: str) -> bool:
+    pattern = rf"(?<![a-z0-9]){re.escape(words)}(?![a-z0-9])"
+    return re.search(pattern, name, re.IGNORECASE) is not None
 
 
 def scale_model(

@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor, device
 
-__all__ = ["WeightTensors"]
+__all__ = ["ALIGNMENT", "WeightTensors"]
+
+# Bytes. Kernels are compiled for memory that begins at a multiple of it, and load as much at once.
+ALIGNMENT = 16
 
 
 class WeightTensors(NamedTuple):
@@ -36,3 +39,8 @@ class WeightTensors(NamedTuple):
     def device(self) -> device:
         """The device of the arrays."""
         return self.low_bytes.device
+
+    def misaligned(self) -> list[str]:
+        """Names of the arrays that do not begin at a multiple of `ALIGNMENT`."""
+        pairs = zip(self._fields, self, strict=True)
+        return [name for name, array in pairs if array.data_ptr() % ALIGNMENT]

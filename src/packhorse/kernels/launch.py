@@ -13,6 +13,7 @@ import torch
 from triton import knobs
 
 from packhorse.kernels.early_launch import is_offered
+from packhorse.kernels.vendor import is_nvidia
 
 __all__ = [
     "MIN_SHARED_NBYTES",
@@ -74,10 +75,9 @@ def choose_dialect(device: torch.device) -> Dialect:
 
 @cache  # asking the driver takes as long as a launch
 def _dialect_of(device: torch.device) -> Dialect:
-    is_cuda = torch.version.hip is None
-    capability = torch.cuda.get_device_capability(device) if is_cuda else (0, 0)
-    early = is_cuda and is_offered(capability)
-    return Dialect(assembly=is_cuda, upcast=False, hopper=capability[0] == 9, early=early)
+    capability = torch.cuda.get_device_capability(device) if is_nvidia() else (0, 0)
+    early = is_offered(capability)
+    return Dialect(assembly=is_nvidia(), upcast=False, hopper=capability[0] == 9, early=early)
 
 
 @cache
@@ -99,9 +99,9 @@ def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether kernels can run on a device: it must be a GPU, unless Triton's interpreter is
+    """Whether kernels can run on a device: it must be an NVIDIA GPU, unless Triton's interpreter is
     used."""
-    return device.type == "cuda" or bool(knobs.runtime.interpret)
+    return (device.type == "cuda" and is_nvidia()) or bool(knobs.runtime.interpret)
 
 
 def require_tensor(

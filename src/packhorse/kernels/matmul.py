@@ -252,11 +252,12 @@ def multiply_weights_kernel(
         tl.store(y_ptr + y_row * n_rows + rows[tile], y_tile, mask=mask_rows & mask_tokens)
 
 
-@triton.jit
+# All batch sizes use the same machine code.
+@triton.jit(do_not_specialize=["n"])
 def add_splits_kernel(
     partial_ptr,  # SPLITS x n, FP32
     y_ptr,  # n, BF16
-    n,
+    n: tl.int64,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     UPCAST: tl.constexpr,

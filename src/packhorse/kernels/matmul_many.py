@@ -7,8 +7,11 @@ in a product of plain matrices. On Hopper, the tensor cores do not expect an ele
 in the thread that loads and decodes it, but in another one, within groups of 16 columns. A sum does
 not depend on the order of columns. So the elements stay where they are, and an earlier kernel
 (`arrange_tokens_kernel`) puts the tokens into the same order once. Then tokens go from memory to
-the tensor cores without passing through registers, both halves of the columns are one product, and
-that product runs while the next elements are decoded.
+the tensor cores without passing through registers, and both halves of the columns are one product.
+
+On Hopper, the tensor cores read the decoded elements from registers while a product runs. So the
+kernel waits for each product before it decodes the next elements (`_wait_for`); meanwhile another
+program of the same multiprocessor decodes.
 
 Exceptions of a block of rows are adjacent in memory. They form a small matrix, with a column for
 each exception; its product with the gathered columns of the tokens is added.
@@ -109,6 +112,15 @@ def arrange_tokens_kernel(
 
 
 @triton.jit
+def _wait_for(total, REORDER: tl.constexpr, UPCAST: tl.constexpr):
+    """Sums of a product that has ended. Without this use of them, Triton leaves Hopper's product
+    running, and versions before 3.9 overwrite the registers from which it reads the weight."""
+    if REORDER and not UPCAST:
+        total = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [total], tl.float32, True, 1)
+    return total
+
+
+@triton.jit
 def _join_halves(tile_0, tile_1, REORDER: tl.constexpr):
     """Elements of two halves in the order of arranged tokens, without leaving their threads."""
     rows: tl.constexpr = tile_0.shape[0]
@@ -135,6 +147,7 @@ def _multiply_exceptions(
     n_columns,
     begin,
     end,
+    REORDER: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Adds the product with exceptions `begin` to `end`: all of the rows' exceptions, or a part."""
@@ -154,7 +167,7 @@ def _multiply_exceptions(
         if UPCAST:
             w_tile = widen(w_tile, True)
             x_tile = widen(x_tile, True)
-        total = tl.dot(w_tile, x_tile, total)
+        total = _wait_for(tl.dot(w_tile, x_tile, total), REORDER, UPCAST)
     return total
 
 
@@ -221,8 +234,7 @@ def multiply_many_kernel(
             w_tile = widen(w_tile, True)
         if not REORDER:
             x_tile = shift_tokens(x_tile)
-        # One product in each turn: the tensor cores compute it while the next elements are decoded.
-        total = tl.dot(w_tile, x_tile, total)
+        total = _wait_for(tl.dot(w_tile, x_tile, total), REORDER, UPCAST)
         low += BLOCK_STEPS
         high += BLOCK_STEPS
         x += 2 * BLOCK_STEPS
@@ -232,7 +244,8 @@ def multiply_many_kernel(
         last_row = tl.minimum((row_block + 1) * BLOCK_ROWS, n_rows)
         total = _multiply_exceptions(
             total, x_ptr, starts_ptr, exceptions_ptr, rows, tokens, mask_tokens, n_columns,
-            tl.load(starts_ptr + row_block * BLOCK_ROWS), tl.load(starts_ptr + last_row), UPCAST,
+            tl.load(starts_ptr + row_block * BLOCK_ROWS), tl.load(starts_ptr + last_row), REORDER,
+            UPCAST,
         )  # fmt: skip
         if HAS_BIAS:
             total += widen(tl.load(bias_ptr + rows)[:, None], UPCAST)

@@ -9,6 +9,8 @@ multiplication with a power of two then gives the row's true exponents. A produc
 multiplication once for a row; decoding does it for each element.
 """
 
+import warnings
+from functools import cache
 from typing import NamedTuple
 from weakref import ReferenceType, ref
 
@@ -16,7 +18,7 @@ import torch
 import triton
 from triton import language as tl
 
-from packhorse.kernels.arrays import WeightTensors
+from packhorse.kernels.arrays import ALIGNMENT, WeightTensors
 from packhorse.kernels.launch import (
     ceil_div,
     choose_dialect,
@@ -60,6 +62,9 @@ _W11_ASSEMBLY = tl.constexpr(
         for i in range(8)
     )
 )
+# Of the operands above. "&": a result is written before the last operand is read.
+_W12_CONSTRAINTS = tl.constexpr("=&r,=&r,r,r")
+_W11_CONSTRAINTS = tl.constexpr("=&r,=&r,r,r,r")
 _W11_BIAS = tl.constexpr(112)  # is added to a code
 
 
@@ -119,6 +124,20 @@ def _check_weights(weights: WeightTensors, format: WeightFormat, n_columns: int)
     ]
     for name, tensor, (dtype, shape) in zip(weights._fields, weights, shapes, strict=True):
         require_tensor(tensor, name, dtype, shape, device)
+    if names := weights.misaligned():
+        _warn_of_alignment(", ".join(names))
+
+
+@cache  # one loader has usually made the arrays of all weights
+def _warn_of_alignment(names: str) -> None:
+    warnings.warn(
+        f"arrays of a packed weight ({names}) do not begin at a multiple of {ALIGNMENT} bytes, as "
+        "views of one large buffer do: products are right, but kernels load a few bytes at a time; "
+        "give each array memory of its own with clone(), or wrap the arrays in a PackedWeight, "
+        "which does it",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 @triton.jit
@@ -133,11 +152,11 @@ def window_elements(
     if ASSEMBLY:
         if BITS == 12:
             return tl.inline_asm_elementwise(
-                _W12_ASSEMBLY[SLICE], "=r,=r,r,r", [high, low], tl.bfloat16, True, 4
+                _W12_ASSEMBLY[SLICE], _W12_CONSTRAINTS, [high, low], tl.bfloat16, True, 4
             )
         else:
             return tl.inline_asm_elementwise(
-                _W11_ASSEMBLY[SLICE], "=r,=r,r,r,r", [high, rest, low], tl.bfloat16, True, 4
+                _W11_ASSEMBLY[SLICE], _W11_CONSTRAINTS, [high, rest, low], tl.bfloat16, True, 4
             )
     if BITS == 12:
         nibble = high >> (4 * SLICE)
@@ -182,7 +201,8 @@ def widen(values, UPCAST: tl.constexpr):
 
 
 # All numbers of rows use the same machine code: in a look-up there are as many rows as tokens.
-@triton.jit(do_not_specialize=["n_rows"])
+# The same holds for a look-up of some of a batch's tokens, whose numbers begin anywhere.
+@triton.jit(do_not_specialize=["n_rows"], do_not_specialize_on_alignment=["rows_ptr"])
 def decode_weights_kernel(
     low_ptr,  # rows x SLICES * n_steps
     high_ptr,  # rows x SLICES * n_steps * (BITS - 8) / 8
