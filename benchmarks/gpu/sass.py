@@ -10,9 +10,7 @@ section 19.
 import argparse
 import json
 import os
-import re
-import subprocess
-import tempfile
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.gpu.machine_code import disassemble, read_kernel
 from packhorse.kernels.matmul import MatmulConfig, default_config, multiply_weights_kernel
 from packhorse.kernels.matmul_many import ManyConfig, default_many_config, multiply_many_kernel
 from packhorse.kernels.weights import decode_weights_kernel
@@ -34,6 +33,8 @@ SHARED_NBYTES = {90: 227 << 10, 80: 163 << 10}  # of a program, by NVIDIA's tabl
 WARP = 32
 TENSOR_OPS = ("HMMA", "HGMMA")
 SPILL_OPS = ("LDL", "STL")
+_ATTRIBUTES = 0x70000000  # the kind of a section of an ELF file
+_REGISTER_COUNT = bytes((0x04, 0x2F, 8, 0))  # an attribute of eight bytes
 # Operations of the pipe of integers and logic, which has half the rate of the others.
 INTEGER_OPS = {
     *("LOP3", "SHF", "PRMT", "IADD3", "ISETP", "SEL", "LEA", "VIADD", "IMNMX", "VIMNMX", "IABS"),
@@ -53,9 +54,6 @@ POINTERS = {
     "out_ptr": "*bf16",
     "rows_ptr": "*i64",
 }
-INSTRUCTION = re.compile(
-    r"\s+/\*[0-9a-f]{4,}\*/\s+(?:\{ )?(?:@!?U?P\w+ )?\s*([A-Z][A-Z0-9_.a-z]*)(.*)"
-)
 
 
 @dataclass(frozen=True)
@@ -98,6 +96,8 @@ def compile_kernel(
 ) -> "triton.compiler.CompiledKernel":
     """Compile a kernel for pointers and sizes that are multiples of 16, as in launches."""
     names = kernel.arg_names
+    optional = (p for p in kernel.params if p.is_constexpr and p.has_default)
+    constants = {p.name: p.default for p in optional} | constants
     signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
     loose = {"n_rows", "n_tokens", "rows_ptr"}  # may be any number, or begin anywhere
     attributes = {
@@ -110,40 +110,16 @@ def compile_kernel(
     return triton.compile(source, target=GPUTarget("cuda", architecture, WARP), options=options)
 
 
-def disassemble(binary: bytes) -> str:
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        command = [str(tool), "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def read_loops(listing: str) -> tuple[list[str], list[list[str]]]:
-    """The operations of a kernel, and those of each of its loops, longest first."""
-    operations: list[str] = []
-    labels: dict[str, int] = {}
-    loops: list[tuple[int, int]] = []
-    for line in listing.splitlines():
-        if label := re.match(r"(\.L_x_\d+):", line):
-            labels[label[1]] = len(operations)
-        elif found := INSTRUCTION.match(line):
-            operations.append(found[1].split(".")[0])
-            target = re.search(r"\.L_x_\d+", found[2]) if found[1].startswith("BRA") else None
-            if target and labels.get(target[0], len(operations)) < len(operations) - 1:
-                loops.append((labels[target[0]], len(operations)))
-    bodies = [operations[start:end] for start, end in loops]
-    return operations, sorted(bodies, key=len, reverse=True)
-
-
 def n_tensor(body: Counter[str]) -> int:
     return sum(body[op] for op in TENSOR_OPS)
 
 
 def count(name: str, compiled: object, architecture: int, n_weights: int, n_warps: int) -> Count:
     """The operations of the loop that uses the tensor cores most, or of the longest one."""
-    operations, loops = read_loops(disassemble(compiled.asm["cubin"]))
-    tally = max(map(Counter, loops), key=lambda body: (n_tensor(body), body.total()))
+    code = read_kernel(compiled.asm["cubin"])
+    operations = [x.operation for x in code.instructions]
+    bodies = (Counter(operations[start:end]) for start, end in code.loops)
+    tally = max(bodies, key=lambda body: (n_tensor(body), body.total()))
     threads = WARP * n_warps
     return Count(
         name,
@@ -151,16 +127,30 @@ def count(name: str, compiled: object, architecture: int, n_weights: int, n_warp
         tally.total() * threads / n_weights,
         sum(tally[op] for op in INTEGER_OPS) * threads / n_weights,
         n_tensor(tally),
-        sum(op in SPILL_OPS for op in operations),
+        code.count(SPILL_OPS),
         sum(tally[op] for op in SPILL_OPS),
         compiled.metadata.shared,
         dict(tally.most_common(8)),
     )
 
 
-def count_matmul(
-    format: WeightFormat, config: MatmulConfig, architecture: int, *, even: bool = True
-) -> Count:
+def compile_matmul(
+    format: WeightFormat,
+    config: MatmulConfig,
+    architecture: int,
+    *,
+    even: bool = True,
+    early: bool = False,
+) -> "triton.compiler.CompiledKernel":
+    """Compile a product of a few tokens.
+
+    Args:
+        format: of the weight.
+        config: the division; more than one split is the same machine code for all numbers.
+        architecture: 90 for Hopper.
+        even: whether the division fits the matrix.
+        early: whether the kernel starts before the one before it ends.
+    """
     constants = {
         "BITS": format.bits,
         "SLICES": format.n_slices,
@@ -174,10 +164,30 @@ def count_matmul(
         "HAS_BIAS": not even,
         "ASSEMBLY": True,
         "UPCAST": False,
+        "EARLY": max(config.n_stages - 1, 1) if early else 0,
     }
-    compiled = compile_kernel(
-        multiply_weights_kernel, constants, architecture, config.n_warps, config.n_stages
-    )
+    warps, stages = config.n_warps, config.n_stages
+    return compile_kernel(multiply_weights_kernel, constants, architecture, warps, stages)
+
+
+def count_registers(binary: bytes) -> int:
+    """Registers of a thread, from the attributes of the only kernel in a binary (ELF)."""
+    (table,) = struct.unpack_from("<Q", binary, 0x28)
+    size, number = struct.unpack_from("<HH", binary, 0x3A)
+    for at in range(table, table + size * number, size):
+        (kind,) = struct.unpack_from("<I", binary, at + 4)
+        start, length = struct.unpack_from("<QQ", binary, at + 24)
+        found = binary.find(_REGISTER_COUNT, start, start + length) if kind == _ATTRIBUTES else -1
+        if found >= 0:
+            (n_registers,) = struct.unpack_from("<I", binary, found + 8)  # behind a symbol's number
+            return int(n_registers)
+    raise ValueError("the binary has no attributes of a kernel")
+
+
+def count_matmul(
+    format: WeightFormat, config: MatmulConfig, architecture: int, *, even: bool = True
+) -> Count:
+    compiled = compile_matmul(format, config, architecture, even=even)
     n_rows = config.n_tiles * config.block_rows
     n_weights = n_rows * config.block_steps * config.n_warps * format.n_slices
     name = f"{format.name} N={config.block_tokens}" + ("" if even else " odd columns")

@@ -4,16 +4,16 @@ This is a separate program, because Triton's interpreter is on in the tests' pro
 """
 
 import json
-import re
-import subprocess
-import tempfile
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.machine_code import read_kernel
 from packhorse.kernels.palette import decode_palettes_kernel
 from packhorse.kernels.planes import merge_planes_kernel
 from packhorse.kernels.rans import decode_rans_kernel, resolve_escapes_kernel
@@ -57,48 +57,22 @@ def compile_for(architecture: int, kernel: object, n_warps: int, constants: dict
     return triton.compile(source, target=target, options={"num_warps": n_warps})
 
 
-def instructions(cubin: bytes) -> tuple[list[str], dict[str, int]]:
-    """All instructions, and the places of labels among them."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        call = [str(tool), "-c", file.name]
-        listing = subprocess.run(call, capture_output=True, text=True, check=True).stdout
-    found: list[str] = []
-    labels = {}
-    for line in listing.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(found)
-        if instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            found.append(instruction[1])
-    return found, labels
-
-
-def loops(found: list[str], labels: dict[str, int]) -> Iterator[int]:
-    """Lengths of the runs that end with a branch to their beginning."""
-    for i, text in enumerate(found):
-        target = re.search(r"BRA.*`\((\.L_x_\d+)\)", text)
-        if target and labels[target[1]] < i:
-            yield i + 1 - labels[target[1]]
-
-
 def main() -> None:
     rows = []
     for architecture, cases in ((90, CASES), (80, CASES[:2])):
         for name, kernel, n_warps, constants, out in cases:
             compiled = compile_for(architecture, kernel, n_warps, constants, out)
-            found, labels = instructions(compiled.asm["cubin"])
+            code = read_kernel(compiled.asm["cubin"])
             rows.append(
                 {
                     "kernel": name,
                     "architecture": architecture,
                     "n_buckets": constants.get("BUCKETS"),
                     "n_planes": constants.get("N_PLANES"),
-                    "spills": sum(bool(re.search(r"\b(LDL|STL)\b", text)) for text in found),
+                    "spills": code.count(("LDL", "STL")),
                     "shared_nbytes": compiled.metadata.shared,
-                    "instructions": len(found),
-                    "loops": list(loops(found, labels)),
+                    "instructions": len(code.instructions),
+                    "loops": [end - start for start, end in code.loops],
                 }
             )
     print(json.dumps(rows))

@@ -61,7 +61,7 @@ _ORDER_FIELDS: Fields = {
 }
 _FREE_FIELDS: Fields = {
     "block_rows": (16, 32, 64, 128),
-    "n_stages": (2, 3, 4, 5),
+    "n_stages": (2, 3, 4, 5, 6),
     "n_tiles": (1, 2, 3, 4),
 }
 _MANY_FIELDS: Fields = {

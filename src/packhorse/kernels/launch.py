@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from triton import knobs
 
+from packhorse.kernels.early_launch import is_offered
 from packhorse.kernels.vendor import is_nvidia
 
 __all__ = [
@@ -39,11 +40,13 @@ class Dialect(NamedTuple):
         assembly: inline PTX may be used.
         upcast: BF16 must become FP32 before it is multiplied.
         hopper: products of four or more warps use tensor core instructions that only Hopper has.
+        early: kernels may start while the kernel before them still runs.
     """
 
     assembly: bool
     upcast: bool
     hopper: bool
+    early: bool = False
 
 
 class Limits(NamedTuple):
@@ -72,8 +75,9 @@ def choose_dialect(device: torch.device) -> Dialect:
 
 @cache  # asking the driver takes as long as a launch
 def _dialect_of(device: torch.device) -> Dialect:
-    is_hopper = is_nvidia() and torch.cuda.get_device_capability(device)[0] == 9
-    return Dialect(assembly=is_nvidia(), upcast=False, hopper=is_hopper)
+    capability = torch.cuda.get_device_capability(device) if is_nvidia() else (0, 0)
+    early = is_offered(capability)
+    return Dialect(assembly=is_nvidia(), upcast=False, hopper=capability[0] == 9, early=early)
 
 
 @cache

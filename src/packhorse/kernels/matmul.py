@@ -25,6 +25,8 @@ import triton
 from triton import language as tl
 
 from packhorse.kernels.arrays import WeightTensors
+from packhorse.kernels.early_launch import launch_options, prefetch_weights, wait_for_others
+from packhorse.kernels.exception_sums import add_exceptions, first_exceptions, no_tiles
 from packhorse.kernels.launch import (
     MIN_SHARED_NBYTES,
     ceil_div,
@@ -105,57 +107,6 @@ def scale_rows(total, first, BITS: tl.constexpr):
 
 
 @triton.jit
-def _add_exceptions(
-    total,  # PARTS x BLOCK_ROWS x BLOCK_TOKENS, FP32
-    x_ptr,
-    starts_ptr,
-    exceptions_ptr,
-    first_row,
-    rows,  # 1 x BLOCK_ROWS x 1, int64
-    tokens,  # 1 x 1 x BLOCK_TOKENS, int64
-    mask_tokens,
-    holes,  # 1 x BLOCK_ROWS x 1, FP32: the value of a hole, the packed element of an exception
-    part,  # PARTS x 1 x 1: number of the part, of N_PARTS in all programs
-    n_rows,
-    n_columns,
-    BLOCK_ROWS: tl.constexpr,
-    N_PARTS: tl.constexpr,
-    HOLES: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Adds the products of exceptions: a small matrix with a column for each exception, times the
-    elements of the tokens in these columns. Parts take exceptions in turns, counted from the first
-    one of the whole weight, so that the order of sums does not depend on the block of rows."""
-    BLOCK: tl.constexpr = 16
-    starts = tl.load(starts_ptr + rows)
-    ends = tl.load(starts_ptr + rows + 1)
-    begin = tl.load(starts_ptr + first_row)
-    end = tl.load(starts_ptr + tl.minimum(first_row + BLOCK_ROWS, n_rows))
-    within = tl.arange(0, BLOCK)
-    for turn in range(begin // (N_PARTS * BLOCK), tl.cdiv(end, N_PARTS * BLOCK)):
-        number = (turn * N_PARTS + part) * BLOCK
-        number_w = number + within[None, None, :]
-        number_x = number + within[None, :, None]
-        mask_x = (number_x >= begin) & (number_x < end)
-        entries_w = tl.load(exceptions_ptr + number_w.to(tl.int64), mask=number_w < end, other=0)
-        entries_x = tl.load(exceptions_ptr + number_x.to(tl.int64), mask=mask_x, other=0)
-        x_tile = tl.load(
-            x_ptr + tokens * n_columns + (entries_x & 0xFFFF), mask=mask_x & mask_tokens, other=0.0
-        )
-        of_row = (number_w >= starts) & (number_w < ends)
-        values = ((entries_w >> 16) & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        w_tile = tl.where(of_row, values, 0.0).to(tl.bfloat16)
-        if UPCAST:
-            x_tile = widen(x_tile, True)
-            w_tile = widen(w_tile, True)
-        total = tl.dot(w_tile, x_tile, total)
-        if HOLES:
-            hole_tile = tl.where(of_row, -holes, 0.0).to(x_tile.dtype)
-            total = tl.dot(hole_tile, x_tile, total)
-    return total
-
-
-@triton.jit
 def _rows_of(first_row, n_rows, BLOCK_ROWS: tl.constexpr):
     """Rows of a tile. Rows beyond the last are computed as copies of the last row, and not
     stored."""
@@ -175,14 +126,8 @@ def _load_bits(high, n_steps, mask, other, BITS: tl.constexpr):
 
 
 @triton.jit
-def _none():
-    """An empty tuple of tiles, to which tiles are added."""
-    return ()
-
-
-@triton.jit
 def _advance(pointers, step: tl.constexpr, TILES: tl.constexpr):
-    moved = _none()
+    moved = no_tiles()
     for tile in tl.static_range(TILES):
         moved += (pointers[tile] + step,)
     return moved
@@ -215,6 +160,7 @@ def multiply_weights_kernel(
     HAS_BIAS: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     UPCAST: tl.constexpr,
+    EARLY: tl.constexpr = 0,  # turns to fetch before waiting for the kernel before; 0: started late
 ):
     # Programs of the same rows are neighbours, so that the second finds the weights in L2.
     n_token_blocks = tl.cdiv(n_tokens, BLOCK_TOKENS)
@@ -231,12 +177,26 @@ def multiply_weights_kernel(
     per_split = tl.cdiv(tl.cdiv(n_steps, TURN), SPLITS) * TURN
     begin = split * per_split
     end = tl.minimum(begin + per_split, n_steps)
+    if EARLY > 0:
+        prefetch_weights(
+            low_ptr, high_ptr, first_row, n_rows, n_steps, begin, end, BITS, SLICES,
+            TILES * BLOCK_ROWS, EARLY * TURN, 32 * PARTS,
+        )  # fmt: skip
+        wait_for_others()
     steps_w = begin + part * BLOCK_STEPS + within[None, None, :]  # along the weight's rows
     steps_x = begin + part * BLOCK_STEPS + within[None, :, None]  # along the tokens
     x = x_ptr + tokens * n_columns + steps_x
-    low, high, totals = _none(), _none(), _none()
+    end_row = tl.minimum(first_row + TILES * BLOCK_ROWS, n_rows)
+    found = first_exceptions(
+        starts_ptr, exceptions_ptr, first_row, end_row, split * PARTS + part, SPLITS * PARTS
+    )
+    # Larger sums leave no registers for what is needed only at the end.
+    AHEAD: tl.constexpr = TILES * BLOCK_TOKENS <= 32
+    low, high, totals, firsts = no_tiles(), no_tiles(), no_tiles(), no_tiles()
     for tile in tl.static_range(TILES):
         rows = _rows_of(first_row + tile * BLOCK_ROWS, n_rows, BLOCK_ROWS)
+        if AHEAD:
+            firsts += (tl.load(first_ptr + rows),)
         low += (low_ptr + rows * (SLICES * n_steps) + steps_w,)
         high += (high_ptr + rows * (SLICES * n_steps * (BITS - 8) // 8) + steps_w,)
         totals += (tl.zeros((PARTS, BLOCK_ROWS, BLOCK_TOKENS), tl.float32),)
@@ -244,7 +204,7 @@ def multiply_weights_kernel(
         left = end - start  # of the steps
         mask_w = None if EVEN else steps_w - begin < left
         other_w = None if EVEN else 0
-        bits = _none()
+        bits = no_tiles()
         for tile in tl.static_range(TILES):
             bits += (_load_bits(high[tile], n_steps, mask_w, other_w, BITS),)
         for i in tl.static_range(SLICES):
@@ -257,7 +217,7 @@ def multiply_weights_kernel(
                 x_tile = widen(x_tile, True)
             if BITS == 12:
                 x_tile = shift_tokens(x_tile)
-            sums = _none()
+            sums = no_tiles()
             for tile in tl.static_range(TILES):
                 low_bytes = tl.load(low[tile] + i * n_steps, mask=mask_w, other=other_w)
                 rest = bits[tile][1 + i % 2]
@@ -270,25 +230,26 @@ def multiply_weights_kernel(
         high = _advance(high, TURN, TILES)
         x += TURN
 
+    rows, holes, sums = no_tiles(), no_tiles(), no_tiles()
     for tile in tl.static_range(TILES):
-        tile_row = tl.minimum(first_row + tile * BLOCK_ROWS, n_rows)
-        rows = _rows_of(tile_row, n_rows, BLOCK_ROWS)
-        first = tl.load(first_ptr + rows)
-        holes = tl.zeros((1, BLOCK_ROWS, 1), tl.float32)
-        if BITS == 11:
-            holes = power_of_two(first.to(tl.int32) - 127)
-        total = _add_exceptions(
-            scale_rows(totals[tile], first, BITS), x_ptr, starts_ptr, exceptions_ptr, tile_row,
-            rows, tokens, mask_tokens, holes, split * PARTS + part, n_rows, n_columns, BLOCK_ROWS,
-            SPLITS * PARTS, BITS == 11, UPCAST,
-        )  # fmt: skip
-        y = tl.sum(total, 0, keep_dims=True)
+        tile_rows = _rows_of(first_row + tile * BLOCK_ROWS, n_rows, BLOCK_ROWS)
+        first = firsts[tile] if AHEAD else tl.load(first_ptr + tile_rows)
+        rows += (tile_rows,)
+        sums += (scale_rows(totals[tile], first, BITS),)
+        holes += (power_of_two(first.to(tl.int32) - 127) if BITS == 11 else 0,)
+    totals = add_exceptions(
+        sums, found, x_ptr, starts_ptr, exceptions_ptr, rows, tokens, mask_tokens, holes,
+        split * PARTS + part, n_columns, TILES, SPLITS * PARTS, BITS == 11, UPCAST,
+    )  # fmt: skip
+    y_row = split.to(tl.int64) * n_tokens + tokens
+    for tile in tl.static_range(TILES):
+        y = tl.sum(totals[tile], 0, keep_dims=True)
         if HAS_BIAS and split == 0:
-            y += widen(tl.load(bias_ptr + rows), UPCAST)
-        y_row = split.to(tl.int64) * n_tokens + tokens
+            y += widen(tl.load(bias_ptr + rows[tile]), UPCAST)
         y_tile = y if SPLITS > 1 else round_to_bf16(y, UPCAST)
-        mask_rows = (tile_row + tl.arange(0, BLOCK_ROWS) < n_rows)[None, :, None]
-        tl.store(y_ptr + y_row * n_rows + rows, y_tile, mask=mask_rows & mask_tokens)
+        numbers = first_row + tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        mask_rows = (numbers < n_rows)[None, :, None]
+        tl.store(y_ptr + y_row * n_rows + rows[tile], y_tile, mask=mask_rows & mask_tokens)
 
 
 # All batch sizes use the same machine code.
@@ -300,7 +261,10 @@ def add_splits_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     UPCAST: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):
+    if EARLY:
+        wait_for_others()
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
     total = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
@@ -455,14 +419,17 @@ def add_splits(partial: torch.Tensor, y: torch.Tensor) -> None:
         y: BF16, n_tokens x n_rows; receives the result.
     """
     block = 256
+    dialect = choose_dialect(y.device)
     add_splits_kernel[(ceil_div(y.numel(), block),)](
         partial,
         y,
         y.numel(),
         SPLITS=len(partial),
         BLOCK=block,
-        UPCAST=choose_dialect(y.device).upcast,
+        UPCAST=dialect.upcast,
+        EARLY=dialect.early,
         num_warps=4,
+        **launch_options(dialect.early),
     )
 
 
@@ -479,6 +446,8 @@ def _launch(
     n_steps = format.n_steps(n_columns)
     turn = config.block_steps * config.n_warps
     dialect = choose_dialect(x.device)
+    is_even = n_steps % turn == 0 and n_columns == format.n_slices * n_steps
+    early = dialect.early and is_even
     n_row_blocks = ceil_div(n_rows, config.n_tiles * config.block_rows)
     n_blocks = n_row_blocks * ceil_div(n_tokens, config.block_tokens)
     multiply_weights_kernel[(n_blocks, config.n_splits)](
@@ -498,10 +467,12 @@ def _launch(
         PARTS=config.n_warps,
         TILES=config.n_tiles,
         SPLITS=config.n_splits,
-        EVEN=n_steps % turn == 0 and n_columns == format.n_slices * n_steps,
+        EVEN=is_even,
         HAS_BIAS=bias is not None,
         ASSEMBLY=dialect.assembly,
         UPCAST=dialect.upcast,
+        EARLY=max(config.n_stages - 1, 1) if early else 0,
         num_warps=config.n_warps,
         num_stages=config.n_stages,
+        **launch_options(early),
     )

@@ -1,0 +1,109 @@
+"""Adds the products of a weight's exceptions to the sums of a product of a few tokens.
+
+What the sums begin with is loaded before the loop over the weight (`first_exceptions`): where the
+exceptions of a program's rows lie, then the first of them. These are two trips to memory, one after
+the other, that would otherwise come at the end, where nothing else is under way. Where each single
+row's exceptions lie is loaded at the end, together with the first tokens: it would take too many
+registers during the loop.
+"""
+
+import triton
+from triton import language as tl
+
+from packhorse.kernels.weights import widen
+
+__all__ = ["add_exceptions", "first_exceptions", "no_tiles"]
+
+_BLOCK = tl.constexpr(16)  # exceptions that a part takes at once: the depth of a product
+
+
+@triton.jit
+def no_tiles():
+    """An empty tuple of tiles, to which tiles are added."""
+    return ()
+
+
+@triton.jit
+def _load_entries(exceptions_ptr, turn, begin, end, part, N_PARTS: tl.constexpr):
+    """The exceptions that a part takes in a turn, along the weight's rows and along the tokens."""
+    number = (turn * N_PARTS + part) * _BLOCK
+    number_w = number + tl.arange(0, _BLOCK)[None, None, :]
+    number_x = number + tl.arange(0, _BLOCK)[None, :, None]
+    mask_x = (number_x >= begin) & (number_x < end)
+    entries_w = tl.load(exceptions_ptr + number_w.to(tl.int64), mask=number_w < end, other=0)
+    entries_x = tl.load(exceptions_ptr + number_x.to(tl.int64), mask=mask_x, other=0)
+    return entries_w, entries_x
+
+
+@triton.jit
+def first_exceptions(
+    starts_ptr,
+    exceptions_ptr,
+    first_row,
+    end_row,
+    part,  # PARTS x 1 x 1: number of the part, of N_PARTS in all programs
+    N_PARTS: tl.constexpr,
+):
+    """What `add_exceptions` begins with: the first and the end of the exceptions of some rows, and
+    those that the parts take first."""
+    begin = tl.load(starts_ptr + first_row)
+    end = tl.load(starts_ptr + end_row)
+    turn = begin // (N_PARTS * _BLOCK)
+    entries_w, entries_x = _load_entries(exceptions_ptr, turn, begin, end, part, N_PARTS)
+    return begin, end, entries_w, entries_x
+
+
+@triton.jit
+def add_exceptions(
+    totals,  # tiles of PARTS x BLOCK_ROWS x BLOCK_TOKENS, FP32
+    found,  # by first_exceptions, for the rows of all tiles
+    x_ptr,
+    starts_ptr,
+    exceptions_ptr,
+    rows,  # of each tile: 1 x BLOCK_ROWS x 1, int64
+    tokens,  # 1 x 1 x BLOCK_TOKENS, int64
+    mask_tokens,
+    holes,  # of each tile: 1 x BLOCK_ROWS x 1, FP32: the value of a hole, the packed element of an
+    # exception; without effect unless HOLES
+    part,  # as for first_exceptions
+    n_columns,
+    TILES: tl.constexpr,
+    N_PARTS: tl.constexpr,
+    HOLES: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Adds the products of exceptions: a small matrix with a column for each exception, times the
+    elements of the tokens in these columns. Parts take exceptions in turns, counted from the first
+    one of the whole weight, so that the order of sums depends neither on the block of rows nor on
+    the tiles."""
+    begin, end, entries_w, entries_x = found
+    starts, ends = no_tiles(), no_tiles()
+    for tile in tl.static_range(TILES):
+        starts += (tl.load(starts_ptr + rows[tile]),)
+        ends += (tl.load(starts_ptr + rows[tile] + 1),)
+    for turn in range(begin // (N_PARTS * _BLOCK), tl.cdiv(end, N_PARTS * _BLOCK)):
+        # The exceptions of the next turn arrive while the tokens of these are fetched.
+        next_w, next_x = _load_entries(exceptions_ptr, turn + 1, begin, end, part, N_PARTS)
+        number = (turn * N_PARTS + part) * _BLOCK
+        number_w = number + tl.arange(0, _BLOCK)[None, None, :]
+        number_x = number + tl.arange(0, _BLOCK)[None, :, None]
+        mask_x = (number_x >= begin) & (number_x < end) & mask_tokens
+        columns = entries_x & 0xFFFF
+        x_tile = tl.load(x_ptr + tokens * n_columns + columns, mask=mask_x, other=0.0)
+        if UPCAST:
+            x_tile = widen(x_tile, True)
+        values = ((entries_w >> 16) & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        sums = no_tiles()
+        for tile in tl.static_range(TILES):
+            of_row = (number_w >= starts[tile]) & (number_w < ends[tile])
+            w_tile = tl.where(of_row, values, 0.0).to(tl.bfloat16)
+            if UPCAST:
+                w_tile = widen(w_tile, True)
+            total = tl.dot(w_tile, x_tile, totals[tile])
+            if HOLES:
+                hole_tile = tl.where(of_row, -holes[tile], 0.0).to(x_tile.dtype)
+                total = tl.dot(hole_tile, x_tile, total)
+            sums += (total,)
+        totals = sums
+        entries_w, entries_x = next_w, next_x
+    return totals
