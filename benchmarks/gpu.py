@@ -1,4 +1,4 @@
-"""Packed weights on GPUs: `python benchmarks/gpu.py FORM`.
+"""Packed weights on GPUs: `python benchmarks/gpu.py` with a form.
 
 - `device` measures on the GPU of this machine: see gpu/device.py.
 - `wheels` downloads what a GPU machine without a network lacks: see gpu/wheels.py.
@@ -6,6 +6,7 @@
 - `predict` prints what the model of time predicts for an H200, and writes docs/benchmarks_gpu.md:
   see gpu/predictions.py.
 - `sass` counts the instructions of the kernels, without a GPU: see gpu/sass.py.
+- `hazards` looks for registers that are overwritten too early, without a GPU: see gpu/hazards.py.
 
 `python benchmarks/gpu.py device --help` lists the options of a form.
 """
@@ -24,6 +25,7 @@ FORMS = {
     "products": "benchmarks.gpu.products",
     "predict": "benchmarks.gpu.predictions",
     "sass": "benchmarks.gpu.sass",
+    "hazards": "benchmarks.gpu.hazards",
 }
 
 
