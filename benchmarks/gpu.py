@@ -1,9 +1,11 @@
-"""Packed weights on GPUs: `python benchmarks/gpu.py device`, `predict` or `sass`.
+"""Packed weights on GPUs: `python benchmarks/gpu.py` with a form.
+`hazards`.
 
 - `device` measures on the GPU of this machine: see gpu/device.py.
 - `predict` prints what the model of time predicts for an H200, and writes docs/benchmarks_gpu.md:
   see gpu/predictions.py.
 - `sass` counts the instructions of the kernels, without a GPU: see gpu/sass.py.
+- `hazards` looks for registers that are overwritten too early, without a GPU: see gpu/hazards.py.
 
 `python benchmarks/gpu.py device --help` lists the options of a form.
 """
@@ -20,6 +22,7 @@ FORMS = {
     "device": "benchmarks.gpu.device",
     "predict": "benchmarks.gpu.predictions",
     "sass": "benchmarks.gpu.sass",
+    "hazards": "benchmarks.gpu.hazards",
 }
 
 
