@@ -15,7 +15,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --no-build-isolation --config-settings=cmake.define.PACKHORSE_WERROR=ON
 
 SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE $(shell find src csrc -type f -not -name '*.pyc')
-CXX_SOURCES := $(shell find csrc fuzz benchmarks -type f -name '*.[ch]pp')
+CXX_SOURCES := $(shell find csrc fuzz benchmarks src -type f -name '*.[ch]pp' -o -type f -name '*.cu')
 
 # A model file or folder for `make demo`; empty means the small trained model that it fetches.
 MODEL ?=
