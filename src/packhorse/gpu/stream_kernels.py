@@ -1,4 +1,4 @@
-"""The kernels in CUDA C++ of `packhorse.kernels.stream_product`: their source, as the compiler takes
+"""The source of the kernels in CUDA C++ of `packhorse.kernels.stream_product`, as the compiler takes
 it."""
 
 from functools import cache
