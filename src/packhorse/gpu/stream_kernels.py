@@ -1,5 +1,5 @@
-"""The source of the kernels in CUDA C++ of `packhorse.kernels.stream_product`, as the compiler takes
-it."""
+"""The source of the kernels in CUDA C++ of `packhorse.kernels.stream_product`, as one text for the
+compiler."""
 
 from functools import cache
 from pathlib import Path
