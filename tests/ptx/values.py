@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     Write = Callable[[Warp, np.ndarray, "np.ndarray | None"], None]
 
 TYPES: dict[str, np.dtype] = {
-    **{f"{kind}{8 * n}": np.dtype(f"u{n}") for n in (1, 2, 4, 8) for kind in "bu"},
+    **{f"{kind}{8 * n}": np.dtype(f"u{n}") for n in (1, 2, 4, 8) for kind in "ub"},
     **{f"s{8 * n}": np.dtype(f"i{n}") for n in (1, 2, 4, 8)},
     "f32": np.dtype(np.float32),
     "f64": np.dtype(np.float64),
