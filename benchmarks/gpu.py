@@ -1,7 +1,8 @@
 """Packed weights on GPUs: `python benchmarks/gpu.py` with a form.
-`hazards`.
 
 - `device` measures on the GPU of this machine: see gpu/device.py.
+- `wheels` downloads what a GPU machine without a network lacks: see gpu/wheels.py.
+- `products` runs a few products, for tools that watch a program: see gpu/products.py.
 - `predict` prints what the model of time predicts for an H200, and writes docs/benchmarks_gpu.md:
   see gpu/predictions.py.
 - `sass` counts the instructions of the kernels, without a GPU: see gpu/sass.py.
@@ -20,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 FORMS = {
     "device": "benchmarks.gpu.device",
+    "wheels": "benchmarks.gpu.wheels",
+    "products": "benchmarks.gpu.products",
     "predict": "benchmarks.gpu.predictions",
     "sass": "benchmarks.gpu.sass",
     "hazards": "benchmarks.gpu.hazards",
