@@ -3,6 +3,8 @@
 - `device` measures on the GPU of this machine: see gpu/device.py.
 - `predict` prints what the model of time predicts for an H200, and writes docs/benchmarks_gpu.md:
   see gpu/predictions.py.
+- `simulate` simulates products from their machine code: see gpu/simulations.py.
+- `counting` counts instructions and registers for the model of time: see gpu/counting.py.
 - `sass` counts the instructions of the kernels, without a GPU: see gpu/sass.py.
 
 `python benchmarks/gpu.py device --help` lists the options of a form.
@@ -19,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 FORMS = {
     "device": "benchmarks.gpu.device",
     "predict": "benchmarks.gpu.predictions",
+    "simulate": "benchmarks.gpu.simulations",
+    "counting": "benchmarks.gpu.counting",
     "sass": "benchmarks.gpu.sass",
 }
 
