@@ -22,8 +22,9 @@ from benchmarks.gpu.repeats import repeat
 from benchmarks.gpu.simulated import simulated_seconds
 from benchmarks.gpu.tools import profile, sanitize, tests, versions
 from benchmarks.gpu.workers import Product, compile_ahead, likely_products
+from packhorse.device.autotune import predictor
 from packhorse.device.choices import choose
-from packhorse.device.cost import predict_decode, predict_decoding, predict_fused, predict_plain
+from packhorse.device.cost import predict_decoding, predict_plain
 from packhorse.device.matrix_tuning import (
     measure_choices,
     order_in,
@@ -345,12 +346,10 @@ def predict(
     shape: Shape, n_tokens: int, format: WeightFormat, choice: Choice, device: torch.device
 ) -> float:
     """The seconds that the model of time predicts for a choice; infinity if it cannot."""
-    model, size = describe_device(device), (shape.n_rows, shape.n_columns)
-    if choice.strategy is Strategy.DECODE:
-        return predict_decode(*size, n_tokens, format, model)
-    if choice.config is None:
-        return math.inf
-    return predict_fused(*size, n_tokens, format, choice.config, model)
+    if choice.config is None and choice.strategy is not Strategy.DECODE:
+        return math.inf  # the launcher chooses
+    model = describe_device(device)
+    return predictor(shape.n_rows, shape.n_columns, format, model)(choice, n_tokens)
 
 
 def describe_choice(choice: Choice) -> str:

@@ -1,17 +1,10 @@
-"""Simulated times beside predicted and measured ones, where a simulation has kept them.
+"""Simulated times beside predicted and measured ones, where a simulation has kept them."""
 
-`benchmarks/results/gpu/simulated.json` has `rows` and `compared`: lists of products, of which
-`n_rows`, `n_columns`, `n_tokens`, `format`, `division` (the fields of a `MatmulConfig`) and
-`simulated` (seconds) are read here.
-"""
-
-import json
 from functools import cache
-from pathlib import Path
 
-__all__ = ["KEPT", "simulated_seconds"]
+from benchmarks.gpu import kept_simulations
 
-KEPT = Path(__file__).resolve().parents[1] / "results" / "gpu" / "simulated.json"
+__all__ = ["simulated_seconds"]
 
 
 def simulated_seconds(
@@ -26,18 +19,19 @@ def simulated_seconds(
         format: name of the weight's format.
         choice: how it runs, as the tables print it, such as "fused 16/8/64/4/1/4/1".
     """
-    return _kept(KEPT).get((n_rows, n_columns, n_tokens, format, choice))
+    return _kept().get((n_rows, n_columns, n_tokens, format, choice))
 
 
 @cache
-def _kept(path: Path) -> dict[tuple[int, int, int, str, str], float]:
-    if not path.exists():
+def _kept() -> dict[tuple[int, int, int, str, str], float]:
+    if not kept_simulations.PATH.exists():
         return {}
-    kept = json.loads(path.read_text())
-    names = ("n_rows", "n_columns", "n_tokens", "format")
+    kept = kept_simulations.read()
     return {
-        (*(row[name] for name in names), "fused " + "/".join(map(str, row["division"]))): row[
-            "simulated"
-        ]
-        for row in [*kept["rows"], *kept["compared"]]
+        (row.n_rows, row.n_columns, row.n_tokens, row.format, _choice(row.division)): row.simulated
+        for row in [*kept.rows, *kept.compared]
     }
+
+
+def _choice(division: list[int]) -> str:
+    return "fused " + "/".join(map(str, division))

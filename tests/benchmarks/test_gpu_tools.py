@@ -3,7 +3,6 @@
 The tools of CUDA need a GPU, so small programs with their names print what the tools would.
 """
 
-import json
 import subprocess
 import sys
 import warnings
@@ -15,9 +14,11 @@ from zipfile import ZipFile
 import pytest
 import torch
 
-from benchmarks.gpu import device, parts, products, reading, simulated, tools, wheels
+from benchmarks.gpu import device, kept_simulations, parts, products, reading, tools, wheels
 from benchmarks.gpu.checks import WrongError
 from packhorse.device.product_check import ExactProduct, WrongProductWarning
+from packhorse.device.strategy import Choice, Strategy
+from packhorse.kernels.matmul import MatmulConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 RIGHT = "256x1024x8 fused right\n256x1024x8 many right\n"
@@ -177,22 +178,16 @@ def test_a_wrong_product_that_the_tuner_meets_stops_the_run(
     assert "WRONG: a division" in capsys.readouterr().out
 
 
-def test_simulated_times_stand_beside_measured_ones(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    row = {"n_rows": 24, "n_columns": 70, "n_tokens": 8, "format": "W12", "division": [16, 8]}
-    kept = {"rows": [row | {"simulated": 2e-6}], "compared": []}
-    monkeypatch.setattr(simulated, "KEPT", tmp_path / "simulated.json")
-    (tmp_path / "simulated.json").write_text(json.dumps(kept))
-    shape = parts.Shape("any", 24, 70, 1)
-    for choice, seconds in (("fused 16/8", 2e-6), ("decode", None)):
-        found = parts.table_row(shape, 8, "W12", choice, 4e-6, 3e-6, 5e-6, 1.5)
+def test_simulated_times_stand_beside_measured_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    row = kept_simulations.read().rows[0]
+    choice = parts.describe_choice(Choice(Strategy.FUSED, MatmulConfig(*row.division)))
+    shape = parts.Shape("any", row.n_rows, row.n_columns, 1)
+    for way, seconds in ((row.format, row.simulated), ("BF16", None)):
+        found = parts.table_row(shape, row.n_tokens, way, choice, 4e-6, 3e-6, 5e-6, 1.5)
         assert found["simulated"] == seconds
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[4:8] for line in lines] == [
-        ["4.0", "0.00", "3.0", "2.0"],
-        ["4.0", "0.00", "3.0", ""],
-    ]
+    cells = [f"{row.simulated * 1e6:.1f}", ""]
+    assert [line.split(" | ")[6:8] for line in lines] == [["3.0", cell] for cell in cells]
 
 
 # Packages for a machine without a network.
