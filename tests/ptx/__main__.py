@@ -16,9 +16,13 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+from tests.ptx import stream
 from tests.ptx.faults import Fault
 from tests.ptx.kernels import WAYS, Case, Emulation, is_right
 from tests.ptx.mutations import is_noticed, mutations
+
+from packhorse.errors import MissingBackendError
+from packhorse.gpu.nvrtc import compiler
 
 RUN = [
     *(
@@ -70,6 +74,24 @@ def run_all(cases: list[Case], folder: Path) -> int:
     return n_wrong
 
 
+def run_stream_all(words: list[str]) -> int:
+    """Runs the kernels in CUDA C++, if there is NVRTC; returns how many are wrong."""
+    n_wrong = 0
+    try:
+        compiler()
+    except MissingBackendError as error:
+        print(f"not run: {error}")
+        return 0
+    for case in stream.CASES:
+        if all(word in f"stream {case.name}" for word in words):
+            results = [stream.run_stream(case, **way, track=True) for way in WAYS]
+            same = all(np.array_equal(result, results[0]) for result in results)
+            right = same and stream.is_right(case, results[0])
+            n_wrong += not right
+            print(f"stream {case.name}: {'right' if right else 'WRONG'}", flush=True)
+    return n_wrong
+
+
 def damage_all(cases: list[Case], folder: Path, *, verbose: bool) -> None:
     """Damages kernels, and prints how much of it is noticed."""
     emulation = Emulation(cases, folder)
@@ -109,7 +131,7 @@ def main() -> int:
             damage_all(chosen, Path(folder), verbose=arguments.verbose)
             return 0
         begin = time.perf_counter()
-        n_wrong = run_all(chosen, Path(folder))
+        n_wrong = run_all(chosen, Path(folder)) + run_stream_all(arguments.words)
         cpu = time.process_time() + os.times().children_user
         print(
             f"{len(chosen)} kernels, {n_wrong} wrong; {cpu:.0f} s of processor time, "

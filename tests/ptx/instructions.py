@@ -5,14 +5,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from tests.ptx.arithmetic import compile_arithmetic
-from tests.ptx.faults import Fault, UnknownInstruction
+from tests.ptx.barriers import CLUSTER_LOG, _PhaseWait
+from tests.ptx.bulk import compile_bulk
+from tests.ptx.faults import UnknownInstruction
 from tests.ptx.memory import WARP, from_generic, is_shared, to_generic
-from tests.ptx.program import Address, Constant, Group, Instruction, Special
+from tests.ptx.program import (
+    PARAMETER_BASE,
+    PARAMETER_LOG,
+    Address,
+    Constant,
+    Group,
+    Instruction,
+    Special,
+)
 from tests.ptx.tensor import compile_tensor
-from tests.ptx.values import TYPES, reader, size_of, writer
+from tests.ptx.values import TYPES, addresses, reader, size_of, writer
 
 if TYPE_CHECKING:
-    from tests.ptx.barriers import _NamedWait, _PhaseWait
+    from tests.ptx.barriers import _NamedWait
     from tests.ptx.machine import Warp
 
     Run = Callable[[Warp, "np.ndarray | None"], object]
@@ -26,6 +36,10 @@ def compile_instruction(x: Instruction) -> "tuple[Run | None, bool]":
     op = x.opcode[0]
     if op in ("bra", "ret", "exit"):
         return None, True
+    if op == "barrier" and "cluster" in x.opcode:
+        if "arrive" in x.opcode:
+            return (lambda warp, mask: warp.machine.barriers.arrive_cluster(warp, mask)), False
+        return (lambda warp, mask: warp.machine.barriers.wait_cluster(warp)), True
     if op in ("bar", "barrier") and x.opcode[1:3] != ("warp", "sync"):
         if "sync" in x.opcode:
             return _bar_sync(x), True
@@ -44,7 +58,7 @@ def _compile_other(x: Instruction) -> "Run | None":
     if op in _NOTHING:
         return lambda warp, mask: None
     if op == "cp":
-        return _bulk(x) if "bulk" in x.opcode else _cp_async(x)
+        return compile_bulk(x) if "bulk" in x.opcode else _cp_async(x)
     if op == "bar":
         return lambda warp, mask: warp.machine.shared.sync_lanes(
             warp.number, warp.machine.whole_programs(mask)
@@ -54,26 +68,14 @@ def _compile_other(x: Instruction) -> "Run | None":
     makers = {
         "st": _st, "shfl": _shfl, "redux": _redux, "vote": _vote, "elect": _elect, "cvta": _cvta,
         "fence": _fence, "mbarrier": _mbarrier, "griddepcontrol": _griddepcontrol,
-        "activemask": _activemask,
+        "activemask": _activemask, "mapa": _mapa,
     }  # fmt: skip
     return makers[op](x) if op in makers else None
 
 
-def _addresses(operand: object, size: str = "u64") -> "Callable[[Warp, np.ndarray], np.ndarray]":
-    """A function that returns addresses for the numbers of lanes."""
-    if not isinstance(operand, Address):
-        raise UnknownInstruction(f"address {operand}")
-    base, offset = reader(operand.base, size), operand.offset
-
-    def read(warp: "Warp", lanes: np.ndarray) -> np.ndarray:
-        return np.broadcast_to(base(warp), (warp.n_lanes,))[lanes].astype(np.int64) + offset
-
-    return read
-
-
 def _space_of(x: Instruction) -> str:
     for part in x.opcode[1:]:
-        if part in ("global", "shared", "shared_cta", "shared_cluster", "const", "local"):
+        if part in ("global", "shared", "shared_cta", "shared_cluster", "const", "local", "param"):
             return part.partition("_")[0]
     return "generic"
 
@@ -85,6 +87,8 @@ def _registers(operand: object) -> list:
 def _ld_param(x: Instruction) -> "Run":
     type_name = x.opcode[-1]
     writes = [writer(part) for part in _registers(x.operands[0])]
+    if isinstance(x.operands[1], Address):
+        return _ld_param_at(x, type_name, writes)
     names = []
     for i in range(len(writes)):
         base, _, offset = x.operands[1].name.partition("+")
@@ -99,11 +103,27 @@ def _ld_param(x: Instruction) -> "Run":
     return run
 
 
+def _ld_param_at(x: Instruction, type_name: str, writes: list) -> "Run":
+    """A part of a parameter whose address is in a register; the same for all lanes."""
+    address, size = addresses(x.operands[1]), size_of(type_name)
+
+    def run(warp: "Warp", mask: np.ndarray | None) -> None:
+        places = np.unique(address(warp, warp.machine.lanes(mask)))
+        if places.size != 1:
+            raise UnknownInstruction(f"{x}: lanes load different parameters")
+        number, offset = divmod(int(places[0]) - PARAMETER_BASE, 1 << PARAMETER_LOG)
+        for i, write in enumerate(writes):
+            bits = warp.parameter(number, offset + i * size)
+            write(warp, bits.astype(f"u{size}").view(TYPES[type_name]), mask)
+
+    return run
+
+
 def _ld(x: Instruction) -> "Run":
     type_name, space = x.opcode[-1], _space_of(x)
     writes = [writer(part) for part in _registers(x.operands[0])]
     # An address of 32 bits is read as such from a register of 64.
-    address = _addresses(x.operands[1], "u64")
+    address = addresses(x.operands[1], "u64")
     size = size_of(type_name)
 
     def run(warp: "Warp", mask: np.ndarray | None) -> None:
@@ -128,7 +148,7 @@ def _ld(x: Instruction) -> "Run":
 def _st(x: Instruction) -> "Run":
     type_name, space = x.opcode[-1], _space_of(x)
     reads = [reader(part, type_name) for part in _registers(x.operands[1])]
-    address = _addresses(x.operands[0], "u64")
+    address = addresses(x.operands[0], "u64")
 
     def run(warp: "Warp", mask: np.ndarray | None) -> None:
         machine = warp.machine
@@ -145,9 +165,20 @@ def _st(x: Instruction) -> "Run":
     return run
 
 
+def _mapa(x: Instruction) -> "Run":
+    write = writer(x.operands[0])
+    address, rank = (reader(part, "u32") for part in x.operands[1:])
+
+    def run(warp: "Warp", mask: np.ndarray | None) -> None:
+        write(warp, address(warp) + ((rank(warp) + 1) << np.uint32(CLUSTER_LOG)), mask)
+
+    return run
+
+
 def _cvta(x: Instruction) -> "Run":
     write, read = writer(x.operands[0]), reader(x.operands[1], "u64")
     moves = {"shared": from_generic if "to" in x.opcode else to_generic, "global": lambda a: a}
+    moves["param"] = moves["global"]
     move = moves[_space_of(x)]
     return lambda warp, mask: write(warp, move(read(warp).view(np.int64)).view(np.uint64), mask)
 
@@ -170,7 +201,7 @@ def _cp_async(x: Instruction) -> "Run":
         return group
     if kind not in ("ca", "cg"):
         raise UnknownInstruction(x.text)
-    target, source = _addresses(x.operands[0], "u32"), _addresses(x.operands[1])
+    target, source = addresses(x.operands[0], "u32"), addresses(x.operands[1])
     n = x.operands[2].bits
     filled = reader(x.operands[3], "u32") if len(x.operands) > 3 else None
 
@@ -187,30 +218,6 @@ def _cp_async(x: Instruction) -> "Run":
             where = source(warp, lanes)[full]
             data[full] = warp.machine.memory.load(where, n, warp.has_waited[lanes][full])
         warp.copies.begin(lanes, target(warp, lanes), data)
-
-    return run
-
-
-def _bulk(x: Instruction) -> "Run":
-    if "prefetch" in x.opcode:
-        return lambda warp, mask: None
-    if x.opcode[3:5] not in (("shared_cluster", "global"), ("shared_cta", "global")):
-        raise UnknownInstruction(x.text)
-    target, barrier = _addresses(x.operands[0], "u32"), _addresses(x.operands[3], "u32")
-    source, count = _addresses(x.operands[1]), reader(x.operands[2], "u32")
-
-    def run(warp: "Warp", mask: np.ndarray | None) -> None:
-        machine = warp.machine
-        lanes = machine.lanes(mask)
-        sizes = np.broadcast_to(count(warp), (warp.n_lanes,))[lanes]
-        targets, sources, places = (read(warp, lanes) for read in (target, source, barrier))
-        for i, lane in enumerate(lanes):
-            where, nbytes = sources[i : i + 1], int(sizes[i])
-            if int(where[0]) % 16:
-                raise Fault("a bulk copy from an address that 16 does not divide")
-            data = machine.memory.load(where, nbytes, warp.has_waited[lanes[i : i + 1]])[0]
-            program = int(lane) // WARP
-            machine.barriers.copy(warp, int(lane), int(targets[i]), data, program, int(places[i]))
 
     return run
 
@@ -252,21 +259,23 @@ def _bar_arrive(x: Instruction) -> "Run":
 
 
 def _try_wait(x: Instruction) -> "Run":
-    from tests.ptx.barriers import _PhaseWait
-
     if "parity" not in x.opcode:
         raise UnknownInstruction(x.text)
     truth = writer(x.operands[0])
-    address, parity = _addresses(x.operands[1], "u32"), reader(x.operands[2], "u32")
+    address, parity = addresses(x.operands[1], "u32"), reader(x.operands[2], "u32")
 
     def run(warp: "Warp", mask: np.ndarray) -> "_PhaseWait":
         lanes = warp.machine.lanes(mask)
-        where = address(warp, lanes)
-        keys = {
-            int(lane): (int(lane) // WARP, int(at)) for lane, at in zip(lanes, where, strict=True)
-        }
-        wanted = np.broadcast_to(parity(warp), (warp.n_lanes,)) & 1
-        return _PhaseWait(warp.machine, warp, keys, wanted, truth)
+        where, wanted = address(warp, lanes), np.broadcast_to(parity(warp), (warp.n_lanes,))
+        found: dict[int, tuple[int, int]] = {}
+        for program in np.unique(lanes // WARP):
+            which = lanes // WARP == program
+            parities = (wanted[lanes[which]] & 1).tolist()
+            pairs = set(zip(where[which].tolist(), parities, strict=True))
+            if len(pairs) > 1:
+                raise UnknownInstruction(f"{x}: lanes wait for different phases")
+            found[int(program)] = pairs.pop()
+        return _PhaseWait(warp.machine, warp, found, truth)
 
     return run
 
@@ -277,7 +286,7 @@ def _mbarrier(x: Instruction) -> "Run":
         raise UnknownInstruction(x.text)
     has_state = kind == "arrive" and not isinstance(x.operands[0], Address)
     operands = x.operands[1:] if has_state else x.operands
-    address = _addresses(operands[0], "u32")
+    address = addresses(operands[0], "u32")
     count = reader(operands[1] if len(operands) > 1 else Constant(1), "u32")
 
     def run(warp: "Warp", mask: np.ndarray | None) -> None:

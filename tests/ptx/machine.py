@@ -6,14 +6,17 @@ Where lanes go different ways, the warp has several places in the code, each wit
 the lowest place runs first, and places that meet become one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from tests.ptx.faults import Fault
 from tests.ptx.memory import WARP, GlobalMemory, SharedMemory
 from tests.ptx.program import Instruction, Program
+
+if TYPE_CHECKING:
+    from tests.ptx.bulk import TensorMap
 
 _MAX_STEPS = 20_000_000
 
@@ -38,6 +41,8 @@ class Launch:
         backwards: the last warp runs first.
         track: look for accesses without an order.
         dependent: the kernel is started before the one that writes its dependent arrays has ended.
+        cluster: programs of a cluster, neighbours in the grid.
+        maps: maps of tensors, by the names of the parameters that hold them.
     """
 
     arguments: Sequence[int]
@@ -48,6 +53,8 @@ class Launch:
     backwards: bool = False
     track: bool = True
     dependent: bool = False
+    cluster: int = 1
+    maps: Mapping[str, "TensorMap"] = field(default_factory=dict)
 
 
 class Warp:
@@ -62,6 +69,7 @@ class Warp:
         self.in_flight: set[int] = set()  # registers of products under way
         self.copies = machine.new_copies(self)
         self.products = machine.new_products(self)
+        self.cluster_ticket = np.zeros(machine.n_programs, np.int64)
         self.has_waited = np.full(self.n_lanes, not machine.launch.dependent)
 
     def special(self, name: str) -> np.ndarray:
@@ -70,8 +78,12 @@ class Warp:
         if name.startswith("%"):
             base = name.partition(".")[0]
             if base in ("%ctaid", "%clusterid"):
-                return machine.places[:, "xyz".index(name[-1])].repeat(WARP)
+                numbers = machine.places[:, "xyz".index(name[-1])].repeat(WARP)
+                by = machine.launch.cluster if name == "%clusterid.x" else 1
+                return numbers // by
             values = {
+                "%cluster_ctarank": np.arange(self.n_lanes) // WARP % machine.launch.cluster,
+                "%cluster_nctarank": np.array([machine.launch.cluster]),
                 "%tid.x": self.number * WARP + lane,
                 "%laneid": lane,
                 "%warpid": np.array([self.number]),
@@ -84,9 +96,12 @@ class Warp:
             }
             return values.get(name, np.zeros(1, np.int64))
         base, _, offset = name.partition("+")
-        number, nbytes = machine.program.parameters[base]
-        bits = (machine.launch.arguments[number] & ((1 << 8 * nbytes) - 1)) >> 8 * int(offset)
-        return np.array([bits], np.uint64)
+        return self.parameter(machine.program.parameters[base][0], int(offset))
+
+    def parameter(self, number: int, offset: int) -> np.ndarray:
+        """Eight bytes of a parameter from an offset on."""
+        bits = (self.machine.launch.arguments[number] & ((1 << 4096) - 1)) >> 8 * offset
+        return np.array([bits & ((1 << 64) - 1)], np.uint64)
 
     @property
     def is_done(self) -> bool:
@@ -115,7 +130,9 @@ class Machine:
         self.n_lanes = self.n_programs * WARP
         self.new_copies, self.new_products = Copies, Products
         nbytes = program.shared_nbytes + launch.shared_nbytes
-        self.shared = SharedMemory(self.n_programs, launch.n_warps, nbytes, track=launch.track)
+        self.shared = SharedMemory(
+            self.n_programs, launch.n_warps, nbytes, cluster=launch.cluster, track=launch.track
+        )
         self.barriers = Barriers(self)
         self.all_lanes = np.arange(self.n_lanes)
         self.steps = 0
@@ -272,6 +289,7 @@ def run_grid(program: Program, memory: GlobalMemory, launch: Launch, *, together
         Instructions that were done, each for the warps of all programs that run together.
     """
     x, y, z = launch.grid
+    together = -(-together // launch.cluster) * launch.cluster
     every = np.array([(i, j, k) for k in range(z) for j in range(y) for i in range(x)])
     steps = 0
     with np.errstate(all="ignore"):

@@ -52,6 +52,13 @@ class GlobalMemory:
                 return store[int(offset) : int(offset) + nbytes].view(dtype)
         raise KeyError(name)
 
+    def content(self, name: str, *, waited: bool) -> np.ndarray:
+        """The bytes of an array, for a copy of a box."""
+        (dependent,) = (region[4] for region in self.regions if region[0] == name)
+        if dependent and not waited:
+            raise Fault(f"array {name} is used before griddepcontrol.wait")
+        return self.read(name, np.uint8)
+
     def _places(
         self, address: np.ndarray, n: int, waited: np.ndarray | None
     ) -> Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -114,29 +121,45 @@ class SharedMemory:
         n_programs: programs.
         n_warps: warps of a program.
         nbytes: bytes of a program.
+        cluster: programs that reach each other's shared memory. Each warp of a cluster has a number
+            of its own: first those of its first program.
         track: whether accesses without an order are looked for.
     """
 
-    def __init__(self, n_programs: int, n_warps: int, nbytes: int, *, track: bool) -> None:
-        self.n_warps, self.nbytes, self.track = n_warps, nbytes, track
+    def __init__(
+        self, n_programs: int, n_warps: int, nbytes: int, *, cluster: int = 1, track: bool
+    ) -> None:
+        self.n_warps, self.nbytes, self.track, self.cluster = n_warps, nbytes, track, cluster
+        self.n_numbers = cluster * n_warps
         self.span = -(-(nbytes + SHARED_BASE) // 1024) * 1024
         total = n_programs * self.span
         self.bytes = np.full(total, _POISON, np.uint8)
         self.written = np.zeros(total, bool)
-        # clocks[p, w, v]: how much of warp v's work is in order before warp w's next access.
-        self.clocks = np.zeros((n_programs, n_warps, n_warps), np.int16)
+        # clocks[p, w, v]: how much of the work of number v is in order before the next access of
+        # warp w of program p.
+        self.clocks = np.zeros((n_programs, n_warps, self.n_numbers), np.int16)
+        # Up to which of its own clocks all lanes of a warp are in order.
+        self.joint = np.zeros((n_programs, n_warps), np.int16)
+        programs = np.arange(n_programs)
         for w in range(n_warps):
-            self.clocks[:, w, w] = 1
+            self.clocks[programs, w, self.number(w, programs)] = 1
         if track:
             self.writer = np.zeros(total, np.int8)
             self.write_clock = np.zeros(total, np.int16)
             self.write_lane = np.zeros(total, np.int8)
             self.write_sync = np.full(total, -1, np.int16)
-            self.read_clock = np.zeros((n_warps, total), np.int16)
+            self.read_clock = np.zeros((self.n_numbers, total), np.int16)
             self.loading = np.zeros(total, np.int16)  # copies to it that are under way
             self.product = np.zeros(total, np.int16)  # products under way that read it
             self.unfenced = np.zeros(total, bool)
             self.syncs = np.zeros((n_programs, n_warps), np.int16)  # of each warp's lanes
+
+    def number(self, warp: int, programs: np.ndarray) -> np.ndarray:
+        """Numbers of a warp of some programs in their clusters."""
+        return programs % self.cluster * self.n_warps + warp
+
+    def own_clock(self, warp: int, programs: np.ndarray) -> np.ndarray:
+        return self.clocks[programs, warp, self.number(warp, programs)]
 
     def places(self, lanes: np.ndarray, address: np.ndarray, n: int) -> np.ndarray:
         """Checks addresses; places of their first bytes."""
@@ -174,16 +197,21 @@ class SharedMemory:
 
     def _note_write(self, warp: int, lanes: np.ndarray, row: np.ndarray, n: int) -> None:
         programs = lanes // WARP
-        _rows(self.writer, n)[row] = warp
-        _rows(self.write_clock, n)[row] = self.clocks[programs, warp, warp][:, None]
+        _rows(self.writer, n)[row] = self.number(warp, programs)[:, None]
+        _rows(self.write_clock, n)[row] = self.own_clock(warp, programs)[:, None]
         _rows(self.write_lane, n)[row] = (lanes % WARP)[:, None]
         _rows(self.write_sync, n)[row] = self.syncs[programs, warp][:, None]
 
     def _note_read(self, warp: int, lanes: np.ndarray, row: np.ndarray, n: int) -> None:
         self._check_order(warp, lanes, row, n)
         programs = lanes // WARP
-        clock = self.clocks[programs, warp, warp]
-        _rows(self.read_clock[warp], n)[row] = clock[:, None]
+        self._set_read(warp, programs, row, n)
+
+    def _set_read(self, warp: int, programs: np.ndarray, row: np.ndarray, n: int) -> None:
+        clock, numbers = self.own_clock(warp, programs), self.number(warp, programs)
+        for number in np.unique(numbers):
+            which = numbers == number
+            _rows(self.read_clock[number], n)[row[which]] = clock[which, None]
 
     def _check_order(
         self,
@@ -198,7 +226,8 @@ class SharedMemory:
         `is_new` is for writes: which of the bytes change.
         """
         programs = lanes // WARP
-        known = self.clocks[programs, warp]  # lanes x warps
+        known = self.clocks[programs, warp]  # lanes x numbers
+        own = self.number(warp, programs)[:, None]
         writer = _rows(self.writer, n)[row].astype(np.int64)
         late = _rows(self.write_clock, n)[row] > np.take_along_axis(known, writer, 1)
         if (late if is_new is None else late & is_new).any():
@@ -209,14 +238,14 @@ class SharedMemory:
         if is_new is None:
             other_lane = _rows(self.write_lane, n)[row] != (lanes % WARP)[:, None]
             sync = _rows(self.write_sync, n)[row] == self.syncs[programs, warp][:, None]
-            if ((writer == warp) & other_lane & sync).any():
+            if ((writer == own) & other_lane & sync).any():
                 raise Fault("reads what another lane wrote, without bar.warp.sync between them")
             return
         if (_rows(self.product, n)[row] != 0).any():
             raise Fault("overwrites shared memory that a product under way may still read")
-        for other in range(self.n_warps):
+        for other in range(self.n_numbers):
             late = _rows(self.read_clock[other], n)[row] > known[:, other, None]
-            if other != warp and (late & is_new).any():
+            if (late & is_new & (own != other)).any():
                 raise Fault("overwrites shared memory that another warp reads, unordered")
 
     # Work that runs on.
@@ -255,8 +284,7 @@ class SharedMemory:
     def end_product(self, warp: int, lanes: np.ndarray, place: np.ndarray) -> None:
         if self.track:
             np.subtract.at(_rows(self.product, 2), place // 2, 1)
-            clock = self.clocks[lanes // WARP, warp, warp]
-            _rows(self.read_clock[warp], 2)[place // 2] = clock[:, None]
+            self._set_read(warp, lanes // WARP, place // 2, 2)
 
     def read_for_product(self, place: np.ndarray) -> np.ndarray:
         """Pairs of bytes as uint16."""
@@ -276,14 +304,22 @@ class SharedMemory:
             self.unfenced[here] &= ~known
 
     def sync_lanes(self, warp: int, programs: np.ndarray) -> None:
-        """bar.warp.sync."""
+        """All lanes of a warp come together, as by bar.warp.sync."""
         if self.track:
             self.syncs[programs, warp] += 1
+        self.joint[programs, warp] = self.own_clock(warp, programs)
+        self.clocks[programs, warp, self.number(warp, programs)] += 1
 
-    def release(self, warp: int, programs: np.ndarray) -> np.ndarray:
-        """What the warp has done until now, for others to learn; later work is not part of it."""
+    def release(self, warp: int, programs: np.ndarray, *, by_all_lanes: bool = True) -> np.ndarray:
+        """What the warp has done until now, for others to learn; later work is not part of it.
+
+        One lane speaks for all only as far as they have come together.
+        """
         known = self.clocks[programs, warp].copy()
-        self.clocks[programs, warp, warp] += 1
+        numbers = self.number(warp, programs)
+        if not by_all_lanes:
+            known[np.arange(programs.size), numbers] = self.joint[programs, warp]
+        self.clocks[programs, warp, numbers] += 1
         return known
 
     def acquire(self, warp: int, programs: np.ndarray, known: np.ndarray) -> None:

@@ -14,15 +14,14 @@ import numpy as np
 from tests.ptx.faults import Fault
 
 _KINDS = re.compile(
-    r"^[ \t]*(?:@!?%?\w+\s+)?("
-    r"bar\.sync|barrier\.sync|bar\.warp\.sync|cp\.async\.wait_group|cp\.async\.wait_all|"
-    r"cp\.async\.commit_group|wgmma\.wait_group|wgmma\.fence|wgmma\.commit_group|"
-    r"fence\.proxy\.async|fence\.mbarrier_init|griddepcontrol\.wait|mbarrier\.arrive|"
-    r"mbarrier\.init|mbarrier\.try_wait|mbarrier\.expect_tx)[^;\n]*;",
+    r"(?:^|(?<=;)|(?<=\{))[ \t]*(?:@!?%?\w+\s+)?("
+    r"bar\.sync|barrier\.sync|bar\.warp\.sync|barrier\.cluster\.arrive|barrier\.cluster\.wait|"
+    r"cp\.async\.wait_group|cp\.async\.wait_all|cp\.async\.commit_group|"
+    r"wgmma\.wait_group|wgmma\.commit_group|fence\.proxy\.async|fence\.mbarrier_init|"
+    r"griddepcontrol\.wait|mbarrier\.arrive|mbarrier\.init|mbarrier\.try_wait|"
+    r"mbarrier\.expect_tx)[^;\n]*;",
     re.M,
 )
-# Nobody can notice that they are missing: a fence of registers, which assemblers need, not values.
-_NOT_EMULATED = {"wgmma.fence"}
 
 
 @dataclass(frozen=True)
@@ -45,19 +44,21 @@ class Mutation:
         return f"{self.kind} {self.change} in line {self.line}"
 
 
-def mutations(ptx: str) -> Iterator[Mutation]:
-    """All mutations of a kernel."""
-    start = ptx.index(".entry")
-    for found in _KINDS.finditer(ptx, start):
+def mutations(ptx: str, name: str = "") -> Iterator[Mutation]:
+    """All mutations of a kernel: the one with a name, or the only one.
+
+    `wgmma.fence` stays: assemblers need it, and values do not show it.
+    """
+    start = ptx.index(f".entry {name}".rstrip())
+    end = ptx.find(".entry", start + 1)
+    for found in _KINDS.finditer(ptx, start, end if end >= 0 else len(ptx)):
         kind = found[1]
-        if kind in _NOT_EMULATED:
-            continue
         line = ptx.count("\n", 0, found.start()) + 1
         before, text, after = ptx[: found.start()], found[0], ptx[found.end() :]
         if kind == "mbarrier.try_wait":
-            result = re.search(r"b64\s+([%\w]+)", text)
+            result = re.search(r"\.b64\s+([%\w]+)", text)
             assert result is not None, text
-            removed = f"setp.eq.u32 {result[1]}, 0, 0;"
+            removed = f" setp.eq.u32 {result[1]}, 0, 0;"
         else:
             removed = ""
         yield Mutation(kind, "removed", line, before + removed + after)

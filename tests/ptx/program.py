@@ -10,6 +10,8 @@ from typing import NamedTuple
 from tests.ptx.faults import UnknownInstruction
 
 NBYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
+PARAMETER_BASE = 1 << 58  # addresses of parameters begin here, one for each
+PARAMETER_LOG = 16
 SHARED_BASE = 1024  # Hopper keeps the first bytes of shared memory for itself
 
 
@@ -35,6 +37,11 @@ class Group(NamedTuple):
 class Address(NamedTuple):
     base: object  # a Register or a Constant
     offset: int
+
+
+class Coordinates(NamedTuple):
+    base: object  # the address of a tensor's map
+    parts: tuple
 
 
 class Negated(NamedTuple):
@@ -221,6 +228,10 @@ class _Reader:
         if text.startswith("{"):
             return Group(tuple(self._operand(scope, part) for part in _split(text[1:-1])))
         if text.startswith("["):
+            if "{" in text:
+                base, numbers = re.fullmatch(r"\[\s*([%\w$]+)\s*,\s*\{(.*)\}\s*\]", text).groups()
+                parts = tuple(self._operand(scope, part) for part in _split(numbers))
+                return Coordinates(self._operand(scope, base), parts)
             base, offset = re.fullmatch(r"\[\s*([%\w$]+)\s*(?:\+\s*(-?\w+))?\s*\]", text).groups()
             if base in self.parameters:
                 return Special(f"{base}+{offset or 0}")
@@ -232,6 +243,8 @@ class _Reader:
         register = scope.find("names", text)
         if register is not None:
             return register
+        if text in self.parameters:
+            return Constant(PARAMETER_BASE + (self.parameters[text][0] << PARAMETER_LOG))
         if text in self.symbols:
             return Constant(self.symbols[text])
         if text[:2] in ("0f", "0F"):
@@ -244,5 +257,10 @@ class _Reader:
 
 
 def _split(text: str) -> list[str]:
-    parts = re.split(r",(?![^\[{]*[\]}])", text)
-    return [part.strip() for part in parts if part.strip()]
+    parts, depth, start = [], 0, 0
+    for i, character in enumerate(text):
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    return [part.strip() for part in (*parts, text[start:]) if part.strip()]

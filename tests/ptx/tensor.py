@@ -148,6 +148,7 @@ class Products:
 
     def wait(self, n_left: int) -> None:
         machine = self.warp.machine
+        has_ended = len(self.groups) > n_left
         while len(self.groups) > n_left:
             self.warp.in_flight = set()
             for product in self.groups.pop(0):
@@ -156,6 +157,8 @@ class Products:
                 for place in product.places:
                     lanes = np.repeat(product.programs * WARP, place.size // len(product.programs))
                     machine.shared.end_product(self.warp.number, lanes, place)
+        if has_ended:  # all lanes have read together
+            machine.shared.sync_lanes(self.warp.number, np.arange(machine.n_programs))
         self._update()
 
     def _update(self) -> None:
@@ -237,12 +240,15 @@ _SWIZZLES = {1: (128, 7), 2: (64, 3), 3: (32, 1)}  # bytes of a row, bits that a
 def _operand(bits: np.ndarray, n: int, is_transposed: bool, base: np.ndarray) -> np.ndarray:
     """Places of the elements of an operand (programs x n x 16), by its descriptor."""
     swizzle = int(bits[0] >> np.uint64(62))
-    if swizzle not in _SWIZZLES or (bits >> np.uint64(62) != swizzle).any():
-        raise UnknownInstruction("a product's operand without a swizzle")
-    row, exchanged = _SWIZZLES[swizzle]
+    if (bits >> np.uint64(62) != swizzle).any() or (is_transposed and not swizzle):
+        raise UnknownInstruction("a product's operand, transposed without a swizzle")
     fields = (bits[:, None] >> np.array([0, 16, 32], np.uint64)) & np.uint64(0x3FFF)
     start, leading, stride = (fields.astype(np.int64) << 4).T[:, :, None, None]
     i, k = np.arange(n)[None, :, None], np.arange(16)[None, None, :]
+    if not swizzle:  # blocks of 8 x 16 bytes
+        address = start + i // 8 * stride + i % 8 * 16 + k // 8 * leading + k % 8 * 2
+        return base[:, None, None] + address
+    row, exchanged = _SWIZZLES[swizzle]
     if is_transposed:
         per_row = row // 2
         address = start + i // per_row * leading + i % per_row * 2 + k % 8 * row + k // 8 * stride

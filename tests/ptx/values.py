@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from tests.ptx.faults import Fault, UnknownInstruction
-from tests.ptx.program import Constant, Negated, Register, Special
+from tests.ptx.program import Address, Constant, Negated, Register, Special
 
 if TYPE_CHECKING:
     from tests.ptx.machine import Warp
@@ -60,6 +60,18 @@ def reader(operand: object, type_name: str) -> "Read":
         name = operand.name
         return lambda warp: warp.special(name).astype(dtype)
     raise UnknownInstruction(f"operand {operand}")
+
+
+def addresses(operand: object, size: str = "u64") -> "Callable[[Warp, np.ndarray], np.ndarray]":
+    """A function that returns addresses for the numbers of lanes."""
+    if not isinstance(operand, Address):
+        raise UnknownInstruction(f"address {operand}")
+    base, offset = reader(operand.base, size), operand.offset
+
+    def read(warp: "Warp", lanes: np.ndarray) -> np.ndarray:
+        return np.broadcast_to(base(warp), (warp.n_lanes,))[lanes].astype(np.int64) + offset
+
+    return read
 
 
 def _register_reader(register: Register, dtype: np.dtype) -> "Read":

@@ -1,0 +1,58 @@
+"""The kernels in CUDA C++, run without a GPU (tests/ptx/README.md): products against FP64, copies
+as early and as late as the program allows, two orders of warps, and damaged kernels.
+
+The expected order is checked too: each access to shared memory must be in order with those of other
+warps, by barriers, mbarriers and `__syncwarp` alone.
+"""
+
+import numpy as np
+import pytest
+from tests.ptx.kernels import WAYS
+from tests.ptx.mutations import is_noticed, mutations
+from tests.ptx.program import parse
+from tests.ptx.stream import CASES, DAMAGED, StreamCase, is_right, run_stream, stream_ptx
+
+from packhorse.errors import MissingBackendError
+from packhorse.gpu.nvrtc import compiler
+
+
+def _has_compiler() -> bool:
+    try:
+        compiler()
+    except MissingBackendError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not _has_compiler(), reason="needs NVRTC: nvidia-cuda-nvrtc")
+
+FEW, CLUSTER, MANY = DAMAGED
+CHOSEN = [FEW, CLUSTER, MANY, CASES[3], CASES[5], CASES[7]]  # `python -m tests.ptx run` has all
+DAMAGES = [
+    (FEW, "fence.mbarrier_init", "without fence.mbarrier_init"),
+    (FEW, "mbarrier.try_wait", ""),
+    (FEW, "mbarrier.arrive", "wait for each other"),
+    (FEW, "griddepcontrol.wait", "before griddepcontrol.wait"),
+    (CLUSTER, "barrier.cluster.wait", "mbarrier"),
+    (MANY, "bar.warp.sync", "shared memory"),
+    (MANY, "wgmma.wait_group", "overwrites shared memory"),
+]
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.name)
+def test_products_are_right_in_every_order(case: StreamCase) -> None:
+    results = [run_stream(case, **way, track=i % 3 == 0) for i, way in enumerate(WAYS)]
+    for way, result in zip(WAYS, results, strict=True):
+        assert is_right(case, result), way
+        np.testing.assert_array_equal(result, results[0], err_msg=str(way))
+
+
+@pytest.mark.parametrize(("case", "kind", "message"), DAMAGES, ids=lambda value: str(value)[:24])
+def test_damages_are_noticed(case: StreamCase, kind: str, message: str) -> None:
+    found = [m for m in mutations(stream_ptx(case), "multiply") if m.kind == kind]
+    changed = parse(found[0].ptx, "multiply")
+    noticed = is_noticed(
+        lambda **way: run_stream(case, changed, **way), lambda result: is_right(case, result)
+    )
+    assert noticed, str(found[0])
+    assert message in noticed

@@ -1,0 +1,179 @@
+"""The kernels in CUDA C++ of `packhorse.kernels.stream_product` in the emulator."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from tests.ptx import kernels
+from tests.ptx.bulk import TensorMap
+from tests.ptx.machine import Launch, run_grid
+from tests.ptx.memory import WARP, GlobalMemory
+from tests.ptx.program import Program, parse
+from tests.ptx.values import from_bf16
+
+from packhorse.gpu.nvrtc import compiler
+from packhorse.gpu.stream_kernels import stream_source
+from packhorse.kernels.stream_product import (
+    StreamConfig,
+    StreamPlan,
+    plan_stream,
+    stream_options,
+)
+from packhorse.layout import WEIGHT_FORMATS
+
+_ARRAYS = ("first_exponents", "exception_starts", "exceptions")
+
+
+@dataclass(frozen=True)
+class StreamCase:
+    """A product.
+
+    Attributes:
+        format: name of the format.
+        config: the division.
+        n_rows, n_columns, n_tokens: sizes.
+        n_clusters: clusters of the grid, at most.
+    """
+
+    format: str
+    config: StreamConfig
+    n_rows: int
+    n_columns: int
+    n_tokens: int
+    n_clusters: int = 2
+
+    @property
+    def name(self) -> str:
+        c = self.config
+        parts = (c.block_rows, c.block_tokens, c.n_weight_stages, c.n_token_stages, c.cluster)
+        division = "/".join(map(str, (*parts, c.n_splits)))
+        return f"{self.format} {division} {self.n_rows}x{self.n_columns} {self.n_tokens} tokens"
+
+    @property
+    def plain(self) -> kernels.Case:
+        """The same data, for the expected result."""
+        sizes = (self.n_rows, self.n_columns, self.n_tokens)
+        return kernels.Case("few", self.format, (), *sizes, bias=True)
+
+    @property
+    def plan(self) -> StreamPlan:
+        sizes = (self.n_rows, self.n_columns, self.n_tokens)
+        return plan_stream(*sizes, WEIGHT_FORMATS[self.format], self.config)
+
+
+@cache
+def stream_ptx(case: StreamCase) -> str:
+    """The text of both kernels."""
+    options = stream_options(case.config, WEIGHT_FORMATS[case.format])
+    return compiler().compile_to_ptx(stream_source(), options)
+
+
+@cache
+def _arranging(case: StreamCase) -> Program:
+    return parse(stream_ptx(case), "arrange_tokens")
+
+
+def _arrange(case: StreamCase, how: dict) -> tuple[np.ndarray, np.ndarray]:
+    plan, memory = case.plan, GlobalMemory()
+    tokens = kernels.data_of(case.plain).tokens
+    outs = [np.full(n, 0xFF, np.uint8) for n in (plan.arranged_nbytes, plan.by_column_nbytes)]
+    names = ("tokens", "arranged", "by column")
+    pointers = [
+        memory.add(name, array, dependent=True)
+        for name, array in zip(names, (tokens, *outs), strict=True)
+    ]
+    sizes = [case.n_tokens, case.n_columns, plan.n_steps, plan.n_groups, plan.n_arranging]
+    grid = (plan.n_arranging + plan.n_transposing, 1, 1)
+    launch = Launch([*pointers, *sizes], grid, 4, 0, dependent=True, **how)
+    run_grid(_arranging(case), memory, launch)
+    return memory.read("arranged", np.uint8), memory.read("by column", np.uint8)
+
+
+def run_stream(case: StreamCase, program: Program | None = None, **how: bool) -> np.ndarray:
+    """Runs a product.
+
+    Args:
+        case: the product.
+        program: another program in the place of the second kernel.
+        how: `late`, `backwards` and `track`, as for `Launch`.
+
+    Returns:
+        FP32, tokens x rows: sums of the parts if there are several.
+    """
+    plan, config, format = case.plan, case.config, WEIGHT_FORMATS[case.format]
+    data = kernels.data_of(case.plain)
+    arrays = data.arrays
+    memory = GlobalMemory()
+    shape = (config.n_splits, case.n_tokens, case.n_rows)
+    is_split = config.n_splits > 1
+    out = np.full(shape, np.nan, np.float32) if is_split else np.full(shape, 0x7FC1, np.uint16)
+    arranged, by_column = _arrange(case, how)
+    pointers = [
+        memory.add("arranged", arranged, dependent=True),
+        memory.add("by column", by_column, dependent=True),
+        *(memory.add(name, getattr(arrays, name)) for name in _ARRAYS),
+        memory.add("bias", data.bias),
+        memory.add("sums", out, dependent=True),
+    ]
+    memory.add("low", arrays.low_bytes)
+    memory.add("high", arrays.high_bits)
+    sizes = [case.n_tokens, case.n_rows, case.n_columns, plan.n_turns, plan.n_token_blocks]
+    sizes += [plan.n_row_blocks, config.n_splits, 0]
+    product = b"".join(
+        [*(p.to_bytes(8, "little") for p in pointers), *(n.to_bytes(4, "little") for n in sizes)]
+    )
+    maps = {
+        f"multiply_param_{i}": TensorMap(
+            name, (plan.n_steps, case.n_rows, box[2]), (stride, plan.n_steps), box, plan.swizzle
+        )
+        for i, (name, stride, box) in enumerate(
+            [
+                ("low", format.n_padded(case.n_columns), plan.low_box),
+                ("high", format.n_high_bytes(case.n_columns), plan.high_box),
+            ]
+        )
+    }
+    launch = Launch(
+        [0, 0, int.from_bytes(product, "little")],
+        (min(case.n_clusters, plan.n_units) * config.cluster, 1, 1),
+        plan.n_threads // WARP,
+        plan.shared_nbytes,
+        dependent=True,
+        cluster=config.cluster,
+        maps=maps,
+        **how,
+    )
+    run_grid(program or multiplying(case), memory, launch)
+    if is_split:
+        return memory.read("sums", np.float32).reshape(shape).sum(0)
+    return from_bf16(memory.read("sums", np.uint16)).reshape(shape[1:])
+
+
+@cache
+def multiplying(case: StreamCase) -> Program:
+    return parse(stream_ptx(case), "multiply")
+
+
+def is_right(case: StreamCase, result: np.ndarray) -> bool:
+    """Whether a product is right by the project's bound."""
+    return kernels.is_right(case.plain, result)
+
+
+CASES = [
+    StreamCase("W12", StreamConfig(16, 8, 3, 3), 33, 512, 3),
+    StreamCase("W12", StreamConfig(32, 8, 2, 2, cluster=2), 70, 700, 8),
+    StreamCase("W12", StreamConfig(16, 8, 2, 2, n_splits=3), 20, 1600, 5),
+    StreamCase("W12", StreamConfig(32, 32, 2, 2), 33, 300, 32),
+    StreamCase("W11", StreamConfig(16, 8, 3, 3), 40, 1100, 5),
+    StreamCase("W11", StreamConfig(32, 16, 2, 2, cluster=2, n_splits=2), 40, 1030, 12),
+    StreamCase("W12", StreamConfig(64, 64, 3, 4), 130, 333, 40),
+    StreamCase("W12", StreamConfig(128, 128, 2, 3, cluster=2), 140, 200, 70),
+    StreamCase("W12", StreamConfig(64, 256, 2, 3, cluster=2), 64, 140, 200),
+    StreamCase("W11", StreamConfig(64, 64, 2, 3, n_splits=2), 64, 600, 33),
+]
+# More turns than stages, and several units for each program.
+DAMAGED = [
+    StreamCase("W12", StreamConfig(16, 8, 2, 2), 40, 1700, 3, n_clusters=1),
+    StreamCase("W12", StreamConfig(32, 8, 2, 2, cluster=2), 130, 1700, 8, n_clusters=1),
+    StreamCase("W12", StreamConfig(64, 64, 2, 3), 130, 500, 40, n_clusters=1),
+]
