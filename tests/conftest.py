@@ -5,6 +5,7 @@ before anything else can import Triton. On a machine with a GPU, TRITON_INTERPRE
 there. Tests that compile offline need a child process without the variable.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,18 @@ import pytest
 from cli_samples import Ended, write_folder, write_model
 from disk_samples import write_sample
 from s3_server import Server
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The garbage collector need not look again at all that collecting has imported: each of its
+    full turns took a good part of a second, and each test that leaves cycles adds some."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Nothing stays frozen when Python ends, or nanobind reports its own functions as leaked."""
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -316,7 +316,7 @@ def tables() -> str:
 
 def files_below(top: Path) -> list[Path]:
     """Files of code in a folder and those below it."""
-    return sorted(path for path in top.rglob("*") if path.suffix in (".py", ".hpp", ".cpp"))
+    return sorted(path for path in top.rglob("*") if path.suffix in (".py", ".hpp", ".cpp", ".cu"))
 
 
 def _tables_below(top: Path) -> Iterator[str]:

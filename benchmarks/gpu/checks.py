@@ -19,6 +19,7 @@ import packhorse.kernels.weights as weights_module
 from benchmarks.gpu.workers import Failure, spread
 from packhorse.device.choices import choose
 from packhorse.device.matrix_tuning import pack_on, random_weight
+from packhorse.device.product_check import ExactProduct
 from packhorse.device.products import run_choice
 from packhorse.device.strategy import INVARIANT_TOKENS, Choice, Strategy
 from packhorse.kernels.arrays import WeightTensors
@@ -171,14 +172,9 @@ def launchers_own(format: WeightFormat) -> list[Choice]:
 def check_product(
     name: str, choice: Choice, y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
 ) -> None:
-    """Compare some rows with FP64, up to the rounding to BF16 and the loss of sums in FP32.
-    PyTorch's own product may round parts of sums to BF16."""
-    some = slice(0, 512)
-    exact = x.double() @ weight[some].double().T
-    sizes = x.double().abs() @ weight[some].double().abs().T
-    lost = 2**-8 if choice.strategy is Strategy.DECODE else 2**-16
-    bound = exact.abs() * 2**-8 + sizes * lost
-    require(bool(((y[:, some].double() - exact).abs() <= bound).all()), f"{name}: the product")
+    """Compare some rows with FP64, by the error bound that the tuner uses, too."""
+    exact = ExactProduct(x, weight[:512])
+    require(exact.allows(y[:, :512], choice), f"{name}: the product")
 
 
 def require(holds: bool, what: str) -> None:

@@ -1,8 +1,22 @@
 """Measure packed weights on a GPU: `python benchmarks/gpu.py device [--part PART ...]`.
 
-The command needs a machine with a GPU, PyTorch and Triton, but no network. It proves products right
-before it times anything: decoding bit for bit, fused products against FP64, the kernels' inline
-assembly against its twin. Times are medians over CUDA graphs of products with at least four
+The command needs a machine with a GPU, PyTorch and Triton, but no network: `--wheels` installs what
+else it lacks (`gpu.py wheels`). It proves products right before it times anything, and stops at the
+first wrong one. Its parts, in their order:
+
+- versions: of Triton, the ptxas that it runs, the driver;
+- tests: those that need a GPU, and those of the kernels, compiled;
+- check: decoding bit for bit, products against FP64, the inline assembly against its twin;
+- repeat: each division 200 times on sums that are exact, equal to the bit;
+- sanitize: products under compute-sanitizer, for races and bounds;
+- ceilings: a copy, a large product, and reading with few and with many programs;
+- profile: three products under ncu;
+- decode, load: decoding alone, and packed files;
+- tune: the autotuner, whose divisions are each checked before they are timed;
+- table: each way beside BF16, measured beside predicted, and simulated where that is kept;
+- model: a whole model.
+
+Times are medians over CUDA graphs of products with at least four
 distinct copies of a matrix, which together are larger than the caches. Weights are synthetic:
 normal rows with log-normal scales, which have exponents like those of trained weights.
 
@@ -19,19 +33,34 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import wheels
 from benchmarks.gpu.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
-PARTS = ("check", "decode", "load", "tune", "table", "model")
 BUDGET = 500.0  # seconds of a call
 # The share of a call with all parts after which each part must end.
-SHARES = {"check": 0.2, "decode": 0.28, "load": 0.36, "tune": 0.7, "table": 0.9, "model": 1.0}
+SHARES = {
+    "versions": 0.02,
+    "tests": 0.14,
+    "check": 0.26,
+    "repeat": 0.36,
+    "sanitize": 0.44,
+    "ceilings": 0.46,
+    "profile": 0.54,
+    "decode": 0.58,
+    "load": 0.62,
+    "tune": 0.84,
+    "table": 0.94,
+    "model": 1.0,
+}
+PARTS = tuple(SHARES)
 
 
 def main(argv: list[str]) -> int:
@@ -41,12 +70,25 @@ def main(argv: list[str]) -> int:
         argv: the arguments after `device`.
 
     Returns:
-        The exit status: 1 if a part failed or found wrong results, 3 without a GPU.
+        The exit status: 1 if a part failed or found wrong results, 3 without a GPU or without a
+        package.
     """
     args = _parse(argv)
     if args.smoke:
         os.environ["TRITON_INTERPRET"] = "1"
-    import torch
+    try:
+        if args.wheels:
+            wheels.install(args.wheels)
+        import torch
+
+        import packhorse  # noqa: F401
+    except (ImportError, wheels.WheelError) as error:
+        print(
+            f"this machine lacks something: {error}\nWith a network, run `python benchmarks/gpu.py "
+            "wheels FOLDER`; here, run `python benchmarks/gpu.py device --wheels FOLDER`.",
+            file=sys.stderr,
+        )
+        return 3
 
     if not args.smoke and not torch.cuda.is_available():
         print(
@@ -66,6 +108,7 @@ def main(argv: list[str]) -> int:
 def run_parts(args: argparse.Namespace, started: float) -> dict[str, Any]:
     """Run the requested parts; a part that fails or is wrong gives a dict instead of rows."""
     from benchmarks.gpu import parts as gpu_parts
+    from packhorse.device.product_check import WrongProductWarning
 
     parts: dict[str, Any] = {}
     whole = max(SHARES[name] for name in args.part)
@@ -75,8 +118,10 @@ def run_parts(args: argparse.Namespace, started: float) -> dict[str, Any]:
         run = Run(args.smoke, started + share * args.budget, args.cache, args.again, note)
         print(f"\n## {name}\n", flush=True)
         try:
-            parts[name] = getattr(gpu_parts, name)(run)
-        except gpu_parts.WrongError as error:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", WrongProductWarning)
+                parts[name] = getattr(gpu_parts, name)(run)
+        except (gpu_parts.WrongError, WrongProductWarning) as error:
             print(f"WRONG: {error}\nNothing is timed with kernels that are wrong.", flush=True)
             parts[name] = {"wrong": str(error), "rows": parts.get(name, [])}
             keep(args, parts)
@@ -136,6 +181,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         metavar="PART",
         help=f"of {', '.join(PARTS)}; all by default",
     )
+    parser.add_argument("--wheels", type=Path, help="install missing packages from this folder")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds that a call may take")
     parser.add_argument("--out", type=Path, help="folder of the figures, instead of the usual one")
     parser.add_argument("--cache", type=Path, help="folder of the autotuner's cache")

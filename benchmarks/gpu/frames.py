@@ -1,8 +1,7 @@
-"""The card's ceilings, and frames decoded on it: the rest of part `decode` of gpu.py.
+"""Frames decoded on a GPU: the rest of part `decode` of gpu.py.
 
-The ceilings are the speeds of a large copy and a large product on this card; compare all other
-figures with them. A frame is uploaded packed: its whole decoding is timed by the host's clock, and
-the kernels alone by PyTorch's profiler.
+A frame is uploaded packed: its whole decoding is timed by the host's clock, and the kernels alone
+by PyTorch's profiler.
 """
 
 import time
@@ -15,34 +14,17 @@ import torch
 from packhorse.device.matrix_tuning import random_weight
 from packhorse.frame import compress_buffer
 from packhorse.gpu.decode import decode_frame
-from packhorse.gpu.timing import time_chain
 
 if TYPE_CHECKING:
     from benchmarks.gpu.run import Run
 
-__all__ = ["DifferentError", "ceilings", "frames"]
+__all__ = ["DifferentError", "frames"]
 
-_COPY_NBYTES = 4 << 30
-_SIDE = 8192  # of the matrices that are multiplied
 _KERNELS = ("decode_rans", "decode_palettes", "resolve_escapes", "merge_planes")
 
 
 class DifferentError(Exception):
     """A frame is decoded to wrong bytes."""
-
-
-def ceilings(run: "Run") -> list[dict[str, Any]]:
-    """Bytes a second of a copy, read and written, and BF16 operations a second of a product."""
-    if run.smoke:
-        return []
-    source = torch.empty(_COPY_NBYTES, dtype=torch.uint8, device="cuda").random_()
-    seconds = time_chain([partial(torch.empty_like(source).copy_, source)])
-    bandwidth = 2 * _COPY_NBYTES / seconds
-    a, b = (torch.randn(_SIDE, _SIDE, device="cuda").bfloat16() for _ in range(2))
-    torch.nn.functional.linear(a, b)
-    rate = 2 * _SIDE**3 / time_chain([partial(torch.nn.functional.linear, a, b)])
-    print(f"ceilings: copies {bandwidth / 1e12:.2f} TB/s, BF16 {rate / 1e12:.0f} TFLOP/s\n")
-    return [{"ceiling": "copy", "per_s": bandwidth}, {"ceiling": "BF16", "per_s": rate}]
 
 
 def frames(run: "Run") -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ _SPLIT = re.compile(r",(?![^\[]*\])")  # commas outside of brackets
 _PREDICATE = re.compile(r"U?P(\d|T)")
 _PLAIN = re.compile(r"(U?R)(\d+|Z)(?:\.reuse)?")
 
+_JUMPS = {"BRA", "CALL", "JMP"}
 # Their first operand is not a result.
 _NO_RESULT = {
     *("BAR", "BRA", "BRX", "BSSY", "BSYNC", "CALL", "CCTL", "DEPBAR", "EXIT", "FENCE", "JMP"),
@@ -120,9 +121,9 @@ class MachineCode:
         """Numbers of the instructions that may come after instruction `i`."""
         x = self.instructions[i]
         always = not x.predicate and not _depends(x)
-        if x.target is not None and x.target in self.index_of:
+        if x.operation in _JUMPS and x.target in self.index_of:
             yield self.index_of[x.target]
-        if x.operation in ("BRA", "EXIT", "RET", "JMP") and always:
+        if x.operation in ("BRA", "JMP", "EXIT", "RET") and always:
             return
         if i + 1 < len(self.instructions):
             yield i + 1
@@ -232,7 +233,7 @@ def _instruction(
     reads = {r for i in range(n_results, len(operands)) for r in _source(opcode, operands, i)}
     reads.update(x[0] for x in re.finditer(r"U?P\d", predicate))
     target = None
-    if opcode.partition(".")[0] in ("BRA", "BSSY", "CALL", "JMP"):
+    if opcode.partition(".")[0] in _JUMPS:
         if found := _TARGET.search(operands[-1]):
             target = labels.get(found[1]) if found[1] else int(found[2], 16)
         if target is None and opcode.startswith("BRA"):

@@ -15,8 +15,12 @@ import torch
 
 from benchmarks.gpu import llama, loading, peers
 from benchmarks.gpu.checks import WrongError, check
-from benchmarks.gpu.frames import DifferentError, ceilings, frames
+from benchmarks.gpu.frames import DifferentError, frames
+from benchmarks.gpu.kept_simulations import simulated_seconds
 from benchmarks.gpu.predictions import MODELS, TOKENS, Shape
+from benchmarks.gpu.reading import ceilings
+from benchmarks.gpu.repeats import repeat
+from benchmarks.gpu.tools import profile, sanitize, tests, versions
 from benchmarks.gpu.workers import Product, compile_ahead, likely_products
 from packhorse.device.choices import choose
 from packhorse.device.cost import predict_decode, predict_decoding, predict_fused, predict_plain
@@ -39,7 +43,21 @@ from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 if TYPE_CHECKING:
     from benchmarks.gpu.run import Run
 
-__all__ = ["WrongError", "check", "decode", "load", "model", "table", "tune"]
+__all__ = [
+    "WrongError",
+    "ceilings",
+    "check",
+    "decode",
+    "load",
+    "model",
+    "profile",
+    "repeat",
+    "sanitize",
+    "table",
+    "tests",
+    "tune",
+    "versions",
+]
 
 SMALL = (Shape("odd", 24, 70, 1),)
 SMALL_TOKENS = (1, 40)
@@ -84,8 +102,8 @@ def timer_of(
 
 
 def decode(run: "Run") -> list[dict[str, Any]]:
-    """The card's ceilings, decoding alone (bytes read and written a second), and a frame."""
-    rows = ceilings(run)
+    """Decoding alone (bytes read and written a second), and a frame."""
+    rows: list[dict[str, Any]] = []
     print_head("matrix", "format", "us", "predicted", "GB/s moved", "bits a weight")
     for shape, format in itertools.product(shapes_of(run), WEIGHT_FORMATS.values()):
         if run.is_late():
@@ -117,7 +135,7 @@ def tune(run: "Run") -> list[dict[str, Any]]:
     device = device_of(run)
     rows: list[dict[str, Any]] = []
     compile_ahead(run, products_to_tune(run))
-    print_head("matrix", "format", "tokens", "choice", "us", "predicted", "times BF16")
+    print_head("matrix", "format", "tokens", "choice", "us", "predicted", "simulated", "times BF16")
     for format, shape in itertools.product(WEIGHT_FORMATS.values(), shapes_of(run)):
         limit = limited_search(run)
         if run.is_late():
@@ -179,17 +197,20 @@ def tuned_row(
 ) -> dict[str, Any]:
     predicted = predict(shape, n_tokens, format, measured.choice, device)
     plain = measured.plain_seconds or math.nan
+    text = describe_choice(measured.choice)
+    simulated = simulated_seconds(shape.n_rows, shape.n_columns, n_tokens, format.name, text)
     print_row(
-        name_of(shape), format.name, str(n_tokens), describe_choice(measured.choice),
-        us(measured.seconds), us(predicted), f"{plain / measured.seconds:.2f}",
+        name_of(shape), format.name, str(n_tokens), text,
+        us(measured.seconds), us(predicted), us(simulated), f"{plain / measured.seconds:.2f}",
     )  # fmt: skip
     return {
         "shape": name_of(shape),
         "form": format.name,
         "n_tokens": n_tokens,
-        "choice": describe_choice(measured.choice),
+        "choice": text,
         "seconds": measured.seconds,
         "predicted": predicted,
+        "simulated": simulated,
         "speedup": plain / measured.seconds,
     }
 
@@ -198,7 +219,9 @@ def table(run: "Run") -> list[dict[str, Any]]:
     """Compare each way with BF16, for all matrices and numbers of tokens, tuned where possible."""
     rows: list[dict[str, Any]] = []
     compile_ahead(run, chosen_products(run, shapes_of(run), tokens_of))
-    print_head("matrix", "tokens", "way", "choice", "us", "TB/s", "predicted", "times BF16")
+    print_head(
+        "matrix", "tokens", "way", "choice", "us", "TB/s", "predicted", "simulated", "times BF16"
+    )
     for shape in shapes_of(run):
         weight = random_weight(shape.n_rows, shape.n_columns, device_of(run))
         plain: dict[int, float] = {}
@@ -253,14 +276,15 @@ def table_row(
     shape: Shape, n: int, way: str, choice: str, seconds: float, predicted: float, plain: float,
     weight_nbytes: float,
 ) -> dict[str, Any]:  # fmt: skip
+    simulated = simulated_seconds(shape.n_rows, shape.n_columns, n, way, choice)
     tb_per_s = shape.n_rows * shape.n_columns * weight_nbytes / seconds / 1e12
     print_row(
         name_of(shape), str(n), way, choice, us(seconds), f"{tb_per_s:.2f}", us(predicted),
-        f"{plain / seconds:.2f}",
+        us(simulated), f"{plain / seconds:.2f}",
     )  # fmt: skip
     return {
         "shape": name_of(shape), "n_tokens": n, "way": way, "choice": choice, "seconds": seconds,
-        "predicted": predicted, "speedup": plain / seconds,
+        "predicted": predicted, "simulated": simulated, "speedup": plain / seconds,
     }  # fmt: skip
 
 
@@ -279,7 +303,7 @@ def peer_rows(run: "Run") -> list[dict[str, Any]]:
         packed_nbytes = math.prod(peers.SHAPE) * row["bits"] / 8
         print_row(
             row["shape"], "1", name, f"decoding {us(row['decoding'])} us, {row['bits']:.2f} bits",
-            us(row["seconds"]), f"{packed_nbytes / row['seconds'] / 1e12:.2f}", "", "",
+            us(row["seconds"]), f"{packed_nbytes / row['seconds'] / 1e12:.2f}", "", "", "",
         )  # fmt: skip
     return rows
 
@@ -341,8 +365,8 @@ def name_of(shape: Shape) -> str:
     return f"{shape.n_rows} x {shape.n_columns}"
 
 
-def us(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f}"
+def us(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e6:.1f}"
 
 
 def print_head(*names: str) -> None:

@@ -212,10 +212,14 @@ less than nine minutes, and rivals are measured where they are installed:
 
     python benchmarks/gpu.py device
 
-It proves products right first, prints its tables together with the predictions, and keeps the
-figures in `benchmarks/results/gpu/`. `--part check`, `decode`, `load`, `tune`, `table` or `model`
-runs one part, which then has all that time for itself; tuning goes on where it ended. `--smoke`
-runs everything on a tiny scale without a GPU, as the tests do; its times mean nothing.
+It proves products right first, and stops at the first wrong one: tests, every bit of decoding,
+products against FP64, each division 200 times on sums that are exact, compute-sanitizer. Then
+it measures the card's ceilings, profiles, tunes, and prints its tables together with the
+predictions. It keeps the figures in `benchmarks/results/gpu/`. `--part check`, for example,
+runs one part, which then has all that time for itself (`--help` lists them); tuning goes on
+where it ended. `--smoke` runs everything on a tiny scale without a GPU, as the tests do; its times
+mean nothing. For a machine without a network, `python benchmarks/gpu.py wheels FOLDER` downloads
+the packages that it may lack, and `device --wheels FOLDER` installs them there.
 """
 _PREDICTED = """## Predictions for an H200
 

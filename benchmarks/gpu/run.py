@@ -28,3 +28,7 @@ class Run:
     def is_late(self) -> bool:
         """Whether the part has to end."""
         return time.monotonic() > self.ends
+
+    def left(self) -> float:
+        """Seconds until the part has to end; at least 20, as other programs take some to start."""
+        return max(self.ends - time.monotonic(), 20.0)

@@ -9,28 +9,26 @@ section 19.
 
 import argparse
 import json
-import os
 import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-os.environ["TRITON_INTERPRET"] = "0"  # an interpreted kernel has no instructions
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
+from benchmarks.gpu.compilation import (
+    TRITON_VERSION,
+    WARP,
+    compile_decode,
+    compile_many,
+    compile_matmul,
+)
 from benchmarks.gpu.machine_code import disassemble, read_kernel
-from packhorse.kernels.matmul import MatmulConfig, default_config, multiply_weights_kernel
-from packhorse.kernels.matmul_many import ManyConfig, default_many_config, multiply_many_kernel
-from packhorse.kernels.weights import decode_weights_kernel
+from packhorse.kernels.matmul import MatmulConfig, default_config
+from packhorse.kernels.matmul_many import ManyConfig, default_many_config
 from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
 
 ARCHITECTURES = (90, 80)
 SHARED_NBYTES = {90: 227 << 10, 80: 163 << 10}  # of a program, by NVIDIA's tables
-WARP = 32
 TENSOR_OPS = ("HMMA", "HGMMA")
 SPILL_OPS = ("LDL", "STL")
 _ATTRIBUTES = 0x70000000  # the kind of a section of an ELF file
@@ -39,20 +37,6 @@ _REGISTER_COUNT = bytes((0x04, 0x2F, 8, 0))  # an attribute of eight bytes
 INTEGER_OPS = {
     *("LOP3", "SHF", "PRMT", "IADD3", "ISETP", "SEL", "LEA", "VIADD", "IMNMX", "VIMNMX", "IABS"),
     *("BMSK", "SGXT", "POPC", "PLOP3"),
-}
-ROW_POINTERS = ("low_ptr", "high_ptr", "first_ptr", "starts_ptr", "exceptions_ptr")
-POINTERS = {
-    "low_ptr": "*u8",
-    "high_ptr": "*u8",
-    "first_ptr": "*u8",
-    "starts_ptr": "*i32",
-    "exceptions_ptr": "*i32",
-    "x_ptr": "*bf16",
-    "arranged_ptr": "*bf16",
-    "bias_ptr": "*bf16",
-    "y_ptr": "*bf16",
-    "out_ptr": "*bf16",
-    "rows_ptr": "*i64",
 }
 
 
@@ -85,31 +69,6 @@ class Count:
     unfused: bool | None = None
 
 
-def compile_kernel(
-    kernel: "triton.runtime.JITFunction[object]",
-    constants: dict[str, object],
-    architecture: int,
-    n_warps: int,
-    n_stages: int,
-    *,
-    fuse: bool = True,
-) -> "triton.compiler.CompiledKernel":
-    """Compile a kernel for pointers and sizes that are multiples of 16, as in launches."""
-    names = kernel.arg_names
-    optional = (p for p in kernel.params if p.is_constexpr and p.has_default)
-    constants = {p.name: p.default for p in optional} | constants
-    signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
-    loose = {"n_rows", "n_tokens", "rows_ptr"}  # may be any number, or begin anywhere
-    attributes = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if name not in constants and name not in loose
-    }
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": n_warps, "num_stages": n_stages, "enable_fp_fusion": fuse}
-    return triton.compile(source, target=GPUTarget("cuda", architecture, WARP), options=options)
-
-
 def n_tensor(body: Counter[str]) -> int:
     return sum(body[op] for op in TENSOR_OPS)
 
@@ -134,42 +93,6 @@ def count(name: str, compiled: object, architecture: int, n_weights: int, n_warp
     )
 
 
-def compile_matmul(
-    format: WeightFormat,
-    config: MatmulConfig,
-    architecture: int,
-    *,
-    even: bool = True,
-    early: bool = False,
-) -> "triton.compiler.CompiledKernel":
-    """Compile a product of a few tokens.
-
-    Args:
-        format: of the weight.
-        config: the division; more than one split is the same machine code for all numbers.
-        architecture: 90 for Hopper.
-        even: whether the division fits the matrix.
-        early: whether the kernel starts before the one before it ends.
-    """
-    constants = {
-        "BITS": format.bits,
-        "SLICES": format.n_slices,
-        "BLOCK_ROWS": config.block_rows,
-        "BLOCK_TOKENS": config.block_tokens,
-        "BLOCK_STEPS": config.block_steps,
-        "PARTS": config.n_warps,
-        "TILES": config.n_tiles,
-        "SPLITS": config.n_splits if even else 2,
-        "EVEN": even,
-        "HAS_BIAS": not even,
-        "ASSEMBLY": True,
-        "UPCAST": False,
-        "EARLY": max(config.n_stages - 1, 1) if early else 0,
-    }
-    warps, stages = config.n_warps, config.n_stages
-    return compile_kernel(multiply_weights_kernel, constants, architecture, warps, stages)
-
-
 def count_registers(binary: bytes) -> int:
     """Registers of a thread, from the attributes of the only kernel in a binary (ELF)."""
     (table,) = struct.unpack_from("<Q", binary, 0x28)
@@ -187,7 +110,13 @@ def count_registers(binary: bytes) -> int:
 def count_matmul(
     format: WeightFormat, config: MatmulConfig, architecture: int, *, even: bool = True
 ) -> Count:
-    compiled = compile_matmul(format, config, architecture, even=even)
+    compiled = compile_matmul(
+        format,
+        config if even else replace(config, n_splits=2),
+        architecture,
+        even=even,
+        bias=not even,
+    )
     n_rows = config.n_tiles * config.block_rows
     n_weights = n_rows * config.block_steps * config.n_warps * format.n_slices
     name = f"{format.name} N={config.block_tokens}" + ("" if even else " odd columns")
@@ -195,39 +124,13 @@ def count_matmul(
 
 
 def count_many(config: ManyConfig, architecture: int) -> Count:
-    constants = {
-        "BLOCK_ROWS": config.block_rows,
-        "BLOCK_TOKENS": config.block_tokens,
-        "BLOCK_STEPS": config.block_steps,
-        "SPLITS": config.n_splits,
-        "EVEN": True,
-        "HAS_BIAS": False,
-        "REORDER": architecture == 90,
-        "ASSEMBLY": True,
-        "UPCAST": False,
-    }
-    compiled = compile_kernel(
-        multiply_many_kernel, constants, architecture, config.n_warps, config.n_stages
-    )
+    compiled = compile_many(config, architecture)
     n_weights = config.block_rows * config.block_steps * 2
     return count(f"W12 N={config.block_tokens}", compiled, architecture, n_weights, config.n_warps)
 
 
 def count_decode(format: WeightFormat, architecture: int) -> Count:
-    constants = {
-        "BITS": format.bits,
-        "SLICES": format.n_slices,
-        "BLOCK_ROWS": 4,
-        "BLOCK_STEPS": 512,
-        "BLOCK_EXCEPTIONS": 8,
-        "ASSEMBLY": True,
-        "GATHER": False,
-        "UPCAST": False,
-    }
-    fused, unfused = (
-        compile_kernel(decode_weights_kernel, constants, architecture, 4, 3, fuse=fuse)
-        for fuse in (True, False)
-    )
+    fused, unfused = (compile_decode(format, architecture, fuse=fuse) for fuse in (True, False))
     found = count(f"{format.name} decode", fused, architecture, 4 * 512 * format.n_slices, 4)
     return replace(found, unfused=_is_same(fused, unfused))
 
@@ -272,7 +175,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--brief", action="store_true", help="fewer kernels for older GPUs")
     arguments = parser.parse_args(argv)
     path = arguments.json
-    print(f"Triton {triton.__version__}\n")
+    print(f"Triton {TRITON_VERSION}\n")
     print("| kernel | for | instructions a weight | integer pipe | tensor | spills | shared KiB |")
     print("|---|---|---|---|---|---|---|")
     rows = []
@@ -284,6 +187,6 @@ def main(argv: list[str]) -> int:
             flush=True,
         )
     if path:
-        text = json.dumps({"triton": triton.__version__, "counts": rows}, indent=1)
+        text = json.dumps({"triton": TRITON_VERSION, "counts": rows}, indent=1)
         path.write_text(text + "\n")
     return 0

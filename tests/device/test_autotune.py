@@ -21,6 +21,7 @@ from packhorse.device import autotune, choices, product_timer, products
 from packhorse.device.autotune import predictor, tune
 from packhorse.device.choices import choose
 from packhorse.device.cost import predict_decode, predict_plain
+from packhorse.device.product_check import WrongProductWarning
 from packhorse.device.product_timer import ProductTimer
 from packhorse.device.strategy import BUCKETS, INVARIANT_TOKENS, Choice, Strategy, bucket_of
 from packhorse.device.tune_cache import TUNE_CACHE, Key, Measured, check_config, order_of
@@ -339,7 +340,7 @@ def test_the_timer_runs_and_checks_each_choice(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         product_timer, "run_choice", lambda _, x, *__: torch.zeros(len(x), 32).bfloat16()
     )
-    with pytest.warns(UserWarning, match="wrong product"):
+    with pytest.warns(WrongProductWarning, match=r"FUSED.*WRONG PRODUCT.*bound"):
         assert timer(Choice(Strategy.FUSED), 3) == math.inf
 
 

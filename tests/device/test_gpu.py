@@ -5,8 +5,6 @@ All of them need a GPU and TRITON_INTERPRET=0.
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
-from itertools import pairwise
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from torch import Tensor, nn
 from weight_samples import model_rows
 
 from packhorse.device import PackedLinear, pack_weight
-from packhorse.device.ahead import current_decoder, decode_ahead
 from packhorse.device.matrix_tuning import pack_on, random_weight
 from packhorse.device.product_timer import ProductTimer
 from packhorse.device.strategy import Choice, Strategy
@@ -62,13 +59,10 @@ def check_replays(run: Callable[[Tensor], Tensor], n_tokens: int, n_columns: int
 
 
 @FORMATS
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("n_tokens", [1, 8, 40, MANY])
-def test_products_in_cuda_graphs(n_tokens: int, ahead: bool, format: str) -> None:
-    """This holds inside of `decode_ahead` too, which does nothing in captures."""
+def test_products_in_cuda_graphs(n_tokens: int, format: str) -> None:
     packed = layer(512, 768, format)
-    with decode_ahead() if ahead else nullcontext():
-        check_replays(packed, n_tokens, 768)
+    check_replays(packed, n_tokens, 768)
 
 
 @FORMATS
@@ -106,30 +100,6 @@ def test_inputs_that_are_not_aligned_need_no_other_machine_code() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(y, expected)
-
-
-@FORMATS
-def test_weights_that_are_decoded_ahead_give_the_same(format: str) -> None:
-    sizes = (1024, 512, 2048, 256, 1024)
-    layers = [layer(n, m, format) for m, n in pairwise(sizes)]
-
-    def passes() -> list[Tensor]:
-        found = []
-        for seed in range(4):
-            x = inputs(MANY, sizes[0], seed)
-            for each in layers:
-                x = nn.functional.layer_norm(each(x), [each.out_features])
-            found.append(x)
-        return found
-
-    alone = passes()
-    with decode_ahead():
-        together = passes()
-        decoder = current_decoder(torch.device("cuda"))
-        assert decoder is not None
-        assert decoder.n_hits >= 11
-    torch.cuda.synchronize()
-    assert all(map(torch.equal, together, alone))
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

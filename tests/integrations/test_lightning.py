@@ -297,24 +297,6 @@ def test_a_wrong_pointer_is_refused(
     assert not path.exists()
 
 
-def test_pytorch_lightning_takes_it_too(tmp_path: Path) -> None:
-    code = (
-        "import warnings; warnings.simplefilter('ignore')\n"
-        "import packhorse.lightning, pytorch_lightning as pl\n"
-        "io = packhorse.lightning.PackhorseCheckpointIO()\n"
-        "trainer = pl.Trainer(plugins=[io], logger=False, accelerator='cpu')\n"
-        "assert trainer.strategy.checkpoint_io is io\n"
-        "import lightning.pytorch as other\n"
-        "io = packhorse.lightning.PackhorseCheckpointIO()\n"
-        "other.Trainer(plugins=[io], logger=False, accelerator='cpu')\n"
-        "import pickle; pickle.loads(pickle.dumps(io))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_without_lightning_the_error_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['lightning'] = sys.modules['lightning_fabric'] = None\n"

@@ -286,17 +286,22 @@ def test_an_error_in_the_background_is_raised(tmp_path: Path) -> None:
 def test_pytorch_lightning_loads_it_too(tmp_path: Path) -> None:
     code = (
         "import warnings; warnings.simplefilter('ignore')\n"
-        "import pytorch_lightning as pl\n"
+        "import lightning.pytorch as other, pytorch_lightning as pl\n"
         "from pytorch_lightning.demos.boring_classes import BoringModel\n"
         "from packhorse.lightning import *\n"
         "quiet = dict(enable_progress_bar=False, enable_model_summary=False, logger=False)\n"
         "class Model(PackhorseLoading, BoringModel): pass\n"
-        "trainer = pl.Trainer(plugins=[PackhorseCheckpointIO()], max_steps=1, accelerator='cpu',"
+        "io = PackhorseCheckpointIO()\n"
+        "trainer = pl.Trainer(plugins=[io], max_steps=1, accelerator='cpu',"
         " enable_checkpointing=False, **quiet)\n"
+        "assert trainer.strategy.checkpoint_io is io\n"
         "trainer.fit(Model())\n"
         "trainer.save_checkpoint('a.ckpt')\n"
         "Model.load_from_checkpoint('a.ckpt')\n"
         "load_from_checkpoint(BoringModel, 'a.ckpt')\n"
+        "io = PackhorseCheckpointIO()\n"
+        "other.Trainer(plugins=[io], accelerator='cpu', **quiet)\n"
+        "import pickle; pickle.loads(pickle.dumps(io))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300

@@ -12,7 +12,6 @@ from packhorse.errors import MissingBackendError
 from packhorse.late_import import import_late
 
 if TYPE_CHECKING:
-    from packhorse.device.ahead import decode_ahead
     from packhorse.device.description import describe_weights, join_weights
     from packhorse.device.linear import PackedLinear
     from packhorse.device.model import pack_model_, unpack_model_
@@ -30,7 +29,6 @@ __all__ = [
     "WeightReport",
     "WeightTensors",
     "check_arrays",
-    "decode_ahead",
     "describe_weights",
     "empty_weight",
     "join_arrays",
@@ -49,7 +47,6 @@ _MODULES = {
     "WeightTensors": "operators",
     "check_arrays": "packed_arrays",
     "describe_weights": "description",
-    "decode_ahead": "ahead",
     "empty_weight": "packing",
     "join_arrays": "packing",
     "join_weights": "description",

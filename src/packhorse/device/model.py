@@ -112,9 +112,9 @@ def pack_model_(
         lm_head: whether to pack the output layer: the one that `get_output_embeddings` gives, or
             that is called `lm_head`.
         for_tokens: give this to aim for speed: the usual number of tokens that are multiplied at
-            once, which is the batch size when text is generated. Each layer gets the fastest format
-            for this number on its GPU, as `packhorse tune` has measured or else as predicted, and
-            stays plain if it would be slower when packed.
+            once, which is the batch size when text is generated, not the length of a prompt. Each
+            layer gets the fastest format for this number on its GPU, as `packhorse tune` has
+            measured or else as predicted, and stays plain if it would be slower when packed.
         dry_run: only count what packing would give, and leave the model as it is.
         progress: called with the bytes of plain weights done since the last call.
 

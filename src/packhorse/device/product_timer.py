@@ -1,8 +1,9 @@
 """Measures products on a GPU, for the autotuner and the benchmarks.
 
 A product is timed with several copies of a matrix, one after the other. Together, the copies are
-larger than the caches (`packhorse.gpu.timing`). A division that the GPU cannot run, or whose
-product differs from that of the decoded matrix, counts as infinitely slow.
+larger than the caches (`packhorse.gpu.timing`). A division that the GPU cannot run counts as
+infinitely slow. So does one that is wrong: whose product is outside of the error bound, or whose
+runs differ in any bit (`product_check.py`); a warning names it.
 """
 
 import math
@@ -12,6 +13,7 @@ from functools import partial
 
 import torch
 
+from packhorse.device.product_check import ExactProduct, WrongProductWarning, are_equal_bits
 from packhorse.device.products import run_choice
 from packhorse.device.strategy import Choice
 from packhorse.gpu.timing import CANNOT_RUN, CHAIN_NBYTES, N_REPLAYS, chain_copies, time_chain
@@ -21,7 +23,8 @@ from packhorse.layout import WeightFormat
 
 __all__ = ["ProductTimer"]
 
-_CHECKED_TOKENS = 64
+_CHECKED_TOKENS = 32
+_N_CHECKED_RUNS = 3
 
 
 class ProductTimer:
@@ -62,13 +65,18 @@ class ProductTimer:
         self._chain_nbytes = chain_nbytes
         self._n_replays = n_replays
         self._plain: torch.Tensor | None = None
+        self._exact: dict[int, ExactProduct] = {}  # by the number of tokens
 
     def __call__(self, choice: Choice, n_tokens: int) -> float:
-        """Seconds of a product; infinity if it cannot run or is wrong."""
+        """Seconds of a product; infinity if it cannot run or is wrong.
+
+        Warns:
+            WrongProductWarning: it is wrong.
+        """
         x = self.tokens(n_tokens)
         try:
-            y = self._multiply(x, self._chain[0], choice)
-            is_right = self._is_right(x, y)
+            runs = [self._multiply(x, self._chain[0], choice) for _ in range(_N_CHECKED_RUNS)]
+            fault = self._fault(x, runs, choice)
         except CANNOT_RUN:
             return math.inf
         except RuntimeError as error:  # of Triton's passes, or of the driver
@@ -76,8 +84,13 @@ class ProductTimer:
             if x.is_cuda:
                 torch.cuda.synchronize()  # raises if this process can no longer use the GPU
             return math.inf
-        if not is_right:
-            warnings.warn(f"{choice} gives a wrong product here and is left out", stacklevel=2)
+        if fault is not None:
+            warnings.warn(
+                f"{choice} gives a WRONG PRODUCT here with {n_tokens} tokens: {fault}. It is never "
+                "chosen on this GPU; please report it",
+                WrongProductWarning,
+                stacklevel=2,
+            )
             return math.inf
         return self.time([partial(self._multiply, x, w, choice) for w in self._chain])
 
@@ -115,10 +128,15 @@ class ProductTimer:
             self._plain = decode_weights(self._chain[0], self.format, self.n_columns)
         return self._plain
 
-    def _is_right(self, x: torch.Tensor, y: torch.Tensor) -> bool:
-        """Whether the product of the first tokens is that of the decoded matrix, up to the rounding
-        of sums."""
-        x, y = x[:_CHECKED_TOKENS], y[:_CHECKED_TOKENS]
-        exact = torch.nn.functional.linear(x.float(), self._decoded().float())
-        error = (y.float() - exact).abs().amax()
-        return bool(error <= exact.abs().amax() * 2**-7)
+    def _fault(self, x: torch.Tensor, runs: Sequence[torch.Tensor], choice: Choice) -> str | None:
+        """What is wrong with several runs of a product; None if nothing is."""
+        if not are_equal_bits(runs):
+            return f"{_N_CHECKED_RUNS} runs differ"
+        # Some tokens of every block, with the first and the last.
+        some = torch.linspace(0, len(x) - 1, min(len(x), _CHECKED_TOKENS), dtype=torch.float64)
+        tokens = some.round().to(device=x.device, dtype=torch.int64)
+        if len(x) not in self._exact:
+            self._exact[len(x)] = ExactProduct(x[tokens], self._decoded())
+        if not self._exact[len(x)].allows(runs[0][tokens], choice):
+            return "a sum is outside of the error bound"
+        return None

@@ -5,17 +5,16 @@ first product of a shape, nothing here is searched, read or compiled.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from packhorse.device.ahead import AheadDecoder, current_decoder
 from packhorse.device.choices import SHORT_OF_MEMORY, TOO_LARGE, choose
 from packhorse.device.strategy import Choice, Strategy
+from packhorse.device.stream import multiply_stream
 from packhorse.kernels.arrays import ALIGNMENT, WeightTensors
 from packhorse.kernels.matmul import multiply_weights
 from packhorse.kernels.matmul_many import multiply_many
@@ -59,10 +58,7 @@ def multiply(
         choice = choose(n_rows, n_columns, n_tokens, format, x.device)
     if choice.strategy is Strategy.DECODE:
         try:
-            decoder = current_decoder(x.device)
-            if decoder is None:
-                return F.linear(x, decode_weights(weights, format, n_columns), bias)
-            return _multiply_ahead(decoder, x, weights, format, n_columns, bias)
+            return F.linear(x, decode_weights(weights, format, n_columns), bias)
         except torch.OutOfMemoryError as error:
             if _is_capturing(x.device):  # the capture is void: nothing can go on
                 raise torch.OutOfMemoryError(_capture_failed(n_rows, n_columns)) from error
@@ -141,26 +137,9 @@ def _multiply_decoded(
 LAUNCHERS: dict[Strategy, Callable[..., Tensor]] = {
     Strategy.FUSED: multiply_weights,
     Strategy.MANY: multiply_many,
+    Strategy.STREAM: multiply_stream,
     Strategy.DECODE: _multiply_decoded,
 }
-
-
-def _multiply_ahead(
-    decoder: AheadDecoder,
-    x: Tensor,
-    weights: WeightTensors,
-    format: WeightFormat,
-    n_columns: int,
-    bias: Tensor | None,
-) -> Tensor:
-    """A product with the weight that was decoded while the previous product ran."""
-    decode = partial(_decode_to, format=format)
-    with decoder.plain(weights, (weights.n_rows, n_columns), decode) as weight:
-        return F.linear(x, weight, bias)
-
-
-def _decode_to(arrays: Sequence[Tensor], dst: Tensor, format: WeightFormat) -> None:
-    decode_weights(WeightTensors(*arrays), format, dst.shape[1], dst)
 
 
 def _is_capturing(device: torch.device) -> bool:

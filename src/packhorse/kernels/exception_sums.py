@@ -65,6 +65,7 @@ def add_exceptions(
     totals,  # tiles of PARTS x BLOCK_ROWS x BLOCK_TOKENS, FP32
     found,  # by first_exceptions, for the rows of all tiles
     x_ptr,
+    by_column_ptr,  # n_columns x n_tokens, BF16: the tokens again; read if BY_COLUMN
     starts_ptr,
     exceptions_ptr,
     rows,  # of each tile: 1 x BLOCK_ROWS x 1, int64
@@ -73,10 +74,12 @@ def add_exceptions(
     holes,  # of each tile: 1 x BLOCK_ROWS x 1, FP32: the value of a hole, the packed element of an
     # exception; without effect unless HOLES
     part,  # as for first_exceptions
+    n_tokens,
     n_columns,
     TILES: tl.constexpr,
     N_PARTS: tl.constexpr,
     HOLES: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Adds the products of exceptions: a small matrix with a column for each exception, times the
@@ -96,7 +99,11 @@ def add_exceptions(
         number_x = number + tl.arange(0, _BLOCK)[None, :, None]
         mask_x = (number_x >= begin) & (number_x < end) & mask_tokens
         columns = entries_x & 0xFFFF
-        x_tile = tl.load(x_ptr + tokens * n_columns + columns, mask=mask_x, other=0.0)
+        if BY_COLUMN:  # an exception's elements of all tokens lie side by side
+            places = by_column_ptr + columns.to(tl.int64) * n_tokens + tokens
+        else:
+            places = x_ptr + tokens * n_columns + columns
+        x_tile = tl.load(places, mask=mask_x, other=0.0)
         if UPCAST:
             x_tile = widen(x_tile, True)
         values = ((entries_w >> 16) & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)

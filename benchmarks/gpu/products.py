@@ -1,0 +1,73 @@
+"""Run a few products, for tools that watch a program: `python benchmarks/gpu.py products`.
+
+    python benchmarks/gpu.py products 4096x14336x8 --way fused --way many
+
+runs each product (rows x columns x tokens) in each way, and compares it with FP64. It times
+nothing. Parts `sanitize` and `profile` of `gpu.py device` run it under compute-sanitizer and ncu.
+"""
+
+import argparse
+import os
+import sys
+
+__all__ = ["WAYS", "main"]
+
+WAYS = ("chosen", "fused", "many", "decode")
+
+
+def main(argv: list[str]) -> int:
+    """Run the products.
+
+    Args:
+        argv: the arguments after `products`.
+
+    Returns:
+        The exit status: 0, 1 if a product is wrong, 3 without a GPU.
+    """
+    parser = argparse.ArgumentParser(
+        prog="gpu.py products", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("sizes", nargs="+", metavar="ROWSxCOLUMNSxTOKENS", type=_size)
+    parser.add_argument("--way", action="append", choices=WAYS, help="several may be given")
+    parser.add_argument("--smoke", action="store_true", help="in Triton's interpreter, on the CPU")
+    args = parser.parse_args(argv)
+    if args.smoke:
+        os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    if not args.smoke and not torch.cuda.is_available():
+        print("no CUDA GPU is here: --smoke runs tiny products on the CPU", file=sys.stderr)
+        return 3
+    wrong = 0
+    for size in args.sizes:
+        for way in args.way or ["chosen"]:
+            is_right = _multiply(*size, way, torch.device("cpu" if args.smoke else "cuda"))
+            print("x".join(map(str, size)), way, "right" if is_right else "WRONG", flush=True)
+            wrong += not is_right
+    return 1 if wrong else 0
+
+
+def _size(text: str) -> tuple[int, int, int]:
+    rows, columns, tokens = map(int, text.split("x"))
+    return rows, columns, tokens
+
+
+def _multiply(n_rows: int, n_columns: int, n_tokens: int, way: str, device: object) -> bool:
+    """Run a product, and compare it with FP64."""
+    import torch
+
+    from packhorse.device.choices import choose
+    from packhorse.device.matrix_tuning import pack_on, random_weight
+    from packhorse.device.product_check import ExactProduct
+    from packhorse.device.products import run_choice
+    from packhorse.device.strategy import Choice, Strategy
+    from packhorse.layout import W12
+
+    assert isinstance(device, torch.device)
+    weight = random_weight(n_rows, n_columns, device)
+    choice = choose(n_rows, n_columns, n_tokens, W12, device)
+    if way != "chosen":
+        choice = Choice(Strategy(way))
+    x = torch.randn(n_tokens, n_columns, device=device).bfloat16()
+    y = run_choice(choice, x, pack_on(weight, W12), W12, n_columns)
+    return ExactProduct(x, weight).allows(y, choice)

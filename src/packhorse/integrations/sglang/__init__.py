@@ -1,0 +1,3 @@
+"""Packhorse for SGLang: `--quantization packhorse` (docs/serving.md)."""
+
+__all__: list[str] = []

@@ -1,0 +1,64 @@
+"""Registers the quantization method "packhorse" with vLLM, or one that refuses.
+
+The method itself is imported only when a model asks for it, because this runs in every process of
+every server on the machine. Registering twice does nothing new.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from packhorse.device.model_config import METHOD
+from packhorse.errors import CompatibilityError
+from packhorse.integrations.serving import require_version
+
+__all__ = ["NEWEST", "OLDEST", "register"]
+
+# The versions whose interfaces were compared and tried. The first has the loading of one layer at
+# a time on the meta device that `methods` uses.
+OLDEST, NEWEST = (0, 32), (0, 32)
+
+
+def register() -> None:
+    """Adds the method to vLLM's table."""
+    quantization: Any = import_module("vllm.model_executor.layers.quantization")
+    vllm: Any = import_module("vllm")
+    try:
+        require_version("vLLM", str(vllm.__version__), OLDEST, NEWEST)
+        config = import_module("packhorse.integrations.vllm.config").PackhorseVllmConfig
+    except CompatibilityError as error:
+        config = _refusing(str(error))
+    quantization.register_quantization_config(METHOD)(config)
+
+
+def _refusing(reason: str) -> type:
+    """A method that raises an error when a model asks for it."""
+    base: Any = import_module("vllm.model_executor.layers.quantization.base_config")
+
+    class RefusedConfig(base.QuantizationConfig):  # type: ignore[misc]
+        def __init__(self) -> None:
+            raise CompatibilityError(reason)
+
+        @classmethod
+        def from_config(cls, config: dict[str, Any]) -> Any:
+            return cls()
+
+        def get_name(self) -> str:
+            return METHOD
+
+        def get_supported_act_dtypes(self) -> list[Any]:
+            return []
+
+        @classmethod
+        def get_min_capability(cls) -> int:
+            return 0
+
+        @staticmethod
+        def get_config_filenames() -> list[str]:
+            return []
+
+        def get_quant_method(self, layer: Any, prefix: str) -> None:
+            return None
+
+    return RefusedConfig

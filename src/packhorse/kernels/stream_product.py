@@ -1,0 +1,247 @@
+"""Products of 1 to 256 tokens with a packed weight on Hopper, by kernels in CUDA C++
+(`stream_common.cu`, `stream_tokens.cu`, `stream_product.cu`): y = x W^T + bias.
+
+One warp of a program does nothing but fetch weights, so the memory is busy while other warps decode
+and multiply, and even while the kernel before ends. Triton cannot express that. A first small
+kernel writes the tokens in the order in which the tensor cores read them.
+
+This module needs neither Triton nor a GPU: it knows how a product is divided, what the compiler is
+told, and what a launch gives the kernels. `packhorse.gpu.stream_kernels` runs them.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from packhorse.layout import W12, WeightFormat
+
+__all__ = [
+    "ARRANGED_THREADS",
+    "MAX_STREAM_TOKENS",
+    "StreamConfig",
+    "StreamPlan",
+    "default_stream_config",
+    "fill_stages",
+    "plan_stream",
+    "stream_options",
+    "stream_shared_nbytes",
+]
+
+MAX_STREAM_TOKENS = 256
+_FEW_TOKENS = 32  # up to here, the kernel uses mma.sync
+_GROUP = 64  # steps of a group, the unit of arranged tokens
+_CHUNK = 16  # columns of one product of the tensor cores
+_CONSUMERS = 8  # warps that multiply up to 32 tokens
+_FETCHERS = 4  # warps of the last group, of which two or all have work
+ARRANGED_THREADS = 128
+# Sums of a program for which no registers spill: all threads have as many.
+_MAX_SUMS = {64: 64 * 256, 128: 128 * 128}
+# Of a program on Hopper. The system keeps 1 KiB of 228 KiB for each program.
+_SHARED_NBYTES = 227 << 10
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """How a product is divided.
+
+    Attributes:
+        block_rows: rows of the weight for a program: a multiple of 16 for up to 32 tokens, 64 or
+            128 for more.
+        block_tokens: tokens for a program: 8, 16, 32, 64, 128 or 256.
+        n_weight_stages: stages of the ring of weights.
+        n_token_stages: stages of the ring of tokens.
+        cluster: programs with neighbouring rows that share what they fetch of the tokens: 1, 2
+            or 4.
+        n_splits: units that share a block.
+    """
+
+    block_rows: int
+    block_tokens: int
+    n_weight_stages: int
+    n_token_stages: int
+    cluster: int = 1
+    n_splits: int = 1
+
+
+class StreamPlan(NamedTuple):
+    """What a launch of the two kernels needs, beside pointers.
+
+    Attributes:
+        n_threads: threads of a program of the product.
+        n_units: units of work of the product, each for a cluster.
+        shared_nbytes: shared memory of a program.
+        n_steps: columns of a slice.
+        n_turns: stages of weights in a row.
+        n_groups: groups of 64 steps in an arranged token.
+        n_token_blocks: blocks of tokens.
+        n_row_blocks: blocks of rows, each for a cluster.
+        n_arranging: programs of the first kernel that arrange tokens.
+        n_transposing: programs of the first kernel that write tokens by columns.
+        arranged_nbytes: size of the arranged tokens.
+        by_column_nbytes: size of the tokens by columns.
+        low_box: steps, rows and parts of a box of low bytes.
+        high_box: the same for high bits.
+        swizzle: whether boxes are swizzled by 128 bytes.
+    """
+
+    n_threads: int
+    n_units: int
+    shared_nbytes: int
+    n_steps: int
+    n_turns: int
+    n_groups: int
+    n_token_blocks: int
+    n_row_blocks: int
+    n_arranging: int
+    n_transposing: int
+    arranged_nbytes: int
+    by_column_nbytes: int
+    low_box: tuple[int, int, int]
+    high_box: tuple[int, int, int]
+    swizzle: bool
+
+
+def _steps(config: StreamConfig, format: WeightFormat) -> tuple[int, int]:
+    """Steps of a box, and of a stage of weights."""
+    few = config.block_tokens <= _FEW_TOKENS
+    return (128, 256) if few and format is W12 else (_GROUP, _GROUP)
+
+
+def _stage_nbytes(config: StreamConfig, format: WeightFormat) -> tuple[int, int]:
+    """Bytes of a stage of weights, and of one of tokens."""
+    _, steps = _steps(config, format)
+    weights = config.block_rows * steps * format.n_slices * format.bits // 8
+    few = config.block_tokens <= _FEW_TOKENS
+    chunks = steps // _CHUNK * format.n_slices if few else 4
+    return weights, chunks * _CHUNK * config.block_tokens * 2
+
+
+def stream_shared_nbytes(config: StreamConfig, format: WeightFormat) -> int:
+    """Shared memory of a program."""
+    weights, tokens = _stage_nbytes(config, format)
+    few = config.block_tokens <= _FEW_TOKENS
+    sums = config.block_rows * config.block_tokens * (_CONSUMERS + 1) * 4 if few else 0
+    barriers = 8 * (2 * config.n_weight_stages + 2 * config.n_token_stages + 2)
+    rings = config.n_weight_stages * weights + config.n_token_stages * tokens
+    return 1024 + rings + sums + barriers
+
+
+def plan_stream(
+    n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, config: StreamConfig
+) -> StreamPlan:
+    """What a launch needs.
+
+    Args:
+        n_rows: rows of the weight, at least 1.
+        n_columns: its columns.
+        n_tokens: vectors that it is multiplied with, at least 1.
+        format: its format.
+        config: how the product is divided.
+    """
+    few = config.block_tokens <= _FEW_TOKENS
+    n_steps = format.n_steps(n_columns)
+    box, steps = _steps(config, format)
+    n_turns = -(-n_steps // steps)
+    n_groups = n_turns * (steps // _GROUP)
+    n_token_blocks = -(-n_tokens // config.block_tokens)
+    n_row_blocks = -(-n_rows // (config.block_rows * config.cluster))
+    consumers = _CONSUMERS if few else config.block_rows // 16
+    arranged = n_token_blocks * config.block_tokens * n_groups * format.n_slices
+    transposed = n_token_blocks * config.block_tokens // 8 * n_columns
+    n_high = format.n_slices * (format.bits - 8) // 8
+    return StreamPlan(
+        n_threads=32 * (consumers + _FETCHERS),
+        n_units=n_token_blocks * n_row_blocks * config.n_splits,
+        shared_nbytes=stream_shared_nbytes(config, format),
+        n_steps=n_steps,
+        n_turns=n_turns,
+        n_groups=n_groups,
+        n_token_blocks=n_token_blocks,
+        n_row_blocks=n_row_blocks,
+        n_arranging=-(-arranged // ARRANGED_THREADS),
+        n_transposing=-(-transposed // ARRANGED_THREADS),
+        arranged_nbytes=arranged * _GROUP * 2,
+        by_column_nbytes=transposed * 16,
+        low_box=(box, config.block_rows, format.n_slices),
+        high_box=(box, config.block_rows, n_high),
+        swizzle=box == 128,
+    )
+
+
+def default_stream_config(
+    n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, n_processors: int = 132
+) -> StreamConfig:
+    """A sensible division for products that were not measured.
+
+    Up to 32 tokens, neither the stages of weights nor the number of splits depend on the tokens, so
+    that a token's result is the same in a batch of any size.
+
+    Args:
+        n_rows: rows of the weight.
+        n_columns: its columns.
+        n_tokens: vectors that it is multiplied with.
+        format: its format.
+        n_processors: multiprocessors of the GPU.
+    """
+    block_tokens = 8
+    while block_tokens < min(n_tokens, MAX_STREAM_TOKENS):
+        block_tokens *= 2
+    few = block_tokens <= _FEW_TOKENS
+    block_rows = _few_rows(n_rows, n_processors) if few else _many_rows(format, block_tokens)
+    # Programs that share the tokens fetch fewer bytes, but wait for each other.
+    cluster = 1 if block_tokens <= 16 else 4 if block_tokens == 256 else 2
+    n_blocks = -(-n_rows // block_rows)
+    if n_blocks < cluster:
+        cluster = 1
+    _, steps = _steps(StreamConfig(block_rows, block_tokens, 2, 2), format)
+    n_turns = -(-format.n_steps(n_columns) // steps)
+    least = 2 if few else 8  # turns of a unit
+    n_splits = 1
+    while n_blocks * n_splits * 4 <= n_processors * 3 and n_turns >= 2 * least * n_splits:
+        n_splits *= 2
+    found = fill_stages(StreamConfig(block_rows, block_tokens, 2, 2, cluster, n_splits), format)
+    assert found is not None, "default divisions fit"
+    return found
+
+
+def _few_rows(n_rows: int, n_processors: int) -> int:
+    """32 rows, or 16 if programs then have more equal work."""
+
+    def share(rows: int) -> float:
+        blocks = -(-n_rows // rows)
+        return n_rows / rows / (-(-blocks // n_processors) * n_processors)
+
+    return 16 if share(16) > 1.05 * share(32) else 32
+
+
+def _many_rows(format: WeightFormat, block_tokens: int) -> int:
+    return 128 if format is W12 and block_tokens <= 128 else 64
+
+
+def fill_stages(config: StreamConfig, format: WeightFormat) -> StreamConfig | None:
+    """A division with as many stages as fit, up to six of weights; None if two do not fit."""
+    few = config.block_tokens <= _FEW_TOKENS
+    if not few and config.block_rows * config.block_tokens > _MAX_SUMS[config.block_rows]:
+        return None  # registers for sums
+    for n_weights in (6, 5, 4, 3, 2):
+        for n_tokens in (n_weights,) if few else (8, 6, 4, 3, 2):
+            found = replace(config, n_weight_stages=n_weights, n_token_stages=n_tokens)
+            if stream_shared_nbytes(found, format) <= _SHARED_NBYTES and (
+                few or n_tokens >= min(n_weights, 4)
+            ):
+                return found
+    return None
+
+
+def stream_options(config: StreamConfig, format: WeightFormat) -> tuple[str, ...]:
+    """What the compiler is told about a division. Splits need no machine code of their own."""
+    constants = {
+        "BITS": format.bits,
+        "TOKENS": config.block_tokens,
+        "ROWS": config.block_rows,
+        "WEIGHT_STAGES": config.n_weight_stages,
+        "TOKEN_STAGES": config.n_token_stages,
+        "CLUSTER": config.cluster,
+        "SHARED_NBYTES": stream_shared_nbytes(config, format),
+    }
+    defined = tuple(f"-D{name}={value}" for name, value in constants.items())
+    return ("--gpu-architecture=sm_90a", "--std=c++17", *defined)

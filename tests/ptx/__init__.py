@@ -1,0 +1,1 @@
+"""An emulator of PTX, for tests: see README.md."""

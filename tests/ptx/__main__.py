@@ -1,0 +1,122 @@
+"""Runs the kernels in the emulator: `python -m tests.ptx run` or `mutations`.
+
+- `run` runs more kernels and shapes than the tests do, each in four ways.
+- `mutations` damages every barrier, wait and fence of some kernels, and counts what is noticed.
+
+Both take words that the names of kernels must have. PACKHORSE_TRITON may name the folder of another
+Triton.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from tests.ptx.faults import Fault
+from tests.ptx.kernels import WAYS, Case, Emulation, is_right
+from tests.ptx.mutations import is_noticed, mutations
+
+RUN = [
+    *(
+        Case("few", "W12", (32, 8, 32, 4, 1, 4, 1), 100, 500, n, bias=True, early=True)
+        for n in (1, 2, 7, 8, 9, 40)
+    ),
+    *(Case("few", "W12", (32, 16, 32, 4, 1, 3, 2), 100, 1024, n, early=True) for n in (5, 16, 17)),
+    Case("few", "W12", (16, 8, 64, 4, 1, 4, 1), 48, 2048, 3, early=True),
+    Case("few", "W12", (16, 8, 128, 2, 4, 2, 1), 31, 3001, 8, bias=True),
+    Case("few", "W12", (64, 8, 32, 4, 1, 5, 1), 200, 256, 8, early=True),
+    Case("few", "W12", (32, 32, 32, 4, 1, 3, 3), 100, 512, 31, early=True),
+    Case("few", "W12", (32, 8, 32, 8, 8, 3, 1), 17, 4100, 2),
+    *(Case("few", "W11", (32, 8, 32, 4, 1, 3, 1), 100, 1030, n, early=True) for n in (1, 8, 40)),
+    Case("few", "W11", (16, 16, 64, 2, 2, 4, 1), 64, 4096, 13, bias=True),
+    Case("few", "W11", (32, 8, 32, 2, 1, 3, 2), 65, 700, 8, bias=True, early=True),
+    *(Case("many", "W12", (128, 64, 64, 8, 1, 3), 130, 511, n, bias=True) for n in (1, 64, 65)),
+    Case("many", "W12", (64, 16, 32, 4, 2, 4), 100, 777, 20),
+    Case("many", "W12", (256, 32, 64, 8, 1, 2), 300, 256, 40),
+    Case("many", "W12", (128, 128, 32, 8, 4, 3), 128, 2048, 128),
+    Case("many", "W12", (128, 32, 64, 4, 1, 3), 70, 640, 33, bias=True),
+    *(Case("decode", form, (), 70, n, 0) for form in ("W12", "W11") for n in (1, 63, 999, 4100)),
+    *(Case("decode", form, (), 70, 2100, 9) for form in ("W12", "W11")),
+    *(Case("decode", form, (), 64, 1024, 0, patterns=True) for form in ("W12", "W11")),
+]
+DAMAGED = [
+    Case("few", "W12", (32, 8, 32, 4, 1, 4, 1), 64, 1024, 8, early=True),
+    Case("few", "W11", (32, 16, 32, 4, 1, 3, 1), 50, 2100, 20, early=True),
+    Case("many", "W12", (64, 64, 32, 4, 1, 3), 100, 300, 70),
+    Case("decode", "W12", (), 70, 2100, 0),
+]
+
+
+def run_all(cases: list[Case], folder: Path) -> int:
+    """Runs cases in all ways; returns how many are wrong."""
+    emulation, n_wrong = Emulation(cases, folder), 0
+    for case in cases:
+        begin, results, said = time.process_time(), [], "right"
+        try:
+            for way in WAYS:
+                results.append(emulation.run(case, **way, track=True))
+                if not is_right(case, results[-1]):
+                    said = f"WRONG when {way}"
+            if not all(np.array_equal(result, results[0]) for result in results):
+                said = "DIFFERENT in different ways"
+        except Fault as fault:
+            said = f"FAULT: {fault}"
+        n_wrong += said != "right"
+        print(f"{case.name}: {said} ({time.process_time() - begin:.1f} s)", flush=True)
+    return n_wrong
+
+
+def damage_all(cases: list[Case], folder: Path, *, verbose: bool) -> None:
+    """Damages kernels, and prints how much of it is noticed."""
+    emulation = Emulation(cases, folder)
+    print("| kernel | damage | noticed |\n|---|---|---|")
+    total: Counter[bool] = Counter()
+    for case in cases:
+        seen: Counter[tuple[str, bool]] = Counter()
+        for mutation in mutations(emulation.compiled(case.key()).ptx):
+            changed = emulation.mutated(case, mutation.ptx)
+            how = is_noticed(
+                lambda case=case, changed=changed, **way: emulation.run(case, changed, **way),
+                lambda result, case=case: is_right(case, result),
+            )
+            seen[f"{mutation.kind} {mutation.change}", bool(how)] += 1
+            if verbose:
+                print(f"    {mutation}: {how[:160] or 'not noticed'}", file=sys.stderr)
+        for kind in dict.fromkeys(kind for kind, _ in seen):
+            yes, no = seen[kind, True], seen[kind, False]
+            total.update({True: yes, False: no})
+            print(f"| {case.name} | {kind} | {yes} of {yes + no} |", flush=True)
+    print(f"\n{total[True]} of {total.total()} damages are noticed.")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.ptx", description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("form", choices=("run", "mutations"))
+    parser.add_argument("words", nargs="*", help="words that a kernel's name must have")
+    parser.add_argument("--verbose", action="store_true", help="print each damage")
+    arguments = parser.parse_args()
+    cases = RUN if arguments.form == "run" else DAMAGED
+    chosen = [case for case in cases if all(word in case.name for word in arguments.words)]
+    with tempfile.TemporaryDirectory() as folder, np.errstate(all="ignore"):
+        if arguments.form == "mutations":
+            damage_all(chosen, Path(folder), verbose=arguments.verbose)
+            return 0
+        begin = time.perf_counter()
+        n_wrong = run_all(chosen, Path(folder))
+        cpu = time.process_time() + os.times().children_user
+        print(
+            f"{len(chosen)} kernels, {n_wrong} wrong; {cpu:.0f} s of processor time, "
+            f"{time.perf_counter() - begin:.0f} s"
+        )
+    return 1 if n_wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

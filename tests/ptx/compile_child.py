@@ -1,0 +1,69 @@
+"""Compiles the kernels of cases: `python -m tests.ptx.compile_child CASES.json`.
+
+This is a separate program, because Triton's interpreter is on in the tests' process.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from tests.ptx.kernels import ARCHITECTURE, Case
+
+from benchmarks.gpu.compilation import (
+    compile_decode,
+    compile_kernel,
+    compile_many,
+    compile_matmul,
+)
+from packhorse.kernels.matmul import MatmulConfig
+from packhorse.kernels.matmul_many import ManyConfig, arrange_tokens_kernel
+from packhorse.layout import WEIGHT_FORMATS
+
+
+def compile_case(case: Case) -> object:
+    """The compiled kernel."""
+    format = WEIGHT_FORMATS[case.format]
+    if case.kind == "decode":
+        return compile_decode(
+            format,
+            ARCHITECTURE,
+            block_steps=case.block_steps,
+            gather=case.n_tokens > 0,
+            loose=case.loose,
+        )
+    how = {"even": case.is_even, "bias": case.bias, "loose": case.loose}
+    if case.kind == "many":
+        return compile_many(ManyConfig(*case.division), ARCHITECTURE, **how)
+    return compile_matmul(
+        format, MatmulConfig(*case.division), ARCHITECTURE, early=case.early, **how
+    )
+
+
+def main() -> None:
+    path = Path(sys.argv[1])
+    found = {}
+    for fields in json.loads(path.read_text()):
+        case = Case(**fields | {"division": tuple(fields["division"])})
+        if case.key() not in found:
+            n_warps = case.division[3] if case.division else 4
+            found[case.key()] = _entry(compile_case(case), n_warps)
+        if case.kind == "many":
+            key = json.dumps(["arrange", case.loose])
+            constants = {"BLOCK": 1024, "REORDER": True, "UPCAST": False}
+            types = {"out_ptr": "*bf16"}
+            found[key] = _entry(
+                compile_kernel(
+                    arrange_tokens_kernel, constants, ARCHITECTURE, 4, 3, types=types,
+                    loose=case.loose,
+                ),
+                4,
+            )  # fmt: skip
+    (path.parent / "compiled.json").write_text(json.dumps(found))
+
+
+def _entry(compiled: object, n_warps: int) -> dict[str, object]:
+    return {"ptx": compiled.asm["ptx"], "shared": compiled.metadata.shared, "n_warps": n_warps}
+
+
+if __name__ == "__main__":
+    main()
