@@ -8,9 +8,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
-__all__ = ["PATH", "Agreement", "Kept", "Row", "read", "write"]
+__all__ = ["PATH", "Agreement", "Kept", "Row", "read", "simulated_seconds", "write"]
 
 PATH = Path(__file__).resolve().parents[1] / "results" / "gpu" / "simulated.json"
 KIND = "simulated"
@@ -167,6 +168,32 @@ def read(path: Path = PATH) -> Kept:
     return Kept(
         kept["triton"], _rows(kept["rows"]), _rows(kept["compared"]), Agreement(**kept["agreement"])
     )
+
+
+def simulated_seconds(
+    n_rows: int, n_columns: int, n_tokens: int, format: str, choice: str
+) -> float | None:
+    """Seconds of a product that starts early; None if it was not simulated.
+
+    Args:
+        n_rows: rows of the weight.
+        n_columns: its columns.
+        n_tokens: vectors that it is multiplied with.
+        format: name of the weight's format.
+        choice: how it runs, as tables print it: "fused 16/8/64/4/1/4/1".
+    """
+    return _by_choice(PATH).get((n_rows, n_columns, n_tokens, format, choice))
+
+
+@cache
+def _by_choice(path: Path) -> dict[tuple[int, int, int, str, str], float]:
+    kept = read(path)
+    return {
+        (r.n_rows, r.n_columns, r.n_tokens, r.format, f"fused {'/'.join(map(str, r.division))}"): (
+            r.early
+        )
+        for r in (*kept.compared, *kept.rows)
+    }
 
 
 def _rows(rows: Iterable[dict[str, object]]) -> list[Row]:

@@ -16,10 +16,10 @@ import torch
 from benchmarks.gpu import llama, loading, peers
 from benchmarks.gpu.checks import WrongError, check
 from benchmarks.gpu.frames import DifferentError, frames
+from benchmarks.gpu.kept_simulations import simulated_seconds
 from benchmarks.gpu.predictions import MODELS, TOKENS, Shape
 from benchmarks.gpu.reading import ceilings
 from benchmarks.gpu.repeats import repeat
-from benchmarks.gpu.simulated import simulated_seconds
 from benchmarks.gpu.tools import profile, sanitize, tests, versions
 from benchmarks.gpu.workers import Product, compile_ahead, likely_products
 from packhorse.device.autotune import predictor

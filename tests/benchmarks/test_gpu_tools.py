@@ -17,8 +17,6 @@ import torch
 from benchmarks.gpu import device, kept_simulations, parts, products, reading, tools, wheels
 from benchmarks.gpu.checks import WrongError
 from packhorse.device.product_check import ExactProduct, WrongProductWarning
-from packhorse.device.strategy import Choice, Strategy
-from packhorse.kernels.matmul import MatmulConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 RIGHT = "256x1024x8 fused right\n256x1024x8 many right\n"
@@ -179,15 +177,22 @@ def test_a_wrong_product_that_the_tuner_meets_stops_the_run(
 
 
 def test_simulated_times_stand_beside_measured_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    row = kept_simulations.read().rows[0]
-    choice = parts.describe_choice(Choice(Strategy.FUSED, MatmulConfig(*row.division)))
-    shape = parts.Shape("any", row.n_rows, row.n_columns, 1)
-    for way, seconds in ((row.format, row.simulated), ("BF16", None)):
-        found = parts.table_row(shape, row.n_tokens, way, choice, 4e-6, 3e-6, 5e-6, 1.5)
+    kept = kept_simulations.read().rows[0]
+    shape = parts.Shape("any", kept.n_rows, kept.n_columns, 1)
+    choice = f"fused {'/'.join(map(str, kept.division))}"
+    for way, text, seconds in (
+        ("W12", choice, kept.early),
+        ("W11", choice, None),
+        ("W12", "decode", None),
+    ):
+        found = parts.table_row(shape, kept.n_tokens, way, text, 4e-6, 3e-6, 5e-6, 1.5)
         assert found["simulated"] == seconds
     lines = capsys.readouterr().out.splitlines()
-    cells = [f"{row.simulated * 1e6:.1f}", ""]
-    assert [line.split(" | ")[6:8] for line in lines] == [["3.0", cell] for cell in cells]
+    assert [line.split(" | ")[6:8] for line in lines] == [
+        ["3.0", f"{kept.early * 1e6:.1f}"],
+        ["3.0", ""],
+        ["3.0", ""],
+    ]
 
 
 # Packages for a machine without a network.
