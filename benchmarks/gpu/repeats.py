@@ -19,6 +19,8 @@ from packhorse.device.counts import INSTRUCTIONS, MANY_INSTRUCTIONS
 from packhorse.device.matrix_tuning import pack_on
 from packhorse.device.products import run_choice
 from packhorse.device.strategy import Choice, Strategy
+from packhorse.device.stream import is_ready
+from packhorse.device.stream_cost import stream_candidates
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.matmul import MatmulConfig
 from packhorse.kernels.matmul_many import ManyConfig
@@ -70,6 +72,15 @@ def _many(format: WeightFormat) -> Iterator[Choice]:
             yield Choice(Strategy.MANY, config)
 
 
+def _stream(format: WeightFormat) -> Iterator[Choice]:
+    """All divisions of a small matrix that the tuner knows, where these kernels run."""
+    if not is_ready(torch.device("cuda", 0)):
+        return
+    for n_tokens in (8, 16, 32, 64, 128, 256):
+        for config in stream_candidates(4096, 4096, n_tokens, format, 132):
+            yield Choice(Strategy.STREAM, config)
+
+
 def _decode(_: WeightFormat) -> Iterator[Choice]:
     yield Choice(Strategy.DECODE)
 
@@ -78,6 +89,7 @@ def _decode(_: WeightFormat) -> Iterator[Choice]:
 DIVISIONS: dict[Strategy, Callable[[WeightFormat], Iterator[Choice]]] = {
     Strategy.FUSED: _fused,
     Strategy.MANY: _many,
+    Strategy.STREAM: _stream,
     Strategy.DECODE: _decode,
 }
 
