@@ -198,7 +198,7 @@ def tuned_row(
     predicted = predict(shape, n_tokens, format, measured.choice, device)
     plain = measured.plain_seconds or math.nan
     text = describe_choice(measured.choice)
-    simulated = simulated_seconds(shape.n_rows, shape.n_columns, n_tokens, text)
+    simulated = simulated_seconds(shape.n_rows, shape.n_columns, n_tokens, format.name, text)
     print_row(
         name_of(shape), format.name, str(n_tokens), text,
         us(measured.seconds), us(predicted), us(simulated), f"{plain / measured.seconds:.2f}",
@@ -276,7 +276,7 @@ def table_row(
     shape: Shape, n: int, way: str, choice: str, seconds: float, predicted: float, plain: float,
     weight_nbytes: float,
 ) -> dict[str, Any]:  # fmt: skip
-    simulated = simulated_seconds(shape.n_rows, shape.n_columns, n, choice)
+    simulated = simulated_seconds(shape.n_rows, shape.n_columns, n, way, choice)
     tb_per_s = shape.n_rows * shape.n_columns * weight_nbytes / seconds / 1e12
     print_row(
         name_of(shape), str(n), way, choice, us(seconds), f"{tb_per_s:.2f}", us(predicted),

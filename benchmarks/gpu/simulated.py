@@ -1,7 +1,8 @@
 """Simulated times beside predicted and measured ones, where a simulation has kept them.
 
-The file is a list of objects, each of a product: `n_rows`, `n_columns`, `n_tokens`, `choice` (as
-the tables print it, such as "fused 16/8/64/4/1/4/1") and `seconds`.
+`benchmarks/results/gpu/simulated.json` has `rows` and `compared`: lists of products, of which
+`n_rows`, `n_columns`, `n_tokens`, `format`, `division` (the fields of a `MatmulConfig`) and
+`simulated` (seconds) are read here.
 """
 
 import json
@@ -13,22 +14,30 @@ __all__ = ["KEPT", "simulated_seconds"]
 KEPT = Path(__file__).resolve().parents[1] / "results" / "gpu" / "simulated.json"
 
 
-def simulated_seconds(n_rows: int, n_columns: int, n_tokens: int, choice: str) -> float | None:
+def simulated_seconds(
+    n_rows: int, n_columns: int, n_tokens: int, format: str, choice: str
+) -> float | None:
     """Seconds of a product by the simulation; None if it was not simulated.
 
     Args:
         n_rows: rows of the weight.
         n_columns: its columns.
         n_tokens: vectors that it is multiplied with.
-        choice: how it runs, as the tables print it.
+        format: name of the weight's format.
+        choice: how it runs, as the tables print it, such as "fused 16/8/64/4/1/4/1".
     """
-    return _kept(KEPT).get((n_rows, n_columns, n_tokens, choice))
+    return _kept(KEPT).get((n_rows, n_columns, n_tokens, format, choice))
 
 
 @cache
-def _kept(path: Path) -> dict[tuple[int, int, int, str], float]:
+def _kept(path: Path) -> dict[tuple[int, int, int, str, str], float]:
     if not path.exists():
         return {}
-    rows = json.loads(path.read_text())
-    names = ("n_rows", "n_columns", "n_tokens", "choice")
-    return {tuple(row[name] for name in names): row["seconds"] for row in rows}
+    kept = json.loads(path.read_text())
+    names = ("n_rows", "n_columns", "n_tokens", "format")
+    return {
+        (*(row[name] for name in names), "fused " + "/".join(map(str, row["division"]))): row[
+            "simulated"
+        ]
+        for row in [*kept["rows"], *kept["compared"]]
+    }

@@ -180,9 +180,10 @@ def test_a_wrong_product_that_the_tuner_meets_stops_the_run(
 def test_simulated_times_stand_beside_measured_ones(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    row = {"n_rows": 24, "n_columns": 70, "n_tokens": 8, "choice": "fused 16/8", "seconds": 2e-6}
+    row = {"n_rows": 24, "n_columns": 70, "n_tokens": 8, "format": "W12", "division": [16, 8]}
+    kept = {"rows": [row | {"simulated": 2e-6}], "compared": []}
     monkeypatch.setattr(simulated, "KEPT", tmp_path / "simulated.json")
-    (tmp_path / "simulated.json").write_text(json.dumps([row]))
+    (tmp_path / "simulated.json").write_text(json.dumps(kept))
     shape = parts.Shape("any", 24, 70, 1)
     for choice, seconds in (("fused 16/8", 2e-6), ("decode", None)):
         found = parts.table_row(shape, 8, "W12", choice, 4e-6, 3e-6, 5e-6, 1.5)

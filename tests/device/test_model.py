@@ -521,4 +521,4 @@ def test_a_model_compiles_without_breaks() -> None:
 
 def test_limits_are_those_of_the_documents() -> None:
     assert formats.MAX_RATIO == 0.9
-    assert formats.MAX_W11_EXCEPTIONS == 1 / 200
+    assert formats.MAX_W11_EXCEPTIONS == 1 / 2000
