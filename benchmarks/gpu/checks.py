@@ -147,7 +147,7 @@ def check_products(
     for n_tokens in sizes:
         x, what = tokens[:n_tokens].contiguous(), f"{name}, {n_tokens} tokens"
         chosen = choose(n_rows, n_columns, n_tokens, format, weight.device)
-        own = launchers_own(format, n_tokens, x.device) if n_tokens in sizes[1::2] else []
+        own = launchers_own(format, n_tokens, weight.device) if n_tokens in sizes[1::2] else []
         for choice in {chosen, Choice(Strategy.DECODE), *own}:
             y = run_choice(choice, x, weights, format, n_columns)
             check_product(f"{what}, {choice}", choice, y, x, weight)
@@ -168,12 +168,10 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def launchers_own(format: WeightFormat, n_tokens: int, device: torch.device) -> list[Choice]:
     """The products that the launchers make without a config."""
-    own = [Choice(Strategy.FUSED)]
-    if format is W12:
-        own.append(Choice(Strategy.MANY))
+    strategies = [Strategy.FUSED, *([Strategy.MANY] if format is W12 else [])]
     if n_tokens <= MAX_STREAM_TOKENS and is_ready(device):
-        own.append(Choice(Strategy.STREAM))
-    return own
+        strategies.append(Strategy.STREAM)
+    return [Choice(strategy) for strategy in strategies]
 
 
 def check_product(

@@ -6,7 +6,6 @@ bits, run after run: a race, or a register that is overwritten too early, may sh
 runs only. Weights have exceptions, which are large powers of two.
 """
 
-import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,10 +20,10 @@ from packhorse.device.matrix_tuning import pack_on
 from packhorse.device.products import run_choice
 from packhorse.device.strategy import Choice, Strategy
 from packhorse.device.stream import is_ready
+from packhorse.device.stream_cost import stream_candidates
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.matmul import MatmulConfig
 from packhorse.kernels.matmul_many import ManyConfig
-from packhorse.kernels.stream_product import StreamConfig, fill_stages
 from packhorse.kernels.weights import decode_weights
 from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
 
@@ -74,13 +73,10 @@ def _many(format: WeightFormat) -> Iterator[Choice]:
 
 
 def _stream(format: WeightFormat) -> Iterator[Choice]:
-    """All divisions whose sums fit in registers, each with as many stages as fit."""
-    few = itertools.product((16, 32), (8, 16, 32), (1, 2))
-    many = itertools.product((64, 128), (64, 128, 256), (1, 2, 4))
-    for i, (rows, tokens, cluster) in enumerate([*few, *many]):
-        found = fill_stages(StreamConfig(rows, tokens, 2, 2, cluster, 1 + i % 2), format)
-        if found is not None:
-            yield Choice(Strategy.STREAM, found)
+    """All divisions of a matrix that the tuner knows."""
+    for n_tokens in (8, 16, 32, 64, 128, 256):
+        for config in stream_candidates(4096, 4096, n_tokens, format, 132):
+            yield Choice(Strategy.STREAM, config)
 
 
 def _decode(_: WeightFormat) -> Iterator[Choice]:

@@ -1,6 +1,7 @@
 """How products reach the kernels in CUDA C++: launches, the check before the first product, what
 happens where they do not run. The GPU is the machine of `warp_runner`."""
 
+import ctypes
 import warnings
 
 import pytest
@@ -44,11 +45,9 @@ def needs_compiler() -> None:
         pytest.skip(str(error))
 
 
-@FORMATS
-def test_a_product_takes_two_launches_that_start_early(
-    format: WeightFormat, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_product_takes_two_launches_that_start_early(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_compiler()
+    format = W11
     driver = install(monkeypatch)
     monkeypatch.setattr(stream, "_CHECKED_TOKENS", (8,))
     plain, bias = model_matrix(40, 300), torch.randn(40).bfloat16()
@@ -195,3 +194,63 @@ def test_errors_of_a_program_are_shown() -> None:
     needs_compiler()
     with pytest.raises(ValueError, match="nonsense"):
         nvrtc.compiler().compile("nonsense", ("--gpu-architecture=sm_90a",))
+
+
+class _Library:
+    """Notes what the driver is given."""
+
+    def __init__(self, result: int = 0) -> None:
+        self.result, self.calls = result, {}  # type: ignore[var-annotated]
+
+    def __getattr__(self, name: str) -> object:
+        def call(*arguments: object) -> int:
+            self.calls[name] = arguments
+            return self.result if name != "cuGetErrorString" else 0
+
+        return call
+
+
+def test_a_launch_is_laid_out_as_the_driver_expects() -> None:
+    """The sizes and offsets are those of cuda.h, on 64 bits."""
+    launch, attribute = cuda_driver._Launch, cuda_driver._Attribute
+    assert ctypes.sizeof(launch) == 56
+    assert ctypes.sizeof(attribute) == 72
+    assert (launch.stream.offset, launch.attributes.offset, launch.n_attributes.offset) == (
+        32,
+        40,
+        48,
+    )
+    library = _Library()
+    kernel = cuda_driver.Driver(library).kernel(ctypes.c_void_p(1), "multiply", 384, 99)
+    arguments = [ctypes.c_uint32(5), cuda_driver.TensorMap()]
+    kernel(12, 7, arguments, early=True)
+    given = library.calls["cuLaunchKernelEx"][0]._obj
+    assert [*given.grid, *given.block, given.shared_nbytes] == [12, 1, 1, 384, 1, 1, 99]
+    assert (given.stream, given.n_attributes) == (7, 1)
+    assert (given.attributes[0].id, given.attributes[0].value.flag) == (6, 1)
+    places = library.calls["cuLaunchKernelEx"][2]
+    assert ctypes.c_uint32.from_address(places[0]).value == 5
+    assert places[1] % 64 == 0
+    assert library.calls["cuFuncSetAttribute"][1:] == (8, 99)
+
+
+def test_a_tensor_map_is_described_in_the_drivers_order() -> None:
+    library = _Library()
+    cuda_driver.Driver(library).describe(
+        1 << 40, (512, 300, 2), (1024, 512), (128, 32, 2), swizzle=True
+    )
+    given = library.calls["cuTensorMapEncodeTiled"]
+    assert given[0].value % 64 == 0
+    assert (given[1], given[2], given[3].value) == (0, 3, 1 << 40)
+    assert [list(each) for each in given[4:8]] == [
+        [512, 300, 2],
+        [1024, 512],
+        [128, 32, 2],
+        [1, 1, 1],
+    ]
+    assert given[8:] == (0, 3, 3, 0)
+
+
+def test_what_the_driver_refuses_is_an_error() -> None:
+    with pytest.raises(DriverError, match="209"):
+        cuda_driver.Driver(_Library(209)).load(b"")

@@ -47,7 +47,7 @@ def choose(
     """What to run for a product of a packed weight with some tokens.
 
     Cheap, except for the first product of a shape. It neither reads from the device nor waits for
-    it.
+    it, except before the first product on a GPU whose kernels must be tried out (`stream.py`).
 
     Args:
         n_rows: rows of the weight.

@@ -35,6 +35,7 @@ _FETCHERS = 4  # warps of the last group, of which two or all have work
 ARRANGED_THREADS = 128
 # Sums of a program for which no registers spill: all threads have as many.
 _MAX_SUMS = {64: 64 * 256, 128: 128 * 128}
+_MAX_FEW_SUMS = 32 * 32
 # Of a program on Hopper. The system keeps 1 KiB of 228 KiB for each program.
 _SHARED_NBYTES = 227 << 10
 
@@ -220,7 +221,8 @@ def _many_rows(format: WeightFormat, block_tokens: int) -> int:
 def fill_stages(config: StreamConfig, format: WeightFormat) -> StreamConfig | None:
     """A division with as many stages as fit, up to six of weights; None if two do not fit."""
     few = config.block_tokens <= _FEW_TOKENS
-    if not few and config.block_rows * config.block_tokens > _MAX_SUMS[config.block_rows]:
+    sums = config.block_rows * config.block_tokens
+    if sums > (_MAX_FEW_SUMS if few else _MAX_SUMS[config.block_rows]):
         return None  # registers for sums
     for n_weights in (6, 5, 4, 3, 2):
         for n_tokens in (n_weights,) if few else (8, 6, 4, 3, 2):
