@@ -267,7 +267,7 @@ def test_new_weights_replace_those_of_a_running_model(vllm: Any) -> None:
 # Refusals.
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0.0"])
 def test_another_version_of_vllm_refuses_and_nothing_else_fails(
     vllm: Any, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,7 +277,9 @@ def test_another_version_of_vllm_refuses_and_nothing_else_fails(
     register_vllm()
     method = vllm.METHODS["packhorse"]
     for make in (method, lambda: method.from_config({})):
-        with pytest.raises(CompatibilityError, match=f"supports vLLM 0.32, not {version}: .*plain"):
+        with pytest.raises(
+            CompatibilityError, match=f"supports vLLM 0.32 to 0.33, not {version}: .*plain"
+        ):
             make()
     assert method.get_config_filenames() == []
 

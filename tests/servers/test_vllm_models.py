@@ -165,7 +165,7 @@ def test_another_version_of_vllm_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(vllm, "__version__", "0.31.0")
         register_vllm()
-        with pytest.raises(Exception, match=r"supports vLLM 0\.32, not 0\.31\.0"):
+        with pytest.raises(Exception, match=r"supports vLLM 0\.32 to 0\.33, not 0\.31\.0"):
             serve(folder, METHOD, seed=1)
     register_vllm()
     assert serve(folder, METHOD).n_packed == N_PACKED["dense"]
