@@ -284,6 +284,18 @@ def test_another_version_of_vllm_refuses_and_nothing_else_fails(
     assert method.get_config_filenames() == []
 
 
+def test_a_vllm_without_what_is_needed_refuses_and_nothing_else_fails(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM does not catch errors of plug-ins: one would stop servers of any model."""
+    import sys
+
+    monkeypatch.delattr(sys.modules["vllm.model_executor.layers.linear"], "LinearMethodBase")
+    register_vllm()
+    with pytest.raises(CompatibilityError, match=r"0\.32\.0 does not have .*LinearMethodBase"):
+        vllm.METHODS["packhorse"]()
+
+
 def test_another_platform_is_refused(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     register_vllm()
     monkeypatch.setattr(vllm.current_platform, "device_name", "rocm")

@@ -1,7 +1,8 @@
 """Registers the quantization method "packhorse" with vLLM, or one that refuses.
 
-The method itself is imported only when a model asks for it, because this runs in every process of
-every server on the machine. Registering twice does nothing new.
+This runs in every process of every server on the machine, and vLLM does not catch errors of it. So
+whatever is missing becomes a refusal, which only models that ask for the method see. Registering
+twice does nothing new.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ def register() -> None:
         config = import_module("packhorse.integrations.vllm.config").PackhorseVllmConfig
     except CompatibilityError as error:
         config = _refusing(str(error))
+    except (ImportError, AttributeError) as error:
+        config = _refusing(f"vLLM {vllm.__version__} does not have what packhorse needs: {error}")
     quantization.register_quantization_config(METHOD)(config)
 
 
