@@ -267,7 +267,7 @@ def test_new_weights_replace_those_of_a_running_model(vllm: Any) -> None:
 # Refusals.
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0.0"])
 def test_another_version_of_vllm_refuses_and_nothing_else_fails(
     vllm: Any, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,9 +277,23 @@ def test_another_version_of_vllm_refuses_and_nothing_else_fails(
     register_vllm()
     method = vllm.METHODS["packhorse"]
     for make in (method, lambda: method.from_config({})):
-        with pytest.raises(CompatibilityError, match=f"supports vLLM 0.32, not {version}: .*plain"):
+        with pytest.raises(
+            CompatibilityError, match=f"supports vLLM 0.32 to 0.33, not {version}: .*plain"
+        ):
             make()
     assert method.get_config_filenames() == []
+
+
+def test_a_vllm_without_what_is_needed_refuses_and_nothing_else_fails(
+    vllm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM does not catch errors of plug-ins: one would stop servers of any model."""
+    import sys
+
+    monkeypatch.delattr(sys.modules["vllm.model_executor.layers.linear"], "LinearMethodBase")
+    register_vllm()
+    with pytest.raises(CompatibilityError, match=r"0\.32\.0 does not have .*LinearMethodBase"):
+        vllm.METHODS["packhorse"]()
 
 
 def test_another_platform_is_refused(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

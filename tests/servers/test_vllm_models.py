@@ -32,9 +32,8 @@ def test_tokens_are_those_of_the_plain_model(
     assert plain.n_packed == 0
     assert_same(found, plain)
     if name == "moe":
-        assert found.weights["model.layers.0.mlp.experts.routed_experts.w13_weight"] == (
-            "torch.bfloat16"
-        )
+        experts = {dtype for weight, dtype in found.weights.items() if "experts" in weight}
+        assert experts == {"torch.bfloat16"}
 
 
 @pytest.mark.parametrize("name", ["dense", "gqa", "moe"])
@@ -165,7 +164,7 @@ def test_another_version_of_vllm_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(vllm, "__version__", "0.31.0")
         register_vllm()
-        with pytest.raises(Exception, match=r"supports vLLM 0\.32, not 0\.31\.0"):
+        with pytest.raises(Exception, match=r"supports vLLM 0\.32 to 0\.33, not 0\.31\.0"):
             serve(folder, METHOD, seed=1)
     register_vllm()
     assert serve(folder, METHOD).n_packed == N_PACKED["dense"]

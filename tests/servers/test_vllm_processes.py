@@ -52,7 +52,11 @@ def serving(folder: Path, *options: str) -> Iterator[str]:
         sys.executable, "-c", COMMAND, "serve", str(folder), *options,
         *SETTINGS, "--host", "127.0.0.1", "--port", str(port),
     ]  # fmt: skip
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two workers may share the cores
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
     log = folder.parent / f"{port}.log"
     with log.open("wb") as output:
         server = subprocess.Popen(

@@ -31,6 +31,8 @@ def register() -> None:
         method, hook = config.PackhorseSglangConfig, config.read_packed
     except CompatibilityError as error:
         method, hook = _refusing(str(error)), None
+    except (ImportError, AttributeError) as error:
+        method, hook = _refusing(f"SGLang {version} lacks what packhorse needs: {error}"), None
     is_new = METHOD not in quantization.QUANTIZATION_METHODS
     for table in (quantization.QUANTIZATION_METHODS, quantization.CPU_QUANTIZATION_METHODS):
         table[METHOD] = method

@@ -1,7 +1,8 @@
 """Registers the quantization method "packhorse" with vLLM, or one that refuses.
 
-The method itself is imported only when a model asks for it, because this runs in every process of
-every server on the machine. Registering twice does nothing new.
+This runs in every process of every server on the machine, and vLLM does not catch errors of it. So
+whatever is missing becomes a refusal, which only models that ask for the method see. Registering
+twice does nothing new.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from packhorse.integrations.serving import require_version
 
 __all__ = ["NEWEST", "OLDEST", "register"]
 
-# The versions whose interfaces were compared and tried. The first has the loading of one layer at
-# a time on the meta device that `methods` uses.
-OLDEST, NEWEST = (0, 32), (0, 32)
+# 0.32 was run; all that is used here has the same signatures in 0.33, which needs a GPU.
+OLDEST, NEWEST = (0, 32), (0, 33)
 
 
 def register() -> None:
@@ -29,6 +29,8 @@ def register() -> None:
         config = import_module("packhorse.integrations.vllm.config").PackhorseVllmConfig
     except CompatibilityError as error:
         config = _refusing(str(error))
+    except (ImportError, AttributeError) as error:
+        config = _refusing(f"vLLM {vllm.__version__} does not have what packhorse needs: {error}")
     quantization.register_quantization_config(METHOD)(config)
 
 
