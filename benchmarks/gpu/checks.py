@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 import packhorse.kernels.matmul as matmul_module
-import packhorse.kernels.matmul_many as many_module
 import packhorse.kernels.weights as weights_module
 from benchmarks.gpu.workers import Failure, spread
 from packhorse.device.choices import choose
@@ -27,7 +26,7 @@ from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.launch import Dialect, choose_dialect
 from packhorse.kernels.stream_product import MAX_STREAM_TOKENS
 from packhorse.kernels.weights import decode_weights
-from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
+from packhorse.layout import WEIGHT_FORMATS, WeightFormat
 
 if TYPE_CHECKING:
     from benchmarks.gpu.run import Run
@@ -147,7 +146,7 @@ def check_products(
     for n_tokens in sizes:
         x, what = tokens[:n_tokens].contiguous(), f"{name}, {n_tokens} tokens"
         chosen = choose(n_rows, n_columns, n_tokens, format, weight.device)
-        own = launchers_own(format, n_tokens, weight.device) if n_tokens in sizes[1::2] else []
+        own = launchers_own(n_tokens, weight.device) if n_tokens in sizes[1::2] else []
         for choice in {chosen, Choice(Strategy.DECODE), *own}:
             y = run_choice(choice, x, weights, format, n_columns)
             check_product(f"{what}, {choice}", choice, y, x, weight)
@@ -166,9 +165,9 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16)
 
 
-def launchers_own(format: WeightFormat, n_tokens: int, device: torch.device) -> list[Choice]:
+def launchers_own(n_tokens: int, device: torch.device) -> list[Choice]:
     """The products that the launchers make without a config."""
-    strategies = [Strategy.FUSED, *([Strategy.MANY] if format is W12 else [])]
+    strategies = [Strategy.FUSED]
     if n_tokens <= MAX_STREAM_TOKENS and is_ready(device):
         strategies.append(Strategy.STREAM)
     return [Choice(strategy) for strategy in strategies]
@@ -189,7 +188,7 @@ def require(holds: bool, what: str) -> None:
 
 def with_twin(call: Callable[[], Any]) -> Any:
     """Make a call whose kernels use no assembly."""
-    modules = (weights_module, matmul_module, many_module)
+    modules = (weights_module, matmul_module)
 
     def choose_plain(device: torch.device) -> Dialect:
         return choose_dialect(device)._replace(assembly=False)

@@ -16,7 +16,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from packhorse.kernels.matmul import MatmulConfig, multiply_weights_kernel
-from packhorse.kernels.matmul_many import ManyConfig, multiply_many_kernel
 from packhorse.kernels.weights import decode_weights_kernel
 from packhorse.layout import WeightFormat
 
@@ -29,7 +28,6 @@ POINTERS = {
     "starts_ptr": "*i32",
     "exceptions_ptr": "*i32",
     "x_ptr": "*bf16",
-    "arranged_ptr": "*bf16",
     "bias_ptr": "*bf16",
     "y_ptr": "*bf16",
     "out_ptr": "*bf16",
@@ -86,7 +84,7 @@ def compile_matmul(
     early: bool = False,
     loose: Collection[str] = LOOSE,
 ) -> "triton.compiler.CompiledKernel":
-    """Compile the product of few tokens.
+    """Compile the product.
 
     Args:
         format: of the weight.
@@ -114,47 +112,6 @@ def compile_matmul(
     }
     return compile_kernel(
         multiply_weights_kernel,
-        constants,
-        architecture,
-        config.n_warps,
-        config.n_stages,
-        types={"y_ptr": "*fp32"} if config.n_splits > 1 else None,
-        loose=loose,
-    )
-
-
-def compile_many(
-    config: ManyConfig,
-    architecture: int,
-    *,
-    even: bool = True,
-    bias: bool = False,
-    loose: Collection[str] = LOOSE,
-    kernel: "triton.runtime.JITFunction[object]" = multiply_many_kernel,
-) -> "triton.compiler.CompiledKernel":
-    """Compile the product of many tokens.
-
-    Args:
-        config: the division.
-        architecture: 90 or 80.
-        even: whether no turn reaches beyond a half.
-        bias: whether there is a bias.
-        loose: as for `compile_kernel`.
-        kernel: another kernel of these arguments.
-    """
-    constants = {
-        "BLOCK_ROWS": config.block_rows,
-        "BLOCK_TOKENS": config.block_tokens,
-        "BLOCK_STEPS": config.block_steps,
-        "SPLITS": config.n_splits,
-        "EVEN": even,
-        "HAS_BIAS": bias,
-        "REORDER": architecture == 90,
-        "ASSEMBLY": True,
-        "UPCAST": False,
-    }
-    return compile_kernel(
-        kernel,
         constants,
         architecture,
         config.n_warps,

@@ -17,7 +17,6 @@ import triton
 from benchmarks.gpu import issue, sass
 from benchmarks.gpu.machine_code import read_kernel
 from packhorse.kernels.matmul import MatmulConfig, shared_nbytes_of
-from packhorse.kernels.matmul_many import ManyConfig
 from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
 
 TABLE = Path(__file__).resolve().parents[2] / "src" / "packhorse" / "device" / "counts.py"
@@ -29,12 +28,12 @@ _HEAD = '''"""What the model of time knows of compiled kernels: instructions and
 Written by `python benchmarks/gpu.py counting`, with Triton {version}, for sm_90 and four warps; do
 not edit by hand. Divisions that spill registers in the loop are left out, and those that spill more
 than {few} outside of it, which happens once in each program. The model knows only the divisions of
-these tables, so no others are ever chosen or measured.
+this table, so no others are ever chosen or measured.
 """
 
 from typing import NamedTuple
 
-__all__ = ["INSTRUCTIONS", "MANY_INSTRUCTIONS", "Counted"]
+__all__ = ["INSTRUCTIONS", "Counted"]
 
 
 class Counted(NamedTuple):
@@ -59,7 +58,7 @@ INSTRUCTIONS: dict[tuple[str, int, int, int, int], Counted] = {{
 '''
 
 
-def _few_divisions(format: WeightFormat) -> Iterator[MatmulConfig]:
+def _divisions(format: WeightFormat) -> Iterator[MatmulConfig]:
     for (tiles, rows), tokens, steps in product(_TILES, (8, 16, 32), (32, 64, 128)):
         if rows * max(tiles * tokens, steps) > 4096 or (tiles == 4 and tokens > 8):
             continue  # they spill
@@ -74,7 +73,7 @@ def _few_divisions(format: WeightFormat) -> Iterator[MatmulConfig]:
                 break
 
 
-def count_few(format: WeightFormat, config: MatmulConfig) -> tuple[float, float, int, int] | None:
+def count_one(format: WeightFormat, config: MatmulConfig) -> tuple[float, float, int, int] | None:
     """Instructions for a weight, those outside of the loop, and registers; None if too many
     registers spill."""
     compiled = sass.compile_matmul(format, config, 90, early=True)
@@ -94,25 +93,15 @@ def count_few(format: WeightFormat, config: MatmulConfig) -> tuple[float, float,
 
 
 def lines() -> Iterator[str]:
-    """The lines of the table of few tokens."""
+    """The lines of the table."""
     for format in WEIGHT_FORMATS.values():
-        for config in _few_divisions(format):
-            found = count_few(format, config)
+        for config in _divisions(format):
+            found = count_one(format, config)
             if found is None:
                 continue
             key = f'"{format.name}", {config.block_rows}, {config.block_tokens}'
             numbers = ", ".join(map(str, found))
             yield f"    ({key}, {config.block_steps}, {config.n_tiles}): Counted({numbers}),"
-
-
-def many_lines() -> Iterator[str]:
-    """The lines of the table of many tokens."""
-    for rows, tokens, steps, warps in product((64, 128, 256), (16, 32, 64, 128), (32, 64), (4, 8)):
-        if rows * tokens > 1 << 15 or warps == 8 > rows // 16:
-            continue
-        found = sass.count_many(ManyConfig(rows, tokens, steps, warps, 1, 3), 90)
-        if found.loop_spills == 0 and found.spills <= _FEW_SPILLS:
-            yield f"    ({rows}, {tokens}, {steps}, {warps}): {round(found.instructions, 2)},"
 
 
 def main(argv: list[str]) -> int:
@@ -130,13 +119,6 @@ def main(argv: list[str]) -> int:
     parser.parse_args(argv)
     parts = [_HEAD.format(version=triton.__version__, few=_FEW_SPILLS)]
     for line in lines():
-        print(line, file=sys.stderr, flush=True)
-        parts.append(line + "\n")
-    parts.append(
-        "}\n\n# (rows of a program, tokens of a block, steps, warps): instructions for a weight\n"
-    )
-    parts.append("MANY_INSTRUCTIONS: dict[tuple[int, int, int, int], float] = {\n")
-    for line in many_lines():
         print(line, file=sys.stderr, flush=True)
         parts.append(line + "\n")
     TABLE.write_text("".join(parts) + "}\n")

@@ -7,6 +7,7 @@ and assumptions; nothing is measured here. Beside predictions are times that `gp
 
 import argparse
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +18,7 @@ from benchmarks.gpu import kept_simulations
 from packhorse.device.autotune import tune
 from packhorse.device.cost import predict_decode, predict_plain
 from packhorse.device.strategy import bucket_of
+from packhorse.device.stream_cost import predict_stream, stream_candidates
 from packhorse.gpu.models import PRESETS, DeviceModel
 from packhorse.layout import W11, W12, WeightFormat
 
@@ -87,9 +89,16 @@ MODELS = (
         80 * 25e-6,
     ),
 )
-WAYS = ("plain", "W12", "W11", "decode")
-HEADS = ("BF16", "W12", "W11", "W12 decoded first")
-SIMULATED = ("W12, simulated", "the same, started early")
+WAYS = ("plain", "W12", "W11", "W12 stream", "W11 stream", "decode")
+HEADS = (
+    "BF16",
+    "W12, Triton",
+    "W11, Triton",
+    "W12, CUDA C++",
+    "W11, CUDA C++",
+    "W12 decoded first",
+)
+SIMULATED = ("W12, Triton, simulated", "the same, started early")
 
 
 @cache
@@ -100,15 +109,30 @@ def _tuned(
 
 
 def predict_row(shape: Shape, n_tokens: int, device: DeviceModel = H200) -> dict[str, float]:
-    """Seconds of a product in each way; packed products run as they are chosen without tuning."""
+    """Seconds of a product in each way; packed products run as they are chosen without tuning, by
+    Triton's kernels, and by those in CUDA C++ up to the number of tokens that they take."""
     size = shape.n_rows, shape.n_columns
     bucket = bucket_of(n_tokens)
     return {
         "plain": predict_plain(*size, n_tokens, device),
         "W12": _tuned(*size, W12, device)[bucket].seconds,
         "W11": _tuned(*size, W11, device)[bucket].seconds,
+        "W12 stream": _predict_stream(*size, bucket, W12, device),
+        "W11 stream": _predict_stream(*size, bucket, W11, device),
         "decode": predict_decode(*size, n_tokens, W12, device),
     }
+
+
+def _predict_stream(
+    n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, device: DeviceModel
+) -> float:
+    """Seconds by the kernels in CUDA C++; infinity for more tokens than they take."""
+    size = n_rows, n_columns, n_tokens, format
+    times = (
+        predict_stream(*size, config, device)
+        for config in stream_candidates(*size, device.n_processors)
+    )
+    return min(times, default=math.inf)
 
 
 def predict_step(model: Llama, n_tokens: int, device: DeviceModel = H200) -> dict[str, float]:
@@ -149,9 +173,10 @@ def simulate_step(model: Llama, n_tokens: int) -> dict[str, float] | None:
 
 
 def _cells(row: dict[str, float]) -> str:
-    """Microseconds, and how many times as fast as BF16."""
+    """Microseconds, and how many times as fast as BF16; empty where a way does not run."""
     plain = row["plain"]
-    others = (f"{row[way] * 1e6:.1f} ({plain / row[way]:.2f})" for way in WAYS[1:])
+    times = (row[way] for way in WAYS[1:])
+    others = (f"{t * 1e6:.1f} ({plain / t:.2f})" if t < math.inf else "" for t in times)
     return " | ".join([f"{plain * 1e6:.1f}", *others])
 
 
@@ -227,20 +252,21 @@ _PREDICTED = """## Predictions for an H200
 4.3 TB/s that copies reach on this card, instructions as counted in the machine code, tensor
 throughput, L2, what one multiprocessor can draw, and the start and end of programs. Figures are
 microseconds for a product; in parentheses is the speed relative to BF16. W12 and W11 run as they
-are chosen where nothing was tuned. BF16 is predicted by the same model: the best of the tiles that
-cuBLAS may take, which read tokens from L2 again as ours do, but in pairs.
+are chosen where nothing was tuned: by Triton's kernels, and by those in CUDA C++, which Hopper
+takes with 1 to 256 tokens where NVRTC is there. The latter have a simpler model
+(`device/stream_cost.py`), more of which is assumed. BF16 is predicted by the same model: the best
+of the tiles that cuBLAS may take, which read tokens from L2 again as ours do, but in pairs.
 
-**Simulated, not measured either:** the same divisions of W12, instruction by instruction, from the
-machine code and its control codes (`python benchmarks/gpu.py simulate`). Once the kernel begins
-where the one before it ended, and once it has started early and brought its first weights to L2,
-as kernels do on GPUs of compute capability 9.0 and later.
+**Simulated, not measured either:** the same divisions of W12 with Triton, instruction by
+instruction, from the machine code and its control codes (`python benchmarks/gpu.py simulate`). Once
+the kernel begins where the one before it ended, and once it has started early and brought its first
+weights to L2, as kernels do on GPUs of compute capability 9.0 and later.
 
-From 16 tokens on W12 is predicted to be slower than BF16 for some matrices, with 32 and from 128 on
-for all: `pack_model_(model, for_tokens=32)` leaves such layers plain. (The kernel for 64 tokens and
-more is still modelled by throughput alone, without starts and ends, and was not simulated.) W11 is
-slower throughout: it saves memory only. The weights of the smaller model take
-15.0 GiB in BF16 and 11.2 in W12; those of the larger one 131 of the card's 140 GiB, which leaves
-little for a cache of keys and values, and 99 in W12.
+With Triton's kernels, W12 is predicted to be slower than BF16 from 16 tokens on for some matrices,
+and from 32 on for all: `pack_model_(model, for_tokens=32)` leaves such layers plain where there is
+no NVRTC. W11 is slower throughout with them: it saves memory only. The weights of the smaller
+model take 15.0 GiB in BF16 and 11.2 in W12; those of the larger one 131 of the card's 140 GiB,
+which leaves little for a cache of keys and values, and 99 in W12.
 """
 
 

@@ -1,6 +1,6 @@
 """Run a few products, for tools that watch a program: `python benchmarks/gpu.py products`.
 
-    python benchmarks/gpu.py products 4096x14336x8 --way fused --way many
+    python benchmarks/gpu.py products 4096x14336x8 --way fused --way decode
 
 runs each product (rows x columns x tokens) in each way, and compares it with FP64. It times
 nothing. Parts `sanitize` and `profile` of `gpu.py device` run it under compute-sanitizer and ncu.
@@ -12,7 +12,7 @@ import sys
 
 __all__ = ["WAYS", "main"]
 
-WAYS = ("chosen", "fused", "many", "stream", "decode")
+WAYS = ("chosen", "fused", "stream", "decode")
 
 
 def main(argv: list[str]) -> int:

@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.gpu.checks import WrongError
 from benchmarks.gpu.workers import Failure, spread
-from packhorse.device.counts import INSTRUCTIONS, MANY_INSTRUCTIONS
+from packhorse.device.counts import INSTRUCTIONS
 from packhorse.device.matrix_tuning import pack_on
 from packhorse.device.products import run_choice
 from packhorse.device.strategy import Choice, Strategy
@@ -23,9 +23,8 @@ from packhorse.device.stream import is_ready
 from packhorse.device.stream_cost import stream_candidates
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.matmul import MatmulConfig
-from packhorse.kernels.matmul_many import ManyConfig
 from packhorse.kernels.weights import decode_weights
-from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
+from packhorse.layout import WEIGHT_FORMATS, WeightFormat
 
 if TYPE_CHECKING:
     from benchmarks.gpu.run import Run
@@ -65,13 +64,6 @@ def _fused(format: WeightFormat) -> Iterator[Choice]:
             yield Choice(Strategy.FUSED, config)
 
 
-def _many(format: WeightFormat) -> Iterator[Choice]:
-    for i, (rows, tokens, steps, n_warps) in enumerate(MANY_INSTRUCTIONS):
-        if format is W12:
-            config = ManyConfig(rows, tokens, steps, n_warps, 1 + i % 2, 2 + i % 3)
-            yield Choice(Strategy.MANY, config)
-
-
 def _stream(format: WeightFormat) -> Iterator[Choice]:
     """All divisions of a matrix that the tuner knows."""
     for n_tokens in (8, 16, 32, 64, 128, 256):
@@ -86,7 +78,6 @@ def _decode(_: WeightFormat) -> Iterator[Choice]:
 # The divisions of every strategy.
 DIVISIONS: dict[Strategy, Callable[[WeightFormat], Iterator[Choice]]] = {
     Strategy.FUSED: _fused,
-    Strategy.MANY: _many,
     Strategy.STREAM: _stream,
     Strategy.DECODE: _decode,
 }

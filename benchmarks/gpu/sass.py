@@ -19,12 +19,10 @@ from benchmarks.gpu.compilation import (
     TRITON_VERSION,
     WARP,
     compile_decode,
-    compile_many,
     compile_matmul,
 )
 from benchmarks.gpu.machine_code import disassemble, read_kernel
 from packhorse.kernels.matmul import MatmulConfig, default_config
-from packhorse.kernels.matmul_many import ManyConfig, default_many_config
 from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
 
 ARCHITECTURES = (90, 80)
@@ -49,6 +47,7 @@ class Count:
         instructions: of all kinds, for a weight.
         integer: those of the integer pipe.
         tensor: instructions of the tensor cores in the loop.
+        hopper: asynchronous instructions of Hopper's tensor cores in the whole kernel.
         spills: accesses to local memory in the whole kernel.
         loop_spills: those in the loop.
         shared_nbytes: shared memory of a program.
@@ -62,6 +61,7 @@ class Count:
     instructions: float
     integer: float
     tensor: int
+    hopper: int
     spills: int
     loop_spills: int
     shared_nbytes: int
@@ -86,6 +86,7 @@ def count(name: str, compiled: object, architecture: int, n_weights: int, n_warp
         tally.total() * threads / n_weights,
         sum(tally[op] for op in INTEGER_OPS) * threads / n_weights,
         n_tensor(tally),
+        code.count(("HGMMA",)),
         code.count(SPILL_OPS),
         sum(tally[op] for op in SPILL_OPS),
         compiled.metadata.shared,
@@ -123,12 +124,6 @@ def count_matmul(
     return count(name, compiled, architecture, n_weights, config.n_warps)
 
 
-def count_many(config: ManyConfig, architecture: int) -> Count:
-    compiled = compile_many(config, architecture)
-    n_weights = config.block_rows * config.block_steps * 2
-    return count(f"W12 N={config.block_tokens}", compiled, architecture, n_weights, config.n_warps)
-
-
 def count_decode(format: WeightFormat, architecture: int) -> Count:
     fused, unfused = (compile_decode(format, architecture, fuse=fuse) for fuse in (True, False))
     found = count(f"{format.name} decode", fused, architecture, 4 * 512 * format.n_slices, 4)
@@ -150,9 +145,6 @@ def counts(*, brief: bool) -> Iterator[Count]:
                 yield count_matmul(format, config, architecture)
             if not brief or architecture == 90:
                 yield count_decode(format, architecture)
-        for n in (64, 128):
-            config = default_many_config(14336, 4096, n, shared_nbytes=shared)
-            yield count_many(config, architecture)
         if not brief or architecture == 90:
             for format in WEIGHT_FORMATS.values():
                 config = default_config(14336, 4096, 8, format, shared_nbytes=shared)

@@ -101,8 +101,8 @@ def sanitize(run: "Run") -> list[dict[str, Any]]:
         WrongError: it finds a hazard, or a product is wrong.
     """
     if run.smoke:
-        return _without_a_tool("fused", "many", "decode")
-    watched = _products(SANITIZED, "fused", "many", "stream", "decode")
+        return _without_a_tool("fused", "decode")
+    watched = _products(SANITIZED, "fused", "stream", "decode")
     tool = _path_of("compute-sanitizer")
     if tool is None:
         return _missing("compute-sanitizer")

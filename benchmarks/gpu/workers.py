@@ -128,8 +128,10 @@ class Product:
 
 
 def compile_ahead(run: "Run", products: Iterable[Product]) -> int:
-    """Compile the kernels of products, each once; returns how many there are."""
-    own = list({product.code: product for product in products}.values())
+    """Compile Triton's kernels of products, each once; returns how many there are. NVRTC keeps
+    nothing on disk, so the kernels in CUDA C++ are compiled where they run."""
+    of_triton = (p for p in products if p.choice.strategy is not Strategy.STREAM)
+    own = list({product.code: product for product in of_triton}.values())
     if run.smoke:
         own = [replace(product, on_host=True) for product in own[:1]]
     start = time.monotonic()

@@ -16,8 +16,10 @@ import torch
 
 from benchmarks.gpu import checks, device, parts, peers, predictions, repeats, workers
 from packhorse.device.autotune import predictor, tune
+from packhorse.device.strategy import Choice, Strategy
 from packhorse.gpu.models import PRESETS
 from packhorse.gpu.search import Search
+from packhorse.kernels.stream_product import default_stream_config
 from packhorse.layout import W12
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +39,7 @@ def test_every_part_runs_on_a_tiny_scale(tmp_path: Path) -> None:
     assert kept["card"].endswith("times mean nothing")
     assert list(kept["parts"]) == list(device.PARTS)  # proofs come before what is timed
     assert all(kept["parts"][part] for part in device.PARTS)
-    assert [row["n_runs"] for row in kept["parts"]["repeat"]] == [repeats.N_RUNS_SMALL] * 5
+    assert [row["n_runs"] for row in kept["parts"]["repeat"]] == [repeats.N_RUNS_SMALL] * 4
     formats = {row["form"] for row in kept["parts"]["check"]}
     ways = {row["way"] for row in kept["parts"]["table"]}
     weights = [row["weights"] for row in kept["parts"]["model"]]
@@ -67,6 +69,12 @@ def test_work_is_shared_out_and_late_work_ended(monkeypatch: pytest.MonkeyPatch)
     assert found[-1.0].error.startswith("ValueError: ")
     run.ends = time.monotonic()
     assert list(workers.spread(run, time.sleep, [300.0])) == []
+
+
+def test_kernels_that_nothing_keeps_are_not_compiled_ahead() -> None:
+    choice = Choice(Strategy.STREAM, default_stream_config(4096, 4096, 8, W12))
+    run = SimpleNamespace(smoke=True, ends=time.monotonic() + 200)
+    assert workers.compile_ahead(run, [workers.Product(choice, "W12", 4096, 8)]) == 0
 
 
 def test_what_a_search_measures_was_likely() -> None:

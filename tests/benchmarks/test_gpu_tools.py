@@ -19,7 +19,7 @@ from benchmarks.gpu.checks import WrongError
 from packhorse.device.product_check import ExactProduct, WrongProductWarning
 
 ROOT = Path(__file__).resolve().parents[2]
-RIGHT = "256x1024x8 fused right\n256x1024x8 many right\n"
+RIGHT = "256x1024x8 fused right\n256x1024x8 decode right\n"
 NONE = "========= ERROR SUMMARY: 0 errors\n"
 NO_RACES = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
 PROFILE = """==PROF== Connected to process 77
@@ -71,7 +71,7 @@ def test_the_sanitizer_finds_nothing(summary: str, tool: Any) -> None:
     [
         (RIGHT + NONE.replace("0 errors", "3 errors"), "memcheck: ERROR SUMMARY: 3 errors"),
         (RIGHT + NO_RACES.replace("0 hazards", "12 hazards"), "12 hazards"),
-        (RIGHT.replace("many right", "many WRONG") + NONE, "256x1024x8 many WRONG"),
+        (RIGHT.replace("decode right", "decode WRONG") + NONE, "256x1024x8 decode WRONG"),
     ],
 )
 def test_what_the_sanitizer_finds_stops_the_run(text: str, match: str, tool: Any) -> None:

@@ -33,7 +33,6 @@ from packhorse.gpu.search import Search
 from packhorse.gpu.timing import chain_copies
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.matmul import MatmulConfig, default_config
-from packhorse.kernels.matmul_many import ManyConfig
 from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
 from packhorse.reference.weights import encode_weights
 
@@ -180,8 +179,7 @@ def test_candidates_without_hope_are_not_measured() -> None:
 def test_what_cannot_run_is_never_chosen() -> None:
     def measure(choice: Choice, n_tokens: int) -> float:
         too_large = isinstance(choice.config, MatmulConfig) and choice.config.block_rows > 16
-        many = choice.strategy is Strategy.MANY
-        return math.inf if too_large or many else 1e-5
+        return math.inf if too_large else 1e-5
 
     found = tune(14336, 4096, W12, H200, measure)
     rows = {m.choice.config.block_rows for m in found.values() if m.choice.config is not None}
@@ -260,9 +258,7 @@ def test_products_are_right_by_every_choice(n_tokens: int, format: WeightFormat)
     x = torch.randn(n_tokens, 320, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight = torch.from_numpy(elements.view(np.int16)).view(torch.bfloat16)
     exact = x.double() @ weight.double().T
-    ways = [None, Choice(Strategy.DECODE), Choice(Strategy.FUSED)]
-    ways += [Choice(Strategy.MANY, ManyConfig(64, 16, 16, 4))] if format is W12 else []
-    for choice in ways:
+    for choice in (None, Choice(Strategy.DECODE), Choice(Strategy.FUSED)):
         y = products.multiply(x, weights, format, 320, choice=choice)
         torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=2**-7 * exact.abs().max())
 
@@ -304,7 +300,7 @@ def test_without_memory_for_the_plain_weight_products_go_on_and_say_so_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     weights, x = without_memory(monkeypatch)
-    expected = products.multiply(x, weights, W12, 256, choice=Choice(Strategy.MANY))
+    expected = products.multiply(x, weights, W12, 256, choice=Choice(Strategy.FUSED))
     with pytest.warns(RuntimeWarning, match="0 MiB left for the plain weight of 32 x 256") as told:
         found = [
             products.multiply(x, weights, W12, 256, choice=Choice(Strategy.DECODE))
@@ -312,6 +308,19 @@ def test_without_memory_for_the_plain_weight_products_go_on_and_say_so_once(
         ]
     assert len(told) == 1
     assert all(torch.equal(y, expected) for y in found)
+
+
+def test_without_memory_the_kernels_for_hopper_are_taken_where_they_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The launcher is the test's own, because there is no GPU here."""
+    weights, x = without_memory(monkeypatch)
+    expected = torch.zeros(2, 32).bfloat16()
+    monkeypatch.setattr(products, "is_ready", lambda _: True)
+    monkeypatch.setitem(products.LAUNCHERS, Strategy.STREAM, lambda *_, **__: expected)
+    with pytest.warns(RuntimeWarning, match="left for the plain weight"):
+        y = products.multiply(x, weights, W12, 256, choice=Choice(Strategy.DECODE))
+    assert torch.equal(y, expected)
 
 
 def test_without_memory_a_capture_ends_with_one_clear_error(
@@ -417,6 +426,25 @@ def test_a_cache_of_another_gpu_or_version_is_void(other: dict[str, Any], tmp_pa
     assert TUNE_CACHE.read(path, own) == {}
 
 
+def test_a_cache_with_a_kernel_that_is_gone_is_void(tmp_path: Path) -> None:
+    """Version 1 had a strategy "many". It is told like any other old cache, and replaced."""
+    path, key = tmp_path / "cache.json", Key(4096, 4096, "W12")
+    TUNE_CACHE.write(path, IDENTITY, {key: tune(4096, 4096, W12, H200, buckets=[64])})
+    document = json.loads(path.read_text())
+    document["version"] = 1
+    row = document["entries"][0]["buckets"][0]
+    row["strategy"] = "many"
+    row["config"] = {
+        "block_rows": 128, "block_tokens": 64, "block_steps": 64,
+        "n_warps": 8, "n_splits": 1, "n_stages": 3,
+    }  # fmt: skip
+    path.write_text(json.dumps(document))
+    with pytest.warns(RuntimeWarning, match=r"its version is 1, not 2.*packhorse tune"):
+        assert TUNE_CACHE.load(path, IDENTITY) == {}
+    TUNE_CACHE.update(path, IDENTITY, entries())
+    assert TUNE_CACHE.read(path, IDENTITY) == entries()
+
+
 def spoil(document: dict[str, Any], *where: Any, value: Any) -> bytes:
     *way, last = where
     place: Any = document
@@ -459,7 +487,8 @@ LIES: list[tuple[tuple[Any, ...], Any]] = [
     (("entries", 2), None),
     (("entries",), {}),
     (("identity",), None),
-    (("version",), 2),
+    (("version",), 1),
+    (("version",), 3),
     (("version",), True),
     (("more",), 1),
 ]

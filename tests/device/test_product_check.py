@@ -21,12 +21,10 @@ from packhorse.device.strategy import Choice, Strategy
 from packhorse.gpu.models import PRESETS
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.matmul import MatmulConfig
-from packhorse.kernels.matmul_many import ManyConfig
 from packhorse.layout import W12
 from packhorse.reference.weights import encode_weights
 
 FUSED = Choice(Strategy.FUSED, MatmulConfig(16, 8, 32, 2))
-MANY = Choice(Strategy.MANY, ManyConfig(64, 16, 16, 4))
 DECODE = Choice(Strategy.DECODE)
 
 
@@ -52,7 +50,7 @@ def tokens(n_tokens: int, n_columns: int) -> Tensor:
     return torch.randn(n_tokens, n_columns, generator=generator).bfloat16()
 
 
-@pytest.mark.parametrize("choice", [FUSED, MANY, DECODE], ids=lambda c: c.strategy.value)
+@pytest.mark.parametrize("choice", [FUSED, DECODE], ids=lambda c: c.strategy.value)
 def test_right_products_are_allowed(choice: Choice, weight: Tensor) -> None:
     x = tokens(9, 320)
     runs = [run_choice(choice, x, pack(weight), W12, 320) for _ in range(2)]
@@ -109,7 +107,7 @@ def spoiled(spoil: Callable[[Tensor, int], None]) -> Callable[..., Tensor]:
     def run(choice: Choice, *args: Any, **kwargs: Any) -> Tensor:
         nonlocal n_calls
         y = run_choice(choice, *args, **kwargs)
-        if choice.strategy is Strategy.MANY:
+        if choice.strategy is Strategy.FUSED:
             n_calls += 1
             spoil(y, n_calls)
         return y
@@ -135,14 +133,14 @@ def test_a_division_that_is_wrong_is_named_and_never_chosen(
     weight = torch.from_numpy(model_rows(20, 64).view(np.int16)).view(torch.bfloat16)
     timer = WallTimer(pack(weight), W12, 64, chain_nbytes=1)
     monkeypatch.setattr(product_timer, "run_choice", spoiled(spoil))
-    with pytest.warns(WrongProductWarning, match=rf"ManyConfig.*WRONG PRODUCT.*18.*{what}"):
-        of_many = timer(MANY, 18)
+    with pytest.warns(WrongProductWarning, match=rf"MatmulConfig.*WRONG PRODUCT.*18.*{what}"):
+        of_fused = timer(FUSED, 18)
     of_decoding = timer(DECODE, 18)
-    assert (of_many, of_decoding) == (math.inf, 1e-3)
+    assert (of_fused, of_decoding) == (math.inf, 1e-3)
 
     # One division stands for all of its kernel, because the interpreter is slow.
     def measure(choice: Choice, _: int) -> float:
-        return of_many if choice.strategy is Strategy.MANY else of_decoding
+        return of_fused if choice.strategy is Strategy.FUSED else of_decoding
 
     found = tune(4096, 4096, W12, PRESETS[0], measure, buckets=[64])
     assert found[64].choice == DECODE

@@ -65,6 +65,23 @@ def test_a_product_takes_two_launches_that_start_early(monkeypatch: pytest.Monke
     ]
 
 
+def test_more_tokens_than_the_kernels_take_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    class Kernels:
+        def run(self, x: torch.Tensor, *others: object) -> None:
+            sizes.append(len(x))
+            others[3].copy_(x[:, :20])  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(stream, "_KERNELS", {HOST: Kernels()})
+    config = StreamConfig(64, 256, 2, 3)
+    weights = pack_arrays(model_matrix(20, 40), W12)
+    x = torch.arange(600 * 40).view(600, 40).bfloat16()
+    y = multiply_stream(x, weights, W12, 40, config=config)
+    assert sizes == [256, 256, 88]
+    assert torch.equal(y, x[:, :20])
+
+
 def test_a_wrong_product_turns_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "_is_offered", lambda device: True)
     monkeypatch.setattr(stream.StreamKernels, "run", lambda *arguments: None)

@@ -62,7 +62,7 @@ def test_products_and_sums_of_splits_are_launched_alike(
     products, sums = Recorder(), Recorder()
     monkeypatch.setattr(matmul, "multiply_weights_kernel", products)
     monkeypatch.setattr(matmul, "add_splits_kernel", sums)
-    dialect = Dialect(assembly=True, upcast=False, hopper=True, early=early)
+    dialect = Dialect(assembly=True, upcast=False, early=early)
     monkeypatch.setattr(matmul, "choose_dialect", lambda device: dialect)
     for n_columns in (512, 333):  # turns beyond the end of a row are not fetched ahead
         weights = WeightTensors(

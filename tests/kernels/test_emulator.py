@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from tests.ptx.faults import Fault, UnknownInstruction
 from tests.ptx.machine import Launch, run_grid
-from tests.ptx.memory import GlobalMemory
-from tests.ptx.program import parse
+from tests.ptx.memory import WARP, GlobalMemory, SharedMemory
+from tests.ptx.program import SHARED_BASE, parse
 
 HEAD = """
 .version 8.7
@@ -192,6 +192,22 @@ def test_a_stage_that_is_filled_again_too_early_is_noticed() -> None:
         with pytest.raises(Fault, match=r"another warp reads, unordered|wait for each other"):
             run(again.replace("{between}", ""), nbytes=4 * N + 8, late=late, backwards=True)
     run(again.replace("{between}", "bar.sync 0;"), nbytes=4 * N + 8)
+
+
+def test_products_read_only_what_a_fence_has_shown_them() -> None:
+    """Nothing of ours lets Hopper's products read what threads wrote, so this asks the memory."""
+    memory, lanes = SharedMemory(1, 1, 64, track=True), np.arange(WARP)
+    place = SHARED_BASE + 2 * lanes
+    memory.store(0, lanes, place, np.ones((WARP, 2), np.uint8))
+    memory.sync_lanes(0, np.zeros(1, int))
+    with pytest.raises(Fault, match=r"without fence\.proxy\.async"):
+        memory.begin_product(0, lanes, place)
+    memory.fence(0, np.zeros(1, int))
+    memory.begin_product(0, lanes, place)
+    with pytest.raises(Fault, match="a product under way may still read"):
+        memory.store(0, lanes, place, np.zeros((WARP, 2), np.uint8))
+    memory.end_product(0, lanes, place)
+    memory.store(0, lanes, place, np.zeros((WARP, 2), np.uint8))
 
 
 def test_dependent_arrays_wait_for_the_kernel_before() -> None:

@@ -18,7 +18,6 @@ from packhorse.device.packed_weight import PackedWeight
 from packhorse.kernels import launch, weights
 from packhorse.kernels.arrays import ALIGNMENT, WeightTensors
 from packhorse.kernels.matmul import add_splits_kernel, multiply_weights, multiply_weights_kernel
-from packhorse.kernels.matmul_many import arrange_tokens_kernel, multiply_many_kernel
 from packhorse.kernels.weights import decode_weights_kernel
 from packhorse.layout import W12, WEIGHT_FORMATS
 from packhorse.reference.weights import encode_weights
@@ -26,8 +25,6 @@ from packhorse.reference.weights import encode_weights
 KERNELS = {
     "add_splits": (add_splits_kernel, {"n"}, set()),
     "matmul": (multiply_weights_kernel, {"n_tokens"}, set()),
-    "many": (multiply_many_kernel, {"n_tokens"}, set()),
-    "arrange": (arrange_tokens_kernel, set(), set()),
     "decode": (decode_weights_kernel, {"n_rows"}, {"rows_ptr"}),
 }
 NUMBERS = (1, 8, 15, 16, 4096, 1 << 20)

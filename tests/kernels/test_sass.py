@@ -13,11 +13,8 @@ from typing import Any
 
 import pytest
 
-from packhorse.device.cost import shared_nbytes
-from packhorse.gpu.models import PRESETS
 from packhorse.kernels.matmul import default_config, shared_nbytes_of
-from packhorse.kernels.matmul_many import default_many_config, many_shared_nbytes
-from packhorse.layout import W12, WEIGHT_FORMATS
+from packhorse.layout import WEIGHT_FORMATS
 
 TOOL = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 LIMITS = {
@@ -28,8 +25,6 @@ LIMITS = {
     "W11 N=8": 2.8,
     "W11 N=16": 3.8,
     "W11 N=8 odd columns": 3.2,
-    "W12 N=64": 7.5,
-    "W12 N=128": 12.0,
     "W12 decode": 4.5,
     "W11 decode": 4.5,
 }
@@ -48,7 +43,7 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_each_kernel_takes_few_instructions(counts: list[dict[str, Any]]) -> None:
     assert {row["kernel"] for row in counts if row["architecture"] == 90} == set(LIMITS)
-    assert sum(row["architecture"] == 80 for row in counts) == 4
+    assert sum(row["architecture"] == 80 for row in counts) == 2
     for row in counts:
         assert 1 < row["instructions"] <= LIMITS[row["kernel"]], row
         assert 1 < row["integer"] < row["instructions"], row
@@ -68,16 +63,9 @@ def test_products_take_the_shared_memory_that_is_expected(counts: list[dict[str,
         limit = SHARED_NBYTES[row["architecture"]]
         if n == "decode":
             continue
-        if int(n) <= 32:
-            format = WEIGHT_FORMATS[name]
-            config = default_config(14336, 4096, int(n), format, shared_nbytes=limit)
-            assert row["shared_nbytes"] == shared_nbytes_of(config, format), row
-        else:
-            many = default_many_config(14336, 4096, int(n), shared_nbytes=limit)
-            assert row["shared_nbytes"] <= many_shared_nbytes(many), row
-            device = PRESETS[0] if row["architecture"] == 90 else PRESETS[-1]
-            expected = shared_nbytes(many, W12, device)
-            assert row["shared_nbytes"] <= expected <= 1.4 * row["shared_nbytes"], row
+        format = WEIGHT_FORMATS[name]
+        config = default_config(14336, 4096, int(n), format, shared_nbytes=limit)
+        assert row["shared_nbytes"] == shared_nbytes_of(config, format), row
 
 
 def test_decoding_does_not_depend_on_fused_arithmetic(counts: list[dict[str, Any]]) -> None:
@@ -90,3 +78,9 @@ def test_decoding_does_not_depend_on_fused_arithmetic(counts: list[dict[str, Any
 def test_products_use_the_tensor_cores(counts: list[dict[str, Any]]) -> None:
     for row in counts:
         assert (row["tensor"] > 0) == ("decode" not in row["kernel"]), row
+
+
+def test_no_product_of_triton_runs_on(counts: list[dict[str, Any]]) -> None:
+    """Hopper's asynchronous products read registers that a compiler may overwrite too early. Only
+    the kernels in CUDA C++ have them, and `test_hazards.py` checks these."""
+    assert {row["hopper"] for row in counts} == {0}

@@ -13,21 +13,14 @@ import triton
 from numpy.typing import NDArray
 from weight_samples import MATRICES, model_rows
 
-from packhorse.kernels import matmul_many
 from packhorse.kernels import weights as weights_module
 from packhorse.kernels.arrays import WeightTensors
-from packhorse.kernels.launch import MIN_SHARED_NBYTES, choose_dialect
+from packhorse.kernels.launch import MIN_SHARED_NBYTES
 from packhorse.kernels.matmul import (
     MatmulConfig,
     default_config,
     multiply_weights,
     shared_nbytes_of,
-)
-from packhorse.kernels.matmul_many import (
-    ManyConfig,
-    default_many_config,
-    many_shared_nbytes,
-    multiply_many,
 )
 from packhorse.kernels.weights import decode_rows, decode_weights, require_weights
 from packhorse.layout import W11, W12, WEIGHT_FORMATS, WeightFormat
@@ -36,7 +29,7 @@ from packhorse.reference.weights import encode_weights
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 FORMATS = pytest.mark.parametrize("format", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
-MANY = {"one column", "rows of models"}  # the interpreter is slow
+LARGE = {"one column", "rows of models"}  # the interpreter is slow
 
 
 def pack(elements: NDArray[np.uint16], format: WeightFormat) -> WeightTensors:
@@ -62,7 +55,7 @@ def tokens(n: int, n_columns: int, seed: int = 0) -> torch.Tensor:
 
 @FORMATS
 @pytest.mark.parametrize(
-    "name", [name for name in MATRICES if name not in MANY | {"all patterns in a row"}]
+    "name", [name for name in MATRICES if name not in LARGE | {"all patterns in a row"}]
 )
 def test_decoding_gives_every_bit(name: str, format: WeightFormat) -> None:
     elements = MATRICES[name]()
@@ -94,7 +87,7 @@ def test_rows_that_are_not_there_are_refused() -> None:
         decode_rows(weights, W12, elements.shape[1], torch.tensor([0], dtype=torch.int32))
 
 
-@pytest.mark.parametrize("name", sorted(MANY))
+@pytest.mark.parametrize("name", sorted(LARGE))
 def test_decoding_large_matrices_gives_every_bit(name: str) -> None:
     elements = MATRICES[name]()
     decoded = decode_weights(pack(elements, W12), W12, elements.shape[1])
@@ -175,38 +168,6 @@ def test_products_by_the_default_divisions() -> None:
     check_product(model_rows(48, 1024), tokens(2, 1024), W11)
 
 
-@pytest.mark.parametrize(("n_rows", "n_columns"), [(1, 333), (63, 1000), (130, 96), (40, 1)])
-def test_products_of_many_tokens(n_rows: int, n_columns: int) -> None:
-    elements, bias = model_rows(n_rows, n_columns), tokens(1, n_rows, seed=5)[0]
-    for n_tokens, n_splits in ((1, 1), (40, 3)):
-        config = ManyConfig(64, 32, 32, 4, n_splits, 2)
-        x = tokens(n_tokens, n_columns)
-        y = multiply_many(x, pack(elements, W12), W12, n_columns, bias=bias, config=config)
-        check_sums(y, elements, x, bias)
-
-
-@pytest.mark.parametrize("n_columns", [333, 1024])
-def test_many_tokens_on_gpus_that_are_not_hopper(
-    n_columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tokens are in another order on these GPUs."""
-    dialect = choose_dialect(torch.device(DEVICE))._replace(hopper=False)
-    monkeypatch.setattr(matmul_many, "choose_dialect", lambda _: dialect)
-    elements, x = model_rows(63, n_columns), tokens(20, n_columns)
-    config = ManyConfig(64, 32, 32, 4, 1, 2)
-    y = multiply_many(x, pack(elements, W12), W12, n_columns, config=config)
-    check_sums(y, elements, x)
-
-
-def test_many_tokens_meet_exceptions_of_every_kind_but_the_infinite() -> None:
-    elements = MATRICES["specials"]().copy()
-    elements[(elements & 0x7F80) >= 0x7F00] = 0x5A33
-    x = tokens(70, elements.shape[1])
-    check_sums(multiply_many(x, pack(elements, W12), W12, elements.shape[1]), elements, x)
-    default = default_many_config(*elements.shape, n_tokens=300)
-    assert default.block_tokens == 128
-
-
 @FORMATS
 def test_exceptions_of_every_kind_but_the_infinite_count(format: WeightFormat) -> None:
     elements = MATRICES["specials"]().copy()
@@ -281,13 +242,6 @@ def test_default_divisions_keep_the_order_of_sums_and_fit(
         ]
         assert len({(c.block_steps, c.n_warps, c.n_splits) for c in configs}) == 1
         assert max(shared_nbytes_of(c, format) for c in configs) <= shared_nbytes
-
-
-@pytest.mark.parametrize("n_tokens", [16, 64, 128, 300])
-def test_default_divisions_for_many_tokens_fit(n_tokens: int) -> None:
-    for shared_nbytes in (MIN_SHARED_NBYTES, 163 << 10, 227 << 10):
-        config = default_many_config(14336, 4096, n_tokens, shared_nbytes=shared_nbytes)
-        assert many_shared_nbytes(config) <= shared_nbytes
 
 
 def test_nothing_is_multiplied_by_nothing() -> None:

@@ -38,11 +38,6 @@ RUN = [
     *(Case("few", "W11", (32, 8, 32, 4, 1, 3, 1), 100, 1030, n, early=True) for n in (1, 8, 40)),
     Case("few", "W11", (16, 16, 64, 2, 2, 4, 1), 64, 4096, 13, bias=True),
     Case("few", "W11", (32, 8, 32, 2, 1, 3, 2), 65, 700, 8, bias=True, early=True),
-    *(Case("many", "W12", (128, 64, 64, 8, 1, 3), 130, 511, n, bias=True) for n in (1, 64, 65)),
-    Case("many", "W12", (64, 16, 32, 4, 2, 4), 100, 777, 20),
-    Case("many", "W12", (256, 32, 64, 8, 1, 2), 300, 256, 40),
-    Case("many", "W12", (128, 128, 32, 8, 4, 3), 128, 2048, 128),
-    Case("many", "W12", (128, 32, 64, 4, 1, 3), 70, 640, 33, bias=True),
     *(Case("decode", form, (), 70, n, 0) for form in ("W12", "W11") for n in (1, 63, 999, 4100)),
     *(Case("decode", form, (), 70, 2100, 9) for form in ("W12", "W11")),
     *(Case("decode", form, (), 64, 1024, 0, patterns=True) for form in ("W12", "W11")),
@@ -50,7 +45,6 @@ RUN = [
 DAMAGED = [
     Case("few", "W12", (32, 8, 32, 4, 1, 4, 1), 64, 1024, 8, early=True),
     Case("few", "W11", (32, 16, 32, 4, 1, 3, 1), 50, 2100, 20, early=True),
-    Case("many", "W12", (64, 64, 32, 4, 1, 3), 100, 300, 70),
     Case("decode", "W12", (), 70, 2100, 0),
 ]
 

@@ -11,12 +11,9 @@ from tests.ptx.kernels import ARCHITECTURE, Case
 
 from benchmarks.gpu.compilation import (
     compile_decode,
-    compile_kernel,
-    compile_many,
     compile_matmul,
 )
 from packhorse.kernels.matmul import MatmulConfig
-from packhorse.kernels.matmul_many import ManyConfig, arrange_tokens_kernel
 from packhorse.layout import WEIGHT_FORMATS
 
 
@@ -32,8 +29,6 @@ def compile_case(case: Case) -> object:
             loose=case.loose,
         )
     how = {"even": case.is_even, "bias": case.bias, "loose": case.loose}
-    if case.kind == "many":
-        return compile_many(ManyConfig(*case.division), ARCHITECTURE, **how)
     return compile_matmul(
         format, MatmulConfig(*case.division), ARCHITECTURE, early=case.early, **how
     )
@@ -47,17 +42,6 @@ def main() -> None:
         if case.key() not in found:
             n_warps = case.division[3] if case.division else 4
             found[case.key()] = _entry(compile_case(case), n_warps)
-        if case.kind == "many":
-            key = json.dumps(["arrange", case.loose])
-            constants = {"BLOCK": 1024, "REORDER": True, "UPCAST": False}
-            types = {"out_ptr": "*bf16"}
-            found[key] = _entry(
-                compile_kernel(
-                    arrange_tokens_kernel, constants, ARCHITECTURE, 4, 3, types=types,
-                    loose=case.loose,
-                ),
-                4,
-            )  # fmt: skip
     (path.parent / "compiled.json").write_text(json.dumps(found))
 
 

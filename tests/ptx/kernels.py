@@ -49,7 +49,7 @@ class Case:
     """A kernel on some data.
 
     Attributes:
-        kind: "few", "many" or "decode".
+        kind: "few" or "decode".
         format: name of the format.
         division: fields of the division; none for "decode".
         n_rows, n_columns, n_tokens: sizes. For "decode" of some rows, tokens are rows.
@@ -81,8 +81,6 @@ class Case:
     @property
     def is_even(self) -> bool:
         format = WEIGHT_FORMATS[self.format]
-        if self.kind == "many":
-            return self.n_steps % self.division[2] == 0
         turn = self.division[2] * self.division[3]
         return self.n_steps % turn == 0 and self.n_columns == format.n_padded(self.n_columns)
 
@@ -204,21 +202,7 @@ class Emulation:
         data = data_of(case)
         if case.kind == "decode":
             return _decode(case, compiled, data, how)
-        arranged = None
-        if case.kind == "many":
-            arranged = self._arrange(case, data, how)
-        return _multiply(case, compiled, data, arranged, how)
-
-    def _arrange(self, case: Case, data: Data, how: dict) -> np.ndarray:
-        compiled = self.compiled(json.dumps(["arrange", case.loose]))
-        memory = GlobalMemory()
-        out = np.full((case.n_tokens, 2 * case.n_steps), 0x7FC2, np.uint16)
-        pointers = [memory.add("tokens", data.tokens), memory.add("arranged", out)]
-        arguments = [*pointers, case.n_columns, case.n_steps, 0, 0]
-        grid = (case.n_tokens, -(-2 * case.n_steps // 1024), 1)
-        launch = Launch(arguments, grid, compiled.n_warps, compiled.shared_nbytes, **how)
-        run_grid(compiled.program, memory, launch)
-        return memory.read("arranged", np.uint16).reshape(out.shape)
+        return _multiply(case, compiled, data, how)
 
     def mutated(self, case: Case, ptx: str) -> Compiled:
         """The kernel of a case with another text."""
@@ -228,18 +212,13 @@ class Emulation:
 _ARRAYS = ("low_bytes", "high_bits", "first_exponents", "exception_starts", "exceptions")
 
 
-def _multiply(
-    case: Case, compiled: Compiled, data: Data, arranged: np.ndarray | None, how: dict
-) -> np.ndarray:
+def _multiply(case: Case, compiled: Compiled, data: Data, how: dict) -> np.ndarray:
     rows, tokens = case.division[:2]
-    n_splits = case.division[4]
-    n_tiles = case.division[6] if case.kind == "few" else 1
+    n_splits, n_tiles = case.division[4], case.division[6]
     memory = GlobalMemory()
     shape = (n_splits, case.n_tokens, case.n_rows)
     out = np.full(shape, np.nan, np.float32) if n_splits > 1 else np.full(shape, 0x7FC1, np.uint16)
     pointers = [memory.add("tokens", data.tokens, dependent=True)]
-    if arranged is not None:
-        pointers.append(memory.add("arranged", arranged, dependent=True))
     pointers += [memory.add(name, getattr(data.arrays, name)) for name in _ARRAYS]
     pointers += [memory.add("bias", data.bias), memory.add("sums", out, dependent=True)]
     arguments = [*pointers, case.n_tokens, case.n_rows, case.n_columns, case.n_steps, 0, 0]

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from operator import mul
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from packhorse.device.cost import predict_decode, predict_fused
 from packhorse.device.strategy import (
@@ -28,23 +28,18 @@ from packhorse.device.tune_cache import Measured, order_of
 from packhorse.gpu.models import DeviceModel
 from packhorse.gpu.search import Fields, Measurements, Search, expect_best, find_best
 from packhorse.kernels.matmul import MAX_BLOCK_TOKENS, MatmulConfig
-from packhorse.kernels.matmul_many import ManyConfig
 from packhorse.kernels.stream_product import MAX_STREAM_TOKENS, StreamConfig
-from packhorse.layout import W12, WeightFormat
+from packhorse.layout import WeightFormat
 
 __all__ = [
     "MIN_CAPABILITY",
     "TOKEN_SIZES",
-    "Config",
     "Measure",
     "expect_order",
-    "fused_choice",
     "predictor",
     "tune",
 ]
 
-Config: TypeAlias = MatmulConfig | ManyConfig
-_AnyConfig = TypeVar("_AnyConfig", MatmulConfig, ManyConfig)
 # Takes a choice and a number of tokens, and returns the seconds of the product; infinity if it does
 # not run.
 Measure: TypeAlias = Callable[[Choice, int], float]
@@ -66,14 +61,6 @@ _FREE_FIELDS: Fields = {
     "block_rows": (16, 32, 64, 128),
     "n_stages": (2, 3, 4, 5, 6),
     "n_tiles": (1, 2, 3, 4),
-}
-_MANY_FIELDS: Fields = {
-    "block_rows": (64, 128, 256),
-    "block_tokens": (16, 32, 64, 128),
-    "block_steps": (32, 64),
-    "n_warps": (4, 8),
-    "n_splits": (1, 2, 4, 8),
-    "n_stages": (2, 3, 4),
 }
 
 
@@ -138,7 +125,7 @@ def tune(
             if streams and n <= MAX_STREAM_TOKENS:
                 ways.append(tuner.stream(n, *size))
             elif n <= MAX_FUSED_TOKENS:
-                ways.append(tuner.many(n) if format is W12 else tuner.fused(n, None))
+                ways.append(tuner.fused(n, None))
             found[n] = min((way for way in ways if way), key=lambda way: way.seconds, default=None)
     return {n: measured for n, measured in found.items() if measured is not None}
 
@@ -185,7 +172,7 @@ class _Tuner:
         return None if found is None else found[0]
 
     def _expected_times(self, config: MatmulConfig) -> list[float]:
-        return [self._predict(fused_choice(_for_tokens(config, n)), n) for n in _ORDER_TOKENS]
+        return [self._predict(_fused(_for_tokens(config, n)), n) for n in _ORDER_TOKENS]
 
     def _expected_of_few(self, config: MatmulConfig) -> float:
         times = self._expected_times(config)
@@ -193,7 +180,7 @@ class _Tuner:
 
     def _times_of_few(self, config: MatmulConfig, limits: Sequence[float]) -> list[float]:
         return [
-            self._times.take(fused_choice(_for_tokens(config, n)), n, limit)
+            self._times.take(_fused(_for_tokens(config, n)), n, limit)
             for n, limit in zip(_ORDER_TOKENS, limits, strict=True)
         ]
 
@@ -202,31 +189,25 @@ class _Tuner:
         order if that is None."""
         fields = {**_FREE_FIELDS, "block_tokens": _token_sizes(n_tokens)}
         if order is None:
-            return self._find(MatmulConfig, {**fields, **_ORDER_FIELDS}, n_tokens)
+            return self._find({**fields, **_ORDER_FIELDS}, n_tokens)
         steps, n_warps, n_splits = order_of(order)
         kept = {"block_steps": (steps,), "n_warps": (n_warps,), "n_splits": (n_splits,)}
-        return self._find(MatmulConfig, {**fields, **kept}, n_tokens)
+        return self._find({**fields, **kept}, n_tokens)
 
-    def many(self, n_tokens: int) -> Measured | None:
-        """The best division of the kernel for many tokens."""
-        return self._find(ManyConfig, _MANY_FIELDS, n_tokens)
+    def _find(self, fields: Fields, n_tokens: int) -> Measured | None:
+        def expected(config: MatmulConfig) -> float:
+            return self._predict(_fused(config), n_tokens)
 
-    def _find(
-        self, kind: Callable[..., _AnyConfig], fields: Fields, n_tokens: int
-    ) -> Measured | None:
-        def expected(config: _AnyConfig) -> float:
-            return self._predict(fused_choice(config), n_tokens)
-
-        start = expect_best(kind, fields, expected)
+        start = expect_best(MatmulConfig, fields, expected)
         if start is None:
             return None
         least = expected(start)
 
-        def cost(config: _AnyConfig, hopeless: float) -> float:
-            return self._times.take(fused_choice(config), n_tokens, hopeless * least)
+        def cost(config: MatmulConfig, hopeless: float) -> float:
+            return self._times.take(_fused(config), n_tokens, hopeless * least)
 
         found = find_best(start, fields, cost)
-        return None if found is None else Measured(fused_choice(found[0]), found[1])
+        return None if found is None else Measured(_fused(found[0]), found[1])
 
     def stream(
         self, n_tokens: int, n_rows: int, n_columns: int, format: WeightFormat, n_processors: int
@@ -246,10 +227,8 @@ class _Tuner:
         return Measured(choice, seconds) if seconds < math.inf else None
 
 
-def fused_choice(config: Config) -> Choice:
-    """The choice that runs a division, with the kernel that takes such divisions."""
-    strategy = Strategy.MANY if isinstance(config, ManyConfig) else Strategy.FUSED
-    return Choice(strategy, config)
+def _fused(config: MatmulConfig) -> Choice:
+    return Choice(Strategy.FUSED, config)
 
 
 def _for_tokens(config: MatmulConfig, n_tokens: int) -> MatmulConfig:

@@ -13,7 +13,7 @@ from threading import Lock
 
 import torch
 
-from packhorse.device.autotune import expect_order, fused_choice, tune
+from packhorse.device.autotune import expect_order, tune
 from packhorse.device.cost import predict_plain
 from packhorse.device.strategy import INVARIANT_TOKENS, Choice, Strategy, bucket_of
 from packhorse.device.stream import is_ready, prepare, waits_for_capture
@@ -156,7 +156,7 @@ def _default(
         return Choice(Strategy.DECODE)
     shared_nbytes = model.shared_nbytes - 1024  # what the system keeps
     config = default_config(n_rows, n_columns, n, format, model.n_processors, shared_nbytes)
-    return fused_choice(config)
+    return Choice(Strategy.FUSED, config)
 
 
 def _entries(device: torch.device) -> Entries:

@@ -6,36 +6,31 @@ kernels for users who have not tuned. Its results are predictions. Each figure h
 it; figures called "assumed" follow from arithmetic alone, and await measurements.
 `packhorse.gpu.models` says what each GPU can do.
 
-The time of a fused product of a few tokens is that of the busiest multiprocessor: the start of its
+The time of a fused product is that of the busiest multiprocessor: the start of its
 programs, the slowest of six things, and the end of a program. Five things go on at once in all of
 its programs: reading weights from device memory, reading weights and tokens from L2, issuing
 instructions, moving data through shared memory, and multiplying. The sixth is what each program
 does one after the other. `benchmarks/gpu/simulations.py` simulates the same programs instruction by
-instruction; docs/decisions.md, section 22, tells how far the two agree.
+instruction; docs/decisions.md, section 29, tells how far the two agree.
 
-A product of many tokens is modelled by the slowest of four things in all multiprocessors together,
-and a plain product in the same way, as the best division of a kernel that decodes nothing.
+A plain product is modelled by throughput alone, as the best division of a kernel that decodes
+nothing. `stream_cost.py` has the model of the kernels in CUDA C++.
 """
 
 import math
-from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING
 
-from packhorse.device.counts import INSTRUCTIONS, MANY_INSTRUCTIONS, Counted
+from packhorse.device.counts import INSTRUCTIONS, Counted
 from packhorse.gpu.models import DeviceModel
 from packhorse.layout import WeightFormat
 
 if TYPE_CHECKING:
     from packhorse.kernels.matmul import MatmulConfig
-    from packhorse.kernels.matmul_many import ManyConfig
-
-    Config: TypeAlias = MatmulConfig | ManyConfig
 
 __all__ = [
     "EXCEPTION_RATES",
     "conflicts_of_copies",
-    "is_many",
     "packed_nbytes",
     "predict_decode",
     "predict_decoding",
@@ -43,11 +38,9 @@ __all__ = [
     "predict_plain",
     "processor_bandwidth",
     "resident_programs",
-    "shared_nbytes",
 ]
 
 _WARP = 32
-_ISSUE_LANES = 128  # instructions of threads that a multiprocessor issues a cycle: 4 warps
 # Measured on synthetic rows with log-normal scales, windows by row: docs/decisions.md.
 EXCEPTION_RATES = {"W12": 0.0003, "W11": 0.013}
 _BF16_NBYTES = 2
@@ -55,20 +48,12 @@ _BF16_NBYTES = 2
 # instructions (Luo et al., "Dissecting the NVIDIA Hopper architecture", 2024). Ampere has no faster
 # instruction.
 _HOPPER_MMA_SHARE = 0.63
-# Hopper's own instruction with a weight from registers: the kernel waits for each product before it
-# decodes the next elements, and only another program of the multiprocessor decodes meanwhile.
-# Assumed.
-_WGMMA_SHARE = 0.6
-_MIN_WGMMA_TOKENS = 32  # with fewer it takes as long; assumed
 _PORT_NBYTES = 64  # from L2 to a multiprocessor, a cycle; assumed for all GPUs
 _PLAIN_ROWS = (64, 128, 256)  # of cuBLAS's tiles, and their tokens
 _PLAIN_TOKENS = (16, 32, 64, 128, 256)
 _PLAIN_SPLITS = (1, 2, 4, 8)
 _CLUSTER = 2  # tiles of cuBLAS that read tokens together, on Hopper; assumed
 _REGISTERS = 65536  # of a multiprocessor
-_MAX_REGISTERS = 255  # of a thread
-_OTHER_REGISTERS = 80  # of a thread of the kernel for many, beside its sums, within a third
-_ISSUE_SHARE = 0.7  # of the issue slots that its loop with loads fills; assumed
 # Bytes a second of device memory that one multiprocessor can draw, however much it asks for: some
 # 40 saturate an H100 of 2 TB/s (BulletServe, 2025, partitions of multiprocessors). So an H200 needs
 # programs on 96 of 132. The same is assumed for all GPUs.
@@ -104,84 +89,30 @@ def packed_nbytes(n_rows: int, n_columns: int, format: WeightFormat) -> float:
     return n_rows * (format.n_padded(n_columns) * format.bits / 8 + exceptions + 5)
 
 
-@dataclass(frozen=True)
-class _Division:
-    """What the model needs to know about a config of either kernel.
-
-    Attributes:
-        rows: rows of a program.
-        tokens: tokens of a program, or of one instruction if an instruction takes more.
-        turn: columns of a slice that a program takes at once.
-        accumulators: registers for sums, in each thread.
-        weight_tiles: tiles of a turn's weights that shared memory holds, at most.
-        token_tiles: the same of its tokens.
-        per_weight: instructions for each weight; None if they were not counted.
-        mma_share: the share of the tensor cores' rate that is reached.
-    """
-
-    rows: int
-    tokens: int
-    turn: int
-    accumulators: int
-    weight_tiles: int
-    token_tiles: int
-    per_weight: float | None
-    mma_share: float
-
-
-def _divide(config: "Config", format: WeightFormat, device: DeviceModel) -> _Division:
+def _counted(config: "MatmulConfig", format: WeightFormat) -> Counted | None:
+    """What was counted of a division."""
     rows, tokens, steps = config.block_rows, config.block_tokens, config.block_steps
-    is_hopper = device.capability // 10 == 9
-    mma_share = _HOPPER_MMA_SHARE if device.capability >= 90 else 1.0
-    fetched = max(config.n_stages - 1, 1)
-    if is_many(config):
-        per_weight = MANY_INSTRUCTIONS.get((rows, tokens, steps, config.n_warps))
-        registers = rows * tokens // (_WARP * config.n_warps)
-        if not is_hopper:
-            tiles = fetched + 1, fetched + 1
-            return _Division(rows, tokens, steps, registers, *tiles, per_weight, mma_share)
-        # The product that is still running needs its tokens.
-        tiles = fetched if rows <= 128 else fetched + 1, fetched + 1
-        work = max(tokens, _MIN_WGMMA_TOKENS)
-        return _Division(rows, work, steps, registers, *tiles, per_weight, _WGMMA_SHARE)
-    counted = _counted(config, format)
-    rows *= cast("MatmulConfig", config).n_tiles
-    turn, registers = steps * config.n_warps, rows * tokens // _WARP
-    per_weight = None if counted is None else counted.per_weight
-    return _Division(rows, tokens, turn, registers, fetched, fetched, per_weight, mma_share)
+    return INSTRUCTIONS.get((format.name, rows, tokens, steps, config.n_tiles))
 
 
-def _counted(config: "Config", format: WeightFormat) -> Counted | None:
-    """What was counted of a division for few tokens."""
-    rows, tokens, steps = config.block_rows, config.block_tokens, config.block_steps
-    key = format.name, rows, tokens, steps, cast("MatmulConfig", config).n_tiles
-    return INSTRUCTIONS.get(key)
-
-
-def is_many(config: "Config") -> bool:
-    """Whether a division is one of the kernel for many tokens."""
-    return type(config).__name__ == "ManyConfig"  # its module needs Triton; this one does not
-
-
-def shared_nbytes(config: "Config", format: WeightFormat, device: DeviceModel) -> int:
+def _shared_nbytes(config: "MatmulConfig", format: WeightFormat) -> int:
     """Bytes of shared memory that a program needs for the tiles in flight. Compiled kernels need
     exactly as much."""
-    division = _divide(config, format, device)
-    weights = division.rows * format.n_slices * format.bits // 8 * division.weight_tiles
-    tokens = _BF16_NBYTES * format.n_slices * config.block_tokens * division.token_tiles
-    return division.turn * (weights + tokens)
+    weights = config.n_tiles * config.block_rows * format.n_slices * format.bits // 8
+    tokens = _BF16_NBYTES * format.n_slices * config.block_tokens
+    turn = config.block_steps * config.n_warps
+    return turn * (weights + tokens) * max(config.n_stages - 1, 1)
 
 
-def resident_programs(config: "Config", format: WeightFormat, device: DeviceModel) -> int:
-    """Programs that a multiprocessor runs at once; 0 if one is too large."""
-    counted = None if is_many(config) else _counted(config, format)
+def resident_programs(config: "MatmulConfig", format: WeightFormat, device: DeviceModel) -> int:
+    """Programs that a multiprocessor runs at once; 0 if one is too large, or if its machine code
+    was not counted."""
+    counted = _counted(config, format)
     if counted is None:
-        accumulators = _divide(config, format, device).accumulators
-        registers = min(accumulators + _OTHER_REGISTERS, _MAX_REGISTERS)
-    else:
-        registers = _ceil(counted.registers, 8) * 8  # they are given out by eight
+        return 0
+    registers = _ceil(counted.registers, 8) * 8  # they are given out by eight
     by_registers = _REGISTERS // (registers * _WARP * config.n_warps)
-    nbytes = shared_nbytes(config, format, device) + 1024  # which the system keeps for each program
+    nbytes = _shared_nbytes(config, format) + 1024  # which the system keeps for each program
     return min(by_registers, device.shared_nbytes // nbytes, 64 // config.n_warps, 32)
 
 
@@ -190,38 +121,23 @@ def predict_fused(
     n_columns: int,
     n_tokens: int,
     format: WeightFormat,
-    config: "Config",
+    config: "MatmulConfig",
     device: DeviceModel,
 ) -> float:
-    """Seconds of a product that decodes weights in registers.
+    """Seconds of a product that decodes weights in registers. All times inside are cycles of the
+    busiest multiprocessor.
 
     Args:
         n_rows: rows of the weight.
         n_columns: its columns.
         n_tokens: vectors that it is multiplied with.
         format: its format.
-        config: how the product is divided, for either kernel.
+        config: how the product is divided.
         device: the GPU.
 
     Returns:
         The seconds; infinity if the model does not know the division.
     """
-    if is_many(config):
-        many = cast("ManyConfig", config)
-        return _predict_many(n_rows, n_columns, n_tokens, format, many, device)
-    return _predict_few(n_rows, n_columns, n_tokens, format, cast("MatmulConfig", config), device)
-
-
-def _predict_few(
-    n_rows: int,
-    n_columns: int,
-    n_tokens: int,
-    format: WeightFormat,
-    config: "MatmulConfig",
-    device: DeviceModel,
-) -> float:
-    """Seconds of a product by the kernel for few tokens. All times here are cycles of the busiest
-    multiprocessor."""
     counted = _counted(config, format)
     resident = resident_programs(config, format, device)
     if counted is None or resident == 0:
@@ -320,45 +236,6 @@ def _mma_share(device: DeviceModel) -> float:
     return _HOPPER_MMA_SHARE if device.capability >= 90 else 1.0
 
 
-def _predict_many(
-    n_rows: int,
-    n_columns: int,
-    n_tokens: int,
-    format: WeightFormat,
-    config: "ManyConfig",
-    device: DeviceModel,
-) -> float:
-    """Seconds of a product by the kernel for many tokens."""
-    division = _divide(config, format, device)
-    resident = resident_programs(config, format, device)
-    if division.per_weight is None or resident == 0:
-        return math.inf
-    row_blocks = _ceil(n_rows, division.rows)
-    token_blocks = _ceil(n_tokens, config.block_tokens)
-    programs = row_blocks * token_blocks * config.n_splits
-    n_turns = _ceil(_ceil(format.n_steps(n_columns), division.turn), config.n_splits)
-    columns = n_turns * config.n_splits * division.turn * format.n_slices
-    weights = row_blocks * division.rows * columns * token_blocks
-    nbytes = packed_nbytes(n_rows, n_columns, format)
-    tokens_nbytes = n_tokens * n_columns * _BF16_NBYTES
-    tile_nbytes = division.rows * division.turn * format.n_slices * format.bits // 8
-    at_once = min(programs, resident * device.n_processors)
-    in_flight = at_once * tile_nbytes * max(config.n_stages - 1, 1)
-    balance = _balance(programs, device)
-    lanes = device.n_processors * _ISSUE_LANES * device.clock * _ISSUE_SHARE
-    drawn = processor_bandwidth(device) * min(programs, device.n_processors)
-    pace = max(
-        (nbytes + tokens_nbytes) / min(_bandwidth(in_flight, device), drawn),
-        _from_l2(nbytes * token_blocks + tokens_nbytes * row_blocks, balance, device),
-        weights * division.per_weight / (lanes * balance),
-        2 * weights * division.tokens / (device.bf16_rate * division.mma_share * balance),
-    )
-    arranging = 2 * tokens_nbytes / device.l2_bandwidth + device.launch
-    waves = _ceil(programs, resident * device.n_processors)
-    splits = _splits(n_rows, n_tokens, config.n_splits, device)
-    return pace + arranging + 2 * waves * device.latency + splits + device.launch
-
-
 def _balance(programs: int, device: DeviceModel) -> float:
     """The share of the multiprocessors that is busy, as the busiest one sets the pace."""
     return programs / (device.n_processors * _ceil(programs, device.n_processors))
@@ -369,12 +246,6 @@ def _from_l2(nbytes: float, balance: float, device: DeviceModel) -> float:
     busiest port."""
     ports = device.n_processors * _PORT_NBYTES * device.clock
     return nbytes / min(device.l2_bandwidth, ports * balance)
-
-
-def _bandwidth(in_flight: float, device: DeviceModel) -> float:
-    """The bandwidth that is reached. By Little's law, it is the bytes in flight divided by the time
-    that they take. Near the limit of the memory, requests wait for each other."""
-    return device.bandwidth * -math.expm1(-2 * in_flight / (device.latency * device.bandwidth))
 
 
 def _splits(n_rows: int, n_tokens: int, n_splits: int, device: DeviceModel) -> float:

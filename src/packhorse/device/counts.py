@@ -3,12 +3,12 @@
 Written by `python benchmarks/gpu.py counting`, with Triton 3.6.0, for sm_90 and four warps; do
 not edit by hand. Divisions that spill registers in the loop are left out, and those that spill more
 than 64 outside of it, which happens once in each program. The model knows only the divisions of
-these tables, so no others are ever chosen or measured.
+this table, so no others are ever chosen or measured.
 """
 
 from typing import NamedTuple
 
-__all__ = ["INSTRUCTIONS", "MANY_INSTRUCTIONS", "Counted"]
+__all__ = ["INSTRUCTIONS", "Counted"]
 
 
 class Counted(NamedTuple):
@@ -81,40 +81,4 @@ INSTRUCTIONS: dict[tuple[str, int, int, int, int], Counted] = {
     ("W11", 32, 8, 64, 1): Counted(2.36, 0.63, 1327, 255),
     ("W11", 32, 16, 32, 1): Counted(2.9, 0.37, 1410, 168),
     ("W11", 32, 32, 32, 1): Counted(4.37, 0.42, 1874, 255),
-}
-
-# (rows of a program, tokens of a block, steps, warps): instructions for a weight
-MANY_INSTRUCTIONS: dict[tuple[int, int, int, int], float] = {
-    (64, 16, 32, 4): 4.34,
-    (64, 16, 64, 4): 3.73,
-    (64, 32, 32, 4): 4.56,
-    (64, 32, 64, 4): 3.98,
-    (64, 64, 32, 4): 4.97,
-    (64, 64, 64, 4): 4.45,
-    (64, 128, 32, 4): 5.78,
-    (64, 128, 64, 4): 5.45,
-    (128, 16, 32, 4): 3.36,
-    (128, 16, 32, 8): 4.28,
-    (128, 16, 64, 4): 3.08,
-    (128, 16, 64, 8): 3.67,
-    (128, 32, 32, 4): 3.45,
-    (128, 32, 32, 8): 4.03,
-    (128, 32, 64, 4): 3.17,
-    (128, 32, 64, 8): 3.77,
-    (128, 64, 32, 4): 3.67,
-    (128, 64, 32, 8): 4.5,
-    (128, 64, 64, 4): 3.41,
-    (128, 64, 64, 8): 3.98,
-    (128, 128, 32, 8): 4.97,
-    (128, 128, 64, 8): 4.45,
-    (256, 16, 32, 4): 2.66,
-    (256, 16, 32, 8): 3.36,
-    (256, 16, 64, 4): 2.54,
-    (256, 16, 64, 8): 3.02,
-    (256, 32, 32, 4): 2.73,
-    (256, 32, 32, 8): 3.34,
-    (256, 32, 64, 8): 3.08,
-    (256, 64, 32, 8): 3.45,
-    (256, 64, 64, 8): 3.18,
-    (256, 128, 32, 8): 3.62,
 }

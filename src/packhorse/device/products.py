@@ -14,12 +14,11 @@ from triton.runtime.errors import OutOfResources
 
 from packhorse.device.choices import SHORT_OF_MEMORY, TOO_LARGE, choose
 from packhorse.device.strategy import Choice, Strategy
-from packhorse.device.stream import multiply_stream
+from packhorse.device.stream import is_ready, multiply_stream
 from packhorse.kernels.arrays import ALIGNMENT, WeightTensors
 from packhorse.kernels.matmul import multiply_weights
-from packhorse.kernels.matmul_many import multiply_many
 from packhorse.kernels.weights import decode_weights
-from packhorse.layout import W12, WeightFormat
+from packhorse.layout import WeightFormat
 
 __all__ = ["LAUNCHERS", "multiply", "run_choice"]
 
@@ -62,7 +61,7 @@ def multiply(
         except torch.OutOfMemoryError as error:
             if _is_capturing(x.device):  # the capture is void: nothing can go on
                 raise torch.OutOfMemoryError(_capture_failed(n_rows, n_columns)) from error
-            choice = _choose_without_memory(n_rows, n_columns, format, x.device)
+            choice = _choose_without_memory(n_rows, n_columns, x.device)
     flat = x.reshape(n_tokens, n_columns).contiguous()
     if flat.data_ptr() % ALIGNMENT:  # Triton would compile once more, perhaps in a capture
         flat = flat.clone()
@@ -136,7 +135,6 @@ def _multiply_decoded(
 # of the choice.
 LAUNCHERS: dict[Strategy, Callable[..., Tensor]] = {
     Strategy.FUSED: multiply_weights,
-    Strategy.MANY: multiply_many,
     Strategy.STREAM: multiply_stream,
     Strategy.DECODE: _multiply_decoded,
 }
@@ -159,9 +157,7 @@ def _capture_failed(n_rows: int, n_columns: int) -> str:
     )
 
 
-def _choose_without_memory(
-    n_rows: int, n_columns: int, format: WeightFormat, device: torch.device
-) -> Choice:
+def _choose_without_memory(n_rows: int, n_columns: int, device: torch.device) -> Choice:
     """The choice that needs no memory for the plain weight; a warning says so once for a shape."""
     if (n_rows, n_columns, device) not in SHORT_OF_MEMORY:
         SHORT_OF_MEMORY.add((n_rows, n_columns, device))
@@ -171,4 +167,4 @@ def _choose_without_memory(
             RuntimeWarning,
             stacklevel=3,
         )
-    return Choice(Strategy.MANY if format is W12 else Strategy.FUSED)
+    return Choice(Strategy.STREAM if is_ready(device) else Strategy.FUSED)

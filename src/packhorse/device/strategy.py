@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from packhorse.kernels.matmul import MatmulConfig
-    from packhorse.kernels.matmul_many import ManyConfig
     from packhorse.kernels.stream_product import StreamConfig
 
 __all__ = [
@@ -19,9 +18,9 @@ __all__ = [
     "bucket_of",
 ]
 
-# Above this number of tokens, arithmetic limits the product, and decoding the weight first costs
-# little.
-MAX_FUSED_TOKENS = 1024
+# Above this number of tokens, no fused product is tried: by the model of time, decoding the weight
+# first is faster on every GPU that it knows.
+MAX_FUSED_TOKENS = 256
 # Up to this number of tokens, the order of sums is always the same, so a token's result does not
 # depend on the batch that it is in.
 INVARIANT_TOKENS = 32
@@ -32,7 +31,6 @@ class Strategy(Enum):
     """How a product is run."""
 
     FUSED = "fused"  # the product decodes weights in registers; for few tokens
-    MANY = "many"  # the same for more tokens, without reading the weight again (W12 only)
     STREAM = "stream"  # warps that fetch beside warps that decode; 1 to 256 tokens, Hopper only
     DECODE = "decode"  # weights are decoded to memory, then PyTorch multiplies
 
@@ -43,12 +41,12 @@ class Choice:
 
     Attributes:
         strategy: the way to run it.
-        config: the division of a fused product; a `ManyConfig` for `MANY`, a `StreamConfig` for
-            `STREAM`. None means the launcher's default, and is the only value for `DECODE`.
+        config: the division of a fused product; a `StreamConfig` for `STREAM`. None means the
+            launcher's default, and is the only value for `DECODE`.
     """
 
     strategy: Strategy
-    config: "MatmulConfig | ManyConfig | StreamConfig | None" = None
+    config: "MatmulConfig | StreamConfig | None" = None
 
 
 def bucket_of(n_tokens: int) -> int:

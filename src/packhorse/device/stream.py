@@ -19,7 +19,11 @@ from packhorse.gpu.stream_kernels import StreamKernels
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.launch import device_of, limits_of
 from packhorse.kernels.matmul import add_splits, check_product, memory_for_sums
-from packhorse.kernels.stream_product import StreamConfig, default_stream_config
+from packhorse.kernels.stream_product import (
+    MAX_STREAM_TOKENS,
+    StreamConfig,
+    default_stream_config,
+)
 from packhorse.kernels.vendor import is_nvidia
 from packhorse.layout import WEIGHT_FORMATS, WeightFormat
 
@@ -137,7 +141,8 @@ def multiply_stream(
     bias: Tensor | None = None,
     config: StreamConfig | None = None,
 ) -> Tensor:
-    """y = x W^T + bias with a packed weight, as `torch.nn.functional.linear` computes it.
+    """y = x W^T + bias with a packed weight, as `torch.nn.functional.linear` computes it; with more
+    than 256 tokens, in parts.
 
     Args:
         x: BF16, n_tokens x n_columns.
@@ -166,7 +171,9 @@ def multiply_stream(
         n_processors = limits_of(x.device).n_processors
         config = default_stream_config(y.shape[1], n_columns, len(x), format, n_processors)
     with device_of(x):
-        _run(kernels, x, weights, format, bias, y, config)
+        for start in range(0, len(x), MAX_STREAM_TOKENS):
+            some = slice(start, start + MAX_STREAM_TOKENS)
+            _run(kernels, x[some], weights, format, bias, y[some], config)
     return y
 
 

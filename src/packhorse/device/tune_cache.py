@@ -17,9 +17,8 @@ from packhorse.device.strategy import (
 )
 from packhorse.gpu.figure_cache import FigureCache, require, require_keys
 from packhorse.kernels.matmul import MatmulConfig
-from packhorse.kernels.matmul_many import ManyConfig
 from packhorse.kernels.stream_product import MAX_STREAM_TOKENS, StreamConfig
-from packhorse.layout import MAX_WEIGHT_COLUMNS, W12, WEIGHT_FORMATS
+from packhorse.layout import MAX_WEIGHT_COLUMNS, WEIGHT_FORMATS
 
 __all__ = [
     "CONFIG_VALUES",
@@ -44,14 +43,6 @@ CONFIG_VALUES: dict[type, dict[str, tuple[int, ...]]] = {
         "n_stages": (1, 2, 3, 4, 5, 6, 7, 8),
         "n_tiles": (1, 2, 3, 4),
     },
-    ManyConfig: {
-        "block_rows": (64, 128, 256),
-        "block_tokens": (16, 32, 64, 128, 256),
-        "block_steps": (16, 32, 64, 128),
-        "n_warps": (4, 8),
-        "n_splits": (1, 2, 4, 8, 16, 32, 64),
-        "n_stages": (1, 2, 3, 4, 5, 6, 7, 8),
-    },
     StreamConfig: {
         "block_rows": (16, 32, 64, 128),
         "block_tokens": (8, 16, 32, 64, 128, 256),
@@ -61,10 +52,9 @@ CONFIG_VALUES: dict[type, dict[str, tuple[int, ...]]] = {
         "n_splits": (1, 2, 4, 8, 16, 32, 64),
     },
 }
-_KINDS: dict[str, tuple[type, int, int]] = {  # divisions of strategies, least and most tokens
-    Strategy.FUSED.value: (MatmulConfig, 1, MAX_FUSED_TOKENS),
-    Strategy.MANY.value: (ManyConfig, INVARIANT_TOKENS + 1, MAX_FUSED_TOKENS),
-    Strategy.STREAM.value: (StreamConfig, 1, MAX_STREAM_TOKENS),
+_KINDS: dict[str, tuple[type, int]] = {  # divisions of strategies, most tokens
+    Strategy.FUSED.value: (MatmulConfig, MAX_FUSED_TOKENS),
+    Strategy.STREAM.value: (StreamConfig, MAX_STREAM_TOKENS),
 }
 
 
@@ -106,7 +96,7 @@ def order_of(config: MatmulConfig) -> tuple[int, int, int]:
     return config.block_steps, config.n_warps, config.n_splits
 
 
-def check_config(config: MatmulConfig | ManyConfig | StreamConfig) -> None:
+def check_config(config: MatmulConfig | StreamConfig) -> None:
     """Checks the ranges of a division.
 
     Raises:
@@ -130,12 +120,9 @@ def _parse_entry(entry: Any) -> tuple[Key, dict[int, Measured]]:
     parsed = [_parse_measured(row) for row in entry["buckets"]]
     numbers = [n_tokens for n_tokens, _ in parsed]
     require(numbers == sorted(set(numbers)), "buckets do not ascend")
-    found = dict(parsed)
-    is_many = any(measured.choice.strategy is Strategy.MANY for measured in found.values())
-    require(not is_many or entry["form"] == W12.name, f"only {W12.name} has such a product")
     orders = {_order(measured) for n, measured in parsed if n <= INVARIANT_TOKENS}
     require(len(orders) <= 1, "the order of sums depends on the number of tokens")
-    return Key(n_rows, n_columns, entry["form"]), found
+    return Key(n_rows, n_columns, entry["form"]), dict(parsed)
 
 
 def _order(measured: Measured) -> tuple[int, ...] | None:
@@ -160,8 +147,7 @@ def _parse_measured(row: Any) -> tuple[int, Measured]:
         require(config is None, "a strategy without a division has one")
         choice = Choice(Strategy.DECODE)
     else:
-        kind, least, most = _KINDS[strategy]
-        require(n_tokens >= least, f"too few tokens for the strategy {strategy}")
+        kind, most = _KINDS[strategy]
         require(n_tokens <= most, f"too many tokens for the strategy {strategy}")
         require_keys(config, {field.name for field in fields(kind)}, "a division")
         parsed = kind(**config)
@@ -188,7 +174,7 @@ def _dump_entry(key: Key, buckets: dict[int, Measured]) -> dict[str, Any]:
 
 TUNE_CACHE = FigureCache[Key, dict[int, Measured]](
     "tune",
-    version=1,
+    version=2,  # 1 had the kernel for many tokens, and fused products of 512 and 1024 tokens
     parse=_parse_entry,
     dump=_dump_entry,
     remedy=(

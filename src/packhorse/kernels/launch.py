@@ -39,13 +39,11 @@ class Dialect(NamedTuple):
     Attributes:
         assembly: inline PTX may be used.
         upcast: BF16 must become FP32 before it is multiplied.
-        hopper: products of four or more warps use tensor core instructions that only Hopper has.
         early: kernels may start while the kernel before them still runs.
     """
 
     assembly: bool
     upcast: bool
-    hopper: bool
     early: bool = False
 
 
@@ -69,7 +67,7 @@ def ceil_div(a: int, b: int) -> int:
 def choose_dialect(device: torch.device) -> Dialect:
     """The dialect for kernels that are launched on a device."""
     if knobs.runtime.interpret:
-        return Dialect(assembly=False, upcast=True, hopper=True)  # so that tests cover it
+        return Dialect(assembly=False, upcast=True)
     return _dialect_of(device)
 
 
@@ -77,7 +75,7 @@ def choose_dialect(device: torch.device) -> Dialect:
 def _dialect_of(device: torch.device) -> Dialect:
     capability = torch.cuda.get_device_capability(device) if is_nvidia() else (0, 0)
     early = is_offered(capability)
-    return Dialect(assembly=is_nvidia(), upcast=False, hopper=capability[0] == 9, early=early)
+    return Dialect(assembly=is_nvidia(), upcast=False, early=early)
 
 
 @cache
