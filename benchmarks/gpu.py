@@ -5,6 +5,8 @@
 - `products` runs a few products, for tools that watch a program: see gpu/products.py.
 - `predict` prints what the model of time predicts for an H200, and writes docs/benchmarks_gpu.md:
   see gpu/predictions.py.
+- `simulate` simulates products from their machine code: see gpu/simulations.py.
+- `counting` counts instructions and registers for the model of time: see gpu/counting.py.
 - `sass` counts the instructions of the kernels, without a GPU: see gpu/sass.py.
 - `hazards` looks for registers that are overwritten too early, without a GPU: see gpu/hazards.py.
 
@@ -24,6 +26,8 @@ FORMS = {
     "wheels": "benchmarks.gpu.wheels",
     "products": "benchmarks.gpu.products",
     "predict": "benchmarks.gpu.predictions",
+    "simulate": "benchmarks.gpu.simulations",
+    "counting": "benchmarks.gpu.counting",
     "sass": "benchmarks.gpu.sass",
     "hazards": "benchmarks.gpu.hazards",
 }

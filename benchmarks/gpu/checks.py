@@ -22,8 +22,10 @@ from packhorse.device.matrix_tuning import pack_on, random_weight
 from packhorse.device.product_check import ExactProduct
 from packhorse.device.products import run_choice
 from packhorse.device.strategy import INVARIANT_TOKENS, Choice, Strategy
+from packhorse.device.stream import is_ready
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.launch import Dialect, choose_dialect
+from packhorse.kernels.stream_product import MAX_STREAM_TOKENS
 from packhorse.kernels.weights import decode_weights
 from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
 
@@ -145,7 +147,7 @@ def check_products(
     for n_tokens in sizes:
         x, what = tokens[:n_tokens].contiguous(), f"{name}, {n_tokens} tokens"
         chosen = choose(n_rows, n_columns, n_tokens, format, weight.device)
-        own = launchers_own(format) if n_tokens in sizes[1::2] else []
+        own = launchers_own(format, n_tokens, x.device) if n_tokens in sizes[1::2] else []
         for choice in {chosen, Choice(Strategy.DECODE), *own}:
             y = run_choice(choice, x, weights, format, n_columns)
             check_product(f"{what}, {choice}", choice, y, x, weight)
@@ -164,9 +166,14 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16)
 
 
-def launchers_own(format: WeightFormat) -> list[Choice]:
+def launchers_own(format: WeightFormat, n_tokens: int, device: torch.device) -> list[Choice]:
     """The products that the launchers make without a config."""
-    return [Choice(Strategy.FUSED), *([Choice(Strategy.MANY)] if format is W12 else [])]
+    own = [Choice(Strategy.FUSED)]
+    if format is W12:
+        own.append(Choice(Strategy.MANY))
+    if n_tokens <= MAX_STREAM_TOKENS and is_ready(device):
+        own.append(Choice(Strategy.STREAM))
+    return own
 
 
 def check_product(

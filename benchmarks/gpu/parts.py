@@ -16,14 +16,15 @@ import torch
 from benchmarks.gpu import llama, loading, peers
 from benchmarks.gpu.checks import WrongError, check
 from benchmarks.gpu.frames import DifferentError, frames
+from benchmarks.gpu.kept_simulations import simulated_seconds
 from benchmarks.gpu.predictions import MODELS, TOKENS, Shape
 from benchmarks.gpu.reading import ceilings
 from benchmarks.gpu.repeats import repeat
-from benchmarks.gpu.simulated import simulated_seconds
 from benchmarks.gpu.tools import profile, sanitize, tests, versions
 from benchmarks.gpu.workers import Product, compile_ahead, likely_products
+from packhorse.device.autotune import predictor
 from packhorse.device.choices import choose
-from packhorse.device.cost import predict_decode, predict_decoding, predict_fused, predict_plain
+from packhorse.device.cost import predict_decoding, predict_plain
 from packhorse.device.matrix_tuning import (
     measure_choices,
     order_in,
@@ -198,7 +199,7 @@ def tuned_row(
     predicted = predict(shape, n_tokens, format, measured.choice, device)
     plain = measured.plain_seconds or math.nan
     text = describe_choice(measured.choice)
-    simulated = simulated_seconds(shape.n_rows, shape.n_columns, n_tokens, text)
+    simulated = simulated_seconds(shape.n_rows, shape.n_columns, n_tokens, format.name, text)
     print_row(
         name_of(shape), format.name, str(n_tokens), text,
         us(measured.seconds), us(predicted), us(simulated), f"{plain / measured.seconds:.2f}",
@@ -276,7 +277,7 @@ def table_row(
     shape: Shape, n: int, way: str, choice: str, seconds: float, predicted: float, plain: float,
     weight_nbytes: float,
 ) -> dict[str, Any]:  # fmt: skip
-    simulated = simulated_seconds(shape.n_rows, shape.n_columns, n, choice)
+    simulated = simulated_seconds(shape.n_rows, shape.n_columns, n, way, choice)
     tb_per_s = shape.n_rows * shape.n_columns * weight_nbytes / seconds / 1e12
     print_row(
         name_of(shape), str(n), way, choice, us(seconds), f"{tb_per_s:.2f}", us(predicted),
@@ -345,12 +346,10 @@ def predict(
     shape: Shape, n_tokens: int, format: WeightFormat, choice: Choice, device: torch.device
 ) -> float:
     """The seconds that the model of time predicts for a choice; infinity if it cannot."""
-    model, size = describe_device(device), (shape.n_rows, shape.n_columns)
-    if choice.strategy is Strategy.DECODE:
-        return predict_decode(*size, n_tokens, format, model)
-    if choice.config is None:
-        return math.inf
-    return predict_fused(*size, n_tokens, format, choice.config, model)
+    if choice.config is None and choice.strategy is not Strategy.DECODE:
+        return math.inf  # the launcher chooses
+    model = describe_device(device)
+    return predictor(shape.n_rows, shape.n_columns, format, model)(choice, n_tokens)
 
 
 def describe_choice(choice: Choice) -> str:

@@ -1,8 +1,8 @@
 """Predict the speed of packed weights on an H200: `python benchmarks/gpu.py predict`.
 
 Every printed figure is a prediction by `packhorse.device.cost`, from bytes, counted instructions
-and assumptions; nothing is measured here. `gpu.py device` measures, and compares. `--counts`
-compiles the kernels and prints the table of instructions on which the model is based.
+and assumptions; nothing is measured here. Beside predictions are times that `gpu.py simulate` kept.
+`gpu.py device` measures, and compares.
 """
 
 import argparse
@@ -10,10 +10,10 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import kept_simulations
 from packhorse.device.autotune import tune
 from packhorse.device.cost import predict_decode, predict_plain
 from packhorse.device.strategy import bucket_of
@@ -89,6 +89,7 @@ MODELS = (
 )
 WAYS = ("plain", "W12", "W11", "decode")
 HEADS = ("BF16", "W12", "W11", "W12 decoded first")
+SIMULATED = ("W12, simulated", "the same, started early")
 
 
 @cache
@@ -116,6 +117,37 @@ def predict_step(model: Llama, n_tokens: int, device: DeviceModel = H200) -> dic
     return {way: model.rest + sum(count * row[way] for count, row in rows) for way in WAYS}
 
 
+@cache
+def _simulations() -> dict[tuple[int, int, int], kept_simulations.Row]:
+    """Kept simulations of what is chosen untuned, by rows, columns and tokens."""
+    kept = kept_simulations.read().rows
+    return {(row.n_rows, row.n_columns, row.n_tokens): row for row in kept}
+
+
+def _simulated_cells(shape: Shape, n_tokens: int) -> str:
+    """Simulated microseconds, and how many times as fast as BF16; empty if there are none."""
+    row = _simulations().get((shape.n_rows, shape.n_columns, n_tokens))
+    times = () if row is None else (row.simulated, row.early)
+    cells = [f"{t * 1e6:.1f} ({row.plain / t:.2f})" for t in times if row is not None]
+    return " | ".join(cells or [""] * len(SIMULATED))
+
+
+def simulate_step(model: Llama, n_tokens: int) -> dict[str, float] | None:
+    """Seconds of a step of a whole model with W12 from kept simulations: as "simulated", and as
+    "early" where products start early; None if a matrix was not simulated for this batch."""
+    found = {
+        shape: _simulations().get((shape.n_rows, shape.n_columns, n_tokens))
+        for shape in model.shapes
+    }
+    rows = [(shape.count, row) for shape, row in found.items() if row is not None]
+    if len(rows) < len(found):
+        return None
+    return {
+        "simulated": model.rest + sum(count * row.simulated for count, row in rows),
+        "early": model.rest + sum(count * row.early for count, row in rows),
+    }
+
+
 def _cells(row: dict[str, float]) -> str:
     """Microseconds, and how many times as fast as BF16."""
     plain = row["plain"]
@@ -132,24 +164,31 @@ def _table(heads: Iterable[str], rows: Iterable[str]) -> Iterator[str]:
 
 
 def _model_section(model: Llama) -> Iterator[str]:
+    simulated = SIMULATED if simulate_step(model, BATCHES[0]) else ()
     yield f"### {model.name}"
     yield ""
     for shape in model.shapes:
         yield f"{shape.name}, {shape.n_rows} x {shape.n_columns}:"
         yield ""
         rows = (f"{n} | {_cells(predict_row(shape, n))}" for n in TOKENS)
-        yield from _table(["tokens", *HEADS], rows)
+        if simulated:
+            rows = (
+                f"{row} | {_simulated_cells(shape, n)}" for row, n in zip(rows, TOKENS, strict=True)
+            )
+        yield from _table(["tokens", *HEADS, *simulated], rows)
     rest = f"{model.rest * 1e3:.1f} ms a step without the matrices"
     yield f"The whole model, tokens a second ({rest}):"
     yield ""
-    rows = (f"{batch} | {_speeds(predict_step(model, batch), batch)}" for batch in BATCHES)
-    yield from _table(["batch", *HEADS], rows)
+    rows = (f"{batch} | {_speeds(model, batch)}" for batch in BATCHES)
+    yield from _table(["batch", *HEADS, *simulated], rows)
 
 
-def _speeds(step: dict[str, float], batch: int) -> str:
+def _speeds(model: Llama, batch: int) -> str:
+    step = predict_step(model, batch)
     plain = step["plain"]
-    others = (f"{batch / step[way]:.0f} ({plain / step[way]:.2f})" for way in WAYS[1:])
-    return " | ".join([f"{batch / plain:.0f}", *others])
+    others = [step[way] for way in WAYS[1:]] + list((simulate_step(model, batch) or {}).values())
+    cells = (f"{batch / seconds:.0f} ({plain / seconds:.2f})" for seconds in others)
+    return " | ".join([f"{batch / plain:.0f}", *cells])
 
 
 _HEAD = """# Benchmarks of packed weights on GPUs
@@ -186,13 +225,20 @@ _PREDICTED = """## Predictions for an H200
 
 **Predictions, not yet measured on a GPU**, by the model of time (`device/cost.py`): bytes at the
 4.3 TB/s that copies reach on this card, instructions as counted in the machine code, tensor
-throughput, L2, and 2.5 us a launch. Figures are microseconds for a product; in parentheses is the
-speed relative to BF16. W12 and W11 run as they are chosen where nothing was tuned. BF16 is
-predicted by the same model: the best of the tiles that cuBLAS may take, which read tokens from L2
-again as ours do, but in pairs.
+throughput, L2, what one multiprocessor can draw, and the start and end of programs. Figures are
+microseconds for a product; in parentheses is the speed relative to BF16. W12 and W11 run as they
+are chosen where nothing was tuned. BF16 is predicted by the same model: the best of the tiles that
+cuBLAS may take, which read tokens from L2 again as ours do, but in pairs.
 
-From 64 tokens on W12 is predicted to be slower than BF16 for some matrices, from 128 on for all:
-`pack_model_(model, for_tokens=128)` leaves such layers plain. The weights of the smaller model take
+**Simulated, not measured either:** the same divisions of W12, instruction by instruction, from the
+machine code and its control codes (`python benchmarks/gpu.py simulate`). Once the kernel begins
+where the one before it ended, and once it has started early and brought its first weights to L2,
+as kernels do on GPUs of compute capability 9.0 and later.
+
+From 16 tokens on W12 is predicted to be slower than BF16 for some matrices, with 32 and from 128 on
+for all: `pack_model_(model, for_tokens=32)` leaves such layers plain. (The kernel for 64 tokens and
+more is still modelled by throughput alone, without starts and ends, and was not simulated.) W11 is
+slower throughout: it saves memory only. The weights of the smaller model take
 15.0 GiB in BF16 and 11.2 in W12; those of the larger one 131 of the card's 140 GiB, which leaves
 little for a cache of keys and values, and 99 in W12.
 """
@@ -229,43 +275,8 @@ def document() -> str:
     return "\n".join([_HEAD, _PREDICTED, *lines]).rstrip() + "\n"
 
 
-_FEW_SPILLS = 64
-_TILES = [(1, rows) for rows in (16, 32, 64, 128)] + list(product((2, 3, 4), (32, 64)))
-
-
-def print_counts() -> None:
-    """Print the tables of `device/counts.py`, which have kernels that spill nothing in the loop and
-    little elsewhere."""
-    from benchmarks.gpu import sass
-    from packhorse.kernels.matmul import MatmulConfig
-    from packhorse.kernels.matmul_many import ManyConfig
-
-    for format in (W12, W11):
-        for (tiles, rows), tokens, steps in product(_TILES, (8, 16, 32), (16, 32, 64, 128)):
-            if rows * max(tiles * tokens, steps) > 4096 or (tiles > 1 and steps not in (32, 64)):
-                continue
-            if format is W11 and tiles > 2:  # too much shared memory
-                continue
-            found = sass.count_matmul(format, MatmulConfig(rows, tokens, steps, 4, 1, 3, tiles), 90)
-            # Beyond 8, loads of single bytes.
-            if _hardly_spills(found) and found.instructions < 8:
-                key = f'("{format.name}", {rows}, {tokens}, {steps}, {tiles})'
-                print(f"    {key}: {round(found.instructions, 2)},", flush=True)
-    for rows, tokens, steps, warps in product((64, 128, 256), (16, 32, 64, 128), (32, 64), (4, 8)):
-        if rows * tokens > 1 << 15 or warps == 8 > rows // 16:
-            continue
-        found = sass.count_many(ManyConfig(rows, tokens, steps, warps, 1, 3), 90)
-        if _hardly_spills(found):
-            key = f"({rows}, {tokens}, {steps}, {warps})"
-            print(f"    {key}: {round(found.instructions, 2)},", flush=True)
-
-
-def _hardly_spills(found: Any) -> bool:
-    return found.loop_spills == 0 and found.spills <= _FEW_SPILLS
-
-
 def main(argv: list[str]) -> int:
-    """Print the page, write it, or count instructions.
+    """Print the page, or write it.
 
     Args:
         argv: the arguments after `predict`.
@@ -277,11 +288,8 @@ def main(argv: list[str]) -> int:
         prog="gpu.py predict", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
-    parser.add_argument("--counts", action="store_true", help="count instructions instead")
     args = parser.parse_args(argv)
-    if args.counts:
-        print_counts()
-    elif args.write:
+    if args.write:
         PAGE.write_text(document())
     else:
         print(document())

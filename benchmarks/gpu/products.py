@@ -12,7 +12,7 @@ import sys
 
 __all__ = ["WAYS", "main"]
 
-WAYS = ("chosen", "fused", "many", "decode")
+WAYS = ("chosen", "fused", "many", "stream", "decode")
 
 
 def main(argv: list[str]) -> int:
@@ -41,9 +41,10 @@ def main(argv: list[str]) -> int:
     wrong = 0
     for size in args.sizes:
         for way in args.way or ["chosen"]:
-            is_right = _multiply(*size, way, torch.device("cpu" if args.smoke else "cuda"))
-            print("x".join(map(str, size)), way, "right" if is_right else "WRONG", flush=True)
-            wrong += not is_right
+            device = torch.device("cpu") if args.smoke else torch.device("cuda", 0)
+            found = _multiply(*size, way, device)
+            print("x".join(map(str, size)), way, found, flush=True)
+            wrong += found == "WRONG"
     return 1 if wrong else 0
 
 
@@ -52,8 +53,8 @@ def _size(text: str) -> tuple[int, int, int]:
     return rows, columns, tokens
 
 
-def _multiply(n_rows: int, n_columns: int, n_tokens: int, way: str, device: object) -> bool:
-    """Run a product, and compare it with FP64."""
+def _multiply(n_rows: int, n_columns: int, n_tokens: int, way: str, device: object) -> str:
+    """Run a product, and compare it with FP64: right, WRONG, or not here."""
     import torch
 
     from packhorse.device.choices import choose
@@ -61,13 +62,16 @@ def _multiply(n_rows: int, n_columns: int, n_tokens: int, way: str, device: obje
     from packhorse.device.product_check import ExactProduct
     from packhorse.device.products import run_choice
     from packhorse.device.strategy import Choice, Strategy
+    from packhorse.device.stream import is_ready
     from packhorse.layout import W12
 
     assert isinstance(device, torch.device)
+    if way == "stream" and not is_ready(device):
+        return "does not run here"
     weight = random_weight(n_rows, n_columns, device)
     choice = choose(n_rows, n_columns, n_tokens, W12, device)
     if way != "chosen":
         choice = Choice(Strategy(way))
     x = torch.randn(n_tokens, n_columns, device=device).bfloat16()
     y = run_choice(choice, x, pack_on(weight, W12), W12, n_columns)
-    return ExactProduct(x, weight).allows(y, choice)
+    return "right" if ExactProduct(x, weight).allows(y, choice) else "WRONG"

@@ -6,6 +6,7 @@ bits, run after run: a race, or a register that is overwritten too early, may sh
 runs only. Weights have exceptions, which are large powers of two.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,9 +20,11 @@ from packhorse.device.counts import INSTRUCTIONS, MANY_INSTRUCTIONS
 from packhorse.device.matrix_tuning import pack_on
 from packhorse.device.products import run_choice
 from packhorse.device.strategy import Choice, Strategy
+from packhorse.device.stream import is_ready
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.matmul import MatmulConfig
 from packhorse.kernels.matmul_many import ManyConfig
+from packhorse.kernels.stream_product import StreamConfig, fill_stages
 from packhorse.kernels.weights import decode_weights
 from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
 
@@ -70,6 +73,16 @@ def _many(format: WeightFormat) -> Iterator[Choice]:
             yield Choice(Strategy.MANY, config)
 
 
+def _stream(format: WeightFormat) -> Iterator[Choice]:
+    """All divisions whose sums fit in registers, each with as many stages as fit."""
+    few = itertools.product((16, 32), (8, 16, 32), (1, 2))
+    many = itertools.product((64, 128), (64, 128, 256), (1, 2, 4))
+    for i, (rows, tokens, cluster) in enumerate([*few, *many]):
+        found = fill_stages(StreamConfig(rows, tokens, 2, 2, cluster, 1 + i % 2), format)
+        if found is not None:
+            yield Choice(Strategy.STREAM, found)
+
+
 def _decode(_: WeightFormat) -> Iterator[Choice]:
     yield Choice(Strategy.DECODE)
 
@@ -78,15 +91,19 @@ def _decode(_: WeightFormat) -> Iterator[Choice]:
 DIVISIONS: dict[Strategy, Callable[[WeightFormat], Iterator[Choice]]] = {
     Strategy.FUSED: _fused,
     Strategy.MANY: _many,
+    Strategy.STREAM: _stream,
     Strategy.DECODE: _decode,
 }
 
 
 def repeats(smoke: bool) -> list[Repeat]:
-    """Everything that is repeated; in a smoke run one division of each strategy and format."""
+    """Everything that is repeated; in a smoke run one division of each strategy and format that
+    Triton's interpreter runs."""
     found = []
     for format in WEIGHT_FORMATS.values():
-        for divisions in DIVISIONS.values():
+        for strategy, divisions in DIVISIONS.items():
+            if smoke and strategy is Strategy.STREAM:
+                continue
             choices = list(divisions(format))
             for choice in choices[:1] if smoke else choices:
                 tokens = TOKENS_SMALL if smoke else TOKENS
@@ -116,7 +133,7 @@ def repeat(run: "Run") -> list[dict[str, Any]]:
         run.keep(rows)
     n_fit = sum(row["n_runs"] > 0 for row in rows)
     print(f"{n_fit} of {len(every)} products: every run equal to the bit, and to FP64", flush=True)
-    print(f"({len(rows) - n_fit} do not fit on this GPU)", flush=True)
+    print(f"({len(rows) - n_fit} do not run on this GPU)", flush=True)
     if failed:
         raise RuntimeError("; ".join(failed))
     if len(rows) < len(every):
@@ -125,7 +142,7 @@ def repeat(run: "Run") -> list[dict[str, Any]]:
 
 
 def repeat_division(job: Repeat) -> int:
-    """Repeat one division; returns the number of runs, 0 if it does not fit on the GPU.
+    """Repeat one division; returns the number of runs, 0 if it does not run on this GPU.
 
     Raises:
         WrongError: a result differs from the exact one.
@@ -133,6 +150,8 @@ def repeat_division(job: Repeat) -> int:
     format = WEIGHT_FORMATS[job.format]
     weight, arrays, x, exact = _operands(job.format, job.n_tokens, job.smoke)
     n_runs = N_RUNS_SMALL if job.smoke else N_RUNS
+    if job.choice.strategy is Strategy.STREAM and not is_ready(x.device):
+        return 0
     what = f"{job.format}, {job.n_tokens} tokens, {job.choice}"
     n_wrong = torch.zeros((), dtype=torch.int64, device=x.device)
     for _ in range(n_runs):

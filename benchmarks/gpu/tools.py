@@ -102,7 +102,7 @@ def sanitize(run: "Run") -> list[dict[str, Any]]:
     """
     if run.smoke:
         return _without_a_tool("fused", "many", "decode")
-    watched = _products(SANITIZED, "fused", "many", "decode")
+    watched = _products(SANITIZED, "fused", "many", "stream", "decode")
     tool = _path_of("compute-sanitizer")
     if tool is None:
         return _missing("compute-sanitizer")

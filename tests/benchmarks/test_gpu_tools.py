@@ -3,7 +3,6 @@
 The tools of CUDA need a GPU, so small programs with their names print what the tools would.
 """
 
-import json
 import subprocess
 import sys
 import warnings
@@ -15,7 +14,7 @@ from zipfile import ZipFile
 import pytest
 import torch
 
-from benchmarks.gpu import device, parts, products, reading, simulated, tools, wheels
+from benchmarks.gpu import device, kept_simulations, parts, products, reading, tools, wheels
 from benchmarks.gpu.checks import WrongError
 from packhorse.device.product_check import ExactProduct, WrongProductWarning
 
@@ -177,20 +176,22 @@ def test_a_wrong_product_that_the_tuner_meets_stops_the_run(
     assert "WRONG: a division" in capsys.readouterr().out
 
 
-def test_simulated_times_stand_beside_measured_ones(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    row = {"n_rows": 24, "n_columns": 70, "n_tokens": 8, "choice": "fused 16/8", "seconds": 2e-6}
-    monkeypatch.setattr(simulated, "KEPT", tmp_path / "simulated.json")
-    (tmp_path / "simulated.json").write_text(json.dumps([row]))
-    shape = parts.Shape("any", 24, 70, 1)
-    for choice, seconds in (("fused 16/8", 2e-6), ("decode", None)):
-        found = parts.table_row(shape, 8, "W12", choice, 4e-6, 3e-6, 5e-6, 1.5)
+def test_simulated_times_stand_beside_measured_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    kept = kept_simulations.read().rows[0]
+    shape = parts.Shape("any", kept.n_rows, kept.n_columns, 1)
+    choice = f"fused {'/'.join(map(str, kept.division))}"
+    for way, text, seconds in (
+        ("W12", choice, kept.early),
+        ("W11", choice, None),
+        ("W12", "decode", None),
+    ):
+        found = parts.table_row(shape, kept.n_tokens, way, text, 4e-6, 3e-6, 5e-6, 1.5)
         assert found["simulated"] == seconds
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[4:8] for line in lines] == [
-        ["4.0", "0.00", "3.0", "2.0"],
-        ["4.0", "0.00", "3.0", ""],
+    assert [line.split(" | ")[6:8] for line in lines] == [
+        ["3.0", f"{kept.early * 1e6:.1f}"],
+        ["3.0", ""],
+        ["3.0", ""],
     ]
 
 

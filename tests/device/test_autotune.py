@@ -90,7 +90,24 @@ def test_a_plain_product_takes_as_long_as_its_bytes_or_its_operations() -> None:
 def test_a_large_matrix_of_few_tokens_gains_what_its_bytes_save(format: WeightFormat) -> None:
     found = tune(28672, 4096, format, H200, buckets=[1])[1]
     gain = predict_plain(28672, 4096, 1, H200) / found.seconds
-    assert 1.2 < gain < 16 / format.bits
+    least = {"W12": 1.2, "W11": 0.4}  # its exceptions take as long as its bits
+    assert least[format.name] < gain < 16 / format.bits
+
+
+def test_programs_are_as_many_as_draw_the_bandwidth() -> None:
+    """One multiprocessor cannot draw more than its share, so few large programs are slow."""
+    for n_rows, n_columns in ((4096, 4096), (6144, 4096), (4096, 14336), (28672, 4096)):
+        for n_tokens, measured in tune(n_rows, n_columns, W12, H200, buckets=[1, 8]).items():
+            config = measured.choice.config
+            assert isinstance(config, MatmulConfig)
+            rows = config.block_rows * config.n_tiles
+            assert -(-n_rows // rows) * config.n_splits >= 110, (n_rows, n_columns, n_tokens)
+    predict = predictor(4096, 4096, W12, H200)
+    few, many = (
+        predict(Choice(Strategy.FUSED, MatmulConfig(32, 8, 32, 4, 1, 4, n_tiles)), 8)
+        for n_tiles in (3, 1)
+    )
+    assert few > 1.5 * many
 
 
 def test_what_was_not_counted_or_does_not_fit_takes_forever() -> None:
@@ -106,7 +123,7 @@ def test_default_divisions_are_known_to_the_model(n_tokens: int) -> None:
         if format is W12 or n_tokens < 32:
             config = default_config(14336, 4096, n_tokens, format)
             choice = Choice(Strategy.FUSED, config)
-            assert predictor(14336, 4096, format, H200)(choice, n_tokens) < 1e-4
+            assert predictor(14336, 4096, format, H200)(choice, n_tokens) < 2e-4
 
 
 # The search.

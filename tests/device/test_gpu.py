@@ -123,3 +123,17 @@ def test_what_the_timer_says() -> None:
     assert times.pop(1) == math.inf
     for seconds in (*times, timer.plain(8), timer.decoding()):
         assert 1e-6 < seconds < 1e-3
+
+
+def test_rows_are_looked_up_for_some_tokens_of_a_batch() -> None:
+    """Numbers that begin at any address, as those of `input_ids[:, -1:]` do, need no other machine
+    code, which would be compiled in the capture."""
+    plain = torch.from_numpy(model_rows(300, 256)).view(torch.bfloat16).to("cuda")
+    packed = pack_weight(plain, "W12")
+    ids = torch.arange(9, device="cuda") * 7
+    F.embedding(ids, packed)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = F.embedding(ids[1:4], packed)
+    graph.replay()
+    assert torch.equal(found, plain[ids[1:4]])

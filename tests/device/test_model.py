@@ -209,10 +209,13 @@ def test_of_embeddings_that_of_the_input_is_packed() -> None:
 
 
 def test_formats() -> None:
-    """Rows of normal numbers have too many exceptions for W11; rows of uniform numbers have few."""
+    """Rows of normal numbers have too many exceptions for W11, and so have rows of uniform ones, 1
+    in 256; rows of numbers of like sizes have none."""
     torch.manual_seed(0)
-    even = linear(512, 1024)
-    even.weight.data.uniform_(-0.1, 0.1)
+    even, uniform = linear(512, 1024), linear(512, 1024)
+    even.weight.data.uniform_(0.002, 0.1)
+    uniform.weight.data.uniform_(-0.1, 0.1)
+    assert [weight.format for weight in pack_model_(stack(uniform)).packed] == ["W12"]
     assert [w.format for w in pack_model_(stack(linear(), copy.deepcopy(even))).packed] == [
         "W12",
         "W11",
@@ -521,4 +524,4 @@ def test_a_model_compiles_without_breaks() -> None:
 
 def test_limits_are_those_of_the_documents() -> None:
     assert formats.MAX_RATIO == 0.9
-    assert formats.MAX_W11_EXCEPTIONS == 1 / 200
+    assert formats.MAX_W11_EXCEPTIONS == 1 / 2000

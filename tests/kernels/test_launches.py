@@ -60,6 +60,14 @@ def test_other_batches_use_the_same_machine_code(name: str) -> None:
     )
 
 
+def test_tokens_by_column_are_another_kernel_only_where_they_are_used() -> None:
+    usual = code_of(multiply_weights_kernel, by_column_ptr=None)
+    used = code_of(multiply_weights_kernel, BY_COLUMN=True)
+    assert usual[-1] == ("constexpr", None)
+    assert used != usual
+    assert code_of(multiply_weights_kernel, BY_COLUMN=True, n_tokens=7) == used
+
+
 def test_sums_of_any_size_use_the_same_machine_code() -> None:
     assert code_of(add_splits_kernel, n=1 << 33) == code_of(add_splits_kernel)
 

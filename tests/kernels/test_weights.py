@@ -4,6 +4,7 @@ GPU, with TRITON_INTERPRET=0)."""
 import dataclasses
 import gc
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -338,3 +339,44 @@ def test_what_does_not_fit_is_named() -> None:
         decode_weights(weights._replace(exceptions=weights.exceptions.long()), W12, 40)
     with pytest.raises(ValueError, match=r"out has shape \(4, 41\)"):
         decode_weights(weights, W12, 40, torch.empty(4, 41, dtype=torch.bfloat16, device=DEVICE))
+
+
+@FORMATS
+def test_tokens_that_are_gathered_by_column_give_the_same_bits(
+    format: WeightFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products with many exceptions, which would otherwise fetch a sector for each token."""
+    elements = model_rows(20, 64)
+    elements[::4, 5:25] = 0x4300  # 128, far above the window
+    weights, exact = pack(elements, format), plain(elements).double()
+    assert weights.exceptions.numel() >= 60
+    x, found = tokens(9, 64), []
+    for least in (1 << 40, 0):
+        monkeypatch.setattr("packhorse.kernels.matmul._LEAST_SAVED_NBYTES", least)
+        config = MatmulConfig(16, 8, 16, 2, 2, 3, 2)
+        found.append(multiply_weights(x, weights, format, 64, config=config))
+    assert torch.equal(*(y.view(torch.int16) for y in found))
+    torch.testing.assert_close(found[1].double(), x.double() @ exact.T, rtol=2**-7, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("n_exceptions", "block_tokens", "gathers_by_column"),
+    [(17_600, 8, False), (17_600, 32, False), (218_000, 8, False), (218_000, 16, True)],
+)
+def test_tokens_are_gathered_by_column_where_that_saves_more_than_it_costs(
+    n_exceptions: int, block_tokens: int, gathers_by_column: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4096 x 14336 in W12, and 4096 x 4096 in W11. The kernel itself is not run."""
+    elements = model_rows(16, 64)
+    weights = pack(elements, W12)
+    many = weights._replace(exceptions=torch.zeros(n_exceptions, dtype=torch.int32, device=DEVICE))
+    launched: list[Any] = []
+
+    class Kernel:
+        def __getitem__(self, _: object) -> Any:
+            return lambda *_, **constants: launched.append(constants["BY_COLUMN"])
+
+    monkeypatch.setattr("packhorse.kernels.matmul.multiply_weights_kernel", Kernel())
+    config = MatmulConfig(16, block_tokens, 16, 2)
+    multiply_weights(tokens(block_tokens, 64), many, W12, 64, config=config)
+    assert launched == [gathers_by_column]

@@ -23,11 +23,13 @@ from packhorse.device.strategy import (
     Choice,
     Strategy,
 )
+from packhorse.device.stream_cost import predict_stream, stream_candidates
 from packhorse.device.tune_cache import Measured, order_of
 from packhorse.gpu.models import DeviceModel
 from packhorse.gpu.search import Fields, Measurements, Search, expect_best, find_best
 from packhorse.kernels.matmul import MAX_BLOCK_TOKENS, MatmulConfig
 from packhorse.kernels.matmul_many import ManyConfig
+from packhorse.kernels.stream_product import MAX_STREAM_TOKENS, StreamConfig
 from packhorse.layout import W12, WeightFormat
 
 __all__ = [
@@ -49,6 +51,7 @@ Measure: TypeAlias = Callable[[Choice, int], float]
 
 MIN_CAPABILITY = 80  # of tensor cores that take BF16
 TOKEN_SIZES = tuple(n for n in (8, 16, 32, 64, 128, 256) if n <= MAX_BLOCK_TOKENS)
+_HOPELESS_STREAM = 1.5  # candidates that are expected to take this much longer are not measured
 # Numbers of tokens for which the order of sums is chosen, and how much each counts: packed weights
 # are mainly for generating text for few users.
 _ORDER_TOKENS = {1: 3, 8: 2, 32: 1}
@@ -80,6 +83,8 @@ def predictor(n_rows: int, n_columns: int, format: WeightFormat, device: DeviceM
     def predict(choice: Choice, n_tokens: int) -> float:
         if choice.config is None:
             return predict_decode(n_rows, n_columns, n_tokens, format, device)
+        if isinstance(choice.config, StreamConfig):
+            return predict_stream(n_rows, n_columns, n_tokens, format, choice.config, device)
         return predict_fused(n_rows, n_columns, n_tokens, format, choice.config, device)
 
     return predict
@@ -95,6 +100,7 @@ def tune(
     buckets: Iterable[int] = BUCKETS,
     order: MatmulConfig | None = None,
     search: Search[Choice, int] | None = None,
+    streams: bool = False,
 ) -> dict[int, Measured]:
     """Finds the best choice for each number of tokens.
 
@@ -107,6 +113,8 @@ def tune(
         buckets: numbers of tokens, of `BUCKETS`.
         order: a division; its order of sums is kept for up to 32 tokens. None to find one.
         search: limits of the search.
+        streams: whether the kernels with warps that fetch run on the GPU. Up to 32 tokens they are
+            then the only ones, so that all small batches add in the same order.
 
     Returns:
         The best choice for each bucket, and its seconds. A bucket is missing if nothing ran for it,
@@ -114,16 +122,22 @@ def tune(
     """
     predict = predictor(n_rows, n_columns, format, device)
     tuner = _Tuner(predict, measure or predict, search or Search())
+    size = n_rows, n_columns, format, device.n_processors
     few = [n for n in sorted(buckets) if n <= INVARIANT_TOKENS]
     many = [n for n in sorted(buckets) if n > INVARIANT_TOKENS]
     if device.capability < MIN_CAPABILITY:
         found = {n: tuner.decoded(n) for n in few + many}
     else:
-        order = order or (tuner.find_order() if few else None)
-        found = {n: tuner.fused(n, order) for n in few if order is not None}
+        if streams:
+            found = {n: tuner.stream(n, *size) for n in few}
+        else:
+            order = order or (tuner.find_order() if few else None)
+            found = {n: tuner.fused(n, order) for n in few if order is not None}
         for n in many:
             ways = [tuner.decoded(n)]
-            if n <= MAX_FUSED_TOKENS:
+            if streams and n <= MAX_STREAM_TOKENS:
+                ways.append(tuner.stream(n, *size))
+            elif n <= MAX_FUSED_TOKENS:
                 ways.append(tuner.many(n) if format is W12 else tuner.fused(n, None))
             found[n] = min((way for way in ways if way), key=lambda way: way.seconds, default=None)
     return {n: measured for n, measured in found.items() if measured is not None}
@@ -213,6 +227,17 @@ class _Tuner:
 
         found = find_best(start, fields, cost)
         return None if found is None else Measured(fused_choice(found[0]), found[1])
+
+    def stream(
+        self, n_tokens: int, n_rows: int, n_columns: int, format: WeightFormat, n_processors: int
+    ) -> Measured | None:
+        """The best division of the kernels with warps that fetch."""
+        configs = stream_candidates(n_rows, n_columns, n_tokens, format, n_processors)
+        choices = [Choice(Strategy.STREAM, config) for config in configs]
+        limit = _HOPELESS_STREAM * min(self._predict(choice, n_tokens) for choice in choices)
+        times = {choice: self._times.take(choice, n_tokens, limit) for choice in choices}
+        best = min(choices, key=lambda choice: times[choice])
+        return Measured(best, times[best]) if times[best] < math.inf else None
 
     def decoded(self, n_tokens: int) -> Measured | None:
         """Decoding to memory, and a plain product."""

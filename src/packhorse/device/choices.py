@@ -16,10 +16,16 @@ import torch
 from packhorse.device.autotune import expect_order, fused_choice, tune
 from packhorse.device.cost import predict_plain
 from packhorse.device.strategy import INVARIANT_TOKENS, Choice, Strategy, bucket_of
+from packhorse.device.stream import is_ready, prepare, waits_for_capture
+from packhorse.device.stream_cost import predict_stream, stream_candidates
 from packhorse.device.tune_cache import TUNE_CACHE, Entries, Key, Measured
 from packhorse.gpu.detect import describe_device, identify
 from packhorse.gpu.models import DeviceModel
 from packhorse.kernels.matmul import MatmulConfig, default_config
+from packhorse.kernels.stream_product import (
+    MAX_STREAM_TOKENS,
+    StreamConfig,
+)
 from packhorse.layout import WeightFormat
 
 __all__ = ["SHORT_OF_MEMORY", "TOO_LARGE", "choose", "expect", "forget_choices", "use_cache"]
@@ -74,7 +80,9 @@ def expect(
     key = n_rows, n_columns, bucket, format.name, device.type, device.index
     found = _EXPECTED.get(key)
     if found is None:
-        found = _EXPECTED[key] = _expect(n_rows, n_columns, bucket, format, device)
+        found = _expect(n_rows, n_columns, bucket, format, device)
+        if not waits_for_capture(device):
+            _EXPECTED[key] = found
     return found
 
 
@@ -83,7 +91,7 @@ def _expect(
 ) -> tuple[Measured, bool]:
     model = describe_device(device)
     measured = _entries(device).get(Key(n_rows, n_columns, format.name), {})
-    if bucket in measured:
+    if bucket in measured and _can_run(measured[bucket].choice, format, device):
         return measured[bucket], True
     few = [row.choice.config for n, row in measured.items() if n <= INVARIANT_TOKENS]
     order = next((config for config in few if isinstance(config, MatmulConfig)), None)
@@ -92,7 +100,45 @@ def _expect(
     found = tune(n_rows, n_columns, format, model, buckets=[bucket], order=order).get(bucket)
     if found is None:
         found = Measured(_default(n_rows, n_columns, bucket, format, model), math.inf)
+    found = _streamed(n_rows, n_columns, bucket, format, device, found)
     return replace(found, plain_seconds=predict_plain(n_rows, n_columns, bucket, model)), False
+
+
+def _can_run(choice: Choice, format: WeightFormat, device: torch.device) -> bool:
+    """Whether a measured choice can run now; the kernels that only some machines have may be
+    missing on this one."""
+    if choice.strategy is not Strategy.STREAM:
+        return True
+    return isinstance(choice.config, StreamConfig) and (
+        is_ready(device) and prepare(choice.config, format, device)
+    )
+
+
+def _streamed(
+    n_rows: int,
+    n_columns: int,
+    bucket: int,
+    format: WeightFormat,
+    device: torch.device,
+    other: Measured,
+) -> Measured:
+    """The kernels with warps that fetch, where they run and are expected to be faster. Up to 32
+    tokens they always are taken, so that all small batches add in the same order."""
+    if bucket > MAX_STREAM_TOKENS or not is_ready(device):
+        return other
+    model = describe_device(device)
+    size = n_rows, n_columns, bucket, format
+
+    def predicted(config: StreamConfig) -> float:
+        return predict_stream(*size, config, model)
+
+    config = min(stream_candidates(*size, model.n_processors), key=predicted)
+    seconds = predicted(config)
+    if bucket > INVARIANT_TOKENS and seconds > other.seconds:
+        return other
+    if not prepare(config, format, device):
+        return other
+    return Measured(Choice(Strategy.STREAM, config), seconds)
 
 
 @cache  # all small batches share it, and finding it takes far longer than the rest of a choice

@@ -6,11 +6,15 @@ kernels for users who have not tuned. Its results are predictions. Each figure h
 it; figures called "assumed" follow from arithmetic alone, and await measurements.
 `packhorse.gpu.models` says what each GPU can do.
 
-The time of a fused product is a launch, the start and end of its programs, and the slowest of four
-things that go on at once: reading weights from device memory, moving weights and tokens from L2 to
-the multiprocessors, issuing instructions, and multiplying. Two more times are added: fetching the
-tokens of exceptions, and arranging the tokens for the kernel for many tokens. A plain product is
-modelled in the same way, as the best division of a kernel that decodes nothing.
+The time of a fused product of a few tokens is that of the busiest multiprocessor: the start of its
+programs, the slowest of six things, and the end of a program. Five things go on at once in all of
+its programs: reading weights from device memory, reading weights and tokens from L2, issuing
+instructions, moving data through shared memory, and multiplying. The sixth is what each program
+does one after the other. `benchmarks/gpu/simulations.py` simulates the same programs instruction by
+instruction; docs/decisions.md, section 22, tells how far the two agree.
+
+A product of many tokens is modelled by the slowest of four things in all multiprocessors together,
+and a plain product in the same way, as the best division of a kernel that decodes nothing.
 """
 
 import math
@@ -18,7 +22,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from packhorse.device.counts import INSTRUCTIONS, MANY_INSTRUCTIONS
+from packhorse.device.counts import INSTRUCTIONS, MANY_INSTRUCTIONS, Counted
 from packhorse.gpu.models import DeviceModel
 from packhorse.layout import WeightFormat
 
@@ -30,12 +34,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXCEPTION_RATES",
+    "conflicts_of_copies",
     "is_many",
     "packed_nbytes",
     "predict_decode",
     "predict_decoding",
     "predict_fused",
     "predict_plain",
+    "processor_bandwidth",
     "resident_programs",
     "shared_nbytes",
 ]
@@ -61,9 +67,34 @@ _PLAIN_SPLITS = (1, 2, 4, 8)
 _CLUSTER = 2  # tiles of cuBLAS that read tokens together, on Hopper; assumed
 _REGISTERS = 65536  # of a multiprocessor
 _MAX_REGISTERS = 255  # of a thread
-_OTHER_REGISTERS = 80  # of a thread of these kernels, beside its sums, within a third
-_ISSUE_SHARE = 0.7  # of the issue slots that a loop with loads fills; assumed
+_OTHER_REGISTERS = 80  # of a thread of the kernel for many, beside its sums, within a third
+_ISSUE_SHARE = 0.7  # of the issue slots that its loop with loads fills; assumed
+# Bytes a second of device memory that one multiprocessor can draw, however much it asks for: some
+# 40 saturate an H100 of 2 TB/s (BulletServe, 2025, partitions of multiprocessors). So an H200 needs
+# programs on 96 of 132. The same is assumed for all GPUs.
+_PROCESSOR_BANDWIDTH = 45e9
+# Instructions that a scheduler issues in a cycle, by its resident warps, as multiples of what it
+# issues with one warp (`Counted.alone`): simulated from the control codes of loops
+# (benchmarks/gpu/issue.py), where memory makes no warp wait: 0.35, 0.49, 0.66 and 0.9 for warps
+# that reach 0.35 alone.
+_ISSUE_RATES = (1.0, 1.4, 1.9, 2.6)
+_MAX_ISSUE_RATE = 0.9
+_SCHEDULERS = 4
+_SHARED_LINE = 128  # bytes that shared memory takes or gives in a cycle (CUDA programming guide)
+# Cycles. The first two are assumed; the latency of loads from L2 and memory under load is between
+# 500 and 1400 (Luo et al., 2024, without load: 260 and 480).
+_START = 300  # until the first instruction of a program is issued
+_SUMS = 500  # adding the sums of a program's warps, in shared memory with barriers
+_LOAD = 650  # a load to registers
+_COPY = 900  # a copy to shared memory
+_GAP = (
+    1.8e-6  # seconds between dependent kernels of a graph, without the start of programs; assumed
+)
+_SHARPNESS = 4
+_SHOWN_ENDS = 0.8  # of the ends of programs that others follow; fitted to the simulation, too
+_DEPTH = 16  # exceptions that a warp takes at once
 _GATHERS_PER_CYCLE = 4  # elements from different lines that L1 gives a multiprocessor; assumed
+_SECTOR = 32  # bytes that L2 sends for an element
 _DECODE_SHARE = 0.9  # of the bandwidth, as reads and writes mix; assumed
 
 
@@ -113,11 +144,18 @@ def _divide(config: "Config", format: WeightFormat, device: DeviceModel) -> _Div
         tiles = fetched if rows <= 128 else fetched + 1, fetched + 1
         work = max(tokens, _MIN_WGMMA_TOKENS)
         return _Division(rows, work, steps, registers, *tiles, per_weight, _WGMMA_SHARE)
-    n_tiles = cast("MatmulConfig", config).n_tiles
-    per_weight = INSTRUCTIONS.get((format.name, rows, tokens, steps, n_tiles))
-    rows *= n_tiles
+    counted = _counted(config, format)
+    rows *= cast("MatmulConfig", config).n_tiles
     turn, registers = steps * config.n_warps, rows * tokens // _WARP
+    per_weight = None if counted is None else counted.per_weight
     return _Division(rows, tokens, turn, registers, fetched, fetched, per_weight, mma_share)
+
+
+def _counted(config: "Config", format: WeightFormat) -> Counted | None:
+    """What was counted of a division for few tokens."""
+    rows, tokens, steps = config.block_rows, config.block_tokens, config.block_steps
+    key = format.name, rows, tokens, steps, cast("MatmulConfig", config).n_tiles
+    return INSTRUCTIONS.get(key)
 
 
 def is_many(config: "Config") -> bool:
@@ -136,10 +174,15 @@ def shared_nbytes(config: "Config", format: WeightFormat, device: DeviceModel) -
 
 def resident_programs(config: "Config", format: WeightFormat, device: DeviceModel) -> int:
     """Programs that a multiprocessor runs at once; 0 if one is too large."""
-    registers = min(_divide(config, format, device).accumulators + _OTHER_REGISTERS, _MAX_REGISTERS)
+    counted = None if is_many(config) else _counted(config, format)
+    if counted is None:
+        accumulators = _divide(config, format, device).accumulators
+        registers = min(accumulators + _OTHER_REGISTERS, _MAX_REGISTERS)
+    else:
+        registers = _ceil(counted.registers, 8) * 8  # they are given out by eight
     by_registers = _REGISTERS // (registers * _WARP * config.n_warps)
     nbytes = shared_nbytes(config, format, device) + 1024  # which the system keeps for each program
-    return min(by_registers, device.shared_nbytes // nbytes, 16)
+    return min(by_registers, device.shared_nbytes // nbytes, 64 // config.n_warps, 32)
 
 
 def predict_fused(
@@ -163,6 +206,129 @@ def predict_fused(
     Returns:
         The seconds; infinity if the model does not know the division.
     """
+    if is_many(config):
+        many = cast("ManyConfig", config)
+        return _predict_many(n_rows, n_columns, n_tokens, format, many, device)
+    return _predict_few(n_rows, n_columns, n_tokens, format, cast("MatmulConfig", config), device)
+
+
+def _predict_few(
+    n_rows: int,
+    n_columns: int,
+    n_tokens: int,
+    format: WeightFormat,
+    config: "MatmulConfig",
+    device: DeviceModel,
+) -> float:
+    """Seconds of a product by the kernel for few tokens. All times here are cycles of the busiest
+    multiprocessor."""
+    counted = _counted(config, format)
+    resident = resident_programs(config, format, device)
+    if counted is None or resident == 0:
+        return math.inf
+    rows, n_warps = config.n_tiles * config.block_rows, config.n_warps
+    turn = config.block_steps * n_warps
+    n_turns = _ceil(_ceil(format.n_steps(n_columns), turn), config.n_splits)
+    token_blocks = _ceil(n_tokens, config.block_tokens)
+    programs = _ceil(n_rows, rows) * token_blocks * config.n_splits
+    busiest = _ceil(programs, device.n_processors)
+    share = busiest / programs
+    resident = min(resident, busiest)
+
+    weights = rows * turn * format.n_slices * n_turns  # of a program
+    nbytes = weights * format.bits / 8
+    tokens_nbytes = _BF16_NBYTES * turn * format.n_slices * n_turns * config.block_tokens
+    fetched = tokens_nbytes * min(1.0, n_tokens / config.block_tokens)
+    exceptions = EXCEPTION_RATES[format.name] * rows * n_columns / config.n_splits
+    blocks = exceptions / _DEPTH + 1 / config.n_splits  # where the first one begins is chance
+    exception_turns = math.ceil(blocks / n_warps)
+    gathers = exceptions * config.block_tokens
+    instructions = counted.per_weight * weights / _WARP  # of all warps of a program
+    drawn = min(device.bandwidth * share, processor_bandwidth(device))
+    # The copies of a turn are asked for when the turn before them has ended: of n_stages, one is
+    # computed, and one is being emptied or filled. By Little's law, few bytes in flight draw less.
+    in_flight = resident * nbytes / n_turns * (config.n_stages - 1.5)
+    drawn *= -math.expm1(-in_flight * device.clock / (_COPY * drawn))
+    of_memory = drawn * token_blocks / device.clock  # token blocks share weights in L2
+    of_l2 = min(device.l2_bandwidth * share / device.clock, _PORT_NBYTES)
+    of_tensors = device.bf16_rate * _mma_share(device) / device.n_processors / device.clock
+    lines, conflicts = (nbytes + tokens_nbytes) / _SHARED_LINE, conflicts_of_copies(format, config)
+    work = _together(
+        max(nbytes / of_memory, (nbytes + fetched + gathers * _SECTOR) / of_l2),
+        (instructions + n_warps * counted.outside)
+        / (_SCHEDULERS * _issue_rate(counted.alone, resident * n_warps / _SCHEDULERS)),
+        lines * (conflicts + 1) + gathers / _GATHERS_PER_CYCLE,
+        2 * weights * config.block_tokens / of_tensors,
+    )
+
+    # What a program does one after the other. Its warps wait for each other in each turn, so they
+    # copy at the same time, and compute at the same time.
+    warps = max(n_warps / _SCHEDULERS, 1.0)
+    one_turn = instructions / n_warps / n_turns * warps / _issue_rate(counted.alone, warps)
+    last_turn = one_turn
+    one_turn += lines / n_turns * conflicts * min(n_warps / _SCHEDULERS, 1.0)
+    if config.n_stages > 2:
+        one_turn = max(one_turn, _COPY / (config.n_stages - 2))
+    else:
+        one_turn += _COPY
+    outside = counted.outside / 2 * warps / _issue_rate(counted.alone, warps)
+    start = _START + outside + _COPY
+    end = last_turn + outside + exception_turns * _LOAD + _SUMS
+    # Programs that began together end almost together, so little hides their ends.
+    waves = _ceil(busiest, resident)
+    shown = 1 + _SHOWN_ENDS * (waves - 1)
+    cycles = max(busiest * work, waves * n_turns * one_turn) + shown * (start + end)
+    return cycles / device.clock + _GAP + _splits(n_rows, n_tokens, config.n_splits, device)
+
+
+def _together(*times: float) -> float:
+    """The time of things that go on at once: a little more than the slowest, because each waits for
+    the others now and then. The exponent is fitted to the simulation."""
+    return float(sum(t**_SHARPNESS for t in times) ** (1 / _SHARPNESS))
+
+
+def conflicts_of_copies(format: WeightFormat, config: "MatmulConfig") -> float:
+    """How many times as long copies to shared memory take as without bank conflicts.
+
+    Eight threads write 128 bytes at once. If a warp's part of a row is shorter, they write to the
+    parts of several warps, which begin in the same bank. An emulator of the kernels counted what
+    this gives: 3.5 for 32 steps and four warps, 2.0 for two, 1.75 for 64 steps, 1.0 for 128.
+    """
+    weights = config.n_tiles * config.block_rows * format.n_slices * format.bits / 8
+    tokens = _BF16_NBYTES * format.n_slices * config.block_tokens
+    line = _SHARED_LINE / config.block_steps
+    ways = weights * min(max(line, 1), config.n_warps)
+    ways += tokens * min(max(line / _BF16_NBYTES, 1), config.n_warps)
+    return ways / (weights + tokens)
+
+
+def processor_bandwidth(device: DeviceModel) -> float:
+    """Bytes a second of device memory that one multiprocessor can draw."""
+    return max(_PROCESSOR_BANDWIDTH, device.bandwidth / device.n_processors)
+
+
+def _issue_rate(alone: float, warps: float) -> float:
+    """Instructions that a scheduler issues in a cycle, by the number of its resident warps."""
+    below = min(max(int(warps), 1), len(_ISSUE_RATES))
+    above = min(below + 1, len(_ISSUE_RATES))
+    first, second = _ISSUE_RATES[below - 1], _ISSUE_RATES[above - 1]
+    rate = alone * (first + (second - first) * max(warps - below, 0))
+    return min(rate, _MAX_ISSUE_RATE) * min(warps, 1.0)
+
+
+def _mma_share(device: DeviceModel) -> float:
+    return _HOPPER_MMA_SHARE if device.capability >= 90 else 1.0
+
+
+def _predict_many(
+    n_rows: int,
+    n_columns: int,
+    n_tokens: int,
+    format: WeightFormat,
+    config: "ManyConfig",
+    device: DeviceModel,
+) -> float:
+    """Seconds of a product by the kernel for many tokens."""
     division = _divide(config, format, device)
     resident = resident_programs(config, format, device)
     if division.per_weight is None or resident == 0:
@@ -180,24 +346,17 @@ def predict_fused(
     in_flight = at_once * tile_nbytes * max(config.n_stages - 1, 1)
     balance = _balance(programs, device)
     lanes = device.n_processors * _ISSUE_LANES * device.clock * _ISSUE_SHARE
+    drawn = processor_bandwidth(device) * min(programs, device.n_processors)
     pace = max(
-        (nbytes + tokens_nbytes) / _bandwidth(in_flight, device),
+        (nbytes + tokens_nbytes) / min(_bandwidth(in_flight, device), drawn),
         _from_l2(nbytes * token_blocks + tokens_nbytes * row_blocks, balance, device),
         weights * division.per_weight / (lanes * balance),
         2 * weights * division.tokens / (device.bf16_rate * division.mma_share * balance),
     )
-    if is_many(config):
-        extra = 2 * tokens_nbytes / device.l2_bandwidth + device.launch
-    else:
-        extra = _exceptions(n_rows, n_columns, n_tokens, format, device)
+    arranging = 2 * tokens_nbytes / device.l2_bandwidth + device.launch
     waves = _ceil(programs, resident * device.n_processors)
-    return (
-        pace
-        + extra
-        + 2 * waves * device.latency
-        + _splits(n_rows, n_tokens, config.n_splits, device)
-        + device.launch
-    )
+    splits = _splits(n_rows, n_tokens, config.n_splits, device)
+    return pace + arranging + 2 * waves * device.latency + splits + device.launch
 
 
 def _balance(programs: int, device: DeviceModel) -> float:
@@ -223,13 +382,6 @@ def _splits(n_rows: int, n_tokens: int, n_splits: int, device: DeviceModel) -> f
     if n_splits == 1:
         return 0.0
     return 8 * n_splits * n_tokens * n_rows / device.l2_bandwidth + device.launch
-
-
-def _exceptions(
-    n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, device: DeviceModel
-) -> float:
-    gathers = EXCEPTION_RATES[format.name] * n_rows * n_columns * n_tokens
-    return gathers / (device.n_processors * _GATHERS_PER_CYCLE * device.clock)
 
 
 def predict_decoding(

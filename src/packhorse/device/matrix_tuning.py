@@ -18,6 +18,7 @@ from packhorse.device.choices import forget_choices
 from packhorse.device.cost import predict_plain
 from packhorse.device.product_timer import ProductTimer
 from packhorse.device.strategy import BUCKETS, Choice, Strategy
+from packhorse.device.stream import is_ready
 from packhorse.device.tune_cache import TUNE_CACHE, Key, Measured
 from packhorse.gpu.detect import describe_device, identify
 from packhorse.gpu.figure_cache import CACHE_VARIABLE
@@ -248,6 +249,6 @@ def measure_choices(
         raise MemoryError(f"copies of {n_rows} x {n_columns} do not fit on the GPU") from error
     found = tune(
         n_rows, n_columns, format, describe_device(device), timer,
-        buckets=list(buckets), order=order, search=search,
+        buckets=list(buckets), order=order, search=search, streams=is_ready(device),
     )  # fmt: skip
     return {n: Measured(row.choice, row.seconds, timer.plain(n)) for n, row in found.items()}

@@ -101,7 +101,7 @@ def pack_model_(
 
     Args:
         model: the model, on any device; it may be a single layer if that is a `torch.nn.Linear`.
-        format: "W12", "W11", or "auto": W11 for weights with at most one exception of W11 in 200
+        format: "W12", "W11", or "auto": W11 for weights with at most one exception of W11 in 2000
             elements, otherwise W12.
         skip: names of modules to leave plain, with all modules below them; `*` and `?` stand for
             any characters. Or a function that gets a name and a module, and returns whether to skip

@@ -14,6 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 from packhorse.device.choices import SHORT_OF_MEMORY, TOO_LARGE, choose
 from packhorse.device.strategy import Choice, Strategy
+from packhorse.device.stream import multiply_stream
 from packhorse.kernels.arrays import ALIGNMENT, WeightTensors
 from packhorse.kernels.matmul import multiply_weights
 from packhorse.kernels.matmul_many import multiply_many
@@ -136,6 +137,7 @@ def _multiply_decoded(
 LAUNCHERS: dict[Strategy, Callable[..., Tensor]] = {
     Strategy.FUSED: multiply_weights,
     Strategy.MANY: multiply_many,
+    Strategy.STREAM: multiply_stream,
     Strategy.DECODE: _multiply_decoded,
 }
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from packhorse.kernels.matmul import MatmulConfig
     from packhorse.kernels.matmul_many import ManyConfig
+    from packhorse.kernels.stream_product import StreamConfig
 
 __all__ = [
     "BUCKETS",
@@ -32,6 +33,7 @@ class Strategy(Enum):
 
     FUSED = "fused"  # the product decodes weights in registers; for few tokens
     MANY = "many"  # the same for more tokens, without reading the weight again (W12 only)
+    STREAM = "stream"  # warps that fetch beside warps that decode; 1 to 256 tokens, Hopper only
     DECODE = "decode"  # weights are decoded to memory, then PyTorch multiplies
 
 
@@ -41,12 +43,12 @@ class Choice:
 
     Attributes:
         strategy: the way to run it.
-        config: the division of a fused product; a `ManyConfig` for `MANY`. None means the
-            launcher's default, and is the only value for `DECODE`.
+        config: the division of a fused product; a `ManyConfig` for `MANY`, a `StreamConfig` for
+            `STREAM`. None means the launcher's default, and is the only value for `DECODE`.
     """
 
     strategy: Strategy
-    config: "MatmulConfig | ManyConfig | None" = None
+    config: "MatmulConfig | ManyConfig | StreamConfig | None" = None
 
 
 def bucket_of(n_tokens: int) -> int:

@@ -18,6 +18,7 @@ from packhorse.device.strategy import (
 from packhorse.gpu.figure_cache import FigureCache, require, require_keys
 from packhorse.kernels.matmul import MatmulConfig
 from packhorse.kernels.matmul_many import ManyConfig
+from packhorse.kernels.stream_product import MAX_STREAM_TOKENS, StreamConfig
 from packhorse.layout import MAX_WEIGHT_COLUMNS, W12, WEIGHT_FORMATS
 
 __all__ = [
@@ -51,6 +52,19 @@ CONFIG_VALUES: dict[type, dict[str, tuple[int, ...]]] = {
         "n_splits": (1, 2, 4, 8, 16, 32, 64),
         "n_stages": (1, 2, 3, 4, 5, 6, 7, 8),
     },
+    StreamConfig: {
+        "block_rows": (16, 32, 64, 128),
+        "block_tokens": (8, 16, 32, 64, 128, 256),
+        "n_weight_stages": (2, 3, 4, 5, 6),
+        "n_token_stages": (2, 3, 4, 5, 6, 8),
+        "cluster": (1, 2, 4),
+        "n_splits": (1, 2, 4, 8, 16, 32, 64),
+    },
+}
+_KINDS: dict[str, tuple[type, int, int]] = {  # divisions of strategies, least and most tokens
+    Strategy.FUSED.value: (MatmulConfig, 1, MAX_FUSED_TOKENS),
+    Strategy.MANY.value: (ManyConfig, INVARIANT_TOKENS + 1, MAX_FUSED_TOKENS),
+    Strategy.STREAM.value: (StreamConfig, 1, MAX_STREAM_TOKENS),
 }
 
 
@@ -92,7 +106,7 @@ def order_of(config: MatmulConfig) -> tuple[int, int, int]:
     return config.block_steps, config.n_warps, config.n_splits
 
 
-def check_config(config: MatmulConfig | ManyConfig) -> None:
+def check_config(config: MatmulConfig | ManyConfig | StreamConfig) -> None:
     """Checks the ranges of a division.
 
     Raises:
@@ -124,8 +138,10 @@ def _parse_entry(entry: Any) -> tuple[Key, dict[int, Measured]]:
     return Key(n_rows, n_columns, entry["form"]), found
 
 
-def _order(measured: Measured) -> tuple[int, int, int] | None:
+def _order(measured: Measured) -> tuple[int, ...] | None:
     config = measured.choice.config
+    if isinstance(config, StreamConfig):
+        return (config.n_splits,)
     return order_of(config) if isinstance(config, MatmulConfig) else None
 
 
@@ -144,12 +160,9 @@ def _parse_measured(row: Any) -> tuple[int, Measured]:
         require(config is None, "a strategy without a division has one")
         choice = Choice(Strategy.DECODE)
     else:
-        kind = MatmulConfig if strategy == Strategy.FUSED.value else ManyConfig
-        require(
-            kind is MatmulConfig or n_tokens > INVARIANT_TOKENS,
-            "too few tokens for the kernel of many",
-        )
-        require(n_tokens <= MAX_FUSED_TOKENS, "too many tokens for a fused product")
+        kind, least, most = _KINDS[strategy]
+        require(n_tokens >= least, f"too few tokens for the strategy {strategy}")
+        require(n_tokens <= most, f"too many tokens for the strategy {strategy}")
         require_keys(config, {field.name for field in fields(kind)}, "a division")
         parsed = kind(**config)
         check_config(parsed)

@@ -1,12 +1,58 @@
-"""The source of the kernels in CUDA C++ of `packhorse.kernels.stream_product`, as the compiler takes
-it."""
+"""Compiles, loads and launches the kernels of `packhorse.kernels.stream_product`.
 
+A division is compiled once in a process, which takes about a second, and loaded once to a device.
+Neither may happen while a CUDA graph is captured; `StreamKernels.get` refuses it.
+"""
+
+import ctypes
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 import packhorse.kernels
+from packhorse.errors import MissingBackendError
+from packhorse.gpu.cuda_driver import Kernel, TensorMap, driver
+from packhorse.gpu.nvrtc import compiler
+from packhorse.kernels.arrays import WeightTensors
+from packhorse.kernels.launch import limits_of
+from packhorse.kernels.stream_product import (
+    ARRANGED_THREADS,
+    StreamConfig,
+    StreamPlan,
+    plan_stream,
+    stream_options,
+)
+from packhorse.layout import WeightFormat
 
-__all__ = ["stream_source"]
+__all__ = ["StreamKernels", "stream_source"]
+
+_MAX_MAPS = 1 << 14  # a model has far fewer weights
+
+
+class _Product(ctypes.Structure):
+    """`Product` of stream_product.cu."""
+
+    _fields_ = (
+        *((f"pointer_{i}", ctypes.c_void_p) for i in range(7)),
+        *((f"size_{i}", ctypes.c_uint32) for i in range(7)),
+    )
+
+
+class _Loaded(NamedTuple):
+    """The kernels of a division.
+
+    Attributes:
+        arrange: arranges tokens.
+        multiply: the product.
+        n_clusters: clusters of the product that the GPU runs at once.
+    """
+
+    arrange: Kernel
+    multiply: Kernel
+    n_clusters: int
 
 
 @cache
@@ -15,3 +61,114 @@ def stream_source() -> str:
     folder = Path(packhorse.kernels.__file__).parent
     names = ("stream_common.cu", "stream_tokens.cu", "stream_product.cu")
     return "\n".join((folder / name).read_text() for name in names)
+
+
+class StreamKernels:
+    """The kernels of a device, by division."""
+
+    def __init__(self, device: torch.device) -> None:
+        """
+        Args:
+            device: a GPU of compute capability 9.0.
+        """
+        self._device = device
+        self._loaded: dict[tuple[str, ...], _Loaded] = {}
+        self._maps: dict[tuple[object, ...], tuple[TensorMap, TensorMap]] = {}
+
+    def is_loaded(self, config: StreamConfig, format: WeightFormat) -> bool:
+        """Whether a division can run in a capture."""
+        return stream_options(config, format) in self._loaded
+
+    def load(self, config: StreamConfig, format: WeightFormat) -> None:
+        """Compiles a division, if it is not loaded.
+
+        Raises:
+            MissingBackendError: there is no compiler or no driver; or a CUDA graph is captured.
+            ValueError: the compiler refuses.
+            DriverError: the driver refuses.
+        """
+        options = stream_options(config, format)
+        if options in self._loaded:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise MissingBackendError(f"{config} is not loaded, and a CUDA graph is captured")
+        module = driver().load(compiler().compile(stream_source(), options))
+        plan = plan_stream(1, 1, 1, format, config)
+        multiply = driver().kernel(module, "multiply", plan.n_threads, plan.shared_nbytes)
+        n_clusters = multiply.n_resident(config.cluster, limits_of(self._device).n_processors)
+        arrange = driver().kernel(module, "arrange_tokens", ARRANGED_THREADS)
+        self._loaded[options] = _Loaded(arrange, multiply, n_clusters)
+
+    def run(
+        self,
+        x: Tensor,
+        weights: WeightTensors,
+        format: WeightFormat,
+        bias: Tensor | None,
+        y: Tensor,
+        config: StreamConfig,
+    ) -> None:
+        """Runs both kernels on the current stream.
+
+        Args:
+            x: BF16, n_tokens x n_columns.
+            weights: checked arrays of `n_rows` rows.
+            format: their format.
+            bias: BF16, n_rows.
+            y: BF16, n_tokens x n_rows; or FP32, n_splits x n_tokens x n_rows.
+            config: the division.
+
+        Raises:
+            MissingBackendError, ValueError, DriverError: as `load`.
+        """
+        self.load(config, format)
+        (n_tokens, n_columns), n_rows = x.shape, weights.n_rows
+        kernels = self._loaded[stream_options(config, format)]
+        plan = plan_stream(n_rows, n_columns, n_tokens, format, config)
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        nbytes = plan.arranged_nbytes + plan.by_column_nbytes
+        arranged = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        by_column = arranged.data_ptr() + plan.arranged_nbytes
+        pointers = map(ctypes.c_uint64, (x.data_ptr(), arranged.data_ptr(), by_column))
+        sizes = (n_tokens, n_columns, plan.n_steps, plan.n_groups, plan.n_arranging)
+        kernels.arrange(
+            plan.n_arranging + plan.n_transposing,
+            stream,
+            [*pointers, *map(ctypes.c_uint32, sizes)],
+            early=True,
+        )
+        product = _Product(
+            arranged.data_ptr(),
+            by_column,
+            *(array.data_ptr() for array in weights[2:]),
+            None if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            *(n_tokens, n_rows, n_columns, plan.n_turns),
+            *(plan.n_token_blocks, plan.n_row_blocks, config.n_splits),
+        )
+        kernels.multiply(
+            min(plan.n_units, kernels.n_clusters) * config.cluster,
+            stream,
+            [*self._maps_of(weights, n_columns, format, plan), product],
+            early=True,
+        )
+
+    def _maps_of(
+        self, weights: WeightTensors, n_columns: int, format: WeightFormat, plan: StreamPlan
+    ) -> tuple[TensorMap, TensorMap]:
+        low, high, n_rows = weights.low_bytes, weights.high_bits, weights.n_rows
+        key = low.data_ptr(), high.data_ptr(), n_rows, n_columns, format.name, plan.low_box
+        found = self._maps.get(key)
+        if found is None:
+            if len(self._maps) >= _MAX_MAPS:
+                self._maps.clear()
+            strides = (format.n_padded(n_columns), plan.n_steps)
+            high_strides = (format.n_high_bytes(n_columns), plan.n_steps)
+            low_sizes = (plan.n_steps, n_rows, plan.low_box[2])
+            high_sizes = (plan.n_steps, n_rows, plan.high_box[2])
+            describe, swizzle = driver().describe, plan.swizzle
+            found = self._maps[key] = (
+                describe(low.data_ptr(), low_sizes, strides, plan.low_box, swizzle=swizzle),
+                describe(high.data_ptr(), high_sizes, high_strides, plan.high_box, swizzle=swizzle),
+            )
+        return found

@@ -24,9 +24,16 @@ def no_tiles():
 
 
 @triton.jit
-def _load_entries(exceptions_ptr, turn, begin, end, part, N_PARTS: tl.constexpr):
-    """The exceptions that a part takes in a turn, along the weight's rows and along the tokens."""
-    number = (turn * N_PARTS + part) * _BLOCK
+def _first_numbers(begin, part, N_PARTS: tl.constexpr):
+    """The first exception that each part takes: parts take blocks in turns, counted from the first
+    exception of the whole weight, so that a block's part does not depend on the program."""
+    block = begin // _BLOCK
+    return (block + (part - block % N_PARTS + N_PARTS) % N_PARTS) * _BLOCK
+
+
+@triton.jit
+def _load_entries(exceptions_ptr, number, begin, end):
+    """A block of exceptions for each part, along the weight's rows and along the tokens."""
     number_w = number + tl.arange(0, _BLOCK)[None, None, :]
     number_x = number + tl.arange(0, _BLOCK)[None, :, None]
     mask_x = (number_x >= begin) & (number_x < end)
@@ -48,8 +55,8 @@ def first_exceptions(
     those that the parts take first."""
     begin = tl.load(starts_ptr + first_row)
     end = tl.load(starts_ptr + end_row)
-    turn = begin // (N_PARTS * _BLOCK)
-    entries_w, entries_x = _load_entries(exceptions_ptr, turn, begin, end, part, N_PARTS)
+    number = _first_numbers(begin, part, N_PARTS)
+    entries_w, entries_x = _load_entries(exceptions_ptr, number, begin, end)
     return begin, end, entries_w, entries_x
 
 
@@ -58,6 +65,7 @@ def add_exceptions(
     totals,  # tiles of PARTS x BLOCK_ROWS x BLOCK_TOKENS, FP32
     found,  # by first_exceptions, for the rows of all tiles
     x_ptr,
+    by_column_ptr,  # n_columns x n_tokens, BF16: the tokens again; read if BY_COLUMN
     starts_ptr,
     exceptions_ptr,
     rows,  # of each tile: 1 x BLOCK_ROWS x 1, int64
@@ -66,30 +74,36 @@ def add_exceptions(
     holes,  # of each tile: 1 x BLOCK_ROWS x 1, FP32: the value of a hole, the packed element of an
     # exception; without effect unless HOLES
     part,  # as for first_exceptions
+    n_tokens,
     n_columns,
     TILES: tl.constexpr,
     N_PARTS: tl.constexpr,
     HOLES: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Adds the products of exceptions: a small matrix with a column for each exception, times the
-    elements of the tokens in these columns. Parts take exceptions in turns, counted from the first
-    one of the whole weight, so that the order of sums depends neither on the block of rows nor on
-    the tiles."""
+    elements of the tokens in these columns. The order of sums depends neither on the block of rows
+    nor on the tiles: see `_first_numbers`."""
     begin, end, entries_w, entries_x = found
     starts, ends = no_tiles(), no_tiles()
     for tile in tl.static_range(TILES):
         starts += (tl.load(starts_ptr + rows[tile]),)
         ends += (tl.load(starts_ptr + rows[tile] + 1),)
-    for turn in range(begin // (N_PARTS * _BLOCK), tl.cdiv(end, N_PARTS * _BLOCK)):
+    number = _first_numbers(begin, part, N_PARTS)
+    for _ in range(tl.cdiv(tl.cdiv(end, _BLOCK) - begin // _BLOCK, N_PARTS)):
         # The exceptions of the next turn arrive while the tokens of these are fetched.
-        next_w, next_x = _load_entries(exceptions_ptr, turn + 1, begin, end, part, N_PARTS)
-        number = (turn * N_PARTS + part) * _BLOCK
+        following = number + N_PARTS * _BLOCK
+        next_w, next_x = _load_entries(exceptions_ptr, following, begin, end)
         number_w = number + tl.arange(0, _BLOCK)[None, None, :]
         number_x = number + tl.arange(0, _BLOCK)[None, :, None]
         mask_x = (number_x >= begin) & (number_x < end) & mask_tokens
         columns = entries_x & 0xFFFF
-        x_tile = tl.load(x_ptr + tokens * n_columns + columns, mask=mask_x, other=0.0)
+        if BY_COLUMN:  # an exception's elements of all tokens lie side by side
+            places = by_column_ptr + columns.to(tl.int64) * n_tokens + tokens
+        else:
+            places = x_ptr + tokens * n_columns + columns
+        x_tile = tl.load(places, mask=mask_x, other=0.0)
         if UPCAST:
             x_tile = widen(x_tile, True)
         values = ((entries_w >> 16) & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -105,5 +119,5 @@ def add_exceptions(
                 total = tl.dot(hole_tile, x_tile, total)
             sums += (total,)
         totals = sums
-        entries_w, entries_x = next_w, next_x
+        number, entries_w, entries_x = following, next_w, next_x
     return totals

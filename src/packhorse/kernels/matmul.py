@@ -63,6 +63,10 @@ __all__ = [
 _TOKEN_SHIFT = tl.constexpr(40)  # W12: log2 of the factor that tokens are multiplied by
 MAX_BLOCK_TOKENS = 32
 _MIN_BLOCK_TOKENS = 8  # the least number that a tensor core takes
+_SECTOR_NBYTES = 32  # which memory and caches move at once
+# Bytes in sectors that gathering tokens by column must save, as it needs a launch before: L2 moves
+# as many in about four launches.
+_LEAST_SAVED_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,8 @@ def multiply_weights_kernel(
     ASSEMBLY: tl.constexpr,
     UPCAST: tl.constexpr,
     EARLY: tl.constexpr = 0,  # turns to fetch before waiting for the kernel before; 0: started late
+    BY_COLUMN: tl.constexpr = False,  # tokens are gathered from the next argument
+    by_column_ptr=None,  # n_columns x n_tokens, BF16
 ):
     # Programs of the same rows are neighbours, so that the second finds the weights in L2.
     n_token_blocks = tl.cdiv(n_tokens, BLOCK_TOKENS)
@@ -238,8 +244,9 @@ def multiply_weights_kernel(
         sums += (scale_rows(totals[tile], first, BITS),)
         holes += (power_of_two(first.to(tl.int32) - 127) if BITS == 11 else 0,)
     totals = add_exceptions(
-        sums, found, x_ptr, starts_ptr, exceptions_ptr, rows, tokens, mask_tokens, holes,
-        split * PARTS + part, n_columns, TILES, SPLITS * PARTS, BITS == 11, UPCAST,
+        sums, found, x_ptr, by_column_ptr, starts_ptr, exceptions_ptr, rows, tokens, mask_tokens,
+        holes, split * PARTS + part, n_tokens, n_columns, TILES, SPLITS * PARTS, BITS == 11,
+        BY_COLUMN, UPCAST,
     )  # fmt: skip
     y_row = split.to(tl.int64) * n_tokens + tokens
     for tile in tl.static_range(TILES):
@@ -448,6 +455,9 @@ def _launch(
     dialect = choose_dialect(x.device)
     is_even = n_steps % turn == 0 and n_columns == format.n_slices * n_steps
     early = dialect.early and is_even
+    # Gathering an element fetches its sector, a column's elements of all tokens two at most.
+    of_tokens = _SECTOR_NBYTES * (config.block_tokens - 2)
+    by_column = weights.exceptions.numel() * of_tokens > _LEAST_SAVED_NBYTES
     n_row_blocks = ceil_div(n_rows, config.n_tiles * config.block_rows)
     n_blocks = n_row_blocks * ceil_div(n_tokens, config.block_tokens)
     multiply_weights_kernel[(n_blocks, config.n_splits)](
@@ -472,6 +482,8 @@ def _launch(
         ASSEMBLY=dialect.assembly,
         UPCAST=dialect.upcast,
         EARLY=max(config.n_stages - 1, 1) if early else 0,
+        BY_COLUMN=by_column,
+        by_column_ptr=x.t().contiguous() if by_column else None,
         num_warps=config.n_warps,
         num_stages=config.n_stages,
         **launch_options(early),

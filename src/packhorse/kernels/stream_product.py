@@ -9,16 +9,18 @@ This module needs neither Triton nor a GPU: it knows how a product is divided, w
 told, and what a launch gives the kernels. `packhorse.gpu.stream_kernels` runs them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from packhorse.layout import W12, WeightFormat
 
 __all__ = [
+    "ARRANGED_THREADS",
     "MAX_STREAM_TOKENS",
     "StreamConfig",
     "StreamPlan",
     "default_stream_config",
+    "fill_stages",
     "plan_stream",
     "stream_options",
     "stream_shared_nbytes",
@@ -30,7 +32,9 @@ _GROUP = 64  # steps of a group, the unit of arranged tokens
 _CHUNK = 16  # columns of one product of the tensor cores
 _CONSUMERS = 8  # warps that multiply up to 32 tokens
 _FETCHERS = 4  # warps of the last group, of which two or all have work
-_ARRANGED_THREADS = 128
+ARRANGED_THREADS = 128
+# Sums of a program for which no registers spill: all threads have as many.
+_MAX_SUMS = {64: 64 * 256, 128: 128 * 128}
 # Of a program on Hopper. The system keeps 1 KiB of 228 KiB for each program.
 _SHARED_NBYTES = 227 << 10
 
@@ -153,8 +157,8 @@ def plan_stream(
         n_groups=n_groups,
         n_token_blocks=n_token_blocks,
         n_row_blocks=n_row_blocks,
-        n_arranging=-(-arranged // _ARRANGED_THREADS),
-        n_transposing=-(-transposed // _ARRANGED_THREADS),
+        n_arranging=-(-arranged // ARRANGED_THREADS),
+        n_transposing=-(-transposed // ARRANGED_THREADS),
         arranged_nbytes=arranged * _GROUP * 2,
         by_column_nbytes=transposed * 16,
         low_box=(box, config.block_rows, format.n_slices),
@@ -194,7 +198,9 @@ def default_stream_config(
     n_splits = 1
     while n_blocks * n_splits * 4 <= n_processors * 3 and n_turns >= 2 * least * n_splits:
         n_splits *= 2
-    return _fill(block_rows, block_tokens, cluster, n_splits, format)
+    found = fill_stages(StreamConfig(block_rows, block_tokens, 2, 2, cluster, n_splits), format)
+    assert found is not None, "default divisions fit"
+    return found
 
 
 def _few_rows(n_rows: int, n_processors: int) -> int:
@@ -211,19 +217,19 @@ def _many_rows(format: WeightFormat, block_tokens: int) -> int:
     return 128 if format is W12 and block_tokens <= 128 else 64
 
 
-def _fill(
-    block_rows: int, block_tokens: int, cluster: int, n_splits: int, format: WeightFormat
-) -> StreamConfig:
-    """As many stages as fit: up to six of weights, and at least as many bytes of tokens."""
-    few = block_tokens <= _FEW_TOKENS
+def fill_stages(config: StreamConfig, format: WeightFormat) -> StreamConfig | None:
+    """A division with as many stages as fit, up to six of weights; None if two do not fit."""
+    few = config.block_tokens <= _FEW_TOKENS
+    if not few and config.block_rows * config.block_tokens > _MAX_SUMS[config.block_rows]:
+        return None  # registers for sums
     for n_weights in (6, 5, 4, 3, 2):
         for n_tokens in (n_weights,) if few else (8, 6, 4, 3, 2):
-            config = StreamConfig(block_rows, block_tokens, n_weights, n_tokens, cluster, n_splits)
-            if stream_shared_nbytes(config, format) <= _SHARED_NBYTES and (
+            found = replace(config, n_weight_stages=n_weights, n_token_stages=n_tokens)
+            if stream_shared_nbytes(found, format) <= _SHARED_NBYTES and (
                 few or n_tokens >= min(n_weights, 4)
             ):
-                return config
-    raise ValueError(f"{block_rows} rows x {block_tokens} tokens do not fit in shared memory")
+                return found
+    return None
 
 
 def stream_options(config: StreamConfig, format: WeightFormat) -> tuple[str, ...]:
