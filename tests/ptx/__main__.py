@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from tests.ptx import stream
 from tests.ptx.faults import Fault
 from tests.ptx.kernels import WAYS, Case, Emulation, is_right
 from tests.ptx.mutations import is_noticed, mutations
+from tests.ptx.program import parse
 
 from packhorse.errors import MissingBackendError
 from packhorse.gpu.nvrtc import compiler
@@ -77,28 +79,41 @@ def run_stream_all(words: list[str]) -> int:
         print(f"not run: {error}")
         return 0
     for case in stream.CASES:
-        if all(word in f"stream {case.name}" for word in words):
+        if all(word in case.name for word in words):
             results = [stream.run_stream(case, **way, track=True) for way in WAYS]
             same = all(np.array_equal(result, results[0]) for result in results)
             right = same and stream.is_right(case, results[0])
             n_wrong += not right
-            print(f"stream {case.name}: {'right' if right else 'WRONG'}", flush=True)
+            print(f"{case.name}: {'right' if right else 'WRONG'}", flush=True)
     return n_wrong
 
 
-def damage_all(cases: list[Case], folder: Path, *, verbose: bool) -> None:
+def _stream_cases(words: list[str]) -> list[stream.StreamCase]:
+    """Those to damage; none without NVRTC."""
+    try:
+        compiler()
+    except MissingBackendError as error:
+        print(f"not run: {error}", file=sys.stderr)
+        return []
+    return [case for case in stream.DAMAGED if all(word in case.name for word in words)]
+
+
+def damage_all(cases: list[Case], words: list[str], folder: Path, *, verbose: bool) -> None:
     """Damages kernels, and prints how much of it is noticed."""
     emulation = Emulation(cases, folder)
     print("| kernel | damage | noticed |\n|---|---|---|")
     total: Counter[bool] = Counter()
-    for case in cases:
+    for case in [*cases, *_stream_cases(words)]:
         seen: Counter[tuple[str, bool]] = Counter()
-        for mutation in mutations(emulation.compiled(case.key()).ptx):
-            changed = emulation.mutated(case, mutation.ptx)
-            how = is_noticed(
-                lambda case=case, changed=changed, **way: emulation.run(case, changed, **way),
-                lambda result, case=case: is_right(case, result),
-            )
+        is_stream = isinstance(case, stream.StreamCase)
+        text = stream.stream_ptx(case) if is_stream else emulation.compiled(case.key()).ptx
+        for mutation in mutations(text, "multiply" if is_stream else ""):
+            if is_stream:
+                run = partial(stream.run_stream, case, parse(mutation.ptx, "multiply"))
+                how = is_noticed(run, partial(stream.is_right, case))
+            else:
+                run = partial(emulation.run, case, emulation.mutated(case, mutation.ptx))
+                how = is_noticed(run, partial(is_right, case))
             seen[f"{mutation.kind} {mutation.change}", bool(how)] += 1
             if verbose:
                 print(f"    {mutation}: {how[:160] or 'not noticed'}", file=sys.stderr)
@@ -122,7 +137,7 @@ def main() -> int:
     chosen = [case for case in cases if all(word in case.name for word in arguments.words)]
     with tempfile.TemporaryDirectory() as folder, np.errstate(all="ignore"):
         if arguments.form == "mutations":
-            damage_all(chosen, Path(folder), verbose=arguments.verbose)
+            damage_all(chosen, arguments.words, Path(folder), verbose=arguments.verbose)
             return 0
         begin = time.perf_counter()
         n_wrong = run_all(chosen, Path(folder)) + run_stream_all(arguments.words)

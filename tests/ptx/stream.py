@@ -47,7 +47,9 @@ class StreamCase:
         c = self.config
         parts = (c.block_rows, c.block_tokens, c.n_weight_stages, c.n_token_stages, c.cluster)
         division = "/".join(map(str, (*parts, c.n_splits)))
-        return f"{self.format} {division} {self.n_rows}x{self.n_columns} {self.n_tokens} tokens"
+        return (
+            f"stream {self.format} {division} {self.n_rows}x{self.n_columns} {self.n_tokens} tokens"
+        )
 
     @property
     def plain(self) -> kernels.Case:
