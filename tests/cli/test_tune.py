@@ -86,7 +86,10 @@ def test_what_is_predicted(run: Run) -> None:
         assert [bucket["n_tokens"] for bucket in row["buckets"]] == list(BUCKETS)
         first = row["buckets"][0]
         assert first["strategy"] == "fused"
-        assert 1.2 < first["speedup"] == first["plain_seconds"] / first["seconds"] < 1.5
+        assert first["speedup"] == first["plain_seconds"] / first["seconds"]
+        # W11's many exceptions cost more than its bytes save (docs/device.md).
+        least, most = (1.2, 1.5) if row["format"] == "W12" else (0.3, 0.8)
+        assert least < first["speedup"] < most
     ended = run("tune", *options)
     assert "predicted for H200" in ended.out
     assert "28672 x 4096 W12" in ended.out

@@ -49,8 +49,9 @@ def linear(n_rows: int, n_columns: int, weight: torch.Tensor | None = None) -> n
 
 def test_what_is_predicted_names_the_gpu_and_the_fastest_is_first(on_h200: Path) -> None:
     speeds = compare_formats(28672, 4096, 1, FORMATS, CUDA)
-    assert {speed.format for speed in speeds} == {W11, W12}
-    assert speeds[0].times >= speeds[1].times > 1
+    assert [speed.format for speed in speeds] == [W12, W11]
+    assert speeds[0].times > 1.1, "packed weights are for few tokens"
+    assert 0.4 < speeds[1].times < 0.6, "W11 with 1.2 % exceptions, as docs/device.md says"
     assert str(speeds[0]).endswith("predicted for H200")
     assert [each.format for each in compare_formats(28672, 4096, 8, [W12], CUDA)] == [W12]
 

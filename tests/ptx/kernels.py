@@ -111,7 +111,7 @@ def compile_cases(cases: list[Case], folder: Path) -> None:
     """Compiles the kernels of some cases in another process, and writes their PTX to a folder."""
     path = folder / "cases.json"
     path.write_text(json.dumps([asdict(case) for case in cases]))
-    extra = [os.environ.get("PACKHORSE_TRITON"), str(ROOT / "src"), os.environ.get("PYTHONPATH")]
+    extra = [os.environ.get("PACKHORSE_TRITON"), os.environ.get("PYTHONPATH")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(part for part in extra if part),
         "TRITON_CACHE_DIR": str(folder / "cache"),

@@ -70,9 +70,12 @@ def make_folder(root: Path, name: str, kind: str, seed: int = 0) -> Path:
     if kind == "frames":
         pack_folder(make_folder(root, name, "plain", seed), place)
         return place
-    model = make_model(name, seed)
-    if kind == "arrays":
+    if kind == "arrays":  # loaded, because transformers then saves with the names of checkpoints
+        plain = make_folder(root, name, "plain", seed)
+        model = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
         pack_model_(model)
+    else:
+        model = make_model(name, seed)
     model.save_pretrained(place, max_shard_size="700KB")
     return place
 

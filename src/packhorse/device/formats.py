@@ -224,10 +224,13 @@ def _fastest(
 
     formats = WEIGHT_FORMATS.values() if format is None else [format]
     n_rows, n_columns = weight.shape
+    reason = None
     for speed in compare_formats(n_rows, n_columns, n_tokens, formats, weight.device):
         if speed.times < MIN_SPEED:
-            return StaysPlain(f"slower with for_tokens={n_tokens}: {speed}")
+            reason = reason or str(speed)
+            break
         # Figures are for weights with the usual number of exceptions.
         if _exception_share(weight, speed.format) <= MAX_FAST_EXCEPTIONS[speed.format.name]:
             return speed.format
-    return StaysPlain(f"slower with for_tokens={n_tokens}: too many exceptions")
+        reason = "too many exceptions"  # this format would be the fastest, so this is the reason
+    return StaysPlain(f"slower with for_tokens={n_tokens}: {reason}")
