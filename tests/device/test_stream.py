@@ -1,5 +1,5 @@
 """How products reach the kernels in CUDA C++: launches, the check before the first product, what
-happens where they do not run. The GPU is the machine of `warp_runner`."""
+happens where they do not run. The GPU is the emulator of PTX."""
 
 import ctypes
 import warnings
@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from device_samples import model_matrix
-from stream_driver import install
+from tests.ptx.driver import install
 
 from packhorse.device import choices, stream
 from packhorse.device.cost import predict_plain

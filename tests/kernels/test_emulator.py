@@ -33,7 +33,7 @@ N = 64
 SOURCE = np.arange(N, dtype=np.uint32) * 3 + 1
 
 
-def run(body: str, *, dependent: bool = False, nbytes: int = 4 * N, **how: bool) -> np.ndarray:
+def run(body: str, *, dependent: bool = False, nbytes: int = 4 * N, **how: object) -> np.ndarray:
     """The result of a kernel of two warps with these statements."""
     memory = GlobalMemory()
     source = memory.add("source", SOURCE, dependent=dependent)
@@ -67,6 +67,19 @@ EXCHANGE = """
 def test_threads_read_what_others_wrote() -> None:
     found = everywhere(EXCHANGE.format(barrier="bar.sync 0;", flip=128))
     np.testing.assert_array_equal(found, SOURCE[np.arange(N) ^ 32])
+
+
+@pytest.mark.parametrize(("step", "conflicts"), [(4, 1), (0, 1), (8, 2), (128, 32)])
+def test_bank_conflicts_are_counted(step: int, conflicts: int) -> None:
+    """Lanes read words that are so many bytes apart."""
+    passes: dict[int, list[int]] = {}
+    body = f"""
+        mul.lo.u32 %r5, %r1, {step}; add.s32 %r5, %r2, %r5;
+        st.shared.u32 [%r5], {step}; bar.sync 0;
+        ld.shared.u32 %r6, [%r5]; st.global.u32 [%rd5], %r6;
+    """
+    run(body, nbytes=N * max(step, 4), passes=passes)
+    assert passes == {4: [2 * conflicts, 2]}  # of two warps
 
 
 def test_a_missing_barrier_is_noticed() -> None:

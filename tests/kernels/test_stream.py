@@ -1,14 +1,14 @@
-"""The kernels in CUDA C++: compiled for sm_90a, their machine code read, and run in a machine of
-NumPy against FP64. No GPU is needed, only NVRTC."""
+"""The kernels in CUDA C++: their values in the emulator of PTX, and their machine code for sm_90a.
+No GPU is needed, only NVRTC. Orders of warps and copies are in test_emulated_stream.py."""
 
-from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from stream_run import errors_of, multiply_stream, stream_programs
-from warp_machine import MachineError, Program, narrow
+from tests.ptx.stream import errors_of, multiply
+from tests.ptx.values import to_bf16
 from weight_samples import MATRICES, model_rows
 
 from benchmarks.gpu.hazards import find_hazards, without_waits
@@ -38,53 +38,11 @@ pytestmark = pytest.mark.skipif(not _has_compiler(), reason="needs NVRTC: nvidia
 FORMATS = pytest.mark.parametrize("format", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
 
 
-def backwards(n: int) -> Iterable[int]:
-    return range(n - 1, -1, -1)
+SMALL = StreamConfig(16, 8, 2, 2)
 
 
-def numbers(*shape: int, seed: int = 5) -> NDArray[np.uint16]:
-    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    return narrow(values).astype(np.uint16)
-
-
-def check(
-    elements: NDArray[np.uint16],
-    n_tokens: int,
-    format: WeightFormat,
-    config: StreamConfig,
-    mode: str = "late",
-    order: Callable[[int], Iterable[int]] = range,
-) -> NDArray[np.float32]:
-    x, bias = numbers(n_tokens, elements.shape[1]), numbers(len(elements), seed=6)
-    y, _ = multiply_stream(elements, x, format, config, bias, mode=mode, order=order)
-    assert errors_of(y, elements, x, bias).max() <= 1
-    return y
-
-
-CASES = {
-    "few rows": (W12, 3, (33, 512), StreamConfig(16, 8, 3, 3)),
-    "a cluster": (W12, 8, (70, 700), StreamConfig(32, 8, 2, 2, cluster=2)),
-    "two blocks": (W12, 20, (20, 523), StreamConfig(16, 16, 2, 2)),
-    "32 tokens": (W12, 32, (33, 300), StreamConfig(32, 32, 2, 2)),
-    "splits": (W12, 5, (20, 1600), StreamConfig(16, 8, 2, 2, n_splits=3)),
-    "W11": (W11, 5, (40, 1100), StreamConfig(16, 8, 3, 3)),
-    "W11, all": (W11, 12, (40, 1030), StreamConfig(32, 16, 2, 2, cluster=2, n_splits=2)),
-    "64 tokens": (W12, 40, (130, 200), StreamConfig(128, 64, 3, 4)),
-    "128 tokens": (W12, 70, (100, 140), StreamConfig(64, 128, 2, 3, cluster=2)),
-    "256 tokens": (W12, 200, (20, 100), StreamConfig(64, 256, 2, 3)),
-    "W11, 64 tokens": (W11, 33, (30, 600), StreamConfig(64, 64, 2, 3, n_splits=2)),
-}
-
-SLOW = {"32 tokens", "128 tokens", "256 tokens", "W11, 64 tokens"}  # copies come late only
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_products_are_right_however_late_copies_come(name: str) -> None:
-    format, n_tokens, shape, config = CASES[name]
-    late = check(model_rows(*shape), n_tokens, format, config)
-    if name not in SLOW:
-        early = check(model_rows(*shape), n_tokens, format, config, "early", backwards)
-        np.testing.assert_array_equal(late, early)
+def numbers(*shape: int) -> NDArray[np.uint16]:
+    return to_bf16(np.random.default_rng(5).standard_normal(shape).astype(np.float32))
 
 
 @FORMATS
@@ -93,9 +51,8 @@ def test_elements_of_every_kind(name: str, format: WeightFormat) -> None:
     """Rows with infinities and NaNs have them in the result; all others are right."""
     elements = MATRICES[name]()
     finite = (elements >> 7 & 0xFF) != 0xFF
-    config = StreamConfig(16, 8, 2, 2)
     x = numbers(2, elements.shape[1])
-    y, _ = multiply_stream(elements, x, format, config)
+    y = multiply(elements, x, format, SMALL, track=False)
     rows = finite.all(axis=1)
     assert not np.isfinite(y[:, ~rows]).any()
     if rows.any():
@@ -104,80 +61,36 @@ def test_elements_of_every_kind(name: str, format: WeightFormat) -> None:
         assert (errors[~huge] <= 1).all()
 
 
-def test_exact_sums_are_exact() -> None:
+@FORMATS
+def test_exact_sums_are_exact(format: WeightFormat) -> None:
     rng = np.random.default_rng(1)
-    elements = narrow(rng.integers(-8, 9, (48, 640)).astype(np.float32)).astype(np.uint16)
-    x = narrow(rng.integers(-4, 5, (8, 640)).astype(np.float32)).astype(np.uint16)
-    for format in WEIGHT_FORMATS.values():
-        y, _ = multiply_stream(elements, x, format, StreamConfig(16, 8, 2, 2, n_splits=2))
-        exact = (x_of(x) @ x_of(elements).T).astype(np.float32)
-        np.testing.assert_array_equal(narrow(y), narrow(exact))
-
-
-def x_of(bits: NDArray[np.uint16]) -> NDArray[np.float64]:
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    rows = rng.integers(-8, 9, (48, 640)).astype(np.float32)
+    x = rng.integers(-4, 5, (8, 640)).astype(np.float32)
+    y = multiply(to_bf16(rows), to_bf16(x), format, replace(SMALL, n_splits=2), track=False)
+    np.testing.assert_array_equal(y, x @ rows.T)
 
 
 @FORMATS
 def test_a_tokens_result_does_not_depend_on_the_batch(format: WeightFormat) -> None:
-    elements, x = model_rows(32, 600), numbers(32, 600)
-    alone, _ = multiply_stream(elements, x[:1], format, StreamConfig(16, 8, 3, 3))
-    together, _ = multiply_stream(elements, x, format, StreamConfig(32, 32, 2, 2, cluster=2))
+    elements, x = model_rows(32, 400), numbers(32, 400)
+    alone = multiply(elements, x[:1], format, StreamConfig(16, 8, 3, 3), track=False)
+    wide = StreamConfig(32, 32, 2, 2, cluster=2)
+    together = multiply(elements, x, format, wide, track=False)
     np.testing.assert_array_equal(alone[0], together[0])
 
 
-def test_shared_memory_is_read_without_conflicts() -> None:
-    cases = [(W12, StreamConfig(16, 8, 2, 2)), (W11, StreamConfig(16, 8, 2, 2))]
-    for format, config in [*cases, (W12, StreamConfig(64, 64, 2, 3))]:
-        x = numbers(config.block_tokens, 256)
-        _, passes = multiply_stream(model_rows(16, 256), x, format, config)
-        loop = [row for text, row in passes.items() if "v4.u32" in text or "ldmatrix" in text]
-        assert loop
-        assert all(taken == least for taken, least in loop)
-
-
 @pytest.mark.parametrize(
-    "weaker",
-    [
-        ("mbarrier.try_wait.parity.shared::cta.b64 p, [%r", "full"),
-        ("barrier.sync.aligned", "sums"),
-        ("wgmma.wait_group", "products"),
-        ("mbarrier.arrive.shared::cta.b64 _", "empty"),
-    ],
-    ids=lambda weaker: weaker[1],
+    ("format", "config"), [(W12, SMALL), (W11, SMALL), (W12, StreamConfig(64, 64, 2, 3))]
 )
-def test_the_machine_notices_what_is_missing(weaker: tuple[str, str]) -> None:
-    """Without a wait or a barrier the result is wrong, or the machine says what is."""
-    text, what = weaker
-    config = StreamConfig(64, 64, 2, 3) if what == "products" else StreamConfig(16, 8, 2, 2)
-    shape = (16, 300) if what == "products" else (32, 2100)
-    elements, x = model_rows(*shape), numbers(config.block_tokens, shape[1])
-    programs = stream_programs(config, W12)[1]
-    kept = list(programs.instructions)
-    noticed = False
-    try:
-        for number, step in enumerate(kept):
-            if noticed or text not in step.text:
-                continue
-            programs.instructions[number] = _nothing(step.text, programs)
-            try:
-                for mode, order in (("late", range), ("early", backwards)):
-                    y, _ = multiply_stream(elements, x, W12, config, mode=mode, order=order)
-                    noticed |= not errors_of(y, elements, x).max() <= 1
-            except MachineError:
-                noticed = True
-            programs.instructions[:] = kept
-    finally:
-        programs.instructions[:] = kept
-    assert noticed
-
-
-def _nothing(text: str, program: Program) -> "object":
-    """An instruction that does nothing, or a wait that is always over."""
-    step = next(x for x in program.instructions if x.text == text)
-    if "try_wait" in text:
-        return type(step)("", ["setp", "eq", "u32"], ["p", "0", "0"], "setp.eq.u32 p, 0, 0")
-    return type(step)("", ["fence"], [], "fence")
+def test_shared_memory_is_read_without_conflicts(
+    format: WeightFormat, config: StreamConfig
+) -> None:
+    """Of loads with 16 bytes for each lane, which are all those of the main loop."""
+    passes: dict[int, list[int]] = {}
+    x = numbers(config.block_tokens, 256)
+    multiply(model_rows(16, 256), x, format, config, passes=passes, track=False)
+    taken, least = passes[16]
+    assert taken == least > 0
 
 
 # The machine code.

@@ -215,15 +215,17 @@ def _prmt(x: Instruction, op: str, t: str) -> "Run":
     if len(x.opcode) > 2:
         raise UnknownInstruction(x.text)
 
+    shifts = np.arange(0, 16, 4, dtype=np.uint32)
+
     def compute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
-        both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-        result = np.zeros(1, np.uint32)
-        for i in range(4):
-            which = (selector >> np.uint32(4 * i)) & np.uint32(15)
-            byte = both >> ((which & 7) * np.uint32(8)).astype(np.uint64) & np.uint64(255)
-            byte = np.where(which & 8, (byte >> np.uint64(7)) * np.uint64(255), byte)
-            result = result | byte.astype(np.uint32) << np.uint32(8 * i)
-        return result
+        both = np.empty((max(a.size, b.size, selector.size), 2), np.uint32)
+        both[:, 0], both[:, 1] = a, b
+        which = np.broadcast_to(selector[:, None] >> shifts, (len(both), 4))
+        result = np.take_along_axis(both.view(np.uint8), which & np.uint32(7), axis=1)
+        signs = which & np.uint32(8)
+        if signs.any():
+            result = np.where(signs, (result >> 7) * np.uint8(255), result)
+        return np.ascontiguousarray(result).view(np.uint32)[:, 0]
 
     return _simple(x, ["b32"] * 3, compute)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from tests.ptx.faults import Fault
 from tests.ptx.memory import WARP, GlobalMemory, SharedMemory
-from tests.ptx.program import Instruction, Program
+from tests.ptx.program import Instruction, Program, uncollected
 
 if TYPE_CHECKING:
     from tests.ptx.bulk import TensorMap
@@ -43,6 +43,8 @@ class Launch:
         dependent: the kernel is started before the one that writes its dependent arrays has ended.
         cluster: programs of a cluster, neighbours in the grid.
         maps: maps of tensors, by the names of the parameters that hold them.
+        passes: if given, loads of shared memory are counted here: for each number of bytes that a
+            lane loads, the passes they take, and would take without bank conflicts.
     """
 
     arguments: Sequence[int]
@@ -55,6 +57,7 @@ class Launch:
     dependent: bool = False
     cluster: int = 1
     maps: Mapping[str, "TensorMap"] = field(default_factory=dict)
+    passes: dict[int, list[int]] | None = None
 
 
 class Warp:
@@ -131,8 +134,9 @@ class Machine:
         self.new_copies, self.new_products = Copies, Products
         nbytes = program.shared_nbytes + launch.shared_nbytes
         self.shared = SharedMemory(
-            self.n_programs, launch.n_warps, nbytes, cluster=launch.cluster, track=launch.track
-        )
+            self.n_programs, launch.n_warps, nbytes,
+            cluster=launch.cluster, track=launch.track, passes=launch.passes,
+        )  # fmt: skip
         self.barriers = Barriers(self)
         self.all_lanes = np.arange(self.n_lanes)
         self.steps = 0
@@ -275,9 +279,10 @@ def compiled(program: Program) -> list:
         from tests.ptx.instructions import compile_instruction
 
         code = []
-        for x in program.instructions:
-            run, is_control = compile_instruction(x)
-            code.append((x.guard.number if x.guard else None, x.is_negated, run, is_control, x))
+        with uncollected():
+            for x in program.instructions:
+                run, is_control = compile_instruction(x)
+                code.append((x.guard.number if x.guard else None, x.is_negated, run, is_control, x))
         known = _COMPILED[id(program)] = (program, code)
     return known[1]
 

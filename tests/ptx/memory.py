@@ -16,6 +16,7 @@ from tests.ptx.faults import Fault
 from tests.ptx.program import SHARED_BASE
 
 WARP = 32
+_BANKS = 32  # of shared memory
 _REGION_LOG = 36
 _SHARED_REGION = 1 << 60  # of generic addresses
 _POISON = 0xCB
@@ -97,6 +98,12 @@ def _rows(store: np.ndarray, n: int) -> np.ndarray:
     return store[: store.size // n * n].reshape(-1, n)
 
 
+def _add(store: np.ndarray, n: int, row: np.ndarray, number: int) -> None:
+    """Adds a number to `n` bytes of each row; rows may come twice."""
+    for column in _rows(store, n).T:  # NumPy is slow at adding to whole rows
+        np.add.at(column, row, np.int16(number))
+
+
 def _span(store: np.ndarray, place: np.ndarray, n: int) -> np.ndarray:
     return store[place[:, None] + np.arange(n)]
 
@@ -124,11 +131,20 @@ class SharedMemory:
         cluster: programs that reach each other's shared memory. Each warp of a cluster has a number
             of its own: first those of its first program.
         track: whether accesses without an order are looked for.
+        passes: as `Launch.passes`.
     """
 
     def __init__(
-        self, n_programs: int, n_warps: int, nbytes: int, *, cluster: int = 1, track: bool
+        self,
+        n_programs: int,
+        n_warps: int,
+        nbytes: int,
+        *,
+        cluster: int = 1,
+        track: bool,
+        passes: dict[int, list[int]] | None = None,
     ) -> None:
+        self.passes = passes
         self.n_warps, self.nbytes, self.track, self.cluster = n_warps, nbytes, track, cluster
         self.n_numbers = cluster * n_warps
         self.span = -(-(nbytes + SHARED_BASE) // 1024) * 1024
@@ -181,6 +197,8 @@ class SharedMemory:
             raise Fault("reads shared memory that nothing wrote")
         if self.track:
             self._note_read(warp, lanes, row, n)
+        if self.passes is not None:
+            self._count_passes(lanes, address, n)
         return _rows(self.bytes, n)[row]
 
     def store(self, warp: int, lanes: np.ndarray, address: np.ndarray, data: np.ndarray) -> None:
@@ -194,6 +212,23 @@ class SharedMemory:
             _rows(self.unfenced, n)[row] = True
         _rows(self.bytes, n)[row] = data
         _rows(self.written, n)[row] = True
+
+    def _count_passes(self, lanes: np.ndarray, address: np.ndarray, n: int) -> None:
+        """Lanes are served together as far as they read 128 bytes; each of 32 banks gives 4."""
+        together = lanes // min(WARP, 128 // n)
+        words = address[:, None] // 4 + np.arange(-(-n // 4))
+        # Lanes that read the same word get it at once.
+        groups, words = np.unique(
+            np.stack([np.broadcast_to(together[:, None], words.shape), words]).reshape(2, -1),
+            axis=1,
+        )
+        _, groups = np.unique(groups, return_inverse=True)
+        of_bank = np.bincount(
+            groups * _BANKS + words % _BANKS, minlength=(groups.max() + 1) * _BANKS
+        )
+        found = self.passes.setdefault(n, [0, 0])
+        found[0] += int(of_bank.reshape(-1, _BANKS).max(1).sum())
+        found[1] += int(groups.max()) + 1
 
     def _note_write(self, warp: int, lanes: np.ndarray, row: np.ndarray, n: int) -> None:
         programs = lanes // WARP
@@ -254,7 +289,7 @@ class SharedMemory:
         """Notes a copy to `n` bytes from each place, which runs on."""
         if self.track and place.size:
             self._check_order(warp, lanes, place // n, n, np.ones((place.size, n), bool))
-            np.add.at(_rows(self.loading, n), place // n, 1)
+            _add(self.loading, n, place // n, 1)
 
     def end_copy(
         self, warp: int, lanes: np.ndarray, place: np.ndarray, data: np.ndarray, *, by_proxy: bool
@@ -262,7 +297,7 @@ class SharedMemory:
         """The end of a copy, which `warp` has waited for; the data may have been there before."""
         n = data.shape[1]
         if self.track and place.size:
-            np.subtract.at(_rows(self.loading, n), place // n, 1)
+            _add(self.loading, n, place // n, -1)
             self._note_write(warp, lanes, place // n, n)
             _rows(self.unfenced, n)[place // n] = not by_proxy
 
@@ -279,11 +314,11 @@ class SharedMemory:
         if _rows(self.unfenced, 2)[place // 2].any():
             raise Fault("a product reads what was written without fence.proxy.async")
         self._check_order(warp, lanes, place // 2, 2)
-        np.add.at(_rows(self.product, 2), place // 2, 1)
+        _add(self.product, 2, place // 2, 1)
 
     def end_product(self, warp: int, lanes: np.ndarray, place: np.ndarray) -> None:
         if self.track:
-            np.subtract.at(_rows(self.product, 2), place // 2, 1)
+            _add(self.product, 2, place // 2, -1)
             self._set_read(warp, lanes // WARP, place // 2, 2)
 
     def read_for_product(self, place: np.ndarray) -> np.ndarray:

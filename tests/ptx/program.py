@@ -3,7 +3,10 @@
 Registers get numbers; a name that is declared in a block of inline assembly belongs to that block.
 """
 
+import gc
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -108,6 +111,19 @@ class _Scope:
         return None
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keeps Python from looking for garbage while many objects are made that all stay: it would
+    look through all others again and again, which takes most of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 _TOKEN = re.compile(r"\s*(?:([{}])|(\$?[\w$]+):(?!:)|([^;{}][^;]*);)")
 _DECLARED = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.S)
 _PARAMETER = re.compile(
@@ -139,8 +155,10 @@ def parse(ptx: str, name: str | None = None) -> Program:
     body = rest[: _end_of_block(rest)]
     symbols, nbytes = _lay_out(text[: found.start()] + body)
     reader = _Reader(parameters, symbols)
-    reader.read(body)
-    return Program(found[1], parameters, tuple(reader.finish()), reader.n_registers, nbytes)
+    with uncollected():
+        reader.read(body)
+        instructions = tuple(reader.finish())
+    return Program(found[1], parameters, instructions, reader.n_registers, nbytes)
 
 
 def _end_of_block(text: str) -> int:

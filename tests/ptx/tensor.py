@@ -219,12 +219,13 @@ def _wgmma_of(x: Instruction, n_columns: int) -> Callable:
             else:
                 left = from_bf16(machine.shared.read_for_product(places[1]))
             product = np.matmul(left, right.transpose(0, 2, 1), dtype=np.float64)
+            any_adds = added.any()
             for i, (read, write) in enumerate(zip(reads, writes, strict=True)):
                 j, part = divmod(i, 4)
                 column = 8 * j + _PAIR + (part & 1)
                 values = np.zeros((machine.n_programs, WARP))
                 values[programs] = product[:, _ROW + 8 * (part >> 1), column].reshape(n, WARP)
-                before = np.where(added, read(warp), np.float32(0)) if added.any() else 0
+                before = np.where(added, read(warp), np.float32(0)) if any_adds else 0
                 write(warp, (before + values.reshape(-1)).astype(np.float32), mask)
 
         warp.in_flight = set()  # products that follow each other add to the same sums
