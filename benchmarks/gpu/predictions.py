@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import kept_simulations
+from benchmarks.gpu.kept_streams import StreamRow, read_streams
 from packhorse.device.autotune import tune
 from packhorse.device.cost import predict_decode, predict_plain
-from packhorse.device.strategy import bucket_of
+from packhorse.device.strategy import INVARIANT_TOKENS, bucket_of
 from packhorse.gpu.models import PRESETS, DeviceModel
 from packhorse.layout import W11, W12, WeightFormat
 
@@ -244,6 +245,37 @@ little for a cache of keys and values, and 99 in W12.
 """
 
 
+_STREAMED = """### The kernels in CUDA C++
+
+The tables below are those of Triton's kernels. On Hopper, where NVRTC and a driver are there
+(`device/stream.py`), W12 takes the kernels with warps that fetch for up to 32 tokens, so that all
+small batches add in the same order, and for 33 to 256 where they are predicted to be faster than
+decoding first. This table says which way an untuned product then takes. **Predicted and simulated,
+not yet measured on a GPU** (`python benchmarks/gpu.py simulate --stream`): after a kernel that ends
+first, and after one that lets them start early. A division is
+rows/tokens/stages of weights/stages of tokens/cluster/splits.
+"""
+
+
+def _stream_section() -> Iterator[str]:
+    """What is taken where the kernels with warps that fetch run."""
+    yield _STREAMED
+    heads = ["matrix", "tokens", "way", "BF16", "predicted", "simulated", "started early"]
+    yield from _table(heads, (_stream_cells(row) for row in read_streams()))
+
+
+def _stream_cells(row: StreamRow) -> str:
+    times: tuple[float, ...] = (row.predicted, row.simulated, row.early)
+    decoded = predict_decode(row.n_rows, row.n_columns, row.n_tokens, W12, H200)
+    way = f"stream {'/'.join(map(str, row.division))}"
+    if row.n_tokens > INVARIANT_TOKENS and decoded < row.predicted:
+        way, times = "decoded first", (decoded,)
+    cells = [row.matrix, row.n_tokens, way, f"{row.plain * 1e6:.1f}"]
+    cells += [f"{t * 1e6:.1f} ({row.plain / t:.2f})" for t in times]
+    cells += [""] * (3 - len(times))  # decoding first is not simulated
+    return " | ".join(map(str, cells))
+
+
 def _measured() -> Iterator[str]:
     """The sections of kept runs; smoke runs are left out."""
     for path in sorted(RESULTS.glob("*.json")):
@@ -271,7 +303,8 @@ def _measured_cells(row: dict[str, Any]) -> str:
 
 def document() -> str:
     """The page."""
-    lines = [*_measured(), *(line for model in MODELS for line in _model_section(model))]
+    models = (line for model in MODELS for line in _model_section(model))
+    lines = [*_measured(), *_stream_section(), *models]
     return "\n".join([_HEAD, _PREDICTED, *lines]).rstrip() + "\n"
 
 
