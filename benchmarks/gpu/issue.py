@@ -107,6 +107,7 @@ class _Warp:
     scheduler: int
     number: int
     ready: float
+    steps: Sequence[Step]
     at: int = 0
     barriers: list[float] = field(default_factory=lambda: [0.0] * _N_BARRIERS)
     groups: deque[float] = field(default_factory=deque)
@@ -237,7 +238,7 @@ class _Multiprocessor:
         program = _Program(left=self.n_warps)
         for _ in range(self.n_warps):
             scheduler = self.n_started % N_SCHEDULERS
-            warp = _Warp(program, scheduler, self.n_started, now + _START)
+            warp = _Warp(program, scheduler, self.n_started, now + _START, self.steps)
             program.warps.append(warp)
             self.warps[scheduler].append(warp)
             self.n_started += 1
@@ -252,7 +253,7 @@ class _Multiprocessor:
         """When the warp can issue its next instruction, as far as is known now."""
         if warp.waits:
             return math.inf
-        step = self.steps[warp.at]
+        step = warp.steps[warp.at]
         at = warp.ready
         for barrier in step.waits:
             at = max(at, warp.barriers[barrier])
@@ -268,7 +269,7 @@ class _Multiprocessor:
 
     def issue(self, warp: _Warp, now: float) -> bool:
         """Issues the warp's next instruction; returns whether it was the last of its program."""
-        step = self.steps[warp.at]
+        step = warp.steps[warp.at]
         warp.ready = now + step.stall
         warp.at += 1
         self.n_issued += 1
@@ -294,7 +295,7 @@ class _Multiprocessor:
             warp.barriers[step.write] = max(warp.barriers[step.write], done)
         if step.read >= 0:
             warp.barriers[step.read] = max(warp.barriers[step.read], read)
-        if warp.at < len(self.steps):
+        if warp.at < len(warp.steps):
             return False
         self.warps[warp.scheduler].remove(warp)
         warp.program.left -= 1

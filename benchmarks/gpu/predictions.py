@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import kept_simulations
+from benchmarks.gpu.kept_streams import StreamRow, read_streams
 from packhorse.device.autotune import tune
 from packhorse.device.cost import predict_decode, predict_plain
-from packhorse.device.strategy import bucket_of
+from packhorse.device.strategy import INVARIANT_TOKENS, bucket_of
 from packhorse.device.stream_cost import predict_stream, stream_candidates
 from packhorse.gpu.models import PRESETS, DeviceModel
 from packhorse.layout import W11, W12, WeightFormat
@@ -253,8 +254,8 @@ _PREDICTED = """## Predictions for an H200
 throughput, L2, what one multiprocessor can draw, and the start and end of programs. Figures are
 microseconds for a product; in parentheses is the speed relative to BF16. W12 and W11 run as they
 are chosen where nothing was tuned: by Triton's kernels, and by those in CUDA C++, which Hopper
-takes with 1 to 256 tokens where NVRTC is there. The latter have a simpler model
-(`device/stream_cost.py`), more of which is assumed. BF16 is predicted by the same model: the best
+takes with 1 to 256 tokens where NVRTC is there. The latter have a model of their own
+(`device/stream_cost.py`), whose cycles come from the simulation. BF16 is predicted by the same model: the best
 of the tiles that cuBLAS may take, which read tokens from L2 again as ours do, but in pairs.
 
 **Simulated, not measured either:** the same divisions of W12 with Triton, instruction by
@@ -268,6 +269,37 @@ no NVRTC. W11 is slower throughout with them: it saves memory only. The weights 
 model take 15.0 GiB in BF16 and 11.2 in W12; those of the larger one 131 of the card's 140 GiB,
 which leaves little for a cache of keys and values, and 99 in W12.
 """
+
+
+_STREAMED = """### The kernels in CUDA C++
+
+On Hopper, where NVRTC and a driver are there (`device/stream.py`), products take the kernels in
+CUDA C++ with up to 32 tokens, so that all small batches add in the same order, and with 33 to 256
+where they are predicted to be faster than decoding first. This table says which way an untuned
+product with W12 then takes. **Predicted and simulated,
+not yet measured on a GPU** (`python benchmarks/gpu.py simulate --stream`): after a kernel that ends
+first, and after one that lets them start early. A division is
+rows/tokens/stages of weights/stages of tokens/cluster/splits.
+"""
+
+
+def _stream_section() -> Iterator[str]:
+    """What is taken where the kernels with warps that fetch run."""
+    yield _STREAMED
+    heads = ["matrix", "tokens", "way", "BF16", "predicted", "simulated", "started early"]
+    yield from _table(heads, (_stream_cells(row) for row in read_streams()))
+
+
+def _stream_cells(row: StreamRow) -> str:
+    times: tuple[float, ...] = (row.predicted, row.simulated, row.early)
+    decoded = predict_decode(row.n_rows, row.n_columns, row.n_tokens, W12, H200)
+    way = f"stream {'/'.join(map(str, row.division))}"
+    if row.n_tokens > INVARIANT_TOKENS and decoded < row.predicted:
+        way, times = "decoded first", (decoded,)
+    cells = [row.matrix, row.n_tokens, way, f"{row.plain * 1e6:.1f}"]
+    cells += [f"{t * 1e6:.1f} ({row.plain / t:.2f})" for t in times]
+    cells += [""] * (3 - len(times))  # decoding first is not simulated
+    return " | ".join(map(str, cells))
 
 
 def _measured() -> Iterator[str]:
@@ -297,7 +329,8 @@ def _measured_cells(row: dict[str, Any]) -> str:
 
 def document() -> str:
     """The page."""
-    lines = [*_measured(), *(line for model in MODELS for line in _model_section(model))]
+    models = (line for model in MODELS for line in _model_section(model))
+    lines = [*_measured(), *_stream_section(), *models]
     return "\n".join([_HEAD, _PREDICTED, *lines]).rstrip() + "\n"
 
 

@@ -22,6 +22,7 @@ from benchmarks.gpu import issue, sass
 from benchmarks.gpu.kept_simulations import Agreement, Kept, Row, write
 from benchmarks.gpu.machine_code import MachineCode, read_kernel
 from benchmarks.gpu.predictions import H200, MODELS, Shape
+from benchmarks.gpu.stream_simulations import simulate_streams
 from packhorse.device.autotune import tune
 from packhorse.device.cost import (
     EXCEPTION_RATES,
@@ -274,8 +275,13 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--write", action="store_true", help="keep the figures")
     parser.add_argument("--tokens", type=int, nargs="*", default=BATCHES, help="numbers of tokens")
+    parser.add_argument(
+        "--stream", action="store_true", help="only the kernels with warps that fetch"
+    )
     parser.add_argument("--w11", action="store_true", help="only W11, instead of everything")
     args = parser.parse_args(argv)
+    if args.stream:
+        return simulate_streams(args.write)
     print(
         "| matrix | tokens | division | BF16 us | predicted us | simulated us | started early us |"
     )

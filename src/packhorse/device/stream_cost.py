@@ -1,17 +1,18 @@
 """A model of time for the kernels of `packhorse.kernels.stream_product`, and the divisions that are
 worth measuring. It needs no GPU.
 
-The time is a launch, the start of a program, and the slowest of four things that go on at once:
-reading weights, moving weights and tokens from L2, issuing instructions, and multiplying. The
-arranging kernel runs while the first weights are fetched. All of it is predicted; nothing has been
-measured on a GPU yet.
+The time is a launch, the arranging kernel, during which the first weights are fetched, and the
+turns of the busiest program. A turn takes a little more than the slowest of three things that go on
+at once: reading weights, moving weights and tokens from L2, and decoding and multiplying. The
+cycles of the last are simulated (`benchmarks/gpu/stream_simulations.py`). All of it is predicted;
+nothing has been measured on a GPU yet.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from packhorse.device.cost import EXCEPTION_RATES, packed_nbytes
+from packhorse.device.cost import EXCEPTION_RATES, packed_nbytes, processor_bandwidth
 from packhorse.gpu.models import DeviceModel
 from packhorse.kernels.stream_product import (
     MAX_STREAM_TOKENS,
@@ -20,20 +21,40 @@ from packhorse.kernels.stream_product import (
     fill_stages,
     plan_stream,
 )
-from packhorse.layout import WeightFormat
+from packhorse.layout import W12, WeightFormat
 
 __all__ = ["predict_stream", "stream_candidates"]
 
 _BF16_NBYTES = 2
 _WARP = 32
-_ISSUE_LANES = 128
-# Instructions of a thread for a weight, counted in machine code: (format, up to 32 tokens).
-_PER_WEIGHT = {("W12", True): 2.1, ("W12", False): 3.0, ("W11", True): 2.9, ("W11", False): 3.5}
-_PER_WEIGHT_AND_TOKEN = {True: 0.016, False: 0.01}  # more tokens, more products
-_ISSUE_SHARE = 0.5  # of the issue slots, with three warps for a scheduler; assumed
-_MMA_SHARE = {True: 0.63, False: 0.75}  # of the rate of cuBLAS: mma.sync and wgmma; assumed
+# Cycles by rows and tokens of a program, from `python benchmarks/gpu.py simulate --stream` with
+# W12 and a memory that never makes a warp wait: of a turn, and of the end of a unit of 4096
+# columns (sums, exceptions, results). Simulated, not measured.
+_CYCLES: dict[tuple[int, int], tuple[float, float]] = {
+    (16, 8): (540, 700),
+    (32, 8): (680, 900),
+    (64, 8): (1510, 900),
+    (16, 16): (600, 1100),
+    (32, 16): (1020, 700),
+    (64, 16): (1760, 1200),
+    (16, 32): (930, 700),
+    (32, 32): (1290, 1500),
+    (64, 64): (710, 3700),
+    (128, 64): (990, 4700),
+    (64, 128): (980, 6500),
+    (128, 128): (1470, 7200),
+    (64, 256): (1490, 11600),
+}
+# Instructions of a turn of W11 beside one of W12, which has fewer columns if there are many tokens.
+_W11_SHARE = {True: 2.9 / 2.1, False: 4 * 3.5 / 3.0}
 _PER_EXCEPTION = 3  # instructions for each token of an exception, where consumers add them
-_END = {True: 0.7e-6, False: 1.2e-6}  # of a unit: sums, exceptions, results; assumed
+_ISSUE_LANES = 64  # of 128 that issue, while they do
+_AT_ONCE = 4  # exceptions that a thread loads at once, up to 32 tokens
+_START = 700  # cycles until a program fetches weights; assumed, as in the simulation
+_LOAD, _COPY = 650, 900  # cycles, as in cost.py
+_GAP, _EARLY_GAP = 1.8e-6, 0.9e-6  # between dependent kernels, and if the later one starts early
+_ARRANGING = (1400, 17.5)  # cycles of the first kernel: at all, and of a token of 4096 columns
+_SHARPNESS = 5  # fitted to the simulation; cost.py has the same sum of powers
 
 
 def predict_stream(
@@ -62,32 +83,49 @@ def predict_stream(
     if resident == 0:
         return math.inf
     few = config.block_tokens <= _WARP
-    units = plan.n_units * config.cluster
-    busy = min(units, device.n_processors)
-    rounds = -(-units // device.n_processors)
-    balance = units / (device.n_processors * rounds)
-    elements = float(n_rows) * n_columns
-    weights = packed_nbytes(n_rows, n_columns, format)
-    tokens = float(plan.n_token_blocks * config.block_tokens) * n_columns * _BF16_NBYTES
-    # A multiprocessor draws some 45 GB/s at most, so few of them do not fill the memory.
-    memory = weights / (device.bandwidth * min(1.0, busy / (0.75 * device.n_processors)))
-    l2 = (weights * plan.n_token_blocks + tokens * plan.n_row_blocks) / device.l2_bandwidth
-    issued = (
-        elements
-        * plan.n_token_blocks
-        * (_PER_WEIGHT[format.name, few] + _PER_WEIGHT_AND_TOKEN[few] * config.block_tokens)
-    )
-    if not few:
-        issued += EXCEPTION_RATES[format.name] * elements * n_tokens * _PER_EXCEPTION
-    issue = issued / (device.n_processors * _ISSUE_LANES * device.clock * _ISSUE_SHARE * balance)
-    work = 2 * elements * plan.n_token_blocks * config.block_tokens
-    multiply = work / (device.bf16_rate * _MMA_SHARE[few] * balance)
+    counted = _CYCLES.get((config.block_rows, config.block_tokens))
+    if counted is None:
+        return math.inf
+    n_clusters = max(device.n_processors // config.cluster, 1)
+    rounds = -(-plan.n_units // n_clusters)
+    turns = -(-plan.n_turns // config.n_splits)  # of a unit
+    share = rounds / (plan.n_units * config.cluster)  # of the memory, for the busiest program
+
+    # Cycles of a turn.
+    weights = packed_nbytes(n_rows, n_columns, format) * plan.n_token_blocks
+    weights /= plan.n_units * config.cluster * turns
+    tokens = config.block_tokens * n_columns * _BF16_NBYTES / (plan.n_turns * config.cluster)
+    drawn = min(device.bandwidth * share * plan.n_token_blocks, processor_bandwidth(device))
+    memory = weights * device.clock / drawn
+    l2 = (weights + tokens) * device.clock / (device.l2_bandwidth * share)
+    multiply, end = counted
+    exceptions = EXCEPTION_RATES[format.name] * n_columns / config.n_splits  # of a row
+    if format is not W12:
+        multiply *= _W11_SHARE[few]
+        if not few:
+            added = exceptions * config.block_rows * config.block_tokens
+            end += added * _PER_EXCEPTION / _ISSUE_LANES
+    issue = multiply + (end + _LOAD) / turns
+    if few:  # two warps take the exceptions of a unit meanwhile, one load after the other
+        passes = -(-config.block_rows * config.block_tokens // (8 * 2 * _WARP))
+        trips = 1 + 2 * math.ceil((1.3 * exceptions + 2) / _AT_ONCE)
+        issue = max(issue, passes * trips * _LOAD / turns)
+    pace = _together(memory, l2, issue)
+
+    # Weights are fetched while the tokens are arranged.
+    arranging = _ARRANGING[0] + _ARRANGING[1] * n_tokens * n_columns / 4096
+    late = arranging + _EARLY_GAP * device.clock
+    ready = min(config.n_weight_stages, turns, max(0.0, (late - _START - _COPY) / memory))
+    cycles = late + _LOAD + ready * multiply + (rounds * turns - ready) * pace + end + _LOAD
     partial = 0.0
     if config.n_splits > 1:
-        partial = 8 * config.n_splits * n_tokens * n_rows / device.l2_bandwidth + device.launch
-    ends = _END[few] * (1 if few else rounds)
-    pace = max(memory, l2, issue, multiply)
-    return pace + ends + partial + device.latency + device.launch
+        partial = 8 * config.n_splits * n_tokens * n_rows / device.l2_bandwidth + _GAP
+    return cycles / device.clock + partial + _GAP
+
+
+def _together(*times: float) -> float:
+    """The time of things that go on at once and wait for each other now and then."""
+    return float(sum(t**_SHARPNESS for t in times) ** (1 / _SHARPNESS))
 
 
 def stream_candidates(

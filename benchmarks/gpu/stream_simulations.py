@@ -1,0 +1,478 @@
+"""Simulate the kernels with warps that fetch: `python benchmarks/gpu.py simulate --stream`.
+
+A program of `stream_product.cu` has warps of four kinds: those that multiply, one that fetches
+weights, one that fetches tokens, and two that sum up exceptions (up to 32 tokens). Each runs its
+own part of the machine code, in order, on the four schedulers of `benchmarks.gpu.issue`. They wait
+for each other at barriers in shared memory: a stage is full when the copies have arrived, by the
+multiprocessor's share of device memory and L2, and empty when all warps that multiply are done with
+it. Everything printed is simulated; nothing is measured.
+
+Left out: other programs of a cluster run at the same pace, so only the way to them costs time; the
+four warps of a wgmma do not wait for each other; a multiprocessor has one program.
+"""
+
+import heapq
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from functools import cache
+
+from benchmarks.gpu import issue
+from benchmarks.gpu.issue import N_SCHEDULERS, Memory, Step
+from benchmarks.gpu.kept_streams import StreamRow, write_streams
+from benchmarks.gpu.machine_code import Instruction, MachineCode, disassemble, parse_listing
+from benchmarks.gpu.predictions import H200, MODELS, Shape
+from packhorse.device.cost import EXCEPTION_RATES, predict_plain, processor_bandwidth
+from packhorse.device.stream_cost import predict_stream, stream_candidates
+from packhorse.gpu.models import DeviceModel
+from packhorse.gpu.nvrtc import compiler
+from packhorse.gpu.stream_kernels import stream_source
+from packhorse.kernels.stream_product import (
+    StreamConfig,
+    plan_stream,
+    stream_options,
+    stream_shared_nbytes,
+)
+from packhorse.layout import W12, WeightFormat
+
+__all__ = ["STREAM_BATCHES", "choose_stream", "simulate_stream", "simulate_streams", "stream_row"]
+
+STREAM_BATCHES = (1, 8, 32, 64, 128, 256)
+GAP, EARLY_GAP = 1.8e-6, 0.9e-6  # between dependent kernels, as in simulations.py
+_START = 700  # cycles until a program is ready: 300 as in issue.py, barriers, addresses; assumed
+_PORT = 64.0  # bytes that L2 brings a multiprocessor in a cycle
+_LINE = 128  # bytes that shared memory takes in a cycle
+_CLUSTER_LATENCY = 200  # cycles to another multiprocessor's shared memory (Luo et al., 2024)
+_WGMMA_CYCLES = 32  # of 64 rows, 64 tokens, 16 columns, at the full rate
+_WGMMA_LATENCY = 32  # more cycles until its sums are there; assumed
+_WGMMA_LINES = 4  # passes through shared memory to read its tokens, for each of four warps
+_MOST_UNITS = 6  # that are simulated; more go on at the same pace
+_REST = ("full weights", "empty weights", "full tokens", "empty tokens", "full sums", "empty sums")
+
+
+@dataclass(eq=False, slots=True)
+class _Warp(issue._Warp):
+    counts: Counter[str] = field(default_factory=Counter)
+    products: float = 0.0  # when its last product is done
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """The instructions of a unit, by kind of warp."""
+
+    even: Sequence[Step]
+    odd: Sequence[Step]
+    weights: Sequence[Step]
+    tokens: Sequence[Step]
+    exceptions: Sequence[Step]
+
+
+@cache
+def _compile(format: WeightFormat, config: StreamConfig) -> dict[str, MachineCode]:
+    binary = compiler().compile(stream_source(), stream_options(config, format))
+    return parse_listing(disassemble(binary))
+
+
+def _loops(code: MachineCode) -> list[tuple[int, int]]:
+    """The loops, without those jumps back from code that waits at a barrier."""
+    ends = ((span, code.instructions[span[1] - 1]) for span in code.loops)
+    return [span for span, x in ends if x.predicate or len(x.operands) > 1]
+
+
+def _inside(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
+    return inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+def _around(code: MachineCode, span: tuple[int, int]) -> tuple[int, int]:
+    """The loop over units that a loop stands in."""
+    return max((s for s in _loops(code) if _inside(span, s)), key=lambda s: s[1] - s[0])
+
+
+def _loop_with(code: MachineCode, operations: set[str]) -> tuple[int, int]:
+    """The smallest loop with all instructions of some kind that waits at a barrier, too."""
+    found = [i for i, x in enumerate(code.instructions) if x.operation in operations]
+    spans = [
+        s
+        for s in _loops(code)
+        if all(s[0] <= i < s[1] for i in found)
+        and any(x.operation == "SYNCS" for x in code.instructions[slice(*s)])
+    ]
+    return min(spans, key=lambda s: s[1] - s[0])
+
+
+def _multiplies(code: MachineCode, begin: int, end: int) -> bool:
+    return any(x.operation == "HMMA" for x in code.instructions[begin:end])
+
+
+def _walk(
+    code: MachineCode, span: tuple[int, int], trips: Mapping[tuple[int, int], int], other: range
+) -> Iterator[Instruction]:
+    """The instructions from the beginning of a loop to its end, once. Forward branches with a
+    condition are not taken, but those past products in the part `other`."""
+    loops = {end - 1: (start, end) for start, end in _loops(code)}
+    left: dict[tuple[int, int], int] = {}
+    i = span[0]
+    while i < span[1]:
+        x = code.instructions[i]
+        yield x
+        there = None if x.target is None or x.operation != "BRA" else code.index_of[x.target]
+        conditional = bool(x.predicate) or len(x.operands) > 1
+        if there is None or i == span[1] - 1:
+            i += 1
+        elif i in loops and there <= i:
+            n = left.get(loops[i], trips.get(loops[i], 1)) - 1
+            left[loops[i]] = n
+            if n == 0:
+                del left[loops[i]]
+            i = there if n > 0 else i + 1
+        elif not conditional or (i in other and there in other and _multiplies(code, i, there)):
+            i = there
+        else:
+            i += 1
+
+
+def _steps(
+    path: Iterator[Instruction], format: WeightFormat, config: StreamConfig
+) -> tuple[Step, ...]:
+    barriers = 2 * config.n_weight_stages + 2 * config.n_token_stages + 2
+    first = stream_shared_nbytes(config, format) - 1024 - 8 * barriers
+    sizes = (config.n_weight_stages,) * 2 + (config.n_token_stages,) * 2 + (1, 1)
+    places = {first + 8 * sum(sizes[:i]): name for i, name in enumerate(_REST)}
+    done = []
+    for x in path:
+        (step,) = issue.steps_of([x], copy_passes=1.0)
+        if x.operation == "SYNCS":
+            _, _, place = x.operands[1].strip("[]").rpartition("+")
+            # An arrival at all programs of a cluster has a computed address.
+            name = places[int(place, 16)] if place.startswith("0x") else "empty tokens"
+            if "PHASECHK" in x.opcode:
+                step = step._replace(kind=f"wait {name}")
+            elif not name.startswith("full") or name == "full sums":
+                step = step._replace(kind=f"arrive {name}")
+        elif x.operation == "UTMALDG":
+            step = step._replace(kind="arrive full weights")
+        elif x.operation == "UBLKCP":
+            step = step._replace(kind="arrive full tokens")
+        elif x.operation == "HGMMA":
+            step = step._replace(kind="product", pipe="tensor", busy=float(_WGMMA_CYCLES))
+        elif x.opcode.startswith("WARPGROUP.DEPBAR"):
+            step = step._replace(kind="wait products")
+        done.append(step)
+    return tuple(done)
+
+
+def _most(mean: float, n_rows: int) -> int:
+    """Exceptions of the row with most of them: what half of all groups of rows stay below."""
+    term = total = math.exp(-mean)
+    k = 0
+    while total**n_rows < 0.5:
+        k += 1
+        term *= mean / k
+        total += term
+    return k
+
+
+@cache
+def _ways(
+    format: WeightFormat, config: StreamConfig, turns: int, exceptions: float, threads: int
+) -> _Ways:
+    code = _compile(format, config)["multiply"]
+    few = config.block_tokens <= 32
+    main = _loop_with(code, {"HMMA", "HGMMA"})
+    unit = _around(code, main)
+    trips = {span: _most(exceptions, 8) for span in _loops(code) if not few and _inside(span, unit)}
+    if few:  # results of a thread, where the compiler did not unroll the loop
+        n = config.block_rows * config.block_tokens // threads
+        trips = {s: max(n, 1) for s in _loops(code) if _inside(s, unit) and s[0] > main[1]}
+    trips = {s: n for s, n in trips.items() if not _inside(s, main)} | {main: turns}
+    weights, tokens = _loop_with(code, {"UTMALDG"}), _loop_with(code, {"UBLKCP"})
+    per_turn = 1 if few else format.n_slices
+
+    def steps(
+        span: tuple[int, int], n: Mapping[tuple[int, int], int], other: range = range(0)
+    ) -> Sequence[Step]:
+        return _steps(_walk(code, span, n, other), format, config)
+
+    others: Sequence[Step] = ()
+    if few:
+        taken = (unit, _around(code, weights), _around(code, tokens))
+        loads = [
+            s
+            for s in _loops(code)
+            if not any(_inside(s, t) or s == t for t in taken)
+            and any(x.operation == "LDG" for x in code.instructions[slice(*s)])
+        ]
+        outer = max(loads, key=lambda s: s[1] - s[0])
+        inner = [s for s in loads if _inside(s, outer)]
+        blocks = -(-_most(exceptions, 32) // 4)
+        deepest = min(inner, key=lambda s: s[1] - s[0]) if inner else outer
+        lanes = config.block_rows * config.block_tokens // 8
+        counts = {s: max(1, lanes // 64) for s in inner} | {deepest: max(blocks, 1)}
+        others = steps(outer, counts)
+    return _Ways(
+        steps(unit, trips),
+        steps(unit, trips, range(*main)),
+        steps(_around(code, weights), {weights: turns}),
+        steps(_around(code, tokens), {tokens: turns * per_turn}),
+        others,
+    )
+
+
+class _Program(issue._Multiprocessor):
+    """A multiprocessor with one program."""
+
+    def __init__(
+        self, memory: Memory, format: WeightFormat, config: StreamConfig, n_consumers: int
+    ) -> None:
+        super().__init__((), n_consumers, memory)
+        few = config.block_tokens <= 32
+        steps = 256 if few else 64
+        weights = config.block_rows * steps * format.n_slices * format.bits / 8
+        chunks = steps // 16 * format.n_slices if few else 4
+        self.tokens_nbytes = chunks * 16 * config.block_tokens * 2
+        self.cluster = config.cluster
+        self.copies = (2 if few else 1) * 2  # of a stage of weights
+        self.weights_nbytes = weights / self.copies
+        self.behind = {
+            "empty weights": config.n_weight_stages,
+            "empty tokens": config.n_token_stages,
+            "empty sums": 1,
+        }
+        self.needed = {
+            "full weights": self.copies,
+            "full tokens": 1,
+            "empty weights": n_consumers,
+            "empty tokens": n_consumers,
+            "full sums": 2,
+            "empty sums": n_consumers,
+        }
+        self.phases: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self.next = [math.inf] * N_SCHEDULERS
+        self.group = issue._Program()
+        self.port_free = 0.0
+
+    def add(self, steps: Sequence[Step], ready: float) -> None:
+        scheduler = self.n_started % N_SCHEDULERS
+        warp = _Warp(self.group, scheduler, self.n_started, ready, steps)
+        if self.n_started < self.n_warps:
+            self.group.warps.append(warp)
+        self.group.left += 1
+        self.warps[scheduler].append(warp)
+        self.n_started += 1
+        self.push(scheduler, ready)
+
+    def push(self, scheduler: int, at: float) -> None:
+        self.next[scheduler] = at
+        heapq.heappush(self.queue, (at, scheduler))
+
+    def wake(self, now: float) -> None:
+        for scheduler in range(N_SCHEDULERS):
+            if self.next[scheduler] > now + 1:
+                self.push(scheduler, now + 1)
+
+    def earliest(self, warp: issue._Warp) -> float:
+        at = super().earliest(warp)
+        assert isinstance(warp, _Warp)
+        kind = warp.steps[warp.at].kind
+        if kind == "wait products":
+            return max(at, warp.products)
+        if not kind.startswith("wait "):
+            return at
+        name = kind[5:]
+        phase = warp.counts[kind] - self.behind.get(name, 0)
+        if phase < 0:
+            return at
+        times = self.phases[name][phase]
+        return max(at, *times) if len(times) == self.needed[name] else math.inf
+
+    def issue(self, warp: issue._Warp, now: float) -> bool:
+        assert isinstance(warp, _Warp)
+        kind = warp.steps[warp.at].kind
+        last = super().issue(warp, now)
+        if kind == "product":
+            warp.products = now + _WGMMA_CYCLES + _WGMMA_LATENCY
+            self.lsu_free = max(self.lsu_free, now) + _WGMMA_LINES
+        elif kind.startswith(("wait ", "arrive ")):
+            if kind.startswith("arrive "):
+                self._tell(kind[7:], warp.counts[kind], now)
+            warp.counts[kind] += 1
+        return last
+
+    def _tell(self, name: str, count: int, now: float) -> None:
+        at = now
+        if name == "full weights":
+            count //= self.copies
+            at = self._copy(self.weights_nbytes, self.weights_nbytes, self.weights_nbytes, now)
+        elif name == "full tokens":
+            at = self._copy(0.0, self.tokens_nbytes / self.cluster, self.tokens_nbytes, now)
+        elif name == "empty tokens" and self.cluster > 1:
+            at += _CLUSTER_LATENCY
+        times = self.phases[name][count]
+        times.append(at)
+        if len(times) == self.needed[name]:
+            self.wake(now)
+
+    def _copy(self, nbytes: float, l2_nbytes: float, arriving: float, now: float) -> float:
+        """When a copy to shared memory is there."""
+        self.l2_free = max(self.l2_free, now) + l2_nbytes / self.memory.l2_share
+        self.port_free = max(self.port_free, now) + arriving / _PORT
+        self.lsu_free = max(self.lsu_free, now) + arriving / _LINE
+        if not nbytes:
+            return max(self.l2_free, self.port_free) + self.memory.load_latency
+        self.memory_free = max(self.memory_free, now) + nbytes / self.memory.share
+        return max(self.l2_free, self.port_free, self.memory_free) + self.memory.latency
+
+    def drain(self) -> float:
+        """Runs until all warps are done; returns the cycles."""
+        end = 0.0
+        while self.queue:
+            now, scheduler = heapq.heappop(self.queue)
+            if now != self.next[scheduler]:
+                continue
+            self.next[scheduler] = math.inf
+            best, least = None, math.inf
+            for warp in self.warps[scheduler]:
+                at = self.earliest(warp)
+                if (at < least and (at > now or least > now)) or (
+                    at <= now and warp is self.last[scheduler]
+                ):
+                    best, least = warp, at
+            if best is None:
+                continue
+            if least > now:
+                self.push(scheduler, least)
+                continue
+            self.last[scheduler] = best
+            end = now
+            self.next[scheduler] = now + 1
+            self.issue(best, now)
+            self.push(scheduler, now + 1)
+        if any(self.warps):
+            raise RuntimeError("warps wait for what never comes")
+        return end
+
+
+def arranging_cycles(
+    n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, config: StreamConfig
+) -> float:
+    """Cycles of the kernel that arranges tokens, its programs being there."""
+    plan = plan_stream(n_rows, n_columns, n_tokens, format, config)
+    code = _compile(format, config)["arrange_tokens"]
+    n = len(code.instructions)
+    path = []
+    for x in _walk(code, (0, n), {}, range(0)):
+        path.append(x)
+        if x.operation == "EXIT" and not x.predicate:
+            break
+    steps = issue.steps_of(path, copy_passes=1.0)
+    programs = -(-(plan.n_arranging + plan.n_transposing) // H200.n_processors)
+    memory = Memory(math.inf, min(_PORT, H200.l2_bandwidth / H200.n_processors / H200.clock))
+    return issue.run(steps, 4, programs, 4, memory)[0]
+
+
+def simulate_stream(
+    n_rows: int,
+    n_columns: int,
+    n_tokens: int,
+    format: WeightFormat,
+    config: StreamConfig,
+    device: DeviceModel = H200,
+    *,
+    early: bool = False,
+) -> float:
+    """Simulated seconds of a product, with the gap before it.
+
+    Args:
+        n_rows: rows of the weight.
+        n_columns: its columns.
+        n_tokens: vectors that it is multiplied with.
+        format: its format.
+        config: the division.
+        device: the GPU; one of compute capability 9.0.
+        early: whether the kernel before lets it start early. Its weights are then fetched from the
+            end of that kernel on.
+    """
+    plan = plan_stream(n_rows, n_columns, n_tokens, format, config)
+    clusters = min(plan.n_units, device.n_processors // config.cluster)
+    busiest = -(-plan.n_units // clusters)
+    share = busiest / (plan.n_units * config.cluster)
+    memory = Memory(
+        min(device.bandwidth * share * plan.n_token_blocks, processor_bandwidth(device))
+        / device.clock,
+        device.l2_bandwidth * share / device.clock,
+    )
+    arranging = arranging_cycles(n_rows, n_columns, n_tokens, format, config) / device.clock
+    first = 0.0 if early else GAP
+    tokens_at = (EARLY_GAP if early else GAP) + arranging + EARLY_GAP
+    late = max(0.0, (tokens_at - first) * device.clock)
+    turns = -(-plan.n_turns // config.n_splits)
+    exceptions = EXCEPTION_RATES[format.name] * n_columns / config.n_splits
+
+    def cycles(n_units: int) -> float:
+        few = config.block_tokens <= 32
+        n_consumers = plan.n_threads // 32 - 4
+        ways = _ways(format, config, turns, exceptions, 32 * n_consumers)
+        program = _Program(memory, format, config, n_consumers)
+        for i in range(n_consumers):
+            program.add((ways.even, ways.odd)[i % 2] * n_units, _START)
+        program.add(ways.weights * n_units, _START)
+        program.add(ways.tokens * n_units, max(_START, late))
+        for _ in range(2 if few else 0):
+            program.add(ways.exceptions * n_units, max(_START, late))
+        return program.drain()
+
+    n_run = min(busiest, _MOST_UNITS)
+    total = cycles(n_run)
+    if n_run < busiest:
+        half = n_run // 2
+        total += (total - cycles(half)) / (n_run - half) * (busiest - n_run)
+    seconds = first + total / device.clock
+    if config.n_splits > 1:
+        seconds += 8 * config.n_splits * n_tokens * n_rows / device.l2_bandwidth
+        seconds += EARLY_GAP if early else GAP
+    return seconds
+
+
+def choose_stream(n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat) -> StreamConfig:
+    """The division that an H200 takes where nothing was tuned."""
+    size = n_rows, n_columns, n_tokens, format
+    candidates = stream_candidates(*size, H200.n_processors)
+    return min(candidates, key=lambda config: predict_stream(*size, config, H200))
+
+
+def stream_row(shape: Shape, n_tokens: int, format: WeightFormat = W12) -> StreamRow:
+    """What is chosen untuned for a matrix, predicted and simulated."""
+    product = shape.n_rows, shape.n_columns, n_tokens
+    config = choose_stream(*product, format)
+    return StreamRow(
+        matrix=shape.name,
+        n_rows=shape.n_rows,
+        n_columns=shape.n_columns,
+        n_tokens=n_tokens,
+        format=format.name,
+        division=list(astuple(config)),
+        plain=predict_plain(*product, H200),
+        predicted=predict_stream(*product, format, config, H200),
+        simulated=simulate_stream(*product, format, config),
+        early=simulate_stream(*product, format, config, early=True),
+    )
+
+
+def simulate_streams(write: bool) -> int:
+    """Prints what is chosen untuned for the matrices of a Llama of 8B, and keeps it if `write`.
+
+    Returns:
+        The exit status: 0.
+    """
+    heads = ("matrix", "tokens", "division", "BF16 us", "predicted us", "simulated us")
+    print(f"| {' | '.join(heads)} | started early us |")
+    print("|---|--:|---|--:|--:|--:|--:|", flush=True)
+    rows = []
+    for shape in MODELS[0].shapes:
+        for n_tokens in STREAM_BATCHES:
+            rows.append(stream_row(shape, n_tokens))
+            print(rows[-1], flush=True)
+    if write:
+        write_streams(rows)
+    return 0
