@@ -255,8 +255,9 @@ throughput, L2, what one multiprocessor can draw, and the start and end of progr
 microseconds for a product; in parentheses is the speed relative to BF16. W12 and W11 run as they
 are chosen where nothing was tuned: by Triton's kernels, and by those in CUDA C++, which Hopper
 takes with 1 to 256 tokens where NVRTC is there. The latter have a model of their own
-(`device/stream_cost.py`), whose cycles come from the simulation. BF16 is predicted by the same model: the best
-of the tiles that cuBLAS may take, which read tokens from L2 again as ours do, but in pairs.
+(`device/stream_cost.py`), whose cycles come from the simulation. BF16 is predicted by
+`device/cost.py`: the best of the tiles that cuBLAS may take, which read tokens from L2 again
+as ours do, but in pairs.
 
 **Simulated, not measured either:** the same divisions of W12 with Triton, instruction by
 instruction, from the machine code and its control codes (`python benchmarks/gpu.py simulate`). Once
@@ -276,10 +277,9 @@ _STREAMED = """### The kernels in CUDA C++
 On Hopper, where NVRTC and a driver are there (`device/stream.py`), products take the kernels in
 CUDA C++ with up to 32 tokens, so that all small batches add in the same order, and with 33 to 256
 where they are predicted to be faster than decoding first. This table says which way an untuned
-product with W12 then takes. **Predicted and simulated,
-not yet measured on a GPU** (`python benchmarks/gpu.py simulate --stream`): after a kernel that ends
-first, and after one that lets them start early. A division is
-rows/tokens/stages of weights/stages of tokens/cluster/splits.
+product with W12 then takes. **Predicted and simulated, not yet measured on a GPU** (`python
+benchmarks/gpu.py simulate --stream`): after a kernel that ends first, and after one that lets them
+start early. A division is rows/tokens/stages of weights/stages of tokens/cluster/splits.
 """
 
 
