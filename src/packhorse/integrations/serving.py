@@ -36,6 +36,7 @@ __all__ = [
     "is_packed_layer",
     "multiply",
     "pack_layer",
+    "refusing_config",
     "require_version",
     "unpack_layer",
     "warm_up",
@@ -341,3 +342,42 @@ def require_version(
         f"this release of packhorse supports {what} {supported}, not {found}: install another "
         "release of one of them, or serve the plain model without --quantization packhorse"
     )
+
+
+def refusing_config(base: Any, reason: str) -> type:
+    """A method that raises an error when a model asks for it; other models are not affected.
+
+    Args:
+        base: the server's class `QuantizationConfig`.
+        reason: the message of the `CompatibilityError`.
+    """
+
+    class RefusedConfig(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            raise CompatibilityError(reason)
+
+        @classmethod
+        def from_config(cls, config: dict[str, Any]) -> Any:
+            return cls()
+
+        def get_name(self) -> str:
+            return METHOD
+
+        def get_supported_act_dtypes(self) -> list[Any]:
+            return []
+
+        @classmethod
+        def get_min_capability(cls) -> int:
+            return 0
+
+        @staticmethod
+        def get_config_filenames() -> list[str]:
+            return []
+
+        def get_quant_method(self, layer: Any, prefix: str) -> None:
+            return None
+
+        def get_scaled_act_names(self) -> list[str]:  # SGLang asks for it, too
+            return []
+
+    return RefusedConfig

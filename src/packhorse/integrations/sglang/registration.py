@@ -11,7 +11,7 @@ from typing import Any
 
 from packhorse.device.model_config import METHOD
 from packhorse.errors import CompatibilityError
-from packhorse.integrations.serving import require_version
+from packhorse.integrations.serving import refusing_config, require_version
 
 __all__ = ["NEWEST", "OLDEST", "register"]
 
@@ -23,6 +23,7 @@ def register() -> None:
     """Adds the method to SGLang's tables, and the hook to its loader."""
     choices: Any = import_module("sglang.srt.arg_groups.choices")
     quantization: Any = import_module("sglang.srt.layers.quantization")
+    base: Any = import_module("sglang.srt.layers.quantization.base_config").QuantizationConfig
     hooks: Any = import_module("sglang.srt.plugins.hook_registry")
     version = str(import_module("sglang.version").__version__)
     try:
@@ -30,9 +31,12 @@ def register() -> None:
         config = import_module("packhorse.integrations.sglang.config")
         method, hook = config.PackhorseSglangConfig, config.read_packed
     except CompatibilityError as error:
-        method, hook = _refusing(str(error)), None
+        method, hook = refusing_config(base, str(error)), None
     except (ImportError, AttributeError) as error:
-        method, hook = _refusing(f"SGLang {version} lacks what packhorse needs: {error}"), None
+        method, hook = (
+            refusing_config(base, f"SGLang {version} lacks what packhorse needs: {error}"),
+            None,
+        )
     is_new = METHOD not in quantization.QUANTIZATION_METHODS
     for table in (quantization.QUANTIZATION_METHODS, quantization.CPU_QUANTIZATION_METHODS):
         table[METHOD] = method
@@ -41,38 +45,3 @@ def register() -> None:
     choices.add_quantization_method_choices([METHOD])
     if hook is not None:
         hooks.HookRegistry.register(_LOADING, hook, hooks.HookType.BEFORE)
-
-
-def _refusing(reason: str) -> type:
-    """A method that raises an error when a model asks for it."""
-    base: Any = import_module("sglang.srt.layers.quantization.base_config")
-
-    class RefusedConfig(base.QuantizationConfig):  # type: ignore[misc]
-        def __init__(self) -> None:
-            raise CompatibilityError(reason)
-
-        @classmethod
-        def from_config(cls, config: dict[str, Any]) -> Any:
-            return cls()
-
-        def get_name(self) -> str:
-            return METHOD
-
-        def get_supported_act_dtypes(self) -> list[Any]:
-            return []
-
-        @classmethod
-        def get_min_capability(cls) -> int:
-            return 0
-
-        @staticmethod
-        def get_config_filenames() -> list[str]:
-            return []
-
-        def get_quant_method(self, layer: Any, prefix: str) -> None:
-            return None
-
-        def get_scaled_act_names(self) -> list[str]:
-            return []
-
-    return RefusedConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 from packhorse.device.model_config import METHOD
 from packhorse.errors import CompatibilityError
-from packhorse.integrations.serving import require_version
+from packhorse.integrations.serving import refusing_config, require_version
 
 __all__ = ["NEWEST", "OLDEST", "register"]
 
@@ -23,44 +23,17 @@ OLDEST, NEWEST = (0, 32), (0, 33)
 def register() -> None:
     """Adds the method to vLLM's table."""
     quantization: Any = import_module("vllm.model_executor.layers.quantization")
+    base: Any = import_module(
+        "vllm.model_executor.layers.quantization.base_config"
+    ).QuantizationConfig
     vllm: Any = import_module("vllm")
     try:
         require_version("vLLM", str(vllm.__version__), OLDEST, NEWEST)
         config = import_module("packhorse.integrations.vllm.config").PackhorseVllmConfig
     except CompatibilityError as error:
-        config = _refusing(str(error))
+        config = refusing_config(base, str(error))
     except (ImportError, AttributeError) as error:
-        config = _refusing(f"vLLM {vllm.__version__} does not have what packhorse needs: {error}")
+        config = refusing_config(
+            base, f"vLLM {vllm.__version__} does not have what packhorse needs: {error}"
+        )
     quantization.register_quantization_config(METHOD)(config)
-
-
-def _refusing(reason: str) -> type:
-    """A method that raises an error when a model asks for it."""
-    base: Any = import_module("vllm.model_executor.layers.quantization.base_config")
-
-    class RefusedConfig(base.QuantizationConfig):  # type: ignore[misc]
-        def __init__(self) -> None:
-            raise CompatibilityError(reason)
-
-        @classmethod
-        def from_config(cls, config: dict[str, Any]) -> Any:
-            return cls()
-
-        def get_name(self) -> str:
-            return METHOD
-
-        def get_supported_act_dtypes(self) -> list[Any]:
-            return []
-
-        @classmethod
-        def get_min_capability(cls) -> int:
-            return 0
-
-        @staticmethod
-        def get_config_filenames() -> list[str]:
-            return []
-
-        def get_quant_method(self, layer: Any, prefix: str) -> None:
-            return None
-
-    return RefusedConfig
