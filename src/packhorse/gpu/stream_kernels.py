@@ -59,8 +59,8 @@ class _Loaded(NamedTuple):
 def stream_source() -> str:
     """The source of both kernels."""
     folder = Path(packhorse.kernels.__file__).parent
-    names = ("stream_common.cu", "stream_tokens.cu", "stream_product.cu")
-    return "\n".join((folder / name).read_text() for name in names)
+    names = ("common", "tokens", "units", "few", "many", "product")
+    return "\n".join((folder / f"stream_{name}.cu").read_text() for name in names)
 
 
 class StreamKernels:

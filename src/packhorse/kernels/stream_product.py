@@ -1,5 +1,5 @@
 """Products of 1 to 256 tokens with a packed weight on Hopper, by kernels in CUDA C++
-(`stream_common.cu`, `stream_tokens.cu`, `stream_product.cu`): y = x W^T + bias.
+(`stream_*.cu`): y = x W^T + bias.
 
 One warp of a program does nothing but fetch weights, so the memory is busy while other warps decode
 and multiply, and even while the kernel before ends. Triton cannot express that. A first small
