@@ -28,6 +28,7 @@ POINTERS = {
     "starts_ptr": "*i32",
     "exceptions_ptr": "*i32",
     "x_ptr": "*bf16",
+    "by_column_ptr": "*bf16",
     "bias_ptr": "*bf16",
     "y_ptr": "*bf16",
     "out_ptr": "*bf16",
@@ -82,6 +83,7 @@ def compile_matmul(
     even: bool = True,
     bias: bool = False,
     early: bool = False,
+    by_column: bool = False,
     loose: Collection[str] = LOOSE,
 ) -> "triton.compiler.CompiledKernel":
     """Compile the product.
@@ -93,6 +95,7 @@ def compile_matmul(
         even: whether no turn reaches beyond a slice, and no column is padding.
         bias: whether there is a bias.
         early: whether the kernel starts before the one before it ends.
+        by_column: whether exceptions gather tokens that lie by columns.
         loose: as for `compile_kernel`.
     """
     constants = {
@@ -109,6 +112,7 @@ def compile_matmul(
         "ASSEMBLY": True,
         "UPCAST": False,
         "EARLY": max(config.n_stages - 1, 1) if early else 0,
+        **({"BY_COLUMN": True} if by_column else {"by_column_ptr": None}),
     }
     return compile_kernel(
         multiply_weights_kernel,

@@ -14,7 +14,7 @@ FEW = [
     Case("few", "W12", (32, 8, 32, 4, 1, 4, 1), 64, 512, 8, early=True),
     Case("few", "W12", (16, 8, 64, 2, 2, 3, 2), 77, 1000, 13, bias=True),
     Case("few", "W12", (32, 32, 32, 4, 1, 3, 3), 100, 512, 31, early=True),
-    Case("few", "W11", (32, 16, 32, 4, 1, 3, 1), 50, 600, 40, early=True),
+    Case("few", "W11", (32, 16, 32, 4, 1, 3, 1), 50, 600, 40, early=True, by_column=True),
     Case("few", "W11", (16, 8, 16, 8, 2, 2, 1), 33, 1032, 1, bias=True),
 ]
 DECODE = [

@@ -13,6 +13,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from tests.ptx.program import parse
 from packhorse.errors import MissingBackendError
 from packhorse.gpu.nvrtc import compiler
 
+AnyCase = Case | stream.StreamCase
 RUN = [
     *(
         Case("few", "W12", (32, 8, 32, 4, 1, 4, 1), 100, 500, n, bias=True, early=True)
@@ -40,10 +43,15 @@ RUN = [
     *(Case("few", "W11", (32, 8, 32, 4, 1, 3, 1), 100, 1030, n, early=True) for n in (1, 8, 40)),
     Case("few", "W11", (16, 16, 64, 2, 2, 4, 1), 64, 4096, 13, bias=True),
     Case("few", "W11", (32, 8, 32, 2, 1, 3, 2), 65, 700, 8, bias=True, early=True),
+    *(
+        Case("few", form, (32, 16, 32, 4, 1, 3, 1), 50, 1024, 20, early=True, by_column=True)
+        for form in ("W12", "W11")
+    ),
     *(Case("decode", form, (), 70, n, 0) for form in ("W12", "W11") for n in (1, 63, 999, 4100)),
     *(Case("decode", form, (), 70, 2100, 9) for form in ("W12", "W11")),
     *(Case("decode", form, (), 64, 1024, 0, patterns=True) for form in ("W12", "W11")),
 ]
+STREAM_RUN = [*stream.CASES, *stream.default_cases()]
 DAMAGED = [
     Case("few", "W12", (32, 8, 32, 4, 1, 4, 1), 64, 1024, 8, early=True),
     Case("few", "W11", (32, 16, 32, 4, 1, 3, 1), 50, 2100, 20, early=True),
@@ -51,59 +59,65 @@ DAMAGED = [
 ]
 
 
-def run_all(cases: list[Case], folder: Path) -> int:
-    """Runs cases in all ways; returns how many are wrong."""
-    emulation, n_wrong = Emulation(cases, folder), 0
-    for case in cases:
-        begin, results, said = time.process_time(), [], "right"
-        try:
-            for way in WAYS:
-                results.append(emulation.run(case, **way, track=True))
-                if not is_right(case, results[-1]):
-                    said = f"WRONG when {way}"
-            if not all(np.array_equal(result, results[0]) for result in results):
-                said = "DIFFERENT in different ways"
-        except Fault as fault:
-            said = f"FAULT: {fault}"
-        n_wrong += said != "right"
-        print(f"{case.name}: {said} ({time.process_time() - begin:.1f} s)", flush=True)
+def _said(run: Callable[..., np.ndarray], is_right: Callable[[np.ndarray], bool]) -> str:
+    """Runs a kernel in all ways; returns what is wrong, or "right"."""
+    results = []
+    try:
+        for way in WAYS:
+            results.append(run(**way, track=True))
+            if not is_right(results[-1]):
+                return f"WRONG when {way}"
+    except Fault as fault:
+        return f"FAULT: {fault}"
+    same = all(np.array_equal(result, results[0]) for result in results)
+    return "right" if same else "DIFFERENT in different ways"
+
+
+def _check(case: AnyCase, emulation: Emulation | None = None) -> tuple[str, float]:
+    """What is said of a case, and the seconds it took."""
+    begin = time.process_time()
+    with np.errstate(all="ignore"):
+        if isinstance(case, stream.StreamCase):
+            said = _said(partial(stream.run_stream, case), partial(stream.is_right, case))
+        else:
+            assert emulation is not None
+            said = _said(partial(emulation.run, case), partial(is_right, case))
+    return said, time.process_time() - begin
+
+
+def run_all(cases: list[Case], stream_cases: list[stream.StreamCase], folder: Path) -> int:
+    """Runs cases in all ways, on all cores; returns how many are wrong."""
+    with ProcessPoolExecutor() as pool:
+        found = [pool.submit(_check, case) for case in stream_cases]
+        if cases:
+            emulation = Emulation(cases, folder)  # Triton compiles while the others run
+            found += [pool.submit(_check, case, emulation) for case in cases]
+        n_wrong = 0
+        for case, future in zip([*stream_cases, *cases], found, strict=True):
+            said, seconds = future.result()
+            n_wrong += said != "right"
+            print(f"{case.name}: {said} ({seconds:.1f} s)", flush=True)
     return n_wrong
 
 
-def run_stream_all(words: list[str]) -> int:
-    """Runs the kernels in CUDA C++, if there is NVRTC; returns how many are wrong."""
-    n_wrong = 0
+def _compilable(cases: list[stream.StreamCase]) -> list[stream.StreamCase]:
+    """The cases; none without NVRTC."""
     try:
         compiler()
     except MissingBackendError as error:
-        print(f"not run: {error}")
-        return 0
-    for case in stream.CASES:
-        if all(word in case.name for word in words):
-            results = [stream.run_stream(case, **way, track=True) for way in WAYS]
-            same = all(np.array_equal(result, results[0]) for result in results)
-            right = same and stream.is_right(case, results[0])
-            n_wrong += not right
-            print(f"{case.name}: {'right' if right else 'WRONG'}", flush=True)
-    return n_wrong
-
-
-def _stream_cases(words: list[str]) -> list[stream.StreamCase]:
-    """Those to damage; none without NVRTC."""
-    try:
-        compiler()
-    except MissingBackendError as error:
-        print(f"not run: {error}", file=sys.stderr)
+        print(f"the kernels in CUDA C++ are not run: {error}", file=sys.stderr)
         return []
-    return [case for case in stream.DAMAGED if all(word in case.name for word in words)]
+    return cases
 
 
-def damage_all(cases: list[Case], words: list[str], folder: Path, *, verbose: bool) -> None:
+def damage_all(
+    cases: list[Case], stream_cases: list[stream.StreamCase], folder: Path, *, verbose: bool
+) -> None:
     """Damages kernels, and prints how much of it is noticed."""
     emulation = Emulation(cases, folder)
     print("| kernel | damage | noticed |\n|---|---|---|")
     total: Counter[bool] = Counter()
-    for case in [*cases, *_stream_cases(words)]:
+    for case in [*cases, *stream_cases]:
         seen: Counter[tuple[str, bool]] = Counter()
         is_stream = isinstance(case, stream.StreamCase)
         text = stream.stream_ptx(case) if is_stream else emulation.compiled(case.key()).ptx
@@ -133,17 +147,23 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="words that a kernel's name must have")
     parser.add_argument("--verbose", action="store_true", help="print each damage")
     arguments = parser.parse_args()
-    cases = RUN if arguments.form == "run" else DAMAGED
-    chosen = [case for case in cases if all(word in case.name for word in arguments.words)]
+    is_run = arguments.form == "run"
+
+    def chosen(cases: list) -> list:
+        return [case for case in cases if all(word in case.name for word in arguments.words)]
+
+    cases = chosen(RUN if is_run else DAMAGED)
+    stream_cases = _compilable(chosen(STREAM_RUN if is_run else stream.DAMAGED))
     with tempfile.TemporaryDirectory() as folder, np.errstate(all="ignore"):
-        if arguments.form == "mutations":
-            damage_all(chosen, arguments.words, Path(folder), verbose=arguments.verbose)
+        if not is_run:
+            damage_all(cases, stream_cases, Path(folder), verbose=arguments.verbose)
             return 0
         begin = time.perf_counter()
-        n_wrong = run_all(chosen, Path(folder)) + run_stream_all(arguments.words)
-        cpu = time.process_time() + os.times().children_user
+        n_wrong = run_all(cases, stream_cases, Path(folder))
+        used = os.times()
         print(
-            f"{len(chosen)} kernels, {n_wrong} wrong; {cpu:.0f} s of processor time, "
+            f"{len(cases) + len(stream_cases)} kernels, {n_wrong} wrong; "
+            f"{used.user + used.children_user:.0f} s of processor time, "
             f"{time.perf_counter() - begin:.0f} s"
         )
     return 1 if n_wrong else 0

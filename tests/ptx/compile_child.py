@@ -28,9 +28,15 @@ def compile_case(case: Case) -> object:
             gather=case.n_tokens > 0,
             loose=case.loose,
         )
-    how = {"even": case.is_even, "bias": case.bias, "loose": case.loose}
     return compile_matmul(
-        format, MatmulConfig(*case.division), ARCHITECTURE, early=case.early, **how
+        format,
+        MatmulConfig(*case.division),
+        ARCHITECTURE,
+        even=case.is_even,
+        bias=case.bias,
+        early=case.early,
+        by_column=case.by_column,
+        loose=case.loose,
     )
 
 

@@ -55,6 +55,7 @@ class Case:
         n_rows, n_columns, n_tokens: sizes. For "decode" of some rows, tokens are rows.
         bias: whether there is a bias.
         early: whether the kernel starts before the one before it has ended.
+        by_column: whether exceptions gather tokens that lie by columns.
         patterns: the weight has all 65,536 patterns of bits; it must be 64 x 1024.
     """
 
@@ -66,12 +67,14 @@ class Case:
     n_tokens: int
     bias: bool = False
     early: bool = False
+    by_column: bool = False
     patterns: bool = False
 
     @property
     def name(self) -> str:
         shape = f"{self.n_rows}x{self.n_columns} {self.n_tokens} tokens"
-        extra = " bias" * self.bias + " early" * self.early + " patterns" * self.patterns
+        names = ("bias", "early", "by_column", "patterns")
+        extra = "".join(f" {name}" for name in names if getattr(self, name))
         return f"{self.kind} {self.format} {'/'.join(map(str, self.division))} {shape}{extra}"
 
     @property
@@ -101,7 +104,7 @@ class Case:
         if self.kind == "decode":
             sizes = (self.block_steps, self.n_tokens > 0)
         else:
-            sizes = (*self.division, self.is_even, self.bias, self.early)
+            sizes = (*self.division, self.is_even, self.bias, self.early, self.by_column)
         return json.dumps([self.kind, self.format, *sizes, self.loose])
 
 
@@ -221,7 +224,11 @@ def _multiply(case: Case, compiled: Compiled, data: Data, how: dict) -> np.ndarr
     pointers = [memory.add("tokens", data.tokens, dependent=True)]
     pointers += [memory.add(name, getattr(data.arrays, name)) for name in _ARRAYS]
     pointers += [memory.add("bias", data.bias), memory.add("sums", out, dependent=True)]
-    arguments = [*pointers, case.n_tokens, case.n_rows, case.n_columns, case.n_steps, 0, 0]
+    arguments = [*pointers, case.n_tokens, case.n_rows, case.n_columns, case.n_steps]
+    if case.by_column:
+        by_column = np.ascontiguousarray(data.tokens.T)
+        arguments.append(memory.add("by column", by_column, dependent=True))
+    arguments += [0, 0]
     n_blocks = -(-case.n_rows // (rows * n_tiles)) * -(-case.n_tokens // tokens)
     launch = Launch(
         arguments, (n_blocks, n_splits, 1), compiled.n_warps, compiled.shared_nbytes,

@@ -17,6 +17,7 @@ from packhorse.gpu.stream_kernels import stream_source
 from packhorse.kernels.stream_product import (
     StreamConfig,
     StreamPlan,
+    default_stream_config,
     plan_stream,
     stream_options,
 )
@@ -213,6 +214,20 @@ CASES = [
     StreamCase("W12", StreamConfig(64, 256, 2, 3, cluster=2), 64, 140, 200),
     StreamCase("W11", StreamConfig(64, 64, 2, 3, n_splits=2), 64, 600, 33),
 ]
+
+
+def default_cases() -> list[StreamCase]:
+    """The divisions that a large matrix gets untuned, for each kernel and format, in odd shapes."""
+    cases = []
+    for n_tokens in (1, 8, 15, 31, 63, 127, 255):
+        n_columns = 523 if n_tokens <= 32 else 140
+        for name, format in WEIGHT_FORMATS.items():
+            config = default_stream_config(28672, 4096, n_tokens, format)
+            n_rows = config.block_rows * config.cluster + 3
+            cases.append(StreamCase(name, config, n_rows, n_columns, n_tokens))
+    return cases
+
+
 # More turns than stages, and several units for each program.
 DAMAGED = [
     StreamCase("W12", StreamConfig(16, 8, 2, 2), 40, 1700, 3, n_clusters=1),
