@@ -285,55 +285,6 @@ def test_what_is_too_large_for_a_gpu_is_decoded_first(monkeypatch: pytest.Monkey
     assert timer(Choice(Strategy.FUSED), 2) == math.inf
 
 
-def without_memory(monkeypatch: pytest.MonkeyPatch) -> tuple[WeightTensors, torch.Tensor]:
-    """A weight and tokens, where there is no memory for a plain weight."""
-
-    def refuse(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16.00 KiB")
-
-    monkeypatch.setattr(products, "decode_weights", refuse)
-    weights = WeightTensors(*map(torch.from_numpy, encode_weights(model_rows(32, 256), W12)))
-    return weights, torch.ones(2, 256).bfloat16()
-
-
-def test_without_memory_for_the_plain_weight_products_go_on_and_say_so_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    weights, x = without_memory(monkeypatch)
-    expected = products.multiply(x, weights, W12, 256, choice=Choice(Strategy.FUSED))
-    with pytest.warns(RuntimeWarning, match="0 MiB left for the plain weight of 32 x 256") as told:
-        found = [
-            products.multiply(x, weights, W12, 256, choice=Choice(Strategy.DECODE))
-            for _ in range(3)
-        ]
-    assert len(told) == 1
-    assert all(torch.equal(y, expected) for y in found)
-
-
-def test_without_memory_the_kernels_for_hopper_are_taken_where_they_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The launcher is the test's own, because there is no GPU here."""
-    weights, x = without_memory(monkeypatch)
-    expected = torch.zeros(2, 32).bfloat16()
-    monkeypatch.setattr(products, "is_ready", lambda _: True)
-    monkeypatch.setitem(products.LAUNCHERS, Strategy.STREAM, lambda *_, **__: expected)
-    with pytest.warns(RuntimeWarning, match="left for the plain weight"):
-        y = products.multiply(x, weights, W12, 256, choice=Choice(Strategy.DECODE))
-    assert torch.equal(y, expected)
-
-
-def test_without_memory_a_capture_ends_with_one_clear_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Captures need a GPU, so here one only seems to be under way."""
-    weights, x = without_memory(monkeypatch)
-    monkeypatch.setattr(products, "_is_capturing", lambda _: True)
-    monkeypatch.setattr(products, "LAUNCHERS", {})  # another product would be a second error
-    with pytest.raises(torch.OutOfMemoryError, match=r"captured.*batches of fewer tokens"):
-        products.multiply(x, weights, W12, 256, choice=Choice(Strategy.DECODE))
-
-
 class WallTimer(ProductTimer):
     """The timer with the clock of a host: it times the interpreter, so its times mean nothing."""
 

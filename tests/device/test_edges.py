@@ -26,9 +26,7 @@ from packhorse.device import (
     operators,
     pack_model_,
     pack_weight,
-    products,
 )
-from packhorse.device.strategy import Choice, Strategy
 from packhorse.errors import CorruptionError
 
 Layer = Callable[[Tensor], Tensor]
@@ -310,29 +308,6 @@ def test_packing_twice_reports_what_there_is() -> None:
     assert [left.reason for left in again.left] == ["is packed already"]
     assert again.left[0].nbytes == first.packed[0].nbytes
     assert again.plain_nbytes == again.nbytes == first.nbytes < first.plain_nbytes
-
-
-@pytest.mark.parametrize("format", ["W12", "W11"])
-def test_without_memory_for_the_plain_weight_it_is_decoded_in_the_product(
-    format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernels run in Triton's interpreter; a test without a GPU cannot exhaust a GPU's
-    memory."""
-    weight = layers(n_rows=20)[0].weight.data
-    weight[3, 5] = 1e-30
-    packed = pack_weight(weight, format)
-    x = inputs(3, 96)  # as if they were many
-    monkeypatch.setattr(products, "choose", lambda *_: Choice(Strategy.DECODE))
-
-    def refuse(*_: object) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(products, "decode_weights", refuse)
-    monkeypatch.setattr(products, "SHORT_OF_MEMORY", set())  # which is told once for a shape
-    with pytest.warns(RuntimeWarning, match="no 0 MiB left for the plain weight of 20 x 96"):
-        y = products.multiply(x, packed.arrays, packed.format, 96)
-    exact = x.double() @ weight.double().T
-    assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
 
 
 # Several processes.

@@ -15,6 +15,7 @@ import torch
 
 from packhorse.device.autotune import expect_order, tune
 from packhorse.device.cost import predict_plain
+from packhorse.device.shortage import forget_shortages
 from packhorse.device.strategy import INVARIANT_TOKENS, Choice, Strategy, bucket_of
 from packhorse.device.stream import is_ready, prepare, waits_for_capture
 from packhorse.device.stream_cost import predict_stream, stream_candidates
@@ -32,7 +33,7 @@ __all__ = ["SHORT_OF_MEMORY", "TOO_LARGE", "choose", "expect", "forget_choices",
 
 # Choices that did not fit on a GPU, with their format.
 TOO_LARGE: set[tuple[Choice, str, torch.device]] = set()
-# Matrices (rows and columns) whose plain weight once did not fit on a GPU.
+# Matrices (rows and columns) whose plain weight once did not fit on a GPU, which was said.
 SHORT_OF_MEMORY: set[tuple[int, int, torch.device]] = set()
 
 _EXPECTED: dict[tuple[int, int, int, str, str, int | None], tuple[Measured, bool]] = {}
@@ -187,3 +188,4 @@ def forget_choices() -> None:
     _EXPECTED.clear()
     TOO_LARGE.clear()
     SHORT_OF_MEMORY.clear()
+    forget_shortages()

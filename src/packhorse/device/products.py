@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from packhorse.device.choices import SHORT_OF_MEMORY, TOO_LARGE, choose
+from packhorse.device.shortage import SHORTAGES, may_fit, note_shortage
 from packhorse.device.strategy import Choice, Strategy
 from packhorse.device.stream import is_ready, multiply_stream
 from packhorse.kernels.arrays import ALIGNMENT, WeightTensors
@@ -56,12 +57,15 @@ def multiply(
     if choice is None:
         choice = choose(n_rows, n_columns, n_tokens, format, x.device)
     if choice.strategy is Strategy.DECODE:
-        try:
-            return F.linear(x, decode_weights(weights, format, n_columns), bias)
-        except torch.OutOfMemoryError as error:
-            if _is_capturing(x.device):  # the capture is void: nothing can go on
-                raise torch.OutOfMemoryError(_capture_failed(n_rows, n_columns)) from error
-            choice = _choose_without_memory(n_rows, n_columns, x.device)
+        nbytes = 2 * n_rows * n_columns
+        if not SHORTAGES or may_fit(nbytes, x.device):
+            try:
+                return F.linear(x, decode_weights(weights, format, n_columns), bias)
+            except torch.OutOfMemoryError as error:
+                if _is_capturing(x.device):  # the capture is void: nothing can go on
+                    raise torch.OutOfMemoryError(_capture_failed(n_rows, n_columns)) from error
+                note_shortage(nbytes, x.device)
+        choice = _choose_without_memory(n_rows, n_columns, x.device)
     flat = x.reshape(n_tokens, n_columns).contiguous()
     if flat.data_ptr() % ALIGNMENT:  # Triton would compile once more, perhaps in a capture
         flat = flat.clone()
