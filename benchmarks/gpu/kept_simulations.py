@@ -1,24 +1,43 @@
-"""The kept figures of simulated products: `benchmarks/results/gpu/simulated.json`.
+"""The kept figures of simulated products in `benchmarks/results/gpu/`.
+
+`simulated.json` has those of the Triton kernels, `simulated_stream.json` those of the kernels with
+warps that fetch.
 
 They are read where they are printed beside predictions, without Triton.
 """
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-__all__ = ["PATH", "Agreement", "Kept", "Row", "read", "simulated_seconds", "write"]
+__all__ = [
+    "PATH",
+    "STREAM_PATH",
+    "Agreement",
+    "Kept",
+    "Row",
+    "StreamRow",
+    "read",
+    "read_streams",
+    "simulated_seconds",
+    "write",
+    "write_streams",
+]
 
-PATH = Path(__file__).resolve().parents[1] / "results" / "gpu" / "simulated.json"
+_FOLDER = Path(__file__).resolve().parents[1] / "results" / "gpu"
+PATH = _FOLDER / "simulated.json"
+STREAM_PATH = _FOLDER / "simulated_stream.json"
 KIND = "simulated"
+_STREAM_KIND = "simulated stream"
 
 
 @dataclass(frozen=True)
-class Row:
+class _Product:
     """A product that was predicted and simulated. Times are seconds.
 
     Attributes:
@@ -27,15 +46,11 @@ class Row:
         n_columns: its columns.
         n_tokens: vectors that it is multiplied with.
         format: name of the weight's format.
-        division: the fields of a `MatmulConfig`.
+        division: the fields of a `MatmulConfig` or `StreamConfig`.
         plain: the predicted time of a product with the BF16 weight.
         predicted: by the model of time.
         simulated: by the simulation.
         early: the same if the kernel starts before the one before it ends.
-        programs: of the product.
-        resident: programs that a multiprocessor runs at once.
-        registers: of a thread.
-        issue: instructions that a scheduler of the busiest multiprocessor issued in a cycle.
     """
 
     matrix: str
@@ -48,10 +63,6 @@ class Row:
     predicted: float
     simulated: float
     early: float
-    programs: int
-    resident: int
-    registers: int
-    issue: float
 
     def __str__(self) -> str:
         times = (self.predicted, self.simulated, self.early)
@@ -59,6 +70,27 @@ class Row:
         cells += [f"{self.plain * 1e6:.1f}"]
         cells += [f"{t * 1e6:.1f} ({self.plain / t:.2f})" for t in times]
         return f"| {' | '.join(map(str, cells))} |"
+
+
+class StreamRow(_Product):
+    """A product by the kernels with warps that fetch."""
+
+
+@dataclass(frozen=True)
+class Row(_Product):
+    """A product by a Triton kernel.
+
+    Attributes:
+        programs: of the product.
+        resident: programs that a multiprocessor runs at once.
+        registers: of a thread.
+        issue: instructions that a scheduler of the busiest multiprocessor issued in a cycle.
+    """
+
+    programs: int
+    resident: int
+    registers: int
+    issue: float
 
 
 @dataclass(frozen=True)
@@ -147,13 +179,23 @@ class Kept:
 
 def write(kept: Kept, path: Path = PATH) -> None:
     """Keeps the figures, with the date and the command."""
+    _write(KIND, "python benchmarks/gpu.py simulate --write", asdict(kept), path)
+
+
+def write_streams(rows: Sequence[StreamRow], path: Path = STREAM_PATH) -> None:
+    """Keeps the figures of the kernels with warps that fetch."""
+    kept = {"rows": [asdict(row) for row in rows]}
+    _write(_STREAM_KIND, "python benchmarks/gpu.py simulate --stream --write", kept, path)
+
+
+def _write(kind: str, command: str, kept: dict[str, Any], path: Path) -> None:
     head = {
-        "kind": KIND,
+        "kind": kind,
         "device": "NVIDIA H200, simulated",
         "date": datetime.now(UTC).date().isoformat(),
-        "command": "python benchmarks/gpu.py simulate --write",
+        "command": command,
     }
-    path.write_text(json.dumps({**head, **asdict(kept)}, indent=1) + "\n")
+    path.write_text(json.dumps({**head, **kept}, indent=1) + "\n")
 
 
 def read(path: Path = PATH) -> Kept:
@@ -162,12 +204,25 @@ def read(path: Path = PATH) -> Kept:
     Raises:
         ValueError: the file has figures of another kind.
     """
+    kept = _read(KIND, path)
+    rows, compared = ([Row(**row) for row in kept[name]] for name in ("rows", "compared"))
+    return Kept(kept["triton"], rows, compared, Agreement(**kept["agreement"]))
+
+
+def read_streams(path: Path = STREAM_PATH) -> list[StreamRow]:
+    """The kept figures of the kernels with warps that fetch.
+
+    Raises:
+        ValueError: the file has figures of another kind.
+    """
+    return [StreamRow(**row) for row in _read(_STREAM_KIND, path)["rows"]]
+
+
+def _read(kind: str, path: Path) -> Any:
     kept = json.loads(path.read_text())
-    if kept.get("kind") != KIND:
-        raise ValueError(f"{path} has figures of kind {kept.get('kind')!r}, not {KIND!r}")
-    return Kept(
-        kept["triton"], _rows(kept["rows"]), _rows(kept["compared"]), Agreement(**kept["agreement"])
-    )
+    if kept.get("kind") != kind:
+        raise ValueError(f"{path} has figures of kind {kept.get('kind')!r}, not {kind!r}")
+    return kept
 
 
 def simulated_seconds(
@@ -182,19 +237,17 @@ def simulated_seconds(
         format: name of the weight's format.
         choice: how it runs, as tables print it: "fused 16/8/64/4/1/4/1".
     """
-    return _by_choice(PATH).get((n_rows, n_columns, n_tokens, format, choice))
+    return _by_choice().get((n_rows, n_columns, n_tokens, format, choice))
 
 
 @cache
-def _by_choice(path: Path) -> dict[tuple[int, int, int, str, str], float]:
-    kept = read(path)
+def _by_choice() -> dict[tuple[int, int, int, str, str], float]:
+    kept = read()
+    products: list[tuple[str, _Product]] = [("stream", row) for row in read_streams()]
+    products += [("fused", row) for row in (*kept.compared, *kept.rows)]
     return {
-        (r.n_rows, r.n_columns, r.n_tokens, r.format, f"fused {'/'.join(map(str, r.division))}"): (
+        (r.n_rows, r.n_columns, r.n_tokens, r.format, f"{way} {'/'.join(map(str, r.division))}"): (
             r.early
         )
-        for r in (*kept.compared, *kept.rows)
+        for way, r in products
     }
-
-
-def _rows(rows: Iterable[dict[str, object]]) -> list[Row]:
-    return [Row(**row) for row in rows]  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import kept_simulations
-from benchmarks.gpu.kept_streams import StreamRow, read_streams
+from benchmarks.gpu.kept_simulations import StreamRow, read_streams
 from packhorse.device.autotune import tune
 from packhorse.device.cost import predict_decode, predict_plain
 from packhorse.device.strategy import INVARIANT_TOKENS, bucket_of

@@ -20,7 +20,7 @@ from functools import cache
 
 from benchmarks.gpu import issue
 from benchmarks.gpu.issue import N_SCHEDULERS, Memory, Step
-from benchmarks.gpu.kept_streams import StreamRow, write_streams
+from benchmarks.gpu.kept_simulations import StreamRow, write_streams
 from benchmarks.gpu.machine_code import Instruction, MachineCode, disassemble, parse_listing
 from benchmarks.gpu.predictions import H200, MODELS, Shape
 from packhorse.device.cost import EXCEPTION_RATES, predict_plain, processor_bandwidth

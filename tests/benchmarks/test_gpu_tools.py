@@ -17,6 +17,8 @@ import torch
 from benchmarks.gpu import device, kept_simulations, parts, products, reading, tools, wheels
 from benchmarks.gpu.checks import WrongError
 from packhorse.device.product_check import ExactProduct, WrongProductWarning
+from packhorse.device.strategy import Choice, Strategy
+from packhorse.kernels.stream_product import StreamConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 RIGHT = "256x1024x8 fused right\n256x1024x8 decode right\n"
@@ -187,6 +189,10 @@ def test_simulated_times_stand_beside_measured_ones(capsys: pytest.CaptureFixtur
     ):
         found = parts.table_row(shape, kept.n_tokens, way, text, 4e-6, 3e-6, 5e-6, 1.5)
         assert found["simulated"] == seconds
+    stream = kept_simulations.read_streams()[0]
+    size = stream.n_rows, stream.n_columns, stream.n_tokens, stream.format
+    text = parts.describe_choice(Choice(Strategy.STREAM, StreamConfig(*stream.division)))
+    assert kept_simulations.simulated_seconds(*size, text) == stream.early
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[6:8] for line in lines] == [
         ["3.0", f"{kept.early * 1e6:.1f}"],

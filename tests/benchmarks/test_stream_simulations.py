@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.kept_streams import StreamRow, read_streams
+from benchmarks.gpu.kept_simulations import StreamRow, read_streams
 from benchmarks.gpu.predictions import H200, MODELS
 from packhorse.device.cost import predict_decode, predict_plain
 from packhorse.device.stream_cost import predict_stream, stream_candidates
