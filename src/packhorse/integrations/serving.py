@@ -26,22 +26,26 @@ from packhorse.device.formats import (
 from packhorse.device.model_config import METHOD
 from packhorse.device.packed_arrays import pack_arrays
 from packhorse.device.packed_buffer import BufferShape, arrays_of, to_buffer
-from packhorse.errors import CompatibilityError
+from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.layout import MAX_WEIGHT_COLUMNS, WEIGHT_FORMATS, WEIGHT_VERSION
 
 __all__ = [
+    "CommonConfig",
     "PackingTotals",
     "ServingOptions",
     "embed",
+    "incomplete_weight",
     "is_packed_layer",
     "multiply",
     "pack_layer",
     "refusing_config",
+    "require_platform",
     "require_version",
     "unpack_layer",
     "warm_up",
 ]
 
+_MIN_CAPABILITY = 80  # of a GPU that multiplies BF16
 _KEYS = ("format", "modules_to_not_convert", "lm_head", "embeddings", "for_tokens")
 _SHAPE = (
     "packhorse_shape"  # an attribute of packed layers: a tuple, which compilers take as constant
@@ -318,6 +322,58 @@ def warm_up(layer: nn.Module, sizes: Iterable[int], done: set[Any]) -> None:
             multiply(layer, x)  # layers of several processes add the bias later
 
 
+def incomplete_weight(name: str) -> CorruptionError:
+    """The error for a layer whose weight the checkpoint does not have, or not all of it."""
+    return CorruptionError(
+        f"{name}.weight: the checkpoint does not have all of it: get the missing files, or the "
+        "config.json that belongs to them"
+    )
+
+
+class CommonConfig:
+    """Answers of the method that are the same for both servers. It stands before the server's own
+    class `QuantizationConfig` among the bases."""
+
+    def get_name(self) -> str:
+        """The name of the method."""
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """BF16 alone; the server refuses others."""
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """8.0, as a number; the server refuses older GPUs."""
+        return _MIN_CAPABILITY
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None: options are in config.json, or not given."""
+        return []
+
+    def get_scaled_act_names(self) -> list[str]:
+        """None, because activations stay as they are; SGLang asks."""
+        return []
+
+
+def require_platform(is_known: bool, name: str) -> None:
+    """Refuses all but NVIDIA GPUs and the host.
+
+    Args:
+        is_known: whether the server runs on one of these.
+        name: what it runs on.
+
+    Raises:
+        CompatibilityError: it runs on something else.
+    """
+    if not is_known:
+        raise CompatibilityError(
+            f"packed weights run on NVIDIA GPUs and on CPUs, not on {name}: serve the plain model "
+            "without --quantization packhorse"
+        )
+
+
 def require_version(
     what: str, found: str, oldest: tuple[int, ...], newest: tuple[int, ...]
 ) -> None:
@@ -352,16 +408,13 @@ def refusing_config(base: Any, reason: str) -> type:
         reason: the message of the `CompatibilityError`.
     """
 
-    class RefusedConfig(base):  # type: ignore[misc]
+    class RefusedConfig(CommonConfig, base):  # type: ignore[misc]
         def __init__(self) -> None:
             raise CompatibilityError(reason)
 
         @classmethod
         def from_config(cls, config: dict[str, Any]) -> Any:
             return cls()
-
-        def get_name(self) -> str:
-            return METHOD
 
         def get_supported_act_dtypes(self) -> list[Any]:
             return []
@@ -370,14 +423,7 @@ def refusing_config(base: Any, reason: str) -> type:
         def get_min_capability(cls) -> int:
             return 0
 
-        @staticmethod
-        def get_config_filenames() -> list[str]:
-            return []
-
         def get_quant_method(self, layer: Any, prefix: str) -> None:
             return None
-
-        def get_scaled_act_names(self) -> list[str]:  # SGLang asks for it, too
-            return []
 
     return RefusedConfig

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from packhorse.device.model_config import METHOD
-from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.integrations.packed_folders import plain_tensors
 from packhorse.integrations.serving import (
+    CommonConfig,
     PackingTotals,
     ServingOptions,
+    incomplete_weight,
     is_packed_layer,
     multiply,
     pack_layer,
+    require_platform,
 )
 
 _base: Any = import_module("sglang.srt.layers.quantization.base_config")
@@ -40,11 +41,10 @@ else:
 
 __all__ = ["PackedMethod", "PackhorseSglangConfig", "read_packed"]
 
-_MIN_CAPABILITY = 80  # of a GPU that multiplies BF16
 _OF_SGLANG = ("packed_modules_mapping", "hf_config")  # what SGLang adds to a config
 
 
-class PackhorseSglangConfig(QuantizationConfig):  # type: ignore[misc]
+class PackhorseSglangConfig(CommonConfig, QuantizationConfig):  # type: ignore[misc]
     """What `--quantization packhorse` means for one model.
 
     Attributes:
@@ -63,11 +63,7 @@ class PackhorseSglangConfig(QuantizationConfig):  # type: ignore[misc]
             CompatibilityError: the platform is neither an NVIDIA GPU nor the host.
         """
         super().__init__()
-        if not (_utils.is_cuda() or _utils.is_cpu()):
-            raise CompatibilityError(
-                "packed weights run on NVIDIA GPUs and on CPUs, not on this platform: serve the "
-                "plain model without --quantization packhorse"
-            )
+        require_platform(_utils.is_cuda() or _utils.is_cpu(), "this platform")
         self.options = options or ServingOptions()
         self.totals = PackingTotals()
         self.widths: set[int] = set()
@@ -83,28 +79,6 @@ class PackhorseSglangConfig(QuantizationConfig):  # type: ignore[misc]
         found = cls(ServingOptions.from_config(given))
         found.packed_modules_mapping = config.get("packed_modules_mapping") or {}
         return found
-
-    def get_name(self) -> str:
-        """The name of the method."""
-        return METHOD
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """BF16 alone; SGLang refuses others."""
-        return [torch.bfloat16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """8.0, as a number; SGLang refuses older GPUs."""
-        return _MIN_CAPABILITY
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """None: options are in config.json, or not given."""
-        return []
-
-    def get_scaled_act_names(self) -> list[str]:
-        """None: activations stay as they are."""
-        return []
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """How the weight of a layer is kept.
@@ -171,10 +145,7 @@ class PackedMethod(LinearMethodBase):  # type: ignore[misc]
             return
         n_rows = getattr(layer, "num_org_embeddings_per_partition", layer.weight.shape[0])
         if bool(layer.weight[:n_rows].isnan().any()):
-            raise CorruptionError(
-                f"{self._prefix}.weight: the checkpoint does not have all of it: get the missing "
-                "files, or the config.json that belongs to them"
-            )
+            raise incomplete_weight(self._prefix)
         if self.packs and pack_layer(layer, self.config.options, self.config.totals, self._prefix):
             return
         if hasattr(self._plain, "process_weights_after_loading"):

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from packhorse.device.model_config import METHOD
-from packhorse.errors import CompatibilityError
 from packhorse.integrations.packed_folders import plain_tensors
-from packhorse.integrations.serving import PackingTotals, ServingOptions
+from packhorse.integrations.serving import (
+    CommonConfig,
+    PackingTotals,
+    ServingOptions,
+    require_platform,
+)
 from packhorse.integrations.vllm.methods import (
     PackedEmbeddingMethod,
     PackedLinearMethod,
@@ -38,10 +41,8 @@ else:
 
 __all__ = ["PackhorseVllmConfig"]
 
-_MIN_CAPABILITY = 80  # of a GPU that multiplies BF16
 
-
-class PackhorseVllmConfig(QuantizationConfig):  # type: ignore[misc]
+class PackhorseVllmConfig(CommonConfig, QuantizationConfig):  # type: ignore[misc]
     """What `--quantization packhorse` means for one model.
 
     Attributes:
@@ -60,7 +61,8 @@ class PackhorseVllmConfig(QuantizationConfig):  # type: ignore[misc]
             CompatibilityError: the platform is neither an NVIDIA GPU nor the host.
         """
         super().__init__()
-        _require_platform()
+        platform = _platforms.current_platform
+        require_platform(platform.is_cuda() or platform.is_cpu(), platform.device_name)
         self.options = options or ServingOptions()
         self.totals = PackingTotals()
         self.warmed: set[Any] = set()
@@ -74,24 +76,6 @@ class PackhorseVllmConfig(QuantizationConfig):  # type: ignore[misc]
             ValueError, CompatibilityError: as `ServingOptions.from_config`.
         """
         return cls(ServingOptions.from_config(config))
-
-    def get_name(self) -> str:
-        """The name of the method."""
-        return METHOD
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """BF16 alone; vLLM refuses others."""
-        return [torch.bfloat16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """8.0, as a number; vLLM refuses older GPUs."""
-        return _MIN_CAPABILITY
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """None: options are in config.json, or not given."""
-        return []
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
         """How the weight of a layer is kept.
@@ -141,15 +125,6 @@ def _is_tied() -> bool:
     """Whether the output layer of the model that is being made is its input embedding."""
     model = _config.get_current_vllm_config().model_config
     return bool(getattr(model.hf_text_config, "tie_word_embeddings", False))
-
-
-def _require_platform() -> None:
-    platform = _platforms.current_platform
-    if not (platform.is_cuda() or platform.is_cpu()):
-        raise CompatibilityError(
-            f"packed weights run on NVIDIA GPUs and on CPUs, not on {platform.device_name}: serve "
-            "the plain model without --quantization packhorse"
-        )
 
 
 class _PackedTensors(WeightsMapper):  # type: ignore[misc]

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from packhorse.errors import CorruptionError
 from packhorse.integrations.serving import (
     embed,
+    incomplete_weight,
     is_packed_layer,
     multiply,
     pack_layer,
@@ -94,10 +94,7 @@ class _Packing:
     def _require_all(self, layer: Any) -> None:
         """vLLM itself does not miss weights of a quantized model, and would take any numbers."""
         if self._n_missing(layer):
-            raise CorruptionError(
-                f"{self._prefix}.weight: the checkpoint does not have all of it: get the missing "
-                "files, or the config.json that belongs to them"
-            )
+            raise incomplete_weight(self._prefix)
 
     def _n_missing(self, layer: Any) -> int:
         n_rows = getattr(layer, "num_org_embeddings_per_partition", layer.weight.shape[0])
