@@ -16,6 +16,7 @@ import triton
 
 from benchmarks.gpu import issue, sass
 from benchmarks.gpu.machine_code import read_kernel
+from benchmarks.gpu.triton_sources import source_hash
 from packhorse.kernels.matmul import MatmulConfig, shared_nbytes_of
 from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
 
@@ -26,9 +27,10 @@ _N_WARPS = 4
 _HEAD = '''"""What the model of time knows of compiled kernels: instructions and registers.
 
 Written by `python benchmarks/gpu.py counting`, with Triton {version}, for sm_90 and four warps; do
-not edit by hand. Divisions that spill registers in the loop are left out, and those that spill more
-than {few} outside of it, which happens once in each program. The model knows only the divisions of
-this table, so no others are ever chosen or measured.
+not edit by hand. The hash of what was compiled is {source}. Divisions that spill registers
+in the loop are left out, and those that spill more than {few} outside of it, which happens once in
+each program. The model knows only the divisions of this table, so no others are ever chosen or
+measured.
 """
 
 from typing import NamedTuple
@@ -124,7 +126,8 @@ def main(argv: list[str]) -> int:
         prog="gpu.py counting", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.parse_args(argv)
-    parts = [_HEAD.format(version=triton.__version__, few=_FEW_SPILLS)]
+    head = {"version": triton.__version__, "source": source_hash(), "few": _FEW_SPILLS}
+    parts = [_HEAD.format(**head)]
     for line in lines():
         print(line, file=sys.stderr, flush=True)
         parts.append(line + "\n")

@@ -22,6 +22,7 @@ from benchmarks.gpu.compilation import (
     compile_matmul,
 )
 from benchmarks.gpu.machine_code import disassemble, read_kernel
+from benchmarks.gpu.triton_sources import source_hash
 from packhorse.kernels.matmul import MatmulConfig, default_config
 from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
 
@@ -179,6 +180,6 @@ def main(argv: list[str]) -> int:
             flush=True,
         )
     if path:
-        text = json.dumps({"triton": TRITON_VERSION, "counts": rows}, indent=1)
-        path.write_text(text + "\n")
+        kept = {"triton": TRITON_VERSION, "source": source_hash(), "counts": rows}
+        path.write_text(json.dumps(kept, indent=1) + "\n")
     return 0
