@@ -52,6 +52,7 @@ TILE_NBYTES = 4 << 20
 _TILE_ALIGNMENT = 64
 _LEAST_TILE_NUMEL = 16 * 16 * 16 + 1
 _SCRATCH = threading.local()
+_NO_COMPILER: set[torch.device] = set()  # GPUs for which Triton cannot compile kernels
 
 
 def unpack(arrays: WeightTensors, format: WeightFormat, n_columns: int) -> Tensor:
@@ -70,7 +71,10 @@ def unpack(arrays: WeightTensors, format: WeightFormat, n_columns: int) -> Tenso
         require_kernels()
         from packhorse.kernels.weights import decode_weights
 
-        return decode_weights(arrays, format, n_columns)
+        try:
+            return decode_weights(arrays, format, n_columns)
+        except Exception as error:
+            _require_compiler_fault(error, arrays.device)
     dst = torch.empty(arrays.n_rows, n_columns, dtype=torch.bfloat16, device=arrays.device)
     on_host = arrays.device.type == "cpu"
     step = max(arrays.n_rows, 1) if on_host else n_tile_rows(n_columns, TILE_NBYTES)
@@ -84,7 +88,7 @@ def unpack(arrays: WeightTensors, format: WeightFormat, n_columns: int) -> Tenso
 def _has_kernels(device: torch.device) -> bool:
     """Whether the kernels run on a device. Other devices use plain PyTorch; for a GPU, a warning
     says so once."""
-    if device.type != "cuda":
+    if device.type != "cuda" or device in _NO_COMPILER:
         return False
     reason = why_no_kernels(device)
     if reason is not None:
@@ -95,6 +99,27 @@ def _has_kernels(device: torch.device) -> bool:
             stacklevel=2,
         )
     return reason is None
+
+
+def _require_compiler_fault(error: Exception, device: torch.device) -> None:
+    """Takes plain PyTorch from now on where Triton cannot compile kernels, and warns once. Raises
+    all other errors again."""
+    from packhorse.gpu.compiler_faults import compiler_fault
+
+    fault = compiler_fault(error)
+    if fault is None:
+        raise error
+    if device in _NO_COMPILER:
+        return
+    _NO_COMPILER.add(device)
+    _has_kernels.cache_clear()
+    warnings.warn(
+        f"Triton cannot compile kernels for {device} ({fault}): plain PyTorch decodes packed "
+        "weights there, which is exact but slow; install a Triton that knows this GPU and the C "
+        "compiler that it needs, or take the plain weights back with unpack_model_",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def align(arrays: WeightTensors) -> WeightTensors:
@@ -131,9 +156,13 @@ def unpack_rows(arrays: WeightTensors, format: WeightFormat, dst: Tensor, start:
         _unpack_on_host(arrays, format, dst, start)
         return
     rows = torch.arange(start, stop, device=arrays.device)
-    counts = arrays.exception_starts[start : stop + 1].diff()
-    most = int(counts.max()) if counts.numel() else 0
-    dst.copy_(gather_rows(arrays, format, dst.shape[1], rows, most))
+    dst.copy_(gather_rows(arrays, format, dst.shape[1], rows, _most(arrays, rows)))
+
+
+def _most(arrays: WeightTensors, rows: Tensor) -> int:
+    """The most exceptions of a row."""
+    counts = arrays.exception_starts[rows + 1] - arrays.exception_starts[rows]
+    return int(counts.max()) if counts.numel() else 0
 
 
 def unpack_range(
@@ -278,7 +307,10 @@ def multiply(
         require_kernels()
         from packhorse.device import products
 
-        return products.multiply(x, arrays, format, n_columns, bias=bias)
+        try:
+            return products.multiply(x, arrays, format, n_columns, bias=bias)
+        except Exception as error:
+            _require_compiler_fault(error, arrays.device)
     return _multiply_in_tiles(x, arrays, bias, format, n_columns, TILE_NBYTES)
 
 
@@ -455,7 +487,11 @@ def _look_up_rows(
     from packhorse.kernels.weights import decode_rows
 
     arrays = WeightTensors(low_bytes, high_bits, first_exponents, exception_starts, exceptions)
-    return decode_rows(arrays, WEIGHT_FORMATS[format], n_columns, rows.contiguous())
+    try:
+        return decode_rows(arrays, WEIGHT_FORMATS[format], n_columns, rows.contiguous())
+    except Exception as error:
+        _require_compiler_fault(error, arrays.device)
+    return gather_rows(arrays, WEIGHT_FORMATS[format], n_columns, rows, _most(arrays, rows))
 
 
 @_look_up_rows.register_fake
