@@ -82,10 +82,14 @@ def main(argv: list[str]) -> int:
         import torch
 
         import packhorse  # noqa: F401
-    except (ImportError, wheels.WheelError) as error:
+    except wheels.WheelError as error:
+        print(error, file=sys.stderr)
+        return 3
+    except ImportError as error:
         print(
-            f"this machine lacks something: {error}\nWith a network, run `python benchmarks/gpu.py "
-            "wheels FOLDER`; here, run `python benchmarks/gpu.py device --wheels FOLDER`.",
+            f"this machine lacks something: {error}\nPyTorch and Triton must be here. For all "
+            "else, run `python benchmarks/gpu.py wheels FOLDER` on a machine with a network, carry "
+            "FOLDER here, and run `python benchmarks/gpu.py device --wheels FOLDER`.",
             file=sys.stderr,
         )
         return 3

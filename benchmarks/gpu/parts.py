@@ -17,7 +17,7 @@ from benchmarks.gpu import llama, loading, peers
 from benchmarks.gpu.checks import WrongError, check
 from benchmarks.gpu.frames import DifferentError, frames
 from benchmarks.gpu.kept_simulations import simulated_seconds
-from benchmarks.gpu.predictions import MODELS, TOKENS, Shape
+from benchmarks.gpu.predictions import H200, MODELS, TOKENS, Shape
 from benchmarks.gpu.reading import ceilings
 from benchmarks.gpu.repeats import repeat
 from benchmarks.gpu.tools import profile, sanitize, tests, versions
@@ -199,7 +199,7 @@ def tuned_row(
     predicted = predict(shape, n_tokens, format, measured.choice, device)
     plain = measured.plain_seconds or math.nan
     text = describe_choice(measured.choice)
-    simulated = simulated_seconds(shape.n_rows, shape.n_columns, n_tokens, format.name, text)
+    simulated = simulate(shape, n_tokens, format, measured.choice, device)
     print_row(
         name_of(shape), format.name, str(n_tokens), text,
         us(measured.seconds), us(predicted), us(simulated), f"{plain / measured.seconds:.2f}",
@@ -269,15 +269,17 @@ def product_rows(
     for way, choice in ways:
         seconds, predicted = timer(choice, n), predict(shape, n, format, choice, device)
         text = describe_choice(choice)
-        rows.append(table_row(shape, n, way, text, seconds, predicted, plain, format.bits / 8))
+        simulated = simulate(shape, n, format, choice, device)
+        rows.append(
+            table_row(shape, n, way, text, seconds, predicted, plain, format.bits / 8, simulated)
+        )
     return rows
 
 
 def table_row(
     shape: Shape, n: int, way: str, choice: str, seconds: float, predicted: float, plain: float,
-    weight_nbytes: float,
+    weight_nbytes: float, simulated: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    simulated = simulated_seconds(shape.n_rows, shape.n_columns, n, way, choice)
     tb_per_s = shape.n_rows * shape.n_columns * weight_nbytes / seconds / 1e12
     print_row(
         name_of(shape), str(n), way, choice, us(seconds), f"{tb_per_s:.2f}", us(predicted),
@@ -350,6 +352,18 @@ def predict(
         return math.inf  # the launcher chooses
     model = describe_device(device)
     return predictor(shape.n_rows, shape.n_columns, format, model)(choice, n_tokens)
+
+
+def simulate(
+    shape: Shape, n_tokens: int, format: WeightFormat, choice: Choice, device: torch.device
+) -> float | None:
+    """The seconds that the simulation kept for a choice; None on all cards but the whole one that
+    it simulates."""
+    model = describe_device(device)
+    if (model.name, model.n_processors) != (H200.name, H200.n_processors):
+        return None
+    text = describe_choice(choice)
+    return simulated_seconds(shape.n_rows, shape.n_columns, n_tokens, format.name, text)
 
 
 def describe_choice(choice: Choice) -> str:

@@ -8,6 +8,7 @@ nothing. Parts `sanitize` and `profile` of `gpu.py device` run it under compute-
 
 import argparse
 import os
+import re
 import sys
 
 __all__ = ["WAYS", "main"]
@@ -36,7 +37,11 @@ def main(argv: list[str]) -> int:
     import torch
 
     if not args.smoke and not torch.cuda.is_available():
-        print("no CUDA GPU is here: --smoke runs tiny products on the CPU", file=sys.stderr)
+        print(
+            "no CUDA GPU is here: run this on a machine with one. --smoke runs products in "
+            "Triton's interpreter, which is slow, so give it small ones, such as 40x96x3",
+            file=sys.stderr,
+        )
         return 3
     wrong = 0
     for size in args.sizes:
@@ -49,7 +54,10 @@ def main(argv: list[str]) -> int:
 
 
 def _size(text: str) -> tuple[int, int, int]:
-    rows, columns, tokens = map(int, text.split("x"))
+    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no product; give one such as 4096x14336x8")
+    rows, columns, tokens = map(int, found.groups())
     return rows, columns, tokens
 
 

@@ -51,6 +51,7 @@ def versions(run: "Run") -> list[dict[str, Any]]:
         "ptxas": ptxas_version,
         "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "card": "none" if run.smoke else torch.cuda.get_device_name(),
+        "model of time": _model_of_time(run),
         "compute-sanitizer": _is_there("compute-sanitizer"),
         "ncu": _is_there("ncu"),
     }
@@ -58,6 +59,18 @@ def versions(run: "Run") -> list[dict[str, Any]]:
         print(f"{name}: {value}", flush=True)
     print(f"(Triton runs {ptxas})", flush=True)
     return [{"of": name, "version": value} for name, value in found.items()]
+
+
+def _model_of_time(run: "Run") -> str:
+    """The card whose figures predictions are made of."""
+    import torch
+
+    from packhorse.gpu.detect import describe_device
+    from packhorse.gpu.models import GENERIC
+
+    name = describe_device(torch.device("cpu" if run.smoke else "cuda")).name
+    unknown = "an A100 in proportion: this card is not known, so predictions are rough"
+    return unknown if name == GENERIC.name else name
 
 
 def _ptxas() -> tuple[str, str]:

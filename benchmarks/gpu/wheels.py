@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,9 +45,11 @@ def install(folder: Path) -> None:
     """
     wheels = sorted(folder.glob("*.whl"))
     if not wheels:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
         raise WheelError(
-            f"{folder} has no wheels: on a machine with a network, run "
-            f"`python benchmarks/gpu.py wheels {folder.name}`, and carry the folder here"
+            f"{folder} {'has no wheels' if folder.is_dir() else 'is not a folder'}: on a machine "
+            f"with a network, run `python benchmarks/gpu.py wheels {folder.name} --python "
+            f"{version}`, and carry that folder here"
         )
     site = folder.resolve() / f"installed-{sys.version_info.major}.{sys.version_info.minor}"
     site.mkdir(exist_ok=True)
@@ -105,14 +108,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--python", default="3.12", help="of the other machine; default 3.12")
     parser.add_argument("--package", nargs="+", default=[], help="more packages to carry")
     args = parser.parse_args(argv)
-    args.folder.mkdir(parents=True, exist_ok=True)
+    if not re.fullmatch(r"3\.\d+", args.python):
+        parser.error(f"--python is {args.python!r}; it must be a version such as 3.12")
+    try:
+        args.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"the folder cannot be made: {error}", file=sys.stderr)
+        return 1
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
     target = ["--python-version", args.python, "--implementation", "cp", *platforms]
     own = ["--no-deps", "--only-binary=:all:", "--dest", str(args.folder)]
     try:
         _pip("download", "--quiet", *own, *target, *PACKAGES, *args.package)
     except WheelError as error:
-        print(error, file=sys.stderr)
+        print(
+            f"{error}\nNot all wheels for Python {args.python} were downloaded: see whether this "
+            "machine has a network, and whether all packages have wheels for that Python.",
+            file=sys.stderr,
+        )
         return 1
     wheels = sorted(args.folder.glob("*.whl"))
     nbytes = sum(wheel.stat().st_size for wheel in wheels)

@@ -3,6 +3,7 @@
 The tools of CUDA need a GPU, so small programs with their names print what the tools would.
 """
 
+import dataclasses
 import subprocess
 import sys
 import warnings
@@ -16,9 +17,13 @@ import torch
 
 from benchmarks.gpu import device, kept_simulations, parts, products, reading, tools, wheels
 from benchmarks.gpu.checks import WrongError
+from benchmarks.gpu.predictions import H200
 from packhorse.device.product_check import ExactProduct, WrongProductWarning
 from packhorse.device.strategy import Choice, Strategy
+from packhorse.gpu.models import GENERIC
+from packhorse.kernels.matmul import MatmulConfig
 from packhorse.kernels.stream_product import StreamConfig
+from packhorse.layout import W11, W12
 
 ROOT = Path(__file__).resolve().parents[2]
 RIGHT = "256x1024x8 fused right\n256x1024x8 decode right\n"
@@ -134,6 +139,7 @@ def test_the_ptxas_that_runs_is_named() -> None:
     found = {row["of"]: row["version"] for row in tools.versions(run_of(smoke=True))}
     assert "release" in found["ptxas"]
     assert found["torch"] == torch.__version__
+    assert "this card is not known" in found["model of time"]
 
 
 def test_products_are_compared_with_fp64(
@@ -149,6 +155,12 @@ def test_products_are_compared_with_fp64(
 def test_products_without_a_gpu_say_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert products.main(["24x70x3"]) == 3
     assert "--smoke" in capsys.readouterr().err
+
+
+def test_a_product_that_is_not_one_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        products.main(["24x70"])
+    assert "'24x70' is no product" in capsys.readouterr().err
 
 
 def test_reading_that_leaves_something_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,27 +190,28 @@ def test_a_wrong_product_that_the_tuner_meets_stops_the_run(
     assert "WRONG: a division" in capsys.readouterr().out
 
 
-def test_simulated_times_stand_beside_measured_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    kept = kept_simulations.read().rows[0]
-    shape = parts.Shape("any", kept.n_rows, kept.n_columns, 1)
-    choice = f"fused {'/'.join(map(str, kept.division))}"
-    for way, text, seconds in (
-        ("W12", choice, kept.early),
-        ("W11", choice, None),
-        ("W12", "decode", None),
+def test_simulated_times_stand_beside_measured_ones_on_the_simulated_card_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept, stream = kept_simulations.read().rows[0], kept_simulations.read_streams()[0]
+    fused = Choice(Strategy.FUSED, MatmulConfig(*kept.division))
+    streamed = Choice(Strategy.STREAM, StreamConfig(*stream.division))
+    a_slice = dataclasses.replace(H200, n_processors=18)
+    for model, row, format, choice, seconds in (
+        (H200, kept, W12, fused, kept.early),
+        (H200, kept, W11, fused, None),
+        (H200, kept, W12, Choice(Strategy.DECODE), None),
+        (H200, stream, W12, streamed, stream.early),
+        (a_slice, kept, W12, fused, None),
+        (GENERIC, kept, W12, fused, None),
     ):
-        found = parts.table_row(shape, kept.n_tokens, way, text, 4e-6, 3e-6, 5e-6, 1.5)
-        assert found["simulated"] == seconds
-    stream = kept_simulations.read_streams()[0]
-    size = stream.n_rows, stream.n_columns, stream.n_tokens, stream.format
-    text = parts.describe_choice(Choice(Strategy.STREAM, StreamConfig(*stream.division)))
-    assert kept_simulations.simulated_seconds(*size, text) == stream.early
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[6:8] for line in lines] == [
-        ["3.0", f"{kept.early * 1e6:.1f}"],
-        ["3.0", ""],
-        ["3.0", ""],
-    ]
+        monkeypatch.setattr(parts, "describe_device", lambda _, model=model: model)
+        shape = parts.Shape("any", row.n_rows, row.n_columns, 1)
+        device = torch.device("cuda", 0)
+        assert parts.simulate(shape, row.n_tokens, format, choice, device) == seconds
+    found = parts.table_row(shape, 8, "W12", "fused", 4e-6, 3e-6, 5e-6, 1.5, 2e-6)
+    assert found["simulated"] == 2e-6
+    assert " | 3.0 | 2.0 | " in capsys.readouterr().out
 
 
 # Packages for a machine without a network.
@@ -235,7 +248,12 @@ def test_a_folder_without_wheels_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert device.main(["--wheels", str(tmp_path)]) == 3
-    assert f"{tmp_path} has no wheels" in capsys.readouterr().err
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    error = capsys.readouterr().err
+    assert f"{tmp_path} has no wheels" in error
+    assert f"gpu.py wheels {tmp_path.name} --python {version}`" in error
+    assert device.main(["--wheels", str(tmp_path / "none")]) == 3
+    assert "none is not a folder" in capsys.readouterr().err
     (tmp_path / "bad-1.0-py3-none-any.whl").write_bytes(b"not a wheel")
     with pytest.raises(wheels.WheelError, match="pip install failed"):
         wheels.install(tmp_path)
@@ -260,3 +278,20 @@ def test_wheels_are_those_of_the_other_machine(
     assert words[words.index("--python-version") + 1] == "3.13"
     assert {"--no-deps", "--only-binary=:all:", "zstandard", "nvidia-nvcomp-cu13"} <= set(words)
     assert "0 wheels" in capsys.readouterr().out
+
+
+def test_wheels_that_cannot_be_downloaded_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: str) -> None:
+        raise wheels.WheelError("pip download failed: no network")
+
+    monkeypatch.setattr(wheels, "_pip", fail)
+    assert wheels.main([str(tmp_path)]) == 1
+    assert "Not all wheels for Python 3.12 were downloaded" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert wheels.main([str(tmp_path / "file")]) == 1
+    assert "file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        wheels.main([str(tmp_path), "--python", "banana"])
+    assert "--python is 'banana'" in capsys.readouterr().err
