@@ -227,7 +227,7 @@ def test_formats() -> None:
     narrow = linear(512, 200)
     narrow.weight.data.uniform_(-0.1, 0.1)
     assert [weight.format for weight in pack_model_(narrow).packed] == ["W12"]
-    with pytest.raises(ValueError, match="'fp8'; it must be auto, W12, W11"):
+    with pytest.raises(ValueError, match="'fp8'; it must be auto, W12 or W11"):
         pack_model_(stack(linear()), "fp8")
 
 
@@ -258,7 +258,7 @@ def test_what_is_skipped() -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"format": "w12"}, ValueError, "format is 'w12'; it must be auto, W12, W11"),
+        ({"format": "w12"}, ValueError, "format is 'w12'; it must be auto, W12 or W11"),
         ({"format": ["W12"]}, ValueError, "format is"),
         ({"format": None}, ValueError, "format is None"),
         ({"skip": None}, TypeError, "skip is None"),

@@ -80,7 +80,7 @@ def resolve_format_or_auto(format: object) -> WeightFormat | None:
     if isinstance(format, WeightFormat):
         return format
     if not isinstance(format, str) or format not in WEIGHT_FORMATS:
-        raise ValueError(f"format is {format!r}; it must be auto, {', '.join(WEIGHT_FORMATS)}")
+        raise ValueError(f"format is {format!r}; it must be auto, {' or '.join(WEIGHT_FORMATS)}")
     return WEIGHT_FORMATS[format]
 
 

@@ -8,6 +8,7 @@ its plain weight. With tensor parallelism, each process packs its own shard.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -36,6 +37,7 @@ __all__ = [
     "embed",
     "incomplete_weight",
     "is_packed_layer",
+    "lacks",
     "multiply",
     "pack_layer",
     "refusing_config",
@@ -86,7 +88,10 @@ class ServingOptions:
         given = dict(config)
         method = given.pop("quant_method", METHOD)
         if method != METHOD:
-            raise ValueError(f"quant_method is {method!r}; Packhorse loads {METHOD!r} alone")
+            raise ValueError(
+                f"quant_method is {method!r}, so the model is quantized in another way: serve it "
+                "without --quantization packhorse"
+            )
         version = given.pop("version", WEIGHT_VERSION)
         if version != WEIGHT_VERSION:
             raise CompatibilityError(
@@ -138,7 +143,8 @@ def _names(names: object) -> tuple[str, ...]:
 
 def _require_flag(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if not any(value is each for each in allowed):
-        raise ValueError(f"{name} is {value!r}; it must be one of {allowed}")
+        names = " or ".join(json.dumps(each) for each in allowed)
+        raise ValueError(f"{name} is {value!r}; it must be {names}")
 
 
 def _is_below(name: str, pattern: str) -> bool:
@@ -397,6 +403,20 @@ def require_version(
     raise CompatibilityError(
         f"this release of packhorse supports {what} {supported}, not {found}: install another "
         "release of one of them, or serve the plain model without --quantization packhorse"
+    )
+
+
+def lacks(what: str, version: str, error: Exception) -> str:
+    """The message for a server that does not have something that is used.
+
+    Args:
+        what: name of the server.
+        version: its version.
+        error: of the import.
+    """
+    return (
+        f"{what} {version} does not have what this release of packhorse needs ({error}): install "
+        "another release of one of them, or serve the plain model without --quantization packhorse"
     )
 
 

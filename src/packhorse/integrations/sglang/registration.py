@@ -11,7 +11,7 @@ from typing import Any
 
 from packhorse.device.model_config import METHOD
 from packhorse.errors import CompatibilityError
-from packhorse.integrations.serving import refusing_config, require_version
+from packhorse.integrations.serving import lacks, refusing_config, require_version
 
 __all__ = ["NEWEST", "OLDEST", "register"]
 
@@ -33,10 +33,7 @@ def register() -> None:
     except CompatibilityError as error:
         method, hook = refusing_config(base, str(error)), None
     except (ImportError, AttributeError) as error:
-        method, hook = (
-            refusing_config(base, f"SGLang {version} lacks what packhorse needs: {error}"),
-            None,
-        )
+        method, hook = refusing_config(base, lacks("SGLang", version, error)), None
     is_new = METHOD not in quantization.QUANTIZATION_METHODS
     for table in (quantization.QUANTIZATION_METHODS, quantization.CPU_QUANTIZATION_METHODS):
         table[METHOD] = method

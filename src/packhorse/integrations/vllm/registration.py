@@ -12,7 +12,7 @@ from typing import Any
 
 from packhorse.device.model_config import METHOD
 from packhorse.errors import CompatibilityError
-from packhorse.integrations.serving import refusing_config, require_version
+from packhorse.integrations.serving import lacks, refusing_config, require_version
 
 __all__ = ["NEWEST", "OLDEST", "register"]
 
@@ -33,7 +33,5 @@ def register() -> None:
     except CompatibilityError as error:
         config = refusing_config(base, str(error))
     except (ImportError, AttributeError) as error:
-        config = refusing_config(
-            base, f"vLLM {vllm.__version__} does not have what packhorse needs: {error}"
-        )
+        config = refusing_config(base, lacks("vLLM", str(vllm.__version__), error))
     quantization.register_quantization_config(METHOD)(config)
