@@ -14,7 +14,7 @@ import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import packhorse.torch
 from packhorse.device import PackedLinear, PackedWeight
@@ -413,6 +413,18 @@ def test_a_checkpoint_of_another_shape(folders: Callable[[str], Path]) -> None:
 def saved(folders: Callable[[str], Path], tmp_path: Path) -> Path:
     packed(folders("Llama")).save_pretrained(tmp_path / "saved")
     return tmp_path / "saved"
+
+
+def test_splitting_over_processes_is_refused(saved: Path, folders: Callable[[str], Path]) -> None:
+    """transformers notes in the config what `tp_plan` and `distributed_config` ask for."""
+    plain = {"quantization_config": PackhorseConfig()}
+    for folder, options in ((folders("Llama"), plain), (saved, {})):
+        config = AutoConfig.from_pretrained(folder)
+        config.distributed_config = {"tp_size": 2}
+        with pytest.raises(ValueError, match="cannot be split over processes"):
+            AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=torch.bfloat16, **options
+            )
 
 
 @pytest.mark.parametrize(("key", "value"), [("version", 2), ("version", "1"), ("version", None)])

@@ -61,6 +61,10 @@ _OPTIONS = {"format", "modules_to_not_convert", "lm_head", "embeddings", "for_to
 _OPTIONS |= {"quant_method", "version"}  # in a config.json alone
 _PACKED_SHARE = 0.76  # of the bytes of a BF16 weight, at most, for models that gain
 _WEIGHT = "weight$"  # a pattern for names of plain weights, and of high bits of packed ones
+_SPLIT = (
+    "packed weights cannot be split over processes; load the model without tp_plan and "
+    "distributed_config"
+)
 
 
 class PackhorseConfig(QuantizationConfigMixin):  # type: ignore[misc]
@@ -248,6 +252,8 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(
         self, model: Any, *, checkpoint_files: Iterable[str] | None = None, **others: Any
     ) -> Any:
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise ValueError(_SPLIT)
         _refuse_doubles(checkpoint_files or ())
         self._wanted = self._choose(model).wanted_names(model.all_tied_weights_keys)
         self._shapes = {name: each.shape for name, each in model.named_parameters()}
@@ -281,7 +287,7 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
             return plain
         try:
             expected = model.get_parameter(name)
-            _refuse_split(expected, name)
+            _refuse_split(expected, self._shapes, name)
             if plain.shape != expected.shape:
                 return self._mismatched(name, plain)
             config = self.quantization_config
@@ -304,7 +310,7 @@ class PackhorseQuantizer(HfQuantizer):  # type: ignore[misc]
                     f"{name}: is packed in this folder, but its config.json does not say so: add "
                     f'"quantization_config": {{"quant_method": "{METHOD}"}} there'
                 )
-            _refuse_split(expected, name)
+            _refuse_split(expected, self._shapes, name)
             joined = _join(name, arrays, expected.shape)
             if joined.shape != expected.shape:
                 return self._mismatched(name, torch.empty(joined.shape, dtype=joined.dtype))
@@ -425,11 +431,9 @@ def _matching(model: nn.Module, names: list[str]) -> list[str]:
     return found
 
 
-def _refuse_split(parameter: Tensor, name: str) -> None:
-    if hasattr(parameter, "_local_tensor"):
-        raise ValueError(
-            f"{name}: packed weights cannot be split over GPUs; load the model without tp_plan"
-        )
+def _refuse_split(parameter: Tensor, shapes: Mapping[str, torch.Size], name: str) -> None:
+    if hasattr(parameter, "_local_tensor") or parameter.shape != shapes.get(name, parameter.shape):
+        raise ValueError(f"{name}: {_SPLIT}")
 
 
 def _require_shapes(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
