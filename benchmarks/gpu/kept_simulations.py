@@ -167,14 +167,18 @@ class Kept:
     Attributes:
         triton: the version that compiled the kernels.
         rows: what is chosen untuned.
-        compared: the divisions of which predictions were compared.
+        compared: the divisions of which predictions were compared; the model was fitted to them.
         agreement: of the compared ones.
+        unfitted: products to which the model was not fitted.
+        unfitted_agreement: of these.
     """
 
     triton: str
     rows: list[Row]
     compared: list[Row]
     agreement: Agreement
+    unfitted: list[Row]
+    unfitted_agreement: Agreement
 
 
 def write(kept: Kept, path: Path = PATH) -> None:
@@ -205,8 +209,13 @@ def read(path: Path = PATH) -> Kept:
         ValueError: the file has figures of another kind.
     """
     kept = _read(KIND, path)
-    rows, compared = ([Row(**row) for row in kept[name]] for name in ("rows", "compared"))
-    return Kept(kept["triton"], rows, compared, Agreement(**kept["agreement"]))
+    rows, compared, unfitted = (
+        [Row(**row) for row in kept[name]] for name in ("rows", "compared", "unfitted")
+    )
+    agreement, of_unfitted = (
+        Agreement(**kept[name]) for name in ("agreement", "unfitted_agreement")
+    )
+    return Kept(kept["triton"], rows, compared, agreement, unfitted, of_unfitted)
 
 
 def read_streams(path: Path = STREAM_PATH) -> list[StreamRow]:
@@ -244,7 +253,7 @@ def simulated_seconds(
 def _by_choice() -> dict[tuple[int, int, int, str, str], float]:
     kept = read()
     products: list[tuple[str, _Product]] = [("stream", row) for row in read_streams()]
-    products += [("fused", row) for row in (*kept.compared, *kept.rows)]
+    products += [("fused", row) for row in (*kept.unfitted, *kept.compared, *kept.rows)]
     return {
         (r.n_rows, r.n_columns, r.n_tokens, r.format, f"{way} {'/'.join(map(str, r.division))}"): (
             r.early

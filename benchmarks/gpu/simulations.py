@@ -7,7 +7,9 @@ numbers of a division, and the simulation each instruction. So where they agree,
 left out what the instructions say. Whether the hardware does what both assume, only a GPU can tell.
 
 The command prints what is chosen untuned for the matrices of a Llama of 8B, predicted and simulated
-beside each other, then the agreement of both over other divisions. `--write` keeps the figures.
+beside each other; then the agreement of both over other divisions, with 8 tokens, to which the
+model was fitted; then that over products that it was not fitted to: the matrices of a Llama of 70B,
+with other numbers of tokens, too. `--write` keeps the figures. It takes some ten minutes of a core.
 """
 
 import argparse
@@ -41,6 +43,7 @@ __all__ = ["Compiled", "Simulated", "compile_division", "simulate", "simulate_ch
 
 BATCHES = (1, 8, 32)
 SHAPES = MODELS[0].shapes
+UNFITTED_SHAPES, UNFITTED_BATCHES = MODELS[1].shapes, (8, 16, 32)
 _SYSTEM_NBYTES = 1024  # of shared memory that the system keeps for each program
 _MAX_PROGRAMS, _MAX_WARPS, _REGISTERS = 32, 64, 65536  # of a multiprocessor
 # Divisions of which predictions are compared with simulations: small and large tiles, few and many
@@ -261,6 +264,15 @@ def compare(shapes: Iterable[Shape], n_tokens: int, stride: int = 1) -> Iterator
                 yield row
 
 
+def compare_unfitted() -> list[Row]:
+    """The same for products to which the model was not fitted: every other division, and what is
+    chosen untuned."""
+    rows = [simulate_chosen(shape, n) for n in UNFITTED_BATCHES for shape in UNFITTED_SHAPES]
+    chosen = {(row.matrix, row.n_tokens, *row.division) for row in rows}
+    others = (row for n in UNFITTED_BATCHES for row in compare(UNFITTED_SHAPES, n, stride=2))
+    return rows + [r for r in others if (r.matrix, r.n_tokens, *r.division) not in chosen]
+
+
 def main(argv: list[str]) -> int:
     """Simulate, print, and keep the figures.
 
@@ -296,6 +308,9 @@ def main(argv: list[str]) -> int:
     compared = list(compare(SHAPES, 8))
     agreement = Agreement.of(compared)
     print(f"\n{agreement}", flush=True)
+    unfitted = compare_unfitted()
+    print(f"\nNot fitted: {Agreement.of(unfitted)}", flush=True)
     if args.write:
-        write(Kept(triton.__version__, rows, compared, agreement))
+        of_unfitted = Agreement.of(unfitted)
+        write(Kept(triton.__version__, rows, compared, agreement, unfitted, of_unfitted))
     return 0

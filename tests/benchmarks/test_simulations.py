@@ -127,7 +127,7 @@ def test_a_simulated_product_takes_what_was_kept(compiled: dict[str, Any]) -> No
 
 def test_kept_predictions_are_those_of_today() -> None:
     """Otherwise run `python benchmarks/gpu.py simulate --write`."""
-    for row in (*KEPT.rows, *KEPT.compared):
+    for row in (*KEPT.rows, *KEPT.compared, *KEPT.unfitted):
         product = row.n_rows, row.n_columns, row.n_tokens
         config = MatmulConfig(*row.division)
         assert row.predicted == pytest.approx(predict_fused(*product, W12, config, H200)), row
@@ -149,6 +149,15 @@ def test_the_model_agrees_with_the_simulation() -> None:
     assert KEPT.agreement.rank_correlation > 0.9
     assert KEPT.agreement.mean_error < 0.1
     assert KEPT.agreement.loss < 0.05
+
+
+def test_the_model_agrees_with_products_that_it_was_not_fitted_to() -> None:
+    fitted = {(row.n_rows, row.n_columns) for row in KEPT.compared}
+    assert not fitted & {(row.n_rows, row.n_columns) for row in KEPT.unfitted}
+    assert {row.n_tokens for row in KEPT.unfitted} == {8, 16, 32}
+    assert Agreement.of(KEPT.unfitted) == KEPT.unfitted_agreement
+    assert KEPT.unfitted_agreement.n >= 60
+    assert KEPT.unfitted_agreement.mean_error < 0.1
 
 
 def test_agreement_is_that_of_order_and_distance() -> None:
