@@ -111,6 +111,19 @@ def test_accesses_beyond_arrays_are_noticed() -> None:
         run("add.s32 %r5, %r50, 1;")
 
 
+def test_what_a_load_that_no_lane_does_leaves_may_be_passed_on_but_is_no_number() -> None:
+    """Triton's reductions over warps pass it on, where nobody uses it."""
+    body = """
+        setp.lt.u32 %p2, %r1, 32;
+        @%p2 ld.global.u32 %r50, [%rd4];
+        shfl.sync.bfly.b32 %r51, %r50, 0, 31, -1;
+        st.global.u32 [%rd5], %r51;
+    """
+    found = everywhere(body)
+    np.testing.assert_array_equal(found[:32], SOURCE[:32])
+    assert not np.isin(found[32:], [0, *SOURCE]).any()
+
+
 def test_lanes_that_part_meet_again() -> None:
     found = everywhere("""
         and.b32 %r5, %r1, 3;

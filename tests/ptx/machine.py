@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from tests.ptx.faults import Fault
 from tests.ptx.memory import WARP, GlobalMemory, SharedMemory
-from tests.ptx.program import Instruction, Program, uncollected
+from tests.ptx.program import Group, Instruction, Program, Register, uncollected
+from tests.ptx.values import TYPES, writer
 
 if TYPE_CHECKING:
     from tests.ptx.bulk import TensorMap
@@ -226,6 +227,7 @@ class Machine:
                 if active.all():
                     active = None if active.size == mask.size else active
                 elif not active.any():
+                    _leave_undefined(warp, x)
                     place += 1
                     continue
             try:
@@ -262,6 +264,16 @@ class Machine:
             self.barriers.leave(warp, taken)
         else:
             warp.waiting.append((place, taken, run(warp, taken)))
+
+
+def _leave_undefined(warp: Warp, x: Instruction) -> None:
+    """The results of an instruction that no lane does: what they hold is not defined, but may be
+    passed on, as Triton's reductions do, where nobody uses it."""
+    result = x.operands[0] if x.operands else None
+    for part in result.parts if isinstance(result, Group) else (result,):
+        if isinstance(part, Register) and warp.registers[part.number] is None:
+            undefined = writer(part)
+            undefined(warp, np.zeros(1, TYPES[part.kind]), np.zeros(warp.n_lanes, bool))
 
 
 @dataclass
