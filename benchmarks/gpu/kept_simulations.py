@@ -9,7 +9,7 @@ They are read where they are printed beside predictions, without Triton.
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -169,16 +169,16 @@ class Kept:
         rows: what is chosen untuned.
         compared: the divisions of which predictions were compared; the model was fitted to them.
         agreement: of the compared ones.
-        unfitted: products to which the model was not fitted.
-        unfitted_agreement: of these.
+        unfitted: products to which the model was not fitted; there may be none.
+        unfitted_agreement: of these; None if there are none.
     """
 
     triton: str
     rows: list[Row]
     compared: list[Row]
     agreement: Agreement
-    unfitted: list[Row]
-    unfitted_agreement: Agreement
+    unfitted: list[Row] = field(default_factory=list)
+    unfitted_agreement: Agreement | None = None
 
 
 def write(kept: Kept, path: Path = PATH) -> None:
@@ -210,11 +210,10 @@ def read(path: Path = PATH) -> Kept:
     """
     kept = _read(KIND, path)
     rows, compared, unfitted = (
-        [Row(**row) for row in kept[name]] for name in ("rows", "compared", "unfitted")
+        [Row(**row) for row in kept.get(name, ())] for name in ("rows", "compared", "unfitted")
     )
-    agreement, of_unfitted = (
-        Agreement(**kept[name]) for name in ("agreement", "unfitted_agreement")
-    )
+    agreement = Agreement(**kept["agreement"])
+    of_unfitted = Agreement(**kept["unfitted_agreement"]) if unfitted else None
     return Kept(kept["triton"], rows, compared, agreement, unfitted, of_unfitted)
 
 

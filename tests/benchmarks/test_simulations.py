@@ -156,6 +156,7 @@ def test_the_model_agrees_with_products_that_it_was_not_fitted_to() -> None:
     assert not fitted & {(row.n_rows, row.n_columns) for row in KEPT.unfitted}
     assert {row.n_tokens for row in KEPT.unfitted} == {8, 16, 32}
     assert Agreement.of(KEPT.unfitted) == KEPT.unfitted_agreement
+    assert KEPT.unfitted_agreement is not None
     assert KEPT.unfitted_agreement.n >= 60
     assert KEPT.unfitted_agreement.mean_error < 0.1
 
