@@ -101,7 +101,7 @@ def compile_matmul(
         "BLOCK_ROWS": config.block_rows,
         "BLOCK_TOKENS": config.block_tokens,
         "BLOCK_STEPS": config.block_steps,
-        "PARTS": config.n_warps,
+        "WARPS": config.n_warps,
         "TILES": config.n_tiles,
         "SPLITS": config.n_splits,
         "EVEN": even,
