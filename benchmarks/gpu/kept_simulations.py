@@ -1,4 +1,5 @@
-"""The kept figures of simulated products: `benchmarks/results/gpu/simulated.json`.
+"""The kept figures of simulated products: `benchmarks/results/gpu/simulated.json` for an H200, and
+`simulated_a100.json`.
 
 They are read where they are printed beside predictions, without Triton.
 """
@@ -11,9 +12,10 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
-__all__ = ["PATH", "Agreement", "Kept", "Row", "read", "simulated_seconds", "write"]
+__all__ = ["A100_PATH", "PATH", "Agreement", "Kept", "Row", "read", "simulated_seconds", "write"]
 
 PATH = Path(__file__).resolve().parents[1] / "results" / "gpu" / "simulated.json"
+A100_PATH = PATH.with_stem("simulated_a100")
 KIND = "simulated"
 
 
@@ -31,7 +33,7 @@ class Row:
         plain: the predicted time of a product with the BF16 weight.
         predicted: by the model of time.
         simulated: by the simulation.
-        early: the same if the kernel starts before the one before it ends.
+        early: the same if the kernel starts before the one before it ends, where GPUs can do that.
         programs: of the product.
         resident: programs that a multiprocessor runs at once.
         registers: of a thread.
@@ -147,11 +149,12 @@ class Kept:
 
 def write(kept: Kept, path: Path = PATH) -> None:
     """Keeps the figures, with the date and the command."""
+    is_a100 = path == A100_PATH
     head = {
         "kind": KIND,
-        "device": "NVIDIA H200, simulated",
+        "device": f"NVIDIA {'A100 80 GB' if is_a100 else 'H200'}, simulated",
         "date": datetime.now(UTC).date().isoformat(),
-        "command": "python benchmarks/gpu.py simulate --write",
+        "command": f"python benchmarks/gpu.py simulate{' --a100' * is_a100} --write",
     }
     path.write_text(json.dumps({**head, **asdict(kept)}, indent=1) + "\n")
 

@@ -31,6 +31,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 BATCHES = (1, 8, 32)
 H200 = PRESETS[0]
+A100 = PRESETS[-1]  # of 80 GB
+SHARED_BATCHES = (64, 128, 256)  # of products whose warps share the columns
 
 
 @dataclass(frozen=True)

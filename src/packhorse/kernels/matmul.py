@@ -1,4 +1,4 @@
-"""Products of up to 256 tokens with a packed weight, which is decoded in registers on its way to the
+"""Products of some tokens with a packed weight, which is decoded in registers on its way to the
 tensor cores (docs/format.md, section 12): y = x W^T + bias.
 
 A program owns a block of tokens and some tiles of rows of the weight. The tokens stay in place from
