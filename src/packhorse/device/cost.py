@@ -81,6 +81,8 @@ _SHARPNESS = 4
 _SHOWN_ENDS = 0.8  # of the ends of programs that others follow; fitted to the simulation, too
 _DEPTH = 16  # exceptions that a warp takes at once
 _SHARED_DEPTH = 32  # the same of warps that share the columns
+_ROWS_AHEAD = 64  # of a program whose warps share the columns and fetch exceptions ahead
+_SHOWN_GATHERS = 0.5  # of their gathers, that nothing hides; fitted to the simulation
 _GATHERS_PER_CYCLE = 4  # elements from different lines that L1 gives a multiprocessor; assumed
 _SECTOR = 32  # bytes that L2 sends for an element
 _DECODE_SHARE = 0.9  # of the bandwidth, as reads and writes mix; assumed
@@ -197,11 +199,13 @@ def predict_fused(
         one_turn += _COPY
     outside = counted.outside / 2 * warps / _issue_rate(counted.alone, warps)
     start = _START + outside + _COPY
-    end = last_turn + outside + exception_turns * _LOAD
+    end = last_turn + outside
     if config.shares:  # all resident programs gather at the same time
-        end += exception_turns * depth * config.block_tokens / _GATHERS_PER_CYCLE * resident
+        trips = 1 if rows <= _ROWS_AHEAD else 2
+        gathering = depth * config.block_tokens / _GATHERS_PER_CYCLE * resident
+        end += exception_turns * (trips * _LOAD + _SHOWN_GATHERS * gathering)
     else:
-        end += _SUMS
+        end += exception_turns * _LOAD + _SUMS
     # Programs that began together end almost together, so little hides their ends.
     waves = _ceil(busiest, resident)
     shown = 1 + _SHOWN_ENDS * (waves - 1)

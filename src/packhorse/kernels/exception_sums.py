@@ -99,6 +99,7 @@ def add_exceptions(
     HOLES: tl.constexpr,
     BY_COLUMN: tl.constexpr,
     SHARED: tl.constexpr,
+    AHEAD: tl.constexpr,  # exceptions are fetched ahead, which takes registers
     UPCAST: tl.constexpr,
 ):
     """Adds the products of exceptions: a small matrix with a column for each exception, times the
@@ -112,9 +113,9 @@ def add_exceptions(
     BLOCK: tl.constexpr = _SHARED_BLOCK if SHARED else _OWN_BLOCK
     number = _first_numbers(begin, part, N_PARTS, BLOCK)
     for _ in range(tl.cdiv(tl.cdiv(end, BLOCK) - begin // BLOCK, N_PARTS)):
-        # The exceptions of the next turn arrive while the tokens of these are fetched.
         following = number + N_PARTS * BLOCK
-        next_w, next_x = _load_entries(exceptions_ptr, following, begin, end, BLOCK, SHARED)
+        if AHEAD:  # they arrive while the tokens of these exceptions are fetched
+            next_w, next_x = _load_entries(exceptions_ptr, following, begin, end, BLOCK, SHARED)
         number_w = number + across(tl.arange(0, BLOCK), SHARED)
         number_x = number + down(tl.arange(0, BLOCK), SHARED)
         mask_x = (number_x >= begin) & (number_x < end) & mask_tokens
@@ -139,5 +140,7 @@ def add_exceptions(
                 total = tl.dot(hole_tile, x_tile, total)
             sums += (total,)
         totals = sums
+        if not AHEAD:
+            next_w, next_x = _load_entries(exceptions_ptr, following, begin, end, BLOCK, SHARED)
         number, entries_w, entries_x = following, next_w, next_x
     return totals

@@ -59,6 +59,7 @@ from packhorse.layout import W12, WeightFormat
 __all__ = [
     "MAX_BLOCK_TOKENS",
     "MAX_OWN_TOKENS",
+    "SHARING_REGISTERS",
     "MatmulConfig",
     "add_splits",
     "add_splits_kernel",
@@ -76,6 +77,9 @@ _TOKEN_SHIFT = tl.constexpr(40)  # W12: log2 of the factor that tokens are multi
 MAX_BLOCK_TOKENS = 64
 MAX_OWN_TOKENS = 32  # with more in a block, its warps share the columns
 _MAX_OWN_TOKENS = tl.constexpr(MAX_OWN_TOKENS)
+# Registers of a thread at most, if warps share the columns: three programs of four warps then fit
+# on a multiprocessor. They hide more of each other's waits than two, by simulation.
+SHARING_REGISTERS = 168
 _MIN_BLOCK_TOKENS = 8  # the least number that a tensor core takes
 _SECTOR_NBYTES = 32  # which memory and caches move at once
 # Bytes in sectors that gathering tokens by column must save, as it needs a launch before: L2 moves
@@ -219,11 +223,14 @@ def multiply_weights_kernel(
     steps_x = begin + part * BLOCK_STEPS + down(within, SHARED)  # along the tokens
     x = x_ptr + tokens * n_columns + steps_x
     end_row = tl.minimum(first_row + TILES * BLOCK_ROWS, n_rows)
-    found = first_exceptions(
-        starts_ptr, exceptions_ptr, first_row, end_row, split * PARTS + part, SPLITS * PARTS, SHARED
-    )
     # Larger sums leave no registers for what is needed only at the end.
     AHEAD: tl.constexpr = TILES * BLOCK_TOKENS <= 32
+    EXCEPTIONS_AHEAD: tl.constexpr = not SHARED or TILES * BLOCK_ROWS <= 64
+    if EXCEPTIONS_AHEAD:
+        found = first_exceptions(
+            starts_ptr, exceptions_ptr, first_row, end_row, split * PARTS + part, SPLITS * PARTS,
+            SHARED,
+        )  # fmt: skip
     low, high, totals, firsts = no_tiles(), no_tiles(), no_tiles(), no_tiles()
     for tile in tl.static_range(TILES):
         rows = _rows_of(first_row + tile * BLOCK_ROWS, n_rows, BLOCK_ROWS, SHARED)
@@ -272,10 +279,15 @@ def multiply_weights_kernel(
         rows += (tile_rows,)
         sums += (scale_rows(totals[tile], first, BITS),)
         holes += (power_of_two(first.to(tl.int32) - 127) if BITS == 11 else 0,)
+    if not EXCEPTIONS_AHEAD:
+        found = first_exceptions(
+            starts_ptr, exceptions_ptr, first_row, end_row, split * PARTS + part, SPLITS * PARTS,
+            SHARED,
+        )  # fmt: skip
     totals = add_exceptions(
         sums, found, x_ptr, by_column_ptr, starts_ptr, exceptions_ptr, rows, tokens, mask_tokens,
         holes, split * PARTS + part, n_tokens, n_columns, TILES, SPLITS * PARTS, BITS == 11,
-        BY_COLUMN, SHARED, UPCAST,
+        BY_COLUMN, SHARED, EXCEPTIONS_AHEAD, UPCAST,
     )  # fmt: skip
     y_row = split.to(tl.int64) * n_tokens + tokens
     for tile in tl.static_range(TILES):
@@ -285,7 +297,14 @@ def multiply_weights_kernel(
         y_tile = y if SPLITS > 1 else round_to_bf16(y, UPCAST)
         numbers = first_row + tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         mask_rows = down(numbers < n_rows, SHARED)
-        tl.store(y_ptr + y_row * n_rows + rows[tile], y_tile, mask=mask_rows & mask_tokens)
+        if SHARED:  # offsets from the block's first element are small, and take half the registers
+            first_token = token_block * BLOCK_TOKENS
+            y_block = y_ptr + (split.to(tl.int64) * n_tokens + first_token) * n_rows + first_row
+            offsets = across(tl.arange(0, BLOCK_TOKENS), SHARED) * n_rows
+            offsets += down(tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), SHARED)
+            tl.store(y_block + offsets, y_tile, mask=mask_rows & mask_tokens)
+        else:
+            tl.store(y_ptr + y_row * n_rows + rows[tile], y_tile, mask=mask_rows & mask_tokens)
 
 
 # All batch sizes use the same machine code.
@@ -518,5 +537,6 @@ def _launch(
         by_column_ptr=x.t().contiguous() if by_column else None,
         num_warps=config.n_warps,
         num_stages=config.n_stages,
+        **({"maxnreg": SHARING_REGISTERS} if config.shares else {}),
         **launch_options(early),
     )
