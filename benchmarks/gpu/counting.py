@@ -28,8 +28,8 @@ _HEAD = '''"""What the model of time knows of compiled kernels: instructions and
 
 Written by `python benchmarks/gpu.py counting`, with Triton {version}, for sm_90 and four warps
 (blocks of 64 tokens: for sm_80); do not edit by hand. Divisions that spill registers in the loop
-are left out, and those that spill more than {few} outside of it, which happens once in each program.
-The model knows only the divisions of this table, so no others are ever chosen or measured.
+are left out, and those that spill more than {few} outside, which happens once in each program. The
+model knows only the divisions of this table, so no others are ever chosen or measured.
 """
 
 from typing import NamedTuple

@@ -2,8 +2,8 @@
 
 Written by `python benchmarks/gpu.py counting`, with Triton 3.6.0, for sm_90 and four warps
 (blocks of 64 tokens: for sm_80); do not edit by hand. Divisions that spill registers in the loop
-are left out, and those that spill more than 64 outside of it, which happens once in each program.
-The model knows only the divisions of this table, so no others are ever chosen or measured.
+are left out, and those that spill more than 64 outside, which happens once in each program. The
+model knows only the divisions of this table, so no others are ever chosen or measured.
 """
 
 from typing import NamedTuple
