@@ -383,7 +383,8 @@ def shared_nbytes_of(config: MatmulConfig, format: WeightFormat) -> int:
     """Shared memory of a program: the tiles of all turns that are being fetched."""
     weights = config.n_tiles * config.block_rows * format.n_slices * format.bits // 8
     tokens = 2 * format.n_slices * config.block_tokens
-    turn = config.block_steps * config.n_parts
+    # Not `n_parts`, as this is on the way of every untuned product; the same in `_launch`.
+    turn = config.block_steps * (1 if config.block_tokens > MAX_OWN_TOKENS else config.n_warps)
     return max(config.n_stages - 1, 1) * turn * (weights + tokens)
 
 
@@ -500,9 +501,10 @@ def _launch(
     n_tokens, n_columns = x.shape
     n_rows = weights.n_rows
     n_steps = format.n_steps(n_columns)
-    turn = config.block_steps * config.n_parts
+    shares = config.block_tokens > MAX_OWN_TOKENS
+    turn = config.block_steps * (1 if shares else config.n_warps)
     dialect = choose_dialect(x.device)
-    if config.shares and not dialect.shares:
+    if shares and not dialect.shares:
         raise ValueError(f"{config} is not for this GPU, whose products of 64 tokens run on")
     is_even = n_steps % turn == 0 and n_columns == format.n_slices * n_steps
     early = dialect.early and is_even
@@ -537,6 +539,6 @@ def _launch(
         by_column_ptr=x.t().contiguous() if by_column else None,
         num_warps=config.n_warps,
         num_stages=config.n_stages,
-        **({"maxnreg": SHARING_REGISTERS} if config.shares else {}),
+        **({"maxnreg": SHARING_REGISTERS} if shares else {}),
         **launch_options(early),
     )
