@@ -2,6 +2,7 @@
 assembly takes an operand's register, and arrays and GPUs that kernels do not suit are told."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,9 @@ def test_warps_share_columns_only_where_they_wait_for_products(
     x, config = torch.ones(40, 200).bfloat16(), MatmulConfig(64, 64, 32, 4, 1, 3)
     with pytest.raises(ValueError, match="not for this GPU"):
         multiply_weights(x, arrays, W12, 200, config=config)
+    monkeypatch.setattr(matmul, "_MAX_SHARED_ROWS", 32)  # offsets of more might not fit 32 bits
+    expected = multiply_weights(x, arrays, W12, 200, config=replace(config, block_tokens=32))
+    assert torch.equal(multiply_weights(x, arrays, W12, 200, config=config), expected)
 
 
 def test_a_product_with_arrays_at_odd_addresses_is_right_and_warns_once() -> None:

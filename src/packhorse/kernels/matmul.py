@@ -23,7 +23,7 @@ Exceptions are added in FP32. Where a token holds infinities or NaNs, some resul
 plain product has infinities.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -80,6 +80,7 @@ _MAX_OWN_TOKENS = tl.constexpr(MAX_OWN_TOKENS)
 # Registers of a thread at most, if warps share the columns: three programs of four warps then fit
 # on a multiprocessor. They hide more of each other's waits than two, by simulation.
 SHARING_REGISTERS = 168
+_MAX_SHARED_ROWS = 1 << 24  # of a weight; offsets of a block's results then fit 32 bits
 _MIN_BLOCK_TOKENS = 8  # the least number that a tensor core takes
 _SECTOR_NBYTES = 32  # which memory and caches move at once
 # Bytes in sectors that gathering tokens by column must save, as it needs a launch before: L2 moves
@@ -422,6 +423,8 @@ def multiply_weights(
     if config is None:
         limits = limits_of(y.device)
         config = default_config(y.shape[1], n_columns, len(x), format, *limits)
+    if config.block_tokens > MAX_OWN_TOKENS and y.shape[1] > _MAX_SHARED_ROWS:
+        config = replace(config, block_tokens=MAX_OWN_TOKENS)
     with device_of(x):
         sums = memory_for_sums(y, config.n_splits)
         _launch(x, weights, format, bias, sums, config)
