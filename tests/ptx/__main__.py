@@ -40,6 +40,13 @@ RUN = [
     *(Case("few", "W11", (32, 8, 32, 4, 1, 3, 1), 100, 1030, n, early=True) for n in (1, 8, 40)),
     Case("few", "W11", (16, 16, 64, 2, 2, 4, 1), 64, 4096, 13, bias=True),
     Case("few", "W11", (32, 8, 32, 2, 1, 3, 2), 65, 700, 8, bias=True, early=True),
+    *(
+        Case("many", "W12", (rows, 64, 32, 4, splits, 3, 1), 200, n, n_tokens, bias=True)
+        for rows, splits, n, n_tokens in ((128, 1, 1024, 130), (128, 4, 3001, 33), (64, 2, 77, 65))
+    ),
+    Case("many", "W12", (64, 64, 64, 4, 1, 5, 1), 64, 2048, 64),
+    Case("many", "W12", (64, 64, 32, 4, 1, 3, 1), 64, 1024, 40, patterns=True),
+    Case("many", "W11", (64, 64, 32, 4, 1, 2, 1), 100, 1030, 70),
     *(Case("decode", form, (), 70, n, 0) for form in ("W12", "W11") for n in (1, 63, 999, 4100)),
     *(Case("decode", form, (), 70, 2100, 9) for form in ("W12", "W11")),
     *(Case("decode", form, (), 64, 1024, 0, patterns=True) for form in ("W12", "W11")),
