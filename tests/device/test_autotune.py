@@ -474,6 +474,7 @@ ENTRY = ("entries", 0)
 BUCKET = (*ENTRY, "buckets", 0)
 CONFIG = (*BUCKET, "config")
 LIES: list[tuple[tuple[Any, ...], Any]] = [
+    ((*CONFIG, "block_tokens"), 64),  # only more than 32 tokens may have such blocks
     ((*CONFIG, "block_rows"), 24),
     ((*CONFIG, "block_rows"), 32.0),
     ((*CONFIG, "n_warps"), True),
