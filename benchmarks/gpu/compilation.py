@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from packhorse.kernels.matmul import MatmulConfig, multiply_weights_kernel
+from packhorse.kernels.matmul import SHARING_REGISTERS, MatmulConfig, multiply_weights_kernel
 from packhorse.kernels.weights import decode_weights_kernel
 from packhorse.layout import WeightFormat
 
@@ -45,6 +45,7 @@ def compile_kernel(
     n_stages: int,
     *,
     fuse: bool = True,
+    registers: int | None = None,
     types: Mapping[str, str] | None = None,
     loose: Collection[str] = LOOSE,
 ) -> "triton.compiler.CompiledKernel":
@@ -57,6 +58,7 @@ def compile_kernel(
         n_warps: warps of a program.
         n_stages: stages of its loops.
         fuse: whether a product and a sum may be one instruction.
+        registers: of a thread at most; None for as many as there are.
         types: types of arguments, where they are not the usual ones.
         loose: arguments that are not multiples of 16.
     """
@@ -71,7 +73,12 @@ def compile_kernel(
         if name not in constants and name not in loose
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": n_warps, "num_stages": n_stages, "enable_fp_fusion": fuse}
+    options = {
+        "num_warps": n_warps,
+        "num_stages": n_stages,
+        "enable_fp_fusion": fuse,
+        "maxnreg": registers,
+    }
     return triton.compile(source, target=GPUTarget("cuda", architecture, WARP), options=options)
 
 
@@ -104,7 +111,7 @@ def compile_matmul(
         "BLOCK_ROWS": config.block_rows,
         "BLOCK_TOKENS": config.block_tokens,
         "BLOCK_STEPS": config.block_steps,
-        "PARTS": config.n_warps,
+        "WARPS": config.n_warps,
         "TILES": config.n_tiles,
         "SPLITS": config.n_splits,
         "EVEN": even,
@@ -120,6 +127,7 @@ def compile_matmul(
         architecture,
         config.n_warps,
         config.n_stages,
+        registers=SHARING_REGISTERS if config.shares else None,
         types={"y_ptr": "*fp32"} if config.n_splits > 1 else None,
         loose=loose,
     )

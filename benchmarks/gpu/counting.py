@@ -1,7 +1,8 @@
 """Count what the model of time knows of compiled kernels: `python benchmarks/gpu.py counting`.
 
 Each division is compiled for Hopper with four warps, as it runs there: started early, and with as
-many stages as usual. The command writes `device/counts.py`. It takes some minutes of a core; a
+many stages as usual. Those whose warps share the columns do not run there, and are compiled for
+Ampere. The command writes `device/counts.py`. It takes some minutes of a core; a
 kernel that Triton has compiled before comes from its cache.
 """
 
@@ -17,7 +18,7 @@ import triton
 from benchmarks.gpu import issue, sass
 from benchmarks.gpu.machine_code import read_kernel
 from benchmarks.gpu.triton_sources import source_hash
-from packhorse.kernels.matmul import MatmulConfig, shared_nbytes_of
+from packhorse.kernels.matmul import MAX_BLOCK_TOKENS, MatmulConfig, shared_nbytes_of
 from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
 
 TABLE = Path(__file__).resolve().parents[2] / "src" / "packhorse" / "device" / "counts.py"
@@ -26,11 +27,11 @@ _FEW_SPILLS = 64
 _N_WARPS = 4
 _HEAD = '''"""What the model of time knows of compiled kernels: instructions and registers.
 
-Written by `python benchmarks/gpu.py counting`, with Triton {version}, for sm_90 and four warps; do
-not edit by hand. The hash of what was compiled is {source}. Divisions that spill registers
-in the loop are left out, and those that spill more than {few} outside of it, which happens once in
-each program. The model knows only the divisions of this table, so no others are ever chosen or
-measured.
+Written by `python benchmarks/gpu.py counting`, with Triton {version}, for sm_90 and four warps
+(blocks of 64 tokens: for sm_80); do not edit by hand. The hash of what was compiled is
+{source}. Divisions that spill registers in the loop are left out, and those that spill
+more than {few} outside, which happens once in each program. The model knows only the divisions of
+this table, so no others are ever chosen or measured.
 """
 
 from typing import NamedTuple
@@ -73,6 +74,9 @@ def _divisions(format: WeightFormat) -> Iterator[MatmulConfig]:
             if shared_nbytes_of(config, format) <= sass.SHARED_NBYTES[90]:
                 yield config
                 break
+    if format is W12:  # with its exceptions, W11 is slower than decoding first
+        for rows, steps in product((64, 128), (32, 64)):
+            yield MatmulConfig(rows, MAX_BLOCK_TOKENS, steps, _N_WARPS, 1, 3)
 
 
 def count_one(format: WeightFormat, config: MatmulConfig) -> tuple[float, float, int, int] | None:
@@ -83,7 +87,8 @@ def count_one(format: WeightFormat, config: MatmulConfig) -> tuple[float, float,
         ValueError: a product runs on while the warp does (HGMMA), for which `hazards.py` would have
             to read the kernel, too.
     """
-    compiled = sass.compile_matmul(format, config, 90, early=True)
+    early = not config.shares
+    compiled = sass.compile_matmul(format, config, 90 if early else 80, early=early)
     code = read_kernel(compiled.asm["cubin"])
     if code.count(("HGMMA",)):
         raise ValueError(f"{config}: Triton uses Hopper's asynchronous products")
@@ -91,7 +96,7 @@ def count_one(format: WeightFormat, config: MatmulConfig) -> tuple[float, float,
     body = Counter(x.operation for x in code.instructions[start:end])
     spills = code.count(sass.SPILL_OPS)
     weights = config.n_tiles * config.block_rows * config.block_steps * format.n_slices
-    per_weight = 32 * (end - start) / weights
+    per_weight = 32 * (end - start) * _N_WARPS / (weights * config.n_parts)
     # Beyond 8, loads of single bytes.
     if any(body[op] for op in sass.SPILL_OPS) or spills > _FEW_SPILLS or per_weight > 8:
         return None

@@ -1,7 +1,7 @@
 """The kept figures of simulated products in `benchmarks/results/gpu/`.
 
-`simulated.json` has those of the Triton kernels, `simulated_stream.json` those of the kernels with
-warps that fetch.
+`simulated.json` and `simulated_a100.json` have those of the Triton kernels, on an H200 and on an
+A100; `simulated_stream.json` has those of the kernels with warps that fetch.
 
 They are read where they are printed beside predictions, without Triton.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "A100_PATH",
     "PATH",
     "STREAM_PATH",
     "Agreement",
@@ -31,7 +32,9 @@ __all__ = [
 
 _FOLDER = Path(__file__).resolve().parents[1] / "results" / "gpu"
 PATH = _FOLDER / "simulated.json"
+A100_PATH = _FOLDER / "simulated_a100.json"
 STREAM_PATH = _FOLDER / "simulated_stream.json"
+_H200 = "NVIDIA H200"
 KIND = "simulated"
 _STREAM_KIND = "simulated stream"
 
@@ -50,7 +53,7 @@ class _Product:
         plain: the predicted time of a product with the BF16 weight.
         predicted: by the model of time.
         simulated: by the simulation.
-        early: the same if the kernel starts before the one before it ends.
+        early: the same if the kernel starts before the one before it ends, where GPUs can do that.
     """
 
     matrix: str
@@ -183,19 +186,22 @@ class Kept:
 
 def write(kept: Kept, path: Path = PATH) -> None:
     """Keeps the figures, with the date and the command."""
-    _write(KIND, "python benchmarks/gpu.py simulate --write", asdict(kept), path)
+    is_a100 = path == A100_PATH
+    command = f"python benchmarks/gpu.py simulate{' --a100' * is_a100} --write"
+    _write(KIND, "NVIDIA A100 80 GB" if is_a100 else _H200, command, asdict(kept), path)
 
 
 def write_streams(rows: Sequence[StreamRow], path: Path = STREAM_PATH) -> None:
     """Keeps the figures of the kernels with warps that fetch."""
     kept = {"rows": [asdict(row) for row in rows]}
-    _write(_STREAM_KIND, "python benchmarks/gpu.py simulate --stream --write", kept, path)
+    command = "python benchmarks/gpu.py simulate --stream --write"
+    _write(_STREAM_KIND, _H200, command, kept, path)
 
 
-def _write(kind: str, command: str, kept: dict[str, Any], path: Path) -> None:
+def _write(kind: str, device: str, command: str, kept: dict[str, Any], path: Path) -> None:
     head = {
         "kind": kind,
-        "device": "NVIDIA H200, simulated",
+        "device": f"{device}, simulated",
         "date": datetime.now(UTC).date().isoformat(),
         "command": command,
     }

@@ -31,6 +31,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 BATCHES = (1, 8, 32)
 H200 = PRESETS[0]
+A100 = PRESETS[-1]  # of 80 GB
+SHARED_BATCHES = (64, 128, 256)  # of products whose warps share the columns
 
 
 @dataclass(frozen=True)
@@ -302,6 +304,31 @@ def _stream_cells(row: StreamRow) -> str:
     return " | ".join(map(str, cells))
 
 
+_SHARED = """### An A100 with 64 to 256 tokens
+
+The kernels in CUDA C++ are Hopper's. On other GPUs, Triton's kernel takes blocks of 64 tokens,
+whose warps share the columns of the weight, where that is predicted to be faster than decoding
+first. W12 on an A100 of 80 GB; **predicted and simulated, not yet measured on a GPU** (`python
+benchmarks/gpu.py simulate --a100`). A division is rows/tokens/steps/warps/splits/stages/tiles.
+"""
+
+
+def _shared_section() -> Iterator[str]:
+    """What is taken above 32 tokens where warps share the columns."""
+    yield _SHARED
+    heads = ["matrix", "tokens", "division", "BF16", "predicted", "simulated", "decoded first"]
+    rows = kept_simulations.read(kept_simulations.A100_PATH).rows
+    yield from _table(heads, (_shared_cells(row) for row in rows))
+
+
+def _shared_cells(row: kept_simulations.Row) -> str:
+    decoded = predict_decode(row.n_rows, row.n_columns, row.n_tokens, W12, A100)
+    cells = [row.matrix, row.n_tokens, "/".join(map(str, row.division)), f"{row.plain * 1e6:.1f}"]
+    times = (row.predicted, row.simulated, decoded)
+    cells += [f"{t * 1e6:.1f} ({row.plain / t:.2f})" for t in times]
+    return " | ".join(map(str, cells))
+
+
 def _measured() -> Iterator[str]:
     """The sections of kept runs; smoke runs are left out."""
     for path in sorted(RESULTS.glob("*.json")):
@@ -330,7 +357,7 @@ def _measured_cells(row: dict[str, Any]) -> str:
 def document() -> str:
     """The page."""
     models = (line for model in MODELS for line in _model_section(model))
-    lines = [*_measured(), *_stream_section(), *models]
+    lines = [*_measured(), *_stream_section(), *_shared_section(), *models]
     return "\n".join([_HEAD, _PREDICTED, *lines]).rstrip() + "\n"
 
 

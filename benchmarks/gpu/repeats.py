@@ -22,7 +22,8 @@ from packhorse.device.strategy import Choice, Strategy
 from packhorse.device.stream import is_ready
 from packhorse.device.stream_cost import stream_candidates
 from packhorse.kernels.arrays import WeightTensors
-from packhorse.kernels.matmul import MatmulConfig
+from packhorse.kernels.launch import choose_dialect
+from packhorse.kernels.matmul import MAX_OWN_TOKENS, MatmulConfig
 from packhorse.kernels.weights import decode_weights
 from packhorse.layout import WEIGHT_FORMATS, WeightFormat
 
@@ -60,7 +61,8 @@ def _fused(format: WeightFormat) -> Iterator[Choice]:
     """All divisions that the model of time knows, with one split and with several."""
     for i, (name, rows, tokens, steps, tiles) in enumerate(INSTRUCTIONS):
         if name == format.name:
-            config = MatmulConfig(rows, tokens, steps, (4, 8, 2)[i % 3], 1 + i % 2, 3, tiles)
+            n_warps = 4 if tokens > MAX_OWN_TOKENS else (4, 8, 2)[i % 3]
+            config = MatmulConfig(rows, tokens, steps, n_warps, 1 + i % 2, 3, tiles)
             yield Choice(Strategy.FUSED, config)
 
 
@@ -137,7 +139,10 @@ def repeat_division(job: Repeat) -> int:
     format = WEIGHT_FORMATS[job.format]
     weight, arrays, x, exact = _operands(job.format, job.n_tokens, job.smoke)
     n_runs = N_RUNS_SMALL if job.smoke else N_RUNS
+    config = job.choice.config
     if job.choice.strategy is Strategy.STREAM and not is_ready(x.device):
+        return 0
+    if isinstance(config, MatmulConfig) and config.shares and not choose_dialect(x.device).shares:
         return 0
     what = f"{job.format}, {job.n_tokens} tokens, {job.choice}"
     n_wrong = torch.zeros((), dtype=torch.int64, device=x.device)

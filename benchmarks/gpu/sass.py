@@ -28,6 +28,7 @@ from packhorse.layout import W12, WEIGHT_FORMATS, WeightFormat
 
 ARCHITECTURES = (90, 80)
 SHARED_NBYTES = {90: 227 << 10, 80: 163 << 10}  # of a program, by NVIDIA's tables
+SHARED_DIVISION = MatmulConfig(128, 64, 32, 4, 1, 3)  # its warps share the columns; not for Hopper
 TENSOR_OPS = ("HMMA", "HGMMA")
 SPILL_OPS = ("LDL", "STL")
 _ATTRIBUTES = 0x70000000  # the kind of a section of an ELF file
@@ -120,7 +121,7 @@ def count_matmul(
         bias=not even,
     )
     n_rows = config.n_tiles * config.block_rows
-    n_weights = n_rows * config.block_steps * config.n_warps * format.n_slices
+    n_weights = n_rows * config.block_steps * config.n_parts * format.n_slices
     name = f"{format.name} N={config.block_tokens}" + ("" if even else " odd columns")
     return count(name, compiled, architecture, n_weights, config.n_warps)
 
@@ -144,6 +145,8 @@ def counts(*, brief: bool) -> Iterator[Count]:
             for n in sizes[:1] if brief and architecture < 90 else sizes:
                 config = default_config(14336, 4096, n, format, shared_nbytes=shared)
                 yield count_matmul(format, config, architecture)
+            if format is W12 and architecture < 90:
+                yield count_matmul(format, SHARED_DIVISION, architecture)
             if not brief or architecture == 90:
                 yield count_decode(format, architecture)
         if not brief or architecture == 90:

@@ -1,4 +1,4 @@
-"""Simulate fused products on an H200 from their machine code: `python benchmarks/gpu.py simulate`.
+"""Simulate fused products from their machine code: `python benchmarks/gpu.py simulate`.
 
 A division is compiled offline, and the busiest multiprocessor runs its instructions in
 `benchmarks.gpu.issue`. Everything printed is simulated; nothing is measured. The simulation and the
@@ -10,6 +10,7 @@ The command prints what is chosen untuned for the matrices of a Llama of 8B, pre
 beside each other; then the agreement of both over other divisions, with 8 tokens, to which the
 model was fitted; then that over products that it was not fitted to: the matrices of a Llama of 70B,
 with other numbers of tokens, too. `--write` keeps the figures. It takes some ten minutes of a core.
+The GPU is an H200; with `--a100` it is an A100, with 64 to 256 tokens and without the last part.
 """
 
 import argparse
@@ -21,9 +22,9 @@ from functools import cache
 import triton
 
 from benchmarks.gpu import issue, sass
-from benchmarks.gpu.kept_simulations import Agreement, Kept, Row, write
+from benchmarks.gpu.kept_simulations import A100_PATH, PATH, Agreement, Kept, Row, write
 from benchmarks.gpu.machine_code import MachineCode, read_kernel
-from benchmarks.gpu.predictions import H200, MODELS, Shape
+from benchmarks.gpu.predictions import A100, H200, MODELS, SHARED_BATCHES, Shape
 from benchmarks.gpu.stream_simulations import simulate_streams
 from packhorse.device.autotune import tune
 from packhorse.device.cost import (
@@ -67,6 +68,20 @@ DIVISIONS = tuple(
         (32, 32, 2, 1, 2, 4),
     )
 )
+# The same for an A100: divisions whose warps share the columns.
+SHARED_DIVISIONS = tuple(
+    MatmulConfig(rows, 64, steps, 4, n_splits, n_stages)
+    for rows, steps, n_splits, n_stages in (
+        (64, 32, 1, 3),
+        (64, 32, 2, 3),
+        (64, 32, 4, 3),
+        (64, 32, 1, 4),
+        (64, 64, 1, 3),
+        (64, 64, 2, 3),
+        (128, 32, 1, 3),
+        (128, 32, 2, 3),
+    )
+)
 # Programs of a multiprocessor that are simulated; more go on at the same pace.
 _MOST = 24
 # Seconds between dependent kernels of a CUDA graph. The 2.5 us of a launch in `gpu/models.py`
@@ -75,6 +90,7 @@ GAP = 1.8e-6
 # The same if the later kernel starts early and waits (programmatic dependent launch). Its programs
 # are there, and its first weights in L2. Assumed.
 EARLY_GAP = 0.9e-6
+_EARLY_CAPABILITY = 90
 
 
 @dataclass(frozen=True)
@@ -114,9 +130,12 @@ class Simulated:
 
 
 @cache
-def compile_division(format: WeightFormat, config: MatmulConfig) -> Compiled:
-    """Compiles a division as it runs on Hopper, where it may start early."""
-    compiled = sass.compile_matmul(format, config, 90, early=True)
+def compile_division(
+    format: WeightFormat, config: MatmulConfig, architecture: int = 90
+) -> Compiled:
+    """Compiles a division as it runs on an architecture; on Hopper it may start early."""
+    early = architecture >= _EARLY_CAPABILITY
+    compiled = sass.compile_matmul(format, config, architecture, early=early)
     code = read_kernel(compiled.asm["cubin"])
     registers = sass.count_registers(compiled.asm["cubin"])
     return Compiled(code, registers, compiled.metadata.shared, code.count(sass.SPILL_OPS))
@@ -147,13 +166,13 @@ def simulate(
         n_tokens: vectors that it is multiplied with.
         format: its format.
         config: the division.
-        device: the GPU; one of compute capability 9.0.
+        device: the GPU; one of compute capability 8.0 or 9.0.
         early: whether the kernel starts before the one before it ends.
     """
     splits = min(config.n_splits, 2)
-    compiled = compile_division(format, replace(config, n_splits=splits))
+    compiled = compile_division(format, replace(config, n_splits=splits), device.capability)
     rows = config.n_tiles * config.block_rows
-    turn = config.block_steps * config.n_warps
+    turn = config.block_steps * config.n_parts
     n_turns = ceil_div(ceil_div(format.n_steps(n_columns), turn), config.n_splits)
     blocks = ceil_div(n_rows, rows) * ceil_div(n_tokens, config.block_tokens)
     programs = blocks * config.n_splits
@@ -200,40 +219,45 @@ def _steps_of(
     main = issue.main_loop(code)
     body = code.instructions[slice(*main)]
     n_copies = sum(x.operation == "LDGSTS" for x in body) * config.n_warps
-    turn = config.block_steps * config.n_warps
+    turn = config.block_steps * config.n_parts
     weights = rows * turn * format.n_slices * format.bits / 8
     # Tokens that do not exist are not fetched, but their places are filled with zeros.
     real = min(n_tokens, config.block_tokens) / config.block_tokens
     tokens = 2 * format.n_slices * config.block_tokens * turn * real
     # Where the first block of exceptions begins is chance.
-    blocks = EXCEPTION_RATES[format.name] * n_columns * rows / 16 + 15 / 16
-    turns = math.ceil(blocks / (config.n_warps * config.n_splits))
+    depth = 32 if config.shares else 16
+    blocks = EXCEPTION_RATES[format.name] * n_columns * rows / depth + 1 - 1 / depth
+    turns = math.ceil(blocks / (config.n_parts * config.n_splits))
     trips = dict.fromkeys(code.loops, turns)
     trips[main] = n_turns
     return issue.make_steps(
         code,
         trips,
         copy_passes=4 * conflicts_of_copies(format, config),
-        copy_nbytes=weights / n_copies,
+        # Token blocks share weights in L2.
+        copy_nbytes=weights / n_copies / ceil_div(n_tokens, config.block_tokens),
         copy_l2_nbytes=(weights + tokens) / n_copies,
         early=early,
     )
 
 
-def simulate_chosen(shape: Shape, n_tokens: int, format: WeightFormat = W12) -> Row:
-    """What is chosen untuned for a matrix, predicted and simulated."""
+def simulate_chosen(
+    shape: Shape, n_tokens: int, format: WeightFormat = W12, device: DeviceModel = H200
+) -> Row | None:
+    """What is chosen untuned for a matrix, predicted and simulated; None if it is decoded first."""
     size = shape.n_rows, shape.n_columns
-    choice = tune(*size, format, H200, buckets=[bucket_of(n_tokens)])[bucket_of(n_tokens)].choice
-    config = choice.config
-    if not isinstance(config, MatmulConfig):
-        raise ValueError(f"{shape.name}, {n_tokens} tokens: {choice} is not for few tokens")
-    return _row(shape, n_tokens, format, config)
+    bucket = bucket_of(n_tokens)
+    config = tune(*size, format, device, buckets=[bucket])[bucket].choice.config
+    return _row(shape, n_tokens, format, config, device) if config else None
 
 
-def _row(shape: Shape, n_tokens: int, format: WeightFormat, config: MatmulConfig) -> Row:
+def _row(
+    shape: Shape, n_tokens: int, format: WeightFormat, config: MatmulConfig, device: DeviceModel
+) -> Row:
     product = shape.n_rows, shape.n_columns, n_tokens
-    late = simulate(*product, format, config)
-    early = simulate(*product, format, config, early=True)
+    late = early = simulate(*product, format, config, device)
+    if device.capability >= _EARLY_CAPABILITY:
+        early = simulate(*product, format, config, device, early=True)
     return Row(
         matrix=shape.name,
         n_rows=shape.n_rows,
@@ -241,8 +265,8 @@ def _row(shape: Shape, n_tokens: int, format: WeightFormat, config: MatmulConfig
         n_tokens=n_tokens,
         format=format.name,
         division=list(astuple(config)),
-        plain=predict_plain(*product, H200),
-        predicted=predict_fused(*product, format, config, H200),
+        plain=predict_plain(*product, device),
+        predicted=predict_fused(*product, format, config, device),
         simulated=late.seconds,
         early=early.seconds,
         programs=late.programs,
@@ -259,7 +283,7 @@ def compare(shapes: Iterable[Shape], n_tokens: int, stride: int = 1) -> Iterator
         if shared_nbytes_of(division, W12) > sass.SHARED_NBYTES[90]:
             continue
         for shape in shapes:
-            row = _row(shape, n_tokens, W12, division)
+            row = _row(shape, n_tokens, W12, division, H200)
             if row.predicted < math.inf:
                 yield row
 
@@ -267,10 +291,18 @@ def compare(shapes: Iterable[Shape], n_tokens: int, stride: int = 1) -> Iterator
 def compare_unfitted() -> list[Row]:
     """The same for products to which the model was not fitted: every other division, and what is
     chosen untuned."""
-    rows = [simulate_chosen(shape, n) for n in UNFITTED_BATCHES for shape in UNFITTED_SHAPES]
+    found = (simulate_chosen(shape, n) for n in UNFITTED_BATCHES for shape in UNFITTED_SHAPES)
+    rows = [row for row in found if row is not None]
     chosen = {(row.matrix, row.n_tokens, *row.division) for row in rows}
     others = (row for n in UNFITTED_BATCHES for row in compare(UNFITTED_SHAPES, n, stride=2))
     return rows + [r for r in others if (r.matrix, r.n_tokens, *r.division) not in chosen]
+
+
+def compare_shared(shapes: Iterable[Shape]) -> Iterator[Row]:
+    """The same of divisions whose warps share the columns, on an A100."""
+    for config in SHARED_DIVISIONS:
+        for shape in shapes:
+            yield _row(shape, config.block_tokens, W12, config, A100)
 
 
 def main(argv: list[str]) -> int:
@@ -286,7 +318,8 @@ def main(argv: list[str]) -> int:
         prog="gpu.py simulate", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--write", action="store_true", help="keep the figures")
-    parser.add_argument("--tokens", type=int, nargs="*", default=BATCHES, help="numbers of tokens")
+    parser.add_argument("--tokens", type=int, nargs="*", help="numbers of tokens")
+    parser.add_argument("--a100", action="store_true", help="an A100 instead of an H200")
     parser.add_argument(
         "--stream", action="store_true", help="only the kernels with warps that fetch"
     )
@@ -300,17 +333,23 @@ def main(argv: list[str]) -> int:
     print("|---|--:|---|--:|--:|--:|--:|", flush=True)
     rows = []
     for shape in SHAPES:
-        for n_tokens in args.tokens:
-            rows.append(simulate_chosen(shape, n_tokens, W11 if args.w11 else W12))
-            print(rows[-1], flush=True)
+        for n_tokens in args.tokens or (SHARED_BATCHES if args.a100 else BATCHES):
+            format = W11 if args.w11 else W12
+            row = simulate_chosen(shape, n_tokens, format, A100 if args.a100 else H200)
+            if row is not None:
+                rows.append(row)
+                print(row, flush=True)
     if args.w11:
         return 0
-    compared = list(compare(SHAPES, 8))
+    # The head is like gate and up, and takes long.
+    compared = list(compare_shared(SHAPES[:-1]) if args.a100 else compare(SHAPES, 8))
     agreement = Agreement.of(compared)
     print(f"\n{agreement}", flush=True)
-    unfitted = compare_unfitted()
-    print(f"\nNot fitted: {Agreement.of(unfitted)}", flush=True)
+    unfitted = [] if args.a100 else compare_unfitted()
+    of_unfitted = Agreement.of(unfitted) if unfitted else None
+    if of_unfitted:
+        print(f"\nNot fitted: {of_unfitted}", flush=True)
     if args.write:
-        of_unfitted = Agreement.of(unfitted)
-        write(Kept(triton.__version__, rows, compared, agreement, unfitted, of_unfitted))
+        path = A100_PATH if args.a100 else PATH
+        write(Kept(triton.__version__, rows, compared, agreement, unfitted, of_unfitted), path)
     return 0

@@ -123,8 +123,8 @@ class Product:
         steps, config = WEIGHT_FORMATS[self.format].n_steps(self.n_columns), self.choice.config
         if config is None:
             return self.format, self.choice, steps >= 512 or steps
-        by_warps = config.n_warps if self.choice.strategy is Strategy.FUSED else 1
-        return self.format, self.choice, steps % (config.block_steps * by_warps) == 0
+        n_parts = config.n_parts if self.choice.strategy is Strategy.FUSED else 1
+        return self.format, self.choice, steps % (config.block_steps * n_parts) == 0
 
 
 def compile_ahead(run: "Run", products: Iterable[Product]) -> int:

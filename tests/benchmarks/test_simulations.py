@@ -12,16 +12,22 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import issue, kept_simulations
-from benchmarks.gpu.kept_simulations import Agreement, Row
-from benchmarks.gpu.predictions import H200, MODELS, simulate_step
+from benchmarks.gpu.kept_simulations import Agreement, Kept, Row
+from benchmarks.gpu.predictions import A100, H200, MODELS, SHARED_BATCHES, simulate_step
 from packhorse.device.autotune import tune
-from packhorse.device.cost import conflicts_of_copies, predict_fused, predict_plain
+from packhorse.device.cost import (
+    conflicts_of_copies,
+    predict_decode,
+    predict_fused,
+    predict_plain,
+)
 from packhorse.device.counts import INSTRUCTIONS
 from packhorse.kernels.matmul import MatmulConfig
 from packhorse.layout import W12
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = kept_simulations.read()
+KEPT_A100 = kept_simulations.read(kept_simulations.A100_PATH)
 FREE = issue.Memory(math.inf, math.inf, 0.0, 0.0)
 
 
@@ -127,11 +133,12 @@ def test_a_simulated_product_takes_what_was_kept(compiled: dict[str, Any]) -> No
 
 def test_kept_predictions_are_those_of_today() -> None:
     """Otherwise run `python benchmarks/gpu.py simulate --write`."""
-    for row in (*KEPT.rows, *KEPT.compared, *KEPT.unfitted):
-        product = row.n_rows, row.n_columns, row.n_tokens
-        config = MatmulConfig(*row.division)
-        assert row.predicted == pytest.approx(predict_fused(*product, W12, config, H200)), row
-        assert row.plain == pytest.approx(predict_plain(*product, H200)), row
+    for kept, device in ((KEPT, H200), (KEPT_A100, A100)):
+        for row in (*kept.rows, *kept.compared, *kept.unfitted):
+            product = row.n_rows, row.n_columns, row.n_tokens
+            config = MatmulConfig(*row.division)
+            assert row.predicted == pytest.approx(predict_fused(*product, W12, config, device)), row
+            assert row.plain == pytest.approx(predict_plain(*product, device)), row
 
 
 def test_what_is_chosen_untuned_was_simulated() -> None:
@@ -143,12 +150,24 @@ def test_what_is_chosen_untuned_was_simulated() -> None:
             assert found[row.n_tokens].choice.config == MatmulConfig(*row.division), row
 
 
-def test_the_model_agrees_with_the_simulation() -> None:
-    assert Agreement.of(KEPT.compared) == KEPT.agreement
-    assert KEPT.agreement.n >= 40
-    assert KEPT.agreement.rank_correlation > 0.9
-    assert KEPT.agreement.mean_error < 0.1
-    assert KEPT.agreement.loss < 0.05
+def test_the_choice_for_an_a100_was_simulated_and_beats_decoding_first() -> None:
+    for shape in MODELS[0].shapes:
+        size = shape.n_rows, shape.n_columns
+        rows = [row for row in KEPT_A100.rows if row.matrix == shape.name]
+        assert [row.n_tokens for row in rows] == list(SHARED_BATCHES)
+        found = tune(*size, W12, A100, buckets=SHARED_BATCHES)
+        for row in rows:
+            assert found[row.n_tokens].choice.config == MatmulConfig(*row.division), row
+            assert row.simulated < predict_decode(*size, row.n_tokens, W12, A100) / 1.1, row
+
+
+@pytest.mark.parametrize("kept", [KEPT, KEPT_A100], ids=["H200", "A100"])
+def test_the_model_agrees_with_the_simulation(kept: Kept) -> None:
+    assert Agreement.of(kept.compared) == kept.agreement
+    assert kept.agreement.n >= 32
+    assert kept.agreement.rank_correlation > 0.9
+    assert kept.agreement.mean_error < 0.1
+    assert kept.agreement.loss < 0.05
 
 
 def test_the_model_agrees_with_products_that_it_was_not_fitted_to() -> None:

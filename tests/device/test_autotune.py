@@ -116,6 +116,22 @@ def test_what_was_not_counted_or_does_not_fit_takes_forever() -> None:
     assert predict(Choice(Strategy.FUSED, deep), 8) == math.inf
 
 
+def test_warps_share_columns_above_32_tokens_where_gpus_allow_it() -> None:
+    """An A100 and an RTX are predicted to gain by it; Hopper and the B200 would refuse it."""
+    buckets = [1, 8, 32, 64, 128, 256]
+    cards = {n: dataclasses.replace(GENERIC, capability=n) for n in (89, 100, 120)}
+    for device in (PRESETS[-1], H200, *cards.values()):
+        may = device.capability in (80, 89, 120)
+        for n_rows, n_columns in ((6144, 4096), (28672, 4096)):
+            for n, measured in tune(n_rows, n_columns, W12, device, buckets=buckets).items():
+                config = measured.choice.config
+                shares = isinstance(config, MatmulConfig) and config.shares
+                assert shares == (may and n > INVARIANT_TOKENS), (device.name, n, config)
+                if shares:
+                    decoded = predict_decode(n_rows, n_columns, n, W12, device)
+                    assert measured.seconds < decoded
+
+
 @pytest.mark.parametrize("n_tokens", [8, 16, 32])
 def test_default_divisions_are_known_to_the_model(n_tokens: int) -> None:
     for format in WEIGHT_FORMATS.values():
@@ -409,6 +425,7 @@ ENTRY = ("entries", 0)
 BUCKET = (*ENTRY, "buckets", 0)
 CONFIG = (*BUCKET, "config")
 LIES: list[tuple[tuple[Any, ...], Any]] = [
+    ((*CONFIG, "block_tokens"), 64),  # only more than 32 tokens may have such blocks
     ((*CONFIG, "block_rows"), 24),
     ((*CONFIG, "block_rows"), 32.0),
     ((*CONFIG, "n_warps"), True),

@@ -17,6 +17,11 @@ FEW = [
     Case("few", "W11", (32, 16, 32, 4, 1, 3, 1), 50, 600, 40, early=True, by_column=True),
     Case("few", "W11", (16, 8, 16, 8, 2, 2, 1), 33, 1032, 1, bias=True),
 ]
+MANY = [
+    Case("many", "W12", (64, 64, 32, 4, 1, 3, 1), 100, 512, 70),
+    Case("many", "W12", (128, 64, 64, 4, 2, 2, 1), 150, 1000, 33, bias=True),
+    Case("many", "W11", (64, 64, 16, 4, 1, 3, 1), 90, 700, 64, bias=True),
+]
 DECODE = [
     Case("decode", "W12", (), 70, 999, 0),
     Case("decode", "W11", (), 70, 4999, 9),
@@ -28,25 +33,28 @@ DAMAGES = [
     (FEW[0], "griddepcontrol.wait", "removed", "before griddepcontrol.wait"),
     (FEW[0], "cp.async.wait_group", "weakened", ""),
     (FEW[0], "bar.sync", "removed", ""),
+    (MANY[0], "cp.async.wait_group", "weakened", ""),
+    (MANY[0], "bar.sync", "removed", ""),
     (DECODE[1], "bar.sync", "removed", ""),
 ]
 
 
 @pytest.fixture(scope="module")
 def emulation(tmp_path_factory: pytest.TempPathFactory) -> Emulation:
-    return Emulation([*FEW, *DECODE], tmp_path_factory.mktemp("ptx"))
+    return Emulation([*FEW, *MANY, *DECODE], tmp_path_factory.mktemp("ptx"))
 
 
 def test_the_data_has_what_kernels_treat_apart() -> None:
-    for case in (*FEW, *DECODE):
+    for case in (*FEW, *MANY, *DECODE):
         assert data_of(case).arrays.exceptions.size > 5, case.name
-    assert {case.is_even for case in FEW} == {True, False}
+    for cases in (FEW, MANY):
+        assert {case.is_even for case in cases} == {True, False}
     patterns = data_of(DECODE[2]).elements
     assert len(np.unique(patterns[:-4])) == 60 * 1024
     assert data_of(DECODE[2]).arrays.exceptions.size < 16_000
 
 
-@pytest.mark.parametrize("case", [*FEW, *DECODE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*FEW, *MANY, *DECODE], ids=lambda case: case.name)
 def test_results_are_right_in_every_order(emulation: Emulation, case: Case) -> None:
     results = [emulation.run(case, **way, track=i % 3 == 0) for i, way in enumerate(WAYS)]
     for way, result in zip(WAYS, results, strict=True):

@@ -2,6 +2,7 @@
 assembly takes an operand's register, and arrays and GPUs that kernels do not suit are told."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,15 @@ from weight_samples import model_rows
 from packhorse.device import operators, pack_weight
 from packhorse.device.matrix_tuning import find_gpu
 from packhorse.device.packed_weight import PackedWeight
-from packhorse.kernels import launch, weights
+from packhorse.kernels import launch, matmul, weights
 from packhorse.kernels.arrays import ALIGNMENT, WeightTensors
-from packhorse.kernels.matmul import add_splits_kernel, multiply_weights, multiply_weights_kernel
+from packhorse.kernels.matmul import (
+    MatmulConfig,
+    add_splits_kernel,
+    multiply_weights,
+    multiply_weights_kernel,
+)
+from packhorse.kernels.vendor import has_waiting_products
 from packhorse.kernels.weights import decode_weights_kernel
 from packhorse.layout import W12, WEIGHT_FORMATS
 from packhorse.reference.weights import encode_weights
@@ -123,6 +130,23 @@ def test_arrays_at_odd_addresses_are_copied_once_where_they_are_wrapped(
     even = PackedWeight(weight.arrays, W12, 200)
     assert even.low_bytes is weight.low_bytes
     assert weight.detach().low_bytes is weight.low_bytes
+
+
+def test_warps_share_columns_only_where_they_wait_for_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On Hopper and data-center Blackwell, Triton would let such a product run on."""
+    found = [n for n in (75, 80, 86, 89, 90, 100, 103, 110, 120, 121) if has_waiting_products(n)]
+    assert found == [80, 86, 89, 120, 121]
+    hopper = launch.Dialect(assembly=False, upcast=True)
+    monkeypatch.setattr(matmul, "choose_dialect", lambda _: hopper)
+    arrays, _ = packed()
+    x, config = torch.ones(40, 200).bfloat16(), MatmulConfig(64, 64, 32, 4, 1, 3)
+    with pytest.raises(ValueError, match="not for this GPU"):
+        multiply_weights(x, arrays, W12, 200, config=config)
+    monkeypatch.setattr(matmul, "_MAX_SHARED_ROWS", 32)  # offsets of more might not fit 32 bits
+    expected = multiply_weights(x, arrays, W12, 200, config=replace(config, block_tokens=32))
+    assert torch.equal(multiply_weights(x, arrays, W12, 200, config=config), expected)
 
 
 def test_a_product_with_arrays_at_odd_addresses_is_right_and_warns_once() -> None:

@@ -128,6 +128,7 @@ def check_sums(
 
 
 SMALL = MatmulConfig(16, 8, 16, 2, 1, 2)  # many turns
+MANY = MatmulConfig(64, 64, 32, 4, 1, 3)  # all warps share the columns
 
 
 @FORMATS
@@ -141,6 +142,7 @@ def test_products_of_odd_shapes(n_rows: int, n_columns: int, format: WeightForma
         config = default_config(n_rows, n_columns, n_tokens, format)
         config = dataclasses.replace(config, n_splits=n_splits)
         check_product(elements, tokens(n_tokens, n_columns), format, config, bias)
+    check_product(elements, tokens(70, n_columns), format, MANY, bias)
 
 
 def test_products_of_a_thousand_rows() -> None:
@@ -155,6 +157,7 @@ def test_products_of_a_thousand_rows() -> None:
         MatmulConfig(64, 16, 32, 1, 1, 2),
         MatmulConfig(32, 32, 16, 8, 2, 5),
         MatmulConfig(16, 16, 32, 2, 2, 2, 3),
+        MatmulConfig(64, 64, 32, 4, 2, 3),
     ],
     ids=str,
 )
@@ -174,6 +177,7 @@ def test_exceptions_of_every_kind_but_the_infinite_count(format: WeightFormat) -
     elements[(elements & 0x7F80) >= 0x7F00] = 0x5A33  # large, but the sums stay finite
     assert len(pack(elements, format).exceptions) > 600
     check_product(elements, tokens(3, elements.shape[1]), format)
+    check_product(elements, tokens(33, elements.shape[1]), format, MANY)
 
 
 @FORMATS
@@ -200,6 +204,7 @@ def test_rows_and_tokens_of_any_size(shift: int, format: WeightFormat) -> None:
     elements = (model_rows(16, 128) & 0x807F | moved << 7).astype(np.uint16)
     for size in (2.0**-30, 1.0, 2.0**30):
         check_product(elements, tokens(2, 128) * size, format, SMALL)
+        check_product(elements, tokens(2, 128) * size, format, MANY)
 
 
 @FORMATS

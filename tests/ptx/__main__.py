@@ -47,6 +47,14 @@ RUN = [
         Case("few", form, (32, 16, 32, 4, 1, 3, 1), 50, 1024, 20, early=True, by_column=True)
         for form in ("W12", "W11")
     ),
+    *(
+        Case("many", "W12", (rows, 64, 32, 4, splits, 3, 1), 200, n, n_tokens, bias=True)
+        for rows, splits, n, n_tokens in ((128, 1, 1024, 130), (128, 4, 3001, 33), (64, 2, 77, 65))
+    ),
+    Case("many", "W12", (64, 64, 64, 4, 1, 5, 1), 64, 2048, 64),
+    Case("many", "W12", (64, 64, 32, 4, 1, 3, 1), 64, 1024, 40, patterns=True),
+    Case("many", "W11", (64, 64, 32, 4, 1, 2, 1), 100, 1030, 70),
+    Case("many", "W12", (64, 64, 32, 4, 1, 3, 1), 100, 1024, 70, by_column=True),
     *(Case("decode", form, (), 70, n, 0) for form in ("W12", "W11") for n in (1, 63, 999, 4100)),
     *(Case("decode", form, (), 70, 2100, 9) for form in ("W12", "W11")),
     *(Case("decode", form, (), 64, 1024, 0, patterns=True) for form in ("W12", "W11")),

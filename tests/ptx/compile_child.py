@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.ptx.kernels import ARCHITECTURE, Case
+from tests.ptx.kernels import ARCHITECTURES, Case
 
 from benchmarks.gpu.compilation import (
     compile_decode,
@@ -23,7 +23,7 @@ def compile_case(case: Case) -> object:
     if case.kind == "decode":
         return compile_decode(
             format,
-            ARCHITECTURE,
+            ARCHITECTURES[case.kind],
             block_steps=case.block_steps,
             gather=case.n_tokens > 0,
             loose=case.loose,
@@ -31,7 +31,7 @@ def compile_case(case: Case) -> object:
     return compile_matmul(
         format,
         MatmulConfig(*case.division),
-        ARCHITECTURE,
+        ARCHITECTURES[case.kind],
         even=case.is_even,
         bias=case.bias,
         early=case.early,

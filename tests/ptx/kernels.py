@@ -23,7 +23,7 @@ from packhorse.codecs import weights as codec
 from packhorse.layout import WEIGHT_FORMATS
 
 ROOT = Path(__file__).resolve().parents[2]
-ARCHITECTURE = 90
+ARCHITECTURES = {"few": 90, "many": 80, "decode": 90}
 DECODE_BLOCK = 2048
 
 
@@ -49,7 +49,7 @@ class Case:
     """A kernel on some data.
 
     Attributes:
-        kind: "few" or "decode".
+        kind: "few"; "many", whose warps share the columns; or "decode".
         format: name of the format.
         division: fields of the division; none for "decode".
         n_rows, n_columns, n_tokens: sizes. For "decode" of some rows, tokens are rows.
@@ -84,7 +84,7 @@ class Case:
     @property
     def is_even(self) -> bool:
         format = WEIGHT_FORMATS[self.format]
-        turn = self.division[2] * self.division[3]
+        turn = self.division[2] * (1 if self.kind == "many" else self.division[3])
         return self.n_steps % turn == 0 and self.n_columns == format.n_padded(self.n_columns)
 
     @property

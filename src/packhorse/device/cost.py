@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from packhorse.device.counts import INSTRUCTIONS, Counted
 from packhorse.gpu.models import DeviceModel
+from packhorse.kernels.vendor import has_waiting_products
 from packhorse.layout import WeightFormat
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ _PLAIN_ROWS = (64, 128, 256)  # of cuBLAS's tiles, and their tokens
 _PLAIN_TOKENS = (16, 32, 64, 128, 256)
 _PLAIN_SPLITS = (1, 2, 4, 8)
 _CLUSTER = 2  # tiles of cuBLAS that read tokens together, on Hopper; assumed
+_COUNTED_WARPS = 4  # of the divisions whose machine code was counted
 _REGISTERS = 65536  # of a multiprocessor
 # Bytes a second of device memory that one multiprocessor can draw, however much it asks for: some
 # 40 saturate an H100 of 2 TB/s (BulletServe, 2025, partitions of multiprocessors). So an H200 needs
@@ -78,6 +80,9 @@ _GAP = (
 _SHARPNESS = 4
 _SHOWN_ENDS = 0.8  # of the ends of programs that others follow; fitted to the simulation, too
 _DEPTH = 16  # exceptions that a warp takes at once
+_SHARED_DEPTH = 32  # the same of warps that share the columns
+_ROWS_AHEAD = 64  # of a program whose warps share the columns and fetch exceptions ahead
+_SHOWN_GATHERS = 0.5  # of their gathers, that nothing hides; fitted to the simulation
 _GATHERS_PER_CYCLE = 4  # elements from different lines that L1 gives a multiprocessor; assumed
 _SECTOR = 32  # bytes that L2 sends for an element
 _DECODE_SHARE = 0.9  # of the bandwidth, as reads and writes mix; assumed
@@ -92,6 +97,8 @@ def packed_nbytes(n_rows: int, n_columns: int, format: WeightFormat) -> float:
 def _counted(config: "MatmulConfig", format: WeightFormat) -> Counted | None:
     """What was counted of a division."""
     rows, tokens, steps = config.block_rows, config.block_tokens, config.block_steps
+    if config.shares and (config.n_warps != _COUNTED_WARPS or config.n_stages < 3):
+        return None  # warps have other rows; or fetching stands still while they multiply
     return INSTRUCTIONS.get((format.name, rows, tokens, steps, config.n_tiles))
 
 
@@ -100,15 +107,15 @@ def _shared_nbytes(config: "MatmulConfig", format: WeightFormat) -> int:
     exactly as much."""
     weights = config.n_tiles * config.block_rows * format.n_slices * format.bits // 8
     tokens = _BF16_NBYTES * format.n_slices * config.block_tokens
-    turn = config.block_steps * config.n_warps
+    turn = config.block_steps * config.n_parts
     return turn * (weights + tokens) * max(config.n_stages - 1, 1)
 
 
 def resident_programs(config: "MatmulConfig", format: WeightFormat, device: DeviceModel) -> int:
     """Programs that a multiprocessor runs at once; 0 if one is too large, or if its machine code
-    was not counted."""
+    was not counted, or if the GPU refuses it."""
     counted = _counted(config, format)
-    if counted is None:
+    if counted is None or (config.shares and not has_waiting_products(device.capability)):
         return 0
     registers = _ceil(counted.registers, 8) * 8  # they are given out by eight
     by_registers = _REGISTERS // (registers * _WARP * config.n_warps)
@@ -143,7 +150,7 @@ def predict_fused(
     if counted is None or resident == 0:
         return math.inf
     rows, n_warps = config.n_tiles * config.block_rows, config.n_warps
-    turn = config.block_steps * n_warps
+    turn = config.block_steps * config.n_parts
     n_turns = _ceil(_ceil(format.n_steps(n_columns), turn), config.n_splits)
     token_blocks = _ceil(n_tokens, config.block_tokens)
     programs = _ceil(n_rows, rows) * token_blocks * config.n_splits
@@ -156,8 +163,9 @@ def predict_fused(
     tokens_nbytes = _BF16_NBYTES * turn * format.n_slices * n_turns * config.block_tokens
     fetched = tokens_nbytes * min(1.0, n_tokens / config.block_tokens)
     exceptions = EXCEPTION_RATES[format.name] * rows * n_columns / config.n_splits
-    blocks = exceptions / _DEPTH + 1 / config.n_splits  # where the first one begins is chance
-    exception_turns = math.ceil(blocks / n_warps)
+    depth = _SHARED_DEPTH if config.shares else _DEPTH
+    blocks = exceptions / depth + 1 / config.n_splits  # where the first one begins is chance
+    exception_turns = math.ceil(blocks / config.n_parts)
     gathers = exceptions * config.block_tokens
     instructions = counted.per_weight * weights / _WARP  # of all warps of a program
     drawn = min(device.bandwidth * share, processor_bandwidth(device))
@@ -169,11 +177,13 @@ def predict_fused(
     of_l2 = min(device.l2_bandwidth * share / device.clock, _PORT_NBYTES)
     of_tensors = device.bf16_rate * _mma_share(device) / device.n_processors / device.clock
     lines, conflicts = (nbytes + tokens_nbytes) / _SHARED_LINE, conflicts_of_copies(format, config)
+    # All warps that share columns read the same tokens.
+    read = lines + tokens_nbytes * (n_warps / config.n_parts - 1) / _SHARED_LINE
     work = _together(
         max(nbytes / of_memory, (nbytes + fetched + gathers * _SECTOR) / of_l2),
         (instructions + n_warps * counted.outside)
         / (_SCHEDULERS * _issue_rate(counted.alone, resident * n_warps / _SCHEDULERS)),
-        lines * (conflicts + 1) + gathers / _GATHERS_PER_CYCLE,
+        lines * conflicts + read + gathers / _GATHERS_PER_CYCLE,
         2 * weights * config.block_tokens / of_tensors,
     )
 
@@ -189,7 +199,13 @@ def predict_fused(
         one_turn += _COPY
     outside = counted.outside / 2 * warps / _issue_rate(counted.alone, warps)
     start = _START + outside + _COPY
-    end = last_turn + outside + exception_turns * _LOAD + _SUMS
+    end = last_turn + outside
+    if config.shares:  # all resident programs gather at the same time
+        trips = 1 if rows <= _ROWS_AHEAD else 2
+        gathering = depth * config.block_tokens / _GATHERS_PER_CYCLE * resident
+        end += exception_turns * (trips * _LOAD + _SHOWN_GATHERS * gathering)
+    else:
+        end += exception_turns * _LOAD + _SUMS
     # Programs that began together end almost together, so little hides their ends.
     waves = _ceil(busiest, resident)
     shown = 1 + _SHOWN_ENDS * (waves - 1)
@@ -209,12 +225,13 @@ def conflicts_of_copies(format: WeightFormat, config: "MatmulConfig") -> float:
     Eight threads write 128 bytes at once. If a warp's part of a row is shorter, they write to the
     parts of several warps, which begin in the same bank. An emulator of the kernels counted what
     this gives: 3.5 for 32 steps and four warps, 2.0 for two, 1.75 for 64 steps, 1.0 for 128.
+    Warps that share the columns have one part, without conflicts.
     """
     weights = config.n_tiles * config.block_rows * format.n_slices * format.bits / 8
     tokens = _BF16_NBYTES * format.n_slices * config.block_tokens
     line = _SHARED_LINE / config.block_steps
-    ways = weights * min(max(line, 1), config.n_warps)
-    ways += tokens * min(max(line / _BF16_NBYTES, 1), config.n_warps)
+    ways = weights * min(max(line, 1), config.n_parts)
+    ways += tokens * min(max(line / _BF16_NBYTES, 1), config.n_parts)
     return ways / (weights + tokens)
 
 

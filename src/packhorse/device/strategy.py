@@ -30,7 +30,7 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 class Strategy(Enum):
     """How a product is run."""
 
-    FUSED = "fused"  # the product decodes weights in registers; for few tokens
+    FUSED = "fused"  # the product decodes weights in registers; for up to 256 tokens
     STREAM = "stream"  # warps that fetch beside warps that decode; 1 to 256 tokens, Hopper only
     DECODE = "decode"  # weights are decoded to memory, then PyTorch multiplies
 

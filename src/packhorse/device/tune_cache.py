@@ -36,7 +36,7 @@ _MAX_ROWS = 1 << 31
 CONFIG_VALUES: dict[type, dict[str, tuple[int, ...]]] = {
     MatmulConfig: {
         "block_rows": (16, 32, 64, 128, 256),
-        "block_tokens": (8, 16, 32),
+        "block_tokens": (8, 16, 32, 64),
         "block_steps": (16, 32, 64, 128, 256),
         "n_warps": (1, 2, 4, 8),
         "n_splits": (1, 2, 4, 8, 16, 32, 64),
@@ -152,6 +152,8 @@ def _parse_measured(row: Any) -> tuple[int, Measured]:
         require_keys(config, {field.name for field in fields(kind)}, "a division")
         parsed = kind(**config)
         check_config(parsed)
+        shares = isinstance(parsed, MatmulConfig) and parsed.shares
+        require(not shares or n_tokens > INVARIANT_TOKENS, "few tokens have the order of many")
         choice = Choice(Strategy(strategy), parsed)
     return n_tokens, Measured(choice, row["seconds"], row["plain_seconds"])
 

@@ -12,9 +12,12 @@ from triton import language as tl
 
 from packhorse.kernels.weights import widen
 
-__all__ = ["add_exceptions", "first_exceptions", "no_tiles"]
+__all__ = ["across", "add_exceptions", "down", "first_exceptions", "no_tiles"]
 
-_BLOCK = tl.constexpr(16)  # exceptions that a part takes at once: the depth of a product
+# Exceptions that a part takes at once, the depth of a product: if all warps of a program are one
+# part, and if each is a part of its own.
+_SHARED_BLOCK = tl.constexpr(32)
+_OWN_BLOCK = tl.constexpr(16)
 
 
 @triton.jit
@@ -24,18 +27,31 @@ def no_tiles():
 
 
 @triton.jit
-def _first_numbers(begin, part, N_PARTS: tl.constexpr):
-    """The first exception that each part takes: parts take blocks in turns, counted from the first
-    exception of the whole weight, so that a block's part does not depend on the program."""
-    block = begin // _BLOCK
-    return (block + (part - block % N_PARTS + N_PARTS) % N_PARTS) * _BLOCK
+def down(values, SHARED: tl.constexpr):
+    """A vector as a column of a tile. Tiles have the number of the part as their first dimension,
+    unless all warps share the columns."""
+    return values[:, None] if SHARED else values[None, :, None]
 
 
 @triton.jit
-def _load_entries(exceptions_ptr, number, begin, end):
+def across(values, SHARED: tl.constexpr):
+    """A vector as a row of a tile; see `down`."""
+    return values[None, :] if SHARED else values[None, None, :]
+
+
+@triton.jit
+def _first_numbers(begin, part, N_PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The first exception that each part takes: parts take blocks in turns, counted from the first
+    exception of the whole weight, so that a block's part does not depend on the program."""
+    block = begin // BLOCK
+    return (block + (part - block % N_PARTS + N_PARTS) % N_PARTS) * BLOCK
+
+
+@triton.jit
+def _load_entries(exceptions_ptr, number, begin, end, BLOCK: tl.constexpr, SHARED: tl.constexpr):
     """A block of exceptions for each part, along the weight's rows and along the tokens."""
-    number_w = number + tl.arange(0, _BLOCK)[None, None, :]
-    number_x = number + tl.arange(0, _BLOCK)[None, :, None]
+    number_w = number + across(tl.arange(0, BLOCK), SHARED)
+    number_x = number + down(tl.arange(0, BLOCK), SHARED)
     mask_x = (number_x >= begin) & (number_x < end)
     entries_w = tl.load(exceptions_ptr + number_w.to(tl.int64), mask=number_w < end, other=0)
     entries_x = tl.load(exceptions_ptr + number_x.to(tl.int64), mask=mask_x, other=0)
@@ -48,21 +64,23 @@ def first_exceptions(
     exceptions_ptr,
     first_row,
     end_row,
-    part,  # PARTS x 1 x 1: number of the part, of N_PARTS in all programs
+    part,  # PARTS x 1 x 1, or a number: the part, of N_PARTS in all programs
     N_PARTS: tl.constexpr,
+    SHARED: tl.constexpr,  # all warps share the columns
 ):
     """What `add_exceptions` begins with: the first and the end of the exceptions of some rows, and
     those that the parts take first."""
     begin = tl.load(starts_ptr + first_row)
     end = tl.load(starts_ptr + end_row)
-    number = _first_numbers(begin, part, N_PARTS)
-    entries_w, entries_x = _load_entries(exceptions_ptr, number, begin, end)
+    BLOCK: tl.constexpr = _SHARED_BLOCK if SHARED else _OWN_BLOCK
+    number = _first_numbers(begin, part, N_PARTS, BLOCK)
+    entries_w, entries_x = _load_entries(exceptions_ptr, number, begin, end, BLOCK, SHARED)
     return begin, end, entries_w, entries_x
 
 
 @triton.jit
 def add_exceptions(
-    totals,  # tiles of PARTS x BLOCK_ROWS x BLOCK_TOKENS, FP32
+    totals,  # tiles of PARTS x BLOCK_ROWS x BLOCK_TOKENS, FP32; without PARTS if SHARED, as below
     found,  # by first_exceptions, for the rows of all tiles
     x_ptr,
     by_column_ptr,  # n_columns x n_tokens, BF16: the tokens again; read if BY_COLUMN
@@ -80,6 +98,8 @@ def add_exceptions(
     N_PARTS: tl.constexpr,
     HOLES: tl.constexpr,
     BY_COLUMN: tl.constexpr,
+    SHARED: tl.constexpr,
+    AHEAD: tl.constexpr,  # exceptions are fetched ahead, which takes registers
     UPCAST: tl.constexpr,
 ):
     """Adds the products of exceptions: a small matrix with a column for each exception, times the
@@ -90,13 +110,14 @@ def add_exceptions(
     for tile in tl.static_range(TILES):
         starts += (tl.load(starts_ptr + rows[tile]),)
         ends += (tl.load(starts_ptr + rows[tile] + 1),)
-    number = _first_numbers(begin, part, N_PARTS)
-    for _ in range(tl.cdiv(tl.cdiv(end, _BLOCK) - begin // _BLOCK, N_PARTS)):
-        # The exceptions of the next turn arrive while the tokens of these are fetched.
-        following = number + N_PARTS * _BLOCK
-        next_w, next_x = _load_entries(exceptions_ptr, following, begin, end)
-        number_w = number + tl.arange(0, _BLOCK)[None, None, :]
-        number_x = number + tl.arange(0, _BLOCK)[None, :, None]
+    BLOCK: tl.constexpr = _SHARED_BLOCK if SHARED else _OWN_BLOCK
+    number = _first_numbers(begin, part, N_PARTS, BLOCK)
+    for _ in range(tl.cdiv(tl.cdiv(end, BLOCK) - begin // BLOCK, N_PARTS)):
+        following = number + N_PARTS * BLOCK
+        if AHEAD:  # they arrive while the tokens of these exceptions are fetched
+            next_w, next_x = _load_entries(exceptions_ptr, following, begin, end, BLOCK, SHARED)
+        number_w = number + across(tl.arange(0, BLOCK), SHARED)
+        number_x = number + down(tl.arange(0, BLOCK), SHARED)
         mask_x = (number_x >= begin) & (number_x < end) & mask_tokens
         columns = entries_x & 0xFFFF
         if BY_COLUMN:  # an exception's elements of all tokens lie side by side
@@ -119,5 +140,7 @@ def add_exceptions(
                 total = tl.dot(hole_tile, x_tile, total)
             sums += (total,)
         totals = sums
+        if not AHEAD:
+            next_w, next_x = _load_entries(exceptions_ptr, following, begin, end, BLOCK, SHARED)
         number, entries_w, entries_x = following, next_w, next_x
     return totals

@@ -13,7 +13,7 @@ import torch
 from triton import knobs
 
 from packhorse.kernels.early_launch import is_offered
-from packhorse.kernels.vendor import is_nvidia
+from packhorse.kernels.vendor import has_waiting_products, is_nvidia
 
 __all__ = [
     "MIN_SHARED_NBYTES",
@@ -40,11 +40,13 @@ class Dialect(NamedTuple):
         assembly: inline PTX may be used.
         upcast: BF16 must become FP32 before it is multiplied.
         early: kernels may start while the kernel before them still runs.
+        shares: all warps of a program may share the columns of a product.
     """
 
     assembly: bool
     upcast: bool
     early: bool = False
+    shares: bool = False
 
 
 class Limits(NamedTuple):
@@ -67,7 +69,7 @@ def ceil_div(a: int, b: int) -> int:
 def choose_dialect(device: torch.device) -> Dialect:
     """The dialect for kernels that are launched on a device."""
     if knobs.runtime.interpret:
-        return Dialect(assembly=False, upcast=True)
+        return Dialect(assembly=False, upcast=True, shares=True)
     return _dialect_of(device)
 
 
@@ -75,7 +77,8 @@ def choose_dialect(device: torch.device) -> Dialect:
 def _dialect_of(device: torch.device) -> Dialect:
     capability = torch.cuda.get_device_capability(device) if is_nvidia() else (0, 0)
     early = is_offered(capability)
-    return Dialect(assembly=is_nvidia(), upcast=False, early=early)
+    shares = has_waiting_products(10 * capability[0] + capability[1])
+    return Dialect(assembly=is_nvidia(), upcast=False, early=early, shares=shares)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Products of a few tokens with a packed weight, which is decoded in registers on its way to the
+"""Products of some tokens with a packed weight, which is decoded in registers on its way to the
 tensor cores (docs/format.md, section 12): y = x W^T + bias.
 
 A program owns a block of tokens and some tiles of rows of the weight. The tokens stay in place from
@@ -7,6 +7,11 @@ warps of a program divide the columns among themselves, in turns of `block_steps
 accumulators of its own (a product of three dimensions, the first of which is the warp). So even a
 small matrix keeps all multiprocessors busy, and no decoded element ever leaves its thread. If there
 are still too few programs, `n_splits` of them share a block, and a second kernel adds their sums.
+
+In blocks of 64 tokens, accumulators would take too many registers. There all warps share the
+columns and divide the rows among themselves: a product of two dimensions, and no sums of warps. On
+Hopper and on Blackwell's GPUs for data centers, such a product would run on while the warps do;
+these GPUs refuse it (`vendor.has_waiting_products`).
 
 Sums are in FP32, in an order that depends only on `block_steps`, `n_warps` and `n_splits`: with the
 same three, a token's result is the same in a batch of any size.
@@ -18,7 +23,7 @@ Exceptions are added in FP32. Where a token holds infinities or NaNs, some resul
 plain product has infinities.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -26,7 +31,13 @@ from triton import language as tl
 
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.early_launch import launch_options, prefetch_weights, wait_for_others
-from packhorse.kernels.exception_sums import add_exceptions, first_exceptions, no_tiles
+from packhorse.kernels.exception_sums import (
+    across,
+    add_exceptions,
+    down,
+    first_exceptions,
+    no_tiles,
+)
 from packhorse.kernels.launch import (
     MIN_SHARED_NBYTES,
     ceil_div,
@@ -47,6 +58,8 @@ from packhorse.layout import W12, WeightFormat
 
 __all__ = [
     "MAX_BLOCK_TOKENS",
+    "MAX_OWN_TOKENS",
+    "SHARING_REGISTERS",
     "MatmulConfig",
     "add_splits",
     "add_splits_kernel",
@@ -61,7 +74,13 @@ __all__ = [
 ]
 
 _TOKEN_SHIFT = tl.constexpr(40)  # W12: log2 of the factor that tokens are multiplied by
-MAX_BLOCK_TOKENS = 32
+MAX_BLOCK_TOKENS = 64
+MAX_OWN_TOKENS = 32  # with more in a block, its warps share the columns
+_MAX_OWN_TOKENS = tl.constexpr(MAX_OWN_TOKENS)
+# Registers of a thread at most, if warps share the columns: three programs of four warps then fit
+# on a multiprocessor. They hide more of each other's waits than two, by simulation.
+SHARING_REGISTERS = 168
+_MAX_SHARED_ROWS = 1 << 24  # of a weight; offsets of a block's results then fit 32 bits
 _MIN_BLOCK_TOKENS = 8  # the least number that a tensor core takes
 _SECTOR_NBYTES = 32  # which memory and caches move at once
 # Bytes in sectors that gathering tokens by column must save, as it needs a launch before: L2 moves
@@ -75,7 +94,7 @@ class MatmulConfig:
 
     Attributes:
         block_rows: rows of a tile of the weight; a power of two, at least 16.
-        block_tokens: tokens for a program: 8, 16 or 32.
+        block_tokens: tokens for a program: 8, 16 or 32; or 64, and all warps share the columns.
         block_steps: columns of a slice that a warp takes at once; a power of two, at least 16.
         n_warps: warps of a program: 1, 2, 4 or 8.
         n_splits: programs that share a block of rows.
@@ -91,6 +110,16 @@ class MatmulConfig:
     n_splits: int = 1
     n_stages: int = 4
     n_tiles: int = 1
+
+    @property
+    def shares(self) -> bool:
+        """Whether all warps share the columns."""
+        return self.block_tokens > MAX_OWN_TOKENS
+
+    @property
+    def n_parts(self) -> int:
+        """Parts that the columns of a turn are divided into."""
+        return 1 if self.shares else self.n_warps
 
 
 @triton.jit
@@ -111,11 +140,11 @@ def scale_rows(total, first, BITS: tl.constexpr):
 
 
 @triton.jit
-def _rows_of(first_row, n_rows, BLOCK_ROWS: tl.constexpr):
+def _rows_of(first_row, n_rows, BLOCK_ROWS: tl.constexpr, SHARED: tl.constexpr):
     """Rows of a tile. Rows beyond the last are computed as copies of the last row, and not
     stored."""
     rows = first_row + tl.arange(0, BLOCK_ROWS)
-    return tl.minimum(rows, n_rows - 1).to(tl.int64)[None, :, None]
+    return down(tl.minimum(rows, n_rows - 1).to(tl.int64), SHARED)
 
 
 @triton.jit
@@ -157,7 +186,7 @@ def multiply_weights_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_STEPS: tl.constexpr,
-    PARTS: tl.constexpr,
+    WARPS: tl.constexpr,
     TILES: tl.constexpr,
     SPLITS: tl.constexpr,
     EVEN: tl.constexpr,  # no turn reaches beyond a slice, no column is padding
@@ -168,15 +197,17 @@ def multiply_weights_kernel(
     BY_COLUMN: tl.constexpr = False,  # tokens are gathered from the next argument
     by_column_ptr=None,  # n_columns x n_tokens, BF16
 ):
+    SHARED: tl.constexpr = BLOCK_TOKENS > _MAX_OWN_TOKENS
+    PARTS: tl.constexpr = 1 if SHARED else WARPS
     # Programs of the same rows are neighbours, so that the second finds the weights in L2.
     n_token_blocks = tl.cdiv(n_tokens, BLOCK_TOKENS)
     first_row = tl.program_id(0) // n_token_blocks * (TILES * BLOCK_ROWS)
     token_block = tl.program_id(0) % n_token_blocks
     split = tl.program_id(1)
     tokens = token_block * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    mask_tokens = (tokens < n_tokens)[None, None, :]
-    tokens = tokens.to(tl.int64)[None, None, :]
-    part = tl.arange(0, PARTS)[:, None, None]
+    mask_tokens = across(tokens < n_tokens, SHARED)
+    tokens = across(tokens.to(tl.int64), SHARED)
+    part = 0 if SHARED else tl.arange(0, PARTS)[:, None, None]
     within = tl.arange(0, BLOCK_STEPS)
 
     TURN: tl.constexpr = PARTS * BLOCK_STEPS
@@ -186,26 +217,32 @@ def multiply_weights_kernel(
     if EARLY > 0:
         prefetch_weights(
             low_ptr, high_ptr, first_row, n_rows, n_steps, begin, end, BITS, SLICES,
-            TILES * BLOCK_ROWS, EARLY * TURN, 32 * PARTS,
+            TILES * BLOCK_ROWS, EARLY * TURN, 32 * WARPS,
         )  # fmt: skip
         wait_for_others()
-    steps_w = begin + part * BLOCK_STEPS + within[None, None, :]  # along the weight's rows
-    steps_x = begin + part * BLOCK_STEPS + within[None, :, None]  # along the tokens
+    steps_w = begin + part * BLOCK_STEPS + across(within, SHARED)  # along the weight's rows
+    steps_x = begin + part * BLOCK_STEPS + down(within, SHARED)  # along the tokens
     x = x_ptr + tokens * n_columns + steps_x
     end_row = tl.minimum(first_row + TILES * BLOCK_ROWS, n_rows)
-    found = first_exceptions(
-        starts_ptr, exceptions_ptr, first_row, end_row, split * PARTS + part, SPLITS * PARTS
-    )
     # Larger sums leave no registers for what is needed only at the end.
     AHEAD: tl.constexpr = TILES * BLOCK_TOKENS <= 32
+    EXCEPTIONS_AHEAD: tl.constexpr = not SHARED or TILES * BLOCK_ROWS <= 64
+    if EXCEPTIONS_AHEAD:
+        found = first_exceptions(
+            starts_ptr, exceptions_ptr, first_row, end_row, split * PARTS + part, SPLITS * PARTS,
+            SHARED,
+        )  # fmt: skip
     low, high, totals, firsts = no_tiles(), no_tiles(), no_tiles(), no_tiles()
     for tile in tl.static_range(TILES):
-        rows = _rows_of(first_row + tile * BLOCK_ROWS, n_rows, BLOCK_ROWS)
+        rows = _rows_of(first_row + tile * BLOCK_ROWS, n_rows, BLOCK_ROWS, SHARED)
         if AHEAD:
             firsts += (tl.load(first_ptr + rows),)
         low += (low_ptr + rows * (SLICES * n_steps) + steps_w,)
         high += (high_ptr + rows * (SLICES * n_steps * (BITS - 8) // 8) + steps_w,)
-        totals += (tl.zeros((PARTS, BLOCK_ROWS, BLOCK_TOKENS), tl.float32),)
+        if SHARED:
+            totals += (tl.zeros((BLOCK_ROWS, BLOCK_TOKENS), tl.float32),)
+        else:
+            totals += (tl.zeros((PARTS, BLOCK_ROWS, BLOCK_TOKENS), tl.float32),)
     for start in range(begin, end, TURN):
         left = end - start  # of the steps
         mask_w = None if EVEN else steps_w - begin < left
@@ -238,25 +275,37 @@ def multiply_weights_kernel(
 
     rows, holes, sums = no_tiles(), no_tiles(), no_tiles()
     for tile in tl.static_range(TILES):
-        tile_rows = _rows_of(first_row + tile * BLOCK_ROWS, n_rows, BLOCK_ROWS)
+        tile_rows = _rows_of(first_row + tile * BLOCK_ROWS, n_rows, BLOCK_ROWS, SHARED)
         first = firsts[tile] if AHEAD else tl.load(first_ptr + tile_rows)
         rows += (tile_rows,)
         sums += (scale_rows(totals[tile], first, BITS),)
         holes += (power_of_two(first.to(tl.int32) - 127) if BITS == 11 else 0,)
+    if not EXCEPTIONS_AHEAD:
+        found = first_exceptions(
+            starts_ptr, exceptions_ptr, first_row, end_row, split * PARTS + part, SPLITS * PARTS,
+            SHARED,
+        )  # fmt: skip
     totals = add_exceptions(
         sums, found, x_ptr, by_column_ptr, starts_ptr, exceptions_ptr, rows, tokens, mask_tokens,
         holes, split * PARTS + part, n_tokens, n_columns, TILES, SPLITS * PARTS, BITS == 11,
-        BY_COLUMN, UPCAST,
+        BY_COLUMN, SHARED, EXCEPTIONS_AHEAD, UPCAST,
     )  # fmt: skip
     y_row = split.to(tl.int64) * n_tokens + tokens
     for tile in tl.static_range(TILES):
-        y = tl.sum(totals[tile], 0, keep_dims=True)
+        y = totals[tile] if SHARED else tl.sum(totals[tile], 0, keep_dims=True)
         if HAS_BIAS and split == 0:
             y += widen(tl.load(bias_ptr + rows[tile]), UPCAST)
         y_tile = y if SPLITS > 1 else round_to_bf16(y, UPCAST)
         numbers = first_row + tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        mask_rows = (numbers < n_rows)[None, :, None]
-        tl.store(y_ptr + y_row * n_rows + rows[tile], y_tile, mask=mask_rows & mask_tokens)
+        mask_rows = down(numbers < n_rows, SHARED)
+        if SHARED:  # offsets from the block's first element are small, and take half the registers
+            first_token = token_block * BLOCK_TOKENS
+            y_block = y_ptr + (split.to(tl.int64) * n_tokens + first_token) * n_rows + first_row
+            offsets = across(tl.arange(0, BLOCK_TOKENS), SHARED) * n_rows
+            offsets += down(tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), SHARED)
+            tl.store(y_block + offsets, y_tile, mask=mask_rows & mask_tokens)
+        else:
+            tl.store(y_ptr + y_row * n_rows + rows[tile], y_tile, mask=mask_rows & mask_tokens)
 
 
 # All batch sizes use the same machine code.
@@ -304,7 +353,7 @@ def default_config(
         shared_nbytes: shared memory that a program may have on it.
     """
     block_tokens = _MIN_BLOCK_TOKENS
-    while block_tokens < min(n_tokens, MAX_BLOCK_TOKENS):
+    while block_tokens < min(n_tokens, MAX_OWN_TOKENS):
         block_tokens *= 2
     block_steps, n_warps = 32, 4
     n_turns = -(-format.n_steps(n_columns) // (block_steps * n_warps))
@@ -335,7 +384,8 @@ def shared_nbytes_of(config: MatmulConfig, format: WeightFormat) -> int:
     """Shared memory of a program: the tiles of all turns that are being fetched."""
     weights = config.n_tiles * config.block_rows * format.n_slices * format.bits // 8
     tokens = 2 * format.n_slices * config.block_tokens
-    turn = config.block_steps * config.n_warps
+    # Not `n_parts`, as this is on the way of every untuned product; the same in `_launch`.
+    turn = config.block_steps * (1 if config.block_tokens > MAX_OWN_TOKENS else config.n_warps)
     return max(config.n_stages - 1, 1) * turn * (weights + tokens)
 
 
@@ -363,7 +413,8 @@ def multiply_weights(
 
     Raises:
         TypeError: a tensor has another dtype.
-        ValueError: a tensor has another shape, is on another device, or is not contiguous.
+        ValueError: a tensor has another shape, is on another device, or is not contiguous; or the
+            config has 64 tokens, on a GPU whose warps do not wait for such products.
     """
 
     y = check_product(x, weights, format, n_columns, bias)
@@ -372,6 +423,8 @@ def multiply_weights(
     if config is None:
         limits = limits_of(y.device)
         config = default_config(y.shape[1], n_columns, len(x), format, *limits)
+    if config.block_tokens > MAX_OWN_TOKENS and y.shape[1] > _MAX_SHARED_ROWS:
+        config = replace(config, block_tokens=MAX_OWN_TOKENS)
     with device_of(x):
         sums = memory_for_sums(y, config.n_splits)
         _launch(x, weights, format, bias, sums, config)
@@ -451,8 +504,11 @@ def _launch(
     n_tokens, n_columns = x.shape
     n_rows = weights.n_rows
     n_steps = format.n_steps(n_columns)
-    turn = config.block_steps * config.n_warps
+    shares = config.block_tokens > MAX_OWN_TOKENS
+    turn = config.block_steps * (1 if shares else config.n_warps)
     dialect = choose_dialect(x.device)
+    if shares and not dialect.shares:
+        raise ValueError(f"{config} is not for this GPU, whose products of 64 tokens run on")
     is_even = n_steps % turn == 0 and n_columns == format.n_slices * n_steps
     early = dialect.early and is_even
     # Gathering an element fetches its sector, a column's elements of all tokens two at most.
@@ -474,7 +530,7 @@ def _launch(
         BLOCK_ROWS=config.block_rows,
         BLOCK_TOKENS=config.block_tokens,
         BLOCK_STEPS=config.block_steps,
-        PARTS=config.n_warps,
+        WARPS=config.n_warps,
         TILES=config.n_tiles,
         SPLITS=config.n_splits,
         EVEN=is_even,
@@ -486,5 +542,6 @@ def _launch(
         by_column_ptr=x.t().contiguous() if by_column else None,
         num_warps=config.n_warps,
         num_stages=config.n_stages,
+        **({"maxnreg": SHARING_REGISTERS} if shares else {}),
         **launch_options(early),
     )
