@@ -32,17 +32,17 @@ _WARP = 32
 # W12 and a memory that never makes a warp wait: of a turn, and of the end of a unit of 4096
 # columns (sums, exceptions, results). Simulated, not measured.
 _CYCLES: dict[tuple[int, int], tuple[float, float]] = {
-    (16, 8): (1090, 260),
-    (32, 8): (1330, 210),
-    (48, 8): (1740, 3240),
-    (64, 8): (2570, 1490),
-    (16, 16): (920, 2160),
-    (32, 16): (1480, 1460),
-    (48, 16): (1840, 5040),
-    (64, 16): (2870, 2460),
-    (16, 32): (1430, 1660),
-    (32, 32): (1930, 2260),
-    (48, 32): (3230, 1680),
+    (16, 8): (1080, 190),
+    (32, 8): (1250, 580),
+    (48, 8): (1860, 2640),
+    (64, 8): (2590, 1490),
+    (16, 16): (930, 1950),
+    (32, 16): (1500, 1700),
+    (48, 16): (1810, 5480),
+    (64, 16): (2900, 2740),
+    (16, 32): (1390, 1600),
+    (32, 32): (1940, 1840),
+    (48, 32): (3150, 2410),
     (64, 64): (710, 3700),
     (128, 64): (990, 4700),
     (64, 128): (980, 6500),
@@ -60,7 +60,8 @@ _START = 700  # cycles until a program fetches weights; assumed, as in the simul
 _LOAD, _COPY = 650, 900  # cycles, as in cost.py
 _GAP, _EARLY_GAP = 1.8e-6, 0.9e-6  # between dependent kernels, and if the later one starts early
 _ARRANGING = (1400, 17.5)  # cycles of the first kernel: at all, and of a token of 4096 columns
-_SHARPNESS = 5  # fitted to the simulation; cost.py has the same sum of powers
+# Fitted to the simulation; cost.py has the same sum of powers. By whether tokens are few.
+_SHARPNESS = {True: 9, False: 5}
 
 
 def predict_stream(
@@ -119,7 +120,7 @@ def predict_stream(
         at_once = min(_AT_ONCE * _WARP // config.block_tokens, 8)
         trips = 2 + 2 * math.ceil((1.3 * exceptions + 2) / at_once)
         issue = max(issue, (passes * trips * _LOAD + _FINISH) / turns)
-    pace = _together(memory, l2, issue)
+    pace = _together(_SHARPNESS[few], memory, l2, issue)
 
     # Weights are fetched while the tokens are arranged.
     first = _START + _COPY
@@ -136,9 +137,9 @@ def predict_stream(
     return cycles / device.clock + partial + _GAP
 
 
-def _together(*times: float) -> float:
+def _together(sharpness: int, *times: float) -> float:
     """The time of things that go on at once and wait for each other now and then."""
-    return float(sum(t**_SHARPNESS for t in times) ** (1 / _SHARPNESS))
+    return float(sum(t**sharpness for t in times) ** (1 / sharpness))
 
 
 def stream_candidates(

@@ -280,16 +280,41 @@ __device__ void consume_few(const Product& p, const Shared& s) {
 constexpr uint32_t kFinishers = 64;
 constexpr uint32_t kMine = kMany ? 4 : kTokens / 2;
 constexpr uint32_t kPasses = (2 * kRows + kFinishers - 1) / kFinishers;
+static_assert(kMany || kPasses <= 2, "rows of a program");
 
-// Which results a thread finishes. A warp stays together: threads without work take part with a row
-// that is not there.
+// As `barrier_wait`, for what other programs of the cluster wrote.
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    do {
+        asm volatile(
+            "{ .reg .pred p;"
+            " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;"
+            " selp.u32 %0, 1, 0, p; }"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+
+// What a thread finishes. A warp stays together: threads without work take part with a row that is
+// not there.
 struct Finished {
-    uint32_t tile_row, row, token;
+    uint32_t tile_row, row, there, token;  // `there` is a row that is
+    int first_exponent;
+    float bias;
+    float extra[kMine] = {};  // sums of exceptions
 
     __device__ __forceinline__ Finished(const Product& p, const Unit& u, uint32_t i) {
         tile_row = i % kRows;
         row = i < 2 * kRows ? u.first_row + tile_row : p.n_rows;
+        there = row < p.n_rows ? row : 0;
         token = i / kRows % 2 * kMine;
+        first_exponent = p.first_exponents[there];
+        bias = has_bias(p, u) ? widen(p.bias[there]) : 0.0f;
+    }
+
+    static __device__ __forceinline__ bool has_bias(const Product& p, const Unit& u) {
+        return p.bias != nullptr && u.part == 0;
     }
 };
 
@@ -324,12 +349,11 @@ struct Column {
 };
 
 // The next entries are loaded while those before wait for their tokens.
-__device__ __forceinline__ void sum_exceptions(const Product& p, const Unit& u, const Finished& f,
-                                               float* sums) {
+__device__ __forceinline__ void sum_exceptions(const Product& p, const Unit& u, Finished& f) {
     constexpr uint32_t kMost = kBits == 12 ? 8 : 16, kFit = 256 / sizeof(Column);
     constexpr uint32_t kAtOnce = kFit < kMost ? kFit : kMost;
     const Exceptions exceptions(p, u, f.row);
-    const float hole = power_of_two(p.first_exponents[f.row < p.n_rows ? f.row : 0] - 127);
+    const float hole = power_of_two(f.first_exponent - 127);
     uint32_t next[kAtOnce];
 #pragma unroll
     for (uint32_t e = 0; e < kAtOnce; ++e) next[e] = exceptions.get(e);
@@ -349,7 +373,7 @@ __device__ __forceinline__ void sum_exceptions(const Product& p, const Unit& u, 
             const float minus = k + e < exceptions.n ? hole : 0.0f;
 #pragma unroll
             for (uint32_t t = 0; t < kMine; ++t)
-                add_exception(sums[t], value, columns[e].get(t), minus);
+                add_exception(f.extra[t], value, columns[e].get(t), minus);
         }
     }
 }
@@ -372,41 +396,46 @@ __device__ __forceinline__ void add_parts(const Shared& s, const Finished& f, fl
 }
 
 __device__ __forceinline__ void store_row(const Product& p, const Unit& u, const Finished& f,
-                                          const float* sums, const float* extra) {
-    const uint32_t there = f.row < p.n_rows ? f.row : 0;
-    const int first = p.first_exponents[there];
-    const bool biased = p.bias != nullptr && u.part == 0;
-    const float bias = biased ? widen(p.bias[there]) : 0.0f;
+                                          float* sums) {
+    const uint32_t token = u.token_block * kTokens + f.token;
+    const uint32_t n = f.row < p.n_rows ? p.n_tokens : 0;
+    const uint64_t at = output_index(p, u, token, f.there);
 #pragma unroll
     for (uint32_t t = 0; t < kMine; ++t) {
-        const uint32_t token = u.token_block * kTokens + f.token + t;
-        float sum = scale_sum(sums[t], first) + extra[t];
-        if (biased) sum += bias;
-        store(p, output_index(p, u, token, there), sum, token < p.n_tokens && f.row < p.n_rows);
+        sums[t] = scale_sum(sums[t], f.first_exponent) + f.extra[t];
+        if (Finished::has_bias(p, u)) sums[t] += f.bias;
+    }
+    if (p.n_parts > 1) {
+        float* y = static_cast<float*>(p.y) + at;
+#pragma unroll
+        for (uint32_t t = 0; t < kMine; ++t, y += p.n_rows)
+            if (token + t < n) *y = sums[t];
+    } else {
+        uint16_t* y = static_cast<uint16_t*>(p.y) + at;
+#pragma unroll
+        for (uint32_t t = 0; t < kMine; ++t, y += p.n_rows)
+            if (token + t < n) *y = round_to_bf16(sums[t]);
     }
 }
 
 // Two warps: sum up the exceptions of a unit, while others multiply, then add all and store it.
 __device__ void finish_few(const Product& p, const Shared& s, uint32_t thread) {
-    const uint32_t lane = thread % 32;
     uint32_t parity = 0;
     wait_for_kernel_before();
     for (Units units(p); units.more(); units.next()) {
         const Unit u = units.get(p);
         barrier_expect(s.full_sums, 4 * kParts * kRows * kTokens, thread == 0);
-        float extra[kPasses][kMine] = {}, sums[kPasses][kMine];
+        Finished finished[2] = {Finished(p, u, thread), Finished(p, u, kFinishers + thread)};
+        float sums[kPasses][kMine];
 #pragma unroll
-        for (uint32_t pass = 0; pass < kPasses; ++pass)
-            sum_exceptions(p, u, Finished(p, u, pass * kFinishers + thread), extra[pass]);
-        barrier_wait(s.full_sums, parity);
+        for (uint32_t pass = 0; pass < kPasses; ++pass) sum_exceptions(p, u, finished[pass]);
+        barrier_wait_cluster(s.full_sums, parity);
 #pragma unroll
-        for (uint32_t pass = 0; pass < kPasses; ++pass)
-            add_parts(s, Finished(p, u, pass * kFinishers + thread), sums[pass]);
+        for (uint32_t pass = 0; pass < kPasses; ++pass) add_parts(s, finished[pass], sums[pass]);
         __syncwarp();
-        barrier_arrive_cluster(s.empty_sums, lane);
+        barrier_arrive_cluster(s.empty_sums, thread % 32);
 #pragma unroll
-        for (uint32_t pass = 0; pass < kPasses; ++pass)
-            store_row(p, u, Finished(p, u, pass * kFinishers + thread), sums[pass], extra[pass]);
+        for (uint32_t pass = 0; pass < kPasses; ++pass) store_row(p, u, finished[pass], sums[pass]);
         parity ^= 1;
     }
 }
