@@ -323,17 +323,14 @@ struct Finished {
 struct Column {
     uint32_t words[kBits == 12 ? kMine : kMine / 2];
 
-    __device__ __forceinline__ void load(const Product& p, const Unit& u, uint32_t token,
+    // From the first token, with a distance of `pitch` and no token after the one at `last`.
+    __device__ __forceinline__ void load(const uint16_t* first, uint32_t pitch, uint32_t last,
                                          uint32_t column) {
         if constexpr (kBits == 12) {
-            const uint32_t last = p.n_tokens - 1, first = u.token_block * kTokens + token;
-            const uint32_t pitch = Columns(p).pitch;
 #pragma unroll
-            for (uint32_t t = 0; t < kMine; ++t)
-                words[t] = p.by_column[min(first + t, last) * pitch + column];
+            for (uint32_t t = 0; t < kMine; ++t) words[t] = first[min(t, last) * pitch + column];
         } else {
-            const uint64_t at = static_cast<uint64_t>(u.token_block) * p.n_columns + column;
-            const uint2* pairs = reinterpret_cast<const uint2*>(p.by_column + at * kTokens + token);
+            const uint2* pairs = reinterpret_cast<const uint2*>(first + column * kTokens);
 #pragma unroll
             for (uint32_t t = 0; t < kMine; t += 4) {
                 const uint2 v = pairs[t / 4];
@@ -354,6 +351,12 @@ __device__ __forceinline__ void sum_exceptions(const Product& p, const Unit& u, 
     constexpr uint32_t kAtOnce = kFit < kMost ? kFit : kMost;
     const Exceptions exceptions(p, u, f.row);
     const float hole = power_of_two(f.first_exponent - 127);
+    const uint32_t pitch = Columns(p).pitch, token = u.token_block * kTokens + f.token;
+    const uint32_t first = min(token, p.n_tokens - 1), last = p.n_tokens - 1 - first;
+    const uint16_t* tokens = p.by_column + static_cast<uint64_t>(first) * pitch;
+    if constexpr (kBits == 11)
+        tokens =
+            p.by_column + static_cast<uint64_t>(u.token_block) * kTokens * p.n_columns + f.token;
     uint32_t next[kAtOnce];
 #pragma unroll
     for (uint32_t e = 0; e < kAtOnce; ++e) next[e] = exceptions.get(e);
@@ -363,7 +366,7 @@ __device__ __forceinline__ void sum_exceptions(const Product& p, const Unit& u, 
 #pragma unroll
         for (uint32_t e = 0; e < kAtOnce; ++e) {
             entries[e] = next[e];
-            columns[e].load(p, u, f.token, entries[e] & 0xFFFF);
+            columns[e].load(tokens, pitch, last, entries[e] & 0xFFFF);
         }
 #pragma unroll
         for (uint32_t e = 0; e < kAtOnce; ++e) next[e] = exceptions.get(k + kAtOnce + e);
