@@ -72,11 +72,12 @@ def test_exact_sums_are_exact(format: WeightFormat) -> None:
 
 @FORMATS
 def test_a_tokens_result_does_not_depend_on_the_batch(format: WeightFormat) -> None:
-    elements, x = model_rows(32, 400), numbers(32, 400)
-    alone = multiply(elements, x[:1], format, StreamConfig(16, 8, 5, 4), track=False)
-    wide = StreamConfig(32, 32, 4, 2, cluster=4)
-    together = multiply(elements, x, format, wide, track=False)
-    np.testing.assert_array_equal(alone[0], together[0])
+    """Nor on rows, stages and clusters."""
+    elements, x = model_rows(100, 1100), numbers(32, 1100)
+    alone = multiply(elements, x[:1], format, SMALL, track=False)
+    for config in (StreamConfig(32, 8, 5, 2, cluster=2), StreamConfig(16, 32, 5, 2, cluster=4)):
+        together = multiply(elements, x[: config.block_tokens], format, config, track=False)
+        np.testing.assert_array_equal(alone[0], together[0])
 
 
 @pytest.mark.parametrize(

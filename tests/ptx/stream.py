@@ -209,7 +209,7 @@ CASES = [
     StreamCase("W12", StreamConfig(32, 8, 4, 4, cluster=2), 70, 1100, 8),
     StreamCase("W12", StreamConfig(16, 8, 4, 4, n_splits=3), 20, 3200, 5),
     StreamCase("W12", StreamConfig(16, 16, 4, 4), 20, 523, 20),
-    StreamCase("W12", StreamConfig(48, 32, 5, 1, cluster=4), 100, 300, 32),
+    StreamCase("W12", StreamConfig(48, 32, 5, 2, cluster=4), 100, 300, 32),
     StreamCase("W11", StreamConfig(16, 8, 6, 4), 40, 1100, 5),
     StreamCase("W11", StreamConfig(32, 16, 4, 2, cluster=2, n_splits=2), 40, 2300, 12),
     StreamCase("W12", StreamConfig(64, 64, 3, 4), 130, 333, 40),

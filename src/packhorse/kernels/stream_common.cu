@@ -43,6 +43,7 @@ constexpr uint32_t kSharedBytes = 1024 + kWeightStages * kWeightStageBytes +
 static_assert(kSharedBytes == SHARED_NBYTES, "the launcher counts in the same way");
 static_assert(kRows % (kMany ? 64 : 16) == 0, "rows of a program");
 static_assert(kMany || (kWeightStages >= 4 && kTokenStages * kCluster >= 4), "stages of a turn");
+static_assert(kTokenStages >= 2, "a stage is waited for when the next one is under way");
 static_assert(!kMany || kTokenStageBytes % (16 * kCluster) == 0, "parts of a stage of tokens");
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {

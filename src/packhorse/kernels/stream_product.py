@@ -54,7 +54,8 @@ class StreamConfig:
             128 for more.
         block_tokens: tokens for a program: 8, 16, 32, 64, 128 or 256.
         n_weight_stages: stages of the ring of weights; at least 4 up to 32 tokens.
-        n_token_stages: stages of the ring of tokens; at least 4 / `cluster` up to 32 tokens.
+        n_token_stages: stages of the ring of tokens; at least 2, and 4 / `cluster` up to
+            32 tokens.
         cluster: programs with neighbouring rows that share the tokens: 1, 2 or 4.
         n_splits: units that share a block.
     """
@@ -261,7 +262,7 @@ def _fill_few(config: StreamConfig, format: WeightFormat, n_turns: int) -> Strea
     for turns in (n_turns, 3, 2):
         least = _FEW_BOXES + 1 if turns == 2 else 2 * _FEW_BOXES
         for n_weights in range(_MAX_FEW_STAGES, least - 1, -1):
-            n_tokens = turns * _FEW_BOXES // config.cluster
+            n_tokens = max(2, turns * _FEW_BOXES // config.cluster)
             found = replace(config, n_weight_stages=n_weights, n_token_stages=n_tokens)
             if stream_shared_nbytes(found, format) <= _SHARED_NBYTES:
                 return found
