@@ -1,7 +1,7 @@
 """Simulate the kernels with warps that fetch: `python benchmarks/gpu.py simulate --stream`.
 
 A program of `stream_product.cu` has warps of four kinds: those that multiply, one that fetches
-weights, one that fetches tokens, and two that sum up exceptions (up to 32 tokens). Each runs its
+weights, one that fetches tokens, and two that finish results (up to 32 tokens). Each runs its
 own part of the machine code, in order, on the four schedulers of `benchmarks.gpu.issue`. They wait
 for each other at barriers in shared memory: a stage is full when the copies have arrived, by the
 multiprocessor's share of device memory and L2, and empty when all warps that multiply are done with
@@ -13,7 +13,7 @@ four warps of a wgmma do not wait for each other; a multiprocessor has one progr
 
 import heapq
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cache
@@ -30,6 +30,7 @@ from packhorse.gpu.nvrtc import compiler
 from packhorse.gpu.stream_kernels import stream_source
 from packhorse.kernels.stream_product import (
     StreamConfig,
+    keeps_tokens,
     plan_stream,
     stream_options,
     stream_shared_nbytes,
@@ -48,6 +49,7 @@ _WGMMA_CYCLES = 32  # of 64 rows, 64 tokens, 16 columns, at the full rate
 _WGMMA_LATENCY = 32  # more cycles until its sums are there; assumed
 _WGMMA_LINES = 4  # passes through shared memory to read its tokens, for each of four warps
 _MOST_UNITS = 6  # that are simulated; more go on at the same pace
+_COPIES = -1  # in the place of a scheduler
 _REST = ("full weights", "empty weights", "full tokens", "empty tokens", "full sums", "empty sums")
 
 
@@ -65,7 +67,8 @@ class _Ways:
     odd: Sequence[Step]
     weights: Sequence[Step]
     tokens: Sequence[Step]
-    exceptions: Sequence[Step]
+    last_tokens: Sequence[Step]  # after all units
+    finish: Sequence[Step]
 
 
 @cache
@@ -126,7 +129,12 @@ def _walk(
             if n == 0:
                 del left[loops[i]]
             i = there if n > 0 else i + 1
-        elif not conditional or (i in other and there in other and _multiplies(code, i, there)):
+        elif not conditional or (
+            i in other
+            and there in other
+            and _multiplies(code, i, there)
+            and _multiplies(code, there, other.stop)
+        ):
             i = there
         else:
             i += 1
@@ -135,6 +143,7 @@ def _walk(
 def _steps(
     path: Iterator[Instruction], format: WeightFormat, config: StreamConfig
 ) -> tuple[Step, ...]:
+    few = config.block_tokens <= 32
     barriers = 2 * config.n_weight_stages + 2 * config.n_token_stages + 2
     first = stream_shared_nbytes(config, format) - 1024 - 8 * barriers
     sizes = (config.n_weight_stages,) * 2 + (config.n_token_stages,) * 2 + (1, 1)
@@ -144,16 +153,24 @@ def _steps(
         (step,) = issue.steps_of([x], copy_passes=1.0)
         if x.operation == "SYNCS":
             _, _, place = x.operands[1].strip("[]").rpartition("+")
-            # An arrival at all programs of a cluster has a computed address.
-            name = places[int(place, 16)] if place.startswith("0x") else "empty tokens"
+            if place.startswith("0x"):
+                name = places[int(place, 16)]
+            elif not few or ".RED" in x.opcode:  # an arrival at all programs of a cluster
+                name = "empty sums" if few else "empty tokens"
+            else:
+                name = "full tokens"
             if "PHASECHK" in x.opcode:
                 step = step._replace(kind=f"wait {name}")
-            elif not name.startswith("full") or name == "full sums":
+            elif not name.startswith("full") or (few and name == "full tokens"):
                 step = step._replace(kind=f"arrive {name}")
         elif x.operation == "UTMALDG":
             step = step._replace(kind="arrive full weights")
         elif x.operation == "UBLKCP":
             step = step._replace(kind="arrive full tokens")
+        elif x.operation == "LDGSTS":
+            step = step._replace(busy=4.0, l2_nbytes=512.0)
+        elif x.operation == "STAS":  # out of this program's memory, and into another's
+            step = step._replace(kind="arrive full sums", pipe="lsu", busy=4.0)
         elif x.operation == "HGMMA":
             step = step._replace(kind="product", pipe="tensor", busy=float(_WGMMA_CYCLES))
         elif x.opcode.startswith("WARPGROUP.DEPBAR"):
@@ -175,82 +192,108 @@ def _most(mean: float, n_rows: int) -> int:
 
 @cache
 def _ways(
-    format: WeightFormat, config: StreamConfig, turns: int, exceptions: float, threads: int
+    format: WeightFormat, config: StreamConfig, turns: int, exceptions: float, n_tokens: int
 ) -> _Ways:
     code = _compile(format, config)["multiply"]
     few = config.block_tokens <= 32
     main = _loop_with(code, {"HMMA", "HGMMA"})
     unit = _around(code, main)
     trips = {span: _most(exceptions, 8) for span in _loops(code) if not few and _inside(span, unit)}
-    if few:  # results of a thread, where the compiler did not unroll the loop
-        n = config.block_rows * config.block_tokens // threads
-        trips = {s: max(n, 1) for s in _loops(code) if _inside(s, unit) and s[0] > main[1]}
     trips = {s: n for s, n in trips.items() if not _inside(s, main)} | {main: turns}
-    weights, tokens = _loop_with(code, {"UTMALDG"}), _loop_with(code, {"UBLKCP"})
-    per_turn = 1 if few else format.n_slices
+    weights = _loop_with(code, {"UTMALDG"})
+    tokens = _loop_with(code, {"LDGSTS" if few else "UBLKCP"})
 
     def steps(
         span: tuple[int, int], n: Mapping[tuple[int, int], int], other: range = range(0)
     ) -> Sequence[Step]:
         return _steps(_walk(code, span, n, other), format, config)
 
-    others: Sequence[Step] = ()
-    if few:
-        taken = (unit, _around(code, weights), _around(code, tokens))
-        loads = [
-            s
-            for s in _loops(code)
-            if not any(_inside(s, t) or s == t for t in taken)
-            and any(x.operation == "LDG" for x in code.instructions[slice(*s)])
-        ]
-        outer = max(loads, key=lambda s: s[1] - s[0])
-        inner = [s for s in loads if _inside(s, outer)]
-        blocks = -(-_most(exceptions, 32) // 4)
-        deepest = min(inner, key=lambda s: s[1] - s[0]) if inner else outer
-        lanes = config.block_rows * config.block_tokens // 8
-        counts = {s: max(1, lanes // 64) for s in inner} | {deepest: max(blocks, 1)}
-        others = steps(outer, counts)
+    if not few:
+        return _Ways(
+            steps(unit, trips),
+            steps(unit, trips, range(*main)),
+            steps(_around(code, weights), {weights: turns}),
+            steps(_around(code, tokens), {tokens: turns * format.n_slices}),
+            (),
+            (),
+        )
+    rows = {
+        s: max(1, n_tokens // _count(code, s, "LDGSTS")) for s in _loops(code) if _inside(s, tokens)
+    }
+    fetching = _around(code, tokens)
+    end = fetching[1]
+    while code.instructions[end].operation != "SYNCS":
+        end += 1
+    taken = (unit, _around(code, weights), fetching)
+    finish = max(
+        (s for s in _loops(code) if s not in taken and _count(code, s, "STG")),
+        key=lambda s: s[1] - s[0],
+    )
+    blocks = -(-_most(exceptions, 32) // _at_once(format, config))
+    gathers = {
+        s: max(blocks, 1) for s in _loops(code) if _inside(s, finish) and _count(code, s, "LDG")
+    }
     return _Ways(
         steps(unit, trips),
         steps(unit, trips, range(*main)),
         steps(_around(code, weights), {weights: turns}),
-        steps(_around(code, tokens), {tokens: turns * per_turn}),
-        others,
+        steps(fetching, rows | {tokens: turns * 4 // config.cluster}),
+        steps((fetching[1], end + 1), {}),
+        steps(finish, gathers),
     )
+
+
+def _at_once(format: WeightFormat, config: StreamConfig) -> int:
+    """Exceptions that a thread of stream_few.cu has under way."""
+    if format is W12:
+        return min(8, 128 // config.block_tokens)
+    return min(16, 256 // config.block_tokens)
+
+
+def _count(code: MachineCode, span: tuple[int, int], operation: str) -> int:
+    return sum(x.operation == operation for x in code.instructions[slice(*span)])
 
 
 class _Program(issue._Multiprocessor):
     """A multiprocessor with one program."""
 
     def __init__(
-        self, memory: Memory, format: WeightFormat, config: StreamConfig, n_consumers: int
+        self,
+        memory: Memory,
+        format: WeightFormat,
+        config: StreamConfig,
+        n_consumers: int,
+        sends: int,
     ) -> None:
         super().__init__((), n_consumers, memory)
-        few = config.block_tokens <= 32
-        steps = 256 if few else 64
+        self.few = config.block_tokens <= 32
+        steps = 128 if self.few and format is W12 else 64
         weights = config.block_rows * steps * format.n_slices * format.bits / 8
-        chunks = steps // 16 * format.n_slices if few else 4
-        self.tokens_nbytes = chunks * 16 * config.block_tokens * 2
-        self.cluster = config.cluster
-        self.copies = (2 if few else 1) * 2  # of a stage of weights
+        self.tokens_nbytes = 4 * 16 * config.block_tokens * 2
+        self.cluster, self.copies = config.cluster, 2  # copies of a stage of weights
         self.weights_nbytes = weights / self.copies
         self.behind = {
             "empty weights": config.n_weight_stages,
             "empty tokens": config.n_token_stages,
             "empty sums": 1,
         }
+        takers = {"weights": 2, "tokens": 2 * config.cluster} if self.few else {}
         self.needed = {
             "full weights": self.copies,
             "full tokens": 1,
-            "empty weights": n_consumers,
-            "empty tokens": n_consumers,
-            "full sums": 2,
-            "empty sums": n_consumers,
+            "empty weights": takers.get("weights", n_consumers),
+            "empty tokens": takers.get("tokens", n_consumers),
+            "full sums": 8 * sends,
+            "empty sums": 2,
         }
+        self.sends = sends  # of a warp for a unit
+        self.turns_kept = 1 << 30  # turns whose tokens stay
         self.phases: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.next = [math.inf] * N_SCHEDULERS
         self.group = issue._Program()
         self.port_free = 0.0
+        # Copies that device memory has not brought yet: when it will have, and their stage.
+        self.arriving: deque[tuple[float, int]] = deque()
 
     def add(self, steps: Sequence[Step], ready: float) -> None:
         scheduler = self.n_started % N_SCHEDULERS
@@ -280,11 +323,18 @@ class _Program(issue._Multiprocessor):
         if not kind.startswith("wait "):
             return at
         name = kind[5:]
-        phase = warp.counts[kind] - self.behind.get(name, 0)
+        phase = self._phase(warp, kind) - self.behind.get(name, 0)
         if phase < 0:
             return at
         times = self.phases[name][phase]
         return max(at, *times) if len(times) == self.needed[name] else math.inf
+
+    def _fetch(self, warp: issue._Warp, step: Step, now: float, done: float) -> float:
+        if step.kind == "copy":
+            at = self._copy(step.l2_nbytes, step.l2_nbytes, now)
+            warp.copied = max(warp.copied, at)
+            return done
+        return super()._fetch(warp, step, now, done)
 
     def issue(self, warp: issue._Warp, now: float) -> bool:
         assert isinstance(warp, _Warp)
@@ -295,39 +345,71 @@ class _Program(issue._Multiprocessor):
             self.lsu_free = max(self.lsu_free, now) + _WGMMA_LINES
         elif kind.startswith(("wait ", "arrive ")):
             if kind.startswith("arrive "):
-                self._tell(kind[7:], warp.counts[kind], now)
+                self._tell(kind[7:], self._phase(warp, kind), now)
             warp.counts[kind] += 1
         return last
+
+    def _phase(self, warp: _Warp, kind: str) -> int:
+        """The phase of a barrier that a warp waits for or arrives at now. Up to 32 tokens, each
+        pair of warps has a stage of weights of its own in a turn, and shares one of tokens."""
+        count = warp.counts[kind]
+        if not self.few:
+            return count
+        if kind == "arrive full sums":
+            return count // self.sends
+        if kind == "arrive full tokens":
+            return count - 1  # at first there is nothing to tell
+        if warp.number >= self.n_warps:
+            return count
+        if kind.endswith("weights"):
+            return 4 * count + warp.number // 2
+        if kind.endswith("tokens"):
+            count %= self.turns_kept
+            return 4 // self.cluster * count + warp.number // 2 // self.cluster
+        return count
 
     def _tell(self, name: str, count: int, now: float) -> None:
         at = now
         if name == "full weights":
-            count //= self.copies
-            at = self._copy(self.weights_nbytes, self.weights_nbytes, self.weights_nbytes, now)
-        elif name == "full tokens":
-            at = self._copy(0.0, self.tokens_nbytes / self.cluster, self.tokens_nbytes, now)
-        elif name == "empty tokens" and self.cluster > 1:
+            # They come from device memory first; only then do they take time of L2.
+            self.memory_free = max(self.memory_free, now) + self.weights_nbytes / self.memory.share
+            self.arriving.append((self.memory_free, count // self.copies))
+            heapq.heappush(self.queue, (self.memory_free, _COPIES))
+            return
+        if name == "full tokens" and not self.few:
+            at = self._copy(self.tokens_nbytes / self.cluster, self.tokens_nbytes, now)
+        elif self.cluster > 1 and (name.endswith("sums") if self.few else name == "empty tokens"):
             at += _CLUSTER_LATENCY
+        self._note(name, count, at, now)
+
+    def _note(self, name: str, count: int, at: float, now: float) -> None:
         times = self.phases[name][count]
         times.append(at)
         if len(times) == self.needed[name]:
             self.wake(now)
 
-    def _copy(self, nbytes: float, l2_nbytes: float, arriving: float, now: float) -> float:
-        """When a copy to shared memory is there."""
+    def _bring(self, now: float) -> None:
+        """Weights have come from device memory to L2."""
+        _, count = self.arriving.popleft()
+        at = self._copy(self.weights_nbytes, self.weights_nbytes, now)
+        at += self.memory.latency - self.memory.load_latency
+        self._note("full weights", count, at, now)
+
+    def _copy(self, l2_nbytes: float, arriving: float, now: float) -> float:
+        """When a copy from L2 to shared memory is there."""
         self.l2_free = max(self.l2_free, now) + l2_nbytes / self.memory.l2_share
         self.port_free = max(self.port_free, now) + arriving / _PORT
         self.lsu_free = max(self.lsu_free, now) + arriving / _LINE
-        if not nbytes:
-            return max(self.l2_free, self.port_free) + self.memory.load_latency
-        self.memory_free = max(self.memory_free, now) + nbytes / self.memory.share
-        return max(self.l2_free, self.port_free, self.memory_free) + self.memory.latency
+        return max(self.l2_free, self.port_free) + self.memory.load_latency
 
     def drain(self) -> float:
         """Runs until all warps are done; returns the cycles."""
         end = 0.0
         while self.queue:
             now, scheduler = heapq.heappop(self.queue)
+            if scheduler == _COPIES:
+                self._bring(now)
+                continue
             if now != self.next[scheduler]:
                 continue
             self.next[scheduler] = math.inf
@@ -402,24 +484,29 @@ def simulate_stream(
         / device.clock,
         device.l2_bandwidth * share / device.clock,
     )
-    arranging = arranging_cycles(n_rows, n_columns, n_tokens, format, config) / device.clock
     first = 0.0 if early else GAP
-    tokens_at = (EARLY_GAP if early else GAP) + arranging + EARLY_GAP
+    tokens_at = EARLY_GAP if early else GAP
+    if plan.n_arranging + plan.n_transposing:
+        arranging = arranging_cycles(n_rows, n_columns, n_tokens, format, config)
+        tokens_at += arranging / device.clock + EARLY_GAP
     late = max(0.0, (tokens_at - first) * device.clock)
     turns = -(-plan.n_turns // config.n_splits)
     exceptions = EXCEPTION_RATES[format.name] * n_columns / config.n_splits
+    kept = keeps_tokens(n_columns, n_tokens, format, config)
 
     def cycles(n_units: int) -> float:
-        few = config.block_tokens <= 32
         n_consumers = plan.n_threads // 32 - 4
-        ways = _ways(format, config, turns, exceptions, 32 * n_consumers)
-        program = _Program(memory, format, config, n_consumers)
+        ways = _ways(format, config, turns, exceptions, n_tokens)
+        sends = sum(step.kind == "arrive full sums" for step in ways.even)
+        program = _Program(memory, format, config, n_consumers, sends)
+        if kept:
+            program.turns_kept = turns
         for i in range(n_consumers):
             program.add((ways.even, ways.odd)[i % 2] * n_units, _START)
         program.add(ways.weights * n_units, _START)
-        program.add(ways.tokens * n_units, max(_START, late))
-        for _ in range(2 if few else 0):
-            program.add(ways.exceptions * n_units, max(_START, late))
+        program.add((*ways.tokens * (1 if kept else n_units), *ways.last_tokens), max(_START, late))
+        for _ in range(2 if ways.finish else 0):
+            program.add(ways.finish * n_units, max(_START, late))
         return program.drain()
 
     n_run = min(busiest, _MOST_UNITS)

@@ -79,6 +79,9 @@ def _arrange(
     tokens: np.ndarray, plan: StreamPlan, program: Program, how: dict
 ) -> tuple[np.ndarray, np.ndarray]:
     """The tokens as both kernels know them: arranged, and by columns. Nothing is left as it was."""
+    aligned = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % 8)))
+    if not plan.arranged_nbytes + plan.by_column_nbytes:
+        return aligned, aligned
     memory = GlobalMemory()
     outs = [np.full(n, 0xFF, np.uint8) for n in (plan.arranged_nbytes, plan.by_column_nbytes)]
     names = ("tokens", "arranged", "by column")
@@ -86,11 +89,12 @@ def _arrange(
         memory.add(name, array, dependent=True)
         for name, array in zip(names, (tokens, *outs), strict=True)
     ]
-    sizes = [*tokens.shape, plan.n_steps, plan.n_groups, plan.n_arranging]
+    sizes = [*tokens.shape, plan.n_steps, plan.n_boxes, plan.n_arranging]
     grid = (plan.n_arranging + plan.n_transposing, 1, 1)
     launch = Launch([*pointers, *sizes], grid, 4, 0, dependent=True, **how)
     run_grid(program, memory, launch)
-    return memory.read("arranged", np.uint8), memory.read("by column", np.uint8)
+    arranged = memory.read("arranged", np.uint8) if plan.arranged_nbytes else aligned
+    return arranged, memory.read("by column", np.uint8)
 
 
 def multiply(
@@ -130,7 +134,7 @@ def multiply(
     out = np.full(shape, np.nan, np.float32) if is_split else np.full(shape, 0x7FC1, np.uint16)
     arranged, by_column = _arrange(tokens, plan, _program(options, "arrange_tokens"), how)
     pointers = [
-        memory.add("arranged", arranged, dependent=True),
+        memory.add("tokens", arranged, dependent=True),
         memory.add("by column", by_column, dependent=True),
         *(memory.add(name, getattr(arrays, name)) for name in _ARRAYS),
         0 if bias is None else memory.add("bias", bias),
@@ -202,13 +206,13 @@ def is_right(case: StreamCase, result: np.ndarray) -> bool:
 
 
 CASES = [
-    StreamCase("W12", StreamConfig(16, 8, 3, 3), 33, 512, 3),
-    StreamCase("W12", StreamConfig(32, 8, 2, 2, cluster=2), 70, 700, 8),
-    StreamCase("W12", StreamConfig(16, 8, 2, 2, n_splits=3), 20, 1600, 5),
-    StreamCase("W12", StreamConfig(16, 16, 2, 2), 20, 523, 20),
-    StreamCase("W12", StreamConfig(32, 32, 2, 2), 33, 300, 32),
-    StreamCase("W11", StreamConfig(16, 8, 3, 3), 40, 1100, 5),
-    StreamCase("W11", StreamConfig(32, 16, 2, 2, cluster=2, n_splits=2), 40, 1030, 12),
+    StreamCase("W12", StreamConfig(16, 8, 5, 8), 33, 512, 3),
+    StreamCase("W12", StreamConfig(32, 8, 4, 4, cluster=2), 70, 1100, 8),
+    StreamCase("W12", StreamConfig(16, 8, 4, 4, n_splits=3), 20, 3200, 5),
+    StreamCase("W12", StreamConfig(16, 16, 4, 4), 20, 523, 20),
+    StreamCase("W12", StreamConfig(48, 32, 5, 2, cluster=4), 100, 300, 32),
+    StreamCase("W11", StreamConfig(16, 8, 6, 4), 40, 1100, 5),
+    StreamCase("W11", StreamConfig(32, 16, 4, 2, cluster=2, n_splits=2), 40, 2300, 12),
     StreamCase("W12", StreamConfig(64, 64, 3, 4), 130, 333, 40),
     StreamCase("W12", StreamConfig(128, 128, 2, 3, cluster=2), 140, 200, 70),
     StreamCase("W12", StreamConfig(64, 256, 2, 3, cluster=2), 64, 140, 200),
@@ -230,7 +234,7 @@ def default_cases() -> list[StreamCase]:
 
 # More turns than stages, and several units for each program.
 DAMAGED = [
-    StreamCase("W12", StreamConfig(16, 8, 2, 2), 40, 1700, 3, n_clusters=1),
-    StreamCase("W12", StreamConfig(32, 8, 2, 2, cluster=2), 130, 1700, 8, n_clusters=1),
+    StreamCase("W12", StreamConfig(16, 8, 4, 4), 40, 2040, 3, n_clusters=1),
+    StreamCase("W12", StreamConfig(16, 8, 4, 2, cluster=2), 70, 2040, 8, n_clusters=1),
     StreamCase("W12", StreamConfig(64, 64, 2, 3), 130, 500, 40, n_clusters=1),
 ]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import packhorse.kernels
 from packhorse.errors import MissingBackendError
@@ -29,6 +30,7 @@ from packhorse.layout import WeightFormat
 
 __all__ = ["StreamKernels", "stream_source"]
 
+_COPY_NBYTES = 16  # of one copy of tokens, which its address must be a multiple of
 _MAX_MAPS = 1 << 14  # a model has far fewer weights
 
 
@@ -108,7 +110,7 @@ class StreamKernels:
         y: Tensor,
         config: StreamConfig,
     ) -> None:
-        """Runs both kernels on the current stream.
+        """Runs the kernels on the current stream.
 
         Args:
             x: BF16, n_tokens x n_columns.
@@ -126,20 +128,10 @@ class StreamKernels:
         kernels = self._loaded[stream_options(config, format)]
         plan = plan_stream(n_rows, n_columns, n_tokens, format, config)
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        nbytes = plan.arranged_nbytes + plan.by_column_nbytes
-        arranged = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        by_column = arranged.data_ptr() + plan.arranged_nbytes
-        pointers = map(ctypes.c_uint64, (x.data_ptr(), arranged.data_ptr(), by_column))
-        sizes = (n_tokens, n_columns, plan.n_steps, plan.n_groups, plan.n_arranging)
-        kernels.arrange(
-            plan.n_arranging + plan.n_transposing,
-            stream,
-            [*pointers, *map(ctypes.c_uint32, sizes)],
-            early=True,
-        )
+        tokens, by_column = self._prepare(x, plan, kernels.arrange, stream)
         product = _Product(
-            arranged.data_ptr(),
-            by_column,
+            tokens.data_ptr(),
+            by_column.data_ptr(),
             *(array.data_ptr() for array in weights[2:]),
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
@@ -152,6 +144,26 @@ class StreamKernels:
             [*self._maps_of(weights, n_columns, format, plan), product],
             early=True,
         )
+
+    def _prepare(
+        self, x: Tensor, plan: StreamPlan, arrange: Kernel, stream: int
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens as the product fetches them, and as exceptions find them."""
+        nbytes = plan.arranged_nbytes + plan.by_column_nbytes
+        rows = x if plan.arranged_nbytes else _aligned(x)
+        if not nbytes:
+            return rows, rows
+        both = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        arranged, by_column = both[: plan.arranged_nbytes], both[plan.arranged_nbytes :]
+        pointers = (x.data_ptr(), arranged.data_ptr(), by_column.data_ptr())
+        sizes = (*x.shape, plan.n_steps, plan.n_boxes, plan.n_arranging)
+        arrange(
+            plan.n_arranging + plan.n_transposing,
+            stream,
+            [*map(ctypes.c_uint64, pointers), *map(ctypes.c_uint32, sizes)],
+            early=True,
+        )
+        return arranged if plan.arranged_nbytes else rows, by_column
 
     def _maps_of(
         self, weights: WeightTensors, n_columns: int, format: WeightFormat, plan: StreamPlan
@@ -172,3 +184,10 @@ class StreamKernels:
                 describe(high.data_ptr(), high_sizes, high_strides, plan.high_box, swizzle=swizzle),
             )
         return found
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Tokens at addresses that copies of 16 bytes take: those given, or a copy."""
+    if x.shape[1] * x.element_size() % _COPY_NBYTES == 0:
+        return x if x.data_ptr() % _COPY_NBYTES == 0 else x.clone()
+    return pad(x, (0, -x.shape[1] % (_COPY_NBYTES // x.element_size())))

@@ -1,13 +1,13 @@
-// Writes the tokens of a product twice. `arranged` has them in the order in which the tensor cores
-// read them, scaled (W12), with zeros for what is not there:
+// Writes the tokens of a product twice, or once. More than 32 are `arranged`: this has them in the
+// order in which the tensor cores read them, scaled (W12), with zeros for what is not there:
 //     [block of tokens][64 steps][slice][chunk of 16 columns][8 tokens][half][token][8 columns]
 // A chunk takes 4 columns from each of 4 runs of 16 steps, as the 4 lanes of a row decode them.
-// `by_column` has them by columns, for exceptions: [block of tokens][column][token].
-// A thread writes 64 columns of a token, or 8 tokens of a column.
+// `by_column` has them by columns, for exceptions: [block of tokens][column][token]. Up to 32
+// tokens, W12 needs neither. A thread writes 64 columns of a token, or 8 tokens of a column.
 
 constexpr float kTokenShift = kBits == 12 ? 1099511627776.0f : 1.0f;  // 2^40
 
-__device__ __forceinline__ uint32_t scale_pair(uint32_t pair) {
+__device__ __forceinline__ uint32_t scale_token_pair(uint32_t pair) {
     const float low = widen(pair & 0xFFFF) * kTokenShift, high = widen(pair >> 16) * kTokenShift;
     uint32_t scaled;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(scaled) : "f"(high), "f"(low));
@@ -68,8 +68,8 @@ extern "C" __global__ void __launch_bounds__(128)
 #pragma unroll
             for (uint32_t i = 0; i < 8; ++i)  // 2 chunk + half
                 out[i / 2 * (2 * kTokens) + i % 2 * 8] =
-                    make_uint4(scale_pair(pairs[i]), scale_pair(pairs[8 + i]),
-                               scale_pair(pairs[16 + i]), scale_pair(pairs[24 + i]));
+                    make_uint4(scale_token_pair(pairs[i]), scale_token_pair(pairs[8 + i]),
+                               scale_token_pair(pairs[16 + i]), scale_token_pair(pairs[24 + i]));
         }
     } else {
         const uint32_t at = (blockIdx.x - n_programs) * 128 + threadIdx.x;

@@ -31,7 +31,7 @@ struct Units {
 
     __device__ bool more() const { return index < n; }
 
-    __device__ void next() { index += step; }
+    __device__ void next(bool is_last = false) { index = is_last ? n : index + step; }
 
     __device__ Unit get(const Product& p) const {
         Unit u;
@@ -51,9 +51,10 @@ template <uint32_t kStages>
 struct Ring {
     uint32_t stage = 0, round = 0;
 
-    __device__ void next() {
-        stage = stage + 1 == kStages ? 0 : stage + 1;
-        round ^= stage == 0 ? 1 : 0;
+    __device__ void next(uint32_t by = 1) {
+        const bool again = stage + by >= kStages;
+        stage += again ? by - kStages : by;
+        round ^= again ? 1 : 0;
     }
 };
 
@@ -62,33 +63,33 @@ using TokenRing = Ring<kTokenStages>;
 
 // Addresses in shared memory.
 struct Shared {
-    uint32_t weights, tokens, sums, extra, full_weights, empty_weights, full_tokens, empty_tokens,
-        full_extra, empty_extra;
+    uint32_t weights, tokens, sums, full_weights, empty_weights, full_tokens, empty_tokens,
+        full_sums, empty_sums;
 
     __device__ Shared(uint32_t base) {
         weights = (base + 1023) / 1024 * 1024;
         tokens = weights + kWeightStages * kWeightStageBytes;
         sums = tokens + kTokenStages * kTokenStageBytes;
-        extra = sums + 4 * kSums;
-        full_weights = extra + 4 * kExtraSums;
+        full_weights = sums + kSumBytes;
         empty_weights = full_weights + 8 * kWeightStages;
         full_tokens = empty_weights + 8 * kWeightStages;
         empty_tokens = full_tokens + 8 * kTokenStages;
-        full_extra = empty_tokens + 8 * kTokenStages;
-        empty_extra = full_extra + 8;
+        full_sums = empty_tokens + 8 * kTokenStages;
+        empty_sums = full_sums + 8;
     }
 
+    // Up to 32 tokens, two warps take a stage of weights, and 2 `kCluster` one of tokens.
     __device__ void init() const {
         for (uint32_t i = 0; i < kWeightStages; ++i) {
             barrier_init(full_weights + 8 * i, 1);
-            barrier_init(empty_weights + 8 * i, kConsumers);
+            barrier_init(empty_weights + 8 * i, kMany ? kConsumers : 2);
         }
         for (uint32_t i = 0; i < kTokenStages; ++i) {
             barrier_init(full_tokens + 8 * i, 1);
-            barrier_init(empty_tokens + 8 * i, kConsumers * kCluster);
+            barrier_init(empty_tokens + 8 * i, (kMany ? kConsumers : 2) * kCluster);
         }
-        barrier_init(full_extra, kExceptionWarps > 0 ? kExceptionWarps : 1);
-        barrier_init(empty_extra, kConsumers);
+        barrier_init(full_sums, 1);
+        barrier_init(empty_sums, 2 * kCluster);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
 };
