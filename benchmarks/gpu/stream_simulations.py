@@ -1,7 +1,7 @@
 """Simulate the kernels with warps that fetch: `python benchmarks/gpu.py simulate --stream`.
 
 A program of `stream_product.cu` has warps of four kinds: those that multiply, one that fetches
-weights, one that fetches tokens, and two that finish results (up to 32 tokens). Each runs its
+weights, one that fetches tokens, and two that finish results or sum up exceptions. Each runs its
 own part of the machine code, in order, on the four schedulers of `benchmarks.gpu.issue`. They wait
 for each other at barriers in shared memory: a stage is full when the copies have arrived, by the
 multiprocessor's share of device memory and L2, and empty when all warps that multiply are done with
@@ -14,26 +14,22 @@ four warps of a wgmma do not wait for each other; a multiprocessor has one progr
 import heapq
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from functools import cache
 
 from benchmarks.gpu import issue
 from benchmarks.gpu.issue import N_SCHEDULERS, Memory, Step
 from benchmarks.gpu.kept_simulations import StreamRow, write_streams
-from benchmarks.gpu.machine_code import Instruction, MachineCode, disassemble, parse_listing
+from benchmarks.gpu.machine_code import Instruction, MachineCode
 from benchmarks.gpu.predictions import H200, MODELS, Shape
+from benchmarks.gpu.stream_paths import compile_stream, count, loops_of, walk, ways_of
 from packhorse.device.cost import EXCEPTION_RATES, predict_plain, processor_bandwidth
 from packhorse.device.stream_cost import predict_stream, stream_candidates
 from packhorse.gpu.models import DeviceModel
-from packhorse.gpu.nvrtc import compiler
-from packhorse.gpu.stream_kernels import stream_source
 from packhorse.kernels.stream_product import (
     StreamConfig,
     keeps_tokens,
     plan_stream,
-    stream_options,
-    stream_shared_nbytes,
 )
 from packhorse.layout import W12, WeightFormat
 
@@ -50,208 +46,12 @@ _WGMMA_LATENCY = 32  # more cycles until its sums are there; assumed
 _WGMMA_LINES = 4  # passes through shared memory to read its tokens, for each of four warps
 _MOST_UNITS = 6  # that are simulated; more go on at the same pace
 _COPIES = -1  # in the place of a scheduler
-_REST = ("full weights", "empty weights", "full tokens", "empty tokens", "full sums", "empty sums")
 
 
 @dataclass(eq=False, slots=True)
 class _Warp(issue._Warp):
     counts: Counter[str] = field(default_factory=Counter)
-    products: float = 0.0  # when its last product is done
-
-
-@dataclass(frozen=True)
-class _Ways:
-    """The instructions of a unit, by kind of warp."""
-
-    even: Sequence[Step]
-    odd: Sequence[Step]
-    weights: Sequence[Step]
-    tokens: Sequence[Step]
-    last_tokens: Sequence[Step]  # after all units
-    finish: Sequence[Step]
-
-
-@cache
-def _compile(format: WeightFormat, config: StreamConfig) -> dict[str, MachineCode]:
-    binary = compiler().compile(stream_source(), stream_options(config, format))
-    return parse_listing(disassemble(binary))
-
-
-def _loops(code: MachineCode) -> list[tuple[int, int]]:
-    """The loops, without those jumps back from code that waits at a barrier."""
-    ends = ((span, code.instructions[span[1] - 1]) for span in code.loops)
-    return [span for span, x in ends if x.predicate or len(x.operands) > 1]
-
-
-def _inside(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
-    return inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]
-
-
-def _around(code: MachineCode, span: tuple[int, int]) -> tuple[int, int]:
-    """The loop over units that a loop stands in."""
-    return max((s for s in _loops(code) if _inside(span, s)), key=lambda s: s[1] - s[0])
-
-
-def _loop_with(code: MachineCode, operations: set[str]) -> tuple[int, int]:
-    """The smallest loop with all instructions of some kind that waits at a barrier, too."""
-    found = [i for i, x in enumerate(code.instructions) if x.operation in operations]
-    spans = [
-        s
-        for s in _loops(code)
-        if all(s[0] <= i < s[1] for i in found)
-        and any(x.operation == "SYNCS" for x in code.instructions[slice(*s)])
-    ]
-    return min(spans, key=lambda s: s[1] - s[0])
-
-
-def _multiplies(code: MachineCode, begin: int, end: int) -> bool:
-    return any(x.operation == "HMMA" for x in code.instructions[begin:end])
-
-
-def _walk(
-    code: MachineCode, span: tuple[int, int], trips: Mapping[tuple[int, int], int], other: range
-) -> Iterator[Instruction]:
-    """The instructions from the beginning of a loop to its end, once. Forward branches with a
-    condition are not taken, but those past products in the part `other`."""
-    loops = {end - 1: (start, end) for start, end in _loops(code)}
-    left: dict[tuple[int, int], int] = {}
-    i = span[0]
-    while i < span[1]:
-        x = code.instructions[i]
-        yield x
-        there = None if x.target is None or x.operation != "BRA" else code.index_of[x.target]
-        conditional = bool(x.predicate) or len(x.operands) > 1
-        if there is None or i == span[1] - 1:
-            i += 1
-        elif i in loops and there <= i:
-            n = left.get(loops[i], trips.get(loops[i], 1)) - 1
-            left[loops[i]] = n
-            if n == 0:
-                del left[loops[i]]
-            i = there if n > 0 else i + 1
-        elif not conditional or (
-            i in other
-            and there in other
-            and _multiplies(code, i, there)
-            and _multiplies(code, there, other.stop)
-        ):
-            i = there
-        else:
-            i += 1
-
-
-def _steps(
-    path: Iterator[Instruction], format: WeightFormat, config: StreamConfig
-) -> tuple[Step, ...]:
-    few = config.block_tokens <= 32
-    barriers = 2 * config.n_weight_stages + 2 * config.n_token_stages + 2
-    first = stream_shared_nbytes(config, format) - 1024 - 8 * barriers
-    sizes = (config.n_weight_stages,) * 2 + (config.n_token_stages,) * 2 + (1, 1)
-    places = {first + 8 * sum(sizes[:i]): name for i, name in enumerate(_REST)}
-    done = []
-    for x in path:
-        (step,) = issue.steps_of([x], copy_passes=1.0)
-        if x.operation == "SYNCS":
-            _, _, place = x.operands[1].strip("[]").rpartition("+")
-            if place.startswith("0x"):
-                name = places[int(place, 16)]
-            elif not few or ".RED" in x.opcode:  # an arrival at all programs of a cluster
-                name = "empty sums" if few else "empty tokens"
-            else:
-                name = "full tokens"
-            if "PHASECHK" in x.opcode:
-                step = step._replace(kind=f"wait {name}")
-            elif not name.startswith("full") or (few and name == "full tokens"):
-                step = step._replace(kind=f"arrive {name}")
-        elif x.operation == "UTMALDG":
-            step = step._replace(kind="arrive full weights")
-        elif x.operation == "UBLKCP":
-            step = step._replace(kind="arrive full tokens")
-        elif x.operation == "LDGSTS":
-            step = step._replace(busy=4.0, l2_nbytes=512.0)
-        elif x.operation == "STAS":  # out of this program's memory, and into another's
-            step = step._replace(kind="arrive full sums", pipe="lsu", busy=4.0)
-        elif x.operation == "HGMMA":
-            step = step._replace(kind="product", pipe="tensor", busy=float(_WGMMA_CYCLES))
-        elif x.opcode.startswith("WARPGROUP.DEPBAR"):
-            step = step._replace(kind="wait products")
-        done.append(step)
-    return tuple(done)
-
-
-def _most(mean: float, n_rows: int) -> int:
-    """Exceptions of the row with most of them: what half of all groups of rows stay below."""
-    term = total = math.exp(-mean)
-    k = 0
-    while total**n_rows < 0.5:
-        k += 1
-        term *= mean / k
-        total += term
-    return k
-
-
-@cache
-def _ways(
-    format: WeightFormat, config: StreamConfig, turns: int, exceptions: float, n_tokens: int
-) -> _Ways:
-    code = _compile(format, config)["multiply"]
-    few = config.block_tokens <= 32
-    main = _loop_with(code, {"HMMA", "HGMMA"})
-    unit = _around(code, main)
-    trips = {span: _most(exceptions, 8) for span in _loops(code) if not few and _inside(span, unit)}
-    trips = {s: n for s, n in trips.items() if not _inside(s, main)} | {main: turns}
-    weights = _loop_with(code, {"UTMALDG"})
-    tokens = _loop_with(code, {"LDGSTS" if few else "UBLKCP"})
-
-    def steps(
-        span: tuple[int, int], n: Mapping[tuple[int, int], int], other: range = range(0)
-    ) -> Sequence[Step]:
-        return _steps(_walk(code, span, n, other), format, config)
-
-    if not few:
-        return _Ways(
-            steps(unit, trips),
-            steps(unit, trips, range(*main)),
-            steps(_around(code, weights), {weights: turns}),
-            steps(_around(code, tokens), {tokens: turns * format.n_slices}),
-            (),
-            (),
-        )
-    rows = {
-        s: max(1, n_tokens // _count(code, s, "LDGSTS")) for s in _loops(code) if _inside(s, tokens)
-    }
-    fetching = _around(code, tokens)
-    end = fetching[1]
-    while code.instructions[end].operation != "SYNCS":
-        end += 1
-    taken = (unit, _around(code, weights), fetching)
-    finish = max(
-        (s for s in _loops(code) if s not in taken and _count(code, s, "STG")),
-        key=lambda s: s[1] - s[0],
-    )
-    blocks = -(-_most(exceptions, 32) // _at_once(format, config))
-    gathers = {
-        s: max(blocks, 1) for s in _loops(code) if _inside(s, finish) and _count(code, s, "LDG")
-    }
-    return _Ways(
-        steps(unit, trips),
-        steps(unit, trips, range(*main)),
-        steps(_around(code, weights), {weights: turns}),
-        steps(fetching, rows | {tokens: turns * 4 // config.cluster}),
-        steps((fetching[1], end + 1), {}),
-        steps(finish, gathers),
-    )
-
-
-def _at_once(format: WeightFormat, config: StreamConfig) -> int:
-    """Exceptions that a thread of stream_few.cu has under way."""
-    if format is W12:
-        return min(8, 128 // config.block_tokens)
-    return min(16, 256 // config.block_tokens)
-
-
-def _count(code: MachineCode, span: tuple[int, int], operation: str) -> int:
-    return sum(x.operation == operation for x in code.instructions[slice(*span)])
+    products: deque[float] = field(default_factory=deque)  # when its groups of them are done
 
 
 class _Program(issue._Multiprocessor):
@@ -283,15 +83,16 @@ class _Program(issue._Multiprocessor):
             "full tokens": 1,
             "empty weights": takers.get("weights", n_consumers),
             "empty tokens": takers.get("tokens", n_consumers),
-            "full sums": 8 * sends,
-            "empty sums": 2,
+            "full sums": 8 * sends if self.few else 2,
+            "empty sums": 2 if self.few else n_consumers,
         }
         self.sends = sends  # of a warp for a unit
         self.turns_kept = 1 << 30  # turns whose tokens stay
         self.phases: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.next = [math.inf] * N_SCHEDULERS
         self.group = issue._Program()
-        self.port_free = 0.0
+        self.port_free = self.shared_free = 0.0
+        self.tensor_free = [0.0] * N_SCHEDULERS
         # Copies that device memory has not brought yet: when it will have, and their stage.
         self.arriving: deque[tuple[float, int]] = deque()
 
@@ -319,7 +120,8 @@ class _Program(issue._Multiprocessor):
         assert isinstance(warp, _Warp)
         kind = warp.steps[warp.at].kind
         if kind == "wait products":
-            return max(at, warp.products)
+            running = list(warp.products)
+            return max(at, *running[: len(running) - int(warp.steps[warp.at].nbytes)], 0.0)
         if not kind.startswith("wait "):
             return at
         name = kind[5:]
@@ -338,11 +140,22 @@ class _Program(issue._Multiprocessor):
 
     def issue(self, warp: issue._Warp, now: float) -> bool:
         assert isinstance(warp, _Warp)
-        kind = warp.steps[warp.at].kind
+        step = warp.steps[warp.at]
+        kind = step.kind
         last = super().issue(warp, now)
+        if step.pipe == "lsu" and kind != "nothing":
+            self._pass(step.busy, now)
         if kind == "product":
-            warp.products = now + _WGMMA_CYCLES + _WGMMA_LATENCY
-            self.lsu_free = max(self.lsu_free, now) + _WGMMA_LINES
+            # A warp issues a product and goes on; the tensor cores do one after the other.
+            read = self._pass(step.busy * _WGMMA_LINES, now)
+            begin = max(self.tensor_free[warp.scheduler], now)
+            done = max(begin + step.busy * _WGMMA_CYCLES, read)
+            self.tensor_free[warp.scheduler] = done
+            if step.nbytes:
+                warp.products.append(done + _WGMMA_LATENCY)
+        elif kind == "wait products":
+            while len(warp.products) > step.nbytes:
+                warp.products.popleft()
         elif kind.startswith(("wait ", "arrive ")):
             if kind.startswith("arrive "):
                 self._tell(kind[7:], self._phase(warp, kind), now)
@@ -399,8 +212,14 @@ class _Program(issue._Multiprocessor):
         """When a copy from L2 to shared memory is there."""
         self.l2_free = max(self.l2_free, now) + l2_nbytes / self.memory.l2_share
         self.port_free = max(self.port_free, now) + arriving / _PORT
-        self.lsu_free = max(self.lsu_free, now) + arriving / _LINE
-        return max(self.l2_free, self.port_free) + self.memory.load_latency
+        written = self._pass(arriving / _LINE, now)
+        return max(self.l2_free, self.port_free, written) + self.memory.load_latency
+
+    def _pass(self, passes: float, now: float) -> float:
+        """When passes through shared memory are done. Copies and products wait for their turn; what
+        warps load and store themselves goes before them, and delays them."""
+        self.shared_free = max(self.shared_free, now) + passes
+        return self.shared_free
 
     def drain(self) -> float:
         """Runs until all warps are done; returns the cycles."""
@@ -440,17 +259,41 @@ def arranging_cycles(
 ) -> float:
     """Cycles of the kernel that arranges tokens, its programs being there."""
     plan = plan_stream(n_rows, n_columns, n_tokens, format, config)
-    code = _compile(format, config)["arrange_tokens"]
-    n = len(code.instructions)
+    return _cycles(
+        compile_stream(format, config)["arrange_tokens"], plan.n_arranging + plan.n_transposing
+    )
+
+
+def adding_cycles(
+    n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, config: StreamConfig
+) -> float:
+    """Cycles of the kernel that adds the sums of parts, its programs being there; 0 without it."""
+    n_programs = plan_stream(n_rows, n_columns, n_tokens, format, config).n_adding
+    if not n_programs:
+        return 0.0
+    code = compile_stream(format, config)["add_parts"]
+    loads = [s for s in loops_of(code) if count(code, s, "LDG")]
+    return _cycles(code, n_programs, dict.fromkeys(loads, config.n_splits // 2))
+
+
+def _cycles(
+    code: MachineCode, n_programs: int, trips: Mapping[tuple[int, int], int] | None = None
+) -> float:
+    """Cycles of a small kernel whose programs have four warps."""
+
+    def is_past(passed: Sequence[Instruction]) -> bool:
+        """What loads or stores rows that are not aligned."""
+        moves = [x.opcode for x in passed if x.operation in ("LDG", "STG")]
+        return any("U16" in x for x in moves) and not any("128" in x for x in moves)
+
     path = []
-    for x in _walk(code, (0, n), {}, range(0)):
+    for x in walk(code, (0, len(code.instructions)), trips or {}, range(0), is_past):
         path.append(x)
         if x.operation == "EXIT" and not x.predicate:
             break
     steps = issue.steps_of(path, copy_passes=1.0)
-    programs = -(-(plan.n_arranging + plan.n_transposing) // H200.n_processors)
     memory = Memory(math.inf, min(_PORT, H200.l2_bandwidth / H200.n_processors / H200.clock))
-    return issue.run(steps, 4, programs, 4, memory)[0]
+    return issue.run(steps, 4, -(-n_programs // H200.n_processors), 8, memory)[0]
 
 
 def simulate_stream(
@@ -496,7 +339,7 @@ def simulate_stream(
 
     def cycles(n_units: int) -> float:
         n_consumers = plan.n_threads // 32 - 4
-        ways = _ways(format, config, turns, exceptions, n_tokens)
+        ways = ways_of(format, config, turns, exceptions, n_tokens)
         sends = sum(step.kind == "arrive full sums" for step in ways.even)
         program = _Program(memory, format, config, n_consumers, sends)
         if kept:
@@ -505,7 +348,7 @@ def simulate_stream(
             program.add((ways.even, ways.odd)[i % 2] * n_units, _START)
         program.add(ways.weights * n_units, _START)
         program.add((*ways.tokens * (1 if kept else n_units), *ways.last_tokens), max(_START, late))
-        for _ in range(2 if ways.finish else 0):
+        for _ in range(2):
             program.add(ways.finish * n_units, max(_START, late))
         return program.drain()
 
@@ -515,8 +358,12 @@ def simulate_stream(
         half = n_run // 2
         total += (total - cycles(half)) / (n_run - half) * (busiest - n_run)
     seconds = first + total / device.clock
-    if config.n_splits > 1:
+    if plan.n_adding:  # the sums are written, and read by one more kernel
+        seconds += plan.parts_nbytes / device.l2_bandwidth
+        seconds += adding_cycles(n_rows, n_columns, n_tokens, format, config) / device.clock
+    elif config.n_splits > 1:
         seconds += 8 * config.n_splits * n_tokens * n_rows / device.l2_bandwidth
+    if config.n_splits > 1:
         seconds += EARLY_GAP if early else GAP
     return seconds
 

@@ -39,7 +39,7 @@ DAMAGES = [
     (FEW, "griddepcontrol.wait", "before griddepcontrol.wait"),
     (CLUSTER, "barrier.cluster.wait", "mbarrier"),
     (MANY, "bar.warp.sync", "shared memory"),
-    (MANY, "wgmma.wait_group", "overwrites shared memory"),
+    (MANY, "wgmma.wait_group", "written while a product uses it"),
 ]
 
 

@@ -15,6 +15,7 @@ from packhorse.codecs import weights as codec
 from packhorse.gpu.nvrtc import compiler
 from packhorse.gpu.stream_kernels import stream_source
 from packhorse.kernels.stream_product import (
+    ADDING_THREADS,
     StreamConfig,
     StreamPlan,
     default_stream_config,
@@ -89,7 +90,7 @@ def _arrange(
         memory.add(name, array, dependent=True)
         for name, array in zip(names, (tokens, *outs), strict=True)
     ]
-    sizes = [*tokens.shape, plan.n_steps, plan.n_boxes, plan.n_arranging]
+    sizes = [*tokens.shape, plan.n_steps, plan.n_boxes]
     grid = (plan.n_arranging + plan.n_transposing, 1, 1)
     launch = Launch([*pointers, *sizes], grid, 4, 0, dependent=True, **how)
     run_grid(program, memory, launch)
@@ -109,7 +110,7 @@ def multiply(
     passes: dict[int, list[int]] | None = None,
     **how: bool,
 ) -> np.ndarray:
-    """A product as both kernels compute it.
+    """A product as the kernels compute it.
 
     Args:
         elements: BF16 as bits, n_rows x n_columns, uint16.
@@ -123,14 +124,15 @@ def multiply(
         how: `late`, `backwards` and `track`, as for `Launch`.
 
     Returns:
-        FP32, n_tokens x n_rows: sums of the parts if there are several.
+        FP32, n_tokens x n_rows: sums of the parts if a division of up to 32 tokens has several.
     """
     (n_rows, n_columns), n_tokens = elements.shape, len(tokens)
     arrays, options = codec.pack(elements, format, threads=1), stream_options(config, format)
     plan = plan_stream(n_rows, n_columns, n_tokens, format, config)
+    n_programs = min(n_clusters, plan.n_units) * config.cluster
     memory = GlobalMemory()
-    shape = (config.n_splits, n_tokens, n_rows)
-    is_split = config.n_splits > 1
+    is_split = config.n_splits > 1 and not plan.n_adding
+    shape = (config.n_splits if is_split else 1, n_tokens, n_rows)
     out = np.full(shape, np.nan, np.float32) if is_split else np.full(shape, 0x7FC1, np.uint16)
     arranged, by_column = _arrange(tokens, plan, _program(options, "arrange_tokens"), how)
     pointers = [
@@ -139,6 +141,13 @@ def multiply(
         *(memory.add(name, getattr(arrays, name)) for name in _ARRAYS),
         0 if bias is None else memory.add("bias", bias),
         memory.add("sums", out, dependent=True),
+        *(
+            memory.add(name, np.full(max(nbytes, 16), 0xFF, np.uint8), dependent=True)
+            for name, nbytes in (
+                ("extras", n_programs * plan.extra_nbytes),
+                ("parts", plan.parts_nbytes),
+            )
+        ),
     ]
     memory.add("low", arrays.low_bytes)
     memory.add("high", arrays.high_bits)
@@ -149,7 +158,7 @@ def multiply(
     )
     launch = Launch(
         [0, 0, int.from_bytes(product, "little")],
-        (min(n_clusters, plan.n_units) * config.cluster, 1, 1),
+        (n_programs, 1, 1),
         plan.n_threads // WARP,
         plan.shared_nbytes,
         dependent=True,
@@ -159,6 +168,16 @@ def multiply(
         **how,
     )
     run_grid(program or _program(options, "multiply"), memory, launch)
+    if plan.n_adding:
+        launch = Launch(
+            [int.from_bytes(product, "little")],
+            (plan.n_adding, 1, 1),
+            ADDING_THREADS // WARP,
+            0,
+            dependent=True,
+            **how,
+        )
+        run_grid(_program(options, "add_parts"), memory, launch)
     if is_split:
         return memory.read("sums", np.float32).reshape(shape).sum(0)
     return from_bf16(memory.read("sums", np.uint16)).reshape(shape[1:])
@@ -217,6 +236,8 @@ CASES = [
     StreamCase("W12", StreamConfig(128, 128, 2, 3, cluster=2), 140, 200, 70),
     StreamCase("W12", StreamConfig(64, 256, 2, 3, cluster=2), 64, 140, 200),
     StreamCase("W11", StreamConfig(64, 64, 2, 3, n_splits=2), 64, 600, 33),
+    StreamCase("W12", StreamConfig(128, 256, 2, 2, n_splits=2), 136, 520, 256),
+    StreamCase("W12", StreamConfig(64, 128, 2, 2, cluster=2, n_splits=4), 200, 1100, 100),
 ]
 
 

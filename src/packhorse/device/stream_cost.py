@@ -30,7 +30,7 @@ _BF16_NBYTES = 2
 _WARP = 32
 # Cycles by rows and tokens of a program, from `python benchmarks/gpu.py simulate --stream` with
 # W12 and a memory that never makes a warp wait: of a turn, and of the end of a unit of 4096
-# columns (sums, exceptions, results). Simulated, not measured.
+# columns (sums, results, and the start of the next one). Simulated, not measured.
 _CYCLES: dict[tuple[int, int], tuple[float, float]] = {
     (16, 8): (1080, 190),
     (32, 8): (1250, 580),
@@ -43,25 +43,28 @@ _CYCLES: dict[tuple[int, int], tuple[float, float]] = {
     (16, 32): (1390, 1600),
     (32, 32): (1940, 1840),
     (48, 32): (3150, 2410),
-    (64, 64): (710, 3700),
-    (128, 64): (990, 4700),
-    (64, 128): (980, 6500),
-    (128, 128): (1470, 7200),
-    (64, 256): (1490, 11600),
+    (64, 64): (540, 2800),
+    (128, 64): (770, 3300),
+    (64, 128): (700, 3700),
+    (128, 128): (1150, 4700),
+    (64, 256): (1220, 7600),
+    (128, 256): (2050, 9300),
 }
 # Instructions of a turn of W11 beside one of W12, which has fewer columns if there are many tokens.
 _W11_SHARE = {True: 2.9 / 2.1, False: 4 * 3.5 / 3.0}
-_PER_EXCEPTION = 3  # instructions for each token of an exception, where consumers add them
-_ISSUE_LANES = 64  # of 128 that issue, while they do
+# Cycles that a warp sums up exceptions of a unit, from the same simulation: at all, and for each.
+_EXCEPTIONS = 3000
+_EXCEPTION = {64: 90, 128: 110, 256: 150}
 _AT_ONCE = 4  # exceptions that a thread loads at once, with 32 tokens
 _FINISH = 1500  # cycles until their results are stored; assumed
 _FEW_BOXES = 4  # stages of weights in a turn up to 32 tokens
 _START = 700  # cycles until a program fetches weights; assumed, as in the simulation
 _LOAD, _COPY = 650, 900  # cycles, as in cost.py
 _GAP, _EARLY_GAP = 1.8e-6, 0.9e-6  # between dependent kernels, and if the later one starts early
-_ARRANGING = (1400, 17.5)  # cycles of the first kernel: at all, and of a token of 4096 columns
-# Fitted to the simulation; cost.py has the same sum of powers. By whether tokens are few.
-_SHARPNESS = {True: 9, False: 5}
+_ARRANGING = (1500, 3.0)  # cycles of the first kernel: at all, and of a token of 4096 columns
+_ADDING = 0.8e-6  # of the kernel that adds parts, beside what it reads
+# Fitted to the simulation; cost.py has the same sum of powers.
+_SHARPNESS = 9
 
 
 def predict_stream(
@@ -111,16 +114,13 @@ def predict_stream(
     exceptions = EXCEPTION_RATES[format.name] * n_columns / config.n_splits  # of a row
     if format is not W12:
         multiply *= _W11_SHARE[few]
-        if not few:
-            added = exceptions * config.block_rows * config.block_tokens
-            end += added * _PER_EXCEPTION / _ISSUE_LANES
-    issue = multiply + (end if few else end + _LOAD) / turns
+    issue = multiply
     if few:  # two warps take the exceptions of a unit meanwhile, one load after the other
         passes = -(-config.block_rows // _WARP)
         at_once = min(_AT_ONCE * _WARP // config.block_tokens, 8)
         trips = 2 + 2 * math.ceil((1.3 * exceptions + 2) / at_once)
-        issue = max(issue, (passes * trips * _LOAD + _FINISH) / turns)
-    pace = _together(_SHARPNESS[few], memory, l2, issue)
+        issue = max(issue + end / turns, (passes * trips * _LOAD + _FINISH) / turns)
+    pace = _together(memory, l2, issue)
 
     # Weights are fetched while the tokens are arranged.
     first = _START + _COPY
@@ -130,16 +130,24 @@ def predict_stream(
         late = max(late, arranging + _EARLY_GAP * device.clock + _LOAD)
     staged = config.n_weight_stages // (_FEW_BOXES if few else 1)
     ready = min(staged, turns, (late - first) / memory)
-    cycles = late + ready * multiply + (rounds * turns - ready) * pace + end + 2 * _LOAD
+    if few:
+        cycles = late + ready * multiply + (rounds * turns - ready) * pace + end + 2 * _LOAD
+    else:  # each of two warps has half of the exceptions of a unit
+        n = exceptions * config.block_rows / 2
+        summing = _EXCEPTIONS + n * _EXCEPTION[config.block_tokens]
+        cycles = late + rounds * max(turns * pace + end, summing + end / 2)
+        cycles -= ready * (pace - multiply)
     partial = 0.0
-    if config.n_splits > 1:
+    if plan.n_adding:
+        partial = 1.3 * plan.parts_nbytes / device.l2_bandwidth + _ADDING + _GAP
+    elif config.n_splits > 1:
         partial = 8 * config.n_splits * n_tokens * n_rows / device.l2_bandwidth + _GAP
     return cycles / device.clock + partial + _GAP
 
 
-def _together(sharpness: int, *times: float) -> float:
+def _together(*times: float) -> float:
     """The time of things that go on at once and wait for each other now and then."""
-    return float(sum(t**sharpness for t in times) ** (1 / sharpness))
+    return float(sum(t**_SHARPNESS for t in times) ** (1 / _SHARPNESS))
 
 
 def stream_candidates(

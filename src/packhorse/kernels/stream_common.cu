@@ -32,13 +32,23 @@ constexpr uint32_t kTokenStageBytes =
     kMany ? kTokenChunks * kChunkBytes : kSlices * kTokens * kTokenPitch;
 constexpr uint32_t kWeightStageBytes = kRows * kBox * (kSlices + kHighParts);
 constexpr uint32_t kConsumers = kMany ? kRows / 16 : 8;  // warps that multiply
-constexpr uint32_t kThreads = 32 * (kConsumers + 4);     // the last group of four warps fetches
+// The warps that fetch give registers to those that multiply.
+constexpr bool kMoves = kMany && kRows * kTokens > 128 * 128;
+constexpr uint32_t kThreads = 32 * (kConsumers + 4);  // the last group of four warps fetches
 constexpr uint32_t kParts = 8;  // of a row's columns, up to 32 tokens, each with sums of its own
 constexpr uint32_t kSumPitch = kTokens + 4;  // of a row's sums, against conflicts of banks
 constexpr uint32_t kSumBytes = kMany ? 0 : 4 * kParts * kRows * kSumPitch;
+// More than 32 tokens: rings of exceptions, one for each of two warps, and results on their way.
+constexpr uint32_t kExceptionWarps = 2;
+constexpr uint32_t kExceptionStages = 3;
+constexpr uint32_t kExceptionStageBytes = 8 * (kTokens * 2 + 4);
+constexpr uint32_t kRingBytes =
+    kMany ? kExceptionWarps * kExceptionStages * kExceptionStageBytes : 0;
+constexpr uint32_t kResultBytes = 16 * 32 * 2;  // of a warp
 constexpr uint32_t kBarriers = 2 * kWeightStages + 2 * kTokenStages + 2;
 constexpr uint32_t kSharedBytes = 1024 + kWeightStages * kWeightStageBytes +
-                                  kTokenStages * kTokenStageBytes + kSumBytes + 8 * kBarriers;
+                                  kTokenStages * kTokenStageBytes + kSumBytes + kRingBytes +
+                                  (kMany ? kConsumers * kResultBytes : 0) + 8 * kBarriers;
 
 static_assert(kSharedBytes == SHARED_NBYTES, "the launcher counts in the same way");
 static_assert(kRows % (kMany ? 64 : 16) == 0, "rows of a program");
@@ -166,6 +176,22 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
                  : "r"(address)
                  : "memory");
     return v;
+}
+
+// 4, 8 or 16 bytes.
+template <uint32_t kWords>
+__device__ __forceinline__ void load_words(uint32_t (&words)[kWords], uint32_t address) {
+    if constexpr (kWords == 1) {
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(address) : "memory");
+    } else if constexpr (kWords == 2) {
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(words[0]), "=r"(words[1])
+                     : "r"(address)
+                     : "memory");
+    } else {
+        const uint4 v = load_shared(address);
+        words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+    }
 }
 
 __device__ __forceinline__ float power_of_two(int exponent) {  // -126 to 127

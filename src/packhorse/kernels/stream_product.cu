@@ -7,7 +7,8 @@
 // multiply. Up to 32 tokens (stream_few.cu), each of eight warps has its own columns, and two more
 // warps sum up exceptions and finish results. For more tokens (stream_many.cu), another kernel
 // arranges them before; four warps have 64 rows and all columns, and read the tokens from shared
-// memory as they multiply. They wait for a product before they write its registers again.
+// memory as they multiply, while two more warps sum up exceptions. If units share a block, a third
+// kernel adds their sums.
 //
 // Programs stay and take one unit after the other: a block of rows, a block of tokens, and a part
 // of the columns. Programs of a cluster have neighbouring rows; up to 32 tokens, each has some of
@@ -65,24 +66,30 @@ __cluster_dims__(CLUSTER, 1, 1)
     if (threadIdx.x == 0) shared.init();
     cluster_sync();
     const uint32_t warp = threadIdx.x / 32;
-    if (warp == kConsumers) {
-        if constexpr (kMany)
-            fetch_weights(p, low, high, shared);
-        else
-            fetch_boxes(p, low, high, shared);
-        start_next_kernel();
-    } else if (warp == kConsumers + 1) {
-        if constexpr (kMany)
-            fetch_tokens(p, shared);
-        else
-            fetch_rows(p, shared);
-    } else if (!kMany && warp > kConsumers + 1) {
-        finish_few(p, shared, threadIdx.x - 32 * (kConsumers + 2));
-    } else if (warp < kConsumers) {
+    if (warp < kConsumers) {
+        if constexpr (kMoves) asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
         if constexpr (kMany)
             consume_many(p, shared);
         else
             consume_few(p, shared);
+    } else {
+        if constexpr (kMoves) asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+        if (warp == kConsumers) {
+            if constexpr (kMany)
+                fetch_weights(p, low, high, shared);
+            else
+                fetch_boxes(p, low, high, shared);
+            start_next_kernel();
+        } else if (warp == kConsumers + 1) {
+            if constexpr (kMany)
+                fetch_tokens(p, shared);
+            else
+                fetch_rows(p, shared);
+        } else if constexpr (kMany) {
+            sum_exceptions(p, shared, warp - kConsumers - 2);
+        } else {
+            finish_few(p, shared, threadIdx.x - 32 * (kConsumers + 2));
+        }
     }
     if constexpr (kCluster > 1) cluster_sync();  // others may still write to this program's memory
 }

@@ -16,7 +16,9 @@ from typing import NamedTuple
 from packhorse.layout import W12, WeightFormat
 
 __all__ = [
+    "ADDING_THREADS",
     "ARRANGED_THREADS",
+    "FEW_TOKENS",
     "MAX_STREAM_TOKENS",
     "StreamConfig",
     "StreamPlan",
@@ -29,16 +31,18 @@ __all__ = [
 ]
 
 MAX_STREAM_TOKENS = 256
-_FEW_TOKENS = 32  # up to here, the kernel uses mma.sync
+FEW_TOKENS = 32  # up to here, the kernel uses mma.sync
 _GROUP = 64  # steps of a group, the unit of arranged tokens
 _CHUNK = 16  # columns of one product of the tensor cores
 _CONSUMERS = 8  # warps that multiply up to 32 tokens
 _PARTS = 8  # of a row's columns that are summed up apart, up to 32 tokens
 _FEW_BOXES = 4  # of a turn up to 32 tokens
 _FETCHERS = 4  # warps of the last group, of which two or all have work
-ARRANGED_THREADS = 128
+ARRANGED_THREADS = ADDING_THREADS = 128
+_EXCEPTION_STAGES = 3  # of each of two rings, of 8 exceptions, above 32 tokens
+_RESULT_NBYTES = 16 * 32 * 2  # of a warp, on their way to device memory, above 32 tokens
 # Sums of a program for which no registers spill: all threads have as many.
-_MAX_SUMS = {64: 64 * 256, 128: 128 * 128}
+_MAX_SUMS = {64: 64 * 256, 128: 128 * 256}
 _MAX_FEW_SUMS = 64 * 32
 _MAX_FEW_STAGES = 16  # of weights
 # Of a program on Hopper. The system keeps 1 KiB of 228 KiB for each program.
@@ -57,7 +61,8 @@ class StreamConfig:
         n_token_stages: stages of the ring of tokens; at least 2, and 4 / `cluster` up to
             32 tokens.
         cluster: programs with neighbouring rows that share the tokens: 1, 2 or 4.
-        n_splits: units that share a block.
+        n_splits: units that share a block; a power of two, and at most a sixteenth of the rows,
+            for more than 32 tokens.
     """
 
     block_rows: int
@@ -85,6 +90,9 @@ class StreamPlan(NamedTuple):
             W12, and then there is no first kernel.
         arranged_nbytes: size of the arranged tokens.
         by_column_nbytes: size of the tokens by columns.
+        n_adding: programs of a third kernel that adds the sums of parts; 0 if there is none.
+        extra_nbytes: memory of each program of the product for sums of exceptions.
+        parts_nbytes: size of the sums of all parts, for the third kernel.
         low_box: steps, rows and parts of a box of low bytes.
         high_box: the same for high bits.
         swizzle: whether boxes are swizzled by 128 bytes.
@@ -102,13 +110,16 @@ class StreamPlan(NamedTuple):
     n_transposing: int
     arranged_nbytes: int
     by_column_nbytes: int
+    n_adding: int
+    extra_nbytes: int
+    parts_nbytes: int
     low_box: tuple[int, int, int]
     high_box: tuple[int, int, int]
     swizzle: bool
 
 
 def _is_few(config: StreamConfig) -> bool:
-    return config.block_tokens <= _FEW_TOKENS
+    return config.block_tokens <= FEW_TOKENS
 
 
 def _box_steps(config: StreamConfig, format: WeightFormat) -> int:
@@ -133,10 +144,13 @@ def _stage_nbytes(config: StreamConfig, format: WeightFormat) -> tuple[int, int]
 def stream_shared_nbytes(config: StreamConfig, format: WeightFormat) -> int:
     """Shared memory of a program."""
     weights, tokens = _stage_nbytes(config, format)
-    sums = 4 * _PARTS * config.block_rows * (config.block_tokens + 4) if _is_few(config) else 0
+    few = _is_few(config)
+    sums = 4 * _PARTS * config.block_rows * (config.block_tokens + 4) if few else 0
+    exceptions = 0 if few else 2 * _EXCEPTION_STAGES * 8 * (config.block_tokens * 2 + 4)
+    results = 0 if few else config.block_rows // 16 * _RESULT_NBYTES
     barriers = 8 * (2 * config.n_weight_stages + 2 * config.n_token_stages + 2)
     rings = config.n_weight_stages * weights + config.n_token_stages * tokens
-    return 1024 + rings + sums + barriers
+    return 1024 + rings + sums + exceptions + results + barriers
 
 
 def plan_stream(
@@ -162,6 +176,11 @@ def plan_stream(
     transposed = n_token_blocks * config.block_tokens // 8 * n_columns
     if few and format is W12:
         transposed = 0
+    # Above 32 tokens, parts are added by warps with 16 rows and 32 tokens each.
+    is_split = config.n_splits > 1 and not few
+    n_sums = n_token_blocks * n_row_blocks * config.cluster * config.block_rows
+    n_sums *= config.block_tokens if is_split else 0
+    of_program = ARRANGED_THREADS if few else 32  # tokens, each with 64 columns
     n_high = format.n_slices * (format.bits - 8) // 8
     return StreamPlan(
         n_threads=32 * (consumers + _FETCHERS),
@@ -172,10 +191,13 @@ def plan_stream(
         n_boxes=n_boxes,
         n_token_blocks=n_token_blocks,
         n_row_blocks=n_row_blocks,
-        n_arranging=-(-arranged // ARRANGED_THREADS),
-        n_transposing=-(-transposed // ARRANGED_THREADS),
+        n_arranging=-(-arranged // of_program),
+        n_transposing=-(-transposed // ARRANGED_THREADS) if few else 0,
         arranged_nbytes=arranged * _GROUP * 2,
         by_column_nbytes=transposed * 16,
+        n_adding=-(-n_sums // (16 * ADDING_THREADS)),
+        extra_nbytes=0 if few else config.block_rows * config.block_tokens * 4,
+        parts_nbytes=config.n_splits * n_sums * 4,
         low_box=(box, config.block_rows, format.n_slices),
         high_box=(box, config.block_rows, n_high),
         swizzle=box == 128,
@@ -200,7 +222,7 @@ def default_stream_config(
     block_tokens = 8
     while block_tokens < min(n_tokens, MAX_STREAM_TOKENS):
         block_tokens *= 2
-    few = block_tokens <= _FEW_TOKENS
+    few = block_tokens <= FEW_TOKENS
     block_rows = (
         _few_rows(n_rows, format, n_processors) if few else _many_rows(format, block_tokens)
     )
@@ -213,7 +235,8 @@ def default_stream_config(
     n_turns = -(-format.n_steps(n_columns) // (_box_steps(config, format) * _turn_boxes(config)))
     least = 1 if few else 8  # turns of a unit
     n_splits = 1
-    while n_blocks * n_splits * 4 <= n_processors * 3 and n_turns >= 2 * least * n_splits:
+    most = n_turns // least if few else min(n_turns // least, block_rows // 16)
+    while n_blocks * n_splits * 4 <= n_processors * 3 and 2 * n_splits <= most:
         n_splits *= 2
     found = fill_stages(replace(config, n_splits=n_splits), format, n_columns)
     assert found is not None, "default divisions fit"
@@ -237,7 +260,7 @@ def _many_rows(format: WeightFormat, block_tokens: int) -> int:
 
 def keeps_tokens(n_columns: int, n_tokens: int, format: WeightFormat, config: StreamConfig) -> bool:
     """Whether all tokens of a program fit its stages at once, so that it fetches them once."""
-    if config.block_tokens > _FEW_TOKENS or config.n_splits > 1 or n_tokens > config.block_tokens:
+    if config.block_tokens > FEW_TOKENS or config.n_splits > 1 or n_tokens > config.block_tokens:
         return False
     return _few_turns(n_columns, format, config) * _FEW_BOXES <= (
         config.n_token_stages * config.cluster
@@ -274,7 +297,7 @@ def _fill_many(config: StreamConfig, format: WeightFormat) -> StreamConfig | Non
     if config.block_rows * config.block_tokens > _MAX_SUMS[config.block_rows]:
         return None  # registers for sums
     for n_weights in (6, 5, 4, 3, 2):
-        for n_tokens in (8, 6, 4, 3, 2):
+        for n_tokens in (8, 6, 5, 4, 3, 2):
             found = replace(config, n_weight_stages=n_weights, n_token_stages=n_tokens)
             if stream_shared_nbytes(found, format) <= _SHARED_NBYTES and n_tokens >= min(
                 n_weights, 4

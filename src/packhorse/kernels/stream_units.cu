@@ -13,6 +13,9 @@ struct Product {
     const uint32_t* exceptions;
     const uint16_t* bias;  // or null
     void* y;               // n_tokens x n_rows, BF16; FP32 and n_parts of them if there are several
+    // More than 32 tokens, FP32:
+    void* extras;  // sums of exceptions: programs x kRows x kTokens
+    void* parts;   // sums of parts, if there are several
     uint32_t n_tokens, n_rows, n_columns, n_turns, n_token_blocks, n_row_blocks, n_parts;
 };
 
@@ -63,14 +66,16 @@ using TokenRing = Ring<kTokenStages>;
 
 // Addresses in shared memory.
 struct Shared {
-    uint32_t weights, tokens, sums, full_weights, empty_weights, full_tokens, empty_tokens,
-        full_sums, empty_sums;
+    uint32_t weights, tokens, sums, exceptions, results, full_weights, empty_weights, full_tokens,
+        empty_tokens, full_sums, empty_sums;
 
     __device__ Shared(uint32_t base) {
         weights = (base + 1023) / 1024 * 1024;
         tokens = weights + kWeightStages * kWeightStageBytes;
         sums = tokens + kTokenStages * kTokenStageBytes;
-        full_weights = sums + kSumBytes;
+        exceptions = sums + kSumBytes;
+        results = exceptions + kRingBytes;
+        full_weights = results + (kMany ? kConsumers * kResultBytes : 0);
         empty_weights = full_weights + 8 * kWeightStages;
         full_tokens = empty_weights + 8 * kWeightStages;
         empty_tokens = full_tokens + 8 * kTokenStages;
@@ -88,8 +93,8 @@ struct Shared {
             barrier_init(full_tokens + 8 * i, 1);
             barrier_init(empty_tokens + 8 * i, (kMany ? kConsumers : 2) * kCluster);
         }
-        barrier_init(full_sums, 1);
-        barrier_init(empty_sums, 2 * kCluster);
+        barrier_init(full_sums, kMany ? kExceptionWarps : 1);
+        barrier_init(empty_sums, kMany ? kConsumers : 2 * kCluster);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
 };
@@ -117,12 +122,14 @@ struct Pieces {
     uint4 low[2], high[2], rest[2];
 
     // `offsets` are those of the lane's two rows in a part of the box.
-    __device__ __forceinline__ void load(uint32_t box, const uint32_t* offsets, uint32_t slice) {
+    // Two slices of W12 share their high bits: for the second of them they may be there already.
+    __device__ __forceinline__ void load(uint32_t box, const uint32_t* offsets, uint32_t slice,
+                                         bool with_high = true) {
 #pragma unroll
         for (uint32_t i = 0; i < 2; ++i) {
             const uint32_t upper = box + kSlices * kRows * kBox + offsets[i];
             low[i] = load_shared(box + slice * kRows * kBox + offsets[i]);
-            high[i] = load_shared(upper);
+            if (with_high) high[i] = load_shared(upper);
             if constexpr (kBits == 11)
                 rest[i] = load_shared(upper + (1 + slice % 2) * kRows * kBox);
             else
@@ -144,10 +151,12 @@ struct Pieces {
     }
 };
 
+constexpr int kSumShift = kBits == 12 ? 40 : 112;
+
 // Scales a sum over window elements to one over the row's elements. 2^199 does not fit FP32; in two
 // steps nothing overflows unless the result does.
 __device__ __forceinline__ float scale_sum(float sum, int first) {
-    const int shift = first - (kBits == 12 ? 40 : 112);
+    const int shift = first - kSumShift;
     return sum * power_of_two(min(shift, 127)) * power_of_two(max(shift - 127, 0));
 }
 
