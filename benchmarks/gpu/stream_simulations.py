@@ -1,7 +1,7 @@
 """Simulate the kernels with warps that fetch: `python benchmarks/gpu.py simulate --stream`.
 
 A program of `stream_product.cu` has warps of four kinds: those that multiply, one that fetches
-weights, one that fetches tokens, and two that sum up exceptions (up to 32 tokens). Each runs its
+weights, one that fetches tokens, and two that finish results or sum up exceptions. Each runs its
 own part of the machine code, in order, on the four schedulers of `benchmarks.gpu.issue`. They wait
 for each other at barriers in shared memory: a stage is full when the copies have arrived, by the
 multiprocessor's share of device memory and L2, and empty when all warps that multiply are done with
@@ -13,26 +13,23 @@ four warps of a wgmma do not wait for each other; a multiprocessor has one progr
 
 import heapq
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from functools import cache
 
 from benchmarks.gpu import issue
 from benchmarks.gpu.issue import N_SCHEDULERS, Memory, Step
 from benchmarks.gpu.kept_simulations import StreamRow, write_streams
-from benchmarks.gpu.machine_code import Instruction, MachineCode, disassemble, parse_listing
+from benchmarks.gpu.machine_code import Instruction, MachineCode
 from benchmarks.gpu.predictions import H200, MODELS, Shape
+from benchmarks.gpu.stream_paths import compile_stream, count, loops_of, walk, ways_of
 from packhorse.device.cost import EXCEPTION_RATES, predict_plain, processor_bandwidth
 from packhorse.device.stream_cost import predict_stream, stream_candidates
 from packhorse.gpu.models import DeviceModel
-from packhorse.gpu.nvrtc import compiler
-from packhorse.gpu.stream_kernels import stream_source
 from packhorse.kernels.stream_product import (
     StreamConfig,
+    keeps_tokens,
     plan_stream,
-    stream_options,
-    stream_shared_nbytes,
 )
 from packhorse.layout import W12, WeightFormat
 
@@ -48,209 +45,56 @@ _WGMMA_CYCLES = 32  # of 64 rows, 64 tokens, 16 columns, at the full rate
 _WGMMA_LATENCY = 32  # more cycles until its sums are there; assumed
 _WGMMA_LINES = 4  # passes through shared memory to read its tokens, for each of four warps
 _MOST_UNITS = 6  # that are simulated; more go on at the same pace
-_REST = ("full weights", "empty weights", "full tokens", "empty tokens", "full sums", "empty sums")
+_COPIES = -1  # in the place of a scheduler
 
 
 @dataclass(eq=False, slots=True)
 class _Warp(issue._Warp):
     counts: Counter[str] = field(default_factory=Counter)
-    products: float = 0.0  # when its last product is done
-
-
-@dataclass(frozen=True)
-class _Ways:
-    """The instructions of a unit, by kind of warp."""
-
-    even: Sequence[Step]
-    odd: Sequence[Step]
-    weights: Sequence[Step]
-    tokens: Sequence[Step]
-    exceptions: Sequence[Step]
-
-
-@cache
-def _compile(format: WeightFormat, config: StreamConfig) -> dict[str, MachineCode]:
-    binary = compiler().compile(stream_source(), stream_options(config, format))
-    return parse_listing(disassemble(binary))
-
-
-def _loops(code: MachineCode) -> list[tuple[int, int]]:
-    """The loops, without those jumps back from code that waits at a barrier."""
-    ends = ((span, code.instructions[span[1] - 1]) for span in code.loops)
-    return [span for span, x in ends if x.predicate or len(x.operands) > 1]
-
-
-def _inside(inner: tuple[int, int], outer: tuple[int, int]) -> bool:
-    return inner != outer and outer[0] <= inner[0] and inner[1] <= outer[1]
-
-
-def _around(code: MachineCode, span: tuple[int, int]) -> tuple[int, int]:
-    """The loop over units that a loop stands in."""
-    return max((s for s in _loops(code) if _inside(span, s)), key=lambda s: s[1] - s[0])
-
-
-def _loop_with(code: MachineCode, operations: set[str]) -> tuple[int, int]:
-    """The smallest loop with all instructions of some kind that waits at a barrier, too."""
-    found = [i for i, x in enumerate(code.instructions) if x.operation in operations]
-    spans = [
-        s
-        for s in _loops(code)
-        if all(s[0] <= i < s[1] for i in found)
-        and any(x.operation == "SYNCS" for x in code.instructions[slice(*s)])
-    ]
-    return min(spans, key=lambda s: s[1] - s[0])
-
-
-def _multiplies(code: MachineCode, begin: int, end: int) -> bool:
-    return any(x.operation == "HMMA" for x in code.instructions[begin:end])
-
-
-def _walk(
-    code: MachineCode, span: tuple[int, int], trips: Mapping[tuple[int, int], int], other: range
-) -> Iterator[Instruction]:
-    """The instructions from the beginning of a loop to its end, once. Forward branches with a
-    condition are not taken, but those past products in the part `other`."""
-    loops = {end - 1: (start, end) for start, end in _loops(code)}
-    left: dict[tuple[int, int], int] = {}
-    i = span[0]
-    while i < span[1]:
-        x = code.instructions[i]
-        yield x
-        there = None if x.target is None or x.operation != "BRA" else code.index_of[x.target]
-        conditional = bool(x.predicate) or len(x.operands) > 1
-        if there is None or i == span[1] - 1:
-            i += 1
-        elif i in loops and there <= i:
-            n = left.get(loops[i], trips.get(loops[i], 1)) - 1
-            left[loops[i]] = n
-            if n == 0:
-                del left[loops[i]]
-            i = there if n > 0 else i + 1
-        elif not conditional or (i in other and there in other and _multiplies(code, i, there)):
-            i = there
-        else:
-            i += 1
-
-
-def _steps(
-    path: Iterator[Instruction], format: WeightFormat, config: StreamConfig
-) -> tuple[Step, ...]:
-    barriers = 2 * config.n_weight_stages + 2 * config.n_token_stages + 2
-    first = stream_shared_nbytes(config, format) - 1024 - 8 * barriers
-    sizes = (config.n_weight_stages,) * 2 + (config.n_token_stages,) * 2 + (1, 1)
-    places = {first + 8 * sum(sizes[:i]): name for i, name in enumerate(_REST)}
-    done = []
-    for x in path:
-        (step,) = issue.steps_of([x], copy_passes=1.0)
-        if x.operation == "SYNCS":
-            _, _, place = x.operands[1].strip("[]").rpartition("+")
-            # An arrival at all programs of a cluster has a computed address.
-            name = places[int(place, 16)] if place.startswith("0x") else "empty tokens"
-            if "PHASECHK" in x.opcode:
-                step = step._replace(kind=f"wait {name}")
-            elif not name.startswith("full") or name == "full sums":
-                step = step._replace(kind=f"arrive {name}")
-        elif x.operation == "UTMALDG":
-            step = step._replace(kind="arrive full weights")
-        elif x.operation == "UBLKCP":
-            step = step._replace(kind="arrive full tokens")
-        elif x.operation == "HGMMA":
-            step = step._replace(kind="product", pipe="tensor", busy=float(_WGMMA_CYCLES))
-        elif x.opcode.startswith("WARPGROUP.DEPBAR"):
-            step = step._replace(kind="wait products")
-        done.append(step)
-    return tuple(done)
-
-
-def _most(mean: float, n_rows: int) -> int:
-    """Exceptions of the row with most of them: what half of all groups of rows stay below."""
-    term = total = math.exp(-mean)
-    k = 0
-    while total**n_rows < 0.5:
-        k += 1
-        term *= mean / k
-        total += term
-    return k
-
-
-@cache
-def _ways(
-    format: WeightFormat, config: StreamConfig, turns: int, exceptions: float, threads: int
-) -> _Ways:
-    code = _compile(format, config)["multiply"]
-    few = config.block_tokens <= 32
-    main = _loop_with(code, {"HMMA", "HGMMA"})
-    unit = _around(code, main)
-    trips = {span: _most(exceptions, 8) for span in _loops(code) if not few and _inside(span, unit)}
-    if few:  # results of a thread, where the compiler did not unroll the loop
-        n = config.block_rows * config.block_tokens // threads
-        trips = {s: max(n, 1) for s in _loops(code) if _inside(s, unit) and s[0] > main[1]}
-    trips = {s: n for s, n in trips.items() if not _inside(s, main)} | {main: turns}
-    weights, tokens = _loop_with(code, {"UTMALDG"}), _loop_with(code, {"UBLKCP"})
-    per_turn = 1 if few else format.n_slices
-
-    def steps(
-        span: tuple[int, int], n: Mapping[tuple[int, int], int], other: range = range(0)
-    ) -> Sequence[Step]:
-        return _steps(_walk(code, span, n, other), format, config)
-
-    others: Sequence[Step] = ()
-    if few:
-        taken = (unit, _around(code, weights), _around(code, tokens))
-        loads = [
-            s
-            for s in _loops(code)
-            if not any(_inside(s, t) or s == t for t in taken)
-            and any(x.operation == "LDG" for x in code.instructions[slice(*s)])
-        ]
-        outer = max(loads, key=lambda s: s[1] - s[0])
-        inner = [s for s in loads if _inside(s, outer)]
-        blocks = -(-_most(exceptions, 32) // 4)
-        deepest = min(inner, key=lambda s: s[1] - s[0]) if inner else outer
-        lanes = config.block_rows * config.block_tokens // 8
-        counts = {s: max(1, lanes // 64) for s in inner} | {deepest: max(blocks, 1)}
-        others = steps(outer, counts)
-    return _Ways(
-        steps(unit, trips),
-        steps(unit, trips, range(*main)),
-        steps(_around(code, weights), {weights: turns}),
-        steps(_around(code, tokens), {tokens: turns * per_turn}),
-        others,
-    )
+    products: deque[float] = field(default_factory=deque)  # when its groups of them are done
 
 
 class _Program(issue._Multiprocessor):
     """A multiprocessor with one program."""
 
     def __init__(
-        self, memory: Memory, format: WeightFormat, config: StreamConfig, n_consumers: int
+        self,
+        memory: Memory,
+        format: WeightFormat,
+        config: StreamConfig,
+        n_consumers: int,
+        sends: int,
     ) -> None:
         super().__init__((), n_consumers, memory)
-        few = config.block_tokens <= 32
-        steps = 256 if few else 64
+        self.few = config.block_tokens <= 32
+        steps = 128 if self.few and format is W12 else 64
         weights = config.block_rows * steps * format.n_slices * format.bits / 8
-        chunks = steps // 16 * format.n_slices if few else 4
-        self.tokens_nbytes = chunks * 16 * config.block_tokens * 2
-        self.cluster = config.cluster
-        self.copies = (2 if few else 1) * 2  # of a stage of weights
+        self.tokens_nbytes = 4 * 16 * config.block_tokens * 2
+        self.cluster, self.copies = config.cluster, 2  # copies of a stage of weights
         self.weights_nbytes = weights / self.copies
         self.behind = {
             "empty weights": config.n_weight_stages,
             "empty tokens": config.n_token_stages,
             "empty sums": 1,
         }
+        takers = {"weights": 2, "tokens": 2 * config.cluster} if self.few else {}
         self.needed = {
             "full weights": self.copies,
             "full tokens": 1,
-            "empty weights": n_consumers,
-            "empty tokens": n_consumers,
-            "full sums": 2,
-            "empty sums": n_consumers,
+            "empty weights": takers.get("weights", n_consumers),
+            "empty tokens": takers.get("tokens", n_consumers),
+            "full sums": 8 * sends if self.few else 2,
+            "empty sums": 2 if self.few else n_consumers,
         }
+        self.sends = sends  # of a warp for a unit
+        self.turns_kept = 1 << 30  # turns whose tokens stay
         self.phases: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.next = [math.inf] * N_SCHEDULERS
         self.group = issue._Program()
-        self.port_free = 0.0
+        self.port_free = self.shared_free = 0.0
+        self.tensor_free = [0.0] * N_SCHEDULERS
+        # Copies that device memory has not brought yet: when it will have, and their stage.
+        self.arriving: deque[tuple[float, int]] = deque()
 
     def add(self, steps: Sequence[Step], ready: float) -> None:
         scheduler = self.n_started % N_SCHEDULERS
@@ -276,58 +120,115 @@ class _Program(issue._Multiprocessor):
         assert isinstance(warp, _Warp)
         kind = warp.steps[warp.at].kind
         if kind == "wait products":
-            return max(at, warp.products)
+            running = list(warp.products)
+            return max(at, *running[: len(running) - int(warp.steps[warp.at].nbytes)], 0.0)
         if not kind.startswith("wait "):
             return at
         name = kind[5:]
-        phase = warp.counts[kind] - self.behind.get(name, 0)
+        phase = self._phase(warp, kind) - self.behind.get(name, 0)
         if phase < 0:
             return at
         times = self.phases[name][phase]
         return max(at, *times) if len(times) == self.needed[name] else math.inf
 
+    def _fetch(self, warp: issue._Warp, step: Step, now: float, done: float) -> float:
+        if step.kind == "copy":
+            at = self._copy(step.l2_nbytes, step.l2_nbytes, now)
+            warp.copied = max(warp.copied, at)
+            return done
+        return super()._fetch(warp, step, now, done)
+
     def issue(self, warp: issue._Warp, now: float) -> bool:
         assert isinstance(warp, _Warp)
-        kind = warp.steps[warp.at].kind
+        step = warp.steps[warp.at]
+        kind = step.kind
         last = super().issue(warp, now)
+        if step.pipe == "lsu" and kind != "nothing":
+            self._pass(step.busy, now)
         if kind == "product":
-            warp.products = now + _WGMMA_CYCLES + _WGMMA_LATENCY
-            self.lsu_free = max(self.lsu_free, now) + _WGMMA_LINES
+            # A warp issues a product and goes on; the tensor cores do one after the other.
+            read = self._pass(step.busy * _WGMMA_LINES, now)
+            begin = max(self.tensor_free[warp.scheduler], now)
+            done = max(begin + step.busy * _WGMMA_CYCLES, read)
+            self.tensor_free[warp.scheduler] = done
+            if step.nbytes:
+                warp.products.append(done + _WGMMA_LATENCY)
+        elif kind == "wait products":
+            while len(warp.products) > step.nbytes:
+                warp.products.popleft()
         elif kind.startswith(("wait ", "arrive ")):
             if kind.startswith("arrive "):
-                self._tell(kind[7:], warp.counts[kind], now)
+                self._tell(kind[7:], self._phase(warp, kind), now)
             warp.counts[kind] += 1
         return last
+
+    def _phase(self, warp: _Warp, kind: str) -> int:
+        """The phase of a barrier that a warp waits for or arrives at now. Up to 32 tokens, each
+        pair of warps has a stage of weights of its own in a turn, and shares one of tokens."""
+        count = warp.counts[kind]
+        if not self.few:
+            return count
+        if kind == "arrive full sums":
+            return count // self.sends
+        if kind == "arrive full tokens":
+            return count - 1  # at first there is nothing to tell
+        if warp.number >= self.n_warps:
+            return count
+        if kind.endswith("weights"):
+            return 4 * count + warp.number // 2
+        if kind.endswith("tokens"):
+            count %= self.turns_kept
+            return 4 // self.cluster * count + warp.number // 2 // self.cluster
+        return count
 
     def _tell(self, name: str, count: int, now: float) -> None:
         at = now
         if name == "full weights":
-            count //= self.copies
-            at = self._copy(self.weights_nbytes, self.weights_nbytes, self.weights_nbytes, now)
-        elif name == "full tokens":
-            at = self._copy(0.0, self.tokens_nbytes / self.cluster, self.tokens_nbytes, now)
-        elif name == "empty tokens" and self.cluster > 1:
+            # They come from device memory first; only then do they take time of L2.
+            self.memory_free = max(self.memory_free, now) + self.weights_nbytes / self.memory.share
+            self.arriving.append((self.memory_free, count // self.copies))
+            heapq.heappush(self.queue, (self.memory_free, _COPIES))
+            return
+        if name == "full tokens" and not self.few:
+            at = self._copy(self.tokens_nbytes / self.cluster, self.tokens_nbytes, now)
+        elif self.cluster > 1 and (name.endswith("sums") if self.few else name == "empty tokens"):
             at += _CLUSTER_LATENCY
+        self._note(name, count, at, now)
+
+    def _note(self, name: str, count: int, at: float, now: float) -> None:
         times = self.phases[name][count]
         times.append(at)
         if len(times) == self.needed[name]:
             self.wake(now)
 
-    def _copy(self, nbytes: float, l2_nbytes: float, arriving: float, now: float) -> float:
-        """When a copy to shared memory is there."""
+    def _bring(self, now: float) -> None:
+        """Weights have come from device memory to L2."""
+        _, count = self.arriving.popleft()
+        at = self._copy(self.weights_nbytes, self.weights_nbytes, now)
+        at += self.memory.latency - self.memory.load_latency
+        self._note("full weights", count, at, now)
+
+    def _copy(self, l2_nbytes: float, arriving: float, now: float) -> float:
+        """When a copy from L2 to shared memory is there."""
         self.l2_free = max(self.l2_free, now) + l2_nbytes / self.memory.l2_share
         self.port_free = max(self.port_free, now) + arriving / _PORT
-        self.lsu_free = max(self.lsu_free, now) + arriving / _LINE
-        if not nbytes:
-            return max(self.l2_free, self.port_free) + self.memory.load_latency
-        self.memory_free = max(self.memory_free, now) + nbytes / self.memory.share
-        return max(self.l2_free, self.port_free, self.memory_free) + self.memory.latency
+        written = self._pass(arriving / _LINE, now)
+        return max(self.l2_free, self.port_free, written) + self.memory.load_latency
+
+    def _pass(self, passes: float, now: float) -> float:
+        """When passes through shared memory are done. Copies and products wait for their turn; what
+        warps load and store themselves goes before them, and delays them."""
+        self.shared_free = max(self.shared_free, now) + passes
+        return self.shared_free
 
     def drain(self) -> float:
         """Runs until all warps are done; returns the cycles."""
         end = 0.0
         while self.queue:
             now, scheduler = heapq.heappop(self.queue)
+            if scheduler == _COPIES:
+                self._bring(now)
+                continue
             if now != self.next[scheduler]:
                 continue
             self.next[scheduler] = math.inf
@@ -358,17 +259,41 @@ def arranging_cycles(
 ) -> float:
     """Cycles of the kernel that arranges tokens, its programs being there."""
     plan = plan_stream(n_rows, n_columns, n_tokens, format, config)
-    code = _compile(format, config)["arrange_tokens"]
-    n = len(code.instructions)
+    return _cycles(
+        compile_stream(format, config)["arrange_tokens"], plan.n_arranging + plan.n_transposing
+    )
+
+
+def adding_cycles(
+    n_rows: int, n_columns: int, n_tokens: int, format: WeightFormat, config: StreamConfig
+) -> float:
+    """Cycles of the kernel that adds the sums of parts, its programs being there; 0 without it."""
+    n_programs = plan_stream(n_rows, n_columns, n_tokens, format, config).n_adding
+    if not n_programs:
+        return 0.0
+    code = compile_stream(format, config)["add_parts"]
+    loads = [s for s in loops_of(code) if count(code, s, "LDG")]
+    return _cycles(code, n_programs, dict.fromkeys(loads, config.n_splits // 2))
+
+
+def _cycles(
+    code: MachineCode, n_programs: int, trips: Mapping[tuple[int, int], int] | None = None
+) -> float:
+    """Cycles of a small kernel whose programs have four warps."""
+
+    def is_past(passed: Sequence[Instruction]) -> bool:
+        """What loads or stores rows that are not aligned."""
+        moves = [x.opcode for x in passed if x.operation in ("LDG", "STG")]
+        return any("U16" in x for x in moves) and not any("128" in x for x in moves)
+
     path = []
-    for x in _walk(code, (0, n), {}, range(0)):
+    for x in walk(code, (0, len(code.instructions)), trips or {}, range(0), is_past):
         path.append(x)
         if x.operation == "EXIT" and not x.predicate:
             break
     steps = issue.steps_of(path, copy_passes=1.0)
-    programs = -(-(plan.n_arranging + plan.n_transposing) // H200.n_processors)
     memory = Memory(math.inf, min(_PORT, H200.l2_bandwidth / H200.n_processors / H200.clock))
-    return issue.run(steps, 4, programs, 4, memory)[0]
+    return issue.run(steps, 4, -(-n_programs // H200.n_processors), 8, memory)[0]
 
 
 def simulate_stream(
@@ -402,24 +327,29 @@ def simulate_stream(
         / device.clock,
         device.l2_bandwidth * share / device.clock,
     )
-    arranging = arranging_cycles(n_rows, n_columns, n_tokens, format, config) / device.clock
     first = 0.0 if early else GAP
-    tokens_at = (EARLY_GAP if early else GAP) + arranging + EARLY_GAP
+    tokens_at = EARLY_GAP if early else GAP
+    if plan.n_arranging + plan.n_transposing:
+        arranging = arranging_cycles(n_rows, n_columns, n_tokens, format, config)
+        tokens_at += arranging / device.clock + EARLY_GAP
     late = max(0.0, (tokens_at - first) * device.clock)
     turns = -(-plan.n_turns // config.n_splits)
     exceptions = EXCEPTION_RATES[format.name] * n_columns / config.n_splits
+    kept = keeps_tokens(n_columns, n_tokens, format, config)
 
     def cycles(n_units: int) -> float:
-        few = config.block_tokens <= 32
         n_consumers = plan.n_threads // 32 - 4
-        ways = _ways(format, config, turns, exceptions, 32 * n_consumers)
-        program = _Program(memory, format, config, n_consumers)
+        ways = ways_of(format, config, turns, exceptions, n_tokens)
+        sends = sum(step.kind == "arrive full sums" for step in ways.even)
+        program = _Program(memory, format, config, n_consumers, sends)
+        if kept:
+            program.turns_kept = turns
         for i in range(n_consumers):
             program.add((ways.even, ways.odd)[i % 2] * n_units, _START)
         program.add(ways.weights * n_units, _START)
-        program.add(ways.tokens * n_units, max(_START, late))
-        for _ in range(2 if few else 0):
-            program.add(ways.exceptions * n_units, max(_START, late))
+        program.add((*ways.tokens * (1 if kept else n_units), *ways.last_tokens), max(_START, late))
+        for _ in range(2):
+            program.add(ways.finish * n_units, max(_START, late))
         return program.drain()
 
     n_run = min(busiest, _MOST_UNITS)
@@ -428,8 +358,12 @@ def simulate_stream(
         half = n_run // 2
         total += (total - cycles(half)) / (n_run - half) * (busiest - n_run)
     seconds = first + total / device.clock
-    if config.n_splits > 1:
+    if plan.n_adding:  # the sums are written, and read by one more kernel
+        seconds += plan.parts_nbytes / device.l2_bandwidth
+        seconds += adding_cycles(n_rows, n_columns, n_tokens, format, config) / device.clock
+    elif config.n_splits > 1:
         seconds += 8 * config.n_splits * n_tokens * n_rows / device.l2_bandwidth
+    if config.n_splits > 1:
         seconds += EARLY_GAP if early else GAP
     return seconds
 

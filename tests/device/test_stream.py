@@ -45,9 +45,14 @@ def needs_compiler() -> None:
         pytest.skip(str(error))
 
 
-def test_a_product_takes_two_launches_that_start_early(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("format", "launches"), [(W12, ["multiply"]), (W11, ["arrange_tokens", "multiply"])]
+)
+def test_launches_start_early(
+    format: WeightFormat, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W11 has dozens of exceptions in a row, and needs the tokens by columns."""
     needs_compiler()
-    format = W11
     driver = install(monkeypatch)
     monkeypatch.setattr(stream, "_CHECKED_TOKENS", (8,))
     plain, bias = model_matrix(40, 300), torch.randn(40).bfloat16()
@@ -55,14 +60,27 @@ def test_a_product_takes_two_launches_that_start_early(monkeypatch: pytest.Monke
     weights = pack_arrays(plain, format)
     assert is_ready(HOST)
     driver.launches.clear()
-    config = StreamConfig(16, 8, 2, 2, cluster=2)
+    config = StreamConfig(16, 8, 4, 2, cluster=2)
     y = multiply_stream(x, weights, format, 300, bias=bias, config=config)
     expected = x.double() @ plain.double().T + bias
     assert (y - expected).abs().max() <= 2**-8 * expected.abs().max()
     assert [(name, early) for name, _, early in driver.launches] == [
-        ("arrange_tokens", True),
-        ("multiply", True),
+        (name, True) for name in launches
     ]
+
+
+def test_tokens_at_any_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy takes the place of rows that are no multiples of 16 bytes, or not aligned so."""
+    needs_compiler()
+    install(monkeypatch)
+    monkeypatch.setattr(stream, "_CHECKED_TOKENS", (8,))
+    for n_columns, offset in ((33, 0), (40, 1)):
+        plain = model_matrix(20, n_columns)
+        x = torch.randn(3 * n_columns + offset).bfloat16()[offset:].view(3, n_columns)
+        weights = pack_arrays(plain, W12)
+        y = multiply_stream(x, weights, W12, n_columns, config=StreamConfig(16, 8, 4, 4))
+        expected = x.double() @ plain.double().T
+        assert (y - expected).abs().max() <= 2**-8 * expected.abs().max()
 
 
 def test_more_tokens_than_the_kernels_take_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

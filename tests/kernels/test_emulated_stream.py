@@ -33,11 +33,13 @@ DAMAGES = [
     (FEW, "fence.mbarrier_init", "without fence.mbarrier_init"),
     (FEW, "mbarrier.try_wait", ""),
     (FEW, "mbarrier.arrive", "wait for each other"),
-    (FEW, "barrier.sync", ""),
+    (FEW, "bar.sync", ""),
+    (FEW, "cp.async.wait_group", "shared memory"),
+    (FEW, "bar.warp.sync", "shared memory"),
     (FEW, "griddepcontrol.wait", "before griddepcontrol.wait"),
     (CLUSTER, "barrier.cluster.wait", "mbarrier"),
     (MANY, "bar.warp.sync", "shared memory"),
-    (MANY, "wgmma.wait_group", "overwrites shared memory"),
+    (MANY, "wgmma.wait_group", "written while a product uses it"),
 ]
 
 

@@ -83,7 +83,7 @@ def test_comments_do_not_change_the_hash_of_a_source(monkeypatch: pytest.MonkeyP
     assert hazards.source_hash(second) != before
     for changed, is_same in (
         (source + "// a comment\n", True),
-        (source.replace("wait_group.sync.aligned 0", "wait_group.sync.aligned 1"), False),
+        (source.replace("wait_for_products<0>", "wait_for_products<1>"), False),
     ):
         assert changed != source
         monkeypatch.setattr(hazards, "stream_source", lambda changed=changed: changed)

@@ -1,6 +1,7 @@
 """The kernels in CUDA C++: their values in the emulator of PTX, and their machine code for sm_90a.
 No GPU is needed, only NVRTC. Orders of warps and copies are in test_emulated_stream.py."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.skipif(not _has_compiler(), reason="needs NVRTC: nvidia
 FORMATS = pytest.mark.parametrize("format", WEIGHT_FORMATS.values(), ids=list(WEIGHT_FORMATS))
 
 
-SMALL = StreamConfig(16, 8, 2, 2)
+SMALL = StreamConfig(16, 8, 4, 4)
 
 
 def numbers(*shape: int) -> NDArray[np.uint16]:
@@ -72,11 +73,12 @@ def test_exact_sums_are_exact(format: WeightFormat) -> None:
 
 @FORMATS
 def test_a_tokens_result_does_not_depend_on_the_batch(format: WeightFormat) -> None:
-    elements, x = model_rows(32, 400), numbers(32, 400)
-    alone = multiply(elements, x[:1], format, StreamConfig(16, 8, 3, 3), track=False)
-    wide = StreamConfig(32, 32, 2, 2, cluster=2)
-    together = multiply(elements, x, format, wide, track=False)
-    np.testing.assert_array_equal(alone[0], together[0])
+    """Nor on rows, stages and clusters."""
+    elements, x = model_rows(100, 1100), numbers(32, 1100)
+    alone = multiply(elements, x[:1], format, SMALL, track=False)
+    for config in (StreamConfig(32, 8, 5, 2, cluster=2), StreamConfig(16, 32, 5, 2, cluster=4)):
+        together = multiply(elements, x[: config.block_tokens], format, config, track=False)
+        np.testing.assert_array_equal(alone[0], together[0])
 
 
 @pytest.mark.parametrize(
@@ -109,22 +111,28 @@ COMPILED = [(W12, n) for n in (8, 32, 64, 128, 256)] + [(W11, n) for n in (8, 64
     ("format", "n_tokens"), COMPILED, ids=[f"{format.name}-{n}" for format, n in COMPILED]
 )
 def test_default_divisions_keep_all_in_registers(n_tokens: int, format: WeightFormat) -> None:
-    """Nothing spills, and no register is written while a product may read it."""
+    """Nothing spills while products run; with 256 tokens, a few registers do so between units. And
+    no register is written while a product may read it."""
     config = default_stream_config(4096, 4096, n_tokens, format)
     assert stream_shared_nbytes(config, format) <= 227 << 10
     code = machine_code(config, format)
-    operations = {x.operation for x in code.instructions}
-    assert not {"LDL", "STL"} & operations
-    assert {"UBLKCP", "UTMALDG"} <= operations
+    operations = Counter(x.operation for x in code.instructions)
+    main = min(
+        (code.instructions[slice(*span)] for span in code.loops),
+        key=lambda body: (-sum(x.operation in ("HMMA", "HGMMA") for x in body), len(body)),
+    )
+    assert not {"LDL", "STL"} & {x.operation for x in main}
+    assert operations["LDL"] <= (16 if n_tokens == 256 else 0)
+    assert {"UBLKCP" if n_tokens > 32 else "LDGSTS", "UTMALDG"} <= operations.keys()
     assert ("HGMMA" in operations) == (n_tokens > 32)
     assert not find_hazards(code)
     if n_tokens == 64:
         assert find_hazards(without_waits(code))  # the check would find them
 
 
-@pytest.mark.parametrize(("n_tokens", "most"), [(8, 2.3), (32, 2.6), (64, 3.2), (128, 3.8)])
+@pytest.mark.parametrize(("n_tokens", "most"), [(8, 2.3), (32, 3.0), (64, 3.6), (128, 3.6)])
 def test_instructions_of_a_weight(n_tokens: int, most: float) -> None:
-    """Counted in the longest loop with products, which has a group of 64 steps for each warp."""
+    """Counted in the longest loop with products."""
     config = default_stream_config(4096, 4096, n_tokens, W12)
     code = machine_code(config, W12)
     counts = []
@@ -134,13 +142,13 @@ def test_instructions_of_a_weight(n_tokens: int, most: float) -> None:
         if products:
             counts.append((len(body), products))
     length, products = min(counts)
-    tokens = 8 if n_tokens <= 32 else 64
-    weights = products * 256 / (config.block_tokens / tokens)
+    # A product has 16 x 16 weights and 8 tokens, or all tokens if there are many.
+    weights = products * 256 / (config.block_tokens / 8 if n_tokens <= 32 else 1)
     assert length * 32 / weights <= most
 
 
 def test_divisions_without_splits_share_their_machine_code() -> None:
-    one, four = StreamConfig(16, 8, 3, 3), StreamConfig(16, 8, 3, 3, n_splits=4)
+    one, four = StreamConfig(16, 8, 4, 4), StreamConfig(16, 8, 4, 4, n_splits=4)
     assert stream_options(one, W12) == stream_options(four, W12)
 
 

@@ -66,8 +66,8 @@ class Bulk:
 
     Attributes:
         warp, lane: who began it.
-        rows: places in shared memory, 16 bytes each.
-        data: rows x 16 bytes.
+        rows: places in shared memory.
+        data: the bytes for each of them.
     """
 
     warp: int
@@ -259,7 +259,7 @@ class Barriers:
         if machine.launch.track and not barrier.is_fenced:
             raise Fault("a bulk copy counts on an mbarrier without fence.mbarrier_init after it")
         lanes = np.full(job.rows.size, job.lane)
-        machine.shared.begin_copy(warp.number, lanes, job.rows, 16)
+        machine.shared.begin_copy(warp.number, lanes, job.rows, job.data.shape[1])
         barrier.has_waited |= bool(warp.has_waited[job.lane])
         barrier.copies.append(job)
         if not machine.launch.late:

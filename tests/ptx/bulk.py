@@ -8,7 +8,7 @@ import numpy as np
 from tests.ptx.barriers import Bulk
 from tests.ptx.faults import Fault, UnknownInstruction
 from tests.ptx.memory import WARP
-from tests.ptx.program import PARAMETER_BASE, PARAMETER_LOG, Coordinates, Instruction
+from tests.ptx.program import PARAMETER_BASE, PARAMETER_LOG, Coordinates, Group, Instruction
 from tests.ptx.values import addresses, reader
 
 if TYPE_CHECKING:
@@ -116,6 +116,36 @@ def _box(warp: "Warp", lane: int, tensor: TensorMap, corner: list[int]) -> np.nd
     )
     place = k[:, None, None] * tensor.strides[1] + j[:, None] * tensor.strides[0] + i
     return np.where(inside, content[np.where(inside, place, 0)], 0).astype(np.uint8).reshape(-1)
+
+
+def compile_send(x: Instruction) -> Callable:
+    """A function that does `st.async`: lanes of a warp write to one program of the cluster."""
+    type_name = x.opcode[-1]
+    operand = x.operands[1]
+    parts = operand.parts if isinstance(operand, Group) else (operand,)
+    reads = [reader(part, type_name) for part in parts]
+    target, barrier = addresses(x.operands[0], "u32"), addresses(x.operands[2], "u32")
+
+    def run(warp: "Warp", mask: np.ndarray | None) -> None:
+        machine = warp.machine
+        lanes = machine.lanes(mask)
+        values = [np.broadcast_to(read(warp), (warp.n_lanes,))[lanes] for read in reads]
+        data = np.stack(values, axis=1).view(np.uint8)
+        targets, places = target(warp, lanes), barrier(warp, lanes)
+        for program in np.unique(lanes // WARP):
+            which = lanes // WARP == program
+            pairs = [machine.barriers.owner_of(int(program), int(a)) for a in targets[which]]
+            counted = {machine.barriers.owner_of(int(program), int(a)) for a in places[which]}
+            owners = {owner for owner, _ in pairs}
+            if len(counted) != 1 or owners != {owner for owner, _ in counted}:
+                raise UnknownInstruction(f"{x}: lanes write to different programs or barriers")
+            ((owner, where),) = counted
+            rows = np.array([address for _, address in pairs])
+            rows = machine.shared.places(np.full(rows.size, owner * WARP), rows, data.shape[1])
+            job = Bulk(warp.number, int(lanes[which][0]), rows, data[which])
+            machine.barriers.begin_bulk(warp, job, owner, where)
+
+    return run
 
 
 def _begin(

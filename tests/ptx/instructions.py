@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tests.ptx.arithmetic import compile_arithmetic
 from tests.ptx.barriers import CLUSTER_LOG, _PhaseWait
-from tests.ptx.bulk import compile_bulk
+from tests.ptx.bulk import compile_bulk, compile_send
 from tests.ptx.faults import UnknownInstruction
 from tests.ptx.memory import WARP, from_generic, is_shared, to_generic
 from tests.ptx.program import (
@@ -65,6 +65,8 @@ def _compile_other(x: Instruction) -> "Run | None":
         )
     if op in ("ld", "ldu"):
         return _ld_param(x) if second == "param" else _ld(x)
+    if op == "st" and second == "async":
+        return compile_send(x)
     makers = {
         "st": _st, "shfl": _shfl, "redux": _redux, "vote": _vote, "elect": _elect, "cvta": _cvta,
         "fence": _fence, "mbarrier": _mbarrier, "griddepcontrol": _griddepcontrol,

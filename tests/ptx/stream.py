@@ -15,6 +15,7 @@ from packhorse.codecs import weights as codec
 from packhorse.gpu.nvrtc import compiler
 from packhorse.gpu.stream_kernels import stream_source
 from packhorse.kernels.stream_product import (
+    ADDING_THREADS,
     StreamConfig,
     StreamPlan,
     default_stream_config,
@@ -79,6 +80,9 @@ def _arrange(
     tokens: np.ndarray, plan: StreamPlan, program: Program, how: dict
 ) -> tuple[np.ndarray, np.ndarray]:
     """The tokens as both kernels know them: arranged, and by columns. Nothing is left as it was."""
+    aligned = np.pad(tokens, ((0, 0), (0, -tokens.shape[1] % 8)))
+    if not plan.arranged_nbytes + plan.by_column_nbytes:
+        return aligned, aligned
     memory = GlobalMemory()
     outs = [np.full(n, 0xFF, np.uint8) for n in (plan.arranged_nbytes, plan.by_column_nbytes)]
     names = ("tokens", "arranged", "by column")
@@ -86,11 +90,12 @@ def _arrange(
         memory.add(name, array, dependent=True)
         for name, array in zip(names, (tokens, *outs), strict=True)
     ]
-    sizes = [*tokens.shape, plan.n_steps, plan.n_groups, plan.n_arranging]
+    sizes = [*tokens.shape, plan.n_steps, plan.n_boxes]
     grid = (plan.n_arranging + plan.n_transposing, 1, 1)
     launch = Launch([*pointers, *sizes], grid, 4, 0, dependent=True, **how)
     run_grid(program, memory, launch)
-    return memory.read("arranged", np.uint8), memory.read("by column", np.uint8)
+    arranged = memory.read("arranged", np.uint8) if plan.arranged_nbytes else aligned
+    return arranged, memory.read("by column", np.uint8)
 
 
 def multiply(
@@ -105,7 +110,7 @@ def multiply(
     passes: dict[int, list[int]] | None = None,
     **how: bool,
 ) -> np.ndarray:
-    """A product as both kernels compute it.
+    """A product as the kernels compute it.
 
     Args:
         elements: BF16 as bits, n_rows x n_columns, uint16.
@@ -119,22 +124,30 @@ def multiply(
         how: `late`, `backwards` and `track`, as for `Launch`.
 
     Returns:
-        FP32, n_tokens x n_rows: sums of the parts if there are several.
+        FP32, n_tokens x n_rows: sums of the parts if a division of up to 32 tokens has several.
     """
     (n_rows, n_columns), n_tokens = elements.shape, len(tokens)
     arrays, options = codec.pack(elements, format, threads=1), stream_options(config, format)
     plan = plan_stream(n_rows, n_columns, n_tokens, format, config)
+    n_programs = min(n_clusters, plan.n_units) * config.cluster
     memory = GlobalMemory()
-    shape = (config.n_splits, n_tokens, n_rows)
-    is_split = config.n_splits > 1
+    is_split = config.n_splits > 1 and not plan.n_adding
+    shape = (config.n_splits if is_split else 1, n_tokens, n_rows)
     out = np.full(shape, np.nan, np.float32) if is_split else np.full(shape, 0x7FC1, np.uint16)
     arranged, by_column = _arrange(tokens, plan, _program(options, "arrange_tokens"), how)
     pointers = [
-        memory.add("arranged", arranged, dependent=True),
+        memory.add("tokens", arranged, dependent=True),
         memory.add("by column", by_column, dependent=True),
         *(memory.add(name, getattr(arrays, name)) for name in _ARRAYS),
         0 if bias is None else memory.add("bias", bias),
         memory.add("sums", out, dependent=True),
+        *(
+            memory.add(name, np.full(max(nbytes, 16), 0xFF, np.uint8), dependent=True)
+            for name, nbytes in (
+                ("extras", n_programs * plan.extra_nbytes),
+                ("parts", plan.parts_nbytes),
+            )
+        ),
     ]
     memory.add("low", arrays.low_bytes)
     memory.add("high", arrays.high_bits)
@@ -145,7 +158,7 @@ def multiply(
     )
     launch = Launch(
         [0, 0, int.from_bytes(product, "little")],
-        (min(n_clusters, plan.n_units) * config.cluster, 1, 1),
+        (n_programs, 1, 1),
         plan.n_threads // WARP,
         plan.shared_nbytes,
         dependent=True,
@@ -155,6 +168,16 @@ def multiply(
         **how,
     )
     run_grid(program or _program(options, "multiply"), memory, launch)
+    if plan.n_adding:
+        launch = Launch(
+            [int.from_bytes(product, "little")],
+            (plan.n_adding, 1, 1),
+            ADDING_THREADS // WARP,
+            0,
+            dependent=True,
+            **how,
+        )
+        run_grid(_program(options, "add_parts"), memory, launch)
     if is_split:
         return memory.read("sums", np.float32).reshape(shape).sum(0)
     return from_bf16(memory.read("sums", np.uint16)).reshape(shape[1:])
@@ -202,17 +225,19 @@ def is_right(case: StreamCase, result: np.ndarray) -> bool:
 
 
 CASES = [
-    StreamCase("W12", StreamConfig(16, 8, 3, 3), 33, 512, 3),
-    StreamCase("W12", StreamConfig(32, 8, 2, 2, cluster=2), 70, 700, 8),
-    StreamCase("W12", StreamConfig(16, 8, 2, 2, n_splits=3), 20, 1600, 5),
-    StreamCase("W12", StreamConfig(16, 16, 2, 2), 20, 523, 20),
-    StreamCase("W12", StreamConfig(32, 32, 2, 2), 33, 300, 32),
-    StreamCase("W11", StreamConfig(16, 8, 3, 3), 40, 1100, 5),
-    StreamCase("W11", StreamConfig(32, 16, 2, 2, cluster=2, n_splits=2), 40, 1030, 12),
+    StreamCase("W12", StreamConfig(16, 8, 5, 8), 33, 512, 3),
+    StreamCase("W12", StreamConfig(32, 8, 4, 4, cluster=2), 70, 1100, 8),
+    StreamCase("W12", StreamConfig(16, 8, 4, 4, n_splits=3), 20, 3200, 5),
+    StreamCase("W12", StreamConfig(16, 16, 4, 4), 20, 523, 20),
+    StreamCase("W12", StreamConfig(48, 32, 5, 2, cluster=4), 100, 300, 32),
+    StreamCase("W11", StreamConfig(16, 8, 6, 4), 40, 1100, 5),
+    StreamCase("W11", StreamConfig(32, 16, 4, 2, cluster=2, n_splits=2), 40, 2300, 12),
     StreamCase("W12", StreamConfig(64, 64, 3, 4), 130, 333, 40),
     StreamCase("W12", StreamConfig(128, 128, 2, 3, cluster=2), 140, 200, 70),
     StreamCase("W12", StreamConfig(64, 256, 2, 3, cluster=2), 64, 140, 200),
     StreamCase("W11", StreamConfig(64, 64, 2, 3, n_splits=2), 64, 600, 33),
+    StreamCase("W12", StreamConfig(128, 256, 2, 2, n_splits=2), 136, 520, 256),
+    StreamCase("W12", StreamConfig(64, 128, 2, 2, cluster=2, n_splits=4), 200, 1100, 100),
 ]
 
 
@@ -230,7 +255,7 @@ def default_cases() -> list[StreamCase]:
 
 # More turns than stages, and several units for each program.
 DAMAGED = [
-    StreamCase("W12", StreamConfig(16, 8, 2, 2), 40, 1700, 3, n_clusters=1),
-    StreamCase("W12", StreamConfig(32, 8, 2, 2, cluster=2), 130, 1700, 8, n_clusters=1),
+    StreamCase("W12", StreamConfig(16, 8, 4, 4), 40, 2040, 3, n_clusters=1),
+    StreamCase("W12", StreamConfig(16, 8, 4, 2, cluster=2), 70, 2040, 8, n_clusters=1),
     StreamCase("W12", StreamConfig(64, 64, 2, 3), 130, 500, 40, n_clusters=1),
 ]

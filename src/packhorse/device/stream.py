@@ -20,6 +20,7 @@ from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.launch import device_of, limits_of
 from packhorse.kernels.matmul import add_splits, check_product, memory_for_sums
 from packhorse.kernels.stream_product import (
+    FEW_TOKENS,
     MAX_STREAM_TOKENS,
     StreamConfig,
     default_stream_config,
@@ -186,7 +187,9 @@ def _run(
     y: Tensor,
     config: StreamConfig,
 ) -> None:
-    sums = memory_for_sums(y, config.n_splits)
+    sums = y
+    if config.block_tokens <= FEW_TOKENS:  # above, the kernels add the sums of parts themselves
+        sums = memory_for_sums(y, config.n_splits)
     kernels.run(x, weights, format, bias, sums, config)
     if sums is not y:
         add_splits(sums, y)

@@ -1,11 +1,11 @@
 """A model of time for the kernels of `packhorse.kernels.stream_product`, and the divisions that are
 worth measuring. It needs no GPU.
 
-The time is a launch, the arranging kernel, during which the first weights are fetched, and the
-turns of the busiest program. A turn takes a little more than the slowest of three things that go on
-at once: reading weights, moving weights and tokens from L2, and decoding and multiplying. The
-cycles of the last are simulated (`benchmarks/gpu/stream_simulations.py`). All of it is predicted;
-nothing has been measured on a GPU yet.
+The time is a launch, the arranging kernel if there is one, during which the first weights are
+fetched, and the turns of the busiest program. A turn takes a little more than the slowest of three
+things that go on at once: reading weights, moving weights and tokens from L2, and decoding and
+multiplying. The cycles of the last are simulated (`benchmarks/gpu/stream_simulations.py`). All of
+it is predicted; nothing has been measured on a GPU yet.
 """
 
 import math
@@ -19,6 +19,7 @@ from packhorse.kernels.stream_product import (
     StreamConfig,
     default_stream_config,
     fill_stages,
+    keeps_tokens,
     plan_stream,
 )
 from packhorse.layout import W12, WeightFormat
@@ -29,32 +30,41 @@ _BF16_NBYTES = 2
 _WARP = 32
 # Cycles by rows and tokens of a program, from `python benchmarks/gpu.py simulate --stream` with
 # W12 and a memory that never makes a warp wait: of a turn, and of the end of a unit of 4096
-# columns (sums, exceptions, results). Simulated, not measured.
+# columns (sums, results, and the start of the next one). Simulated, not measured.
 _CYCLES: dict[tuple[int, int], tuple[float, float]] = {
-    (16, 8): (540, 700),
-    (32, 8): (680, 900),
-    (64, 8): (1510, 900),
-    (16, 16): (600, 1100),
-    (32, 16): (1020, 700),
-    (64, 16): (1760, 1200),
-    (16, 32): (930, 700),
-    (32, 32): (1290, 1500),
-    (64, 64): (710, 3700),
-    (128, 64): (990, 4700),
-    (64, 128): (980, 6500),
-    (128, 128): (1470, 7200),
-    (64, 256): (1490, 11600),
+    (16, 8): (1080, 190),
+    (32, 8): (1250, 580),
+    (48, 8): (1860, 2640),
+    (64, 8): (2590, 1490),
+    (16, 16): (930, 1950),
+    (32, 16): (1500, 1700),
+    (48, 16): (1810, 5480),
+    (64, 16): (2900, 2740),
+    (16, 32): (1390, 1600),
+    (32, 32): (1940, 1840),
+    (48, 32): (3150, 2410),
+    (64, 64): (540, 2800),
+    (128, 64): (770, 3300),
+    (64, 128): (700, 3700),
+    (128, 128): (1150, 4700),
+    (64, 256): (1220, 7600),
+    (128, 256): (2050, 9300),
 }
 # Instructions of a turn of W11 beside one of W12, which has fewer columns if there are many tokens.
 _W11_SHARE = {True: 2.9 / 2.1, False: 4 * 3.5 / 3.0}
-_PER_EXCEPTION = 3  # instructions for each token of an exception, where consumers add them
-_ISSUE_LANES = 64  # of 128 that issue, while they do
-_AT_ONCE = 4  # exceptions that a thread loads at once, up to 32 tokens
+# Cycles that a warp sums up exceptions of a unit, from the same simulation: at all, and for each.
+_EXCEPTIONS = 3000
+_EXCEPTION = {64: 90, 128: 110, 256: 150}
+_AT_ONCE = 4  # exceptions that a thread loads at once, with 32 tokens
+_FINISH = 1500  # cycles until their results are stored; assumed
+_FEW_BOXES = 4  # stages of weights in a turn up to 32 tokens
 _START = 700  # cycles until a program fetches weights; assumed, as in the simulation
 _LOAD, _COPY = 650, 900  # cycles, as in cost.py
 _GAP, _EARLY_GAP = 1.8e-6, 0.9e-6  # between dependent kernels, and if the later one starts early
-_ARRANGING = (1400, 17.5)  # cycles of the first kernel: at all, and of a token of 4096 columns
-_SHARPNESS = 5  # fitted to the simulation; cost.py has the same sum of powers
+_ARRANGING = (1500, 3.0)  # cycles of the first kernel: at all, and of a token of 4096 columns
+_ADDING = 0.8e-6  # of the kernel that adds parts, beside what it reads
+# Fitted to the simulation; cost.py has the same sum of powers.
+_SHARPNESS = 9
 
 
 def predict_stream(
@@ -97,28 +107,40 @@ def predict_stream(
     tokens = config.block_tokens * n_columns * _BF16_NBYTES / (plan.n_turns * config.cluster)
     drawn = min(device.bandwidth * share * plan.n_token_blocks, processor_bandwidth(device))
     memory = weights * device.clock / drawn
+    if keeps_tokens(n_columns, n_tokens, format, config):
+        tokens /= rounds
     l2 = (weights + tokens) * device.clock / (device.l2_bandwidth * share)
     multiply, end = counted
     exceptions = EXCEPTION_RATES[format.name] * n_columns / config.n_splits  # of a row
     if format is not W12:
         multiply *= _W11_SHARE[few]
-        if not few:
-            added = exceptions * config.block_rows * config.block_tokens
-            end += added * _PER_EXCEPTION / _ISSUE_LANES
-    issue = multiply + (end + _LOAD) / turns
+    issue = multiply
     if few:  # two warps take the exceptions of a unit meanwhile, one load after the other
-        passes = -(-config.block_rows * config.block_tokens // (8 * 2 * _WARP))
-        trips = 1 + 2 * math.ceil((1.3 * exceptions + 2) / _AT_ONCE)
-        issue = max(issue, passes * trips * _LOAD / turns)
+        passes = -(-config.block_rows // _WARP)
+        at_once = min(_AT_ONCE * _WARP // config.block_tokens, 8)
+        trips = 2 + 2 * math.ceil((1.3 * exceptions + 2) / at_once)
+        issue = max(issue + end / turns, (passes * trips * _LOAD + _FINISH) / turns)
     pace = _together(memory, l2, issue)
 
     # Weights are fetched while the tokens are arranged.
-    arranging = _ARRANGING[0] + _ARRANGING[1] * n_tokens * n_columns / 4096
-    late = arranging + _EARLY_GAP * device.clock
-    ready = min(config.n_weight_stages, turns, max(0.0, (late - _START - _COPY) / memory))
-    cycles = late + _LOAD + ready * multiply + (rounds * turns - ready) * pace + end + _LOAD
+    first = _START + _COPY
+    late = float(first)
+    if plan.n_arranging + plan.n_transposing:
+        arranging = _ARRANGING[0] + _ARRANGING[1] * n_tokens * n_columns / 4096
+        late = max(late, arranging + _EARLY_GAP * device.clock + _LOAD)
+    staged = config.n_weight_stages // (_FEW_BOXES if few else 1)
+    ready = min(staged, turns, (late - first) / memory)
+    if few:
+        cycles = late + ready * multiply + (rounds * turns - ready) * pace + end + 2 * _LOAD
+    else:  # each of two warps has half of the exceptions of a unit
+        n = exceptions * config.block_rows / 2
+        summing = _EXCEPTIONS + n * _EXCEPTION[config.block_tokens]
+        cycles = late + rounds * max(turns * pace + end, summing + end / 2)
+        cycles -= ready * (pace - multiply)
     partial = 0.0
-    if config.n_splits > 1:
+    if plan.n_adding:
+        partial = 1.3 * plan.parts_nbytes / device.l2_bandwidth + _ADDING + _GAP
+    elif config.n_splits > 1:
         partial = 8 * config.n_splits * n_tokens * n_rows / device.l2_bandwidth + _GAP
     return cycles / device.clock + partial + _GAP
 
@@ -139,10 +161,10 @@ def stream_candidates(
     few = default.block_tokens <= _WARP
     yield default
     splits = {default.n_splits} if few else {default.n_splits, 1, 2, 4}
-    for rows in (16, 32, 64) if few else (64, 128):
+    for rows in (16, 32, 48, 64) if few else (64, 128):
         for cluster in (1, 2, 4):
             for n_splits in sorted(splits):
                 config = replace(default, block_rows=rows, cluster=cluster, n_splits=n_splits)
-                found = fill_stages(config, format)
+                found = fill_stages(config, format, n_columns)
                 if found is not None and found != default and n_rows >= rows * cluster:
                     yield found

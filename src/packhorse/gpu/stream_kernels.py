@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import packhorse.kernels
 from packhorse.errors import MissingBackendError
@@ -19,6 +20,7 @@ from packhorse.gpu.nvrtc import compiler
 from packhorse.kernels.arrays import WeightTensors
 from packhorse.kernels.launch import limits_of
 from packhorse.kernels.stream_product import (
+    ADDING_THREADS,
     ARRANGED_THREADS,
     StreamConfig,
     StreamPlan,
@@ -29,6 +31,7 @@ from packhorse.layout import WeightFormat
 
 __all__ = ["StreamKernels", "stream_source"]
 
+_COPY_NBYTES = 16  # of one copy of tokens, which its address must be a multiple of
 _MAX_MAPS = 1 << 14  # a model has far fewer weights
 
 
@@ -36,7 +39,7 @@ class _Product(ctypes.Structure):
     """`Product` of stream_product.cu."""
 
     _fields_ = (
-        *((f"pointer_{i}", ctypes.c_void_p) for i in range(7)),
+        *((f"pointer_{i}", ctypes.c_void_p) for i in range(9)),
         *((f"size_{i}", ctypes.c_uint32) for i in range(7)),
     )
 
@@ -47,11 +50,13 @@ class _Loaded(NamedTuple):
     Attributes:
         arrange: arranges tokens.
         multiply: the product.
+        add: adds the sums of parts, above 32 tokens.
         n_clusters: clusters of the product that the GPU runs at once.
     """
 
     arrange: Kernel
     multiply: Kernel
+    add: Kernel
     n_clusters: int
 
 
@@ -97,7 +102,8 @@ class StreamKernels:
         multiply = driver().kernel(module, "multiply", plan.n_threads, plan.shared_nbytes)
         n_clusters = multiply.n_resident(config.cluster, limits_of(self._device).n_processors)
         arrange = driver().kernel(module, "arrange_tokens", ARRANGED_THREADS)
-        self._loaded[options] = _Loaded(arrange, multiply, n_clusters)
+        add = driver().kernel(module, "add_parts", ADDING_THREADS)
+        self._loaded[options] = _Loaded(arrange, multiply, add, n_clusters)
 
     def run(
         self,
@@ -108,14 +114,15 @@ class StreamKernels:
         y: Tensor,
         config: StreamConfig,
     ) -> None:
-        """Runs both kernels on the current stream.
+        """Runs the kernels on the current stream.
 
         Args:
             x: BF16, n_tokens x n_columns.
             weights: checked arrays of `n_rows` rows.
             format: their format.
             bias: BF16, n_rows.
-            y: BF16, n_tokens x n_rows; or FP32, n_splits x n_tokens x n_rows.
+            y: BF16, n_tokens x n_rows; or FP32, n_splits x n_tokens x n_rows, if a division of up
+                to 32 tokens has splits.
             config: the division.
 
         Raises:
@@ -126,32 +133,45 @@ class StreamKernels:
         kernels = self._loaded[stream_options(config, format)]
         plan = plan_stream(n_rows, n_columns, n_tokens, format, config)
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        nbytes = plan.arranged_nbytes + plan.by_column_nbytes
-        arranged = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        by_column = arranged.data_ptr() + plan.arranged_nbytes
-        pointers = map(ctypes.c_uint64, (x.data_ptr(), arranged.data_ptr(), by_column))
-        sizes = (n_tokens, n_columns, plan.n_steps, plan.n_groups, plan.n_arranging)
-        kernels.arrange(
-            plan.n_arranging + plan.n_transposing,
-            stream,
-            [*pointers, *map(ctypes.c_uint32, sizes)],
-            early=True,
-        )
+        n_programs = min(plan.n_units, kernels.n_clusters) * config.cluster
+        tokens, by_column = self._prepare(x, plan, kernels.arrange, stream)
+        nbytes = n_programs * plan.extra_nbytes + plan.parts_nbytes
+        extras = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         product = _Product(
-            arranged.data_ptr(),
-            by_column,
+            tokens.data_ptr(),
+            by_column.data_ptr(),
             *(array.data_ptr() for array in weights[2:]),
             None if bias is None else bias.data_ptr(),
             y.data_ptr(),
+            extras.data_ptr(),
+            extras.data_ptr() + n_programs * plan.extra_nbytes,
             *(n_tokens, n_rows, n_columns, plan.n_turns),
             *(plan.n_token_blocks, plan.n_row_blocks, config.n_splits),
         )
-        kernels.multiply(
-            min(plan.n_units, kernels.n_clusters) * config.cluster,
+        maps = self._maps_of(weights, n_columns, format, plan)
+        kernels.multiply(n_programs, stream, [*maps, product], early=True)
+        if plan.n_adding:
+            kernels.add(plan.n_adding, stream, [product], early=True)
+
+    def _prepare(
+        self, x: Tensor, plan: StreamPlan, arrange: Kernel, stream: int
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens as the product fetches them, and as exceptions find them."""
+        nbytes = plan.arranged_nbytes + plan.by_column_nbytes
+        rows = x if plan.arranged_nbytes else _aligned(x)
+        if not nbytes:
+            return rows, rows
+        both = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        arranged, by_column = both[: plan.arranged_nbytes], both[plan.arranged_nbytes :]
+        pointers = (x.data_ptr(), arranged.data_ptr(), by_column.data_ptr())
+        sizes = (*x.shape, plan.n_steps, plan.n_boxes)
+        arrange(
+            plan.n_arranging + plan.n_transposing,
             stream,
-            [*self._maps_of(weights, n_columns, format, plan), product],
+            [*map(ctypes.c_uint64, pointers), *map(ctypes.c_uint32, sizes)],
             early=True,
         )
+        return arranged if plan.arranged_nbytes else rows, by_column
 
     def _maps_of(
         self, weights: WeightTensors, n_columns: int, format: WeightFormat, plan: StreamPlan
@@ -172,3 +192,10 @@ class StreamKernels:
                 describe(high.data_ptr(), high_sizes, high_strides, plan.high_box, swizzle=swizzle),
             )
         return found
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Tokens at addresses that copies of 16 bytes take: those given, or a copy."""
+    if x.shape[1] * x.element_size() % _COPY_NBYTES == 0:
+        return x if x.data_ptr() % _COPY_NBYTES == 0 else x.clone()
+    return pad(x, (0, -x.shape[1] % (_COPY_NBYTES // x.element_size())))

@@ -20,29 +20,41 @@ constexpr bool kMany = kTokens > 32;  // a group of four warps multiplies 64 row
 constexpr uint32_t kSlices = kBits == 12 ? 2 : 8;
 constexpr uint32_t kHighParts = kBits == 12 ? 1 : 3;
 constexpr uint32_t kGroup = 64;  // steps whose 16 bytes each a quarter of a warp reads
-constexpr uint32_t kBox = !kMany && kBits == 12 ? 128 : 64;    // steps of a copy
-constexpr uint32_t kSteps = !kMany && kBits == 12 ? 256 : 64;  // of a stage
+constexpr uint32_t kBox = !kMany && kBits == 12 ? 128 : 64;  // steps of a copy, and of a stage
 constexpr uint32_t kChunkColumns = 16;  // columns of one product of the tensor cores
 constexpr uint32_t kChunkBytes = kChunkColumns * kTokens * 2;  // its tokens
-constexpr uint32_t kStageChunks = kSteps / kChunkColumns * kSlices;
-constexpr uint32_t kTokenChunks = kMany ? 4 : kStageChunks;  // of a stage of tokens
-constexpr uint32_t kTokenStageBytes = kTokenChunks * kChunkBytes;
-constexpr uint32_t kBoxBytes = kRows * kBox * (kSlices + kHighParts);
-constexpr uint32_t kWeightStageBytes = kSteps / kBox * kBoxBytes;
+constexpr uint32_t kStageChunks = kBox / kChunkColumns * kSlices;
+constexpr uint32_t kTokenChunks = 4;  // of a stage of tokens, if there are many
+// Up to 32 tokens, a stage of tokens has their columns of a box as they are, for each slice. The
+// 16 bytes between two tokens make lanes that are served together read from different banks.
+constexpr uint32_t kTokenPitch = 2 * kBox + 16;
+constexpr uint32_t kTokenStageBytes =
+    kMany ? kTokenChunks * kChunkBytes : kSlices * kTokens * kTokenPitch;
+constexpr uint32_t kWeightStageBytes = kRows * kBox * (kSlices + kHighParts);
 constexpr uint32_t kConsumers = kMany ? kRows / 16 : 8;  // warps that multiply
-constexpr uint32_t kExceptionWarps = kMany ? 0 : 2;
+// The warps that fetch give registers to those that multiply.
+constexpr bool kMoves = kMany && kRows * kTokens > 128 * 128;
 constexpr uint32_t kThreads = 32 * (kConsumers + 4);  // the last group of four warps fetches
-constexpr uint32_t kSums = kMany ? 0 : kConsumers * kRows * kTokens;  // of all warps, in memory
-constexpr uint32_t kExtraSums = kMany ? 0 : kRows * kTokens;          // of exceptions
+constexpr uint32_t kParts = 8;  // of a row's columns, up to 32 tokens, each with sums of its own
+constexpr uint32_t kSumPitch = kTokens + 4;  // of a row's sums, against conflicts of banks
+constexpr uint32_t kSumBytes = kMany ? 0 : 4 * kParts * kRows * kSumPitch;
+// More than 32 tokens: rings of exceptions, one for each of two warps, and results on their way.
+constexpr uint32_t kExceptionWarps = 2;
+constexpr uint32_t kExceptionStages = 3;
+constexpr uint32_t kExceptionStageBytes = 8 * (kTokens * 2 + 4);
+constexpr uint32_t kRingBytes =
+    kMany ? kExceptionWarps * kExceptionStages * kExceptionStageBytes : 0;
+constexpr uint32_t kResultBytes = 16 * 32 * 2;  // of a warp
 constexpr uint32_t kBarriers = 2 * kWeightStages + 2 * kTokenStages + 2;
 constexpr uint32_t kSharedBytes = 1024 + kWeightStages * kWeightStageBytes +
-                                  kTokenStages * kTokenStageBytes + 4 * (kSums + kExtraSums) +
-                                  8 * kBarriers;
+                                  kTokenStages * kTokenStageBytes + kSumBytes + kRingBytes +
+                                  (kMany ? kConsumers * kResultBytes : 0) + 8 * kBarriers;
 
 static_assert(kSharedBytes == SHARED_NBYTES, "the launcher counts in the same way");
 static_assert(kRows % (kMany ? 64 : 16) == 0, "rows of a program");
-static_assert(kMany || kStageChunks == 4 * kConsumers, "each warp has one group of a stage");
-static_assert(kTokenStageBytes % (16 * kCluster) == 0, "parts of a stage of tokens");
+static_assert(kMany || (kWeightStages >= 4 && kTokenStages * kCluster >= 4), "stages of a turn");
+static_assert(kTokenStages >= 2, "a stage is waited for when the next one is under way");
+static_assert(!kMany || kTokenStageBytes % (16 * kCluster) == 0, "parts of a stage of tokens");
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -164,6 +176,22 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
                  : "r"(address)
                  : "memory");
     return v;
+}
+
+// 4, 8 or 16 bytes.
+template <uint32_t kWords>
+__device__ __forceinline__ void load_words(uint32_t (&words)[kWords], uint32_t address) {
+    if constexpr (kWords == 1) {
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(address) : "memory");
+    } else if constexpr (kWords == 2) {
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(words[0]), "=r"(words[1])
+                     : "r"(address)
+                     : "memory");
+    } else {
+        const uint4 v = load_shared(address);
+        words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+    }
 }
 
 __device__ __forceinline__ float power_of_two(int exponent) {  // -126 to 127

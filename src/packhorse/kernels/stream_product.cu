@@ -3,16 +3,17 @@
 //
 // The warps of a program have different work. One warp fetches weights, by copies of boxes of rows
 // that a barrier in shared memory counts; it waits for nothing but free stages, so it runs ahead
-// even of the kernel before. Another one fetches arranged tokens (stream_tokens.cu). The others
-// decode in registers and multiply. Up to 32 tokens, each of eight warps has its own columns of
-// all rows of the program, and two more warps meanwhile sum up exceptions. For more tokens, four
-// warps have 64 rows and all columns, and read the tokens from shared memory as they multiply.
-// They wait for a product before they write its registers again.
+// even of the kernel before. Another one fetches tokens. The others decode in registers and
+// multiply. Up to 32 tokens (stream_few.cu), each of eight warps has its own columns, and two more
+// warps sum up exceptions and finish results. For more tokens (stream_many.cu), another kernel
+// arranges them before; four warps have 64 rows and all columns, and read the tokens from shared
+// memory as they multiply, while two more warps sum up exceptions. If units share a block, a third
+// kernel adds their sums.
 //
 // Programs stay and take one unit after the other: a block of rows, a block of tokens, and a part
-// of the columns. Programs of a cluster have neighbouring rows, and share what they fetch of the
-// tokens. The order of sums depends on the matrix and the number of parts alone for up to 32
-// tokens.
+// of the columns. Programs of a cluster have neighbouring rows; up to 32 tokens, each has some of
+// the columns of all these rows, and for more tokens they share what they fetch of the tokens. The
+// order of sums depends on the matrix and the number of parts alone for up to 32 tokens.
 
 __device__ void fetch_weights(const Product& p, const TensorMap& low, const TensorMap& high,
                               const Shared& s) {
@@ -24,13 +25,9 @@ __device__ void fetch_weights(const Product& p, const TensorMap& low, const Tens
             const uint32_t full = s.full_weights + 8 * ring.stage;
             barrier_wait(s.empty_weights + 8 * ring.stage, ring.round ^ 1);
             barrier_expect(full, kWeightStageBytes, active);
-#pragma unroll
-            for (uint32_t box = 0; box < kSteps / kBox; ++box) {
-                const uint32_t dst = s.weights + ring.stage * kWeightStageBytes + box * kBoxBytes;
-                const uint32_t step = turn * kSteps + box * kBox;
-                copy_box(dst, &low, step, u.first_row, full, active);
-                copy_box(dst + kSlices * kRows * kBox, &high, step, u.first_row, full, active);
-            }
+            const uint32_t dst = s.weights + ring.stage * kWeightStageBytes;
+            copy_box(dst, &low, turn * kBox, u.first_row, full, active);
+            copy_box(dst + kSlices * kRows * kBox, &high, turn * kBox, u.first_row, full, active);
         }
     }
 }
@@ -69,18 +66,30 @@ __cluster_dims__(CLUSTER, 1, 1)
     if (threadIdx.x == 0) shared.init();
     cluster_sync();
     const uint32_t warp = threadIdx.x / 32;
-    if (warp == kConsumers) {
-        fetch_weights(p, low, high, shared);
-        start_next_kernel();
-    } else if (warp == kConsumers + 1) {
-        fetch_tokens(p, shared);
-    } else if (!kMany && warp > kConsumers + 1) {
-        sum_exceptions(p, shared, threadIdx.x - 32 * (kConsumers + 2));
-    } else if (warp < kConsumers) {
+    if (warp < kConsumers) {
+        if constexpr (kMoves) asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
         if constexpr (kMany)
             consume_many(p, shared);
         else
             consume_few(p, shared);
+    } else {
+        if constexpr (kMoves) asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+        if (warp == kConsumers) {
+            if constexpr (kMany)
+                fetch_weights(p, low, high, shared);
+            else
+                fetch_boxes(p, low, high, shared);
+            start_next_kernel();
+        } else if (warp == kConsumers + 1) {
+            if constexpr (kMany)
+                fetch_tokens(p, shared);
+            else
+                fetch_rows(p, shared);
+        } else if constexpr (kMany) {
+            sum_exceptions(p, shared, warp - kConsumers - 2);
+        } else {
+            finish_few(p, shared, threadIdx.x - 32 * (kConsumers + 2));
+        }
     }
     if constexpr (kCluster > 1) cluster_sync();  // others may still write to this program's memory
 }

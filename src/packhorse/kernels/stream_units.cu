@@ -13,6 +13,9 @@ struct Product {
     const uint32_t* exceptions;
     const uint16_t* bias;  // or null
     void* y;               // n_tokens x n_rows, BF16; FP32 and n_parts of them if there are several
+    // More than 32 tokens, FP32:
+    void* extras;  // sums of exceptions: programs x kRows x kTokens
+    void* parts;   // sums of parts, if there are several
     uint32_t n_tokens, n_rows, n_columns, n_turns, n_token_blocks, n_row_blocks, n_parts;
 };
 
@@ -31,7 +34,7 @@ struct Units {
 
     __device__ bool more() const { return index < n; }
 
-    __device__ void next() { index += step; }
+    __device__ void next(bool is_last = false) { index = is_last ? n : index + step; }
 
     __device__ Unit get(const Product& p) const {
         Unit u;
@@ -51,9 +54,10 @@ template <uint32_t kStages>
 struct Ring {
     uint32_t stage = 0, round = 0;
 
-    __device__ void next() {
-        stage = stage + 1 == kStages ? 0 : stage + 1;
-        round ^= stage == 0 ? 1 : 0;
+    __device__ void next(uint32_t by = 1) {
+        const bool again = stage + by >= kStages;
+        stage += again ? by - kStages : by;
+        round ^= again ? 1 : 0;
     }
 };
 
@@ -62,33 +66,35 @@ using TokenRing = Ring<kTokenStages>;
 
 // Addresses in shared memory.
 struct Shared {
-    uint32_t weights, tokens, sums, extra, full_weights, empty_weights, full_tokens, empty_tokens,
-        full_extra, empty_extra;
+    uint32_t weights, tokens, sums, exceptions, results, full_weights, empty_weights, full_tokens,
+        empty_tokens, full_sums, empty_sums;
 
     __device__ Shared(uint32_t base) {
         weights = (base + 1023) / 1024 * 1024;
         tokens = weights + kWeightStages * kWeightStageBytes;
         sums = tokens + kTokenStages * kTokenStageBytes;
-        extra = sums + 4 * kSums;
-        full_weights = extra + 4 * kExtraSums;
+        exceptions = sums + kSumBytes;
+        results = exceptions + kRingBytes;
+        full_weights = results + (kMany ? kConsumers * kResultBytes : 0);
         empty_weights = full_weights + 8 * kWeightStages;
         full_tokens = empty_weights + 8 * kWeightStages;
         empty_tokens = full_tokens + 8 * kTokenStages;
-        full_extra = empty_tokens + 8 * kTokenStages;
-        empty_extra = full_extra + 8;
+        full_sums = empty_tokens + 8 * kTokenStages;
+        empty_sums = full_sums + 8;
     }
 
+    // Up to 32 tokens, two warps take a stage of weights, and 2 `kCluster` one of tokens.
     __device__ void init() const {
         for (uint32_t i = 0; i < kWeightStages; ++i) {
             barrier_init(full_weights + 8 * i, 1);
-            barrier_init(empty_weights + 8 * i, kConsumers);
+            barrier_init(empty_weights + 8 * i, kMany ? kConsumers : 2);
         }
         for (uint32_t i = 0; i < kTokenStages; ++i) {
             barrier_init(full_tokens + 8 * i, 1);
-            barrier_init(empty_tokens + 8 * i, kConsumers * kCluster);
+            barrier_init(empty_tokens + 8 * i, (kMany ? kConsumers : 2) * kCluster);
         }
-        barrier_init(full_extra, kExceptionWarps > 0 ? kExceptionWarps : 1);
-        barrier_init(empty_extra, kConsumers);
+        barrier_init(full_sums, kMany ? kExceptionWarps : 1);
+        barrier_init(empty_sums, kMany ? kConsumers : 2 * kCluster);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
 };
@@ -116,12 +122,14 @@ struct Pieces {
     uint4 low[2], high[2], rest[2];
 
     // `offsets` are those of the lane's two rows in a part of the box.
-    __device__ __forceinline__ void load(uint32_t box, const uint32_t* offsets, uint32_t slice) {
+    // Two slices of W12 share their high bits: for the second of them they may be there already.
+    __device__ __forceinline__ void load(uint32_t box, const uint32_t* offsets, uint32_t slice,
+                                         bool with_high = true) {
 #pragma unroll
         for (uint32_t i = 0; i < 2; ++i) {
             const uint32_t upper = box + kSlices * kRows * kBox + offsets[i];
             low[i] = load_shared(box + slice * kRows * kBox + offsets[i]);
-            high[i] = load_shared(upper);
+            if (with_high) high[i] = load_shared(upper);
             if constexpr (kBits == 11)
                 rest[i] = load_shared(upper + (1 + slice % 2) * kRows * kBox);
             else
@@ -143,10 +151,12 @@ struct Pieces {
     }
 };
 
+constexpr int kSumShift = kBits == 12 ? 40 : 112;
+
 // Scales a sum over window elements to one over the row's elements. 2^199 does not fit FP32; in two
 // steps nothing overflows unless the result does.
 __device__ __forceinline__ float scale_sum(float sum, int first) {
-    const int shift = first - (kBits == 12 ? 40 : 112);
+    const int shift = first - kSumShift;
     return sum * power_of_two(min(shift, 127)) * power_of_two(max(shift - 127, 0));
 }
 
