@@ -69,16 +69,23 @@ def test_launches_start_early(
     ]
 
 
-def test_tokens_at_any_address(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("n_tokens", "config"),
+    [(3, StreamConfig(16, 8, 4, 4)), (40, StreamConfig(64, 64, 2, 3, n_splits=2))],
+)
+def test_tokens_at_any_address(
+    n_tokens: int, config: StreamConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A copy takes the place of rows that are no multiples of 16 bytes, or not aligned so."""
     needs_compiler()
     install(monkeypatch)
     monkeypatch.setattr(stream, "_CHECKED_TOKENS", (8,))
     for n_columns, offset in ((33, 0), (40, 1)):
         plain = model_matrix(20, n_columns)
-        x = torch.randn(3 * n_columns + offset).bfloat16()[offset:].view(3, n_columns)
+        x = torch.randn(n_tokens * n_columns + offset).bfloat16()[offset:]
+        x = x.view(n_tokens, n_columns)
         weights = pack_arrays(plain, W12)
-        y = multiply_stream(x, weights, W12, n_columns, config=StreamConfig(16, 8, 4, 4))
+        y = multiply_stream(x, weights, W12, n_columns, config=config)
         expected = x.double() @ plain.double().T
         assert (y - expected).abs().max() <= 2**-8 * expected.abs().max()
 

@@ -130,6 +130,12 @@ def test_default_divisions_keep_all_in_registers(n_tokens: int, format: WeightFo
         assert find_hazards(without_waits(code))  # the check would find them
 
 
+@pytest.mark.parametrize("n_splits", [3, 8])
+def test_splits_that_exceptions_cannot_be_shared_out_to_are_refused(n_splits: int) -> None:
+    with pytest.raises(ValueError, match=f"{n_splits} splits of 64 rows.*up to 4"):
+        plan_stream(64, 64, 64, W12, StreamConfig(64, 64, 2, 3, n_splits=n_splits))
+
+
 @pytest.mark.parametrize(("n_tokens", "most"), [(8, 2.3), (32, 3.0), (64, 3.6), (128, 3.6)])
 def test_instructions_of_a_weight(n_tokens: int, most: float) -> None:
     """Counted in the longest loop with products."""

@@ -164,6 +164,9 @@ def plan_stream(
         n_tokens: vectors that it is multiplied with, at least 1.
         format: its format.
         config: how the product is divided.
+
+    Raises:
+        ValueError: the division has splits that exceptions cannot be shared out to.
     """
     few = _is_few(config)
     n_steps = format.n_steps(n_columns)
@@ -173,6 +176,12 @@ def plan_stream(
     n_row_blocks = -(-n_rows // (config.block_rows * config.cluster))
     consumers = _CONSUMERS if few else config.block_rows // 16
     arranged = 0 if few else n_token_blocks * config.block_tokens * n_boxes * format.n_slices
+    parts = config.n_splits
+    if not few and (parts & (parts - 1) or parts > config.block_rows // 16):
+        raise ValueError(
+            f"{parts} splits of {config.block_rows} rows: above {FEW_TOKENS} tokens it must be a "
+            f"power of two, up to {config.block_rows // 16}"
+        )
     transposed = n_token_blocks * config.block_tokens // 8 * n_columns
     if few and format is W12:
         transposed = 0
