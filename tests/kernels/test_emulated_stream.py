@@ -30,16 +30,18 @@ FEW, CLUSTER, MANY = DAMAGED
 # Two that resemble those to damage are left to `python -m tests.ptx run`.
 CHOSEN = [case for i, case in enumerate(CASES) if i not in (1, 7)] + DAMAGED
 DAMAGES = [
-    (FEW, "fence.mbarrier_init", "without fence.mbarrier_init"),
-    (FEW, "mbarrier.try_wait", ""),
-    (FEW, "mbarrier.arrive", "wait for each other"),
-    (FEW, "bar.sync", ""),
-    (FEW, "cp.async.wait_group", "shared memory"),
-    (FEW, "bar.warp.sync", "shared memory"),
-    (FEW, "griddepcontrol.wait", "before griddepcontrol.wait"),
-    (CLUSTER, "barrier.cluster.wait", "mbarrier"),
-    (MANY, "bar.warp.sync", "shared memory"),
-    (MANY, "wgmma.wait_group", "written while a product uses it"),
+    (FEW, "fence.mbarrier_init", 0, "without fence.mbarrier_init"),
+    (FEW, "mbarrier.try_wait", 0, ""),
+    (FEW, "mbarrier.arrive", 0, "wait for each other"),
+    (FEW, "bar.sync", 0, ""),
+    (FEW, "cp.async.wait_group", 0, "shared memory"),
+    (FEW, "bar.warp.sync", 0, "shared memory"),
+    (FEW, "griddepcontrol.wait", 0, "before griddepcontrol.wait"),
+    (CLUSTER, "barrier.cluster.wait", 0, "mbarrier"),
+    (MANY, "bar.warp.sync", 0, "shared memory"),
+    (MANY, "wgmma.wait_group", 0, "written while a product uses it"),
+    # Consumers read sums of exceptions, which other warps leave in device memory.
+    (MANY, "mbarrier.try_wait", 3, "another warp wrote"),
 ]
 
 
@@ -52,12 +54,14 @@ def test_products_are_right_in_every_order(case: StreamCase) -> None:
         np.testing.assert_array_equal(result, results[0])
 
 
-@pytest.mark.parametrize(("case", "kind", "message"), DAMAGES, ids=lambda value: str(value)[:24])
-def test_damages_are_noticed(case: StreamCase, kind: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "kind", "which", "message"), DAMAGES, ids=lambda value: str(value)[:24]
+)
+def test_damages_are_noticed(case: StreamCase, kind: str, which: int, message: str) -> None:
     found = [m for m in mutations(stream_ptx(case), "multiply") if m.kind == kind]
-    changed = parse(found[0].ptx, "multiply")
+    changed = parse(found[which].ptx, "multiply")
     noticed = is_noticed(
         lambda **way: run_stream(case, changed, **way), lambda result: is_right(case, result)
     )
-    assert noticed, str(found[0])
+    assert noticed, str(found[which])
     assert message in noticed

@@ -138,6 +138,7 @@ def _ld(x: Instruction) -> "Run":
             data = machine.shared.load(warp.number, lanes, where, n)
         else:
             data = machine.memory.load(where, n, warp.has_waited[lanes])
+            machine.follow(warp.number, lanes, where, n, None)
         for i, write in enumerate(writes):
             values = np.zeros(warp.n_lanes, TYPES[type_name])
             part = np.ascontiguousarray(data[:, i * size : (i + 1) * size])
@@ -163,6 +164,7 @@ def _st(x: Instruction) -> "Run":
             machine.shared.store(warp.number, lanes, where, data)
         else:
             machine.memory.store(where, data, warp.has_waited[lanes])
+            machine.follow(warp.number, lanes, where, data.shape[1], data)
 
     return run
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from tests.ptx.faults import Fault
-from tests.ptx.memory import WARP, GlobalMemory, SharedMemory
+from tests.ptx.memory import SHARED_BASE, WARP, GlobalMemory, SharedMemory
 from tests.ptx.program import Group, Instruction, Program, Register, uncollected
 from tests.ptx.values import TYPES, writer
 
@@ -46,6 +46,8 @@ class Launch:
         maps: maps of tensors, by the names of the parameters that hold them.
         passes: if given, loads of shared memory are counted here: for each number of bytes that a
             lane loads, the passes they take, and would take without bank conflicts.
+        exchanged: address and bytes for each program of device memory by which its warps pass
+            values: their order is followed there, too.
     """
 
     arguments: Sequence[int]
@@ -59,6 +61,7 @@ class Launch:
     cluster: int = 1
     maps: Mapping[str, "TensorMap"] = field(default_factory=dict)
     passes: dict[int, list[int]] | None = None
+    exchanged: tuple[int, int] | None = None
 
 
 class Warp:
@@ -138,6 +141,7 @@ class Machine:
             self.n_programs, launch.n_warps, nbytes,
             cluster=launch.cluster, track=launch.track, passes=launch.passes,
         )  # fmt: skip
+        self.exchanged = self.shared.beside(launch.exchanged[1]) if launch.exchanged else None
         self.barriers = Barriers(self)
         self.all_lanes = np.arange(self.n_lanes)
         self.steps = 0
@@ -147,6 +151,21 @@ class Machine:
     def lanes(self, mask: np.ndarray | None) -> np.ndarray:
         """Numbers of the lanes in a mask."""
         return self.all_lanes if mask is None else mask.nonzero()[0]
+
+    def follow(
+        self, warp: int, lanes: np.ndarray, where: np.ndarray, n: int, data: np.ndarray | None
+    ) -> None:
+        """Looks for the order of loads, or of stores of data, in device memory that warps share."""
+        if self.exchanged is None or self.launch.exchanged is None:
+            return
+        base, nbytes = self.launch.exchanged
+        here = (where >= base) & (where < base + nbytes * self.launch.grid[0])
+        if here.any():
+            local = where - base - self.places[lanes // WARP, 0] * nbytes + SHARED_BASE
+            if data is None:
+                self.exchanged.load(warp, lanes[here], local[here], n)
+            else:
+                self.exchanged.store(warp, lanes[here], local[here], data[here])
 
     def whole_programs(self, mask: np.ndarray | None) -> np.ndarray:
         """Numbers of the programs in a mask, all of whose lanes must be in it."""

@@ -170,6 +170,16 @@ class SharedMemory:
             self.unfenced = np.zeros(total, bool)
             self.syncs = np.zeros((n_programs, n_warps), np.int16)  # of each warp's lanes
 
+    def beside(self, nbytes: int) -> "SharedMemory":
+        """More memory of the same programs, whose accesses have one order with those here."""
+        other = SharedMemory(
+            len(self.clocks), self.n_warps, nbytes, cluster=self.cluster, track=self.track
+        )
+        other.clocks, other.joint = self.clocks, self.joint
+        if self.track:
+            other.syncs = self.syncs
+        return other
+
     def number(self, warp: int, programs: np.ndarray) -> np.ndarray:
         """Numbers of a warp of some programs in their clusters."""
         return programs % self.cluster * self.n_warps + warp

@@ -149,6 +149,7 @@ def multiply(
             )
         ),
     ]
+    extras = pointers[7]
     memory.add("low", arrays.low_bytes)
     memory.add("high", arrays.high_bits)
     sizes = [n_tokens, n_rows, n_columns, plan.n_turns, plan.n_token_blocks]
@@ -165,6 +166,7 @@ def multiply(
         cluster=config.cluster,
         maps=_maps(n_rows, n_columns, format, plan),
         passes=passes,
+        exchanged=(extras, plan.extra_nbytes) if plan.extra_nbytes else None,
         **how,
     )
     run_grid(program or _program(options, "multiply"), memory, launch)
