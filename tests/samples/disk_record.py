@@ -14,6 +14,7 @@ import random
 import shutil
 import struct
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +60,7 @@ def recorded(library: Path, folder: Path, record: Path | None, command: list[str
         What it wrote.
     """
     environment = os.environ | {"LD_PRELOAD": str(library), "RECORDER_FOLDER": str(folder)}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)  # pytest's, for modules of the samples
     if record is not None:
         environment["RECORDER_FILE"] = str(record)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -40,7 +40,7 @@ def test_a_call_fails(
     command = [sys.executable, shelf_faults.__file__, *arguments]
     outcomes = json.loads(recorded(library, tmp_path, None, command))
     print("\n".join(f"{n:4} {outcome}" for outcome, n in sorted(outcomes.items())))
-    assert sum(n for outcome, n in outcomes.items() if "Error: " in outcome) > 8
+    assert sum(n for outcome, n in outcomes.items() if "Error: " in outcome) > 6
 
 
 def meet(what: str, folder: Path) -> str:

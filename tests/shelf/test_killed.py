@@ -55,7 +55,7 @@ def test_killed_writers_lose_nothing(tmp_path: Path) -> None:
         killed_in[str(ledger.running)] += 1
         n_steps += ledger.n_done
     print(f"killed in: {dict(killed_in)}; steps: {n_steps}")
-    assert killed_in.total() - killed_in["None"] > N_KILLS // 2
+    assert killed_in.total() - killed_in["None"] > N_KILLS // 5  # how many depends on the machine
 
 
 def test_writers_are_killed_beside_a_reader(tmp_path: Path) -> None:
