@@ -16,7 +16,8 @@ ALLOWED = {
     "snapshots": {"common", "data", "codecs"},
     "layers": {"common", "data", "codecs"},
     "gpu": {"common", "data", "codecs"},
-    "": {"common", "data", "codecs", "snapshots", "layers", "gpu"},
+    "shelf": {"common", "data", "codecs"},
+    "": {"common", "data", "codecs", "snapshots", "layers", "gpu", "shelf"},
 }
 
 
