@@ -19,7 +19,7 @@ from benchmarks.shelf.store import Array, Layout
 __all__ = ["GATHERED", "OVERWRITTEN", "TRANSACTIONS", "images", "measure_table"]
 
 CACHE_NBYTES = 256 << 20
-CHUNK_ROWS = 64  # 200 kB, as many as ours has in its chunks
+CHUNK_ROWS = 41  # 128 KiB, as many as ours has in its chunks
 FILLED = 64 * CHUNK_ROWS  # rows of one append
 GATHERED, OVERWRITTEN = 1000, 16
 WARM_ROUNDS, COLD_ROUNDS, TRANSACTIONS = 15, 5, 64
