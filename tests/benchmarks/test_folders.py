@@ -16,6 +16,7 @@ ALLOWED = {
     "snapshots": {"common", "data", "codecs"},
     "layers": {"common", "data", "codecs"},
     "gpu": {"common", "data", "codecs"},
+    "learn": {"common", "data"},
     "": {"common", "data", "codecs", "snapshots", "layers", "gpu"},
 }
 
