@@ -52,6 +52,7 @@ THIRD_PARTY = {
     "integrations.numcodecs": {"numcodecs", "numpy"},
     "integrations.transformers": {"accelerate", "numpy", "safetensors", "torch", "transformers"},
     "integrations.zarr": {"numpy", "zarr"},
+    "learn": {"numpy", "scipy", "sklearn", "threadpoolctl"},
     "cli": {"numpy", "rich", "typer"},
 }
 

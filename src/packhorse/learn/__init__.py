@@ -1,0 +1,21 @@
+"""Methods of machine learning for data larger than memory: `GMRA` (docs/gmra.md)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from packhorse.late_import import import_late
+
+if TYPE_CHECKING:
+    from packhorse.learn.gmra import GMRA
+
+__all__ = ["GMRA"]
+
+# Each method needs another package, which is loaded when the method is asked for.
+_MODULES = {"GMRA": "packhorse.learn.gmra"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(import_late(_MODULES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
