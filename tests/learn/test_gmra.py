@@ -178,6 +178,18 @@ def test_cells_within_the_tolerance_are_not_cut() -> None:
     assert len(gmra.nodes_) < 200
 
 
+@pytest.mark.parametrize("n_components", [4, 0.8])
+def test_the_shortest_code_gives_the_finest_scale(n_components: float) -> None:
+    points = cloud(1000)
+    gmra = GMRA(n_components, random_state=0).fit(points)
+    codes = gmra.encode(points)
+    np.testing.assert_array_equal(codes.cells, gmra.apply(points))
+    found = gmra.inverse_transform(gmra.transform(points))
+    np.testing.assert_allclose(gmra.decode(codes), found, atol=1e-12)
+    with pytest.raises(ValueError, match="a number that is not of a cell at the finest scale"):
+        gmra.decode(codes._replace(cells=codes.cells * 0))
+
+
 # Cells that do not fit into the memory that is allowed.
 
 

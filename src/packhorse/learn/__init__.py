@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 from packhorse.late_import import import_late
 
 if TYPE_CHECKING:
+    from packhorse.learn.coding import LeafCodes
     from packhorse.learn.gmra import GMRA
 
-__all__ = ["GMRA"]
+__all__ = ["GMRA", "LeafCodes"]
 
 # Each method needs another package, which is loaded when the method is asked for.
-_MODULES = {"GMRA": "packhorse.learn.gmra"}
+_MODULES = {"GMRA": "packhorse.learn.gmra", "LeafCodes": "packhorse.learn.gmra"}
 
 
 def __getattr__(name: str) -> Any:

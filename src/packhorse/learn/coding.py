@@ -17,6 +17,7 @@ has each translation, whose coefficient is its length; columns go from coarse to
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 from scipy import sparse
@@ -24,7 +25,15 @@ from scipy import sparse
 from packhorse.learn.bases import Array
 from packhorse.learn.nodes import Nodes
 
-__all__ = ["Columns", "decode", "encode", "leaf_numbers"]
+__all__ = [
+    "Columns",
+    "LeafCodes",
+    "decode",
+    "encode",
+    "from_leaf_codes",
+    "leaf_codes",
+    "leaf_numbers",
+]
 
 
 class Columns:
@@ -91,6 +100,62 @@ def leaf_numbers(nodes: Nodes, points: Array) -> Array:
         halves = zip(nodes.children[number], (members[low], members[~low]), strict=True)
         waiting += [(int(child), half) for child, half in halves if len(half)]
     return found
+
+
+class LeafCodes(NamedTuple):
+    """Points as coefficients of their leaves alone: the shortest code, without coarser scales.
+
+    Attributes:
+        cells: the number of the leaf of each point.
+        coefficients: a row for each point, in the basis of its leaf; zeros after the last.
+    """
+
+    cells: Array
+    coefficients: Array
+
+
+def leaf_codes(nodes: Nodes, points: Array) -> LeafCodes:
+    """The coefficients of points in their leaves.
+
+    Args:
+        nodes: the tree.
+        points: of the dtype of the tree.
+
+    Returns:
+        Cells and coefficients.
+    """
+    cells = leaf_numbers(nodes, points)
+    codes = np.zeros((len(points), nodes.n_directions[nodes.is_leaf].max()), points.dtype)
+    for cell, members in _by_cell(cells):
+        node = nodes[cell]
+        codes[members, : len(node.basis)] = (points[members] - node.centre) @ node.basis.T
+    return LeafCodes(cells, codes)
+
+
+def from_leaf_codes(nodes: Nodes, codes: LeafCodes) -> Array:
+    """Points from their coefficients in their leaves.
+
+    Args:
+        nodes: the tree.
+        codes: cells and coefficients.
+
+    Returns:
+        A row for each point.
+    """
+    points = np.empty((len(codes.cells), len(nodes[0].centre)), codes.coefficients.dtype)
+    for cell, members in _by_cell(codes.cells):
+        node = nodes[cell]
+        own = codes.coefficients[members, : len(node.basis)]
+        points[members] = node.centre + own @ node.basis
+    return points
+
+
+def _by_cell(cells: Array) -> Iterator[tuple[int, Array]]:
+    """Each cell that has points, with their places."""
+    order = np.argsort(cells, kind="stable")
+    found, starts = np.unique(cells[order], return_index=True)
+    for cell, members in zip(found, np.split(order, starts[1:]), strict=True):
+        yield int(cell), members
 
 
 def encode(nodes: Nodes, columns: Columns, points: Array) -> sparse.csr_array:

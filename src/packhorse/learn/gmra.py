@@ -12,7 +12,15 @@ from scipy import sparse
 from packhorse.errors import MissingBackendError
 from packhorse.learn import resuming
 from packhorse.learn.bases import Array
-from packhorse.learn.coding import Columns, decode, encode, leaf_numbers
+from packhorse.learn.coding import (
+    Columns,
+    LeafCodes,
+    decode,
+    encode,
+    from_leaf_codes,
+    leaf_codes,
+    leaf_numbers,
+)
 from packhorse.learn.growth import Growth, Plan
 from packhorse.learn.nodes import Nodes
 from packhorse.learn.tensors import MemoryShelf, Rows, Tensors, checked_rows, float_dtype
@@ -212,6 +220,42 @@ class GMRA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  #
         """
         with _one_thread():
             return np.concatenate([leaf_numbers(self.nodes_, b) for b in self._batches(X)])
+
+    def encode(self, X: Any) -> LeafCodes:
+        """The shortest code of points: their cells at the finest scale, and coefficients there.
+
+        It has fewer numbers than `transform` gives, but not the coarser scales, and its columns
+        mean something else in each cell.
+
+        Args:
+            X: points.
+
+        Returns:
+            The number of a cell, and a row of coefficients, for each point.
+        """
+        with _one_thread():
+            parts = [leaf_codes(self.nodes_, block) for block in self._batches(X)]
+        return LeafCodes(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+    def decode(self, codes: LeafCodes) -> Array:
+        """Points from their shortest code: the same as at the finest scale of the transform.
+
+        Args:
+            codes: what `encode` gave.
+
+        Returns:
+            An array, a row for each point.
+
+        Raises:
+            ValueError: a number is not that of a cell at the finest scale.
+        """
+        check_is_fitted(self)
+        cells = np.asarray(codes.cells)
+        inside = (cells >= 0) & (cells < len(self.nodes_))
+        if not inside.all() or not self.nodes_.is_leaf[cells].all():
+            raise ValueError("codes.cells has a number that is not of a cell at the finest scale")
+        with _one_thread():
+            return from_leaf_codes(self.nodes_, codes)
 
     def __sklearn_tags__(self) -> Any:
         """What scikit-learn's tools may expect of it.

@@ -183,6 +183,11 @@ class Nodes:
         return len(self.parent)
 
     @property
+    def n_directions(self) -> Array:
+        """How many directions the basis of each cell has."""
+        return np.diff(self._starts["bases"])
+
+    @property
     def n_wavelets(self) -> Array:
         """How many wavelets each cell has."""
         return np.diff(self._starts["wavelets"])
