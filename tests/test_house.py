@@ -52,7 +52,7 @@ THIRD_PARTY = {
     "integrations.numcodecs": {"numcodecs", "numpy"},
     "integrations.transformers": {"accelerate", "numpy", "safetensors", "torch", "transformers"},
     "integrations.zarr": {"numpy", "zarr"},
-    "learn": {"numpy"},
+    "learn": {"numpy", "scipy", "sklearn", "threadpoolctl"},
     "learn.swag": {"numpy", "torch"},
     "cli": {"numpy", "rich", "typer"},
 }

@@ -11,7 +11,8 @@ iterate and gives no figure of what it gains. Here, for each seed:
 
 All predict the test images, and test images that are rotated or have noise added, which no run has
 seen. Accuracy, negative log likelihood and expected calibration error are printed, and kept with
-`--json`; `--pictures` draws them. The shelf takes some 15 GB in `--folder` while the command runs.
+`--json`; `--pictures` draws them. `make data` gets the images. The shelf takes some 15 GB in
+`--folder` while the command runs.
 """
 
 import argparse
@@ -81,11 +82,9 @@ class Data:
 
 def load_data(n_train: int | None = None) -> Data:
     """Fashion-MNIST, with shifted test images."""
-    images = fashion_mnist.load()
-    x, test = (
-        torch.tensor(part).float() / 255 for part in (images.train_images, images.test_images)
-    )
-    y, labels = (torch.tensor(part).long() for part in (images.train_labels, images.test_labels))
+    parts = [fashion_mnist.load(name) for name in ("train", "t10k")]
+    x, test = (torch.tensor(part.images).float() / 255 for part in parts)
+    y, labels = (torch.tensor(part.labels).long() for part in parts)
     tests = {"as it is": (test, labels)}
     some, some_labels = test[:N_SHIFTED], labels[:N_SHIFTED]
     tests |= {f"rotated {angle}°": (rotated(some, angle), some_labels) for angle in ROTATIONS}

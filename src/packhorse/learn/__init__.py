@@ -1,20 +1,28 @@
-"""Methods that learn from more data than memory holds, on a `packhorse.disk.Shelf`.
+"""Methods of machine learning for data larger than memory: `GMRA` (docs/gmra.md) and `SWAG`
+(docs/posterior.md)."""
 
-`SWAG` samples neural networks from the iterates of their training. It needs PyTorch, which is
-imported at first use.
-"""
+from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from packhorse.late_import import import_late
 
 if TYPE_CHECKING:
+    from packhorse.learn.coding import LeafCodes
+    from packhorse.learn.gmra import GMRA
     from packhorse.learn.swag import SWAG
 
-__all__ = ["SWAG"]
+__all__ = ["GMRA", "SWAG", "LeafCodes"]
+
+# Each method needs another package, which is loaded when the method is asked for.
+_MODULES = {
+    "GMRA": "packhorse.learn.gmra",
+    "LeafCodes": "packhorse.learn.gmra",
+    "SWAG": "packhorse.learn.swag",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "SWAG":
-        return import_late("packhorse.learn.swag").SWAG
+    if name in _MODULES:
+        return getattr(import_late(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
