@@ -157,10 +157,12 @@ def test_a_shelf_that_is_closed_too_early(tmp_path: Path) -> None:
         swag = SWAG(model, shelf)
         swag.collect()
         swag.flush()
-    with pytest.raises(ClosedError):
+    swag.collect()
+    for call in (swag.flush, swag.close):
+        with pytest.raises(ClosedError):
+            call()
+    with pytest.raises(ClosedError, match="this SWAG is closed"):
         swag.collect()
-    with pytest.raises(ClosedError):
-        swag.n_collected  # noqa: B018
 
 
 def test_iterates_in_a_transaction_of_the_caller(shelf: Shelf) -> None:
@@ -339,7 +341,7 @@ def test_a_killed_run_ends_with_the_identical_posterior(tmp_path: Path) -> None:
     assert re.search(r"^posterior: \[0\.\d+, 0\.\d+\]$", whole, re.M)
     assert re.search(r"^130 iterates take \d+,[\d,]+ bytes$", whole, re.M)
     chosen = random.Random(0)
-    for first in (12, 45, 73, 104, 139):  # before the first iterate, and at random moments
+    for first in (12, 73, 139):  # before the first iterate, and at random moments
         _, code = run(tmp_path / "killed", first + chosen.random())
         assert code == -9
     rest, code = run(tmp_path / "killed")

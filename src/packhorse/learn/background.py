@@ -111,6 +111,13 @@ class BackgroundQueue(Generic[_Item]):
         self._write_waiting()
         self._raise_error()
 
+    def drop(self) -> None:
+        """Forget the items that wait; the caller knows that they are lost."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._owner is None)
+            self._items.clear()
+            _waiting.discard(self)
+
     def is_of_this_process(self) -> bool:
         """Whether the queue was made by this process, not by one that forked it."""
         return os.getpid() == self._pid

@@ -202,13 +202,14 @@ class SWAG:
         """Write all iterates that wait. The shelf stays open, and samples can still be drawn.
 
         Raises:
-            Exception: as for `collect`; it is closed nevertheless.
+            Exception: an iterate could not be written; those that wait are lost.
         """
         if self._is_closed or not self._queue.is_of_this_process():
             return
         try:
             self.flush()
         finally:
+            self._queue.drop()
             self._is_closed = True
 
     def mean(self) -> dict[str, Any]:
