@@ -53,13 +53,14 @@ NOISES = (0.1, 0.2, 0.3, 0.5)  # standard deviation; pixels are 0 to 1
 N_SHIFTED = 2500  # test images of each shift
 N_BINS = 15
 THINNED = 30
+TABLE_SHIFTS = ("rotated 30°", "noise 0.3", "noise 0.5")
 LAST_EPOCHS = 2  # whose iterates are all collected
 NAMES = {
     "sgd": "SGD",
-    "swa": "SWA",
-    "swag20": "SWAG, one iterate an epoch",
-    "thinned": f"SWAG, every {THINNED}th iterate",
-    "all": f"SWAG, every iterate of {LAST_EPOCHS} epochs",
+    "swa": "SWA: the mean of 20",
+    "swag20": "SWAG, one iterate an epoch: 20",
+    "thinned": "SWAG, every 30th iterate: 400",
+    "all": "SWAG, every iterate of 2 epochs: 1,200",
 }
 
 Metrics = dict[str, Any]
@@ -288,9 +289,35 @@ def main() -> None:
         finally:
             shutil.rmtree(folder)
         if options.json:
-            options.json.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+            options.json.write_text(json.dumps(result, ensure_ascii=False) + "\n")
+    print(table(result))
     if options.pictures:
         draw(result, options.pictures)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The table of docs/posterior.md: means of the seeds.
+
+    Args:
+        result: what `--json` writes.
+    """
+    lines = [
+        "| | accuracy | likelihood | calibration | "
+        + " | ".join(f"likelihood, calibration: {shift}" for shift in TABLE_SHIFTS)
+        + " |",
+        "|---|---|---|---|" + "---|" * len(TABLE_SHIFTS),
+    ]
+    for method, name in result["names"].items():
+        found = [seed["methods"][method] for seed in result["seeds"]]
+
+        def mean(shift: str, key: str, found: list[Any] = found) -> float:
+            return float(np.mean([measured[shift][key] for measured in found]))
+
+        cells = [name, f"{mean('as it is', 'accuracy'):.2%}"]
+        cells += [f"{mean('as it is', key):.3f}" for key in ("nll", "ece")]
+        cells += [f"{mean(shift, 'nll'):.2f}, {mean(shift, 'ece'):.2f}" for shift in TABLE_SHIFTS]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def show(name: str, measured: dict[str, Metrics]) -> None:

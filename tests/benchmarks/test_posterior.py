@@ -1,10 +1,15 @@
 """The experiment with posteriors: its measures, its shifted images and its network."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.learn.posterior import metrics, network, rotated
+from benchmarks.learn.posterior import metrics, network, rotated, table
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_network_is_that_of_the_paper() -> None:
@@ -26,3 +31,8 @@ def test_measures() -> None:
     # bins of 1/15: two predictions of 0.9 of which one is right, one of 0.7, one of 0.5
     assert found["ece"] == pytest.approx((2 * 0.4 + 0.3 + 0.5) / 4, abs=1e-4)
     assert [count for count, _, _ in found["bins"] if count] == [1, 1, 2]
+
+
+def test_the_page_has_the_table_of_the_figures() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "posterior.json").read_text())
+    assert table(result) in (ROOT / "docs" / "posterior.md").read_text()
