@@ -78,6 +78,19 @@ def test_the_guide_to_packed_weights_runs(
     assert isinstance(names["layer"], PackedLinear)
 
 
+def test_gmra_describes_a_surface(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = EXAMPLES / "gmra.py"
+    assert len(example.read_text().splitlines()) < 60
+    monkeypatch.setattr(sys, "argv", [str(example), "--points", "5000", "--memory", "1"])
+    runpy.run_path(str(example), run_name="__main__")
+    shown = capsys.readouterr().out
+    errors = [float(error) for error in re.findall(r"^scale .* error (\S+)$", shown, re.MULTILINE)]
+    assert len(errors) > 5
+    assert errors[-1] < errors[0] / 50
+
+
 def test_a_packed_model_is_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

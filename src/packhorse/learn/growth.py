@@ -193,8 +193,8 @@ class Growth:
             block = self._read(leaf, item["done"], item["done"] + plan.block_rows)
             numbers = route(item["pieces"], block)
             for number in np.unique(numbers):
-                rows = block[numbers == number]
-                pieces[number]["sum"] += rows.sum(axis=0, dtype=np.float64)
+                rows, piece = block[numbers == number], pieces[number]
+                piece["sum"] = piece["sum"] + rows.sum(axis=0, dtype=np.float64)
                 waiting[number].append(rows)
             item["done"] += len(block)
             n_waiting += len(block)
