@@ -32,7 +32,7 @@ from packhorse.cli.shelf.statistics import describe_values, plain_values
 from packhorse.disk import Shelf
 from packhorse.disk.state import find_tensors, path_below
 
-__all__ = ["compact", "listed", "open_shelf", "show", "verify", "view_of"]
+__all__ = ["check_path", "compact", "listed", "open_shelf", "show", "stepping", "verify", "view_of"]
 
 # What the methods of a shelf call: with the bytes that are done, and those that there are.
 _Steps: TypeAlias = Callable[[int, int], None]
@@ -161,7 +161,7 @@ def _values_of(value: object, path: str) -> Iterator[tuple[str, Any]]:
 def verify(shelf: Shelf, path: str, watch: Watch) -> VerifiedShelf:
     """Check all checksums, of the present state and of all tags."""
     info = shelf.info()
-    with _stepping(watch, f"verify {path}", info.packed_nbytes) as progress:
+    with stepping(watch, f"verify {path}", info.packed_nbytes) as progress:
         start = time.perf_counter()
         problems = shelf.verify(progress)
         seconds = time.perf_counter() - start
@@ -181,7 +181,7 @@ def compact(shelf: Shelf, path: str, watch: Watch, *, dry_run: bool) -> Compacte
     info = shelf.info()
     if dry_run:
         return CompactedShelf(path, True, info.file_nbytes, info.free_nbytes, 0.0)
-    with _stepping(watch, f"compact {path}", info.file_nbytes) as progress:
+    with stepping(watch, f"compact {path}", info.file_nbytes) as progress:
         start = time.perf_counter()
         saved = shelf.compact(progress)
         seconds = time.perf_counter() - start
@@ -189,7 +189,7 @@ def compact(shelf: Shelf, path: str, watch: Watch, *, dry_run: bool) -> Compacte
 
 
 @contextmanager
-def _stepping(watch: Watch, title: str, nbytes: int) -> Iterator[_Steps | None]:
+def stepping(watch: Watch, title: str, nbytes: int) -> Iterator[_Steps | None]:
     """A progress display for a method that tells what is done of how much: it moves in proportion,
     because the total that the method finds may differ from `nbytes`."""
     with watch(title, nbytes) as advance:

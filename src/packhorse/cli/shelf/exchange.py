@@ -1,0 +1,106 @@
+"""The work of `packhorse shelf export` and `import`: tensors to and from files of other formats.
+
+Nothing here draws, prints or exits.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from packhorse.cli.actions import Watch
+from packhorse.cli.failures import UsageError
+from packhorse.cli.jobs import check_source as check_place
+from packhorse.cli.rows import gb_per_s, ratio
+from packhorse.cli.runs import Source
+from packhorse.cli.shelf.actions import check_path, open_shelf, stepping, view_of
+from packhorse.cli.shelf.rows import ExchangedTensor, ExportedTensors, ImportedTensors
+from packhorse.disk import Shelf
+
+__all__ = ["FormatName", "Incoming", "Naming", "check_source", "export", "import_", "receiver"]
+
+
+class FormatName(StrEnum):
+    """Names of the formats on the command line."""
+
+    ZARR = "zarr"
+    NPY = "npy"
+    SAFETENSORS = "safetensors"
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How imported tensors are called: the one name, or what goes in front of their own names."""
+
+    name: str | None
+    prefix: str
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A file or folder to import."""
+
+    src: str
+    format: FormatName
+
+
+def format_of(path: str, given: FormatName | None) -> FormatName:
+    """The format of a file or folder: as given, or by what its name ends in.
+
+    Raises:
+        UsageError: the name does not say it.
+    """
+    if given is not None:
+        return given
+    for format in FormatName:
+        if Path(path).name.lower().endswith(f".{format}"):
+            return format
+    raise UsageError(
+        f"{path}: its name does not end in .zarr, .npy or .safetensors; say what it is with "
+        "--format"
+    )
+
+
+def export(
+    shelf: Shelf,
+    path: str,
+    dest: str,
+    names: Sequence[str],
+    *,
+    format: FormatName | None,
+    tag: str | None,
+    dry_run: bool,
+    force: bool,
+    watch: Watch,
+) -> ExportedTensors:
+    """Write tensors to a file or folder.
+
+    Raises:
+        UsageError: a name does not exist, or the format is unknown or has one tensor only.
+    """
+    kind = format_of(dest, format)
+    view = view_of(shelf, tag)
+    there = {tensor.name: tensor for tensor in view.info().tensors}
+    wanted = list(dict.fromkeys(names)) or list(there)
+    for name in wanted:
+        if name not in there:
+            raise UsageError(f"there is no tensor {name!r}; `packhorse shelf list` shows all")
+    if kind is FormatName.NPY and len(wanted) != 1:
+        raise UsageError(f"{dest}: an .npy file has one tensor, not {len(wanted)}; name one")
+    rows = [_row(there[name].name, there[name]) for name in wanted]
+    nbytes, seconds = sum(row.nbytes for row in rows), 0.0
+    if not dry_run:
+        with stepping(watch, f"export {dest}", nbytes) as progress:
+            start = time.perf_counter()
+            getattr(view, f"export_{kind}")(dest, wanted, force=force, progress=progress)
+            seconds = time.perf_counter() - start
+    return ExportedTensors(
+        path, dest, str(kind), dry_run, nbytes, seconds, gb_per_s(nbytes, seconds), rows
+    )
+
+
+def _row(name: str, tensor: Any) -> ExchangedTensor:
+    return ExchangedTensor(name, tensor.dtype, tuple(tensor.shape), tensor.nbytes)
