@@ -1,4 +1,4 @@
-"""Standardize an array that is larger than the memory it may take, in a shelf that survives kill -9.
+"""Standardize an array larger than the memory it may take, in a shelf that survives kill -9.
 
 Run `python examples/shelf.py FOLDER`, stop it at any moment, and run it again: it goes on where the
 last commit left it. Each commit has some rows together with the sums over all rows so far.

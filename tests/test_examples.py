@@ -1,5 +1,4 @@
-"""The examples: training with snapshots in processes that are killed, a shelf that is filled by such
-processes, serving a packed model."""
+"""The examples: training and filling a shelf in processes that are killed, serving a packed model."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What `packhorse shelf show` makes of an index and of values, compared with NumPy's own answers."""
+"""What `packhorse shelf show` makes of an index and of values, compared with NumPy's answers."""
 
 import json
 import math

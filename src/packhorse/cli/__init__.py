@@ -1,5 +1,4 @@
-"""The `packhorse` command: pack, unpack, inspect, verify, bench, tune; snapshot and shelf with verbs
-of their own.
+"""The `packhorse` command: pack, unpack, inspect, verify, bench, tune, snapshot and shelf.
 
 `main` here runs the command line. The installed command begins in `start`, which handles Ctrl-C
 while the imports run. Until their `main` is called, both modules import only the standard library,

@@ -232,12 +232,14 @@ def import_(
     if name is not None and (prefix or len(src) > 1):
         raise UsageError("--name is for one tensor: give one source, and no --prefix")
     naming = exchange.Naming(name, prefix)
-    jobs = [exchange.check_source(Source.of(text), format) for text in src]
+    jobs = [exchange.incoming(Source.of(text), format) for text in src]
     with exchange.receiver(shelf, dry_run=dry_run, level=level.value, threads=threads) as opened:
         each(
             jobs,
             lambda job: [
-                exchange.import_(opened, shelf, job, naming, replace=replace, watch=progress)
+                exchange.import_(
+                    opened, shelf, job, naming, dry_run=dry_run, replace=replace, watch=progress
+                )
             ],
             render.imported_lines,
             json,

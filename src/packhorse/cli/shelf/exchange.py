@@ -20,7 +20,7 @@ from packhorse.cli.shelf.actions import check_path, open_shelf, stepping, view_o
 from packhorse.cli.shelf.rows import ExchangedTensor, ExportedTensors, ImportedTensors
 from packhorse.disk import Shelf
 
-__all__ = ["FormatName", "Incoming", "Naming", "check_source", "export", "import_", "receiver"]
+__all__ = ["FormatName", "Incoming", "Naming", "export", "import_", "incoming", "receiver"]
 
 
 class FormatName(StrEnum):
@@ -104,3 +104,66 @@ def export(
 
 def _row(name: str, tensor: Any) -> ExchangedTensor:
     return ExchangedTensor(name, tensor.dtype, tuple(tensor.shape), tensor.nbytes)
+
+
+def incoming(source: Source, format: FormatName | None) -> Incoming:
+    """A source of a command line, if it is there.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        UsageError: its format is unknown.
+    """
+    if "://" not in source.src:
+        check_place(source.src)
+    return Incoming(source.src, format_of(source.src, format))
+
+
+@contextmanager
+def receiver(path: str, *, dry_run: bool, **options: Any) -> Iterator[Shelf | None]:
+    """The shelf to import to; in a dry run for reading, and None if there is none yet."""
+    check_path(path)
+    if dry_run and not Path(path).exists():
+        yield None
+        return
+    with Shelf(path, "r" if dry_run else "r+", **options) as shelf:
+        yield shelf
+
+
+def import_(
+    shelf: Shelf | None,
+    path: str,
+    job: Incoming,
+    naming: Naming,
+    *,
+    dry_run: bool,
+    replace: bool,
+    watch: Watch,
+) -> ImportedTensors:
+    """Put the tensors of one source into a shelf, all of them or none.
+
+    Raises:
+        FileExistsError: the shelf has a tensor of such a name, and `replace` is False.
+    """
+    options = naming.options(job)
+    rows = [_row(tensor.name, tensor) for tensor in LISTERS[job.format](job.src, **options)]
+    replaced = [row.name for row in rows if shelf is not None and row.name in shelf]
+    nbytes = sum(row.nbytes for row in rows)
+    if dry_run or shelf is None:
+        return ImportedTensors(
+            path, job.src, str(job.format), True, nbytes, None, None, 0.0, 0.0, rows, replaced
+        )
+    if replaced and not replace:
+        raise FileExistsError(
+            f"{job.src}: the shelf has {replaced[0]!r} already; allow it with --replace, or choose "
+            "another name with --name or --prefix"
+        )
+    with stepping(watch, f"import {job.src}", nbytes) as progress:
+        start = time.perf_counter()
+        verb = getattr(shelf, f"import_{job.format}")
+        verb(job.src, **options, replace=replace, progress=progress)
+        seconds = time.perf_counter() - start
+    packed = sum(shelf[row.name].packed_nbytes for row in rows)
+    return ImportedTensors(
+        path, job.src, str(job.format), False, nbytes, packed, ratio(nbytes, packed), seconds,
+        gb_per_s(nbytes, seconds), rows, replaced,
+    )  # fmt: skip
