@@ -6,10 +6,10 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from packhorse.cli.failures import ExitCode, UsageError
+from packhorse.cli.failures import ExitCode
 from packhorse.cli.options import Force, Json, Level, LevelName, Threads
 from packhorse.cli.render import progress
-from packhorse.cli.runs import Source, each
+from packhorse.cli.runs import each
 from packhorse.cli.shelf import actions, exchange, render
 from packhorse.cli.shelf.exchange import FormatName
 
@@ -196,19 +196,16 @@ def import_(
         list[str],
         typer.Argument(
             metavar="SRC", show_default=False,
-            help="Folders X.zarr, and files X.npy and X.safetensors, packed or plain.",
+            help="Folders X.zarr, files X.npy and X.safetensors, packed or plain, or URLs of them.",
         ),
     ],
     name: Annotated[
         str | None,
         typer.Option(
             "--name", metavar="NAME", show_default=False,
-            help="The tensor's name; for an .npy file, by default that of the file without .npy.",
+            help="The tensor's name. Tensors that have names get it in front: NAME/weight.",
         ),
     ] = None,
-    prefix: Annotated[
-        str, typer.Option("--prefix", help="Put this in front of the names of all tensors.")
-    ] = "",
     format: Format = None,
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace tensors that have these names.")
@@ -220,6 +217,7 @@ def import_(
 ) -> None:  # fmt: skip
     """Put tensors from files and folders into a shelf, which the first import creates.
 
+    A tensor gets the name that it has in the file; that of an .npy file is called like the file.
     Tensors are read part by part, so they may be larger than memory. Each source is imported as a
     whole or not at all.
 
@@ -227,18 +225,15 @@ def import_(
 
     - `packhorse shelf import runs/data.shelf x.npy y.npy`
     - `packhorse shelf import runs/data.shelf old.npy --name x --replace`
-    - `packhorse shelf import runs/data.shelf model.safetensors --prefix model/`
+    - `packhorse shelf import runs/data.shelf model.safetensors --name model`
     """
-    if name is not None and (prefix or len(src) > 1):
-        raise UsageError("--name is for one tensor: give one source, and no --prefix")
-    naming = exchange.Naming(name, prefix)
-    jobs = [exchange.incoming(Source.of(text), format) for text in src]
+    jobs = exchange.incoming(src, format, name)
     with exchange.receiver(shelf, dry_run=dry_run, level=level.value, threads=threads) as opened:
         each(
             jobs,
             lambda job: [
                 exchange.import_(
-                    opened, shelf, job, naming, dry_run=dry_run, replace=replace, watch=progress
+                    opened, shelf, job, dry_run=dry_run, replace=replace, watch=progress
                 )
             ],
             render.imported_lines,

@@ -20,7 +20,7 @@ from packhorse.cli.shelf.actions import check_path, open_shelf, stepping, view_o
 from packhorse.cli.shelf.rows import ExchangedTensor, ExportedTensors, ImportedTensors
 from packhorse.disk import Shelf
 
-__all__ = ["FormatName", "Incoming", "Naming", "export", "import_", "incoming", "receiver"]
+__all__ = ["FormatName", "Incoming", "export", "import_", "incoming", "receiver"]
 
 
 class FormatName(StrEnum):
@@ -32,19 +32,18 @@ class FormatName(StrEnum):
 
 
 @dataclass(frozen=True)
-class Naming:
-    """How imported tensors are called: the one name, or what goes in front of their own names."""
-
-    name: str | None
-    prefix: str
-
-
-@dataclass(frozen=True)
 class Incoming:
-    """A file or folder to import."""
+    """A file or folder to import.
+
+    Attributes:
+        src: its path or URL.
+        format: what it is.
+        name: the name of its tensor, or a name in front of those of its tensors; may be empty.
+    """
 
     src: str
     format: FormatName
+    name: str
 
 
 def format_of(path: str, given: FormatName | None) -> FormatName:
@@ -56,7 +55,7 @@ def format_of(path: str, given: FormatName | None) -> FormatName:
     if given is not None:
         return given
     for format in FormatName:
-        if Path(path).name.lower().endswith(f".{format}"):
+        if path.lower().rstrip("/").endswith(f".{format}"):
             return format
     raise UsageError(
         f"{path}: its name does not end in .zarr, .npy or .safetensors; say what it is with "
@@ -88,14 +87,19 @@ def export(
     for name in wanted:
         if name not in there:
             raise UsageError(f"there is no tensor {name!r}; `packhorse shelf list` shows all")
-    if kind is FormatName.NPY and len(wanted) != 1:
-        raise UsageError(f"{dest}: an .npy file has one tensor, not {len(wanted)}; name one")
+    is_file = kind is FormatName.NPY and dest.endswith(".npy")
+    if is_file and len(wanted) != 1:
+        raise UsageError(
+            f"{dest}: an .npy file has one tensor, not {len(wanted)}; name one, or give a folder "
+            "and --format npy"
+        )
     rows = [_row(there[name].name, there[name]) for name in wanted]
     nbytes, seconds = sum(row.nbytes for row in rows), 0.0
     if not dry_run:
         with stepping(watch, f"export {dest}", nbytes) as progress:
             start = time.perf_counter()
-            getattr(view, f"export_{kind}")(dest, wanted, force=force, progress=progress)
+            verb = getattr(view, f"export_{kind}")
+            verb(dest, wanted[0] if is_file else wanted, force=force, progress=progress)
             seconds = time.perf_counter() - start
     return ExportedTensors(
         path, dest, str(kind), dry_run, nbytes, seconds, gb_per_s(nbytes, seconds), rows
@@ -106,16 +110,30 @@ def _row(name: str, tensor: Any) -> ExchangedTensor:
     return ExchangedTensor(name, tensor.dtype, tuple(tensor.shape), tensor.nbytes)
 
 
-def incoming(source: Source, format: FormatName | None) -> Incoming:
-    """A source of a command line, if it is there.
+def incoming(
+    sources: Sequence[str], format: FormatName | None, name: str | None
+) -> list[Incoming]:
+    """The sources of a command line, if they are there.
+
+    Args:
+        sources: paths and URLs.
+        format: of all; None for what their names end in.
+        name: of the one tensor, or in front of the names of several; None for none.
 
     Raises:
-        FileNotFoundError: it is not there.
-        UsageError: its format is unknown.
+        FileNotFoundError: a path leads nowhere.
+        UsageError: a format is unknown.
     """
-    if "://" not in source.src:
-        check_place(source.src)
-    return Incoming(source.src, format_of(source.src, format))
+    jobs = []
+    for source in map(Source.of, sources):
+        place = None if "://" in source.src else check_place(source.src)
+        kind = format_of(source.src, format)
+        own = name or ""
+        if kind is FormatName.NPY and not (place and place.is_dir()):
+            stem = Path(source.src).name.removesuffix(".npy")
+            own = stem if name is None else name if len(sources) == 1 else f"{name}/{stem}"
+        jobs.append(Incoming(source.src, kind, own))
+    return jobs
 
 
 @contextmanager
@@ -133,7 +151,6 @@ def import_(
     shelf: Shelf | None,
     path: str,
     job: Incoming,
-    naming: Naming,
     *,
     dry_run: bool,
     replace: bool,
@@ -155,7 +172,7 @@ def import_(
     if replaced and not replace:
         raise FileExistsError(
             f"{job.src}: the shelf has {replaced[0]!r} already; allow it with --replace, or choose "
-            "another name with --name or --prefix"
+            "another name with --name"
         )
     with stepping(watch, f"import {job.src}", nbytes) as progress:
         start = time.perf_counter()
