@@ -210,6 +210,13 @@ def import_(
     replace: Annotated[
         bool, typer.Option("--replace", help="Replace tensors that have these names.")
     ] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype", metavar="DTYPE", show_default=False,
+            help="What the elements of .npy files are that do not say so: bfloat16, ...",
+        ),
+    ] = None,
     level: Level = LevelName.DEFAULT,
     threads: Threads = None,
     dry_run: DryRun = False,
@@ -227,7 +234,7 @@ def import_(
     - `packhorse shelf import runs/data.shelf old.npy --name x --replace`
     - `packhorse shelf import runs/data.shelf model.safetensors --name model`
     """
-    jobs = exchange.incoming(src, format, name)
+    jobs = exchange.incoming(src, format, name, dtype)
     with exchange.receiver(shelf, dry_run=dry_run, level=level.value, threads=threads) as opened:
         each(
             jobs,

@@ -39,11 +39,13 @@ class Incoming:
         src: its path or URL.
         format: what it is.
         name: the name of its tensor, or a name in front of those of its tensors; may be empty.
+        dtype: what the elements of an .npy file are, if it does not say so.
     """
 
     src: str
     format: FormatName
     name: str
+    dtype: str | None
 
 
 def format_of(path: str, given: FormatName | None) -> FormatName:
@@ -111,7 +113,7 @@ def _row(name: str, tensor: Any) -> ExchangedTensor:
 
 
 def incoming(
-    sources: Sequence[str], format: FormatName | None, name: str | None
+    sources: Sequence[str], format: FormatName | None, name: str | None, dtype: str | None
 ) -> list[Incoming]:
     """The sources of a command line, if they are there.
 
@@ -119,6 +121,7 @@ def incoming(
         sources: paths and URLs.
         format: of all; None for what their names end in.
         name: of the one tensor, or in front of the names of several; None for none.
+        dtype: of elements in .npy files that do not say it.
 
     Raises:
         FileNotFoundError: a path leads nowhere.
@@ -132,7 +135,7 @@ def incoming(
         if kind is FormatName.NPY and not (place and place.is_dir()):
             stem = Path(source.src).name.removesuffix(".npy")
             own = stem if name is None else name if len(sources) == 1 else f"{name}/{stem}"
-        jobs.append(Incoming(source.src, kind, own))
+        jobs.append(Incoming(source.src, kind, own, dtype))
     return jobs
 
 
