@@ -140,6 +140,19 @@ class ShelfView:
             return decode_state(entry.state, read)[0]
 
     @contextmanager
+    def reading(self) -> Iterator[Self]:
+        """Let all reads of this thread inside the block see one committed state.
+
+        Keep it short where another process writes: what it replaces cannot be used again until the
+        block ends.
+
+        Yields:
+            The shelf.
+        """
+        with self._session.folder.hold():
+            yield self
+
+    @contextmanager
     def _reader(self, name: str) -> Iterator[Chunks]:
         changes = None if self._tag is not None else self._session.seen()
         if changes is not None:
@@ -407,19 +420,6 @@ class Shelf(ShelfView):
             PermissionError: the shelf is open for reading only.
         """
         return self._session.transaction()
-
-    @contextmanager
-    def reading(self) -> Iterator[Self]:
-        """Let all reads of this thread inside the block see one committed state.
-
-        Keep it short where another process writes: what it replaces cannot be used again until the
-        block ends.
-
-        Yields:
-            The shelf.
-        """
-        with self._session.folder.hold():
-            yield self
 
     # Tags.
 
