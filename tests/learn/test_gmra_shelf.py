@@ -17,7 +17,6 @@ from packhorse.disk import Shelf
 from packhorse.learn import GMRA
 from packhorse.learn.growth import Growth
 
-
 Array = NDArray[Any]
 SETTINGS: dict[str, Any] = {"random_state": 0, "memory_nbytes": 1 << 20}
 PATHS = ("bases", "centres", "floats", "integers", "planes", "translations", "wavelets")
