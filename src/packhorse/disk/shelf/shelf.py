@@ -139,6 +139,10 @@ class ShelfView:
 
             return decode_state(entry.state, read)[0]
 
+    def info(self) -> ShelfInfo:
+        """What is in this state, as of the last commit, and of the shelf; nothing is decoded."""
+        return look_at(self._session, self._tag)
+
     @contextmanager
     def _reader(self, name: str) -> Iterator[Chunks]:
         changes = None if self._tag is not None else self._session.seen()
@@ -511,10 +515,6 @@ class Shelf(ShelfView):
             self._session.folder.write(work)
 
     # Upkeep.
-
-    def info(self) -> ShelfInfo:
-        """What is on the shelf, as of the last commit; nothing is decoded."""
-        return look_at(self._session)
 
     def verify(self, progress: Progress | None = None) -> list[ShelfProblem]:
         """Decode every chunk of the newest state and of all tags, and compare all records.
