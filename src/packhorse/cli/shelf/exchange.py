@@ -63,17 +63,18 @@ def format_of(path: str, given: FormatName | None) -> FormatName:
     """The format of a file or folder: as given, or by what its name ends in.
 
     Raises:
-        UsageError: the name does not say it.
+        UsageError: the name does not say it, or it is a file of NumPy at a URL.
     """
-    if given is not None:
-        return given
-    for format in FormatName:
-        if path.lower().rstrip("/").endswith(f".{format}"):
-            return format
-    raise UsageError(
-        f"{path}: its name does not end in .zarr, .npy or .safetensors; say what it is with "
-        "--format"
-    )
+    named = (each for each in FormatName if path.lower().rstrip("/").endswith(f".{each}"))
+    found = given or next(named, None)
+    if found is None:
+        raise UsageError(
+            f"{path}: its name does not end in .zarr, .npy or .safetensors; say what it is with "
+            "--format"
+        )
+    if found is FormatName.NPY and "://" in path:
+        raise UsageError(f"{path}: files of NumPy must be on this machine; copy it first")
+    return found
 
 
 def export(
