@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -28,6 +28,7 @@ from packhorse.storage.strict_json import shown
 
 __all__ = [
     "BLOCK_NBYTES",
+    "Block",
     "Incoming",
     "Meter",
     "ReadsLikeShelf",
@@ -47,6 +48,8 @@ __all__ = [
 BLOCK_NBYTES = 1 << 24
 
 _Box: TypeAlias = tuple[slice, ...]
+# A box of a tensor, and its elements.
+Block: TypeAlias = tuple[_Box, np.ndarray[Any, Any]]
 # Called with the bytes done so far, and the bytes that there are to do.
 ShelfProgress: TypeAlias = Callable[[int, int], object]
 
@@ -84,13 +87,15 @@ class Incoming:
         shape: its shape.
         where: the file and the tensor in it, for messages.
         blocks: begins to read it; yields boxes of it with their elements.
+        check: raises an exception if the file has changed since it was opened.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     where: str
-    blocks: Callable[[], Iterator[tuple[_Box, np.ndarray[Any, Any]]]]
+    blocks: Callable[[], Iterator[Block]]
+    check: Callable[[], object] = lambda: None
 
     @property
     def nbytes(self) -> int:
@@ -210,7 +215,7 @@ def tile_shape(shape: Sequence[int], unit: Sequence[int], max_numel: int) -> tup
 
     Args:
         shape: the shape of the tensor.
-        unit: the shape of its chunks; a block has whole chunks.
+        unit: the shape of its chunks; a block has whole chunks, or ends where the tensor does.
         max_numel: the elements of a block, unless a chunk has more.
 
     Returns:
@@ -218,9 +223,10 @@ def tile_shape(shape: Sequence[int], unit: Sequence[int], max_numel: int) -> tup
     """
     tile = [max(1, size) for size in unit]
     for axis in reversed(range(len(tile))):
-        tile[axis] *= max(1, min(max_numel // math.prod(tile), -(-shape[axis] // tile[axis])))
+        tile[axis] *= max(1, max_numel // math.prod(tile))
         if tile[axis] < shape[axis]:
             break
+        tile[axis] = max(1, shape[axis])
     return tuple(tile)
 
 
@@ -244,7 +250,6 @@ def store(
     replace: bool,
     resume: bool,
     progress: ShelfProgress | None,
-    check: Callable[[], object] = lambda: None,
 ) -> list[str]:
     """Write tensors to a shelf.
 
@@ -255,7 +260,6 @@ def store(
         resume: whether each tensor is a transaction of its own, and tensors that are there already
             are compared and kept.
         progress: called with the bytes done, and the bytes of all tensors.
-        check: called before each commit; raises an exception if the source has changed.
 
     Returns:
         The names of the tensors.
@@ -263,6 +267,7 @@ def store(
     Raises:
         FileExistsError: the shelf has such a tensor, and may not replace it.
         ValueError: two tensors would have the same name.
+        OSError: a source has changed.
     """
     _refuse_twins(tensors)
     if not replace and not resume:
@@ -270,18 +275,29 @@ def store(
             if tensor.name in shelf:
                 raise _exists(shelf, tensor, "the shelf has it already")
     meter = Meter(progress, sum(tensor.nbytes for tensor in tensors))
-    with nullcontext() if resume else shelf.transaction():
+    if resume:
         for tensor in tensors:
-            if resume and tensor.name in shelf:
-                if _is_stored(shelf, tensor):
-                    meter.add(math.prod(tensor.shape), tensor.dtype)
-                    continue
-                if not replace:
-                    raise _exists(shelf, tensor, "the shelf has another tensor of this name")
-            with shelf.transaction():
+            _resume(shelf, tensor, meter, replace=replace)
+    else:
+        with shelf.transaction():
+            for tensor in tensors:
                 _write(shelf, tensor, meter)
+            for check in dict.fromkeys(tensor.check for tensor in tensors):
                 check()
     return [tensor.name for tensor in tensors]
+
+
+def _resume(shelf: Any, tensor: Incoming, meter: Meter, *, replace: bool) -> None:
+    """Write a tensor in a transaction, unless the shelf has it."""
+    if tensor.name in shelf:
+        if _is_stored(shelf, tensor):
+            meter.add(math.prod(tensor.shape), tensor.dtype)
+            return
+        if not replace:
+            raise _exists(shelf, tensor, "the shelf has another one of this name")
+    with shelf.transaction():
+        _write(shelf, tensor, meter)
+        tensor.check()
 
 
 def _refuse_twins(tensors: Sequence[Incoming]) -> None:

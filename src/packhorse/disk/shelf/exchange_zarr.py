@@ -21,6 +21,7 @@ import numpy as np
 
 from packhorse.disk.shelf.exchange import (
     BLOCK_NBYTES,
+    Block,
     Incoming,
     Meter,
     ReadsLikeShelf,
@@ -238,7 +239,7 @@ def _incoming(name: str, array: Any, where: str) -> Incoming:
     native = native_dtype(dtype)
     tile = tile_shape(shape, array.chunks, BLOCK_NBYTES // native.itemsize)
 
-    def blocks() -> Iterator[tuple[tuple[slice, ...], np.ndarray[Any, Any]]]:
+    def blocks() -> Iterator[Block]:
         for box in tiles(shape, tile):
             with _naming(where, f"elements {_words(box)}"):
                 block = np.asarray(array[box])
