@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -22,7 +22,8 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from packhorse.framework import framework_of, resolve_framework, to_array
+from packhorse.codecs.base import ByteArray
+from packhorse.framework import resolve_framework
 from packhorse.layout import DTYPE_BY_NAME
 from packhorse.storage.strict_json import shown
 
@@ -31,14 +32,15 @@ __all__ = [
     "Block",
     "Incoming",
     "Meter",
+    "Outgoing",
     "ReadsLikeShelf",
     "ShelfProgress",
-    "array_of",
+    "bits_of",
     "check_segments",
-    "chosen",
     "dtype_of",
     "name_below",
     "native_dtype",
+    "outgoing",
     "store",
     "sync_files",
     "tile_shape",
@@ -104,7 +106,8 @@ class Incoming:
 
 
 class Meter:
-    """Adds up what is done, and tells the caller."""
+    """Adds up the bytes that are done, those of elements of 4 and 6 bits without gaps, and tells
+    the caller."""
 
     def __init__(self, progress: ShelfProgress | None, total: int) -> None:
         self._progress, self._total, self._bits = progress, total, 0
@@ -116,16 +119,60 @@ class Meter:
             self._progress(self._bits // 8, self._total)
 
 
-# Names and dtypes.
+class Outgoing:
+    """A tensor that is exported.
+
+    Attributes:
+        tensor: reads as arrays of NumPy.
+        dtype: safetensors' name of its dtype.
+        native: its dtype of NumPy.
+        shape: its shape.
+        chunks: the shape of its chunks.
+    """
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor.as_framework("np")
+        self.native: np.dtype[Any] = self.tensor.dtype
+        self.dtype = dtype_of(self.native, repr(tensor))
+        self.shape = tuple(self.tensor.shape)
+        self.chunks = tuple(self.tensor.chunks)
+
+    def read(self, tile: Sequence[int], meter: Meter) -> Iterator[Block]:
+        """Its blocks of a shape, each a contiguous array, which are counted when they are used."""
+        for box in tiles(self.shape, tile):
+            block = np.ascontiguousarray(self.tensor[box]).reshape([s.stop - s.start for s in box])
+            yield box, block
+            meter.add(block.size, self.dtype)
+
+    def tile(self, nbytes: int) -> tuple[int, ...]:
+        """The shape of blocks of about so many bytes in memory."""
+        return tile_shape(self.shape, self.chunks, nbytes // self.native.itemsize)
 
 
-def chosen(shelf: ReadsLikeShelf, names: str | Iterable[str] | None) -> list[str]:
-    """The tensors to export: those named, or all.
+@contextmanager
+def outgoing(
+    shelf: ReadsLikeShelf, names: str | Iterable[str] | None, progress: ShelfProgress | None
+) -> Iterator[tuple[dict[str, Outgoing], Meter]]:
+    """The tensors to export, those named or all, and what counts their bytes. All reads of the
+    block see one state.
 
     Raises:
         KeyError: the shelf has no tensor of a name.
         ValueError: a name occurs twice.
     """
+    with shelf.reading():
+        tensors = {name: Outgoing(shelf[name]) for name in _chosen(shelf, names)}
+        nbytes = (
+            math.prod(tensor.shape) * DTYPE_BY_NAME[tensor.dtype].bits // 8
+            for tensor in tensors.values()
+        )
+        yield tensors, Meter(progress, sum(nbytes))
+
+
+# Names and dtypes.
+
+
+def _chosen(shelf: ReadsLikeShelf, names: str | Iterable[str] | None) -> list[str]:
     known = list(shelf)
     if names is None:
         return known
@@ -198,16 +245,12 @@ def native_dtype(dtype: str) -> np.dtype[Any]:
     return found
 
 
-def array_of(value: Any) -> np.ndarray[Any, Any]:
-    """What reading a tensor of a shelf gave, as an array of NumPy."""
-    framework = framework_of(value)
-    if framework is None or framework.name == "np":
-        return np.asarray(value)
-    array: np.ndarray[Any, Any] = to_array(value, framework)
-    return array
-
-
 # Blocks.
+
+
+def bits_of(array: Any) -> ByteArray:
+    """The bytes of an array, in C order."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def tile_shape(shape: Sequence[int], unit: Sequence[int], max_numel: int) -> tuple[int, ...]:
@@ -329,17 +372,12 @@ def _is_stored(shelf: Any, tensor: Incoming) -> bool:
     """Whether a shelf has a tensor with these elements."""
     if tensor.name not in set(shelf):
         return False
-    found = shelf[tensor.name]
-    shape = tuple(found.shape)
-    if (found.dtype_name, shape) != (tensor.dtype, tensor.shape):
+    found = Outgoing(shelf[tensor.name])
+    if (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
         return False
     return all(
-        np.array_equal(_bits(array_of(found[box])), _bits(block)) for box, block in tensor.blocks()
+        np.array_equal(bits_of(found.tensor[box]), bits_of(block)) for box, block in tensor.blocks()
     )
-
-
-def _bits(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 # Exports.

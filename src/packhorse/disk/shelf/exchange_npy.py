@@ -26,14 +26,15 @@ from packhorse.disk.shelf.exchange import (
     Block,
     Incoming,
     Meter,
+    Outgoing,
     ReadsLikeShelf,
     ShelfProgress,
-    array_of,
+    bits_of,
     check_segments,
-    chosen,
     dtype_of,
     name_below,
     native_dtype,
+    outgoing,
     store,
     tile_shape,
     tiles,
@@ -76,9 +77,7 @@ def export_npy(
         OSError: a file cannot be written; FileExistsError if `path` exists and `force` is False.
     """
     place = Path(path)
-    with shelf.reading():
-        tensors = {name: shelf[name] for name in chosen(shelf, names)}
-        meter = Meter(progress, sum(tensor.nbytes for tensor in tensors.values()))
+    with outgoing(shelf, names, progress) as (tensors, meter):
         if isinstance(names, str):
             with atomic_file(place, force=force) as output:
                 _write(output, tensors[names], meter)
@@ -146,18 +145,14 @@ def _replaceable(folder: Path) -> list[Path]:
     return [path.relative_to(folder) for path in found]
 
 
-def _write(output: OutputFile, tensor: Any, meter: Meter) -> None:
-    native, shape = native_dtype(tensor.dtype_name), tuple(tensor.shape)
+def _write(output: OutputFile, tensor: Outgoing, meter: Meter) -> None:
     # ml_dtypes gives some of its dtypes descriptions that np.load refuses.
-    is_numpys = native.isbuiltin == 1
-    descr = npy.dtype_to_descr(native) if is_numpys else f"|V{native.itemsize}"
-    header = {"descr": descr, "fortran_order": False, "shape": shape}
+    is_numpys = tensor.native.isbuiltin == 1
+    descr = npy.dtype_to_descr(tensor.native) if is_numpys else f"|V{tensor.native.itemsize}"
+    header = {"descr": descr, "fortran_order": False, "shape": tensor.shape}
     npy.write_array_header_1_0(output, header)
-    tile = tile_shape(shape, tensor.chunks, BLOCK_NBYTES // native.itemsize)
-    for box in tiles(shape, tile):
-        block = array_of(tensor[box])
-        output.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8))
-        meter.add(block.size, tensor.dtype_name)
+    for _, block in tensor.read(tensor.tile(BLOCK_NBYTES), meter):
+        output.write(bits_of(block))
 
 
 # Importing.

@@ -27,12 +27,13 @@ from packhorse.disk.shelf.exchange import (
     Block,
     Incoming,
     Meter,
+    Outgoing,
     ReadsLikeShelf,
     ShelfProgress,
-    array_of,
-    chosen,
+    bits_of,
     name_below,
     native_dtype,
+    outgoing,
     store,
     tile_shape,
     tiles,
@@ -85,14 +86,12 @@ def export_safetensors(
             f"{place}: is the name of a packed file; export to a name that ends with "
             f"{PLAIN_SUFFIX}, and pack that: packhorse pack"
         )
-    with shelf.reading():
-        tensors = {name: shelf[name] for name in chosen(shelf, names)}
+    with outgoing(shelf, names, progress) as (tensors, meter):
         header = _header(tensors, metadata)
-        meter = Meter(progress, header.data_nbytes)
         with writing(place, force=force) as output:
             output.write(header.prefix())
             for entry in header.entries:
-                for piece in _pieces(tensors[entry.name], entry, meter):
+                for piece in _pieces(tensors[entry.name], meter):
                     output.write(piece)
     return place
 
@@ -155,36 +154,31 @@ def import_safetensors(
 # Exporting.
 
 
-def _header(tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> FileHeader:
+def _header(tensors: Mapping[str, Outgoing], metadata: Mapping[str, str] | None) -> FileHeader:
     for name, tensor in tensors.items():
-        bits = DTYPE_BY_NAME[tensor.dtype_name].bits
-        if tensor.size * bits % 8:
+        numel, bits = math.prod(tensor.shape), DTYPE_BY_NAME[tensor.dtype].bits
+        if numel * bits % 8:
             raise ValueError(
-                f"tensor {shown(name)}: {tensor.size} elements of {bits} bits do not end at a "
-                "byte, which safetensors requires; leave it out by names="
+                f"tensor {shown(name)}: {numel} elements of {bits} bits do not end at a byte, "
+                "which safetensors requires; leave it out by names="
             )
-    forms = {name: (tensor.dtype_name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    forms = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     return build_header(forms, metadata)
 
 
-def _pieces(tensor: Any, entry: TensorEntry, meter: Meter) -> Iterator[ByteArray]:
+def _pieces(tensor: Outgoing, meter: Meter) -> Iterator[ByteArray]:
     """The bytes of a tensor, as a file has them."""
-    native, bits = native_dtype(entry.dtype), DTYPE_BY_NAME[entry.dtype].bits
+    bits = DTYPE_BY_NAME[tensor.dtype].bits
     rest = np.empty(0, np.uint8)  # elements of 4 or 6 bits that do not end at a byte yet
-    for box in tiles(entry.shape, _tile(entry, tensor.chunks, native.itemsize)):
-        block = np.ascontiguousarray(array_of(tensor[box])).reshape(-1).view(np.uint8)
-        meter.add(block.size // native.itemsize, entry.dtype)
+    for _, block in tensor.read(tensor.tile(BLOCK_NBYTES), meter):
+        data = bits_of(block)
         if bits < 8:
-            block = np.concatenate([rest, block])
-            n = block.size - block.size % 4
-            block, rest = pack_bits(block[:n], bits), block[n:]
-        yield block
+            data = np.concatenate([rest, data])
+            n = data.size - data.size % 4
+            data, rest = pack_bits(data[:n], bits), data[n:]
+        yield data
     if rest.size:  # two elements of 4 bits: others end at a byte with the tensor
         yield pack_bits(rest, bits)
-
-
-def _tile(entry: TensorEntry, unit: Iterable[int], itemsize: int) -> tuple[int, ...]:
-    return tile_shape(entry.shape, tuple(unit), BLOCK_NBYTES // itemsize)
 
 
 # Importing.
@@ -263,10 +257,11 @@ def _open(path: Place, stack: ExitStack) -> ModelFile:
 
 def _incoming(name: str, file: ModelFile, entry: TensorEntry, lender: Lender) -> Incoming:
     native, bits = native_dtype(entry.dtype), DTYPE_BY_NAME[entry.dtype].bits
+    tile = tile_shape(entry.shape, [1] * len(entry.shape), BLOCK_NBYTES // native.itemsize)
 
     def blocks() -> Iterator[Block]:
         feed = _Feed(_unpacked(_data(file, entry, lender), bits))
-        for box in tiles(entry.shape, _tile(entry, [1] * len(entry.shape), native.itemsize)):
+        for box in tiles(entry.shape, tile):
             shape = [cut.stop - cut.start for cut in box]
             block = np.empty(shape, native)
             feed.fill(block.reshape(-1).view(np.uint8))

@@ -24,14 +24,15 @@ from packhorse.disk.shelf.exchange import (
     Block,
     Incoming,
     Meter,
+    Outgoing,
     ReadsLikeShelf,
     ShelfProgress,
-    array_of,
+    bits_of,
     check_segments,
-    chosen,
     dtype_of,
     name_below,
     native_dtype,
+    outgoing,
     store,
     sync_files,
     tile_shape,
@@ -79,10 +80,8 @@ def export_zarr(
     """
     _require_zarr("export_zarr")
     folder = _local(path)
-    with shelf.reading():
-        tensors = {name: shelf[name] for name in chosen(shelf, names)}
+    with outgoing(shelf, names, progress) as (tensors, meter):
         check_segments(tensors, "zarr", ("__", _ROOT))
-        meter = Meter(progress, sum(tensor.nbytes for tensor in tensors.values()))
         with atomic_folder(folder, _replaceable(folder, force)) as building:
             group = import_late("zarr").create_group(building, zarr_format=3)
             for name, tensor in tensors.items():
@@ -171,18 +170,16 @@ def _replaceable(folder: Path, force: bool) -> list[Path] | None:
 # Exporting.
 
 
-def _export(group: Any, name: str, tensor: Any, meter: Meter) -> None:
-    native = native_dtype(tensor.dtype_name)
-    shape = tuple(tensor.shape)
-    # Parts of the shelf's chunks would be decoded again for each shard.
-    chunk = tile_shape(shape, tensor.chunks, _CHUNK_NBYTES // native.itemsize)
-    shard = tile_shape(shape, chunk, BLOCK_NBYTES // native.itemsize)
-    is_sharded = any(s < size for s, size in zip(shard, shape, strict=True))
-    dtype = import_late("packhorse.zarr_dtypes").zarr_dtype(native)
+def _export(group: Any, name: str, tensor: Outgoing, meter: Meter) -> None:
+    # In whole chunks of the shelf, which would otherwise be decoded again for the next shard.
+    chunk = tensor.tile(_CHUNK_NBYTES)
+    shard = tile_shape(tensor.shape, chunk, BLOCK_NBYTES // tensor.native.itemsize)
+    is_sharded = any(part < size for part, size in zip(shard, tensor.shape, strict=True))
+    dtype = import_late("packhorse.zarr_dtypes").zarr_dtype(tensor.native)
     parent, _, leaf = name.rpartition("/")
     array = (group.require_group(parent) if parent else group).create_array(
         leaf,
-        shape=shape,
+        shape=tensor.shape,
         dtype=dtype,
         chunks=chunk,
         shards=shard if is_sharded else None,
@@ -190,11 +187,9 @@ def _export(group: Any, name: str, tensor: Any, meter: Meter) -> None:
         fill_value=dtype.default_scalar(),
         config={"write_empty_chunks": True},
     )
-    for box in tiles(shape, shard):
-        block = array_of(tensor[box])
-        if np.ascontiguousarray(block).reshape(-1).view(np.uint8).any():
+    for box, block in tensor.read(shard, meter):
+        if bits_of(block).any():
             array[box] = block
-        meter.add(block.size, tensor.dtype_name)
 
 
 # Importing.
