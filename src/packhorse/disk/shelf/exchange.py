@@ -1,6 +1,6 @@
 """What a shelf's exports and imports share: which tensors, which blocks of them, and the commit.
 
-Tensors travel block by block, so memory does not depend on their size: a block has 16 MiB, or one
+Tensors travel block by block, so memory does not depend on their size: a block has 8 MiB, or one
 chunk of the other format if that is larger. An export reads one committed state, and its output is
 complete or absent. An import is one transaction over all its tensors; or, to be resumed, one for
 each tensor, and tensors that the shelf already has are compared and kept.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -47,7 +47,7 @@ __all__ = [
     "tiles",
 ]
 
-BLOCK_NBYTES = 1 << 24
+BLOCK_NBYTES = 1 << 23
 
 _Box: TypeAlias = tuple[slice, ...]
 # A box of a tensor, and its elements.
@@ -59,24 +59,13 @@ ShelfProgress: TypeAlias = Callable[[int, int], object]
 class ReadsLikeShelf(Protocol):
     """What exports need of a shelf, or of its state at a tag."""
 
-    @property
-    def path(self) -> Path:
-        """The folder of the shelf."""
+    path: Path
 
     def __iter__(self) -> Iterator[str]: ...
 
     def __contains__(self, name: object) -> bool: ...
 
     def __getitem__(self, name: str) -> Any: ...
-
-    def reading(self) -> AbstractContextManager[object]:
-        """A block whose reads see one state."""
-
-
-class _WritesLikeShelf(ReadsLikeShelf, Protocol):
-    def create(self, name: str, shape: Any, dtype: Any, *, replace: bool = False) -> Any: ...
-
-    def transaction(self) -> AbstractContextManager[object]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +147,11 @@ def outgoing(
 
     Raises:
         KeyError: the shelf has no tensor of a name.
+        TypeError: a name is that of a nested state.
         ValueError: a name occurs twice.
     """
-    with shelf.reading():
-        tensors = {name: Outgoing(shelf[name]) for name in _chosen(shelf, names)}
+    with _held(shelf):
+        tensors = _chosen(shelf, names)
         nbytes = (
             math.prod(tensor.shape) * DTYPE_BY_NAME[tensor.dtype].bits // 8
             for tensor in tensors.values()
@@ -169,22 +159,32 @@ def outgoing(
         yield tensors, Meter(progress, sum(nbytes))
 
 
+def _held(shelf: ReadsLikeShelf) -> AbstractContextManager[object]:
+    """A block whose reads see one state; the state of a tag stays what it is."""
+    reading = getattr(shelf, "reading", None)
+    return nullcontext() if reading is None else reading()
+
+
 # Names and dtypes.
 
 
-def _chosen(shelf: ReadsLikeShelf, names: str | Iterable[str] | None) -> list[str]:
-    known = list(shelf)
+def _chosen(shelf: ReadsLikeShelf, names: str | Iterable[str] | None) -> dict[str, Outgoing]:
     if names is None:
-        return known
+        return {name: Outgoing(shelf[name]) for name in shelf if _is_tensor(shelf, name)}
     asked = [names] if isinstance(names, str) else list(names)
-    for name in asked:
-        if name not in known:
-            what = "is a saved state, which load() reads" if name in shelf else "is not in it"
-            raise KeyError(f"{shelf.path}: {shown(name)} {what}; list(shelf) has all tensors")
     if len({*asked}) < len(asked):
         twice = next(name for name in asked if asked.count(name) > 1)
         raise ValueError(f"{shown(twice)} is named twice; name it once")
-    return asked
+    return {name: Outgoing(shelf[name]) for name in asked}
+
+
+def _is_tensor(shelf: ReadsLikeShelf, name: str) -> bool:
+    """Whether a name is that of a tensor, and not of a nested state."""
+    try:
+        shelf[name]
+    except TypeError:
+        return False
+    return True
 
 
 def check_segments(names: Iterable[str], what: str, reserved: tuple[str, ...] = ()) -> None:
@@ -308,8 +308,8 @@ def store(
         The names of the tensors.
 
     Raises:
-        FileExistsError: the shelf has such a tensor, and may not replace it.
-        ValueError: two tensors would have the same name.
+        ValueError: the shelf has such a tensor, and may not replace it; or two tensors would have
+            the same name.
         OSError: a source has changed.
     """
     _refuse_twins(tensors)
@@ -354,8 +354,8 @@ def _refuse_twins(tensors: Sequence[Incoming]) -> None:
             )
 
 
-def _exists(shelf: Any, tensor: Incoming, what: str) -> FileExistsError:
-    return FileExistsError(
+def _exists(shelf: Any, tensor: Incoming, what: str) -> ValueError:
+    return ValueError(
         f"{shelf.path}: tensor {shown(tensor.name)}: {what}; allow replacing it (replace=True), or "
         "give another name or prefix"
     )
@@ -370,7 +370,7 @@ def _write(shelf: Any, tensor: Incoming, meter: Meter) -> None:
 
 def _is_stored(shelf: Any, tensor: Incoming) -> bool:
     """Whether a shelf has a tensor with these elements."""
-    if tensor.name not in set(shelf):
+    if not _is_tensor(shelf, tensor.name):
         return False
     found = Outgoing(shelf[tensor.name])
     if (found.dtype, found.shape) != (tensor.dtype, tensor.shape):

@@ -63,7 +63,7 @@ def export_npy(
     Args:
         shelf: the shelf, or its state at a tag.
         path: the file to write if `names` is one name, otherwise the folder to create.
-        names: a tensor, or several; None for all.
+        names: a tensor, or several; None for all, without nested states.
         progress: called with the bytes done, and the bytes of all tensors.
         force: whether an existing file, or a folder that has nothing but such files, may be
             replaced.
@@ -73,6 +73,7 @@ def export_npy(
 
     Raises:
         KeyError: the shelf has no tensor of a name.
+        TypeError: a name is that of a nested state.
         ValueError: no file can have such a name.
         OSError: a file cannot be written; FileExistsError if `path` exists and `force` is False.
     """
@@ -121,8 +122,8 @@ def import_npy(
 
     Raises:
         TypeError: a shelf has no such dtype, or `dtype` is needed or of another size.
-        FileExistsError: the shelf has a tensor of such a name, and `replace` is False.
-        ValueError: the folder has no such file.
+        ValueError: the folder has no such file; or the shelf has a tensor of such a name, and
+            `replace` is False.
         CorruptionError: a file is damaged, or not of NumPy.
         OSError: a file cannot be read, or has changed.
     """

@@ -65,7 +65,7 @@ def export_safetensors(
         shelf: the shelf, or its state at a tag.
         path: the file to write, at a path or a URL. A file at a URL is written to a temporary file
             first, and uploaded as a whole.
-        names: the tensors; None for all.
+        names: the tensors; None for all, without nested states.
         metadata: pairs of strings for the file's header.
         progress: called with the bytes done, and the bytes of all tensors.
         force: whether an existing file may be replaced.
@@ -76,6 +76,7 @@ def export_safetensors(
 
     Raises:
         KeyError: the shelf has no tensor of a name.
+        TypeError: a name is that of a nested state.
         ValueError: the file's name is that of a packed file, or a tensor of elements of 4 or 6 bits
             does not end at a byte.
         OSError: the file cannot be written; FileExistsError if it exists and `force` is False.
@@ -127,8 +128,8 @@ def import_safetensors(
 
     Raises:
         KeyError: the model has no tensor of a name.
-        FileExistsError: the shelf has a tensor of such a name, and `replace` is False.
-        ValueError: the folder has no model, or several.
+        ValueError: the folder has no model, or several; or the shelf has a tensor of such a name,
+            and `replace` is False.
         CorruptionError, CompatibilityError: a file is damaged, or too new.
         BaseMismatchError: a tensor needs a base, and no base or another one was given.
         OSError: a file cannot be read, or has changed.

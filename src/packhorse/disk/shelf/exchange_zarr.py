@@ -1,7 +1,7 @@
 """Exporting a shelf to zarr, format 3, and importing arrays from zarr.
 
 Exports are for everyone: chunks are compressed by Zstandard, which every implementation of format 3
-reads, and not by our codec. Tensors of more than 16 MiB are in shards, so that a large tensor is
+reads, and not by our codec. Tensors of more than 8 MiB are in shards, so that a large tensor is
 not a million files. bfloat16 and the small floats have the names that zarr's extensions give them
 (`zarr_dtypes.py`); zarr for Python reads those once `packhorse.zarr` is imported.
 
@@ -65,7 +65,7 @@ def export_zarr(
     Args:
         shelf: the shelf, or its state at a tag.
         path: the folder to create.
-        names: the tensors; None for all.
+        names: the tensors; None for all, without nested states.
         progress: called with the bytes done, and the bytes of all tensors.
         force: whether a group of zarr at `path` may be replaced.
 
@@ -74,6 +74,7 @@ def export_zarr(
 
     Raises:
         KeyError: the shelf has no tensor of a name.
+        TypeError: a name is that of a nested state.
         ValueError: zarr cannot have an array of a name, or one array inside another.
         MissingBackendError: zarr is not installed.
         OSError: the folder cannot be written; FileExistsError if it exists and `force` is False.
@@ -121,8 +122,8 @@ def import_zarr(
     Raises:
         KeyError: the group has no array of a name.
         TypeError: a shelf has no such dtype.
-        FileExistsError: the shelf has a tensor of such a name, and `replace` is False.
-        ValueError: there is no group or array of zarr.
+        ValueError: there is no group or array of zarr; or the shelf has a tensor of such a name,
+            and `replace` is False.
         CorruptionError: a chunk is damaged.
         MissingBackendError: zarr is not installed.
         OSError: a file cannot be read.
@@ -173,8 +174,9 @@ def _replaceable(folder: Path, force: bool) -> list[Path] | None:
 def _export(group: Any, name: str, tensor: Outgoing, meter: Meter) -> None:
     # In whole chunks of the shelf, which would otherwise be decoded again for the next shard.
     chunk = tensor.tile(_CHUNK_NBYTES)
-    shard = tile_shape(tensor.shape, chunk, BLOCK_NBYTES // tensor.native.itemsize)
-    is_sharded = any(part < size for part, size in zip(shard, tensor.shape, strict=True))
+    block = tile_shape(tensor.shape, chunk, BLOCK_NBYTES // tensor.native.itemsize)
+    is_sharded = any(part < size for part, size in zip(block, tensor.shape, strict=True))
+    shard = tuple(-(-part // unit) * unit for part, unit in zip(block, chunk, strict=True))
     dtype = import_late("packhorse.zarr_dtypes").zarr_dtype(tensor.native)
     parent, _, leaf = name.rpartition("/")
     array = (group.require_group(parent) if parent else group).create_array(
