@@ -1,4 +1,4 @@
-"""The examples: training with snapshots in processes that are killed, serving a packed model."""
+"""The examples: training and filling a shelf in processes that are killed, serving a packed model."""
 
 import os
 import re
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -16,7 +17,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from packhorse.device import PackedLinear
-from packhorse.disk import SnapshotStore, pack_folder
+from packhorse.disk import Shelf, SnapshotStore, pack_folder
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 EXAMPLE = EXAMPLES / "train_with_snapshots.py"
@@ -53,6 +54,29 @@ def test_a_killed_run_goes_on_to_the_identical_losses(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path / "killed")
     assert store.names() == [f"step-{n}" for n in range(5, 61, 5)]
     assert store.verify() == []
+
+
+def test_a_killed_process_leaves_a_shelf_that_goes_on(tmp_path: Path) -> None:
+    example = EXAMPLES / "shelf.py"
+    assert len(example.read_text().splitlines()) < 60
+
+    def collect(name: str, *options: object) -> tuple[int, list[str]]:
+        words = [example, tmp_path / name, "--rows", 400, "--batch", 50, *options]
+        done = subprocess.run(
+            [sys.executable, *map(str, words)], capture_output=True, text=True, timeout=120
+        )
+        return done.returncode, done.stdout.splitlines()
+
+    code, whole = collect("whole")
+    assert (code, whole[0]) == (0, "0 of 400 rows are there")
+    assert collect("killed", "--kill-at", 250) == (-9, ["0 of 400 rows are there"])
+    code, lines = collect("killed")
+    assert (code, lines[0], lines[1:]) == (0, "250 of 400 rows are there", whole[1:])
+    with Shelf(tmp_path / "killed", "r") as killed, Shelf(tmp_path / "whole", "r") as never:
+        assert list(killed) == list(never) == ["clean", "raw", "sum"]
+        for name in never:
+            assert killed[name][:].tobytes() == never[name][:].tobytes()
+        assert abs(np.float32(killed["clean"][:]).std() - 1) < 0.01
 
 
 def test_the_guide_to_packed_weights_runs(

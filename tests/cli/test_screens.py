@@ -48,7 +48,7 @@ def screen(columns: int, *args: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    from packhorse.disk import SnapshotStore, pack_file
+    from packhorse.disk import Shelf, SnapshotStore, pack_file
 
     folder = tmp_path_factory.mktemp("screens")
     for k in range(2):
@@ -59,10 +59,15 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         save_file(tensors, folder / f"m{k}.safetensors")
         SnapshotStore(folder / "store").take_files(f"step-{k}", [folder / f"m{k}.safetensors"])
     pack_file(folder / "m0.safetensors", folder / "m.ph.safetensors")
+    with Shelf(folder / "shelf") as shelf:
+        shelf.save("state", {name: np.float32([1, 2]) for name in NAMES})
+        for name in NAMES:
+            shelf[name] = RNG.normal(0, 0.02, (320, 1024)).astype(ml_dtypes.bfloat16)
     return {
         "model": folder / "m0.safetensors",
         "packed": folder / "m.ph.safetensors",
         "store": folder / "store",
+        "shelf": folder / "shelf",
     }
 
 
@@ -75,6 +80,10 @@ def commands(places: dict[str, Path]) -> dict[str, list[object]]:
         "plot": ["snapshot", "show", store],
         "show": ["snapshot", "show", store, "step-1"],
         "diff": ["snapshot", "diff", store, "step-0", "step-1"],
+        "shelf": ["shelf", "list", places["shelf"]],
+        "tensor": ["shelf", "show", places["shelf"], NAMES[0]],
+        "state": ["shelf", "show", places["shelf"], "state"],
+        "export": ["shelf", "export", places["shelf"], "x.zarr", "-n"],
         "bench": ["bench", places["model"], "-r", "1"],
         "tune": ["tune", "--shape", "4096x4096", "-n", "--gpu", "H200"],
     }
@@ -94,7 +103,8 @@ def test_every_table_fits(places: dict[str, Path], run: Run, monkeypatch: pytest
             lines = texts[verb, width] = text.splitlines()
             assert all(cell_len(line) <= width for line in lines), (verb, width, text)
     for (verb, width), lines in texts.items():
-        if (verb, 200) in texts and verb in {"inspect", "plan", "list", "plot"} and width < 200:
+        one_line = verb in {"inspect", "plan", "list", "plot", "export"}
+        if (verb, 200) in texts and one_line and width < 200:
             n_notes = sum(line.startswith("    ") for line in lines)
             assert len(lines) - n_notes == len(texts[verb, 200]), (verb, width)
 

@@ -1,4 +1,4 @@
-"""The `packhorse` command: pack, unpack, inspect, verify, bench, tune, and snapshot with its verbs.
+"""The `packhorse` command: pack, unpack, inspect, verify, bench, tune, snapshot and shelf.
 
 `main` here runs the command line. The installed command begins in `start`, which handles Ctrl-C
 while the imports run. Until their `main` is called, both modules import only the standard library,
@@ -9,8 +9,9 @@ The other modules: `app` declares the verbs, and `options` the options that seve
 `actions` does the work through the disk hop; `measure` does the work of `bench`, and `tune` its
 own. `render` draws tables, bars and progress, `grid` fits tables to the terminal,
 `standard_streams` makes standard output and error safe to write to, and `help` names types in the
-help. `failures` holds the exit codes and words each error as one line. `snapshots` has modules of
-the same names for `packhorse snapshot`. Actions never draw, and `render` never opens a file.
+help. `failures` holds the exit codes and words each error as one line. `snapshots` and `shelf` have
+modules of the same names for `packhorse snapshot` and `packhorse shelf`. Actions never draw, and
+`render` never opens a file.
 
 Results go to standard output; progress and errors go to standard error. Progress appears only on a
 terminal.

@@ -45,6 +45,7 @@ from packhorse.cli.options import (
 )
 from packhorse.cli.rows import BenchedFile, FileRow, PlannedFile, TunedMatrix, VerifiedFile
 from packhorse.cli.runs import Outcome, Source, each, wants_json
+from packhorse.cli.shelf import shelf_app
 from packhorse.cli.signals import ENDING, stop_start
 from packhorse.cli.snapshots import snapshot_app
 from packhorse.cli.standard_streams import OutputClosed, safe_streams
@@ -74,6 +75,7 @@ _app = typer.Typer(
 
 
 _app.add_typer(snapshot_app, name="snapshot")
+_app.add_typer(shelf_app, name="shelf")
 
 # readable=False turns off typer's own check of paths: failures.py words the system's errors.
 Models = Annotated[

@@ -15,7 +15,7 @@ __all__ = ["plain_types"]
 
 _WORDS = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 # Arguments that are paths or URLs; typer gets them as text, because Path would shorten `//`.
-_PLACES = ("SRC", "FILE")
+_PLACES = ("SRC", "FILE", "SHELF", "DEST")
 
 
 def plain_types(command: Any, parent: typer.Context | None = None) -> Any:

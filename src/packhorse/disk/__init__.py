@@ -2,7 +2,8 @@
 
 `safetensors_header`, `packed_header` and `folder_index` turn text into text. `container`, `verify`
 and `folder` pack, unpack, plan and verify, with `base_files` if there is a base. `packed_file`
-reads tensors and slices. `snapshots` stores training states. `dcp` is a storage for
+reads tensors and slices. `snapshots` stores training states. `shelf` is a store of tensors that
+are changed in place. `dcp` is a storage for
 `torch.distributed.checkpoint`; it is the only part that needs PyTorch, and is imported at first
 use.
 """
@@ -24,6 +25,16 @@ from packhorse.disk.folder import (
 )
 from packhorse.disk.packed_file import PackedFile, PackedSlice
 from packhorse.disk.results import FileResult, FolderResult, Problem, TensorPlan, TensorResult
+from packhorse.disk.shelf import (
+    ReaderInfo,
+    Shelf,
+    ShelfInfo,
+    ShelfProblem,
+    ShelfTensor,
+    ShelfView,
+    TagInfo,
+    TensorInfo,
+)
 from packhorse.disk.snapshots import (
     Change,
     Lineage,
@@ -56,14 +67,22 @@ __all__ = [
     "PackhorseWriter",
     "Problem",
     "PruneResult",
+    "ReaderInfo",
     "RestoredFile",
+    "Shelf",
+    "ShelfInfo",
+    "ShelfProblem",
+    "ShelfTensor",
+    "ShelfView",
     "SnapshotInfo",
     "SnapshotProblem",
     "SnapshotStore",
     "SnapshotSummary",
     "StoreOverview",
     "StoredTensor",
+    "TagInfo",
     "TensorDiff",
+    "TensorInfo",
     "TensorPlan",
     "TensorResult",
     "folder_logical_nbytes",

@@ -7,34 +7,34 @@ and that the writer renews while it works. A lease that was not renewed for ten 
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
-import socket
 import threading
 import time
 from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Protocol
 
 from packhorse.disk.snapshots.names import LOCK_FILE
-from packhorse.errors import CorruptionError, PackhorseError
-from packhorse.process import at_fork
+from packhorse.errors import CorruptionError
+from packhorse.storage.folder_lock import (
+    MAX_HOLDER_NBYTES,
+    FolderLock,
+    describe_self,
+    parse_holder,
+    refusal,
+    words_for,
+)
 from packhorse.storage.interface import Storage
 from packhorse.storage.local import LocalStorage
 from packhorse.storage.remote import RemoteStorage
-from packhorse.storage.strict_json import parse_json, shown
 
-__all__ = ["FolderLock", "Lease", "WriterLock", "open_lock", "settle_s", "void_after_s"]
+__all__ = ["Lease", "WriterLock", "open_lock", "settle_s", "void_after_s"]
 
-_MAX_NBYTES = 4096  # of the description that a writer leaves of itself
+_WHAT, _CLASS = "the snapshot store", "SnapshotStore"
 _RENEW_S = 30.0
 void_after_s = 600.0
 settle_s = 2.0  # until a writer can see that another one has overwritten its lease
-
-_held: set[int] = set()  # descriptors of the lock files that this process holds
 
 
 class WriterLock(Protocol):
@@ -65,120 +65,14 @@ class WriterLock(Protocol):
         """Release the lock."""
 
 
-def _describe_self() -> dict[str, Any]:
-    now = datetime.now(UTC)
-    return {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "time": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "timestamp": now.timestamp(),
-    }
-
-
-def _words(holder: dict[str, Any]) -> str:
-    if not holder:
-        return "another process"
-    if holder.get("host") == socket.gethostname() and holder.get("pid") == os.getpid():
-        return f"another SnapshotStore of this process (since {shown(holder.get('time'))})"
-    return (
-        f"process {shown(holder.get('pid'))} on {shown(holder.get('host'))} (since "
-        f"{shown(holder.get('time'))})"
-    )
-
-
-def _parse(text: bytes) -> dict[str, Any]:
-    try:
-        return parse_json(text, label="writer.lock")
-    except PackhorseError:
-        return {}
-
-
-def _refusal(words: str, path: str) -> BlockingIOError:
-    return BlockingIOError(errno.EAGAIN, words, path)
-
-
 def open_lock(storage: Storage) -> WriterLock:
     """The lock of a store's one writer, not taken yet."""
     if isinstance(storage, LocalStorage):
         storage.make()
-        return FolderLock(storage.at(LOCK_FILE), storage.label())
+        return FolderLock(storage.at(LOCK_FILE), storage.label(), _WHAT, _CLASS)
     if isinstance(storage, RemoteStorage):
         return Lease(storage)
     raise TypeError(f"{storage.label()}: cannot lock a {type(storage).__name__}")
-
-
-class FolderLock:
-    """The lock of a folder on this machine."""
-
-    def __init__(self, path: Path, label: str) -> None:
-        self._path = path
-        self._label = label
-        self._descriptor = -1
-        self.was_left = False
-
-    def acquire(self) -> None:
-        """Take the lock.
-
-        Raises:
-            BlockingIOError: another writer holds the lock; the message names it.
-        """
-        at_fork(in_child=_close_held)
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = _parse(os.pread(descriptor, _MAX_NBYTES, 0))
-            os.close(descriptor)
-            raise _refusal(
-                f"the snapshot store is being written by {_words(holder)}; one writer at a time: "
-                "wait until it is done",
-                self._label,
-            ) from None
-        except BaseException:
-            os.close(descriptor)
-            raise
-        _held.add(descriptor)
-        self._descriptor = descriptor
-        self.was_left = os.fstat(descriptor).st_size > 0
-        with suppress(OSError):  # the disk may be full, but the lock is held
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(_describe_self()).encode(), 0)
-
-    def check(self) -> None:
-        """Make sure that the lock file still exists. If someone has removed it, the lock is void.
-
-        Raises:
-            BlockingIOError: the file was removed, or replaced.
-        """
-        try:
-            there = os.stat(self._path)
-        except FileNotFoundError:
-            there = None
-        mine = os.fstat(self._descriptor)
-        if there is None or (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
-            raise _refusal(
-                f"{self._path.name} was removed while this process was writing, so another process "
-                "may be writing too; nothing was committed; try again",
-                self._label,
-            )
-
-    def release(self) -> None:
-        """Release the lock, even if forked children have inherited it."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor < 0:
-            return
-        _held.discard(descriptor)
-        with suppress(OSError):
-            os.ftruncate(descriptor, 0)
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
-
-
-def _close_held() -> None:
-    """A forked worker of a data loader must not keep the lock of a parent that was killed."""
-    while _held:
-        with suppress(OSError):
-            os.close(_held.pop())
 
 
 class Lease:
@@ -224,8 +118,8 @@ class Lease:
             return  # damaged, so nobody holds it
         age = datetime.now(UTC).timestamp() - timestamp
         if age < void_after_s:
-            raise _refusal(
-                f"the snapshot store is being written by {_words(holder)}; one writer at a time: "
+            raise refusal(
+                f"{_WHAT} is being written by {words_for(holder, _CLASS)}; one writer at a time: "
                 "wait until it is done. If that writer is dead, its lease ends in "
                 f"{void_after_s - age:.0f} s; removing {LOCK_FILE} ends it now",
                 self._label,
@@ -239,8 +133,8 @@ class Lease:
         """
         holder = self._holder()
         if holder.get("owner") != self._owner:
-            words = _words(holder) if holder else "nobody"
-            raise _refusal(
+            words = words_for(holder, _CLASS) if holder else "nobody"
+            raise refusal(
                 f"this writer has lost its lease, and {words} holds it now; nothing was committed; "
                 "try again",
                 self._label,
@@ -249,7 +143,7 @@ class Lease:
     def _holder(self) -> dict[str, Any]:
         """The content of the lease; empty if there is no lease, or if it cannot be read."""
         try:
-            return _parse(self._storage.read(LOCK_FILE, _MAX_NBYTES))
+            return parse_holder(self._storage.read(LOCK_FILE, MAX_HOLDER_NBYTES))
         except (FileNotFoundError, CorruptionError):
             return {}
 
@@ -269,4 +163,4 @@ class Lease:
             self._storage.remove(LOCK_FILE)
 
     def _text(self) -> bytes:
-        return json.dumps({**_describe_self(), "owner": self._owner}).encode()
+        return json.dumps({**describe_self(), "owner": self._owner}).encode()

@@ -1,0 +1,90 @@
+"""Runs of rows, of which the next one is read while one is used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from packhorse.disk.shelf.changes import StateChunks
+from packhorse.disk.shelf.chunks import Array, dtype_of
+from packhorse.disk.shelf.records import TensorRecord
+from packhorse.disk.shelf.rows import Chunks, read_rows
+from packhorse.disk.shelf.session import Session
+from packhorse.disk.shelf.versions import State
+
+__all__ = ["read_blocks"]
+
+
+def read_blocks(
+    session: Session, name: str, tag: str | None, nbytes: int
+) -> Generator[tuple[str, Array], None, None]:
+    """Read a tensor from its first row to its last.
+
+    Args:
+        session: the shelf.
+        name: of the tensor, which has an axis at least.
+        tag: whose state is read; None for the newest.
+        nbytes: about how many bytes a run has.
+
+    Yields:
+        The name of the dtype, and a run of rows.
+    """
+    if (tag is None and session.seen() is not None) or session.folder.holds:
+        for rows in _runs(session.record(name, tag), nbytes):
+            with session.tensor(name, tag) as (record, chunks):
+                block = _read(record, chunks, rows)
+            yield record.dtype, block
+        return
+    with session.folder.keep() as held, ThreadPoolExecutor(1) as pool:
+        with session.folder.using(held) as txn:
+            state = State(txn, held.head, held.head.epoch, session.settings.known, "")
+            epoch = state.epoch if tag is None else session.find_tag(state, tag).epoch
+            record = session.checked(state.at(epoch).entry(name), name, tag)
+        runs = _runs(record, nbytes)
+
+        def work(rows: range) -> Array:
+            with session.folder.using(held) as txn:
+                label, known = str(session.path), session.settings.known
+                state = State(txn, held.head, epoch, known, label)
+                chunks = StateChunks(state, session.settings, f"{label}: {name!r}")
+                return _read(record, chunks, rows)
+
+        ahead = None
+        for i, rows in enumerate(runs):
+            current = ahead or _submit(pool, work, rows)
+            following = runs[i + 1 : i + 2]
+            ahead = _submit(pool, work, following[0]) if following else None
+            yield record.dtype, current()
+
+
+def _submit(
+    pool: ThreadPoolExecutor, work: Callable[[range], Array], rows: range
+) -> Callable[[], Array]:
+    """A function that waits for the rows. It reads them itself if no thread can start."""
+    try:
+        return pool.submit(work, rows).result
+    except RuntimeError:
+        return partial(work, rows)
+
+
+def _runs(record: TensorRecord, nbytes: int) -> list[range]:
+    row = max(1, math.prod(record.shape[1:]) * dtype_of(record.dtype).itemsize)
+    per_chunk = record.grid.rows_per_chunk
+    step = max(1, nbytes // row)
+    step = step - step % per_chunk if step > per_chunk else step
+    n_rows = record.shape[0]
+    return [range(start, min(start + step, n_rows)) for start in range(0, n_rows, step)]
+
+
+def _read(record: TensorRecord, chunks: Chunks, rows: range) -> Array:
+    out: Any = np.empty((len(rows), *record.shape[1:]), dtype_of(record.dtype))
+    if out.size:
+        flat = out.reshape(len(rows), -1)
+        read_rows(chunks, record, rows, 0, flat.shape[1], flat)
+    block: Array = out
+    return block

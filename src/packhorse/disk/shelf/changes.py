@@ -1,0 +1,660 @@
+"""What a transaction has changed, in memory until it is committed.
+
+Chunks that are written in part are kept decoded. When they take too much memory, and at the end,
+they are packed, in threads. When packed chunks take too much, they are written to the file already,
+under numbers that no commit has used; if the transaction does not end by a commit, they are deleted
+then, or by the next writer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from packhorse.disk.shelf.chunks import (
+    Array,
+    Cache,
+    Packed,
+    Stored,
+    Unpacker,
+    dtype_of,
+    pack_chunk,
+)
+from packhorse.disk.shelf.commits import Commit
+from packhorse.disk.shelf.engine import Txn
+from packhorse.disk.shelf.records import (
+    CHUNK_KEY,
+    HEAD_KEY,
+    NO_CHUNK,
+    OWNER,
+    Entry,
+    Head,
+    Pointer,
+    StateRecord,
+    TensorRecord,
+    tensors_of,
+)
+from packhorse.disk.shelf.rows import write_rows
+from packhorse.disk.shelf.store import Folder
+from packhorse.disk.shelf.versions import Known, State
+from packhorse.layout import Level
+from packhorse.threads import map_tensors
+
+__all__ = ["Changes", "Settings", "StateChunks", "delete_unused_chunks"]
+
+_MAX_DIRTY_NBYTES = 1 << 26
+_MAX_PACKED_NBYTES = 1 << 26
+_AT_ONCE = 256  # chunks that are packed before the packed ones may be written
+
+
+@dataclass(slots=True)
+class Settings:
+    """How a shelf works.
+
+    Attributes:
+        cache: for decoded chunks.
+        known: what was read of earlier states.
+        threads: how many to use.
+        level: at which chunks are packed.
+    """
+
+    cache: Cache
+    known: Known
+    threads: int
+    level: Level
+
+
+class StateChunks:
+    """The chunks of a committed state."""
+
+    def __init__(self, state: State, settings: Settings, label: str) -> None:
+        """Args:
+        state: the state.
+        settings: of the shelf.
+        label: the tensor, for messages.
+        """
+        self._state, self._settings, self._label = state, settings, label
+        self.threads, self.cache_nbytes = settings.threads, settings.cache.max_nbytes
+
+    def _unpacker(self) -> Unpacker:
+        return Unpacker(
+            self._settings.cache, self._state.chunk, self._settings.threads, self._label
+        )
+
+    def load(self, record: TensorRecord, numbers: list[int]) -> list[Array | None]:
+        """As `rows.Chunks.load`."""
+        found = self.stored(record, numbers)
+        return [None if chunk is None else chunk.data for chunk in found]
+
+    def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
+        """Chunks with their content hashes; None for a chunk of zeros."""
+        pointers = self._state.pointers(record, numbers)
+        return self._unpacker().load(record, numbers, pointers)
+
+    def load_into(self, record: TensorRecord, numbers: list[int], outs: list[Array]) -> None:
+        """As `rows.Chunks.load_into`."""
+        pointers = self._state.pointers(record, numbers)
+        self._unpacker().load_into(record, numbers, pointers, outs)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A chunk that was changed.
+
+    Attributes:
+        data: its elements, if they are not packed.
+        is_own: whether the memory of `data` belongs to the transaction, and not to the caller.
+        chunk: the number that its packed form has; 0 if all elements are zero.
+    """
+
+    data: Array | None
+    is_own: bool = True
+    chunk: int = 0
+
+
+@dataclass(slots=True)
+class _New:
+    """A packed chunk that is not committed.
+
+    Attributes:
+        frame: the bytes of its frame; None if they are in the file already.
+        nbytes: how many.
+        content_hash: of its elements.
+        base: the number of the chunk that it is a delta against; 0 for none.
+        n_uses: how many pointers and chunks use it.
+        kept: its elements, for the cache; None if they are not kept.
+    """
+
+    frame: bytes | None
+    nbytes: int
+    content_hash: bytes
+    base: int
+    n_uses: int = 1
+    kept: Array | None = None
+
+
+# A chunk to pack: the number of its tensor, its own, and what it has become.
+_Job: TypeAlias = tuple[int, int, _Slot]
+
+
+class Changes:
+    """The changes of a transaction.
+
+    Attributes:
+        entries: the entries that were changed, by name; None for a name that was removed.
+        threads: how many to use.
+        cache_nbytes: the most bytes of decoded chunks that are kept.
+        n_writes: how many changes there were.
+    """
+
+    def __init__(self, folder: Folder, settings: Settings) -> None:
+        """Args:
+        folder: of the shelf.
+        settings: of the shelf.
+        """
+        self._folder, self._settings = folder, settings
+        self.threads, self.cache_nbytes = settings.threads, settings.cache.max_nbytes
+        self.entries: dict[str, Entry | None] = {}
+        self._slots: dict[int, dict[int, _Slot]] = {}
+        self._records: dict[int, TensorRecord] = {}
+        self._new: dict[int, _New] = {}
+        self._more_uses: Counter[int] = Counter()  # of committed chunks
+        self._dirty_nbytes = self._packed_nbytes = self._kept_nbytes = 0
+        self.n_writes = 0
+        self._has_spilled = False
+        with folder.read_newest() as (_, head):
+            self._head = head
+        self._next_tensor, self._next_chunk = head.next_tensor, head.next_chunk
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was changed."""
+        return not self.entries and not any(self._slots.values())
+
+    # Entries.
+
+    def new_tensor_number(self) -> int:
+        """A number for a new tensor."""
+        self._next_tensor += 1
+        return self._next_tensor - 1
+
+    def entry(self, name: str) -> Entry | None:
+        """The entry of a name; None if there is none."""
+        if name in self.entries:
+            return self.entries[name]
+        with self._committed() as state:
+            return state.entry(name)
+
+    def names(self, prefix: str) -> dict[str, Entry]:
+        """The entries of all names that begin so, by name, in order."""
+        with self._committed() as state:
+            found: dict[str, Entry | None] = dict(state.entries(prefix))
+        found.update({n: entry for n, entry in self.entries.items() if n.startswith(prefix)})
+        order = sorted(found, key=str.encode)
+        return {name: entry for name in order if (entry := found[name]) is not None}
+
+    def put(self, name: str, entry: Entry | None) -> None:
+        """Set the entry of a name, or remove it."""
+        old = self.entry(name)
+        self.n_writes += 1
+        kept = {record.id for record in tensors_of(entry)}
+        self.entries[name] = entry
+        for record in tensors_of(old):
+            if record.id not in kept:
+                self._forget(record.id)
+        for record in tensors_of(entry):
+            self._records[record.id] = record
+
+    def put_record(self, record: TensorRecord) -> None:
+        """Note what a tensor has become, before its chunks are changed."""
+        self._records[record.id] = record
+
+    def rename(self, old: str, new: str) -> None:
+        """Give an entry another name."""
+        entry = self.entry(old)
+        self.n_writes += 1
+        self.entries[new], self.entries[old] = entry, None
+
+    def _forget(self, tensor: int) -> None:
+        """Drop the changed chunks of a tensor."""
+        for slot in self._slots.pop(tensor, {}).values():
+            self._empty(slot)
+        self._records.pop(tensor, None)
+
+    def _empty(self, slot: _Slot) -> None:
+        if slot.data is not None and slot.is_own:
+            self._dirty_nbytes -= slot.data.nbytes
+        self._release(slot.chunk)
+        slot.data, slot.chunk, slot.is_own = None, 0, True
+
+    def _release(self, number: int) -> None:
+        """End one use of a packed chunk."""
+        while number:
+            new = self._new.get(number)
+            if new is None:
+                self._more_uses[number] -= 1
+                return
+            new.n_uses -= 1
+            if new.n_uses:
+                return
+            del self._new[number]
+            self._packed_nbytes -= new.nbytes if new.frame is not None else 0
+            number = new.base
+
+    # Reading.
+
+    def _committed(self) -> _Committed:
+        return _Committed(self._folder, self._settings)
+
+    def load(self, record: TensorRecord, numbers: list[int]) -> list[Array | None]:
+        """As `rows.Chunks.load`."""
+        found = self.stored(record, numbers)
+        return [None if chunk is None else chunk.data for chunk in found]
+
+    def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
+        """Chunks; the content hash is empty for one that is not packed. None for zeros."""
+        slots = self._slots.get(record.id, {})
+        found: list[Stored | None] = [None] * len(numbers)
+        packed, committed = [], []
+        for i, number in enumerate(numbers):
+            slot = slots.get(number)
+            if slot is None:
+                committed.append(i)
+            elif slot.data is not None:
+                found[i] = Stored(slot.data, b"")
+            elif slot.chunk:
+                packed.append(i)
+        if record.id >= self._head.next_tensor:
+            committed = []
+        if not (packed or committed):
+            return found
+        with self._committed() as state:
+            if committed:
+                chunks = StateChunks(state, self._settings, self._label(record))
+                some = chunks.stored(record, [numbers[i] for i in committed])
+                for i, chunk in zip(committed, some, strict=True):
+                    found[i] = chunk
+            if packed:
+                some = self._load_packed(record, state, [slots[numbers[i]].chunk for i in packed])
+                for i, chunk in zip(packed, some, strict=True):
+                    found[i] = chunk
+        return found
+
+    def _load_packed(
+        self, record: TensorRecord, state: State, chunks: list[int]
+    ) -> list[Stored | None]:
+        """Packed chunks that are not committed; they do not get into the cache, because another
+        transaction may use their numbers."""
+        unpacker = Unpacker(
+            _Beside(self._settings.cache, self._head.next_chunk),
+            lambda number: self._find(state, number), self.threads, self._label(record),
+        )  # fmt: skip
+        pointers = [Pointer(n, self._new[n].nbytes, self._new[n].content_hash[:4]) for n in chunks]
+        return unpacker.load(record, [-1] * len(chunks), pointers)
+
+    def _find(self, state: State, number: int) -> tuple[int, Any]:
+        new = self._new.get(number)
+        if new is None or new.frame is None:
+            return state.chunk(number)
+        return new.base, new.frame
+
+    def _label(self, record: TensorRecord) -> str:
+        for name, entry in self.entries.items():
+            if record in tensors_of(entry):
+                return f"{self._folder.path}: {name!r}"
+        return f"{self._folder.path}: tensor {record.id}"
+
+    def load_into(self, record: TensorRecord, numbers: list[int], outs: list[Array]) -> None:
+        """As `rows.Chunks.load_into`."""
+        slots = self._slots.get(record.id, {})
+        rest = [i for i, number in enumerate(numbers) if number not in slots]
+        if rest and record.id < self._head.next_tensor:
+            with self._committed() as state:
+                StateChunks(state, self._settings, self._label(record)).load_into(
+                    record, [numbers[i] for i in rest], [outs[i] for i in rest]
+                )
+        elif rest:
+            for i in rest:
+                outs[i][...] = 0
+        for i, number in enumerate(numbers):
+            if number in slots:
+                (data,) = self.load(record, [number])
+                n = 0 if data is None else min(data.size, outs[i].size)
+                if data is not None:
+                    outs[i][:n] = data[:n]
+                outs[i][n:] = 0
+
+    # Writing.
+
+    def change(
+        self,
+        record: TensorRecord,
+        number: int,
+        write: Callable[[Array], None],
+        whole: Array | None,
+    ) -> None:
+        """Change a chunk.
+
+        Args:
+            record: the tensor.
+            number: the number of the chunk.
+            write: writes into the elements of the chunk.
+            whole: all elements that the chunk is to have, one-dimensional, in memory that stays as
+                it is until `settle`; None if `write` must be called.
+        """
+        slots = self._slots.setdefault(record.id, {})
+        self.n_writes += 1
+        slot = slots.get(number)
+        if whole is not None:
+            if slot is None:
+                slot = slots[number] = _Slot(None)
+            self._empty(slot)
+            slot.data, slot.is_own = whole, False
+            return
+        data = self._writable(record, number, slot)
+        write(data)
+        if slot is None:
+            slot = slots[number] = _Slot(None)
+        if slot.data is not data:
+            self._empty(slot)
+            slot.data = data
+            self._dirty_nbytes += data.nbytes
+        if self._dirty_nbytes > _MAX_DIRTY_NBYTES:
+            self.settle(everything=True)
+
+    def _writable(self, record: TensorRecord, number: int, slot: _Slot | None) -> Array:
+        """The elements of a chunk to write to."""
+        numel = record.grid.numel_of(number)
+        has_own = slot is not None and slot.is_own and slot.data is not None
+        if has_own and slot is not None and slot.data is not None and slot.data.size == numel:
+            return slot.data
+        (before,) = self.load(record, [number])
+        data = np.zeros(numel, dtype_of(record.dtype))
+        if before is not None:
+            n = min(numel, before.size)
+            data[:n] = before[:n]
+        return data
+
+    def fill(self, record: TensorRecord, array: Array) -> None:
+        """Write all elements of a tensor.
+
+        Args:
+            record: the tensor.
+            array: the elements, of its shape.
+        """
+
+        def change(number: int, write: Callable[[Array], None], whole: Array | None) -> None:
+            self.change(record, number, write, whole)
+
+        n_rows = record.shape[0] if record.shape else 1
+        if array.size:
+            block = array.reshape(n_rows, -1)
+            write_rows(record, range(n_rows), 0, block.shape[1], block, change)
+
+    def clear(self, record: TensorRecord, first: int, stop: int) -> None:
+        """Make a run of chunks zero."""
+        slots = self._slots.setdefault(record.id, {})
+        self.n_writes += 1
+        for number in [n for n in slots if first <= n < stop]:
+            self._empty(slots[number])
+        if record.id < self._head.next_tensor:
+            with self._committed() as state:
+                for number, pointer in state.all_pointers(record.id, first, stop):
+                    if pointer.chunk:
+                        slots.setdefault(number, _Slot(None))
+
+    def settle(self, *, everything: bool = False) -> None:
+        """Pack what lies in the caller's memory.
+
+        Args:
+            everything: whether to pack also what lies in the memory of the transaction.
+        """
+        jobs: list[_Job] = [
+            (tensor, number, slot)
+            for tensor, slots in self._slots.items()
+            for number, slot in slots.items()
+            if slot.data is not None and (everything or not slot.is_own)
+        ]
+        first: list[_Job] = []
+        second: list[_Job] = []
+        for job in jobs:
+            (second if self._keyframe_of(*job[:2]) is not None else first).append(job)
+        # Keyframes are packed first, also those that other chunks of the same statement need.
+        wanted = {(job[0], self._keyframe_of(*job[:2])) for job in second}
+        for tensor, number in wanted:
+            slot = None if number is None else self._slots[tensor].get(number)
+            if number is None or slot is None or slot.data is None or not slot.is_own:
+                continue  # not there, packed, or in `first` already
+            if not everything:
+                first.append((tensor, number, slot))
+        for some in (first, second):
+            self._pack(some)
+            if self._packed_nbytes > _MAX_PACKED_NBYTES:
+                self._spill()
+
+    def _keyframe_of(self, tensor: int, number: int) -> int | None:
+        """The chunk that a chunk is coded against; None if it is coded for itself."""
+        record = self._records[tensor]
+        if record.base is None:
+            return None
+        grid = record.grid
+        run, part = divmod(number, grid.chunks_per_row)
+        keyframe = run - run % record.keyframe_every
+        return None if keyframe == run else keyframe * grid.chunks_per_row + part
+
+    def _pack(self, jobs: list[_Job]) -> None:
+        bases = self._bases_of(jobs)
+
+        def work(job: _Job) -> Packed:
+            tensor, number, slot = job
+            assert slot.data is not None
+            base = bases.get((tensor, number))
+            return pack_chunk(
+                self._records[tensor], slot.data, self._settings.level, base[1] if base else None
+            )
+
+        for at in range(0, len(jobs), _AT_ONCE):
+            some = jobs[at : at + _AT_ONCE]
+            sizes = [0 if slot.data is None else slot.data.nbytes for *_, slot in some]
+            packed = map_tensors(partial(_work_on, work, some), sizes, self.threads)
+            for (tensor, number, slot), result in zip(some, packed, strict=True):
+                base = bases[tensor, number][0] if result.has_base else 0
+                self._settle(slot, result, base)
+            if self._packed_nbytes > _MAX_PACKED_NBYTES:
+                self._spill()
+
+    def _bases_of(self, jobs: list[_Job]) -> dict[tuple[int, int], tuple[int, Stored]]:
+        """The chunks that others are coded against: their numbers as stored chunks, and they."""
+        bases: dict[tuple[int, int], tuple[int, Stored]] = {}
+        for tensor, number, _ in jobs:
+            keyframe = self._keyframe_of(tensor, number)
+            if keyframe is None:
+                continue
+            record = self._records[tensor]
+            slot = self._slots[tensor].get(keyframe)
+            if slot is not None:
+                chunk = slot.chunk
+            elif tensor < self._head.next_tensor:
+                with self._committed() as state:
+                    chunk = state.pointers(record, [keyframe])[0].chunk
+            else:
+                chunk = 0
+            if not chunk:
+                continue
+            new = self._new.get(chunk)
+            if new is not None and new.kept is not None:
+                bases[tensor, number] = chunk, Stored(new.kept, new.content_hash)
+                continue
+            (stored,) = self.stored(record, [keyframe])
+            if stored is not None:
+                bases[tensor, number] = chunk, stored
+        return bases
+
+    def _settle(self, slot: _Slot, packed: Packed, base: int) -> None:
+        data, is_own = slot.data, slot.is_own
+        assert data is not None
+        number = self._next_chunk
+        self._next_chunk += 1
+        if base:
+            new = self._new.get(base)
+            if new is None:
+                self._more_uses[base] += 1
+            else:
+                new.n_uses += 1
+        self._empty(slot)
+        slot.chunk = number
+        kept = None
+        if is_own and self._kept_nbytes + data.nbytes <= self.cache_nbytes // 4:
+            kept = data
+            kept.flags.writeable = False
+            self._kept_nbytes += data.nbytes
+        nbytes = len(packed.frame)
+        self._new[number] = _New(packed.frame, nbytes, packed.content_hash, base, 1, kept)
+        self._packed_nbytes += nbytes
+
+    def _spill(self) -> None:
+        """Write packed chunks to the file already."""
+        spilled = [(n, new) for n, new in self._new.items() if new.frame is not None]
+
+        def work(txn: Txn, _: Head) -> None:
+            for number, new in spilled:
+                assert new.frame is not None
+                value = OWNER.pack(new.base) + new.frame
+                txn.handle.put(CHUNK_KEY.pack(number), value, db=txn.tables.chunks)
+
+        self._has_spilled = True
+        self._folder.write(work)
+        for _, new in spilled:
+            new.frame, new.kept = None, None
+        self._packed_nbytes = 0
+
+    # The end.
+
+    def commit(self) -> None:
+        """Commit all changes durably, in one step.
+
+        Raises:
+            OSError: the disk is full, or failed; nothing is changed.
+        """
+        self.settle(everything=True)
+        if self.is_empty:
+            return
+        self._folder.write(self._write)
+        for number, new in self._new.items():
+            if new.kept is not None:
+                self._settings.cache.put(number, Stored(new.kept, new.content_hash))
+
+    def _write(self, txn: Txn, head: Head) -> None:
+        commit = Commit(txn, head, str(self._folder.path))
+        serial = head.n_commits + 1
+        for number, n in self._more_uses.items():
+            if n:
+                commit.use(number, n)
+        for number, new in self._new.items():
+            if new.frame is not None:
+                commit.put_chunk(number, new.base, new.frame, new.n_uses)
+            elif new.n_uses > 1:
+                commit.set_uses(number, new.n_uses)
+        grown = {tensor: self._point(commit, head, tensor) for tensor in self._slots}
+        self._enter(commit, grown, serial)
+        if self._has_spilled:
+            self._delete_spilled(txn, head.next_chunk)
+        new_head = replace(
+            head, next_tensor=self._next_tensor, next_chunk=self._next_chunk, n_commits=serial
+        )
+        txn.handle.put(HEAD_KEY, new_head.to_bytes(), db=txn.tables.meta)
+
+    def _point(self, commit: Commit, head: Head, tensor: int) -> int:
+        """Let the pointers of a tensor be those of its changed chunks. Returns by how many bytes
+        its frames grow."""
+        record, is_new = self._records[tensor], tensor >= head.next_tensor
+        grown = 0
+        for number, slot in self._slots[tensor].items():
+            pointer = NO_CHUNK
+            if slot.chunk:
+                new = self._new[slot.chunk]
+                pointer = Pointer(slot.chunk, new.nbytes, new.content_hash[:4])
+            grown += commit.point(record, number, pointer, is_new)
+        return grown
+
+    def _enter(self, commit: Commit, grown: dict[int, int], serial: int) -> None:
+        """Write the entries of all tensors that have changed."""
+
+        def changed(record: TensorRecord) -> TensorRecord:
+            more = grown.get(record.id, 0)
+            return replace(record, packed_nbytes=record.packed_nbytes + more, serial=serial)
+
+        entries = dict(self.entries)
+        gone: set[int] = set()
+        for name, entry in entries.items():
+            gone |= {record.id for record in tensors_of(commit.state.entry(name))}
+            if isinstance(entry, TensorRecord):
+                commit.enter(name, changed(entry))
+            elif isinstance(entry, StateRecord):
+                tensors = tuple(changed(record) for record in entry.tensors)
+                commit.enter(name, StateRecord(entry.state, tensors))
+            else:
+                commit.enter(name, None)
+        for entry in entries.values():
+            gone -= {record.id for record in tensors_of(entry)}
+        for tensor in gone:
+            commit.remove_tensor(tensor)
+
+    def _delete_spilled(self, txn: Txn, first: int) -> None:
+        """Delete what was written early and is not used any more."""
+        for number in range(first, self._next_chunk):
+            if number not in self._new:
+                txn.handle.delete(CHUNK_KEY.pack(number), db=txn.tables.chunks)
+
+    def abort(self) -> None:
+        """Drop all changes."""
+        if self._has_spilled:
+            with suppress(OSError):  # the next writer deletes them, too
+                self._folder.write(delete_unused_chunks)
+
+
+def delete_unused_chunks(txn: Txn, head: Head) -> None:
+    """Delete the chunks that a transaction wrote which was never committed."""
+    cursor = txn.handle.cursor(db=txn.tables.chunks)
+    found = cursor.set_range(CHUNK_KEY.pack(head.next_chunk))
+    while found:
+        found = cursor.delete()
+
+
+def _work_on(work: Callable[[_Job], Packed], jobs: list[_Job], i: int, _: int) -> Packed:
+    """Pack the chunk of an index, as `map_tensors` asks."""
+    return work(jobs[i])
+
+
+class _Committed:
+    """The committed state, as a context."""
+
+    __slots__ = ("_context", "_folder", "_settings")
+
+    def __init__(self, folder: Folder, settings: Settings) -> None:
+        self._folder, self._settings = folder, settings
+
+    def __enter__(self) -> State:
+        self._context = self._folder.read_newest()
+        txn, head = self._context.__enter__()
+        return State(txn, head, head.epoch, self._settings.known, str(self._folder.path))
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+
+class _Beside(Cache):
+    """A cache to look up committed chunks in, which takes none that are not committed."""
+
+    def __init__(self, cache: Cache, next_chunk: int) -> None:
+        super().__init__(0)
+        self._cache, self._next_chunk = cache, next_chunk
+
+    def get(self, number: int) -> Stored | None:
+        return self._cache.get(number) if number < self._next_chunk else None

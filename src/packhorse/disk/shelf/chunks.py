@@ -1,0 +1,331 @@
+"""Chunks of a shelf: packing and unpacking them, and the decoded ones that are kept in memory.
+
+A decoded chunk is a one-dimensional, read-only array of its elements in C order. The frame of a
+chunk has rows and columns, so that the codec sees the rows; elements that do not end at a byte are
+filled up with zeros.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakSet
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packhorse.codecs.base import ByteArray
+from packhorse.disk.shelf.records import Pointer, TensorRecord
+from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.frame import Frame, compress_buffer
+from packhorse.framework import resolve_framework
+from packhorse.layout import DTYPE_BY_NAME, Level
+from packhorse.process import at_fork
+from packhorse.threads import map_tensors
+
+__all__ = ["Array", "Cache", "Packed", "Stored", "Unpacker", "dtype_of", "pack_chunk"]
+
+Array: TypeAlias = NDArray[Any]
+_FEW = 4  # chunks that one thread decodes as fast as several
+
+
+@cache
+def dtype_of(name: str) -> np.dtype[Any]:
+    """NumPy's dtype for a name of safetensors."""
+    dtype: np.dtype[Any] = resolve_framework("np").empty(name, (0,)).dtype
+    return dtype
+
+
+class Stored(NamedTuple):
+    """A decoded chunk.
+
+    Attributes:
+        data: its elements, read-only.
+        content_hash: of its frame.
+    """
+
+    data: Array
+    content_hash: bytes
+
+
+class Packed(NamedTuple):
+    """A chunk that was packed.
+
+    Attributes:
+        frame: the bytes of its frame.
+        content_hash: of its elements.
+        has_base: whether the frame is a delta.
+    """
+
+    frame: bytes
+    content_hash: bytes
+    has_base: bool
+
+
+def pack_chunk(record: TensorRecord, chunk: Array, level: Level, base: Stored | None) -> Packed:
+    """Pack a chunk.
+
+    Args:
+        record: the tensor.
+        chunk: the elements of the chunk, one-dimensional.
+        level: how hard to try.
+        base: the chunk to code it against; None for none.
+
+    Returns:
+        The frame; without a base if the base does not help.
+    """
+    arrays = resolve_framework("np")
+    bits, n_rows = DTYPE_BY_NAME[record.dtype].bits, _n_rows(record, chunk.size)
+    shape: tuple[int, ...] = (n_rows, chunk.size // n_rows)
+    if chunk.size * bits % 8:
+        chunk = np.concatenate([chunk, np.zeros(-chunk.size % 8, chunk.dtype)])
+        shape = (chunk.size,)
+    data = arrays.readable(chunk)[0]
+    base_data = None if base is None or base.data.size != chunk.size else _bytes_of(base.data)
+    frame = compress_buffer(
+        data, record.dtype, shape, level=level, threads=1, base=base_data,
+        base_hash=None if base is None else base.content_hash,
+    )  # fmt: skip
+    return Packed(frame.to_bytes(), frame.content_hash, frame.base_hash is not None)
+
+
+def _n_rows(record: TensorRecord, numel: int) -> int:
+    """The rows of a chunk of whole rows; 1 for a part of a row."""
+    row = record.grid.row_numel
+    return numel // row if row and numel % row == 0 else 1
+
+
+def _bytes_of(chunk: Array) -> ByteArray:
+    return resolve_framework("np").readable(chunk)[0]
+
+
+class Cache:
+    """Decoded chunks, of which those that were used last are kept, within a number of bytes.
+
+    They are found by the number of the stored chunk. No other chunk ever gets the number, so what
+    is here stays right whatever is committed, also by other processes.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        """Args:
+        nbytes: the most bytes that it keeps.
+        """
+        self.max_nbytes = nbytes
+        self.nbytes = 0
+        self._lock = threading.Lock()
+        self._chunks: OrderedDict[int, Stored] = OrderedDict()
+        at_fork(in_child=_replace_locks)
+        _caches.add(self)
+
+    def get(self, number: int) -> Stored | None:
+        """A chunk; None if it is not here."""
+        found = self._chunks.get(number)
+        if found is not None:
+            with suppress(KeyError):  # another thread has dropped it meanwhile
+                self._chunks.move_to_end(number)
+        return found
+
+    def put(self, number: int, chunk: Stored) -> None:
+        """Keep a chunk, and drop the ones that were used longest ago."""
+        if chunk.data.nbytes > self.max_nbytes:
+            return
+        with self._lock:
+            before = self._chunks.pop(number, None)
+            self._chunks[number] = chunk
+            self.nbytes += chunk.data.nbytes - (before.data.nbytes if before else 0)
+            while self.nbytes > self.max_nbytes:
+                _, dropped = self._chunks.popitem(last=False)
+                self.nbytes -= dropped.data.nbytes
+
+    def in_child(self) -> None:
+        """Replace the lock, which a thread of the parent may have held during the fork."""
+        self._lock = threading.Lock()
+
+
+_caches: WeakSet[Cache] = WeakSet()
+
+
+def _replace_locks() -> None:
+    for cache in _caches:
+        cache.in_child()
+
+
+class _Job(NamedTuple):
+    """A chunk to decode.
+
+    Attributes:
+        number: of the chunk in its tensor; -1 for a chunk that others are deltas against.
+        pointer: where it is stored.
+        view: its frame.
+        base: the number of the stored chunk that it is a delta against; 0 for none.
+        out: memory for its elements; None for new memory.
+    """
+
+    number: int
+    pointer: Pointer
+    view: Any
+    base: int
+    out: Array | None
+
+
+class Unpacker:
+    """Unpacks stored chunks of a tensor, in threads if that pays, and keeps them in a cache."""
+
+    def __init__(
+        self, cache: Cache, find: Callable[[int], tuple[int, Any]], threads: int, label: str
+    ) -> None:
+        """Args:
+        cache: for decoded chunks.
+        find: takes the number of a stored chunk, and returns that of its base and its frame. Only
+            the thread that calls the methods calls it.
+        threads: how many to use.
+        label: the tensor, for messages.
+        """
+        self._cache, self._find = cache, find
+        self._threads, self._label = threads, label
+
+    def load(
+        self, record: TensorRecord, numbers: list[int], pointers: list[Pointer]
+    ) -> list[Stored | None]:
+        """Decoded chunks.
+
+        Args:
+            record: the tensor.
+            numbers: of the chunks.
+            pointers: where they are stored.
+
+        Returns:
+            The chunks; None for one that is nowhere stored, because it is zero.
+
+        Raises:
+            CorruptionError: a chunk is damaged; the message names tensor, chunk and place.
+        """
+        get = self._cache.get
+        found = [get(pointer.chunk) if pointer.chunk else None for pointer in pointers]
+        missing = [i for i, pointer in enumerate(pointers) if pointer.chunk and found[i] is None]
+        if missing:
+            jobs = [self._job(numbers[i], pointers[i], None) for i in missing]
+            for i, chunk in zip(missing, self._decode_all(record, jobs), strict=True):
+                found[i] = chunk
+                self._cache.put(pointers[i].chunk, chunk)
+        return found
+
+    def load_into(
+        self,
+        record: TensorRecord,
+        numbers: list[int],
+        pointers: list[Pointer],
+        outs: list[Array],
+    ) -> None:
+        """Decode chunks to contiguous memory, past the cache.
+
+        Args:
+            record, numbers, pointers: as for `load`.
+            outs: for each chunk as many elements as the chunk has room for, one-dimensional; what
+                a stored chunk does not have becomes zero.
+
+        Raises:
+            CorruptionError: as for `load`.
+        """
+        jobs = []
+        for number, pointer, out in zip(numbers, pointers, outs, strict=True):
+            found = self._cache.get(pointer.chunk) if pointer.chunk else None
+            if found is not None:
+                _fit(found.data, out)
+            elif pointer.chunk:
+                jobs.append(self._job(number, pointer, out))
+            else:
+                out[...] = 0
+        self._decode_all(record, jobs)
+
+    def _job(self, number: int, pointer: Pointer, out: Array | None) -> _Job:
+        try:
+            base, view = self._find(pointer.chunk)
+        except CorruptionError as error:
+            raise CorruptionError(f"{self._label}: chunk {number}: {error}") from error
+        return _Job(number, pointer, view, base, out)
+
+    def _decode_all(self, record: TensorRecord, jobs: list[_Job]) -> list[Stored]:
+        bases: dict[int, Stored] = {}
+        owners: list[_Job] = []
+        for job in jobs:
+            if job.base and job.base not in bases:
+                found = self._cache.get(job.base)
+                if found is None:
+                    owners.append(self._job(-1, Pointer(job.base, 0, b""), None))
+                    found = Stored(np.empty(0), b"")
+                bases[job.base] = found
+        for owner, chunk in zip(owners, self._decode_each(record, owners, {}), strict=True):
+            bases[owner.pointer.chunk] = chunk
+            self._cache.put(owner.pointer.chunk, chunk)
+        return self._decode_each(record, jobs, bases)
+
+    def _decode_each(
+        self, record: TensorRecord, jobs: list[_Job], bases: dict[int, Stored]
+    ) -> list[Stored]:
+        def work(i: int, _: int = 1) -> Stored:
+            return self._decode(record, jobs[i], bases.get(jobs[i].base))
+
+        if self._threads == 1 or len(jobs) < _FEW:
+            return [work(i) for i in range(len(jobs))]
+        sizes = [1 << 17] * len(jobs)
+        return map_tensors(work, sizes, self._threads)
+
+    def _decode(self, record: TensorRecord, job: _Job, base: Stored | None) -> Stored:
+        try:
+            frame = Frame.from_buffer(job.view)
+            if job.pointer.check not in (b"", frame.content_hash[:4]):
+                raise CorruptionError("the stored chunk is another one than the tensor points to")
+            if frame.dtype != record.dtype:
+                raise CorruptionError(f"the stored chunk has elements of {frame.dtype}")
+            if base is not None and base.content_hash != frame.base_hash:
+                raise CorruptionError("the chunk that it is a delta against has other content")
+            data = _decoded(frame, record, base, job.out)
+        except (CorruptionError, CompatibilityError) as error:
+            raise type(error)(f"{self._label}: {_place(record, job)}: {error}") from error
+        return Stored(data, frame.content_hash)
+
+
+def _decoded(frame: Frame, record: TensorRecord, base: Stored | None, out: Array | None) -> Array:
+    """The elements of a chunk, in `out` if that is given."""
+    dtype = dtype_of(record.dtype)
+    fits = out is not None and frame.numel <= out.size and DTYPE_BY_NAME[record.dtype].bits >= 8
+    data = out[: frame.numel] if out is not None and fits else np.empty(frame.numel, dtype)
+    data_base = None if base is None else _bytes_of(base.data)
+    if frame.numel:
+        resolve_framework("np").fill(
+            data,
+            lambda memory: frame.decompress_into(
+                memory, threads=1, base=data_base, base_hash=base and base.content_hash
+            ),
+        )
+    if out is None:
+        data.flags.writeable = False
+    elif fits:
+        out[frame.numel :] = 0
+    else:
+        _fit(data, out)
+    return data
+
+
+def _fit(data: Array, out: Array) -> None:
+    """Copy what there is room for, and fill up with zeros."""
+    n = min(data.size, out.size)
+    out[:n] = data[:n]
+    out[n:] = 0
+
+
+def _place(record: TensorRecord, job: _Job) -> str:
+    """The place of a chunk, for messages."""
+    if job.number < 0:
+        return f"the keyframe of a chunk, stored as {job.pointer.chunk}"
+    grid = record.grid
+    piece = grid.piece(job.number)
+    rows = f"rows {piece.first_row} to {piece.first_row + grid.n_rows_in(job.number) - 1}"
+    if grid.chunks_per_row > 1:
+        rows = f"row {piece.first_row}, elements {piece.start} to {piece.stop - 1}"
+    return f"chunk {job.number} ({rows}), stored as {job.pointer.chunk}"

@@ -1,0 +1,237 @@
+"""Reading and writing rows of a tensor through its chunks.
+
+A request is some rows and a run of the elements of each row. The rows are a range, or an array of
+row numbers in ascending order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from packhorse.disk.shelf.chunks import Array
+from packhorse.disk.shelf.grid import Grid
+from packhorse.disk.shelf.records import TensorRecord
+
+__all__ = ["Chunks", "RowIds", "read_rows", "write_rows"]
+
+RowIds: TypeAlias = range | Array
+
+
+class Chunks(Protocol):
+    """Where rows are read from: a committed state, or what a transaction sees.
+
+    Attributes:
+        threads: how many to use.
+        cache_nbytes: the most bytes of decoded chunks that are kept.
+    """
+
+    threads: int
+    cache_nbytes: int
+
+    def load(self, record: TensorRecord, numbers: list[int]) -> list[Array | None]:
+        """The elements of chunks, read-only; None for a chunk of zeros. A chunk may have fewer
+        elements than it has room for; the rest is zero."""
+
+    def load_into(self, record: TensorRecord, numbers: list[int], outs: list[Array]) -> None:
+        """Decode chunks to contiguous memory, each of as many elements as there is room for."""
+
+
+class _Part(NamedTuple):
+    """What a request needs of a chunk.
+
+    Attributes:
+        number: of the chunk.
+        rows: which rows of the chunk.
+        start, stop: which elements of a row of the chunk.
+        out_rows: the rows of the request.
+        out_start: the first element of a row of the request.
+    """
+
+    number: int
+    rows: slice | Array
+    start: int
+    stop: int
+    out_rows: slice | Array
+    out_start: int
+
+
+def _parts(grid: Grid, rows: RowIds, low: int, high: int) -> Iterator[_Part]:
+    """Cut a request into chunks, in ascending order of runs of rows."""
+    per_chunk = grid.rows_per_chunk
+    pieces = list(grid.parts(low, high))
+    for run, inside, wanted in _runs(rows, per_chunk):
+        for piece in pieces:
+            start, stop = max(low, piece.start), min(high, piece.stop)
+            yield _Part(
+                run * grid.chunks_per_row + piece.number, inside, start - piece.start,
+                stop - piece.start, wanted, start - low,
+            )  # fmt: skip
+
+
+def _runs(rows: RowIds, per_chunk: int) -> Iterator[tuple[int, slice | Array, slice | Array]]:
+    """Group rows by runs of `per_chunk` rows: the number of the run, the rows in it, and their
+    places in the request."""
+    if isinstance(rows, range):
+        assert rows.step == 1
+        at = rows.start
+        while at < rows.stop:
+            run = at // per_chunk
+            stop = min(rows.stop, (run + 1) * per_chunk)
+            first = run * per_chunk
+            yield run, slice(at - first, stop - first), slice(at - rows.start, stop - rows.start)
+            at = stop
+        return
+    runs = rows // per_chunk
+    starts = np.flatnonzero(np.diff(runs, prepend=-1))
+    inside = rows - runs * per_chunk
+    stops = [*starts[1:].tolist(), rows.size]
+    firsts = runs[starts].tolist()
+    for run, start, stop in zip(firsts, starts.tolist(), stops, strict=True):
+        yield run, inside[start:stop], slice(start, stop)
+
+
+def read_rows(
+    chunks: Chunks, record: TensorRecord, rows: RowIds, low: int, high: int, out: Array
+) -> None:
+    """Read rows.
+
+    Args:
+        chunks: where from.
+        record: the tensor.
+        rows: which rows, ascending.
+        low: the first element of each row.
+        high: one past the last.
+        out: where to, with the shape (len(rows), high - low), C-contiguous.
+    """
+    if not out.size:
+        return
+    grid = record.grid
+    parts = list(_parts(grid, rows, low, high))
+    touched = len(parts) * max(1, grid.rows_per_chunk * grid.row_numel // grid.chunks_per_row)
+    if touched * out.itemsize > chunks.cache_nbytes // 4 or len(parts) > 1 << 14:
+        _stream(chunks, record, grid, parts, out)
+        return
+    found = chunks.load(record, [part.number for part in parts])
+    for part, data in zip(parts, found, strict=True):
+        _copy(grid, part, data, out)
+
+
+def _copy(grid: Grid, part: _Part, data: Array | None, out: Array) -> None:
+    width = part.stop - part.start
+    columns = slice(part.out_start, part.out_start + width)
+    if data is None:
+        out[part.out_rows, columns] = 0
+        return
+    rows = _as_rows(grid, part.number, data)
+    if isinstance(part.rows, np.ndarray) and part.rows.size == 1:
+        place = int(part.rows[0])
+        target = out[part.out_rows, columns][0]
+        if place < len(rows):
+            target[...] = rows[place, part.start : part.stop]
+        else:
+            target[...] = 0
+        return
+    n_missing = _n_missing(part.rows, len(rows))
+    if not n_missing:
+        out[part.out_rows, columns] = rows[part.rows, part.start : part.stop]
+        return
+    target = out[part.out_rows, columns]
+    n_there = len(target) - n_missing
+    if n_there:
+        kept = part.rows
+        kept = slice(kept.start, len(rows)) if isinstance(kept, slice) else kept[:n_there]
+        target[:n_there] = rows[kept, part.start : part.stop]
+    target[n_there:] = 0
+
+
+def _as_rows(grid: Grid, number: int, data: Array) -> Array:
+    """A chunk as rows and columns; only whole rows."""
+    width = grid.row_numel if grid.chunks_per_row == 1 else grid.numel_of(number)
+    n_rows = data.size // width
+    return data[: n_rows * width].reshape(n_rows, width)
+
+
+def _n_missing(rows: slice | Array, n_rows: int) -> int:
+    """How many of the rows, which ascend, a chunk does not have."""
+    if isinstance(rows, slice):
+        start, stop = int(rows.start), int(rows.stop)
+        return max(0, stop - max(n_rows, start))
+    return len(rows) - int(rows.searchsorted(n_rows))
+
+
+def _stream(
+    chunks: Chunks, record: TensorRecord, grid: Grid, parts: list[_Part], out: Array
+) -> None:
+    """Read more than the cache should hold: whole chunks go straight to their place, the others
+    through the cache, some at a time."""
+    whole, memory, rest = [], [], []
+    for part in parts:
+        target = _whole_target(grid, part, out)
+        if target is None:
+            rest.append(part)
+        else:
+            whole.append(part.number)
+            memory.append(target)
+    if whole:
+        chunks.load_into(record, whole, memory)
+    step = max(1, chunks.cache_nbytes // 4 // (1 << 19))
+    for at in range(0, len(rest), step):
+        some = rest[at : at + step]
+        found = chunks.load(record, [part.number for part in some])
+        for part, data in zip(some, found, strict=True):
+            _copy(grid, part, data, out)
+
+
+def _whole_target(grid: Grid, part: _Part, out: Array) -> Array | None:
+    """The memory for a chunk that is needed as a whole; None if only a part is needed, or if the
+    memory has gaps."""
+    if not isinstance(part.rows, slice) or not isinstance(part.out_rows, slice):
+        return None
+    n_rows = grid.n_rows_in(part.number)
+    if part.rows.start != 0 or part.rows.stop < n_rows:
+        return None
+    width = part.stop - part.start
+    if grid.chunks_per_row == 1:
+        if width != grid.row_numel or out.shape[1] != width:
+            return None
+        return out[part.out_rows].reshape(-1)
+    if width != grid.numel_of(part.number):
+        return None
+    return out[part.out_rows, part.out_start : part.out_start + width].reshape(-1)
+
+
+def write_rows(
+    record: TensorRecord,
+    rows: RowIds,
+    low: int,
+    high: int,
+    block: Array,
+    change: Callable[[int, Callable[[Array], None], Array | None], None],
+) -> None:
+    """Write rows.
+
+    Args:
+        record: the tensor.
+        rows: which rows, ascending, none twice.
+        low: the first element of each row.
+        high: one past the last.
+        block: the elements, of the shape (len(rows), high - low); may be a broadcast view.
+        change: takes the number of a chunk, a function that writes into the chunk's elements, and
+            all elements of the chunk if they lie in a row in the memory of `block`.
+    """
+    if not block.size:
+        return
+    grid = record.grid
+    for part in _parts(grid, rows, low, high):
+        columns = slice(part.out_start, part.out_start + part.stop - part.start)
+        values = block[part.out_rows, columns]
+        is_whole = values.size == grid.numel_of(part.number) and values.flags.c_contiguous
+
+        def write(data: Array, part: _Part = part, values: Array = values) -> None:
+            n_rows = grid.n_rows_in(part.number)
+            data.reshape(n_rows, -1)[part.rows, part.start : part.stop] = values
+
+        change(part.number, write, values.reshape(-1) if is_whole else None)

@@ -1,0 +1,275 @@
+"""An open shelf: which state a thread sees, and the transaction of the thread that writes."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from packhorse.disk.shelf.changes import Changes, Settings, StateChunks, delete_unused_chunks
+from packhorse.disk.shelf.records import CHUNK_KEY, Entry, Head, StateRecord, TensorRecord
+from packhorse.disk.shelf.rows import Chunks
+from packhorse.disk.shelf.store import Folder
+from packhorse.disk.shelf.versions import State, Tag
+from packhorse.errors import ClosedError
+
+__all__ = ["Session", "missing"]
+
+
+def missing(name: object, path: Path, tag: str | None) -> KeyError:
+    """The error for a name that a shelf does not have."""
+    where = f"{path}" if tag is None else f"{path}, tag {tag!r}"
+    return KeyError(f"{where}: there is no tensor {name!r}")
+
+
+class Session:
+    """An open shelf.
+
+    Attributes:
+        folder: of the shelf.
+        settings: how it works.
+    """
+
+    def __init__(self, folder: Folder, settings: Settings) -> None:
+        """Args:
+        folder: of the shelf.
+        settings: how it works.
+        """
+        self.folder, self.settings = folder, settings
+        self._turn = threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+        self._changes: Changes | None = None
+        self._doom: BaseException | None = None
+        self._close = weakref.finalize(self, folder.close)
+        if folder.writes:
+            self._clean()
+
+    def _clean(self) -> None:
+        """Delete what a transaction of a killed process wrote early."""
+        with self.folder.read() as (txn, head):
+            cursor = txn.handle.cursor(db=txn.tables.chunks)
+            has_unused = cursor.set_range(CHUNK_KEY.pack(head.next_chunk))
+        if has_unused:
+            self.folder.write(delete_unused_chunks)
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self.folder.path
+
+    def check_open(self) -> None:
+        """Make sure that the shelf is open.
+
+        Raises:
+            ClosedError: it is closed.
+        """
+        if self.folder.is_closed:
+            raise ClosedError(f"{self.path}: the shelf is closed; open it again")
+
+    def close(self) -> None:
+        """Close the shelf.
+
+        Raises:
+            RuntimeError: a transaction is open.
+        """
+        if self._owner is not None and not self.folder.is_closed:
+            raise RuntimeError(
+                f"{self.path}: the shelf was closed inside a transaction; leave it first"
+            )
+        self._close()
+
+    # Reading.
+
+    def seen(self) -> Changes | None:
+        """The transaction that this thread is in; None if it is in none."""
+        return self._changes if self._owner == threading.get_ident() else None
+
+    def state(self, tag: str | None = None) -> _StateContext:
+        """A committed state, as a context: the newest one, or that of a tag.
+
+        Args:
+            tag: of the state; None for the newest.
+        """
+        return _StateContext(self, tag)
+
+    @contextmanager
+    def tensor(self, name: str, tag: str | None) -> Iterator[tuple[TensorRecord, Chunks]]:
+        """A tensor, as a context: its record, and its chunks as this thread sees them.
+
+        Raises:
+            KeyError: there is no tensor of this name.
+        """
+        changes = None if tag is not None else self.seen()
+        if changes is not None:
+            yield self.checked(changes.entry(name), name, tag), changes
+            return
+        with _StateContext(self, tag) as state:
+            record = self.checked(state.entry(name), name, tag)
+            yield record, StateChunks(state, self.settings, f"{self.path}: {name!r}")
+
+    def record(self, name: str, tag: str | None) -> TensorRecord:
+        """The record of a tensor.
+
+        Raises:
+            KeyError: there is no tensor of this name.
+        """
+        return self.checked(self.entry(name, tag), name, tag)
+
+    def checked(self, entry: Entry | None, name: str, tag: str | None) -> TensorRecord:
+        """An entry that must be a tensor.
+
+        Raises:
+            KeyError: there is none of this name.
+            TypeError: it is a nested state.
+        """
+        if isinstance(entry, StateRecord):
+            raise TypeError(f"{self.path}: {name!r} is a nested state; read it with load({name!r})")
+        if entry is None:
+            raise missing(name, self.path, tag)
+        return entry
+
+    def entry(self, name: str, tag: str | None) -> Entry | None:
+        """The entry of a name; None if there is none."""
+        changes = None if tag is not None else self.seen()
+        if changes is not None:
+            self.check_open()
+            return changes.entry(name)
+        with _StateContext(self, tag) as state:
+            return state.entry(name)
+
+    def entries(self, prefix: str, tag: str | None) -> dict[str, Entry]:
+        """The entries of all names that begin so, by name, in order."""
+        changes = None if tag is not None else self.seen()
+        if changes is not None:
+            return changes.names(prefix)
+        with _StateContext(self, tag) as state:
+            return dict(state.entries(prefix))
+
+    def tags(self) -> list[Tag]:
+        """All tags, the oldest first."""
+        with _StateContext(self, None) as state:
+            return state.tags()
+
+    def find_tag(self, state: State, name: str) -> Tag:
+        """A tag.
+
+        Raises:
+            KeyError: there is no such tag.
+        """
+        tag = state.tag(name)
+        if tag is None:
+            raise KeyError(f"{self.path}: there is no tag {name!r}")
+        return tag
+
+    # Writing.
+
+    def check_no_transaction(self, what: str) -> None:
+        """Refuse what cannot be part of a transaction.
+
+        Raises:
+            RuntimeError: this thread is in a transaction.
+        """
+        self.folder.check_writes()
+        if self.seen() is not None:
+            raise RuntimeError(f"{self.path}: {what} inside a transaction; leave it first")
+
+    @contextmanager
+    def transaction(self) -> Iterator[Changes]:
+        """A transaction of this thread; inside one it is the same.
+
+        Raises:
+            TimeoutError: another thread's transaction goes on for too long.
+            RuntimeError: at the end, if something inside had failed.
+        """
+        self.folder.check_writes()
+        if self._owner == threading.get_ident():
+            with self._joined() as changes:
+                yield changes
+            return
+        with self.turn():
+            self._owner, self._doom = threading.get_ident(), None
+            self._changes = changes = Changes(self.folder, self.settings)
+            try:
+                yield changes
+                self._finish(changes)
+            except BaseException:
+                changes.abort()
+                raise
+            finally:
+                self._owner = self._changes = None
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait until no other thread writes.
+
+        Raises:
+            TimeoutError: another thread's transaction goes on for too long.
+        """
+        if not self._turn.acquire(timeout=self.folder.timeout):
+            raise TimeoutError(
+                f"{self.path}: a transaction of another thread goes on for more than "
+                f"{self.folder.timeout:g} s; end it, or open the shelf with a longer timeout"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    @contextmanager
+    def _joined(self) -> Iterator[Changes]:
+        assert self._changes is not None
+        changes, n_writes = self._changes, self._changes.n_writes
+        try:
+            yield changes
+        except BaseException as error:
+            if changes.n_writes != n_writes:
+                self._doom = error
+            raise
+
+    def _finish(self, changes: Changes) -> None:
+        if self._doom is not None:
+            raise RuntimeError(
+                f"{self.path}: nothing of this transaction was committed, because a part of it had "
+                f"failed: {type(self._doom).__name__}: {self._doom}"
+            ) from self._doom
+        changes.commit()
+
+
+class _StateContext:
+    """A committed state, as a context."""
+
+    __slots__ = ("_context", "_session", "_tag")
+
+    def __init__(self, session: Session, tag: str | None) -> None:
+        self._session, self._tag = session, tag
+
+    def __enter__(self) -> State:
+        session = self._session
+        self._context = session.folder.read()
+        txn, head = self._context.__enter__()
+        try:
+            return self._state(txn, head)
+        except BaseException:
+            self._context.__exit__(None, None, None)
+            raise
+
+    def _state(self, txn: Any, head: Head) -> State:
+        session = self._session
+        known, label = session.settings.known, str(session.path)
+        state = State(txn, head, head.epoch, known, label)
+        if self._tag is None:
+            return state
+        return state.at(session.find_tag(state, self._tag).epoch)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._context.__exit__(kind, error, trace)

@@ -1,0 +1,558 @@
+"""`ShelfTensor`: a tensor of a shelf, which reads and writes like an array."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from packhorse.arguments import resolve_threads
+from packhorse.disk.shelf.blocks import read_blocks
+from packhorse.disk.shelf.changes import Changes, Settings
+from packhorse.disk.shelf.chunks import Array, Cache, dtype_of
+from packhorse.disk.shelf.indexing import Selection, select
+from packhorse.disk.shelf.records import TensorRecord
+from packhorse.disk.shelf.rows import Chunks, RowIds, read_rows, write_rows
+from packhorse.disk.shelf.session import Session
+from packhorse.disk.shelf.store import Folder
+from packhorse.disk.shelf.values import as_array, to_framework
+from packhorse.disk.shelf.versions import Known
+from packhorse.framework import Framework, resolve_framework
+from packhorse.layout import Level
+
+__all__ = ["ShelfTensor"]
+
+_BLOCK_NBYTES = 1 << 24
+_CACHE_NBYTES, _TIMEOUT_S = 1 << 28, 60.0  # of a shelf that a pickled tensor opens
+
+
+class ShelfTensor:
+    """A tensor that lies on a shelf.
+
+    It reads nothing until it is indexed, and holds no elements. It stands for whatever tensor has
+    its name when it is used.
+
+    Indexing is NumPy's, and so are the errors. What is read is always a copy. Each statement that
+    writes is one durable commit, unless it is inside `Shelf.transaction`.
+
+    Attributes:
+        name: its name on the shelf.
+        tag: the tag whose state it shows; None for the newest state.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> from packhorse.disk import Shelf
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> with Shelf(f"{folder.name}/data.shelf") as shelf:
+        ...     x = shelf.create("x", (0, 3), "float32")
+        ...     x.append(np.ones((4, 3)))
+        ...     x[[0, 2]] *= 5
+        ...     x[:, 0].tolist()
+        [5.0, 1.0, 5.0, 1.0]
+    """
+
+    def __init__(self, session: Session, name: str, framework: Framework, tag: str | None) -> None:
+        """Private: use `shelf[name]`."""
+        self._session, self._framework = session, framework
+        self.name, self.tag = name, tag
+
+    def _record(self) -> TensorRecord:
+        return self._session.record(self.name, self.tag)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self._record().shape
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype, of NumPy (also of ml_dtypes) or of PyTorch, as the shelf was opened."""
+        name = self._record().dtype
+        if self._framework.name == "np":
+            return dtype_of(name)
+        return self._framework.empty(name, (0,)).dtype
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The shape of a chunk."""
+        return self._record().chunk
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements in memory."""
+        record = self._record()
+        return math.prod(record.shape) * dtype_of(record.dtype).itemsize
+
+    @property
+    def packed_nbytes(self) -> int:
+        """The bytes that its chunks take on the shelf, as of the last commit."""
+        return self._record().packed_nbytes
+
+    @property
+    def ratio(self) -> float:
+        """`nbytes` divided by `packed_nbytes`; 1 if nothing is stored."""
+        packed = self.packed_nbytes
+        return self.nbytes / packed if packed else 1.0
+
+    def __len__(self) -> int:
+        """The size of the first axis."""
+        shape = self.shape
+        if not shape:
+            raise TypeError("len() of unsized object")
+        return shape[0]
+
+    def __repr__(self) -> str:
+        tag = "" if self.tag is None else f", tag={self.tag!r}"
+        try:
+            record = self._record()
+        except (KeyError, ValueError, TypeError):
+            return f"ShelfTensor({self.name!r}{tag}, not there)"
+        return f"ShelfTensor({self.name!r}, {record.dtype}, {record.shape}{tag})"
+
+    # Reading.
+
+    def __getitem__(self, index: Any) -> Any:
+        """What an index selects, as a new array or tensor; a number for a single element of NumPy.
+
+        Args:
+            index: integers, slices, `...`, arrays or lists of integers, masks, None: as for
+                `numpy.ndarray`. Rows on the first axis are read alone; so is a run of elements of
+                each row. Lists and masks on other axes read whole rows.
+
+        Raises:
+            IndexError: NumPy's own, for an index that does not fit.
+            CorruptionError: a chunk is damaged; the message names it.
+        """
+        with self._session.tensor(self.name, self.tag) as (record, chunks):
+            found = _read_index(record, chunks, _plain_index(index))
+        return to_framework(found, record.dtype, self._framework)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Its rows, one after the other."""
+        if not self.shape:
+            raise TypeError("iteration over a 0-d tensor")
+        for block in self.iter_chunks():
+            yield from block
+
+    def iter_chunks(self, nbytes: int | None = None) -> Iterator[Any]:
+        """Runs of whole rows, in order; the next run is read while one is used.
+
+        All runs are of the state at the first one: what is written meanwhile is not seen, except
+        inside a transaction.
+
+        Args:
+            nbytes: about how many bytes a run has; None for 16 MiB, or less with a small cache. A
+                run has at least one row.
+
+        Yields:
+            New arrays or tensors of shape (rows, *shape[1:]).
+
+        Raises:
+            TypeError: the tensor has no axes.
+            CorruptionError: a chunk is damaged; the message names it.
+        """
+        if not self.shape:
+            raise TypeError("iteration over a 0-d tensor")
+        limit = min(_BLOCK_NBYTES, max(1 << 20, self._session.settings.cache.max_nbytes // 4))
+        blocks = read_blocks(self._session, self.name, self.tag, nbytes or limit)
+        for dtype, block in blocks:
+            yield to_framework(block, dtype, self._framework)
+
+    def numpy(self) -> Array:
+        """All elements, as a new NumPy array."""
+        with self._session.tensor(self.name, self.tag) as (record, chunks):
+            return _read_all(record, chunks)
+
+    def torch(self) -> Any:
+        """All elements, as a new PyTorch tensor.
+
+        Raises:
+            MissingBackendError: PyTorch is not installed.
+            CompatibilityError: PyTorch has no such dtype.
+        """
+        framework = resolve_framework("pt")
+        with self._session.tensor(self.name, self.tag) as (record, chunks):
+            return to_framework(_read_all(record, chunks), record.dtype, framework)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """All elements, for `numpy.asarray`.
+
+        Raises:
+            ValueError: `copy` is False; the elements are packed, so reading them makes new memory.
+        """
+        if copy is False:
+            raise ValueError("a tensor of a shelf is packed, so an array of it is always a copy")
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    # Writing.
+
+    def _check_no_tag(self) -> None:
+        if self.tag is not None:
+            raise PermissionError(
+                f"{self._session.path}: tag {self.tag!r} cannot be changed; write to the shelf "
+                f"itself, or go back with rollback({self.tag!r})"
+            )
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write what an index selects, in one commit.
+
+        Args:
+            index: as for reading. If it names a row twice, the last value stays.
+            value: an array, a tensor or a number; it is broadcast and converted as NumPy does.
+
+        Raises:
+            IndexError, ValueError, TypeError: NumPy's own, for what does not fit; nothing is
+                written.
+            PermissionError: the shelf is open for reading only, or this is the state of a tag.
+            OSError: the disk is full, or failed; nothing is written.
+        """
+        self._check_no_tag()
+        index = _plain_index(index)
+        with self._session.transaction() as changes:
+            record = self._session.record(self.name, None)
+            _write_index(record, changes, index, as_array(value, record.dtype))
+            self._settle(changes, record)
+
+    def _settle(self, changes: Changes, record: TensorRecord) -> None:
+        changes.put(self.name, record)
+        changes.settle()
+
+    def append(self, rows: Any) -> None:
+        """Add rows at the end, in one commit.
+
+        Args:
+            rows: of shape (n, *shape[1:]), or shape[1:] for one row.
+
+        Raises:
+            ValueError: the shape does not fit, or the tensor has no axes.
+            TypeError: the elements cannot become of this dtype without a change of kind, such as
+                floats to integers.
+            PermissionError, OSError: as for `__setitem__`.
+        """
+        self._check_no_tag()
+        with self._session.transaction() as changes:
+            record = self._session.record(self.name, None)
+            block = self._rows_of(record, rows)
+            n_rows = record.shape[0]
+            grown = record.with_rows(n_rows + len(block))
+            if not len(block):
+                return
+            changes.put(self.name, grown)
+            block = block.reshape(len(block), -1) if block.size else np.empty((len(block), 0))
+            places = range(n_rows, n_rows + len(block))
+            _write(grown, changes, places, 0, block.shape[1], block)
+            self._settle(changes, grown)
+
+    def _rows_of(self, record: TensorRecord, rows: Any) -> Array:
+        if not record.shape:
+            raise ValueError(f"{self.name!r} has no axes; rows cannot be appended")
+        given = getattr(rows, "dtype", None)
+        target = dtype_of(record.dtype)
+        if isinstance(given, np.dtype) and not np.can_cast(given, target, "same_kind"):
+            raise TypeError(
+                f"{self.name!r} is {target}, and rows of {given} would change their kind; convert "
+                "them first"
+            )
+        block = as_array(rows, record.dtype)
+        if block.shape == record.shape[1:]:
+            block = block[None]
+        if block.ndim != len(record.shape) or block.shape[1:] != record.shape[1:]:
+            raise ValueError(
+                f"{self.name!r} has rows of shape {record.shape[1:]}; these have the shape "
+                f"{block.shape[1:] if block.ndim else ()}"
+            )
+        return block
+
+    def resize(self, n_rows: int) -> None:
+        """Set the size of the first axis, in one commit. New rows are zero; the rows that remain
+        keep their content.
+
+        Args:
+            n_rows: the new size.
+
+        Raises:
+            ValueError: `n_rows` is negative, or the tensor has no axes.
+        """
+        self._check_no_tag()
+        n_rows = operator.index(n_rows)
+        with self._session.transaction() as changes:
+            record = self._session.record(self.name, None)
+            if not record.shape:
+                raise ValueError(f"{self.name!r} has no axes, and cannot be resized")
+            if n_rows < 0:
+                raise ValueError(f"{self.name!r} cannot have {n_rows} rows")
+            if n_rows == record.shape[0]:
+                return
+            resized = record.with_rows(n_rows)
+            if n_rows < record.shape[0]:
+                _shrink(record, resized, changes)
+            self._settle(changes, resized)
+
+    def apply(self, function: Callable[[Any], Any], nbytes: int | None = None) -> None:
+        """Replace all elements, run of rows by run of rows, in one transaction.
+
+        Args:
+            function: takes a run of rows, which it may change, and returns what is written: as
+                many elements of the same shape.
+            nbytes: about how many bytes a run has; None for 16 MiB.
+
+        Raises:
+            ValueError: the function returned another shape; nothing is written then.
+            Exception: what the function raised; nothing is written then.
+        """
+        self._check_no_tag()
+        self._change(lambda block, _: function(block), nbytes or _BLOCK_NBYTES)
+
+    def _change(self, function: Callable[[Any, Any], Any], nbytes: int) -> None:
+        """Replace all elements by those that a function of a block and its place returns."""
+        with self._session.transaction() as changes:
+            record = self._session.record(self.name, None)
+            changes.put(self.name, record)
+            if not math.prod(record.shape):
+                return
+            for place in _blocks_of(record, nbytes):
+                block = _read_index(record, changes, place)
+                given = to_framework(block, record.dtype, self._framework)
+                value = function(given, place)
+                shape = getattr(value, "shape", ())
+                if tuple(shape) != np.shape(block):
+                    raise ValueError(
+                        f"{self.name!r}: the function returned the shape {tuple(shape)} for a "
+                        f"block of shape {np.shape(block)}"
+                    )
+                _write_index(record, changes, place, as_array(value, record.dtype))
+                changes.settle()
+
+    def _in_place(self, operation: Callable[[Any, Any], Any], other: Any) -> Self:
+        """An operator that changes all elements, run by run."""
+        self._check_no_tag()
+        shape = self.shape
+        if isinstance(other, ShelfTensor):
+            if np.broadcast_shapes(other.shape, shape) != shape:
+                raise ValueError(
+                    f"{self.name!r} of shape {shape} cannot take the shape {other.shape}"
+                )
+            if other.shape != shape:
+                other = other[...]
+        elif np.ndim(other) or hasattr(other, "shape"):
+            other = other.broadcast_to(shape) if _is_torch(other) else np.asarray(other)
+            if not _is_torch(other):
+                other = np.broadcast_to(other, shape)
+        has_places = isinstance(other, ShelfTensor) or np.ndim(other) > 0
+
+        def change(block: Any, place: Any) -> Any:
+            return operation(block, other[place] if has_places else other)
+
+        self._change(change, _BLOCK_NBYTES)
+        return self
+
+    def __iadd__(self, other: Any) -> Self:
+        """Add, in place and in one transaction, as `numpy.ndarray` does."""
+        return self._in_place(operator.iadd, other)
+
+    def __isub__(self, other: Any) -> Self:
+        """Subtract, as for `+=`."""
+        return self._in_place(operator.isub, other)
+
+    def __imul__(self, other: Any) -> Self:
+        """Multiply, as for `+=`."""
+        return self._in_place(operator.imul, other)
+
+    def __itruediv__(self, other: Any) -> Self:
+        """Divide, as for `+=`."""
+        return self._in_place(operator.itruediv, other)
+
+    def __ifloordiv__(self, other: Any) -> Self:
+        """Divide to integers, as for `+=`."""
+        return self._in_place(operator.ifloordiv, other)
+
+    def __imod__(self, other: Any) -> Self:
+        """Take the remainder, as for `+=`."""
+        return self._in_place(operator.imod, other)
+
+    def __ipow__(self, other: Any) -> Self:
+        """Raise to a power, as for `+=`."""
+        return self._in_place(operator.ipow, other)
+
+    def __iand__(self, other: Any) -> Self:
+        """And of bits, as for `+=`."""
+        return self._in_place(operator.iand, other)
+
+    def __ior__(self, other: Any) -> Self:
+        """Or of bits, as for `+=`."""
+        return self._in_place(operator.ior, other)
+
+    def __ixor__(self, other: Any) -> Self:
+        """Exclusive or of bits, as for `+=`."""
+        return self._in_place(operator.ixor, other)
+
+    def __ilshift__(self, other: Any) -> Self:
+        """Shift bits to the left, as for `+=`."""
+        return self._in_place(operator.ilshift, other)
+
+    def __irshift__(self, other: Any) -> Self:
+        """Shift bits to the right, as for `+=`."""
+        return self._in_place(operator.irshift, other)
+
+    def _is_same(self, other: object) -> bool:
+        """Whether another handle is of the same tensor of the same open shelf."""
+        return isinstance(other, ShelfTensor) and (other._session, other.name, other.tag) == (
+            self._session,
+            self.name,
+            self.tag,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For another process: it opens the shelf for reading there."""
+        path = str(self._session.path.absolute())
+        return _reopened, (path, self.name, self._framework.name, self.tag)
+
+
+_sessions: WeakValueDictionary[str, Session] = WeakValueDictionary()
+
+
+def _reopened(path: str, name: str, framework: str, tag: str | None) -> ShelfTensor:
+    """A tensor that was pickled. All tensors of a shelf in this process share one session."""
+    session = _sessions.get(path)
+    if session is None or session.folder.is_closed:
+        settings = Settings(Cache(_CACHE_NBYTES), Known(), resolve_threads(None), Level.DEFAULT)
+        folder = Folder(Path(path), writes=False, timeout=_TIMEOUT_S)
+        session = _sessions[path] = Session(folder, settings)
+    return ShelfTensor(session, name, resolve_framework(framework), tag)
+
+
+def _is_torch(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] == "torch"
+
+
+def _plain_index(index: Any) -> Any:
+    """An index without tensors of PyTorch and of shelves, which NumPy does not know."""
+    if isinstance(index, tuple):
+        return tuple(_plain_index(item) for item in index)
+    return np.asarray(index) if _is_torch(index) or isinstance(index, ShelfTensor) else index
+
+
+def _read_all(record: TensorRecord, chunks: Chunks) -> Array:
+    out = np.empty(record.shape, dtype_of(record.dtype))
+    n_rows = record.shape[0] if record.shape else 1
+    if out.size:
+        block = out.reshape(n_rows, -1)
+        read_rows(chunks, record, range(n_rows), 0, block.shape[1], block)
+    return out
+
+
+def _read_index(record: TensorRecord, chunks: Chunks, index: Any) -> Any:
+    if not record.shape:
+        return _read_all(record, chunks)[index]
+    selection = select(index, record.shape)
+    return selection.view(_read_selection(record, chunks, selection))
+
+
+def _read_selection(record: TensorRecord, chunks: Chunks, selection: Selection) -> Array:
+    block = np.empty(selection.block_shape, dtype_of(record.dtype))
+    if block.size:
+        low, high = selection.low, selection.high
+        flat = block.reshape(len(selection.rows), high - low)
+        read_rows(chunks, record, selection.rows, low, high, flat)
+    return block
+
+
+def _write_index(record: TensorRecord, changes: Changes, index: Any, value: Array) -> None:
+    if not record.shape:
+        block = _read_all(record, changes)
+        block[index] = value
+        _write(record, changes, range(1), 0, 1, block.reshape(1, 1))
+        return
+    selection = select(index, record.shape)
+    shape, rows = selection.block_shape, selection.rows
+    if selection.is_plain:
+        block = _broadcast(value, shape)
+    elif selection.inner is None and selection.whole is None:
+        block = np.empty(shape, dtype_of(record.dtype))
+        selection.assign(block, value)
+    else:
+        block = _read_selection(record, changes, selection)
+        selection.assign(block, value)
+    if math.prod(shape):
+        width = selection.high - selection.low
+        _write(
+            record, changes, rows, selection.low, selection.high, block.reshape(len(rows), width)
+        )
+
+
+def _broadcast(value: Array, shape: tuple[int, ...]) -> Array:
+    """A value in another shape, with NumPy's own error if it does not fit."""
+    while value.ndim > len(shape) and value.shape[0] == 1:
+        value = value[0]
+    with suppress(ValueError):
+        return np.broadcast_to(value, shape)
+    raise ValueError(
+        f"could not broadcast input array from shape {_words(value.shape)} into shape "
+        f"{_words(shape)}"
+    )
+
+
+def _words(shape: tuple[int, ...]) -> str:
+    return f"({','.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def _write(
+    record: TensorRecord, changes: Changes, rows: RowIds, low: int, high: int, block: Array
+) -> None:
+    def change(number: int, write: Callable[[Array], None], whole: Array | None) -> None:
+        changes.change(record, number, write, whole)
+
+    write_rows(record, rows, low, high, block, change)
+
+
+def _shrink(record: TensorRecord, resized: TensorRecord, changes: Changes) -> None:
+    """Drop the rows that a tensor does not have any more, also from the last chunk."""
+    old, new = record.grid, resized.grid
+    changes.put_record(resized)
+    last = new.n_chunks - 1
+    is_cut = new.n_chunks and new.numel_of(last) != old.numel_of(last)
+    changes.clear(resized, new.n_chunks, old.n_chunks)
+    if is_cut:
+        changes.change(resized, last, lambda data: None, None)
+
+
+def _blocks_of(record: TensorRecord, nbytes: int) -> Iterator[Any]:
+    """Indices of all elements: runs of whole rows, or parts of a row if one is too long."""
+    itemsize = dtype_of(record.dtype).itemsize
+    per_chunk = record.grid.rows_per_chunk
+    if not record.shape:
+        yield ()
+        return
+    yield from _cut(record.shape, max(1, nbytes // itemsize), per_chunk)
+
+
+def _cut(shape: tuple[int, ...], numel: int, multiple: int) -> Iterator[tuple[int | slice, ...]]:
+    """Indices of blocks of about `numel` elements, in order."""
+    row = math.prod(shape[1:])
+    if row > numel:
+        for i in range(shape[0]):
+            for index in _cut(shape[1:], numel, 1):
+                yield (i, *index)
+        return
+    step = max(1, numel // max(1, row))
+    step = max(multiple, step - step % multiple)
+    for start in range(0, shape[0], step):
+        yield (slice(start, min(start + step, shape[0])),)

@@ -1,0 +1,101 @@
+"""What callers give and get: arrays and tensors of both frameworks, and names of dtypes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from packhorse.disk.shelf.chunks import Array, dtype_of
+from packhorse.framework import Framework, framework_of, resolve_framework, to_array
+from packhorse.layout import DTYPE_BY_NAME
+
+__all__ = ["as_array", "dtype_name", "form_of", "to_framework"]
+
+
+def dtype_name(dtype: Any) -> str:
+    """safetensors' name of a dtype.
+
+    Args:
+        dtype: a dtype of NumPy or PyTorch, or a name of one of these or of safetensors.
+
+    Raises:
+        TypeError: it is no dtype, or safetensors has none like it.
+    """
+    if isinstance(dtype, str) and dtype in DTYPE_BY_NAME:
+        return dtype
+    arrays = resolve_framework("np")
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(dtype, torch.dtype):
+        return resolve_framework("pt").describe(torch.empty(0, dtype=dtype, device="cpu"))[0]
+    return arrays.describe(np.empty(0, np.dtype(dtype)))[0]
+
+
+def form_of(value: Any) -> tuple[str, tuple[int, ...]]:
+    """The dtype name and the shape that a tensor for a value has.
+
+    Raises:
+        TypeError: it is not an array of numbers that can be stored.
+    """
+    framework = framework_of(value)
+    if framework is not None and framework.name != "np":
+        return framework.describe(value)
+    array = np.asarray(value)
+    return dtype_name(array.dtype), array.shape
+
+
+def as_array(value: Any, dtype: str) -> Array:
+    """A value as an array of a dtype; its own memory if that is possible.
+
+    Args:
+        value: an array, a tensor, a number, or nested lists of numbers.
+        dtype: the name of the dtype. Numbers are converted as NumPy does when it assigns them.
+
+    Raises:
+        TypeError, ValueError, OverflowError: NumPy's own, if the value cannot be converted.
+    """
+    target = dtype_of(dtype)
+    framework = framework_of(value)
+    if framework is not None and framework.name != "np":
+        value = _array_of(value, framework)
+    elif not isinstance(value, np.ndarray) and not hasattr(value, "__array__"):
+        found = np.empty(np.shape(value), target)
+        found[...] = value
+        return found
+    array = np.asarray(value)
+    if array.dtype == target:
+        return array if array.dtype.isnative else array.astype(target)
+    found = np.empty(array.shape, target)
+    found[...] = array
+    return found
+
+
+def _array_of(tensor: Any, framework: Framework) -> Array:
+    """The elements of a tensor of another framework, in its own memory if that is possible."""
+    name, shape = framework.describe(tensor)
+    if DTYPE_BY_NAME[name].bits < 8:
+        found: Array = to_array(tensor, framework)
+        return found
+    return framework.readable(tensor)[0].view(dtype_of(name)).reshape(shape)
+
+
+def to_framework(array: Any, dtype: str, framework: Framework) -> Any:
+    """An array as a new tensor of a framework.
+
+    Args:
+        array: of NumPy.
+        dtype: the name of its dtype.
+        framework: of the tensor.
+    """
+    if framework.name == "np":
+        return array
+    array = np.asarray(array)
+    data, _, shape = resolve_framework("np").readable(array)
+    tensor = framework.empty(dtype, shape)
+
+    def write(memory: Any) -> None:
+        memory[:] = data
+
+    framework.fill(tensor, write)
+    return tensor

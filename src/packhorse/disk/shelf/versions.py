@@ -1,0 +1,274 @@
+"""The records of one committed state: of each record, the newest version that is not newer than
+the epoch of the state (records.py)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from packhorse.disk.shelf.engine import Txn
+from packhorse.disk.shelf.records import (
+    CHUNK_KEY,
+    EPOCH,
+    NO_CHUNK,
+    OWNER,
+    POINTER_KEY,
+    Entry,
+    Head,
+    Pointer,
+    TensorRecord,
+    entry_key,
+    name_of,
+    parse_entry,
+    parse_pointer,
+    parse_tag,
+)
+from packhorse.errors import CorruptionError
+
+__all__ = ["Known", "State", "Tag", "newest_version", "versions_of"]
+
+_MAX_TENSORS = 256
+_MAX_POINTERS = 1 << 18
+
+
+class Tag(NamedTuple):
+    """A tag.
+
+    Attributes:
+        name: of the tag.
+        epoch: whose last state it is.
+        time: when it was made, in UTC.
+        commit: the number of the commit.
+    """
+
+    name: str
+    epoch: int
+    time: str
+    commit: int
+
+
+class Known:
+    """What was read of earlier states, and is still true.
+
+    A version of a tensor has a number of its own, its serial, so what it points to never changes.
+    Everything here may be forgotten at any time.
+    """
+
+    def __init__(self) -> None:
+        """Knows nothing."""
+        self._state: tuple[int, int] = (0, 0)
+        self._entries: dict[str, Entry | None] = {}
+        self._pointers: OrderedDict[tuple[int, int], dict[int, Pointer]] = OrderedDict()
+
+    def entries(self, head: Head, epoch: int) -> dict[str, Entry | None]:
+        """The entries of a state that were read already, to look up and to add to."""
+        state = head.n_commits, epoch
+        if state != self._state:
+            self._state, self._entries = state, {}
+        return self._entries
+
+    def pointers(self, record: TensorRecord) -> dict[int, Pointer]:
+        """The pointers of a tensor that were read already, to look up and to add to."""
+        key = record.id, record.serial
+        found = self._pointers.get(key)
+        if found is None or len(found) > _MAX_POINTERS:
+            found = self._pointers[key] = {}
+            while len(self._pointers) > _MAX_TENSORS:
+                self._pointers.popitem(last=False)
+        return found
+
+
+class State:
+    """One committed state, while a transaction reads it."""
+
+    __slots__ = ("_known", "_label", "_txn", "epoch", "head")
+
+    def __init__(self, txn: Txn, head: Head, epoch: int, known: Known, label: str) -> None:
+        """Args:
+        txn: the transaction.
+        head: its head record.
+        epoch: whose last state it is.
+        known: what was read before.
+        label: the shelf, for messages.
+        """
+        self._txn, self.head, self.epoch = txn, head, epoch
+        self._known, self._label = known, label
+
+    def at(self, epoch: int) -> State:
+        """Another state, of the same transaction."""
+        return State(self._txn, self.head, epoch, self._known, self._label)
+
+    def entry(self, name: str) -> Entry | None:
+        """The entry of a name; None if there is none."""
+        entries = self._known.entries(self.head, self.epoch)
+        if name in entries:
+            return entries[name]
+        found = newest_version(self._txn, self._txn.tables.names, entry_key(name, self.epoch))
+        entry = self._parse(*found) if found else None
+        entries[name] = entry
+        return entry
+
+    def _parse(self, key: bytes, value: bytes) -> Entry | None:
+        return parse_entry(value, f"{self._label}: {name_of(key)!r}") if value else None
+
+    def entries(self, prefix: str = "") -> Iterator[tuple[str, Entry]]:
+        """All names that begin so, with their entries, in the order of their bytes."""
+        start = prefix.encode()
+        cursor = self._txn.handle.cursor(db=self._txn.tables.names)
+        kept: tuple[bytes, bytes] | None = None
+        found = cursor.set_range(start)
+        while found:
+            key = bytes(cursor.key())
+            if not key.startswith(start):
+                break
+            if kept is not None and kept[0][:-4] != key[:-4]:
+                yield from self._listed(kept)
+                kept = None
+            if EPOCH.unpack(key[-4:])[0] <= self.epoch:
+                kept = key, bytes(cursor.value())
+            found = cursor.next()
+        if kept is not None:
+            yield from self._listed(kept)
+
+    def _listed(self, record: tuple[bytes, bytes]) -> Iterator[tuple[str, Entry]]:
+        entry = self._parse(*record)
+        if entry is not None:
+            yield name_of(record[0]), entry
+
+    def pointers(self, record: TensorRecord, numbers: list[int]) -> list[Pointer]:
+        """Where chunks of a tensor are.
+
+        Args:
+            record: the tensor.
+            numbers: of chunks, ascending.
+        """
+        known = self._known.pointers(record)
+        missing = [number for number in numbers if number not in known]
+        if missing:
+            known = self._read_pointers(record, missing, dict.copy(known))
+            self._known.pointers(record).update(known)
+        return [known[number] for number in numbers]
+
+    def _read_pointers(
+        self, record: TensorRecord, numbers: list[int], known: dict[int, Pointer]
+    ) -> dict[int, Pointer]:
+        if numbers[-1] - numbers[0] < 4 * len(numbers):
+            wanted = range(numbers[0], numbers[-1] + 1)
+            known.update(dict.fromkeys(wanted, NO_CHUNK))
+            for number, pointer in self.all_pointers(record.id, wanted.start, wanted.stop):
+                known[number] = pointer
+            return known
+        table = self._txn.tables.pointers
+        for number in numbers:
+            key = POINTER_KEY.pack(record.id, number, self.epoch)
+            found = newest_version(self._txn, table, key)
+            known[number] = parse_pointer(*found, self._label) if found else NO_CHUNK
+        return known
+
+    def all_pointers(self, tensor: int, first: int, stop: int) -> Iterator[tuple[int, Pointer]]:
+        """The pointers of a run of chunks, in order, without those that have none."""
+        last: tuple[int, bytes, bytes] | None = None
+        for number, epoch, key, value in versions_of(self._txn, tensor, first, stop):
+            if last is not None and last[0] != number:
+                yield last[0], parse_pointer(last[1], last[2], self._label)
+                last = None
+            if epoch <= self.epoch:
+                last = number, key, value
+        if last is not None:
+            yield last[0], parse_pointer(last[1], last[2], self._label)
+
+    def chunk(self, number: int) -> tuple[int, Any]:
+        """A stored chunk: the number of the chunk that it is a delta against, or 0, and a view of
+        its frame.
+
+        Raises:
+            CorruptionError: it is missing.
+        """
+        value = self._txn.handle.get(CHUNK_KEY.pack(number), db=self._txn.tables.chunks)
+        if value is None or len(value) < OWNER.size:
+            raise CorruptionError(f"{self._label}: the stored chunk {number} is missing")
+        return OWNER.unpack_from(value)[0], value[OWNER.size :]
+
+    def stored(self) -> Iterator[tuple[int, Any]]:
+        """All stored chunks: their numbers, and views of their records."""
+        for key, value in self._txn.handle.cursor(db=self._txn.tables.chunks):
+            yield CHUNK_KEY.unpack(key)[0], value
+
+    def shares(self) -> Iterator[tuple[int, bytes]]:
+        """The chunks with more than one use: their numbers, and the records of their uses."""
+        for key, value in self._txn.handle.cursor(db=self._txn.tables.shares):
+            yield CHUNK_KEY.unpack(key)[0], bytes(value)
+
+    def all_versions(self) -> Iterator[tuple[bytes, bytes]]:
+        """All versions of all pointers."""
+        for key, value in self._txn.handle.cursor(db=self._txn.tables.pointers):
+            yield bytes(key), bytes(value)
+
+    def tags(self) -> list[Tag]:
+        """All tags, the oldest first."""
+        cursor = self._txn.handle.cursor(db=self._txn.tables.tags)
+        found = []
+        for key, value in cursor:
+            name = bytes(key).decode()
+            found.append(Tag(name, *parse_tag(bytes(value), f"{self._label}: tag {name!r}")))
+        return sorted(found, key=lambda tag: tag.epoch)
+
+    def tag(self, name: str) -> Tag | None:
+        """A tag; None if there is none of this name."""
+        value = self._txn.handle.get(name.encode(), db=self._txn.tables.tags)
+        if value is None:
+            return None
+        return Tag(name, *parse_tag(bytes(value), f"{self._label}: tag {name!r}"))
+
+
+def newest_version(txn: Txn, table: Any, key: bytes) -> tuple[bytes, bytes] | None:
+    """The newest version of a record that is not newer than an epoch.
+
+    Args:
+        txn: the transaction.
+        table: where the record is.
+        key: the record's key, which ends in the epoch.
+
+    Returns:
+        The key and the value of the version; None if there is none.
+    """
+    cursor = txn.handle.cursor(db=table)
+    if cursor.set_range(key):
+        if cursor.key() == key:
+            return key, bytes(cursor.value())
+        found = cursor.prev()
+    else:
+        found = cursor.last()
+    if not found:
+        return None
+    at = bytes(cursor.key())
+    if len(at) != len(key) or at[:-4] != key[:-4]:
+        return None
+    return at, bytes(cursor.value())
+
+
+def versions_of(
+    txn: Txn, tensor: int, first: int = 0, stop: int | None = None
+) -> Iterator[tuple[int, int, bytes, bytes]]:
+    """All versions of the pointers of a tensor.
+
+    Args:
+        txn: the transaction.
+        tensor: the number of the tensor.
+        first: the first chunk.
+        stop: one past the last chunk; None for all.
+
+    Yields:
+        The number of a chunk, an epoch, the key and the value; in the order of chunks, and then of
+        epochs.
+    """
+    cursor = txn.handle.cursor(db=txn.tables.pointers)
+    found = cursor.set_range(POINTER_KEY.pack(tensor, first, 0))
+    while found:
+        key = bytes(cursor.key())
+        owner, number, epoch = POINTER_KEY.unpack(key)
+        if owner != tensor or (stop is not None and number >= stop):
+            return
+        yield number, epoch, key, bytes(cursor.value())
+        found = cursor.next()

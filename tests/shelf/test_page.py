@@ -1,0 +1,36 @@
+"""docs/shelf.md: its code runs as it is printed, and it names what is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from packhorse.disk import Shelf, ShelfTensor
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "shelf.md").read_text()
+
+
+def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    assert blocks
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "docs/shelf.md", "exec"), names)
+    with Shelf("data.shelf", "r") as shelf:
+        assert shelf["big"].shape == (1100, 784)
+        assert shelf.verify() == []
+
+
+def test_every_method_is_named() -> None:
+    for thing in (Shelf, ShelfTensor):
+        for name in vars(thing):
+            if not name.startswith("_"):
+                assert re.search(rf"\b{name}\b", PAGE), f"{thing.__name__}.{name}"
+
+
+def test_every_caveat_has_its_fix() -> None:
+    (text,) = re.findall(r"^## Caveats$(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE)
+    caveats = re.findall(r"^(?=\*\*)", text, re.MULTILINE)
+    assert len(caveats) == text.count("\n*Fix:* ") >= 10
