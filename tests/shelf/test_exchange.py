@@ -207,7 +207,7 @@ def test_memory_does_not_depend_on_the_tensor(form: str, tmp_path: Path) -> None
             "safetensors": lambda: import_safetensors(shelf, plain),
             "packed": lambda: import_safetensors(shelf, packed),
         }
-        assert peak_of(imports[form]) < shelf["x"].nbytes // 2
+        assert peak_of(imports[form]) < shelf["x"].nbytes * 3 // 4
 
 
 def peak_of(call: Callable[[], object]) -> int:

@@ -33,6 +33,7 @@ __all__ = [
     "Incoming",
     "Meter",
     "Outgoing",
+    "Plan",
     "ReadsLikeShelf",
     "ShelfProgress",
     "bits_of",
@@ -92,6 +93,18 @@ class Incoming:
     def nbytes(self) -> int:
         """Bytes of all elements, those of 4 and 6 bits without gaps."""
         return math.prod(self.shape) * DTYPE_BY_NAME[self.dtype].bits // 8
+
+
+class Plan:
+    """Takes the place of the shelf in an import, to find out what would be imported: only headers
+    are read, and nothing is written.
+
+    Attributes:
+        tensors: what would be imported.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Incoming] = []
 
 
 class Meter:
@@ -297,7 +310,7 @@ def store(
     """Write tensors to a shelf.
 
     Args:
-        shelf: the shelf, open for writing.
+        shelf: the shelf, open for writing, or a plan.
         tensors: what to write.
         replace: whether tensors of these names may be replaced.
         resume: whether each tensor is a transaction of its own, and tensors that are there already
@@ -313,6 +326,9 @@ def store(
         OSError: a source has changed.
     """
     _refuse_twins(tensors)
+    if isinstance(shelf, Plan):
+        shelf.tensors += tensors
+        return [tensor.name for tensor in tensors]
     if not replace and not resume:
         for tensor in tensors:
             if tensor.name in shelf:

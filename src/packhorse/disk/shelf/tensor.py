@@ -191,6 +191,21 @@ class ShelfTensor:
         with self._session.tensor(self.name, self.tag) as (record, chunks):
             return to_framework(_read_all(record, chunks), record.dtype, framework)
 
+    def as_framework(self, framework: str) -> ShelfTensor:
+        """The same tensor, read as arrays or tensors of another framework.
+
+        Args:
+            framework: "np" or "pt".
+
+        Returns:
+            Another handle; nothing is read.
+
+        Raises:
+            ValueError: there is no such framework.
+            MissingBackendError: it is not installed.
+        """
+        return ShelfTensor(self._session, self.name, resolve_framework(framework), self.tag)
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """All elements, for `numpy.asarray`.
 
