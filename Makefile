@@ -29,7 +29,7 @@ TIME ?= 60
 # Minutes for the soak: make soak MINUTES=60 ARGS="--seed 7 --parts kills forks"
 MINUTES ?= 10
 
-.PHONY: help venv demo test test-vllm lint format docs docs-serve bench compat training sanitize fuzz soak tsan compile arm wheel clean
+.PHONY: help venv demo test test-vllm lint format docs docs-serve bench compat data training sanitize fuzz soak tsan compile arm wheel clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -71,6 +71,9 @@ bench: .venv/.bench .venv/.model ## time Packhorse and its rivals (all data: mak
 
 compat: .venv/.test ## run the Python tests of safetensors against Packhorse; pip fetches them
 	@$(PY) tests/compat/safetensors_suite.py $(ARGS)
+
+data: .venv/.bench ## fetch Fashion-MNIST (31 MB) for the benchmarks of packhorse.learn, into build/data
+	@$(PY) benchmarks/data/fashion_mnist.py $(ARGS)
 
 training: .venv/.bench ## make the training run of the benchmark data (17 minutes; make training ARGS=--resume goes on)
 	@$(PY) benchmarks/training.py $(ARGS)

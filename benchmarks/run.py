@@ -9,7 +9,8 @@ from all figures there. Two forms time nothing: `--render` only makes these docu
 exits 1 if a ratio is below the one that the project promises.
 
 `run.py snapshots` measures pairs of training checkpoints instead, and has a document of its own:
-see snapshots/measure.py. `run.py weights` measures weights in memory: see layers/weights.py;
+see snapshots/measure.py. `run.py shelf` measures arrays that live on disk: see shelf/measure.py.
+`run.py weights` measures weights in memory: see layers/weights.py;
 `run.py layers` measures layers that multiply with them: see layers/measure.py.
 
 The process starts itself again with a malloc that keeps freed memory, since fresh pages cost more
@@ -37,6 +38,7 @@ from benchmarks.common.process import SIMD_VARIABLE, code_path, restart
 from benchmarks.data import sets
 from benchmarks.layers import measure as layers
 from benchmarks.layers import weights
+from benchmarks.shelf import measure as shelf
 from benchmarks.snapshots import measure as snapshots
 
 HERE = Path(__file__).resolve().parent
@@ -69,6 +71,8 @@ def main(argv: list[str]) -> int:
     """
     if argv[:1] == [snapshots.MODE]:
         return snapshots.main(argv[1:])
+    if argv[:1] == [shelf.MODE]:
+        return shelf.main(argv[1:])
     if argv[:1] == [weights.MODE]:
         return weights.main(argv[1:])
     if argv[:1] == [layers.MODE]:

@@ -162,6 +162,7 @@ LAYERS = {
     "wire": 5,
     "cli": 6,
     "integrations": 6,
+    "learn": 6,
     "numpy": 6,
     "torch": 6,
     "torch_models": 6,

@@ -35,6 +35,7 @@ MODULES = [
     "packhorse.disk.dcp",
     "packhorse.device",
     "packhorse.h5py",
+    "packhorse.learn",
     "packhorse.lightning",
     "packhorse.numcodecs",
     "packhorse.transformers",

@@ -1,4 +1,4 @@
-"""The examples: training and filling a shelf in processes that are killed, serving a packed model."""
+"""The examples: training and filling a shelf in killed processes, serving a packed model."""
 
 import os
 import re
@@ -100,6 +100,19 @@ def test_the_guide_to_packed_weights_runs(
     assert capsys.readouterr().out.count("16 packed, 0 left") == 3
     assert torch.equal(names["model"].generate(**inputs), names["tokens"])
     assert isinstance(names["layer"], PackedLinear)
+
+
+def test_gmra_describes_a_surface(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = EXAMPLES / "gmra.py"
+    assert len(example.read_text().splitlines()) < 60
+    monkeypatch.setattr(sys, "argv", [str(example), "--points", "5000", "--memory", "1"])
+    runpy.run_path(str(example), run_name="__main__")
+    shown = capsys.readouterr().out
+    errors = [float(error) for error in re.findall(r"^scale .* error (\S+)$", shown, re.MULTILINE)]
+    assert len(errors) > 5
+    assert errors[-1] < errors[0] / 50
 
 
 def test_a_packed_model_is_served(

@@ -54,6 +54,8 @@ THIRD_PARTY = {
     "integrations.numcodecs": {"numcodecs", "numpy"},
     "integrations.transformers": {"accelerate", "numpy", "safetensors", "torch", "transformers"},
     "integrations.zarr": {"numpy", "zarr"},
+    "learn": {"numpy", "scipy", "sklearn", "threadpoolctl"},
+    "learn.swag": {"numpy", "torch"},
     "cli": {"numpy", "rich", "typer"},
 }
 

@@ -13,7 +13,7 @@ import bz2
 import importlib
 import importlib.util
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -52,6 +52,10 @@ Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 Buffer = Any  # whatever memoryview takes; collections.abc.Buffer came with Python 3.12
 Packed = Buffer | list[Buffer]
+PACKAGES = (
+    *("packhorse", "numpy", "zipnn", "openzl", "pcodec", "zstandard", "torch", "blosc2"),
+    *("lz4", "ml_dtypes"),
+)
 POISON = 0xA5
 ALIGNMENT = 64
 ZIPNN_DTYPES = {"bfloat16", "float16", "float32", "float8_e4m3fn"}
@@ -539,10 +543,9 @@ def build(
     return known[name].make(data, setup)
 
 
-def versions() -> dict[str, str]:
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """The installed version of each package that takes part, "absent" where it is not installed."""
-    packages = ["packhorse", "numpy", "zipnn", "openzl", "pcodec", "zstandard", "torch", "blosc2"]
-    return {name: _version(name) for name in [*packages, "lz4", "ml_dtypes"]}
+    return {name: _version(name) for name in packages}
 
 
 def _version(package: str) -> str:

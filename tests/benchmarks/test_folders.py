@@ -16,7 +16,9 @@ ALLOWED = {
     "snapshots": {"common", "data", "codecs"},
     "layers": {"common", "data", "codecs"},
     "gpu": {"common", "data", "codecs"},
-    "": {"common", "data", "codecs", "snapshots", "layers", "gpu"},
+    "shelf": {"common", "data", "codecs"},
+    "learn": {"common", "data"},
+    "": {"common", "data", "codecs", "snapshots", "layers", "gpu", "shelf"},
 }
 
 

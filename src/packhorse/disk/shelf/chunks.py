@@ -150,8 +150,8 @@ _caches: WeakSet[Cache] = WeakSet()
 
 
 def _replace_locks() -> None:
-    for cache in _caches:
-        cache.in_child()
+    for kept in _caches:
+        kept.in_child()
 
 
 class _Job(NamedTuple):

@@ -1,0 +1,1 @@
+"""Experiments with `packhorse.learn`."""

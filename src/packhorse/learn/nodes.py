@@ -1,0 +1,219 @@
+"""The cells of a tree, as ragged tensors: one row or a run of rows for each cell.
+
+Cells are numbered as they are found: a cell before its children, and all that is below its low
+child before its high child. So the children of a cell follow from the parents alone, and the cells
+below it are a run of numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from packhorse.learn.bases import Array
+from packhorse.learn.cells import Plane
+from packhorse.learn.tensors import Tensors
+
+__all__ = ["Node", "NodeTensors", "Nodes"]
+
+_INTEGERS = ("parent", "scale", "n_points", "n_directions", "n_wavelets", "n_planes")
+_FLOATS = ("threshold", "rms")
+_MATRICES = ("centres", "translations", "bases", "wavelets", "planes")
+
+
+class Node(NamedTuple):
+    """One cell.
+
+    Attributes:
+        parent: the number of its parent; -1 for the root.
+        scale: how many cells are above it.
+        n_points: points that it was found from.
+        rms: the root mean square distance of these from the plane of its basis.
+        centre: their mean.
+        basis: orthonormal rows, by falling energy.
+        wavelets: orthonormal rows, with the span of what the basis adds to that of the parent; for
+            the root the basis itself.
+        translation: what the centre adds to the parent's, outside the span of the parent's basis.
+        plane: what cuts it; None if it is a leaf.
+    """
+
+    parent: int
+    scale: int
+    n_points: int
+    rms: float
+    centre: Array
+    basis: Array
+    wavelets: Array
+    translation: Array
+    plane: Plane | None
+
+
+class NodeTensors:
+    """The tensors of all cells of a fit, which grow."""
+
+    def __init__(self, shelf: Tensors, name: str) -> None:
+        """Reads which cells there are.
+
+        Args:
+            shelf: where the tensors are.
+            name: the beginning of their names.
+        """
+        self._shelf, self._prefix = shelf, f"{name}/nodes/"
+        self._starts: list[int] = [0]  # of each basis, and where the next one goes
+        counts = np.asarray(self._tensor("integers")[:])[:, _INTEGERS.index("n_directions")]
+        self._starts += np.cumsum(counts).tolist()
+
+    @classmethod
+    def new(cls, shelf: Tensors, name: str, width: int, dtype: np.dtype[Any]) -> NodeTensors:
+        """Makes the tensors, without rows.
+
+        Args:
+            shelf: where to.
+            name: the beginning of their names.
+            width: columns of X.
+            dtype: of directions.
+
+        Returns:
+            No cells.
+        """
+        path = f"{name}/nodes/"
+        shelf.create(f"{path}integers", (0, len(_INTEGERS)), np.dtype(np.int64))
+        shelf.create(f"{path}floats", (0, len(_FLOATS)), np.dtype(np.float64))
+        for matrix in _MATRICES:
+            shelf.create(path + matrix, (0, width), dtype)
+        return cls(shelf, name)
+
+    def __len__(self) -> int:
+        """How many cells there are."""
+        return len(self._starts) - 1
+
+    def _tensor(self, name: str) -> Any:
+        return self._shelf[self._prefix + name]
+
+    def append(self, nodes: Sequence[Node]) -> None:
+        """Adds cells.
+
+        Args:
+            nodes: the next ones.
+        """
+        integers = [
+            (n.parent, n.scale, n.n_points, len(n.basis), len(n.wavelets), n.plane is not None)
+            for n in nodes
+        ]
+        floats = [(n.plane.threshold if n.plane else 0.0, n.rms) for n in nodes]
+        self._tensor("integers").append(np.array(integers, np.int64))
+        self._tensor("floats").append(np.array(floats))
+        self._tensor("centres").append(np.stack([n.centre for n in nodes]))
+        self._tensor("translations").append(np.stack([n.translation for n in nodes]))
+        self._append_some("bases", [n.basis for n in nodes])
+        self._append_some("wavelets", [n.wavelets for n in nodes])
+        self._append_some("planes", [n.plane.direction[None] for n in nodes if n.plane])
+        for node in nodes:
+            self._starts.append(self._starts[-1] + len(node.basis))
+
+    def _append_some(self, name: str, runs: list[Array]) -> None:
+        if any(map(len, runs)):
+            self._tensor(name).append(np.concatenate(runs))
+
+    def read(self, number: int) -> tuple[Array, Array]:
+        """The centre and the basis of a cell.
+
+        Args:
+            number: of the cell.
+
+        Returns:
+            A vector, and orthonormal rows.
+        """
+        centre = np.asarray(self._tensor("centres")[number : number + 1])[0]
+        start, stop = self._starts[number : number + 2]
+        return centre, np.asarray(self._tensor("bases")[start:stop])
+
+    def finished(self) -> Nodes:
+        """All cells of a fit that is done."""
+        integers = np.array(self._tensor("integers")[:])
+        floats = np.array(self._tensor("floats")[:])
+        return Nodes(integers, floats, {name: self._tensor(name) for name in _MATRICES})
+
+
+class Nodes:
+    """The cells of a tree that is complete."""
+
+    def __init__(self, integers: Array, floats: Array, tensors: dict[str, Any]) -> None:
+        """Finds the children of each cell, and the rows of each in the tensors.
+
+        Args:
+            integers: a row for each cell.
+            floats: a row for each cell.
+            tensors: matrices, which stay where they are.
+        """
+        self._tensors = tensors
+        columns = dict(zip(_INTEGERS, integers.T, strict=True))
+        self.parent, self.scale, self.n_points = (columns[name] for name in _INTEGERS[:3])
+        self.thresholds, self.rms = floats.T
+        self.is_leaf = columns["n_planes"] == 0
+        self._starts = {
+            name: np.concatenate([[0], np.cumsum(columns[key])])
+            for name, key in {
+                "bases": "n_directions",
+                "wavelets": "n_wavelets",
+                "planes": "n_planes",
+            }.items()
+        }
+        self.children = np.full((len(integers), 2), -1)
+        for number in range(len(integers) - 1, 0, -1):  # the low child comes last, and so stays
+            parent = self.parent[number]
+            if self.children[parent, 1] < 0:
+                self.children[parent, 1] = number
+            else:
+                self.children[parent, 0] = number
+        self.ends = self._ends()
+
+    def _ends(self) -> Array:
+        """One more than the greatest number below each cell."""
+        ends = np.arange(1, len(self) + 1)
+        for number in range(len(self) - 1, 0, -1):
+            parent = self.parent[number]
+            ends[parent] = max(ends[parent], ends[number])
+        return ends
+
+    def __len__(self) -> int:
+        """How many cells there are."""
+        return len(self.parent)
+
+    @property
+    def n_directions(self) -> Array:
+        """How many directions the basis of each cell has."""
+        return np.diff(self._starts["bases"])
+
+    @property
+    def n_wavelets(self) -> Array:
+        """How many wavelets each cell has."""
+        return np.diff(self._starts["wavelets"])
+
+    def _run(self, name: str, number: int) -> Array:
+        start, stop = self._starts[name][number : number + 2]
+        return np.asarray(self._tensors[name][start:stop])
+
+    def plane(self, number: int) -> Plane:
+        """What cuts a cell that is not a leaf."""
+        return Plane(self._run("planes", number)[0], float(self.thresholds[number]))
+
+    def __getitem__(self, number: int) -> Node:
+        """One cell."""
+        centre, translation = (
+            np.asarray(self._tensors[name][number : number + 1])[0]
+            for name in ("centres", "translations")
+        )
+        return Node(
+            int(self.parent[number]),
+            int(self.scale[number]),
+            int(self.n_points[number]),
+            float(self.rms[number]),
+            centre,
+            self._run("bases", number),
+            self._run("wavelets", number),
+            translation,
+            None if self.is_leaf[number] else self.plane(number),
+        )

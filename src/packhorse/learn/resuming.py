@@ -1,0 +1,188 @@
+"""Runs a fit step by step, and keeps on the shelf how far it is.
+
+A fit that was killed goes on after its last commit, if the points and the settings are the same.
+Then its result is the same bit for bit, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from packhorse.errors import CompatibilityError
+from packhorse.learn.growth import Growth, Plan
+from packhorse.learn.nodes import Nodes, NodeTensors
+from packhorse.learn.tensors import Rows, Shelf, Tensors, checked_rows, float_dtype
+
+__all__ = ["gather", "read", "run"]
+
+_VERSION = 1
+_HASHED_ROWS = 256
+
+
+def gather(batches: Iterable[Any], shelf: Tensors, name: str) -> Rows:
+    """Puts batches of points into one tensor.
+
+    If an interrupted call has put some there, the first batches must be the same again, and are
+    skipped.
+
+    Args:
+        batches: matrices of the same width.
+        shelf: where the tensor is made.
+        name: the beginning of its name.
+
+    Raises:
+        ValueError: a batch has a wrong shape or a number that is not finite, or there is none.
+    """
+    path = f"{name}/points"
+    n_seen = 0
+    for number, batch in enumerate(batches):
+        rows = np.asarray(batch)
+        if path not in shelf:
+            if rows.ndim == 2 and rows.size:
+                shelf.create(path, (0, rows.shape[1]), float_dtype(rows.dtype))
+            else:
+                raise ValueError(
+                    f"batch {number} of X has the shape {rows.shape}; it must be a matrix"
+                )
+        tensor = shelf[path]
+        n_there, width = tensor.shape
+        if rows.ndim != 2 or rows.shape[1] != width:
+            columns = f"{rows.shape[1]} columns" if rows.ndim == 2 else f"the shape {rows.shape}"
+            raise ValueError(
+                f"batch {number} of X has {columns}, but those before have {width} columns"
+            )
+        rows = checked_rows(rows, n_seen, tensor.dtype)
+        n_seen += len(rows)
+        if n_seen > n_there:
+            tensor.append(rows[len(rows) - (n_seen - n_there) :])
+    if not n_seen:
+        raise ValueError("X has no batches; there must be two rows or more")
+    points: Rows = shelf[path]
+    return points
+
+
+def run(growth: Growth, settings: dict[str, Any], shelf: Shelf | None) -> None:
+    """Does a fit, or the rest of it.
+
+    Args:
+        growth: the fit.
+        settings: of the estimator, which the shelf keeps too.
+        shelf: that of the fit; None if it is memory.
+
+    Raises:
+        ValueError: a fit of that name was interrupted which had other points or settings.
+    """
+    if shelf is None:
+        growth.begin()
+        while growth.stack:
+            growth.step()
+        return
+    state = _state_of(shelf, growth.name)
+    points = _digest(growth.source)
+    if state is None or state["is_done"]:
+        with shelf.transaction():
+            _remove(shelf, growth.name)
+            growth.begin()
+            _save(shelf, growth, settings, points)
+    else:
+        _check_same(growth, state, settings, points)
+        growth.resume(_plan_of(state), state["stack"], state["n_parts"])
+    while growth.stack:
+        with shelf.transaction():
+            growth.step()
+            _save(shelf, growth, settings, points)
+    if f"{growth.name}/points" in shelf:
+        del shelf[f"{growth.name}/points"]
+
+
+def read(shelf: Shelf, name: str) -> tuple[dict[str, Any], Nodes, Plan]:
+    """What a fit has left on a shelf.
+
+    Args:
+        shelf: the shelf.
+        name: the beginning of the names of its tensors.
+
+    Returns:
+        The settings of the estimator, the cells, and what the fit depended on.
+
+    Raises:
+        ValueError: there is no such fit, or it was interrupted.
+    """
+    state = _state_of(shelf, name)
+    if state is None:
+        raise ValueError(f"the shelf has no fit of the name {name!r}")
+    if not state["is_done"]:
+        raise ValueError(
+            f"the fit {name!r} was interrupted; call fit again with the same points, and it goes on"
+        )
+    return state["settings"], NodeTensors(shelf, name).finished(), _plan_of(state)
+
+
+def _state_of(shelf: Shelf, name: str) -> dict[str, Any] | None:
+    path = f"{name}/state"
+    if path not in shelf:
+        return None
+    state = shelf.load(path)
+    if state.get("version") != _VERSION:
+        raise CompatibilityError(
+            f"{path} is of version {state.get('version')}; this release reads version {_VERSION}"
+        )
+    return state  # type: ignore[no-any-return]
+
+
+def _save(shelf: Shelf, growth: Growth, settings: dict[str, Any], points: str) -> None:
+    plan = asdict(growth.plan) | {"dtype": growth.plan.dtype.name}
+    state = {
+        "version": _VERSION,
+        "is_done": not growth.stack,
+        "settings": settings,
+        "plan": plan,
+        "points": points,
+        "stack": growth.stack,
+        "n_parts": growth.n_parts,
+    }
+    shelf.save(f"{growth.name}/state", state)
+
+
+def _plan_of(state: dict[str, Any]) -> Plan:
+    return Plan(**(state["plan"] | {"dtype": np.dtype(state["plan"]["dtype"])}))
+
+
+def _remove(shelf: Shelf, name: str) -> None:
+    """Removes all tensors of an earlier fit, but not the points."""
+    for path in list(shelf.keys(f"{name}/")):
+        if path != f"{name}/points":
+            del shelf[path]
+
+
+def _check_same(growth: Growth, state: dict[str, Any], settings: dict[str, Any], pts: str) -> None:
+    """Refuses to go on with another fit."""
+    before = _plan_of(state)
+    seed = growth.plan.seed if settings["random_state"] is not None else before.seed
+    other = [
+        what
+        for what, same in {
+            "points": pts == state["points"],
+            "settings": replace(growth.plan, seed=seed) == before,
+        }.items()
+        if not same
+    ]
+    if other:
+        raise ValueError(
+            f"the fit {growth.name!r} on the shelf was interrupted, and had other "
+            f"{' and '.join(other)}: give the same again, or another name, or remove it "
+            f"(for key in list(shelf.keys({growth.name + '/'!r})): del shelf[key])"
+        )
+
+
+def _digest(points: Rows) -> str:
+    """A hash of the shape and of some points: those at both ends."""
+    digest = blake2b(f"{tuple(points.shape)} {points.dtype}".encode(), digest_size=16)
+    for run in (slice(0, _HASHED_ROWS), slice(max(points.shape[0] - _HASHED_ROWS, 0), None)):
+        digest.update(np.ascontiguousarray(points[run]).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,180 @@
+"""Where a fit keeps what it computes: a `Shelf`, or the same few operations in memory.
+
+`MemoryShelf` has the operations of `packhorse.disk.Shelf` that a fit uses, so that there is one
+code for both.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+
+from packhorse.learn.bases import Array
+
+__all__ = ["MemoryShelf", "MemoryTensor", "Rows", "Shelf", "Tensors", "checked_rows", "float_dtype"]
+
+
+class Rows(Protocol):
+    """A matrix whose rows can be read: an array, a `ShelfTensor` or a `MemoryTensor`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns."""
+
+    @property
+    def dtype(self) -> Any:
+        """Of the elements."""
+
+    def __getitem__(self, index: Any, /) -> Any:
+        """The rows that a slice or an array of integers names."""
+
+
+class Tensors(Protocol):
+    """What a shelf and memory both do with tensors."""
+
+    def create(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """A new tensor."""
+
+    def __getitem__(self, name: str, /) -> Any:
+        """The tensor of that name."""
+
+    def __delitem__(self, name: str, /) -> None:
+        """Removes a tensor."""
+
+    def __contains__(self, name: str, /) -> bool:
+        """Whether there is such a tensor."""
+
+
+class Shelf(Tensors, Protocol):
+    """What an interrupted fit needs besides."""
+
+    def keys(self, prefix: str = "") -> Any:
+        """The names that begin so."""
+
+    def transaction(self) -> AbstractContextManager[Any]:
+        """One durable commit of all that happens inside."""
+
+    def save(self, name: str, state: Any, /) -> Any:
+        """Keeps nested values."""
+
+    def load(self, name: str, /) -> Any:
+        """Nested values that were kept."""
+
+
+class MemoryTensor:
+    """A matrix in memory that grows by rows. Room for as many rows again is kept ahead."""
+
+    def __init__(self, width: int, dtype: Any) -> None:
+        """An empty matrix.
+
+        Args:
+            width: the number of columns.
+            dtype: of the elements.
+        """
+        self._buffer: Array = np.empty((0, width), dtype)
+        self._n_rows = 0
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the elements."""
+        dtype: np.dtype[Any] = self._buffer.dtype
+        return dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows and columns."""
+        return (self._n_rows, self._buffer.shape[1])
+
+    def append(self, rows: Array) -> None:
+        """Adds rows at the end.
+
+        Args:
+            rows: with as many columns as there are.
+        """
+        end = self._n_rows + len(rows)
+        if end > len(self._buffer):
+            grown = np.empty((max(end, 2 * self._n_rows), self.shape[1]), self._buffer.dtype)
+            grown[: self._n_rows] = self._buffer[: self._n_rows]
+            self._buffer = grown
+        self._buffer[self._n_rows : end] = rows
+        self._n_rows = end
+
+    def __getitem__(self, index: Any) -> Array:
+        """A view of some rows, or a copy of those that an array of integers names."""
+        rows: Array = self._buffer[: self._n_rows][index]
+        return rows
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the room that is kept ahead."""
+        return {"_buffer": self[:].copy(), "_n_rows": self._n_rows}
+
+
+class MemoryShelf:
+    """The tensors of a fit in memory, by name."""
+
+    def __init__(self) -> None:
+        """Makes an empty one."""
+        self._tensors: dict[str, MemoryTensor] = {}
+
+    def create(self, name: str, shape: tuple[int, ...], dtype: Any) -> MemoryTensor:
+        """A new matrix without rows.
+
+        Args:
+            name: its name.
+            shape: no rows, and the number of columns.
+            dtype: of the elements.
+
+        Returns:
+            The matrix.
+        """
+        self._tensors[name] = MemoryTensor(shape[1], dtype)
+        return self._tensors[name]
+
+    def __getitem__(self, name: str) -> MemoryTensor:
+        """The tensor of that name."""
+        return self._tensors[name]
+
+    def __delitem__(self, name: str) -> None:
+        """Removes a tensor."""
+        del self._tensors[name]
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+        return name in self._tensors
+
+
+def float_dtype(dtype: Any) -> np.dtype[Any]:
+    """The dtype to compute in: float32 for itself and floats of fewer bits, otherwise float64.
+
+    Args:
+        dtype: of the points.
+    """
+    dtype = np.dtype(dtype)
+    narrow = dtype.kind == "f" and dtype.itemsize <= 4
+    narrow = narrow or dtype.name in ("bfloat16", *_FLOAT8)
+    return np.dtype(np.float32 if narrow else np.float64)
+
+
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3")
+
+
+def checked_rows(rows: Any, first: int | Array, dtype: Any) -> Array:
+    """Rows as a contiguous array of floats, which must be finite.
+
+    Args:
+        rows: as they were read.
+        first: the number of the first, or of each, for the message.
+        dtype: to compute in.
+
+    Raises:
+        ValueError: one of them has NaN or infinity.
+    """
+    found: Array = np.ascontiguousarray(rows, dtype)
+    finite = np.isfinite(found).all(axis=1)
+    if not finite.all():
+        place = int(np.argmin(finite))
+        row = first + place if isinstance(first, int) else first[place]
+        raise ValueError(f"row {row} of X has NaN or infinity; GMRA needs finite numbers")
+    return found

@@ -1,0 +1,220 @@
+"""GMRA on a shelf: the same bits as in memory, within a budget, and after any interruption."""
+
+import signal
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from packhorse.learn import GMRA
+from packhorse.learn.growth import Growth
+
+try:
+    from packhorse.disk import Shelf
+except ImportError:
+    pytest.skip("this build has no packhorse.disk.Shelf yet", allow_module_level=True)
+
+Array = NDArray[Any]
+SETTINGS: dict[str, Any] = {"random_state": 0, "memory_nbytes": 1 << 20}
+PATHS = ("bases", "centres", "floats", "integers", "planes", "translations", "wavelets")
+
+
+def cloud(n: int = 6_000, width: int = 37, dtype: Any = np.float32) -> Array:
+    """Points of which a piece has some 1,400. A row of 37 numbers begins at any place in memory."""
+    rng = np.random.default_rng(3)
+    points = rng.standard_normal((n, width)) * 0.8 ** np.arange(width)
+    return (points + np.sin(points[:, ::-1]) + 3).astype(dtype)
+
+
+def batches(points: Array, size: int = 777) -> Iterator[Array]:
+    return (points[i : i + size] for i in range(0, len(points), size))
+
+
+def bits(gmra: GMRA) -> list[bytes]:
+    """All that a fit found."""
+    nodes = gmra.nodes_
+    found = [np.concatenate([nodes.rms, nodes.thresholds]), nodes.parent, nodes.n_points]
+    for number in range(len(nodes)):
+        found += [np.concatenate([part.ravel() for part in nodes[number][4:8]])]
+        found += [np.asarray(nodes[number].plane.direction)] if nodes[number].plane else []
+    return [array.tobytes() for array in found]
+
+
+def names(shelf: Any) -> list[str]:
+    return sorted(shelf.keys("gmra/nodes/")) + [n for n in shelf.keys("gmra/part")]
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Iterator[Any]:
+    with Shelf(tmp_path / "shelf", cache_nbytes=1 << 20) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("n_components", [3, 0.8])
+def test_bits_do_not_depend_on_where_the_points_are(shelf: Any, n_components: float) -> None:
+    points = cloud()
+    wanted = bits(GMRA(n_components, **SETTINGS).fit(points))
+    assert len(wanted) > 100
+    shelf["x"] = points
+    assert bits(GMRA(n_components, **SETTINGS).fit(shelf["x"])) == wanted
+    for X in (points, shelf["x"], batches(points)):
+        gmra = GMRA(n_components, **SETTINGS).fit(X, shelf=shelf)
+        assert bits(gmra) == wanted
+        assert names(shelf) == [f"gmra/nodes/{name}" for name in PATHS]
+        assert "gmra/points" not in shelf
+    codes = gmra.transform(shelf["x"])
+    assert (codes != gmra.transform(points)).nnz == 0
+    assert bits(GMRA.from_shelf(shelf)) == wanted
+
+
+def test_a_shelf_that_is_opened_again_has_the_fit(tmp_path: Path) -> None:
+    points = cloud(3000)
+    with Shelf(tmp_path / "shelf") as shelf:
+        wanted = bits(GMRA(3, **SETTINGS).fit(points, shelf=shelf, name="a/b"))
+    with Shelf(tmp_path / "shelf", mode="r") as shelf:
+        gmra = GMRA.from_shelf(shelf, "a/b")
+        assert bits(gmra) == wanted
+        assert gmra.n_components == 3
+        assert gmra.inverse_transform(gmra.transform(points)).shape == points.shape
+        with pytest.raises(ValueError, match="the shelf has no fit of the name 'gmra'"):
+            GMRA.from_shelf(shelf)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16])
+def test_points_of_other_dtypes(shelf: Any, dtype: Any) -> None:
+    points = (cloud(3000) * 10).clip(0, 255).astype(dtype)
+    shelf["x"] = points
+    as_float = points.astype(np.float64 if dtype == np.uint8 else np.float32)
+    gmra = GMRA(3, **SETTINGS).fit(shelf["x"], shelf=shelf)
+    assert bits(gmra) == bits(GMRA(3, **SETTINGS).fit(as_float))
+
+
+class Interrupted(BaseException):
+    """What ends a fit in these tests."""
+
+
+@contextmanager
+def interrupted(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[None]:
+    """Ends a fit in its step of this number, when the step is done but not committed."""
+    step, n_done = Growth.step, 0
+
+    def counted(self: Growth) -> None:
+        nonlocal n_done
+        step(self)
+        n_done += 1
+        if n_done == after:
+            raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Growth, "step", counted)
+        with pytest.raises(Interrupted):
+            yield
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor", "batches"])
+def test_an_interrupted_fit_goes_on(shelf: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = cloud()
+    wanted = bits(GMRA(3, **SETTINGS).fit(points))
+    shelf["x"] = points
+    for after in (1, 4, 9, 14):
+        for n_steps in (after, 2):
+            with interrupted(monkeypatch, n_steps):
+                GMRA(3, **SETTINGS).fit(points_of(kind, shelf, points), shelf=shelf)
+        with pytest.raises(ValueError, match="the fit 'gmra' was interrupted; call fit again"):
+            GMRA.from_shelf(shelf)
+        gmra = GMRA(3, **SETTINGS).fit(points_of(kind, shelf, points), shelf=shelf)
+        assert bits(gmra) == wanted
+        assert names(shelf) == [f"gmra/nodes/{name}" for name in PATHS]
+
+
+def points_of(kind: str, shelf: Any, points: Array) -> Any:
+    return {"array": points, "tensor": shelf["x"], "batches": batches(points)}[kind]
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[3])
+from packhorse.learn import GMRA
+from packhorse.learn.growth import Growth
+
+try:
+    from packhorse.disk import Shelf
+except ImportError:
+    pytest.skip("this build has no packhorse.disk.Shelf yet", allow_module_level=True)
+from test_gmra_shelf import SETTINGS, cloud
+step, left = Growth.step, int(sys.argv[2])
+def counted(self):
+    global left
+    step(self)
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+Growth.step = counted
+with Shelf(sys.argv[1]) as shelf:
+    GMRA(3, **SETTINGS).fit(cloud(), shelf=shelf)
+"""
+
+
+@pytest.mark.parametrize("steps", [2, 20])
+def test_a_killed_fit_goes_on(tmp_path: Path, steps: int) -> None:
+    arguments = [str(tmp_path / "shelf"), str(steps), str(Path(__file__).parent)]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    with Shelf(tmp_path / "shelf") as shelf:
+        gmra = GMRA(3, **SETTINGS).fit(cloud(), shelf=shelf)
+        assert bits(gmra) == bits(GMRA(3, **SETTINGS).fit(cloud()))
+
+
+def test_another_fit_does_not_go_on(shelf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with interrupted(monkeypatch, 9):
+        GMRA(3, memory_nbytes=1 << 20).fit(cloud(), shelf=shelf)
+    with pytest.raises(ValueError, match="'gmra' on the shelf was interrupted, and had other poi"):
+        GMRA(3, memory_nbytes=1 << 20).fit(cloud() + 1, shelf=shelf)
+    with pytest.raises(ValueError, match="was interrupted, and had other settings: give the same"):
+        GMRA(4, memory_nbytes=1 << 20).fit(cloud(), shelf=shelf)
+    with pytest.raises(ValueError, match="was interrupted, and had other settings: give the same"):
+        GMRA(3, **SETTINGS).fit(cloud(), shelf=shelf)
+    GMRA(3, memory_nbytes=1 << 20).fit(cloud(), shelf=shelf)  # with the seed that it began with
+    GMRA(4, **SETTINGS).fit(cloud(), shelf=shelf)  # a fit that is done is made anew
+
+
+def test_memory_stays_within_the_budget(shelf: Any) -> None:
+    """Eight times as many points as fit. Its own tensors are what a fit allocates: the cache of
+    the shelf, and what writing packs, come to that."""
+    budget = 2 << 20
+    shelf["x"] = cloud(8 * budget // (100 * 4), 100)
+    gmra = GMRA(4, leaf_size=256, random_state=0, memory_nbytes=budget)
+    tracemalloc.start()
+    gmra.fit(shelf["x"], shelf=shelf)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < budget + (3 << 20)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, -np.inf])
+def test_numbers_that_are_not_finite_are_named(shelf: Any, wrong: float) -> None:
+    points = cloud()
+    points[5_555, 5] = wrong
+    shelf["x"] = points
+    with pytest.raises(ValueError, match="row 5555 of X has NaN or infinity; GMRA needs finite"):
+        GMRA(3, **SETTINGS).fit(shelf["x"], shelf=shelf)
+
+
+def test_tensors_of_other_shapes_are_refused(shelf: Any) -> None:
+    shelf["x"] = cloud(500).reshape(-1)
+    with pytest.raises(ValueError, match=r"X has the shape \(18500,\); it must have two axes"):
+        GMRA().fit(shelf["x"])
+    shelf["x"] = cloud(500)
+    gmra = GMRA(random_state=0).fit(shelf["x"])
+    shelf["y"] = cloud(500)[:, 1:]
+    with pytest.raises(ValueError, match="X has 36 features, but GMRA is expecting 37 features"):
+        gmra.transform(shelf["y"])
