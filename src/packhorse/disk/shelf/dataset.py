@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,7 @@ class ShelfDataset(Dataset[Any]):
             index = operator.index(index)
         elif self.transform is not None:
             return default_collate(self.__getitems__(_listed(index, len(self))))
-        rows = tuple(tensor[index] for tensor in self.tensors)
+        rows = self._read(index)
         sample = rows if len(rows) > 1 else rows[0]
         return self.transform(sample) if is_one and self.transform is not None else sample
 
@@ -97,9 +98,17 @@ class ShelfDataset(Dataset[Any]):
         Raises:
             IndexError: there is no such sample.
         """
-        columns = [tensor[indices].unbind() for tensor in self.tensors]
+        columns = [rows.unbind() for rows in self._read(indices)]
         samples = columns[0] if len(columns) == 1 else zip(*columns, strict=True)
         return [sample if self.transform is None else self.transform(sample) for sample in samples]
+
+    def _read(self, index: Any) -> tuple[Any, ...]:
+        """Rows of all tensors, of one state of a shelf."""
+        with ExitStack() as stack:
+            for tensor in self.tensors:
+                if isinstance(tensor, ShelfTensor):
+                    stack.enter_context(tensor.reading())
+            return tuple(tensor[index] for tensor in self.tensors)
 
 
 def _of_torch(tensor: Any) -> Any:

@@ -174,9 +174,9 @@ def _replaceable(folder: Path, force: bool) -> list[Path] | None:
 def _export(group: Any, name: str, tensor: Outgoing, meter: Meter) -> None:
     # In whole chunks of the shelf, which would otherwise be decoded again for the next shard.
     chunk = tensor.tile(_CHUNK_NBYTES)
-    block = tile_shape(tensor.shape, chunk, BLOCK_NBYTES // tensor.native.itemsize)
-    is_sharded = any(part < size for part, size in zip(block, tensor.shape, strict=True))
-    shard = tuple(-(-part // unit) * unit for part, unit in zip(block, chunk, strict=True))
+    tile = tile_shape(tensor.shape, chunk, BLOCK_NBYTES // tensor.native.itemsize)
+    is_sharded = any(part < size for part, size in zip(tile, tensor.shape, strict=True))
+    shard = tuple(-(-part // unit) * unit for part, unit in zip(tile, chunk, strict=True))
     dtype = import_late("packhorse.zarr_dtypes").zarr_dtype(tensor.native)
     parent, _, leaf = name.rpartition("/")
     array = (group.require_group(parent) if parent else group).create_array(

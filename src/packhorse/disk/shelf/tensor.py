@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakValueDictionary
@@ -205,6 +205,15 @@ class ShelfTensor:
             MissingBackendError: it is not installed.
         """
         return ShelfTensor(self._session, self.name, resolve_framework(framework), self.tag)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Let all reads of this thread inside the block, of any tensor of the shelf, see one
+        committed state, as `Shelf.reading` does.
+
+        Returns:
+            The block.
+        """
+        return self._session.folder.hold()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """All elements, for `numpy.asarray`.
