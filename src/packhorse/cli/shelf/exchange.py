@@ -16,7 +16,7 @@ from packhorse.cli.failures import UsageError
 from packhorse.cli.jobs import check_source as check_place
 from packhorse.cli.rows import gb_per_s, ratio
 from packhorse.cli.runs import Source
-from packhorse.cli.shelf.actions import check_path, open_shelf, stepping, view_of
+from packhorse.cli.shelf.actions import check_path, stepping, view_of
 from packhorse.cli.shelf.rows import ExchangedTensor, ExportedTensors, ImportedTensors
 from packhorse.disk import Shelf
 
