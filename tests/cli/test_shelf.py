@@ -198,6 +198,11 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path, run: Run) -> None:
 # Verifying and compacting.
 
 
+def settled(folder: Path) -> dict[str, bytes | None]:
+    """All that lies in a folder, without the table of readers, which readers change."""
+    return {name: data for name, data in contents(folder).items() if "mdb-lock" not in name}
+
+
 def data_file(shelf: Path) -> Path:
     (path,) = shelf.glob("shelf-*.mdb")
     return path
@@ -236,14 +241,12 @@ def test_compact_gives_space_back(shelf: Path, run: Run) -> None:
         opened["large"] = RNG.integers(0, 256, 1 << 22, np.uint8)
         del opened["large"]
         opened["after"] = ODD
-    before = contents(shelf)
+    before = settled(shelf)
     size = data_file(shelf).stat().st_size
     planned = run("shelf", "compact", shelf, "--dry-run")
     assert re.search(r"would save about [34]\.\d+ MB of [45]\.\d+ MB", planned.out), planned.out
     estimate = result(run("shelf", "compact", shelf, "-n", "--json"))
-    assert {k: v for k, v in contents(shelf).items() if "lock" not in k} == {
-        k: v for k, v in before.items() if "lock" not in k
-    }
+    assert settled(shelf) == before
     row = result(run("shelf", "compact", shelf, "--json"))
     assert row["saved_nbytes"] >= 1 << 22
     assert abs(estimate["saved_nbytes"] - row["saved_nbytes"]) < 1 << 18
@@ -315,6 +318,31 @@ def test_safetensors_of_every_kind_are_imported(
     assert all(again[name].tobytes() == array.tobytes() for name, array in wanted.items())
 
 
+def test_safetensors_come_from_urls_and_go_to_them(shelf: Path, run: Run) -> None:
+    pytest.importorskip("fsspec")
+    url = f"memory://{shelf.parent.name}/model.safetensors"
+    assert run("shelf", "export", shelf, url, "odd", "late").code == 0
+    row = result(run("shelf", "import", shelf, url, "--name", "back", "--json"))
+    assert [tensor["name"] for tensor in row["tensors"]] == ["back/late", "back/odd"]
+    done = run("shelf", "import", shelf, url.replace("model", "none"))
+    assert (done.code, "none.safetensors" in done.error) == (3, True)
+
+
+def test_folders_of_numpy_files_go_and_come(tmp_path: Path, shelf: Path, run: Run) -> None:
+    with Shelf(shelf) as opened:
+        opened["deep/er"] = WEIGHT[:3]
+    out = tmp_path / "arrays"
+    assert run("shelf", "export", shelf, out, "odd", "deep/er", "--format", "npy").code == 0
+    np.testing.assert_array_equal(np.load(out / "odd.npy")[1], ODD[1])
+    refused = run("shelf", "import", shelf, out, "--format", "npy", "--name", "new")
+    assert (refused.code, "dtype" in refused.error) == (2, True)
+    words = ["--format", "npy", "--name", "new", "--dtype", "bfloat16"]
+    row = result(run("shelf", "import", shelf, out, *words, "--json"))
+    assert {tensor["name"] for tensor in row["tensors"]} == {"new/odd", "new/deep/er"}
+    with Shelf(shelf, "r") as opened:
+        assert opened["new/deep/er"][:].tobytes() == WEIGHT[:3].tobytes()
+
+
 def test_a_source_that_fails_does_not_stop_the_others(tmp_path: Path, run: Run) -> None:
     for name in ("a", "c"):
         np.save(tmp_path / f"{name}.npy", ODD)
@@ -329,7 +357,7 @@ def test_a_source_that_fails_does_not_stop_the_others(tmp_path: Path, run: Run) 
 
 def test_what_cannot_be_exchanged_is_refused(tmp_path: Path, shelf: Path, run: Run) -> None:
     np.save(tmp_path / "a.npy", ODD)
-    before = contents(tmp_path)
+    before = settled(tmp_path)
     for words, said in (
         (["export", shelf, tmp_path / "out"], "--format"),
         (["export", shelf, tmp_path / "out.npy"], "one tensor"),
@@ -338,12 +366,15 @@ def test_what_cannot_be_exchanged_is_refused(tmp_path: Path, shelf: Path, run: R
         (["export", shelf, tmp_path / "out.npy", "odd", "--tag", "nope"], "'nope'"),
         (["import", shelf, tmp_path / "a.bin"], "no such file"),
         (["import", shelf, shelf / "writer.lock"], "--format"),
+        (["import", shelf, "memory://here/a.npy"], "on this machine"),
+        (["export", shelf, "memory://here/a.npy", "odd"], "on this machine"),
+        (["export", shelf, "memory://here/a.zarr", "odd"], "of this machine"),
+        (["export", shelf, tmp_path / "a.ph.safetensors", "odd"], "packhorse pack"),
     ):
         done = run("shelf", *words)
         assert done.code == (3 if said == "no such file" else 2), (words, done)
         assert said in done.error
-    after = contents(tmp_path)
-    assert after == before
+    assert settled(tmp_path) == before
 
 
 # How it ends.

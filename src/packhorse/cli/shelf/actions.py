@@ -76,7 +76,7 @@ def view_of(shelf: Shelf, tag: str | None) -> Any:
 def listed(shelf: Shelf, url: str, tag: str | None) -> ListedShelf:
     """All tensors, states and tags."""
     info = shelf.info()
-    there = view_of(shelf, tag).info() if tag else info
+    there = view_of(shelf, tag).info() if tag is not None else info
     rows = [_tensor_row(tensor) for tensor in there.tensors]
     nbytes = sum(row.nbytes for row in rows)
     packed = sum(row.packed_nbytes for row in rows)

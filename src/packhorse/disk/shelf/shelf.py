@@ -21,6 +21,7 @@ from packhorse.disk.shelf.changes import Changes, Settings, StateChunks
 from packhorse.disk.shelf.chunks import Cache, dtype_of
 from packhorse.disk.shelf.commits import Commit
 from packhorse.disk.shelf.engine import Txn, lmdb_module
+from packhorse.disk.shelf.exchange_methods import Exports, Imports
 from packhorse.disk.shelf.grid import chunk_shape
 from packhorse.disk.shelf.records import (
     BASES,
@@ -50,7 +51,7 @@ _CACHE_NBYTES = 1 << 28
 _MODES = ("r", "r+")
 
 
-class ShelfView:
+class ShelfView(Exports):
     """The state of a shelf at a tag, from `Shelf.at`. It is read like a shelf.
 
     Attributes:
@@ -139,6 +140,10 @@ class ShelfView:
 
             return decode_state(entry.state, read)[0]
 
+    def info(self) -> ShelfInfo:
+        """What is in this state, as of the last commit, and of the shelf; nothing is decoded."""
+        return look_at(self._session, self._tag)
+
     @contextmanager
     def _reader(self, name: str) -> Iterator[Chunks]:
         changes = None if self._tag is not None else self._session.seen()
@@ -153,7 +158,7 @@ class ShelfView:
         return f"{type(self).__name__}({os.fspath(self.path)!r}{tag})"
 
 
-class Shelf(ShelfView):
+class Shelf(ShelfView, Imports):
     """A folder of tensors, NumPy's and PyTorch's, that may be larger than memory.
 
     Each statement that writes is one durable commit; `transaction` makes one of many. Whenever the
@@ -511,10 +516,6 @@ class Shelf(ShelfView):
             self._session.folder.write(work)
 
     # Upkeep.
-
-    def info(self) -> ShelfInfo:
-        """What is on the shelf, as of the last commit; nothing is decoded."""
-        return look_at(self._session)
 
     def verify(self, progress: Progress | None = None) -> list[ShelfProblem]:
         """Decode every chunk of the newest state and of all tags, and compare all records.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakValueDictionary
@@ -190,6 +190,30 @@ class ShelfTensor:
         framework = resolve_framework("pt")
         with self._session.tensor(self.name, self.tag) as (record, chunks):
             return to_framework(_read_all(record, chunks), record.dtype, framework)
+
+    def as_framework(self, framework: str) -> ShelfTensor:
+        """The same tensor, read as arrays or tensors of another framework.
+
+        Args:
+            framework: "np" or "pt".
+
+        Returns:
+            Another handle; nothing is read.
+
+        Raises:
+            ValueError: there is no such framework.
+            MissingBackendError: it is not installed.
+        """
+        return ShelfTensor(self._session, self.name, resolve_framework(framework), self.tag)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Let all reads of this thread inside the block, of any tensor of the shelf, see one
+        committed state, as `Shelf.reading` does.
+
+        Returns:
+            The block.
+        """
+        return self._session.folder.hold()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """All elements, for `numpy.asarray`.

@@ -38,9 +38,9 @@ Progress: TypeAlias = Callable[[int, int], object]
 _AT_ONCE = 64  # chunks that are decoded together
 
 
-def look_at(session: Session) -> ShelfInfo:
-    """What is on a shelf, as of the last commit."""
-    with session.state() as state:
+def look_at(session: Session, tag: str | None = None) -> ShelfInfo:
+    """What is on a shelf, as of the last commit, or in the state of a tag."""
+    with session.state(tag) as state:
         entries, tags, head = dict(state.entries()), state.tags(), state.head
     records = [record for entry in entries.values() for record in tensors_of(entry)]
     engine = session.folder.engine
