@@ -9,7 +9,7 @@ then, or by the next writer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from packhorse.codecs.base import ByteArray
 from packhorse.disk.shelf.chunks import (
     Array,
     Cache,
@@ -25,6 +26,7 @@ from packhorse.disk.shelf.chunks import (
     Unpacker,
     dtype_of,
     pack_chunk,
+    stored,
 )
 from packhorse.disk.shelf.commits import Commit
 from packhorse.disk.shelf.engine import Txn
@@ -91,6 +93,11 @@ class StateChunks:
         """As `rows.Chunks.load`."""
         found = self.stored(record, numbers)
         return [None if chunk is None else chunk.data for chunk in found]
+
+    def raw(self, record: TensorRecord, numbers: list[int]) -> list[ByteArray | None]:
+        """As `rows.Chunks.raw`."""
+        found = self.stored(record, numbers)
+        return [None if chunk is None else chunk.raw for chunk in found]
 
     def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
         """Chunks with their content hashes; None for a chunk of zeros."""
@@ -257,6 +264,11 @@ class Changes:
         found = self.stored(record, numbers)
         return [None if chunk is None else chunk.data for chunk in found]
 
+    def raw(self, record: TensorRecord, numbers: list[int]) -> list[ByteArray | None]:
+        """As `rows.Chunks.raw`."""
+        found = self.stored(record, numbers)
+        return [None if chunk is None else chunk.raw for chunk in found]
+
     def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
         """Chunks; the content hash is empty for one that is not packed. None for zeros."""
         slots = self._slots.get(record.id, {})
@@ -267,7 +279,7 @@ class Changes:
             if slot is None:
                 committed.append(i)
             elif slot.data is not None:
-                found[i] = Stored(slot.data, b"")
+                found[i] = stored(slot.data, b"")
             elif slot.chunk:
                 packed.append(i)
         if record.id >= self._head.next_tensor:
@@ -489,11 +501,11 @@ class Changes:
                 continue
             new = self._new.get(chunk)
             if new is not None and new.kept is not None:
-                bases[tensor, number] = chunk, Stored(new.kept, new.content_hash)
+                bases[tensor, number] = chunk, stored(new.kept, new.content_hash)
                 continue
-            (stored,) = self.stored(record, [keyframe])
-            if stored is not None:
-                bases[tensor, number] = chunk, stored
+            (found,) = self.stored(record, [keyframe])
+            if found is not None:
+                bases[tensor, number] = chunk, found
         return bases
 
     def _settle(self, slot: _Slot, packed: Packed, base: int) -> None:
@@ -548,7 +560,7 @@ class Changes:
         self._folder.write(self._write)
         for number, new in self._new.items():
             if new.kept is not None:
-                self._settings.cache.put(number, Stored(new.kept, new.content_hash))
+                self._settings.cache.put(number, stored(new.kept, new.content_hash))
 
     def _write(self, txn: Txn, head: Head) -> None:
         commit = Commit(txn, head, str(self._folder.path))
@@ -656,5 +668,9 @@ class _Beside(Cache):
         super().__init__(0)
         self._cache, self._next_chunk = cache, next_chunk
 
-    def get(self, number: int) -> Stored | None:
-        return self._cache.get(number) if number < self._next_chunk else None
+    def get(self, numbers: Sequence[int]) -> list[Stored | None]:
+        found = self._cache.get(numbers)
+        return [
+            chunk if number < self._next_chunk else None
+            for number, chunk in zip(numbers, found, strict=True)
+        ]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakSet
@@ -27,7 +26,7 @@ from packhorse.layout import DTYPE_BY_NAME, Level
 from packhorse.process import at_fork
 from packhorse.threads import map_tensors
 
-__all__ = ["Array", "Cache", "Packed", "Stored", "Unpacker", "dtype_of", "pack_chunk"]
+__all__ = ["Array", "Cache", "Packed", "Stored", "Unpacker", "dtype_of", "pack_chunk", "stored"]
 
 Array: TypeAlias = NDArray[Any]
 _FEW = 4  # chunks that one thread decodes as fast as several
@@ -46,10 +45,22 @@ class Stored(NamedTuple):
     Attributes:
         data: its elements, read-only.
         content_hash: of its frame.
+        raw: the bytes of the elements, which are those of `data`.
     """
 
     data: Array
     content_hash: bytes
+    raw: ByteArray
+
+
+def stored(data: Array, content_hash: bytes) -> Stored:
+    """A decoded chunk.
+
+    Args:
+        data: its elements, one-dimensional and contiguous.
+        content_hash: of its frame.
+    """
+    return Stored(data, content_hash, data.view(np.uint8))
 
 
 class Packed(NamedTuple):
@@ -121,12 +132,14 @@ class Cache:
         at_fork(in_child=_replace_locks)
         _caches.add(self)
 
-    def get(self, number: int) -> Stored | None:
-        """A chunk; None if it is not here."""
-        found = self._chunks.get(number)
-        if found is not None:
-            with suppress(KeyError):  # another thread has dropped it meanwhile
-                self._chunks.move_to_end(number)
+    def get(self, numbers: Sequence[int]) -> list[Stored | None]:
+        """Chunks; None for each that is not here."""
+        with self._lock:
+            kept, move = self._chunks, self._chunks.move_to_end
+            found = [kept.get(number) for number in numbers]
+            for number, chunk in zip(numbers, found, strict=True):
+                if chunk is not None:
+                    move(number)
         return found
 
     def put(self, number: int, chunk: Stored) -> None:
@@ -204,8 +217,7 @@ class Unpacker:
         Raises:
             CorruptionError: a chunk is damaged; the message names tensor, chunk and place.
         """
-        get = self._cache.get
-        found = [get(pointer.chunk) if pointer.chunk else None for pointer in pointers]
+        found = self._cache.get([pointer.chunk for pointer in pointers])
         missing = [i for i, pointer in enumerate(pointers) if pointer.chunk and found[i] is None]
         if missing:
             jobs = [self._job(numbers[i], pointers[i], None) for i in missing]
@@ -232,8 +244,8 @@ class Unpacker:
             CorruptionError: as for `load`.
         """
         jobs = []
-        for number, pointer, out in zip(numbers, pointers, outs, strict=True):
-            found = self._cache.get(pointer.chunk) if pointer.chunk else None
+        kept = self._cache.get([pointer.chunk for pointer in pointers])
+        for number, pointer, out, found in zip(numbers, pointers, outs, kept, strict=True):
             if found is not None:
                 _fit(found.data, out)
             elif pointer.chunk:
@@ -254,10 +266,10 @@ class Unpacker:
         owners: list[_Job] = []
         for job in jobs:
             if job.base and job.base not in bases:
-                found = self._cache.get(job.base)
+                (found,) = self._cache.get([job.base])
                 if found is None:
                     owners.append(self._job(-1, Pointer(job.base, 0, b""), None))
-                    found = Stored(np.empty(0), b"")
+                    found = stored(np.empty(0), b"")
                 bases[job.base] = found
         for owner, chunk in zip(owners, self._decode_each(record, owners, {}), strict=True):
             bases[owner.pointer.chunk] = chunk
@@ -287,7 +299,7 @@ class Unpacker:
             data = _decoded(frame, record, base, job.out)
         except (CorruptionError, CompatibilityError) as error:
             raise type(error)(f"{self._label}: {_place(record, job)}: {error}") from error
-        return Stored(data, frame.content_hash)
+        return stored(data, frame.content_hash)
 
 
 def _decoded(frame: Frame, record: TensorRecord, base: Stored | None, out: Array | None) -> Array:

@@ -505,7 +505,7 @@ def _write_index(record: TensorRecord, changes: Changes, index: Any, value: Arra
         block[index] = value
         _write(record, changes, range(1), 0, 1, block.reshape(1, 1))
         return
-    selection = select(index, record.shape)
+    selection = select(index, record.shape, writes=True)
     shape, rows = selection.block_shape, selection.rows
     if selection.is_plain:
         block = _broadcast(value, shape)

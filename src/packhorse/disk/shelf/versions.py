@@ -141,7 +141,7 @@ class State:
 
         Args:
             record: the tensor.
-            numbers: of chunks, ascending.
+            numbers: of chunks.
         """
         known = self._known.pointers(record)
         missing = [number for number in numbers if number not in known]
@@ -153,8 +153,9 @@ class State:
     def _read_pointers(
         self, record: TensorRecord, numbers: list[int], known: dict[int, Pointer]
     ) -> dict[int, Pointer]:
-        if numbers[-1] - numbers[0] < 4 * len(numbers):
-            wanted = range(numbers[0], numbers[-1] + 1)
+        first, last = min(numbers), max(numbers)
+        if last - first < 4 * len(numbers):
+            wanted = range(first, last + 1)
             known.update(dict.fromkeys(wanted, NO_CHUNK))
             for number, pointer in self.all_pointers(record.id, wanted.start, wanted.stop):
                 known[number] = pointer
