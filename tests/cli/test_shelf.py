@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cli_samples import COMMAND, Ended, contents, flip_bytes, run_command
+from cli_samples import (
+    COMMAND,
+    Ended,
+    contents,
+    default_signals,
+    flip_bytes,
+    run_command,
+    write_large_model,
+)
 from safetensors.numpy import load_file, save_file
 
 from packhorse.cli.shelf import rows
@@ -440,6 +449,32 @@ def test_a_second_writer_is_told_who_writes(tmp_path: Path, shelf: Path) -> None
         for verb in ("list", "verify"):
             assert run_command("shelf", verb, shelf).code == 0
         assert "would save" in run_command("shelf", "compact", shelf, "-n").out
+
+
+def test_a_signal_in_mid_import_leaves_nothing_of_it(tmp_path: Path, run: Run) -> None:
+    model = write_large_model(tmp_path / "model.safetensors", 1 << 29)
+    shelf = tmp_path / "data.shelf"
+    with Shelf(shelf) as opened:
+        opened["odd"] = ODD
+    words = [COMMAND, "shelf", "import", shelf, model, "--threads", "1"]
+    with subprocess.Popen(
+        words, stderr=subprocess.PIPE, text=True, preexec_fn=default_signals
+    ) as process:
+        end = time.monotonic() + 60
+        while data_file(shelf).stat().st_size < 1 << 25:  # chunks that wait for their commit
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    kept = "finished output was kept, unfinished output was removed"
+    assert err == f"packhorse: error: stopped by SIGINT; {kept}\n"
+    row = result(run("shelf", "list", shelf, "--json"))
+    assert [tensor["name"] for tensor in row["tensors"]] == ["odd"]
+    assert row["free_nbytes"] > 1 << 24
+    assert result(run("shelf", "compact", shelf, "--json"))["saved_nbytes"] > 1 << 24
+    assert run("shelf", "verify", shelf).code == 0
 
 
 def test_without_lmdb_the_error_names_the_extra(shelf: Path) -> None:
