@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,8 +37,10 @@ WEIGHT = RNG.normal(0, 0.02, (300, 700)).astype(ml_dtypes.bfloat16)
 ODD = np.array([[0.5, np.nan, -np.inf], [2, 0, -1]], np.float32)
 
 
-def fill(path: Path) -> Path:
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A shelf of several tensors, with a tag and a state."""
+    path = tmp_path_factory.mktemp("filled") / "data.shelf"
     with Shelf(path) as shelf:
         shelf["weight"] = WEIGHT
         shelf["odd"] = ODD
@@ -53,8 +56,9 @@ def fill(path: Path) -> Path:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Path:
-    return fill(tmp_path / "data.shelf")
+def shelf(filled: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(filled, tmp_path / "data.shelf"))
 
 
 def result(done: Ended) -> Any:
@@ -409,15 +413,15 @@ def test_a_folder_that_is_no_shelf(
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "letter.txt").write_text("dear")
+    (tmp_path / "void").mkdir()
     np.save(tmp_path / "x.npy", ODD)
     monkeypatch.chdir(tmp_path)
     before = contents(tmp_path)
-    done = run("shelf", words[0], folder, *words[1:])
-    assert (done.code in (2, 3), str(folder) in done.error) == (True, True)
-    assert contents(tmp_path) == before
-    done = run("shelf", words[0], tmp_path / "x.npy", *words[1:])
-    assert done.code in (2, 3)
-    assert contents(tmp_path) == before
+    wanted = 2 if words[0] == "import" else 3  # which would make a shelf
+    for place in (folder, tmp_path / "x.npy", *([tmp_path / "void"] if wanted == 3 else [])):
+        done = run("shelf", words[0], place, *words[1:])
+        assert (done.code, str(place) in done.error) == (wanted, True)
+        assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("words", [*VERBS, ["import", "x.npy"]], ids=" ".join)
@@ -428,6 +432,27 @@ def test_a_url_is_no_shelf(
     np.save("x.npy", ODD)
     done = run("shelf", words[0], "s3://bucket/data.shelf", *words[1:])
     assert (done.code, "local disk" in done.error) == (2, True)
+
+
+@pytest.mark.parametrize("kind", ["empty", "random", "zero", "cut", "later", "head"])
+@pytest.mark.parametrize("words", VERBS[:5], ids=" ".join)
+def test_a_file_that_is_bad(shelf: Path, run: Run, words: list[str], kind: str) -> None:
+    path = data_file(shelf)
+    data = bytearray(path.read_bytes())
+    heads = [match.start() for match in re.finditer(rb"PHSHELF\0", data)]
+    for at in heads if kind in ("later", "head") else []:
+        data[at + (8 if kind == "later" else 20)] += 1  # the version, or the number of a tensor
+    bad = {
+        "empty": b"",
+        "random": RNG.bytes(len(data)),
+        "zero": bytes(len(data)),
+        "cut": data[: len(data) // 3],
+    }
+    path.write_bytes(bad.get(kind, data))
+    done = run("shelf", words[0], shelf, *words[1:])
+    assert (done.code, str(shelf) in done.error) == (1, True)
+    assert ("upgrade" in done.error) == (kind == "later")
+    assert path.read_bytes()[: len(data) // 3] == bad.get(kind, data)[: len(data) // 3]
 
 
 def test_names_and_tags_that_are_not_there(shelf: Path, run: Run) -> None:

@@ -30,6 +30,7 @@ from packhorse.cli.shelf.rows import (
 from packhorse.cli.shelf.selection import beginning, parse_index
 from packhorse.cli.shelf.statistics import describe_values, plain_values
 from packhorse.disk import Shelf
+from packhorse.disk.shelf.store import newest_file
 from packhorse.disk.state import find_tensors, path_below
 
 __all__ = ["check_path", "compact", "listed", "open_shelf", "show", "stepping", "verify", "view_of"]
@@ -45,7 +46,7 @@ def open_shelf(path: str, mode: str = "r", **options: Any) -> Shelf:
         FileNotFoundError: there is none.
     """
     check_path(path)
-    if not Path(path).exists():
+    if newest_file(Path(path)) is None:
         raise FileNotFoundError(f"{path}: there is no shelf here; check the path")
     return Shelf(path, mode, **options)
 
