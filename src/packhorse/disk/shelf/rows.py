@@ -6,7 +6,7 @@ row numbers: in any order to read, in ascending order to write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -17,7 +17,7 @@ from packhorse.disk.shelf.chunks import Array
 from packhorse.disk.shelf.grid import Grid
 from packhorse.disk.shelf.records import TensorRecord
 
-__all__ = ["Chunks", "RowIds", "read_rows", "write_rows"]
+__all__ = ["Change", "Chunks", "RowIds", "changes_of", "read_rows"]
 
 RowIds: TypeAlias = range | Array
 _FEW_CHUNKS = 16  # that are in memory at once, even if the cache is smaller
@@ -256,15 +256,44 @@ def _whole_target(grid: Grid, part: _Part, out: Array) -> Array | None:
     return out[part.out_rows, part.out_start : part.out_start + width].reshape(-1)
 
 
-def write_rows(
-    record: TensorRecord,
-    rows: RowIds,
-    low: int,
-    high: int,
-    block: Array,
-    change: Callable[[int, Callable[[Array], None], Array | None], None],
-) -> None:
-    """Write rows.
+class Change(NamedTuple):
+    """What is written to a chunk.
+
+    Attributes:
+        number: of the chunk.
+        rows: which rows of the chunk.
+        columns: which elements of each row of the chunk.
+        values: the elements, with rows and columns.
+        n_rows: how many rows the chunk has.
+        is_whole: whether these are all elements of the chunk, and lie in a row in memory.
+        has_rows: whether these are whole rows of the tensor.
+    """
+
+    number: int
+    rows: slice | Array
+    columns: slice
+    values: Array
+    n_rows: int
+    is_whole: bool
+    has_rows: bool
+
+    @property
+    def places(self) -> list[int]:
+        """Which rows of the chunk."""
+        if isinstance(self.rows, slice):
+            return list(range(self.rows.start, self.rows.stop))
+        places: list[int] = self.rows.tolist()
+        return places
+
+    def write(self, data: Array) -> None:
+        """Write into the elements of the chunk."""
+        data.reshape(self.n_rows, -1)[self.rows, self.columns] = self.values
+
+
+def changes_of(
+    record: TensorRecord, rows: RowIds, low: int, high: int, block: Array
+) -> Iterator[Change]:
+    """Cut what is written into chunks.
 
     Args:
         record: the tensor.
@@ -272,8 +301,9 @@ def write_rows(
         low: the first element of each row.
         high: one past the last.
         block: the elements, of the shape (len(rows), high - low); may be a broadcast view.
-        change: takes the number of a chunk, a function that writes into the chunk's elements, and
-            all elements of the chunk if they lie in a row in the memory of `block`.
+
+    Yields:
+        What is written to each chunk, with views of the block.
     """
     if not block.size:
         return
@@ -282,9 +312,8 @@ def write_rows(
         columns = slice(part.out_start, part.out_start + part.stop - part.start)
         values = block[part.out_rows, columns]
         is_whole = values.size == grid.numel_of(part.number) and values.flags.c_contiguous
-
-        def write(data: Array, part: _Part = part, values: Array = values) -> None:
-            n_rows = grid.n_rows_in(part.number)
-            data.reshape(n_rows, -1)[part.rows, part.start : part.stop] = values
-
-        change(part.number, write, values.reshape(-1) if is_whole else None)
+        yield Change(
+            part.number, part.rows, slice(part.start, part.stop), values,
+            grid.n_rows_in(part.number), is_whole,
+            grid.chunks_per_row == 1 and values.shape[1] == grid.row_numel,
+        )  # fmt: skip

@@ -12,10 +12,10 @@ from typing import TypeAlias
 from packhorse.disk.shelf.chunks import Cache, Unpacker, dtype_of
 from packhorse.disk.shelf.records import (
     COUNT,
-    OWNER,
     Pointer,
     StateRecord,
     TensorRecord,
+    base_of,
     parse_pointer,
     tensors_of,
 )
@@ -158,7 +158,7 @@ class _Check:
         stored = set()
         for number, value in self._state.stored():
             stored.add(number)
-            base = OWNER.unpack_from(value)[0] if len(value) >= OWNER.size else 0
+            base = base_of(value)
             uses[base] += base > 0
         noted = {number: COUNT.unpack(value)[0] for number, value in self._state.shares()}
         for number in sorted(stored | (uses.keys() - {0})):
