@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,18 +115,11 @@ def test_what_is_written_is_what_numpy_writes(
         return
     rng = np.random.default_rng(data.draw(st.integers(0, 9)))
     whole = rng.standard_normal(np.shape(target))
-    value = data.draw(
-        st.sampled_from([whole, 3, np.float32(2), whole[..., :1] if whole.ndim else 1])
-    )
+    short = whole[..., :1] if whole.ndim else 1
+    value = data.draw(st.sampled_from([whole, 3, np.float32(2), short]))
     copied = np.array(value)
-    try:
-        array[index] = value
-    except ValueError as error:
-        with pytest.raises(ValueError, match="could not broadcast|shape mismatch|assign"):
-            shelf[name][index] = value
-        assert str(error)
-        return
-    with pytest.raises(Undo), shelf.transaction():
+    array[index] = value
+    with suppress(Undo), shelf.transaction():
         shelf[name][index] = value
         same(shelf[name][...], array)
         raise Undo
