@@ -1,5 +1,4 @@
-"""`ShelfDataset` in loaders of PyTorch: batches, workers of both kinds, transforms, and a writer beside
-it."""
+"""`ShelfDataset` in loaders of PyTorch: batches, workers of both kinds, transforms, and a writer."""
 
 import subprocess
 import sys
