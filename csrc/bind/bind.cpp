@@ -24,6 +24,7 @@
 
 #include "bind/tensors.hpp"
 #include "bind/weights.hpp"
+#include "common/advice.hpp"
 #include "common/exit_code.hpp"
 #include "common/gather.hpp"
 #include "common/mapping.hpp"
@@ -252,6 +253,10 @@ void gather_rows_of(const std::vector<Bytes>& sources, Which which, Offsets offs
                 dst.size() / which.size(), dst.data());
 }
 
+void will_need_all(const std::vector<Bytes>& ranges) {
+    for (const Bytes& range : ranges) will_need(range.data(), range.size());
+}
+
 // Memory that Python owns.
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> own(std::unique_ptr<uint8_t[]> bytes, std::size_t n) {
     uint8_t* const memory = bytes.release();
@@ -337,6 +342,7 @@ NB_MODULE(_core, m) {
     m.def("copy_with_leaves", &copy_with_leaves, "src"_a, "dst"_a.noconvert(),
           "leaves"_a.noconvert());
     m.def("gather_rows", &gather_rows_of, "sources"_a, "which"_a, "offsets"_a, "dst"_a.noconvert());
+    m.def("will_need", &will_need_all, "ranges"_a);
     m.def("plan_chunks", &plan_chunks, "payload"_a, "table"_a, "geometry"_a);
     m.def("zstd_frame_nbytes", &zstd_frame_nbytes_of, "src"_a, "header_nbytes"_a, "has_checksum"_a);
     bind_weights(m);

@@ -17,6 +17,7 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
+from packhorse import _core
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.shelf.records import ChunkRecord, Pointer, TensorRecord
 from packhorse.errors import CompatibilityError, CorruptionError
@@ -322,6 +323,8 @@ class Unpacker:
         found = self._cache.get(list(needed))
         bases = {n: chunk for n, chunk in zip(needed, found, strict=True) if chunk is not None}
         owners = [self._job(-1, Pointer(n, 0, b""), None) for n in needed if n not in bases]
+        if len(jobs) + len(owners) >= _FEW:
+            _core.will_need([job.record.frame for job in (*owners, *jobs)])
         for owner, chunk in zip(owners, self._decode_each(record, owners, {}), strict=True):
             number = owner.pointer.chunk
             bases[number] = chunk
