@@ -153,6 +153,7 @@ LAYERS = {
     "reference": 3,
     "torch_dtypes": 3,
     "torch_framework": 3,
+    "zarr_dtypes": 3,
     "storage": 4,
     "disk": 5,
     "host": 5,

@@ -38,7 +38,7 @@ class Training:
     """
 
     def __init__(self, seed: int = 0) -> None:
-        images, labels = fashion_mnist.load()[:2]
+        images, labels = fashion_mnist.load("train")
         self._images = torch.from_numpy(images.reshape(-1, LAYERS[0]).copy())
         self._targets = torch.from_numpy(labels.astype(np.int64))
         self.model = network(seed)

@@ -129,8 +129,8 @@ def short(shelf: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> dict
     """The modules, with rows and tables that are small."""
     monkeypatch.setattr(shelf["rows"], "Training", _Training)
     monkeypatch.setattr(shelf["rows"], "WIDTH", 5000)
-    images = SimpleNamespace(load=lambda: (pixels, None, pixels[:40], None))
-    pixels = RNG.integers(0, 256, (260, 28, 28), np.uint8)
+    images = SimpleNamespace(load=lambda: (pixels, None))
+    pixels = RNG.integers(0, 256, (300, 784), np.uint8)
     monkeypatch.setattr(shelf["table"], "fashion_mnist", images)
     return shelf
 

@@ -4,8 +4,8 @@
 and `folder` pack, unpack, plan and verify, with `base_files` if there is a base. `packed_file`
 reads tensors and slices. `snapshots` stores training states. `shelf` is a store of tensors that
 are changed in place. `dcp` is a storage for
-`torch.distributed.checkpoint`; it is the only part that needs PyTorch, and is imported at first
-use.
+`torch.distributed.checkpoint`; it and `ShelfDataset` are the only parts that need PyTorch, and are
+imported at first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -55,6 +55,7 @@ from packhorse.late_import import import_late
 
 if TYPE_CHECKING:
     from packhorse.disk.dcp import PackhorseReader, PackhorseWriter
+    from packhorse.disk.shelf.dataset import ShelfDataset
 
 __all__ = [
     "Change",
@@ -70,6 +71,7 @@ __all__ = [
     "ReaderInfo",
     "RestoredFile",
     "Shelf",
+    "ShelfDataset",
     "ShelfInfo",
     "ShelfProblem",
     "ShelfTensor",
@@ -103,4 +105,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("PackhorseReader", "PackhorseWriter"):
         return getattr(import_late("packhorse.disk.dcp"), name)
+    if name == "ShelfDataset":
+        return import_late("packhorse.disk.shelf.dataset").ShelfDataset
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

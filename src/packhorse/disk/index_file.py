@@ -18,7 +18,7 @@ from packhorse.layout import MAX_FILE_HEADER_NBYTES
 from packhorse.storage.locations import Place
 from packhorse.storage.opening import open_regular
 
-__all__ = ["original_index", "packed_index", "tensors_beside", "verify_index"]
+__all__ = ["original_index", "packed_index", "read_index", "tensors_beside", "verify_index"]
 
 
 def packed_index(path: Place) -> bytes:
@@ -30,7 +30,7 @@ def packed_index(path: Place) -> bytes:
         ValueError: it is the index of a packed folder.
         OSError: a file cannot be read.
     """
-    text, tensors = _read(path), tensors_beside(path)
+    text, tensors = read_index(path), tensors_beside(path)
     return pack_index(text, label=str(path), has=_beside(path), tensors=tensors)
 
 
@@ -41,7 +41,7 @@ def original_index(path: Place) -> bytes | None:
         CorruptionError, CompatibilityError: it is damaged, or a file does not fit it.
         OSError: a file cannot be read.
     """
-    text, label, has = _read(path), str(path), _beside(path)
+    text, label, has = read_index(path), str(path), _beside(path)
     if not is_packed_index(text, label=label, has=has):
         return None
     return unpack_index(text, label=label, has=has, tensors=tensors_beside(path))
@@ -58,7 +58,7 @@ def verify_index(path: Place) -> list[Problem]:
         return None
 
     try:
-        text, label, has = _read(path), str(path), _beside(path)
+        text, label, has = read_index(path), str(path), _beside(path)
         if not is_packed_index(text, label=label, has=has):
             return []
         unpack_index(text, label=label)
@@ -104,7 +104,13 @@ def _beside(index: Place) -> Callable[[str], bool]:
     return has
 
 
-def _read(path: Place) -> bytes:
+def read_index(path: Place) -> bytes:
+    """The text of an index.
+
+    Raises:
+        CorruptionError: it is longer than any index.
+        OSError: it cannot be read.
+    """
     if not isinstance(path, Path):
         opened = path.open()
         _check_length(path, opened.nbytes)

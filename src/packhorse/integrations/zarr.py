@@ -29,6 +29,8 @@ try:
     from zarr.abc.store import RangeByteRequest
     from zarr.registry import register_codec
     from zarr.storage import StorePath
+
+    import packhorse.zarr_dtypes  # noqa: F401 - teaches zarr the dtypes of ml_dtypes
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "zarr":
         raise

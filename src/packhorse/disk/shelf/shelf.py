@@ -21,6 +21,7 @@ from packhorse.disk.shelf.changes import Changes, Settings, StateChunks
 from packhorse.disk.shelf.chunks import Cache, dtype_of
 from packhorse.disk.shelf.commits import Commit
 from packhorse.disk.shelf.engine import Txn, lmdb_module
+from packhorse.disk.shelf.exchange_methods import Exports, Imports
 from packhorse.disk.shelf.grid import chunk_shape
 from packhorse.disk.shelf.records import (
     BASES,
@@ -50,7 +51,7 @@ _CACHE_NBYTES = 1 << 28
 _MODES = ("r", "r+")
 
 
-class ShelfView:
+class ShelfView(Exports):
     """The state of a shelf at a tag, from `Shelf.at`. It is read like a shelf.
 
     Attributes:
@@ -139,6 +140,10 @@ class ShelfView:
 
             return decode_state(entry.state, read)[0]
 
+    def info(self) -> ShelfInfo:
+        """What is in this state, as of the last commit, and of the shelf; nothing is decoded."""
+        return look_at(self._session, self._tag)
+
     @contextmanager
     def reading(self) -> Iterator[Self]:
         """Let all reads of this thread inside the block see one committed state.
@@ -166,7 +171,7 @@ class ShelfView:
         return f"{type(self).__name__}({os.fspath(self.path)!r}{tag})"
 
 
-class Shelf(ShelfView):
+class Shelf(ShelfView, Imports):
     """A folder of tensors, NumPy's and PyTorch's, that may be larger than memory.
 
     Each statement that writes is one durable commit; `transaction` makes one of many. Whenever the
@@ -286,7 +291,7 @@ class Shelf(ShelfView):
             keyframe_every: how often a row is coded for itself, if there is a base.
             chunk_nbytes: about how many decoded bytes a chunk has: 4 KiB to 16 MiB. Writing one
                 element packs a whole chunk again; short chunks pack worse. None for a run of rows
-                of 128 KiB, or up to 512 KiB of a long row.
+                of 64 KiB, or up to 512 KiB of a long row.
             replace: whether a tensor or state of this name may be replaced.
 
         Returns:
@@ -511,10 +516,6 @@ class Shelf(ShelfView):
             self._session.folder.write(work)
 
     # Upkeep.
-
-    def info(self) -> ShelfInfo:
-        """What is on the shelf, as of the last commit; nothing is decoded."""
-        return look_at(self._session)
 
     def verify(self, progress: Progress | None = None) -> list[ShelfProblem]:
         """Decode every chunk of the newest state and of all tags, and compare all records.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakValueDictionary
@@ -18,7 +18,7 @@ from packhorse.disk.shelf.changes import Changes, Settings
 from packhorse.disk.shelf.chunks import Array, Cache, dtype_of
 from packhorse.disk.shelf.indexing import Selection, select
 from packhorse.disk.shelf.records import TensorRecord
-from packhorse.disk.shelf.rows import Chunks, RowIds, read_rows, write_rows
+from packhorse.disk.shelf.rows import Chunks, RowIds, changes_of, read_rows
 from packhorse.disk.shelf.session import Session
 from packhorse.disk.shelf.store import Folder
 from packhorse.disk.shelf.values import as_array, to_framework
@@ -190,6 +190,30 @@ class ShelfTensor:
         framework = resolve_framework("pt")
         with self._session.tensor(self.name, self.tag) as (record, chunks):
             return to_framework(_read_all(record, chunks), record.dtype, framework)
+
+    def as_framework(self, framework: str) -> ShelfTensor:
+        """The same tensor, read as arrays or tensors of another framework.
+
+        Args:
+            framework: "np" or "pt".
+
+        Returns:
+            Another handle; nothing is read.
+
+        Raises:
+            ValueError: there is no such framework.
+            MissingBackendError: it is not installed.
+        """
+        return ShelfTensor(self._session, self.name, resolve_framework(framework), self.tag)
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Let all reads of this thread inside the block, of any tensor of the shelf, see one
+        committed state, as `Shelf.reading` does.
+
+        Returns:
+            The block.
+        """
+        return self._session.folder.hold()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """All elements, for `numpy.asarray`.
@@ -420,6 +444,14 @@ class ShelfTensor:
             self.tag,
         )
 
+    def __dask_tokenize__(self) -> tuple[Any, ...]:
+        """Dask takes arrays of the same token for equal, so it changes with every commit."""
+        session, changes = self._session, None if self.tag else self._session.seen()
+        with session.state(self.tag) as state:
+            place = state.head.n_commits if self.tag is None else state.epoch
+        writes = 0 if changes is None else changes.n_writes
+        return str(session.path.absolute()), self.name, self.tag, place, writes
+
     def __reduce__(self) -> tuple[Any, ...]:
         """For another process: it opens the shelf for reading there."""
         path = str(self._session.path.absolute())
@@ -481,7 +513,7 @@ def _write_index(record: TensorRecord, changes: Changes, index: Any, value: Arra
         block[index] = value
         _write(record, changes, range(1), 0, 1, block.reshape(1, 1))
         return
-    selection = select(index, record.shape)
+    selection = select(index, record.shape, writes=True)
     shape, rows = selection.block_shape, selection.rows
     if selection.is_plain:
         block = _broadcast(value, shape)
@@ -517,10 +549,8 @@ def _words(shape: tuple[int, ...]) -> str:
 def _write(
     record: TensorRecord, changes: Changes, rows: RowIds, low: int, high: int, block: Array
 ) -> None:
-    def change(number: int, write: Callable[[Array], None], whole: Array | None) -> None:
-        changes.change(record, number, write, whole)
-
-    write_rows(record, rows, low, high, block, change)
+    for change in changes_of(record, rows, low, high, block):
+        changes.change(record, change)
 
 
 def _shrink(record: TensorRecord, resized: TensorRecord, changes: Changes) -> None:
@@ -531,7 +561,7 @@ def _shrink(record: TensorRecord, resized: TensorRecord, changes: Changes) -> No
     is_cut = new.n_chunks and new.numel_of(last) != old.numel_of(last)
     changes.clear(resized, new.n_chunks, old.n_chunks)
     if is_cut:
-        changes.change(resized, last, lambda data: None, None)
+        changes.cut(resized, last)
 
 
 def _blocks_of(record: TensorRecord, nbytes: int) -> Iterator[Any]:
