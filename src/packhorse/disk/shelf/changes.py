@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from packhorse.codecs.base import ByteArray
 from packhorse.disk.shelf.chunks import (
     Array,
     Cache,
     Packed,
     Planner,
+    RowTable,
     Stored,
     Unpacker,
     dtype_of,
@@ -101,10 +101,9 @@ class StateChunks:
         found = self.stored(record, numbers)
         return [None if chunk is None else chunk.data for chunk in found]
 
-    def raw(self, record: TensorRecord, numbers: list[int]) -> list[ByteArray | None]:
-        """As `rows.Chunks.raw`."""
-        found = self.stored(record, numbers)
-        return [None if chunk is None else chunk.raw for chunk in found]
+    def table(self, record: TensorRecord) -> RowTable:
+        """As `rows.Chunks.table`."""
+        return self._settings.cache.table(record)
 
     def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
         """Chunks with their content hashes; None for a chunk of zeros."""
@@ -276,10 +275,9 @@ class Changes:
         found = self.stored(record, numbers)
         return [None if chunk is None else chunk.data for chunk in found]
 
-    def raw(self, record: TensorRecord, numbers: list[int]) -> list[ByteArray | None]:
-        """As `rows.Chunks.raw`."""
-        found = self.stored(record, numbers)
-        return [None if chunk is None else chunk.raw for chunk in found]
+    def table(self, record: TensorRecord) -> RowTable:
+        """As `rows.Chunks.table`; a new one, because chunks change."""
+        return RowTable(record)
 
     def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
         """Chunks; the content hash is empty for one that is not packed. None for zeros."""

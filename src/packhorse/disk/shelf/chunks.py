@@ -32,6 +32,7 @@ __all__ = [
     "Cache",
     "Packed",
     "Planner",
+    "RowTable",
     "Stored",
     "Unpacker",
     "dtype_of",
@@ -40,7 +41,7 @@ __all__ = [
 ]
 
 Array: TypeAlias = NDArray[Any]
-_USES_OF_PLAN, _LONGER, _MAX_PLANS = 31, 1.2, 1024
+_USES_OF_PLAN, _LONGER, _MAX_PLANS, _MAX_TABLES = 31, 1.2, 1024, 64
 _FEW = 4  # chunks that one thread decodes as fast as several
 
 
@@ -57,12 +58,12 @@ class Stored(NamedTuple):
     Attributes:
         data: its elements, read-only.
         content_hash: of its frame.
-        raw: the bytes of the elements, which are those of `data`.
+        address: where the elements lie in memory.
     """
 
     data: Array
     content_hash: bytes
-    raw: ByteArray
+    address: int
 
 
 def stored(data: Array, content_hash: bytes) -> Stored:
@@ -72,7 +73,41 @@ def stored(data: Array, content_hash: bytes) -> Stored:
         data: its elements, one-dimensional and contiguous.
         content_hash: of its frame.
     """
-    return Stored(data, content_hash, data.view(np.uint8))
+    return Stored(data, content_hash, data.__array_interface__["data"][0])
+
+
+class RowTable:
+    """Where chunks of whole rows lie in memory, so that many rows are gathered at once.
+
+    It keeps the chunks alive. The cache forgets its tables when it drops a chunk.
+
+    Attributes:
+        addresses: of each chunk of the tensor; 0 if it is not known.
+    """
+
+    def __init__(self, record: TensorRecord, n_chunks: int | None = None) -> None:
+        """Args:
+        record: the tensor.
+        n_chunks: for how many chunks; None for all of the tensor.
+        """
+        grid = record.grid
+        self._numel = grid.rows_per_chunk * grid.row_numel
+        self._dtype = dtype_of(record.dtype)
+        self._kept: dict[int, Array] = {}
+        self.addresses = np.zeros(grid.n_chunks if n_chunks is None else n_chunks, np.uint64)
+
+    def add(self, numbers: Sequence[int], chunks: Sequence[Stored | None]) -> None:
+        """Note chunks; one of zeros, or with fewer rows than others, is filled up."""
+        addresses = []
+        for number, chunk in zip(numbers, chunks, strict=True):
+            if chunk is None or chunk.data.size < self._numel:
+                data = np.zeros(self._numel, self._dtype)
+                if chunk is not None:
+                    data[: chunk.data.size] = chunk.data
+                chunk = stored(data, b"")
+            self._kept[number] = chunk.data
+            addresses.append(chunk.address)
+        self.addresses[np.asarray(numbers, np.intp)] = addresses
 
 
 class Packed(NamedTuple):
@@ -188,6 +223,7 @@ class Cache:
         self.nbytes = 0
         self._lock = threading.Lock()
         self._chunks: OrderedDict[int, Stored] = OrderedDict()
+        self._tables: OrderedDict[tuple[int, int], RowTable] = OrderedDict()
         at_fork(in_child=_replace_locks)
         _caches.add(self)
 
@@ -209,9 +245,22 @@ class Cache:
             before = self._chunks.pop(number, None)
             self._chunks[number] = chunk
             self.nbytes += chunk.data.nbytes - (before.data.nbytes if before else 0)
+            if self.nbytes > self.max_nbytes:
+                self._tables.clear()
             while self.nbytes > self.max_nbytes:
                 _, dropped = self._chunks.popitem(last=False)
                 self.nbytes -= dropped.data.nbytes
+
+    def table(self, record: TensorRecord) -> RowTable:
+        """Where the chunks of a tensor lie in memory, as far as that was found already."""
+        key = record.id, record.serial
+        with self._lock:
+            found = self._tables.get(key)
+            if found is None:
+                found = self._tables[key] = RowTable(record)
+                if len(self._tables) > _MAX_TABLES:
+                    self._tables.popitem(last=False)
+            return found
 
     def in_child(self) -> None:
         """Replace the lock, which a thread of the parent may have held during the fork."""
