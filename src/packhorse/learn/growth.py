@@ -53,6 +53,7 @@ _MAX_LOADED = 1.5  # pieces
 _CELLS_SHARES = 3.5
 _MAX_PIECES = 64
 _BLOCK_NBYTES = 1 << 20
+_PIECE_BLOCKS = 4  # at least
 _MAX_FOUND_NBYTES = 1 << 23  # of nodes that wait to be written
 _LEAST_PIECE = 64  # rows
 _FIRST_DIRECTIONS = 16  # to try where their number is chosen by energy
@@ -98,7 +99,8 @@ class Plan:
     @property
     def block_rows(self) -> int:
         """Rows that are read at a time."""
-        return max(min(self.piece_rows, _BLOCK_NBYTES // (self.width * self.dtype.itemsize)), 1)
+        fitting = _BLOCK_NBYTES // (self.width * self.dtype.itemsize)
+        return max(min(self.piece_rows // _PIECE_BLOCKS, fitting), 1)
 
     @property
     def found_nbytes(self) -> int:

@@ -25,8 +25,6 @@ __all__ = [
     "float_dtype",
 ]
 
-_RUN_BLOCKS = 2  # blocks that a shelf reads at a time
-
 
 class Rows(Protocol):
     """A matrix whose rows can be read: an array, a `ShelfTensor` or a `MemoryTensor`."""
@@ -212,7 +210,7 @@ def blocks_of(rows: Rows, first: int, block_rows: int, dtype: Any) -> Generator[
 def _read_blocks(rows: Rows, first: int, block_rows: int) -> Iterator[Array]:
     if first or not hasattr(rows, "iter_chunks"):
         return (rows[i : i + block_rows] for i in range(first, rows.shape[0], block_rows))
-    nbytes = _RUN_BLOCKS * block_rows * rows.shape[1] * np.dtype(rows.dtype).itemsize
+    nbytes = block_rows * rows.shape[1] * np.dtype(rows.dtype).itemsize
     return _cut_again(rows.iter_chunks(nbytes), block_rows)
 
 
