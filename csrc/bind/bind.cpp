@@ -25,6 +25,7 @@
 #include "bind/tensors.hpp"
 #include "bind/weights.hpp"
 #include "common/exit_code.hpp"
+#include "common/gather.hpp"
 #include "common/mapping.hpp"
 #include "tensor/estimate.hpp"
 #include "tensor/plan.hpp"
@@ -233,6 +234,24 @@ void copy_with_leaves(Bytes src, WritableBytes dst, WritableBytes leaves) {
     take_in(src.data(), src.size(), dst.data(), content, isa);
 }
 
+// Copies rows of one length from many sources; see gather_rows.
+void gather_rows_of(const std::vector<Bytes>& sources, Which which, Offsets offsets,
+                    WritableBytes dst) {
+    require(which.size() == offsets.size(), "which and offsets must be equally long");
+    require(which.size() == 0 ? dst.size() == 0 : dst.size() % which.size() == 0,
+            "dst must have as many rows as which");
+    std::vector<Source> memory;
+    memory.reserve(sources.size());
+    for (const Bytes& source : sources) memory.push_back({source.data(), source.size()});
+    for (std::size_t i = 0; i < which.size(); ++i)
+        require(which.data()[i] < static_cast<int64_t>(sources.size()),
+                "which must be less than the number of sources");
+    if (which.size() == 0) return;
+    const ReleasedGil released(dst.size());
+    gather_rows(memory.data(), which.data(), offsets.data(), which.size(),
+                dst.size() / which.size(), dst.data());
+}
+
 // Memory that Python owns.
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> own(std::unique_ptr<uint8_t[]> bytes, std::size_t n) {
     uint8_t* const memory = bytes.release();
@@ -317,6 +336,7 @@ NB_MODULE(_core, m) {
     m.def("leaf_digests", &leaf_digests, "src"_a, "digests"_a.noconvert(), "threads"_a);
     m.def("copy_with_leaves", &copy_with_leaves, "src"_a, "dst"_a.noconvert(),
           "leaves"_a.noconvert());
+    m.def("gather_rows", &gather_rows_of, "sources"_a, "which"_a, "offsets"_a, "dst"_a.noconvert());
     m.def("plan_chunks", &plan_chunks, "payload"_a, "table"_a, "geometry"_a);
     m.def("zstd_frame_nbytes", &zstd_frame_nbytes_of, "src"_a, "header_nbytes"_a, "has_checksum"_a);
     bind_weights(m);

@@ -4,6 +4,8 @@ import json
 import os
 import pty
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +17,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cli_samples import COMMAND, Ended, contents, flip_bytes, run_command
+from cli_samples import (
+    COMMAND,
+    Ended,
+    contents,
+    default_signals,
+    flip_bytes,
+    run_command,
+    write_large_model,
+)
 from safetensors.numpy import load_file, save_file
 
 from packhorse.cli.shelf import rows
@@ -27,8 +37,10 @@ WEIGHT = RNG.normal(0, 0.02, (300, 700)).astype(ml_dtypes.bfloat16)
 ODD = np.array([[0.5, np.nan, -np.inf], [2, 0, -1]], np.float32)
 
 
-def fill(path: Path) -> Path:
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A shelf of several tensors, with a tag and a state."""
+    path = tmp_path_factory.mktemp("filled") / "data.shelf"
     with Shelf(path) as shelf:
         shelf["weight"] = WEIGHT
         shelf["odd"] = ODD
@@ -44,8 +56,9 @@ def fill(path: Path) -> Path:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Path:
-    return fill(tmp_path / "data.shelf")
+def shelf(filled: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(filled, tmp_path / "data.shelf"))
 
 
 def result(done: Ended) -> Any:
@@ -198,6 +211,11 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path, run: Run) -> None:
 # Verifying and compacting.
 
 
+def settled(folder: Path) -> dict[str, bytes | None]:
+    """All that lies in a folder, without the table of readers, which readers change."""
+    return {name: data for name, data in contents(folder).items() if "mdb-lock" not in name}
+
+
 def data_file(shelf: Path) -> Path:
     (path,) = shelf.glob("shelf-*.mdb")
     return path
@@ -236,14 +254,12 @@ def test_compact_gives_space_back(shelf: Path, run: Run) -> None:
         opened["large"] = RNG.integers(0, 256, 1 << 22, np.uint8)
         del opened["large"]
         opened["after"] = ODD
-    before = contents(shelf)
+    before = settled(shelf)
     size = data_file(shelf).stat().st_size
     planned = run("shelf", "compact", shelf, "--dry-run")
     assert re.search(r"would save about [34]\.\d+ MB of [45]\.\d+ MB", planned.out), planned.out
     estimate = result(run("shelf", "compact", shelf, "-n", "--json"))
-    assert {k: v for k, v in contents(shelf).items() if "lock" not in k} == {
-        k: v for k, v in before.items() if "lock" not in k
-    }
+    assert settled(shelf) == before
     row = result(run("shelf", "compact", shelf, "--json"))
     assert row["saved_nbytes"] >= 1 << 22
     assert abs(estimate["saved_nbytes"] - row["saved_nbytes"]) < 1 << 18
@@ -315,6 +331,31 @@ def test_safetensors_of_every_kind_are_imported(
     assert all(again[name].tobytes() == array.tobytes() for name, array in wanted.items())
 
 
+def test_safetensors_come_from_urls_and_go_to_them(shelf: Path, run: Run) -> None:
+    pytest.importorskip("fsspec")
+    url = f"memory://{shelf.parent.name}/model.safetensors"
+    assert run("shelf", "export", shelf, url, "odd", "late").code == 0
+    row = result(run("shelf", "import", shelf, url, "--name", "back", "--json"))
+    assert [tensor["name"] for tensor in row["tensors"]] == ["back/late", "back/odd"]
+    done = run("shelf", "import", shelf, url.replace("model", "none"))
+    assert (done.code, "none.safetensors" in done.error) == (3, True)
+
+
+def test_folders_of_numpy_files_go_and_come(tmp_path: Path, shelf: Path, run: Run) -> None:
+    with Shelf(shelf) as opened:
+        opened["deep/er"] = WEIGHT[:3]
+    out = tmp_path / "arrays"
+    assert run("shelf", "export", shelf, out, "odd", "deep/er", "--format", "npy").code == 0
+    np.testing.assert_array_equal(np.load(out / "odd.npy")[1], ODD[1])
+    refused = run("shelf", "import", shelf, out, "--format", "npy", "--name", "new")
+    assert (refused.code, "dtype" in refused.error) == (2, True)
+    words = ["--format", "npy", "--name", "new", "--dtype", "bfloat16"]
+    row = result(run("shelf", "import", shelf, out, *words, "--json"))
+    assert {tensor["name"] for tensor in row["tensors"]} == {"new/odd", "new/deep/er"}
+    with Shelf(shelf, "r") as opened:
+        assert opened["new/deep/er"][:].tobytes() == WEIGHT[:3].tobytes()
+
+
 def test_a_source_that_fails_does_not_stop_the_others(tmp_path: Path, run: Run) -> None:
     for name in ("a", "c"):
         np.save(tmp_path / f"{name}.npy", ODD)
@@ -329,7 +370,7 @@ def test_a_source_that_fails_does_not_stop_the_others(tmp_path: Path, run: Run) 
 
 def test_what_cannot_be_exchanged_is_refused(tmp_path: Path, shelf: Path, run: Run) -> None:
     np.save(tmp_path / "a.npy", ODD)
-    before = contents(tmp_path)
+    before = settled(tmp_path)
     for words, said in (
         (["export", shelf, tmp_path / "out"], "--format"),
         (["export", shelf, tmp_path / "out.npy"], "one tensor"),
@@ -338,12 +379,15 @@ def test_what_cannot_be_exchanged_is_refused(tmp_path: Path, shelf: Path, run: R
         (["export", shelf, tmp_path / "out.npy", "odd", "--tag", "nope"], "'nope'"),
         (["import", shelf, tmp_path / "a.bin"], "no such file"),
         (["import", shelf, shelf / "writer.lock"], "--format"),
+        (["import", shelf, "memory://here/a.npy"], "on this machine"),
+        (["export", shelf, "memory://here/a.npy", "odd"], "on this machine"),
+        (["export", shelf, "memory://here/a.zarr", "odd"], "of this machine"),
+        (["export", shelf, tmp_path / "a.ph.safetensors", "odd"], "packhorse pack"),
     ):
         done = run("shelf", *words)
         assert done.code == (3 if said == "no such file" else 2), (words, done)
         assert said in done.error
-    after = contents(tmp_path)
-    assert after == before
+    assert settled(tmp_path) == before
 
 
 # How it ends.
@@ -369,15 +413,15 @@ def test_a_folder_that_is_no_shelf(
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "letter.txt").write_text("dear")
+    (tmp_path / "void").mkdir()
     np.save(tmp_path / "x.npy", ODD)
     monkeypatch.chdir(tmp_path)
     before = contents(tmp_path)
-    done = run("shelf", words[0], folder, *words[1:])
-    assert (done.code in (2, 3), str(folder) in done.error) == (True, True)
-    assert contents(tmp_path) == before
-    done = run("shelf", words[0], tmp_path / "x.npy", *words[1:])
-    assert done.code in (2, 3)
-    assert contents(tmp_path) == before
+    wanted = 2 if words[0] == "import" else 3  # which would make a shelf
+    for place in (folder, tmp_path / "x.npy", *([tmp_path / "void"] if wanted == 3 else [])):
+        done = run("shelf", words[0], place, *words[1:])
+        assert (done.code, str(place) in done.error) == (wanted, True)
+        assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("words", [*VERBS, ["import", "x.npy"]], ids=" ".join)
@@ -388,6 +432,27 @@ def test_a_url_is_no_shelf(
     np.save("x.npy", ODD)
     done = run("shelf", words[0], "s3://bucket/data.shelf", *words[1:])
     assert (done.code, "local disk" in done.error) == (2, True)
+
+
+@pytest.mark.parametrize("kind", ["empty", "random", "zero", "cut", "later", "head"])
+@pytest.mark.parametrize("words", VERBS[:5], ids=" ".join)
+def test_a_file_that_is_bad(shelf: Path, run: Run, words: list[str], kind: str) -> None:
+    path = data_file(shelf)
+    data = bytearray(path.read_bytes())
+    heads = [match.start() for match in re.finditer(rb"PHSHELF\0", data)]
+    for at in heads if kind in ("later", "head") else []:
+        data[at + (8 if kind == "later" else 20)] += 1  # the version, or the number of a tensor
+    bad = {
+        "empty": b"",
+        "random": RNG.bytes(len(data)),
+        "zero": bytes(len(data)),
+        "cut": data[: len(data) // 3],
+    }
+    path.write_bytes(bad.get(kind, data))
+    done = run("shelf", words[0], shelf, *words[1:])
+    assert (done.code, str(shelf) in done.error) == (1, True)
+    assert ("upgrade" in done.error) == (kind == "later")
+    assert path.read_bytes()[: len(data) // 3] == bad.get(kind, data)[: len(data) // 3]
 
 
 def test_names_and_tags_that_are_not_there(shelf: Path, run: Run) -> None:
@@ -409,6 +474,32 @@ def test_a_second_writer_is_told_who_writes(tmp_path: Path, shelf: Path) -> None
         for verb in ("list", "verify"):
             assert run_command("shelf", verb, shelf).code == 0
         assert "would save" in run_command("shelf", "compact", shelf, "-n").out
+
+
+def test_a_signal_in_mid_import_leaves_nothing_of_it(tmp_path: Path, run: Run) -> None:
+    model = write_large_model(tmp_path / "model.safetensors", 1 << 29)
+    shelf = tmp_path / "data.shelf"
+    with Shelf(shelf) as opened:
+        opened["odd"] = ODD
+    words = [COMMAND, "shelf", "import", shelf, model, "--threads", "1"]
+    with subprocess.Popen(
+        words, stderr=subprocess.PIPE, text=True, preexec_fn=default_signals
+    ) as process:
+        end = time.monotonic() + 60
+        while data_file(shelf).stat().st_size < 1 << 25:  # chunks that wait for their commit
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    kept = "finished output was kept, unfinished output was removed"
+    assert err == f"packhorse: error: stopped by SIGINT; {kept}\n"
+    row = result(run("shelf", "list", shelf, "--json"))
+    assert [tensor["name"] for tensor in row["tensors"]] == ["odd"]
+    assert row["free_nbytes"] > 1 << 24
+    assert result(run("shelf", "compact", shelf, "--json"))["saved_nbytes"] > 1 << 24
+    assert run("shelf", "verify", shelf).code == 0
 
 
 def test_without_lmdb_the_error_names_the_extra(shelf: Path) -> None:

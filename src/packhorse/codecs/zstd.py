@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import zstandard
 
 from packhorse import _core
@@ -27,6 +28,7 @@ __all__ = [
 _LEVELS = {Level.FAST: 1, Level.DEFAULT: 3, Level.MAX: 12}
 _MAX_HEADER_NBYTES = 18
 _MIN_LONG_NBYTES = 1 << 19  # in a shorter chunk, the ordinary search sees nearly everything
+_SHORT_NBYTES = 1 << 18  # the most that is decoded to memory of its own and copied
 _MAX_LONG_RATIO = 32  # above it, the ordinary search finds long matches too, and faster
 
 
@@ -57,27 +59,29 @@ def memory_is_told() -> Iterator[None]:
         raise
 
 
-class _Trials(threading.local):
-    """Compressors that a thread keeps: making one takes longer than a trial of a small tensor."""
+class _Kept(threading.local):
+    """What a thread keeps: making one takes longer than coding a small tensor with it."""
 
     def __init__(self) -> None:
         self.compressors: dict[Level, zstandard.ZstdCompressor] = {}
+        self.decompressor = zstandard.ZstdDecompressor()
 
 
-_trials = _Trials()
+_kept = _Kept()
 
 
 def estimate_nbytes(piece: ByteArray, level: Level) -> int:
     """Returns the length of a short piece once it is compressed by the ordinary search."""
-    compressors = _trials.compressors
-    if level not in compressors:
-        compressors[level] = _compressor(level)
     with memory_is_told():
-        return len(compressors[level].compress(memoryview(piece)))
+        return len(_compressor(level).compress(memoryview(piece)))
 
 
 def _compressor(level: Level) -> zstandard.ZstdCompressor:
-    return zstandard.ZstdCompressor(level=_LEVELS[level], write_checksum=False)
+    """This thread's compressor for a level."""
+    compressors = _kept.compressors
+    if level not in compressors:
+        compressors[level] = zstandard.ZstdCompressor(level=_LEVELS[level], write_checksum=False)
+    return compressors[level]
 
 
 def compress_chunk(chunk: ByteArray, level: Level, *, long_matches: bool = False) -> bytes:
@@ -117,6 +121,13 @@ class ChunkDecoder:
         """
         try:
             _check_frame(as_bytes(stream), dst.size)
+            if dst.size <= _SHORT_NBYTES:
+                with memory_is_told():
+                    decoded = _kept.decompressor.decompress(memoryview(stream))
+                if len(decoded) != dst.size:
+                    raise CorruptionError(f"zstd stream holds {len(decoded)} bytes")
+                dst[:] = np.frombuffer(decoded, np.uint8)
+                return
             decompressor = self._idle.pop() if self._idle else zstandard.ZstdDecompressor()
             with memory_is_told(), decompressor.stream_reader(memoryview(stream)) as reader:
                 n = reader.readinto(memoryview(dst))

@@ -30,6 +30,7 @@ from packhorse.cli.shelf.rows import (
 from packhorse.cli.shelf.selection import beginning, parse_index
 from packhorse.cli.shelf.statistics import describe_values, plain_values
 from packhorse.disk import Shelf
+from packhorse.disk.shelf.store import newest_file
 from packhorse.disk.state import find_tensors, path_below
 
 __all__ = ["check_path", "compact", "listed", "open_shelf", "show", "stepping", "verify", "view_of"]
@@ -45,7 +46,7 @@ def open_shelf(path: str, mode: str = "r", **options: Any) -> Shelf:
         FileNotFoundError: there is none.
     """
     check_path(path)
-    if not Path(path).exists():
+    if newest_file(Path(path)) is None:
         raise FileNotFoundError(f"{path}: there is no shelf here; check the path")
     return Shelf(path, mode, **options)
 
@@ -76,7 +77,7 @@ def view_of(shelf: Shelf, tag: str | None) -> Any:
 def listed(shelf: Shelf, url: str, tag: str | None) -> ListedShelf:
     """All tensors, states and tags."""
     info = shelf.info()
-    there = view_of(shelf, tag).info() if tag else info
+    there = view_of(shelf, tag).info() if tag is not None else info
     rows = [_tensor_row(tensor) for tensor in there.tensors]
     nbytes = sum(row.nbytes for row in rows)
     packed = sum(row.packed_nbytes for row in rows)

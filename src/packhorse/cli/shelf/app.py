@@ -12,6 +12,14 @@ from packhorse.cli.render import progress
 from packhorse.cli.runs import each
 from packhorse.cli.shelf import actions, exchange, render
 from packhorse.cli.shelf.exchange import FormatName
+from packhorse.cli.shelf.rows import (
+    CompactedShelf,
+    ExportedTensors,
+    ListedShelf,
+    ShownState,
+    ShownTensor,
+    VerifiedShelf,
+)
 
 __all__ = ["shelf_app"]
 
@@ -67,7 +75,7 @@ def list_(shelf: Folder, tag: Tag = None, json: Json = False) -> None:
     - `packhorse shelf list runs/data.shelf --tag epoch-3 --json`
     """
 
-    def work() -> actions.ListedShelf:
+    def work() -> ListedShelf:
         with actions.open_shelf(shelf) as opened:
             return actions.listed(opened, shelf, tag)
 
@@ -105,7 +113,7 @@ def show(
     - `packhorse shelf show runs/data.shelf x --tag epoch-3 -- -1`
     """
 
-    def work() -> actions.ShownTensor | actions.ShownState:
+    def work() -> ShownTensor | ShownState:
         with actions.open_shelf(shelf) as opened:
             return actions.show(opened, shelf, name, index, tag, stats=stats, watch=progress)
 
@@ -121,7 +129,7 @@ def verify(shelf: Folder, json: Json = False) -> None:
     - `packhorse shelf verify runs/data.shelf`
     """
 
-    def work() -> actions.VerifiedShelf:
+    def work() -> VerifiedShelf:
         with actions.open_shelf(shelf) as opened:
             return actions.verify(opened, shelf, progress)
 
@@ -140,7 +148,7 @@ def compact(shelf: Folder, dry_run: DryRun = False, json: Json = False) -> None:
     - `packhorse shelf compact runs/data.shelf`
     """
 
-    def work() -> actions.CompactedShelf:
+    def work() -> CompactedShelf:
         with actions.open_shelf(shelf, "r" if dry_run else "r+") as opened:
             return actions.compact(opened, shelf, progress, dry_run=dry_run)
 
@@ -179,7 +187,7 @@ def export(
     - `packhorse shelf export runs/data.shelf some.safetensors mean std`
     """
 
-    def work() -> actions.ExportedTensors:
+    def work() -> ExportedTensors:
         with actions.open_shelf(shelf) as opened:
             return exchange.export(
                 opened, shelf, dest, names or [], format=format, tag=tag, dry_run=dry_run,

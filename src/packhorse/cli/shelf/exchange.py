@@ -4,7 +4,7 @@ Nothing here draws, prints or exits.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,9 +16,13 @@ from packhorse.cli.failures import UsageError
 from packhorse.cli.jobs import check_source as check_place
 from packhorse.cli.rows import gb_per_s, ratio
 from packhorse.cli.runs import Source
-from packhorse.cli.shelf.actions import check_path, open_shelf, stepping, view_of
+from packhorse.cli.shelf.actions import check_path, stepping, view_of
 from packhorse.cli.shelf.rows import ExchangedTensor, ExportedTensors, ImportedTensors
 from packhorse.disk import Shelf
+from packhorse.disk.shelf.exchange import Plan
+from packhorse.disk.shelf.exchange_npy import export_npy, import_npy
+from packhorse.disk.shelf.exchange_safetensors import export_safetensors, import_safetensors
+from packhorse.disk.shelf.exchange_zarr import export_zarr, import_zarr
 
 __all__ = ["FormatName", "Incoming", "export", "import_", "incoming", "receiver"]
 
@@ -29,6 +33,13 @@ class FormatName(StrEnum):
     ZARR = "zarr"
     NPY = "npy"
     SAFETENSORS = "safetensors"
+
+
+_EXPORTS: dict[FormatName, Callable[..., object]] = {
+    FormatName.ZARR: export_zarr,
+    FormatName.NPY: export_npy,
+    FormatName.SAFETENSORS: export_safetensors,
+}
 
 
 @dataclass(frozen=True)
@@ -52,17 +63,18 @@ def format_of(path: str, given: FormatName | None) -> FormatName:
     """The format of a file or folder: as given, or by what its name ends in.
 
     Raises:
-        UsageError: the name does not say it.
+        UsageError: the name does not say it, or it is a file of NumPy at a URL.
     """
-    if given is not None:
-        return given
-    for format in FormatName:
-        if path.lower().rstrip("/").endswith(f".{format}"):
-            return format
-    raise UsageError(
-        f"{path}: its name does not end in .zarr, .npy or .safetensors; say what it is with "
-        "--format"
-    )
+    named = (each for each in FormatName if path.lower().rstrip("/").endswith(f".{each}"))
+    found = given or next(named, None)
+    if found is None:
+        raise UsageError(
+            f"{path}: its name does not end in .zarr, .npy or .safetensors; say what it is with "
+            "--format"
+        )
+    if found is FormatName.NPY and "://" in path:
+        raise UsageError(f"{path}: files of NumPy must be on this machine; copy it first")
+    return found
 
 
 def export(
@@ -100,8 +112,8 @@ def export(
     if not dry_run:
         with stepping(watch, f"export {dest}", nbytes) as progress:
             start = time.perf_counter()
-            verb = getattr(view, f"export_{kind}")
-            verb(dest, wanted[0] if is_file else wanted, force=force, progress=progress)
+            chosen = wanted[0] if is_file else wanted
+            _EXPORTS[kind](view, dest, chosen, force=force, progress=progress)
             seconds = time.perf_counter() - start
     return ExportedTensors(
         path, dest, str(kind), dry_run, nbytes, seconds, gb_per_s(nbytes, seconds), rows
@@ -151,21 +163,16 @@ def receiver(path: str, *, dry_run: bool, **options: Any) -> Iterator[Shelf | No
 
 
 def import_(
-    shelf: Shelf | None,
-    path: str,
-    job: Incoming,
-    *,
-    dry_run: bool,
-    replace: bool,
-    watch: Watch,
+    shelf: Shelf | None, path: str, job: Incoming, *, dry_run: bool, replace: bool, watch: Watch
 ) -> ImportedTensors:
     """Put the tensors of one source into a shelf, all of them or none.
 
     Raises:
         FileExistsError: the shelf has a tensor of such a name, and `replace` is False.
     """
-    options = naming.options(job)
-    rows = [_row(tensor.name, tensor) for tensor in LISTERS[job.format](job.src, **options)]
+    plan = Plan()
+    _run_import(job, plan)
+    rows = [_row(tensor.name, tensor) for tensor in plan.tensors]
     replaced = [row.name for row in rows if shelf is not None and row.name in shelf]
     nbytes = sum(row.nbytes for row in rows)
     if dry_run or shelf is None:
@@ -179,11 +186,19 @@ def import_(
         )
     with stepping(watch, f"import {job.src}", nbytes) as progress:
         start = time.perf_counter()
-        verb = getattr(shelf, f"import_{job.format}")
-        verb(job.src, **options, replace=replace, progress=progress)
+        _run_import(job, shelf, replace=replace, progress=progress)
         seconds = time.perf_counter() - start
     packed = sum(shelf[row.name].packed_nbytes for row in rows)
     return ImportedTensors(
         path, job.src, str(job.format), False, nbytes, packed, ratio(nbytes, packed), seconds,
         gb_per_s(nbytes, seconds), rows, replaced,
     )  # fmt: skip
+
+
+def _run_import(job: Incoming, shelf: Shelf | Plan, **options: Any) -> None:
+    if job.format is FormatName.NPY:
+        import_npy(shelf, job.name, job.src, dtype=job.dtype, **options)
+    elif job.format is FormatName.ZARR:
+        import_zarr(shelf, job.src, job.name, **options)
+    else:
+        import_safetensors(shelf, job.src, job.name, **options)

@@ -138,9 +138,10 @@ class ShownState:
 
 @dataclass(frozen=True)
 class ShelfProblemRow:
-    """One problem; `name`, `tag` and `chunk` are None if it is not of one tensor, tag or chunk."""
+    """One problem. `name` is empty if it is not of one tensor; `tag` is None for the present state,
+    and `chunk` if it is not of one chunk."""
 
-    name: str | None
+    name: str
     tag: str | None
     chunk: int | None
     message: str

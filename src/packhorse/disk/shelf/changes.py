@@ -9,7 +9,7 @@ then, or by the next writer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from packhorse.codecs.base import ByteArray
 from packhorse.disk.shelf.chunks import (
     Array,
     Cache,
@@ -25,6 +26,7 @@ from packhorse.disk.shelf.chunks import (
     Unpacker,
     dtype_of,
     pack_chunk,
+    stored,
 )
 from packhorse.disk.shelf.commits import Commit
 from packhorse.disk.shelf.engine import Txn
@@ -32,24 +34,26 @@ from packhorse.disk.shelf.records import (
     CHUNK_KEY,
     HEAD_KEY,
     NO_CHUNK,
-    OWNER,
+    ChunkRecord,
     Entry,
     Head,
     Pointer,
     StateRecord,
     TensorRecord,
+    chunk_value,
     tensors_of,
 )
-from packhorse.disk.shelf.rows import write_rows
+from packhorse.disk.shelf.rows import Change, changes_of
 from packhorse.disk.shelf.store import Folder
 from packhorse.disk.shelf.versions import Known, State
-from packhorse.layout import Level
+from packhorse.layout import DTYPE_BY_NAME, Level
 from packhorse.threads import map_tensors
 
 __all__ = ["Changes", "Settings", "StateChunks", "delete_unused_chunks"]
 
 _MAX_DIRTY_NBYTES = 1 << 26
 _MAX_PACKED_NBYTES = 1 << 26
+_ROWS_OF_PATCH = 4  # at most one row in so many is in a patch
 _AT_ONCE = 256  # chunks that are packed before the packed ones may be written
 
 
@@ -92,6 +96,11 @@ class StateChunks:
         found = self.stored(record, numbers)
         return [None if chunk is None else chunk.data for chunk in found]
 
+    def raw(self, record: TensorRecord, numbers: list[int]) -> list[ByteArray | None]:
+        """As `rows.Chunks.raw`."""
+        found = self.stored(record, numbers)
+        return [None if chunk is None else chunk.raw for chunk in found]
+
     def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
         """Chunks with their content hashes; None for a chunk of zeros."""
         pointers = self._state.pointers(record, numbers)
@@ -111,11 +120,15 @@ class _Slot:
         data: its elements, if they are not packed.
         is_own: whether the memory of `data` belongs to the transaction, and not to the caller.
         chunk: the number that its packed form has; 0 if all elements are zero.
+        patch: the rows that were changed, by their places, if only these are kept.
+        base: the number of the stored chunk that the other rows of a patch are in.
     """
 
     data: Array | None
     is_own: bool = True
     chunk: int = 0
+    patch: dict[int, Array] | None = None
+    base: int = 0
 
 
 @dataclass(slots=True)
@@ -123,15 +136,15 @@ class _New:
     """A packed chunk that is not committed.
 
     Attributes:
-        frame: the bytes of its frame; None if they are in the file already.
-        nbytes: how many.
-        content_hash: of its elements.
-        base: the number of the chunk that it is a delta against; 0 for none.
+        record: what is stored; None if it is in the file already.
+        nbytes: of its frame.
+        content_hash: of the elements of its frame.
+        base: the number of the stored chunk that it needs; 0 for none.
         n_uses: how many pointers and chunks use it.
         kept: its elements, for the cache; None if they are not kept.
     """
 
-    frame: bytes | None
+    record: ChunkRecord | None
     nbytes: int
     content_hash: bytes
     base: int
@@ -230,8 +243,9 @@ class Changes:
     def _empty(self, slot: _Slot) -> None:
         if slot.data is not None and slot.is_own:
             self._dirty_nbytes -= slot.data.nbytes
+        self._dirty_nbytes -= sum(row.nbytes for row in (slot.patch or {}).values())
         self._release(slot.chunk)
-        slot.data, slot.chunk, slot.is_own = None, 0, True
+        slot.data, slot.chunk, slot.is_own, slot.patch, slot.base = None, 0, True, None, 0
 
     def _release(self, number: int) -> None:
         """End one use of a packed chunk."""
@@ -244,7 +258,7 @@ class Changes:
             if new.n_uses:
                 return
             del self._new[number]
-            self._packed_nbytes -= new.nbytes if new.frame is not None else 0
+            self._packed_nbytes -= new.nbytes if new.record is not None else 0
             number = new.base
 
     # Reading.
@@ -257,22 +271,29 @@ class Changes:
         found = self.stored(record, numbers)
         return [None if chunk is None else chunk.data for chunk in found]
 
+    def raw(self, record: TensorRecord, numbers: list[int]) -> list[ByteArray | None]:
+        """As `rows.Chunks.raw`."""
+        found = self.stored(record, numbers)
+        return [None if chunk is None else chunk.raw for chunk in found]
+
     def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
         """Chunks; the content hash is empty for one that is not packed. None for zeros."""
         slots = self._slots.get(record.id, {})
         found: list[Stored | None] = [None] * len(numbers)
-        packed, committed = [], []
+        packed, patched, committed = [], [], []
         for i, number in enumerate(numbers):
             slot = slots.get(number)
             if slot is None:
                 committed.append(i)
             elif slot.data is not None:
-                found[i] = Stored(slot.data, b"")
+                found[i] = stored(slot.data, b"")
+            elif slot.patch is not None:
+                patched.append(i)
             elif slot.chunk:
                 packed.append(i)
         if record.id >= self._head.next_tensor:
             committed = []
-        if not (packed or committed):
+        if not (packed or patched or committed):
             return found
         with self._committed() as state:
             if committed:
@@ -284,7 +305,26 @@ class Changes:
                 some = self._load_packed(record, state, [slots[numbers[i]].chunk for i in packed])
                 for i, chunk in zip(packed, some, strict=True):
                     found[i] = chunk
+            for i in patched:
+                found[i] = stored(self._patched(record, state, numbers[i]), b"")
         return found
+
+    def _patched(self, record: TensorRecord, state: State, number: int) -> Array:
+        """The elements of a chunk of which some rows were changed, in new memory."""
+        slot = self._slots[record.id][number]
+        assert slot.patch is not None
+        width = record.grid.row_numel
+        numel = max(record.grid.numel_of(number), (max(slot.patch) + 1) * width)
+        data = np.zeros(numel, dtype_of(record.dtype))
+        chunks = StateChunks(state, self._settings, self._label(record))
+        (before,) = chunks.load(record, [number])
+        if before is not None:
+            n = min(before.size, data.size)
+            data[:n] = before[:n]
+        rows = data.reshape(-1, width)
+        for place, row in slot.patch.items():
+            rows[place] = row
+        return data
 
     def _load_packed(
         self, record: TensorRecord, state: State, chunks: list[int]
@@ -298,11 +338,9 @@ class Changes:
         pointers = [Pointer(n, self._new[n].nbytes, self._new[n].content_hash[:4]) for n in chunks]
         return unpacker.load(record, [-1] * len(chunks), pointers)
 
-    def _find(self, state: State, number: int) -> tuple[int, Any]:
+    def _find(self, state: State, number: int) -> ChunkRecord:
         new = self._new.get(number)
-        if new is None or new.frame is None:
-            return state.chunk(number)
-        return new.base, new.frame
+        return state.chunk(number) if new is None or new.record is None else new.record
 
     def _label(self, record: TensorRecord) -> str:
         for name, entry in self.entries.items():
@@ -332,41 +370,86 @@ class Changes:
 
     # Writing.
 
-    def change(
-        self,
-        record: TensorRecord,
-        number: int,
-        write: Callable[[Array], None],
-        whole: Array | None,
-    ) -> None:
+    def change(self, record: TensorRecord, change: Change) -> None:
         """Change a chunk.
 
         Args:
             record: the tensor.
-            number: the number of the chunk.
-            write: writes into the elements of the chunk.
-            whole: all elements that the chunk is to have, one-dimensional, in memory that stays as
-                it is until `settle`; None if `write` must be called.
+            change: what is written to which chunk. Memory of the caller stays as it is until
+                `settle`.
         """
         slots = self._slots.setdefault(record.id, {})
         self.n_writes += 1
+        number = change.number
         slot = slots.get(number)
-        if whole is not None:
+        if change.is_whole:
             if slot is None:
                 slot = slots[number] = _Slot(None)
             self._empty(slot)
-            slot.data, slot.is_own = whole, False
+            slot.data, slot.is_own = change.values.reshape(-1), False
+            return
+        if change.has_rows and self._patch(record, change, slot):
             return
         data = self._writable(record, number, slot)
-        write(data)
+        change.write(data)
         if slot is None:
             slot = slots[number] = _Slot(None)
         if slot.data is not data:
             self._empty(slot)
             slot.data = data
             self._dirty_nbytes += data.nbytes
+        self._pack_if_full()
+
+    def _pack_if_full(self) -> None:
         if self._dirty_nbytes > _MAX_DIRTY_NBYTES:
             self.settle(everything=True)
+
+    def _patch(self, record: TensorRecord, change: Change, slot: _Slot | None) -> bool:
+        """Note a change of few rows, without the other rows of the chunk. Returns False if the
+        chunk must be packed as a whole."""
+        limit = record.grid.rows_per_chunk // _ROWS_OF_PATCH
+        n_rows, is_plain = len(change.values), record.base is None
+        if n_rows > limit or not is_plain or DTYPE_BY_NAME[record.dtype].bits < 8:
+            return False
+        if slot is None:
+            slot = self._begin_patch(record, change.number, limit - n_rows)
+            if slot is None:
+                return False
+            self._slots[record.id][change.number] = slot
+        patch = slot.patch
+        places = change.places
+        if patch is None or len(patch.keys() | set(places)) > limit:
+            return False
+        values = change.values.copy()
+        for place, row in zip(places, values, strict=True):
+            before = patch.get(place)
+            self._dirty_nbytes += row.nbytes - (0 if before is None else before.nbytes)
+            patch[place] = row
+        self._pack_if_full()
+        return True
+
+    def _begin_patch(self, record: TensorRecord, number: int, most: int) -> _Slot | None:
+        """A patch of a committed chunk that has no changes yet, with the rows that the chunk
+        itself is a patch of; None if there is no such chunk, or these rows are more than `most`."""
+        if record.id >= self._head.next_tensor:
+            return None
+        with self._committed() as state:
+            (pointer,) = state.pointers(record, [number])
+            if not pointer.chunk:
+                return None
+            found = state.chunk(pointer.chunk)
+            if found.places is None:
+                return _Slot(None, patch={}, base=pointer.chunk)
+            if len(found.places) > most:
+                return None
+            (before,) = StateChunks(state, self._settings, self._label(record)).load(
+                record, [number]
+            )
+            assert before is not None
+            rows = before.reshape(-1, record.grid.row_numel)
+            patch = {place: rows[place] for place in found.places}
+        self._dirty_nbytes += sum(row.nbytes for row in patch.values())
+        return _Slot(None, patch=patch, base=found.base)
 
     def _writable(self, record: TensorRecord, number: int, slot: _Slot | None) -> Array:
         """The elements of a chunk to write to."""
@@ -389,13 +472,22 @@ class Changes:
             array: the elements, of its shape.
         """
 
-        def change(number: int, write: Callable[[Array], None], whole: Array | None) -> None:
-            self.change(record, number, write, whole)
-
         n_rows = record.shape[0] if record.shape else 1
         if array.size:
             block = array.reshape(n_rows, -1)
-            write_rows(record, range(n_rows), 0, block.shape[1], block, change)
+            for change in changes_of(record, range(n_rows), 0, block.shape[1], block):
+                self.change(record, change)
+
+    def cut(self, record: TensorRecord, number: int) -> None:
+        """Drop the elements of a chunk that the tensor does not have any more."""
+        slots = self._slots.setdefault(record.id, {})
+        self.n_writes += 1
+        data = self._writable(record, number, slots.get(number))
+        slot = slots.setdefault(number, _Slot(None))
+        if slot.data is not data:
+            self._empty(slot)
+            slot.data = data
+            self._dirty_nbytes += data.nbytes
 
     def clear(self, record: TensorRecord, first: int, stop: int) -> None:
         """Make a run of chunks zero."""
@@ -419,7 +511,8 @@ class Changes:
             (tensor, number, slot)
             for tensor, slots in self._slots.items()
             for number, slot in slots.items()
-            if slot.data is not None and (everything or not slot.is_own)
+            if (slot.data is not None and (everything or not slot.is_own))
+            or (slot.patch and everything)
         ]
         first: list[_Job] = []
         second: list[_Job] = []
@@ -453,15 +546,14 @@ class Changes:
 
         def work(job: _Job) -> Packed:
             tensor, number, slot = job
-            assert slot.data is not None
             base = bases.get((tensor, number))
             return pack_chunk(
-                self._records[tensor], slot.data, self._settings.level, base[1] if base else None
+                self._records[tensor], _content(slot), self._settings.level, base and base[1]
             )
 
         for at in range(0, len(jobs), _AT_ONCE):
             some = jobs[at : at + _AT_ONCE]
-            sizes = [0 if slot.data is None else slot.data.nbytes for *_, slot in some]
+            sizes = [_nbytes(slot) for *_, slot in some]
             packed = map_tensors(partial(_work_on, work, some), sizes, self.threads)
             for (tensor, number, slot), result in zip(some, packed, strict=True):
                 base = bases[tensor, number][0] if result.has_base else 0
@@ -489,16 +581,17 @@ class Changes:
                 continue
             new = self._new.get(chunk)
             if new is not None and new.kept is not None:
-                bases[tensor, number] = chunk, Stored(new.kept, new.content_hash)
+                bases[tensor, number] = chunk, stored(new.kept, new.content_hash)
                 continue
-            (stored,) = self.stored(record, [keyframe])
-            if stored is not None:
-                bases[tensor, number] = chunk, stored
+            (found,) = self.stored(record, [keyframe])
+            if found is not None:
+                bases[tensor, number] = chunk, found
         return bases
 
     def _settle(self, slot: _Slot, packed: Packed, base: int) -> None:
         data, is_own = slot.data, slot.is_own
-        assert data is not None
+        places = tuple(sorted(slot.patch)) if slot.patch else None
+        base = slot.base if places else base
         number = self._next_chunk
         self._next_chunk += 1
         if base:
@@ -510,28 +603,33 @@ class Changes:
         self._empty(slot)
         slot.chunk = number
         kept = None
-        if is_own and self._kept_nbytes + data.nbytes <= self.cache_nbytes // 4:
+        if (
+            data is not None
+            and is_own
+            and self._kept_nbytes + data.nbytes <= self.cache_nbytes // 4
+        ):
             kept = data
             kept.flags.writeable = False
             self._kept_nbytes += data.nbytes
         nbytes = len(packed.frame)
-        self._new[number] = _New(packed.frame, nbytes, packed.content_hash, base, 1, kept)
+        record = ChunkRecord(base, places, packed.frame)
+        self._new[number] = _New(record, nbytes, packed.content_hash, base, 1, kept)
         self._packed_nbytes += nbytes
 
     def _spill(self) -> None:
         """Write packed chunks to the file already."""
-        spilled = [(n, new) for n, new in self._new.items() if new.frame is not None]
+        spilled = [(n, new) for n, new in self._new.items() if new.record is not None]
 
         def work(txn: Txn, _: Head) -> None:
             for number, new in spilled:
-                assert new.frame is not None
-                value = OWNER.pack(new.base) + new.frame
+                assert new.record is not None
+                value = chunk_value(new.record)
                 txn.handle.put(CHUNK_KEY.pack(number), value, db=txn.tables.chunks)
 
         self._has_spilled = True
         self._folder.write(work)
         for _, new in spilled:
-            new.frame, new.kept = None, None
+            new.record, new.kept = None, None
         self._packed_nbytes = 0
 
     # The end.
@@ -548,7 +646,7 @@ class Changes:
         self._folder.write(self._write)
         for number, new in self._new.items():
             if new.kept is not None:
-                self._settings.cache.put(number, Stored(new.kept, new.content_hash))
+                self._settings.cache.put(number, stored(new.kept, new.content_hash))
 
     def _write(self, txn: Txn, head: Head) -> None:
         commit = Commit(txn, head, str(self._folder.path))
@@ -557,8 +655,8 @@ class Changes:
             if n:
                 commit.use(number, n)
         for number, new in self._new.items():
-            if new.frame is not None:
-                commit.put_chunk(number, new.base, new.frame, new.n_uses)
+            if new.record is not None:
+                commit.put_chunk(number, new.record, new.n_uses)
             elif new.n_uses > 1:
                 commit.set_uses(number, new.n_uses)
         grown = {tensor: self._point(commit, head, tensor) for tensor in self._slots}
@@ -627,6 +725,20 @@ def delete_unused_chunks(txn: Txn, head: Head) -> None:
         found = cursor.delete()
 
 
+def _content(slot: _Slot) -> Array:
+    """What is packed of a chunk."""
+    if slot.data is not None:
+        return slot.data
+    assert slot.patch is not None
+    return np.concatenate([slot.patch[place] for place in sorted(slot.patch)])
+
+
+def _nbytes(slot: _Slot) -> int:
+    if slot.data is not None:
+        return slot.data.nbytes
+    return sum(row.nbytes for row in (slot.patch or {}).values())
+
+
 def _work_on(work: Callable[[_Job], Packed], jobs: list[_Job], i: int, _: int) -> Packed:
     """Pack the chunk of an index, as `map_tensors` asks."""
     return work(jobs[i])
@@ -656,5 +768,9 @@ class _Beside(Cache):
         super().__init__(0)
         self._cache, self._next_chunk = cache, next_chunk
 
-    def get(self, number: int) -> Stored | None:
-        return self._cache.get(number) if number < self._next_chunk else None
+    def get(self, numbers: Sequence[int]) -> list[Stored | None]:
+        found = self._cache.get(numbers)
+        return [
+            chunk if number < self._next_chunk else None
+            for number, chunk in zip(numbers, found, strict=True)
+        ]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakSet
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packhorse.codecs.base import ByteArray
-from packhorse.disk.shelf.records import Pointer, TensorRecord
+from packhorse.disk.shelf.records import ChunkRecord, Pointer, TensorRecord
 from packhorse.errors import CompatibilityError, CorruptionError
 from packhorse.frame import Frame, compress_buffer
 from packhorse.framework import resolve_framework
@@ -27,7 +26,7 @@ from packhorse.layout import DTYPE_BY_NAME, Level
 from packhorse.process import at_fork
 from packhorse.threads import map_tensors
 
-__all__ = ["Array", "Cache", "Packed", "Stored", "Unpacker", "dtype_of", "pack_chunk"]
+__all__ = ["Array", "Cache", "Packed", "Stored", "Unpacker", "dtype_of", "pack_chunk", "stored"]
 
 Array: TypeAlias = NDArray[Any]
 _FEW = 4  # chunks that one thread decodes as fast as several
@@ -46,10 +45,22 @@ class Stored(NamedTuple):
     Attributes:
         data: its elements, read-only.
         content_hash: of its frame.
+        raw: the bytes of the elements, which are those of `data`.
     """
 
     data: Array
     content_hash: bytes
+    raw: ByteArray
+
+
+def stored(data: Array, content_hash: bytes) -> Stored:
+    """A decoded chunk.
+
+    Args:
+        data: its elements, one-dimensional and contiguous.
+        content_hash: of its frame.
+    """
+    return Stored(data, content_hash, data.view(np.uint8))
 
 
 class Packed(NamedTuple):
@@ -121,12 +132,14 @@ class Cache:
         at_fork(in_child=_replace_locks)
         _caches.add(self)
 
-    def get(self, number: int) -> Stored | None:
-        """A chunk; None if it is not here."""
-        found = self._chunks.get(number)
-        if found is not None:
-            with suppress(KeyError):  # another thread has dropped it meanwhile
-                self._chunks.move_to_end(number)
+    def get(self, numbers: Sequence[int]) -> list[Stored | None]:
+        """Chunks; None for each that is not here."""
+        with self._lock:
+            kept, move = self._chunks, self._chunks.move_to_end
+            found = [kept.get(number) for number in numbers]
+            for number, chunk in zip(numbers, found, strict=True):
+                if chunk is not None:
+                    move(number)
         return found
 
     def put(self, number: int, chunk: Stored) -> None:
@@ -158,17 +171,15 @@ class _Job(NamedTuple):
     """A chunk to decode.
 
     Attributes:
-        number: of the chunk in its tensor; -1 for a chunk that others are deltas against.
+        number: of the chunk in its tensor; -1 for a chunk that others need.
         pointer: where it is stored.
-        view: its frame.
-        base: the number of the stored chunk that it is a delta against; 0 for none.
+        record: how it is stored.
         out: memory for its elements; None for new memory.
     """
 
     number: int
     pointer: Pointer
-    view: Any
-    base: int
+    record: ChunkRecord
     out: Array | None
 
 
@@ -176,12 +187,12 @@ class Unpacker:
     """Unpacks stored chunks of a tensor, in threads if that pays, and keeps them in a cache."""
 
     def __init__(
-        self, cache: Cache, find: Callable[[int], tuple[int, Any]], threads: int, label: str
+        self, cache: Cache, find: Callable[[int], ChunkRecord], threads: int, label: str
     ) -> None:
         """Args:
         cache: for decoded chunks.
-        find: takes the number of a stored chunk, and returns that of its base and its frame. Only
-            the thread that calls the methods calls it.
+        find: takes the number of a stored chunk, and returns its record. Only the thread that
+            calls the methods calls it.
         threads: how many to use.
         label: the tensor, for messages.
         """
@@ -204,8 +215,7 @@ class Unpacker:
         Raises:
             CorruptionError: a chunk is damaged; the message names tensor, chunk and place.
         """
-        get = self._cache.get
-        found = [get(pointer.chunk) if pointer.chunk else None for pointer in pointers]
+        found = self._cache.get([pointer.chunk for pointer in pointers])
         missing = [i for i, pointer in enumerate(pointers) if pointer.chunk and found[i] is None]
         if missing:
             jobs = [self._job(numbers[i], pointers[i], None) for i in missing]
@@ -232,8 +242,8 @@ class Unpacker:
             CorruptionError: as for `load`.
         """
         jobs = []
-        for number, pointer, out in zip(numbers, pointers, outs, strict=True):
-            found = self._cache.get(pointer.chunk) if pointer.chunk else None
+        kept = self._cache.get([pointer.chunk for pointer in pointers])
+        for number, pointer, out, found in zip(numbers, pointers, outs, kept, strict=True):
             if found is not None:
                 _fit(found.data, out)
             elif pointer.chunk:
@@ -244,31 +254,28 @@ class Unpacker:
 
     def _job(self, number: int, pointer: Pointer, out: Array | None) -> _Job:
         try:
-            base, view = self._find(pointer.chunk)
+            record = self._find(pointer.chunk)
         except CorruptionError as error:
             raise CorruptionError(f"{self._label}: chunk {number}: {error}") from error
-        return _Job(number, pointer, view, base, out)
+        return _Job(number, pointer, record, out)
 
     def _decode_all(self, record: TensorRecord, jobs: list[_Job]) -> list[Stored]:
-        bases: dict[int, Stored] = {}
-        owners: list[_Job] = []
-        for job in jobs:
-            if job.base and job.base not in bases:
-                found = self._cache.get(job.base)
-                if found is None:
-                    owners.append(self._job(-1, Pointer(job.base, 0, b""), None))
-                    found = Stored(np.empty(0), b"")
-                bases[job.base] = found
+        needed = {job.record.base: job.record for job in jobs if job.record.base}
+        found = self._cache.get(list(needed))
+        bases = {n: chunk for n, chunk in zip(needed, found, strict=True) if chunk is not None}
+        owners = [self._job(-1, Pointer(n, 0, b""), None) for n in needed if n not in bases]
         for owner, chunk in zip(owners, self._decode_each(record, owners, {}), strict=True):
-            bases[owner.pointer.chunk] = chunk
-            self._cache.put(owner.pointer.chunk, chunk)
+            number = owner.pointer.chunk
+            bases[number] = chunk
+            if needed[number].places is None:  # other rows will need it, too
+                self._cache.put(number, chunk)
         return self._decode_each(record, jobs, bases)
 
     def _decode_each(
         self, record: TensorRecord, jobs: list[_Job], bases: dict[int, Stored]
     ) -> list[Stored]:
         def work(i: int, _: int = 1) -> Stored:
-            return self._decode(record, jobs[i], bases.get(jobs[i].base))
+            return self._decode(record, jobs[i], bases.get(jobs[i].record.base))
 
         if self._threads == 1 or len(jobs) < _FEW:
             return [work(i) for i in range(len(jobs))]
@@ -277,17 +284,37 @@ class Unpacker:
 
     def _decode(self, record: TensorRecord, job: _Job, base: Stored | None) -> Stored:
         try:
-            frame = Frame.from_buffer(job.view)
+            frame = Frame.from_buffer(job.record.frame)
             if job.pointer.check not in (b"", frame.content_hash[:4]):
                 raise CorruptionError("the stored chunk is another one than the tensor points to")
             if frame.dtype != record.dtype:
                 raise CorruptionError(f"the stored chunk has elements of {frame.dtype}")
-            if base is not None and base.content_hash != frame.base_hash:
-                raise CorruptionError("the chunk that it is a delta against has other content")
-            data = _decoded(frame, record, base, job.out)
+            if job.record.places is not None:
+                data = _patched(frame, record, base, job.record.places)
+                if job.out is not None:
+                    _fit(data, job.out)
+            else:
+                if base is not None and base.content_hash != frame.base_hash:
+                    raise CorruptionError("the chunk that it is a delta against has other content")
+                data = _decoded(frame, record, base, job.out)
         except (CorruptionError, CompatibilityError) as error:
             raise type(error)(f"{self._label}: {_place(record, job)}: {error}") from error
-        return Stored(data, frame.content_hash)
+        return stored(data, frame.content_hash)
+
+
+def _patched(
+    frame: Frame, record: TensorRecord, base: Stored | None, places: Sequence[int]
+) -> Array:
+    """The elements of a chunk, some rows of which are in a frame, and the others in a base."""
+    width = record.grid.row_numel
+    rows = _decoded(frame, record, None, None)
+    if base is None or rows.size != len(places) * width or max(places) >= record.chunk[0]:
+        raise CorruptionError("the rows of a patch do not fit their places")
+    data = np.zeros(max(base.data.size, (max(places) + 1) * width), rows.dtype)
+    data[: base.data.size] = base.data
+    data.reshape(-1, width)[list(places)] = rows.reshape(-1, width)
+    data.flags.writeable = False
+    return data
 
 
 def _decoded(frame: Frame, record: TensorRecord, base: Stored | None, out: Array | None) -> Array:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any
 
 from packhorse.disk.shelf.engine import Txn
 from packhorse.disk.shelf.records import (
@@ -16,12 +15,14 @@ from packhorse.disk.shelf.records import (
     COUNT,
     EPOCH,
     NO_CHUNK,
-    OWNER,
     POINTER_KEY,
+    ChunkRecord,
     Entry,
     Head,
     Pointer,
     TensorRecord,
+    base_of,
+    chunk_value,
     entry_key,
     entry_value,
     parse_pointer,
@@ -51,18 +52,16 @@ class Commit:
 
     # Chunks.
 
-    def put_chunk(self, number: int, base: int, frame: Any, n_uses: int) -> None:
+    def put_chunk(self, number: int, record: ChunkRecord, n_uses: int) -> None:
         """Store a chunk.
 
         Args:
             number: of the chunk, which nothing has yet.
-            base: the number of the chunk that it is a delta against; 0 for none.
-            frame: the bytes of its frame.
+            record: the chunk.
             n_uses: how many pointers and chunks use it.
         """
-        self._txn.handle.put(
-            CHUNK_KEY.pack(number), OWNER.pack(base) + frame, db=self._txn.tables.chunks
-        )
+        key = CHUNK_KEY.pack(number)
+        self._txn.handle.put(key, chunk_value(record), db=self._txn.tables.chunks)
         self.set_uses(number, n_uses)
 
     def set_uses(self, number: int, n_uses: int) -> None:
@@ -90,7 +89,7 @@ class Commit:
                 return
             key = CHUNK_KEY.pack(number)
             value = self._txn.handle.get(key, db=self._txn.tables.chunks)
-            base = OWNER.unpack_from(value)[0] if value is not None else 0
+            base = base_of(value) if value is not None else 0
             self._txn.handle.delete(key, db=self._txn.tables.chunks)
             number = base
 

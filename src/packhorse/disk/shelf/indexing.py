@@ -28,13 +28,14 @@ class Selection:
     """What an index needs.
 
     Attributes:
-        rows: the rows to read, ascending, none twice.
+        rows: the rows. To write they ascend, and none comes twice.
         low: the first element of each row.
         high: one past the last.
         box: the shape of the elements from `low` to `high` of a row.
         order: the index to apply to the rows that were read; None for all of them in order.
         inner: the index to apply to the other axes; None for all elements.
         whole: the index to apply to all axes at once, in place of the two; None if there is none.
+        has_dots: whether the index has `...`, which makes an array even of a single element.
     """
 
     rows: RowIds
@@ -44,6 +45,7 @@ class Selection:
     order: Any = None
     inner: tuple[Any, ...] | None = None
     whole: Any = None
+    has_dots: bool = False
 
     @property
     def block_shape(self) -> tuple[int, ...]:
@@ -55,14 +57,14 @@ class Selection:
         """Whether the index selects all that is read, in order."""
         return self.order is None and self.inner is None and self.whole is None
 
-    def view(self, block: Array) -> Array:
+    def view(self, block: Array) -> Any:
         """What the index selects, for a block that was read. It may be a view of the block."""
         if self.whole is not None:
-            found: Array = block[self.whole]
-            return found
+            return block[self.whole]
         if self.inner is not None:
             block = block[(slice(None), *self.inner)]
-        return block if self.order is None else block[self.order]
+        found = block if self.order is None else block[self.order]
+        return np.asarray(found) if self.has_dots else found
 
     def assign(self, block: Array, value: Array) -> None:
         """Write values to what the index selects of a block."""
@@ -74,18 +76,19 @@ class Selection:
         block[... if self.order is None else self.order] = value
 
 
-def select(index: Any, shape: tuple[int, ...]) -> Selection:
+def select(index: Any, shape: tuple[int, ...], *, writes: bool = False) -> Selection:
     """Find out what an index needs.
 
     Args:
         index: the object in the brackets.
         shape: the shape of the tensor, which has an axis at least.
+        writes: whether it is needed to write.
 
     Raises:
         IndexError, TypeError, ValueError: NumPy's own, for a wrong index.
     """
     items = index if isinstance(index, tuple) else (index,)
-    found = _simple(items, shape)
+    found = _simple(items, shape, writes)
     if found is None:
         _probe(index, shape)  # raises NumPy's errors
         found = _general(items, shape)
@@ -96,7 +99,7 @@ def _probe(index: Any, shape: tuple[int, ...]) -> None:
     np.broadcast_to(np.zeros((), np.bool_), shape)[index]
 
 
-def _simple(items: tuple[Any, ...], shape: tuple[int, ...]) -> Selection | None:
+def _simple(items: tuple[Any, ...], shape: tuple[int, ...], writes: bool) -> Selection | None:
     """The selection of an index of the usual forms; None for others, and for wrong ones."""
     if not items or any(not _is_basic(item) for item in items[1:]):
         return None
@@ -118,12 +121,13 @@ def _simple(items: tuple[Any, ...], shape: tuple[int, ...]) -> Selection | None:
             return None
         rows, order = range(place % n_rows, place % n_rows + 1), 0
     else:
-        found = _listed_rows(first, n_rows)
+        found = _listed_rows(first, n_rows, writes)
         if found is None:
             return None
         rows, order = found
+    has_dots = any(isinstance(item, EllipsisType) for item in items)
     if not rest:
-        return Selection(rows, 0, math.prod(shape[1:]), shape[1:], order)
+        return Selection(rows, 0, math.prod(shape[1:]), shape[1:], order, has_dots=has_dots)
     try:
         box = cut_index(rest, shape[1:])
     except (IndexError, TypeError, ValueError):
@@ -131,7 +135,8 @@ def _simple(items: tuple[Any, ...], shape: tuple[int, ...]) -> Selection | None:
     inner = box.inner[:-1] if box.is_view or 0 in box.shape else None
     if any(isinstance(item, int) for item in box.inner[:-1]):
         inner = box.inner[:-1]
-    return Selection(rows, box.start, box.start + math.prod(box.shape), box.shape, order, inner)
+    stop = box.start + math.prod(box.shape)
+    return Selection(rows, box.start, stop, box.shape, order, inner, has_dots=has_dots)
 
 
 def _is_integer(item: Any) -> bool:
@@ -152,7 +157,7 @@ def _slice_rows(item: slice, n_rows: int) -> tuple[RowIds, Any]:
     return (rows if rows.step == 1 else np.arange(rows.start, rows.stop, rows.step)), order
 
 
-def _listed_rows(item: Any, n_rows: int) -> tuple[RowIds, Any] | None:
+def _listed_rows(item: Any, n_rows: int, writes: bool) -> tuple[RowIds, Any] | None:
     """The rows of an array of integers or a mask; None if it is something else, or wrong."""
     if item is None or isinstance(item, bool | np.bool_):
         return None
@@ -169,8 +174,11 @@ def _listed_rows(item: Any, n_rows: int) -> tuple[RowIds, Any] | None:
         return None
     places = listed.astype(np.intp)
     places[places < 0] += n_rows
-    if places.ndim == 1 and (places.size == 1 or bool((places[1:] > places[:-1]).all())):
-        return places, None
+    if places.ndim == 1:
+        if not writes or places.size == 1 or bool((places[1:] > places[:-1]).all()):
+            return places, None
+    elif not writes:
+        return places.ravel(), np.arange(places.size).reshape(places.shape)
     rows, order = np.unique(places, return_inverse=True)
     return rows, order.reshape(listed.shape)
 

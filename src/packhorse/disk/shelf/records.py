@@ -25,17 +25,20 @@ __all__ = [
     "HEAD_KEY",
     "MAX_EPOCH",
     "NO_CHUNK",
-    "OWNER",
     "POINTER_KEY",
+    "ChunkRecord",
     "Entry",
     "Head",
     "Pointer",
     "StateRecord",
     "TensorRecord",
+    "base_of",
     "check_name",
+    "chunk_value",
     "entry_key",
     "entry_value",
     "name_of",
+    "parse_chunk",
     "parse_entry",
     "parse_pointer",
     "parse_tag",
@@ -53,7 +56,9 @@ _HEAD = struct.Struct(
 POINTER_KEY = struct.Struct(">QQI")  # tensor, chunk of the tensor, epoch
 _POINTER = struct.Struct("<QI4sI")  # chunk, bytes of its frame, start of its content hash, CRC
 CHUNK_KEY = struct.Struct(">Q")
-OWNER = struct.Struct("<Q")  # in front of a chunk's frame: the chunk that it is a delta against
+_OWNER = struct.Struct("<Q")  # the chunk that a stored chunk needs, in front of its frame
+_IS_PATCH = 1 << 63  # in the same number
+_N_PLACES = struct.Struct("<II")  # rows of a patch, and the CRC of their places
 COUNT = struct.Struct("<Q")
 EPOCH = struct.Struct(">I")
 MAX_EPOCH = (1 << 32) - 2
@@ -143,6 +148,58 @@ def parse_pointer(key: bytes, data: bytes, label: str) -> Pointer:
         if crc32c(bytes(key[:16]) + data[:-4]) == crc:
             return Pointer(chunk, nbytes, check)
     raise CorruptionError(f"{label}: the pointer of chunk {key[8:16].hex()} is damaged")
+
+
+class ChunkRecord(NamedTuple):
+    """A stored chunk.
+
+    Attributes:
+        base: the number of the stored chunk that it needs; 0 for none.
+        places: None if the frame has all rows of the chunk, perhaps as a delta against the base.
+            Otherwise it is a *patch*: the frame has some rows, which take these places in the base.
+        frame: the bytes of the frame, or a view of them.
+    """
+
+    base: int
+    places: tuple[int, ...] | None
+    frame: Any
+
+
+def chunk_value(record: ChunkRecord) -> bytes:
+    """The record of a stored chunk."""
+    if record.places is None:
+        return _OWNER.pack(record.base) + record.frame
+    places = struct.pack(f"<{len(record.places)}I", *record.places)
+    header = _N_PLACES.pack(len(record.places), crc32c(places))
+    return b"".join((_OWNER.pack(record.base | _IS_PATCH), header, places, record.frame))
+
+
+def parse_chunk(value: Any, label: str) -> ChunkRecord:
+    """Read the record of a stored chunk; its frame stays a view.
+
+    Raises:
+        CorruptionError: it is too short, or the places of a patch are damaged.
+    """
+    start = _OWNER.size
+    if len(value) < start:
+        raise CorruptionError(f"{label}: it has {len(value)} bytes")
+    owner = _OWNER.unpack_from(value)[0]
+    if not owner & _IS_PATCH:
+        return ChunkRecord(owner, None, value[start:])
+    if len(value) >= start + _N_PLACES.size:
+        n, crc = _N_PLACES.unpack_from(value, start)
+        at = start + _N_PLACES.size
+        places = bytes(value[at : at + 4 * n])
+        if len(places) == 4 * n and n and crc32c(places) == crc:
+            return ChunkRecord(
+                owner & ~_IS_PATCH, struct.unpack(f"<{n}I", places), value[at + 4 * n :]
+            )
+    raise CorruptionError(f"{label}: the places of its rows are damaged")
+
+
+def base_of(value: Any) -> int:
+    """The number of the stored chunk that another one needs, from its record; 0 for none."""
+    return int(_OWNER.unpack_from(value)[0]) & ~_IS_PATCH if len(value) >= _OWNER.size else 0
 
 
 @dataclass(frozen=True, slots=True)

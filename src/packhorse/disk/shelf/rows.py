@@ -1,23 +1,26 @@
 """Reading and writing rows of a tensor through its chunks.
 
 A request is some rows and a run of the elements of each row. The rows are a range, or an array of
-row numbers in ascending order.
+row numbers: in any order to read, in ascending order to write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from packhorse import _core
+from packhorse.codecs.base import ByteArray
 from packhorse.disk.shelf.chunks import Array
 from packhorse.disk.shelf.grid import Grid
 from packhorse.disk.shelf.records import TensorRecord
 
-__all__ = ["Chunks", "RowIds", "read_rows", "write_rows"]
+__all__ = ["Change", "Chunks", "RowIds", "changes_of", "read_rows"]
 
 RowIds: TypeAlias = range | Array
+_FEW_CHUNKS = 16  # that are in memory at once, even if the cache is smaller
 
 
 class Chunks(Protocol):
@@ -34,6 +37,9 @@ class Chunks(Protocol):
     def load(self, record: TensorRecord, numbers: list[int]) -> list[Array | None]:
         """The elements of chunks, read-only; None for a chunk of zeros. A chunk may have fewer
         elements than it has room for; the rest is zero."""
+
+    def raw(self, record: TensorRecord, numbers: list[int]) -> list[ByteArray | None]:
+        """The bytes of chunks, as for `load`."""
 
     def load_into(self, record: TensorRecord, numbers: list[int], outs: list[Array]) -> None:
         """Decode chunks to contiguous memory, each of as many elements as there is room for."""
@@ -101,7 +107,7 @@ def read_rows(
     Args:
         chunks: where from.
         record: the tensor.
-        rows: which rows, ascending.
+        rows: which rows, in any order.
         low: the first element of each row.
         high: one past the last.
         out: where to, with the shape (len(rows), high - low), C-contiguous.
@@ -109,6 +115,9 @@ def read_rows(
     if not out.size:
         return
     grid = record.grid
+    if isinstance(rows, np.ndarray) and grid.chunks_per_row == 1:
+        _gather(chunks, record, rows, low, out)
+        return
     parts = list(_parts(grid, rows, low, high))
     touched = len(parts) * max(1, grid.rows_per_chunk * grid.row_numel // grid.chunks_per_row)
     if touched * out.itemsize > chunks.cache_nbytes // 4 or len(parts) > 1 << 14:
@@ -117,6 +126,50 @@ def read_rows(
     found = chunks.load(record, [part.number for part in parts])
     for part, data in zip(parts, found, strict=True):
         _copy(grid, part, data, out)
+
+
+def _gather(chunks: Chunks, record: TensorRecord, rows: Array, low: int, out: Array) -> None:
+    """Read rows of chunks that have whole rows."""
+    grid = record.grid
+    numbers = rows // grid.rows_per_chunk
+    unique, which = np.unique(numbers, return_inverse=True)
+    inside = rows - numbers * grid.rows_per_chunk
+    offsets = ((inside * grid.row_numel + low) * out.itemsize).astype(np.uint64)
+    chunk_nbytes = grid.rows_per_chunk * grid.row_numel * out.itemsize
+    at_once = max(_FEW_CHUNKS, chunks.cache_nbytes // 2 // chunk_nbytes)
+    if len(unique) <= at_once:
+        _gather_from(chunks, record, unique, which, offsets, out)
+        return
+    order = np.argsort(which, kind="stable")
+    ends = np.searchsorted(which[order], range(0, len(unique) + at_once, at_once))
+    for i, start in enumerate(range(0, len(unique), at_once)):
+        places = order[ends[i] : ends[i + 1]]
+        block = np.empty((len(places), out.shape[1]), out.dtype)
+        some = unique[start : start + at_once]
+        _gather_from(chunks, record, some, which[places] - start, offsets[places], block)
+        out[places] = block
+
+
+def _gather_from(
+    chunks: Chunks, record: TensorRecord, numbers: Array, which: Array, offsets: Array, out: Array
+) -> None:
+    """Read rows of some chunks.
+
+    Args:
+        chunks: where from.
+        record: the tensor.
+        numbers: of the chunks, ascending.
+        which: for each row, the place of its chunk in `numbers`.
+        offsets: where the row begins in the chunk, in bytes.
+        out: where to.
+    """
+    found = chunks.raw(record, numbers.tolist())
+    sources = [chunk for chunk in found if chunk is not None]
+    if len(sources) < len(found):
+        places = np.cumsum([chunk is not None for chunk in found]) - 1
+        places[[chunk is None for chunk in found]] = -1
+        which = places[which]
+    _core.gather_rows(sources, which.astype(np.int32), offsets, out.reshape(-1).view(np.uint8))
 
 
 def _copy(grid: Grid, part: _Part, data: Array | None, out: Array) -> None:
@@ -203,15 +256,44 @@ def _whole_target(grid: Grid, part: _Part, out: Array) -> Array | None:
     return out[part.out_rows, part.out_start : part.out_start + width].reshape(-1)
 
 
-def write_rows(
-    record: TensorRecord,
-    rows: RowIds,
-    low: int,
-    high: int,
-    block: Array,
-    change: Callable[[int, Callable[[Array], None], Array | None], None],
-) -> None:
-    """Write rows.
+class Change(NamedTuple):
+    """What is written to a chunk.
+
+    Attributes:
+        number: of the chunk.
+        rows: which rows of the chunk.
+        columns: which elements of each row of the chunk.
+        values: the elements, with rows and columns.
+        n_rows: how many rows the chunk has.
+        is_whole: whether these are all elements of the chunk, and lie in a row in memory.
+        has_rows: whether these are whole rows of the tensor.
+    """
+
+    number: int
+    rows: slice | Array
+    columns: slice
+    values: Array
+    n_rows: int
+    is_whole: bool
+    has_rows: bool
+
+    @property
+    def places(self) -> list[int]:
+        """Which rows of the chunk."""
+        if isinstance(self.rows, slice):
+            return list(range(self.rows.start, self.rows.stop))
+        places: list[int] = self.rows.tolist()
+        return places
+
+    def write(self, data: Array) -> None:
+        """Write into the elements of the chunk."""
+        data.reshape(self.n_rows, -1)[self.rows, self.columns] = self.values
+
+
+def changes_of(
+    record: TensorRecord, rows: RowIds, low: int, high: int, block: Array
+) -> Iterator[Change]:
+    """Cut what is written into chunks.
 
     Args:
         record: the tensor.
@@ -219,8 +301,9 @@ def write_rows(
         low: the first element of each row.
         high: one past the last.
         block: the elements, of the shape (len(rows), high - low); may be a broadcast view.
-        change: takes the number of a chunk, a function that writes into the chunk's elements, and
-            all elements of the chunk if they lie in a row in the memory of `block`.
+
+    Yields:
+        What is written to each chunk, with views of the block.
     """
     if not block.size:
         return
@@ -229,9 +312,8 @@ def write_rows(
         columns = slice(part.out_start, part.out_start + part.stop - part.start)
         values = block[part.out_rows, columns]
         is_whole = values.size == grid.numel_of(part.number) and values.flags.c_contiguous
-
-        def write(data: Array, part: _Part = part, values: Array = values) -> None:
-            n_rows = grid.n_rows_in(part.number)
-            data.reshape(n_rows, -1)[part.rows, part.start : part.stop] = values
-
-        change(part.number, write, values.reshape(-1) if is_whole else None)
+        yield Change(
+            part.number, part.rows, slice(part.start, part.stop), values,
+            grid.n_rows_in(part.number), is_whole,
+            grid.chunks_per_row == 1 and values.shape[1] == grid.row_numel,
+        )  # fmt: skip

@@ -140,6 +140,10 @@ class ShelfView(Exports):
 
             return decode_state(entry.state, read)[0]
 
+    def info(self) -> ShelfInfo:
+        """What is in this state, as of the last commit, and of the shelf; nothing is decoded."""
+        return look_at(self._session, self._tag)
+
     @contextmanager
     def _reader(self, name: str) -> Iterator[Chunks]:
         changes = None if self._tag is not None else self._session.seen()
@@ -274,7 +278,7 @@ class Shelf(ShelfView, Imports):
             keyframe_every: how often a row is coded for itself, if there is a base.
             chunk_nbytes: about how many decoded bytes a chunk has: 4 KiB to 16 MiB. Writing one
                 element packs a whole chunk again; short chunks pack worse. None for a run of rows
-                of 128 KiB, or up to 512 KiB of a long row.
+                of 64 KiB, or up to 512 KiB of a long row.
             replace: whether a tensor or state of this name may be replaced.
 
         Returns:
@@ -512,10 +516,6 @@ class Shelf(ShelfView, Imports):
             self._session.folder.write(work)
 
     # Upkeep.
-
-    def info(self) -> ShelfInfo:
-        """What is on the shelf, as of the last commit; nothing is decoded."""
-        return look_at(self._session)
 
     def verify(self, progress: Progress | None = None) -> list[ShelfProblem]:
         """Decode every chunk of the newest state and of all tags, and compare all records.

@@ -18,7 +18,7 @@ from packhorse.disk.shelf.changes import Changes, Settings
 from packhorse.disk.shelf.chunks import Array, Cache, dtype_of
 from packhorse.disk.shelf.indexing import Selection, select
 from packhorse.disk.shelf.records import TensorRecord
-from packhorse.disk.shelf.rows import Chunks, RowIds, read_rows, write_rows
+from packhorse.disk.shelf.rows import Chunks, RowIds, changes_of, read_rows
 from packhorse.disk.shelf.session import Session
 from packhorse.disk.shelf.store import Folder
 from packhorse.disk.shelf.values import as_array, to_framework
@@ -513,7 +513,7 @@ def _write_index(record: TensorRecord, changes: Changes, index: Any, value: Arra
         block[index] = value
         _write(record, changes, range(1), 0, 1, block.reshape(1, 1))
         return
-    selection = select(index, record.shape)
+    selection = select(index, record.shape, writes=True)
     shape, rows = selection.block_shape, selection.rows
     if selection.is_plain:
         block = _broadcast(value, shape)
@@ -549,10 +549,8 @@ def _words(shape: tuple[int, ...]) -> str:
 def _write(
     record: TensorRecord, changes: Changes, rows: RowIds, low: int, high: int, block: Array
 ) -> None:
-    def change(number: int, write: Callable[[Array], None], whole: Array | None) -> None:
-        changes.change(record, number, write, whole)
-
-    write_rows(record, rows, low, high, block, change)
+    for change in changes_of(record, rows, low, high, block):
+        changes.change(record, change)
 
 
 def _shrink(record: TensorRecord, resized: TensorRecord, changes: Changes) -> None:
@@ -563,7 +561,7 @@ def _shrink(record: TensorRecord, resized: TensorRecord, changes: Changes) -> No
     is_cut = new.n_chunks and new.numel_of(last) != old.numel_of(last)
     changes.clear(resized, new.n_chunks, old.n_chunks)
     if is_cut:
-        changes.change(resized, last, lambda data: None, None)
+        changes.cut(resized, last)
 
 
 def _blocks_of(record: TensorRecord, nbytes: int) -> Iterator[Any]:

@@ -12,10 +12,10 @@ from typing import TypeAlias
 from packhorse.disk.shelf.chunks import Cache, Unpacker, dtype_of
 from packhorse.disk.shelf.records import (
     COUNT,
-    OWNER,
     Pointer,
     StateRecord,
     TensorRecord,
+    base_of,
     parse_pointer,
     tensors_of,
 )
@@ -38,9 +38,9 @@ Progress: TypeAlias = Callable[[int, int], object]
 _AT_ONCE = 64  # chunks that are decoded together
 
 
-def look_at(session: Session) -> ShelfInfo:
-    """What is on a shelf, as of the last commit."""
-    with session.state() as state:
+def look_at(session: Session, tag: str | None = None) -> ShelfInfo:
+    """What is on a shelf, as of the last commit, or in the state of a tag."""
+    with session.state(tag) as state:
         entries, tags, head = dict(state.entries()), state.tags(), state.head
     records = [record for entry in entries.values() for record in tensors_of(entry)]
     engine = session.folder.engine
@@ -158,7 +158,7 @@ class _Check:
         stored = set()
         for number, value in self._state.stored():
             stored.add(number)
-            base = OWNER.unpack_from(value)[0] if len(value) >= OWNER.size else 0
+            base = base_of(value)
             uses[base] += base > 0
         noted = {number: COUNT.unpack(value)[0] for number, value in self._state.shares()}
         for number in sorted(stored | (uses.keys() - {0})):

@@ -12,14 +12,15 @@ from packhorse.disk.shelf.records import (
     CHUNK_KEY,
     EPOCH,
     NO_CHUNK,
-    OWNER,
     POINTER_KEY,
+    ChunkRecord,
     Entry,
     Head,
     Pointer,
     TensorRecord,
     entry_key,
     name_of,
+    parse_chunk,
     parse_entry,
     parse_pointer,
     parse_tag,
@@ -141,7 +142,7 @@ class State:
 
         Args:
             record: the tensor.
-            numbers: of chunks, ascending.
+            numbers: of chunks.
         """
         known = self._known.pointers(record)
         missing = [number for number in numbers if number not in known]
@@ -153,8 +154,9 @@ class State:
     def _read_pointers(
         self, record: TensorRecord, numbers: list[int], known: dict[int, Pointer]
     ) -> dict[int, Pointer]:
-        if numbers[-1] - numbers[0] < 4 * len(numbers):
-            wanted = range(numbers[0], numbers[-1] + 1)
+        first, last = min(numbers), max(numbers)
+        if last - first < 4 * len(numbers):
+            wanted = range(first, last + 1)
             known.update(dict.fromkeys(wanted, NO_CHUNK))
             for number, pointer in self.all_pointers(record.id, wanted.start, wanted.stop):
                 known[number] = pointer
@@ -178,17 +180,17 @@ class State:
         if last is not None:
             yield last[0], parse_pointer(last[1], last[2], self._label)
 
-    def chunk(self, number: int) -> tuple[int, Any]:
-        """A stored chunk: the number of the chunk that it is a delta against, or 0, and a view of
-        its frame.
+    def chunk(self, number: int) -> ChunkRecord:
+        """A stored chunk, whose frame is a view.
 
         Raises:
-            CorruptionError: it is missing.
+            CorruptionError: it is missing or damaged.
         """
+        label = f"{self._label}: the stored chunk {number}"
         value = self._txn.handle.get(CHUNK_KEY.pack(number), db=self._txn.tables.chunks)
-        if value is None or len(value) < OWNER.size:
-            raise CorruptionError(f"{self._label}: the stored chunk {number} is missing")
-        return OWNER.unpack_from(value)[0], value[OWNER.size :]
+        if value is None:
+            raise CorruptionError(f"{label} is missing")
+        return parse_chunk(value, label)
 
     def stored(self) -> Iterator[tuple[int, Any]]:
         """All stored chunks: their numbers, and views of their records."""
