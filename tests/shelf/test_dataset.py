@@ -1,4 +1,4 @@
-"""`ShelfDataset` in loaders of PyTorch: batches, workers of both kinds, transforms, and a writer."""
+"""`ShelfDataset` in loaders of PyTorch: batches, workers of both kinds, transforms, a writer."""
 
 import subprocess
 import sys
