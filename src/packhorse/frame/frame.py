@@ -22,6 +22,7 @@ from packhorse.codecs.base import STATUS_WORDS, ByteArray, as_bytes, as_writable
 from packhorse.codecs.content import content_hash, hash_leaves, hash_root
 from packhorse.codecs.plan import Plan, choose_plan
 from packhorse.codecs.side import decode_side
+from packhorse.codecs.source import Source
 from packhorse.errors import BaseMismatchError, ChangedError, CorruptionError
 from packhorse.frame.base import BaseName, checked_base, matching_base, plan_delta
 from packhorse.frame.encode import encode_payload
@@ -66,6 +67,7 @@ def compress_buffer(
     base: Buffer | None = None,
     base_dtype: str | None = None,
     base_hash: bytes | None = None,
+    like: Plan | None = None,
 ) -> Frame:
     """Packs the bytes of one tensor.
 
@@ -85,6 +87,9 @@ def compress_buffer(
         base_dtype: the base's dtype, if it differs: "F32" for a tensor of "BF16" or "F16", which
             may hold the base's values, rounded.
         base_hash: the content hash of `base`, if the caller knows it; otherwise it is computed.
+        like: the plan of another frame, whose tensor had the same dtype, size and level and like
+            values. It is used again, which saves the time for a plan, if it can be: it must have no
+            base and no side data. A plan that does not suit the values makes a longer frame.
 
     Returns:
         The frame.
@@ -107,7 +112,8 @@ def compress_buffer(
     base_units: Base | None = None
     base_row: DType | None = None
     if base is None:
-        plan = choose_plan(source, resolve_level(level))
+        plan = like if like is not None and _suits(like, source, level) else None
+        plan = plan or choose_plan(source, resolve_level(level))
     else:
         base_units, base_row = checked_base(base, base_dtype, source)
         plan = plan_delta(source, resolve_level(level), base_units)
@@ -148,6 +154,18 @@ def compress_buffer(
     )  # fmt: skip
     write_header(header, memory[:header_nbytes])
     return Frame(memory[: header.frame_nbytes], header, name, 0, plan)
+
+
+def _suits(plan: Plan, source: Source, level: Level | str) -> bool:
+    """Whether a tensor can be packed by the plan of another one."""
+    return (
+        plan.nbytes == source.data.size > 0
+        and plan.level == resolve_level(level)
+        and plan.geometry.unit_nbytes == source.geometry.unit_nbytes
+        and (plan.zstd or plan.split in source.dtype.splits)
+        and not plan.plain_nbytes
+        and not plan.side.saving
+    )
 
 
 class Frame:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -22,10 +22,12 @@ from packhorse.disk.shelf.chunks import (
     Array,
     Cache,
     Packed,
+    Planner,
     Stored,
     Unpacker,
     dtype_of,
     pack_chunk,
+    patch_rows,
     stored,
 )
 from packhorse.disk.shelf.commits import Commit
@@ -46,6 +48,7 @@ from packhorse.disk.shelf.records import (
 from packhorse.disk.shelf.rows import Change, changes_of
 from packhorse.disk.shelf.store import Folder
 from packhorse.disk.shelf.versions import Known, State
+from packhorse.errors import blaming
 from packhorse.layout import DTYPE_BY_NAME, Level
 from packhorse.threads import map_tensors
 
@@ -66,12 +69,14 @@ class Settings:
         known: what was read of earlier states.
         threads: how many to use.
         level: at which chunks are packed.
+        planner: knows the plans of chunks that were packed.
     """
 
     cache: Cache
     known: Known
     threads: int
     level: Level
+    planner: Planner = field(default_factory=Planner)
 
 
 class StateChunks:
@@ -442,12 +447,9 @@ class Changes:
                 return _Slot(None, patch={}, base=pointer.chunk)
             if len(found.places) > most:
                 return None
-            (before,) = StateChunks(state, self._settings, self._label(record)).load(
-                record, [number]
-            )
-            assert before is not None
-            rows = before.reshape(-1, record.grid.row_numel)
-            patch = {place: rows[place] for place in found.places}
+            with blaming(f"{self._label(record)}: chunk {number}, stored as {pointer.chunk}"):
+                rows = patch_rows(record, found)
+            patch = dict(zip(found.places, rows, strict=True))
         self._dirty_nbytes += sum(row.nbytes for row in patch.values())
         return _Slot(None, patch=patch, base=found.base)
 
@@ -546,9 +548,11 @@ class Changes:
 
         def work(job: _Job) -> Packed:
             tensor, number, slot = job
-            base = bases.get((tensor, number))
+            found = bases.get((tensor, number))
+            base = None if found is None else found[1]
+            settings = self._settings
             return pack_chunk(
-                self._records[tensor], _content(slot), self._settings.level, base and base[1]
+                self._records[tensor], _content(slot), settings.level, base, settings.planner
             )
 
         for at in range(0, len(jobs), _AT_ONCE):

@@ -20,15 +20,26 @@ from numpy.typing import NDArray
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.shelf.records import ChunkRecord, Pointer, TensorRecord
 from packhorse.errors import CompatibilityError, CorruptionError
-from packhorse.frame import Frame, compress_buffer
+from packhorse.frame import Frame, Plan, compress_buffer
 from packhorse.framework import resolve_framework
 from packhorse.layout import DTYPE_BY_NAME, Level
 from packhorse.process import at_fork
 from packhorse.threads import map_tensors
 
-__all__ = ["Array", "Cache", "Packed", "Stored", "Unpacker", "dtype_of", "pack_chunk", "stored"]
+__all__ = [
+    "Array",
+    "Cache",
+    "Packed",
+    "Planner",
+    "Stored",
+    "Unpacker",
+    "dtype_of",
+    "pack_chunk",
+    "stored",
+]
 
 Array: TypeAlias = NDArray[Any]
+_USES_OF_PLAN, _LONGER, _MAX_PLANS = 31, 1.2, 1024
 _FEW = 4  # chunks that one thread decodes as fast as several
 
 
@@ -77,7 +88,46 @@ class Packed(NamedTuple):
     has_base: bool
 
 
-def pack_chunk(record: TensorRecord, chunk: Array, level: Level, base: Stored | None) -> Packed:
+class Planner:
+    """The plans of frames that were made, to be used again for the next chunks of a tensor.
+
+    A plan is made from samples, which for a short chunk takes about as long as packing it. The
+    chunks of a tensor are alike, so a plan is used some times. If a frame comes out longer than
+    the one that the plan was made for, the chunk is planned anew.
+    """
+
+    def __init__(self) -> None:
+        """Knows no plans."""
+        self._plans: OrderedDict[tuple[int, int], tuple[Plan, int, int]] = OrderedDict()
+
+    def pack(self, key: tuple[int, int], pack: Callable[[Plan | None], Frame]) -> Frame:
+        """Pack a chunk.
+
+        Args:
+            key: which chunks are alike.
+            pack: packs the chunk by a plan, or makes one.
+
+        Returns:
+            The frame.
+        """
+        plan, nbytes, n_left = self._plans.get(key, (None, 0, 0))
+        frame = pack(plan if n_left > 0 else None)
+        if plan is not None and n_left > 0 and frame.nbytes > nbytes * _LONGER:
+            anew = pack(None)
+            frame = anew if anew.nbytes < frame.nbytes else frame
+            n_left = 0
+        if plan is not None and n_left > 0:
+            self._plans[key] = plan, nbytes, n_left - 1
+        elif frame.plan is not None:
+            self._plans[key] = frame.plan, frame.nbytes, _USES_OF_PLAN
+            while len(self._plans) > _MAX_PLANS:
+                self._plans.popitem(last=False)
+        return frame
+
+
+def pack_chunk(
+    record: TensorRecord, chunk: Array, level: Level, base: Stored | None, planner: Planner
+) -> Packed:
     """Pack a chunk.
 
     Args:
@@ -85,6 +135,7 @@ def pack_chunk(record: TensorRecord, chunk: Array, level: Level, base: Stored | 
         chunk: the elements of the chunk, one-dimensional.
         level: how hard to try.
         base: the chunk to code it against; None for none.
+        planner: knows the plans of the chunks before.
 
     Returns:
         The frame; without a base if the base does not help.
@@ -96,11 +147,18 @@ def pack_chunk(record: TensorRecord, chunk: Array, level: Level, base: Stored | 
         chunk = np.concatenate([chunk, np.zeros(-chunk.size % 8, chunk.dtype)])
         shape = (chunk.size,)
     data = arrays.readable(chunk)[0]
-    base_data = None if base is None or base.data.size != chunk.size else _bytes_of(base.data)
-    frame = compress_buffer(
-        data, record.dtype, shape, level=level, threads=1, base=base_data,
-        base_hash=None if base is None else base.content_hash,
-    )  # fmt: skip
+    if base is None or base.data.size != chunk.size:
+        frame = planner.pack(
+            (record.id, data.size),
+            lambda plan: compress_buffer(
+                data, record.dtype, shape, level=level, threads=1, like=plan
+            ),
+        )
+    else:
+        frame = compress_buffer(
+            data, record.dtype, shape, level=level, threads=1, base=_bytes_of(base.data),
+            base_hash=base.content_hash,
+        )  # fmt: skip
     return Packed(frame.to_bytes(), frame.content_hash, frame.base_hash is not None)
 
 
@@ -290,7 +348,7 @@ class Unpacker:
             if frame.dtype != record.dtype:
                 raise CorruptionError(f"the stored chunk has elements of {frame.dtype}")
             if job.record.places is not None:
-                data = _patched(frame, record, base, job.record.places)
+                data = _patched(record, job.record, base)
                 if job.out is not None:
                     _fit(data, job.out)
             else:
@@ -302,17 +360,35 @@ class Unpacker:
         return stored(data, frame.content_hash)
 
 
-def _patched(
-    frame: Frame, record: TensorRecord, base: Stored | None, places: Sequence[int]
-) -> Array:
-    """The elements of a chunk, some rows of which are in a frame, and the others in a base."""
+def patch_rows(record: TensorRecord, patch: ChunkRecord) -> Array:
+    """The rows that a patch has, with rows and columns.
+
+    Args:
+        record: the tensor.
+        patch: how it is stored.
+
+    Raises:
+        CorruptionError: it is damaged.
+    """
+    assert patch.places is not None
     width = record.grid.row_numel
-    rows = _decoded(frame, record, None, None)
-    if base is None or rows.size != len(places) * width or max(places) >= record.chunk[0]:
+    rows = _decoded(Frame.from_buffer(patch.frame), record, None, None)
+    if rows.size != len(patch.places) * width or max(patch.places) >= record.chunk[0]:
         raise CorruptionError("the rows of a patch do not fit their places")
-    data = np.zeros(max(base.data.size, (max(places) + 1) * width), rows.dtype)
-    data[: base.data.size] = base.data
-    data.reshape(-1, width)[list(places)] = rows.reshape(-1, width)
+    return rows.reshape(-1, width)
+
+
+def _patched(record: TensorRecord, patch: ChunkRecord, base: Stored | None) -> Array:
+    """The elements of a chunk, some rows of which are in a patch, and the others in a base."""
+    assert patch.places is not None
+    rows = patch_rows(record, patch)
+    before = np.empty(0, rows.dtype) if base is None else base.data
+    width = rows.shape[1]
+    numel = max(before.size, (max(patch.places) + 1) * width)
+    data = np.empty(numel, rows.dtype)
+    data[: before.size] = before
+    data[before.size :] = 0
+    data.reshape(-1, width)[list(patch.places)] = rows
     data.flags.writeable = False
     return data
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 from packhorse.codecs.content import crc32c
@@ -168,7 +169,7 @@ class ChunkRecord(NamedTuple):
 def chunk_value(record: ChunkRecord) -> bytes:
     """The record of a stored chunk."""
     if record.places is None:
-        return _OWNER.pack(record.base) + record.frame
+        return b"".join((_OWNER.pack(record.base), record.frame))
     places = struct.pack(f"<{len(record.places)}I", *record.places)
     header = _N_PLACES.pack(len(record.places), crc32c(places))
     return b"".join((_OWNER.pack(record.base | _IS_PATCH), header, places, record.frame))
@@ -202,6 +203,11 @@ def base_of(value: Any) -> int:
     return int(_OWNER.unpack_from(value)[0]) & ~_IS_PATCH if len(value) >= _OWNER.size else 0
 
 
+@lru_cache(256)
+def _grid_of(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Grid:
+    return Grid(shape, chunk)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
     """The catalogue's entry of a tensor.
@@ -229,7 +235,7 @@ class TensorRecord:
     @property
     def grid(self) -> Grid:
         """How the tensor is cut."""
-        return Grid(self.shape, self.chunk)
+        return _grid_of(self.shape, self.chunk)
 
     def with_rows(self, n_rows: int) -> TensorRecord:
         """The record with another number of rows."""
