@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 import packhorse.numpy
 from packhorse.disk import Shelf, pack_file, pack_folder
+from packhorse.disk.shelf.exchange import Plan
 from packhorse.disk.shelf.exchange_npy import export_npy, import_npy
 from packhorse.disk.shelf.exchange_safetensors import export_safetensors, import_safetensors
 from packhorse.disk.shelf.exchange_zarr import export_zarr, import_zarr
@@ -283,6 +284,26 @@ def test_a_tensor_cannot_be_a_group(shelf: Shelf, tmp_path: Path) -> None:
     export_zarr(shelf, tmp_path / "z", ["a/b"])
     with pytest.raises(ValueError, match="is named twice"):
         export_npy(shelf, tmp_path / "n", ["a", "a"])
+
+
+def test_a_plan_says_what_an_import_would_do(tmp_path: Path) -> None:
+    wanted = {"a": random_array(DTYPES["BF16"], (5, 3)), "b": np.arange(4), "c": np.ones(())}
+    with Shelf(tmp_path / "own.shelf") as shelf:
+        fill(shelf, wanted)
+        export_zarr(shelf, tmp_path / "z")
+        export_npy(shelf, tmp_path / "n")
+        export_safetensors(shelf, tmp_path / "s.safetensors")
+    plans = [Plan() for _ in range(3)]
+    import_zarr(plans[0], tmp_path / "z", "in")
+    import_npy(plans[1], "in", tmp_path / "n", dtype="bfloat16")
+    import_safetensors(plans[2], tmp_path / "s.safetensors", "in")
+    for plan in plans:
+        found = {
+            tensor.name: (tensor.dtype, tensor.shape, tensor.nbytes) for tensor in plan.tensors
+        }
+        assert found == {
+            "in/a": ("BF16", (5, 3), 30), "in/b": ("I64", (4,), 32), "in/c": ("F64", (), 8)
+        }  # fmt: skip
 
 
 # Other layouts than ours.
