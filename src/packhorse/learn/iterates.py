@@ -190,7 +190,7 @@ class Iterates:
         if before != self._layout:
             raise ValueError(
                 f"the posterior {self._name!r} was begun with another model: "
-                f"{difference(before, self._layout)}; give that model, or another name="
+                f"{_difference(before, self._layout)}; give that model, or another name="
             )
         if about["max_rank"] != self._max_rank:
             raise ValueError(
@@ -237,7 +237,7 @@ def _ring_rows(max_rank: int) -> int:
     return -(-needed // _RING_KEYFRAME_EVERY) * _RING_KEYFRAME_EVERY
 
 
-def difference(before: Layout, now: Layout) -> str:
+def _difference(before: Layout, now: Layout) -> str:
     """The first difference of two layouts, in words."""
     for (old_name, old_shape), (name, shape) in zip(before, now, strict=False):
         if old_name != name:
