@@ -145,6 +145,19 @@ class ShelfView(Exports):
         return look_at(self._session, self._tag)
 
     @contextmanager
+    def reading(self) -> Iterator[Self]:
+        """Let all reads of this thread inside the block see one committed state.
+
+        Keep it short where another process writes: what it replaces cannot be used again until the
+        block ends.
+
+        Yields:
+            The shelf.
+        """
+        with self._session.folder.hold():
+            yield self
+
+    @contextmanager
     def _reader(self, name: str) -> Iterator[Chunks]:
         changes = None if self._tag is not None else self._session.seen()
         if changes is not None:
@@ -412,19 +425,6 @@ class Shelf(ShelfView, Imports):
             PermissionError: the shelf is open for reading only.
         """
         return self._session.transaction()
-
-    @contextmanager
-    def reading(self) -> Iterator[Self]:
-        """Let all reads of this thread inside the block see one committed state.
-
-        Keep it short where another process writes: what it replaces cannot be used again until the
-        block ends.
-
-        Yields:
-            The shelf.
-        """
-        with self._session.folder.hold():
-            yield self
 
     # Tags.
 
