@@ -245,10 +245,15 @@ class Folder:
         """The newest state, even if this thread holds another one; as `read`."""
         return _State(self, None)
 
-    def enter(self, held: Held | None) -> tuple[Txn, Head, Engine | None]:
-        """Begin to read a state that is held, or the newest. For a held one the engine is None."""
+    def enter(self, held: Held | None) -> tuple[Txn, Head, Engine]:
+        """Begin to read a state that is held, or the newest; the caller leaves the engine."""
         if held is not None:
-            return self._check_held(held), held.head, None
+            held.engine.enter()
+            try:
+                return self._check_held(held), held.head, held.engine
+            except BaseException:
+                held.engine.leave()
+                raise
         while True:
             engine = self.engine
             engine.enter()
@@ -349,7 +354,6 @@ class Folder:
 
     def _keep(self) -> Held:
         txn, head, engine = self.enter(None)
-        assert engine is not None
         held = Held(engine, txn, head)
         engine.kept[id(held)] = txn
         engine.n_users += 1
@@ -452,10 +456,9 @@ class _State:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._engine is None:
-            return
         try:
-            self._txn.handle.abort()
+            if self._held is None:
+                self._txn.handle.abort()
         finally:
             del self._txn
             self._engine.leave()
