@@ -30,7 +30,7 @@ from packhorse.learn.moments import Moments, Row
 if TYPE_CHECKING:
     from packhorse.disk import Shelf
 
-__all__ = ["Iterates", "Layout"]
+__all__ = ["Iterates", "Layout", "difference"]
 
 # Names and shapes of the parameters in a row.
 Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
@@ -190,7 +190,7 @@ class Iterates:
         if before != self._layout:
             raise ValueError(
                 f"the posterior {self._name!r} was begun with another model: "
-                f"{_difference(before, self._layout)}; give that model, or another name="
+                f"{difference(before, self._layout)}; give that model, or another name="
             )
         if about["max_rank"] != self._max_rank:
             raise ValueError(
@@ -237,7 +237,7 @@ def _ring_rows(max_rank: int) -> int:
     return -(-needed // _RING_KEYFRAME_EVERY) * _RING_KEYFRAME_EVERY
 
 
-def _difference(before: Layout, now: Layout) -> str:
+def difference(before: Layout, now: Layout) -> str:
     """The first difference of two layouts, in words."""
     for (old_name, old_shape), (name, shape) in zip(before, now, strict=False):
         if old_name != name:
