@@ -93,7 +93,7 @@ class StateChunks:
 
     def _unpacker(self) -> Unpacker:
         return Unpacker(
-            self._settings.cache, self._state.chunk, self._settings.threads, self._label
+            self._settings.cache, self._state.chunks, self._settings.threads, self._label
         )
 
     def load(self, record: TensorRecord, numbers: list[int]) -> list[Array | None]:
@@ -336,14 +336,19 @@ class Changes:
         transaction may use their numbers."""
         unpacker = Unpacker(
             _Beside(self._settings.cache, self._head.next_chunk),
-            lambda number: self._find(state, number), self.threads, self._label(record),
+            lambda numbers: self._find(state, numbers), self.threads, self._label(record),
         )  # fmt: skip
         pointers = [Pointer(n, self._new[n].nbytes, self._new[n].content_hash[:4]) for n in chunks]
         return unpacker.load(record, [-1] * len(chunks), pointers)
 
-    def _find(self, state: State, number: int) -> ChunkRecord:
-        new = self._new.get(number)
-        return state.chunk(number) if new is None or new.record is None else new.record
+    def _find(self, state: State, numbers: Sequence[int]) -> list[ChunkRecord]:
+        def find(number: int) -> ChunkRecord:
+            new = self._new.get(number)
+            if new is None or new.record is None:
+                return state.chunks([number])[0]
+            return new.record
+
+        return list(map(find, numbers))
 
     def _label(self, record: TensorRecord) -> str:
         for name, entry in self.entries.items():
@@ -440,7 +445,7 @@ class Changes:
             (pointer,) = state.pointers(record, [number])
             if not pointer.chunk:
                 return None
-            found = state.chunk(pointer.chunk)
+            (found,) = state.chunks([pointer.chunk])
             if found.places is None:
                 return _Slot(None, patch={}, base=pointer.chunk)
             if len(found.places) > most:

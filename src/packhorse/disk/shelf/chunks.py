@@ -17,10 +17,9 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
-from packhorse import _core
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.shelf.records import ChunkRecord, Pointer, TensorRecord
-from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.errors import CompatibilityError, CorruptionError, blaming
 from packhorse.frame import Frame, Plan, compress_buffer
 from packhorse.framework import resolve_framework
 from packhorse.layout import DTYPE_BY_NAME, Level
@@ -37,6 +36,7 @@ __all__ = [
     "Unpacker",
     "dtype_of",
     "pack_chunk",
+    "patch_rows",
     "stored",
 ]
 
@@ -291,16 +291,24 @@ class _Job(NamedTuple):
     out: Array | None
 
 
+# A chunk to decode: its number in the tensor, where it is stored, and memory for it.
+_Wanted: TypeAlias = tuple[int, Pointer, Array | None]
+
+
 class Unpacker:
     """Unpacks stored chunks of a tensor, in threads if that pays, and keeps them in a cache."""
 
     def __init__(
-        self, cache: Cache, find: Callable[[int], ChunkRecord], threads: int, label: str
+        self,
+        cache: Cache,
+        find: Callable[[Sequence[int]], list[ChunkRecord]],
+        threads: int,
+        label: str,
     ) -> None:
         """Args:
         cache: for decoded chunks.
-        find: takes the number of a stored chunk, and returns its record. Only the thread that
-            calls the methods calls it.
+        find: takes the numbers of stored chunks, and returns their records. Only the thread
+            that calls the methods calls it.
         threads: how many to use.
         label: the tensor, for messages.
         """
@@ -326,7 +334,7 @@ class Unpacker:
         found = self._cache.get([pointer.chunk for pointer in pointers])
         missing = [i for i, pointer in enumerate(pointers) if pointer.chunk and found[i] is None]
         if missing:
-            jobs = [self._job(numbers[i], pointers[i], None) for i in missing]
+            jobs = self._jobs([(numbers[i], pointers[i], None) for i in missing])
             for i, chunk in zip(missing, self._decode_all(record, jobs), strict=True):
                 found[i] = chunk
                 self._cache.put(pointers[i].chunk, chunk)
@@ -349,31 +357,36 @@ class Unpacker:
         Raises:
             CorruptionError: as for `load`.
         """
-        jobs = []
+        wanted: list[_Wanted] = []
         kept = self._cache.get([pointer.chunk for pointer in pointers])
         for number, pointer, out, found in zip(numbers, pointers, outs, kept, strict=True):
             if found is not None:
                 _fit(found.data, out)
             elif pointer.chunk:
-                jobs.append(self._job(number, pointer, out))
+                wanted.append((number, pointer, out))
             else:
                 out[...] = 0
-        self._decode_all(record, jobs)
+        self._decode_all(record, self._jobs(wanted))
 
-    def _job(self, number: int, pointer: Pointer, out: Array | None) -> _Job:
+    def _jobs(self, wanted: list[_Wanted]) -> list[_Job]:
         try:
-            record = self._find(pointer.chunk)
-        except CorruptionError as error:
-            raise CorruptionError(f"{self._label}: chunk {number}: {error}") from error
-        return _Job(number, pointer, record, out)
+            records = self._find([pointer.chunk for _, pointer, _ in wanted])
+        except CorruptionError:
+            records = [self._find_one(*chunk) for chunk in wanted]  # to name the one
+        return [
+            _Job(number, pointer, record, out)
+            for (number, pointer, out), record in zip(wanted, records, strict=True)
+        ]
+
+    def _find_one(self, number: int, pointer: Pointer, _: Array | None) -> ChunkRecord:
+        with blaming(f"{self._label}: chunk {number}"):
+            return self._find([pointer.chunk])[0]
 
     def _decode_all(self, record: TensorRecord, jobs: list[_Job]) -> list[Stored]:
         needed = {job.record.base: job.record for job in jobs if job.record.base}
         found = self._cache.get(list(needed))
         bases = {n: chunk for n, chunk in zip(needed, found, strict=True) if chunk is not None}
-        owners = [self._job(-1, Pointer(n, 0, b""), None) for n in needed if n not in bases]
-        if len(jobs) + len(owners) >= _FEW:
-            _core.will_need([job.record.frame for job in (*owners, *jobs)])
+        owners = self._jobs([(-1, Pointer(n, 0, b""), None) for n in needed if n not in bases])
         for owner, chunk in zip(owners, self._decode_each(record, owners, {}), strict=True):
             number = owner.pointer.chunk
             bases[number] = chunk

@@ -20,7 +20,8 @@ from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.disk.shelf.changes import Changes, Settings, StateChunks
 from packhorse.disk.shelf.chunks import Cache, dtype_of
 from packhorse.disk.shelf.commits import Commit
-from packhorse.disk.shelf.engine import Txn, lmdb_module
+from packhorse.disk.shelf.engine import Txn
+from packhorse.disk.shelf.environment import lmdb_module
 from packhorse.disk.shelf.exchange_methods import Exports, Imports
 from packhorse.disk.shelf.grid import chunk_shape
 from packhorse.disk.shelf.records import (
@@ -39,7 +40,14 @@ from packhorse.disk.shelf.session import Session, missing
 from packhorse.disk.shelf.store import Folder
 from packhorse.disk.shelf.tensor import ShelfTensor
 from packhorse.disk.shelf.upkeep import Progress, compact, find_problems, look_at
-from packhorse.disk.shelf.values import as_array, dtype_name, form_of, to_framework
+from packhorse.disk.shelf.values import (
+    as_array,
+    check_size,
+    dtype_name,
+    form_of,
+    to_framework,
+    whole_number,
+)
 from packhorse.disk.shelf.versions import Known
 from packhorse.disk.state import decode_state, encode_state
 from packhorse.framework import Framework, resolve_framework
@@ -299,14 +307,18 @@ class Shelf(ShelfView, Imports):
 
         Raises:
             ValueError: the name is taken or wrong, or another argument is.
-            TypeError: there is no such dtype.
+            TypeError: there is no such dtype, or something that must be an integer is none.
             PermissionError: the shelf is open for reading only.
         """
-        form = dtype_name(dtype), _checked_shape(shape)
+        kind = dtype_name(dtype)
+        form = kind, check_size(kind, shape)
         if base not in BASES:
             raise ValueError(f"base is {base!r}; it must be 'previous' or None")
+        keyframe_every = whole_number(keyframe_every, "keyframe_every")
         if keyframe_every < 1:
             raise ValueError(f"keyframe_every is {keyframe_every}; it must be at least 1")
+        if chunk_nbytes is not None:
+            chunk_nbytes = whole_number(chunk_nbytes, "chunk_nbytes")
         check_name(name)
         with self._session.transaction() as changes:
             if not replace and changes.entry(name) is not None:
@@ -552,15 +564,6 @@ class Shelf(ShelfView, Imports):
 def _put_head(txn: Txn, head: Head) -> None:
     changed = replace(head, n_commits=head.n_commits + 1)
     txn.handle.put(HEAD_KEY, changed.to_bytes(), db=txn.tables.meta)
-
-
-def _checked_shape(shape: Any) -> tuple[int, ...]:
-    if isinstance(shape, int | np.integer):
-        return (int(shape),)
-    sizes = tuple(int(size) for size in shape)
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"the shape {sizes} has a negative size")
-    return sizes
 
 
 def _new_record(
