@@ -1,5 +1,6 @@
 """What a caller can do wrong: one clear line each, and the shelf is as it was."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,7 @@ SHAPES: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("shape", "kind", "message"), SHAPES, ids=lambda value: str(value)[:20])
-def test_wrong_shapes(
-    shelf: Shelf, shape: Any, kind: type[Exception], message: str
-) -> None:
+def test_wrong_shapes(shelf: Shelf, shape: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         shelf.create("x", shape, "float64", replace=True)
 
@@ -83,3 +82,26 @@ SIZES: list[tuple[Any, type[Exception], str]] = [
 def test_wrong_sizes(shelf: Shelf, n_rows: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         shelf["x"].resize(n_rows)
+
+
+def test_closing_waits_for_the_transaction_of_another_thread(tmp_path: Path) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with shelf.transaction():
+            begun.set()
+            may_end.wait(10)
+            shelf["x"] = np.arange(3)
+
+    shelf = Shelf(tmp_path / "data.shelf", timeout=1)
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert begun.wait(10)
+    with pytest.raises(TimeoutError, match="a transaction of another thread goes on for more than"):
+        shelf.close()
+    assert not shelf.is_closed
+    threading.Timer(0.05, may_end.set).start()
+    shelf.close()
+    thread.join()
+    with Shelf(tmp_path / "data.shelf", "r") as shelf:
+        assert shelf["x"].numpy().tolist() == [0, 1, 2]
