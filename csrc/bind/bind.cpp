@@ -24,6 +24,7 @@
 
 #include "bind/tensors.hpp"
 #include "bind/weights.hpp"
+#include "common/advice.hpp"
 #include "common/exit_code.hpp"
 #include "common/gather.hpp"
 #include "common/mapping.hpp"
@@ -234,22 +235,17 @@ void copy_with_leaves(Bytes src, WritableBytes dst, WritableBytes leaves) {
     take_in(src.data(), src.size(), dst.data(), content, isa);
 }
 
-// Copies rows of one length from many sources; see gather_rows.
-void gather_rows_of(const std::vector<Bytes>& sources, Which which, Offsets offsets,
-                    WritableBytes dst) {
-    require(which.size() == offsets.size(), "which and offsets must be equally long");
-    require(which.size() == 0 ? dst.size() == 0 : dst.size() % which.size() == 0,
-            "dst must have as many rows as which");
-    std::vector<Source> memory;
-    memory.reserve(sources.size());
-    for (const Bytes& source : sources) memory.push_back({source.data(), source.size()});
-    for (std::size_t i = 0; i < which.size(); ++i)
-        require(which.data()[i] < static_cast<int64_t>(sources.size()),
-                "which must be less than the number of sources");
-    if (which.size() == 0) return;
+// Copies rows of one length. The caller keeps what lies at the addresses alive.
+void gather_rows_at(Addresses sources, WritableBytes dst) {
+    const std::size_t n = sources.size();
+    require(n == 0 ? dst.size() == 0 : dst.size() % n == 0, "dst must have a row for each source");
+    if (n == 0) return;
     const ReleasedGil released(dst.size());
-    gather_rows(memory.data(), which.data(), offsets.data(), which.size(),
-                dst.size() / which.size(), dst.data());
+    gather_rows(sources.data(), n, dst.size() / n, dst.data());
+}
+
+void will_need_all(const std::vector<Bytes>& ranges) {
+    for (const Bytes& range : ranges) will_need(range.data(), range.size());
 }
 
 // Memory that Python owns.
@@ -336,7 +332,8 @@ NB_MODULE(_core, m) {
     m.def("leaf_digests", &leaf_digests, "src"_a, "digests"_a.noconvert(), "threads"_a);
     m.def("copy_with_leaves", &copy_with_leaves, "src"_a, "dst"_a.noconvert(),
           "leaves"_a.noconvert());
-    m.def("gather_rows", &gather_rows_of, "sources"_a, "which"_a, "offsets"_a, "dst"_a.noconvert());
+    m.def("gather_rows", &gather_rows_at, "sources"_a, "dst"_a.noconvert());
+    m.def("will_need", &will_need_all, "ranges"_a);
     m.def("plan_chunks", &plan_chunks, "payload"_a, "table"_a, "geometry"_a);
     m.def("zstd_frame_nbytes", &zstd_frame_nbytes_of, "src"_a, "header_nbytes"_a, "has_checksum"_a);
     bind_weights(m);

@@ -7,32 +7,16 @@
 
 namespace packhorse {
 
-struct Source {
-    const uint8_t* data;
-    std::size_t nbytes;
-};
-
-// Row i is the `row_nbytes` bytes at `offsets[i]` of `sources[which[i]]`; it is zero if `which[i]`
-// is negative, and from where its source ends. Every `which[i]` is less than the number of sources.
-inline void gather_rows(const Source* sources, const int32_t* which, const uint64_t* offsets,
-                        std::size_t n_rows, std::size_t row_nbytes, uint8_t* dst) {
-    constexpr std::size_t kAhead = 4;
-    for (std::size_t i = 0; i < n_rows; ++i, dst += row_nbytes) {
-        if (i + kAhead < n_rows && which[i + kAhead] >= 0) {
-            const Source& next = sources[which[i + kAhead]];
-            if (offsets[i + kAhead] < next.nbytes)
-                __builtin_prefetch(next.data + offsets[i + kAhead]);
-        }
-        std::size_t n = 0;
-        if (which[i] >= 0) {
-            const Source& source = sources[which[i]];
-            if (offsets[i] < source.nbytes) {
-                const std::size_t left = source.nbytes - static_cast<std::size_t>(offsets[i]);
-                n = left < row_nbytes ? left : row_nbytes;
-                std::memcpy(dst, source.data + offsets[i], n);
-            }
-        }
-        std::memset(dst + n, 0, row_nbytes - n);
+// Row i is the `row_nbytes` bytes at the address `sources[i]`.
+inline void gather_rows(const uint64_t* sources, std::size_t n_rows, std::size_t row_nbytes,
+                        uint8_t* dst) {
+    constexpr std::size_t kAhead = 8;  // rows whose first bytes are asked for early
+    const auto at = [](uint64_t address) {
+        return reinterpret_cast<const uint8_t*>(static_cast<uintptr_t>(address));
+    };
+    for (std::size_t i = 0; i < n_rows; ++i) {
+        if (i + kAhead < n_rows) __builtin_prefetch(at(sources[i + kAhead]));
+        std::memcpy(dst + i * row_nbytes, at(sources[i]), row_nbytes);
     }
 }
 

@@ -13,13 +13,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from packhorse.disk import Shelf
 from packhorse.learn import GMRA
 from packhorse.learn.growth import Growth
-
-try:
-    from packhorse.disk import Shelf
-except ImportError:
-    pytest.skip("this build has no packhorse.disk.Shelf yet", allow_module_level=True)
 
 Array = NDArray[Any]
 SETTINGS: dict[str, Any] = {"random_state": 0, "memory_nbytes": 1 << 20}
@@ -141,13 +137,9 @@ def points_of(kind: str, shelf: Any, points: Array) -> Any:
 KILLED = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[3])
+from packhorse.disk import Shelf
 from packhorse.learn import GMRA
 from packhorse.learn.growth import Growth
-
-try:
-    from packhorse.disk import Shelf
-except ImportError:
-    pytest.skip("this build has no packhorse.disk.Shelf yet", allow_module_level=True)
 from test_gmra_shelf import SETTINGS, cloud
 step, left = Growth.step, int(sys.argv[2])
 def counted(self):

@@ -213,10 +213,16 @@ def test_tags_give_the_posterior_of_that_time(shelf: Shelf) -> None:
             swag.flush()
             shelf.tag("middle")
     swag.flush()
-    assert SWAG(model, shelf.at("middle")).n_collected == 20
+    then = SWAG(model, shelf.at("middle"))
+    assert then.n_collected == 20
+    drawn = then.sample(2, seed=0)
+    with pytest.raises(PermissionError, match="the posterior 'swag' can only be read"):
+        then.collect(20)
     check(swag, shelf, rows)
     shelf.rollback("middle")
     check(swag, shelf, rows[:20])
+    for one, other in zip(drawn, swag.sample(2, seed=0), strict=True):
+        assert torch.equal(one["weight"], other["weight"])
     assert swag.collect(20)
     swag.flush()
     assert swag.n_collected == 21

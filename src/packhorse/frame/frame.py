@@ -431,11 +431,12 @@ class Frame:
 
     def _has_zstd(self) -> bool:
         """Whether any chunk is coded by Zstandard, which is allowed for whole units only."""
+        table = self._header.table
         if self._header.split != Split.WHOLE:
             return False
-        return bool(
-            (self._header.table[:, FIRST_STREAM] >> STREAM_NBYTES_BITS == int(Mode.ZSTD)).any()
-        )
+        if len(table) == 1:
+            return bool(table.item(0, FIRST_STREAM) >> STREAM_NBYTES_BITS == Mode.ZSTD)
+        return bool((table[:, FIRST_STREAM] >> STREAM_NBYTES_BITS == int(Mode.ZSTD)).any())
 
     def pieces(
         self,

@@ -95,6 +95,11 @@ class ZstdJob:
             check: whether to compare each chunk's CRC32C first.
         """
         header = self.header
+        if len(header.table) == 1 and dst.size == header.nbytes:
+            if check:
+                self._check_sum(0, header.header_nbytes)
+            self._decode_chunk(zstd.ChunkDecoder(), 0, header.header_nbytes, dst)
+            return
         chunk_nbytes = header.geometry.chunk_nbytes
         stop = start + dst.size
         first = start // chunk_nbytes
@@ -119,7 +124,8 @@ class ZstdJob:
             pass
 
     def _check_sum(self, chunk: int, offset: int) -> None:
-        crc, descriptor = (int(value) for value in self.header.table[chunk])
+        table = self.header.table
+        crc, descriptor = table.item(chunk, 0), table.item(chunk, 1)
         end = offset + padded(descriptor & STREAM_NBYTES_MASK)
         if crc != _core.crc32c(self.data[offset:end]):
             raise self.fail(chunk, STATUS_WORDS[Status.CHECKSUM])
@@ -127,11 +133,11 @@ class ZstdJob:
     def _decode_chunk(
         self, decoder: zstd.ChunkDecoder, chunk: int, offset: int, dst: ByteArray
     ) -> None:
-        descriptor = int(self.header.table[chunk, 1])
+        descriptor = self.header.table.item(chunk, 1)
         nbytes = descriptor & STREAM_NBYTES_MASK
         end = offset + padded(nbytes)
         stream = self.data[offset : offset + nbytes]
-        if self.data[offset + nbytes : end].any():
+        if end > offset + nbytes and self.data[offset + nbytes : end].any():
             raise self.fail(chunk, STATUS_WORDS[Status.RESERVED])
         mode = descriptor >> STREAM_NBYTES_BITS
         if mode == Mode.ZSTD:

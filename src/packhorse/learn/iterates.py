@@ -7,7 +7,7 @@
     NAME/counts               int64: all iterates, the last step, the iterates in mean and squares
 
 All of it changes in one transaction. Mean and squares take four times the bytes of a row, so they
-are written with every 16th row, and when the caller asks. The rows since then are added to them
+are written with every 64th row, and when the caller asks. The rows since then are added to them
 when they are read. That gives the same bits, because they are added in the same order.
 
 If only the last K iterates are kept, the rows are a ring. A row that others build on cannot be
@@ -30,15 +30,19 @@ from packhorse.learn.moments import Moments, Row
 if TYPE_CHECKING:
     from packhorse.disk import Shelf
 
-__all__ = ["Iterates", "Layout"]
+__all__ = ["Iterates", "Layout", "difference"]
 
 # Names and shapes of the parameters in a row.
 Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]
 
 _VERSION = 1
-_MOMENTS_EVERY = 16  # rows
+_MOMENTS_EVERY = 64  # rows
+_RING_MOMENTS_EVERY = 16  # rows; a ring has as many rows at least
 _KEYFRAME_EVERY = 16  # rows
 _RING_KEYFRAME_EVERY = 4  # rows; so many may be kept needlessly
+# Rows are read as a whole, so long chunks are no loss, and each chunk has a fixed cost.
+_CHUNK_NBYTES = 1 << 22
+_READ_AT_ONCE = 4  # rows that are added to the moments together
 
 
 class Iterates:
@@ -66,6 +70,7 @@ class Iterates:
         self._is_behind = False  # whether this object has written rows, and no moments since
         self.numel = sum(int(np.prod(shape)) for _, shape in layout)
         self._ring = None if max_rank is None else _ring_rows(max_rank)
+        self._moments_every = _MOMENTS_EVERY if max_rank is None else _RING_MOMENTS_EVERY
         if self._key("about") in shelf:
             self._check_about(json.loads(bytes(np.asarray(shelf[self._key("about")]))))
 
@@ -100,11 +105,11 @@ class Iterates:
         with self._shelf.transaction():
             self._begin()
             _, last_step, n_stored = self._counts()
-            for row, step in rows:
-                self._place(row, moments.count)
-                moments.add(row)
+            for index, (row, step) in enumerate(rows, moments.count):
+                self._place(row, index)
                 last_step = last_step if step is None else step
-            if moments.count // _MOMENTS_EVERY > n_stored // _MOMENTS_EVERY:
+            moments.add(*(row for row, _ in rows))
+            if moments.count // self._moments_every > n_stored // self._moments_every:
                 n_stored = self._write_moments(moments)
             self._write_counts(moments.count, last_step, n_stored)
         self._moments = moments
@@ -159,10 +164,13 @@ class Iterates:
         self._shelf[self._key("about")] = np.frombuffer(text.encode(), np.uint8)
         every = _KEYFRAME_EVERY if self._ring is None else _RING_KEYFRAME_EVERY
         self._shelf.create(
-            self._key("rows"), (0, self.numel), "float32", base="previous", keyframe_every=every
-        )
-        self._shelf.create(self._key("mean"), (self.numel,), "float64")
-        self._shelf.create(self._key("squares"), (self.numel,), "float64")
+            self._key("rows"), (0, self.numel), "float32",
+            base="previous", keyframe_every=every, chunk_nbytes=_CHUNK_NBYTES,
+        )  # fmt: skip
+        for name in ("mean", "squares"):
+            self._shelf.create(
+                self._key(name), (self.numel,), "float64", chunk_nbytes=_CHUNK_NBYTES
+            )
         self._shelf[self._key("counts")] = np.array([0, -1, 0])
 
     def _about(self) -> dict[str, Any]:
@@ -216,15 +224,16 @@ class Iterates:
             mean, squares = (np.array(self._shelf[self._key(x)]) for x in ("mean", "squares"))
             moments = Moments(n_stored, mean, squares)
             rows = self._shelf[self._key("rows")]
-            for index in range(n_stored, count):
-                moments.add(rows[index if self._ring is None else index % self._ring])
+            for start in range(n_stored, count, _READ_AT_ONCE):
+                places = range(start, min(start + _READ_AT_ONCE, count))
+                moments.add(*(rows[i if self._ring is None else i % self._ring] for i in places))
         return moments
 
 
 def _ring_rows(max_rank: int) -> int:
     """The rows of a ring. The first row of a group takes the rest of the group with it; even then
     there are all rows that are kept, and those that mean and squares do not hold yet."""
-    needed = max(max_rank, _MOMENTS_EVERY) + _RING_KEYFRAME_EVERY - 1
+    needed = max(max_rank, _RING_MOMENTS_EVERY) + _RING_KEYFRAME_EVERY - 1
     return -(-needed // _RING_KEYFRAME_EVERY) * _RING_KEYFRAME_EVERY
 
 

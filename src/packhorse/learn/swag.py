@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from packhorse.errors import ClosedError, MissingBackendError
 
@@ -45,7 +45,7 @@ from packhorse.learn.moments import Row
 from packhorse.torch_framework import FRAMEWORK
 
 if TYPE_CHECKING:
-    from packhorse.disk import Shelf
+    from packhorse.disk import Shelf, ShelfView
 
 __all__ = ["SWAG"]
 
@@ -88,7 +88,7 @@ class SWAG:
     def __init__(
         self,
         model: nn.Module,
-        shelf: Shelf,
+        shelf: Shelf | ShelfView,
         *,
         name: str = "swag",
         every: int = 1,
@@ -101,6 +101,7 @@ class SWAG:
             model: the network. One that `torch.compile` or a wrapper for several processes has made
                 counts as the network inside.
             shelf: where the posterior is kept. It stays open when this is closed; close it later.
+                From `shelf.at(tag)` the posterior of that time can be sampled.
             name: the prefix of the names of what is on the shelf.
             every: only every k-th iterate counts: those whose step is a multiple of k, or if
                 `collect` is given no steps, every k-th call.
@@ -123,11 +124,11 @@ class SWAG:
             max_rank = _at_least(2, max_rank=max_rank)
         max_pending = _at_least(1, max_pending=max_pending)
         self._layout = _layout(self._model)
-        self._shelf = shelf
+        self._shelf = cast("Shelf", shelf)  # nothing is written to the view of a tag
         self._name = name
-        self._iterates = Iterates(shelf, name, self._layout, max_rank)
+        self._iterates = Iterates(self._shelf, name, self._layout, max_rank)
         self._queue = BackgroundQueue[tuple[Row, int | None]](
-            self._write, shelf.transaction, max_pending, "iterates"
+            self._write, lambda: self._shelf.transaction(), max_pending, "iterates"
         )
         self._free: deque[Row] = deque(maxlen=max_pending)  # buffers to use again
         self._n_calls = 0
@@ -170,12 +171,18 @@ class SWAG:
             ValueError: a weight is NaN or infinite, or the model's parameters have changed since
                 the posterior was begun. The iterate is not taken.
             ClosedError: this was closed.
+            PermissionError: the shelf is open for reading only, or this is the posterior of a tag.
             RuntimeError: this process was forked from the one that made this.
             Exception: the thread could not write an earlier iterate, for example an OSError because
                 the disk is full. This iterate is not taken; the earlier ones wait, and
                 the next call tries again.
         """
         self._check_usable()
+        if getattr(self._shelf, "mode", "r") == "r":
+            raise PermissionError(
+                f"the posterior {self._name!r} can only be read; open the shelf with mode 'r+', or "
+                "roll it back to the tag, and collect there"
+            )
         if not self._is_due(step):
             return False
         row = self._free.pop() if self._free else np.empty(self._iterates.numel, np.float32)

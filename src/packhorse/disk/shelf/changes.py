@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from packhorse.codecs.base import ByteArray
 from packhorse.disk.shelf.chunks import (
     Array,
     Cache,
     Packed,
     Planner,
+    RowTable,
     Stored,
     Unpacker,
     dtype_of,
@@ -93,7 +93,7 @@ class StateChunks:
 
     def _unpacker(self) -> Unpacker:
         return Unpacker(
-            self._settings.cache, self._state.chunk, self._settings.threads, self._label
+            self._settings.cache, self._state.chunks, self._settings.threads, self._label
         )
 
     def load(self, record: TensorRecord, numbers: list[int]) -> list[Array | None]:
@@ -101,10 +101,9 @@ class StateChunks:
         found = self.stored(record, numbers)
         return [None if chunk is None else chunk.data for chunk in found]
 
-    def raw(self, record: TensorRecord, numbers: list[int]) -> list[ByteArray | None]:
-        """As `rows.Chunks.raw`."""
-        found = self.stored(record, numbers)
-        return [None if chunk is None else chunk.raw for chunk in found]
+    def table(self, record: TensorRecord) -> RowTable:
+        """As `rows.Chunks.table`."""
+        return self._settings.cache.table(record)
 
     def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
         """Chunks with their content hashes; None for a chunk of zeros."""
@@ -276,10 +275,9 @@ class Changes:
         found = self.stored(record, numbers)
         return [None if chunk is None else chunk.data for chunk in found]
 
-    def raw(self, record: TensorRecord, numbers: list[int]) -> list[ByteArray | None]:
-        """As `rows.Chunks.raw`."""
-        found = self.stored(record, numbers)
-        return [None if chunk is None else chunk.raw for chunk in found]
+    def table(self, record: TensorRecord) -> RowTable:
+        """As `rows.Chunks.table`; a new one, because chunks change."""
+        return RowTable(record)
 
     def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
         """Chunks; the content hash is empty for one that is not packed. None for zeros."""
@@ -338,14 +336,19 @@ class Changes:
         transaction may use their numbers."""
         unpacker = Unpacker(
             _Beside(self._settings.cache, self._head.next_chunk),
-            lambda number: self._find(state, number), self.threads, self._label(record),
+            lambda numbers: self._find(state, numbers), self.threads, self._label(record),
         )  # fmt: skip
         pointers = [Pointer(n, self._new[n].nbytes, self._new[n].content_hash[:4]) for n in chunks]
         return unpacker.load(record, [-1] * len(chunks), pointers)
 
-    def _find(self, state: State, number: int) -> ChunkRecord:
-        new = self._new.get(number)
-        return state.chunk(number) if new is None or new.record is None else new.record
+    def _find(self, state: State, numbers: Sequence[int]) -> list[ChunkRecord]:
+        def find(number: int) -> ChunkRecord:
+            new = self._new.get(number)
+            if new is None or new.record is None:
+                return state.chunks([number])[0]
+            return new.record
+
+        return list(map(find, numbers))
 
     def _label(self, record: TensorRecord) -> str:
         for name, entry in self.entries.items():
@@ -442,7 +445,7 @@ class Changes:
             (pointer,) = state.pointers(record, [number])
             if not pointer.chunk:
                 return None
-            found = state.chunk(pointer.chunk)
+            (found,) = state.chunks([pointer.chunk])
             if found.places is None:
                 return _Slot(None, patch={}, base=pointer.chunk)
             if len(found.places) > most:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from packhorse.codecs.base import ByteArray
 from packhorse.disk.shelf.records import ChunkRecord, Pointer, TensorRecord
-from packhorse.errors import CompatibilityError, CorruptionError
+from packhorse.errors import CompatibilityError, CorruptionError, blaming
 from packhorse.frame import Frame, Plan, compress_buffer
 from packhorse.framework import resolve_framework
 from packhorse.layout import DTYPE_BY_NAME, Level
@@ -31,15 +31,17 @@ __all__ = [
     "Cache",
     "Packed",
     "Planner",
+    "RowTable",
     "Stored",
     "Unpacker",
     "dtype_of",
     "pack_chunk",
+    "patch_rows",
     "stored",
 ]
 
 Array: TypeAlias = NDArray[Any]
-_USES_OF_PLAN, _LONGER, _MAX_PLANS = 31, 1.2, 1024
+_USES_OF_PLAN, _LONGER, _MAX_PLANS, _MAX_TABLES = 31, 1.2, 1024, 64
 _FEW = 4  # chunks that one thread decodes as fast as several
 
 
@@ -56,12 +58,12 @@ class Stored(NamedTuple):
     Attributes:
         data: its elements, read-only.
         content_hash: of its frame.
-        raw: the bytes of the elements, which are those of `data`.
+        address: where the elements lie in memory.
     """
 
     data: Array
     content_hash: bytes
-    raw: ByteArray
+    address: int
 
 
 def stored(data: Array, content_hash: bytes) -> Stored:
@@ -71,7 +73,41 @@ def stored(data: Array, content_hash: bytes) -> Stored:
         data: its elements, one-dimensional and contiguous.
         content_hash: of its frame.
     """
-    return Stored(data, content_hash, data.view(np.uint8))
+    return Stored(data, content_hash, data.__array_interface__["data"][0])
+
+
+class RowTable:
+    """Where chunks of whole rows lie in memory, so that many rows are gathered at once.
+
+    It keeps the chunks alive. The cache forgets its tables when it drops a chunk.
+
+    Attributes:
+        addresses: of each chunk of the tensor; 0 if it is not known.
+    """
+
+    def __init__(self, record: TensorRecord, n_chunks: int | None = None) -> None:
+        """Args:
+        record: the tensor.
+        n_chunks: for how many chunks; None for all of the tensor.
+        """
+        grid = record.grid
+        self._numel = grid.rows_per_chunk * grid.row_numel
+        self._dtype = dtype_of(record.dtype)
+        self._kept: dict[int, Array] = {}
+        self.addresses = np.zeros(grid.n_chunks if n_chunks is None else n_chunks, np.uint64)
+
+    def add(self, numbers: Sequence[int], chunks: Sequence[Stored | None]) -> None:
+        """Note chunks; one of zeros, or with fewer rows than others, is filled up."""
+        addresses = []
+        for number, chunk in zip(numbers, chunks, strict=True):
+            if chunk is None or chunk.data.size < self._numel:
+                data = np.zeros(self._numel, self._dtype)
+                if chunk is not None:
+                    data[: chunk.data.size] = chunk.data
+                chunk = stored(data, b"")
+            self._kept[number] = chunk.data
+            addresses.append(chunk.address)
+        self.addresses[np.asarray(numbers, np.intp)] = addresses
 
 
 class Packed(NamedTuple):
@@ -187,6 +223,7 @@ class Cache:
         self.nbytes = 0
         self._lock = threading.Lock()
         self._chunks: OrderedDict[int, Stored] = OrderedDict()
+        self._tables: OrderedDict[tuple[int, int], RowTable] = OrderedDict()
         at_fork(in_child=_replace_locks)
         _caches.add(self)
 
@@ -208,9 +245,22 @@ class Cache:
             before = self._chunks.pop(number, None)
             self._chunks[number] = chunk
             self.nbytes += chunk.data.nbytes - (before.data.nbytes if before else 0)
+            if self.nbytes > self.max_nbytes:
+                self._tables.clear()
             while self.nbytes > self.max_nbytes:
                 _, dropped = self._chunks.popitem(last=False)
                 self.nbytes -= dropped.data.nbytes
+
+    def table(self, record: TensorRecord) -> RowTable:
+        """Where the chunks of a tensor lie in memory, as far as that was found already."""
+        key = record.id, record.serial
+        with self._lock:
+            found = self._tables.get(key)
+            if found is None:
+                found = self._tables[key] = RowTable(record)
+                if len(self._tables) > _MAX_TABLES:
+                    self._tables.popitem(last=False)
+            return found
 
     def in_child(self) -> None:
         """Replace the lock, which a thread of the parent may have held during the fork."""
@@ -241,16 +291,24 @@ class _Job(NamedTuple):
     out: Array | None
 
 
+# A chunk to decode: its number in the tensor, where it is stored, and memory for it.
+_Wanted: TypeAlias = tuple[int, Pointer, Array | None]
+
+
 class Unpacker:
     """Unpacks stored chunks of a tensor, in threads if that pays, and keeps them in a cache."""
 
     def __init__(
-        self, cache: Cache, find: Callable[[int], ChunkRecord], threads: int, label: str
+        self,
+        cache: Cache,
+        find: Callable[[Sequence[int]], list[ChunkRecord]],
+        threads: int,
+        label: str,
     ) -> None:
         """Args:
         cache: for decoded chunks.
-        find: takes the number of a stored chunk, and returns its record. Only the thread that
-            calls the methods calls it.
+        find: takes the numbers of stored chunks, and returns their records. Only the thread
+            that calls the methods calls it.
         threads: how many to use.
         label: the tensor, for messages.
         """
@@ -276,7 +334,7 @@ class Unpacker:
         found = self._cache.get([pointer.chunk for pointer in pointers])
         missing = [i for i, pointer in enumerate(pointers) if pointer.chunk and found[i] is None]
         if missing:
-            jobs = [self._job(numbers[i], pointers[i], None) for i in missing]
+            jobs = self._jobs([(numbers[i], pointers[i], None) for i in missing])
             for i, chunk in zip(missing, self._decode_all(record, jobs), strict=True):
                 found[i] = chunk
                 self._cache.put(pointers[i].chunk, chunk)
@@ -299,29 +357,36 @@ class Unpacker:
         Raises:
             CorruptionError: as for `load`.
         """
-        jobs = []
+        wanted: list[_Wanted] = []
         kept = self._cache.get([pointer.chunk for pointer in pointers])
         for number, pointer, out, found in zip(numbers, pointers, outs, kept, strict=True):
             if found is not None:
                 _fit(found.data, out)
             elif pointer.chunk:
-                jobs.append(self._job(number, pointer, out))
+                wanted.append((number, pointer, out))
             else:
                 out[...] = 0
-        self._decode_all(record, jobs)
+        self._decode_all(record, self._jobs(wanted))
 
-    def _job(self, number: int, pointer: Pointer, out: Array | None) -> _Job:
+    def _jobs(self, wanted: list[_Wanted]) -> list[_Job]:
         try:
-            record = self._find(pointer.chunk)
-        except CorruptionError as error:
-            raise CorruptionError(f"{self._label}: chunk {number}: {error}") from error
-        return _Job(number, pointer, record, out)
+            records = self._find([pointer.chunk for _, pointer, _ in wanted])
+        except CorruptionError:
+            records = [self._find_one(*chunk) for chunk in wanted]  # to name the one
+        return [
+            _Job(number, pointer, record, out)
+            for (number, pointer, out), record in zip(wanted, records, strict=True)
+        ]
+
+    def _find_one(self, number: int, pointer: Pointer, _: Array | None) -> ChunkRecord:
+        with blaming(f"{self._label}: chunk {number}"):
+            return self._find([pointer.chunk])[0]
 
     def _decode_all(self, record: TensorRecord, jobs: list[_Job]) -> list[Stored]:
         needed = {job.record.base: job.record for job in jobs if job.record.base}
         found = self._cache.get(list(needed))
         bases = {n: chunk for n, chunk in zip(needed, found, strict=True) if chunk is not None}
-        owners = [self._job(-1, Pointer(n, 0, b""), None) for n in needed if n not in bases]
+        owners = self._jobs([(-1, Pointer(n, 0, b""), None) for n in needed if n not in bases])
         for owner, chunk in zip(owners, self._decode_each(record, owners, {}), strict=True):
             number = owner.pointer.chunk
             bases[number] = chunk

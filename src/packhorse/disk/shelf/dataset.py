@@ -56,10 +56,12 @@ class ShelfDataset(Dataset[Any]):
     """
 
     def __init__(self, *tensors: Any, transform: Callable[[Any], Any] | None = None) -> None:
-        """Args:
-        tensors: tensors of shelves, all with as many rows; tensors in memory may be among them.
-        transform: takes a sample and returns another one. For loaders whose workers are spawned
-            it must be possible to pickle it.
+        """Nothing is read before a sample is asked for.
+
+        Args:
+            tensors: tensors of shelves, all with as many rows; tensors in memory may be among them.
+            transform: takes a sample and returns another one. For loaders whose workers are spawned
+                it must be possible to pickle it.
 
         Raises:
             TypeError: there is no tensor, or one has no rows.

@@ -12,8 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from packhorse import _core
-from packhorse.codecs.base import ByteArray
-from packhorse.disk.shelf.chunks import Array
+from packhorse.disk.shelf.chunks import Array, RowTable, Stored
 from packhorse.disk.shelf.grid import Grid
 from packhorse.disk.shelf.records import TensorRecord
 
@@ -38,8 +37,11 @@ class Chunks(Protocol):
         """The elements of chunks, read-only; None for a chunk of zeros. A chunk may have fewer
         elements than it has room for; the rest is zero."""
 
-    def raw(self, record: TensorRecord, numbers: list[int]) -> list[ByteArray | None]:
-        """The bytes of chunks, as for `load`."""
+    def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
+        """Chunks, as for `load`."""
+
+    def table(self, record: TensorRecord) -> RowTable:
+        """Where chunks of the tensor lie in memory, as far as that is known."""
 
     def load_into(self, record: TensorRecord, numbers: list[int], outs: list[Array]) -> None:
         """Decode chunks to contiguous memory, each of as many elements as there is room for."""
@@ -132,44 +134,49 @@ def _gather(chunks: Chunks, record: TensorRecord, rows: Array, low: int, out: Ar
     """Read rows of chunks that have whole rows."""
     grid = record.grid
     numbers = rows // grid.rows_per_chunk
-    unique, which = np.unique(numbers, return_inverse=True)
     inside = rows - numbers * grid.rows_per_chunk
     offsets = ((inside * grid.row_numel + low) * out.itemsize).astype(np.uint64)
-    chunk_nbytes = grid.rows_per_chunk * grid.row_numel * out.itemsize
-    at_once = max(_FEW_CHUNKS, chunks.cache_nbytes // 2 // chunk_nbytes)
-    if len(unique) <= at_once:
-        _gather_from(chunks, record, unique, which, offsets, out)
-        return
-    order = np.argsort(which, kind="stable")
-    ends = np.searchsorted(which[order], range(0, len(unique) + at_once, at_once))
-    for i, start in enumerate(range(0, len(unique), at_once)):
-        places = order[ends[i] : ends[i + 1]]
-        block = np.empty((len(places), out.shape[1]), out.dtype)
-        some = unique[start : start + at_once]
-        _gather_from(chunks, record, some, which[places] - start, offsets[places], block)
-        out[places] = block
+    table = chunks.table(record)
+    addresses = table.addresses[numbers]
+    if not addresses.all():
+        missing = np.unique(numbers[addresses == 0])
+        at_once = max(
+            _FEW_CHUNKS,
+            chunks.cache_nbytes // 2 // (grid.rows_per_chunk * grid.row_numel * out.itemsize),
+        )
+        if len(missing) > at_once:
+            _gather_in_turn(chunks, record, numbers, offsets, at_once, out)
+            return
+        table.add(missing.tolist(), chunks.stored(record, missing.tolist()))
+        addresses = table.addresses[numbers]
+    _core.gather_rows(addresses + offsets, out.reshape(-1).view(np.uint8))
 
 
-def _gather_from(
-    chunks: Chunks, record: TensorRecord, numbers: Array, which: Array, offsets: Array, out: Array
+def _gather_in_turn(
+    chunks: Chunks, record: TensorRecord, numbers: Array, offsets: Array, at_once: int, out: Array
 ) -> None:
-    """Read rows of some chunks.
+    """Read rows from more chunks than the cache should hold.
 
     Args:
         chunks: where from.
         record: the tensor.
-        numbers: of the chunks, ascending.
-        which: for each row, the place of its chunk in `numbers`.
+        numbers: of the chunk of each row.
         offsets: where the row begins in the chunk, in bytes.
+        at_once: how many chunks to have in memory.
         out: where to.
     """
-    found = chunks.raw(record, numbers.tolist())
-    sources = [chunk for chunk in found if chunk is not None]
-    if len(sources) < len(found):
-        places = np.cumsum([chunk is not None for chunk in found]) - 1
-        places[[chunk is None for chunk in found]] = -1
-        which = places[which]
-    _core.gather_rows(sources, which.astype(np.int32), offsets, out.reshape(-1).view(np.uint8))
+    order = np.argsort(numbers, kind="stable")
+    unique, starts = np.unique(numbers[order], return_index=True)
+    starts = np.append(starts, len(order))
+    for at in range(0, len(unique), at_once):
+        some = unique[at : at + at_once]
+        places = order[starts[at] : starts[at + len(some)]]
+        table = RowTable(record, len(some))
+        table.add(range(len(some)), chunks.stored(record, some.tolist()))
+        block = np.empty((len(places), out.shape[1]), out.dtype)
+        addresses = table.addresses[np.searchsorted(some, numbers[places])] + offsets[places]
+        _core.gather_rows(addresses, block.reshape(-1).view(np.uint8))
+        out[places] = block
 
 
 def _copy(grid: Grid, part: _Part, data: Array | None, out: Array) -> None:

@@ -40,7 +40,14 @@ from packhorse.disk.shelf.session import Session, missing
 from packhorse.disk.shelf.store import Folder
 from packhorse.disk.shelf.tensor import ShelfTensor
 from packhorse.disk.shelf.upkeep import Progress, compact, find_problems, look_at
-from packhorse.disk.shelf.values import as_array, dtype_name, form_of, to_framework
+from packhorse.disk.shelf.values import (
+    as_array,
+    check_size,
+    dtype_name,
+    form_of,
+    to_framework,
+    whole_number,
+)
 from packhorse.disk.shelf.versions import Known
 from packhorse.disk.state import decode_state, encode_state
 from packhorse.framework import Framework, resolve_framework
@@ -144,6 +151,19 @@ class ShelfView(Exports):
     def info(self) -> ShelfInfo:
         """What is in this state, as of the last commit, and of the shelf; nothing is decoded."""
         return look_at(self._session, self._tag)
+
+    @contextmanager
+    def reading(self) -> Iterator[Self]:
+        """Let all reads of this thread inside the block see one committed state.
+
+        Keep it short where another process writes: what it replaces cannot be used again until the
+        block ends.
+
+        Yields:
+            The shelf.
+        """
+        with self._session.folder.hold():
+            yield self
 
     @contextmanager
     def _reader(self, name: str) -> Iterator[Chunks]:
@@ -287,14 +307,18 @@ class Shelf(ShelfView, Imports):
 
         Raises:
             ValueError: the name is taken or wrong, or another argument is.
-            TypeError: there is no such dtype.
+            TypeError: there is no such dtype, or something that must be an integer is none.
             PermissionError: the shelf is open for reading only.
         """
-        form = dtype_name(dtype), _checked_shape(shape)
+        kind = dtype_name(dtype)
+        form = kind, check_size(kind, shape)
         if base not in BASES:
             raise ValueError(f"base is {base!r}; it must be 'previous' or None")
+        keyframe_every = whole_number(keyframe_every, "keyframe_every")
         if keyframe_every < 1:
             raise ValueError(f"keyframe_every is {keyframe_every}; it must be at least 1")
+        if chunk_nbytes is not None:
+            chunk_nbytes = whole_number(chunk_nbytes, "chunk_nbytes")
         check_name(name)
         with self._session.transaction() as changes:
             if not replace and changes.entry(name) is not None:
@@ -413,19 +437,6 @@ class Shelf(ShelfView, Imports):
             PermissionError: the shelf is open for reading only.
         """
         return self._session.transaction()
-
-    @contextmanager
-    def reading(self) -> Iterator[Self]:
-        """Let all reads of this thread inside the block see one committed state.
-
-        Keep it short where another process writes: what it replaces cannot be used again until the
-        block ends.
-
-        Yields:
-            The shelf.
-        """
-        with self._session.folder.hold():
-            yield self
 
     # Tags.
 
@@ -553,15 +564,6 @@ class Shelf(ShelfView, Imports):
 def _put_head(txn: Txn, head: Head) -> None:
     changed = replace(head, n_commits=head.n_commits + 1)
     txn.handle.put(HEAD_KEY, changed.to_bytes(), db=txn.tables.meta)
-
-
-def _checked_shape(shape: Any) -> tuple[int, ...]:
-    if isinstance(shape, int | np.integer):
-        return (int(shape),)
-    sizes = tuple(int(size) for size in shape)
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"the shape {sizes} has a negative size")
-    return sizes
 
 
 def _new_record(

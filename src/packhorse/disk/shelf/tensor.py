@@ -21,7 +21,7 @@ from packhorse.disk.shelf.records import TensorRecord
 from packhorse.disk.shelf.rows import Chunks, RowIds, changes_of, read_rows
 from packhorse.disk.shelf.session import Session
 from packhorse.disk.shelf.store import Folder
-from packhorse.disk.shelf.values import as_array, to_framework
+from packhorse.disk.shelf.values import as_array, check_size, to_framework, whole_number
 from packhorse.disk.shelf.versions import Known
 from packhorse.framework import Framework, resolve_framework
 from packhorse.layout import Level
@@ -276,9 +276,10 @@ class ShelfTensor:
             record = self._session.record(self.name, None)
             block = self._rows_of(record, rows)
             n_rows = record.shape[0]
-            grown = record.with_rows(n_rows + len(block))
             if not len(block):
                 return
+            check_size(record.dtype, (n_rows + len(block), *record.shape[1:]))
+            grown = record.with_rows(n_rows + len(block))
             changes.put(self.name, grown)
             block = block.reshape(len(block), -1) if block.size else np.empty((len(block), 0))
             places = range(n_rows, n_rows + len(block))
@@ -313,10 +314,11 @@ class ShelfTensor:
             n_rows: the new size.
 
         Raises:
-            ValueError: `n_rows` is negative, or the tensor has no axes.
+            TypeError: `n_rows` is no integer.
+            ValueError: `n_rows` is negative or too large, or the tensor has no axes.
         """
         self._check_no_tag()
-        n_rows = operator.index(n_rows)
+        n_rows = whole_number(n_rows, "n_rows")
         with self._session.transaction() as changes:
             record = self._session.record(self.name, None)
             if not record.shape:
@@ -325,6 +327,7 @@ class ShelfTensor:
                 raise ValueError(f"{self.name!r} cannot have {n_rows} rows")
             if n_rows == record.shape[0]:
                 return
+            check_size(record.dtype, (n_rows, *record.shape[1:]))
             resized = record.with_rows(n_rows)
             if n_rows < record.shape[0]:
                 _shrink(record, resized, changes)

@@ -132,7 +132,7 @@ class _Check:
         self._seen |= {pointer.chunk for _, pointer in new}
         label = f"{self._session.path}: {name!r}" + ("" if tag is None else f", tag {tag!r}")
         threads = self._session.settings.threads
-        unpacker = Unpacker(Cache(1 << 26), self._state.chunk, threads, label)
+        unpacker = Unpacker(Cache(1 << 26), self._state.chunks, threads, label)
         for at in range(0, len(new), _AT_ONCE):
             some = new[at : at + _AT_ONCE]
             try:

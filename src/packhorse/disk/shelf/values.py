@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import sys
 from typing import Any
 
@@ -11,7 +13,9 @@ from packhorse.disk.shelf.chunks import Array, dtype_of
 from packhorse.framework import Framework, framework_of, resolve_framework, to_array
 from packhorse.layout import DTYPE_BY_NAME
 
-__all__ = ["as_array", "dtype_name", "form_of", "to_framework"]
+__all__ = ["as_array", "check_size", "dtype_name", "form_of", "to_framework", "whole_number"]
+
+_MAX_NDIM, _MAX_NBYTES = 64, (1 << 63) - 1  # of an array of NumPy
 
 
 def dtype_name(dtype: Any) -> str:
@@ -30,6 +34,46 @@ def dtype_name(dtype: Any) -> str:
     if torch is not None and isinstance(dtype, torch.dtype):
         return resolve_framework("pt").describe(torch.empty(0, dtype=dtype, device="cpu"))[0]
     return arrays.describe(np.empty(0, np.dtype(dtype)))[0]
+
+
+def check_size(dtype: str, shape: Any) -> tuple[int, ...]:
+    """Check a shape that a caller gives for a tensor.
+
+    Args:
+        dtype: the name of the dtype.
+        shape: the shape, or the size of the only axis.
+
+    Returns:
+        The shape.
+
+    Raises:
+        TypeError: a size is no integer.
+        ValueError: NumPy could have no array of this shape.
+    """
+    try:
+        given = tuple(shape) if np.iterable(shape) else (shape,)
+        sizes = tuple(int(operator.index(size)) for size in given)
+    except TypeError:
+        raise TypeError(f"the shape is {shape!r}; it must have integers only") from None
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"the shape {sizes} has a negative size")
+    if len(sizes) > _MAX_NDIM:
+        raise ValueError(f"the shape has {len(sizes)} axes; it may have {_MAX_NDIM}")
+    if math.prod(max(1, size) for size in sizes) * dtype_of(dtype).itemsize > _MAX_NBYTES:
+        raise ValueError(f"a tensor of shape {sizes} has more than 2**63 bytes")
+    return sizes
+
+
+def whole_number(value: Any, what: str) -> int:
+    """Check a number that a caller gives.
+
+    Raises:
+        TypeError: it is no integer.
+    """
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        raise TypeError(f"{what} is {value!r}; it must be an integer") from None
 
 
 def form_of(value: Any) -> tuple[str, tuple[int, ...]]:

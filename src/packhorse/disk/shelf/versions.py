@@ -4,9 +4,10 @@ the epoch of the state (records.py)."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from packhorse import _core
 from packhorse.disk.shelf.engine import Txn
 from packhorse.disk.shelf.records import (
     CHUNK_KEY,
@@ -30,6 +31,7 @@ from packhorse.errors import CorruptionError
 __all__ = ["Known", "State", "Tag", "newest_version", "versions_of"]
 
 _MAX_TENSORS = 256
+_MANY = 4  # chunks that are asked for before the first is read
 _MAX_POINTERS = 1 << 18
 
 
@@ -180,14 +182,21 @@ class State:
         if last is not None:
             yield last[0], parse_pointer(last[1], last[2], self._label)
 
-    def chunk(self, number: int) -> ChunkRecord:
-        """A stored chunk, whose frame is a view.
+    def chunks(self, numbers: Sequence[int]) -> list[ChunkRecord]:
+        """Stored chunks, whose frames are views. If there are many, the system is asked to read all
+        of them from the disk before any is looked at.
 
         Raises:
-            CorruptionError: it is missing or damaged.
+            CorruptionError: one is missing or damaged.
         """
+        get, table = self._txn.handle.get, self._txn.tables.chunks
+        values = [get(CHUNK_KEY.pack(number), db=table) for number in numbers]
+        if len(values) >= _MANY:
+            _core.will_need([value for value in values if value is not None])
+        return [self._parse_chunk(n, value) for n, value in zip(numbers, values, strict=True)]
+
+    def _parse_chunk(self, number: int, value: Any) -> ChunkRecord:
         label = f"{self._label}: the stored chunk {number}"
-        value = self._txn.handle.get(CHUNK_KEY.pack(number), db=self._txn.tables.chunks)
         if value is None:
             raise CorruptionError(f"{label} is missing")
         return parse_chunk(value, label)
