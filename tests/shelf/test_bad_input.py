@@ -44,9 +44,7 @@ SHAPES: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("shape", "kind", "message"), SHAPES, ids=lambda value: str(value)[:20])
-def test_wrong_shapes(
-    shelf: Shelf, shape: Any, kind: type[Exception], message: str
-) -> None:
+def test_wrong_shapes(shelf: Shelf, shape: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         shelf.create("x", shape, "float64", replace=True)
 

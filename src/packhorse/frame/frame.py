@@ -436,9 +436,7 @@ class Frame:
             return False
         if len(table) == 1:
             return bool(table.item(0, FIRST_STREAM) >> STREAM_NBYTES_BITS == Mode.ZSTD)
-        return bool(
-            (table[:, FIRST_STREAM] >> STREAM_NBYTES_BITS == int(Mode.ZSTD)).any()
-        )
+        return bool((table[:, FIRST_STREAM] >> STREAM_NBYTES_BITS == int(Mode.ZSTD)).any())
 
     def pieces(
         self,

@@ -13,7 +13,15 @@ from packhorse.disk.shelf.chunks import Array, dtype_of
 from packhorse.framework import Framework, framework_of, resolve_framework, to_array
 from packhorse.layout import DTYPE_BY_NAME
 
-__all__ = ["as_array", "check_size", "dtype_name", "form_of", "to_framework", "whole_number"]
+__all__ = [
+    "as_array",
+    "as_operand",
+    "check_size",
+    "dtype_name",
+    "form_of",
+    "to_framework",
+    "whole_number",
+]
 
 _MAX_NDIM, _MAX_NBYTES = 64, (1 << 63) - 1  # of an array of NumPy
 
@@ -143,3 +151,18 @@ def to_framework(array: Any, dtype: str, framework: Framework) -> Any:
 
     framework.fill(tensor, write)
     return tensor
+
+
+def as_operand(value: Any, framework: Framework) -> Any:
+    """A value that a tensor of a framework can be added to, or multiplied by.
+
+    Args:
+        value: an array, a tensor or a number.
+        framework: of the other operand.
+    """
+    found = framework_of(value)
+    if found is None or found.name == framework.name:
+        return value
+    if framework.name == "np":
+        return _array_of(value, found)
+    return to_framework(value, dtype_name(value.dtype), framework)
