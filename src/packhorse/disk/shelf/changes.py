@@ -228,10 +228,6 @@ class Changes:
         for record in tensors_of(entry):
             self._records[record.id] = record
 
-    def put_record(self, record: TensorRecord) -> None:
-        """Note what a tensor has become, before its chunks are changed."""
-        self._records[record.id] = record
-
     def rename(self, old: str, new: str) -> None:
         """Give an entry another name."""
         entry = self.entry(old)
@@ -378,6 +374,12 @@ class Changes:
 
     # Writing.
 
+    def _slots_of(self, record: TensorRecord) -> dict[int, _Slot]:
+        """The changed chunks of a tensor, to add to; they may have to be packed before the
+        statement ends, so the tensor is noted."""
+        self._records[record.id] = record
+        return self._slots.setdefault(record.id, {})
+
     def change(self, record: TensorRecord, change: Change) -> None:
         """Change a chunk.
 
@@ -386,7 +388,7 @@ class Changes:
             change: what is written to which chunk. Memory of the caller stays as it is until
                 `settle`.
         """
-        slots = self._slots.setdefault(record.id, {})
+        slots = self._slots_of(record)
         self.n_writes += 1
         number = change.number
         slot = slots.get(number)
@@ -485,7 +487,7 @@ class Changes:
 
     def cut(self, record: TensorRecord, number: int) -> None:
         """Drop the elements of a chunk that the tensor does not have any more."""
-        slots = self._slots.setdefault(record.id, {})
+        slots = self._slots_of(record)
         self.n_writes += 1
         data = self._writable(record, number, slots.get(number))
         slot = slots.setdefault(number, _Slot(None))
@@ -496,7 +498,7 @@ class Changes:
 
     def clear(self, record: TensorRecord, first: int, stop: int) -> None:
         """Make a run of chunks zero."""
-        slots = self._slots.setdefault(record.id, {})
+        slots = self._slots_of(record)
         self.n_writes += 1
         for number in [n for n in slots if first <= n < stop]:
             self._empty(slots[number])
