@@ -213,7 +213,7 @@ class Steps:
         rng = self._rng
         if len(model.tensors) >= MAX_TENSORS:
             return self.delete(model)
-        name, dtype = f"t{rng.randrange(10**6)}/x", rng.choice(DTYPES)
+        name, dtype = self._new_name(model, "x"), rng.choice(DTYPES)
         shape = (rng.choice([0, 1, 7, 33]), *rng.choice(WIDTHS))
         rows = random_array(rng, (rng.randint(1, 20), *shape[1:]), dtype)
         base = rng.choice([None, None, "previous"])
@@ -325,12 +325,14 @@ class Steps:
 
     def rename(self, model: Model) -> Step:
         name, _ = self._any(model)
-        new = f"t{self._rng.randrange(10**6)}/y"
+        new = self._new_name(model, "y")
         return lambda shelf: shelf.rename(name, new)
 
     def tag(self, model: Model) -> Step | None:
         tag = f"tag{self._rng.randrange(10**6)}"
-        return None if len(model.kept) >= MAX_TAGS else lambda shelf: shelf.tag(tag)
+        if len(model.kept) >= MAX_TAGS or tag in model.kept:
+            return None
+        return lambda shelf: shelf.tag(tag)
 
     def untag(self, model: Model) -> Step | None:
         tag = self._any_tag(model)
@@ -342,6 +344,12 @@ class Steps:
 
     def compact(self, model: Model) -> Step:
         return lambda shelf: shelf.compact()
+
+    def _new_name(self, model: Model, end: str) -> str:
+        while True:
+            name = f"t{self._rng.randrange(10**6)}/{end}"
+            if name not in model.tensors:
+                return name
 
     def _any(self, model: Model) -> tuple[str, ModelTensor]:
         name = self._rng.choice(sorted(model.tensors))

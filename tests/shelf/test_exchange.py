@@ -2,8 +2,10 @@
 absent."""
 
 import json
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from packhorse.disk.shelf.exchange import Plan
 from packhorse.disk.shelf.exchange_npy import export_npy, import_npy
 from packhorse.disk.shelf.exchange_safetensors import export_safetensors, import_safetensors
 from packhorse.disk.shelf.exchange_zarr import export_zarr, import_zarr
-from packhorse.errors import BaseMismatchError, CorruptionError, TruncationError
+from packhorse.errors import BaseMismatchError, ClosedError, CorruptionError
 
 NUMPYS = {name for name, dtype in DTYPES.items() if dtype.isbuiltin == 1}
 
@@ -523,102 +525,62 @@ def test_tensors_are_replaced_only_if_that_is_allowed(shelf: Shelf, tmp_path: Pa
     assert same(shelf, load_file(tmp_path / "m.safetensors"))
 
 
-# Bad input.
-
-
-def test_npy_files_that_are_wrong(shelf: Shelf, tmp_path: Path) -> None:
-    def written(data: bytes) -> Path:
-        (tmp_path / "x.npy").write_bytes(data)
-        return tmp_path / "x.npy"
-
-    np.save(tmp_path / "good.npy", np.arange(100))
-    good = (tmp_path / "good.npy").read_bytes()
-    cases: list[tuple[bytes, type[Exception], str]] = [
-        (b"", CorruptionError, "not a .npy file, or damaged"),
-        (b"hello, this is no array", CorruptionError, "not a .npy file, or damaged"),
-        (good[:50], CorruptionError, "not a .npy file, or damaged"),
-        (good[:-1], TruncationError, "cut short: int64 of shape \\[100\\] ends at byte 928"),
-        (good + good, CorruptionError, "928 more bytes follow"),
-    ]
-    for data, kind, words in cases:
-        with pytest.raises(kind, match=words):
-            import_npy(shelf, "x", written(data))
-    for array, words in (
-        (np.array([{}]), "has Python objects, which are never loaded"),
-        (np.array(["text"]), "a shelf has no dtype for <U4"),
-        (np.zeros(3, np.complex128), "a shelf has no dtype for complex128"),
-        (np.zeros(3, [("a", "f4"), ("b", "i8")]), "a shelf has no dtype for"),
-        (np.zeros(3, "V2"), "give dtype=, such as 'bfloat16'"),
-    ):
-        np.save(tmp_path / "x.npy", array)
-        with pytest.raises(TypeError, match=words):
-            import_npy(shelf, "x", tmp_path / "x.npy")
-    with pytest.raises(TypeError, match="dtype is float32, of 4 bytes, but the elements have 2"):
-        import_npy(shelf, "x", tmp_path / "x.npy", dtype="float32")
-    with pytest.raises(TypeError, match="dtype is 'flote', which NumPy"):
-        import_npy(shelf, "x", tmp_path / "x.npy", dtype="flote")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"there is no \*.npy file in it"):
-        import_npy(shelf, "x", tmp_path / "empty")
-    with pytest.raises(FileNotFoundError):
-        import_npy(shelf, "x", tmp_path / "none.npy")
+def test_an_import_is_part_of_the_transaction_around_it(shelf: Shelf, tmp_path: Path) -> None:
+    save_file({"a": np.arange(5), "b": np.ones(3)}, tmp_path / "m.safetensors")
+    with pytest.raises(Stop):
+        import_and_stop(shelf, tmp_path / "m.safetensors")
     assert list(shelf) == []
+    with shelf.transaction():
+        shelf["c"] = np.arange(7)
+        shelf.import_safetensors(tmp_path / "m.safetensors")
+        shelf.export_safetensors(tmp_path / "seen.safetensors")
+    assert same(load_file(tmp_path / "seen.safetensors"), shelf)
 
 
-def test_zarr_that_is_wrong(shelf: Shelf, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no such folder"):
-        import_zarr(shelf, tmp_path / "none")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="neither a group nor an array of zarr"):
-        import_zarr(shelf, tmp_path / "empty")
-    zarr.create_array(tmp_path / "text.zarr", data=np.array([1 + 2j, 3]))
-    with pytest.raises(TypeError, match=r"text.zarr: array 'text': a shelf has no dtype"):
-        import_zarr(shelf, tmp_path / "text.zarr")
-    data = np.random.default_rng(0).standard_normal((4, 1000))
-    zarr.create_array(tmp_path / "bad.zarr", data=data, chunks=(2, 1000))
-    chunk = tmp_path / "bad.zarr" / "c" / "1" / "0"
-    chunk.write_bytes(chunk.read_bytes()[:-100])
-    with pytest.raises(CorruptionError, match=r"bad.zarr: array 'bad': elements \[0:4, 0:1000\]"):
-        import_zarr(shelf, tmp_path / "bad.zarr")
-    (tmp_path / "bad.zarr" / "zarr.json").write_text("{")
-    with pytest.raises(CorruptionError, match=r"bad.zarr: zarr cannot read its metadata"):
-        import_zarr(shelf, tmp_path / "bad.zarr")
-    with pytest.raises(ValueError, match="exported to a folder of this machine"):
-        export_zarr(shelf, "s3://bucket/x")
-    assert list(shelf) == []
+def import_and_stop(shelf: Shelf, path: Path) -> None:
+    with shelf.transaction():
+        shelf.import_safetensors(path)
+        assert list(shelf) == ["a", "b"]
+        raise Stop
 
 
-def test_models_that_are_wrong(shelf: Shelf, tmp_path: Path) -> None:
-    save_file({"w": np.arange(1000.0)}, tmp_path / "m.safetensors")
-    good = (tmp_path / "m.safetensors").read_bytes()
-    (tmp_path / "m.safetensors").write_bytes(good[:-1])
-    with pytest.raises(TruncationError, match=r"m.safetensors: cut short"):
-        import_safetensors(shelf, tmp_path / "m.safetensors")
-    (tmp_path / "m.safetensors").write_bytes(good)
-    pack_file(tmp_path / "m.safetensors", tmp_path / "m.ph.safetensors")
-    damaged = bytearray((tmp_path / "m.ph.safetensors").read_bytes())
-    damaged[-9] ^= 1
-    (tmp_path / "m.ph.safetensors").write_bytes(damaged)
-    with pytest.raises(CorruptionError, match=r"m.ph.safetensors: tensor 'w'"):
-        import_safetensors(shelf, tmp_path / "m.ph.safetensors")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"there is no \*.safetensors file in this folder"):
-        import_safetensors(shelf, tmp_path / "empty")
-    fill(shelf, {"half": random_array(DTYPES["F4"], (3,))})
-    with pytest.raises(ValueError, match="'half': 3 elements of 4 bits do not end at a byte"):
-        export_safetensors(shelf, tmp_path / "x.safetensors")
-    with pytest.raises(ValueError, match="is the name of a packed file"):
-        export_safetensors(shelf, tmp_path / "x.ph.safetensors")
-    assert list(shelf) == ["half"]
+def test_an_export_is_of_one_state(shelf: Shelf, tmp_path: Path) -> None:
+    """A writer changes two tensors in one transaction, again and again."""
+    fill(shelf, {name: np.zeros(5000) for name in ("first", "second")})
+    stop = threading.Event()
+
+    def write() -> None:
+        for n in count(1):
+            if stop.is_set():
+                return
+            with shelf.transaction():
+                shelf["first"][...] = n
+                shelf["second"][...] = n
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        seen = set()
+        for _ in range(30):
+            found = load_file(shelf.export_safetensors(tmp_path / "s.safetensors", force=True))
+            assert len({*found["first"], *found["second"]}) == 1
+            seen.add(found["first"][0])
+        assert len(seen) > 1
+    finally:
+        stop.set()
+        writer.join()
 
 
-def test_a_file_that_changes_while_it_is_imported(shelf: Shelf, tmp_path: Path) -> None:
-    path = tmp_path / "m.safetensors"
-    save_file({"a": np.arange(1000.0), "b": np.arange(9.0)}, path)
-
-    def touch(done: int, total: int) -> None:
-        path.write_bytes(path.read_bytes())
-
-    with pytest.raises(OSError, match="changed while it was being read"):
-        import_safetensors(shelf, path, progress=touch)
-    assert list(shelf) == []
+def test_shelves_that_cannot_be_written_or_read(shelf: Shelf, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(3))
+    with Shelf(shelf.path, "r") as reader:
+        with pytest.raises(PermissionError, match="open for reading only"):
+            reader.import_npy("x", tmp_path / "x.npy")
+        assert reader.export_zarr(tmp_path / "empty.zarr").is_dir()
+    with pytest.raises(ClosedError):
+        reader.export_npy(tmp_path / "n")
+    with pytest.raises(ClosedError):
+        reader.import_npy("x", tmp_path / "x.npy")
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        shelf.export_zarr(tmp_path / "none" / "z")
+    assert leftovers(tmp_path, "own.shelf", "x.npy", "empty.zarr") == set()

@@ -30,7 +30,7 @@ from packhorse.learn.moments import Moments, Row
 if TYPE_CHECKING:
     from packhorse.disk import Shelf
 
-__all__ = ["Iterates", "Layout"]
+__all__ = ["Iterates", "Layout", "difference"]
 
 # Names and shapes of the parameters in a row.
 Layout: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]

@@ -36,6 +36,7 @@ __all__ = [
     "Unpacker",
     "dtype_of",
     "pack_chunk",
+    "patch_rows",
     "stored",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -41,13 +42,17 @@ class Session:
         """
         self.folder, self.settings = folder, settings
         self._turn = threading.Lock()
-        self._owner: int | None = None
+        self._owner: tuple[int, int] | None = None  # the process and the thread that write
         self._depth = 0
         self._changes: Changes | None = None
         self._doom: BaseException | None = None
         self._close = weakref.finalize(self, folder.close)
         if folder.writes:
-            self._clean()
+            try:
+                self._clean()
+            except BaseException:
+                self._close()
+                raise
 
     def _clean(self) -> None:
         """Delete what a transaction of a killed process wrote early."""
@@ -77,7 +82,8 @@ class Session:
         Raises:
             RuntimeError: a transaction is open.
         """
-        if self._owner is not None and not self.folder.is_closed:
+        is_here = self._owner is not None and self._owner[0] == os.getpid()
+        if is_here and not self.folder.is_closed:
             raise RuntimeError(
                 f"{self.path}: the shelf was closed inside a transaction; leave it first"
             )
@@ -86,8 +92,9 @@ class Session:
     # Reading.
 
     def seen(self) -> Changes | None:
-        """The transaction that this thread is in; None if it is in none."""
-        return self._changes if self._owner == threading.get_ident() else None
+        """The transaction that this thread is in; None if it is in none. A forked child is in none,
+        because what its parent has written ahead may be gone at any time."""
+        return self._changes if self._owner == _me() else None
 
     def state(self, tag: str | None = None) -> _StateContext:
         """A committed state, as a context: the newest one, or that of a tag.
@@ -187,13 +194,13 @@ class Session:
             RuntimeError: at the end, if something inside had failed.
         """
         self.folder.check_writes()
-        if self._owner == threading.get_ident():
+        if self._owner == _me():
             with self._joined() as changes:
                 yield changes
             return
         with self.turn():
-            self._owner, self._doom = threading.get_ident(), None
-            self._changes = changes = Changes(self.folder, self.settings)
+            changes, self._doom = Changes(self.folder, self.settings), None
+            self._changes, self._owner = changes, _me()
             try:
                 yield changes
                 self._finish(changes)
@@ -240,6 +247,11 @@ class Session:
         changes.commit()
 
 
+def _me() -> tuple[int, int]:
+    """This thread, and no thread of a forked child, where the numbers of threads are the same."""
+    return os.getpid(), threading.get_ident()
+
+
 class _StateContext:
     """A committed state, as a context."""
 
@@ -254,8 +266,8 @@ class _StateContext:
         txn, head = self._context.__enter__()
         try:
             return self._state(txn, head)
-        except BaseException:
-            self._context.__exit__(None, None, None)
+        except BaseException as error:
+            self._context.__exit__(type(error), error, None)
             raise
 
     def _state(self, txn: Any, head: Head) -> State:

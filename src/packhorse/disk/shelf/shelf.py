@@ -20,7 +20,8 @@ from packhorse.arguments import resolve_level, resolve_threads
 from packhorse.disk.shelf.changes import Changes, Settings, StateChunks
 from packhorse.disk.shelf.chunks import Cache, dtype_of
 from packhorse.disk.shelf.commits import Commit
-from packhorse.disk.shelf.engine import Txn, lmdb_module
+from packhorse.disk.shelf.engine import Txn
+from packhorse.disk.shelf.environment import lmdb_module
 from packhorse.disk.shelf.exchange_methods import Exports, Imports
 from packhorse.disk.shelf.grid import chunk_shape
 from packhorse.disk.shelf.records import (

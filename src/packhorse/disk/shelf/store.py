@@ -1,7 +1,9 @@
 """The folder of a shelf: its file, its one writer, and the states that are read.
 
-A shelf lies in one file of LMDB, `shelf-<n>.mdb`. `compact` writes the next file, notes in the head
-of the old one that the shelf has moved, and removes it. Whoever reads the old file sees the note.
+A shelf lies in one file of LMDB, `shelf-<n>.mdb`. `compact` writes the next file beside it, notes
+in the head of the old one that the shelf moves, gives the next file its name, and removes the old
+one. The name is the step that counts: the note means nothing until there is a file of a higher
+number. Whoever uses the old file, also the writer itself, sees the note and goes on to the new one.
 """
 
 from __future__ import annotations
@@ -12,24 +14,31 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from packhorse.disk.shelf.engine import Engine, Txn, create_file, engine_of, leave_engine
+from packhorse.disk.shelf.engine import Engine, Txn, engine_of, leave_engine, opening
+from packhorse.disk.shelf.environment import create_file, raise_ours, remove_file
 from packhorse.disk.shelf.records import HEAD_KEY, Head
-from packhorse.errors import ChangedError, ClosedError, CorruptionError
+from packhorse.errors import ChangedError, ClosedError
+from packhorse.storage.atomic import sync_folder
 from packhorse.storage.folder_lock import FolderLock
 
-__all__ = ["Folder", "Held", "file_after", "mark_moved", "newest_file", "remove_file"]
+__all__ = ["Folder", "Held", "compact_file", "newest_file"]
 
 _Result = TypeVar("_Result")
 _FILE = re.compile(r"shelf-([0-9]{1,9})\.mdb")
+_PART = re.compile(r"shelf-[0-9]{1,9}\.(mdb|new)(-lock)?")
 _LOCK = "writer.lock"
+_MOUNTS = Path("/proc/self/mountinfo")
 _NETWORK = {
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "glusterfs", "lustre", "gpfs",
-    "beegfs", "orangefs", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.rclone",
-    "fuse.glusterfs", "virtiofs",
+    "beegfs", "orangefs", "wekafs", "virtiofs", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse",
+    "fuse.rclone", "fuse.glusterfs", "fuse.ceph", "fuse.ceph-fuse", "fuse.juicefs",
+    "fuse.blobfuse", "fuse.blobfuse2", "fuse.goofys", "fuse.davfs",
 }  # fmt: skip
 
 
@@ -44,22 +53,22 @@ def newest_file(folder: Path) -> Path | None:
     return found[max(found)] if found else None
 
 
-def file_after(path: Path) -> Path:
-    """The name of the file that comes after a file of a shelf."""
-    match = _FILE.fullmatch(path.name)
-    assert match is not None
-    return path.parent / f"shelf-{int(match[1]) + 1}.mdb"
-
-
 def _file_system(folder: Path) -> str:
-    """The type of the file system that a folder is on."""
-    device = os.stat(folder).st_dev
+    """The type of the file system that a folder is on; empty if the system does not tell."""
+    try:
+        mounts = _MOUNTS.read_text(errors="replace")
+    except OSError:
+        return ""
+    return _type_of_device(os.stat(folder).st_dev, mounts)
+
+
+def _type_of_device(device: int, mounts: str) -> str:
+    """The type of the file system of a device, by the text of /proc/self/mountinfo."""
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    with suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            fields = line.split()
-            if fields[2] == wanted:
-                return fields[fields.index("-") + 1]
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) > 2 and fields[2] == wanted and "-" in fields[:-1]:
+            return fields[fields.index("-") + 1]
     return ""
 
 
@@ -73,32 +82,44 @@ def _refuse_network(folder: Path) -> None:
         )
 
 
+def _make_folder(path: Path) -> None:
+    """Make a folder and those above it, so that a power loss cannot take one of them away."""
+    missing = list(takewhile(lambda folder: not folder.exists(), (path, *path.parents)))
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
 class Held:
     """A state that a thread holds, with `reading`.
 
     Attributes:
-        txn: the transaction of LMDB.
+        txn: the transaction of LMDB; None if it was lost.
         head: the head record of the state.
         depth: how many `reading` blocks hold it.
         engine: what the transaction is of.
-        generation: of the engine, when the transaction began.
-        pid: the process that began it.
     """
 
-    __slots__ = ("depth", "engine", "generation", "head", "pid", "txn")
+    __slots__ = ("depth", "engine", "head", "txn")
 
     def __init__(self, engine: Engine, txn: Txn, head: Head) -> None:
-        self.engine, self.txn, self.head = engine, txn, head
-        self.depth, self.generation, self.pid = 1, engine.generation, os.getpid()
+        self.engine, self.head = engine, head
+        self.txn: Txn | None = txn
+        self.depth = 1
+
+
+class _MovedError(Exception):
+    """The shelf has moved to another file."""
 
 
 class Folder:
     """A shelf's folder, opened for reading or writing.
 
     Attributes:
-        path: the folder.
+        path: the folder, which stays the same when the process changes its working folder.
         writes: whether this is the one writer.
         timeout: how long to wait for other threads, in seconds.
+        is_closed: whether the shelf is closed.
     """
 
     def __init__(self, path: Path, *, writes: bool, timeout: float) -> None:
@@ -111,68 +132,74 @@ class Folder:
 
         Raises:
             FileNotFoundError: there is no shelf, and `writes` is False.
+            FileExistsError: the path is a file, or a folder of something else.
             BlockingIOError: another writer has the shelf open.
             CorruptionError, CompatibilityError: the file is damaged, or of a later release.
             OSError: the folder is on a network file system, or the system refuses.
         """
-        self.path, self.writes, self.timeout = path, writes, timeout
+        self.path, self.writes, self.timeout = path.absolute(), writes, timeout
+        self.is_closed = False
         self._engine: Engine | None = None
         self._lock: FolderLock | None = None
-        self._held: dict[int, Held] = {}
-        self._moving = threading.Lock()
-        self._raw, self._head = b"", Head()
+        self._local = threading.local()  # what each thread holds
+        self._seen = b"", Head()  # the last head record
         self._pid = os.getpid()
-        if writes:
-            self._make()
-        elif not path.is_dir():
-            raise FileNotFoundError(
-                f"{path}: there is no shelf; open it with mode 'r+' to make one"
-            )
-        _refuse_network(path)
+        self._check_path()
         try:
             if writes:
                 self._begin_writing()
-            self._open()
+            self._engine = self._open()
+            if writes:
+                self._engine.mend()
         except BaseException:
             self.close()
             raise
 
-    def _make(self) -> None:
+    def _check_path(self) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise FileExistsError(f"{self.path}: is a file; a shelf is a folder; name another")
-        if self.path.is_dir() and newest_file(self.path) is None:
-            others = [name for name in os.listdir(self.path) if not _is_ours(name)]
-            if others:
-                raise FileExistsError(
-                    f"{self.path}: is no shelf, and not empty (it has {others[0]!r}); name a new "
-                    "folder"
-                )
-        self.path.mkdir(parents=True, exist_ok=True)
+        there = next(folder for folder in (self.path, *self.path.parents) if folder.exists())
+        _refuse_network(there)
+        if newest_file(self.path) is not None:
+            return
+        if not self.writes:
+            raise self._no_shelf()
+        names = os.listdir(self.path) if there == self.path else []
+        others = [name for name in names if name != _LOCK and not _PART.fullmatch(name)]
+        if others:
+            raise FileExistsError(
+                f"{self.path}: is no shelf, and not empty (it has {others[0]!r}); name a new folder"
+            )
+
+    def _no_shelf(self) -> FileNotFoundError:
+        where = " in this folder" if self.path.is_dir() else ""
+        return FileNotFoundError(
+            f"{self.path}: there is no shelf{where}; open it with mode 'r+' to make one"
+        )
 
     def _begin_writing(self) -> None:
+        _make_folder(self.path)
         lock = FolderLock(self.path / _LOCK, str(self.path), "the shelf", "Shelf")
         lock.acquire()
         self._lock = lock
         newest = newest_file(self.path)
         if newest is None:
-            create_file(self.path / "shelf-1.mdb", Head().to_bytes(), HEAD_KEY)
+            newest = self.path / "shelf-1.mdb"
+            create_file(newest, Head().to_bytes(), HEAD_KEY)
+        # The writer before may have been killed before it had flushed these names.
+        sync_folder(self.path)
+        sync_folder(self.path.parent)
+        kept = {newest.name, f"{newest.name}-lock"}
         for name in os.listdir(self.path):
-            path = self.path / name
-            is_old = newest is not None and _FILE.fullmatch(name) and path != newest
-            if is_old:
-                _mark_moved(path, self.timeout)
-            if is_old or name.endswith((".new", ".new-lock")):
-                remove_file(path)
+            if _PART.fullmatch(name) and name not in kept:
+                (self.path / name).unlink(missing_ok=True)
 
-    def _open(self) -> None:
+    def _open(self) -> Engine:
         """Open the newest file."""
         while True:
             path = newest_file(self.path)
             if path is None:
-                raise FileNotFoundError(
-                    f"{self.path}: there is no shelf in this folder; open it with mode 'r+' to "
-                    "make one"
-                )
+                raise self._no_shelf()
             try:
                 engine = engine_of(path)
             except FileNotFoundError:
@@ -181,39 +208,44 @@ class Folder:
                 continue  # compacted meanwhile
             try:
                 with engine.read() as txn:
-                    head = self._read_head(txn, engine)
+                    has_moved = self._has_moved(self._read_head(txn, engine), engine)
             except BaseException:
                 leave_engine(engine)
                 raise
-            if head.has_moved and newest_file(self.path) != path:
-                leave_engine(engine)
-                continue
-            self._engine = engine
-            return
+            if not has_moved:
+                return engine
+            leave_engine(engine)
 
     def _read_head(self, txn: Txn, engine: Engine) -> Head:
         raw = txn.handle.get(HEAD_KEY, db=txn.tables.meta)
         raw = b"" if raw is None else bytes(raw)
-        if raw != self._raw:
-            self._head = Head.parse(raw, str(engine.path))
-            self._raw = raw
-        return self._head
+        seen, head = self._seen  # one attribute, as threads read different states at a time
+        if raw != seen:
+            head = Head.parse(raw, str(engine.path))
+            self._seen = raw, head
+        return head
+
+    def _has_moved(self, head: Head, engine: Engine) -> bool:
+        return head.has_moved and newest_file(self.path) != engine.path
 
     @property
     def engine(self) -> Engine:
-        """The engine of the current file.
+        """The engine of the current file, for this process.
 
         Raises:
             ClosedError: the shelf is closed.
         """
-        if self._engine is None:
-            raise ClosedError(f"{self.path}: the shelf is closed; open it again")
-        return self._engine
+        engine = self._engine
+        if engine is None:
+            raise self._closed()
+        return engine if engine.pid == os.getpid() else self._follow(engine)
+
+    def _closed(self) -> ClosedError:
+        return ClosedError(f"{self.path}: the shelf is closed; open it again")
 
     @property
-    def is_closed(self) -> bool:
-        """Whether the shelf is closed."""
-        return self._engine is None
+    def _is_writer(self) -> bool:
+        return self.writes and os.getpid() == self._pid
 
     def check_writes(self) -> None:
         """Make sure that this process may write.
@@ -223,12 +255,12 @@ class Folder:
             PermissionError: it is open for reading only, or by the parent of this process.
         """
         if self._engine is None:
-            raise ClosedError(f"{self.path}: the shelf is closed; open it again")
+            raise self._closed()
         if not self.writes:
             raise PermissionError(
                 f"{self.path}: the shelf is open for reading only; open it with mode 'r+'"
             )
-        if os.getpid() != self._pid:
+        if not self._is_writer:
             raise PermissionError(
                 f"{self.path}: this process was forked from the shelf's writer, and can only read; "
                 "open the shelf in the process that writes, when no other has it open"
@@ -239,81 +271,96 @@ class Folder:
     def read(self) -> _State:
         """The newest state, or the one that this thread holds, as a context that gives the
         transaction and the head record."""
-        return _State(self, self._held.get(threading.get_ident()))
+        return _State(self, self._held)
 
     def read_newest(self) -> _State:
         """The newest state, even if this thread holds another one; as `read`."""
         return _State(self, None)
 
-    def enter(self, held: Held | None) -> tuple[Txn, Head, Engine | None]:
-        """Begin to read a state that is held, or the newest. For a held one the engine is None."""
-        if held is not None:
-            return self._check_held(held), held.head, None
+    def enter(self) -> tuple[Txn, Head, Engine]:
+        """Begin to read the newest state; the caller ends the transaction, and leaves the
+        engine."""
         while True:
             engine = self.engine
             engine.enter()
             try:
-                if self._engine is not engine:
-                    engine.leave()
-                    continue
-                txn = engine.begin()
+                if self._engine is engine:
+                    txn = engine.begin()
+                    try:
+                        head = self._read_head(txn, engine)
+                        if not self._has_moved(head, engine):
+                            return txn, head, engine
+                    except BaseException as error:
+                        txn.handle.abort()
+                        raise_ours(error, engine.path)
+                        raise
+                    txn.handle.abort()
             except BaseException:
                 engine.leave()
                 raise
-            try:
-                head = self._read_head(txn, engine)
-            except BaseException:
-                txn.handle.abort()
-                engine.leave()
-                raise
-            if not head.has_moved:
-                return txn, head, engine
-            txn.handle.abort()
             engine.leave()
             self._follow(engine)
 
-    def _check_held(self, held: Held) -> Txn:
-        """The transaction of a state that this thread holds. If a fork or a failed write has ended
-        it, the same state is read again, unless it has changed."""
+    def enter_held(self, held: Held) -> tuple[Txn, Head, Engine]:
+        """Begin to read a state that is held; the caller leaves the engine. If a fork or a failed
+        write has ended the transaction, the same state is read again, unless it has changed."""
+        if self._engine is None:
+            raise self._closed()
         engine = held.engine
-        if held.generation == engine.generation and os.getpid() == held.pid:
-            return held.txn
+        if engine.pid != os.getpid():
+            engine = self.engine
         engine.enter()
         try:
-            txn = engine.begin()
-            if self._read_head(txn, engine) != held.head:
-                txn.handle.abort()
-                raise ChangedError(
-                    f"{self.path}: the state that reading() held is gone, because the process was "
-                    "forked or a write to the disk failed; leave reading() and begin it again"
-                )
-            held.txn, held.generation, held.pid = txn, engine.generation, os.getpid()
-            engine.kept[id(held)] = txn
-        finally:
+            if held.engine is not engine:
+                held.engine = engine
+                engine.add_user()
+            if held.txn is None:
+                held.txn = self._begin_again(held)
+                engine.kept[id(held)] = held
+        except BaseException as error:
             engine.leave()
-        return held.txn
+            raise_ours(error, engine.path)
+            raise
+        return held.txn, held.head, engine
 
-    def _follow(self, engine: Engine) -> None:
-        """Open the file that the shelf has moved to."""
-        with self._moving:
+    def _begin_again(self, held: Held) -> Txn:
+        txn = held.engine.begin()
+        head = self._read_head(txn, held.engine)
+        if replace(head, has_moved=False) != replace(held.head, has_moved=False):
+            txn.handle.abort()
+            raise ChangedError(
+                f"{self.path}: the state that reading() held is gone, because the process was "
+                "forked or a write to the disk failed; leave reading() and begin it again"
+            )
+        return txn
+
+    def _follow(self, engine: Engine) -> Engine:
+        """Open the file that the shelf has moved to, or, after a fork, the same file again."""
+        with opening():
             if self._engine is engine:
-                self._open()
-                if self._engine is engine:
-                    raise CorruptionError(
-                        f"{self.path}: the shelf has moved to another file, which is missing"
-                    )
+                if self._is_writer:
+                    sync_folder(self.path)  # the name of the new file, before anything is in it
+                self._engine = self._open()
                 leave_engine(engine)
+                if self._is_writer and self._engine.path != engine.path:
+                    remove_file(engine.path)
+            if self._engine is None:
+                raise self._closed()
+            return self._engine
+
+    @property
+    def _held(self) -> Held | None:
+        return getattr(self._local, "held", None)
 
     @property
     def holds(self) -> bool:
         """Whether this thread holds a state."""
-        return threading.get_ident() in self._held
+        return self._held is not None
 
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Let all reads of this thread see one state."""
-        me = threading.get_ident()
-        held = self._held.get(me)
+        held = self._held
         if held is not None:
             held.depth += 1
             try:
@@ -321,12 +368,12 @@ class Folder:
             finally:
                 held.depth -= 1
             return
-        held = self._held[me] = self._keep()
+        held = self._local.held = self._keep()
         try:
             yield
         finally:
-            if self._held.pop(me, None):
-                self._drop(held)
+            self._local.held = None
+            self._drop(held)
 
     @contextmanager
     def keep(self) -> Iterator[Held]:
@@ -341,29 +388,25 @@ class Folder:
     @contextmanager
     def using(self, held: Held) -> Iterator[Txn]:
         """Use a state that was kept."""
-        held.engine.enter()
-        try:
-            yield self._check_held(held)
-        finally:
-            held.engine.leave()
+        with _State(self, held) as (txn, _):
+            yield txn
 
     def _keep(self) -> Held:
-        txn, head, engine = self.enter(None)
-        assert engine is not None
+        txn, head, engine = self.enter()
         held = Held(engine, txn, head)
-        engine.kept[id(held)] = txn
-        engine.n_users += 1
+        engine.kept[id(held)] = held
+        engine.add_user()
         engine.leave()
         return held
 
     def _drop(self, held: Held) -> None:
-        held.engine.enter()
-        try:
-            if held.engine.kept.pop(id(held), None) and held.generation == held.engine.generation:
-                held.txn.handle.abort()
-        finally:
-            held.engine.leave()
-            leave_engine(held.engine)
+        engine = held.engine
+        if engine.pid == os.getpid():
+            with engine.using():
+                txn, held.txn = held.txn, None
+                if engine.kept.pop(id(held), None) and txn is not None:
+                    txn.handle.abort()
+        leave_engine(engine)
 
     # Writing.
 
@@ -380,58 +423,66 @@ class Folder:
         self.check_writes()
         assert self._lock is not None
         self._lock.check()
-        engine = self.engine
-        return engine.write(lambda txn: work(txn, self._read_head(txn, engine)), self.timeout)
+        while True:
+            engine = self.engine
+            try:
+                return engine.write(partial(self._write, work, engine), self.timeout)
+            except _MovedError:  # compact() was interrupted when it was as good as done
+                self._follow(engine)
 
-    def move(self, path: Path) -> None:
-        """Use the file that `compact` has written, and remove the one before."""
-        old = self.engine
-        with self._moving:
-            self._engine = engine_of(path)
-        leave_engine(old)
-        remove_file(old.path)
+    def _write(self, work: Callable[[Txn, Head], _Result], engine: Engine, txn: Txn) -> _Result:
+        head = self._read_head(txn, engine)
+        if self._has_moved(head, engine):
+            raise _MovedError
+        return work(txn, replace(head, has_moved=False))
+
+    def move(self) -> None:
+        """Use the file that `compact_file` has written, and remove the one before."""
+        self._follow(self.engine)
 
     def close(self) -> None:
-        """Close the folder, and let another writer in."""
-        for thread, held in list(self._held.items()):
-            self._held.pop(thread, None)
-            self._drop(held)
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            leave_engine(engine)
-        lock, self._lock = self._lock, None
-        if lock is not None and os.getpid() == self._pid:
-            lock.release()
+        """Close the folder, and let another writer in. States that are held cannot be read any
+        more."""
+        with opening():
+            self.is_closed = True
+            engine, self._engine = self._engine, None
+        try:
+            if engine is not None:
+                leave_engine(engine)
+        finally:
+            lock, self._lock = self._lock, None
+            if lock is not None and os.getpid() == self._pid:
+                lock.release()
 
 
-def remove_file(path: Path) -> None:
-    """Remove a file of LMDB and its table of readers."""
-    for left in (path, Path(f"{path}-lock")):
-        with suppress(FileNotFoundError):
-            left.unlink()
+def compact_file(folder: Folder, progress: Callable[[int], object] | None) -> None:
+    """Write the file of a shelf anew without its free space, and use it.
 
+    Args:
+        folder: of the shelf, in which nobody writes.
+        progress: takes the bytes that were written.
 
-def mark_moved(txn: Txn, head: Head) -> None:
-    """Note in a file that the shelf has moved to the next one."""
-    txn.handle.put(HEAD_KEY, replace(head, has_moved=True).to_bytes(), db=txn.tables.meta)
-
-
-def _mark_moved(path: Path, timeout: float) -> None:
-    """Send the readers of a file to the next one, if a crash has kept `compact` from it."""
-    engine = engine_of(path)
+    Raises:
+        OSError: the disk is full, or failed. The shelf is as before, in the old file or the new.
+    """
+    old = folder.engine
+    match = _FILE.fullmatch(old.path.name)
+    assert match is not None
+    path = old.path.with_name(f"shelf-{int(match[1]) + 1}.mdb")
+    temporary = path.with_suffix(".new")
+    remove_file(temporary)  # another try may have failed
     try:
-
-        def work(txn: Txn) -> None:
-            raw = txn.handle.get(HEAD_KEY, db=txn.tables.meta)
-            mark_moved(txn, Head.parse(raw and bytes(raw), str(path)))
-
-        engine.write(work, timeout)
+        old.copy_to(temporary, progress)
+        folder.write(_mark_moved)
+        os.rename(temporary, path)
     finally:
-        leave_engine(engine)
+        remove_file(temporary)
+    folder.move()
 
 
-def _is_ours(name: str) -> bool:
-    return name == _LOCK or name.startswith("shelf-")
+def _mark_moved(txn: Txn, head: Head) -> None:
+    """Note in a file that the shelf moves to the next one."""
+    txn.handle.put(HEAD_KEY, replace(head, has_moved=True).to_bytes(), db=txn.tables.meta)
 
 
 class _State:
@@ -443,7 +494,8 @@ class _State:
         self._folder, self._held = folder, held
 
     def __enter__(self) -> tuple[Txn, Head]:
-        self._txn, head, self._engine = self._folder.enter(self._held)
+        held, folder = self._held, self._folder
+        self._txn, head, self._engine = folder.enter() if held is None else folder.enter_held(held)
         return self._txn, head
 
     def __exit__(
@@ -452,10 +504,12 @@ class _State:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._engine is None:
-            return
+        engine = self._engine
         try:
-            self._txn.handle.abort()
+            # The transaction of another process's engine is not ours to end.
+            if self._held is None and engine.pid == os.getpid():
+                self._txn.handle.abort()
         finally:
             del self._txn
-            self._engine.leave()
+            engine.leave()
+        raise_ours(error, engine.path)

@@ -27,10 +27,9 @@ from packhorse.disk.shelf.results import (
     TensorInfo,
 )
 from packhorse.disk.shelf.session import Session
-from packhorse.disk.shelf.store import file_after, mark_moved, remove_file
+from packhorse.disk.shelf.store import compact_file
 from packhorse.disk.shelf.versions import State
 from packhorse.errors import CompatibilityError, CorruptionError
-from packhorse.storage.atomic import sync_folder
 
 __all__ = ["Progress", "compact", "find_problems", "look_at"]
 
@@ -187,8 +186,6 @@ def compact(session: Session, progress: Progress | None) -> int:
     """
     folder = session.folder
     old = folder.engine
-    path = file_after(old.path)
-    temporary = path.with_suffix(".new")
     before = old.path.stat().st_size
     total = max(1, before - old.nbytes()[1])
 
@@ -196,14 +193,7 @@ def compact(session: Session, progress: Progress | None) -> int:
         if progress is not None:
             progress(min(done, total), total)
 
-    try:
-        old.copy_to(temporary, None if progress is None else report)
-        os.rename(temporary, path)
-    finally:
-        remove_file(temporary)
-    sync_folder(path.parent)
-    folder.write(mark_moved)
-    folder.move(path)
+    compact_file(folder, None if progress is None else report)
     if progress is not None:
         progress(total, total)
-    return before - path.stat().st_size
+    return before - folder.engine.path.stat().st_size
