@@ -25,6 +25,7 @@ from packhorse.disk.shelf.chunks import (
     RowTable,
     Stored,
     Unpacker,
+    clear,
     dtype_of,
     pack_chunk,
     patch_rows,
@@ -363,14 +364,14 @@ class Changes:
                 )
         elif rest:
             for i in rest:
-                outs[i][...] = 0
+                clear(outs[i])
         for i, number in enumerate(numbers):
             if number in slots:
                 (data,) = self.load(record, [number])
                 n = 0 if data is None else min(data.size, outs[i].size)
                 if data is not None:
                     outs[i][:n] = data[:n]
-                outs[i][n:] = 0
+                clear(outs[i][n:])
 
     # Writing.
 

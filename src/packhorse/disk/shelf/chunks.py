@@ -34,6 +34,7 @@ __all__ = [
     "RowTable",
     "Stored",
     "Unpacker",
+    "clear",
     "dtype_of",
     "pack_chunk",
     "patch_rows",
@@ -50,6 +51,11 @@ def dtype_of(name: str) -> np.dtype[Any]:
     """NumPy's dtype for a name of safetensors."""
     dtype: np.dtype[Any] = resolve_framework("np").empty(name, (0,)).dtype
     return dtype
+
+
+def clear(out: Array) -> None:
+    """Let all bits of an array be zero. This is no number 0 for F8_E8M0, which has none."""
+    out[...] = np.zeros((), out.dtype)
 
 
 class Stored(NamedTuple):
@@ -365,7 +371,7 @@ class Unpacker:
             elif pointer.chunk:
                 wanted.append((number, pointer, out))
             else:
-                out[...] = 0
+                clear(out)
         self._decode_all(record, self._jobs(wanted))
 
     def _jobs(self, wanted: list[_Wanted]) -> list[_Job]:
@@ -452,7 +458,7 @@ def _patched(record: TensorRecord, patch: ChunkRecord, base: Stored | None) -> A
     numel = max(before.size, (max(patch.places) + 1) * width)
     data = np.empty(numel, rows.dtype)
     data[: before.size] = before
-    data[before.size :] = 0
+    clear(data[before.size :])
     data.reshape(-1, width)[list(patch.places)] = rows
     data.flags.writeable = False
     return data
@@ -474,7 +480,7 @@ def _decoded(frame: Frame, record: TensorRecord, base: Stored | None, out: Array
     if out is None:
         data.flags.writeable = False
     elif fits:
-        out[frame.numel :] = 0
+        clear(out[frame.numel :])
     else:
         _fit(data, out)
     return data
@@ -484,7 +490,7 @@ def _fit(data: Array, out: Array) -> None:
     """Copy what there is room for, and fill up with zeros."""
     n = min(data.size, out.size)
     out[:n] = data[:n]
-    out[n:] = 0
+    clear(out[n:])
 
 
 def _place(record: TensorRecord, job: _Job) -> str:

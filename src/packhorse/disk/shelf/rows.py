@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from packhorse import _core
-from packhorse.disk.shelf.chunks import Array, RowTable, Stored
+from packhorse.disk.shelf.chunks import Array, RowTable, Stored, clear
 from packhorse.disk.shelf.grid import Grid
 from packhorse.disk.shelf.records import TensorRecord
 
@@ -183,7 +183,7 @@ def _copy(grid: Grid, part: _Part, data: Array | None, out: Array) -> None:
     width = part.stop - part.start
     columns = slice(part.out_start, part.out_start + width)
     if data is None:
-        out[part.out_rows, columns] = 0
+        clear(out[part.out_rows, columns])
         return
     rows = _as_rows(grid, part.number, data)
     if isinstance(part.rows, np.ndarray) and part.rows.size == 1:
@@ -192,7 +192,7 @@ def _copy(grid: Grid, part: _Part, data: Array | None, out: Array) -> None:
         if place < len(rows):
             target[...] = rows[place, part.start : part.stop]
         else:
-            target[...] = 0
+            clear(target)
         return
     n_missing = _n_missing(part.rows, len(rows))
     if not n_missing:
@@ -204,7 +204,7 @@ def _copy(grid: Grid, part: _Part, data: Array | None, out: Array) -> None:
         kept = part.rows
         kept = slice(kept.start, len(rows)) if isinstance(kept, slice) else kept[:n_there]
         target[:n_there] = rows[kept, part.start : part.stop]
-    target[n_there:] = 0
+    clear(target[n_there:])
 
 
 def _as_rows(grid: Grid, number: int, data: Array) -> Array:

@@ -139,12 +139,15 @@ def to_framework(array: Any, dtype: str, framework: Framework) -> Any:
         array: of NumPy.
         dtype: the name of its dtype.
         framework: of the tensor.
+
+    Raises:
+        CompatibilityError: it has no tensor of this dtype and shape.
     """
     if framework.name == "np":
         return array
     array = np.asarray(array)
-    data, _, shape = resolve_framework("np").readable(array)
-    tensor = framework.empty(dtype, shape)
+    tensor = framework.empty(dtype, array.shape)
+    data = resolve_framework("np").readable(array)[0]
 
     def write(memory: Any) -> None:
         memory[:] = data
