@@ -154,7 +154,7 @@ def test_pytorch(shelf: Shelf, dtype: str) -> None:
             pt.torch()
         return
     if DTYPE_BY_NAME[dtype].bits == 4:  # a tensor holds pairs of elements
-        with pytest.raises(CompatibilityError, match="the last dimension of .* must be even"):
+        with pytest.raises(CompatibilityError, match=r"the last dimension of .* must be even"):
             pt[:, :3]
     tensor = pt.torch()
     assert isinstance(tensor, torch.Tensor)

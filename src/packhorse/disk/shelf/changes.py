@@ -102,7 +102,7 @@ class StateChunks:
         found = self.stored(record, numbers)
         return [None if chunk is None else chunk.data for chunk in found]
 
-    def table(self, record: TensorRecord) -> RowTable:
+    def table(self, record: TensorRecord) -> RowTable | None:
         """As `rows.Chunks.table`."""
         return self._settings.cache.table(record)
 
@@ -272,9 +272,8 @@ class Changes:
         found = self.stored(record, numbers)
         return [None if chunk is None else chunk.data for chunk in found]
 
-    def table(self, record: TensorRecord) -> RowTable:
-        """As `rows.Chunks.table`; a new one, because chunks change."""
-        return RowTable(record)
+    def table(self, _: TensorRecord) -> None:
+        """As `rows.Chunks.table`; none, because chunks change."""
 
     def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
         """Chunks; the content hash is empty for one that is not packed. None for zeros."""
@@ -489,8 +488,11 @@ class Changes:
     def cut(self, record: TensorRecord, number: int) -> None:
         """Drop the elements of a chunk that the tensor does not have any more."""
         slots = self._slots_of(record)
+        slot = slots.get(number)
+        if self.load(record, [number])[0] is None:
+            return  # all are zero
         self.n_writes += 1
-        data = self._writable(record, number, slots.get(number))
+        data = self._writable(record, number, slot)
         slot = slots.setdefault(number, _Slot(None))
         if slot.data is not data:
             self._empty(slot)

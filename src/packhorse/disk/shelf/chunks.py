@@ -43,6 +43,7 @@ __all__ = [
 
 Array: TypeAlias = NDArray[Any]
 _USES_OF_PLAN, _LONGER, _MAX_PLANS, _MAX_TABLES = 31, 1.2, 1024, 64
+_MAX_OF_TABLE = 1 << 20  # chunks: 8 MiB of addresses
 _FEW = 4  # chunks that one thread decodes as fast as several
 
 
@@ -100,16 +101,18 @@ class RowTable:
         self._numel = grid.rows_per_chunk * grid.row_numel
         self._dtype = dtype_of(record.dtype)
         self._kept: dict[int, Array] = {}
+        self._zeros: Stored | None = None
         self.addresses = np.zeros(grid.n_chunks if n_chunks is None else n_chunks, np.uint64)
 
     def add(self, numbers: Sequence[int], chunks: Sequence[Stored | None]) -> None:
         """Note chunks; one of zeros, or with fewer rows than others, is filled up."""
         addresses = []
         for number, chunk in zip(numbers, chunks, strict=True):
-            if chunk is None or chunk.data.size < self._numel:
+            if chunk is None:
+                chunk = self._zeros = self._zeros or stored(np.zeros(self._numel, self._dtype), b"")
+            elif chunk.data.size < self._numel:
                 data = np.zeros(self._numel, self._dtype)
-                if chunk is not None:
-                    data[: chunk.data.size] = chunk.data
+                data[: chunk.data.size] = chunk.data
                 chunk = stored(data, b"")
             self._kept[number] = chunk.data
             addresses.append(chunk.address)
@@ -257,9 +260,13 @@ class Cache:
                 _, dropped = self._chunks.popitem(last=False)
                 self.nbytes -= dropped.data.nbytes
 
-    def table(self, record: TensorRecord) -> RowTable:
-        """Where the chunks of a tensor lie in memory, as far as that was found already."""
-        key = record.id, record.serial
+    def table(self, record: TensorRecord) -> RowTable | None:
+        """Where the chunks of a tensor lie in memory, as far as that was found already; None if
+        its chunks are not kept, or are too many for a table."""
+        grid, key = record.grid, (record.id, record.serial)
+        chunk_nbytes = grid.rows_per_chunk * grid.row_numel * dtype_of(record.dtype).itemsize
+        if chunk_nbytes > self.max_nbytes or grid.n_chunks > _MAX_OF_TABLE:
+            return None
         with self._lock:
             found = self._tables.get(key)
             if found is None:

@@ -40,8 +40,9 @@ class Chunks(Protocol):
     def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
         """Chunks, as for `load`."""
 
-    def table(self, record: TensorRecord) -> RowTable:
-        """Where chunks of the tensor lie in memory, as far as that is known."""
+    def table(self, record: TensorRecord) -> RowTable | None:
+        """Where chunks of the tensor lie in memory, as far as that is known; None if that is not
+        noted."""
 
     def load_into(self, record: TensorRecord, numbers: list[int], outs: list[Array]) -> None:
         """Decode chunks to contiguous memory, each of as many elements as there is room for."""
@@ -136,14 +137,15 @@ def _gather(chunks: Chunks, record: TensorRecord, rows: Array, low: int, out: Ar
     numbers = rows // grid.rows_per_chunk
     inside = rows - numbers * grid.rows_per_chunk
     offsets = ((inside * grid.row_numel + low) * out.itemsize).astype(np.uint64)
+    chunk_nbytes = grid.rows_per_chunk * grid.row_numel * out.itemsize
+    at_once = max(_FEW_CHUNKS, chunks.cache_nbytes // 2 // chunk_nbytes)
     table = chunks.table(record)
+    if table is None:
+        _gather_in_turn(chunks, record, numbers, offsets, at_once, out)
+        return
     addresses = table.addresses[numbers]
     if not addresses.all():
         missing = np.unique(numbers[addresses == 0])
-        at_once = max(
-            _FEW_CHUNKS,
-            chunks.cache_nbytes // 2 // (grid.rows_per_chunk * grid.row_numel * out.itemsize),
-        )
         if len(missing) > at_once:
             _gather_in_turn(chunks, record, numbers, offsets, at_once, out)
             return
