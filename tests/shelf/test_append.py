@@ -92,12 +92,16 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (np.ones(()), ValueError, r"these have the shape \(\)"),
     (1, ValueError, r"these have the shape \(\)"),
     ([[1, 2], [3]], ValueError, "inhomogeneous"),
-    ("text", ValueError, "could not convert|these have the shape"),
-    (None, TypeError, "NoneType"),
+    ("text", TypeError, "rows of <U4 would change their kind"),
+    (None, TypeError, "rows of object would change their kind"),
     (np.ones((2, 30), "S1"), TypeError, r"'x' is float32, and rows of \|S1 would change"),
     (np.ones((2, 30), complex), TypeError, "rows of complex128 would change their kind; convert"),
     ([[1j] * 30], TypeError, "rows of complex128 would change their kind"),
-    (np.ma.masked_equal(np.ones((2, 30)), 1), TypeError, "masked"),
+    (
+        np.ma.masked_equal(np.ones((2, 30)), 1),
+        TypeError,
+        "a masked array has elements that are missing; fill",
+    ),
 ]
 
 

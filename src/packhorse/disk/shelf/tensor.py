@@ -27,7 +27,14 @@ from packhorse.disk.shelf.elements import (
 from packhorse.disk.shelf.records import TensorRecord
 from packhorse.disk.shelf.session import Session
 from packhorse.disk.shelf.store import Folder
-from packhorse.disk.shelf.values import as_array, as_operand, check_size, to_framework, whole_number
+from packhorse.disk.shelf.values import (
+    as_array,
+    as_operand,
+    check_kind,
+    check_size,
+    to_framework,
+    whole_number,
+)
 from packhorse.disk.shelf.versions import Known
 from packhorse.framework import Framework, resolve_framework
 from packhorse.layout import Level
@@ -295,20 +302,15 @@ class ShelfTensor:
     def _rows_of(self, record: TensorRecord, rows: Any) -> Array:
         if not record.shape:
             raise ValueError(f"{self.name!r} has no axes; rows cannot be appended")
-        given = getattr(rows, "dtype", None)
-        target = dtype_of(record.dtype)
-        if isinstance(given, np.dtype) and not np.can_cast(given, target, "same_kind"):
-            raise TypeError(
-                f"{self.name!r} is {target}, and rows of {given} would change their kind; convert "
-                "them first"
-            )
+        check_kind(rows, record.dtype, self.name)
         block = as_array(rows, record.dtype)
-        if block.shape == record.shape[1:]:
+        wanted = record.shape[1:]
+        if block.shape == wanted:
             block = block[None]
-        if block.ndim != len(record.shape) or block.shape[1:] != record.shape[1:]:
+        if block.ndim != len(record.shape) or block.shape[1:] != wanted:
+            given = block.shape if block.ndim == len(wanted) else block.shape[1:]
             raise ValueError(
-                f"{self.name!r} has rows of shape {record.shape[1:]}; these have the shape "
-                f"{block.shape[1:] if block.ndim else ()}"
+                f"{self.name!r} has rows of shape {wanted}; these have the shape {given}"
             )
         return block
 

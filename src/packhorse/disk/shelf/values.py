@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import numpy as np
+from numpy.ma import MaskedArray
 
 from packhorse.disk.shelf.chunks import Array, dtype_of
 from packhorse.framework import Framework, framework_of, resolve_framework, to_array
@@ -16,6 +17,7 @@ from packhorse.layout import DTYPE_BY_NAME
 __all__ = [
     "as_array",
     "as_operand",
+    "check_kind",
     "check_size",
     "dtype_name",
     "form_of",
@@ -23,6 +25,7 @@ __all__ = [
     "whole_number",
 ]
 
+_RANKS = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}  # of kinds; V are ml_dtypes' floats
 _MAX_NDIM, _MAX_NBYTES = 64, (1 << 63) - 1  # of an array of NumPy
 
 
@@ -93,8 +96,44 @@ def form_of(value: Any) -> tuple[str, tuple[int, ...]]:
     framework = framework_of(value)
     if framework is not None and framework.name != "np":
         return framework.describe(value)
+    _check_unmasked(value)
     array = np.asarray(value)
     return dtype_name(array.dtype), array.shape
+
+
+def check_kind(value: Any, dtype: str, name: str) -> None:
+    """Make sure that a value can become elements of a dtype and stay what it is: floats do not
+    become integers, nor integers booleans.
+
+    Args:
+        value: an array, a tensor, or nested lists.
+        dtype: the name of the dtype.
+        name: of the tensor, for messages.
+
+    Raises:
+        TypeError: it cannot.
+        ValueError: nested lists have several lengths.
+    """
+    _check_unmasked(value)
+    target, framework = dtype_of(dtype), framework_of(value)
+    given: Any = getattr(value, "dtype", None)
+    if framework is not None and framework.name != "np":
+        given = dtype_of(framework.describe(value)[0])
+    is_array = isinstance(given, np.dtype)
+    given = given if is_array else np.asarray(value).dtype
+    if is_array and "V" not in (given.kind, target.kind):
+        fits = np.can_cast(given, target, "same_kind")
+    else:  # NumPy knows no kinds of ml_dtypes, and numbers of Python have no width
+        fits = _RANKS.get(given.kind, 9) <= _RANKS[target.kind]
+    if not fits:
+        raise TypeError(
+            f"{name!r} is {target}, and rows of {given} would change their kind; convert them first"
+        )
+
+
+def _check_unmasked(value: Any) -> None:
+    if isinstance(value, MaskedArray) and value.mask.any():
+        raise TypeError("a masked array has elements that are missing; fill them first")
 
 
 def as_array(value: Any, dtype: str) -> Array:
