@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -83,11 +82,11 @@ def _refuse_network(folder: Path) -> None:
 
 
 def _make_folder(path: Path) -> None:
-    """Make a folder and those above it, so that a power loss cannot take one of them away."""
-    missing = list(takewhile(lambda folder: not folder.exists(), (path, *path.parents)))
+    """Make a folder and those above it, and flush all their names. Some of them may come from
+    a process that was killed before it had flushed them."""
     path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        sync_folder(folder.parent)
+    for folder in path.parents:
+        sync_folder(folder)
 
 
 class Held:
@@ -178,7 +177,8 @@ class Folder:
         )
 
     def _begin_writing(self) -> None:
-        _make_folder(self.path)
+        if newest_file(self.path) is None:
+            _make_folder(self.path)
         lock = FolderLock(self.path / _LOCK, str(self.path), "the shelf", "Shelf")
         lock.acquire()
         self._lock = lock
@@ -186,9 +186,7 @@ class Folder:
         if newest is None:
             newest = self.path / "shelf-1.mdb"
             create_file(newest, Head().to_bytes(), HEAD_KEY)
-        # The writer before may have been killed before it had flushed these names.
-        sync_folder(self.path)
-        sync_folder(self.path.parent)
+        sync_folder(self.path)  # the writer before may have been killed when compact() did it
         kept = {newest.name, f"{newest.name}-lock"}
         for name in os.listdir(self.path):
             if _PART.fullmatch(name) and name not in kept:
