@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from packhorse.disk import Shelf
+from packhorse.disk.shelf.records import NO_CHUNK, TensorRecord
+from packhorse.disk.shelf.versions import Known
 
 MIB = 1 << 20
 WIDTH = 64  # of 4 bytes: 256 rows in a chunk
@@ -123,3 +125,12 @@ def test_rows_that_change_are_read_anew(folder: Path) -> None:
         assert np.array_equal(x[ids], rows_of(ids))
         assert np.array_equal(other["x"][ids], rows_of(ids))
         assert shelf.verify() == []
+
+
+def test_pointers_of_old_states_are_forgotten() -> None:
+    known = Known()
+    with at_most(32 * MIB):
+        for serial in range(100):  # a commit makes a new version of the tensor
+            record = TensorRecord(1, "U8", (1 << 30,), (1,), serial=serial)
+            known.pointers(record).update(dict.fromkeys(range(30_000), NO_CHUNK))
+    assert len(known.pointers(record)) == 30_000

@@ -180,6 +180,7 @@ class Changes:
         self.threads, self.cache_nbytes = settings.threads, settings.cache.max_nbytes
         self.entries: dict[str, Entry | None] = {}
         self._slots: dict[int, dict[int, _Slot]] = {}
+        self._foreign: dict[tuple[int, int], _Slot] = {}  # with memory of the caller
         self._records: dict[int, TensorRecord] = {}
         self._new: dict[int, _New] = {}
         self._more_uses: Counter[int] = Counter()  # of committed chunks
@@ -397,6 +398,7 @@ class Changes:
                 slot = slots[number] = _Slot(None)
             self._empty(slot)
             slot.data, slot.is_own = change.values.reshape(-1), False
+            self._foreign[record.id, number] = slot
             return
         if change.has_rows and self._patch(record, change, slot):
             return
@@ -519,11 +521,17 @@ class Changes:
         """
         jobs: list[_Job] = [
             (tensor, number, slot)
-            for tensor, slots in self._slots.items()
-            for number, slot in slots.items()
-            if (slot.data is not None and (everything or not slot.is_own))
-            or (slot.patch and everything)
+            for (tensor, number), slot in self._foreign.items()
+            if slot.data is not None and not slot.is_own
         ]
+        self._foreign.clear()
+        if everything:
+            jobs = [
+                (tensor, number, slot)
+                for tensor, slots in self._slots.items()
+                for number, slot in slots.items()
+                if slot.data is not None or slot.patch
+            ]
         first: list[_Job] = []
         second: list[_Job] = []
         for job in jobs:

@@ -44,7 +44,10 @@ def dtype_name(dtype: Any) -> str:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(dtype, torch.dtype):
         return resolve_framework("pt").describe(torch.empty(0, dtype=dtype, device="cpu"))[0]
-    return arrays.describe(np.empty(0, np.dtype(dtype)))[0]
+    found = np.dtype(dtype)
+    if found.shape:
+        raise TypeError(f"{dtype!r} has several elements; put them into the shape")
+    return arrays.describe(np.empty(0, found))[0]
 
 
 def check_size(dtype: str, shape: Any) -> tuple[int, ...]:
