@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -83,20 +82,20 @@ def _refuse_network(folder: Path) -> None:
 
 
 def _make_folder(path: Path) -> None:
-    """Make a folder and those above it, so that a power loss cannot take one of them away."""
-    missing = list(takewhile(lambda folder: not folder.exists(), (path, *path.parents)))
+    """Make a folder and those above it, and flush all their names. Some of them may come from
+    a process that was killed before it had flushed them."""
     path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        sync_folder(folder.parent)
+    for folder in path.parents:
+        sync_folder(folder)
 
 
 class Held:
-    """A state that a thread holds, with `reading`.
+    """A state that is held, by `reading` or by a loop over a tensor.
 
     Attributes:
         txn: the transaction of LMDB; None if it was lost.
         head: the head record of the state.
-        depth: how many `reading` blocks hold it.
+        depth: how many `reading` blocks and loops hold it.
         engine: what the transaction is of.
     """
 
@@ -178,7 +177,8 @@ class Folder:
         )
 
     def _begin_writing(self) -> None:
-        _make_folder(self.path)
+        if newest_file(self.path) is None:
+            _make_folder(self.path)
         lock = FolderLock(self.path / _LOCK, str(self.path), "the shelf", "Shelf")
         lock.acquire()
         self._lock = lock
@@ -186,9 +186,7 @@ class Folder:
         if newest is None:
             newest = self.path / "shelf-1.mdb"
             create_file(newest, Head().to_bytes(), HEAD_KEY)
-        # The writer before may have been killed before it had flushed these names.
-        sync_folder(self.path)
-        sync_folder(self.path.parent)
+        sync_folder(self.path)  # the writer before may have been killed when compact() did it
         kept = {newest.name, f"{newest.name}-lock"}
         for name in os.listdir(self.path):
             if _PART.fullmatch(name) and name not in kept:
@@ -329,8 +327,8 @@ class Folder:
         if replace(head, has_moved=False) != replace(held.head, has_moved=False):
             txn.handle.abort()
             raise ChangedError(
-                f"{self.path}: the state that reading() held is gone, because the process was "
-                "forked or a write to the disk failed; leave reading() and begin it again"
+                f"{self.path}: the state that reading() or iter_chunks() held is gone, because "
+                "the process was forked or a write to the disk failed; begin it again"
             )
         return txn
 
@@ -366,24 +364,28 @@ class Folder:
             try:
                 yield
             finally:
-                held.depth -= 1
+                self._let_go(held)
             return
         held = self._local.held = self._keep()
         try:
             yield
         finally:
             self._local.held = None
-            self._drop(held)
+            self._let_go(held)
 
     @contextmanager
     def keep(self) -> Iterator[Held]:
-        """The newest state, for some time, and for one thread at a time; each use of it is inside
-        `using`."""
-        held = self._keep()
+        """The state that this thread holds, or else the newest, for some time, and for one thread
+        at a time; each use of it is inside `using`."""
+        held = self._held
+        if held is None:
+            held = self._keep()
+        else:
+            held.depth += 1
         try:
             yield held
         finally:
-            self._drop(held)
+            self._let_go(held)
 
     @contextmanager
     def using(self, held: Held) -> Iterator[Txn]:
@@ -399,7 +401,10 @@ class Folder:
         engine.leave()
         return held
 
-    def _drop(self, held: Held) -> None:
+    def _let_go(self, held: Held) -> None:
+        held.depth -= 1
+        if held.depth:
+            return
         engine = held.engine
         if engine.pid == os.getpid():
             with engine.using():
