@@ -17,7 +17,7 @@ the sizes of blocks and pieces depend on the budget, and never on where the poin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -46,10 +46,13 @@ _EXACT = 128  # fewer points or columns than this have all their directions comp
 _PASSES_IN_MEMORY = 3
 _PASSES_STREAMED = 2
 _PASSES_OF_SAMPLE = 2
-# Of the budget. Points in memory: read, 1.5; the same centred, 1.5; products and the tree, 2. Cells
-# above pieces: a sample, 1; the cells, 3.5; blocks of points, 0.5.
+# Of the budget. Points in memory: read, 1.5; the same centred, 1.5; products, 1; nodes, found and
+# being written, 1. Cells above pieces: a sample, 1; the cells, 3.5; blocks of points, 0.5. Points
+# that are moved: read, 1.5; being written, 1.5; waiting for chunks to be full, 2 at most.
 _SHARES = 5
 _MAX_LOADED = 1.5  # pieces
+_MOVED = 1.5
+_FILLING = 2
 _CELLS_SHARES = 3.5
 _MAX_PIECES = 64
 _BLOCK_NBYTES = 1 << 20
@@ -107,12 +110,12 @@ class Plan:
     @property
     def found_nbytes(self) -> int:
         """Bytes of nodes that wait to be written."""
-        return min(_MAX_FOUND_NBYTES, self.memory_nbytes // (4 * _SHARES))
+        return min(_MAX_FOUND_NBYTES, self.memory_nbytes // (2 * _SHARES))
 
     @property
     def chunk_nbytes(self) -> int:
         """Bytes of a chunk of a piece: of each piece, one may wait to be full."""
-        fitting = self.memory_nbytes // _SHARES // _MAX_PIECES
+        fitting = _FILLING * self.memory_nbytes // _SHARES // _MAX_PIECES
         return min(max(fitting, _LEAST_CHUNK_NBYTES), _MOST_CHUNK_NBYTES)
 
     def rng(self, *key: int) -> np.random.Generator:
@@ -240,22 +243,18 @@ class Growth:
         leaf, pieces = item["cuts"], leaves_of(item["pieces"])
         if self._moving is None:
             self._moving = self._blocks(leaf, item["done"])
-        waiting: list[list[Array]] = [[] for _ in pieces]
-        n_waiting = 0
-        while item["done"] < leaf["n"] and n_waiting < self.plan.piece_rows:
-            block = next(self._moving)
-            numbers = route(item["pieces"], block)
-            for number in np.unique(numbers):
-                rows, piece = block[numbers == number], pieces[number]
-                piece["sum"] = piece["sum"] + rows.sum(axis=0, dtype=np.float64)
-                waiting[number].append(rows)
-            item["done"] += len(block)
-            n_waiting += len(block)
-        for piece, runs in zip(pieces, waiting, strict=True):
-            if runs:
-                rows = np.concatenate(runs)
-                self.writer.append_some(self._part_name(piece["part"]), rows)
-                piece["n"] += len(rows)
+        blocks: list[Array] = []
+        numbers: list[Array] = []
+        n_blocks = max(1, int(_MOVED * self.plan.piece_rows) // self.plan.block_rows)
+        while item["done"] < leaf["n"] and len(blocks) < n_blocks:
+            blocks.append(next(self._moving))
+            numbers.append(route(item["pieces"], blocks[-1]))
+            item["done"] += len(blocks[-1])
+        for number, rows in _by_piece(blocks, np.concatenate(numbers)):
+            piece = pieces[number]
+            self.writer.append_some(self._part_name(piece["part"]), rows)
+            piece["sum"] = piece["sum"] + rows.sum(axis=0, dtype=np.float64)
+            piece["n"] += len(rows)
         item["moves"] = item.get("moves", 0) + 1
         is_done = item["done"] >= leaf["n"]
         if not is_done and item["moves"] % _MOVES_KEPT:
@@ -490,6 +489,16 @@ class Growth:
         rest = spectrum.total - np.concatenate([[0.0], np.cumsum(spectrum.energies)])
         below = np.flatnonzero(rest <= enough)
         return int(below[0]) if len(below) else len(rest)
+
+
+def _by_piece(blocks: list[Array], numbers: Array) -> Iterator[tuple[int, Array]]:
+    """The rows of each piece, in their order."""
+    order = np.argsort(numbers, kind="stable")
+    rows = np.concatenate(blocks)[order]
+    blocks.clear()
+    found, starts = np.unique(numbers[order], return_index=True)
+    for number, run in zip(found, np.split(rows, starts[1:]), strict=True):
+        yield int(number), run
 
 
 def _n_points(cuts: Cuts) -> int:

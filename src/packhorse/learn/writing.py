@@ -23,7 +23,7 @@ from packhorse.learn.tensors import MemoryShelf, Shelf
 __all__ = ["MemoryWriter", "ShelfWriter", "Writer"]
 
 _Bundle: TypeAlias = Sequence[Callable[[], object]]
-_MAX_BUNDLES = 2
+_MAX_BUNDLES = 1
 
 
 class Writer(Protocol):
@@ -130,7 +130,7 @@ class ShelfWriter:
         self._shelf = shelf
         self._bundle: list[Callable[[], object]] = []
         self._chunk_rows: dict[str, int] = {}
-        self._waiting: dict[str, list[Array]] = {}
+        self._waiting: dict[str, Array] = {}
         self._queue = BackgroundQueue[_Bundle](
             self._write, lambda: shelf.transaction(), _MAX_BUNDLES, "steps of a fit"
         )
@@ -164,20 +164,17 @@ class ShelfWriter:
             name: of the matrix.
             rows: as many columns as it has.
         """
-        waiting = self._waiting.setdefault(name, [])
-        waiting.append(rows)
-        n = sum(map(len, waiting))
-        n_whole = n - n % self._chunk_rows.get(name, 1)
-        if n_whole:
-            together = np.concatenate(waiting)
-            self.append(name, together[:n_whole])
-            self._waiting[name] = [together[n_whole:].copy()] if n_whole < n else []
+        together = np.concatenate([self._waiting.pop(name, rows[:0]), rows])
+        n_rest = len(together) % self._chunk_rows.get(name, 1)
+        if n_rest:
+            self._waiting[name] = together[-n_rest:].copy()
+        if n_rest < len(together):
+            self.append(name, together[: len(together) - n_rest])
 
     def settle(self) -> None:
         """Writes the rows that wait."""
-        for name, waiting in self._waiting.items():
-            if waiting:
-                self.append(name, np.concatenate(waiting))
+        for name, rows in self._waiting.items():
+            self.append(name, rows)
         self._waiting.clear()
 
     def delete(self, name: str) -> None:
