@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from packhorse.disk import Shelf
 from packhorse.learn import GMRA
 from packhorse.learn.growth import Growth
+from packhorse.learn.nodes import Node, NodeTensors
 
 Array = NDArray[Any]
 SETTINGS: dict[str, Any] = {"random_state": 0, "memory_nbytes": 1 << 20}
@@ -97,19 +98,21 @@ class Interrupted(BaseException):
 
 
 @contextmanager
-def interrupted(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[None]:
-    """Ends a fit in its step of this number, when the step is done but not committed."""
-    step, n_done = Growth.step, 0
+def interrupted(
+    monkeypatch: pytest.MonkeyPatch, after: int, owner: Any = Growth, name: str = "step"
+) -> Iterator[None]:
+    """Ends a fit after its step of this number, when the step is done but not committed."""
+    method, n_done = getattr(owner, name), 0
 
-    def counted(self: Growth) -> None:
+    def counted(self: Any, *arguments: Any) -> None:
         nonlocal n_done
-        step(self)
+        method(self, *arguments)
         n_done += 1
         if n_done == after:
             raise Interrupted
 
     with monkeypatch.context() as patch:
-        patch.setattr(Growth, "step", counted)
+        patch.setattr(owner, name, counted)
         with pytest.raises(Interrupted):
             yield
 
@@ -128,6 +131,37 @@ def test_an_interrupted_fit_goes_on(shelf: Any, kind: str, monkeypatch: pytest.M
         gmra = GMRA(3, **SETTINGS).fit(points_of(kind, shelf, points), shelf=shelf)
         assert bits(gmra) == wanted
         assert names(shelf) == [f"gmra/nodes/{name}" for name in PATHS]
+
+
+def test_nodes_of_an_unfinished_step_are_removed(
+    shelf: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes are committed before the step that they belong to is done."""
+    points = cloud()
+    wanted = bits(GMRA(3, **SETTINGS).fit(points))
+    append = NodeTensors.append
+
+    def written(self: NodeTensors, nodes: Sequence[Node]) -> None:
+        append(self, nodes)
+        self._writer.wait()
+
+    monkeypatch.setattr(NodeTensors, "append", written)
+    for after in (5, 4, 9):
+        with interrupted(monkeypatch, after, NodeTensors, "append"):
+            GMRA(3, **SETTINGS).fit(points, shelf=shelf)
+        n_nodes = len(shelf["gmra/nodes/integers"])
+        assert n_nodes > shelf.load("gmra/state")["n_nodes"]
+    assert bits(GMRA(3, **SETTINGS).fit(points, shelf=shelf)) == wanted
+
+
+def test_what_is_not_of_the_fit_stays(shelf: Any) -> None:
+    shelf["gmra/points of mine"] = np.arange(3)
+    shelf["gmra/part-of"] = np.arange(4)
+    shelf["gmra/x"] = cloud()
+    for _ in range(2):
+        GMRA(3, **SETTINGS).fit(shelf["gmra/x"], shelf=shelf)
+    kept = ["gmra/part-of", "gmra/points of mine", "gmra/state", "gmra/x"]
+    assert sorted(set(shelf.keys()) - set(names(shelf))) == kept[1:]
 
 
 def points_of(kind: str, shelf: Any, points: Array) -> Any:
@@ -154,7 +188,7 @@ with Shelf(sys.argv[1]) as shelf:
 """
 
 
-@pytest.mark.parametrize("steps", [2, 20])
+@pytest.mark.parametrize("steps", [2, 11])
 def test_a_killed_fit_goes_on(tmp_path: Path, steps: int) -> None:
     arguments = [str(tmp_path / "shelf"), str(steps), str(Path(__file__).parent)]
     done = subprocess.run(

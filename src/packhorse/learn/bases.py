@@ -29,6 +29,7 @@ __all__ = [
     "exact_spectrum",
     "leading_directions",
     "orthonormal_rows",
+    "spectrum_of",
     "wavelets_of",
 ]
 
@@ -125,9 +126,20 @@ def leading_directions(blocks: Blocks, start: Array, n_passes: int) -> Spectrum:
         for points in blocks():
             image += (points @ directions.T).T @ points
             total += 0.0 if done else energy_of(points)
+    return spectrum_of(image, directions, total)
+
+
+def spectrum_of(image: Array, directions: Array, total: float) -> Spectrum:
+    """The leading directions inside the span of some.
+
+    Args:
+        image: the products of these directions with the points, times the points, in float64.
+        directions: orthonormal rows.
+        total: the sum of squares of the points.
+    """
     energies, vectors = np.linalg.eigh(image @ directions.T.astype(np.float64))
-    turned = orthonormal_rows(vectors[:, ::-1].T @ directions).astype(start.dtype)
-    n_kept = np.count_nonzero(energies > _NOISE * np.finfo(start.dtype).eps * energies[-1])
+    turned = orthonormal_rows(vectors[:, ::-1].T @ directions).astype(directions.dtype)
+    n_kept = np.count_nonzero(energies > _NOISE * np.finfo(directions.dtype).eps * energies[-1])
     return Spectrum(turned[:n_kept], energies[::-1][:n_kept], total)
 
 

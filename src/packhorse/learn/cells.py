@@ -32,7 +32,7 @@ class Plane(NamedTuple):
 
 
 # An inner node has "direction", "threshold", "low" and "high"; a leaf has "leaf", its number. They
-# are plain values, so that a shelf can keep them.
+# are plain values and arrays, so that a shelf can keep them.
 Cuts: TypeAlias = dict[str, Any]
 
 

@@ -22,8 +22,9 @@ from packhorse.learn.coding import (
     leaf_numbers,
 )
 from packhorse.learn.growth import Growth, Plan
-from packhorse.learn.nodes import Nodes
+from packhorse.learn.nodes import Nodes, finished
 from packhorse.learn.tensors import MemoryShelf, Rows, Tensors, checked_rows, float_dtype
+from packhorse.learn.writing import MemoryWriter, ShelfWriter
 
 try:
     from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
@@ -146,9 +147,11 @@ class GMRA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  #
             ValueError: X or a setting is wrong, or the fit that was interrupted was another one.
         """
         self._check_settings()
-        tensors = MemoryShelf() if shelf is None else shelf
+        memory = MemoryShelf()
+        tensors = memory if shelf is None else shelf
         source = self._source(X, tensors, name)
-        growth = Growth(self._plan(source), source, tensors, name)
+        writer = MemoryWriter(memory) if shelf is None else ShelfWriter(shelf)
+        growth = Growth(self._plan(source), source, tensors, writer, name)
         with _one_thread():
             resuming.run(growth, self._settings(), shelf)
         return self._finish(growth)
@@ -352,7 +355,7 @@ class GMRA(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  #
         )
 
     def _finish(self, growth: Growth) -> GMRA:
-        return self._keep(growth.nodes.finished(), growth.plan)
+        return self._keep(finished(growth.shelf, growth.name), growth.plan)
 
     def _keep(self, nodes: Nodes, plan: Plan) -> GMRA:
         self.nodes_, self._plan_ = nodes, plan

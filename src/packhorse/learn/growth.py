@@ -1,4 +1,4 @@
-"""Grows the tree of cells from the root down, and appends what it finds to tensors of a shelf.
+"""Grows the tree of cells from the root down, and writes what it finds to tensors of a shelf.
 
 Work waits on a stack. An item is a run of points, which is one of three things:
 - points that fit into memory: they are read once, and the whole tree below is made of them;
@@ -6,16 +6,18 @@ Work waits on a stack. An item is a run of points, which is one of three things:
   to the tensor of their piece, in their old order. So X is written once, in the order of the
   pieces, and every cell above them is a run of whole pieces. Pieces that are still too large are
   cut again;
-- a cell above pieces: its points are read piece by piece, in two passes.
+- a cell above pieces: the bases of all such cells, or of as many as there is memory for, are found
+  together, in two passes over the pieces (`streaming`).
 
-Each item, and each part of a long one, is one transaction, which also stores the stack. A fit that
-was killed goes on from there. All that decides about the arithmetic is in `Plan`: the sizes of
-blocks and pieces depend on the budget, and never on where the points come from.
+Each step is one transaction, which also keeps the stack. A fit that was killed goes on from there.
+All that decides about the arithmetic is in `Plan`: the sizes of blocks and pieces depend on the
+budget, and never on where the points come from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -24,7 +26,6 @@ import numpy as np
 
 from packhorse.learn.bases import (
     Array,
-    Blocks,
     Spectrum,
     energy_of,
     exact_spectrum,
@@ -33,7 +34,10 @@ from packhorse.learn.bases import (
 )
 from packhorse.learn.cells import Cuts, Plane, cut_sample, leaves_of, route, split_threshold
 from packhorse.learn.nodes import Node, NodeTensors
-from packhorse.learn.tensors import Rows, Tensors, checked_rows
+from packhorse.learn.notes import Notes
+from packhorse.learn.streaming import Piece, WideCell, nbytes_of, spectra_of
+from packhorse.learn.tensors import Rows, Tensors, blocks_of, checked_rows
+from packhorse.learn.writing import Writer
 
 __all__ = ["Growth", "Item", "Plan"]
 
@@ -41,14 +45,22 @@ _OVERSAMPLING = 8
 _EXACT = 128  # fewer points or columns than this have all their directions computed exactly
 _PASSES_IN_MEMORY = 3
 _PASSES_STREAMED = 2
-_SHARES = 5  # of the budget: points read, 1.5; the same centred, 1.5; products and the tree, 2
+_PASSES_OF_SAMPLE = 2
+# Of the budget. Points in memory: read, 1.5; the same centred, 1.5; products and the tree, 2. Cells
+# above pieces: a sample, 1; the cells, 3.5; blocks of points, 0.5.
+_SHARES = 5
 _MAX_LOADED = 1.5  # pieces
+_CELLS_SHARES = 3.5
 _MAX_PIECES = 64
 _BLOCK_NBYTES = 1 << 20
+_PIECE_BLOCKS = 4  # at least
+_MAX_FOUND_NBYTES = 1 << 23  # of nodes that wait to be written
 _LEAST_PIECE = 64  # rows
 _FIRST_DIRECTIONS = 16  # to try where their number is chosen by energy
-_CUTTING, _DIRECTIONS = 1, 2  # what random numbers are for
+_CUTTING, _DIRECTIONS, _AHEAD = 1, 2, 3  # what random numbers are for
 
+# An item has "cuts", the "scale" of their top, and the number and the known centre and basis of its
+# "parent". While points are moved, it has the tree of their "pieces", and how many are "done".
 Item: TypeAlias = dict[str, Any]
 
 
@@ -87,7 +99,13 @@ class Plan:
     @property
     def block_rows(self) -> int:
         """Rows that are read at a time."""
-        return max(min(self.piece_rows, _BLOCK_NBYTES // (self.width * self.dtype.itemsize)), 1)
+        fitting = _BLOCK_NBYTES // (self.width * self.dtype.itemsize)
+        return max(min(self.piece_rows // _PIECE_BLOCKS, fitting), 1)
+
+    @property
+    def found_nbytes(self) -> int:
+        """Bytes of nodes that wait to be written."""
+        return min(_MAX_FOUND_NBYTES, self.memory_nbytes // (4 * _SHARES))
 
     def rng(self, *key: int) -> np.random.Generator:
         """Random numbers for one purpose."""
@@ -101,49 +119,57 @@ class Growth:
     Attributes:
         plan: what it depends on.
         source: the points.
-        shelf: where tensors are kept.
+        shelf: where tensors are read.
+        writer: what writes them.
         name: the beginning of their names.
         stack: the items that wait, the next one last.
         n_parts: how many tensors of pieces there were.
         nodes: the cells that were found.
+        notes: what a fit that goes on needs besides.
     """
 
     plan: Plan
     source: Rows
     shelf: Tensors
+    writer: Writer
     name: str
     stack: list[Item] = field(default_factory=list)
     n_parts: int = 0
     nodes: NodeTensors = field(init=False)
+    notes: Notes = field(init=False)
+    _moving: Generator[Array] | None = field(default=None, init=False)
+    _has_moved: bool = field(default=False, init=False)
 
-    def resume(self, plan: Plan, stack: list[Item], n_parts: int) -> None:
-        """Takes up a fit that was interrupted.
-
-        Args:
-            plan: what it depends on.
-            stack: the items that wait.
-            n_parts: how many tensors of pieces there were.
-        """
-        self.plan, self.stack, self.n_parts = plan, stack, n_parts
-        self.nodes = NodeTensors(self.shelf, self.name)
+    def __post_init__(self) -> None:
+        self.nodes = NodeTensors(self.name, self.writer)
+        self.notes = Notes(self.name, self.writer)
 
     def begin(self) -> None:
         """Makes the tensors, and one item of all points."""
-        self.nodes = NodeTensors.new(self.shelf, self.name, self.plan.width, self.plan.dtype)
+        self.nodes.create(self.plan.width, self.plan.dtype)
+        self.notes.create(self.plan.width, self.plan.dtype)
         whole: Cuts = {"leaf": 0, "part": None, "n": self.source.shape[0]}
-        self.stack = [{"parent": -1, "scale": 0, "cuts": whole}]
+        self.stack = [{"parent": -1, "known": None, "scale": 0, "cuts": whole}]
+
+    def stop(self) -> None:
+        """Ends what goes on from step to step; call it when a fit ends before its time."""
+        if self._moving is not None:
+            self._moving.close()
+        self._moving = None
 
     def step(self) -> None:
-        """Does the next item, or a part of it. The caller puts a transaction around it."""
+        """Does the next item, or a part of it. The caller commits."""
         item = self.stack[-1]
         if "pieces" in item:
             self._move_points(item)
         elif "low" in item["cuts"] or item["cuts"].get("is_whole"):
-            self._add_streamed(item)
+            self._look_ahead(item["cuts"])
         elif self._is_loaded(item["cuts"]["n"]):
             self._add_loaded(item)
         else:
             self._begin_pieces(item)
+        while self.stack and "basis" in self.stack[-1]["cuts"]:
+            self._add_known(self.stack[-1])
 
     def _is_loaded(self, n_points: int) -> bool:
         return n_points <= _MAX_LOADED * self.plan.piece_rows
@@ -157,17 +183,27 @@ class Growth:
     def _part_name(self, number: int) -> str:
         return f"{self.name}/part-{number}"
 
-    def _read(self, leaf: Cuts, start: int, stop: int) -> Array:
-        return checked_rows(self._part(leaf)[start:stop], start, self.plan.dtype)
+    def _read(self, leaf: Cuts, stop: int) -> Array:
+        return checked_rows(self._part(leaf)[:stop], 0, self.plan.dtype)
+
+    def _wait_for_parts(self) -> None:
+        """Waits until the points that were moved can be read."""
+        if self._has_moved:
+            self.writer.wait()
+        self._has_moved = False
+
+    def _blocks(self, leaf: Cuts, first: int = 0) -> Generator[Array]:
+        return blocks_of(self._part(leaf), first, self.plan.block_rows, self.plan.dtype)
 
     def _drop(self, leaf: Cuts) -> None:
         if leaf["part"] is not None:
-            del self.shelf[self._part_name(leaf["part"])]
+            self.writer.delete(self._part_name(leaf["part"]))
 
     # A cell that is cut into pieces.
 
     def _begin_pieces(self, item: Item) -> None:
         """Cuts a sample, and makes an empty tensor for each piece."""
+        self._wait_for_parts()
         leaf, plan = item["cuts"], self.plan
         rng = plan.rng(_CUTTING, len(self.nodes))
         chosen = np.sort(rng.choice(leaf["n"], plan.piece_rows, replace=False))
@@ -179,18 +215,20 @@ class Growth:
             return
         for piece in pieces:
             piece.update(part=self.n_parts, n=0, sum=np.zeros(plan.width))
-            self.shelf.create(self._part_name(self.n_parts), (0, plan.width), plan.dtype)
+            self.writer.create(self._part_name(self.n_parts), plan.width, plan.dtype)
             self.n_parts += 1
+        self.notes.keep_cuts(cuts)
         item.update(pieces=cuts, done=0)
 
     def _move_points(self, item: Item) -> None:
         """Appends points to the tensors of their pieces, as many as a piece has at once."""
-        leaf, plan = item["cuts"], self.plan
-        pieces = leaves_of(item["pieces"])
+        leaf, pieces = item["cuts"], leaves_of(item["pieces"])
+        if self._moving is None:
+            self._moving = self._blocks(leaf, item["done"])
         waiting: list[list[Array]] = [[] for _ in pieces]
         n_waiting = 0
-        while item["done"] < leaf["n"] and n_waiting < plan.piece_rows:
-            block = self._read(leaf, item["done"], item["done"] + plan.block_rows)
+        while item["done"] < leaf["n"] and n_waiting < self.plan.piece_rows:
+            block = next(self._moving)
             numbers = route(item["pieces"], block)
             for number in np.unique(numbers):
                 rows, piece = block[numbers == number], pieces[number]
@@ -201,9 +239,11 @@ class Growth:
         for piece, runs in zip(pieces, waiting, strict=True):
             if runs:
                 rows = np.concatenate(runs)
-                self.shelf[self._part_name(piece["part"])].append(rows)
+                self.writer.append(self._part_name(piece["part"]), rows)
                 piece["n"] += len(rows)
+        self.notes.keep_sums(pieces)
         if item["done"] >= leaf["n"]:
+            self._moving, self._has_moved = None, True
             self._drop(leaf)
             item["cuts"] = self._without_empty(item.pop("pieces"))
             del item["done"]
@@ -220,17 +260,93 @@ class Growth:
             return high
         return cuts | {"low": low, "high": high} if _n_points(high) else low
 
-    # A cell above pieces, and a piece that cannot be cut.
+    # Cells above pieces, and pieces that cannot be cut.
 
-    def _add_streamed(self, item: Item) -> None:
-        """Adds the node of a cell whose points are not in memory; its halves wait."""
+    def _look_ahead(self, top: Cuts) -> None:
+        """Finds the bases of a cell above pieces, and of as many below it as there is memory for.
+        Where a share of energy decides, some of them may need more directions; they wait."""
+        self._wait_for_parts()
+        cells = self._group(top)
+        leaves = leaves_of(top)
+        pieces = [self._piece(leaf) for leaf in leaves]
+        heads = [self._read(leaf, self._head_rows(leaf, len(leaves))) for leaf in leaves]
+        wide = [self._wide(cuts, leaves, heads) for cuts in cells]
+        del heads
+        spectra = spectra_of(pieces, wide, _PASSES_STREAMED)
+        for cuts, spectrum in zip(cells, spectra, strict=True):
+            n_points, asked = _n_points(cuts), self._asked(cuts)
+            most, enough = self._most(n_points), self._n_enough(spectrum, n_points)
+            if asked < most and enough > asked:
+                cuts["asked"] = min(2 * asked, most)
+                continue
+            n_kept = min(enough, most)
+            rest = max(spectrum.total - float(spectrum.energies[:n_kept].sum()), 0.0)
+            cuts["rms"] = float(np.sqrt(rest / n_points))
+            cuts["basis"] = np.ascontiguousarray(spectrum.directions[:n_kept])
+            self.notes.keep_basis(cuts)
+
+    def _group(self, top: Cuts) -> list[Cuts]:
+        """The cell, and those below it, from coarse to fine, while there is memory."""
+        left = self.plan.memory_nbytes / _SHARES * _CELLS_SHARES
+        found: list[Cuts] = []
+        waiting = deque([top])
+        while waiting:
+            cuts = waiting.popleft()
+            n = min(self._asked(cuts) + _OVERSAMPLING, self.plan.width)
+            left -= nbytes_of(n, self.plan.width, self.plan.dtype.itemsize)
+            if left < 0 and found:
+                break
+            found.append(cuts)
+            below = [cuts[half] for half in ("low", "high") if half in cuts]
+            waiting += [half for half in below if "low" in half and "basis" not in half]
+        return found
+
+    def _asked(self, cuts: Cuts) -> int:
+        """How many directions a cell above pieces tries to do with."""
+        most = self._most(_n_points(cuts))
+        first = most if self.plan.energy == 1 else min(most, _FIRST_DIRECTIONS)
+        return int(cuts.get("asked", first))
+
+    def _piece(self, leaf: Cuts) -> Piece:
+        """A piece as the passes over all points need it."""
+        return Piece(self._mean([leaf]), leaf["n"], partial(self._blocks, leaf))
+
+    def _head_rows(self, leaf: Cuts, n_pieces: int) -> int:
+        """How many of its first points a piece adds to a sample."""
+        return min(int(leaf["n"]), -(-self.plan.piece_rows // n_pieces))
+
+    def _wide(self, cuts: Cuts, leaves: list[Cuts], heads: list[Array]) -> WideCell:
+        """A cell above pieces, with the leading directions of a sample to begin with."""
+        own = leaves_of(cuts)
+        first = next(i for i, leaf in enumerate(leaves) if leaf is own[0])
+        inside = range(first, first + len(own))
+        centre = self._mean(own)
+        sample = np.concatenate([heads[number] for number in inside])
+        sample -= centre
+        width, n_points = self.plan.width, _n_points(cuts)
+        tried = min(self._asked(cuts) + _OVERSAMPLING, n_points, width)
+        rng = self.plan.rng(_AHEAD, 1 + (own[0]["part"] or 0), len(own), tried)
+        start = rng.standard_normal((tried, width)).astype(self.plan.dtype)
+        if len(sample) > tried:
+            found = leading_directions(lambda: [sample], start, _PASSES_OF_SAMPLE).directions
+            start[: len(found)] = found
+        return WideCell(centre, inside, start)
+
+    def _mean(self, pieces: list[Cuts]) -> Array:
+        total, n_points = np.zeros(self.plan.width), 0
+        for piece in pieces:
+            if "sum" not in piece:
+                piece["sum"] = sum(b.sum(axis=0, dtype=np.float64) for b in self._blocks(piece))
+            total += piece["sum"]
+            n_points += piece["n"]
+        return (total / n_points).astype(self.plan.dtype)
+
+    def _add_known(self, item: Item) -> None:
+        """Adds the node of a cell above pieces; its halves wait."""
         cuts, scale = item["cuts"], item["scale"]
         pieces = leaves_of(cuts)
-        centre = self._mean(pieces)
-        blocks = partial(self._centred, pieces, centre)
-        parent = self.nodes.read(item["parent"]) if item["parent"] >= 0 else None
         number = len(self.nodes)
-        node = self._node(number, parent, item, centre, _n_points(cuts), blocks, None)
+        node = self._node(item, self._mean(pieces), _n_points(cuts), cuts["basis"], cuts["rms"])
         is_leaf = "low" not in cuts or self._is_good(node, scale)
         if not is_leaf:
             node = node._replace(plane=Plane(cuts["direction"], float(cuts["threshold"])))
@@ -240,78 +356,60 @@ class Growth:
             for piece in pieces:
                 self._drop(piece)
             return
-        for half in ("high", "low"):
-            self.stack.append({"parent": number, "scale": scale + 1, "cuts": cuts[half]})
-
-    def _mean(self, pieces: list[Cuts]) -> Array:
-        total, n_points = np.zeros(self.plan.width), 0
-        for piece in pieces:
-            if "sum" not in piece:
-                rows = (self._read(piece, *run) for run in self._runs(piece))
-                piece["sum"] = sum(r.sum(axis=0, dtype=np.float64) for r in rows)
-            total += piece["sum"]
-            n_points += piece["n"]
-        return (total / n_points).astype(self.plan.dtype)
-
-    def _runs(self, piece: Cuts) -> Iterator[tuple[int, int]]:
-        """The blocks of a piece."""
-        step = self.plan.block_rows
-        for start in range(0, piece["n"], step):
-            yield start, min(start + step, piece["n"])
-
-    def _centred(self, pieces: list[Cuts], centre: Array) -> Iterator[Array]:
-        for piece in pieces:
-            for run in self._runs(piece):
-                yield self._read(piece, *run) - centre
+        below = {"parent": number, "known": (node.centre, node.basis), "scale": scale + 1}
+        self.stack += [below | {"cuts": cuts[half]} for half in ("high", "low")]
 
     # Cells in memory.
 
     def _add_loaded(self, item: Item) -> None:
         """Adds the nodes of a cell that fits into memory, and of all below it."""
+        self._wait_for_parts()
         leaf = item["cuts"]
-        points = self._read(leaf, 0, leaf["n"])
-        parent = self.nodes.read(item["parent"]) if item["parent"] >= 0 else None
+        points = self._read(leaf, leaf["n"])
         found: list[Node] = []
-        self._add_below(points, np.arange(len(points)), parent, item, found)
-        self.nodes.append(found)
+        self._add_below(points, np.arange(len(points)), item, found)
+        self._write_found(found)
         self._drop(leaf)
         self.stack.pop()
 
-    def _add_below(
-        self,
-        points: Array,
-        members: Array,
-        parent: tuple[Array, Array] | None,
-        item: Item,
-        found: list[Node],
-    ) -> None:
+    def _add_below(self, points: Array, members: Array, item: Item, found: list[Node]) -> None:
         """Adds the node of the points that `members` names, and of all below it, to `found`."""
         number = len(self.nodes) + len(found)
-        node, low = self._loaded(points[members], number, parent, item)
+        node, low = self._loaded(points[members], number, item)
         found.append(node)
+        if sum(n.basis.nbytes + n.wavelets.nbytes for n in found) > self.plan.found_nbytes:
+            self._write_found(found)
+            self.writer.commit()  # without the stack: a fit that goes on removes these nodes
         if low is None:
             return
-        known = (node.centre, node.basis)
-        below = {"parent": number, "scale": item["scale"] + 1}
+        below = {"parent": number, "known": (node.centre, node.basis), "scale": item["scale"] + 1}
         for half in (members[low], members[~low]):
-            self._add_below(points, half, known, below, found)
+            self._add_below(points, half, below, found)
 
-    def _loaded(
-        self, points: Array, number: int, parent: tuple[Array, Array] | None, item: Item
-    ) -> tuple[Node, Array | None]:
+    def _write_found(self, found: list[Node]) -> None:
+        if found:
+            self.nodes.append(found)
+        found.clear()
+
+    def _loaded(self, points: Array, number: int, item: Item) -> tuple[Node, Array | None]:
         """The node of points, which are overwritten; and which of them are on the low side."""
         centre = points.mean(axis=0, dtype=np.float64).astype(self.plan.dtype)
         points -= centre
-        node = self._node(number, parent, item, centre, len(points), lambda: [points], points)
+        n_points = len(points)
+        spectrum = self._spectrum(number, item["known"], points)
+        n_kept = min(self._n_enough(spectrum, n_points), self._most(n_points))
+        basis = np.ascontiguousarray(spectrum.directions[:n_kept])
+        products = points @ basis.T
+        rest = energy_of(points - products @ basis)
+        node = self._node(item, centre, n_points, basis, float(np.sqrt(rest / n_points)))
         if self._is_good(node, item["scale"]):
             return node, None
-        direction = node.basis[0]
-        products = points @ direction
-        threshold = split_threshold(products)
+        direction, along = basis[0], products[:, 0]
+        threshold = split_threshold(along)
         if threshold is None:
             return node, None
         shift = float(np.dot(centre.astype(np.float64), direction.astype(np.float64)))
-        return node._replace(plane=Plane(direction, threshold + shift)), products <= threshold
+        return node._replace(plane=Plane(direction, threshold + shift)), along <= threshold
 
     # One node.
 
@@ -324,57 +422,38 @@ class Growth:
             or not len(node.basis)
         )
 
-    def _node(
-        self,
-        number: int,
-        parent: tuple[Array, Array] | None,
-        item: Item,
-        centre: Array,
-        n_points: int,
-        blocks: Blocks,
-        centred: Array | None,
-    ) -> Node:
+    def _node(self, item: Item, centre: Array, n_points: int, basis: Array, rms: float) -> Node:
         """The node of a cell, without its plane."""
-        known = parent[1] if parent else np.empty((0, self.plan.width), self.plan.dtype)
-        spectrum = self._spectrum(number, known, n_points, blocks, centred)
-        n_kept = min(self._n_enough(spectrum, n_points), self._most(n_points))
-        basis = np.ascontiguousarray(spectrum.directions[:n_kept])
-        rest = max(spectrum.total - float(spectrum.energies[:n_kept].sum()), 0.0)
-        if centred is not None:  # without the rounding of that difference
-            rest = energy_of(centred - (centred @ basis.T) @ basis)
         wavelets, translation = basis, centre
-        if parent is not None:
-            wavelets = wavelets_of(parent[1], basis)
-            translation = centre - parent[0]
-            translation = translation - (translation @ parent[1].T) @ parent[1]
-        rms = float(np.sqrt(rest / n_points))
+        if item["known"] is not None:
+            parent_centre, parent_basis = item["known"]
+            wavelets = wavelets_of(parent_basis, basis)
+            translation = centre - parent_centre
+            translation = translation - (translation @ parent_basis.T) @ parent_basis
         return Node(
             item["parent"], item["scale"], n_points, rms, centre, basis, wavelets, translation, None
         )
 
-    def _spectrum(
-        self, number: int, known: Array, n_points: int, blocks: Blocks, centred: Array | None
-    ) -> Spectrum:
-        """The leading directions of a cell, at least as many as are kept.
+    def _spectrum(self, number: int, parent: tuple[Array, Array] | None, points: Array) -> Spectrum:
+        """The leading directions of centred points, at least as many as are kept.
 
         Args:
             number: of the cell.
-            known: directions that are probably near.
-            n_points: of the cell.
-            blocks: its centred points.
-            centred: the same, if they are in memory.
+            parent: centre and basis of its parent.
+            points: the points.
         """
-        width, most = self.plan.width, self._most(n_points)
+        n_points, width = points.shape
+        most = self._most(n_points)
+        known = parent[1] if parent else np.empty((0, width), self.plan.dtype)
         asked = most if self.plan.energy == 1 else min(most, max(len(known), _FIRST_DIRECTIONS))
         rng = self.plan.rng(_DIRECTIONS, number)
         while True:
             tried = min(asked + _OVERSAMPLING, n_points, width)
-            if centred is not None and min(n_points, width) <= max(_EXACT, tried * 5 // 4):
-                return exact_spectrum(centred, most)
+            if min(n_points, width) <= max(_EXACT, tried * 5 // 4):
+                return exact_spectrum(points, most)
             extra = rng.standard_normal((max(tried - len(known), 0), width))
             start = np.concatenate([known[:tried], extra.astype(self.plan.dtype)])
-            passes = _PASSES_STREAMED if centred is None else _PASSES_IN_MEMORY
-            spectrum = leading_directions(blocks, start, passes)
+            spectrum = leading_directions(lambda: [points], start, _PASSES_IN_MEMORY)
             if asked == most or self._n_enough(spectrum, n_points) <= asked:
                 return spectrum
             known, asked = spectrum.directions, min(2 * asked, most)

@@ -14,13 +14,15 @@ import numpy as np
 
 from packhorse.learn.bases import Array
 from packhorse.learn.cells import Plane
-from packhorse.learn.tensors import Tensors
+from packhorse.learn.tensors import Shelf, Tensors
+from packhorse.learn.writing import Writer
 
-__all__ = ["Node", "NodeTensors", "Nodes"]
+__all__ = ["Node", "NodeTensors", "Nodes", "finished", "read_parent"]
 
 _INTEGERS = ("parent", "scale", "n_points", "n_directions", "n_wavelets", "n_planes")
 _FLOATS = ("threshold", "rms")
 _MATRICES = ("centres", "translations", "bases", "wavelets", "planes")
+_RAGGED = {"bases": "n_directions", "wavelets": "n_wavelets", "planes": "n_planes"}
 
 
 class Node(NamedTuple):
@@ -53,44 +55,46 @@ class Node(NamedTuple):
 class NodeTensors:
     """The tensors of all cells of a fit, which grow."""
 
-    def __init__(self, shelf: Tensors, name: str) -> None:
-        """Reads which cells there are.
+    def __init__(self, name: str, writer: Writer) -> None:
+        """No cells.
 
         Args:
-            shelf: where the tensors are.
-            name: the beginning of their names.
+            name: the beginning of the names of the tensors.
+            writer: what writes them.
         """
-        self._shelf, self._prefix = shelf, f"{name}/nodes/"
-        self._starts: list[int] = [0]  # of each basis, and where the next one goes
-        counts = np.asarray(self._tensor("integers")[:])[:, _INTEGERS.index("n_directions")]
-        self._starts += np.cumsum(counts).tolist()
+        self._writer, self._prefix = writer, f"{name}/nodes/"
+        self._count = 0
 
-    @classmethod
-    def new(cls, shelf: Tensors, name: str, width: int, dtype: np.dtype[Any]) -> NodeTensors:
+    def create(self, width: int, dtype: np.dtype[Any]) -> None:
         """Makes the tensors, without rows.
 
         Args:
-            shelf: where to.
-            name: the beginning of their names.
             width: columns of X.
             dtype: of directions.
-
-        Returns:
-            No cells.
         """
-        path = f"{name}/nodes/"
-        shelf.create(f"{path}integers", (0, len(_INTEGERS)), np.dtype(np.int64))
-        shelf.create(f"{path}floats", (0, len(_FLOATS)), np.dtype(np.float64))
+        self._writer.create(f"{self._prefix}integers", len(_INTEGERS), np.dtype(np.int64))
+        self._writer.create(f"{self._prefix}floats", len(_FLOATS), np.dtype(np.float64))
         for matrix in _MATRICES:
-            shelf.create(path + matrix, (0, width), dtype)
-        return cls(shelf, name)
+            self._writer.create(self._prefix + matrix, width, dtype)
+
+    def go_on(self, shelf: Shelf, count: int) -> None:
+        """Goes on after some cells. Those that were written after them are removed.
+
+        Args:
+            shelf: where the tensors are.
+            count: how many cells there were.
+        """
+        integers = np.asarray(shelf[f"{self._prefix}integers"][:count])
+        columns = dict(zip(_INTEGERS, integers.sum(axis=0).tolist(), strict=True))
+        lengths = {name: columns[key] for name, key in _RAGGED.items()}
+        with shelf.transaction():
+            for name in ("integers", "floats", *_MATRICES):
+                shelf[self._prefix + name].resize(lengths.get(name, count))
+        self._count = count
 
     def __len__(self) -> int:
         """How many cells there are."""
-        return len(self._starts) - 1
-
-    def _tensor(self, name: str) -> Any:
-        return self._shelf[self._prefix + name]
+        return self._count
 
     def append(self, nodes: Sequence[Node]) -> None:
         """Adds cells.
@@ -103,38 +107,53 @@ class NodeTensors:
             for n in nodes
         ]
         floats = [(n.plane.threshold if n.plane else 0.0, n.rms) for n in nodes]
-        self._tensor("integers").append(np.array(integers, np.int64))
-        self._tensor("floats").append(np.array(floats))
-        self._tensor("centres").append(np.stack([n.centre for n in nodes]))
-        self._tensor("translations").append(np.stack([n.translation for n in nodes]))
-        self._append_some("bases", [n.basis for n in nodes])
-        self._append_some("wavelets", [n.wavelets for n in nodes])
-        self._append_some("planes", [n.plane.direction[None] for n in nodes if n.plane])
-        for node in nodes:
-            self._starts.append(self._starts[-1] + len(node.basis))
+        self._append("integers", np.array(integers, np.int64))
+        self._append("floats", np.array(floats))
+        self._append("centres", np.stack([n.centre for n in nodes]))
+        self._append("translations", np.stack([n.translation for n in nodes]))
+        self._append("bases", np.concatenate([n.basis for n in nodes]))
+        self._append("wavelets", np.concatenate([n.wavelets for n in nodes]))
+        planes = [n.plane.direction for n in nodes if n.plane]
+        if planes:
+            self._append("planes", np.stack(planes))
+        self._count += len(nodes)
 
-    def _append_some(self, name: str, runs: list[Array]) -> None:
-        if any(map(len, runs)):
-            self._tensor(name).append(np.concatenate(runs))
+    def _append(self, name: str, rows: Array) -> None:
+        if len(rows):
+            self._writer.append(self._prefix + name, rows)
 
-    def read(self, number: int) -> tuple[Array, Array]:
-        """The centre and the basis of a cell.
 
-        Args:
-            number: of the cell.
+def read_parent(shelf: Tensors, name: str, number: int) -> tuple[Array, Array]:
+    """The centre and the basis of a cell of a fit that was interrupted.
 
-        Returns:
-            A vector, and orthonormal rows.
-        """
-        centre = np.asarray(self._tensor("centres")[number : number + 1])[0]
-        start, stop = self._starts[number : number + 2]
-        return centre, np.asarray(self._tensor("bases")[start:stop])
+    Args:
+        shelf: where the tensors are.
+        name: the beginning of their names.
+        number: of the cell.
 
-    def finished(self) -> Nodes:
-        """All cells of a fit that is done."""
-        integers = np.array(self._tensor("integers")[:])
-        floats = np.array(self._tensor("floats")[:])
-        return Nodes(integers, floats, {name: self._tensor(name) for name in _MATRICES})
+    Returns:
+        A vector, and orthonormal rows.
+    """
+    counts = np.asarray(shelf[f"{name}/nodes/integers"][: number + 1])
+    counts = counts[:, _INTEGERS.index("n_directions")]
+    start, stop = int(counts[:-1].sum()), int(counts.sum())
+    centre = np.asarray(shelf[f"{name}/nodes/centres"][number])
+    return centre, np.asarray(shelf[f"{name}/nodes/bases"][start:stop])
+
+
+def finished(shelf: Tensors, name: str) -> Nodes:
+    """All cells of a fit that is done.
+
+    Args:
+        shelf: where the tensors are.
+        name: the beginning of their names.
+
+    Returns:
+        The cells.
+    """
+    tensors = {part: shelf[f"{name}/nodes/{part}"] for part in ("integers", "floats", *_MATRICES)}
+    integers, floats = (np.array(tensors.pop(part)[:]) for part in ("integers", "floats"))
+    return Nodes(integers, floats, tensors)
 
 
 class Nodes:
@@ -154,12 +173,7 @@ class Nodes:
         self.thresholds, self.rms = floats.T
         self.is_leaf = columns["n_planes"] == 0
         self._starts = {
-            name: np.concatenate([[0], np.cumsum(columns[key])])
-            for name, key in {
-                "bases": "n_directions",
-                "wavelets": "n_wavelets",
-                "planes": "n_planes",
-            }.items()
+            name: np.concatenate([[0], np.cumsum(columns[key])]) for name, key in _RAGGED.items()
         }
         self.children = np.full((len(integers), 2), -1)
         for number in range(len(integers) - 1, 0, -1):  # the low child comes last, and so stays

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -15,12 +16,15 @@ import numpy as np
 
 from packhorse.errors import CompatibilityError
 from packhorse.learn.growth import Growth, Plan
-from packhorse.learn.nodes import Nodes, NodeTensors
+from packhorse.learn.nodes import Nodes, finished
+from packhorse.learn.notes import read_stack
 from packhorse.learn.tensors import Rows, Shelf, Tensors, checked_rows, float_dtype
 
 __all__ = ["gather", "read", "run"]
 
 _VERSION = 1
+_TEMPORARY = ("part-", "cuts", "sums", "bases", "points")
+_PARTS = ("nodes/", "part-", "cuts", "sums", "bases", "state")  # all but the points that are read
 _HASHED_ROWS = 256
 
 
@@ -84,20 +88,55 @@ def run(growth: Growth, settings: dict[str, Any], shelf: Shelf | None) -> None:
         return
     state = _state_of(shelf, growth.name)
     points = _digest(growth.source)
-    if state is None or state["is_done"]:
-        with shelf.transaction():
-            _remove(shelf, growth.name)
+    keep = partial(_commit, growth, settings, points)
+    try:
+        if state is None or state["is_done"]:
+            growth.writer.note(lambda shelf: _remove(shelf, growth.name))
             growth.begin()
-            _save(shelf, growth, settings, points)
-    else:
-        _check_same(growth, state, settings, points)
-        growth.resume(_plan_of(state), state["stack"], state["n_parts"])
-    while growth.stack:
-        with shelf.transaction():
+            keep()
+        else:
+            _check_same(growth, state, settings, points)
+            _go_on(growth, shelf, state)
+        while growth.stack:
             growth.step()
-            _save(shelf, growth, settings, points)
-    if f"{growth.name}/points" in shelf:
-        del shelf[f"{growth.name}/points"]
+            keep()
+        growth.writer.wait()
+    finally:
+        growth.stop()
+        growth.writer.drop()
+
+
+def _commit(growth: Growth, settings: dict[str, Any], points: str) -> None:
+    """Commits a step, with what is needed to go on after it; at the end, nothing is."""
+    state = {
+        "version": _VERSION,
+        "is_done": not growth.stack,
+        "settings": settings,
+        "plan": asdict(growth.plan) | {"dtype": growth.plan.dtype.name},
+        "points": points,
+        "stack": growth.notes.saved(growth.stack),
+        "n_parts": growth.n_parts,
+        "n_nodes": len(growth.nodes),
+        "n_cuts": growth.notes.n_cuts,
+        "n_bases": growth.notes.n_bases,
+    }
+
+    def write(shelf: Shelf) -> None:
+        shelf.save(f"{growth.name}/state", state)
+        if state["is_done"]:
+            _remove(shelf, growth.name, _TEMPORARY)
+
+    growth.writer.note(write)
+    growth.writer.commit()
+
+
+def _go_on(growth: Growth, shelf: Shelf, state: dict[str, Any]) -> None:
+    """Takes up a fit that was interrupted."""
+    growth.plan = _plan_of(state)
+    growth.stack = read_stack(shelf, growth.name, state["stack"])
+    growth.n_parts = state["n_parts"]
+    growth.notes.n_cuts, growth.notes.n_bases = state["n_cuts"], state["n_bases"]
+    growth.nodes.go_on(shelf, state["n_nodes"])
 
 
 def read(shelf: Shelf, name: str) -> tuple[dict[str, Any], Nodes, Plan]:
@@ -120,7 +159,7 @@ def read(shelf: Shelf, name: str) -> tuple[dict[str, Any], Nodes, Plan]:
         raise ValueError(
             f"the fit {name!r} was interrupted; call fit again with the same points, and it goes on"
         )
-    return state["settings"], NodeTensors(shelf, name).finished(), _plan_of(state)
+    return state["settings"], finished(shelf, name), _plan_of(state)
 
 
 def _state_of(shelf: Shelf, name: str) -> dict[str, Any] | None:
@@ -135,29 +174,17 @@ def _state_of(shelf: Shelf, name: str) -> dict[str, Any] | None:
     return state  # type: ignore[no-any-return]
 
 
-def _save(shelf: Shelf, growth: Growth, settings: dict[str, Any], points: str) -> None:
-    plan = asdict(growth.plan) | {"dtype": growth.plan.dtype.name}
-    state = {
-        "version": _VERSION,
-        "is_done": not growth.stack,
-        "settings": settings,
-        "plan": plan,
-        "points": points,
-        "stack": growth.stack,
-        "n_parts": growth.n_parts,
-    }
-    shelf.save(f"{growth.name}/state", state)
-
-
 def _plan_of(state: dict[str, Any]) -> Plan:
     return Plan(**(state["plan"] | {"dtype": np.dtype(state["plan"]["dtype"])}))
 
 
-def _remove(shelf: Shelf, name: str) -> None:
-    """Removes all tensors of an earlier fit, but not the points."""
-    for path in list(shelf.keys(f"{name}/")):
-        if path != f"{name}/points":
-            del shelf[path]
+def _remove(shelf: Shelf, name: str, parts: tuple[str, ...] = _PARTS) -> None:
+    """Removes what a fit has put on the shelf, and nothing else that the name begins."""
+    for part in parts:
+        for path in list(shelf.keys(f"{name}/{part}")):
+            rest = path.removeprefix(f"{name}/{part}")
+            if part.endswith("/") or rest.isdecimal() or not rest:
+                del shelf[path]
 
 
 def _check_same(growth: Growth, state: dict[str, Any], settings: dict[str, Any], pts: str) -> None:

@@ -6,6 +6,7 @@ code for both.
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -13,7 +14,16 @@ import numpy as np
 
 from packhorse.learn.bases import Array
 
-__all__ = ["MemoryShelf", "MemoryTensor", "Rows", "Shelf", "Tensors", "checked_rows", "float_dtype"]
+__all__ = [
+    "MemoryShelf",
+    "MemoryTensor",
+    "Rows",
+    "Shelf",
+    "Tensors",
+    "blocks_of",
+    "checked_rows",
+    "float_dtype",
+]
 
 
 class Rows(Protocol):
@@ -178,3 +188,44 @@ def checked_rows(rows: Any, first: int | Array, dtype: Any) -> Array:
         row = first + place if isinstance(first, int) else first[place]
         raise ValueError(f"row {row} of X has NaN or infinity; GMRA needs finite numbers")
     return found
+
+
+def blocks_of(rows: Rows, first: int, block_rows: int, dtype: Any) -> Generator[Array]:
+    """All rows, in blocks of one size, checked and converted as by `checked_rows`.
+
+    A tensor of a shelf reads the next rows while some are used. The blocks are the same as those of
+    an array, so that all that is computed from them is the same bit for bit.
+
+    Args:
+        rows: a matrix.
+        first: the row to begin with.
+        block_rows: the rows of a block; the last one may have fewer.
+        dtype: to compute in.
+    """
+    for block in _read_blocks(rows, first, block_rows):
+        yield checked_rows(block, first, dtype)
+        first += len(block)
+
+
+def _read_blocks(rows: Rows, first: int, block_rows: int) -> Iterator[Array]:
+    if first or not hasattr(rows, "iter_chunks"):
+        return (rows[i : i + block_rows] for i in range(first, rows.shape[0], block_rows))
+    nbytes = block_rows * rows.shape[1] * np.dtype(rows.dtype).itemsize
+    return _cut_again(rows.iter_chunks(nbytes), block_rows)
+
+
+def _cut_again(runs: Iterator[Array], block_rows: int) -> Iterator[Array]:
+    """Blocks of one size, from runs of rows of any size."""
+    left: list[Array] = []
+    n_left = 0
+    for run in runs:
+        start = 0
+        while n_left + len(run) - start >= block_rows:
+            stop = start + block_rows - n_left
+            yield np.concatenate([*left, run[start:stop]]) if left else run[start:stop]
+            left, n_left, start = [], 0, stop
+        if start < len(run):
+            left.append(run[start:])
+            n_left += len(run) - start
+    if left:
+        yield np.concatenate(left)

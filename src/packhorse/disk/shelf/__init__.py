@@ -1,11 +1,11 @@
 """Tensors that live on disk: `Shelf` and `ShelfTensor` (docs/shelf.md).
 
-`shelf` and `tensor` are what users call, with `indexing` for NumPy's indices and `values` for what
-goes in and out. `session` knows which state a thread sees. `changes` holds what a transaction has
-changed, and `commits` writes it. `rows` reads and writes rows through the chunks of `grid`, which
-`chunks` packs and keeps in memory; `blocks` reads ahead. `versions` finds the records of a state,
-`records` has their bytes, `store` is the folder with its one writer, and `engine` is LMDB.
-`upkeep` verifies and compacts.
+`shelf` and `tensor` are what users call, with `elements` and `indexing` for NumPy's indices, and
+`values` for what goes in and out. `session` knows which state a thread sees. `changes` holds what
+a transaction has changed, and `commits` writes it. `rows` reads and writes rows through the chunks
+of `grid`, which `chunks` packs and keeps in memory; `blocks` reads ahead. `versions` finds the
+records of a state, `records` has their bytes, `store` is the folder with its one writer, and
+`engine` is LMDB. `upkeep` verifies and compacts.
 """
 
 from packhorse.disk.shelf.results import (

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+import os
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from packhorse.disk.shelf.changes import StateChunks
+from packhorse.disk.shelf.changes import Changes, StateChunks
 from packhorse.disk.shelf.chunks import Array, dtype_of
 from packhorse.disk.shelf.records import TensorRecord
 from packhorse.disk.shelf.rows import Chunks, read_rows
@@ -34,11 +35,9 @@ def read_blocks(
     Yields:
         The name of the dtype, and a run of rows.
     """
-    if (tag is None and session.seen() is not None) or session.folder.holds:
-        for rows in _runs(session.record(name, tag), nbytes):
-            with session.tensor(name, tag) as (record, chunks):
-                block = _read(record, chunks, rows)
-            yield record.dtype, block
+    changes = None if tag is not None else session.seen()
+    if changes is not None:
+        yield from _blocks_of_changes(session, name, nbytes, changes)
         return
     with session.folder.keep() as held, ThreadPoolExecutor(1) as pool:
         with session.folder.using(held) as txn:
@@ -54,12 +53,34 @@ def read_blocks(
                 chunks = StateChunks(state, session.settings, f"{label}: {name!r}")
                 return _read(record, chunks, rows)
 
-        ahead = None
+        ahead, has_pool = None, not session.folder.holds
+        pid = os.getpid()
         for i, rows in enumerate(runs):
-            current = ahead or _submit(pool, work, rows)
-            following = runs[i + 1 : i + 2]
+            if os.getpid() != pid:  # a forked child does not have the thread
+                ahead, has_pool = None, False
+            session.check_open()
+            block = ahead() if ahead is not None else work(rows)
+            following = runs[i + 1 : i + 2] if has_pool else []
             ahead = _submit(pool, work, following[0]) if following else None
-            yield record.dtype, current()
+            yield record.dtype, block
+
+
+def _blocks_of_changes(
+    session: Session, name: str, nbytes: int, changes: Changes
+) -> Iterator[tuple[str, Array]]:
+    """The runs that a transaction sees, each with what was written before it is read."""
+    for rows in _runs(session.record(name, None), nbytes):
+        if session.seen() is not changes:
+            raise RuntimeError(
+                f"{session.path}: {name!r}: the transaction in which this loop began has ended; "
+                "begin the loop again"
+            )
+        with session.tensor(name, None) as (record, chunks):
+            there = range(rows.start, min(rows.stop, record.shape[0]))
+            if rows and not there:
+                return
+            block = _read(record, chunks, there)
+        yield record.dtype, block
 
 
 def _submit(

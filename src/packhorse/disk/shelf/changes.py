@@ -25,6 +25,7 @@ from packhorse.disk.shelf.chunks import (
     RowTable,
     Stored,
     Unpacker,
+    clear,
     dtype_of,
     pack_chunk,
     patch_rows,
@@ -101,7 +102,7 @@ class StateChunks:
         found = self.stored(record, numbers)
         return [None if chunk is None else chunk.data for chunk in found]
 
-    def table(self, record: TensorRecord) -> RowTable:
+    def table(self, record: TensorRecord) -> RowTable | None:
         """As `rows.Chunks.table`."""
         return self._settings.cache.table(record)
 
@@ -179,6 +180,7 @@ class Changes:
         self.threads, self.cache_nbytes = settings.threads, settings.cache.max_nbytes
         self.entries: dict[str, Entry | None] = {}
         self._slots: dict[int, dict[int, _Slot]] = {}
+        self._foreign: dict[tuple[int, int], _Slot] = {}  # with memory of the caller
         self._records: dict[int, TensorRecord] = {}
         self._new: dict[int, _New] = {}
         self._more_uses: Counter[int] = Counter()  # of committed chunks
@@ -228,10 +230,6 @@ class Changes:
         for record in tensors_of(entry):
             self._records[record.id] = record
 
-    def put_record(self, record: TensorRecord) -> None:
-        """Note what a tensor has become, before its chunks are changed."""
-        self._records[record.id] = record
-
     def rename(self, old: str, new: str) -> None:
         """Give an entry another name."""
         entry = self.entry(old)
@@ -275,9 +273,8 @@ class Changes:
         found = self.stored(record, numbers)
         return [None if chunk is None else chunk.data for chunk in found]
 
-    def table(self, record: TensorRecord) -> RowTable:
-        """As `rows.Chunks.table`; a new one, because chunks change."""
-        return RowTable(record)
+    def table(self, _: TensorRecord) -> None:
+        """As `rows.Chunks.table`; none, because chunks change."""
 
     def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
         """Chunks; the content hash is empty for one that is not packed. None for zeros."""
@@ -367,16 +364,22 @@ class Changes:
                 )
         elif rest:
             for i in rest:
-                outs[i][...] = 0
+                clear(outs[i])
         for i, number in enumerate(numbers):
             if number in slots:
                 (data,) = self.load(record, [number])
                 n = 0 if data is None else min(data.size, outs[i].size)
                 if data is not None:
                     outs[i][:n] = data[:n]
-                outs[i][n:] = 0
+                clear(outs[i][n:])
 
     # Writing.
+
+    def _slots_of(self, record: TensorRecord) -> dict[int, _Slot]:
+        """The changed chunks of a tensor, to add to; they may have to be packed before the
+        statement ends, so the tensor is noted."""
+        self._records[record.id] = record
+        return self._slots.setdefault(record.id, {})
 
     def change(self, record: TensorRecord, change: Change) -> None:
         """Change a chunk.
@@ -386,7 +389,7 @@ class Changes:
             change: what is written to which chunk. Memory of the caller stays as it is until
                 `settle`.
         """
-        slots = self._slots.setdefault(record.id, {})
+        slots = self._slots_of(record)
         self.n_writes += 1
         number = change.number
         slot = slots.get(number)
@@ -395,6 +398,7 @@ class Changes:
                 slot = slots[number] = _Slot(None)
             self._empty(slot)
             slot.data, slot.is_own = change.values.reshape(-1), False
+            self._foreign[record.id, number] = slot
             return
         if change.has_rows and self._patch(record, change, slot):
             return
@@ -485,9 +489,12 @@ class Changes:
 
     def cut(self, record: TensorRecord, number: int) -> None:
         """Drop the elements of a chunk that the tensor does not have any more."""
-        slots = self._slots.setdefault(record.id, {})
+        slots = self._slots_of(record)
+        slot = slots.get(number)
+        if self.load(record, [number])[0] is None:
+            return  # all are zero
         self.n_writes += 1
-        data = self._writable(record, number, slots.get(number))
+        data = self._writable(record, number, slot)
         slot = slots.setdefault(number, _Slot(None))
         if slot.data is not data:
             self._empty(slot)
@@ -496,7 +503,7 @@ class Changes:
 
     def clear(self, record: TensorRecord, first: int, stop: int) -> None:
         """Make a run of chunks zero."""
-        slots = self._slots.setdefault(record.id, {})
+        slots = self._slots_of(record)
         self.n_writes += 1
         for number in [n for n in slots if first <= n < stop]:
             self._empty(slots[number])
@@ -514,11 +521,17 @@ class Changes:
         """
         jobs: list[_Job] = [
             (tensor, number, slot)
-            for tensor, slots in self._slots.items()
-            for number, slot in slots.items()
-            if (slot.data is not None and (everything or not slot.is_own))
-            or (slot.patch and everything)
+            for (tensor, number), slot in self._foreign.items()
+            if slot.data is not None and not slot.is_own
         ]
+        self._foreign.clear()
+        if everything:
+            jobs = [
+                (tensor, number, slot)
+                for tensor, slots in self._slots.items()
+                for number, slot in slots.items()
+                if slot.data is not None or slot.patch
+            ]
         first: list[_Job] = []
         second: list[_Job] = []
         for job in jobs:

@@ -34,6 +34,7 @@ __all__ = [
     "RowTable",
     "Stored",
     "Unpacker",
+    "clear",
     "dtype_of",
     "pack_chunk",
     "patch_rows",
@@ -42,6 +43,7 @@ __all__ = [
 
 Array: TypeAlias = NDArray[Any]
 _USES_OF_PLAN, _LONGER, _MAX_PLANS, _MAX_TABLES = 31, 1.2, 1024, 64
+_MAX_OF_TABLE = 1 << 20  # chunks: 8 MiB of addresses
 _FEW = 4  # chunks that one thread decodes as fast as several
 
 
@@ -50,6 +52,11 @@ def dtype_of(name: str) -> np.dtype[Any]:
     """NumPy's dtype for a name of safetensors."""
     dtype: np.dtype[Any] = resolve_framework("np").empty(name, (0,)).dtype
     return dtype
+
+
+def clear(out: Array) -> None:
+    """Let all bits of an array be zero. This is no number 0 for F8_E8M0, which has none."""
+    out[...] = np.zeros((), out.dtype)
 
 
 class Stored(NamedTuple):
@@ -94,16 +101,18 @@ class RowTable:
         self._numel = grid.rows_per_chunk * grid.row_numel
         self._dtype = dtype_of(record.dtype)
         self._kept: dict[int, Array] = {}
+        self._zeros: Stored | None = None
         self.addresses = np.zeros(grid.n_chunks if n_chunks is None else n_chunks, np.uint64)
 
     def add(self, numbers: Sequence[int], chunks: Sequence[Stored | None]) -> None:
         """Note chunks; one of zeros, or with fewer rows than others, is filled up."""
         addresses = []
         for number, chunk in zip(numbers, chunks, strict=True):
-            if chunk is None or chunk.data.size < self._numel:
+            if chunk is None:
+                chunk = self._zeros = self._zeros or stored(np.zeros(self._numel, self._dtype), b"")
+            elif chunk.data.size < self._numel:
                 data = np.zeros(self._numel, self._dtype)
-                if chunk is not None:
-                    data[: chunk.data.size] = chunk.data
+                data[: chunk.data.size] = chunk.data
                 chunk = stored(data, b"")
             self._kept[number] = chunk.data
             addresses.append(chunk.address)
@@ -251,9 +260,13 @@ class Cache:
                 _, dropped = self._chunks.popitem(last=False)
                 self.nbytes -= dropped.data.nbytes
 
-    def table(self, record: TensorRecord) -> RowTable:
-        """Where the chunks of a tensor lie in memory, as far as that was found already."""
-        key = record.id, record.serial
+    def table(self, record: TensorRecord) -> RowTable | None:
+        """Where the chunks of a tensor lie in memory, as far as that was found already; None if
+        its chunks are not kept, or are too many for a table."""
+        grid, key = record.grid, (record.id, record.serial)
+        chunk_nbytes = grid.rows_per_chunk * grid.row_numel * dtype_of(record.dtype).itemsize
+        if chunk_nbytes > self.max_nbytes or grid.n_chunks > _MAX_OF_TABLE:
+            return None
         with self._lock:
             found = self._tables.get(key)
             if found is None:
@@ -365,7 +378,7 @@ class Unpacker:
             elif pointer.chunk:
                 wanted.append((number, pointer, out))
             else:
-                out[...] = 0
+                clear(out)
         self._decode_all(record, self._jobs(wanted))
 
     def _jobs(self, wanted: list[_Wanted]) -> list[_Job]:
@@ -452,7 +465,7 @@ def _patched(record: TensorRecord, patch: ChunkRecord, base: Stored | None) -> A
     numel = max(before.size, (max(patch.places) + 1) * width)
     data = np.empty(numel, rows.dtype)
     data[: before.size] = before
-    data[before.size :] = 0
+    clear(data[before.size :])
     data.reshape(-1, width)[list(patch.places)] = rows
     data.flags.writeable = False
     return data
@@ -474,7 +487,7 @@ def _decoded(frame: Frame, record: TensorRecord, base: Stored | None, out: Array
     if out is None:
         data.flags.writeable = False
     elif fits:
-        out[frame.numel :] = 0
+        clear(out[frame.numel :])
     else:
         _fit(data, out)
     return data
@@ -484,7 +497,7 @@ def _fit(data: Array, out: Array) -> None:
     """Copy what there is room for, and fill up with zeros."""
     n = min(data.size, out.size)
     out[:n] = data[:n]
-    out[n:] = 0
+    clear(out[n:])
 
 
 def _place(record: TensorRecord, job: _Job) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from packhorse import _core
-from packhorse.disk.shelf.chunks import Array, RowTable, Stored
+from packhorse.disk.shelf.chunks import Array, RowTable, Stored, clear
 from packhorse.disk.shelf.grid import Grid
 from packhorse.disk.shelf.records import TensorRecord
 
@@ -40,8 +40,9 @@ class Chunks(Protocol):
     def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
         """Chunks, as for `load`."""
 
-    def table(self, record: TensorRecord) -> RowTable:
-        """Where chunks of the tensor lie in memory, as far as that is known."""
+    def table(self, record: TensorRecord) -> RowTable | None:
+        """Where chunks of the tensor lie in memory, as far as that is known; None if that is not
+        noted."""
 
     def load_into(self, record: TensorRecord, numbers: list[int], outs: list[Array]) -> None:
         """Decode chunks to contiguous memory, each of as many elements as there is room for."""
@@ -136,14 +137,15 @@ def _gather(chunks: Chunks, record: TensorRecord, rows: Array, low: int, out: Ar
     numbers = rows // grid.rows_per_chunk
     inside = rows - numbers * grid.rows_per_chunk
     offsets = ((inside * grid.row_numel + low) * out.itemsize).astype(np.uint64)
+    chunk_nbytes = grid.rows_per_chunk * grid.row_numel * out.itemsize
+    at_once = max(_FEW_CHUNKS, chunks.cache_nbytes // 2 // chunk_nbytes)
     table = chunks.table(record)
+    if table is None:
+        _gather_in_turn(chunks, record, numbers, offsets, at_once, out)
+        return
     addresses = table.addresses[numbers]
     if not addresses.all():
         missing = np.unique(numbers[addresses == 0])
-        at_once = max(
-            _FEW_CHUNKS,
-            chunks.cache_nbytes // 2 // (grid.rows_per_chunk * grid.row_numel * out.itemsize),
-        )
         if len(missing) > at_once:
             _gather_in_turn(chunks, record, numbers, offsets, at_once, out)
             return
@@ -183,7 +185,7 @@ def _copy(grid: Grid, part: _Part, data: Array | None, out: Array) -> None:
     width = part.stop - part.start
     columns = slice(part.out_start, part.out_start + width)
     if data is None:
-        out[part.out_rows, columns] = 0
+        clear(out[part.out_rows, columns])
         return
     rows = _as_rows(grid, part.number, data)
     if isinstance(part.rows, np.ndarray) and part.rows.size == 1:
@@ -192,7 +194,7 @@ def _copy(grid: Grid, part: _Part, data: Array | None, out: Array) -> None:
         if place < len(rows):
             target[...] = rows[place, part.start : part.stop]
         else:
-            target[...] = 0
+            clear(target)
         return
     n_missing = _n_missing(part.rows, len(rows))
     if not n_missing:
@@ -204,7 +206,7 @@ def _copy(grid: Grid, part: _Part, data: Array | None, out: Array) -> None:
         kept = part.rows
         kept = slice(kept.start, len(rows)) if isinstance(kept, slice) else kept[:n_there]
         target[:n_there] = rows[kept, part.start : part.stop]
-    target[n_there:] = 0
+    clear(target[n_there:])
 
 
 def _as_rows(grid: Grid, number: int, data: Array) -> Array:

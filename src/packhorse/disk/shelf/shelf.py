@@ -6,6 +6,7 @@ docs/shelf.md tells what a shelf promises, and what it costs.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -56,6 +57,7 @@ from packhorse.layout import Level
 __all__ = ["Shelf", "ShelfView"]
 
 _CACHE_NBYTES = 1 << 28
+_MAX_TIMEOUT_S = threading.TIMEOUT_MAX  # a good 292 years
 _MODES = ("r", "r+")
 
 
@@ -94,7 +96,11 @@ class ShelfView(Exports):
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a tensor or a nested state of this name."""
-        return isinstance(name, str) and self._session.entry(name, self._tag) is not None
+        try:
+            found = check_name(name)
+        except (TypeError, ValueError):
+            return False
+        return self._session.entry(found, self._tag) is not None
 
     def __iter__(self) -> Iterator[str]:
         """The names of all tensors and nested states, in order."""
@@ -112,7 +118,12 @@ class ShelfView(Exports):
 
         Returns:
             The names.
+
+        Raises:
+            TypeError, ValueError: `prefix` is no text.
         """
+        if prefix != "":
+            check_name(prefix, "a tensor, or its beginning,")
         return list(self._session.entries(prefix, self._tag))
 
     def load(self, name: str, *, framework: str | None = None) -> Any:
@@ -240,6 +251,8 @@ class Shelf(ShelfView, Imports):
             raise ValueError(f"mode is {mode!r}; it must be 'r' or 'r+'")
         if isinstance(cache_nbytes, bool) or not isinstance(cache_nbytes, int) or cache_nbytes < 0:
             raise ValueError(f"cache_nbytes is {cache_nbytes!r}; it must be a number of bytes")
+        if not isinstance(timeout, int | float) or not 0 <= timeout < _MAX_TIMEOUT_S:
+            raise ValueError(f"timeout is {timeout!r}; it must be a number of seconds")
         settings = Settings(
             Cache(cache_nbytes), Known(), resolve_threads(threads), resolve_level(level)
         )

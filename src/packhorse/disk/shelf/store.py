@@ -90,12 +90,12 @@ def _make_folder(path: Path) -> None:
 
 
 class Held:
-    """A state that a thread holds, with `reading`.
+    """A state that is held, by `reading` or by a loop over a tensor.
 
     Attributes:
         txn: the transaction of LMDB; None if it was lost.
         head: the head record of the state.
-        depth: how many `reading` blocks hold it.
+        depth: how many `reading` blocks and loops hold it.
         engine: what the transaction is of.
     """
 
@@ -327,8 +327,8 @@ class Folder:
         if replace(head, has_moved=False) != replace(held.head, has_moved=False):
             txn.handle.abort()
             raise ChangedError(
-                f"{self.path}: the state that reading() held is gone, because the process was "
-                "forked or a write to the disk failed; leave reading() and begin it again"
+                f"{self.path}: the state that reading() or iter_chunks() held is gone, because "
+                "the process was forked or a write to the disk failed; begin it again"
             )
         return txn
 
@@ -364,24 +364,28 @@ class Folder:
             try:
                 yield
             finally:
-                held.depth -= 1
+                self._let_go(held)
             return
         held = self._local.held = self._keep()
         try:
             yield
         finally:
             self._local.held = None
-            self._drop(held)
+            self._let_go(held)
 
     @contextmanager
     def keep(self) -> Iterator[Held]:
-        """The newest state, for some time, and for one thread at a time; each use of it is inside
-        `using`."""
-        held = self._keep()
+        """The state that this thread holds, or else the newest, for some time, and for one thread
+        at a time; each use of it is inside `using`."""
+        held = self._held
+        if held is None:
+            held = self._keep()
+        else:
+            held.depth += 1
         try:
             yield held
         finally:
-            self._drop(held)
+            self._let_go(held)
 
     @contextmanager
     def using(self, held: Held) -> Iterator[Txn]:
@@ -397,7 +401,10 @@ class Folder:
         engine.leave()
         return held
 
-    def _drop(self, held: Held) -> None:
+    def _let_go(self, held: Held) -> None:
+        held.depth -= 1
+        if held.depth:
+            return
         engine = held.engine
         if engine.pid == os.getpid():
             with engine.using():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakValueDictionary
@@ -16,12 +16,25 @@ from packhorse.arguments import resolve_threads
 from packhorse.disk.shelf.blocks import read_blocks
 from packhorse.disk.shelf.changes import Changes, Settings
 from packhorse.disk.shelf.chunks import Array, Cache, dtype_of
-from packhorse.disk.shelf.indexing import Selection, select
+from packhorse.disk.shelf.elements import (
+    blocks_of,
+    read_all,
+    read_index,
+    shrink,
+    write_index,
+    write_rows,
+)
 from packhorse.disk.shelf.records import TensorRecord
-from packhorse.disk.shelf.rows import Chunks, RowIds, changes_of, read_rows
 from packhorse.disk.shelf.session import Session
 from packhorse.disk.shelf.store import Folder
-from packhorse.disk.shelf.values import as_array, check_size, to_framework, whole_number
+from packhorse.disk.shelf.values import (
+    as_array,
+    as_operand,
+    check_kind,
+    check_size,
+    to_framework,
+    whole_number,
+)
 from packhorse.disk.shelf.versions import Known
 from packhorse.framework import Framework, resolve_framework
 from packhorse.layout import Level
@@ -141,7 +154,7 @@ class ShelfTensor:
             CorruptionError: a chunk is damaged; the message names it.
         """
         with self._session.tensor(self.name, self.tag) as (record, chunks):
-            found = _read_index(record, chunks, _plain_index(index))
+            found = read_index(record, chunks, _plain_index(index))
         return to_framework(found, record.dtype, self._framework)
 
     def __iter__(self) -> Iterator[Any]:
@@ -178,7 +191,7 @@ class ShelfTensor:
     def numpy(self) -> Array:
         """All elements, as a new NumPy array."""
         with self._session.tensor(self.name, self.tag) as (record, chunks):
-            return _read_all(record, chunks)
+            return read_all(record, chunks)
 
     def torch(self) -> Any:
         """All elements, as a new PyTorch tensor.
@@ -189,7 +202,7 @@ class ShelfTensor:
         """
         framework = resolve_framework("pt")
         with self._session.tensor(self.name, self.tag) as (record, chunks):
-            return to_framework(_read_all(record, chunks), record.dtype, framework)
+            return to_framework(read_all(record, chunks), record.dtype, framework)
 
     def as_framework(self, framework: str) -> ShelfTensor:
         """The same tensor, read as arrays or tensors of another framework.
@@ -252,7 +265,7 @@ class ShelfTensor:
         index = _plain_index(index)
         with self._session.transaction() as changes:
             record = self._session.record(self.name, None)
-            _write_index(record, changes, index, as_array(value, record.dtype))
+            write_index(record, changes, index, as_array(value, record.dtype))
             self._settle(changes, record)
 
     def _settle(self, changes: Changes, record: TensorRecord) -> None:
@@ -283,26 +296,21 @@ class ShelfTensor:
             changes.put(self.name, grown)
             block = block.reshape(len(block), -1) if block.size else np.empty((len(block), 0))
             places = range(n_rows, n_rows + len(block))
-            _write(grown, changes, places, 0, block.shape[1], block)
+            write_rows(grown, changes, places, 0, block.shape[1], block)
             self._settle(changes, grown)
 
     def _rows_of(self, record: TensorRecord, rows: Any) -> Array:
         if not record.shape:
             raise ValueError(f"{self.name!r} has no axes; rows cannot be appended")
-        given = getattr(rows, "dtype", None)
-        target = dtype_of(record.dtype)
-        if isinstance(given, np.dtype) and not np.can_cast(given, target, "same_kind"):
-            raise TypeError(
-                f"{self.name!r} is {target}, and rows of {given} would change their kind; convert "
-                "them first"
-            )
+        check_kind(rows, record.dtype, self.name)
         block = as_array(rows, record.dtype)
-        if block.shape == record.shape[1:]:
+        wanted = record.shape[1:]
+        if block.shape == wanted:
             block = block[None]
-        if block.ndim != len(record.shape) or block.shape[1:] != record.shape[1:]:
+        if block.ndim != len(record.shape) or block.shape[1:] != wanted:
+            given = block.shape if block.ndim == len(wanted) else block.shape[1:]
             raise ValueError(
-                f"{self.name!r} has rows of shape {record.shape[1:]}; these have the shape "
-                f"{block.shape[1:] if block.ndim else ()}"
+                f"{self.name!r} has rows of shape {wanted}; these have the shape {given}"
             )
         return block
 
@@ -330,7 +338,7 @@ class ShelfTensor:
             check_size(record.dtype, (n_rows, *record.shape[1:]))
             resized = record.with_rows(n_rows)
             if n_rows < record.shape[0]:
-                _shrink(record, resized, changes)
+                shrink(record, resized, changes)
             self._settle(changes, resized)
 
     def apply(self, function: Callable[[Any], Any], nbytes: int | None = None) -> None:
@@ -352,43 +360,42 @@ class ShelfTensor:
         """Replace all elements by those that a function of a block and its place returns."""
         with self._session.transaction() as changes:
             record = self._session.record(self.name, None)
-            changes.put(self.name, record)
             if not math.prod(record.shape):
                 return
-            for place in _blocks_of(record, nbytes):
-                block = _read_index(record, changes, place)
-                given = to_framework(block, record.dtype, self._framework)
-                value = function(given, place)
-                shape = getattr(value, "shape", ())
-                if tuple(shape) != np.shape(block):
+            for place in blocks_of(record, nbytes):
+                block = read_index(record, changes, place)
+                value = function(to_framework(block, record.dtype, self._framework), place)
+                shape = tuple(getattr(value, "shape", ()))
+                if shape != block.shape:
                     raise ValueError(
-                        f"{self.name!r}: the function returned the shape {tuple(shape)} for a "
-                        f"block of shape {np.shape(block)}"
+                        f"{self.name!r}: the function returned the shape {shape} for a block of "
+                        f"shape {block.shape}"
                     )
-                _write_index(record, changes, place, as_array(value, record.dtype))
+                now = self._session.record(self.name, None)
+                if (now.id, now.shape) != (record.id, record.shape):
+                    raise RuntimeError(f"{self.name!r}: the function has resized or replaced it")
+                array = as_array(value, record.dtype)
+                changes.put(self.name, record)
+                write_index(record, changes, place, array)
                 changes.settle()
 
     def _in_place(self, operation: Callable[[Any, Any], Any], other: Any) -> Self:
         """An operator that changes all elements, run by run."""
         self._check_no_tag()
-        shape = self.shape
-        if isinstance(other, ShelfTensor):
-            if np.broadcast_shapes(other.shape, shape) != shape:
-                raise ValueError(
-                    f"{self.name!r} of shape {shape} cannot take the shape {other.shape}"
-                )
-            if other.shape != shape:
-                other = other[...]
-        elif np.ndim(other) or hasattr(other, "shape"):
-            other = other.broadcast_to(shape) if _is_torch(other) else np.asarray(other)
-            if not _is_torch(other):
-                other = np.broadcast_to(other, shape)
-        has_places = isinstance(other, ShelfTensor) or np.ndim(other) > 0
+        framework = self._framework
+        with self._session.transaction():
+            record = self._session.record(self.name, None)
+            other = _operand(self.name, record.shape, other)
+            has_places = isinstance(other, ShelfTensor) or np.ndim(other) > 0
 
-        def change(block: Any, place: Any) -> Any:
-            return operation(block, other[place] if has_places else other)
+            def change(block: Any, place: Any) -> Any:
+                piece = other[place] if has_places else other
+                return operation(block, as_operand(piece, framework))
 
-        self._change(change, _BLOCK_NBYTES)
+            if not math.prod(record.shape):  # only errors can come of it
+                empty = np.empty(record.shape, dtype_of(record.dtype))
+                change(to_framework(empty, record.dtype, framework), ...)
+            self._change(change, _BLOCK_NBYTES)
         return self
 
     def __iadd__(self, other: Any) -> Self:
@@ -478,114 +485,25 @@ def _is_torch(value: object) -> bool:
     return type(value).__module__.partition(".")[0] == "torch"
 
 
+def _operand(name: str, shape: tuple[int, ...], other: Any) -> Any:
+    """The other operand of an operator in place, of the shape of the tensor, or a number."""
+    if isinstance(other, ShelfTensor):
+        if other.shape == shape:
+            return other
+        other = other[...]
+    if not np.ndim(other) and not hasattr(other, "shape"):
+        return other
+    if not _is_torch(other):
+        other = np.asarray(other)
+    given = tuple(other.shape)
+    pairs = zip(reversed(given), reversed(shape), strict=False)
+    if len(given) > len(shape) or any(size not in (1, target) for size, target in pairs):
+        raise ValueError(f"{name!r} of shape {shape} cannot take the shape {given}")
+    return other.broadcast_to(shape) if _is_torch(other) else np.broadcast_to(other, shape)
+
+
 def _plain_index(index: Any) -> Any:
     """An index without tensors of PyTorch and of shelves, which NumPy does not know."""
     if isinstance(index, tuple):
         return tuple(_plain_index(item) for item in index)
     return np.asarray(index) if _is_torch(index) or isinstance(index, ShelfTensor) else index
-
-
-def _read_all(record: TensorRecord, chunks: Chunks) -> Array:
-    out = np.empty(record.shape, dtype_of(record.dtype))
-    n_rows = record.shape[0] if record.shape else 1
-    if out.size:
-        block = out.reshape(n_rows, -1)
-        read_rows(chunks, record, range(n_rows), 0, block.shape[1], block)
-    return out
-
-
-def _read_index(record: TensorRecord, chunks: Chunks, index: Any) -> Any:
-    if not record.shape:
-        return _read_all(record, chunks)[index]
-    selection = select(index, record.shape)
-    return selection.view(_read_selection(record, chunks, selection))
-
-
-def _read_selection(record: TensorRecord, chunks: Chunks, selection: Selection) -> Array:
-    block = np.empty(selection.block_shape, dtype_of(record.dtype))
-    if block.size:
-        low, high = selection.low, selection.high
-        flat = block.reshape(len(selection.rows), high - low)
-        read_rows(chunks, record, selection.rows, low, high, flat)
-    return block
-
-
-def _write_index(record: TensorRecord, changes: Changes, index: Any, value: Array) -> None:
-    if not record.shape:
-        block = _read_all(record, changes)
-        block[index] = value
-        _write(record, changes, range(1), 0, 1, block.reshape(1, 1))
-        return
-    selection = select(index, record.shape, writes=True)
-    shape, rows = selection.block_shape, selection.rows
-    if selection.is_plain:
-        block = _broadcast(value, shape)
-    elif selection.inner is None and selection.whole is None:
-        block = np.empty(shape, dtype_of(record.dtype))
-        selection.assign(block, value)
-    else:
-        block = _read_selection(record, changes, selection)
-        selection.assign(block, value)
-    if math.prod(shape):
-        width = selection.high - selection.low
-        _write(
-            record, changes, rows, selection.low, selection.high, block.reshape(len(rows), width)
-        )
-
-
-def _broadcast(value: Array, shape: tuple[int, ...]) -> Array:
-    """A value in another shape, with NumPy's own error if it does not fit."""
-    while value.ndim > len(shape) and value.shape[0] == 1:
-        value = value[0]
-    with suppress(ValueError):
-        return np.broadcast_to(value, shape)
-    raise ValueError(
-        f"could not broadcast input array from shape {_words(value.shape)} into shape "
-        f"{_words(shape)}"
-    )
-
-
-def _words(shape: tuple[int, ...]) -> str:
-    return f"({','.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
-
-
-def _write(
-    record: TensorRecord, changes: Changes, rows: RowIds, low: int, high: int, block: Array
-) -> None:
-    for change in changes_of(record, rows, low, high, block):
-        changes.change(record, change)
-
-
-def _shrink(record: TensorRecord, resized: TensorRecord, changes: Changes) -> None:
-    """Drop the rows that a tensor does not have any more, also from the last chunk."""
-    old, new = record.grid, resized.grid
-    changes.put_record(resized)
-    last = new.n_chunks - 1
-    is_cut = new.n_chunks and new.numel_of(last) != old.numel_of(last)
-    changes.clear(resized, new.n_chunks, old.n_chunks)
-    if is_cut:
-        changes.cut(resized, last)
-
-
-def _blocks_of(record: TensorRecord, nbytes: int) -> Iterator[Any]:
-    """Indices of all elements: runs of whole rows, or parts of a row if one is too long."""
-    itemsize = dtype_of(record.dtype).itemsize
-    per_chunk = record.grid.rows_per_chunk
-    if not record.shape:
-        yield ()
-        return
-    yield from _cut(record.shape, max(1, nbytes // itemsize), per_chunk)
-
-
-def _cut(shape: tuple[int, ...], numel: int, multiple: int) -> Iterator[tuple[int | slice, ...]]:
-    """Indices of blocks of about `numel` elements, in order."""
-    row = math.prod(shape[1:])
-    if row > numel:
-        for i in range(shape[0]):
-            for index in _cut(shape[1:], numel, 1):
-                yield (i, *index)
-        return
-    step = max(1, numel // max(1, row))
-    step = max(multiple, step - step % multiple)
-    for start in range(0, shape[0], step):
-        yield (slice(start, min(start + step, shape[0])),)

@@ -8,13 +8,24 @@ import sys
 from typing import Any
 
 import numpy as np
+from numpy.ma import MaskedArray
 
 from packhorse.disk.shelf.chunks import Array, dtype_of
 from packhorse.framework import Framework, framework_of, resolve_framework, to_array
 from packhorse.layout import DTYPE_BY_NAME
 
-__all__ = ["as_array", "check_size", "dtype_name", "form_of", "to_framework", "whole_number"]
+__all__ = [
+    "as_array",
+    "as_operand",
+    "check_kind",
+    "check_size",
+    "dtype_name",
+    "form_of",
+    "to_framework",
+    "whole_number",
+]
 
+_RANKS = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}  # of kinds; V are ml_dtypes' floats
 _MAX_NDIM, _MAX_NBYTES = 64, (1 << 63) - 1  # of an array of NumPy
 
 
@@ -33,7 +44,10 @@ def dtype_name(dtype: Any) -> str:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(dtype, torch.dtype):
         return resolve_framework("pt").describe(torch.empty(0, dtype=dtype, device="cpu"))[0]
-    return arrays.describe(np.empty(0, np.dtype(dtype)))[0]
+    found = np.dtype(dtype)
+    if found.shape:
+        raise TypeError(f"{dtype!r} has several elements; put them into the shape")
+    return arrays.describe(np.empty(0, found))[0]
 
 
 def check_size(dtype: str, shape: Any) -> tuple[int, ...]:
@@ -85,8 +99,44 @@ def form_of(value: Any) -> tuple[str, tuple[int, ...]]:
     framework = framework_of(value)
     if framework is not None and framework.name != "np":
         return framework.describe(value)
+    _check_unmasked(value)
     array = np.asarray(value)
     return dtype_name(array.dtype), array.shape
+
+
+def check_kind(value: Any, dtype: str, name: str) -> None:
+    """Make sure that a value can become elements of a dtype and stay what it is: floats do not
+    become integers, nor integers booleans.
+
+    Args:
+        value: an array, a tensor, or nested lists.
+        dtype: the name of the dtype.
+        name: of the tensor, for messages.
+
+    Raises:
+        TypeError: it cannot.
+        ValueError: nested lists have several lengths.
+    """
+    _check_unmasked(value)
+    target, framework = dtype_of(dtype), framework_of(value)
+    given: Any = getattr(value, "dtype", None)
+    if framework is not None and framework.name != "np":
+        given = dtype_of(framework.describe(value)[0])
+    is_array = isinstance(given, np.dtype)
+    given = given if is_array else np.asarray(value).dtype
+    if is_array and "V" not in (given.kind, target.kind):
+        fits = np.can_cast(given, target, "same_kind")
+    else:  # NumPy knows no kinds of ml_dtypes, and numbers of Python have no width
+        fits = _RANKS.get(given.kind, 9) <= _RANKS[target.kind]
+    if not fits:
+        raise TypeError(
+            f"{name!r} is {target}, and rows of {given} would change their kind; convert them first"
+        )
+
+
+def _check_unmasked(value: Any) -> None:
+    if isinstance(value, MaskedArray) and value.mask.any():
+        raise TypeError("a masked array has elements that are missing; fill them first")
 
 
 def as_array(value: Any, dtype: str) -> Array:
@@ -131,15 +181,33 @@ def to_framework(array: Any, dtype: str, framework: Framework) -> Any:
         array: of NumPy.
         dtype: the name of its dtype.
         framework: of the tensor.
+
+    Raises:
+        CompatibilityError: it has no tensor of this dtype and shape.
     """
     if framework.name == "np":
         return array
     array = np.asarray(array)
-    data, _, shape = resolve_framework("np").readable(array)
-    tensor = framework.empty(dtype, shape)
+    tensor = framework.empty(dtype, array.shape)
+    data = resolve_framework("np").readable(array)[0]
 
     def write(memory: Any) -> None:
         memory[:] = data
 
     framework.fill(tensor, write)
     return tensor
+
+
+def as_operand(value: Any, framework: Framework) -> Any:
+    """A value that a tensor of a framework can be added to, or multiplied by.
+
+    Args:
+        value: an array, a tensor or a number.
+        framework: of the other operand.
+    """
+    found = framework_of(value)
+    if found is None or found.name == framework.name:
+        return value
+    if framework.name == "np":
+        return _array_of(value, found)
+    return to_framework(value, dtype_name(value.dtype), framework)

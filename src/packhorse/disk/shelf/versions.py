@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from packhorse import _core
@@ -60,26 +61,31 @@ class Known:
 
     def __init__(self) -> None:
         """Knows nothing."""
-        self._state: tuple[int, int] = (0, 0)
-        self._entries: dict[str, Entry | None] = {}
+        self._entries: tuple[tuple[int, int], dict[str, Entry | None]] = (0, 0), {}
         self._pointers: OrderedDict[tuple[int, int], dict[int, Pointer]] = OrderedDict()
 
     def entries(self, head: Head, epoch: int) -> dict[str, Entry | None]:
         """The entries of a state that were read already, to look up and to add to."""
-        state = head.n_commits, epoch
-        if state != self._state:
-            self._state, self._entries = state, {}
-        return self._entries
+        state, kept = (head.n_commits, epoch), self._entries
+        if state != kept[0]:
+            kept = self._entries = state, {}
+        return kept[1]
 
     def pointers(self, record: TensorRecord) -> dict[int, Pointer]:
         """The pointers of a tensor that were read already, to look up and to add to."""
         key = record.id, record.serial
         found = self._pointers.get(key)
         if found is None or len(found) > _MAX_POINTERS:
+            self._forget_pointers()
             found = self._pointers[key] = {}
-            while len(self._pointers) > _MAX_TENSORS:
-                self._pointers.popitem(last=False)
         return found
+
+    def _forget_pointers(self) -> None:
+        """Make room for a tensor; every commit makes new ones of those that it changes."""
+        kept = self._pointers
+        while len(kept) > _MAX_TENSORS or sum(map(len, list(kept.values()))) > _MAX_POINTERS:
+            with suppress(KeyError):  # another thread was faster
+                kept.popitem(last=False)
 
 
 class State:
@@ -149,26 +155,21 @@ class State:
         known = self._known.pointers(record)
         missing = [number for number in numbers if number not in known]
         if missing:
-            known = self._read_pointers(record, missing, dict.copy(known))
-            self._known.pointers(record).update(known)
+            known.update(self._read_pointers(record, missing))
         return [known[number] for number in numbers]
 
-    def _read_pointers(
-        self, record: TensorRecord, numbers: list[int], known: dict[int, Pointer]
-    ) -> dict[int, Pointer]:
+    def _read_pointers(self, record: TensorRecord, numbers: list[int]) -> dict[int, Pointer]:
         first, last = min(numbers), max(numbers)
         if last - first < 4 * len(numbers):
-            wanted = range(first, last + 1)
-            known.update(dict.fromkeys(wanted, NO_CHUNK))
-            for number, pointer in self.all_pointers(record.id, wanted.start, wanted.stop):
-                known[number] = pointer
-            return known
-        table = self._txn.tables.pointers
+            found = dict.fromkeys(range(first, last + 1), NO_CHUNK)
+            found.update(self.all_pointers(record.id, first, last + 1))
+            return found
+        table, found = self._txn.tables.pointers, {}
         for number in numbers:
             key = POINTER_KEY.pack(record.id, number, self.epoch)
-            found = newest_version(self._txn, table, key)
-            known[number] = parse_pointer(*found, self._label) if found else NO_CHUNK
-        return known
+            version = newest_version(self._txn, table, key)
+            found[number] = parse_pointer(*version, self._label) if version else NO_CHUNK
+        return found
 
     def all_pointers(self, tensor: int, first: int, stop: int) -> Iterator[tuple[int, Pointer]]:
         """The pointers of a run of chunks, in order, without those that have none."""
