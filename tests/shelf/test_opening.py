@@ -31,7 +31,7 @@ def make(folder: Path) -> None:
 
 def test_there_is_no_shelf(tmp_path: Path) -> None:
     for folder in (tmp_path / "none", tmp_path):
-        with pytest.raises(FileNotFoundError, match="no shelf.*mode 'r\\+' to make one"):
+        with pytest.raises(FileNotFoundError, match=r"no shelf.*mode 'r\+' to make one"):
             Shelf(folder, "r")
     assert os.listdir(tmp_path) == []
 
