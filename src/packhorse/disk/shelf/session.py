@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -60,7 +60,8 @@ class Session:
             cursor = txn.handle.cursor(db=txn.tables.chunks)
             has_unused = cursor.set_range(CHUNK_KEY.pack(head.next_chunk))
         if has_unused:
-            self.folder.write(delete_unused_chunks)
+            with suppress(OSError):  # a full disk: the next commit deletes them, too
+                self.folder.write(delete_unused_chunks)
 
     @property
     def path(self) -> Path:
