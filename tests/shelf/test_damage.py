@@ -22,7 +22,7 @@ from packhorse.errors import PackhorseError
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["shelf_workload"])
-N_FLIPS = int(os.environ.get("PACKHORSE_FLIPS", "60"))
+N_FLIPS = int(os.environ.get("PACKHORSE_FLIPS", "24"))
 
 
 def content() -> dict[str, np.ndarray]:

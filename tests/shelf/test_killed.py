@@ -18,7 +18,7 @@ from packhorse.disk import Shelf
 # A process that has imported all it needs, and forks.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["shelf_workload"])
-N_KILLS = int(os.environ.get("PACKHORSE_KILLS", "40"))
+N_KILLS = int(os.environ.get("PACKHORSE_KILLS", "30"))
 
 
 def run_and_kill(folder: Path, log: Path, seed: int, after_s: float) -> Ledger:

@@ -20,7 +20,7 @@ from shelf_workload import Ledger, Model, work
 from packhorse.disk import Shelf
 from packhorse.errors import PackhorseError
 
-N_STEPS = int(os.environ.get("PACKHORSE_POWER_STEPS", "30"))
+N_STEPS = int(os.environ.get("PACKHORSE_POWER_STEPS", "14"))
 N_RANDOM = 8 if N_STEPS > 100 else 1
 SEED = int(os.environ.get("PACKHORSE_SEED", "0"))
 
