@@ -127,6 +127,7 @@ class _Slot:
         chunk: the number that its packed form has; 0 if all elements are zero.
         patch: the rows that were changed, by their places, if only these are kept.
         base: the number of the stored chunk that the other rows of a patch are in.
+        base_nbytes: of the frame of that chunk.
     """
 
     data: Array | None
@@ -134,6 +135,7 @@ class _Slot:
     chunk: int = 0
     patch: dict[int, Array] | None = None
     base: int = 0
+    base_nbytes: int = 0
 
 
 @dataclass(slots=True)
@@ -145,6 +147,7 @@ class _New:
         nbytes: of its frame.
         content_hash: of the elements of its frame.
         base: the number of the stored chunk that it needs; 0 for none.
+        base_nbytes: of the frame of that chunk, if this one is a patch of it.
         n_uses: how many pointers and chunks use it.
         kept: its elements, for the cache; None if they are not kept.
     """
@@ -153,6 +156,7 @@ class _New:
     nbytes: int
     content_hash: bytes
     base: int
+    base_nbytes: int
     n_uses: int = 1
     kept: Array | None = None
 
@@ -182,6 +186,7 @@ class Changes:
         self._slots: dict[int, dict[int, _Slot]] = {}
         self._foreign: dict[tuple[int, int], _Slot] = {}  # with memory of the caller
         self._records: dict[int, TensorRecord] = {}
+        self._names: dict[int, str] = {}  # of tensors, for messages
         self._new: dict[int, _New] = {}
         self._more_uses: Counter[int] = Counter()  # of committed chunks
         self._dirty_nbytes = self._packed_nbytes = self._kept_nbytes = 0
@@ -208,7 +213,12 @@ class Changes:
         if name in self.entries:
             return self.entries[name]
         with self._committed() as state:
-            return state.entry(name)
+            return self._named(name, state.entry(name))
+
+    def _named(self, name: str, entry: Entry | None) -> Entry | None:
+        for record in tensors_of(entry):
+            self._names[record.id] = name
+        return entry
 
     def names(self, prefix: str) -> dict[str, Entry]:
         """The entries of all names that begin so, by name, in order."""
@@ -223,7 +233,7 @@ class Changes:
         old = self.entry(name)
         self.n_writes += 1
         kept = {record.id for record in tensors_of(entry)}
-        self.entries[name] = entry
+        self.entries[name] = self._named(name, entry)
         for record in tensors_of(old):
             if record.id not in kept:
                 self._forget(record.id)
@@ -234,7 +244,7 @@ class Changes:
         """Give an entry another name."""
         entry = self.entry(old)
         self.n_writes += 1
-        self.entries[new], self.entries[old] = entry, None
+        self.entries[new], self.entries[old] = self._named(new, entry), None
 
     def _forget(self, tensor: int) -> None:
         """Drop the changed chunks of a tensor."""
@@ -247,7 +257,8 @@ class Changes:
             self._dirty_nbytes -= slot.data.nbytes
         self._dirty_nbytes -= sum(row.nbytes for row in (slot.patch or {}).values())
         self._release(slot.chunk)
-        slot.data, slot.chunk, slot.is_own, slot.patch, slot.base = None, 0, True, None, 0
+        slot.data, slot.chunk, slot.is_own = None, 0, True
+        slot.patch, slot.base, slot.base_nbytes = None, 0, 0
 
     def _release(self, number: int) -> None:
         """End one use of a packed chunk."""
@@ -348,10 +359,7 @@ class Changes:
         return list(map(find, numbers))
 
     def _label(self, record: TensorRecord) -> str:
-        for name, entry in self.entries.items():
-            if record in tensors_of(entry):
-                return f"{self._folder.path}: {name!r}"
-        return f"{self._folder.path}: tensor {record.id}"
+        return f"{self._folder.path}: {self._names.get(record.id, 'a tensor')!r}"
 
     def load_into(self, record: TensorRecord, numbers: list[int], outs: list[Array]) -> None:
         """As `rows.Chunks.load_into`."""
@@ -451,14 +459,15 @@ class Changes:
                 return None
             (found,) = state.chunks([pointer.chunk])
             if found.places is None:
-                return _Slot(None, patch={}, base=pointer.chunk)
+                return _Slot(None, patch={}, base=pointer.chunk, base_nbytes=pointer.nbytes)
             if len(found.places) > most:
                 return None
             with blaming(f"{self._label(record)}: chunk {number}, stored as {pointer.chunk}"):
                 rows = patch_rows(record, found)
             patch = dict(zip(found.places, rows, strict=True))
         self._dirty_nbytes += sum(row.nbytes for row in patch.values())
-        return _Slot(None, patch=patch, base=found.base)
+        others = pointer.nbytes - len(found.frame)
+        return _Slot(None, patch=patch, base=found.base, base_nbytes=others)
 
     def _writable(self, record: TensorRecord, number: int, slot: _Slot | None) -> Array:
         """The elements of a chunk to write to."""
@@ -611,7 +620,7 @@ class Changes:
     def _settle(self, slot: _Slot, packed: Packed, base: int) -> None:
         data, is_own = slot.data, slot.is_own
         places = tuple(sorted(slot.patch)) if slot.patch else None
-        base = slot.base if places else base
+        base, base_nbytes = (slot.base, slot.base_nbytes) if places else (base, 0)
         number = self._next_chunk
         self._next_chunk += 1
         if base:
@@ -633,7 +642,7 @@ class Changes:
             self._kept_nbytes += data.nbytes
         nbytes = len(packed.frame)
         record = ChunkRecord(base, places, packed.frame)
-        self._new[number] = _New(record, nbytes, packed.content_hash, base, 1, kept)
+        self._new[number] = _New(record, nbytes, packed.content_hash, base, base_nbytes, 1, kept)
         self._packed_nbytes += nbytes
 
     def _spill(self) -> None:
@@ -696,7 +705,8 @@ class Changes:
             pointer = NO_CHUNK
             if slot.chunk:
                 new = self._new[slot.chunk]
-                pointer = Pointer(slot.chunk, new.nbytes, new.content_hash[:4])
+                nbytes = new.nbytes + new.base_nbytes
+                pointer = Pointer(slot.chunk, nbytes, new.content_hash[:4])
             grown += commit.point(record, number, pointer, is_new)
         return grown
 

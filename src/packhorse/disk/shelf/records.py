@@ -121,7 +121,7 @@ class Pointer(NamedTuple):
 
     Attributes:
         chunk: the number of the stored chunk; 0 if all elements are zero.
-        nbytes: the length of its frame.
+        nbytes: the length of its frame; for a patch, with that of the chunk that it needs.
         check: the first bytes of its content hash.
     """
 
@@ -220,7 +220,7 @@ class TensorRecord:
         chunk: the shape of a chunk.
         base: "previous" if rows are coded against a keyframe row; None for no bases.
         keyframe_every: every so many rows are coded without a base.
-        packed_nbytes: the bytes of the frames of all its chunks.
+        packed_nbytes: the bytes of the frames of all its chunks, by its pointers.
         serial: the number of the commit that changed it last.
     """
 

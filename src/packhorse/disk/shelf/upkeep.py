@@ -123,6 +123,13 @@ class _Check:
                 except CorruptionError as error:
                     yield ShelfProblem(name, tag, None, f"{name!r}: {error}")
                     continue
+                noted = sum(pointer.nbytes for _, pointer in pointers)
+                if noted != record.packed_nbytes:
+                    yield ShelfProblem(
+                        name, tag, None,
+                        f"{self._session.path}: {name!r}: its chunks have {noted} bytes, but "
+                        f"{record.packed_nbytes} are noted",
+                    )  # fmt: skip
                 yield from self._chunk_problems(name, tag, record, pointers)
 
     def _chunk_problems(
