@@ -275,10 +275,12 @@ class Shelf(ShelfView, Imports):
         self.close()
 
     def close(self) -> None:
-        """Close the shelf. Its tensors cannot be used any more.
+        """Close the shelf. Its tensors cannot be used any more. The transaction of another thread
+        may end first.
 
         Raises:
             RuntimeError: it is closed inside a transaction.
+            TimeoutError: the transaction of another thread goes on for longer than `timeout`.
         """
         self._session.close()
 
