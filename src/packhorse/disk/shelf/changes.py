@@ -49,7 +49,7 @@ from packhorse.disk.shelf.records import (
 from packhorse.disk.shelf.rows import Change, changes_of
 from packhorse.disk.shelf.store import Folder
 from packhorse.disk.shelf.versions import Known, State
-from packhorse.errors import blaming
+from packhorse.errors import CompatibilityError, CorruptionError, blaming
 from packhorse.layout import DTYPE_BY_NAME, Level
 from packhorse.threads import map_tensors
 
@@ -108,12 +108,12 @@ class StateChunks:
 
     def stored(self, record: TensorRecord, numbers: list[int]) -> list[Stored | None]:
         """Chunks with their content hashes; None for a chunk of zeros."""
-        pointers = self._state.pointers(record, numbers)
+        pointers = self._state.pointers(record, numbers, self._label)
         return self._unpacker().load(record, numbers, pointers)
 
     def load_into(self, record: TensorRecord, numbers: list[int], outs: list[Array]) -> None:
         """As `rows.Chunks.load_into`."""
-        pointers = self._state.pointers(record, numbers)
+        pointers = self._state.pointers(record, numbers, self._label)
         self._unpacker().load_into(record, numbers, pointers, outs)
 
 
@@ -216,21 +216,26 @@ class Changes:
             return self._named(name, state.entry(name))
 
     def _named(self, name: str, entry: Entry | None) -> Entry | None:
-        for record in tensors_of(entry):
-            self._names[record.id] = name
+        self._names.update({record.id: name for record in tensors_of(entry)})
         return entry
 
-    def names(self, prefix: str) -> dict[str, Entry]:
-        """The entries of all names that begin so, by name, in order."""
+    def has(self, name: str) -> bool:
+        """Whether there is an entry of a name, which may be damaged."""
+        if name in self.entries:
+            return self.entries[name] is not None
         with self._committed() as state:
-            found: dict[str, Entry | None] = dict(state.entries(prefix))
-        found.update({n: entry for n, entry in self.entries.items() if n.startswith(prefix)})
-        order = sorted(found, key=str.encode)
-        return {name: entry for name in order if (entry := found[name]) is not None}
+            return state.has(name)
+
+    def names(self, prefix: str) -> list[str]:
+        """All names that begin so, in order."""
+        with self._committed() as state:
+            found = {name for name in state.names(prefix) if name not in self.entries}
+        found |= {n for n, entry in self.entries.items() if entry and n.startswith(prefix)}
+        return sorted(found)
 
     def put(self, name: str, entry: Entry | None) -> None:
         """Set the entry of a name, or remove it."""
-        old = self.entry(name)
+        old = self._replaced(name)
         self.n_writes += 1
         kept = {record.id for record in tensors_of(entry)}
         self.entries[name] = self._named(name, entry)
@@ -239,6 +244,13 @@ class Changes:
                 self._forget(record.id)
         for record in tensors_of(entry):
             self._records[record.id] = record
+            self._names[record.id] = name
+
+    def _replaced(self, name: str) -> Entry | None:
+        """The entry that a name has had; None also for one that is damaged."""
+        with suppress(CorruptionError, CompatibilityError):
+            return self.entry(name)
+        return None
 
     def rename(self, old: str, new: str) -> None:
         """Give an entry another name."""
@@ -359,7 +371,8 @@ class Changes:
         return list(map(find, numbers))
 
     def _label(self, record: TensorRecord) -> str:
-        return f"{self._folder.path}: {self._names.get(record.id, 'a tensor')!r}"
+        name = self._names.get(record.id)
+        return f"{self._folder.path}: {f'tensor {record.id}' if name is None else repr(name)}"
 
     def load_into(self, record: TensorRecord, numbers: list[int], outs: list[Array]) -> None:
         """As `rows.Chunks.load_into`."""
@@ -454,15 +467,15 @@ class Changes:
         if record.id >= self._head.next_tensor:
             return None
         with self._committed() as state:
-            (pointer,) = state.pointers(record, [number])
+            (pointer,) = state.pointers(record, [number], self._label(record))
             if not pointer.chunk:
                 return None
-            (found,) = state.chunks([pointer.chunk])
-            if found.places is None:
-                return _Slot(None, patch={}, base=pointer.chunk, base_nbytes=pointer.nbytes)
-            if len(found.places) > most:
-                return None
             with blaming(f"{self._label(record)}: chunk {number}, stored as {pointer.chunk}"):
+                (found,) = state.chunks([pointer.chunk])
+                if found.places is None:
+                    return _Slot(None, patch={}, base=pointer.chunk, base_nbytes=pointer.nbytes)
+                if len(found.places) > most:
+                    return None
                 rows = patch_rows(record, found)
             patch = dict(zip(found.places, rows, strict=True))
         self._dirty_nbytes += sum(row.nbytes for row in patch.values())
@@ -518,7 +531,8 @@ class Changes:
             self._empty(slots[number])
         if record.id < self._head.next_tensor:
             with self._committed() as state:
-                for number, pointer in state.all_pointers(record.id, first, stop):
+                label = self._label(record)
+                for number, pointer in state.all_pointers(record.id, first, stop, label):
                     if pointer.chunk:
                         slots.setdefault(number, _Slot(None))
 
@@ -603,7 +617,7 @@ class Changes:
                 chunk = slot.chunk
             elif tensor < self._head.next_tensor:
                 with self._committed() as state:
-                    chunk = state.pointers(record, [keyframe])[0].chunk
+                    chunk = state.pointers(record, [keyframe], self._label(record))[0].chunk
             else:
                 chunk = 0
             if not chunk:
@@ -652,7 +666,7 @@ class Changes:
         def work(txn: Txn, _: Head) -> None:
             for number, new in spilled:
                 assert new.record is not None
-                value = chunk_value(new.record)
+                value = chunk_value(number, new.record)
                 txn.handle.put(CHUNK_KEY.pack(number), value, db=txn.tables.chunks)
 
         self._has_spilled = True
@@ -720,7 +734,8 @@ class Changes:
         entries = dict(self.entries)
         gone: set[int] = set()
         for name, entry in entries.items():
-            gone |= {record.id for record in tensors_of(commit.state.entry(name))}
+            with suppress(CorruptionError, CompatibilityError):
+                gone |= {record.id for record in tensors_of(commit.state.entry(name))}
             if isinstance(entry, TensorRecord):
                 commit.enter(name, changed(entry))
             elif isinstance(entry, StateRecord):
