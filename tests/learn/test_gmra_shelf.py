@@ -1,5 +1,6 @@
 """GMRA on a shelf: the same bits as in memory, within a budget, and after any interruption."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -104,12 +105,13 @@ def interrupted(
     """Ends a fit after its step of this number, when the step is done but not committed."""
     method, n_done = getattr(owner, name), 0
 
-    def counted(self: Any, *arguments: Any) -> None:
+    def counted(self: Any, *arguments: Any) -> Any:
         nonlocal n_done
-        method(self, *arguments)
+        found = method(self, *arguments)
         n_done += 1
         if n_done == after:
             raise Interrupted
+        return found
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, counted)
@@ -150,7 +152,7 @@ def test_nodes_of_an_unfinished_step_are_removed(
         with interrupted(monkeypatch, after, NodeTensors, "append"):
             GMRA(3, **SETTINGS).fit(points, shelf=shelf)
         n_nodes = len(shelf["gmra/nodes/integers"])
-        assert n_nodes > shelf.load("gmra/state")["n_nodes"]
+        assert n_nodes > json.loads(shelf.load("gmra/state")["fit"])["n_nodes"]
     assert bits(GMRA(3, **SETTINGS).fit(points, shelf=shelf)) == wanted
 
 
@@ -178,10 +180,11 @@ from test_gmra_shelf import SETTINGS, cloud
 step, left = Growth.step, int(sys.argv[2])
 def counted(self):
     global left
-    step(self)
+    found = step(self)
     left -= 1
     if not left:
         os.kill(os.getpid(), signal.SIGKILL)
+    return found
 Growth.step = counted
 with Shelf(sys.argv[1]) as shelf:
     GMRA(3, **SETTINGS).fit(cloud(), shelf=shelf)
@@ -214,8 +217,8 @@ def test_another_fit_does_not_go_on(shelf: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_memory_stays_within_the_budget(shelf: Any) -> None:
-    """Eight times as many points as fit. Its own tensors are what a fit allocates: the cache of
-    the shelf, and what writing packs, come to that."""
+    """Eight times as many points as fit. What a fit allocates comes first; then the cache of the
+    shelf, 1 MiB, and what it packs: chunks of 64 pieces, with their frames."""
     budget = 2 << 20
     shelf["x"] = cloud(8 * budget // (100 * 4), 100)
     gmra = GMRA(4, leaf_size=256, random_state=0, memory_nbytes=budget)
@@ -223,7 +226,7 @@ def test_memory_stays_within_the_budget(shelf: Any) -> None:
     gmra.fit(shelf["x"], shelf=shelf)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < budget + (3 << 20)
+    assert peak < budget + (5 << 20)
 
 
 @pytest.mark.parametrize("wrong", [np.nan, -np.inf])

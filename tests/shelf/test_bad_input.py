@@ -1,5 +1,6 @@
 """What a caller can do wrong: one clear line each, and the shelf is as it was."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -372,3 +373,26 @@ def test_a_shelf_that_is_closed(shelf: Shelf, tmp_path: Path) -> None:
     with pytest.raises(ClosedError, match=message):
         shelf["x"] = x
     assert repr(x) == "ShelfTensor('x', not there)"
+
+
+def test_closing_waits_for_the_transaction_of_another_thread(tmp_path: Path) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with shelf.transaction():
+            begun.set()
+            may_end.wait(10)
+            shelf["x"] = np.arange(3)
+
+    shelf = Shelf(tmp_path / "data.shelf", timeout=1)
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert begun.wait(10)
+    with pytest.raises(TimeoutError, match="a transaction of another thread goes on for more than"):
+        shelf.close()
+    assert not shelf.is_closed
+    threading.Timer(0.05, may_end.set).start()
+    shelf.close()
+    thread.join()
+    with Shelf(tmp_path / "data.shelf", "r") as shelf:
+        assert shelf["x"].numpy().tolist() == [0, 1, 2]

@@ -9,9 +9,9 @@ Work waits on a stack. An item is a run of points, which is one of three things:
 - a cell above pieces: the bases of all such cells, or of as many as there is memory for, are found
   together, in two passes over the pieces (`streaming`).
 
-Each step is one transaction, which also keeps the stack. A fit that was killed goes on from there.
-All that decides about the arithmetic is in `Plan`: the sizes of blocks and pieces depend on the
-budget, and never on where the points come from.
+Each step is one transaction, and most of them keep the stack. A fit that was killed goes on from
+there; what was written after that is cut off. All that decides about the arithmetic is in `Plan`:
+the sizes of blocks and pieces depend on the budget, and never on where the points come from.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ _MAX_PIECES = 64
 _BLOCK_NBYTES = 1 << 20
 _PIECE_BLOCKS = 4  # at least
 _MAX_FOUND_NBYTES = 1 << 23  # of nodes that wait to be written
+_MOVES_KEPT = 16  # after so many steps a fit can go on from there
+_LEAST_CHUNK_NBYTES, _MOST_CHUNK_NBYTES = 1 << 12, 1 << 18
 _LEAST_PIECE = 64  # rows
 _FIRST_DIRECTIONS = 16  # to try where their number is chosen by energy
 _CUTTING, _DIRECTIONS, _AHEAD = 1, 2, 3  # what random numbers are for
@@ -107,6 +109,12 @@ class Plan:
         """Bytes of nodes that wait to be written."""
         return min(_MAX_FOUND_NBYTES, self.memory_nbytes // (4 * _SHARES))
 
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of a chunk of a piece: of each piece, one may wait to be full."""
+        fitting = self.memory_nbytes // _SHARES // _MAX_PIECES
+        return min(max(fitting, _LEAST_CHUNK_NBYTES), _MOST_CHUNK_NBYTES)
+
     def rng(self, *key: int) -> np.random.Generator:
         """Random numbers for one purpose."""
         return np.random.default_rng([self.seed, *key])
@@ -157,12 +165,16 @@ class Growth:
             self._moving.close()
         self._moving = None
 
-    def step(self) -> None:
-        """Does the next item, or a part of it. The caller commits."""
+    def step(self) -> bool:
+        """Does the next item, or a part of it. The caller commits.
+
+        Returns:
+            Whether a fit can go on from here, once the caller has kept the stack.
+        """
         item = self.stack[-1]
         if "pieces" in item:
-            self._move_points(item)
-        elif "low" in item["cuts"] or item["cuts"].get("is_whole"):
+            return self._move_points(item)
+        if "low" in item["cuts"] or item["cuts"].get("is_whole"):
             self._look_ahead(item["cuts"])
         elif self._is_loaded(item["cuts"]["n"]):
             self._add_loaded(item)
@@ -170,6 +182,7 @@ class Growth:
             self._begin_pieces(item)
         while self.stack and "basis" in self.stack[-1]["cuts"]:
             self._add_known(self.stack[-1])
+        return True
 
     def _is_loaded(self, n_points: int) -> bool:
         return n_points <= _MAX_LOADED * self.plan.piece_rows
@@ -215,13 +228,15 @@ class Growth:
             return
         for piece in pieces:
             piece.update(part=self.n_parts, n=0, sum=np.zeros(plan.width))
-            self.writer.create(self._part_name(self.n_parts), plan.width, plan.dtype)
+            name = self._part_name(self.n_parts)
+            self.writer.create(name, plan.width, plan.dtype, plan.chunk_nbytes)
             self.n_parts += 1
         self.notes.keep_cuts(cuts)
         item.update(pieces=cuts, done=0)
 
-    def _move_points(self, item: Item) -> None:
-        """Appends points to the tensors of their pieces, as many as a piece has at once."""
+    def _move_points(self, item: Item) -> bool:
+        """Appends points to the tensors of their pieces, as many as a piece has at once. Returns
+        whether a fit can go on from here."""
         leaf, pieces = item["cuts"], leaves_of(item["pieces"])
         if self._moving is None:
             self._moving = self._blocks(leaf, item["done"])
@@ -239,14 +254,20 @@ class Growth:
         for piece, runs in zip(pieces, waiting, strict=True):
             if runs:
                 rows = np.concatenate(runs)
-                self.writer.append(self._part_name(piece["part"]), rows)
+                self.writer.append_some(self._part_name(piece["part"]), rows)
                 piece["n"] += len(rows)
+        item["moves"] = item.get("moves", 0) + 1
+        is_done = item["done"] >= leaf["n"]
+        if not is_done and item["moves"] % _MOVES_KEPT:
+            return False
+        self.writer.settle()
         self.notes.keep_sums(pieces)
-        if item["done"] >= leaf["n"]:
+        if is_done:
             self._moving, self._has_moved = None, True
             self._drop(leaf)
             item["cuts"] = self._without_empty(item.pop("pieces"))
-            del item["done"]
+            del item["done"], item["moves"]
+        return True
 
     def _without_empty(self, cuts: Cuts) -> Cuts:
         """The tree without pieces that got no point: rounding can keep the one point of the sample

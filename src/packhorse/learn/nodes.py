@@ -22,6 +22,7 @@ __all__ = ["Node", "NodeTensors", "Nodes", "finished", "read_parent"]
 _INTEGERS = ("parent", "scale", "n_points", "n_directions", "n_wavelets", "n_planes")
 _FLOATS = ("threshold", "rms")
 _MATRICES = ("centres", "translations", "bases", "wavelets", "planes")
+_CHUNK_NBYTES = 1 << 18  # rows are written, and mostly read, in long runs
 _RAGGED = {"bases": "n_directions", "wavelets": "n_wavelets", "planes": "n_planes"}
 
 
@@ -72,10 +73,11 @@ class NodeTensors:
             width: columns of X.
             dtype: of directions.
         """
-        self._writer.create(f"{self._prefix}integers", len(_INTEGERS), np.dtype(np.int64))
-        self._writer.create(f"{self._prefix}floats", len(_FLOATS), np.dtype(np.float64))
-        for matrix in _MATRICES:
-            self._writer.create(self._prefix + matrix, width, dtype)
+        kinds: dict[str, tuple[int, Any]] = dict.fromkeys(_MATRICES, (width, dtype))
+        kinds["integers"] = len(_INTEGERS), np.int64
+        kinds["floats"] = len(_FLOATS), np.float64
+        for name, (n_columns, kind) in kinds.items():
+            self._writer.create(self._prefix + name, n_columns, kind, _CHUNK_NBYTES)
 
     def go_on(self, shelf: Shelf, count: int) -> None:
         """Goes on after some cells. Those that were written after them are removed.
@@ -87,9 +89,8 @@ class NodeTensors:
         integers = np.asarray(shelf[f"{self._prefix}integers"][:count])
         columns = dict(zip(_INTEGERS, integers.sum(axis=0).tolist(), strict=True))
         lengths = {name: columns[key] for name, key in _RAGGED.items()}
-        with shelf.transaction():
-            for name in ("integers", "floats", *_MATRICES):
-                shelf[self._prefix + name].resize(lengths.get(name, count))
+        for name in ("integers", "floats", *_MATRICES):
+            shelf[self._prefix + name].resize(lengths.get(name, count))
         self._count = count
 
     def __len__(self) -> int:

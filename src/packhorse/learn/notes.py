@@ -1,7 +1,8 @@
 """What only a fit needs that goes on after an interruption: its stack, and arrays of it.
 
-The arrays lie in tensors of their own, and the stack, without them, in a nested state:
+The arrays lie in tensors of their own, and the stack, without them, is JSON:
 
+    NAME/state     the stack, and what the fit depends on
     NAME/cuts      directions that cut samples, a row for each cut
     NAME/sums      float64: the sum of the points of each piece
     NAME/bases     of cells above pieces, before their nodes are added
@@ -20,7 +21,7 @@ from packhorse.learn.nodes import read_parent
 from packhorse.learn.tensors import Shelf
 from packhorse.learn.writing import Writer
 
-__all__ = ["Notes", "read_stack"]
+__all__ = ["Notes", "cut_parts", "read_stack"]
 
 _ARRAYS = {"direction", "sum", "basis", "known"}
 Item: TypeAlias = dict[str, Any]
@@ -112,7 +113,7 @@ class Notes:
             stack: the items.
 
         Returns:
-            What a nested state can keep.
+            What JSON can keep.
         """
         return [_without_arrays(item) for item in stack]
 
@@ -123,6 +124,19 @@ def _without_arrays(values: dict[str, Any]) -> dict[str, Any]:
         for key, value in values.items()
         if key not in _ARRAYS
     }
+
+
+def cut_parts(shelf: Shelf, name: str, stack: Sequence[Item]) -> None:
+    """Removes the points that were moved after the stack was kept.
+
+    Args:
+        shelf: where the tensors are.
+        name: the beginning of their names.
+        stack: the items.
+    """
+    for item in stack:
+        for piece in leaves_of(item["pieces"]) if "pieces" in item else ():
+            shelf[f"{name}/part-{piece['part']}"].resize(piece["n"])
 
 
 def read_stack(shelf: Shelf, name: str, saved: Sequence[Item]) -> list[Item]:

@@ -6,6 +6,7 @@ Then its result is the same bit for bit, too.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,7 +18,7 @@ import numpy as np
 from packhorse.errors import CompatibilityError
 from packhorse.learn.growth import Growth, Plan
 from packhorse.learn.nodes import Nodes, finished
-from packhorse.learn.notes import read_stack
+from packhorse.learn.notes import cut_parts, read_stack
 from packhorse.learn.tensors import Rows, Shelf, Tensors, checked_rows, float_dtype
 
 __all__ = ["gather", "read", "run"]
@@ -88,28 +89,29 @@ def run(growth: Growth, settings: dict[str, Any], shelf: Shelf | None) -> None:
         return
     state = _state_of(shelf, growth.name)
     points = _digest(growth.source)
-    keep = partial(_commit, growth, settings, points)
+    keep = partial(_keep, growth, settings, points)
     try:
         if state is None or state["is_done"]:
             growth.writer.note(lambda shelf: _remove(shelf, growth.name))
             growth.begin()
             keep()
+            growth.writer.commit()
         else:
             _check_same(growth, state, settings, points)
             _go_on(growth, shelf, state)
         while growth.stack:
-            growth.step()
-            keep()
+            if growth.step():
+                keep()
+            growth.writer.commit()
         growth.writer.wait()
     finally:
         growth.stop()
         growth.writer.drop()
 
 
-def _commit(growth: Growth, settings: dict[str, Any], points: str) -> None:
-    """Commits a step, with what is needed to go on after it; at the end, nothing is."""
+def _keep(growth: Growth, settings: dict[str, Any], points: str) -> None:
+    """Writes what is needed to go on after a step; at the end, removes it."""
     state = {
-        "version": _VERSION,
         "is_done": not growth.stack,
         "settings": settings,
         "plan": asdict(growth.plan) | {"dtype": growth.plan.dtype.name},
@@ -120,14 +122,19 @@ def _commit(growth: Growth, settings: dict[str, Any], points: str) -> None:
         "n_cuts": growth.notes.n_cuts,
         "n_bases": growth.notes.n_bases,
     }
+    text = json.dumps(state, default=_plain)
 
     def write(shelf: Shelf) -> None:
-        shelf.save(f"{growth.name}/state", state)
+        shelf.save(f"{growth.name}/state", {"version": _VERSION, "fit": text})
         if state["is_done"]:
             _remove(shelf, growth.name, _TEMPORARY)
 
     growth.writer.note(write)
-    growth.writer.commit()
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy as one of Python."""
+    return value.item()
 
 
 def _go_on(growth: Growth, shelf: Shelf, state: dict[str, Any]) -> None:
@@ -136,7 +143,9 @@ def _go_on(growth: Growth, shelf: Shelf, state: dict[str, Any]) -> None:
     growth.stack = read_stack(shelf, growth.name, state["stack"])
     growth.n_parts = state["n_parts"]
     growth.notes.n_cuts, growth.notes.n_bases = state["n_cuts"], state["n_bases"]
-    growth.nodes.go_on(shelf, state["n_nodes"])
+    with shelf.transaction():
+        cut_parts(shelf, growth.name, growth.stack)
+        growth.nodes.go_on(shelf, state["n_nodes"])
 
 
 def read(shelf: Shelf, name: str) -> tuple[dict[str, Any], Nodes, Plan]:
@@ -171,7 +180,7 @@ def _state_of(shelf: Shelf, name: str) -> dict[str, Any] | None:
         raise CompatibilityError(
             f"{path} is of version {state.get('version')}; this release reads version {_VERSION}"
         )
-    return state  # type: ignore[no-any-return]
+    return json.loads(state["fit"])  # type: ignore[no-any-return]
 
 
 def _plan_of(state: dict[str, Any]) -> Plan:

@@ -44,7 +44,9 @@ class Rows(Protocol):
 class Tensors(Protocol):
     """What a shelf and memory both do with tensors."""
 
-    def create(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+    def create(
+        self, name: str, shape: tuple[int, ...], dtype: Any, *, chunk_nbytes: int | None = None
+    ) -> Any:
         """A new tensor."""
 
     def __getitem__(self, name: str, /) -> Any:
@@ -128,13 +130,16 @@ class MemoryShelf:
         """Makes an empty one."""
         self._tensors: dict[str, MemoryTensor] = {}
 
-    def create(self, name: str, shape: tuple[int, ...], dtype: Any) -> MemoryTensor:
+    def create(
+        self, name: str, shape: tuple[int, ...], dtype: Any, *, chunk_nbytes: int | None = None
+    ) -> MemoryTensor:
         """A new matrix without rows.
 
         Args:
             name: its name.
             shape: no rows, and the number of columns.
             dtype: of the elements.
+            chunk_nbytes: not used; memory has no chunks.
 
         Returns:
             The matrix.

@@ -3,6 +3,9 @@
 A bundle is one transaction. `ShelfWriter` hands it to a thread, so that packing and the disk take
 the time of another processor. What is read must have been written, so a fit waits before it reads
 what it has just written; it knows where that is.
+
+Rows that come a few at a time, for many tensors in turn, wait until they fill a chunk. Otherwise
+each chunk would be packed several times.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeAlias
+
+import numpy as np
 
 from packhorse.learn.background import BackgroundQueue
 from packhorse.learn.bases import Array
@@ -24,11 +29,17 @@ _MAX_BUNDLES = 2
 class Writer(Protocol):
     """Writes tensors of rows."""
 
-    def create(self, name: str, width: int, dtype: Any) -> None:
+    def create(self, name: str, width: int, dtype: Any, chunk_nbytes: int) -> None:
         """Makes a matrix without rows."""
 
     def append(self, name: str, rows: Array) -> None:
         """Adds rows at the end of a matrix."""
+
+    def append_some(self, name: str, rows: Array) -> None:
+        """Adds rows at the end of a matrix, at the latest when `settle` is called."""
+
+    def settle(self) -> None:
+        """Writes the rows that wait."""
 
     def delete(self, name: str) -> None:
         """Removes a tensor."""
@@ -57,13 +68,14 @@ class MemoryWriter:
         """
         self._shelf = shelf
 
-    def create(self, name: str, width: int, dtype: Any) -> None:
+    def create(self, name: str, width: int, dtype: Any, chunk_nbytes: int) -> None:
         """Makes a matrix without rows.
 
         Args:
             name: its name.
             width: the number of its columns.
             dtype: of its elements.
+            chunk_nbytes: not used; memory has no chunks.
         """
         self._shelf.create(name, (0, width), dtype)
 
@@ -75,6 +87,11 @@ class MemoryWriter:
             rows: as many columns as it has.
         """
         self._shelf[name].append(rows)
+
+    append_some = append
+
+    def settle(self) -> None:
+        """Nothing: all is there."""
 
     def delete(self, name: str) -> None:
         """Removes a tensor.
@@ -112,19 +129,24 @@ class ShelfWriter:
         """
         self._shelf = shelf
         self._bundle: list[Callable[[], object]] = []
+        self._chunk_rows: dict[str, int] = {}
+        self._waiting: dict[str, list[Array]] = {}
         self._queue = BackgroundQueue[_Bundle](
             self._write, lambda: shelf.transaction(), _MAX_BUNDLES, "steps of a fit"
         )
 
-    def create(self, name: str, width: int, dtype: Any) -> None:
+    def create(self, name: str, width: int, dtype: Any, chunk_nbytes: int) -> None:
         """Makes a matrix without rows.
 
         Args:
             name: its name.
             width: the number of its columns.
             dtype: of its elements.
+            chunk_nbytes: about how many bytes a chunk has.
         """
-        self._bundle.append(partial(self._shelf.create, name, (0, width), dtype))
+        make = partial(self._shelf.create, name, (0, width), dtype, chunk_nbytes=chunk_nbytes)
+        self._bundle.append(make)
+        self._chunk_rows[name] = max(1, chunk_nbytes // max(1, width * np.dtype(dtype).itemsize))
 
     def append(self, name: str, rows: Array) -> None:
         """Adds rows at the end of a matrix.
@@ -134,6 +156,29 @@ class ShelfWriter:
             rows: as many columns as it has.
         """
         self._bundle.append(lambda: self._shelf[name].append(rows))
+
+    def append_some(self, name: str, rows: Array) -> None:
+        """Adds rows at the end of a matrix, at the latest when `settle` is called.
+
+        Args:
+            name: of the matrix.
+            rows: as many columns as it has.
+        """
+        waiting = self._waiting.setdefault(name, [])
+        waiting.append(rows)
+        n = sum(map(len, waiting))
+        n_whole = n - n % self._chunk_rows.get(name, 1)
+        if n_whole:
+            together = np.concatenate(waiting)
+            self.append(name, together[:n_whole])
+            self._waiting[name] = [together[n_whole:].copy()] if n_whole < n else []
+
+    def settle(self) -> None:
+        """Writes the rows that wait."""
+        for name, waiting in self._waiting.items():
+            if waiting:
+                self.append(name, np.concatenate(waiting))
+        self._waiting.clear()
 
     def delete(self, name: str) -> None:
         """Removes a tensor.
@@ -172,6 +217,7 @@ class ShelfWriter:
     def drop(self) -> None:
         """Forgets what is not written."""
         self._bundle = []
+        self._waiting.clear()
         self._queue.drop()
 
     @staticmethod

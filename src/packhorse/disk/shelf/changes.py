@@ -680,6 +680,7 @@ class Changes:
     def _write(self, txn: Txn, head: Head) -> None:
         commit = Commit(txn, head, str(self._folder.path))
         serial = head.n_commits + 1
+        self._delete_leftovers(txn, head.next_chunk)
         for number, n in self._more_uses.items():
             if n:
                 commit.use(number, n)
@@ -690,8 +691,6 @@ class Changes:
                 commit.set_uses(number, new.n_uses)
         grown = {tensor: self._point(commit, head, tensor) for tensor in self._slots}
         self._enter(commit, grown, serial)
-        if self._has_spilled:
-            self._delete_spilled(txn, head.next_chunk)
         new_head = replace(
             head, next_tensor=self._next_tensor, next_chunk=self._next_chunk, n_commits=serial
         )
@@ -734,16 +733,19 @@ class Changes:
         for tensor in gone:
             commit.remove_tensor(tensor)
 
-    def _delete_spilled(self, txn: Txn, first: int) -> None:
-        """Delete what was written early and is not used any more."""
-        for number in range(first, self._next_chunk):
-            if number not in self._new:
-                txn.handle.delete(CHUNK_KEY.pack(number), db=txn.tables.chunks)
+    def _delete_leftovers(self, txn: Txn, first: int) -> None:
+        """Delete what was written early and is not used: by this transaction, or by one before that
+        could not delete it, because the disk was full."""
+        cursor = txn.handle.cursor(db=txn.tables.chunks)
+        found = cursor.set_range(CHUNK_KEY.pack(first))
+        while found and (key := bytes(cursor.key())):
+            is_used = CHUNK_KEY.unpack(key)[0] in self._new
+            found = cursor.next() if is_used else cursor.delete()
 
     def abort(self) -> None:
         """Drop all changes."""
         if self._has_spilled:
-            with suppress(OSError):  # the next writer deletes them, too
+            with suppress(OSError):  # the next commit deletes them, too
                 self._folder.write(delete_unused_chunks)
 
 

@@ -405,7 +405,12 @@ class Unpacker:
             bases[number] = chunk
             if needed[number].places is None:  # other rows will need it, too
                 self._cache.put(number, chunk)
-        return self._decode_each(record, jobs, bases)
+        # Chunks with the same base one after the other: it stays in the processor's cache.
+        order = sorted(range(len(jobs)), key=lambda i: jobs[i].record.base) if needed else []
+        decoded = self._decode_each(record, [jobs[i] for i in order] or jobs, bases)
+        for i, chunk in zip(order, list(decoded), strict=False):
+            decoded[i] = chunk
+        return decoded
 
     def _decode_each(
         self, record: TensorRecord, jobs: list[_Job], bases: dict[int, Stored]

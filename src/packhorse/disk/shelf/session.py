@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -60,7 +60,8 @@ class Session:
             cursor = txn.handle.cursor(db=txn.tables.chunks)
             has_unused = cursor.set_range(CHUNK_KEY.pack(head.next_chunk))
         if has_unused:
-            self.folder.write(delete_unused_chunks)
+            with suppress(OSError):  # a full disk: the next commit deletes them, too
+                self.folder.write(delete_unused_chunks)
 
     @property
     def path(self) -> Path:
@@ -80,14 +81,18 @@ class Session:
         """Close the shelf.
 
         Raises:
-            RuntimeError: a transaction is open.
+            RuntimeError: this thread is in a transaction.
+            TimeoutError: another thread's transaction goes on for too long.
         """
-        is_here = self._owner is not None and self._owner[0] == os.getpid()
-        if is_here and not self.folder.is_closed:
+        if self.folder.is_closed:
+            return
+        if self.seen() is not None:
             raise RuntimeError(
                 f"{self.path}: the shelf was closed inside a transaction; leave it first"
             )
-        self._close()
+        is_busy = self._owner is not None and self._owner[0] == os.getpid()
+        with self.turn() if is_busy else nullcontext():
+            self._close()
 
     # Reading.
 

@@ -275,10 +275,12 @@ class Shelf(ShelfView, Imports):
         self.close()
 
     def close(self) -> None:
-        """Close the shelf. Its tensors cannot be used any more.
+        """Close the shelf. Its tensors cannot be used any more. The transaction of another thread
+        may end first.
 
         Raises:
             RuntimeError: it is closed inside a transaction.
+            TimeoutError: the transaction of another thread goes on for longer than `timeout`.
         """
         self._session.close()
 
@@ -312,7 +314,7 @@ class Shelf(ShelfView, Imports):
             keyframe_every: how often a row is coded for itself, if there is a base.
             chunk_nbytes: about how many decoded bytes a chunk has: 4 KiB to 16 MiB. Writing one
                 element packs a whole chunk again; short chunks pack worse. None for a run of rows
-                of 64 KiB, or up to 512 KiB of a long row.
+                of 128 KiB, or up to 512 KiB of a long row.
             replace: whether a tensor or state of this name may be replaced.
 
         Returns:

@@ -276,11 +276,12 @@ def versions_of(
         epochs.
     """
     cursor = txn.handle.cursor(db=txn.tables.pointers)
-    found = cursor.set_range(POINTER_KEY.pack(tensor, first, 0))
-    while found:
-        key = bytes(cursor.key())
-        owner, number, epoch = POINTER_KEY.unpack(key)
+    if not cursor.set_range(POINTER_KEY.pack(tensor, first, 0)):
+        return
+    unpack = POINTER_KEY.unpack
+    for view, value in cursor.iternext():
+        key = bytes(view)
+        owner, number, epoch = unpack(key)
         if owner != tensor or (stop is not None and number >= stop):
             return
-        yield number, epoch, key, bytes(cursor.value())
-        found = cursor.next()
+        yield number, epoch, key, bytes(value)
